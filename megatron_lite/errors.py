@@ -1,0 +1,29 @@
+"""Mistakes a user can make or meet, each with the exit code of the command that hits it.
+
+A message says where it happened, what was found, what is wanted and what to do. `assert` is for
+what cannot happen; these are for what can.
+"""
+
+
+class MegatronLiteError(Exception):
+    """Something the user has to know about; the command line prints its text, not a traceback."""
+
+    exit_code = 1
+
+
+class ConfigError(MegatronLiteError):
+    """The command line or the config cannot be run as it stands."""
+
+    exit_code = 2
+
+
+class DataError(MegatronLiteError):
+    """A corpus, an index or a tokenizer file is missing, damaged or does not fit the model."""
+
+
+class CheckpointError(MegatronLiteError):
+    """A checkpoint is missing, damaged or belongs to another model."""
+
+
+class TrainingError(MegatronLiteError):
+    """Training cannot go on: a rank failed, numbers went bad, or a resource is missing."""
