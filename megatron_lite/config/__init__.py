@@ -1,0 +1,1 @@
+"""Settings of a run: schema, reading, validation and presets. Loads no torch."""

@@ -1,0 +1,191 @@
+"""Every setting of a run: its name, type, unit and default.
+
+Sections are frozen pydantic models, so a config never changes after it was read: what changes while
+training is `TrainState`. A check of one field is its type; every rule that joins fields is in
+`validate.py`; values that follow from others are properties here.
+"""
+
+from typing import Annotated, Literal
+
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+)
+
+Probability = Annotated[float, Field(ge=0.0, lt=1.0)]
+
+# Logits are computed for a padded vocabulary whose size does not depend on the layout.
+VOCAB_PADDING = 128
+
+
+class Section(BaseModel):
+    """One block of the YAML file: frozen, and strict about names and types."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, protected_namespaces=())
+
+
+class RunConfig(Section):
+    """Where a run lives and what its random numbers start from."""
+
+    dir: str = "runs/default"  # metrics.jsonl, config.yaml, tensorboard/ and checkpoints/ go here
+    seed: NonNegativeInt = 1234
+
+
+class ModelConfig(Section):
+    """Sizes and kinds of the transformer; GPT, CodeGeeX and Llama are values of these fields.
+
+    0 means "follows from the other fields" where the comment says from which; the properties give the value.
+    """
+
+    preset: str = ""  # a name from presets.py whose values the other fields override
+    num_layers: PositiveInt = 12  # the top-query block is not counted
+    hidden_size: PositiveInt = 768
+    num_heads: PositiveInt = 12
+    num_query_groups: NonNegativeInt = 0  # key/value heads; 0: one for each query head
+    head_dim: NonNegativeInt = 0  # 0: hidden_size / num_heads
+    ffn_hidden_size: NonNegativeInt = 0  # 0: 4 * hidden_size; for swiglu the multiple of 64 at or below 8/3 of it
+    max_position_embeddings: PositiveInt = 1024
+    vocab_size: NonNegativeInt = 0  # 0: taken from data.tokenizer
+    padded_vocab_size: NonNegativeInt = 0  # 0: the next multiple of 128
+    norm: Literal["layernorm", "rmsnorm"] = "layernorm"
+    norm_eps: PositiveFloat = 1e-5
+    activation: Literal["gelu", "gelu_tanh", "quick_gelu", "swiglu"] = "gelu"
+    position: Literal["learned", "rotary"] = "learned"
+    rotary_base: PositiveFloat = 10000.0
+    bias: bool = True  # in every linear layer
+    tie_embeddings: bool = True  # the output head shares the word embedding
+    top_query_layer: bool = False  # CodeGeeX's last block, whose queries are learned positions
+    post_norm: bool = False  # Megatron's --apply-residual-connection-post-layernorm
+    fp32_residual: bool = False  # Megatron's --fp32-residual-connection
+    hidden_dropout: Probability = 0.1
+    mlp_dropout: bool = True  # hidden_dropout after the MLP too; CodeGeeX has none there
+    attention_dropout: Probability = 0.1
+    init_std: PositiveFloat = 0.02
+    attention: Literal["sdpa", "math"] = "sdpa"  # math is the plain reference, slow and large
+    fusion: Literal["auto", "on", "off"] = "auto"  # torch.compile bias+activation and bias+dropout+add; auto: on CUDA
+
+    @property
+    def query_groups(self) -> int:
+        return self.num_query_groups or self.num_heads
+
+    @property
+    def head_size(self) -> int:
+        return self.head_dim or self.hidden_size // self.num_heads
+
+    @property
+    def ffn_size(self) -> int:
+        if self.ffn_hidden_size:
+            return self.ffn_hidden_size
+        if self.activation == "swiglu":
+            return max(64, int(8 * self.hidden_size / 3 / 64) * 64)
+        return 4 * self.hidden_size
+
+    @property
+    def padded_vocab(self) -> int:
+        return self.padded_vocab_size or -(-self.vocab_size // VOCAB_PADDING) * VOCAB_PADDING
+
+
+class ParallelConfig(Section):
+    """How the model and the batch are spread over ranks; the data-parallel size is what remains."""
+
+    tensor: PositiveInt = 1
+    pipeline: PositiveInt = 1
+    virtual_pipeline: PositiveInt = 1  # model chunks on each pipeline rank
+    context: PositiveInt = 1
+    sequence: bool = False  # norms and dropout on s/tp
+    schedule: Literal["1f1b"] = "1f1b"  # without meaning at pipeline 1
+    ddp: Literal["local", "torch"] = "local"
+    bucket_mb: PositiveFloat = 25.0  # gradients reduced in one call, in MiB
+
+    @property
+    def model_size(self) -> int:
+        """Ranks that hold one copy of the model."""
+        return self.tensor * self.pipeline * self.context
+
+    def data(self, world_size: int) -> int:
+        """Data-parallel size; `validate` has made sure that it divides."""
+        return world_size // self.model_size
+
+
+class DataConfig(Section):
+    """What is read, and in how long pieces."""
+
+    paths: tuple[str, ...] = ()  # prefixes of .bin/.idx, or weight, prefix, weight, prefix ...
+    split: tuple[NonNegativeFloat, NonNegativeFloat, NonNegativeFloat] = (969.0, 30.0, 1.0)  # train, valid, test
+    tokenizer: str = ""  # bytes | sentencepiece:FILE | gpt2:VOCAB,MERGES | hf:FILE | codegeex:FOLDER
+    seq_length: PositiveInt = 1024
+    cache_dir: str = ""  # index files; empty: cache/ beside the data
+    eod_mask_loss: bool = False  # no loss where the input token is end-of-document
+
+
+class TrainConfig(Section):
+    """How long, in what portions and in which number format."""
+
+    iterations: PositiveInt = 1000
+    micro_batch_size: PositiveInt = 1
+    global_batch_size: NonNegativeInt = 0  # sequences in one optimizer step; 0: micro_batch_size * data-parallel size
+    ramp_up: tuple[PositiveInt, PositiveInt, NonNegativeInt] | None = None  # start, increment, samples
+    precision: Literal["fp32", "bf16", "fp16", "fp64"] = "fp32"
+    eval_interval: NonNegativeInt = 1000  # iterations; 0: only at the end
+    eval_iterations: NonNegativeInt = 10  # global batches in one evaluation; 0: none
+    deterministic: bool = False  # the same bits on every run
+    comm_timeout: PositiveFloat = 600.0  # seconds a collective may take
+
+    def global_batch(self, data_parallel_size: int) -> int:
+        return self.global_batch_size or self.micro_batch_size * data_parallel_size
+
+
+class OptimConfig(Section):
+    """AdamW with warmup and decay, global-norm clipping and fp16's loss scale."""
+
+    lr: PositiveFloat = 3e-4  # peak
+    min_lr: NonNegativeFloat = 0.0
+    schedule: Literal["constant", "linear", "cosine", "inverse-square-root", "wsd"] = "cosine"
+    warmup_iterations: NonNegativeInt = 0  # optimizer steps
+    decay_iterations: NonNegativeInt = 0  # optimizer steps until min_lr; 0: train.iterations
+    wsd_decay_iterations: NonNegativeInt = 0  # length of wsd's last phase; 0: a tenth of decay_iterations
+    weight_decay: NonNegativeFloat = 0.01  # not for norms and biases
+    beta1: Probability = 0.9
+    beta2: Probability = 0.999
+    eps: PositiveFloat = 1e-8
+    clip_grad: NonNegativeFloat = 1.0  # L2 over the whole model; 0 turns clipping off
+    # 2**16 is just above fp16's largest number (65504): a first step or two may be skipped, each skip
+    # halves the scale, and starting lower would cost thousands of steps to grow back.
+    initial_loss_scale: PositiveFloat = 65536.0
+    loss_scale_window: PositiveInt = 1000  # clean steps until the scale doubles
+    hysteresis: PositiveInt = 2  # overflows until the scale is halved
+    min_loss_scale: PositiveFloat = 1.0
+
+
+class CheckpointConfig(Section):
+    """When to save, how many to keep and what to start from."""
+
+    interval: NonNegativeInt = 1000  # iterations; 0: only at the end
+    keep: NonNegativeInt = 3  # newest checkpoints that stay; 0: all
+    load: str = ""  # a run directory to start from when run.dir has no checkpoint of its own
+
+
+class LogConfig(Section):
+    """What is printed and recorded."""
+
+    interval: PositiveInt = 10  # iterations between printed lines; metrics.jsonl gets every one
+    tensorboard: bool = True
+    peak_tflops: NonNegativeFloat = 0.0  # of one device, for MFU; 0: known by device name, or measured on CPU
+
+
+class Config(Section):
+    """A whole run. `Config()` is a 125M-parameter GPT that still needs data."""
+
+    run: RunConfig = RunConfig()
+    model: ModelConfig = ModelConfig()
+    parallel: ParallelConfig = ParallelConfig()
+    data: DataConfig = DataConfig()
+    train: TrainConfig = TrainConfig()
+    optim: OptimConfig = OptimConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    log: LogConfig = LogConfig()
