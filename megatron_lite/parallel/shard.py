@@ -7,6 +7,7 @@ would give one rank only queries, the classic resharding mistake.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -80,13 +81,20 @@ class Shard:
 class ParamMeta:
     """What everyone needs to know about a parameter beyond its values."""
 
-    name: str  # global: layer numbers do not depend on the pipeline stage
     shape: tuple[int, ...]  # of the whole tensor
     shard: Shard
-    init: str  # a name that model/init.py knows
-    decay: bool  # weight decay applies
+    init: Literal["normal", "zeros", "ones"]
+    std: float = 0.0  # of a normal start
+    decay: bool = True  # weight decay applies
     tied: bool = False  # a further copy of a tensor of another stage: not counted, its gradient is summed
     sequence_parallel: bool = False  # held whole by each tp rank, but with a gradient from its s/tp only
+    name: str = ""  # given by get_model; layer numbers in it do not depend on the pipeline stage
 
 
 ParamTable = dict[str, ParamMeta]
+
+
+def declare(parameter: torch.nn.Parameter, meta: ParamMeta) -> torch.nn.Parameter:
+    """The parameter with its description attached, for `get_model` to collect by name."""
+    parameter.meta = meta  # type: ignore[attr-defined]
+    return parameter

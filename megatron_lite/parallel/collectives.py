@@ -1,0 +1,144 @@
+"""Communication inside a group, and the conjugate pairs of tensor parallelism.
+
+The plain functions do nothing in a group of one. The four autograd pairs are the f and g of Megatron-LM
+(Shoeybi et al., arXiv 1909.08053, section 3, figure 3) and their kin along the last dimension: what one does in
+forward, its partner does in backward.
+"""
+
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_lite.parallel.context import Group
+
+OPS: dict[str, dist.ReduceOp.RedOpType] = {
+    "sum": dist.ReduceOp.SUM,
+    "max": dist.ReduceOp.MAX,
+    "min": dist.ReduceOp.MIN,
+    "avg": dist.ReduceOp.AVG,
+}
+
+
+def all_reduce(x: Tensor, group: Group, op: str = "sum") -> Tensor:
+    """x reduced over the group, the same on every rank. Use what is returned: x itself may be overwritten."""
+    if group.size == 1:
+        return x
+    x = x.contiguous()
+    dist.all_reduce(x, op=OPS[op], group=group.pg)
+    return x
+
+
+def all_reduce_async(x: Tensor, group: Group, op: str = "sum") -> tuple[Tensor, Callable[[], object]]:
+    """Starts an all-reduce of x; the tensor holds the result once the returned function was called."""
+    if group.size == 1:
+        return x, lambda: None
+    x = x.contiguous()
+    work = dist.all_reduce(x, op=OPS[op], group=group.pg, async_op=True)
+    assert work is not None
+    return x, work.wait
+
+
+def all_gather(x: Tensor, group: Group, dim: int) -> Tensor:
+    """Every rank's x, joined along dim in group order."""
+    if group.size == 1:
+        return x
+    x = x.contiguous()
+    pieces = [torch.empty_like(x) for _ in range(group.size)]
+    dist.all_gather(pieces, x, group=group.pg)
+    return torch.cat(pieces, dim=dim)
+
+
+def broadcast(x: Tensor, group: Group, src: int) -> Tensor:
+    """The x of the group's member number `src`, on every rank. Use what is returned."""
+    if group.size == 1:
+        return x
+    x = x.contiguous()
+    dist.broadcast(x, src=group.ranks[src], group=group.pg)
+    return x
+
+
+def barrier(group: Group) -> None:
+    """Returns once every rank of the group has called it."""
+    if group.size > 1:
+        dist.barrier(group=group.pg)
+
+
+def split_last_dim(x: Tensor, group: Group) -> Tensor:
+    """This rank's run of the last dimension."""
+    size = x.shape[-1]
+    if size % group.size:
+        raise ValueError(f"the last dimension of {tuple(x.shape)} does not divide over {group.size} ranks")
+    return x.chunk(group.size, dim=-1)[group.rank].contiguous()
+
+
+class _CopyToRegion(torch.autograd.Function):
+    """f in the paper: identity forward, sum of gradients over tp backward."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, tp: Group) -> Tensor:
+        ctx.tp = tp
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return all_reduce(grad.clone(), ctx.tp), None
+
+
+class _ReduceFromRegion(torch.autograd.Function):
+    """g in the paper: sum over tp forward, identity backward."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, tp: Group) -> Tensor:
+        return all_reduce(x.clone(), tp)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return grad, None
+
+
+class _ScatterToRegion(torch.autograd.Function):
+    """This rank's run of the last dimension forward, gather backward."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, tp: Group) -> Tensor:
+        ctx.tp = tp
+        return split_last_dim(x, tp)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return all_gather(grad, ctx.tp, dim=-1), None
+
+
+class _GatherFromRegion(torch.autograd.Function):
+    """Gather along the last dimension forward, this rank's run of the gradient backward."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, tp: Group) -> Tensor:
+        ctx.tp = tp
+        return all_gather(x, tp, dim=-1)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return split_last_dim(grad, ctx.tp), None
+
+
+def copy_to_tensor_model_parallel_region(x: Tensor, tp: Group) -> Tensor:
+    """x as it is; backward sums its gradient over tp. Communicates: backward, one all-reduce of x's size."""
+    return x if tp.size == 1 else _CopyToRegion.apply(x, tp)  # type: ignore[return-value]
+
+
+def reduce_from_tensor_model_parallel_region(x: Tensor, tp: Group) -> Tensor:
+    """Sum of x over tp; backward hands the gradient on. Communicates: forward, one all-reduce of x's size."""
+    return x if tp.size == 1 else _ReduceFromRegion.apply(x, tp)  # type: ignore[return-value]
+
+
+def scatter_to_tensor_model_parallel_region(x: Tensor, tp: Group) -> Tensor:
+    """`[..., h]` to this rank's `[..., h/tp]`. Communicates: backward, one all-gather."""
+    return x if tp.size == 1 else _ScatterToRegion.apply(x, tp)  # type: ignore[return-value]
+
+
+def gather_from_tensor_model_parallel_region(x: Tensor, tp: Group) -> Tensor:
+    """`[..., h/tp]` to `[..., h]`, the same on every rank. Communicates: forward, one all-gather."""
+    return x if tp.size == 1 else _GatherFromRegion.apply(x, tp)  # type: ignore[return-value]
