@@ -1,0 +1,61 @@
+"""What changes while training, and how many samples an iteration takes.
+
+The global batch may ramp up with the number of consumed samples, so everything here is a function of
+`consumed_samples` alone: a resumed run, or one with another data-parallel size, needs nothing else.
+Source of the ramp: Megatron-LM's --rampup-batch-size, "start increment samples".
+"""
+
+from dataclasses import asdict, dataclass
+
+from megatron_lite.config.schema import TrainConfig
+
+
+@dataclass
+class TrainState:
+    """Counters of a run; saved in every checkpoint."""
+
+    iteration: int = 0  # finished, skipped ones too
+    consumed_samples: int = 0  # of the training split, skipped ones too
+    optimizer_steps: int = 0  # taken; the learning rate follows these
+    skipped: int = 0  # iterations whose gradients overflowed
+    train_samples: int = 0  # for how many the sample order was made; see extend_order in setup.py
+    tokens: int = 0  # consumed, skipped ones too
+
+    def to_dict(self) -> dict[str, int]:
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: dict[str, int]) -> "TrainState":
+        return cls(**values)
+
+
+def global_batch_size(train: TrainConfig, data_parallel_size: int, consumed_samples: int) -> int:
+    """Samples in the iteration that starts after `consumed_samples`."""
+    full = train.global_batch(data_parallel_size)
+    if train.ramp_up is None:
+        return full
+    start, increment, samples = train.ramp_up
+    steps = (full - start) // increment
+    if steps == 0 or consumed_samples > samples:
+        return full
+    return min(full, start + int(consumed_samples / (samples / steps)) * increment) if samples else full
+
+
+def num_microbatches(train: TrainConfig, data_parallel_size: int, consumed_samples: int) -> int:
+    """Micro-batches that each data-parallel rank runs in the iteration that starts after `consumed_samples`."""
+    return global_batch_size(train, data_parallel_size, consumed_samples) // (
+        train.micro_batch_size * data_parallel_size
+    )
+
+
+def samples_for(train: TrainConfig, data_parallel_size: int) -> int:
+    """Samples that `train.iterations` iterations consume from the start."""
+    full = train.global_batch(data_parallel_size)
+    consumed = iteration = 0
+    while iteration < train.iterations:
+        size = global_batch_size(train, data_parallel_size, consumed)
+        if size == full:
+            return consumed + full * (train.iterations - iteration)
+        consumed += size
+        iteration += 1
+    return consumed

@@ -1,0 +1,83 @@
+"""One optimizer step. Read this file to see what an iteration of training does.
+
+The loss of every token is divided by the number of target tokens in the global batch, counted before any
+forward. So neither micro-batch size, nor accumulation, nor data parallelism, nor unequal masks change the
+result: gradients are sums, over tokens, micro-batches and ranks alike.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatron_lite.data.loader import Batch
+from megatron_lite.ddp.finalize import finalize_grads
+from megatron_lite.optim.lr import learning_rate
+from megatron_lite.parallel.collectives import all_reduce
+from megatron_lite.parallel.context import Group
+from megatron_lite.training.setup import Run
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """What an iteration shows."""
+
+    loss: float  # mean over the target tokens of the global batch, nats
+    grad_norm: float  # before clipping
+    lr: float
+    loss_scale: float
+    skipped: bool
+
+
+def train_step(run: Run, microbatches: list[Batch]) -> StepReport:
+    """One optimizer step over the global batch, of which `microbatches` are this data-parallel rank's share."""
+    target_tokens = count_target_tokens(microbatches, run.ctx.dp)
+    lr = learning_rate(run.config.optim, run.state.optimizer_steps, run.config.train.iterations)
+    loss_scale = run.optimizer.scaler.scale
+    run.ddp.zero_grad()
+    loss_sum = forward_backward(run, microbatches, grad_scale=loss_scale / target_tokens)
+    finalize_grads(run.ddp, run.params, run.table, run.ctx)
+    outcome = run.optimizer.step(lr)
+    advance(run, microbatches, skipped=outcome.skipped)
+    loss = all_reduce(loss_sum, run.ctx.dp).item() / target_tokens
+    return StepReport(loss, outcome.grad_norm, lr, loss_scale, outcome.skipped)
+
+
+def forward_backward(run: Run, microbatches: list[Batch], grad_scale: float) -> Tensor:
+    """Gradients of every micro-batch, summed into main_grad; returns this rank's sum of token losses, [1]."""
+    total = torch.zeros(1, dtype=torch.float64, device=run.ctx.device)
+    module = run.ddp.module(0)
+    for number, batch in enumerate(microbatches):
+        run.ddp.begin_microbatch(is_last=number == len(microbatches) - 1)
+        loss = masked_sum(module(batch.tokens, batch.labels), batch.loss_mask)
+        (loss * grad_scale).backward()
+        total += loss.detach()
+    return total
+
+
+def masked_sum(losses: Tensor, loss_mask: Tensor) -> Tensor:
+    """Sum over the target tokens.
+
+    losses     [s, b]  of each token
+    loss_mask  [b, s]  1 for target tokens, 0 for others
+    """
+    return (losses * loss_mask.t()).sum()
+
+
+def count_target_tokens(microbatches: list[Batch], dp: Group) -> float:
+    """Target tokens in the global batch; at least 1, so that an empty batch gives a loss of 0 and not nan.
+
+    Communicates: one all-reduce of a number over dp.
+    """
+    here = torch.stack([batch.loss_mask.sum(dtype=torch.float64) for batch in microbatches]).sum()
+    return max(1.0, all_reduce(here.reshape(1), dp).item())
+
+
+def advance(run: Run, microbatches: list[Batch], skipped: bool) -> None:
+    """Moves the counters on; a skipped step consumes its samples but is no optimizer step."""
+    samples = len(microbatches) * run.config.train.micro_batch_size * run.ctx.dp.size
+    run.state.iteration += 1
+    run.state.consumed_samples += samples
+    run.state.tokens += samples * run.config.data.seq_length
+    run.state.optimizer_steps += not skipped
+    run.state.skipped += skipped
