@@ -1,0 +1,49 @@
+"""The word embedding, cut over tensor-parallel ranks by rows of the vocabulary.
+
+Each rank looks up the tokens it holds and puts zeros for the others; the sum over the group is the whole lookup.
+Source: Shoeybi et al., Megatron-LM, arXiv 1909.08053, section 3.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megatron_lite.parallel.collectives import reduce_from_tensor_model_parallel_region
+from megatron_lite.parallel.context import Group
+from megatron_lite.parallel.shard import ParamMeta, Shard, declare
+
+
+class VocabParallelEmbedding(nn.Module):
+    """Rank r of tp holds rows r*v/tp to (r+1)*v/tp."""
+
+    def __init__(
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        *,
+        tp: Group,
+        init_std: float,
+        dtype: torch.dtype,
+        device: torch.device,
+    ):
+        super().__init__()
+        full, shard = (num_embeddings, embedding_dim), Shard(0)
+        self.tp = tp
+        self.weight = nn.Parameter(torch.empty(shard.local_shape(full, tp.size), dtype=dtype, device=device))
+        declare(self.weight, ParamMeta(shape=full, shard=shard, init="normal", std=init_std))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """The rows of the table.
+
+            ids      [...]      token ids in 0..v-1, the same on every rank of tp
+            returns  [..., h]   the same on every rank of tp
+
+        Communicates: forward, one all-reduce of [..., h] over tp.
+        """
+        if self.tp.size == 1:
+            return F.embedding(ids, self.weight)
+        num_rows = self.weight.shape[0]
+        local = ids - self.tp.rank * num_rows
+        elsewhere = (local < 0) | (local >= num_rows)
+        rows = F.embedding(local.masked_fill(elsewhere, 0), self.weight)
+        return reduce_from_tensor_model_parallel_region(rows.masked_fill(elsewhere.unsqueeze(-1), 0), self.tp)

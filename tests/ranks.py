@@ -1,0 +1,163 @@
+"""A pool of rank processes for tests: they start once a session and serve every distributed test.
+
+Starting Python and torch in each rank takes seconds, a fresh process group milliseconds. So the processes stay
+and each call gets its own group, on a FileStore: no ports, nothing shared with the call before.
+"""
+
+import contextlib
+import faulthandler
+import os
+import pickle
+import shutil
+import signal
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing import connection, context, get_context
+from pathlib import Path
+from typing import Any
+
+# Once one rank has failed, the others usually wait for it in a collective: no use in the whole time-out.
+GRACE_SECONDS = 5.0
+
+
+class RanksFailed(AssertionError):
+    """What went wrong, with the traceback of every rank that failed or hung."""
+
+
+def _serve(pipe: connection.Connection, stack_file: Path) -> None:
+    """The life of a rank: receive a job, run it in a fresh process group, send the result or the traceback."""
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for pytest, which then closes the pipes
+    with contextlib.suppress(EOFError), stack_file.open("w") as stacks:
+        faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=False)
+        while True:
+            rank, size, store, seconds, job = pickle.loads(pipe.recv_bytes())
+            try:
+                torch.manual_seed(0)
+                timeout = timedelta(seconds=seconds)
+                dist.init_process_group(
+                    "gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=timeout
+                )
+                function, args, kwargs = pickle.loads(job)
+                answer = pickle.dumps((True, function(*args, **kwargs)))
+            except BaseException:
+                answer = pickle.dumps((False, traceback.format_exc()))
+            finally:
+                # Closing the sockets is also what wakes peers that wait for a rank that failed.
+                if dist.is_initialized():
+                    dist.destroy_process_group()
+            pipe.send_bytes(answer)
+
+
+@dataclass
+class _Rank:
+    process: context.ForkServerProcess
+    pipe: connection.Connection
+    stack_file: Path
+
+    def stack(self) -> str:
+        """The Python stack the rank is in right now."""
+        os.kill(self.process.pid or 0, signal.SIGUSR1)
+        time.sleep(0.2)
+        return self.stack_file.read_text()
+
+
+class Ranks:
+    """`ranks(size, function, *args, **kwargs)` runs `function(*args, **kwargs)` in each rank, returns their results.
+
+    The function must be importable: defined at the top of a test module. torch.distributed is initialized with gloo;
+    torch has one thread and the same seed in each rank. Results are pickled, so tensors arrive as copies.
+    """
+
+    def __init__(self, timeout_seconds: float = 120.0):
+        self.timeout_seconds = timeout_seconds
+        self._folder = Path(tempfile.mkdtemp(prefix="ranks-"))
+        self._ranks: list[_Rank] = []
+        self._calls = 0
+
+    def within(self, timeout_seconds: float) -> "Callable[..., list[Any]]":
+        """The same pool with another time-out."""
+        return lambda size, function, *args, **kwargs: self._run(timeout_seconds, size, function, args, kwargs)
+
+    def __call__(self, size: int, function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
+        return self._run(self.timeout_seconds, size, function, args, kwargs)
+
+    def _run(self, timeout_seconds: float, size: int, function: Callable[..., Any], args, kwargs) -> list[Any]:
+        self._start(size)
+        self._calls += 1
+        store = self._folder / f"store-{self._calls}"
+        job = pickle.dumps((function, args, kwargs))
+        for rank, member in enumerate(self._ranks[:size]):
+            member.pipe.send_bytes(pickle.dumps((rank, size, str(store), timeout_seconds, job)))
+        try:
+            answers = self._collect(size, timeout_seconds)
+        finally:
+            store.unlink(missing_ok=True)
+        failed = [f"--- rank {rank} ---\n{text}" for rank, (ok, text) in sorted(answers.items()) if not ok]
+        if failed:
+            raise RanksFailed(f"{function.__name__} failed on {len(failed)} of {size} ranks\n" + "\n".join(failed))
+        return [answers[rank][1] for rank in range(size)]
+
+    def _collect(self, size: int, timeout_seconds: float) -> dict[int, tuple[bool, Any]]:
+        """Every rank's answer. Ranks that hang or died are answered for, and the pool starts anew at the next call."""
+        answers: dict[int, tuple[bool, Any]] = {}
+        pending = {member.pipe: rank for rank, member in enumerate(self._ranks[:size])}
+        deadline = time.monotonic() + timeout_seconds
+        broken = False
+        while pending:
+            ready = connection.wait(list(pending), timeout=max(0.0, deadline - time.monotonic()))
+            if not ready:
+                for rank in pending.values():
+                    where = self._ranks[rank].stack()
+                    answers[rank] = (
+                        False,
+                        f"hung, killed after {timeout_seconds:g} s or when others failed, in\n{where}",
+                    )
+                broken = True
+                break
+            for pipe in ready:
+                assert isinstance(pipe, connection.Connection)
+                rank = pending.pop(pipe)
+                try:
+                    answers[rank] = pickle.loads(pipe.recv_bytes())
+                except (EOFError, ConnectionResetError):
+                    process = self._ranks[rank].process
+                    process.join()
+                    answers[rank] = (False, f"the process died, exit code {process.exitcode}")
+                    broken = True
+                if not answers[rank][0]:
+                    deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
+        if broken:
+            self._kill()
+        return answers
+
+    def _start(self, size: int) -> None:
+        """Ranks are added until there are `size`."""
+        # A fork server imports torch once; each rank is then a fork of a process that has no thread yet.
+        ctx = get_context("forkserver")
+        ctx.set_forkserver_preload(["torch", "torch.distributed"])
+        while len(self._ranks) < size:
+            ours, theirs = ctx.Pipe()
+            stack_file = self._folder / f"stack-{len(self._ranks)}-{self._calls}"
+            process = ctx.Process(target=_serve, args=(theirs, stack_file), daemon=True)
+            process.start()
+            theirs.close()
+            self._ranks.append(_Rank(process, ours, stack_file))
+
+    def _kill(self) -> None:
+        for member in self._ranks:
+            member.pipe.close()
+            member.process.kill()
+            member.process.join()
+        self._ranks.clear()
+
+    def close(self) -> None:
+        self._kill()
+        shutil.rmtree(self._folder)
