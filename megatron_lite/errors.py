@@ -27,3 +27,9 @@ class CheckpointError(MegatronLiteError):
 
 class TrainingError(MegatronLiteError):
     """Training cannot go on: a rank failed, numbers went bad, or a resource is missing."""
+
+
+class StoppedEarly(MegatronLiteError):
+    """Training was asked to stop and did, with a checkpoint saved: run the same command again to go on."""
+
+    exit_code = 75

@@ -1,0 +1,51 @@
+"""Loss on data that is not trained on.
+
+Every evaluation of a run reads the same samples, the first of the split, so that its curve compares like with
+like and a resumed run needs no position.
+"""
+
+from collections.abc import Sequence
+
+import torch
+
+from megatron_lite.data.loader import load_batches
+from megatron_lite.parallel.collectives import all_reduce
+from megatron_lite.training.setup import Run
+from megatron_lite.training.step import masked_sum
+
+
+def evaluation_samples(run: Run) -> int:
+    """Samples that one evaluation reads, over all ranks."""
+    train = run.config.train
+    return train.eval_iterations * train.global_batch(run.ctx.dp.size)
+
+
+def evaluate(run: Run, dataset: Sequence, eod: int | None) -> float:
+    """Mean loss over the target tokens of the split's first `evaluation_samples`, nats; the same on every rank.
+
+    Communicates: what the forwards do, and one all-reduce of two numbers over dp.
+    """
+    train, dp = run.config.train, run.ctx.dp
+    totals = torch.zeros(2, dtype=torch.float64, device=run.ctx.device)
+    samples_at_once = train.micro_batch_size * dp.size
+    for chunk in run.model:
+        chunk.eval()
+    with torch.no_grad():
+        for consumed in range(0, evaluation_samples(run), samples_at_once):
+            (batch,) = load_batches(
+                dataset,
+                consumed_samples=consumed,
+                num_microbatches=1,
+                micro_batch_size=train.micro_batch_size,
+                dp_rank=dp.rank,
+                dp_size=dp.size,
+                eod=eod,
+                eod_mask_loss=run.config.data.eod_mask_loss,
+                device=run.ctx.device,
+            )
+            totals[0] += masked_sum(run.model[0](batch.tokens, batch.labels), batch.loss_mask)
+            totals[1] += batch.loss_mask.sum()
+    for chunk in run.model:
+        chunk.train()
+    loss_sum, tokens = all_reduce(totals, dp).tolist()
+    return loss_sum / max(tokens, 1.0)

@@ -1,0 +1,99 @@
+"""From a process to a member of a training run: device, process groups, random numbers.
+
+The launcher (`megatron-lite --nproc-per-node`, torchrun or a cluster) tells a process its place through
+RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT; without them it is a run of one.
+"""
+
+import os
+import random
+from datetime import timedelta
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from megatron_lite import mpu
+from megatron_lite.config.schema import Config
+from megatron_lite.config.validate import validate
+from megatron_lite.errors import ConfigError, TrainingError
+from megatron_lite.parallel.context import ParallelContext
+from megatron_lite.parallel.grid import Grid
+from megatron_lite.parallel.random import RngTracker, seed_everything
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
+
+
+def initialize_megatron(config: Config) -> tuple[ParallelContext, RngTracker]:
+    """Joins the process group, builds every group of the layout and seeds the random streams.
+
+    Collective over the world. Raises ConfigError where the config does not fit the number of processes, and
+    TrainingError where they cannot meet. The context is also registered for `megatron_lite.mpu`.
+    """
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    validate(config, world_size)
+    device = choose_device(config.run.device, int(os.environ.get("LOCAL_RANK", "0")))
+    set_determinism(config.train.deterministic)
+    if world_size > 1 and not dist.is_initialized():
+        join_process_group(device, config.train.comm_timeout)
+    parallel = config.parallel
+    grid = Grid(tp=parallel.tensor, cp=parallel.context, dp=parallel.data(world_size), pp=parallel.pipeline)
+    ctx = ParallelContext.create(grid, device, config.train.comm_timeout)
+    mpu.register(ctx)
+    random.seed(config.run.seed)
+    np.random.seed(config.run.seed % 2**32)
+    return ctx, seed_everything(config.run.seed, ctx)
+
+
+def choose_device(wanted: str, local_rank: int) -> torch.device:
+    """The GPU of this rank, or the CPU where there is none."""
+    if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise ConfigError("run.device is cuda, but torch sees no GPU on this machine; set run.device=cpu or auto")
+    count = torch.cuda.device_count()
+    if local_rank >= count:
+        raise ConfigError(
+            f"this machine has {count} GPU{'s' * (count > 1)} for at least {local_rank + 1} processes; "
+            f"start at most {count} (--nproc-per-node {count}), or train on the CPU with run.device=cpu"
+        )
+    device = torch.device("cuda", local_rank)
+    torch.cuda.set_device(device)
+    return device
+
+
+def join_process_group(device: torch.device, timeout_seconds: float) -> None:
+    """NCCL for GPUs and Gloo for the CPU; raises TrainingError when the ranks cannot meet."""
+    where = f"{os.environ.get('MASTER_ADDR', '(unset)')}:{os.environ.get('MASTER_PORT', '(unset)')}"
+    try:
+        dist.init_process_group(
+            backend="cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
+            timeout=timedelta(seconds=timeout_seconds),
+            device_id=device if device.type == "cuda" else None,
+        )
+    except (RuntimeError, ValueError) as error:  # torch's network and store errors are RuntimeErrors
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        advice = (
+            "the port is in use: set MASTER_PORT to a free one"
+            if "EADDRINUSE" in str(error) or "address already in use" in str(error).lower()
+            else "check MASTER_ADDR, MASTER_PORT, RANK and WORLD_SIZE, and that all ranks were started"
+        )
+        raise TrainingError(
+            f"rank {os.environ.get('RANK', '?')} of {os.environ.get('WORLD_SIZE', '?')} could not meet the others "
+            f"at {where}: {reason}; {advice}"
+        ) from error
+
+
+def set_determinism(wanted: bool) -> None:
+    """Makes torch use algorithms that give the same bits on every run, where `train.deterministic` asks for it."""
+    if wanted:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(wanted)
+    torch.backends.cudnn.deterministic = wanted
+    torch.backends.cudnn.benchmark = False
+
+
+def finalize_megatron() -> None:
+    """Leaves the process group; the counterpart of `initialize_megatron`."""
+    mpu.unregister()
+    if dist.is_initialized():
+        dist.destroy_process_group()

@@ -1,0 +1,81 @@
+"""Iterations until the end, or until someone asks to stop, with evaluations and checkpoints on the way."""
+
+import math
+import time
+from collections.abc import Iterator, Sequence
+
+from megatron_lite.data.loader import Batch, Prefetcher, load_batches
+from megatron_lite.errors import StoppedEarly, TrainingError
+from megatron_lite.training.checkpointing import save_run
+from megatron_lite.training.evaluate import evaluate
+from megatron_lite.training.logs import RunLog
+from megatron_lite.training.setup import Run
+from megatron_lite.training.signals import StopRequest
+from megatron_lite.training.state import global_batch_size, num_microbatches
+from megatron_lite.training.step import StepReport, train_step
+
+
+def train(run: Run, train_set: Sequence, valid_set: Sequence | None, eod: int | None, log: RunLog) -> None:
+    """Runs iterations from `run.state` to `train.iterations`; saves at intervals and at the end.
+
+    Raises StoppedEarly, after saving, when a rank was asked to stop, and TrainingError when numbers went bad.
+    """
+    config, state = run.config, run.state
+    with StopRequest() as stop, Prefetcher(portions(run, train_set, eod)) as batches:
+        while state.iteration < config.train.iterations:
+            started = time.perf_counter()
+            samples = global_batch_size(config.train, run.ctx.dp.size, state.consumed_samples)
+            report = train_step(run, next(batches))
+            log.iteration(state, report, samples, time.perf_counter() - started)
+            refuse_bad_numbers(run, report)
+            last = state.iteration == config.train.iterations
+            if valid_set is not None and not last and due(state.iteration, config.train.eval_interval):
+                loss = evaluate(run, valid_set, eod)
+                log.evaluation(state, loss, f"iteration {state.iteration}")
+            signal = "" if last else stop.agreed(run.ctx)
+            if last or signal or due(state.iteration, config.checkpoint.interval):
+                save_run(run, log.say)
+            if signal:
+                raise StoppedEarly(
+                    f"exiting program after receiving {signal}: stopped at iteration {state.iteration} of "
+                    f"{config.train.iterations} with a checkpoint saved; run the same command again to go on"
+                )
+
+
+def due(iteration: int, interval: int) -> bool:
+    """Whether something that happens every `interval` iterations (0: never) happens after this one."""
+    return interval > 0 and iteration % interval == 0
+
+
+def portions(run: Run, dataset: Sequence, eod: int | None) -> Iterator[list[Batch]]:
+    """This rank's micro-batches of each iteration, from where `run.state` stands now to the end of training."""
+    config, dp = run.config, run.ctx.dp
+    consumed = run.state.consumed_samples
+    for _ in range(run.state.iteration, config.train.iterations):
+        count = num_microbatches(config.train, dp.size, consumed)
+        yield load_batches(
+            dataset,
+            consumed_samples=consumed,
+            num_microbatches=count,
+            micro_batch_size=config.train.micro_batch_size,
+            dp_rank=dp.rank,
+            dp_size=dp.size,
+            eod=eod,
+            eod_mask_loss=config.data.eod_mask_loss,
+            device=run.ctx.device,
+        )
+        consumed += count * config.train.micro_batch_size * dp.size
+
+
+def refuse_bad_numbers(run: Run, report: StepReport) -> None:
+    """Stops training when the loss or the gradient norm is not finite and no loss scaler can mend it.
+
+    The weights are still those of before the step, and so are all saved checkpoints.
+    """
+    if report.skipped or (math.isfinite(report.loss) and math.isfinite(report.grad_norm)):
+        return
+    raise TrainingError(
+        f"iteration {run.state.iteration}: the loss is {report.loss} and the gradient norm {report.grad_norm}; "
+        "the step was not applied. Lower optim.lr, lengthen optim.warmup_iterations or look at the data of this "
+        "iteration; the newest checkpoint is from before it"
+    )

@@ -1,0 +1,152 @@
+"""The whole of a pretraining run, from a config to a finished run directory.
+
+    initialize_megatron -> get_model / setup_model_and_optimizer -> datasets -> train -> final evaluation
+
+Each of these is a function that a script of your own can call in the same order, with its own model or data.
+"""
+
+import math
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from megatron_lite.config.load import dump_config
+from megatron_lite.config.schema import Config
+from megatron_lite.config.validate import with_vocab_size
+from megatron_lite.data.blended import Splits, build_datasets
+from megatron_lite.data.statistics import bytes_per_token, unigram_entropy
+from megatron_lite.data.tokenizer import Tokenizer, build_tokenizer
+from megatron_lite.errors import ConfigError
+from megatron_lite.model.build import get_model
+from megatron_lite.parallel.collectives import barrier
+from megatron_lite.parallel.context import ParallelContext
+from megatron_lite.training.evaluate import evaluate, evaluation_samples
+from megatron_lite.training.initialize import finalize_megatron, initialize_megatron
+from megatron_lite.training.logs import RunLog, writing
+from megatron_lite.training.loop import train
+from megatron_lite.training.setup import ModelProvider, Run, setup_model_and_optimizer
+from megatron_lite.training.state import TrainState, samples_for
+
+DatasetsProvider = Callable[[Run], Splits]
+
+
+def pretrain(
+    config: Config,
+    model_provider: ModelProvider = get_model,
+    datasets_provider: DatasetsProvider | None = None,
+) -> TrainState:
+    """Trains to `train.iterations` and returns the final counters; goes on from the newest checkpoint of the run.
+
+    Collective: every process of the launch calls it with the same config. Raises a MegatronLiteError whose text
+    is for the user; StoppedEarly means that a signal ended it with a checkpoint saved.
+    """
+    started = time.perf_counter()
+    ctx, rng = initialize_megatron(config)
+    try:
+        tokenizer = build_tokenizer(config.data.tokenizer) if config.data.tokenizer else None
+        config = settle_vocabulary(config, tokenizer)
+        run = setup_model_and_optimizer(config, ctx, rng, model_provider)
+        log = RunLog(config, ctx, run.state)
+        try:
+            announce(run, log, time.perf_counter() - started)
+            datasets = (datasets_provider or build_splits)(run)
+            return train_and_evaluate(run, datasets, tokenizer, log)
+        finally:
+            log.close()
+    finally:
+        finalize_megatron()
+
+
+def settle_vocabulary(config: Config, tokenizer: Tokenizer | None) -> Config:
+    """The config with a vocabulary size: its own, or the tokenizer's."""
+    if tokenizer is not None:
+        return with_vocab_size(config, tokenizer.vocab_size)
+    if config.model.vocab_size:
+        return config
+    raise ConfigError("model.vocab_size is not given and there is no data.tokenizer to take it from; give one of them")
+
+
+def build_splits(run: Run) -> Splits:
+    """Training, validation and test data of `data.paths`, as long as the run needs them.
+
+    The first rank of each machine writes the index files while the others wait; then all map them.
+    """
+    config, state = run.config, run.state
+    if not config.data.paths:
+        raise ConfigError("data.paths is empty; give the prefix of a .bin/.idx pair that `preprocess` has written")
+    wanted = (samples_for(config.train, run.ctx.dp.size), evaluation_samples(run), evaluation_samples(run))
+
+    def build() -> Splits:
+        return build_datasets(
+            list(config.data.paths),
+            config.data.split,
+            seq_length=config.data.seq_length,
+            num_samples=wanted,
+            seed=config.run.seed,
+            cache_dir=config.data.cache_dir or None,
+            vocab_size=config.model.vocab_size,
+        )
+
+    splits = build() if os.environ.get("LOCAL_RANK", "0") == "0" else None
+    barrier(run.ctx.world)
+    splits = splits or build()
+    if state.train_samples not in (0, wanted[0]):
+        keep_order(run, splits, state.train_samples, wanted[0])
+    state.train_samples = wanted[0]
+    return splits
+
+
+def announce(run: Run, log: RunLog, seconds: float) -> None:
+    """The first lines of a run, with Megatron-LM's words, and `config.yaml` as resolved."""
+    config, grid = run.config, run.ctx.grid
+    if log.active:
+        with writing(Path(config.run.dir)):
+            (Path(config.run.dir) / "config.yaml").write_text(dump_config(config), encoding="utf-8")
+    count = sum(parameter.numel() for parameter in run.params.values())
+    model = config.model
+    log.say(
+        f"using world size: {grid.world_size}, data-parallel size: {grid.dp}, "
+        f"tensor-model-parallel size: {grid.tp}, pipeline-model-parallel size: {grid.pp}, "
+        f"device: {run.ctx.device.type}, precision: {config.train.precision}"
+    )
+    log.say(
+        f" > padded vocab (size: {model.vocab_size}) with {model.padded_vocab - model.vocab_size} dummy tokens "
+        f"(new size: {model.padded_vocab})"
+    )
+    log.say(f" > number of parameters on (tensor, pipeline) model parallel rank (0, 0): {count}")
+    log.say(f"time to initialize megatron (seconds): {seconds:.1f}")
+
+
+def train_and_evaluate(run: Run, datasets: Splits, tokenizer: Tokenizer | None, log: RunLog) -> TrainState:
+    """The training loop, then the losses of the finished model on validation and test data."""
+    eod = tokenizer.eod if tokenizer is not None else None
+    state, total = run.state, run.config.train.iterations
+    if state.iteration >= total:
+        log.say(f"{run.config.run.dir}: training is done at iteration {state.iteration} of {total}; "
+                f"ask for more with train.iterations, or start anew with another run.dir")  # fmt: skip
+        return state
+    if datasets.train is None:
+        raise ConfigError("data.split gives the training part nothing; make its first number larger than 0")
+    validate_too = run.config.train.eval_iterations > 0
+    log.say(
+        f"training from iteration {state.iteration} to {total}, "
+        f"{run.config.train.global_batch(run.ctx.dp.size)} sequences of {run.config.data.seq_length} tokens each"
+    )
+    train(run, datasets.train, datasets.valid if validate_too else None, eod, log)
+    for name, split in (("validation", datasets.valid), ("test", datasets.test)):
+        if split is not None and validate_too:
+            loss = evaluate(run, split, eod)
+            log.evaluation(state, loss, f"the end of training, iteration {state.iteration}", name)
+            if name == "validation" and log.active:
+                log.say(in_context(loss, split, evaluation_samples(run), tokenizer))
+    return state
+
+
+def in_context(loss: float, split, samples: int, tokenizer: Tokenizer | None) -> str:
+    """The validation loss beside that of a model that knows only how frequent each token is."""
+    entropy = unigram_entropy(split, samples)
+    text = f"validation loss {loss:.3f} nats/token, unigram entropy {entropy:.3f} nats/token"
+    if tokenizer is not None:
+        text += f", {loss / math.log(2) / bytes_per_token(split, samples, tokenizer):.3f} bits per byte of source text"
+    return text

@@ -1,0 +1,60 @@
+"""Speed as users compare it: tokens per second, TFLOP/s of one device, and the share of its peak (MFU).
+
+The peak of a GPU is the dense figure of its data sheet, not the sparse one, which is twice as large. The
+peak of a CPU is what a large matrix product reaches on it, measured once.
+"""
+
+import resource
+import sys
+import time
+
+import torch
+
+# Dense TFLOP/s in bf16 and fp16, by a part of torch's device name; from NVIDIA's data sheets.
+DENSE_PEAK_TFLOPS = {
+    "H200": 989.0,
+    "H100 PCIe": 756.0,
+    "H100": 989.0,
+    "B200": 2250.0,
+    "A100": 312.0,
+    "L40S": 362.0,
+    "L4": 121.0,
+    "A10": 125.0,
+    "V100": 125.0,
+    "T4": 65.0,
+}
+FP32_SHARE = {"H200": 67 / 989, "H100": 67 / 989, "A100": 19.5 / 312}
+
+
+def peak_tflops(device: torch.device, dtype: torch.dtype) -> float:
+    """Peak of one device in this number format, TFLOP/s; 0 when it is not known."""
+    if device.type == "cpu":
+        return measured_peak_tflops(dtype)
+    name = torch.cuda.get_device_name(device)
+    known = next((key for key in DENSE_PEAK_TFLOPS if key in name), None)
+    if known is None or dtype == torch.float64:
+        return 0.0
+    if dtype == torch.float32:
+        return DENSE_PEAK_TFLOPS[known] * FP32_SHARE.get(known, 0.0)
+    return DENSE_PEAK_TFLOPS[known]
+
+
+def measured_peak_tflops(dtype: torch.dtype, size: int = 1024) -> float:
+    """TFLOP/s that the best of a few square matrix products of this process reaches on the CPU."""
+    if dtype == torch.float16:
+        size = 256  # slow on most CPUs
+    a = torch.ones(size, size, dtype=dtype)
+    best = float("inf")
+    for _ in range(4):
+        start = time.perf_counter()
+        torch.mm(a, a)
+        best = min(best, time.perf_counter() - start)
+    return 2 * size**3 / best / 1e12
+
+
+def peak_memory_gb(device: torch.device) -> float:
+    """Most memory this rank has held so far, GB: allocated on the GPU, or resident on the CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 1e9
+    unit = 1 if sys.platform == "darwin" else 1024  # macOS counts bytes, Linux KiB
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e9
