@@ -1,0 +1,234 @@
+"""Train, validation and test sets from one corpus or a weighted blend of several.
+
+Documents are divided by number, so the splits are disjoint and cover the corpus; each corpus gets its own sample
+order, and a blend picks among them. Three forms of `paths`, as in Megatron: `[prefix]`, `[w1, p1, w2, p2]` and
+`[p1, p2]`; the last reads every sample of one epoch of each exactly once.
+Source: Megatron-LM, megatron/core/datasets/blended_megatron_dataset_builder.py.
+"""
+
+import math
+import os
+from collections.abc import Sequence
+from itertools import accumulate
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+import numpy as np
+
+from megatron_lite.data.blend_index import BlendIndex, exhaustive_blend, weighted_blend
+from megatron_lite.data.gpt_dataset import Epochs, GPTDataset, epochs_needed
+from megatron_lite.data.index_cache import cached_arrays
+from megatron_lite.data.indexed import IndexedDataset
+from megatron_lite.errors import ConfigError, DataError
+
+SPLIT_NAMES = ("train", "valid", "test")
+
+# Each member of a blend is built 0.5 % larger than its share, as Megatron does: another size could be another number
+# of epochs and so another order. It is also always enough: when greedy takes sample i from a dataset, that dataset is
+# not ahead of its share, so after N samples it gave at most ceil(N * weight) + 1, which this never rounds below.
+SURPLUS = 0.005
+
+
+class Dataset(Protocol):
+    """Samples by number: int64 [s + 1] token ids."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, sample: int, /) -> np.ndarray: ...
+
+
+class Splits(NamedTuple):
+    """None where the split has no share of the documents or no samples are asked of it."""
+
+    train: Dataset | None
+    valid: Dataset | None
+    test: Dataset | None
+
+
+class Blend(NamedTuple):
+    prefixes: list[str]
+    weights: np.ndarray | None  # float64, sum 1; None: each sample of each corpus once
+
+
+class BlendedDataset:
+    """Sample i is sample `index.sample[i]` of `members[index.dataset[i]]`."""
+
+    def __init__(self, members: Sequence[Dataset], index: BlendIndex) -> None:
+        self.members = members
+        self.index = index
+
+    def __len__(self) -> int:
+        return len(self.index.dataset)
+
+    def __getitem__(self, sample: int) -> np.ndarray:
+        return self.members[self.index.dataset[sample]][int(self.index.sample[sample])]
+
+
+def parse_paths(paths: Sequence[str]) -> Blend:
+    """Prefixes and normalised weights from any of the three forms."""
+    if not paths:
+        raise ConfigError(
+            "data.paths is empty; give the prefix of a corpus that preprocess wrote, without .bin or .idx"
+        )
+    weights = [_as_weight(text) for text in paths]
+    in_pairs = len(paths) % 2 == 0 and all(w is not None for w in weights[::2])
+    if not in_pairs:
+        if stray := [text for text, w in zip(paths, weights, strict=True) if w is not None]:
+            raise ConfigError(
+                f"data.paths is {list(paths)}: {stray[0]!r} is a weight, but weights must stand before every prefix: "
+                "weight, prefix, weight, prefix ... (or prefixes alone)"
+            )
+        return Blend([text.strip() for text in paths], None)
+    values = np.array(weights[::2], dtype=np.float64)
+    if not (np.isfinite(values).all() and (values > 0).all()):
+        raise ConfigError(f"data.paths has the weights {values.tolist()}; each must be a number above 0")
+    # A corpus may be named like a number, so nothing is said of the prefixes here; a missing file has its own message.
+    return Blend([text.strip() for text in paths[1::2]], values / values.sum())
+
+
+def _as_weight(text: str) -> float | None:
+    try:
+        return float(text)
+    except ValueError:
+        return None
+
+
+def split_bounds(split: Sequence[float], num_documents: int) -> list[tuple[int, int] | None]:
+    """First and one-past-last document of train, valid and test; None where the fraction is zero."""
+    if len(split) != 3 or not all(math.isfinite(part) and part >= 0 for part in split) or sum(split) <= 0:
+        raise ConfigError(
+            f"data.split is {list(split)}; give three numbers, none negative and not all zero, "
+            "for train, validation and test, such as 969,30,1"
+        )
+    fractions = (np.array(split, dtype=np.float64) / np.sum(np.array(split, dtype=np.float64))).tolist()
+    edges = [round(edge * num_documents) for edge in accumulate(fractions, initial=0.0)]
+    return [
+        (first, last) if fraction > 0 else None
+        for fraction, first, last in zip(fractions, edges[:-1], edges[1:], strict=True)
+    ]
+
+
+def build_datasets(
+    paths: Sequence[str],
+    split: Sequence[float],
+    *,
+    seq_length: int,
+    num_samples: tuple[int, int, int],
+    seed: int,
+    cache_dir: str | os.PathLike[str],
+    vocab_size: int | None,
+) -> Splits:
+    """The three datasets a run reads, each with at least its `num_samples`.
+
+    `cache_dir` keeps the index arrays; empty means `cache/` beside the first corpus. `vocab_size` bounds every token
+    id that is read; None leaves ids unchecked.
+    """
+    blend = parse_paths(paths)
+    cache_dir = cache_dir or Path(blend.prefixes[0]).parent / "cache"
+    corpora = [IndexedDataset(prefix) for prefix in blend.prefixes]
+    bounds = [split_bounds(split, len(corpus)) for corpus in corpora]
+    datasets: list[Dataset | None] = []
+    for which, name in enumerate(SPLIT_NAMES):
+        wanted = num_samples[which]
+        if wanted == 0 or bounds[0][which] is None:
+            datasets.append(None)
+            continue
+        members = [
+            GPTDataset(
+                corpus,
+                np.arange(*bounds[d][which], dtype=np.int32),
+                num_samples=_member_samples(blend, d, wanted),
+                seq_length=seq_length,
+                seed=seed,
+                cache_dir=cache_dir,
+                split_name=name,
+                vocab_size=vocab_size,
+            )
+            for d, corpus in enumerate(corpora)
+        ]
+        if len(members) == 1 and blend.weights is None:
+            datasets.append(members[0])
+        else:
+            index = _cached_blend_index(blend, members, wanted, name, cache_dir)
+            datasets.append(BlendedDataset(members, index))
+    return Splits(*datasets)
+
+
+def _member_samples(blend: Blend, member: int, wanted: int) -> int | None:
+    """How many samples one corpus of a blend is asked for; None: one epoch."""
+    if blend.weights is None:
+        return wanted if len(blend.prefixes) == 1 else None
+    return math.ceil(math.ceil(wanted * float(blend.weights[member])) * (1 + SURPLUS))
+
+
+def _cached_blend_index(
+    blend: Blend, members: Sequence[Dataset], wanted: int, name: str, cache_dir: str | os.PathLike[str]
+) -> BlendIndex:
+    sizes = np.array([len(member) for member in members], dtype=np.int64)
+    weights = blend.weights
+    if weights is None and wanted > sizes.sum():
+        raise DataError(
+            f"data.paths has no weights, so the {name} split is one epoch of each corpus, {sizes.sum():,} samples, but "
+            f"{wanted:,} are needed; put a weight before each prefix to read them more than once, or train for less"
+        )
+    parts = {"weights": weights.tolist()} if weights is not None else {"sizes": sizes.tolist()}
+    arrays = cached_arrays(
+        cache_dir,
+        f"blend-{name}",
+        {**parts, "num_samples": wanted},
+        lambda: (weighted_blend(weights, wanted) if weights is not None else exhaustive_blend(sizes, wanted))._asdict(),
+    )
+    return BlendIndex(**arrays)
+
+
+def check_order_is_kept(
+    paths: Sequence[str],
+    split: Sequence[float],
+    *,
+    seq_length: int,
+    old_num_samples: int,
+    new_num_samples: int,
+    consumed: int,
+) -> None:
+    """Raise a ConfigError unless training sample i < `consumed` is the same sample for both numbers of samples.
+
+    An order is fixed by the number of epochs and whether the last is shuffled apart, so it is kept when both are. If
+    one differs, the shuffles have another length and every draw is another. A blend's choice of corpus does not
+    depend on the length, so only the orders of the corpora it has read from count.
+    """
+    if consumed == 0 or old_num_samples == new_num_samples:
+        return
+    blend = parse_paths(paths)
+    if blend.weights is None and len(blend.prefixes) > 1:
+        return  # one epoch of each, however many are asked for
+    consumed_of_member = None
+    for member, prefix in enumerate(blend.prefixes):
+        corpus = IndexedDataset(prefix)
+        bounds = split_bounds(split, len(corpus))[0]
+        if bounds is None:
+            continue
+        tokens = int(corpus.sequence_lengths[slice(*bounds)].sum(dtype=np.int64))
+        old, new = (
+            epochs_needed(tokens, _member_samples(blend, member, wanted), seq_length)
+            for wanted in (old_num_samples, new_num_samples)
+        )
+        if old == new:
+            continue
+        if blend.weights is not None:
+            if consumed_of_member is None:
+                consumed_of_member = np.bincount(
+                    weighted_blend(blend.weights, consumed).dataset, minlength=len(blend.prefixes)
+                )
+            if consumed_of_member[member] == 0:
+                continue
+        raise ConfigError(
+            f"{prefix}: {old_num_samples:,} training samples were read as {_say(old)}, {new_num_samples:,} would be "
+            f"{_say(new)}: that shuffles all samples anew, so the {consumed:,} that were consumed would not be the "
+            "first ones any more, and some would be seen again and others never. "
+            "Start a new run with its own run.dir, or ask for the number of iterations the run began with"
+        )
+
+
+def _say(epochs: Epochs) -> str:
+    plural = "epoch" if epochs.count == 1 else "epochs"
+    return f"{epochs.count} {plural}{', the last shuffled apart' if epochs.last_apart else ''}"

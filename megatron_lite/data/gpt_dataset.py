@@ -1,0 +1,184 @@
+"""Documents of any length become samples of one length: Megatron's document, sample and shuffle index.
+
+The documents of a split are repeated for enough epochs, shuffled and read as one long stream, cut every `s` tokens;
+a sample is `s + 1` tokens, so neighbours share one (the last label of one is the first input of the next). Then the
+samples are shuffled. The order equals Megatron's for the same seed, so its rule for the last epoch is kept too: an
+epoch of which less than 80 % is needed is shuffled apart, otherwise all epochs are mixed.
+Source: Megatron-LM, megatron/core/datasets/gpt_dataset.py and helpers.cpp, here without a compiler.
+"""
+
+import os
+import zlib
+from typing import NamedTuple
+
+import numpy as np
+
+from megatron_lite.data.index_cache import cached_arrays
+from megatron_lite.data.indexed import IndexedDataset, bin_path, idx_path
+from megatron_lite.errors import DataError
+
+SHARE_OF_LAST_EPOCH = 0.80  # Megatron's threshold; another value is another sample order
+
+
+class Epochs(NamedTuple):
+    """How often the documents are read; with the seed and the documents it fixes the whole order."""
+
+    count: int
+    last_apart: bool  # the last epoch is shuffled on its own
+
+
+class GPTIndex(NamedTuple):
+    """document int32 [epochs * documents]; sample int32 or int64 [N + 1, 2]; shuffle uint32 or int64 [N].
+
+    Row k of `sample` is where sample k starts: a position in `document` and a token offset in that document.
+    """
+
+    document: np.ndarray
+    sample: np.ndarray
+    shuffle: np.ndarray
+
+
+def epochs_needed(tokens_per_epoch: int, num_samples: int | None, seq_length: int) -> Epochs:
+    """The fewest epochs that give `num_samples` samples; one epoch when that is None."""
+    if num_samples is None:
+        return Epochs(1, False)
+    count = max(1, -(-(num_samples * seq_length + 1) // tokens_per_epoch))
+    if count == 1:
+        return Epochs(1, False)
+    from_last = num_samples - ((count - 1) * tokens_per_epoch - 1) // seq_length
+    per_epoch = (tokens_per_epoch - 1) // seq_length
+    return Epochs(count, from_last < int(SHARE_OF_LAST_EPOCH * per_epoch))
+
+
+def build_index(lengths: np.ndarray, document_ids: np.ndarray, epochs: Epochs, seq_length: int, seed: int) -> GPTIndex:
+    """The three arrays for documents of these `lengths` [all documents], of which `document_ids` are read."""
+    random = np.random.RandomState(seed)  # its three draws must come in this order
+    document = _document_index(document_ids, epochs, random)
+    sample = build_sample_index(lengths, document, seq_length)
+    num_samples = len(sample) - 1
+    num_mixed = num_samples
+    if epochs.last_apart:
+        tokens_per_epoch = int(lengths[document_ids].sum(dtype=np.int64))
+        num_mixed = ((epochs.count - 1) * tokens_per_epoch - 1) // seq_length
+    return GPTIndex(document, sample, _shuffle_index(num_mixed, num_samples, random))
+
+
+def _document_index(document_ids: np.ndarray, epochs: Epochs, random: np.random.RandomState) -> np.ndarray:
+    mixed = np.tile(document_ids.astype(np.int32), epochs.count - epochs.last_apart)
+    random.shuffle(mixed)
+    if not epochs.last_apart:
+        return mixed
+    last = document_ids.astype(np.int32)
+    random.shuffle(last)
+    return np.concatenate((mixed, last))
+
+
+def _shuffle_index(num_mixed: int, num_samples: int, random: np.random.RandomState) -> np.ndarray:
+    dtype = np.uint32 if num_samples < np.iinfo(np.uint32).max - 1 else np.int64
+    shuffle = np.arange(num_samples, dtype=dtype)
+    random.shuffle(shuffle[:num_mixed])
+    random.shuffle(shuffle[num_mixed:])
+    return shuffle
+
+
+def build_sample_index(lengths: np.ndarray, document: np.ndarray, seq_length: int) -> np.ndarray:
+    """Where each sample of the stream `document` starts: [N + 1, 2], the first row (0, 0).
+
+    Start k > 0 is at token `k * s` of the stream, in the first document that ends after it. Document i holds the
+    starts up to `(end_i - 1) // s`, so the document of every start follows from repeating i that many times.
+    """
+    document_lengths = lengths[document]
+    ends = np.cumsum(document_lengths, dtype=np.int64)
+    num_samples = (int(ends[-1]) - 1) // seq_length
+    wide = len(document) > np.iinfo(np.int32).max
+    sample = np.zeros((num_samples + 1, 2), dtype=np.int64 if wide else np.int32)
+
+    last_start = (ends - 1) // seq_length
+    starts_inside = np.diff(np.maximum(last_start, 0), prepend=0)  # an empty first document gives -1
+    holder = np.repeat(np.arange(len(document), dtype=sample.dtype), starts_inside)
+    sample[1:, 0] = holder
+    sample[1:, 1] = np.arange(1, num_samples + 1) * seq_length - (ends - document_lengths)[holder]
+    return sample
+
+
+class GPTDataset:
+    """Samples of `seq_length + 1` token ids from the documents `document_ids` of one corpus.
+
+    At least `num_samples` of them (one epoch when None), in Megatron's order for `seed`. `vocab_size` (None: not
+    checked) is the bound that every id is held against as it is read, which costs a thousandth of a training step.
+    """
+
+    def __init__(
+        self,
+        indexed: IndexedDataset,
+        document_ids: np.ndarray,
+        *,
+        num_samples: int | None,
+        seq_length: int,
+        seed: int,
+        cache_dir: str | os.PathLike[str],
+        split_name: str,
+        vocab_size: int | None,
+    ) -> None:
+        self.indexed = indexed
+        self.seq_length = seq_length
+        self.split_name = split_name
+        self.vocab_size = vocab_size
+        self.tokens_per_epoch = int(indexed.sequence_lengths[document_ids].sum(dtype=np.int64))
+        wanted_tokens = seq_length + 1 if num_samples is None else 1
+        if self.tokens_per_epoch < wanted_tokens:
+            raise DataError(
+                f"{indexed.prefix}: the {split_name} split has {len(document_ids):,} of {len(indexed):,} documents "
+                f"with {self.tokens_per_epoch:,} tokens and needs at least {wanted_tokens:,}; give it a larger part of "
+                "data.split (0 turns a split off) or use a corpus with more documents"
+            )
+        self.epochs = epochs_needed(self.tokens_per_epoch, num_samples, seq_length)
+        index_file = idx_path(indexed.prefix).stat()
+        description = {
+            "corpus": os.path.abspath(indexed.prefix),
+            "idx_bytes": index_file.st_size,
+            "idx_mtime_ns": index_file.st_mtime_ns,  # the same prefix may be written again with other documents
+            "documents": [len(document_ids), zlib.crc32(np.ascontiguousarray(document_ids).data)],
+            "epochs": self.epochs,
+            "seq_length": seq_length,
+            "seed": seed,
+        }
+        arrays = cached_arrays(
+            cache_dir,
+            f"gpt-{split_name}",
+            description,
+            lambda: build_index(indexed.sequence_lengths, document_ids, self.epochs, seq_length, seed)._asdict(),
+        )
+        self.index = GPTIndex(**arrays)
+
+    def __len__(self) -> int:
+        return len(self.index.shuffle)
+
+    def __getitem__(self, sample: int) -> np.ndarray:
+        """int64 [s + 1]: inputs are all but the last id, labels all but the first."""
+        row = int(self.index.shuffle[sample])
+        (first, first_offset), (last, last_offset) = self.index.sample[row : row + 2].tolist()
+        documents = self.index.document[first : last + 1].tolist()
+        begins = [first_offset] + [0] * (last - first)
+        parts = [
+            self.indexed.get(document, begin, last_offset + 1 - begin if at == last - first else None)
+            for at, (document, begin) in enumerate(zip(documents, begins, strict=True))
+        ]
+        tokens = np.concatenate(parts, dtype=np.int64)
+        # Read as unsigned, a negative id is a huge one: one comparison finds both.
+        if self.vocab_size is not None and int(tokens.view(np.uint64).max()) >= self.vocab_size:
+            raise self._foreign_token(documents, parts, self.vocab_size)
+        return tokens
+
+    def _foreign_token(self, documents: list[int], parts: list[np.ndarray], vocab_size: int) -> DataError:
+        document, token = next(
+            (document, token)
+            for document, part in zip(documents, parts, strict=True)
+            for token in part.tolist()
+            if not 0 <= token < vocab_size
+        )
+        return DataError(
+            f"{bin_path(self.indexed.prefix)}: document {document} holds token id {token}, but the vocabulary has "
+            f"{vocab_size} ids (0 to {vocab_size - 1}); the corpus was written with another tokenizer: "
+            "run preprocess with the one in data.tokenizer, or correct model.vocab_size"
+        )

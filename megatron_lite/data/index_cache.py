@@ -1,0 +1,90 @@
+"""Index arrays built once and memory-mapped by every process of a machine.
+
+The bytes of an index follow from its description alone, and each file arrives by an atomic rename. So it is
+harmless when several processes build at once, on one machine or on many that share a disk; a file lock only saves
+them the double work. A small .json, written last, holds the checksums: what is missing or damaged is built again.
+"""
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import os
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megatron_lite.errors import DataError
+
+
+def cached_arrays(
+    cache_dir: str | os.PathLike[str],
+    name: str,
+    description: Mapping[str, Any],
+    build: Callable[[], Mapping[str, np.ndarray]],
+) -> dict[str, np.ndarray]:
+    """The arrays that `build()` gives, memory-mapped from `cache_dir`; built here only when they are not there.
+
+    `description` must name everything the arrays depend on. It becomes part of the file names.
+    """
+    text = json.dumps(description, sort_keys=True, indent=1)
+    stem = Path(cache_dir) / f"{hashlib.md5(text.encode(), usedforsecurity=False).hexdigest()}-{name}"
+    if (arrays := _load(stem)) is not None:
+        return arrays
+    try:
+        stem.parent.mkdir(parents=True, exist_ok=True)
+        with _only_one_builder(stem):
+            # Another process may have built it while this one waited for the lock.
+            if (arrays := _load(stem)) is None:
+                _save(stem, text, build())
+                arrays = _load(stem)
+    except OSError as error:
+        raise DataError(
+            f"{stem.parent}: the dataset index cannot be written ({error.strerror or error}); "
+            "free some space or set data.cache_dir to a folder you can write to"
+        ) from error
+    assert arrays is not None, f"{stem}: an index that was just written cannot be read"
+    return arrays
+
+
+@contextlib.contextmanager
+def _only_one_builder(stem: Path) -> Iterator[None]:
+    with open(f"{stem}.lock", "w") as lock:
+        # Some network file systems have no locks; then several processes build the same bytes.
+        with contextlib.suppress(OSError):
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def _save(stem: Path, description: str, arrays: Mapping[str, np.ndarray]) -> None:
+    checksums = {}
+    for name, values in arrays.items():
+        values = np.ascontiguousarray(values)
+        _replace(Path(f"{stem}-{name}.npy"), lambda file, values=values: np.save(file, values, allow_pickle=False))
+        checksums[name] = zlib.crc32(values.data)
+    content = json.dumps({"description": json.loads(description), "crc32": checksums}, indent=1)
+    _replace(Path(f"{stem}.json"), lambda file: file.write(content.encode()))
+
+
+def _replace(path: Path, write: Callable[[Any], Any]) -> None:
+    temporary = Path(f"{path}.{os.uname().nodename}.{os.getpid()}.tmp")
+    try:
+        with open(temporary, "wb") as file:
+            write(file)
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _load(stem: Path) -> dict[str, np.ndarray] | None:
+    """The arrays, or None when any of them is missing or is not what was written."""
+    try:
+        checksums = json.loads(Path(f"{stem}.json").read_text())["crc32"]
+        arrays = {name: np.load(f"{stem}-{name}.npy", mmap_mode="r", allow_pickle=False) for name in checksums}
+    except (OSError, ValueError, KeyError, TypeError, EOFError):
+        return None
+    intact = all(zlib.crc32(np.ascontiguousarray(arrays[name]).data) == crc for name, crc in checksums.items())
+    return arrays if intact else None

@@ -1,0 +1,208 @@
+"""Megatron's `.bin/.idx` pair: every token of a corpus in one flat file, and where each sequence starts.
+
+`.bin` is the tokens one after another. `.idx` is little-endian: magic, version, dtype code, two counts, then
+int32 lengths, int64 byte offsets and int64 document ends (positions in the list of sequences, after a leading 0).
+Both are memory-mapped: opening terabytes costs nothing and all processes of a machine share the pages.
+Source: Megatron-LM, megatron/core/datasets/indexed_dataset.py; written here to be equal byte for byte.
+"""
+
+import os
+import struct
+from array import array
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+
+from megatron_lite.errors import DataError
+
+MAGIC = b"MMIDIDX\x00\x00"
+VERSION = 1
+HEADER = struct.Struct("<9sQBQQ")  # magic, version, dtype code, number of sequences, number of document ends
+
+# 6 and 7 are swapped in GPT-NeoX; token files use neither.
+DTYPE_OF_CODE = {
+    1: np.dtype("<u1"),
+    2: np.dtype("<i1"),
+    3: np.dtype("<i2"),
+    4: np.dtype("<i4"),
+    5: np.dtype("<i8"),
+    6: np.dtype("<f8"),
+    7: np.dtype("<f4"),
+    8: np.dtype("<u2"),
+}
+CODE_OF_DTYPE = {dtype: code for code, dtype in DTYPE_OF_CODE.items()}
+
+
+def optimal_dtype(vocab_size: int) -> np.dtype:
+    """The dtype Megatron stores token ids of this vocabulary in: uint16 below 65,500, else int32."""
+    return np.dtype("<u2") if vocab_size < 65500 else np.dtype("<i4")
+
+
+def bin_path(prefix: str | os.PathLike[str]) -> Path:
+    return Path(f"{os.fspath(prefix)}.bin")
+
+
+def idx_path(prefix: str | os.PathLike[str]) -> Path:
+    return Path(f"{os.fspath(prefix)}.idx")
+
+
+class IndexedDataset:
+    """The sequences of `prefix.bin`, read in place.
+
+    `sequence_lengths` int32 [S], `sequence_pointers` int64 [S] in bytes, `document_indices` int64 [D + 1].
+    A sequence comes back as a view of the file: copy it before changing it.
+    """
+
+    def __init__(self, prefix: str | os.PathLike[str]) -> None:
+        self.prefix = os.fspath(prefix)
+        index = idx_path(prefix)
+        _require(index, prefix)
+        _require(bin_path(prefix), prefix)
+        self.dtype, num_sequences, num_ends = _read_header(index)
+        expected_bytes = HEADER.size + 12 * num_sequences + 8 * num_ends
+        found_bytes = index.stat().st_size
+        if found_bytes < expected_bytes:
+            raise DataError(
+                f"{index}: truncated: {num_sequences:,} sequences and {num_ends:,} document ends need "
+                f"{expected_bytes:,} bytes, the file has {found_bytes:,}; copy it again or run preprocess again"
+            )
+        if num_sequences == 0:
+            raise DataError(f"{index}: the corpus is empty (0 sequences); run preprocess on files that hold text")
+        raw = np.memmap(index, mode="r", dtype=np.uint8)
+        at = HEADER.size
+        self.sequence_lengths: np.ndarray = np.frombuffer(raw, "<i4", num_sequences, at)
+        self.sequence_pointers: np.ndarray = np.frombuffer(raw, "<i8", num_sequences, at + 4 * num_sequences)
+        self.document_indices: np.ndarray = np.frombuffer(raw, "<i8", num_ends, at + 12 * num_sequences)
+        if num_ends == 0 or int(self.document_indices[-1]) != num_sequences:
+            raise DataError(
+                f"{index}: the last document does not end at sequence {num_sequences:,}; "
+                "the file is damaged or was written by something else: run preprocess again"
+            )
+        self.num_bytes = int(self.sequence_pointers[-1]) + int(self.sequence_lengths[-1]) * self.dtype.itemsize
+        path = bin_path(prefix)
+        found_bytes = path.stat().st_size
+        if found_bytes < self.num_bytes:
+            raise DataError(
+                f"{path}: has {found_bytes:,} bytes, but its .idx describes {self.num_bytes:,}; "
+                "the two files do not belong together or the copy broke off: copy both again"
+            )
+        # A memory map of nothing is an error of the operating system.
+        self._bytes: np.ndarray = np.memmap(path, mode="r", dtype=np.uint8) if found_bytes else np.empty(0, np.uint8)
+
+    def __len__(self) -> int:
+        return len(self.sequence_lengths)
+
+    def __getitem__(self, sequence: int) -> np.ndarray:
+        return self.get(sequence)
+
+    def get(self, sequence: int, offset: int = 0, length: int | None = None) -> np.ndarray:
+        """`length` tokens of a sequence from `offset` on (to its end when None), dtype of the file."""
+        if length is None:
+            length = int(self.sequence_lengths[sequence]) - offset
+        start = int(self.sequence_pointers[sequence]) + offset * self.dtype.itemsize
+        return np.frombuffer(self._bytes, self.dtype, length, start) if length else np.empty(0, self.dtype)
+
+
+def _require(path: Path, prefix: str | os.PathLike[str]) -> None:
+    if path.is_file():
+        return
+    text = os.fspath(prefix)
+    stem = text.removesuffix(".bin").removesuffix(".idx")
+    near = sorted(p.with_suffix("") for p in Path(stem).parent.glob(f"{Path(stem).name}*.idx"))
+    hint = f"; did you mean {near[0]}?" if near and os.fspath(near[0]) != text else ""
+    raise DataError(
+        f"{path}: no such file; a corpus is named by its prefix, the path without .bin or .idx, "
+        f"as preprocess printed it{hint}"
+    )
+
+
+def _read_header(path: Path) -> tuple[np.dtype, int, int]:
+    with open(path, "rb") as file:
+        head = file.read(HEADER.size)
+    if head[: len(MAGIC)] != MAGIC:
+        raise DataError(
+            f"{path}: not a Megatron index: it starts with {head[: len(MAGIC)]!r}, expected {MAGIC!r}; "
+            "write the corpus with megatron-lite preprocess or Megatron's preprocess_data.py"
+        )
+    if len(head) < HEADER.size:
+        raise DataError(f"{path}: truncated inside its {HEADER.size}-byte header; copy it again")
+    _, version, code, num_sequences, num_ends = HEADER.unpack(head)
+    if version != VERSION:
+        raise DataError(f"{path}: index format version {version}; this reads version {VERSION}")
+    if code not in DTYPE_OF_CODE:
+        raise DataError(f"{path}: unknown token dtype code {code}; expected one of {sorted(DTYPE_OF_CODE)}")
+    return DTYPE_OF_CODE[code], num_sequences, num_ends
+
+
+class IndexedDatasetBuilder:
+    """Writes a `.bin` as items arrive and its `.idx` at the end.
+
+    An item is a sequence; `end_document` closes the document that the items since the last one belong to.
+    """
+
+    def __init__(self, bin_path: str | os.PathLike[str], dtype: Any) -> None:
+        self.dtype = np.dtype(dtype).newbyteorder("<")
+        if self.dtype not in CODE_OF_DTYPE:
+            raise DataError(f"{os.fspath(bin_path)}: tokens of dtype {self.dtype} have no code in the .idx format")
+        self._file: BinaryIO = open(bin_path, "wb")  # noqa: SIM115  it stays open until finalize or abandon
+        self._lengths = array("i")
+        self._document_ends = array("q", [0])
+
+    def add_item(self, tokens: Any) -> None:
+        """One sequence."""
+        data = np.asarray(tokens, dtype=self.dtype)
+        self._file.write(data.tobytes())
+        self._lengths.append(data.size)
+
+    def end_document(self) -> None:
+        self._document_ends.append(len(self._lengths))
+
+    def add_document(self, tokens: Any, lengths: list[int]) -> None:
+        """One document of `len(lengths)` sequences, its tokens in one piece."""
+        self._file.write(np.asarray(tokens, dtype=self.dtype).tobytes())
+        self._lengths.extend(lengths)
+        self.end_document()
+
+    def add_documents(self, tokens: np.ndarray, lengths: np.ndarray) -> None:
+        """`len(lengths)` documents of one sequence each, their tokens in one piece."""
+        first = len(self._lengths)
+        self._file.write(np.asarray(tokens, dtype=self.dtype).tobytes())
+        self._lengths.frombytes(np.asarray(lengths, dtype=np.int32).tobytes())
+        self._document_ends.frombytes(np.arange(first + 1, len(self._lengths) + 1, dtype=np.int64).tobytes())
+
+    def add_index(self, prefix: str | os.PathLike[str]) -> None:
+        """Append a whole corpus that was written before."""
+        other = IndexedDataset(prefix)
+        if other.dtype != self.dtype:
+            raise DataError(f"{idx_path(prefix)}: holds {other.dtype} tokens and cannot be appended to {self.dtype}")
+        first = len(self._lengths)
+        for start in range(0, other.num_bytes, 1 << 24):
+            self._file.write(other._bytes[start : min(start + (1 << 24), other.num_bytes)].tobytes())
+        self._lengths.frombytes(other.sequence_lengths.astype(np.int32).tobytes())
+        self._document_ends.frombytes((other.document_indices[1:] + first).astype(np.int64).tobytes())
+
+    def finalize(self, idx_path: str | os.PathLike[str]) -> None:
+        """Close the `.bin`, durable on disk, and write the `.idx`."""
+        _close_durably(self._file)
+        lengths = np.frombuffer(self._lengths, dtype=np.int32) if self._lengths else np.empty(0, np.int32)
+        pointers = np.zeros(len(lengths), dtype="<i8")
+        np.cumsum(lengths[:-1], dtype=np.int64, out=pointers[1:])
+        pointers *= self.dtype.itemsize
+        with open(idx_path, "wb") as file:
+            code = CODE_OF_DTYPE[self.dtype]
+            file.write(HEADER.pack(MAGIC, VERSION, code, len(lengths), len(self._document_ends)))
+            file.write(lengths.astype("<i4").tobytes())
+            file.write(pointers.tobytes())
+            file.write(np.frombuffer(self._document_ends, dtype=np.int64).astype("<i8").tobytes())
+            _close_durably(file)
+
+    def abandon(self) -> None:
+        """Close the `.bin` without an index: something failed and the caller deletes it."""
+        self._file.close()
+
+
+def _close_durably(file: BinaryIO) -> None:
+    file.flush()
+    os.fsync(file.fileno())
+    file.close()

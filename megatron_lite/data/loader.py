@@ -1,0 +1,125 @@
+"""Micro-batches as tensors, read one step ahead in the background.
+
+A batch follows from `consumed_samples` alone, so reading ahead is a guess that is thrown away when the next request
+is another (after a batch ramp-up step, say): the answers are the same as without it.
+"""
+
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from megatron_lite.data.blended import Dataset
+from megatron_lite.data.samplers import microbatch_indices
+from megatron_lite.errors import DataError
+
+
+class Batch(NamedTuple):
+    """One micro-batch: tokens int64 [b, s], labels int64 [b, s], loss_mask float32 [b, s] (1 where a target counts)."""
+
+    tokens: torch.Tensor
+    labels: torch.Tensor
+    loss_mask: torch.Tensor
+
+
+def load_batches(
+    dataset: Dataset,
+    consumed_samples: int,
+    num_microbatches: int,
+    micro_batch_size: int,
+    *,
+    dp_rank: int,
+    dp_size: int,
+    eod: int,
+    eod_mask_loss: bool,
+    device: torch.device,
+) -> list[Batch]:
+    """The micro-batches of the step that follows `consumed_samples`, for data-parallel rank `dp_rank`.
+
+    With `eod_mask_loss` the loss mask is 0 where the input token is `eod`: what follows a document's end is another
+    document's start, which nothing can predict.
+    """
+    indices = microbatch_indices(consumed_samples, num_microbatches, micro_batch_size, dp_rank, dp_size)
+    masked_token = eod if eod_mask_loss else None
+    return to_device([_read(dataset, rows, masked_token, pin=device.type == "cuda") for rows in indices], device)
+
+
+def to_device(batches: list[Batch], device: torch.device) -> list[Batch]:
+    if device.type == "cpu":
+        return batches
+    return [Batch(*(tensor.to(device, non_blocking=True) for tensor in batch)) for batch in batches]
+
+
+def _read(dataset: Dataset, rows: Sequence[int], masked_token: int | None, *, pin: bool) -> Batch:
+    if rows[-1] >= len(dataset):
+        raise DataError(
+            f"sample {rows[-1]:,} was asked for, but the dataset was built with {len(dataset):,}; "
+            "build it with the number of samples that the whole run consumes"
+        )
+    text = torch.from_numpy(np.stack([dataset[row] for row in rows]))
+    tokens, labels = text[:, :-1].contiguous(), text[:, 1:].contiguous()
+    loss_mask = torch.ones(tokens.shape, dtype=torch.float32)
+    if masked_token is not None:
+        loss_mask[tokens == masked_token] = 0.0
+    batch = Batch(tokens, labels, loss_mask)
+    return Batch(*(tensor.pin_memory() for tensor in batch)) if pin else batch
+
+
+class PrefetchingLoader:
+    """`load_batches` with the next step read by a thread while this one computes.
+
+    `get` answers and then guesses that the next step follows and has as many micro-batches. The thread only reads
+    and pins; copies to the device are enqueued by the caller, on its stream. An error met while reading ahead is
+    raised when its step is asked for, and only then. `close` (or leaving a `with`) ends the thread.
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset,
+        micro_batch_size: int,
+        *,
+        dp_rank: int,
+        dp_size: int,
+        eod: int,
+        eod_mask_loss: bool,
+        device: torch.device,
+    ) -> None:
+        self.dataset = dataset
+        self.micro_batch_size = micro_batch_size
+        self.dp_rank, self.dp_size = dp_rank, dp_size
+        self.masked_token = eod if eod_mask_loss else None
+        self.device = device
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="prefetch")
+        self._guess: tuple[tuple[int, int], Future[list[Batch]]] | None = None
+
+    def get(self, consumed_samples: int, num_microbatches: int) -> list[Batch]:
+        """The micro-batches of the step that follows `consumed_samples`."""
+        step = (consumed_samples, num_microbatches)
+        if self._guess is None or self._guess[0] != step:
+            self._start(step)
+        assert self._guess is not None
+        batches = self._guess[1].result()
+        global_batch = num_microbatches * self.micro_batch_size * self.dp_size
+        self._start((consumed_samples + global_batch, num_microbatches))
+        return to_device(batches, self.device)
+
+    def close(self) -> None:
+        self._thread.shutdown(wait=True, cancel_futures=True)
+
+    def __enter__(self) -> "PrefetchingLoader":
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    def _start(self, step: tuple[int, int]) -> None:
+        self._guess = (step, self._thread.submit(self._read_step, step))
+
+    def _read_step(self, step: tuple[int, int]) -> list[Batch]:
+        consumed_samples, num_microbatches = step
+        indices = microbatch_indices(
+            consumed_samples, num_microbatches, self.micro_batch_size, self.dp_rank, self.dp_size
+        )
+        return [_read(self.dataset, rows, self.masked_token, pin=self.device.type == "cuda") for rows in indices]

@@ -1,0 +1,22 @@
+"""Which samples a data-parallel rank reads: arithmetic on `consumed_samples`, no state.
+
+Resuming, ramping the batch up or changing the data-parallel size needs no loader state: the next global batch is
+always the next run of sample numbers, cut first by micro-batch, then by rank.
+Source: Megatron-LM's `single` data loader order, megatron/training/datasets/data_samplers.py.
+"""
+
+
+def microbatch_indices(
+    consumed_samples: int, num_microbatches: int, micro_batch_size: int, dp_rank: int, dp_size: int
+) -> list[list[int]]:
+    """Sample numbers of each micro-batch of one step on data-parallel rank `dp_rank`.
+
+    All ranks together read `consumed_samples .. consumed_samples + num_microbatches * micro_batch_size * dp_size`,
+    each number once, so a global batch holds the same samples for every `dp_size` and micro-batch size.
+    """
+    stride = micro_batch_size * dp_size
+    first = consumed_samples + dp_rank * micro_batch_size
+    return [
+        list(range(start, start + micro_batch_size))
+        for start in range(first, first + num_microbatches * stride, stride)
+    ]
