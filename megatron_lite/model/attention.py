@@ -1,0 +1,124 @@
+"""Causal self-attention on this rank's heads.
+
+Heads are independent, so tensor parallelism gives each rank n/tp of them: query, key and value are computed
+by a column-split matrix, the output projection is row-split, and nothing is communicated in between.
+With fewer key/value groups than heads, n/g neighbouring queries share a group (Ainslie et al., arXiv 2305.13245).
+"""
+
+from math import sqrt
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megatron_lite.config.schema import ModelConfig
+from megatron_lite.model.rotary import apply_rotary
+from megatron_lite.parallel.context import Group
+from megatron_lite.parallel.linear import ColumnParallelLinear, RowParallelLinear
+from megatron_lite.parallel.random import RngTracker
+
+
+def sdpa_attention(query: Tensor, key: Tensor, value: Tensor, dropout: float) -> Tensor:
+    """Causal attention through torch's fused kernels.
+
+    query         [b, n/tp, s, d]
+    key, value    [b, g/tp, s, d]
+    returns       [b, n/tp, s, d]
+    """
+    grouped = key.shape[1] != query.shape[1]
+    if grouped and query.is_cuda and query.dtype not in (torch.float16, torch.bfloat16):
+        # Only the 16-bit flash kernel knows groups; torch would take the path that stores all s*s scores.
+        key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], dim=1) for x in (key, value))
+        grouped = False
+    return F.scaled_dot_product_attention(query, key, value, dropout_p=dropout, is_causal=True, enable_gqa=grouped)
+
+
+def math_attention(query: Tensor, key: Tensor, value: Tensor, dropout: float) -> Tensor:
+    """Causal attention written out: softmax(q k^T / sqrt(d)) v, the softmax in fp32. Shapes as `sdpa_attention`."""
+    repeats = query.shape[1] // key.shape[1]
+    key, value = (x.repeat_interleave(repeats, dim=1) for x in (key, value))
+    scores = (query @ key.transpose(-2, -1)).to(torch.promote_types(query.dtype, torch.float32))
+    length = query.shape[2]
+    future = torch.ones(length, length, dtype=torch.bool, device=query.device).triu(1)
+    scores = (scores / sqrt(query.shape[-1])).masked_fill(future, -torch.inf)
+    return F.dropout(scores.softmax(dim=-1).to(value.dtype), dropout) @ value
+
+
+ATTENTION = {"sdpa": sdpa_attention, "math": math_attention}
+
+
+def _heads_first(x: Tensor) -> Tensor:
+    """`[s, b, n/tp, d]` to `[b, n/tp, s, d]`."""
+    x = x.permute(1, 2, 0, 3)
+    # CPU kernels read a head's rows many times: far apart in memory they miss the cache, and the copy pays.
+    return x.contiguous() if x.device.type == "cpu" else x
+
+
+class SelfAttention(nn.Module):
+    """Projections, attention and output projection.
+
+    Query, key and value come from one fused matrix. A block with its own query input (CodeGeeX's top-query
+    block) has a matrix for the query and a fused one for key and value in its place.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        *,
+        tp: Group,
+        rng: RngTracker,
+        dtype: torch.dtype,
+        device: torch.device,
+        own_query_input: bool,
+        skip_bias_add: bool,
+    ):
+        super().__init__()
+        self.head_dim = config.head_size
+        self.dropout = config.attention_dropout
+        self.rng = rng
+        self.attend = ATTENTION[config.attention]
+        h = config.hidden_size
+        query_size = config.num_heads * self.head_dim
+        group_size = config.query_groups * self.head_dim
+        self.local_sizes = (query_size // tp.size, group_size // tp.size, group_size // tp.size)
+        common = {"tp": tp, "bias": config.bias, "dtype": dtype, "device": device}
+        std = config.init_std
+        if own_query_input:
+            self.linear_q = ColumnParallelLinear(h, query_size, init_std=std, **common)
+            self.linear_kv = ColumnParallelLinear(
+                h, 2 * group_size, init_std=std, parts=(group_size, group_size), **common
+            )
+        else:
+            parts = (query_size, group_size, group_size)
+            self.linear_qkv = ColumnParallelLinear(h, sum(parts), init_std=std, parts=parts, **common)
+        out_std = std / sqrt(2 * config.num_layers)
+        self.linear_proj = RowParallelLinear(query_size, h, init_std=out_std, skip_bias_add=skip_bias_add, **common)
+
+    def forward(
+        self, x: Tensor, query_input: Tensor | None, rotary: tuple[Tensor, Tensor] | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Attention output before the residual connection, and the bias still to be added, if any.
+
+        x             [s, b, h]
+        query_input   [s, b, h]   what queries are made of, in a block that has its own; not normalised
+        rotary        cosine and sine, [s, 1, 1, d/2]
+        returns       [s, b, h], bias [h] or None
+        Communicates: forward one all-reduce of [s, b, h] over tp, backward one more.
+        """
+        s, b = x.shape[:2]
+        if query_input is None:
+            mixed, _ = self.linear_qkv(x)
+            query, key, value = mixed.split(self.local_sizes, dim=-1)
+        else:
+            query, _ = self.linear_q(query_input)
+            key, value = self.linear_kv(x)[0].split(self.local_sizes[1:], dim=-1)
+        query, key, value = (y.view(s, b, -1, self.head_dim) for y in (query, key, value))
+        if rotary is not None:
+            query, key = apply_rotary(query, *rotary), apply_rotary(key, *rotary)
+        query, key, value = _heads_first(query), _heads_first(key), _heads_first(value)
+        if self.training and self.dropout > 0:
+            with self.rng.fork():  # each rank of tp has other heads and must drop other scores
+                context = self.attend(query, key, value, self.dropout)
+        else:
+            context = self.attend(query, key, value, 0.0)
+        return self.linear_proj(context.permute(2, 0, 1, 3).reshape(s, b, -1))

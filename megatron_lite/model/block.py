@@ -1,0 +1,68 @@
+"""One transformer block: norm, attention, add, norm, MLP, add."""
+
+import torch
+from torch import Tensor, nn
+
+from megatron_lite.config.schema import ModelConfig
+from megatron_lite.model.attention import SelfAttention
+from megatron_lite.model.fusion import bias_dropout_add, compiled
+from megatron_lite.model.mlp import MLP
+from megatron_lite.model.norms import build_norm
+from megatron_lite.parallel.context import Group
+from megatron_lite.parallel.random import RngTracker
+
+
+class TransformerBlock(nn.Module):
+    """What is added to is the stream before the norm, or with `post_norm` the norm's output."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        *,
+        tp: Group,
+        rng: RngTracker,
+        dtype: torch.dtype,
+        device: torch.device,
+        fused: bool,
+        own_query_input: bool = False,
+    ):
+        super().__init__()
+        self.post_norm = config.post_norm
+        self.attention_add_dropout = config.hidden_dropout
+        self.mlp_add_dropout = config.hidden_dropout if config.mlp_dropout else 0.0
+        self.residual_dtype = torch.promote_types(dtype, torch.float32) if config.fp32_residual else dtype
+        self.bias_dropout_add = compiled(bias_dropout_add) if fused else bias_dropout_add
+        self.input_layernorm = build_norm(config, dtype=dtype, device=device)
+        self.self_attention = SelfAttention(
+            config,
+            tp=tp,
+            rng=rng,
+            dtype=dtype,
+            device=device,
+            own_query_input=own_query_input,
+            skip_bias_add=fused,
+        )
+        self.pre_mlp_layernorm = build_norm(config, dtype=dtype, device=device)
+        self.mlp = MLP(config, tp=tp, dtype=dtype, device=device, fused=fused)
+
+    def _add(self, x: Tensor, bias: Tensor | None, stream: Tensor, normed: Tensor, dropout: float) -> Tensor:
+        residual = (normed if self.post_norm else stream).to(self.residual_dtype)
+        return self.bias_dropout_add(x, bias, residual, dropout if self.training else 0.0)
+
+    def forward(
+        self, x: Tensor, query_input: Tensor | None = None, rotary: tuple[Tensor, Tensor] | None = None
+    ) -> Tensor:
+        """The stream after this block.
+
+        x             [s, b, h]   the residual stream; fp32 with `fp32_residual`
+        query_input   [s, b, h]   only for a block with its own query input
+        rotary        cosine and sine, [s, 1, 1, d/2]
+        returns       [s, b, h]
+        Communicates: forward two all-reduces of [s, b, h] over tp, backward two more.
+        """
+        normed = self.input_layernorm(x)
+        attended, bias = self.self_attention(normed, query_input, rotary)
+        x = self._add(attended, bias, x, normed, self.attention_add_dropout)
+        normed = self.pre_mlp_layernorm(x)
+        transformed, bias = self.mlp(normed)
+        return self._add(transformed, bias, x, normed, self.mlp_add_dropout)

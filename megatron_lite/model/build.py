@@ -1,0 +1,92 @@
+"""From a config to this rank's model: which layers it owns, their first values, and the table of its parameters.
+
+Everything is built on the meta device first, which costs nothing at any size: a context without devices gets
+its model there, and a real one fills each parameter by name.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from math import prod
+
+import torch
+from torch import nn
+
+from megatron_lite.config.schema import Config
+from megatron_lite.errors import ConfigError
+from megatron_lite.model.fusion import fusion_on
+from megatron_lite.model.gpt import GPTModel
+from megatron_lite.model.init import fill
+from megatron_lite.parallel.context import Group, ParallelContext
+from megatron_lite.parallel.random import RngTracker
+from megatron_lite.parallel.shard import ParamTable, declare
+
+WORD_EMBEDDINGS = "embedding.word_embeddings.weight"
+
+
+def stage_layers(num_layers: int, pp: Group) -> range:
+    """Global numbers of the layers on this stage: consecutive, and as even as the division allows."""
+    return range(pp.rank * num_layers // pp.size, (pp.rank + 1) * num_layers // pp.size)
+
+
+def get_model(
+    config: Config,
+    ctx: ParallelContext,
+    rng: RngTracker,
+    *,
+    pre_process: bool = True,
+    post_process: bool = True,
+    dtype: torch.dtype,
+) -> list[GPTModel]:
+    """This rank's part of the model, a list with one entry for each chunk it holds.
+
+    On the meta device (`ParallelContext.at`) the parameters have shapes and descriptions, but no values.
+    Communicates: nothing; each rank draws its own pieces, and equal names get equal values.
+    """
+    if config.model.vocab_size == 0:
+        raise ConfigError("model.vocab_size is not set; give it, or data.tokenizer to take it from")
+    model = GPTModel(
+        config.model,
+        stage_layers(config.model.num_layers, ctx.pp),
+        tp=ctx.tp,
+        rng=rng,
+        dtype=dtype,
+        device=torch.device("meta"),
+        fused=fusion_on(config.model.fusion, ctx.device),
+        pre_process=pre_process,
+        post_process=post_process,
+    )
+    _name_parameters(model)
+    if ctx.device.type != "meta":
+        _materialize(model, ctx, config.run.seed)
+    return [model]
+
+
+def _name_parameters(model: nn.Module) -> None:
+    for name, parameter in model.named_parameters():
+        declare(parameter, replace(parameter.meta, name=name))  # type: ignore[attr-defined]
+
+
+def _materialize(model: nn.Module, ctx: ParallelContext, seed: int) -> None:
+    """Replaces each meta parameter by one with memory and its first values."""
+    for module in model.modules():
+        for key, on_meta in list(module.named_parameters(recurse=False)):
+            meta = on_meta.meta  # type: ignore[attr-defined]
+            parameter = declare(nn.Parameter(torch.empty_like(on_meta, device=ctx.device)), meta)
+            # The copy of a tied embedding is drawn under the embedding's name, so both stages start equal.
+            fill(parameter, meta, seed=seed, name=WORD_EMBEDDINGS if meta.tied else meta.name, tp=ctx.tp)
+            setattr(module, key, parameter)
+
+
+def named_params(chunks: Sequence[nn.Module]) -> dict[str, nn.Parameter]:
+    """Every parameter of this rank's chunks by its global name."""
+    return {name: parameter for chunk in chunks for name, parameter in chunk.named_parameters()}
+
+
+def param_table(chunks: Sequence[nn.Module]) -> ParamTable:
+    """Every parameter's description by its global name: the same on all tensor-parallel ranks."""
+    return {name: parameter.meta for name, parameter in named_params(chunks).items()}  # type: ignore[attr-defined]
+
+
+def count_parameters(table: ParamTable) -> int:
+    """Numbers in the whole tensors of a table, copies of tied tensors not counted."""
+    return sum(prod(meta.shape) for meta in table.values() if not meta.tied)

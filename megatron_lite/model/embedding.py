@@ -1,0 +1,58 @@
+"""What enters the first block: word vectors plus, with learned positions, position vectors."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megatron_lite.config.schema import ModelConfig
+from megatron_lite.errors import ConfigError
+from megatron_lite.parallel.context import Group
+from megatron_lite.parallel.embedding import VocabParallelEmbedding
+from megatron_lite.parallel.shard import ParamMeta, Shard, declare
+
+
+class PositionTable(nn.Module):
+    """One learned vector for each position, whole on every rank of tp: it is small beside the vocabulary."""
+
+    def __init__(self, config: ModelConfig, *, dtype: torch.dtype, device: torch.device):
+        super().__init__()
+        shape = (config.max_position_embeddings, config.hidden_size)
+        meta = ParamMeta(shape=shape, shard=Shard(), init="normal", std=config.init_std)
+        self.weight = declare(nn.Parameter(torch.empty(shape, dtype=dtype, device=device)), meta)
+
+    def forward(self, length: int) -> Tensor:
+        """The vectors of positions 0..s-1, `[s, 1, h]`."""
+        if length > self.weight.shape[0]:
+            raise ConfigError(
+                f"a sequence has {length} tokens, but model.max_position_embeddings is {self.weight.shape[0]}: "
+                "no vector was learned for the later positions; shorten the sequence"
+            )
+        return self.weight[:length].unsqueeze(1)
+
+
+class Embedding(nn.Module):
+    """Tokens to the start of the residual stream."""
+
+    def __init__(self, config: ModelConfig, *, tp: Group, dtype: torch.dtype, device: torch.device):
+        super().__init__()
+        self.dropout = config.hidden_dropout
+        self.stream_dtype = torch.promote_types(dtype, torch.float32) if config.fp32_residual else dtype
+        self.word_embeddings = VocabParallelEmbedding(
+            config.padded_vocab, config.hidden_size, tp=tp, init_std=config.init_std, dtype=dtype, device=device
+        )
+        learned = config.position == "learned"
+        self.position_embeddings = PositionTable(config, dtype=dtype, device=device) if learned else None
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Word plus position vectors, with dropout.
+
+            tokens    [b, s]
+            returns   [s, b, h]   the same on every rank of tp; fp32 with `fp32_residual`
+
+        Communicates: forward, one all-reduce of [s, b, h] over tp.
+        """
+        x = self.word_embeddings(tokens.t())
+        if self.position_embeddings is not None:
+            x = x + self.position_embeddings(tokens.shape[1])
+        x = x.to(self.stream_dtype)
+        return F.dropout(x, self.dropout, self.training) if self.dropout > 0 else x

@@ -1,0 +1,128 @@
+"""The language model: embedding, blocks, final norm, head. A stage of a pipeline has some of them.
+
+GPT, CodeGeeX and Llama are values of `ModelConfig`'s fields. Parameters have megatron-core's names, and layers
+keep their number in the whole model, so a name means the same on every rank and for every layout.
+"""
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from megatron_lite.config.schema import ModelConfig
+from megatron_lite.model.block import TransformerBlock
+from megatron_lite.model.codegeex import TopQueryEmbeddings, build_top_query_layer
+from megatron_lite.model.embedding import Embedding
+from megatron_lite.model.norms import build_norm
+from megatron_lite.model.rotary import RotaryTable
+from megatron_lite.parallel.context import Group
+from megatron_lite.parallel.linear import ColumnParallelLinear, column_parallel_linear
+from megatron_lite.parallel.loss import vocab_parallel_cross_entropy
+from megatron_lite.parallel.random import RngTracker
+from megatron_lite.parallel.shard import declare
+
+
+class Decoder(nn.Module):
+    """This stage's blocks, and on the last stage what follows them: final norm and top-query block."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        layers: Iterable[int],
+        *,
+        tp: Group,
+        rng: RngTracker,
+        dtype: torch.dtype,
+        device: torch.device,
+        fused: bool,
+        post_process: bool,
+    ):
+        super().__init__()
+        self.dtype = dtype
+        common = {"tp": tp, "rng": rng, "dtype": dtype, "device": device, "fused": fused}
+        self.layers = nn.ModuleDict({str(number): TransformerBlock(config, **common) for number in layers})
+        self.final_layernorm = build_norm(config, dtype=dtype, device=device) if post_process else None
+        with_top_query = post_process and config.top_query_layer
+        self.top_query_layer = build_top_query_layer(config, **common) if with_top_query else None
+        self.rotary = RotaryTable(config.head_size, config.rotary_base) if config.position == "rotary" else None
+
+    def forward(self, x: Tensor, top_queries: Tensor | None) -> Tensor:
+        """The stream `[s, b, h]` after this stage's blocks; on the last stage in the weights' dtype."""
+        rotary = None if self.rotary is None else self.rotary(x.shape[0], device=x.device, dtype=x.dtype)
+        for block in self.layers.values():
+            x = block(x, rotary=rotary)
+        if self.final_layernorm is not None:
+            x = self.final_layernorm(x)
+        if self.top_query_layer is not None:
+            x = self.top_query_layer(x, query_input=top_queries, rotary=rotary).to(self.dtype)
+        return x
+
+
+class GPTModel(nn.Module):
+    """A causal language model, or the part of it between two stage borders."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        layers: Iterable[int],
+        *,
+        tp: Group,
+        rng: RngTracker,
+        dtype: torch.dtype,
+        device: torch.device,
+        fused: bool,
+        pre_process: bool,
+        post_process: bool,
+    ):
+        super().__init__()
+        self.config = config
+        self.tp = tp
+        where = {"dtype": dtype, "device": device}
+        self.embedding = Embedding(config, tp=tp, **where) if pre_process else None
+        self.decoder = Decoder(config, layers, tp=tp, rng=rng, fused=fused, post_process=post_process, **where)
+        with_top_query = post_process and config.top_query_layer
+        self.top_query_embeddings = TopQueryEmbeddings(config, **where) if with_top_query else None
+        self.post_process = post_process
+        self.output_layer = None
+        if post_process and not (config.tie_embeddings and pre_process):
+            self.output_layer = ColumnParallelLinear(
+                config.hidden_size, config.padded_vocab, tp=tp, bias=False, init_std=config.init_std, **where
+            )
+            weight = self.output_layer.weight
+            # A tied head on another stage than the embedding is a copy that must start and stay equal.
+            declare(weight, replace(weight.meta, tied=config.tie_embeddings))  # type: ignore[attr-defined]
+
+    def forward(self, tokens: Tensor, labels: Tensor | None = None, hidden: Tensor | None = None) -> Tensor:
+        """Loss, logits or hidden state, whichever this stage ends with.
+
+            tokens    [b, s]       the same on every rank of tp
+            labels    [b, s]       next tokens; asks for the loss
+            hidden    [s, b, h]    the previous stage's output, where this one has no embedding
+            returns   [s, b]       loss in fp32 nats, with labels on the last stage
+                      [s, b, v/tp] logits, without labels on the last stage
+                      [s, b, h]    hidden state, on other stages
+
+        Communicates: over tp, in forward one all-reduce of [s, b, h] for the embedding and two for each block,
+        and three of [s, b] for the loss; in backward two for each block and one for the head.
+        """
+        if self.embedding is not None:
+            hidden = self.embedding(tokens)
+        assert hidden is not None, "a stage without the embedding needs the previous stage's output"
+        top_queries = None
+        if self.top_query_embeddings is not None:
+            top_queries = self.top_query_embeddings.queries(tokens.shape[1], tokens.shape[0])
+        hidden = self.decoder(hidden, top_queries)
+        if not self.post_process:
+            return hidden
+        logits = self._logits(hidden)
+        if labels is None:
+            return logits
+        return vocab_parallel_cross_entropy(logits, labels.t(), self.tp, vocab_size=self.config.vocab_size)
+
+    def _logits(self, hidden: Tensor) -> Tensor:
+        """`[s, b, h]` to `[s, b, v/tp]`."""
+        if self.output_layer is not None:
+            return self.output_layer(hidden)[0]
+        assert self.embedding is not None
+        return column_parallel_linear(hidden, self.embedding.word_embeddings.weight, None, self.tp)

@@ -1,0 +1,56 @@
+"""LayerNorm and RMSNorm whose statistics are never computed in a 16-bit format.
+
+torch's kernels accumulate 16-bit inputs in fp32. An input wider than the weights is a residual stream kept
+in fp32: it is normalised as it is, and only the result is rounded to the weights' dtype.
+Sources: Ba et al., arXiv 1607.06450; Zhang and Sennrich, arXiv 1910.07467.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megatron_lite.config.schema import ModelConfig
+from megatron_lite.parallel.shard import ParamMeta, Shard, declare
+
+
+def _vector(size: int, init: str, dtype: torch.dtype, device: torch.device) -> nn.Parameter:
+    meta = ParamMeta(shape=(size,), shard=Shard(), init=init, decay=False)  # type: ignore[arg-type]
+    return declare(nn.Parameter(torch.empty(size, dtype=dtype, device=device)), meta)
+
+
+class LayerNorm(nn.Module):
+    """(x - mean) / sqrt(variance + eps) * weight + bias over the last dimension; `[..., h]` to `[..., h]`."""
+
+    def __init__(self, size: int, *, eps: float, dtype: torch.dtype, device: torch.device):
+        super().__init__()
+        self.shape, self.eps = (size,), eps
+        self.weight = _vector(size, "ones", dtype, device)
+        self.bias = _vector(size, "zeros", dtype, device)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.dtype == self.weight.dtype:
+            return F.layer_norm(x, self.shape, self.weight, self.bias, self.eps)
+        wide = F.layer_norm(x, self.shape, self.weight.to(x.dtype), self.bias.to(x.dtype), self.eps)
+        return wide.to(self.weight.dtype)
+
+
+class RMSNorm(nn.Module):
+    """x / sqrt(mean(x^2) + eps) * weight over the last dimension; `[..., h]` to `[..., h]`."""
+
+    def __init__(self, size: int, *, eps: float, dtype: torch.dtype, device: torch.device):
+        super().__init__()
+        self.shape, self.eps = (size,), eps
+        self.weight = _vector(size, "ones", dtype, device)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.dtype == self.weight.dtype:
+            return F.rms_norm(x, self.shape, self.weight, self.eps)
+        return F.rms_norm(x, self.shape, self.weight.to(x.dtype), self.eps).to(self.weight.dtype)
+
+
+NORMS: dict[str, type[LayerNorm] | type[RMSNorm]] = {"layernorm": LayerNorm, "rmsnorm": RMSNorm}
+
+
+def build_norm(config: ModelConfig, *, dtype: torch.dtype, device: torch.device) -> LayerNorm | RMSNorm:
+    """The norm that `model.norm` names, over the hidden size."""
+    return NORMS[config.norm](config.hidden_size, eps=config.norm_eps, dtype=dtype, device=device)
