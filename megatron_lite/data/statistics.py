@@ -1,0 +1,43 @@
+"""How hard a dataset is before any model: the numbers a validation loss is read against."""
+
+import math
+
+import numpy as np
+
+from megatron_lite.data.blended import Dataset
+from megatron_lite.data.tokenizer import Tokenizer
+
+
+def unigram_entropy(dataset: Dataset, num_samples: int) -> float:
+    """Entropy in nats per token of the target tokens of samples 0 to `num_samples - 1`.
+
+    With p(t) the share of id t among all their labels (`sample[1:]`): - sum over t of p(t) ln p(t). It is the lowest
+    loss on them of a model that knows how frequent each token is but not what came before. No label is masked.
+    """
+    counts = np.zeros(0, dtype=np.int64)
+    for sample in range(num_samples):
+        found = np.bincount(dataset[sample][1:], minlength=len(counts))
+        found[: len(counts)] += counts
+        counts = found
+    shares = counts[counts > 0] / counts.sum()
+    return float(-(shares * np.log(shares)).sum())
+
+
+def bytes_per_token(dataset: Dataset, num_samples: int, tokenizer: Tokenizer) -> float:
+    """Bytes of UTF-8 source text per target token of samples 0 to `num_samples - 1`.
+
+    The target tokens are all labels (`sample[1:]`), the ends of documents among them; those stand for no text, so
+    they count as tokens and not as bytes. The text is what the other labels of a sample decode to. A character of
+    several bytes that a sample's edge cuts decodes to a replacement character, an error of a few bytes a sample.
+    """
+    num_tokens = num_bytes = 0
+    for sample in range(num_samples):
+        labels = dataset[sample][1:]
+        num_tokens += len(labels)
+        num_bytes += len(tokenizer.decode(labels[labels != tokenizer.eod].tolist()).encode())
+    return num_bytes / num_tokens
+
+
+def bits_per_byte(nats_per_token: float, bytes_per_token: float) -> float:
+    """A loss independent of the tokenizer: bits the model spends on each byte of source text."""
+    return nats_per_token / math.log(2) / bytes_per_token

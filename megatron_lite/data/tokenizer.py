@@ -1,0 +1,205 @@
+"""Text to token ids and back, behind one small interface, chosen by a one-line SPEC.
+
+    bytes                     256 byte values and an end-of-document id
+    sentencepiece:FILE        a sentencepiece model, such as `train_sentencepiece` writes
+    gpt2:VOCAB,MERGES         GPT-2's byte-level BPE from its vocab.json and merges.txt
+    hf:FILE                   any tokenizer.json of Hugging Face
+    codegeex:FOLDER           GPT-2's BPE, with runs of spaces as single tokens
+
+Document text is only text: characters that spell a special token are encoded as characters.
+"""
+
+import json
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from megatron_lite.errors import ConfigError, DataError
+
+END_OF_TEXT = "<|endoftext|>"
+END_TOKENS = (END_OF_TEXT, "</s>", "<|end_of_text|>", "<eos>", "<|im_end|>", "[SEP]")  # in the order they are tried
+
+
+class Tokenizer(Protocol):
+    """`vocab_size` is one more than the largest id; `eod` ends a document and appears in no text."""
+
+    spec: str
+    vocab_size: int
+    eod: int
+
+    def encode(self, text: str) -> list[int]: ...
+
+    def decode(self, ids: Sequence[int]) -> str: ...
+
+
+def build_tokenizer(spec: str) -> Tokenizer:
+    """The tokenizer that `spec` names."""
+    kind, _, place = spec.partition(":")
+    builders: dict[str, Callable[[str, str], Tokenizer]] = {
+        "sentencepiece": SentencePieceTokenizer,
+        "gpt2": _gpt2,
+        "hf": _huggingface,
+        "codegeex": _codegeex,
+    }
+    if spec == "bytes":
+        return BytesTokenizer()
+    if kind not in builders or not place:
+        raise ConfigError(
+            f"tokenizer {spec!r} is unknown; use bytes, sentencepiece:FILE, gpt2:VOCAB,MERGES, hf:tokenizer.json "
+            "or codegeex:FOLDER"
+        )
+    return builders[kind](spec, place)
+
+
+class BytesTokenizer:
+    """UTF-8 bytes as ids 0..255, end of document 256."""
+
+    spec = "bytes"
+    vocab_size = 257
+    eod = 256
+
+    def encode(self, text: str) -> list[int]:
+        return list(text.encode())
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return bytes(i for i in ids if i < 256).decode(errors="replace")
+
+
+class SentencePieceTokenizer:
+    """A sentencepiece model; its end-of-document id is the model's `</s>`.
+
+    sentencepiece writes a space as U+2581 and reads it back as a space. A true U+2581 in the text would become one,
+    so models that keep all else of a text exactly get it as its three bytes.
+    """
+
+    MARK = "\u2581"
+
+    def __init__(self, spec: str, file: str) -> None:
+        import sentencepiece
+
+        _require_file(file)
+        try:
+            self._model = sentencepiece.SentencePieceProcessor(model_file=file)
+        except (RuntimeError, OSError) as error:
+            raise DataError(f"{file}: not a sentencepiece model ({error})") from error
+        self.spec = spec
+        self.vocab_size: int = self._model.vocab_size()
+        self.eod: int = self._model.eos_id()
+        if self.eod < 0:
+            raise DataError(f"{file}: the model has no </s> to end documents with; train it with an eos_id")
+        mark_bytes = [self._model.piece_to_id(f"<0x{byte:02X}>") for byte in self.MARK.encode()]
+        adds_a_space = self._model.encode_as_pieces("a")[0] != "a"
+        escapes_mark = all(map(self._model.is_byte, mark_bytes)) and not adds_a_space
+        self._mark_ids = mark_bytes if escapes_mark else None
+
+    def encode(self, text: str) -> list[int]:
+        if self._mark_ids is None or self.MARK not in text:
+            return self._model.encode(text)
+        first, *others = map(self._model.encode, text.split(self.MARK))
+        return sum(([*self._mark_ids, *part] for part in others), first)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return self._model.decode(list(ids))
+
+
+class BPETokenizer:
+    """A model of the `tokenizers` library with an end-of-document id."""
+
+    def __init__(self, spec: str, model: Any, eod: int) -> None:
+        self.spec = spec
+        self._model = model
+        self.eod = eod
+        self.vocab_size: int = max(model.get_vocab(with_added_tokens=True).values()) + 1
+
+    def encode(self, text: str) -> list[int]:
+        return self._model.encode(text, add_special_tokens=False).ids
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return self._model.decode(list(ids), skip_special_tokens=False)
+
+
+def _require_file(file: str | os.PathLike[str]) -> None:
+    if not Path(file).is_file():
+        raise DataError(f"{file}: no such tokenizer file")
+
+
+def _byte_level(vocab: dict[str, int], merges: list[tuple[str, str]]) -> Any:
+    from tokenizers import Tokenizer as Model
+    from tokenizers import decoders, models, pre_tokenizers
+
+    model = Model(models.BPE(vocab=vocab, merges=merges))
+    model.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    model.decoder = decoders.ByteLevel()
+    return model
+
+
+def _read_bpe_files(vocab_file: str, merges_file: str) -> tuple[dict[str, int], list[tuple[str, str]]]:
+    from tokenizers import models
+
+    _require_file(vocab_file)
+    _require_file(merges_file)
+    try:
+        vocab, merges = models.BPE.read_file(vocab_file, merges_file)
+    except Exception as error:  # the library raises plain Exception
+        raise DataError(f"{vocab_file}, {merges_file}: not a BPE vocabulary and its merges ({error})") from error
+    if END_OF_TEXT not in vocab:
+        raise DataError(f"{vocab_file}: has no {END_OF_TEXT} to end documents with; is it GPT-2's vocab.json?")
+    return vocab, merges
+
+
+def _gpt2(spec: str, place: str) -> Tokenizer:
+    vocab_file, _, merges_file = place.partition(",")
+    if not merges_file:
+        raise ConfigError(f"tokenizer {spec!r} names one file; write gpt2:VOCAB,MERGES")
+    vocab, merges = _read_bpe_files(vocab_file, merges_file)
+    return BPETokenizer(spec, _byte_level(vocab, merges), vocab[END_OF_TEXT])
+
+
+def _codegeex(spec: str, place: str) -> Tokenizer:
+    """GPT-2's BPE plus 143 extra tokens, of which numbers 10 to 18 stand for 2 to 10 spaces.
+
+    A run is cut from the left, the longest first; a single space stays with the word after it. CodeGeeX replaces the
+    text before it tokenizes; here the spaces themselves are the added tokens, which gives the same ids, needs no
+    replacing back, and leaves alone a text that spells out `<|extratoken_10|>`.
+    Source: CodeGeeX, codegeex/tokenizer/tokenizer.py, with the added tokens of GPT-J.
+    """
+    from tokenizers import AddedToken
+
+    folder = Path(place)
+    vocab, merges = _read_bpe_files(str(folder / "vocab.json"), str(folder / "merges.txt"))
+    extra = {f"<|extratoken_{k}|>": len(vocab) + k - 1 for k in range(1, 144)}
+    added_file = folder / "added_tokens.json"
+    if added_file.is_file():
+        extra = json.loads(added_file.read_text())
+    missing = [name for name in (f"<|extratoken_{8 + spaces}|>" for spaces in range(2, 11)) if name not in extra]
+    if missing:
+        raise DataError(f"{added_file}: has no {missing[0]}, which stands for a run of spaces; is it GPT-J's?")
+    runs = {" " * spaces: extra.pop(f"<|extratoken_{8 + spaces}|>") for spaces in range(2, 11)}
+    model = _byte_level({**vocab, **extra, **runs}, merges)
+    model.add_tokens([AddedToken(run, normalized=False) for run in runs])
+    return BPETokenizer(spec, model, vocab[END_OF_TEXT])
+
+
+def _huggingface(spec: str, place: str) -> Tokenizer:
+    from tokenizers import Tokenizer as Model
+
+    _require_file(place)
+    try:
+        model = Model.from_file(place)
+    except Exception as error:  # the library raises plain Exception
+        raise DataError(f"{place}: not a tokenizer.json ({error})") from error
+    candidates = [*_end_token_of_config(Path(place)), *END_TOKENS]
+    found = [token for token in map(model.token_to_id, candidates) if token is not None]
+    if not found:
+        raise DataError(f"{place}: has none of {', '.join(candidates)} to end documents with")
+    return BPETokenizer(spec, model, found[0])
+
+
+def _end_token_of_config(tokenizer_file: Path) -> list[str]:
+    config_file = tokenizer_file.with_name("tokenizer_config.json")
+    if not config_file.is_file():
+        return []
+    token = json.loads(config_file.read_text()).get("eos_token")
+    token = token.get("content") if isinstance(token, dict) else token
+    return [token] if token else []
