@@ -1,0 +1,65 @@
+"""All ranks go on, or all raise the same error: nobody is left waiting in a collective for a rank that failed."""
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+from megatron_lite.errors import CheckpointError
+from megatron_lite.parallel.context import Group
+
+T = TypeVar("T")
+
+
+def on_first(work: Callable[[], T], group: Group) -> T:
+    """The result of `work`, done by the group's first rank alone, on every rank; its error too.
+
+    Communicates: one broadcast of a small object.
+    """
+    if group.size == 1:
+        return work()
+    result, problem, cause = _attempt(work, group) if group.is_first else (None, None, None)
+    answer: list[Any] = [(result, problem)]
+    dist.broadcast_object_list(answer, src=group.ranks[0], group=group.pg)
+    result, problem = answer[0]
+    if problem is not None:
+        raise CheckpointError(problem) from cause
+    return result
+
+
+def on_all(work: Callable[[], T], group: Group) -> T:
+    """This rank's result of `work`, which all ranks do at the same time; returns when all are done.
+
+    When it fails anywhere, every rank raises the error of the lowest rank where it did.
+    Communicates: one all-gather of a small object.
+    """
+    if group.size == 1:
+        return work()
+    result, problem, cause = _attempt(work, group)
+    gathered: list[Any] = [None] * group.size
+    dist.all_gather_object(gathered, problem, group=group.pg)
+    problems = [problem for problem in gathered if problem]
+    if problems:
+        more = f" (and {len(problems) - 1} more ranks failed)" if len(problems) > 1 else ""
+        raise CheckpointError(problems[0] + more) from cause
+    return result  # type: ignore[return-value]
+
+
+def gather_to_first(value: T, group: Group) -> list[T]:
+    """Every rank's value in rank order on the group's first rank, an empty list on the others."""
+    if group.size == 1:
+        return [value]
+    gathered: list[Any] | None = [None] * group.size if group.is_first else None
+    dist.gather_object(value, gathered, dst=group.ranks[0], group=group.pg)
+    return gathered or []
+
+
+def _attempt(work: Callable[[], T], group: Group) -> tuple[T | None, str | None, Exception | None]:
+    """Result, message and error. Any error counts: one that escaped here would leave the other ranks waiting."""
+    rank = group.ranks[group.rank]
+    try:
+        return work(), None, None
+    except CheckpointError as error:
+        return None, f"rank {rank}: {error}", error
+    except Exception as error:
+        return None, f"rank {rank}: {type(error).__name__}: {error}", error

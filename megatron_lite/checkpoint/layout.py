@@ -1,0 +1,210 @@
+"""What is in a checkpoint: `layout.json` beside the tensor files says it all, to a reader without our code as well.
+
+    checkpoints/
+      latest_checkpointed_iteration.txt      the tracker: "100"
+      iter_0000100/
+        layout.json                          this file: grid, config, state, tensors, files, checksums
+        mp_rank_00/                          mp_rank_{tp:02d}, with pipeline stages mp_rank_{tp:02d}_{pp:03d}
+          model.safetensors                  weights by name
+          optimizer_dp_000.safetensors       "{kind}/{name}": fp32 master, exp_avg, exp_avg_sq
+          rng_dp_000.safetensors             random generators, one file for each data-parallel rank
+
+A tensor is described as a whole: global shape, and the `Shard` that cuts it over tensor-parallel ranks. Each stored
+piece says whose cut it is and which run of that cut's elements it holds, so that a cut may be spread over several
+data-parallel ranks' files. Nothing is pickled. `crc32` at the top covers all the rest of the file.
+"""
+
+import json
+import re
+import zlib
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, ValidationError, model_validator
+
+from megatron_lite.errors import CheckpointError
+from megatron_lite.parallel.grid import Grid
+from megatron_lite.parallel.shard import Shard
+
+FORMAT = "megatron_lite checkpoint"
+VERSION = 1
+LAYOUT_FILE = "layout.json"
+WEIGHT = "weight"  # the kind of a parameter itself, beside the optimizer's kinds
+
+# safetensors' names of number formats
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+# A damaged or foreign layout.json must not lead outside of its own folder.
+FileName = Annotated[str, Field(pattern=r"^mp_rank_\d{2,}(_\d{3,})?/[a-z0-9_]+\.safetensors$")]
+Checksum = Annotated[str, Field(pattern=r"^[0-9a-f]{8}$")]
+
+
+def checksum(data: Any) -> str:
+    """CRC-32 of some bytes, in hexadecimal."""
+    return f"{zlib.crc32(data):08x}"
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", arbitrary_types_allowed=True)
+
+
+class FileInfo(_Part):
+    """One tensor file: its size, and checksums of its header and of each tensor in it."""
+
+    bytes: NonNegativeInt
+    header_crc32: Checksum
+    crc32: dict[str, Checksum]
+
+
+class Piece(_Part):
+    """Elements `start` to `end` of the flattened cut of tensor-parallel rank `tp`, as held by pipeline stage `pp`."""
+
+    file: FileName
+    key: str
+    tp: NonNegativeInt
+    pp: NonNegativeInt
+    start: NonNegativeInt
+    end: NonNegativeInt
+
+
+class Value(_Part):
+    """One kind of numbers of a parameter: the weight itself, its fp32 master, a moment."""
+
+    dtype: str
+    pieces: tuple[Piece, ...]
+
+    def pieces_at(self, tp: int, pp: int) -> list[Piece]:
+        """The pieces of one model-parallel rank's cut."""
+        return [piece for piece in self.pieces if (piece.tp, piece.pp) == (tp, pp)]
+
+
+class TensorLayout(_Part):
+    """One parameter: its global shape, how it is cut, and where its numbers are."""
+
+    shape: tuple[NonNegativeInt, ...]
+    shard: Shard
+    values: dict[str, Value]  # by kind
+
+
+class Layout(_Part):
+    """The whole of layout.json but its own checksum."""
+
+    format: str = FORMAT
+    version: int = VERSION
+    iteration: NonNegativeInt
+    saved_at: str  # UTC, ISO 8601
+    grid: Grid
+    state: dict[str, Any]  # of the training run: counters, loss scale
+    config: dict[str, Any]
+    tensors: dict[str, TensorLayout]
+    files: dict[FileName, FileInfo]
+
+    @model_validator(mode="after")
+    def _pieces_are_in_files(self) -> "Layout":
+        for name, tensor in self.tensors.items():
+            if WEIGHT not in tensor.values:
+                raise ValueError(f"{name} has no {WEIGHT}")
+            for value in tensor.values.values():
+                if value.dtype not in DTYPES:
+                    raise ValueError(f"{name} has the unknown dtype {value.dtype}")
+                for piece in value.pieces:
+                    if piece.file not in self.files or piece.key not in self.files[piece.file].crc32:
+                        raise ValueError(f"{name} is said to be in {piece.file}, which is not described")
+        return self
+
+
+def dump_layout(layout: Layout) -> str:
+    """The text of layout.json: one line for each setting, each tensor and each file, for people and for grep."""
+    content = layout.model_dump()
+    content = {"crc32": _content_checksum(content), **content}
+    return "{\n" + ",\n".join(f"{json.dumps(key)}: {_lines(value)}" for key, value in content.items()) + "\n}\n"
+
+
+def _lines(value: Any) -> str:
+    if not (isinstance(value, dict) and value):
+        return json.dumps(value)
+    return "{\n" + ",\n".join(f"  {json.dumps(key)}: {json.dumps(item)}" for key, item in value.items()) + "\n}"
+
+
+def parse_layout(text: bytes, path: Path) -> Layout:
+    """The layout in the text of layout.json; `path` is for messages."""
+    try:
+        content = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path}: not readable as JSON, so it is damaged ({error}). {use_another()}") from None
+    if not isinstance(content, dict) or "crc32" not in content:
+        raise CheckpointError(f"{path}: not the description of a megatron_lite checkpoint, or damaged. {use_another()}")
+    expected = content.pop("crc32")
+    if expected != _content_checksum(content):
+        raise CheckpointError(
+            f"{path}: its content does not have the checksum {expected!r} that it states, so it is damaged or was "
+            f"edited. {use_another()}"
+        )
+    if content.get("format") != FORMAT or content.get("version") != VERSION:
+        raise CheckpointError(
+            f"{path}: has format {content.get('format')!r}, version {content.get('version')!r}; this megatron_lite "
+            f"reads {FORMAT!r}, version {VERSION}. Use the megatron_lite that wrote it, or a newer one"
+        )
+    try:
+        return Layout.model_validate(content)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        raise CheckpointError(f"{path}: {where or 'content'}: {first['msg']}. {use_another()}") from None
+
+
+def read_layout(folder: Path) -> Layout:
+    """The layout of the checkpoint in `folder`, an iter_... directory."""
+    path = folder / LAYOUT_FILE
+    try:
+        text = path.read_bytes()
+    except FileNotFoundError:
+        raise CheckpointError(
+            f"{folder}: has no {LAYOUT_FILE}, so it is no checkpoint of megatron_lite; checkpoints of Megatron-LM, "
+            "DeepSpeed or Hugging Face have to be converted first"
+        ) from None
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from error
+    return parse_layout(text, path)
+
+
+def use_another() -> str:
+    """What to do about a checkpoint that is damaged."""
+    return (
+        "Restore it from a copy, or go on from another checkpoint: write its iteration into "
+        "latest_checkpointed_iteration.txt"
+    )
+
+
+def mp_rank_folder(tp: int, pp: int, grid: Grid) -> str:
+    """Megatron-LM's name of the folder of one model-parallel rank."""
+    return f"mp_rank_{tp:02d}_{pp:03d}" if grid.pp > 1 else f"mp_rank_{tp:02d}"
+
+
+def iteration_folder(iteration: int) -> str:
+    """Megatron-LM's name of the folder of one checkpoint."""
+    return f"iter_{iteration:07d}"
+
+
+def iteration_of(folder_name: str) -> int | None:
+    """The iteration in the name of a checkpoint's folder; None for another name."""
+    match = re.fullmatch(r"iter_(\d{7,})", folder_name)
+    return int(match[1]) if match else None
+
+
+def _content_checksum(content: dict[str, Any]) -> str:
+    """Checksum that does not depend on whitespace; Python writes floats so that they read back exactly."""
+    return checksum(json.dumps(content, sort_keys=True, separators=(",", ":")).encode())

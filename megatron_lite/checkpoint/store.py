@@ -1,0 +1,220 @@
+"""Saving and loading: every rank its own files, one rename that makes the checkpoint.
+
+Each rank writes into a folder with a temporary name and waits for the disk. Only when all have done so does the first
+rank add layout.json, rename the folder and replace the tracker: at every instant the tracker names a whole checkpoint.
+"""
+
+import shutil
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from megatron_lite.checkpoint import directory, match
+from megatron_lite.checkpoint.agreement import gather_to_first, on_all, on_first
+from megatron_lite.checkpoint.layout import (
+    DTYPE_NAMES,
+    LAYOUT_FILE,
+    WEIGHT,
+    FileInfo,
+    Layout,
+    Piece,
+    TensorLayout,
+    Value,
+    dump_layout,
+    iteration_folder,
+    mp_rank_folder,
+    read_layout,
+)
+from megatron_lite.checkpoint.tensor_file import TensorFile, explained, sync_folder, write_tensors
+from megatron_lite.errors import CheckpointError
+from megatron_lite.parallel.context import ParallelContext
+from megatron_lite.parallel.grid import Grid
+from megatron_lite.parallel.shard import ParamTable
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """What a checkpoint holds beside the tensors that were copied in place."""
+
+    iteration: int
+    state: dict[str, Any]
+    config: dict[str, Any]
+    grid: Grid
+    # None when the data-parallel size changed: there is no generator for each new rank, so the caller
+    # seeds them anew, from seed and iteration lest the numbers of the run's start come again.
+    rng: dict[str, Tensor] | None
+
+
+def save(
+    root: Path,
+    iteration: int,
+    *,
+    ctx: ParallelContext,
+    table: ParamTable,
+    params: Mapping[str, Tensor],
+    optimizer_state: Mapping[str, Mapping[str, Tensor]],
+    rng: Mapping[str, Tensor],
+    state: dict[str, Any],
+    config: dict[str, Any],
+    keep: int,
+) -> Path:
+    """The folder of the new checkpoint, which is on the disk and named by the tracker when this returns.
+
+        params            name -> this rank's cut
+        optimizer_state   name -> kind ("master", "exp_avg", ...) -> numbers of the same shape as the cut
+        rng               this rank's generator states, any names
+        state, config     what JSON can hold; the first rank's are saved
+        keep              newest checkpoints that stay, 0 for all
+
+    Collective over the world; an error on any rank is raised on all of them, and loses nothing saved before.
+    Communicates: descriptions of files to the first rank, no tensors.
+    """
+    folder = root / f".new-{iteration_folder(iteration)}"
+    try:
+        on_first(lambda: directory.prepare(root, iteration), ctx.world)
+        mine = on_all(lambda: _write(folder, ctx, table, params, optimizer_state, rng), ctx.world)
+        written = gather_to_first(mine, ctx.world)
+
+        def finish() -> Path:
+            layout = Layout(
+                iteration=iteration,
+                saved_at=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+                grid=ctx.grid,
+                state=state,
+                config=config,
+                tensors=_joined(tensors for tensors, _ in written),
+                files={name: info for _, files in written for name, info in files.items()},
+            )
+            with explained("writing", folder):
+                directory.write_durably(folder / LAYOUT_FILE, dump_layout(layout).encode())
+            final = directory.publish(folder, root, iteration)
+            directory.prune(root, iteration, keep)
+            return final
+
+        return on_first(finish, ctx.world)
+    except CheckpointError:
+        if ctx.world.is_first:  # a full disk gets its space back; no rank writes any more
+            shutil.rmtree(folder, ignore_errors=True)
+        raise
+
+
+def load(
+    root: Path,
+    iteration: int,
+    *,
+    ctx: ParallelContext,
+    table: ParamTable,
+    params: Mapping[str, Tensor],
+    optimizer_state: Mapping[str, Mapping[str, Tensor]],
+    config: dict[str, Any],
+) -> Loaded:
+    """Copies a checkpoint into the given tensors, of the same shapes as they were saved from.
+
+        params            name -> this rank's cut, overwritten
+        optimizer_state   name -> kind -> this rank's cut, overwritten; empty to load weights alone
+
+    Everything read is checked against its checksum. Whether the checkpoint fits is found out before any tensor
+    is touched; after an error about damage their contents are undefined.
+    Collective over the world; an error on any rank is raised on all of them.
+    """
+    return on_all(lambda: _read(root, iteration, ctx, table, params, optimizer_state, config), ctx.world)
+
+
+def _write(
+    folder: Path,
+    ctx: ParallelContext,
+    table: ParamTable,
+    params: Mapping[str, Tensor],
+    optimizer_state: Mapping[str, Mapping[str, Tensor]],
+    rng: Mapping[str, Tensor],
+) -> tuple[dict[str, TensorLayout], dict[str, FileInfo]]:
+    """This rank's files, and what they hold."""
+    place = mp_rank_folder(ctx.tp.rank, ctx.pp.rank, ctx.grid)
+    replica = _replica(ctx)
+    contents: dict[str, dict[str, Tensor]] = {_rng_file(place, replica): dict(rng)}
+    tensors: dict[str, TensorLayout] = {}
+    if replica == 0:
+        weights, numbers = f"{place}/model.safetensors", f"{place}/optimizer_dp_{replica:03d}.safetensors"
+        contents |= {weights: {}, numbers: {}}
+        for name, kinds in match.by_kind(params, optimizer_state).items():
+            meta = table[name]
+            cut = meta.shard.local_shape(meta.shape, ctx.tp.size)
+            values = {}
+            for kind, tensor in kinds.items():
+                assert tuple(tensor.shape) == cut, (name, kind, tensor.shape, cut)
+                file, key = (weights, name) if kind == WEIGHT else (numbers, f"{kind}/{name}")
+                contents[file][key] = tensor
+                piece = Piece(file=file, key=key, tp=ctx.tp.rank, pp=ctx.pp.rank, start=0, end=tensor.numel())
+                values[kind] = Value(dtype=DTYPE_NAMES[tensor.dtype], pieces=(piece,))
+            tensors[name] = TensorLayout(shape=meta.shape, shard=meta.shard, values=values)
+    with explained("creating the folder", folder / place):
+        (folder / place).mkdir(exist_ok=True)
+    files = {name: write_tensors(folder / name, held) for name, held in contents.items() if held}
+    with explained("writing", folder / place):
+        sync_folder(folder / place)
+    return tensors, files
+
+
+def _joined(of_ranks: Iterable[dict[str, TensorLayout]]) -> dict[str, TensorLayout]:
+    """One description of each tensor from those of the ranks that hold pieces of it."""
+    joined: dict[str, TensorLayout] = {}
+    for tensors in of_ranks:
+        for name, tensor in tensors.items():
+            before = joined.get(name)
+            if before is not None:
+                values = {
+                    kind: Value(dtype=value.dtype, pieces=before.values[kind].pieces + value.pieces)
+                    for kind, value in tensor.values.items()
+                }
+                tensor = tensor.model_copy(update={"values": values})
+            joined[name] = tensor
+    return joined
+
+
+def _read(
+    root: Path,
+    iteration: int,
+    ctx: ParallelContext,
+    table: ParamTable,
+    params: Mapping[str, Tensor],
+    optimizer_state: Mapping[str, Mapping[str, Tensor]],
+    config: dict[str, Any],
+) -> Loaded:
+    folder = directory.locate(root, iteration)
+    if not folder.is_dir():
+        present = ", ".join(map(str, directory.iterations(root))) or "none"
+        raise CheckpointError(f"{folder}: does not exist on this rank; iterations here: {present}")
+    layout = read_layout(folder)
+    match.check_model(layout, folder, table=table, config=config)
+    match.check_grid(layout, folder, ctx=ctx)
+    match.check_tensors(layout, folder, ctx=ctx, params=params, optimizer_state=optimizer_state, config=config)
+
+    opened: dict[str, TensorFile] = {}
+    for name, targets in match.by_kind(params, optimizer_state).items():
+        for kind, target in targets.items():
+            flat = target.detach().view(-1)
+            for piece in layout.tensors[name].values[kind].pieces_at(ctx.tp.rank, ctx.pp.rank):
+                if piece.file not in opened:
+                    opened[piece.file] = TensorFile(folder / piece.file, layout.files[piece.file])
+                flat[piece.start : piece.end].copy_(opened[piece.file].get(piece.key).view(-1))
+    rng = None
+    if layout.grid == ctx.grid:
+        name = _rng_file(mp_rank_folder(ctx.tp.rank, ctx.pp.rank, ctx.grid), _replica(ctx))
+        rng = {}
+        if name in layout.files:
+            stored = TensorFile(folder / name, layout.files[name]).get_all()
+            rng = {key: tensor.clone() for key, tensor in stored.items()}
+    return Loaded(layout.iteration, layout.state, layout.config, layout.grid, rng)
+
+
+def _replica(ctx: ParallelContext) -> int:
+    """This rank's number among those that hold the same weights: the data-parallel rank, without context parallel."""
+    return ctx.dp.rank * ctx.cp.size + ctx.cp.rank
+
+
+def _rng_file(place: str, replica: int) -> str:
+    return f"{place}/rng_dp_{replica:03d}.safetensors"
