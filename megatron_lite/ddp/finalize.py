@@ -1,0 +1,27 @@
+"""What is left to add to the gradients once every micro-batch has run.
+
+A parameter that each tensor-parallel rank holds whole gets the whole gradient on each of them, except under
+sequence parallelism: there a norm sees only its rank's s/tp of the sequence, and the shares must be summed
+(not averaged: the loss is a sum over tokens).
+"""
+
+import torch
+from torch import nn
+
+from megatron_lite.ddp.wrap import DataParallel
+from megatron_lite.parallel.collectives import all_reduce
+from megatron_lite.parallel.context import ParallelContext
+from megatron_lite.parallel.shard import ParamTable
+
+
+def finalize_grads(ddp: DataParallel, params: dict[str, nn.Parameter], table: ParamTable, ctx: ParallelContext) -> None:
+    """Makes `ddp.main_grads` the gradients of the global batch.
+
+    Communicates: waits for the sums over dp; one all-reduce over tp of all sequence-parallel gradients together.
+    """
+    ddp.finish_grad_sync()
+    partial = [ddp.main_grads[name] for name in params if table[name].sequence_parallel]
+    if partial and ctx.tp.size > 1:
+        total = all_reduce(torch.cat([grad.flatten() for grad in partial]), ctx.tp)
+        for grad, whole in zip(partial, total.split([grad.numel() for grad in partial]), strict=True):
+            grad.copy_(whole.view_as(grad))

@@ -1,0 +1,105 @@
+"""PyTorch's DistributedDataParallel behind the same interface as LocalDDP.
+
+Two things differ from its usual use, both in the communication hook. Our loss is divided by the number of target
+tokens in the global batch, so gradients are summed, where DDP takes a mean (multiplying by dp afterwards would
+round, and overflow fp16 sooner). And bf16 or fp16 gradients are summed in fp32: in bf16 each addition keeps 8
+bits, so the sum would depend on the number of ranks. That costs twice the bytes on the wire.
+
+DDP lays its buckets out anew after the first step, in the order in which gradients came. With more than two
+ranks the order of a floating-point sum may then change with the bucket that a gradient is in: from the second
+step on the last bits can differ from a run resumed there. LocalDDP's buckets never move.
+"""
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from megatron_lite.errors import TrainingError
+from megatron_lite.parallel.context import Group
+
+
+class TorchDDP:
+    """Sums the gradients of `params` over micro-batches and over `dp`; see `DataParallel` for the order of calls.
+
+    `main_grads` are new tensors in each step.
+    """
+
+    def __init__(
+        self,
+        chunks: Sequence[nn.Module],
+        params: dict[str, nn.Parameter],
+        dp: Group,
+        *,
+        bucket_mb: float,
+        grad_dtype: torch.dtype,
+    ):
+        self._params = params
+        self._names = {parameter: name for name, parameter in params.items()}
+        self._dp = dp
+        self._grad_dtype = grad_dtype
+        self._wrapped = [
+            DistributedDataParallel(
+                chunk,
+                process_group=dp.pg,
+                bucket_cap_mb=bucket_mb,
+                broadcast_buffers=False,
+                gradient_as_bucket_view=True,
+            )
+            for chunk in chunks
+        ]
+        for wrapped in self._wrapped:
+            wrapped.register_comm_hook(None, self._sum_bucket)
+        self.zero_grad()
+
+    def module(self, chunk: int) -> nn.Module:
+        return self._wrapped[chunk]
+
+    def zero_grad(self) -> None:
+        for parameter in self._params.values():
+            parameter.grad = None
+        self.main_grads: dict[str, Tensor] = {}
+        self._earlier: dict[str, Tensor] = {}  # low-precision gradients of the micro-batches before this one, in fp32
+
+    def begin_microbatch(self, *, is_last: bool) -> None:
+        self._keep_low_precision_grads()
+        for wrapped in self._wrapped:
+            wrapped.require_backward_grad_sync = is_last  # what `no_sync()` sets
+
+    def finish_grad_sync(self) -> None:
+        """DDP has waited at the end of backward; here the result is checked to be whole."""
+        absent = [name for name in self._params if name not in self.main_grads]
+        if absent:
+            raise TrainingError(
+                f"parallel.ddp=torch: {len(absent)} of {len(self._params)} parameters got no summed gradient in this "
+                f"step, first {absent[0]}; each must be used in the last micro-batch. parallel.ddp=local allows unused "
+                "parameters"
+            )
+
+    def _keep_low_precision_grads(self) -> None:
+        """Autograd would add up the micro-batches' gradients in bf16."""
+        for name, parameter in self._params.items():
+            if parameter.grad is not None and parameter.grad.dtype != self._grad_dtype:
+                if name in self._earlier:
+                    self._earlier[name].add_(parameter.grad)
+                else:
+                    self._earlier[name] = parameter.grad.to(self._grad_dtype)
+                parameter.grad = None
+
+    def _sum_bucket(self, state: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+        """Called by DDP when a bucket is complete; starts its sum over dp. `main_grads` become views of the result."""
+        total = bucket.buffer().to(self._grad_dtype)  # the same memory unless it is low precision
+        start = 0
+        for parameter in bucket.parameters():
+            name = self._names[parameter]  # type: ignore[index]
+            main_grad = total[start : start + parameter.numel()].view(parameter.shape)
+            if name in self._earlier:
+                main_grad.add_(self._earlier[name])
+            self.main_grads[name] = main_grad
+            start += parameter.numel()
+        work = dist.all_reduce(total, group=self._dp.pg, async_op=True)
+        assert work is not None
+        # DDP makes .grad from what the future returns; nobody reads .grad of low precision.
+        return work.get_future().then(lambda _: bucket.buffer())
