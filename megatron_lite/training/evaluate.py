@@ -4,13 +4,12 @@ Every evaluation of a run reads the same samples, the first of the split, so tha
 like and a resumed run needs no position.
 """
 
-from collections.abc import Sequence
-
 import torch
 
-from megatron_lite.data.loader import load_batches
+from megatron_lite.data.blended import Dataset
+from megatron_lite.data.loader import PrefetchingLoader
 from megatron_lite.parallel.collectives import all_reduce
-from megatron_lite.training.setup import Run
+from megatron_lite.training.run import Run
 from megatron_lite.training.step import masked_sum
 
 
@@ -20,32 +19,34 @@ def evaluation_samples(run: Run) -> int:
     return train.eval_iterations * train.global_batch(run.ctx.dp.size)
 
 
-def evaluate(run: Run, dataset: Sequence, eod: int | None) -> float:
+def loader(run: Run, dataset: Dataset, eod: int) -> PrefetchingLoader:
+    """Reads this rank's micro-batches of a dataset, a step ahead."""
+    return PrefetchingLoader(
+        dataset,
+        run.config.train.micro_batch_size,
+        dp_rank=run.ctx.dp.rank,
+        dp_size=run.ctx.dp.size,
+        eod=eod,
+        eod_mask_loss=run.config.data.eod_mask_loss,
+        device=run.ctx.device,
+    )
+
+
+def evaluate(run: Run, dataset: Dataset, eod: int) -> float:
     """Mean loss over the target tokens of the split's first `evaluation_samples`, nats; the same on every rank.
 
     Communicates: what the forwards do, and one all-reduce of two numbers over dp.
     """
-    train, dp = run.config.train, run.ctx.dp
     totals = torch.zeros(2, dtype=torch.float64, device=run.ctx.device)
-    samples_at_once = train.micro_batch_size * dp.size
+    samples_at_once = run.config.train.micro_batch_size * run.ctx.dp.size
     for chunk in run.model:
         chunk.eval()
-    with torch.no_grad():
+    with torch.no_grad(), loader(run, dataset, eod) as batches:
         for consumed in range(0, evaluation_samples(run), samples_at_once):
-            (batch,) = load_batches(
-                dataset,
-                consumed_samples=consumed,
-                num_microbatches=1,
-                micro_batch_size=train.micro_batch_size,
-                dp_rank=dp.rank,
-                dp_size=dp.size,
-                eod=eod,
-                eod_mask_loss=run.config.data.eod_mask_loss,
-                device=run.ctx.device,
-            )
+            (batch,) = batches.get(consumed, 1)
             totals[0] += masked_sum(run.model[0](batch.tokens, batch.labels), batch.loss_mask)
             totals[1] += batch.loss_mask.sum()
     for chunk in run.model:
         chunk.train()
-    loss_sum, tokens = all_reduce(totals, dp).tolist()
+    loss_sum, tokens = all_reduce(totals, run.ctx.dp).tolist()
     return loss_sum / max(tokens, 1.0)

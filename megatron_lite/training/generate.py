@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from megatron_lite.parallel.collectives import all_gather
-from megatron_lite.training.setup import Run
+from megatron_lite.training.run import Run
 
 
 @torch.no_grad()

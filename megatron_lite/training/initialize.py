@@ -29,7 +29,7 @@ def initialize_megatron(config: Config) -> tuple[ParallelContext, RngTracker]:
     Collective over the world. Raises ConfigError where the config does not fit the number of processes, and
     TrainingError where they cannot meet. The context is also registered for `megatron_lite.mpu`.
     """
-    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    world_size = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
     validate(config, world_size)
     device = choose_device(config.run.device, int(os.environ.get("LOCAL_RANK", "0")))
     set_determinism(config.train.deterministic)

@@ -2,30 +2,30 @@
 
 import math
 import time
-from collections.abc import Iterator, Sequence
 
-from megatron_lite.data.loader import Batch, Prefetcher, load_batches
+from megatron_lite.data.blended import Dataset
 from megatron_lite.errors import StoppedEarly, TrainingError
 from megatron_lite.training.checkpointing import save_run
-from megatron_lite.training.evaluate import evaluate
+from megatron_lite.training.evaluate import evaluate, loader
 from megatron_lite.training.logs import RunLog
-from megatron_lite.training.setup import Run
+from megatron_lite.training.run import Run
 from megatron_lite.training.signals import StopRequest
 from megatron_lite.training.state import global_batch_size, num_microbatches
 from megatron_lite.training.step import StepReport, train_step
 
 
-def train(run: Run, train_set: Sequence, valid_set: Sequence | None, eod: int | None, log: RunLog) -> None:
+def train(run: Run, train_set: Dataset, valid_set: Dataset | None, eod: int, log: RunLog) -> None:
     """Runs iterations from `run.state` to `train.iterations`; saves at intervals and at the end.
 
     Raises StoppedEarly, after saving, when a rank was asked to stop, and TrainingError when numbers went bad.
     """
     config, state = run.config, run.state
-    with StopRequest() as stop, Prefetcher(portions(run, train_set, eod)) as batches:
+    with StopRequest() as stop, loader(run, train_set, eod) as batches:
         while state.iteration < config.train.iterations:
             started = time.perf_counter()
             samples = global_batch_size(config.train, run.ctx.dp.size, state.consumed_samples)
-            report = train_step(run, next(batches))
+            count = num_microbatches(config.train, run.ctx.dp.size, state.consumed_samples)
+            report = train_step(run, batches.get(state.consumed_samples, count))
             log.iteration(state, report, samples, time.perf_counter() - started)
             refuse_bad_numbers(run, report)
             last = state.iteration == config.train.iterations
@@ -45,26 +45,6 @@ def train(run: Run, train_set: Sequence, valid_set: Sequence | None, eod: int | 
 def due(iteration: int, interval: int) -> bool:
     """Whether something that happens every `interval` iterations (0: never) happens after this one."""
     return interval > 0 and iteration % interval == 0
-
-
-def portions(run: Run, dataset: Sequence, eod: int | None) -> Iterator[list[Batch]]:
-    """This rank's micro-batches of each iteration, from where `run.state` stands now to the end of training."""
-    config, dp = run.config, run.ctx.dp
-    consumed = run.state.consumed_samples
-    for _ in range(run.state.iteration, config.train.iterations):
-        count = num_microbatches(config.train, dp.size, consumed)
-        yield load_batches(
-            dataset,
-            consumed_samples=consumed,
-            num_microbatches=count,
-            micro_batch_size=config.train.micro_batch_size,
-            dp_rank=dp.rank,
-            dp_size=dp.size,
-            eod=eod,
-            eod_mask_loss=config.data.eod_mask_loss,
-            device=run.ctx.device,
-        )
-        consumed += count * config.train.micro_batch_size * dp.size
 
 
 def refuse_bad_numbers(run: Run, report: StepReport) -> None:

@@ -25,7 +25,8 @@ from megatron_lite.training.evaluate import evaluate, evaluation_samples
 from megatron_lite.training.initialize import finalize_megatron, initialize_megatron
 from megatron_lite.training.logs import RunLog, writing
 from megatron_lite.training.loop import train
-from megatron_lite.training.setup import ModelProvider, Run, setup_model_and_optimizer
+from megatron_lite.training.run import Run
+from megatron_lite.training.setup import ModelProvider, setup_model_and_optimizer
 from megatron_lite.training.state import TrainState, samples_for
 
 DatasetsProvider = Callable[[Run], Splits]

@@ -1,41 +1,22 @@
 """The parts of a run, made in Megatron's order: model, gradient reduction, optimizer, then the newest checkpoint."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from megatron_lite.checkpoint import store
 from megatron_lite.config.schema import Config
-from megatron_lite.ddp.wrap import DataParallel, wrap_ddp
-from megatron_lite.errors import ConfigError
+from megatron_lite.ddp.wrap import wrap_ddp
 from megatron_lite.model.build import get_model, named_params, param_table
 from megatron_lite.optim.mixed_precision import MixedPrecisionOptimizer
 from megatron_lite.optim.scaler import build_scaler
 from megatron_lite.parallel.context import ParallelContext
 from megatron_lite.parallel.random import RngTracker
-from megatron_lite.parallel.shard import ParamTable
+from megatron_lite.training.checkpointing import load_newest
 from megatron_lite.training.initialize import DTYPES
-from megatron_lite.training.state import TrainState
+from megatron_lite.training.run import Run
 
 ModelProvider = Callable[..., list[nn.Module]]
-
-
-@dataclass
-class Run:
-    """Everything that one rank needs to train; `state` is all that changes besides tensors."""
-
-    config: Config
-    ctx: ParallelContext
-    rng: RngTracker
-    model: list[nn.Module]  # chunks of this pipeline stage
-    params: dict[str, nn.Parameter]  # this rank's, by global name
-    table: ParamTable
-    ddp: DataParallel
-    optimizer: MixedPrecisionOptimizer
-    state: TrainState = field(default_factory=TrainState)
 
 
 def setup_model_and_optimizer(

@@ -15,7 +15,7 @@ from megatron_lite.ddp.finalize import finalize_grads
 from megatron_lite.optim.lr import learning_rate
 from megatron_lite.parallel.collectives import all_reduce
 from megatron_lite.parallel.context import Group
-from megatron_lite.training.setup import Run
+from megatron_lite.training.run import Run
 
 
 @dataclass(frozen=True)

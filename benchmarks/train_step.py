@@ -1,0 +1,237 @@
+"""How long a training step takes against transformers' GPT-2 and megatron-core's GPTModel, on the CPU.
+
+All contestants train the same GPT (6 layers, hidden 384, 6 heads, vocabulary 50,304, sequence 256, micro-batch 8) with
+gradient clipping and fused AdamW. They take turns in one run, so that a noisy machine is noisy for all; a ratio is of
+the medians. In bf16 the peers run under torch.autocast with fp32 weights, as their users train; the pure bf16 rows
+hold their weights in bf16 and have no fp32 masters, which is less work and another result.
+
+    python benchmarks/train_step.py [--rounds 8] [--small]
+"""
+
+import argparse
+import contextlib
+import os
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+import torch.multiprocessing as mp
+
+SHAPE = {"layers": 6, "hidden": 384, "heads": 6, "vocab": 50304, "sequence": 256, "batch": 8}
+SMALL = {"layers": 2, "hidden": 64, "heads": 4, "vocab": 512, "sequence": 64, "batch": 4}
+THREADS = 2
+
+
+def batch(shape: dict[str, int]) -> tuple[torch.Tensor, torch.Tensor]:
+    tokens = torch.randint(shape["vocab"], (shape["batch"], shape["sequence"] + 1), generator=torch.manual_seed(1))
+    return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+
+
+def ours(shape: dict[str, int], precision: str, tensor: int = 1) -> Callable[[], float]:
+    """A step of megatron_lite: everything that `train_step` does."""
+    from megatron_lite.config.load import load_config
+    from megatron_lite.data.loader import Batch
+    from megatron_lite.training.initialize import initialize_megatron
+    from megatron_lite.training.setup import setup_model_and_optimizer
+    from megatron_lite.training.step import train_step
+
+    fields = {
+        "model.num_layers": shape["layers"],
+        "model.hidden_size": shape["hidden"],
+        "model.num_heads": shape["heads"],
+        "model.vocab_size": shape["vocab"],
+        "model.activation": "gelu_tanh",
+        "model.max_position_embeddings": shape["sequence"],
+        "model.hidden_dropout": 0.0,
+        "model.attention_dropout": 0.0,
+        "data.seq_length": shape["sequence"],
+        "train.micro_batch_size": shape["batch"],
+        "train.precision": precision,
+        "parallel.tensor": tensor,
+        "run.device": "cpu",
+        "run.dir": "/nonexistent/benchmark",
+    }
+    config = load_config(None, [f"{key}={value}" for key, value in fields.items()])
+    ctx, rng = initialize_megatron(config)
+    run = setup_model_and_optimizer(config, ctx, rng)
+    tokens, labels = batch(shape)
+    microbatches = [Batch(tokens, labels, torch.ones(tokens.shape))]
+    return lambda: train_step(run, microbatches).loss
+
+
+def peer_step(
+    model: torch.nn.Module, loss_fn: Callable[[], torch.Tensor], autocast: bool, backward_too: bool = False
+) -> Callable[[], float]:
+    """Forward, backward, clip and AdamW of a peer's model, with torch's fastest CPU kernels for each.
+
+    megatron-core's linear layers remember autocast for CUDA only, so their backward needs to be inside it here.
+    """
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, fused=True)
+
+    def step() -> float:
+        optimizer.zero_grad(set_to_none=True)
+        with torch.autocast("cpu", torch.bfloat16) if autocast else contextlib.nullcontext():
+            loss = loss_fn()
+            if backward_too:
+                loss.backward()
+        if not backward_too:
+            loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        return loss.item()
+
+    return step
+
+
+def transformers_gpt2(shape: dict[str, int], autocast: bool, dtype: torch.dtype) -> Callable[[], float]:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    config = GPT2Config(
+        vocab_size=shape["vocab"],
+        n_positions=shape["sequence"],
+        n_embd=shape["hidden"],
+        n_layer=shape["layers"],
+        n_head=shape["heads"],
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
+        use_cache=False,
+    )
+    config._attn_implementation = "sdpa"
+    model = GPT2LMHeadModel(config).to(dtype).train()
+    tokens, labels = batch(shape)
+
+    def loss() -> torch.Tensor:
+        # transformers shifts labels itself, which would train one token less of each sequence.
+        logits = model(tokens).logits
+        return torch.nn.functional.cross_entropy(logits.view(-1, logits.shape[-1]), labels.view(-1))
+
+    return peer_step(model, loss, autocast)
+
+
+def megatron_core_gpt(shape: dict[str, int], autocast: bool, dtype: torch.dtype) -> Callable[[], float]:
+    from megatron.core import parallel_state, tensor_parallel
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    class NoTracker:
+        def fork(self, name: str = "") -> contextlib.nullcontext:
+            return contextlib.nullcontext()
+
+    # Its CUDA-only calls: the random state, which without dropout is not used, and the current device.
+    tensor_parallel.get_cuda_rng_tracker = NoTracker  # type: ignore[attr-defined]
+    torch.cuda.current_device = lambda: torch.device("cpu")  # type: ignore[assignment,return-value]
+    if not parallel_state.model_parallel_is_initialized():
+        parallel_state.initialize_model_parallel()
+    config = TransformerConfig(
+        num_layers=shape["layers"],
+        hidden_size=shape["hidden"],
+        num_attention_heads=shape["heads"],
+        use_cpu_initialization=True,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        gradient_accumulation_fusion=False,
+        masked_softmax_fusion=False,
+        bf16=dtype == torch.bfloat16,
+        params_dtype=dtype,
+    )
+    model = GPTModel(
+        config,
+        get_gpt_layer_local_spec(),
+        vocab_size=shape["vocab"],
+        max_sequence_length=shape["sequence"],
+        position_embedding_type="learned_absolute",
+        share_embeddings_and_output_weights=True,
+    ).to(dtype)
+    tokens, labels = batch(shape)
+    positions = torch.arange(shape["sequence"])[None].expand_as(tokens)
+    mask = torch.ones(1, 1, shape["sequence"], shape["sequence"], dtype=torch.bool).triu(1)
+
+    def loss() -> torch.Tensor:
+        return model(tokens, positions, mask, labels=labels).mean()
+
+    return peer_step(model, loss, autocast, backward_too=autocast)
+
+
+def tensor_parallel_rank(rank: int, shape: dict[str, int], precision: str, port: int, asked, answers) -> None:
+    """One of two ranks with one thread each; takes a step whenever it is asked."""
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), LOCAL_RANK=str(rank))
+    os.environ["WORLD_SIZE"] = "2"
+    torch.set_num_threads(1)
+    step = ours(shape, precision, tensor=2)
+    while asked.get():
+        answers.put(step())
+
+
+def tensor_parallel_pair(shape: dict[str, int], precision: str, port: int) -> tuple[Callable[[], float], Callable]:
+    """A step on two tensor-parallel processes, and what ends them."""
+    ctx = mp.get_context("spawn")
+    asked, answers = [ctx.Queue() for _ in range(2)], [ctx.Queue() for _ in range(2)]
+    processes = [
+        ctx.Process(target=tensor_parallel_rank, args=(rank, shape, precision, port, asked[rank], answers[rank]))
+        for rank in range(2)
+    ]
+    for process in processes:
+        process.start()
+
+    def step() -> float:
+        for queue in asked:
+            queue.put(True)
+        return [queue.get() for queue in answers][0]
+
+    def stop() -> None:
+        for queue in asked:
+            queue.put(False)
+        for process in processes:
+            process.join()
+
+    return step, stop
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=8, help="timed steps of each contestant")
+    parser.add_argument("--small", action="store_true", help="a tiny model, to try the script itself")
+    args = parser.parse_args()
+    shape = SMALL if args.small else SHAPE
+
+    torch.set_num_threads(THREADS)
+    fp32, bf16 = torch.float32, torch.bfloat16
+    pairs = {precision: tensor_parallel_pair(shape, precision, 29610 + n) for n, precision in enumerate(("fp32", "bf16"))}
+    mine = {precision: ours(shape, precision) for precision in ("fp32", "bf16")}
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29620", RANK="0", WORLD_SIZE="1")
+    torch.distributed.init_process_group("gloo")  # for megatron-core; a megatron_lite of one rank needs none
+    contestants = {
+        "fp32: megatron_lite": mine["fp32"],
+        "fp32: megatron_lite, 2 tensor-parallel processes of 1 thread": pairs["fp32"][0],
+        "fp32: transformers GPT-2": transformers_gpt2(shape, False, fp32),
+        "fp32: megatron-core GPTModel": megatron_core_gpt(shape, False, fp32),
+        "bf16: megatron_lite": mine["bf16"],
+        "bf16: megatron_lite, 2 tensor-parallel processes of 1 thread": pairs["bf16"][0],
+        "bf16: transformers GPT-2, autocast": transformers_gpt2(shape, True, fp32),
+        "bf16: megatron-core GPTModel, autocast": megatron_core_gpt(shape, True, fp32),
+        "bf16: transformers GPT-2, pure": transformers_gpt2(shape, False, bf16),
+        "bf16: megatron-core GPTModel, pure": megatron_core_gpt(shape, False, bf16),
+    }
+    seconds: dict[str, list[float]] = {name: [] for name in contestants}
+    for round_number in range(args.rounds + 1):
+        for name, step in contestants.items():
+            start = time.perf_counter()
+            step()
+            if round_number:  # the first one allocates and warms up
+                seconds[name].append(time.perf_counter() - start)
+    for _, stop in pairs.values():
+        stop()
+
+    median = {name: statistics.median(values) for name, values in seconds.items()}
+    print(f"torch {torch.__version__}, {THREADS} threads, {args.rounds} rounds, {shape}")
+    print(f"{'contestant':64} {'median ms':>10} {'min ms':>8} {'speed of megatron_lite / this':>30}")
+    for name, value in median.items():
+        ratio = value / median[name[:4] + ": megatron_lite"]
+        print(f"{name:64} {1000 * value:10.1f} {1000 * min(seconds[name]):8.1f} {ratio:30.2f}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""`megatron-lite generate`: text from a checkpoint."""

@@ -1,0 +1,28 @@
+"""All that a training run consists of on one rank."""
+
+from dataclasses import dataclass, field
+
+from torch import nn
+
+from megatron_lite.config.schema import Config
+from megatron_lite.ddp.wrap import DataParallel
+from megatron_lite.optim.mixed_precision import MixedPrecisionOptimizer
+from megatron_lite.parallel.context import ParallelContext
+from megatron_lite.parallel.random import RngTracker
+from megatron_lite.parallel.shard import ParamTable
+from megatron_lite.training.state import TrainState
+
+
+@dataclass
+class Run:
+    """Everything that one rank needs to train; `state` is all that changes besides tensors."""
+
+    config: Config
+    ctx: ParallelContext
+    rng: RngTracker
+    model: list[nn.Module]  # chunks of this pipeline stage
+    params: dict[str, nn.Parameter]  # this rank's, by global name
+    table: ParamTable
+    ddp: DataParallel
+    optimizer: MixedPrecisionOptimizer
+    state: TrainState = field(default_factory=TrainState)

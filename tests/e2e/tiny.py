@@ -1,0 +1,128 @@
+"""Tiny models and a synthetic task, for tests that train whole runs under many layouts.
+
+Every sample is made from its number alone, its loss mask too, and the masks differ in length, so that a mean of
+means would show.
+"""
+
+from typing import Any
+
+import torch
+
+from megatron_lite.config.load import load_config
+from megatron_lite.config.schema import Config
+from megatron_lite.data.loader import Batch
+from megatron_lite.data.samplers import microbatch_indices
+from megatron_lite.model.build import get_model, named_params, param_table
+from megatron_lite.parallel.collectives import all_gather
+from megatron_lite.parallel.context import ParallelContext
+from megatron_lite.parallel.random import RngTracker
+from megatron_lite.training.initialize import finalize_megatron, initialize_megatron
+from megatron_lite.training.run import Run
+from megatron_lite.training.setup import setup_model_and_optimizer
+from megatron_lite.training.state import num_microbatches
+from megatron_lite.training.step import train_step
+
+SIZES = {
+    "num_layers": 2,
+    "hidden_size": 32,
+    "num_heads": 4,
+    "max_position_embeddings": 16,
+    "vocab_size": 250,  # padded to 256: the last columns must get no probability on any rank
+    "hidden_dropout": 0.0,
+    "attention_dropout": 0.0,
+    "init_std": 0.2,  # wide, so that a few steps move the loss
+}
+MODELS: dict[str, dict[str, Any]] = {
+    "gpt": SIZES,
+    "codegeex": {**SIZES, "activation": "quick_gelu", "top_query_layer": True, "mlp_dropout": False},
+    "llama": {
+        **SIZES,
+        "norm": "rmsnorm",
+        "activation": "swiglu",
+        "ffn_hidden_size": 64,
+        "position": "rotary",
+        "num_query_groups": 4,
+        "num_heads": 8,
+        "bias": False,
+        "tie_embeddings": False,
+    },
+}
+TRAIN = {
+    "train.iterations": 5,
+    "train.global_batch_size": 8,
+    "data.seq_length": 16,
+    "optim.lr": 1e-2,
+    "optim.schedule": "cosine",
+    "optim.warmup_iterations": 2,
+    "optim.weight_decay": 0.1,
+    "optim.clip_grad": 0.5,
+    "log.tensorboard": "false",
+}
+
+
+def tiny_config(model: str, **changes: Any) -> Config:
+    """A config of one of MODELS; changes are written `train__precision="fp64"`."""
+    fields = {f"model.{name}": value for name, value in MODELS[model].items()} | TRAIN
+    fields |= {name.replace("__", "."): value for name, value in changes.items()}
+    return load_config(None, [f"{name}={value}" for name, value in fields.items()])
+
+
+def sample(number: int, seq_length: int, vocab_size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Tokens `[s + 1]` and loss mask `[s]` of one sample: a noisy counting task, masked to a random length."""
+    generator = torch.Generator().manual_seed(1000 + number)
+    start = int(torch.randint(vocab_size, (1,), generator=generator))
+    noise = torch.randint(3, (seq_length + 1,), generator=generator)
+    tokens = (start + 5 * torch.arange(seq_length + 1) + noise) % vocab_size
+    length = int(torch.randint(1, seq_length + 1, (1,), generator=generator))
+    return tokens, (torch.arange(seq_length) < length).float()
+
+
+def portion(run: Run) -> list[Batch]:
+    """This rank's micro-batches of the next iteration."""
+    train, dp, config = run.config.train, run.ctx.dp, run.config
+    count = num_microbatches(train, dp.size, run.state.consumed_samples)
+    made = []
+    for numbers in microbatch_indices(run.state.consumed_samples, count, train.micro_batch_size, dp.rank, dp.size):
+        pairs = [sample(number, config.data.seq_length, config.model.vocab_size) for number in numbers]
+        tokens = torch.stack([tokens for tokens, _ in pairs])
+        made.append(Batch(tokens[:, :-1], tokens[:, 1:], torch.stack([mask for _, mask in pairs])))
+    return made
+
+
+def gather(run: Run, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Whole tensors from every rank's pieces, by name."""
+    whole = {}
+    for name, tensor in tensors.items():
+        meta = run.table[name]
+        pieces = all_gather(tensor.detach()[None], run.ctx.tp, dim=0) if meta.shard.is_split else tensor[None]
+        whole[name] = meta.shard.join(list(pieces)).detach().clone()
+    return whole
+
+
+def model_with_biases(config: Config, ctx: ParallelContext, rng: RngTracker, **options: Any) -> list:
+    """`get_model`, with every parameter that starts at zero or one given other values, the same for any layout."""
+    chunks = get_model(config, ctx, rng, **options)
+    table = param_table(chunks)
+    for name, parameter in named_params(chunks).items():
+        meta = table[name]
+        if meta.init != "normal":
+            generator = torch.Generator().manual_seed(sum(name.encode()))
+            whole = 0.3 * torch.randn(meta.shape, generator=generator)
+            piece = meta.shard.split(whole, ctx.tp.rank, ctx.tp.size)
+            parameter.data += piece.to(parameter.dtype)
+    return chunks
+
+
+def train_tiny(model: str, **changes: Any) -> dict[str, Any]:
+    """Trains on this layout; returns losses, gradient norms and the final whole weights."""
+    config = tiny_config(model, **changes)
+    ctx, rng = initialize_megatron(config)
+    run = setup_model_and_optimizer(config, ctx, rng, model_with_biases)
+    reports = [train_step(run, portion(run)) for _ in range(config.train.iterations)]
+    weights = gather(run, dict(run.params))
+    finalize_megatron()
+    return {
+        "loss": torch.tensor([report.loss for report in reports], dtype=torch.float64),
+        "grad_norm": torch.tensor([report.grad_norm for report in reports], dtype=torch.float64),
+        "weights": weights,
+    }

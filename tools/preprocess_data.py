@@ -1,0 +1,58 @@
+"""Megatron-LM's preprocess_data.py by its flags; `megatron-lite preprocess` says the same in fewer words."""
+
+import argparse
+import glob
+import sys
+
+from megatron_lite.data.preprocess import preprocess
+from megatron_lite.errors import ConfigError, MegatronLiteError
+
+
+def tokenizer_spec(args: argparse.Namespace) -> str:
+    """Our one-line SPEC for Megatron's tokenizer flags."""
+    specs = {
+        "GPT2BPETokenizer": f"gpt2:{args.vocab_file},{args.merge_file}",
+        "SentencePieceTokenizer": f"sentencepiece:{args.tokenizer_model}",
+        "Llama2Tokenizer": f"sentencepiece:{args.tokenizer_model}",
+        "HuggingFaceTokenizer": f"hf:{args.tokenizer_model}",
+        "NullTokenizer": "bytes",
+    }
+    if args.tokenizer_type not in specs:
+        raise ConfigError(f"--tokenizer-type {args.tokenizer_type} is unknown; use one of {', '.join(specs)}")
+    spec = specs[args.tokenizer_type]
+    if "None" in spec:
+        needed = "--vocab-file and --merge-file" if spec.startswith("gpt2") else "--tokenizer-model"
+        raise ConfigError(f"--tokenizer-type {args.tokenizer_type} needs {needed}")
+    return spec
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--input", required=True, help="a file, a folder or a pattern such as 'data/*.jsonl'")
+    parser.add_argument("--json-keys", nargs="+", default=["text"])
+    parser.add_argument("--output-prefix", required=True)
+    parser.add_argument("--tokenizer-type", required=True)
+    parser.add_argument("--vocab-file")
+    parser.add_argument("--merge-file")
+    parser.add_argument("--tokenizer-model")
+    parser.add_argument("--append-eod", action="store_true")
+    parser.add_argument("--workers", type=int, required=True)
+    args = parser.parse_args()
+    for key in args.json_keys:
+        report = preprocess(
+            sorted(glob.glob(args.input)) or [args.input],
+            args.output_prefix,
+            tokenizer_spec(args),
+            workers=args.workers,
+            json_key=key,
+            append_eod=args.append_eod,
+        )
+        print(f"{report.prefix}: {report.num_documents:,} documents, {report.num_tokens:,} tokens")
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except MegatronLiteError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(error.exit_code)

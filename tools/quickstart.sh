@@ -1,0 +1,45 @@
+#!/bin/sh
+# Trains a small CodeGeeX on the Python standard library's own source code, without any download.
+# Every step is an ordinary megatron-lite command; a step whose output is there already is left out.
+set -eu
+
+config=${1:-configs/quickstart.yaml}
+data=runs/quickstart/data
+run=runs/quickstart
+mlite="python -m megatron_lite"
+
+# Two tensor-parallel processes; on a machine with a single GPU one process is all that fits.
+ranks=2
+gpus=$(python -c 'import torch; print(torch.cuda.device_count())')
+if [ "$gpus" -eq 1 ]; then ranks=1; fi
+
+mkdir -p "$data"
+if [ ! -e "$data/tokenizer.model" ]; then
+    sources=$(python -c 'import sysconfig; print(sysconfig.get_paths()["stdlib"])')
+    echo "1/4 training a 4,096-piece BPE tokenizer on $sources"
+    $mlite train-tokenizer --input "$sources" --output-prefix "$data/tokenizer" --vocab-size 4096
+fi
+if [ ! -e "$data/stdlib_text_document.idx" ]; then
+    sources=$(python -c 'import sysconfig; print(sysconfig.get_paths()["stdlib"])')
+    echo "2/4 turning the sources into tokens"
+    $mlite preprocess --input "$sources" --output-prefix "$data/stdlib" \
+        --tokenizer "sentencepiece:$data/tokenizer.model" --workers 2 --append-eod --language-tag
+fi
+echo "3/4 training on $ranks process(es)"
+$mlite pretrain --config "$config" --nproc-per-node "$ranks" "parallel.tensor=$ranks"
+echo "4/4 writing some code"
+prompt='def read_lines(path):
+    """Return the lines of a file."""
+'
+$mlite generate --load "$run" --prompt "$prompt" --max-new-tokens 80 --temperature 0.7 --seed 1 --nproc-per-node "$ranks"
+cat <<END
+
+The run is in $run:
+  metrics.jsonl    one line for every iteration
+  tensorboard/     tensorboard --logdir $run/tensorboard
+  checkpoints/     megatron-lite inspect $run
+Next:
+  megatron-lite pretrain --config $config --nproc-per-node $ranks parallel.tensor=$ranks train.iterations=600
+  megatron-lite generate --load $run --prompt 'class Node:' --nproc-per-node $ranks
+(the commands live in .venv/bin; \`. .venv/bin/activate\` puts them on your path)
+END
