@@ -1,0 +1,65 @@
+"""Compiled elementwise chains give what the eager ones give; activations follow their formulas."""
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+from megatron_lite.model.fusion import ACTIVATIONS, bias_activation, bias_dropout_add, compiled, fusion_on
+
+
+def formula(activation, x):
+    if activation == "gelu":
+        return x * 0.5 * (1 + torch.erf(x / 2**0.5))
+    if activation == "gelu_tanh":
+        return x * 0.5 * (1 + torch.tanh((2 / torch.pi) ** 0.5 * (x + 0.044715 * x**3)))
+    if activation == "quick_gelu":
+        return x / (1 + torch.exp(-1.702 * x))
+    gate, up = x.chunk(2, dim=-1)
+    return gate / (1 + torch.exp(-gate)) * up
+
+
+def with_gradients(function, x, *args, **kwargs):
+    tensors = [t for t in (x, *args) if isinstance(t, torch.Tensor)]
+    for tensor in tensors:
+        tensor.grad = None
+    y = function(x, *args, **kwargs)
+    (y * torch.linspace(-1, 1, y.numel(), dtype=y.dtype).view_as(y)).sum().backward()
+    return [y.detach(), *(tensor.grad.clone() for tensor in tensors)]
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_activation_of_sum_with_bias_follows_its_formula(activation):
+    x, bias = torch.randn(6, 2, 16, dtype=torch.float64) * 3, torch.randn(16, dtype=torch.float64)
+    assert_close(bias_activation(x, bias, activation), formula(activation, x + bias), rtol=0, atol=1e-14)
+    assert torch.equal(bias_activation(x + bias, None, activation), bias_activation(x, bias, activation))
+
+
+def test_compiled_activation_equals_eager():
+    """1e-6: compiled code may contract a multiply and an add, and uses another tanh."""
+    x, bias = torch.randn(6, 2, 16, requires_grad=True), torch.randn(16, requires_grad=True)
+    eager = with_gradients(bias_activation, x, bias, "gelu_tanh")
+    assert_close(with_gradients(compiled(bias_activation), x, bias, "gelu_tanh"), eager, rtol=1e-6, atol=1e-6)
+
+
+def test_compiled_add_drops_the_same_units_as_eager():
+    """With random numbers of its own, fused and eager runs of one seed would be two different runs."""
+    tensors = [torch.randn(6, 2, 16, requires_grad=True), torch.randn(16, requires_grad=True)]
+    residual = torch.randn(6, 2, 16, requires_grad=True)
+    both = []
+    for function in (bias_dropout_add, compiled(bias_dropout_add)):
+        torch.manual_seed(3)
+        both.append(with_gradients(function, *tensors, residual, dropout=0.4))
+    assert_close(both[1], both[0], rtol=1e-6, atol=1e-6)
+    assert (both[0][1] == 0).any()
+
+
+def test_add_keeps_the_wider_dtype_and_takes_no_bias_twice():
+    x, bias, residual = torch.ones(2, 3, dtype=torch.bfloat16), torch.ones(3, dtype=torch.bfloat16), torch.ones(2, 3)
+    assert torch.equal(bias_dropout_add(x, bias, residual, 0.0), torch.full((2, 3), 3.0))
+    assert torch.equal(bias_dropout_add(x, None, residual, 0.0), torch.full((2, 3), 2.0))
+
+
+def test_auto_compiles_on_cuda_only():
+    cpu, cuda = torch.device("cpu"), torch.device("cuda", 0)
+    assert [fusion_on(setting, cpu) for setting in ("auto", "on", "off")] == [False, True, False]
+    assert [fusion_on(setting, cuda) for setting in ("auto", "on", "off")] == [True, True, False]

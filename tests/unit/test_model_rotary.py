@@ -1,0 +1,58 @@
+"""Rotary positions: the written-out rotation, and the property that they exist for."""
+
+import math
+
+import torch
+from torch.testing import assert_close
+
+from megatron_lite.model.rotary import RotaryTable, apply_rotary
+
+CPU = torch.device("cpu")
+
+
+def test_pairs_turn_by_position_times_frequency():
+    """Pairs are (i, i + d/2); with neighbours as pairs, Llama weights would give other numbers."""
+    s, b, n, d, base = 7, 2, 3, 8, 100.0
+    x = torch.randn(s, b, n, d, dtype=torch.float64)
+    got = apply_rotary(x, *RotaryTable(d, base)(s, device=CPU, dtype=torch.float64))
+    want = torch.empty_like(x)
+    for position in range(s):
+        for i in range(d // 2):
+            angle = position * base ** (-2 * i / d)
+            turn = complex(math.cos(angle), math.sin(angle))
+            pair = torch.complex(x[position, ..., i], x[position, ..., i + d // 2]) * turn
+            want[position, ..., i], want[position, ..., i + d // 2] = pair.real, pair.imag
+    assert_close(got, want, rtol=0, atol=1e-13)  # fp64 rounding
+
+
+def test_products_depend_on_the_distance_only():
+    d, table = 16, RotaryTable(16, 10000.0)
+    query, key = torch.randn(1, 1, 1, d, dtype=torch.float64), torch.randn(1, 1, 1, d, dtype=torch.float64)
+    tables = table(50, device=CPU, dtype=torch.float64)
+    queries, keys = (apply_rotary(x.expand(50, 1, 1, d), *tables).squeeze() for x in (query, key))
+    scores = queries @ keys.T
+    for distance in (0, 3, 11):
+        along = scores.diagonal(-distance)
+        assert_close(along, along[0].expand_as(along), rtol=0, atol=1e-12)
+    assert scores.diagonal(-3)[0] != scores.diagonal(-11)[0]
+
+
+def test_a_longer_sequence_extends_the_table_and_a_shorter_one_reads_its_start():
+    table = RotaryTable(8, 10000.0)
+    short = table(4, device=CPU, dtype=torch.float32)
+    long = table(9, device=CPU, dtype=torch.float32)
+    assert long[0].shape == (9, 1, 1, 4)
+    assert torch.equal(long[1][:4], short[1])
+    assert torch.equal(table(4, device=CPU, dtype=torch.float32)[0], short[0])
+
+
+def test_16_bit_input_is_turned_by_fp32_angles():
+    """In bf16 the cosine of position 4001 would be off by up to 2^-9."""
+    table = RotaryTable(8, 10000.0)
+    x = torch.randn(4096, 1, 1, 8, dtype=torch.bfloat16)
+    cos, sin = table(4096, device=CPU, dtype=torch.bfloat16)
+    assert cos.dtype == torch.float32
+    want = apply_rotary(x.double(), *table(4096, device=CPU, dtype=torch.float64))
+    got = apply_rotary(x, cos, sin)
+    assert got.dtype == torch.bfloat16
+    assert_close(got.double(), want, rtol=2**-8, atol=1e-5)
