@@ -5,18 +5,54 @@ training is `TrainState`. A check of one field is its type; every rule that join
 `validate.py`; values that follow from others are properties here.
 """
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import (
     BaseModel,
+    BeforeValidator,
     ConfigDict,
     Field,
     NonNegativeFloat,
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
+    model_validator,
 )
 
+from megatron_lite.config.presets import PRESETS
+
+
+def _paths(value: Any) -> Any:
+    """A single prefix is a list of one."""
+    return (value,) if isinstance(value, str) else _tuple(value)
+
+
+def _split(value: Any) -> Any:
+    """Also Megatron's spelling, the text `969,30,1`; what is not numbers is left for the type to refuse."""
+    if isinstance(value, str):
+        try:
+            return tuple(float(part) for part in value.split(","))
+        except ValueError:
+            return value
+    return _tuple(value)
+
+
+def _tuple(value: Any) -> Any:
+    """JSON and YAML have lists where a frozen section has tuples."""
+    return tuple(value) if isinstance(value, list) else value
+
+
+Paths = Annotated[tuple[str, ...], BeforeValidator(_paths), Field(description="a list of path prefixes")]
+Split = Annotated[
+    tuple[NonNegativeFloat, NonNegativeFloat, NonNegativeFloat],
+    BeforeValidator(_split),
+    Field(description="exactly three non-negative numbers, such as 969,30,1"),
+]
+RampUp = Annotated[
+    tuple[PositiveInt, PositiveInt, NonNegativeInt] | None,
+    BeforeValidator(_tuple),
+    Field(description="three integers [start, increment, samples], the first two above 0"),
+]
 Probability = Annotated[float, Field(ge=0.0, lt=1.0)]
 
 # Logits are computed for a padded vocabulary whose size does not depend on the layout.
@@ -26,7 +62,7 @@ VOCAB_PADDING = 128
 class Section(BaseModel):
     """One block of the YAML file: frozen, and strict about names and types."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, protected_namespaces=())
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=())
 
 
 class RunConfig(Section):
@@ -34,6 +70,7 @@ class RunConfig(Section):
 
     dir: str = "runs/default"  # metrics.jsonl, config.yaml, tensorboard/ and checkpoints/ go here
     seed: NonNegativeInt = 1234
+    device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: GPUs where torch sees them
 
 
 class ModelConfig(Section):
@@ -42,7 +79,7 @@ class ModelConfig(Section):
     0 means "follows from the other fields" where the comment says from which; the properties give the value.
     """
 
-    preset: str = ""  # a name from presets.py whose values the other fields override
+    preset: str = ""  # a name from presets.py; its values hold for every field that is not given
     num_layers: PositiveInt = 12  # the top-query block is not counted
     hidden_size: PositiveInt = 768
     num_heads: PositiveInt = 12
@@ -68,6 +105,15 @@ class ModelConfig(Section):
     init_std: PositiveFloat = 0.02
     attention: Literal["sdpa", "math"] = "sdpa"  # math is the plain reference, slow and large
     fusion: Literal["auto", "on", "off"] = "auto"  # torch.compile bias+activation and bias+dropout+add; auto: on CUDA
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_from_preset(cls, given: Any) -> Any:
+        if isinstance(given, dict) and given.get("preset"):
+            if given["preset"] not in PRESETS:
+                raise ValueError(f"unknown preset {given['preset']!r}; use one of {', '.join(PRESETS)}")
+            return PRESETS[given["preset"]] | given
+        return given
 
     @property
     def query_groups(self) -> int:
@@ -115,8 +161,8 @@ class ParallelConfig(Section):
 class DataConfig(Section):
     """What is read, and in how long pieces."""
 
-    paths: tuple[str, ...] = ()  # prefixes of .bin/.idx, or weight, prefix, weight, prefix ...
-    split: tuple[NonNegativeFloat, NonNegativeFloat, NonNegativeFloat] = (969.0, 30.0, 1.0)  # train, valid, test
+    paths: Paths = ()  # prefixes of .bin/.idx, or weight, prefix, weight, prefix ...
+    split: Split = (969.0, 30.0, 1.0)  # train, valid, test
     tokenizer: str = ""  # bytes | sentencepiece:FILE | gpt2:VOCAB,MERGES | hf:FILE | codegeex:FOLDER
     seq_length: PositiveInt = 1024
     cache_dir: str = ""  # index files; empty: cache/ beside the data
@@ -129,7 +175,7 @@ class TrainConfig(Section):
     iterations: PositiveInt = 1000
     micro_batch_size: PositiveInt = 1
     global_batch_size: NonNegativeInt = 0  # sequences in one optimizer step; 0: micro_batch_size * data-parallel size
-    ramp_up: tuple[PositiveInt, PositiveInt, NonNegativeInt] | None = None  # start, increment, samples
+    ramp_up: RampUp = None  # start, increment, samples
     precision: Literal["fp32", "bf16", "fp16", "fp64"] = "fp32"
     eval_interval: NonNegativeInt = 1000  # iterations; 0: only at the end
     eval_iterations: NonNegativeInt = 10  # global batches in one evaluation; 0: none

@@ -1,0 +1,203 @@
+"""All rules that a config must satisfy and that join several fields.
+
+Each rule is a condition and the message for when it does not hold. Every rule is checked, all failures are
+reported in one ConfigError, and nothing is repaired.
+"""
+
+from collections.abc import Iterable
+
+from megatron_lite.config.schema import Config, ModelConfig
+from megatron_lite.errors import ConfigError
+
+Rule = tuple[bool, str]
+
+
+def validate(config: Config, world_size: int) -> None:
+    """Raises one ConfigError that lists everything that is wrong for this number of processes."""
+    raise_any(failures(config, world_size))
+
+
+def failures(config: Config, world_size: int) -> list[str]:
+    """The messages of all rules that do not hold."""
+    rules = [
+        *_layout_rules(config, world_size),
+        *_model_rules(config.model),
+        *_tensor_parallel_rules(config),
+        *_vocabulary_rules(config.model, config.parallel.tensor),
+        *_batch_rules(config, world_size),
+        *_data_rules(config),
+        *_optim_rules(config),
+    ]
+    return [message for holds, message in rules if not holds]
+
+
+def raise_any(messages: list[str]) -> None:
+    """One error for all messages; none for none."""
+    if messages:
+        raise ConfigError("\n".join(messages))
+
+
+def with_vocab_size(config: Config, tokenizer_size: int) -> Config:
+    """The config with the vocabulary of its tokenizer, where it does not give a larger one itself."""
+    given = config.model.vocab_size
+    if given and given < tokenizer_size:
+        raise ConfigError(
+            f"model.vocab_size is {given}, but data.tokenizer ({config.data.tokenizer}) has {tokenizer_size} tokens; "
+            f"use at least {tokenizer_size}, or 0 to take it from the tokenizer"
+        )
+    model = config.model.model_copy(update={"vocab_size": given or tokenizer_size})
+    raise_any([message for holds, message in _vocabulary_rules(model, config.parallel.tensor) if not holds])
+    return config.model_copy(update={"model": model})
+
+
+def divisors(number: int) -> list[int]:
+    """All divisors, smallest first."""
+    return [candidate for candidate in range(1, number + 1) if number % candidate == 0]
+
+
+def _layout_rules(config: Config, world_size: int) -> Iterable[Rule]:
+    parallel, layers = config.parallel, config.model.num_layers
+    size = parallel.model_size
+    yield (
+        world_size % size == 0,
+        f"parallel.tensor * parallel.pipeline * parallel.context is {size} "
+        f"({parallel.tensor} * {parallel.pipeline} * {parallel.context}), which does not divide the number of "
+        f"processes ({world_size}); start {size}, or a multiple of it, with --nproc-per-node",
+    )
+    later = "is not available in this version; use"
+    yield parallel.pipeline == 1, f"parallel.pipeline is {parallel.pipeline}: pipeline parallelism {later} 1"
+    yield (
+        parallel.virtual_pipeline == 1,
+        f"parallel.virtual_pipeline is {parallel.virtual_pipeline}: the interleaved pipeline {later} 1",
+    )
+    yield parallel.context == 1, f"parallel.context is {parallel.context}: context parallelism {later} 1"
+    yield not parallel.sequence, f"parallel.sequence is true: sequence parallelism {later} false"
+    yield (
+        layers % (parallel.pipeline * parallel.virtual_pipeline) == 0,
+        f"model.num_layers is {layers}, which parallel.pipeline * parallel.virtual_pipeline "
+        f"({parallel.pipeline} * {parallel.virtual_pipeline}) does not divide",
+    )
+
+
+def _model_rules(model: ModelConfig) -> Iterable[Rule]:
+    yield (
+        model.head_dim > 0 or model.hidden_size % model.num_heads == 0,
+        f"model.hidden_size is {model.hidden_size}, which model.num_heads ({model.num_heads}) does not divide; "
+        "change one of them, or give model.head_dim",
+    )
+    yield (
+        model.num_heads % model.query_groups == 0,
+        f"model.num_query_groups is {model.query_groups}, which does not divide model.num_heads ({model.num_heads}); "
+        f"use one of {divisors(model.num_heads)}",
+    )
+    yield (
+        model.position != "rotary" or model.head_size % 2 == 0,
+        f"the head size is {model.head_size}, but model.position: rotary turns pairs of numbers; use an even one",
+    )
+    yield (
+        not model.top_query_layer or model.position == "learned",
+        "model.top_query_layer has learned positions as its queries, but model.position is rotary; use learned",
+    )
+
+
+def _tensor_parallel_rules(config: Config) -> Iterable[Rule]:
+    model, tensor = config.model, config.parallel.tensor
+    yield (
+        model.num_heads % tensor == 0,
+        f"parallel.tensor is {tensor}, which does not divide model.num_heads ({model.num_heads}); "
+        f"use one of {divisors(model.num_heads)}",
+    )
+    yield (
+        model.query_groups == model.num_heads or model.query_groups % tensor == 0,
+        f"parallel.tensor is {tensor}, which does not divide model.num_query_groups ({model.query_groups}); "
+        f"use one of {divisors(model.query_groups)}",
+    )
+    yield (
+        model.ffn_size % tensor == 0,
+        f"parallel.tensor is {tensor}, which does not divide model.ffn_hidden_size ({model.ffn_size}); "
+        f"use a multiple of {tensor} for model.ffn_hidden_size",
+    )
+    yield (
+        not config.parallel.sequence or config.data.seq_length % tensor == 0,
+        f"parallel.sequence splits data.seq_length ({config.data.seq_length}) over parallel.tensor ({tensor}) ranks; "
+        f"use a multiple of {tensor}",
+    )
+
+
+def _vocabulary_rules(model: ModelConfig, tensor: int) -> Iterable[Rule]:
+    """Rules for a vocabulary whose size is known; the tokenizer may give it later."""
+    if model.vocab_size == 0:
+        return
+    padded, enough = model.padded_vocab, -(-model.padded_vocab // tensor) * tensor
+    yield (
+        padded >= model.vocab_size,
+        f"model.padded_vocab_size is {padded}, less than the vocabulary ({model.vocab_size}); "
+        f"use at least {model.vocab_size}, or 0 for the next multiple of 128",
+    )
+    yield (
+        padded % tensor == 0,
+        f"parallel.tensor is {tensor}, which does not divide the padded vocabulary ({padded}); "
+        f"set model.padded_vocab_size to a multiple of {tensor}, such as {enough}",
+    )
+
+
+def _batch_rules(config: Config, world_size: int) -> Iterable[Rule]:
+    train = config.train
+    data_parallel = max(1, config.parallel.data(world_size))  # 0 when there are too few processes, which is reported
+    portion, full = train.micro_batch_size * data_parallel, train.global_batch(data_parallel)
+    factors = f"train.micro_batch_size * data-parallel size ({train.micro_batch_size} * {data_parallel} = {portion})"
+    yield (
+        full % portion == 0,
+        f"train.global_batch_size is {full}, which is not a multiple of {factors}; "
+        f"use for example {-(-full // portion) * portion}",
+    )
+    if train.ramp_up is not None:
+        start, increment, _ = train.ramp_up
+        yield (
+            start <= full and (full - start) % increment == 0,
+            f"train.ramp_up starts at {start} and grows by {increment}, which does not reach "
+            f"train.global_batch_size ({full}) exactly",
+        )
+        yield (
+            start % portion == 0 and increment % portion == 0,
+            f"train.ramp_up has start {start} and increment {increment}; both must be multiples of {factors}",
+        )
+
+
+def _data_rules(config: Config) -> Iterable[Rule]:
+    data, model = config.data, config.model
+    yield (
+        model.position != "learned" or data.seq_length <= model.max_position_embeddings,
+        f"data.seq_length is {data.seq_length}, more than model.max_position_embeddings "
+        f"({model.max_position_embeddings}); learned positions end there",
+    )
+    yield sum(data.split) > 0, "data.split has only zeros; give at least the first part a share, such as 969,30,1"
+    yield (
+        not data.eod_mask_loss or bool(data.tokenizer),
+        "data.eod_mask_loss needs data.tokenizer, which knows the end-of-document token",
+    )
+
+
+def _optim_rules(config: Config) -> Iterable[Rule]:
+    optim, train = config.optim, config.train
+    decay = optim.decay_iterations or train.iterations
+    decay_name = "optim.decay_iterations" if optim.decay_iterations else "train.iterations"
+    yield optim.min_lr <= optim.lr, f"optim.min_lr is {optim.min_lr:g}, more than optim.lr ({optim.lr:g})"
+    yield (
+        optim.warmup_iterations <= decay,
+        f"optim.warmup_iterations is {optim.warmup_iterations}, more than {decay_name} ({decay})",
+    )
+    yield (
+        optim.schedule != "wsd" or optim.warmup_iterations + optim.wsd_decay_iterations <= decay,
+        f"optim.warmup_iterations + optim.wsd_decay_iterations is "
+        f"{optim.warmup_iterations + optim.wsd_decay_iterations}, more than {decay_name} ({decay})",
+    )
+    yield (
+        train.precision != "fp16" or optim.min_loss_scale <= optim.initial_loss_scale,
+        f"optim.min_loss_scale is {optim.min_loss_scale:g}, more than optim.initial_loss_scale "
+        f"({optim.initial_loss_scale:g})",
+    )
+    yield (
+        not config.model.fp32_residual or train.precision in ("bf16", "fp16"),
+        f"model.fp32_residual is for train.precision bf16 or fp16; with {train.precision} leave it out",
+    )

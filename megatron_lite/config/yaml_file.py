@@ -1,0 +1,57 @@
+"""YAML with places: composes a document into nodes, which know their lines, and reads their values.
+
+PyYAML follows YAML 1.1, where `3e-4` is text, `on` is a boolean and `1:30` is 90. Scalars are read here by the
+rules of YAML 1.2 (its core schema, https://yaml.org/spec/1.2.2/, section 10.3), which users expect.
+"""
+
+import re
+from typing import Any
+
+import yaml
+
+from megatron_lite.errors import ConfigError
+
+_INTEGER = re.compile(r"[-+]?[0-9][0-9_]*")
+_NUMBER = re.compile(r"[-+]?(\.[0-9]+|[0-9][0-9_]*(\.[0-9]*)?)([eE][-+]?[0-9]+)?")
+_NULL = ("", "~", "null", "Null", "NULL")
+_BOOLEAN = {"true": True, "True": True, "TRUE": True, "false": False, "False": False, "FALSE": False}
+
+
+def compose(text: str, where: str) -> yaml.Node | None:
+    """The document's root node, None for an empty one. `where` is the file's name for messages."""
+    try:
+        return yaml.compose(text, Loader=yaml.BaseLoader)  # the base loader gives no scalar a type
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        place = f"{where}:{mark.line + 1}" if mark else where
+        raise ConfigError(f"{place}: not valid YAML: {getattr(error, 'problem', None) or error}") from error
+
+
+def line_of(node: yaml.Node) -> int:
+    """The line on which a node starts, counted from 1."""
+    return node.start_mark.line + 1
+
+
+def value_of(node: yaml.Node, text: bool) -> Any:
+    """A node's value: None, bool, int, float, str, a tuple of these, or {} for what no field can hold.
+
+    `text` keeps plain scalars as they are written, for fields that want text.
+    """
+    if isinstance(node, yaml.SequenceNode):
+        return tuple(_scalar(item, text) if isinstance(item, yaml.ScalarNode) else {} for item in node.value)
+    return _scalar(node, text) if isinstance(node, yaml.ScalarNode) else {}
+
+
+def _scalar(node: yaml.ScalarNode, text: bool) -> Any:
+    written: str = node.value
+    if node.style is not None:  # quoted, or a block of text
+        return written
+    if written in _NULL:
+        return None
+    if text:
+        return written
+    if written in _BOOLEAN:
+        return _BOOLEAN[written]
+    if _INTEGER.fullmatch(written):
+        return int(written)
+    return float(written) if _NUMBER.fullmatch(written) else written
