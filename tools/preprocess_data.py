@@ -9,13 +9,11 @@ from megatron_lite.errors import ConfigError, MegatronLiteError
 
 
 def tokenizer_spec(args: argparse.Namespace) -> str:
-    """Our one-line SPEC for Megatron's tokenizer flags."""
+    """Our one-line SPEC for those of Megatron's tokenizer flags that give the same ids."""
     specs = {
         "GPT2BPETokenizer": f"gpt2:{args.vocab_file},{args.merge_file}",
-        "SentencePieceTokenizer": f"sentencepiece:{args.tokenizer_model}",
-        "Llama2Tokenizer": f"sentencepiece:{args.tokenizer_model}",
+        "GPTSentencePieceTokenizer": f"sentencepiece:{args.tokenizer_model}",
         "HuggingFaceTokenizer": f"hf:{args.tokenizer_model}",
-        "NullTokenizer": "bytes",
     }
     if args.tokenizer_type not in specs:
         raise ConfigError(f"--tokenizer-type {args.tokenizer_type} is unknown; use one of {', '.join(specs)}")

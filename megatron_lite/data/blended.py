@@ -115,28 +115,28 @@ def build_datasets(
     seq_length: int,
     num_samples: tuple[int, int, int],
     seed: int,
-    cache_dir: str | os.PathLike[str],
+    cache_dir: str | os.PathLike[str] | None,
     vocab_size: int | None,
 ) -> Splits:
     """The three datasets a run reads, each with at least its `num_samples`.
 
-    `cache_dir` keeps the index arrays; empty means `cache/` beside the first corpus. `vocab_size` bounds every token
-    id that is read; None leaves ids unchecked.
+    `cache_dir` keeps the index arrays; empty or None means `cache/` beside the first corpus. `vocab_size` bounds
+    every token id that is read; None leaves ids unchecked.
     """
     blend = parse_paths(paths)
     cache_dir = cache_dir or Path(blend.prefixes[0]).parent / "cache"
     corpora = [IndexedDataset(prefix) for prefix in blend.prefixes]
-    bounds = [split_bounds(split, len(corpus)) for corpus in corpora]
     datasets: list[Dataset | None] = []
     for which, name in enumerate(SPLIT_NAMES):
         wanted = num_samples[which]
-        if wanted == 0 or bounds[0][which] is None:
+        ranges = [split_bounds(split, len(corpus))[which] for corpus in corpora]
+        if wanted == 0 or None in ranges:
             datasets.append(None)
             continue
         members = [
             GPTDataset(
                 corpus,
-                np.arange(*bounds[d][which], dtype=np.int32),
+                np.arange(*documents, dtype=np.int32),
                 num_samples=_member_samples(blend, d, wanted),
                 seq_length=seq_length,
                 seed=seed,
@@ -144,7 +144,8 @@ def build_datasets(
                 split_name=name,
                 vocab_size=vocab_size,
             )
-            for d, corpus in enumerate(corpora)
+            for d, (corpus, documents) in enumerate(zip(corpora, ranges, strict=True))
+            if documents is not None
         ]
         if len(members) == 1 and blend.weights is None:
             datasets.append(members[0])

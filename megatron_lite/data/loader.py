@@ -13,7 +13,7 @@ import torch
 
 from megatron_lite.data.blended import Dataset
 from megatron_lite.data.samplers import microbatch_indices
-from megatron_lite.errors import DataError
+from megatron_lite.errors import ConfigError, DataError
 
 
 class Batch(NamedTuple):
@@ -32,7 +32,7 @@ def load_batches(
     *,
     dp_rank: int,
     dp_size: int,
-    eod: int,
+    eod: int | None,
     eod_mask_loss: bool,
     device: torch.device,
 ) -> list[Batch]:
@@ -42,11 +42,20 @@ def load_batches(
     document's start, which nothing can predict.
     """
     indices = microbatch_indices(consumed_samples, num_microbatches, micro_batch_size, dp_rank, dp_size)
-    masked_token = eod if eod_mask_loss else None
-    return to_device([_read(dataset, rows, masked_token, pin=device.type == "cuda") for rows in indices], device)
+    masked_token = _token_to_mask(eod, eod_mask_loss)
+    return _to_device([_read(dataset, rows, masked_token, pin=device.type == "cuda") for rows in indices], device)
 
 
-def to_device(batches: list[Batch], device: torch.device) -> list[Batch]:
+def _token_to_mask(eod: int | None, eod_mask_loss: bool) -> int | None:
+    if eod_mask_loss and eod is None:
+        raise ConfigError(
+            "data.eod_mask_loss is true, but without data.tokenizer it is not known which id ends a document; "
+            "name the tokenizer or set data.eod_mask_loss=false"
+        )
+    return eod if eod_mask_loss else None
+
+
+def _to_device(batches: list[Batch], device: torch.device) -> list[Batch]:
     if device.type == "cpu":
         return batches
     return [Batch(*(tensor.to(device, non_blocking=True) for tensor in batch)) for batch in batches]
@@ -82,14 +91,14 @@ class PrefetchingLoader:
         *,
         dp_rank: int,
         dp_size: int,
-        eod: int,
+        eod: int | None,
         eod_mask_loss: bool,
         device: torch.device,
     ) -> None:
         self.dataset = dataset
         self.micro_batch_size = micro_batch_size
         self.dp_rank, self.dp_size = dp_rank, dp_size
-        self.masked_token = eod if eod_mask_loss else None
+        self.masked_token = _token_to_mask(eod, eod_mask_loss)
         self.device = device
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="prefetch")
         self._guess: tuple[tuple[int, int], Future[list[Batch]]] | None = None
@@ -103,7 +112,7 @@ class PrefetchingLoader:
         batches = self._guess[1].result()
         global_batch = num_microbatches * self.micro_batch_size * self.dp_size
         self._start((consumed_samples + global_batch, num_microbatches))
-        return to_device(batches, self.device)
+        return _to_device(batches, self.device)
 
     def close(self) -> None:
         self._thread.shutdown(wait=True, cancel_futures=True)

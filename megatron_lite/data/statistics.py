@@ -1,7 +1,5 @@
 """How hard a dataset is before any model: the numbers a validation loss is read against."""
 
-import math
-
 import numpy as np
 
 from megatron_lite.data.blended import Dataset
@@ -36,8 +34,3 @@ def bytes_per_token(dataset: Dataset, num_samples: int, tokenizer: Tokenizer) ->
         num_tokens += len(labels)
         num_bytes += len(tokenizer.decode(labels[labels != tokenizer.eod].tolist()).encode())
     return num_bytes / num_tokens
-
-
-def bits_per_byte(nats_per_token: float, bytes_per_token: float) -> float:
-    """A loss independent of the tokenizer: bits the model spends on each byte of source text."""
-    return nats_per_token / math.log(2) / bytes_per_token

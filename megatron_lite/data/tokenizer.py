@@ -3,7 +3,7 @@
     bytes                     256 byte values and an end-of-document id
     sentencepiece:FILE        a sentencepiece model, such as `train_sentencepiece` writes
     gpt2:VOCAB,MERGES         GPT-2's byte-level BPE from its vocab.json and merges.txt
-    hf:FILE                   any tokenizer.json of Hugging Face
+    hf:FILE                   any tokenizer.json of Hugging Face, or the folder of one
     codegeex:FOLDER           GPT-2's BPE, with runs of spaces as single tokens
 
 Document text is only text: characters that spell a special token are encoded as characters.
@@ -184,6 +184,8 @@ def _codegeex(spec: str, place: str) -> Tokenizer:
 def _huggingface(spec: str, place: str) -> Tokenizer:
     from tokenizers import Tokenizer as Model
 
+    if Path(place).is_dir():
+        place = str(Path(place) / "tokenizer.json")
     _require_file(place)
     try:
         model = Model.from_file(place)

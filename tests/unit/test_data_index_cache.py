@@ -1,0 +1,119 @@
+"""Index arrays on disk: built once, never half, and again when damaged."""
+
+import errno
+import fcntl
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megatron_lite.data.index_cache import cached_arrays
+from megatron_lite.errors import DataError
+
+
+class Builder:
+    """Counts how often the arrays are built."""
+
+    def __init__(self):
+        self.calls = 0
+
+    def __call__(self):
+        self.calls += 1
+        return {"a": np.arange(1000, dtype=np.uint32), "b": np.arange(6, dtype=np.int32).reshape(3, 2)}
+
+
+def test_arrays_are_built_once_and_then_mapped(tmp_path):
+    build = Builder()
+    for _ in range(2):
+        arrays = cached_arrays(tmp_path / "new" / "folder", "x", {"seed": 1}, build)
+    assert build.calls == 1
+    assert isinstance(arrays["a"], np.memmap)
+    for name, values in build().items():
+        np.testing.assert_array_equal(arrays[name], values)
+        assert arrays[name].dtype == values.dtype
+
+
+def test_another_description_is_another_entry(tmp_path):
+    """If seed 2 got the file of seed 1, the seed would do nothing."""
+    build = Builder()
+    cached_arrays(tmp_path, "x", {"seed": 1}, build)
+    cached_arrays(tmp_path, "x", {"seed": 2}, build)
+    assert build.calls == 2
+
+
+def flip_a_byte(path: Path):
+    content = bytearray(path.read_bytes())
+    content[-5] ^= 1
+    path.write_bytes(content)
+
+
+def cut_in_half(path: Path):
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+def empty(path: Path):
+    path.write_bytes(b"")
+
+
+@pytest.mark.parametrize("suffix", ["-a.npy", "-b.npy", ".json"])
+@pytest.mark.parametrize("harm", [flip_a_byte, cut_in_half, empty, Path.unlink])
+def test_a_damaged_entry_is_built_again(tmp_path, suffix, harm):
+    """A machine that lost power may leave any of these; training on them would be silent."""
+    build = Builder()
+    cached_arrays(tmp_path, "x", {}, build)
+    (path,) = tmp_path.glob(f"*{suffix}")
+    if suffix == ".json" and harm is flip_a_byte:
+        harm = empty  # a flipped byte in a comma or a checksum; both end as "cannot be read" or "differs"
+    harm(path)
+    arrays = cached_arrays(tmp_path, "x", {}, build)
+    assert build.calls == 2
+    np.testing.assert_array_equal(arrays["a"], np.arange(1000))
+
+
+RACE = """
+import sys, time, numpy as np
+from megatron_lite.data.index_cache import cached_arrays
+def build():
+    with open(sys.argv[1] + "/builds", "a") as file:
+        file.write("x")
+    time.sleep(0.3)
+    return {"a": np.arange(100000)}
+assert cached_arrays(sys.argv[1], "x", {}, build)["a"].sum() == 4999950000
+"""
+
+
+def test_processes_that_start_at_once_build_once_and_read_the_same(tmp_path):
+    """All ranks of a machine open the data in the same second."""
+    processes = [subprocess.Popen([sys.executable, "-c", RACE, str(tmp_path)]) for _ in range(4)]
+    assert [process.wait(timeout=60) for process in processes] == [0] * 4
+    assert (tmp_path / "builds").read_text() == "x"
+    assert not list(tmp_path.glob("*.tmp"))
+
+
+def test_without_file_locks_the_entry_is_still_right(tmp_path, monkeypatch):
+    """Some network file systems refuse locks."""
+
+    def refuse(*_):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    np.testing.assert_array_equal(cached_arrays(tmp_path, "x", {}, Builder())["a"], np.arange(1000))
+
+
+def test_a_folder_that_cannot_be_written_is_named(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(DataError, match=r"file/cache: the dataset index cannot be written .*set data.cache_dir"):
+        cached_arrays(tmp_path / "file" / "cache", "x", {}, Builder())
+
+
+def test_a_full_disk_leaves_no_entry_behind(tmp_path, monkeypatch):
+    def full(source, target):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "replace", full)
+    with pytest.raises(DataError, match="No space left on device"):
+        cached_arrays(tmp_path, "x", {}, Builder())
+    assert [path.suffix for path in tmp_path.iterdir()] == [".lock"]

@@ -1,0 +1,165 @@
+"""The .bin/.idx pair: the same bytes as Megatron's, and a clear word about every damaged one."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_lite.data.indexed import IndexedDataset, IndexedDatasetBuilder, optimal_dtype
+from megatron_lite.errors import DataError
+from tests.unit.corpora import write_corpus
+
+
+def documents_of(lengths, dtype):
+    random = np.random.default_rng(0)
+    return [random.integers(0, 120, size=length).astype(dtype) for length in lengths]
+
+
+def write_theirs(folder, documents, dtype):
+    """The same documents by megatron-core; every second one in two sequences."""
+    torch = pytest.importorskip("torch")
+    theirs = pytest.importorskip("megatron.core.datasets.indexed_dataset")
+    builder = theirs.IndexedDatasetBuilder(str(folder / "theirs.bin"), dtype=dtype)
+    for number, document in enumerate(documents):
+        half = len(document) // 2 if number % 2 else len(document)
+        lengths = [half] if number % 2 == 0 else [half, len(document) - half]
+        builder.add_document(torch.from_numpy(document.astype(np.int64)), lengths)
+    builder.finalize(str(folder / "theirs.idx"))
+    return theirs.IndexedDataset(str(folder / "theirs"))
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.int8, np.int16, np.int32, np.int64, np.uint16])
+def test_files_equal_megatron_cores_byte_for_byte(tmp_path, dtype):
+    """If one byte differed, a corpus could not move between the two."""
+    documents = documents_of([5, 0, 7, 1, 300], dtype)
+    theirs = write_theirs(tmp_path, documents, dtype)
+    builder = IndexedDatasetBuilder(tmp_path / "ours.bin", dtype)
+    for number, document in enumerate(documents):
+        half = len(document) // 2 if number % 2 else len(document)
+        builder.add_document(document, [half] if number % 2 == 0 else [half, len(document) - half])
+    builder.finalize(tmp_path / "ours.idx")
+    for suffix in ("bin", "idx"):
+        assert (tmp_path / f"ours.{suffix}").read_bytes() == (tmp_path / f"theirs.{suffix}").read_bytes()
+    ours = IndexedDataset(tmp_path / "theirs")
+    assert ours.dtype == dtype and len(ours) == len(theirs)
+    for number in range(len(ours)):
+        np.testing.assert_array_equal(ours[number], theirs[number])
+
+
+@given(lengths=st.lists(st.integers(0, 9), min_size=1, max_size=20))
+def test_items_documents_and_batches_of_documents_write_the_same_files(tmp_path_factory, lengths):
+    """Three ways in, one file format: they may not drift apart."""
+    folder = tmp_path_factory.mktemp("three")
+    documents = documents_of(lengths, np.uint16)
+    items, whole, batch = (IndexedDatasetBuilder(folder / f"{name}.bin", np.uint16) for name in "abc")
+    for document in documents:
+        items.add_item(document)
+        items.end_document()
+        whole.add_document(document, [len(document)])
+    batch.add_documents(np.concatenate(documents), np.array(lengths))
+    for name, builder in zip("abc", (items, whole, batch), strict=True):
+        builder.finalize(folder / f"{name}.idx")
+    for suffix in ("bin", "idx"):
+        assert len({(folder / f"{name}.{suffix}").read_bytes() for name in "abc"}) == 1
+
+
+def test_a_merged_corpus_equals_the_two_written_at_once(tmp_path):
+    """A wrong offset would shift every document of the second corpus."""
+    write_corpus(tmp_path / "a", [3, 0, 5])
+    write_corpus(tmp_path / "b", [4, 1], first_token=8)
+    write_corpus(tmp_path / "ab", [3, 0, 5, 4, 1])
+    builder = IndexedDatasetBuilder(tmp_path / "merged.bin", np.int32)
+    for part in "ab":
+        builder.add_index(tmp_path / part)
+    builder.finalize(tmp_path / "merged.idx")
+    for suffix in ("bin", "idx"):
+        assert (tmp_path / f"merged.{suffix}").read_bytes() == (tmp_path / f"ab.{suffix}").read_bytes()
+
+
+def test_a_slice_of_a_sequence_is_read_from_its_offset(tmp_path):
+    """Samples start and end inside documents."""
+    data = IndexedDataset(write_corpus(tmp_path / "c", [4, 10]))
+    np.testing.assert_array_equal(data.get(1, 3, 4), [7, 8, 9, 10])
+    np.testing.assert_array_equal(data.get(1, 8), [12, 13])
+    assert len(data.get(1, 10)) == 0
+
+
+@pytest.mark.parametrize(("vocab_size", "dtype"), [(65499, np.uint16), (65500, np.int32), (50257, np.uint16)])
+def test_the_dtype_changes_at_megatrons_threshold(vocab_size, dtype):
+    assert optimal_dtype(vocab_size) == dtype
+
+
+def damage(path, change):
+    content = bytearray(path.read_bytes())
+    change(content)
+    path.write_bytes(content)
+
+
+def cut(at):
+    def change(content):
+        del content[at:]
+
+    return change
+
+
+def put(at, value):
+    def change(content):
+        content[at] = value
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("suffix", "change", "message"),
+    [
+        ("idx", cut(60), "c.idx: truncated: 3 sequences and 4 document ends need 102 bytes, the file has 60"),
+        ("idx", cut(20), "c.idx: truncated inside its 34-byte header"),
+        ("idx", cut(0), "not a Megatron index: it starts with b''"),
+        ("idx", put(0, 88), r"not a Megatron index: it starts with b'XMIDIDX"),
+        ("idx", put(9, 2), "index format version 2; this reads version 1"),
+        ("idx", put(17, 99), r"unknown token dtype code 99; expected one of \[1, 2"),
+        ("idx", put(94, 2), "the last document does not end at sequence 3"),
+        ("bin", cut(30), "c.bin: has 30 bytes, but its .idx describes 48; the two files do not belong together"),
+    ],
+)
+def test_a_damaged_file_is_named_with_what_is_wrong(tmp_path, suffix, change, message):
+    """Read without a check, each of these would train on garbage or die far from the cause."""
+    prefix = write_corpus(tmp_path / "c", [3, 4, 5])
+    damage(tmp_path / f"c.{suffix}", change)
+    with pytest.raises(DataError, match=message):
+        IndexedDataset(prefix)
+
+
+@pytest.mark.parametrize("suffix", ["idx", "bin"])
+def test_a_missing_file_is_named(tmp_path, suffix):
+    prefix = write_corpus(tmp_path / "c", [3, 4])
+    (tmp_path / f"c.{suffix}").unlink()
+    with pytest.raises(DataError, match=f"c.{suffix}: no such file; a corpus is named by its prefix"):
+        IndexedDataset(prefix)
+
+
+@pytest.mark.parametrize("typed", ["c.bin", "c.idx", "c"])
+def test_a_prefix_typed_nearly_right_is_completed_in_the_message(tmp_path, typed):
+    """The two usual slips: the suffix is in it, or `_text_document` is not."""
+    write_corpus(tmp_path / "c_text_document", [3, 4])
+    with pytest.raises(DataError, match="did you mean .*c_text_document"):
+        IndexedDataset(tmp_path / typed)
+
+
+def test_an_empty_corpus_is_refused(tmp_path):
+    IndexedDatasetBuilder(tmp_path / "c.bin", np.uint16).finalize(tmp_path / "c.idx")
+    with pytest.raises(DataError, match="the corpus is empty"):
+        IndexedDataset(tmp_path / "c")
+
+
+def test_corpora_of_different_dtypes_are_not_merged(tmp_path):
+    prefix = write_corpus(tmp_path / "a", [3], dtype=np.uint16)
+    builder = IndexedDatasetBuilder(tmp_path / "m.bin", np.int32)
+    with pytest.raises(DataError, match="holds uint16 tokens and cannot be appended to int32"):
+        builder.add_index(prefix)
+    builder.abandon()
+
+
+def test_a_dtype_without_a_code_is_refused(tmp_path):
+    with pytest.raises(DataError, match="tokens of dtype uint64 have no code"):
+        IndexedDatasetBuilder(tmp_path / "m.bin", np.uint64)
