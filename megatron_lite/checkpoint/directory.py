@@ -73,6 +73,20 @@ def locate(root: Path, iteration: int) -> Path:
     return old if old.exists() and not folder.exists() else folder
 
 
+def resolve(path: Path) -> Path:
+    """The checkpoint that a user means by a run's folder, its checkpoints/ folder (the newest) or an iter_ folder."""
+    if (path / LAYOUT_FILE).exists() or iteration_of(path.name) is not None:
+        return path
+    root = path / "checkpoints" if (path / "checkpoints").is_dir() else path
+    latest = read_latest(root)
+    if latest is None:
+        raise CheckpointError(
+            f"{path}: {'holds no checkpoint' if path.is_dir() else 'is no folder'}. Give a run's folder, its "
+            "checkpoints/ folder or one iter_... folder in it"
+        )
+    return locate(root, latest)
+
+
 def prepare(root: Path, iteration: int) -> Path:
     """A new empty folder to write the checkpoint into; what killed saves left behind is gone."""
     with explained("creating the folder", root):

@@ -124,6 +124,19 @@ def load(
     return on_all(lambda: _read(root, iteration, ctx, table, params, optimizer_state, config), ctx.world)
 
 
+def verify(folder: Path, layout: Layout) -> list[str]:
+    """A message for each file of the checkpoint that is not as layout.json says; empty when all is well."""
+    problems = []
+    for name, info in layout.files.items():
+        try:
+            file = TensorFile(folder / name, info)
+            for key in info.crc32:
+                file.get(key)
+        except CheckpointError as error:
+            problems.append(str(error))
+    return problems
+
+
 def _write(
     folder: Path,
     ctx: ParallelContext,

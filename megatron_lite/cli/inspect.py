@@ -1,0 +1,70 @@
+"""`megatron-lite inspect`: what is in a checkpoint, from its layout.json."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from megatron_lite.checkpoint.layout import Layout, TensorLayout
+
+
+def inspect(
+    directory: Annotated[Path, typer.Argument(help="A run's folder, its checkpoints/ folder, or one iter_... folder.")],
+    verify: Annotated[bool, typer.Option("--verify", help="Read all files and compare their checksums.")] = False,
+) -> None:
+    """Print iteration, layout, sizes and tensors of a checkpoint: the newest, where there are several."""
+    from megatron_lite.checkpoint.directory import resolve
+    from megatron_lite.checkpoint.layout import read_layout
+    from megatron_lite.checkpoint.store import verify as verify_files
+    from megatron_lite.errors import CheckpointError
+
+    folder = resolve(directory)
+    layout = read_layout(folder)
+    typer.echo("\n".join([str(folder), *summary(layout), "", *tensor_table(layout)]))
+    if verify:
+        if problems := verify_files(folder, layout):
+            raise CheckpointError("\n".join(problems))
+        typer.echo(f"\nverified: all {len(layout.files)} files have the checksums in layout.json")
+
+
+def summary(layout: "Layout") -> list[str]:
+    """Lines about the checkpoint as a whole."""
+    from math import prod
+
+    grid = layout.grid
+    stored_bytes = sum(info.bytes for info in layout.files.values())
+    parameters = sum(prod(tensor.shape) for tensor in layout.tensors.values())
+    state = ", ".join(f"{key}={value}" for key, value in layout.state.items())
+    return [
+        f"  iteration   {layout.iteration}, saved {layout.saved_at}",
+        f"  layout      tp={grid.tp} cp={grid.cp} dp={grid.dp} pp={grid.pp} ({grid.world_size} ranks)",
+        f"  parameters  {parameters:,} in {len(layout.tensors):,} tensors",
+        f"  files       {len(layout.files):,}, together {stored_bytes / 1e6:,.1f} MB",
+        f"  state       {state}",
+    ]
+
+
+def tensor_table(layout: "Layout") -> list[str]:
+    """A header and a line for each tensor, in aligned columns."""
+    rows = [("tensor", "shape", "dtype", "cut", "optimizer", "files")]
+    rows += [_row(name, tensor) for name, tensor in layout.tensors.items()]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return ["  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+
+
+def _row(name: str, tensor: "TensorLayout") -> tuple[str, ...]:
+    from megatron_lite.checkpoint.layout import WEIGHT
+
+    shard = tensor.shard
+    fused = f" in parts {list(shard.parts)}" if shard.parts else ""
+    numbers = {kind: value for kind, value in tensor.values.items() if kind != WEIGHT}
+    files = sorted({piece.file for value in tensor.values.values() for piece in value.pieces})
+    return (
+        name,
+        str(list(tensor.shape)),
+        tensor.values[WEIGHT].dtype,
+        f"dim {shard.dim}{fused}" if shard.is_split else "whole",
+        " ".join(f"{kind}:{value.dtype}" for kind, value in numbers.items()) or "none",
+        " ".join(file.removesuffix(".safetensors") for file in files),
+    )

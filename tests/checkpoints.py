@@ -1,0 +1,91 @@
+"""A few small tensors, cut in every way there is, with values that tell which save they are from."""
+
+import warnings
+import zlib
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_lite.checkpoint import store
+from megatron_lite.parallel.context import ParallelContext
+from megatron_lite.parallel.grid import Grid
+from megatron_lite.parallel.shard import ParamMeta, ParamTable, Shard
+
+TABLE: ParamTable = {
+    "embedding.word_embeddings.weight": ParamMeta((8, 4), Shard(0), "normal"),
+    "decoder.layers.0.self_attention.linear_qkv.weight": ParamMeta((16, 4), Shard(0, (8, 4, 4)), "normal"),
+    "decoder.layers.0.mlp.linear_fc2.weight": ParamMeta((4, 12), Shard(1), "normal"),
+    "decoder.final_layernorm.weight": ParamMeta((4,), Shard(), "ones"),
+}
+CONFIG = {"model": {"hidden_size": 4, "num_layers": 1}, "train": {"precision": "bf16"}}
+MASTER_DTYPES = {torch.bfloat16: torch.float32, torch.float16: torch.float32}
+
+
+def one_process() -> ParallelContext:
+    return ParallelContext.create(Grid(), torch.device("cpu"), 10)
+
+
+def whole(name: str, kind: str, version: int, dtype: torch.dtype, table: ParamTable = TABLE) -> Tensor:
+    """The tensor of all ranks together, different for every name, kind and version."""
+    generator = torch.Generator().manual_seed(zlib.crc32(f"{name} {kind} {version}".encode()))
+    return torch.randn(table[name].shape, generator=generator, dtype=torch.float64).to(dtype)
+
+
+def contents(ctx: ParallelContext, version: int, dtype: torch.dtype = torch.bfloat16, table: ParamTable = TABLE):
+    """What this rank hands to `save`: version -1 is all zeros, to be loaded into."""
+
+    def cut(name: str, kind: str, dtype: torch.dtype) -> Tensor:
+        full = whole(name, kind, version, dtype, table) if version >= 0 else torch.zeros(table[name].shape, dtype=dtype)
+        return table[name].shard.split(full, ctx.tp.rank, ctx.tp.size).contiguous()
+
+    masters = MASTER_DTYPES.get(dtype)
+    kinds = ("master", "exp_avg", "exp_avg_sq") if masters else ("exp_avg", "exp_avg_sq")
+    return {
+        "params": {name: cut(name, "weight", dtype) for name in table},
+        "optimizer_state": {name: {kind: cut(name, kind, masters or dtype) for kind in kinds} for name in table},
+    }
+
+
+def save(root: Path, iteration: int, ctx: ParallelContext, *, version: int | None = None, keep: int = 2, **changes: Any):
+    """Saves `contents(ctx, version)`, by default version `iteration`."""
+    version = iteration if version is None else version
+    given = {
+        "ctx": ctx,
+        "table": TABLE,
+        **contents(ctx, version),
+        "rng": {"cpu": torch.full((5,), 10 * version + ctx.rank, dtype=torch.uint8)},
+        "state": {"iteration": iteration, "version": version, "loss_scale": 0.1},
+        "config": CONFIG,
+        "keep": keep,
+    }
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        return store.save(root, iteration, **{**given, **changes})
+
+
+def load(root: Path, iteration: int, ctx: ParallelContext, **changes: Any) -> tuple[store.Loaded, dict[str, Any]]:
+    """What `load` returns, and the tensors that it filled."""
+    into = contents(ctx, -1)
+    given = {"ctx": ctx, "table": TABLE, **into, "config": CONFIG}
+    return store.load(root, iteration, **{**given, **changes}), into
+
+
+def assert_same(got: dict[str, Any], want: dict[str, Any]) -> None:
+    """Bitwise, names and number formats included."""
+    assert got.keys() == want.keys()
+    for name, value in want.items():
+        if isinstance(value, dict):
+            assert_same(got[name], value)
+        else:
+            assert got[name].dtype == value.dtype and torch.equal(got[name], value), name
+
+
+def assert_holds(root: Path, ctx: ParallelContext, iteration: int) -> int:
+    """The checkpoint of this iteration is whole: all its tensors are of one version, which is returned."""
+    loaded, tensors = load(root, iteration, ctx)
+    version = loaded.state["version"]
+    assert_same(tensors, contents(ctx, version))
+    assert loaded.rng is not None and loaded.rng["cpu"].tolist() == [10 * version + ctx.rank] * 5
+    return version

@@ -1,0 +1,310 @@
+"""Saving and loading in one process: bits, messages, and what remains after a failure at any step."""
+
+import contextlib
+import errno
+import io
+import json
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from megatron_lite.checkpoint import store
+from megatron_lite.checkpoint.directory import iterations, read_latest
+from megatron_lite.checkpoint.layout import Layout, dump_layout, read_layout
+from megatron_lite.checkpoint.tensor_file import write_tensors
+from megatron_lite.errors import CheckpointError
+from megatron_lite.parallel.context import ParallelContext
+from megatron_lite.parallel.grid import Grid
+from tests.checkpoints import CONFIG, TABLE, assert_holds, assert_same, contents, load, one_process, save
+
+NAME = "decoder.layers.0.mlp.linear_fc2.weight"
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_what_was_saved_comes_back_bit_for_bit(tmp_path, dtype):
+    """A moment or master rounded on the way would change the run after every resume."""
+    ctx = one_process()
+    saved, into = contents(ctx, 3, dtype), contents(ctx, -1, dtype)
+    saved["params"][NAME][0, :3] = torch.tensor([float("nan"), float("inf"), -0.0])
+    save(tmp_path, 3, ctx, **saved)
+    loaded, _ = load(tmp_path, 3, ctx, **into)
+    for name, tensor in saved["params"].items():
+        assert torch.equal(into["params"][name].view(torch.uint8), tensor.view(torch.uint8))
+    assert_same(into["optimizer_state"], saved["optimizer_state"])
+    assert loaded.rng is not None and torch.equal(loaded.rng["cpu"], torch.full((5,), 30, dtype=torch.uint8))
+    assert (loaded.iteration, loaded.state["loss_scale"], loaded.config) == (3, 0.1, CONFIG)
+
+
+def test_weights_load_into_parameters_and_alone(tmp_path):
+    """Generation has no optimizer; a parameter that requires gradients is filled in place."""
+    ctx = one_process()
+    save(tmp_path, 1, ctx)
+    params = {name: torch.nn.Parameter(tensor) for name, tensor in contents(ctx, -1)["params"].items()}
+    load(tmp_path, 1, ctx, params=params, optimizer_state={})
+    assert_same({name: p.detach() for name, p in params.items()}, contents(ctx, 1)["params"])
+
+
+def test_weights_are_a_plain_safetensors_file_by_name(tmp_path):
+    """Anyone can open them without this package."""
+    folder = save(tmp_path, 1, one_process())
+    assert_same(load_file(folder / "mp_rank_00" / "model.safetensors"), contents(one_process(), 1)["params"])
+    files = sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file())
+    assert files == [
+        "iter_0000001/layout.json",
+        "iter_0000001/mp_rank_00/model.safetensors",
+        "iter_0000001/mp_rank_00/optimizer_dp_000.safetensors",
+        "iter_0000001/mp_rank_00/rng_dp_000.safetensors",
+        "latest_checkpointed_iteration.txt",
+    ]
+    assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == "1"
+
+
+def test_a_state_that_json_cannot_hold_is_refused_before_the_tracker_moves(tmp_path):
+    """Otherwise the newest checkpoint would be one that cannot be read."""
+    save(tmp_path, 1, one_process())
+    with pytest.raises(TypeError, match="not JSON serializable"):
+        save(tmp_path, 2, one_process(), state={"x": object()})
+    assert read_latest(tmp_path) == 1
+
+
+def test_saving_an_iteration_again_replaces_it(tmp_path):
+    """A run taken back to an older checkpoint comes to the same iteration with other numbers."""
+    ctx = one_process()
+    for iteration, version in ((1, 1), (2, 2), (2, 7)):
+        save(tmp_path, iteration, ctx, version=version)
+    assert assert_holds(tmp_path, ctx, 2) == 7
+    assert assert_holds(tmp_path, ctx, 1) == 1
+    assert sorted(path.name for path in tmp_path.iterdir() if path.is_dir()) == ["iter_0000001", "iter_0000002"]
+
+
+def test_the_newest_stay_and_0_keeps_all(tmp_path):
+    """Deleting one too many loses a checkpoint, one too few fills the disk."""
+    for iteration in (1, 2, 3, 4):
+        save(tmp_path / "two", iteration, one_process(), keep=2)
+        save(tmp_path / "all", iteration, one_process(), keep=0)
+    assert iterations(tmp_path / "two") == [3, 4]
+    assert iterations(tmp_path / "all") == [1, 2, 3, 4]
+
+
+def test_later_checkpoints_of_an_abandoned_run_never_displace_the_one_just_saved(tmp_path):
+    """After going back to 1, "newest" by number would delete what was saved now."""
+    ctx = one_process()
+    for iteration in (1, 5, 6):
+        save(tmp_path, iteration, ctx, keep=0)
+    save(tmp_path, 2, ctx, keep=1)
+    assert iterations(tmp_path) == [2, 5, 6] and read_latest(tmp_path) == 2
+
+
+class Killed(BaseException):
+    """Stands for the end of the process: no handler for ordinary errors runs."""
+
+
+class Faults:
+    """Counts the system calls of a save that change the disk, and lets one of them fail, before or after its effect."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, fail_at: int, error: BaseException, after: bool):
+        self.calls, self.fail_at, self.error, self.after = 0, fail_at, error, after
+        for module, name in [
+            (os, "fsync"),
+            (os, "rename"),
+            (os, "replace"),
+            (os, "mkdir"),
+            (shutil, "rmtree"),
+            (io, "open"),
+        ]:
+            patch.setattr(module, name, self._counted(getattr(module, name)))
+
+    def _counted(self, call):
+        def counted(*args, **kwargs):
+            if call is io.open and "w" not in (args[1] if len(args) > 1 else kwargs.get("mode", "r")):
+                return call(*args, **kwargs)
+            self.calls += 1
+            if self.calls - 1 != self.fail_at:
+                return call(*args, **kwargs)
+            if self.after:
+                with contextlib.suppress(OSError):  # a folder that exists, which the caller allows
+                    call(*args, **kwargs)
+            raise self.error
+
+        return counted
+
+
+def steps_of_a_save(tmp_path: Path, iteration: int) -> int:
+    """How many calls a save makes that `Faults` counts."""
+    save(tmp_path / "count", 1, one_process())
+    with pytest.MonkeyPatch.context() as patch:
+        faults = Faults(patch, -1, Killed(), after=False)
+        save(tmp_path / "count", iteration, one_process(), keep=1)
+    assert faults.calls > 15
+    return faults.calls
+
+
+@pytest.mark.parametrize("iteration", [1, 2], ids=["same iteration", "next iteration"])
+@pytest.mark.parametrize("reason", [errno.ENOSPC, errno.EACCES, errno.EIO])
+def test_an_error_at_any_step_of_a_save_is_told_and_loses_nothing(tmp_path, iteration, reason):
+    """Whatever fails, what was there or what was being saved can be loaded, and the next save works."""
+    ctx, raised = one_process(), 0
+    for step in range(steps_of_a_save(tmp_path, iteration)):
+        root = tmp_path / f"{step}"
+        save(root, 1, ctx)
+        try:
+            with pytest.MonkeyPatch.context() as patch:
+                Faults(patch, step, OSError(reason, os.strerror(reason)), after=False)
+                save(root, iteration, ctx, version=2, keep=1)
+        except CheckpointError as error:
+            raised += 1
+            assert str(root) in str(error) and os.strerror(reason) in str(error)
+            assert "checkpoints saved before are untouched" in str(error)
+        latest = read_latest(root)
+        assert latest is not None and assert_holds(root, ctx, latest) in (1, 2)
+        save(root, 3, ctx, keep=1)
+        assert assert_holds(root, ctx, 3) == 3
+        assert sorted(path.name for path in root.iterdir() if path.is_dir()) == ["iter_0000003"]
+    assert raised > 10
+
+
+@pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
+@pytest.mark.parametrize("iteration", [1, 2], ids=["same iteration", "next iteration"])
+def test_a_process_that_ends_at_any_step_of_a_save_leaves_a_whole_checkpoint(tmp_path, iteration, after):
+    """Every instant between two changes of the disk, one by one; signals at random instants are in tests/dist."""
+    ctx = one_process()
+    for step in range(steps_of_a_save(tmp_path, iteration)):
+        root = tmp_path / f"{step}"
+        save(root, 1, ctx)
+        with pytest.MonkeyPatch.context() as patch, pytest.raises(Killed):
+            Faults(patch, step, Killed(), after)
+            save(root, iteration, ctx, version=2, keep=1)
+        latest = read_latest(root)
+        assert latest is not None and assert_holds(root, ctx, latest) in (1, 2)
+        for path in root.iterdir():  # every folder with the name of a checkpoint is one
+            if path.is_dir() and not path.name.startswith("."):
+                assert_holds(root, ctx, int(path.name[5:]))
+        save(root, 3, ctx, keep=1)
+        assert [path.name for path in root.iterdir() if path.is_dir()] == ["iter_0000003"]
+
+
+def test_a_process_that_ends_in_its_first_save_leaves_nothing_or_a_whole_checkpoint(tmp_path):
+    """Without a tracker, half a checkpoint must not be taken for one."""
+    ctx = one_process()
+    for step in range(steps_of_a_save(tmp_path, 2)):
+        root = tmp_path / f"{step}"
+        with pytest.MonkeyPatch.context() as patch:
+            Faults(patch, step, Killed(), after=True)
+            with contextlib.suppress(Killed):
+                save(root, 1, ctx)
+        if read_latest(root) is not None:
+            assert_holds(root, ctx, 1)
+
+
+def test_a_full_disk_is_told_and_its_space_given_back(tmp_path):
+    """Half a checkpoint that stays would keep the disk full for good."""
+    ctx, root = one_process(), tmp_path / "small"
+    root.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", root], capture_output=True)
+    if mounted.returncode:
+        pytest.skip("mounting a small file system needs root")
+    try:
+        save(root, 1, ctx)
+        used = shutil.disk_usage(root).used
+        with pytest.raises(CheckpointError) as caught:
+            save(root, 2, ctx, rng={"large": torch.zeros(1 << 20, dtype=torch.uint8)})
+        assert "rng_dp_000.safetensors: writing failed: No space left on device. Free some space" in str(caught.value)
+        assert shutil.disk_usage(root).used == used
+        assert read_latest(root) == 1 and assert_holds(root, ctx, 1) == 1
+    finally:
+        subprocess.run(["umount", root], check=True)
+
+
+def test_a_checkpoint_of_a_killed_replacement_counts_until_it_is_replaced(tmp_path):
+    """Between its stepping aside and the new one's appearance, the old folder has another name."""
+    ctx = one_process()
+    save(tmp_path, 1, ctx)
+    os.rename(tmp_path / "iter_0000001", tmp_path / ".old-iter_0000001")
+    assert read_latest(tmp_path) == 1 and assert_holds(tmp_path, ctx, 1) == 1
+
+
+def test_verify_names_every_damaged_file(tmp_path):
+    """One message for each, so that one look shows the whole damage."""
+    folder = save(tmp_path, 1, one_process())
+    layout = read_layout(folder)
+    assert store.verify(folder, layout) == []
+    (folder / "mp_rank_00" / "rng_dp_000.safetensors").unlink()
+    path = folder / "mp_rank_00" / "model.safetensors"
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    missing, damaged = sorted(store.verify(folder, layout), reverse=True)
+    assert "rng_dp_000.safetensors: is listed in layout.json but missing" in missing
+    assert "model.safetensors: tensor decoder.final_layernorm.weight has checksum" in damaged
+
+
+@pytest.mark.parametrize("file", ["model", "optimizer_dp_000", "rng_dp_000"])
+def test_loading_a_damaged_file_names_it_and_what_to_do(tmp_path, file):
+    """Training on with a flipped bit would go unnoticed."""
+    folder = save(tmp_path, 1, one_process())
+    path = folder / "mp_rank_00" / f"{file}.safetensors"
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 16
+    path.write_bytes(data)
+    with pytest.raises(CheckpointError, match=rf"{file}.safetensors: tensor .* the file is damaged. Restore it from"):
+        load(tmp_path, 1, one_process())
+
+
+def test_an_iteration_that_is_not_there_lists_those_that_are(tmp_path):
+    save(tmp_path, 4, one_process())
+    with pytest.raises(CheckpointError, match="iter_0000005: does not exist on this rank; iterations here: 4"):
+        load(tmp_path, 5, one_process())
+
+
+def test_another_layout_is_refused_with_both(tmp_path):
+    """A tensor-parallel rank that loaded another's cut would train nonsense."""
+    save(tmp_path, 1, one_process())
+    ctx = ParallelContext.at(Grid(tp=2, pp=2), 0)
+    view = ParallelContext(**{**vars(ctx), "world": one_process().world})
+    with pytest.raises(CheckpointError) as caught:
+        load(tmp_path, 1, view)
+    assert "was written at tp=1, pp=1, cp=1, this run asks for tp=2, pp=2, cp=1" in str(caught.value)
+    assert "Set parallel.tensor and parallel.pipeline as it was" in str(caught.value)
+
+
+def test_pipeline_stages_get_folders_of_their_own(tmp_path):
+    """Two stages that wrote into one folder would overwrite each other."""
+    ctx = ParallelContext.at(Grid(tp=2, pp=2), 3)
+    alone = ParallelContext(**{**vars(ctx), "world": one_process().world})
+    folder = save(tmp_path, 1, alone)
+    assert sorted(path.name for path in (folder / "mp_rank_01_001").iterdir()) == [
+        "model.safetensors",
+        "optimizer_dp_000.safetensors",
+        "rng_dp_000.safetensors",
+    ]
+    piece = read_layout(folder).tensors[NAME].values["exp_avg"].pieces[0]
+    assert (piece.tp, piece.pp, piece.start, piece.end) == (1, 1, 0, 24)
+
+
+def test_a_checkpoint_spread_over_several_pieces_is_joined(tmp_path):
+    """What a sharded optimizer writes: runs of one cut, in several files."""
+    ctx = one_process()
+    folder = save(tmp_path, 1, ctx)
+    layout = json.loads(dump_layout(read_layout(folder)))
+    numbers = layout["tensors"][NAME]["values"]["exp_avg"]["pieces"]
+    first, second = dict(numbers[0]), dict(numbers[0])
+    for piece, key, start, end in ((first, "a", 0, 20), (second, "b", 20, 48)):
+        piece.update(file="mp_rank_00/optimizer_dp_001.safetensors", key=key, start=start, end=end)
+    flat = contents(ctx, 1)["optimizer_state"][NAME]["exp_avg"].view(-1)
+    info = write_tensors(folder / first["file"], {"b": flat[20:], "a": flat[:20]})
+    layout["tensors"][NAME]["values"]["exp_avg"]["pieces"] = [second, first]
+    layout["files"][first["file"]] = info.model_dump()
+    layout.pop("crc32")
+    (folder / "layout.json").write_text(dump_layout(Layout.model_validate(layout)))
+    assert assert_holds(tmp_path, ctx, 1) == 1
+
+
+def test_every_parameter_must_be_described(tmp_path):
+    """A name that the table lacks cannot be cut again later."""
+    with pytest.raises(KeyError):
+        save(tmp_path, 1, one_process(), table={name: TABLE[name] for name in list(TABLE)[1:]})
