@@ -8,6 +8,9 @@ bits, so the sum would depend on the number of ranks. That costs twice the bytes
 DDP lays its buckets out anew after the first step, in the order in which gradients came. With more than two
 ranks the order of a floating-point sum may then change with the bucket that a gradient is in: from the second
 step on the last bits can differ from a run resumed there. LocalDDP's buckets never move.
+
+Every parameter must be used in every micro-batch: DDP's search for unused ones costs a walk of the graph each time,
+and no model here has any.
 """
 
 from collections.abc import Sequence
@@ -15,6 +18,7 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import GradBucket  # pyright: ignore[reportPrivateImportUsage]
 from torch.nn.parallel import DistributedDataParallel
 
 from megatron_lite.errors import TrainingError
@@ -72,10 +76,11 @@ class TorchDDP:
         """DDP has waited at the end of backward; here the result is checked to be whole."""
         absent = [name for name in self._params if name not in self.main_grads]
         if absent:
+            unused = [name for name in absent if self._params[name].grad is None]
             raise TrainingError(
-                f"parallel.ddp=torch: {len(absent)} of {len(self._params)} parameters got no summed gradient in this "
-                f"step, first {absent[0]}; each must be used in the last micro-batch. parallel.ddp=local allows unused "
-                "parameters"
+                f"parallel.ddp=torch: the gradients of {len(absent)} of {len(self._params)} parameters were not summed "
+                f"over data-parallel ranks, because {(unused or absent)[0]} was not used in the last micro-batch; "
+                "use every parameter in every micro-batch, or parallel.ddp=local, which allows unused ones"
             )
 
     def _keep_low_precision_grads(self) -> None:
@@ -88,7 +93,7 @@ class TorchDDP:
                     self._earlier[name] = parameter.grad.to(self._grad_dtype)
                 parameter.grad = None
 
-    def _sum_bucket(self, state: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    def _sum_bucket(self, state: object, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         """Called by DDP when a bucket is complete; starts its sum over dp. `main_grads` become views of the result."""
         total = bucket.buffer().to(self._grad_dtype)  # the same memory unless it is low precision
         start = 0

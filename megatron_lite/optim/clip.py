@@ -38,7 +38,8 @@ def global_grad_norm(grads: dict[str, Tensor], table: ParamTable, ctx: ParallelC
     pieces = _pieces([grads[name] for name in counted])
     num_counted = len(pieces)
     pieces += _pieces([grads[name] for name in others])
-    squares = torch.stack(torch._foreach_norm(pieces)).double().square()
+    norms = torch._foreach_norm(pieces)  # pyright: ignore[reportPrivateImportUsage]
+    squares = torch.stack(norms).double().square()
     sums = torch.stack([squares[:num_counted].sum(), squares.sum()])
     sums = all_reduce(sums, ctx.mp)
     # A copy that is not counted may hold the only inf. dp ranks hold the same sums, unless one of them is broken.

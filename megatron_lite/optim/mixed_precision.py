@@ -96,7 +96,7 @@ class MixedPrecisionOptimizer:
     @torch.no_grad()
     def _apply(self, grads: dict[str, Tensor], lr: float, factor: float) -> None:
         if factor != 1.0:
-            torch._foreach_mul_(list(grads.values()), factor)
+            torch._foreach_mul_(list(grads.values()), factor)  # pyright: ignore[reportPrivateImportUsage]
         for name, master in self._masters.items():
             master.grad = grads[name]
         for group in self._adam.param_groups:
@@ -108,8 +108,9 @@ class MixedPrecisionOptimizer:
 
     def _copy_masters_to_params(self) -> None:
         if self._low:
-            with torch.no_grad():
-                torch._foreach_copy_([self._params[n] for n in self._low], [self._masters[n] for n in self._low])
+            params = [self._params[name].detach() for name in self._low]
+            masters = [self._masters[name] for name in self._low]
+            torch._foreach_copy_(params, masters)  # pyright: ignore[reportPrivateImportUsage]
 
     def sync_masters_from_params(self) -> None:
         """For after the parameters were written from outside; what the masters knew beyond them is lost."""

@@ -1,0 +1,182 @@
+"""ddp/local.py in one process: what hooks add up, and when buckets start."""
+
+import pytest
+import torch
+from torch import nn
+
+from megatron_lite.ddp import local
+from megatron_lite.ddp.local import LocalDDP
+from megatron_lite.errors import TrainingError
+from megatron_lite.parallel.context import solo
+
+EVERY_PARAMETER_ALONE = 1e-9  # MiB
+
+
+class Tied(nn.Module):
+    """Uses its embedding twice, as a language model with a tied head does."""
+
+    def __init__(self, dtype: torch.dtype):
+        super().__init__()
+        generator = torch.Generator().manual_seed(5)
+        self.embedding = nn.Parameter(torch.randn(7, 4, generator=generator).to(dtype))
+        self.weight = nn.Parameter(torch.randn(4, 4, generator=generator).to(dtype))
+        self.bias = nn.Parameter(torch.randn(4, generator=generator).to(dtype))
+        self.unused = nn.Parameter(torch.randn(3, generator=generator).to(dtype))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        hidden = torch.tanh(self.embedding[tokens] @ self.weight + self.bias)
+        return (hidden @ self.embedding.t()).logsumexp(-1).sum()
+
+
+MICROBATCHES = [torch.tensor([0, 1, 1]), torch.tensor([3, 6, 2]), torch.tensor([5, 0, 3])]
+
+
+def wrap(model: nn.Module, grad_dtype: torch.dtype = torch.float32, bucket_mb: float = EVERY_PARAMETER_ALONE):
+    return LocalDDP([model], dict(model.named_parameters()), solo(), bucket_mb=bucket_mb, grad_dtype=grad_dtype)
+
+
+def run_step(ddp: LocalDDP, microbatches: list[torch.Tensor]) -> None:
+    ddp.zero_grad()
+    for number, tokens in enumerate(microbatches):
+        ddp.begin_microbatch(is_last=number == len(microbatches) - 1)
+        ddp.module(0)(tokens).backward()
+    ddp.finish_grad_sync()
+
+
+@pytest.mark.parametrize("bucket_mb", [EVERY_PARAMETER_ALONE, 25.0])
+def test_accumulated_main_grads_equal_autograd(bucket_mb):
+    """Bitwise: the same additions in the same order. Twice, so that what zero_grad leaves behind would show."""
+    model, plain = Tied(torch.float64), Tied(torch.float64)
+    ddp = wrap(model, torch.float64, bucket_mb)
+    for _ in range(2):
+        run_step(ddp, MICROBATCHES)
+        plain.zero_grad()
+        for tokens in MICROBATCHES:
+            plain(tokens).backward()
+        for name, parameter in plain.named_parameters():
+            expected = torch.zeros_like(parameter) if name == "unused" else parameter.grad
+            assert torch.equal(ddp.main_grads[name], expected), name
+
+
+def test_gradients_are_freed_and_main_grad_is_a_view_of_the_buffer():
+    model = Tied(torch.bfloat16)
+    ddp = wrap(model)
+    run_step(ddp, MICROBATCHES)
+    assert all(parameter.grad is None for parameter in model.parameters())
+    ddp.buffers[0].flat.fill_(3.0)
+    for name, parameter in model.named_parameters():
+        assert parameter.main_grad is ddp.main_grads[name]  # type: ignore[attr-defined]
+        assert parameter.main_grad.dtype == torch.float32 and (parameter.main_grad == 3.0).all()  # type: ignore
+
+
+def test_a_parameter_that_stops_being_used_has_a_zero_gradient():
+    """Nothing is filled with zeros at the start of a step, so the step before could shine through."""
+    model = nn.ParameterDict({"a": torch.tensor([2.0]), "b": torch.tensor([3.0])})
+    ddp = wrap(model)
+    ddp.zero_grad()
+    ddp.begin_microbatch(is_last=True)
+    (model["a"] * model["b"]).backward()
+    ddp.finish_grad_sync()
+    assert [ddp.main_grads[name].item() for name in "ab"] == [3.0, 2.0]
+    ddp.zero_grad()
+    ddp.begin_microbatch(is_last=True)
+    model["a"].square().backward()
+    ddp.finish_grad_sync()
+    assert [ddp.main_grads[name].item() for name in "ab"] == [4.0, 0.0]
+
+
+def test_bf16_gradients_add_up_in_fp32():
+    """In bf16, 256 + 1 is 256: hundreds of micro-batches would add nothing."""
+    weight = nn.ParameterDict({"w": torch.ones(2, dtype=torch.bfloat16)})
+    ddp = wrap(weight)
+    ddp.zero_grad()
+    for number, size in enumerate([256.0, 1.0, 1.0, 1.0]):
+        ddp.begin_microbatch(is_last=number == 3)
+        (weight["w"] * torch.tensor(size, dtype=torch.bfloat16)).sum().backward()
+    ddp.finish_grad_sync()
+    assert ddp.main_grads["w"].tolist() == [259.0, 259.0]
+
+
+@pytest.fixture
+def events(monkeypatch):
+    """What happened: the size of each bucket when its reduction starts, and what a test adds."""
+    log: list[object] = []
+
+    def record(flat, group):
+        log.append(flat.numel())
+        return flat, lambda: log.append("waited")
+
+    monkeypatch.setattr(local, "all_reduce_async", record)
+    return log
+
+
+def chain(events: list[object]) -> tuple[nn.Module, LocalDDP]:
+    """Layers of 1, 2 and 3 numbers, the last of them first in backward; each says when its backward runs."""
+
+    class Chain(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weights = nn.ParameterList([torch.ones(size) for size in (1, 2, 3)])
+
+        def forward(self):
+            x = torch.ones(1, requires_grad=True)
+            for layer, weight in enumerate(self.weights):
+                x = (x * weight).sum().reshape(1)
+                x.register_hook(lambda _, layer=layer: events.append(f"backward of {layer}"))
+            return x
+
+    model = Chain()
+    return model, wrap(model)
+
+
+def test_a_bucket_starts_while_earlier_layers_still_run_backward(events):
+    """If buckets waited for the end of backward, communication would hide behind nothing."""
+    model, ddp = chain(events)
+    ddp.begin_microbatch(is_last=True)
+    model().backward()
+    assert events == ["backward of 2", 3, "backward of 1", 2, "backward of 0", 1]
+    ddp.finish_grad_sync()
+    assert events[6:] == ["waited"] * 3
+
+
+def test_only_the_last_microbatch_communicates_and_finishing_twice_reduces_once(events):
+    """A second reduction would multiply the gradient by dp."""
+    model, ddp = chain(events)
+    ddp.begin_microbatch(is_last=False)
+    model().backward()
+    assert [event for event in events if isinstance(event, int)] == []
+    ddp.begin_microbatch(is_last=True)
+    model().backward()
+    ddp.finish_grad_sync()
+    ddp.finish_grad_sync()
+    assert [event for event in events if isinstance(event, int)] == [3, 2, 1]
+
+
+def test_buckets_start_in_their_own_order_when_gradients_do_not(events):
+    """Ranks whose gradients arrive in different order would otherwise pair different buckets."""
+    model = nn.ParameterDict({"first": torch.ones(1), "second": torch.ones(2)})
+    ddp = wrap(model)
+    ddp.begin_microbatch(is_last=True)
+    model["first"].sum().backward()  # "second" lies before it in the buffer
+    assert events == []
+    model["second"].sum().backward()
+    assert events == [2, 1]
+
+
+def test_a_second_backward_in_the_last_microbatch_is_refused():
+    model = Tied(torch.float32)
+    ddp = wrap(model)
+    ddp.begin_microbatch(is_last=True)
+    model(MICROBATCHES[0]).backward()
+    with pytest.raises(TrainingError, match=r"second gradient in the last micro-batch.*call begin_microbatch before"):
+        model(MICROBATCHES[1]).backward()
+
+
+def test_chunks_have_buffers_of_their_own_and_the_last_chunk_starts_first(events):
+    first, second = nn.Linear(2, 1), nn.Linear(3, 1)
+    params = {f"first.{n}": p for n, p in first.named_parameters()}
+    params |= {f"second.{n}": p for n, p in second.named_parameters()}
+    ddp = LocalDDP([first, second], params, solo(), bucket_mb=25.0, grad_dtype=torch.float32)
+    assert [buffer.flat.numel() for buffer in ddp.buffers] == [3, 4]
+    ddp.finish_grad_sync()
+    assert events[:2] == [4, 3]

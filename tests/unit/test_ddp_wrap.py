@@ -1,0 +1,31 @@
+"""ddp/wrap.py: which engine, and over which parameters."""
+
+import pytest
+import torch
+from torch import nn
+
+from megatron_lite.ddp.local import LocalDDP
+from megatron_lite.ddp.wrap import wrap_ddp
+from megatron_lite.errors import TrainingError
+from megatron_lite.parallel.context import ParallelContext
+from megatron_lite.parallel.grid import Grid
+from tests.toy import TABLE, ToyModel
+
+CTX = ParallelContext.create(Grid(), torch.device("cpu"), timeout_seconds=10)
+
+
+@pytest.mark.parametrize("kind", ["local", "torch"])
+def test_one_data_parallel_rank_needs_no_process_group(kind):
+    model = ToyModel(CTX, torch.float32)
+    ddp = wrap_ddp([model], model.named(), TABLE, CTX, kind=kind, bucket_mb=1.0, grad_dtype=torch.float32)
+    assert isinstance(ddp, LocalDDP)
+    assert ddp.main_grads.keys() == TABLE.keys()
+
+
+def test_a_parameter_outside_the_table_is_refused():
+    """A user's own model with an undeclared parameter would train all but that one."""
+    model = ToyModel(CTX, torch.float32)
+    params = model.named()
+    model.extra = nn.Linear(2, 3)
+    with pytest.raises(TrainingError, match=r"parameter extra\.weight of model chunk 0, shape \(3, 2\), is not in the"):
+        wrap_ddp([model], params, TABLE, CTX, kind="local", bucket_mb=1.0, grad_dtype=torch.float32)
