@@ -142,7 +142,7 @@ def test_a_missing_file_is_named(tmp_path, suffix):
 def test_a_prefix_typed_nearly_right_is_completed_in_the_message(tmp_path, typed):
     """The two usual slips: the suffix is in it, or `_text_document` is not."""
     write_corpus(tmp_path / "c_text_document", [3, 4])
-    with pytest.raises(DataError, match="did you mean .*c_text_document"):
+    with pytest.raises(DataError, match=r"did you mean .*c_text_document"):
         IndexedDataset(tmp_path / typed)
 
 

@@ -1,0 +1,171 @@
+"""From `data.paths` and `data.split` to three datasets, and whether a longer run keeps their order."""
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from megatron_lite.data.blended import build_datasets, check_order_is_kept, parse_paths, split_bounds
+from megatron_lite.errors import ConfigError, DataError
+from tests.unit import megatron_core
+from tests.unit.corpora import write_corpus
+
+
+@pytest.fixture
+def corpora(tmp_path):
+    """Three corpora of different sizes whose tokens do not overlap."""
+    random = np.random.default_rng(3)
+    return [
+        write_corpus(tmp_path / name, random.integers(0, 80, size=size).tolist(), first_token=first)
+        for name, size, first in (("a", 40, 0), ("b", 70, 10_000), ("c", 25, 20_000))
+    ]
+
+
+def build(tmp_path, paths, split=(8, 1, 1), num_samples=(150, 10, 4), **overrides):
+    options = {"seq_length": 16, "seed": 7, "cache_dir": tmp_path / "cache", "vocab_size": None, **overrides}
+    return build_datasets(paths, split, num_samples=num_samples, **options)
+
+
+@pytest.mark.parametrize("num_samples", [(20, 4, 2), (150, 30, 10), (700, 50, 60)])
+@pytest.mark.parametrize("form", ["one", "weighted", "one weighted", "unweighted"])
+def test_splits_and_blends_equal_megatron_cores(tmp_path, corpora, form, num_samples):
+    """Below an epoch and several epochs; its blend may be a few samples longer, ours has those that are asked for."""
+    a, b, c = corpora
+    paths = {"one": [a], "weighted": ["3", a, "6.5", b, "0.5", c], "one weighted": ["1", b], "unweighted": [a, b, c]}
+    if form == "unweighted":
+        num_samples = (100, 7, 3)
+    ours = build(tmp_path, paths[form], num_samples=num_samples)
+    theirs = megatron_core.build_splits(paths[form], (8, 1, 1), num_samples, seq_length=16, seed=7)
+    for wanted, our_split, their_split in zip(num_samples, ours, theirs, strict=True):
+        assert wanted <= len(our_split) <= len(their_split)
+        for k in range(len(our_split)):
+            np.testing.assert_array_equal(our_split[k], megatron_core.sample_of(their_split, k))
+
+
+def test_unweighted_corpora_are_used_up_exactly(tmp_path, corpora):
+    """Every target of every corpus once, none twice."""
+    sizes = [len(build(tmp_path, [prefix], (1, 0, 0), (1, 0, 0)).train) for prefix in corpora]
+    train = build(tmp_path, corpora, (1, 0, 0), (sum(sizes), 0, 0)).train
+    targets = np.concatenate([train[k][1:] for k in range(len(train))])
+    assert len(set(targets.tolist())) == len(targets) == 16 * sum(sizes)
+
+
+def test_unweighted_corpora_cannot_give_more_than_they_have(tmp_path, corpora):
+    with pytest.raises(DataError, match=r"one epoch of each corpus, \d+ samples, but 100,000 are needed; put a weight"):
+        build(tmp_path, corpora, num_samples=(100_000, 1, 1))
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    split=st.tuples(*[st.floats(0, 1000)] * 3).filter(lambda split: sum(split) > 1e-6),
+    num_documents=st.integers(0, 10**6),
+)
+def test_splits_are_disjoint_and_cover_all_documents(split, num_documents):
+    """A document in two splits would be validated on after being trained on."""
+    bounds = [pair for pair in split_bounds(split, num_documents) if pair is not None]
+    edges = [edge for pair in bounds for edge in pair]
+    assert edges[0] == 0 and edges[-1] == num_documents
+    assert edges == sorted(edges) and edges[1:-1:2] == edges[2::2]
+
+
+def test_a_split_of_zero_or_without_samples_is_none(tmp_path, corpora):
+    splits = build(tmp_path, corpora[:1], split=(9, 1, 0), num_samples=(10, 0, 5))
+    assert splits.train is not None and splits.valid is None and splits.test is None
+
+
+def test_a_split_too_small_for_the_corpus_is_refused(tmp_path):
+    """0.1 % of 40 documents rounds to none; evaluating on nothing would print nothing."""
+    prefix = write_corpus(tmp_path / "few", [50] * 40)
+    with pytest.raises(DataError, match="few: the test split has 0 of 40 documents"):
+        build(tmp_path, [prefix], split=(969, 30, 1))
+
+
+@pytest.mark.parametrize("split", [(1, 1), (1, 1, 1, 1), (-1, 1, 1), (0, 0, 0), (math.nan, 1, 1), (math.inf, 1, 1)])
+def test_a_split_that_is_not_three_shares_is_refused(split):
+    with pytest.raises(ConfigError, match="give three numbers, none negative and not all zero"):
+        split_bounds(split, 10)
+
+
+@pytest.mark.parametrize(
+    ("paths", "prefixes", "weights"),
+    [
+        (["a"], ["a"], None),
+        (["a", "b"], ["a", "b"], None),
+        (["1", "a", "3", "b"], ["a", "b"], [0.25, 0.75]),
+        (["2", "a"], ["a"], [1.0]),
+        (["1", "2", "3", "4"], ["2", "4"], [0.25, 0.75]),  # corpora that are named like numbers
+    ],
+)
+def test_paths_are_read_in_all_of_megatrons_forms(paths, prefixes, weights):
+    blend = parse_paths(paths)
+    assert blend.prefixes == prefixes
+    assert weights == (None if blend.weights is None else blend.weights.tolist())
+
+
+@pytest.mark.parametrize(
+    ("paths", "message"),
+    [
+        ([], "data.paths is empty"),
+        (["1", "a", "b"], "'1' is a weight, but weights must stand before every prefix"),
+        (["1", "a", "b", "c"], "'1' is a weight, but weights must stand before every prefix"),
+        (["a", "1", "b", "2"], "'1' is a weight, but weights must stand before every prefix"),
+        (["0", "a", "1", "b"], r"the weights \[0.0, 1.0\]; each must be a number above 0"),
+        (["nan", "a", "1", "b"], r"the weights \[nan, 1.0\]; each must be a number above 0"),
+    ],
+)
+def test_paths_that_mix_weights_and_prefixes_wrongly_are_refused(paths, message):
+    with pytest.raises(ConfigError, match=message):
+        parse_paths(paths)
+
+
+def test_the_cache_lies_beside_the_data_unless_told_otherwise(tmp_path, corpora):
+    build(tmp_path, corpora[:1], cache_dir="")
+    assert len(list((tmp_path / "cache").glob("*-shuffle.npy"))) == 3
+
+
+def test_a_token_beyond_the_vocabulary_is_found_in_a_blend(tmp_path, corpora):
+    train = build(tmp_path, ["1", corpora[0], "1", corpora[1]], vocab_size=9_999).train
+    with pytest.raises(DataError, match=r"b.bin: document \d+ holds token id 1\d+, but the vocabulary has 9999 ids"):
+        [train[k] for k in range(len(train))]
+
+
+def kept(paths, split, old, new, consumed):
+    try:
+        check_order_is_kept(paths, split, seq_length=16, old_num_samples=old, new_num_samples=new, consumed=consumed)
+    except ConfigError as error:
+        assert "shuffles all samples anew" in str(error) and f"{consumed:,} that were consumed" in str(error)
+        return False
+    return True
+
+
+@pytest.mark.parametrize("form", ["one", "weighted", "tiny weight", "unweighted"])
+@settings(max_examples=40, deadline=None)
+@given(data=st.data())
+def test_order_is_kept_says_what_the_actual_orders_say(tmp_path_factory, form, data):
+    """A wrong yes would train on samples twice in silence; a wrong no would refuse a run that could go on.
+
+    A few samples might agree by chance though the order was drawn anew, so a no is held against all that were read.
+    """
+    folder = tmp_path_factory.mktemp("order")
+    sizes = data.draw(st.tuples(st.integers(20, 60), st.integers(20, 60)))
+    random = np.random.default_rng(sizes)
+    a, b = (write_corpus(folder / n, random.integers(5, 80, size=s)) for n, s in zip("ab", sizes, strict=True))
+    paths = {"one": [a], "weighted": ["1", a, "2", b], "tiny weight": ["0.02", a, "1", b], "unweighted": [a, b]}[form]
+    most = 80 if form == "unweighted" else 1500
+    old = data.draw(st.integers(15, most))
+    new = data.draw(st.integers(old, most))
+    consumed = data.draw(st.integers(0, old))
+    before, after = (build(folder, paths, (1, 0, 0), (wanted, 0, 0)).train for wanted in (old, new))
+    equal = all(np.array_equal(before[k], after[k]) for k in range(consumed))
+    answer = kept(paths, (1, 0, 0), old, new, consumed)
+    assume(answer or consumed > 10)
+    assert answer == equal
+
+
+def test_the_reason_for_another_order_counts_the_epochs(tmp_path):
+    prefix = write_corpus(tmp_path / "a", [33] * 10)  # 20 samples an epoch
+    expected = r"20 training samples were read as 1 epoch, 24 would be 2 epochs, the last shuffled apart: .* run.dir"
+    with pytest.raises(ConfigError, match=expected):
+        check_order_is_kept([prefix], (1, 0, 0), seq_length=16, old_num_samples=20, new_num_samples=24, consumed=5)

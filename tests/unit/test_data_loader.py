@@ -1,0 +1,116 @@
+"""Micro-batches, with and without reading ahead."""
+
+import threading
+import time
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_lite.data.loader import PrefetchingLoader, load_batches
+from megatron_lite.errors import ConfigError, DataError
+
+CPU = torch.device("cpu")
+EOD = 3
+
+
+class Counting:
+    """Sample k is k, k + 1, ... modulo 7, five long; remembers what was asked for and by which thread."""
+
+    def __init__(self, size=100, fails_at=None):
+        self.size, self.fails_at = size, fails_at
+        self.asked = []
+
+    def __len__(self):
+        return self.size
+
+    def __getitem__(self, k):
+        if k == self.fails_at:
+            raise DataError(f"sample {k} is bad")
+        self.asked.append((k, threading.current_thread().name))
+        return (np.arange(5) + k) % 7
+
+
+def options(**overrides):
+    return {"dp_rank": 0, "dp_size": 1, "eod": EOD, "eod_mask_loss": False, "device": CPU, **overrides}
+
+
+def test_labels_are_the_tokens_shifted_by_one():
+    """Off by one, and the model learns to copy."""
+    (batch,) = load_batches(Counting(), 2, 1, 3, **options())
+    assert batch.tokens.tolist() == [[2, 3, 4, 5], [3, 4, 5, 6], [4, 5, 6, 0]]
+    assert batch.labels.tolist() == [[3, 4, 5, 6], [4, 5, 6, 0], [5, 6, 0, 1]]
+    assert batch.loss_mask.tolist() == [[1.0] * 4] * 3
+    assert (batch.tokens.dtype, batch.labels.dtype, batch.loss_mask.dtype) == (torch.int64, torch.int64, torch.float32)
+    assert all(tensor.is_contiguous() for tensor in batch)
+
+
+def test_eod_mask_loss_drops_the_prediction_after_a_document_ends():
+    (batch,) = load_batches(Counting(), 2, 1, 2, **options(eod_mask_loss=True))
+    assert batch.tokens.tolist() == [[2, 3, 4, 5], [3, 4, 5, 6]]
+    assert batch.loss_mask.tolist() == [[1, 0, 1, 1], [0, 1, 1, 1]]
+
+
+@pytest.mark.parametrize("dp_size", [1, 2, 4])
+def test_the_global_batch_is_the_same_for_every_data_parallel_size(dp_size):
+    per_rank = [
+        load_batches(Counting(), 8, 4 // dp_size, 2, **options(dp_rank=r, dp_size=dp_size)) for r in range(dp_size)
+    ]
+    rows = sorted(row for batches in per_rank for batch in batches for row in batch.tokens.tolist())
+    assert rows == sorted(((np.arange(4) + k) % 7).tolist() for k in range(8, 16))
+
+
+def equal(left, right):
+    return all(
+        torch.equal(a, b) for one, other in zip(left, right, strict=True) for a, b in zip(one, other, strict=True)
+    )
+
+
+def test_reading_ahead_gives_the_same_batches():
+    """Steps in order, a repeated step, a jump (resume) and another number of micro-batches (ramp-up)."""
+    kwargs = options(dp_rank=1, dp_size=2, eod_mask_loss=True)
+    with PrefetchingLoader(Counting(), 3, **kwargs) as loader:
+        for consumed, count in [(0, 2), (12, 2), (24, 2), (24, 2), (60, 2), (72, 3), (0, 1)]:
+            assert equal(loader.get(consumed, count), load_batches(Counting(), consumed, count, 3, **kwargs))
+
+
+def test_the_next_step_is_read_before_it_is_asked_for():
+    """Else the prefetcher would be a slow way to call load_batches."""
+    dataset = Counting()
+    with PrefetchingLoader(dataset, 2, **options()) as loader:
+        loader.get(0, 2)
+        deadline = time.monotonic() + 10
+        while len(dataset.asked) < 8 and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert [k for k, _ in dataset.asked] == list(range(8))
+        loader.get(4, 2)
+    assert all(name.startswith("prefetch") for _, name in dataset.asked)
+
+
+def test_an_error_is_raised_when_its_step_is_asked_for_and_not_before():
+    with PrefetchingLoader(Counting(fails_at=5), 2, **options()) as loader:
+        loader.get(0, 2)
+        with pytest.raises(DataError, match="sample 5 is bad"):
+            loader.get(4, 2)
+        assert loader.get(8, 1)[0].tokens.shape == (2, 4)
+
+
+def test_the_end_of_the_data_is_an_error_only_when_it_is_passed():
+    """Reading ahead goes past the end on the last step of every run."""
+    with PrefetchingLoader(Counting(size=4), 2, **options()) as loader:
+        loader.get(0, 2)
+        with pytest.raises(DataError, match="sample 5 was asked for, but the dataset was built with 4"):
+            loader.get(4, 1)
+
+
+def test_closing_ends_the_thread():
+    before = threading.active_count()
+    with PrefetchingLoader(Counting(), 2, **options()) as loader:
+        loader.get(0, 1)
+        assert threading.active_count() == before + 1
+    assert threading.active_count() == before
+
+
+def test_masking_the_end_of_documents_needs_to_know_it():
+    with pytest.raises(ConfigError, match=r"data.eod_mask_loss is true, but without data.tokenizer"):
+        load_batches(Counting(), 0, 1, 1, **options(eod=None, eod_mask_loss=True))
