@@ -2,7 +2,13 @@
 
 The whole logits never exist: the ranks agree on [s, b] numbers only. Source: Shoeybi et al., Megatron-LM,
 arXiv 1909.08053, section 3.
+
+Logits are by far the largest activation, so time goes into passes over memory and, on the CPU, into the first touch
+of fresh memory. The only new tensor of their size is the gradient: backward computes the softmax again from the
+logits, and both directions go through a few rows at a time, whose temporaries stay in cache.
 """
+
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -10,31 +16,69 @@ from torch import Tensor
 from megatron_lite.parallel.collectives import all_reduce
 from megatron_lite.parallel.context import Group
 
+# Elements of a temporary. On the CPU about 2 MiB of fp32, which second-level caches hold; on a GPU as much as keeps
+# every kernel busy without a second copy of the logits.
+CHUNK_ELEMENTS = {"cpu": 2**19, "cuda": 2**27}
+
 
 class _VocabParallelCrossEntropy(torch.autograd.Function):
+    """Forward: log of the sum of exp, minus the target logit. Backward: softmax minus one at the target."""
+
     @staticmethod
     def forward(ctx, logits: Tensor, labels: Tensor, tp: Group, num_valid: int) -> Tensor:
-        work_dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
-        work = logits.to(work_dtype, copy=True)
-        work[..., num_valid:] = float("-inf")
-        local = labels - tp.rank * logits.shape[-1]
+        rows = logits.reshape(-1, logits.shape[-1])
+        local = labels.reshape(-1) - tp.rank * logits.shape[-1]
         elsewhere = (local < 0) | (local >= num_valid)
         index = local.masked_fill(elsewhere, 0).unsqueeze(-1)
-        highest = all_reduce(work.amax(-1), tp, "max")
-        work -= highest.unsqueeze(-1)
-        target = all_reduce(work.gather(-1, index).squeeze(-1).masked_fill(elsewhere, 0), tp)
-        total = all_reduce(work.exp_().sum(-1), tp)
-        work /= total.unsqueeze(-1)
-        ctx.save_for_backward(work, index, elsewhere)
-        ctx.dtype = logits.dtype
-        return total.log() - target
+
+        local_max, local_sum = _max_and_sum_of_exp(rows, num_valid)
+        highest = all_reduce(local_max.clone(), tp, "max")
+        # Relative to the maximum already here: the difference of two logits of 1e4 keeps its digits.
+        target = rows.gather(-1, index).squeeze(-1).to(highest.dtype) - highest
+        target = all_reduce(target.masked_fill(elsewhere, 0), tp)
+        local_sum = local_sum * (local_max - highest).exp()
+        total = all_reduce(local_sum.clone(), tp)
+
+        ctx.save_for_backward(logits, index, elsewhere, local_sum / total)
+        ctx.num_valid = num_valid
+        return (total.log() - target).view(labels.shape)
 
     @staticmethod
     def backward(ctx, grad: Tensor):  # type: ignore[override]
-        softmax, index, elsewhere = ctx.saved_tensors
-        grad_logits = softmax * grad.unsqueeze(-1)
-        grad_logits.scatter_add_(-1, index, (-grad).masked_fill(elsewhere, 0).unsqueeze(-1))
-        return grad_logits.to(ctx.dtype), None, None, None
+        logits, index, elsewhere, share = ctx.saved_tensors
+        rows = logits.reshape(-1, logits.shape[-1])
+        grad = grad.reshape(-1, 1).to(share.dtype)
+        scale = grad * share.unsqueeze(-1)
+        at_target = (-grad).masked_fill(elsewhere.unsqueeze(-1), 0)
+        grad_rows = torch.empty_like(rows, memory_format=torch.contiguous_format)
+        grad_rows[:, ctx.num_valid :] = 0
+        if ctx.num_valid > 0:
+            for run in _row_chunks(rows):
+                # A softmax over this rank's columns only; `share` is how much of the whole probability they hold.
+                chunk = rows[run, : ctx.num_valid].to(share.dtype).softmax(-1)
+                chunk.mul_(scale[run]).scatter_add_(-1, index[run], at_target[run])
+                grad_rows[run, : ctx.num_valid] = chunk
+        return grad_rows.view(logits.shape), None, None, None
+
+
+def _row_chunks(rows: Tensor) -> Iterator[slice]:
+    """Runs of rows whose elements fit CHUNK_ELEMENTS."""
+    step = max(1, CHUNK_ELEMENTS.get(rows.device.type, 2**27) // rows.shape[-1])
+    return (slice(start, start + step) for start in range(0, rows.shape[0], step))
+
+
+def _max_and_sum_of_exp(rows: Tensor, num_valid: int) -> tuple[Tensor, Tensor]:
+    """Of each row's first `num_valid` columns: the maximum, and the sum of exp(logit - maximum)."""
+    work_dtype = torch.float64 if rows.dtype == torch.float64 else torch.float32
+    highest = rows.new_full(rows.shape[:1], float("-inf"), dtype=work_dtype)
+    total = torch.zeros_like(highest)
+    if num_valid > 0:
+        for run in _row_chunks(rows):
+            chunk = rows[run, :num_valid].to(work_dtype)
+            highest[run] = chunk.amax(-1)
+            # The largest probability is 1 / sum. torch's softmax kernel is several times faster than its logsumexp.
+            total[run] = chunk.softmax(-1).amax(-1).reciprocal()
+    return highest, total
 
 
 def vocab_parallel_cross_entropy(logits: Tensor, labels: Tensor, tp: Group, *, vocab_size: int | None = None) -> Tensor:
@@ -42,7 +86,7 @@ def vocab_parallel_cross_entropy(logits: Tensor, labels: Tensor, tp: Group, *, v
 
         logits   [s, b, v/tp]   any float dtype; computed in fp32 (fp64 for fp64), not modified
         labels   [s, b]         token ids in 0..vocab_size-1, the same on every rank of tp
-        returns  [s, b]         nats, the same on every rank of tp
+        returns  [s, b]         nats, in fp32 or fp64, the same on every rank of tp
 
     Columns from `vocab_size` on are padding: they get no probability and no gradient.
     Communicates: three all-reduces of [s, b] over tp (max, target logit, sum of exp).
