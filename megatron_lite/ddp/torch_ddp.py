@@ -95,16 +95,16 @@ class TorchDDP:
 
     def _sum_bucket(self, state: object, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         """Called by DDP when a bucket is complete; starts its sum over dp. `main_grads` become views of the result."""
-        total = bucket.buffer().to(self._grad_dtype)  # the same memory unless it is low precision
-        start = 0
-        for parameter in bucket.parameters():
+        own = bucket.buffer()
+        total = own.to(self._grad_dtype)  # the same memory unless it is low precision
+        moved = total.storage_offset() - own.storage_offset()
+        for parameter, grad in zip(bucket.parameters(), bucket.gradients(), strict=True):
             name = self._names[parameter]  # type: ignore[index]
-            main_grad = total[start : start + parameter.numel()].view(parameter.shape)
+            main_grad = total.as_strided(grad.shape, grad.stride(), grad.storage_offset() + moved)
             if name in self._earlier:
                 main_grad.add_(self._earlier[name])
             self.main_grads[name] = main_grad
-            start += parameter.numel()
         work = dist.all_reduce(total, group=self._dp.pg, async_op=True)
         assert work is not None
         # DDP makes .grad from what the future returns; nobody reads .grad of low precision.
-        return work.get_future().then(lambda _: bucket.buffer())
+        return work.get_future().then(lambda _: own)

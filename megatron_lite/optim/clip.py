@@ -57,4 +57,4 @@ def _pieces(grads: Sequence[Tensor]) -> list[Tensor]:
     """Small flat views of the gradients; on a GPU, whose kernel sums in blocks by itself, the gradients."""
     if grads and grads[0].device.type != "cpu":
         return list(grads)
-    return [piece for grad in grads for piece in grad.view(-1).split(PIECE)]
+    return [piece for grad in grads for piece in grad.reshape(-1).split(PIECE)]

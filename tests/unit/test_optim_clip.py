@@ -1,0 +1,61 @@
+"""optim/clip.py without processes: who counts what, how precisely, and the coefficient."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_lite.optim.clip import clip_coefficient, counts_here, global_grad_norm
+from megatron_lite.parallel.context import ParallelContext
+from megatron_lite.parallel.grid import Grid
+from megatron_lite.parallel.shard import ParamMeta, Shard
+
+CTX = ParallelContext.create(Grid(), torch.device("cpu"), timeout_seconds=10)
+
+
+def meta(shape: tuple[int, ...], **fields) -> ParamMeta:
+    return ParamMeta(shape, fields.pop("shard", Shard()), "normal", **fields)
+
+
+@pytest.mark.parametrize("grid", [Grid(tp=2, dp=2, pp=2), Grid(tp=4), Grid(tp=2, cp=2, dp=2)])
+def test_every_number_of_the_model_counts_on_exactly_one_rank_of_a_model_group(grid):
+    views = [ParallelContext.at(grid, rank) for rank in range(grid.world_size)]
+    for group in grid.groups("tp", "cp"):  # one pipeline stage of one model
+        members = [views[rank] for rank in group]
+        assert sum(counts_here(meta((4, 4)), ctx) for ctx in members) == 1
+        assert sum(counts_here(meta((4, 4), shard=Shard(0)), ctx) for ctx in members) == grid.tp
+        assert sum(counts_here(meta((4, 4), tied=True), ctx) for ctx in members) == 0
+
+
+def test_norm_of_a_large_fp32_gradient_is_right_to_seven_digits():
+    """Plain fp32 accumulation loses 6e-4 here, and how much depends on how the tensor is cut."""
+    grad = torch.randn(20_000_000, generator=torch.Generator().manual_seed(1))
+    expected = grad.double().norm().item()
+    assert global_grad_norm({"w": grad}, {"w": meta((20_000_000,))}, CTX) == pytest.approx(expected, rel=1e-6)
+
+
+def test_norm_of_fp64_gradients_is_an_fp64_number():
+    grads = {"w": torch.tensor([1.0, 1e-9], dtype=torch.float64), "b": torch.tensor([1e-9], dtype=torch.float64)}
+    table = {"w": meta((2,)), "b": meta((1,))}
+    assert global_grad_norm(grads, table, CTX) ** 2 - 1 == pytest.approx(2e-18, abs=5e-16)
+
+
+@pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
+@pytest.mark.parametrize("tied", [False, True])
+def test_an_infinite_or_missing_number_anywhere_makes_the_norm_not_finite(bad, tied):
+    """Also in a copy that does not count."""
+    grads = {"w": torch.ones(3), "copy": torch.tensor([1.0, bad])}
+    assert not math.isfinite(global_grad_norm(grads, {"w": meta((3,)), "copy": meta((2,), tied=tied)}, CTX))
+
+
+@given(st.floats(0, 1e30), st.floats(1e-6, 1e6))
+def test_clipped_gradients_are_never_longer_than_the_limit_and_short_ones_stay(norm, limit):
+    coefficient = clip_coefficient(norm, limit)
+    assert 0 <= coefficient <= 1 and coefficient * norm <= limit * (1 + 1e-12)
+    assert coefficient == 1 or norm + 1e-6 > limit
+
+
+def test_zero_turns_clipping_off():
+    assert clip_coefficient(1e9, 0.0) == 1.0

@@ -1,0 +1,182 @@
+"""optim/mixed_precision.py in one process."""
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_lite.config.schema import OptimConfig
+from megatron_lite.ddp.local import LocalDDP
+from megatron_lite.errors import CheckpointError
+from megatron_lite.optim.mixed_precision import MixedPrecisionOptimizer, StepOutcome
+from megatron_lite.optim.scaler import ConstantScaler, DynamicLossScaler, LossScaler
+from megatron_lite.parallel.context import ParallelContext
+from megatron_lite.parallel.grid import Grid
+from tests.toy import TABLE, ToyModel
+
+CTX = ParallelContext.create(Grid(), torch.device("cpu"), timeout_seconds=10)
+OPTIM = OptimConfig(lr=1e-2, weight_decay=0.1, clip_grad=0.5)
+PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
+
+
+class Training:
+    """The toy model, its engine and its optimizer."""
+
+    def __init__(self, dtype: torch.dtype, optim: OptimConfig = OPTIM, scaler: LossScaler | None = None):
+        self.model = ToyModel(CTX, dtype)
+        self.params = self.model.named()
+        grad_dtype = torch.float64 if dtype == torch.float64 else torch.float32
+        self.ddp = LocalDDP([self.model], self.params, CTX.dp, bucket_mb=25.0, grad_dtype=grad_dtype)
+        self.scaler = scaler or ConstantScaler()
+        self.optimizer = MixedPrecisionOptimizer(self.params, TABLE, self.ddp, self.scaler, optim, CTX)
+
+    def step(self, number: int, lr: float = 1e-2, spoil: float | None = None) -> StepOutcome:
+        self.ddp.zero_grad()
+        self.ddp.begin_microbatch(is_last=True)
+        self.ddp.module(0)([number, number + 1], strength=0.1 * self.scaler.scale).backward()
+        self.ddp.finish_grad_sync()
+        if spoil is not None:
+            self.ddp.main_grads["norm.weight"][2] = spoil
+        return self.optimizer.step(lr)
+
+    def everything(self) -> dict[str, Tensor]:
+        """A copy of all that a step may change, apart from the scaler."""
+        state = {
+            f"{name} {kind}": t for name, kinds in self.optimizer.state_tensors().items() for kind, t in kinds.items()
+        }
+        state |= {f"{name} parameter": parameter.detach() for name, parameter in self.params.items()}
+        state["steps"] = torch.tensor(self.optimizer.step_count)
+        return {name: tensor.clone() for name, tensor in state.items()}
+
+
+def dynamic(initial: float = 1024.0) -> DynamicLossScaler:
+    return DynamicLossScaler(initial, min_scale=1.0, growth_interval=2, hysteresis=1)
+
+
+def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert found[name].dtype == tensor.dtype and torch.equal(found[name], tensor), name
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_steps_equal_torch_adamw_with_clipping(dtype):
+    """Against the unfused AdamW and torch's clip: rounding only, a few units in the last place a step."""
+    training, plain = Training(dtype), ToyModel(CTX, dtype)
+    decayed = [p for name, p in plain.named().items() if TABLE[name].decay]
+    others = [p for name, p in plain.named().items() if not TABLE[name].decay]
+    adam = torch.optim.AdamW(
+        [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}], fused=False, foreach=False
+    )
+    for number, lr in enumerate([0.0, 1e-2, 5e-3, 2e-2]):
+        outcome = training.step(number, lr)
+        adam.zero_grad()
+        plain([number, number + 1], strength=0.1).backward()
+        norm = torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.5)
+        assert norm > 0.5, "clipping must have something to do"
+        assert outcome == StepOutcome(pytest.approx(norm.item(), rel=1e-6), skipped=False)
+        for group in adam.param_groups:
+            group["lr"] = lr
+        adam.step()
+    tolerance = 1e-13 if dtype == torch.float64 else 1e-6
+    for name, parameter in plain.named().items():
+        torch.testing.assert_close(training.params[name], parameter, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_low_precision_parameters_are_rounded_masters(dtype):
+    """Updates far below the last bit of a weight must not be lost: ten of them have to move the master."""
+    training = Training(dtype, OPTIM.model_copy(update={"weight_decay": 0.0}))
+    start = training.everything()
+    for _ in range(10):
+        training.step(0, lr=1e-6)
+    end = training.everything()
+    for name in TABLE:
+        assert end[f"{name} master"].dtype == torch.float32
+        assert torch.equal(end[f"{name} parameter"], end[f"{name} master"].to(dtype))
+        moved = (end[f"{name} master"] - start[f"{name} master"]).abs()
+        assert (moved > 5e-6).all() and (moved < 1.1e-5).all()
+
+
+def test_a_loss_scale_changes_no_bit_of_a_step():
+    """It is a power of two. Clipping and the norm see the unscaled gradient."""
+    scaled, plain = Training(torch.float32, scaler=dynamic(2.0**13)), Training(torch.float32)
+    for number in range(3):
+        assert scaled.step(number) == plain.step(number)
+    assert_same(scaled.everything(), plain.everything())
+
+
+@pytest.mark.parametrize("spoil", [math.inf, math.nan])
+def test_an_overflow_skips_the_step_and_halves_the_scale(spoil):
+    training = Training(torch.float16, scaler=dynamic())
+    training.step(0)
+    before = training.everything()
+    outcome = training.step(1, spoil=spoil)
+    assert outcome.skipped and not math.isfinite(outcome.grad_norm)
+    assert training.scaler.scale == 512
+    assert_same(training.everything(), before)
+    assert not training.step(1).skipped and training.optimizer.step_count == 2
+
+
+@pytest.mark.parametrize("scaler", [None, DynamicLossScaler(1.0, min_scale=1.0, growth_interval=9, hysteresis=1)])
+def test_a_bad_gradient_that_no_loss_scale_mends_is_reported_and_not_applied(scaler):
+    """Skipping it silently could go on for ever; applying it would ruin every weight."""
+    training = Training(torch.float32, scaler=scaler)
+    training.step(0)
+    before = training.everything()
+    outcome = training.step(1, spoil=math.nan)
+    assert math.isnan(outcome.grad_norm) and not outcome.skipped
+    assert_same(training.everything(), before)
+
+
+@pytest.mark.parametrize(
+    ("precision", "after_skip"), [("fp32", False), ("bf16", False), ("fp64", False), ("fp16", False), ("fp16", True)]
+)
+def test_a_restored_optimizer_continues_bitwise(precision, after_skip):
+    dtype = PRECISIONS[precision]
+    first, restored = (Training(dtype, scaler=dynamic() if precision == "fp16" else None) for _ in range(2))
+    for number in range(3):
+        first.step(number)
+    if after_skip:
+        assert first.step(3, spoil=math.inf).skipped
+    state = {name: {k: t.clone() for k, t in kinds.items()} for name, kinds in first.optimizer.state_tensors().items()}
+    for name, parameter in restored.params.items():
+        parameter.data.copy_(first.params[name].detach())
+    restored.optimizer.load_state_tensors(state, first.optimizer.step_count)
+    restored.scaler.load_state_dict(first.scaler.state_dict())
+    for number in range(4, 7):
+        assert restored.step(number) == first.step(number)
+    assert_same(restored.everything(), first.everything())
+
+
+def test_state_before_the_first_step_can_be_saved_and_restored():
+    first, restored = Training(torch.bfloat16), Training(torch.bfloat16)
+    restored.optimizer.load_state_tensors(first.optimizer.state_tensors(), first.optimizer.step_count)
+    assert first.optimizer.step_count == 0
+    assert first.step(0) == restored.step(0)
+    assert_same(restored.everything(), first.everything())
+
+
+def test_state_of_another_precision_or_shape_is_refused():
+    saved = Training(torch.float32).optimizer.state_tensors()
+    with pytest.raises(
+        CheckpointError, match=r"no optimizer state master of embedding\.weight; this run needs \[16, 6\]"
+    ):
+        Training(torch.bfloat16).optimizer.load_state_tensors(saved, 1)
+    saved["row.bias"]["exp_avg"] = torch.zeros(5)
+    with pytest.raises(
+        CheckpointError, match=r"exp_avg of row\.bias is \[5\] torch\.float32 .* needs \[6\] torch\.float32"
+    ):
+        Training(torch.float32).optimizer.load_state_tensors(saved, 1)
+
+
+def test_masters_follow_parameters_written_from_outside():
+    """Otherwise the first step would undo what was written."""
+    training = Training(torch.bfloat16)
+    for parameter in training.params.values():
+        parameter.data.fill_(3.0)
+    training.optimizer.sync_masters_from_params()
+    training.step(0, lr=1e-3)
+    for parameter in training.params.values():
+        assert ((parameter - 3.0).abs() < 0.1).all()
