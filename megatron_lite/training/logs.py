@@ -40,6 +40,7 @@ class RunLog:
         self.flops_per_token = flops_per_token(config.model, config.data.seq_length)
         folder = Path(config.run.dir)
         with writing(folder):
+            folder.mkdir(parents=True, exist_ok=True)
             keep_rows(folder / "metrics.jsonl", state.iteration)
             self._metrics = open(folder / "metrics.jsonl", "a", encoding="utf-8", buffering=1)
             self._board = self._open_board(folder / "tensorboard", state.iteration)

@@ -59,7 +59,7 @@ def test_losses_and_gradient_norms_are_those_of_one_process(ranks, model, tensor
     """
     truth = one_process(model, "fp32")
     assert len(truth["loss"]) == STEPS
-    assert truth["loss"][-1] < truth["loss"][0]
+    assert truth["loss"].std() > 0.01  # the batches differ, so that equal losses say something
     for got in on_layout(ranks, model, "fp32", tensor, data, engine, micro):
         assert relative(got["loss"], truth["loss"]) < 1e-5
         assert relative(got["grad_norm"], truth["grad_norm"]) < 1e-5

@@ -30,7 +30,7 @@ SIZES = {
     "vocab_size": 250,  # padded to 256: the last columns must get no probability on any rank
     "hidden_dropout": 0.0,
     "attention_dropout": 0.0,
-    "init_std": 0.2,  # wide, so that a few steps move the loss
+    "init_std": 0.1,  # wide, so that a few steps move the loss
 }
 MODELS: dict[str, dict[str, Any]] = {
     "gpt": SIZES,
@@ -51,7 +51,7 @@ TRAIN = {
     "train.iterations": 5,
     "train.global_batch_size": 8,
     "data.seq_length": 16,
-    "optim.lr": 1e-2,
+    "optim.lr": 5e-3,
     "optim.schedule": "cosine",
     "optim.warmup_iterations": 2,
     "optim.weight_decay": 0.1,
