@@ -48,7 +48,9 @@ def contents(ctx: ParallelContext, version: int, dtype: torch.dtype = torch.bflo
     }
 
 
-def save(root: Path, iteration: int, ctx: ParallelContext, *, version: int | None = None, keep: int = 2, **changes: Any):
+def save(
+    root: Path, iteration: int, ctx: ParallelContext, *, version: int | None = None, keep: int = 2, **changes: Any
+):
     """Saves `contents(ctx, version)`, by default version `iteration`."""
     version = iteration if version is None else version
     given = {

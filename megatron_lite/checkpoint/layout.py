@@ -129,7 +129,7 @@ class Layout(_Part):
 def dump_layout(layout: Layout) -> str:
     """The text of layout.json: one line for each setting, each tensor and each file, for people and for grep."""
     content = layout.model_dump()
-    content = {"crc32": _content_checksum(content), **content}
+    content = {"crc32": content_checksum(content), **content}
     return "{\n" + ",\n".join(f"{json.dumps(key)}: {_lines(value)}" for key, value in content.items()) + "\n}\n"
 
 
@@ -148,7 +148,7 @@ def parse_layout(text: bytes, path: Path) -> Layout:
     if not isinstance(content, dict) or "crc32" not in content:
         raise CheckpointError(f"{path}: not the description of a megatron_lite checkpoint, or damaged. {use_another()}")
     expected = content.pop("crc32")
-    if expected != _content_checksum(content):
+    if expected != content_checksum(content):
         raise CheckpointError(
             f"{path}: its content does not have the checksum {expected!r} that it states, so it is damaged or was "
             f"edited. {use_another()}"
@@ -205,6 +205,6 @@ def iteration_of(folder_name: str) -> int | None:
     return int(match[1]) if match else None
 
 
-def _content_checksum(content: dict[str, Any]) -> str:
+def content_checksum(content: dict[str, Any]) -> str:
     """Checksum that does not depend on whitespace; Python writes floats so that they read back exactly."""
     return checksum(json.dumps(content, sort_keys=True, separators=(",", ":")).encode())

@@ -32,6 +32,7 @@ ADVICE = {
     errno.EDQUOT: "Free some of your quota, lower checkpoint.keep, or point run.dir to another disk",
     errno.EACCES: "Give this user write permission there, or point run.dir elsewhere",
     errno.EPERM: "Give this user write permission there, or point run.dir elsewhere",
+    errno.ENOENT: "Every rank must see the same run.dir; put it on a file system that all machines share",
     errno.EROFS: "The file system is read-only; point run.dir elsewhere",
 }
 

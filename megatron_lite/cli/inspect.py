@@ -33,12 +33,13 @@ def summary(layout: "Layout") -> list[str]:
     from math import prod
 
     grid = layout.grid
+    ranks = "1 rank" if grid.world_size == 1 else f"{grid.world_size} ranks"
     stored_bytes = sum(info.bytes for info in layout.files.values())
     parameters = sum(prod(tensor.shape) for tensor in layout.tensors.values())
     state = ", ".join(f"{key}={value}" for key, value in layout.state.items())
     return [
         f"  iteration   {layout.iteration}, saved {layout.saved_at}",
-        f"  layout      tp={grid.tp} cp={grid.cp} dp={grid.dp} pp={grid.pp} ({grid.world_size} ranks)",
+        f"  layout      tp={grid.tp} cp={grid.cp} dp={grid.dp} pp={grid.pp} ({ranks})",
         f"  parameters  {parameters:,} in {len(layout.tensors):,} tensors",
         f"  files       {len(layout.files):,}, together {stored_bytes / 1e6:,.1f} MB",
         f"  state       {state}",

@@ -1,0 +1,191 @@
+"""Which checkpoint a run goes on from, whatever its folder looks like, and which ones stay."""
+
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+from megatron_lite.checkpoint.directory import (
+    find_latest,
+    iterations,
+    locate,
+    prepare,
+    prune,
+    publish,
+    read_latest,
+    resolve,
+    write_durably,
+)
+from megatron_lite.errors import CheckpointError
+from megatron_lite.parallel.context import solo
+
+
+def made(root: Path, *names: str, tracker: str | None = None) -> Path:
+    """A folder with these checkpoints, recognised by their layout.json."""
+    root.mkdir(exist_ok=True)
+    for name in names:
+        (root / name).mkdir()
+        (root / name / "layout.json").write_text("{}")
+    if tracker is not None:
+        (root / "latest_checkpointed_iteration.txt").write_text(tracker)
+    return root
+
+
+def names(root: Path) -> list[str]:
+    return sorted(path.name for path in root.iterdir())
+
+
+@pytest.mark.parametrize("tracker", ["50", " 50\n", "0000050"])
+def test_the_tracker_decides(tmp_path, tracker):
+    """A user who writes an older iteration into it wants that one."""
+    root = made(tmp_path, "iter_0000050", "iter_0000100", tracker=tracker)
+    assert read_latest(root) == find_latest(root, world=solo()) == 50
+
+
+def test_without_tracker_the_newest_whole_one_counts(tmp_path):
+    """A first save that was killed before its tracker, or a folder copied by hand."""
+    root = made(tmp_path, "iter_0000050", "iter_0000100", ".new-iter_0000200", ".deleted-iter_0000300")
+    assert read_latest(root) == 100
+
+
+@pytest.mark.parametrize("name", ["missing", "empty"])
+def test_nothing_saved_is_none(tmp_path, name):
+    """A new run starts at the beginning."""
+    (tmp_path / "empty").mkdir()
+    assert read_latest(tmp_path / name) is None
+
+
+def test_only_unfinished_saves_are_nothing(tmp_path):
+    assert read_latest(made(tmp_path, ".new-iter_0000001")) is None
+
+
+@pytest.mark.parametrize("text", ["", "garbage", "release", "-5", "1.5", "٣", "\x00\x01"])
+def test_a_garbage_tracker_is_told_with_what_is_there(tmp_path, text):
+    """Starting from scratch instead would overwrite the run."""
+    root = made(tmp_path, "iter_0000050", "iter_0000100", tracker=text)
+    with pytest.raises(CheckpointError, match=r"is not an iteration of megatron_lite\. There are iterations 50, 100"):
+        read_latest(root)
+
+
+def test_a_tracker_that_is_no_text_is_told(tmp_path):
+    root = made(tmp_path, "iter_0000050")
+    (root / "latest_checkpointed_iteration.txt").write_bytes(b"\xff\xfe5")
+    with pytest.raises(CheckpointError, match=r"latest_checkpointed_iteration.txt: says .* not an iteration"):
+        read_latest(root)
+
+
+def test_a_tracker_without_its_checkpoint_is_told_with_what_is_there(tmp_path):
+    root = made(tmp_path, "iter_0000050", tracker="100")
+    with pytest.raises(CheckpointError) as caught:
+        read_latest(root)
+    assert str(caught.value) == (
+        f"{root}/latest_checkpointed_iteration.txt: names iteration 100, but iter_0000100 is missing. There are "
+        "iterations 50. Write one of them into the file, or delete the file to use the newest"
+    )
+    shutil.rmtree(root / "iter_0000050")
+    with pytest.raises(CheckpointError, match="There are none"):
+        read_latest(root)
+
+
+def test_checkpoints_of_others_are_not_written_over(tmp_path):
+    """Megatron-LM's folders have the same names: a run that started beside them would mix both."""
+    (tmp_path / "iter_0000100" / "mp_rank_00").mkdir(parents=True)
+    with pytest.raises(
+        CheckpointError, match=r"holds iter_0000100, which has no layout\.json .* Choose another run.dir"
+    ):
+        read_latest(tmp_path)
+
+
+def test_a_folder_that_cannot_be_read_says_so(tmp_path, monkeypatch):
+    root = made(tmp_path, "iter_0000001", tracker="1")
+
+    def refuse(self):
+        raise PermissionError(13, "Permission denied", str(self))
+
+    monkeypatch.setattr(Path, "iterdir", refuse)
+    with pytest.raises(CheckpointError, match=f"^{root}: cannot be read: Permission denied. Give this user permission"):
+        read_latest(root)
+
+
+def test_leftovers_are_cleaned_up_and_whole_ones_put_back(tmp_path):
+    """What killed saves leave behind: half written, half deleted, and one that stepped aside."""
+    leftovers = (".new-iter_0000003", ".deleted-iter_0000001", ".old-iter_0000002", ".old-iter_0000004")
+    root = made(tmp_path, *leftovers, "iter_0000004", tracker="2")
+    (root / ".old-iter_0000002" / "old").touch()
+    assert iterations(root) == [2, 4] and locate(root, 2).name == ".old-iter_0000002"
+    folder = prepare(root, 3)
+    assert names(root) == [".new-iter_0000003", "iter_0000002", "iter_0000004", "latest_checkpointed_iteration.txt"]
+    assert (root / "iter_0000002" / "old").exists() and not list(folder.iterdir())
+
+
+def test_publishing_that_fails_puts_the_old_one_back(tmp_path, monkeypatch):
+    """The error is raised with the checkpoint of before in its place."""
+    root = made(tmp_path, "iter_0000001", ".new-iter_0000001", tracker="1")
+    (root / "iter_0000001" / "old").touch()
+    real = os.rename
+
+    def rename(source, target):
+        if Path(source).name.startswith(".new-"):
+            raise OSError(5, "Input/output error", str(source))
+        real(source, target)
+
+    monkeypatch.setattr(os, "rename", rename)
+    with pytest.raises(CheckpointError, match="putting the checkpoint in place failed: Input/output error"):
+        publish(root / ".new-iter_0000001", root, 1)
+    assert (root / "iter_0000001" / "old").exists() and read_latest(root) == 1
+
+
+def test_pruning_counts_only_up_to_the_newest(tmp_path):
+    root = made(tmp_path, *(f"iter_{n:07d}" for n in (1, 2, 3, 4, 9)))
+    prune(root, 4, 0)
+    assert iterations(root) == [1, 2, 3, 4, 9]
+    prune(root, 4, 2)
+    assert iterations(root) == [3, 4, 9]
+    prune(root, 4, 7)
+    assert iterations(root) == [3, 4, 9]
+
+
+def test_what_cannot_be_deleted_is_a_warning_and_no_longer_a_checkpoint(tmp_path, monkeypatch):
+    """The new checkpoint is safe: ending the run because an old one stays would be worse."""
+    root = made(tmp_path, "iter_0000001", "iter_0000002")
+
+    def refuse(path):
+        raise PermissionError(13, "Permission denied", str(path))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "rmtree", refuse)
+        with pytest.warns(
+            UserWarning, match="iter_0000001: cannot be deleted: .*Permission denied.* delete it by hand"
+        ):
+            prune(root, 2, 1)
+    assert iterations(root) == [2] and (root / ".deleted-iter_0000001").exists()
+    prepare(root, 3)
+    assert not (root / ".deleted-iter_0000001").exists()
+
+
+def test_a_file_is_replaced_whole_or_not_at_all(tmp_path, monkeypatch):
+    """A tracker cut off in the middle would name another iteration."""
+    path = tmp_path / "tracker"
+    write_durably(path, b"1")
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", lambda descriptor: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+        with pytest.raises(CheckpointError, match=f"^{path}: writing failed: No space left on device"):
+            write_durably(path, b"2")
+    assert path.read_bytes() == b"1"
+
+
+def test_users_may_name_the_run_its_checkpoints_or_one_of_them(tmp_path):
+    root = made(tmp_path / "checkpoints", "iter_0000001", "iter_0000002", tracker="1")
+    newest = root / "iter_0000001"
+    assert resolve(tmp_path) == resolve(root) == resolve(newest) == newest
+    assert resolve(root / "iter_0000002") == root / "iter_0000002"
+
+
+@pytest.mark.parametrize(("name", "message"), [("empty", "holds no checkpoint"), ("missing", "is no folder")])
+def test_a_folder_without_checkpoint_is_told(tmp_path, name, message):
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(
+        CheckpointError, match=rf"{name}: {message}. Give a run's folder, its checkpoints/ folder or one"
+    ):
+        resolve(tmp_path / name)

@@ -1,0 +1,129 @@
+"""layout.json: what it says comes back, and no damage to it gets past the reader."""
+
+import json
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_lite.checkpoint.layout import (
+    content_checksum,
+    dump_layout,
+    iteration_of,
+    mp_rank_folder,
+    parse_layout,
+    read_layout,
+)
+from megatron_lite.errors import CheckpointError
+from megatron_lite.parallel.grid import Grid
+from tests.checkpoints import one_process, save
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return save(tmp_path_factory.mktemp("layout"), 1, one_process())
+
+
+def test_layout_survives_its_text(folder):
+    """Floats, cuts with fused parts and the grid read back exactly."""
+    layout = read_layout(folder)
+    text = dump_layout(layout)
+    assert parse_layout(text.encode(), folder) == layout
+    assert layout.state["loss_scale"] == 0.1
+    assert layout.tensors["decoder.layers.0.self_attention.linear_qkv.weight"].shard.parts == (8, 4, 4)
+    line = next(line for line in text.splitlines() if "linear_fc2" in line)
+    assert '"shape": [4, 12], "shard": {"dim": 1, "parts": []}' in line
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda text: text[:-40], "not readable as JSON, so it is damaged"),
+        (lambda text: b"", "not readable as JSON, so it is damaged"),
+        (lambda text: b"[" * 100_000, "not readable as JSON, so it is damaged"),
+        (lambda text: b"\xff" + text, "not readable as JSON, so it is damaged"),
+        (lambda text: b"[1, 2]", "not the description of a megatron_lite checkpoint, or damaged"),
+        (lambda text: b'{"a": 1}', "not the description of a megatron_lite checkpoint, or damaged"),
+        (
+            lambda text: text.replace(b'"version": 1', b'"version": 2', 1),
+            "does not have the checksum .* damaged or was",
+        ),
+        (lambda text: text.replace(b'"iteration": 1', b'"iteration": 2', 1), "does not have the checksum"),
+    ],
+)
+def test_damage_is_told_with_the_path_and_what_to_do(tmp_path, folder, damage, message):
+    """Each says which file it is and how to go on."""
+    path = tmp_path / "layout.json"
+    path.write_bytes(damage((folder / "layout.json").read_bytes()))
+    with pytest.raises(CheckpointError, match=message) as caught:
+        read_layout(tmp_path)
+    assert str(caught.value).startswith(str(path)) and "latest_checkpointed_iteration.txt" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"version": 2}, "has format 'megatron_lite checkpoint', version 2; .* or a newer one"),
+        ({"format": "other"}, "has format 'other', version 1"),
+        ({"iteration": -1}, "iteration: Input should be greater than or equal to 0"),
+        ({"files": {}}, "is said to be in mp_rank_00/model.safetensors, which is not described"),
+        ({"files": {"../../etc/passwd": {}}}, "files.*String should match pattern"),
+        ({"tensors": {"a": {"shape": [1], "shard": {}, "values": {}}}}, "a has no weight"),
+        (
+            {"tensors": {"a": {"shape": [1], "shard": {}, "values": {"weight": {"dtype": "F8", "pieces": []}}}}},
+            "a has the unknown dtype F8",
+        ),
+        ({"surprise": 1}, "surprise: Extra inputs are not permitted"),
+    ],
+)
+def test_what_this_version_cannot_use_is_refused(folder, changes, message):
+    """A description with a valid checksum can still be one that we do not understand."""
+    text = json.loads(dump_layout(read_layout(folder)))
+    text.pop("crc32")
+    content = {**text, **changes}
+    raw = json.dumps({"crc32": content_checksum(content), **content}).encode()
+    with pytest.raises(CheckpointError, match=message):
+        parse_layout(raw, folder / "layout.json")
+
+
+def test_a_folder_without_layout_is_foreign(tmp_path):
+    """Megatron-LM's folders have the same names."""
+    (tmp_path / "mp_rank_00").mkdir()
+    with pytest.raises(CheckpointError, match=r"has no layout\.json, so it is no checkpoint of megatron_lite"):
+        read_layout(tmp_path)
+
+
+def test_a_layout_that_cannot_be_opened_says_why(tmp_path):
+    (tmp_path / "layout.json").mkdir()
+    with pytest.raises(CheckpointError, match=r"layout\.json: cannot be read: Is a directory"):
+        read_layout(tmp_path)
+
+
+@settings(max_examples=300, deadline=None)
+@given(data=st.data())
+def test_no_damage_to_the_text_passes(folder, data):
+    """Flipped, lost or added bytes: the same layout (whitespace changed) or a CheckpointError, never anything else."""
+    text = bytearray((folder / "layout.json").read_bytes())
+    for _ in range(data.draw(st.integers(1, 4))):
+        place = data.draw(st.integers(0, len(text) - 1))
+        kind = data.draw(st.sampled_from(["flip", "cut", "insert", "delete"]))
+        if kind == "flip":
+            text[place] ^= data.draw(st.integers(1, 255))
+        elif kind == "cut" and place:
+            del text[place:]
+        elif kind == "insert":
+            text[place:place] = data.draw(st.binary(min_size=1, max_size=8))
+        elif len(text) > 1:
+            del text[place]
+    try:
+        assert parse_layout(bytes(text), folder) == read_layout(folder)
+    except CheckpointError as error:
+        assert str(folder) in str(error)
+
+
+def test_folders_have_megatrons_names():
+    """Scripts look for them."""
+    assert mp_rank_folder(3, 0, Grid(tp=4)) == "mp_rank_03"
+    assert mp_rank_folder(3, 12, Grid(tp=4, pp=16)) == "mp_rank_03_012"
+    assert iteration_of("iter_0000100") == 100 and iteration_of("iter_12345678") == 12345678
+    assert iteration_of("iter_100") is None and iteration_of(".new-iter_0000100") is None

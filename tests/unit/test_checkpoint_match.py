@@ -1,0 +1,84 @@
+"""A checkpoint of another model or run is refused before any tensor is touched, with the keys to look at."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from megatron_lite.errors import CheckpointError
+from megatron_lite.parallel.shard import ParamMeta, Shard
+from tests.checkpoints import CONFIG, TABLE, contents, load, one_process, save
+
+QKV = "decoder.layers.0.self_attention.linear_qkv.weight"
+FC2 = "decoder.layers.0.mlp.linear_fc2.weight"
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    root = tmp_path_factory.mktemp("match")
+    save(root, 1, one_process())
+    return root
+
+
+def refused(root, table=TABLE, **changes) -> str:
+    """The message, for a run with this table; the run's tensors stay as they were."""
+    into = contents(one_process(), -1, table=table)
+    with pytest.raises(CheckpointError) as caught:
+        load(root, 1, one_process(), **{**into, "table": table, **changes})
+    tensors = [*into["params"].values(), *(t for kinds in into["optimizer_state"].values() for t in kinds.values())]
+    assert not any(tensor.any() for tensor in tensors)
+    return str(caught.value)
+
+
+def test_other_shapes_are_named_with_both_and_the_keys_to_look_at(root):
+    table = {**TABLE, FC2: replace(TABLE[FC2], shape=(4, 24))}
+    config = {"model": {"hidden_size": 4, "num_layers": 1, "ffn_hidden_size": 6}}
+    message = refused(root, table, config={**config, "model": {**config["model"], "hidden_size": 8}})
+    assert message == (
+        f"{root}/iter_0000001: is of another model; {FC2} is [4, 12] there and [4, 24] here. "
+        "Look at model.hidden_size (4 there, 8 here), or choose another run.dir"
+    )
+
+
+def test_other_fused_parts_are_another_model(root):
+    """The same shape with other query groups would load, and be nonsense."""
+    table = {**TABLE, QKV: replace(TABLE[QKV], shard=Shard(0, (12, 2, 2)))}
+    assert (
+        "linear_qkv.weight is [16, 4] fused of [8, 4, 4] there and [16, 4] fused of [12, 2, 2] here. Look at the "
+        in (refused(root, table))
+    )
+
+
+def test_missing_tensors_are_named(root):
+    table = {**TABLE, **{f"decoder.layers.{n}.bias": ParamMeta((4,), Shard(), "zeros") for n in range(1, 6)}}
+    message = refused(root, table, config={"model": {**CONFIG["model"], "num_layers": 6}})
+    assert "not there: decoder.layers.1.bias, decoder.layers.2.bias, decoder.layers.3.bias and 2 more" in message
+    assert "Look at model.num_layers (1 there, 6 here)" in message
+
+
+def test_left_over_tensors_are_named(root):
+    """Half of a deeper model is not this model."""
+    table = {name: meta for name, meta in TABLE.items() if name != FC2}
+    assert f"is of another model; only there: {FC2}. Look at" in refused(root, table)
+
+
+def test_another_precision_is_named(root):
+    """bf16 moments in an fp32 run, or the reverse, would go unnoticed."""
+    into = contents(one_process(), -1, torch.float16)
+    message = refused(root, **into)
+    assert "weight of embedding.word_embeddings.weight is BF16, this run needs F16. Set train.precision as" in message
+    into = contents(one_process(), -1, torch.float32)
+    assert refused(root, **into).endswith(
+        "of embedding.word_embeddings.weight it holds exp_avg, exp_avg_sq, master, weight, this run needs exp_avg, "
+        "exp_avg_sq, weight. Set train.precision as it was (bf16)"
+    )
+
+
+def test_tensors_of_another_size_than_described_are_refused(root):
+    """A caller's mistake, found before half of a tensor is filled."""
+    into = contents(one_process(), -1)
+    into["params"][FC2] = torch.zeros(4, 6, dtype=torch.bfloat16)
+    assert (
+        f"weight of {FC2} has 48 elements for tensor-parallel rank 0 and pipeline stage 0, this run needs 24. Set the "
+        "parallel section as it was"
+    ) in refused(root, **into)

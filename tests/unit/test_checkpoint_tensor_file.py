@@ -1,0 +1,185 @@
+"""Our safetensors files: the library reads them, we check every byte of them."""
+
+import errno
+import os
+import resource
+import signal
+import threading
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors import safe_open
+from safetensors.torch import load_file
+
+from megatron_lite.checkpoint import tensor_file
+from megatron_lite.checkpoint.layout import DTYPES
+from megatron_lite.checkpoint.tensor_file import TensorFile, explained, sync_folder, write_tensors
+from megatron_lite.errors import CheckpointError
+
+TENSORS = {
+    "bytes": torch.arange(5, dtype=torch.uint8),
+    "half": torch.tensor([[1.5, float("nan")], [float("-inf"), -0.0]], dtype=torch.bfloat16),
+    "scalar": torch.tensor(3.25, dtype=torch.float64),
+    "none": torch.zeros(0, 3),
+    "transposed": torch.arange(12.0).view(3, 4).t(),
+    "parameter": torch.nn.Parameter(torch.arange(7.0)),
+}
+
+
+def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    plain = [x.detach().contiguous().reshape(-1).view(torch.uint8) for x in (a, b)]
+    return a.dtype == b.dtype and a.shape == b.shape and torch.equal(*plain)
+
+
+def test_every_dtype_and_shape_comes_back_bit_for_bit(tmp_path):
+    """Also through the library's own reader, so that the files open everywhere."""
+    tensors = TENSORS | {name: torch.tensor([1, 0, 1]).to(dtype) for name, dtype in DTYPES.items()}
+    path = tmp_path / "a.safetensors"
+    info = write_tensors(path, tensors)
+    ours, theirs = TensorFile(path, info).get_all(), load_file(path)
+    assert ours.keys() == theirs.keys() == tensors.keys()
+    for name, tensor in tensors.items():
+        assert same_bits(ours[name], tensor) and same_bits(theirs[name], tensor), name
+    assert info.bytes == path.stat().st_size
+
+
+def test_a_file_larger_than_its_flushes_is_whole(tmp_path, monkeypatch):
+    """Chunks and background flushes must neither lose nor reorder bytes."""
+    monkeypatch.setattr(tensor_file, "CHUNK_BYTES", 1000)
+    monkeypatch.setattr(tensor_file, "FLUSH_BYTES", 3000)
+    synced = []
+    real = os.fsync
+    monkeypatch.setattr(os, "fsync", lambda fd: (synced.append(threading.current_thread()), real(fd)))
+    tensors = {str(n): torch.randn(n * 1001) for n in range(1, 12)}
+    path = tmp_path / "a.safetensors"
+    info = write_tensors(path, tensors)
+    assert all(same_bits(TensorFile(path, info).get(name), tensor) for name, tensor in tensors.items())
+    assert threading.main_thread() in synced and len(set(synced)) == 2
+
+
+def test_an_error_of_a_background_flush_is_not_lost(tmp_path, monkeypatch):
+    """The disk's error must not disappear with its thread: the checkpoint would be taken for safe."""
+    monkeypatch.setattr(tensor_file, "FLUSH_BYTES", 1000)
+
+    def fail(descriptor):
+        if threading.current_thread() is not threading.main_thread():
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(os, "fsync", fail)
+    with pytest.raises(CheckpointError, match="writing failed: Input/output error"):
+        write_tensors(tmp_path / "a.safetensors", {"a": torch.zeros(4000)})
+
+
+def test_reading_is_through_a_memory_map(tmp_path):
+    """A copy of each file in memory would double what loading needs."""
+    path = tmp_path / "a.safetensors"
+    info = write_tensors(path, {"a": torch.zeros(100_000)})
+    tensor = TensorFile(path, info).get("a")
+    with open("/proc/self/maps") as maps:
+        assert any(str(path) in line for line in maps)
+    assert tensor.numel() == 100_000
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda path: path.unlink(), "is listed in layout.json but missing"),
+        (lambda path: path.write_bytes(path.read_bytes()[:-1]), "layout.json says .* the file was cut off or changed"),
+        (lambda path: path.write_bytes(b""), "has 0 bytes, layout.json says"),
+        (lambda path: path.write_bytes(path.read_bytes() + b"x"), "the file was cut off or changed"),
+        (lambda path: flip(path, 20), "its header does not have the checksum that layout.json lists"),
+        (lambda path: flip(path, 0), "its header does not have the checksum that layout.json lists"),
+        (lambda path: flip(path, -1), "tensor bytes has checksum [0-9a-f]{8}, layout.json lists [0-9a-f]{8}"),
+        (lambda path: (path.unlink(), path.mkdir()), "cannot be read|the file was cut off or changed"),
+    ],
+)
+def test_damage_is_told_with_the_path_and_what_to_do(tmp_path, damage, message):
+    """A flipped byte, a missing or a truncated file: which file, which tensor, how to go on."""
+    path = tmp_path / "a.safetensors"
+    info = write_tensors(path, TENSORS)
+    damage(path)
+    with pytest.raises(CheckpointError, match=message) as caught:
+        TensorFile(path, info).get_all()
+    assert str(caught.value).startswith(str(path)) and "go on from another checkpoint" in str(caught.value)
+
+
+def flip(path, place: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[place] ^= 64
+    path.write_bytes(data)
+
+
+@settings(max_examples=200, deadline=None)
+@given(place=st.integers(0, 10_000), value=st.integers(1, 255), cut=st.booleans())
+def test_no_damage_to_the_file_passes(tmp_path_factory, place, value, cut):
+    """Any one byte changed, or the end cut off anywhere: always a CheckpointError, nothing else, never silence."""
+    path = tmp_path_factory.getbasetemp() / "damaged.safetensors"
+    info = write_tensors(path, TENSORS)
+    data = bytearray(path.read_bytes())
+    place %= len(data)
+    if cut:
+        del data[place:]
+    else:
+        data[place] ^= value
+    path.write_bytes(data)
+    with pytest.raises(CheckpointError):
+        TensorFile(path, info).get_all()
+
+
+def test_a_disk_that_takes_no_more_is_told(tmp_path):
+    """A real failure in the middle of a large write: the limit on file sizes."""
+    before, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, before[1]))
+    try:
+        with pytest.raises(CheckpointError, match=r"a.safetensors: writing failed: File too large"):
+            write_tensors(tmp_path / "a.safetensors", {"a": torch.zeros(1 << 20)})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, handler)
+
+
+@pytest.mark.parametrize(
+    ("number", "advice"),
+    [
+        (errno.ENOSPC, "No space left on device. Free some space, lower checkpoint.keep, or point run.dir"),
+        (errno.EDQUOT, "Disk quota exceeded. Free some of your quota"),
+        (errno.EACCES, "Permission denied. Give this user write permission there"),
+        (errno.EPERM, "Operation not permitted. Give this user write permission there"),
+        (errno.EROFS, "Read-only file system. The file system is read-only; point run.dir elsewhere"),
+        (errno.ENOENT, "No such file or directory. Every rank must see the same run.dir"),
+        (errno.EIO, "Input/output error. Check the disk, or point run.dir to another one"),
+    ],
+)
+def test_errors_of_the_system_say_what_to_do(tmp_path, number, advice):
+    with pytest.raises(CheckpointError, match=advice) as caught, explained("writing", tmp_path):
+        raise OSError(number, os.strerror(number))
+    assert str(caught.value).startswith(f"{tmp_path}: writing failed: ")
+
+
+def test_file_systems_that_cannot_sync_folders_are_tolerated(tmp_path, monkeypatch):
+    """Some network file systems answer EINVAL; other errors count."""
+
+    def fail(number):
+        def fsync(descriptor):
+            raise OSError(number, os.strerror(number))
+
+        return fsync
+
+    monkeypatch.setattr(os, "fsync", fail(errno.EINVAL))
+    sync_folder(tmp_path)
+    monkeypatch.setattr(os, "fsync", fail(errno.EIO))
+    with pytest.raises(OSError, match="Input/output error"):
+        sync_folder(tmp_path)
+
+
+def test_data_starts_at_a_cache_line(tmp_path):
+    """The map's tensors are then aligned, whatever their names are."""
+    path = tmp_path / "a.safetensors"
+    for length in range(1, 70):
+        write_tensors(path, {"x" * length: torch.ones(2)})
+        with path.open("rb") as file:
+            assert (8 + int.from_bytes(file.read(8), "little")) % 64 == 0
+        with safe_open(path, framework="pt") as file:
+            assert file.get_tensor("x" * length).tolist() == [1, 1]

@@ -1,0 +1,65 @@
+"""What `megatron-lite inspect` prints."""
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from megatron_lite.cli.inspect import inspect
+from megatron_lite.errors import CheckpointError
+from tests.checkpoints import one_process, save
+
+app = typer.Typer()
+app.command()(inspect)
+
+
+@pytest.fixture
+def run_dir(tmp_path):
+    for iteration in (1, 2):
+        save(tmp_path / "checkpoints", iteration, one_process())
+    return tmp_path
+
+
+def test_it_prints_what_is_in_the_newest(run_dir):
+    """Iteration, layout, sizes, state and every tensor with its shape, dtype, cut and files."""
+    result = CliRunner().invoke(app, [str(run_dir)])
+    assert result.exit_code == 0
+    lines = [line.split() for line in result.output.splitlines()]
+    assert lines[0] == [f"{run_dir}/checkpoints/iter_0000002"]
+    assert lines[1][:3] == ["iteration", "2,", "saved"]
+    assert lines[2] == ["layout", "tp=1", "cp=1", "dp=1", "pp=1", "(1", "rank)"]
+    assert lines[3] == ["parameters", "148", "in", "4", "tensors"]  # 8*4 + 16*4 + 4*12 + 4
+    assert lines[4][:3] == ["files", "3,", "together"]
+    assert "version=2" in result.output and "loss_scale=0.1" in result.output
+    row = next(line for line in result.output.splitlines() if "linear_qkv" in line)
+    assert "[16, 4]  BF16   dim 0 in parts [8, 4, 4]  master:F32 exp_avg:F32 exp_avg_sq:F32" in row
+    assert row.endswith("mp_rank_00/model mp_rank_00/optimizer_dp_000")
+    assert "verified" not in result.output
+
+
+def test_verify_reads_everything_and_fails_on_damage(run_dir):
+    """A cold spare has to be checked before it is needed."""
+    result = CliRunner().invoke(app, [str(run_dir / "checkpoints"), "--verify"])
+    assert result.exit_code == 0 and "verified: all 3 files have the checksums in layout.json" in result.output
+    path = run_dir / "checkpoints" / "iter_0000002" / "mp_rank_00" / "optimizer_dp_000.safetensors"
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    assert CliRunner().invoke(app, [str(run_dir)]).exit_code == 0
+    result = CliRunner().invoke(app, [str(run_dir), "--verify"])
+    assert isinstance(result.exception, CheckpointError) and "optimizer_dp_000.safetensors: tensor" in str(
+        result.exception
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("nowhere", "is no folder"),
+        ("checkpoints/iter_0000007", "has no layout.json"),
+        ("checkpoints/iter_0000001/mp_rank_00", "holds no checkpoint"),
+    ],
+)
+def test_other_folders_are_an_error_with_exit_code_1(run_dir, name, message):
+    """The command line prints the message of a MegatronLiteError and exits with its code."""
+    error = CliRunner().invoke(app, [str(run_dir / name)]).exception
+    assert isinstance(error, CheckpointError) and message in str(error) and error.exit_code == 1
