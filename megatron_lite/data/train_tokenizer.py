@@ -5,6 +5,7 @@ their own, and a character that is no piece falls back to its bytes: decoding gi
 Source: Sennrich et al., arXiv 1508.07909 (BPE); Kudo and Richardson, arXiv 1808.06226 (sentencepiece).
 """
 
+import contextlib
 import io
 import os
 from collections.abc import Iterator, Sequence
@@ -67,9 +68,9 @@ def train_sentencepiece(
         temporary.write_bytes(model.getvalue())
         os.replace(temporary, target)
     except OSError as error:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
         raise DataError(f"{target}: cannot be written: {error.strerror}") from error
-    finally:
-        temporary.unlink(missing_ok=True)
     return target
 
 

@@ -11,7 +11,7 @@ def helpers():
     return pytest.importorskip("megatron.core.datasets.helpers_cpp")
 
 
-def build_splits(paths, split, num_samples, *, seq_length, seed, cache_dir=None):
+def build_splits(paths, split, num_samples, seq_length, seed):
     """Its train, valid and test datasets, as `--data-path paths --split split` would build them."""
     helpers()
     with warnings.catch_warnings():
@@ -24,7 +24,6 @@ def build_splits(paths, split, num_samples, *, seq_length, seed, cache_dir=None)
         sequence_length=seq_length,
         blend=get_blend_from_list(list(paths)),
         split=",".join(map(str, split)),
-        path_to_cache=cache_dir,
         # It asks a tokenizer for its size, its end token and a pad token that no document holds.
         tokenizer=SimpleNamespace(vocab_size=1 << 30, eod=-2, pad=-1, unique_identifiers={}),
         reset_position_ids=False,

@@ -37,7 +37,7 @@ def test_splits_and_blends_equal_megatron_cores(tmp_path, corpora, form, num_sam
     if form == "unweighted":
         num_samples = (100, 7, 3)
     ours = build(tmp_path, paths[form], num_samples=num_samples)
-    theirs = megatron_core.build_splits(paths[form], (8, 1, 1), num_samples, seq_length=16, seed=7)
+    theirs = megatron_core.build_splits(paths[form], (8, 1, 1), num_samples, 16, 7)
     for wanted, our_split, their_split in zip(num_samples, ours, theirs, strict=True):
         assert wanted <= len(our_split) <= len(their_split)
         for k in range(len(our_split)):

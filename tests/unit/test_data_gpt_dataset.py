@@ -97,10 +97,19 @@ def test_samples_equal_megatron_cores(tmp_path, seed, num_samples):
     """One to six epochs, last epoch apart or not, empty documents and documents of many samples among them."""
     lengths = [*np.random.default_rng(5).integers(0, 60, size=30).tolist(), 0, 0, 700, 0]
     ours = dataset_of(tmp_path, lengths, num_samples, 31, seed)
-    theirs, _, _ = megatron_core.build_splits(
-        [ours.indexed.prefix], [1, 0, 0], [num_samples, 0, 0], seq_length=31, seed=seed
-    )
+    theirs, _, _ = megatron_core.build_splits([ours.indexed.prefix], [1, 0, 0], [num_samples, 0, 0], 31, seed)
     assert len(ours) == len(theirs)
+    for k in range(len(ours)):
+        np.testing.assert_array_equal(ours[k], megatron_core.sample_of(theirs, k))
+
+
+@pytest.mark.parametrize(("num_samples", "last_apart"), [(179, True), (180, False)])
+def test_the_last_epoch_is_set_apart_below_megatrons_threshold(tmp_path, num_samples, last_apart):
+    """100 samples an epoch: apart when fewer than 80 of the last are needed, mixed with the others from 80 on."""
+    lengths = [10] * 80 + [1]  # 801 tokens are 100 samples of 8 and the extra label
+    ours = dataset_of(tmp_path, lengths, num_samples, 8)
+    assert ours.epochs == Epochs(2, last_apart)
+    theirs, _, _ = megatron_core.build_splits([ours.indexed.prefix], [1, 0, 0], [num_samples, 0, 0], 8, 1234)
     for k in range(len(ours)):
         np.testing.assert_array_equal(ours[k], megatron_core.sample_of(theirs, k))
 

@@ -1,0 +1,227 @@
+"""Every tokenizer gives back the text it was given, and the ids its original would give."""
+
+import json
+import sysconfig
+from pathlib import Path
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from megatron_lite.data.tokenizer import build_tokenizer
+from megatron_lite.data.train_tokenizer import train_sentencepiece
+from megatron_lite.errors import ConfigError, DataError
+
+SOURCES = [Path(sysconfig.get_paths()["stdlib"]) / name for name in ("ast.py", "heapq.py", "textwrap.py")]
+
+# Spaces and newlines in every arrangement, what sentencepiece and the added tokens use for themselves, and the rest
+# of Unicode. Half a surrogate pair is no text.
+code_like = st.lists(
+    st.one_of(
+        st.sampled_from(
+            [" ", "  ", " " * 11, "\n", "\t", "\r\n", "def f(x):", "▁", "<0x41>", "</s>", "<unk>", "é", "\0"]
+        ),
+        st.sampled_from(["<|endoftext|>", "<|extratoken_10|>", "return", "\u3000", "\ufeff", "👩‍👩‍👧", "a\u0301"]),
+        st.text(st.characters(exclude_categories=["Cs"]), max_size=8),
+    ),
+    max_size=12,
+).map("".join)
+
+
+@pytest.fixture(scope="module")
+def specs(tmp_path_factory):
+    """One small tokenizer of each kind, trained on three modules of the standard library."""
+    folder = tmp_path_factory.mktemp("tokenizers")
+    return {
+        "bytes": "bytes",
+        "sentencepiece": f"sentencepiece:{train_sentencepiece(SOURCES, folder / 'sp', 1000)}",
+        **train_byte_level(folder),
+    }
+
+
+def train_byte_level(folder):
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    model = Tokenizer(models.BPE())
+    model.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    model.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=800, initial_alphabet=alphabet, show_progress=False)
+    model.train([str(path) for path in SOURCES], trainer)
+    hf_file = folder / "tokenizer.json"
+    folder = folder / "bpe"
+    folder.mkdir()
+    model.model.save(str(folder))
+    vocab = json.loads((folder / "vocab.json").read_text())
+    vocab["<|endoftext|>"] = len(vocab)  # the last id, as in GPT-2
+    (folder / "vocab.json").write_text(json.dumps(vocab))
+    model.add_special_tokens(["</s>"])
+    model.save(str(hf_file))
+    return {
+        "gpt2": f"gpt2:{folder / 'vocab.json'},{folder / 'merges.txt'}",
+        "hf": f"hf:{hf_file}",
+        "codegeex": f"codegeex:{folder}",
+    }
+
+
+@pytest.mark.parametrize("kind", ["bytes", "sentencepiece", "gpt2", "codegeex"])
+@settings(max_examples=150, deadline=None)
+@given(text=code_like)
+@example(text=" ▁ ▁▁  <|extratoken_10|>\n\t <0xE2>")
+def test_decoding_gives_back_every_text(specs, kind, text):
+    """A model trained on a lossy spelling of code could not write code that runs."""
+    tokenizer = build_tokenizer(specs[kind])
+    ids = tokenizer.encode(text)
+    assert tokenizer.decode(ids) == text
+    assert all(0 <= token < tokenizer.vocab_size for token in ids)
+    assert tokenizer.eod not in ids, "a text ended its own document"
+
+
+@pytest.mark.parametrize("kind", ["bytes", "sentencepiece", "gpt2", "hf", "codegeex"])
+def test_real_source_survives_every_tokenizer(specs, kind):
+    tokenizer = build_tokenizer(specs[kind])
+    assert tokenizer.spec == specs[kind]
+    for path in SOURCES:
+        text = path.read_text()
+        ids = tokenizer.encode(text)
+        assert tokenizer.decode(ids) == text
+        assert len(ids) < len(text) / 1.5 or kind == "bytes"
+
+
+def reference(specs):
+    transformers = pytest.importorskip("transformers")
+    return transformers.GPT2TokenizerFast.from_pretrained(specs["codegeex"].removeprefix("codegeex:"))
+
+
+def test_gpt2_gives_the_ids_of_transformers(specs):
+    ours, theirs = build_tokenizer(specs["gpt2"]), reference(specs)
+    assert ours.vocab_size == len(theirs) and ours.eod == theirs.eos_token_id
+    for path in SOURCES:
+        assert ours.encode(path.read_text()) == theirs(path.read_text())["input_ids"]
+
+
+@pytest.mark.parametrize("with_file", [True, False])
+def test_codegeex_gives_the_ids_of_its_own_recipe(specs, tmp_path, with_file):
+    """CodeGeeX replaces runs of 10 to 2 spaces by extra tokens 18 to 10 and calls GPT-J's tokenizer."""
+    theirs = reference(specs)
+    size = len(theirs)
+    extra = {f"<|extratoken_{k}|>": size + k - 1 for k in range(1, 144)}
+    theirs.add_tokens(list(extra))
+    folder = Path(specs["codegeex"].removeprefix("codegeex:"))
+    for name in ("vocab.json", "merges.txt"):
+        (tmp_path / name).write_bytes((folder / name).read_bytes())
+    if with_file:
+        (tmp_path / "added_tokens.json").write_text(json.dumps(extra))
+    ours = build_tokenizer(f"codegeex:{tmp_path}")
+    assert ours.vocab_size == size + 143
+    assert ours.encode(" " * 11 + "x") == [size + 17, *ours.encode(" x")]
+    texts = [path.read_text() for path in SOURCES] + ["".join(" " * n + "a" for n in range(35)), "x \n  \n   \n"]
+    for text in texts:
+        replaced = text
+        for spaces in range(10, 1, -1):
+            replaced = replaced.replace(" " * spaces, f"<|extratoken_{8 + spaces}|>")
+        assert ours.encode(text) == theirs(replaced)["input_ids"]
+
+
+def test_the_published_vocabulary_has_50400_ids_with_two_spaces_at_50266(tmp_path):
+    """GPT-2's 50,257 ids and GPT-J's 143; the weights of CodeGeeX 13B are trained on these numbers."""
+    from tokenizers import pre_tokenizers
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    names = [*alphabet, *(f"unused{i}" for i in range(50256 - len(alphabet))), "<|endoftext|>"]
+    (tmp_path / "vocab.json").write_text(json.dumps({name: i for i, name in enumerate(names)}))
+    (tmp_path / "merges.txt").write_text("#version: 0.2\n")
+    tokenizer = build_tokenizer(f"codegeex:{tmp_path}")
+    assert (tokenizer.vocab_size, tokenizer.eod) == (50400, 50256)
+    assert tokenizer.encode("  ") == [50266] and tokenizer.encode(" " * 10) == [50274]
+    assert tokenizer.decode([50266, 50274]) == " " * 12
+
+
+def test_the_end_token_of_tokenizer_config_is_preferred(specs, tmp_path):
+    """A tokenizer.json may hold several tokens that could end a document; the file beside it says which does."""
+    path = tmp_path / "tokenizer.json"
+    path.write_bytes(Path(specs["hf"].removeprefix("hf:")).read_bytes())
+    plain = build_tokenizer(f"hf:{path}")
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": {"content": "a"}}))
+    chosen = build_tokenizer(f"hf:{tmp_path}")
+    assert plain.decode([plain.eod]) == "</s>" and chosen.decode([chosen.eod]) == "a"
+
+
+def test_a_foreign_sentencepiece_model_is_used_as_it_is(tmp_path):
+    """One that puts a space before every text must not get it in the middle of one."""
+    import sentencepiece
+
+    lines = [line for path in SOURCES for line in path.read_text().split("\n")]
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(lines),
+        model_prefix=str(tmp_path / "llama"),
+        vocab_size=600,
+        model_type="bpe",
+        byte_fallback=True,
+        minloglevel=2,
+    )
+    tokenizer = build_tokenizer(f"sentencepiece:{tmp_path / 'llama.model'}")
+    model = sentencepiece.SentencePieceProcessor(model_file=str(tmp_path / "llama.model"))
+    assert tokenizer.encode("a▁b def") == model.encode("a▁b def")
+
+
+@pytest.mark.parametrize("spec", ["", "byte", "sentencepiece", "gpt2:", "tiktoken:x"])
+def test_an_unknown_spec_is_told_what_there_is(spec):
+    with pytest.raises(ConfigError, match=r"is unknown; use bytes, sentencepiece:FILE, gpt2:VOCAB,MERGES, hf"):
+        build_tokenizer(spec)
+
+
+def test_gpt2_needs_two_files():
+    with pytest.raises(ConfigError, match="names one file; write gpt2:VOCAB,MERGES"):
+        build_tokenizer("gpt2:vocab.json")
+
+
+@pytest.mark.parametrize("spec", ["sentencepiece:{}/x", "gpt2:{}/x,{}/y", "hf:{}/x", "hf:{}", "codegeex:{}"])
+def test_a_missing_file_is_named(tmp_path, spec):
+    with pytest.raises(DataError, match=f"{tmp_path}/.*: no such tokenizer file"):
+        build_tokenizer(spec.replace("{}", str(tmp_path)))
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("sentencepiece:{}/bad", "bad: not a sentencepiece model"),
+        ("gpt2:{}/bad,{}/bad", "not a BPE vocabulary and its merges"),
+        ("gpt2:{}/vocab.json,{}/merges.txt", "vocab.json: has no <|endoftext|> to end documents with"),
+        ("hf:{}/bad", "bad: not a tokenizer.json"),
+        ("hf:{}/no_end.json", "has none of <|endoftext|>, </s>"),
+    ],
+)
+def test_a_file_of_another_kind_is_named(tmp_path, spec, message):
+    from tokenizers import Tokenizer, models
+
+    (tmp_path / "bad").write_text("not this")
+    (tmp_path / "vocab.json").write_text('{"a": 0}')
+    (tmp_path / "merges.txt").write_text("#version: 0.2\n")
+    Tokenizer(models.BPE(vocab={"a": 0}, merges=[])).save(str(tmp_path / "no_end.json"))
+    with pytest.raises(DataError) as error:
+        build_tokenizer(spec.replace("{}", str(tmp_path)))
+    assert message in str(error.value)
+
+
+def test_added_tokens_without_the_spaces_are_refused(specs, tmp_path):
+    folder = Path(specs["codegeex"].removeprefix("codegeex:"))
+    for name in ("vocab.json", "merges.txt"):
+        (tmp_path / name).write_bytes((folder / name).read_bytes())
+    (tmp_path / "added_tokens.json").write_text('{"<|extratoken_1|>": 801}')
+    with pytest.raises(DataError, match=r"has no <\|extratoken_10\|>, which stands for a run of spaces"):
+        build_tokenizer(f"codegeex:{tmp_path}")
+
+
+def test_a_sentencepiece_model_without_an_end_is_refused(tmp_path):
+    import sentencepiece
+
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(SOURCES[0].read_text().split("\n")),
+        model_prefix=str(tmp_path / "endless"),
+        vocab_size=300,
+        eos_id=-1,
+        minloglevel=2,
+    )
+    with pytest.raises(DataError, match=r"endless.model: the model has no </s> to end documents with"):
+        build_tokenizer(f"sentencepiece:{tmp_path / 'endless.model'}")
