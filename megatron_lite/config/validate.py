@@ -143,7 +143,9 @@ def _vocabulary_rules(model: ModelConfig, tensor: int) -> Iterable[Rule]:
 
 def _batch_rules(config: Config, world_size: int) -> Iterable[Rule]:
     train = config.train
-    data_parallel = max(1, config.parallel.data(world_size))  # 0 when there are too few processes, which is reported
+    if world_size % config.parallel.model_size:
+        return  # reported; there is no data-parallel size to check against
+    data_parallel = config.parallel.data(world_size)
     portion, full = train.micro_batch_size * data_parallel, train.global_batch(data_parallel)
     factors = f"train.micro_batch_size * data-parallel size ({train.micro_batch_size} * {data_parallel} = {portion})"
     yield (
