@@ -100,7 +100,7 @@ class SelfAttention(nn.Module):
         """Attention output before the residual connection, and the bias still to be added, if any.
 
         x             [s, b, h]
-        query_input   [s, b, h]   what queries are made of, in a block that has its own; not normalised
+        query_input   [s, b, h]   or [s, 1, h]; what queries are made of, in a block that has its own; not normalised
         rotary        cosine and sine, [s, 1, 1, d/2]
         returns       [s, b, h], bias [h] or None
         Communicates: forward one all-reduce of [s, b, h] over tp, backward one more.
@@ -110,7 +110,7 @@ class SelfAttention(nn.Module):
             mixed, _ = self.linear_qkv(x)
             query, key, value = mixed.split(self.local_sizes, dim=-1)
         else:
-            query, _ = self.linear_q(query_input)
+            query = self.linear_q(query_input)[0].expand(s, b, -1)  # without dropout one row serves the batch
             key, value = self.linear_kv(x)[0].split(self.local_sizes[1:], dim=-1)
         query, key, value = (y.view(s, b, -1, self.head_dim) for y in (query, key, value))
         if rotary is not None:
