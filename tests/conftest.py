@@ -1,8 +1,13 @@
 """Fixtures for all tests. Test modules are packages (`tests.dist.test_x`), so that ranks can import their functions."""
 
 import pytest
+from hypothesis import settings
 
 from tests.ranks import Ranks
+
+# The same examples on every run, and no deadline: a busy machine is no failure.
+settings.register_profile("megatron_lite", deadline=None, derandomize=True)
+settings.load_profile("megatron_lite")
 
 
 @pytest.fixture(scope="session")

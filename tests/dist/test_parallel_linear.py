@@ -1,0 +1,225 @@
+"""Split layers against the whole layer in one process, in fp64: weights are drawn whole and cut by their own Shard."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from megatron_lite.parallel import linear
+from megatron_lite.parallel.context import solo
+from megatron_lite.parallel.linear import ColumnParallelLinear, RowParallelLinear
+from tests.dist.test_parallel_collectives import world_group
+
+LAYERS = {"column": ColumnParallelLinear, "row": RowParallelLinear}
+IN, OUT = 12, 16
+CLOSE = {"rtol": 1e-12, "atol": 1e-12}  # fp64: only the order of sums differs
+
+
+def draw(*shape: int, seed: int, dtype=torch.float64) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+
+
+def make(kind, tp, *, in_features=IN, out_features=OUT, bias=True, dtype=torch.float64, **options):
+    layer = LAYERS[kind](
+        in_features, out_features, tp=tp, bias=bias, init_std=0.02, dtype=dtype, device=torch.device("cpu"), **options
+    )
+    for seed, parameter in enumerate(layer.parameters()):
+        whole = draw(*parameter.meta.shape, seed=seed, dtype=dtype)
+        parameter.data.copy_(parameter.meta.shard.split(whole, tp.rank, tp.size))
+    return layer
+
+
+def whole_linear(*, in_features=IN, out_features=OUT, bias=True, dtype=torch.float64):
+    """Output and gradients of one whole F.linear on the same numbers."""
+    x = draw(3, 2, in_features, seed=10, dtype=dtype).requires_grad_()
+    weight = draw(out_features, in_features, seed=0, dtype=dtype).requires_grad_()
+    b = draw(out_features, seed=1, dtype=dtype).requires_grad_() if bias else None
+    y = F.linear(x, weight, b)
+    y.backward(output_gradient(out_features, dtype))
+    return {"y": y.detach(), "x": x.grad, "weight": weight.grad, "bias": None if b is None else b.grad}
+
+
+def output_gradient(out_features, dtype=torch.float64):
+    """Not contiguous, as after a transpose in the attention."""
+    return draw(out_features, 2, 3, seed=11, dtype=dtype).permute(2, 1, 0)
+
+
+def split_linear(kind, **options):
+    """What this rank has of the same numbers; its own share of inputs and outputs where the layer splits them."""
+    tp = world_group()
+    layer = make(kind, tp, **options)
+    in_features, out_features = options.get("in_features", IN), options.get("out_features", OUT)
+    dtype = options.get("dtype", torch.float64)
+    x, grad = draw(3, 2, in_features, seed=10, dtype=dtype), output_gradient(out_features, dtype)
+    if kind == "row" and options.get("input_is_parallel", True):
+        x = x.chunk(tp.size, dim=-1)[tp.rank]
+    if kind == "column" and not options.get("gather_output", False):
+        cut = layer.weight.meta.shard
+        grad = cut.split(grad.transpose(0, 2), tp.rank, tp.size).transpose(0, 2)
+    x = x.clone().requires_grad_()
+    y, bias = layer(x)
+    y.backward(grad)
+    grads = {name: parameter.grad for name, parameter in layer.named_parameters()}
+    return {"y": y.detach(), "x": x.grad, "skipped": None if bias is None else bias.detach(), **grads}
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4])
+@pytest.mark.parametrize("bias", [True, False])
+def test_column_split_linear_equals_the_whole(ranks, tp, bias):
+    """If f lost its all-reduce, the gradient of x would be one rank's share of the truth."""
+    whole = whole_linear(bias=bias)
+    for rank, got in enumerate(ranks(tp, split_linear, "column", bias=bias)):
+        torch.testing.assert_close(got["y"], whole["y"].chunk(tp, dim=-1)[rank], **CLOSE)
+        torch.testing.assert_close(got["x"], whole["x"], **CLOSE)
+        torch.testing.assert_close(got["weight"], whole["weight"].chunk(tp, dim=0)[rank], **CLOSE)
+        if bias:
+            torch.testing.assert_close(got["bias"], whole["bias"].chunk(tp)[rank], **CLOSE)
+        assert got["skipped"] is None
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4])
+@pytest.mark.parametrize("bias", [True, False])
+def test_row_split_linear_equals_the_whole(ranks, tp, bias):
+    """A bias added before the reduce would be counted tp times; its gradient needs no communication."""
+    whole = whole_linear(bias=bias)
+    for rank, got in enumerate(ranks(tp, split_linear, "row", bias=bias)):
+        torch.testing.assert_close(got["y"], whole["y"], **CLOSE)
+        torch.testing.assert_close(got["x"], whole["x"].chunk(tp, dim=-1)[rank], **CLOSE)
+        torch.testing.assert_close(got["weight"], whole["weight"].chunk(tp, dim=1)[rank], **CLOSE)
+        if bias:
+            torch.testing.assert_close(got["bias"], whole["bias"], **CLOSE)
+
+
+@pytest.mark.parametrize("tp", [2, 4])
+def test_gathered_output_is_the_whole_output_on_every_rank(ranks, tp):
+    whole = whole_linear()
+    for rank, got in enumerate(ranks(tp, split_linear, "column", gather_output=True)):
+        torch.testing.assert_close(got["y"], whole["y"], **CLOSE)
+        torch.testing.assert_close(got["x"], whole["x"], **CLOSE)
+        torch.testing.assert_close(got["weight"], whole["weight"].chunk(tp, dim=0)[rank], **CLOSE)
+
+
+@pytest.mark.parametrize("tp", [2, 4])
+def test_row_split_linear_cuts_a_whole_input_itself(ranks, tp):
+    whole = whole_linear()
+    for rank, got in enumerate(ranks(tp, split_linear, "row", input_is_parallel=False)):
+        torch.testing.assert_close(got["y"], whole["y"], **CLOSE)
+        torch.testing.assert_close(got["x"], whole["x"], **CLOSE)
+        torch.testing.assert_close(got["weight"], whole["weight"].chunk(tp, dim=1)[rank], **CLOSE)
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("kind", ["column", "row"])
+def test_a_skipped_bias_is_returned_and_not_added(ranks, tp, kind):
+    whole = whole_linear(bias=False)
+    bias = draw(OUT, seed=1)
+    for rank, got in enumerate(ranks(tp, split_linear, kind, skip_bias_add=True)):
+        split = kind == "column"
+        torch.testing.assert_close(got["y"], whole["y"].chunk(tp, dim=-1)[rank] if split else whole["y"], **CLOSE)
+        assert torch.equal(got["skipped"], bias.chunk(tp)[rank] if split else bias)
+        assert got["bias"] is None  # nobody used it here
+
+
+@pytest.mark.parametrize("tp", [2, 4])
+def test_fused_query_key_value_gives_each_rank_whole_heads_of_each(ranks, tp):
+    """Eight query heads, four key and value heads of size 2: 16 + 8 + 8 outputs, cut block by block."""
+    parts = (16, 8, 8)
+    whole = whole_linear(out_features=32)
+    for rank, got in enumerate(ranks(tp, split_linear, "column", out_features=32, parts=parts)):
+        q, k, v = (block.chunk(tp, dim=-1)[rank] for block in whole["y"].split(parts, dim=-1))
+        torch.testing.assert_close(got["y"], torch.cat([q, k, v], dim=-1), **CLOSE)
+        torch.testing.assert_close(got["x"], whole["x"], **CLOSE)
+        rows = torch.cat([block.chunk(tp)[rank] for block in whole["weight"].split(parts)])
+        torch.testing.assert_close(got["weight"], rows, **CLOSE)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("kind", ["column", "row"])
+def test_layers_compute_and_return_gradients_in_their_own_dtype(ranks, kind, dtype):
+    """Low precision: equal to the fp64 whole within a few roundings of numbers of size about 10."""
+    whole = whole_linear()
+    tolerance = {"rtol": 8 * torch.finfo(dtype).eps, "atol": 40 * torch.finfo(dtype).eps}
+    for rank, got in enumerate(ranks(2, split_linear, kind, dtype=dtype)):
+        assert {got[name].dtype for name in ("y", "x", "weight", "bias")} == {dtype}
+        dim = 0 if kind == "column" else 1
+        torch.testing.assert_close(got["weight"].double(), whole["weight"].chunk(2, dim=dim)[rank], **tolerance)
+        y = whole["y"].chunk(2, dim=-1)[rank] if kind == "column" else whole["y"]
+        torch.testing.assert_close(got["y"].double(), y, **tolerance)
+
+
+def test_at_one_rank_the_result_is_torch_linear_bit_for_bit():
+    layer = make("column", solo())
+    x = draw(3, 2, IN, seed=10)
+    assert torch.equal(layer(x)[0], F.linear(x, layer.weight, layer.bias))
+
+
+def order_of_work():
+    """The order in which backward starts the all-reduce, computes the weight gradient, and waits."""
+    events = []
+    tp = world_group()
+    start, real_sum = linear.all_reduce_async, torch.Tensor.t
+
+    def spy_start(x, group):
+        result, wait = start(x, group)
+        events.append("start")
+        return result, lambda: (events.append("wait"), wait())
+
+    def spy_t(x):
+        events.append("weight gradient")
+        return real_sum(x)
+
+    layer = make("column", tp)
+    x = draw(3, 2, IN, seed=10).requires_grad_()
+    y, _ = layer(x)
+    linear.all_reduce_async, torch.Tensor.t = spy_start, spy_t
+    try:
+        y.sum().backward()
+    finally:
+        linear.all_reduce_async, torch.Tensor.t = start, real_sum
+    return events
+
+
+def test_the_weight_gradient_is_computed_while_the_input_gradient_is_summed(ranks):
+    assert ranks(2, order_of_work) == [["start", "weight gradient", "wait"]] * 2
+
+
+def frozen_weight_and_constant_input():
+    layer = make("column", world_group())
+    layer.weight.requires_grad_(False)
+    x = draw(3, 2, IN, seed=10)
+    layer(x)[0].sum().backward()
+    return layer.weight.grad, layer.bias.grad
+
+
+def test_only_asked_gradients_are_computed(ranks):
+    for weight_grad, bias_grad in ranks(2, frozen_weight_and_constant_input):
+        assert weight_grad is None
+        assert torch.equal(bias_grad, torch.full((OUT // 2,), 6.0, dtype=torch.float64))
+
+
+def test_parameters_describe_their_cut():
+    column, row = make("column", solo(), parts=(8, 4, 4)), make("row", solo())
+    assert column.weight.meta.shape == (OUT, IN) and column.weight.meta.shard.dim == 0
+    assert column.bias.meta.shape == (OUT,) and column.bias.meta.shard.parts == (8, 4, 4)
+    assert row.weight.meta.shard.dim == 1 and not row.bias.meta.shard.is_split
+    assert (column.weight.meta.init, column.weight.meta.std, column.weight.meta.decay) == ("normal", 0.02, True)
+    assert (row.bias.meta.init, row.bias.meta.decay) == ("zeros", False)
+
+
+def test_layers_are_built_on_the_meta_device():
+    layer = RowParallelLinear(
+        IN, OUT, tp=solo(), bias=True, init_std=0.02, dtype=torch.bfloat16, device=torch.device("meta")
+    )
+    assert layer.weight.is_meta and layer.weight.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("options", [{"skip_bias_add": True}, {"parts": (8, 8)}])
+def test_gathered_output_with_a_cut_bias_or_fused_parts_is_refused(options):
+    with pytest.raises(ValueError, match=r"ColumnParallelLinear\(12, 16\): gather_output gives whole outputs in order"):
+        make("column", solo(), gather_output=True, **options)
+
+
+def test_a_size_that_does_not_divide_is_refused():
+    from megatron_lite.parallel.context import Group
+
+    with pytest.raises(ValueError, match=r"a block of 16 along dim 0 of \(16, 12\) does not divide over 3 ranks"):
+        make("column", Group("tp", (0, 1, 2), 0))
