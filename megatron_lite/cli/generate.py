@@ -1,1 +1,32 @@
 """`megatron-lite generate`: text from a checkpoint."""
+
+from typing import Annotated
+
+import typer
+
+
+def generate(
+    load: Annotated[str, typer.Option("--load", metavar="RUN_DIR", help="The run.dir of a run with a checkpoint.")],
+    prompt: Annotated[str, typer.Option("--prompt", metavar="TEXT", help="What the text begins with.")],
+    max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", min=0, metavar="N")] = 64,
+    temperature: Annotated[float, typer.Option(min=0.0, help="0 takes the likeliest token each time.")] = 1.0,
+    seed: Annotated[int, typer.Option(min=0, help="The same seed gives the same text.")] = 1234,
+    nproc_per_node: Annotated[
+        int | None, typer.Option("--nproc-per-node", min=1, metavar="N", help="The checkpoint's tensor-parallel size.")
+    ] = None,
+) -> None:
+    """Write text after a prompt with the newest checkpoint of a run, in the layout that it was trained in."""
+    from megatron_lite.cli.launch import launched_world_size, run_ranks
+    from megatron_lite.errors import ConfigError
+    from megatron_lite.training.generate import config_of_run
+
+    parallel = config_of_run(load).parallel
+    world_size = launched_world_size(nproc_per_node)
+    if world_size != parallel.model_size:
+        raise ConfigError(
+            f"the checkpoint in {load} is cut for {parallel.model_size} process(es) (parallel.tensor "
+            f"{parallel.tensor}) and there are {world_size}; generate runs in the checkpoint's own layout: "
+            f"add --nproc-per-node {parallel.model_size}"
+        )
+    arguments = (load, prompt, max_new_tokens, temperature, seed)
+    raise typer.Exit(run_ranks("megatron_lite.training.generate:generate_text", arguments, nproc_per_node))

@@ -14,7 +14,7 @@ from pathlib import Path
 from megatron_lite.config.load import dump_config
 from megatron_lite.config.schema import Config
 from megatron_lite.config.validate import with_vocab_size
-from megatron_lite.data.blended import Splits, build_datasets
+from megatron_lite.data.blended import Splits, build_datasets, check_order_is_kept
 from megatron_lite.data.statistics import bytes_per_token, unigram_entropy
 from megatron_lite.data.tokenizer import Tokenizer, build_tokenizer
 from megatron_lite.errors import ConfigError
@@ -30,6 +30,7 @@ from megatron_lite.training.setup import ModelProvider, setup_model_and_optimize
 from megatron_lite.training.state import TrainState, samples_for
 
 DatasetsProvider = Callable[[Run], Splits]
+NO_TOKEN = -1  # equals no id; `validate` has made sure that data.eod_mask_loss comes with a tokenizer
 
 
 def pretrain(
@@ -89,13 +90,19 @@ def build_splits(run: Run) -> Splits:
             vocab_size=config.model.vocab_size,
         )
 
+    if state.consumed_samples:
+        check_order_is_kept(
+            list(config.data.paths),
+            config.data.split,
+            seq_length=config.data.seq_length,
+            old_num_samples=state.train_samples,
+            new_num_samples=wanted[0],
+            consumed=state.consumed_samples,
+        )
+    state.train_samples = wanted[0]
     splits = build() if os.environ.get("LOCAL_RANK", "0") == "0" else None
     barrier(run.ctx.world)
-    splits = splits or build()
-    if state.train_samples not in (0, wanted[0]):
-        keep_order(run, splits, state.train_samples, wanted[0])
-    state.train_samples = wanted[0]
-    return splits
+    return splits or build()
 
 
 def announce(run: Run, log: RunLog, seconds: float) -> None:
@@ -121,11 +128,13 @@ def announce(run: Run, log: RunLog, seconds: float) -> None:
 
 def train_and_evaluate(run: Run, datasets: Splits, tokenizer: Tokenizer | None, log: RunLog) -> TrainState:
     """The training loop, then the losses of the finished model on validation and test data."""
-    eod = tokenizer.eod if tokenizer is not None else None
+    eod = tokenizer.eod if tokenizer is not None else NO_TOKEN
     state, total = run.state, run.config.train.iterations
     if state.iteration >= total:
-        log.say(f"{run.config.run.dir}: training is done at iteration {state.iteration} of {total}; "
-                f"ask for more with train.iterations, or start anew with another run.dir")  # fmt: skip
+        log.say(
+            f"{run.config.run.dir}: training is done at iteration {state.iteration} of {total}; "
+            f"ask for more with train.iterations, or start anew with another run.dir"
+        )
         return state
     if datasets.train is None:
         raise ConfigError("data.split gives the training part nothing; make its first number larger than 0")
