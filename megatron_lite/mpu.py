@@ -63,7 +63,9 @@ def _process_group(group: Group) -> dist.ProcessGroup:
     # None would be the whole world to torch, so a group of one gets a real process group here.
     current = _current()
     if current.alone is None:
-        current.alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+        alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+        assert isinstance(alone, dist.ProcessGroup)
+        current.alone = alone
     return current.alone
 
 

@@ -16,7 +16,8 @@ import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
-from multiprocessing import connection, context, get_context
+from multiprocessing import connection, get_context
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +59,7 @@ def _serve(pipe: connection.Connection, stack_file: Path) -> None:
 
 @dataclass
 class _Rank:
-    process: context.ForkServerProcess
+    process: BaseProcess
     pipe: connection.Connection
     stack_file: Path
 

@@ -7,6 +7,7 @@ become an all-reduce over every GPU.
 
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -73,7 +74,7 @@ class ParallelContext:
         if dist.get_world_size() != grid.world_size:
             raise ValueError(f"{grid} needs {grid.world_size} ranks, torch.distributed has {dist.get_world_size()}")
         timeout = timedelta(seconds=timeout_seconds)
-        made: dict[tuple[int, ...], dist.ProcessGroup] = {}
+        made: dict[tuple[int, ...], Any] = {}  # torch hands an int to ranks outside the group
 
         def new_group(ranks: tuple[int, ...]) -> "dist.ProcessGroup | None":
             if len(ranks) == 1:

@@ -51,7 +51,10 @@ class RngTracker:
             self._in_fork = False
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Both streams as byte tensors on the CPU. Recomputation reads it before a forward and loads it to replay."""
+        """Both streams as byte tensors on the CPU.
+
+        Recomputation reads it before a forward and loads it to replay; whether a fork is open is not part of it.
+        """
         live, resting = self._read(), self._resting
         default, tensor_parallel = (resting, live) if self._in_fork else (live, resting)
         states = {f"default.{kind}": state for kind, state in default.items()}

@@ -1,0 +1,142 @@
+"""Vocabulary-split cross entropy against F.cross_entropy on the whole logits, forward and backward.
+
+Each rank has other logits (its own columns), and gradients of the losses differ over tokens and are zero for some.
+"""
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from megatron_lite.parallel import loss as loss_module
+from megatron_lite.parallel.context import solo
+from megatron_lite.parallel.loss import vocab_parallel_cross_entropy
+from tests.dist.test_parallel_collectives import world_group
+from tests.dist.test_parallel_linear import draw
+
+S, B, V = 5, 3, 24
+LABELS = (torch.arange(S * B) * 7 % 18).view(S, B)
+GRAD = draw(S, B, seed=5) * (torch.arange(S * B).view(S, B) % 4 > 0)
+CLOSE = {"rtol": 1e-12, "atol": 1e-12}  # fp64: only the order of sums differs
+
+
+def whole(logits, labels, vocab_size=V):
+    """Losses and gradient by torch in one process; padded columns have gradient zero."""
+    logits = logits.clone().requires_grad_()
+    losses = F.cross_entropy(logits[..., :vocab_size].flatten(0, 1), labels.flatten(), reduction="none").view(S, B)
+    losses.backward(GRAD.to(losses.dtype))
+    return losses.detach(), logits.grad
+
+
+def split(logits, labels, vocab_size=None):
+    """This rank's losses and gradient of its own columns, which are not a contiguous tensor."""
+    tp = world_group()
+    mine = logits.chunk(tp.size, dim=-1)[tp.rank].requires_grad_()
+    before = mine.detach().clone()
+    losses = vocab_parallel_cross_entropy(mine, labels, tp, vocab_size=vocab_size)
+    (grad,) = torch.autograd.grad(losses, mine, GRAD.to(losses.dtype))
+    assert torch.equal(mine.detach(), before), "the logits were modified"
+    return losses.detach(), grad
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4])
+def test_split_loss_equals_the_whole(ranks, tp):
+    logits = 5 * draw(S, B, V, seed=3)
+    losses, grad = whole(logits, LABELS)
+    for rank, (got, got_grad) in enumerate(ranks(tp, split, logits, LABELS)):
+        torch.testing.assert_close(got, losses, **CLOSE)
+        torch.testing.assert_close(got_grad, grad.chunk(tp, dim=-1)[rank], **CLOSE)
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4])
+def test_padded_columns_get_no_probability_and_no_gradient(ranks, tp):
+    """18 of 24 columns are tokens; at tp 4 the last rank has padding alone. The padding here is huge."""
+    logits = 5 * draw(S, B, V, seed=3)
+    logits[..., 18:] = 1e4
+    losses, grad = whole(logits, LABELS, vocab_size=18)
+    for rank, (got, got_grad) in enumerate(ranks(tp, split, logits, LABELS, vocab_size=18)):
+        torch.testing.assert_close(got, losses, **CLOSE)
+        torch.testing.assert_close(got_grad, grad.chunk(tp, dim=-1)[rank], **CLOSE)
+    assert grad[..., 18:].eq(0).all()
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_logits_of_ten_thousand_overflow_nothing(ranks, tp):
+    """In fp32. Losses as large as 2e4 agree to the last few bits, those near zero to 1e-6."""
+    logits = draw(S, B, V, seed=3, dtype=torch.float32)
+    logits[0] += 1e4
+    logits[1] -= 1e4
+    logits[2, :, 4] = 1e4
+    logits[3, :, 20:] = -1e4
+    logits[4, :, :12], logits[4, :, 12:] = 1e4, -1e4  # everything on one of two ranks
+    losses, grad = whole(logits.double(), LABELS)
+    for rank, (got, got_grad) in enumerate(ranks(tp, split, logits, LABELS)):
+        assert got.dtype == got_grad.dtype == torch.float32
+        torch.testing.assert_close(got.double(), losses, rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(got_grad.double(), grad.chunk(tp, dim=-1)[rank], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_low_precision_logits_are_computed_in_fp32(ranks, dtype):
+    """The loss has fp32's digits, the gradient one rounding to the logits' dtype."""
+    logits = 5 * draw(S, B, V, seed=3, dtype=dtype)
+    losses, grad = whole(logits.double(), LABELS)
+    for rank, (got, got_grad) in enumerate(ranks(2, split, logits, LABELS)):
+        assert got.dtype == torch.float32 and got_grad.dtype == dtype
+        torch.testing.assert_close(got.double(), losses, rtol=1e-6, atol=1e-6)
+        exact = grad.chunk(2, dim=-1)[rank]
+        torch.testing.assert_close(got_grad.double(), exact, rtol=torch.finfo(dtype).eps / 2 + 1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("elements", [1, V, 4 * V, 10**6])
+def test_the_number_of_rows_at_a_time_changes_nothing(monkeypatch, elements):
+    logits = (5 * draw(S, B, V, seed=3)).requires_grad_()
+    reference = vocab_parallel_cross_entropy(logits, LABELS, solo(), vocab_size=20)
+    (reference_grad,) = torch.autograd.grad(reference, logits, GRAD)
+    monkeypatch.setitem(loss_module.CHUNK_ELEMENTS, "cpu", elements)
+    losses = vocab_parallel_cross_entropy(logits, LABELS, solo(), vocab_size=20)
+    (grad,) = torch.autograd.grad(losses, logits, GRAD)
+    assert torch.equal(losses, reference) and torch.equal(grad, reference_grad)
+
+
+def test_backward_can_run_twice():
+    logits = draw(S, B, V, seed=3).requires_grad_()
+    losses = vocab_parallel_cross_entropy(logits, LABELS, solo())
+    first, second = (torch.autograd.grad(losses, logits, GRAD, retain_graph=True)[0] for _ in range(2))
+    assert torch.equal(first, second)
+
+
+def test_transposed_logits_and_labels_give_the_same():
+    """[b, s] batches seen as [s, b]."""
+    logits = draw(B, S, V, seed=3).transpose(0, 1).requires_grad_()
+    labels = LABELS.t().contiguous().t()
+    losses, grad = whole(logits.detach(), LABELS)
+    got = vocab_parallel_cross_entropy(logits, labels, solo())
+    torch.testing.assert_close(got, losses, **CLOSE)
+    torch.testing.assert_close(torch.autograd.grad(got, logits, GRAD)[0], grad, **CLOSE)
+
+
+def test_a_nan_logit_shows_in_the_loss():
+    logits = draw(S, B, V, seed=3)
+    logits[2, 1, 9] = float("nan")
+    assert vocab_parallel_cross_entropy(logits, LABELS, solo()).isnan().nonzero().tolist() == [[2, 1]]
+
+
+def communicated(logits):
+    sizes = []
+    real = dist.all_reduce
+
+    def spy(x, *args, **kwargs):
+        sizes.append(x.numel())
+        return real(x, *args, **kwargs)
+
+    dist.all_reduce = spy
+    try:
+        split(logits, LABELS)
+    finally:
+        dist.all_reduce = real
+    return sizes
+
+
+def test_ranks_exchange_three_numbers_a_token(ranks):
+    assert ranks(2, communicated, draw(S, B, V, seed=3)) == [[S * B] * 3] * 2

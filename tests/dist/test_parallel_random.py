@@ -1,0 +1,194 @@
+"""What dropout draws where: alike on what ranks hold alike, different on what they split, the same when recomputed."""
+
+import itertools
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from megatron_lite.errors import CheckpointError
+from megatron_lite.parallel.context import ParallelContext
+from megatron_lite.parallel.grid import Grid
+from megatron_lite.parallel.random import RngTracker, seed_everything, stream_seed
+
+CPU = torch.device("cpu")
+
+
+def tracker() -> RngTracker:
+    return RngTracker(CPU, default_seed=1, tensor_parallel_seed=2)
+
+
+def dropped() -> torch.Tensor:
+    return F.dropout(torch.ones(64), 0.5)
+
+
+def draws(grid):
+    ctx = ParallelContext.create(grid, CPU, timeout_seconds=30)
+    rng = seed_everything(1234, ctx)
+    first = dropped()
+    with rng.fork():
+        split = dropped()
+    return first, split, dropped()
+
+
+def test_dropout_is_equal_over_tp_outside_a_fork_and_differs_inside(ranks):
+    """Ranks 0, 1 are one tensor-parallel group and 2, 3 the other; the two are data-parallel replicas."""
+    first, split, after = zip(*ranks(4, draws, Grid(tp=2, dp=2)), strict=True)
+    for drawn in (first, after):
+        assert torch.equal(drawn[0], drawn[1]) and torch.equal(drawn[2], drawn[3])
+        assert not torch.equal(drawn[0], drawn[2]), "replicas drop the same units: their noise is correlated"
+    for a, b in itertools.combinations(split, 2):
+        assert not torch.equal(a, b)
+    assert not torch.equal(first[0], after[0])
+
+
+@pytest.mark.parametrize("grid", [Grid(tp=4, cp=2, dp=3, pp=2), Grid(dp=12, pp=12)], ids=str)
+def test_seeds_of_all_places_differ_except_the_default_over_tp(grid):
+    """Sums like seed + 100 * pp + 10 * dp collide at dp 10."""
+    default, split = set(), set()
+    for rank in range(grid.world_size):
+        rng = seed_everything(7, ParallelContext.at(grid, rank))
+        default.add(torch.initial_seed())
+        split.add(rng.state_dict()["tensor_parallel.cpu"].numpy().tobytes())
+    assert len(default) == grid.world_size // grid.tp
+    assert len(split) == grid.world_size
+
+
+def test_seeds_do_not_change_between_releases():
+    assert (
+        stream_seed(1234, "default", dp=1, cp=0, pp=0) == stream_seed(1234, "default", pp=0, cp=0, dp=1) == 1185818046
+    )
+    assert stream_seed(1235, "default", dp=1, cp=0, pp=0) != 1185818046
+
+
+def test_fork_leaves_the_default_stream_where_it_was():
+    rng = tracker()
+    expected = torch.Generator().manual_seed(1)
+    assert torch.equal(torch.rand(5), torch.rand(5, generator=expected))
+    with rng.fork():
+        torch.rand(100)
+    assert torch.equal(torch.rand(5), torch.rand(5, generator=expected))
+
+
+def test_forks_go_on_in_one_stream():
+    """A fork that starts anew each time would give every layer the same mask."""
+    rng = tracker()
+    expected = torch.Generator().manual_seed(2)
+    for _ in range(3):
+        with rng.fork():
+            assert torch.equal(torch.rand(5), torch.rand(5, generator=expected))
+        torch.rand(3)
+
+
+def test_fork_restores_the_default_stream_after_an_error():
+    rng = tracker()
+    expected = torch.Generator().manual_seed(1)
+    with pytest.raises(RuntimeError, match="in the region"), rng.fork():
+        torch.rand(7)
+        raise RuntimeError("in the region")
+    assert torch.equal(torch.rand(5), torch.rand(5, generator=expected))
+
+
+def test_a_fork_in_a_fork_changes_nothing():
+    rng = tracker()
+    expected = torch.Generator().manual_seed(2)
+    with rng.fork():
+        with rng.fork():
+            assert torch.equal(torch.rand(5), torch.rand(5, generator=expected))
+        assert torch.equal(torch.rand(5), torch.rand(5, generator=expected))
+    assert torch.equal(torch.rand(5), torch.rand(5, generator=torch.Generator().manual_seed(1)))
+
+
+def some_draws(rng):
+    first = torch.rand(3)
+    with rng.fork():
+        return torch.cat([first, torch.rand(3), torch.rand(3)])
+
+
+def test_a_loaded_state_goes_on_exactly():
+    rng = tracker()
+    some_draws(rng)
+    saved = {name: state.clone() for name, state in rng.state_dict().items()}
+    expected = [some_draws(rng) for _ in range(3)]
+    other = RngTracker(CPU, default_seed=11, tensor_parallel_seed=12)
+    other.load_state_dict(saved)
+    assert all(torch.equal(some_draws(other), draw) for draw in expected)
+    assert set(saved) == {"default.cpu", "tensor_parallel.cpu"}
+    assert all(state.dtype == torch.uint8 and state.device == CPU for state in saved.values())
+
+
+def test_a_state_saved_inside_a_fork_is_the_same_one():
+    rng = tracker()
+    with rng.fork():
+        torch.rand(3)
+        inside = rng.state_dict()
+    outside = rng.state_dict()
+    assert all(torch.equal(inside[name], outside[name]) for name in outside)
+    with rng.fork():
+        torch.rand(3)
+        rng.load_state_dict(inside)
+    assert all(torch.equal(rng.state_dict()[name], inside[name]) for name in inside)
+
+
+def test_a_state_of_another_device_is_refused():
+    states = tracker().state_dict()
+    states["default.cuda"] = states["tensor_parallel.cuda"] = torch.zeros(16, dtype=torch.uint8)
+    with pytest.raises(CheckpointError, match=r"holds \['default.cpu', 'default.cuda', .* this rank on cpu needs"):
+        tracker().load_state_dict(states)
+
+
+class Recomputed(torch.autograd.Function):
+    """The recomputation of any checkpointed block, at its plainest."""
+
+    @staticmethod
+    def forward(ctx, x, block, rng):
+        ctx.block, ctx.rng, ctx.states = block, rng, rng.state_dict()
+        ctx.save_for_backward(x)
+        with torch.no_grad():
+            return block(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        x = ctx.saved_tensors[0].detach().requires_grad_()
+        now = ctx.rng.state_dict()
+        ctx.rng.load_state_dict(ctx.states)
+        with torch.enable_grad():
+            y = ctx.block(x)
+        ctx.rng.load_state_dict(now)
+        return torch.autograd.grad(y, x, grad)[0], None, None
+
+
+def test_recomputed_dropout_is_bitwise_that_of_the_forward():
+    """Two blocks in a row, so that backward recomputes them in the other order."""
+
+    def run(recompute):
+        rng = tracker()
+
+        def block(x):
+            x = F.dropout(torch.tanh(x), 0.3)
+            with rng.fork():
+                return F.dropout(x * x, 0.3)
+
+        x = torch.linspace(-2, 2, 500).requires_grad_()
+        step = (lambda t: Recomputed.apply(t, block, rng)) if recompute else block
+        y = step(step(x))
+        y.backward(torch.linspace(1, 2, 500))
+        return y.detach(), x.grad, some_draws(rng)
+
+    for plain, recomputed in zip(run(False), run(True), strict=True):
+        assert torch.equal(plain, recomputed)
+
+
+def replicated_gradient():
+    """The gradient of a replicated weight through dropout, on each rank of tp."""
+    ctx = ParallelContext.create(Grid(tp=dist.get_world_size()), CPU, timeout_seconds=30)
+    seed_everything(3, ctx)
+    weight = torch.ones(64, requires_grad=True)
+    F.dropout(weight * 2, 0.5).sum().backward()
+    return weight.grad
+
+
+def test_gradients_of_replicated_weights_are_equal_without_communication(ranks):
+    one, two = ranks(2, replicated_gradient)
+    assert torch.equal(one, two)

@@ -1,0 +1,78 @@
+"""Megatron's names over the context of any rank."""
+
+import pytest
+import torch
+
+from megatron_lite import mpu
+from megatron_lite.errors import MegatronLiteError
+from megatron_lite.parallel.context import ParallelContext
+from megatron_lite.parallel.grid import Grid
+
+
+@pytest.fixture
+def at_rank():
+    """Registers the view of rank 5 of Megatron's example of 16."""
+    mpu.register(ParallelContext.at(Grid(tp=2, dp=2, pp=4), 5))
+    yield
+    mpu.unregister()
+
+
+def test_before_a_layout_is_registered_each_question_says_what_to_call():
+    questions = [name for name in vars(mpu) if name.startswith(("get_", "is_")) and callable(getattr(mpu, name))]
+    assert len(questions) > 25
+    for name in questions:
+        with pytest.raises(MegatronLiteError, match=r"call initialize_megatron\(config\) first"):
+            getattr(mpu, name)()
+    assert not mpu.model_parallel_is_initialized()
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    {
+        "get_tensor_model_parallel_world_size": 2,
+        "get_tensor_model_parallel_rank": 1,
+        "get_tensor_model_parallel_src_rank": 4,
+        "get_data_parallel_world_size": 2,
+        "get_data_parallel_rank": 0,
+        "get_data_parallel_src_rank": 5,
+        "get_context_parallel_world_size": 1,
+        "get_context_parallel_rank": 0,
+        "get_pipeline_model_parallel_world_size": 4,
+        "get_pipeline_model_parallel_rank": 1,
+        "get_pipeline_model_parallel_first_rank": 1,
+        "get_pipeline_model_parallel_last_rank": 13,
+        "get_pipeline_model_parallel_next_rank": 9,
+        "get_pipeline_model_parallel_prev_rank": 1,
+        "get_model_parallel_world_size": 8,
+        "get_model_parallel_rank": 3,
+        "is_pipeline_first_stage": False,
+        "is_pipeline_last_stage": False,
+        "is_rank_in_embedding_group": False,
+        "is_rank_in_position_embedding_group": False,
+        "model_parallel_is_initialized": True,
+    }.items(),
+)
+def test_rank_five_of_sixteen(at_rank, name, value):
+    assert getattr(mpu, name)() == value
+
+
+@pytest.mark.parametrize(("rank", "previous", "following"), [(1, 13, 5), (13, 9, 1)])
+def test_the_pipeline_closes_to_a_ring(rank, previous, following):
+    mpu.register(ParallelContext.at(Grid(tp=2, dp=2, pp=4), rank))
+    assert mpu.get_pipeline_model_parallel_prev_rank() == previous
+    assert mpu.get_pipeline_model_parallel_next_rank() == following
+    assert mpu.is_rank_in_embedding_group()
+    assert mpu.is_rank_in_position_embedding_group() == mpu.is_pipeline_first_stage() == (rank == 1)
+    mpu.unregister()
+
+
+def test_a_group_this_rank_is_not_in_is_an_error(at_rank):
+    with pytest.raises(MegatronLiteError, match=r"rank 5 is not in a group 'embd'; ask is_rank_in_embedding_group"):
+        mpu.get_embedding_group()
+
+
+def test_without_torch_distributed_there_is_no_process_group_to_hand_out():
+    mpu.register(ParallelContext.create(Grid(), torch.device("cpu"), timeout_seconds=1))
+    with pytest.raises(MegatronLiteError, match="group 'tp' has one rank and this process runs without"):
+        mpu.get_tensor_model_parallel_group()
+    mpu.unregister()
