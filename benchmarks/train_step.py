@@ -179,7 +179,8 @@ def tensor_parallel_pair(shape: dict[str, int], precision: str, port: int) -> tu
     def step() -> float:
         for queue in asked:
             queue.put(True)
-        return [queue.get() for queue in answers][0]
+        first, _ = [queue.get() for queue in answers]
+        return first
 
     def stop() -> None:
         for queue in asked:
@@ -199,7 +200,9 @@ def main() -> None:
 
     torch.set_num_threads(THREADS)
     fp32, bf16 = torch.float32, torch.bfloat16
-    pairs = {precision: tensor_parallel_pair(shape, precision, 29610 + n) for n, precision in enumerate(("fp32", "bf16"))}
+    pairs = {
+        precision: tensor_parallel_pair(shape, precision, 29610 + n) for n, precision in enumerate(("fp32", "bf16"))
+    }
     mine = {precision: ours(shape, precision) for precision in ("fp32", "bf16")}
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29620", RANK="0", WORLD_SIZE="1")
     torch.distributed.init_process_group("gloo")  # for megatron-core; a megatron_lite of one rank needs none

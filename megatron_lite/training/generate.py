@@ -4,7 +4,6 @@ The whole text is run through the model for every new token: there is no cache o
 looking at what a model has learnt, not for serving it.
 """
 
-
 import torch
 from torch import Tensor, nn
 

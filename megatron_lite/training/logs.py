@@ -42,7 +42,7 @@ class RunLog:
         with writing(folder):
             folder.mkdir(parents=True, exist_ok=True)
             keep_rows(folder / "metrics.jsonl", state.iteration)
-            self._metrics = open(folder / "metrics.jsonl", "a", encoding="utf-8", buffering=1)
+            self._metrics = (folder / "metrics.jsonl").open("a", encoding="utf-8", buffering=1)
             self._board = self._open_board(folder / "tensorboard", state.iteration)
         self._bar = tqdm(
             total=config.train.iterations, initial=state.iteration, unit="it", disable=None, dynamic_ncols=True
@@ -103,8 +103,9 @@ class RunLog:
     def _line(self, state: TrainState, report: StepReport, global_batch: int) -> str:
         recent = self._recent
         loss = recent["loss"] / recent["losses"] if recent["losses"] else report.loss
+        now = f"{datetime.now():%Y-%m-%d %H:%M:%S.%f}"
         fields = [
-            f" [{datetime.now():%Y-%m-%d %H:%M:%S.%f}] iteration {state.iteration:8d}/{self.config.train.iterations:8d}",
+            f" [{now}] iteration {state.iteration:8d}/{self.config.train.iterations:8d}",
             f" consumed samples: {state.consumed_samples:12d}",
             f" elapsed time per iteration (ms): {1000 * recent['seconds'] / recent['iterations']:.1f}",
             f" throughput per GPU (TFLOP/s/GPU): {recent['tflop_seconds'] / recent['seconds']:.1f}",

@@ -20,7 +20,6 @@ from megatron_lite.data.tokenizer import Tokenizer, build_tokenizer
 from megatron_lite.errors import ConfigError
 from megatron_lite.model.build import get_model
 from megatron_lite.parallel.collectives import barrier
-from megatron_lite.parallel.context import ParallelContext
 from megatron_lite.training.evaluate import evaluate, evaluation_samples
 from megatron_lite.training.initialize import finalize_megatron, initialize_megatron
 from megatron_lite.training.logs import RunLog, writing

@@ -1,5 +1,6 @@
 """All that a training run consists of on one rank."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from torch import nn
@@ -20,7 +21,7 @@ class Run:
     config: Config
     ctx: ParallelContext
     rng: RngTracker
-    model: list[nn.Module]  # chunks of this pipeline stage
+    model: Sequence[nn.Module]  # chunks of this pipeline stage
     params: dict[str, nn.Parameter]  # this rank's, by global name
     table: ParamTable
     ddp: DataParallel

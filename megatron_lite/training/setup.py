@@ -1,6 +1,6 @@
 """The parts of a run, made in Megatron's order: model, gradient reduction, optimizer, then the newest checkpoint."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import nn
@@ -16,7 +16,7 @@ from megatron_lite.training.checkpointing import load_newest
 from megatron_lite.training.initialize import DTYPES
 from megatron_lite.training.run import Run
 
-ModelProvider = Callable[..., list[nn.Module]]
+ModelProvider = Callable[..., Sequence[nn.Module]]
 
 
 def setup_model_and_optimizer(
