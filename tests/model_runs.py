@@ -50,7 +50,7 @@ def random_tokens(config: Config, batch: int = 3, length: int = 17) -> tuple[Ten
 
 
 def loss_weights(loss: Tensor) -> Tensor:
-    """A different weight for each token, so that a gradient that ignores its token is seen; [s, b] or [b, s] by shape."""
+    """A different weight for each token, so that a gradient that ignores its token is seen."""
     generator = torch.Generator().manual_seed(2)
     return torch.rand(loss.shape, generator=generator, dtype=torch.float64).to(loss.dtype)
 

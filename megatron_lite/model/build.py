@@ -6,7 +6,6 @@ its model there, and a real one fills each parameter by name.
 
 from collections.abc import Sequence
 from dataclasses import replace
-from math import prod
 
 import torch
 from torch import nn
@@ -85,8 +84,3 @@ def named_params(chunks: Sequence[nn.Module]) -> dict[str, nn.Parameter]:
 def param_table(chunks: Sequence[nn.Module]) -> ParamTable:
     """Every parameter's description by its global name: the same on all tensor-parallel ranks."""
     return {name: parameter.meta for name, parameter in named_params(chunks).items()}  # type: ignore[attr-defined]
-
-
-def count_parameters(table: ParamTable) -> int:
-    """Numbers in the whole tensors of a table, copies of tied tensors not counted."""
-    return sum(prod(meta.shape) for meta in table.values() if not meta.tied)

@@ -11,9 +11,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-# torch's own random numbers inside compiled code: the same units are dropped with and without fusion.
-COMPILE_OPTIONS = {"fallback_random": True}
-
 
 def quick_gelu(x: Tensor) -> Tensor:
     """x * sigmoid(1.702 x), CodeGeeX's `fast_gelu`; one pass fewer than written out, as a scaled silu."""
@@ -56,7 +53,8 @@ def bias_dropout_add(x: Tensor, bias: Tensor | None, residual: Tensor, dropout: 
 @cache
 def compiled(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """The function as one kernel; compiled at its first call, once for the whole process."""
-    return torch.compile(function, options=COMPILE_OPTIONS)
+    # With torch's own random numbers inside, the same units are dropped with and without fusion.
+    return torch.compile(function, options={"fallback_random": True})
 
 
 def fusion_on(setting: str, device: torch.device) -> bool:

@@ -106,23 +106,22 @@ class GPTModel(nn.Module):
         Communicates: over tp, in forward one all-reduce of [s, b, h] for the embedding and two for each block,
         and three of [s, b] for the loss; in backward two for each block and one for the head.
         """
-        if self.embedding is not None:
-            hidden = self.embedding(tokens)
-        assert hidden is not None, "a stage without the embedding needs the previous stage's output"
+        x = hidden if self.embedding is None else self.embedding(tokens)
+        assert x is not None, "a stage without the embedding needs the previous stage's output"
         top_queries = None
         if self.top_query_embeddings is not None:
             top_queries = self.top_query_embeddings.queries(tokens.shape[1], tokens.shape[0])
-        hidden = self.decoder(hidden, top_queries)
+        x = self.decoder(x, top_queries)
         if not self.post_process:
-            return hidden
-        logits = self._logits(hidden)
+            return x
+        logits = self._logits(x)
         if labels is None:
             return logits
         return vocab_parallel_cross_entropy(logits, labels.t(), self.tp, vocab_size=self.config.vocab_size)
 
-    def _logits(self, hidden: Tensor) -> Tensor:
+    def _logits(self, x: Tensor) -> Tensor:
         """`[s, b, h]` to `[s, b, v/tp]`."""
         if self.output_layer is not None:
-            return self.output_layer(hidden)[0]
+            return self.output_layer(x)[0]
         assert self.embedding is not None
-        return column_parallel_linear(hidden, self.embedding.word_embeddings.weight, None, self.tp)
+        return column_parallel_linear(x, self.embedding.word_embeddings.weight, None, self.tp)

@@ -1,0 +1,157 @@
+"""The same weights in transformers' GPT-2 and Llama give the same logits, losses and gradients, at tp 1 and 2."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.testing import assert_close
+
+from tests.model_runs import (
+    assert_grads_close,
+    joined_grads,
+    joined_logits,
+    loss_weights,
+    random_tokens,
+    run_model,
+    tiny,
+)
+
+VOCAB = 101  # odd, so 27 padded rows
+LLAMA = {
+    "norm": "rmsnorm",
+    "norm_eps": 1e-6,
+    "activation": "swiglu",
+    "position": "rotary",
+    "bias": False,
+    "tie_embeddings": False,
+    "num_query_groups": 2,
+    "ffn_hidden_size": 48,
+}
+
+
+def gpt2():
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    config = GPT2Config(
+        vocab_size=VOCAB,
+        n_positions=24,
+        n_embd=32,
+        n_layer=2,
+        n_head=4,
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
+    )
+    return GPT2LMHeadModel(config)
+
+
+def llama():
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=VOCAB,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=24,
+        rms_norm_eps=1e-6,
+        tie_word_embeddings=False,
+    )
+    return LlamaForCausalLM(config)
+
+
+def padded(x):
+    """With zero rows up to the padded vocabulary."""
+    return torch.cat([x, torch.zeros(128 - VOCAB, x.shape[1])])
+
+
+def from_gpt2(tensors):
+    """Names and shapes of ours from transformers', for weights and gradients alike; its Conv1D is transposed."""
+    ours = {
+        "embedding.word_embeddings.weight": padded(tensors["transformer.wte.weight"]),
+        "embedding.position_embeddings.weight": tensors["transformer.wpe.weight"],
+        "decoder.final_layernorm.weight": tensors["transformer.ln_f.weight"],
+        "decoder.final_layernorm.bias": tensors["transformer.ln_f.bias"],
+    }
+    names = {
+        "ln_1": "input_layernorm",
+        "attn.c_attn": "self_attention.linear_qkv",
+        "attn.c_proj": "self_attention.linear_proj",
+        "ln_2": "pre_mlp_layernorm",
+        "mlp.c_fc": "mlp.linear_fc1",
+        "mlp.c_proj": "mlp.linear_fc2",
+    }
+    for i in range(2):
+        for theirs, name in names.items():
+            weight = tensors[f"transformer.h.{i}.{theirs}.weight"]
+            ours[f"decoder.layers.{i}.{name}.weight"] = weight.T if weight.ndim == 2 else weight
+            ours[f"decoder.layers.{i}.{name}.bias"] = tensors[f"transformer.h.{i}.{theirs}.bias"]
+    return ours
+
+
+def from_llama(tensors):
+    ours = {
+        "embedding.word_embeddings.weight": padded(tensors["model.embed_tokens.weight"]),
+        "decoder.final_layernorm.weight": tensors["model.norm.weight"],
+        "output_layer.weight": padded(tensors["lm_head.weight"]),
+    }
+    for i in range(2):
+        layer = {name: tensors[f"model.layers.{i}.{name}.weight"] for name in LLAMA_LAYER}
+        ours |= {
+            f"decoder.layers.{i}.input_layernorm.weight": layer["input_layernorm"],
+            f"decoder.layers.{i}.self_attention.linear_qkv.weight": torch.cat(
+                [layer[f"self_attn.{x}_proj"] for x in "qkv"]
+            ),
+            f"decoder.layers.{i}.self_attention.linear_proj.weight": layer["self_attn.o_proj"],
+            f"decoder.layers.{i}.pre_mlp_layernorm.weight": layer["post_attention_layernorm"],
+            f"decoder.layers.{i}.mlp.linear_fc1.weight": torch.cat([layer["mlp.gate_proj"], layer["mlp.up_proj"]]),
+            f"decoder.layers.{i}.mlp.linear_fc2.weight": layer["mlp.down_proj"],
+        }
+    return ours
+
+
+LLAMA_LAYER = ["input_layernorm", "post_attention_layernorm", *(f"self_attn.{x}_proj" for x in "qkvo")]
+LLAMA_LAYER += [f"mlp.{x}_proj" for x in ("gate", "up", "down")]
+
+MODELS = {"gpt2": (gpt2, from_gpt2, {"activation": "gelu_tanh"}), "llama": (llama, from_llama, LLAMA)}
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def reference(request):
+    """Config, weights by our names, tokens, labels, and transformers' logits, loss and gradients."""
+    build, mapping, fields = MODELS[request.param]
+    config = tiny(**fields)
+    theirs = build().train()
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for name, parameter in theirs.named_parameters():
+            around = 1.0 if parameter.ndim == 1 and name.endswith("weight") else 0.0
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.2 + around)
+    tokens, labels = random_tokens(config)
+    logits = theirs(input_ids=tokens, use_cache=False).logits
+    loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none").view(labels.shape).T
+    (loss * loss_weights(loss)).sum().backward()
+    weights = mapping({name: p.detach() for name, p in theirs.named_parameters()})
+    for name in ("embedding.word_embeddings.weight", "output_layer.weight"):
+        if name in weights:
+            weights[name][VOCAB:] = 10.0  # nobody looks these rows up, and no probability may go to them
+    grads = mapping({name: p.grad for name, p in theirs.named_parameters()})
+    return config, weights, tokens, labels, logits.detach(), loss.detach(), grads
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_model_equals_transformers(ranks, reference, tp):
+    """fp32: 1e-4 on logits of size about 5; gradients within 1e-5 of each tensor's largest number, which is what
+    sums of a few hundred fp32 numbers in another order differ by."""
+    config, weights, tokens, labels, logits, loss, grads = reference
+    if tp == 1:
+        runs = [run_model(config, weights, tokens, labels, tp=1)]
+    else:
+        runs = ranks(tp, run_model, config, weights, tokens, labels, tp=tp)
+    assert_close(joined_logits(runs)[..., :VOCAB].transpose(0, 1), logits, rtol=0, atol=1e-4)
+    for run in runs:
+        assert_close(run.loss, loss, rtol=0, atol=1e-4)
+    got = joined_grads(runs)
+    assert_grads_close(got, grads, 1e-5)
+    assert not got["embedding.word_embeddings.weight"][VOCAB:].any()  # padding has no gradient

@@ -1,0 +1,61 @@
+"""Attention: the fused kernel against the plain reference, and both against a loop over positions."""
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+from megatron_lite.model.attention import math_attention, sdpa_attention
+
+
+def inputs(dtype=torch.float64, groups=2):
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(3, 4, 9, 8), (3, groups, 9, 8), (3, groups, 9, 8)]
+    return [torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype).requires_grad_() for shape in shapes]
+
+
+def by_position(query, key, value):
+    out = torch.zeros_like(query)
+    num_heads, num_groups = query.shape[1], key.shape[1]
+    for head in range(num_heads):
+        group = head * num_groups // num_heads  # neighbouring heads share a group
+        for t in range(query.shape[2]):
+            scores = key[:, group, : t + 1] @ query[:, head, t, :, None] / query.shape[-1] ** 0.5
+            out[:, head, t] = (scores.softmax(1) * value[:, group, : t + 1]).sum(1)
+    return out
+
+
+@pytest.mark.parametrize("attend", [sdpa_attention, math_attention])
+@pytest.mark.parametrize("groups", [4, 2, 1])
+def test_attention_equals_a_loop_over_heads_and_positions(attend, groups):
+    """fp64: an fp32 softmax inside would be off by 1e-7. Another order of groups would be off by far more."""
+    query, key, value = inputs(groups=groups)
+    want = by_position(query, key, value)
+    weight = torch.randn(want.shape, dtype=torch.float64)
+    want_grads = torch.autograd.grad((want * weight).sum(), (query, key, value))
+    got = attend(query, key, value, 0.0)
+    got_grads = torch.autograd.grad((got * weight).sum(), (query, key, value))
+    assert_close(got, want, rtol=0, atol=1e-12)
+    assert_close(got_grads, want_grads, rtol=0, atol=1e-12)
+
+
+def test_reference_takes_its_softmax_in_fp32():
+    """Scores near 300 in bf16 are two apart at best: probabilities would be off by factors, not by rounding."""
+    query, key, value = (x.detach() for x in inputs(torch.bfloat16, groups=4))
+    key = key + 37 * query.sign()
+    want = math_attention(query.float(), key.float(), value.float(), 0.0)
+    got = math_attention(query, key, value, 0.0)
+    assert_close(got.float(), want, rtol=0, atol=0.35)
+    assert got.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("attend", [sdpa_attention, math_attention])
+def test_dropped_scores_are_made_up_for(attend):
+    """All values one: without dropout the output is one; with it, the mean stays one. Five standard errors."""
+    query, key = torch.zeros(8, 4, 64, 8), torch.zeros(8, 4, 64, 8)
+    value = torch.ones(8, 4, 64, 8)
+    torch.manual_seed(0)
+    out = attend(query, key, value, 0.25)[..., 0]
+    count = torch.arange(1, 65)
+    deviation = (1 / 3 / count).sqrt()  # of a mean of `count` numbers that are 4/3 or, one time in four, 0
+    assert ((out - 1).mean((0, 1)).abs() < 5 * deviation / 32**0.5).all()
+    assert (out[:, :, 1:].var((0, 1)) > 0).all()

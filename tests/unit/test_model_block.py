@@ -1,0 +1,107 @@
+"""The residual stream of a block: what is added to what, in which dtype, and where units are dropped."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.testing import assert_close
+
+from megatron_lite.model.block import TransformerBlock
+from tests.model_runs import context, random_tokens, random_weights, run_model, tiny
+from tests.model_runs import seed_everything as seeded
+
+CPU = torch.device("cpu")
+
+
+def build(config, dtype=torch.float64, fused=False):
+    ctx = context(tp=1)
+    rng = seeded(0, ctx)
+    block = TransformerBlock(config.model, tp=ctx.tp, rng=rng, dtype=dtype, device=CPU, fused=fused)
+    with torch.no_grad():
+        for parameter in block.parameters():
+            parameter.copy_(torch.randn(parameter.shape) * 0.3)
+    return block
+
+
+@pytest.mark.parametrize("post_norm", [False, True])
+@pytest.mark.parametrize("norm", ["layernorm", "rmsnorm"])
+@pytest.mark.parametrize("activation", ["gelu", "swiglu"])
+def test_block_equals_its_two_lines(post_norm, norm, activation):
+    """fp64 rounding. With post_norm the norm's output goes on; adding to the raw stream instead is off by its size."""
+    block = build(tiny(post_norm=post_norm, norm=norm, activation=activation, attention="math"))
+    x = torch.randn(7, 2, 32, dtype=torch.float64)
+
+    def attention(y):
+        qkv = F.linear(y, block.self_attention.linear_qkv.weight, block.self_attention.linear_qkv.bias)
+        q, k, v = (part.view(7, 2, 4, 8).permute(1, 2, 0, 3) for part in qkv.chunk(3, dim=-1))
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True).permute(2, 0, 1, 3).reshape(7, 2, 32)
+        return F.linear(mixed, block.self_attention.linear_proj.weight, block.self_attention.linear_proj.bias)
+
+    def mlp(y):
+        wide = F.linear(y, block.mlp.linear_fc1.weight, block.mlp.linear_fc1.bias)
+        if activation == "swiglu":
+            gate, up = wide.chunk(2, dim=-1)
+            wide = F.silu(gate) * up
+        else:
+            wide = F.gelu(wide)
+        return F.linear(wide, block.mlp.linear_fc2.weight, block.mlp.linear_fc2.bias)
+
+    first = block.input_layernorm(x)
+    middle = (first if post_norm else x) + attention(first)
+    second = block.pre_mlp_layernorm(middle)
+    want = (second if post_norm else middle) + mlp(second)
+    assert_close(block(x), want, rtol=0, atol=1e-12)
+
+
+def test_fused_block_equals_eager():
+    """1e-5: fp32 with a bias added before or after rounding the product, through two residual additions."""
+    config = tiny()
+    eager, fused = build(config, torch.float32), build(config, torch.float32, fused=True)
+    fused.load_state_dict(eager.state_dict())
+    x = torch.randn(7, 2, 32)
+    outputs = []
+    for block in (eager, fused):
+        y = block(x)
+        y.square().sum().backward()
+        outputs.append([y, *(p.grad for p in block.parameters())])
+    assert_close(outputs[1], outputs[0], rtol=1e-5, atol=1e-5)
+
+
+def test_fp32_stream_keeps_what_bf16_would_round_away():
+    block = build(tiny(fp32_residual=True), torch.bfloat16)
+    with torch.no_grad():
+        for linear in (block.self_attention.linear_proj, block.mlp.linear_fc2):
+            linear.weight.zero_()
+            linear.bias.fill_(2.0**-12)
+    x = torch.full((3, 2, 32), 1.0)
+    y = block(x)
+    assert y.dtype == torch.float32
+    assert torch.equal(y, x + 2 * 2.0**-12)
+
+
+@pytest.mark.parametrize("top_query_layer", [False, True])
+def test_fp32_residual_ends_in_the_weights_dtype(top_query_layer):
+    """And is no other model: bf16 weights with an fp32 stream stay near the fp32 model, nearer than a bf16 stream."""
+    tokens, labels = random_tokens(tiny())
+    losses = {}
+    for stream, dtype in ((False, torch.float64), (True, torch.bfloat16), (False, torch.bfloat16)):
+        config = tiny(fp32_residual=stream, top_query_layer=top_query_layer, num_layers=8)
+        weights = random_weights(config, torch.bfloat16)
+        run = run_model(config, {name: x.to(dtype) for name, x in weights.items()}, tokens, labels, tp=1)
+        assert run.logits.dtype == dtype
+        losses[stream, dtype] = run.loss.double()
+    exact = losses[False, torch.float64]
+    wide, narrow = ((losses[s, torch.bfloat16] - exact).abs().mean() for s in (True, False))
+    assert wide < narrow < 0.1
+
+
+@pytest.mark.parametrize(("mlp_dropout", "stages"), [(True, 2), (False, 1)])
+def test_dropout_follows_attention_and_the_mlp_only_where_the_config_says(mlp_dropout, stages):
+    """With no weights but biases of one, each dropout adds 0 or 2 to a stream of zeros."""
+    block = build(tiny(hidden_dropout=0.5, mlp_dropout=mlp_dropout)).train()
+    with torch.no_grad():
+        for linear in (block.self_attention.linear_proj, block.mlp.linear_fc2):
+            linear.weight.zero_()
+            linear.bias.fill_(1.0)
+    y = block(torch.zeros(64, 4, 32, dtype=torch.float64))
+    assert set(y.unique().tolist()) == ({0.0, 2.0, 4.0} if stages == 2 else {1.0, 3.0})
+    assert torch.equal(block.eval()(torch.zeros(3, 2, 32, dtype=torch.float64)), torch.full((3, 2, 32), 2.0).double())

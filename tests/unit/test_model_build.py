@@ -1,0 +1,146 @@
+"""From a config to named, counted, filled parameters, for any rank's view."""
+
+from dataclasses import replace
+from math import prod, sqrt
+
+import pytest
+import torch
+
+from megatron_lite.config.presets import PRESETS
+from megatron_lite.config.schema import Config, ModelConfig
+from megatron_lite.config.sizes import num_parameters
+from megatron_lite.errors import ConfigError
+from megatron_lite.model.build import get_model, named_params, param_table, stage_layers
+from megatron_lite.parallel.context import Group, ParallelContext
+from megatron_lite.parallel.grid import Grid
+from megatron_lite.parallel.random import seed_everything
+from tests.model_runs import context, tiny
+
+PUBLISHED = {"codegeex-13b": 12_873_943_040, "llama-7b": 6_738_415_616, "llama-70b": 68_976_648_192}
+WORDS = "embedding.word_embeddings.weight"
+
+
+def built(config, ctx, dtype=torch.float32, **stage):
+    return get_model(config, ctx, seed_everything(1, ctx), dtype=dtype, **stage)
+
+
+def at_stage(rank, size):
+    """One stage of a pipeline, with memory: what `create` would give on that rank."""
+    ctx = ParallelContext.at(Grid(pp=size), rank)
+    return replace(ctx, device=torch.device("cpu"))
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_preset_has_as_many_parameters_on_meta_as_by_arithmetic(preset):
+    """175 billion of them take no memory. Rows that only pad the vocabulary are not in the published counts."""
+    fields = {"vocab_size": 5000} | PRESETS[preset]
+    config = Config(model=ModelConfig(**fields))
+    table = param_table(built(config, ParallelContext.at(Grid(), 0), torch.bfloat16))
+    counted = sum(prod(meta.shape) for meta in table.values())
+    model = config.model
+    if not model.padded_vocab_size:
+        rows = model.padded_vocab - model.vocab_size
+        counted -= rows * model.hidden_size * (1 if model.tie_embeddings else 2)
+    assert counted == num_parameters(model)
+    assert counted == PUBLISHED.get(preset, counted)
+
+
+@pytest.mark.parametrize("preset", ["codegeex-13b", "llama-70b"])
+def test_tensor_parallel_ranks_describe_the_same_whole_and_hold_a_share(preset):
+    config = Config(model=ModelConfig(**PRESETS[preset]))
+    whole = param_table(built(config, ParallelContext.at(Grid(), 0), torch.bfloat16))
+    for rank in (0, 7):
+        chunks = built(config, ParallelContext.at(Grid(tp=8), rank), torch.bfloat16)
+        assert param_table(chunks) == whole
+        for name, parameter in named_params(chunks).items():
+            assert parameter.device.type == "meta"
+            assert tuple(parameter.shape) == whole[name].shard.local_shape(whole[name].shape, 8)
+    split = {name.split(".", 3)[-1]: meta.shard for name, meta in whole.items() if name.startswith("decoder.layers.0.")}
+    assert split["self_attention.linear_qkv.weight"].parts in ((5120, 5120, 5120), (8192, 1024, 1024))
+    assert split["self_attention.linear_proj.weight"].dim == 1
+    assert not split["input_layernorm.weight"].is_split
+
+
+def test_names_are_megatron_cores():
+    names = set(param_table(built(tiny(num_layers=1, top_query_layer=True), ParallelContext.at(Grid(), 0))))
+    ends = ("weight", "bias")
+    block = [f"{norm}.{end}" for norm in ("input_layernorm", "pre_mlp_layernorm") for end in ends]
+    block += [
+        f"{part}.{end}" for part in ("self_attention.linear_proj", "mlp.linear_fc1", "mlp.linear_fc2") for end in ends
+    ]
+    want = {f"decoder.layers.0.{x}" for x in [*block, *(f"self_attention.linear_qkv.{end}" for end in ends)]}
+    top = [*block, *(f"self_attention.linear_{x}.{end}" for x in ("q", "kv") for end in ends)]
+    want |= {f"decoder.top_query_layer.{x}" for x in top} | {f"decoder.final_layernorm.{end}" for end in ends}
+    want |= {WORDS, "embedding.position_embeddings.weight", "top_query_embeddings.weight"}
+    assert names == want
+
+
+def test_first_values_are_those_of_the_config():
+    """Bounds are five standard errors."""
+    config = tiny(num_layers=3, hidden_size=128, init_std=0.05, top_query_layer=True)
+    chunks = built(config, context(tp=1))
+    for name, parameter in named_params(chunks).items():
+        table = param_table(chunks)
+        x = parameter.detach().double()
+        if name.endswith("bias"):
+            assert not x.any() and not table[name].decay
+        elif "layernorm" in name:
+            assert torch.equal(x, torch.ones_like(x)) and not table[name].decay
+        else:
+            std = 0.05 / sqrt(6) if "linear_proj" in name or "linear_fc2" in name else 0.05
+            assert abs(x.std() / std - 1) < 5 / sqrt(2 * x.numel()), name
+            assert table[name].decay
+
+
+def test_first_values_do_not_depend_on_other_parameters():
+    """A model with more layers and another head starts with the same values where names are the same."""
+    small = named_params(built(tiny(), context(tp=1)))
+    large = named_params(built(tiny(num_layers=4, tie_embeddings=False, top_query_layer=True), context(tp=1)))
+    matrices = [name for name in small if small[name].any() and "linear_proj" not in name and "linear_fc2" not in name]
+    assert len(matrices) > 5
+    for name in matrices:  # the two left out have a deviation that follows the number of layers
+        assert torch.equal(small[name], large[name]), name
+
+
+@pytest.mark.parametrize("config", [tiny(num_layers=5), tiny(num_layers=5, top_query_layer=True, tie_embeddings=False)])
+def test_stages_together_are_the_whole_model(config):
+    """Hidden states handed from stage to stage give the same bits: names, and so values, survive the cut."""
+    tokens = torch.randint(101, (2, 9))
+    whole = built(config, context(tp=1))
+    want = whole[0].eval()(tokens)
+    x, names = None, set()
+    for rank in range(3):
+        stage = built(config, at_stage(rank, 3), pre_process=rank == 0, post_process=rank == 2)
+        x = stage[0].eval()(tokens, hidden=x)
+        names |= set(named_params(stage))
+    assert torch.equal(x, want)
+    tied_copy = {"output_layer.weight"} if config.model.tie_embeddings else set()
+    assert names == set(named_params(whole)) | tied_copy
+
+
+def test_tied_head_on_another_stage_starts_as_the_embedding_and_is_marked():
+    first = named_params(built(tiny(), at_stage(0, 2), post_process=False))
+    last = built(tiny(), at_stage(1, 2), pre_process=False)
+    assert torch.equal(named_params(last)["output_layer.weight"], first[WORDS])
+    assert param_table(last)["output_layer.weight"].tied
+    untied = built(tiny(tie_embeddings=False), at_stage(1, 2), pre_process=False)
+    assert not torch.equal(named_params(untied)["output_layer.weight"], first[WORDS])
+    assert not param_table(untied)["output_layer.weight"].tied
+
+
+def test_layers_are_spread_evenly_and_each_has_one_stage():
+    for num_layers, size in ((12, 4), (7, 3), (2, 3)):
+        stages = [stage_layers(num_layers, Group("pp", tuple(range(size)), rank)) for rank in range(size)]
+        assert [layer for stage in stages for layer in stage] == list(range(num_layers))
+        assert max(map(len, stages)) - min(map(len, stages)) <= 1
+
+
+def test_a_model_without_vocabulary_says_what_to_set():
+    with pytest.raises(ConfigError, match=r"model\.vocab_size is not set; give it, or data\.tokenizer"):
+        built(Config(), ParallelContext.at(Grid(), 0))
+
+
+def test_too_long_a_sequence_names_the_field():
+    model = built(tiny(), context(tp=1))[0]
+    with pytest.raises(ConfigError, match=r"a sequence has 25 tokens, but model\.max_position_embeddings is 24"):
+        model(torch.zeros(1, 25, dtype=torch.long))
