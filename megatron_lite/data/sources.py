@@ -97,8 +97,8 @@ def cut_into_pieces(files: Sequence[Path]) -> Iterator[Piece]:
 def _cut_lines(path: Path) -> Iterator[Piece]:
     line, position, rest = 1, 0, b""
     try:
-        with open(path, "rb") as raw, _unpack(path, raw) as stream:
-            while block := stream.read(PIECE_BYTES):
+        with open(path, "rb") as raw:
+            for block in _unpacked_blocks(path, raw):
                 head, newline, tail = block.rpartition(b"\n")
                 if not newline:
                     rest += block
@@ -113,12 +113,27 @@ def _cut_lines(path: Path) -> Iterator[Piece]:
         raise DataError(f"{path}: cannot be read after line {line - 1:,}: {error}") from error
 
 
-def _unpack(path: Path, raw: BinaryIO) -> BinaryIO:
-    if path.suffix == ".gz":
-        return gzip.open(raw, "rb")  # type: ignore[return-value]
+def _unpacked_blocks(path: Path, raw: BinaryIO) -> Iterator[bytes]:
     if path.suffix == ".zst":
-        return zstandard.ZstdDecompressor().stream_reader(raw, read_across_frames=True)  # type: ignore[return-value]
-    return raw
+        yield from _zstd_blocks(raw)
+        return
+    stream = gzip.GzipFile(fileobj=raw) if path.suffix == ".gz" else raw
+    while block := stream.read(PIECE_BYTES):
+        yield block
+
+
+def _zstd_blocks(raw: BinaryIO) -> Iterator[bytes]:
+    # The library's file-like reader takes an archive that breaks off for one that ends.
+    frame = None
+    while packed := raw.read(PIECE_BYTES // 8):
+        while packed:
+            frame = frame or zstandard.ZstdDecompressor().decompressobj()
+            yield frame.decompress(packed)
+            packed = frame.unused_data
+            if frame.eof:
+                frame = None
+    if frame is not None:
+        raise EOFError("the compressed data breaks off")
 
 
 def read_documents(piece: Piece, *, json_key: str, with_language_tag: bool) -> Documents:

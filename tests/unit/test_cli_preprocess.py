@@ -1,0 +1,78 @@
+"""The commands that make data, and Megatron's script by its own flags."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from megatron_lite.cli.preprocess import preprocess
+from megatron_lite.cli.train_tokenizer import train_tokenizer
+from megatron_lite.data.indexed import IndexedDataset
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def command():
+    app = typer.Typer()
+    app.command("preprocess")(preprocess)
+    app.command("train-tokenizer")(train_tokenizer)
+    return lambda *words: CliRunner().invoke(app, list(map(str, words)), catch_exceptions=False)
+
+
+def test_several_inputs_may_follow_one_flag(command, tmp_path):
+    """`--input data/*.py`, as a shell expands it."""
+    for name in "abc":
+        (tmp_path / f"{name}.txt").write_text(name)
+    names = [tmp_path / f"{name}.txt" for name in "abc"]
+    out = ["--output-prefix", tmp_path / "out", "--tokenizer", "bytes", "--workers", 1]
+    result = command("preprocess", "--input", *names, *out)
+    assert result.exit_code == 0
+    assert f"{tmp_path}/out_text_document: 3 documents, 3 tokens, 1.00 bytes of text a token" in result.output
+    assert f"train on it with data.paths=[{tmp_path}/out_text_document] data.tokenizer=bytes" in result.output
+    data = IndexedDataset(tmp_path / "out_text_document")
+    assert [bytes(data[k].tolist()) for k in range(3)] == [b"a", b"b", b"c"]
+
+
+def test_what_was_left_out_is_said(command, tmp_path):
+    (tmp_path / "a.py").write_text("x")
+    (tmp_path / "b.py").write_bytes(b"\xff")
+    (tmp_path / "c.py").write_text("")
+    words = ["--input", tmp_path, "--output-prefix", tmp_path / "out", "--tokenizer", "bytes", "--workers", 1]
+    result = command("preprocess", *words, "--append-eod", "--language-tag")
+    assert "left out: 1 empty documents, 1 files that are not UTF-8" in result.output
+    assert len(IndexedDataset(tmp_path / "out_text_document")[0]) == len("# language: Python\nx") + 1
+
+
+def test_a_tokenizer_is_trained_and_can_be_used(command, tmp_path):
+    (tmp_path / "c.jsonl").write_text(json.dumps({"code": "def f(x):\n    return x\n" * 50}) + "\n")
+    words = ["--input", tmp_path / "c.jsonl", "--json-key", "code", "--output-prefix"]
+    result = command("train-tokenizer", *words, tmp_path / "m", "--vocab-size", 280)
+    assert f"{tmp_path}/m.model: 280 pieces; use it as the tokenizer sentencepiece:{tmp_path}/m.model" in result.output
+    spec = f"sentencepiece:{tmp_path}/m.model"
+    assert command("preprocess", *words, tmp_path / "out", "--tokenizer", spec, "--workers", 1).exit_code == 0
+
+
+def script(*words):
+    words = [sys.executable, "tools/preprocess_data.py", *map(str, words)]
+    return subprocess.run(words, cwd=ROOT, capture_output=True, text=True, env={"PYTHONPATH": str(ROOT)}, timeout=120)
+
+
+def test_megatrons_script_takes_megatrons_flags(tmp_path):
+    (tmp_path / "vocab.json").write_text(json.dumps({"a": 0, "b": 1, "ab": 2, "<|endoftext|>": 3}))
+    (tmp_path / "merges.txt").write_text("#version: 0.2\na b\n")
+    (tmp_path / "c.jsonl").write_text('{"text": "aba", "title": "b"}\n')
+    flags = ["--input", tmp_path / "*.jsonl", "--output-prefix", tmp_path / "out", "--json-keys", "text", "title"]
+    tokenizer = ["--tokenizer-type", "GPT2BPETokenizer", "--vocab-file", tmp_path / "vocab.json"]
+    result = script(*flags, *tokenizer, "--merge-file", tmp_path / "merges.txt", "--append-eod", "--workers", 1)
+    assert result.returncode == 0, result.stderr
+    assert IndexedDataset(tmp_path / "out_text_document")[0].tolist() == [2, 0, 3]
+    assert IndexedDataset(tmp_path / "out_title_document")[0].tolist() == [1, 3]
+    result = script(*flags, *tokenizer, "--workers", 1)
+    assert result.returncode == 2 and "needs --vocab-file and --merge-file" in result.stderr
+    result = script(*flags, "--tokenizer-type", "BertWordPieceLowerCase", "--workers", 1)
+    assert result.returncode == 2 and "is unknown; use one of GPT2BPETokenizer" in result.stderr

@@ -1,0 +1,201 @@
+"""Text to .bin/.idx: the same files from any number of workers, all or nothing on disk."""
+
+import gzip
+import json
+import multiprocessing
+import os
+import resource
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import numpy as np
+import pytest
+
+from megatron_lite.data.indexed import IndexedDataset
+from megatron_lite.data.preprocess import preprocess
+from megatron_lite.data.tokenizer import BytesTokenizer
+from megatron_lite.errors import ConfigError, DataError
+
+
+def write_lines(path, texts):
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    return path
+
+
+def run(inputs, prefix, spec="bytes", **options):
+    return preprocess(inputs, prefix, spec, **{"workers": 1, "progress": False, **options})
+
+
+def documents_of(prefix):
+    data = IndexedDataset(prefix)
+    return [data[k].tolist() for k in range(len(data))]
+
+
+def test_documents_are_written_in_order_with_their_end(tmp_path):
+    path = write_lines(tmp_path / "c.jsonl", ["ab", "", "é"])
+    report = run([path], tmp_path / "out", append_eod=True)
+    assert report == (tmp_path / "out_text_document", 2, 6, 4, 1, 0)
+    assert documents_of(report.prefix) == [[97, 98, 256], [0xC3, 0xA9, 256]]
+    data = IndexedDataset(report.prefix)
+    assert data.dtype == np.uint16 and data.document_indices.tolist() == [0, 1, 2]
+
+
+def test_without_append_eod_no_end_is_written(tmp_path):
+    report = run([write_lines(tmp_path / "c.jsonl", ["ab"])], tmp_path / "out")
+    assert documents_of(report.prefix) == [[97, 98]]
+
+
+def test_the_json_key_names_the_text_and_the_files(tmp_path):
+    (tmp_path / "c.jsonl").write_text('{"code": "x", "text": "y"}\n')
+    report = run([tmp_path / "c.jsonl"], tmp_path / "out", json_key="code")
+    assert report.prefix.name == "out_code_document" and documents_of(report.prefix) == [[ord("x")]]
+
+
+def test_the_language_tag_is_tokenized_with_the_code(tmp_path):
+    (tmp_path / "a.py").write_text("x = 1\n")
+    report = run([tmp_path / "a.py"], tmp_path / "out", language_tag=True)
+    assert bytes(documents_of(report.prefix)[0]) == b"# language: Python\nx = 1\n"
+
+
+def test_any_number_of_workers_writes_the_same_files(tmp_path):
+    """Pieces finish in any order; the corpus, and so every run on it, must not show it."""
+    folder = tmp_path / "in"
+    folder.mkdir()
+    write_lines(folder / "a.jsonl", [f"{k} " * (k % 700) for k in range(9000)])  # several pieces
+    (folder / "b.jsonl.gz").write_bytes(gzip.compress((folder / "a.jsonl").read_bytes()[::-1][:0] + b'{"text": "z"}\n'))
+    for k in range(30):
+        (folder / f"c{k}.py").write_text(f"x = {k}\n" * (k * 1000))
+    (folder / "d.py").write_bytes(b"\xff")
+    reports = [run([folder], tmp_path / f"w{workers}", workers=workers, append_eod=True) for workers in (1, 2, 3)]
+    assert len({report[1:] for report in reports}) == 1 and reports[0].num_undecodable == 1
+    for suffix in ("bin", "idx"):
+        assert len({report.prefix.with_suffix(f".{suffix}").read_bytes() for report in reports}) == 1
+
+
+def leftovers(folder):
+    return sorted(path.name for path in folder.iterdir() if path.name.startswith("out"))
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_bad_line_leaves_nothing_behind(tmp_path, workers):
+    path = write_lines(tmp_path / "c.jsonl", ["x" * 1000] * 3000)
+    with open(path, "a") as file:
+        file.write("{bad\n")
+    with pytest.raises(DataError, match=r"c.jsonl:3001: not valid JSON"):
+        run([path], tmp_path / "out", workers=workers)
+    assert leftovers(tmp_path) == []
+
+
+def test_a_failed_run_leaves_the_corpus_before_it_alone(tmp_path):
+    good = write_lines(tmp_path / "good.jsonl", ["good"])
+    (tmp_path / "bad.jsonl").write_text("{bad\n")
+    prefix = run([good], tmp_path / "out").prefix
+    with pytest.raises(DataError):
+        run([tmp_path / "bad.jsonl"], tmp_path / "out")
+    assert bytes(documents_of(prefix)[0]) == b"good"
+
+
+def test_a_new_corpus_replaces_the_old_one(tmp_path):
+    for text in ("old text", "new"):
+        prefix = run([write_lines(tmp_path / "c.jsonl", [text])], tmp_path / "out").prefix
+    assert bytes(documents_of(prefix)[0]) == b"new"
+    assert leftovers(tmp_path) == ["out_text_document.bin", "out_text_document.idx"]
+
+
+def test_an_old_index_never_meets_a_new_bin(tmp_path, monkeypatch):
+    """Killed between the two renames: better no index than one of other documents."""
+    run([write_lines(tmp_path / "c.jsonl", ["old text"])], tmp_path / "out")
+    rename = os.replace
+
+    def killed(source, target):
+        if str(target).endswith(".idx"):
+            raise KeyboardInterrupt
+        rename(source, target)
+
+    monkeypatch.setattr(os, "replace", killed)
+    with pytest.raises(KeyboardInterrupt):
+        run([write_lines(tmp_path / "c.jsonl", ["new"])], tmp_path / "out")
+    assert leftovers(tmp_path) == ["out_text_document.bin"]
+
+
+def test_a_full_disk_is_named_and_leaves_nothing_behind(tmp_path):
+    """The limit on a file's size fails in the same place, with the same kind of error, as a disk that is full."""
+    path = write_lines(tmp_path / "c.jsonl", ["x" * 1000] * 3000)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, limits[1]))
+    try:
+        with pytest.raises(DataError, match=r"out_text_document: cannot be written: File too large; nothing was kept"):
+            run([path], tmp_path / "out")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, handler)
+    assert leftovers(tmp_path) == []
+
+
+def test_a_place_that_cannot_be_written_is_named(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(DataError, match=r"file/out_text_document: cannot be written: .* --output-prefix"):
+        run([write_lines(tmp_path / "c.jsonl", ["x"])], tmp_path / "file" / "out")
+
+
+def test_input_without_any_text_is_refused(tmp_path):
+    (tmp_path / "b.py").write_bytes(b"\xff")
+    (tmp_path / "c.py").write_text("")
+    message = "nothing to write: 1 documents are empty and 1 files are not UTF-8 text"
+    with pytest.raises(DataError, match=message):
+        run([tmp_path / "b.py", tmp_path / "c.py"], tmp_path / "out")
+    assert leftovers(tmp_path) == []
+
+
+def test_an_unknown_tokenizer_is_told_before_anything_is_written(tmp_path):
+    with pytest.raises(ConfigError, match="is unknown"):
+        run([write_lines(tmp_path / "c.jsonl", ["x"])], tmp_path / "new" / "out", "klingon")
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_worker_that_dies_ends_the_run_with_a_message(tmp_path):
+    """The system kills the largest process when memory ends; a pool that waits for it would hang for ever."""
+    path = write_lines(tmp_path / "c.jsonl", ["x" * 1000] * 60_000)
+
+    def kill_the_first_worker():
+        deadline = time.monotonic() + 30
+        while time.monotonic() < deadline and not (workers := multiprocessing.active_children()):
+            time.sleep(0.01)
+        os.kill(workers[0].pid, signal.SIGKILL)
+
+    killer = threading.Thread(target=kill_the_first_worker)
+    killer.start()
+    with pytest.raises(DataError, match=r"a tokenizing process died, near .*c.jsonl; .* use fewer --workers"):
+        run([path], tmp_path / "out", workers=2)
+    killer.join()
+    assert leftovers(tmp_path) == []
+
+
+def test_the_bar_shows_documents_and_bytes_a_second(tmp_path, capsys):
+    run([write_lines(tmp_path / "c.jsonl", ["some text"] * 1000)], tmp_path / "out", progress=True)
+    shown = capsys.readouterr().err
+    assert "documents/s" in shown and "B/s" in shown and "100%" in shown
+
+
+def test_preprocessing_loads_no_torch():
+    """It would cost every worker seconds and hundreds of megabytes."""
+    code = "import sys, megatron_lite.data.preprocess, megatron_lite.data.tokenizer; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+def test_ids_of_a_large_vocabulary_are_stored_in_four_bytes(tmp_path, monkeypatch):
+    """In two, id 70,000 would become 4,464 in silence."""
+
+    class Large(BytesTokenizer):
+        vocab_size = 70_001
+
+        def encode(self, text):
+            return [70_000]
+
+    monkeypatch.setattr("megatron_lite.data.preprocess.build_tokenizer", lambda spec: Large())
+    report = run([write_lines(tmp_path / "c.jsonl", ["x"])], tmp_path / "out")
+    assert documents_of(report.prefix) == [[70_000]] and IndexedDataset(report.prefix).dtype == np.int32
