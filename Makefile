@@ -1,0 +1,59 @@
+# Each target makes .venv when it is missing and installs again when pyproject.toml or constraints.txt changed.
+# On a machine without a GPU, PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu saves a large download.
+
+PYTHON ?= python3
+VENV := .venv
+BASE := $(VENV)/.installed-base
+DEV := $(VENV)/.installed-dev
+BIN := $(VENV)/bin
+export PATH := $(CURDIR)/$(BIN):$(PATH)
+unexport PYTHONPATH
+
+.PHONY: help quickstart test lint format bench soak clean
+
+help:
+	@echo "make quickstart  train a small CodeGeeX on this machine's Python sources and let it write code"
+	@echo "make test        the tests, without the long lists"
+	@echo "make soak        the long lists: many kills, faults and moves"
+	@echo "make lint        formatting, lint, types and shell scripts"
+	@echo "make format      let ruff rewrite the sources"
+	@echo "make bench       tables of ratios against other implementations"
+	@echo "make clean       remove .venv and caches; runs/ stays"
+
+quickstart: $(BASE)
+	sh tools/quickstart.sh
+
+test: $(DEV)
+	$(BIN)/python -m pytest -m "not soak"
+
+soak: $(DEV)
+	$(BIN)/python -m pytest -m soak
+
+lint: $(DEV)
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/pyright
+	$(BIN)/shellcheck launch.sh tools/quickstart.sh .ci/run
+
+format: $(DEV)
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+bench: $(DEV)
+	set -e; for script in benchmarks/*.py; do echo "== $$script"; $(BIN)/python "$$script"; done
+
+clean:
+	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis *.egg-info
+
+$(VENV)/.made:
+	@$(PYTHON) -c 'import sys; sys.exit("python3 is %d.%d; megatron-lite needs 3.10 or newer: make PYTHON=/path/to/python" % sys.version_info[:2] if sys.version_info < (3, 10) else 0)'
+	$(PYTHON) -m venv --clear $(VENV)
+	@touch $@
+
+$(BASE): $(VENV)/.made pyproject.toml constraints.txt
+	$(BIN)/python -m pip install -q -e . -c constraints.txt
+	@touch $@
+
+$(DEV): $(VENV)/.made pyproject.toml constraints.txt
+	$(BIN)/python -m pip install -q -e '.[dev]' -c constraints.txt
+	@touch $(BASE) $@

@@ -1,0 +1,94 @@
+#!/bin/sh
+# Pretrains on this machine: one rank for each GPU, or on a machine without any, one rank for each two CPU cores.
+#
+#   ./launch.sh [--dry-run] [--nproc-per-node N] --config configs/gpt.yaml [SECTION.FIELD=VALUE]...
+#
+# Everything but --dry-run and --nproc-per-node goes to `megatron-lite pretrain` as it is. Variables that are set
+# already are left alone. PYTHON is the interpreter; without it .venv/bin/python where there is one, else python3.
+set -eu
+
+usage() {
+    sed -n '2,7s/^# \{0,1\}//p' "$0"
+}
+
+dry_run=no
+ranks=
+count=$#
+while [ "$count" -gt 0 ]; do
+    argument=$1
+    shift
+    count=$((count - 1))
+    case $argument in
+    --help | -h)
+        usage
+        exit 0
+        ;;
+    --dry-run) dry_run=yes ;;
+    --nproc-per-node=*) ranks=${argument#*=} ;;
+    --nproc-per-node)
+        if [ "$count" -eq 0 ]; then
+            echo "launch.sh: --nproc-per-node wants a number" >&2
+            exit 2
+        fi
+        ranks=$1
+        shift
+        count=$((count - 1))
+        ;;
+    *) set -- "$@" "$argument" ;; # to the end: the arguments keep their order
+    esac
+done
+if [ $# -eq 0 ]; then
+    usage >&2
+    exit 2
+fi
+case $ranks in
+*[!0-9]* | 0)
+    echo "launch.sh: --nproc-per-node is '$ranks'; it wants a number above 0" >&2
+    exit 2
+    ;;
+esac
+
+here=$(cd "$(dirname "$0")" && pwd)
+if [ -z "${PYTHON:-}" ]; then
+    PYTHON=python3
+    if [ -x "$here/.venv/bin/python" ]; then PYTHON=$here/.venv/bin/python; fi
+fi
+
+# CUDA_VISIBLE_DEVICES, when set, says which GPUs this job may use.
+if [ -n "${CUDA_VISIBLE_DEVICES+set}" ]; then
+    gpus=$(printf '%s' "$CUDA_VISIBLE_DEVICES" | tr ',' '\n' | grep -c '^[0-9GM]' || true)
+elif command -v nvidia-smi >/dev/null 2>&1; then
+    gpus=$(nvidia-smi --list-gpus 2>/dev/null | grep -c '^GPU ' || true)
+else
+    gpus=0
+fi
+cores=$(nproc 2>/dev/null || getconf _NPROCESSORS_ONLN)
+
+if [ -z "$ranks" ]; then
+    ranks=$gpus
+    if [ "$ranks" -eq 0 ]; then ranks=$((cores / 2)); fi
+    if [ "$ranks" -eq 0 ]; then ranks=1; fi
+fi
+
+threads=$((cores / ranks))
+if [ "$threads" -eq 0 ]; then threads=1; fi
+export OMP_NUM_THREADS="${OMP_NUM_THREADS:-$threads}"
+variables=OMP_NUM_THREADS
+if [ "$gpus" -gt 0 ]; then
+    # A hung collective should end with an error, and say where.
+    export TORCH_NCCL_ASYNC_ERROR_HANDLING="${TORCH_NCCL_ASYNC_ERROR_HANDLING:-1}"
+    # One hardware queue: the input gradient's all-reduce starts before the weight gradient it overlaps with.
+    export CUDA_DEVICE_MAX_CONNECTIONS="${CUDA_DEVICE_MAX_CONNECTIONS:-1}"
+    export NCCL_DEBUG="${NCCL_DEBUG:-WARN}"
+    variables="$variables TORCH_NCCL_ASYNC_ERROR_HANDLING CUDA_DEVICE_MAX_CONNECTIONS NCCL_DEBUG"
+fi
+
+echo "gpus=$gpus cores=$cores ranks=$ranks"
+for variable in $variables; do
+    echo "$variable=$(printenv "$variable")"
+done
+set -- "$PYTHON" -m megatron_lite pretrain --nproc-per-node "$ranks" "$@"
+echo "$*"
+if [ "$dry_run" = no ]; then
+    exec "$@"
+fi
