@@ -36,10 +36,10 @@ def run_to_the_end(folder: Path, model: str, **changes) -> None:
 
 
 def rows(folder: Path) -> list[dict]:
-    """What a run computed in each iteration, without how long it took."""
+    """What a run computed in each iteration, without how long it took, and without evaluations."""
     kept = ("iteration", "consumed_samples", "loss", "lr", "grad_norm", "loss_scale", "skipped")
     lines = (folder / "metrics.jsonl").read_text().splitlines()
-    return [{key: row[key] for key in kept} for row in map(json.loads, lines)]
+    return [{key: row[key] for key in kept} for row in map(json.loads, lines) if "loss" in row]
 
 
 def tensor_files(folder: Path) -> dict[str, bytes]:

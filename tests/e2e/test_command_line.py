@@ -1,0 +1,283 @@
+"""The commands as users type them: what they write, how they end, and what they say when something is wrong."""
+
+import json
+import math
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.e2e.command import environment, make_corpus, run, start, tiny_yaml
+from tests.e2e.test_kill import wait_for_training
+from tests.e2e.test_resume import rows
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory) -> str:
+    return make_corpus(tmp_path_factory.mktemp("corpus"))
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory, corpus) -> tuple[Path, subprocess.CompletedProcess[str]]:
+    """A finished run on two tensor-parallel processes: its folder and what it printed. Tests only read it."""
+    folder = tmp_path_factory.mktemp("finished")
+    settings = {"parallel": {"tensor": 2}, "log": {"interval": 1, "tensorboard": True}}
+    config = tiny_yaml(folder, corpus, **settings)
+    return folder, run("pretrain", "--config", str(config), "--nproc-per-node", "2", cwd=folder)
+
+
+def test_a_run_leaves_everything_in_its_folder(finished):
+    folder, process = finished
+    assert process.returncode == 0, process.stderr
+    produced = {path.name for path in (folder / "run").iterdir()}
+    assert {"metrics.jsonl", "config.yaml", "tensorboard", "checkpoints"} <= produced
+    assert list((folder / "run" / "tensorboard").glob("events*"))
+    resolved = yaml.safe_load((folder / "run" / "config.yaml").read_text())
+    assert resolved["model"]["vocab_size"] == 257  # of the byte tokenizer
+
+
+def test_metrics_have_a_row_for_every_iteration_and_evaluation(finished):
+    folder, _ = finished
+    parsed = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+    iterations = [row for row in parsed if "loss" in row]
+    assert [row["iteration"] for row in iterations] == list(range(1, 9))
+    assert set(iterations[0]) == {
+        *("iteration", "consumed_samples", "loss", "lr", "grad_norm", "loss_scale", "skipped"),
+        *("tokens_per_second", "mfu", "memory_gb", "seconds"),
+    }
+    assert iterations[-1]["consumed_samples"] == 8 * 4
+    assert iterations[-1]["loss"] < iterations[0]["loss"]
+    assert all(row["mfu"] > 0 and row["memory_gb"] > 0 for row in iterations)
+    (validation,) = [row for row in parsed if "validation_loss" in row]
+    assert validation["validation_ppl"] == pytest.approx(math.exp(validation["validation_loss"]))
+
+
+def test_the_iteration_line_has_megatrons_fields(finished):
+    _, process = finished
+    (line,) = [line for line in process.stdout.splitlines() if " iteration        8/       8 |" in line]
+    fields = [field.split(":")[0].strip() for field in line.split(" |")[1:-1]]
+    assert fields == [
+        "consumed samples",
+        "elapsed time per iteration (ms)",
+        "throughput per GPU (TFLOP/s/GPU)",
+        "learning rate",
+        "global batch size",
+        "lm loss",
+        "loss scale",
+        "grad norm",
+        "number of skipped iterations",
+        "number of nan iterations",
+    ]
+    assert "unigram entropy" in process.stdout
+    assert "bits per byte of source text" in process.stdout
+
+
+def test_a_finished_run_says_so_and_changes_nothing(finished):
+    folder, _ = finished
+    before = (folder / "run" / "metrics.jsonl").read_bytes()
+    again = run("pretrain", "--config", str(folder / "tiny.yaml"), "--nproc-per-node", "2", cwd=folder)
+    assert again.returncode == 0
+    assert "training is done at iteration 8 of 8" in again.stdout
+    assert (folder / "run" / "metrics.jsonl").read_bytes() == before
+
+
+def test_three_ways_to_start_train_the_same(tmp_path, corpus):
+    """Our launcher, torchrun and one plain process are one code path."""
+    losses = {}
+    for way in ("launcher", "torchrun", "plain"):
+        folder = tmp_path / way
+        folder.mkdir()
+        tensor = 1 if way == "plain" else 2
+        dropout = {"hidden_dropout": 0.0, "attention_dropout": 0.0}  # whose streams depend on the layout
+        config = tiny_yaml(folder, corpus, parallel={"tensor": tensor}, train={"iterations": 3}, model=dropout)
+        arguments = ["pretrain", "--config", str(config)]
+        if way == "torchrun":
+            done = subprocess.run(
+                [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+                + ["-m", "megatron_lite", *arguments],
+                cwd=folder,
+                env=environment(),
+                capture_output=True,
+                text=True,
+                timeout=180,
+            )
+        else:
+            extra = ["--nproc-per-node", "2"] if way == "launcher" else []
+            done = run(*arguments, *extra, cwd=folder)
+        assert done.returncode == 0, done.stderr
+        losses[way] = [row["loss"] for row in rows(folder / "run")[:3]]
+    assert losses["launcher"] == losses["torchrun"]
+    assert losses["plain"] == pytest.approx(losses["launcher"], rel=1e-5)  # fp32, another order of sums
+
+
+def test_generate_continues_the_prompt_and_repeats_itself(finished):
+    folder, _ = finished
+    command = ("generate", "--load", str(folder / "run"), "--prompt", "def ", "--max-new-tokens", "8", "--seed", "3")
+    first = run(*command, "--nproc-per-node", "2", cwd=folder)
+    assert first.returncode == 0, first.stderr
+    assert first.stdout.startswith("def ")
+    assert len(first.stdout) > len("def \n")
+    assert run(*command, "--nproc-per-node", "2", cwd=folder).stdout == first.stdout
+
+
+def test_generate_names_the_layout_it_needs(finished):
+    folder, _ = finished
+    refused = run("generate", "--load", str(folder / "run"), "--prompt", "x", cwd=folder)
+    assert refused.returncode == 2
+    assert "add --nproc-per-node 2" in refused.stderr
+
+
+def test_generate_without_a_checkpoint_says_where_it_looked(tmp_path):
+    refused = run("generate", "--load", "nowhere", "--prompt", "x", cwd=tmp_path)
+    assert refused.returncode == 1
+    assert "nowhere/checkpoints: there is no checkpoint" in refused.stderr
+
+
+@pytest.mark.parametrize("ranks_wanted", [1, 2])
+def test_sigterm_saves_and_exits_75_and_the_next_start_goes_on(tmp_path, corpus, ranks_wanted):
+    settings = {"parallel": {"tensor": ranks_wanted}, "train": {"iterations": 2000}}
+    config = tiny_yaml(tmp_path, corpus, **settings, checkpoint={"interval": 0})
+    command = ["pretrain", "--config", str(config)]
+    command += ["--nproc-per-node", "2"] if ranks_wanted == 2 else []
+    process = start(*command, cwd=tmp_path)
+    wait_for_training(process)
+    process.send_signal(signal.SIGTERM)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 75, err
+    assert "exiting program after receiving SIGTERM" in err
+    done = int((tmp_path / "run/checkpoints/latest_checkpointed_iteration.txt").read_text())
+    assert 0 < done < 2000
+    finished = run(*command, f"train.iterations={done + 1}", cwd=tmp_path)
+    assert finished.returncode == 0, finished.stderr
+    assert [row["iteration"] for row in rows(tmp_path / "run")[: done + 1]] == list(range(1, done + 2))
+
+
+def test_more_iterations_are_refused_when_the_order_would_change(tmp_path, corpus):
+    """Megatron's sample order depends on how many epochs are asked for; silently seeing other data is no resume."""
+    config = tiny_yaml(tmp_path, corpus, train={"iterations": 2, "eval_iterations": 0})
+    assert run("pretrain", "--config", str(config), cwd=tmp_path).returncode == 0
+    longer = run("pretrain", "--config", str(config), "train.iterations=3", cwd=tmp_path)
+    assert longer.returncode == 0, longer.stderr
+    much_longer = run("pretrain", "--config", str(config), "train.iterations=5000", cwd=tmp_path)
+    assert much_longer.returncode == 2
+    assert "would not be the first ones any more" in much_longer.stderr
+
+
+MISTAKES = {
+    "misspelt key": (["model.hidden_sise=32"], 2, "did you mean model.hidden_size?"),
+    "wrong type": (["train.iterations=many"], 2, "train.iterations"),
+    "heads not divisible": (["model.num_heads=5"], 2, "model.num_heads"),
+    "split of two numbers": (["data.split=[90,10]"], 2, "data.split"),
+    "missing corpus": (["data.paths=[nowhere]"], 1, "nowhere.idx"),
+    "too few documents": (["data.split=[100000,1,1]"], 1, "data.split"),
+    "a vocabulary too small": (["model.vocab_size=100"], 2, "model.vocab_size"),
+    "no data": (["data.paths=[]"], 2, "data.paths is empty"),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_is_named_and_exits_with_its_code(tmp_path, corpus, mistake):
+    overrides, code, words = MISTAKES[mistake]
+    config = tiny_yaml(tmp_path, corpus)
+    done = run("pretrain", "--config", str(config), *overrides, cwd=tmp_path)
+    assert words in done.stderr
+    assert "Traceback" not in done.stderr
+    assert done.returncode == code
+
+
+def test_a_layout_that_needs_more_processes_names_the_command(tmp_path, corpus):
+    config = tiny_yaml(tmp_path, corpus, parallel={"tensor": 2})
+    done = run("pretrain", "--config", str(config), cwd=tmp_path)
+    assert done.returncode == 2
+    assert f"megatron-lite pretrain --config {config} --nproc-per-node 2" in done.stderr
+
+
+def test_a_checkpoint_of_another_shape_is_refused(finished, tmp_path):
+    folder, _ = finished
+    shutil.copytree(folder, tmp_path / "copy")
+    config = str(tmp_path / "copy" / "tiny.yaml")
+    arguments = ("--nproc-per-node", "2", f"run.dir={tmp_path / 'copy' / 'run'}", "model.hidden_size=64")
+    done = run("pretrain", "--config", config, *arguments, cwd=tmp_path)
+    assert done.returncode == 1
+    assert "model.hidden_size" in done.stderr
+
+
+@pytest.mark.parametrize("damage", ["flipped byte", "missing file"])
+def test_a_damaged_checkpoint_names_the_file(finished, tmp_path, damage):
+    folder, _ = finished
+    shutil.copytree(folder / "run", tmp_path / "run")
+    (file,) = (tmp_path / "run/checkpoints/iter_0000008/mp_rank_01").glob("model.safetensors")
+    if damage == "missing file":
+        file.unlink()
+    else:
+        content = bytearray(file.read_bytes())
+        content[-7] ^= 1
+        file.write_bytes(content)
+    arguments = ("--nproc-per-node", "2", f"run.dir={tmp_path / 'run'}", "train.iterations=9")
+    done = run("pretrain", "--config", str(folder / "tiny.yaml"), *arguments, cwd=tmp_path)
+    assert done.returncode == 1
+    assert "mp_rank_01/model.safetensors" in done.stderr
+
+
+def test_a_run_folder_that_cannot_be_written_is_named(tmp_path, corpus):
+    (tmp_path / "run").write_text("a file where the folder should be")
+    done = run("pretrain", "--config", str(tiny_yaml(tmp_path, corpus)), cwd=tmp_path)
+    assert done.returncode == 1
+    assert f"{tmp_path / 'run'}: cannot write" in done.stderr
+
+
+def test_a_full_disk_is_named_and_the_checkpoint_before_it_stays(tmp_path, corpus):
+    """A real full file system: a small one of its own, filled while the run trains."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=3m", "tmpfs", str(disk)], check=True)
+    try:
+        config = tiny_yaml(tmp_path, corpus, run={"dir": str(disk / "run")}, checkpoint={"interval": 1, "keep": 0})
+        done = run("pretrain", "--config", str(config), "train.iterations=100", cwd=tmp_path)
+        assert done.returncode == 1
+        assert "No space left on device" in done.stderr
+        assert str(disk) in done.stderr
+        saved = disk / "run" / "checkpoints"
+        newest = int((saved / "latest_checkpointed_iteration.txt").read_text())
+        inspected = run("inspect", str(saved / f"iter_{newest:07d}"), "--verify", cwd=tmp_path)
+        assert inspected.returncode == 0, inspected.stderr
+    finally:
+        subprocess.run(["umount", str(disk)], check=True)
+
+
+def test_a_port_in_use_is_named(tmp_path, corpus):
+    config = tiny_yaml(tmp_path, corpus, parallel={"tensor": 2})
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        place = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        done = run("pretrain", "--config", str(config), cwd=tmp_path, env=place)
+    assert done.returncode == 1
+    assert f"127.0.0.1:{port}" in done.stderr
+    assert "the port is in use" in done.stderr
+
+
+def test_a_user_script_trains_its_own_model(tmp_path, corpus):
+    """The documented call order, from the package's own names, with a model provider of the user's."""
+    script = tmp_path / "mine.py"
+    script.write_text(
+        "import sys\n"
+        "from megatron_lite import get_model, pretrain\n"
+        "from megatron_lite.config.load import load_config\n"
+        "def provider(config, ctx, rng, **options):\n"
+        "    print('my own provider')\n"
+        "    return get_model(config, ctx, rng, **options)\n"
+        "state = pretrain(load_config(sys.argv[1], ['train.iterations=2']), provider)\n"
+        "print('iterations', state.iteration)\n"
+    )
+    command = [sys.executable, str(script), str(tiny_yaml(tmp_path, corpus))]
+    done = subprocess.run(command, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert "my own provider" in done.stdout
+    assert "iterations 2" in done.stdout
