@@ -103,7 +103,7 @@ class MixedPrecisionOptimizer:
             group["lr"] = lr
         self._adam.step()
         for master in self._masters.values():
-            master.grad = None  # autograd would add the next gradient to it
+            master.grad = None  # it would keep the memory of gradients that the engine drops
         self._copy_masters_to_params()
 
     def _copy_masters_to_params(self) -> None:

@@ -150,6 +150,16 @@ def test_a_restored_optimizer_continues_bitwise(precision, after_skip):
     assert_same(restored.everything(), first.everything())
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_nothing_but_the_engine_holds_gradients_after_a_step(dtype):
+    """Another owner would keep the last step's gradients in memory through the next forward."""
+    training = Training(dtype)
+    training.step(0)
+    assert all(parameter.grad is None for parameter in training.params.values())
+    for kinds in training.optimizer.state_tensors().values():
+        assert all(tensor.grad is None for tensor in kinds.values())
+
+
 def test_state_before_the_first_step_can_be_saved_and_restored():
     first, restored = Training(torch.bfloat16), Training(torch.bfloat16)
     restored.optimizer.load_state_tensors(first.optimizer.state_tensors(), first.optimizer.step_count)
