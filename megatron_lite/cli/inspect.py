@@ -1,7 +1,8 @@
 """`megatron-lite inspect`: what is in a checkpoint, from its layout.json."""
 
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -36,7 +37,7 @@ def summary(layout: "Layout") -> list[str]:
     ranks = "1 rank" if grid.world_size == 1 else f"{grid.world_size} ranks"
     stored_bytes = sum(info.bytes for info in layout.files.values())
     parameters = sum(prod(tensor.shape) for tensor in layout.tensors.values())
-    state = ", ".join(f"{key}={value}" for key, value in layout.state.items())
+    state = ", ".join(f"{key}={value}" for key, value in _flat(layout.state))
     return [
         f"  iteration   {layout.iteration}, saved {layout.saved_at}",
         f"  layout      tp={grid.tp} cp={grid.cp} dp={grid.dp} pp={grid.pp} ({ranks})",
@@ -52,6 +53,14 @@ def tensor_table(layout: "Layout") -> list[str]:
     rows += [_row(name, tensor) for name, tensor in layout.tensors.items()]
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     return ["  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+
+
+def _flat(state: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in state.items():
+        if isinstance(value, dict):
+            yield from _flat(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
 
 
 def _row(name: str, tensor: "TensorLayout") -> tuple[str, ...]:

@@ -140,7 +140,7 @@ def test_generate_without_a_checkpoint_says_where_it_looked(tmp_path):
 
 @pytest.mark.parametrize("ranks_wanted", [1, 2])
 def test_sigterm_saves_and_exits_75_and_the_next_start_goes_on(tmp_path, corpus, ranks_wanted):
-    settings = {"parallel": {"tensor": ranks_wanted}, "train": {"iterations": 2000}}
+    settings = {"parallel": {"tensor": ranks_wanted}, "train": {"iterations": 150}}
     config = tiny_yaml(tmp_path, corpus, **settings, checkpoint={"interval": 0})
     command = ["pretrain", "--config", str(config)]
     command += ["--nproc-per-node", "2"] if ranks_wanted == 2 else []
@@ -151,10 +151,10 @@ def test_sigterm_saves_and_exits_75_and_the_next_start_goes_on(tmp_path, corpus,
     assert process.returncode == 75, err
     assert "exiting program after receiving SIGTERM" in err
     done = int((tmp_path / "run/checkpoints/latest_checkpointed_iteration.txt").read_text())
-    assert 0 < done < 2000
-    finished = run(*command, f"train.iterations={done + 1}", cwd=tmp_path)
+    assert 0 < done < 150
+    finished = run(*command, cwd=tmp_path)
     assert finished.returncode == 0, finished.stderr
-    assert [row["iteration"] for row in rows(tmp_path / "run")[: done + 1]] == list(range(1, done + 2))
+    assert [row["iteration"] for row in rows(tmp_path / "run")] == list(range(1, 151))
 
 
 def test_more_iterations_are_refused_when_the_order_would_change(tmp_path, corpus):

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 from megatron_lite.checkpoint import store
-from megatron_lite.checkpoint.directory import iterations, read_latest
+from megatron_lite.checkpoint.directory import TRACKER_FILE, iterations, read_latest
 from megatron_lite.checkpoint.layout import Layout, dump_layout, read_layout
 from megatron_lite.checkpoint.tensor_file import write_tensors
 from megatron_lite.errors import CheckpointError
@@ -199,6 +199,27 @@ def test_a_process_that_ends_in_its_first_save_leaves_nothing_or_a_whole_checkpo
                 save(root, 1, ctx)
         if read_latest(root) is not None:
             assert_holds(root, ctx, 1)
+
+
+def test_everything_is_on_the_disk_before_it_counts(tmp_path, monkeypatch):
+    """After a power failure, a name may have reached the disk and its content not, unless it was waited for."""
+    events: list[tuple[str, str]] = []
+    fsync, rename, replace = os.fsync, os.rename, os.replace
+    monkeypatch.setattr(
+        os, "fsync", lambda fd: (events.append(("sync", os.readlink(f"/proc/self/fd/{fd}"))), fsync(fd))
+    )
+    monkeypatch.setattr(os, "rename", lambda a, b: (events.append(("rename", str(b))), rename(a, b)))
+    monkeypatch.setattr(os, "replace", lambda a, b: (events.append(("replace", str(b))), replace(a, b)))
+    folder = save(tmp_path, 1, one_process())
+    appears, counts = events.index(("rename", str(folder))), events.index(("replace", str(tmp_path / TRACKER_FILE)))
+    new = str(tmp_path / ".new-iter_0000001")
+    written = {str(path).replace(str(folder), new) for path in [folder, *folder.rglob("*")]} - {f"{new}/layout.json"}
+    synced = {path for event, path in events[:appears] if event == "sync"}
+    assert written | {f"{new}/.new-layout.json"} <= synced
+    assert events[appears - 1] == ("sync", new)  # after layout.json got its name
+    assert ("sync", str(tmp_path)) in events[appears:counts]
+    assert ("sync", str(tmp_path / f".new-{TRACKER_FILE}")) in events[appears:counts]
+    assert events[counts + 1] == ("sync", str(tmp_path))
 
 
 def test_a_full_disk_is_told_and_its_space_given_back(tmp_path):

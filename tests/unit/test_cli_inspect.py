@@ -15,7 +15,8 @@ app.command()(inspect)
 @pytest.fixture
 def run_dir(tmp_path):
     for iteration in (1, 2):
-        save(tmp_path / "checkpoints", iteration, one_process())
+        state = {"version": iteration, "loss": {"scale": 0.1}}
+        save(tmp_path / "checkpoints", iteration, one_process(), state=state)
     return tmp_path
 
 
@@ -29,7 +30,7 @@ def test_it_prints_what_is_in_the_newest(run_dir):
     assert lines[2] == ["layout", "tp=1", "cp=1", "dp=1", "pp=1", "(1", "rank)"]
     assert lines[3] == ["parameters", "148", "in", "4", "tensors"]  # 8*4 + 16*4 + 4*12 + 4
     assert lines[4][:3] == ["files", "3,", "together"]
-    assert "version=2" in result.output and "loss_scale=0.1" in result.output
+    assert lines[5] == ["state", "version=2,", "loss.scale=0.1"]
     row = next(line for line in result.output.splitlines() if "linear_qkv" in line)
     assert "[16, 4]  BF16   dim 0 in parts [8, 4, 4]  master:F32 exp_avg:F32 exp_avg_sq:F32" in row
     assert row.endswith("mp_rank_00/model mp_rank_00/optimizer_dp_000")
