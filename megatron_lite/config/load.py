@@ -145,7 +145,7 @@ def _check_preset(given: dict[str, _Given], mistakes: _Mistakes) -> None:
     """Takes out a preset that does not exist, so that the other fields are checked all the same."""
     preset = given.get("model.preset")
     if preset is not None and isinstance(preset.value, str) and preset.value and preset.value not in PRESETS:
-        near = _nearest(preset.value, PRESETS)
+        near = _question(_nearest(preset.value, PRESETS))
         mistakes.add(
             preset.where, preset.line, f"unknown model.preset {preset.value}{near}; use one of {_list(PRESETS)}"
         )
@@ -190,7 +190,7 @@ def _wanted(info: FieldInfo, value: Any) -> str:
         return info.description
     if get_origin(info.annotation) is Literal:
         choices = [str(choice) for choice in get_args(info.annotation)]
-        return f"one of {_list(choices)}{_nearest(str(value), choices)}"
+        return f"one of {_list(choices)}{_question(_nearest(str(value), choices))}"
     words = {bool: "true or false", str: "text", int: "an integer", float: "a number"}[info.annotation]  # type: ignore
     bounds = [f"above {bound.gt}" for bound in info.metadata if isinstance(bound, Gt)]
     bounds += [f"of at least {bound.ge:g}" for bound in info.metadata if isinstance(bound, Ge)]  # type: ignore[str-bytes-safe]
@@ -201,23 +201,29 @@ def _wanted(info: FieldInfo, value: Any) -> str:
 def _unknown(name: str) -> str:
     """The message for a section or field that does not exist, with the name that was probably meant."""
     section, dot, field = name.partition(".")
-    if not dot and name not in SECTIONS:
-        same = [key for key in FIELDS if key.endswith("." + name)]
-        near = f"; did you mean {same[0]}?" if same else _nearest(name, SECTIONS)
-        return f"unknown section {name}{near}; sections are {_list(SECTIONS)}"
-    if not dot:
+    # A field's own name decides: a section in common would make any two names look alike.
+    every = {key.partition(".")[2]: key for key in FIELDS}
+    if not dot and name in SECTIONS:
         return f"{name} is a section; name one of its fields, such as {name}.{_example(name)}"
+    if not dot:
+        near = _question(every.get(name) or _nearest(name, SECTIONS))
+        return f"unknown section {name}{near}; sections are {_list(SECTIONS)}"
+    elsewhere = every.get(_nearest(field, every), "")
     if section not in SECTIONS:
-        return f"unknown section {section} in {name}{_nearest(name, FIELDS) or _nearest(section, SECTIONS)}"
-    own = [key for key in FIELDS if key.startswith(section + ".")]
-    elsewhere = [key for key in FIELDS if key.endswith("." + field)]
-    near = f"; did you mean {elsewhere[0]}?" if elsewhere else _nearest(name, own) or _nearest(name, FIELDS)
-    return f"unknown field {name}{near or f'; {section} has {_list(SECTIONS[section].model_fields)}'}"
+        return f"unknown section {section} in {name}{_question(elsewhere or _nearest(section, SECTIONS))}"
+    own = SECTIONS[section].model_fields
+    here = "" if field in every else _nearest(field, own)
+    near = _question(f"{section}.{here}" if here else elsewhere)
+    return f"unknown field {name}{near or f'; {section} has {_list(own)}'}"
+
+
+def _question(name: str) -> str:
+    return f"; did you mean {name}?" if name else ""
 
 
 def _nearest(word: str, words: Iterable[str]) -> str:
-    found = get_close_matches(word, list(words), n=1, cutoff=0.6)
-    return f"; did you mean {found[0]}?" if found and found[0] != word else ""
+    """The most similar of some words; empty when none is."""
+    return next(iter(get_close_matches(word, list(words), n=1, cutoff=0.6)), "")
 
 
 def _example(section: str) -> str:

@@ -1,0 +1,213 @@
+"""Reading configs: what a user may write, and what each mistake says."""
+
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_lite.config.load import dump_config, load_config
+from megatron_lite.config.schema import Config, DataConfig, LogConfig, ModelConfig, OptimConfig, RunConfig, TrainConfig
+from megatron_lite.errors import ConfigError
+
+
+def write(folder: Path, text: str) -> Path:
+    path = folder / "gpt.yaml"
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def mistakes(path: Path | None, *overrides: str) -> list[str]:
+    """The lines of the error, with the file's folder taken out."""
+    with pytest.raises(ConfigError) as caught:
+        load_config(path, overrides)
+    assert caught.value.exit_code == 2
+    return str(caught.value).replace(f"{path.parent}/" if path else "\0", "").splitlines()
+
+
+def test_file_and_overrides_make_a_config(tmp_path):
+    path = write(tmp_path, "model:\n  num_layers: 4\noptim:\n  lr: 3e-4\n  min_lr: 1E-5\nparallel:\n  sequence: true\n")
+    config = load_config(path, ["model.num_layers=6", "data.paths=[a,b]", "run.dir=runs/x"])
+    assert config.model.num_layers == 6, "the command line wins"
+    assert (config.optim.lr, config.optim.min_lr) == (3e-4, 1e-5), "3e-4 is a number, unlike in YAML 1.1"
+    assert config.parallel.sequence is True
+    assert config.data.paths == ("a", "b")
+    assert config.run.dir == "runs/x"
+    assert config.model.hidden_size == ModelConfig().hidden_size
+
+
+def test_no_file_is_the_defaults():
+    assert load_config(None) == Config()
+
+
+@pytest.mark.parametrize("written", ["969,30,1", "[969, 30, 1]", '"969,30,1"', "969.0,30,1"])
+def test_split_reads_as_megatron_users_write_it(written):
+    assert load_config(None, [f"data.split={written}"]).data.split == (969.0, 30.0, 1.0)
+
+
+@pytest.mark.parametrize(
+    "written", ["1,2", "1,2,3,4", "1,2,-3", "a,b,c", "[1,2]", "[1,2,x]", "5", "", "true", "1,2,nan"]
+)
+def test_split_that_is_not_three_numbers_is_refused(written):
+    (line,) = mistakes(None, f"data.split={written}")
+    assert line.startswith("command line: data.split ")
+    assert line.endswith("it must be exactly three non-negative numbers, such as 969,30,1")
+
+
+def test_every_mistake_is_reported_at_once_with_its_line(tmp_path):
+    """A user who fixes one mistake a run, in a queue, loses a day to five of them."""
+    path = write(
+        tmp_path,
+        "model:\n"
+        "  hidden_sise: 768\n"
+        "  num_layers: twelve\n"
+        "  num_heads: 12\n"
+        "  num_heads: 16\n"
+        "  lr: 1e-3\n"
+        "trian:\n"
+        "  iterations: 5\n"
+        "train:\n"
+        "  precision: bf15\n"
+        "  iterations: true\n"
+        "optim:\n"
+        "  lr: -1\n"
+        "  min_lr:\n"
+        "  beta1: 1.0\n"
+        "  clip_grad: .inf\n"
+        "data:\n"
+        "  paths: [[a]]\n"
+        "log:\n"
+        "  - interval\n",
+    )
+    assert mistakes(path, "parallel.tensor=two", "log.interval=0") == [
+        "gpt.yaml:2: unknown field model.hidden_sise; did you mean model.hidden_size?",
+        "gpt.yaml:3: model.num_layers is 'twelve'; it must be an integer above 0",
+        "gpt.yaml:5: model.num_heads is given twice, on line 4 already; keep one",
+        "gpt.yaml:6: unknown field model.lr; did you mean optim.lr?",
+        "gpt.yaml:7: unknown section trian; did you mean train?; sections are "
+        "run, model, parallel, data, train, optim, checkpoint, log",
+        "gpt.yaml:10: train.precision is 'bf15'; it must be one of fp32, bf16, fp16, fp64; did you mean bf16?",
+        "gpt.yaml:11: train.iterations is true; it must be an integer above 0",
+        "gpt.yaml:13: optim.lr is -1; it must be a number above 0",
+        "gpt.yaml:14: optim.min_lr is empty; it must be a number of at least 0",
+        "gpt.yaml:15: optim.beta1 is 1.0; it must be a number of at least 0 and below 1",
+        "gpt.yaml:16: optim.clip_grad is '.inf'; it must be a number of at least 0",
+        "gpt.yaml:18: data.paths is [...]; it must be a list of path prefixes",
+        "gpt.yaml:20: log must hold indented fields such as `interval`",
+        "command line: parallel.tensor is 'two'; it must be an integer above 0",
+        "command line: log.interval is 0; it must be an integer above 0",
+    ]
+
+
+@pytest.mark.parametrize(
+    "override, message",
+    [
+        ("optim.lr", "'optim.lr' is not of the form section.field=value"),
+        ("hidden_size=5", "unknown section hidden_size; did you mean model.hidden_size?; sections are run,"),
+        ("optim=5", "optim is a section; name one of its fields, such as optim.lr"),
+        ("modl.hidden_size=5", "unknown section modl in modl.hidden_size; did you mean model.hidden_size?"),
+        ("model.zzz=5", "unknown field model.zzz; model has preset, num_layers,"),
+        ("parallel.tensor=[", "parallel.tensor=[: not valid YAML:"),
+        ("parallel.tensor=", "parallel.tensor is empty; it must be an integer above 0"),
+        ("parallel.tensor=2.0", "parallel.tensor is 2.0; it must be an integer above 0"),
+        ("parallel.sequence=yes", "parallel.sequence is 'yes'; it must be true or false"),
+        ("model.preset=gpt-120m", "unknown model.preset gpt-120m; did you mean gpt-125m?; use one of gpt-125m,"),
+        ("train.ramp_up=[1,2]", "train.ramp_up is [1, 2]; it must be three integers [start, increment, samples]"),
+        ("optim.lr={a: 1}", "optim.lr is a section; it must be a number above 0"),
+    ],
+)
+def test_a_wrong_override_says_what_is_wrong(override, message):
+    (line,) = mistakes(None, override)
+    assert line.startswith(f"command line: {message}")
+
+
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        ("", "gpt.yaml: the file is empty; it wants sections such as model: and train:"),
+        ("# only a comment\n", "gpt.yaml: the file is empty;"),
+        ("model\n", "gpt.yaml:1: the file must hold sections such as `model:`"),
+        ("model: 5\n", "gpt.yaml:1: model must hold indented fields such as `preset`"),
+        ("model:\n\tnum_layers: 4\n", "gpt.yaml:2: not valid YAML:"),
+        ("model: {num_layers: 4\n", "gpt.yaml:2: not valid YAML:"),
+        ("model: {}\n---\nmodel: {}\n", "gpt.yaml:2: not valid YAML:"),
+        ("model: {}\nmodel: {}\n", "gpt.yaml:2: model is given twice, on line 1 already; keep one"),
+        ("data: &a\n  paths: *a\n", "gpt.yaml:2: data.paths is a section; it must be a list of path prefixes"),
+        ("data:\n  paths: &a [*a]\n", "gpt.yaml:2: data.paths is [...]; it must be a list of path prefixes"),
+    ],
+)
+def test_a_file_that_is_no_config_says_so(tmp_path, text, message):
+    assert mistakes(write(tmp_path, text))[0].startswith(message)
+
+
+def test_a_file_that_cannot_be_read_says_so(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert mistakes(Path("no.yaml")) == [
+        f"no.yaml: no such file (looked from {tmp_path}); --config wants a YAML file",
+    ]
+    assert mistakes(tmp_path)[0].endswith(f"Is a directory: '{tmp_path.name}'")
+    (tmp_path / "latin.yaml").write_bytes(b"run:\n  dir: caf\xe9\n")
+    assert "latin.yaml: cannot be read as a text file: 'utf-8' codec" in mistakes(tmp_path / "latin.yaml")[0]
+
+
+def test_a_tag_constructs_nothing(tmp_path):
+    """A config from somebody else must not be able to run code."""
+    path = write(tmp_path, f"run:\n  dir: !!python/object/apply:os.mkdir ['{tmp_path}/made']\n")
+    assert mistakes(path)[0].startswith("gpt.yaml:2: run.dir is [")
+    assert not (tmp_path / "made").exists()
+
+
+def test_an_empty_section_is_its_defaults(tmp_path):
+    """Somebody comments out the lines of a section one by one, and the last one must not break it."""
+    assert load_config(write(tmp_path, "model:\n  num_layers: 3\noptim:\n#  lr: 1e-3\n")).optim == OptimConfig()
+
+
+@pytest.mark.parametrize("written", ["on", "1e5", "007", "2024-01-01", "1:30", "true", "a: b", "[x"])
+def test_text_is_taken_as_it_is_written(written):
+    """YAML would read these as something else, and a folder may be called so."""
+    assert load_config(None, [f"run.dir={written}"]).run.dir == written
+
+
+def test_words_of_yaml_are_accepted_where_a_field_lists_them(tmp_path):
+    """`on` is a boolean to YAML 1.1."""
+    assert load_config(write(tmp_path, "model:\n  fusion: on\n")).model.fusion == "on"
+
+
+def test_preset_fills_what_nobody_gives(tmp_path):
+    path = write(tmp_path, "model:\n  num_layers: 2\n")
+    model = load_config(path, ["model.preset=llama-70b", "model.ffn_hidden_size=512"]).model
+    assert (model.num_layers, model.ffn_hidden_size) == (2, 512)
+    assert (model.hidden_size, model.num_query_groups, model.norm) == (8192, 8, "rmsnorm")
+
+
+def test_lists_of_a_checkpoint_read_back_as_the_same_config():
+    """Checkpoints keep the config as JSON, which has no tuples."""
+    config = load_config(None, ["data.paths=[a]", "train.ramp_up=[2,2,8]"])
+    assert Config.model_validate(json.loads(json.dumps(config.model_dump(mode="json")))) == config
+
+
+text = st.text(st.characters(blacklist_categories=["Cs", "Cc"]), max_size=20)
+numbers = st.floats(min_value=0, max_value=1e300, exclude_min=True)
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    directory=text,
+    paths=st.lists(text, max_size=3),
+    lr=numbers,
+    scale=numbers,
+    preset=st.sampled_from(["", "llama-7b"]),
+)
+def test_a_dumped_config_loads_back_to_the_same_config(tmp_path_factory, directory, paths, lr, scale, preset):
+    """`config.yaml` of a run is how somebody repeats it."""
+    config = Config(
+        run=RunConfig(dir=directory),
+        model=ModelConfig(preset=preset),
+        data=DataConfig(paths=tuple(paths)),
+        train=TrainConfig(ramp_up=(2, 2, 100)),
+        optim=OptimConfig(lr=lr, initial_loss_scale=scale),
+        log=LogConfig(tensorboard=False),
+    )
+    path = write(tmp_path_factory.mktemp("dump"), dump_config(config))
+    assert load_config(path) == config
