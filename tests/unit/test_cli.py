@@ -1,0 +1,117 @@
+"""The command line starts at once, and what goes wrong ends with a message and the right exit code."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+import megatron_lite
+from megatron_lite.cli import app
+from megatron_lite.cli.launch import launched_world_size, resolve
+from megatron_lite.errors import ConfigError
+
+ROOT = Path(__file__).resolve().parents[2]
+WITHOUT_LAUNCHER = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
+
+
+def command(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    """`python -m megatron_lite ARGUMENTS` with a list of the heavy modules it loaded at the end of its output."""
+    code = (
+        "import atexit, runpy, sys\n"
+        "heavy = ('torch', 'numpy', 'transformers', 'rich')\n"
+        "atexit.register(lambda: print('loaded', sorted(set(heavy) & set(sys.modules))))\n"
+        "runpy.run_module('megatron_lite', run_name='__main__')\n"
+    )
+    return subprocess.run(
+        [sys.executable, "-c", code, *arguments],
+        env=WITHOUT_LAUNCHER | {"PYTHONPATH": str(ROOT)} | variables,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--help"], ["pretrain", "--help"], ["generate", "--help"], ["inspect", "--help"]]
+)
+def test_help_loads_nothing_heavy(arguments):
+    """Loading torch takes seconds; help has to answer at once."""
+    done = command(*arguments)
+    assert done.returncode == 0, done.stderr
+    assert "Usage:" in done.stdout
+    assert done.stdout.splitlines()[-1] == "loaded []"
+
+
+def test_config_validation_loads_nothing_heavy():
+    done = command("pretrain", "--config", str(ROOT / "configs/gpt.yaml"), "--dry-run", "optim.lr=1e-3")
+    assert done.returncode == 0, done.stderr
+    assert "lr: 0.001" in done.stdout
+    assert done.stdout.splitlines()[-1] == "loaded []"
+
+
+def test_a_wrong_config_ends_with_2_and_every_message_before_any_rank_starts(tmp_path):
+    config = tmp_path / "gpt.yaml"
+    config.write_text("model:\n  hidden_sise: 3\n")
+    done = command("pretrain", "--config", str(config), "--nproc-per-node", "2", "optim.lr=x")
+    assert done.returncode == 2
+    assert done.stderr.splitlines() == [
+        f"{config}:2: unknown field model.hidden_sise; did you mean model.hidden_size?",
+        "command line: optim.lr is 'x'; it must be a number above 0",
+    ]
+    assert done.stdout == "loaded []\n"
+
+
+def test_a_layout_that_needs_more_processes_names_the_command():
+    done = command("pretrain", "--config", str(ROOT / "configs/quickstart.yaml"), "run.dir=a b", "optim.min_lr=1")
+    assert done.returncode == 2
+    assert done.stderr.splitlines() == [
+        "this layout needs 2 processes (or a multiple) and there is 1; start them with: megatron-lite pretrain "
+        f"--config {ROOT}/configs/quickstart.yaml 'run.dir=a b' optim.min_lr=1 --nproc-per-node 2",
+        "optim.min_lr is 1, more than optim.lr (0.002)",
+    ]
+
+
+def test_processes_that_the_layout_does_not_divide_are_refused():
+    done = command("pretrain", "--nproc-per-node", "3", "parallel.tensor=2")
+    assert done.returncode == 2
+    assert "does not divide the number of processes (3)" in done.stderr
+
+
+def test_a_rank_of_a_launcher_says_which_one_it_is():
+    """Under torchrun all ranks read the same wrong config."""
+    done = command("pretrain", "parallel.tensor=3", RANK="1", WORLD_SIZE="2")
+    assert done.returncode == 2
+    assert done.stderr.startswith("[rank 1] parallel.tensor * parallel.pipeline * parallel.context is 3")
+
+
+@pytest.mark.parametrize(
+    "arguments", [["pretrain", "--no-such-option"], ["no-such-command"], ["pretrain", "--nproc-per-node", "0"]]
+)
+def test_wrong_usage_ends_with_2(arguments):
+    assert CliRunner().invoke(app, arguments).exit_code == 2
+
+
+def test_processes_come_from_the_option_or_the_launcher_but_not_both(monkeypatch):
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    assert launched_world_size(None) == 1
+    assert launched_world_size(4) == 4
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    assert launched_world_size(None) == 8
+    with pytest.raises(ConfigError, match=r"--nproc-per-node 2 was given .* one of 8 already .* leave it out"):
+        launched_world_size(2)
+
+
+def test_a_target_is_found_by_its_name():
+    assert resolve("megatron_lite.config.load:load_config").__name__ == "load_config"
+
+
+def test_public_names_resolve_lazily():
+    """The package promises these; importing it alone loads no torch."""
+    assert set(megatron_lite.__all__) <= set(dir(megatron_lite))
+    for name in megatron_lite.__all__:
+        assert getattr(megatron_lite, name).__name__ == name
+    with pytest.raises(AttributeError, match="module 'megatron_lite' has no attribute 'no_such_name'"):
+        megatron_lite.no_such_name  # noqa: B018

@@ -1,0 +1,36 @@
+"""Every YAML in configs/ is one that somebody can run."""
+
+from pathlib import Path
+
+import pytest
+
+from megatron_lite.config.load import load_config
+from megatron_lite.config.validate import validate
+
+CONFIGS = sorted((Path(__file__).resolve().parents[2] / "configs").glob("*.yaml"))
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.name)
+def test_config_loads_and_is_valid_on_its_smallest_machine(path):
+    config = load_config(path)
+    validate(config, config.parallel.model_size)
+    assert config.data.paths and config.data.tokenizer
+    assert config.run.dir == f"runs/{path.stem}", "two configs must not share a run directory"
+
+
+def test_codegeex_13b_is_the_published_run():
+    """The published table: 3,072 sequences of 2,048 tokens, AdamW 0.9/0.95, 1e-4 to 1e-6 over 200,000 steps."""
+    path = next(path for path in CONFIGS if path.name == "codegeex_13b.yaml")
+    config = load_config(path)
+    assert config.train.global_batch_size * config.data.seq_length == 6_291_456
+    assert config.model.padded_vocab == 52224
+    optim = config.optim
+    assert (optim.beta1, optim.beta2, optim.eps, optim.weight_decay) == (0.9, 0.95, 1e-8, 0.1)
+    assert (optim.lr, optim.min_lr, optim.warmup_iterations, optim.decay_iterations) == (1e-4, 1e-6, 2000, 200000)
+
+
+def test_quickstart_is_small_enough_for_a_laptop():
+    path = next(path for path in CONFIGS if path.name == "quickstart.yaml")
+    config = load_config(path)
+    assert config.parallel.model_size == 2
+    assert config.train.global_batch_size * config.data.seq_length == 4096, "tokens of a step"

@@ -1,0 +1,216 @@
+"""Rules that join fields: each one's message, and that all of them are reported together."""
+
+import pytest
+
+from megatron_lite.config.load import load_config
+from megatron_lite.config.validate import divisors, failures, validate, with_vocab_size
+from megatron_lite.errors import ConfigError
+
+
+def failing(world_size: int, *overrides: str) -> list[str]:
+    return failures(load_config(None, overrides), world_size)
+
+
+def test_the_defaults_are_valid_on_any_number_of_processes():
+    for world_size in (1, 2, 3, 64):
+        validate(load_config(None), world_size)
+
+
+@pytest.mark.parametrize(
+    "world_size, overrides, message",
+    [
+        (
+            3,
+            ["parallel.tensor=2"],
+            "parallel.tensor * parallel.pipeline * parallel.context is 2 (2 * 1 * 1), which does not divide the number "
+            "of processes (3); start 2, or a multiple of it, with --nproc-per-node",
+        ),
+        (
+            8,
+            ["parallel.tensor=8"],
+            "parallel.tensor is 8, which does not divide model.num_heads (12); use one of [1, 2, 3, 4, 6, 12]",
+        ),
+        (
+            4,
+            ["parallel.tensor=4", "model.num_query_groups=2"],
+            "parallel.tensor is 4, which does not divide model.num_query_groups (2); use one of [1, 2]",
+        ),
+        (
+            1,
+            ["model.num_query_groups=5"],
+            "model.num_query_groups is 5, which does not divide model.num_heads (12); use one of [1, 2, 3, 4, 6, 12]",
+        ),
+        (
+            1,
+            ["model.num_heads=7"],
+            "model.hidden_size is 768, which model.num_heads (7) does not divide; change one of them, or give "
+            "model.head_dim",
+        ),
+        (
+            1,
+            ["model.position=rotary", "model.head_dim=63"],
+            "the head size is 63, but model.position: rotary turns pairs of numbers; use an even one",
+        ),
+        (
+            1,
+            ["model.position=rotary", "model.top_query_layer=true"],
+            "model.top_query_layer has learned positions as its queries, but model.position is rotary; use learned",
+        ),
+        (
+            2,
+            ["parallel.tensor=2", "model.ffn_hidden_size=33"],
+            "parallel.tensor is 2, which does not divide model.ffn_hidden_size (33); use a multiple of 2 for "
+            "model.ffn_hidden_size",
+        ),
+        (
+            3,
+            ["parallel.tensor=3", "model.vocab_size=100"],
+            "parallel.tensor is 3, which does not divide the padded vocabulary (128); set model.padded_vocab_size to a "
+            "multiple of 3, such as 129",
+        ),
+        (
+            1,
+            ["model.vocab_size=100", "model.padded_vocab_size=96"],
+            "model.padded_vocab_size is 96, less than the vocabulary (100); use at least 100, or 0 for the next "
+            "multiple of 128",
+        ),
+        (
+            1,
+            ["data.seq_length=2048"],
+            "data.seq_length is 2048, more than model.max_position_embeddings (1024); learned positions end there",
+        ),
+        (
+            1,
+            ["data.split=0,0,0"],
+            "data.split has only zeros; give at least the first part a share, such as 969,30,1",
+        ),
+        (
+            1,
+            ["data.eod_mask_loss=true"],
+            "data.eod_mask_loss needs data.tokenizer, which knows the end-of-document token",
+        ),
+        (
+            2,
+            ["train.micro_batch_size=4", "train.global_batch_size=20"],
+            "train.global_batch_size is 20, which is not a multiple of train.micro_batch_size * data-parallel size "
+            "(4 * 2 = 8); use for example 24",
+        ),
+        (
+            1,
+            ["train.global_batch_size=16", "train.ramp_up=[4,5,100]"],
+            "train.ramp_up starts at 4 and grows by 5, which does not reach train.global_batch_size (16) exactly",
+        ),
+        (
+            1,
+            ["train.global_batch_size=16", "train.ramp_up=[32,4,100]"],
+            "train.ramp_up starts at 32 and grows by 4, which does not reach train.global_batch_size (16) exactly",
+        ),
+        (
+            1,
+            ["train.global_batch_size=16", "train.micro_batch_size=4", "train.ramp_up=[4,2,100]"],
+            "train.ramp_up has start 4 and increment 2; both must be multiples of train.micro_batch_size * "
+            "data-parallel size (4 * 1 = 4)",
+        ),
+        (1, ["optim.lr=1e-3", "optim.min_lr=1e-2"], "optim.min_lr is 0.01, more than optim.lr (0.001)"),
+        (
+            1,
+            ["train.iterations=10", "optim.warmup_iterations=11"],
+            "optim.warmup_iterations is 11, more than train.iterations (10)",
+        ),
+        (
+            1,
+            ["optim.decay_iterations=10", "optim.warmup_iterations=11"],
+            "optim.warmup_iterations is 11, more than optim.decay_iterations (10)",
+        ),
+        (
+            1,
+            ["optim.schedule=wsd", "train.iterations=10", "optim.warmup_iterations=6", "optim.wsd_decay_iterations=5"],
+            "optim.warmup_iterations + optim.wsd_decay_iterations is 11, more than train.iterations (10)",
+        ),
+        (
+            1,
+            ["train.precision=fp16", "optim.initial_loss_scale=1", "optim.min_loss_scale=2"],
+            "optim.min_loss_scale is 2, more than optim.initial_loss_scale (1)",
+        ),
+        (
+            1,
+            ["model.fp32_residual=true"],
+            "model.fp32_residual is for train.precision bf16 or fp16; with fp32 leave it out",
+        ),
+        (
+            2,
+            ["parallel.pipeline=2"],
+            "parallel.pipeline is 2: pipeline parallelism is not available in this version; use 1",
+        ),
+        (
+            2,
+            ["parallel.context=2"],
+            "parallel.context is 2: context parallelism is not available in this version; use 1",
+        ),
+        (
+            1,
+            ["parallel.virtual_pipeline=2"],
+            "parallel.virtual_pipeline is 2: the interleaved pipeline is not available in this version; use 1",
+        ),
+        (
+            1,
+            ["parallel.sequence=true"],
+            "parallel.sequence is true: sequence parallelism is not available in this version; use false",
+        ),
+    ],
+)
+def test_a_broken_rule_says_what_it_got_and_what_works(world_size, overrides, message):
+    assert failing(world_size, *overrides) == [message]
+
+
+def test_layers_divide_over_stages_and_sequence_over_ranks():
+    """These come with a second message while pipelines and sequence parallelism are not available."""
+    assert failing(2, "parallel.pipeline=2", "model.num_layers=5")[1:] == [
+        "model.num_layers is 5, which parallel.pipeline * parallel.virtual_pipeline (2 * 1) does not divide"
+    ]
+    assert failing(2, "parallel.tensor=2", "parallel.sequence=true", "data.seq_length=33")[1:] == [
+        "parallel.sequence splits data.seq_length (33) over parallel.tensor (2) ranks; use a multiple of 2"
+    ]
+
+
+def test_all_broken_rules_are_reported_at_once():
+    config = load_config(None, ["model.num_heads=7", "optim.min_lr=1", "data.split=0,0,0", "data.seq_length=9999"])
+    with pytest.raises(ConfigError) as caught:
+        validate(config, world_size=1)
+    assert len(str(caught.value).splitlines()) == 4
+    assert caught.value.exit_code == 2
+
+
+def test_batches_are_not_judged_by_a_data_parallel_size_that_does_not_exist():
+    """With 3 processes for tensor 2 there is none, and advice about it would mislead."""
+    assert len(failing(3, "parallel.tensor=2", "train.global_batch_size=5")) == 1
+
+
+def test_the_tokenizer_gives_the_vocabulary():
+    config = load_config(None, ["data.tokenizer=bytes"])
+    assert with_vocab_size(config, 257).model.vocab_size == 257
+    given = load_config(None, ["data.tokenizer=bytes", "model.vocab_size=300"])
+    assert with_vocab_size(given, 257).model.vocab_size == 300, "a larger one that is given stays"
+
+
+@pytest.mark.parametrize(
+    "overrides, message",
+    [
+        (
+            ["model.vocab_size=256", "data.tokenizer=bytes"],
+            "model.vocab_size is 256, but data.tokenizer (bytes) has 257 tokens; use at least 257, or 0 to take it "
+            "from the tokenizer",
+        ),
+        (["model.padded_vocab_size=128"], "model.padded_vocab_size is 128, less than the vocabulary (257); use at"),
+        (["parallel.tensor=5"], "parallel.tensor is 5, which does not divide the padded vocabulary (384); set"),
+    ],
+)
+def test_a_vocabulary_that_does_not_fit_its_tokenizer_is_refused(overrides, message):
+    with pytest.raises(ConfigError) as caught:
+        with_vocab_size(load_config(None, overrides), 257)
+    assert str(caught.value).startswith(message)
+
+
+def test_divisors_are_all_of_them():
+    assert divisors(12) == [1, 2, 3, 4, 6, 12]
+    assert divisors(1) == [1]
