@@ -50,11 +50,14 @@ def _serve(pipe: connection.Connection, stack_file: Path) -> None:
                 answer = pickle.dumps((True, function(*args, **kwargs)))
             except BaseException:
                 answer = pickle.dumps((False, traceback.format_exc()))
-            finally:
-                # Closing the sockets is also what wakes peers that wait for a rank that failed.
+                # Closing the sockets is also what wakes peers that wait for this rank.
                 if dist.is_initialized():
                     dist.destroy_process_group()
             pipe.send_bytes(answer)
+            # A rank that is done early keeps its sockets open: a slower one may still be connecting to it.
+            pipe.recv_bytes()
+            if dist.is_initialized():
+                dist.destroy_process_group()
 
 
 @dataclass
@@ -137,6 +140,9 @@ class Ranks:
                     deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
         if broken:
             self._kill()
+        else:
+            for member in self._ranks[:size]:
+                member.pipe.send_bytes(b"all have answered")
         return answers
 
     def _start(self, size: int) -> None:

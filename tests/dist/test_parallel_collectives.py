@@ -24,12 +24,21 @@ def numbers(rank: int, *shape: int) -> torch.Tensor:
 
 
 def through(name, local_shape, grad_shape):
-    """Forward and backward of the named pair; both the input and the incoming gradient are not contiguous."""
+    """Forward and backward of the named pair; both the input and the incoming gradient are not contiguous.
+
+    Once more with contiguous ones, which a collective could overwrite although another branch still needs them.
+    """
     tp = world_group()
     pair = getattr(collectives, f"{name}_tensor_model_parallel_region")
-    x = numbers(tp.rank, *local_shape).requires_grad_()
-    grad = numbers(10 + tp.rank, *grad_shape)
+    x, grad = numbers(tp.rank, *local_shape), numbers(10 + tp.rank, *grad_shape)
     assert not x.is_contiguous() and not grad.is_contiguous()
+    results = [once(pair, x, grad, tp), once(pair, x.contiguous(), grad.contiguous(), tp)]
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+    return results[0]
+
+
+def once(pair, x, grad, tp):
+    x = x.detach().requires_grad_()
     before, grad_before = x.detach().clone(), grad.clone()
     y = pair(x, tp)
     y.backward(grad)
