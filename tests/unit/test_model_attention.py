@@ -48,13 +48,28 @@ def test_reference_takes_its_softmax_in_fp32():
     assert got.dtype == torch.bfloat16
 
 
+@pytest.mark.parametrize("length", [9, 513])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_every_dtype_and_length_gives_the_exact_result_rounded(dtype, length):
+    """bf16 takes another path up to 512 tokens than beyond. Rounded are scores, probabilities and sums of 513."""
+    query, key, value = (torch.randn(2, 4, length, 8, generator=torch.manual_seed(i)).to(dtype) for i in range(3))
+    leaves, exact = ([x.to(kind).requires_grad_() for x in (query, key, value)] for kind in (dtype, torch.float64))
+    got, want = sdpa_attention(*leaves, 0.0), math_attention(*exact, 0.0)
+    weight = torch.randn(want.shape).to(dtype)
+    got_grads = torch.autograd.grad(got, leaves, weight)
+    want_grads = torch.autograd.grad(want, exact, weight.double())
+    eps = torch.finfo(dtype).eps
+    for ours, reference in zip((got, *got_grads), (want, *want_grads), strict=True):
+        assert_close(ours.double(), reference, rtol=0, atol=8 * eps * reference.abs().max().item())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("attend", [sdpa_attention, math_attention])
-def test_dropped_scores_are_made_up_for(attend):
+def test_dropped_scores_are_made_up_for(attend, dtype):
     """All values one: without dropout the output is one; with it, the mean stays one. Five standard errors."""
-    query, key = torch.zeros(8, 4, 64, 8), torch.zeros(8, 4, 64, 8)
-    value = torch.ones(8, 4, 64, 8)
+    query = key = torch.zeros(8, 4, 64, 8, dtype=dtype)
     torch.manual_seed(0)
-    out = attend(query, key, value, 0.25)[..., 0]
+    out = attend(query, key, torch.ones_like(query), 0.25)[..., 0].float()
     count = torch.arange(1, 65)
     deviation = (1 / 3 / count).sqrt()  # of a mean of `count` numbers that are 4/3 or, one time in four, 0
     assert ((out - 1).mean((0, 1)).abs() < 5 * deviation / 32**0.5).all()
