@@ -49,18 +49,19 @@ def test_reference_takes_its_softmax_in_fp32():
 
 
 @pytest.mark.parametrize("length", [9, 513])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_every_dtype_and_length_gives_the_exact_result_rounded(dtype, length):
-    """bf16 takes another path up to 512 tokens than beyond. Rounded are scores, probabilities and sums of 513."""
+@pytest.mark.parametrize(("dtype", "roundings"), [(torch.bfloat16, 3), (torch.float16, 3), (torch.float32, 32)])
+def test_every_dtype_and_length_gives_the_exact_result_rounded(dtype, roundings, length):
+    """bf16 takes another path up to 512 tokens than beyond. 16-bit kernels round scores, probabilities and results
+    but sum in fp32; in fp32 the sums of up to 513 numbers are what rounds, by about their square root."""
     query, key, value = (torch.randn(2, 4, length, 8, generator=torch.manual_seed(i)).to(dtype) for i in range(3))
     leaves, exact = ([x.to(kind).requires_grad_() for x in (query, key, value)] for kind in (dtype, torch.float64))
     got, want = sdpa_attention(*leaves, 0.0), math_attention(*exact, 0.0)
-    weight = torch.randn(want.shape).to(dtype)
+    weight = torch.randn(want.shape, generator=torch.manual_seed(3)).to(dtype)
     got_grads = torch.autograd.grad(got, leaves, weight)
     want_grads = torch.autograd.grad(want, exact, weight.double())
     eps = torch.finfo(dtype).eps
     for ours, reference in zip((got, *got_grads), (want, *want_grads), strict=True):
-        assert_close(ours.double(), reference, rtol=0, atol=8 * eps * reference.abs().max().item())
+        assert_close(ours.double(), reference, rtol=0, atol=roundings * eps * reference.abs().max().item())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
