@@ -1,8 +1,9 @@
 """Raw text: which files a corpus is made of, cut into pieces of work, and the documents in each piece.
 
 A `.jsonl` file (also `.json`, `.ndjson`, and compressed as `.gz` or `.zst`) holds a document a line; any other file
-is one document. Folders are searched for both, in sorted order. Pieces are about a megabyte and come in the order of
-the inputs, so whoever works on them, and on how many processes, the documents keep their order.
+is one document. Folders are searched for both, in sorted order; what lies in hidden folders or in those of installed
+packages is not part of a project's own text. Pieces are about a megabyte and come in the order of the inputs, so
+whoever works on them, and on how many processes, the documents keep their order.
 """
 
 import gzip
@@ -21,6 +22,7 @@ from megatron_lite.errors import DataError
 PIECE_BYTES = 1 << 20  # large beside the cost of handing it to a process, small beside a corpus
 COMPRESSED = (".gz", ".zst")
 JSON_LINES = (".jsonl", ".ndjson", ".json")
+NOT_ONES_OWN = ("site-packages", "dist-packages", "node_modules", "__pycache__")  # installed or made, not written
 
 
 class Piece(NamedTuple):
@@ -59,7 +61,7 @@ def find_files(inputs: Sequence[str | os.PathLike[str]]) -> list[Path]:
 
 def _walk(folder: Path) -> Iterator[tuple[str, list[str]]]:
     for parent, folders, names in os.walk(folder):
-        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        folders[:] = sorted(name for name in folders if not name.startswith(".") and name not in NOT_ONES_OWN)
         yield parent, sorted(names)
 
 

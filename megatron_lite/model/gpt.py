@@ -117,7 +117,9 @@ class GPTModel(nn.Module):
         logits = self._logits(x)
         if labels is None:
             return logits
-        return vocab_parallel_cross_entropy(logits, labels.t(), self.tp, vocab_size=self.config.vocab_size)
+        return vocab_parallel_cross_entropy(
+            logits, labels.t(), self.tp, vocab_size=self.config.vocab_size, overwrite_logits=True
+        )
 
     def _logits(self, x: Tensor) -> Tensor:
         """`[s, b, h]` to `[s, b, v/tp]`."""

@@ -25,7 +25,7 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
     """Forward: log of the sum of exp, minus the target logit. Backward: softmax minus one at the target."""
 
     @staticmethod
-    def forward(ctx, logits: Tensor, labels: Tensor, tp: Group, num_valid: int) -> Tensor:
+    def forward(ctx, logits: Tensor, labels: Tensor, tp: Group, num_valid: int, overwrite: bool) -> Tensor:
         rows = logits.reshape(-1, logits.shape[-1])
         local = labels.reshape(-1) - tp.rank * logits.shape[-1]
         elsewhere = (local < 0) | (local >= num_valid)
@@ -40,7 +40,7 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
         total = all_reduce(local_sum.clone(), tp)
 
         ctx.save_for_backward(logits, index, elsewhere, local_sum / total)
-        ctx.num_valid = num_valid
+        ctx.num_valid, ctx.overwrite = num_valid, overwrite
         return (total.log() - target).view(labels.shape)
 
     @staticmethod
@@ -50,7 +50,7 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
         grad = grad.reshape(-1, 1).to(share.dtype)
         scale = grad * share.unsqueeze(-1)
         at_target = (-grad).masked_fill(elsewhere.unsqueeze(-1), 0)
-        grad_rows = torch.empty_like(rows, memory_format=torch.contiguous_format)
+        grad_rows = rows if ctx.overwrite else torch.empty_like(rows, memory_format=torch.contiguous_format)
         grad_rows[:, ctx.num_valid :] = 0
         if ctx.num_valid > 0:
             for run in _row_chunks(rows):
@@ -58,7 +58,7 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
                 chunk = rows[run, : ctx.num_valid].to(share.dtype).softmax(-1)
                 chunk.mul_(scale[run]).scatter_add_(-1, index[run], at_target[run])
                 grad_rows[run, : ctx.num_valid] = chunk
-        return grad_rows.view(logits.shape), None, None, None
+        return grad_rows.view(logits.shape), None, None, None, None
 
 
 def _row_chunks(rows: Tensor) -> Iterator[slice]:
@@ -81,13 +81,16 @@ def _max_and_sum_of_exp(rows: Tensor, num_valid: int) -> tuple[Tensor, Tensor]:
     return highest, total
 
 
-def vocab_parallel_cross_entropy(logits: Tensor, labels: Tensor, tp: Group, *, vocab_size: int | None = None) -> Tensor:
+def vocab_parallel_cross_entropy(
+    logits: Tensor, labels: Tensor, tp: Group, *, vocab_size: int | None = None, overwrite_logits: bool = False
+) -> Tensor:
     """Per-token loss when each rank of `tp` holds a slice of the vocabulary.
 
         logits   [s, b, v/tp]   any float dtype; computed in fp32 (fp64 for fp64), not modified
         labels   [s, b]         token ids in 0..vocab_size-1, the same on every rank of tp
         returns  [s, b]         nats, in fp32 or fp64, the same on every rank of tp
 
+    With `overwrite_logits` backward writes the gradient over the logits, for a caller who reads them no more.
     Columns from `vocab_size` on are padding: they get no probability and no gradient.
     Communicates: three all-reduces of [s, b] over tp (max, target logit, sum of exp).
     """
@@ -95,4 +98,4 @@ def vocab_parallel_cross_entropy(logits: Tensor, labels: Tensor, tp: Group, *, v
     num_valid = num_columns
     if vocab_size is not None:
         num_valid = min(max(vocab_size - tp.rank * num_columns, 0), num_columns)
-    return _VocabParallelCrossEntropy.apply(logits, labels, tp, num_valid)  # type: ignore[return-value]
+    return _VocabParallelCrossEntropy.apply(logits, labels, tp, num_valid, overwrite_logits)  # type: ignore[return-value]

@@ -140,3 +140,19 @@ def communicated(logits):
 
 def test_ranks_exchange_three_numbers_a_token(ranks):
     assert ranks(2, communicated, draw(S, B, V, seed=3)) == [[S * B] * 3] * 2
+
+
+def test_overwriting_gives_the_same_gradient_in_the_logits_own_memory():
+    """And a second backward, which would read gradients as logits, is refused by torch."""
+    group, labels = solo(), torch.randint(11, (5, 2))
+    leaf = torch.randn(5, 2, 16, requires_grad=True)
+    grads, places = [], []
+    for overwrite in (False, True):
+        logits = leaf * 1.0
+        logits.register_hook(lambda grad: places.append(grad.data_ptr()))
+        loss = vocab_parallel_cross_entropy(logits, labels, group, vocab_size=11, overwrite_logits=overwrite)
+        grads.append(torch.autograd.grad(loss.sum(), leaf, retain_graph=True)[0])
+    assert torch.equal(grads[0], grads[1])
+    assert places[1] == logits.data_ptr()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.sum().backward()

@@ -25,7 +25,18 @@ def write_lines(path, records):
 
 def test_a_folder_gives_its_known_files_sorted(tmp_path):
     """The order of a directory differs between machines; the corpus must not."""
-    for name in ("b/z.py", "b/a.c", "a.md", "b.txt", "c.png", "d.json", ".git/x.py", "b/.hidden.py", "e.jsonl.gz"):
+    for name in (
+        "b/z.py",
+        "b/a.c",
+        "a.md",
+        "b.txt",
+        "c.png",
+        "d.json",
+        ".git/x.py",
+        "b/.hidden.py",
+        "e.jsonl.gz",
+        "b/site-packages/f.py",
+    ):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text("")
     found = [str(path.relative_to(tmp_path)) for path in find_files([tmp_path])]
