@@ -4,12 +4,10 @@ One process reads and writes, the others tokenize pieces of about a megabyte; pi
 were cut, so the files are the same for any number of workers. They appear under their names only when complete.
 """
 
+import contextlib
 import os
-from collections import deque
-from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
-from multiprocessing import get_context
+from collections.abc import Callable, Generator, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -19,9 +17,8 @@ from tqdm import tqdm
 from megatron_lite.data.indexed import IndexedDatasetBuilder, bin_path, idx_path, optimal_dtype
 from megatron_lite.data.sources import Piece, cut_into_pieces, find_files, read_documents
 from megatron_lite.data.tokenizer import Tokenizer, build_tokenizer
+from megatron_lite.data.workers import map_in_order
 from megatron_lite.errors import DataError
-
-PIECES_IN_FLIGHT = 4  # a worker: enough that none waits for the writer, few enough that memory stays small
 
 
 class PreprocessReport(NamedTuple):
@@ -80,8 +77,9 @@ def preprocess(
         prefix.parent.mkdir(parents=True, exist_ok=True)
         builder = IndexedDatasetBuilder(temporary_bin, optimal_dtype(tokenizer.vocab_size))
         try:
-            pieces = _tokenized_pieces(cut_into_pieces(files), work, tokenizer, workers)
-            report = _write_pieces(pieces, builder, prefix, files, progress)
+            # Closed at once, whatever happens: else an error kept for its traceback would keep the workers too.
+            with contextlib.closing(_tokenized_pieces(cut_into_pieces(files), work, workers)) as pieces:
+                report = _write_pieces(pieces, builder, prefix, files, progress)
         except BaseException:
             builder.abandon()
             raise
@@ -133,47 +131,18 @@ def _write_pieces(
 
 
 def _tokenized_pieces(
-    pieces: Iterator[Piece], work: _Work, tokenizer: Tokenizer, workers: int
-) -> Iterator[tuple[Piece, _Tokens]]:
+    pieces: Iterator[Piece], work: _Work, workers: int
+) -> Generator[tuple[Piece, _Tokens], None, None]:
     """Each piece with its tokens, in the order of `pieces`."""
+    make_function = partial(_make_function, work)
     if workers == 1:
-        for piece in pieces:
-            yield piece, _tokenize(piece, work, tokenizer)
-        return
-    # Started afresh: a fork would copy the locks of whatever threads this process has.
-    pool = ProcessPoolExecutor(workers, get_context("spawn"), initializer=_start_worker, initargs=(work,))
-    waiting: deque[tuple[Piece, Future[_Tokens]]] = deque()
-    try:
-        for piece in pieces:
-            waiting.append((piece._replace(lines=b""), pool.submit(_tokenize_in_worker, piece)))
-            if len(waiting) > workers * PIECES_IN_FLIGHT:
-                first, future = waiting.popleft()
-                yield first, future.result()
-        while waiting:
-            first, future = waiting.popleft()
-            yield first, future.result()
-    except BrokenProcessPool as error:
-        raise DataError(
-            f"a tokenizing process died, near {waiting[0][0].files[0] if waiting else 'the end'}; if the system "
-            "stopped it for want of memory, use fewer --workers. (A script that calls preprocess needs an "
-            "`if __name__ == '__main__':` around the call.)"
-        ) from error
-    finally:
-        pool.shutdown(wait=True, cancel_futures=True)
+        tokenize = make_function()
+        return ((piece, tokenize(piece)) for piece in pieces)
+    return map_in_order(make_function, pieces, workers)
 
 
-_in_worker: tuple[_Work, Tokenizer] | None = None  # a process pool has no other place for what its workers share
-
-
-def _start_worker(work: _Work) -> None:
-    global _in_worker
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
-    _in_worker = (work, build_tokenizer(work.tokenizer_spec))
-
-
-def _tokenize_in_worker(piece: Piece) -> _Tokens:
-    assert _in_worker is not None
-    return _tokenize(piece, *_in_worker)
+def _make_function(work: _Work) -> Callable[[Piece], _Tokens]:
+    return partial(_tokenize, work=work, tokenizer=build_tokenizer(work.tokenizer_spec))
 
 
 def _tokenize(piece: Piece, work: _Work, tokenizer: Tokenizer) -> _Tokens:

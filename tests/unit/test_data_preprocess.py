@@ -169,9 +169,38 @@ def test_a_worker_that_dies_ends_the_run_with_a_message(tmp_path):
 
     killer = threading.Thread(target=kill_the_first_worker)
     killer.start()
-    with pytest.raises(DataError, match=r"a tokenizing process died, near .*c.jsonl; .* use fewer --workers"):
+    with pytest.raises(DataError, match=r"a worker process died; .* use fewer --workers"):
         run([path], tmp_path / "out", workers=2)
     killer.join()
+    assert leftovers(tmp_path) == []
+
+
+INTERRUPTED = """
+import sys
+from megatron_lite.data.preprocess import preprocess
+if __name__ == "__main__":
+    try:
+        preprocess([sys.argv[1]], sys.argv[2], "bytes", workers=2)
+    except KeyboardInterrupt:
+        print("interrupted")
+"""
+
+
+def test_an_interrupt_ends_all_workers_quietly_and_leaves_nothing_behind(tmp_path):
+    """Ctrl-C reaches every process of the terminal; a traceback of each would hide what matters."""
+    path = write_lines(tmp_path / "c.jsonl", ["x" * 1000] * 60_000)
+    (tmp_path / "script.py").write_text(INTERRUPTED)
+    words = [sys.executable, str(tmp_path / "script.py"), str(path), str(tmp_path / "out")]
+    environment = {**os.environ, "PYTHONPATH": os.getcwd()}
+    process = subprocess.Popen(
+        words, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline and not any(bin.stat().st_size for bin in tmp_path.glob("out*.tmp")):
+        time.sleep(0.02)
+    os.killpg(process.pid, signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    assert out == "interrupted\n" and "Traceback" not in err
     assert leftovers(tmp_path) == []
 
 
