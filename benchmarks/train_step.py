@@ -11,9 +11,12 @@ hold their weights in bf16 and have no fp32 masters, which is less work and anot
 import argparse
 import contextlib
 import os
+import re
 import statistics
 import time
+import warnings
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.multiprocessing as mp
@@ -155,85 +158,91 @@ def megatron_core_gpt(shape: dict[str, int], autocast: bool, dtype: torch.dtype)
     return peer_step(model, loss, autocast, backward_too=autocast)
 
 
-def tensor_parallel_rank(rank: int, shape: dict[str, int], precision: str, port: int, asked, answers) -> None:
-    """One of two ranks with one thread each; takes a step whenever it is asked."""
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), LOCAL_RANK=str(rank))
-    os.environ["WORLD_SIZE"] = "2"
-    torch.set_num_threads(1)
-    step = ours(shape, precision, tensor=2)
+CONTESTANTS: dict[str, tuple[Callable[..., Callable[[], float]], dict[str, Any]]] = {
+    "fp32: megatron_lite": (ours, {"precision": "fp32"}),
+    "fp32: megatron_lite, 2 tensor-parallel processes of 1 thread": (ours, {"precision": "fp32", "tensor": 2}),
+    "fp32: transformers GPT-2": (transformers_gpt2, {"autocast": False, "dtype": torch.float32}),
+    "fp32: megatron-core GPTModel": (megatron_core_gpt, {"autocast": False, "dtype": torch.float32}),
+    "bf16: megatron_lite": (ours, {"precision": "bf16"}),
+    "bf16: megatron_lite, 2 tensor-parallel processes of 1 thread": (ours, {"precision": "bf16", "tensor": 2}),
+    "bf16: transformers GPT-2, autocast": (transformers_gpt2, {"autocast": True, "dtype": torch.float32}),
+    "bf16: megatron-core GPTModel, autocast": (megatron_core_gpt, {"autocast": True, "dtype": torch.float32}),
+    "bf16: transformers GPT-2, pure": (transformers_gpt2, {"autocast": False, "dtype": torch.bfloat16}),
+    "bf16: megatron-core GPTModel, pure": (megatron_core_gpt, {"autocast": False, "dtype": torch.bfloat16}),
+}
+
+
+def serve(name: str, shape: dict[str, int], rank: int, ranks: int, port: int, asked: Any, answers: Any) -> None:
+    """One rank of a contestant; takes a step whenever it is asked, and tells the loss."""
+    warnings.filterwarnings("ignore")
+    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    os.environ.update({key: str(value) for key, value in place.items()})
+    torch.set_num_threads(THREADS // ranks)
+    make, options = CONTESTANTS[name]
+    if make is megatron_core_gpt:  # it needs a process group even alone
+        torch.distributed.init_process_group("gloo")
+    step = make(shape, **options)
     while asked.get():
         answers.put(step())
 
 
-def tensor_parallel_pair(shape: dict[str, int], precision: str, port: int) -> tuple[Callable[[], float], Callable]:
-    """A step on two tensor-parallel processes, and what ends them."""
-    ctx = mp.get_context("spawn")
-    asked, answers = [ctx.Queue() for _ in range(2)], [ctx.Queue() for _ in range(2)]
-    processes = [
-        ctx.Process(target=tensor_parallel_rank, args=(rank, shape, precision, port, asked[rank], answers[rank]))
-        for rank in range(2)
-    ]
-    for process in processes:
-        process.start()
+class Contestant:
+    """A contestant in processes of its own, so that nothing that it does to its process helps or hurts another."""
 
-    def step() -> float:
-        for queue in asked:
+    def __init__(self, name: str, shape: dict[str, int], port: int) -> None:
+        ctx = mp.get_context("spawn")
+        ranks = CONTESTANTS[name][1].get("tensor", 1)
+        self.asked, self.answers = [ctx.Queue() for _ in range(ranks)], [ctx.Queue() for _ in range(ranks)]
+        self.processes = [
+            ctx.Process(target=serve, args=(name, shape, rank, ranks, port, self.asked[rank], self.answers[rank]))
+            for rank in range(ranks)
+        ]
+        for process in self.processes:
+            process.start()
+        self.seconds: list[float] = []
+
+    def step(self) -> float:
+        """One step; its seconds are kept, its loss returned."""
+        start = time.perf_counter()
+        for queue in self.asked:
             queue.put(True)
-        first, _ = [queue.get() for queue in answers]
-        return first
+        losses = [queue.get(timeout=600) for queue in self.answers]
+        self.seconds.append(time.perf_counter() - start)
+        return losses[0]
 
-    def stop() -> None:
-        for queue in asked:
+    def stop(self) -> None:
+        for queue in self.asked:
             queue.put(False)
-        for process in processes:
+        for process in self.processes:
             process.join()
-
-    return step, stop
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=8, help="timed steps of each contestant")
+    parser.add_argument("--only", default="", help="contestants whose name matches this regular expression")
     parser.add_argument("--small", action="store_true", help="a tiny model, to try the script itself")
     args = parser.parse_args()
     shape = SMALL if args.small else SHAPE
 
-    torch.set_num_threads(THREADS)
-    fp32, bf16 = torch.float32, torch.bfloat16
-    pairs = {
-        precision: tensor_parallel_pair(shape, precision, 29610 + n) for n, precision in enumerate(("fp32", "bf16"))
-    }
-    mine = {precision: ours(shape, precision) for precision in ("fp32", "bf16")}
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29620", RANK="0", WORLD_SIZE="1")
-    torch.distributed.init_process_group("gloo")  # for megatron-core; a megatron_lite of one rank needs none
-    contestants = {
-        "fp32: megatron_lite": mine["fp32"],
-        "fp32: megatron_lite, 2 tensor-parallel processes of 1 thread": pairs["fp32"][0],
-        "fp32: transformers GPT-2": transformers_gpt2(shape, False, fp32),
-        "fp32: megatron-core GPTModel": megatron_core_gpt(shape, False, fp32),
-        "bf16: megatron_lite": mine["bf16"],
-        "bf16: megatron_lite, 2 tensor-parallel processes of 1 thread": pairs["bf16"][0],
-        "bf16: transformers GPT-2, autocast": transformers_gpt2(shape, True, fp32),
-        "bf16: megatron-core GPTModel, autocast": megatron_core_gpt(shape, True, fp32),
-        "bf16: transformers GPT-2, pure": transformers_gpt2(shape, False, bf16),
-        "bf16: megatron-core GPTModel, pure": megatron_core_gpt(shape, False, bf16),
-    }
-    seconds: dict[str, list[float]] = {name: [] for name in contestants}
-    for round_number in range(args.rounds + 1):
-        for name, step in contestants.items():
-            start = time.perf_counter()
-            step()
-            if round_number:  # the first one allocates and warms up
-                seconds[name].append(time.perf_counter() - start)
-    for _, stop in pairs.values():
-        stop()
+    names = [name for name in CONTESTANTS if re.search(args.only, name)]
+    contestants = {name: Contestant(name, shape, 29610 + n) for n, name in enumerate(names)}
+    for round_number in range(args.rounds + 2):
+        for name, contestant in contestants.items():
+            loss = contestant.step()
+            if round_number < 2:  # allocates and warms up
+                contestant.seconds.clear()
+            if round_number == 0:
+                print(f"{name}: first loss {loss:.3f}", flush=True)
+    for contestant in contestants.values():
+        contestant.stop()
 
-    median = {name: statistics.median(values) for name, values in seconds.items()}
+    median = {name: statistics.median(contestant.seconds) for name, contestant in contestants.items()}
     print(f"torch {torch.__version__}, {THREADS} threads, {args.rounds} rounds, {shape}")
     print(f"{'contestant':64} {'median ms':>10} {'min ms':>8} {'speed of megatron_lite / this':>30}")
     for name, value in median.items():
-        ratio = value / median[name[:4] + ": megatron_lite"]
-        print(f"{name:64} {1000 * value:10.1f} {1000 * min(seconds[name]):8.1f} {ratio:30.2f}")
+        ratio = value / median.get(name[:4] + ": megatron_lite", float("nan"))
+        print(f"{name:64} {1000 * value:10.1f} {1000 * min(contestants[name].seconds):8.1f} {ratio:30.2f}")
 
 
 if __name__ == "__main__":
