@@ -14,19 +14,20 @@ gpus=$(python -c 'import torch; print(torch.cuda.device_count())')
 if [ "$gpus" -eq 1 ]; then ranks=1; fi
 
 mkdir -p "$data"
+sources=$(python -c 'import sysconfig; print(sysconfig.get_paths()["stdlib"])')
 if [ ! -e "$data/tokenizer.model" ]; then
-    sources=$(python -c 'import sysconfig; print(sysconfig.get_paths()["stdlib"])')
     echo "1/4 training a 4,096-piece BPE tokenizer on $sources"
     $mlite train-tokenizer --input "$sources" --output-prefix "$data/tokenizer" --vocab-size 4096
 fi
 if [ ! -e "$data/stdlib_text_document.idx" ]; then
-    sources=$(python -c 'import sysconfig; print(sysconfig.get_paths()["stdlib"])')
     echo "2/4 turning the sources into tokens"
     $mlite preprocess --input "$sources" --output-prefix "$data/stdlib" \
         --tokenizer "sentencepiece:$data/tokenizer.model" --workers 2 --append-eod --language-tag
 fi
-echo "3/4 training on $ranks process(es)"
-$mlite pretrain --config "$config" --nproc-per-node "$ranks" "parallel.tensor=$ranks"
+precision=$(python -c 'from megatron_lite.training.throughput import faster_precision; print(faster_precision())')
+echo "3/4 training on $ranks process(es) in $precision"
+set -- --config "$config" --nproc-per-node "$ranks" "parallel.tensor=$ranks" "train.precision=$precision"
+$mlite pretrain "$@"
 echo "4/4 writing some code"
 prompt='def read_lines(path):
     """Return the lines of a file."""
@@ -39,7 +40,7 @@ The run is in $run:
   tensorboard/     tensorboard --logdir $run/tensorboard
   checkpoints/     megatron-lite inspect $run
 Next:
-  megatron-lite pretrain --config $config --nproc-per-node $ranks parallel.tensor=$ranks train.iterations=600
+  megatron-lite pretrain $* train.iterations=480
   megatron-lite generate --load $run --prompt 'class Node:' --nproc-per-node $ranks
 (the commands live in .venv/bin; \`. .venv/bin/activate\` puts them on your path)
 END

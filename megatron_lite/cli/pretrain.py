@@ -58,11 +58,13 @@ def train(config: "Config") -> None:
     """What each rank does. A run that was asked to stop counts as a success of its ranks, so that nothing restarts
     or reports them; rank 0 leaves the command's exit code in `run.dir/exit_code`."""
     from megatron_lite.errors import StoppedEarly
+    from megatron_lite.training.logs import writing
     from megatron_lite.training.pretrain import pretrain
 
     is_first = os.environ.get("RANK", "0") == "0"
     if is_first:
-        _exit_code_file(config).unlink(missing_ok=True)
+        with writing(Path(config.run.dir)):
+            _exit_code_file(config).unlink(missing_ok=True)
     try:
         pretrain(config)
     except StoppedEarly as stop:

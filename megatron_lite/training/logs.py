@@ -111,7 +111,7 @@ class RunLog:
             f" throughput per GPU (TFLOP/s/GPU): {recent['tflop_seconds'] / recent['seconds']:.1f}",
             f" learning rate: {report.lr:.6E}",
             f" global batch size: {global_batch:5d}",
-            f" lm loss: {loss:.6E}",
+            f" lm loss: {scientific(loss)}",
             f" loss scale: {report.loss_scale:.1f}",
             f" grad norm: {report.grad_norm:.3f}",
             f" number of skipped iterations: {int(recent['skipped']):3d}",
@@ -130,8 +130,8 @@ class RunLog:
             self._board.add_scalar(tag, loss, state.iteration)
             self._board.add_scalar(f"{tag} ppl", perplexity, state.iteration)
             self._board.add_scalar(f"{tag} vs samples", loss, state.consumed_samples)
-        line = f" {split} loss at {where} | lm loss value: {loss:.6E} | lm loss PPL: {perplexity:.6E} | "
-        self.say(f"{BAR}\n{line}\n{BAR}")
+        numbers = f"lm loss value: {scientific(loss)} | lm loss PPL: {scientific(perplexity)}"
+        self.say(f"{BAR}\n {split} loss at {where} | {numbers} | \n{BAR}")
 
     def _write_row(self, row: dict[str, Any]) -> None:
         with writing(Path(self.config.run.dir)):
@@ -164,6 +164,11 @@ class RunLog:
         self._metrics.close()
         if self._board is not None:
             self._board.close()
+
+
+def scientific(value: float) -> str:
+    """Megatron-LM's format of a loss; `nan` and `inf` in the spelling that people search for."""
+    return f"{value:.6E}" if math.isfinite(value) else str(value)
 
 
 class writing:

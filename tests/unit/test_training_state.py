@@ -1,0 +1,69 @@
+"""Batch sizes and counters, and the arithmetic that turns them into what a run shows."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_lite.config.flops import flops_per_token
+from megatron_lite.config.schema import ModelConfig, TrainConfig
+from megatron_lite.training.state import TrainState, global_batch_size, num_microbatches, samples_for
+from megatron_lite.training.throughput import measured_peak_tflops, peak_memory_gb
+
+
+@pytest.mark.parametrize(
+    ("consumed", "size"), [(0, 16), (61_677, 16), (61_678, 32), (1_000_000, 272), (5_859_375, 1536), (9_000_000, 1536)]
+)
+def test_the_ramp_is_megatrons(consumed, size):
+    """The values of Megatron-LM's `--rampup-batch-size 16 16 5859375` at a global batch of 1536."""
+    train = TrainConfig(global_batch_size=1536, micro_batch_size=16, ramp_up=(16, 16, 5_859_375))
+    assert global_batch_size(train, 1, consumed) == size
+
+
+def test_a_ramp_that_starts_at_its_end_is_no_ramp():
+    """Megatron-LM divides by zero here."""
+    train = TrainConfig(global_batch_size=16, micro_batch_size=2, ramp_up=(16, 4, 100))
+    assert global_batch_size(train, 1, 0) == 16
+
+
+@given(
+    start=st.integers(1, 4),
+    steps=st.integers(0, 5),
+    samples=st.integers(0, 200),
+    iterations=st.integers(1, 60),
+)
+def test_samples_of_a_run_are_those_its_iterations_consume(start, steps, samples, iterations):
+    """The index is built for this many samples; one too few and the last iterations would find no data."""
+    train = TrainConfig(
+        global_batch_size=4 * (start + steps), micro_batch_size=2, ramp_up=(4 * start, 4, samples), iterations=iterations
+    )
+    consumed = 0
+    for _ in range(iterations):
+        size = global_batch_size(train, 2, consumed)
+        assert num_microbatches(train, 2, consumed) * train.micro_batch_size * 2 == size
+        consumed += size
+    assert samples_for(train, 2) == consumed
+
+
+def test_a_state_survives_its_dictionary():
+    state = TrainState(iteration=3, consumed_samples=24, optimizer_steps=2, skipped=1, train_samples=80, tokens=384)
+    assert TrainState.from_dict(state.to_dict()) == state
+
+
+def test_flops_are_the_papers():
+    """Narayanan et al. 2021, Table 1, 1.7B row: 1.547e16 an iteration of 512 sequences of 2048, with the forward run
+    twice. Without recomputation it is 72 B s l h^2 (1 + s/(6h) + V/(12lh)); the paper counts all of the attention
+    square, we half of it."""
+    h, layers, s, v, batch = 2304, 24, 2048, 51200, 512
+    model = ModelConfig(hidden_size=h, num_layers=layers, num_heads=24, vocab_size=v, max_position_embeddings=s)
+    paper = 72 * batch * s * layers * h**2 * (1 + s / (6 * h) + v / (12 * layers * h))
+    half_square = 6 * batch * s * layers * h * s
+    assert flops_per_token(model, s) * batch * s == pytest.approx(paper - half_square, rel=1e-12)
+
+
+def test_a_peak_is_positive_and_memory_grows_with_what_is_held():
+    assert measured_peak_tflops(torch.float32, size=64) > 0
+    before = peak_memory_gb(torch.device("cpu"))
+    held = torch.ones(60_000_000)
+    assert peak_memory_gb(torch.device("cpu")) - before > 0.1
+    del held
