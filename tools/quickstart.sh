@@ -24,7 +24,11 @@ if [ ! -e "$data/stdlib_text_document.idx" ]; then
     $mlite preprocess --input "$sources" --output-prefix "$data/stdlib" \
         --tokenizer "sentencepiece:$data/tokenizer.model" --workers 2 --append-eod --language-tag
 fi
-precision=$(python -c 'from megatron_lite.training.throughput import faster_precision; print(faster_precision())')
+if [ -e "$run/config.yaml" ]; then # a run goes on in the format it began with
+    precision=$(sed -n 's/^ *precision: //p' "$run/config.yaml")
+else
+    precision=$(python -c 'from megatron_lite.training.throughput import faster_precision; print(faster_precision())')
+fi
 echo "3/4 training on $ranks process(es) in $precision"
 set -- --config "$config" --nproc-per-node "$ranks" "parallel.tensor=$ranks" "train.precision=$precision"
 $mlite pretrain "$@"
