@@ -44,7 +44,7 @@ The run is in $run:
   tensorboard/     tensorboard --logdir $run/tensorboard
   checkpoints/     megatron-lite inspect $run
 Next:
-  megatron-lite pretrain $* train.iterations=480
+  megatron-lite pretrain $* train.iterations=720
   megatron-lite generate --load $run --prompt 'class Node:' --nproc-per-node $ranks
 (the commands live in .venv/bin; \`. .venv/bin/activate\` puts them on your path)
 END
