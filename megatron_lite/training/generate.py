@@ -4,6 +4,8 @@ The whole text is run through the model for every new token: there is no cache o
 looking at what a model has learnt, not for serving it.
 """
 
+import os
+
 import torch
 from torch import Tensor, nn
 
@@ -32,9 +34,7 @@ def config_of_run(run_dir: str) -> Config:
     return Config.model_validate(fields, strict=False)
 
 
-def generate_text(
-    run_dir: str, prompt: str, max_new_tokens: int, temperature: float, seed: int, show: bool = True
-) -> str:
+def generate_text(run_dir: str, prompt: str, max_new_tokens: int, temperature: float, seed: int) -> str:
     """The text that the newest checkpoint of a run writes after a prompt, printed by rank 0.
 
     Collective over the world, which has the checkpoint's tensor-parallel size.
@@ -42,28 +42,31 @@ def generate_text(
     config = config_of_run(run_dir)
     if not config.data.tokenizer:
         raise ConfigError(f"{run_dir}: trained without data.tokenizer, so there is nothing to read the prompt with")
-    tokenizer = build_tokenizer(config.data.tokenizer)
-    ctx, rng = initialize_megatron(config)
     try:
-        model = load_model(config, ctx, rng)
-        ids = tokenizer.encode(prompt) or [tokenizer.eod]
-        new = generate(
-            model,
-            ids,
-            tp=ctx.tp,
-            device=ctx.device,
-            config=config,
-            max_new_tokens=max_new_tokens,
-            temperature=temperature,
-            seed=seed,
-            eod=tokenizer.eod,
-        )
-        text = prompt + tokenizer.decode(new)
-        if show and ctx.rank == 0:
-            print(text, flush=True)
-        return text
+        text = prompt + continuation(config, prompt, max_new_tokens, temperature, seed)
     finally:
         finalize_megatron()
+    if os.environ.get("RANK", "0") == "0":
+        print(text, flush=True)
+    return text
+
+
+def continuation(config: Config, prompt: str, max_new_tokens: int, temperature: float, seed: int) -> str:
+    """What the newest checkpoint of `config.run.dir` writes after the prompt."""
+    tokenizer = build_tokenizer(config.data.tokenizer)
+    ctx, rng = initialize_megatron(config)
+    new = generate(
+        load_model(config, ctx, rng),
+        tokenizer.encode(prompt) or [tokenizer.eod],
+        tp=ctx.tp,
+        device=ctx.device,
+        config=config,
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        seed=seed,
+        eod=tokenizer.eod,
+    )
+    return tokenizer.decode(new)
 
 
 def load_model(config: Config, ctx: ParallelContext, rng: RngTracker) -> nn.Module:

@@ -5,6 +5,7 @@ RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT; without them it is a 
 """
 
 import ctypes
+import gc
 import os
 import random
 import sys
@@ -112,7 +113,12 @@ def keep_freed_memory() -> None:
 
 
 def finalize_megatron() -> None:
-    """Leaves the process group; the counterpart of `initialize_megatron`."""
+    """Leaves the process group; the counterpart of `initialize_megatron`.
+
+    Call it when the context and what holds it are out of scope: a Gloo group ends its threads only with its last
+    reference, and one of them that meets a finalizing interpreter aborts the process.
+    """
     mpu.unregister()
     if dist.is_initialized():
+        gc.collect()  # models and their gradient hooks form cycles that hold groups
         dist.destroy_process_group()

@@ -8,6 +8,7 @@ Each of these is a function that a script of your own can call in the same order
 import math
 import os
 import time
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 
@@ -42,21 +43,29 @@ def pretrain(
     Collective: every process of the launch calls it with the same config. Raises a MegatronLiteError whose text
     is for the user; StoppedEarly means that a signal ended it with a checkpoint saved.
     """
-    started = time.perf_counter()
-    ctx, rng = initialize_megatron(config)
     try:
-        tokenizer = build_tokenizer(config.data.tokenizer) if config.data.tokenizer else None
-        config = settle_vocabulary(config, tokenizer)
-        run = setup_model_and_optimizer(config, ctx, rng, model_provider)
-        log = RunLog(config, ctx, run.state)
-        try:
-            announce(run, log, time.perf_counter() - started)
-            datasets = (datasets_provider or build_splits)(run)
-            return train_and_evaluate(run, datasets, tokenizer, log)
-        finally:
-            log.close()
+        return run_to_end(config, model_provider, datasets_provider)
+    except BaseException as error:
+        traceback.clear_frames(error.__traceback__)  # their locals hold groups
+        raise
     finally:
         finalize_megatron()
+
+
+def run_to_end(config: Config, model_provider: ModelProvider, datasets_provider: DatasetsProvider | None) -> TrainState:
+    """What `pretrain` does between joining the process group and leaving it."""
+    started = time.perf_counter()
+    ctx, rng = initialize_megatron(config)
+    tokenizer = build_tokenizer(config.data.tokenizer) if config.data.tokenizer else None
+    config = settle_vocabulary(config, tokenizer)
+    run = setup_model_and_optimizer(config, ctx, rng, model_provider)
+    log = RunLog(config, ctx, run.state)
+    try:
+        announce(run, log, time.perf_counter() - started)
+        datasets = (datasets_provider or build_splits)(run)
+        return train_and_evaluate(run, datasets, tokenizer, log)
+    finally:
+        log.close()
 
 
 def settle_vocabulary(config: Config, tokenizer: Tokenizer | None) -> Config:

@@ -228,7 +228,9 @@ def test_a_run_folder_that_cannot_be_written_is_named(tmp_path, corpus):
     (tmp_path / "run").write_text("a file where the folder should be")
     done = run("pretrain", "--config", str(tiny_yaml(tmp_path, corpus)), cwd=tmp_path)
     assert done.returncode == 1
-    assert f"{tmp_path / 'run'}: cannot write" in done.stderr
+    assert str(tmp_path / "run") in done.stderr
+    assert "cannot write: Not a directory; free space or fix the permissions" in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 def test_a_full_disk_is_named_and_the_checkpoint_before_it_stays(tmp_path, corpus):
@@ -256,7 +258,13 @@ def test_a_port_in_use_is_named(tmp_path, corpus):
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        place = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        place = {
+            "RANK": "0",
+            "WORLD_SIZE": "2",
+            "LOCAL_RANK": "0",
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+        }
         done = run("pretrain", "--config", str(config), cwd=tmp_path, env=place)
     assert done.returncode == 1
     assert f"127.0.0.1:{port}" in done.stderr

@@ -2,7 +2,6 @@
 
 import gzip
 import json
-import multiprocessing
 import os
 import resource
 import signal
@@ -163,7 +162,7 @@ def test_a_worker_that_dies_ends_the_run_with_a_message(tmp_path):
 
     def kill_the_first_worker():
         deadline = time.monotonic() + 30
-        while time.monotonic() < deadline and not (workers := multiprocessing.active_children()):
+        while time.monotonic() < deadline and not (workers := workers_alive()):
             time.sleep(0.01)
         os.kill(workers[0].pid, signal.SIGKILL)
 
