@@ -16,6 +16,8 @@ from tests.e2e.command import environment, make_corpus, run, start, tiny_yaml
 from tests.e2e.test_kill import wait_for_training
 from tests.e2e.test_resume import rows
 
+TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone")
+
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory) -> str:
@@ -98,8 +100,7 @@ def test_three_ways_to_start_train_the_same(tmp_path, corpus):
         arguments = ["pretrain", "--config", str(config)]
         if way == "torchrun":
             done = subprocess.run(
-                [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-                + ["-m", "megatron_lite", *arguments],
+                [*TORCHRUN, "--nproc-per-node", "2", "-m", "megatron_lite", *arguments],
                 cwd=folder,
                 env=environment(),
                 capture_output=True,

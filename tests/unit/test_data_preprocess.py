@@ -17,6 +17,7 @@ from megatron_lite.data.indexed import IndexedDataset
 from megatron_lite.data.preprocess import preprocess
 from megatron_lite.data.tokenizer import BytesTokenizer
 from megatron_lite.errors import ConfigError, DataError
+from tests.unit.test_data_workers import workers_alive
 
 
 def write_lines(path, texts):

@@ -68,9 +68,9 @@ def test_a_first_run_has_no_rows_to_keep(tmp_path):
 
 
 def test_an_error_of_the_disk_names_the_place(tmp_path):
-    with pytest.raises(TrainingError, match=r"no/such: cannot write: No such file or directory; free space or fix"):
-        with writing(tmp_path):
-            (tmp_path / "no" / "such").write_text("")
+    words = r"no/such: cannot write: No such file or directory; free space or fix"
+    with pytest.raises(TrainingError, match=words), writing(tmp_path):
+        (tmp_path / "no" / "such").write_text("")
 
 
 def test_a_row_has_unrounded_numbers(make_log, tmp_path):
