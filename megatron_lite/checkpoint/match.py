@@ -12,11 +12,16 @@ from megatron_lite.parallel.context import ParallelContext
 from megatron_lite.parallel.shard import ParamTable, Shard
 
 SHOWN = 3  # tensors that a message lists
+# Fields of the model section that may change while training goes on: they are no part of what the weights mean.
+FREE = {"preset", "hidden_dropout", "mlp_dropout", "attention_dropout", "init_std", "attention", "fusion"}
 GRID_KEYS = {"tp": "parallel.tensor", "pp": "parallel.pipeline", "cp": "parallel.context"}
 
 
 def check_model(layout: Layout, folder: Path, *, table: ParamTable, config: Mapping[str, Any]) -> None:
-    """Every parameter of this model is in the checkpoint, with this global shape and cut."""
+    """Every parameter of this model is in the checkpoint, with this global shape and cut, and means the same there.
+
+    Weights of the same shapes may belong to another number of heads, another activation or another norm.
+    """
     missing = [name for name in table if name not in layout.tensors]
     differing = [
         f"{name} is {_describe(saved.shape, saved.shard)} there and {_describe(tuple(meta.shape), meta.shard)} here"
@@ -28,6 +33,8 @@ def check_model(layout: Layout, folder: Path, *, table: ParamTable, config: Mapp
         problems.append(_first(differing))
     if missing:
         problems.append("not there: " + _first(missing))
+    if _changed_keys(layout, config) and not problems:
+        problems.append("its tensors have the same shapes, but they mean something else")
     if problems:
         raise CheckpointError(_another_model(folder, problems, layout, config))
 
@@ -86,14 +93,19 @@ def by_kind(
 
 
 def _another_model(folder: Path, problems: list[str], layout: Layout, config: Mapping[str, Any]) -> str:
-    saved, wanted = layout.config.get("model", {}), config.get("model", {})
-    keys = [
-        f"model.{key} ({saved[key]} there, {wanted[key]} here)"
-        for key in saved
-        if key in wanted and str(saved[key]) != str(wanted[key])
-    ]
+    keys = _changed_keys(layout, config)
     remedy = f"Look at {', '.join(keys)}" if keys else "Look at the model section of the config"
     return f"{folder}: is of another model; {'; '.join(problems)}. {remedy}, or choose another run.dir"
+
+
+def _changed_keys(layout: Layout, config: Mapping[str, Any]) -> list[str]:
+    """Fields of the model section that differ and matter."""
+    saved, wanted = layout.config.get("model", {}), config.get("model", {})
+    return [
+        f"model.{key} ({saved[key]} there, {wanted[key]} here)"
+        for key in saved
+        if key in wanted and key not in FREE and str(saved[key]) != str(wanted[key])
+    ]
 
 
 def _describe(shape: tuple[int, ...], shard: Shard) -> str:

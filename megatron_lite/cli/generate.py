@@ -10,7 +10,7 @@ def generate(
     prompt: Annotated[str, typer.Option("--prompt", metavar="TEXT", help="What the text begins with.")],
     max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", min=0, metavar="N")] = 64,
     temperature: Annotated[float, typer.Option(min=0.0, help="0 takes the likeliest token each time.")] = 1.0,
-    seed: Annotated[int, typer.Option(min=0, help="The same seed gives the same text.")] = 1234,
+    seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="The same seed gives the same text.")] = 1234,
     nproc_per_node: Annotated[
         int | None, typer.Option("--nproc-per-node", min=1, metavar="N", help="The checkpoint's tensor-parallel size.")
     ] = None,

@@ -45,13 +45,20 @@ def check(config: "Config", world_size: int, command: str) -> None:
     from megatron_lite.config.validate import failures, raise_any
 
     needed = config.parallel.model_size
+    missing = []
+    if not config.data.paths:
+        missing.append(
+            "data.paths is empty; give the prefix of a .bin/.idx pair that `megatron-lite preprocess` writes"
+        )
+    if not config.data.tokenizer and not config.model.vocab_size:
+        missing.append("there is neither data.tokenizer nor model.vocab_size; give one of them")
     if world_size == 1 and needed > 1:
         start = (
             f"this layout needs {needed} processes (or a multiple) and there is 1; start them with: "
             f"{command} --nproc-per-node {needed}"
         )
-        raise_any([start, *failures(config, needed)])
-    raise_any(failures(config, world_size))
+        raise_any([start, *failures(config, needed), *missing])
+    raise_any([*failures(config, world_size), *missing])
 
 
 def train(config: "Config") -> None:

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 
@@ -64,8 +65,11 @@ def load_newest(run: Run) -> None:
 def load_run(run: Run, root: Path, iteration: int) -> None:
     """Fills the run from one checkpoint: weights, optimizer, scaler, counters and random streams.
 
+    Rank 0 prints where from, and what has changed in the config since.
     Collective over the world.
     """
+    if run.ctx.rank == 0:
+        print(f" loading checkpoint from {root} at iteration {iteration}", flush=True)
     optimizer_state = run.optimizer.state_tensors()
     loaded = store.load(
         root,
@@ -76,6 +80,8 @@ def load_run(run: Run, root: Path, iteration: int) -> None:
         optimizer_state=optimizer_state,
         config=run.config.model_dump(mode="json"),
     )
+    if run.ctx.rank == 0 and (changes := changed_fields(loaded.config, run.config.model_dump(mode="json"))):
+        print(f" changed since that checkpoint: {', '.join(changes)}", flush=True)
     run.optimizer.load_state_tensors(optimizer_state, loaded.state["adam_steps"])
     run.state = TrainState.from_dict(loaded.state["train"])
     run.optimizer.scaler.load_state_dict(loaded.state["loss_scaler"])
@@ -84,6 +90,16 @@ def load_run(run: Run, root: Path, iteration: int) -> None:
     else:  # another data-parallel size: fresh streams, which must not repeat those of the start
         fresh = seed_everything(run.config.run.seed + run.state.iteration, run.ctx)
         run.rng.load_state_dict(fresh.state_dict())
+
+
+def changed_fields(saved: dict[str, Any], wanted: dict[str, Any]) -> list[str]:
+    """`section.field old -> new` for every setting that differs, but for where the run lies."""
+    return [
+        f"{section}.{key} {saved[section][key]} -> {value}"
+        for section, fields in wanted.items()
+        for key, value in fields.items()
+        if (section, key) != ("run", "dir") and key in saved.get(section, {}) and saved[section][key] != value
+    ]
 
 
 def detached(params: dict) -> dict[str, Tensor]:

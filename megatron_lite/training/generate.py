@@ -30,7 +30,9 @@ def config_of_run(run_dir: str) -> Config:
     if iteration is None:
         raise CheckpointError(f"{root}: there is no checkpoint; give the run.dir of a run that has saved one")
     fields = read_layout(locate(root, iteration)).config
-    fields["run"]["dir"] = run_dir
+    # Only the model, its layout and its tokenizer matter here, and the device is this machine's.
+    fields["run"] |= {"dir": run_dir, "device": "auto"}
+    fields["train"] |= {"global_batch_size": 0, "micro_batch_size": 1, "ramp_up": None}
     return Config.model_validate(fields, strict=False)
 
 
@@ -42,6 +44,7 @@ def generate_text(run_dir: str, prompt: str, max_new_tokens: int, temperature: f
     config = config_of_run(run_dir)
     if not config.data.tokenizer:
         raise ConfigError(f"{run_dir}: trained without data.tokenizer, so there is nothing to read the prompt with")
+    prompt = prompt.encode("utf-8", "surrogateescape").decode("utf-8", "replace")  # bytes of a shell may be no text
     try:
         text = prompt + continuation(config, prompt, max_new_tokens, temperature, seed)
     finally:
@@ -123,4 +126,5 @@ def pick(logits: Tensor, temperature: float, generator: torch.Generator) -> int:
     """One id from logits `[v]`, drawn at this temperature."""
     if temperature == 0:
         return int(logits.argmax())
-    return int(torch.multinomial((logits / temperature).softmax(-1), 1, generator=generator))
+    distance = (logits - logits.max()).double() / temperature  # from 0 down, so that no temperature overflows
+    return int(torch.multinomial(distance.softmax(-1), 1, generator=generator))

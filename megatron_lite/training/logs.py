@@ -4,6 +4,7 @@ The iteration line has Megatron-LM's fields and format, so that its users' parse
 that is not a number is printed as `nan` and does not vanish from the line.
 """
 
+import contextlib
 import json
 import math
 import os
@@ -125,11 +126,9 @@ class RunLog:
             return
         perplexity = math.exp(min(loss, 20.0))  # in this order a nan stays a nan
         self._write_row({"iteration": state.iteration, f"{split}_loss": loss, f"{split}_ppl": perplexity})
-        if self._board is not None:
-            tag = f"lm loss {split}"
-            self._board.add_scalar(tag, loss, state.iteration)
-            self._board.add_scalar(f"{tag} ppl", perplexity, state.iteration)
-            self._board.add_scalar(f"{tag} vs samples", loss, state.consumed_samples)
+        tag = f"lm loss {split}"
+        self._add_scalars({tag: loss, f"{tag} ppl": perplexity}, state.iteration)
+        self._add_scalars({f"{tag} vs samples": loss}, state.consumed_samples)
         numbers = f"lm loss value: {scientific(loss)} | lm loss PPL: {scientific(perplexity)}"
         self.say(f"{BAR}\n {split} loss at {where} | {numbers} | \n{BAR}")
 
@@ -140,8 +139,6 @@ class RunLog:
     def _write_board(
         self, state: TrainState, report: StepReport, global_batch: int, seconds: float, tflops: float
     ) -> None:
-        if self._board is None:
-            return
         scalars = {
             "lm loss": report.loss,
             "learning-rate": report.lr,
@@ -151,19 +148,27 @@ class RunLog:
             "iteration-time": seconds,
             "throughput": tflops,
         }
-        for tag, value in scalars.items():
-            self._board.add_scalar(tag, value, state.iteration)
-        for tag in ("lm loss", "learning-rate", "grad-norm", "batch-size"):
-            self._board.add_scalar(f"{tag} vs samples", scalars[tag], state.consumed_samples)
+        self._add_scalars(scalars, state.iteration)
+        for_samples = ("lm loss", "learning-rate", "grad-norm", "batch-size")
+        self._add_scalars({f"{tag} vs samples": scalars[tag] for tag in for_samples}, state.consumed_samples)
+
+    def _add_scalars(self, scalars: dict[str, float], step: int) -> None:
+        if self._board is None:
+            return
+        with writing(Path(self.config.run.dir) / "tensorboard"):
+            for tag, value in scalars.items():
+                self._board.add_scalar(tag, value, step)
 
     def close(self) -> None:
-        """Flushes and closes all outputs."""
+        """Closes all outputs. A disk that is full was reported where it was written to, or loses only curves."""
         if not self.active:
             return
         self._bar.close()
-        self._metrics.close()
+        with contextlib.suppress(OSError):
+            self._metrics.close()
         if self._board is not None:
-            self._board.close()
+            with contextlib.suppress(OSError):
+                self._board.close()
 
 
 def scientific(value: float) -> str:

@@ -2,6 +2,7 @@
 
 import math
 import time
+from collections.abc import Callable
 
 from megatron_lite.data.blended import Dataset
 from megatron_lite.errors import StoppedEarly, TrainingError
@@ -14,9 +15,18 @@ from megatron_lite.training.state import global_batch_size, num_microbatches
 from megatron_lite.training.step import StepReport, train_step
 
 
-def train(run: Run, train_set: Dataset, valid_set: Dataset | None, eod: int, log: RunLog) -> None:
+def train(
+    run: Run,
+    train_set: Dataset,
+    valid_set: Dataset | None,
+    eod: int,
+    log: RunLog,
+    final_evaluation: Callable[[], None],
+) -> None:
     """Runs iterations from `run.state` to `train.iterations`; saves at intervals and at the end.
 
+    The final evaluation comes before the last save: a run that is killed in between does it again when it goes on,
+    so a run whose last checkpoint is there has all its results.
     Raises StoppedEarly, after saving, when a rank was asked to stop, and TrainingError when numbers went bad.
     """
     config, state = run.config, run.state
@@ -29,9 +39,10 @@ def train(run: Run, train_set: Dataset, valid_set: Dataset | None, eod: int, log
             log.iteration(state, report, samples, time.perf_counter() - started)
             refuse_bad_numbers(run, report)
             last = state.iteration == config.train.iterations
-            if valid_set is not None and not last and due(state.iteration, config.train.eval_interval):
-                loss = evaluate(run, valid_set, eod)
-                log.evaluation(state, loss, f"iteration {state.iteration}")
+            if last:
+                final_evaluation()
+            elif valid_set is not None and due(state.iteration, config.train.eval_interval):
+                log.evaluation(state, evaluate(run, valid_set, eod), f"iteration {state.iteration}")
             signal = "" if last else stop.agreed(run.ctx)
             if last or signal or due(state.iteration, config.checkpoint.interval):
                 save_run(run, log.say)

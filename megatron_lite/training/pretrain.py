@@ -63,6 +63,8 @@ def run_to_end(config: Config, model_provider: ModelProvider, datasets_provider:
     try:
         announce(run, log, time.perf_counter() - started)
         datasets = (datasets_provider or build_splits)(run)
+        if log.active:
+            write_config(config)
         return train_and_evaluate(run, datasets, tokenizer, log)
     finally:
         log.close()
@@ -114,11 +116,8 @@ def build_splits(run: Run) -> Splits:
 
 
 def announce(run: Run, log: RunLog, seconds: float) -> None:
-    """The first lines of a run, with Megatron-LM's words, and `config.yaml` as resolved."""
+    """The first lines of a run, with Megatron-LM's words."""
     config, grid = run.config, run.ctx.grid
-    if log.active:
-        with writing(Path(config.run.dir)):
-            (Path(config.run.dir) / "config.yaml").write_text(dump_config(config), encoding="utf-8")
     count = sum(parameter.numel() for parameter in run.params.values())
     model = config.model
     log.say(
@@ -134,8 +133,16 @@ def announce(run: Run, log: RunLog, seconds: float) -> None:
     log.say(f"time to initialize megatron (seconds): {seconds:.1f}")
 
 
+def write_config(config: Config) -> None:
+    """`config.yaml` in the run directory: what this run does, resolved; a start that is refused leaves the old one."""
+    path = Path(config.run.dir) / "config.yaml"
+    with writing(path.parent):
+        path.with_suffix(".tmp").write_text(dump_config(config), encoding="utf-8")
+        os.replace(path.with_suffix(".tmp"), path)
+
+
 def train_and_evaluate(run: Run, datasets: Splits, tokenizer: Tokenizer | None, log: RunLog) -> TrainState:
-    """The training loop, then the losses of the finished model on validation and test data."""
+    """The training loop, at its end with the losses of the finished model on validation and test data."""
     eod = tokenizer.eod if tokenizer is not None else NO_TOKEN
     state, total = run.state, run.config.train.iterations
     if state.iteration >= total:
@@ -151,13 +158,16 @@ def train_and_evaluate(run: Run, datasets: Splits, tokenizer: Tokenizer | None, 
         f"training from iteration {state.iteration} to {total}, "
         f"{run.config.train.global_batch(run.ctx.dp.size)} sequences of {run.config.data.seq_length} tokens each"
     )
-    train(run, datasets.train, datasets.valid if validate_too else None, eod, log)
-    for name, split in (("validation", datasets.valid), ("test", datasets.test)):
-        if split is not None and validate_too:
-            loss = evaluate(run, split, eod)
-            log.evaluation(state, loss, f"the end of training, iteration {state.iteration}", name)
-            if name == "validation" and log.active:
-                log.say(in_context(loss, split, evaluation_samples(run), tokenizer))
+
+    def final_evaluation() -> None:
+        for name, split in (("validation", datasets.valid), ("test", datasets.test)):
+            if split is not None and validate_too:
+                loss = evaluate(run, split, eod)
+                log.evaluation(state, loss, f"the end of training, iteration {state.iteration}", name)
+                if name == "validation" and log.active:
+                    log.say(in_context(loss, split, evaluation_samples(run), tokenizer))
+
+    train(run, datasets.train, datasets.valid if validate_too else None, eod, log, final_evaluation)
     return state
 
 

@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -177,7 +178,8 @@ MISTAKES = {
     "missing corpus": (["data.paths=[nowhere]"], 1, "nowhere.idx"),
     "too few documents": (["data.split=[100000,1,1]"], 1, "data.split"),
     "a vocabulary too small": (["model.vocab_size=100"], 2, "model.vocab_size"),
-    "no data": (["data.paths=[]"], 2, "data.paths is empty"),
+    "no data": (["data.paths=[]"], 2, "data.paths is empty; give the prefix"),
+    "no vocabulary": (["data.tokenizer="], 2, "there is neither data.tokenizer nor model.vocab_size"),
 }
 
 
@@ -198,14 +200,34 @@ def test_a_layout_that_needs_more_processes_names_the_command(tmp_path, corpus):
     assert f"megatron-lite pretrain --config {config} --nproc-per-node 2" in done.stderr
 
 
-def test_a_checkpoint_of_another_shape_is_refused(finished, tmp_path):
+@pytest.mark.parametrize("change", ["model.hidden_size=64", "model.num_heads=2"])
+def test_a_checkpoint_of_another_model_is_refused(finished, tmp_path, change):
+    """Another number of heads has the same shapes, and would go on as another model without a word."""
     folder, _ = finished
-    shutil.copytree(folder, tmp_path / "copy")
-    config = str(tmp_path / "copy" / "tiny.yaml")
-    arguments = ("--nproc-per-node", "2", f"run.dir={tmp_path / 'copy' / 'run'}", "model.hidden_size=64")
-    done = run("pretrain", "--config", config, *arguments, cwd=tmp_path)
+    shutil.copytree(folder / "run", tmp_path / "run")
+    arguments = ("--nproc-per-node", "2", f"run.dir={tmp_path / 'run'}", change, "train.iterations=9")
+    done = run("pretrain", "--config", str(folder / "tiny.yaml"), *arguments, cwd=tmp_path)
     assert done.returncode == 1
-    assert "model.hidden_size" in done.stderr
+    assert "is of another model" in done.stderr
+    assert change.split("=")[0] in done.stderr
+    assert yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())["train"]["iterations"] == 8
+
+
+def test_what_changed_since_the_checkpoint_is_told(finished, tmp_path):
+    folder, _ = finished
+    arguments = ("--nproc-per-node", "2", f"run.dir={tmp_path / 'run'}", "train.iterations=9", "optim.lr=0.002")
+    load = f"checkpoint.load={folder / 'run'}"
+    done = run("pretrain", "--config", str(folder / "tiny.yaml"), *arguments, load, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert f"loading checkpoint from {folder / 'run' / 'checkpoints'} at iteration 8" in done.stdout
+    assert "changed since that checkpoint: train.iterations 8 -> 9, optim.lr 0.003 -> 0.002" in done.stdout
+    assert [row["iteration"] for row in rows(tmp_path / "run")] == [9]
+
+
+def test_nothing_to_load_is_named(tmp_path, corpus):
+    done = run("pretrain", "--config", str(tiny_yaml(tmp_path, corpus)), "checkpoint.load=nowhere", cwd=tmp_path)
+    assert done.returncode == 1
+    assert "checkpoint.load is nowhere, but there is no checkpoint in nowhere/checkpoints" in done.stderr
 
 
 @pytest.mark.parametrize("damage", ["flipped byte", "missing file"])
@@ -234,12 +256,19 @@ def test_a_run_folder_that_cannot_be_written_is_named(tmp_path, corpus):
     assert "Traceback" not in done.stderr
 
 
-def test_a_full_disk_is_named_and_the_checkpoint_before_it_stays(tmp_path, corpus):
-    """A real full file system: a small one of its own, filled while the run trains."""
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=3m", "tmpfs", str(disk)], check=True)
+@contextmanager
+def small_disk(folder: Path, size: str):
+    """A file system of its own, so small that it fills up."""
+    folder.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder)], check=True)
     try:
+        yield folder
+    finally:
+        subprocess.run(["umount", str(folder)], check=True)
+
+
+def test_a_full_disk_is_named_and_the_checkpoint_before_it_stays(tmp_path, corpus):
+    with small_disk(tmp_path / "disk", "3m") as disk:
         config = tiny_yaml(tmp_path, corpus, run={"dir": str(disk / "run")}, checkpoint={"interval": 1, "keep": 0})
         done = run("pretrain", "--config", str(config), "train.iterations=100", cwd=tmp_path)
         assert done.returncode == 1
@@ -249,8 +278,28 @@ def test_a_full_disk_is_named_and_the_checkpoint_before_it_stays(tmp_path, corpu
         newest = int((saved / "latest_checkpointed_iteration.txt").read_text())
         inspected = run("inspect", str(saved / f"iter_{newest:07d}"), "--verify", cwd=tmp_path)
         assert inspected.returncode == 0, inspected.stderr
-    finally:
-        subprocess.run(["umount", str(disk)], check=True)
+
+
+@pytest.mark.parametrize("tensorboard", [False, True])
+def test_a_disk_too_full_for_metrics_is_named_without_a_traceback(tmp_path, corpus, tensorboard):
+    with small_disk(tmp_path / "disk", "32k") as disk:
+        sections = {"log": {"tensorboard": tensorboard, "interval": 100}, "checkpoint": {"interval": 0}}
+        config = tiny_yaml(tmp_path, corpus, run={"dir": str(disk / "run")}, **sections)
+        done = run("pretrain", "--config", str(config), "train.iterations=180", cwd=tmp_path)
+    assert done.returncode == 1
+    assert "cannot write: No space left on device; free space" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_run_folder_without_permission_is_named(tmp_path, corpus):
+    """A read-only file system, because root may write anywhere else."""
+    with small_disk(tmp_path / "disk", "1m") as disk:
+        subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)
+        config = tiny_yaml(tmp_path, corpus, run={"dir": str(disk / "run")})
+        done = run("pretrain", "--config", str(config), cwd=tmp_path)
+    assert done.returncode == 1
+    assert f"{disk / 'run'}: cannot write: Read-only file system; free space or fix the permissions" in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 def test_a_port_in_use_is_named(tmp_path, corpus):

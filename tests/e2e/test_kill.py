@@ -43,7 +43,7 @@ def wait_for_training(process: subprocess.Popen[str]) -> None:
     """Reads the output up to the first line that only a run in training prints, or its end."""
     assert process.stdout is not None
     for line in process.stdout:
-        if " iteration " in line or "training is done" in line:
+        if "| lm loss: " in line or "training is done" in line:
             return
 
 
