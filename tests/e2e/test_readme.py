@@ -1,0 +1,64 @@
+"""What the README says can be done, done."""
+
+import re
+import stat
+import subprocess
+import sys
+
+import pytest
+
+from megatron_lite.config.load import FIELDS, load_config
+from tests.e2e.command import ROOT, environment
+
+README = (ROOT / "README.md").read_text()
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", README, flags=re.M | re.S)
+
+
+def test_the_tour_runs_as_printed(tmp_path):
+    """In a folder that looks like a checkout with its .venv, since the tests may run from another environment."""
+    (tour,) = [block for block in blocks("sh") if "tour.yaml" in block]
+    (tmp_path / "megatron_lite").symlink_to(ROOT / "megatron_lite")
+    command = tmp_path / ".venv" / "bin" / "megatron-lite"
+    command.parent.mkdir(parents=True)
+    command.write_text(f'#!/bin/sh\nexec {sys.executable} -m megatron_lite "$@"\n')
+    command.chmod(command.stat().st_mode | stat.S_IXUSR)
+    (command.parent / "activate").write_text(f"export PATH={command.parent}:$PATH\n")
+    shorter = tour.replace("iterations: 200", "iterations: 10").replace("iterations=220", "iterations=12")
+    shorter = shorter.replace("warmup_iterations: 20", "warmup_iterations: 2")
+    done = subprocess.run(
+        ["bash", "-euo", "pipefail", "-c", shorter],
+        cwd=tmp_path,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stderr
+    for words in ("training from iteration 10 to 12", "unigram entropy", "layout      tp=2", "\ndef "):
+        assert words in done.stdout
+
+
+def test_the_script_of_ones_own_compiles():
+    (script,) = blocks("python")
+    compile(script, "README.md", "exec")
+    load_config(ROOT / "configs" / "gpt.yaml", ["train.iterations=100"])  # the call it makes
+
+
+def test_the_keys_of_the_flag_table_exist():
+    """A table that names a key which is gone sends every newcomer the wrong way."""
+    table = README[README.index("| Megatron-LM | megatron_lite |") : README.index("What differs on purpose")]
+    named = set(re.findall(r"`((?:run|model|parallel|data|train|optim|checkpoint|log)\.[a-z0-9_]+)", table))
+    assert len(named) > 40
+    assert named <= set(FIELDS)
+
+
+@pytest.mark.parametrize("name", re.findall(r"`((?:\w+/)+\w+\.(?:py|md|sh|yaml))`", README))
+def test_files_that_are_named_exist(name):
+    assert any((folder / name).exists() for folder in (ROOT, ROOT / "megatron_lite"))
+
+
+def test_nothing_is_left_to_fill_in():
+    assert "@@" not in README
