@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from tests.e2e.command import environment, make_corpus, run, start, tiny_yaml
-from tests.e2e.test_kill import wait_for_training
+from tests.e2e.test_kill import wait_for
 from tests.e2e.test_resume import rows
 
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone")
@@ -147,7 +147,7 @@ def test_sigterm_saves_and_exits_75_and_the_next_start_goes_on(tmp_path, corpus,
     command = ["pretrain", "--config", str(config)]
     command += ["--nproc-per-node", "2"] if ranks_wanted == 2 else []
     process = start(*command, cwd=tmp_path)
-    wait_for_training(process)
+    wait_for("| lm loss: ", process)
     process.send_signal(signal.SIGTERM)
     _, err = process.communicate(timeout=60)
     assert process.returncode == 75, err
