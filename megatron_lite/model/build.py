@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from megatron_lite.config.schema import Config
-from megatron_lite.errors import ConfigError
+from megatron_lite.errors import ConfigError, TrainingError
 from megatron_lite.model.fusion import fusion_on
 from megatron_lite.model.gpt import GPTModel
 from megatron_lite.model.init import fill
@@ -54,26 +54,26 @@ def get_model(
         pre_process=pre_process,
         post_process=post_process,
     )
-    _name_parameters(model)
-    if ctx.device.type != "meta":
-        _materialize(model, ctx, config.run.seed)
+    initialize_parameters([model], ctx, config.run.seed)
     return [model]
 
 
-def _name_parameters(model: nn.Module) -> None:
-    for name, parameter in model.named_parameters():
-        declare(parameter, replace(parameter.meta, name=name))  # type: ignore[attr-defined]
+def initialize_parameters(chunks: Sequence[nn.Module], ctx: ParallelContext, seed: int) -> None:
+    """Names every declared parameter, gives it memory on `ctx.device` and its first values; see `model/init.py`.
 
-
-def _materialize(model: nn.Module, ctx: ParallelContext, seed: int) -> None:
-    """Replaces each meta parameter by one with memory and its first values."""
-    for module in model.modules():
-        for key, on_meta in list(module.named_parameters(recurse=False)):
-            meta = on_meta.meta  # type: ignore[attr-defined]
-            parameter = declare(nn.Parameter(torch.empty_like(on_meta, device=ctx.device)), meta)
-            # The copy of a tied embedding is drawn under the embedding's name, so both stages start equal.
-            fill(parameter, meta, seed=seed, name=WORD_EMBEDDINGS if meta.tied else meta.name, tp=ctx.tp)
-            setattr(module, key, parameter)
+    For models of your own too: layers allocate and declare, and hold no values until this was called. On the meta
+    device (`ParallelContext.at`) parameters get only their names.
+    """
+    for chunk in chunks:
+        for name, meta in param_table([chunk]).items():
+            path, _, key = name.rpartition(".")
+            module = chunk.get_submodule(path)
+            parameter = declare(getattr(module, key), meta)
+            if ctx.device.type != "meta":
+                parameter = declare(nn.Parameter(torch.empty_like(parameter, device=ctx.device)), meta)
+                # The copy of a tied embedding is drawn under the embedding's name, so both stages start equal.
+                fill(parameter, meta, seed=seed, name=WORD_EMBEDDINGS if meta.tied else name, tp=ctx.tp)
+                setattr(module, key, parameter)
 
 
 def named_params(chunks: Sequence[nn.Module]) -> dict[str, nn.Parameter]:
@@ -82,5 +82,17 @@ def named_params(chunks: Sequence[nn.Module]) -> dict[str, nn.Parameter]:
 
 
 def param_table(chunks: Sequence[nn.Module]) -> ParamTable:
-    """Every parameter's description by its global name: the same on all tensor-parallel ranks."""
-    return {name: parameter.meta for name, parameter in named_params(chunks).items()}  # type: ignore[attr-defined]
+    """Every parameter's description by its global name: the same on all tensor-parallel ranks.
+
+    Raises TrainingError for a parameter without one: nobody would know how it is cut and what decays.
+    """
+    table = {}
+    for name, parameter in named_params(chunks).items():
+        if not hasattr(parameter, "meta"):
+            raise TrainingError(
+                f"parameter {name}, shape {list(parameter.shape)}, was not described; wrap it when it is made: "
+                "parallel.shard.declare(parameter, ParamMeta(shape=..., shard=..., init=...)), as every layer of "
+                "megatron_lite.parallel does"
+            )
+        table[name] = replace(parameter.meta, name=name)  # type: ignore[attr-defined]
+    return table

@@ -1,7 +1,8 @@
 """Elementwise chains that are worth one kernel: bias + activation, and bias + dropout + residual add.
 
 Eager, each operation reads and writes a whole activation; compiled, the chain does so once. Where the chain is
-compiled the linear layer hands its bias over instead of adding it; both ways compute the same numbers.
+compiled the linear layer hands its bias over instead of adding it. Both ways compute the same numbers; in bf16 and
+fp16 a compiled chain rounds once at its end, where each eager operation rounds.
 """
 
 from collections.abc import Callable

@@ -112,11 +112,6 @@ class MixedPrecisionOptimizer:
             masters = [self._masters[name] for name in self._low]
             torch._foreach_copy_(params, masters)  # pyright: ignore[reportPrivateImportUsage]
 
-    def sync_masters_from_params(self) -> None:
-        """For after the parameters were written from outside; what the masters knew beyond them is lost."""
-        for name in self._low:
-            self._masters[name].copy_(self._params[name].detach())
-
     @property
     def step_count(self) -> int:
         """Steps taken, without the skipped ones."""

@@ -17,7 +17,6 @@ OPS: dict[str, dist.ReduceOp.RedOpType] = {
     "sum": dist.ReduceOp.SUM,
     "max": dist.ReduceOp.MAX,
     "min": dist.ReduceOp.MIN,
-    "avg": dist.ReduceOp.AVG,
 }
 
 

@@ -69,10 +69,11 @@ class ParallelContext:
 
         torch.distributed must be initialized when the grid has more than one rank.
         """
-        if grid.world_size == 1:
+        world_size = dist.get_world_size() if dist.is_initialized() else 1
+        if world_size != grid.world_size:
+            raise ValueError(f"{grid} needs {grid.world_size} ranks, torch.distributed has {world_size}")
+        if world_size == 1:
             return cls._build(grid, 0, device, lambda ranks: None)
-        if dist.get_world_size() != grid.world_size:
-            raise ValueError(f"{grid} needs {grid.world_size} ranks, torch.distributed has {dist.get_world_size()}")
         timeout = timedelta(seconds=timeout_seconds)
         made: dict[tuple[int, ...], Any] = {}  # torch hands an int to ranks outside the group
 

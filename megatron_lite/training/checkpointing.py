@@ -9,7 +9,8 @@ from torch import Tensor
 
 from megatron_lite.checkpoint import store
 from megatron_lite.checkpoint.directory import find_latest
-from megatron_lite.errors import CheckpointError
+from megatron_lite.config.schema import Config
+from megatron_lite.errors import CheckpointError, ConfigError
 from megatron_lite.parallel.random import seed_everything
 from megatron_lite.training.run import Run
 from megatron_lite.training.state import TrainState
@@ -80,6 +81,7 @@ def load_run(run: Run, root: Path, iteration: int) -> None:
         optimizer_state=optimizer_state,
         config=run.config.model_dump(mode="json"),
     )
+    refuse_new_order(loaded.config, run.config)
     if run.ctx.rank == 0 and (changes := changed_fields(loaded.config, run.config.model_dump(mode="json"))):
         print(f" changed since that checkpoint: {', '.join(changes)}", flush=True)
     run.optimizer.load_state_tensors(optimizer_state, loaded.state["adam_steps"])
@@ -90,6 +92,29 @@ def load_run(run: Run, root: Path, iteration: int) -> None:
     else:  # another data-parallel size: fresh streams, which must not repeat those of the start
         fresh = seed_everything(run.config.run.seed + run.state.iteration, run.ctx)
         run.rng.load_state_dict(fresh.state_dict())
+
+
+def refuse_new_order(saved: dict[str, Any], config: Config) -> None:
+    """Raises ConfigError where the consumed samples would no longer be the first ones of the data.
+
+    Files may move: of `data.paths` only the names count.
+    """
+
+    def order(run: dict[str, Any], data: dict[str, Any]) -> dict[str, Any]:
+        return {
+            "run.seed": run["seed"],
+            "data.seq_length": data["seq_length"],
+            "data.split": [float(share) for share in data["split"]],
+            "data.paths": [Path(path).name for path in data["paths"]],
+        }
+
+    wanted = order(config.run.model_dump(), config.data.model_dump())
+    before = order(saved["run"], saved["data"])
+    if changed := [f"{key} ({before[key]} there, {wanted[key]} here)" for key in wanted if wanted[key] != before[key]]:
+        raise ConfigError(
+            f"{', '.join(changed)}: with these the samples come in another order than in the checkpoint, so what it "
+            "has consumed would be seen again and other data never; set them as they were, or start a new run.dir"
+        )
 
 
 def changed_fields(saved: dict[str, Any], wanted: dict[str, Any]) -> list[str]:

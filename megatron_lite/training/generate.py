@@ -58,9 +58,10 @@ def continuation(config: Config, prompt: str, max_new_tokens: int, temperature: 
     """What the newest checkpoint of `config.run.dir` writes after the prompt."""
     tokenizer = build_tokenizer(config.data.tokenizer)
     ctx, rng = initialize_megatron(config)
+    ids = tokenizer.encode(prompt) or [tokenizer.eod]
     new = generate(
         load_model(config, ctx, rng),
-        tokenizer.encode(prompt) or [tokenizer.eod],
+        ids,
         tp=ctx.tp,
         device=ctx.device,
         config=config,
@@ -69,7 +70,8 @@ def continuation(config: Config, prompt: str, max_new_tokens: int, temperature: 
         seed=seed,
         eod=tokenizer.eod,
     )
-    return tokenizer.decode(new)
+    # Decoded together: a tokenizer may drop a space at the start of what it decodes.
+    return tokenizer.decode(ids + new)[len(tokenizer.decode(ids)) :]
 
 
 def load_model(config: Config, ctx: ParallelContext, rng: RngTracker) -> nn.Module:

@@ -72,9 +72,9 @@ def join_process_group(device: torch.device, timeout_seconds: float) -> None:
     where = f"{os.environ.get('MASTER_ADDR', '(unset)')}:{os.environ.get('MASTER_PORT', '(unset)')}"
     try:
         dist.init_process_group(
+            # Without device_id: bound to a device, new groups are split from the world, and so collective over it.
             backend="cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
             timeout=timedelta(seconds=timeout_seconds),
-            device_id=device if device.type == "cuda" else None,
         )
     except (RuntimeError, ValueError) as error:  # torch's network and store errors are RuntimeErrors
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
@@ -113,7 +113,7 @@ def keep_freed_memory() -> None:
 
 
 def finalize_megatron() -> None:
-    """Leaves the process group; the counterpart of `initialize_megatron`.
+    """Leaves the process group, whoever joined it; the counterpart of `initialize_megatron`.
 
     Call it when the context and what holds it are out of scope: a Gloo group ends its threads only with its last
     reference, and one of them that meets a finalizing interpreter aborts the process.

@@ -25,8 +25,7 @@ def train(
 ) -> None:
     """Runs iterations from `run.state` to `train.iterations`; saves at intervals and at the end.
 
-    The final evaluation comes before the last save: a run that is killed in between does it again when it goes on,
-    so a run whose last checkpoint is there has all its results.
+    The final evaluation comes after the last save, and is not interrupted by a stop signal.
     Raises StoppedEarly, after saving, when a rank was asked to stop, and TrainingError when numbers went bad.
     """
     config, state = run.config, run.state
@@ -39,9 +38,7 @@ def train(
             log.iteration(state, report, samples, time.perf_counter() - started)
             refuse_bad_numbers(run, report)
             last = state.iteration == config.train.iterations
-            if last:
-                final_evaluation()
-            elif valid_set is not None and due(state.iteration, config.train.eval_interval):
+            if valid_set is not None and not last and due(state.iteration, config.train.eval_interval):
                 log.evaluation(state, evaluate(run, valid_set, eod), f"iteration {state.iteration}")
             signal = "" if last else stop.agreed(run.ctx)
             if last or signal or due(state.iteration, config.checkpoint.interval):
@@ -51,6 +48,7 @@ def train(
                     f"exiting program after receiving {signal}: stopped at iteration {state.iteration} of "
                     f"{config.train.iterations} with a checkpoint saved; run the same command again to go on"
                 )
+        final_evaluation()
 
 
 def due(iteration: int, interval: int) -> bool:
@@ -61,12 +59,12 @@ def due(iteration: int, interval: int) -> bool:
 def refuse_bad_numbers(run: Run, report: StepReport) -> None:
     """Stops training when the loss or the gradient norm is not finite and no loss scaler can mend it.
 
-    The weights are still those of before the step, and so are all saved checkpoints.
+    No checkpoint holds what came of it: the newest is from before this iteration.
     """
     if report.skipped or (math.isfinite(report.loss) and math.isfinite(report.grad_norm)):
         return
     raise TrainingError(
         f"iteration {run.state.iteration}: the loss is {report.loss} and the gradient norm {report.grad_norm}; "
-        "the step was not applied. Lower optim.lr, lengthen optim.warmup_iterations or look at the data of this "
-        "iteration; the newest checkpoint is from before it"
+        "training stops. Lower optim.lr, lengthen optim.warmup_iterations or look at the data of this iteration; the "
+        "newest checkpoint is from before it"
     )

@@ -12,6 +12,7 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 
+from megatron_lite.checkpoint.agreement import on_first
 from megatron_lite.config.load import dump_config
 from megatron_lite.config.schema import Config
 from megatron_lite.config.validate import with_vocab_size
@@ -145,19 +146,7 @@ def train_and_evaluate(run: Run, datasets: Splits, tokenizer: Tokenizer | None, 
     """The training loop, at its end with the losses of the finished model on validation and test data."""
     eod = tokenizer.eod if tokenizer is not None else NO_TOKEN
     state, total = run.state, run.config.train.iterations
-    if state.iteration >= total:
-        log.say(
-            f"{run.config.run.dir}: training is done at iteration {state.iteration} of {total}; "
-            f"ask for more with train.iterations, or start anew with another run.dir"
-        )
-        return state
-    if datasets.train is None:
-        raise ConfigError("data.split gives the training part nothing; make its first number larger than 0")
     validate_too = run.config.train.eval_iterations > 0
-    log.say(
-        f"training from iteration {state.iteration} to {total}, "
-        f"{run.config.train.global_batch(run.ctx.dp.size)} sequences of {run.config.data.seq_length} tokens each"
-    )
 
     def final_evaluation() -> None:
         for name, split in (("validation", datasets.valid), ("test", datasets.test)):
@@ -167,6 +156,21 @@ def train_and_evaluate(run: Run, datasets: Splits, tokenizer: Tokenizer | None, 
                 if name == "validation" and log.active:
                     log.say(in_context(loss, split, evaluation_samples(run), tokenizer))
 
+    if state.iteration >= total:
+        # A run that was killed after its last save has its final evaluation still to come.
+        if not on_first(lambda: log.has_evaluation(state.iteration), run.ctx.world):
+            final_evaluation()
+        log.say(
+            f"{run.config.run.dir}: training is done at iteration {state.iteration} of {total}; "
+            f"ask for more with train.iterations, or start anew with another run.dir"
+        )
+        return state
+    if datasets.train is None:
+        raise ConfigError("data.split gives the training part nothing; make its first number larger than 0")
+    log.say(
+        f"training from iteration {state.iteration} to {total}, "
+        f"{run.config.train.global_batch(run.ctx.dp.size)} sequences of {run.config.data.seq_length} tokens each"
+    )
     train(run, datasets.train, datasets.valid if validate_too else None, eod, log, final_evaluation)
     return state
 

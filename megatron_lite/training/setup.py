@@ -7,11 +7,14 @@ from torch import nn
 
 from megatron_lite.config.schema import Config
 from megatron_lite.ddp.wrap import wrap_ddp
+from megatron_lite.errors import TrainingError
 from megatron_lite.model.build import get_model, named_params, param_table
 from megatron_lite.optim.mixed_precision import MixedPrecisionOptimizer
 from megatron_lite.optim.scaler import build_scaler
+from megatron_lite.parallel.collectives import broadcast
 from megatron_lite.parallel.context import ParallelContext
 from megatron_lite.parallel.random import RngTracker
+from megatron_lite.parallel.shard import ParamTable
 from megatron_lite.training.checkpointing import load_newest
 from megatron_lite.training.initialize import DTYPES
 from megatron_lite.training.run import Run
@@ -31,6 +34,8 @@ def setup_model_and_optimizer(
     dtype = DTYPES[config.train.precision]
     model = model_provider(config, ctx, rng, dtype=dtype)
     params, table = named_params(model), param_table(model)
+    refuse_buffers(model)
+    start_alike(params, table, ctx)
     grad_dtype = torch.float64 if dtype == torch.float64 else torch.float32
     ddp = wrap_ddp(
         model,
@@ -46,3 +51,27 @@ def setup_model_and_optimizer(
     run = Run(config, ctx, rng, model, params, table, ddp, optimizer)
     load_newest(run)
     return run
+
+
+def refuse_buffers(model: Sequence[nn.Module]) -> None:
+    """Raises TrainingError for state that a checkpoint would not hold, so that a resumed run would differ."""
+    for chunk in model:
+        parameters = {name for name, _ in chunk.named_parameters(remove_duplicate=False)}
+        if extra := sorted(set(chunk.state_dict()) - parameters):
+            raise TrainingError(
+                f"the model has buffers that are saved nowhere: {', '.join(extra[:3])}; register them with "
+                "persistent=False if they follow from the config, or make them parameters"
+            )
+
+
+@torch.no_grad()
+def start_alike(params: dict[str, nn.Parameter], table: ParamTable, ctx: ParallelContext) -> None:
+    """Gives all replicas of a parameter the values of the first: a model of one's own may have drawn them from the
+    rank's random stream, and replicas that start apart never meet, since only gradients are summed.
+
+    Communicates: each parameter over dp, and over tp where every rank holds it whole.
+    """
+    for name, parameter in params.items():
+        if not table[name].shard.is_split:
+            parameter.copy_(broadcast(parameter.clone(), ctx.tp, src=0))
+        parameter.copy_(broadcast(parameter.clone(), ctx.dp, src=0))

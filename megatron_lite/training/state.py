@@ -19,7 +19,6 @@ class TrainState:
     optimizer_steps: int = 0  # taken; the learning rate follows these
     skipped: int = 0  # iterations whose gradients overflowed
     train_samples: int = 0  # for how many the sample order was made
-    tokens: int = 0  # consumed, skipped ones too
 
     def to_dict(self) -> dict[str, int]:
         return asdict(self)

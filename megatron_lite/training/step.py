@@ -78,6 +78,5 @@ def advance(run: Run, microbatches: list[Batch], skipped: bool) -> None:
     samples = len(microbatches) * run.config.train.micro_batch_size * run.ctx.dp.size
     run.state.iteration += 1
     run.state.consumed_samples += samples
-    run.state.tokens += samples * run.config.data.seq_length
     run.state.optimizer_steps += not skipped
     run.state.skipped += skipped

@@ -1,18 +1,29 @@
 """Properties of whole runs besides parity and resume."""
 
 import math
+import os
+import signal
+from functools import partial
 
 import pytest
 import torch
+from torch import nn
 
+from megatron_lite.data.blended import Splits
 from megatron_lite.errors import ConfigError, TrainingError
+from megatron_lite.model.build import get_model, initialize_parameters
+from megatron_lite.parallel.embedding import VocabParallelEmbedding
+from megatron_lite.parallel.linear import column_parallel_linear
+from megatron_lite.parallel.loss import vocab_parallel_cross_entropy
+from megatron_lite.parallel.shard import ParamMeta, Shard, declare
 from megatron_lite.training.evaluate import evaluate
 from megatron_lite.training.initialize import choose_device, finalize_megatron, initialize_megatron
 from megatron_lite.training.loop import refuse_bad_numbers
 from megatron_lite.training.pretrain import pretrain
 from megatron_lite.training.setup import setup_model_and_optimizer
+from megatron_lite.training.signals import StopRequest
 from megatron_lite.training.step import train_step
-from tests.e2e.test_resume import Counting, counting_splits
+from tests.e2e.test_resume import Counting, counting_splits, rows
 from tests.e2e.tiny import MODELS, portion, tiny_config, train_tiny
 
 
@@ -105,7 +116,7 @@ def poisoned() -> str:
 
 def test_a_loss_that_is_no_number_stops_training(ranks):
     (message,) = ranks(1, poisoned)
-    assert message.startswith("iteration 1: the loss is nan and the gradient norm nan; the step was not applied")
+    assert message.startswith("iteration 1: the loss is nan and the gradient norm nan; training stops")
 
 
 def skipping() -> list[tuple[bool, float, float]]:
@@ -169,3 +180,163 @@ def test_more_ranks_than_gpus_are_refused(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     with pytest.raises(ConfigError, match="this machine has 1 GPU for at least 2 processes; start at most 1"):
         choose_device("auto", 1)
+
+
+class OwnModel(nn.Module):
+    """A model of a user's: a split layer of ours, a plain layer described by hand, and no layout in its forward."""
+
+    def __init__(self, config, ctx, dtype, describe: bool = True):
+        super().__init__()
+        h, v = config.model.hidden_size, config.model.padded_vocab
+        where = {"dtype": dtype, "device": ctx.device}
+        self.tp = ctx.tp
+        self.embedding = VocabParallelEmbedding(v, h, tp=ctx.tp, init_std=0.2, **where)
+        self.mix = nn.Linear(h, h, **where)
+        if describe:
+            declare(self.mix.weight, ParamMeta(shape=(h, h), shard=Shard(), init="normal", std=0.2))
+            declare(self.mix.bias, ParamMeta(shape=(h,), shard=Shard(), init="zeros", decay=False))
+
+    def forward(self, tokens, labels):
+        x = torch.tanh(self.mix(self.embedding(tokens.t())))
+        logits = column_parallel_linear(x, self.embedding.weight, None, self.tp)
+        return vocab_parallel_cross_entropy(logits, labels.t(), self.tp)
+
+
+def own_provider(config, ctx, rng, dtype, fill: bool = True, **options):
+    model = OwnModel(config, ctx, dtype, **options)
+    if fill:
+        initialize_parameters([model], ctx, config.run.seed)
+    return [model]
+
+
+def train_own(fill: bool = True, **changes) -> tuple[list[float], dict]:
+    config = tiny_config("gpt", train__micro_batch_size=2, **changes)
+    ctx, rng = initialize_megatron(config)
+    run = setup_model_and_optimizer(config, ctx, rng, partial(own_provider, fill=fill))
+    losses = [train_step(run, portion(run)).loss for _ in range(5)]
+    weights = {name: parameter.detach().clone() for name, parameter in run.params.items()}
+    finalize_megatron()
+    return losses, weights
+
+
+def test_a_model_of_ones_own_trains_the_same_on_any_layout(ranks):
+    ((alone, _),) = ranks(1, train_own)
+    for losses, _ in ranks(4, train_own, parallel__tensor=2):
+        assert losses == pytest.approx(alone, rel=1e-5)
+
+
+def test_replicas_that_drew_their_own_first_values_start_alike(ranks):
+    """Gradients are summed, weights are not: replicas that start apart would never meet."""
+    (_, first), (_, second) = ranks(2, train_own, fill=False)
+    assert torch.equal(first["mix.weight"], second["mix.weight"])
+    assert torch.equal(first["mix.bias"], second["mix.bias"])
+
+
+def undescribed() -> None:
+    config = tiny_config("gpt")
+    ctx, rng = initialize_megatron(config)
+    setup_model_and_optimizer(config, ctx, rng, partial(own_provider, fill=False, describe=False))
+
+
+def with_a_buffer() -> None:
+    def provider(*args, **options):
+        model = get_model(*args, **options)
+        model[0].register_buffer("steps", torch.zeros(1))
+        return model
+
+    config = tiny_config("gpt")
+    ctx, rng = initialize_megatron(config)
+    setup_model_and_optimizer(config, ctx, rng, provider)
+
+
+@pytest.mark.parametrize(
+    ("mistake", "words"),
+    [
+        (undescribed, r"parameter mix\.weight, shape \[32, 32\], was not described; wrap it when it is made"),
+        (with_a_buffer, "the model has buffers that are saved nowhere: steps; register them with persistent=False"),
+    ],
+)
+def test_a_model_that_could_not_be_saved_or_cut_is_refused(ranks, mistake, words):
+    with pytest.raises(AssertionError, match=words):
+        ranks(1, mistake)
+
+
+def go_on(folder: str, **changes) -> None:
+    config = tiny_config("gpt", run__dir=folder, train__micro_batch_size=1, checkpoint__interval=1, **changes)
+    pretrain(config, datasets_provider=counting_splits)
+
+
+def test_another_data_parallel_size_goes_on_with_the_same_losses(ranks, tmp_path):
+    """Which samples come next, and what the optimizer knows, does not depend on the number of replicas."""
+    ranks(1, go_on, str(tmp_path / "alone"), train__iterations=4)
+    ranks(2, go_on, str(tmp_path / "moved"), train__iterations=2, optim__decay_iterations=4)
+    ranks(1, go_on, str(tmp_path / "moved"), train__iterations=4)
+    expected, found = ([row["loss"] for row in rows(tmp_path / name)] for name in ("alone", "moved"))
+    assert len(found) == 4
+    assert found == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"run__seed": 5}, r"run\.seed \(1234 there, 5 here\)"),
+        ({"data__seq_length": 8}, r"data\.seq_length \(16 there, 8 here\)"),
+        ({"data__split": "[1,1,0]"}, r"data\.split \(\[969\.0, 30\.0, 1\.0\] there, \[1\.0, 1\.0, 0\.0\] here\)"),
+        ({"data__paths": "[elsewhere/b]"}, r"data\.paths \(\[\] there, \['b'\] here\)"),
+    ],
+)
+def test_a_change_that_moves_the_data_is_refused(ranks, tmp_path, change, words):
+    ranks(1, go_on, str(tmp_path), train__iterations=2)
+    with pytest.raises(AssertionError, match=rf"{words}: with these the samples come in another order"):
+        ranks(1, go_on, str(tmp_path), train__iterations=3, **change)
+
+
+def test_an_evaluation_that_was_killed_comes_at_the_next_start(ranks, tmp_path):
+    ranks(1, evaluated_run, str(tmp_path))
+    metrics = tmp_path / "metrics.jsonl"
+    complete = metrics.read_text()
+    assert "validation_loss" in complete
+    metrics.write_text("".join(line for line in complete.splitlines(True) if "validation_loss" not in line))
+    for _ in range(2):  # the second start finds it
+        ranks(1, evaluated_run, str(tmp_path))
+        assert metrics.read_text().splitlines()[-1] == complete.splitlines()[-1]
+        assert len(metrics.read_text().splitlines()) == len(complete.splitlines())
+
+
+def evaluated_run(folder: str) -> None:
+    def provider(run):
+        train = counting_splits(run).train
+        return Splits(train=train, valid=train, test=None)
+
+    config = tiny_config("gpt", run__dir=folder, train__iterations=2, train__eval_iterations=1)
+    pretrain(config, datasets_provider=provider)
+
+
+def one_rank_is_asked() -> str:
+    config = tiny_config("gpt")
+    ctx, _ = initialize_megatron(config)
+    with StopRequest() as stop:
+        assert stop.agreed(ctx) == ""
+        if ctx.rank == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+            os.kill(os.getpid(), signal.SIGUSR1)  # a second signal changes nothing
+        found = stop.agreed(ctx)
+    finalize_megatron()
+    return found
+
+
+def test_a_signal_to_one_rank_stops_all(ranks):
+    assert ranks(2, one_rank_is_asked) == ["SIGTERM", "SIGTERM"]
+
+
+def evaluation_with_ends(masked: bool) -> float:
+    run = run_of("gpt", train__eval_iterations=1, train__micro_batch_size=4, data__eod_mask_loss=str(masked).lower(),
+                 data__tokenizer="bytes")  # fmt: skip
+    data = Counting(20, run.config.data.seq_length, 8)  # ids below 8, so that id 3 is frequent
+    loss = evaluate(run, data, 3)
+    finalize_megatron()
+    return loss
+
+
+def test_evaluation_leaves_out_what_training_leaves_out(ranks):
+    assert ranks(1, evaluation_with_ends, True) != ranks(1, evaluation_with_ends, False)

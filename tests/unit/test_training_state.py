@@ -49,7 +49,7 @@ def test_samples_of_a_run_are_those_its_iterations_consume(start, steps, samples
 
 
 def test_a_state_survives_its_dictionary():
-    state = TrainState(iteration=3, consumed_samples=24, optimizer_steps=2, skipped=1, train_samples=80, tokens=384)
+    state = TrainState(iteration=3, consumed_samples=24, optimizer_steps=2, skipped=1, train_samples=80)
     assert TrainState.from_dict(state.to_dict()) == state
 
 

@@ -1,0 +1,59 @@
+"""Which token comes next, by a model whose answers are known."""
+
+import pytest
+import torch
+from torch import nn
+
+from megatron_lite.config.load import load_config
+from megatron_lite.parallel.context import solo
+from megatron_lite.training.generate import generate, pick
+
+CONFIG = load_config(None, ["model.vocab_size=10", "model.max_position_embeddings=4"])
+
+
+class Counter(nn.Module):
+    """Finds the next number likeliest and the one after it second; a padded column would beat both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lengths: list[int] = []
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        self.lengths.append(tokens.shape[1])
+        last = int(tokens[0, -1])
+        logits = torch.zeros(CONFIG.model.padded_vocab)
+        logits[(last + 1) % 10], logits[(last + 2) % 10], logits[100] = 5.0, 4.0, 50.0
+        return logits.expand(tokens.shape[1], 1, -1)
+
+
+def write(prompt: list[int], **changes) -> tuple[list[int], Counter]:
+    model = Counter()
+    options = {"max_new_tokens": 6, "temperature": 0.0, "seed": 1, "eod": -1} | changes
+    return generate(model, prompt, tp=solo(), device=torch.device("cpu"), config=CONFIG, **options), model
+
+
+def test_temperature_zero_takes_the_likeliest_and_never_a_padded_column():
+    assert write([1, 2])[0] == [3, 4, 5, 6, 7, 8]
+
+
+def test_the_text_ends_at_the_end_of_document():
+    assert write([1, 2], eod=5)[0] == [3, 4]
+
+
+def test_a_text_longer_than_the_positions_goes_on_from_its_end():
+    found, model = write([1, 2, 3])
+    assert found == [4, 5, 6, 7, 8, 9]
+    assert model.lengths == [3, 4, 4, 4, 4, 4]
+
+
+def test_a_seed_gives_its_text_again_and_another_seed_another():
+    texts = [write([1], temperature=2.0, max_new_tokens=40, seed=seed)[0] for seed in (1, 1, 2)]
+    assert texts[0] == texts[1] != texts[2]
+
+
+@pytest.mark.parametrize(("temperature", "share"), [(0.25, 0.982), (1.0, 0.731), (1e-300, 1.0)])
+def test_a_lower_temperature_keeps_closer_to_the_likeliest(temperature, share):
+    """Two logits one apart: their odds are exp(1 / temperature). 4,000 draws are within 0.03 of it."""
+    generator = torch.Generator().manual_seed(0)
+    draws = [pick(torch.tensor([2.0, 3.0]), temperature, generator) for _ in range(4000)]
+    assert sum(draws) / 4000 == pytest.approx(share, abs=0.03)
