@@ -3,16 +3,18 @@
 #
 #   ./launch.sh [--dry-run] [--nproc-per-node N] --config configs/gpt.yaml [SECTION.FIELD=VALUE]...
 #
+# A layout that needs another number of ranks than that default is given it: configs/quickstart.yaml has
+# parallel.tensor: 2 and needs --nproc-per-node 2 (or a multiple), however many cores there are.
 # Everything but --dry-run and --nproc-per-node goes to `megatron-lite pretrain` as it is. Variables that are set
 # already are left alone. PYTHON is the interpreter; without it .venv/bin/python where there is one, else python3.
 set -eu
 
 usage() {
-    sed -n '2,7s/^# \{0,1\}//p' "$0"
+    sed -n '2,9s/^# \{0,1\}//p' "$0"
 }
 
 dry_run=no
-ranks=
+ranks=default
 count=$#
 while [ "$count" -gt 0 ]; do
     argument=$1
@@ -42,8 +44,9 @@ if [ $# -eq 0 ]; then
     exit 2
 fi
 case $ranks in
-*[!0-9]* | 0)
-    echo "launch.sh: --nproc-per-node is '$ranks'; it wants a number above 0" >&2
+default) ;;
+'' | *[!0-9]* | 0*)
+    echo "launch.sh: --nproc-per-node is '$ranks'; it wants a number above 0, such as 2" >&2
     exit 2
     ;;
 esac
@@ -62,9 +65,10 @@ elif command -v nvidia-smi >/dev/null 2>&1; then
 else
     gpus=0
 fi
-cores=$(nproc 2>/dev/null || getconf _NPROCESSORS_ONLN)
+# nproc answers with OpenMP's variables where they are set, which say how many threads a rank may have.
+cores=$(env -u OMP_NUM_THREADS -u OMP_THREAD_LIMIT nproc 2>/dev/null || getconf _NPROCESSORS_ONLN)
 
-if [ -z "$ranks" ]; then
+if [ "$ranks" = default ]; then
     ranks=$gpus
     if [ "$ranks" -eq 0 ]; then ranks=$((cores / 2)); fi
     if [ "$ranks" -eq 0 ]; then ranks=1; fi

@@ -10,18 +10,17 @@ from megatron_lite.errors import ConfigError, MegatronLiteError
 
 def tokenizer_spec(args: argparse.Namespace) -> str:
     """Our one-line SPEC for those of Megatron's tokenizer flags that give the same ids."""
-    specs = {
-        "GPT2BPETokenizer": f"gpt2:{args.vocab_file},{args.merge_file}",
-        "GPTSentencePieceTokenizer": f"sentencepiece:{args.tokenizer_model}",
-        "HuggingFaceTokenizer": f"hf:{args.tokenizer_model}",
+    kinds = {
+        "GPT2BPETokenizer": ("gpt2", "--vocab-file and --merge-file", (args.vocab_file, args.merge_file)),
+        "GPTSentencePieceTokenizer": ("sentencepiece", "--tokenizer-model", (args.tokenizer_model,)),
+        "HuggingFaceTokenizer": ("hf", "--tokenizer-model", (args.tokenizer_model,)),
     }
-    if args.tokenizer_type not in specs:
-        raise ConfigError(f"--tokenizer-type {args.tokenizer_type} is unknown; use one of {', '.join(specs)}")
-    spec = specs[args.tokenizer_type]
-    if "None" in spec:
-        needed = "--vocab-file and --merge-file" if spec.startswith("gpt2") else "--tokenizer-model"
+    if args.tokenizer_type not in kinds:
+        raise ConfigError(f"--tokenizer-type {args.tokenizer_type} is unknown; use one of {', '.join(kinds)}")
+    kind, needed, files = kinds[args.tokenizer_type]
+    if not all(files):
         raise ConfigError(f"--tokenizer-type {args.tokenizer_type} needs {needed}")
-    return spec
+    return f"{kind}:{','.join(files)}"
 
 
 def main() -> None:

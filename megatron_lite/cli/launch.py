@@ -32,6 +32,11 @@ def launched_world_size(nproc_per_node: int | None) -> int:
             f"--nproc-per-node {nproc_per_node} was given to a process that was launched as one of {given} already "
             "(WORLD_SIZE is set); leave it out under torchrun"
         )
+    if given is not None and not (given.isdecimal() and int(given) > 0):
+        raise ConfigError(
+            f"the environment variable WORLD_SIZE is {given!r}; a launcher such as torchrun sets it to a number above "
+            "0: unset it to start without one"
+        )
     return int(given or nproc_per_node or 1)
 
 

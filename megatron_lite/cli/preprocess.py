@@ -1,15 +1,11 @@
 """`megatron-lite preprocess`: text to `.bin/.idx`."""
 
-import os
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-
-def available_cores() -> int:
-    """Cores this process may use, which a container or a batch system may have limited."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+from megatron_lite.cli.launch import available_cores
 
 
 def preprocess(

@@ -193,8 +193,8 @@ def _wanted(info: FieldInfo, value: Any) -> str:
         return f"one of {_list(choices)}{_question(_nearest(str(value), choices))}"
     words = {bool: "true or false", str: "text", int: "an integer", float: "a number"}[info.annotation]  # type: ignore
     bounds = [f"above {bound.gt}" for bound in info.metadata if isinstance(bound, Gt)]
-    bounds += [f"of at least {bound.ge:g}" for bound in info.metadata if isinstance(bound, Ge)]  # type: ignore[str-bytes-safe]
-    bounds += [f"below {bound.lt:g}" for bound in info.metadata if isinstance(bound, Lt)]  # type: ignore[str-bytes-safe]
+    bounds += [f"of at least {bound.ge:.12g}" for bound in info.metadata if isinstance(bound, Ge)]  # type: ignore[str-bytes-safe]
+    bounds += [f"below {bound.lt:.12g}" for bound in info.metadata if isinstance(bound, Lt)]  # type: ignore[str-bytes-safe]
     return " ".join([words, " and ".join(bounds)]).strip()
 
 

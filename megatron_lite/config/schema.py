@@ -54,6 +54,8 @@ RampUp = Annotated[
     Field(description="three integers [start, increment, samples], the first two above 0"),
 ]
 Probability = Annotated[float, Field(ge=0.0, lt=1.0)]
+Seed = Annotated[int, Field(ge=0, lt=2**32)]  # what NumPy's generators take
+Folder = Annotated[str, Field(min_length=1, description="the path of a folder")]
 
 # Logits are computed for a padded vocabulary whose size does not depend on the layout.
 VOCAB_PADDING = 128
@@ -68,8 +70,8 @@ class Section(BaseModel):
 class RunConfig(Section):
     """Where a run lives and what its random numbers start from."""
 
-    dir: str = "runs/default"  # metrics.jsonl, config.yaml, tensorboard/ and checkpoints/ go here
-    seed: NonNegativeInt = 1234
+    dir: Folder = "runs/default"  # metrics.jsonl, config.yaml, tensorboard/ and checkpoints/ go here
+    seed: Seed = 1234
     device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: GPUs where torch sees them
 
 

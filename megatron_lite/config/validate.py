@@ -4,6 +4,7 @@ Each rule is a condition and the message for when it does not hold. Every rule i
 reported in one ConfigError, and nothing is repaired.
 """
 
+import math
 from collections.abc import Iterable
 
 from megatron_lite.config.schema import Config, ModelConfig
@@ -52,7 +53,14 @@ def with_vocab_size(config: Config, tokenizer_size: int) -> Config:
 
 def divisors(number: int) -> list[int]:
     """All divisors, smallest first."""
-    return [candidate for candidate in range(1, number + 1) if number % candidate == 0]
+    small = [candidate for candidate in range(1, math.isqrt(number) + 1) if number % candidate == 0]
+    return small + [number // candidate for candidate in reversed(small) if candidate * candidate != number]
+
+
+def _a_divisor(number: int) -> str:
+    """What to use instead of a number that does not divide this one."""
+    # Messages are made for rules that hold too, so no typing error may keep this busy.
+    return f"one of {divisors(number)}" if number < 1 << 32 else "a number that does"
 
 
 def _layout_rules(config: Config, world_size: int) -> Iterable[Rule]:
@@ -88,7 +96,7 @@ def _model_rules(model: ModelConfig) -> Iterable[Rule]:
     yield (
         model.num_heads % model.query_groups == 0,
         f"model.num_query_groups is {model.query_groups}, which does not divide model.num_heads ({model.num_heads}); "
-        f"use one of {divisors(model.num_heads)}",
+        f"use {_a_divisor(model.num_heads)}",
     )
     yield (
         model.position != "rotary" or model.head_size % 2 == 0,
@@ -105,12 +113,12 @@ def _tensor_parallel_rules(config: Config) -> Iterable[Rule]:
     yield (
         model.num_heads % tensor == 0,
         f"parallel.tensor is {tensor}, which does not divide model.num_heads ({model.num_heads}); "
-        f"use one of {divisors(model.num_heads)}",
+        f"use {_a_divisor(model.num_heads)}",
     )
     yield (
         model.query_groups == model.num_heads or model.query_groups % tensor == 0,
         f"parallel.tensor is {tensor}, which does not divide model.num_query_groups ({model.query_groups}); "
-        f"use one of {divisors(model.query_groups)}",
+        f"use {_a_divisor(model.query_groups)}",
     )
     yield (
         model.ffn_size % tensor == 0,

@@ -11,8 +11,9 @@ import yaml
 
 from megatron_lite.errors import ConfigError
 
-_INTEGER = re.compile(r"[-+]?[0-9][0-9_]*")
-_NUMBER = re.compile(r"[-+]?(\.[0-9]+|[0-9][0-9_]*(\.[0-9]*)?)([eE][-+]?[0-9]+)?")
+# Python reads no integer of more than 4,300 digits; one that is longer than any setting is read as a float.
+_INTEGER = re.compile(r"[-+]?[0-9]{1,30}")
+_NUMBER = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?")
 _NULL = ("", "~", "null", "Null", "NULL")
 _BOOLEAN = {"true": True, "True": True, "TRUE": True, "false": False, "False": False, "FALSE": False}
 
@@ -25,6 +26,8 @@ def compose(text: str, where: str) -> yaml.Node | None:
         mark = getattr(error, "problem_mark", None)
         place = f"{where}:{mark.line + 1}" if mark else where
         raise ConfigError(f"{place}: not valid YAML: {getattr(error, 'problem', None) or error}") from error
+    except RecursionError:
+        raise ConfigError(f"{where}:1: not valid YAML: brackets or sections are nested too deeply") from None
 
 
 def line_of(node: yaml.Node) -> int:

@@ -17,7 +17,7 @@ import numpy as np
 
 from megatron_lite.data.blend_index import BlendIndex, exhaustive_blend, weighted_blend
 from megatron_lite.data.gpt_dataset import Epochs, GPTDataset, epochs_needed
-from megatron_lite.data.index_cache import cached_arrays
+from megatron_lite.data.index_cache import cached_arrays, memory_for
 from megatron_lite.data.indexed import IndexedDataset
 from megatron_lite.errors import ConfigError, DataError
 
@@ -173,13 +173,18 @@ def _cached_blend_index(
             f"{wanted:,} are needed; put a weight before each prefix to read them more than once, or train for less"
         )
     parts = {"weights": weights.tolist()} if weights is not None else {"sizes": sizes.tolist()}
-    arrays = cached_arrays(
-        cache_dir,
-        f"blend-{name}",
-        {**parts, "num_samples": wanted},
-        lambda: (weighted_blend(weights, wanted) if weights is not None else exhaustive_blend(sizes, wanted))._asdict(),
-    )
+    with memory_for(f"the blend of {', '.join(blend.prefixes)}: {name} split", num_samples=wanted, num_entries=wanted):
+        arrays = cached_arrays(
+            cache_dir,
+            f"blend-{name}",
+            {**parts, "num_samples": wanted},
+            lambda: _blend_index(weights, sizes, wanted)._asdict(),
+        )
     return BlendIndex(**arrays)
+
+
+def _blend_index(weights: np.ndarray | None, sizes: np.ndarray, wanted: int) -> BlendIndex:
+    return weighted_blend(weights, wanted) if weights is not None else exhaustive_blend(sizes, wanted)
 
 
 def check_order_is_kept(

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from megatron_lite.data.index_cache import cached_arrays
+from megatron_lite.data.index_cache import cached_arrays, memory_for
 from megatron_lite.data.indexed import IndexedDataset, bin_path, idx_path
 from megatron_lite.errors import DataError
 
@@ -143,12 +143,15 @@ class GPTDataset:
             "seq_length": seq_length,
             "seed": seed,
         }
-        arrays = cached_arrays(
-            cache_dir,
-            f"gpt-{split_name}",
-            description,
-            lambda: build_index(indexed.sequence_lengths, document_ids, self.epochs, seq_length, seed)._asdict(),
-        )
+        asked = self.tokens_per_epoch // seq_length if num_samples is None else num_samples
+        entries = self.epochs.count * len(document_ids) + asked
+        with memory_for(f"{indexed.prefix}: {split_name} split", num_samples=asked, num_entries=entries):
+            arrays = cached_arrays(
+                cache_dir,
+                f"gpt-{split_name}",
+                description,
+                lambda: build_index(indexed.sequence_lengths, document_ids, self.epochs, seq_length, seed)._asdict(),
+            )
         self.index = GPTIndex(**arrays)
 
     def __len__(self) -> int:

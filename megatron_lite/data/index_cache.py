@@ -19,6 +19,8 @@ import numpy as np
 
 from megatron_lite.errors import DataError
 
+LARGEST = 1 << 58  # entries that NumPy can at least count the bytes of
+
 
 def cached_arrays(
     cache_dir: str | os.PathLike[str],
@@ -48,6 +50,20 @@ def cached_arrays(
         ) from error
     assert arrays is not None, f"{stem}: an index that was just written cannot be read"
     return arrays
+
+
+@contextlib.contextmanager
+def memory_for(whose: str, *, num_samples: int, num_entries: int) -> Iterator[None]:
+    """Says who asked for how many samples when an index of `num_entries` does not fit into memory."""
+    try:
+        if num_entries > LARGEST:
+            raise MemoryError(f"{num_entries:,} entries")
+        yield
+    except MemoryError as error:
+        raise DataError(
+            f"{whose}: the index of {num_samples:,} samples does not fit into memory ({error}); "
+            "lower train.iterations or train.global_batch_size"
+        ) from error
 
 
 @contextlib.contextmanager

@@ -2,7 +2,7 @@
 
 `.bin` is the tokens one after another. `.idx` is little-endian: magic, version, dtype code, two counts, then
 int32 lengths, int64 byte offsets and int64 document ends (positions in the list of sequences, after a leading 0).
-Both are memory-mapped: opening terabytes costs nothing and all processes of a machine share the pages.
+Both are memory-mapped, so all processes of a machine share the pages; opening reads the `.idx` once, to check it.
 Source: Megatron-LM, megatron/core/datasets/indexed_dataset.py; written here to be equal byte for byte.
 """
 
@@ -20,18 +20,18 @@ MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
 HEADER = struct.Struct("<9sQBQQ")  # magic, version, dtype code, number of sequences, number of document ends
 
-# 6 and 7 are swapped in GPT-NeoX; token files use neither.
+# 6 and 7 are floating-point numbers, which no token ids are.
 DTYPE_OF_CODE = {
     1: np.dtype("<u1"),
     2: np.dtype("<i1"),
     3: np.dtype("<i2"),
     4: np.dtype("<i4"),
     5: np.dtype("<i8"),
-    6: np.dtype("<f8"),
-    7: np.dtype("<f4"),
     8: np.dtype("<u2"),
 }
 CODE_OF_DTYPE = {dtype: code for code, dtype in DTYPE_OF_CODE.items()}
+
+CHECKED_AT_ONCE = 1 << 16  # sequences: few enough that what is computed of them stays in the processor's cache
 
 
 def optimal_dtype(vocab_size: int) -> np.dtype:
@@ -79,7 +79,7 @@ class IndexedDataset:
                 f"{index}: the last document does not end at sequence {num_sequences:,}; "
                 "the file is damaged or was written by something else: run preprocess again"
             )
-        self.num_bytes = int(self.sequence_pointers[-1]) + int(self.sequence_lengths[-1]) * self.dtype.itemsize
+        self.num_bytes = _end_of_sequences(index, self.sequence_lengths, self.sequence_pointers, self.dtype.itemsize)
         path = bin_path(prefix)
         found_bytes = path.stat().st_size
         if found_bytes < self.num_bytes:
@@ -117,6 +117,25 @@ def _require(path: Path, prefix: str | os.PathLike[str]) -> None:
     )
 
 
+def _end_of_sequences(index: Path, lengths: np.ndarray, pointers: np.ndarray, itemsize: int) -> int:
+    """Where in the `.bin` the last byte of any sequence ends; raises when one could not lie in a file at all."""
+    end = 0
+    for start in range(0, len(lengths), CHECKED_AT_ONCE):
+        part = slice(start, start + CHECKED_AT_ONCE)
+        ends = np.multiply(lengths[part], itemsize, dtype=np.int64)
+        ends += pointers[part]
+        # A sum beyond 2**63 would wrap around to before its start.
+        bad = (lengths[part] < 0) | (pointers[part] < 0) | (ends < pointers[part])
+        if bad.any():
+            sequence = start + int(bad.argmax())
+            raise DataError(
+                f"{index}: sequence {sequence:,} has length {lengths[sequence]:,} at byte {pointers[sequence]:,}; "
+                "the file is damaged: copy it again or run preprocess again"
+            )
+        end = max(end, int(ends.max()))
+    return end
+
+
 def _read_header(path: Path) -> tuple[np.dtype, int, int]:
     with open(path, "rb") as file:
         head = file.read(HEADER.size)
@@ -131,7 +150,7 @@ def _read_header(path: Path) -> tuple[np.dtype, int, int]:
     if version != VERSION:
         raise DataError(f"{path}: index format version {version}; this reads version {VERSION}")
     if code not in DTYPE_OF_CODE:
-        raise DataError(f"{path}: unknown token dtype code {code}; expected one of {sorted(DTYPE_OF_CODE)}")
+        raise DataError(f"{path}: token dtype code {code}; token ids have one of {sorted(DTYPE_OF_CODE)}")
     return DTYPE_OF_CODE[code], num_sequences, num_ends
 
 
@@ -152,24 +171,26 @@ class IndexedDatasetBuilder:
     def add_item(self, tokens: Any) -> None:
         """One sequence."""
         data = np.asarray(tokens, dtype=self.dtype)
-        self._file.write(data.tobytes())
-        self._lengths.append(data.size)
+        self._write(data, [data.size])
 
     def end_document(self) -> None:
         self._document_ends.append(len(self._lengths))
 
     def add_document(self, tokens: Any, lengths: list[int]) -> None:
         """One document of `len(lengths)` sequences, its tokens in one piece."""
-        self._file.write(np.asarray(tokens, dtype=self.dtype).tobytes())
-        self._lengths.extend(lengths)
+        self._write(tokens, lengths)
         self.end_document()
 
     def add_documents(self, tokens: np.ndarray, lengths: np.ndarray) -> None:
         """`len(lengths)` documents of one sequence each, their tokens in one piece."""
         first = len(self._lengths)
+        self._write(tokens, lengths)
+        self._document_ends.frombytes(np.arange(first + 1, len(self._lengths) + 1, dtype=np.int64).tobytes())
+
+    def _write(self, tokens: Any, lengths: Any) -> None:
+        """Sequences of these lengths, one after another in `tokens`."""
         self._file.write(np.asarray(tokens, dtype=self.dtype).tobytes())
         self._lengths.frombytes(np.asarray(lengths, dtype=np.int32).tobytes())
-        self._document_ends.frombytes(np.arange(first + 1, len(self._lengths) + 1, dtype=np.int64).tobytes())
 
     def add_index(self, prefix: str | os.PathLike[str]) -> None:
         """Append a whole corpus that was written before."""

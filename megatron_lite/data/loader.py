@@ -24,28 +24,6 @@ class Batch(NamedTuple):
     loss_mask: torch.Tensor
 
 
-def load_batches(
-    dataset: Dataset,
-    consumed_samples: int,
-    num_microbatches: int,
-    micro_batch_size: int,
-    *,
-    dp_rank: int,
-    dp_size: int,
-    eod: int | None,
-    eod_mask_loss: bool,
-    device: torch.device,
-) -> list[Batch]:
-    """The micro-batches of the step that follows `consumed_samples`, for data-parallel rank `dp_rank`.
-
-    With `eod_mask_loss` the loss mask is 0 where the input token is `eod`: what follows a document's end is another
-    document's start, which nothing can predict.
-    """
-    indices = microbatch_indices(consumed_samples, num_microbatches, micro_batch_size, dp_rank, dp_size)
-    masked_token = _token_to_mask(eod, eod_mask_loss)
-    return _to_device([_read(dataset, rows, masked_token, pin=device.type == "cuda") for rows in indices], device)
-
-
 def _token_to_mask(eod: int | None, eod_mask_loss: bool) -> int | None:
     if eod_mask_loss and eod is None:
         raise ConfigError(
@@ -77,7 +55,10 @@ def _read(dataset: Dataset, rows: Sequence[int], masked_token: int | None, *, pi
 
 
 class PrefetchingLoader:
-    """`load_batches` with the next step read by a thread while this one computes.
+    """Micro-batches of data-parallel rank `dp_rank`, the next step's read by a thread while this one computes.
+
+    With `eod_mask_loss` the loss mask is 0 where the input token is `eod`: what follows a document's end is another
+    document's start, which nothing can predict.
 
     `get` answers and then guesses that the next step follows and has as many micro-batches. The thread only reads
     and pins; copies to the device are enqueued by the caller, on its stream. An error met while reading ahead is

@@ -15,10 +15,10 @@ import numpy as np
 from tqdm import tqdm
 
 from megatron_lite.data.indexed import IndexedDatasetBuilder, bin_path, idx_path, optimal_dtype
-from megatron_lite.data.sources import Piece, cut_into_pieces, find_files, read_documents
+from megatron_lite.data.sources import Piece, cut_into_pieces, file_bytes, find_files, read_documents
 from megatron_lite.data.tokenizer import Tokenizer, build_tokenizer
 from megatron_lite.data.workers import map_in_order
-from megatron_lite.errors import DataError
+from megatron_lite.errors import ConfigError, DataError
 
 
 class PreprocessReport(NamedTuple):
@@ -67,6 +67,8 @@ def preprocess(
     Empty documents and files that are not UTF-8 are left out and counted. With `language_tag`, code starts with
     CodeGeeX's comment line that names its language.
     """
+    if workers < 1:
+        raise ConfigError(f"--workers is {workers}; tokenizing needs at least 1 process")
     files = find_files(inputs)
     work = _Work(tokenizer_spec, json_key, append_eod, language_tag)
     tokenizer = build_tokenizer(tokenizer_spec)  # a mistake in it is told before any process starts
@@ -102,7 +104,7 @@ def preprocess(
     finally:
         for temporary in (temporary_bin, temporary_idx):
             # Where the folder itself is the trouble, deleting fails as creating did, and that was reported.
-            if temporary.exists():
+            with contextlib.suppress(OSError):
                 temporary.unlink()
     return report
 
@@ -115,8 +117,9 @@ def _write_pieces(
     progress: bool,
 ) -> PreprocessReport:
     num_documents = num_tokens = text_bytes = num_empty = num_undecodable = 0
-    total_bytes = sum(file.stat().st_size for file in files)
-    with tqdm(total=total_bytes, unit="B", unit_scale=True, desc="preprocess", disable=not progress) as bar:
+    with tqdm(
+        total=sum(map(file_bytes, files)), unit="B", unit_scale=True, desc="preprocess", disable=not progress
+    ) as bar:
         for piece, tokens in pieces:
             builder.add_documents(tokens.ids, tokens.lengths)
             num_documents += len(tokens.lengths)

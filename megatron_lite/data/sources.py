@@ -46,7 +46,8 @@ def find_files(inputs: Sequence[str | os.PathLike[str]]) -> list[Path]:
     files: list[Path] = []
     for path in map(Path, inputs):
         if path.is_dir():
-            files += [Path(folder, name) for folder, names in _walk(path) for name in names if _is_known(Path(name))]
+            names = (Path(folder, name) for folder, names in _walk(path) for name in names if _is_known(Path(name)))
+            files += [name for name in names if name.is_file()]  # a link may lead nowhere
         elif path.exists():
             files.append(path)
         else:
@@ -79,6 +80,14 @@ def _is_json_lines(path: Path) -> bool:
     return path.suffix in COMPRESSED or path.suffix in JSON_LINES
 
 
+def file_bytes(path: Path) -> int:
+    """Size of an input file, which may have gone since it was found."""
+    try:
+        return path.stat().st_size
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read: {error.strerror}") from error
+
+
 def cut_into_pieces(files: Sequence[Path]) -> Iterator[Piece]:
     """Pieces of about `PIECE_BYTES`, in order; compressed files are unpacked here."""
     whole: list[str] = []
@@ -86,7 +95,7 @@ def cut_into_pieces(files: Sequence[Path]) -> Iterator[Piece]:
     for path in files:
         if not _is_json_lines(path):
             whole.append(str(path))
-            whole_bytes += path.stat().st_size
+            whole_bytes += file_bytes(path)
         if whole and (_is_json_lines(path) or whole_bytes >= PIECE_BYTES):
             yield Piece(tuple(whole), b"", 0, whole_bytes)
             whole, whole_bytes = [], 0
@@ -163,6 +172,8 @@ def _read_lines(piece: Piece, json_key: str, with_language_tag: bool) -> Iterato
             record = json.loads(line)
         except ValueError as error:
             raise DataError(f"{where}: not valid JSON ({error}); each line must be one JSON object") from error
+        except RecursionError:
+            raise DataError(f"{where}: brackets are nested too deeply; each line must be one JSON object") from None
         if not isinstance(record, dict) or json_key not in record:
             found = ", ".join(map(repr, record)) if isinstance(record, dict) else f"a {type(record).__name__}"
             raise DataError(f"{where}: no key {json_key!r}, the line has {found}; name the text's key with --json-key")

@@ -124,11 +124,25 @@ def _require_file(file: str | os.PathLike[str]) -> None:
         raise DataError(f"{file}: no such tokenizer file")
 
 
-def _byte_level(vocab: dict[str, int], merges: list[tuple[str, str]]) -> Any:
+def _read_object(file: Path) -> dict[str, Any]:
+    """The JSON object in a file."""
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise DataError(f"{file}: cannot be read as JSON ({error})") from error
+    if not isinstance(content, dict):
+        raise DataError(f"{file}: holds a {type(content).__name__}, expected a JSON object")
+    return content
+
+
+def _byte_level(where: str, vocab: dict[str, int], merges: list[tuple[str, str]]) -> Any:
     from tokenizers import Tokenizer as Model
     from tokenizers import decoders, models, pre_tokenizers
 
-    model = Model(models.BPE(vocab=vocab, merges=merges))
+    try:
+        model = Model(models.BPE(vocab=vocab, merges=merges))
+    except Exception as error:  # the library raises plain Exception
+        raise DataError(f"{where}: the vocabulary and its merges do not belong together ({error})") from error
     model.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     model.decoder = decoders.ByteLevel()
     return model
@@ -153,7 +167,7 @@ def _gpt2(spec: str, place: str) -> Tokenizer:
     if not merges_file:
         raise ConfigError(f"tokenizer {spec!r} names one file; write gpt2:VOCAB,MERGES")
     vocab, merges = _read_bpe_files(vocab_file, merges_file)
-    return BPETokenizer(spec, _byte_level(vocab, merges), vocab[END_OF_TEXT])
+    return BPETokenizer(spec, _byte_level(place, vocab, merges), vocab[END_OF_TEXT])
 
 
 def _codegeex(spec: str, place: str) -> Tokenizer:
@@ -171,12 +185,14 @@ def _codegeex(spec: str, place: str) -> Tokenizer:
     extra = {f"<|extratoken_{k}|>": len(vocab) + k - 1 for k in range(1, 144)}
     added_file = folder / "added_tokens.json"
     if added_file.is_file():
-        extra = json.loads(added_file.read_text())
+        extra = _read_object(added_file)
+        if not all(type(token) is int and 0 <= token < 1 << 31 for token in extra.values()):
+            raise DataError(f"{added_file}: must give each added token a number of its own")
     missing = [name for name in (f"<|extratoken_{8 + spaces}|>" for spaces in range(2, 11)) if name not in extra]
     if missing:
         raise DataError(f"{added_file}: has no {missing[0]}, which stands for a run of spaces; is it GPT-J's?")
     runs = {" " * spaces: extra.pop(f"<|extratoken_{8 + spaces}|>") for spaces in range(2, 11)}
-    model = _byte_level({**vocab, **extra, **runs}, merges)
+    model = _byte_level(place, {**vocab, **extra, **runs}, merges)
     model.add_tokens([AddedToken(run, normalized=False) for run in runs])
     return BPETokenizer(spec, model, vocab[END_OF_TEXT])
 
@@ -202,6 +218,8 @@ def _end_token_of_config(tokenizer_file: Path) -> list[str]:
     config_file = tokenizer_file.with_name("tokenizer_config.json")
     if not config_file.is_file():
         return []
-    token = json.loads(config_file.read_text()).get("eos_token")
+    token = _read_object(config_file).get("eos_token")
     token = token.get("content") if isinstance(token, dict) else token
+    if not isinstance(token, str | None):
+        raise DataError(f"{config_file}: eos_token is {token!r}, expected the text of a token")
     return [token] if token else []

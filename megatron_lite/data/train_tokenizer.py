@@ -11,7 +11,7 @@ import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from megatron_lite.data.sources import cut_into_pieces, find_files, read_documents
+from megatron_lite.data.sources import cut_into_pieces, file_bytes, find_files, read_documents
 from megatron_lite.errors import DataError
 
 LONGEST_LINE = 4096  # characters; longer ones are data (base64, tables), not language
@@ -32,7 +32,7 @@ def train_sentencepiece(
     import sentencepiece
 
     files = find_files(inputs)
-    share = min(1.0, max_bytes / max(1, sum(file.stat().st_size for file in files)))
+    share = min(1.0, max_bytes / max(1, sum(map(file_bytes, files))))
     model = io.BytesIO()
     try:
         sentencepiece.SentencePieceTrainer.train(

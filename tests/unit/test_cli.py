@@ -104,6 +104,14 @@ def test_processes_come_from_the_option_or_the_launcher_but_not_both(monkeypatch
         launched_world_size(2)
 
 
+@pytest.mark.parametrize("given", ["abc", "", "0", "-1", "2.5"])
+def test_a_launcher_that_gives_no_number_of_processes_is_told(given):
+    done = command("pretrain", WORLD_SIZE=given)
+    assert done.returncode == 2
+    assert f"the environment variable WORLD_SIZE is {given!r}; a launcher such as torchrun sets it" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
 def test_a_target_is_found_by_its_name():
     assert resolve("megatron_lite.config.load:load_config").__name__ == "load_config"
 

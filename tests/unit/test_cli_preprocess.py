@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 from megatron_lite.cli.preprocess import preprocess
 from megatron_lite.cli.train_tokenizer import train_tokenizer
 from megatron_lite.data.indexed import IndexedDataset
+from megatron_lite.data.train_tokenizer import train_sentencepiece
 
 ROOT = Path(__file__).parents[2]
 
@@ -62,6 +63,20 @@ def script(*words):
     return subprocess.run(words, cwd=ROOT, capture_output=True, text=True, env={"PYTHONPATH": str(ROOT)}, timeout=120)
 
 
+def test_a_path_may_hold_the_word_none(tmp_path):
+    """Python's word for a missing flag is a word like any other in the name of a file."""
+    (tmp_path / "None").mkdir()
+    (tmp_path / "c.txt").write_text("hello world\n" * 100)
+    model = train_sentencepiece([tmp_path / "c.txt"], tmp_path / "None" / "m", 280)
+    flags = ["--input", tmp_path / "c.txt", "--output-prefix", tmp_path / "out", "--workers", 1]
+    result = script(*flags, "--tokenizer-type", "GPTSentencePieceTokenizer", "--tokenizer-model", model)
+    assert result.returncode == 0, result.stderr
+    for kind in ("GPTSentencePieceTokenizer", "HuggingFaceTokenizer"):
+        result = script(*flags, "--tokenizer-type", kind)
+        assert result.returncode == 2
+        assert result.stderr == f"error: --tokenizer-type {kind} needs --tokenizer-model\n"
+
+
 def test_megatrons_script_takes_megatrons_flags(tmp_path):
     (tmp_path / "vocab.json").write_text(json.dumps({"a": 0, "b": 1, "ab": 2, "<|endoftext|>": 3}))
     (tmp_path / "merges.txt").write_text("#version: 0.2\na b\n")
@@ -72,6 +87,8 @@ def test_megatrons_script_takes_megatrons_flags(tmp_path):
     assert result.returncode == 0, result.stderr
     assert IndexedDataset(tmp_path / "out_text_document")[0].tolist() == [2, 0, 3]
     assert IndexedDataset(tmp_path / "out_title_document")[0].tolist() == [1, 3]
+    result = script(*flags, *tokenizer, "--merge-file", tmp_path / "merges.txt", "--workers", 0)
+    assert result.returncode == 2 and result.stderr == "error: --workers is 0; tokenizing needs at least 1 process\n"
     result = script(*flags, *tokenizer, "--workers", 1)
     assert result.returncode == 2 and "needs --vocab-file and --merge-file" in result.stderr
     result = script(*flags, "--tokenizer-type", "BertWordPieceLowerCase", "--workers", 1)

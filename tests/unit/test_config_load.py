@@ -114,6 +114,15 @@ def test_every_mistake_is_reported_at_once_with_its_line(tmp_path):
         ("parallel.sequence=yes", "parallel.sequence is 'yes'; it must be true or false"),
         ("model.preset=gpt-120m", "unknown model.preset gpt-120m; did you mean gpt-125m?; use one of gpt-125m,"),
         ("train.ramp_up=[1,2]", "train.ramp_up is [1, 2]; it must be three integers [start, increment, samples]"),
+        ("run.dir=", "run.dir is empty; it must be the path of a folder"),
+        ("run.dir=''", "run.dir is ''; it must be the path of a folder"),
+        ("run.seed=4294967296", "run.seed is 4294967296; it must be an integer of at least 0 and below 4294967296"),
+        ("train.iterations=1__0", "train.iterations is '1__0'; it must be an integer above 0"),
+        ("model.num_heads=1_", "model.num_heads is '1_'; it must be an integer above 0"),
+        ("optim.lr=1_.5", "optim.lr is '1_.5'; it must be a number above 0"),
+        ("optim.lr=1_000", "optim.lr is '1_000'; it must be a number above 0"),
+        (f"train.iterations={'9' * 5000}", "train.iterations is inf; it must be an integer above 0"),
+        (f"data.paths={'[' * 5000}", f"data.paths={'[' * 5000}: not valid YAML: brackets or sections are nested too deeply"),
         ("optim.lr={a: 1}", "optim.lr is a section; it must be a number above 0"),
     ],
 )
@@ -193,7 +202,7 @@ numbers = st.floats(min_value=0, max_value=1e300, exclude_min=True)
 
 @settings(max_examples=100, deadline=None)
 @given(
-    directory=text,
+    directory=text.filter(bool),
     paths=st.lists(text, max_size=3),
     lr=numbers,
     scale=numbers,

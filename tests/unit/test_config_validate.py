@@ -7,6 +7,20 @@ from megatron_lite.config.validate import divisors, failures, validate, with_voc
 from megatron_lite.errors import ConfigError
 
 
+@pytest.mark.parametrize("number", [1, 2, 12, 36, 97, 5040])
+def test_divisors_are_all_and_in_order(number):
+    assert divisors(number) == [n for n in range(1, number + 1) if number % n == 0]
+
+
+@pytest.mark.parametrize(
+    ("heads", "advice"), [(2_000_000_000, "use one of [1, 2, 4, 5, 8, 10, 16,"), (10**29, "use a number that does")]
+)
+def test_a_typing_error_of_many_digits_is_answered_at_once(heads, advice):
+    """Counted up to the number itself, the divisors in a message would keep the command busy for minutes."""
+    (message,) = failing(3, "parallel.tensor=3", f"model.num_heads={heads}", f"model.hidden_size={3 * heads}")
+    assert message.startswith(f"parallel.tensor is 3, which does not divide model.num_heads ({heads}); {advice}")
+
+
 def failing(world_size: int, *overrides: str) -> list[str]:
     return failures(load_config(None, overrides), world_size)
 
@@ -209,8 +223,3 @@ def test_a_vocabulary_that_does_not_fit_its_tokenizer_is_refused(overrides, mess
     with pytest.raises(ConfigError) as caught:
         with_vocab_size(load_config(None, overrides), 257)
     assert str(caught.value).startswith(message)
-
-
-def test_divisors_are_all_of_them():
-    assert divisors(12) == [1, 2, 3, 4, 6, 12]
-    assert divisors(1) == [1]

@@ -169,3 +169,13 @@ def test_the_reason_for_another_order_counts_the_epochs(tmp_path):
     expected = r"20 training samples were read as 1 epoch, 24 would be 2 epochs, the last shuffled apart: .* run.dir"
     with pytest.raises(ConfigError, match=expected):
         check_order_is_kept([prefix], (1, 0, 0), seq_length=16, old_num_samples=20, new_num_samples=24, consumed=5)
+
+
+def test_a_blend_that_memory_cannot_index_is_refused(tmp_path, corpora, monkeypatch):
+    def too_large(weights, num_samples):
+        raise MemoryError("Unable to allocate 1.82 TiB")
+
+    monkeypatch.setattr("megatron_lite.data.blended.weighted_blend", too_large)
+    message = r"the blend of .*: train split: the index of 150 samples does not fit into memory \(Unable to allocate"
+    with pytest.raises(DataError, match=message):
+        build(tmp_path, ["0.5", corpora[0], "0.5", corpora[1]])

@@ -190,3 +190,12 @@ def test_a_split_with_too_little_text_is_refused(tmp_path, lengths, num_samples,
 def test_a_split_without_documents_is_refused(tmp_path):
     with pytest.raises(DataError, match=r"the train split has 0 of 2 documents .* give it a larger part of data.split"):
         dataset_of(tmp_path, [30, 30], 5, 8, first=1, last=1)
+
+
+@pytest.mark.parametrize("num_samples", [10**15, 10**19, 10**30])
+def test_more_samples_than_memory_can_index_are_refused(tmp_path, num_samples):
+    """More than an address space holds, more than NumPy can count, and more than its integers hold."""
+    with pytest.raises(
+        DataError, match=f"corpus: train split: the index of {num_samples:,} samples does not fit into memory .* lower"
+    ):
+        dataset_of(tmp_path, [5, 3, 7], num_samples, 4)

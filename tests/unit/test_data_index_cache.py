@@ -12,6 +12,7 @@ import pytest
 
 from megatron_lite.data.index_cache import cached_arrays
 from megatron_lite.errors import DataError
+from tests.unit.unprivileged import open_folder, run_unprivileged
 
 
 class Builder:
@@ -107,6 +108,21 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(DataError, match=r"file/cache: the dataset index cannot be written .*set data.cache_dir"):
         cached_arrays(tmp_path / "file" / "cache", "x", {}, Builder())
+
+
+@pytest.mark.parametrize("mode", [0o555, 0o000])
+def test_a_folder_that_may_not_be_written_is_named(mode):
+    """The usual case: the corpus is somebody else's, and the cache would lie beside it."""
+    with open_folder() as folder:
+        (folder / "closed").mkdir(mode=mode)
+        done = run_unprivileged(
+            "import numpy\nfrom megatron_lite.data.index_cache import cached_arrays",
+            f"cached_arrays('{folder}/closed/cache', 'x', {{}}, lambda: {{'a': numpy.arange(9)}})",
+        )
+    assert done.stdout == (
+        f"DataError: {folder}/closed/cache: the dataset index cannot be written (Permission denied); "
+        "free some space or set data.cache_dir to a folder you can write to\n"
+    ), done.stderr
 
 
 def test_a_full_disk_leaves_no_entry_behind(tmp_path, monkeypatch):

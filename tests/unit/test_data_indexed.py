@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_lite.data.indexed import IndexedDataset, IndexedDatasetBuilder, optimal_dtype
+from megatron_lite.data.indexed import CHECKED_AT_ONCE, IndexedDataset, IndexedDatasetBuilder, optimal_dtype
 from megatron_lite.errors import DataError
 from tests.unit.corpora import write_corpus
 
@@ -109,6 +109,13 @@ def put(at, value):
     return change
 
 
+def fill(at, values):
+    def change(content):
+        content[at : at + len(values)] = values
+
+    return change
+
+
 @pytest.mark.parametrize(
     ("suffix", "change", "message"),
     [
@@ -117,7 +124,15 @@ def put(at, value):
         ("idx", cut(0), "not a Megatron index: it starts with b''"),
         ("idx", put(0, 88), r"not a Megatron index: it starts with b'XMIDIDX"),
         ("idx", put(9, 2), "index format version 2; this reads version 1"),
-        ("idx", put(17, 99), r"unknown token dtype code 99; expected one of \[1, 2"),
+        ("idx", put(17, 99), r"c.idx: token dtype code 99; token ids have one of \[1, 2, 3, 4, 5, 8\]"),
+        ("idx", put(17, 6), "c.idx: token dtype code 6; token ids have one of"),  # float64
+        ("idx", put(17, 7), "c.idx: token dtype code 7; token ids have one of"),  # float32
+        ("idx", put(37, 0x7F), "c.bin: has 48 bytes, but its .idx describes 8,522,825,740"),  # lengths[0]
+        ("idx", put(41, 0x7F), "c.bin: has 48 bytes, but its .idx describes 8,522,825,756"),  # lengths[1]
+        ("idx", put(41, 0xFF), "c.idx: sequence 1 has length -16,777,212 at byte 12; the file is damaged"),
+        ("idx", fill(54, (10**12).to_bytes(8, "little")), "has 48 bytes, but its .idx describes 1,000,000,000,016"),
+        ("idx", put(61, 0x80), "c.idx: sequence 1 has length 4 at byte -9,223,372,036,854,775,796; the file is"),
+        ("idx", fill(54, b"\xff" * 7 + b"\x7f"), "c.idx: sequence 1 has length 4 at byte 9,223,372,036,854,775,807"),
         ("idx", put(94, 2), "the last document does not end at sequence 3"),
         ("bin", cut(30), "c.bin: has 30 bytes, but its .idx describes 48; the two files do not belong together"),
     ],
@@ -128,6 +143,18 @@ def test_a_damaged_file_is_named_with_what_is_wrong(tmp_path, suffix, change, me
     damage(tmp_path / f"c.{suffix}", change)
     with pytest.raises(DataError, match=message):
         IndexedDataset(prefix)
+
+
+def test_damage_far_into_an_index_is_found(tmp_path):
+    """The check reads the index in parts; a part left out would be training data left unchecked."""
+    count = 3 * CHECKED_AT_ONCE + 5
+    prefix = write_corpus(tmp_path / "c", [1] * count)
+    assert len(IndexedDataset(prefix)) == count
+    for sequence in (CHECKED_AT_ONCE - 1, CHECKED_AT_ONCE, count - 1):
+        damage(tmp_path / "c.idx", put(34 + 4 * sequence + 3, 0x80))
+        with pytest.raises(DataError, match=f"sequence {sequence:,} has length -2,147,483,647 at byte "):
+            IndexedDataset(prefix)
+        damage(tmp_path / "c.idx", put(34 + 4 * sequence + 3, 0))
 
 
 @pytest.mark.parametrize("suffix", ["idx", "bin"])
@@ -160,6 +187,7 @@ def test_corpora_of_different_dtypes_are_not_merged(tmp_path):
     builder.abandon()
 
 
-def test_a_dtype_without_a_code_is_refused(tmp_path):
-    with pytest.raises(DataError, match="tokens of dtype uint64 have no code"):
-        IndexedDatasetBuilder(tmp_path / "m.bin", np.uint64)
+@pytest.mark.parametrize("dtype", ["uint64", "float32"])
+def test_a_dtype_without_a_code_is_refused(tmp_path, dtype):
+    with pytest.raises(DataError, match=f"tokens of dtype {dtype} have no code"):
+        IndexedDatasetBuilder(tmp_path / "m.bin", dtype)

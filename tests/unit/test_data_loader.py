@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_lite.data.loader import PrefetchingLoader, load_batches
+from megatron_lite.data.loader import PrefetchingLoader
 from megatron_lite.errors import ConfigError, DataError
 
 CPU = torch.device("cpu")
@@ -35,9 +35,15 @@ def options(**overrides):
     return {"dp_rank": 0, "dp_size": 1, "eod": EOD, "eod_mask_loss": False, "device": CPU, **overrides}
 
 
+def step(dataset, consumed_samples, num_microbatches, micro_batch_size, **kwargs):
+    """One step by a loader of its own, which has read nothing ahead."""
+    with PrefetchingLoader(dataset, micro_batch_size, **kwargs) as loader:
+        return loader.get(consumed_samples, num_microbatches)
+
+
 def test_labels_are_the_tokens_shifted_by_one():
     """Off by one, and the model learns to copy."""
-    (batch,) = load_batches(Counting(), 2, 1, 3, **options())
+    (batch,) = step(Counting(), 2, 1, 3, **options())
     assert batch.tokens.tolist() == [[2, 3, 4, 5], [3, 4, 5, 6], [4, 5, 6, 0]]
     assert batch.labels.tolist() == [[3, 4, 5, 6], [4, 5, 6, 0], [5, 6, 0, 1]]
     assert batch.loss_mask.tolist() == [[1.0] * 4] * 3
@@ -46,16 +52,14 @@ def test_labels_are_the_tokens_shifted_by_one():
 
 
 def test_eod_mask_loss_drops_the_prediction_after_a_document_ends():
-    (batch,) = load_batches(Counting(), 2, 1, 2, **options(eod_mask_loss=True))
+    (batch,) = step(Counting(), 2, 1, 2, **options(eod_mask_loss=True))
     assert batch.tokens.tolist() == [[2, 3, 4, 5], [3, 4, 5, 6]]
     assert batch.loss_mask.tolist() == [[1, 0, 1, 1], [0, 1, 1, 1]]
 
 
 @pytest.mark.parametrize("dp_size", [1, 2, 4])
 def test_the_global_batch_is_the_same_for_every_data_parallel_size(dp_size):
-    per_rank = [
-        load_batches(Counting(), 8, 4 // dp_size, 2, **options(dp_rank=r, dp_size=dp_size)) for r in range(dp_size)
-    ]
+    per_rank = [step(Counting(), 8, 4 // dp_size, 2, **options(dp_rank=r, dp_size=dp_size)) for r in range(dp_size)]
     rows = sorted(row for batches in per_rank for batch in batches for row in batch.tokens.tolist())
     assert rows == sorted(((np.arange(4) + k) % 7).tolist() for k in range(8, 16))
 
@@ -71,11 +75,11 @@ def test_reading_ahead_gives_the_same_batches():
     kwargs = options(dp_rank=1, dp_size=2, eod_mask_loss=True)
     with PrefetchingLoader(Counting(), 3, **kwargs) as loader:
         for consumed, count in [(0, 2), (12, 2), (24, 2), (24, 2), (60, 2), (72, 3), (0, 1)]:
-            assert equal(loader.get(consumed, count), load_batches(Counting(), consumed, count, 3, **kwargs))
+            assert equal(loader.get(consumed, count), step(Counting(), consumed, count, 3, **kwargs))
 
 
 def test_the_next_step_is_read_before_it_is_asked_for():
-    """Else the prefetcher would be a slow way to call load_batches."""
+    """Else the loader would read while the step waits for it."""
     dataset = Counting()
     with PrefetchingLoader(dataset, 2, **options()) as loader:
         loader.get(0, 2)
@@ -113,4 +117,4 @@ def test_closing_ends_the_thread():
 
 def test_masking_the_end_of_documents_needs_to_know_it():
     with pytest.raises(ConfigError, match=r"data.eod_mask_loss is true, but without data.tokenizer"):
-        load_batches(Counting(), 0, 1, 1, **options(eod=None, eod_mask_loss=True))
+        step(Counting(), 0, 1, 1, **options(eod=None, eod_mask_loss=True))

@@ -18,6 +18,7 @@ from megatron_lite.data.preprocess import preprocess
 from megatron_lite.data.tokenizer import BytesTokenizer
 from megatron_lite.errors import ConfigError, DataError
 from tests.unit.test_data_workers import workers_alive
+from tests.unit.unprivileged import open_folder, run_unprivileged
 
 
 def write_lines(path, texts):
@@ -93,7 +94,7 @@ def test_a_failed_run_leaves_the_corpus_before_it_alone(tmp_path):
     good = write_lines(tmp_path / "good.jsonl", ["good"])
     (tmp_path / "bad.jsonl").write_text("{bad\n")
     prefix = run([good], tmp_path / "out").prefix
-    with pytest.raises(DataError):
+    with pytest.raises(DataError, match=r"bad.jsonl:1: not valid JSON"):
         run([tmp_path / "bad.jsonl"], tmp_path / "out")
     assert bytes(documents_of(prefix)[0]) == b"good"
 
@@ -140,6 +141,43 @@ def test_a_place_that_cannot_be_written_is_named(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(DataError, match=r"file/out_text_document: cannot be written: .* --output-prefix"):
         run([write_lines(tmp_path / "c.jsonl", ["x"])], tmp_path / "file" / "out")
+
+
+@pytest.mark.parametrize("mode", [0o555, 0o444, 0o000])
+def test_a_folder_that_may_not_be_written_is_named(mode):
+    """Where the folder may not even be searched, looking for leftovers fails too and must not hide the reason."""
+    with open_folder() as folder:
+        write_lines(folder / "c.jsonl", ["x"])
+        (folder / "closed").mkdir(mode=mode)
+        done = run_unprivileged(
+            "from megatron_lite.data.preprocess import preprocess",
+            f"preprocess(['{folder}/c.jsonl'], '{folder}/closed/out', 'bytes', workers=1)",
+        )
+    assert done.stdout == (
+        f"DataError: {folder}/closed/out_text_document: cannot be written: Permission denied; nothing was kept. "
+        "Free some space or choose an --output-prefix you can write to\n"
+    ), done.stderr
+
+
+@pytest.mark.parametrize("workers", [0, -1])
+def test_no_workers_are_refused(tmp_path, workers):
+    with pytest.raises(ConfigError, match=f"--workers is {workers}; tokenizing needs at least 1 process"):
+        run([write_lines(tmp_path / "c.jsonl", ["x"])], tmp_path / "out", workers=workers)
+
+
+def test_a_link_to_nothing_in_a_folder_is_passed_over(tmp_path):
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "a.py").write_text("x")
+    (tmp_path / "in" / "b.py").symlink_to(tmp_path / "nowhere")
+    assert run([tmp_path / "in"], tmp_path / "out").num_documents == 1
+
+
+def test_an_input_that_went_away_is_not_blamed_on_the_output(tmp_path, monkeypatch):
+    path = write_lines(tmp_path / "c.jsonl", ["x"])
+    monkeypatch.setattr("megatron_lite.data.preprocess.find_files", lambda inputs: [path, tmp_path / "gone.py"])
+    with pytest.raises(DataError, match=r"gone.py: cannot be read: No such file or directory"):
+        run([path], tmp_path / "out")
+    assert leftovers(tmp_path) == []
 
 
 def test_input_without_any_text_is_refused(tmp_path):

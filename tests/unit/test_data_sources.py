@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import os
 
 import pytest
 import zstandard
@@ -41,6 +42,16 @@ def test_a_folder_gives_its_known_files_sorted(tmp_path):
         (tmp_path / name).write_text("")
     found = [str(path.relative_to(tmp_path)) for path in find_files([tmp_path])]
     assert found == ["a.md", "b.txt", "e.jsonl.gz", "b/a.c", "b/z.py"]
+
+
+def test_in_a_folder_only_files_count(tmp_path):
+    """A checkout may hold links to what was never checked out, and a folder may be called like a file."""
+    (tmp_path / "a.py").write_text("x")
+    (tmp_path / "b.py").symlink_to(tmp_path / "nowhere")
+    (tmp_path / "c.py").symlink_to(tmp_path / "a.py")
+    (tmp_path / "d.py").mkdir()
+    os.mkfifo(tmp_path / "e.py")  # to read it would be to wait for ever
+    assert [path.name for path in find_files([tmp_path])] == ["a.py", "c.py"]
 
 
 def test_a_named_file_is_taken_whatever_its_suffix(tmp_path):
@@ -139,6 +150,7 @@ def test_half_a_surrogate_pair_becomes_a_question_mark(tmp_path):
         ('{"content": "x", "id": 1}', "c.jsonl:3: no key 'text', the line has 'content', 'id'; .* --json-key"),
         ('["x"]', "c.jsonl:3: no key 'text', the line has a list"),
         ('{"text": 5}', "c.jsonl:3: 'text' is int, expected a string"),
+        ("[" * 100_000, "c.jsonl:3: brackets are nested too deeply; each line must be one JSON object"),
         ('{"text": "\udce9"}', r"c.jsonl:3: not valid JSON \('utf-8' codec can't decode"),
     ],
 )
@@ -179,3 +191,5 @@ def test_a_file_that_went_away_is_named(tmp_path):
     (tmp_path / "a.py").unlink()
     with pytest.raises(DataError, match=r"a.py: cannot be read: No such file"):
         read_documents(piece, json_key="text", with_language_tag=False)
+    with pytest.raises(DataError, match=r"a.py: cannot be read: No such file"):
+        list(cut_into_pieces([tmp_path / "a.py"]))

@@ -225,3 +225,50 @@ def test_a_sentencepiece_model_without_an_end_is_refused(tmp_path):
     )
     with pytest.raises(DataError, match=r"endless.model: the model has no </s> to end documents with"):
         build_tokenizer(f"sentencepiece:{tmp_path / 'endless.model'}")
+
+
+def copy_of(spec, folder):
+    for name in ("vocab.json", "merges.txt"):
+        (folder / name).write_bytes(Path(spec.partition(":")[2], name).read_bytes())
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"{broken", r"added_tokens.json: cannot be read as JSON \(Expecting property name"),
+        (b"\xff", r"added_tokens.json: cannot be read as JSON \('utf-8' codec can't decode"),
+        (b"[" * 100_000, r"added_tokens.json: cannot be read as JSON \(maximum recursion depth exceeded"),
+        (b"[]", "added_tokens.json: holds a list, expected a JSON object"),
+        (b'{"<|extratoken_1|>": "801"}', "added_tokens.json: must give each added token a number of its own"),
+        (b'{"<|extratoken_1|>": -1}', "added_tokens.json: must give each added token a number of its own"),
+    ],
+)
+def test_damaged_added_tokens_are_named(specs, tmp_path, content, message):
+    copy_of(specs["codegeex"], tmp_path)
+    (tmp_path / "added_tokens.json").write_bytes(content)
+    with pytest.raises(DataError, match=message):
+        build_tokenizer(f"codegeex:{tmp_path}")
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("{broken", r"tokenizer_config.json: cannot be read as JSON \(Expecting property name"),
+        ("5", "tokenizer_config.json: holds a int, expected a JSON object"),
+        ('{"eos_token": 5}', "tokenizer_config.json: eos_token is 5, expected the text of a token"),
+    ],
+)
+def test_a_damaged_tokenizer_config_is_named(specs, tmp_path, content, message):
+    (tmp_path / "tokenizer.json").write_bytes(Path(specs["hf"].removeprefix("hf:")).read_bytes())
+    (tmp_path / "tokenizer_config.json").write_text(content)
+    with pytest.raises(DataError, match=message):
+        build_tokenizer(f"hf:{tmp_path}")
+
+
+def test_merges_of_another_vocabulary_are_refused(tmp_path):
+    (tmp_path / "vocab.json").write_text('{"a": 0, "<|endoftext|>": 1}')
+    (tmp_path / "merges.txt").write_text("#version: 0.2\na b\n")
+    with pytest.raises(
+        DataError, match=r"vocab.json,.*merges.txt: the vocabulary and its merges do not belong together"
+    ):
+        build_tokenizer(f"gpt2:{tmp_path}/vocab.json,{tmp_path}/merges.txt")

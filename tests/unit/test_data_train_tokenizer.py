@@ -58,6 +58,12 @@ def test_bad_input_met_while_training_is_told(tmp_path):
         train_sentencepiece([tmp_path / "a.jsonl"], tmp_path / "m", 300)
 
 
+def test_a_link_to_nothing_in_a_folder_is_passed_over(tmp_path):
+    (tmp_path / "a.txt").write_text("hello world\n" * 100)
+    (tmp_path / "b.txt").symlink_to(tmp_path / "nowhere")
+    assert train_sentencepiece([tmp_path], tmp_path / "m", 280).is_file()
+
+
 def test_a_place_that_cannot_be_written_is_named(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(DataError, match=r"file/m.model: cannot be written: .*"):
