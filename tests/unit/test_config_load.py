@@ -122,7 +122,10 @@ def test_every_mistake_is_reported_at_once_with_its_line(tmp_path):
         ("optim.lr=1_.5", "optim.lr is '1_.5'; it must be a number above 0"),
         ("optim.lr=1_000", "optim.lr is '1_000'; it must be a number above 0"),
         (f"train.iterations={'9' * 5000}", "train.iterations is inf; it must be an integer above 0"),
-        (f"data.paths={'[' * 5000}", f"data.paths={'[' * 5000}: not valid YAML: brackets or sections are nested too deeply"),
+        (
+            f"data.paths={'[' * 5000}",
+            f"data.paths={'[' * 5000}: not valid YAML: brackets or sections are nested too deeply",
+        ),
         ("optim.lr={a: 1}", "optim.lr is a section; it must be a number above 0"),
     ],
 )
