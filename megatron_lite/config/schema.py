@@ -209,6 +209,10 @@ class OptimConfig(Section):
     hysteresis: PositiveInt = 2  # overflows until the scale is halved
     min_loss_scale: PositiveFloat = 1.0
 
+    def wsd_length(self, decay_iterations: int) -> int:
+        """Optimizer steps of wsd's last phase, which ends after `decay_iterations`."""
+        return self.wsd_decay_iterations or max(1, decay_iterations // 10)
+
 
 class CheckpointConfig(Section):
     """When to save, how many to keep and what to start from."""

@@ -198,9 +198,9 @@ def _optim_rules(config: Config) -> Iterable[Rule]:
         f"optim.warmup_iterations is {optim.warmup_iterations}, more than {decay_name} ({decay})",
     )
     yield (
-        optim.schedule != "wsd" or optim.warmup_iterations + optim.wsd_decay_iterations <= decay,
+        optim.schedule != "wsd" or optim.warmup_iterations + optim.wsd_length(decay) <= decay,
         f"optim.warmup_iterations + optim.wsd_decay_iterations is "
-        f"{optim.warmup_iterations + optim.wsd_decay_iterations}, more than {decay_name} ({decay})",
+        f"{optim.warmup_iterations + optim.wsd_length(decay)}, more than {decay_name} ({decay})",
     )
     yield (
         train.precision != "fp16" or optim.min_loss_scale <= optim.initial_loss_scale,

@@ -13,6 +13,7 @@ Every parameter must be used in every micro-batch: DDP's search for unused ones 
 and no model here has any.
 """
 
+import warnings
 from collections.abc import Sequence
 
 import torch
@@ -44,16 +45,19 @@ class TorchDDP:
         self._names = {parameter: name for name, parameter in params.items()}
         self._dp = dp
         self._grad_dtype = grad_dtype
-        self._wrapped = [
-            DistributedDataParallel(
-                chunk,
-                process_group=dp.pg,
-                bucket_cap_mb=bucket_mb,
-                broadcast_buffers=False,
-                gradient_as_bucket_view=True,
-            )
-            for chunk in chunks
-        ]
+        with warnings.catch_warnings():
+            # torch 2.13 renames broadcast_buffers; the new name is not there in 2.8.
+            warnings.simplefilter("ignore", FutureWarning)
+            self._wrapped = [
+                DistributedDataParallel(
+                    chunk,
+                    process_group=dp.pg,
+                    bucket_cap_mb=bucket_mb,
+                    broadcast_buffers=False,
+                    gradient_as_bucket_view=True,
+                )
+                for chunk in chunks
+            ]
         for wrapped in self._wrapped:
             wrapped.register_comm_hook(None, self._sum_bucket)
         self.zero_grad()

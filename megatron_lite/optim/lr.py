@@ -34,7 +34,7 @@ def learning_rate(optim: OptimConfig, steps_done: int, total: int) -> float:
 def _share_left(optim: OptimConfig, steps_done: int, end: int) -> float:
     """1 right after warmup, 0 at `end`."""
     if optim.schedule == "wsd":
-        length = optim.wsd_decay_iterations or max(1, end // 10)
+        length = optim.wsd_length(end)
         return min(1.0, (end - steps_done) / length)
     progress = (steps_done - optim.warmup_iterations) / (end - optim.warmup_iterations)
     if optim.schedule == "linear":

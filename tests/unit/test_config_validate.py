@@ -137,6 +137,11 @@ def test_the_defaults_are_valid_on_any_number_of_processes():
             "optim.warmup_iterations is 11, more than optim.decay_iterations (10)",
         ),
         (
+            1,  # without a length of its own the last phase is a tenth
+            ["optim.schedule=wsd", "train.iterations=20", "optim.warmup_iterations=19"],
+            "optim.warmup_iterations + optim.wsd_decay_iterations is 21, more than train.iterations (20)",
+        ),
+        (
             1,
             ["optim.schedule=wsd", "train.iterations=10", "optim.warmup_iterations=6", "optim.wsd_decay_iterations=5"],
             "optim.warmup_iterations + optim.wsd_decay_iterations is 11, more than train.iterations (10)",
