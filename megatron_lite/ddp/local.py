@@ -6,7 +6,7 @@ every rank, whatever the order of arrival: NCCL pairs collectives by order, so t
 buckets in different order would add up gradients of different parameters.
 
 The first gradient of a step is copied over what the buffer held, so that nothing is filled with zeros first:
-that is half the memory traffic with one micro-batch, and for bf16 a copy costs a tenth of an addition into fp32.
+that is half the memory traffic with one micro-batch, and for bf16 a copy costs far less than an addition into fp32.
 fp32 gradients take the same way. Letting autograd add in place into a `.grad` that is a view of the buffer was
 measured too: it saves no copy, because autograd has made the new gradient elsewhere already, and it needs the
 buffer filled with zeros.

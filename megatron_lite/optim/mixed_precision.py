@@ -39,7 +39,7 @@ class StepOutcome:
 class MixedPrecisionOptimizer:
     """AdamW over this rank's parameters, with the masters, moments and gradients in the dtype of `main_grads`.
 
-    One fused call for each group, tensor by tensor: on CPU within a tenth of a single flat tensor's speed, and every
+    One fused call for each group, tensor by tensor: about as fast as a single flat tensor would be, and every
     piece of state keeps its parameter's name and shape. The gradients are scaled in a pass of their own, which costs
     what folding the factor into the fused kernel does and is exact in fp64, where that factor would be rounded.
     """

@@ -35,13 +35,6 @@ class Shard:
         self._check(shape, size)
         return (*shape[: self.dim], shape[self.dim] // size, *shape[self.dim + 1 :])
 
-    def full_shape(self, local: Sequence[int], size: int) -> tuple[int, ...]:
-        """Shape of the whole tensor of which each of `size` ranks holds a piece of shape `local`."""
-        shape = tuple(local)
-        if self.dim is None:
-            return shape
-        return (*shape[: self.dim], shape[self.dim] * size, *shape[self.dim + 1 :])
-
     def ranges(self, full_size: int, rank: int, size: int) -> list[tuple[int, int]]:
         """The half-open runs along `dim` of the whole tensor that make up this rank's piece, in order."""
         runs, start = [], 0

@@ -102,7 +102,7 @@ def keep_freed_memory() -> None:
     """Lets glibc reuse large freed blocks instead of handing them back to the kernel; elsewhere it does nothing.
 
     A step allocates and frees the same large activations every time. By default each becomes a new mapping, whose
-    pages are faulted in and zeroed one by one: a tenth of a CPU step. The price is that memory stays at its peak.
+    pages are faulted in and zeroed one by one. The price is that memory stays at its peak.
     """
     if not sys.platform.startswith("linux"):
         return
