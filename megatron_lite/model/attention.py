@@ -6,6 +6,7 @@ With fewer key/value groups than heads, n/g neighbouring queries share a group (
 """
 
 from math import sqrt
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -16,6 +17,9 @@ from megatron_lite.model.rotary import apply_rotary
 from megatron_lite.parallel.context import Group
 from megatron_lite.parallel.linear import ColumnParallelLinear, RowParallelLinear
 from megatron_lite.parallel.random import RngTracker
+
+# What backward computes again instead of keeping it from forward: nothing, core attention, or every block.
+Recompute = Literal["none", "selective", "full"]
 
 # On the CPU torch's fused kernel takes up to four times as long in bf16 as plain products do, until the scores, which
 # grow with s*s, outweigh that; measured with 64 numbers a head, they are even at 1,024 tokens.
@@ -86,8 +90,10 @@ class SelfAttention(nn.Module):
         device: torch.device,
         own_query_input: bool,
         skip_bias_add: bool,
+        recompute: Recompute,
     ):
         super().__init__()
+        self.recompute = recompute
         self.head_dim = config.head_size
         self.dropout = config.attention_dropout
         self.rng = rng

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron_lite.config.schema import ModelConfig
-from megatron_lite.model.attention import SelfAttention
+from megatron_lite.model.attention import Recompute, SelfAttention
 from megatron_lite.model.fusion import bias_dropout_add, compiled
 from megatron_lite.model.mlp import MLP
 from megatron_lite.model.norms import build_norm
@@ -24,9 +24,11 @@ class TransformerBlock(nn.Module):
         dtype: torch.dtype,
         device: torch.device,
         fused: bool,
+        recompute: Recompute,
         own_query_input: bool = False,
     ):
         super().__init__()
+        self.recompute = recompute
         self.post_norm = config.post_norm
         self.attention_add_dropout = config.hidden_dropout
         self.mlp_add_dropout = config.hidden_dropout if config.mlp_dropout else 0.0
@@ -41,6 +43,7 @@ class TransformerBlock(nn.Module):
             device=device,
             own_query_input=own_query_input,
             skip_bias_add=fused,
+            recompute=recompute,
         )
         self.pre_mlp_layernorm = build_norm(config, dtype=dtype, device=device)
         self.mlp = MLP(config, tp=tp, dtype=dtype, device=device, fused=fused)

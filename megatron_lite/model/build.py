@@ -51,6 +51,7 @@ def get_model(
         dtype=dtype,
         device=torch.device("meta"),
         fused=fusion_on(config.model.fusion, ctx.device),
+        recompute=config.train.recompute,
         pre_process=pre_process,
         post_process=post_process,
     )

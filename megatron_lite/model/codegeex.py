@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_lite.config.schema import ModelConfig
+from megatron_lite.model.attention import Recompute
 from megatron_lite.model.block import TransformerBlock
 from megatron_lite.model.embedding import PositionTable
 from megatron_lite.parallel.context import Group
@@ -34,7 +35,23 @@ class TopQueryEmbeddings(PositionTable):
 
 
 def build_top_query_layer(
-    config: ModelConfig, *, tp: Group, rng: RngTracker, dtype: torch.dtype, device: torch.device, fused: bool
+    config: ModelConfig,
+    *,
+    tp: Group,
+    rng: RngTracker,
+    dtype: torch.dtype,
+    device: torch.device,
+    fused: bool,
+    recompute: Recompute,
 ) -> TransformerBlock:
     """An ordinary block with a query input of its own."""
-    return TransformerBlock(config, tp=tp, rng=rng, dtype=dtype, device=device, fused=fused, own_query_input=True)
+    return TransformerBlock(
+        config,
+        tp=tp,
+        rng=rng,
+        dtype=dtype,
+        device=device,
+        fused=fused,
+        recompute=recompute,
+        own_query_input=True,
+    )

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron_lite.config.schema import ModelConfig
+from megatron_lite.model.attention import Recompute
 from megatron_lite.model.block import TransformerBlock
 from megatron_lite.model.codegeex import TopQueryEmbeddings, build_top_query_layer
 from megatron_lite.model.embedding import Embedding
@@ -36,11 +37,12 @@ class Decoder(nn.Module):
         dtype: torch.dtype,
         device: torch.device,
         fused: bool,
+        recompute: Recompute,
         post_process: bool,
     ):
         super().__init__()
         self.dtype = dtype
-        common = {"tp": tp, "rng": rng, "dtype": dtype, "device": device, "fused": fused}
+        common = {"tp": tp, "rng": rng, "dtype": dtype, "device": device, "fused": fused, "recompute": recompute}
         self.layers = nn.ModuleDict({str(number): TransformerBlock(config, **common) for number in layers})
         self.final_layernorm = build_norm(config, dtype=dtype, device=device) if post_process else None
         with_top_query = post_process and config.top_query_layer
@@ -72,6 +74,7 @@ class GPTModel(nn.Module):
         dtype: torch.dtype,
         device: torch.device,
         fused: bool,
+        recompute: Recompute,
         pre_process: bool,
         post_process: bool,
     ):
@@ -80,7 +83,9 @@ class GPTModel(nn.Module):
         self.tp = tp
         where = {"dtype": dtype, "device": device}
         self.embedding = Embedding(config, tp=tp, **where) if pre_process else None
-        self.decoder = Decoder(config, layers, tp=tp, rng=rng, fused=fused, post_process=post_process, **where)
+        self.decoder = Decoder(
+            config, layers, tp=tp, rng=rng, fused=fused, recompute=recompute, post_process=post_process, **where
+        )
         with_top_query = post_process and config.top_query_layer
         self.top_query_embeddings = TopQueryEmbeddings(config, **where) if with_top_query else None
         self.post_process = post_process

@@ -15,7 +15,7 @@ CPU = torch.device("cpu")
 def build(config, dtype=torch.float64, fused=False):
     ctx = context(tp=1)
     rng = seeded(0, ctx)
-    block = TransformerBlock(config.model, tp=ctx.tp, rng=rng, dtype=dtype, device=CPU, fused=fused)
+    block = TransformerBlock(config.model, tp=ctx.tp, rng=rng, dtype=dtype, device=CPU, fused=fused, recompute="none")
     with torch.no_grad():
         for parameter in block.parameters():
             parameter.copy_(torch.randn(parameter.shape) * 0.3)
