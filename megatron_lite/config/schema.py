@@ -53,6 +53,11 @@ RampUp = Annotated[
     BeforeValidator(_tuple),
     Field(description="three integers [start, increment, samples], the first two above 0"),
 ]
+StageLayers = Annotated[
+    Literal["even", "balanced"] | tuple[NonNegativeInt, ...],
+    BeforeValidator(_tuple),
+    Field(description="even, balanced, or a list with the number of layers of each stage, such as [3, 4, 4, 3]"),
+]
 Probability = Annotated[float, Field(ge=0.0, lt=1.0)]
 Seed = Annotated[int, Field(ge=0, lt=2**32)]  # what NumPy's generators take
 Folder = Annotated[str, Field(min_length=1, description="the path of a folder")]
@@ -143,10 +148,13 @@ class ParallelConfig(Section):
 
     tensor: PositiveInt = 1
     pipeline: PositiveInt = 1
-    virtual_pipeline: PositiveInt = 1  # model chunks on each pipeline rank
+    virtual_pipeline: PositiveInt = 1  # model chunks on each pipeline rank; schedule: interleaved runs several
+    pipeline_layout: StageLayers = (
+        "even"  # balanced: embedding and head count as a layer; or layers per stage, in order
+    )
     context: PositiveInt = 1
     sequence: bool = False  # norms and dropout on s/tp
-    schedule: Literal["1f1b"] = "1f1b"  # without meaning at pipeline 1
+    schedule: Literal["gpipe", "1f1b", "interleaved", "zb-h1"] = "1f1b"  # order of forwards and backwards
     ddp: Literal["local", "torch"] = "local"
     bucket_mb: PositiveFloat = 25.0  # gradients reduced in one call, in MiB
 
@@ -179,10 +187,12 @@ class TrainConfig(Section):
     global_batch_size: NonNegativeInt = 0  # sequences in one optimizer step; 0: micro_batch_size * data-parallel size
     ramp_up: RampUp = None  # start, increment, samples
     precision: Literal["fp32", "bf16", "fp16", "fp64"] = "fp32"
+    recompute: Literal["none", "selective", "full"] = "none"  # in backward: attention scores, or every block whole
     eval_interval: NonNegativeInt = 1000  # iterations; 0: only at the end
     eval_iterations: NonNegativeInt = 10  # global batches in one evaluation; 0: none
     deterministic: bool = False  # the same bits on every run
-    comm_timeout: PositiveFloat = 600.0  # seconds a collective may take
+    debug: bool = False  # checks after every step that copies of the tied embedding are equal, to the bit
+    comm_timeout: PositiveFloat = 600.0  # seconds a collective, or a message from another stage, may take
 
     def global_batch(self, data_parallel_size: int) -> int:
         return self.global_batch_size or self.micro_batch_size * data_parallel_size
@@ -227,6 +237,7 @@ class LogConfig(Section):
 
     interval: PositiveInt = 10  # iterations between printed lines; metrics.jsonl gets every one
     tensorboard: bool = True
+    trace: bool = False  # record the timeline of one iteration on every rank: run.dir/trace.json, for Perfetto
     peak_tflops: NonNegativeFloat = 0.0  # of one device, for MFU; 0: known by device name, or measured on CPU
 
 

@@ -8,6 +8,7 @@ import math
 from collections.abc import Iterable
 
 from megatron_lite.config.schema import Config, ModelConfig
+from megatron_lite.config.stages import layer_counts, num_stages
 from megatron_lite.errors import ConfigError
 
 Rule = tuple[bool, str]
@@ -22,6 +23,7 @@ def failures(config: Config, world_size: int) -> list[str]:
     """The messages of all rules that do not hold."""
     rules = [
         *_layout_rules(config, world_size),
+        *_pipeline_rules(config),
         *_model_rules(config.model),
         *_tensor_parallel_rules(config),
         *_vocabulary_rules(config.model, config.parallel.tensor),
@@ -64,8 +66,7 @@ def _a_divisor(number: int) -> str:
 
 
 def _layout_rules(config: Config, world_size: int) -> Iterable[Rule]:
-    parallel, layers = config.parallel, config.model.num_layers
-    size = parallel.model_size
+    parallel, size = config.parallel, config.parallel.model_size
     yield (
         world_size % size == 0,
         f"parallel.tensor * parallel.pipeline * parallel.context is {size} "
@@ -73,17 +74,46 @@ def _layout_rules(config: Config, world_size: int) -> Iterable[Rule]:
         f"processes ({world_size}); start {size}, or a multiple of it, with --nproc-per-node",
     )
     later = "is not available in this version; use"
-    yield parallel.pipeline == 1, f"parallel.pipeline is {parallel.pipeline}: pipeline parallelism {later} 1"
-    yield (
-        parallel.virtual_pipeline == 1,
-        f"parallel.virtual_pipeline is {parallel.virtual_pipeline}: the interleaved pipeline {later} 1",
-    )
     yield parallel.context == 1, f"parallel.context is {parallel.context}: context parallelism {later} 1"
     yield not parallel.sequence, f"parallel.sequence is true: sequence parallelism {later} false"
+
+
+def _pipeline_rules(config: Config) -> Iterable[Rule]:
+    parallel, layers = config.parallel, config.model.num_layers
+    pipeline, virtual, schedule = parallel.pipeline, parallel.virtual_pipeline, parallel.schedule
     yield (
-        layers % (parallel.pipeline * parallel.virtual_pipeline) == 0,
-        f"model.num_layers is {layers}, which parallel.pipeline * parallel.virtual_pipeline "
-        f"({parallel.pipeline} * {parallel.virtual_pipeline}) does not divide",
+        schedule == "interleaved" or virtual == 1,
+        f"parallel.virtual_pipeline is {virtual}, which only parallel.schedule: interleaved can run; "
+        f"with {schedule} use 1",
+    )
+    yield (
+        schedule != "interleaved" or virtual > 1,
+        "parallel.schedule is interleaved, which needs several model chunks on each rank; set "
+        "parallel.virtual_pipeline to 2 or more, or use 1f1b",
+    )
+    yield (
+        virtual == 1 or pipeline > 1,
+        f"parallel.virtual_pipeline is {virtual}, but there is nothing to interleave at parallel.pipeline 1; use 1",
+    )
+    yield (
+        schedule != "zb-h1" or parallel.ddp != "torch",
+        "parallel.schedule is zb-h1, which computes weight gradients outside of autograd's backward, where "
+        "parallel.ddp: torch does not see them; use parallel.ddp: local",
+    )
+    counts, stages = layer_counts(config.model, parallel), num_stages(parallel)
+    layout = parallel.pipeline_layout if isinstance(parallel.pipeline_layout, str) else counts
+    fits = f"parallel.pipeline * parallel.virtual_pipeline ({pipeline} * {virtual})"
+    if len(counts) != stages:
+        yield False, f"parallel.pipeline_layout is {layout}, {len(counts)} stages; {fits} needs {stages}"
+        return
+    yield (
+        sum(counts) == layers,
+        f"parallel.pipeline_layout is {layout}, together {sum(counts)} layers; model.num_layers is {layers}",
+    )
+    yield (
+        min(counts) >= 0 and all(counts[1:-1]),
+        f"parallel.pipeline_layout is {layout}: the stages of {fits} get {counts} of {layers} layers; every stage "
+        "between the first and the last needs one; use fewer stages or another layout",
     )
 
 
@@ -161,8 +191,23 @@ def _batch_rules(config: Config, world_size: int) -> Iterable[Rule]:
         f"train.global_batch_size is {full}, which is not a multiple of {factors}; "
         f"use for example {-(-full // portion) * portion}",
     )
+    pipeline = config.parallel.pipeline
+    round_robin = portion * pipeline  # what the interleaved schedule deals out at a time
+    needs = (
+        f"parallel.schedule: interleaved takes micro-batches in groups of parallel.pipeline ({pipeline}), so a global "
+        f"batch must be a multiple of {factors} * {pipeline} = {round_robin}"
+    )
+    interleaved = config.parallel.schedule == "interleaved"
+    yield (
+        not interleaved or full % portion != 0 or full % round_robin == 0,
+        f"train.global_batch_size is {full}; {needs}; use for example {-(-full // round_robin) * round_robin}",
+    )
     if train.ramp_up is not None:
         start, increment, _ = train.ramp_up
+        yield (
+            not interleaved or (start % round_robin == 0 and increment % round_robin == 0),
+            f"train.ramp_up has start {start} and increment {increment}; {needs}, and so must both of them",
+        )
         yield (
             start <= full and (full - start) % increment == 0,
             f"train.ramp_up starts at {start} and grows by {increment}, which does not reach "

@@ -6,6 +6,8 @@ from megatron_lite.config.load import load_config
 from megatron_lite.config.validate import divisors, failures, validate, with_vocab_size
 from megatron_lite.errors import ConfigError
 
+INTERLEAVED = ["parallel.pipeline=2", "parallel.virtual_pipeline=2", "parallel.schedule=interleaved"]
+
 
 @pytest.mark.parametrize("number", [1, 2, 12, 36, 97, 5040])
 def test_divisors_are_all_and_in_order(number):
@@ -158,18 +160,69 @@ def test_the_defaults_are_valid_on_any_number_of_processes():
         ),
         (
             2,
-            ["parallel.pipeline=2"],
-            "parallel.pipeline is 2: pipeline parallelism is not available in this version; use 1",
-        ),
-        (
-            2,
             ["parallel.context=2"],
             "parallel.context is 2: context parallelism is not available in this version; use 1",
         ),
         (
+            2,
+            ["parallel.pipeline=2", "parallel.virtual_pipeline=2"],
+            "parallel.virtual_pipeline is 2, which only parallel.schedule: interleaved can run; with 1f1b use 1",
+        ),
+        (
+            2,
+            ["parallel.pipeline=2", "parallel.schedule=interleaved", "train.global_batch_size=2"],
+            "parallel.schedule is interleaved, which needs several model chunks on each rank; set "
+            "parallel.virtual_pipeline to 2 or more, or use 1f1b",
+        ),
+        (
             1,
-            ["parallel.virtual_pipeline=2"],
-            "parallel.virtual_pipeline is 2: the interleaved pipeline is not available in this version; use 1",
+            ["parallel.virtual_pipeline=2", "parallel.schedule=interleaved"],
+            "parallel.virtual_pipeline is 2, but there is nothing to interleave at parallel.pipeline 1; use 1",
+        ),
+        (
+            2,
+            ["parallel.pipeline=2", "parallel.schedule=zb-h1", "parallel.ddp=torch"],
+            "parallel.schedule is zb-h1, which computes weight gradients outside of autograd's backward, where "
+            "parallel.ddp: torch does not see them; use parallel.ddp: local",
+        ),
+        (
+            4,
+            ["parallel.pipeline=4", "parallel.pipeline_layout=[6,6]"],
+            "parallel.pipeline_layout is [6, 6], 2 stages; parallel.pipeline * parallel.virtual_pipeline (4 * 1) "
+            "needs 4",
+        ),
+        (
+            4,
+            ["parallel.pipeline=4", "parallel.pipeline_layout=[2,4,4,3]"],
+            "parallel.pipeline_layout is [2, 4, 4, 3], together 13 layers; model.num_layers is 12",
+        ),
+        (
+            4,
+            ["parallel.pipeline=4", "parallel.pipeline_layout=[6,0,3,3]"],
+            "parallel.pipeline_layout is [6, 0, 3, 3]: the stages of parallel.pipeline * parallel.virtual_pipeline "
+            "(4 * 1) get [6, 0, 3, 3] of 12 layers; every stage between the first and the last needs one; use fewer "
+            "stages or another layout",
+        ),
+        (
+            8,
+            ["parallel.pipeline=8", "model.num_layers=4", "parallel.pipeline_layout=balanced"],
+            "parallel.pipeline_layout is balanced: the stages of parallel.pipeline * parallel.virtual_pipeline "
+            "(8 * 1) get [0, 1, 1, 1, 1, 1, 0, -1] of 4 layers; every stage between the first and the last needs one; "
+            "use fewer stages or another layout",
+        ),
+        (
+            4,
+            [*INTERLEAVED, "train.global_batch_size=6"],
+            "train.global_batch_size is 6; parallel.schedule: interleaved takes micro-batches in groups of "
+            "parallel.pipeline (2), so a global batch must be a multiple of train.micro_batch_size * data-parallel "
+            "size (1 * 2 = 2) * 2 = 4; use for example 8",
+        ),
+        (
+            4,
+            [*INTERLEAVED, "train.global_batch_size=8", "train.ramp_up=[4,2,10]"],
+            "train.ramp_up has start 4 and increment 2; parallel.schedule: interleaved takes micro-batches in groups "
+            "of parallel.pipeline (2), so a global batch must be a multiple of train.micro_batch_size * data-parallel "
+            "size (1 * 2 = 2) * 2 = 4, and so must both of them",
         ),
         (
             1,
@@ -182,14 +235,17 @@ def test_a_broken_rule_says_what_it_got_and_what_works(world_size, overrides, me
     assert failing(world_size, *overrides) == [message]
 
 
-def test_layers_divide_over_stages_and_sequence_over_ranks():
-    """These come with a second message while pipelines and sequence parallelism are not available."""
-    assert failing(2, "parallel.pipeline=2", "model.num_layers=5")[1:] == [
-        "model.num_layers is 5, which parallel.pipeline * parallel.virtual_pipeline (2 * 1) does not divide"
-    ]
+def test_a_sequence_divides_over_ranks():
+    """This comes with a second message while sequence parallelism is not available."""
     assert failing(2, "parallel.tensor=2", "parallel.sequence=true", "data.seq_length=33")[1:] == [
         "parallel.sequence splits data.seq_length (33) over parallel.tensor (2) ranks; use a multiple of 2"
     ]
+
+
+@pytest.mark.parametrize("layout", ["[]", "[6,0,7]"])
+def test_a_layout_of_the_wrong_length_gets_one_message(layout):
+    (message,) = failing(2, "parallel.pipeline=2", f"parallel.pipeline_layout={layout}")
+    assert "stages; parallel.pipeline * parallel.virtual_pipeline (2 * 1) needs 2" in message
 
 
 def test_all_broken_rules_are_reported_at_once():

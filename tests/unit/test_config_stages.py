@@ -1,0 +1,47 @@
+"""Which layers are in which stage: every layout, checked against lists written by hand."""
+
+import pytest
+
+from megatron_lite.config.load import load_config
+from megatron_lite.config.stages import layer_counts, stage_layers
+from megatron_lite.errors import ConfigError
+
+
+def counts(*overrides: str) -> list[int]:
+    config = load_config(None, overrides)
+    return layer_counts(config.model, config.parallel)
+
+
+@pytest.mark.parametrize(
+    "layers, stages, layout, wanted",
+    [
+        (12, 4, "even", [3, 3, 3, 3]),
+        (7, 3, "even", [3, 2, 2]),  # the first stages get one more
+        (2, 3, "even", [1, 1, 0]),  # the last one has the head
+        (14, 4, "balanced", [3, 4, 4, 3]),  # 16 with embedding and head
+        (15, 4, "balanced", [4, 4, 4, 3]),
+        (3, 1, "balanced", [3]),
+        (4, 3, "[1,3,0]", [1, 3, 0]),
+    ],
+)
+def test_layers_of_each_stage(layers, stages, layout, wanted):
+    options = [f"model.num_layers={layers}", f"parallel.pipeline={stages}", f"parallel.pipeline_layout={layout}"]
+    assert counts(*options) == wanted
+
+
+def test_balanced_counts_a_top_query_block_with_the_head():
+    assert counts("model.preset=codegeex-13b", "parallel.pipeline=3", "parallel.pipeline_layout=balanced") == [
+        13,
+        14,
+        12,
+    ]
+
+
+def test_stages_are_consecutive_over_ranks_and_chunks():
+    config = load_config(None, ["model.num_layers=6", "parallel.pipeline=2", "parallel.virtual_pipeline=2"])
+    assert stage_layers(config.model, config.parallel) == [range(2), range(2, 4), range(4, 5), range(5, 6)]
+
+
+def test_what_is_no_layout_says_what_one_looks_like():
+    with pytest.raises(ConfigError, match=r"pipeline_layout is 'evn'; it must be even, balanced, or a list with the"):
+        load_config(None, ["parallel.pipeline_layout=evn"])
