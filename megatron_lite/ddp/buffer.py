@@ -18,7 +18,7 @@ class Bucket:
 
     flat: Tensor  # [numel], a run of the buffer
     names: tuple[str, ...]  # in buffer order
-    missing: set[str] = field(default_factory=set)  # still to come in the last micro-batch
+    missing: set[str] = field(default_factory=set)  # whose last gradient is still to come
 
 
 class GradBuffer:

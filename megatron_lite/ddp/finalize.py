@@ -1,5 +1,8 @@
 """What is left to add to the gradients once every micro-batch has run.
 
+A word embedding that is also the head is in two places of a pipeline, and its gradient is the sum of what both
+stages saw. Adding two numbers gives the same bits in either order, so both copies stay equal.
+
 A parameter that each tensor-parallel rank holds whole gets the whole gradient on each of them, except under
 sequence parallelism: there a norm sees only its rank's s/tp of the sequence, and the shares must be summed
 (not averaged: the loss is a sum over tokens).
@@ -17,7 +20,8 @@ from megatron_lite.parallel.shard import ParamTable
 def finalize_grads(ddp: DataParallel, params: dict[str, nn.Parameter], table: ParamTable, ctx: ParallelContext) -> None:
     """Makes `ddp.main_grads` the gradients of the global batch.
 
-    Communicates: waits for the sums over dp; one all-reduce over tp of all sequence-parallel gradients together.
+    Communicates: waits for the sums over dp; one all-reduce over tp of all sequence-parallel gradients together; one
+    of the tied embedding's gradient, [v/tp, h], over embd.
     """
     ddp.finish_grad_sync()
     partial = [ddp.main_grads[name] for name in params if table[name].sequence_parallel]
@@ -25,3 +29,6 @@ def finalize_grads(ddp: DataParallel, params: dict[str, nn.Parameter], table: Pa
         total = all_reduce(torch.cat([grad.flatten() for grad in partial]), ctx.tp)
         for grad, whole in zip(partial, total.split([grad.numel() for grad in partial]), strict=True):
             grad.copy_(whole.view_as(grad))
+    for name in params:
+        if table[name].tied:
+            ddp.main_grads[name].copy_(all_reduce(ddp.main_grads[name], ctx.embd))

@@ -1,9 +1,9 @@
 """LocalDDP: gradients add up in one fp32 buffer and meet across data-parallel ranks while backward still runs.
 
-A hook on every parameter moves each new gradient into the buffer and frees it. In the last micro-batch's
-backward, a bucket is reduced at once when its last gradient has come. Buckets start in the same fixed order on
-every rank, whatever the order of arrival: NCCL pairs collectives by order, so two ranks that started two
-buckets in different order would add up gradients of different parameters.
+A hook on every parameter moves each new gradient into the buffer and frees it. In a chunk's last backward, a
+bucket is reduced at once when its last gradient has come. Buckets start in the same fixed order on every rank,
+whatever the order of arrival: NCCL pairs collectives by order, so two ranks that started two buckets in different
+order would add up gradients of different parameters.
 
 The first gradient of a step is copied over what the buffer held, so that nothing is filled with zeros first:
 that is half the memory traffic with one micro-batch, and for bf16 a copy costs far less than an addition into fp32.
@@ -63,12 +63,11 @@ class LocalDDP:
         self._written: set[str] = set()
         self._waits: list[Callable[[], object]] = []  # one for each bucket that has started, in order
         self._is_last = False
+        for bucket in self._buckets:
+            bucket.missing.update(bucket.names)
 
-    def begin_microbatch(self, *, is_last: bool) -> None:
+    def begin_backward(self, chunk: int, *, is_last: bool) -> None:
         self._is_last = is_last
-        if is_last:
-            for bucket in self._buckets:
-                bucket.missing.update(bucket.names)
 
     def finish_grad_sync(self) -> None:
         """Waits until every bucket is summed over dp; `main_grads` hold the result.
@@ -86,8 +85,8 @@ class LocalDDP:
         assert parameter.grad is not None
         if self._is_last and name not in missing:
             raise TrainingError(
-                f"{name} got a second gradient in the last micro-batch, when the first may already be summed over "
-                "data-parallel ranks; call begin_microbatch before every backward, with is_last in the last one only"
+                f"{name} got another gradient after its last one, which may already be summed over data-parallel "
+                "ranks; call begin_backward before every backward, with is_last in a chunk's last one only"
             )
         if name in self._written:
             main_grad.add_(parameter.grad)

@@ -1,9 +1,11 @@
 """PyTorch's DistributedDataParallel behind the same interface as LocalDDP.
 
-Two things differ from its usual use, both in the communication hook. Our loss is divided by the number of target
+Three things differ from its usual use. Two are in the communication hook: our loss is divided by the number of target
 tokens in the global batch, so gradients are summed, where DDP takes a mean (multiplying by dp afterwards would
 round, and overflow fp16 sooner). And bf16 or fp16 gradients are summed in fp32: in bf16 each addition keeps 8
-bits, so the sum would depend on the number of ranks. That costs twice the bytes on the wire.
+bits, so the sum would depend on the number of ranks. That costs twice the bytes on the wire. And a pipeline runs
+further forwards between a micro-batch's forward and its backward, so it is not a forward that tells DDP to expect the
+last gradients, but the moment before the last backward (as torch.distributed.pipelining does it).
 
 DDP lays its buckets out anew after the first step, in the order in which gradients came. With more than two
 ranks the order of a floating-point sum may then change with the bucket that a gradient is in: from the second
@@ -58,8 +60,10 @@ class TorchDDP:
                 )
                 for chunk in chunks
             ]
+        self._of_chunk = [[self._names[parameter] for parameter in chunk.parameters()] for chunk in chunks]
         for wrapped in self._wrapped:
             wrapped.register_comm_hook(None, self._sum_bucket)
+            wrapped.require_backward_grad_sync = False  # as in `no_sync()`: a forward announces nothing
         self.zero_grad()
 
     def module(self, chunk: int) -> nn.Module:
@@ -71,10 +75,10 @@ class TorchDDP:
         self.main_grads: dict[str, Tensor] = {}
         self._earlier: dict[str, Tensor] = {}  # low-precision gradients of the micro-batches before this one, in fp32
 
-    def begin_microbatch(self, *, is_last: bool) -> None:
-        self._keep_low_precision_grads()
-        for wrapped in self._wrapped:
-            wrapped.require_backward_grad_sync = is_last  # what `no_sync()` sets
+    def begin_backward(self, chunk: int, *, is_last: bool) -> None:
+        self._keep_low_precision_grads(self._of_chunk[chunk])
+        if is_last:
+            self._wrapped[chunk].reducer.prepare_for_backward([])
 
     def finish_grad_sync(self) -> None:
         """DDP has waited at the end of backward; here the result is checked to be whole."""
@@ -87,9 +91,10 @@ class TorchDDP:
                 "use every parameter in every micro-batch, or parallel.ddp=local, which allows unused ones"
             )
 
-    def _keep_low_precision_grads(self) -> None:
+    def _keep_low_precision_grads(self, names: list[str]) -> None:
         """Autograd would add up the micro-batches' gradients in bf16."""
-        for name, parameter in self._params.items():
+        for name in names:
+            parameter = self._params[name]
             if parameter.grad is not None and parameter.grad.dtype != self._grad_dtype:
                 if name in self._earlier:
                     self._earlier[name].add_(parameter.grad)

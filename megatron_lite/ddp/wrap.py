@@ -14,8 +14,8 @@ from megatron_lite.parallel.shard import ParamTable
 
 
 class DataParallel(Protocol):
-    """One step: `zero_grad`, then for each micro-batch `begin_microbatch`, forward through `module` and backward,
-    then `finish_grad_sync`; the optimizer reads `main_grads`."""
+    """One step: `zero_grad`, then for each micro-batch forward through `module`, `begin_backward` and backward, in
+    whatever order the pipeline schedule has them, then `finish_grad_sync`; the optimizer reads `main_grads`."""
 
     main_grads: dict[str, Tensor]
     """By parameter name, this rank's shape, fp32 (fp64 for fp64 parameters): the sum over micro-batches and over dp.
@@ -30,8 +30,9 @@ class DataParallel(Protocol):
         """Starts a step."""
         ...
 
-    def begin_microbatch(self, *, is_last: bool) -> None:
-        """Before a forward. Only the last micro-batch's backward communicates."""
+    def begin_backward(self, chunk: int, *, is_last: bool) -> None:
+        """Before a chunk's backward, or a half of it: what comes now is the last gradient of a parameter if
+        `is_last`. Only then is it summed over dp."""
         ...
 
     def finish_grad_sync(self) -> None:

@@ -11,52 +11,46 @@ import torch
 from torch import nn
 
 from megatron_lite.config.schema import Config
+from megatron_lite.config.stages import stage_layers
 from megatron_lite.errors import ConfigError, TrainingError
 from megatron_lite.model.fusion import fusion_on
 from megatron_lite.model.gpt import GPTModel
 from megatron_lite.model.init import fill
-from megatron_lite.parallel.context import Group, ParallelContext
+from megatron_lite.parallel.context import ParallelContext
 from megatron_lite.parallel.random import RngTracker
 from megatron_lite.parallel.shard import ParamTable, declare
 
 WORD_EMBEDDINGS = "embedding.word_embeddings.weight"
 
 
-def stage_layers(num_layers: int, pp: Group) -> range:
-    """Global numbers of the layers on this stage: consecutive, and as even as the division allows."""
-    return range(pp.rank * num_layers // pp.size, (pp.rank + 1) * num_layers // pp.size)
+def get_model(config: Config, ctx: ParallelContext, rng: RngTracker, *, dtype: torch.dtype) -> list[GPTModel]:
+    """This rank's part of the model: a list with one chunk for each of its pipeline stages, in the model's order.
 
-
-def get_model(
-    config: Config,
-    ctx: ParallelContext,
-    rng: RngTracker,
-    *,
-    pre_process: bool = True,
-    post_process: bool = True,
-    dtype: torch.dtype,
-) -> list[GPTModel]:
-    """This rank's part of the model, a list with one entry for each chunk it holds.
-
+    Rank r of p pipeline ranks has stage r; with `parallel.virtual_pipeline` also p + r, 2p + r and so on. The first
+    stage has the embedding; the last one the final norm, the head and, in CodeGeeX, the top-query block.
     On the meta device (`ParallelContext.at`) the parameters have shapes and descriptions, but no values.
     Communicates: nothing; each rank draws its own pieces, and equal names get equal values.
     """
     if config.model.vocab_size == 0:
         raise ConfigError("model.vocab_size is not set; give it, or data.tokenizer to take it from")
-    model = GPTModel(
-        config.model,
-        stage_layers(config.model.num_layers, ctx.pp),
-        tp=ctx.tp,
-        rng=rng,
-        dtype=dtype,
-        device=torch.device("meta"),
-        fused=fusion_on(config.model.fusion, ctx.device),
-        recompute=config.train.recompute,
-        pre_process=pre_process,
-        post_process=post_process,
-    )
-    initialize_parameters([model], ctx, config.run.seed)
-    return [model]
+    layers = stage_layers(config.model, config.parallel)
+    chunks = [
+        GPTModel(
+            config.model,
+            layers[stage],
+            tp=ctx.tp,
+            rng=rng,
+            dtype=dtype,
+            device=torch.device("meta"),
+            fused=fusion_on(config.model.fusion, ctx.device),
+            recompute=config.train.recompute,
+            pre_process=stage == 0,
+            post_process=stage == len(layers) - 1,
+        )
+        for stage in range(ctx.pp.rank, len(layers), ctx.pp.size)
+    ]
+    initialize_parameters(chunks, ctx, config.run.seed)
+    return chunks
 
 
 def initialize_parameters(chunks: Sequence[nn.Module], ctx: ParallelContext, seed: int) -> None:
@@ -73,7 +67,7 @@ def initialize_parameters(chunks: Sequence[nn.Module], ctx: ParallelContext, see
             if ctx.device.type != "meta":
                 parameter = declare(nn.Parameter(torch.empty_like(parameter, device=ctx.device)), meta)
                 # The copy of a tied embedding is drawn under the embedding's name, so both stages start equal.
-                fill(parameter, meta, seed=seed, name=WORD_EMBEDDINGS if meta.tied else name, tp=ctx.tp)
+                fill(parameter, meta, seed=seed, name=WORD_EMBEDDINGS if meta.tied == "copy" else name, tp=ctx.tp)
                 setattr(module, key, parameter)
 
 

@@ -6,6 +6,7 @@ keep their number in the whole model, so a name means the same on every rank and
 
 from collections.abc import Iterable
 from dataclasses import replace
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +23,10 @@ from megatron_lite.parallel.linear import ColumnParallelLinear, column_parallel_
 from megatron_lite.parallel.loss import vocab_parallel_cross_entropy
 from megatron_lite.parallel.random import RngTracker
 from megatron_lite.parallel.shard import declare
+
+
+def _mark_tied(weight: nn.Parameter, tied: Literal["original", "copy"]) -> None:
+    declare(weight, replace(weight.meta, tied=tied))  # type: ignore[attr-defined]
 
 
 class Decoder(nn.Module):
@@ -89,14 +94,17 @@ class GPTModel(nn.Module):
         with_top_query = post_process and config.top_query_layer
         self.top_query_embeddings = TopQueryEmbeddings(config, **where) if with_top_query else None
         self.post_process = post_process
+        # A tied head on another stage than the embedding is a copy of it that must start and stay equal.
+        apart = config.tie_embeddings and pre_process != post_process
+        if self.embedding is not None and apart:
+            _mark_tied(self.embedding.word_embeddings.weight, "original")
         self.output_layer = None
         if post_process and not (config.tie_embeddings and pre_process):
             self.output_layer = ColumnParallelLinear(
                 config.hidden_size, config.padded_vocab, tp=tp, bias=False, init_std=config.init_std, **where
             )
-            weight = self.output_layer.weight
-            # A tied head on another stage than the embedding is a copy that must start and stay equal.
-            declare(weight, replace(weight.meta, tied=config.tie_embeddings))  # type: ignore[attr-defined]
+            if apart:
+                _mark_tied(self.output_layer.weight, "copy")
 
     def forward(self, tokens: Tensor, labels: Tensor | None = None, hidden: Tensor | None = None) -> Tensor:
         """Loss, logits or hidden state, whichever this stage ends with.

@@ -79,7 +79,9 @@ class ParamMeta:
     init: Literal["normal", "zeros", "ones"]
     std: float = 0.0  # of a normal start
     decay: bool = True  # weight decay applies
-    tied: bool = False  # a further copy of a tensor of another stage: not counted, its gradient is summed
+    # Two stages of a pipeline hold one tensor, as the word embedding of a tied head: the gradients of both are summed,
+    # and only the original is counted.
+    tied: Literal["", "original", "copy"] = ""
     sequence_parallel: bool = False  # held whole by each tp rank, but with a gradient from its s/tp only
     name: str = ""  # given by get_model; layer numbers in it do not depend on the pipeline stage
 

@@ -71,8 +71,9 @@ def gradients_of_steps(kind: str, num_microbatches: int, bucket_mb: float, dtype
     for step in range(steps):
         ddp.zero_grad()
         for number in range(num_microbatches):
-            ddp.begin_microbatch(is_last=number == num_microbatches - 1)
-            masked_loss(ddp.module(0), tokens[number], mask[number], step).backward()
+            loss = masked_loss(ddp.module(0), tokens[number], mask[number], step)
+            ddp.begin_backward(0, is_last=number == num_microbatches - 1)
+            loss.backward()
         finalize_grads(ddp, dict(model.named_parameters()), whole_table(model), ctx)
         found.append({name: grad.clone() for name, grad in ddp.main_grads.items()})
     return found
@@ -122,8 +123,9 @@ def sum_small_onto_large(kind: str) -> list[float]:
     ddp = wrap(model, ctx, kind, 25.0, torch.float32)
     sizes = torch.tensor([[256.0, 1.0, 1.0], [1.0, 1.0, 1.0]], dtype=torch.bfloat16)[ctx.rank]
     for number, size in enumerate(sizes):
-        ddp.begin_microbatch(is_last=number == 2)
-        ddp.module(0)(size).backward()
+        loss = ddp.module(0)(size)
+        ddp.begin_backward(0, is_last=number == 2)
+        loss.backward()
     ddp.finish_grad_sync()
     return ddp.main_grads["weight"].tolist()
 
@@ -142,7 +144,7 @@ def leave_out_different_parameters(dtype: torch.dtype) -> dict[str, torch.Tensor
     found = {}
     for _ in range(2):
         ddp.zero_grad()
-        ddp.begin_microbatch(is_last=True)
+        ddp.begin_backward(0, is_last=True)
         used = ("a", "b", "c") if ctx.rank == 0 else ("d", "c", "a")
         for name in used:
             (model[name] * (10.0 + ctx.rank)).sum().backward()
@@ -163,8 +165,9 @@ def leave_out_a_parameter_of_torch_ddp() -> None:
     model = TinyLanguageModel(torch.float32)
     model.extra = nn.Linear(2, 2)
     ddp = wrap(model, ctx, "torch", 25.0, torch.float32)
-    ddp.begin_microbatch(is_last=True)
-    ddp.module(0)(batch()[0]).sum().backward()
+    loss = ddp.module(0)(batch()[0]).sum()
+    ddp.begin_backward(0, is_last=True)
+    loss.backward()
     ddp.finish_grad_sync()
 
 
@@ -183,7 +186,7 @@ def sum_sequence_parallel() -> dict[str, torch.Tensor]:
     model = nn.ParameterDict({"norm": torch.ones(2, 3), "bias": torch.ones(4), "matrix": torch.ones(5)})
     params, table = dict(model.named_parameters()), whole_table(model, sequence_parallel=("norm", "bias"))
     ddp = wrap_ddp([model], params, table, ctx, kind="local", bucket_mb=1.0, grad_dtype=torch.float32)
-    ddp.begin_microbatch(is_last=True)
+    ddp.begin_backward(0, is_last=True)
     torch.stack([parameter.sum() * (ctx.rank + 1) for parameter in params.values()]).sum().backward()
     finalize_grads(ddp, params, table, ctx)
     return {name: grad.clone() for name, grad in ddp.main_grads.items()}

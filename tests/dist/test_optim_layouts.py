@@ -46,8 +46,9 @@ class Training:
         portions = [mine[: len(mine) // 2], mine[len(mine) // 2 :]]
         self.ddp.zero_grad()
         for portion in portions:
-            self.ddp.begin_microbatch(is_last=portion is portions[-1])
-            self.ddp.module(0)(portion, strength=self.scaler.scale / len(SAMPLES)).backward()
+            loss = self.ddp.module(0)(portion, strength=self.scaler.scale / len(SAMPLES))
+            self.ddp.begin_backward(0, is_last=portion is portions[-1])
+            loss.backward()
         finalize_grads(self.ddp, self.params, TABLE, self.ctx)
         if spoil is not None and spoil[1] == self.ctx.rank:
             self.ddp.main_grads[spoil[0]].view(-1)[-1] = math.inf
@@ -115,7 +116,7 @@ def norm_with_a_tied_copy(grid: Grid, dtype: torch.dtype) -> float:
     }
     table = dict(TABLE)
     if ctx.pp.rank > 0:
-        table["copy"] = ParamMeta((16, 6), Shard(0), "normal", tied=True)
+        table["copy"] = ParamMeta((16, 6), Shard(0), "normal", tied="copy")
         grads["copy"] = table["copy"].shard.split(whole("embedding.weight", seed=4), ctx.tp.rank, ctx.tp.size).to(dtype)
     return global_grad_norm(grads, table, ctx)
 

@@ -38,7 +38,7 @@ def wrap(model: nn.Module, grad_dtype: torch.dtype = torch.float32, bucket_mb: f
 def run_step(ddp: LocalDDP, microbatches: list[torch.Tensor]) -> None:
     ddp.zero_grad()
     for number, tokens in enumerate(microbatches):
-        ddp.begin_microbatch(is_last=number == len(microbatches) - 1)
+        ddp.begin_backward(0, is_last=number == len(microbatches) - 1)
         ddp.module(0)(tokens).backward()
     ddp.finish_grad_sync()
 
@@ -74,12 +74,12 @@ def test_a_parameter_that_stops_being_used_has_a_zero_gradient():
     model = nn.ParameterDict({"a": torch.tensor([2.0]), "b": torch.tensor([3.0])})
     ddp = wrap(model)
     ddp.zero_grad()
-    ddp.begin_microbatch(is_last=True)
+    ddp.begin_backward(0, is_last=True)
     (model["a"] * model["b"]).backward()
     ddp.finish_grad_sync()
     assert [ddp.main_grads[name].item() for name in "ab"] == [3.0, 2.0]
     ddp.zero_grad()
-    ddp.begin_microbatch(is_last=True)
+    ddp.begin_backward(0, is_last=True)
     model["a"].square().backward()
     ddp.finish_grad_sync()
     assert [ddp.main_grads[name].item() for name in "ab"] == [4.0, 0.0]
@@ -91,7 +91,7 @@ def test_bf16_gradients_add_up_in_fp32():
     ddp = wrap(weight)
     ddp.zero_grad()
     for number, size in enumerate([256.0, 1.0, 1.0, 1.0]):
-        ddp.begin_microbatch(is_last=number == 3)
+        ddp.begin_backward(0, is_last=number == 3)
         (weight["w"] * torch.tensor(size, dtype=torch.bfloat16)).sum().backward()
     ddp.finish_grad_sync()
     assert ddp.main_grads["w"].tolist() == [259.0, 259.0]
@@ -132,7 +132,7 @@ def chain(events: list[object]) -> tuple[nn.Module, LocalDDP]:
 def test_a_bucket_starts_while_earlier_layers_still_run_backward(events):
     """If buckets waited for the end of backward, communication would hide behind nothing."""
     model, ddp = chain(events)
-    ddp.begin_microbatch(is_last=True)
+    ddp.begin_backward(0, is_last=True)
     model().backward()
     assert events == ["backward of 2", 3, "backward of 1", 2, "backward of 0", 1]
     ddp.finish_grad_sync()
@@ -142,10 +142,10 @@ def test_a_bucket_starts_while_earlier_layers_still_run_backward(events):
 def test_only_the_last_microbatch_communicates_and_finishing_twice_reduces_once(events):
     """A second reduction would multiply the gradient by dp."""
     model, ddp = chain(events)
-    ddp.begin_microbatch(is_last=False)
+    ddp.begin_backward(0, is_last=False)
     model().backward()
     assert [event for event in events if isinstance(event, int)] == []
-    ddp.begin_microbatch(is_last=True)
+    ddp.begin_backward(0, is_last=True)
     model().backward()
     ddp.finish_grad_sync()
     ddp.finish_grad_sync()
@@ -156,19 +156,19 @@ def test_buckets_start_in_their_own_order_when_gradients_do_not(events):
     """Ranks whose gradients arrive in different order would otherwise pair different buckets."""
     model = nn.ParameterDict({"first": torch.ones(1), "second": torch.ones(2)})
     ddp = wrap(model)
-    ddp.begin_microbatch(is_last=True)
+    ddp.begin_backward(0, is_last=True)
     model["first"].sum().backward()  # "second" lies before it in the buffer
     assert events == []
     model["second"].sum().backward()
     assert events == [2, 1]
 
 
-def test_a_second_backward_in_the_last_microbatch_is_refused():
+def test_a_gradient_after_the_last_one_is_refused():
     model = Tied(torch.float32)
     ddp = wrap(model)
-    ddp.begin_microbatch(is_last=True)
+    ddp.begin_backward(0, is_last=True)
     model(MICROBATCHES[0]).backward()
-    with pytest.raises(TrainingError, match=r"second gradient in the last micro-batch.*call begin_microbatch before"):
+    with pytest.raises(TrainingError, match=r"another gradient after its last one.*call begin_backward before"):
         model(MICROBATCHES[1]).backward()
 
 
@@ -180,3 +180,27 @@ def test_chunks_have_buffers_of_their_own_and_the_last_chunk_starts_first(events
     assert [buffer.flat.numel() for buffer in ddp.buffers] == [3, 4]
     ddp.finish_grad_sync()
     assert events[:2] == [4, 3]
+
+
+def test_chunks_may_have_their_last_backward_at_different_times(events):
+    """In an interleaved schedule one chunk is done while another still has backwards to come."""
+    chunks = [nn.ParameterDict({"w": torch.ones(size)}) for size in (1, 2)]
+    params = {f"{number}.w": chunk["w"] for number, chunk in enumerate(chunks)}
+    ddp = LocalDDP(chunks, params, solo(), bucket_mb=25.0, grad_dtype=torch.float32)
+    for chunk, is_last, started in ((1, False, []), (0, False, []), (1, True, [2]), (0, False, [2]), (0, True, [2, 1])):
+        ddp.begin_backward(chunk, is_last=is_last)
+        chunks[chunk]["w"].sum().backward()
+        assert events == started
+    ddp.finish_grad_sync()
+    assert ddp.main_grads["0.w"].tolist() == [3.0] and ddp.main_grads["1.w"].tolist() == [2.0, 2.0]
+
+
+def test_weight_gradients_may_come_after_other_last_gradients(events):
+    """Zero-bubble: norms have their last gradient while weights of earlier micro-batches are still to come."""
+    model = nn.ParameterDict({"norm": torch.ones(1), "weight": torch.ones(2)})
+    ddp = wrap(model)
+    for name, is_last in (("norm", False), ("norm", True), ("weight", False), ("weight", True)):
+        ddp.begin_backward(0, is_last=is_last)
+        model[name].sum().backward()
+    assert events == [2, 1]
+    assert ddp.main_grads["norm"].tolist() == [2.0] and ddp.main_grads["weight"].tolist() == [2.0, 2.0]

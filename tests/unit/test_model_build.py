@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from megatron_lite.config.presets import PRESETS
-from megatron_lite.config.schema import Config, ModelConfig
+from megatron_lite.config.schema import Config, ModelConfig, ParallelConfig
 from megatron_lite.config.sizes import num_parameters
 from megatron_lite.errors import ConfigError
-from megatron_lite.model.build import get_model, named_params, param_table, stage_layers
-from megatron_lite.parallel.context import Group, ParallelContext
+from megatron_lite.model.build import get_model, named_params, param_table
+from megatron_lite.parallel.context import ParallelContext
 from megatron_lite.parallel.grid import Grid
 from megatron_lite.parallel.random import seed_everything
 from tests.model_runs import context, tiny
@@ -20,8 +20,13 @@ PUBLISHED = {"codegeex-13b": 12_873_943_040, "llama-7b": 6_738_415_616, "llama-7
 WORDS = "embedding.word_embeddings.weight"
 
 
-def built(config, ctx, dtype=torch.float32, **stage):
-    return get_model(config, ctx, seed_everything(1, ctx), dtype=dtype, **stage)
+def built(config, ctx, dtype=torch.float32):
+    return get_model(config, ctx, seed_everything(1, ctx), dtype=dtype)
+
+
+def in_stages(config, pipeline, virtual=1):
+    """The config cut into stages."""
+    return config.model_copy(update={"parallel": ParallelConfig(pipeline=pipeline, virtual_pipeline=virtual)})
 
 
 def at_stage(rank, size):
@@ -103,36 +108,33 @@ def test_first_values_do_not_depend_on_other_parameters():
 
 
 @pytest.mark.parametrize("config", [tiny(num_layers=5), tiny(num_layers=5, top_query_layer=True, tie_embeddings=False)])
-def test_stages_together_are_the_whole_model(config):
+@pytest.mark.parametrize(("pipeline", "virtual"), [(3, 1), (2, 2), (5, 1), (7, 1)])
+def test_stages_together_are_the_whole_model(config, pipeline, virtual):
     """Hidden states handed from stage to stage give the same bits: names, and so values, survive the cut."""
     tokens = torch.randint(101, (2, 9))
     whole = built(config, context(tp=1))
     want = whole[0].eval()(tokens)
     x, names = None, set()
-    for rank in range(3):
-        stage = built(config, at_stage(rank, 3), pre_process=rank == 0, post_process=rank == 2)
-        x = stage[0].eval()(tokens, hidden=x)
-        names |= set(named_params(stage))
+    ranks = [built(in_stages(config, pipeline, virtual), at_stage(rank, pipeline)) for rank in range(pipeline)]
+    for chunk in range(virtual):
+        for chunks in ranks:
+            assert len(chunks) == virtual
+            x = chunks[chunk].eval()(tokens, hidden=x)
+            names |= set(named_params(chunks))
     assert torch.equal(x, want)
     tied_copy = {"output_layer.weight"} if config.model.tie_embeddings else set()
     assert names == set(named_params(whole)) | tied_copy
 
 
 def test_tied_head_on_another_stage_starts_as_the_embedding_and_is_marked():
-    first = named_params(built(tiny(), at_stage(0, 2), post_process=False))
-    last = built(tiny(), at_stage(1, 2), pre_process=False)
-    assert torch.equal(named_params(last)["output_layer.weight"], first[WORDS])
-    assert param_table(last)["output_layer.weight"].tied
-    untied = built(tiny(tie_embeddings=False), at_stage(1, 2), pre_process=False)
-    assert not torch.equal(named_params(untied)["output_layer.weight"], first[WORDS])
-    assert not param_table(untied)["output_layer.weight"].tied
-
-
-def test_layers_are_spread_evenly_and_each_has_one_stage():
-    for num_layers, size in ((12, 4), (7, 3), (2, 3)):
-        stages = [stage_layers(num_layers, Group("pp", tuple(range(size)), rank)) for rank in range(size)]
-        assert [layer for stage in stages for layer in stage] == list(range(num_layers))
-        assert max(map(len, stages)) - min(map(len, stages)) <= 1
+    first, last = (built(in_stages(tiny(), 2), at_stage(rank, 2)) for rank in range(2))
+    assert torch.equal(named_params(last)["output_layer.weight"], named_params(first)[WORDS])
+    assert param_table(last)["output_layer.weight"].tied == "copy" and param_table(first)[WORDS].tied == "original"
+    whole = built(tiny(), context(tp=1))
+    assert not param_table(whole)[WORDS].tied
+    untied = [built(in_stages(tiny(tie_embeddings=False), 2), at_stage(rank, 2)) for rank in range(2)]
+    assert not torch.equal(named_params(untied[1])["output_layer.weight"], named_params(first)[WORDS])
+    assert not param_table(untied[1])["output_layer.weight"].tied and not param_table(untied[0])[WORDS].tied
 
 
 def test_a_model_without_vocabulary_says_what_to_set():

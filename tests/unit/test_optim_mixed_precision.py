@@ -33,7 +33,7 @@ class Training:
 
     def step(self, number: int, lr: float = 1e-2, spoil: float | None = None) -> StepOutcome:
         self.ddp.zero_grad()
-        self.ddp.begin_microbatch(is_last=True)
+        self.ddp.begin_backward(0, is_last=True)
         self.ddp.module(0)([number, number + 1], strength=0.1 * self.scaler.scale).backward()
         self.ddp.finish_grad_sync()
         if spoil is not None:
