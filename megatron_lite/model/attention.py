@@ -17,6 +17,7 @@ from megatron_lite.model.rotary import apply_rotary
 from megatron_lite.parallel.context import Group
 from megatron_lite.parallel.linear import ColumnParallelLinear, RowParallelLinear
 from megatron_lite.parallel.random import RngTracker
+from megatron_lite.parallel.recompute import recompute
 
 # What backward computes again instead of keeping it from forward: nothing, core attention, or every block.
 Recompute = Literal["none", "selective", "full"]
@@ -93,7 +94,7 @@ class SelfAttention(nn.Module):
         recompute: Recompute,
     ):
         super().__init__()
-        self.recompute = recompute
+        self.selective_recompute = recompute == "selective"
         self.head_dim = config.head_size
         self.dropout = config.attention_dropout
         self.rng = rng
@@ -137,9 +138,15 @@ class SelfAttention(nn.Module):
         if rotary is not None:
             query, key = apply_rotary(query, *rotary), apply_rotary(key, *rotary)
         query, key, value = _heads_first(query), _heads_first(key), _heads_first(value)
+        if self.selective_recompute:
+            context = recompute(self._core, query, key, value, rng=self.rng)
+        else:
+            context = self._core(query, key, value)
+        return self.linear_proj(context.permute(2, 0, 1, 3).reshape(s, b, -1))
+
+    def _core(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """Attention of this rank's heads, without communication. Shapes as `sdpa_attention`."""
         if self.training and self.dropout > 0:
             with self.rng.fork():  # each rank of tp has other heads and must drop other scores
-                context = self.attend(query, key, value, self.dropout)
-        else:
-            context = self.attend(query, key, value, 0.0)
-        return self.linear_proj(context.permute(2, 0, 1, 3).reshape(s, b, -1))
+                return self.attend(query, key, value, self.dropout)
+        return self.attend(query, key, value, 0.0)

@@ -10,6 +10,7 @@ from megatron_lite.model.mlp import MLP
 from megatron_lite.model.norms import build_norm
 from megatron_lite.parallel.context import Group
 from megatron_lite.parallel.random import RngTracker
+from megatron_lite.parallel.recompute import recompute
 
 
 class TransformerBlock(nn.Module):
@@ -28,7 +29,8 @@ class TransformerBlock(nn.Module):
         own_query_input: bool = False,
     ):
         super().__init__()
-        self.recompute = recompute
+        self.rng = rng
+        self.full_recompute = recompute == "full"
         self.post_norm = config.post_norm
         self.attention_add_dropout = config.hidden_dropout
         self.mlp_add_dropout = config.hidden_dropout if config.mlp_dropout else 0.0
@@ -61,8 +63,14 @@ class TransformerBlock(nn.Module):
         query_input   [s, b, h]   only for a block with its own query input
         rotary        cosine and sine, [s, 1, 1, d/2]
         returns       [s, b, h]
-        Communicates: forward two all-reduces of [s, b, h] over tp, backward two more.
+        Communicates: forward two all-reduces of [s, b, h] over tp, backward two more; with full recomputation
+        backward repeats those of forward.
         """
+        if self.full_recompute:
+            return recompute(self._forward, x, query_input, rotary, rng=self.rng)
+        return self._forward(x, query_input, rotary)
+
+    def _forward(self, x: Tensor, query_input: Tensor | None, rotary: tuple[Tensor, Tensor] | None) -> Tensor:
         normed = self.input_layernorm(x)
         attended, bias = self.self_attention(normed, query_input, rotary)
         x = self._add(attended, bias, x, normed, self.attention_add_dropout)

@@ -15,8 +15,9 @@ from megatron_lite.parallel.collectives import (
     reduce_from_tensor_model_parallel_region,
     scatter_to_tensor_model_parallel_region,
 )
-from megatron_lite.parallel.context import Group
+from megatron_lite.parallel.context import Group, solo
 from megatron_lite.parallel.shard import ParamMeta, Shard, declare
+from megatron_lite.parallel.weight_grads import backward_is_split, put_off
 
 
 class _ColumnLinear(torch.autograd.Function):
@@ -45,8 +46,35 @@ class _ColumnLinear(torch.autograd.Function):
         return grad_x, grad_weight, grad_bias, None
 
 
+class _SplitLinear(torch.autograd.Function):
+    """The same where backward is split. The input gradient is summed over `tp`; the weight's is put off.
+
+    The weight comes in a tuple, out of autograd's sight. An edge to it with no gradient on it would still make
+    torch call its post-accumulate hooks, and they would take I for the weight's turn.
+    """
+
+    @staticmethod
+    def forward(ctx, x: Tensor, weight: tuple[Tensor], bias: Tensor | None, tp: Group) -> Tensor:
+        (ctx.leaf,) = weight  # under recomputation, what was saved comes back as another tensor
+        ctx.save_for_backward(x, ctx.leaf)
+        ctx.tp = tp
+        return F.linear(x, ctx.leaf, bias)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):  # type: ignore[override]
+        x, weight = ctx.saved_tensors
+        rows = grad.reshape(-1, grad.shape[-1])
+        grad_x, wait = all_reduce_async((rows @ weight).view(x.shape), ctx.tp)
+        put_off(ctx.leaf, rows, x)
+        grad_bias = rows.sum(0) if ctx.needs_input_grad[2] else None
+        wait()
+        return grad_x, None, grad_bias, None
+
+
 def column_parallel_linear(x: Tensor, weight: Tensor, bias: Tensor | None, tp: Group) -> Tensor:
     """x times this rank's columns; also the head that shares the word embedding's weight.
+
+    Never puts off the weight gradient: the word embedding adds another to it in the same backward.
 
         x        [..., i]      the same on every rank of tp
         weight   [o/tp, i]
@@ -58,6 +86,14 @@ def column_parallel_linear(x: Tensor, weight: Tensor, bias: Tensor | None, tp: G
     if tp.size == 1:
         return F.linear(x, weight, bias)
     return _ColumnLinear.apply(x, weight, bias, tp)  # type: ignore[return-value]
+
+
+def _linear(x: Tensor, weight: nn.Parameter, bias: Tensor | None, tp: Group) -> Tensor:
+    """The layers' product; backward sums the gradient of x over tp."""
+    # An input without a gradient, such as data, would leave a split backward without a graph.
+    if backward_is_split() and x.requires_grad and weight.requires_grad:
+        return _SplitLinear.apply(x, (weight,), bias, tp)  # type: ignore[return-value]
+    return column_parallel_linear(x, weight, bias, tp)
 
 
 def _weight(full: tuple[int, int], shard: Shard, tp: Group, init_std: float, **where) -> nn.Parameter:
@@ -109,7 +145,7 @@ class ColumnParallelLinear(nn.Module):
 
         Communicates: backward, one all-reduce of [s, b, i] over tp; with gather_output one all-gather in forward.
         """
-        y = column_parallel_linear(x, self.weight, None if self.skip_bias_add else self.bias, self.tp)
+        y = _linear(x, self.weight, None if self.skip_bias_add else self.bias, self.tp)
         if self.gather_output:
             y = gather_from_tensor_model_parallel_region(y, self.tp)
         return y, self.bias if self.skip_bias_add else None
@@ -150,9 +186,9 @@ class RowParallelLinear(nn.Module):
         if not self.input_is_parallel:
             x = scatter_to_tensor_model_parallel_region(x, self.tp)
         if self.tp.size == 1:
-            y = F.linear(x, self.weight, None if self.skip_bias_add else self.bias)
+            y = _linear(x, self.weight, None if self.skip_bias_add else self.bias, solo())
         else:
-            y = reduce_from_tensor_model_parallel_region(F.linear(x, self.weight), self.tp)
+            y = reduce_from_tensor_model_parallel_region(_linear(x, self.weight, None, solo()), self.tp)
             if self.bias is not None and not self.skip_bias_add:
                 y = y + self.bias
         return y, self.bias if self.skip_bias_add else None
