@@ -9,8 +9,9 @@ import torch
 from megatron_lite.data.blended import Dataset
 from megatron_lite.data.loader import PrefetchingLoader
 from megatron_lite.parallel.collectives import all_reduce
+from megatron_lite.pipeline.schedules import build_schedule
 from megatron_lite.training.run import Run
-from megatron_lite.training.step import masked_sum
+from megatron_lite.training.step import forward_of, message_of, sum_over_pipeline
 
 
 def evaluation_samples(run: Run) -> int:
@@ -35,17 +36,20 @@ def loader(run: Run, dataset: Dataset, eod: int) -> PrefetchingLoader:
 def evaluate(run: Run, dataset: Dataset, eod: int) -> float:
     """Mean loss over the target tokens of the split's first `evaluation_samples`, nats; the same on every rank.
 
-    Communicates: what the forwards do, and one all-reduce of two numbers over dp.
+    Communicates: what the forwards do, a number over pp for each global batch, and two numbers over dp.
     """
     totals = torch.zeros(2, dtype=torch.float64, device=run.ctx.device)
-    samples_at_once = run.config.train.micro_batch_size * run.ctx.dp.size
+    samples_at_once = run.config.train.global_batch(run.ctx.dp.size)
+    count = samples_at_once // (run.config.train.micro_batch_size * run.ctx.dp.size)
+    schedule = build_schedule("forward-only", run.ctx.pp.size, count, len(run.model))
     for chunk in run.model:
         chunk.eval()
     with torch.no_grad(), loader(run, dataset, eod) as batches:
         for consumed in range(0, evaluation_samples(run), samples_at_once):
-            (batch,) = batches.get(consumed, 1)
-            totals[0] += masked_sum(run.model[0](batch.tokens, batch.labels), batch.loss_mask)
-            totals[1] += batch.loss_mask.sum()
+            portion = batches.get(consumed, count)
+            forward = forward_of(run, portion, run.model.__getitem__)
+            totals[:1] += sum_over_pipeline(run, run.engine.run(schedule, forward, message_of(run, portion)))
+            totals[1] += sum(batch.loss_mask.sum(dtype=torch.float64) for batch in portion)
     for chunk in run.model:
         chunk.train()
     loss_sum, tokens = all_reduce(totals, run.ctx.dp).tolist()

@@ -11,6 +11,7 @@ from megatron_lite.optim.mixed_precision import MixedPrecisionOptimizer
 from megatron_lite.parallel.context import ParallelContext
 from megatron_lite.parallel.random import RngTracker
 from megatron_lite.parallel.shard import ParamTable
+from megatron_lite.pipeline.engine import PipelineEngine
 from megatron_lite.training.state import TrainState
 
 
@@ -21,9 +22,10 @@ class Run:
     config: Config
     ctx: ParallelContext
     rng: RngTracker
-    model: Sequence[nn.Module]  # chunks of this pipeline stage
+    model: Sequence[nn.Module]  # chunks of this pipeline rank
     params: dict[str, nn.Parameter]  # this rank's, by global name
     table: ParamTable
     ddp: DataParallel
     optimizer: MixedPrecisionOptimizer
+    engine: PipelineEngine
     state: TrainState = field(default_factory=TrainState)

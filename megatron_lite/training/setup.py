@@ -15,6 +15,7 @@ from megatron_lite.parallel.collectives import broadcast
 from megatron_lite.parallel.context import ParallelContext
 from megatron_lite.parallel.random import RngTracker
 from megatron_lite.parallel.shard import ParamTable
+from megatron_lite.pipeline.engine import PipelineEngine
 from megatron_lite.training.checkpointing import load_newest
 from megatron_lite.training.initialize import DTYPES
 from megatron_lite.training.run import Run
@@ -27,12 +28,14 @@ def setup_model_and_optimizer(
 ) -> Run:
     """A run at its start, or where its newest checkpoint left it.
 
-    `model_provider` is called like `get_model` and returns this stage's chunks; each is called with
-    `(tokens [b, s], labels [b, s])` and returns the loss of every token, `[s, b]`.
-    Collective over the world when there is a checkpoint to load.
+    `model_provider` is called like `get_model` and returns this rank's chunks. The chunk of the first stage is called
+    with `(tokens [b, s], labels [b, s])`, others also get the stage before's hidden state `[s, b, h]`. The last stage
+    returns the loss of every token, `[s, b]`, the others their hidden state.
+    Collective over the world.
     """
     dtype = DTYPES[config.train.precision]
     model = model_provider(config, ctx, rng, dtype=dtype)
+    refuse_other_chunks(model, config)
     params, table = named_params(model), param_table(model)
     refuse_buffers(model)
     start_alike(params, table, ctx)
@@ -48,9 +51,20 @@ def setup_model_and_optimizer(
     )
     scaler = build_scaler(config.optim, config.train.precision)
     optimizer = MixedPrecisionOptimizer(params, table, ddp, scaler, config.optim, ctx)
-    run = Run(config, ctx, rng, model, params, table, ddp, optimizer)
+    engine = PipelineEngine(ctx, num_chunks=len(model), timeout_seconds=config.train.comm_timeout)
+    run = Run(config, ctx, rng, model, params, table, ddp, optimizer, engine)
     load_newest(run)
     return run
+
+
+def refuse_other_chunks(model: Sequence[nn.Module], config: Config) -> None:
+    """Raises TrainingError for a model with more or fewer stages than the config has."""
+    if len(model) != config.parallel.virtual_pipeline:
+        raise TrainingError(
+            f"the model provider returned {len(model)} chunks; parallel.virtual_pipeline is "
+            f"{config.parallel.virtual_pipeline}, so it must return as many: those of stages pp.rank, pp.rank + "
+            "pp.size, and so on"
+        )
 
 
 def refuse_buffers(model: Sequence[nn.Module]) -> None:
@@ -69,9 +83,11 @@ def start_alike(params: dict[str, nn.Parameter], table: ParamTable, ctx: Paralle
     """Gives all replicas of a parameter the values of the first: a model of one's own may have drawn them from the
     rank's random stream, and replicas that start apart never meet, since only gradients are summed.
 
-    Communicates: each parameter over dp, and over tp where every rank holds it whole.
+    Communicates: each parameter over dp, over tp where every rank holds it whole, and a tied embedding over embd.
     """
     for name, parameter in params.items():
         if not table[name].shard.is_split:
             parameter.copy_(broadcast(parameter.clone(), ctx.tp, src=0))
         parameter.copy_(broadcast(parameter.clone(), ctx.dp, src=0))
+        if table[name].tied:
+            parameter.copy_(broadcast(parameter.clone(), ctx.embd, src=0))

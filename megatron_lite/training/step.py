@@ -5,16 +5,21 @@ forward. So neither micro-batch size, nor accumulation, nor data parallelism, no
 result: gradients are sums, over tokens, micro-batches and ranks alike.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from megatron_lite.data.loader import Batch
 from megatron_lite.ddp.finalize import finalize_grads
 from megatron_lite.optim.lr import learning_rate
 from megatron_lite.parallel.collectives import all_reduce
 from megatron_lite.parallel.context import Group
+from megatron_lite.pipeline.engine import Forward
+from megatron_lite.pipeline.p2p import Message
+from megatron_lite.pipeline.schedules import build_schedule
+from megatron_lite.training.initialize import DTYPES
 from megatron_lite.training.run import Run
 
 
@@ -35,7 +40,7 @@ def train_step(run: Run, microbatches: list[Batch]) -> StepReport:
     lr = learning_rate(run.config.optim, run.state.optimizer_steps, run.config.train.iterations)
     loss_scale = run.optimizer.scaler.scale
     run.ddp.zero_grad()
-    loss_sum = forward_backward(run, microbatches, grad_scale=loss_scale / target_tokens)
+    loss_sum = forward_backward(run, microbatches, loss_grad=loss_scale / target_tokens)
     finalize_grads(run.ddp, run.params, run.table, run.ctx)
     outcome = run.optimizer.step(lr)
     advance(run, microbatches, skipped=outcome.skipped)
@@ -43,16 +48,50 @@ def train_step(run: Run, microbatches: list[Batch]) -> StepReport:
     return StepReport(loss, outcome.grad_norm, lr, loss_scale, outcome.skipped)
 
 
-def forward_backward(run: Run, microbatches: list[Batch], grad_scale: float) -> Tensor:
-    """Gradients of every micro-batch, summed into main_grad; returns this rank's sum of token losses, [1]."""
+def forward_backward(run: Run, microbatches: list[Batch], loss_grad: float) -> Tensor:
+    """Gradients of every micro-batch, summed into main_grad; returns the sum of their token losses, [1].
+
+    The sum is the same on every rank of pp. Communicates: what the pipeline does, and a number over pp.
+    """
+    parallel = run.config.parallel
+    losses = run.engine.run(
+        build_schedule(parallel.schedule, run.ctx.pp.size, len(microbatches), len(run.model)),
+        forward_of(run, microbatches, run.ddp.module),
+        message_of(run, microbatches),
+        begin_backward=run.ddp.begin_backward,
+        loss_grad=loss_grad,
+    )
+    return sum_over_pipeline(run, losses)
+
+
+def forward_of(run: Run, microbatches: list[Batch], module: Callable[[int], nn.Module]) -> Forward:
+    """One micro-batch through one chunk, on the last stage to the sum of its token losses."""
+
+    def forward(chunk: int, number: int, hidden: Tensor | None) -> Tensor:
+        batch = microbatches[number]
+        given = (batch.tokens, batch.labels) if hidden is None else (batch.tokens, batch.labels, hidden)
+        output = module(chunk)(*given)
+        is_last = chunk * run.ctx.pp.size + run.ctx.pp.rank == run.engine.last_stage
+        return masked_sum(output, batch.loss_mask) if is_last else output
+
+    return forward
+
+
+def message_of(run: Run, microbatches: list[Batch]) -> Message:
+    """The hidden state that goes from stage to stage, [s, b, h]."""
+    batch, length = microbatches[0].tokens.shape
+    dtype = DTYPES[run.config.train.precision]
+    if run.config.model.fp32_residual:
+        dtype = torch.promote_types(dtype, torch.float32)
+    return Message((length, batch, run.config.model.hidden_size), dtype, run.ctx.device)
+
+
+def sum_over_pipeline(run: Run, losses: list[Tensor]) -> Tensor:
+    """Sum of losses that only the last stage knows, [1], on every rank of pp, in fp64."""
     total = torch.zeros(1, dtype=torch.float64, device=run.ctx.device)
-    module = run.ddp.module(0)
-    for number, batch in enumerate(microbatches):
-        run.ddp.begin_microbatch(is_last=number == len(microbatches) - 1)
-        loss = masked_sum(module(batch.tokens, batch.labels), batch.loss_mask)
-        (loss * grad_scale).backward()
-        total += loss.detach()
-    return total
+    for loss in losses:
+        total += loss
+    return all_reduce(total, run.ctx.pp)
 
 
 def masked_sum(losses: Tensor, loss_mask: Tensor) -> Tensor:

@@ -5,45 +5,81 @@ would hide a bias added on every rank and a mean of means.
 """
 
 from functools import cache
+from typing import Any
 
 import pytest
 import torch
 
 from tests.e2e.tiny import MODELS, train_tiny
 
-LAYOUTS = [  # tensor, data, engine, micro-batch size
-    (1, 1, "local", 2),
-    (2, 1, "local", 8),
-    (2, 1, "torch", 2),
-    (4, 1, "local", 4),
-    (1, 2, "local", 4),
-    (1, 2, "local", 1),
-    (1, 2, "torch", 4),
-    (1, 2, "torch", 1),
-    (2, 2, "local", 1),
-    (2, 2, "local", 4),
-    (2, 2, "torch", 2),
-    (2, 2, "torch", 4),
-]
 STEPS = 5
+ENDS = "[0,1,1,1,1,1,1,0]"  # the first stage has the embedding only, the last one the head only
+BATCH = 12  # sequences in one optimizer step
+
+
+def layout(tensor: int = 1, data: int = 1, pipeline: int = 1, micro: int = BATCH, **parallel: Any) -> dict[str, Any]:
+    """Changes to the config for this layout, and how many ranks it takes."""
+    changes = {f"parallel__{name}": value for name, value in parallel.items()}
+    changes |= {"parallel__tensor": tensor, "parallel__pipeline": pipeline, "train__micro_batch_size": micro}
+    return {"ranks": tensor * data * pipeline, "changes": changes}
+
+
+FLAT = [
+    layout(micro=2),
+    layout(tensor=2, micro=12),
+    layout(tensor=2, micro=2, ddp="torch"),
+    layout(tensor=4, micro=4),
+    layout(data=2, micro=6),
+    layout(data=2, micro=1),
+    layout(data=2, micro=6, ddp="torch"),
+    layout(data=2, micro=1, ddp="torch"),
+    layout(tensor=2, data=2, micro=1),
+    layout(tensor=2, data=2, micro=6),
+    layout(tensor=2, data=2, micro=3, ddp="torch"),
+    layout(tensor=2, data=2, micro=6, ddp="torch"),
+    layout(micro=2, schedule="gpipe"),
+    layout(micro=2, schedule="zb-h1"),
+    layout(micro=2, tensor=2, schedule="zb-h1"),
+]
+# Micro-batches: 12 / micro. Fewer than stages, as many, and more, also where they do not divide by the stages.
+PIPELINES = [
+    *(layout(pipeline=2, micro=micro, schedule=name) for name in ("gpipe", "1f1b", "zb-h1") for micro in (12, 6, 4)),
+    *(layout(pipeline=4, micro=micro, schedule=name) for name in ("gpipe", "1f1b", "zb-h1") for micro in (6, 3, 2)),
+    layout(pipeline=4, micro=4, schedule="1f1b"),
+    layout(pipeline=4, micro=1, schedule="zb-h1"),
+    *(layout(pipeline=2, micro=micro, schedule="interleaved", virtual_pipeline=2) for micro in (6, 3, 1)),
+    layout(pipeline=2, micro=2, schedule="interleaved", virtual_pipeline=3),
+    *(
+        layout(pipeline=4, micro=micro, schedule="interleaved", virtual_pipeline=2, pipeline_layout=ENDS)
+        for micro in (3, 1)
+    ),
+    layout(pipeline=2, micro=2, pipeline_layout="[1,5]"),
+    *(layout(tensor=2, pipeline=2, micro=4, schedule=name) for name in ("gpipe", "1f1b", "zb-h1")),
+    layout(tensor=2, pipeline=2, micro=2, schedule="interleaved", virtual_pipeline=2),
+    *(layout(data=2, pipeline=2, micro=2, schedule=name) for name in ("gpipe", "1f1b", "zb-h1")),
+    layout(data=2, pipeline=2, micro=3, schedule="interleaved", virtual_pipeline=2),
+    *(layout(data=2, pipeline=2, micro=micro, schedule="1f1b", ddp="torch") for micro in (6, 2)),
+    layout(data=2, pipeline=2, micro=3, schedule="interleaved", virtual_pipeline=2, ddp="torch"),
+]
+
+
+def name_of(layout: dict[str, Any]) -> str:
+    return " ".join(f"{key.rpartition('__')[2]}={value}" for key, value in layout["changes"].items())
+
+
+CASES = [*((layout, 2) for layout in FLAT), *((layout, 6) for layout in PIPELINES)]
+NAMES = [name_of(layout) for layout, _ in CASES]
 
 
 @cache
-def one_process(model: str, precision: str) -> dict:
-    """The reference: the whole global batch of 8 at once, on one rank."""
-    return train_tiny(model, train__precision=precision, train__micro_batch_size=8)
+def one_process(model: str, precision: str, num_layers: int) -> dict:
+    """The reference: the whole global batch at once, on one rank."""
+    return train_tiny(model, train__precision=precision, train__micro_batch_size=BATCH, model__num_layers=num_layers)
 
 
-def on_layout(ranks, model: str, precision: str, tensor: int, data: int, engine: str, micro: int) -> list[dict]:
-    return ranks(
-        tensor * data,
-        train_tiny,
-        model,
-        parallel__tensor=tensor,
-        parallel__ddp=engine,
-        train__micro_batch_size=micro,
-        train__precision=precision,
-    )
+def on_layout(ranks, layout: dict[str, Any], model: str, precision: str, num_layers: int) -> list[dict]:
+    changes = layout["changes"] | {"train__precision": precision, "model__num_layers": num_layers}
+    return ranks(layout["ranks"], train_tiny, model, **changes)
 
 
 def relative(a: torch.Tensor, b: torch.Tensor) -> float:
@@ -51,30 +87,30 @@ def relative(a: torch.Tensor, b: torch.Tensor) -> float:
 
 
 @pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize(("tensor", "data", "engine", "micro"), LAYOUTS)
-def test_losses_and_gradient_norms_are_those_of_one_process(ranks, model, tensor, data, engine, micro):
+@pytest.mark.parametrize(("layout", "num_layers"), CASES, ids=NAMES)
+def test_losses_and_gradient_norms_are_those_of_one_process(ranks, model, layout, num_layers):
     """A lost all-reduce, a bias counted twice or a mean of means would show in the first steps.
 
     fp32: rounding differs with the order of sums, by far less than 1e-5 in five steps.
     """
-    truth = one_process(model, "fp32")
+    truth = one_process(model, "fp32", num_layers)
     assert len(truth["loss"]) == STEPS
     assert truth["loss"].std() > 0.01  # the batches differ, so that equal losses say something
-    for got in on_layout(ranks, model, "fp32", tensor, data, engine, micro):
+    for got in on_layout(ranks, layout, model, "fp32", num_layers):
         assert relative(got["loss"], truth["loss"]) < 1e-5
         assert relative(got["grad_norm"], truth["grad_norm"]) < 1e-5
 
 
 @pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize(("tensor", "data", "engine", "micro"), LAYOUTS)
-def test_final_weights_are_those_of_one_process(ranks, model, tensor, data, engine, micro):
+@pytest.mark.parametrize(("layout", "num_layers"), CASES, ids=NAMES)
+def test_final_weights_are_those_of_one_process(ranks, model, layout, num_layers):
     """In fp64 only the order of sums differs, so whatever is larger than 1e-10 is a mistake.
 
     Key biases are compared absolutely: softmax does not see them, so their true gradient is zero, and Adam makes
     its rounding as large as any other step.
     """
-    truth = one_process(model, "fp64")
-    for got in on_layout(ranks, model, "fp64", tensor, data, engine, micro):
+    truth = one_process(model, "fp64", num_layers)
+    for got in on_layout(ranks, layout, model, "fp64", num_layers):
         assert got["weights"].keys() == truth["weights"].keys()
         for name, whole in truth["weights"].items():
             difference = (got["weights"][name] - whole).abs()

@@ -7,12 +7,13 @@ means would show.
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from megatron_lite.config.load import load_config
 from megatron_lite.config.schema import Config
 from megatron_lite.data.loader import Batch
 from megatron_lite.data.samplers import microbatch_indices
-from megatron_lite.model.build import get_model, named_params, param_table
+from megatron_lite.model.build import WORD_EMBEDDINGS, get_model, named_params, param_table
 from megatron_lite.parallel.collectives import all_gather
 from megatron_lite.parallel.context import ParallelContext
 from megatron_lite.parallel.random import RngTracker
@@ -49,7 +50,7 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 TRAIN = {
     "train.iterations": 5,
-    "train.global_batch_size": 8,
+    "train.global_batch_size": 12,
     "data.seq_length": 16,
     "optim.lr": 5e-3,
     "optim.schedule": "cosine",
@@ -90,12 +91,19 @@ def portion(run: Run) -> list[Batch]:
 
 
 def gather(run: Run, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Whole tensors from every rank's pieces, by name."""
+    """Whole tensors from every rank's pieces and every stage, by name. A tied copy must be the original, to the bit."""
     whole = {}
     for name, tensor in tensors.items():
         meta = run.table[name]
         pieces = all_gather(tensor.detach()[None], run.ctx.tp, dim=0) if meta.shard.is_split else tensor[None]
         whole[name] = meta.shard.join(list(pieces)).detach().clone()
+    if run.ctx.pp.size > 1:
+        stages: list[dict[str, torch.Tensor]] = [{} for _ in range(run.ctx.pp.size)]
+        dist.all_gather_object(stages, whole, group=run.ctx.pp.pg)
+        assert sum(map(len, stages)) == len(set().union(*stages)), "two stages hold the same tensor"
+        whole = {name: tensor for stage in stages for name, tensor in stage.items()}
+        if run.config.model.tie_embeddings:
+            assert torch.equal(whole.pop("output_layer.weight"), whole[WORD_EMBEDDINGS])
     return whole
 
 

@@ -1,0 +1,223 @@
+"""Runs any schedule on this rank, for training and for evaluation. The engine knows no schedule by name.
+
+A schedule lists what each rank computes; whom it hears from and tells follows from the stage of an action. A stage
+keeps of a micro-batch only what its backward needs: the input, whose gradient it sends back, and the edge of the graph
+at its output. The output itself goes when it has been sent: autograd needs its place in the graph, not its numbers.
+(Korthikanti et al., arXiv 2205.05198, appendix B, save the same memory.)
+"""
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from megatron_lite.errors import TrainingError
+from megatron_lite.parallel import weight_grads
+from megatron_lite.parallel.context import ParallelContext
+from megatron_lite.pipeline.actions import Action, Schedule
+from megatron_lite.pipeline.p2p import Message, Pipe, connect
+
+Forward = Callable[[int, int, Tensor | None], Tensor]
+"""(chunk, micro-batch, hidden state of the stage before, None on the first) -> hidden state, or on the last stage the
+micro-batch's result: a scalar loss where there is a backward."""
+
+
+class Recorder(Protocol):
+    """Told when the computing of an action begins and ends; waiting for other stages is outside."""
+
+    def begin(self, action: Action) -> None: ...
+
+    def end(self, action: Action) -> None: ...
+
+
+@dataclass
+class _Live:
+    """What a stage holds of a micro-batch between its forward and the end of its backward."""
+
+    hidden: Tensor | None
+    output: GradientEdge
+    weight_jobs: list[weight_grads.Job] = field(default_factory=list)
+
+
+class PipelineEngine:
+    """This rank's part in a pipeline of `pp.size` ranks with `num_chunks` model chunks on each.
+
+    `timeout_seconds` is how long it waits for a neighbour.
+    """
+
+    def __init__(self, ctx: ParallelContext, *, num_chunks: int, timeout_seconds: float):
+        """Collective over the world."""
+        self.pp, self.timeout_seconds = ctx.pp, timeout_seconds
+        self.last_stage = ctx.pp.size * num_chunks - 1
+        self.pipes = connect(ctx, wraps=num_chunks > 1, timeout_seconds=timeout_seconds)
+        self.peak_live = 0  # of the last run: most micro-batches, over all chunks, held at once for their backward
+
+    def run(
+        self,
+        schedule: Schedule,
+        forward: Forward,
+        message: Message,
+        *,
+        begin_backward: Callable[..., None] = lambda chunk, *, is_last: None,
+        loss_grad: float = 1.0,
+        recorder: Recorder | None = None,
+    ) -> list[Tensor]:
+        """The results of every micro-batch, in order, on the rank of the last stage; elsewhere an empty list.
+
+            schedule         made for this pp and number of chunks by `build_schedule`, which has checked it
+            message          the hidden state between stages, the same for all of them
+            begin_backward   called with (chunk, is_last=) before each backward or half of one; see `DataParallel`
+            loss_grad        what the backward of every loss starts from: loss scale over target tokens
+
+        Gradients go where autograd puts them. A schedule without backwards is run under `torch.no_grad()`.
+        Communicates: point to point with the neighbours in pp, one message for each action and border of its stage.
+        """
+        return _Run(self, schedule[self.pp.rank], forward, message, begin_backward, loss_grad, recorder).go()
+
+
+class _Run:
+    """One pass over a rank's list."""
+
+    def __init__(
+        self,
+        engine: PipelineEngine,
+        actions: list[Action],
+        forward: Forward,
+        message: Message,
+        begin_backward: Callable[..., None],
+        loss_grad: float,
+        recorder: Recorder | None,
+    ):
+        self.engine, self.actions, self.message = engine, actions, message
+        self.forward, self.begin_backward, self.loss_grad = forward, begin_backward, loss_grad
+        self.recorder = recorder
+        ops = {action.op for action in actions}
+        self.trains, self.splits = ops != {"F"}, "I" in ops
+        # By op and chunk, where it comes last: then the gradients that it gives are complete.
+        self.last_of = {(action.op, action.chunk): index for index, action in enumerate(actions)}
+        self.live: dict[tuple[int, int], _Live] = {}
+        self.results: dict[int, Tensor] = {}
+
+    def go(self) -> list[Tensor]:
+        self._expect()
+        self.engine.peak_live = 0
+        for index, action in enumerate(self.actions):
+            stage = action.stage(self.engine.pp.rank, self.engine.pp.size)
+            if action.op == "F":
+                self._forward(action, stage)
+            else:
+                is_last = self.last_of[action.op, action.chunk] == index
+                if action.op == "W":
+                    self._weights(action, is_last)
+                else:
+                    self._backward(action, stage, is_last)
+        with self._explained(self.actions[-1], "its last messages to be taken by its neighbours"):
+            self.engine.pipes.drain()
+        return [self.results[number] for number in sorted(self.results)]
+
+    def _expect(self) -> None:
+        """How many messages will come through each pipe."""
+        pp, last = self.engine.pp, self.engine.last_stage
+        stages = [(action.op, action.stage(pp.rank, pp.size)) for action in self.actions]
+        for pipe, count in (
+            (self.engine.pipes.forward_in, sum(op == "F" and stage > 0 for op, stage in stages)),
+            (self.engine.pipes.backward_in, sum(op in "BI" and stage < last for op, stage in stages)),
+        ):
+            if pipe is not None:
+                pipe.expect(count, self.message)
+
+    def _forward(self, action: Action, stage: int) -> None:
+        hidden = None
+        if stage > 0:
+            hidden = self._receive(self.engine.pipes.forward_in, action, "the activation")
+            hidden.requires_grad_(self.trains)
+        self._begin(action)
+        with weight_grads.split_backward(self.splits):
+            output = self.forward(action.chunk, action.microbatch, hidden)
+        self._end(action)
+        if self.trains:
+            self.live[action.chunk, action.microbatch] = _Live(hidden, get_gradient_edge(output))
+            self.engine.peak_live = max(self.engine.peak_live, len(self.live))
+        if stage == self.engine.last_stage:
+            self.results[action.microbatch] = output.detach()
+        else:
+            self._send(self.engine.pipes.forward_out, self._as_agreed(output, action, stage))
+
+    def _backward(self, action: Action, stage: int, is_last: bool) -> None:
+        live = self.live[action.chunk, action.microbatch]
+        if stage == self.engine.last_stage:
+            grad = torch.full_like(self.results[action.microbatch], self.loss_grad)
+        else:
+            grad = self._receive(self.engine.pipes.backward_in, action, "the gradient")
+        self.begin_backward(action.chunk, is_last=is_last)
+        self._begin(action)
+        with weight_grads.deferred() if action.op == "I" else nullcontext([]) as live.weight_jobs:
+            torch.autograd.backward(live.output, grad)
+        self._end(action)
+        if live.hidden is not None:
+            if live.hidden.grad is None:
+                raise TrainingError(
+                    f"{self._place(action)}: what it stage returned does not depend on the hidden state that it was "
+                    "given, so the stages before it would learn nothing; use `hidden` in the chunk's forward"
+                )
+            self._send(self.engine.pipes.backward_out, live.hidden.grad)
+        # A W still needs the products that I has left, and nothing else.
+        live.hidden = None
+        if action.op == "B":
+            del self.live[action.chunk, action.microbatch]
+
+    def _weights(self, action: Action, is_last: bool) -> None:
+        self.begin_backward(action.chunk, is_last=is_last)
+        self._begin(action)
+        for job in self.live.pop((action.chunk, action.microbatch)).weight_jobs:
+            job()
+        self._end(action)
+
+    def _begin(self, action: Action) -> None:
+        if self.recorder is not None:
+            self.recorder.begin(action)
+
+    def _end(self, action: Action) -> None:
+        if self.recorder is not None:
+            self.recorder.end(action)
+
+    def _send(self, pipe: Pipe | None, tensor: Tensor) -> None:
+        assert pipe is not None
+        pipe.send(tensor.detach())
+
+    def _receive(self, pipe: Pipe | None, action: Action, what: str) -> Tensor:
+        assert pipe is not None
+        with self._explained(action, f"{what} of micro-batch {action.microbatch} from rank {pipe.peer}"):
+            return pipe.receive()
+
+    def _as_agreed(self, output: Tensor, action: Action, stage: int) -> Tensor:
+        wanted = self.message
+        if output.shape != wanted.shape or output.dtype != wanted.dtype:
+            raise TrainingError(
+                f"{self._place(action)}: it returned {list(output.shape)} {output.dtype}, but stages hand over "
+                f"{list(wanted.shape)} {wanted.dtype}; a chunk that is not the last one returns its hidden state"
+            )
+        return output
+
+    @contextmanager
+    def _explained(self, action: Action, what: str) -> Iterator[None]:
+        """torch names neither the action nor, when time is up, the peer."""
+        started = time.monotonic()
+        try:
+            yield
+        except RuntimeError as error:
+            limit, waited = self.engine.timeout_seconds, time.monotonic() - started
+            why = f"nothing came in {limit:g} s" if waited >= 0.9 * limit else f"the connection broke ({error})"
+            raise TrainingError(
+                f"{self._place(action)} waited for {what}, and {why}. Look at the output of that rank first; if a "
+                "stage really computes for so long, raise train.comm_timeout"
+            ) from error
+
+    def _place(self, action: Action) -> str:
+        pp, stage = self.engine.pp, action.stage(self.engine.pp.rank, self.engine.pp.size)
+        return f"rank {pp.ranks[pp.rank]}, pipeline stage {stage} of 0..{self.engine.last_stage}, in {action}"
