@@ -55,8 +55,8 @@ class _SplitLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x: Tensor, weight: tuple[Tensor], bias: Tensor | None, tp: Group) -> Tensor:
-        (ctx.leaf,) = weight  # under recomputation, what was saved comes back as another tensor
-        ctx.save_for_backward(x, ctx.leaf)
+        (ctx.leaf,) = weight
+        ctx.save_for_backward(x, ctx.leaf.detach())  # saved too, so that torch notices when the weight was changed
         ctx.tp = tp
         return F.linear(x, ctx.leaf, bias)
 

@@ -1,0 +1,240 @@
+"""Both halves of a backward against the whole one on one rank: the same bits, each in its time, for the same hooks."""
+
+import gc
+import threading
+import weakref
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from megatron_lite.parallel.context import solo
+from megatron_lite.parallel.linear import column_parallel_linear
+from megatron_lite.parallel.weight_grads import backward_is_split, deferred, split_backward
+from tests.dist.test_parallel_linear import IN, OUT, draw, make, output_gradient
+
+KINDS = ["column", "row"]
+
+
+def inputs(dtype=torch.float64):
+    return draw(3, 2, IN, seed=10, dtype=dtype).requires_grad_(), output_gradient(OUT, dtype)
+
+
+def whole_backward(kind, dtype=torch.float64, **options):
+    layer = make(kind, solo(), dtype=dtype, **options)
+    x, grad = inputs(dtype)
+    y = layer(x)[0]
+    y.backward(grad)
+    return {"y": y.detach(), "x": x.grad} | {name: p.grad for name, p in layer.named_parameters()}
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("options", [{"bias": True}, {"bias": False}, {"skip_bias_add": True}], ids=str)
+def test_two_halves_give_the_bits_of_a_whole_backward(kind, dtype, options):
+    """After I all but the weight has its gradient; after W the weight too."""
+    want = whole_backward(kind, dtype, **options)
+    layer = make(kind, solo(), dtype=dtype, **options)
+    x, grad = inputs(dtype)
+    with split_backward():
+        y = layer(x)[0]
+    with deferred() as jobs:
+        y.backward(grad)
+    assert torch.equal(y, want["y"]) and torch.equal(x.grad, want["x"])
+    assert layer.weight.grad is None
+    if options.get("bias"):
+        assert torch.equal(layer.bias.grad, want["bias"])
+    (job,) = jobs
+    job()
+    assert torch.equal(layer.weight.grad, want["weight"])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_outside_deferred_a_split_graph_gives_all_gradients_at_once(kind):
+    want = whole_backward(kind)
+    layer = make(kind, solo())
+    x, grad = inputs()
+    with split_backward():
+        y = layer(x)[0]
+    y.backward(grad)
+    got = {"y": y, "x": x.grad, "weight": layer.weight.grad, "bias": layer.bias.grad}
+    assert all(torch.equal(got[name], want[name]) for name in want)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_without_split_backward_the_layer_is_torch_linear_and_defers_nothing(kind):
+    """torch's own linear is the fastest; a schedule without W must not pay for those with it."""
+    layer = make(kind, solo())
+    x, grad = inputs()
+    y = layer(x)[0]
+    reference = torch.nn.functional.linear(x, layer.weight, layer.bias)
+    assert y.grad_fn.name() == reference.grad_fn.name()
+    with deferred() as jobs:
+        y.backward(grad)
+    assert jobs == [] and torch.equal(layer.weight.grad, whole_backward(kind)["weight"])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_hooks_of_the_weight_are_called_in_w_and_not_in_i(kind):
+    """LocalDDP counts hook calls: one in I, with no gradient, would be taken for the weight's turn."""
+    layer = make(kind, solo())
+    calls = []
+    for name, parameter in layer.named_parameters():
+        parameter.register_post_accumulate_grad_hook(lambda p, name=name: calls.append((name, p.grad is not None)))
+    x, grad = inputs()
+    with split_backward():
+        y = layer(x)[0]
+    with deferred() as jobs:
+        y.backward(grad)
+    assert calls == [("bias", True)]
+    for job in jobs:
+        job()
+    assert calls == [("bias", True), ("weight", True)]
+
+
+def test_gradients_of_micro_batches_add_up_in_the_order_of_their_jobs():
+    layer, reference = make("row", solo(), dtype=torch.float32), make("row", solo(), dtype=torch.float32)
+    batches = [draw(3, 2, IN, seed=seed, dtype=torch.float32).requires_grad_() for seed in (20, 21, 22)]
+    jobs = []
+    for x in batches:
+        with split_backward():
+            y = layer(x)[0]
+        with deferred() as some:
+            y.square().sum().backward()
+        jobs += some
+    for at in (2, 0, 1):
+        jobs[at]()
+        reference(batches[at])[0].square().sum().backward()
+    assert torch.equal(layer.weight.grad, reference.weight.grad)
+
+
+def test_the_gradient_is_not_copied_on_its_way():
+    """A copy costs as much traffic as the optimizer's reading of the gradient, and room for a second one."""
+
+    class Recorder(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            calls.append(function.overloadpacket.__name__)
+            return function(*args, **(kwargs or {}))
+
+    calls = []
+    layer = make("column", solo())
+    x, grad = inputs()
+    with split_backward():
+        y = layer(x)[0]
+    with deferred() as jobs:
+        y.backward(grad)
+    with Recorder():
+        jobs[0]()
+    assert "mm" in calls and not {"clone", "copy_", "add"} & set(calls)
+
+
+def test_a_job_keeps_input_and_gradient_alive_and_nothing_before_them():
+    """Had the job the graph of its input, zero-bubble schedules would keep every activation until W."""
+
+    class Double(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            ctx.kept = torch.zeros(1000)
+            watched.append(weakref.ref(ctx.kept))
+            return 2 * x
+
+        @staticmethod
+        def backward(ctx, grad):
+            return 2 * grad
+
+    watched = []
+    layer = make("column", solo())
+    x, grad = inputs()
+    middle = Double.apply(x)
+    watched.append(weakref.ref(middle))
+    with split_backward():
+        y = layer(middle)[0]
+    with deferred() as jobs:
+        y.backward(grad)
+    del middle, y
+    gc.collect()
+    assert [watch() for watch in watched] == [None, None]
+    jobs[0]()
+    assert torch.equal(layer.weight.grad, grad.reshape(-1, OUT).t() @ (2 * x.detach()).view(-1, IN))
+
+
+def test_a_job_frees_what_it_kept_and_cannot_run_twice():
+    """Twice would be twice the gradient. The list may outlive its jobs."""
+    layer = make("column", solo())
+    x, grad = inputs()
+    with split_backward():
+        y = layer(x)[0]
+    with deferred() as jobs:
+        y.backward(grad)
+    jobs[0]()
+    with pytest.raises(RuntimeError, match="backward through the graph a second time"):
+        jobs[0]()
+
+
+def test_jobs_are_collected_from_backward_functions_in_other_threads():
+    """Autograd runs those of CUDA tensors in threads of its own; a thread-local list would stay empty."""
+    layer = make("column", solo())
+    x, grad = inputs()
+    with split_backward():
+        y = layer(x)[0]
+    with deferred() as jobs:
+        thread = threading.Thread(target=y.backward, args=(grad,))
+        thread.start()
+        thread.join()
+    assert len(jobs) == 1
+
+
+def test_an_input_without_gradient_loses_no_weight_gradient():
+    """A split graph hangs on its input; with none to hang on, the weight takes the ordinary way."""
+    layer = make("column", solo(), bias=False)
+    with split_backward():
+        y = layer(inputs()[0].detach())[0]
+    with deferred() as jobs:
+        y.backward(output_gradient(OUT))
+    assert jobs == [] and torch.equal(layer.weight.grad, whole_backward("column", bias=False)["weight"])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_frozen_weight_leaves_no_job(kind):
+    layer = make(kind, solo())
+    layer.weight.requires_grad_(False)
+    x, grad = inputs()
+    with split_backward():
+        y = layer(x)[0]
+    with deferred() as jobs:
+        y.backward(grad)
+    assert jobs == [] and layer.weight.grad is None
+    assert torch.equal(x.grad, whole_backward(kind)["x"])
+
+
+def test_a_weight_changed_between_forward_and_backward_is_noticed():
+    """As torch's linear does: the input gradient would be that of another weight."""
+    layer = make("column", solo())
+    with split_backward():
+        y = layer(inputs()[0])[0]
+    with torch.no_grad():
+        layer.weight.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.backward(output_gradient(OUT))
+
+
+def test_a_head_on_the_word_embeddings_weight_never_defers():
+    """The embedding gives the same weight a gradient in I; two turns of one weight are an error to LocalDDP."""
+    weight = draw(OUT, IN, seed=0).requires_grad_()
+    x, grad = inputs()
+    with split_backward():
+        y = column_parallel_linear(x, weight, None, solo())
+    with deferred() as jobs:
+        y.backward(grad)
+    assert jobs == [] and torch.equal(weight.grad, whole_backward("column", bias=False)["weight"])
+
+
+def test_an_error_inside_ends_both_states():
+    """Left on, the next plain backward would never give its weights a gradient."""
+    with pytest.raises(KeyError), split_backward(), deferred():
+        with split_backward(False):
+            assert not backward_is_split()
+        assert backward_is_split()
+        raise KeyError
+    assert not backward_is_split()
+    test_outside_deferred_a_split_graph_gives_all_gradients_at_once("column")
