@@ -9,6 +9,7 @@ from megatron_lite.cli.generate import generate
 from megatron_lite.cli.inspect import inspect
 from megatron_lite.cli.preprocess import preprocess
 from megatron_lite.cli.pretrain import pretrain
+from megatron_lite.cli.schedule import schedule
 from megatron_lite.cli.train_tokenizer import train_tokenizer
 from megatron_lite.errors import MegatronLiteError
 
@@ -20,7 +21,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,  # loading rich would take half of the time of --help
 )
-for command in (pretrain, preprocess, train_tokenizer, inspect, generate):
+for command in (pretrain, preprocess, train_tokenizer, inspect, generate, schedule):
     app.command()(command)
 
 

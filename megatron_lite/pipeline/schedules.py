@@ -55,7 +55,8 @@ def zero_bubble_h1(pp: int, microbatches: int) -> Schedule:
     """1F1B with every backward cut in two and rank r's weight halves put off by r micro-batches.
 
     The gradient reaches the previous rank without waiting for weights, and the weights fill the time in which
-    1F1B would drain. A put-off half keeps its activations, so every rank holds as much as 1F1B's first: pp.
+    1F1B would drain. A put-off half keeps its activations, so every rank holds as much as 1F1B's first: pp. From pp
+    micro-batches on a rank is idle for pp - 1 times F + I - W, or F or I if one of them is longer.
     Source: Zero Bubble Pipeline Parallelism, arXiv 2401.10241, section 2.1 (ZB-H1).
     """
     schedule = []

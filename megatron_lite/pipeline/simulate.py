@@ -33,9 +33,10 @@ def check(schedule: Schedule, microbatches: int, chunks: int) -> None:
 
     A schedule in which no rank has a B, I or W is one for evaluation: it must do every forward once.
     """
-    evaluates = is_forward_only(schedule)
     for rank, order in enumerate(schedule):
         _check_names(rank, order, microbatches, chunks)
+    evaluates = is_forward_only(schedule)
+    for rank, order in enumerate(schedule):
         _check_passes(rank, order, microbatches, chunks, evaluates=evaluates)
     for rank in range(len(schedule)):
         _check_pipe(schedule, rank, "output", +1)

@@ -1,0 +1,140 @@
+"""Schedules to look at: a drawing in text, and a picture of any timeline, simulated or measured.
+
+Both have one row for each pipeline rank and one time axis for all, so that what is empty is the bubble.
+"""
+
+from math import floor
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megatron_lite.errors import ConfigError, MegatronLiteError
+from megatron_lite.pipeline.actions import Action, Schedule
+from megatron_lite.pipeline.simulate import Cost, Span, timeline
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+_MEANINGS = {"F": "forward", "B": "backward", "I": "backward to the inputs", "W": "backward to the weights"}
+_MAX_COLUMNS = 4000  # of the text drawing; in a longer one labels have less room and lose their numbers
+
+# From the palette of Okabe and Ito, which colour-blind people can tell apart.
+_COLOURS = {"F": "#56a0d3", "B": "#2a9d78", "I": "#e69f00", "W": "#cc79a7"}
+_IDLE = "#e9e9e9"
+_ROW = 0.86  # height of a rank's row, of the 1 between two ranks
+_SUFFIXES = (".png", ".svg")
+
+
+def draw(schedule: Schedule, cost: Cost) -> str:
+    """A line of text for each rank and one that explains the labels; what takes no time has no place in it."""
+    spans = [span for span in timeline(schedule, cost) if span.end > span.start]
+    num_chunks, length = _num_chunks(spans), max((span.end for span in spans), default=0.0)
+    shortest = min((span.end - span.start for span in spans), default=1.0)
+    longest_label = max((len(_label(span.action, num_chunks)) for span in spans), default=0)
+    room = _MAX_COLUMNS * shortest / length if length else 0.0
+    # Whole columns for the shortest, so that rounding does not make equal actions differ.
+    columns = min(longest_label, floor(room) or room) / shortest
+
+    def column(time: float) -> int:
+        return int(time * columns + 0.5)
+
+    rows = [[" "] * column(length) for _ in schedule]
+    for rank, action, start, end in spans:
+        width = column(end) - column(start)
+        label = _label(action, num_chunks)
+        # A number that was cut short would be the number of another micro-batch.
+        shown = label if len(label) <= width else action.op[:width]
+        rows[rank][column(start) : column(end)] = shown.ljust(width, "-")
+    digits = len(str(len(rows) - 1))
+    lines = [f"rank {rank:{digits}} |{''.join(row)}|" for rank, row in enumerate(rows)]
+    example = "F3.1 forward of micro-batch 3 in model chunk 1" if num_chunks > 1 else "F3 forward of micro-batch 3"
+    others = [f"{op} {_MEANINGS[op]}" for op in _ops(spans) if op != "F"]
+    return "\n".join([*lines, "; ".join([example, *others, "blank idle"])])
+
+
+def save_picture(path: Path, spans: list[Span], *, num_ranks: int, title: str) -> None:
+    """Writes a timeline as a .png or .svg: a row for each rank, a colour for each op, a shade for each model chunk."""
+    if path.suffix not in _SUFFIXES:
+        raise ConfigError(f"{path}: pictures are written as {' or '.join(_SUFFIXES)}; choose a name that ends in one")
+    from matplotlib.figure import Figure
+
+    begin, end = min(span.start for span in spans), max(span.end for span in spans)
+    inches = _width_inches(spans, end - begin)
+    letters = min(max(inches * 0.6, 10), 22)  # a wide picture is looked at from further away
+    height = max(0.36 * num_ranks, inches / 6) + letters * 0.12
+    figure = Figure(figsize=(inches, height), dpi=120, layout="constrained")
+    axes = figure.add_subplot()
+    axes.barh(range(num_ranks), end - begin, _ROW, begin, color=_IDLE)
+    _add_boxes(axes, spans)
+    # An inch is for the ranks' names; the rest is the time.
+    _add_numbers(axes, spans, points=72 * (inches - 1) / (end - begin))
+    axes.set(xlim=(begin, end), ylim=(num_ranks - 0.5, -0.5))
+    axes.set_title(title, size=letters * 1.2)
+    axes.set_xlabel("time (grey: idle)", size=letters)
+    axes.set_yticks(range(num_ranks), [f"rank {rank}" for rank in range(num_ranks)])
+    axes.tick_params(left=False, labelsize=letters)
+    axes.spines[:].set_visible(False)
+    columns = _num_chunks(spans) if _num_chunks(spans) > 1 else len(_ops(spans))
+    figure.legend(loc="outside lower center", ncols=columns, frameon=False, fontsize=letters)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(path)
+    except OSError as error:
+        raise MegatronLiteError(f"{path}: cannot be written: {error.strerror}") from error
+
+
+def _add_boxes(axes: "Axes", spans: list[Span]) -> None:
+    """All boxes of one colour are drawn together and make one entry of the legend."""
+    num_chunks = _num_chunks(spans)
+    for chunk in range(num_chunks):
+        for op in _ops(spans):
+            alike = [span for span in spans if (span.action.op, span.action.chunk) == (op, chunk)]
+            axes.barh(
+                [span.rank for span in alike],
+                [span.end - span.start for span in alike],
+                _ROW,
+                [span.start for span in alike],
+                color=_shade(op, chunk, num_chunks),
+                edgecolor="white",
+                linewidth=0.4,
+                label=f"{_MEANINGS[op]}, chunk {chunk}" if num_chunks > 1 else _MEANINGS[op],
+            )
+
+
+def _add_numbers(axes: "Axes", spans: list[Span], points: float) -> None:
+    """Micro-batch numbers where they can be read, all of one size; a unit of time is `points` wide on paper."""
+    longest = max(len(str(span.action.microbatch)) for span in spans)
+    fitting = [(span.end - span.start) * points / (0.65 * longest + 0.2) for span in spans]
+    smallest_readable = 4
+    size = min([size for size in fitting if size >= smallest_readable] + [8])
+    for span, largest in zip(spans, fitting, strict=True):
+        if largest >= size:
+            middle = (span.start + span.end) / 2
+            axes.text(middle, span.rank, str(span.action.microbatch), size=size, ha="center", va="center")
+
+
+def _label(action: Action, num_chunks: int) -> str:
+    return str(action) if num_chunks > 1 else f"{action.op}{action.microbatch}"
+
+
+def _num_chunks(spans: list[Span]) -> int:
+    return 1 + max((span.action.chunk for span in spans), default=0)
+
+
+def _ops(spans: list[Span]) -> list[str]:
+    return [op for op in _MEANINGS if any(span.action.op == op for span in spans)]
+
+
+def _width_inches(spans: list[Span], length: float) -> float:
+    """Room for a two-digit number in a box of middling length, within what a screen can show."""
+    durations = sorted(span.end - span.start for span in spans)
+    middling = durations[len(durations) // 4]
+    return min(max(0.2 * length / middling, 9.0), 40.0) if middling else 40.0
+
+
+def _shade(op: str, chunk: int, num_chunks: int) -> tuple[float, float, float]:
+    """The op's colour, the lighter the later the chunk."""
+    from matplotlib.colors import to_rgb
+
+    white = 0.65 * chunk / max(num_chunks - 1, 1)
+    red, green, blue = (part + (1 - part) * white for part in to_rgb(_COLOURS[op]))
+    return red, green, blue

@@ -1,0 +1,280 @@
+"""The check refuses what would hang or compute something else, and nothing more; the clock is right."""
+
+import random
+from collections import defaultdict, deque
+from functools import cache
+from itertools import permutations, product
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_lite.errors import ConfigError
+from megatron_lite.pipeline.schedules import Action, build_schedule
+from megatron_lite.pipeline.simulate import bubble, check, idle_share, timeline
+
+
+class Wrong(Exception):
+    """A schedule did what it must not."""
+
+
+def run(schedule, microbatches, chunks, seed=0):
+    """Runs a schedule on names instead of numbers, and raises Wrong unless every gradient comes out once.
+
+    Ranks pass names through queues and take turns at random. An action computes with what its queue hands out, so
+    what comes in another order than it is wanted is the wrong input.
+    """
+    pp, last = len(schedule), len(schedule) * chunks - 1
+    queues = defaultdict(deque)  # (reader, "activation" or "gradient") -> (stage that wrote, micro-batch)
+    done, left = set(), [deque(order) for order in schedule]
+    turns = random.Random(seed)
+
+    def step(rank):
+        """Does the next action of a rank, or returns False when it has to wait."""
+        op, m, chunk = left[rank][0]
+        stage = chunk * pp + rank
+        if not (op in "FBIW" and 0 <= m < microbatches and 0 <= chunk < chunks):
+            raise Wrong("no such action")
+        what, source = ("activation", stage - 1) if op == "F" else ("gradient", stage + 1)
+        if op != "W" and 0 <= source <= last:
+            if not queues[rank, what]:
+                return False
+            if queues[rank, what].popleft() != (source, m):
+                raise Wrong("another one's input")
+        if op in "BI" and ("forward", stage, m) not in done:
+            raise Wrong("backward without forward")
+        if op == "W" and ("input gradient", stage, m) not in done:
+            raise Wrong("weights before inputs")
+        for result in {
+            "F": ["forward"],
+            "B": ["input gradient", "weight gradient"],
+            "I": ["input gradient"],
+            "W": ["weight gradient"],
+        }[op]:
+            if (result, stage, m) in done:
+                raise Wrong(f"{result} twice")
+            done.add((result, stage, m))
+        if op == "F" and stage < last:
+            queues[(rank + 1) % pp, what].append((stage, m))
+        if op in "BI" and stage > 0:
+            queues[(rank - 1) % pp, what].append((stage, m))
+        left[rank].popleft()
+        return True
+
+    while any(left):
+        waiting = [rank for rank in range(pp) if left[rank]]
+        turns.shuffle(waiting)
+        moved = [step(rank) for rank in waiting]
+        if not any(moved):
+            raise Wrong("deadlock")
+    results = {"forward", "input gradient", "weight gradient"}
+    if all(action.op == "F" for order in schedule for action in order):
+        results = {"forward"}
+    if done != set(product(results, range(last + 1), range(microbatches))):
+        raise Wrong("something is missing")
+
+
+def is_right(schedule, microbatches, chunks, seed=0):
+    try:
+        run(schedule, microbatches, chunks, seed)
+    except Wrong:
+        return False
+    return True
+
+
+def is_accepted(schedule, microbatches, chunks):
+    try:
+        check(schedule, microbatches, chunks)
+    except ConfigError:
+        return False
+    return True
+
+
+@st.composite
+def shapes(draw, most_ranks=8, most_microbatches=32):
+    """(name, pp, microbatches, chunks) that fit together."""
+    name = draw(st.sampled_from(["gpipe", "1f1b", "interleaved", "zb-h1", "forward-only"]))
+    pp = draw(st.integers(1, most_ranks))
+    if name == "interleaved":
+        return name, pp, pp * draw(st.integers(1, most_microbatches // pp)), draw(st.integers(2, 4))
+    chunks = draw(st.integers(1, 4)) if name == "forward-only" else 1
+    return name, pp, draw(st.integers(1, most_microbatches)), chunks
+
+
+@given(shape=shapes(), seed=st.integers(0, 99))
+def test_every_schedule_computes_every_gradient_through_queues(shape, seed):
+    """The plainest engine there is, whatever rank is faster, finds the right input in every queue."""
+    name, pp, microbatches, chunks = shape
+    run(build_schedule(name, pp, microbatches, chunks), microbatches, chunks, seed)
+
+
+def mutate(schedule, microbatches, chunks, turns):
+    """One change somewhere: a swap, a drop, a repetition, or another op, micro-batch or chunk."""
+    changed = [list(order) for order in schedule]
+    order = changed[turns.randrange(len(changed))]
+    index = turns.randrange(len(order))
+    action = order[index]
+    kind = turns.choice(["swap", "swap near", "drop", "repeat", "op", "microbatch", "chunk"])
+    if kind == "swap":
+        other = turns.randrange(len(order))
+        order[index], order[other] = order[other], order[index]
+    elif kind == "swap near":
+        other = (index + 1) % len(order)
+        order[index], order[other] = order[other], order[index]
+    elif kind == "drop":
+        del order[index]
+    elif kind == "repeat":
+        order.insert(turns.randrange(len(order) + 1), action)
+    elif kind == "op":
+        order[index] = action._replace(op=turns.choice("FBIWX"))
+    elif kind == "microbatch":
+        order[index] = action._replace(microbatch=turns.randrange(-1, microbatches + 1))
+    else:
+        order[index] = action._replace(chunk=turns.randrange(-1, chunks + 1))
+    return changed
+
+
+@settings(max_examples=1000)
+@given(shape=shapes(most_ranks=4, most_microbatches=8), seed=st.integers(0, 10**9))
+def test_a_mutated_schedule_is_accepted_exactly_when_it_still_computes_the_right_thing(shape, seed):
+    """Too lenient, and a run hangs or trains on wrong gradients; too strict, and a good schedule cannot be added."""
+    name, pp, microbatches, chunks = shape
+    schedule = build_schedule(name, pp, microbatches, chunks)
+    turns = random.Random(seed)
+    for _ in range(3):
+        changed = mutate(schedule, microbatches, chunks, turns)
+        assert is_accepted(changed, microbatches, chunks) == is_right(changed, microbatches, chunks), changed
+
+
+@pytest.mark.parametrize(
+    "pp, microbatches, ops", [(1, 2, "FB"), (2, 2, "FB"), (2, 1, "FIW"), (3, 1, "FIW"), (2, 3, "F")]
+)
+def test_of_all_orders_exactly_the_right_ones_are_accepted(pp, microbatches, ops):
+    """Every order of the actions on every rank with every other: nothing is left to chance."""
+    actions = [Action(op, m) for op in ops for m in range(microbatches)]
+    verdicts = [
+        (is_accepted(schedule, microbatches, 1), is_right(schedule, microbatches, 1))
+        for schedule in map(list, product(map(list, permutations(actions)), repeat=pp))
+    ]
+    assert all(accepted == right for accepted, right in verdicts)
+    assert any(accepted for accepted, _ in verdicts) and not all(accepted for accepted, _ in verdicts)
+
+
+@pytest.mark.parametrize("pp", [1, 2, 3])
+def test_of_all_orders_of_two_chunks_exactly_the_right_ones_are_accepted(pp):
+    """With two ranks there is a pipe each way for activations and a pipe each way for gradients."""
+    actions = [Action("F", m, chunk) for m in range(2) for chunk in range(2)]
+    verdicts = [
+        (is_accepted(schedule, 2, 2), is_right(schedule, 2, 2))
+        for schedule in map(list, product(map(list, permutations(actions)), repeat=pp))
+    ]
+    assert all(accepted == right for accepted, right in verdicts)
+    assert any(accepted for accepted, _ in verdicts) and not all(accepted for accepted, _ in verdicts)
+
+
+def order(text):
+    """A rank's list from its printed form."""
+    parts = [(word[0], *map(int, word[1:].split("."))) for word in text.split()]
+    return [Action(*part) for part in parts]
+
+
+def broken(name, pp, microbatches, chunks, rank, old, new):
+    """A valid schedule with `old` in the list of `rank` replaced by `new`."""
+    schedule = [list(actions) for actions in build_schedule(name, pp, microbatches, chunks)]
+    text = " ".join(map(str, schedule[rank]))
+    assert text.count(old) == 1, text
+    schedule[rank] = order(text.replace(old, new))
+    return schedule
+
+
+@pytest.mark.parametrize(
+    ("shape", "rank", "old", "new", "message"),
+    [
+        # a swapped pair that an action of the same rank depends on
+        (("1f1b", 4, 8, 1), 2, "F4.0 B3.0 F5.0 B4.0", "B4.0 B3.0 F5.0 F4.0", "rank 2: B4.0 before its F4.0, which it"),
+        (("zb-h1", 2, 4, 1), 1, "I1.0 W0.0", "W1.0 W0.0 I1.0", "rank 1: W1.0 is there 2 times"),
+        (("zb-h1", 2, 2, 1), 0, "I1.0 W1.0", "W1.0 I1.0", "rank 0: W1.0 before its I1.0, which it needs"),
+        # something is missing, there twice or there in two ways
+        (("zb-h1", 2, 4, 1), 1, " W3.0", "", "rank 1: W3.0 is missing"),
+        (("zb-h1", 2, 4, 1), 1, "I2.0 ", "", "rank 1: I2.0 is missing"),
+        (("1f1b", 2, 4, 1), 1, " B3.0", "", "rank 1: B3.0 is missing"),
+        (("1f1b", 2, 4, 1), 0, "F2.0 ", "", "rank 0: F2.0 is missing"),
+        (("gpipe", 2, 4, 1), 0, "B2.0", "B2.0 B2.0", "rank 0: B2.0 is there 2 times"),
+        (("zb-h1", 2, 4, 1), 0, "W2.0", "B2.0", "rank 0: I2.0 is a part of B2.0, which is there too"),
+        (("zb-h1", 2, 4, 1), 0, "I2.0", "B2.0", "rank 0: W2.0 is a part of B2.0, which is there too"),
+        # what is not there at all
+        (("interleaved", 2, 4, 2), 1, "F2.1", "F2.2", "rank 1: F2.2 is of model chunk 2; there are 2, from 0"),
+        (("interleaved", 2, 4, 2), 1, "F2.1", "F2.0", "rank 1: F2.0 is there 2 times"),
+        (("1f1b", 2, 4, 1), 1, "B3.0", "B4.0", "rank 1: B4.0 is of micro-batch 4; there are 4, from 0"),
+        (("1f1b", 2, 4, 1), 1, "B3.0", "S3.0", "rank 1: S3.0 is no F (forward), B (backward), I (its input half) or W"),
+        # evaluation with a backward in it, and training without some rank's
+        (("forward-only", 2, 4, 1), 0, "F3.0", "F3.0 B0.0", "rank 0: B1.0 is missing"),
+        (("forward-only", 2, 4, 2), 1, " F3.1", "", "rank 1: F3.1 is missing"),
+        # one rank alone in another order
+        (("gpipe", 3, 3, 1), 1, "F0.0 F1.0 F2.0", "F2.0 F1.0 F0.0", "rank 1: F2.0 reads the output that rank 0 sent for"),
+        (("gpipe", 3, 3, 1), 1, "B0.0 B1.0 B2.0", "B2.0 B1.0 B0.0", "rank 0: B0.0 reads the gradient that rank 1 sent for"),
+        (("zb-h1", 2, 2, 1), 1, "I0.0 F1.0 I1.0", "F1.0 I1.0 I0.0", "rank 0: I0.0 reads the gradient that rank 1 sent"),
+        (("forward-only", 2, 2, 2), 1, "F0.1 F1.1", "F1.1 F0.1", "rank 1: F1.1 reads the output that rank 0 sent for F0.1"),
+    ],
+)  # fmt: skip
+def test_a_broken_schedule_is_refused_by_rank_and_action(shape, rank, old, new, message):
+    schedule = broken(*shape, rank, old, new)
+    assert not is_right(schedule, shape[2], shape[3])
+    with pytest.raises(ConfigError) as error:
+        check(schedule, shape[2], shape[3])
+    assert str(error.value).startswith(message)
+
+
+def test_the_pipe_that_goes_round_the_ring_keeps_its_order_too():
+    """Between two ranks there are two pipes for activations; here only that from rank 1 to rank 0 is misread."""
+    with pytest.raises(ConfigError, match=r"^rank 0: F1\.1 reads the output that rank 1 sent for F0\.1; a pipe hands"):
+        check([order("F0.0 F1.0 F1.1 F0.1"), order("F0.0 F1.0 F1.1 F0.1")], 2, 2)
+
+
+def test_a_deadlock_names_what_every_rank_waits_for():
+    """Each list is right by itself and the pipes are in order: only playing it shows that rank 1 comes too late."""
+    schedule = [order("F0.0 B0.0 F1.0 B1.0"), order("F0.0 F1.0 B0.0 B1.0")]
+    with pytest.raises(ConfigError) as error:
+        check(schedule, 2, 1)
+    assert str(error.value) == (
+        "the schedule deadlocks: rank 0 at B0.0 waits for B0.0 or I0.0 of rank 1; "
+        "rank 1 at F1.0 waits for F1.0 of rank 0"
+    )
+
+
+@given(shape=shapes(), seed=st.integers(0, 10**9))
+def test_the_clock_is_the_longest_chain_of_what_has_to_come_before(shape, seed):
+    """Worked out backwards from each action by its own recursion, with another duration for every action and rank."""
+    name, pp, microbatches, chunks = shape
+    schedule = build_schedule(name, pp, microbatches, chunks)
+    dice = random.Random(seed)
+    cost = {(action, rank): dice.randrange(10) for rank in range(pp) for action in schedule[rank]}
+    position = {(action, rank): index for rank in range(pp) for index, action in enumerate(schedule[rank])}
+    last = pp * chunks - 1
+
+    @cache
+    def end(action, rank):
+        op, m, chunk = action
+        stage, before = chunk * pp + rank, []
+        if index := position[action, rank]:
+            before.append((schedule[rank][index - 1], rank))
+        if op == "F" and stage > 0:
+            before.append((Action("F", m, (stage - 1) // pp), (stage - 1) % pp))
+        if op in "BI" and stage < last:
+            before.append((Action(op, m, (stage + 1) // pp), (stage + 1) % pp))
+        return max([end(*one) for one in before], default=0) + cost[action, rank]
+
+    for action, rank in sorted(cost, key=lambda key: position[key]):  # shallow recursions first
+        end(action, rank)
+    spans = timeline(schedule, lambda action, rank: cost[action, rank])
+    assert {(span.action, span.rank): span.end for span in spans} == {key: end(*key) for key in cost}
+    assert all(span.end - span.start == cost[span.action, span.rank] for span in spans)
+
+
+def test_idle_time_is_counted_from_the_first_start_to_the_last_end():
+    """A measured timeline begins at any time; nothing that takes any time leaves nothing idle."""
+    schedule = build_schedule("gpipe", 2, 1, 1)
+    spans = timeline(schedule, lambda action, rank: 1.0)
+    later = [span._replace(start=span.start + 5, end=span.end + 5) for span in spans]
+    assert idle_share(later, num_ranks=2) == idle_share(spans, num_ranks=2) == bubble(schedule, lambda a, r: 1.0) == 0.5
+    assert bubble(schedule, lambda action, rank: 0.0) == 0.0
