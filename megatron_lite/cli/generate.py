@@ -12,7 +12,7 @@ def generate(
     temperature: Annotated[float, typer.Option(min=0.0, help="0 takes the likeliest token each time.")] = 1.0,
     seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="The same seed gives the same text.")] = 1234,
     nproc_per_node: Annotated[
-        int | None, typer.Option("--nproc-per-node", min=1, metavar="N", help="The checkpoint's tensor-parallel size.")
+        int | None, typer.Option("--nproc-per-node", min=1, metavar="N", help="The checkpoint's tensor * pipeline.")
     ] = None,
 ) -> None:
     """Write text after a prompt with the newest checkpoint of a run, in the layout that it was trained in."""
@@ -25,7 +25,8 @@ def generate(
     if world_size != parallel.model_size:
         raise ConfigError(
             f"the checkpoint in {load} is cut for {parallel.model_size} process(es) (parallel.tensor "
-            f"{parallel.tensor}) and there are {world_size}; generate runs in the checkpoint's own layout: "
+            f"{parallel.tensor}, parallel.pipeline {parallel.pipeline}) and there are {world_size}; generate runs in "
+            f"the checkpoint's own layout: "
             f"add --nproc-per-node {parallel.model_size}"
         )
     arguments = (load, prompt, max_new_tokens, temperature, seed)

@@ -8,6 +8,7 @@ other for ever; Gloo cannot show that hang.
 from collections import deque
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -103,7 +104,7 @@ def connect(ctx: ParallelContext, *, wraps: bool, timeout_seconds: float) -> Pip
                 (above, below, "forward_out", "forward_in"),
                 (below, above, "backward_out", "backward_in"),
             ):
-                pg = dist.new_group([src, dst], timeout=timedelta(seconds=timeout_seconds))
+                pg: Any = dist.new_group([src, dst], timeout=timedelta(seconds=timeout_seconds))
                 if ctx.rank == src:
                     setattr(pipes, out_end, Pipe(dst, pg))
                 elif ctx.rank == dst:

@@ -48,7 +48,8 @@ def evaluate(run: Run, dataset: Dataset, eod: int) -> float:
         for consumed in range(0, evaluation_samples(run), samples_at_once):
             portion = batches.get(consumed, count)
             forward = forward_of(run, portion, run.model.__getitem__)
-            totals[:1] += sum_over_pipeline(run, run.engine.run(schedule, forward, message_of(run, portion)))
+            message = message_of(run.config, portion[0].tokens, run.ctx.device)
+            totals[:1] += sum_over_pipeline(run, run.engine.run(schedule, forward, message))
             totals[1] += sum(batch.loss_mask.sum(dtype=torch.float64) for batch in portion)
     for chunk in run.model:
         chunk.train()

@@ -5,6 +5,7 @@ looking at what a model has learnt, not for serving it.
 """
 
 import os
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -16,11 +17,17 @@ from megatron_lite.config.schema import Config
 from megatron_lite.data.tokenizer import build_tokenizer
 from megatron_lite.errors import CheckpointError, ConfigError
 from megatron_lite.model.build import get_model, named_params, param_table
-from megatron_lite.parallel.collectives import all_gather
-from megatron_lite.parallel.context import Group, ParallelContext, solo
+from megatron_lite.parallel.collectives import all_gather, broadcast
+from megatron_lite.parallel.context import ParallelContext, solo
 from megatron_lite.parallel.random import RngTracker
+from megatron_lite.pipeline.engine import PipelineEngine
+from megatron_lite.pipeline.schedules import build_schedule
 from megatron_lite.training.checkpointing import checkpoints_of, detached
 from megatron_lite.training.initialize import DTYPES, finalize_megatron, initialize_megatron
+from megatron_lite.training.step import message_of
+
+NextLogits = Callable[[list[int]], Tensor]
+"""Token ids -> logits `[v]` of what follows them, in fp32 on the CPU."""
 
 
 def config_of_run(run_dir: str) -> Config:
@@ -32,14 +39,15 @@ def config_of_run(run_dir: str) -> Config:
     fields = read_layout(locate(root, iteration)).config
     # Only the model, its layout and its tokenizer matter here, and the device is this machine's.
     fields["run"] |= {"dir": run_dir, "device": "auto"}
-    fields["train"] |= {"global_batch_size": 0, "micro_batch_size": 1, "ramp_up": None}
+    batch = fields["parallel"]["pipeline"]  # what the interleaved schedule asks for at least
+    fields["train"] |= {"global_batch_size": batch, "micro_batch_size": 1, "ramp_up": None}
     return Config.model_validate(fields, strict=False)
 
 
 def generate_text(run_dir: str, prompt: str, max_new_tokens: int, temperature: float, seed: int) -> str:
     """The text that the newest checkpoint of a run writes after a prompt, printed by rank 0.
 
-    Collective over the world, which has the checkpoint's tensor-parallel size.
+    Collective over the world, which has the checkpoint's layout without data parallelism.
     """
     config = config_of_run(run_dir)
     if not config.data.tokenizer:
@@ -60,10 +68,8 @@ def continuation(config: Config, prompt: str, max_new_tokens: int, temperature: 
     ctx, rng = initialize_megatron(config)
     ids = tokenizer.encode(prompt) or [tokenizer.eod]
     new = generate(
-        load_model(config, ctx, rng),
+        logits_function(load_model(config, ctx, rng), config, ctx),
         ids,
-        tp=ctx.tp,
-        device=ctx.device,
         config=config,
         max_new_tokens=max_new_tokens,
         temperature=temperature,
@@ -74,8 +80,8 @@ def continuation(config: Config, prompt: str, max_new_tokens: int, temperature: 
     return tokenizer.decode(ids + new)[len(tokenizer.decode(ids)) :]
 
 
-def load_model(config: Config, ctx: ParallelContext, rng: RngTracker) -> nn.Module:
-    """The model of a run's newest checkpoint, weights only."""
+def load_model(config: Config, ctx: ParallelContext, rng: RngTracker) -> Sequence[nn.Module]:
+    """This rank's chunks of the model of a run's newest checkpoint, weights only."""
     root = checkpoints_of(config.run.dir)
     chunks = get_model(config, ctx, rng, dtype=DTYPES[config.train.precision])
     iteration = find_latest(root, world=ctx.world)
@@ -89,16 +95,36 @@ def load_model(config: Config, ctx: ParallelContext, rng: RngTracker) -> nn.Modu
         optimizer_state={},
         config=config.model_dump(mode="json"),
     )
-    return chunks[0].eval()
+    return [chunk.eval() for chunk in chunks]
+
+
+def logits_function(chunks: Sequence[nn.Module], config: Config, ctx: ParallelContext) -> NextLogits:
+    """A function from token ids to the logits after them, on the CPU, the same on every rank of the model."""
+    pp, vocab = ctx.pp, config.model.padded_vocab
+    engine = PipelineEngine(ctx, num_chunks=len(chunks), timeout_seconds=config.train.comm_timeout)
+    schedule = build_schedule("forward-only", pp.size, 1, len(chunks))
+
+    def next_logits(ids: list[int]) -> Tensor:
+        tokens = torch.tensor([ids], device=ctx.device)
+
+        def forward(chunk: int, number: int, hidden: Tensor | None) -> Tensor:
+            return chunks[chunk](tokens, None, hidden)
+
+        results = engine.run(schedule, forward, message_of(config, tokens, ctx.device))
+        if results:
+            logits = all_gather(results[0][-1, 0], ctx.tp, dim=-1).float()
+        else:
+            logits = torch.empty(vocab, device=ctx.device)
+        return broadcast(logits, pp, src=pp.size - 1).cpu()
+
+    return next_logits
 
 
 @torch.no_grad()
 def generate(
-    model: nn.Module,
+    next_logits: NextLogits,
     prompt: list[int],
     *,
-    tp: Group,
-    device: torch.device,
     config: Config,
     max_new_tokens: int,
     temperature: float,
@@ -109,15 +135,13 @@ def generate(
 
     A temperature of 0 takes the likeliest token. Every rank draws the same numbers, so all return the same ids. A text
     that outgrows the model's positions goes on from its last `max_position_embeddings` tokens.
-    Communicates: what the forwards do, and an all-gather of the last position's logits over tp.
+    Communicates: what `next_logits` does.
     """
     generator = torch.Generator().manual_seed(seed)
     limit = config.model.max_position_embeddings
     ids = list(prompt)
     for _ in range(max_new_tokens):
-        tokens = torch.tensor([ids[-limit:]], device=device)
-        logits = all_gather(model(tokens)[-1, 0], tp, dim=-1).float().cpu()
-        token = pick(logits[: config.model.vocab_size], temperature, generator)
+        token = pick(next_logits(ids[-limit:])[: config.model.vocab_size], temperature, generator)
         if token == eod:
             break
         ids.append(token)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from megatron_lite.config.schema import Config
 from megatron_lite.data.loader import Batch
 from megatron_lite.ddp.finalize import finalize_grads
 from megatron_lite.optim.lr import learning_rate
@@ -57,7 +58,7 @@ def forward_backward(run: Run, microbatches: list[Batch], loss_grad: float) -> T
     losses = run.engine.run(
         build_schedule(parallel.schedule, run.ctx.pp.size, len(microbatches), len(run.model)),
         forward_of(run, microbatches, run.ddp.module),
-        message_of(run, microbatches),
+        message_of(run.config, microbatches[0].tokens, run.ctx.device),
         begin_backward=run.ddp.begin_backward,
         loss_grad=loss_grad,
     )
@@ -77,13 +78,13 @@ def forward_of(run: Run, microbatches: list[Batch], module: Callable[[int], nn.M
     return forward
 
 
-def message_of(run: Run, microbatches: list[Batch]) -> Message:
-    """The hidden state that goes from stage to stage, [s, b, h]."""
-    batch, length = microbatches[0].tokens.shape
-    dtype = DTYPES[run.config.train.precision]
-    if run.config.model.fp32_residual:
+def message_of(config: Config, tokens: Tensor, device: torch.device) -> Message:
+    """The hidden state [s, b, h] that goes from stage to stage for micro-batches like `tokens` [b, s]."""
+    batch, length = tokens.shape
+    dtype = DTYPES[config.train.precision]
+    if config.model.fp32_residual:
         dtype = torch.promote_types(dtype, torch.float32)
-    return Message((length, batch, run.config.model.hidden_size), dtype, run.ctx.device)
+    return Message((length, batch, config.model.hidden_size), dtype, device)
 
 
 def sum_over_pipeline(run: Run, losses: list[Tensor]) -> Tensor:

@@ -74,12 +74,13 @@ NAMES = [name_of(layout) for layout, _ in CASES]
 @cache
 def one_process(model: str, precision: str, num_layers: int) -> dict:
     """The reference: the whole global batch at once, on one rank."""
-    return train_tiny(model, train__precision=precision, train__micro_batch_size=BATCH, model__num_layers=num_layers)
+    changes = {"train__micro_batch_size": BATCH, "train__global_batch_size": BATCH, "model__num_layers": num_layers}
+    return train_tiny(model, train__precision=precision, **changes)
 
 
 def on_layout(ranks, layout: dict[str, Any], model: str, precision: str, num_layers: int) -> list[dict]:
-    changes = layout["changes"] | {"train__precision": precision, "model__num_layers": num_layers}
-    return ranks(layout["ranks"], train_tiny, model, **changes)
+    changes = layout["changes"] | {"train__global_batch_size": BATCH, "model__num_layers": num_layers}
+    return ranks(layout["ranks"], train_tiny, model, train__precision=precision, **changes)
 
 
 def relative(a: torch.Tensor, b: torch.Tensor) -> float:

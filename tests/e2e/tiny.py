@@ -50,7 +50,7 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 TRAIN = {
     "train.iterations": 5,
-    "train.global_batch_size": 12,
+    "train.global_batch_size": 8,
     "data.seq_length": 16,
     "optim.lr": 5e-3,
     "optim.schedule": "cosine",

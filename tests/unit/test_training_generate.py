@@ -2,34 +2,30 @@
 
 import pytest
 import torch
-from torch import nn
 
 from megatron_lite.config.load import load_config
-from megatron_lite.parallel.context import solo
 from megatron_lite.training.generate import generate, pick
 
 CONFIG = load_config(None, ["model.vocab_size=10", "model.max_position_embeddings=4"])
 
 
-class Counter(nn.Module):
+class Counter:
     """Finds the next number likeliest and the one after it second; a padded column would beat both."""
 
     def __init__(self) -> None:
-        super().__init__()
         self.lengths: list[int] = []
 
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        self.lengths.append(tokens.shape[1])
-        last = int(tokens[0, -1])
+    def __call__(self, ids: list[int]) -> torch.Tensor:
+        self.lengths.append(len(ids))
         logits = torch.zeros(CONFIG.model.padded_vocab)
-        logits[(last + 1) % 10], logits[(last + 2) % 10], logits[100] = 5.0, 4.0, 50.0
-        return logits.expand(tokens.shape[1], 1, -1)
+        logits[(ids[-1] + 1) % 10], logits[(ids[-1] + 2) % 10], logits[100] = 5.0, 4.0, 50.0
+        return logits
 
 
 def write(prompt: list[int], **changes) -> tuple[list[int], Counter]:
     model = Counter()
     options = {"max_new_tokens": 6, "temperature": 0.0, "seed": 1, "eod": -1} | changes
-    return generate(model, prompt, tp=solo(), device=torch.device("cpu"), config=CONFIG, **options), model
+    return generate(model, prompt, config=CONFIG, **options), model
 
 
 def test_temperature_zero_takes_the_likeliest_and_never_a_padded_column():
