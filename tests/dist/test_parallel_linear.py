@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from megatron_lite.parallel import linear
 from megatron_lite.parallel.context import solo
 from megatron_lite.parallel.linear import ColumnParallelLinear, RowParallelLinear
+from megatron_lite.parallel.weight_grads import deferred, split_backward
 from tests.dist.test_parallel_collectives import world_group
 
 LAYERS = {"column": ColumnParallelLinear, "row": RowParallelLinear}
@@ -43,7 +44,7 @@ def output_gradient(out_features, dtype=torch.float64):
     return draw(out_features, 2, 3, seed=11, dtype=dtype).permute(2, 1, 0)
 
 
-def split_linear(kind, **options):
+def split_linear(kind, halves=False, **options):
     """What this rank has of the same numbers; its own share of inputs and outputs where the layer splits them."""
     tp = world_group()
     layer = make(kind, tp, **options)
@@ -56,10 +57,20 @@ def split_linear(kind, **options):
         cut = layer.weight.meta.shard
         grad = cut.split(grad.transpose(0, 2), tp.rank, tp.size).transpose(0, 2)
     x = x.clone().requires_grad_()
-    y, bias = layer(x)
-    y.backward(grad)
+    with split_backward(halves):
+        y, bias = layer(x)
+    with deferred() as jobs:
+        y.backward(grad)
+    for job in jobs:
+        job()
     grads = {name: parameter.grad for name, parameter in layer.named_parameters()}
-    return {"y": y.detach(), "x": x.grad, "skipped": None if bias is None else bias.detach(), **grads}
+    return {
+        "y": y.detach(),
+        "x": x.grad,
+        "skipped": None if bias is None else bias.detach(),
+        "jobs": len(jobs),
+        **grads,
+    }
 
 
 @pytest.mark.parametrize("tp", [1, 2, 4])
@@ -152,7 +163,7 @@ def test_at_one_rank_the_result_is_torch_linear_bit_for_bit():
     assert torch.equal(layer(x)[0], F.linear(x, layer.weight, layer.bias))
 
 
-def order_of_work():
+def order_of_work(split):
     """The order in which backward starts the all-reduce, computes the weight gradient, and waits."""
     events = []
     tp = world_group()
@@ -169,7 +180,8 @@ def order_of_work():
 
     layer = make("column", tp)
     x = draw(3, 2, IN, seed=10).requires_grad_()
-    y, _ = layer(x)
+    with split_backward(split):
+        y, _ = layer(x)
     linear.all_reduce_async, torch.Tensor.t = spy_start, spy_t
     try:
         y.sum().backward()
@@ -178,8 +190,21 @@ def order_of_work():
     return events
 
 
-def test_the_weight_gradient_is_computed_while_the_input_gradient_is_summed(ranks):
-    assert ranks(2, order_of_work) == [["start", "weight gradient", "wait"]] * 2
+@pytest.mark.parametrize("split", [False, True])
+def test_the_weight_gradient_is_computed_while_the_input_gradient_is_summed(ranks, split):
+    """A split graph whose backward is run whole overlaps as well."""
+    assert ranks(2, order_of_work, split) == [["start", "weight gradient", "wait"]] * 2
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("kind", ["column", "row"])
+def test_two_halves_give_the_bits_of_a_whole_backward(ranks, kind, bias, dtype):
+    """Had I lost the sum of the input gradient, or W summed anything, a rank would differ from its whole backward."""
+    runs = (ranks(2, split_linear, kind, halves=halves, bias=bias, dtype=dtype) for halves in (True, False))
+    for got, want in zip(*runs, strict=True):
+        assert (got["jobs"], want["jobs"]) == (1, 0)
+        assert all(torch.equal(got[name], want[name]) for name in ("y", "x", "weight", "bias")[: 4 if bias else 3])
 
 
 def frozen_weight_and_constant_input():
