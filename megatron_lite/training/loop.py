@@ -13,6 +13,7 @@ from megatron_lite.training.run import Run
 from megatron_lite.training.signals import StopRequest
 from megatron_lite.training.state import global_batch_size, num_microbatches
 from megatron_lite.training.step import StepReport, train_step
+from megatron_lite.training.trace import TRACED_ITERATION, traced_step
 
 
 def train(
@@ -29,12 +30,15 @@ def train(
     Raises StoppedEarly, after saving, when a rank was asked to stop, and TrainingError when numbers went bad.
     """
     config, state = run.config, run.state
+    traced = min(state.iteration + TRACED_ITERATION, config.train.iterations) if config.log.trace else 0
     with StopRequest() as stop, loader(run, train_set, eod) as batches:
         while state.iteration < config.train.iterations:
             started = time.perf_counter()
             samples = global_batch_size(config.train, run.ctx.dp.size, state.consumed_samples)
             count = num_microbatches(config.train, run.ctx.dp.size, state.consumed_samples)
-            report = train_step(run, batches.get(state.consumed_samples, count))
+            portion = batches.get(state.consumed_samples, count)
+            is_traced = state.iteration + 1 == traced
+            report = traced_step(run, portion, log.say) if is_traced else train_step(run, portion)
             log.iteration(state, report, samples, time.perf_counter() - started)
             refuse_bad_numbers(run, report)
             last = state.iteration == config.train.iterations

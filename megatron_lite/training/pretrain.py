@@ -15,6 +15,7 @@ from pathlib import Path
 from megatron_lite.checkpoint.agreement import on_first
 from megatron_lite.config.load import dump_config
 from megatron_lite.config.schema import Config
+from megatron_lite.config.stages import layer_counts
 from megatron_lite.config.validate import with_vocab_size
 from megatron_lite.data.blended import Splits, build_datasets, check_order_is_kept
 from megatron_lite.data.statistics import bytes_per_token, unigram_entropy
@@ -22,13 +23,16 @@ from megatron_lite.data.tokenizer import Tokenizer, build_tokenizer
 from megatron_lite.errors import ConfigError
 from megatron_lite.model.build import get_model
 from megatron_lite.parallel.collectives import barrier
+from megatron_lite.pipeline.schedules import build_schedule
+from megatron_lite.pipeline.simulate import bubble
 from megatron_lite.training.evaluate import evaluate, evaluation_samples
 from megatron_lite.training.initialize import finalize_megatron, initialize_megatron
 from megatron_lite.training.logs import RunLog, writing
 from megatron_lite.training.loop import train
 from megatron_lite.training.run import Run
 from megatron_lite.training.setup import ModelProvider, setup_model_and_optimizer
-from megatron_lite.training.state import TrainState, samples_for
+from megatron_lite.training.state import TrainState, num_microbatches, samples_for
+from megatron_lite.training.trace import EQUAL_STAGES
 
 DatasetsProvider = Callable[[Run], Splits]
 NO_TOKEN = -1  # equals no id; `validate` has made sure that data.eod_mask_loss comes with a tokenizer
@@ -131,7 +135,24 @@ def announce(run: Run, log: RunLog, seconds: float) -> None:
         f"(new size: {model.padded_vocab})"
     )
     log.say(f" > number of parameters on (tensor, pipeline) model parallel rank (0, 0): {count}")
+    if grid.pp > 1:
+        log.say(f" > {pipeline_line(run)}")
     log.say(f"time to initialize megatron (seconds): {seconds:.1f}")
+
+
+def pipeline_line(run: Run) -> str:
+    """Schedule, layers of each stage, and the share of time that stages wait if all take equally long."""
+    parallel, count = (
+        run.config.parallel,
+        num_microbatches(run.config.train, run.ctx.dp.size, run.state.consumed_samples),
+    )
+    counts = layer_counts(run.config.model, parallel)
+    schedule = build_schedule(parallel.schedule, parallel.pipeline, count, parallel.virtual_pipeline)
+    idle = bubble(schedule, lambda action, rank: EQUAL_STAGES[action.op])
+    return (
+        f"pipeline schedule {parallel.schedule} with {count} micro-batches, layers of each stage: "
+        f"{' '.join(map(str, counts))}; bubble {idle:.3f} if stages were equal"
+    )
 
 
 def write_config(config: Config) -> None:

@@ -13,6 +13,7 @@ from megatron_lite.parallel.random import RngTracker
 from megatron_lite.parallel.shard import ParamTable
 from megatron_lite.pipeline.engine import PipelineEngine
 from megatron_lite.training.state import TrainState
+from megatron_lite.training.timeline import Timeline
 
 
 @dataclass
@@ -29,3 +30,4 @@ class Run:
     optimizer: MixedPrecisionOptimizer
     engine: PipelineEngine
     state: TrainState = field(default_factory=TrainState)
+    timeline: Timeline | None = None  # of the iteration that is traced

@@ -11,13 +11,12 @@ from megatron_lite.errors import TrainingError
 from megatron_lite.model.build import get_model, named_params, param_table
 from megatron_lite.optim.mixed_precision import MixedPrecisionOptimizer
 from megatron_lite.optim.scaler import build_scaler
-from megatron_lite.parallel.collectives import broadcast
 from megatron_lite.parallel.context import ParallelContext
 from megatron_lite.parallel.random import RngTracker
-from megatron_lite.parallel.shard import ParamTable
 from megatron_lite.pipeline.engine import PipelineEngine
 from megatron_lite.training.checkpointing import load_newest
 from megatron_lite.training.initialize import DTYPES
+from megatron_lite.training.replicas import start_alike
 from megatron_lite.training.run import Run
 
 ModelProvider = Callable[..., Sequence[nn.Module]]
@@ -76,18 +75,3 @@ def refuse_buffers(model: Sequence[nn.Module]) -> None:
                 f"the model has buffers that are saved nowhere: {', '.join(extra[:3])}; register them with "
                 "persistent=False if they follow from the config, or make them parameters"
             )
-
-
-@torch.no_grad()
-def start_alike(params: dict[str, nn.Parameter], table: ParamTable, ctx: ParallelContext) -> None:
-    """Gives all replicas of a parameter the values of the first: a model of one's own may have drawn them from the
-    rank's random stream, and replicas that start apart never meet, since only gradients are summed.
-
-    Communicates: each parameter over dp, over tp where every rank holds it whole, and a tied embedding over embd.
-    """
-    for name, parameter in params.items():
-        if not table[name].shard.is_split:
-            parameter.copy_(broadcast(parameter.clone(), ctx.tp, src=0))
-        parameter.copy_(broadcast(parameter.clone(), ctx.dp, src=0))
-        if table[name].tied:
-            parameter.copy_(broadcast(parameter.clone(), ctx.embd, src=0))

@@ -5,7 +5,8 @@ forward. So neither micro-batch size, nor accumulation, nor data parallelism, no
 result: gradients are sums, over tokens, micro-batches and ranks alike.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -21,6 +22,7 @@ from megatron_lite.pipeline.engine import Forward
 from megatron_lite.pipeline.p2p import Message
 from megatron_lite.pipeline.schedules import build_schedule
 from megatron_lite.training.initialize import DTYPES
+from megatron_lite.training.replicas import refuse_copies_apart
 from megatron_lite.training.run import Run
 
 
@@ -42,11 +44,25 @@ def train_step(run: Run, microbatches: list[Batch]) -> StepReport:
     loss_scale = run.optimizer.scaler.scale
     run.ddp.zero_grad()
     loss_sum = forward_backward(run, microbatches, loss_grad=loss_scale / target_tokens)
-    finalize_grads(run.ddp, run.params, run.table, run.ctx)
-    outcome = run.optimizer.step(lr)
+    with recorded(run, "finalize_grads"):
+        finalize_grads(run.ddp, run.params, run.table, run.ctx)
+    with recorded(run, "optimizer"):
+        outcome = run.optimizer.step(lr)
+    if run.config.train.debug:
+        refuse_copies_apart(run.params, run.table, run.ctx)
     advance(run, microbatches, skipped=outcome.skipped)
     loss = all_reduce(loss_sum, run.ctx.dp).item() / target_tokens
     return StepReport(loss, outcome.grad_norm, lr, loss_scale, outcome.skipped)
+
+
+@contextmanager
+def recorded(run: Run, what: str) -> Iterator[None]:
+    """A span in the timeline of an iteration that is traced."""
+    if run.timeline is not None:
+        run.timeline.begin(what)
+    yield
+    if run.timeline is not None:
+        run.timeline.end(what)
 
 
 def forward_backward(run: Run, microbatches: list[Batch], loss_grad: float) -> Tensor:
@@ -61,6 +77,7 @@ def forward_backward(run: Run, microbatches: list[Batch], loss_grad: float) -> T
         message_of(run.config, microbatches[0].tokens, run.ctx.device),
         begin_backward=run.ddp.begin_backward,
         loss_grad=loss_grad,
+        recorder=run.timeline,
     )
     return sum_over_pipeline(run, losses)
 

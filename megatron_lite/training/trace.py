@@ -1,0 +1,85 @@
+"""The real timeline of one iteration on every rank, and its bubble beside the simulated one.
+
+Every rank starts its clock when it leaves a barrier, so that clocks of different machines need not agree.
+The file is in the format of Chrome's trace viewer, which https://ui.perfetto.dev opens.
+"""
+
+import json
+import os
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import torch
+
+from megatron_lite.checkpoint.agreement import gather_to_first
+from megatron_lite.data.loader import Batch
+from megatron_lite.parallel.collectives import barrier
+from megatron_lite.parallel.context import ParallelContext
+from megatron_lite.pipeline.actions import Action
+from megatron_lite.pipeline.schedules import build_schedule
+from megatron_lite.pipeline.simulate import Span, bubble, idle_share
+from megatron_lite.training.logs import writing
+from megatron_lite.training.run import Run
+from megatron_lite.training.step import StepReport, train_step
+from megatron_lite.training.timeline import Timed, Timeline
+
+TRACED_ITERATION = 3  # of this start: the first ones also allocate memory and compile
+EQUAL_STAGES = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}  # what the schedules' formulas assume
+
+
+def traced_step(run: Run, microbatches: list[Batch], say: Callable[[str], None]) -> StepReport:
+    """`train_step`, of which rank 0 writes `run.dir/trace.json` and prints the bubble. Collective over the world."""
+    if run.ctx.device.type == "cuda":
+        torch.cuda.synchronize()
+    barrier(run.ctx.world)
+    run.timeline = timeline = Timeline(run.ctx.device)
+    report = train_step(run, microbatches)
+    run.timeline = None
+    timelines = gather_to_first(timeline.seconds(), run.ctx.world)
+    if run.ctx.world.is_first:
+        path = Path(run.config.run.dir) / "trace.json"
+        with writing(path.parent):
+            path.with_suffix(".tmp").write_text(json.dumps(chrome_trace(timelines, run.ctx)), encoding="utf-8")
+            os.replace(path.with_suffix(".tmp"), path)
+        say(f" {bubble_line(run, timelines, len(microbatches))}; timeline in {path}")
+    return report
+
+
+def chrome_trace(timelines: list[list[Timed]], ctx: ParallelContext) -> dict[str, Any]:
+    """One row for each rank, with times in microseconds."""
+    events: list[dict[str, Any]] = []
+    for rank, timeline in enumerate(timelines):
+        place = ", ".join(f"{axis} {at}" for axis, at in ctx.grid.coordinates(rank).items())
+        events.append({"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"rank {rank} ({place})"}})
+        events.append({"ph": "M", "name": "process_sort_index", "pid": rank, "args": {"sort_index": rank}})
+        for what, start, end in timeline:
+            category = what.op if isinstance(what, Action) else "step"
+            times = {"ts": 1e6 * start, "dur": 1e6 * (end - start)}
+            events.append({"ph": "X", "name": str(what), "cat": category, "pid": rank, "tid": 0, **times})
+    return {"traceEvents": events, "displayTimeUnit": "ms"}
+
+
+def bubble_line(run: Run, timelines: list[list[Timed]], num_microbatches: int) -> str:
+    """The bubble of rank 0's pipeline, as it was and as the schedule predicts it."""
+    pp, name = run.ctx.pp, run.config.parallel.schedule
+    measured = [
+        Span(stage, what, start, end)
+        for stage, rank in enumerate(pp.ranks)
+        for what, start, end in timelines[rank]
+        if isinstance(what, Action)
+    ]
+    times: dict[tuple[int, str, int], list[float]] = defaultdict(list)
+    for span in measured:
+        times[span.rank, span.action.op, span.action.chunk].append(span.end - span.start)
+    mean = {key: fmean(values) for key, values in times.items()}
+    schedule = build_schedule(name, pp.size, num_microbatches, len(run.model))
+    predicted = bubble(schedule, lambda action, rank: mean[rank, action.op, action.chunk])
+    equal = bubble(schedule, lambda action, rank: EQUAL_STAGES[action.op])
+    return (
+        f"pipeline of iteration {run.state.iteration}, {name}, {num_microbatches} micro-batches: bubble "
+        f"{idle_share(measured, num_ranks=pp.size):.3f} measured, {predicted:.3f} predicted from the mean time of each "
+        f"stage's actions, {equal:.3f} with equal stages"
+    )
