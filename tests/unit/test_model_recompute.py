@@ -103,6 +103,19 @@ def test_evaluation_is_not_recomputed(monkeypatch):
         assert model(*random_tokens(config)).isfinite().all()
 
 
+@pytest.mark.parametrize(("recompute", "runs"), [("none", 1), ("selective", 2), ("full", 2)])
+def test_core_attention_runs_as_often_as_the_choice_says(recompute, runs):
+    """Selective inside full would run it a third time and save nothing."""
+    config = tiny(num_layers=1).model_copy(update={"train": TrainConfig(recompute=recompute)})
+    ctx = context(1)
+    model = get_model(config, ctx, seed_everything(7, ctx), dtype=torch.float32)[0].train()
+    attention = model.decoder.layers["0"].self_attention
+    attend, calls = attention.attend, []
+    attention.attend = lambda *args: calls.append(True) or attend(*args)
+    model(*random_tokens(config)).mean().backward()
+    assert len(calls) == runs
+
+
 S, B, H, HEADS = 64, 2, 64, 4
 
 
