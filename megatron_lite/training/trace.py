@@ -8,6 +8,7 @@ import json
 import os
 from collections import defaultdict
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -44,7 +45,12 @@ def traced_step(run: Run, microbatches: list[Batch], say: Callable[[str], None])
         with writing(path.parent):
             path.with_suffix(".tmp").write_text(json.dumps(chrome_trace(timelines, run.ctx)), encoding="utf-8")
             os.replace(path.with_suffix(".tmp"), path)
-        say(f" {bubble_line(run, timelines, len(microbatches))}; timeline in {path}")
+        found = bubbles(run, timelines, len(microbatches))
+        say(
+            f" pipeline of iteration {run.state.iteration}, {run.config.parallel.schedule}, {len(microbatches)} "
+            f"micro-batches: bubble {found.measured:.3f} measured, {found.predicted:.3f} predicted from the mean time "
+            f"of each stage's actions, {found.equal:.3f} with equal stages; timeline in {path}"
+        )
     return report
 
 
@@ -62,24 +68,31 @@ def chrome_trace(timelines: list[list[Timed]], ctx: ParallelContext) -> dict[str
     return {"traceEvents": events, "displayTimeUnit": "ms"}
 
 
-def bubble_line(run: Run, timelines: list[list[Timed]], num_microbatches: int) -> str:
-    """The bubble of rank 0's pipeline, as it was and as the schedule predicts it."""
-    pp, name = run.ctx.pp, run.config.parallel.schedule
-    measured = [
+@dataclass(frozen=True)
+class Bubbles:
+    """Share of time, over the ranks of a pipeline, in which nothing is computed."""
+
+    measured: float
+    predicted: float  # the schedule played with the mean time of each stage's actions
+    equal: float  # the schedule played with equal stages
+
+
+def bubbles(run: Run, timelines: list[list[Timed]], num_microbatches: int) -> Bubbles:
+    """Of rank 0's pipeline; `timelines` are those of all ranks."""
+    pp = run.ctx.pp
+    spans = [
         Span(stage, what, start, end)
         for stage, rank in enumerate(pp.ranks)
         for what, start, end in timelines[rank]
         if isinstance(what, Action)
     ]
     times: dict[tuple[int, str, int], list[float]] = defaultdict(list)
-    for span in measured:
+    for span in spans:
         times[span.rank, span.action.op, span.action.chunk].append(span.end - span.start)
     mean = {key: fmean(values) for key, values in times.items()}
-    schedule = build_schedule(name, pp.size, num_microbatches, len(run.model))
-    predicted = bubble(schedule, lambda action, rank: mean[rank, action.op, action.chunk])
-    equal = bubble(schedule, lambda action, rank: EQUAL_STAGES[action.op])
-    return (
-        f"pipeline of iteration {run.state.iteration}, {name}, {num_microbatches} micro-batches: bubble "
-        f"{idle_share(measured, num_ranks=pp.size):.3f} measured, {predicted:.3f} predicted from the mean time of each "
-        f"stage's actions, {equal:.3f} with equal stages"
+    schedule = build_schedule(run.config.parallel.schedule, pp.size, num_microbatches, len(run.model))
+    return Bubbles(
+        measured=idle_share(spans, num_ranks=pp.size),
+        predicted=bubble(schedule, lambda action, rank: mean[rank, action.op, action.chunk]),
+        equal=bubble(schedule, lambda action, rank: EQUAL_STAGES[action.op]),
     )

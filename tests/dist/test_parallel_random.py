@@ -138,48 +138,6 @@ def test_a_state_of_another_device_is_refused():
         tracker().load_state_dict(states)
 
 
-class Recomputed(torch.autograd.Function):
-    """The recomputation of any checkpointed block, at its plainest."""
-
-    @staticmethod
-    def forward(ctx, x, block, rng):
-        ctx.block, ctx.rng, ctx.states = block, rng, rng.state_dict()
-        ctx.save_for_backward(x)
-        with torch.no_grad():
-            return block(x)
-
-    @staticmethod
-    def backward(ctx, grad):
-        x = ctx.saved_tensors[0].detach().requires_grad_()
-        now = ctx.rng.state_dict()
-        ctx.rng.load_state_dict(ctx.states)
-        with torch.enable_grad():
-            y = ctx.block(x)
-        ctx.rng.load_state_dict(now)
-        return torch.autograd.grad(y, x, grad)[0], None, None
-
-
-def test_recomputed_dropout_is_bitwise_that_of_the_forward():
-    """Two blocks in a row, so that backward recomputes them in the other order."""
-
-    def run(recompute):
-        rng = tracker()
-
-        def block(x):
-            x = F.dropout(torch.tanh(x), 0.3)
-            with rng.fork():
-                return F.dropout(x * x, 0.3)
-
-        x = torch.linspace(-2, 2, 500).requires_grad_()
-        step = (lambda t: Recomputed.apply(t, block, rng)) if recompute else block
-        y = step(step(x))
-        y.backward(torch.linspace(1, 2, 500))
-        return y.detach(), x.grad, some_draws(rng)
-
-    for plain, recomputed in zip(run(False), run(True), strict=True):
-        assert torch.equal(plain, recomputed)
-
-
 def replicated_gradient():
     """The gradient of a replicated weight through dropout, on each rank of tp."""
     ctx = ParallelContext.create(Grid(tp=dist.get_world_size()), CPU, timeout_seconds=30)
