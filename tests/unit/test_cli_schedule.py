@@ -1,0 +1,113 @@
+"""What `megatron-lite schedule` prints, and how it ends."""
+
+import subprocess
+import sys
+
+import pytest
+
+from megatron_lite.cli import main
+
+
+@pytest.fixture
+def command(monkeypatch, capsys):
+    """`command("--name", "gpipe", ...)`: exit code, output and error of the command in this process."""
+
+    def run(*arguments):
+        monkeypatch.setattr(sys, "argv", ["megatron-lite", "schedule", *arguments])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        return ended.value.code, *capsys.readouterr()
+
+    return run
+
+
+def test_it_draws_and_measures(command):
+    """3 of 11 slots of 1F1B on four ranks are bubble; the first rank holds four micro-batches, the last one."""
+    code, out, _ = command("--name", "1f1b", "--pp", "4", "--microbatches", "8")
+    assert code == 0
+    assert out.splitlines() == [
+        "rank 0 |F0F1F2F3            B0--F4B1--F5B2--F6B3--F7B4--  B5--  B6--  B7--|",
+        "rank 1 |  F0F1F2        B0--F3B1--F4B2--F5B3--F6B4--F7B5--  B6--  B7--    |",
+        "rank 2 |    F0F1    B0--F2B1--F3B2--F4B3--F5B4--F6B5--F7B6--  B7--        |",
+        "rank 3 |      F0B0--F1B1--F2B2--F3B3--F4B4--F5B5--F6B6--F7B7--            |",
+        "F3 forward of micro-batch 3; B backward; blank idle",
+        "",
+        "bubble 0.273",
+        "length 33 at F=1 B=2",
+        "peak activations 4 3 2 1 (micro-batches, from rank 0 on)",
+    ]
+
+
+def test_interleaved_has_two_chunks_unless_told(command):
+    """The smallest number that interleaves anything; 1 / (2 * 4 + 1) and 1 / (3 * 4 + 1) of the slots are bubble."""
+    arguments = ["--name", "interleaved", "--pp", "2", "--microbatches", "4"]
+    assert command(*arguments)[1].splitlines()[-3:] == [
+        "bubble 0.111",
+        "length 27 at F=1 B=2",
+        "peak activations 5 3 (micro-batch chunks, from rank 0 on)",
+    ]
+    assert "bubble 0.077" in command(*arguments, "--chunks", "3")[1]
+
+
+def test_costs_are_given_for_some_ops(command):
+    """ZB-H1 on four ranks idles for 3 * (F + I - W); here W is half of the default and the rest stays."""
+    out = command("--name", "zb-h1", "--pp", "4", "--microbatches", "4", "--cost", "W=0.5")[1]
+    assert out.splitlines()[-2] == "length 14.5 at F=1 I=1 W=0.5"  # 4 * 2.5 and 3 * 1.5
+
+
+def test_evaluation_can_be_drawn(command):
+    code, out, _ = command("--name", "forward-only", "--pp", "2", "--microbatches", "3")
+    assert code == 0
+    assert out.splitlines()[:2] == ["rank 0 |F0F1F2  |", "rank 1 |  F0F1F2|"]
+
+
+def test_it_writes_a_picture_with_name_and_bubble_in_its_title(command, tmp_path, monkeypatch):
+    titles = []
+    monkeypatch.setattr("matplotlib.axes.Axes.set_title", lambda axes, title, **style: titles.append(title))
+    out = tmp_path / "a.png"
+    assert command("--name", "interleaved", "--pp", "2", "--microbatches", "4", "--out", str(out))[0] == 0
+    assert out.read_bytes().startswith(b"\x89PNG")
+    assert titles == ["interleaved: 2 ranks, 2 chunks, 4 micro-batches; bubble 0.111"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (["--name", "2f2b"], 2, "no schedule '2f2b'; use one of gpipe, 1f1b, interleaved, zb-h1, forward-only"),
+        (["--name", "1f1b", "--chunks", "2"], 2, "schedule 1f1b runs 1 model chunk on each rank, got 2"),
+        (["--name", "interleaved", "--microbatches", "6"], 2, "6 is not a multiple of 4"),
+        (["--name", "1f1b", "--cost", "F=1,B"], 2, "--cost F=1,B: 'B' is no duration; give F, B, I and W, or some"),
+        (["--name", "1f1b", "--cost", "F=1,F=2"], 2, "--cost F=1,F=2: 'F=2' is no duration"),
+        (["--name", "1f1b", "--cost", "G=1"], 2, "--cost G=1: 'G=1' is no duration"),
+        (["--name", "1f1b", "--cost", ""], 2, "--cost : '' is no duration"),
+        (["--name", "1f1b", "--cost", "F=-1"], 2, "--cost F=-1: 'F=-1' is no duration"),
+        (["--name", "1f1b", "--cost", "F=nan"], 2, "--cost F=nan: 'F=nan' is no duration"),
+        (["--name", "1f1b", "--cost", "F=inf"], 2, "--cost F=inf makes 1f1b inf long; its durations must add up to a"),
+        (["--name", "1f1b", "--cost", "F=0,B=0"], 2, "--cost F=0,B=0 makes 1f1b 0 long"),
+        (["--name", "1f1b", "--out", "a.pdf"], 2, "a.pdf: pictures are written as .png or .svg"),
+        (["--name", "1f1b", "--out", "/dev/null/a.png"], 1, "/dev/null/a.png: cannot be written: "),
+        (["--name", "1f1b", "--pp", "0"], 2, "'--pp'"),
+        (["--name", "1f1b", "--chunks", "0"], 2, "'--chunks'"),
+    ],
+)
+def test_what_is_wrong_is_said_and_nothing_is_drawn(command, arguments, code, message):
+    given = ["--pp", "4", "--microbatches", "8", *arguments]
+    ended, out, error = command(*given)
+    assert (ended, out) == (code, "")
+    assert message in error
+
+
+def test_it_loads_no_torch_and_matplotlib_only_for_a_picture(tmp_path):
+    """Looking at a schedule has to answer at once."""
+    code = (
+        "import sys\nfrom megatron_lite.cli import main\n"
+        "try:\n    main()\nexcept SystemExit:\n    print(sorted({'torch', 'matplotlib', 'numpy'} & set(sys.modules)))\n"
+    )
+    command = [sys.executable, "-c", code, "schedule", "--name", "1f1b", "--pp", "2", "--microbatches", "2"]
+
+    def loaded(*more):
+        done = subprocess.run([*command, *more], capture_output=True, text=True, check=True, timeout=60)
+        return done.stdout.splitlines()[-1]
+
+    assert loaded() == "[]"
+    assert loaded("--out", str(tmp_path / "a.svg")) == "['matplotlib', 'numpy']"
