@@ -41,6 +41,14 @@ def test_the_tour_runs_as_printed(tmp_path):
         assert words in done.stdout
 
 
+def test_the_drawing_of_a_schedule_is_what_the_command_prints():
+    (command,) = [block for block in blocks("sh") if block.startswith("megatron-lite schedule")]
+    words = command.split()
+    done = subprocess.run([sys.executable, "-m", "megatron_lite", *words[1:]], env=environment(), capture_output=True)
+    (drawing,) = [block for block in blocks("") if block.startswith("rank 0 |")]
+    assert done.stdout.decode() == drawing
+
+
 def test_the_script_of_ones_own_compiles():
     (script,) = blocks("python")
     compile(script, "README.md", "exec")
