@@ -71,6 +71,13 @@ def test_labels_are_in_order_and_never_wrong_however_little_room_there_is(name, 
             assert any(a.op == op and number in ("", str(a.microbatch)) for a in wanted), line
 
 
+def test_equal_actions_are_equally_wide_in_a_long_drawing():
+    """Where there is no room for all numbers, columns that do not divide evenly would look like other durations."""
+    lines = draw(build_schedule("1f1b", 16, 400, 1), cost).splitlines()[:-1]
+    cells = [cell for line in lines for cell in re.findall(r"[FB]\d*-*", line)]
+    assert {(cell[0], len(cell)) for cell in cells} == {("F", 3), ("B", 6)}
+
+
 @pytest.mark.parametrize(
     ("name", "pp", "microbatches", "chunks"),
     [("1f1b", 4, 8, 1), ("zb-h1", 4, 8, 1), ("gpipe", 1, 2, 1), ("interleaved", 8, 32, 4), ("forward-only", 4, 4, 2)],

@@ -109,12 +109,12 @@ def test_every_schedule_computes_every_gradient_through_queues(shape, seed):
 
 
 def mutate(schedule, microbatches, chunks, turns):
-    """One change somewhere: a swap, a drop, a repetition, or another op, micro-batch or chunk."""
+    """One change somewhere: a swap, a drop, a repetition, one more, or another op, micro-batch or chunk."""
     changed = [list(order) for order in schedule]
     order = changed[turns.randrange(len(changed))]
     index = turns.randrange(len(order))
     action = order[index]
-    kind = turns.choice(["swap", "swap near", "drop", "repeat", "op", "microbatch", "chunk"])
+    kind = turns.choice(["swap", "swap near", "drop", "repeat", "add", "op", "microbatch", "chunk"])
     if kind == "swap":
         other = turns.randrange(len(order))
         order[index], order[other] = order[other], order[index]
@@ -125,6 +125,9 @@ def mutate(schedule, microbatches, chunks, turns):
         del order[index]
     elif kind == "repeat":
         order.insert(turns.randrange(len(order) + 1), action)
+    elif kind == "add":
+        other = Action(turns.choice("FBIW"), turns.randrange(-1, microbatches + 1), turns.randrange(-1, chunks + 1))
+        order.insert(turns.randrange(len(order) + 1), other)
     elif kind == "op":
         order[index] = action._replace(op=turns.choice("FBIWX"))
     elif kind == "microbatch":
@@ -206,6 +209,8 @@ def broken(name, pp, microbatches, chunks, rank, old, new):
         (("interleaved", 2, 4, 2), 1, "F2.1", "F2.2", "rank 1: F2.2 is of model chunk 2; there are 2, from 0"),
         (("interleaved", 2, 4, 2), 1, "F2.1", "F2.0", "rank 1: F2.0 is there 2 times"),
         (("1f1b", 2, 4, 1), 1, "B3.0", "B4.0", "rank 1: B4.0 is of micro-batch 4; there are 4, from 0"),
+        (("1f1b", 2, 4, 1), 1, "B3.0", "B3.0 F-1.0", "rank 1: F-1.0 is of micro-batch -1; there are 4, from 0"),
+        (("1f1b", 2, 4, 1), 1, "B3.0", "B3.0 F3.-1", "rank 1: F3.-1 is of model chunk -1; there are 1, from 0"),
         (("1f1b", 2, 4, 1), 1, "B3.0", "S3.0", "rank 1: S3.0 is no F (forward), B (backward), I (its input half) or W"),
         # evaluation with a backward in it, and training without some rank's
         (("forward-only", 2, 4, 1), 0, "F3.0", "F3.0 B0.0", "rank 0: B1.0 is missing"),
