@@ -2,7 +2,8 @@
 
 A schedule lists what each rank computes; whom it hears from and tells follows from the stage of an action. A stage
 keeps of a micro-batch only what its backward needs: the input, whose gradient it sends back, and the edge of the graph
-at its output. The output itself goes when it has been sent: autograd needs its place in the graph, not its numbers.
+at its output. The output itself goes when the next stage has it: autograd needs its place in the graph, not its
+numbers.
 (Korthikanti et al., arXiv 2205.05198, appendix B, save the same memory.)
 """
 
@@ -77,7 +78,7 @@ class PipelineEngine:
         Gradients go where autograd puts them. A schedule without backwards is run under `torch.no_grad()`.
         Communicates: point to point with the neighbours in pp, one message for each action and border of its stage.
         """
-        return _Run(self, schedule[self.pp.rank], forward, message, begin_backward, loss_grad, recorder).go()
+        return _Run(self, schedule, forward, message, begin_backward, loss_grad, recorder).go()
 
 
 class _Run:
@@ -86,14 +87,15 @@ class _Run:
     def __init__(
         self,
         engine: PipelineEngine,
-        actions: list[Action],
+        schedule: Schedule,
         forward: Forward,
         message: Message,
         begin_backward: Callable[..., None],
         loss_grad: float,
         recorder: Recorder | None,
     ):
-        self.engine, self.actions, self.message = engine, actions, message
+        self.engine, self.schedule, self.message = engine, schedule, message
+        self.actions = actions = schedule[engine.pp.rank]
         self.forward, self.begin_backward, self.loss_grad = forward, begin_backward, loss_grad
         self.recorder = recorder
         ops = {action.op for action in actions}
@@ -116,20 +118,31 @@ class _Run:
                     self._weights(action, is_last)
                 else:
                     self._backward(action, stage, is_last)
-        with self._explained(self.actions[-1], "its last messages to be taken by its neighbours"):
-            self.engine.pipes.drain()
+        for pipe in (self.engine.pipes.forward_out, self.engine.pipes.backward_out):
+            if pipe is not None:
+                with self._explained(self.actions[-1], f"rank {pipe.peer} to take all that was sent to it"):
+                    pipe.drain()
         return [self.results[number] for number in sorted(self.results)]
 
     def _expect(self) -> None:
-        """How many messages will come through each pipe."""
-        pp, last = self.engine.pp, self.engine.last_stage
-        stages = [(action.op, action.stage(pp.rank, pp.size)) for action in self.actions]
-        for pipe, count in (
-            (self.engine.pipes.forward_in, sum(op == "F" and stage > 0 for op, stage in stages)),
-            (self.engine.pipes.backward_in, sum(op in "BI" and stage < last for op, stage in stages)),
+        """Prepares each pipe for what the neighbour at its other end will send: a message for each action that is not
+        at the end of the model, and with it the news of what the neighbour has taken by then."""
+        pp, pipes = self.engine.pp, self.engine.pipes
+        for pipe, back, step, sends, takes, end in (
+            (pipes.forward_in, pipes.backward_out, -1, "F", "BI", self.engine.last_stage),
+            (pipes.backward_in, pipes.forward_out, +1, "BI", "F", 0),
         ):
-            if pipe is not None:
-                pipe.expect(count, self.message)
+            if pipe is None or back is None:
+                continue
+            neighbour = (pp.rank + step) % pp.size
+            num_taken, taken = 0, []
+            for action in self.schedule[neighbour]:
+                if action.stage(neighbour, pp.size) != end:
+                    num_taken += action.op in takes
+                    if action.op in sends:
+                        taken.append(num_taken)
+            with self._explained(self.actions[0], f"a connection to rank {pipe.peer}"):
+                pipe.expect(taken, self.message, back)
 
     def _forward(self, action: Action, stage: int) -> None:
         hidden = None
@@ -140,13 +153,14 @@ class _Run:
         with weight_grads.split_backward(self.splits):
             output = self.forward(action.chunk, action.microbatch, hidden)
         self._end(action)
+        self._check(output, action, stage)
         if self.trains:
             self.live[action.chunk, action.microbatch] = _Live(hidden, get_gradient_edge(output))
             self.engine.peak_live = max(self.engine.peak_live, len(self.live))
         if stage == self.engine.last_stage:
             self.results[action.microbatch] = output.detach()
         else:
-            self._send(self.engine.pipes.forward_out, self._as_agreed(output, action, stage))
+            self._send(self.engine.pipes.forward_out, action, output, "the activation")
 
     def _backward(self, action: Action, stage: int, is_last: bool) -> None:
         live = self.live[action.chunk, action.microbatch]
@@ -162,10 +176,10 @@ class _Run:
         if live.hidden is not None:
             if live.hidden.grad is None:
                 raise TrainingError(
-                    f"{self._place(action)}: what it stage returned does not depend on the hidden state that it was "
+                    f"{self._place(action)}: what the chunk returned does not depend on the hidden state that it was "
                     "given, so the stages before it would learn nothing; use `hidden` in the chunk's forward"
                 )
-            self._send(self.engine.pipes.backward_out, live.hidden.grad)
+            self._send(self.engine.pipes.backward_out, action, live.hidden.grad, "the gradient")
         # A W still needs the products that I has left, and nothing else.
         live.hidden = None
         if action.op == "B":
@@ -186,23 +200,35 @@ class _Run:
         if self.recorder is not None:
             self.recorder.end(action)
 
-    def _send(self, pipe: Pipe | None, tensor: Tensor) -> None:
+    def _send(self, pipe: Pipe | None, action: Action, tensor: Tensor, what: str) -> None:
         assert pipe is not None
-        pipe.send(tensor.detach())
+        with self._explained(action, f"rank {pipe.peer} to take {what} of micro-batch {action.microbatch}"):
+            pipe.send(tensor.detach())
 
     def _receive(self, pipe: Pipe | None, action: Action, what: str) -> Tensor:
         assert pipe is not None
         with self._explained(action, f"{what} of micro-batch {action.microbatch} from rank {pipe.peer}"):
             return pipe.receive()
 
-    def _as_agreed(self, output: Tensor, action: Action, stage: int) -> Tensor:
-        wanted = self.message
-        if output.shape != wanted.shape or output.dtype != wanted.dtype:
-            raise TrainingError(
-                f"{self._place(action)}: it returned {list(output.shape)} {output.dtype}, but stages hand over "
-                f"{list(wanted.shape)} {wanted.dtype}; a chunk that is not the last one returns its hidden state"
+    def _check(self, output: Tensor, action: Action, stage: int) -> None:
+        """Raises TrainingError for a chunk that cannot be a stage."""
+        if not isinstance(output, Tensor):
+            got, wanted = f"a {type(output).__name__}", "a chunk returns one tensor"
+        elif stage < self.engine.last_stage and (output.shape, output.dtype) != (
+            self.message.shape,
+            self.message.dtype,
+        ):
+            got = f"{list(output.shape)} {output.dtype}"
+            wanted = (
+                f"stages hand over {list(self.message.shape)} {self.message.dtype}; a chunk that is not the last one "
+                "returns its hidden state"
             )
-        return output
+        elif self.trains and not output.requires_grad:
+            got = "a tensor that needs no gradient"
+            wanted = "this run trains; a stage has parameters that learn, and its forward is not under torch.no_grad"
+        else:
+            return
+        raise TrainingError(f"{self._place(action)}: the chunk returned {got}, but {wanted}")
 
     @contextmanager
     def _explained(self, action: Action, what: str) -> Iterator[None]:
@@ -212,7 +238,7 @@ class _Run:
             yield
         except RuntimeError as error:
             limit, waited = self.engine.timeout_seconds, time.monotonic() - started
-            why = f"nothing came in {limit:g} s" if waited >= 0.9 * limit else f"the connection broke ({error})"
+            why = f"time was up after {limit:g} s" if waited >= 0.9 * limit else f"the connection broke ({error})"
             raise TrainingError(
                 f"{self._place(action)} waited for {what}, and {why}. Look at the output of that rank first; if a "
                 "stage really computes for so long, raise train.comm_timeout"

@@ -6,8 +6,10 @@ other for ever; Gloo cannot show that hang.
 """
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -33,27 +35,38 @@ class Pipe:
         self.peer = peer
         self._pg = pg
         self._sending: deque[tuple[dist.Work, Tensor]] = deque()
+        self._num_gone = 0  # messages of this run that are no longer in `_sending`
         self._expected: tuple[dist.Work, Tensor] | None = None
-        self._left = 0
 
     def send(self, tensor: Tensor) -> None:
-        """Starts to send; the tensor is held until it has left."""
+        """Starts to send; the tensor is held until it is known to have left."""
         while self._sending and self._sending[0][0].is_completed():
-            self._sending.popleft()
+            self.forget(self._num_gone + 1)
         tensor = tensor.contiguous()
         work = dist.isend(tensor, self.peer, group=self._pg)
         assert work is not None
         self._sending.append((work, tensor))
 
-    def drain(self) -> None:
-        """Returns when everything that was sent has left."""
-        while self._sending:
+    def forget(self, count: int) -> None:
+        """Lets go of the first `count` messages of this run; waits for those that have not left."""
+        while self._num_gone < count:
             self._sending[0][0].wait()
             self._sending.popleft()
+            self._num_gone += 1
 
-    def expect(self, count: int, message: Message) -> None:
-        """Announces how many messages this run will receive; the first may come from now on."""
-        self._left, self._message = count, message
+    def drain(self) -> None:
+        """Returns when everything that was sent has left: the end of a run."""
+        self.forget(self._num_gone + len(self._sending))
+        self._num_gone = 0
+
+    def expect(self, taken: list[int], message: Message, back: "Pipe") -> None:
+        """Announces the messages that this run will receive; the first may come from now on.
+
+        For each, `taken` has how many messages of the pipe `back` the peer had received when it sent this one. So they
+        can be let go when it comes. Gloo would not tell: to its `is_completed` nothing has left before it was waited
+        for, and what is sent would be held to the end of the run.
+        """
+        self._taken, self._message, self._back = deque(taken), message, back
         self._post()
 
     def receive(self) -> Tensor:
@@ -61,13 +74,13 @@ class Pipe:
         assert self._expected is not None, "more messages are received than were expected"
         work, tensor = self._expected
         work.wait()
+        self._back.forget(self._taken.popleft())
         self._post()
         return tensor
 
     def _post(self) -> None:
         self._expected = None
-        if self._left:
-            self._left -= 1
+        if self._taken:
             message = self._message
             tensor = torch.empty(message.shape, dtype=message.dtype, device=message.device)
             work = dist.irecv(tensor, self.peer, group=self._pg)
@@ -84,19 +97,16 @@ class Pipes:
     backward_in: Pipe | None = None
     backward_out: Pipe | None = None
 
-    def drain(self) -> None:
-        for pipe in (self.forward_out, self.backward_out):
-            if pipe is not None:
-                pipe.drain()
-
 
 def connect(ctx: ParallelContext, *, wraps: bool, timeout_seconds: float) -> Pipes:
     """This rank's pipes. `wraps`: the last rank also hands over to the first, as several model chunks need.
 
     Collective over the world: torch wants every rank to make every group, in the same order.
+    Communicates: a number through each pipe.
     """
     pipes = Pipes()
     pp = ctx.grid.pp
+    greetings: list[Callable[[Tensor], object]] = []
     for ranks in ctx.grid.groups("pp") if pp > 1 else ():
         for upper in range(pp if wraps else pp - 1):
             above, below = ranks[upper], ranks[(upper + 1) % pp]
@@ -107,6 +117,12 @@ def connect(ctx: ParallelContext, *, wraps: bool, timeout_seconds: float) -> Pip
                 pg: Any = dist.new_group([src, dst], timeout=timedelta(seconds=timeout_seconds))
                 if ctx.rank == src:
                     setattr(pipes, out_end, Pipe(dst, pg))
+                    greetings.append(partial(dist.send, dst=dst, group=pg))
                 elif ctx.rank == dst:
                     setattr(pipes, in_end, Pipe(src, pg))
+                    greetings.append(partial(dist.recv, src=src, group=pg))
+    # In a group's first message NCCL connects its two ranks, and each waits in that call for the other. A run, where
+    # every rank first posts what it will receive, would wait for ever; here all ranks have the pipes in one order.
+    for greet in greetings:
+        greet(torch.zeros(1, device=ctx.device))
     return pipes

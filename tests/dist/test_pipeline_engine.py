@@ -1,0 +1,403 @@
+"""The engine runs every schedule to the losses and gradients of one process, to the bit, and frees what it can.
+
+The chunks are a few layers in fp64. Truth is plain autograd: all stages in one process, one micro-batch after the
+other, which is the order in which every schedule adds up a parameter's gradients too.
+"""
+
+import re
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from megatron_lite.parallel.context import ParallelContext, solo
+from megatron_lite.parallel.grid import Grid
+from megatron_lite.parallel.linear import ColumnParallelLinear, RowParallelLinear
+from megatron_lite.pipeline.actions import Action
+from megatron_lite.pipeline.engine import Forward, PipelineEngine
+from megatron_lite.pipeline.p2p import Message
+from megatron_lite.pipeline.schedules import build_schedule
+from megatron_lite.pipeline.simulate import peak_live
+from tests.ranks import RanksFailed
+
+WIDTH, BATCH = 6, 3
+LOSS_GRAD = 0.3  # no power of two, so that a factor in the wrong place rounds otherwise
+MESSAGE = Message((BATCH, WIDTH), torch.float64, torch.device("cpu"))
+CPU = {"dtype": torch.float64, "device": torch.device("cpu")}
+
+
+class PlainLayers(nn.Module):
+    """torch's own layers, of which a split backward puts nothing off."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(torch.tanh(self.first(x)))
+
+
+class SplitLayers(nn.Module):
+    """This project's layers, whose weight gradients a split backward leaves for W, beside a norm that it does not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        split = {"tp": solo(), "init_std": 0.02, **CPU}
+        self.norm = nn.LayerNorm(WIDTH)
+        self.first = ColumnParallelLinear(WIDTH, 2 * WIDTH, bias=True, **split)
+        self.second = RowParallelLinear(2 * WIDTH, WIDTH, bias=False, **split)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(torch.tanh(self.first(self.norm(x))[0]))[0]
+
+
+LAYERS: dict[str, Callable[[], nn.Module]] = {"plain": PlainLayers, "split": SplitLayers}
+
+
+def drawn(*shape: int, seed: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def stage_of(layers: str, stage: int) -> nn.Module:
+    """The same values in whatever process it is made."""
+    module = LAYERS[layers]().double()
+    for number, parameter in enumerate(module.parameters()):
+        parameter.data = drawn(*parameter.shape, seed=100 * stage + number)
+    return module
+
+
+def through(module: nn.Module, x: Tensor, microbatch: int, *, is_last: bool) -> Tensor:
+    """A residual branch, so that no output is kept for a backward; on the last stage the loss, one for each element."""
+    x = x + module(x)
+    return (x - drawn(BATCH, WIDTH, seed=5000 + microbatch)).square().sum() if is_last else x
+
+
+def one_process(layers: str, stages: int, microbatches: int) -> tuple[list[Tensor], dict[str, Tensor]]:
+    """Losses of all micro-batches, and gradients by stage and name."""
+    modules = [stage_of(layers, stage) for stage in range(stages)]
+    losses = []
+    for microbatch in range(microbatches):
+        x = drawn(BATCH, WIDTH, seed=4000 + microbatch)
+        for stage, module in enumerate(modules):
+            x = through(module, x, microbatch, is_last=stage == stages - 1)
+        x.backward(torch.full_like(x, LOSS_GRAD))
+        losses.append(x.detach())
+    return losses, gradients(dict(enumerate(modules)))
+
+
+def gradients(modules: dict[int, nn.Module]) -> dict[str, Tensor]:
+    """By stage and parameter; those that are None are left out."""
+    return {
+        f"{stage}.{name}": parameter.grad
+        for stage, module in modules.items()
+        for name, parameter in module.named_parameters()
+        if parameter.grad is not None
+    }
+
+
+def engine_of(num_chunks: int, timeout_seconds: float = 60) -> PipelineEngine:
+    """An engine on as many pipeline ranks as there are in the world."""
+    ctx = ParallelContext.create(Grid(pp=torch.distributed.get_world_size()), CPU["device"], timeout_seconds=60)
+    return PipelineEngine(ctx, num_chunks=num_chunks, timeout_seconds=timeout_seconds)
+
+
+def modules_of(layers: str, engine: PipelineEngine) -> dict[int, nn.Module]:
+    """This rank's chunks, by stage."""
+    stages = range(engine.pp.rank, engine.last_stage + 1, engine.pp.size)
+    return {stage: stage_of(layers, stage) for stage in stages}
+
+
+def forward_of(modules: dict[int, nn.Module], engine: PipelineEngine) -> Forward:
+    def forward(chunk: int, microbatch: int, hidden: Tensor | None) -> Tensor:
+        stage = chunk * engine.pp.size + engine.pp.rank
+        assert (hidden is None) == (stage == 0)
+        x = drawn(BATCH, WIDTH, seed=4000 + microbatch) if hidden is None else hidden
+        return through(modules[stage], x, microbatch, is_last=stage == engine.last_stage)
+
+    return forward
+
+
+class Watch:
+    """Writes down what the engine does, and when a parameter's gradients come."""
+
+    def __init__(self, modules: dict[int, nn.Module]):
+        self.events: list[tuple[str, Action]] = []
+        self.begun: list[tuple[int, bool]] = []  # begin_backward: chunk, is_last
+        self.is_last = False
+        self.under_is_last: dict[str, list[bool]] = {}  # of each gradient of a parameter, in order
+        for stage, module in modules.items():
+            for name, parameter in module.named_parameters():
+                parameter.register_post_accumulate_grad_hook(partial(self._came, f"{stage}.{name}"))
+
+    def _came(self, name: str, parameter: Tensor) -> None:
+        self.under_is_last.setdefault(name, []).append(self.is_last)
+
+    def begin(self, action: Action) -> None:
+        self.events.append(("begin", action))
+
+    def end(self, action: Action) -> None:
+        self.events.append(("end", action))
+
+    def begin_backward(self, chunk: int, *, is_last: bool) -> None:
+        self.begun.append((chunk, is_last))
+        self.is_last = is_last
+
+
+Case = tuple[str, int, int]  # schedule, chunks, micro-batches
+
+
+def run_cases(layers: str, cases: list[Case]) -> list[dict[str, Any]]:
+    """Every case with new modules on one engine for each number of chunks, so that runs follow each other."""
+    engines = {chunks: engine_of(chunks) for chunks in sorted({chunks for _, chunks, _ in cases})}
+    results = []
+    for name, chunks, microbatches in cases:
+        engine = engines[chunks]
+        modules = modules_of(layers, engine)
+        watch = Watch(modules)
+        schedule = build_schedule(name, engine.pp.size, microbatches, chunks)
+        with torch.set_grad_enabled(name != "forward-only"):
+            options = {"begin_backward": watch.begin_backward, "loss_grad": LOSS_GRAD, "recorder": watch}
+            losses = engine.run(schedule, forward_of(modules, engine), MESSAGE, **options)
+        results.append(
+            {
+                "losses": losses,
+                "gradients": gradients(modules),
+                "peak_live": engine.peak_live,
+                "events": watch.events,
+                "begun": watch.begun,
+                "under_is_last": watch.under_is_last,
+            }
+        )
+    return results
+
+
+def cases_of(pp: int) -> list[Case]:
+    """Fewer micro-batches than stages, as many, and more, also numbers that do not divide by the stages."""
+    counts = {1: (1, 3), 2: (1, 2, 3, 5), 4: (1, 3, 4, 6, 9)}[pp]
+    cases = [(name, 1, count) for name in ("gpipe", "1f1b", "zb-h1") for count in counts]
+    if pp > 1:
+        cases += [("interleaved", 2, groups * pp) for groups in (1, 2, 3)] + [("interleaved", 3, 2 * pp)]
+        cases += [("forward-only", 2, count) for count in counts]
+    return cases + [("forward-only", 1, count) for count in counts]
+
+
+@pytest.fixture(scope="module", params=[(pp, layers) for pp in (1, 2, 4) for layers in LAYERS], ids=str)
+def runs(request, ranks):
+    """[(number of ranks, layers, case, what each rank returned)], run once for all tests below."""
+    pp, layers = request.param
+    by_rank = ranks(pp, run_cases, layers, cases_of(pp))
+    return [(pp, layers, case, got) for case, *got in zip(cases_of(pp), *by_rank, strict=True)]
+
+
+def test_losses_and_gradients_are_those_of_one_process_to_the_bit(runs):
+    """An activation handed to the wrong micro-batch, a gradient missed, added twice or in another order would show."""
+    for pp, layers, (name, chunks, microbatches), got in runs:
+        losses, truth = one_process(layers, pp * chunks, microbatches)
+        assert [rank["losses"] for rank in got[:-1]] == [[]] * (pp - 1)
+        assert torch.equal(torch.stack(got[-1]["losses"]), torch.stack(losses)), (name, microbatches)
+        found = {key: gradient for rank in got for key, gradient in rank["gradients"].items()}
+        if name == "forward-only":
+            assert not found
+            continue
+        assert sum(len(rank["gradients"]) for rank in got) == len(truth)
+        for key, gradient in truth.items():
+            assert torch.equal(found[key], gradient), (name, chunks, microbatches, key)
+
+
+def test_as_many_micro_batches_are_held_as_the_papers_say(runs):
+    for pp, _, (name, chunks, microbatches), got in runs:
+        found = [rank["peak_live"] for rank in got]
+        if name == "gpipe":
+            assert found == [microbatches] * pp
+        elif name == "1f1b":
+            assert found == [min(microbatches, pp - rank) for rank in range(pp)]
+        elif name == "forward-only":
+            assert found == [0] * pp
+        else:
+            assert found == peak_live(build_schedule(name, pp, microbatches, chunks))
+
+
+def test_each_rank_does_its_list_in_order_and_says_so(runs):
+    for pp, _, (name, chunks, microbatches), got in runs:
+        for rank, order in zip(got, build_schedule(name, pp, microbatches, chunks), strict=True):
+            assert rank["events"] == [(what, action) for action in order for what in ("begin", "end")]
+            backwards = [action.chunk for action in order if action.op != "F"]
+            assert [chunk for chunk, _ in rank["begun"]] == backwards
+
+
+def test_the_last_gradient_of_a_parameter_is_announced_and_no_earlier_one(runs):
+    """Too early an announcement would sum a gradient over dp before it is whole, a missing one never."""
+    for _, _, (name, _, microbatches), got in runs:
+        for rank in got:
+            for key, flags in rank["under_is_last"].items():
+                assert flags == [False] * (microbatches - 1) + [True], (name, key)
+
+
+class Storages:
+    """Counts, at the start of every action, which tensors' memory is still held by anyone."""
+
+    def __init__(self) -> None:
+        self.kept: dict[str, list[StorageWeakRef]] = {"outputs": [], "inputs": [], "gradients": []}
+        self.counts: dict[str, list[int]] = {kind: [] for kind in self.kept}
+        self.ops: list[str] = []
+
+    def add(self, kind: str, tensor: Tensor) -> None:
+        self.kept[kind].append(StorageWeakRef(tensor.untyped_storage()))
+
+    def add_gradient(self, hidden: Tensor) -> None:
+        assert hidden.grad is not None
+        self.add("gradients", hidden.grad)
+
+    def alive(self, kind: str) -> int:
+        return sum(not reference.expired() for reference in self.kept[kind])
+
+    def begin(self, action: Action) -> None:
+        self.ops.append(action.op)
+        for kind, counts in self.counts.items():
+            counts.append(self.alive(kind))
+
+    def end(self, action: Action) -> None:
+        pass
+
+
+def watched(forward: Forward, watch: Storages, engine: PipelineEngine) -> Forward:
+    def watched_forward(chunk: int, microbatch: int, hidden: Tensor | None) -> Tensor:
+        if hidden is not None:
+            watch.add("inputs", hidden)
+            hidden.register_post_accumulate_grad_hook(watch.add_gradient)
+        output = forward(chunk, microbatch, hidden)
+        if chunk * engine.pp.size + engine.pp.rank != engine.last_stage:
+            watch.add("outputs", output)
+        return output
+
+    return watched_forward
+
+
+def storages(cases: list[Case]) -> list[dict[str, Any]]:
+    results = []
+    for name, chunks, microbatches in cases:
+        engine, watch = engine_of(chunks), Storages()
+        forward = watched(forward_of(modules_of("split", engine), engine), watch, engine)
+        engine.run(build_schedule(name, engine.pp.size, microbatches, chunks), forward, MESSAGE, recorder=watch)
+        left = {kind: watch.alive(kind) for kind in watch.kept}
+        results.append({"counts": watch.counts, "ops": watch.ops, "left": left, "peak_live": engine.peak_live})
+    return results
+
+
+HELD = [("gpipe", 1, 12), ("1f1b", 1, 12), ("zb-h1", 1, 12), ("interleaved", 2, 12)]
+
+
+@pytest.mark.parametrize("pp", [2, 4])
+def test_what_was_sent_is_held_no_longer_than_until_a_neighbour_is_heard_to_have_it(ranks, pp):
+    """A run of many micro-batches would else grow with their number, in 1F1B too.
+
+    Gloo tells nobody that a message has left; what the neighbour sends back does. In GPipe that begins with the first
+    gradient, in the others the micro-batches in flight are the bound, with one more message on its way.
+    """
+    for got in ranks(pp, storages, HELD):
+        for (name, _, microbatches), run in zip(HELD, got, strict=True):
+            counts, bound = run["counts"], run["peak_live"]
+            assert len(run["ops"]) >= 2 * microbatches
+            assert max(counts["inputs"]) <= bound
+            if name == "gpipe":
+                in_backward = [held for op, held in zip(run["ops"], counts["outputs"], strict=True) if op == "B"]
+                assert set(in_backward) == {0}
+            else:
+                assert max(counts["outputs"]) <= bound, name
+                assert max(counts["gradients"]) <= bound + 1, name
+            assert run["left"] == {"outputs": 0, "inputs": 0, "gradients": 0}
+
+
+def run_with(mistake: str, schedule: str, rank: int, timeout_seconds: float) -> None:
+    """Six micro-batches, of which `rank` does something wrong in the third."""
+    engine = engine_of(1, timeout_seconds)
+    right = forward_of(modules_of("split", engine), engine)
+
+    def forward(chunk: int, microbatch: int, hidden: Tensor | None) -> Any:
+        output = right(chunk, microbatch, hidden)
+        if (engine.pp.rank, microbatch) != (rank, 2):
+            return output
+        if mistake == "it raises":
+            raise ValueError("a mistake of my own")
+        if mistake == "it sleeps":
+            time.sleep(timeout_seconds + 1.5)
+        mistaken: dict[str, Callable[[], Any]] = {
+            "another shape": lambda: output[:2],
+            "another number format": lambda: output.float(),
+            "no gradient": output.detach,
+            "two things": lambda: (output, None),
+            "not from what it was given": lambda: right(chunk, microbatch, torch.ones(BATCH, WIDTH).double()),
+        }
+        return mistaken.get(mistake, lambda: output)()
+
+    with torch.set_grad_enabled(schedule != "forward-only"):
+        engine.run(build_schedule(schedule, engine.pp.size, 6, 1), forward, MESSAGE)
+
+
+def errors_of(ranks, size: int, *arguments: Any) -> list[str]:
+    """The last line that each rank had to say."""
+    with pytest.raises(RanksFailed) as raised:
+        ranks(size, run_with, *arguments)
+    parts = str(raised.value).split("--- rank ")[1:]
+    assert [int(part.split()[0]) for part in parts] == list(range(size))
+    return [part.strip().splitlines()[-1].removeprefix("megatron_lite.errors.") for part in parts]
+
+
+MISTAKES = {
+    "another shape": "in F2.0: the chunk returned [2, 6] torch.float64, but stages hand over [3, 6] torch.float64; a "
+    "chunk that is not the last one returns its hidden state",
+    "another number format": "in F2.0: the chunk returned [3, 6] torch.float32, but stages hand over [3, 6] "
+    "torch.float64; a chunk that is not the last one returns its hidden state",
+    "no gradient": "in F2.0: the chunk returned a tensor that needs no gradient, but this run trains; a stage has "
+    "parameters that learn, and its forward is not under torch.no_grad",
+    "two things": "in F2.0: the chunk returned a tuple, but a chunk returns one tensor",
+    "not from what it was given": "in B2.0: what the chunk returned does not depend on the hidden state that it was "
+    "given, so the stages before it would learn nothing; use `hidden` in the chunk's forward",
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_chunk_that_cannot_be_a_stage_is_named_with_what_is_wrong(ranks, mistake):
+    errors = errors_of(ranks, 3, mistake, "1f1b", 1, 60.0)
+    assert errors[1] == f"TrainingError: rank 1, pipeline stage 1 of 0..2, {MISTAKES[mistake]}"
+
+
+@pytest.mark.parametrize("mistake", ["no gradient", "two things"])
+def test_a_last_chunk_that_returns_no_loss_is_named(ranks, mistake):
+    assert MISTAKES[mistake] in errors_of(ranks, 2, mistake, "1f1b", 1, 60.0)[1]
+
+
+def test_when_a_stage_fails_the_others_say_what_they_waited_for_and_of_whom(ranks):
+    """Long before the time is up: the connections to the failed rank break."""
+    started = time.monotonic()
+    errors = errors_of(ranks, 4, "it raises", "1f1b", 1, 60.0)
+    assert time.monotonic() - started < 30
+    assert errors.pop(1) == "ValueError: a mistake of my own"
+    for rank, error in zip((0, 2, 3), errors, strict=True):
+        what = r"(the (activation|gradient) of micro-batch \d from rank \d|rank \d to take .+)"
+        place = rf"rank {rank}, pipeline stage {rank} of 0\.\.3, in [FB]\d\.0"
+        assert re.match(rf"TrainingError: {place} waited for {what}, and the connection broke \(", error), error
+        assert "Look at the output of that rank first" in error
+
+
+@pytest.mark.parametrize(
+    ("schedule", "waits"),
+    [
+        ("1f1b", ["B1.0 waited for the gradient of micro-batch 1 from rank 1", "F2.0 waited for the activation of"]),
+        ("forward-only", ["F5.0 waited for rank 1 to take all that was sent to it", "F2.0 waited for the activation"]),
+    ],
+)
+def test_a_stage_that_hangs_is_waited_for_as_long_as_was_said(ranks, schedule, waits):
+    started = time.monotonic()
+    errors = errors_of(ranks, 3, "it sleeps", schedule, 1, 1.5)
+    assert time.monotonic() - started < 30
+    for rank, wait in zip((0, 2), waits, strict=True):
+        assert errors[rank].startswith(f"TrainingError: rank {rank}, pipeline stage {rank} of 0..2, in {wait}")
+        assert "and time was up after 1.5 s. Look at the output of that rank first" in errors[rank]
+        assert errors[rank].endswith("raise train.comm_timeout")
+    assert re.search(r"rank 1, .* (waited for|to take) .*, and the connection broke", errors[1])  # it woke up too late
