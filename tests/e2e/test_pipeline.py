@@ -1,0 +1,330 @@
+"""Whole runs on pipelines: tied embeddings, evaluation, text, broken schedules, and stages that fail."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from functools import cache
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_lite.errors import ConfigError
+from megatron_lite.model.build import get_model
+from megatron_lite.parallel.collectives import all_gather
+from megatron_lite.pipeline import schedules
+from megatron_lite.pipeline.actions import Action, Schedule
+from megatron_lite.pipeline.schedules import build_schedule, gpipe, one_f_one_b, zero_bubble_h1
+from megatron_lite.training.evaluate import evaluate
+from megatron_lite.training.generate import generate, logits_function
+from megatron_lite.training.initialize import finalize_megatron, initialize_megatron
+from megatron_lite.training.pretrain import pretrain
+from megatron_lite.training.run import Run
+from megatron_lite.training.setup import setup_model_and_optimizer
+from megatron_lite.training.step import train_step
+from tests.e2e.command import environment, make_corpus, start, tiny_yaml
+from tests.e2e.test_kill import wait_for
+from tests.e2e.test_resume import Counting, counting_splits
+from tests.e2e.tiny import model_with_biases, portion, tiny_config
+
+FOUR_LAYERS = {"model__num_layers": 4, "train__micro_batch_size": 1}
+VIRTUAL = {"parallel__pipeline": 2, "parallel__schedule": "interleaved", "parallel__virtual_pipeline": 2}
+
+
+def run_of(model: str, **changes: Any) -> Run:
+    config = tiny_config(model, **changes)
+    ctx, rng = initialize_megatron(config)
+    return setup_model_and_optimizer(config, ctx, rng, model_with_biases)
+
+
+STEPS, POISONED = 20, 15
+
+
+def poison(run: Run, name: str) -> None:
+    """Makes this gradient overflow in one iteration on one data-parallel rank, where there is such a parameter."""
+    if name in run.params and run.ctx.dp.is_last:
+
+        def overflow(grad: Tensor) -> Tensor:
+            return grad * float("inf") if run.state.iteration + 1 == POISONED else grad
+
+        run.params[name].register_hook(overflow)
+
+
+def tied(**changes: Any) -> dict[str, Any]:
+    """Trains; after every step the copies of the word embedding on all stages and data-parallel ranks are compared."""
+    run = run_of("gpt", train__iterations=STEPS, **changes)
+    if run.config.train.precision == "fp16":
+        poison(run, "decoder.final_layernorm.weight")
+    names = [name for name in run.params if run.table[name].tied]
+    losses, skipped, apart = [], [], []
+    for iteration in range(1, STEPS + 1):
+        before = {name: tensor.detach().clone() for name, tensor in run.params.items()}
+        report = train_step(run, portion(run))
+        losses.append(report.loss)
+        skipped.append(report.skipped)
+        unchanged = [torch.equal(before[name], tensor) for name, tensor in run.params.items()]
+        assert all(unchanged) == (report.skipped or report.lr == 0)  # 0: the warm-up's first step
+        for name in names:
+            copies = all_gather(all_gather(run.params[name].detach()[None], run.ctx.dp, dim=0), run.ctx.embd, dim=0)
+            assert len(copies) == 4
+            if not all(torch.equal(copy, copies[0]) for copy in copies):
+                apart.append(iteration)
+    finalize_megatron()
+    return {"names": names, "losses": torch.tensor(losses), "skipped": skipped, "apart": apart}
+
+
+TIED = {
+    "1f1b": {"parallel__pipeline": 2, "parallel__schedule": "1f1b"},
+    "1f1b torch": {"parallel__pipeline": 2, "parallel__schedule": "1f1b", "parallel__ddp": "torch"},
+    "interleaved": VIRTUAL,
+    "interleaved torch": VIRTUAL | {"parallel__ddp": "torch"},
+    "zb-h1": {"parallel__pipeline": 2, "parallel__schedule": "zb-h1"},
+}
+# fp16 begins with overflows of its own.
+PRECISIONS = {"fp32": (1e-5, {}), "bf16": (1e-2, {}), "fp16": (1e-2, {"optim__initial_loss_scale": 2.0**24})}
+
+
+@cache
+def one_process(precision: str) -> dict[str, Any]:
+    return tied(train__precision=precision, **PRECISIONS[precision][1], **FOUR_LAYERS)
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("case", TIED)
+def test_both_copies_of_a_tied_embedding_stay_one_tensor(ranks, case, precision):
+    """Two copies that part train two models. A step that overflows on one stage alone is no step on any.
+
+    fp32: only the order of sums differs from one process. bf16 and fp16: there autograd adds up the gradients of
+    embedding and head in the format itself.
+    """
+    tolerance, changes = PRECISIONS[precision]
+    truth = one_process(precision)
+    results = ranks(4, tied, train__precision=precision, **changes, **FOUR_LAYERS, **TIED[case])
+    first, last = ["embedding.word_embeddings.weight"], ["output_layer.weight"]
+    assert [found["names"] for found in results] == [first, first, last, last]
+    for found in results:
+        assert found["apart"] == []
+        assert found["skipped"] == truth["skipped"]
+        assert ((found["losses"] - truth["losses"]) / truth["losses"]).abs().max() < tolerance
+    if precision == "fp16":
+        assert truth["skipped"][POISONED - 2 : POISONED + 1] == [False, True, False]
+        assert any(truth["skipped"][: POISONED - 2])
+    else:
+        assert not any(truth["skipped"])
+
+
+def without(order: list[Action], action: Action) -> list[Action]:
+    assert action in order
+    return [other for other in order if other != action]
+
+
+def swapped(order: list[Action], a: Action, b: Action) -> list[Action]:
+    assert a in order and b in order
+    return [{a: b, b: a}.get(action, action) for action in order]
+
+
+def break_rank_1(base: Schedule, how: Any, *actions: Action) -> Schedule:
+    return [how(order, *actions) if rank == 1 else order for rank, order in enumerate(base)]
+
+
+# Two stages, four micro-batches; what is wrong is in rank 1's list.
+BROKEN = {
+    "two forwards change places": (
+        lambda: break_rank_1(gpipe(2, 4), swapped, Action("F", 1), Action("F", 2)),
+        "rank 1: F2.0 reads the output that rank 0 sent for F1.0; a pipe hands out in the order in which it was filled",
+    ),
+    "a backward before its forward": (
+        lambda: break_rank_1(one_f_one_b(2, 4), swapped, Action("F", 0), Action("B", 0)),
+        "rank 1: B0.0 before its F0.0, which it needs",
+    ),
+    "a missing W": (
+        lambda: break_rank_1(zero_bubble_h1(2, 4), without, Action("W", 2)),
+        "rank 1: W2.0 is missing",
+    ),
+    "another chunk": (
+        lambda: break_rank_1(
+            one_f_one_b(2, 4), lambda order: [a if a != Action("B", 3) else Action("B", 3, 1) for a in order]
+        ),
+        "rank 1: B3.1 is of model chunk 1; there are 1, from 0",
+    ),
+    "ranks that wait for each other": (
+        lambda: list(reversed(one_f_one_b(2, 4))),
+        "the schedule deadlocks: rank 0 at B0.0 waits for B0.0 or I0.0 of rank 1; rank 1 at F1.0 waits for F1.0 of",
+    ),
+}
+
+
+def refusals() -> dict[str, str]:
+    """The message for each broken schedule; the run is whole before and after, and no chunk ran in between."""
+    run = run_of("gpt", parallel__pipeline=2, train__micro_batch_size=2)
+    forwards = []
+    for chunk in run.model:
+        chunk.register_forward_pre_hook(lambda module, inputs: forwards.append(1))
+    batch, messages = portion(run), {}
+    for name, (make, _) in BROKEN.items():
+        build_schedule.cache_clear()
+        try:
+            with mock.patch.dict(schedules.SCHEDULES, {"1f1b": lambda pp, microbatches, chunks, make=make: make()}):
+                train_step(run, batch)
+        except ConfigError as error:
+            messages[name] = str(error)
+        finally:
+            build_schedule.cache_clear()
+    assert not forwards
+    train_step(run, batch)
+    assert len(forwards) == 4
+    finalize_megatron()
+    return messages
+
+
+def test_a_broken_schedule_is_refused_on_every_rank_before_any_forward(ranks):
+    for messages in ranks(2, refusals):
+        assert messages.keys() == BROKEN.keys()
+        for name, (_, words) in BROKEN.items():
+            assert messages[name].startswith(words), (name, messages[name])
+
+
+def interrupted_training(**changes: Any) -> list[float]:
+    """Loss of a step, validation loss, loss of the next step, validation loss."""
+    run = run_of("gpt", train__precision="fp64", train__eval_iterations=2, train__global_batch_size=12, **changes)
+    data = Counting(40, run.config.data.seq_length, run.config.model.vocab_size)
+    found = []
+    for _ in range(2):
+        found += [train_step(run, portion(run)).loss, evaluate(run, data, -1)]
+        assert all(chunk.training for chunk in run.model)
+    finalize_megatron()
+    return found
+
+
+EVALUATED = {
+    # Two stages and three micro-batches: the forward-only schedule's last group is smaller.
+    "pp 2": (2, {"parallel__pipeline": 2, "train__micro_batch_size": 4}),
+    "pp 2 zb-h1": (2, {"parallel__pipeline": 2, "parallel__schedule": "zb-h1", "train__micro_batch_size": 6}),
+    "pp 2 x v 2": (2, VIRTUAL | {"train__micro_batch_size": 3}),
+    "pp 4 x v 1": (4, {"parallel__pipeline": 4, "train__micro_batch_size": 4}),
+    "pp 2 x dp 2": (4, {"parallel__pipeline": 2, "train__micro_batch_size": 2}),
+    "pp 2 x v 2 x dp 2": (4, VIRTUAL | {"train__micro_batch_size": 1}),
+}
+
+
+@pytest.mark.parametrize("case", EVALUATED)
+def test_evaluation_is_that_of_one_process_and_leaves_training_alone(ranks, case):
+    """In fp64 only the order of sums differs."""
+    size, changes = EVALUATED[case]
+    truth = interrupted_training(model__num_layers=4, train__micro_batch_size=12)
+    assert len(set(truth)) == 4
+    for found in ranks(size, interrupted_training, model__num_layers=4, **changes):
+        assert found == pytest.approx(truth, rel=1e-12)
+
+
+PROMPT = [7, 12, 17, 22]
+
+
+def texts(**changes: Any) -> dict[str, Any]:
+    """What the model at its start writes after a prompt, and the logits that this follows from."""
+    config = tiny_config("codegeex", train__precision="fp64", **changes)
+    ctx, rng = initialize_megatron(config)
+    chunks = [chunk.eval() for chunk in model_with_biases(config, ctx, rng, dtype=torch.float64)]
+    next_logits = logits_function(chunks, config, ctx)
+    options = {"config": config, "max_new_tokens": 20, "eod": -1}  # longer than the 16 positions
+    found = {
+        "logits": next_logits(PROMPT).detach(),
+        "likeliest": generate(next_logits, PROMPT, temperature=0.0, seed=1, **options),
+        "drawn": generate(next_logits, PROMPT, temperature=1.0, seed=1, **options),
+    }
+    finalize_megatron()
+    return found
+
+
+WRITING = {
+    "pp 2": (2, {"parallel__pipeline": 2}),
+    "pp 2 x v 2": (2, VIRTUAL | {"train__global_batch_size": 2}),
+    "pp 4": (4, {"parallel__pipeline": 4}),
+    "tp 2 x pp 2": (4, {"parallel__tensor": 2, "parallel__pipeline": 2}),
+}
+
+
+@pytest.mark.parametrize("case", WRITING)
+def test_a_pipeline_writes_what_one_process_writes(ranks, case):
+    size, changes = WRITING[case]
+    truth = texts(model__num_layers=4)
+    assert len(truth["likeliest"]) == len(truth["drawn"]) == 20
+    assert truth["likeliest"] != truth["drawn"]
+    for found in ranks(size, texts, model__num_layers=4, **changes):
+        if "tp" in case:  # another order of sums
+            torch.testing.assert_close(found["logits"], truth["logits"], rtol=1e-5, atol=1e-6)
+        else:
+            assert torch.equal(found["logits"], truth["logits"])
+        assert found["likeliest"] == truth["likeliest"]
+        assert found["drawn"] == truth["drawn"]
+
+
+def hanging_stage(folder: str) -> None:
+    """A run of two stages, of which the second one hangs in its third iteration."""
+    settings = {"train__comm_timeout": 5.0, "train__micro_batch_size": 2, "checkpoint__interval": 0}
+    config = tiny_config("gpt", run__dir=folder, parallel__pipeline=2, **settings)
+    forwards = []
+
+    def hang(module: torch.nn.Module, inputs: tuple) -> None:
+        forwards.append(1)
+        if len(forwards) == 2 * 4 + 2:  # the second micro-batch
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)  # or torch waits half a minute until it sends SIGKILL
+            time.sleep(600)
+
+    def provider(config, ctx, rng, **options):
+        chunks = get_model(config, ctx, rng, **options)
+        if ctx.pp.rank == 1:
+            chunks[0].register_forward_pre_hook(hang)
+        return chunks
+
+    pretrain(config, provider, counting_splits)
+
+
+LAUNCH = """
+import sys
+from megatron_lite.cli.launch import launch
+sys.exit(launch("tests.e2e.test_pipeline:hanging_stage", (sys.argv[1],), 2))
+"""
+
+
+def test_a_stage_that_hangs_ends_the_run_and_its_neighbour_says_where_it_waited(tmp_path):
+    started = time.monotonic()
+    command = [sys.executable, "-c", LAUNCH, str(tmp_path / "run")]
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=120)
+    assert time.monotonic() - started < 60
+    assert done.returncode == 1
+    assert done.stderr.startswith(
+        "rank 0, pipeline stage 0 of 0..1, in B1.0 waited for the gradient of micro-batch 1 from rank 1, and time was "
+        "up after 5 s. Look at the output of that rank first; if a stage really computes for so long, raise "
+        "train.comm_timeout\n"
+    )
+    assert "Traceback" not in done.stderr
+
+
+def ranks_of(launcher: int) -> list[int]:
+    """Process ids of a launcher's ranks, in order."""
+    children = Path(f"/proc/{launcher}/task").glob("*/children")
+    pids = sorted(int(pid) for file in children for pid in file.read_text().split())
+    return [pid for pid in pids if "spawn_main" in Path(f"/proc/{pid}/cmdline").read_text()]
+
+
+def test_a_run_of_which_one_stage_is_killed_ends_at_once(tmp_path):
+    settings = {"parallel": {"pipeline": 2}, "train": {"iterations": 100_000}, "log": {"interval": 1000}}
+    config = tiny_yaml(tmp_path, make_corpus(tmp_path), **settings, checkpoint={"interval": 0})
+    process = start("pretrain", "--config", str(config), "--nproc-per-node", "2", cwd=tmp_path)
+    try:
+        wait_for("training from iteration", process)
+        time.sleep(0.5)
+        first, second = ranks_of(process.pid)
+        os.kill(second, signal.SIGKILL)
+        _, err = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert process.returncode == 1
+    assert "rank 1 was killed by SIGKILL" in err
+    assert not Path(f"/proc/{first}").exists()
