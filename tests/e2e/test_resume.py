@@ -46,6 +46,13 @@ def tensor_files(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*.safetensors")}
 
 
+VIRTUAL = {
+    "parallel__pipeline": 2,
+    "parallel__schedule": "interleaved",
+    "parallel__virtual_pipeline": 2,
+    "model__num_layers": 4,
+}
+OVERFLOWING = {"optim__initial_loss_scale": 2.0**34}
 CASES = {
     "fp32 tp 2": (2, {"train__precision": "fp32", "parallel__tensor": 2}),
     "bf16 tp 2": (2, {"train__precision": "bf16", "parallel__tensor": 2}),
@@ -59,6 +66,14 @@ CASES = {
     "fp16 dp 2, after skipped steps": (2, {"train__precision": "fp16", "optim__initial_loss_scale": 2.0**34}),
     "fp32 tp 2 dp 2": (4, {"train__precision": "fp32", "parallel__tensor": 2}),
     "bf16 alone": (1, {"train__precision": "bf16"}),
+    "fp32 pp 2": (2, {"parallel__pipeline": 2}),
+    "bf16 pp 2 x v 2": (2, VIRTUAL | {"train__precision": "bf16"}),
+    "fp16 pp 2 tp 2, after skipped steps": (
+        4,
+        {"train__precision": "fp16", "parallel__pipeline": 2, "parallel__tensor": 2} | OVERFLOWING,
+    ),
+    "fp32 pp 2 dp 2 zb-h1": (4, {"parallel__pipeline": 2, "parallel__schedule": "zb-h1"}),
+    "fp32 pp 2 dp 2 torch": (4, {"parallel__pipeline": 2, "parallel__ddp": "torch"}),
 }
 
 
