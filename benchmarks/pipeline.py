@@ -71,10 +71,9 @@ def make_batches(shape: dict[str, int], count: int) -> list[Any]:
 
 def measure_bubbles(shape: dict[str, int], rounds: int, microbatches: int) -> None:
     """Prints measured and predicted bubbles of every schedule."""
-    from megatron_lite.checkpoint.agreement import gather_to_first
     from megatron_lite.training.step import train_step
     from megatron_lite.training.timeline import Timeline
-    from megatron_lite.training.trace import bubbles
+    from megatron_lite.training.trace import bubbles, gather_timelines
 
     runs = {name: make_run(shape, name) for name in SCHEDULES}
     found: dict[str, list[Any]] = {name: [] for name in SCHEDULES}
@@ -87,7 +86,7 @@ def measure_bubbles(shape: dict[str, int], rounds: int, microbatches: int) -> No
             start = time.perf_counter()
             train_step(run, batches)
             seconds[name].append(time.perf_counter() - start)
-            timelines = gather_to_first(timeline.seconds(), run.ctx.world)
+            timelines = gather_timelines(timeline, run.ctx.world)
             if timelines and round_number:  # the first round allocates
                 found[name].append(bubbles(run, timelines, microbatches))
     if dist.get_rank() == 0:

@@ -168,6 +168,14 @@ def _check_passes(rank: int, order: list[Action], microbatches: int, chunks: int
         for earlier, later in pairwise(wanted):
             if position[later] < position[earlier]:
                 raise ConfigError(f"rank {rank}: {later} before its {earlier}, which it needs")
+    # The engine announces the last gradient of a chunk's parameters, of each half apart when the backward is cut.
+    for chunk in range(chunks):
+        whole, cut = (next((a for a in order if a.op in ops and a.chunk == chunk), None) for ops in ("B", "IW"))
+        if whole and cut:
+            raise ConfigError(
+                f"rank {rank}: chunk {chunk} has {whole} whole and {cut} cut in halves; cut every backward of a chunk "
+                "on a rank, or none"
+            )
 
 
 def _check_pipe(schedule: Schedule, rank: int, kind: str, step: int) -> None:

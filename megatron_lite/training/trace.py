@@ -1,6 +1,6 @@
 """The real timeline of one iteration on every rank, and its bubble beside the simulated one.
 
-Every rank starts its clock when it leaves a barrier, so that clocks of different machines need not agree.
+Every rank's timeline begins when it leaves a barrier, so that clocks of different machines need not agree.
 The file is in the format of Chrome's trace viewer, which https://ui.perfetto.dev opens.
 """
 
@@ -18,14 +18,14 @@ import torch
 from megatron_lite.checkpoint.agreement import gather_to_first
 from megatron_lite.data.loader import Batch
 from megatron_lite.parallel.collectives import barrier
-from megatron_lite.parallel.context import ParallelContext
+from megatron_lite.parallel.context import Group, ParallelContext
 from megatron_lite.pipeline.actions import Action
 from megatron_lite.pipeline.schedules import build_schedule
 from megatron_lite.pipeline.simulate import Span, bubble, idle_share
 from megatron_lite.training.logs import writing
 from megatron_lite.training.run import Run
 from megatron_lite.training.step import StepReport, train_step
-from megatron_lite.training.timeline import Timed, Timeline
+from megatron_lite.training.timeline import Timed, Timeline, together
 
 TRACED_ITERATION = 3  # of this start: the first ones also allocate memory and compile
 EQUAL_STAGES = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}  # what the schedules' formulas assume
@@ -39,7 +39,7 @@ def traced_step(run: Run, microbatches: list[Batch], say: Callable[[str], None])
     run.timeline = timeline = Timeline(run.ctx.device)
     report = train_step(run, microbatches)
     run.timeline = None
-    timelines = gather_to_first(timeline.seconds(), run.ctx.world)
+    timelines = gather_timelines(timeline, run.ctx.world)
     if run.ctx.world.is_first:
         path = Path(run.config.run.dir) / "trace.json"
         with writing(path.parent):
@@ -52,6 +52,11 @@ def traced_step(run: Run, microbatches: list[Batch], say: Callable[[str], None])
             f"of each stage's actions, {found.equal:.3f} with equal stages; timeline in {path}"
         )
     return report
+
+
+def gather_timelines(timeline: Timeline, world: Group) -> list[list[Timed]]:
+    """The spans of all ranks by one clock, on rank 0; elsewhere an empty list."""
+    return together(gather_to_first((timeline.clock, timeline.seconds()), world))
 
 
 def chrome_trace(timelines: list[list[Timed]], ctx: ParallelContext) -> dict[str, Any]:

@@ -55,7 +55,7 @@ def test_a_pipelined_run_tells_its_schedule_and_records_one_iteration(ranks, tmp
             assert event["ts"] + event["dur"] <= following["ts"]
     start = {(event["pid"], event["name"]): event["ts"] for event in events}
     end = {(event["pid"], event["name"]): event["ts"] + event["dur"] for event in events}
-    # The clocks agree well enough to show who waits for whom: they start at a barrier on one machine.
+    # Ranks of one machine share a clock, so the file shows who waits for whom.
     assert start[1, "F0.0"] > end[0, "F0.0"] and start[0, "B0.0"] > end[1, "B0.0"]
 
 

@@ -205,6 +205,7 @@ def broken(name, pp, microbatches, chunks, rank, old, new):
         (("gpipe", 2, 4, 1), 0, "B2.0", "B2.0 B2.0", "rank 0: B2.0 is there 2 times"),
         (("zb-h1", 2, 4, 1), 0, "W2.0", "B2.0", "rank 0: I2.0 is a part of B2.0, which is there too"),
         (("zb-h1", 2, 4, 1), 0, "I2.0", "B2.0", "rank 0: W2.0 is a part of B2.0, which is there too"),
+        (("zb-h1", 2, 2, 1), 0, "I1.0 W1.0", "B1.0", "rank 0: chunk 0 has B1.0 whole and I0.0 cut in halves"),
         # what is not there at all
         (("interleaved", 2, 4, 2), 1, "F2.1", "F2.2", "rank 1: F2.2 is of model chunk 2; there are 2, from 0"),
         (("interleaved", 2, 4, 2), 1, "F2.1", "F2.0", "rank 1: F2.0 is there 2 times"),
