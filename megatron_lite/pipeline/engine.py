@@ -41,7 +41,7 @@ class _Live:
     """What a stage holds of a micro-batch between its forward and the end of its backward."""
 
     hidden: Tensor | None
-    output: GradientEdge
+    output: GradientEdge | None
     weight_jobs: list[weight_grads.Job] = field(default_factory=list)
 
 
@@ -171,6 +171,7 @@ class _Run:
         self.begin_backward(action.chunk, is_last=is_last)
         self._begin(action)
         with weight_grads.deferred() if action.op == "I" else nullcontext([]) as live.weight_jobs:
+            assert live.output is not None
             torch.autograd.backward(live.output, grad)
         self._end(action)
         if live.hidden is not None:
@@ -180,8 +181,8 @@ class _Run:
                     "given, so the stages before it would learn nothing; use `hidden` in the chunk's forward"
                 )
             self._send(self.engine.pipes.backward_out, action, live.hidden.grad, "the gradient")
-        # A W still needs the products that I has left, and nothing else.
-        live.hidden = None
+        # A W still needs the products that I has left, and nothing else. The graph would keep `hidden` alive too.
+        live.hidden = live.output = None
         if action.op == "B":
             del self.live[action.chunk, action.microbatch]
 

@@ -72,6 +72,9 @@ def run(schedule, microbatches, chunks, seed=0):
         results = {"forward"}
     if done != set(product(results, range(last + 1), range(microbatches))):
         raise Wrong("something is missing")
+    for order, chunk in product(schedule, range(chunks)):
+        if {"B", "I"} <= {action.op for action in order if action.chunk == chunk}:
+            raise Wrong("whole and cut backwards of one chunk")
 
 
 def is_right(schedule, microbatches, chunks, seed=0):
