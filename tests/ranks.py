@@ -6,6 +6,7 @@ and each call gets its own group, on a FileStore: no ports, nothing shared with 
 
 import contextlib
 import faulthandler
+import gc
 import os
 import pickle
 import shutil
@@ -35,6 +36,7 @@ def _serve(pipe: connection.Connection, stack_file: Path) -> None:
     import torch.distributed as dist
 
     torch.set_num_threads(1)
+    gc.freeze()  # or every collection in a test goes through all that torch has made at import
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for pytest, which then closes the pipes
     with contextlib.suppress(EOFError), stack_file.open("w") as stacks:
         faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=False)
@@ -147,9 +149,9 @@ class Ranks:
 
     def _start(self, size: int) -> None:
         """Ranks are added until there are `size`."""
-        # A fork server imports torch once; each rank is then a fork of a process that has no thread yet.
+        # A fork server imports torch and ours once; each rank is then a fork of a process that has no thread yet.
         ctx = get_context("forkserver")
-        ctx.set_forkserver_preload(["torch", "torch.distributed"])
+        ctx.set_forkserver_preload(["megatron_lite.training.pretrain"])
         while len(self._ranks) < size:
             ours, theirs = ctx.Pipe()
             stack_file = self._folder / f"stack-{len(self._ranks)}-{self._calls}"
