@@ -90,6 +90,8 @@ class TorchDDP:
                 f"over data-parallel ranks, because {(unused or absent)[0]} was not used in the last micro-batch; "
                 "use every parameter in every micro-batch, or parallel.ddp=local, which allows unused ones"
             )
+        # Not in the order of the buckets, which move: the norm of the gradient is a sum over them.
+        self.main_grads = {name: self.main_grads[name] for name in self._params}
 
     def _keep_low_precision_grads(self, names: list[str]) -> None:
         """Autograd would add up the micro-batches' gradients in bf16."""

@@ -10,16 +10,32 @@ The state is the module's own: a process is one rank with one engine, and autogr
 CUDA tensors in threads of its own, where thread-locals and context variables of the caller do not reach.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
-Job = Callable[[], object]
+class Job:
+    """What a backward's W owes one weight: for each use of it, a product of an output's gradient and an input."""
+
+    def __init__(self, weight: Tensor):
+        self.weight = weight
+        self.products: list[Tensor] = []  # gradient and input by turns
+
+    def __call__(self) -> None:
+        """Adds the sum to `weight.grad` and has the hooks of the weight called, as autograd would. Once."""
+        assert self.products, "a weight's gradient was taken already"
+        products, self.products = self.products, []
+        with torch.enable_grad():
+            owed = _WeightGrad.apply(self.weight, *products)
+        del products
+        assert isinstance(owed, Tensor)
+        owed.backward()
+
 
 _split = False
-_jobs: list[Job] | None = None
+_jobs: dict[Tensor, Job] | None = None
 
 
 @contextmanager
@@ -39,15 +55,14 @@ def backward_is_split() -> bool:
 
 
 @contextmanager
-def deferred() -> Iterator[list[Job]]:
-    """Around a backward, which becomes I; the list that it fills is W.
+def deferred() -> Iterator[dict[Tensor, Job]]:
+    """Around a backward, which becomes I; the jobs that it leaves, by weight, are W.
 
-    Each job, called once and any time before the optimizer, gives one weight its gradient as autograd would: it is
-    added to `weight.grad` and the hooks of the weight are called. Until then it keeps the layer's input and the
-    gradient of its output. A weight that two layers use has two jobs, and its hooks are called twice.
+    Each is to be called once, any time before the optimizer. Until then it keeps the inputs of the layers that use the
+    weight, and the gradients of their outputs.
     """
     global _jobs
-    before, _jobs = _jobs, []
+    before, _jobs = _jobs, {}
     try:
         yield _jobs
     finally:
@@ -62,14 +77,15 @@ class _WeightGrad(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, weight: Tensor, grad: Tensor, x: Tensor) -> Tensor:
-        ctx.save_for_backward(grad, x)
+    def forward(ctx, weight: Tensor, *products: Tensor) -> Tensor:
+        ctx.save_for_backward(*products)
         return weight.new_empty(())
 
     @staticmethod
-    def backward(ctx, _: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
-        grad, x = ctx.saved_tensors
-        return grad.t() @ x.reshape(-1, x.shape[-1]), None, None
+    def backward(ctx, _: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        saved = ctx.saved_tensors
+        found = [grad.t() @ x.reshape(-1, x.shape[-1]) for grad, x in zip(saved[::2], saved[1::2], strict=True)]
+        return sum(found[1:], start=found[0]), *(None for _ in saved)
 
 
 def put_off(weight: Tensor, grad: Tensor, x: Tensor) -> None:
@@ -79,10 +95,7 @@ def put_off(weight: Tensor, grad: Tensor, x: Tensor) -> None:
     grad     [rows, o]    gradient of the layer's output
     x        [..., i]     the layer's input
     """
-    with torch.enable_grad():
-        owed = _WeightGrad.apply(weight, grad, x.detach())  # with its graph, x would keep all layers before alive
-    assert isinstance(owed, Tensor)
+    job = Job(weight) if _jobs is None else _jobs.setdefault(weight, Job(weight))
+    job.products += [grad, x.detach()]  # with its graph, x would keep all layers before alive
     if _jobs is None:
-        owed.backward()
-    else:
-        _jobs.append(owed.backward)
+        job()

@@ -42,7 +42,7 @@ class _Live:
 
     hidden: Tensor | None
     output: GradientEdge | None
-    weight_jobs: list[weight_grads.Job] = field(default_factory=list)
+    weight_jobs: dict[Tensor, weight_grads.Job] = field(default_factory=dict)
 
 
 class PipelineEngine:
@@ -141,8 +141,7 @@ class _Run:
                     num_taken += action.op in takes
                     if action.op in sends:
                         taken.append(num_taken)
-            with self._explained(self.actions[0], f"a connection to rank {pipe.peer}"):
-                pipe.expect(taken, self.message, back)
+            pipe.expect(taken, self.message, back)
 
     def _forward(self, action: Action, stage: int) -> None:
         hidden = None
@@ -170,7 +169,7 @@ class _Run:
             grad = self._receive(self.engine.pipes.backward_in, action, "the gradient")
         self.begin_backward(action.chunk, is_last=is_last)
         self._begin(action)
-        with weight_grads.deferred() if action.op == "I" else nullcontext([]) as live.weight_jobs:
+        with weight_grads.deferred() if action.op == "I" else nullcontext({}) as live.weight_jobs:
             assert live.output is not None
             torch.autograd.backward(live.output, grad)
         self._end(action)
@@ -189,7 +188,7 @@ class _Run:
     def _weights(self, action: Action, is_last: bool) -> None:
         self.begin_backward(action.chunk, is_last=is_last)
         self._begin(action)
-        for job in self.live.pop((action.chunk, action.microbatch)).weight_jobs:
+        for job in self.live.pop((action.chunk, action.microbatch)).weight_jobs.values():
             job()
         self._end(action)
 

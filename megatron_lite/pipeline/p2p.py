@@ -3,10 +3,16 @@
 A pipe leads one way, from one rank to its neighbour, and has a process group of its own. NCCL runs what was started in
 one group in that order, so with one group for both directions two neighbours that each send first would wait for each
 other for ever; Gloo cannot show that hang.
+
+Nor can it show another: an open receive occupies a GPU until the message comes, so if one were opened before the work
+that the message depends on, whatever waits for the whole device meanwhile (a kernel being tuned, memory being given
+back) would wait for ever. Receives are opened when their message is needed. On a GPU that is early: the host runs ahead
+of the device, and the receive goes around the queue of work.
 """
 
 from collections import deque
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -34,9 +40,9 @@ class Pipe:
     def __init__(self, peer: int, pg: dist.ProcessGroup):
         self.peer = peer
         self._pg = pg
+        self._stream: torch.cuda.Stream | None = None
         self._sending: deque[tuple[dist.Work, Tensor]] = deque()
         self._num_gone = 0  # messages of this run that are no longer in `_sending`
-        self._expected: tuple[dist.Work, Tensor] | None = None
 
     def send(self, tensor: Tensor) -> None:
         """Starts to send; the tensor is held until it is known to have left."""
@@ -60,32 +66,31 @@ class Pipe:
         self._num_gone = 0
 
     def expect(self, taken: list[int], message: Message, back: "Pipe") -> None:
-        """Announces the messages that this run will receive; the first may come from now on.
+        """Announces the messages that this run will receive.
 
         For each, `taken` has how many messages of the pipe `back` the peer had received when it sent this one. So they
         can be let go when it comes. Gloo would not tell: to its `is_completed` nothing has left before it was waited
         for, and what is sent would be held to the end of the run.
         """
         self._taken, self._message, self._back = deque(taken), message, back
-        self._post()
+        if message.device.type == "cuda" and self._stream is None:
+            self._stream = torch.cuda.Stream(message.device)
 
     def receive(self) -> Tensor:
-        """The next message. The one after it may come from now on, while this one is being computed with."""
-        assert self._expected is not None, "more messages are received than were expected"
-        work, tensor = self._expected
-        work.wait()
-        self._back.forget(self._taken.popleft())
-        self._post()
-        return tensor
-
-    def _post(self) -> None:
-        self._expected = None
-        if self._taken:
-            message = self._message
+        """The next message, when it has come; on a GPU, when work that is queued from now on will find it there."""
+        assert self._taken, "more messages are received than were expected"
+        message = self._message
+        # A receive starts after what is queued in the stream that it is called in: in one of its own, at once. Its
+        # memory is of that stream too, as in another one's it could still be in use by queued work.
+        with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
             tensor = torch.empty(message.shape, dtype=message.dtype, device=message.device)
             work = dist.irecv(tensor, self.peer, group=self._pg)
-            assert work is not None
-            self._expected = work, tensor
+        assert work is not None
+        work.wait()
+        if self._stream is not None:
+            tensor.record_stream(torch.cuda.current_stream(message.device))
+        self._back.forget(self._taken.popleft())
+        return tensor
 
 
 @dataclass
@@ -121,8 +126,8 @@ def connect(ctx: ParallelContext, *, wraps: bool, timeout_seconds: float) -> Pip
                 elif ctx.rank == dst:
                     setattr(pipes, in_end, Pipe(src, pg))
                     greetings.append(partial(dist.recv, src=src, group=pg))
-    # In a group's first message NCCL connects its two ranks, and each waits in that call for the other. A run, where
-    # every rank first posts what it will receive, would wait for ever; here all ranks have the pipes in one order.
+    # In a group's first message NCCL connects its two ranks, and each waits in that call for the other. In a run, where
+    # each rank has an order of its own, they could wait in a circle; here all ranks have the pipes in one order.
     for greet in greetings:
         greet(torch.zeros(1, device=ctx.device))
     return pipes

@@ -61,7 +61,7 @@ def split_linear(kind, halves=False, **options):
         y, bias = layer(x)
     with deferred() as jobs:
         y.backward(grad)
-    for job in jobs:
+    for job in jobs.values():
         job()
     grads = {name: parameter.grad for name, parameter in layer.named_parameters()}
     return {

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from functools import partial
 from itertools import accumulate
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -314,6 +315,50 @@ def test_what_was_sent_is_held_no_longer_than_until_a_neighbour_is_heard_to_have
                 assert max(counts["outputs"]) <= bound, name
                 assert max(counts["gradients"]) <= bound + 1, name
             assert run["left"] == {"outputs": 0, "inputs": 0, "gradients": 0}
+
+
+class OpenReceives:
+    """Counts the receives that have been started when an action begins."""
+
+    def __init__(self) -> None:
+        self.started = 0
+        self.at_begin: list[int] = []
+
+    def irecv(self, *args: Any, **kwargs: Any) -> Any:
+        self.started += 1
+        return irecv(*args, **kwargs)
+
+    def begin(self, action: Action) -> None:
+        self.at_begin.append(self.started)
+
+    def end(self, action: Action) -> None:
+        pass
+
+
+irecv = torch.distributed.irecv
+
+
+def receives(cases: list[Case]) -> list[list[int]]:
+    found = []
+    for name, chunks, microbatches in cases:
+        engine, watch = engine_of(chunks), OpenReceives()
+        schedule = build_schedule(name, engine.pp.size, microbatches, chunks)
+        with mock.patch.object(torch.distributed, "irecv", watch.irecv):
+            engine.run(schedule, forward_of(modules_of("plain", engine), engine), MESSAGE, recorder=watch)
+        found.append(watch.at_begin)
+    return found
+
+
+def test_while_an_action_computes_no_receive_is_open(ranks):
+    """On a GPU an open receive is a running kernel. What waits for the whole device in an action, such as a kernel that
+    is being tuned, would wait for a message that may need this action first. Gloo cannot show that hang."""
+    last_stage = {1: 3, 2: 7}
+    for rank, got in enumerate(ranks(4, receives, HELD)):
+        for (name, chunks, microbatches), started in zip(HELD, got, strict=True):
+            order = build_schedule(name, 4, microbatches, chunks)[rank]
+            ends = {"F": 0, "B": last_stage[chunks], "I": last_stage[chunks]}  # there is nothing to hear
+            needed = accumulate(a.op != "W" and a.stage(rank, 4) != ends[a.op] for a in order)
+            assert started == list(needed), name
 
 
 def run_with(mistake: str, schedule: str, rank: int, timeout_seconds: float) -> None:

@@ -192,8 +192,8 @@ def test_drain_waits_for_the_reader(ranks, tmp_path):
     assert ranks(2, slow_reader, tmp_path / "reads") == [True, True]
 
 
-def ready_to_receive(sizes: dict[str, int], wraps: bool) -> None:
-    """What every run begins with: each rank says what it will receive, before anything is sent.
+def all_send_first(sizes: dict[str, int], wraps: bool) -> None:
+    """Each rank sends to both neighbours before it receives anything.
 
     As on NCCL, a rank's first message through a group waits in its call until the other end has called too.
     """
@@ -228,6 +228,6 @@ def ready_to_receive(sizes: dict[str, int], wraps: bool) -> None:
 @pytest.mark.parametrize("wraps", [False, True])
 @pytest.mark.parametrize("sizes", [{"pp": 4}, {"pp": 2, "dp": 2}], ids=str)
 def test_the_first_message_of_a_pipe_meets_its_reader(ranks, sizes, wraps):
-    """NCCL connects the ends of a group in its first message, and there each waits for the other: if that were left to
-    a run, in which all ranks wait for messages first, none would ever come."""
-    ranks(4, ready_to_receive, sizes, wraps)
+    """NCCL connects the ends of a group in its first message, and there each waits for the other: were that left to a
+    run, in which all ranks may send first, none would ever read."""
+    ranks(4, all_send_first, sizes, wraps)

@@ -46,7 +46,7 @@ def trained(fields, *, recompute, dtype, halves=False, tp=1):
     for loss in losses:
         with deferred() as some:
             loss.backward()
-        jobs += some
+        jobs += some.values()
     for job in jobs:
         job()
     grads = {name: parameter.grad for name, parameter in named_params([model]).items()}

@@ -131,7 +131,7 @@ def test_linear_layers_take_in_the_second_run_the_way_they_took_in_the_first(kin
             y.backward(draw(3, 2, OUT, seed=11, dtype=torch.float32))
             assert backward_is_split() is not split  # and it is put back
         assert len(jobs) == (1 if split else 0)
-        for job in jobs:
+        for job in jobs.values():
             job()
         return [y.detach(), x.grad, layer.weight.grad, layer.bias.grad]
 
