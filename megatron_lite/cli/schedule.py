@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from megatron_lite.pipeline.actions import Action
 
 COSTS = "F=1,B=2,I=1,W=1"
+MAX_PASSES = 200_000  # seconds of work, and more than anyone can look at
 
 
 def schedule(
@@ -19,7 +20,12 @@ def schedule(
     microbatches: Annotated[int, typer.Option("--microbatches", min=1, help="Micro-batches of one optimizer step.")],
     chunks: Annotated[
         int | None,
-        typer.Option("--chunks", min=1, help="Model chunks on each rank; 2 for interleaved, else 1, unless given."),
+        typer.Option(
+            "--chunks",
+            min=1,
+            help="Model chunks on each rank, a run's parallel.virtual_pipeline; 2 for interleaved, else 1, unless "
+            "given.",
+        ),
     ] = None,
     cost: Annotated[
         str, typer.Option("--cost", help="How long a forward, a backward, its input half and its weight half take.")
@@ -37,8 +43,12 @@ def schedule(
         return durations[action.op]
 
     num_chunks = chunks or (2 if name == "interleaved" else 1)
+    if pp * microbatches * num_chunks > MAX_PASSES:
+        raise ConfigError(
+            f"--pp {pp} --microbatches {microbatches} with {num_chunks} chunks: {pp * microbatches * num_chunks:,} "
+            f"forwards are too many to draw; {MAX_PASSES:,} can be. Fewer micro-batches show the same pattern"
+        )
     order = build_schedule(name, pp, microbatches, num_chunks)
-
     spans = timeline(order, duration)
     length = max(span.end for span in spans)
     if not 0 < length < float("inf"):
@@ -57,6 +67,8 @@ def schedule(
     typer.echo(f"\nbubble {idle:.3f}")
     typer.echo(f"length {length:g} at {' '.join(f'{op}={durations[op]:g}' for op in used)}")
     typer.echo(f"peak activations {' '.join(map(str, peak_live(order)))} ({held}, from rank 0 on)")
+    if out is not None:
+        typer.echo(f"picture in {out}")
 
 
 def parse_cost(text: str) -> dict[str, float]:

@@ -111,7 +111,12 @@ def _pipeline_rules(config: Config) -> Iterable[Rule]:
         f"parallel.pipeline_layout is {layout}, together {sum(counts)} layers; model.num_layers is {layers}",
     )
     yield (
-        min(counts) >= 0 and all(counts[1:-1]),
+        min(counts) >= 0,
+        f"parallel.pipeline_layout is {layout}: with what the first and the last stage hold counted as layers too, "
+        f"{layers} are too few for the stages of {fits}; use fewer stages or another layout",
+    )
+    yield (
+        min(counts) < 0 or all(counts[1:-1]),
         f"parallel.pipeline_layout is {layout}: the stages of {fits} get {counts} of {layers} layers; every stage "
         "between the first and the last needs one; use fewer stages or another layout",
     )

@@ -54,15 +54,15 @@ def wrap_ddp(
 
     With one data-parallel rank there is nothing for torch's DDP to reduce, and both kinds are LocalDDP.
     """
-    _check_every_parameter_is_known(chunks, params, table)
+    _check_every_parameter_is_trained(chunks, params, table)
     engine = TorchDDP if kind == "torch" and ctx.dp.size > 1 else LocalDDP
     return engine(chunks, params, ctx.dp, bucket_mb=bucket_mb, grad_dtype=grad_dtype)
 
 
-def _check_every_parameter_is_known(
+def _check_every_parameter_is_trained(
     chunks: Sequence[nn.Module], params: dict[str, nn.Parameter], table: ParamTable
 ) -> None:
-    """A model of the user's own may hold a parameter that the table does not; it would never be trained."""
+    """A model of the user's own may hold a parameter that the table does not, or one that is frozen."""
     known = {params[name] for name in table}
     for number, chunk in enumerate(chunks):
         for name, parameter in chunk.named_parameters():
@@ -71,4 +71,9 @@ def _check_every_parameter_is_known(
                     f"parameter {name} of model chunk {number}, shape {tuple(parameter.shape)}, is not in the "
                     "parameter table, so nobody would reduce its gradient or train it; make it through "
                     "parallel.shard.declare"
+                )
+            if not parameter.requires_grad:
+                raise TrainingError(
+                    f"parameter {name} of model chunk {number} has requires_grad off, and every parameter is trained "
+                    "here; leave it on, or make the tensor a buffer with persistent=False"
                 )

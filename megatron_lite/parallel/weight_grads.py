@@ -16,6 +16,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+
 class Job:
     """What a backward's W owes one weight: for each use of it, a product of an output's gradient and an input."""
 

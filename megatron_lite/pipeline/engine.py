@@ -56,6 +56,7 @@ class PipelineEngine:
         self.pp, self.timeout_seconds = ctx.pp, timeout_seconds
         self.last_stage = ctx.pp.size * num_chunks - 1
         self.pipes = connect(ctx, wraps=num_chunks > 1, timeout_seconds=timeout_seconds)
+        self.failed = False
         self.peak_live = 0  # of the last run: most micro-batches, over all chunks, held at once for their backward
 
     def run(
@@ -78,7 +79,15 @@ class PipelineEngine:
         Gradients go where autograd puts them. A schedule without backwards is run under `torch.no_grad()`.
         Communicates: point to point with the neighbours in pp, one message for each action and border of its stage.
         """
-        return _Run(self, schedule, forward, message, begin_backward, loss_grad, recorder).go()
+        if self.failed:
+            raise TrainingError(
+                "the last run of this pipeline failed, so that messages of it may still be in its pipes; start the "
+                "program again, from the newest checkpoint"
+            )
+        self.failed = True
+        results = _Run(self, schedule, forward, message, begin_backward, loss_grad, recorder).go()
+        self.failed = False
+        return results
 
 
 class _Run:
@@ -236,6 +245,8 @@ class _Run:
         started = time.monotonic()
         try:
             yield
+        except torch.OutOfMemoryError:
+            raise
         except RuntimeError as error:
             limit, waited = self.engine.timeout_seconds, time.monotonic() - started
             why = f"time was up after {limit:g} s" if waited >= 0.9 * limit else f"the connection broke ({error})"

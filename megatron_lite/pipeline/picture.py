@@ -83,21 +83,18 @@ def save_picture(path: Path, spans: list[Span], *, num_ranks: int, title: str) -
 
 
 def _add_boxes(axes: "Axes", spans: list[Span]) -> None:
-    """All boxes of one colour are drawn together and make one entry of the legend."""
+    """All boxes of a rank in one colour are one shape, for speed; those of one colour make one entry of the legend."""
     num_chunks = _num_chunks(spans)
+    boxes: dict[tuple[str, int], dict[int, list[tuple[float, float]]]] = {}
+    for rank, action, start, end in spans:
+        boxes.setdefault((action.op, action.chunk), {}).setdefault(rank, []).append((start, end - start))
     for chunk in range(num_chunks):
         for op in _ops(spans):
-            alike = [span for span in spans if (span.action.op, span.action.chunk) == (op, chunk)]
-            axes.barh(
-                [span.rank for span in alike],
-                [span.end - span.start for span in alike],
-                _ROW,
-                [span.start for span in alike],
-                color=_shade(op, chunk, num_chunks),
-                edgecolor="white",
-                linewidth=0.4,
-                label=f"{_MEANINGS[op]}, chunk {chunk}" if num_chunks > 1 else _MEANINGS[op],
-            )
+            name = f"{_MEANINGS[op]}, chunk {chunk}" if num_chunks > 1 else _MEANINGS[op]
+            style = {"color": _shade(op, chunk, num_chunks), "edgecolor": "white", "linewidth": 0.4}
+            for number, (rank, ranges) in enumerate(boxes.get((op, chunk), {}).items()):
+                label = name if number == 0 else "_"  # one that begins so is left out of the legend
+                axes.broken_barh(ranges, (rank - _ROW / 2, _ROW), label=label, **style)
 
 
 def _add_numbers(axes: "Axes", spans: list[Span], points: float) -> None:

@@ -65,7 +65,8 @@ def test_it_writes_a_picture_with_name_and_bubble_in_its_title(command, tmp_path
     titles = []
     monkeypatch.setattr("matplotlib.axes.Axes.set_title", lambda axes, title, **style: titles.append(title))
     out = tmp_path / "a.png"
-    assert command("--name", "interleaved", "--pp", "2", "--microbatches", "4", "--out", str(out))[0] == 0
+    code, text, _ = command("--name", "interleaved", "--pp", "2", "--microbatches", "4", "--out", str(out))
+    assert code == 0 and text.endswith(f"\npicture in {out}\n")
     assert out.read_bytes().startswith(b"\x89PNG")
     assert titles == ["interleaved: 2 ranks, 2 chunks, 4 micro-batches; bubble 0.111"]
 
@@ -75,6 +76,11 @@ def test_it_writes_a_picture_with_name_and_bubble_in_its_title(command, tmp_path
     [
         (["--name", "2f2b"], 2, "no schedule '2f2b'; use one of gpipe, 1f1b, interleaved, zb-h1, forward-only"),
         (["--name", "1f1b", "--chunks", "2"], 2, "schedule 1f1b runs 1 model chunk on each rank, got 2"),
+        (
+            ["--name", "1f1b", "--pp", "1000", "--microbatches", "201"],
+            2,
+            "201,000 forwards are too many to draw; 200,000",
+        ),
         (["--name", "interleaved", "--microbatches", "6"], 2, "6 is not a multiple of 4"),
         (["--name", "1f1b", "--cost", "F=1,B"], 2, "--cost F=1,B: 'B' is no duration; give F, B, I and W, or some"),
         (["--name", "1f1b", "--cost", "F=1,F=2"], 2, "--cost F=1,F=2: 'F=2' is no duration"),

@@ -206,9 +206,9 @@ def test_the_defaults_are_valid_on_any_number_of_processes():
         (
             8,
             ["parallel.pipeline=8", "model.num_layers=4", "parallel.pipeline_layout=balanced"],
-            "parallel.pipeline_layout is balanced: the stages of parallel.pipeline * parallel.virtual_pipeline "
-            "(8 * 1) get [0, 1, 1, 1, 1, 1, 0, -1] of 4 layers; every stage between the first and the last needs one; "
-            "use fewer stages or another layout",
+            "parallel.pipeline_layout is balanced: with what the first and the last stage hold counted as layers too, "
+            "4 are too few for the stages of parallel.pipeline * parallel.virtual_pipeline (8 * 1); use fewer stages or "
+            "another layout",
         ),
         (
             4,

@@ -29,3 +29,17 @@ def test_a_parameter_outside_the_table_is_refused():
     model.extra = nn.Linear(2, 3)
     with pytest.raises(TrainingError, match=r"parameter extra\.weight of model chunk 0, shape \(3, 2\), is not in the"):
         wrap_ddp([model], params, TABLE, CTX, kind="local", bucket_mb=1.0, grad_dtype=torch.float32)
+
+
+@pytest.mark.parametrize("kind", ["local", "torch"])
+def test_a_frozen_parameter_is_refused_by_name(kind):
+    """torch would say that it cannot hook a tensor, and not which."""
+    model = ToyModel(CTX, torch.float32)
+    name = next(iter(dict(model.named_parameters())))
+    model.get_parameter(name).requires_grad_(False)
+    with pytest.raises(TrainingError) as raised:
+        wrap_ddp([model], model.named(), TABLE, CTX, kind=kind, bucket_mb=1.0, grad_dtype=torch.float32)
+    assert str(raised.value) == (
+        f"parameter {name} of model chunk 0 has requires_grad off, and every parameter is trained here; leave it on, "
+        "or make the tensor a buffer with persistent=False"
+    )

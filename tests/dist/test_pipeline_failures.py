@@ -1,0 +1,142 @@
+"""What every rank of a pipeline says when a chunk is no stage, and when a stage fails or hangs; none waits for ever."""
+
+import re
+import time
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_lite.errors import TrainingError
+from megatron_lite.pipeline.schedules import build_schedule
+from tests.dist.test_pipeline_engine import BATCH, MESSAGE, WIDTH, engine_of, forward_of, modules_of
+from tests.ranks import RanksFailed
+
+
+def run_with(mistake: str, schedule: str, rank: int, timeout_seconds: float) -> None:
+    """Six micro-batches, of which `rank` does something wrong in the third."""
+    engine = engine_of(1, timeout_seconds)
+    right = forward_of(modules_of("split", engine), engine)
+
+    def forward(chunk: int, microbatch: int, hidden: Tensor | None) -> Any:
+        output = right(chunk, microbatch, hidden)
+        if (engine.pp.rank, microbatch) != (rank, 2):
+            return output
+        if mistake == "it raises":
+            raise ValueError("a mistake of my own")
+        if mistake == "it sleeps":
+            time.sleep(timeout_seconds + 1.5)
+        mistaken: dict[str, Callable[[], Any]] = {
+            "another shape": lambda: output[:2],
+            "another number format": lambda: output.float(),
+            "no gradient": output.detach,
+            "two things": lambda: (output, None),
+            "not from what it was given": lambda: right(chunk, microbatch, torch.ones(BATCH, WIDTH).double()),
+        }
+        return mistaken.get(mistake, lambda: output)()
+
+    with torch.set_grad_enabled(schedule != "forward-only"):
+        engine.run(build_schedule(schedule, engine.pp.size, 6, 1), forward, MESSAGE)
+
+
+def errors_of(ranks, size: int, *arguments: Any) -> list[str]:
+    """The last line that each rank had to say."""
+    with pytest.raises(RanksFailed) as raised:
+        ranks(size, run_with, *arguments)
+    parts = str(raised.value).split("--- rank ")[1:]
+    assert [int(part.split()[0]) for part in parts] == list(range(size))
+    return [part.strip().splitlines()[-1].removeprefix("megatron_lite.errors.") for part in parts]
+
+
+MISTAKES = {
+    "another shape": "in F2.0: the chunk returned [2, 6] torch.float64, but stages hand over [3, 6] torch.float64; a "
+    "chunk that is not the last one returns its hidden state",
+    "another number format": "in F2.0: the chunk returned [3, 6] torch.float32, but stages hand over [3, 6] "
+    "torch.float64; a chunk that is not the last one returns its hidden state",
+    "no gradient": "in F2.0: the chunk returned a tensor that needs no gradient, but this run trains; a stage has "
+    "parameters that learn, and its forward is not under torch.no_grad",
+    "two things": "in F2.0: the chunk returned a tuple, but a chunk returns one tensor",
+    "not from what it was given": "in B2.0: what the chunk returned does not depend on the hidden state that it was "
+    "given, so the stages before it would learn nothing; use `hidden` in the chunk's forward",
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_chunk_that_cannot_be_a_stage_is_named_with_what_is_wrong(ranks, mistake):
+    errors = errors_of(ranks, 3, mistake, "1f1b", 1, 60.0)
+    assert errors[1] == f"TrainingError: rank 1, pipeline stage 1 of 0..2, {MISTAKES[mistake]}"
+
+
+def run_after_a_failure() -> str:
+    engine = engine_of(1)
+    forward, schedule = forward_of(modules_of("plain", engine), engine), build_schedule("1f1b", engine.pp.size, 2, 1)
+    for _ in range(2):
+        engine.run(schedule, forward, MESSAGE)  # whole runs may follow each other
+    with pytest.raises(ValueError):
+        engine.run(schedule, mock.Mock(side_effect=ValueError), MESSAGE)
+    with pytest.raises(TrainingError) as raised:
+        engine.run(schedule, forward, MESSAGE)
+    return str(raised.value)
+
+
+def test_an_engine_that_failed_is_not_run_again(ranks):
+    """A message that is left in a pipe would be taken for the next run's."""
+    assert ranks(1, run_after_a_failure) == [
+        "the last run of this pipeline failed, so that messages of it may still be in its pipes; start the program "
+        "again, from the newest checkpoint"
+    ]
+
+
+def run_out_of_memory() -> None:
+    engine = engine_of(1)
+    forward, schedule = forward_of(modules_of("plain", engine), engine), build_schedule("1f1b", engine.pp.size, 2, 1)
+    if engine.pp.rank == 1:
+        with mock.patch.object(torch, "empty", side_effect=torch.OutOfMemoryError("CUDA out of memory")):
+            engine.run(schedule, forward, MESSAGE)
+    else:
+        engine.run(schedule, forward, MESSAGE)
+
+
+def test_memory_that_is_short_is_not_called_a_broken_connection(ranks):
+    with pytest.raises(RanksFailed) as raised:
+        ranks(2, run_out_of_memory)
+    assert str(raised.value).strip().endswith("torch.OutOfMemoryError: CUDA out of memory")
+
+
+@pytest.mark.parametrize("mistake", ["no gradient", "two things"])
+def test_a_last_chunk_that_returns_no_loss_is_named(ranks, mistake):
+    assert MISTAKES[mistake] in errors_of(ranks, 2, mistake, "1f1b", 1, 60.0)[1]
+
+
+def test_when_a_stage_fails_the_others_say_what_they_waited_for_and_of_whom(ranks):
+    """Long before the time is up: the connections to the failed rank break."""
+    started = time.monotonic()
+    errors = errors_of(ranks, 4, "it raises", "1f1b", 1, 60.0)
+    assert time.monotonic() - started < 30
+    assert errors.pop(1) == "ValueError: a mistake of my own"
+    for rank, error in zip((0, 2, 3), errors, strict=True):
+        what = r"(the (activation|gradient) of micro-batch \d from rank \d|rank \d to take .+)"
+        place = rf"rank {rank}, pipeline stage {rank} of 0\.\.3, in [FB]\d\.0"
+        assert re.match(rf"TrainingError: {place} waited for {what}, and the connection broke \(", error), error
+        assert "Look at the output of that rank first" in error
+
+
+@pytest.mark.parametrize(
+    ("schedule", "waits"),
+    [
+        ("1f1b", ["B1.0 waited for the gradient of micro-batch 1 from rank 1", "F2.0 waited for the activation of"]),
+        ("forward-only", ["F5.0 waited for rank 1 to take all that was sent to it", "F2.0 waited for the activation"]),
+    ],
+)
+def test_a_stage_that_hangs_is_waited_for_as_long_as_was_said(ranks, schedule, waits):
+    started = time.monotonic()
+    errors = errors_of(ranks, 3, "it sleeps", schedule, 1, 1.5)
+    assert time.monotonic() - started < 30
+    for rank, wait in zip((0, 2), waits, strict=True):
+        assert errors[rank].startswith(f"TrainingError: rank {rank}, pipeline stage {rank} of 0..2, in {wait}")
+        assert "and time was up after 1.5 s. Look at the output of that rank first" in errors[rank]
+        assert errors[rank].endswith("raise train.comm_timeout")
+    assert re.search(r"rank 1, .* (waited for|to take) .*, and the connection broke", errors[1])  # it woke up too late
