@@ -207,8 +207,8 @@ def test_the_defaults_are_valid_on_any_number_of_processes():
             8,
             ["parallel.pipeline=8", "model.num_layers=4", "parallel.pipeline_layout=balanced"],
             "parallel.pipeline_layout is balanced: with what the first and the last stage hold counted as layers too, "
-            "4 are too few for the stages of parallel.pipeline * parallel.virtual_pipeline (8 * 1); use fewer stages or "
-            "another layout",
+            "4 are too few for the stages of parallel.pipeline * parallel.virtual_pipeline (8 * 1); use fewer stages "
+            "or another layout",
         ),
         (
             4,
