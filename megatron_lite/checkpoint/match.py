@@ -61,6 +61,11 @@ def check_tensors(
     """This rank's tensors are the ones stored for its place: names, kinds, number formats, and no gap."""
     tp, pp = ctx.tp.rank, ctx.pp.rank
     here = [name for name, tensor in layout.tensors.items() if tensor.values[WEIGHT].pieces_at(tp, pp)]
+    if (moved := _stage_keys(layout, config)) and set(here) != set(params):
+        raise CheckpointError(
+            f"{folder}: other layers were in pipeline stage {pp}. Set {' and '.join(moved)} as it was; loading into "
+            "another layout is not there yet"
+        )
     if extra := [name for name in here if name not in params]:
         raise CheckpointError(_another_model(folder, ["only there: " + _first(extra)], layout, config))
     for name, targets in by_kind(params, optimizer_state).items():
@@ -100,11 +105,20 @@ def _another_model(folder: Path, problems: list[str], layout: Layout, config: Ma
 
 def _changed_keys(layout: Layout, config: Mapping[str, Any]) -> list[str]:
     """Fields of the model section that differ and matter."""
-    saved, wanted = layout.config.get("model", {}), config.get("model", {})
+    return _differing(layout, config, "model", [key for key in layout.config.get("model", {}) if key not in FREE])
+
+
+def _stage_keys(layout: Layout, config: Mapping[str, Any]) -> list[str]:
+    """Fields that say which layers a pipeline stage holds, where they differ."""
+    return _differing(layout, config, "parallel", ["virtual_pipeline", "pipeline_layout"])
+
+
+def _differing(layout: Layout, config: Mapping[str, Any], section: str, keys: list[str]) -> list[str]:
+    saved, wanted = layout.config.get(section, {}), config.get(section, {})
     return [
-        f"model.{key} ({saved[key]} there, {wanted[key]} here)"
-        for key in saved
-        if key in wanted and key not in FREE and str(saved[key]) != str(wanted[key])
+        f"{section}.{key} ({saved[key]} there, {wanted[key]} here)"
+        for key in keys
+        if key in saved and key in wanted and str(saved[key]) != str(wanted[key])
     ]
 
 

@@ -11,6 +11,7 @@ from megatron_lite.data.blended import Splits
 from megatron_lite.training.pretrain import pretrain
 from megatron_lite.training.run import Run
 from tests.e2e.tiny import sample, tiny_config
+from tests.ranks import RanksFailed
 
 
 class Counting:
@@ -106,3 +107,21 @@ def test_ten_and_ten_iterations_are_twenty(ranks, tmp_path, case):
     assert any("optimizer" in name for name in stored)
     assert any("rng" in name for name in stored)
     assert tensor_files(halves / newest) == stored
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"parallel__pipeline_layout": "[3,1]"}, "parallel.pipeline_layout (even there, [3, 1] here)"),
+        (VIRTUAL, "parallel.virtual_pipeline (1 there, 2 here)"),
+    ],
+)
+def test_a_checkpoint_with_other_layers_in_a_stage_is_refused_by_its_key(ranks, tmp_path, changes, words):
+    same = {"parallel__pipeline": 2, "model__num_layers": 4, "train__iterations": 2, "train__micro_batch_size": 2}
+    ranks(2, run_to_the_end, tmp_path, "gpt", **same)
+    ranks(2, run_to_the_end, tmp_path, "gpt", **same, parallel__pipeline_layout="[2,2]")  # the same in other words
+    with pytest.raises(RanksFailed) as raised:
+        ranks(2, run_to_the_end, tmp_path, "gpt", **(same | changes))
+    assert f"other layers were in pipeline stage 0. Set {words} as it was; loading into another layout" in str(
+        raised.value
+    )
