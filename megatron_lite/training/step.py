@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from megatron_lite.config.schema import Config
 from megatron_lite.data.loader import Batch
 from megatron_lite.ddp.finalize import finalize_grads
+from megatron_lite.errors import TrainingError
 from megatron_lite.optim.lr import learning_rate
 from megatron_lite.parallel.collectives import all_reduce
 from megatron_lite.parallel.context import Group
@@ -115,9 +116,15 @@ def sum_over_pipeline(run: Run, losses: list[Tensor]) -> Tensor:
 def masked_sum(losses: Tensor, loss_mask: Tensor) -> Tensor:
     """Sum over the target tokens.
 
-    losses     [s, b]  of each token
+    losses     [s, b]  of each token, as the model's last stage returned them; else TrainingError
     loss_mask  [b, s]  1 for target tokens, 0 for others
     """
+    if not isinstance(losses, Tensor) or losses.shape != loss_mask.t().shape:
+        got = list(losses.shape) if isinstance(losses, Tensor) else f"a {type(losses).__name__}"
+        raise TrainingError(
+            f"the model returned {got}, but its last stage returns the loss of every token, [s, b] = "
+            f"{list(loss_mask.t().shape)}; the mean over the target tokens of the global batch is taken here"
+        )
     return (losses * loss_mask.t()).sum()
 
 

@@ -25,6 +25,7 @@ from megatron_lite.training.signals import StopRequest
 from megatron_lite.training.step import train_step
 from tests.e2e.test_resume import Counting, counting_splits, rows
 from tests.e2e.tiny import MODELS, portion, tiny_config, train_tiny
+from tests.ranks import RanksFailed
 
 
 def run_of(model: str, **changes):
@@ -259,6 +260,22 @@ def with_a_buffer() -> None:
 def test_a_model_that_could_not_be_saved_or_cut_is_refused(ranks, mistake, words):
     with pytest.raises(AssertionError, match=words):
         ranks(1, mistake)
+
+
+def with_a_loss_of_its_own(returned: str) -> None:
+    config = tiny_config("gpt")
+    ctx, rng = initialize_megatron(config)
+    run = setup_model_and_optimizer(config, ctx, rng, own_provider)
+    make = {"mean": lambda losses: losses.mean(), "transposed": lambda losses: losses.t(), "pair": lambda x: (x, None)}
+    run.model[0].register_forward_hook(lambda module, inputs, losses: make[returned](losses))
+    train_step(run, portion(run))
+
+
+@pytest.mark.parametrize(("returned", "got"), [("mean", r"\[\]"), ("transposed", r"\[1, 16\]"), ("pair", "a tuple")])
+def test_a_model_that_returns_no_loss_of_every_token_is_refused(ranks, returned, got):
+    """Its mean over a micro-batch would train, with tokens weighted by how many others are beside them."""
+    with pytest.raises(RanksFailed, match=rf"the model returned {got}, but its last stage returns the loss of every"):
+        ranks(1, with_a_loss_of_its_own, returned)
 
 
 def go_on(folder: str, **changes) -> None:
