@@ -28,8 +28,9 @@ class Timeline:
     def __init__(self, device: torch.device):
         self._on_gpu = device.type == "cuda"
         self._marks: list[tuple[Action | str, Any, Any]] = []
+        machine = _machine()  # takes a while
         self._origin = self._begun = self._now()
-        self.clock = Clock(_machine(), time.perf_counter())
+        self.clock = Clock(machine, time.perf_counter() if self._on_gpu else self._origin)
 
     def begin(self, what: Action | str) -> None:
         self._begun = self._now()
