@@ -150,7 +150,8 @@ class _Run:
                     num_taken += action.op in takes
                     if action.op in sends:
                         taken.append(num_taken)
-            pipe.expect(taken, self.message, back)
+            with self._explained(self.actions[0], f"a connection to rank {pipe.peer}"):
+                pipe.expect(taken, self.message, back)
 
     def _forward(self, action: Action, stage: int) -> None:
         hidden = None

@@ -6,8 +6,9 @@ other for ever; Gloo cannot show that hang.
 
 Nor can it show another: an open receive occupies a GPU until the message comes, so if one were opened before the work
 that the message depends on, whatever waits for the whole device meanwhile (a kernel being tuned, memory being given
-back) would wait for ever. Receives are opened when their message is needed. On a GPU that is early: the host runs ahead
-of the device, and the receive goes around the queue of work.
+back) would wait for ever. So there receives are opened when their message is needed, which is early: the host runs
+ahead of the device, and a receive goes around the queue of work. Where nothing waits for a whole device they are opened
+one ahead, and a message is not held up by the question whether it may come.
 """
 
 from collections import deque
@@ -41,6 +42,7 @@ class Pipe:
         self.peer = peer
         self._pg = pg
         self._stream: torch.cuda.Stream | None = None
+        self._opened: tuple[dist.Work, Tensor] | None = None
         self._sending: deque[tuple[dist.Work, Tensor]] = deque()
         self._num_gone = 0  # messages of this run that are no longer in `_sending`
 
@@ -75,10 +77,23 @@ class Pipe:
         self._taken, self._message, self._back = deque(taken), message, back
         if message.device.type == "cuda" and self._stream is None:
             self._stream = torch.cuda.Stream(message.device)
+        self._open_ahead()
 
     def receive(self) -> Tensor:
         """The next message, when it has come; on a GPU, when work that is queued from now on will find it there."""
         assert self._taken, "more messages are received than were expected"
+        work, tensor = self._opened or self._open()
+        work.wait()
+        if self._stream is not None:
+            tensor.record_stream(torch.cuda.current_stream(tensor.device))
+        self._back.forget(self._taken.popleft())
+        self._open_ahead()
+        return tensor
+
+    def _open_ahead(self) -> None:
+        self._opened = self._open() if self._taken and may_open_ahead(self._message.device) else None
+
+    def _open(self) -> tuple[dist.Work, Tensor]:
         message = self._message
         # A receive starts after what is queued in the stream that it is called in: in one of its own, at once. Its
         # memory is of that stream too, as in another one's it could still be in use by queued work.
@@ -86,11 +101,12 @@ class Pipe:
             tensor = torch.empty(message.shape, dtype=message.dtype, device=message.device)
             work = dist.irecv(tensor, self.peer, group=self._pg)
         assert work is not None
-        work.wait()
-        if self._stream is not None:
-            tensor.record_stream(torch.cuda.current_stream(message.device))
-        self._back.forget(self._taken.popleft())
-        return tensor
+        return work, tensor
+
+
+def may_open_ahead(device: torch.device) -> bool:
+    """Whether a receive may be open while other work is done on the device."""
+    return device.type == "cpu"
 
 
 @dataclass

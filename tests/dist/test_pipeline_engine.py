@@ -21,6 +21,7 @@ from megatron_lite.errors import TrainingError
 from megatron_lite.parallel.context import ParallelContext, solo
 from megatron_lite.parallel.grid import Grid
 from megatron_lite.parallel.linear import ColumnParallelLinear, RowParallelLinear
+from megatron_lite.pipeline import p2p
 from megatron_lite.pipeline.actions import Action
 from megatron_lite.pipeline.engine import Forward, PipelineEngine
 from megatron_lite.pipeline.p2p import Message
@@ -339,23 +340,31 @@ class OpenReceives:
 irecv = torch.distributed.irecv
 
 
-def receives(cases: list[Case]) -> list[list[int]]:
+def receives_as_on_a_gpu(cases: list[Case]) -> list[tuple[list[int], list[Tensor], dict[str, Tensor]]]:
     found = []
     for name, chunks, microbatches in cases:
         engine, watch = engine_of(chunks), OpenReceives()
-        schedule = build_schedule(name, engine.pp.size, microbatches, chunks)
-        with mock.patch.object(torch.distributed, "irecv", watch.irecv):
-            engine.run(schedule, forward_of(modules_of("plain", engine), engine), MESSAGE, recorder=watch)
-        found.append(watch.at_begin)
+        modules, schedule = modules_of("plain", engine), build_schedule(name, engine.pp.size, microbatches, chunks)
+        with (
+            mock.patch.object(torch.distributed, "irecv", watch.irecv),
+            mock.patch.object(p2p, "may_open_ahead", lambda device: False),
+        ):
+            options = {"loss_grad": LOSS_GRAD, "recorder": watch}
+            losses = engine.run(schedule, forward_of(modules, engine), MESSAGE, **options)
+        found.append((watch.at_begin, losses, gradients(modules)))
     return found
 
 
-def test_while_an_action_computes_no_receive_is_open(ranks):
-    """On a GPU an open receive is a running kernel. What waits for the whole device in an action, such as a kernel that
-    is being tuned, would wait for a message that may need this action first. Gloo cannot show that hang."""
+def test_while_an_action_computes_on_a_gpu_no_receive_is_open(ranks):
+    """There an open receive is a running kernel. What waits for the whole device in an action, such as a kernel that is
+    being tuned, would wait for a message that may need this action first. Gloo cannot show that hang."""
+    assert p2p.may_open_ahead(CPU["device"]) and not p2p.may_open_ahead(torch.device("cuda"))
     last_stage = {1: 3, 2: 7}
-    for rank, got in enumerate(ranks(4, receives, HELD)):
-        for (name, chunks, microbatches), started in zip(HELD, got, strict=True):
+    for rank, got in enumerate(ranks(4, receives_as_on_a_gpu, HELD)):
+        for (name, chunks, microbatches), (started, losses, found) in zip(HELD, got, strict=True):
+            [(true_losses, truth)] = ranks(1, one_process, "plain", 4 * chunks, microbatches)
+            assert [*map(float, losses)] == ([*map(float, true_losses)] if rank == 3 else [])
+            assert found and all(torch.equal(gradient, truth[name]) for name, gradient in found.items())
             order = build_schedule(name, 4, microbatches, chunks)[rank]
             ends = {"F": 0, "B": last_stage[chunks], "I": last_stage[chunks]}  # there is nothing to hear
             needed = accumulate(a.op != "W" and a.stage(rank, 4) != ends[a.op] for a in order)
