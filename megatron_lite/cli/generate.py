@@ -26,8 +26,7 @@ def generate(
         raise ConfigError(
             f"the checkpoint in {load} is cut for {parallel.model_size} process(es) (parallel.tensor "
             f"{parallel.tensor}, parallel.pipeline {parallel.pipeline}) and there are {world_size}; generate runs in "
-            f"the checkpoint's own layout: "
-            f"add --nproc-per-node {parallel.model_size}"
+            f"the checkpoint's own layout: add --nproc-per-node {parallel.model_size}"
         )
     arguments = (load, prompt, max_new_tokens, temperature, seed)
     raise typer.Exit(run_ranks("megatron_lite.training.generate:generate_text", arguments, nproc_per_node))

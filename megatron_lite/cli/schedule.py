@@ -35,7 +35,7 @@ def schedule(
     """Draw a pipeline schedule and print its bubble, its length and how many activations each rank holds."""
     from megatron_lite.pipeline.picture import draw, save_picture
     from megatron_lite.pipeline.schedules import build_schedule
-    from megatron_lite.pipeline.simulate import bubble, peak_live, timeline
+    from megatron_lite.pipeline.simulate import idle_share, peak_live, timeline
 
     durations = parse_cost(COSTS) | parse_cost(cost)
 
@@ -55,7 +55,7 @@ def schedule(
         raise ConfigError(
             f"--cost {cost} makes {name} {length:g} long; its durations must add up to a finite number above 0"
         )
-    idle = bubble(order, duration)
+    idle = idle_share(spans, num_ranks=pp)
     if out is not None:
         of_chunks = f", {num_chunks} chunks" if num_chunks > 1 else ""
         title = f"{name}: {pp} ranks{of_chunks}, {microbatches} micro-batches; bubble {idle:.3f}"

@@ -149,9 +149,8 @@ class ParallelConfig(Section):
     tensor: PositiveInt = 1
     pipeline: PositiveInt = 1
     virtual_pipeline: PositiveInt = 1  # model chunks on each pipeline rank; schedule: interleaved runs several
-    pipeline_layout: StageLayers = (
-        "even"  # balanced: embedding and head count as a layer; or layers per stage, in order
-    )
+    # balanced counts embedding and head as a layer; a list has the layers of each stage, in order
+    pipeline_layout: StageLayers = "even"
     context: PositiveInt = 1
     sequence: bool = False  # norms and dropout on s/tp
     schedule: Literal["gpipe", "1f1b", "interleaved", "zb-h1"] = "1f1b"  # order of forwards and backwards

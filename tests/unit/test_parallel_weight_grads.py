@@ -20,6 +20,15 @@ def inputs(dtype=torch.float64):
     return draw(3, 2, IN, seed=10, dtype=dtype).requires_grad_(), output_gradient(OUT, dtype)
 
 
+def cut_backward(layer, x, grad):
+    """Forward and I: the output, and the jobs that are left for W."""
+    with split_backward():
+        y = layer(x)[0]
+    with deferred() as jobs:
+        y.backward(grad)
+    return y.detach(), jobs
+
+
 def whole_backward(kind, dtype=torch.float64, **options):
     layer = make(kind, solo(), dtype=dtype, **options)
     x, grad = inputs(dtype)
@@ -36,10 +45,7 @@ def test_two_halves_give_the_bits_of_a_whole_backward(kind, dtype, options):
     want = whole_backward(kind, dtype, **options)
     layer = make(kind, solo(), dtype=dtype, **options)
     x, grad = inputs(dtype)
-    with split_backward():
-        y = layer(x)[0]
-    with deferred() as jobs:
-        y.backward(grad)
+    y, jobs = cut_backward(layer, x, grad)
     assert torch.equal(y, want["y"]) and torch.equal(x.grad, want["x"])
     assert layer.weight.grad is None
     if options.get("bias"):
@@ -82,10 +88,7 @@ def test_hooks_of_the_weight_are_called_in_w_and_not_in_i(kind):
     for name, parameter in layer.named_parameters():
         parameter.register_post_accumulate_grad_hook(lambda p, name=name: calls.append((name, p.grad is not None)))
     x, grad = inputs()
-    with split_backward():
-        y = layer(x)[0]
-    with deferred() as jobs:
-        y.backward(grad)
+    _, jobs = cut_backward(layer, x, grad)
     assert calls == [("bias", True)]
     for job in jobs.values():
         job()
@@ -142,10 +145,7 @@ def test_the_gradient_is_not_copied_on_its_way():
     calls = []
     layer = make("column", solo())
     x, grad = inputs()
-    with split_backward():
-        y = layer(x)[0]
-    with deferred() as jobs:
-        y.backward(grad)
+    _, jobs = cut_backward(layer, x, grad)
     with Recorder():
         jobs[layer.weight]()
     assert "mm" in calls and not {"clone", "copy_", "add"} & set(calls)
@@ -185,10 +185,7 @@ def test_a_job_frees_what_it_kept_and_cannot_run_twice():
     """Twice would be twice the gradient. The list may outlive its jobs."""
     layer = make("column", solo())
     x, grad = inputs()
-    with split_backward():
-        y = layer(x)[0]
-    with deferred() as jobs:
-        y.backward(grad)
+    _, jobs = cut_backward(layer, x, grad)
     jobs[layer.weight]()
     with pytest.raises(AssertionError, match="a weight's gradient was taken already"):
         jobs[layer.weight]()
@@ -210,10 +207,7 @@ def test_jobs_are_collected_from_backward_functions_in_other_threads():
 def test_an_input_without_gradient_loses_no_weight_gradient():
     """A split graph hangs on its input; with none to hang on, the weight takes the ordinary way."""
     layer = make("column", solo(), bias=False)
-    with split_backward():
-        y = layer(inputs()[0].detach())[0]
-    with deferred() as jobs:
-        y.backward(output_gradient(OUT))
+    _, jobs = cut_backward(layer, inputs()[0].detach(), output_gradient(OUT))
     assert jobs == {} and torch.equal(layer.weight.grad, whole_backward("column", bias=False)["weight"])
 
 
@@ -222,10 +216,7 @@ def test_a_frozen_weight_leaves_no_job(kind):
     layer = make(kind, solo())
     layer.weight.requires_grad_(False)
     x, grad = inputs()
-    with split_backward():
-        y = layer(x)[0]
-    with deferred() as jobs:
-        y.backward(grad)
+    _, jobs = cut_backward(layer, x, grad)
     assert jobs == {} and layer.weight.grad is None
     assert torch.equal(x.grad, whole_backward(kind)["x"])
 
