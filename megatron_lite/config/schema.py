@@ -5,6 +5,7 @@ training is `TrainState`. A check of one field is its type; every rule that join
 `validate.py`; values that follow from others are properties here.
 """
 
+import math
 from typing import Annotated, Any, Literal
 
 from pydantic import (
@@ -57,6 +58,13 @@ StageLayers = Annotated[
     Literal["even", "balanced"] | tuple[NonNegativeInt, ...],
     BeforeValidator(_tuple),
     Field(description="even, balanced, or a list with the number of layers of each stage, such as [3, 4, 4, 3]"),
+]
+Recompute = Annotated[
+    str,
+    Field(
+        pattern=r"^(none|selective|full|full:[1-9][0-9]*)$",
+        description="none, selective, full, or full:n for the first n layers of each stage",
+    ),
 ]
 Probability = Annotated[float, Field(ge=0.0, lt=1.0)]
 Seed = Annotated[int, Field(ge=0, lt=2**32)]  # what NumPy's generators take
@@ -152,9 +160,11 @@ class ParallelConfig(Section):
     # balanced counts embedding and head as a layer; a list has the layers of each stage, in order
     pipeline_layout: StageLayers = "even"
     context: PositiveInt = 1
-    sequence: bool = False  # norms and dropout on s/tp
+    sequence: bool = False  # what lies between tensor-parallel regions (norms, dropout, residual) on s/tp; same result
     schedule: Literal["gpipe", "1f1b", "interleaved", "zb-h1"] = "1f1b"  # order of forwards and backwards
-    ddp: Literal["local", "torch"] = "local"
+    # Who sums gradients over data-parallel ranks, and what each of them holds: local and torch whole replicas (local
+    # with optim.distributed a share of the optimizer), fsdp a share of everything, deepspeed what its stage says.
+    ddp: Literal["local", "torch", "fsdp", "deepspeed"] = "local"
     bucket_mb: PositiveFloat = 25.0  # gradients reduced in one call, in MiB
 
     @property
@@ -186,12 +196,21 @@ class TrainConfig(Section):
     global_batch_size: NonNegativeInt = 0  # sequences in one optimizer step; 0: micro_batch_size * data-parallel size
     ramp_up: RampUp = None  # start, increment, samples
     precision: Literal["fp32", "bf16", "fp16", "fp64"] = "fp32"
-    recompute: Literal["none", "selective", "full"] = "none"  # in backward: attention scores, or every block whole
+    # What backward computes again instead of keeping it: selective attention scores, full every block, full:n the
+    # first n blocks of each pipeline stage.
+    recompute: Recompute = "none"
+    offload_activations: bool = False  # between forward and backward, what blocks keep waits in the host's memory; GPUs
     eval_interval: NonNegativeInt = 1000  # iterations; 0: only at the end
     eval_iterations: NonNegativeInt = 10  # global batches in one evaluation; 0: none
     deterministic: bool = False  # the same bits on every run
     debug: bool = False  # checks after every step that copies of the tied embedding are equal, to the bit
     comm_timeout: PositiveFloat = 600.0  # seconds a collective, or a message from another stage, may take
+
+    @property
+    def full_recompute_layers(self) -> float:
+        """How many blocks of a stage are recomputed whole, from its first on."""
+        kind, _, count = self.recompute.partition(":")
+        return (int(count) if count else math.inf) if kind == "full" else 0
 
     def global_batch(self, data_parallel_size: int) -> int:
         return self.global_batch_size or self.micro_batch_size * data_parallel_size
@@ -211,6 +230,7 @@ class OptimConfig(Section):
     beta2: Probability = 0.999
     eps: PositiveFloat = 1e-8
     clip_grad: NonNegativeFloat = 1.0  # L2 over the whole model; 0 turns clipping off
+    distributed: bool = False  # ZeRO-1: each data-parallel rank holds and updates its share of masters and moments
     # 2**16 is just above fp16's largest number (65504): a first step or two may be skipped, each skip
     # halves the scale, and starting lower would cost thousands of steps to grow back.
     initial_loss_scale: PositiveFloat = 65536.0
@@ -223,12 +243,37 @@ class OptimConfig(Section):
         return self.wsd_decay_iterations or max(1, decay_iterations // 10)
 
 
+class DeepSpeedConfig(Section):
+    """How DeepSpeed shares the training state out, for `parallel.ddp: deepspeed`."""
+
+    zero_stage: Annotated[int, Field(ge=0, lt=4)] = 1  # shared: 1 optimizer state, 2 also gradients, 3 also weights
+    offload_optimizer: bool = False  # masters and moments in the host's memory; stages 1 to 3
+    offload_param: bool = False  # weights too; stage 3
+    stage3_param_persistence_threshold: NonNegativeInt = 100_000  # elements; smaller parameters stay whole on each rank
+
+
+class SyncConfig(Section):
+    """How often data-parallel ranks meet. Everything but every_step trades exactness for a slow network."""
+
+    # delayed: a step applies the gradient of `delay` steps before. local_sgd, diloco: ranks step on their own, and
+    # meet every `interval` steps, in the mean (local_sgd) or where an outer optimizer goes from there (diloco).
+    mode: Literal["every_step", "delayed", "local_sgd", "diloco"] = "every_step"
+    delay: NonNegativeInt = 0  # steps that an all-reduce may take: of gradients (delayed), of an outer step (diloco)
+    interval: PositiveInt = 50  # steps between two outer steps on the same weights
+    fragments: PositiveInt = 1  # parts of the model, whose outer steps are spread over the interval
+    outer_lr: PositiveFloat = 0.7  # diloco's outer optimizer is SGD with momentum
+    outer_momentum: Probability = 0.9
+    outer_nesterov: bool = True
+    mix: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.5  # of its own weights, what a rank keeps at a delayed outer step
+
+
 class CheckpointConfig(Section):
     """When to save, how many to keep and what to start from."""
 
     interval: NonNegativeInt = 1000  # iterations; 0: only at the end
     keep: NonNegativeInt = 3  # newest checkpoints that stay; 0: all
-    load: str = ""  # a run directory to start from when run.dir has no checkpoint of its own
+    load: str = ""  # a run directory to go on from when run.dir has no checkpoint of its own
+    load_weights: str = ""  # the same, but taking only the weights: iteration 0, fresh optimizer and data
 
 
 class LogConfig(Section):
@@ -249,5 +294,7 @@ class Config(Section):
     data: DataConfig = DataConfig()
     train: TrainConfig = TrainConfig()
     optim: OptimConfig = OptimConfig()
+    deepspeed: DeepSpeedConfig = DeepSpeedConfig()
+    sync: SyncConfig = SyncConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     log: LogConfig = LogConfig()

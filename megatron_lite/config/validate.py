@@ -7,11 +7,10 @@ reported in one ConfigError, and nothing is repaired.
 import math
 from collections.abc import Iterable
 
+from megatron_lite.config.engines import Rule, engine_rules
 from megatron_lite.config.schema import Config, ModelConfig
 from megatron_lite.config.stages import layer_counts, num_stages
 from megatron_lite.errors import ConfigError
-
-Rule = tuple[bool, str]
 
 
 def validate(config: Config, world_size: int) -> None:
@@ -30,6 +29,7 @@ def failures(config: Config, world_size: int) -> list[str]:
         *_batch_rules(config, world_size),
         *_data_rules(config),
         *_optim_rules(config),
+        *engine_rules(config),
     ]
     return [message for holds, message in rules if not holds]
 
@@ -73,9 +73,10 @@ def _layout_rules(config: Config, world_size: int) -> Iterable[Rule]:
         f"({parallel.tensor} * {parallel.pipeline} * {parallel.context}), which does not divide the number of "
         f"processes ({world_size}); start {size}, or a multiple of it, with --nproc-per-node",
     )
-    later = "is not available in this version; use"
-    yield parallel.context == 1, f"parallel.context is {parallel.context}: context parallelism {later} 1"
-    yield not parallel.sequence, f"parallel.sequence is true: sequence parallelism {later} false"
+    yield (
+        parallel.context == 1,
+        f"parallel.context is {parallel.context}: context parallelism is not available in this version; use 1",
+    )
 
 
 def _pipeline_rules(config: Config) -> Iterable[Rule]:
@@ -94,11 +95,6 @@ def _pipeline_rules(config: Config) -> Iterable[Rule]:
     yield (
         virtual == 1 or pipeline > 1,
         f"parallel.virtual_pipeline is {virtual}, but there is nothing to interleave at parallel.pipeline 1; use 1",
-    )
-    yield (
-        schedule != "zb-h1" or parallel.ddp != "torch",
-        "parallel.schedule is zb-h1, which computes weight gradients outside of autograd's backward, where "
-        "parallel.ddp: torch does not see them; use parallel.ddp: local",
     )
     counts, stages = layer_counts(config.model, parallel), num_stages(parallel)
     layout = parallel.pipeline_layout if isinstance(parallel.pipeline_layout, str) else counts

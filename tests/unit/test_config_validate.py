@@ -180,12 +180,6 @@ def test_the_defaults_are_valid_on_any_number_of_processes():
             "parallel.virtual_pipeline is 2, but there is nothing to interleave at parallel.pipeline 1; use 1",
         ),
         (
-            2,
-            ["parallel.pipeline=2", "parallel.schedule=zb-h1", "parallel.ddp=torch"],
-            "parallel.schedule is zb-h1, which computes weight gradients outside of autograd's backward, where "
-            "parallel.ddp: torch does not see them; use parallel.ddp: local",
-        ),
-        (
             4,
             ["parallel.pipeline=4", "parallel.pipeline_layout=[6,6]"],
             "parallel.pipeline_layout is [6, 6], 2 stages; parallel.pipeline * parallel.virtual_pipeline (4 * 1) "
@@ -224,11 +218,6 @@ def test_the_defaults_are_valid_on_any_number_of_processes():
             "of parallel.pipeline (2), so a global batch must be a multiple of train.micro_batch_size * data-parallel "
             "size (1 * 2 = 2) * 2 = 4, and so must both of them",
         ),
-        (
-            1,
-            ["parallel.sequence=true"],
-            "parallel.sequence is true: sequence parallelism is not available in this version; use false",
-        ),
     ],
 )
 def test_a_broken_rule_says_what_it_got_and_what_works(world_size, overrides, message):
@@ -236,8 +225,7 @@ def test_a_broken_rule_says_what_it_got_and_what_works(world_size, overrides, me
 
 
 def test_a_sequence_divides_over_ranks():
-    """This comes with a second message while sequence parallelism is not available."""
-    assert failing(2, "parallel.tensor=2", "parallel.sequence=true", "data.seq_length=33")[1:] == [
+    assert failing(2, "parallel.tensor=2", "parallel.sequence=true", "data.seq_length=33") == [
         "parallel.sequence splits data.seq_length (33) over parallel.tensor (2) ranks; use a multiple of 2"
     ]
 
