@@ -7,7 +7,8 @@ from torch import Tensor
 
 from megatron_lite.config.schema import Config, ModelConfig
 from megatron_lite.model.build import get_model, named_params, param_table
-from megatron_lite.parallel.context import ParallelContext
+from megatron_lite.model.options import LayerOptions
+from megatron_lite.parallel.context import ParallelContext, solo
 from megatron_lite.parallel.grid import Grid
 from megatron_lite.parallel.random import seed_everything
 from megatron_lite.parallel.shard import ParamTable
@@ -32,6 +33,12 @@ def tiny(**fields) -> Config:
 
 def context(tp: int) -> ParallelContext:
     return ParallelContext.create(Grid(tp=tp), torch.device("cpu"), timeout_seconds=60)
+
+
+def layer_options(dtype: torch.dtype, **changes) -> LayerOptions:
+    """Options of a layer with memory, on one rank."""
+    plain = {"tp": solo(), "sequence": solo(), "rng": seed_everything(0, context(1)), "fused": False}
+    return LayerOptions(**{**plain, "dtype": dtype, "device": torch.device("cpu"), **changes})
 
 
 def random_weights(config: Config, dtype: torch.dtype, seed: int = 0, std: float = 0.2) -> dict[str, Tensor]:

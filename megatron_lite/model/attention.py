@@ -6,21 +6,16 @@ With fewer key/value groups than heads, n/g neighbouring queries share a group (
 """
 
 from math import sqrt
-from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron_lite.config.schema import ModelConfig
+from megatron_lite.model.options import LayerOptions
 from megatron_lite.model.rotary import apply_rotary
-from megatron_lite.parallel.context import Group
 from megatron_lite.parallel.linear import ColumnParallelLinear, RowParallelLinear
-from megatron_lite.parallel.random import RngTracker
 from megatron_lite.parallel.recompute import recompute
-
-# What backward computes again instead of keeping it from forward: nothing, core attention, or every block.
-Recompute = Literal["none", "selective", "full"]
 
 # On the CPU torch's fused kernel takes up to four times as long in bf16 as plain products do, until the scores, which
 # grow with s*s, outweigh that; measured with 64 numbers a head, they are even at 1,024 tokens.
@@ -81,29 +76,17 @@ class SelfAttention(nn.Module):
     block) has a matrix for the query and a fused one for key and value in its place.
     """
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        *,
-        tp: Group,
-        rng: RngTracker,
-        dtype: torch.dtype,
-        device: torch.device,
-        own_query_input: bool,
-        skip_bias_add: bool,
-        recompute: Recompute,
-    ):
+    def __init__(self, config: ModelConfig, options: LayerOptions, *, own_query_input: bool):
         super().__init__()
-        self.selective_recompute = recompute == "selective"
+        self.options = options
         self.head_dim = config.head_size
         self.dropout = config.attention_dropout
-        self.rng = rng
         self.attend = ATTENTION[config.attention]
         h = config.hidden_size
         query_size = config.num_heads * self.head_dim
         group_size = config.query_groups * self.head_dim
-        self.local_sizes = (query_size // tp.size, group_size // tp.size, group_size // tp.size)
-        common = {"tp": tp, "bias": config.bias, "dtype": dtype, "device": device}
+        self.local_sizes = tuple(size // options.tp.size for size in (query_size, group_size, group_size))
+        common = {"bias": config.bias, **options.split}
         std = config.init_std
         if own_query_input:
             self.linear_q = ColumnParallelLinear(h, query_size, init_std=std, **common)
@@ -114,20 +97,20 @@ class SelfAttention(nn.Module):
             parts = (query_size, group_size, group_size)
             self.linear_qkv = ColumnParallelLinear(h, sum(parts), init_std=std, parts=parts, **common)
         out_std = std / sqrt(2 * config.num_layers)
-        self.linear_proj = RowParallelLinear(query_size, h, init_std=out_std, skip_bias_add=skip_bias_add, **common)
+        self.linear_proj = RowParallelLinear(query_size, h, init_std=out_std, skip_bias_add=options.fused, **common)
 
     def forward(
         self, x: Tensor, query_input: Tensor | None, rotary: tuple[Tensor, Tensor] | None
     ) -> tuple[Tensor, Tensor | None]:
         """Attention output before the residual connection, and the bias still to be added, if any.
 
-        x             [s, b, h]
-        query_input   [s, b, h]   or [s, 1, h]; what queries are made of, in a block that has its own; not normalised
+        x             [s', b, h]
+        query_input   [s', b, h]   or [s', 1, h]; what queries are made of, in a block that has its own; not normalised
         rotary        cosine and sine, [s, 1, 1, d/2]
-        returns       [s, b, h], bias [h] or None
+        returns       [s', b, h], bias [h] or None
         Communicates: forward one all-reduce of [s, b, h] over tp, backward one more.
         """
-        s, b = x.shape[:2]
+        s, b = x.shape[0] * self.options.sequence.size, x.shape[1]
         if query_input is None:
             mixed, _ = self.linear_qkv(x)
             query, key, value = mixed.split(self.local_sizes, dim=-1)
@@ -138,8 +121,8 @@ class SelfAttention(nn.Module):
         if rotary is not None:
             query, key = apply_rotary(query, *rotary), apply_rotary(key, *rotary)
         query, key, value = _heads_first(query), _heads_first(key), _heads_first(value)
-        if self.selective_recompute:
-            context = recompute(self._core, query, key, value, rng=self.rng)
+        if self.options.selective_recompute:
+            context = recompute(self._core, query, key, value, rng=self.options.rng)
         else:
             context = self._core(query, key, value)
         return self.linear_proj(context.permute(2, 0, 1, 3).reshape(s, b, -1))
@@ -147,6 +130,6 @@ class SelfAttention(nn.Module):
     def _core(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Attention of this rank's heads, without communication. Shapes as `sdpa_attention`."""
         if self.training and self.dropout > 0:
-            with self.rng.fork():  # each rank of tp has other heads and must drop other scores
+            with self.options.rng.fork():  # each rank of tp has other heads and must drop other scores
                 return self.attend(query, key, value, self.dropout)
         return self.attend(query, key, value, 0.0)

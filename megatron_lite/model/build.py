@@ -16,7 +16,8 @@ from megatron_lite.errors import ConfigError, TrainingError
 from megatron_lite.model.fusion import fusion_on
 from megatron_lite.model.gpt import GPTModel
 from megatron_lite.model.init import fill
-from megatron_lite.parallel.context import ParallelContext
+from megatron_lite.model.options import LayerOptions
+from megatron_lite.parallel.context import ParallelContext, solo
 from megatron_lite.parallel.random import RngTracker
 from megatron_lite.parallel.shard import ParamTable, declare
 
@@ -33,20 +34,25 @@ def get_model(config: Config, ctx: ParallelContext, rng: RngTracker, *, dtype: t
     """
     if config.model.vocab_size == 0:
         raise ConfigError("model.vocab_size is not set; give it, or data.tokenizer to take it from")
+    if config.train.offload_activations and ctx.device.type == "cpu":
+        raise ConfigError(
+            "train.offload_activations moves activations from a GPU to the host, but run.device auto has found no GPU "
+            "on this machine; set train.offload_activations=false"
+        )
+    options = LayerOptions(
+        tp=ctx.tp,
+        sequence=ctx.tp if config.parallel.sequence else solo(),
+        rng=rng,
+        dtype=dtype,
+        device=torch.device("meta"),
+        fused=fusion_on(config.model.fusion, ctx.device),
+        selective_recompute=config.train.recompute == "selective",
+        full_recompute_layers=config.train.full_recompute_layers,
+        offload_activations=config.train.offload_activations,
+    )
     layers = stage_layers(config.model, config.parallel)
     chunks = [
-        GPTModel(
-            config.model,
-            layers[stage],
-            tp=ctx.tp,
-            rng=rng,
-            dtype=dtype,
-            device=torch.device("meta"),
-            fused=fusion_on(config.model.fusion, ctx.device),
-            recompute=config.train.recompute,
-            pre_process=stage == 0,
-            post_process=stage == len(layers) - 1,
-        )
+        GPTModel(config.model, layers[stage], options, pre_process=stage == 0, post_process=stage == len(layers) - 1)
         for stage in range(ctx.pp.rank, len(layers), ctx.pp.size)
     ]
     initialize_parameters(chunks, ctx, config.run.seed)

@@ -7,51 +7,19 @@ The rest of CodeGeeX is a GPT with quick_gelu and no dropout after the MLP, whic
 Source: Zheng et al., CodeGeeX, arXiv 2303.17568, section 2.2, and the released model.
 """
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_lite.config.schema import ModelConfig
-from megatron_lite.model.attention import Recompute
-from megatron_lite.model.block import TransformerBlock
 from megatron_lite.model.embedding import PositionTable
-from megatron_lite.parallel.context import Group
-from megatron_lite.parallel.random import RngTracker
 
 
 class TopQueryEmbeddings(PositionTable):
     """The query vectors. Whole on every rank of tp, so that each position has its own at any tp."""
 
-    def __init__(self, config: ModelConfig, *, dtype: torch.dtype, device: torch.device):
-        super().__init__(config, dtype=dtype, device=device)
-        self.dropout = config.hidden_dropout
-
     def queries(self, length: int, batch: int) -> Tensor:
-        """Query inputs `[s, b, h]`; `[s, 1, h]` when nothing is dropped, because all of the batch is the same."""
+        """Query inputs `[s', b, h]`; `[s', 1, h]` when nothing is dropped, because all of the batch is the same."""
         rows = self(length)
         if not self.training or self.dropout == 0:
             return rows
-        return F.dropout(rows.expand(length, batch, -1), self.dropout)
-
-
-def build_top_query_layer(
-    config: ModelConfig,
-    *,
-    tp: Group,
-    rng: RngTracker,
-    dtype: torch.dtype,
-    device: torch.device,
-    fused: bool,
-    recompute: Recompute,
-) -> TransformerBlock:
-    """An ordinary block with a query input of its own."""
-    return TransformerBlock(
-        config,
-        tp=tp,
-        rng=rng,
-        dtype=dtype,
-        device=device,
-        fused=fused,
-        recompute=recompute,
-        own_query_input=True,
-    )
+        with self.options.dropout_stream(self.dropout):
+            return F.dropout(rows.expand(-1, batch, -1), self.dropout)

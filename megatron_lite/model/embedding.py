@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from megatron_lite.config.schema import ModelConfig
 from megatron_lite.errors import ConfigError
-from megatron_lite.parallel.context import Group
+from megatron_lite.model.options import LayerOptions
 from megatron_lite.parallel.embedding import VocabParallelEmbedding
 from megatron_lite.parallel.shard import ParamMeta, Shard, declare
 
@@ -14,40 +14,40 @@ from megatron_lite.parallel.shard import ParamMeta, Shard, declare
 class PositionTable(nn.Module):
     """One learned vector for each position, whole on every rank of tp: it is small beside the vocabulary."""
 
-    def __init__(self, config: ModelConfig, *, dtype: torch.dtype, device: torch.device):
+    def __init__(self, config: ModelConfig, options: LayerOptions):
         super().__init__()
-        shape = (config.max_position_embeddings, config.hidden_size)
-        meta = ParamMeta(shape=shape, shard=Shard(), init="normal", std=config.init_std)
-        self.weight = declare(nn.Parameter(torch.empty(shape, dtype=dtype, device=device)), meta)
+        self.options, self.dropout = options, config.hidden_dropout
+        shape, partial = (config.max_position_embeddings, config.hidden_size), options.sequence_parallel
+        meta = ParamMeta(shape, Shard(), "normal", std=config.init_std, sequence_parallel=partial)
+        self.weight = declare(nn.Parameter(torch.empty(shape, **options.where)), meta)
 
     def forward(self, length: int) -> Tensor:
-        """The vectors of positions 0..s-1, `[s, 1, h]`."""
+        """The vectors of this rank's run of positions 0..s-1, `[s', 1, h]`."""
         if length > self.weight.shape[0]:
             raise ConfigError(
                 f"a sequence has {length} tokens, but model.max_position_embeddings is {self.weight.shape[0]}: "
                 "no vector was learned for the later positions; shorten the sequence"
             )
-        return self.weight[:length].unsqueeze(1)
+        return self.options.share(self.weight[:length]).unsqueeze(1)
 
 
 class Embedding(nn.Module):
     """Tokens to the start of the residual stream."""
 
-    def __init__(self, config: ModelConfig, *, tp: Group, dtype: torch.dtype, device: torch.device):
+    def __init__(self, config: ModelConfig, options: LayerOptions):
         super().__init__()
-        self.dropout = config.hidden_dropout
-        self.stream_dtype = torch.promote_types(dtype, torch.float32) if config.fp32_residual else dtype
+        self.options, self.dropout = options, config.hidden_dropout
+        self.stream_dtype = torch.promote_types(options.dtype, torch.float32) if config.fp32_residual else options.dtype
         self.word_embeddings = VocabParallelEmbedding(
-            config.padded_vocab, config.hidden_size, tp=tp, init_std=config.init_std, dtype=dtype, device=device
+            config.padded_vocab, config.hidden_size, init_std=config.init_std, **options.split
         )
-        learned = config.position == "learned"
-        self.position_embeddings = PositionTable(config, dtype=dtype, device=device) if learned else None
+        self.position_embeddings = PositionTable(config, options) if config.position == "learned" else None
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Word plus position vectors, with dropout.
 
             tokens    [b, s]
-            returns   [s, b, h]   the same on every rank of tp; fp32 with `fp32_residual`
+            returns   [s', b, h]   where s' is s, the same on every rank of tp; fp32 with `fp32_residual`
 
         Communicates: forward, one all-reduce of [s, b, h] over tp.
         """
@@ -55,4 +55,5 @@ class Embedding(nn.Module):
         if self.position_embeddings is not None:
             x = x + self.position_embeddings(tokens.shape[1])
         x = x.to(self.stream_dtype)
-        return F.dropout(x, self.dropout, self.training) if self.dropout > 0 else x
+        with self.options.dropout_stream(self.dropout):
+            return F.dropout(x, self.dropout, self.training) if self.dropout > 0 else x

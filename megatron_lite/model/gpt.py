@@ -8,20 +8,17 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Literal
 
-import torch
 from torch import Tensor, nn
 
 from megatron_lite.config.schema import ModelConfig
-from megatron_lite.model.attention import Recompute
 from megatron_lite.model.block import TransformerBlock
-from megatron_lite.model.codegeex import TopQueryEmbeddings, build_top_query_layer
+from megatron_lite.model.codegeex import TopQueryEmbeddings
 from megatron_lite.model.embedding import Embedding
 from megatron_lite.model.norms import build_norm
+from megatron_lite.model.options import LayerOptions
 from megatron_lite.model.rotary import RotaryTable
-from megatron_lite.parallel.context import Group
 from megatron_lite.parallel.linear import ColumnParallelLinear, column_parallel_linear
 from megatron_lite.parallel.loss import vocab_parallel_cross_entropy
-from megatron_lite.parallel.random import RngTracker
 from megatron_lite.parallel.shard import declare
 
 
@@ -32,37 +29,29 @@ def _mark_tied(weight: nn.Parameter, tied: Literal["original", "copy"]) -> None:
 class Decoder(nn.Module):
     """This stage's blocks, and on the last stage what follows them: final norm and top-query block."""
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        layers: Iterable[int],
-        *,
-        tp: Group,
-        rng: RngTracker,
-        dtype: torch.dtype,
-        device: torch.device,
-        fused: bool,
-        recompute: Recompute,
-        post_process: bool,
-    ):
+    def __init__(self, config: ModelConfig, layers: Iterable[int], options: LayerOptions, *, post_process: bool):
         super().__init__()
-        self.dtype = dtype
-        common = {"tp": tp, "rng": rng, "dtype": dtype, "device": device, "fused": fused, "recompute": recompute}
-        self.layers = nn.ModuleDict({str(number): TransformerBlock(config, **common) for number in layers})
-        self.final_layernorm = build_norm(config, dtype=dtype, device=device) if post_process else None
-        with_top_query = post_process and config.top_query_layer
-        self.top_query_layer = build_top_query_layer(config, **common) if with_top_query else None
+        self.options = options
+        self.layers = nn.ModuleDict(
+            {str(number): TransformerBlock(config, options, place=place) for place, number in enumerate(layers)}
+        )
+        self.final_layernorm = build_norm(config, options) if post_process else None
+        self.top_query_layer = None
+        if post_process and config.top_query_layer:
+            self.top_query_layer = TransformerBlock(config, options, place=len(self.layers), own_query_input=True)
         self.rotary = RotaryTable(config.head_size, config.rotary_base) if config.position == "rotary" else None
 
     def forward(self, x: Tensor, top_queries: Tensor | None) -> Tensor:
-        """The stream `[s, b, h]` after this stage's blocks; on the last stage in the weights' dtype."""
-        rotary = None if self.rotary is None else self.rotary(x.shape[0], device=x.device, dtype=x.dtype)
+        """The stream `[s', b, h]` after this stage's blocks; on the last stage in the weights' dtype."""
+        rotary = None
+        if self.rotary is not None:
+            rotary = self.rotary(x.shape[0] * self.options.sequence.size, device=x.device, dtype=x.dtype)
         for block in self.layers.values():
             x = block(x, rotary=rotary)
         if self.final_layernorm is not None:
             x = self.final_layernorm(x)
         if self.top_query_layer is not None:
-            x = self.top_query_layer(x, query_input=top_queries, rotary=rotary).to(self.dtype)
+            x = self.top_query_layer(x, query_input=top_queries, rotary=rotary).to(self.options.dtype)
         return x
 
 
@@ -73,26 +62,17 @@ class GPTModel(nn.Module):
         self,
         config: ModelConfig,
         layers: Iterable[int],
+        options: LayerOptions,
         *,
-        tp: Group,
-        rng: RngTracker,
-        dtype: torch.dtype,
-        device: torch.device,
-        fused: bool,
-        recompute: Recompute,
         pre_process: bool,
         post_process: bool,
     ):
         super().__init__()
-        self.config = config
-        self.tp = tp
-        where = {"dtype": dtype, "device": device}
-        self.embedding = Embedding(config, tp=tp, **where) if pre_process else None
-        self.decoder = Decoder(
-            config, layers, tp=tp, rng=rng, fused=fused, recompute=recompute, post_process=post_process, **where
-        )
+        self.config, self.options = config, options
+        self.embedding = Embedding(config, options) if pre_process else None
+        self.decoder = Decoder(config, layers, options, post_process=post_process)
         with_top_query = post_process and config.top_query_layer
-        self.top_query_embeddings = TopQueryEmbeddings(config, **where) if with_top_query else None
+        self.top_query_embeddings = TopQueryEmbeddings(config, options) if with_top_query else None
         self.post_process = post_process
         # A tied head on another stage than the embedding is a copy of it that must start and stay equal.
         apart = config.tie_embeddings and pre_process != post_process
@@ -101,7 +81,7 @@ class GPTModel(nn.Module):
         self.output_layer = None
         if post_process and not (config.tie_embeddings and pre_process):
             self.output_layer = ColumnParallelLinear(
-                config.hidden_size, config.padded_vocab, tp=tp, bias=False, init_std=config.init_std, **where
+                config.hidden_size, config.padded_vocab, bias=False, init_std=config.init_std, **options.split
             )
             if apart:
                 _mark_tied(self.output_layer.weight, "copy")
@@ -111,10 +91,10 @@ class GPTModel(nn.Module):
 
             tokens    [b, s]       the same on every rank of tp
             labels    [b, s]       next tokens; asks for the loss
-            hidden    [s, b, h]    the previous stage's output, where this one has no embedding
+            hidden    [s', b, h]   the previous stage's output, where this one has no embedding
             returns   [s, b]       loss in fp32 nats, with labels on the last stage
                       [s, b, v/tp] logits, without labels on the last stage
-                      [s, b, h]    hidden state, on other stages
+                      [s', b, h]   hidden state, on other stages
 
         Communicates: over tp, in forward one all-reduce of [s, b, h] for the embedding and two for each block,
         and three of [s, b] for the loss; in backward two for each block and one for the head.
@@ -131,12 +111,13 @@ class GPTModel(nn.Module):
         if labels is None:
             return logits
         return vocab_parallel_cross_entropy(
-            logits, labels.t(), self.tp, vocab_size=self.config.vocab_size, overwrite_logits=True
+            logits, labels.t(), self.options.tp, vocab_size=self.config.vocab_size, overwrite_logits=True
         )
 
     def _logits(self, x: Tensor) -> Tensor:
-        """`[s, b, h]` to `[s, b, v/tp]`."""
+        """`[s', b, h]` to `[s, b, v/tp]`."""
         if self.output_layer is not None:
             return self.output_layer(x)[0]
         assert self.embedding is not None
-        return column_parallel_linear(x, self.embedding.word_embeddings.weight, None, self.tp)
+        weight, options = self.embedding.word_embeddings.weight, self.options
+        return column_parallel_linear(x, weight, None, options.tp, options.sequence_parallel)

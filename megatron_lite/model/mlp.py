@@ -6,33 +6,32 @@ own and one all-reduce joins the result. Source: Shoeybi et al., arXiv 1909.0805
 
 from math import sqrt
 
-import torch
 from torch import Tensor, nn
 
 from megatron_lite.config.schema import ModelConfig
 from megatron_lite.model.fusion import bias_activation, compiled
-from megatron_lite.parallel.context import Group
+from megatron_lite.model.options import LayerOptions
 from megatron_lite.parallel.linear import ColumnParallelLinear, RowParallelLinear
 
 
 class MLP(nn.Module):
     """fc2(activation(fc1(x))); for swiglu fc1 is gate and up, fused."""
 
-    def __init__(self, config: ModelConfig, *, tp: Group, dtype: torch.dtype, device: torch.device, fused: bool):
+    def __init__(self, config: ModelConfig, options: LayerOptions):
         super().__init__()
         self.activation = config.activation
-        self.bias_activation = compiled(bias_activation) if fused else bias_activation
+        self.bias_activation = compiled(bias_activation) if options.fused else bias_activation
         h, f = config.hidden_size, config.ffn_size
         parts = (f, f) if config.activation == "swiglu" else ()
-        common = {"tp": tp, "bias": config.bias, "skip_bias_add": fused, "dtype": dtype, "device": device}
+        common = {"bias": config.bias, "skip_bias_add": options.fused, **options.split}
         self.linear_fc1 = ColumnParallelLinear(h, sum(parts) or f, init_std=config.init_std, parts=parts, **common)
         self.linear_fc2 = RowParallelLinear(f, h, init_std=config.init_std / sqrt(2 * config.num_layers), **common)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
         """Output before the residual connection, and the bias still to be added, if any.
 
-        x         [s, b, h]
-        returns   [s, b, h], bias [h] or None
+        x         [s', b, h]
+        returns   [s', b, h], bias [h] or None
         Communicates: forward one all-reduce of [s, b, h] over tp, backward one more.
         """
         wide, bias = self.linear_fc1(x)

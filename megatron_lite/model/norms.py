@@ -5,27 +5,30 @@ in fp32: it is normalised as it is, and only the result is rounded to the weight
 Sources: Ba et al., arXiv 1607.06450; Zhang and Sennrich, arXiv 1910.07467.
 """
 
+from typing import Literal
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron_lite.config.schema import ModelConfig
+from megatron_lite.model.options import LayerOptions
 from megatron_lite.parallel.shard import ParamMeta, Shard, declare
 
 
-def _vector(size: int, init: str, dtype: torch.dtype, device: torch.device) -> nn.Parameter:
-    meta = ParamMeta(shape=(size,), shard=Shard(), init=init, decay=False)  # type: ignore[arg-type]
-    return declare(nn.Parameter(torch.empty(size, dtype=dtype, device=device)), meta)
+def _vector(size: int, init: Literal["ones", "zeros"], options: LayerOptions) -> nn.Parameter:
+    meta = ParamMeta((size,), Shard(), init, decay=False, sequence_parallel=options.sequence_parallel)
+    return declare(nn.Parameter(torch.empty(size, **options.where)), meta)
 
 
 class LayerNorm(nn.Module):
     """(x - mean) / sqrt(variance + eps) * weight + bias over the last dimension; `[..., h]` to `[..., h]`."""
 
-    def __init__(self, size: int, *, eps: float, dtype: torch.dtype, device: torch.device):
+    def __init__(self, size: int, eps: float, options: LayerOptions):
         super().__init__()
         self.shape, self.eps = (size,), eps
-        self.weight = _vector(size, "ones", dtype, device)
-        self.bias = _vector(size, "zeros", dtype, device)
+        self.weight = _vector(size, "ones", options)
+        self.bias = _vector(size, "zeros", options)
 
     def forward(self, x: Tensor) -> Tensor:
         if x.dtype == self.weight.dtype:
@@ -37,10 +40,10 @@ class LayerNorm(nn.Module):
 class RMSNorm(nn.Module):
     """x / sqrt(mean(x^2) + eps) * weight over the last dimension; `[..., h]` to `[..., h]`."""
 
-    def __init__(self, size: int, *, eps: float, dtype: torch.dtype, device: torch.device):
+    def __init__(self, size: int, eps: float, options: LayerOptions):
         super().__init__()
         self.shape, self.eps = (size,), eps
-        self.weight = _vector(size, "ones", dtype, device)
+        self.weight = _vector(size, "ones", options)
 
     def forward(self, x: Tensor) -> Tensor:
         if x.dtype == self.weight.dtype:
@@ -51,6 +54,6 @@ class RMSNorm(nn.Module):
 NORMS: dict[str, type[LayerNorm] | type[RMSNorm]] = {"layernorm": LayerNorm, "rmsnorm": RMSNorm}
 
 
-def build_norm(config: ModelConfig, *, dtype: torch.dtype, device: torch.device) -> LayerNorm | RMSNorm:
+def build_norm(config: ModelConfig, options: LayerOptions) -> LayerNorm | RMSNorm:
     """The norm that `model.norm` names, over the hidden size."""
-    return NORMS[config.norm](config.hidden_size, eps=config.norm_eps, dtype=dtype, device=device)
+    return NORMS[config.norm](config.hidden_size, config.norm_eps, options)

@@ -1,8 +1,9 @@
 """Communication inside a group, and the conjugate pairs of tensor parallelism.
 
-The plain functions do nothing in a group of one. The four autograd pairs are the f and g of Megatron-LM
-(Shoeybi et al., arXiv 1909.08053, section 3, figure 3) and their kin along the last dimension: what one does in
-forward, its partner does in backward.
+The plain functions do nothing in a group of one. The autograd pairs are the f and g of Megatron-LM (Shoeybi et al.,
+arXiv 1909.08053, section 3, figure 3) and their kin along the last dimension and along the sequence: what one does in
+forward, its partner does in backward. Along the sequence there is one of the pair (Korthikanti et al., arXiv
+2205.05198, section 4.2.2); its partner is fused with the product that it feeds, in `linear.py`.
 """
 
 from collections.abc import Callable
@@ -18,6 +19,9 @@ OPS: dict[str, dist.ReduceOp.RedOpType] = {
     "max": dist.ReduceOp.MAX,
     "min": dist.ReduceOp.MIN,
 }
+# torch 2.13 gave them these names, and warns of the old ones.
+all_gather_single = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+reduce_scatter_single = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
 
 def all_reduce(x: Tensor, group: Group, op: str = "sum") -> Tensor:
@@ -43,10 +47,34 @@ def all_gather(x: Tensor, group: Group, dim: int) -> Tensor:
     """Every rank's x, joined along dim in group order."""
     if group.size == 1:
         return x
-    x = x.contiguous()
-    pieces = [torch.empty_like(x) for _ in range(group.size)]
-    dist.all_gather(pieces, x, group=group.pg)
-    return torch.cat(pieces, dim=dim)
+    joined, wait = all_gather_async(x, group)
+    wait()
+    return joined if dim == 0 else torch.cat(joined.chunk(group.size), dim=dim)
+
+
+def all_gather_async(x: Tensor, group: Group) -> tuple[Tensor, Callable[[], object]]:
+    """Starts joining every rank's x along dim 0; the tensor holds the result once the returned function was called."""
+    if group.size == 1:
+        return x, lambda: None
+    joined = x.new_empty(group.size * x.shape[0], *x.shape[1:])
+    work = all_gather_single(joined, x.contiguous(), group=group.pg, async_op=True)
+    assert work is not None
+    return joined, work.wait
+
+
+def reduce_scatter_async(x: Tensor, group: Group) -> tuple[Tensor, Callable[[], object]]:
+    """Starts summing x; the tensor holds this rank's run of dim 0 of the sum once the returned function was called."""
+    if group.size == 1:
+        return x, lambda: None
+    if x.shape[0] % group.size:
+        raise ValueError(
+            f"the first dimension of {tuple(x.shape)} does not divide over {group.size} ranks; under sequence "
+            "parallelism it is the sequence, so use a length that does, or no sequence parallelism"
+        )
+    share = x.new_empty(x.shape[0] // group.size, *x.shape[1:])
+    work = reduce_scatter_single(share, x.contiguous(), group=group.pg, async_op=True)
+    assert work is not None
+    return share, work.wait
 
 
 def broadcast(x: Tensor, group: Group, src: int) -> Tensor:
@@ -123,6 +151,21 @@ class _GatherFromRegion(torch.autograd.Function):
         return split_last_dim(grad, ctx.tp), None
 
 
+class _ReduceScatterToSequence(torch.autograd.Function):
+    """g-bar in the paper on sequence parallelism: this rank's run of the sum forward, gather backward."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, tp: Group) -> Tensor:
+        ctx.tp = tp
+        share, wait = reduce_scatter_async(x, tp)
+        wait()
+        return share
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return all_gather(grad, ctx.tp, dim=0), None
+
+
 def copy_to_tensor_model_parallel_region(x: Tensor, tp: Group) -> Tensor:
     """x as it is; backward sums its gradient over tp. Communicates: backward, one all-reduce of x's size."""
     return x if tp.size == 1 else _CopyToRegion.apply(x, tp)  # type: ignore[return-value]
@@ -141,3 +184,16 @@ def scatter_to_tensor_model_parallel_region(x: Tensor, tp: Group) -> Tensor:
 def gather_from_tensor_model_parallel_region(x: Tensor, tp: Group) -> Tensor:
     """`[..., h/tp]` to `[..., h]`, the same on every rank. Communicates: forward, one all-gather."""
     return x if tp.size == 1 else _GatherFromRegion.apply(x, tp)  # type: ignore[return-value]
+
+
+def reduce_scatter_to_sequence_parallel_region(x: Tensor, tp: Group) -> Tensor:
+    """`[s, ...]`, a part of a sum, to this rank's `[s/tp, ...]` of the whole sum.
+
+    Communicates: forward, one reduce-scatter of x's size; backward, one all-gather of it.
+    """
+    return x if tp.size == 1 else _ReduceScatterToSequence.apply(x, tp)  # type: ignore[return-value]
+
+
+def sum_of_parts(sequence_parallel: bool) -> Callable[[Tensor, Group], Tensor]:
+    """What ends a tensor-parallel region: the sum of `[s, ...]` over tp, of which each rank gets all or its s/tp."""
+    return reduce_scatter_to_sequence_parallel_region if sequence_parallel else reduce_from_tensor_model_parallel_region

@@ -1,14 +1,15 @@
 """The word embedding, cut over tensor-parallel ranks by rows of the vocabulary.
 
 Each rank looks up the tokens it holds and puts zeros for the others; the sum over the group is the whole lookup.
-Source: Shoeybi et al., Megatron-LM, arXiv 1909.08053, section 3.
+Under sequence parallelism each rank gets only its run of the sum.
+Sources: Shoeybi et al., Megatron-LM, arXiv 1909.08053, section 3; Korthikanti et al., arXiv 2205.05198, section 4.2.2.
 """
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron_lite.parallel.collectives import reduce_from_tensor_model_parallel_region
+from megatron_lite.parallel.collectives import sum_of_parts
 from megatron_lite.parallel.context import Group
 from megatron_lite.parallel.shard import ParamMeta, Shard, declare
 
@@ -23,12 +24,13 @@ class VocabParallelEmbedding(nn.Module):
         *,
         tp: Group,
         init_std: float,
+        sequence_parallel: bool = False,
         dtype: torch.dtype,
         device: torch.device,
     ):
         super().__init__()
         full, shard = (num_embeddings, embedding_dim), Shard(0)
-        self.tp = tp
+        self.tp, self.add_up = tp, sum_of_parts(sequence_parallel)
         self.weight = nn.Parameter(torch.empty(shard.local_shape(full, tp.size), dtype=dtype, device=device))
         declare(self.weight, ParamMeta(shape=full, shard=shard, init="normal", std=init_std))
 
@@ -36,9 +38,10 @@ class VocabParallelEmbedding(nn.Module):
         """The rows of the table.
 
             ids      [...]      token ids in 0..v-1, the same on every rank of tp
-            returns  [..., h]   the same on every rank of tp
+            returns  [..., h]   the same on every rank of tp; with sequence_parallel its run of dim 0
 
-        Communicates: forward, one all-reduce of [..., h] over tp.
+        Communicates: forward, one all-reduce of [..., h] over tp; with sequence_parallel a reduce-scatter instead,
+        and in backward an all-gather.
         """
         if self.tp.size == 1:
             return F.embedding(ids, self.weight)
@@ -46,4 +49,4 @@ class VocabParallelEmbedding(nn.Module):
         local = ids - self.tp.rank * num_rows
         elsewhere = (local < 0) | (local >= num_rows)
         rows = F.embedding(local.masked_fill(elsewhere, 0), self.weight)
-        return reduce_from_tensor_model_parallel_region(rows.masked_fill(elsewhere.unsqueeze(-1), 0), self.tp)
+        return self.add_up(rows.masked_fill(elsewhere.unsqueeze(-1), 0), self.tp)

@@ -16,12 +16,18 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from megatron_lite.parallel.collectives import all_gather
+from megatron_lite.parallel.context import Group
+
 
 class Job:
-    """What a backward's W owes one weight: for each use of it, a product of an output's gradient and an input."""
+    """What a backward's W owes one weight: for each use of it, a product of an output's gradient and an input.
 
-    def __init__(self, weight: Tensor):
-        self.weight = weight
+    An input that is cut along the sequence is gathered over `sequence` only for its product.
+    """
+
+    def __init__(self, weight: Tensor, sequence: Group):
+        self.weight, self.sequence = weight, sequence
         self.products: list[Tensor] = []  # gradient and input by turns
 
     def __call__(self) -> None:
@@ -29,7 +35,7 @@ class Job:
         assert self.products, "a weight's gradient was taken already"
         products, self.products = self.products, []
         with torch.enable_grad():
-            owed = _WeightGrad.apply(self.weight, *products)
+            owed = _WeightGrad.apply(self.weight, self.sequence, *products)
         del products
         assert isinstance(owed, Tensor)
         owed.backward()
@@ -78,25 +84,29 @@ class _WeightGrad(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, weight: Tensor, *products: Tensor) -> Tensor:
+    def forward(ctx, weight: Tensor, sequence: Group, *products: Tensor) -> Tensor:
         ctx.save_for_backward(*products)
+        ctx.sequence = sequence
         return weight.new_empty(())
 
     @staticmethod
     def backward(ctx, _: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         saved = ctx.saved_tensors
-        found = [grad.t() @ x.reshape(-1, x.shape[-1]) for grad, x in zip(saved[::2], saved[1::2], strict=True)]
-        return sum(found[1:], start=found[0]), *(None for _ in saved)
+        pairs = zip(saved[::2], saved[1::2], strict=True)
+        found = [grad.t() @ all_gather(x, ctx.sequence, dim=0).reshape(-1, x.shape[-1]) for grad, x in pairs]
+        return sum(found[1:], start=found[0]), None, *(None for _ in saved)
 
 
-def put_off(weight: Tensor, grad: Tensor, x: Tensor) -> None:
+def put_off(weight: Tensor, grad: Tensor, x: Tensor, sequence: Group) -> None:
     """Called in backward: weight gets its gradient grad^T x, later inside `deferred`, else before this returns.
 
     weight   [o, i]       the leaf itself
     grad     [rows, o]    gradient of the layer's output
-    x        [..., i]     the layer's input
+    x        [..., i]     the layer's input, whole or its run of dim 0 on this rank of `sequence`
+
+    Communicates: one all-gather of x over `sequence`, when the gradient is made.
     """
-    job = Job(weight) if _jobs is None else _jobs.setdefault(weight, Job(weight))
+    job = Job(weight, sequence) if _jobs is None else _jobs.setdefault(weight, Job(weight, sequence))
     job.products += [grad, x.detach()]  # with its graph, x would keep all layers before alive
     if _jobs is None:
         job()

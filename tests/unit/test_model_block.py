@@ -6,16 +6,11 @@ import torch.nn.functional as F
 from torch.testing import assert_close
 
 from megatron_lite.model.block import TransformerBlock
-from tests.model_runs import context, random_tokens, random_weights, run_model, tiny
-from tests.model_runs import seed_everything as seeded
-
-CPU = torch.device("cpu")
+from tests.model_runs import layer_options, random_tokens, random_weights, run_model, tiny
 
 
-def build(config, dtype=torch.float64, fused=False):
-    ctx = context(tp=1)
-    rng = seeded(0, ctx)
-    block = TransformerBlock(config.model, tp=ctx.tp, rng=rng, dtype=dtype, device=CPU, fused=fused, recompute="none")
+def build(config, dtype=torch.float64, **options):
+    block = TransformerBlock(config.model, layer_options(dtype, **options), place=0)
     with torch.no_grad():
         for parameter in block.parameters():
             parameter.copy_(torch.randn(parameter.shape) * 0.3)

@@ -5,7 +5,7 @@ import torch.nn.functional as F
 from torch.testing import assert_close
 
 from megatron_lite.model.codegeex import TopQueryEmbeddings
-from tests.model_runs import assert_grads_close, loss_weights, random_tokens, random_weights, run_model, tiny
+from tests.model_runs import assert_grads_close, layer_options, loss_weights, random_tokens, random_weights, run_model, tiny
 
 CODEGEEX = {"activation": "quick_gelu", "top_query_layer": True, "mlp_dropout": False}
 
@@ -72,7 +72,7 @@ def test_codegeex_equals_its_plain_transcription():
 
 def test_query_vectors_are_dropped_for_each_sequence_by_itself():
     config = tiny(**CODEGEEX, hidden_dropout=0.5)
-    table = TopQueryEmbeddings(config.model, dtype=torch.float32, device=torch.device("cpu"))
+    table = TopQueryEmbeddings(config.model, layer_options(torch.float32))
     torch.nn.init.ones_(table.weight)
     queries = table.train().queries(6, 3)
     assert queries.shape == (6, 3, 32)

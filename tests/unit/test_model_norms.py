@@ -5,12 +5,11 @@ import torch
 from torch.testing import assert_close
 
 from megatron_lite.model.norms import LayerNorm, RMSNorm
-
-CPU = torch.device("cpu")
+from tests.model_runs import layer_options
 
 
 def with_random_weights(kind, dtype):
-    norm = kind(48, eps=1e-5, dtype=dtype, device=CPU)
+    norm = kind(48, 1e-5, layer_options(dtype))
     with torch.no_grad():
         for parameter in norm.parameters():
             parameter.copy_(torch.randn(48))
@@ -57,7 +56,7 @@ def test_wider_input_is_normalised_as_it_is_and_rounded_once(kind):
 
 
 def test_norms_are_not_decayed_and_start_as_identity():
-    meta = {key: p.meta for key, p in LayerNorm(8, eps=1e-5, dtype=torch.float32, device=CPU).named_parameters()}
+    meta = {key: p.meta for key, p in LayerNorm(8, 1e-5, layer_options(torch.float32)).named_parameters()}
     assert {key: (m.init, m.decay, m.shard.is_split) for key, m in meta.items()} == {
         "weight": ("ones", False, False),
         "bias": ("zeros", False, False),

@@ -11,7 +11,7 @@ from megatron_lite.model.block import TransformerBlock
 from megatron_lite.model.build import get_model, named_params
 from megatron_lite.parallel.random import seed_everything
 from megatron_lite.parallel.weight_grads import deferred, split_backward
-from tests.model_runs import context, random_tokens, tiny
+from tests.model_runs import context, layer_options, random_tokens, tiny
 from tests.unit.test_model_codegeex import CODEGEEX
 
 KINDS = {
@@ -119,19 +119,10 @@ def test_core_attention_runs_as_often_as_the_choice_says(recompute, runs):
 S, B, H, HEADS = 64, 2, 64, 4
 
 
-def kept_bytes(recompute):
+def kept_bytes(**options):
     """Bytes that one block keeps for backward beside its parameters, in units of s * b * h."""
     config = tiny(hidden_size=H, num_heads=HEADS, max_position_embeddings=S, attention="math", **DROPOUT)
-    ctx, cpu = context(1), torch.device("cpu")
-    block = TransformerBlock(
-        config.model,
-        tp=ctx.tp,
-        rng=seed_everything(0, ctx),
-        dtype=torch.bfloat16,
-        device=cpu,
-        fused=False,
-        recompute=recompute,
-    )
+    block = TransformerBlock(config.model, layer_options(torch.bfloat16, **options), place=0)
     parameters = {parameter.untyped_storage().data_ptr() for parameter in block.parameters()}
     kept = {}
 
@@ -153,7 +144,7 @@ def test_a_block_keeps_what_the_paper_counts():
     the paper has 1, of which there are two outside core attention. In core attention, to the paper's as/h times
     2 (softmax), 1 (mask) and 2 (dropped softmax), the fp32 softmax adds 2 and the mask 1; the causal mask is s*s.
     """
-    assert kept_bytes("full") == 2
-    selective = kept_bytes("selective")
+    assert kept_bytes(full_recompute_layers=1) == 2
+    selective = kept_bytes(selective_recompute=True)
     assert selective == 34 + 2 + 2 * 2 * 2 / H
-    assert kept_bytes("none") == selective + 8 * HEADS * S / H + S / (B * H)
+    assert kept_bytes() == selective + 8 * HEADS * S / H + S / (B * H)
