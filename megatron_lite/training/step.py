@@ -46,10 +46,11 @@ def train_step(run: Run, microbatches: list[Batch]) -> StepReport:
     run.ddp.zero_grad()
     loss_sum = forward_backward(run, microbatches, loss_grad=loss_scale / target_tokens)
     with recorded(run, "finalize_grads"):
-        finalize_grads(run.ddp, run.params, run.table, run.ctx)
+        finalize_grads(run.ddp, run.table, run.ctx)
     with recorded(run, "optimizer"):
         outcome = run.optimizer.step(lr)
     if run.config.train.debug:
+        run.ddp.wait_for_params()
         refuse_copies_apart(run.params, run.table, run.ctx)
     advance(run, microbatches, skipped=outcome.skipped)
     loss = all_reduce(loss_sum, run.ctx.dp).item() / target_tokens
@@ -97,8 +98,11 @@ def forward_of(run: Run, microbatches: list[Batch], module: Callable[[int], nn.M
 
 
 def message_of(config: Config, tokens: Tensor, device: torch.device) -> Message:
-    """The hidden state [s, b, h] that goes from stage to stage for micro-batches like `tokens` [b, s]."""
+    """The hidden state that goes from stage to stage for micro-batches like `tokens` [b, s]: [s, b, h], and under
+    sequence parallelism [s/tp, b, h]."""
     batch, length = tokens.shape
+    if config.parallel.sequence:
+        length //= config.parallel.tensor
     dtype = DTYPES[config.train.precision]
     if config.model.fp32_residual:
         dtype = torch.promote_types(dtype, torch.float32)
