@@ -11,7 +11,7 @@ from torch import Tensor
 from megatron_lite.checkpoint import store
 from megatron_lite.parallel.context import ParallelContext
 from megatron_lite.parallel.grid import Grid
-from megatron_lite.parallel.shard import ParamMeta, ParamTable, Shard
+from megatron_lite.parallel.shard import Held, ParamMeta, ParamTable, Shard
 
 TABLE: ParamTable = {
     "embedding.word_embeddings.weight": ParamMeta((8, 4), Shard(0), "normal"),
@@ -43,7 +43,7 @@ def contents(ctx: ParallelContext, version: int, dtype: torch.dtype = torch.bflo
     masters = MASTER_DTYPES.get(dtype)
     kinds = ("master", "exp_avg", "exp_avg_sq") if masters else ("exp_avg", "exp_avg_sq")
     return {
-        "params": {name: cut(name, "weight", dtype) for name in table},
+        "weights": {name: cut(name, "weight", dtype) for name in table},
         "optimizer_state": {name: {kind: cut(name, kind, masters or dtype) for kind in kinds} for name in table},
     }
 
@@ -56,7 +56,7 @@ def save(
     given = {
         "ctx": ctx,
         "table": TABLE,
-        **contents(ctx, version),
+        **held(contents(ctx, version)),
         "rng": {"cpu": torch.full((5,), 10 * version + ctx.rank, dtype=torch.uint8)},
         "state": {"iteration": iteration, "version": version, "loss_scale": 0.1},
         "config": CONFIG,
@@ -64,14 +64,25 @@ def save(
     }
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
-        return store.save(root, iteration, **{**given, **changes})
+        return store.save(root, iteration, **{**given, **held(changes)})
 
 
 def load(root: Path, iteration: int, ctx: ParallelContext, **changes: Any) -> tuple[store.Loaded, dict[str, Any]]:
     """What `load` returns, and the tensors that it filled."""
     into = contents(ctx, -1)
-    given = {"ctx": ctx, "table": TABLE, **into, "config": CONFIG}
-    return store.load(root, iteration, **{**given, **changes}), into
+    given = {"ctx": ctx, "table": TABLE, **held(into), "config": CONFIG}
+    return store.load(root, iteration, **{**given, **held(changes)}), into
+
+
+def held(given: dict[str, Any]) -> dict[str, Any]:
+    """The same with every weight and piece of optimizer state as what this rank holds: the whole of its cut."""
+    made = dict(given)
+    for what in {"weights", "optimizer_state"} & set(given):
+        made[what] = {
+            name: Held(value.detach()) if isinstance(value, Tensor) else {k: Held(t) for k, t in value.items()}
+            for name, value in given[what].items()
+        }
+    return made
 
 
 def assert_same(got: dict[str, Any], want: dict[str, Any]) -> None:

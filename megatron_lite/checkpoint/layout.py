@@ -6,12 +6,15 @@
         layout.json                          this file: grid, config, state, tensors, files, checksums
         mp_rank_00/                          mp_rank_{tp:02d}, with pipeline stages mp_rank_{tp:02d}_{pp:03d}
           model.safetensors                  weights by name
-          optimizer_dp_000.safetensors       "{kind}/{name}": fp32 master, exp_avg, exp_avg_sq
+          model_dp_000.safetensors           the same, where data-parallel ranks share weights out: one file for each
+          optimizer_dp_000.safetensors       "{kind}/{name}": fp32 master, exp_avg, exp_avg_sq; one file for each
+                                             data-parallel rank where they share these out
           rng_dp_000.safetensors             random generators, one file for each data-parallel rank
 
 A tensor is described as a whole: global shape, and the `Shard` that cuts it over tensor-parallel ranks. Each stored
 piece says whose cut it is and which run of that cut's elements it holds, so that a cut may be spread over several
-data-parallel ranks' files. Nothing is pickled. `crc32` at the top covers all the rest of the file.
+data-parallel ranks' files. With `dp` it is that rank's own value, where others have theirs (local SGD). Nothing is
+pickled. `crc32` at the top covers all the rest of the file.
 """
 
 import json
@@ -78,6 +81,7 @@ class Piece(_Part):
     pp: NonNegativeInt
     start: NonNegativeInt
     end: NonNegativeInt
+    dp: NonNegativeInt | None = None
 
 
 class Value(_Part):
@@ -86,9 +90,9 @@ class Value(_Part):
     dtype: str
     pieces: tuple[Piece, ...]
 
-    def pieces_at(self, tp: int, pp: int) -> list[Piece]:
-        """The pieces of one model-parallel rank's cut."""
-        return [piece for piece in self.pieces if (piece.tp, piece.pp) == (tp, pp)]
+    def pieces_at(self, tp: int, pp: int, dp: int) -> list[Piece]:
+        """The pieces of one rank's cut."""
+        return [piece for piece in self.pieces if (piece.tp, piece.pp) == (tp, pp) and piece.dp in (None, dp)]
 
 
 class TensorLayout(_Part):

@@ -4,12 +4,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
 from megatron_lite.checkpoint.layout import DTYPE_NAMES, WEIGHT, Layout
 from megatron_lite.errors import CheckpointError
 from megatron_lite.parallel.context import ParallelContext
-from megatron_lite.parallel.shard import ParamTable, Shard
+from megatron_lite.parallel.shard import Held, ParamTable, Shard
 
 SHOWN = 3  # tensors that a message lists
 # Fields of the model section that may change while training goes on: they are no part of what the weights mean.
@@ -54,47 +52,62 @@ def check_tensors(
     folder: Path,
     *,
     ctx: ParallelContext,
-    params: Mapping[str, Tensor],
-    optimizer_state: Mapping[str, Mapping[str, Tensor]],
+    replica: int,
+    table: ParamTable,
+    weights: Mapping[str, Held],
+    optimizer_state: Mapping[str, Mapping[str, Held]],
     config: Mapping[str, Any],
 ) -> None:
-    """This rank's tensors are the ones stored for its place: names, kinds, number formats, and no gap."""
+    """What this rank wants is stored for its place: names, kinds, number formats, and no gap.
+
+    For weights alone the number format is free.
+    """
     tp, pp = ctx.tp.rank, ctx.pp.rank
-    here = [name for name, tensor in layout.tensors.items() if tensor.values[WEIGHT].pieces_at(tp, pp)]
-    if (moved := _stage_keys(layout, config)) and set(here) != set(params):
+    here = [name for name, tensor in layout.tensors.items() if tensor.values[WEIGHT].pieces_at(tp, pp, replica)]
+    if (moved := _stage_keys(layout, config)) and set(here) != set(table):
         raise CheckpointError(
             f"{folder}: other layers were in pipeline stage {pp}. Set {' and '.join(moved)} as it was; loading into "
             "another layout is not there yet"
         )
-    if extra := [name for name in here if name not in params]:
+    if extra := [name for name in here if name not in table]:
         raise CheckpointError(_another_model(folder, ["only there: " + _first(extra)], layout, config))
-    for name, targets in by_kind(params, optimizer_state).items():
+    for name, targets in by_kind(weights, optimizer_state).items():
         values = layout.tensors[name].values
-        if optimizer_state and set(targets) != set(values):
+        if name in optimizer_state and set(targets) != set(values):
             raise CheckpointError(
                 f"{folder}: of {name} it holds {', '.join(sorted(values))}, this run needs "
-                f"{', '.join(sorted(targets))}. Set train.precision as it was{_was(layout, 'train', 'precision')}"
+                f"{', '.join(sorted(targets))}. Set {_kind_keys(layout, config)} as it was"
             )
-        for kind, target in targets.items():
+        for kind, held in targets.items():
             value = values[kind]
-            if value.dtype != DTYPE_NAMES[target.dtype]:
+            if optimizer_state and value.dtype != DTYPE_NAMES[held.values.dtype]:
                 raise CheckpointError(
-                    f"{folder}: {kind} of {name} is {value.dtype}, this run needs {DTYPE_NAMES[target.dtype]}. "
-                    f"Set train.precision as it was{_was(layout, 'train', 'precision')}"
+                    f"{folder}: {kind} of {name} is {value.dtype}, this run needs {DTYPE_NAMES[held.values.dtype]}. "
+                    f"Set {_kind_keys(layout, config)} as it was"
                 )
-            found = sum(piece.end - piece.start for piece in value.pieces_at(tp, pp))
-            if found != target.numel():
+            if held.among_dp == "own" and layout.grid.dp != ctx.dp.size:
                 raise CheckpointError(
-                    f"{folder}: {kind} of {name} has {found:,} elements for tensor-parallel rank {tp} and pipeline "
-                    f"stage {pp}, this run needs {target.numel():,}. Set the parallel section as it was"
+                    f"{folder}: each of {layout.grid.dp} data-parallel ranks had {kind} of its own, and this run has "
+                    f"{ctx.dp.size}. Start as many processes as then, or take the common weights alone with "
+                    "checkpoint.load_weights"
+                )
+            pieces = value.pieces_at(tp, pp, replica)
+            found = sum(max(0, min(piece.end, held.end) - max(piece.start, held.start)) for piece in pieces)
+            if found != held.values.numel():
+                raise CheckpointError(
+                    f"{folder}: {kind} of {name} has {found:,} of the {held.values.numel():,} elements that "
+                    f"tensor-parallel rank {tp} and pipeline stage {pp} need. Set the parallel section as it was"
                 )
 
 
 def by_kind(
-    params: Mapping[str, Tensor], optimizer_state: Mapping[str, Mapping[str, Tensor]]
-) -> dict[str, dict[str, Tensor]]:
-    """name -> kind -> tensor, the weight among the kinds."""
-    return {name: {WEIGHT: tensor, **optimizer_state.get(name, {})} for name, tensor in params.items()}
+    weights: Mapping[str, Held], optimizer_state: Mapping[str, Mapping[str, Held]]
+) -> dict[str, dict[str, Held]]:
+    """name -> kind -> what is held of it, the weight among the kinds."""
+    return {
+        name: {**({WEIGHT: weights[name]} if name in weights else {}), **optimizer_state.get(name, {})}
+        for name in {**weights, **optimizer_state}
+    }
 
 
 def _another_model(folder: Path, problems: list[str], layout: Layout, config: Mapping[str, Any]) -> str:
@@ -113,6 +126,13 @@ def _stage_keys(layout: Layout, config: Mapping[str, Any]) -> list[str]:
     return _differing(layout, config, "parallel", ["virtual_pipeline", "pipeline_layout"])
 
 
+def _kind_keys(layout: Layout, config: Mapping[str, Any]) -> str:
+    """Fields that say which numbers a run has for each parameter, where they differ."""
+    return " and ".join(
+        [*_differing(layout, config, "train", ["precision"]), *_differing(layout, config, "sync", ["mode", "delay"])]
+    )
+
+
 def _differing(layout: Layout, config: Mapping[str, Any], section: str, keys: list[str]) -> list[str]:
     saved, wanted = layout.config.get(section, {}), config.get(section, {})
     return [
@@ -129,8 +149,3 @@ def _describe(shape: tuple[int, ...], shard: Shard) -> str:
 def _first(items: list[str]) -> str:
     more = f" and {len(items) - SHOWN} more" if len(items) > SHOWN else ""
     return ", ".join(items[:SHOWN]) + more
-
-
-def _was(layout: Layout, section: str, key: str) -> str:
-    value = layout.config.get(section, {}).get(key)
-    return f" ({value})" if value is not None else ""

@@ -33,7 +33,7 @@ from megatron_lite.checkpoint.tensor_file import TensorFile, explained, sync_fol
 from megatron_lite.errors import CheckpointError
 from megatron_lite.parallel.context import ParallelContext
 from megatron_lite.parallel.grid import Grid
-from megatron_lite.parallel.shard import ParamTable
+from megatron_lite.parallel.shard import Held, ParamTable
 
 
 @dataclass(frozen=True)
@@ -55,8 +55,8 @@ def save(
     *,
     ctx: ParallelContext,
     table: ParamTable,
-    params: Mapping[str, Tensor],
-    optimizer_state: Mapping[str, Mapping[str, Tensor]],
+    weights: Mapping[str, Held],
+    optimizer_state: Mapping[str, Mapping[str, Held]],
     rng: Mapping[str, Tensor],
     state: dict[str, Any],
     config: dict[str, Any],
@@ -64,8 +64,8 @@ def save(
 ) -> Path:
     """The folder of the new checkpoint, which is on the disk and named by the tracker when this returns.
 
-        params            name -> this rank's cut
-        optimizer_state   name -> kind ("master", "exp_avg", ...) -> numbers of the same shape as the cut
+        weights           name -> what this rank holds of its cut
+        optimizer_state   name -> kind ("master", "exp_avg", ...) -> what this rank holds of such numbers
         rng               this rank's generator states, any names
         state, config     what JSON can hold; the first rank's are saved
         keep              newest checkpoints that stay, 0 for all
@@ -76,7 +76,7 @@ def save(
     folder = root / f".new-{iteration_folder(iteration)}"
     try:
         on_first(lambda: directory.prepare(root, iteration), ctx.world)
-        mine = on_all(lambda: _write(folder, ctx, table, params, optimizer_state, rng), ctx.world)
+        mine = on_all(lambda: _write(folder, ctx, table, weights, optimizer_state, rng), ctx.world)
         written = gather_to_first(mine, ctx.world)
 
         def finish() -> Path:
@@ -108,20 +108,21 @@ def load(
     *,
     ctx: ParallelContext,
     table: ParamTable,
-    params: Mapping[str, Tensor],
-    optimizer_state: Mapping[str, Mapping[str, Tensor]],
+    weights: Mapping[str, Held],
+    optimizer_state: Mapping[str, Mapping[str, Held]],
     config: dict[str, Any],
 ) -> Loaded:
-    """Copies a checkpoint into the given tensors, of the same shapes as they were saved from.
+    """Copies a checkpoint into the given tensors, which may be shared out over dp in another way than it was saved.
 
-        params            name -> this rank's cut, overwritten
-        optimizer_state   name -> kind -> this rank's cut, overwritten; empty to load weights alone
+        weights           name -> what this rank holds of its cut, overwritten
+        optimizer_state   name -> kind -> the same of other numbers, overwritten; empty to load weights alone, which are
+                          then converted to the dtype of the given tensors
 
     Everything read is checked against its checksum. Whether the checkpoint fits is found out before any tensor
     is touched; after an error about damage their contents are undefined.
     Collective over the world; an error on any rank is raised on all of them.
     """
-    return on_all(lambda: _read(root, iteration, ctx, table, params, optimizer_state, config), ctx.world)
+    return on_all(lambda: _read(root, iteration, ctx, table, weights, optimizer_state, config), ctx.world)
 
 
 def verify(folder: Path, layout: Layout) -> list[str]:
@@ -141,8 +142,8 @@ def _write(
     folder: Path,
     ctx: ParallelContext,
     table: ParamTable,
-    params: Mapping[str, Tensor],
-    optimizer_state: Mapping[str, Mapping[str, Tensor]],
+    weights: Mapping[str, Held],
+    optimizer_state: Mapping[str, Mapping[str, Held]],
     rng: Mapping[str, Tensor],
 ) -> tuple[dict[str, TensorLayout], dict[str, FileInfo]]:
     """This rank's files, and what they hold."""
@@ -150,19 +151,29 @@ def _write(
     replica = _replica(ctx)
     contents: dict[str, dict[str, Tensor]] = {_rng_file(place, replica): dict(rng)}
     tensors: dict[str, TensorLayout] = {}
-    if replica == 0:
-        weights, numbers = f"{place}/model.safetensors", f"{place}/optimizer_dp_{replica:03d}.safetensors"
-        contents |= {weights: {}, numbers: {}}
-        for name, kinds in match.by_kind(params, optimizer_state).items():
-            meta = table[name]
-            cut = meta.shard.local_shape(meta.shape, ctx.tp.size)
-            values = {}
-            for kind, tensor in kinds.items():
-                assert tuple(tensor.shape) == cut, (name, kind, tensor.shape, cut)
-                file, key = (weights, name) if kind == WEIGHT else (numbers, f"{kind}/{name}")
-                contents[file][key] = tensor
-                piece = Piece(file=file, key=key, tp=ctx.tp.rank, pp=ctx.pp.rank, start=0, end=tensor.numel())
-                values[kind] = Value(dtype=DTYPE_NAMES[tensor.dtype], pieces=(piece,))
+    for name, kinds in match.by_kind(weights, optimizer_state).items():
+        meta = table[name]
+        cut = meta.shard.local_shape(meta.shape, ctx.tp.size)
+        values = {}
+        for kind, held in kinds.items():
+            assert held.among_dp == "shared_out" or tuple(held.values.shape) == cut, (name, kind, held.values.shape)
+            if held.among_dp == "same" and replica > 0:
+                continue  # the first one has written it
+            whole = "model" if held.among_dp == "same" else f"model_dp_{replica:03d}"
+            stem, key = (whole, name) if kind == WEIGHT else (f"optimizer_dp_{replica:03d}", f"{kind}/{name}")
+            file = f"{place}/{stem}.safetensors"
+            contents.setdefault(file, {})[key] = held.values
+            piece = Piece(
+                file=file,
+                key=key,
+                tp=ctx.tp.rank,
+                pp=ctx.pp.rank,
+                start=held.start,
+                end=held.end,
+                dp=replica if held.among_dp == "own" else None,
+            )
+            values[kind] = Value(dtype=DTYPE_NAMES[held.values.dtype], pieces=(piece,))
+        if values:
             tensors[name] = TensorLayout(shape=meta.shape, shard=meta.shard, values=values)
     with explained("creating the folder", folder / place):
         (folder / place).mkdir(exist_ok=True)
@@ -177,14 +188,11 @@ def _joined(of_ranks: Iterable[dict[str, TensorLayout]]) -> dict[str, TensorLayo
     joined: dict[str, TensorLayout] = {}
     for tensors in of_ranks:
         for name, tensor in tensors.items():
-            before = joined.get(name)
-            if before is not None:
-                values = {
-                    kind: Value(dtype=value.dtype, pieces=before.values[kind].pieces + value.pieces)
-                    for kind, value in tensor.values.items()
-                }
-                tensor = tensor.model_copy(update={"values": values})
-            joined[name] = tensor
+            values = dict(joined[name].values) if name in joined else {}
+            for kind, value in tensor.values.items():
+                pieces = values[kind].pieces + value.pieces if kind in values else value.pieces
+                values[kind] = Value(dtype=value.dtype, pieces=pieces)
+            joined[name] = tensor.model_copy(update={"values": values})
     return joined
 
 
@@ -193,8 +201,8 @@ def _read(
     iteration: int,
     ctx: ParallelContext,
     table: ParamTable,
-    params: Mapping[str, Tensor],
-    optimizer_state: Mapping[str, Mapping[str, Tensor]],
+    weights: Mapping[str, Held],
+    optimizer_state: Mapping[str, Mapping[str, Held]],
     config: dict[str, Any],
 ) -> Loaded:
     folder = directory.locate(root, iteration)
@@ -204,16 +212,28 @@ def _read(
     layout = read_layout(folder)
     match.check_model(layout, folder, table=table, config=config)
     match.check_grid(layout, folder, ctx=ctx)
-    match.check_tensors(layout, folder, ctx=ctx, params=params, optimizer_state=optimizer_state, config=config)
+    match.check_tensors(
+        layout,
+        folder,
+        ctx=ctx,
+        replica=_replica(ctx),
+        table=table,
+        weights=weights,
+        optimizer_state=optimizer_state,
+        config=config,
+    )
 
     opened: dict[str, TensorFile] = {}
-    for name, targets in match.by_kind(params, optimizer_state).items():
-        for kind, target in targets.items():
-            flat = target.detach().view(-1)
-            for piece in layout.tensors[name].values[kind].pieces_at(ctx.tp.rank, ctx.pp.rank):
-                if piece.file not in opened:
-                    opened[piece.file] = TensorFile(folder / piece.file, layout.files[piece.file])
-                flat[piece.start : piece.end].copy_(opened[piece.file].get(piece.key).view(-1))
+    for name, kinds in match.by_kind(weights, optimizer_state).items():
+        for kind, held in kinds.items():
+            flat = held.values.detach().view(-1)
+            for piece in layout.tensors[name].values[kind].pieces_at(ctx.tp.rank, ctx.pp.rank, _replica(ctx)):
+                start, end = max(piece.start, held.start), min(piece.end, held.end)
+                if start < end:
+                    if piece.file not in opened:
+                        opened[piece.file] = TensorFile(folder / piece.file, layout.files[piece.file])
+                    stored = opened[piece.file].get(piece.key).view(-1)
+                    flat[start - held.start : end - held.start].copy_(stored[start - piece.start : end - piece.start])
     rng = None
     if layout.grid == ctx.grid:
         name = _rng_file(mp_rank_folder(ctx.tp.rank, ctx.pp.rank, ctx.grid), _replica(ctx))

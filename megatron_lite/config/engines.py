@@ -110,7 +110,8 @@ def _sync_rules(config: Config) -> Iterable[Rule]:
         return
     yield (
         ddp == "local",
-        f"sync.mode is {sync.mode} with parallel.ddp: {ddp}, which sums every gradient at once; use parallel.ddp: local",
+        f"sync.mode is {sync.mode} with parallel.ddp: {ddp}, which sums every gradient at once; use parallel.ddp: "
+        "local",
     )
     yield (
         not config.optim.distributed,

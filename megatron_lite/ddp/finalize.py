@@ -9,26 +9,27 @@ sequence parallelism: there a norm sees only its rank's s/tp of the sequence, an
 """
 
 import torch
-from torch import nn
 
-from megatron_lite.ddp.wrap import DataParallel
+from megatron_lite.ddp.data_parallel import DataParallel
 from megatron_lite.parallel.collectives import all_reduce
 from megatron_lite.parallel.context import ParallelContext
 from megatron_lite.parallel.shard import ParamTable
 
 
-def finalize_grads(ddp: DataParallel, params: dict[str, nn.Parameter], table: ParamTable, ctx: ParallelContext) -> None:
+def finalize_grads(ddp: DataParallel, table: ParamTable, ctx: ParallelContext) -> None:
     """Makes `ddp.main_grads` the gradients of the global batch.
+
+    Where dp ranks share a parameter out, the ranks of tp and embd, which have one rank in dp, own the same run of it.
 
     Communicates: waits for the sums over dp; one all-reduce over tp of all sequence-parallel gradients together; one
     of the tied embedding's gradient, [v/tp, h], over embd.
     """
     ddp.finish_grad_sync()
-    partial = [ddp.main_grads[name] for name in params if table[name].sequence_parallel]
+    partial = [grad for name, grad in ddp.main_grads.items() if table[name].sequence_parallel]
     if partial and ctx.tp.size > 1:
         total = all_reduce(torch.cat([grad.flatten() for grad in partial]), ctx.tp)
         for grad, whole in zip(partial, total.split([grad.numel() for grad in partial]), strict=True):
             grad.copy_(whole.view_as(grad))
-    for name in params:
+    for name, grad in ddp.main_grads.items():
         if table[name].tied:
-            ddp.main_grads[name].copy_(all_reduce(ddp.main_grads[name], ctx.embd))
+            grad.copy_(all_reduce(grad, ctx.embd))

@@ -18,53 +18,94 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from megatron_lite.ddp.buffer import GradBuffer
+from megatron_lite.ddp.buffer import Bucket, GradBuffer
+from megatron_lite.ddp.data_parallel import DataParallel
 from megatron_lite.errors import TrainingError
 from megatron_lite.parallel.collectives import all_reduce_async
 from megatron_lite.parallel.context import Group
+from megatron_lite.parallel.shard import Held, ParamTable
 
 
-class LocalDDP:
-    """Sums the gradients of `params` over micro-batches and over `dp`; see `DataParallel` for the order of calls."""
+class Round:
+    """The gradients of one step, from its first backward until they are used."""
+
+    def __init__(self, buffers: list[GradBuffer]):
+        self.buffers = buffers
+        # The last chunk's backward runs first.
+        self.buckets = [bucket for buffer in reversed(buffers) for bucket in buffer.buckets]
+        self.bucket_of = {name: bucket for bucket in self.buckets for name in bucket.starts}
+        self.grads = {name: view for buffer in buffers for name, view in buffer.views.items()}
+        self.waits: list[Callable[[], object]] = []  # one for each bucket that has started, in order
+        self.clear()
+
+    def wait(self) -> None:
+        """Returns once its gradients are summed over dp."""
+        for wait in self.waits:
+            wait()
+
+    def clear(self) -> None:
+        """Forgets its gradients. Their memory is overwritten later, by the first to come."""
+        self.written: set[str] = set()
+        self.waits = []
+        for bucket in self.buckets:
+            bucket.missing.update(bucket.starts)
+
+
+class LocalDDP(DataParallel):
+    """Sums the gradients of `params` over micro-batches and over `dp`.
+
+    With a `delay` of k steps, what comes out is the gradient of k steps before, whose sum over dp may take as long as
+    these k steps; in the first k steps of a run nothing comes out. That needs k further buffers.
+    """
 
     def __init__(
         self,
         chunks: Sequence[nn.Module],
         params: dict[str, nn.Parameter],
+        table: ParamTable,
         dp: Group,
         *,
         bucket_mb: float,
         grad_dtype: torch.dtype,
+        delay: int = 0,
     ):
         self._chunks = list(chunks)
         self._params = params
         self._dp = dp
-        self.buffers = [
-            GradBuffer(own, bucket_bytes=bucket_mb * 2**20, dtype=grad_dtype) for own in _by_chunk(chunks, params)
+        self.weight_dtype = next(iter(params.values())).dtype
+        tied = {name for name in params if table[name].tied}
+        self._rounds = [
+            Round(
+                [
+                    GradBuffer(
+                        own,
+                        bucket_bytes=bucket_mb * 2**20,
+                        dtype=grad_dtype,
+                        shares=dp.size if self.is_sharded else 1,
+                        alone=tied,
+                    )
+                    for own in _by_chunk(chunks, params)
+                ]
+            )
+            for _ in range(delay + 1)
         ]
-        self.main_grads: dict[str, Tensor] = {}
-        # The last chunk's backward runs first.
-        self._buckets = [bucket for buffer in reversed(self.buffers) for bucket in buffer.buckets]
-        for buffer in self.buffers:
-            for bucket in buffer.buckets:
-                for name in bucket.names:
-                    parameter, main_grad = params[name], buffer.views[name]
-                    self.main_grads[name] = parameter.main_grad = main_grad  # type: ignore[attr-defined]
-                    parameter.register_post_accumulate_grad_hook(partial(self._take, name, main_grad, bucket.missing))
+        self._held_back: list[Round] = []  # oldest first
+        self.owned = {name: Held(parameter.detach()) for name, parameter in params.items()}
+        for name, parameter in params.items():
+            parameter.register_post_accumulate_grad_hook(partial(self._take, name))
+        self.main_grads = self._owned_grads(self._rounds[0])
         self.zero_grad()
 
     def module(self, chunk: int) -> nn.Module:
         return self._chunks[chunk]
 
     def zero_grad(self) -> None:
-        """Forgets the gradients of the step before. Their memory is overwritten later, by the first to come."""
-        for parameter in self._params.values():
+        self._round = next(known for known in self._rounds if known not in self._held_back)
+        self._round.clear()
+        for name, parameter in self._params.items():
             parameter.grad = None
-        self._written: set[str] = set()
-        self._waits: list[Callable[[], object]] = []  # one for each bucket that has started, in order
+            parameter.main_grad = self._round.grads[name]  # type: ignore[attr-defined]
         self._is_last = False
-        for bucket in self._buckets:
-            bucket.missing.update(bucket.names)
 
     def begin_backward(self, chunk: int, *, is_last: bool) -> None:
         self._is_last = is_last
@@ -75,37 +116,70 @@ class LocalDDP:
         Buckets with a parameter that got no gradient start here, in the same order on every rank, even if only
         some ranks left that parameter out.
         """
-        while len(self._waits) < len(self._buckets):
+        while len(self._round.waits) < len(self._round.buckets):
             self._start_next_bucket()
-        for wait in self._waits:
-            wait()
+        self._held_back.append(self._round)
+        self.has_grads = len(self._held_back) == len(self._rounds)
+        if not self.has_grads:
+            return
+        oldest = self._held_back.pop(0)
+        oldest.wait()
+        self.main_grads = self._owned_grads(oldest)
 
-    def _take(self, name: str, main_grad: Tensor, missing: set[str], parameter: Tensor) -> None:
+    def weights(self) -> dict[str, Held]:
+        self.wait_for_params()
+        return {name: Held(parameter.detach()) for name, parameter in self._params.items()}
+
+    def grad_memory(self) -> list[Tensor]:
+        return [buffer.flat for known in self._rounds for buffer in known.buffers]
+
+    def held_back(self) -> list[dict[str, Tensor]]:
+        for known in self._held_back:
+            known.wait()
+        spare = [known for known in self._rounds if known not in self._held_back]
+        return [known.grads for known in (*self._held_back, *spare)][:-1]
+
+    def resume_held_back(self, iteration: int) -> None:
+        self._held_back = self._rounds[: min(iteration, len(self._rounds) - 1)]
+        self.zero_grad()
+
+    def _owned_grads(self, known: Round) -> dict[str, Tensor]:
+        """The gradients of what this rank owns."""
+        return known.grads
+
+    def _take(self, name: str, parameter: Tensor) -> None:
         """Called by autograd when `parameter.grad` is complete for this backward, however often it was used."""
+        known, main_grad = self._round, self._round.grads[name]
+        missing = known.bucket_of[name].missing
         assert parameter.grad is not None
         if self._is_last and name not in missing:
             raise TrainingError(
                 f"{name} got another gradient after its last one, which may already be summed over data-parallel "
                 "ranks; call begin_backward before every backward, with is_last in a chunk's last one only"
             )
-        if name in self._written:
+        if name in known.written:
             main_grad.add_(parameter.grad)
         else:
             main_grad.copy_(parameter.grad)
-            self._written.add(name)
+            known.written.add(name)
         parameter.grad = None
         if self._is_last:
             missing.remove(name)
-            while len(self._waits) < len(self._buckets) and not self._buckets[len(self._waits)].missing:
+            while len(known.waits) < len(known.buckets) and not known.buckets[len(known.waits)].missing:
                 self._start_next_bucket()
 
     def _start_next_bucket(self) -> None:
-        bucket = self._buckets[len(self._waits)]
-        for name in bucket.names:
-            if name not in self._written:
-                self.main_grads[name].zero_()
+        known = self._round
+        bucket = known.buckets[len(known.waits)]
+        for name in bucket.starts:
+            if name not in known.written:
+                known.grads[name].zero_()
+        known.waits.append(self._reduce(bucket))
+
+    def _reduce(self, bucket: Bucket) -> Callable[[], object]:
+        """Starts to sum a bucket over dp; what is returned waits for it."""
         _, wait = all_reduce_async(bucket.flat, self._dp)
-        self._waits.append(wait)
+        return wait
 
 
 def _by_chunk(chunks: Sequence[nn.Module], params: dict[str, nn.Parameter]) -> list[dict[str, nn.Parameter]]:

@@ -24,15 +24,14 @@ from torch import Tensor, nn
 from torch.distributed import GradBucket  # pyright: ignore[reportPrivateImportUsage]
 from torch.nn.parallel import DistributedDataParallel
 
+from megatron_lite.ddp.data_parallel import DataParallel
 from megatron_lite.errors import TrainingError
 from megatron_lite.parallel.context import Group
+from megatron_lite.parallel.shard import Held
 
 
-class TorchDDP:
-    """Sums the gradients of `params` over micro-batches and over `dp`; see `DataParallel` for the order of calls.
-
-    `main_grads` are new tensors in each step.
-    """
+class TorchDDP(DataParallel):
+    """Sums the gradients of `params` over micro-batches and over `dp`. `main_grads` are new tensors in each step."""
 
     def __init__(
         self,
@@ -60,6 +59,8 @@ class TorchDDP:
                 )
                 for chunk in chunks
             ]
+        self.weight_dtype = next(iter(params.values())).dtype
+        self.owned = {name: Held(parameter.detach()) for name, parameter in params.items()}
         self._of_chunk = [[self._names[parameter] for parameter in chunk.parameters()] for chunk in chunks]
         for wrapped in self._wrapped:
             wrapped.register_comm_hook(None, self._sum_bucket)
@@ -92,6 +93,13 @@ class TorchDDP:
             )
         # Not in the order of the buckets, which move: the norm of the gradient is a sum over them.
         self.main_grads = {name: self.main_grads[name] for name in self._params}
+
+    def weights(self) -> dict[str, Held]:
+        return self.owned
+
+    def grad_memory(self) -> list[Tensor]:
+        own = [parameter.grad for parameter in self._params.values() if parameter.grad is not None]
+        return [*own, *self.main_grads.values(), *self._earlier.values()]
 
     def _keep_low_precision_grads(self, names: list[str]) -> None:
         """Autograd would add up the micro-batches' gradients in bf16."""

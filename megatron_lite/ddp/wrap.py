@@ -1,62 +1,44 @@
-"""What the training step asks of a data-parallel engine, and the choice of one."""
+"""The choice of a data-parallel engine."""
 
 from collections.abc import Sequence
-from typing import Literal, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
+from megatron_lite.config.schema import Config
+from megatron_lite.ddp.data_parallel import DataParallel
 from megatron_lite.ddp.local import LocalDDP
+from megatron_lite.ddp.sharded import ShardedDDP
 from megatron_lite.ddp.torch_ddp import TorchDDP
 from megatron_lite.errors import TrainingError
-from megatron_lite.parallel.context import ParallelContext
+from megatron_lite.parallel.context import ParallelContext, solo
 from megatron_lite.parallel.shard import ParamTable
 
 
-class DataParallel(Protocol):
-    """One step: `zero_grad`, then for each micro-batch forward through `module`, `begin_backward` and backward, in
-    whatever order the pipeline schedule has them, then `finish_grad_sync`; the optimizer reads `main_grads`."""
-
-    main_grads: dict[str, Tensor]
-    """By parameter name, this rank's shape, fp32 (fp64 for fp64 parameters): the sum over micro-batches and over dp.
-    A sum, not a mean: the loss is already divided by the target tokens of the global batch.
-    Valid from `finish_grad_sync` until `zero_grad`."""
-
-    def module(self, chunk: int) -> nn.Module:
-        """The callable through which this chunk's forward must go."""
-        ...
-
-    def zero_grad(self) -> None:
-        """Starts a step."""
-        ...
-
-    def begin_backward(self, chunk: int, *, is_last: bool) -> None:
-        """Before a chunk's backward, or a half of it: what comes now is the last gradient of a parameter if
-        `is_last`. Only then is it summed over dp."""
-        ...
-
-    def finish_grad_sync(self) -> None:
-        """Returns once all gradients are summed over dp. Collective over dp."""
-        ...
-
-
 def wrap_ddp(
+    config: Config,
     chunks: Sequence[nn.Module],
     params: dict[str, nn.Parameter],
     table: ParamTable,
     ctx: ParallelContext,
     *,
-    kind: Literal["local", "torch"],
-    bucket_mb: float,
     grad_dtype: torch.dtype,
 ) -> DataParallel:
-    """The engine named by `parallel.ddp` over this rank's chunks. Collective over dp for `torch`.
+    """The engine that `parallel.ddp`, `optim.distributed` and `sync` name, over this rank's chunks.
 
-    With one data-parallel rank there is nothing for torch's DDP to reduce, and both kinds are LocalDDP.
+    With one data-parallel rank there is nothing to reduce or to share out, and `local` and `torch`, distributed or not,
+    are plain LocalDDP. Collective over dp.
     """
     _check_every_parameter_is_trained(chunks, params, table)
-    engine = TorchDDP if kind == "torch" and ctx.dp.size > 1 else LocalDDP
-    return engine(chunks, params, ctx.dp, bucket_mb=bucket_mb, grad_dtype=grad_dtype)
+    parallel, sync = config.parallel, config.sync
+    # Between two outer steps every rank of dp trains on its own.
+    dp = solo("dp") if sync.mode in ("local_sgd", "diloco") else ctx.dp
+    common = {"bucket_mb": parallel.bucket_mb, "grad_dtype": grad_dtype}
+    if parallel.ddp == "torch" and dp.size > 1:
+        return TorchDDP(chunks, params, dp, **common)
+    if config.optim.distributed and dp.size > 1:
+        return ShardedDDP(chunks, params, table, dp, **common)
+    return LocalDDP(chunks, params, table, dp, **common, delay=sync.delay if sync.mode == "delayed" else 0)
 
 
 def _check_every_parameter_is_trained(

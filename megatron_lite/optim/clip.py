@@ -15,9 +15,10 @@ from megatron_lite.parallel.collectives import all_reduce
 from megatron_lite.parallel.context import ParallelContext
 from megatron_lite.parallel.shard import ParamMeta, ParamTable
 
-# The CPU kernel adds up squares in the tensor's own precision, one after another: over the 19 million elements of
-# GPT-2's embedding it lost 6e-4 of the norm in fp32. Pieces of this size, summed in fp64, are right to 2e-7, and then
-# the norm does not depend on how the layout cuts tensors either.
+# Squares are summed in fp64: then the norm depends neither on how the layout cuts tensors nor on which rank of dp has
+# which run of them, but for bits that vanish when the clip coefficient is rounded to a gradient's precision. (In fp32
+# the CPU kernel lost 6e-4 of the norm over the 19 million elements of GPT-2's embedding.) Pieces of this size stay in
+# the cache while they are widened.
 PIECE = 2**16
 
 
@@ -26,22 +27,23 @@ def counts_here(meta: ParamMeta, ctx: ParallelContext) -> bool:
     return meta.tied != "copy" and ctx.cp.is_first and (meta.shard.is_split or ctx.tp.is_first)
 
 
-def global_grad_norm(grads: dict[str, Tensor], table: ParamTable, ctx: ParallelContext) -> float:
-    """Norm of the gradient of the whole model, already summed over dp; not finite if any rank has inf or nan.
+def global_grad_norm(
+    grads: dict[str, Tensor], table: ParamTable, ctx: ParallelContext, *, shared_out: bool = False
+) -> float:
+    """Norm of the gradient of the whole model; not finite if any rank has inf or nan.
 
-    Every rank of the world gets a finite number, or none does, so that all take the same decision. Squares are
-    taken in the gradients' dtype: an fp32 gradient above 1.8e19 counts as infinite.
-    Communicates: two numbers over mp, and one over the world.
+    `grads` are summed over dp, and with `shared_out` each rank of dp has other runs of them.
+    Every rank of the world gets a finite number, or none does, so that all take the same decision.
+    Communicates: two numbers over mp, or the world with `shared_out`, and one over the world.
     """
-    counted = [name for name in grads if counts_here(table[name], ctx)]
-    others = [name for name in grads if not counts_here(table[name], ctx)]
-    pieces = _pieces([grads[name] for name in counted])
-    num_counted = len(pieces)
-    pieces += _pieces([grads[name] for name in others])
-    norms = torch._foreach_norm(pieces)  # pyright: ignore[reportPrivateImportUsage]
-    squares = torch.stack(norms).double().square()
-    sums = torch.stack([squares[:num_counted].sum(), squares.sum()])
-    sums = all_reduce(sums, ctx.mp)
+    counted = _pieces([grad for name, grad in grads.items() if counts_here(table[name], ctx)])
+    others = _pieces([grad for name, grad in grads.items() if not counts_here(table[name], ctx)])
+    sums = torch.zeros(2, dtype=torch.float64, device=ctx.device)
+    if counted or others:
+        norms = torch._foreach_norm(counted + others, 2, torch.float64)  # pyright: ignore[reportPrivateImportUsage]
+        squares = torch.stack(norms).square()
+        sums = torch.stack([squares[: len(counted)].sum(), squares.sum()])
+    sums = all_reduce(sums, ctx.world if shared_out else ctx.mp)
     # A copy that is not counted may hold the only inf. dp ranks hold the same sums, unless one of them is broken.
     broken = all_reduce((~sums.isfinite().all()).double(), ctx.world, "max")
     total, broken = torch.stack([sums[0], broken]).tolist()

@@ -7,19 +7,19 @@ Source: Micikevicius et al., Mixed Precision Training, arXiv 1710.03740, section
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from megatron_lite.config.schema import OptimConfig
-from megatron_lite.ddp.wrap import DataParallel
-from megatron_lite.errors import CheckpointError
+from megatron_lite.ddp.data_parallel import DataParallel
 from megatron_lite.optim.clip import clip_coefficient, global_grad_norm
 from megatron_lite.optim.param_groups import decay_groups
 from megatron_lite.optim.scaler import LossScaler
 from megatron_lite.parallel.context import ParallelContext
-from megatron_lite.parallel.shard import ParamTable
+from megatron_lite.parallel.shard import Held, ParamTable
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -36,42 +36,68 @@ class StepOutcome:
     skipped: bool  # an overflow that a smaller loss scale may mend; nothing was changed
 
 
+class Optimizer(Protocol):
+    """What training asks of an optimizer, and a checkpoint of its state."""
+
+    scaler: LossScaler
+
+    def step(self, lr: float) -> StepOutcome:
+        """One step at this rate on the gradients of the global batch. Collective over the world."""
+        ...
+
+    @property
+    def step_count(self) -> int:
+        """Steps taken, without the skipped ones."""
+        ...
+
+    def weights(self) -> dict[str, Held]:
+        """By parameter name, the weights as a checkpoint holds them, in the dtype of `train.precision`."""
+        ...
+
+    def state(self) -> dict[str, dict[str, Held]]:
+        """By parameter name and kind, what a resumed run needs beyond the weights: moments, and fp32 masters where
+        the precision is lower."""
+        ...
+
+    def load(self, weights: dict[str, Held], state: dict[str, dict[str, Held]], steps: int, iteration: int) -> None:
+        """Goes on from what `weights` and `state` handed out, after their tensors were filled with those of a run that
+        had taken this many steps in this many iterations. An empty state: from weights alone, at step 0."""
+        ...
+
+    def bytes_held(self) -> dict[str, int]:
+        """Bytes of live tensors on this rank: parameters, gradients, optimizer, buckets."""
+        ...
+
+
 class MixedPrecisionOptimizer:
-    """AdamW over this rank's parameters, with the masters, moments and gradients in the dtype of `main_grads`.
+    """AdamW over what this rank owns of the parameters, with masters and moments in the dtype of `main_grads`.
 
     One fused call for each group, tensor by tensor: about as fast as a single flat tensor would be, and every
     piece of state keeps its parameter's name and shape. The gradients are scaled in a pass of their own, which costs
     what folding the factor into the fused kernel does and is exact in fp64, where that factor would be rounded.
+
+    Where the ranks of dp own different runs of the parameters, this is the distributed optimizer (ZeRO-1): the same
+    arithmetic on fewer numbers.
     """
 
     def __init__(
-        self,
-        params: dict[str, nn.Parameter],
-        table: ParamTable,
-        ddp: DataParallel,
-        scaler: LossScaler,
-        optim: OptimConfig,
-        ctx: ParallelContext,
+        self, table: ParamTable, ddp: DataParallel, scaler: LossScaler, optim: OptimConfig, ctx: ParallelContext
     ):
         self.scaler = scaler
-        self._params = params
+        self.masters = {name: _master_of(held.values) for name, held in ddp.owned.items()}
+        self.step_count = 0
         self._table = table
         self._ddp = ddp
         self._clip_grad = optim.clip_grad
         self._ctx = ctx
-        self._masters: dict[str, Tensor] = {
-            name: parameter.detach().float() if _is_low_precision(parameter) else parameter
-            for name, parameter in params.items()
-        }
-        self._low = [name for name, parameter in params.items() if _is_low_precision(parameter)]
         self._adam = torch.optim.AdamW(
-            decay_groups(self._masters, table, optim.weight_decay),
+            decay_groups(self.masters, table, optim.weight_decay),
             lr=optim.lr,
             betas=(optim.beta1, optim.beta2),
             eps=optim.eps,
             fused=True,
         )
-        for master in self._masters.values():
+        for master in self.masters.values():
             # What AdamW would make in its first step, so that there is a state to save before it.
             self._adam.state[master] = {
                 "step": torch.zeros((), dtype=torch.float32, device=master.device),
@@ -81,11 +107,15 @@ class MixedPrecisionOptimizer:
     def step(self, lr: float) -> StepOutcome:
         """One AdamW step at this rate on `ddp.main_grads`, which hold scaled sums and are used up.
 
+        Nothing happens as long as there are none, in the first steps of delayed gradients.
         Collective over the world: see `global_grad_norm`.
         """
+        if not self._ddp.has_grads:
+            return StepOutcome(0.0, skipped=True)
         grads = self._ddp.main_grads
         scale = self.scaler.scale
-        grad_norm = global_grad_norm(grads, self._table, self._ctx) / scale
+        norm = global_grad_norm(grads, self._table, self._ctx, shared_out=self._ddp.is_sharded)
+        grad_norm = norm / scale
         overflow = not math.isfinite(grad_norm)
         skipped = overflow and self.scaler.can_shrink
         self.scaler.update(overflow)
@@ -95,63 +125,81 @@ class MixedPrecisionOptimizer:
 
     @torch.no_grad()
     def _apply(self, grads: dict[str, Tensor], lr: float, factor: float) -> None:
-        if factor != 1.0:
+        if factor != 1.0 and grads:
             torch._foreach_mul_(list(grads.values()), factor)  # pyright: ignore[reportPrivateImportUsage]
-        for name, master in self._masters.items():
+        for name, master in self.masters.items():
             master.grad = grads[name]
         for group in self._adam.param_groups:
             group["lr"] = lr
         self._adam.step()
-        for master in self._masters.values():
+        for master in self.masters.values():
             master.grad = None  # it would keep the memory of gradients that the engine drops
-        self._copy_masters_to_params()
+        self.step_count += 1
+        self.publish_masters()
 
-    def _copy_masters_to_params(self) -> None:
-        if self._low:
-            params = [self._params[name].detach() for name in self._low]
-            masters = [self._masters[name] for name in self._low]
-            torch._foreach_copy_(params, masters)  # pyright: ignore[reportPrivateImportUsage]
+    @torch.no_grad()
+    def publish_masters(self) -> None:
+        """Makes the model's parameters what the masters are, rounded; where they are shared out, starts to gather them."""
+        owned = self._ddp.owned
+        low = [name for name, master in self.masters.items() if master is not owned[name].values]
+        if low:
+            values, masters = [owned[name].values for name in low], [self.masters[name] for name in low]
+            torch._foreach_copy_(values, masters)  # pyright: ignore[reportPrivateImportUsage]
+        self._ddp.gather_params()
 
-    @property
-    def step_count(self) -> int:
-        """Steps taken, without the skipped ones."""
-        return int(next(iter(self._adam.state.values()))["step"].item())
+    def weights(self) -> dict[str, Held]:
+        return self._ddp.weights()
 
-    def state_tensors(self) -> dict[str, dict[str, Tensor]]:
-        """By parameter name, what a resumed run needs beyond the parameter: moments, and the master if it has one.
-
-        The tensors themselves, not copies: shapes of this rank, dtype of the masters.
-        """
-        state = {}
-        for name, master in self._masters.items():
-            state[name] = {moment: self._adam.state[master][moment] for moment in MOMENTS}
-            if name in self._low:
-                state[name]["master"] = master
+    def state(self) -> dict[str, dict[str, Held]]:
+        """The tensors themselves, not copies: of the shapes that this rank owns, in the dtype of the masters."""
+        state: dict[str, dict[str, Held]] = {}
+        low = self._ddp.weight_dtype in (torch.bfloat16, torch.float16)
+        for name, master in self.masters.items():
+            kinds = {moment: self._adam.state[master][moment] for moment in MOMENTS}
+            if low:
+                kinds["master"] = master
+            for age, grads in enumerate(self._ddp.held_back()):
+                kinds[f"held_back_{age}"] = grads[name]
+            state[name] = {kind: replace(self._ddp.owned[name], values=tensor) for kind, tensor in kinds.items()}
         return state
 
-    def load_state_tensors(self, state: dict[str, dict[str, Tensor]], step_count: int) -> None:
-        """The inverse of `state_tensors` and `step_count`; low-precision parameters become their masters, rounded."""
-        for name, own in self.state_tensors().items():
-            for kind, tensor in own.items():
-                _copy_exactly(tensor, state.get(name, {}).get(kind), f"optimizer state {kind} of {name}")
+    @torch.no_grad()
+    def load(self, weights: dict[str, Held], state: dict[str, dict[str, Held]], steps: int, iteration: int) -> None:
+        for name, master in self.masters.items():
+            owned = self._ddp.owned[name]
+            if "master" not in state.get(name, {}):
+                offset = owned.start - weights[name].start
+                run = weights[name].values.reshape(-1)[offset : offset + master.numel()]
+                master.copy_(run.view_as(master))
         for values in self._adam.state.values():
-            values["step"].fill_(step_count)
-        self._copy_masters_to_params()
+            values["step"].fill_(steps)
+        self.step_count = steps
+        self._ddp.resume_held_back(iteration)
+        self.publish_masters()
 
-
-def _is_low_precision(parameter: Tensor) -> bool:
-    return parameter.dtype in (torch.bfloat16, torch.float16)
-
-
-def _copy_exactly(target: Tensor, saved: Tensor | None, what: str) -> None:
-    wanted = f"{list(target.shape)} {target.dtype}"
-    if saved is None:
-        raise CheckpointError(
-            f"the checkpoint has no {what}; this run needs {wanted}. Was it saved under the same train.precision?"
+    def bytes_held(self) -> dict[str, int]:
+        moments = [tensor for values in self._adam.state.values() for tensor in values.values()]
+        return count_bytes(
+            {
+                "parameters": self._ddp.weight_memory(),
+                "gradients": self._ddp.grad_memory(),
+                "optimizer": [*self.masters.values(), *moments],
+            }
         )
-    if saved.shape != target.shape or saved.dtype != target.dtype:
-        raise CheckpointError(
-            f"{what} is {list(saved.shape)} {saved.dtype} in the checkpoint, this run needs {wanted}. "
-            "Load it with the layout and train.precision that it was saved with"
-        )
-    target.copy_(saved)
+
+
+def count_bytes(tensors: dict[str, list[Tensor]]) -> dict[str, int]:
+    """Bytes of the memory behind each list of tensors; memory that several share counts once, for the first."""
+    seen: set[int] = set()
+    counts = dict.fromkeys(tensors, 0)
+    for what, held in tensors.items():
+        for storage in (tensor.untyped_storage() for tensor in held):
+            if storage.data_ptr() not in seen:
+                seen.add(storage.data_ptr())
+                counts[what] += storage.nbytes()
+    return counts
+
+
+def _master_of(weights: Tensor) -> Tensor:
+    """Weights of low precision in fp32, others themselves."""
+    return weights.float() if weights.dtype in (torch.bfloat16, torch.float16) else weights

@@ -5,8 +5,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
 from megatron_lite.checkpoint import store
 from megatron_lite.checkpoint.directory import find_latest
 from megatron_lite.config.schema import Config
@@ -31,8 +29,8 @@ def save_run(run: Run, say: Callable[[str], None]) -> None:
         iteration,
         ctx=run.ctx,
         table=run.table,
-        params=detached(run.params),
-        optimizer_state=run.optimizer.state_tensors(),
+        weights=run.optimizer.weights(),
+        optimizer_state=run.optimizer.state(),
         rng=run.rng.state_dict(),
         state={
             "train": run.state.to_dict(),
@@ -47,20 +45,39 @@ def save_run(run: Run, say: Callable[[str], None]) -> None:
 
 
 def load_newest(run: Run) -> None:
-    """Continues from the newest checkpoint of run.dir, or of `checkpoint.load`, where there is one.
+    """Continues from the newest checkpoint of run.dir, or of `checkpoint.load`, or starts from the weights of
+    `checkpoint.load_weights`, whichever there is first.
 
-    Collective over the world. `checkpoint.load` without a checkpoint in it is an error.
+    Collective over the world. A folder to load from without a checkpoint in it is an error.
     """
-    for folder, wanted in ((run.config.run.dir, False), (run.config.checkpoint.load, True)):
+    given = run.config.checkpoint
+    for key, folder, load in (
+        ("", run.config.run.dir, load_run),
+        ("checkpoint.load", given.load, load_run),
+        ("checkpoint.load_weights", given.load_weights, load_weights),
+    ):
         if not folder:
             continue
         root = checkpoints_of(folder)
         iteration = find_latest(root, world=run.ctx.world)
         if iteration is not None:
-            load_run(run, root, iteration)
+            load(run, root, iteration)
             return
-        if wanted:
-            raise CheckpointError(f"checkpoint.load is {folder}, but there is no checkpoint in {root}")
+        if key:
+            raise CheckpointError(f"{key} is {folder}, but there is no checkpoint in {root}")
+
+
+def load_weights(run: Run, root: Path, iteration: int) -> None:
+    """A warm start: the model of a checkpoint, in any precision, at iteration 0 with a fresh optimizer.
+
+    Collective over the world.
+    """
+    if run.ctx.rank == 0:
+        print(f" loading weights from {root} at iteration {iteration}; training starts at iteration 0", flush=True)
+    weights = run.optimizer.weights()
+    config = run.config.model_dump(mode="json")
+    store.load(root, iteration, ctx=run.ctx, table=run.table, weights=weights, optimizer_state={}, config=config)
+    run.optimizer.load(weights, {}, 0, 0)
 
 
 def load_run(run: Run, root: Path, iteration: int) -> None:
@@ -71,21 +88,21 @@ def load_run(run: Run, root: Path, iteration: int) -> None:
     """
     if run.ctx.rank == 0:
         print(f" loading checkpoint from {root} at iteration {iteration}", flush=True)
-    optimizer_state = run.optimizer.state_tensors()
+    weights, optimizer_state = run.optimizer.weights(), run.optimizer.state()
     loaded = store.load(
         root,
         iteration,
         ctx=run.ctx,
         table=run.table,
-        params=detached(run.params),
+        weights=weights,
         optimizer_state=optimizer_state,
         config=run.config.model_dump(mode="json"),
     )
     refuse_new_order(loaded.config, run.config)
     if run.ctx.rank == 0 and (changes := changed_fields(loaded.config, run.config.model_dump(mode="json"))):
         print(f" changed since that checkpoint: {', '.join(changes)}", flush=True)
-    run.optimizer.load_state_tensors(optimizer_state, loaded.state["adam_steps"])
     run.state = TrainState.from_dict(loaded.state["train"])
+    run.optimizer.load(weights, optimizer_state, loaded.state["adam_steps"], run.state.iteration)
     run.optimizer.scaler.load_state_dict(loaded.state["loss_scaler"])
     if loaded.rng is not None:
         run.rng.load_state_dict(loaded.rng)
@@ -125,8 +142,3 @@ def changed_fields(saved: dict[str, Any], wanted: dict[str, Any]) -> list[str]:
         for key, value in fields.items()
         if (section, key) != ("run", "dir") and key in saved.get(section, {}) and saved[section][key] != value
     ]
-
-
-def detached(params: dict) -> dict[str, Tensor]:
-    """The parameters' values, out of autograd's sight."""
-    return {name: parameter.detach() for name, parameter in params.items()}

@@ -20,9 +20,10 @@ from megatron_lite.model.build import get_model, named_params, param_table
 from megatron_lite.parallel.collectives import all_gather, broadcast
 from megatron_lite.parallel.context import ParallelContext, solo
 from megatron_lite.parallel.random import RngTracker
+from megatron_lite.parallel.shard import Held
 from megatron_lite.pipeline.engine import PipelineEngine
 from megatron_lite.pipeline.schedules import build_schedule
-from megatron_lite.training.checkpointing import checkpoints_of, detached
+from megatron_lite.training.checkpointing import checkpoints_of
 from megatron_lite.training.initialize import DTYPES, finalize_megatron, initialize_megatron
 from megatron_lite.training.step import message_of
 
@@ -39,8 +40,10 @@ def config_of_run(run_dir: str) -> Config:
     fields = read_layout(locate(root, iteration)).config
     # Only the model, its layout and its tokenizer matter here, and the device is this machine's.
     fields["run"] |= {"dir": run_dir, "device": "auto"}
+    fields["parallel"]["sequence"] = False  # the weights are the same, and a text has any length
     batch = fields["parallel"]["pipeline"]  # what the interleaved schedule asks for at least
     fields["train"] |= {"global_batch_size": batch, "micro_batch_size": 1, "ramp_up": None}
+    fields["train"]["offload_activations"] = False  # there is no backward, and perhaps no GPU
     return Config.model_validate(fields, strict=False)
 
 
@@ -91,7 +94,7 @@ def load_model(config: Config, ctx: ParallelContext, rng: RngTracker) -> Sequenc
         iteration,
         ctx=ctx,
         table=param_table(chunks),
-        params=detached(named_params(chunks)),
+        weights={name: Held(parameter.detach()) for name, parameter in named_params(chunks).items()},
         optimizer_state={},
         config=config.model_dump(mode="json"),
     )

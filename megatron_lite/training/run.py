@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from torch import nn
 
 from megatron_lite.config.schema import Config
-from megatron_lite.ddp.wrap import DataParallel
-from megatron_lite.optim.mixed_precision import MixedPrecisionOptimizer
+from megatron_lite.ddp.data_parallel import DataParallel
+from megatron_lite.optim.mixed_precision import Optimizer
 from megatron_lite.parallel.context import ParallelContext
 from megatron_lite.parallel.random import RngTracker
 from megatron_lite.parallel.shard import ParamTable
@@ -27,7 +27,7 @@ class Run:
     params: dict[str, nn.Parameter]  # this rank's, by global name
     table: ParamTable
     ddp: DataParallel
-    optimizer: MixedPrecisionOptimizer
+    optimizer: Optimizer
     engine: PipelineEngine
     state: TrainState = field(default_factory=TrainState)
     timeline: Timeline | None = None  # of the iteration that is traced

@@ -39,17 +39,9 @@ def setup_model_and_optimizer(
     refuse_buffers(model)
     start_alike(params, table, ctx)
     grad_dtype = torch.float64 if dtype == torch.float64 else torch.float32
-    ddp = wrap_ddp(
-        model,
-        params,
-        table,
-        ctx,
-        kind=config.parallel.ddp,
-        bucket_mb=config.parallel.bucket_mb,
-        grad_dtype=grad_dtype,
-    )
+    ddp = wrap_ddp(config, model, params, table, ctx, grad_dtype=grad_dtype)
     scaler = build_scaler(config.optim, config.train.precision)
-    optimizer = MixedPrecisionOptimizer(params, table, ddp, scaler, config.optim, ctx)
+    optimizer = MixedPrecisionOptimizer(table, ddp, scaler, config.optim, ctx)
     engine = PipelineEngine(ctx, num_chunks=len(model), timeout_seconds=config.train.comm_timeout)
     run = Run(config, ctx, rng, model, params, table, ddp, optimizer, engine)
     load_newest(run)

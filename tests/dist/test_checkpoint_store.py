@@ -64,7 +64,7 @@ def test_pieces_join_to_the_whole_tensor(ranks, tmp_path):
     layout = read_layout(folder)
     for name, tensor in layout.tensors.items():
         for kind, value in tensor.values.items():
-            pieces = [load_file(folder / p.file)[p.key] for tp in range(2) for p in value.pieces_at(tp, 0)]
+            pieces = [load_file(folder / p.file)[p.key] for tp in range(2) for p in value.pieces_at(tp, 0, 0)]
             dtype = torch.bfloat16 if kind == "weight" else torch.float32
             assert torch.equal(tensor.shard.join(pieces), whole(name, kind, 3, dtype)), (name, kind)
 
@@ -160,9 +160,9 @@ def test_damage_that_one_rank_reads_stops_all(ranks, tmp_path):
 
 def save_with_a_bug(root: Path) -> tuple[str, type | None]:
     ctx = context(2, 1)
-    wrong = {name: torch.zeros(3) for name in TABLE} if ctx.rank == 1 else contents(ctx, 1)["params"]
+    wrong = {name: torch.zeros(3) for name in TABLE} if ctx.rank == 1 else contents(ctx, 1)["weights"]
     try:
-        save(root, 1, ctx, params=wrong)
+        save(root, 1, ctx, weights=wrong)
     except CheckpointError as error:
         return str(error), type(error.__cause__)
     return "no error", None

@@ -4,8 +4,10 @@ import pytest
 import torch
 from torch import nn
 
+from megatron_lite.config.load import load_config
+from megatron_lite.ddp.data_parallel import DataParallel
 from megatron_lite.ddp.finalize import finalize_grads
-from megatron_lite.ddp.wrap import DataParallel, wrap_ddp
+from megatron_lite.ddp.wrap import wrap_ddp
 from megatron_lite.parallel.context import ParallelContext
 from megatron_lite.parallel.grid import Grid
 from megatron_lite.parallel.shard import ParamMeta, ParamTable, Shard
@@ -27,7 +29,8 @@ def whole_table(model: nn.Module, sequence_parallel: tuple[str, ...] = ()) -> Pa
 
 def wrap(model: nn.Module, ctx: ParallelContext, kind, bucket_mb: float, grad_dtype=torch.float64) -> DataParallel:
     params = dict(model.named_parameters())
-    return wrap_ddp([model], params, whole_table(model), ctx, kind=kind, bucket_mb=bucket_mb, grad_dtype=grad_dtype)
+    config = load_config(None, [f"parallel.ddp={kind}", f"parallel.bucket_mb={bucket_mb}"])
+    return wrap_ddp(config, [model], params, whole_table(model), ctx, grad_dtype=grad_dtype)
 
 
 class TinyLanguageModel(nn.Module):
@@ -74,7 +77,7 @@ def gradients_of_steps(kind: str, num_microbatches: int, bucket_mb: float, dtype
             loss = masked_loss(ddp.module(0), tokens[number], mask[number], step)
             ddp.begin_backward(0, is_last=number == num_microbatches - 1)
             loss.backward()
-        finalize_grads(ddp, dict(model.named_parameters()), whole_table(model), ctx)
+        finalize_grads(ddp, whole_table(model), ctx)
         found.append({name: grad.clone() for name, grad in ddp.main_grads.items()})
     return found
 
@@ -185,10 +188,10 @@ def sum_sequence_parallel() -> dict[str, torch.Tensor]:
     ctx = on_cpu(Grid(tp=2))
     model = nn.ParameterDict({"norm": torch.ones(2, 3), "bias": torch.ones(4), "matrix": torch.ones(5)})
     params, table = dict(model.named_parameters()), whole_table(model, sequence_parallel=("norm", "bias"))
-    ddp = wrap_ddp([model], params, table, ctx, kind="local", bucket_mb=1.0, grad_dtype=torch.float32)
+    ddp = wrap_ddp(load_config(None), [model], params, table, ctx, grad_dtype=torch.float32)
     ddp.begin_backward(0, is_last=True)
     torch.stack([parameter.sum() * (ctx.rank + 1) for parameter in params.values()]).sum().backward()
-    finalize_grads(ddp, params, table, ctx)
+    finalize_grads(ddp, table, ctx)
     return {name: grad.clone() for name, grad in ddp.main_grads.items()}
 
 

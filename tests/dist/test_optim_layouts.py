@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from megatron_lite.config.load import load_config
 from megatron_lite.config.schema import OptimConfig
 from megatron_lite.ddp.finalize import finalize_grads
 from megatron_lite.ddp.wrap import wrap_ddp
@@ -35,10 +36,10 @@ class Training:
         self.model = ToyModel(self.ctx, dtype)
         self.params = self.model.named()
         grad_dtype = torch.float64 if dtype == torch.float64 else torch.float32
-        self.ddp = wrap_ddp(
-            [self.model], self.params, TABLE, self.ctx, kind=kind, bucket_mb=1e-4, grad_dtype=grad_dtype
-        )
-        self.optimizer = MixedPrecisionOptimizer(self.params, TABLE, self.ddp, scaler, OPTIM, self.ctx)
+        chosen = "optim.distributed=true" if kind == "distributed" else f"parallel.ddp={kind}"
+        config = load_config(None, [chosen, "parallel.bucket_mb=1e-4"])
+        self.ddp = wrap_ddp(config, [self.model], self.params, TABLE, self.ctx, grad_dtype=grad_dtype)
+        self.optimizer = MixedPrecisionOptimizer(TABLE, self.ddp, scaler, OPTIM, self.ctx)
 
     def step(self, number: int, spoil: tuple[str, int] | None = None) -> StepOutcome:
         """`spoil` is a parameter and the rank on which its summed gradient gets an inf."""
@@ -49,14 +50,16 @@ class Training:
             loss = self.ddp.module(0)(portion, strength=self.scaler.scale / len(SAMPLES))
             self.ddp.begin_backward(0, is_last=portion is portions[-1])
             loss.backward()
-        finalize_grads(self.ddp, self.params, TABLE, self.ctx)
+        finalize_grads(self.ddp, TABLE, self.ctx)
         if spoil is not None and spoil[1] == self.ctx.rank:
             self.ddp.main_grads[spoil[0]].view(-1)[-1] = math.inf
         return self.optimizer.step(lr=1e-2)
 
     def everything(self) -> dict[str, Tensor]:
         state = {
-            f"{name} {kind}": t for name, kinds in self.optimizer.state_tensors().items() for kind, t in kinds.items()
+            f"{name} {kind}": held.values
+            for name, kinds in self.optimizer.state().items()
+            for kind, held in kinds.items()
         }
         state |= {f"{name} parameter": parameter.detach() for name, parameter in self.params.items()}
         state["steps"] = torch.tensor(self.optimizer.step_count)

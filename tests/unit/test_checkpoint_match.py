@@ -25,7 +25,7 @@ def refused(root, table=TABLE, **changes) -> str:
     into = contents(one_process(), -1, table=table)
     with pytest.raises(CheckpointError) as caught:
         load(root, 1, one_process(), **{**into, "table": table, **changes})
-    tensors = [*into["params"].values(), *(t for kinds in into["optimizer_state"].values() for t in kinds.values())]
+    tensors = [*into["weights"].values(), *(t for kinds in into["optimizer_state"].values() for t in kinds.values())]
     assert not any(tensor.any() for tensor in tensors)
     return str(caught.value)
 
@@ -65,20 +65,24 @@ def test_left_over_tensors_are_named(root):
 def test_another_precision_is_named(root):
     """bf16 moments in an fp32 run, or the reverse, would go unnoticed."""
     into = contents(one_process(), -1, torch.float16)
-    message = refused(root, **into)
-    assert "weight of embedding.word_embeddings.weight is BF16, this run needs F16. Set train.precision as" in message
+    config = {**CONFIG, "train": {"precision": "fp16"}}
+    assert refused(root, **into, config=config).endswith(
+        "weight of embedding.word_embeddings.weight is BF16, this run needs F16. Set train.precision (bf16 there, fp16 "
+        "here) as it was"
+    )
     into = contents(one_process(), -1, torch.float32)
-    assert refused(root, **into).endswith(
+    config = {**CONFIG, "train": {"precision": "fp32"}}
+    assert refused(root, **into, config=config).endswith(
         "of embedding.word_embeddings.weight it holds exp_avg, exp_avg_sq, master, weight, this run needs exp_avg, "
-        "exp_avg_sq, weight. Set train.precision as it was (bf16)"
+        "exp_avg_sq, weight. Set train.precision (bf16 there, fp32 here) as it was"
     )
 
 
 def test_tensors_of_another_size_than_described_are_refused(root):
     """A caller's mistake, found before half of a tensor is filled."""
     into = contents(one_process(), -1)
-    into["params"][FC2] = torch.zeros(4, 6, dtype=torch.bfloat16)
+    into["weights"][FC2] = torch.zeros(6, 12, dtype=torch.bfloat16)
     assert (
-        f"weight of {FC2} has 48 elements for tensor-parallel rank 0 and pipeline stage 0, this run needs 24. Set the "
+        f"weight of {FC2} has 48 of the 72 elements that tensor-parallel rank 0 and pipeline stage 0 need. Set the "
         "parallel section as it was"
     ) in refused(root, **into)

@@ -30,11 +30,11 @@ def test_what_was_saved_comes_back_bit_for_bit(tmp_path, dtype):
     """A moment or master rounded on the way would change the run after every resume."""
     ctx = one_process()
     saved, into = contents(ctx, 3, dtype), contents(ctx, -1, dtype)
-    saved["params"][NAME][0, :3] = torch.tensor([float("nan"), float("inf"), -0.0])
+    saved["weights"][NAME][0, :3] = torch.tensor([float("nan"), float("inf"), -0.0])
     save(tmp_path, 3, ctx, **saved)
     loaded, _ = load(tmp_path, 3, ctx, **into)
-    for name, tensor in saved["params"].items():
-        assert torch.equal(into["params"][name].view(torch.uint8), tensor.view(torch.uint8))
+    for name, tensor in saved["weights"].items():
+        assert torch.equal(into["weights"][name].view(torch.uint8), tensor.view(torch.uint8))
     assert_same(into["optimizer_state"], saved["optimizer_state"])
     assert loaded.rng is not None and torch.equal(loaded.rng["cpu"], torch.full((5,), 30, dtype=torch.uint8))
     assert (loaded.iteration, loaded.state["loss_scale"], loaded.config) == (3, 0.1, CONFIG)
@@ -44,15 +44,15 @@ def test_weights_load_into_parameters_and_alone(tmp_path):
     """Generation has no optimizer; a parameter that requires gradients is filled in place."""
     ctx = one_process()
     save(tmp_path, 1, ctx)
-    params = {name: torch.nn.Parameter(tensor) for name, tensor in contents(ctx, -1)["params"].items()}
-    load(tmp_path, 1, ctx, params=params, optimizer_state={})
-    assert_same({name: p.detach() for name, p in params.items()}, contents(ctx, 1)["params"])
+    params = {name: torch.nn.Parameter(tensor) for name, tensor in contents(ctx, -1)["weights"].items()}
+    load(tmp_path, 1, ctx, weights=params, optimizer_state={})
+    assert_same({name: p.detach() for name, p in params.items()}, contents(ctx, 1)["weights"])
 
 
 def test_weights_are_a_plain_safetensors_file_by_name(tmp_path):
     """Anyone can open them without this package."""
     folder = save(tmp_path, 1, one_process())
-    assert_same(load_file(folder / "mp_rank_00" / "model.safetensors"), contents(one_process(), 1)["params"])
+    assert_same(load_file(folder / "mp_rank_00" / "model.safetensors"), contents(one_process(), 1)["weights"])
     files = sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file())
     assert files == [
         "iter_0000001/layout.json",

@@ -5,25 +5,29 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from megatron_lite.ddp.buffer import GradBuffer
+from megatron_lite.ddp.buffer import ALIGNMENT, GradBuffer
 
 shapes = st.lists(st.lists(st.integers(1, 5), min_size=0, max_size=3), min_size=1, max_size=8)
 
 
-def make(shapes: list[list[int]], bucket_numel: float) -> tuple[dict[str, nn.Parameter], GradBuffer]:
+def make(shapes: list[list[int]], bucket_numel: float, **cuts) -> tuple[dict[str, nn.Parameter], GradBuffer]:
     params = {f"p{number}": nn.Parameter(torch.zeros(shape)) for number, shape in enumerate(shapes)}
-    return params, GradBuffer(params, bucket_bytes=4 * bucket_numel, dtype=torch.float32)
+    return params, GradBuffer(params, bucket_bytes=4 * bucket_numel, dtype=torch.float32, **cuts)
 
 
 @given(shapes, st.floats(0.1, 300.0))
 def test_views_lie_one_after_another_in_reverse_order_of_registration(shapes, bucket_numel):
-    """A gap would send garbage, an overlap would mix two gradients, another order would reduce later than possible."""
+    """An overlap would mix two gradients, another order would reduce later than possible."""
     params, buffer = make(shapes, bucket_numel)
     buffer.flat.copy_(torch.arange(buffer.flat.numel()))
-    for name, parameter in params.items():
-        assert buffer.views[name].shape == parameter.shape
-    joined = torch.cat([buffer.views[name].flatten() for name in reversed(params)])
-    assert torch.equal(joined, torch.arange(buffer.flat.numel()).float())
+    end = 0
+    for name in reversed(params):
+        view = buffer.views[name].flatten()
+        assert buffer.views[name].shape == params[name].shape
+        assert torch.equal(view, torch.arange(view[0], view[0] + view.numel()))
+        assert view[0] == -(-end // ALIGNMENT) * ALIGNMENT
+        end = int(view[-1]) + 1
+    assert buffer.flat.numel() - end < ALIGNMENT
 
 
 @given(shapes, st.floats(0.1, 300.0))
@@ -32,13 +36,30 @@ def test_buckets_cover_the_buffer_and_only_a_single_parameter_exceeds_the_limit(
     params, buffer = make(shapes, bucket_numel)
     buffer.flat.copy_(torch.arange(buffer.flat.numel()))
     assert torch.equal(torch.cat([bucket.flat for bucket in buffer.buckets]), buffer.flat)
-    assert [name for bucket in buffer.buckets for name in bucket.names] == list(reversed(params))
+    assert [name for bucket in buffer.buckets for name in bucket.starts] == list(reversed(params))
     for bucket in buffer.buckets:
-        assert bucket.flat.numel() == sum(params[name].numel() for name in bucket.names)
-        assert bucket.flat.numel() <= bucket_numel or len(bucket.names) == 1
+        assert bucket.flat.numel() <= bucket_numel + ALIGNMENT or len(bucket.starts) == 1
+
+
+@given(shapes, st.floats(0.1, 300.0), st.integers(1, 5))
+def test_shares_of_a_bucket_are_equal_aligned_and_together_hold_every_element_once(shapes, bucket_numel, size):
+    """An element in no share would never be trained, one in two by two ranks."""
+    params, buffer = make(shapes, bucket_numel, shares=size, alone={"p1"})
+    buffer.flat.copy_(torch.arange(buffer.flat.numel()))
+    found: dict[str, list[float]] = {name: [] for name in params}
+    for bucket in buffer.buckets:
+        assert "p1" not in bucket.starts or len(bucket.starts) == 1
+        for rank in range(size):
+            part = bucket.share(rank, size)
+            assert (part.stop - part.start) % ALIGNMENT == 0 and (part.stop - part.start) * size == bucket.flat.numel()
+            for name, place, first in bucket.runs(part):
+                assert first == len(found[name]) and first % ALIGNMENT == 0
+                assert part.start <= place.start < place.stop <= part.stop
+                found[name] += bucket.flat[place].tolist()
+    assert found == {name: buffer.views[name].flatten().tolist() for name in params}
 
 
 def test_bucket_size_is_counted_in_bytes_of_the_gradient_dtype():
-    params = {f"p{number}": nn.Parameter(torch.zeros(8, dtype=torch.bfloat16)) for number in range(4)}
-    assert len(GradBuffer(params, bucket_bytes=64, dtype=torch.float32).buckets) == 2
-    assert len(GradBuffer(params, bucket_bytes=64, dtype=torch.float64).buckets) == 4
+    params = {f"p{number}": nn.Parameter(torch.zeros(16, dtype=torch.bfloat16)) for number in range(4)}
+    assert len(GradBuffer(params, bucket_bytes=128, dtype=torch.float32).buckets) == 2
+    assert len(GradBuffer(params, bucket_bytes=128, dtype=torch.float64).buckets) == 4

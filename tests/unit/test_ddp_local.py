@@ -5,9 +5,11 @@ import torch
 from torch import nn
 
 from megatron_lite.ddp import local
+from megatron_lite.ddp.buffer import ALIGNMENT
 from megatron_lite.ddp.local import LocalDDP
 from megatron_lite.errors import TrainingError
 from megatron_lite.parallel.context import solo
+from megatron_lite.parallel.shard import ParamMeta, Shard
 
 EVERY_PARAMETER_ALONE = 1e-9  # MiB
 
@@ -32,7 +34,12 @@ MICROBATCHES = [torch.tensor([0, 1, 1]), torch.tensor([3, 6, 2]), torch.tensor([
 
 
 def wrap(model: nn.Module, grad_dtype: torch.dtype = torch.float32, bucket_mb: float = EVERY_PARAMETER_ALONE):
-    return LocalDDP([model], dict(model.named_parameters()), solo(), bucket_mb=bucket_mb, grad_dtype=grad_dtype)
+    return engine_of([model], dict(model.named_parameters()), bucket_mb, grad_dtype)
+
+
+def engine_of(chunks, params, bucket_mb: float = 25.0, grad_dtype: torch.dtype = torch.float32, delay: int = 0):
+    table = {name: ParamMeta(tuple(parameter.shape), Shard(), "normal") for name, parameter in params.items()}
+    return LocalDDP(chunks, params, table, solo(), bucket_mb=bucket_mb, grad_dtype=grad_dtype, delay=delay)
 
 
 def run_step(ddp: LocalDDP, microbatches: list[torch.Tensor]) -> None:
@@ -63,7 +70,7 @@ def test_gradients_are_freed_and_main_grad_is_a_view_of_the_buffer():
     ddp = wrap(model)
     run_step(ddp, MICROBATCHES)
     assert all(parameter.grad is None for parameter in model.parameters())
-    ddp.buffers[0].flat.fill_(3.0)
+    ddp.grad_memory()[0].fill_(3.0)
     for name, parameter in model.named_parameters():
         assert parameter.main_grad is ddp.main_grads[name]  # type: ignore[attr-defined]
         assert parameter.main_grad.dtype == torch.float32 and (parameter.main_grad == 3.0).all()  # type: ignore
@@ -99,11 +106,12 @@ def test_bf16_gradients_add_up_in_fp32():
 
 @pytest.fixture
 def events(monkeypatch):
-    """What happened: the size of each bucket when its reduction starts, and what a test adds."""
+    """What happened: the size of each bucket, in units of the alignment, when its reduction starts, and what a test
+    adds."""
     log: list[object] = []
 
     def record(flat, group):
-        log.append(flat.numel())
+        log.append(flat.numel() / ALIGNMENT)
         return flat, lambda: log.append("waited")
 
     monkeypatch.setattr(local, "all_reduce_async", record)
@@ -111,12 +119,12 @@ def events(monkeypatch):
 
 
 def chain(events: list[object]) -> tuple[nn.Module, LocalDDP]:
-    """Layers of 1, 2 and 3 numbers, the last of them first in backward; each says when its backward runs."""
+    """Layers of 1, 2 and 3 units, the last of them first in backward; each says when its backward runs."""
 
     class Chain(nn.Module):
         def __init__(self):
             super().__init__()
-            self.weights = nn.ParameterList([torch.ones(size) for size in (1, 2, 3)])
+            self.weights = nn.ParameterList([torch.ones(ALIGNMENT * size) for size in (1, 2, 3)])
 
         def forward(self):
             x = torch.ones(1, requires_grad=True)
@@ -144,17 +152,17 @@ def test_only_the_last_microbatch_communicates_and_finishing_twice_reduces_once(
     model, ddp = chain(events)
     ddp.begin_backward(0, is_last=False)
     model().backward()
-    assert [event for event in events if isinstance(event, int)] == []
+    assert [event for event in events if isinstance(event, float)] == []
     ddp.begin_backward(0, is_last=True)
     model().backward()
     ddp.finish_grad_sync()
     ddp.finish_grad_sync()
-    assert [event for event in events if isinstance(event, int)] == [3, 2, 1]
+    assert [event for event in events if isinstance(event, float)] == [3, 2, 1]
 
 
 def test_buckets_start_in_their_own_order_when_gradients_do_not(events):
     """Ranks whose gradients arrive in different order would otherwise pair different buckets."""
-    model = nn.ParameterDict({"first": torch.ones(1), "second": torch.ones(2)})
+    model = nn.ParameterDict({"first": torch.ones(1), "second": torch.ones(ALIGNMENT + 1)})
     ddp = wrap(model)
     ddp.begin_backward(0, is_last=True)
     model["first"].sum().backward()  # "second" lies before it in the buffer
@@ -173,34 +181,49 @@ def test_a_gradient_after_the_last_one_is_refused():
 
 
 def test_chunks_have_buffers_of_their_own_and_the_last_chunk_starts_first(events):
-    first, second = nn.Linear(2, 1), nn.Linear(3, 1)
+    first, second = nn.Linear(2, 1), nn.Linear(ALIGNMENT, 2)
     params = {f"first.{n}": p for n, p in first.named_parameters()}
     params |= {f"second.{n}": p for n, p in second.named_parameters()}
-    ddp = LocalDDP([first, second], params, solo(), bucket_mb=25.0, grad_dtype=torch.float32)
-    assert [buffer.flat.numel() for buffer in ddp.buffers] == [3, 4]
+    ddp = engine_of([first, second], params)
     ddp.finish_grad_sync()
-    assert events[:2] == [4, 3]
+    assert events[:2] == [3, 2]
 
 
 def test_chunks_may_have_their_last_backward_at_different_times(events):
     """In an interleaved schedule one chunk is done while another still has backwards to come."""
-    chunks = [nn.ParameterDict({"w": torch.ones(size)}) for size in (1, 2)]
+    chunks = [nn.ParameterDict({"w": torch.ones(size)}) for size in (1, ALIGNMENT + 1)]
     params = {f"{number}.w": chunk["w"] for number, chunk in enumerate(chunks)}
-    ddp = LocalDDP(chunks, params, solo(), bucket_mb=25.0, grad_dtype=torch.float32)
+    ddp = engine_of(chunks, params)
     for chunk, is_last, started in ((1, False, []), (0, False, []), (1, True, [2]), (0, False, [2]), (0, True, [2, 1])):
         ddp.begin_backward(chunk, is_last=is_last)
         chunks[chunk]["w"].sum().backward()
         assert events == started
     ddp.finish_grad_sync()
-    assert ddp.main_grads["0.w"].tolist() == [3.0] and ddp.main_grads["1.w"].tolist() == [2.0, 2.0]
+    assert (ddp.main_grads["0.w"] == 3.0).all() and (ddp.main_grads["1.w"] == 2.0).all()
 
 
 def test_weight_gradients_may_come_after_other_last_gradients(events):
     """Zero-bubble: norms have their last gradient while weights of earlier micro-batches are still to come."""
-    model = nn.ParameterDict({"norm": torch.ones(1), "weight": torch.ones(2)})
+    model = nn.ParameterDict({"norm": torch.ones(1), "weight": torch.ones(ALIGNMENT + 1)})
     ddp = wrap(model)
     for name, is_last in (("norm", False), ("norm", True), ("weight", False), ("weight", True)):
         ddp.begin_backward(0, is_last=is_last)
         model[name].sum().backward()
     assert events == [2, 1]
-    assert ddp.main_grads["norm"].tolist() == [2.0] and ddp.main_grads["weight"].tolist() == [2.0, 2.0]
+    assert (ddp.main_grads["norm"] == 2.0).all() and (ddp.main_grads["weight"] == 2.0).all()
+
+
+def test_a_delayed_gradient_comes_out_that_many_steps_later_and_whole():
+    """An engine that mixed up its rounds would add two steps' gradients, or apply one twice."""
+    model = nn.ParameterDict({"w": torch.ones(2)})
+    ddp = engine_of([model], dict(model.named_parameters()), delay=2)
+    found = []
+    for step in range(6):
+        ddp.zero_grad()
+        for microbatch in range(2):
+            ddp.begin_backward(0, is_last=microbatch == 1)
+            (model["w"] * 10.0**step).sum().backward()
+        ddp.finish_grad_sync()
+        found.append(ddp.main_grads["w"][0].item() if ddp.has_grads else None)
+    assert found == [None, None, 2.0, 20.0, 200.0, 2000.0]
+    assert [grads["w"][0].item() for grads in ddp.held_back()] == [20000.0, 200000.0]

@@ -4,6 +4,8 @@ import pytest
 import torch
 from torch import nn
 
+from megatron_lite.config.load import load_config
+from megatron_lite.config.schema import Config
 from megatron_lite.ddp.local import LocalDDP
 from megatron_lite.ddp.wrap import wrap_ddp
 from megatron_lite.errors import TrainingError
@@ -14,11 +16,15 @@ from tests.toy import TABLE, ToyModel
 CTX = ParallelContext.create(Grid(), torch.device("cpu"), timeout_seconds=10)
 
 
-@pytest.mark.parametrize("kind", ["local", "torch"])
+def config_of(kind: str) -> Config:
+    return load_config(None, ["optim.distributed=true"] if kind == "distributed" else [f"parallel.ddp={kind}"])
+
+
+@pytest.mark.parametrize("kind", ["local", "torch", "distributed"])
 def test_one_data_parallel_rank_needs_no_process_group(kind):
     model = ToyModel(CTX, torch.float32)
-    ddp = wrap_ddp([model], model.named(), TABLE, CTX, kind=kind, bucket_mb=1.0, grad_dtype=torch.float32)
-    assert isinstance(ddp, LocalDDP)
+    ddp = wrap_ddp(config_of(kind), [model], model.named(), TABLE, CTX, grad_dtype=torch.float32)
+    assert type(ddp) is LocalDDP
     assert ddp.main_grads.keys() == TABLE.keys()
 
 
@@ -28,7 +34,7 @@ def test_a_parameter_outside_the_table_is_refused():
     params = model.named()
     model.extra = nn.Linear(2, 3)
     with pytest.raises(TrainingError, match=r"parameter extra\.weight of model chunk 0, shape \(3, 2\), is not in the"):
-        wrap_ddp([model], params, TABLE, CTX, kind="local", bucket_mb=1.0, grad_dtype=torch.float32)
+        wrap_ddp(config_of("local"), [model], params, TABLE, CTX, grad_dtype=torch.float32)
 
 
 @pytest.mark.parametrize("kind", ["local", "torch"])
@@ -38,7 +44,7 @@ def test_a_frozen_parameter_is_refused_by_name(kind):
     name = next(iter(dict(model.named_parameters())))
     model.get_parameter(name).requires_grad_(False)
     with pytest.raises(TrainingError) as raised:
-        wrap_ddp([model], model.named(), TABLE, CTX, kind=kind, bucket_mb=1.0, grad_dtype=torch.float32)
+        wrap_ddp(config_of(kind), [model], model.named(), TABLE, CTX, grad_dtype=torch.float32)
     assert str(raised.value) == (
         f"parameter {name} of model chunk 0 has requires_grad off, and every parameter is trained here; leave it on, "
         "or make the tensor a buffer with persistent=False"

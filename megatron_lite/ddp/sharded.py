@@ -1,0 +1,115 @@
+"""LocalDDP for the distributed optimizer (ZeRO-1): a rank of dp gets the summed gradients of its share of each bucket.
+
+Where LocalDDP all-reduces a bucket, this one reduce-scatters it; and since an all-reduce is a reduce-scatter and an
+all-gather, nothing more travels when the other half brings the updated parameters instead. For that, parameters lie
+in flat memory of their own, bucket by bucket as their gradients do. Masters and moments exist for a rank's share only:
+18 bytes a parameter become 6 + 12/dp.
+
+The gather starts with what the next forward needs first, and a module waits only for its own parameters, just before
+it runs. A parameter that is used without a call of the module that holds it is waited for at its chunk's start.
+Sources: Rajbhandari et al., ZeRO, arXiv 1910.02054, section 5.1; Megatron-LM's distrib_optimizer.py, from which the
+bucket of its own for a tied embedding is: both of its stages must cut it in the same places, because each rank adds
+only its share of the other stage's gradient.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from megatron_lite.ddp.buffer import Bucket
+from megatron_lite.ddp.local import LocalDDP, Round
+from megatron_lite.errors import TrainingError
+from megatron_lite.parallel.collectives import all_gather_single, reduce_scatter_single
+from megatron_lite.parallel.context import Group
+from megatron_lite.parallel.shard import Held, ParamTable
+
+
+class ShardedDDP(LocalDDP):
+    """As LocalDDP, on more than one rank of `dp`; `owned` and `main_grads` are this rank's runs of the parameters."""
+
+    is_sharded = True
+
+    def __init__(
+        self,
+        chunks: Sequence[nn.Module],
+        params: dict[str, nn.Parameter],
+        table: ParamTable,
+        dp: Group,
+        *,
+        bucket_mb: float,
+        grad_dtype: torch.dtype,
+    ):
+        super().__init__(chunks, params, table, dp, bucket_mb=bucket_mb, grad_dtype=grad_dtype)
+        buckets = self._rounds[0].buckets
+        self._flat = [_flatten(bucket, params) for bucket in buckets]
+        self.owned = {
+            name: Held(flat[place], start, "shared_out")
+            for bucket, flat in zip(buckets, self._flat, strict=True)
+            for name, place, start in bucket.runs(bucket.share(dp.rank, dp.size))
+        }
+        self._gathers: dict[int, Callable[[], object]] = {}  # under way, by number of the bucket
+        number_of = {name: number for number, bucket in enumerate(buckets) for name in bucket.starts}
+        names = {parameter: name for name, parameter in params.items()}
+        self._needed_by = {
+            module: {number_of[names[parameter]] for parameter in module.parameters(recurse=False)}
+            for chunk in chunks
+            for module in chunk.modules()
+        }
+        for module in self._needed_by:
+            module.register_forward_pre_hook(self._before_forward)
+        self._uncalled = set(self._needed_by)
+
+    def gather_params(self) -> None:
+        for chunk in self._chunks:
+            for module in self._uncalled.intersection(chunk.modules()):
+                self._needed_by[chunk] |= self._needed_by[module]
+        self._uncalled.clear()
+        for number in reversed(range(len(self._flat))):  # gradients come in the reverse order of use
+            flat = self._flat[number]
+            own = flat[self._rounds[0].buckets[number].share(self._dp.rank, self._dp.size)]
+            work = all_gather_single(flat, own, group=self._dp.pg, async_op=True)
+            assert work is not None
+            self._gathers[number] = work.wait
+
+    def wait_for_params(self) -> None:
+        self._wait_for(range(len(self._flat)))
+
+    def _wait_for(self, numbers: Iterable[int]) -> None:
+        for number in numbers:
+            if number in self._gathers:
+                self._gathers.pop(number)()
+
+    def _before_forward(self, module: nn.Module, args: object) -> None:
+        self._uncalled.discard(module)
+        self._wait_for(self._needed_by[module])
+
+    def _owned_grads(self, known: Round) -> dict[str, Tensor]:
+        return {
+            name: bucket.flat[place]
+            for bucket in known.buckets
+            for name, place, _ in bucket.runs(bucket.share(self._dp.rank, self._dp.size))
+        }
+
+    def _reduce(self, bucket: Bucket) -> Callable[[], object]:
+        own = bucket.flat[bucket.share(self._dp.rank, self._dp.size)]
+        work = reduce_scatter_single(own, bucket.flat, group=self._dp.pg, async_op=True)
+        assert work is not None
+        return work.wait
+
+
+def _flatten(bucket: Bucket, params: dict[str, nn.Parameter]) -> Tensor:
+    """Flat memory for the parameters of a bucket, in the places that their gradients have; they become views of it."""
+    dtypes = {params[name].dtype for name in bucket.starts}
+    if len(dtypes) > 1:
+        raise TrainingError(
+            f"optim.distributed needs parameters of one number format, but the model has {dtypes} among "
+            f"{', '.join(bucket.starts)}; make them one, or leave optim.distributed false"
+        )
+    flat = torch.zeros(bucket.flat.numel(), dtype=dtypes.pop(), device=bucket.flat.device)
+    for name, start in bucket.starts.items():
+        parameter = params[name]
+        place = flat[start : start + parameter.numel()].view(parameter.shape)
+        place.copy_(parameter.detach())
+        parameter.data = place
+    return flat
