@@ -4,8 +4,6 @@ The chunks are a few layers in fp64. Truth is plain autograd: all stages in one 
 other, which is the order in which every schedule adds up a parameter's gradients too.
 """
 
-import re
-import time
 from collections.abc import Callable
 from functools import partial
 from itertools import accumulate
@@ -17,7 +15,6 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from megatron_lite.errors import TrainingError
 from megatron_lite.parallel.context import ParallelContext, solo
 from megatron_lite.parallel.grid import Grid
 from megatron_lite.parallel.linear import ColumnParallelLinear, RowParallelLinear
@@ -27,7 +24,6 @@ from megatron_lite.pipeline.engine import Forward, PipelineEngine
 from megatron_lite.pipeline.p2p import Message
 from megatron_lite.pipeline.schedules import build_schedule
 from megatron_lite.pipeline.simulate import peak_live
-from tests.ranks import RanksFailed
 
 WIDTH, BATCH = 6, 3
 LOSS_GRAD = 0.3  # no power of two, so that a factor in the wrong place rounds otherwise

@@ -104,8 +104,8 @@ def test_a_neighbour_that_is_gone_before_the_run_is_named(ranks):
     with pytest.raises(RanksFailed) as raised:
         ranks(2, first_stage_without_a_second)
     assert (
-        "TrainingError: rank 0, pipeline stage 0 of 0..1, in F0.0 waited for a connection to rank 1, and the connection "
-        "broke ("
+        "TrainingError: rank 0, pipeline stage 0 of 0..1, in F0.0 waited for a connection to rank 1, and the "
+        "connection broke ("
     ) in str(raised.value)
 
 
