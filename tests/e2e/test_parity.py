@@ -17,9 +17,9 @@ ENDS = "[0,1,1,1,1,1,1,0]"  # the first stage has the embedding only, the last o
 BATCH = 12  # sequences in one optimizer step
 
 
-def layout(tensor: int = 1, data: int = 1, pipeline: int = 1, micro: int = BATCH, **parallel: Any) -> dict[str, Any]:
-    """Changes to the config for this layout, and how many ranks it takes."""
-    changes = {f"parallel__{name}": value for name, value in parallel.items()}
+def layout(tensor: int = 1, data: int = 1, pipeline: int = 1, micro: int = BATCH, **others: Any) -> dict[str, Any]:
+    """Changes to the config for this layout, and how many ranks it takes. Others are of `parallel` or `train__name`."""
+    changes = {name if "__" in name else f"parallel__{name}": value for name, value in others.items()}
     changes |= {"parallel__tensor": tensor, "parallel__pipeline": pipeline, "train__micro_batch_size": micro}
     return {"ranks": tensor * data * pipeline, "changes": changes}
 
@@ -61,13 +61,25 @@ PIPELINES = [
     *(layout(data=2, pipeline=2, micro=micro, schedule="1f1b", ddp="torch") for micro in (6, 2)),
     layout(data=2, pipeline=2, micro=3, schedule="interleaved", virtual_pipeline=2, ddp="torch"),
 ]
+# Replicated parameters see s/tp of each sequence; `train_tiny` compares them over tp.
+SEQUENCE = [
+    layout(tensor=2, micro=2, sequence=True, train__recompute="full"),
+    layout(tensor=4, micro=6, sequence=True),
+    layout(tensor=2, data=2, micro=3, sequence=True),
+]
+SEQUENCE_PIPELINES = [
+    layout(tensor=2, pipeline=2, micro=4, sequence=True),
+    layout(tensor=2, pipeline=2, micro=2, schedule="interleaved", virtual_pipeline=2, sequence=True),
+    layout(tensor=2, pipeline=2, micro=4, schedule="zb-h1", sequence=True),
+    layout(tensor=2, pipeline=2, micro=3, schedule="zb-h1", sequence=True, train__recompute="full:1"),
+]
 
 
 def name_of(layout: dict[str, Any]) -> str:
     return " ".join(f"{key.rpartition('__')[2]}={value}" for key, value in layout["changes"].items())
 
 
-CASES = [*((layout, 2) for layout in FLAT), *((layout, 6) for layout in PIPELINES)]
+CASES = [*((layout, 2) for layout in FLAT + SEQUENCE), *((layout, 6) for layout in PIPELINES + SEQUENCE_PIPELINES)]
 NAMES = [name_of(layout) for layout, _ in CASES]
 
 

@@ -91,11 +91,15 @@ def portion(run: Run) -> list[Batch]:
 
 
 def gather(run: Run, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Whole tensors from every rank's pieces and every stage, by name. A tied copy must be the original, to the bit."""
+    """Whole tensors from every rank's pieces and every stage, by name.
+
+    What each tensor-parallel rank holds whole must be equal on all of them, and a tied copy to the original, to the bit.
+    """
     whole = {}
     for name, tensor in tensors.items():
         meta = run.table[name]
-        pieces = all_gather(tensor.detach()[None], run.ctx.tp, dim=0) if meta.shard.is_split else tensor[None]
+        pieces = all_gather(tensor.detach()[None], run.ctx.tp, dim=0)
+        assert meta.shard.is_split or all(torch.equal(piece, pieces[0]) for piece in pieces), f"{name} differs over tp"
         whole[name] = meta.shard.join(list(pieces)).detach().clone()
     if run.ctx.pp.size > 1:
         stages: list[dict[str, torch.Tensor]] = [{} for _ in range(run.ctx.pp.size)]
