@@ -29,7 +29,7 @@ def through(name, local_shape, grad_shape):
     Once more with contiguous ones, which a collective could overwrite although another branch still needs them.
     """
     tp = world_group()
-    pair = getattr(collectives, f"{name}_tensor_model_parallel_region")
+    pair = getattr(collectives, f"{name}_parallel_region")
     x, grad = numbers(tp.rank, *local_shape), numbers(10 + tp.rank, *grad_shape)
     assert not x.is_contiguous() and not grad.is_contiguous()
     results = [once(pair, x, grad, tp), once(pair, x.contiguous(), grad.contiguous(), tp)]
@@ -50,7 +50,7 @@ def once(pair, x, grad, tp):
 @pytest.mark.parametrize("size", [2, 4])
 def test_copy_is_identity_forward_and_a_sum_backward(ranks, size):
     total = sum(numbers(10 + rank, 3, 8) for rank in range(size))
-    for rank, (y, grad) in enumerate(ranks(size, through, "copy_to", (3, 8), (3, 8))):
+    for rank, (y, grad) in enumerate(ranks(size, through, "copy_to_tensor_model", (3, 8), (3, 8))):
         assert torch.equal(y, numbers(rank, 3, 8))
         assert torch.equal(grad, total)
 
@@ -58,7 +58,7 @@ def test_copy_is_identity_forward_and_a_sum_backward(ranks, size):
 @pytest.mark.parametrize("size", [2, 4])
 def test_reduce_is_a_sum_forward_and_identity_backward(ranks, size):
     total = sum(numbers(rank, 3, 8) for rank in range(size))
-    for rank, (y, grad) in enumerate(ranks(size, through, "reduce_from", (3, 8), (3, 8))):
+    for rank, (y, grad) in enumerate(ranks(size, through, "reduce_from_tensor_model", (3, 8), (3, 8))):
         assert torch.equal(y, total)
         assert torch.equal(grad, numbers(10 + rank, 3, 8))
 
@@ -66,7 +66,7 @@ def test_reduce_is_a_sum_forward_and_identity_backward(ranks, size):
 @pytest.mark.parametrize("size", [2, 4])
 def test_scatter_is_a_split_forward_and_a_gather_backward(ranks, size):
     whole_grad = torch.cat([numbers(10 + rank, 3, 8 // size) for rank in range(size)], dim=-1)
-    for rank, (y, grad) in enumerate(ranks(size, through, "scatter_to", (3, 8), (3, 8 // size))):
+    for rank, (y, grad) in enumerate(ranks(size, through, "scatter_to_tensor_model", (3, 8), (3, 8 // size))):
         assert torch.equal(y, numbers(rank, 3, 8).chunk(size, dim=-1)[rank])
         assert torch.equal(grad, whole_grad)
 
@@ -74,35 +74,51 @@ def test_scatter_is_a_split_forward_and_a_gather_backward(ranks, size):
 @pytest.mark.parametrize("size", [2, 4])
 def test_gather_is_a_gather_forward_and_a_split_backward(ranks, size):
     whole = torch.cat([numbers(rank, 3, 8 // size) for rank in range(size)], dim=-1)
-    for rank, (y, grad) in enumerate(ranks(size, through, "gather_from", (3, 8 // size), (3, 8))):
+    for rank, (y, grad) in enumerate(ranks(size, through, "gather_from_tensor_model", (3, 8 // size), (3, 8))):
         assert torch.equal(y, whole)
         assert torch.equal(grad, numbers(10 + rank, 3, 8).chunk(size, dim=-1)[rank])
 
 
+@pytest.mark.parametrize("size", [2, 4])
+def test_reduce_scatter_is_a_run_of_the_sum_forward_and_a_gather_backward(ranks, size):
+    total = sum(numbers(rank, 8, 3) for rank in range(size))
+    whole_grad = torch.cat([numbers(10 + rank, 8 // size, 3) for rank in range(size)])
+    for rank, (y, grad) in enumerate(ranks(size, through, "reduce_scatter_to_sequence", (8, 3), (8 // size, 3))):
+        assert torch.equal(y, total.chunk(size)[rank])
+        assert torch.equal(grad, whole_grad)
+
+
 def plain_functions():
     group = world_group()
-    mine = numbers(group.rank, 2, 3)
-    pending, wait = collectives.all_reduce_async(mine.clone(), group)
-    wait()
+    mine = numbers(group.rank, 3, 2)
+    starts = (collectives.all_reduce_async, collectives.all_gather_async, collectives.reduce_scatter_async)
+    pending, waits = zip(*(start(mine.clone(), group) for start in starts), strict=True)
+    for wait in waits:
+        wait()
     collectives.barrier(group)
     return {
         "sum": collectives.all_reduce(mine.clone(), group),
-        "async": pending,
+        "started": pending,
         "max": collectives.all_reduce(mine.clone(), group, "max"),
         "min": collectives.all_reduce(mine.clone(), group, "min"),
         "rows": collectives.all_gather(mine, group, dim=0),
+        "columns": collectives.all_gather(mine, group, dim=1),
         "last": collectives.broadcast(mine.clone(), group, src=group.size - 1),
     }
 
 
 def test_plain_functions_give_every_rank_the_same_right_result(ranks):
-    parts = [numbers(rank, 2, 3) for rank in range(3)]
-    for got in ranks(3, plain_functions):
+    parts = [numbers(rank, 3, 2) for rank in range(3)]
+    for rank, got in enumerate(ranks(3, plain_functions)):
         assert torch.equal(got["sum"], sum(parts))
-        assert torch.equal(got["async"], sum(parts))
+        summed, joined, share = got["started"]
+        assert torch.equal(summed, sum(parts))
+        assert torch.equal(joined, torch.cat(parts))
+        assert torch.equal(share, sum(parts)[rank : rank + 1])
         assert torch.equal(got["max"], parts[2])
         assert torch.equal(got["min"], parts[0])
         assert torch.equal(got["rows"], torch.cat(parts))
+        assert torch.equal(got["columns"], torch.cat(parts, dim=1))
         assert torch.equal(got["last"], parts[2])
 
 
@@ -121,8 +137,13 @@ def test_the_source_of_a_broadcast_is_counted_inside_the_group(ranks):
 
 def test_a_group_of_one_hands_back_the_tensor_itself():
     x = torch.randn(2, 2, requires_grad=True)
-    for name in ("copy_to", "reduce_from", "scatter_to", "gather_from"):
-        assert getattr(collectives, f"{name}_tensor_model_parallel_region")(x, solo()) is x
+    for name in ("copy_to_tensor_model", "reduce_from_tensor_model", "scatter_to_tensor_model"):
+        assert getattr(collectives, f"{name}_parallel_region")(x, solo()) is x
+    assert collectives.gather_from_tensor_model_parallel_region(x, solo()) is x
+    assert collectives.reduce_scatter_to_sequence_parallel_region(x, solo()) is x
+    for start in (collectives.all_reduce_async, collectives.all_gather_async, collectives.reduce_scatter_async):
+        same, wait = start(x, solo())
+        assert same is x and wait() is None
     assert collectives.all_reduce(x, solo()) is x
     assert collectives.all_gather(x, solo(), dim=0) is x
     assert collectives.broadcast(x, solo(), src=0) is x
@@ -132,3 +153,10 @@ def test_a_group_of_one_hands_back_the_tensor_itself():
 def test_a_last_dimension_that_does_not_divide_is_refused():
     with pytest.raises(ValueError, match=r"last dimension of \(2, 5\) does not divide over 2 ranks"):
         collectives.split_last_dim(torch.zeros(2, 5), Group("tp", (0, 1), 0))
+
+
+def test_a_sequence_that_does_not_divide_is_refused():
+    with pytest.raises(
+        ValueError, match=r"\(5, 2\) does not divide over 2 ranks; under sequence parallelism it is the"
+    ):
+        collectives.reduce_scatter_async(torch.zeros(5, 2), Group("tp", (0, 1), 0))

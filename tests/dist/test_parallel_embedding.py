@@ -13,8 +13,9 @@ ROWS, WIDTH = 16, 6
 IDS = torch.tensor([[0, 15, 3, 3], [4, 7, 8, 3], [11, 12, 15, 0]])  # both ends of each rank's rows, and repeats
 
 
-def make(tp, dtype=torch.float64):
-    layer = VocabParallelEmbedding(ROWS, WIDTH, tp=tp, init_std=0.02, dtype=dtype, device=torch.device("cpu"))
+def make(tp, dtype=torch.float64, **options):
+    where = {"dtype": dtype, "device": torch.device("cpu")}
+    layer = VocabParallelEmbedding(ROWS, WIDTH, tp=tp, init_std=0.02, **where, **options)
     layer.weight.data.copy_(layer.weight.meta.shard.split(draw(ROWS, WIDTH, seed=0, dtype=dtype), tp.rank, tp.size))
     return layer
 
@@ -34,6 +35,25 @@ def test_split_lookup_equals_the_whole(ranks, tp):
     whole.backward(draw(*IDS.shape, WIDTH, seed=1))
     for rank, (y, grad) in enumerate(ranks(tp, split_lookup)):
         assert torch.equal(y, whole)
+        assert torch.equal(grad, table.grad.chunk(tp)[rank])
+
+
+def lookup_of_runs():
+    tp = world_group()
+    layer = make(tp, sequence_parallel=True)
+    y = layer(IDS.t())
+    y.backward(draw(*IDS.t().shape, WIDTH, seed=1).chunk(tp.size)[tp.rank])
+    return y.detach(), layer.weight.grad
+
+
+@pytest.mark.parametrize("tp", [2, 4])
+def test_under_sequence_parallelism_each_rank_has_its_run_of_the_lookup(ranks, tp):
+    """The table's gradient is that of the whole sequence all the same."""
+    table = draw(ROWS, WIDTH, seed=0).requires_grad_()
+    whole = F.embedding(IDS.t(), table)
+    whole.backward(draw(*IDS.t().shape, WIDTH, seed=1))
+    for rank, (y, grad) in enumerate(ranks(tp, lookup_of_runs)):
+        assert torch.equal(y, whole.chunk(tp)[rank])
         assert torch.equal(grad, table.grad.chunk(tp)[rank])
 
 

@@ -31,7 +31,7 @@ def make(kind, tp, *, in_features=IN, out_features=OUT, bias=True, dtype=torch.f
 
 def whole_linear(*, in_features=IN, out_features=OUT, bias=True, dtype=torch.float64):
     """Output and gradients of one whole F.linear on the same numbers."""
-    x = draw(3, 2, in_features, seed=10, dtype=dtype).requires_grad_()
+    x = draw(4, 2, in_features, seed=10, dtype=dtype).requires_grad_()
     weight = draw(out_features, in_features, seed=0, dtype=dtype).requires_grad_()
     b = draw(out_features, seed=1, dtype=dtype).requires_grad_() if bias else None
     y = F.linear(x, weight, b)
@@ -41,7 +41,7 @@ def whole_linear(*, in_features=IN, out_features=OUT, bias=True, dtype=torch.flo
 
 def output_gradient(out_features, dtype=torch.float64):
     """Not contiguous, as after a transpose in the attention."""
-    return draw(out_features, 2, 3, seed=11, dtype=dtype).permute(2, 1, 0)
+    return draw(out_features, 2, 4, seed=11, dtype=dtype).permute(2, 1, 0)
 
 
 def split_linear(kind, halves=False, **options):
@@ -50,12 +50,14 @@ def split_linear(kind, halves=False, **options):
     layer = make(kind, tp, **options)
     in_features, out_features = options.get("in_features", IN), options.get("out_features", OUT)
     dtype = options.get("dtype", torch.float64)
-    x, grad = draw(3, 2, in_features, seed=10, dtype=dtype), output_gradient(out_features, dtype)
+    x, grad = draw(4, 2, in_features, seed=10, dtype=dtype), output_gradient(out_features, dtype)
     if kind == "row" and options.get("input_is_parallel", True):
         x = x.chunk(tp.size, dim=-1)[tp.rank]
     if kind == "column" and not options.get("gather_output", False):
         cut = layer.weight.meta.shard
         grad = cut.split(grad.transpose(0, 2), tp.rank, tp.size).transpose(0, 2)
+    if options.get("sequence_parallel"):  # what is outside of the region is this rank's run
+        x, grad = (x.chunk(tp.size)[tp.rank], grad) if kind == "column" else (x, grad.chunk(tp.size)[tp.rank])
     x = x.clone().requires_grad_()
     with split_backward(halves):
         y, bias = layer(x)
@@ -118,6 +120,40 @@ def test_row_split_linear_cuts_a_whole_input_itself(ranks, tp):
         torch.testing.assert_close(got["weight"], whole["weight"].chunk(tp, dim=1)[rank], **CLOSE)
 
 
+@pytest.mark.parametrize("tp", [2, 4])
+@pytest.mark.parametrize("gather_output", [False, True])
+def test_under_sequence_parallelism_a_column_split_linear_takes_a_run_and_gives_the_whole(ranks, tp, gather_output):
+    """Were the saved run not gathered again, the weight gradient would be that of s/tp tokens."""
+    whole = whole_linear()
+    options = {"sequence_parallel": True, "gather_output": gather_output}
+    for rank, got in enumerate(ranks(tp, split_linear, "column", **options)):
+        y = whole["y"] if gather_output else whole["y"].chunk(tp, dim=-1)[rank]
+        torch.testing.assert_close(got["y"], y, **CLOSE)
+        torch.testing.assert_close(got["x"], whole["x"].chunk(tp)[rank], **CLOSE)
+        torch.testing.assert_close(got["weight"], whole["weight"].chunk(tp, dim=0)[rank], **CLOSE)
+        torch.testing.assert_close(got["bias"], whole["bias"].chunk(tp)[rank], **CLOSE)
+
+
+@pytest.mark.parametrize("tp", [2, 4])
+@pytest.mark.parametrize("input_is_parallel", [True, False])
+def test_under_sequence_parallelism_a_row_split_linear_gives_each_rank_a_run(ranks, tp, input_is_parallel):
+    """The bias gradient is of the run, and `ParamMeta` says so; the shares are summed when all gradients are there."""
+    whole = whole_linear()
+    results = ranks(tp, split_linear, "row", sequence_parallel=True, input_is_parallel=input_is_parallel)
+    for rank, got in enumerate(results):
+        torch.testing.assert_close(got["y"], whole["y"].chunk(tp)[rank], **CLOSE)
+        x = whole["x"].chunk(tp, dim=-1)[rank] if input_is_parallel else whole["x"]
+        torch.testing.assert_close(got["x"], x, **CLOSE)
+        torch.testing.assert_close(got["weight"], whole["weight"].chunk(tp, dim=1)[rank], **CLOSE)
+    torch.testing.assert_close(sum(got["bias"] for got in results), whole["bias"], **CLOSE)
+    flags = {
+        f"{kind} {name}": p.meta.sequence_parallel
+        for kind in LAYERS
+        for name, p in make(kind, solo(), sequence_parallel=True).named_parameters()
+    }
+    assert flags == {"column weight": False, "column bias": False, "row weight": False, "row bias": True}
+
+
 @pytest.mark.parametrize("tp", [1, 2])
 @pytest.mark.parametrize("kind", ["column", "row"])
 def test_a_skipped_bias_is_returned_and_not_added(ranks, tp, kind):
@@ -159,41 +195,50 @@ def test_layers_compute_and_return_gradients_in_their_own_dtype(ranks, kind, dty
 
 def test_at_one_rank_the_result_is_torch_linear_bit_for_bit():
     layer = make("column", solo())
-    x = draw(3, 2, IN, seed=10)
+    x = draw(4, 2, IN, seed=10)
     assert torch.equal(layer(x)[0], F.linear(x, layer.weight, layer.bias))
 
 
-def order_of_work(split):
-    """The order in which backward starts the all-reduce, computes the weight gradient, and waits."""
+def order_of_work(split, sequence_parallel):
+    """The order in which backward starts to sum and to gather, computes the weight gradient, and waits."""
     events = []
-    tp = world_group()
-    start, real_sum = linear.all_reduce_async, torch.Tensor.t
 
-    def spy_start(x, group):
-        result, wait = start(x, group)
-        events.append("start")
-        return result, lambda: (events.append("wait"), wait())
+    def spied(name, start):
+        def spy(x, group):
+            result, wait = start(x, group)
+            events.append(name)
+            return result, lambda: (events.append(f"{name} done"), wait())
 
-    def spy_t(x):
+        return spy
+
+    def spy_t(x, real=torch.Tensor.t):
         events.append("weight gradient")
-        return real_sum(x)
+        return real(x)
 
-    layer = make("column", tp)
-    x = draw(3, 2, IN, seed=10).requires_grad_()
+    layer = make("column", world_group(), sequence_parallel=sequence_parallel)
+    x = draw(4, 2, IN, seed=10).requires_grad_()
     with split_backward(split):
         y, _ = layer(x)
-    linear.all_reduce_async, torch.Tensor.t = spy_start, spy_t
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        for name, function in {"gather": "all_gather", "sum": "all_reduce", "run of the sum": "reduce_scatter"}.items():
+            patch.setattr(linear, f"{function}_async", spied(name, getattr(linear, f"{function}_async")))
+        patch.setattr(torch.Tensor, "t", spy_t)
         y.sum().backward()
-    finally:
-        linear.all_reduce_async, torch.Tensor.t = start, real_sum
     return events
 
 
 @pytest.mark.parametrize("split", [False, True])
 def test_the_weight_gradient_is_computed_while_the_input_gradient_is_summed(ranks, split):
     """A split graph whose backward is run whole overlaps as well."""
-    assert ranks(2, order_of_work, split) == [["start", "weight gradient", "wait"]] * 2
+    events = [event for event in ranks(2, order_of_work, split, False)[0] if "gather" not in event]
+    assert events == ["sum", "weight gradient", "sum done"]
+
+
+def test_the_saved_run_is_gathered_while_the_input_gradient_is_computed(ranks):
+    """The gather starts first and is waited for last, just before the product that needs it."""
+    events = ["gather", "run of the sum", "gather done", "weight gradient", "run of the sum done"]
+    assert ranks(2, order_of_work, False, True) == [events] * 2
+    assert ranks(2, order_of_work, True, True)[0] == ["run of the sum", "weight gradient", "run of the sum done"]
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
@@ -207,10 +252,19 @@ def test_two_halves_give_the_bits_of_a_whole_backward(ranks, kind, bias, dtype):
         assert all(torch.equal(got[name], want[name]) for name in ("y", "x", "weight", "bias")[: 4 if bias else 3])
 
 
+@pytest.mark.parametrize("kind", ["column", "row"])
+def test_two_halves_give_the_bits_of_a_whole_backward_under_sequence_parallelism(ranks, kind):
+    """W gathers what was kept of the input; products of the runs alone would be another weight's gradient."""
+    runs = (ranks(2, split_linear, kind, halves=halves, sequence_parallel=True) for halves in (True, False))
+    for got, want in zip(*runs, strict=True):
+        assert (got["jobs"], want["jobs"]) == (1, 0)
+        assert all(torch.equal(got[name], want[name]) for name in ("y", "x", "weight", "bias"))
+
+
 def frozen_weight_and_constant_input():
     layer = make("column", world_group())
     layer.weight.requires_grad_(False)
-    x = draw(3, 2, IN, seed=10)
+    x = draw(4, 2, IN, seed=10)
     layer(x)[0].sum().backward()
     return layer.weight.grad, layer.bias.grad
 
@@ -218,7 +272,7 @@ def frozen_weight_and_constant_input():
 def test_only_asked_gradients_are_computed(ranks):
     for weight_grad, bias_grad in ranks(2, frozen_weight_and_constant_input):
         assert weight_grad is None
-        assert torch.equal(bias_grad, torch.full((OUT // 2,), 6.0, dtype=torch.float64))
+        assert torch.equal(bias_grad, torch.full((OUT // 2,), 8.0, dtype=torch.float64))
 
 
 def test_parameters_describe_their_cut():

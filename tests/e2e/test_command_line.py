@@ -29,7 +29,7 @@ def corpus(tmp_path_factory) -> str:
 def finished(tmp_path_factory, corpus) -> tuple[Path, subprocess.CompletedProcess[str]]:
     """A finished run on two tensor-parallel processes: its folder and what it printed. Tests only read it."""
     folder = tmp_path_factory.mktemp("finished")
-    settings = {"parallel": {"tensor": 2}, "log": {"interval": 1, "tensorboard": True}}
+    settings = {"parallel": {"tensor": 2, "sequence": True}, "log": {"interval": 1, "tensorboard": True}}
     config = tiny_yaml(folder, corpus, **settings)
     return folder, run("pretrain", "--config", str(config), "--nproc-per-node", "2", cwd=folder)
 

@@ -93,7 +93,7 @@ def portion(run: Run) -> list[Batch]:
 def gather(run: Run, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Whole tensors from every rank's pieces and every stage, by name.
 
-    What each tensor-parallel rank holds whole must be equal on all of them, and a tied copy to the original, to the bit.
+    To the bit, what each tensor-parallel rank holds whole must be equal on all of them, and a tied copy its original.
     """
     whole = {}
     for name, tensor in tensors.items():

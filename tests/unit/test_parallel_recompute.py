@@ -124,11 +124,11 @@ def test_linear_layers_take_in_the_second_run_the_way_they_took_in_the_first(kin
 
     def run(call):
         layer = make(kind, solo(), dtype=torch.float32)
-        x = draw(3, 2, IN, seed=10, dtype=torch.float32).requires_grad_()
+        x = draw(4, 2, IN, seed=10, dtype=torch.float32).requires_grad_()
         with split_backward(split):
             y = call(lambda x: torch.tanh(layer(torch.sin(x))[0]), x, rng=tracker())
         with split_backward(not split), deferred() as jobs:
-            y.backward(draw(3, 2, OUT, seed=11, dtype=torch.float32))
+            y.backward(draw(4, 2, OUT, seed=11, dtype=torch.float32))
             assert backward_is_split() is not split  # and it is put back
         assert len(jobs) == (1 if split else 0)
         for job in jobs.values():

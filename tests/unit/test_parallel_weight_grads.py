@@ -17,7 +17,7 @@ KINDS = ["column", "row"]
 
 
 def inputs(dtype=torch.float64):
-    return draw(3, 2, IN, seed=10, dtype=dtype).requires_grad_(), output_gradient(OUT, dtype)
+    return draw(4, 2, IN, seed=10, dtype=dtype).requires_grad_(), output_gradient(OUT, dtype)
 
 
 def cut_backward(layer, x, grad):
@@ -97,7 +97,7 @@ def test_hooks_of_the_weight_are_called_in_w_and_not_in_i(kind):
 
 def test_gradients_of_micro_batches_add_up_in_the_order_of_their_jobs():
     layer, reference = make("row", solo(), dtype=torch.float32), make("row", solo(), dtype=torch.float32)
-    batches = [draw(3, 2, IN, seed=seed, dtype=torch.float32).requires_grad_() for seed in (20, 21, 22)]
+    batches = [draw(4, 2, IN, seed=seed, dtype=torch.float32).requires_grad_() for seed in (20, 21, 22)]
     jobs = []
     for x in batches:
         with split_backward():
@@ -120,7 +120,7 @@ def test_a_weight_that_layers_share_gets_one_gradient_and_one_call_of_its_hooks(
         return x
 
     shared, reference = (make("column", solo(), in_features=OUT, dtype=torch.float32) for _ in range(2))
-    x = draw(3, 2, OUT, seed=10, dtype=torch.float32).requires_grad_()
+    x = draw(4, 2, OUT, seed=10, dtype=torch.float32).requires_grad_()
     thrice(reference, x).square().sum().backward()
     calls = []
     shared.weight.register_post_accumulate_grad_hook(calls.append)
