@@ -81,7 +81,7 @@ class LocalDDP(DataParallel):
                         own,
                         bucket_bytes=bucket_mb * 2**20,
                         dtype=grad_dtype,
-                        shares=dp.size if self.is_sharded else 1,
+                        shares=dp.size,
                         alone=tied,
                     )
                     for own in _by_chunk(chunks, params)

@@ -90,15 +90,24 @@ def portion(run: Run) -> list[Batch]:
     return made
 
 
-def gather(run: Run, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Whole tensors from every rank's pieces and every stage, by name.
+def gather(run: Run) -> dict[str, torch.Tensor]:
+    """Whole weights from every rank's runs and pieces and every stage, by name.
 
-    To the bit, what each tensor-parallel rank holds whole must be equal on all of them, and a tied copy its original.
+    What each tensor-parallel rank holds whole must be equal on all of them, and a tied copy to the original, to the bit.
     """
+    weights, dp = run.optimizer.weights(), run.ctx.dp
+    shared_out = {name: (held.start, held.values.clone()) for name, held in weights.items() if held.among_dp != "same"}
+    of_ranks = [shared_out for _ in range(dp.size)]
+    if dp.size > 1:
+        dist.all_gather_object(of_ranks, shared_out, group=dp.pg)
     whole = {}
-    for name, tensor in tensors.items():
-        meta = run.table[name]
-        pieces = all_gather(tensor.detach()[None], run.ctx.tp, dim=0)
+    for name, meta in run.table.items():
+        if runs := sorted((runs[name] for runs in of_ranks if name in runs), key=lambda run: run[0]):
+            cut = torch.cat([values.flatten() for _, values in runs])
+            cut = cut.view(meta.shard.local_shape(meta.shape, run.ctx.tp.size))
+        else:
+            cut = weights[name].values
+        pieces = all_gather(cut[None], run.ctx.tp, dim=0)
         assert meta.shard.is_split or all(torch.equal(piece, pieces[0]) for piece in pieces), f"{name} differs over tp"
         whole[name] = meta.shard.join(list(pieces)).detach().clone()
     if run.ctx.pp.size > 1:
@@ -131,7 +140,8 @@ def train_tiny(model: str, **changes: Any) -> dict[str, Any]:
     ctx, rng = initialize_megatron(config)
     run = setup_model_and_optimizer(config, ctx, rng, model_with_biases)
     reports = [train_step(run, portion(run)) for _ in range(config.train.iterations)]
-    weights = gather(run, dict(run.params))
+    run.ddp.wait_for_params()
+    weights = gather(run)
     finalize_megatron()
     return {
         "loss": torch.tensor([report.loss for report in reports], dtype=torch.float64),
