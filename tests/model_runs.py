@@ -5,9 +5,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron_lite.config.schema import Config, ModelConfig
+from megatron_lite.config.schema import Config, ModelConfig, ParallelConfig
 from megatron_lite.model.build import get_model, named_params, param_table
 from megatron_lite.model.options import LayerOptions
+from megatron_lite.parallel.collectives import all_reduce
 from megatron_lite.parallel.context import ParallelContext, solo
 from megatron_lite.parallel.grid import Grid
 from megatron_lite.parallel.random import seed_everything
@@ -31,13 +32,17 @@ def tiny(**fields) -> Config:
     return Config(model=ModelConfig(**{**sizes, **quiet, **fields}))
 
 
+def with_sequence_parallelism(config: Config, tp: int) -> Config:
+    return config.model_copy(update={"parallel": ParallelConfig(tensor=tp, sequence=True)})
+
+
 def context(tp: int) -> ParallelContext:
     return ParallelContext.create(Grid(tp=tp), torch.device("cpu"), timeout_seconds=60)
 
 
-def layer_options(dtype: torch.dtype, **changes) -> LayerOptions:
-    """Options of a layer with memory, on one rank."""
-    plain = {"tp": solo(), "sequence": solo(), "rng": seed_everything(0, context(1)), "fused": False}
+def layer_options(dtype: torch.dtype, ctx: ParallelContext | None = None, **changes) -> LayerOptions:
+    """Options of a layer with memory; on one rank unless changes give it groups."""
+    plain = {"tp": solo(), "sequence": solo(), "rng": seed_everything(3, ctx or context(1)), "fused": False}
     return LayerOptions(**{**plain, "dtype": dtype, "device": torch.device("cpu"), **changes})
 
 
@@ -78,6 +83,7 @@ def run_model(
     loss = model(tokens, labels)
     (loss * loss_weights(loss)).sum().backward()
     grads = {name: parameter.grad for name, parameter in params.items() if parameter.grad is not None}
+    grads = {name: all_reduce(x, ctx.tp) if table[name].sequence_parallel else x for name, x in grads.items()}
     return ModelRun(logits, loss.detach(), grads, table)
 
 

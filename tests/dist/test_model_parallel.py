@@ -15,6 +15,7 @@ from tests.model_runs import (
     random_weights,
     run_model,
     tiny,
+    with_sequence_parallelism,
 )
 from tests.unit.test_model_codegeex import CODEGEEX, plain_run
 
@@ -45,14 +46,16 @@ def test_split_codegeex_equals_its_plain_transcription(ranks):
     assert_grads_close(joined_grads(runs), grads, 1e-11)
 
 
+@pytest.mark.parametrize("sequence", [False, True])
 @pytest.mark.parametrize("fields", FIELDS)
-def test_split_model_equals_whole_model(ranks, fields):
+def test_split_model_equals_whole_model(ranks, fields, sequence):
     """fp64: only the order of sums differs."""
     config = tiny(**FIELDS[fields])
     weights = random_weights(config, torch.float64)
-    tokens, labels = random_tokens(config)
+    tokens, labels = random_tokens(config, length=16)
     whole = run_model(config, weights, tokens, labels, tp=1)
-    runs = ranks(2, run_model, config, weights, tokens, labels, tp=2)
+    cut = with_sequence_parallelism(config, tp=2) if sequence else config
+    runs = ranks(2, run_model, cut, weights, tokens, labels, tp=2)
     assert_close(joined_logits(runs), whole.logits, rtol=0, atol=1e-11)
     assert_close(runs[0].loss, whole.loss, rtol=0, atol=1e-11)
     assert_grads_close(joined_grads(runs), whole.grads, 1e-11)

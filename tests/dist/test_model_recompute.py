@@ -6,14 +6,17 @@ import torch
 from tests.unit.test_model_recompute import KINDS, assert_same_bits, trained
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("dtype", "sequence"), [(torch.float32, False), (torch.bfloat16, False), (torch.float32, True)]
+)
 @pytest.mark.parametrize("kind", KINDS)
-def test_recomputation_and_halves_change_no_bit_on_two_ranks(ranks, kind, dtype):
+def test_recomputation_and_halves_change_no_bit_on_two_ranks(ranks, kind, dtype, sequence):
     """Core attention's dropout differs over tp, so a second run from the wrong stream is off on one rank at least."""
-    want = ranks(2, trained, KINDS[kind], recompute="none", dtype=dtype, tp=2)
+    layout = {"tp": 2, "sequence": sequence}
+    want = ranks(2, trained, KINDS[kind], recompute="none", dtype=dtype, **layout)
     assert not torch.equal(want[0][2][1], want[1][2][1])  # the tensor-parallel streams
     for recompute, halves in (("selective", False), ("full", False), ("none", True), ("full", True)):
-        got = ranks(2, trained, KINDS[kind], recompute=recompute, dtype=dtype, halves=halves, tp=2)
+        got = ranks(2, trained, KINDS[kind], recompute=recompute, dtype=dtype, halves=halves, **layout)
         for one, other in zip(got, want, strict=True):
             assert_same_bits(one, other)
             assert (one[3] > 0) is halves

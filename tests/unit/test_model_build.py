@@ -7,14 +7,14 @@ import pytest
 import torch
 
 from megatron_lite.config.presets import PRESETS
-from megatron_lite.config.schema import Config, ModelConfig, ParallelConfig
+from megatron_lite.config.schema import Config, ModelConfig, ParallelConfig, TrainConfig
 from megatron_lite.config.sizes import num_parameters
 from megatron_lite.errors import ConfigError
 from megatron_lite.model.build import get_model, named_params, param_table
 from megatron_lite.parallel.context import ParallelContext
 from megatron_lite.parallel.grid import Grid
 from megatron_lite.parallel.random import seed_everything
-from tests.model_runs import context, tiny
+from tests.model_runs import context, tiny, with_sequence_parallelism
 
 PUBLISHED = {"codegeex-13b": 12_873_943_040, "llama-7b": 6_738_415_616, "llama-70b": 68_976_648_192}
 WORDS = "embedding.word_embeddings.weight"
@@ -135,6 +135,33 @@ def test_tied_head_on_another_stage_starts_as_the_embedding_and_is_marked():
     untied = [built(in_stages(tiny(tie_embeddings=False), 2), at_stage(rank, 2)) for rank in range(2)]
     assert not torch.equal(named_params(untied[1])["output_layer.weight"], named_params(first)[WORDS])
     assert not param_table(untied[1])["output_layer.weight"].tied and not param_table(untied[0])[WORDS].tied
+
+
+def test_only_what_sees_a_share_of_the_sequence_is_marked_for_its_sum_over_tensor_parallel_ranks():
+    """A mark too many would multiply a gradient by tp, a mark too few would leave out what other ranks saw."""
+    config = tiny(num_layers=1, top_query_layer=True)
+    cut = with_sequence_parallelism(config, tp=2)
+    table = param_table(built(cut, ParallelContext.at(Grid(tp=2), 1)))
+    marked = {name for name, meta in table.items() if meta.sequence_parallel}
+    assert marked == {name for name, meta in table.items() if not meta.shard.is_split}
+    assert {"top_query_embeddings.weight", "decoder.layers.0.mlp.linear_fc2.bias"} < marked
+    for unmarked in (built(config, ParallelContext.at(Grid(tp=2), 1)), built(cut, ParallelContext.at(Grid(), 0))):
+        assert not any(meta.sequence_parallel for meta in param_table(unmarked).values())
+
+
+def test_sequence_parallelism_over_one_rank_changes_nothing():
+    """An odd length, and dropout from the same stream."""
+    config = tiny(hidden_dropout=0.3, top_query_layer=True)
+    tokens = torch.randint(101, (2, 9))
+    plain, cut = (built(c, context(tp=1))[0](tokens) for c in (config, with_sequence_parallelism(config, tp=1)))
+    assert torch.equal(plain, cut)
+
+
+def test_offload_without_a_gpu_is_refused():
+    config = tiny().model_copy(update={"train": TrainConfig(offload_activations=True)})
+    with pytest.raises(ConfigError, match=r"run\.device auto has found no GPU on this machine; set train\.offload_act"):
+        built(config, context(tp=1))
+    built(config, ParallelContext.at(Grid(), 0))  # a view of a machine that may have one
 
 
 def test_a_model_without_vocabulary_says_what_to_set():

@@ -1,14 +1,17 @@
 """Recomputation changes what a model keeps and not one bit of what it computes, with backward whole or in halves."""
 
 import re
+from dataclasses import replace
 
 import pytest
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-from megatron_lite.config.schema import TrainConfig
+from megatron_lite.config.schema import ParallelConfig, TrainConfig
 from megatron_lite.model.block import TransformerBlock
 from megatron_lite.model.build import get_model, named_params
+from megatron_lite.parallel.context import ParallelContext
+from megatron_lite.parallel.grid import Grid
 from megatron_lite.parallel.random import seed_everything
 from megatron_lite.parallel.weight_grads import deferred, split_backward
 from tests.model_runs import context, layer_options, random_tokens, tiny
@@ -29,18 +32,19 @@ KINDS = {
 DROPOUT = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
 
 
-def trained(fields, *, recompute, dtype, halves=False, tp=1):
+def trained(fields, *, recompute, dtype, halves=False, tp=1, sequence=False):
     """Losses of two micro-batches, all gradients, what both random streams draw after them, and how many W jobs ran.
 
     Both forwards come before the backwards, as in a pipeline.
     """
-    config = tiny(**DROPOUT | fields).model_copy(update={"train": TrainConfig(recompute=recompute)})
+    sections = {"train": TrainConfig(recompute=recompute), "parallel": ParallelConfig(tensor=tp, sequence=sequence)}
+    config = tiny(**DROPOUT | fields).model_copy(update=sections)
     ctx = context(tp)
     rng = seed_everything(7, ctx)
     model = get_model(config, ctx, rng, dtype=dtype)[0].train()
     losses, jobs = [], []
     for at in range(2):
-        tokens, labels = (x[at : at + 2] for x in random_tokens(config))
+        tokens, labels = (x[at : at + 2] for x in random_tokens(config, length=16))
         with split_backward(halves):
             losses.append(model(tokens, labels).mean())
     for loss in losses:
@@ -70,7 +74,7 @@ def test_recomputation_changes_no_bit(kind, attention, dtype):
     """Dropout drawn anew in backward would give the gradients of another network than the one whose loss was taken."""
     fields = KINDS[kind] | {"attention": attention}
     want = trained(fields, recompute="none", dtype=dtype)
-    for recompute in ("selective", "full"):
+    for recompute in ("selective", "full", "full:1"):
         assert_same_bits(trained(fields, recompute=recompute, dtype=dtype), want)
 
 
@@ -103,17 +107,27 @@ def test_evaluation_is_not_recomputed(monkeypatch):
         assert model(*random_tokens(config)).isfinite().all()
 
 
-@pytest.mark.parametrize(("recompute", "runs"), [("none", 1), ("selective", 2), ("full", 2)])
-def test_core_attention_runs_as_often_as_the_choice_says(recompute, runs):
-    """Selective inside full would run it a third time and save nothing."""
-    config = tiny(num_layers=1).model_copy(update={"train": TrainConfig(recompute=recompute)})
-    ctx = context(1)
-    model = get_model(config, ctx, seed_everything(7, ctx), dtype=torch.float32)[0].train()
-    attention = model.decoder.layers["0"].self_attention
-    attend, calls = attention.attend, []
-    attention.attend = lambda *args: calls.append(True) or attend(*args)
-    model(*random_tokens(config)).mean().backward()
-    assert len(calls) == runs
+RUNS = {"none": [1] * 5, "selective": [2] * 5, "full": [2] * 5, "full:1": [2, 1, 2, 1, 1], "full:3": [2] * 5}
+
+
+@pytest.mark.parametrize("recompute", RUNS)
+def test_core_attention_runs_as_often_as_the_choice_says(recompute):
+    """Selective inside full would run it a third time and save nothing. full:n counts the blocks of each of both
+    stages, of which the top-query block is the last one's third."""
+    sections = {"train": TrainConfig(recompute=recompute), "parallel": ParallelConfig(pipeline=2)}
+    config = tiny(**CODEGEEX, num_layers=4).model_copy(update=sections)
+    tokens, labels = random_tokens(config)
+    counts, x = [], None
+    for rank in range(2):
+        ctx = replace(ParallelContext.at(Grid(pp=2), rank), device=torch.device("cpu"))
+        model = get_model(config, ctx, seed_everything(7, ctx), dtype=torch.float32)[0].train()
+        for block in (module for module in model.modules() if isinstance(module, TransformerBlock)):
+            counts.append([])
+            attend = block.self_attention.attend
+            block.self_attention.attend = lambda *args, a=attend, calls=counts[-1]: calls.append(True) or a(*args)
+        x = model(tokens, labels, x)
+    x.mean().backward()
+    assert [len(calls) for calls in counts] == RUNS[recompute]
 
 
 S, B, H, HEADS = 64, 2, 64, 4
