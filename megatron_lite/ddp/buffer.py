@@ -12,10 +12,10 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-# Elements. Where parameters start, and ranks' shares end, at multiples of this, a share is updated to the same bits as the
-# whole: a vector kernel treats what is left at the end of a tensor apart, and may round it otherwise. And parameters that
-# lie in such places (ZeRO-1) are multiplied to the same bits, because they start at a cache line in bf16 too.
-ALIGNMENT = 64
+# Elements. Parameters start, and ranks' shares end, at multiples of this. A vector kernel treats what is left at the end
+# of a tensor apart and may round it otherwise, so that only then is a share updated to the same bits as the whole; and
+# a parameter among others in flat memory (ZeRO-1) then starts at a cache line, as one of its own does, in bf16 too.
+ALIGNMENT = 32
 
 
 @dataclass

@@ -1,5 +1,6 @@
 """ddp/buffer.py: every gradient has its own place, in the order in which gradients arrive."""
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -63,3 +64,23 @@ def test_bucket_size_is_counted_in_bytes_of_the_gradient_dtype():
     params = {f"p{number}": nn.Parameter(torch.zeros(64, dtype=torch.bfloat16)) for number in range(4)}
     assert len(GradBuffer(params, bucket_bytes=512, dtype=torch.float32).buckets) == 2
     assert len(GradBuffer(params, bucket_bytes=512, dtype=torch.float64).buckets) == 4
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_adam_updates_shares_cut_at_the_alignment_to_the_same_bits_as_the_whole(dtype):
+    """Cut anywhere, an element that a vector instruction updated in the whole tensor is one of the last few of a share,
+    which are updated one by one, and a few of thousands round otherwise: ZeRO-1 would train another model."""
+    torch.manual_seed(0)
+    start, grads = torch.randn(10_007, dtype=dtype), torch.randn(5, 10_007, dtype=dtype)
+
+    def trained(size: int) -> torch.Tensor:
+        pieces = [piece.clone() for piece in start.split(size)]
+        adam = torch.optim.AdamW(pieces, lr=1e-2, weight_decay=0.1, fused=True)
+        for grad in grads:
+            for piece, of_piece in zip(pieces, grad.split(size), strict=True):
+                piece.grad = of_piece.clone()
+            adam.step()
+        return torch.cat(pieces)
+
+    assert torch.equal(trained(ALIGNMENT), trained(10_007))
+    assert not torch.equal(trained(7), trained(10_007))  # or the alignment is not needed any more
