@@ -7,6 +7,7 @@ from torch import nn
 
 from megatron_lite.config.schema import Config
 from megatron_lite.ddp.data_parallel import DataParallel
+from megatron_lite.ddp.fsdp import FullyShardedDDP
 from megatron_lite.ddp.local import LocalDDP
 from megatron_lite.ddp.sharded import ShardedDDP
 from megatron_lite.ddp.torch_ddp import TorchDDP
@@ -26,8 +27,8 @@ def wrap_ddp(
 ) -> DataParallel:
     """The engine that `parallel.ddp`, `optim.distributed` and `sync` name, over this rank's chunks.
 
-    With one data-parallel rank there is nothing to reduce or to share out, and `local` and `torch`, distributed or not,
-    are plain LocalDDP. Collective over dp.
+    With one data-parallel rank there is nothing to reduce or to share out, and `local`, `torch` and `fsdp`, distributed
+    or not, are plain LocalDDP. `fsdp` gives the chunks new parameters. Collective over dp.
     """
     _check_every_parameter_is_trained(chunks, params, table)
     parallel, sync = config.parallel, config.sync
@@ -39,6 +40,8 @@ def wrap_ddp(
     if config.optim.distributed and dp.size > 1:
         return ShardedDDP(chunks, params, table, dp, **common)
     return LocalDDP(chunks, params, table, dp, **common, delay=sync.delay if sync.mode == "delayed" else 0)
+    if parallel.ddp == "fsdp" and dp.size > 1:
+        return FullyShardedDDP(chunks, params, dp, grad_dtype=grad_dtype)
 
 
 def _check_every_parameter_is_trained(

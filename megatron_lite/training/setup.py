@@ -41,6 +41,7 @@ def setup_model_and_optimizer(
     grad_dtype = torch.float64 if dtype == torch.float64 else torch.float32
     ddp = wrap_ddp(config, model, params, table, ctx, grad_dtype=grad_dtype)
     scaler = build_scaler(config.optim, config.train.precision)
+    params = named_params(model)  # parallel.ddp: fsdp has replaced them
     optimizer = MixedPrecisionOptimizer(table, ddp, scaler, config.optim, ctx)
     engine = PipelineEngine(ctx, num_chunks=len(model), timeout_seconds=config.train.comm_timeout)
     run = Run(config, ctx, rng, model, params, table, ddp, optimizer, engine)
