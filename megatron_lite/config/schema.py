@@ -266,6 +266,11 @@ class SyncConfig(Section):
     outer_nesterov: bool = True
     mix: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.5  # of its own weights, what a rank keeps at a delayed outer step
 
+    @property
+    def is_local(self) -> bool:
+        """Ranks apply their own gradients, and their weights differ between meetings."""
+        return self.mode in ("local_sgd", "diloco")
+
 
 class CheckpointConfig(Section):
     """When to save, how many to keep and what to start from."""

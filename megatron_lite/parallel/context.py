@@ -5,7 +5,7 @@ group is a group of one, never `None`: to torch, `None` is the whole world, and 
 become an all-reduce over every GPU.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
 
@@ -40,6 +40,15 @@ class Group:
 def solo(name: str = "solo") -> Group:
     """A group of one: its collectives do nothing."""
     return Group(name, (0,), 0)
+
+
+def apart(group: Group, timeout_seconds: float) -> Group:
+    """The same ranks, and nothing that is sent here waits for what is on its way in the given group: NCCL runs the
+    collectives of one communicator one after another. Collective over the group."""
+    if group.size == 1:
+        return group
+    timeout = timedelta(seconds=timeout_seconds)
+    return replace(group, pg=dist.new_group(list(group.ranks), timeout=timeout, use_local_synchronization=True))
 
 
 @dataclass(frozen=True)

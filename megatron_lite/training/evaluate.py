@@ -8,6 +8,7 @@ import torch
 
 from megatron_lite.data.blended import Dataset
 from megatron_lite.data.loader import PrefetchingLoader
+from megatron_lite.optim.outer import common_model
 from megatron_lite.parallel.collectives import all_reduce
 from megatron_lite.pipeline.schedules import build_schedule
 from megatron_lite.training.run import Run
@@ -36,6 +37,7 @@ def loader(run: Run, dataset: Dataset, eod: int) -> PrefetchingLoader:
 def evaluate(run: Run, dataset: Dataset, eod: int) -> float:
     """Mean loss over the target tokens of the split's first `evaluation_samples`, nats; the same on every rank.
 
+    The model is the one that a checkpoint holds: where ranks step on their own, the common one.
     Communicates: what the forwards do, a number over pp for each global batch, and two numbers over dp.
     """
     totals = torch.zeros(2, dtype=torch.float64, device=run.ctx.device)
@@ -44,7 +46,7 @@ def evaluate(run: Run, dataset: Dataset, eod: int) -> float:
     schedule = build_schedule("forward-only", run.ctx.pp.size, count, len(run.model))
     for chunk in run.model:
         chunk.eval()
-    with torch.no_grad(), loader(run, dataset, eod) as batches:
+    with torch.no_grad(), common_model(run.optimizer), loader(run, dataset, eod) as batches:
         for consumed in range(0, evaluation_samples(run), samples_at_once):
             portion = batches.get(consumed, count)
             forward = forward_of(run, portion, run.model.__getitem__)

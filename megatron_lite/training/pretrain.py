@@ -137,6 +137,8 @@ def announce(run: Run, log: RunLog, seconds: float) -> None:
     log.say(f" > number of parameters on (tensor, pipeline) model parallel rank (0, 0): {count}")
     if grid.pp > 1:
         log.say(f" > {pipeline_line(run)}")
+    if config.sync.mode != "every_step":
+        log.say(f" > sync: {sync_line(config, grid.dp, count)}")
     log.say(f"time to initialize megatron (seconds): {seconds:.1f}")
 
 
@@ -151,6 +153,29 @@ def pipeline_line(run: Run) -> str:
         f"pipeline schedule {parallel.schedule} with {count} micro-batches, layers of each stage: "
         f"{' '.join(map(str, counts))}; bubble {idle:.3f} if stages were equal"
     )
+
+
+def sync_line(config: Config, dp: int, parameters: int) -> str:
+    """How late data-parallel ranks learn of each other, and how much one of them sends: a ring of n ranks sends
+    2 (n - 1) / n times what it sums."""
+    sync = config.sync
+    if sync.mode == "delayed":
+        return (
+            f"gradients are applied {counted(sync.delay, 'iteration')} late, and may travel over data-parallel ranks "
+            f"as long; the first {sync.delay} change no weight, and the last {sync.delay} gradients are not used"
+        )
+    megabytes = 2 * (dp - 1) / dp * parameters * (8 if config.train.precision == "fp64" else 4) / 1e6
+    in_fragments = f" in {sync.fragments} fragments" if sync.fragments > 1 else ""
+    under_way = f", under way for {counted(sync.delay, 'iteration')}" if sync.delay else ""
+    return (
+        f"{sync.mode}, an outer step every {counted(sync.interval, 'iteration')}{in_fragments}{under_way}; what a rank "
+        f"learns reaches the others at most {counted(sync.interval + sync.delay, 'iteration')} later; "
+        f"{megabytes / sync.interval:,.1f} MB a step over data-parallel ranks instead of {megabytes:,.1f}"
+    )
+
+
+def counted(count: int, noun: str) -> str:
+    return f"{count} {noun}{'s' * (count != 1)}"
 
 
 def write_config(config: Config) -> None:

@@ -44,7 +44,10 @@ def train_step(run: Run, microbatches: list[Batch]) -> StepReport:
     lr = learning_rate(run.config.optim, run.state.optimizer_steps, run.config.train.iterations)
     loss_scale = run.optimizer.scaler.scale
     run.ddp.zero_grad()
-    loss_sum = forward_backward(run, microbatches, loss_grad=loss_scale / target_tokens)
+    # A rank that steps on its own takes its share of the batch for the whole: the mean over ranks of such gradients is
+    # that of the batch.
+    shares = run.ctx.dp.size if run.config.sync.is_local else 1
+    loss_sum = forward_backward(run, microbatches, loss_grad=shares * loss_scale / target_tokens)
     with recorded(run, "finalize_grads"):
         finalize_grads(run.ddp, run.table, run.ctx)
     with recorded(run, "optimizer"):
