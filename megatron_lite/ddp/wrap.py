@@ -12,7 +12,7 @@ from megatron_lite.ddp.local import LocalDDP
 from megatron_lite.ddp.sharded import ShardedDDP
 from megatron_lite.ddp.torch_ddp import TorchDDP
 from megatron_lite.errors import TrainingError
-from megatron_lite.parallel.context import ParallelContext, solo
+from megatron_lite.parallel.context import ParallelContext, apart, solo
 from megatron_lite.parallel.shard import ParamTable
 
 
@@ -32,16 +32,19 @@ def wrap_ddp(
     """
     _check_every_parameter_is_trained(chunks, params, table)
     parallel, sync = config.parallel, config.sync
-    # Between two outer steps every rank of dp trains on its own.
-    dp = solo("dp") if sync.mode in ("local_sgd", "diloco") else ctx.dp
+    dp = ctx.dp
+    if sync.is_local:
+        dp = solo("dp")  # between two meetings every rank trains on its own
+    elif sync.delay:
+        dp = apart(dp, config.train.comm_timeout)
     common = {"bucket_mb": parallel.bucket_mb, "grad_dtype": grad_dtype}
     if parallel.ddp == "torch" and dp.size > 1:
         return TorchDDP(chunks, params, dp, **common)
+    if parallel.ddp == "fsdp" and dp.size > 1:
+        return FullyShardedDDP(chunks, params, dp, grad_dtype=grad_dtype)
     if config.optim.distributed and dp.size > 1:
         return ShardedDDP(chunks, params, table, dp, **common)
     return LocalDDP(chunks, params, table, dp, **common, delay=sync.delay if sync.mode == "delayed" else 0)
-    if parallel.ddp == "fsdp" and dp.size > 1:
-        return FullyShardedDDP(chunks, params, dp, grad_dtype=grad_dtype)
 
 
 def _check_every_parameter_is_trained(

@@ -10,8 +10,9 @@ from megatron_lite.ddp.wrap import wrap_ddp
 from megatron_lite.errors import TrainingError
 from megatron_lite.model.build import get_model, named_params, param_table
 from megatron_lite.optim.mixed_precision import MixedPrecisionOptimizer
+from megatron_lite.optim.outer import OuterOptimizer
 from megatron_lite.optim.scaler import build_scaler
-from megatron_lite.parallel.context import ParallelContext
+from megatron_lite.parallel.context import ParallelContext, apart
 from megatron_lite.parallel.random import RngTracker
 from megatron_lite.pipeline.engine import PipelineEngine
 from megatron_lite.training.checkpointing import load_newest
@@ -40,9 +41,12 @@ def setup_model_and_optimizer(
     start_alike(params, table, ctx)
     grad_dtype = torch.float64 if dtype == torch.float64 else torch.float32
     ddp = wrap_ddp(config, model, params, table, ctx, grad_dtype=grad_dtype)
-    scaler = build_scaler(config.optim, config.train.precision)
     params = named_params(model)  # parallel.ddp: fsdp has replaced them
+    scaler = build_scaler(config.optim, config.train.precision)
     optimizer = MixedPrecisionOptimizer(table, ddp, scaler, config.optim, ctx)
+    if config.sync.is_local:
+        dp = apart(ctx.dp, config.train.comm_timeout) if config.sync.delay else ctx.dp
+        optimizer = OuterOptimizer(optimizer, params, table, config.sync, dp, bucket_mb=config.parallel.bucket_mb)
     engine = PipelineEngine(ctx, num_chunks=len(model), timeout_seconds=config.train.comm_timeout)
     run = Run(config, ctx, rng, model, params, table, ddp, optimizer, engine)
     load_newest(run)
