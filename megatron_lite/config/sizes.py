@@ -1,6 +1,6 @@
-"""How many parameters a model has, by arithmetic on its config."""
+"""How many parameters a model has, and how many bytes each takes while it is trained, by arithmetic on the config."""
 
-from megatron_lite.config.schema import ModelConfig
+from megatron_lite.config.schema import Config, ModelConfig
 
 
 def num_parameters(model: ModelConfig) -> int:
@@ -31,3 +31,24 @@ def block_parameters(model: ModelConfig) -> int:
 
 def _norm_parameters(model: ModelConfig) -> int:
     return model.hidden_size * (2 if model.norm == "layernorm" else 1)
+
+
+def state_bytes(config: Config, dp: int) -> dict[str, float]:
+    """Bytes that one of a rank's parameters takes with `dp` data-parallel ranks: weight, gradient, optimizer.
+
+    The optimizer has two moments, and masters where the weights are of 16 bits: 2 + 4 + 12 is Megatron-LM's 18.
+    Source: Rajbhandari et al., ZeRO, arXiv 1910.02054, section 3.1, with gradients in fp32.
+    """
+    precision, ddp = config.train.precision, config.parallel.ddp
+    low = precision in ("bf16", "fp16")
+    wide = 8 if precision == "fp64" else 4
+    weight, gradient, optimizer = (2 if low else wide), wide, (3 if low else 2) * wide
+    if dp == 1 and ddp != "deepspeed":
+        return {"parameters": weight, "gradients": gradient, "optimizer": optimizer}
+    if ddp == "fsdp":  # the shared-out weights are the masters
+        return {"parameters": wide / dp, "gradients": wide / dp, "optimizer": 2 * wide / dp}
+    if ddp == "torch" and low:  # its buckets are of 16 bits, their sums are not
+        gradient += 2
+    if config.optim.distributed:
+        optimizer /= dp
+    return {"parameters": weight, "gradients": gradient, "optimizer": optimizer}

@@ -121,7 +121,7 @@ class TorchDDP(DataParallel):
             name = self._names[parameter]  # type: ignore[index]
             main_grad = total.as_strided(grad.shape, grad.stride(), grad.storage_offset() + moved)
             if name in self._earlier:
-                main_grad.add_(self._earlier[name])
+                main_grad.add_(self._earlier.pop(name))
             self.main_grads[name] = main_grad
         work = dist.all_reduce(total, group=self._dp.pg, async_op=True)
         assert work is not None

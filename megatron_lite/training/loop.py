@@ -9,6 +9,7 @@ from megatron_lite.errors import StoppedEarly, TrainingError
 from megatron_lite.training.checkpointing import save_run
 from megatron_lite.training.evaluate import evaluate, loader
 from megatron_lite.training.logs import RunLog
+from megatron_lite.training.memory import memory_line
 from megatron_lite.training.run import Run
 from megatron_lite.training.signals import StopRequest
 from megatron_lite.training.state import global_batch_size, num_microbatches
@@ -30,6 +31,7 @@ def train(
     Raises StoppedEarly, after saving, when a rank was asked to stop, and TrainingError when numbers went bad.
     """
     config, state = run.config, run.state
+    first = state.iteration + 1
     traced = min(state.iteration + TRACED_ITERATION, config.train.iterations) if config.log.trace else 0
     with StopRequest() as stop, loader(run, train_set, eod) as batches:
         while state.iteration < config.train.iterations:
@@ -40,6 +42,8 @@ def train(
             is_traced = state.iteration + 1 == traced
             report = traced_step(run, portion, log.say) if is_traced else train_step(run, portion)
             log.iteration(state, report, samples, time.perf_counter() - started)
+            if state.iteration == first:  # by now everything that stays has been made
+                log.say(f" > {memory_line(run)}")
             refuse_bad_numbers(run, report)
             last = state.iteration == config.train.iterations
             if valid_set is not None and not last and due(state.iteration, config.train.eval_interval):

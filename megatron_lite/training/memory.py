@@ -1,0 +1,26 @@
+"""What the training state takes on a rank: counted from live tensors, beside what arithmetic expects."""
+
+from math import prod
+
+import torch
+
+from megatron_lite.config.sizes import state_bytes
+from megatron_lite.parallel.collectives import all_reduce
+from megatron_lite.training.run import Run
+
+
+def memory_line(run: Run) -> str:
+    """Bytes of parameters, gradients and optimizer on this rank, after a step, and on the rank that holds most.
+
+    Communicates: one number over the world.
+    """
+    held = run.optimizer.bytes_held()
+    count = sum(prod(meta.shard.local_shape(meta.shape, run.ctx.tp.size)) for meta in run.table.values())
+    total = sum(held.values())
+    most = all_reduce(torch.tensor(float(total), dtype=torch.float64, device=run.ctx.device), run.ctx.world, "max")
+    expected = state_bytes(run.config, run.ctx.dp.size)
+    parts = ", ".join(f"{what} {size / 1e6:,.1f} MB" for what, size in held.items() if size)
+    return (
+        f"memory of rank {run.ctx.rank}: {parts}; {total / count:.2f} bytes for each of its {count:,} parameters, "
+        f"{sum(expected.values()):.2f} expected; at most {most.item() / 1e6:,.1f} MB on a rank"
+    )

@@ -1,0 +1,89 @@
+"""What the training state takes: tensors alive in the process after a step, beside the formulas."""
+
+import gc
+import re
+
+import pytest
+import torch
+
+from megatron_lite.config.sizes import state_bytes
+from megatron_lite.training.initialize import finalize_megatron, initialize_megatron
+from megatron_lite.training.memory import memory_line
+from megatron_lite.training.setup import setup_model_and_optimizer
+from megatron_lite.training.step import train_step
+from tests.e2e.tiny import portion, tiny_config
+
+# Large enough that a batch, and what pads buckets, are small beside it.
+SIZES = {"hidden_size": 128, "num_layers": 4, "num_heads": 4, "vocab_size": 2000, "ffn_hidden_size": 501}
+
+
+def alive() -> dict[int, int]:
+    """Bytes of every storage that some tensor refers to, by address."""
+    gc.collect()
+    tensors = [found for found in gc.get_objects() if isinstance(found, torch.Tensor)]
+    return {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
+
+
+def measure(**changes) -> dict:
+    config = tiny_config("gpt", **{f"model__{name}": size for name, size in SIZES.items()}, **changes)
+    ctx, rng = initialize_megatron(config)
+    before = alive()
+    run = setup_model_and_optimizer(config, ctx, rng)
+    train_step(run, portion(run))
+    held, line = run.optimizer.bytes_held(), memory_line(run)
+    result = {
+        "parameters": sum(parameter.numel() for parameter in run.params.values()),
+        "held": held,
+        "alive": sum(size for address, size in alive().items() if address not in before),
+        "expected": state_bytes(config, ctx.dp.size),
+        "line": line,
+    }
+    finalize_megatron()
+    return result
+
+
+ENGINES = {
+    "local": {"parallel__ddp": "local"},
+    "torch": {"parallel__ddp": "torch"},
+    "distributed": {"optim__distributed": "true"},
+}
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("engine", ENGINES)
+def test_live_tensors_take_the_bytes_of_the_formula(ranks, engine, size, precision):
+    """A second copy of anything, kept alive somewhere, would take the memory that sharing out has saved.
+
+    2%: padding to whole shares, the vectors of a step that gradients pass through, counters.
+    """
+    changes = ENGINES[engine] | {
+        "train__precision": precision,
+        "train__global_batch_size": 4,
+        "train__micro_batch_size": 1,
+    }
+    for got in ranks(size, measure, **changes):
+        assert got["held"].keys() == got["expected"].keys()
+        for what, size_each in got["expected"].items():
+            assert got["held"][what] == pytest.approx(size_each * got["parameters"], rel=0.02), what
+        assert got["alive"] == pytest.approx(sum(got["expected"].values()) * got["parameters"], rel=0.02)
+
+
+def test_the_formulas_are_those_of_the_papers(ranks):
+    """18 bytes a parameter, 6 + 12/d with the distributed optimizer (Megatron-LM), whatever the code computes."""
+    for dp in (2, 4, 8):
+        config = tiny_config("gpt", train__precision="bf16")
+        assert sum(state_bytes(config, dp).values()) == 18
+        config = tiny_config("gpt", train__precision="bf16", optim__distributed="true")
+        assert sum(state_bytes(config, dp).values()) == 6 + 12 / dp
+
+
+def test_the_line_at_the_start_says_what_is_held_and_what_was_expected(ranks):
+    got = ranks(2, measure, optim__distributed="true", train__precision="bf16")[0]
+    held = {what: f"{size / 1e6:,.1f} MB" for what, size in got["held"].items()}
+    assert re.fullmatch(
+        rf"memory of rank 0: parameters {held['parameters']}, gradients {held['gradients']}, optimizer "
+        rf"{held['optimizer']}; 12\.0\d bytes for each of its {got['parameters']:,} parameters, 12\.00 expected; at most "
+        rf"{sum(got['held'].values()) / 1e6:,.1f} MB on a rank",
+        got["line"],
+    )
