@@ -12,6 +12,7 @@ from megatron_lite.model.embedding import Embedding
 from megatron_lite.parallel import collectives
 from megatron_lite.parallel.context import solo
 from tests.model_runs import context, layer_options, tiny
+from tests.unit.test_model_recompute import kept_bytes
 
 S, B, H, TP = 16, 3, 32, 2
 
@@ -85,3 +86,20 @@ def test_a_block_sends_the_bytes_of_four_all_reduces_and_two_gathers_more(ranks)
         assert elements == {"reduce-scatter": 4 * S * B * H, "all-gather": (4 + 2) * S * B * H}
         again = share * 2 * S * B * H
         assert share * (elements["reduce-scatter"] + elements["all-gather"]) == wire + again
+
+
+def kept_on_two_ranks():
+    ctx = context(TP)
+    common = {"tp": ctx.tp, "selective_recompute": True}
+    return kept_bytes(ctx, **common), kept_bytes(ctx, **common, sequence=ctx.tp)
+
+
+def test_a_rank_keeps_its_share_of_all_that_a_block_keeps(ranks):
+    """Korthikanti et al., table 2, with selective recomputation: 10 + 24/t bytes, and 34/t under sequence parallelism.
+
+    Here the 10 are 12 and a statistic of each norm, as `test_a_block_keeps_what_the_paper_counts` explains.
+    """
+    alone = kept_bytes(selective_recompute=True)
+    for split, sequence in ranks(TP, kept_on_two_ranks):
+        assert split == alone - 24 + 24 / TP
+        assert sequence == alone / TP

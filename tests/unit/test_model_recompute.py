@@ -133,10 +133,11 @@ def test_core_attention_runs_as_often_as_the_choice_says(recompute):
 S, B, H, HEADS = 64, 2, 64, 4
 
 
-def kept_bytes(**options):
-    """Bytes that one block keeps for backward beside its parameters, in units of s * b * h."""
+def kept_bytes(ctx=None, **options):
+    """Bytes that one block keeps for backward beside its parameters, in units of s * b * h of the whole sequence."""
     config = tiny(hidden_size=H, num_heads=HEADS, max_position_embeddings=S, attention="math", **DROPOUT)
-    block = TransformerBlock(config.model, layer_options(torch.bfloat16, **options), place=0)
+    common = layer_options(torch.bfloat16, ctx, **options)
+    block = TransformerBlock(config.model, common, place=0)
     parameters = {parameter.untyped_storage().data_ptr() for parameter in block.parameters()}
     kept = {}
 
@@ -144,7 +145,7 @@ def kept_bytes(**options):
         kept.setdefault(x.untyped_storage().data_ptr(), x)
         return x
 
-    x = torch.randn(S, B, H, dtype=torch.bfloat16, requires_grad=True)
+    x = torch.randn(S // common.sequence.size, B, H, dtype=torch.bfloat16, requires_grad=True)
     with saved_tensors_hooks(keep, lambda x: x):
         y = block(x)
     assert y.requires_grad

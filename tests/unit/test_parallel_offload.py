@@ -10,7 +10,7 @@ from megatron_lite.parallel.weight_grads import deferred, split_backward
 from tests.model_runs import layer_options, tiny
 
 
-def gradients(*, halves=False, meddle=lambda block, x: None, **options):
+def gradients(*, halves=False, meddle=lambda resident, x: None, **options):
     """Of a block with dropout; `meddle` is called between forward and backward."""
     torch.manual_seed(0)
     config = tiny(hidden_dropout=0.1, attention_dropout=0.1, position="rotary").model
@@ -21,7 +21,7 @@ def gradients(*, halves=False, meddle=lambda block, x: None, **options):
     angles = torch.randn(7, 1, 1, 4).cos(), torch.randn(7, 1, 1, 4).sin()
     with split_backward(halves):
         y = block(x, rotary=angles)
-    meddle(block, x)
+    meddle([*block.parameters(), *angles], x)
     with deferred() as jobs:
         y.backward(torch.randn(y.shape))
     for job in jobs.values():
@@ -40,20 +40,20 @@ def test_gradients_are_those_of_a_block_that_kept_everything_to_the_bit(selectiv
     assert same(gradients(offload_activations=True, **common), gradients(**common))
 
 
-def double_weights(block, x):
-    for parameter in block.parameters():
-        parameter.data.mul_(2)
+def double(resident, x):
+    for tensor in resident:
+        tensor.data.mul_(2)
 
 
-def double_weights_and_lose_the_input(block, x):
-    double_weights(block, x)
+def double_and_lose_the_input(resident, x):
+    double(resident, x)
     x.data.zero_()
 
 
-def test_activations_are_copied_and_weights_are_not():
-    """`.data` goes past autograd's check: a weight kept by reference is the new one in backward, a copy the old one."""
-    got = gradients(offload_activations=True, meddle=double_weights_and_lose_the_input)
-    assert same(got, gradients(meddle=double_weights))
+def test_activations_are_copied_and_weights_and_the_rotary_table_are_not():
+    """`.data` goes past autograd's check: what is kept by reference is the new one in backward, a copy the old one."""
+    got = gradients(offload_activations=True, meddle=double_and_lose_the_input)
+    assert same(got, gradients(meddle=double))
     assert not same(got, gradients())
 
 
