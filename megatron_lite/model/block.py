@@ -1,15 +1,17 @@
 """One transformer block: norm, attention, add, norm, MLP, add.
 
-What it keeps between forward and backward is a choice, `recompute`. In bytes for each of the s*b*h numbers of its
+What it keeps between forward and backward is a choice, `train.recompute`. In bytes for each of the s*b*h numbers of its
 16-bit input, at tp 1, with f = 4h and n heads (Korthikanti et al., arXiv 2205.05198, table 2):
 
     none        34 + 5 n s / h   everything that backward reads
     selective   34               not the scores: core attention runs again, 2.7% more work at the sizes of GPT-3
     full        2                its input (and a query input): the whole forward runs again, a third more work
+    full:n                       full in the first n blocks of a pipeline stage, none in the others
 
 A fused attention kernel stores no scores either; with it, selective saves little. Where backward is split, the inputs
-of linear layers come back for W: between I and W a block keeps them whatever was chosen. With sequence parallelism all
-of the above is divided by tp; without it, 10 of the 34 bytes are on every rank (equations 2 and 4).
+of linear layers come back for W: between I and W a block keeps them whatever was chosen. Sequence
+parallelism divides all of it by tp; without, 10 of the 34 bytes are on every rank. With `train.offload_activations`
+what is kept waits in the host's memory.
 """
 
 from contextlib import nullcontext

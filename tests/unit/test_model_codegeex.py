@@ -5,7 +5,15 @@ import torch.nn.functional as F
 from torch.testing import assert_close
 
 from megatron_lite.model.codegeex import TopQueryEmbeddings
-from tests.model_runs import assert_grads_close, layer_options, loss_weights, random_tokens, random_weights, run_model, tiny
+from tests.model_runs import (
+    assert_grads_close,
+    layer_options,
+    loss_weights,
+    random_tokens,
+    random_weights,
+    run_model,
+    tiny,
+)
 
 CODEGEEX = {"activation": "quick_gelu", "top_query_layer": True, "mlp_dropout": False}
 
