@@ -14,7 +14,7 @@ from megatron_lite.training.step import train_step
 from tests.e2e.tiny import portion, tiny_config
 
 # Large enough that a batch, and what pads buckets, are small beside it.
-SIZES = {"hidden_size": 128, "num_layers": 4, "num_heads": 4, "vocab_size": 2000, "ffn_hidden_size": 501}
+SIZES = {"hidden_size": 128, "num_layers": 4, "num_heads": 4, "vocab_size": 2000, "ffn_hidden_size": 500}
 
 
 def alive() -> dict[int, int]:
