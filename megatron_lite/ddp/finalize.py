@@ -25,6 +25,8 @@ def finalize_grads(ddp: DataParallel, table: ParamTable, ctx: ParallelContext) -
     of the tied embedding's gradient, [v/tp, h], over embd.
     """
     ddp.finish_grad_sync()
+    if not ddp.has_grads:
+        return
     partial = [grad for name, grad in ddp.main_grads.items() if table[name].sequence_parallel]
     if partial and ctx.tp.size > 1:
         total = all_reduce(torch.cat([grad.flatten() for grad in partial]), ctx.tp)

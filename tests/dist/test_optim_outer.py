@@ -1,0 +1,221 @@
+"""Data-parallel ranks that meet seldom or late: against one process that does the same on whole tensors."""
+
+from collections import deque
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_lite.config.schema import Config
+from megatron_lite.data.samplers import microbatch_indices
+from megatron_lite.model.build import named_params, param_table
+from megatron_lite.optim.lr import learning_rate
+from megatron_lite.optim.outer import OuterOptimizer, common_model, fragment_of
+from megatron_lite.optim.param_groups import decay_groups
+from megatron_lite.parallel.collectives import all_gather
+from megatron_lite.parallel.context import ParallelContext, apart
+from megatron_lite.parallel.random import RngTracker
+from megatron_lite.training.evaluate import evaluate
+from megatron_lite.training.initialize import DTYPES, finalize_megatron, initialize_megatron
+from megatron_lite.training.run import Run
+from megatron_lite.training.setup import setup_model_and_optimizer
+from megatron_lite.training.step import StepReport, train_step
+from tests.e2e.tiny import gather, model_with_biases, portion, sample, tiny_config
+
+# AdamW without moments and with an eps beside which the gradient vanishes is SGD with rate lr / eps.
+PLAIN_SGD = {
+    "optim__beta1": 0.0,
+    "optim__beta2": 0.0,
+    "optim__eps": 1e14,
+    "optim__lr": 0.2 * 1e14,
+    "optim__weight_decay": 0.0,
+    "optim__clip_grad": 0.0,
+}
+PRECISE = {"train__precision": "fp64", "optim__eps": 1e-3}  # the usual eps would blow rounding up where gradients are 0
+BATCH = 8
+ITERATIONS = 12
+
+
+def config_of(**changes: Any) -> Config:
+    changes = {"train__iterations": ITERATIONS, "train__micro_batch_size": 2, "train__debug": True} | changes
+    return tiny_config("gpt", **changes)
+
+
+def set_up(config: Config) -> Run:
+    ctx, rng = initialize_megatron(config)
+    return setup_model_and_optimizer(config, ctx, rng, model_with_biases)
+
+
+def train(**changes: Any) -> dict[str, Any]:
+    """Losses, and the whole weights of the common model; all ranks of dp have the same one, to the bit, throughout.
+
+    `train.debug` compares the copies of the tied embedding that each rank trains.
+    """
+    run = set_up(config_of(**changes))
+    reports: list[StepReport] = []
+    for _ in range(run.config.train.iterations):
+        reports.append(train_step(run, portion(run)))
+        for name, held in run.optimizer.weights().items():
+            copies = all_gather(held.values[None], run.ctx.dp, dim=0)
+            assert all(torch.equal(copy, copies[0]) for copy in copies), name
+    weights = gather(run)
+    finalize_megatron()
+    return {"loss": torch.tensor([report.loss for report in reports], dtype=torch.float64), "weights": weights}
+
+
+def assert_same_training(found: dict[str, Any], expected: dict[str, Any], tolerance: float) -> None:
+    torch.testing.assert_close(found["loss"], expected["loss"], rtol=tolerance, atol=0.0)
+    assert expected["weights"].keys() == found["weights"].keys()
+    for name, weight in expected["weights"].items():
+        assert (found["weights"][name] - weight).abs().max() <= tolerance * weight.abs().max(), name
+
+
+class Replica:
+    """One rank's model, whole, with torch's own AdamW."""
+
+    def __init__(self, config: Config, ctx: ParallelContext, rng: RngTracker):
+        self.config = config
+        chunks = model_with_biases(config, ctx, rng, dtype=DTYPES[config.train.precision])
+        self.model, self.params = chunks[0], named_params(chunks)
+        optim = config.optim
+        groups = decay_groups(dict(self.params), param_table(chunks), optim.weight_decay)
+        self.adam = torch.optim.AdamW(groups, betas=(optim.beta1, optim.beta2), eps=optim.eps, foreach=False)
+        self.steps = 0
+
+    def loss_sum(self, numbers: list[int]) -> Tensor:
+        """Sum of the token losses of these samples."""
+        data = [sample(number, self.config.data.seq_length, self.config.model.vocab_size) for number in numbers]
+        tokens, mask = torch.stack([tokens for tokens, _ in data]), torch.stack([mask for _, mask in data])
+        return (self.model(tokens[:, :-1], tokens[:, 1:]) * mask.t()).sum()
+
+    def gradient(self, loss: Tensor) -> list[Tensor]:
+        return list(torch.autograd.grad(loss, list(self.params.values())))
+
+    def apply(self, grads: list[Tensor]) -> None:
+        for parameter, grad in zip(self.params.values(), grads, strict=True):
+            parameter.grad = grad
+        torch.nn.utils.clip_grad_norm_(self.params.values(), self.config.optim.clip_grad)
+        for group in self.adam.param_groups:
+            group["lr"] = learning_rate(self.config.optim, self.steps, self.config.train.iterations)
+        self.adam.step()
+        self.steps += 1
+
+
+def samples_of(iteration: int, dp: int) -> list[list[int]]:
+    """The samples of each rank."""
+    first, count = (iteration - 1) * BATCH, BATCH // 2 // dp
+    return [sum(microbatch_indices(first, count, 2, rank, dp), []) for rank in range(dp)]
+
+
+def target_tokens(config: Config, numbers: list[list[int]]) -> float:
+    masks = [sample(number, config.data.seq_length, config.model.vocab_size)[1] for share in numbers for number in share]
+    return float(torch.stack(masks).sum())
+
+
+def simulate_outer(dp: int, **changes: Any) -> dict[str, Any]:
+    """Streaming DiLoCo in one process, with torch's SGD as the outer optimizer."""
+    config = config_of(**changes)
+    ctx, rng = initialize_megatron(config)
+    sync = config.sync
+    replicas = [Replica(config, ctx, rng) for _ in range(dp)]
+    common = {name: parameter.detach().clone() for name, parameter in replicas[0].params.items()}
+    lr, momentum, nesterov = (
+        (1.0, 0.0, False) if sync.mode == "local_sgd" else (sync.outer_lr, sync.outer_momentum, sync.outer_nesterov)
+    )
+    outer = torch.optim.SGD(common.values(), lr=lr, momentum=momentum, nesterov=nesterov, foreach=False)
+    drift: dict[str, Tensor] = {}
+    losses = []
+    for iteration in range(1, config.train.iterations + 1):
+        numbers = samples_of(iteration, dp)
+        tokens = target_tokens(config, numbers)
+        sums = [replica.loss_sum(share) for replica, share in zip(replicas, numbers, strict=True)]
+        losses.append(sum(sums).item() / tokens)
+        for replica, loss in zip(replicas, sums, strict=True):
+            replica.apply(replica.gradient(dp * loss / tokens))
+        with torch.no_grad():
+            for name, shared in common.items():
+                meets = sync.interval // sync.fragments * (1 + fragment_of(name, sync.fragments))
+                if (iteration + sync.delay - meets) % sync.interval == 0:
+                    drift[name] = shared - sum(replica.params[name] for replica in replicas) / dp
+                shared.grad = drift[name] if (iteration - meets) % sync.interval == 0 else None
+            outer.step()
+            for name, shared in common.items():
+                if shared.grad is not None:
+                    for parameter in (replica.params[name] for replica in replicas):
+                        kept = sync.mix * parameter if sync.delay else 0.0
+                        parameter.copy_(kept + (1.0 - sync.mix if sync.delay else 1.0) * shared)
+    finalize_megatron()
+    return {"loss": torch.tensor(losses, dtype=torch.float64), "weights": common}
+
+
+def simulate_delayed(**changes: Any) -> dict[str, Any]:
+    """In one process: every gradient waits as many iterations as the delay says."""
+    config = config_of(**changes)
+    ctx, rng = initialize_megatron(config)
+    alone = Replica(config, ctx, rng)
+    waiting: deque[list[Tensor]] = deque()
+    losses = []
+    for iteration in range(1, config.train.iterations + 1):
+        numbers = samples_of(iteration, 1)
+        loss = alone.loss_sum(numbers[0]) / target_tokens(config, numbers)
+        losses.append(loss.item())
+        waiting.append(alone.gradient(loss))
+        if len(waiting) > config.sync.delay:
+            alone.apply(waiting.popleft())
+    finalize_megatron()
+    weights = {name: parameter.detach() for name, parameter in alone.params.items()}
+    return {"loss": torch.tensor(losses, dtype=torch.float64), "weights": weights}
+
+
+LAYOUTS = [(2, {}), (4, {}), (4, {"parallel__pipeline": 2}), (4, {"parallel__tensor": 2})]
+
+
+@pytest.mark.parametrize(("precision", "tolerance"), [("fp64", 1e-12), ("fp32", 1e-6)])
+@pytest.mark.parametrize(("size", "layout"), LAYOUTS)
+def test_a_meeting_after_every_plain_step_is_training_with_summed_gradients(ranks, size, layout, precision, tolerance):
+    """Each rank weighs its share as the whole batch: with unequal masks, a mean over its own tokens would differ."""
+    changes = PLAIN_SGD | layout | {"train__precision": precision, "train__iterations": 4}
+    meeting = {"sync__mode": "diloco", "sync__interval": 1, "sync__outer_lr": 1.0, "sync__outer_momentum": 0.0}
+    found = ranks(size, train, **changes, **meeting)[0]
+    expected = ranks(size, train, **changes)[0]
+    assert expected["loss"][-1] < expected["loss"][0] - 0.05
+    assert_same_training(found, expected, tolerance)
+
+
+STREAMING = {"sync__mode": "diloco", "sync__interval": 4, "sync__fragments": 2, "sync__delay": 1}
+SEQUENCE = {"parallel__tensor": 2, "parallel__sequence": True}
+
+
+@pytest.mark.parametrize(
+    ("size", "dp", "changes"),
+    [
+        (2, 2, {"sync__mode": "local_sgd", "sync__interval": 3}),
+        (4, 2, STREAMING | {"parallel__pipeline": 2}),  # the first stage has nothing of the second fragment
+        (4, 4, {"sync__mode": "diloco", "sync__interval": 2, "sync__delay": 1, "sync__mix": 0.2}),
+        (
+            4,
+            2,
+            SEQUENCE | STREAMING | {"sync__delay": 0, "sync__outer_nesterov": False, "sync__outer_momentum": 0.5},
+        ),
+    ],
+)
+def test_ranks_that_step_on_their_own_do_what_one_process_simulates(ranks, size, dp, changes):
+    """Meetings, delay, momentum, mixing, clipping by each rank's own norm: exact but for the order of sums."""
+    expected = simulate_outer(dp, **PRECISE, **{key: value for key, value in changes.items() if "parallel" not in key})
+    found = ranks(size, train, **PRECISE, **changes)[0]
+    assert_same_training(found, expected, 1e-12)
+
+
+@pytest.mark.parametrize("layout", [{"parallel__pipeline": 2}, SEQUENCE])
+@pytest.mark.parametrize("delay", [1, 2])
+def test_a_delayed_step_applies_the_gradient_of_steps_before(ranks, layout, delay):
+    """The embedding's and the norms' gradients are summed over stages and sequence parts once, when they are used."""
+    changes = PRECISE | {"sync__mode": "delayed", "sync__delay": delay, "train__iterations": 6}
+    assert_same_training(ranks(4, train, **changes, **layout)[0], simulate_delayed(**changes), 1e-12)
+
+
+def test_a_delay_of_nothing_is_no_delay(ranks):
+    expected, found = ranks(2, train)[0], ranks(2, train, sync__mode="delayed", sync__delay=0)[0]
+    assert_same_training(found, expected, 0.0)
