@@ -1,13 +1,18 @@
 """A run that was stopped and started again is the run that was never stopped, to the bit."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
+from safetensors.torch import load_file
 
+from megatron_lite.checkpoint.layout import read_layout
 from megatron_lite.data.blended import Splits
+from megatron_lite.errors import CheckpointError
 from megatron_lite.training.pretrain import pretrain
 from megatron_lite.training.run import Run
 from tests.e2e.tiny import sample, tiny_config
@@ -74,6 +79,31 @@ CASES = {
         {"train__precision": "fp16", "parallel__pipeline": 2, "parallel__tensor": 2} | OVERFLOWING,
     ),
     "fp32 pp 2 dp 2 zb-h1": (4, {"parallel__pipeline": 2, "parallel__schedule": "zb-h1"}),
+    "bf16 dp 2 distributed": (2, {"train__precision": "bf16", "optim__distributed": "true"}),
+    "fp16 pp 2 dp 2 distributed, after skipped steps": (
+        4,
+        {"train__precision": "fp16", "parallel__pipeline": 2, "optim__distributed": "true"} | OVERFLOWING,
+    ),
+    "bf16 tp 2 dp 2 fsdp, sequence parallel": (
+        4,
+        {"train__precision": "bf16", "parallel__tensor": 2, "parallel__sequence": "true", "parallel__ddp": "fsdp"},
+    ),
+    "fp16 dp 2 fsdp, after skipped steps": (
+        2,
+        {"train__precision": "fp16", "parallel__ddp": "fsdp"} | OVERFLOWING,
+    ),
+    "bf16 dp 2 delayed by 2": (2, {"train__precision": "bf16", "sync__mode": "delayed", "sync__delay": 2}),
+    "bf16 pp 2 dp 2 diloco": (
+        4,
+        {
+            "train__precision": "bf16",
+            "parallel__pipeline": 2,
+            "sync__mode": "diloco",
+            "sync__interval": 4,
+            "sync__fragments": 2,
+            "sync__delay": 1,
+        },
+    ),
     "fp32 pp 2 dp 2 torch": (4, {"parallel__pipeline": 2, "parallel__ddp": "torch"}),
 }
 
@@ -125,3 +155,56 @@ def test_a_checkpoint_with_other_layers_in_a_stage_is_refused_by_its_key(ranks, 
     assert f"other layers were in pipeline stage 0. Set {words} as it was; loading into another layout" in str(
         raised.value
     )
+
+
+def weights_of(folder: Path) -> dict[str, torch.Tensor]:
+    """Of the newest checkpoint, by name; tensor-parallel cuts joined."""
+    layout = read_layout(newest := next((folder / "checkpoints").glob("iter_*")))
+    return {
+        name: tensor.shard.join([load_file(newest / p.file)[p.key] for p in tensor.values["weight"].pieces])
+        for name, tensor in layout.tensors.items()
+    }
+
+
+def test_a_warm_start_takes_the_weights_of_a_run_and_nothing_else(ranks, tmp_path):
+    """As one starts from a published model: in another precision, with another optimizer and another engine. The rate
+    of the first step is 0 under warmup, so that one step leaves the weights as they came."""
+    common = {"train__micro_batch_size": 2, "parallel__tensor": 2}
+    ranks(2, run_to_the_end, tmp_path / "source", "gpt", train__iterations=5, **common)
+    source = weights_of(tmp_path / "source")
+    start = {"checkpoint__load_weights": tmp_path / "source", "train__precision": "bf16", "train__iterations": 1}
+    for number, engine in enumerate(({}, {"optim__distributed": "true"}, {"parallel__ddp": "fsdp"})):
+        folder = tmp_path / str(number)
+        ranks(4, run_to_the_end, folder, "gpt", **common, **start, **engine, optim__warmup_iterations=1)
+        assert [row["iteration"] for row in rows(folder)] == [1]
+        if not engine:
+            for name, weight in weights_of(folder).items():
+                assert torch.equal(weight, source[name].bfloat16()), name
+        assert rows(folder)[0]["loss"] == rows(tmp_path / "0")[0]["loss"]
+
+
+def test_a_warm_start_says_so(tmp_path, capsys):
+    run_to_the_end(tmp_path / "source", "gpt", train__iterations=1)
+    run_to_the_end(tmp_path / "run", "gpt", train__iterations=1, checkpoint__load_weights=tmp_path / "source")
+    root = tmp_path / "source" / "checkpoints"
+    assert f" loading weights from {root} at iteration 1; training starts at iteration 0\n" in capsys.readouterr().out
+
+
+def test_a_warm_start_from_nothing_is_refused(tmp_path):
+    with pytest.raises(CheckpointError) as raised:
+        run_to_the_end(tmp_path, "gpt", checkpoint__load_weights=tmp_path / "nowhere")
+    assert str(raised.value) == (
+        f"checkpoint.load_weights is {tmp_path}/nowhere, but there is no checkpoint in {tmp_path}/nowhere/checkpoints"
+    )
+
+
+def test_replicas_of_their_own_cannot_become_more_or_fewer(ranks, tmp_path):
+    """A third replica would have no moments, and a lost one would take what it has learnt with it."""
+    diloco = {"sync__mode": "diloco", "sync__interval": 2, "train__iterations": 2, "train__micro_batch_size": 1}
+    ranks(2, run_to_the_end, tmp_path, "gpt", **diloco)
+    with pytest.raises(RanksFailed) as raised:
+        ranks(4, run_to_the_end, tmp_path, "gpt", **diloco)
+    assert (
+        "each of 2 data-parallel ranks had master of its own, and this run has 4. Start as many processes as then, or "
+        "take the common weights alone with checkpoint.load_weights"
+    ) in re.sub(r"had \w+ of", "had master of", str(raised.value))
