@@ -48,8 +48,8 @@ class FullyShardedDDP(DataParallel):
     ):
         self._chunks = list(chunks)
         self.weight_dtype = _only_dtype(params)
-        first = next(iter(params.values()))
-        mesh = DeviceMesh.from_group(dp.pg, first.device.type)
+        assert dp.pg is not None
+        mesh = DeviceMesh.from_group(dp.pg, next(iter(params.values())).device.type)
         # Inputs keep their dtype: the residual stream may be fp32 where weights are not.
         policy = MixedPrecisionPolicy(self.weight_dtype, grad_dtype, cast_forward_inputs=False)
         for chunk in chunks:
@@ -63,7 +63,7 @@ class FullyShardedDDP(DataParallel):
                 assert isinstance(unit, FSDPModule)
                 unit.set_gradient_divide_factor(1.0)
                 unit.set_force_sum_reduction_for_comms(True)
-                # Before torch 2.10 the first use of a unit would give some shards other memory than `owned` has.
+                # In torch 2.8 the first use of a unit gives short shards other memory; `owned` is to be the last.
                 unit.unshard()
                 unit.reshard()
             chunk.register_forward_hook(_free_root)
@@ -72,8 +72,9 @@ class FullyShardedDDP(DataParallel):
         for name, parameter in self._params.items():
             local = parameter.to_local().detach()
             if local.numel():
-                rows_each = -(-parameter.shape[0] // dp.size)
-                self.owned[name] = Held(local, dp.rank * rows_each * parameter[0].numel(), "shared_out")
+                rows = parameter.shape[0]
+                row_start = dp.rank * -(-rows // dp.size)
+                self.owned[name] = Held(local, row_start * parameter.numel() // rows, "shared_out")
         self.zero_grad()
 
     def module(self, chunk: int) -> nn.Module:
@@ -89,8 +90,8 @@ class FullyShardedDDP(DataParallel):
         absent = [name for name, parameter in self._params.items() if parameter.grad is None]
         if absent:
             raise TrainingError(
-                f"parallel.ddp=fsdp: {len(absent)} of {len(self._params)} parameters got no gradient, among them "
-                f"{absent[0]}; use every parameter in every micro-batch, or parallel.ddp=local, which allows unused ones"
+                f"parallel.ddp=fsdp: {len(absent)} of {len(self._params)} parameters got no gradient, as {absent[0]}; "
+                "use every parameter in every micro-batch, or parallel.ddp=local, which allows unused ones"
             )
         self.main_grads = {name: _local_grad(self._params[name]) for name in self.owned}
 
@@ -144,7 +145,7 @@ def _sharded_params(chunks: Sequence[nn.Module], params: dict[str, nn.Parameter]
     sharded = {name: parameter for chunk in chunks for name, parameter in chunk.named_parameters()}
     if apart := sorted(sharded.keys() ^ params.keys()):
         raise TrainingError(
-            f"parallel.ddp=fsdp: parameter {apart[0]} is shared by modules that are gathered apart, such as two blocks; "
-            "let the module that holds both pass it to them, or use parallel.ddp=local"
+            f"parallel.ddp=fsdp: parameter {apart[0]} is shared by modules that are gathered apart, such as two "
+            "blocks; let the module around them hold it and pass it on, or use parallel.ddp=local"
         )
     return sharded  # type: ignore[return-value]

@@ -41,7 +41,7 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
 
         ctx.save_for_backward(logits, index, elsewhere, local_sum / total)
         ctx.num_valid, ctx.overwrite = num_valid, overwrite
-        return (total.log() - target).view(labels.shape)
+        return total.log().view(labels.shape) - target.view(labels.shape)
 
     @staticmethod
     def backward(ctx, grad: Tensor):  # type: ignore[override]
