@@ -9,9 +9,9 @@ What it keeps between forward and backward is a choice, `train.recompute`. In by
     full:n                       full in the first n blocks of a pipeline stage, none in the others
 
 A fused attention kernel stores no scores either; with it, selective saves little. Where backward is split, the inputs
-of linear layers come back for W: between I and W a block keeps them whatever was chosen. Sequence
-parallelism divides all of it by tp; without, 10 of the 34 bytes are on every rank. With `train.offload_activations`
-what is kept waits in the host's memory.
+of linear layers come back for W: between I and W a block keeps them whatever was chosen. Sequence parallelism divides
+all of it by tp; without, 10 of the 34 bytes are on every rank. With `train.offload_activations` what is kept waits in
+the host's memory.
 """
 
 from contextlib import nullcontext
