@@ -184,10 +184,10 @@ def test_a_warm_start_takes_the_weights_of_a_run_and_nothing_else(ranks, tmp_pat
 
 
 def test_a_warm_start_says_so(tmp_path, capsys):
-    run_to_the_end(tmp_path / "source", "gpt", train__iterations=1)
-    run_to_the_end(tmp_path / "run", "gpt", train__iterations=1, checkpoint__load_weights=tmp_path / "source")
+    run_to_the_end(tmp_path / "source", "gpt", train__iterations=2)
+    run_to_the_end(tmp_path / "run", "gpt", train__iterations=2, checkpoint__load_weights=tmp_path / "source")
     root = tmp_path / "source" / "checkpoints"
-    assert f" loading weights from {root} at iteration 1; training starts at iteration 0\n" in capsys.readouterr().out
+    assert f" loading weights from {root} at iteration 2; training starts at iteration 0\n" in capsys.readouterr().out
 
 
 def test_a_warm_start_from_nothing_is_refused(tmp_path):
