@@ -1,8 +1,10 @@
 """Data-parallel ranks that meet seldom or late: against one process that does the same on whole tensors."""
 
+import math
 from collections import deque
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -12,17 +14,21 @@ from megatron_lite.config.schema import Config
 from megatron_lite.data.samplers import microbatch_indices
 from megatron_lite.model.build import named_params, param_table
 from megatron_lite.optim.lr import learning_rate
+from megatron_lite.optim.mixed_precision import StepOutcome
 from megatron_lite.optim.outer import OuterOptimizer, common_model, fragment_of
 from megatron_lite.optim.param_groups import decay_groups
-from megatron_lite.parallel.collectives import all_gather
+from megatron_lite.parallel.collectives import all_gather, all_reduce_async
 from megatron_lite.parallel.context import ParallelContext, apart
 from megatron_lite.parallel.random import RngTracker
 from megatron_lite.training.evaluate import evaluate
 from megatron_lite.training.initialize import DTYPES, finalize_megatron, initialize_megatron
+from megatron_lite.training.pretrain import sync_line
 from megatron_lite.training.run import Run
 from megatron_lite.training.setup import setup_model_and_optimizer
 from megatron_lite.training.step import StepReport, train_step
+from tests.e2e.test_resume import Counting, run_to_the_end
 from tests.e2e.tiny import gather, model_with_biases, portion, sample, tiny_config
+from tests.ranks import RanksFailed
 
 # AdamW without moments and with an eps beside which the gradient vanishes is SGD with rate lr / eps.
 PLAIN_SGD = {
@@ -106,11 +112,13 @@ class Replica:
 def samples_of(iteration: int, dp: int) -> list[list[int]]:
     """The samples of each rank."""
     first, count = (iteration - 1) * BATCH, BATCH // 2 // dp
-    return [sum(microbatch_indices(first, count, 2, rank, dp), []) for rank in range(dp)]
+    return [[n for numbers in microbatch_indices(first, count, 2, rank, dp) for n in numbers] for rank in range(dp)]
 
 
 def target_tokens(config: Config, numbers: list[list[int]]) -> float:
-    masks = [sample(number, config.data.seq_length, config.model.vocab_size)[1] for share in numbers for number in share]
+    masks = [
+        sample(number, config.data.seq_length, config.model.vocab_size)[1] for share in numbers for number in share
+    ]
     return float(torch.stack(masks).sum())
 
 
@@ -219,3 +227,180 @@ def test_a_delayed_step_applies_the_gradient_of_steps_before(ranks, layout, dela
 def test_a_delay_of_nothing_is_no_delay(ranks):
     expected, found = ranks(2, train)[0], ranks(2, train, sync__mode="delayed", sync__delay=0)[0]
     assert_same_training(found, expected, 0.0)
+
+
+def bytes_summed(iterations: int, **changes: Any) -> tuple[int, int]:
+    """Bytes of gradients or drift that this rank has all-reduced, and of other things, in the largest iteration."""
+    run = set_up(config_of(train__debug=False, **changes))
+    large, small = 0, [0]
+    original = dist.all_reduce
+
+    def counting(x: Tensor, **options: Any) -> object:
+        nonlocal large
+        if x.numel() > 8:
+            large += x.nbytes
+        else:
+            small[-1] += x.nbytes
+        return original(x, **options)
+
+    dist.all_reduce = counting
+    try:
+        for _ in range(iterations):
+            small.append(0)
+            train_step(run, portion(run))
+    finally:
+        dist.all_reduce = original
+    finalize_megatron()
+    return large, max(small)
+
+
+@pytest.mark.parametrize("changes", [STREAMING, {"sync__mode": "local_sgd", "sync__interval": 6}])
+def test_what_travels_falls_to_one_part_in_the_interval(ranks, changes):
+    """Over two intervals; buckets are filled up to multiples of a cache line, which may differ by some percent."""
+    interval = changes["sync__interval"]
+    everything, numbers = ranks(2, bytes_summed, 2 * interval)[0]
+    seldom, others = ranks(2, bytes_summed, 2 * interval, **changes)[0]
+    assert everything / seldom == pytest.approx(interval, rel=0.03)
+    assert others == numbers < 100
+
+
+def ages(**changes: Any) -> list[int]:
+    """At the start of each iteration, how many iterations of the other rank, this one counted in, this rank knows
+    nothing of: the most over all parameters. The first rank's weights say how often it has stepped."""
+    run = set_up(config_of(sync__outer_lr=1.0, sync__outer_momentum=0.0, **changes))
+    optimizer, first = run.optimizer, run.ctx.dp.is_first
+    assert isinstance(optimizer, OuterOptimizer)
+    inner = optimizer._inner
+    found, known = [], dict.fromkeys(inner.masters, 0)
+    for iteration in range(1, 25):
+        found.append(iteration - min(known.values()))
+
+        def step(lr: float, iteration: int = iteration) -> StepOutcome:
+            for master in inner.masters.values():
+                master.detach().fill_(iteration if first else 0.0)
+            return StepOutcome(1.0, skipped=False)
+
+        inner.step = step
+        optimizer.step(0.0)
+        for name, master in inner.masters.items():
+            if not first and master.abs().max() > 0.0:  # a meeting: of its own 0 and the mean of 0 and the first rank's
+                known[name] = round(2.0 * master.flatten()[0].item() / (1.0 - run.config.sync.mix))
+    finalize_megatron()
+    return found
+
+
+@pytest.mark.parametrize(("interval", "fragments", "delay"), [(8, 2, 3), (4, 1, 3), (6, 3, 1)])
+def test_a_rank_learns_of_the_others_as_late_as_announced(ranks, interval, fragments, delay):
+    sync = {"sync__interval": interval, "sync__fragments": fragments, "sync__delay": delay, "sync__mode": "diloco"}
+    found = ranks(2, ages, train__iterations=24, **sync)[1]
+    assert max(found) == max(found[interval + delay :]) == interval + delay
+    announced = sync_line(config_of(train__iterations=24, **sync), dp=2, parameters=1)
+    assert f"reaches the others at most {interval + delay} iterations later" in announced
+
+
+def evaluations(**changes: Any) -> None:
+    """Before the first meeting the common model is the one at the start."""
+    run = set_up(config_of(sync__mode="local_sgd", sync__interval=4, **changes))
+    data = Counting(100, run.config.data.seq_length, run.config.model.vocab_size)
+    at_start = evaluate(run, data, eod=-1)
+    for _ in range(3):
+        train_step(run, portion(run))
+    before = {name: parameter.detach().clone() for name, parameter in run.params.items()}
+    assert evaluate(run, data, eod=-1) == at_start
+    for name, parameter in run.params.items():
+        assert torch.equal(parameter, before[name]), name
+    with common_model(run.optimizer):
+        assert not all(torch.equal(parameter, before[name]) for name, parameter in run.params.items())
+    train_step(run, portion(run))
+    assert evaluate(run, data, eod=-1) != at_start
+    finalize_megatron()
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_an_evaluation_is_of_the_common_model_and_leaves_each_rank_its_own(ranks, precision):
+    ranks(2, evaluations, train__precision=precision, train__eval_iterations=2)
+
+
+def weights_of(**changes: Any) -> dict[str, Tensor]:
+    """The whole weights of a run that has just been set up, as the model has them."""
+    run = set_up(config_of(**changes))
+    weights = gather(run)
+    for name, held in run.optimizer.weights().items():
+        assert torch.equal(held.values, run.params[name])
+    finalize_megatron()
+    return weights
+
+
+def test_another_number_of_ranks_may_take_the_common_model_alone(ranks, tmp_path):
+    """Each rank's moments are its own; nobody could say what a third rank's should be."""
+    changes = {"sync__mode": "local_sgd", "sync__interval": 3, "train__iterations": 3, "train__precision": "bf16"}
+    ranks(2, run_to_the_end, tmp_path, "gpt", train__micro_batch_size=2, **changes)
+    with pytest.raises(RanksFailed) as raised:
+        ranks(1, weights_of, run__dir=str(tmp_path), **changes)
+    assert (
+        "each of 2 data-parallel ranks had exp_avg of its own, and this run has 1. Start as many processes as then, or "
+        "take the common weights alone with checkpoint.load_weights"
+    ) in str(raised.value)
+    with pytest.raises(RanksFailed, match=r"Set sync\.mode \(local_sgd there, every_step here\) as it was"):
+        ranks(2, weights_of, run__dir=str(tmp_path), train__precision="bf16")
+    here = ranks(2, weights_of, run__dir=str(tmp_path), **changes)[0]
+    start = {"run__dir": str(tmp_path / "new"), "checkpoint__load_weights": str(tmp_path)}
+    for size in (1, 4):
+        warm = ranks(size, weights_of, **start, **changes)[0]
+        assert all(torch.equal(warm[name], weight) for name, weight in here.items())
+
+
+def two_orders() -> float:
+    """The second rank comes to the numbers first, the first one to the large sum."""
+    config = config_of()
+    ctx, _ = initialize_megatron(config)
+    other = apart(ctx.dp, config.train.comm_timeout)
+    assert other.ranks == ctx.dp.ranks
+    calls = [(torch.full((10**6,), 2.0), other), (torch.ones(1), ctx.dp)]
+    waits = [all_reduce_async(x, group)[1] for x, group in (calls if ctx.rank == 0 else reversed(calls))]
+    for wait in waits:
+        wait()
+    finalize_megatron()
+    return calls[0][0].max().item() + calls[1][0].item()
+
+
+def test_what_is_apart_waits_for_nothing_else(ranks):
+    """In one communicator the k-th call of a rank meets the k-th of the others."""
+    assert ranks(2, two_orders) == [6.0, 6.0]
+
+
+def learn(**changes: Any) -> float:
+    """The loss on samples never trained on."""
+    run = set_up(config_of(**changes))
+    for _ in range(run.config.train.iterations):
+        train_step(run, portion(run))
+    loss = evaluate(run, Unseen(80, run.config.data.seq_length, run.config.model.vocab_size), eod=-1)
+    finalize_megatron()
+    return loss
+
+
+class Unseen(Counting):
+    def __getitem__(self, number: int) -> np.ndarray:
+        return super().__getitem__(number + 10**6)
+
+
+EASY = {
+    "train__iterations": 160,
+    "train__eval_iterations": 10,
+    "model__vocab_size": 16,
+    "optim__lr": 4e-3,
+    "optim__warmup_iterations": 10,
+}
+
+
+def test_late_and_seldom_meetings_learn_as_well(ranks):
+    """Within 5 % of the loss with every gradient summed, on the same tokens, and far below the start.
+
+    The usual outer momentum remembers ten outer steps and carries on with them: too long for twenty in all.
+    """
+    every_step = ranks(2, learn, **EASY)[0]
+    delayed = ranks(2, learn, **EASY, sync__mode="delayed", sync__delay=1)[0]
+    diloco = ranks(2, learn, **EASY, sync__mode="diloco", sync__interval=8, sync__outer_momentum=0.5)[0]
+    assert every_step < 0.6 * math.log(16)
+    assert delayed < 1.05 * every_step
+    assert diloco < 1.05 * every_step
