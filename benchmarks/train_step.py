@@ -10,20 +10,17 @@ hold their weights in bf16 and have no fp32 masters, which is less work and anot
 
 import argparse
 import contextlib
-import os
 import re
 import statistics
-import time
-import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
-import torch.multiprocessing as mp
+from contest import THREADS, Contestant
 
 SHAPE = {"layers": 6, "hidden": 384, "heads": 6, "vocab": 50304, "sequence": 256, "batch": 8}
 SMALL = {"layers": 2, "hidden": 64, "heads": 4, "vocab": 512, "sequence": 64, "batch": 4}
-THREADS = 2
 
 
 def batch(shape: dict[str, int]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -119,6 +116,8 @@ def megatron_core_gpt(shape: dict[str, int], autocast: bool, dtype: torch.dtype)
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.transformer.transformer_config import TransformerConfig
 
+    torch.distributed.init_process_group("gloo")  # it needs one even alone
+
     class NoTracker:
         def fork(self, name: str = "") -> contextlib.nullcontext:
             return contextlib.nullcontext()
@@ -172,51 +171,6 @@ CONTESTANTS: dict[str, tuple[Callable[..., Callable[[], float]], dict[str, Any]]
 }
 
 
-def serve(name: str, shape: dict[str, int], rank: int, ranks: int, port: int, asked: Any, answers: Any) -> None:
-    """One rank of a contestant; takes a step whenever it is asked, and tells the loss."""
-    warnings.filterwarnings("ignore")
-    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    os.environ.update({key: str(value) for key, value in place.items()})
-    torch.set_num_threads(THREADS // ranks)
-    make, options = CONTESTANTS[name]
-    if make is megatron_core_gpt:  # it needs a process group even alone
-        torch.distributed.init_process_group("gloo")
-    step = make(shape, **options)
-    while asked.get():
-        answers.put(step())
-
-
-class Contestant:
-    """A contestant in processes of its own, so that nothing that it does to its process helps or hurts another."""
-
-    def __init__(self, name: str, shape: dict[str, int], port: int) -> None:
-        ctx = mp.get_context("spawn")
-        ranks = CONTESTANTS[name][1].get("tensor", 1)
-        self.asked, self.answers = [ctx.Queue() for _ in range(ranks)], [ctx.Queue() for _ in range(ranks)]
-        self.processes = [
-            ctx.Process(target=serve, args=(name, shape, rank, ranks, port, self.asked[rank], self.answers[rank]))
-            for rank in range(ranks)
-        ]
-        for process in self.processes:
-            process.start()
-        self.seconds: list[float] = []
-
-    def step(self) -> float:
-        """One step; its seconds are kept, its loss returned."""
-        start = time.perf_counter()
-        for queue in self.asked:
-            queue.put(True)
-        losses = [queue.get(timeout=600) for queue in self.answers]
-        self.seconds.append(time.perf_counter() - start)
-        return losses[0]
-
-    def stop(self) -> None:
-        for queue in self.asked:
-            queue.put(False)
-        for process in self.processes:
-            process.join()
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=8, help="timed steps of each contestant")
@@ -226,7 +180,11 @@ def main() -> None:
     shape = SMALL if args.small else SHAPE
 
     names = [name for name in CONTESTANTS if re.search(args.only, name)]
-    contestants = {name: Contestant(name, shape, 29610 + n) for n, name in enumerate(names)}
+    contestants = {}
+    for number, name in enumerate(names):
+        make, options = CONTESTANTS[name]
+        ranks = options.get("tensor", 1)
+        contestants[name] = Contestant(partial(make, shape, **options), ranks, 29610 + number)
     for round_number in range(args.rounds + 2):
         for name, contestant in contestants.items():
             loss = contestant.step()

@@ -1,0 +1,62 @@
+"""Contestants that take turns on one machine, each in processes of its own, so that noise is the same for all."""
+
+import os
+import resource
+import time
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.multiprocessing as mp
+
+THREADS = 2  # of the machine, shared by the ranks of a contestant
+
+
+def _resident_mb() -> float:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+
+
+def _serve(make: Callable[[], Callable[[], float]], rank: int, ranks: int, port: int, asked: Any, answers: Any) -> None:
+    """One rank of a contestant; takes a step whenever it is asked, and tells the loss; at the end its peak memory."""
+    warnings.filterwarnings("ignore")
+    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    os.environ.update({key: str(value) for key, value in place.items()})
+    torch.set_num_threads(THREADS // ranks)
+    step = make()
+    while asked.get():
+        answers.put(step())
+    answers.put(_resident_mb())
+
+
+class Contestant:
+    """`make`, called in each of `ranks` processes, returns a step, which returns its loss."""
+
+    def __init__(self, make: Callable[[], Callable[[], float]], ranks: int, port: int) -> None:
+        ctx = mp.get_context("spawn")
+        self.asked, self.answers = [ctx.Queue() for _ in range(ranks)], [ctx.Queue() for _ in range(ranks)]
+        self.processes = [
+            ctx.Process(target=_serve, args=(make, rank, ranks, port, self.asked[rank], self.answers[rank]))
+            for rank in range(ranks)
+        ]
+        for process in self.processes:
+            process.start()
+        self.seconds: list[float] = []
+
+    def step(self) -> float:
+        """One step; its seconds are kept, its loss returned."""
+        start = time.perf_counter()
+        for queue in self.asked:
+            queue.put(True)
+        losses = [queue.get(timeout=600) for queue in self.answers]
+        self.seconds.append(time.perf_counter() - start)
+        return losses[0]
+
+    def stop(self) -> float:
+        """Ends the processes; returns the most memory that the first of them held, MB."""
+        for queue in self.asked:
+            queue.put(False)
+        peaks = [queue.get(timeout=600) for queue in self.answers]
+        for process in self.processes:
+            process.join()
+        return peaks[0]

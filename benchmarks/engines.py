@@ -1,0 +1,172 @@
+"""Step time and peak memory of every data-parallel engine on the same model: two ranks of one thread each.
+
+All of them train the same GPT with gradient clipping and AdamW. They take turns in one run, so that a noisy machine is
+noisy for all; a ratio is of the medians. Two peers train the very same modules in a plain loop: torch's
+DistributedDataParallel with AdamW, and with its ZeroRedundancyOptimizer around AdamW. Memory is the most that a rank's
+process held above one that has only imported everything and built nothing.
+
+    python benchmarks/engines.py [--rounds 8] [--only REGEX] [--small]
+"""
+
+import argparse
+import re
+import statistics
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from contest import Contestant
+
+SHAPE = {"layers": 8, "hidden": 512, "heads": 8, "vocab": 8192, "sequence": 256, "batch": 2}
+SMALL = {"layers": 2, "hidden": 64, "heads": 4, "vocab": 512, "sequence": 64, "batch": 2}
+RANKS = 2
+
+
+def config_of(shape: dict[str, int], precision: str, changes: list[str]):
+    from megatron_lite.config.load import load_config
+
+    fields = {
+        "model.num_layers": shape["layers"],
+        "model.hidden_size": shape["hidden"],
+        "model.num_heads": shape["heads"],
+        "model.vocab_size": shape["vocab"],
+        "model.max_position_embeddings": shape["sequence"],
+        "model.hidden_dropout": 0.0,
+        "model.attention_dropout": 0.0,
+        "data.seq_length": shape["sequence"],
+        "train.micro_batch_size": shape["batch"],
+        "train.precision": precision,
+        "run.device": "cpu",
+        "run.dir": "/nonexistent/benchmark",
+    }
+    return load_config(None, [*(f"{key}={value}" for key, value in fields.items()), *changes])
+
+
+def microbatch(shape: dict[str, int], rank: int):
+    from megatron_lite.data.loader import Batch
+
+    generator = torch.Generator().manual_seed(rank)
+    tokens = torch.randint(shape["vocab"], (shape["batch"], shape["sequence"] + 1), generator=generator)
+    return Batch(tokens[:, :-1], tokens[:, 1:], torch.ones(shape["batch"], shape["sequence"]))
+
+
+def imports() -> None:
+    """What some contestant needs, in all of them, so that memory compares."""
+    import deepspeed  # noqa: F401
+    from torch.distributed.fsdp import fully_shard  # noqa: F401
+    from torch.distributed.optim import ZeroRedundancyOptimizer  # noqa: F401
+
+    import megatron_lite.training.pretrain  # noqa: F401
+
+
+def nothing(shape: dict[str, int]) -> Callable[[], float]:
+    imports()
+    return lambda: 0.0
+
+
+def ours(shape: dict[str, int], precision: str, changes: list[str]) -> Callable[[], float]:
+    imports()
+    from megatron_lite.training.initialize import initialize_megatron
+    from megatron_lite.training.setup import setup_model_and_optimizer
+    from megatron_lite.training.step import train_step
+
+    config = config_of(shape, precision, changes)
+    ctx, rng = initialize_megatron(config)
+    run = setup_model_and_optimizer(config, ctx, rng)
+    batches = [microbatch(shape, ctx.rank)]
+    return lambda: train_step(run, batches).loss
+
+
+def plain_torch(shape: dict[str, int], zero: bool) -> Callable[[], float]:
+    """Forward, backward, clip and AdamW as torch's tutorials have them."""
+    imports()
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+    from torch.nn.parallel import DistributedDataParallel
+
+    from megatron_lite.model.build import get_model
+    from megatron_lite.training.initialize import initialize_megatron
+
+    config = config_of(shape, "fp32", [])
+    ctx, rng = initialize_megatron(config)
+    (model,) = get_model(config, ctx, rng, dtype=torch.float32)
+    wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True)
+    optim = {"lr": config.optim.lr, "weight_decay": config.optim.weight_decay, "fused": True}
+    if zero:
+        optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, **optim)
+    else:
+        optimizer = torch.optim.AdamW(model.parameters(), **optim)
+    batch = microbatch(shape, ctx.rank)
+
+    def step() -> float:
+        optimizer.zero_grad(set_to_none=True)
+        loss = wrapped(batch.tokens, batch.labels).mean()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), config.optim.clip_grad)
+        optimizer.step()
+        return loss.item()
+
+    return step
+
+
+def deepspeed_stage(stage: int) -> list[str]:
+    # No parameter stays whole at stage 3: the state is shared out as the formula says.
+    return ["parallel.ddp=deepspeed", f"deepspeed.zero_stage={stage}", "deepspeed.stage3_param_persistence_threshold=0"]
+
+
+LOCAL = ["parallel.ddp=local"]
+ENGINES: dict[str, list[str]] = {
+    "local": LOCAL,
+    "local, distributed optimizer": [*LOCAL, "optim.distributed=true"],
+    "torch": ["parallel.ddp=torch"],
+    "fsdp": ["parallel.ddp=fsdp"],
+    **{f"deepspeed, stage {stage}": deepspeed_stage(stage) for stage in range(4)},
+}
+
+
+def contestants() -> dict[str, Callable[..., Callable[[], float]]]:
+    """By name, which starts with what is compared with each other."""
+    made: dict[str, Callable[..., Callable[[], float]]] = {"nothing": nothing}
+    for precision in ("fp32", "bf16"):
+        for name, changes in ENGINES.items():
+            if (precision, name) != ("bf16", "deepspeed, stage 0"):  # which is refused
+                made[f"{precision}: {name}"] = partial(ours, precision=precision, changes=changes)
+        if precision == "fp32":
+            made["fp32: torch DDP, AdamW"] = partial(plain_torch, zero=False)
+            made["fp32: torch DDP, ZeroRedundancyOptimizer"] = partial(plain_torch, zero=True)
+    return made
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=8, help="timed steps of each contestant")
+    parser.add_argument("--only", default="", help="contestants whose name matches this regular expression")
+    parser.add_argument("--small", action="store_true", help="a tiny model, to try the script itself")
+    args = parser.parse_args()
+    shape = SMALL if args.small else SHAPE
+
+    chosen = {name: make for name, make in contestants().items() if name == "nothing" or re.search(args.only, name)}
+    running = {
+        name: Contestant(partial(make, shape), RANKS, 29650 + number)
+        for number, (name, make) in enumerate(chosen.items())
+    }
+    for round_number in range(args.rounds + 2):
+        for name, contestant in running.items():
+            loss = contestant.step()
+            if round_number < 2:  # allocates and warms up
+                contestant.seconds.clear()
+                print(f"{name}: loss {loss:.5f} in step {round_number + 1}", flush=True)
+    peaks = {name: contestant.stop() for name, contestant in running.items()}
+
+    median = {name: statistics.median(contestant.seconds) for name, contestant in running.items()}
+    print(f"torch {torch.__version__}, {RANKS} ranks of 1 thread, {args.rounds} rounds, {shape}")
+    print(f"{'engine':44} {'median ms':>10} {'min ms':>8} {'time / local':>13} {'peak MB':>8}")
+    for name in list(chosen)[1:]:
+        ratio = median[name] / median.get(name[:4] + ": local", float("nan"))
+        fastest = 1000 * min(running[name].seconds)
+        print(
+            f"{name:44} {1000 * median[name]:10.1f} {fastest:8.1f} {ratio:13.2f} {peaks[name] - peaks['nothing']:8.0f}"
+        )
+
+
+if __name__ == "__main__":
+    main()
