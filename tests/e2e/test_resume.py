@@ -93,17 +93,17 @@ CASES = {
         {"train__precision": "fp16", "parallel__ddp": "fsdp"} | OVERFLOWING,
     ),
     "bf16 dp 2 delayed by 2": (2, {"train__precision": "bf16", "sync__mode": "delayed", "sync__delay": 2}),
-    "bf16 pp 2 dp 2 diloco": (
+    "bf16 pp 2 dp 2 diloco, with a meeting under way": (
         4,
         {
             "train__precision": "bf16",
             "parallel__pipeline": 2,
             "sync__mode": "diloco",
             "sync__interval": 4,
-            "sync__fragments": 2,
-            "sync__delay": 1,
+            "sync__delay": 3,
         },
     ),
+    "fp32 dp 2 local_sgd, between meetings": (2, {"sync__mode": "local_sgd", "sync__interval": 4}),
     "fp32 pp 2 dp 2 torch": (4, {"parallel__pipeline": 2, "parallel__ddp": "torch"}),
 }
 
