@@ -43,6 +43,10 @@ def state_bytes(config: Config, dp: int) -> dict[str, float]:
     low = precision in ("bf16", "fp16")
     wide = 8 if precision == "fp64" else 4
     weight, gradient, optimizer = (2 if low else wide), wide, (3 if low else 2) * wide
+    if config.sync.mode == "delayed":
+        gradient *= 1 + config.sync.delay
+    if config.sync.is_local:  # the common model, and its momentum
+        optimizer += wide * (1 + (config.sync.mode == "diloco" and config.sync.outer_momentum > 0))
     if dp == 1 and ddp != "deepspeed":
         return {"parameters": weight, "gradients": gradient, "optimizer": optimizer}
     if ddp == "fsdp":  # the shared-out weights are the masters

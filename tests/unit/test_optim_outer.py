@@ -6,6 +6,7 @@ from torch import Tensor
 
 from megatron_lite.config.load import load_config
 from megatron_lite.config.schema import OptimConfig, SyncConfig
+from megatron_lite.config.sizes import state_bytes
 from megatron_lite.ddp.local import LocalDDP
 from megatron_lite.optim.mixed_precision import MixedPrecisionOptimizer
 from megatron_lite.optim.outer import OuterOptimizer, common_model, fragment_of
@@ -168,6 +169,8 @@ def test_bytes_are_those_of_the_common_model_its_momentum_and_what_is_under_way(
     count = sum(parameter.numel() for parameter in training.params.values())
     inner = training.inner.bytes_held()
     found = training.optimizer.bytes_held()
+    expected = state_bytes(load_config(None, ["sync.mode=diloco"]), dp=1)
+    assert found["optimizer"] == expected["optimizer"] * count + 4 * len(TABLE)  # Adam's counters
     assert found == inner | {"optimizer": inner["optimizer"] + 8 * count, "buckets": 0}
     for _ in range(3):
         training.step()
