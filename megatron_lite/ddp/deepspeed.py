@@ -17,6 +17,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout
 from importlib import metadata
+from io import StringIO
 from typing import Any
 
 import torch
@@ -33,7 +34,7 @@ TESTED = "0.19.8"
 
 
 class ModelParallelUnit:
-    """Our groups under the names that DeepSpeed asks for, as real process groups also where there is one rank.
+    """Our groups under the names that DeepSpeed asks for; as process groups of torch, also where there is one rank.
 
     It must not have `initialize_sequence_parallel`: its presence alone makes DeepSpeed forget tensor parallelism.
     """
@@ -54,9 +55,6 @@ class ModelParallelUnit:
 
     def get_data_parallel_world_size(self) -> int:
         return self._ctx.dp.size
-
-    def get_data_parallel_rank(self) -> int:
-        return self._ctx.dp.rank
 
     def get_model_parallel_group(self) -> dist.ProcessGroup:
         return self._process_group(self._ctx.mp)
@@ -86,7 +84,7 @@ class DeepSpeed:
 
         # torch 2.13 renames what DeepSpeed calls, with a warning on every rank.
         warnings.filterwarnings("ignore", r"`torch.distributed.\w+_tensor` is deprecated", FutureWarning)
-        # It would compile every operator that might be of use, to reduce on one machine through shared memory.
+        # Otherwise its first call probes what it could compile, and compiles on a CPU what only inference uses: 30 s.
         deepspeed.ops.__dict__["__compatible_ops__"] = {}
         if not dist.is_initialized():  # a run of one
             backend = "cpu:gloo,cuda:nccl" if ctx.device.type == "cuda" else "gloo"
@@ -128,7 +126,7 @@ class DeepSpeed:
 
     def wrap(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
         """DeepSpeed's engine around both. Collective over the world."""
-        with redirect_stdout(None):  # reports of memory, which no setting turns off; its warnings go through a logger
+        with redirect_stdout(StringIO()):  # reports of memory that no setting turns off; warnings come by a logger
             engine, *_ = self._library.initialize(
                 model=model, optimizer=optimizer, mpu=self._mpu, config=self._settings
             )
