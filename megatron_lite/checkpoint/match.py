@@ -129,7 +129,10 @@ def _stage_keys(layout: Layout, config: Mapping[str, Any]) -> list[str]:
 def _kind_keys(layout: Layout, config: Mapping[str, Any]) -> str:
     """Fields that say which numbers a run has for each parameter, where they differ."""
     return " and ".join(
-        [*_differing(layout, config, "train", ["precision"]), *_differing(layout, config, "sync", ["mode", "delay"])]
+        [
+            *_differing(layout, config, "train", ["precision"]),
+            *_differing(layout, config, "sync", ["mode", "delay", "outer_momentum"]),
+        ]
     )
 
 
