@@ -9,8 +9,8 @@ delay the ranks step on while the mean is on its way. What a rank does meanwhile
 of its own weights: mix * own + (1 - mix) * common.
 
 How old can what a rank knows of the others get? A meeting at the end of iteration t brings their steps up to t - delay,
-and until iteration t + H no other comes: that one begins from weights that lack the H + delay - 1 iterations before it.
-So a step reaches the other ranks' weights at most H + delay iterations later; it is 1 where every gradient is summed.
+and until the end of iteration t + H no other comes: that one lacks the H + delay - 1 iterations before it. So a step is
+in the weights that other ranks use at most H + delay iterations later; it is 1 where every gradient is summed.
 Sources: Stich, Local SGD, arXiv 1805.09767; Douillard et al., DiLoCo, arXiv 2311.08105, and Streaming DiLoCo, arXiv
 2501.18512, algorithm 2; torch.optim.SGD for the outer arithmetic.
 """
