@@ -69,6 +69,10 @@ def _deepspeed_rules(config: Config) -> Iterable[Rule]:
         "tensor-parallel gradient norm wrongly and takes an extra Adam step at its start; use deepspeed.zero_stage: 1",
     )
     yield (
+        not config.log.trace,
+        "parallel.ddp is deepspeed with log.trace, which records what our own engine runs; leave log.trace false",
+    )
+    yield (
         precision != "fp64",
         "parallel.ddp is deepspeed with train.precision fp64, which it does not know; use parallel.ddp: local",
     )

@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-# Elements. Parameters start, and ranks' shares end, at multiples of this. A vector kernel treats what is left at the end
-# of a tensor apart and may round it otherwise, so that only then is a share updated to the same bits as the whole; and
-# a parameter among others in flat memory (ZeRO-1) then starts at a cache line, as one of its own does, in bf16 too.
+# Elements. Parameters start, and ranks' shares end, at multiples of this. A vector kernel treats what is left at the
+# end of a tensor apart and may round it otherwise, so that only then is a share updated to the same bits as the whole;
+# and a parameter among others in flat memory (ZeRO-1) then starts at a cache line, as one of its own does, in bf16 too.
 ALIGNMENT = 32
 
 

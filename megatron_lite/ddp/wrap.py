@@ -30,7 +30,7 @@ def wrap_ddp(
     With one data-parallel rank there is nothing to reduce or to share out, and `local`, `torch` and `fsdp`, distributed
     or not, are plain LocalDDP. `fsdp` gives the chunks new parameters. Collective over dp.
     """
-    _check_every_parameter_is_trained(chunks, params, table)
+    check_every_parameter_is_trained(chunks, params, table)
     parallel, sync = config.parallel, config.sync
     dp = ctx.dp
     if sync.is_local:
@@ -47,10 +47,10 @@ def wrap_ddp(
     return LocalDDP(chunks, params, table, dp, **common, delay=sync.delay if sync.mode == "delayed" else 0)
 
 
-def _check_every_parameter_is_trained(
+def check_every_parameter_is_trained(
     chunks: Sequence[nn.Module], params: dict[str, nn.Parameter], table: ParamTable
 ) -> None:
-    """A model of the user's own may hold a parameter that the table does not, or one that is frozen."""
+    """Raises TrainingError where a model of the user's own holds a parameter that is frozen, or not in the table."""
     known = {params[name] for name in table}
     for number, chunk in enumerate(chunks):
         for name, parameter in chunk.named_parameters():

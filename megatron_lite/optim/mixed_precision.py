@@ -139,7 +139,7 @@ class MixedPrecisionOptimizer:
 
     @torch.no_grad()
     def publish_masters(self) -> None:
-        """Makes the model's parameters what the masters are, rounded; where they are shared out, starts to gather them."""
+        """Makes the parameters what the masters are, rounded; where they are shared out, starts to gather them."""
         owned = self._ddp.owned
         low = [name for name, master in self.masters.items() if master is not owned[name].values]
         if low:

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from megatron_lite import mpu
 from megatron_lite.config.schema import Config
 from megatron_lite.config.validate import validate
+from megatron_lite.ddp.deepspeed import release as release_deepspeed
 from megatron_lite.errors import ConfigError, TrainingError
 from megatron_lite.parallel.context import ParallelContext
 from megatron_lite.parallel.grid import Grid
@@ -119,6 +120,7 @@ def finalize_megatron() -> None:
     reference, and one of them that meets a finalizing interpreter aborts the process.
     """
     mpu.unregister()
+    release_deepspeed()
     if dist.is_initialized():
         gc.collect()  # models and their gradient hooks form cycles that hold groups
         dist.destroy_process_group()

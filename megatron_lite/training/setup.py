@@ -1,14 +1,17 @@
 """The parts of a run, made in Megatron's order: model, gradient reduction, optimizer, then the newest checkpoint."""
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 
 import torch
 from torch import nn
 
 from megatron_lite.config.schema import Config
-from megatron_lite.ddp.wrap import wrap_ddp
+from megatron_lite.ddp.deepspeed import DeepSpeed
+from megatron_lite.ddp.wrap import check_every_parameter_is_trained, wrap_ddp
 from megatron_lite.errors import TrainingError
 from megatron_lite.model.build import get_model, named_params, param_table
+from megatron_lite.optim.deepspeed import DeepSpeedOptimizer
 from megatron_lite.optim.mixed_precision import MixedPrecisionOptimizer
 from megatron_lite.optim.outer import OuterOptimizer
 from megatron_lite.optim.scaler import build_scaler
@@ -34,19 +37,26 @@ def setup_model_and_optimizer(
     Collective over the world.
     """
     dtype = DTYPES[config.train.precision]
-    model = model_provider(config, ctx, rng, dtype=dtype)
+    deepspeed = DeepSpeed(config, ctx) if config.parallel.ddp == "deepspeed" else None
+    with deepspeed.while_building() if deepspeed is not None else nullcontext():
+        model = model_provider(config, ctx, rng, dtype=dtype)
     refuse_other_chunks(model, config)
     params, table = named_params(model), param_table(model)
     refuse_buffers(model)
-    start_alike(params, table, ctx)
-    grad_dtype = torch.float64 if dtype == torch.float64 else torch.float32
-    ddp = wrap_ddp(config, model, params, table, ctx, grad_dtype=grad_dtype)
-    params = named_params(model)  # parallel.ddp: fsdp has replaced them
-    scaler = build_scaler(config.optim, config.train.precision)
-    optimizer = MixedPrecisionOptimizer(table, ddp, scaler, config.optim, ctx)
-    if config.sync.is_local:
-        dp = apart(ctx.dp, config.train.comm_timeout) if config.sync.delay else ctx.dp
-        optimizer = OuterOptimizer(optimizer, params, table, config.sync, dp, bucket_mb=config.parallel.bucket_mb)
+    if deepspeed is not None:
+        check_every_parameter_is_trained(model, params, table)
+        if deepspeed.stage < 3:  # stage 3 has shared out what started alike
+            start_alike(params, table, ctx)
+        ddp = optimizer = DeepSpeedOptimizer(deepspeed, model[0], params, table, ctx, config)
+    else:
+        start_alike(params, table, ctx)
+        ddp = wrap_ddp(config, model, params, table, ctx, grad_dtype=torch.promote_types(dtype, torch.float32))
+        params = named_params(model)  # parallel.ddp: fsdp has replaced them
+        scaler = build_scaler(config.optim, config.train.precision)
+        optimizer = MixedPrecisionOptimizer(table, ddp, scaler, config.optim, ctx)
+        if config.sync.is_local:
+            dp = apart(ctx.dp, config.train.comm_timeout) if config.sync.delay else ctx.dp
+            optimizer = OuterOptimizer(optimizer, params, table, config.sync, dp, bucket_mb=config.parallel.bucket_mb)
     engine = PipelineEngine(ctx, num_chunks=len(model), timeout_seconds=config.train.comm_timeout)
     run = Run(config, ctx, rng, model, params, table, ddp, optimizer, engine)
     load_newest(run)

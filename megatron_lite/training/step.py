@@ -16,6 +16,7 @@ from megatron_lite.config.schema import Config
 from megatron_lite.data.loader import Batch
 from megatron_lite.ddp.finalize import finalize_grads
 from megatron_lite.errors import TrainingError
+from megatron_lite.optim.deepspeed import DeepSpeedOptimizer
 from megatron_lite.optim.lr import learning_rate
 from megatron_lite.parallel.collectives import all_reduce
 from megatron_lite.parallel.context import Group
@@ -76,9 +77,12 @@ def forward_backward(run: Run, microbatches: list[Batch], loss_grad: float) -> T
     The sum is the same on every rank of pp. Communicates: what the pipeline does, and a number over pp.
     """
     parallel = run.config.parallel
+    forward = forward_of(run, microbatches, run.ddp.module)
+    if isinstance(run.ddp, DeepSpeedOptimizer):
+        return sum_over_pipeline(run, run.ddp.forward_backward(forward, len(microbatches), loss_grad))
     losses = run.engine.run(
         build_schedule(parallel.schedule, run.ctx.pp.size, len(microbatches), len(run.model)),
-        forward_of(run, microbatches, run.ddp.module),
+        forward,
         message_of(run.config, microbatches[0].tokens, run.ctx.device),
         begin_backward=run.ddp.begin_backward,
         loss_grad=loss_grad,

@@ -5,6 +5,7 @@ means would show.
 """
 
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -13,10 +14,12 @@ from megatron_lite.config.load import load_config
 from megatron_lite.config.schema import Config
 from megatron_lite.data.loader import Batch
 from megatron_lite.data.samplers import microbatch_indices
-from megatron_lite.model.build import WORD_EMBEDDINGS, get_model, named_params, param_table
+from megatron_lite.model.build import WORD_EMBEDDINGS, get_model
+from megatron_lite.model.init import fill
 from megatron_lite.parallel.collectives import all_gather
-from megatron_lite.parallel.context import ParallelContext
+from megatron_lite.parallel.context import Group, ParallelContext
 from megatron_lite.parallel.random import RngTracker
+from megatron_lite.parallel.shard import ParamMeta
 from megatron_lite.training.initialize import finalize_megatron, initialize_megatron
 from megatron_lite.training.run import Run
 from megatron_lite.training.setup import setup_model_and_optimizer
@@ -93,7 +96,7 @@ def portion(run: Run) -> list[Batch]:
 def gather(run: Run) -> dict[str, torch.Tensor]:
     """Whole weights from every rank's runs and pieces and every stage, by name.
 
-    What each tensor-parallel rank holds whole must be equal on all of them, and a tied copy to the original, to the bit.
+    What each tensor-parallel rank holds whole must be equal on all, and a tied copy to the original, to the bit.
     """
     weights, dp = run.optimizer.weights(), run.ctx.dp
     shared_out = {name: (held.start, held.values.clone()) for name, held in weights.items() if held.among_dp != "same"}
@@ -120,18 +123,19 @@ def gather(run: Run) -> dict[str, torch.Tensor]:
     return whole
 
 
+def fill_biases_too(parameter: torch.Tensor, meta: ParamMeta, *, seed: int, name: str, tp: Group) -> None:
+    """`fill`, with other values for every parameter that starts at zero or one, the same for any layout."""
+    fill(parameter, meta, seed=seed, name=name, tp=tp)
+    if meta.init != "normal":
+        generator = torch.Generator().manual_seed(sum(name.encode()))
+        whole = 0.3 * torch.randn(meta.shape, generator=generator)
+        parameter.data += meta.shard.split(whole, tp.rank, tp.size).to(parameter.dtype)
+
+
 def model_with_biases(config: Config, ctx: ParallelContext, rng: RngTracker, **options: Any) -> list:
-    """`get_model`, with every parameter that starts at zero or one given other values, the same for any layout."""
-    chunks = get_model(config, ctx, rng, **options)
-    table = param_table(chunks)
-    for name, parameter in named_params(chunks).items():
-        meta = table[name]
-        if meta.init != "normal":
-            generator = torch.Generator().manual_seed(sum(name.encode()))
-            whole = 0.3 * torch.randn(meta.shape, generator=generator)
-            piece = meta.shard.split(whole, ctx.tp.rank, ctx.tp.size)
-            parameter.data += piece.to(parameter.dtype)
-    return chunks
+    """`get_model`, with biases and norms that are neither zero nor one."""
+    with mock.patch("megatron_lite.model.build.fill", fill_biases_too):
+        return get_model(config, ctx, rng, **options)
 
 
 def train_tiny(model: str, **changes: Any) -> dict[str, Any]:

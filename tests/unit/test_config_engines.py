@@ -69,6 +69,10 @@ REFUSED = {
         "deepspeed.zero_stage is 0 with train.precision fp16; DeepSpeed's 16-bit optimizer of stage 0 counts a "
         "tensor-parallel gradient norm wrongly and takes an extra Adam step at its start; use deepspeed.zero_stage: 1",
     ),
+    "deepspeed with a trace": (
+        [*DEEPSPEED, "log.trace=true"],
+        "parallel.ddp is deepspeed with log.trace, which records what our own engine runs; leave log.trace false",
+    ),
     "deepspeed with fp64": (
         [*DEEPSPEED, "train.precision=fp64"],
         "parallel.ddp is deepspeed with train.precision fp64, which it does not know; use parallel.ddp: local",
