@@ -13,7 +13,8 @@ once. Putting that off to the last one, as LocalDDP does, would need whole gradi
 one takes FSDP for.
 
 Like TorchDDP, it sums gradients where FSDP would take a mean, and sums those of 16 bits in fp32; and every parameter
-must be used in every micro-batch. The model is still built whole on every rank, in the dtype of `train.precision`.
+must be used in every micro-batch, on every rank. The model is still built whole on each, in the dtype of
+`train.precision`; then unit by unit is cut and let go.
 Sources: Rajbhandari et al., ZeRO, arXiv 1910.02054, section 5.3; Zhao et al., PyTorch FSDP, arXiv 2304.11277.
 """
 

@@ -20,7 +20,7 @@ def config_of(kind: str) -> Config:
     return load_config(None, ["optim.distributed=true"] if kind == "distributed" else [f"parallel.ddp={kind}"])
 
 
-@pytest.mark.parametrize("kind", ["local", "torch", "distributed"])
+@pytest.mark.parametrize("kind", ["local", "torch", "fsdp", "distributed"])
 def test_one_data_parallel_rank_needs_no_process_group(kind):
     model = ToyModel(CTX, torch.float32)
     ddp = wrap_ddp(config_of(kind), [model], model.named(), TABLE, CTX, grad_dtype=torch.float32)
