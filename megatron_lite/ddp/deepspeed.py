@@ -191,13 +191,11 @@ def release() -> None:
     It numbers modules and parameters through all of a process's life, and wants the same numbers on every rank.
     """
     if "deepspeed" in sys.modules:
-        from deepspeed import comm
         from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
         from deepspeed.runtime.zero.partition_parameters import Init
         from deepspeed.utils import groups
 
         groups._release_process_group_references()
-        comm.comm.cdb = None
         Init.param_id = 0
         defaults: Any = DeepSpeedZeRoOffload._register_deepspeed_module.__defaults__
         defaults[0][0] = 0

@@ -125,10 +125,8 @@ class DeepSpeedOptimizer(DataParallel):
         `forward(chunk, number, hidden)` gives the loss, to be multiplied by `loss_grad`, which contains the loss scale.
         Communicates: gradients over dp, and at stage 3 weights.
         """
-        factor = loss_grad / self.scaler.scale  # DeepSpeed multiplies by it
-        if self._stage == 3:
-            factor *= self._ctx.dp.size  # and here takes the mean over dp, not the sum
-        if self._precision == "fp16":
+        factor = loss_grad / self.scaler.scale  # DeepSpeed multiplies by the scale itself
+        if self._stage == 3 or self._precision == "fp16":
             self._engine.optimizer.override_loss_scale(self.scaler.scale)
         losses = []
         for number in range(num_microbatches):
@@ -144,6 +142,9 @@ class DeepSpeedOptimizer(DataParallel):
             group["lr"] = lr
         if self._stage == 0:
             return self._step_whole()
+        if self._stage == 3:
+            # It has taken the mean over dp, not the sum. To multiply the loss instead would overflow fp16 sooner.
+            self._engine.optimizer.override_loss_scale(self.scaler.scale / self._ctx.dp.size)
         self._engine.step()
         overflow = not self._engine.was_step_applied()
         if overflow:

@@ -264,9 +264,9 @@ def draw_apart() -> dict[str, list[Tensor]]:
 def test_the_loss_scale_of_fp16_falls_and_grows_as_under_local_ddp(ranks, changes):
     """DeepSpeed refuses fp16 on the CPU, for no reason that matters here, so it is told that it can."""
     fp16 = {"train__precision": "fp16", "optim__hysteresis": 1, "optim__loss_scale_window": 2}
-    fp16 |= {"optim__initial_loss_scale": 2.0**27, "train__iterations": 8, "train__micro_batch_size": 2}
+    fp16 |= {"optim__initial_loss_scale": 2.0**22, "train__iterations": 8, "train__micro_batch_size": 2}
     truth = ranks(2, reports, fp16)[0]
-    assert [skipped for *_, skipped in truth].count(True) > 2
+    assert 2 < [skipped for *_, skipped in truth].count(True) < 6
     for got in ranks(2, reports, fp16 | changes):
         assert [row[2:] for row in got] == [row[2:] for row in truth]
         for (loss, grad_norm, *_, skipped), (true_loss, true_norm, *_) in zip(got, truth, strict=True):
