@@ -48,6 +48,8 @@ def _serve(pipe: connection.Connection, stack_file: Path) -> None:
                 dist.init_process_group(
                     "gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=timeout
                 )
+                # A rank that failed at once would close its sockets while another still connects to them.
+                dist.barrier()
                 function, args, kwargs = pickle.loads(job)
                 answer = pickle.dumps((True, function(*args, **kwargs)))
             except BaseException:

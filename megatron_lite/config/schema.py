@@ -249,7 +249,11 @@ class DeepSpeedConfig(Section):
     zero_stage: Annotated[int, Field(ge=0, lt=4)] = 1  # shared: 1 optimizer state, 2 also gradients, 3 also weights
     offload_optimizer: bool = False  # masters and moments in the host's memory; stages 1 to 3
     offload_param: bool = False  # weights too; stage 3
-    stage3_param_persistence_threshold: NonNegativeInt = 100_000  # elements; smaller parameters stay whole on each rank
+    # Stage 3, in elements: smaller parameters stay whole on each rank; of the others as many as this may, and one that
+    # is used again before so many others were.
+    stage3_param_persistence_threshold: NonNegativeInt = 100_000
+    stage3_max_live_parameters: NonNegativeInt = 1_000_000_000
+    stage3_max_reuse_distance: NonNegativeInt = 1_000_000_000
 
 
 class SyncConfig(Section):

@@ -47,7 +47,9 @@ def state_bytes(config: Config, dp: int) -> dict[str, float]:
         gradient *= 1 + config.sync.delay
     if config.sync.is_local:  # the common model, and its momentum
         optimizer += wide * (1 + (config.sync.mode == "diloco" and config.sync.outer_momentum > 0))
-    if dp == 1 and ddp != "deepspeed":
+    if ddp == "deepspeed":
+        return _deepspeed_state_bytes(config.deepspeed.zero_stage, weight, dp, low=low)
+    if dp == 1:
         return {"parameters": weight, "gradients": gradient, "optimizer": optimizer}
     if ddp == "fsdp":  # the shared-out weights are the masters
         return {"parameters": wide / dp, "gradients": wide / dp, "optimizer": 2 * wide / dp}
@@ -56,3 +58,12 @@ def state_bytes(config: Config, dp: int) -> dict[str, float]:
     if config.optim.distributed:
         optimizer /= dp
     return {"parameters": weight, "gradients": gradient, "optimizer": optimizer}
+
+
+def _deepspeed_state_bytes(stage: int, weight: float, dp: int, *, low: bool) -> dict[str, float]:
+    """Between steps. Stages 1 to 3 have fp32 masters beside fp32 weights too; what gradients are held by nobody but
+    backward, in 16 bits at stage 2 and in fp32 up to there, are gone."""
+    if stage == 3:
+        return {"parameters": weight / dp, "gradients": 4 / dp, "optimizer": 12 / dp}
+    gradient = 4 if low and stage == 1 else 0
+    return {"parameters": weight, "gradients": gradient, "optimizer": 12 / dp if stage else 8}

@@ -175,6 +175,8 @@ def settings(config: Config, device: torch.device) -> dict[str, Any]:
             "allgather_bucket_size": elements,
             "stage3_prefetch_bucket_size": elements,
             "stage3_param_persistence_threshold": ours.stage3_param_persistence_threshold,
+            "stage3_max_live_parameters": ours.stage3_max_live_parameters,
+            "stage3_max_reuse_distance": ours.stage3_max_reuse_distance,
             "overlap_comm": True,
             **({"offload_optimizer": host} if ours.offload_optimizer else {}),
             **({"offload_param": host} if ours.offload_param else {}),

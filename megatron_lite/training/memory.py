@@ -9,13 +9,18 @@ from megatron_lite.parallel.collectives import all_reduce
 from megatron_lite.training.run import Run
 
 
+def num_local_parameters(run: Run) -> int:
+    """Parameters of this rank's tensor-parallel cut, whether or not it holds all of their numbers."""
+    return sum(prod(meta.shard.local_shape(meta.shape, run.ctx.tp.size)) for meta in run.table.values())
+
+
 def memory_line(run: Run) -> str:
     """Bytes of parameters, gradients and optimizer on this rank, after a step, and on the rank that holds most.
 
     Communicates: one number over the world.
     """
     held = run.optimizer.bytes_held()
-    count = sum(prod(meta.shard.local_shape(meta.shape, run.ctx.tp.size)) for meta in run.table.values())
+    count = num_local_parameters(run)
     total = sum(held.values())
     most = all_reduce(torch.tensor(float(total), dtype=torch.float64, device=run.ctx.device), run.ctx.world, "max")
     expected = state_bytes(run.config, run.ctx.dp.size)

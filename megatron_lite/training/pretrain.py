@@ -29,6 +29,7 @@ from megatron_lite.training.evaluate import evaluate, evaluation_samples
 from megatron_lite.training.initialize import finalize_megatron, initialize_megatron
 from megatron_lite.training.logs import RunLog, writing
 from megatron_lite.training.loop import train
+from megatron_lite.training.memory import num_local_parameters
 from megatron_lite.training.run import Run
 from megatron_lite.training.setup import ModelProvider, setup_model_and_optimizer
 from megatron_lite.training.state import TrainState, num_microbatches, samples_for
@@ -123,7 +124,7 @@ def build_splits(run: Run) -> Splits:
 def announce(run: Run, log: RunLog, seconds: float) -> None:
     """The first lines of a run, with Megatron-LM's words."""
     config, grid = run.config, run.ctx.grid
-    count = sum(parameter.numel() for parameter in run.params.values())
+    count = num_local_parameters(run)
     model = config.model
     log.say(
         f"using world size: {grid.world_size}, data-parallel size: {grid.dp}, "

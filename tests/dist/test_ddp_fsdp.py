@@ -1,6 +1,5 @@
 """FSDP2 behind our interface: the same training as LocalDDP, a share of its memory."""
 
-import gc
 import math
 import shutil
 from typing import Any
@@ -338,35 +337,3 @@ def test_a_stopped_run_goes_on_to_the_bit_and_others_can_start_from_it(ranks, tm
         for name, (start, master) in rank["masters"].items():
             run = saved["weights"][name].flatten()[start : start + master.numel()]
             assert torch.equal(master.flatten(), run.float()), f"the master of {name} is not its saved weight"
-
-
-def bytes_after_a_step(precision: str) -> tuple[int, dict[str, int], int]:
-    """Parameters, bytes held by what, and bytes of all tensors that the run has brought to life."""
-    sizes = {"model__num_layers": 4, "model__hidden_size": 128, "model__vocab_size": 1000}
-    before = live_bytes()
-    run = run_of("gpt", parallel__ddp="fsdp", train__precision=precision, train__micro_batch_size=1, **sizes)
-    for _ in range(2):
-        train_step(run, portion(run))
-    found = sum(math.prod(meta.shape) for meta in run.table.values()), run.optimizer.bytes_held()
-    alive = live_bytes() - before
-    del run
-    finalize_megatron()
-    return *found, alive
-
-
-def live_bytes() -> int:
-    gc.collect()
-    storages = [held.untyped_storage() for held in gc.get_objects() if type(held) in (Tensor, nn.Parameter)]
-    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
-
-
-@pytest.mark.parametrize(("dp", "precision"), [(2, "bf16"), (4, "bf16"), (4, "fp64")])
-def test_a_rank_holds_a_share_of_weights_gradients_and_optimizer_and_nothing_else(ranks, dp, precision):
-    """Bytes of all live tensors: 4 for the master, 4 for the gradient and 8 for the moments, twice that in fp64, over
-    dp. Gathered weights, whole gradients, 16-bit copies or the model as it was built would show."""
-    expected = (32 if precision == "fp64" else 16) / dp
-    for parameters, held, alive in ranks(dp, bytes_after_a_step, precision):
-        assert parameters > 9e5
-        for what, part in (("parameters", 0.25), ("gradients", 0.25), ("optimizer", 0.5)):
-            assert held[what] == pytest.approx(part * expected * parameters, rel=0.02)
-        assert alive == pytest.approx(expected * parameters, rel=0.02)

@@ -3,12 +3,14 @@
 import pytest
 
 from megatron_lite.training.initialize import finalize_megatron, initialize_megatron
+from megatron_lite.training.memory import num_local_parameters
 from megatron_lite.training.setup import setup_model_and_optimizer
 from megatron_lite.training.step import train_step
-from tests.dist.test_memory import SIZES
+from tests.dist.test_memory import ENGINES, SIZES
 from tests.e2e.tiny import portion, tiny_config
 from tests.wire import Wire
 
+NOTHING_STAYS = {"deepspeed__stage3_max_live_parameters": 0, "deepspeed__stage3_max_reuse_distance": 0}
 LAYERS, HIDDEN, LENGTH, BATCH = SIZES["num_layers"], SIZES["hidden_size"], 16, 4
 
 
@@ -23,7 +25,7 @@ def step_on_the_wire(**changes) -> tuple[dict[str, float], dict[str, int], int]:
     with Wire(at_least=LENGTH * BATCH + 1) as wire:  # the loss agrees on [s, b] numbers
         train_step(run, portion(run))
         run.ddp.wait_for_params()
-    count = sum(parameter.numel() for parameter in run.params.values())
+    count = num_local_parameters(run)
     finalize_megatron()
     return dict(wire.sent), dict(wire.calls), count
 
@@ -44,6 +46,22 @@ def test_data_parallelism_sends_two_times_all_gradients_and_sharing_the_optimize
                 "reduce-scatter": pytest.approx(each * count, rel=0.02),
                 "all-gather": pytest.approx(gathered * each * count, rel=0.02),
             }
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_sharing_the_weights_out_sends_one_and_a_half_times_as_much(ranks, size):
+    """Weights are gathered for forward and again for backward, gradients reduce-scattered: 3 (n-1)/n of 4 bytes a
+    parameter, with one micro-batch. What FSDP's root holds, embeddings and final norm, is gathered once."""
+    each, portion = (size - 1) / size * 4, {"train__micro_batch_size": BATCH // size}
+    root = HIDDEN * (2048 + LENGTH + 2)  # rows of the padded vocabulary, positions, norm
+    for sent, _, count in ranks(size, step_on_the_wire, parallel__ddp="fsdp", **portion):
+        assert sent == {
+            "all-gather": pytest.approx(each * (2 * count - root), rel=0.02),
+            "reduce-scatter": pytest.approx(each * count, rel=0.02),
+        }
+    # Small models would stay whole by its thresholds.
+    for sent, _, count in ranks(size, step_on_the_wire, **ENGINES["deepspeed 3"], **NOTHING_STAYS, **portion):
+        assert sum(sent.values()) == pytest.approx(3 * each * count, rel=0.02)
 
 
 @pytest.mark.parametrize("size", [2, 4])

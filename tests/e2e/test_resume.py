@@ -92,6 +92,20 @@ CASES = {
         2,
         {"train__precision": "fp16", "parallel__ddp": "fsdp"} | OVERFLOWING,
     ),
+    "bf16 dp 2 deepspeed 2": (
+        2,
+        {"train__precision": "bf16", "parallel__ddp": "deepspeed", "deepspeed__zero_stage": 2},
+    ),
+    "bf16 tp 2 dp 2 deepspeed 3": (
+        4,
+        {
+            "train__precision": "bf16",
+            "parallel__tensor": 2,
+            "parallel__ddp": "deepspeed",
+            "deepspeed__zero_stage": 3,
+            "deepspeed__stage3_param_persistence_threshold": 100,
+        },
+    ),
     "bf16 dp 2 delayed by 2": (2, {"train__precision": "bf16", "sync__mode": "delayed", "sync__delay": 2}),
     "bf16 pp 2 dp 2 diloco, with a meeting under way": (
         4,
@@ -173,7 +187,8 @@ def test_a_warm_start_takes_the_weights_of_a_run_and_nothing_else(ranks, tmp_pat
     ranks(2, run_to_the_end, tmp_path / "source", "gpt", train__iterations=5, **common)
     source = weights_of(tmp_path / "source")
     start = {"checkpoint__load_weights": tmp_path / "source", "train__precision": "bf16", "train__iterations": 1}
-    for number, engine in enumerate(({}, {"optim__distributed": "true"}, {"parallel__ddp": "fsdp"})):
+    engines = {"optim__distributed": "true"}, {"parallel__ddp": "fsdp"}, {"parallel__ddp": "deepspeed"}
+    for number, engine in enumerate(({}, *engines)):
         folder = tmp_path / str(number)
         ranks(4, run_to_the_end, folder, "gpt", **common, **start, **engine, optim__warmup_iterations=1)
         assert [row["iteration"] for row in rows(folder)] == [1]
