@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout
 from importlib import metadata
 from io import StringIO
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -28,48 +29,26 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from megatron_lite.config.schema import Config
 from megatron_lite.errors import ConfigError
 from megatron_lite.parallel.collectives import broadcast
-from megatron_lite.parallel.context import Group, ParallelContext
+from megatron_lite.parallel.context import ParallelContext
 
 TESTED = "0.19.8"
 
 
-class ModelParallelUnit:
+def model_parallel_unit(ctx: ParallelContext) -> SimpleNamespace:
     """Our groups under the names that DeepSpeed asks for; as process groups of torch, also where there is one rank.
 
     It must not have `initialize_sequence_parallel`: its presence alone makes DeepSpeed forget tensor parallelism.
     """
-
-    def __init__(self, ctx: ParallelContext):
-        self._ctx = ctx
-        self._alone: Any = None
-
-    def _process_group(self, group: Group) -> dist.ProcessGroup:
-        if group.pg is not None:
-            return group.pg
-        if self._alone is None:
-            self._alone = dist.new_group([self._ctx.rank], use_local_synchronization=True)
-        return self._alone
-
-    def get_data_parallel_group(self) -> dist.ProcessGroup:
-        return self._process_group(self._ctx.dp)
-
-    def get_data_parallel_world_size(self) -> int:
-        return self._ctx.dp.size
-
-    def get_model_parallel_group(self) -> dist.ProcessGroup:
-        return self._process_group(self._ctx.mp)
-
-    def get_model_parallel_world_size(self) -> int:
-        return self._ctx.mp.size
-
-    def get_model_parallel_rank(self) -> int:
-        return self._ctx.mp.rank
-
-    def get_tensor_model_parallel_rank(self) -> int:
-        return self._ctx.tp.rank
-
-    def get_tensor_model_parallel_world_size(self) -> int:
-        return self._ctx.tp.size
+    alone: Any = dist.new_group([ctx.rank], use_local_synchronization=True) if 1 in (ctx.dp.size, ctx.mp.size) else None
+    return SimpleNamespace(
+        get_data_parallel_group=lambda: ctx.dp.pg or alone,
+        get_data_parallel_world_size=lambda: ctx.dp.size,
+        get_model_parallel_group=lambda: ctx.mp.pg or alone,
+        get_model_parallel_world_size=lambda: ctx.mp.size,
+        get_model_parallel_rank=lambda: ctx.mp.rank,
+        get_tensor_model_parallel_rank=lambda: ctx.tp.rank,
+        get_tensor_model_parallel_world_size=lambda: ctx.tp.size,
+    )
 
 
 class DeepSpeed:
@@ -93,8 +72,8 @@ class DeepSpeed:
         self.stage = config.deepspeed.zero_stage
         self._library = deepspeed
         self._ctx = ctx
-        self._mpu = ModelParallelUnit(ctx)
         self._settings = settings(config, ctx.device)
+        self._mpu = model_parallel_unit(ctx)
         deepspeed.init_distributed()
 
     @contextmanager

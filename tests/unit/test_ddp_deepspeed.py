@@ -10,7 +10,7 @@ import torch
 import megatron_lite
 from megatron_lite.config.load import load_config
 from megatron_lite.config.schema import Config
-from megatron_lite.ddp.deepspeed import TESTED, ModelParallelUnit, refuse_what_cannot_run, settings
+from megatron_lite.ddp.deepspeed import TESTED, refuse_what_cannot_run, settings
 from megatron_lite.errors import ConfigError
 
 CPU = torch.device("cpu")
@@ -92,11 +92,6 @@ def test_buckets_are_even_and_never_empty():
     for size in sizes:
         zero = size["zero_optimization"]
         assert zero["reduce_bucket_size"] >= 2 and zero["reduce_bucket_size"] % 2 == 0
-
-
-def test_the_mpu_does_not_look_like_that_of_sequence_parallelism():
-    """DeepSpeed tells by this one name, and then drops the tensor-parallel group."""
-    assert not hasattr(ModelParallelUnit, "initialize_sequence_parallel")
 
 
 def test_deepspeed_is_imported_only_where_it_is_used():
