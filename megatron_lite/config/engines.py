@@ -108,7 +108,7 @@ def _sync_rules(config: Config) -> Iterable[Rule]:
     yield (
         not useless,
         f"{', '.join(useless)} {'has' if len(useless) == 1 else 'have'} no meaning with sync.mode {sync.mode}; "
-        "leave it out, or choose another mode",
+        f"leave {'it' if len(useless) == 1 else 'them'} out, or choose another mode",
     )
     if sync.mode == "every_step":
         return
@@ -123,6 +123,11 @@ def _sync_rules(config: Config) -> Iterable[Rule]:
         "leave optim.distributed false",
     )
     if sync.mode == "delayed":
+        yield (
+            sync.delay < config.train.iterations,
+            f"sync.delay is {sync.delay}, so none of train.iterations ({config.train.iterations}) would have a "
+            "gradient to apply; use less",
+        )
         yield (
             sync.delay == 0 or config.train.precision != "fp16",
             f"sync.mode is delayed by {sync.delay} with train.precision fp16; an overflow would be known {sync.delay} "
@@ -150,7 +155,8 @@ def _sync_rules(config: Config) -> Iterable[Rule]:
 
 def _memory_rules(config: Config) -> Iterable[Rule]:
     train, checkpoint = config.train, config.checkpoint
-    most = max(layer_counts(config.model, config.parallel), default=0)
+    counts = layer_counts(config.model, config.parallel)
+    most = max([*counts, counts[-1] + config.model.top_query_layer]) if counts else 0
     full = train.full_recompute_layers
     yield (
         train.recompute == "full" or full <= most or most == 0,

@@ -81,7 +81,7 @@ def _fill_buckets(params: list[tuple[str, nn.Parameter]], max_numel: float, alon
     buckets: list[list[str]] = []
     room = 0.0
     for name, parameter in params:
-        if parameter.numel() > room or name in alone:
+        if not buckets or parameter.numel() > room or name in alone:
             buckets.append([])
             room = max_numel
         buckets[-1].append(name)

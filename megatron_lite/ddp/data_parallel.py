@@ -51,7 +51,8 @@ class DataParallel:
         """Starts to give every rank what the others changed in their `owned`. Collective over dp."""
 
     def wait_for_params(self) -> None:
-        """Returns once all parameters are up to date. A forward waits by itself, for what it uses."""
+        """Returns once all parameters are up to date. What a module reads of its own or another's parameters, as an
+        attribute of the module that holds them, is so without it."""
 
     def weights(self) -> dict[str, Held]:
         """By parameter name, what this rank has of the weights, up to date, in `weight_dtype`; live where it can be."""

@@ -5,14 +5,16 @@ all-gather, nothing more travels when the other half brings the updated paramete
 in flat memory of their own, bucket by bucket as their gradients do. Masters and moments exist for a rank's share only:
 18 bytes a parameter become 6 + 12/dp.
 
-The gather starts with what the next forward needs first, and a module waits only for its own parameters, just before
-it runs. A parameter that is used without a call of the module that holds it is waited for at its chunk's start.
+The gather starts with what the next forward needs first, and goes on while that runs: a parameter is waited for when it
+is read as an attribute of its module, by whomever. (A hook before a module's forward would come too late for those who
+read its parameters from outside; DeepSpeed's ZeRO-3 watches the same place.) Who keeps parameters elsewhere, in a list
+of its own, calls `wait_for_params`.
 Sources: Rajbhandari et al., ZeRO, arXiv 1910.02054, section 5.1; Megatron-LM's distrib_optimizer.py, from which the
 bucket of its own for a tied embedding is: both of its stages must cut it in the same places, because each rank adds
 only its share of the other stage's gradient.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +28,11 @@ from megatron_lite.parallel.shard import Held, ParamTable
 
 
 class ShardedDDP(LocalDDP):
-    """As LocalDDP, on more than one rank of `dp`; `owned` and `main_grads` are this rank's runs of the parameters."""
+    """As LocalDDP, on more than one rank of `dp`; `owned` and `main_grads` are this rank's runs of the parameters.
+
+    `gather` are the same ranks over a connection of its own, where nothing waits for weights that are on their way.
+    A parameter's `main_grad` holds the sum over dp in this rank's run only.
+    """
 
     is_sharded = True
 
@@ -37,6 +43,7 @@ class ShardedDDP(LocalDDP):
         table: ParamTable,
         dp: Group,
         *,
+        gather: Group,
         bucket_mb: float,
         grad_dtype: torch.dtype,
     ):
@@ -48,27 +55,19 @@ class ShardedDDP(LocalDDP):
             for bucket, flat in zip(buckets, self._flat, strict=True)
             for name, place, start in bucket.runs(bucket.share(dp.rank, dp.size))
         }
+        self._gather = gather
         self._gathers: dict[int, Callable[[], object]] = {}  # under way, by number of the bucket
-        number_of = {name: number for number, bucket in enumerate(buckets) for name in bucket.starts}
-        names = {parameter: name for name, parameter in params.items()}
-        self._needed_by = {
-            module: {number_of[names[parameter]] for parameter in module.parameters(recurse=False)}
-            for chunk in chunks
-            for module in chunk.modules()
-        }
-        for module in self._needed_by:
-            module.register_forward_pre_hook(self._before_forward)
-        self._uncalled = set(self._needed_by)
+        number_of = {params[name]: number for number, bucket in enumerate(buckets) for name in bucket.starts}
+        for chunk in chunks:
+            for module in chunk.modules():
+                module._parameters = _Awaited(module._parameters, lambda read: self._wait_for([number_of[read]]))
 
     def gather_params(self) -> None:
-        for chunk in self._chunks:
-            for module in self._uncalled.intersection(chunk.modules()):
-                self._needed_by[chunk] |= self._needed_by[module]
-        self._uncalled.clear()
+        self.wait_for_params()
         for number in reversed(range(len(self._flat))):  # gradients come in the reverse order of use
             flat = self._flat[number]
             own = flat[self._rounds[0].buckets[number].share(self._dp.rank, self._dp.size)]
-            work = all_gather_single(flat, own, group=self._dp.pg, async_op=True)
+            work = all_gather_single(flat, own, group=self._gather.pg, async_op=True)
             assert work is not None
             self._gathers[number] = work.wait
 
@@ -79,10 +78,6 @@ class ShardedDDP(LocalDDP):
         for number in numbers:
             if number in self._gathers:
                 self._gathers.pop(number)()
-
-    def _before_forward(self, module: nn.Module, args: object) -> None:
-        self._uncalled.discard(module)
-        self._wait_for(self._needed_by[module])
 
     def _owned_grads(self, known: Round) -> dict[str, Tensor]:
         return {
@@ -96,6 +91,20 @@ class ShardedDDP(LocalDDP):
         work = reduce_scatter_single(own, bucket.flat, group=self._dp.pg, async_op=True)
         assert work is not None
         return work.wait
+
+
+class _Awaited(dict[str, nn.Parameter | None]):
+    """A module's parameters; `wait` is called with each one that is read."""
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter | None], wait: Callable[[nn.Parameter], object]):
+        super().__init__(parameters)
+        self._wait = wait
+
+    def __getitem__(self, name: str) -> nn.Parameter | None:
+        parameter = super().__getitem__(name)
+        if parameter is not None:
+            self._wait(parameter)
+        return parameter
 
 
 def _flatten(bucket: Bucket, params: dict[str, nn.Parameter]) -> Tensor:

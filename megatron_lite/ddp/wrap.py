@@ -43,7 +43,7 @@ def wrap_ddp(
     if parallel.ddp == "fsdp" and dp.size > 1:
         return FullyShardedDDP(chunks, params, dp, grad_dtype=grad_dtype)
     if config.optim.distributed and dp.size > 1:
-        return ShardedDDP(chunks, params, table, dp, **common)
+        return ShardedDDP(chunks, params, table, dp, gather=apart(dp, config.train.comm_timeout), **common)
     return LocalDDP(chunks, params, table, dp, **common, delay=sync.delay if sync.mode == "delayed" else 0)
 
 

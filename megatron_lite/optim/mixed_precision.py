@@ -33,7 +33,7 @@ class StepOutcome:
     """
 
     grad_norm: float  # L2 over the whole model, without loss scale, before clipping; inf or nan if any gradient is
-    skipped: bool  # an overflow that a smaller loss scale may mend; nothing was changed
+    skipped: bool  # nothing was changed: an overflow that a smaller loss scale may mend, or no gradient yet
 
 
 class Optimizer(Protocol):

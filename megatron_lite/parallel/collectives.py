@@ -17,7 +17,6 @@ from megatron_lite.parallel.context import Group
 OPS: dict[str, dist.ReduceOp.RedOpType] = {
     "sum": dist.ReduceOp.SUM,
     "max": dist.ReduceOp.MAX,
-    "min": dist.ReduceOp.MIN,
 }
 # torch 2.13 gave them these names, and warns of the old ones.
 all_gather_single = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
@@ -33,12 +32,12 @@ def all_reduce(x: Tensor, group: Group, op: str = "sum") -> Tensor:
     return x
 
 
-def all_reduce_async(x: Tensor, group: Group, op: str = "sum") -> tuple[Tensor, Callable[[], object]]:
-    """Starts an all-reduce of x; the tensor holds the result once the returned function was called."""
+def all_reduce_async(x: Tensor, group: Group) -> tuple[Tensor, Callable[[], object]]:
+    """Starts to sum x; the tensor holds the result once the returned function was called."""
     if group.size == 1:
         return x, lambda: None
     x = x.contiguous()
-    work = dist.all_reduce(x, op=OPS[op], group=group.pg, async_op=True)
+    work = dist.all_reduce(x, group=group.pg, async_op=True)
     assert work is not None
     return x, work.wait
 

@@ -5,10 +5,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from megatron_lite.checkpoint import store
 from megatron_lite.checkpoint.directory import find_latest
 from megatron_lite.config.schema import Config
-from megatron_lite.errors import CheckpointError, ConfigError
+from megatron_lite.errors import CheckpointError, ConfigError, TrainingError
+from megatron_lite.parallel.collectives import all_reduce
 from megatron_lite.parallel.random import seed_everything
 from megatron_lite.training.run import Run
 from megatron_lite.training.state import TrainState
@@ -22,6 +25,7 @@ def checkpoints_of(run_dir: str) -> Path:
 def save_run(run: Run, say: Callable[[str], None]) -> None:
     """Writes a checkpoint of everything that the run needs to go on exactly. Collective over the world."""
     root, iteration = checkpoints_of(run.config.run.dir), run.state.iteration
+    refuse_bad_gradients(run)
     say(f" saving checkpoint at iteration {iteration:7d} to {root}")
     started = time.perf_counter()
     store.save(
@@ -42,6 +46,19 @@ def save_run(run: Run, say: Callable[[str], None]) -> None:
     )
     seconds = time.perf_counter() - started
     say(f"  successfully saved checkpoint from iteration {iteration:7d} to {root} ({seconds:.1f} s)")
+
+
+def refuse_bad_gradients(run: Run) -> None:
+    """Raises TrainingError on every rank where a gradient that waits to be applied is not finite: a checkpoint with it
+    could never go on. Communicates: a number over the world, with `sync.mode: delayed`."""
+    if waiting := run.ddp.held_back():
+        finite = all(grad.isfinite().all() for grads in waiting for grad in grads.values())
+        if all_reduce(torch.tensor(float(not finite), device=run.ctx.device), run.ctx.world, "max").item():
+            raise TrainingError(
+                f"iteration {run.state.iteration}: a gradient of the last {len(waiting)} iterations, which sync.delay "
+                "holds back, is not finite; training stops, and nothing is saved: the newest checkpoint is from before "
+                "it. Lower optim.lr, lengthen optim.warmup_iterations or look at the data of these iterations"
+            )
 
 
 def load_newest(run: Run) -> None:
@@ -99,6 +116,7 @@ def load_run(run: Run, root: Path, iteration: int) -> None:
         config=run.config.model_dump(mode="json"),
     )
     refuse_new_order(loaded.config, run.config)
+    refuse_partial_sums(loaded.config, run)
     if run.ctx.rank == 0 and (changes := changed_fields(loaded.config, run.config.model_dump(mode="json"))):
         print(f" changed since that checkpoint: {', '.join(changes)}", flush=True)
     run.state = TrainState.from_dict(loaded.state["train"])
@@ -109,6 +127,17 @@ def load_run(run: Run, root: Path, iteration: int) -> None:
     else:  # another data-parallel size: fresh streams, which must not repeat those of the start
         fresh = seed_everything(run.config.run.seed + run.state.iteration, run.ctx)
         run.rng.load_state_dict(fresh.state_dict())
+
+
+def refuse_partial_sums(saved: dict[str, Any], run: Run) -> None:
+    """Raises ConfigError where gradients that `sync.delay` holds back are not what this layout would make of them."""
+    before, now = saved["parallel"].get("sequence", False), run.config.parallel.sequence
+    if before != now and run.ddp.held_back():
+        raise ConfigError(
+            f"parallel.sequence ({before} there, {now} here): gradients that sync.delay holds back in the checkpoint "
+            "are summed over tensor-parallel ranks in another way; set it as it was, or take the weights alone with "
+            "checkpoint.load_weights"
+        )
 
 
 def refuse_new_order(saved: dict[str, Any], config: Config) -> None:

@@ -69,10 +69,13 @@ def refuse_bad_numbers(run: Run, report: StepReport) -> None:
 
     No checkpoint holds what came of it: the newest is from before this iteration.
     """
-    if report.skipped or (math.isfinite(report.loss) and math.isfinite(report.grad_norm)):
+    mended = report.skipped and run.config.train.precision == "fp16"
+    if mended or (math.isfinite(report.loss) and math.isfinite(report.grad_norm)):
         return
+    delay = run.config.sync.delay if run.config.sync.mode == "delayed" else 0
+    source = f"iteration {run.state.iteration - delay}, where that gradient is from" if delay else "this iteration"
     raise TrainingError(
         f"iteration {run.state.iteration}: the loss is {report.loss} and the gradient norm {report.grad_norm}; "
-        "training stops. Lower optim.lr, lengthen optim.warmup_iterations or look at the data of this iteration; the "
+        f"training stops. Lower optim.lr, lengthen optim.warmup_iterations or look at the data of {source}; the "
         "newest checkpoint is from before it"
     )

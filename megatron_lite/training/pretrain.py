@@ -161,9 +161,10 @@ def sync_line(config: Config, dp: int, parameters: int) -> str:
     2 (n - 1) / n times what it sums."""
     sync = config.sync
     if sync.mode == "delayed":
+        late = counted(sync.delay, "iteration")
         return (
-            f"gradients are applied {counted(sync.delay, 'iteration')} late, and may travel over data-parallel ranks "
-            f"as long; the first {sync.delay} change no weight, and the last {sync.delay} gradients are not used"
+            f"gradients are applied {late} late, and may travel over data-parallel ranks as long; no weight moves in "
+            f"the first {late}, and what the last {late} gave is not used"
         )
     megabytes = 2 * (dp - 1) / dp * parameters * (8 if config.train.precision == "fp64" else 4) / 1e6
     in_fragments = f" in {sync.fragments} fragments" if sync.fragments > 1 else ""

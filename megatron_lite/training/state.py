@@ -17,7 +17,7 @@ class TrainState:
     iteration: int = 0  # finished, skipped ones too
     consumed_samples: int = 0  # of the training split, skipped ones too
     optimizer_steps: int = 0  # taken; the learning rate follows these
-    skipped: int = 0  # iterations whose gradients overflowed
+    skipped: int = 0  # iterations that moved no weight: an overflow, or no delayed gradient yet
     train_samples: int = 0  # for how many the sample order was made
 
     def to_dict(self) -> dict[str, int]:

@@ -1,5 +1,6 @@
 """The distributed optimizer on real ranks: LocalDDP's training to the bit, with every parameter updated by one rank."""
 
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -15,7 +16,7 @@ from megatron_lite.optim.mixed_precision import MixedPrecisionOptimizer
 from megatron_lite.optim.scaler import ConstantScaler
 from megatron_lite.parallel.context import ParallelContext
 from megatron_lite.parallel.grid import Grid
-from megatron_lite.parallel.shard import ParamMeta, Shard
+from megatron_lite.parallel.shard import ParamMeta, ParamTable, Shard
 from tests.e2e.tiny import train_tiny
 from tests.ranks import RanksFailed
 
@@ -43,8 +44,8 @@ LAYOUTS = {
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_ten_steps_are_those_of_plain_adam_to_the_bit(ranks, name):
-    """Clipping in every step, two decay groups, sizes that no number of ranks divides, biases smaller than dp: gloo adds
-    up both ways in the same order, and elements are cut where the vector kernel has a border anyway.
+    """Clipping in every step, two decay groups, sizes that no number of ranks divides, biases smaller than dp: gloo
+    adds up both ways in the same order, and elements are cut where the vector kernel has a border anyway.
 
     The norm is a sum in fp64 of other pieces, so it may differ in its last bits; the clip coefficient then rounds to
     the same fp32.
@@ -65,17 +66,17 @@ def test_ten_steps_are_those_of_plain_adam_to_the_bit(ranks, name):
             assert torch.equal(shared_out["weights"][key], weight), key
 
 
-class Uncalled(nn.Module):
-    """Uses a parameter of a module that it never calls, as a head that shares the embedding's weight may."""
+class ReadFromOutside(nn.Module):
+    """Reads a parameter of a module that it calls later or, with `calls` off, never."""
 
-    def __init__(self) -> None:
+    def __init__(self, calls: bool) -> None:
         super().__init__()
-        self.first, self.second = nn.Linear(16, 16, bias=False), nn.Linear(16, 16, bias=False)
-        for layer in (self.first, self.second):
-            nn.init.eye_(layer.weight)
+        self.first, self.second = nn.Linear(32, 32, bias=False), nn.Linear(32, 64, bias=False)
+        self.calls = calls
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.first(x) @ self.second.weight
+        x = self.first(x) + self.second.weight.sum(0)
+        return self.second(x) if self.calls else x
 
 
 class Later:
@@ -94,46 +95,98 @@ GATHER = sharded.all_gather_single
 
 def engine_of(model: nn.Module, ctx: ParallelContext) -> ShardedDDP:
     params = dict(model.named_parameters())
-    table = {name: ParamMeta(tuple(parameter.shape), Shard(), "normal") for name, parameter in params.items()}
     config = load_config(None, ["optim.distributed=true", "parallel.bucket_mb=0.001"])
-    ddp = wrap_ddp(config, [model], params, table, ctx, grad_dtype=torch.float32)
+    ddp = wrap_ddp(config, [model], params, table_of(model), ctx, grad_dtype=torch.float32)
     assert type(ddp) is ShardedDDP
     return ddp
 
 
-def step_with_late_gathers(uncalled: bool) -> tuple[list[int], bool]:
-    """Bytes gathered by the time that the first layer runs, and whether the second forward saw the new weights."""
+def table_of(model: nn.Module) -> ParamTable:
+    return {name: ParamMeta(tuple(p.shape), Shard(), "normal") for name, p in model.named_parameters()}
+
+
+def step_with_late_gathers(model: nn.Module) -> dict[str, Any]:
+    """What happened after a step whose gathers happen only when somebody waits for them."""
     ctx = ParallelContext.create(Grid(dp=2), torch.device("cpu"), timeout_seconds=60)
-    model = Uncalled() if uncalled else nn.Sequential(Uncalled().first, nn.Linear(16, 32, bias=False))
     ddp = engine_of(model, ctx)
-    table = {name: ParamMeta(tuple(p.shape), Shard(), "normal") for name, p in model.named_parameters()}
-    optimizer = MixedPrecisionOptimizer(table, ddp, ConstantScaler(), load_config(None).optim, ctx)
-    log: list[int] = []
-    late = lambda flat, own, group, async_op: Later(log, flat, own, group)
+    optimizer = MixedPrecisionOptimizer(table_of(model), ddp, ConstantScaler(), load_config(None).optim, ctx)
+    waited: list[int] = []
+    started: list[int] = []
+    groups = []
+
+    def late(flat: Tensor, own: Tensor, group: Any, async_op: bool) -> Later:
+        started.append(flat.numel())
+        groups.append(group)
+        return Later(waited, flat, own, group)
+
+    x = torch.ones(2, 32)
     with mock.patch.object(sharded, "all_gather_single", late):
         ddp.zero_grad()
         ddp.begin_backward(0, is_last=True)
-        ddp.module(0)(torch.ones(2, 16)).sum().backward()
-        finalize_grads(ddp, table, ctx)
+        ddp.module(0)(x).sum().backward()
+        finalize_grads(ddp, table_of(model), ctx)
         optimizer.step(lr=0.1)
-        assert log == []
-        waited: list[int] = []
-        first = model.first if uncalled else model[0]
-        first.register_forward_hook(lambda *_: waited.extend(log if not waited else ()))
-        before = ddp.module(0)(torch.ones(2, 16))
-        ddp.wait_for_params()
-    return waited, torch.equal(before, model(torch.ones(2, 16)))
+        at_return = list(waited)
+        by_first: list[int] = []
+        hook = next(model.children()).register_forward_hook(lambda *_: by_first.extend(waited))
+        output = ddp.module(0)(x)
+        hook.remove()
+        optimizer.step(lr=0.1)
+        saved = {name: held.values.clone() for name, held in optimizer.weights().items()}
+    return {
+        "started": started,
+        "at_return": at_return,
+        "by_first": by_first,
+        "output": output.detach(),
+        "saved": saved,
+        "own_connection": all(group is not ctx.dp.pg for group in groups),
+    }
+
+
+def late_layers() -> dict[str, Any]:
+    torch.manual_seed(0)
+    return step_with_late_gathers(nn.Sequential(nn.Linear(32, 32, bias=False), nn.Linear(32, 64, bias=False)))
+
+
+def late_reading(calls: bool) -> dict[str, Any]:
+    torch.manual_seed(0)
+    return step_with_late_gathers(ReadFromOutside(calls))
 
 
 def test_the_next_forward_waits_for_a_parameter_only_just_before_it_uses_it(ranks):
-    """Waiting for all of them first would hide no communication; too late would compute with the weights of before."""
-    for waited, fresh in ranks(2, step_with_late_gathers, uncalled=False):
-        assert waited == [256] and fresh
+    """Waiting for all of them first would hide no communication. They start in the order of use, and on a connection
+    where the numbers that ranks agree on do not queue up behind them."""
+    for got in ranks(2, late_layers):
+        assert got["at_return"] == [] and got["by_first"] == [1024]
+        assert got["started"][:2] == [1024, 2048] and got["own_connection"]
 
 
-def test_a_parameter_used_without_a_call_of_its_module_is_up_to_date(ranks):
-    for waited, fresh in ranks(2, step_with_late_gathers, uncalled=True):
-        assert sorted(waited) == [256, 256] and fresh
+@pytest.mark.parametrize("calls", [True, False])
+def test_a_parameter_read_from_outside_of_its_module_is_up_to_date(ranks, calls):
+    """Also before the module is called, where a hook would come too late: it would train on weights of the step
+    before, and nobody would know."""
+    for got in ranks(2, late_reading, calls):
+        assert got["at_return"] == []
+        fresh = ranks(1, one_step_alone, calls)[0]
+        torch.testing.assert_close(got["output"], fresh, rtol=1e-6, atol=1e-6)
+
+
+def one_step_alone(calls: bool) -> Tensor:
+    """The output after one step of plain AdamW on the two ranks' summed gradient."""
+    torch.manual_seed(0)
+    model, optim = ReadFromOutside(calls), load_config(None).optim
+    adam = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=optim.weight_decay, betas=(0.9, 0.999))
+    (2 * model(torch.ones(2, 32)).sum()).backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), optim.clip_grad)
+    adam.step()
+    return model(torch.ones(2, 32)).detach()
+
+
+def test_weights_that_are_saved_are_up_to_date(ranks):
+    """A checkpoint written while they are on their way would hold one share of new weights, the rest of old."""
+    first, second = ranks(2, late_layers)
+    for name, weight in first["saved"].items():
+        assert torch.equal(weight, second["saved"][name])
 
 
 def mix_number_formats() -> None:

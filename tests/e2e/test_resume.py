@@ -1,8 +1,10 @@
 """A run that was stopped and started again is the run that was never stopped, to the bit."""
 
 import json
+import math
 import re
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -12,10 +14,15 @@ from safetensors.torch import load_file
 
 from megatron_lite.checkpoint.layout import read_layout
 from megatron_lite.data.blended import Splits
-from megatron_lite.errors import CheckpointError
+from megatron_lite.errors import CheckpointError, TrainingError
+from megatron_lite.training.checkpointing import save_run
+from megatron_lite.training.initialize import finalize_megatron, initialize_megatron
+from megatron_lite.training.loop import refuse_bad_numbers
 from megatron_lite.training.pretrain import pretrain
 from megatron_lite.training.run import Run
-from tests.e2e.tiny import sample, tiny_config
+from megatron_lite.training.setup import setup_model_and_optimizer
+from megatron_lite.training.step import train_step
+from tests.e2e.tiny import portion, sample, tiny_config
 from tests.ranks import RanksFailed
 
 
@@ -223,3 +230,73 @@ def test_replicas_of_their_own_cannot_become_more_or_fewer(ranks, tmp_path):
         "each of 2 data-parallel ranks had master of its own, and this run has 4. Start as many processes as then, or "
         "take the common weights alone with checkpoint.load_weights"
     ) in re.sub(r"had \w+ of", "had master of", str(raised.value))
+
+
+DELAYED = {"sync__mode": "delayed", "train__micro_batch_size": 2}
+
+
+def test_a_run_stopped_before_its_first_delayed_gradient_goes_on(ranks, tmp_path):
+    """Then fewer gradients wait than later on, and one more would be applied out of nothing."""
+    changes = DELAYED | {"sync__delay": 3, "train__iterations": 6, "checkpoint__interval": 1, "checkpoint__keep": 0}
+    whole, halves = tmp_path / "whole", tmp_path / "halves"
+    ranks(2, run_to_the_end, whole, "gpt", **changes)
+    shutil.copytree(whole, halves)
+    for number in range(3, 7):
+        shutil.rmtree(halves / f"checkpoints/iter_{number:07d}")
+    (halves / "checkpoints" / "latest_checkpointed_iteration.txt").write_text("2")
+    ranks(2, run_to_the_end, halves, "gpt", **changes)
+    assert rows(halves) == rows(whole)
+    assert tensor_files(halves / "checkpoints/iter_0000006") == tensor_files(whole / "checkpoints/iter_0000006")
+
+
+def test_a_bad_gradient_that_waits_is_not_saved(tmp_path):
+    """It would come out after every restart from there, and older checkpoints would be gone by then."""
+    config = tiny_config("gpt", run__dir=str(tmp_path), **DELAYED, sync__delay=2)
+    ctx, rng = initialize_megatron(config)
+    run = setup_model_and_optimizer(config, ctx, rng)
+    for number in range(2):
+        save_run(run, print)
+        train_step(run, portion(run))
+        if number == 1:
+            run.ddp.held_back()[1]["decoder.final_layernorm.bias"][3] = math.nan
+    with pytest.raises(TrainingError) as raised:
+        save_run(run, print)
+    assert str(raised.value) == (
+        "iteration 2: a gradient of the last 2 iterations, which sync.delay holds back, is not finite; training stops, "
+        "and nothing is saved: the newest checkpoint is from before it. Lower optim.lr, lengthen "
+        "optim.warmup_iterations or look at the data of these iterations"
+    )
+    assert sorted(path.name for path in (tmp_path / "checkpoints").glob("iter_*")) == ["iter_0000000", "iter_0000001"]
+    train_step(run, portion(run))
+    report = train_step(run, portion(run))
+    with pytest.raises(
+        TrainingError, match=r"iteration 4: .* look at the data of iteration 2, where that gradient is fr"
+    ):
+        refuse_bad_numbers(run, report)
+    finalize_megatron()
+
+
+def test_a_loss_that_is_not_finite_stops_a_delayed_run_in_its_first_step():
+    """No weight moves there, which must not pass for an overflow that a loss scaler mends."""
+    config = tiny_config("gpt", **DELAYED, sync__delay=2)
+    ctx, rng = initialize_megatron(config)
+    run = setup_model_and_optimizer(config, ctx, rng)
+    report = train_step(run, portion(run))
+    assert report.skipped
+    refuse_bad_numbers(run, report)
+    with pytest.raises(TrainingError, match="the loss is nan"):
+        refuse_bad_numbers(run, replace(report, loss=math.nan))
+    finalize_megatron()
+
+
+def test_gradients_that_wait_are_not_taken_for_those_of_another_way_of_summing(ranks, tmp_path):
+    """They are saved before the sum over tensor-parallel ranks, which only sequence parallelism has."""
+    changes = DELAYED | {"sync__delay": 1, "parallel__tensor": 2}
+    ranks(2, run_to_the_end, tmp_path, "gpt", train__iterations=3, **changes)
+    with pytest.raises(RanksFailed) as raised:
+        ranks(2, run_to_the_end, tmp_path, "gpt", train__iterations=4, parallel__sequence="true", **changes)
+    assert (
+        "parallel.sequence (False there, True here): gradients that sync.delay holds back in the checkpoint are summed "
+        "over tensor-parallel ranks in another way; set it as it was, or take the weights alone with "
+        "checkpoint.load_weights"
+    ) in str(raised.value)

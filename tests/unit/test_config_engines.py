@@ -101,7 +101,7 @@ REFUSED = {
     ),
     "fragments and a delay with local_sgd": (
         ["sync.mode=local_sgd", "sync.fragments=2", "sync.delay=1"],
-        "sync.delay, sync.fragments have no meaning with sync.mode local_sgd; leave it out, or choose another mode",
+        "sync.delay, sync.fragments have no meaning with sync.mode local_sgd; leave them out, or choose another mode",
     ),
     "diloco with torch": (
         [*DILOCO, "parallel.ddp=torch"],
@@ -120,6 +120,10 @@ REFUSED = {
         ["sync.mode=delayed", "sync.delay=2", "train.precision=fp16"],
         "sync.mode is delayed by 2 with train.precision fp16; an overflow would be known 2 steps late, and all steps "
         "in between overflow too; use bf16",
+    ),
+    "a delay as long as the run": (
+        ["sync.mode=delayed", "sync.delay=20", "train.iterations=20"],
+        "sync.delay is 20, so none of train.iterations (20) would have a gradient to apply; use less",
     ),
     "fragments that do not divide": (
         [*DILOCO, "sync.fragments=3"],
@@ -182,6 +186,7 @@ def test_what_cannot_be_right_is_refused_with_what_to_change(case):
         [*DILOCO, "sync.fragments=2", "sync.delay=3", "parallel.pipeline=2"],
         ["sync.mode=local_sgd", "sync.interval=1"],
         ["train.recompute=full:12"],
+        ["train.recompute=full:7", "parallel.pipeline=2", "model.top_query_layer=true"],
         ["train.recompute=full:3", "train.offload_activations=true"],
     ],
     ids=" ".join,

@@ -194,8 +194,8 @@ def test_bytes_are_those_of_the_common_model_its_momentum_and_what_is_under_way(
         ),
         (
             ["mode=delayed", "delay=2"],
-            "gradients are applied 2 iterations late, and may travel over data-parallel ranks as long; the first 2 "
-            "change no weight, and the last 2 gradients are not used",
+            "gradients are applied 2 iterations late, and may travel over data-parallel ranks as long; no weight moves "
+            "in the first 2 iterations, and what the last 2 iterations gave is not used",
         ),
     ],
 )
