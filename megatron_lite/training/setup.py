@@ -32,8 +32,9 @@ def setup_model_and_optimizer(
     """A run at its start, or where its newest checkpoint left it.
 
     `model_provider` is called like `get_model` and returns this rank's chunks. The chunk of the first stage is called
-    with `(tokens [b, s], labels [b, s])`, others also get the stage before's hidden state, `[s, b, h]` or under sequence
-    parallelism `[s/tp, b, h]`. The last stage returns the loss of every token, `[s, b]`, the others their hidden state.
+    with `(tokens [b, s], labels [b, s])`, others also get the stage before's hidden state, `[s, b, h]`, which is
+    `[s/tp, b, h]` under sequence parallelism. The last stage returns the loss of every token, `[s, b]`, the others
+    their hidden state.
     Collective over the world.
     """
     dtype = DTYPES[config.train.precision]
