@@ -76,14 +76,14 @@ def check_tensors(
         if name in optimizer_state and set(targets) != set(values):
             raise CheckpointError(
                 f"{folder}: of {name} it holds {', '.join(sorted(values))}, this run needs "
-                f"{', '.join(sorted(targets))}. Set {_kind_keys(layout, config)} as it was"
+                f"{', '.join(sorted(targets))}. {_set_back(layout, config)}"
             )
         for kind, held in targets.items():
             value = values[kind]
             if optimizer_state and value.dtype != DTYPE_NAMES[held.values.dtype]:
                 raise CheckpointError(
                     f"{folder}: {kind} of {name} is {value.dtype}, this run needs {DTYPE_NAMES[held.values.dtype]}. "
-                    f"Set {_kind_keys(layout, config)} as it was"
+                    f"{_set_back(layout, config)}"
                 )
             if held.among_dp == "own" and layout.grid.dp != ctx.dp.size:
                 raise CheckpointError(
@@ -126,14 +126,11 @@ def _stage_keys(layout: Layout, config: Mapping[str, Any]) -> list[str]:
     return _differing(layout, config, "parallel", ["virtual_pipeline", "pipeline_layout"])
 
 
-def _kind_keys(layout: Layout, config: Mapping[str, Any]) -> str:
-    """Fields that say which numbers a run has for each parameter, where they differ."""
-    return " and ".join(
-        [
-            *_differing(layout, config, "train", ["precision"]),
-            *_differing(layout, config, "sync", ["mode", "delay", "outer_momentum"]),
-        ]
-    )
+def _set_back(layout: Layout, config: Mapping[str, Any]) -> str:
+    """What to do about a run that has other numbers for each parameter than there are."""
+    keys = _differing(layout, config, "train", ["precision"])
+    keys += _differing(layout, config, "sync", ["mode", "delay", "outer_momentum"])
+    return f"Set {' and '.join(keys)} as it was, or take the weights alone with checkpoint.load_weights"
 
 
 def _differing(layout: Layout, config: Mapping[str, Any], section: str, keys: list[str]) -> list[str]:

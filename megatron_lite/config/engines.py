@@ -69,6 +69,11 @@ def _deepspeed_rules(config: Config) -> Iterable[Rule]:
         "tensor-parallel gradient norm wrongly and takes an extra Adam step at its start; use deepspeed.zero_stage: 1",
     )
     yield (
+        not config.train.offload_activations or deepspeed.zero_stage < 3,
+        "train.offload_activations at deepspeed.zero_stage 3 would move gathered weights to the host too; use "
+        "train.recompute, or parallel.ddp: fsdp",
+    )
+    yield (
         not config.log.trace,
         "parallel.ddp is deepspeed with log.trace, which records what our own engine runs; leave log.trace false",
     )
@@ -130,8 +135,8 @@ def _sync_rules(config: Config) -> Iterable[Rule]:
         )
         yield (
             sync.delay == 0 or config.train.precision != "fp16",
-            f"sync.mode is delayed by {sync.delay} with train.precision fp16; an overflow would be known {sync.delay} "
-            "steps late, and all steps in between overflow too; use bf16",
+            f"sync.mode is delayed by {sync.delay} with train.precision fp16; an overflow would be known that "
+            "many steps late, and all steps in between overflow too; use bf16",
         )
         return
     portion = sync.interval // sync.fragments

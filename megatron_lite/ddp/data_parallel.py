@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor, nn
 
+from megatron_lite.errors import TrainingError
 from megatron_lite.parallel.shard import Held
 
 
@@ -37,7 +38,6 @@ class DataParallel:
 
     def zero_grad(self) -> None:
         """Starts a step."""
-        raise NotImplementedError
 
     def begin_backward(self, chunk: int, *, is_last: bool) -> None:
         """Before a chunk's backward, or a half of it: what comes now is the last gradient of a parameter if
@@ -45,7 +45,6 @@ class DataParallel:
 
     def finish_grad_sync(self) -> None:
         """Returns once all gradients are summed over dp. Collective over dp."""
-        raise NotImplementedError
 
     def gather_params(self) -> None:
         """Starts to give every rank what the others changed in their `owned`. Collective over dp."""
@@ -53,6 +52,9 @@ class DataParallel:
     def wait_for_params(self) -> None:
         """Returns once all parameters are up to date. What a module reads of its own or another's parameters, as an
         attribute of the module that holds them, is so without it."""
+
+    def release_params(self) -> None:
+        """Lets go of weights of other ranks that forwards without a backward have gathered."""
 
     def weights(self) -> dict[str, Held]:
         """By parameter name, what this rank has of the weights, up to date, in `weight_dtype`; live where it can be."""
@@ -72,3 +74,14 @@ class DataParallel:
 
     def resume_held_back(self, iteration: int) -> None:
         """After the tensors of `held_back` were filled with those of a run that had finished `iteration` steps."""
+
+
+def only_dtype(params: dict[str, nn.Parameter], key: str) -> torch.dtype:
+    """The number format of all parameters; TrainingError where there are several, with the setting that needs one."""
+    dtypes = {parameter.dtype for parameter in params.values()}
+    if len(dtypes) > 1:
+        raise TrainingError(
+            f"{key} needs parameters of one number format, but the model has {sorted(map(str, dtypes))}; make them "
+            "one, or use parallel.ddp: local without optim.distributed"
+        )
+    return dtypes.pop()

@@ -26,7 +26,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from megatron_lite.ddp.data_parallel import DataParallel
+from megatron_lite.ddp.data_parallel import DataParallel, only_dtype
 from megatron_lite.errors import TrainingError
 from megatron_lite.model.block import TransformerBlock
 from megatron_lite.parallel.context import Group
@@ -48,7 +48,7 @@ class FullyShardedDDP(DataParallel):
         self, chunks: Sequence[nn.Module], params: dict[str, nn.Parameter], dp: Group, *, grad_dtype: torch.dtype
     ):
         self._chunks = list(chunks)
-        self.weight_dtype = _only_dtype(params)
+        self.weight_dtype = only_dtype(params, "parallel.ddp: fsdp")
         assert dp.pg is not None
         mesh = DeviceMesh.from_group(dp.pg, next(iter(params.values())).device.type)
         # Inputs keep their dtype: the residual stream may be fp32 where weights are not.
@@ -128,16 +128,6 @@ def _free_root(chunk: nn.Module, args: object, output: object) -> None:
 def _local_grad(parameter: DTensor) -> Tensor:
     assert isinstance(parameter.grad, DTensor)
     return parameter.grad.to_local()
-
-
-def _only_dtype(params: dict[str, nn.Parameter]) -> torch.dtype:
-    dtypes = {parameter.dtype for parameter in params.values()}
-    if len(dtypes) > 1:
-        raise TrainingError(
-            f"parallel.ddp=fsdp needs parameters of one number format, but the model has {sorted(map(str, dtypes))}; "
-            "make them one, or use parallel.ddp=local"
-        )
-    return dtypes.pop()
 
 
 def _sharded_params(chunks: Sequence[nn.Module], params: dict[str, nn.Parameter]) -> dict[str, DTensor]:

@@ -20,8 +20,8 @@ import torch
 from torch import Tensor, nn
 
 from megatron_lite.ddp.buffer import Bucket
+from megatron_lite.ddp.data_parallel import only_dtype
 from megatron_lite.ddp.local import LocalDDP, Round
-from megatron_lite.errors import TrainingError
 from megatron_lite.parallel.collectives import all_gather_single, reduce_scatter_single
 from megatron_lite.parallel.context import Group
 from megatron_lite.parallel.shard import Held, ParamTable
@@ -49,7 +49,8 @@ class ShardedDDP(LocalDDP):
     ):
         super().__init__(chunks, params, table, dp, bucket_mb=bucket_mb, grad_dtype=grad_dtype)
         buckets = self._rounds[0].buckets
-        self._flat = [_flatten(bucket, params) for bucket in buckets]
+        dtype = only_dtype(params, "optim.distributed")
+        self._flat = [_flatten(bucket, params, dtype) for bucket in buckets]
         self.owned = {
             name: Held(flat[place], start, "shared_out")
             for bucket, flat in zip(buckets, self._flat, strict=True)
@@ -107,15 +108,9 @@ class _Awaited(dict[str, nn.Parameter | None]):
         return parameter
 
 
-def _flatten(bucket: Bucket, params: dict[str, nn.Parameter]) -> Tensor:
+def _flatten(bucket: Bucket, params: dict[str, nn.Parameter], dtype: torch.dtype) -> Tensor:
     """Flat memory for the parameters of a bucket, in the places that their gradients have; they become views of it."""
-    dtypes = {params[name].dtype for name in bucket.starts}
-    if len(dtypes) > 1:
-        raise TrainingError(
-            f"optim.distributed needs parameters of one number format, but the model has {dtypes} among "
-            f"{', '.join(bucket.starts)}; make them one, or leave optim.distributed false"
-        )
-    flat = torch.zeros(bucket.flat.numel(), dtype=dtypes.pop(), device=bucket.flat.device)
+    flat = torch.zeros(bucket.flat.numel(), dtype=dtype, device=bucket.flat.device)
     for name, start in bucket.starts.items():
         parameter = params[name]
         place = flat[start : start + parameter.numel()].view(parameter.shape)

@@ -5,6 +5,8 @@ of it, stage 3 an equal run of each parameter. Either way a rank has a run of a 
 of its moments, so a checkpoint has the same form as of any other engine. Stage 0 shares nothing out; there DeepSpeed
 only reduces, all gradients after the last backward, and knows no norm over tensor-parallel ranks: that is ours.
 
+Every parameter must be used in every micro-batch, on every rank.
+
 A step whose gradients are not finite changes nothing at any stage, and its norm is reported as inf (nan at stage 0 if
 it is). The loss scale of fp16 is our own scaler's at every step, not DeepSpeed's.
 Source: Rajbhandari et al., ZeRO, arXiv 1910.02054.
@@ -21,6 +23,7 @@ from torch import Tensor, nn
 from megatron_lite.config.schema import Config
 from megatron_lite.ddp.data_parallel import DataParallel
 from megatron_lite.ddp.deepspeed import DeepSpeed
+from megatron_lite.errors import TrainingError
 from megatron_lite.optim.clip import clip_coefficient, global_grad_norm
 from megatron_lite.optim.mixed_precision import MOMENTS, StepOutcome, count_bytes
 from megatron_lite.optim.param_groups import decay_groups
@@ -60,6 +63,7 @@ class DeepSpeedOptimizer(DataParallel):
     ):
         optim, precision = config.optim, config.train.precision
         self.owned, self.main_grads = {}, {}
+        self._arrived: set[str] = set()  # what has got a gradient in this micro-batch
         self.scaler = build_scaler(optim, precision)
         self._params = params
         self._table = table
@@ -70,6 +74,7 @@ class DeepSpeedOptimizer(DataParallel):
         for name, parameter in params.items():
             # Without this mark the norm would count the parameter on the first tensor-parallel rank only.
             parameter.tensor_model_parallel = table[name].shard.is_split  # type: ignore[attr-defined]
+            parameter.register_hook(lambda _, name=name: self._arrived.add(name))
         self._adam = torch.optim.AdamW(
             decay_groups(dict(params), table, optim.weight_decay),
             lr=optim.lr,
@@ -111,11 +116,8 @@ class DeepSpeedOptimizer(DataParallel):
         """What a forward that is to be followed by a backward goes through."""
         return self._engine
 
-    def zero_grad(self) -> None:
-        """Nothing: `step` has let go of the gradients."""
-
-    def finish_grad_sync(self) -> None:
-        """Nothing: the last backward has waited."""
+    def release_params(self) -> None:
+        self._engine.empty_partition_cache()
 
     def forward_backward(
         self, forward: Callable[[int, int, Tensor | None], Tensor], num_microbatches: int, loss_grad: float
@@ -130,10 +132,17 @@ class DeepSpeedOptimizer(DataParallel):
             self._engine.optimizer.override_loss_scale(self.scaler.scale)
         losses = []
         for number in range(num_microbatches):
+            self._arrived.clear()
             self._engine.set_gradient_accumulation_boundary(number == num_microbatches - 1)
             loss = forward(0, number, None)
             self._engine.backward(loss * factor)
             losses.append(loss.detach())
+        if absent := [name for name in self._params if name not in self._arrived]:
+            raise TrainingError(
+                f"parallel.ddp=deepspeed: {len(absent)} of {len(self._params)} parameters got no gradient in the last "
+                f"micro-batch, as {absent[0]}, so nobody would sum them over data-parallel ranks; use every parameter "
+                "in every micro-batch, or parallel.ddp=local, which allows unused ones"
+            )
         return losses
 
     def step(self, lr: float) -> StepOutcome:
@@ -202,7 +211,7 @@ class DeepSpeedOptimizer(DataParallel):
         for values in self._adam.state.values():
             values["step"].fill_(steps)
         # Small parameters, which stage 3 keeps whole once they were gathered, are to be gathered again.
-        self._engine.empty_partition_cache()
+        self.release_params()
 
     def bytes_held(self) -> dict[str, int]:
         """Bytes of live tensors on this rank, offloaded ones too. Between steps there are few gradients and buckets."""

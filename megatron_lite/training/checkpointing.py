@@ -130,14 +130,19 @@ def load_run(run: Run, root: Path, iteration: int) -> None:
 
 
 def refuse_partial_sums(saved: dict[str, Any], run: Run) -> None:
-    """Raises ConfigError where gradients that `sync.delay` holds back are not what this layout would make of them."""
-    before, now = saved["parallel"].get("sequence", False), run.config.parallel.sequence
-    if before != now and run.ddp.held_back():
-        raise ConfigError(
-            f"parallel.sequence ({before} there, {now} here): gradients that sync.delay holds back in the checkpoint "
-            "are summed over tensor-parallel ranks in another way; set it as it was, or take the weights alone with "
-            "checkpoint.load_weights"
-        )
+    """Raises ConfigError where sums that `sync.delay` had under way are not those that this run would wait for."""
+    sync = run.config.sync
+    if not sync.delay:
+        return
+    now = {"parallel": run.config.parallel.model_dump(), "sync": sync.model_dump()}
+    for section, key in (("sync", "interval"), ("sync", "fragments")) if sync.is_local else (("parallel", "sequence"),):
+        before = saved[section].get(key)
+        if before != now[section][key]:
+            raise ConfigError(
+                f"{section}.{key} ({before} there, {now[section][key]} here): what sync.delay had under way in the "
+                "checkpoint belongs to its way of summing; set it as it was, or take the weights alone with "
+                "checkpoint.load_weights"
+            )
 
 
 def refuse_new_order(saved: dict[str, Any], config: Config) -> None:

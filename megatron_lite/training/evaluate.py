@@ -53,6 +53,7 @@ def evaluate(run: Run, dataset: Dataset, eod: int) -> float:
             message = message_of(run.config, portion[0].tokens, run.ctx.device)
             totals[:1] += sum_over_pipeline(run, run.engine.run(schedule, forward, message))
             totals[1] += sum(batch.loss_mask.sum(dtype=torch.float64) for batch in portion)
+    run.ddp.release_params()
     for chunk in run.model:
         chunk.train()
     loss_sum, tokens = all_reduce(totals, run.ctx.dp).tolist()

@@ -20,12 +20,17 @@ def memory_line(run: Run) -> str:
     Communicates: one number over the world.
     """
     held = run.optimizer.bytes_held()
+    buckets = held.pop("buckets", 0)
     count = num_local_parameters(run)
     total = sum(held.values())
-    most = all_reduce(torch.tensor(float(total), dtype=torch.float64, device=run.ctx.device), run.ctx.world, "max")
+    most = all_reduce(
+        torch.tensor(float(total + buckets), dtype=torch.float64, device=run.ctx.device), run.ctx.world, "max"
+    )
     expected = state_bytes(run.config, run.ctx.dp.size)
     parts = ", ".join(f"{what} {size / 1e6:,.1f} MB" for what, size in held.items() if size)
+    beside = f", and buckets {buckets / 1e6:,.1f} MB" if buckets else ""
+    offloaded = " (offloaded ones are in the host's memory)" if run.config.deepspeed.offload_optimizer else ""
     return (
-        f"memory of rank {run.ctx.rank}: {parts}; {total / count:.2f} bytes for each of its {count:,} parameters, "
-        f"{sum(expected.values()):.2f} expected; at most {most.item() / 1e6:,.1f} MB on a rank"
+        f"memory of rank {run.ctx.rank}: {parts}{offloaded}; {total / count:.2f} bytes for each of its {count:,} "
+        f"parameters, {sum(expected.values()):.2f} expected{beside}; at most {most.item() / 1e6:,.1f} MB on a rank"
     )

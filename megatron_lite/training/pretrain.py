@@ -138,7 +138,7 @@ def announce(run: Run, log: RunLog, seconds: float) -> None:
     log.say(f" > number of parameters on (tensor, pipeline) model parallel rank (0, 0): {count}")
     if grid.pp > 1:
         log.say(f" > {pipeline_line(run)}")
-    if config.sync.mode != "every_step":
+    if config.sync.is_local or config.sync.delay:
         log.say(f" > sync: {sync_line(config, grid.dp, count)}")
     log.say(f"time to initialize megatron (seconds): {seconds:.1f}")
 

@@ -25,6 +25,7 @@ from megatron_lite.training.state import TrainState
 from megatron_lite.training.step import forward_of, sum_over_pipeline, train_step
 from tests.dist.test_deepspeed import COMMON, OFFLOAD, OFFLOAD_ALL, TIGHT, deepspeed
 from tests.e2e.tiny import gather, model_with_biases, portion, tiny_config, train_tiny
+from tests.ranks import RanksFailed
 
 
 def start(config: Config) -> Run:
@@ -258,6 +259,30 @@ def draw_apart() -> dict[str, list[Tensor]]:
     dist.all_gather_object(of_ranks, weights)
     finalize_megatron()
     return {name: [weights[name] for weights in of_ranks] for name in weights}
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_parameter_unused_in_the_last_micro_batch_is_named(ranks, stage):
+    """Stage 1 would leave its gradient as this rank's own."""
+    with pytest.raises(RanksFailed) as raised:
+        ranks(2, leave_out_a_bias, stage)
+    assert (
+        "parallel.ddp=deepspeed: 1 of 28 parameters got no gradient in the last micro-batch, as "
+        "decoder.final_layernorm.bias, so nobody would sum them over data-parallel ranks; use every parameter in every "
+        "micro-batch, or parallel.ddp=local, which allows unused ones"
+    ) in str(raised.value)
+
+
+def leave_out_a_bias(stage: int) -> None:
+    run = start(tiny_config("gpt", train__micro_batch_size=2, **deepspeed(stage)))
+    norm, calls = run.model[0].decoder.final_layernorm, []
+
+    def forward(x: Tensor) -> Tensor:
+        calls.append(x)
+        return nn.functional.layer_norm(x, norm.shape, norm.weight, norm.bias if len(calls) == 1 else None, norm.eps)
+
+    norm.forward = forward
+    train_step(run, portion(run))
 
 
 @pytest.mark.parametrize("changes", [deepspeed(2), deepspeed(2, **OFFLOAD), deepspeed(3)], ids=["2", "2 offload", "3"])

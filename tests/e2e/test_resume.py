@@ -289,14 +289,19 @@ def test_a_loss_that_is_not_finite_stops_a_delayed_run_in_its_first_step():
     finalize_megatron()
 
 
-def test_gradients_that_wait_are_not_taken_for_those_of_another_way_of_summing(ranks, tmp_path):
-    """They are saved before the sum over tensor-parallel ranks, which only sequence parallelism has."""
-    changes = DELAYED | {"sync__delay": 1, "parallel__tensor": 2}
-    ranks(2, run_to_the_end, tmp_path, "gpt", train__iterations=3, **changes)
-    with pytest.raises(RanksFailed) as raised:
-        ranks(2, run_to_the_end, tmp_path, "gpt", train__iterations=4, parallel__sequence="true", **changes)
-    assert (
-        "parallel.sequence (False there, True here): gradients that sync.delay holds back in the checkpoint are summed "
-        "over tensor-parallel ranks in another way; set it as it was, or take the weights alone with "
-        "checkpoint.load_weights"
-    ) in str(raised.value)
+def test_sums_under_way_are_not_taken_for_those_of_another_way_of_summing(ranks, tmp_path):
+    """Gradients that wait are saved before the sum over tensor-parallel ranks, which only sequence parallelism has; and
+    of another schedule other weights would be under way."""
+    delayed = DELAYED | {"sync__delay": 1, "parallel__tensor": 2}
+    diloco = DELAYED | {"sync__mode": "diloco", "sync__interval": 2, "sync__delay": 1}
+    for name, before, change, words in (
+        ("delayed", delayed, {"parallel__sequence": "true"}, "parallel.sequence (False there, True here)"),
+        ("diloco", diloco, {"sync__interval": 4}, "sync.interval (2 there, 4 here)"),
+    ):
+        ranks(2, run_to_the_end, tmp_path / name, "gpt", train__iterations=4, **before)
+        with pytest.raises(RanksFailed) as raised:
+            ranks(2, run_to_the_end, tmp_path / name, "gpt", train__iterations=8, **(before | change))
+        assert (
+            f"{words}: what sync.delay had under way in the checkpoint belongs to its way of summing; set it as it "
+            "was, or take the weights alone with checkpoint.load_weights"
+        ) in str(raised.value)

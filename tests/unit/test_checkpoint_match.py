@@ -68,13 +68,14 @@ def test_another_precision_is_named(root):
     config = {**CONFIG, "train": {"precision": "fp16"}}
     assert refused(root, **into, config=config).endswith(
         "weight of embedding.word_embeddings.weight is BF16, this run needs F16. Set train.precision (bf16 there, fp16 "
-        "here) as it was"
+        "here) as it was, or take the weights alone with checkpoint.load_weights"
     )
     into = contents(one_process(), -1, torch.float32)
     config = {**CONFIG, "train": {"precision": "fp32"}}
     assert refused(root, **into, config=config).endswith(
         "of embedding.word_embeddings.weight it holds exp_avg, exp_avg_sq, master, weight, this run needs exp_avg, "
-        "exp_avg_sq, weight. Set train.precision (bf16 there, fp32 here) as it was"
+        "exp_avg_sq, weight. Set train.precision (bf16 there, fp32 here) as it was, or take the "
+        "weights alone with checkpoint.load_weights"
     )
 
 

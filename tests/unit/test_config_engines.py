@@ -69,6 +69,11 @@ REFUSED = {
         "deepspeed.zero_stage is 0 with train.precision fp16; DeepSpeed's 16-bit optimizer of stage 0 counts a "
         "tensor-parallel gradient norm wrongly and takes an extra Adam step at its start; use deepspeed.zero_stage: 1",
     ),
+    "activation offload at stage 3": (
+        [*DEEPSPEED, "deepspeed.zero_stage=3", "train.offload_activations=true"],
+        "train.offload_activations at deepspeed.zero_stage 3 would move gathered weights to the host too; use "
+        "train.recompute, or parallel.ddp: fsdp",
+    ),
     "deepspeed with a trace": (
         [*DEEPSPEED, "log.trace=true"],
         "parallel.ddp is deepspeed with log.trace, which records what our own engine runs; leave log.trace false",
@@ -118,8 +123,8 @@ REFUSED = {
     ),
     "delayed fp16": (
         ["sync.mode=delayed", "sync.delay=2", "train.precision=fp16"],
-        "sync.mode is delayed by 2 with train.precision fp16; an overflow would be known 2 steps late, and all steps "
-        "in between overflow too; use bf16",
+        "sync.mode is delayed by 2 with train.precision fp16; an overflow would be known that many steps late, and "
+        "all steps in between overflow too; use bf16",
     ),
     "a delay as long as the run": (
         ["sync.mode=delayed", "sync.delay=20", "train.iterations=20"],
