@@ -1,6 +1,6 @@
 """`megatron-lite inspect`: what is in a checkpoint, from its layout.json."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -76,5 +76,15 @@ def _row(name: str, tensor: "TensorLayout") -> tuple[str, ...]:
         tensor.values[WEIGHT].dtype,
         f"dim {shard.dim}{fused}" if shard.is_split else "whole",
         " ".join(f"{kind}:{value.dtype}" for kind, value in numbers.items()) or "none",
-        " ".join(file.removesuffix(".safetensors") for file in files),
+        _joined(file.removesuffix(".safetensors") for file in files),
     )
+
+
+def _joined(files: Iterable[str]) -> str:
+    """The names; those that differ in the data-parallel rank only as `model_dp_000..003`."""
+    ranks: dict[str, list[str]] = {}
+    for file in files:
+        stem, dp, rank = file.rpartition("_dp_")
+        ranks.setdefault(stem + dp if dp else file, []).append(rank if dp else "")
+    ends = {stem: found[0] + (f"..{found[-1]}" if len(found) > 1 else "") for stem, found in ranks.items()}
+    return " ".join(stem + end for stem, end in ends.items())

@@ -4,7 +4,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from megatron_lite.cli.inspect import inspect
+from megatron_lite.cli.inspect import _joined, inspect
 from megatron_lite.errors import CheckpointError
 from tests.checkpoints import one_process, save
 
@@ -64,3 +64,11 @@ def test_other_folders_are_an_error_with_exit_code_1(run_dir, name, message):
     """The command line prints the message of a MegatronLiteError and exits with its code."""
     error = CliRunner().invoke(app, [str(run_dir / name)]).exception
     assert isinstance(error, CheckpointError) and message in str(error) and error.exit_code == 1
+
+
+def test_files_of_data_parallel_ranks_are_listed_together():
+    """Hundreds of them would hide the tensors."""
+    files = [f"mp_rank_00/{kind}_dp_{rank:03d}" for kind in ("model", "optimizer") for rank in range(64)]
+    assert _joined(files) == "mp_rank_00/model_dp_000..063 mp_rank_00/optimizer_dp_000..063"
+    files = ["mp_rank_00/model", "mp_rank_00/optimizer_dp_000"]
+    assert _joined(files) == " ".join(files)
