@@ -139,7 +139,11 @@ def _sync_rules(config: Config) -> Iterable[Rule]:
             "many steps late, and all steps in between overflow too; use bf16",
         )
         return
-    portion = sync.interval // sync.fragments
+    portion, layers = sync.interval // sync.fragments, config.model.num_layers
+    yield (
+        sync.fragments <= layers,
+        f"sync.fragments is {sync.fragments}, but only the layers ({layers}) are dealt out to them; use at most {layers}",
+    )
     yield (
         sync.interval % sync.fragments == 0,
         f"sync.interval is {sync.interval}, which sync.fragments ({sync.fragments}) does not divide; each fragment "

@@ -135,6 +135,10 @@ REFUSED = {
         "sync.interval is 8, which sync.fragments (3) does not divide; each fragment meets once in an interval, at "
         "equal distances",
     ),
+    "more fragments than layers": (
+        [*DILOCO, "sync.fragments=8", "model.num_layers=4"],
+        "sync.fragments is 8, but only the layers (4) are dealt out to them; use at most 4",
+    ),
     "a delay as long as a fragment's turn": (
         [*DILOCO, "sync.fragments=2", "sync.delay=4"],
         "sync.delay is 4; an outer step has to end before the next begins, sync.interval / sync.fragments = 4 steps "
