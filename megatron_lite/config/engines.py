@@ -142,7 +142,8 @@ def _sync_rules(config: Config) -> Iterable[Rule]:
     portion, layers = sync.interval // sync.fragments, config.model.num_layers
     yield (
         sync.fragments <= layers,
-        f"sync.fragments is {sync.fragments}, but only the layers ({layers}) are dealt out to them; use at most {layers}",
+        f"sync.fragments is {sync.fragments}, but only the layers ({layers}) are dealt out to them; use at most "
+        f"{layers}",
     )
     yield (
         sync.interval % sync.fragments == 0,
