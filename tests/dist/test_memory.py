@@ -65,6 +65,7 @@ CASES = [
     for size in (1, 2, 4)
     for precision in ("bf16", "fp32")
     if (engine, precision) != ("deepspeed 0", "bf16")  # which is refused
+    and (precision == "bf16" or size == 2 or engine == "deepspeed 0")
 ]
 
 
