@@ -7,7 +7,6 @@ from torch import nn
 
 from megatron_lite.config.schema import Config
 from megatron_lite.ddp.data_parallel import DataParallel
-from megatron_lite.ddp.fsdp import FullyShardedDDP
 from megatron_lite.ddp.local import LocalDDP
 from megatron_lite.ddp.sharded import ShardedDDP
 from megatron_lite.ddp.torch_ddp import TorchDDP
@@ -41,6 +40,8 @@ def wrap_ddp(
     if parallel.ddp == "torch" and dp.size > 1:
         return TorchDDP(chunks, params, dp, **common)
     if parallel.ddp == "fsdp" and dp.size > 1:
+        from megatron_lite.ddp.fsdp import FullyShardedDDP  # half a second, which other runs need not wait
+
         return FullyShardedDDP(chunks, params, dp, grad_dtype=grad_dtype)
     if config.optim.distributed and dp.size > 1:
         return ShardedDDP(chunks, params, table, dp, gather=apart(dp, config.train.comm_timeout), **common)
