@@ -1,5 +1,7 @@
-"""Contestants that take turns on one machine, each in processes of its own, so that noise is the same for all."""
+"""What benchmarks share: a GPT by its sizes, and contestants that take turns on one machine, each in processes of its
+own, so that noise is the same for all."""
 
+import argparse
 import os
 import resource
 import time
@@ -60,3 +62,42 @@ class Contestant:
         for process in self.processes:
             process.join()
         return peaks[0]
+
+
+def arguments(description: str | None) -> argparse.Namespace:
+    """`--rounds`, `--only` and `--small` of the command line."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=8, help="timed steps of each contestant")
+    parser.add_argument("--only", default="", help="contestants whose name matches this regular expression")
+    parser.add_argument("--small", action="store_true", help="a tiny model, to try the script itself")
+    return parser.parse_args()
+
+
+def take_turns(contestants: dict[str, Contestant], rounds: int) -> None:
+    """Steps of all, in turn; of the first two, which allocate and warm up, the loss is shown and the time forgotten."""
+    for round_number in range(rounds + 2):
+        for name, contestant in contestants.items():
+            loss = contestant.step()
+            if round_number < 2:
+                contestant.seconds.clear()
+                print(f"{name}: loss {loss:.5f} in step {round_number + 1}", flush=True)
+
+
+def gpt_config(shape: dict[str, int], *changes: str) -> Any:
+    """The config of a GPT of these sizes without dropout, on the CPU, with `section.field=value` changes."""
+    from megatron_lite.config.load import load_config
+
+    fields = {
+        "model.num_layers": shape["layers"],
+        "model.hidden_size": shape["hidden"],
+        "model.num_heads": shape["heads"],
+        "model.vocab_size": shape["vocab"],
+        "model.max_position_embeddings": shape["sequence"],
+        "model.hidden_dropout": 0.0,
+        "model.attention_dropout": 0.0,
+        "data.seq_length": shape["sequence"],
+        "train.micro_batch_size": shape["batch"],
+        "run.device": "cpu",
+        "run.dir": "/nonexistent/benchmark",
+    }
+    return load_config(None, [*(f"{key}={value}" for key, value in fields.items()), *changes])

@@ -8,38 +8,17 @@ process held above one that has only imported everything and built nothing.
     python benchmarks/engines.py [--rounds 8] [--only REGEX] [--small]
 """
 
-import argparse
 import re
 import statistics
 from collections.abc import Callable
 from functools import partial
 
 import torch
-from contest import Contestant
+from contest import Contestant, arguments, gpt_config, take_turns
 
 SHAPE = {"layers": 8, "hidden": 512, "heads": 8, "vocab": 8192, "sequence": 256, "batch": 2}
 SMALL = {"layers": 2, "hidden": 64, "heads": 4, "vocab": 512, "sequence": 64, "batch": 2}
 RANKS = 2
-
-
-def config_of(shape: dict[str, int], precision: str, changes: list[str]):
-    from megatron_lite.config.load import load_config
-
-    fields = {
-        "model.num_layers": shape["layers"],
-        "model.hidden_size": shape["hidden"],
-        "model.num_heads": shape["heads"],
-        "model.vocab_size": shape["vocab"],
-        "model.max_position_embeddings": shape["sequence"],
-        "model.hidden_dropout": 0.0,
-        "model.attention_dropout": 0.0,
-        "data.seq_length": shape["sequence"],
-        "train.micro_batch_size": shape["batch"],
-        "train.precision": precision,
-        "run.device": "cpu",
-        "run.dir": "/nonexistent/benchmark",
-    }
-    return load_config(None, [*(f"{key}={value}" for key, value in fields.items()), *changes])
 
 
 def microbatch(shape: dict[str, int], rank: int):
@@ -70,7 +49,7 @@ def ours(shape: dict[str, int], precision: str, changes: list[str]) -> Callable[
     from megatron_lite.training.setup import setup_model_and_optimizer
     from megatron_lite.training.step import train_step
 
-    config = config_of(shape, precision, changes)
+    config = gpt_config(shape, f"train.precision={precision}", *changes)
     ctx, rng = initialize_megatron(config)
     run = setup_model_and_optimizer(config, ctx, rng)
     batches = [microbatch(shape, ctx.rank)]
@@ -86,7 +65,7 @@ def plain_torch(shape: dict[str, int], zero: bool) -> Callable[[], float]:
     from megatron_lite.model.build import get_model
     from megatron_lite.training.initialize import initialize_megatron
 
-    config = config_of(shape, "fp32", [])
+    config = gpt_config(shape)
     ctx, rng = initialize_megatron(config)
     (model,) = get_model(config, ctx, rng, dtype=torch.float32)
     wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True)
@@ -137,11 +116,7 @@ def contestants() -> dict[str, Callable[..., Callable[[], float]]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=8, help="timed steps of each contestant")
-    parser.add_argument("--only", default="", help="contestants whose name matches this regular expression")
-    parser.add_argument("--small", action="store_true", help="a tiny model, to try the script itself")
-    args = parser.parse_args()
+    args = arguments(__doc__)
     shape = SMALL if args.small else SHAPE
 
     chosen = {name: make for name, make in contestants().items() if name == "nothing" or re.search(args.only, name)}
@@ -149,12 +124,7 @@ def main() -> None:
         name: Contestant(partial(make, shape), RANKS, 29650 + number)
         for number, (name, make) in enumerate(chosen.items())
     }
-    for round_number in range(args.rounds + 2):
-        for name, contestant in running.items():
-            loss = contestant.step()
-            if round_number < 2:  # allocates and warms up
-                contestant.seconds.clear()
-                print(f"{name}: loss {loss:.5f} in step {round_number + 1}", flush=True)
+    take_turns(running, args.rounds)
     peaks = {name: contestant.stop() for name, contestant in running.items()}
 
     median = {name: statistics.median(contestant.seconds) for name, contestant in running.items()}

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from contest import gpt_config
 
 SHAPE = {"layers": 8, "hidden": 384, "heads": 6, "vocab": 4096, "sequence": 256, "batch": 2}
 SMALL = {"layers": 4, "hidden": 64, "heads": 4, "vocab": 512, "sequence": 64, "batch": 2}
@@ -32,30 +33,18 @@ NEAR_NOTHING = 8  # numbers in the hidden state of a stage that does next to not
 
 def make_run(shape: dict[str, int], schedule: str, recompute: str = "none") -> Any:
     """A training run of megatron_lite on this rank."""
-    from megatron_lite.config.load import load_config
     from megatron_lite.training.initialize import initialize_megatron
     from megatron_lite.training.setup import setup_model_and_optimizer
 
-    fields = {
-        "model.num_layers": shape["layers"],
-        "model.hidden_size": shape["hidden"],
-        "model.num_heads": shape["heads"],
-        "model.vocab_size": shape["vocab"],
-        "model.max_position_embeddings": shape["sequence"],
-        "model.hidden_dropout": 0.0,
-        "model.attention_dropout": 0.0,
-        "model.tie_embeddings": "false",
-        "data.seq_length": shape["sequence"],
-        "train.micro_batch_size": shape["batch"],
-        "train.global_batch_size": 16 * shape["batch"],
-        "train.recompute": recompute,
-        "parallel.pipeline": dist.get_world_size(),
-        "parallel.schedule": schedule,
-        "parallel.virtual_pipeline": SCHEDULES[schedule],
-        "run.device": "cpu",
-        "run.dir": "/nonexistent/benchmark",
-    }
-    config = load_config(None, [f"{key}={value}" for key, value in fields.items()])
+    config = gpt_config(
+        shape,
+        "model.tie_embeddings=false",
+        f"train.global_batch_size={16 * shape['batch']}",
+        f"train.recompute={recompute}",
+        f"parallel.pipeline={dist.get_world_size()}",
+        f"parallel.schedule={schedule}",
+        f"parallel.virtual_pipeline={SCHEDULES[schedule]}",
+    )
     ctx, rng = initialize_megatron(config)
     return setup_model_and_optimizer(config, ctx, rng)
 

@@ -5,10 +5,9 @@ gradient clipping and fused AdamW. They take turns in one run, so that a noisy m
 the medians. In bf16 the peers run under torch.autocast with fp32 weights, as their users train; the pure bf16 rows
 hold their weights in bf16 and have no fp32 masters, which is less work and another result.
 
-    python benchmarks/train_step.py [--rounds 8] [--small]
+    python benchmarks/train_step.py [--rounds 8] [--only REGEX] [--small]
 """
 
-import argparse
 import contextlib
 import re
 import statistics
@@ -17,7 +16,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from contest import THREADS, Contestant
+from contest import THREADS, Contestant, arguments, gpt_config, take_turns
 
 SHAPE = {"layers": 6, "hidden": 384, "heads": 6, "vocab": 50304, "sequence": 256, "batch": 8}
 SMALL = {"layers": 2, "hidden": 64, "heads": 4, "vocab": 512, "sequence": 64, "batch": 4}
@@ -30,29 +29,13 @@ def batch(shape: dict[str, int]) -> tuple[torch.Tensor, torch.Tensor]:
 
 def ours(shape: dict[str, int], precision: str, tensor: int = 1) -> Callable[[], float]:
     """A step of megatron_lite: everything that `train_step` does."""
-    from megatron_lite.config.load import load_config
     from megatron_lite.data.loader import Batch
     from megatron_lite.training.initialize import initialize_megatron
     from megatron_lite.training.setup import setup_model_and_optimizer
     from megatron_lite.training.step import train_step
 
-    fields = {
-        "model.num_layers": shape["layers"],
-        "model.hidden_size": shape["hidden"],
-        "model.num_heads": shape["heads"],
-        "model.vocab_size": shape["vocab"],
-        "model.activation": "gelu_tanh",
-        "model.max_position_embeddings": shape["sequence"],
-        "model.hidden_dropout": 0.0,
-        "model.attention_dropout": 0.0,
-        "data.seq_length": shape["sequence"],
-        "train.micro_batch_size": shape["batch"],
-        "train.precision": precision,
-        "parallel.tensor": tensor,
-        "run.device": "cpu",
-        "run.dir": "/nonexistent/benchmark",
-    }
-    config = load_config(None, [f"{key}={value}" for key, value in fields.items()])
+    changes = f"train.precision={precision}", f"parallel.tensor={tensor}", "model.activation=gelu_tanh"
+    config = gpt_config(shape, *changes)
     ctx, rng = initialize_megatron(config)
     run = setup_model_and_optimizer(config, ctx, rng)
     tokens, labels = batch(shape)
@@ -172,11 +155,7 @@ CONTESTANTS: dict[str, tuple[Callable[..., Callable[[], float]], dict[str, Any]]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=8, help="timed steps of each contestant")
-    parser.add_argument("--only", default="", help="contestants whose name matches this regular expression")
-    parser.add_argument("--small", action="store_true", help="a tiny model, to try the script itself")
-    args = parser.parse_args()
+    args = arguments(__doc__)
     shape = SMALL if args.small else SHAPE
 
     names = [name for name in CONTESTANTS if re.search(args.only, name)]
@@ -185,13 +164,7 @@ def main() -> None:
         make, options = CONTESTANTS[name]
         ranks = options.get("tensor", 1)
         contestants[name] = Contestant(partial(make, shape, **options), ranks, 29610 + number)
-    for round_number in range(args.rounds + 2):
-        for name, contestant in contestants.items():
-            loss = contestant.step()
-            if round_number < 2:  # allocates and warms up
-                contestant.seconds.clear()
-            if round_number == 0:
-                print(f"{name}: first loss {loss:.3f}", flush=True)
+    take_turns(contestants, args.rounds)
     for contestant in contestants.values():
         contestant.stop()
 

@@ -65,8 +65,8 @@ class DataParallel:
         return [held.values for held in self.weights().values()]
 
     def grad_memory(self) -> list[Tensor]:
-        """The tensors that hold gradients now, for a count of their bytes."""
-        raise NotImplementedError
+        """The tensors that hold gradients after a step, for a count of their bytes."""
+        return list(self.main_grads.values())
 
     def held_back(self) -> list[dict[str, Tensor]]:
         """Gradients of the steps before that are still to be used, oldest first, live: see `LocalDDP`'s `delay`."""

@@ -105,9 +105,6 @@ class FullyShardedDDP(DataParallel):
     def weight_memory(self) -> list[Tensor]:
         return [parameter.to_local() for parameter in self._params.values()]
 
-    def grad_memory(self) -> list[Tensor]:
-        return [_local_grad(parameter) for parameter in self._params.values() if parameter.grad is not None]
-
 
 def _units(module: nn.Module) -> Iterator[nn.Module]:
     """What is gathered together: elements of the outermost lists of modules, and other transformer blocks."""

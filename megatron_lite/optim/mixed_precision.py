@@ -154,11 +154,12 @@ class MixedPrecisionOptimizer:
         """The tensors themselves, not copies: of the shapes that this rank owns, in the dtype of the masters."""
         state: dict[str, dict[str, Held]] = {}
         low = self._ddp.weight_dtype in (torch.bfloat16, torch.float16)
+        held_back = self._ddp.held_back()
         for name, master in self.masters.items():
             kinds = {moment: self._adam.state[master][moment] for moment in MOMENTS}
             if low:
                 kinds["master"] = master
-            for age, grads in enumerate(self._ddp.held_back()):
+            for age, grads in enumerate(held_back):
                 kinds[f"held_back_{age}"] = grads[name]
             state[name] = {kind: replace(self._ddp.owned[name], values=tensor) for kind, tensor in kinds.items()}
         return state
