@@ -20,6 +20,7 @@ from importlib import metadata
 from io import StringIO
 from types import SimpleNamespace
 from typing import Any
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -32,6 +33,7 @@ from megatron_lite.parallel.collectives import broadcast
 from megatron_lite.parallel.context import ParallelContext
 
 TESTED = "0.19.8"
+_engines: WeakSet[Any] = WeakSet()
 
 
 def model_parallel_unit(ctx: ParallelContext) -> SimpleNamespace:
@@ -110,6 +112,7 @@ class DeepSpeed:
             engine, *_ = self._library.initialize(
                 model=model, optimizer=optimizer, mpu=self._mpu, config=self._settings
             )
+        _engines.add(engine)
         return engine
 
 
@@ -179,6 +182,9 @@ def release() -> None:
         from deepspeed.runtime.zero.partition_parameters import Init
         from deepspeed.utils import groups
 
+        for engine in _engines:
+            engine.destroy()  # the garbage collector does not look into hooks, through which all hangs together
+        _engines.clear()
         groups._release_process_group_references()
         Init.param_id = 0
         defaults: Any = DeepSpeedZeRoOffload._register_deepspeed_module.__defaults__

@@ -14,6 +14,7 @@ buffer filled with zeros.
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from weakref import proxy
 
 import torch
 from torch import Tensor, nn
@@ -91,8 +92,9 @@ class LocalDDP(DataParallel):
         ]
         self._held_back: list[Round] = []  # oldest first
         self.owned = {name: Held(parameter.detach()) for name, parameter in params.items()}
+        ddp = proxy(self)  # a hook is where the garbage collector does not look: the cycle would stay for good
         for name, parameter in params.items():
-            parameter.register_post_accumulate_grad_hook(partial(self._take, name))
+            parameter.register_post_accumulate_grad_hook(partial(LocalDDP._take, ddp, name))
         self.main_grads = self._owned_grads(self._rounds[0])
         self.zero_grad()
 

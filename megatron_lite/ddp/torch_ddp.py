@@ -17,6 +17,7 @@ and no model here has any.
 
 import warnings
 from collections.abc import Sequence
+from weakref import proxy
 
 import torch
 import torch.distributed as dist
@@ -63,7 +64,7 @@ class TorchDDP(DataParallel):
         self.owned = {name: Held(parameter.detach()) for name, parameter in params.items()}
         self._of_chunk = [[self._names[parameter] for parameter in chunk.parameters()] for chunk in chunks]
         for wrapped in self._wrapped:
-            wrapped.register_comm_hook(None, self._sum_bucket)
+            wrapped.register_comm_hook(proxy(self), TorchDDP._sum_bucket)
             wrapped.require_backward_grad_sync = False  # as in `no_sync()`: a forward announces nothing
         self.zero_grad()
 
@@ -112,7 +113,7 @@ class TorchDDP(DataParallel):
                     self._earlier[name] = parameter.grad.to(self._grad_dtype)
                 parameter.grad = None
 
-    def _sum_bucket(self, state: object, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+    def _sum_bucket(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         """Called by DDP when a bucket is complete; starts its sum over dp. `main_grads` become views of the result."""
         own = bucket.buffer()
         total = own.to(self._grad_dtype)  # the same memory unless it is low precision

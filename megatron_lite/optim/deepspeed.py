@@ -74,7 +74,7 @@ class DeepSpeedOptimizer(DataParallel):
         for name, parameter in params.items():
             # Without this mark the norm would count the parameter on the first tensor-parallel rank only.
             parameter.tensor_model_parallel = table[name].shard.is_split  # type: ignore[attr-defined]
-            parameter.register_hook(lambda _, name=name: self._arrived.add(name))
+            parameter.register_hook(lambda _, name=name, arrived=self._arrived: arrived.add(name))
         self._adam = torch.optim.AdamW(
             decay_groups(dict(params), table, optim.weight_decay),
             lr=optim.lr,

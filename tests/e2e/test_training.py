@@ -3,6 +3,7 @@
 import math
 import os
 import signal
+import weakref
 from functools import partial
 
 import pytest
@@ -51,6 +52,32 @@ def determinism_set() -> bool:
 
 def test_deterministic_asks_torch_for_it(ranks):
     assert ranks(1, determinism_set) == [True]
+
+
+def is_gone_after_training(**changes) -> bool:
+    def train() -> weakref.ref:
+        run = run_of("gpt", train__micro_batch_size=2, **changes)
+        train_step(run, portion(run))
+        return weakref.ref(run.ddp)
+
+    engine = train()
+    finalize_megatron()
+    return engine() is None
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"optim__distributed": "true"},
+        {"parallel__ddp": "torch"},
+        {"parallel__ddp": "fsdp"},
+        {"parallel__ddp": "deepspeed", "deepspeed__zero_stage": 1},
+    ],
+)
+def test_a_run_that_ended_leaves_nothing_behind(ranks, changes):
+    """A second run in the same process would have to make do with the memory and the threads that it leaves."""
+    assert all(ranks(2, is_gone_after_training, **changes))
 
 
 def losses_of(seed: int) -> list[float]:
