@@ -19,16 +19,16 @@ def _resident_mb() -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 
-def _serve(make: Callable[[], Callable[[], float]], rank: int, ranks: int, port: int, asked: Any, answers: Any) -> None:
+def _serve(make: Callable[[], Callable[[], float]], rank: int, ranks: int, port: int, pipe: Any) -> None:
     """One rank of a contestant; takes a step whenever it is asked, and tells the loss; at the end its peak memory."""
     warnings.filterwarnings("ignore")
     place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     os.environ.update({key: str(value) for key, value in place.items()})
     torch.set_num_threads(THREADS // ranks)
     step = make()
-    while asked.get():
-        answers.put(step())
-    answers.put(_resident_mb())
+    while pipe.recv():
+        pipe.send(step())
+    pipe.send(_resident_mb())
 
 
 class Contestant:
@@ -36,32 +36,35 @@ class Contestant:
 
     def __init__(self, make: Callable[[], Callable[[], float]], ranks: int, port: int) -> None:
         ctx = mp.get_context("spawn")
-        self.asked, self.answers = [ctx.Queue() for _ in range(ranks)], [ctx.Queue() for _ in range(ranks)]
-        self.processes = [
-            ctx.Process(target=_serve, args=(make, rank, ranks, port, self.asked[rank], self.answers[rank]))
-            for rank in range(ranks)
-        ]
-        for process in self.processes:
+        self.pipes, self.processes = [], []
+        for rank in range(ranks):
+            ours, theirs = ctx.Pipe()
+            process = ctx.Process(target=_serve, args=(make, rank, ranks, port, theirs), daemon=True)
             process.start()
+            theirs.close()  # or the end of a rank that dies would not be seen
+            self.pipes.append(ours)
+            self.processes.append(process)
         self.seconds: list[float] = []
 
     def step(self) -> float:
         """One step; its seconds are kept, its loss returned."""
         start = time.perf_counter()
-        for queue in self.asked:
-            queue.put(True)
-        losses = [queue.get(timeout=600) for queue in self.answers]
+        loss = self._ask(True)
         self.seconds.append(time.perf_counter() - start)
-        return losses[0]
+        return loss
 
     def stop(self) -> float:
         """Ends the processes; returns the most memory that the first of them held, MB."""
-        for queue in self.asked:
-            queue.put(False)
-        peaks = [queue.get(timeout=600) for queue in self.answers]
+        peak = self._ask(False)
         for process in self.processes:
             process.join()
-        return peaks[0]
+        return peak
+
+    def _ask(self, go_on: bool) -> float:
+        for pipe in self.pipes:
+            pipe.send(go_on)
+        answers = [pipe.recv() for pipe in self.pipes]
+        return answers[0]
 
 
 def arguments(description: str | None) -> argparse.Namespace:

@@ -16,7 +16,7 @@ from functools import partial
 import torch
 from contest import Contestant, arguments, gpt_config, take_turns
 
-SHAPE = {"layers": 8, "hidden": 512, "heads": 8, "vocab": 8192, "sequence": 256, "batch": 2}
+SHAPE = {"layers": 8, "hidden": 384, "heads": 6, "vocab": 4096, "sequence": 256, "batch": 2}
 SMALL = {"layers": 2, "hidden": 64, "heads": 4, "vocab": 512, "sequence": 64, "batch": 2}
 RANKS = 2
 
@@ -102,40 +102,38 @@ ENGINES: dict[str, list[str]] = {
 }
 
 
-def contestants() -> dict[str, Callable[..., Callable[[], float]]]:
-    """By name, which starts with what is compared with each other."""
+def contestants(precision: str) -> dict[str, Callable[..., Callable[[], float]]]:
+    """By name: what is compared with each other, after what has only been imported."""
     made: dict[str, Callable[..., Callable[[], float]]] = {"nothing": nothing}
-    for precision in ("fp32", "bf16"):
-        for name, changes in ENGINES.items():
-            if (precision, name) != ("bf16", "deepspeed, stage 0"):  # which is refused
-                made[f"{precision}: {name}"] = partial(ours, precision=precision, changes=changes)
-        if precision == "fp32":
-            made["fp32: torch DDP, AdamW"] = partial(plain_torch, zero=False)
-            made["fp32: torch DDP, ZeroRedundancyOptimizer"] = partial(plain_torch, zero=True)
+    for name, changes in ENGINES.items():
+        if (precision, name) != ("bf16", "deepspeed, stage 0"):  # which is refused
+            made[name] = partial(ours, precision=precision, changes=changes)
+    if precision == "fp32":
+        made["torch's own DDP and AdamW"] = partial(plain_torch, zero=False)
+        made["torch's own DDP and ZeroRedundancyOptimizer"] = partial(plain_torch, zero=True)
     return made
 
 
 def main() -> None:
     args = arguments(__doc__)
     shape = SMALL if args.small else SHAPE
-
-    chosen = {name: make for name, make in contestants().items() if name == "nothing" or re.search(args.only, name)}
-    running = {
-        name: Contestant(partial(make, shape), RANKS, 29650 + number)
-        for number, (name, make) in enumerate(chosen.items())
-    }
-    take_turns(running, args.rounds)
-    peaks = {name: contestant.stop() for name, contestant in running.items()}
-
-    median = {name: statistics.median(contestant.seconds) for name, contestant in running.items()}
-    print(f"torch {torch.__version__}, {RANKS} ranks of 1 thread, {args.rounds} rounds, {shape}")
-    print(f"{'engine':44} {'median ms':>10} {'min ms':>8} {'time / local':>13} {'peak MB':>8}")
-    for name in list(chosen)[1:]:
-        ratio = median[name] / median.get(name[:4] + ": local", float("nan"))
-        fastest = 1000 * min(running[name].seconds)
-        print(
-            f"{name:44} {1000 * median[name]:10.1f} {fastest:8.1f} {ratio:13.2f} {peaks[name] - peaks['nothing']:8.0f}"
-        )
+    print(f"torch {torch.__version__}, {RANKS} ranks of 1 thread, {args.rounds} rounds, {shape}", flush=True)
+    for first_port, precision in (29650, "fp32"), (29670, "bf16"):
+        running = {
+            name: Contestant(partial(make, shape), RANKS, first_port + number)
+            for number, (name, make) in enumerate(contestants(precision).items())
+            if name in ("nothing", "local") or re.search(args.only, name)
+        }
+        take_turns(running, args.rounds)
+        peaks = {name: contestant.stop() for name, contestant in running.items()}
+        floor = peaks.pop("nothing")
+        local = statistics.median(running["local"].seconds)
+        print(f"{precision + ' engine':44} {'median ms':>10} {'min ms':>8} {'time / local':>13} {'peak MB':>8}")
+        for name, peak in peaks.items():
+            seconds = running[name].seconds
+            median = statistics.median(seconds)
+            times = f"{1000 * median:10.1f} {1000 * min(seconds):8.1f} {median / local:13.2f}"
+            print(f"{name:44} {times} {peak - floor:8.0f}", flush=True)
 
 
 if __name__ == "__main__":

@@ -18,12 +18,12 @@ from tests.e2e.tiny import portion, tiny_config
 SIZES = {"hidden_size": 128, "num_layers": 4, "num_heads": 4, "vocab_size": 2000, "ffn_hidden_size": 500}
 
 
-def alive() -> dict[int, int]:
-    """Bytes of every storage that some tensor refers to, by address."""
+def alive() -> dict[int, torch.UntypedStorage]:
+    """Every storage that some tensor refers to, by address; no other can come there as long as one holds these."""
     gc.collect()
     found = [item for item in gc.get_objects() if isinstance(item, torch.Tensor) and not item.is_meta]
     tensors = [tensor for tensor in found if not isinstance(tensor, DTensor)]  # its local tensor is there too
-    return {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
+    return {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in tensors}
 
 
 def measure(**changes) -> dict:
@@ -36,7 +36,7 @@ def measure(**changes) -> dict:
     result = {
         "parameters": num_local_parameters(run),
         "held": held,
-        "alive": sum(size for address, size in alive().items() if address not in before),
+        "alive": sum(storage.nbytes() for address, storage in alive().items() if address not in before),
         "expected": state_bytes(config, ctx.dp.size),
         "line": line,
     }
