@@ -2,6 +2,7 @@
 # On a machine without a GPU, PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu saves a large download.
 
 PYTHON ?= python3
+JOBS ?= 2
 VENV := .venv
 BASE := $(VENV)/.installed-base
 DEV := $(VENV)/.installed-dev
@@ -13,7 +14,7 @@ unexport PYTHONPATH
 
 help:
 	@echo "make quickstart  train a small CodeGeeX on this machine's Python sources and let it write code"
-	@echo "make test        the tests, without the long lists"
+	@echo "make test        the tests, without the long lists, in two processes (JOBS=4: in four)"
 	@echo "make soak        the long lists: many kills, faults and moves"
 	@echo "make lint        formatting, lint, types and shell scripts"
 	@echo "make format      let ruff rewrite the sources"
@@ -24,7 +25,7 @@ quickstart: $(BASE)
 	sh tools/quickstart.sh
 
 test: $(DEV)
-	$(BIN)/python -m pytest -m "not soak"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not soak" -n $(JOBS) --dist worksteal
 
 soak: $(DEV)
 	$(BIN)/python -m pytest -m soak

@@ -259,13 +259,14 @@ class DeepSpeedConfig(Section):
 class SyncConfig(Section):
     """How often data-parallel ranks meet. Everything but every_step trades exactness for a slow network."""
 
-    # delayed: a step applies the gradient of `delay` steps before. local_sgd, diloco: ranks step on their own, and
-    # meet every `interval` steps, in the mean (local_sgd) or where an outer optimizer goes from there (diloco).
+    # delayed: a step applies the gradient of `delay` steps before, and needs a lower optim.lr. local_sgd, diloco:
+    # ranks step on their own, and meet every `interval` steps, in the mean (local_sgd) or where an outer optimizer
+    # goes from there (diloco).
     mode: Literal["every_step", "delayed", "local_sgd", "diloco"] = "every_step"
     delay: NonNegativeInt = 0  # steps that an all-reduce may take: of gradients (delayed), of an outer step (diloco)
     interval: PositiveInt = 50  # steps between two outer steps on the same weights
     fragments: PositiveInt = 1  # parts of the model, whose outer steps are spread over the interval
-    outer_lr: PositiveFloat = 0.7  # diloco's outer optimizer is SGD with momentum
+    outer_lr: PositiveFloat = 0.7  # of diloco's SGD with momentum; for short intervals about 1 - outer_momentum
     outer_momentum: Probability = 0.9
     outer_nesterov: bool = True
     mix: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.5  # of its own weights, what a rank keeps at a delayed outer step
