@@ -34,6 +34,14 @@ def finished(tmp_path_factory, corpus) -> tuple[Path, subprocess.CompletedProces
     return folder, run("pretrain", "--config", str(config), "--nproc-per-node", "2", cwd=folder)
 
 
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory, corpus) -> Path:
+    """The folder of a finished run of one process. Tests only read it."""
+    folder = tmp_path_factory.mktemp("alone")
+    assert run("pretrain", "--config", str(tiny_yaml(folder, corpus)), cwd=folder).returncode == 0
+    return folder
+
+
 def test_a_run_leaves_everything_in_its_folder(finished):
     folder, process = finished
     assert process.returncode == 0, process.stderr
@@ -80,13 +88,12 @@ def test_the_iteration_line_has_megatrons_fields(finished):
     assert "bits per byte of source text" in process.stdout
 
 
-def test_a_finished_run_says_so_and_changes_nothing(finished):
-    folder, _ = finished
-    before = (folder / "run" / "metrics.jsonl").read_bytes()
-    again = run("pretrain", "--config", str(folder / "tiny.yaml"), "--nproc-per-node", "2", cwd=folder)
+def test_a_finished_run_says_so_and_changes_nothing(alone):
+    before = (alone / "run" / "metrics.jsonl").read_bytes()
+    again = run("pretrain", "--config", str(alone / "tiny.yaml"), cwd=alone)
     assert again.returncode == 0
     assert "training is done at iteration 8 of 8" in again.stdout
-    assert (folder / "run" / "metrics.jsonl").read_bytes() == before
+    assert (alone / "run" / "metrics.jsonl").read_bytes() == before
 
 
 def test_three_ways_to_start_train_the_same(tmp_path, corpus):
@@ -142,7 +149,7 @@ def test_generate_without_a_checkpoint_says_where_it_looked(tmp_path):
 
 @pytest.mark.parametrize("ranks_wanted", [1, 2])
 def test_sigterm_saves_and_exits_75_and_the_next_start_goes_on(tmp_path, corpus, ranks_wanted):
-    settings = {"parallel": {"tensor": ranks_wanted}, "train": {"iterations": 100}}
+    settings = {"parallel": {"tensor": ranks_wanted}, "train": {"iterations": 60}}
     config = tiny_yaml(tmp_path, corpus, **settings, checkpoint={"interval": 0})
     command = ["pretrain", "--config", str(config)]
     command += ["--nproc-per-node", "2"] if ranks_wanted == 2 else []
@@ -153,10 +160,10 @@ def test_sigterm_saves_and_exits_75_and_the_next_start_goes_on(tmp_path, corpus,
     assert process.returncode == 75, err
     assert "exiting program after receiving SIGTERM" in err
     done = int((tmp_path / "run/checkpoints/latest_checkpointed_iteration.txt").read_text())
-    assert 0 < done < 100
+    assert 0 < done < 60
     finished = run(*command, cwd=tmp_path)
     assert finished.returncode == 0, finished.stderr
-    assert [row["iteration"] for row in rows(tmp_path / "run")] == list(range(1, 101))
+    assert [row["iteration"] for row in rows(tmp_path / "run")] == list(range(1, 61))
 
 
 def test_more_iterations_are_refused_when_the_order_would_change(tmp_path, corpus):
@@ -201,25 +208,23 @@ def test_a_layout_that_needs_more_processes_names_the_command(tmp_path, corpus):
 
 
 @pytest.mark.parametrize("change", ["model.hidden_size=64", "model.num_heads=2"])
-def test_a_checkpoint_of_another_model_is_refused(finished, tmp_path, change):
+def test_a_checkpoint_of_another_model_is_refused(alone, tmp_path, change):
     """Another number of heads has the same shapes, and would go on as another model without a word."""
-    folder, _ = finished
-    shutil.copytree(folder / "run", tmp_path / "run")
-    arguments = ("--nproc-per-node", "2", f"run.dir={tmp_path / 'run'}", change, "train.iterations=9")
-    done = run("pretrain", "--config", str(folder / "tiny.yaml"), *arguments, cwd=tmp_path)
+    shutil.copytree(alone / "run", tmp_path / "run")
+    arguments = (f"run.dir={tmp_path / 'run'}", change, "train.iterations=9")
+    done = run("pretrain", "--config", str(alone / "tiny.yaml"), *arguments, cwd=tmp_path)
     assert done.returncode == 1
     assert "is of another model" in done.stderr
     assert change.split("=")[0] in done.stderr
     assert yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())["train"]["iterations"] == 8
 
 
-def test_what_changed_since_the_checkpoint_is_told(finished, tmp_path):
-    folder, _ = finished
-    arguments = ("--nproc-per-node", "2", f"run.dir={tmp_path / 'run'}", "train.iterations=9", "optim.lr=0.002")
-    load = f"checkpoint.load={folder / 'run'}"
-    done = run("pretrain", "--config", str(folder / "tiny.yaml"), *arguments, load, cwd=tmp_path)
+def test_what_changed_since_the_checkpoint_is_told(alone, tmp_path):
+    arguments = (f"run.dir={tmp_path / 'run'}", "train.iterations=9", "optim.lr=0.002")
+    load = f"checkpoint.load={alone / 'run'}"
+    done = run("pretrain", "--config", str(alone / "tiny.yaml"), *arguments, load, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    assert f"loading checkpoint from {folder / 'run' / 'checkpoints'} at iteration 8" in done.stdout
+    assert f"loading checkpoint from {alone / 'run' / 'checkpoints'} at iteration 8" in done.stdout
     assert "changed since that checkpoint: train.iterations 8 -> 9, optim.lr 0.003 -> 0.002" in done.stdout
     assert [row["iteration"] for row in rows(tmp_path / "run")] == [9]
 

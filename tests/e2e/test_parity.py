@@ -100,17 +100,19 @@ def relative(a: torch.Tensor, b: torch.Tensor) -> float:
 
 
 def turns(index: int) -> str:
-    """A model for each layout in fp32; neighbours in the list have different ones."""
+    """A model for each layout in fp32; neighbours have different ones."""
     return list(MODELS)[(index + index // len(MODELS)) % len(MODELS)]
 
 
 @pytest.mark.parametrize(
-    ("layout", "num_layers", "model"), [(*case, turns(index)) for index, case in enumerate(CASES)], ids=NAMES
+    ("layout", "num_layers", "model"),
+    [(*case, turns(index)) for index, case in enumerate(CASES[::2])],
+    ids=NAMES[::2],
 )
 def test_losses_and_gradient_norms_in_fp32_are_those_of_one_process(ranks, layout, num_layers, model):
-    """A lost all-reduce, a bias counted twice or a mean of means would show in the first steps.
+    """Every second layout; fp64, where a mistake cannot hide behind rounding, has them all.
 
-    fp32: rounding differs with the order of sums, by far less than 1e-5 in five steps.
+    Rounding differs with the order of sums, by far less than 1e-5 in five steps.
     """
     truth = one_process(model, "fp32", num_layers)
     assert len(truth["loss"]) == STEPS

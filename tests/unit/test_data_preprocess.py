@@ -226,7 +226,7 @@ if __name__ == "__main__":
 
 def test_an_interrupt_ends_all_workers_quietly_and_leaves_nothing_behind(tmp_path):
     """Ctrl-C reaches every process of the terminal; a traceback of each would hide what matters."""
-    path = write_lines(tmp_path / "c.jsonl", ["x" * 1000] * 60_000)
+    path = write_lines(tmp_path / "c.jsonl", ["x" * 1000] * 200_000)  # seconds of work, or it is done before the signal
     (tmp_path / "script.py").write_text(INTERRUPTED)
     words = [sys.executable, str(tmp_path / "script.py"), str(path), str(tmp_path / "out")]
     environment = {**os.environ, "PYTHONPATH": os.getcwd()}
