@@ -76,7 +76,10 @@ def is_gone_after_training(**changes) -> bool:
     ],
 )
 def test_a_run_that_ended_leaves_nothing_behind(ranks, changes):
-    """A second run in the same process would have to make do with the memory and the threads that it leaves."""
+    """A second run in the same process would have to make do with the memory and the threads that it leaves.
+
+    DeepSpeed's stage 3 does leave them: its own closures and parameters hold each other where no collector looks.
+    """
     assert all(ranks(2, is_gone_after_training, **changes))
 
 
