@@ -96,6 +96,7 @@ LOCAL = ["parallel.ddp=local"]
 ENGINES: dict[str, list[str]] = {
     "local": LOCAL,
     "local, distributed optimizer": [*LOCAL, "optim.distributed=true"],
+    "local, distributed optimizer, 4 MB buckets": [*LOCAL, "optim.distributed=true", "parallel.bucket_mb=4"],
     "torch": ["parallel.ddp=torch"],
     "fsdp": ["parallel.ddp=fsdp"],
     **{f"deepspeed, stage {stage}": deepspeed_stage(stage) for stage in range(4)},
