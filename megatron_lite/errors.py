@@ -25,6 +25,10 @@ class CheckpointError(MegatronLiteError):
     """A checkpoint is missing, damaged or belongs to another model."""
 
 
+class DamagedCheckpoint(CheckpointError):
+    """A checkpoint's files are not what was written: cut off, changed or gone."""
+
+
 class TrainingError(MegatronLiteError):
     """Training cannot go on: a rank failed, numbers went bad, or a resource is missing."""
 

@@ -74,6 +74,11 @@ def load(root: Path, iteration: int, ctx: ParallelContext, **changes: Any) -> tu
     return store.load(root, iteration, **{**given, **held(changes)}), into
 
 
+def bytes_of(values: Any) -> int:
+    """Of all tensors of nested dicts."""
+    return values.nbytes if isinstance(values, Tensor) else sum(map(bytes_of, values.values()))
+
+
 def held(given: dict[str, Any]) -> dict[str, Any]:
     """The same with every weight and piece of optimizer state as what this rank holds: the whole of its cut."""
     made = dict(given)

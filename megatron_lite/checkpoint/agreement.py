@@ -45,6 +45,15 @@ def on_all(work: Callable[[], T], group: Group) -> T:
     return result  # type: ignore[return-value]
 
 
+def all_gathered(value: T, group: Group) -> list[T]:
+    """Every rank's value in rank order, on every rank."""
+    if group.size == 1 or group.pg is None:
+        return [value]
+    gathered: list[Any] = [None] * group.size
+    dist.all_gather_object(gathered, value, group=group.pg)
+    return gathered
+
+
 def gather_to_first(value: T, group: Group) -> list[T]:
     """Every rank's value in rank order on the group's first rank, an empty list on the others."""
     if group.size == 1:

@@ -13,27 +13,31 @@
 
 A tensor is described as a whole: global shape, and the `Shard` that cuts it over tensor-parallel ranks. Each stored
 piece says whose cut it is and which run of that cut's elements it holds, so that a cut may be spread over several
-data-parallel ranks' files. With `dp` it is that rank's own value, where others have theirs (local SGD). Nothing is
-pickled. `crc32` at the top covers all the rest of the file.
+data-parallel ranks' files. With `dp` it is that rank's own value, where others have theirs (local SGD). A tied head
+on a stage of its own is a `copy_of` the embedding. Nothing is pickled. Of each tensor in a file there is a checksum for
+every 4 MiB, so that who needs a slice can check what it reads. `crc32` at the top covers all the rest of layout.json.
 """
 
 import json
 import re
 import zlib
+from math import prod
 from pathlib import Path
 from typing import Annotated, Any
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, ValidationError, model_validator
 
-from megatron_lite.errors import CheckpointError
+from megatron_lite.errors import CheckpointError, DamagedCheckpoint
 from megatron_lite.parallel.grid import Grid
 from megatron_lite.parallel.shard import Shard
 
 FORMAT = "megatron_lite checkpoint"
-VERSION = 1
+VERSION = 2
 LAYOUT_FILE = "layout.json"
 WEIGHT = "weight"  # the kind of a parameter itself, beside the optimizer's kinds
+
+CHUNK_BYTES = 4 << 20  # of a tensor, for which there is one checksum
 
 # safetensors' names of number formats
 DTYPES = {
@@ -65,11 +69,11 @@ class _Part(BaseModel):
 
 
 class FileInfo(_Part):
-    """One tensor file: its size, and checksums of its header and of each tensor in it."""
+    """One tensor file: its size, and checksums of its header and of each `CHUNK_BYTES` of each tensor in it."""
 
     bytes: NonNegativeInt
     header_crc32: Checksum
-    crc32: dict[str, Checksum]
+    crc32: dict[str, tuple[Checksum, ...]]
 
 
 class Piece(_Part):
@@ -90,9 +94,16 @@ class Value(_Part):
     dtype: str
     pieces: tuple[Piece, ...]
 
-    def pieces_at(self, tp: int, pp: int, dp: int) -> list[Piece]:
-        """The pieces of one rank's cut."""
-        return [piece for piece in self.pieces if (piece.tp, piece.pp) == (tp, pp) and piece.dp in (None, dp)]
+    def pieces_for(self, shard: Shard, tp: int, pp: int, dp: int, tp_size: int) -> list[Piece]:
+        """The pieces that together are the whole tensor, once, of `tp_size` tensor-parallel ranks.
+
+        Where several stages or ranks hold the same, they are those of the reader's own place, if it is there; `dp` is
+        its number where each rank has a value of its own.
+        """
+        own = [piece for piece in self.pieces if piece.dp in (None, dp)]
+        stages = {piece.pp for piece in own}
+        stage = pp if pp in stages else min(stages, default=0)
+        return [piece for piece in own if piece.pp == stage and (shard.is_split or piece.tp == tp % tp_size)]
 
 
 class TensorLayout(_Part):
@@ -101,6 +112,7 @@ class TensorLayout(_Part):
     shape: tuple[NonNegativeInt, ...]
     shard: Shard
     values: dict[str, Value]  # by kind
+    copy_of: str = ""  # the tensor that this one always equals
 
 
 class Layout(_Part):
@@ -121,10 +133,17 @@ class Layout(_Part):
         for name, tensor in self.tensors.items():
             if WEIGHT not in tensor.values:
                 raise ValueError(f"{name} has no {WEIGHT}")
+            if tensor.copy_of and tensor.copy_of not in self.tensors:
+                raise ValueError(f"{name} is said to be a copy of {tensor.copy_of}, which is not described")
             for value in tensor.values.values():
                 if value.dtype not in DTYPES:
                     raise ValueError(f"{name} has the unknown dtype {value.dtype}")
                 for piece in value.pieces:
+                    numel = prod(tensor.shard.local_shape(tensor.shape, self.grid.tp))
+                    if not (piece.tp < self.grid.tp and piece.pp < self.grid.pp and piece.start <= piece.end <= numel):
+                        raise ValueError(
+                            f"{name} is said to have elements that its shape and the grid have no place for"
+                        )
                     if piece.file not in self.files or piece.key not in self.files[piece.file].crc32:
                         raise ValueError(f"{name} is said to be in {piece.file}, which is not described")
         return self
@@ -148,12 +167,14 @@ def parse_layout(text: bytes, path: Path) -> Layout:
     try:
         content = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path}: not readable as JSON, so it is damaged ({error}). {use_another()}") from None
+        raise DamagedCheckpoint(f"{path}: not readable as JSON, so it is damaged ({error}). {use_another()}") from None
     if not isinstance(content, dict) or "crc32" not in content:
-        raise CheckpointError(f"{path}: not the description of a megatron_lite checkpoint, or damaged. {use_another()}")
+        raise DamagedCheckpoint(
+            f"{path}: not the description of a megatron_lite checkpoint, or damaged. {use_another()}"
+        )
     expected = content.pop("crc32")
     if expected != content_checksum(content):
-        raise CheckpointError(
+        raise DamagedCheckpoint(
             f"{path}: its content does not have the checksum {expected!r} that it states, so it is damaged or was "
             f"edited. {use_another()}"
         )
@@ -167,7 +188,7 @@ def parse_layout(text: bytes, path: Path) -> Layout:
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"]))
-        raise CheckpointError(f"{path}: {where or 'content'}: {first['msg']}. {use_another()}") from None
+        raise DamagedCheckpoint(f"{path}: {where or 'content'}: {first['msg']}. {use_another()}") from None
 
 
 def read_layout(folder: Path) -> Layout:
@@ -176,6 +197,8 @@ def read_layout(folder: Path) -> Layout:
     try:
         text = path.read_bytes()
     except FileNotFoundError:
+        if any(folder.glob("mp_rank_*/*.safetensors")):
+            raise DamagedCheckpoint(f"{folder}: has tensors but no {LAYOUT_FILE}. {use_another()}") from None
         raise CheckpointError(
             f"{folder}: has no {LAYOUT_FILE}, so it is no checkpoint of megatron_lite; checkpoints of Megatron-LM, "
             "DeepSpeed or Hugging Face have to be converted first"

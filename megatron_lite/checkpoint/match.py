@@ -1,53 +1,57 @@
-"""Whether a checkpoint is one of this model in this layout; if not, a message that names the tensors and the keys."""
+"""Whether a checkpoint is one of this model, and where in it a rank finds what it holds; if not, a message that names
+the tensors and the keys."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
 from megatron_lite.checkpoint.layout import DTYPE_NAMES, WEIGHT, Layout
+from megatron_lite.checkpoint.reshard import Move, moves, rectangles
 from megatron_lite.errors import CheckpointError
+from megatron_lite.model.build import WORD_EMBEDDINGS
 from megatron_lite.parallel.context import ParallelContext
 from megatron_lite.parallel.shard import Held, ParamTable, Shard
 
 SHOWN = 3  # tensors that a message lists
 # Fields of the model section that may change while training goes on: they are no part of what the weights mean.
 FREE = {"preset", "hidden_dropout", "mlp_dropout", "attention_dropout", "init_std", "attention", "fusion"}
-GRID_KEYS = {"tp": "parallel.tensor", "pp": "parallel.pipeline", "cp": "parallel.context"}
 
 
-def check_model(layout: Layout, folder: Path, *, table: ParamTable, config: Mapping[str, Any]) -> None:
-    """Every parameter of this model is in the checkpoint, with this global shape and cut, and means the same there.
+def check_model(
+    layout: Layout, folder: Path, *, table: ParamTable, names: Collection[str], config: Mapping[str, Any]
+) -> None:
+    """The checkpoint has the parameters of this model, `names`, and no others; those of this rank's `table` have the
+    same global shape and cut there, and mean the same.
 
     Weights of the same shapes may belong to another number of heads, another activation or another norm.
     """
-    missing = [name for name in table if name not in layout.tensors]
+    missing = [name for name in table if stored_name(name, table, layout) not in layout.tensors]
     differing = [
         f"{name} is {_describe(saved.shape, saved.shard)} there and {_describe(tuple(meta.shape), meta.shard)} here"
         for name, meta in table.items()
-        if (saved := layout.tensors.get(name)) and (saved.shape, saved.shard) != (tuple(meta.shape), meta.shard)
+        if (saved := layout.tensors.get(stored_name(name, table, layout)))
+        and (saved.shape, saved.shard) != (tuple(meta.shape), meta.shard)
     ]
+    extra = [name for name, saved in layout.tensors.items() if name not in names and not saved.copy_of]
     problems = []
     if differing:
         problems.append(_first(differing))
     if missing:
         problems.append("not there: " + _first(missing))
+    if extra:
+        problems.append("only there: " + _first(extra))
     if _changed_keys(layout, config) and not problems:
         problems.append("its tensors have the same shapes, but they mean something else")
     if problems:
         raise CheckpointError(_another_model(folder, problems, layout, config))
 
 
-def check_grid(layout: Layout, folder: Path, *, ctx: ParallelContext) -> None:
-    """The model is cut as it was; the data-parallel size may differ, because every replica is the same."""
-    if changed := [key for axis, key in GRID_KEYS.items() if getattr(layout.grid, axis) != getattr(ctx.grid, axis)]:
-        sizes = [", ".join(f"{axis}={getattr(grid, axis)}" for axis in GRID_KEYS) for grid in (layout.grid, ctx.grid)]
-        raise CheckpointError(
-            f"{folder}: was written at {sizes[0]}, this run asks for {sizes[1]}. Set {' and '.join(changed)} as it "
-            "was; loading into another layout is not there yet"
-        )
+def stored_name(name: str, table: ParamTable, layout: Layout) -> str:
+    """The name in the checkpoint: a tied copy that was not there, on a stage of its own, is the original."""
+    return WORD_EMBEDDINGS if name not in layout.tensors and table[name].tied == "copy" else name
 
 
-def check_tensors(
+def plan(
     layout: Layout,
     folder: Path,
     *,
@@ -57,29 +61,26 @@ def check_tensors(
     weights: Mapping[str, Held],
     optimizer_state: Mapping[str, Mapping[str, Held]],
     config: Mapping[str, Any],
-) -> None:
-    """What this rank wants is stored for its place: names, kinds, number formats, and no gap.
+) -> list[tuple[Held, list[Move]]]:
+    """How everything that this rank wants is filled; kinds and number formats are those stored, and there is no gap.
 
     For weights alone the number format is free.
     """
-    tp, pp = ctx.tp.rank, ctx.pp.rank
-    here = [name for name, tensor in layout.tensors.items() if tensor.values[WEIGHT].pieces_at(tp, pp, replica)]
-    if (moved := _stage_keys(layout, config)) and set(here) != set(table):
-        raise CheckpointError(
-            f"{folder}: other layers were in pipeline stage {pp}. Set {' and '.join(moved)} as it was; loading into "
-            "another layout is not there yet"
-        )
-    if extra := [name for name in here if name not in table]:
-        raise CheckpointError(_another_model(folder, ["only there: " + _first(extra)], layout, config))
+    found = []
     for name, targets in by_kind(weights, optimizer_state).items():
-        values = layout.tensors[name].values
-        if name in optimizer_state and set(targets) != set(values):
+        tensor = layout.tensors[stored_name(name, table, layout)]
+        if name in optimizer_state and set(tensor.values) == {WEIGHT}:
             raise CheckpointError(
-                f"{folder}: of {name} it holds {', '.join(sorted(values))}, this run needs "
+                f"{folder}: holds weights alone, so training cannot go on from it; take it as a start, with "
+                "checkpoint.load_weights and another run.dir"
+            )
+        if name in optimizer_state and set(targets) != set(tensor.values):
+            raise CheckpointError(
+                f"{folder}: of {name} it holds {', '.join(sorted(tensor.values))}, this run needs "
                 f"{', '.join(sorted(targets))}. {_set_back(layout, config)}"
             )
         for kind, held in targets.items():
-            value = values[kind]
+            value = tensor.values[kind]
             if optimizer_state and value.dtype != DTYPE_NAMES[held.values.dtype]:
                 raise CheckpointError(
                     f"{folder}: {kind} of {name} is {value.dtype}, this run needs {DTYPE_NAMES[held.values.dtype]}. "
@@ -88,16 +89,19 @@ def check_tensors(
             if held.among_dp == "own" and layout.grid.dp != ctx.dp.size:
                 raise CheckpointError(
                     f"{folder}: each of {layout.grid.dp} data-parallel ranks had {kind} of its own, and this run has "
-                    f"{ctx.dp.size}. Start as many processes as then, or take the common weights alone with "
+                    f"{ctx.dp.size}. Start as many data-parallel ranks as then, or take the common weights alone with "
                     "checkpoint.load_weights"
                 )
-            pieces = value.pieces_at(tp, pp, replica)
-            found = sum(max(0, min(piece.end, held.end) - max(piece.start, held.start)) for piece in pieces)
-            if found != held.values.numel():
+            pieces = value.pieces_for(tensor.shard, ctx.tp.rank, ctx.pp.rank, replica, layout.grid.tp)
+            wanted = rectangles(tensor.shape, tensor.shard, ctx.tp.rank, ctx.tp.size, held.start, held.end)
+            moved = moves(tensor, pieces, layout.grid.tp, wanted)
+            if (count := sum(move.target.numel for move in moved)) != held.values.numel():
                 raise CheckpointError(
-                    f"{folder}: {kind} of {name} has {found:,} of the {held.values.numel():,} elements that "
-                    f"tensor-parallel rank {tp} and pipeline stage {pp} need. Set the parallel section as it was"
+                    f"{folder}: {kind} of {name} has {count:,} of the {held.values.numel():,} elements that "
+                    f"tensor-parallel rank {ctx.tp.rank} of {ctx.tp.size} needs"
                 )
+            found.append((held, moved))
+    return found
 
 
 def by_kind(
@@ -119,11 +123,6 @@ def _another_model(folder: Path, problems: list[str], layout: Layout, config: Ma
 def _changed_keys(layout: Layout, config: Mapping[str, Any]) -> list[str]:
     """Fields of the model section that differ and matter."""
     return _differing(layout, config, "model", [key for key in layout.config.get("model", {}) if key not in FREE])
-
-
-def _stage_keys(layout: Layout, config: Mapping[str, Any]) -> list[str]:
-    """Fields that say which layers a pipeline stage holds, where they differ."""
-    return _differing(layout, config, "parallel", ["virtual_pipeline", "pipeline_layout"])
 
 
 def _set_back(layout: Layout, config: Mapping[str, Any]) -> str:

@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from megatron_lite.checkpoint import directory, match
-from megatron_lite.checkpoint.agreement import gather_to_first, on_all, on_first
+from megatron_lite.checkpoint.agreement import all_gathered, gather_to_first, on_all, on_first
 from megatron_lite.checkpoint.layout import (
     DTYPE_NAMES,
     LAYOUT_FILE,
@@ -29,11 +29,15 @@ from megatron_lite.checkpoint.layout import (
     mp_rank_folder,
     read_layout,
 )
+from megatron_lite.checkpoint.reshard import Move
 from megatron_lite.checkpoint.tensor_file import TensorFile, explained, sync_folder, write_tensors
 from megatron_lite.errors import CheckpointError
+from megatron_lite.model.build import WORD_EMBEDDINGS
 from megatron_lite.parallel.context import ParallelContext
 from megatron_lite.parallel.grid import Grid
 from megatron_lite.parallel.shard import Held, ParamTable
+
+RESIDENT_BYTES = 64 << 20  # of mapped files, until their memory is given back
 
 
 @dataclass(frozen=True)
@@ -44,9 +48,10 @@ class Loaded:
     state: dict[str, Any]
     config: dict[str, Any]
     grid: Grid
-    # None when the data-parallel size changed: there is no generator for each new rank, so the caller
+    # None when the grid changed, or nobody has trained yet: there is no generator for each new rank, so the caller
     # seeds them anew, from seed and iteration lest the numbers of the run's start come again.
     rng: dict[str, Tensor] | None
+    bytes_read: int  # by this rank
 
 
 def save(
@@ -112,7 +117,7 @@ def load(
     optimizer_state: Mapping[str, Mapping[str, Held]],
     config: dict[str, Any],
 ) -> Loaded:
-    """Copies a checkpoint into the given tensors, which may be shared out over dp in another way than it was saved.
+    """Copies a checkpoint of any layout into the given tensors; a rank reads what it holds, and little more.
 
         weights           name -> what this rank holds of its cut, overwritten
         optimizer_state   name -> kind -> the same of other numbers, overwritten; empty to load weights alone, which are
@@ -121,8 +126,10 @@ def load(
     Everything read is checked against its checksum. Whether the checkpoint fits is found out before any tensor
     is touched; after an error about damage their contents are undefined.
     Collective over the world; an error on any rank is raised on all of them.
+    Communicates: names over pp, and whether all went well; no tensors.
     """
-    return on_all(lambda: _read(root, iteration, ctx, table, weights, optimizer_state, config), ctx.world)
+    names = set().union(*all_gathered(list(table), ctx.pp))
+    return on_all(lambda: _read(root, iteration, ctx, table, names, weights, optimizer_state, config), ctx.world)
 
 
 def verify(folder: Path, layout: Layout) -> list[str]:
@@ -174,7 +181,8 @@ def _write(
             )
             values[kind] = Value(dtype=DTYPE_NAMES[held.values.dtype], pieces=(piece,))
         if values:
-            tensors[name] = TensorLayout(shape=meta.shape, shard=meta.shard, values=values)
+            copy_of = WORD_EMBEDDINGS if meta.tied == "copy" else ""
+            tensors[name] = TensorLayout(shape=meta.shape, shard=meta.shard, values=values, copy_of=copy_of)
     with explained("creating the folder", folder / place):
         (folder / place).mkdir(exist_ok=True)
     files = {name: write_tensors(folder / name, held) for name, held in contents.items() if held}
@@ -201,6 +209,7 @@ def _read(
     iteration: int,
     ctx: ParallelContext,
     table: ParamTable,
+    names: set[str],
     weights: Mapping[str, Held],
     optimizer_state: Mapping[str, Mapping[str, Held]],
     config: dict[str, Any],
@@ -210,9 +219,8 @@ def _read(
         present = ", ".join(map(str, directory.iterations(root))) or "none"
         raise CheckpointError(f"{folder}: does not exist on this rank; iterations here: {present}")
     layout = read_layout(folder)
-    match.check_model(layout, folder, table=table, config=config)
-    match.check_grid(layout, folder, ctx=ctx)
-    match.check_tensors(
+    match.check_model(layout, folder, table=table, names=names, config=config)
+    plan = match.plan(
         layout,
         folder,
         ctx=ctx,
@@ -222,26 +230,49 @@ def _read(
         optimizer_state=optimizer_state,
         config=config,
     )
-
-    opened: dict[str, TensorFile] = {}
-    for name, kinds in match.by_kind(weights, optimizer_state).items():
-        for kind, held in kinds.items():
+    with Opened(folder, layout) as opened:
+        for held, moves in plan:
             flat = held.values.detach().view(-1)
-            for piece in layout.tensors[name].values[kind].pieces_at(ctx.tp.rank, ctx.pp.rank, _replica(ctx)):
-                start, end = max(piece.start, held.start), min(piece.end, held.end)
-                if start < end:
-                    if piece.file not in opened:
-                        opened[piece.file] = TensorFile(folder / piece.file, layout.files[piece.file])
-                    stored = opened[piece.file].get(piece.key).view(-1)
-                    flat[start - held.start : end - held.start].copy_(stored[start - piece.start : end - piece.start])
-    rng = None
-    if layout.grid == ctx.grid:
+            for move in moves:
+                opened.fill(flat, move)
+        rng = None
         name = _rng_file(mp_rank_folder(ctx.tp.rank, ctx.pp.rank, ctx.grid), _replica(ctx))
-        rng = {}
-        if name in layout.files:
-            stored = TensorFile(folder / name, layout.files[name]).get_all()
-            rng = {key: tensor.clone() for key, tensor in stored.items()}
-    return Loaded(layout.iteration, layout.state, layout.config, layout.grid, rng)
+        if layout.grid == ctx.grid and name in layout.files:
+            rng = {key: tensor.clone() for key, tensor in opened.file(name).get_all().items()}
+    bytes_read = sum(held.values.nbytes for held, _ in plan)
+    return Loaded(layout.iteration, layout.state, layout.config, layout.grid, rng, bytes_read)
+
+
+class Opened:
+    """The files of a checkpoint, opened when they are needed. A context manager."""
+
+    def __init__(self, folder: Path, layout: Layout):
+        self._folder, self._layout = folder, layout
+        self._files: dict[str, TensorFile] = {}
+        self._read_bytes = 0
+
+    def __enter__(self) -> "Opened":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._files.clear()
+
+    def file(self, name: str) -> TensorFile:
+        if name not in self._files:
+            self._files[name] = TensorFile(self._folder / name, self._layout.files[name])
+        return self._files[name]
+
+    def fill(self, flat: Tensor, move: Move) -> None:
+        """Copies what a move says into flat memory. Of the files, few pages are in memory at any time."""
+        piece, file = move.piece, self.file(move.piece.file)
+        for block in move.blocks():
+            stored = file.flat(piece.key, piece.end - piece.start, block.source.offset, block.source.end)
+            block.target.of(flat).copy_(block.source.of(stored))
+            self._read_bytes += block.source.numel * stored.element_size()
+            if self._read_bytes > RESIDENT_BYTES:
+                for opened in self._files.values():
+                    opened.release()
+                self._read_bytes = 0
 
 
 def _replica(ctx: ParallelContext) -> int:

@@ -12,21 +12,15 @@ def generate(
     temperature: Annotated[float, typer.Option(min=0.0, help="0 takes the likeliest token each time.")] = 1.0,
     seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="The same seed gives the same text.")] = 1234,
     nproc_per_node: Annotated[
-        int | None, typer.Option("--nproc-per-node", min=1, metavar="N", help="The checkpoint's tensor * pipeline.")
+        int | None, typer.Option("--nproc-per-node", min=1, metavar="N", help="Spread the model over N processes.")
     ] = None,
 ) -> None:
-    """Write text after a prompt with the newest checkpoint of a run, in the layout that it was trained in."""
+    """Write text after a prompt with a run's newest checkpoint, on any number of processes, however it was trained."""
     from megatron_lite.cli.launch import launched_world_size, run_ranks
-    from megatron_lite.errors import ConfigError
+    from megatron_lite.config.validate import validate
     from megatron_lite.training.generate import config_of_run
 
-    parallel = config_of_run(load).parallel
     world_size = launched_world_size(nproc_per_node)
-    if world_size != parallel.model_size:
-        raise ConfigError(
-            f"the checkpoint in {load} is cut for {parallel.model_size} process(es) (parallel.tensor "
-            f"{parallel.tensor}, parallel.pipeline {parallel.pipeline}) and there are {world_size}; generate runs in "
-            f"the checkpoint's own layout: add --nproc-per-node {parallel.model_size}"
-        )
+    validate(config_of_run(load, world_size), world_size)
     arguments = (load, prompt, max_new_tokens, temperature, seed)
     raise typer.Exit(run_ranks("megatron_lite.training.generate:generate_text", arguments, nproc_per_node))

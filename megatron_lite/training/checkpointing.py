@@ -12,6 +12,7 @@ from megatron_lite.checkpoint.directory import find_latest
 from megatron_lite.config.schema import Config
 from megatron_lite.errors import CheckpointError, ConfigError, TrainingError
 from megatron_lite.parallel.collectives import all_reduce
+from megatron_lite.parallel.grid import Grid
 from megatron_lite.parallel.random import seed_everything
 from megatron_lite.training.run import Run
 from megatron_lite.training.state import TrainState
@@ -119,14 +120,34 @@ def load_run(run: Run, root: Path, iteration: int) -> None:
     refuse_partial_sums(loaded.config, run)
     if run.ctx.rank == 0 and (changes := changed_fields(loaded.config, run.config.model_dump(mode="json"))):
         print(f" changed since that checkpoint: {', '.join(changes)}", flush=True)
+    if run.ctx.rank == 0 and (moved := moved_line(loaded, run)):
+        print(f" {moved}", flush=True)
     run.state = TrainState.from_dict(loaded.state["train"])
     run.optimizer.load(weights, optimizer_state, loaded.state["adam_steps"], run.state.iteration)
     run.optimizer.scaler.load_state_dict(loaded.state["loss_scaler"])
     if loaded.rng is not None:
         run.rng.load_state_dict(loaded.rng)
-    else:  # another data-parallel size: fresh streams, which must not repeat those of the start
+    else:  # another grid: fresh streams, which must not repeat those of the start
         fresh = seed_everything(run.config.run.seed + run.state.iteration, run.ctx)
         run.rng.load_state_dict(fresh.state_dict())
+
+
+def moved_line(loaded: store.Loaded, run: Run) -> str:
+    """From which layout to which a checkpoint was moved; empty where it has stayed."""
+    now = run.config.model_dump(mode="json")
+
+    def described(grid: Grid, config: dict[str, Any]) -> str:
+        parallel = config["parallel"]
+        virtual = f" x {parallel['virtual_pipeline']} chunks" if parallel["virtual_pipeline"] > 1 else ""
+        stage = f" stage {config['deepspeed']['zero_stage']}" if parallel["ddp"] == "deepspeed" else ""
+        shared = " with a distributed optimizer" if config["optim"]["distributed"] else ""
+        return f"tp={grid.tp} cp={grid.cp} dp={grid.dp} pp={grid.pp}{virtual}, ddp {parallel['ddp']}{stage}{shared}"
+
+    before, after = described(loaded.grid, loaded.config), described(run.ctx.grid, now)
+    if before == after:
+        return ""
+    again = "" if loaded.rng is not None else "; random streams start anew from run.seed, iteration and rank"
+    return f"moved from {before} to {after}: rank 0 has read {loaded.bytes_read / 1e6:,.1f} MB{again}"
 
 
 def refuse_partial_sums(saved: dict[str, Any], run: Run) -> None:
@@ -135,7 +156,10 @@ def refuse_partial_sums(saved: dict[str, Any], run: Run) -> None:
     if not sync.delay:
         return
     now = {"parallel": run.config.parallel.model_dump(), "sync": sync.model_dump()}
-    for section, key in (("sync", "interval"), ("sync", "fragments")) if sync.is_local else (("parallel", "sequence"),):
+    keys = [("sync", "interval"), ("sync", "fragments")] if sync.is_local else [("parallel", "sequence")]
+    if run.config.model.tie_embeddings and not sync.is_local:  # each stage of the embedding holds a part of the sum
+        keys.append(("parallel", "pipeline"))
+    for section, key in keys:
         before = saved[section].get(key)
         if before != now[section][key]:
             raise ConfigError(

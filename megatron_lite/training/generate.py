@@ -31,8 +31,9 @@ NextLogits = Callable[[list[int]], Tensor]
 """Token ids -> logits `[v]` of what follows them, in fp32 on the CPU."""
 
 
-def config_of_run(run_dir: str) -> Config:
-    """The config that the newest checkpoint of a run was written with, to be run by one data-parallel rank."""
+def config_of_run(run_dir: str, world_size: int) -> Config:
+    """The config that the newest checkpoint of a run was written with, for one data-parallel rank: in the layout that
+    it was trained in where there are as many processes as that takes, else over tensor-parallel ranks."""
     root = checkpoints_of(run_dir)
     iteration = find_latest(root, world=solo())
     if iteration is None:
@@ -41,7 +42,10 @@ def config_of_run(run_dir: str) -> Config:
     # Only the model, its layout and its tokenizer matter here, and the device is this machine's.
     fields["run"] |= {"dir": run_dir, "device": "auto"}
     fields["parallel"]["sequence"] = False  # the weights are the same, and a text has any length
-    batch = fields["parallel"]["pipeline"]  # what the interleaved schedule asks for at least
+    fields["parallel"]["ddp"], fields["optim"]["distributed"] = "local", False
+    if fields["parallel"]["tensor"] * fields["parallel"]["pipeline"] != world_size:
+        fields["parallel"] = {"tensor": world_size}
+    batch = fields["parallel"].get("pipeline", 1)  # what the interleaved schedule asks for at least
     fields["train"] |= {"global_batch_size": batch, "micro_batch_size": 1, "ramp_up": None}
     fields["train"]["offload_activations"] = False  # there is no backward, and perhaps no GPU
     return Config.model_validate(fields, strict=False)
@@ -50,9 +54,9 @@ def config_of_run(run_dir: str) -> Config:
 def generate_text(run_dir: str, prompt: str, max_new_tokens: int, temperature: float, seed: int) -> str:
     """The text that the newest checkpoint of a run writes after a prompt, printed by rank 0.
 
-    Collective over the world, which has the checkpoint's layout without data parallelism.
+    Collective over the world, over which `config_of_run` spreads the model.
     """
-    config = config_of_run(run_dir)
+    config = config_of_run(run_dir, int(os.environ.get("WORLD_SIZE", "1")))
     if not config.data.tokenizer:
         raise ConfigError(f"{run_dir}: trained without data.tokenizer, so there is nothing to read the prompt with")
     prompt = prompt.encode("utf-8", "surrogateescape").decode("utf-8", "replace")  # bytes of a shell may be no text

@@ -14,7 +14,7 @@ from megatron_lite.checkpoint.layout import (
     parse_layout,
     read_layout,
 )
-from megatron_lite.errors import CheckpointError
+from megatron_lite.errors import CheckpointError, DamagedCheckpoint
 from megatron_lite.parallel.grid import Grid
 from tests.checkpoints import one_process, save
 
@@ -45,7 +45,7 @@ def test_layout_survives_its_text(folder):
         (lambda text: b"[1, 2]", "not the description of a megatron_lite checkpoint, or damaged"),
         (lambda text: b'{"a": 1}', "not the description of a megatron_lite checkpoint, or damaged"),
         (
-            lambda text: text.replace(b'"version": 1', b'"version": 2', 1),
+            lambda text: text.replace(b'"version": 2', b'"version": 3', 1),
             "does not have the checksum .* damaged or was",
         ),
         (lambda text: text.replace(b'"iteration": 1', b'"iteration": 2', 1), "does not have the checksum"),
@@ -60,11 +60,21 @@ def test_damage_is_told_with_the_path_and_what_to_do(tmp_path, folder, damage, m
     assert str(caught.value).startswith(str(path)) and "latest_checkpointed_iteration.txt" in str(caught.value)
 
 
+def tensor(**changes) -> dict:
+    """The description of a tensor that is in the file, but for the changes."""
+    piece = {"file": "mp_rank_00/model.safetensors", "key": "embedding.word_embeddings.weight"}
+    piece |= {"tp": 0, "pp": 0, "start": 0, "end": 32} | {
+        key: changes.pop(key) for key in ("tp", "end") if key in changes
+    }
+    whole = {"shape": [8, 4], "shard": {"dim": 0, "parts": []}}
+    return {**whole, "values": {"weight": {"dtype": "BF16", "pieces": [piece]}}, **changes}
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"version": 2}, "has format 'megatron_lite checkpoint', version 2; .* or a newer one"),
-        ({"format": "other"}, "has format 'other', version 1"),
+        ({"version": 1}, "has format 'megatron_lite checkpoint', version 1; .* or a newer one"),
+        ({"format": "other"}, "has format 'other', version 2"),
         ({"iteration": -1}, "iteration: Input should be greater than or equal to 0"),
         ({"files": {}}, "is said to be in mp_rank_00/model.safetensors, which is not described"),
         ({"files": {"../../etc/passwd": {}}}, "files.*String should match pattern"),
@@ -73,6 +83,12 @@ def test_damage_is_told_with_the_path_and_what_to_do(tmp_path, folder, damage, m
             {"tensors": {"a": {"shape": [1], "shard": {}, "values": {"weight": {"dtype": "F8", "pieces": []}}}}},
             "a has the unknown dtype F8",
         ),
+        ({"tensors": {"a": tensor(shape=[-1])}}, "tensors.a.shape.0: Input should be greater than or equal to 0"),
+        ({"tensors": {"a": tensor(shard={"dim": 7, "parts": []})}}, "there is no dim 7 in"),
+        ({"tensors": {"a": tensor(shard={"dim": 0, "parts": [3]})}}, r"parts \(3,\) of dim 0 do not add up"),
+        ({"tensors": {"a": tensor(tp=5)}}, "elements that its shape and the grid have no place for"),
+        ({"tensors": {"a": tensor(end=33)}}, "elements that its shape and the grid have no place for"),
+        ({"tensors": {"a": tensor(copy_of="b")}}, "is said to be a copy of b, which is not described"),
         ({"surprise": 1}, "surprise: Extra inputs are not permitted"),
     ],
 )
@@ -87,9 +103,12 @@ def test_what_this_version_cannot_use_is_refused(folder, changes, message):
 
 
 def test_a_folder_without_layout_is_foreign(tmp_path):
-    """Megatron-LM's folders have the same names."""
+    """Megatron-LM's folders have the same names; with our files in them, it is one of ours that has lost it."""
     (tmp_path / "mp_rank_00").mkdir()
     with pytest.raises(CheckpointError, match=r"has no layout\.json, so it is no checkpoint of megatron_lite"):
+        read_layout(tmp_path)
+    (tmp_path / "mp_rank_00" / "model.safetensors").touch()
+    with pytest.raises(DamagedCheckpoint, match=r"has tensors but no layout\.json. Restore it from a copy"):
         read_layout(tmp_path)
 
 

@@ -83,7 +83,6 @@ def test_tensors_of_another_size_than_described_are_refused(root):
     """A caller's mistake, found before half of a tensor is filled."""
     into = contents(one_process(), -1)
     into["weights"][FC2] = torch.zeros(6, 12, dtype=torch.bfloat16)
-    assert (
-        f"weight of {FC2} has 48 of the 72 elements that tensor-parallel rank 0 and pipeline stage 0 need. Set the "
-        "parallel section as it was"
-    ) in refused(root, **into)
+    assert (f"weight of {FC2} has 48 of the 72 elements that tensor-parallel rank 0 of 1 needs") in refused(
+        root, **into
+    )

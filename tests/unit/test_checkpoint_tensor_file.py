@@ -1,9 +1,12 @@
 """Our safetensors files: the library reads them, we check every byte of them."""
 
 import errno
+import json
 import os
+import re
 import resource
 import signal
+import struct
 import threading
 
 import pytest
@@ -14,9 +17,9 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from megatron_lite.checkpoint import tensor_file
-from megatron_lite.checkpoint.layout import DTYPES
+from megatron_lite.checkpoint.layout import DTYPES, FileInfo, checksum
 from megatron_lite.checkpoint.tensor_file import TensorFile, explained, sync_folder, write_tensors
-from megatron_lite.errors import CheckpointError
+from megatron_lite.errors import CheckpointError, DamagedCheckpoint
 
 TENSORS = {
     "bytes": torch.arange(5, dtype=torch.uint8),
@@ -91,7 +94,10 @@ def test_reading_is_through_a_memory_map(tmp_path):
         (lambda path: path.write_bytes(path.read_bytes() + b"x"), "the file was cut off or changed"),
         (lambda path: flip(path, 20), "its header does not have the checksum that layout.json lists"),
         (lambda path: flip(path, 0), "its header does not have the checksum that layout.json lists"),
-        (lambda path: flip(path, -1), "tensor bytes has checksum [0-9a-f]{8}, layout.json lists [0-9a-f]{8}"),
+        (
+            lambda path: flip(path, -1),
+            "tensor bytes has checksum [0-9a-f]{8} from its byte 0 on, layout.json lists [0-9a-f]{8}",
+        ),
         (lambda path: (path.unlink(), path.mkdir()), "cannot be read|the file was cut off or changed"),
     ],
 )
@@ -103,6 +109,74 @@ def test_damage_is_told_with_the_path_and_what_to_do(tmp_path, damage, message):
     with pytest.raises(CheckpointError, match=message) as caught:
         TensorFile(path, info).get_all()
     assert str(caught.value).startswith(str(path)) and "go on from another checkpoint" in str(caught.value)
+
+
+def test_who_needs_a_slice_checks_just_that(tmp_path, monkeypatch):
+    """A rank of many would else read the whole tensor to use a small part; what it does not check, it must not need."""
+    monkeypatch.setattr(tensor_file, "CHUNK_BYTES", 64)
+    path, numbers = tmp_path / "a.safetensors", torch.arange(100.0)
+    info = write_tensors(path, {"a": numbers})
+    assert len(info.crc32["a"]) == 7
+    flip(path, -1)
+    flip(path, info.bytes - 400 + 70)
+    file = TensorFile(path, info)
+    assert torch.equal(file.flat("a", 100, 0, 16)[:16], numbers[:16])
+    assert torch.equal(file.flat("a", 100, 32, 96)[32:96], numbers[32:96])
+    for start, end, place in ((15, 17, 64), (96, 97, 384)):
+        with pytest.raises(DamagedCheckpoint, match=f"tensor a has checksum .* from its byte {place} on"):
+            file.flat("a", 100, start, end)
+    with pytest.raises(
+        DamagedCheckpoint, match=r"tensor a has 100 elements, layout\.json says 99; one of them is damaged"
+    ):
+        file.flat("a", 99, 0, 1)
+
+
+def test_what_was_read_can_be_given_back(tmp_path):
+    """Else a rank would seem to need the memory of every file that it has read a little of."""
+    path = tmp_path / "a.safetensors"
+    info = write_tensors(path, {"a": torch.ones(8 << 20)})
+    file = TensorFile(path, info)
+
+    def resident() -> int:
+        with open("/proc/self/smaps") as maps:
+            text = maps.read()
+        return int(re.search(rf"{path}\n(?:.*\n)*?Rss: +(\d+) kB", text)[1]) << 10
+
+    assert file.get("a").sum() == 8 << 20
+    assert resident() > 30 << 20
+    file.release()
+    assert resident() < 1 << 20
+    assert file.get("a").sum() == 8 << 20
+
+
+@pytest.mark.parametrize(
+    "header",
+    [b"", b"{", b"[]", b"null", b'{"a": 1}', b'{"a": {"dtype": "F32"}}', b'{"b": {}}', b"\xff", b"[" * 100_000]
+    + [
+        json.dumps({"a": {"dtype": dtype, "shape": shape, "data_offsets": offsets}}).encode()
+        for dtype, shape, offsets in [
+            ("F8", [2], [0, 8]),
+            ("F32", [3], [0, 8]),
+            ("F32", [-1, 2, 0], [0, 8]),
+            ("F32", "x", [0, 8]),
+            ("F32", [2], [0]),
+            ("F32", [2], [-4, 4]),
+            ("F32", [2], [0, 1 << 40]),
+            ("F32", [2], [8, 0]),
+            ("F32", [1], [1, 5]),
+            ("F32", [2], ["0", "8"]),
+            ("F64", [500_000], [0, 4_000_000]),
+        ]
+    ],
+)
+def test_a_header_that_lies_is_damage(tmp_path, header):
+    """Its checksum may be right: then someone has made it up. Never another error, nor numbers from outside."""
+    path = tmp_path / "a.safetensors"
+    whole = struct.pack("<Q", len(header)) + header
+    path.write_bytes(whole + bytes(8))
+    info = FileInfo(bytes=len(whole) + 8, header_crc32=checksum(whole), crc32={"a": (checksum(bytes(8)),)})
+    with pytest.raises(DamagedCheckpoint, match=r"is not one of a safetensors file with the tensors that layout\.json"):
+        TensorFile(path, info).get("a")
 
 
 def flip(path, place: int) -> None:

@@ -1,0 +1,76 @@
+"""Rectangles find every number of a tensor, wherever any layout has put it."""
+
+from math import prod
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_lite.checkpoint import reshard
+from megatron_lite.checkpoint.layout import Piece, TensorLayout
+from megatron_lite.checkpoint.reshard import moves, rectangles
+from megatron_lite.parallel.shard import Shard
+
+SIZES = (1, 2, 3, 4)
+PARTS = 12  # every size of tensor parallelism divides it
+
+
+@st.composite
+def tensors(draw) -> TensorLayout:
+    """A shape, and a cut of it that four ranks or fewer can share."""
+    shape = draw(st.lists(st.integers(1, 5), min_size=0, max_size=3))
+    if not shape or draw(st.booleans()):
+        return TensorLayout(shape=tuple(shape), shard=Shard(), values={})
+    dim = draw(st.integers(0, len(shape) - 1))
+    parts = draw(st.lists(st.sampled_from([PARTS, 2 * PARTS]), min_size=1, max_size=3))
+    shape[dim] = sum(parts)
+    return TensorLayout(shape=tuple(shape), shard=Shard(dim, tuple(parts) if len(parts) > 1 else ()), values={})
+
+
+def runs(draw, numel: int) -> list[tuple[int, int]]:
+    """A flattened cut, shared out in runs of any size."""
+    ends = sorted(draw(st.lists(st.integers(0, numel), max_size=3)))
+    return list(zip([0, *ends], [*ends, numel], strict=True))
+
+
+@settings(max_examples=300)
+@given(tensor=tensors(), source=st.sampled_from(SIZES), target=st.sampled_from(SIZES), data=st.data())
+def test_any_piece_of_any_cut_is_filled_from_any_pieces_of_any_other(tensor, source, target, data):
+    """Against plain slicing of the whole tensor."""
+    whole = torch.arange(prod(tensor.shape)).view(tensor.shape)
+    stored: dict[tuple[int, int], torch.Tensor] = {}
+    pieces = []
+    for rank in range(source if tensor.shard.is_split else 1):
+        flat = tensor.shard.split(whole, rank, source).flatten()
+        for start, end in runs(data.draw, flat.numel()):
+            stored[rank, start] = flat[start:end].clone()
+            pieces.append(Piece(file="mp_rank_00/x.safetensors", key="x", tp=rank, pp=0, start=start, end=end))
+    for rank in range(target):
+        cut = tensor.shard.split(whole, rank, target).flatten()
+        for start, end in runs(data.draw, cut.numel()):
+            wanted = rectangles(tensor.shape, tensor.shard, rank, target, start, end)
+            filled = torch.full((end - start,), -1)
+            found = moves(tensor, pieces, source, wanted)
+            for move in found:
+                move.target.of(filled).copy_(move.source.of(stored[move.piece.tp, move.piece.start]))
+            assert torch.equal(filled, cut[start:end])
+            assert sum(move.target.numel for move in found) == end - start, "something was copied twice"
+
+
+def test_large_moves_go_in_steps_that_span_little_of_the_file(monkeypatch):
+    """The memory of a whole embedding would else be in use before any is given back."""
+    monkeypatch.setattr(reshard, "BLOCK", 40)
+    for tensor in (
+        TensorLayout(shape=(50, 32), shard=Shard(1), values={}),
+        TensorLayout(shape=(300, 3), shard=Shard(0), values={}),
+        TensorLayout(shape=(500,), shard=Shard(), values={}),
+    ):
+        whole = torch.arange(prod(tensor.shape)).view(tensor.shape)
+        piece = Piece(file="mp_rank_00/x.safetensors", key="x", tp=0, pp=0, start=0, end=whole.numel())
+        (move,) = moves(tensor, [piece], 1, rectangles(tensor.shape, tensor.shard, 1, 2))
+        cut = tensor.shard.split(whole, 1, 2).flatten()
+        filled, blocks = torch.full((cut.numel(),), -1), list(move.blocks())
+        for block in blocks:
+            assert block.source.end - block.source.offset <= 40
+            block.target.of(filled).copy_(block.source.of(whole.flatten()))
+        assert torch.equal(filled, cut) and len(blocks) >= cut.numel() / 40
