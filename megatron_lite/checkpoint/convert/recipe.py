@@ -1,0 +1,98 @@
+"""What a format is to the converter: for each of our parameters, which foreign tensors it is made of, and back.
+
+A model in any format is a `Checkpoint`: whole tensors, one at a time, under our names. A format states its recipes
+once, as pairs of inverse functions; reading, writing and checking all follow from them. Which parameters a model has,
+and in what shapes, is asked of the model itself, built without memory; so no list of names can drift from the code.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from megatron_lite.checkpoint.tensor_file import Spec
+from megatron_lite.config.schema import Config, ModelConfig
+from megatron_lite.errors import CheckpointError
+from megatron_lite.model.build import get_model, param_table
+from megatron_lite.parallel.context import ParallelContext
+from megatron_lite.parallel.grid import Grid
+from megatron_lite.parallel.random import RngTracker
+from megatron_lite.parallel.shard import ParamTable, Shard
+
+SHOWN = 4  # names that a message lists
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A model that is somewhere, in some format, seen as ours.
+
+    `tensors` describe whole tensors by our names, with `model.padded_vocab` rows of vocabulary; `read` brings one.
+    """
+
+    model: ModelConfig
+    tensors: Mapping[str, Spec]
+    read: Callable[[str], Tensor]
+    iteration: int = 0
+    tokenizer: Mapping[str, Path] = field(default_factory=dict)  # files to carry along, by name
+    notes: Sequence[str] = ()  # what a user should know: what was left out, or padded
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """One of our parameters and the foreign tensors that say the same.
+
+    `join` gets whole foreign tensors in the order of `names`, `split` is its inverse. Both also work on the meta device,
+    which is how the foreign shapes are known. `shards` say how the format cuts each over tensor-parallel ranks.
+    """
+
+    names: tuple[str, ...]
+    join: Callable[[Sequence[Tensor]], Tensor] = lambda tensors: tensors[0]
+    split: Callable[[Tensor], Sequence[Tensor]] = lambda tensor: (tensor,)
+    shards: tuple[Shard, ...] = ()
+
+    def foreign_shapes(self, shape: Sequence[int]) -> list[tuple[int, ...]]:
+        """Of the whole foreign tensors, for our tensor of this shape."""
+        return [tuple(tensor.shape) for tensor in self.split(torch.empty(tuple(shape), device="meta"))]
+
+
+def whole_table(model: ModelConfig) -> ParamTable:
+    """Every parameter of the model on one rank, where a tied head is the embedding itself. Takes no memory."""
+    ctx = ParallelContext.at(Grid(), 0)
+    rng = RngTracker(torch.device("cpu"), default_seed=0, tensor_parallel_seed=0)
+    return param_table(get_model(Config(model=model), ctx, rng, dtype=torch.float32))
+
+
+def check_names(
+    where: Path, recipes: Mapping[str, Recipe], table: ParamTable, found: Mapping[str, tuple[int, ...]]
+) -> None:
+    """The foreign tensors are those of the recipes, with the shapes that the model says: all are there and none is left.
+
+    found   foreign name -> shape of the whole tensor
+    """
+    expected: dict[str, tuple[int, ...]] = {}
+    for name, recipe in recipes.items():
+        expected |= dict(zip(recipe.names, recipe.foreign_shapes(table[name].shape), strict=True))
+    problems = []
+    if missing := [name for name in expected if name not in found]:
+        problems.append("missing: " + first_of(missing))
+    if unknown := [name for name in found if name not in expected]:
+        problems.append("unknown: " + first_of(unknown))
+    differing = [
+        f"{name} is {list(found[name])}, expected {list(shape)}"
+        for name, shape in expected.items()
+        if name in found and tuple(found[name]) != shape
+    ]
+    if differing:
+        problems.append(first_of(differing))
+    if problems:
+        raise CheckpointError(
+            f"{where}: its tensors are not those of the model that it describes; {'; '.join(problems)}"
+        )
+
+
+def first_of(items: Sequence[str]) -> str:
+    """The first few, and how many more there are."""
+    more = f" and {len(items) - SHOWN} more" if len(items) > SHOWN else ""
+    return ", ".join(items[:SHOWN]) + more
