@@ -43,7 +43,7 @@ class Checkpoint:
 class Recipe:
     """One of our parameters and the foreign tensors that say the same.
 
-    `join` gets whole foreign tensors in the order of `names`, `split` is its inverse. Both also work on the meta device,
+    `join` gets whole foreign tensors in the order of `names`, `split` is its inverse. Both work on the meta device too,
     which is how the foreign shapes are known. `shards` say how the format cuts each over tensor-parallel ranks.
     """
 
@@ -60,14 +60,15 @@ class Recipe:
 def whole_table(model: ModelConfig) -> ParamTable:
     """Every parameter of the model on one rank, where a tied head is the embedding itself. Takes no memory."""
     ctx = ParallelContext.at(Grid(), 0)
-    rng = RngTracker(torch.device("cpu"), default_seed=0, tensor_parallel_seed=0)
+    with torch.random.fork_rng(devices=[]):
+        rng = RngTracker(torch.device("cpu"), default_seed=0, tensor_parallel_seed=0)
     return param_table(get_model(Config(model=model), ctx, rng, dtype=torch.float32))
 
 
 def check_names(
     where: Path, recipes: Mapping[str, Recipe], table: ParamTable, found: Mapping[str, tuple[int, ...]]
 ) -> None:
-    """The foreign tensors are those of the recipes, with the shapes that the model says: all are there and none is left.
+    """The foreign tensors are those of the recipes, in the shapes that the model says: all are there, none is left.
 
     found   foreign name -> shape of the whole tensor
     """
@@ -87,9 +88,7 @@ def check_names(
     if differing:
         problems.append(first_of(differing))
     if problems:
-        raise CheckpointError(
-            f"{where}: its tensors are not those of the model that it describes; {'; '.join(problems)}"
-        )
+        raise CheckpointError(f"{where}: has other tensors than the model that it describes; {'; '.join(problems)}")
 
 
 def first_of(items: Sequence[str]) -> str:
