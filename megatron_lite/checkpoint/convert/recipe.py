@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from megatron_lite.checkpoint.tensor_file import Spec
-from megatron_lite.config.schema import Config, ModelConfig
+from megatron_lite.config.schema import Config, ModelConfig, ParallelConfig
 from megatron_lite.errors import CheckpointError
 from megatron_lite.model.build import get_model, param_table
 from megatron_lite.parallel.context import ParallelContext
@@ -59,10 +59,16 @@ class Recipe:
 
 def whole_table(model: ModelConfig) -> ParamTable:
     """Every parameter of the model on one rank, where a tied head is the embedding itself. Takes no memory."""
-    ctx = ParallelContext.at(Grid(), 0)
+    return stage_table(model, pipeline=1, stage=0)
+
+
+def stage_table(model: ModelConfig, *, pipeline: int, stage: int) -> ParamTable:
+    """Every parameter of one stage of a pipeline that shares layers out evenly. Takes no memory."""
+    ctx = ParallelContext.at(Grid(pp=pipeline), stage)
     with torch.random.fork_rng(devices=[]):
         rng = RngTracker(torch.device("cpu"), default_seed=0, tensor_parallel_seed=0)
-    return param_table(get_model(Config(model=model), ctx, rng, dtype=torch.float32))
+    config = Config(model=model, parallel=ParallelConfig(pipeline=pipeline))
+    return param_table(get_model(config, ctx, rng, dtype=torch.float32))
 
 
 def check_names(
