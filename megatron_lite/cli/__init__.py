@@ -5,6 +5,7 @@ import sys
 
 import typer
 
+from megatron_lite.cli.convert import convert
 from megatron_lite.cli.generate import generate
 from megatron_lite.cli.inspect import inspect
 from megatron_lite.cli.preprocess import preprocess
@@ -21,7 +22,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,  # loading rich would take half of the time of --help
 )
-for command in (pretrain, preprocess, train_tokenizer, inspect, generate, schedule):
+for command in (pretrain, preprocess, train_tokenizer, inspect, convert, generate, schedule):
     app.command()(command)
 
 

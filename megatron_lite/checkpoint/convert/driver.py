@@ -1,0 +1,172 @@
+"""From a checkpoint in one format to one in another, on the disk, without a device or a process group.
+
+The target appears at once: it is written under another name beside it, checked where that was asked for, and renamed.
+"""
+
+import os
+import shutil
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from math import prod
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+from megatron_lite.checkpoint.convert import native
+from megatron_lite.checkpoint.convert.native import Settings
+from megatron_lite.checkpoint.convert.recipe import Checkpoint
+from megatron_lite.checkpoint.tensor_file import explained, sync_folder
+from megatron_lite.config.load import load_config
+from megatron_lite.config.schema import Config
+from megatron_lite.errors import CheckpointError, ConfigError
+
+NATIVE = "megatron-lite"
+# In the order in which they are tried.
+FORMATS: dict[str, ModuleType] = {NATIVE: native}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+LAYOUT_FIELDS = ("tensor", "pipeline", "virtual_pipeline", "pipeline_layout")
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a user asks for."""
+
+    source: Path
+    target: Path
+    source_format: str  # empty: recognised
+    target_format: str
+    tensor: int
+    pipeline: int
+    dtype: str  # empty: each tensor keeps its own
+    weights_only: bool
+    verify: bool
+    overrides: Sequence[str]  # section.field=value
+
+
+def convert(request: Request, say: Callable[[str], None]) -> None:
+    """Writes the target, of which there is nothing after an error; says what was done."""
+    for given in filter(None, (request.source_format, request.target_format)):
+        if given not in FORMATS:
+            raise ConfigError(f"the format {given!r} is unknown; use one of {', '.join(FORMATS)}")
+    if request.dtype and request.dtype not in DTYPES:
+        raise ConfigError(f"--dtype is {request.dtype!r}; use one of {', '.join(DTYPES)}")
+    settings = _settings(request)
+    target = _free(request.target)
+    source_format = _source_format(request)
+    if not request.source_format:
+        say(f"{request.source} is a checkpoint of {source_format}")
+    with _appearing(target) as folder:
+        checkpoint = FORMATS[source_format].read(request.source, settings.get("model", {}))
+        written = _write(request, source_format, checkpoint, settings, folder, target)
+    parameters = sum(prod(spec.shape) for spec in checkpoint.tensors.values())
+    summary = (
+        f"{request.source} ({source_format}) -> {target} ({request.target_format}, tp={request.tensor} "
+        f"pp={request.pipeline}): {len(checkpoint.tensors):,} tensors, {parameters:,} parameters, {written:,} bytes"
+    )
+    say("; ".join([summary, *checkpoint.notes]))
+
+
+def recognised(path: Path) -> str:
+    """The format of what is there; empty where it looks like none."""
+    return next((name for name, module in FORMATS.items() if module.recognise(path)), "")
+
+
+def _source_format(request: Request) -> str:
+    looks_like, given = recognised(request.source), request.source_format
+    if given and looks_like and not FORMATS[given].recognise(request.source):
+        raise CheckpointError(f"{request.source}: looks like {looks_like}, but --from is {given}; leave it out")
+    if not request.source.exists():
+        raise CheckpointError(f"{request.source}: is not there; give the folder or the file of a checkpoint")
+    if not (given or looks_like):
+        raise CheckpointError(
+            f"{request.source}: looks like no checkpoint of {', '.join(FORMATS)}; give the folder that holds its "
+            "config and its tensors, or say with --from what it is to get a closer look"
+        )
+    return given or looks_like
+
+
+def _settings(request: Request) -> dict[str, dict[str, Any]]:
+    """What the user gave for the config, by section; a preset stands for all its fields."""
+    config = load_config(None, request.overrides)
+    given = {name: getattr(config, name).model_fields_set for name in Config.model_fields}
+    settings = {
+        name: {field: getattr(getattr(config, name), field) for field in fields}
+        for name, fields in given.items()
+        if fields
+    }
+    if taken := [field for field in LAYOUT_FIELDS if field in settings.get("parallel", {})]:
+        raise ConfigError(f"parallel.{taken[0]}: the layout is given with --tensor and --pipeline, even stages")
+    if request.target_format != NATIVE and (others := sorted(settings.keys() - {"model"})):
+        raise ConfigError(
+            f"{others[0]}.* cannot be given: {request.target_format} has no config of ours; only model.* says "
+            "something about the weights"
+        )
+    return settings
+
+
+def _write(
+    request: Request, source_format: str, checkpoint: Checkpoint, settings: Settings, folder: Path, home: Path
+) -> int:
+    """Writes the target into the folder; returns the bytes of its tensors."""
+    layout: dict[str, Any] = {"tensor": request.tensor, "pipeline": request.pipeline}
+    total = sum(prod(spec.shape) * spec.dtype.itemsize for spec in checkpoint.tensors.values())
+    dtype = DTYPES.get(request.dtype)
+    written = 0
+    with tqdm(total=total, unit="B", unit_scale=True, disable=not sys.stderr.isatty(), leave=False) as bar:
+
+        def progress(count: int) -> None:
+            nonlocal written
+            written += count
+            bar.update(count)
+
+        if request.target_format != NATIVE:
+            FORMATS[request.target_format].write(folder, checkpoint, **layout, dtype=dtype, progress=progress)
+        elif source_format == NATIVE and not request.weights_only:
+            if dtype:
+                raise ConfigError(
+                    "--dtype changes the weights, but an optimizer's state goes with the precision that it was trained "
+                    "in; add --weights-only, or leave out --dtype"
+                )
+            native.copy(
+                folder, native.Stored(request.source), **layout, progress=progress, home=home, settings=settings
+            )
+        else:
+            if source_format == NATIVE:  # the tokenizer stays where it is
+                checkpoint = replace(checkpoint, tokenizer={})
+                settings = _with_tokenizer(settings, native.Stored(request.source).config({}).data.tokenizer)
+            native.write(folder, checkpoint, **layout, dtype=dtype, progress=progress, home=home, settings=settings)
+    return written
+
+
+def _with_tokenizer(settings: Settings, spec: str) -> Settings:
+    return {**settings, "data": {"tokenizer": spec, **settings.get("data", {})}}
+
+
+def _free(target: Path) -> Path:
+    """The absolute path of the target, where nothing is yet."""
+    target = target.resolve()
+    if target.exists() and not (target.is_dir() and not any(target.iterdir())):
+        raise ConfigError(f"{target}: is there already; give a folder that is not there yet, or an empty one")
+    return target
+
+
+@contextmanager
+def _appearing(target: Path) -> Iterator[Path]:
+    """A new folder beside the target that becomes it at the end, and after an error is gone."""
+    folder = target.with_name(f".new-{target.name}")
+    with explained("creating the folder", folder):
+        shutil.rmtree(folder, ignore_errors=True)  # of a conversion that was killed
+        folder.mkdir(parents=True)
+    try:
+        yield folder
+        with explained("putting the target in place", target):
+            os.replace(folder, target)
+            sync_folder(target.parent)
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise

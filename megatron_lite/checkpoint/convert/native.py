@@ -1,0 +1,207 @@
+"""Our own checkpoints as source and target, in any layout, weights alone or with all that a run needs to go on.
+
+Of a source, each cut that the target wants is read from the rectangles where it lies. Random streams are left out: they
+belong to ranks, and a run that finds none starts them anew.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from pydantic import ValidationError
+from torch import Tensor
+
+from megatron_lite.checkpoint import directory
+from megatron_lite.checkpoint.convert import tokenizer_files
+from megatron_lite.checkpoint.convert.grid_files import Progress, write_grid
+from megatron_lite.checkpoint.convert.recipe import Checkpoint, first_of, whole_table
+from megatron_lite.checkpoint.layout import DTYPES, LAYOUT_FILE, WEIGHT, read_layout
+from megatron_lite.checkpoint.reshard import moves, rectangles
+from megatron_lite.checkpoint.store import Opened
+from megatron_lite.checkpoint.tensor_file import Spec
+from megatron_lite.config.load import dump_config
+from megatron_lite.config.schema import Config, DataConfig, ModelConfig
+from megatron_lite.config.validate import failures, raise_any
+from megatron_lite.errors import CheckpointError
+from megatron_lite.model.build import WORD_EMBEDDINGS
+from megatron_lite.parallel.shard import Shard
+
+Settings = Mapping[str, Mapping[str, Any]]
+"""Section -> field -> value, as the user gave them."""
+PRECISIONS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.float64: "fp64"}
+
+
+def recognise(path: Path) -> bool:
+    """A run's folder, its checkpoints/ folder or an iter_... folder of it."""
+    try:
+        return (path / LAYOUT_FILE).exists() or any(directory.iterations(root) for root in (path, path / "checkpoints"))
+    except OSError:
+        return False
+
+
+class Stored:
+    """A checkpoint of ours on the disk."""
+
+    def __init__(self, path: Path):
+        self.folder = directory.resolve(path)
+        self.layout = read_layout(self.folder)
+        self._opened = Opened(self.folder, self.layout)
+
+    def config(self, settings: Settings) -> Config:
+        """The config that it was written with, changed where the user says so."""
+        fields = {section: {**values} for section, values in self.layout.config.items()}
+        for section, values in settings.items():
+            fields[section] = {**fields.get(section, {}), **values}
+        try:
+            return Config.model_validate(fields, strict=False)
+        except (ValidationError, TypeError) as error:
+            raise CheckpointError(
+                f"{self.folder}: the config in its {LAYOUT_FILE} is not one of ours: {error}"
+            ) from None
+
+    def check(self, model: ModelConfig) -> None:
+        """Its tensors are those of the model, cut as the model says."""
+        saved = {name: tensor for name, tensor in self.layout.tensors.items() if not tensor.copy_of}
+        table = whole_table(model)
+        differing = [
+            name
+            for name in {**saved, **table}
+            if name not in table
+            or name not in saved
+            or (saved[name].shape, saved[name].shard) != (tuple(table[name].shape), table[name].shard)
+        ]
+        if differing:
+            raise CheckpointError(
+                f"{self.folder}: {first_of(differing)} are not as the model section of the config says; leave out "
+                "what changes the model's sizes"
+            )
+
+    def kinds(self, name: str) -> dict[str, torch.dtype]:
+        return {kind: DTYPES[value.dtype] for kind, value in self.layout.tensors[name].values.items()}
+
+    def cut(self, name: str, kind: str, shard: Shard, rank: int, size: int) -> Tensor:
+        tensor, tp = self.layout.tensors[name], self.layout.grid.tp
+        value = tensor.values[kind]
+        if self.layout.grid.dp > 1 and any(piece.dp is not None for piece in value.pieces):
+            raise CheckpointError(
+                f"{self.folder}: each of {self.layout.grid.dp} data-parallel ranks had {kind} of its own "
+                "(sync.mode), which one cannot stand for. Convert the common weights alone, with --weights-only"
+            )
+        moved = moves(tensor, value.pieces_for(shard, rank, 0, 0, tp), tp, rectangles(tensor.shape, shard, rank, size))
+        cut = torch.empty(shard.local_shape(tensor.shape, size), dtype=DTYPES[value.dtype])
+        if (count := sum(move.target.numel for move in moved)) != cut.numel():
+            raise CheckpointError(f"{self.folder}: {kind} of {name} has {count:,} of its {cut.numel():,} elements")
+        for move in moved:
+            self._opened.fill(cut.view(-1), move)
+        return cut
+
+
+class WeightsOf:
+    """The weights of a model in any format, converted to a number format if one is given."""
+
+    def __init__(self, checkpoint: Checkpoint, dtype: torch.dtype | None):
+        self._checkpoint, self._dtype = checkpoint, dtype
+        self._name, self._whole = "", torch.empty(0)
+
+    def kinds(self, name: str) -> dict[str, torch.dtype]:
+        return {WEIGHT: self._dtype or self._checkpoint.tensors[name].dtype}
+
+    def cut(self, name: str, kind: str, shard: Shard, rank: int, size: int) -> Tensor:
+        if name != self._name:
+            self._whole = torch.empty(0)  # or the last tensor would stay while this one is read
+            self._whole, self._name = self._checkpoint.read(name).to(self.kinds(name)[kind]), name
+        return shard.split(self._whole, rank, size)
+
+
+def read(path: Path, overrides: Mapping[str, Any]) -> Checkpoint:
+    """The weights of a checkpoint of any layout, joined."""
+    stored = Stored(path)
+    config = stored.config({"model": overrides})
+    stored.check(config.model)
+    table = whole_table(config.model)
+    return Checkpoint(
+        model=config.model,
+        tensors={name: Spec(stored.kinds(name)[WEIGHT], meta.shape) for name, meta in table.items()},
+        read=lambda name: stored.cut(name, WEIGHT, table[name].shard, 0, 1),
+        iteration=stored.layout.iteration,
+        tokenizer=tokenizer_files.files_of(config.data.tokenizer),
+    )
+
+
+def write(
+    path: Path,
+    checkpoint: Checkpoint,
+    *,
+    tensor: int,
+    pipeline: int,
+    dtype: torch.dtype | None,
+    progress: Progress,
+    home: Path,
+    settings: Settings,
+) -> None:
+    """Writes a run's folder that holds the weights of a model in any format, to start from.
+
+    `home` is where the folder will be once it is whole.
+    """
+    numbers = WeightsOf(checkpoint, dtype)
+    precision = PRECISIONS[numbers.kinds(WORD_EMBEDDINGS)[WEIGHT]]
+    seq_length = min(DataConfig().seq_length, checkpoint.model.max_position_embeddings)
+    fields: dict[str, dict[str, Any]] = {
+        "run": {"dir": f"runs/{home.name}"},
+        "model": checkpoint.model.model_dump(),
+        "data": {"seq_length": seq_length},
+        "train": {"precision": precision},
+        "checkpoint": {"load_weights": str(home)},
+    }
+    if checkpoint.tokenizer:
+        tokenizer_files.carry(checkpoint.tokenizer, path / "tokenizer")
+        spec = tokenizer_files.spec_in(path / "tokenizer")
+        if tokenizer_files.readable(spec, checkpoint.model.vocab_size):
+            fields["data"]["tokenizer"] = spec.replace(str(path), str(home))
+    config = _config(fields, settings, tensor, pipeline)
+    _write_run(path, checkpoint.iteration, numbers, config=config, state={}, progress=progress)
+
+
+def copy(
+    path: Path,
+    stored: Stored,
+    *,
+    tensor: int,
+    pipeline: int,
+    progress: Progress,
+    home: Path,
+    settings: Settings,
+) -> None:
+    """Writes a run's folder that a run goes on from as from the stored checkpoint: its optimizer state, counters and
+    config, in another layout."""
+    before = stored.config({})
+    fields = before.model_dump()
+    fields["run"]["dir"] = str(home)
+    fields["parallel"] |= {"virtual_pipeline": 1, "pipeline_layout": "even"}
+    if before.parallel.schedule == "interleaved":
+        fields["parallel"]["schedule"] = "1f1b"
+    if before.data.seq_length % tensor:
+        fields["parallel"]["sequence"] = False
+    fields["train"]["global_batch_size"] = before.train.global_batch(stored.layout.grid.dp)
+    config = _config(fields, settings, tensor, pipeline)
+    stored.check(config.model)
+    layout = stored.layout
+    _write_run(path, layout.iteration, stored, config=config, state=layout.state, progress=progress)
+
+
+def _config(fields: dict[str, dict[str, Any]], settings: Settings, tensor: int, pipeline: int) -> Config:
+    """The config of a target, with what the user gave; raises ConfigError where it could not be run."""
+    fields.setdefault("parallel", {}).update(tensor=tensor, pipeline=pipeline)
+    for section, values in settings.items():
+        fields[section] = {**fields.get(section, {}), **values}
+    config = Config.model_validate(fields)
+    raise_any(failures(config, config.parallel.model_size))
+    return config
+
+
+def _write_run(
+    path: Path, iteration: int, numbers: Any, *, config: Config, state: dict[str, Any], progress: Progress
+) -> None:
+    write_grid(path / "checkpoints", iteration, numbers, config=config, state=state, progress=progress)
+    directory.write_durably(path / "config.yaml", dump_config(config).encode())
