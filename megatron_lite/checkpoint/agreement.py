@@ -5,7 +5,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from megatron_lite.errors import CheckpointError
+from megatron_lite.errors import CheckpointError, DamagedCheckpoint
 from megatron_lite.parallel.context import Group
 
 T = TypeVar("T")
@@ -23,14 +23,15 @@ def on_first(work: Callable[[], T], group: Group) -> T:
     dist.broadcast_object_list(answer, src=group.ranks[0], group=group.pg)
     result, problem = answer[0]
     if problem is not None:
-        raise CheckpointError(problem) from cause
+        kind, text = problem
+        raise kind(text) from cause
     return result
 
 
 def on_all(work: Callable[[], T], group: Group) -> T:
     """This rank's result of `work`, which all ranks do at the same time; returns when all are done.
 
-    When it fails anywhere, every rank raises the error of the lowest rank where it did.
+    When it fails anywhere, every rank raises the error of the lowest rank where it did; damage comes last.
     Communicates: one all-gather of a small object.
     """
     if group.size == 1:
@@ -38,10 +39,12 @@ def on_all(work: Callable[[], T], group: Group) -> T:
     result, problem, cause = _attempt(work, group)
     gathered: list[Any] = [None] * group.size
     dist.all_gather_object(gathered, problem, group=group.pg)
-    problems = [problem for problem in gathered if problem]
+    # What is no damage comes first: no other checkpoint would help.
+    problems = sorted(filter(None, gathered), key=lambda problem: problem[0] is DamagedCheckpoint)
     if problems:
+        kind, text = problems[0]
         more = f" (and {len(problems) - 1} more ranks failed)" if len(problems) > 1 else ""
-        raise CheckpointError(problems[0] + more) from cause
+        raise kind(text + more) from cause
     return result  # type: ignore[return-value]
 
 
@@ -63,12 +66,13 @@ def gather_to_first(value: T, group: Group) -> list[T]:
     return gathered or []
 
 
-def _attempt(work: Callable[[], T], group: Group) -> tuple[T | None, str | None, Exception | None]:
-    """Result, message and error. Any error counts: one that escaped here would leave the other ranks waiting."""
+def _attempt(work: Callable[[], T], group: Group) -> tuple[T | None, tuple[type, str] | None, Exception | None]:
+    """Result, kind and text of the error, and the error. Any counts: one that escaped here would leave the other
+    ranks waiting."""
     rank = group.ranks[group.rank]
     try:
         return work(), None, None
     except CheckpointError as error:
-        return None, f"rank {rank}: {error}", error
+        return None, (type(error), f"rank {rank}: {error}"), error
     except Exception as error:
-        return None, f"rank {rank}: {type(error).__name__}: {error}", error
+        return None, (CheckpointError, f"rank {rank}: {type(error).__name__}: {error}"), error

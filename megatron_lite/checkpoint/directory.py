@@ -5,6 +5,7 @@ A name that starts with "iter_" is always a whole checkpoint. What is being writ
     .new-iter_0000100       being written; renamed when whole
     .old-iter_0000100       whole, stepped aside for a new iter_0000100; counts while that is missing
     .deleted-iter_0000100   no longer a checkpoint
+    damaged-iter_0000100    could not be read; stays until someone has looked at it
 
 The tracker names the checkpoint to go on from, and is replaced only once that one is on the disk. So a process that
 is killed at any instant leaves one that can be loaded; the rest is cleaned up by the next save.
@@ -134,14 +135,28 @@ def write_durably(path: Path, data: bytes) -> None:
         sync_folder(path.parent)
 
 
-def prune(root: Path, newest: int, keep: int) -> None:
-    """Deletes all but the `keep` newest checkpoints up to `newest`; 0 keeps all.
+def prune(root: Path, newest: int, keep: int, keep_every: int) -> None:
+    """Deletes all but the `keep` newest checkpoints up to `newest`, and those at multiples of `keep_every`; 0 keeps
+    all, or none of these.
 
     Later iterations are of a run that was taken back to an older checkpoint: they go when it comes there again.
     """
     if keep:
         for iteration in [n for n in iterations(root) if n <= newest][:-keep]:
-            remove(locate(root, iteration))
+            if not (keep_every and iteration % keep_every == 0):
+                remove(locate(root, iteration))
+
+
+def set_aside(root: Path, iteration: int, before: int) -> Path:
+    """Where the folder of a damaged checkpoint is now; the tracker names the one before it."""
+    folder, aside = locate(root, iteration), root / f"damaged-{iteration_folder(iteration)}"
+    write_durably(root / TRACKER_FILE, str(before).encode())
+    with explained("setting the damaged checkpoint aside", folder):
+        if aside.exists():
+            shutil.rmtree(aside)
+        os.rename(folder, aside)
+        sync_folder(root)
+    return aside
 
 
 def remove(folder: Path) -> None:

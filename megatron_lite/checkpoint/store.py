@@ -29,7 +29,7 @@ from megatron_lite.checkpoint.layout import (
     mp_rank_folder,
     read_layout,
 )
-from megatron_lite.checkpoint.reshard import Move
+from megatron_lite.checkpoint.reshard import Move, Rectangle
 from megatron_lite.checkpoint.tensor_file import TensorFile, explained, sync_folder, write_tensors
 from megatron_lite.errors import CheckpointError
 from megatron_lite.model.build import WORD_EMBEDDINGS
@@ -66,6 +66,7 @@ def save(
     state: dict[str, Any],
     config: dict[str, Any],
     keep: int,
+    keep_every: int = 0,
 ) -> Path:
     """The folder of the new checkpoint, which is on the disk and named by the tracker when this returns.
 
@@ -74,6 +75,7 @@ def save(
         rng               this rank's generator states, any names
         state, config     what JSON can hold; the first rank's are saved
         keep              newest checkpoints that stay, 0 for all
+        keep_every        of the others, those at multiples of so many iterations stay; 0 for none
 
     Collective over the world; an error on any rank is raised on all of them, and loses nothing saved before.
     Communicates: descriptions of files to the first rank, no tensors.
@@ -97,7 +99,7 @@ def save(
             with explained("writing", folder):
                 directory.write_durably(folder / LAYOUT_FILE, dump_layout(layout).encode())
             final = directory.publish(folder, root, iteration)
-            directory.prune(root, iteration, keep)
+            directory.prune(root, iteration, keep, keep_every)
             return final
 
         return on_first(finish, ctx.world)
@@ -140,9 +142,22 @@ def verify(folder: Path, layout: Layout) -> list[str]:
             file = TensorFile(folder / name, info)
             for key in info.crc32:
                 file.get(key)
+                file.release()
         except CheckpointError as error:
             problems.append(str(error))
     return problems
+
+
+def written_here(
+    ctx: ParallelContext, weights: Mapping[str, Held], optimizer_state: Mapping[str, Mapping[str, Held]]
+) -> dict[str, dict[str, Held]]:
+    """name -> kind -> what this rank writes: of what data-parallel ranks all hold, the first one writes it."""
+    replica = _replica(ctx)
+    found = {
+        name: {kind: held for kind, held in kinds.items() if held.among_dp != "same" or replica == 0}
+        for name, kinds in match.by_kind(weights, optimizer_state).items()
+    }
+    return {name: kinds for name, kinds in found.items() if kinds}
 
 
 def _write(
@@ -158,14 +173,12 @@ def _write(
     replica = _replica(ctx)
     contents: dict[str, dict[str, Tensor]] = {_rng_file(place, replica): dict(rng)}
     tensors: dict[str, TensorLayout] = {}
-    for name, kinds in match.by_kind(weights, optimizer_state).items():
+    for name, kinds in written_here(ctx, weights, optimizer_state).items():
         meta = table[name]
         cut = meta.shard.local_shape(meta.shape, ctx.tp.size)
         values = {}
         for kind, held in kinds.items():
             assert held.among_dp == "shared_out" or tuple(held.values.shape) == cut, (name, kind, held.values.shape)
-            if held.among_dp == "same" and replica > 0:
-                continue  # the first one has written it
             whole = "model" if held.among_dp == "same" else f"model_dp_{replica:03d}"
             stem, key = (whole, name) if kind == WEIGHT else (f"optimizer_dp_{replica:03d}", f"{kind}/{name}")
             file = f"{place}/{stem}.safetensors"
@@ -180,9 +193,8 @@ def _write(
                 dp=replica if held.among_dp == "own" else None,
             )
             values[kind] = Value(dtype=DTYPE_NAMES[held.values.dtype], pieces=(piece,))
-        if values:
-            copy_of = WORD_EMBEDDINGS if meta.tied == "copy" else ""
-            tensors[name] = TensorLayout(shape=meta.shape, shard=meta.shard, values=values, copy_of=copy_of)
+        copy_of = WORD_EMBEDDINGS if meta.tied == "copy" else ""
+        tensors[name] = TensorLayout(shape=meta.shape, shard=meta.shard, values=values, copy_of=copy_of)
     with explained("creating the folder", folder / place):
         (folder / place).mkdir(exist_ok=True)
     files = {name: write_tensors(folder / name, held) for name, held in contents.items() if held}
@@ -247,7 +259,8 @@ class Opened:
     """The files of a checkpoint, opened when they are needed. A context manager."""
 
     def __init__(self, folder: Path, layout: Layout):
-        self._folder, self._layout = folder, layout
+        self.layout = layout
+        self._folder = folder
         self._files: dict[str, TensorFile] = {}
         self._read_bytes = 0
 
@@ -259,20 +272,25 @@ class Opened:
 
     def file(self, name: str) -> TensorFile:
         if name not in self._files:
-            self._files[name] = TensorFile(self._folder / name, self._layout.files[name])
+            self._files[name] = TensorFile(self._folder / name, self.layout.files[name])
         return self._files[name]
 
+    def view(self, piece: Piece, rectangle: Rectangle) -> Tensor:
+        """A rectangle of a piece, `[rows, columns]`, in pages of its file: use it before the next, and never write to
+        it. Few pages are in memory at any time."""
+        if self._read_bytes > RESIDENT_BYTES:
+            for opened in self._files.values():
+                opened.release()
+            self._read_bytes = 0
+        file = self.file(piece.file)
+        stored = file.flat(piece.key, piece.end - piece.start, rectangle.offset, rectangle.end)
+        self._read_bytes += (rectangle.end - rectangle.offset) * stored.element_size()
+        return rectangle.of(stored)
+
     def fill(self, flat: Tensor, move: Move) -> None:
-        """Copies what a move says into flat memory. Of the files, few pages are in memory at any time."""
-        piece, file = move.piece, self.file(move.piece.file)
+        """Copies what a move says into flat memory."""
         for block in move.blocks():
-            stored = file.flat(piece.key, piece.end - piece.start, block.source.offset, block.source.end)
-            block.target.of(flat).copy_(block.source.of(stored))
-            self._read_bytes += block.source.numel * stored.element_size()
-            if self._read_bytes > RESIDENT_BYTES:
-                for opened in self._files.values():
-                    opened.release()
-                self._read_bytes = 0
+            block.target.of(flat).copy_(self.view(block.piece, block.source))
 
 
 def _replica(ctx: ParallelContext) -> int:

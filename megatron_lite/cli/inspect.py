@@ -1,32 +1,73 @@
-"""`megatron-lite inspect`: what is in a checkpoint, from its layout.json."""
+"""`megatron-lite inspect`: what is in a checkpoint, or how two differ."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
 if TYPE_CHECKING:
     from megatron_lite.checkpoint.layout import Layout, TensorLayout
+    from megatron_lite.checkpoint.store import Opened
+
+T = TypeVar("T")
 
 
 def inspect(
     directory: Annotated[Path, typer.Argument(help="A run's folder, its checkpoints/ folder, or one iter_... folder.")],
+    other: Annotated[Path | None, typer.Argument(help="A second one, to compare with tensor by tensor.")] = None,
     verify: Annotated[bool, typer.Option("--verify", help="Read all files and compare their checksums.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="Print what layout.json says, and read no tensors.")] = False,
 ) -> None:
-    """Print iteration, layout, sizes and tensors of a checkpoint: the newest, where there are several."""
+    """Print iteration, layout, sizes and tensors of a checkpoint: the newest, where there are several.
+
+    With two, print how their tensors differ, whatever layouts they have; the exit code is 1 if they do.
+    """
     from megatron_lite.checkpoint.directory import resolve
     from megatron_lite.checkpoint.layout import read_layout
+    from megatron_lite.checkpoint.store import Opened
     from megatron_lite.checkpoint.store import verify as verify_files
-    from megatron_lite.errors import CheckpointError
+    from megatron_lite.errors import CheckpointError, ConfigError
 
     folder = resolve(directory)
     layout = read_layout(folder)
-    typer.echo("\n".join([str(folder), *summary(layout), "", *tensor_table(layout)]))
+    if other is not None:
+        if verify or quick:
+            raise ConfigError("inspect compares two checkpoints, or shows one with --verify or --quick; not both")
+        there = resolve(other)
+        with Opened(folder, layout) as a, Opened(there, read_layout(there)) as b:
+            raise typer.Exit(compare(a, b, folder, there))
+    typer.echo("\n".join([str(folder), *summary(layout), ""]))
+    problems: list[str] = []
+    with Opened(folder, layout) as opened:
+        typer.echo("\n".join(tensor_table(layout, None if quick else opened, problems)))
     if verify:
-        if problems := verify_files(folder, layout):
-            raise CheckpointError("\n".join(problems))
-        typer.echo(f"\nverified: all {len(layout.files)} files have the checksums in layout.json")
+        problems = verify_files(folder, layout)
+        if not problems:
+            typer.echo(f"\nverified: all {len(layout.files)} files have the checksums in layout.json")
+    if problems:
+        raise CheckpointError("\n".join(problems))
+
+
+def compare(a: "Opened", b: "Opened", folder_a: Path, folder_b: Path) -> int:
+    """Prints how two checkpoints differ; returns whether they do."""
+    from megatron_lite.checkpoint.examine import difference, names_and_kinds
+
+    rows, values = [("tensor", "kind", "largest difference", "of at most", "numbers that differ")], 0
+    for name, kind in progress(names_and_kinds(a.layout, b.layout)):
+        found, values = difference(a, b, name, kind), values + 1
+        if isinstance(found, str):
+            rows.append((name, kind, found, "", ""))
+        elif found.differing:
+            rows.append((name, kind, f"{found.largest:.3e}", f"{found.scale:.3e}", f"{found.differing:,}"))
+    for side, folder, layout in (("A", folder_a, a.layout), ("B", folder_b, b.layout)):
+        grid = layout.grid
+        typer.echo(f"{side}  {folder}, iteration {layout.iteration}, tp={grid.tp} dp={grid.dp} pp={grid.pp}")
+    differing = len(rows) - 1
+    typer.echo(f"{values} values of {len(a.layout.tensors)} tensors: {values - differing} identical, {differing} not")
+    if differing:
+        typer.echo("\n".join(["", *aligned(rows)]))
+    return int(differing > 0)
 
 
 def summary(layout: "Layout") -> list[str]:
@@ -36,23 +77,53 @@ def summary(layout: "Layout") -> list[str]:
     grid = layout.grid
     ranks = "1 rank" if grid.world_size == 1 else f"{grid.world_size} ranks"
     stored_bytes = sum(info.bytes for info in layout.files.values())
-    parameters = sum(prod(tensor.shape) for tensor in layout.tensors.values())
+    originals = [tensor for tensor in layout.tensors.values() if not tensor.copy_of]
+    parameters = sum(prod(tensor.shape) for tensor in originals)
     state = ", ".join(f"{key}={value}" for key, value in _flat(layout.state))
     return [
         f"  iteration   {layout.iteration}, saved {layout.saved_at}",
         f"  layout      tp={grid.tp} cp={grid.cp} dp={grid.dp} pp={grid.pp} ({ranks})",
-        f"  parameters  {parameters:,} in {len(layout.tensors):,} tensors",
+        f"  parameters  {parameters:,} in {len(originals):,} tensors",
         f"  files       {len(layout.files):,}, together {stored_bytes / 1e6:,.1f} MB",
         f"  state       {state}",
     ]
 
 
-def tensor_table(layout: "Layout") -> list[str]:
-    """A header and a line for each tensor, in aligned columns."""
-    rows = [("tensor", "shape", "dtype", "cut", "optimizer", "files")]
-    rows += [_row(name, tensor) for name, tensor in layout.tensors.items()]
+def tensor_table(layout: "Layout", opened: "Opened | None", problems: list[str]) -> list[str]:
+    """A header and a line for each tensor, in aligned columns; damage that was met is added to `problems`."""
+    rows: list[tuple[str, ...]] = [("tensor", "shape", "dtype", "cut", "norm", "not finite", "optimizer", "files")]
+    for name, tensor in progress(layout.tensors.items()) if opened else layout.tensors.items():
+        rows.append(_row(name, tensor, _numbers(opened, name, problems) if opened else ("", "")))
+    if opened is None:  # nothing to show in these columns
+        rows = [(*row[:4], *row[6:]) for row in rows]
+    return aligned(rows)
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Rows of text in columns."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     return ["  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+
+
+def progress(items: Collection[T]) -> Iterable[T]:
+    """The items, with a bar on a terminal where they take long."""
+    from tqdm import tqdm
+
+    return tqdm(items, unit="tensor", leave=False, delay=2.0, disable=None)
+
+
+def _numbers(opened: "Opened", name: str, problems: list[str]) -> tuple[str, str]:
+    """The norm, and how many numbers are NaN or infinite."""
+    from megatron_lite.checkpoint.examine import numbers
+    from megatron_lite.checkpoint.layout import WEIGHT
+    from megatron_lite.errors import CheckpointError
+
+    try:
+        found = numbers(opened, name, WEIGHT)
+    except CheckpointError as error:
+        problems.append(str(error))
+        return "damaged", ""
+    return f"{found.norm:.6g}", f"{found.not_finite:,}"
 
 
 def _flat(state: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -63,7 +134,7 @@ def _flat(state: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
             yield f"{prefix}{key}", value
 
 
-def _row(name: str, tensor: "TensorLayout") -> tuple[str, ...]:
+def _row(name: str, tensor: "TensorLayout", counted: tuple[str, str]) -> tuple[str, ...]:
     from megatron_lite.checkpoint.layout import WEIGHT
 
     shard = tensor.shard
@@ -74,7 +145,8 @@ def _row(name: str, tensor: "TensorLayout") -> tuple[str, ...]:
         name,
         str(list(tensor.shape)),
         tensor.values[WEIGHT].dtype,
-        f"dim {shard.dim}{fused}" if shard.is_split else "whole",
+        (f"dim {shard.dim}{fused}" if shard.is_split else "whole") + (" (a copy)" if tensor.copy_of else ""),
+        *counted,
         " ".join(f"{kind}:{value.dtype}" for kind, value in numbers.items()) or "none",
         _joined(file.removesuffix(".safetensors") for file in files),
     )

@@ -42,13 +42,14 @@ def solo(name: str = "solo") -> Group:
     return Group(name, (0,), 0)
 
 
-def apart(group: Group, timeout_seconds: float) -> Group:
+def apart(group: Group, timeout_seconds: float, backend: str | None = None) -> Group:
     """The same ranks, and nothing that is sent here waits for what is on its way in the given group: NCCL runs the
-    collectives of one communicator one after another. Collective over the group."""
+    collectives of one communicator one after another. Without a backend, the world's. Collective over the group."""
     if group.size == 1:
         return group
     timeout = timedelta(seconds=timeout_seconds)
-    return replace(group, pg=dist.new_group(list(group.ranks), timeout=timeout, use_local_synchronization=True))
+    ranks = list(group.ranks)
+    return replace(group, pg=dist.new_group(ranks, timeout, backend, use_local_synchronization=True))
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,5 @@
 """What of a run goes into a checkpoint, and how a run finds its way back from one."""
 
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -8,9 +7,10 @@ from typing import Any
 import torch
 
 from megatron_lite.checkpoint import store
-from megatron_lite.checkpoint.directory import find_latest
+from megatron_lite.checkpoint.agreement import on_first
+from megatron_lite.checkpoint.directory import find_latest, iterations, set_aside
 from megatron_lite.config.schema import Config
-from megatron_lite.errors import CheckpointError, ConfigError, TrainingError
+from megatron_lite.errors import CheckpointError, ConfigError, DamagedCheckpoint, TrainingError
 from megatron_lite.parallel.collectives import all_reduce
 from megatron_lite.parallel.grid import Grid
 from megatron_lite.parallel.random import seed_everything
@@ -23,16 +23,18 @@ def checkpoints_of(run_dir: str) -> Path:
     return Path(run_dir) / "checkpoints"
 
 
-def save_run(run: Run, say: Callable[[str], None]) -> None:
-    """Writes a checkpoint of everything that the run needs to go on exactly. Collective over the world."""
-    root, iteration = checkpoints_of(run.config.run.dir), run.state.iteration
+def save_run(run: Run, say: Callable[[str], None], *, must_be_done: bool = True) -> None:
+    """Writes a checkpoint of everything that the run needs to go on exactly. Collective over the world.
+
+    With `checkpoint.async_save`, it returns once all is copied, unless it must be done.
+    """
     refuse_bad_gradients(run)
-    say(f" saving checkpoint at iteration {iteration:7d} to {root}")
-    started = time.perf_counter()
-    store.save(
-        root,
-        iteration,
-        ctx=run.ctx,
+    settings = run.config.checkpoint
+    run.saver.save(
+        checkpoints_of(run.config.run.dir),
+        run.state.iteration,
+        say,
+        must_be_done=must_be_done,
         table=run.table,
         weights=run.optimizer.weights(),
         optimizer_state=run.optimizer.state(),
@@ -43,10 +45,9 @@ def save_run(run: Run, say: Callable[[str], None]) -> None:
             "adam_steps": run.optimizer.step_count,
         },
         config=run.config.model_dump(mode="json"),
-        keep=run.config.checkpoint.keep,
+        keep=settings.keep,
+        keep_every=settings.keep_every,
     )
-    seconds = time.perf_counter() - started
-    say(f"  successfully saved checkpoint from iteration {iteration:7d} to {root} ({seconds:.1f} s)")
 
 
 def refuse_bad_gradients(run: Run) -> None:
@@ -79,10 +80,33 @@ def load_newest(run: Run) -> None:
         root = checkpoints_of(folder)
         iteration = find_latest(root, world=run.ctx.world)
         if iteration is not None:
-            load(run, root, iteration)
+            load_or_fall_back(run, load, root, iteration, is_own=not key)
             return
         if key:
             raise CheckpointError(f"{key} is {folder}, but there is no checkpoint in {root}")
+
+
+def load_or_fall_back(
+    run: Run, load: Callable[[Run, Path, int], None], root: Path, iteration: int, *, is_own: bool
+) -> None:
+    """Loads this checkpoint; one that is damaged is set aside, if the folder is the run's own, and the one before it
+    loaded, as long as there is one and `checkpoint.fallback` allows it. Collective over the world."""
+    try:
+        load(run, root, iteration)
+    except DamagedCheckpoint as damage:
+        before = on_first(lambda: max((n for n in iterations(root) if n < iteration), default=None), run.ctx.world)
+        if before is None:
+            raise DamagedCheckpoint(f"{damage}. There is no checkpoint before it in {root}") from damage
+        if not run.config.checkpoint.fallback:
+            raise DamagedCheckpoint(f"{damage}. checkpoint.fallback would go on from iteration {before}") from damage
+        where = ""
+        if is_own:
+            where = f"; it is now {on_first(lambda: set_aside(root, iteration, before), run.ctx.world).name}"
+        if run.ctx.rank == 0:
+            print(f" DAMAGED checkpoint: {damage}{where}. Falling back to iteration {before}", flush=True)
+    else:
+        return
+    load_or_fall_back(run, load, root, before, is_own=is_own)
 
 
 def load_weights(run: Run, root: Path, iteration: int) -> None:

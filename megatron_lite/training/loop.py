@@ -49,8 +49,9 @@ def train(
             if valid_set is not None and not last and due(state.iteration, config.train.eval_interval):
                 log.evaluation(state, evaluate(run, valid_set, eod), f"iteration {state.iteration}")
             signal = "" if last else stop.agreed(run.ctx)
+            run.saver.report(log.say)
             if last or signal or due(state.iteration, config.checkpoint.interval):
-                save_run(run, log.say)
+                save_run(run, log.say, must_be_done=bool(last or signal))
             if signal:
                 raise StoppedEarly(
                     f"exiting program after receiving {signal}: stopped at iteration {state.iteration} of "

@@ -10,9 +10,11 @@ import os
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 
 from megatron_lite.checkpoint.agreement import on_first
+from megatron_lite.checkpoint.lock import locked
 from megatron_lite.config.load import dump_config
 from megatron_lite.config.schema import Config
 from megatron_lite.config.stages import layer_counts
@@ -62,18 +64,19 @@ def run_to_end(config: Config, model_provider: ModelProvider, datasets_provider:
     """What `pretrain` does between joining the process group and leaving it."""
     started = time.perf_counter()
     ctx, rng = initialize_megatron(config)
-    tokenizer = build_tokenizer(config.data.tokenizer) if config.data.tokenizer else None
-    config = settle_vocabulary(config, tokenizer)
-    run = setup_model_and_optimizer(config, ctx, rng, model_provider)
-    log = RunLog(config, ctx, run.state)
-    try:
+    with ExitStack() as at_the_end:
+        at_the_end.enter_context(locked(Path(config.run.dir), world=ctx.world))
+        tokenizer = build_tokenizer(config.data.tokenizer) if config.data.tokenizer else None
+        config = settle_vocabulary(config, tokenizer)
+        run = setup_model_and_optimizer(config, ctx, rng, model_provider)
+        log = RunLog(config, ctx, run.state)
+        at_the_end.callback(log.close)
+        at_the_end.callback(run.saver.close, log.say)
         announce(run, log, time.perf_counter() - started)
         datasets = (datasets_provider or build_splits)(run)
         if log.active:
             write_config(config)
         return train_and_evaluate(run, datasets, tokenizer, log)
-    finally:
-        log.close()
 
 
 def settle_vocabulary(config: Config, tokenizer: Tokenizer | None) -> Config:

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
+from megatron_lite.checkpoint.saver import Saver
 from megatron_lite.config.schema import Config
 from megatron_lite.ddp.data_parallel import DataParallel
 from megatron_lite.optim.mixed_precision import Optimizer
@@ -29,5 +30,6 @@ class Run:
     ddp: DataParallel
     optimizer: Optimizer
     engine: PipelineEngine
+    saver: Saver
     state: TrainState = field(default_factory=TrainState)
     timeline: Timeline | None = None  # of the iteration that is traced

@@ -6,6 +6,7 @@ from contextlib import nullcontext
 import torch
 from torch import nn
 
+from megatron_lite.checkpoint.saver import Saver
 from megatron_lite.config.schema import Config
 from megatron_lite.ddp.deepspeed import DeepSpeed
 from megatron_lite.ddp.wrap import check_every_parameter_is_trained, wrap_ddp
@@ -59,7 +60,8 @@ def setup_model_and_optimizer(
             dp = apart(ctx.dp, config.train.comm_timeout) if config.sync.delay else ctx.dp
             optimizer = OuterOptimizer(optimizer, params, table, config.sync, dp, bucket_mb=config.parallel.bucket_mb)
     engine = PipelineEngine(ctx, num_chunks=len(model), timeout_seconds=config.train.comm_timeout)
-    run = Run(config, ctx, rng, model, params, table, ddp, optimizer, engine)
+    saver = Saver(ctx, in_background=config.checkpoint.async_save, timeout_seconds=config.train.comm_timeout)
+    run = Run(config, ctx, rng, model, params, table, ddp, optimizer, engine, saver)
     load_newest(run)
     return run
 

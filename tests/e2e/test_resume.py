@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from megatron_lite.checkpoint.layout import read_layout
+from megatron_lite.checkpoint.layout import Layout, dump_layout, read_layout
 from megatron_lite.data.blended import Splits
 from megatron_lite.errors import CheckpointError, TrainingError
 from megatron_lite.training.checkpointing import save_run
@@ -160,24 +160,6 @@ def test_ten_and_ten_iterations_are_twenty(ranks, tmp_path, case):
     assert tensor_files(halves / newest) == stored
 
 
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"parallel__pipeline_layout": "[3,1]"}, "parallel.pipeline_layout (even there, [3, 1] here)"),
-        (VIRTUAL, "parallel.virtual_pipeline (1 there, 2 here)"),
-    ],
-)
-def test_a_checkpoint_with_other_layers_in_a_stage_is_refused_by_its_key(ranks, tmp_path, changes, words):
-    same = {"parallel__pipeline": 2, "model__num_layers": 4, "train__iterations": 2, "train__micro_batch_size": 2}
-    ranks(2, run_to_the_end, tmp_path, "gpt", **same)
-    ranks(2, run_to_the_end, tmp_path, "gpt", **same, parallel__pipeline_layout="[2,2]")  # the same in other words
-    with pytest.raises(RanksFailed) as raised:
-        ranks(2, run_to_the_end, tmp_path, "gpt", **(same | changes))
-    assert f"other layers were in pipeline stage 0. Set {words} as it was; loading into another layout" in str(
-        raised.value
-    )
-
-
 def weights_of(folder: Path) -> dict[str, torch.Tensor]:
     """Of the newest checkpoint, by name; tensor-parallel cuts joined."""
     layout = read_layout(newest := next((folder / "checkpoints").glob("iter_*")))
@@ -212,6 +194,22 @@ def test_a_warm_start_says_so(tmp_path, capsys):
     assert f" loading weights from {root} at iteration 2; training starts at iteration 0\n" in capsys.readouterr().out
 
 
+def test_weights_alone_are_no_run_to_go_on_from(ranks, tmp_path):
+    """As a converted checkpoint: moments that start at zero would change the run without a word."""
+    run_to_the_end(tmp_path, "gpt", train__iterations=2)
+    (folder,) = (tmp_path / "checkpoints").glob("iter_*")
+    content = read_layout(folder).model_dump()
+    for tensor in content["tensors"].values():
+        tensor["values"] = {"weight": tensor["values"]["weight"]}
+    (folder / "layout.json").write_text(dump_layout(Layout.model_validate(content)))
+    with pytest.raises(CheckpointError) as raised:
+        run_to_the_end(tmp_path, "gpt", train__iterations=4)
+    assert str(raised.value) == (
+        f"{folder}: holds weights alone, so training cannot go on from it; take it as a start, with "
+        "checkpoint.load_weights and another run.dir"
+    )
+
+
 def test_a_warm_start_from_nothing_is_refused(tmp_path):
     with pytest.raises(CheckpointError) as raised:
         run_to_the_end(tmp_path, "gpt", checkpoint__load_weights=tmp_path / "nowhere")
@@ -227,11 +225,12 @@ def test_replicas_of_their_own_cannot_become_more_or_fewer(ranks, tmp_path):
     with pytest.raises(RanksFailed) as raised:
         ranks(4, run_to_the_end, tmp_path, "gpt", **diloco)
     assert (
-        "each of 2 data-parallel ranks had master of its own, and this run has 4. Start as many processes as then, or "
-        "take the common weights alone with checkpoint.load_weights"
+        "each of 2 data-parallel ranks had master of its own, and this run has 4. Start as many data-parallel ranks as "
+        "then, or take the common weights alone with checkpoint.load_weights"
     ) in re.sub(r"had \w+ of", "had master of", str(raised.value))
 
 
+STAGES = {"parallel__tensor": 1, "parallel__pipeline": 2}
 DELAYED = {"sync__mode": "delayed", "train__micro_batch_size": 2}
 
 
@@ -290,12 +289,13 @@ def test_a_loss_that_is_not_finite_stops_a_delayed_run_in_its_first_step():
 
 
 def test_sums_under_way_are_not_taken_for_those_of_another_way_of_summing(ranks, tmp_path):
-    """Gradients that wait are saved before the sum over tensor-parallel ranks, which only sequence parallelism has; and
-    of another schedule other weights would be under way."""
+    """Gradients that wait are saved before the sum over tensor-parallel ranks, which only sequence parallelism has, and
+    before that over both stages of a tied embedding; and of another schedule other weights would be under way."""
     delayed = DELAYED | {"sync__delay": 1, "parallel__tensor": 2}
     diloco = DELAYED | {"sync__mode": "diloco", "sync__interval": 2, "sync__delay": 1}
     for name, before, change, words in (
         ("delayed", delayed, {"parallel__sequence": "true"}, "parallel.sequence (False there, True here)"),
+        ("stages", delayed, STAGES, "parallel.pipeline (1 there, 2 here)"),
         ("diloco", diloco, {"sync__interval": 4}, "sync.interval (2 there, 4 here)"),
     ):
         ranks(2, run_to_the_end, tmp_path / name, "gpt", train__iterations=4, **before)

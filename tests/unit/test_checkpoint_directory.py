@@ -15,6 +15,7 @@ from megatron_lite.checkpoint.directory import (
     publish,
     read_latest,
     resolve,
+    set_aside,
     write_durably,
 )
 from megatron_lite.errors import CheckpointError
@@ -138,12 +139,36 @@ def test_publishing_that_fails_puts_the_old_one_back(tmp_path, monkeypatch):
 
 def test_pruning_counts_only_up_to_the_newest(tmp_path):
     root = made(tmp_path, *(f"iter_{n:07d}" for n in (1, 2, 3, 4, 9)))
-    prune(root, 4, 0)
+    prune(root, 4, 0, 0)
     assert iterations(root) == [1, 2, 3, 4, 9]
-    prune(root, 4, 2)
+    prune(root, 4, 2, 0)
     assert iterations(root) == [3, 4, 9]
-    prune(root, 4, 7)
+    prune(root, 4, 7, 0)
     assert iterations(root) == [3, 4, 9]
+
+
+def test_every_nth_stays_beside_the_newest(tmp_path):
+    """For a look back at how a run has learnt, without the disk that all of it would take."""
+    root = made(tmp_path, *(f"iter_{n:07d}" for n in (10, 20, 30, 40, 50, 60)))
+    prune(root, 60, 1, 20)
+    assert iterations(root) == [20, 40, 60]
+    prune(root, 60, 0, 40)
+    assert iterations(root) == [20, 40, 60]
+
+
+def test_a_damaged_one_is_set_aside_and_no_longer_a_checkpoint(tmp_path, monkeypatch):
+    """Under a name that is seen, and replaces none but an earlier one of its kind; killed halfway, nothing is lost."""
+    root = made(tmp_path, "iter_0000010", "iter_0000020", "damaged-iter_0000020", tracker="20")
+    (root / "iter_0000020" / "this").touch()
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "rename", lambda a, b: (_ for _ in ()).throw(OSError(5, "Input/output error", str(a))))
+        with pytest.raises(CheckpointError, match="setting the damaged checkpoint aside failed: Input/output error"):
+            set_aside(root, 20, 10)
+    assert read_latest(root) == 10 and iterations(root) == [10, 20]
+    assert set_aside(root, 20, 10) == root / "damaged-iter_0000020"
+    assert read_latest(root) == 10 and iterations(root) == [10] and (root / "damaged-iter_0000020" / "this").exists()
+    prepare(root, 20)
+    assert (root / "damaged-iter_0000020").exists()
 
 
 def test_what_cannot_be_deleted_is_a_warning_and_no_longer_a_checkpoint(tmp_path, monkeypatch):
@@ -158,7 +183,7 @@ def test_what_cannot_be_deleted_is_a_warning_and_no_longer_a_checkpoint(tmp_path
         with pytest.warns(
             UserWarning, match="iter_0000001: cannot be deleted: .*Permission denied.* delete it by hand"
         ):
-            prune(root, 2, 1)
+            prune(root, 2, 1, 0)
     assert iterations(root) == [2] and (root / ".deleted-iter_0000001").exists()
     prepare(root, 3)
     assert not (root / ".deleted-iter_0000001").exists()

@@ -1,13 +1,15 @@
 """What `megatron-lite inspect` prints."""
 
 import pytest
+import torch
 import typer
 from typer.testing import CliRunner
 
 from megatron_lite.cli.inspect import _joined, inspect
-from megatron_lite.errors import CheckpointError
-from tests.checkpoints import one_process, save
+from megatron_lite.errors import CheckpointError, ConfigError
+from tests.checkpoints import one_process, save, whole
 
+QKV = "decoder.layers.0.self_attention.linear_qkv.weight"
 app = typer.Typer()
 app.command()(inspect)
 
@@ -32,9 +34,20 @@ def test_it_prints_what_is_in_the_newest(run_dir):
     assert lines[4][:3] == ["files", "3,", "together"]
     assert lines[5] == ["state", "version=2,", "loss.scale=0.1"]
     row = next(line for line in result.output.splitlines() if "linear_qkv" in line)
-    assert "[16, 4]  BF16   dim 0 in parts [8, 4, 4]  master:F32 exp_avg:F32 exp_avg_sq:F32" in row
+    norm = f"{whole(QKV, 'weight', 2, torch.bfloat16).double().norm():.6g}"
+    assert (
+        f"[16, 4]  BF16   dim 0 in parts [8, 4, 4]  {norm.ljust(7)}  0           master:F32 exp_avg:F32 exp_avg_sq:F32"
+    ) in (row)
     assert row.endswith("mp_rank_00/model mp_rank_00/optimizer_dp_000")
     assert "verified" not in result.output
+    quick = CliRunner().invoke(app, [str(run_dir), "--quick"]).output
+    assert "[16, 4]  BF16   dim 0 in parts [8, 4, 4]  master:F32" in quick
+
+
+def flip_last_byte(path) -> None:
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
 
 
 def test_verify_reads_everything_and_fails_on_damage(run_dir):
@@ -42,12 +55,38 @@ def test_verify_reads_everything_and_fails_on_damage(run_dir):
     result = CliRunner().invoke(app, [str(run_dir / "checkpoints"), "--verify"])
     assert result.exit_code == 0 and "verified: all 3 files have the checksums in layout.json" in result.output
     path = run_dir / "checkpoints" / "iter_0000002" / "mp_rank_00" / "optimizer_dp_000.safetensors"
-    data = bytearray(path.read_bytes())
-    data[-1] ^= 1
-    path.write_bytes(data)
+    flip_last_byte(path)
     assert CliRunner().invoke(app, [str(run_dir)]).exit_code == 0
     result = CliRunner().invoke(app, [str(run_dir), "--verify"])
     assert isinstance(result.exception, CheckpointError) and "optimizer_dp_000.safetensors: tensor" in str(
+        result.exception
+    )
+
+
+def test_a_damaged_tensor_is_named_and_the_others_shown(run_dir):
+    """Its file may be all that is left to look at."""
+    flip_last_byte(run_dir / "checkpoints" / "iter_0000002" / "mp_rank_00" / "model.safetensors")
+    result = CliRunner().invoke(app, [str(run_dir)])
+    assert "tensor decoder.final_layernorm.weight has checksum" in str(result.exception)
+    (row,) = [line for line in result.output.splitlines() if "  damaged  " in line]
+    assert row.startswith("decoder.final_layernorm.weight") and "linear_qkv" in result.output
+    assert CliRunner().invoke(app, [str(run_dir), "--quick"]).exit_code == 0
+
+
+def test_two_checkpoints_are_compared(run_dir):
+    """Exit code 1 where they differ, as `cmp` and `diff` have it."""
+    first, second = (str(run_dir / "checkpoints" / f"iter_000000{n}") for n in (1, 2))
+    result = CliRunner().invoke(app, [first, first])
+    assert result.exit_code == 0 and "16 values of 4 tensors: 16 identical, 0 not" in result.output
+    result = CliRunner().invoke(app, [first, str(run_dir)])
+    lines = result.output.splitlines()
+    assert result.exit_code == 1 and lines[:2] == [
+        f"A  {first}, iteration 1, tp=1 dp=1 pp=1",
+        f"B  {second}, iteration 2, tp=1 dp=1 pp=1",
+    ]
+    assert lines[2] == "16 values of 4 tensors: 0 identical, 16 not" and len(lines) == 5 + 16
+    result = CliRunner().invoke(app, [first, second, "--verify"])
+    assert isinstance(result.exception, ConfigError) and "or shows one with --verify or --quick" in str(
         result.exception
     )
 

@@ -1,0 +1,55 @@
+"""One run to a directory: two that wrote into one would overwrite each other's checkpoints."""
+
+import errno
+import fcntl
+import os
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import datetime, timezone
+from pathlib import Path
+
+from megatron_lite.checkpoint.agreement import on_first
+from megatron_lite.checkpoint.tensor_file import explained
+from megatron_lite.errors import CheckpointError
+from megatron_lite.parallel.context import Group
+
+LOCK_FILE = ".lock"
+UNSUPPORTED = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # by some network file systems
+
+
+@contextmanager
+def locked(folder: Path, *, world: Group) -> Iterator[None]:
+    """Inside, the folder is this run's: another run's attempt raises CheckpointError on all of its ranks.
+
+    The system lets go of the lock when the first rank's process ends, however it ends. A record lock, because a
+    child process does not inherit it.
+    """
+    descriptor = on_first(lambda: _acquire(folder), world)
+    try:
+        yield
+    finally:
+        if world.is_first:
+            os.close(descriptor)
+
+
+def _acquire(folder: Path) -> int:
+    path = folder / LOCK_FILE
+    with explained("locking", path):
+        folder.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+    try:
+        fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno in UNSUPPORTED:
+            return descriptor
+        holder = os.pread(descriptor, 200, 0).decode(errors="replace").strip()
+        os.close(descriptor)
+        raise CheckpointError(
+            f"{folder}: another run is training here ({holder or 'unknown'}); wait until it has ended, end it, or "
+            "choose another run.dir"
+        ) from None
+    os.ftruncate(descriptor, 0)
+    since = datetime.now(timezone.utc).isoformat(timespec="seconds")
+    os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()} since {since}\n".encode(), 0)
+    return descriptor

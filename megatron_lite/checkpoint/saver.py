@@ -1,0 +1,110 @@
+"""Saving while training goes on: it waits only until what is saved has been copied into host memory.
+
+The copy is written by a thread of every rank, and these agree over a connection of their own, in the same steps as
+when training waits: see `store.save`. The memory of the copy is kept for the next one, because to get it from the
+system takes longer than the copying.
+"""
+
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_lite.checkpoint import store
+from megatron_lite.parallel.context import ParallelContext, apart
+from megatron_lite.parallel.shard import Held
+
+Say = Callable[[str], None]
+
+
+class Saver:
+    """Saves checkpoints of a run, one after another. Collective over the world, as is making one."""
+
+    def __init__(self, ctx: ParallelContext, *, in_background: bool, timeout_seconds: float):
+        self._ctx = ctx
+        self._in_background = in_background
+        self._under_way: Future[float] | None = None
+        self._doing = ""
+        self._failed = False
+        if in_background:
+            self._background = replace(ctx, world=apart(ctx.world, timeout_seconds, backend="gloo"))
+            self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+            self._copies: dict[tuple[str, str], Tensor] = {}
+
+    def save(
+        self,
+        root: Path,
+        iteration: int,
+        say: Say,
+        *,
+        must_be_done: bool,
+        weights: Mapping[str, Held],
+        optimizer_state: Mapping[str, Mapping[str, Held]],
+        **rest: Any,
+    ) -> None:
+        """As `store.save`; in the background if that was asked for and the result need not be there at return.
+
+        After a save in the background has failed, the next one is waited for: training ends if that fails too.
+        """
+        self.wait(say)
+        say(f" saving checkpoint at iteration {iteration:7d} to {root}")
+        started = time.perf_counter()
+        self._doing = f"checkpoint from iteration {iteration:7d} to {root}"
+        if must_be_done or self._failed or not self._in_background:
+            store.save(root, iteration, ctx=self._ctx, weights=weights, optimizer_state=optimizer_state, **rest)
+            self._failed = False
+            self._say_saved(say, time.perf_counter() - started)
+            return
+        copy = {
+            name: {kind: self._copied(name, kind, held) for kind, held in kinds.items()}
+            for name, kinds in store.written_here(self._ctx, weights, optimizer_state).items()
+        }
+        if self._ctx.device.type == "cuda":
+            torch.cuda.synchronize(self._ctx.device)
+        say(f"  copied in {time.perf_counter() - started:.2f} s; it is written while training goes on")
+
+        def write() -> float:
+            began = time.perf_counter()
+            store.save(root, iteration, ctx=self._background, weights={}, optimizer_state=copy, **rest)
+            return time.perf_counter() - began
+
+        self._under_way = self._thread.submit(write)
+
+    def report(self, say: Say) -> None:
+        """Tells how the save in the background has ended, once it has."""
+        if self._under_way is not None and self._under_way.done():
+            self.wait(say)
+
+    def wait(self, say: Say) -> None:
+        """Returns when no save is under way, and tells how it has ended."""
+        if self._under_way is None:
+            return
+        future, self._under_way = self._under_way, None
+        try:
+            self._say_saved(say, future.result())
+        except Exception as error:  # whatever it was, training has what it needs to go on
+            self._failed = True
+            say(f"  FAILED to save {self._doing}: {error}. Training goes on, and will stop if the next save fails too")
+
+    def close(self, say: Say) -> None:
+        """Waits, and ends the thread."""
+        self.wait(say)
+        if self._in_background:
+            self._thread.shutdown()
+            self._copies.clear()
+
+    def _say_saved(self, say: Say, seconds: float) -> None:
+        say(f"  successfully saved {self._doing} ({seconds:.1f} s)")
+
+    def _copied(self, name: str, kind: str, held: Held) -> Held:
+        values, on_gpu = held.values.detach(), held.values.is_cuda
+        copy = self._copies.get((name, kind))
+        if copy is None or copy.shape != values.shape or copy.dtype != values.dtype:
+            copy = self._copies[name, kind] = torch.empty(values.shape, dtype=values.dtype, pin_memory=on_gpu)
+        copy.copy_(values, non_blocking=on_gpu)
+        return replace(held, values=copy)

@@ -1,0 +1,149 @@
+"""Saves in the background: what they hold, what training may do meanwhile, and what happens when they fail."""
+
+import errno
+import os
+import threading
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+
+from megatron_lite.checkpoint import store
+from megatron_lite.checkpoint.directory import iterations, read_latest
+from megatron_lite.checkpoint.saver import Saver
+from megatron_lite.errors import CheckpointError
+from megatron_lite.parallel.context import ParallelContext
+from megatron_lite.parallel.grid import Grid
+from tests.checkpoints import CONFIG, TABLE, assert_holds, contents, held
+
+FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+class Training:
+    """Tensors that change after every save, as training changes them."""
+
+    def __init__(self, root: Path, tp: int, dp: int):
+        self.ctx = ParallelContext.create(Grid(tp=tp, dp=dp), torch.device("cpu"), 60)
+        self.saver = Saver(self.ctx, in_background=True, timeout_seconds=60)
+        self.root, self.said = root, []
+        self.live = contents(self.ctx, 0)
+
+    def save(self, version: int, *, must_be_done: bool = False) -> None:
+        new = contents(self.ctx, version)
+        for name, weight in self.live["weights"].items():
+            weight.copy_(new["weights"][name])
+            for kind, value in self.live["optimizer_state"][name].items():
+                value.copy_(new["optimizer_state"][name][kind])
+        self.saver.save(
+            self.root,
+            version,
+            self.said.append,
+            must_be_done=must_be_done,
+            **held(self.live),
+            table=TABLE,
+            rng={"cpu": torch.full((5,), 10 * version + self.ctx.rank, dtype=torch.uint8)},
+            state={"iteration": version, "version": version, "loss_scale": 0.1},
+            config=CONFIG,
+            keep=2,
+        )
+
+    def train_on(self) -> None:
+        for weight in self.live["weights"].values():
+            weight.fill_(-1.0)
+
+
+class Gate:
+    """Lets no tensor file be written until it is opened."""
+
+    def __init__(self, error: OSError | None = None):
+        self._open, self._error, self._write = threading.Event(), error, store.write_tensors
+
+    def open(self) -> None:
+        self._open.set()
+
+    def __call__(self, path, tensors):
+        if threading.current_thread().name.startswith("checkpoint"):
+            assert self._open.wait(30)
+            if self._error is not None:
+                with mock.patch("os.fsync", side_effect=self._error):
+                    return self._write(path, tensors)
+        return self._write(path, tensors)
+
+
+def save_while_training(root: Path, tp: int, dp: int) -> list[str]:
+    training, gate = Training(root, tp, dp), Gate()
+    with mock.patch.object(store, "write_tensors", gate):
+        training.save(1)
+        training.train_on()
+        training.saver.report(training.said.append)
+        assert read_latest(root) is None, "it was waited for"
+        gate.open()
+        training.save(2)  # waits for the first
+        assert read_latest(root) is not None
+        training.train_on()
+        training.save(3, must_be_done=True)
+    assert (read_latest(root), iterations(root)) == (3, [2, 3])
+    assert [assert_holds(root, training.ctx, n) for n in (2, 3)] == [2, 3]
+    training.saver.close(training.said.append)
+    return training.said
+
+
+@pytest.mark.parametrize(("tp", "dp"), [(1, 1), (2, 1), (1, 2)])
+def test_what_is_saved_is_what_was_there_when_training_went_on(ranks, tmp_path, tp, dp):
+    """A tensor that is written while the next step changes it would be of neither iteration."""
+    for said in ranks(tp * dp, save_while_training, tmp_path, tp, dp):
+        text = "\n".join(said)
+        assert [line.split(" (")[0] for line in said if "successfully" in line] == [
+            f"  successfully saved checkpoint from iteration       {n} to {tmp_path}" for n in (1, 2, 3)
+        ]
+        assert text.count("it is written while training goes on") == 2
+
+
+def fail_while_training(root: Path, failing: int) -> list[str]:
+    training = Training(root, 2, 1)
+    training.save(1, must_be_done=True)
+    gate = Gate(FULL if training.ctx.rank == failing else None)
+    gate.open()
+    with mock.patch.object(store, "write_tensors", gate):
+        training.save(2)
+        training.saver.wait(training.said.append)
+        assert read_latest(root) == 1 and assert_holds(root, training.ctx, 1) == 1
+        # the next one is waited for, and here succeeds; from then on saves are in the background again
+        training.save(3)
+        assert read_latest(root) == 3 and assert_holds(root, training.ctx, 3) == 3
+        gate._error = None
+        training.save(4)
+        training.saver.close(training.said.append)
+    assert read_latest(root) == 4
+    return training.said
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_a_save_that_fails_is_told_and_loses_nothing(ranks, tmp_path, failing):
+    """On every rank, or the ranks would not agree on how to save next."""
+    for said in ranks(2, fail_while_training, tmp_path, failing):
+        (line,) = [line for line in said if "FAILED" in line]
+        assert line.startswith(f"  FAILED to save checkpoint from iteration       2 to {tmp_path}: rank {failing}: ")
+        assert "No space left on device. Free some space" in line
+        assert line.endswith("Training goes on, and will stop if the next save fails too")
+        kept = [line.split(" from")[0].strip() for line in said if not line.startswith(" saving")]
+        copied = kept[1]
+        assert "written while training goes on" in copied and kept[3:] == [kept[0], copied, kept[0]]
+
+
+def fail_twice(root: Path) -> str:
+    training = Training(root, 2, 1)
+    with mock.patch("os.fsync", side_effect=FULL):
+        training.save(1)
+        training.saver.wait(training.said.append)
+        with pytest.raises(CheckpointError) as caught:
+            training.save(2)
+        training.saver.close(training.said.append)
+    return str(caught.value)
+
+
+def test_a_second_failure_ends_training(ranks, tmp_path):
+    """A run without checkpoints for days would lose them all."""
+    first, second = ranks(2, fail_twice, tmp_path)
+    assert first == second and "No space left on device" in first
