@@ -1,0 +1,160 @@
+"""Reads the pickle of a torch file without running anything that it names.
+
+A pickle may name any function of any module, and call it. Here a name is never looked up: the few that make a
+tensor's description and plain containers are answered with our own, all others with `Inert`, a class whose objects take
+whatever is done to them and do nothing. So nothing is imported, and of the file nothing but data gets in.
+Source: https://docs.python.org/3/library/pickle.html, "Restricting Globals"; torch/serialization.py for the names.
+"""
+
+import pickle
+from collections.abc import Callable
+from math import prod
+from typing import IO, Any, ClassVar, NamedTuple
+
+import torch
+
+
+class Storage(NamedTuple):
+    """A run of numbers in the file, on which tensors are views."""
+
+    key: str
+    dtype: torch.dtype
+    numel: int
+
+
+class StoredTensor(NamedTuple):
+    """A tensor in the file: a view of `storage` from element `offset` on."""
+
+    storage: Storage
+    offset: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.storage.dtype
+
+    @property
+    def span(self) -> int:
+        """Elements from the first to the last one, both included."""
+        return (
+            1 + sum((n - 1) * step for n, step in zip(self.shape, self.stride, strict=True)) if prod(self.shape) else 0
+        )
+
+    @property
+    def is_contiguous(self) -> bool:
+        expected = [prod(self.shape[dim + 1 :]) for dim in range(len(self.shape))]
+        return all(n == 1 or got == want for n, got, want in zip(self.shape, self.stride, expected, strict=True))
+
+    def narrow(self, dim: int, start: int, length: int) -> "StoredTensor":
+        """As of a tensor."""
+        shape = (*self.shape[:dim], length, *self.shape[dim + 1 :])
+        return self._replace(offset=self.offset + start * self.stride[dim], shape=shape)
+
+
+class Inert:
+    """What stands for any object that is not looked at."""
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> "Inert":
+        return super().__new__(cls)
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        pass
+
+    def __setstate__(self, state: Any) -> None:
+        pass
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        pass
+
+    def append(self, value: Any) -> None:
+        pass
+
+    add = extend = append
+
+
+class Dict(dict):
+    """An OrderedDict; what state dicts carry beside their items is left out."""
+
+    def __setstate__(self, state: Any) -> None:
+        pass
+
+
+class Namespace(dict):
+    """An argparse.Namespace, as its values by name."""
+
+    def __setstate__(self, state: Any) -> None:
+        self.update(state)
+
+
+DTYPES = {
+    "DoubleStorage": torch.float64,
+    "FloatStorage": torch.float32,
+    "HalfStorage": torch.float16,
+    "BFloat16Storage": torch.bfloat16,
+    "LongStorage": torch.int64,
+    "IntStorage": torch.int32,
+    "ShortStorage": torch.int16,
+    "CharStorage": torch.int8,
+    "ByteStorage": torch.uint8,
+    "BoolStorage": torch.bool,
+}
+
+
+# Python's own implementation, not the one in C: that one reserves memory for whatever number of objects a damaged byte
+# asks for.
+PythonUnpickler: Any = pickle._Unpickler  # type: ignore[attr-defined]
+
+
+class Unpickler(PythonUnpickler):
+    """`load` gives the pickle's content, with a `StoredTensor` for each tensor."""
+
+    dispatch: ClassVar[dict[int, Callable]] = {**PythonUnpickler.dispatch}
+    del dispatch[pickle.BYTEARRAY8[0]]  # reserves as much memory as it says; no torch file has it
+
+    def __init__(self, file: IO[bytes]):
+        super().__init__(file, encoding="utf-8", errors="replace")
+        self.storages: dict[str, Storage] = {}
+
+    def find_class(self, module: str, name: str) -> Any:
+        known = {
+            ("collections", "OrderedDict"): Dict,
+            ("argparse", "Namespace"): Namespace,
+            ("torch", "Size"): tuple,
+            ("torch._utils", "_rebuild_tensor"): self._tensor,
+            ("torch._utils", "_rebuild_tensor_v2"): self._tensor,
+            ("torch._utils", "_rebuild_parameter"): self._parameter,
+        }
+        if module == "torch" and name in DTYPES:
+            return DTYPES[name]
+        return known.get((module, name), Inert)
+
+    def persistent_load(self, pid: Any) -> Storage:
+        kind, dtype, key, _, numel, *view = pid
+        if kind != "storage" or any(part is not None for part in view) or not (type(numel) is int and numel >= 0):
+            raise pickle.UnpicklingError(f"{kind} {key} is not a plain storage")
+        if not isinstance(dtype, torch.dtype):
+            raise pickle.UnpicklingError(f"storage {key} has an unknown number format")
+        return self.storages.setdefault(str(key), Storage(str(key), dtype, numel))
+
+    def load_build(self) -> None:
+        # The original would set attributes of whatever it finds, of functions and classes too.
+        if not isinstance(self.stack[-2], Inert | Dict | Namespace):
+            raise pickle.UnpicklingError(f"it would change a {type(self.stack[-2]).__name__}")
+        super().load_build()
+
+    dispatch[pickle.BUILD[0]] = load_build
+
+    @staticmethod
+    def _tensor(storage: Storage, offset: int, shape: tuple, stride: tuple, *_: Any) -> StoredTensor:
+        tensor = StoredTensor(storage, offset, tuple(shape), tuple(stride))
+        numbers = (offset, *tensor.shape, *tensor.stride)
+        if not (isinstance(storage, Storage) and all(type(number) is int and number >= 0 for number in numbers)):
+            raise pickle.UnpicklingError("a tensor's description is no such")
+        if offset + tensor.span > storage.numel or prod(shape) > storage.numel:
+            raise pickle.UnpicklingError(f"a tensor of shape {list(shape)} is larger than its storage")
+        return tensor
+
+    @staticmethod
+    def _parameter(tensor: StoredTensor, *_: Any) -> StoredTensor:
+        return tensor
