@@ -41,6 +41,7 @@ LAYOUTS = {
     "tp 2 dp 2 distributed": (4, {"parallel__tensor": 2, "optim__distributed": "true"}),
     "dp 4 torch": (4, {"parallel__ddp": "torch"}),
 }
+OTHERS = {"dp 2": (2, {}), "tp 2 dp 2": (4, {"parallel__tensor": 2})}
 MODELS = {"codegeex": "gpt with a top-query block, tied", "llama": "grouped queries, gate and up, untied"}
 COMMON = {"train__global_batch_size": 12, "model__num_layers": 4, "train__iterations": 100}
 
@@ -74,7 +75,7 @@ class Moves:
         self._count = itertools.count()
 
     def __call__(self, layout: str, source: Path | str, steps: int = 0) -> tuple[Path, torch.Tensor]:
-        size, changes = LAYOUTS[layout]
+        size, changes = (LAYOUTS | OTHERS)[layout]
         folder = self._folder / f"{next(self._count)}"
         arguments = (self._model, str(folder), str(source), steps, {**changes, **self._changes})
         reports = self._ranks(size, visit, *arguments)
@@ -103,3 +104,53 @@ def test_a_run_that_moves_at_every_save_is_the_run_that_stayed(ranks, tmp_path, 
         moved.append(reports)
         here = there
     torch.testing.assert_close(torch.cat(moved), stayed, rtol=1e-5, atol=0)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("there", LAYOUTS)
+def test_every_move_from_a_layout_to_any_other(ranks, tmp_path, there):
+    """At iteration 10, with the moments of ten steps; and back again without a changed byte."""
+    moves = Moves(ranks, tmp_path, "codegeex")
+    _, stayed = moves("one", "", 13)
+    checkpoint, before = moves(there, "", 10)
+    torch.testing.assert_close(before, stayed[:10], rtol=1e-5, atol=0)
+    for here in LAYOUTS:
+        _, after = moves(here, checkpoint, 3)
+        torch.testing.assert_close(after, stayed[10:], rtol=1e-5, atol=0)
+        assert_round_trip(moves, there, here, checkpoint)
+
+
+@pytest.mark.parametrize("mode", ["local_sgd", "diloco"])
+def test_ranks_with_weights_of_their_own_keep_them_when_tensor_parallelism_changes(ranks, tmp_path, mode):
+    """Between two meetings every data-parallel rank is somewhere else."""
+    own = {"sync__mode": mode, "sync__interval": 4}
+    moves = Moves(ranks, tmp_path, "codegeex", **own)
+    _, stayed = moves("dp 2", "", 10)
+    checkpoint, before = moves("dp 2", "", 5)
+    checkpoint, between = moves("tp 2 dp 2", checkpoint, 2)
+    _, after = moves("dp 2", checkpoint, 3)
+    torch.testing.assert_close(torch.cat([before, between, after]), stayed, rtol=1e-5, atol=0)
+
+
+def test_masters_of_16_bit_weights_move_too(ranks, tmp_path):
+    """bf16 weights would look right without them, and lose every small update."""
+    moves = Moves(ranks, tmp_path, "codegeex", train__precision="bf16")
+    there, here = "tp 2 dp 2 distributed", "dp 4 fsdp"
+    checkpoint, _ = moves(there, "", 2)
+    assert any(b"master/" in content for content in tensors(checkpoint).values())
+    assert_round_trip(moves, there, here, checkpoint)
+    assert_round_trip(moves, here, "dp 2 deepspeed 3", moves(here, checkpoint)[0])
+
+
+def test_the_start_says_what_was_moved(ranks, tmp_path, capsys):
+    """With dropout a moved run is another run: new streams, which the user must know."""
+    folder, _ = Moves(ranks, tmp_path, "codegeex")("tp 2 dp 2 distributed", "", 1)
+    visit("codegeex", str(tmp_path / "one"), str(folder), 0, {})
+    size = sum(map(len, tensors(folder).values()))
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith(" moved")]
+    before = " moved from tp=2 cp=1 dp=2 pp=1, ddp local with a distributed optimizer to tp=1 cp=1 dp=1 pp=1, ddp local"
+    assert line.startswith(f"{before}: rank 0 has read ")
+    assert line.endswith(" MB; random streams start anew from run.seed, iteration and rank")
+    assert float(line.split("read ")[1].split(" ")[0]) == pytest.approx(size / 1e6, rel=0.2)
+    visit("codegeex", str(tmp_path / "again"), str(tmp_path / "one"), 0, {})
+    assert "moved" not in capsys.readouterr().out
