@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from megatron_lite.checkpoint.convert import native
+from megatron_lite.checkpoint.convert import huggingface, native, verify
 from megatron_lite.checkpoint.convert.native import Settings
 from megatron_lite.checkpoint.convert.recipe import Checkpoint
 from megatron_lite.checkpoint.tensor_file import explained, sync_folder
@@ -27,7 +27,7 @@ from megatron_lite.errors import CheckpointError, ConfigError
 
 NATIVE = "megatron-lite"
 # In the order in which they are tried.
-FORMATS: dict[str, ModuleType] = {NATIVE: native}
+FORMATS: dict[str, ModuleType] = {NATIVE: native, "huggingface": huggingface}
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 LAYOUT_FIELDS = ("tensor", "pipeline", "virtual_pipeline", "pipeline_layout")
 
@@ -38,14 +38,14 @@ class Request:
 
     source: Path
     target: Path
-    source_format: str  # empty: recognised
-    target_format: str
-    tensor: int
-    pipeline: int
-    dtype: str  # empty: each tensor keeps its own
-    weights_only: bool
-    verify: bool
-    overrides: Sequence[str]  # section.field=value
+    source_format: str = ""  # empty: recognised
+    target_format: str = NATIVE
+    tensor: int = 1
+    pipeline: int = 1
+    dtype: str = ""  # empty: each tensor keeps its own
+    weights_only: bool = False
+    verify: bool = False
+    overrides: Sequence[str] = ()  # section.field=value
 
 
 def convert(request: Request, say: Callable[[str], None]) -> None:
@@ -63,6 +63,8 @@ def convert(request: Request, say: Callable[[str], None]) -> None:
     with _appearing(target) as folder:
         checkpoint = FORMATS[source_format].read(request.source, settings.get("model", {}))
         written = _write(request, source_format, checkpoint, settings, folder, target)
+        if request.verify:
+            say(_verify(request, source_format, checkpoint, folder))
     parameters = sum(prod(spec.shape) for spec in checkpoint.tensors.values())
     summary = (
         f"{request.source} ({source_format}) -> {target} ({request.target_format}, tp={request.tensor} "
@@ -141,6 +143,20 @@ def _write(
                 settings = _with_tokenizer(settings, native.Stored(request.source).config({}).data.tokenizer)
             native.write(folder, checkpoint, **layout, dtype=dtype, progress=progress, home=home, settings=settings)
     return written
+
+
+def _verify(request: Request, source_format: str, checkpoint: Checkpoint, folder: Path) -> str:
+    """Compares the source with what was written into the folder."""
+    from_theirs = source_format == "huggingface"
+    before = verify.of_transformers(request.source) if from_theirs else verify.ours(checkpoint)
+    if request.target_format == "huggingface":
+        after = verify.of_transformers(folder)
+    else:
+        # What a format has no place for, its reader is told.
+        told = {"num_heads": checkpoint.model.num_heads} if request.target_format == "codegeex" else {}
+        after = verify.ours(FORMATS[request.target_format].read(folder, told))
+    rounded_to = verify.rounding(checkpoint, DTYPES.get(request.dtype))
+    return verify.check_same(before, after, checkpoint=checkpoint, rounded_to=rounded_to)
 
 
 def _with_tokenizer(settings: Settings, spec: str) -> Settings:

@@ -181,7 +181,8 @@ def write(
     tokenizer_files.carry(checkpoint.tokenizer, path)
     tokenizer = tokenizer_files.readable(tokenizer_files.spec_in(path), checkpoint.model.vocab_size)
     ends = {"bos_token_id": None, "eos_token_id": tokenizer.eod if tokenizer else None, "pad_token_id": None}
-    _write_json(path / CONFIG_FILE, {**content, **ends, "dtype": TYPE_NAMES[types[WORD_EMBEDDINGS]]})
+    type_name = TYPE_NAMES[types[WORD_EMBEDDINGS]]  # under the name of version 5 and that of version 4
+    _write_json(path / CONFIG_FILE, {**content, **ends, "dtype": type_name, "torch_dtype": type_name})
 
 
 def _write_file(
