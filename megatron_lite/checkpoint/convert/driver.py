@@ -6,7 +6,7 @@ The target appears at once: it is written under another name beside it, checked 
 import os
 import shutil
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from math import prod
@@ -18,9 +18,10 @@ import torch
 from tqdm import tqdm
 
 from megatron_lite.checkpoint.convert import huggingface, native, verify
-from megatron_lite.checkpoint.convert.native import Settings
+from megatron_lite.checkpoint.convert.grid_files import Numbers
+from megatron_lite.checkpoint.convert.native import Settings, WeightsOf
 from megatron_lite.checkpoint.convert.recipe import Checkpoint
-from megatron_lite.checkpoint.tensor_file import explained, sync_folder
+from megatron_lite.checkpoint.tensor_file import Spec, explained, sync_folder
 from megatron_lite.config.load import load_config
 from megatron_lite.config.schema import Config
 from megatron_lite.errors import CheckpointError, ConfigError
@@ -111,38 +112,57 @@ def _settings(request: Request) -> dict[str, dict[str, Any]]:
     return settings
 
 
+class _Progress:
+    """Counts the bytes that were written, and shows them on a terminal. A context manager."""
+
+    def __init__(self, total: int):
+        self.written = 0
+        self._bar = tqdm(total=total, unit="B", unit_scale=True, leave=False, disable=not sys.stderr.isatty())
+
+    def __enter__(self) -> "_Progress":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._bar.close()
+
+    def __call__(self, count: int) -> None:
+        self.written += count
+        self._bar.update(count)
+
+
 def _write(
     request: Request, source_format: str, checkpoint: Checkpoint, settings: Settings, folder: Path, home: Path
 ) -> int:
     """Writes the target into the folder; returns the bytes of its tensors."""
-    layout: dict[str, Any] = {"tensor": request.tensor, "pipeline": request.pipeline}
-    total = sum(prod(spec.shape) * spec.dtype.itemsize for spec in checkpoint.tensors.values())
-    dtype = DTYPES.get(request.dtype)
-    written = 0
-    with tqdm(total=total, unit="B", unit_scale=True, disable=not sys.stderr.isatty(), leave=False) as bar:
-
-        def progress(count: int) -> None:
-            nonlocal written
-            written += count
-            bar.update(count)
-
-        if request.target_format != NATIVE:
+    layout = {"tensor": request.tensor, "pipeline": request.pipeline}
+    dtype, tensors = DTYPES.get(request.dtype), checkpoint.tensors
+    if request.target_format != NATIVE:
+        with _Progress(_total_bytes(WeightsOf(checkpoint, dtype), tensors)) as progress:
             FORMATS[request.target_format].write(folder, checkpoint, **layout, dtype=dtype, progress=progress)
-        elif source_format == NATIVE and not request.weights_only:
+        return progress.written
+    if source_format == NATIVE:
+        stored = native.Stored(request.source)
+        if stored.layout.state and not request.weights_only:
             if dtype:
                 raise ConfigError(
                     "--dtype changes the weights, but an optimizer's state goes with the precision that it was trained "
                     "in; add --weights-only, or leave out --dtype"
                 )
-            native.copy(
-                folder, native.Stored(request.source), **layout, progress=progress, home=home, settings=settings
-            )
-        else:
-            if source_format == NATIVE:  # the tokenizer stays where it is
-                checkpoint = replace(checkpoint, tokenizer={})
-                settings = _with_tokenizer(settings, native.Stored(request.source).config({}).data.tokenizer)
-            native.write(folder, checkpoint, **layout, dtype=dtype, progress=progress, home=home, settings=settings)
-    return written
+            with _Progress(_total_bytes(stored, tensors)) as progress:
+                native.copy(folder, stored, **layout, progress=progress, home=home, settings=settings)
+            return progress.written
+        checkpoint = replace(checkpoint, tokenizer={})  # it stays where it is
+        settings = {**settings, "data": {"tokenizer": stored.config({}).data.tokenizer, **settings.get("data", {})}}
+    with _Progress(_total_bytes(WeightsOf(checkpoint, dtype), tensors)) as progress:
+        native.write(folder, checkpoint, **layout, dtype=dtype, progress=progress, home=home, settings=settings)
+    return progress.written
+
+
+def _total_bytes(numbers: Numbers, tensors: Mapping[str, Spec]) -> int:
+    """Of all numbers of all kinds."""
+    return sum(
+        prod(spec.shape) * dtype.itemsize for name, spec in tensors.items() for dtype in numbers.kinds(name).values()
+    )
 
 
 def _verify(request: Request, source_format: str, checkpoint: Checkpoint, folder: Path) -> str:
@@ -157,10 +177,6 @@ def _verify(request: Request, source_format: str, checkpoint: Checkpoint, folder
         after = verify.ours(FORMATS[request.target_format].read(folder, told))
     rounded_to = verify.rounding(checkpoint, DTYPES.get(request.dtype))
     return verify.check_same(before, after, checkpoint=checkpoint, rounded_to=rounded_to)
-
-
-def _with_tokenizer(settings: Settings, spec: str) -> Settings:
-    return {**settings, "data": {"tokenizer": spec, **settings.get("data", {})}}
 
 
 def _free(target: Path) -> Path:
