@@ -1,0 +1,388 @@
+"""GPT-2 and Llama of transformers become ours and come back, in any layout; what is not the same model is refused."""
+
+import json
+import logging
+import shutil
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+from torch.testing import assert_close
+
+from megatron_lite.checkpoint.convert import huggingface, native, verify
+from megatron_lite.checkpoint.convert.driver import Request, convert
+from megatron_lite.checkpoint.convert.huggingface import read, recognise
+from megatron_lite.checkpoint.convert.huggingface_config import from_model
+from megatron_lite.config.presets import PRESETS
+from megatron_lite.config.schema import ModelConfig
+from megatron_lite.errors import CheckpointError, ConfigError, MegatronLiteError
+from tests.huggingface import MODELS, VOCAB, edit_config, gpt2, llama, logits, tokens
+
+LAYOUTS = [(1, 1), (2, 1), (4, 1), (1, 2), (2, 2), (4, 2)]
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def model(request, tmp_path_factory):
+    """A model of transformers and the folder that it saved itself in."""
+    folder = tmp_path_factory.mktemp("hf")
+    made = MODELS[request.param]()
+    made.save_pretrained(folder)
+    return made, folder
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """Folders of one GPT-2 and one Llama, to be copied."""
+    root = tmp_path_factory.mktemp("hf")
+    gpt2().save_pretrained(root / "gpt2")
+    llama().save_pretrained(root / "llama")
+    return root
+
+
+def quiet(line: str) -> None:
+    """Nothing is said."""
+
+
+def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
+    return {name: tensor for path in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(path).items()}
+
+
+def assert_same_tensors(got: Path, want: Path) -> None:
+    """Bitwise; of tied ones the head is not stored."""
+    first, second = tensors_of(got), tensors_of(want)
+    assert first.keys() == second.keys()
+    for name, tensor in second.items():
+        assert first[name].dtype == tensor.dtype and torch.equal(first[name], tensor), name
+
+
+def transformers_without_warnings(folder: Path):
+    """The model that transformers loads; anything it has to say is a failure."""
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging as theirs
+
+    said = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    theirs.set_verbosity_warning()
+    theirs.add_handler(handler)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            loaded = AutoModelForCausalLM.from_pretrained(folder)
+    finally:
+        theirs.remove_handler(handler)
+    assert said == []
+    return loaded.eval()
+
+
+@pytest.mark.parametrize("tensor, pipeline", LAYOUTS)
+def test_it_computes_what_transformers_computes_and_comes_back_the_same(model, tmp_path, tensor, pipeline):
+    """fp32: 1e-4 on logits of size about 5 is the order of sums. A query's row in the wrong head, a bias added twice, a
+    gate taken for an up, or a copy of the head that was forgotten would each be as large as the logits."""
+    theirs, folder = model
+    convert(Request(folder, tmp_path / "ours", tensor=tensor, pipeline=pipeline), quiet)
+    checkpoint = native.read(tmp_path / "ours", {})
+    ids, vocab = tokens(), theirs.config.vocab_size
+    assert_close(verify.ours(checkpoint)(ids)[..., :vocab], logits(theirs, ids), rtol=0, atol=1e-4)
+    for name in ("embedding.word_embeddings.weight", "output_layer.weight"):
+        if name in checkpoint.tensors:
+            assert checkpoint.read(name).shape[0] == 256 and not checkpoint.read(name)[vocab:].any()
+    convert(Request(tmp_path / "ours", tmp_path / "back", target_format="huggingface"), quiet)
+    assert_same_tensors(tmp_path / "back", folder)
+    if (tensor, pipeline) == (2, 2):
+        assert_close(logits(transformers_without_warnings(tmp_path / "back"), ids), logits(theirs, ids), rtol=0, atol=0)
+
+
+def test_several_files_are_read_and_written(saved, tmp_path):
+    """Every model of more than a few billion parameters is in several."""
+    from transformers import AutoModelForCausalLM
+
+    theirs = AutoModelForCausalLM.from_pretrained(saved / "llama")
+    theirs.save_pretrained(tmp_path / "src", max_shard_size="20KB")
+    assert len(list((tmp_path / "src").glob("*.safetensors"))) > 4
+    (tmp_path / "out").mkdir()
+    checkpoint = read(tmp_path / "src", {})
+    written: list[int] = []
+    huggingface.write(
+        tmp_path / "out", checkpoint, tensor=1, pipeline=1, dtype=None, progress=written.append, shard_bytes=30_000
+    )
+    index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
+    files = sorted(path.name for path in (tmp_path / "out").glob("*.safetensors"))
+    assert files == sorted(set(index["weight_map"].values())) and len(files) > 3
+    assert files[0] == f"model-00001-of-{len(files):05d}.safetensors"
+    assert all((tmp_path / "out" / file).stat().st_size < 40_000 for file in files)
+    assert index["metadata"]["total_size"] == sum(written)
+    assert_same_tensors(tmp_path / "out", saved / "llama")
+    transformers_without_warnings(tmp_path / "out")
+
+
+@pytest.mark.parametrize("legacy", [True, False])
+@pytest.mark.parametrize("sharded", [True, False])
+def test_torch_files_are_read(saved, tmp_path, legacy, sharded):
+    """Older models have no safetensors."""
+    folder = copy(saved / "gpt2", tmp_path / "src")
+    tensors = tensors_of(folder)
+    (folder / "model.safetensors").unlink()
+    names = list(tensors)
+    groups = {"a.bin": names[:9], "b.bin": names[9:]} if sharded else {"pytorch_model.bin": names}
+    for file, held in groups.items():
+        content = {name: tensors[name] for name in held}
+        torch.save(content, folder / file, _use_new_zipfile_serialization=not legacy)
+    if sharded:
+        weight_map = {name: file for file, held in groups.items() for name in held}
+        (folder / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    got, want = read(folder, {}), read(saved / "gpt2", {})
+    assert got.tensors == want.tensors
+    assert all(torch.equal(got.read(name), want.read(name)) for name in want.tensors)
+
+
+def copy(source: Path, target: Path) -> Path:
+    shutil.copytree(source, target)
+    return target
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+def test_names_without_a_prefix_and_buffers_of_old_versions_are_understood(saved, tmp_path, kind):
+    """The published GPT-2 has `h.0...` and masks; Llamas of 2023 have rotary frequencies."""
+    folder = copy(saved / kind, tmp_path / "src")
+    plain = {name.removeprefix("transformer.").removeprefix("model."): x for name, x in tensors_of(folder).items()}
+    plain["h.0.attn.bias"] = torch.ones(1, 1, 24, 24)
+    plain["h.0.attn.masked_bias"] = torch.tensor(-1e4)
+    plain["layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(4)
+    save_file(plain, folder / "model.safetensors")
+    got, want = read(folder, {}), read(saved / kind, {})
+    assert got.tensors == want.tensors
+    assert all(torch.equal(got.read(name), want.read(name)) for name in want.tensors)
+
+
+def test_a_tied_head_may_be_stored_but_not_differ(saved, tmp_path):
+    """With a head of its own under a config that says it is tied, one of the two is wrong."""
+    folder = copy(saved / "gpt2", tmp_path / "src")
+    tensors = tensors_of(folder)
+    head = tensors["transformer.wte.weight"].clone()
+    save_file({**tensors, "lm_head.weight": head}, folder / "model.safetensors")
+    assert "output_layer.weight" not in read(folder, {}).tensors
+    head[0, 0] += 1
+    save_file({**tensors, "lm_head.weight": head}, folder / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"lm_head\.weight differs from transformer\.wte\.weight.*tie_embeddings"):
+        read(folder, {})
+    untied = read(folder, {"tie_embeddings": False})
+    assert torch.equal(untied.read("output_layer.weight")[:VOCAB], head)
+
+
+def test_configs_of_version_4_are_understood(saved, tmp_path):
+    """transformers 4 has rope_theta and torch_dtype, leaves out what is a default, and says much about generation."""
+    folder = copy(saved / "llama", tmp_path / "src")
+    edit_config(
+        folder, rope_parameters=None, rope_theta=500.0, dtype=None, torch_dtype="float32", head_dim=None, mlp_bias=None
+    )
+    content = json.loads((folder / "config.json").read_text()) | {"rope_scaling": None, "pruned_heads": {}}
+    (folder / "config.json").write_text(json.dumps(content | {"do_sample": False, "is_decoder": False}))
+    model = read(folder, {}).model
+    assert (model.rotary_base, model.head_size, model.bias, model.tie_embeddings) == (500.0, 4, False, False)
+    edit_config(folder, rope_scaling={"rope_type": "default", "rope_theta": 7.0})
+    assert read(folder, {}).model.rotary_base == 7.0
+
+
+REFUSED = [
+    ("llama", {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "rope_scaling is .*plain angles"),
+    ("llama", {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1.0}}, "rope_parameters is .*plain angles"),
+    ("llama", {"rope_scaling": "linear"}, "rope_scaling is 'linear'; expected an object"),
+    ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5; ours computes with 1.0"),
+    ("llama", {"sliding_window": 4096}, "sliding_window is 4096; ours computes with None"),
+    ("llama", {"attention_bias": True}, "attention_bias is True; mlp_bias is False, and ours has biases in all"),
+    ("llama", {"hidden_act": "gelu"}, "hidden_act is 'gelu'; ours computes with 'silu'"),
+    ("llama", {"quantization_config": {"bits": 4}}, "quantization_config is .*; ours computes with None"),
+    ("llama", {"num_key_value_heads": 3}, "cannot be a model of ours: model.num_query_groups is 3"),
+    ("llama", {"num_hidden_layers": "3"}, r"has values that no model has: num_layers '3'"),
+    ("llama", {"num_hidden_layers": 10**12}, "describes [0-9,]+ parameters, the files hold"),
+    ("llama", {"hidden_size": 10**30}, "describes [0-9,]+ parameters, the files hold"),
+    ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx is True; ours computes with"),
+    ("gpt2", {"scale_attn_weights": False}, "scale_attn_weights is False; ours computes with True"),
+    ("gpt2", {"add_cross_attention": True}, "add_cross_attention is True"),
+    ("gpt2", {"activation_function": "relu"}, "activation_function is 'relu'; ours are gelu_new"),
+    ("gpt2", {"embd_pdrop": 0.5}, "embd_pdrop is 0.5; resid_pdrop is 0.1, and ours has one hidden_dropout"),
+    ("gpt2", {"n_ctx": 12}, "n_ctx is 12; ours computes with 24"),
+    ("gpt2", {"a_new_field": 3}, "says a_new_field = 3; it is not known what that does"),
+    ("gpt2", {"n_embd": None}, "has no n_embd; is it the config of the weights"),
+    ("gpt2", {"n_layer": 2}, r"unknown: transformer\.h\.2"),
+    ("gpt2", {"n_layer": 4}, r"missing: transformer\.h\.3"),
+    ("gpt2", {"model_type": "mistral"}, "model_type is 'mistral'; models of gpt2 and llama are read"),
+]
+
+
+@pytest.mark.parametrize("kind, changes, message", REFUSED)
+def test_what_our_model_does_not_compute_is_refused_by_name(saved, tmp_path, kind, changes, message):
+    """A field that is passed over in silence is a model that writes nonsense."""
+    folder = copy(saved / kind, tmp_path / "src")
+    edit_config(folder, **changes)
+    with pytest.raises(CheckpointError, match=message) as raised:
+        read(folder, {})
+    assert str(folder) in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"top_query_layer": True}, "model.top_query_layer is True; nearest is gpt2"),
+        ({"norm": "rmsnorm"}, "model.norm is rmsnorm; nearest is gpt2"),
+        ({"bias": False}, "model.bias is False; nearest is gpt2"),
+        ({"post_norm": True}, "model.post_norm is True"),
+        ({"position": "rotary", "activation": "swiglu"}, "model.norm is layernorm; nearest is llama"),
+    ],
+)
+def test_models_that_neither_can_express_are_refused_with_what_stands_in_the_way(changes, message):
+    """A model exported without its last block would load, and write something."""
+    with pytest.raises(CheckpointError, match=f"no model that computes this one: {message}"):
+        from_model(ModelConfig(vocab_size=VOCAB, **changes))
+
+
+def test_presets_of_gpt_and_llama_are_expressed():
+    for name in PRESETS:
+        if not name.startswith("codegeex"):
+            assert from_model(ModelConfig(preset=name))["vocab_size"] in (50257, 32000)
+
+
+def test_a_layout_for_hugging_face_is_bad_usage(saved, tmp_path):
+    with pytest.raises(ConfigError, match="--tensor is 2 and --pipeline 1, but huggingface knows no ranks"):
+        convert(Request(saved / "gpt2", tmp_path / "out", target_format="huggingface", tensor=2), quiet)
+
+
+def broken(folder: Path, name: str) -> None:
+    """Damages a folder in the way that the name says."""
+    weights, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
+    tensors = tensors_of(folder)
+    if name == "no config":
+        (folder / "config.json").unlink()
+    elif name == "config is a list":
+        (folder / "config.json").write_text("[]")
+    elif name == "config is cut off":
+        (folder / "config.json").write_text('{"model_type": ')
+    elif name == "cut off":
+        weights.write_bytes(weights.read_bytes()[:-1])
+    elif name == "int8":
+        save_file({**tensors, "lm_head.weight": tensors["lm_head.weight"].to(torch.float8_e4m3fn)}, weights)
+    else:
+        weights.rename(folder / "a.safetensors")
+        places = {
+            "outside": "../a.safetensors",
+            "absolute": str(folder / "a.safetensors"),
+            "null": "a\0.safetensors",
+            "pickle": "a.bin",
+            "number": 3,
+            "missing file": "b.safetensors",
+        }
+        if name != "no weights":
+            file = places.get(name, "a.safetensors")
+            index.write_text(json.dumps({"weight_map": {key: file for key in [*tensors, "x"]}}))
+        if name == "no map":
+            index.write_text("{}")
+
+
+@pytest.mark.parametrize(
+    "name, message",
+    [
+        ("no config", "config.json: cannot be read: No such file"),
+        ("config is a list", "holds a list, expected a JSON object"),
+        ("config is cut off", "config.json: cannot be read as JSON"),
+        ("cut off", "model.safetensors: is damaged, or no safetensors file"),
+        ("int8", r"lm_head.weight is stored as F8_E4M3, a number format that is not read"),
+        ("outside", r"says that \S+ is in '../a.safetensors', which is no .safetensors file of this folder"),
+        ("absolute", "which is no .safetensors file of this folder"),
+        ("null", "which is no .safetensors file of this folder"),
+        ("pickle", "is in 'a.bin', which is no .safetensors file of this folder"),
+        ("number", "is in 3, which is no .safetensors file of this folder"),
+        ("missing file", "b.safetensors: is missing, but the index lists tensors in it"),
+        ("missing tensor", "a.safetensors: has no x, which the index says is there"),
+        ("no map", "has no weight_map that says in which file each tensor is"),
+        ("no weights", r"has no weights; expected one of model.safetensors, model.safetensors.index.json"),
+    ],
+)
+def test_broken_folders_are_an_error_that_names_the_file(saved, tmp_path, name, message):
+    """Files come from strangers, over networks; an index must not lead out of its folder."""
+    folder = copy(saved / "llama", tmp_path / "src")
+    broken(folder, name)
+    with pytest.raises(CheckpointError, match=message):
+        read(folder, {})
+
+
+def test_a_file_is_no_folder_and_a_torch_file_may_hold_anything(saved, tmp_path):
+    with pytest.raises(CheckpointError, match=r"config.json: is no folder; give the one that holds config.json"):
+        read(saved / "gpt2" / "config.json", {})
+    folder = copy(saved / "gpt2", tmp_path / "src")
+    (folder / "model.safetensors").unlink()
+    torch.save([1, 2], folder / "pytorch_model.bin")
+    with pytest.raises(CheckpointError, match="holds list, expected tensors by name"):
+        read(folder, {})
+
+
+values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=3) | st.sampled_from([10**20, -1, 0]),
+    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.text(max_size=3), inner, max_size=2),
+    max_leaves=3,
+)
+
+
+@pytest.fixture(scope="module")
+def fuzzed(saved, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("fuzz")
+    for kind in ("gpt2", "llama"):
+        copy(saved / kind, folder / kind)
+    return folder
+
+
+def survives(folder: Path) -> None:
+    """The folder is read, or there is an error of ours."""
+    recognise(folder)
+    try:
+        checkpoint = read(folder, {})
+        for name in checkpoint.tensors:
+            checkpoint.read(name)
+    except MegatronLiteError as error:
+        assert str(error)
+
+
+@settings(max_examples=60)
+@given(st.data())
+def test_any_config_is_read_or_refused(fuzzed, data):
+    """Also sizes that no machine could hold."""
+    kind = data.draw(st.sampled_from(["gpt2", "llama"]))
+    path = fuzzed / kind / "config.json"
+    whole = path.read_text()
+    names = sorted(json.loads(whole)) + ["rope_theta", "rope_scaling", "n_ctx", "x"]
+    changes = data.draw(st.dictionaries(st.sampled_from(names), values, min_size=1, max_size=3))
+    try:
+        path.write_text(json.dumps(json.loads(whole) | changes))
+        survives(fuzzed / kind)
+    finally:
+        path.write_text(whole)
+
+
+@settings(max_examples=60)
+@given(st.data())
+def test_any_bytes_in_a_header_or_an_index_are_read_or_refused(fuzzed, data):
+    """Of a header, one byte or the whole; of an index, whatever JSON says."""
+    folder = fuzzed / "gpt2"
+    weights, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
+    whole = weights.read_bytes()
+    length = 8 + int.from_bytes(whole[:8], "little")
+    try:
+        if data.draw(st.booleans()):
+            changed = bytearray(whole)
+            for place in data.draw(st.lists(st.integers(0, length - 1), min_size=1, max_size=3)):
+                changed[place] = data.draw(st.integers(0, 255))
+            weights.write_bytes(changed)
+        else:
+            weights.rename(folder / "a.safetensors")
+            files = values | st.just("a.safetensors")
+            maps = st.dictionaries(st.sampled_from(["transformer.wte.weight", "x"]), files) | values
+            index.write_text(json.dumps({"weight_map": data.draw(maps)}))
+        survives(folder)
+    finally:
+        index.unlink(missing_ok=True)
+        (folder / "a.safetensors").unlink(missing_ok=True)
+        weights.write_bytes(whole)
