@@ -211,6 +211,7 @@ REFUSED = [
     ("gpt2", {"n_embd": None}, "has no n_embd; is it the config of the weights"),
     ("gpt2", {"n_layer": 2}, r"unknown: transformer\.h\.2"),
     ("gpt2", {"n_layer": 4}, r"missing: transformer\.h\.3"),
+    ("gpt2", {"model_type": []}, r"model_type is \[\]; models of gpt2 and llama are read"),
     ("gpt2", {"model_type": "mistral"}, "model_type is 'mistral'; models of gpt2 and llama are read"),
 ]
 
@@ -278,7 +279,7 @@ def broken(folder: Path, name: str) -> None:
         }
         if name != "no weights":
             file = places.get(name, "a.safetensors")
-            index.write_text(json.dumps({"weight_map": {key: file for key in [*tensors, "x"]}}))
+            index.write_text(json.dumps({"weight_map": dict.fromkeys([*tensors, "x"], file)}))
         if name == "no map":
             index.write_text("{}")
 
@@ -353,7 +354,7 @@ def test_any_config_is_read_or_refused(fuzzed, data):
     kind = data.draw(st.sampled_from(["gpt2", "llama"]))
     path = fuzzed / kind / "config.json"
     whole = path.read_text()
-    names = sorted(json.loads(whole)) + ["rope_theta", "rope_scaling", "n_ctx", "x"]
+    names = [*sorted(json.loads(whole)), "rope_theta", "rope_scaling", "n_ctx", "x"]
     changes = data.draw(st.dictionaries(st.sampled_from(names), values, min_size=1, max_size=3))
     try:
         path.write_text(json.dumps(json.loads(whole) | changes))

@@ -111,7 +111,7 @@ def to_model(path: Path, content: Mapping[str, Any], overrides: Mapping[str, Any
     """The model type and our model of a config.json; `path` is for messages."""
     fields = _Fields(path, content)
     model_type = content.get("model_type")
-    if model_type not in _IMPORTS:
+    if not isinstance(model_type, str) or model_type not in _IMPORTS:
         raise CheckpointError(f"{path}: model_type is {model_type!r}; models of {' and '.join(_IMPORTS)} are read")
     ours = _IMPORTS[model_type](fields)
     fields.finish()
@@ -124,7 +124,7 @@ def to_model(path: Path, content: Mapping[str, Any], overrides: Mapping[str, Any
     config = Config(model=model, data=DataConfig(seq_length=min(1024, model.max_position_embeddings)))
     if problems := failures(config, 1):
         raise CheckpointError(f"{path}: cannot be a model of ours: {problems[0]}")
-    return str(model_type), model
+    return model_type, model
 
 
 def _from_gpt2(fields: _Fields) -> dict[str, Any]:
@@ -196,7 +196,7 @@ def _rotary_base(fields: _Fields) -> float:
     return parameters.get("rope_theta", scaling.get("rope_theta", base))
 
 
-_IMPORTS: dict[Any, Callable[[_Fields], dict[str, Any]]] = {"gpt2": _from_gpt2, "llama": _from_llama}
+_IMPORTS: dict[str, Callable[[_Fields], dict[str, Any]]] = {"gpt2": _from_gpt2, "llama": _from_llama}
 
 
 def from_model(model: ModelConfig) -> dict[str, Any]:
