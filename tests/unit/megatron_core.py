@@ -1,9 +1,14 @@
-"""megatron-core's datasets as a reference: built on a CPU, without a GPU, a tokenizer or torch.distributed."""
+"""megatron-core's datasets and model as references, on a CPU; datasets without a tokenizer or torch.distributed."""
 
+import contextlib
 import warnings
 from types import SimpleNamespace
+from typing import Any
+from unittest import mock
 
 import pytest
+import torch
+import torch.nn.functional as F
 
 
 def helpers():
@@ -41,3 +46,75 @@ def sample_of(dataset, number):
 
     sample = dataset[number]
     return np.append(sample["tokens"].numpy(), sample["labels"][-1].item())
+
+
+@contextlib.contextmanager
+def core_model(model):
+    """Its GPTModel of our sizes, in a process group of one; what it asks of CUDA is answered for it."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # transformer_engine and apex are not there
+        from megatron.core import parallel_state
+        from megatron.core.models.gpt import GPTModel
+        from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+        from megatron.core.transformer.transformer_config import TransformerConfig
+    gated = model.activation == "swiglu"
+    norms: Any = {"layernorm": "LayerNorm", "rmsnorm": "RMSNorm"}
+    positions: Any = {"learned": "learned_absolute", "rotary": "rope"}
+    config = TransformerConfig(
+        num_layers=model.num_layers,
+        hidden_size=model.hidden_size,
+        num_attention_heads=model.num_heads,
+        num_query_groups=model.query_groups,
+        kv_channels=model.head_size,
+        ffn_hidden_size=model.ffn_size,
+        normalization=norms[model.norm],
+        layernorm_epsilon=model.norm_eps,
+        activation_func=F.silu if gated else F.gelu,
+        gated_linear_unit=gated,
+        add_bias_linear=model.bias,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        use_cpu_initialization=True,
+        masked_softmax_fusion=False,
+    )
+    no_fork = SimpleNamespace(fork=contextlib.nullcontext)
+    parallel_state.initialize_model_parallel()
+    try:
+        with (
+            mock.patch("torch.cuda.current_device", lambda: "cpu"),
+            mock.patch("megatron.core.tensor_parallel.get_cuda_rng_tracker", lambda: no_fork),
+        ):
+            yield GPTModel(
+                config,
+                get_gpt_layer_local_spec(normalization=config.normalization),
+                vocab_size=model.padded_vocab,
+                max_sequence_length=model.max_position_embeddings,
+                share_embeddings_and_output_weights=model.tie_embeddings,
+                position_embedding_type=positions[model.position],
+                rotary_base=model.rotary_base,
+            ).eval()
+    finally:
+        parallel_state.destroy_model_parallel()
+
+
+def _logits(core, tokens):
+    length = tokens.shape[1]
+    masked = torch.ones(1, 1, length, length, dtype=torch.bool).triu(1)
+    with torch.no_grad():
+        return core(tokens, torch.arange(length).expand_as(tokens), masked)
+
+
+def core_logits(model, file, tokens):
+    """[b, s, v], of a file of Megatron-LM's, loaded as Megatron-LM does."""
+    with core_model(model) as core:
+        core.load_state_dict(torch.load(file, weights_only=False)["model"], strict=True)
+        return _logits(core, tokens)
+
+
+def core_state(model, tokens):
+    """Of a model of its own, with values that are not those it starts with, what it saves, and its logits."""
+    generator = torch.Generator().manual_seed(4)
+    with core_model(model) as core, torch.no_grad():
+        for parameter in core.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.1)
+        return core.state_dict_for_save_checkpoint(), _logits(core, tokens)

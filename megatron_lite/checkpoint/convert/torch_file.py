@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from megatron_lite.checkpoint.convert.safe_pickle import Storage, StoredTensor, Unpickler
-from megatron_lite.checkpoint.tensor_file import explained
+from megatron_lite.checkpoint.tensor_file import explained, sync_folder
 from megatron_lite.errors import CheckpointError, DamagedCheckpoint
 
 CHUNK_BYTES = 8 << 20  # read or written at a time
@@ -192,6 +192,7 @@ class TorchWriter:
         assert not self._tensors, f"{self.path}: {len(self._tensors)} tensors did not come"
         with explained("writing", self.path), self._file:
             os.fsync(self._file.fileno())
+            sync_folder(self.path.parent)
 
     def __enter__(self) -> "TorchWriter":
         return self
