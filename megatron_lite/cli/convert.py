@@ -13,7 +13,7 @@ def convert(
     target: Annotated[Path, typer.Argument(metavar="DST", help="A folder that is not there yet, or an empty one.")],
     overrides: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[SECTION.FIELD=VALUE]...", help="What SRC does not say, such as model.num_heads=12"),
+        typer.Argument(metavar="SECTION.FIELD=VALUE", help="What SRC does not say, such as model.num_heads=12"),
     ] = None,
     source_format: Annotated[
         str, typer.Option("--from", metavar="FORMAT", help=f"{FORMATS}; recognised when not given.")

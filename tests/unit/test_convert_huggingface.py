@@ -265,8 +265,8 @@ def broken(folder: Path, name: str) -> None:
         (folder / "config.json").write_text('{"model_type": ')
     elif name == "cut off":
         weights.write_bytes(weights.read_bytes()[:-1])
-    elif name == "int8":
-        save_file({**tensors, "lm_head.weight": tensors["lm_head.weight"].to(torch.float8_e4m3fn)}, weights)
+    elif name in ("float8_e4m3fn", "int8"):
+        save_file({**tensors, "lm_head.weight": tensors["lm_head.weight"].to(getattr(torch, name))}, weights)
     else:
         weights.rename(folder / "a.safetensors")
         places = {
@@ -291,7 +291,8 @@ def broken(folder: Path, name: str) -> None:
         ("config is a list", "holds a list, expected a JSON object"),
         ("config is cut off", "config.json: cannot be read as JSON"),
         ("cut off", "model.safetensors: is damaged, or no safetensors file"),
-        ("int8", r"lm_head.weight is stored as F8_E4M3, a number format that is not read"),
+        ("float8_e4m3fn", r"lm_head.weight is stored as F8_E4M3, a number format that is not read"),
+        ("int8", r"lm_head.weight is stored as I8, a number format that is not read"),
         ("outside", r"says that \S+ is in '../a.safetensors', which is no .safetensors file of this folder"),
         ("absolute", "which is no .safetensors file of this folder"),
         ("null", "which is no .safetensors file of this folder"),

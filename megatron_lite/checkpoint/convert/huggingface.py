@@ -139,7 +139,10 @@ def read(path: Path, overrides: Mapping[str, Any]) -> Checkpoint:
     notes = []
     if rows := model.padded_vocab - model.vocab_size:
         notes.append(f"the vocabulary of {model.vocab_size:,} is padded with {rows:,} rows of zeros")
-    return Checkpoint(model, tensors, bring, tokenizer=tokenizer_files.files_in(path), notes=notes)
+    tokenizer = tokenizer_files.files_in(path)
+    if tokenizer and not tokenizer_files.readable(tokenizer_files.spec_in(path), model.vocab_size):
+        notes.append(f"the tokenizer's files go along, but we cannot read it with a vocabulary of {model.vocab_size:,}")
+    return Checkpoint(model, tensors, bring, tokenizer=tokenizer, notes=notes)
 
 
 def write(

@@ -25,6 +25,7 @@ from megatron_lite.errors import CheckpointError, DamagedCheckpoint
 
 SLICE_BYTES = 32 << 20  # of a file's map that are in memory at a time
 INDEX = ".index.json"
+FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 SAFETENSORS, TORCH = "model.safetensors", "pytorch_model.bin"
 
 
@@ -188,6 +189,6 @@ def _indexed(index: Path, suffix: str) -> dict[str, list[str]]:
 
 
 def _dtype(path: Path, name: str, dtype: torch.dtype | None, said: str) -> torch.dtype:
-    if dtype is None:
+    if dtype not in FLOATS:
         raise CheckpointError(f"{path}: {name} is stored as {said}, a number format that is not read; store it as F32")
     return dtype

@@ -50,14 +50,16 @@ class Stored:
 
     def config(self, settings: Settings) -> Config:
         """The config that it was written with, changed where the user says so."""
-        fields = {section: {**values} for section, values in self.layout.config.items()}
+        fields = dict(self.layout.config)
         for section, values in settings.items():
             fields[section] = {**fields.get(section, {}), **values}
         try:
             return Config.model_validate(fields, strict=False)
-        except (ValidationError, TypeError) as error:
+        except ValidationError as error:
+            first = error.errors()[0]
+            where = ".".join(map(str, first["loc"]))
             raise CheckpointError(
-                f"{self.folder}: the config in its {LAYOUT_FILE} is not one of ours: {error}"
+                f"{self.folder}: the config in its {LAYOUT_FILE} is not one of ours: {where}: {first['msg']}"
             ) from None
 
     def check(self, model: ModelConfig) -> None:
@@ -93,7 +95,7 @@ class Stored:
         if (count := sum(move.target.numel for move in moved)) != cut.numel():
             raise CheckpointError(f"{self.folder}: {kind} of {name} has {count:,} of its {cut.numel():,} elements")
         for move in moved:
-            self._opened.fill(cut.view(-1), move)
+            self._opened.fill(cut.view(-1), [move])
         return cut
 
 

@@ -1,0 +1,79 @@
+"""`megatron-lite convert`, and the tool with Megatron's flags: arguments, output and exit codes."""
+
+import runpy
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron_lite.checkpoint.layout import read_layout
+from megatron_lite.cli import main
+from tests.huggingface import gpt2
+from tests.unit.test_cli import ROOT, command
+
+TOOL = ROOT / "tools" / "convert_checkpoint.py"
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("hf")
+    gpt2().save_pretrained(folder)
+    return folder
+
+
+def exit_code(monkeypatch, *arguments: str | Path) -> int:
+    """Of the command in this process."""
+    monkeypatch.setattr(sys, "argv", ["megatron-lite", "convert", *map(str, arguments)])
+    with pytest.raises(SystemExit) as raised:
+        main()
+    return int(raised.value.code or 0)
+
+
+def test_help_loads_nothing_heavy():
+    done = command("convert", "--help")
+    assert done.returncode == 0 and "SECTION.FIELD=VALUE" in done.stdout
+    assert done.stdout.splitlines()[-1] == "loaded []"
+
+
+def test_it_converts_and_says_so(source, tmp_path, monkeypatch, capsys):
+    """Every option arrives where it should."""
+    options = ["--from", "huggingface", "--to", "megatron-lite", "--tensor", "2", "--pipeline", "3", "--dtype", "bf16"]
+    assert exit_code(monkeypatch, source, tmp_path / "out", *options, "--verify", "data.tokenizer=bytes") == 0
+    out, err = capsys.readouterr()
+    assert out.splitlines()[0].startswith("verified: logits of 2 x 24 random tokens differ by at most ")
+    assert out.splitlines()[1].startswith(f"{source} (huggingface) -> {tmp_path}/out (megatron-lite, tp=2 pp=3): ")
+    assert "B/s" not in err  # no bar where there is no terminal
+    layout = read_layout(tmp_path / "out" / "checkpoints" / "iter_0000000")
+    assert (layout.grid.tp, layout.grid.pp, layout.config["data"]["tokenizer"]) == (2, 3, "bytes")
+    assert {value.dtype for tensor in layout.tensors.values() for value in tensor.values.values()} == {"BF16"}
+    assert exit_code(monkeypatch, tmp_path / "out", tmp_path / "moved", "--weights-only") == 0
+
+
+def test_failures_end_with_1_and_bad_usage_with_2(source, tmp_path, monkeypatch, capsys):
+    """A script that converts in the night reads nothing but the exit code."""
+    assert exit_code(monkeypatch, tmp_path, tmp_path / "out") == 1
+    assert "looks like no checkpoint" in capsys.readouterr().err
+    assert exit_code(monkeypatch, source, tmp_path / "out", "--tensor", "3") == 2
+    assert "parallel.tensor is 3" in capsys.readouterr().err
+    assert exit_code(monkeypatch, source) == 2
+    assert exit_code(monkeypatch, source, tmp_path / "out", "--tensor", "0") == 2
+
+
+def use_tool(monkeypatch, *arguments: str | Path) -> None:
+    monkeypatch.setattr(sys, "argv", [str(TOOL), "--model-type", "GPT", *map(str, arguments)])
+    runpy.run_path(str(TOOL), run_name="__main__")
+
+
+def test_the_tool_takes_megatrons_flags(source, tmp_path, monkeypatch, capsys):
+    """Scripts keep working."""
+    sizes = ["--target-tensor-parallel-size", "2", "--target-pipeline-parallel-size", "1"]
+    places = ["--load-dir", source, "--save-dir", tmp_path / "out"]
+    use_tool(monkeypatch, "--loader", "llama_mistral", "--saver", "megatron-lite", *places, *sizes)
+    assert "(huggingface) -> " in capsys.readouterr().out
+    assert read_layout(tmp_path / "out" / "checkpoints" / "iter_0000000").grid.tp == 2
+    places = ["--load-dir", tmp_path / "out", "--save-dir", tmp_path / "back"]
+    use_tool(monkeypatch, "--loader", "megatron-lite", "--saver", "hf", *places)
+    assert (tmp_path / "back" / "model.safetensors").exists()
+    with pytest.raises(SystemExit) as raised:
+        use_tool(monkeypatch, "--loader", "megatron-lite", "--saver", "hf", *places)
+    assert raised.value.code == 2 and "back: is there already" in capsys.readouterr().err

@@ -1,0 +1,232 @@
+"""The target appears whole or not at all, the source is told by its looks, and what differs is not kept."""
+
+import json
+import shutil
+import sys
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from megatron_lite.checkpoint.convert import huggingface, native, tokenizer_files, verify
+from megatron_lite.checkpoint.convert.driver import Request, convert, recognised
+from megatron_lite.checkpoint.directory import resolve
+from megatron_lite.checkpoint.layout import read_layout
+from megatron_lite.config.load import load_config
+from megatron_lite.data.train_tokenizer import train_sentencepiece
+from megatron_lite.errors import CheckpointError, ConfigError
+from tests.huggingface import VOCAB, gpt2, llama
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("hf")
+    gpt2().save_pretrained(folder)
+    return folder
+
+
+def lines_of(request: Request) -> list[str]:
+    said: list[str] = []
+    convert(request, said.append)
+    return said
+
+
+def test_it_says_what_it_did(source, tmp_path):
+    """One line, for people and for grep; what was recognised is said where nothing was given."""
+    recognised_line, summary = lines_of(Request(source, tmp_path / "out", tensor=2))
+    assert recognised_line == f"{source} is a checkpoint of huggingface"
+    parameters = read_parameters(source)
+    assert summary == (
+        f"{source} (huggingface) -> {tmp_path}/out (megatron-lite, tp=2 pp=1): 40 tensors, {parameters:,} parameters, "
+        f"{4 * parameters:,} bytes; the vocabulary of 251 is padded with 5 rows of zeros"
+    )
+    (summary,) = lines_of(Request(tmp_path / "out", tmp_path / "back", "megatron-lite", "huggingface"))
+    assert "(megatron-lite) -> " in summary and "(huggingface, " in summary
+
+
+def read_parameters(folder: Path) -> int:
+    """Of ours: five rows of padding are counted."""
+    return sum(tensor.numel() for tensor in load_file(folder / "model.safetensors").values()) + 5 * 32
+
+
+@pytest.mark.parametrize("there", ["nothing", "an empty folder", "what a kill left", "a deep place"])
+def test_the_target_appears_with_nothing_beside_it(source, tmp_path, there):
+    """What was left under the temporary name would otherwise be in the way for ever."""
+    target = tmp_path / ("a/b/out" if there == "a deep place" else "out")
+    if there == "an empty folder":
+        target.mkdir()
+    if there == "what a kill left":
+        (tmp_path / ".new-out" / "checkpoints").mkdir(parents=True)
+        (tmp_path / ".new-out" / "junk").write_text("")
+    lines_of(Request(source, target))
+    assert sorted(path.name for path in target.parent.iterdir()) == ["out"]
+    assert sorted(path.name for path in target.iterdir()) == ["checkpoints", "config.yaml"]
+
+
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), KeyboardInterrupt(), RuntimeError("?")])
+def test_after_any_failure_nothing_is_there(source, tmp_path, error):
+    """Half of a checkpoint under the target's name would be taken for a whole one."""
+    with mock.patch.object(native, "write_grid", side_effect=error), pytest.raises(BaseException) as raised:
+        lines_of(Request(source, tmp_path / "out"))
+    assert raised.value is error and list(tmp_path.iterdir()) == []
+
+
+def test_a_place_that_cannot_be_written_is_said(source, tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CheckpointError, match=r"file/.new-out: creating the folder failed: Not a directory"):
+        lines_of(Request(source, tmp_path / "file" / "out"))
+
+
+@pytest.mark.parametrize("there", ["a file", "a folder"])
+def test_what_is_there_is_never_overwritten(source, tmp_path, there):
+    target = tmp_path / "out"
+    (target if there == "a file" else tmp_path / "x").write_text("precious")
+    if there == "a folder":
+        target.mkdir()
+        (tmp_path / "x").rename(target / "x")
+    with pytest.raises(
+        ConfigError, match=f"{target}: is there already; give a folder that is not there yet, or an empt"
+    ):
+        lines_of(Request(source, target))
+    assert (target if there == "a file" else target / "x").read_text() == "precious"
+
+
+@pytest.mark.parametrize(
+    "changes, error, message",
+    [
+        ({"source_format": "onnx"}, ConfigError, "the format 'onnx' is unknown; use one of megatron-lite, huggingface"),
+        ({"target_format": "onnx"}, ConfigError, "the format 'onnx' is unknown"),
+        ({"dtype": "int8"}, ConfigError, "--dtype is 'int8'; use one of fp32, bf16, fp16"),
+        ({"source_format": "megatron-lite"}, CheckpointError, "looks like huggingface, but --from is megatron-lite"),
+        ({"source": Path("/nonexistent")}, CheckpointError, "/nonexistent: is not there; give the folder or the file"),
+        ({"overrides": ["parallel.tensor=2"]}, ConfigError, "parallel.tensor: the layout is given with --tensor and"),
+        (
+            {"overrides": ["data.seq_length=2"], "target_format": "huggingface"},
+            ConfigError,
+            "data.* cannot be given: huggingface has no config of ours",
+        ),
+        ({"overrides": ["model.hidden_sise=2"]}, ConfigError, "unknown field model.hidden_sise"),
+    ],
+)
+def test_bad_usage_is_said_before_anything_is_written(source, tmp_path, changes, error, message):
+    with pytest.raises(error) as raised:
+        lines_of(Request(**{"source": source, "target": tmp_path / "out", **changes}))
+    assert message in str(raised.value) and list(tmp_path.iterdir()) == []
+
+
+def test_what_looks_like_nothing_is_said_and_a_given_format_takes_a_closer_look(tmp_path):
+    """With --from the reader says what is missing."""
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(CheckpointError, match="empty: looks like no checkpoint of megatron-lite, huggingface"):
+        lines_of(Request(tmp_path / "empty", tmp_path / "out"))
+    with pytest.raises(CheckpointError, match="empty: holds no checkpoint"):
+        lines_of(Request(tmp_path / "empty", tmp_path / "out", source_format="megatron-lite"))
+    (tmp_path / "config.json").write_text("[")
+    assert recognised(tmp_path) == recognised(tmp_path / "config.json") == ""
+
+
+@pytest.mark.parametrize("build", [gpt2, llama])
+@pytest.mark.parametrize("dtype", ["", "bf16", "fp16"])
+def test_verify_compares_logits_with_transformers(tmp_path, build, dtype):
+    """Both ways; rounding to 16 bits is no difference."""
+    build().save_pretrained(tmp_path / "hf")
+    for request in (
+        Request(tmp_path / "hf", tmp_path / "ours", tensor=2, pipeline=2, verify=True, dtype=dtype),
+        Request(tmp_path / "ours", tmp_path / "back", target_format="huggingface", verify=True),
+        Request(tmp_path / "ours", tmp_path / "moved", verify=True),
+    ):
+        assert lines_of(request)[1].startswith("verified: logits of 2 x 24 random tokens differ by at most ")
+
+
+@pytest.mark.parametrize("wrong", ["a number", "nan"])
+@pytest.mark.parametrize("target_format", ["megatron-lite", "huggingface"])
+def test_a_target_that_computes_something_else_is_not_kept(source, tmp_path, wrong, target_format):
+    """Text that a model writes does not show that one matrix is transposed."""
+    read = huggingface.read
+
+    def spoiled(path: Path, overrides):
+        checkpoint = read(path, overrides)
+        bring = checkpoint.read
+        object.__setattr__(checkpoint, "read", lambda name: spoil(bring(name)) if "fc2.weight" in name else bring(name))
+        return checkpoint
+
+    def spoil(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor * float("nan") if wrong == "nan" else tensor.flip(0)
+
+    with mock.patch.object(huggingface, "read", spoiled), pytest.raises(CheckpointError) as raised:
+        lines_of(Request(source, tmp_path / "out", target_format=target_format, verify=True))
+    assert "is rounding: the converted model is another one, so it was not kept" in str(raised.value)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_verify_without_transformers_is_bad_usage(source, tmp_path):
+    with mock.patch.dict(sys.modules, {"transformers": None}):
+        with pytest.raises(ConfigError, match=r"compares with transformers, which cannot be imported .*pip install"):
+            lines_of(Request(source, tmp_path / "out", verify=True))
+        lines_of(Request(source, tmp_path / "out"))
+
+
+def test_what_transformers_cannot_load_is_said(source, tmp_path):
+    shutil.copytree(source, tmp_path / "hf")
+    save_file({}, tmp_path / "hf" / "model.safetensors")
+    (tmp_path / "hf" / "config.json").write_text("{}")
+    with pytest.raises(CheckpointError, match="hf: transformers cannot load it: "):
+        verify.of_transformers(tmp_path / "hf")
+
+
+def test_a_vocabulary_of_merges_goes_along(source, tmp_path):
+    """Converted weights without their tokenizer write nothing that anyone can read."""
+    folder = tmp_path / "hf"
+    shutil.copytree(source, folder)
+    (folder / "vocab.json").write_text(json.dumps({"<|endoftext|>": 0, "a": 1, "b": 2, "ab": 3}))
+    (folder / "merges.txt").write_text("#version: 0.2\na b\n")
+    lines_of(Request(folder, tmp_path / "ours"))
+    spec = load_config(tmp_path / "ours" / "config.yaml").data.tokenizer
+    home = tmp_path / "ours" / "tokenizer"
+    assert spec == f"gpt2:{home}/vocab.json,{home}/merges.txt"
+    assert read_layout(resolve(tmp_path / "ours")).config["data"]["tokenizer"] == spec
+    lines_of(Request(tmp_path / "ours", tmp_path / "back", target_format="huggingface"))
+    assert (tmp_path / "back" / "merges.txt").read_bytes() == (folder / "merges.txt").read_bytes()
+    assert json.loads((tmp_path / "back" / "config.json").read_text())["eos_token_id"] == 0
+
+
+def test_other_tokenizers_have_their_spec_and_one_that_does_not_fit_is_only_carried(source, tmp_path):
+    """A config whose tokenizer has more tokens than the model would not start."""
+    folder = tmp_path / "hf"
+    shutil.copytree(source, folder)
+    (tmp_path / "text").write_text("a b c d e f g\n" * 100)
+    model = train_sentencepiece([tmp_path / "text"], tmp_path / "tokenizer", 270)
+    shutil.copy(model, folder / "tokenizer.model")
+    assert tokenizer_files.spec_in(folder) == f"sentencepiece:{folder}/tokenizer.model"
+    said = lines_of(Request(folder, tmp_path / "ours"))
+    assert said[-1].endswith("; the tokenizer's files go along, but we cannot read it with a vocabulary of 251")
+    assert (tmp_path / "ours" / "tokenizer" / "tokenizer.model").exists()
+    assert load_config(tmp_path / "ours" / "config.yaml").data.tokenizer == ""
+    for name in ("vocab.json", "merges.txt", "added_tokens.json"):
+        (folder / name).write_text("{}")
+    assert tokenizer_files.spec_in(folder) == f"codegeex:{folder}"
+    (folder / "tokenizer.json").write_text("{}")
+    assert tokenizer_files.spec_in(folder) == f"hf:{folder}/tokenizer.json"
+    assert tokenizer_files.readable(f"hf:{folder}/tokenizer.json", VOCAB) is None
+    have = tokenizer_files.files_in(folder)
+    assert tokenizer_files.files_of(f"hf:{folder}") == have == tokenizer_files.files_of(f"codegeex:{folder}")
+    assert tokenizer_files.files_of(f"hf:{folder}/tokenizer.json") == have
+    only_model = {"tokenizer.model": folder / "tokenizer.model"}
+    assert tokenizer_files.files_of(f"sentencepiece:{folder}/tokenizer.model") == only_model
+    assert tokenizer_files.files_of("bytes") == {} == tokenizer_files.files_of("")
+
+
+def test_fields_that_the_source_does_not_say_can_be_given(source, tmp_path):
+    """The larger padding is what three tensor-parallel ranks of another program need."""
+    overrides = [
+        "model.padded_vocab_size=384",
+        "data.tokenizer=bytes",
+        "data.seq_length=8",
+        "model.hidden_dropout=0.25",
+    ]
+    lines_of(Request(source, tmp_path / "out", overrides=overrides))
+    config = load_config(tmp_path / "out" / "config.yaml")
+    assert (config.data.tokenizer, config.data.seq_length, config.model.hidden_dropout) == ("bytes", 8, 0.25)
+    assert native.read(tmp_path / "out", {}).read("embedding.word_embeddings.weight").shape == (384, 32)

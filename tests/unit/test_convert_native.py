@@ -1,0 +1,227 @@
+"""A run's checkpoint in another layout on the disk is the same run: its weights, moments, counters and config."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from megatron_lite.checkpoint.convert import native
+from megatron_lite.checkpoint.convert.driver import Request, convert
+from megatron_lite.checkpoint.directory import resolve
+from megatron_lite.checkpoint.layout import LAYOUT_FILE, dump_layout, read_layout
+from megatron_lite.checkpoint.store import verify
+from megatron_lite.config.load import load_config
+from megatron_lite.config.schema import Config
+from megatron_lite.errors import CheckpointError, ConfigError
+from megatron_lite.training.checkpointing import save_run
+from megatron_lite.training.initialize import finalize_megatron, initialize_megatron
+from megatron_lite.training.setup import setup_model_and_optimizer
+from megatron_lite.training.step import train_step
+from tests.e2e.tiny import model_with_biases, portion, tiny_config
+
+MODELS = {"gpt": "fp32", "codegeex": "bf16", "llama": "fp16"}
+
+
+def quiet(line: str) -> None:
+    """Nothing is said."""
+
+
+def train(folder: Path, model: str, **changes) -> Path:
+    """A run of two steps with its checkpoint."""
+    config = tiny_config(model, run__dir=str(folder), model__num_layers=4, **changes)
+    ctx, rng = initialize_megatron(config)
+    run = setup_model_and_optimizer(config, ctx, rng, model_with_biases)
+    for _ in range(2):
+        train_step(run, portion(run))
+    save_run(run, quiet)
+    finalize_megatron()
+    return folder
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def run(request, tmp_path_factory):
+    return train(tmp_path_factory.mktemp("run"), request.param, train__precision=MODELS[request.param])
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory):
+    return train(tmp_path_factory.mktemp("run"), "gpt", train__precision="bf16")
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    """Tensor files of a checkpoint but the random streams, by name."""
+    newest = resolve(folder)
+    return {str(path.relative_to(newest)): path.read_bytes() for path in newest.glob("*/[mo]*.safetensors")}
+
+
+def edited(folder: Path, **changes) -> None:
+    """Changes fields of a layout.json, with the right checksum."""
+    newest = resolve(folder)
+    layout = read_layout(newest).model_copy(update=changes)
+    (newest / LAYOUT_FILE).write_text(dump_layout(layout))
+
+
+def config_of(folder: Path) -> dict:
+    return read_layout(resolve(folder)).config
+
+
+def test_there_and_back_is_the_same_to_the_byte(run, tmp_path):
+    """Masters and moments too: one that was lost, or cut across query, key and value, would not come back."""
+    convert(Request(run, tmp_path / "wide", tensor=4, pipeline=2), quiet)
+    assert verify(resolve(tmp_path / "wide"), read_layout(resolve(tmp_path / "wide"))) == []
+    convert(Request(tmp_path / "wide", tmp_path / "odd", tensor=2, pipeline=3), quiet)
+    convert(Request(tmp_path / "odd", tmp_path / "back"), quiet)
+    assert files(tmp_path / "back") == files(run)
+    before, after = read_layout(resolve(run)), read_layout(resolve(tmp_path / "back"))
+    assert (after.iteration, after.state, after.tensors) == (before.iteration, before.state, before.tensors)
+    assert not list(resolve(tmp_path / "back").glob("*/rng*"))
+
+
+def test_files_are_those_that_ranks_of_the_layout_would_write(run, tmp_path):
+    """Each rank's file has its cut of every tensor of its stage, the tied copy on the last one too."""
+    convert(Request(run, tmp_path / "wide", tensor=2, pipeline=2), quiet)
+    newest, layout = resolve(tmp_path / "wide"), read_layout(resolve(run))
+    whole = load_file(resolve(run) / "mp_rank_00" / "model.safetensors")
+    held = {path.name: load_file(path / "model.safetensors") for path in newest.glob("mp_rank_*")}
+    assert sorted(held) == ["mp_rank_00_000", "mp_rank_00_001", "mp_rank_01_000", "mp_rank_01_001"]
+    for place, tensors in held.items():
+        for name, tensor in tensors.items():
+            source = name if name in whole else "embedding.word_embeddings.weight"
+            cut = layout.tensors[source].shard.split(whole[source], int(place[8:10]), 2)
+            assert torch.equal(tensor, cut), (place, name)
+    assert "decoder.layers.1.mlp.linear_fc2.weight" in held["mp_rank_00_000"]
+    assert "decoder.layers.2.mlp.linear_fc2.weight" in held["mp_rank_00_001"]
+    assert all(("output_layer.weight" in tensors) == place.endswith("1") for place, tensors in held.items())
+
+
+def test_the_config_is_the_runs_in_the_new_layout(small, tmp_path):
+    """What config.yaml says is what layout.json says, and pretrain takes it."""
+    convert(Request(small, tmp_path / "out", tensor=2, pipeline=2), quiet)
+    config = load_config(tmp_path / "out" / "config.yaml")
+    assert config.model_dump(mode="json") == config_of(tmp_path / "out")
+    before = Config.model_validate(config_of(small), strict=False)
+    assert (config.parallel.tensor, config.parallel.pipeline, config.run.dir) == (2, 2, str(tmp_path / "out"))
+    assert (config.model, config.optim, config.data) == (before.model, before.optim, before.data)
+
+
+def test_settings_that_only_the_old_layout_could_have_are_taken_back(tmp_path):
+    """Interleaved chunks, uneven stages, sequence parallelism of a length that does not divide, a batch that follows
+    from the number of replicas: as they were, the new layout would not start or would not be the same run."""
+    folder = train(tmp_path / "run", "gpt", data__seq_length=15, train__global_batch_size=0)
+    fields = config_of(folder)
+    fields["parallel"] |= {"pipeline": 2, "virtual_pipeline": 2, "schedule": "interleaved"}
+    fields["parallel"] |= {"pipeline_layout": [1, 1, 1, 1], "sequence": True}
+    layout = read_layout(resolve(folder))
+    edited(folder, config=fields, grid=type(layout.grid)(dp=3))
+    convert(Request(folder, tmp_path / "out", tensor=2, pipeline=2), quiet)
+    after = Config.model_validate(config_of(tmp_path / "out"), strict=False)
+    assert (after.parallel.virtual_pipeline, after.parallel.schedule) == (1, "1f1b")
+    assert (after.parallel.pipeline_layout, after.parallel.sequence) == ("even", False)
+    assert after.train.global_batch_size == 3
+
+
+def test_fields_of_the_config_can_be_set(small, tmp_path):
+    """A run that moves to another machine has its data elsewhere."""
+    convert(Request(small, tmp_path / "out", overrides=["data.paths=[x]", "model.hidden_dropout=0.5"]), quiet)
+    config = config_of(tmp_path / "out")
+    assert config["data"]["paths"] == ["x"] and config["model"]["hidden_dropout"] == 0.5
+
+
+def test_weights_alone_are_a_start_for_another_run(small, tmp_path):
+    """Without --weights-only an optimizer's state would not fit the new precision."""
+    convert(Request(small, tmp_path / "out", weights_only=True, dtype="fp32", tensor=2), quiet)
+    layout, config = read_layout(resolve(tmp_path / "out")), load_config(tmp_path / "out" / "config.yaml")
+    assert layout.state == {} and {kind for tensor in layout.tensors.values() for kind in tensor.values} == {"weight"}
+    assert config.train.precision == "fp32" and config.checkpoint.load_weights == str(tmp_path / "out")
+    assert config.run.dir != str(tmp_path / "out")
+    first, second = native.read(small, {}), native.read(tmp_path / "out", {})
+    assert all(torch.equal(first.read(name).float(), second.read(name)) for name in first.tensors)
+    convert(Request(tmp_path / "out", tmp_path / "again", dtype="bf16"), quiet)  # there is no state to be lost
+    assert files(tmp_path / "again").keys() == {"mp_rank_00/model.safetensors"}
+
+
+def test_a_number_format_that_does_not_fit_the_optimizer_is_bad_usage(small, tmp_path):
+    with pytest.raises(ConfigError, match=r"--dtype changes the weights, .* add --weights-only"):
+        convert(Request(small, tmp_path / "out", dtype="fp32"), quiet)
+
+
+def test_a_layout_that_cannot_run_is_bad_usage(small, tmp_path):
+    """The message is the one that pretrain would give."""
+    with pytest.raises(ConfigError, match=r"parallel.tensor is 3, which does not divide model.num_heads \(4\)"):
+        convert(Request(small, tmp_path / "out", tensor=3), quiet)
+    with pytest.raises(ConfigError, match=r"the stages of .* every stage between the first and the last needs one"):
+        convert(Request(small, tmp_path / "out", pipeline=8), quiet)
+
+
+@pytest.mark.parametrize("path", ["", "checkpoints", "checkpoints/iter_0000002"])
+def test_it_is_recognised_by_any_of_its_folders(small, path):
+    assert native.recognise(small / path) and native.read(small / path, {}).iteration == 2
+
+
+def test_other_folders_are_not_ours(small, tmp_path):
+    assert not native.recognise(tmp_path) and not native.recognise(small / "nothing")
+    assert not native.recognise(small / "checkpoints" / "iter_0000002" / LAYOUT_FILE)
+
+
+def test_numbers_of_each_replica_are_refused(small, tmp_path):
+    """Local SGD: one of four Adam states is not the run's."""
+    folder = copied(small, tmp_path)
+    layout = read_layout(resolve(folder))
+    name, tensor = next(iter(layout.tensors.items()))
+    value = tensor.values["exp_avg"]
+    pieces = tuple(piece.model_copy(update={"dp": 0}) for piece in value.pieces)
+    own = {**tensor.values, "exp_avg": value.model_copy(update={"pieces": pieces})}
+    changed = {**layout.tensors, name: tensor.model_copy(update={"values": own})}
+    edited(folder, tensors=changed, grid=type(layout.grid)(dp=2))
+    with pytest.raises(
+        CheckpointError, match=r"each of 2 data-parallel ranks had exp_avg of its own .* --weights-only"
+    ):
+        convert(Request(folder, tmp_path / "out"), quiet)
+    assert not (tmp_path / "out").exists()
+    convert(Request(folder, tmp_path / "out", weights_only=True), quiet)
+
+
+def copied(source: Path, target: Path) -> Path:
+    return Path(shutil.copytree(source, target / "copy"))
+
+
+def test_a_tensor_with_a_gap_is_refused(small, tmp_path):
+    """Memory that nobody filled would become weights."""
+    folder = copied(small, tmp_path)
+    layout = read_layout(resolve(folder))
+    name, tensor = next(iter(layout.tensors.items()))
+    value = tensor.values["weight"]
+    pieces = (value.pieces[0].model_copy(update={"end": 8}),)
+    values = {**tensor.values, "weight": value.model_copy(update={"pieces": pieces})}
+    edited(folder, tensors={**layout.tensors, name: tensor.model_copy(update={"values": values})})
+    with pytest.raises(CheckpointError, match=f"weight of {name} has 8 of its 8,192 elements"):
+        convert(Request(folder, tmp_path / "out"), quiet)
+
+
+def test_another_model_than_the_tensors_is_refused(small, tmp_path):
+    with pytest.raises(CheckpointError, match=r"decoder.layers.4.* are not as the model section of the config says"):
+        native.read(small, {"num_layers": 5})
+    with pytest.raises(CheckpointError, match=r"linear_qkv.* are not as the model section"):
+        convert(Request(small, tmp_path / "out", overrides=["model.num_query_groups=2"]), quiet)
+
+
+def test_a_config_that_is_not_ours_is_refused(small, tmp_path):
+    folder = copied(small, tmp_path)
+    edited(folder, config={"model": {"colour": "blue"}})
+    with pytest.raises(CheckpointError, match=r"the config in its layout.json is not one of ours: .*model.colour"):
+        native.read(folder, {})
+
+
+def test_the_tokenizer_of_a_run_is_found(small, tmp_path):
+    """It goes along to Hugging Face."""
+    for name in ("vocab.json", "merges.txt"):
+        (tmp_path / name).write_text(json.dumps({}))
+    spec = f"gpt2:{tmp_path}/vocab.json,{tmp_path}/merges.txt"
+    folder = copied(small, tmp_path)
+    fields = config_of(folder)
+    fields["data"]["tokenizer"] = spec
+    edited(folder, config=fields)
+    assert native.read(folder, {}).tokenizer == {name: tmp_path / name for name in ("vocab.json", "merges.txt")}
