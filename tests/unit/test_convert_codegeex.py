@@ -275,6 +275,8 @@ def test_a_vocabulary_that_is_not_given_is_all_rows(tmp_path):
     [
         ({"num_heads": -4}, r"describes no model of ours; model.num_heads: .* \(got -4\)"),
         ({"num_heads": 4, "num_layers": 3}, "missing: .*layers.2"),
+        ({"num_heads": 5}, r"query.weight is \[32, 32\], expected \[30, 32\]"),
+        ({"num_heads": 100}, r"query.weight is \[32, 32\], expected \[0, 32\]"),
     ],
 )
 def test_given_fields_must_fit(tmp_path, given, message):

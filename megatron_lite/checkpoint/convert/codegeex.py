@@ -123,10 +123,14 @@ def write(
             place[key] = torch.empty(shard.local_shape(shape, tensor), dtype=dtypes[name])
     with ExitStack() as stack:
         writers = [stack.enter_context(TorchWriter(path / name, {"module": module})) for name in names]
-        for name, recipe in recipes.items():
-            foreign_tensors = recipe.split(checkpoint.read(name))
-            for foreign, whole, shard in zip(recipe.names, foreign_tensors, recipe.shards, strict=True):
+
+        def write_tensor(name: str, recipe: Recipe) -> None:
+            wholes = recipe.split(checkpoint.read(name))
+            for foreign, whole, shard in zip(recipe.names, wholes, recipe.shards, strict=True):
                 write_cuts(writers, f"module.{foreign}", whole, shard, dtype=dtypes[name], progress=progress)
+
+        for name, recipe in recipes.items():
+            write_tensor(name, recipe)
         for writer in writers:
             writer.close()
 

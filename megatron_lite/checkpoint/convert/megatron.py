@@ -148,11 +148,16 @@ def write(
                 writer = TorchWriter(place / "model_optim_rng.pt", {**content, "model": tensors})
                 writers.append(stack.enter_context(writer))
             for theirs, ours in names.items():
-                whole, padded = checkpoint.read(ours), rows if ours in VOCABULARY_TABLES else None
-                if padded is None:
-                    (whole,) = recipes[theirs].split(whole)
-                key, shard = f"model.{theirs}", recipes[theirs].shards[0]
-                write_cuts(writers, key, whole, shard, dtype=dtypes[ours], progress=progress, rows=padded)
+                resized = ours in VOCABULARY_TABLES
+                write_cuts(
+                    writers,
+                    f"model.{theirs}",
+                    checkpoint.read(ours) if resized else recipes[theirs].split(checkpoint.read(ours))[0],
+                    recipes[theirs].shards[0],
+                    dtype=dtypes[ours],
+                    progress=progress,
+                    rows=rows if resized else None,
+                )
             for writer in writers:
                 writer.close()
     write_durably(path / TRACKER_FILE, (str(checkpoint.iteration) if checkpoint.iteration else "release").encode())
@@ -265,11 +270,38 @@ def _model(
     if not args:
         notes.append("it has no arguments; sizes are from its tensors, the rest as given or by default")
     model = model_of(folder, fields)
+    _check_sizes(folder, model, cuts)
     if model.vocab_size > rows:
         raise CheckpointError(
             f"{folder}: model.vocab_size is {model.vocab_size}, but its tensors have {rows} rows; give the right one"
         )
     return model, notes
+
+
+def _check_sizes(folder: Path, model: ModelConfig, cuts: Mapping[str, Cuts]) -> None:
+    """They are the tensors': a model of any other size may be too large to even describe."""
+    told = _fields_of_shapes(cuts, pipelined=True)
+    sizes = {"num_layers": model.num_layers, "hidden_size": model.hidden_size, "ffn_hidden_size": model.ffn_size}
+    if model.position == "learned":
+        sizes["max_position_embeddings"] = model.max_position_embeddings
+    problems = [
+        f"model.{name} is {size}, not {told[name]}" for name, size in sizes.items() if told.get(name, size) != size
+    ]
+    attention = {
+        "linear_proj": (Shard(1), -1, model.num_heads),
+        "linear_qkv": (Shard(0), 0, model.num_heads + 2 * model.query_groups),
+    }
+    for module, (shard, dim, heads) in attention.items():
+        cut = cuts.get(f"decoder.layers.0.self_attention.{module}.weight")
+        if cut and cut.shape(shard)[dim] != heads * model.head_size:
+            problems.append(
+                f"model.num_heads {model.num_heads}, num_query_groups {model.query_groups} and head_dim "
+                f"{model.head_size} do not make the {cut.shape(shard)[dim]} rows or columns of {module}"
+            )
+    if problems:
+        raise CheckpointError(
+            f"{folder}: its arguments, or what was given, do not fit its tensors; {first_of(problems)}"
+        )
 
 
 def _fields_of_shapes(cuts: Mapping[str, Cuts], pipelined: bool) -> dict[str, Any]:

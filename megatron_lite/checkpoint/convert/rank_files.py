@@ -1,6 +1,7 @@
 """A model cut over tensor-parallel ranks with a torch file for each: whole tensors out of the cuts, and back."""
 
 from collections.abc import Callable, Mapping, Sequence
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -98,11 +99,14 @@ def write_cuts(
 ) -> None:
     """Each tensor-parallel rank's piece goes into its file; with `rows`, of the tensor with zeros to that many."""
     for rank, writer in enumerate(writers):
-        if rows is None:
-            piece = shard.split(whole, rank, len(writers))
-        else:
-            share = rows // len(writers)
-            piece = whole[rank * share : (rank + 1) * share]
-            piece = F.pad(piece, (0, 0, 0, share - len(piece)))
-        writer.write(name, piece.to(dtype))
-        progress(piece.numel() * dtype.itemsize)
+        writer.write(name, _piece(whole, shard, rank, len(writers), rows).to(dtype))
+        shape = whole.shape if rows is None else (rows, *whole.shape[1:])
+        progress(prod(shard.local_shape(shape, len(writers))) * dtype.itemsize)
+
+
+def _piece(whole: Tensor, shard: Shard, rank: int, size: int, rows: int | None) -> Tensor:
+    if rows is None:
+        return shard.split(whole, rank, size)
+    piece = whole[rank * rows // size : (rank + 1) * rows // size]
+    lacking = rows // size - len(piece)
+    return F.pad(piece, (0, 0, 0, lacking)) if lacking else piece

@@ -170,8 +170,11 @@ class TorchWriter:
         self.path = path
         with explained("writing", path):
             path.open("xb").close()
-            with torch.serialization.skip_data():
-                torch.save(content, path)
+            try:
+                with torch.serialization.skip_data():
+                    torch.save(content, path)
+            except RuntimeError as error:  # what torch's own code makes of an error of the system
+                raise CheckpointError(f"{path}: writing failed: {error}. Check the disk, and run again") from error
             self._file = path.open("r+b", buffering=0)
         self._layout = TorchFile(path)
         self._tensors = flatten(self._layout.content, path)

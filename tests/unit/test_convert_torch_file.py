@@ -1,0 +1,451 @@
+"""torch's files: read as torch reads them, but without running what is in them, and without their size in memory."""
+
+import argparse
+import errno
+import os
+import pickle
+import resource
+import signal
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_lite.checkpoint.convert import codegeex, megatron, torch_file
+from megatron_lite.checkpoint.convert.megatron_args import args_for
+from megatron_lite.checkpoint.convert.safe_pickle import StoredTensor
+from megatron_lite.checkpoint.convert.torch_file import TorchFile, TorchWriter, flatten
+from megatron_lite.errors import CheckpointError
+from tests.model_runs import random_weights, tiny
+from tests.unit.models_in_memory import assert_identical
+
+DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16)
+FORMATS = {"zip": True, "legacy": False}
+
+
+def saved(path, content, form="zip"):
+    torch.save(content, path, _use_new_zipfile_serialization=FORMATS[form])
+    return path
+
+
+def tensors_of(path):
+    """Every tensor of the file, read."""
+    file = TorchFile(path)
+    read = {}
+    for name, tensor in flatten(file.content, path).items():
+        read[name] = torch.empty(tensor.shape, dtype=tensor.dtype)
+        file.fill(read[name], tensor)
+    return read
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_tensors_are_those_that_torch_saved(tmp_path, form):
+    base = torch.randn(6, 8)
+    tensors = {str(dtype): (base * 40).to(dtype) for dtype in (*DTYPES, torch.int8, torch.uint8, torch.bool)}
+    tensors |= {
+        "view": base[2:4],
+        "columns": base[:, 1:5],
+        "transposed": base.t(),
+        "one_row": base[3:4],
+        "empty": base[:0],
+    }
+    content = {"nested": {"in.dots": {**tensors}, "parameter": torch.nn.Parameter(base)}, "list": [1], "text": "x"}
+    want = {f"nested.in.dots.{name}": tensor for name, tensor in tensors.items()} | {"nested.parameter": base}
+    path = saved(tmp_path / "a.pt", content, form)
+    assert_identical(tensors_of(path), want)
+    assert TorchFile(path).content["text"] == "x"
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_large_tensors_are_read_in_runs(tmp_path, monkeypatch, form):
+    """A run that is put into the wrong place, or left out."""
+    monkeypatch.setattr(torch_file, "CHUNK_BYTES", 100)
+    tensors = {"a": torch.randn(7, 9), "b": torch.randn(301), "wide": torch.randn(2, 3, 50)}
+    path = saved(tmp_path / "a.pt", tensors, form)
+    assert_identical(tensors_of(path), tensors)
+    file = TorchFile(path)
+    stored = file.content["a"]
+    assert file.equals(stored, tensors["a"]) and not file.equals(stored, tensors["a"] + torch.eye(7, 9)[6:] * 0.1)
+
+
+def test_what_is_not_a_tensor_or_plain_is_read_without_its_code(tmp_path):
+    class_of_megatron = argparse.Namespace(rank=1, nested=argparse.Namespace(deeper=2), dtype=torch.float32)
+    state = {
+        "args": class_of_megatron,
+        "rng": np.random.get_state(),
+        "cuda": [torch.get_rng_state()],
+        "enum": signal.SIGTERM,
+        "set": {1, 2},
+        "size": torch.Size([2, 3]),
+    }
+    content = TorchFile(saved(tmp_path / "a.pt", state)).content
+    assert content["args"]["rank"] == 1 and content["args"]["nested"] == {"deeper": 2}
+    assert content["size"] == (2, 3) and isinstance(content["cuda"][0], StoredTensor)
+    assert type(content["args"]["dtype"]).__name__ == "type" and not isinstance(content["enum"], int)
+
+
+class Calls:
+    """Pickles as a call of the function."""
+
+    def __init__(self, function, *args, state=None):
+        self.reduced = (function, args, state) if state is not None else (function, args)
+
+    def __reduce__(self):
+        return self.reduced
+
+
+class Setter:
+    """Has slots, and a state that would set them."""
+
+    __slots__ = ("value",)
+
+
+def touch(path):
+    Path(path).touch()
+
+
+def hostile_pickles(marker):
+    """What would create the marker if pickle had its way."""
+    command = f"import pathlib; pathlib.Path({marker!r}).touch()"
+    protocol_2 = {
+        "system": Calls(os.system, f"touch {marker}"),
+        "eval": Calls(eval, f"__import__('pathlib').Path({marker!r}).touch()"),
+        "exec": Calls(exec, command),
+        "own function": Calls(touch, marker),
+        "load from bytes": Calls(torch.storage._load_from_bytes, pickle.dumps(Calls(exec, command))),
+        "state of an object": Calls(Setter, state=(None, {"value": Calls(exec, command)})),
+    }
+    made = {name: pickle.dumps({"model": {"w": value}}, protocol=2) for name, value in protocol_2.items()}
+    made["getattr chain"] = (
+        b"cbuiltins\ngetattr\n(cbuiltins\n__import__\n(S'os'\ntRS'system'\ntR(S'touch " + marker.encode() + b"'\ntR."
+    )
+    made["old instruction for an instance"] = f"(S'touch {marker}'\nios\nsystem\n.".encode()
+    made["old instruction for an object"] = f"(cos\nsystem\nS'touch {marker}'\no.".encode()
+    made["module that is imported"] = b"chostile_module\nthing\n."
+    made["state of a function"] = b"ctorch._utils\n_rebuild_tensor_v2\n}S'__doc__'\nS'changed'\nsb."
+    made["state of a class"] = b"cargparse\nNamespace\n(N}S'__doc__'\nS'changed'\nstb."
+    made["extension"] = b"\x80\x02\x82\x01."
+    return made
+
+
+def with_pickle(path, data, form):
+    """A file of torch whose content is this pickle."""
+    if form == "legacy":
+        head = pickle.dumps(torch.serialization.MAGIC_NUMBER, 2) + pickle.dumps(1001, 2)
+        head += pickle.dumps({"little_endian": True}, 2)
+        path.write_bytes(head + data + pickle.dumps([], 2))
+        return path
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("archive/data.pkl", data)
+        archive.writestr("archive/version", "3\n")
+    return path
+
+
+@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize("name", hostile_pickles("x"))
+def test_nothing_in_a_file_runs(tmp_path, monkeypatch, name, form):
+    """A checkpoint from somewhere must not be able to do anything to who reads it."""
+    marker = tmp_path / "marker"
+    (tmp_path / "hostile_module.py").write_text(f"import pathlib; pathlib.Path({str(marker)!r}).touch()")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    data = hostile_pickles(str(marker))[name]
+    path = with_pickle(tmp_path / "a.pt", data, form)
+    try:
+        content = TorchFile(path).content
+        assert not flatten(content, path)
+    except CheckpointError as error:
+        assert "is damaged, or no file of torch.save" in str(error)
+    with pytest.raises(CheckpointError):
+        codegeex.read(path, {})
+    assert not codegeex.recognise(path)
+    assert not marker.exists() and "hostile_module" not in sys.modules
+    assert argparse.Namespace.__doc__ != "changed"
+
+
+def test_the_hostile_pickles_are_hostile(tmp_path):
+    """They do what they say where pickle has its way, or the test above would show nothing."""
+    marker = tmp_path / "marker"
+    for name in ("system", "eval", "exec", "getattr chain", "own function", "old instruction for an instance"):
+        pickle.loads(hostile_pickles(str(marker))[name])
+        assert marker.exists(), name
+        marker.unlink()
+
+
+@pytest.mark.parametrize(
+    "data, message",
+    [
+        (b"\x80\x02cos\nsystem\n)R)R.", "'Inert' object is not callable"),
+        (b"ctorch._utils\n_rebuild_tensor_v2\n}S'a'\nI1\nsb.", "it would change a function"),
+        (b"\x80\x05\x96\xff\xff\xff\xff\xff\x00\x00\x00.", "KeyError: 150"),  # asks for a terabyte
+        (b"\x80\x02r\xff\xff\xff\xff.", "IndexError"),  # for four billion places
+        (b"ctorch._utils\n_rebuild_tensor_v2\n(NI0\n(I2\nt(I1\ntI00\nNtR.", "a tensor's description is no such"),
+        (b"(S'storage'\nctorch\nFloatStorage\nS'0'\nS'cpu'\nI-1\ntQ.", "is not a plain storage"),
+        (b"", "EOFError"),
+    ],
+)
+def test_a_pickle_that_goes_wrong_is_a_damaged_file(tmp_path, data, message):
+    path = with_pickle(tmp_path / "a.pt", data, "zip")
+    with pytest.raises(CheckpointError, match=message):
+        TorchFile(path)
+
+
+def storage_of(numel, kind="FloatStorage", view="", key="0"):
+    """A persistent id of a storage, in pickle's oldest protocol with a binary instruction."""
+    return f"(S'storage'\nctorch\n{kind}\nS'{key}'\nS'cpu'\nI{numel}\n{view}tQ".encode()
+
+
+@pytest.mark.parametrize(
+    "tensor, message",
+    [
+        ((0, (4,), (1,)), ""),
+        ((1, (4,), (1,)), r"a tensor of shape \[4\] is larger than its storage"),
+        ((0, (1000000, 4), (0, 1)), "is larger than its storage"),  # a file of a few bytes would fill the memory
+        ((0, (-1,), (1,)), "a tensor's description is no such"),
+        ((0, (4, 1), (1,)), "zip"),
+    ],
+)
+def test_a_tensor_must_lie_in_its_storage(tmp_path, tensor, message):
+    """Or what is beside it in the file would be read for its numbers."""
+    offset, shape, stride = tensor
+
+    def tuple_of(numbers):
+        return b"(" + b"".join(f"I{number}\n".encode() for number in numbers) + b"t"
+
+    data = b"ctorch._utils\n_rebuild_tensor_v2\n(" + storage_of(4) + f"I{offset}\n".encode()
+    data += tuple_of(shape) + tuple_of(stride) + b"I00\nNtR."
+    path = tmp_path / "a.pt"
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("a/data.pkl", data)
+        archive.writestr("a/data/0", np.arange(4, dtype=np.float32).tobytes())
+    if not message:
+        target = torch.empty(4)
+        TorchFile(path).fill(target, TorchFile(path).content)
+        assert target.tolist() == [0, 1, 2, 3]
+        return
+    with pytest.raises(CheckpointError, match=message):
+        TorchFile(path)
+
+
+@pytest.mark.parametrize(
+    "entries, method, message",
+    [
+        ({"a/data.pkl": storage_of(4) + b"."}, zipfile.ZIP_STORED, "KeyError: 'a/data/0'"),
+        ({"a/data.pkl": storage_of(4) + b".", "a/data/0": bytes(15)}, zipfile.ZIP_STORED, "is not 16 plain bytes"),
+        ({"a/data.pkl": storage_of(4) + b".", "a/data/0": bytes(16)}, zipfile.ZIP_DEFLATED, "plain bytes"),
+        ({"a/data.pkl": b"N.", "a/byteorder": b"big"}, zipfile.ZIP_STORED, "its numbers are big-endian"),
+        ({"a/other": b""}, zipfile.ZIP_STORED, "StopIteration"),
+        ({"a/data.pkl": storage_of(4, "QUInt8Storage") + b"."}, zipfile.ZIP_STORED, "has an unknown number format"),
+        ({"a/data.pkl": storage_of(4, view="I1\n") + b"."}, zipfile.ZIP_STORED, "is not a plain storage"),
+    ],
+)
+def test_an_archive_that_is_not_as_torch_writes_it_is_said(tmp_path, entries, method, message):
+    path = tmp_path / "a.pt"
+    with zipfile.ZipFile(path, "w", method) as archive:
+        for name, data in entries.items():
+            archive.writestr(name, data)
+    with pytest.raises(CheckpointError, match=message):
+        TorchFile(path)
+
+
+def test_dicts_in_themselves_are_refused(tmp_path):
+    content: dict = {"model": {}}
+    content["model"]["again"] = content
+    with pytest.raises(CheckpointError, match="is a dict that is elsewhere in it too"):
+        tensors_of(saved(tmp_path / "a.pt", content))
+    with pytest.raises(CheckpointError, match=r"has two tensors a.b"):
+        tensors_of(saved(tmp_path / "a.pt", {"a.b": torch.ones(1), "a": {"b": torch.ones(1)}}))
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_a_file_that_is_missing_or_shrinks_is_said(tmp_path, form):
+    with pytest.raises(CheckpointError, match=r"a.pt: cannot be read: No such file"):
+        TorchFile(tmp_path / "a.pt")
+    path = saved(tmp_path / "a.pt", {"a": torch.ones(1000)}, form)
+    file = TorchFile(path)
+    os.truncate(path, 900)
+    with pytest.raises(CheckpointError, match=r"cannot be read: it ends .* bytes early; it changed while it was read"):
+        file.fill(torch.empty(1000), file.content["a"])
+    path.unlink()
+    with pytest.raises(CheckpointError, match="cannot be read: No such file"):
+        file.fill(torch.empty(1000), file.content["a"])
+
+
+@pytest.fixture(scope="module")
+def whole_files(tmp_path_factory):
+    """The bytes of checkpoints in each form, and how each is read."""
+    config = tiny(hidden_size=8, num_heads=2, vocab_size=5, padded_vocab_size=8, max_position_embeddings=3)
+    weights = random_weights(config, torch.float16)
+    args = args_for(config.model, tensor=1, pipeline=1, iteration=1, dtype=torch.float16)
+    place = tmp_path_factory.mktemp("fuzz") / "mp_rank_00"
+    place.mkdir()
+    content = {"args": args, "checkpoint_version": 3.0, "model": weights, "rng": np.random.get_state()[2:]}
+    files = {}
+    for form in FORMATS:
+        args.padded_vocab_size = 8
+        files[form] = saved(place / f"{form}.pt", content, form).read_bytes()
+    return place, files
+
+
+def read_everything(place):
+    """All of a Megatron checkpoint."""
+    checkpoint = megatron.read(place.parent, {})
+    for name in checkpoint.tensors:
+        checkpoint.read(name)
+
+
+@pytest.mark.parametrize("form", FORMATS)
+@given(data=st.data())
+def test_any_damage_is_an_error_of_the_checkpoint_or_other_numbers(whole_files, form, data):
+    """A traceback, or endless memory, where bits have flipped or a copy was cut off."""
+    place, files = whole_files
+    spoilt = bytearray(files[form])
+    # Where the structure is, not the numbers: the first and the last bytes, and pickled names.
+    for _ in range(data.draw(st.integers(0, 3), "flips")):
+        near_end = data.draw(st.booleans())
+        where = data.draw(st.integers(0, 6000))
+        where = len(spoilt) - 1 - where if near_end else where
+        spoilt[where % len(spoilt)] ^= 1 << data.draw(st.integers(0, 7))
+    if data.draw(st.booleans()):
+        spoilt = spoilt[: data.draw(st.integers(0, len(spoilt)))]
+    (place / "model_optim_rng.pt").write_bytes(spoilt)
+    try:
+        read_everything(place)
+    except CheckpointError as error:
+        assert str(place.parent) in str(error)
+
+
+def test_the_whole_file_of_the_test_above_is_read(whole_files):
+    place, files = whole_files
+    for data in files.values():
+        (place / "model_optim_rng.pt").write_bytes(data)
+        read_everything(place)
+
+
+def reserved(tensors):
+    return {name: torch.empty(tensor.shape, dtype=tensor.dtype) for name, tensor in tensors.items()}
+
+
+def test_torch_reads_what_was_written(tmp_path, monkeypatch):
+    """In any order, with what is beside the tensors, and with torch's own reader at its strictest."""
+    monkeypatch.setattr(torch_file, "CHUNK_BYTES", 64)
+    tensors = {str(dtype): (torch.randn(5, 7) * 40).to(dtype) for dtype in DTYPES}
+    path = tmp_path / "ä b.pt"
+    with TorchWriter(path, {"model": {"of.it": reserved(tensors)}, "iteration": 3}) as writer:
+        for name in reversed(tensors):
+            writer.write(f"model.of.it.{name}", tensors[name].t().contiguous().t())
+        writer.close()
+    for options in ({"mmap": True}, {"mmap": False}):
+        content = torch.load(path, weights_only=True, map_location="cpu", **options)
+        assert_identical(content["model"]["of.it"], tensors)
+        assert content["iteration"] == 3
+    assert_identical(tensors_of(path), {f"model.of.it.{name}": tensor for name, tensor in tensors.items()})
+
+
+def test_a_namespace_is_written_as_megatron_wants_it(tmp_path):
+    with TorchWriter(tmp_path / "a.pt", {"args": argparse.Namespace(a=1, dtype=torch.bfloat16)}) as writer:
+        writer.close()
+    args = torch.load(tmp_path / "a.pt", weights_only=False)["args"]
+    assert args == argparse.Namespace(a=1, dtype=torch.bfloat16)
+
+
+def test_a_tensor_that_did_not_come_is_noticed(tmp_path):
+    with TorchWriter(tmp_path / "a.pt", {"a": torch.empty(3), "b": torch.empty(3)}) as writer:
+        writer.write("a", torch.ones(3))
+        with pytest.raises(AssertionError, match="1 tensors did not come"):
+            writer.close()
+        with pytest.raises(AssertionError):
+            writer.write("b", torch.ones(4))
+
+
+def test_a_file_that_cannot_be_made_is_said(tmp_path):
+    with pytest.raises(CheckpointError, match=r"no/a.pt: writing failed: No such file or directory"):
+        TorchWriter(tmp_path / "no" / "a.pt", {"a": torch.empty(3)})
+
+
+def test_a_file_that_grows_too_large_for_the_disk_is_said(tmp_path):
+    """Both where torch lays it out, and where numbers are put in."""
+    before, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, before[1]))
+    try:
+        with pytest.raises(CheckpointError, match=r"a.pt: writing failed: .* Check the disk, and run again"):
+            TorchWriter(tmp_path / "a.pt", {"a": torch.empty(1 << 20)})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, handler)
+
+
+def test_a_full_disk_is_said(tmp_path):
+    class Full:
+        def seek(self, where):
+            pass
+
+        def write(self, data):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+        def close(self):
+            pass
+
+    with TorchWriter(tmp_path / "a.pt", {"a": torch.empty(3)}) as writer:
+        writer._file.close()
+        writer._file = Full()  # type: ignore[assignment]
+        with pytest.raises(CheckpointError, match=r"a.pt: writing failed: No space left on device. Free some space"):
+            writer.write("a", torch.ones(3))
+
+
+MEASURED = """
+import sys, torch
+from pathlib import Path
+from megatron_lite.checkpoint.convert import megatron
+from megatron_lite.config.schema import ModelConfig
+from megatron_lite.checkpoint.convert.recipe import Checkpoint, whole_table
+from megatron_lite.checkpoint.tensor_file import Spec
+
+def peak_bytes():
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return 1024 * int(next(line for line in lines if line.startswith("VmHWM")).split()[1])
+
+def restart():
+    Path("/proc/self/clear_refs").write_text("5")
+    return peak_bytes()
+
+model = ModelConfig(num_layers=6, hidden_size=512, num_heads=8, vocab_size=24000, tie_embeddings=False)
+table = whole_table(model)
+made = Checkpoint(
+    model, {n: Spec(torch.float32, m.shape) for n, m in table.items()}, lambda n: torch.ones(table[n].shape)
+)
+path = Path(sys.argv[2])
+(path / "small").mkdir(parents=True)
+small = ModelConfig(num_layers=1, hidden_size=8, num_heads=2, vocab_size=8)
+tiny = Checkpoint(small, {n: Spec(torch.float32, m.shape) for n, m in whole_table(small).items()},
+                  lambda n: torch.ones(whole_table(small)[n].shape))
+megatron.write(path / "small", tiny, tensor=2, pipeline=1, dtype=None, progress=lambda count: None)
+before = restart()
+if sys.argv[1] == "write":
+    megatron.write(path, made, tensor=2, pipeline=1, dtype=None, progress=lambda count: None)
+else:
+    checkpoint = megatron.read(path, {})
+    for name in checkpoint.tensors:
+        checkpoint.read(name)
+print(peak_bytes() - before)
+sizes = [torch.Size(m.shape).numel() * 4 for m in table.values()]
+print(max(sizes), sum(sizes))
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="the peak of a while is known on Linux alone")
+def test_memory_stays_below_twice_the_largest_tensor(tmp_path):
+    """A map that keeps what was touched, or a model built whole, needs as much as the file is large."""
+    for what in ("write", "read"):
+        command = [sys.executable, "-c", MEASURED, what, str(tmp_path / what)]
+        if what == "read":
+            (tmp_path / "write" / "release").rename(tmp_path / what)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+        peak, largest, total = map(int, done.stdout.split())
+        assert total > 3.4 * largest
+        assert 0.9 * largest < peak < 2 * largest, what
