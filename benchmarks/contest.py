@@ -3,7 +3,9 @@ own, so that noise is the same for all."""
 
 import argparse
 import os
+import random
 import resource
+import statistics
 import time
 import warnings
 from collections.abc import Callable
@@ -84,6 +86,26 @@ def take_turns(contestants: dict[str, Contestant], rounds: int) -> None:
             if round_number < 2:
                 contestant.seconds.clear()
                 print(f"{name}: loss {loss:.5f} in step {round_number + 1}", flush=True)
+
+
+def timed_in_turns(contestants: dict[str, Callable[[], object]], rounds: int) -> dict[str, float]:
+    """Median seconds of each contestant, in this process; in another order every round, because one that fills the
+    disk's caches makes the next one slow."""
+    seconds: dict[str, list[float]] = {name: [] for name in contestants}
+    order = random.Random(0)
+    for _ in range(rounds):
+        for name in order.sample(list(contestants), len(contestants)):
+            started = time.perf_counter()
+            contestants[name]()
+            seconds[name].append(time.perf_counter() - started)
+    return {name: statistics.median(values) for name, values in seconds.items()}
+
+
+def print_table(title: str, first: str, medians: dict[str, float]) -> None:
+    """Seconds, and as ratios to the first."""
+    print(f"\n{title}\n{'':34}{'seconds':>10}{'time / first':>14}")
+    for name, value in medians.items():
+        print(f"{name:34}{value:10.4f}{value / medians[first]:14.2f}")
 
 
 def gpt_config(shape: dict[str, int], *changes: str) -> Any:

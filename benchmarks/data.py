@@ -9,33 +9,15 @@ standard library with a sentencepiece model trained on it (bar: two workers at l
 """
 
 import argparse
-import statistics
 import sysconfig
 import tempfile
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
+from contest import print_table, timed_in_turns
 
 SEED = 1234
-
-
-def take_turns(contestants: dict[str, Callable[[], object]], rounds: int) -> dict[str, float]:
-    """Median seconds of each contestant."""
-    seconds: dict[str, list[float]] = {name: [] for name in contestants}
-    for _ in range(rounds):
-        for name, run in contestants.items():
-            started = time.perf_counter()
-            run()
-            seconds[name].append(time.perf_counter() - started)
-    return {name: statistics.median(values) for name, values in seconds.items()}
-
-
-def print_table(title: str, first: str, medians: dict[str, float]) -> None:
-    print(f"\n{title}\n{'':34}{'seconds':>10}{'time / first':>14}")
-    for name, value in medians.items():
-        print(f"{name:34}{value:10.4f}{value / medians[first]:14.2f}")
 
 
 def index_tables(num_documents: int, rounds: int) -> None:
@@ -68,9 +50,9 @@ def index_tables(num_documents: int, rounds: int) -> None:
         assert np.array_equal(compiled(), numpy_only())
         title = f"{num_documents:,} documents of {lengths.mean():,.0f} tokens, samples of {seq_length:,}"
         first = "sample index, megatron-core"
-        print_table(title, first, take_turns({first: compiled, "sample index, ours": numpy_only}, rounds))
+        print_table(title, first, timed_in_turns({first: compiled, "sample index, ours": numpy_only}, rounds))
         first = "all three indices, megatron-core"
-        print_table(title, first, take_turns({first: whole_theirs, "all three indices, ours": whole_ours}, rounds))
+        print_table(title, first, timed_in_turns({first: whole_theirs, "all three indices, ours": whole_ours}, rounds))
 
 
 def preprocess_table(copies: int, rounds: int) -> None:
@@ -95,7 +77,7 @@ def preprocess_table(copies: int, rounds: int) -> None:
                 )
             )
 
-        medians = take_turns({f"{n} worker{'s' * (n > 1)}": contestant(n) for n in (1, 2)}, rounds)
+        medians = timed_in_turns({f"{n} worker{'s' * (n > 1)}": contestant(n) for n in (1, 2)}, rounds)
     megabytes = reports[0].text_bytes / 1e6
     title = f"preprocess, {reports[0].num_documents:,} documents, {megabytes:.0f} MB, sentencepiece"
     print_table(title, "1 worker", medians)

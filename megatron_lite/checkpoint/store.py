@@ -5,6 +5,7 @@ rank add layout.json, rename the folder and replace the tracker: at every instan
 """
 
 import shutil
+from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from datetime import datetime, timezone
@@ -37,7 +38,8 @@ from megatron_lite.parallel.context import ParallelContext
 from megatron_lite.parallel.grid import Grid
 from megatron_lite.parallel.shard import Held, ParamTable
 
-RESIDENT_BYTES = 64 << 20  # of mapped files, until their memory is given back
+BLOCKS_AHEAD = 8
+RESIDENT_BYTES = 16 << 20  # of mapped files, until their memory is given back
 
 
 @dataclass(frozen=True)
@@ -243,10 +245,7 @@ def _read(
         config=config,
     )
     with Opened(folder, layout) as opened:
-        for held, moves in plan:
-            flat = held.values.detach().view(-1)
-            for move in moves:
-                opened.fill(flat, move)
+        opened.fill_all((held.values.detach().view(-1), moves) for held, moves in plan)
         rng = None
         name = _rng_file(mp_rank_folder(ctx.tp.rank, ctx.pp.rank, ctx.grid), _replica(ctx))
         if layout.grid == ctx.grid and name in layout.files:
@@ -287,10 +286,23 @@ class Opened:
         self._read_bytes += (rectangle.end - rectangle.offset) * stored.element_size()
         return rectangle.of(stored)
 
-    def fill(self, flat: Tensor, move: Move) -> None:
-        """Copies what a move says into flat memory."""
-        for block in move.blocks():
-            block.target.of(flat).copy_(self.view(block.piece, block.source))
+    def fill(self, flat: Tensor, moves: Iterable[Move]) -> None:
+        """Copies what the moves say into flat memory."""
+        self.fill_all([(flat, moves)])
+
+    def fill_all(self, wanted: Iterable[tuple[Tensor, Iterable[Move]]]) -> None:
+        """The same for many. What comes next is on its way from the disk meanwhile."""
+        ahead: deque[tuple[Tensor, Move]] = deque()
+        for flat, block in ((flat, block) for flat, moves in wanted for move in moves for block in move.blocks()):
+            self.file(block.piece.file).will_need(block.piece.key, block.source.offset, block.source.end)
+            ahead.append((flat, block))
+            if len(ahead) > BLOCKS_AHEAD:
+                self._copy(*ahead.popleft())
+        while ahead:
+            self._copy(*ahead.popleft())
+
+    def _copy(self, flat: Tensor, block: Move) -> None:
+        block.target.of(flat).copy_(self.view(block.piece, block.source))
 
 
 def _replica(ctx: ParallelContext) -> int:

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from math import prod
-from mmap import ACCESS_COPY, MADV_DONTNEED, mmap
+from mmap import ACCESS_COPY, MADV_DONTNEED, MADV_WILLNEED, PAGESIZE, mmap
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,7 +24,7 @@ from megatron_lite.checkpoint.layout import CHUNK_BYTES, DTYPE_NAMES, DTYPES, Fi
 from megatron_lite.errors import CheckpointError, DamagedCheckpoint
 
 # Data is handed to the disk while later data is still being copied into the page cache, so that the two overlap.
-FLUSH_BYTES = 64 << 20
+FLUSH_BYTES = 32 << 20
 
 ADVICE = {
     errno.ENOSPC: "Free some space, lower checkpoint.keep, or point run.dir to another disk",
@@ -157,7 +157,8 @@ class TensorFile:
         except OSError as error:
             raise CheckpointError(f"{path}: cannot be read: {error.strerror or error}. {use_another()}") from error
         try:
-            self._tensors = dict(_views(torch.frombuffer(self._map, dtype=torch.uint8), header))
+            self._memory = torch.frombuffer(self._map, dtype=torch.uint8)
+            self._tensors = dict(_views(self._memory, header))
             for key, listed in info.crc32.items():
                 assert len(listed) == -(-self._tensors[key].nbytes // CHUNK_BYTES)
         except (ValueError, TypeError, LookupError, RuntimeError, AttributeError, AssertionError) as error:
@@ -182,6 +183,14 @@ class TensorFile:
                 f"{use_another()}"
             )
         return header
+
+    def will_need(self, key: str, start: int, end: int) -> None:
+        """Elements `start` to `end` will be read soon: the system may begin to fetch them."""
+        tensor = self._tensors[key]
+        size, first = tensor.element_size(), tensor.data_ptr() - self._memory.data_ptr()
+        from_page = (first + start * size) // PAGESIZE * PAGESIZE
+        if from_page < (until := min(first + end * size, len(self._map))):
+            self._map.madvise(MADV_WILLNEED, from_page, until - from_page)
 
     def flat(self, key: str, numel: int, start: int, end: int) -> Tensor:
         """The whole tensor of `numel` elements, flattened, in pages of the file; elements `start` to `end` are checked,

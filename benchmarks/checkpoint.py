@@ -1,0 +1,173 @@
+"""Checkpoints against the disk and against torch.distributed.checkpoint, and what training waits for.
+
+The same bytes for everyone, in one process: weights and two moments of a model, in fp32. All contestants of a table
+take turns. `dd` writes (and waits for the disk, as all do) or reads them as one file, and is the bar: ours is to reach
+0.8 of its rate. Files are dropped from the page cache before they are read, as on a machine that has just come up.
+A background save is to stop training for less than a tenth of what a plain one does; it is measured from its second
+on, because the first gets the memory for the copy. Last, the most memory that loading takes beside the tensors it
+fills (bar: 0.2 times these), into the same layout and into one of four tensor-parallel cuts.
+
+    python benchmarks/checkpoint.py [--rounds 5] [--mb 1200] [--folder .]
+"""
+
+import argparse
+import os
+import subprocess
+import tempfile
+import time
+import warnings
+from pathlib import Path
+
+import torch
+import torch.distributed.checkpoint as dcp
+from contest import print_table, timed_in_turns
+
+from megatron_lite.checkpoint import store
+from megatron_lite.checkpoint.saver import Saver
+from megatron_lite.parallel.context import ParallelContext, solo
+from megatron_lite.parallel.grid import Grid
+from megatron_lite.parallel.shard import Held, ParamMeta, Shard
+
+HIDDEN = 1024
+
+
+def silent(line: str) -> None:
+    pass
+
+
+def state_of(megabytes: int) -> tuple[dict[str, ParamMeta], dict[str, dict[str, torch.Tensor]]]:
+    """Matrices of a model, each with two moments, together about so large."""
+    count = max(1, round(megabytes * 1e6 / (3 * 4 * 4 * HIDDEN * HIDDEN)))
+    shapes = {f"layers.{n}.{cut}": (4 * HIDDEN, HIDDEN) for n in range(count) for cut in ("up",)}
+    table = {name: ParamMeta(shape, Shard(number % 2), "normal") for number, (name, shape) in enumerate(shapes.items())}
+    return table, {
+        name: {kind: torch.randn(shape) for kind in ("weight", "exp_avg", "exp_avg_sq")}
+        for name, shape in shapes.items()
+    }
+
+
+def as_held(state: dict[str, dict[str, torch.Tensor]]) -> dict[str, dict]:
+    return {
+        "weights": {name: Held(kinds["weight"]) for name, kinds in state.items()},
+        "optimizer_state": {
+            name: {kind: Held(value) for kind, value in kinds.items() if kind != "weight"}
+            for name, kinds in state.items()
+        },
+    }
+
+
+def forget(folder: Path) -> None:
+    """Drops the folder's files from the page cache."""
+    for path in folder.rglob("*"):
+        if path.is_file():
+            descriptor = os.open(path, os.O_RDONLY)
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+            os.close(descriptor)
+
+
+def dd(*arguments: str) -> None:
+    subprocess.run(["dd", "bs=8M", *arguments], check=True, capture_output=True)
+
+
+class Benchmark:
+    """The contestants over one state."""
+
+    def __init__(self, folder: Path, megabytes: int):
+        self.ctx = ParallelContext.create(Grid(), torch.device("cpu"), 60)
+        self.table, self.state = state_of(megabytes)
+        self.bytes = sum(value.nbytes for kinds in self.state.values() for value in kinds.values())
+        self.folder, self.root = folder, folder / "ours"
+        self.rest = {"table": self.table, "rng": {}, "state": {}, "config": {}, "keep": 1}
+        self.saver = Saver(self.ctx, in_background=True, timeout_seconds=60)
+        self.iteration = 0
+
+    def save(self) -> None:
+        self.iteration += 1
+        store.save(self.root, self.iteration, ctx=self.ctx, **as_held(self.state), **self.rest)
+
+    def start_save(self) -> None:
+        """The part that training waits for."""
+        self.iteration += 1
+        self.saver.save(self.root, self.iteration, silent, must_be_done=False, **as_held(self.state), **self.rest)
+
+    def save_dcp(self) -> None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            dcp.save(self.state, checkpoint_id=self.folder / "dcp")
+
+    def save_dd(self) -> None:
+        dd("if=/dev/zero", f"of={self.folder / 'dd'}", "conv=fsync", f"count={self.bytes}", "iflag=count_bytes")
+
+    def load(self) -> None:
+        forget(self.root)
+        store.load(self.root, self.iteration, ctx=self.ctx, table=self.table, **as_held(self.state), config={})
+
+    def load_dcp(self) -> None:
+        forget(self.folder / "dcp")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            dcp.load(self.state, checkpoint_id=self.folder / "dcp")
+
+    def load_dd(self) -> None:
+        forget(self.folder)
+        dd(f"if={self.folder / 'dd'}", "of=/dev/null")
+
+    def peak_while_loading(self, tp: int) -> tuple[int, int]:
+        """Most bytes in memory beyond those of the tensors to fill, and these; a rank of `tp`."""
+        view = ParallelContext.at(Grid(tp=tp), tp - 1)
+        ctx = ParallelContext(**{**vars(view), "world": solo("world")})
+        cuts = {
+            name: {kind: self.table[name].shard.split(value, tp - 1, tp).clone() for kind, value in kinds.items()}
+            for name, kinds in self.state.items()
+        }
+        forget(self.root)
+        before = resident()
+        Path("/proc/self/clear_refs").write_text("5")
+        store.load(self.root, self.iteration, ctx=ctx, table=self.table, **as_held(cuts), config={})
+        return resident("VmHWM") - before, sum(value.nbytes for kinds in cuts.values() for value in kinds.values())
+
+
+def resident(line: str = "VmRSS") -> int:
+    status = Path("/proc/self/status").read_text()
+    return int(status.split(f"{line}:")[1].split()[0]) << 10
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--mb", type=int, default=1200, help="size of the checkpoint")
+    parser.add_argument("--folder", default=".", help="a folder on the disk to measure")
+    options = parser.parse_args()
+    torch.set_num_threads(2)
+    with tempfile.TemporaryDirectory(dir=options.folder) as folder:
+        run = Benchmark(Path(folder), options.mb)
+        size = f"{run.bytes / 1e6:,.0f} MB in {3 * len(run.table)} tensors"
+        print(f"torch {torch.__version__}, {size}, {options.rounds} rounds")
+        for warm_up in (run.save_dd, run.save, run.save_dcp, run.start_save):
+            warm_up()
+            run.saver.wait(silent)
+        saves = {"dd": run.save_dd, "megatron_lite": run.save, "torch.distributed.checkpoint": run.save_dcp}
+        print_table("Save", "dd", timed_in_turns(saves, options.rounds))
+        loads = {"dd": run.load_dd, "megatron_lite": run.load, "torch.distributed.checkpoint": run.load_dcp}
+        print_table("Load", "dd", timed_in_turns(loads, options.rounds))
+        stalls, saved = [], []
+        for _ in range(options.rounds):
+            started = time.perf_counter()
+            run.save()
+            saved.append(time.perf_counter() - started)
+            started = time.perf_counter()
+            run.start_save()
+            stalls.append(time.perf_counter() - started)
+            run.saver.wait(silent)
+        medians = {"plain save": sorted(saved)[len(saved) // 2], "background save": sorted(stalls)[len(stalls) // 2]}
+        print_table("What training waits for", "plain save", medians)
+        print("\nMost memory that loading takes beside the tensors it fills")
+        for tp in (1, 4):
+            beside, own = run.peak_while_loading(tp)
+            sizes = f"{beside / 1e6:5.0f} MB beside {own / 1e6:5.0f} MB"
+            print(f"into one of {tp} tensor-parallel cuts   {sizes}: {beside / own:.2f}")
+        run.saver.close(silent)
+
+
+if __name__ == "__main__":
+    main()
