@@ -11,10 +11,13 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from megatron_lite.checkpoint.convert import huggingface, native, tokenizer_files, verify
-from megatron_lite.checkpoint.convert.driver import Request, convert, recognised
+from megatron_lite.checkpoint.convert.driver import FORMATS, Request, convert, recognised
+from megatron_lite.checkpoint.convert.recipe import Checkpoint, whole_table
 from megatron_lite.checkpoint.directory import resolve
 from megatron_lite.checkpoint.layout import read_layout
+from megatron_lite.checkpoint.tensor_file import Spec
 from megatron_lite.config.load import load_config
+from megatron_lite.config.schema import ModelConfig
 from megatron_lite.data.train_tokenizer import train_sentencepiece
 from megatron_lite.errors import CheckpointError, ConfigError
 from tests.huggingface import VOCAB, gpt2, llama
@@ -138,6 +141,35 @@ def test_verify_compares_logits_with_transformers(tmp_path, build, dtype):
         Request(tmp_path / "ours", tmp_path / "moved", verify=True),
     ):
         assert lines_of(request)[1].startswith("verified: logits of 2 x 24 random tokens differ by at most ")
+
+
+@pytest.mark.parametrize("between", ["megatron-lite", "huggingface", "megatron"])
+def test_every_format_is_recognised_and_leads_to_every_other(source, tmp_path, between):
+    """Two readers that take the same folder for theirs would make it a matter of luck who reads it."""
+    lines_of(Request(source, tmp_path / "between", target_format=between, verify=True))
+    assert [name for name, module in FORMATS.items() if module.recognise(tmp_path / "between")] == [between]
+    for target_format in ("megatron-lite", "huggingface", "megatron"):
+        lines_of(Request(tmp_path / "between", tmp_path / target_format, target_format=target_format, verify=True))
+    lines_of(Request(tmp_path / "megatron", tmp_path / "back", target_format="huggingface"))
+    back, first = (load_file(folder / "model.safetensors") for folder in (tmp_path / "back", source))
+    assert back.keys() == first.keys() and all(torch.equal(back[name], first[name]) for name in first)
+
+
+def test_codegeex_goes_there_and_back(tmp_path):
+    """Its files do not say how many heads there are: the user does, and --verify knows."""
+    model = ModelConfig(
+        num_layers=2, hidden_size=32, num_heads=4, vocab_size=VOCAB, activation="quick_gelu", top_query_layer=True
+    )
+    tensors = {name: Spec(torch.float32, meta.shape) for name, meta in whole_table(model).items()}
+    checkpoint = Checkpoint(model, tensors, lambda name: 0.2 * torch.randn(tuple(tensors[name].shape)))
+    (tmp_path / "ours").mkdir()
+    options: dict = {"tensor": 1, "pipeline": 1, "dtype": None, "progress": lambda count: None}
+    native.write(tmp_path / "ours", checkpoint, home=tmp_path / "ours", settings={}, **options)
+    lines_of(Request(tmp_path / "ours", tmp_path / "theirs", target_format="codegeex", tensor=2, verify=True))
+    request = Request(tmp_path / "theirs", tmp_path / "back", verify=True, overrides=["model.num_heads=4"])
+    assert lines_of(request)[0] == f"{tmp_path}/theirs is a checkpoint of codegeex"
+    first, second = native.read(tmp_path / "ours", {}), native.read(tmp_path / "back", {})
+    assert all(torch.equal(first.read(name), second.read(name)) for name in tensors)
 
 
 @pytest.mark.parametrize("wrong", ["a number", "nan"])

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from megatron_lite.checkpoint.convert import codegeex, huggingface, native, verify
+from megatron_lite.checkpoint.convert import codegeex, huggingface, megatron, native, verify
 from megatron_lite.checkpoint.convert.grid_files import Numbers
 from megatron_lite.checkpoint.convert.native import Settings, WeightsOf
 from megatron_lite.checkpoint.convert.recipe import Checkpoint
@@ -28,7 +28,12 @@ from megatron_lite.errors import CheckpointError, ConfigError
 
 NATIVE = "megatron-lite"
 # In the order in which they are tried.
-FORMATS: dict[str, ModuleType] = {NATIVE: native, "huggingface": huggingface, "codegeex": codegeex}
+FORMATS: dict[str, ModuleType] = {
+    NATIVE: native,
+    "huggingface": huggingface,
+    "megatron": megatron,
+    "codegeex": codegeex,
+}
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 LAYOUT_FIELDS = ("tensor", "pipeline", "virtual_pipeline", "pipeline_layout")
 

@@ -1,0 +1,145 @@
+"""Converted checkpoints are what training and generation go on from."""
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+from megatron_lite.checkpoint import store
+from megatron_lite.checkpoint.convert.driver import Request, convert
+from megatron_lite.checkpoint.directory import resolve
+from megatron_lite.checkpoint.layout import read_layout
+from megatron_lite.checkpoint.store import verify
+from megatron_lite.config.schema import Config
+from megatron_lite.errors import CheckpointError
+from megatron_lite.model.build import get_model, named_params, param_table
+from megatron_lite.parallel.collectives import all_gather
+from megatron_lite.parallel.context import ParallelContext
+from megatron_lite.parallel.grid import Grid
+from megatron_lite.parallel.random import seed_everything
+from megatron_lite.parallel.shard import Held
+from megatron_lite.training.checkpointing import save_run
+from megatron_lite.training.initialize import finalize_megatron, initialize_megatron
+from megatron_lite.training.setup import setup_model_and_optimizer
+from megatron_lite.training.step import train_step
+from tests.e2e.command import make_corpus, run
+from tests.e2e.tiny import model_with_biases, portion, tiny_config
+from tests.huggingface import VOCAB, gpt2, llama, logits, tokens
+
+COMMON = {"train__global_batch_size": 12, "model__num_layers": 4, "train__iterations": 100}
+TP2_PP2 = {"parallel__tensor": 2, "parallel__pipeline": 2}
+
+
+def quiet(line: str) -> None:
+    """Nothing is said."""
+
+
+def visit(model: str, folder: str, source: str, steps: int, changes: dict) -> list[tuple[float, float]]:
+    """A run in `folder` that goes on from `source`, takes some steps and saves; their losses and norms."""
+    os.environ["TORCH_EXTENSIONS_DIR"] = folder + "-extensions"
+    config = tiny_config(model, run__dir=folder, checkpoint__load=source, **COMMON, **changes)
+    ctx, rng = initialize_megatron(config)
+    run = setup_model_and_optimizer(config, ctx, rng, model_with_biases)
+    reports = [train_step(run, portion(run)) for _ in range(steps)]
+    run.ddp.wait_for_params()
+    save_run(run, quiet)
+    finalize_megatron()
+    return [(report.loss, report.grad_norm) for report in reports]
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    newest = resolve(folder)
+    return {str(path.relative_to(newest)): path.read_bytes() for path in newest.glob("*/[mo]*.safetensors")}
+
+
+@pytest.mark.parametrize(
+    "model, precision, before",
+    [
+        ("codegeex", "bf16", (2, {"parallel__tensor": 2})),
+        ("gpt", "fp32", (2, {"optim__distributed": "true"})),
+        ("llama", "fp32", (2, {"parallel__ddp": "fsdp"})),
+    ],
+)
+def test_a_run_converted_on_the_disk_goes_on_as_one_that_is_resharded_on_load(
+    ranks, tmp_path, model, precision, before
+):
+    """The same bits in every file, so the same losses: what was shared out over replicas, or cut, is whole again."""
+    size, changes = before
+    changes = {**changes, "train__precision": precision}
+    ranks(size, visit, model, str(tmp_path / "run"), "", 2, changes)
+    local = ["parallel.ddp=local", "optim.distributed=false"]
+    convert(Request(tmp_path / "run", tmp_path / "disk", tensor=2, pipeline=2, overrides=local), quiet)
+    after = {**TP2_PP2, "train__precision": precision}
+    on_load = ranks(4, visit, model, str(tmp_path / "a"), str(tmp_path / "run"), 0, after)
+    assert files(tmp_path / "disk") == files(tmp_path / "a")
+    on_load = ranks(4, visit, model, str(tmp_path / "b"), str(tmp_path / "run"), 2, after)
+    on_disk = ranks(4, visit, model, str(tmp_path / "c"), str(tmp_path / "disk"), 2, after)
+    assert on_disk == on_load
+    assert ranks(4, visit, model, str(tmp_path / "disk"), "", 2, after) == on_load  # as its own run.dir
+
+
+def test_replicas_that_differ_give_their_common_weights(ranks, tmp_path):
+    """Local SGD between two meetings."""
+    changes = {"sync__mode": "local_sgd", "sync__interval": 2}
+    ranks(2, visit, "gpt", str(tmp_path / "run"), "", 1, changes)
+    with pytest.raises(CheckpointError, match=r"each of 2 data-parallel ranks had \w+ of its own .* --weights-only"):
+        convert(Request(tmp_path / "run", tmp_path / "out"), quiet)
+    convert(Request(tmp_path / "run", tmp_path / "out", weights_only=True, tensor=2), quiet)
+    layout = read_layout(resolve(tmp_path / "out"))
+    assert layout.grid == Grid(tp=2) and layout.state == {}
+
+
+def logits_of_ranks(folder: str) -> torch.Tensor:
+    """Logits `[b, s, v]` of the model in a run's folder, loaded by the tensor-parallel ranks that it is for."""
+    newest = resolve(Path(folder))
+    config = Config.model_validate(read_layout(newest).config, strict=False)
+    ctx = ParallelContext.create(read_layout(newest).grid, torch.device("cpu"), 60)
+    (chunk,) = chunks = get_model(config, ctx, seed_everything(0, ctx), dtype=torch.float32)
+    weights = {name: Held(parameter.detach()) for name, parameter in named_params(chunks).items()}
+    store.load(
+        newest.parent,
+        0,
+        ctx=ctx,
+        table=param_table(chunks),
+        weights=weights,
+        optimizer_state={},
+        config=config.model_dump(mode="json"),
+    )
+    with torch.no_grad():
+        local = chunk.eval()(tokens())
+    return all_gather(local, ctx.tp, dim=-1).transpose(0, 1)[..., :VOCAB]
+
+
+@pytest.mark.parametrize("build, size", [(gpt2, 4), (llama, 2)])
+def test_ranks_that_load_a_model_of_transformers_compute_what_it_computes(ranks, tmp_path, build, size):
+    """fp32: 1e-4 on logits of size about 5 is the order of sums."""
+    theirs = build()
+    theirs.save_pretrained(tmp_path / "hf")
+    convert(Request(tmp_path / "hf", tmp_path / "ours", tensor=size), quiet)
+    for got in ranks(size, logits_of_ranks, str(tmp_path / "ours")):
+        assert_close(got, logits(theirs, tokens()), rtol=0, atol=1e-4)
+
+
+def test_the_command_line_from_transformers_to_training_and_back(tmp_path):
+    """What a user does with a published model: convert it, generate, train on, give it back, take it to more GPUs."""
+    gpt2(vocab_size=257, n_positions=32).save_pretrained(tmp_path / "hf")
+
+    def command(*arguments: str) -> str:
+        done = run(*arguments, cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    out = command("convert", "hf", "ours", "--tensor", "2", "data.tokenizer=bytes")
+    assert "hf (huggingface) -> " in out and len(out.splitlines()) == 2
+    assert verify(resolve(tmp_path / "ours"), read_layout(resolve(tmp_path / "ours"))) == []
+    assert command("generate", "--load", "ours", "--prompt", "ab", "--max-new-tokens", "2").startswith("ab")
+    data = [f"data.paths=[{make_corpus(tmp_path)}]", "train.iterations=2", "train.eval_iterations=0"]
+    out = command("pretrain", "--config", "ours/config.yaml", *data, "parallel.tensor=1", "log.tensorboard=false")
+    assert "loading weights from" in out
+    trained = tmp_path / "runs" / "ours"
+    convert(Request(trained, tmp_path / "exported", target_format="huggingface", verify=True), quiet)
+    convert(Request(trained, tmp_path / "wider", tensor=2), quiet)
+    out = command("pretrain", "--config", "wider/config.yaml", "train.iterations=3", "--nproc-per-node", "2")
+    assert "loading checkpoint from" in out and "saved checkpoint from iteration       3" in out
