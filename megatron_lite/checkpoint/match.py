@@ -7,12 +7,19 @@ from typing import Any
 
 from megatron_lite.checkpoint.layout import DTYPE_NAMES, WEIGHT, Layout
 from megatron_lite.checkpoint.reshard import Move, moves, rectangles
+from megatron_lite.config.schema import ModelConfig
 from megatron_lite.errors import CheckpointError
 from megatron_lite.model.build import WORD_EMBEDDINGS
 from megatron_lite.parallel.context import ParallelContext
 from megatron_lite.parallel.shard import Held, ParamTable, Shard
 
 SHOWN = 3  # tensors that a message lists
+DERIVED = {  # fields whose 0 stands for a property of ModelConfig
+    "num_query_groups": "query_groups",
+    "head_dim": "head_size",
+    "ffn_hidden_size": "ffn_size",
+    "padded_vocab_size": "padded_vocab",
+}
 # Fields of the model section that may change while training goes on: they are no part of what the weights mean.
 FREE = {"preset", "hidden_dropout", "mlp_dropout", "attention_dropout", "init_std", "attention", "fusion"}
 
@@ -122,18 +129,29 @@ def _another_model(folder: Path, problems: list[str], layout: Layout, config: Ma
 
 def _changed_keys(layout: Layout, config: Mapping[str, Any]) -> list[str]:
     """Fields of the model section that differ and matter."""
-    return _differing(layout, config, "model", [key for key in layout.config.get("model", {}) if key not in FREE])
+    saved, wanted = (_settled(section.get("model", {})) for section in (layout.config, config))
+    keys = [key for key in saved if key not in FREE]
+    return _differing({"model": saved}, {"model": wanted}, "model", keys)
+
+
+def _settled(model: Mapping[str, Any]) -> dict[str, Any]:
+    """Its fields, with the value where one follows from the others: a converted model states it, a config seldom."""
+    try:
+        known = ModelConfig.model_validate(model)
+    except ValueError:  # of a version with other fields
+        return dict(model)
+    return {**model, **{field: getattr(known, derived) for field, derived in DERIVED.items() if field in model}}
 
 
 def _set_back(layout: Layout, config: Mapping[str, Any]) -> str:
     """What to do about a run that has other numbers for each parameter than there are."""
-    keys = _differing(layout, config, "train", ["precision"])
-    keys += _differing(layout, config, "sync", ["mode", "delay", "outer_momentum"])
+    keys = _differing(layout.config, config, "train", ["precision"])
+    keys += _differing(layout.config, config, "sync", ["mode", "delay", "outer_momentum"])
     return f"Set {' and '.join(keys)} as it was, or take the weights alone with checkpoint.load_weights"
 
 
-def _differing(layout: Layout, config: Mapping[str, Any], section: str, keys: list[str]) -> list[str]:
-    saved, wanted = layout.config.get(section, {}), config.get(section, {})
+def _differing(before: Mapping[str, Any], now: Mapping[str, Any], section: str, keys: list[str]) -> list[str]:
+    saved, wanted = before.get(section, {}), now.get(section, {})
     return [
         f"{section}.{key} ({saved[key]} there, {wanted[key]} here)"
         for key in keys

@@ -86,3 +86,13 @@ def test_tensors_of_another_size_than_described_are_refused(root):
     assert (f"weight of {FC2} has 48 of the 72 elements that tensor-parallel rank 0 of 1 needs") in refused(
         root, **into
     )
+
+
+def test_what_follows_from_other_fields_is_the_same_model_when_it_is_said(root, tmp_path):
+    """A model from Hugging Face states all of it; its user's config does not."""
+    short = {"hidden_size": 4, "num_layers": 1, "num_heads": 2, "num_query_groups": 0, "head_dim": 0, "vocab_size": 7}
+    long = short | {"num_query_groups": 2, "head_dim": 2}
+    save(tmp_path, 1, one_process(), config={"model": long})
+    load(tmp_path, 1, one_process(), config={"model": short})
+    with pytest.raises(CheckpointError, match=r"Look at model.head_dim \(2 there, 4 here\)"):
+        load(tmp_path, 1, one_process(), config={"model": short | {"head_dim": 4}})
