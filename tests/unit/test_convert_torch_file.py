@@ -369,11 +369,11 @@ def test_a_file_that_cannot_be_made_is_said(tmp_path):
 
 
 def test_a_file_that_grows_too_large_for_the_disk_is_said(tmp_path):
-    """Both where torch lays it out, and where numbers are put in."""
+    """torch 2.8 says nothing then, and leaves the file without its end."""
     before, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, before[1]))
     try:
-        with pytest.raises(CheckpointError, match=r"a.pt: writing failed: .* Check the disk, and run again"):
+        with pytest.raises(CheckpointError, match=r"a.pt: writing failed: torch cannot lay out a file of this size"):
             TorchWriter(tmp_path / "a.pt", {"a": torch.empty(1 << 20)})
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)

@@ -173,10 +173,13 @@ class TorchWriter:
             try:
                 with torch.serialization.skip_data():
                     torch.save(content, path)
-            except RuntimeError as error:  # what torch's own code makes of an error of the system
-                raise CheckpointError(f"{path}: writing failed: {error}. Check the disk, and run again") from error
+                self._layout = TorchFile(path)
+            except (RuntimeError, DamagedCheckpoint) as error:  # torch's code tells an error of the system so, or not
+                raise CheckpointError(
+                    f"{path}: writing failed: torch cannot lay out a file of this size ({str(error).splitlines()[0]}). "
+                    "Check the disk, and run again"
+                ) from error
             self._file = path.open("r+b", buffering=0)
-        self._layout = TorchFile(path)
         self._tensors = flatten(self._layout.content, path)
 
     def write(self, name: str, tensor: Tensor) -> None:
