@@ -385,6 +385,10 @@ def test_what_we_do_not_compute_is_refused_by_name(tmp_path, changes):
         (lambda c: setattr(c["args"], "vocab_size", 200), "model.vocab_size is 200, but its tensors have 128 rows"),
         (lambda c: setattr(c["args"], "padded_vocab_size", 256), "say 256 rows of vocabulary, its tensors have 128"),
         (
+            lambda c: setattr(c["args"], "tensor_model_parallel_size", 2),
+            "say that tensor_model_parallel_size is 2, but here are 1; all are needed",
+        ),
+        (
             lambda c: c["model"].update({"decoder.layers.0.mlp.dense_h_to_4h.weight": torch.ones(128, 32)}),
             "dense_h_to_4h.weight, which is decoder.layers.0.mlp.linear_fc1.weight, but so has",
         ),
@@ -422,6 +426,17 @@ def test_missing_ranks_are_named(tmp_path):
     file.parent.rmdir()
     with pytest.raises(CheckpointError, match="2 tensor-parallel and 2 pipeline ranks, but not mp_rank_01_000"):
         megatron.read(tmp_path, {})
+
+
+def test_files_of_a_distributed_optimizer_of_2022_are_passed_over(tmp_path):
+    """Then the model was in model_rng.pt, and folders of data-parallel ranks looked like more of its ranks."""
+    weights = random_weights(GPT, torch.float32)
+    folder = written(tmp_path, GPT, weights=weights, tp=2, pp=2)
+    for place in sorted(folder.iterdir()):
+        (place / "model_optim_rng.pt").rename(place / "model_rng.pt")
+        (folder / f"{place.name}_000").mkdir()
+        torch.save({}, folder / f"{place.name}_000" / "optim.pt")
+    assert_identical(weights_of(megatron.read(tmp_path, {})), weights)
 
 
 @pytest.mark.parametrize(
@@ -481,3 +496,48 @@ def test_what_megatron_cannot_hold_is_refused(tmp_path, changes, layout, message
     with pytest.raises(ConfigError, match=message):
         exported(tmp_path, config, random_weights(config, torch.float32), **layout)
     assert not files_in(tmp_path)
+
+
+def test_arguments_are_those_that_megatron_reads(tmp_path):
+    """Names from its load_args_from_checkpoint and check_checkpoint_args; one that is not there would end its run."""
+    exported(tmp_path, LLAMA, random_weights(LLAMA, torch.float32), tensor=2, pipeline=2, iteration=5)
+    content = torch.load(tmp_path / "iter_0000005/mp_rank_01_001/model_optim_rng.pt", weights_only=False)
+    args = vars(content["args"])
+    want = {
+        "num_layers": 4,
+        "hidden_size": 32,
+        "ffn_hidden_size": 64,
+        "seq_length": 24,
+        "num_attention_heads": 8,
+        "num_query_groups": 4,
+        "group_query_attention": True,
+        "kv_channels": 4,
+        "max_position_embeddings": 24,
+        "position_embedding_type": "rope",
+        "add_position_embedding": False,
+        "use_rotary_position_embeddings": True,
+        "rotary_base": 5000.0,
+        "rotary_percent": 1.0,
+        "rotary_interleaved": False,
+        "add_bias_linear": False,
+        "add_qkv_bias": False,
+        "squared_relu": False,
+        "swiglu": True,
+        "untie_embeddings_and_output_weights": True,
+        "apply_layernorm_1p": False,
+        "normalization": "RMSNorm",
+        "apply_query_key_layer_scaling": False,
+        "attention_dropout": 0.0,
+        "hidden_dropout": 0.0,
+        "num_experts": None,
+        "make_vocab_size_divisible_by": 128,
+        "padded_vocab_size": 256,
+        "tokenizer_type": None,
+        "ckpt_format": "torch",
+        "tensor_model_parallel_size": 2,
+        "pipeline_model_parallel_size": 2,
+        "virtual_pipeline_model_parallel_size": None,
+        "expert_model_parallel_size": 1,
+    }
+    assert {name: args.get(name, "missing") for name in want} == want
+    assert content["iteration"] == 5 and content["checkpoint_version"] == 3.0

@@ -25,8 +25,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_lite.checkpoint.convert.megatron_args import args_for, check_model, fields_of, padded_rows
-from megatron_lite.checkpoint.convert.rank_files import Cuts, Progress, cuts_of, model_of, write_cuts
+from megatron_lite.checkpoint.convert.megatron_args import args_for, check_model, padded_rows
+from megatron_lite.checkpoint.convert.megatron_model import HEAD, LAYER, model_from
+from megatron_lite.checkpoint.convert.rank_files import Cuts, Progress, cuts_of, write_cuts
 from megatron_lite.checkpoint.convert.recipe import Checkpoint, Recipe, check_names, first_of, whole_table
 from megatron_lite.checkpoint.convert.torch_file import TorchFile, TorchWriter
 from megatron_lite.checkpoint.directory import TRACKER_FILE, write_durably
@@ -37,7 +38,6 @@ from megatron_lite.errors import CheckpointError
 from megatron_lite.model.build import WORD_EMBEDDINGS
 from megatron_lite.parallel.shard import ParamTable, Shard
 
-HEAD = "output_layer.weight"
 VOCABULARY_TABLES = (WORD_EMBEDDINGS, HEAD)
 VERSIONS = (0, 1.0, 2.0, 3.0)
 WRITTEN_VERSION = 3.0
@@ -61,7 +61,6 @@ SPELLINGS = [
         (r"\.mlp\.linear_fc1\.layer_norm_", ".pre_mlp_layernorm."),
     )
 ]
-LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")
 
 
 def recognise(path: Path) -> bool:
@@ -83,10 +82,10 @@ def read(path: Path, overrides: Mapping[str, Any]) -> Checkpoint:
     if version not in VERSIONS:
         raise CheckpointError(f"{folder}: its checkpoint_version is {version!r}, known are {VERSIONS}")
     cuts = _all_cuts(folder, stages)
-    args = content.get("args")
-    args = args if isinstance(args, dict) else {}
-    model, notes = _model(folder, cuts, args, overrides, pipelined=len(stages) > 1 or "model" not in content)
-    if model.tie_embeddings and (len(stages) > 1 or "model" not in content):
+    pipelined = len(stages) > 1 or "model" not in content
+    args = _args(folder, content, tensor=len(stages[0]), pipeline=len(stages))
+    model, notes = model_from(folder, cuts, args, overrides, pipelined=pipelined)
+    if model.tie_embeddings and pipelined:
         cuts.pop(HEAD, None)  # the last stage's copy of the embedding
     table = whole_table(model)
     rows = cuts[WORD_EMBEDDINGS].shape(Shard(0))[0]
@@ -186,14 +185,29 @@ def _folder(path: Path) -> Path:
     return folder
 
 
+def _args(folder: Path, content: Mapping[str, Any], *, tensor: int, pipeline: int) -> Mapping[str, Any]:
+    """Its arguments, which must be of as many ranks as there are; empty where it has none."""
+    args = content.get("args")
+    args = args if isinstance(args, dict) else {}
+    for name, found in (("tensor_model_parallel_size", tensor), ("pipeline_model_parallel_size", pipeline)):
+        if args.get(name) not in (None, found):
+            raise CheckpointError(
+                f"{folder}: its arguments say that {name} is {args[name]}, but here are {found}; all are needed"
+            )
+    return args
+
+
 def _rank_files(folder: Path) -> list[list[Path]]:
     """Each pipeline stage's files, of each tensor-parallel rank."""
     found = {}
     for place in folder.glob("mp_rank_*"):
+        files = [name for name in ("model_optim_rng.pt", "model_rng.pt") if (place / name).exists()]
+        if not files and (place / "optim.pt").exists():  # of a data-parallel rank, by Megatron-LM of 2022
+            continue
         match = re.fullmatch(r"mp_rank_(\d{2,})(?:_(\d{3}))?(_\d{3})?", place.name)
         if match is None or match[3]:
             raise CheckpointError(f"{place}: is not named mp_rank_XX or mp_rank_XX_YYY; expert ranks are not read")
-        found[int(match[2] or 0), int(match[1])] = place
+        found[int(match[2] or 0), int(match[1])] = place / (files or ["model_optim_rng.pt"])[0]
     if not found:
         raise CheckpointError(f"{folder}: has no mp_rank_XX folders, so it is not of --ckpt-format torch")
     stages, ranks = (1 + max(numbers) for numbers in zip(*found, strict=True))
@@ -204,7 +218,7 @@ def _rank_files(folder: Path) -> list[list[Path]]:
             f"{folder}: has ranks of {ranks} tensor-parallel and {stages} pipeline ranks, but not "
             f"{first_of(missing)}; all are needed"
         )
-    return [[found[pp, tp] / "model_optim_rng.pt" for tp in range(ranks)] for pp in range(stages)]
+    return [[found[pp, tp] for tp in range(ranks)] for pp in range(stages)]
 
 
 def _all_cuts(folder: Path, stages: Sequence[Sequence[TorchFile]]) -> dict[str, Cuts]:
@@ -244,87 +258,6 @@ def _chunks(folder: Path, stages: Sequence[Sequence[TorchFile]]) -> Iterator[tup
                 if not isinstance(file.content, dict) or not isinstance(file.content.get(key), dict):
                     raise CheckpointError(f"{file.path}: has no {key}, as the others of {folder} have")
             yield files, key
-
-
-def _model(
-    folder: Path, cuts: Mapping[str, Cuts], args: Mapping[str, Any], overrides: Mapping[str, Any], *, pipelined: bool
-) -> tuple[ModelConfig, list[str]]:
-    """The model section, from what was given, the arguments and the tensors' shapes; and what to know about it."""
-    rows = cuts[WORD_EMBEDDINGS].shape(Shard(0))[0]
-    fields = {**_fields_of_shapes(cuts, pipelined), **fields_of(args, folder), **overrides}
-    if args.get("padded_vocab_size") not in (None, rows):
-        raise CheckpointError(
-            f"{folder}: its arguments say {args['padded_vocab_size']} rows of vocabulary, its tensors have {rows}; "
-            "tensor-parallel ranks are missing, or of another checkpoint"
-        )
-    needed = ["num_heads", "activation", "norm_eps", "max_position_embeddings", "tie_embeddings"]
-    needed += ["rotary_base"] if fields["position"] == "rotary" else []
-    if missing := [f"model.{name}" for name in needed if name not in fields]:
-        raise CheckpointError(
-            f"{folder}: neither its arguments nor its tensors tell {', '.join(missing)}; give them as for the training"
-        )
-    notes = []
-    if not fields.get("vocab_size"):
-        fields["vocab_size"] = rows
-        notes.append(f"model.vocab_size was not given and is all {rows} rows, padding included")
-    if not args:
-        notes.append("it has no arguments; sizes are from its tensors, the rest as given or by default")
-    model = model_of(folder, fields)
-    _check_sizes(folder, model, cuts)
-    if model.vocab_size > rows:
-        raise CheckpointError(
-            f"{folder}: model.vocab_size is {model.vocab_size}, but its tensors have {rows} rows; give the right one"
-        )
-    return model, notes
-
-
-def _check_sizes(folder: Path, model: ModelConfig, cuts: Mapping[str, Cuts]) -> None:
-    """They are the tensors': a model of any other size may be too large to even describe."""
-    told = _fields_of_shapes(cuts, pipelined=True)
-    sizes = {"num_layers": model.num_layers, "hidden_size": model.hidden_size, "ffn_hidden_size": model.ffn_size}
-    if model.position == "learned":
-        sizes["max_position_embeddings"] = model.max_position_embeddings
-    problems = [
-        f"model.{name} is {size}, not {told[name]}" for name, size in sizes.items() if told.get(name, size) != size
-    ]
-    attention = {
-        "linear_proj": (Shard(1), -1, model.num_heads),
-        "linear_qkv": (Shard(0), 0, model.num_heads + 2 * model.query_groups),
-    }
-    for module, (shard, dim, heads) in attention.items():
-        cut = cuts.get(f"decoder.layers.0.self_attention.{module}.weight")
-        if cut and cut.shape(shard)[dim] != heads * model.head_size:
-            problems.append(
-                f"model.num_heads {model.num_heads}, num_query_groups {model.query_groups} and head_dim "
-                f"{model.head_size} do not make the {cut.shape(shard)[dim]} rows or columns of {module}"
-            )
-    if problems:
-        raise CheckpointError(
-            f"{folder}: its arguments, or what was given, do not fit its tensors; {first_of(problems)}"
-        )
-
-
-def _fields_of_shapes(cuts: Mapping[str, Cuts], pipelined: bool) -> dict[str, Any]:
-    """What tensors tell of the model section."""
-    layers = {match[1] for name in cuts if (match := LAYER.match(name))}
-    fields: dict[str, Any] = {
-        "num_layers": len(layers),
-        "hidden_size": cuts[WORD_EMBEDDINGS].shape(Shard(0))[-1],
-        "norm": "layernorm" if "decoder.final_layernorm.bias" in cuts else "rmsnorm",
-        "bias": "decoder.layers.0.mlp.linear_fc1.bias" in cuts,
-        "position": "rotary",
-    }
-    if "embedding.position_embeddings.weight" in cuts:
-        positions = cuts["embedding.position_embeddings.weight"].shape(Shard())[0]
-        fields |= {"position": "learned", "max_position_embeddings": positions}
-    if HEAD not in cuts or not pipelined:
-        fields["tie_embeddings"] = HEAD not in cuts
-    up, down = (cuts.get(f"decoder.layers.0.mlp.linear_{name}.weight") for name in ("fc1", "fc2"))
-    if up and down:
-        fields["ffn_hidden_size"] = down.shape(Shard(1))[-1]
-        if up.shape(Shard(0))[0] == 2 * fields["ffn_hidden_size"]:
-            fields["activation"] = "swiglu"
-    return fields
 
 
 def _recipe(name: str, table: ParamTable, model: ModelConfig, where: Path, version: float, rows: int) -> Recipe:
