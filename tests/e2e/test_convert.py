@@ -8,11 +8,14 @@ import torch
 from torch.testing import assert_close
 
 from megatron_lite.checkpoint import store
+from megatron_lite.checkpoint.convert import native
 from megatron_lite.checkpoint.convert.driver import Request, convert
+from megatron_lite.checkpoint.convert.recipe import Checkpoint, whole_table
 from megatron_lite.checkpoint.directory import resolve
 from megatron_lite.checkpoint.layout import read_layout
 from megatron_lite.checkpoint.store import verify
-from megatron_lite.config.schema import Config
+from megatron_lite.checkpoint.tensor_file import Spec
+from megatron_lite.config.schema import Config, ModelConfig
 from megatron_lite.errors import CheckpointError
 from megatron_lite.model.build import get_model, named_params, param_table
 from megatron_lite.parallel.collectives import all_gather
@@ -120,6 +123,32 @@ def test_ranks_that_load_a_model_of_transformers_compute_what_it_computes(ranks,
     convert(Request(tmp_path / "hf", tmp_path / "ours", tensor=size), quiet)
     for got in ranks(size, logits_of_ranks, str(tmp_path / "ours")):
         assert_close(got, logits(theirs, tokens()), rtol=0, atol=1e-4)
+
+
+def resident(line: str) -> int:
+    return int(Path("/proc/self/status").read_text().split(f"{line}:")[1].split()[0]) << 10
+
+
+def test_one_tensor_at_a_time_is_in_memory(tmp_path):
+    """A model that fits on no machine must be convertible on a small one. Pages of mapped files count as memory."""
+    model = ModelConfig(num_layers=1, hidden_size=1024, num_heads=8, vocab_size=32768, max_position_embeddings=8)
+    largest = 32768 * 1024 * 4
+    tensors = {name: Spec(torch.float32, meta.shape) for name, meta in whole_table(model).items()}
+    checkpoint = Checkpoint(model, tensors, lambda name: torch.ones(tuple(tensors[name].shape)))
+    start = tmp_path / "start"
+    start.mkdir()
+    options: dict = {"tensor": 2, "pipeline": 1, "dtype": None, "progress": lambda count: None}
+    native.write(start, checkpoint, home=start, settings={}, **options)
+    requests = {
+        "wide": Request(start, tmp_path / "wide", tensor=4, pipeline=2),
+        "hf": Request(tmp_path / "wide", tmp_path / "hf", target_format="huggingface"),
+        "bf16": Request(tmp_path / "hf", tmp_path / "bf16", dtype="bf16", tensor=2),
+    }
+    for name, request in requests.items():
+        Path("/proc/self/clear_refs").write_text("5")
+        before = resident("VmRSS")
+        convert(request, quiet)
+        assert resident("VmHWM") - before < 2 * largest, name
 
 
 def test_the_command_line_from_transformers_to_training_and_back(tmp_path):

@@ -49,6 +49,13 @@ def test_it_converts_and_says_so(source, tmp_path, monkeypatch, capsys):
     assert exit_code(monkeypatch, tmp_path / "out", tmp_path / "moved", "--weights-only") == 0
 
 
+def test_a_terminal_gets_a_bar_in_bytes(source, tmp_path, monkeypatch, capsys):
+    """Large models take minutes."""
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    assert exit_code(monkeypatch, source, tmp_path / "out") == 0
+    assert "B/s]" in capsys.readouterr().err
+
+
 def test_failures_end_with_1_and_bad_usage_with_2(source, tmp_path, monkeypatch, capsys):
     """A script that converts in the night reads nothing but the exit code."""
     assert exit_code(monkeypatch, tmp_path, tmp_path / "out") == 1

@@ -159,6 +159,14 @@ def test_names_without_a_prefix_and_buffers_of_old_versions_are_understood(saved
     assert all(torch.equal(got.read(name), want.read(name)) for name in want.tensors)
 
 
+def test_a_tensor_under_two_names_is_refused(saved, tmp_path):
+    """One of them would be taken, and nobody would know which."""
+    folder = copy(saved / "gpt2", tmp_path / "src")
+    save_file({**tensors_of(folder), "wpe.weight": torch.ones(24, 32)}, folder / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"has both transformer\.wpe\.weight and wpe\.weight, of which only one"):
+        read(folder, {})
+
+
 def test_a_tied_head_may_be_stored_but_not_differ(saved, tmp_path):
     """With a head of its own under a config that says it is tied, one of the two is wrong."""
     folder = copy(saved / "gpt2", tmp_path / "src")

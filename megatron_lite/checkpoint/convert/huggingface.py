@@ -107,6 +107,10 @@ def read(path: Path, overrides: Mapping[str, Any]) -> Checkpoint:
     model_type, model = to_model(path / CONFIG_FILE, read_json(path / CONFIG_FILE), overrides)
     files = HuggingFaceFiles(path)
     found = {_full_name(model_type, name): name for name in files.specs if not BUFFERS.fullmatch(name)}
+    kept = set(found.values())
+    if twice := [name for name in files.specs if not BUFFERS.fullmatch(name) and name not in kept]:
+        other = found[_full_name(model_type, twice[0])]
+        raise CheckpointError(f"{path}: has both {twice[0]} and {other}, of which only one can be meant")
     stored = sum(prod(files.specs[name].shape) for name in found.values())
     # Whoever states sizes that the files do not have must not make us build such a model, even without memory.
     if num_parameters(model) > 2 * stored:
