@@ -234,6 +234,40 @@ def test_what_our_model_does_not_compute_is_refused_by_name(saved, tmp_path, kin
     assert str(folder) in str(raised.value)
 
 
+def test_what_a_user_gives_may_not_make_another_kind_of_model_of_it(saved):
+    """There would be parameters that no file holds."""
+    with pytest.raises(CheckpointError, match=r"no model that computes this one: model.top_query_layer is True"):
+        read(saved / "gpt2", {"top_query_layer": True})
+    with pytest.raises(CheckpointError, match=r"model.head_size is 4; nearest is gpt2"):
+        read(saved / "gpt2", {"head_dim": 4})
+
+
+# As they are on the Hugging Face hub, but for their sizes.
+PUBLISHED = {
+    "gpt2": """{"activation_function": "gelu_new", "architectures": ["GPT2LMHeadModel"], "attn_pdrop": 0.1,
+        "bos_token_id": 50256, "embd_pdrop": 0.1, "eos_token_id": 50256, "initializer_range": 0.02,
+        "layer_norm_epsilon": 1e-05, "model_type": "gpt2", "n_ctx": 24, "n_embd": 32, "n_head": 4, "n_layer": 3,
+        "n_positions": 24, "resid_pdrop": 0.1, "summary_activation": null, "summary_first_dropout": 0.1,
+        "summary_proj_to_labels": true, "summary_type": "cls_index", "summary_use_proj": true,
+        "task_specific_params": {"text-generation": {"do_sample": true, "max_length": 50}}, "vocab_size": 251}""",
+    "llama": """{"_name_or_path": "meta-llama/Llama-2-7b-hf", "architectures": ["LlamaForCausalLM"], "bos_token_id": 1,
+        "eos_token_id": 2, "hidden_act": "silu", "hidden_size": 32, "initializer_range": 0.02, "intermediate_size": 48,
+        "max_position_embeddings": 24, "model_type": "llama", "num_attention_heads": 8, "num_hidden_layers": 3,
+        "num_key_value_heads": 4, "pretraining_tp": 1, "rms_norm_eps": 1e-06, "rope_scaling": null,
+        "tie_word_embeddings": false, "torch_dtype": "float16", "transformers_version": "4.31.0.dev0",
+        "use_cache": true, "vocab_size": 251}""",
+}
+
+
+@pytest.mark.parametrize("kind", PUBLISHED)
+def test_configs_of_published_models_are_understood(saved, tmp_path, kind):
+    """The strictest reader is of no use if it refuses these."""
+    folder = copy(saved / kind, tmp_path / "src")
+    (folder / "config.json").write_text(PUBLISHED[kind])
+    got, want = read(folder, {}).model, read(saved / kind, {}).model
+    assert got.head_size == want.head_size and got == want.model_copy(update={"head_dim": got.head_dim})
+
+
 @pytest.mark.parametrize(
     "changes, message",
     [

@@ -81,7 +81,7 @@ def recognise(path: Path) -> bool:
 
 
 def recipes(model_type: str, model: ModelConfig, table: ParamTable) -> dict[str, Recipe]:
-    """How each of our parameters is made of theirs."""
+    """Which of theirs each of our parameters is made of; `split` gives views, and nothing has to be joined."""
     return {name: _recipe(model_type, name, model, table) for name in table}
 
 

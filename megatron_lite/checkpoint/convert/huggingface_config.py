@@ -56,6 +56,7 @@ HARMLESS = {
     *("no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "bad_words_ids", "begin_suppress_tokens"),
     *("suppress_tokens", "exponential_decay_length_penalty", "forced_bos_token_id", "forced_eos_token_id"),
     *("remove_invalid_values", "_from_model_config"),
+    *("_num_labels", "output_past", "is_llama_config", "transformers.js_config"),
 }
 # What must be so, where it is said at all: the first is what its absence means.
 EXPECTED: dict[str, tuple[Any, ...]] = {
@@ -67,6 +68,7 @@ EXPECTED: dict[str, tuple[Any, ...]] = {
     "tie_encoder_decoder": (False,),
     "scale_attn_weights": (True,),
     "scale_attn_by_inverse_layer_idx": (False,),
+    "rope_interleaved": (False,),
     "sliding_window": (None,),
     "use_sliding_window": (False,),
     "quantization_config": (None,),
@@ -124,6 +126,7 @@ def to_model(path: Path, content: Mapping[str, Any], overrides: Mapping[str, Any
     config = Config(model=model, data=DataConfig(seq_length=min(1024, model.max_position_embeddings)))
     if problems := failures(config, 1):
         raise CheckpointError(f"{path}: cannot be a model of ours: {problems[0]}")
+    from_model(model)  # or what the user gave has made another model of it
     return model_type, model
 
 
