@@ -1,10 +1,14 @@
 """Small random models of transformers, saved as it saves them: every bias and norm is a number of its own."""
 
 import json
+import logging
+import shutil
+import warnings
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 
 VOCAB = 251  # odd, so 5 rows are padding
 
@@ -68,3 +72,41 @@ def edit_config(folder: Path, **changes: Any) -> None:
     path = folder / "config.json"
     content = json.loads(path.read_text()) | changes
     path.write_text(json.dumps({name: value for name, value in content.items() if value is not None}))
+
+
+def copy(source: Path, target: Path) -> Path:
+    """A folder that may be changed."""
+    shutil.copytree(source, target)
+    return target
+
+
+def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
+    return {name: tensor for path in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(path).items()}
+
+
+def assert_same_tensors(got: Path, want: Path) -> None:
+    """Bitwise; of tied ones the head is not stored."""
+    first, second = tensors_of(got), tensors_of(want)
+    assert first.keys() == second.keys()
+    for name, tensor in second.items():
+        assert first[name].dtype == tensor.dtype and torch.equal(first[name], tensor), name
+
+
+def transformers_without_warnings(folder: Path) -> Any:
+    """The model that transformers loads; anything it has to say is a failure."""
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging as theirs
+
+    said = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    theirs.set_verbosity_warning()
+    theirs.add_handler(handler)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            loaded = AutoModelForCausalLM.from_pretrained(folder)
+    finally:
+        theirs.remove_handler(handler)
+    assert said == []
+    return loaded.eval()

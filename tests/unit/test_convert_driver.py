@@ -9,6 +9,7 @@ from unittest import mock
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer, models
 
 from megatron_lite.checkpoint.convert import huggingface, native, tokenizer_files, verify
 from megatron_lite.checkpoint.convert.driver import FORMATS, Request, convert, recognised
@@ -18,6 +19,7 @@ from megatron_lite.checkpoint.layout import read_layout
 from megatron_lite.checkpoint.tensor_file import Spec
 from megatron_lite.config.load import load_config
 from megatron_lite.config.schema import ModelConfig
+from megatron_lite.data.tokenizer import build_tokenizer
 from megatron_lite.data.train_tokenizer import train_sentencepiece
 from megatron_lite.errors import CheckpointError, ConfigError
 from tests.huggingface import VOCAB, gpt2, llama
@@ -222,6 +224,21 @@ def test_a_vocabulary_of_merges_goes_along(source, tmp_path):
     lines_of(Request(tmp_path / "ours", tmp_path / "back", target_format="huggingface"))
     assert (tmp_path / "back" / "merges.txt").read_bytes() == (folder / "merges.txt").read_bytes()
     assert json.loads((tmp_path / "back" / "config.json").read_text())["eos_token_id"] == 0
+
+
+def test_a_tokenizer_of_hugging_face_goes_along(source, tmp_path):
+    """Most models have this one; what it knows of its end token is in a file beside it."""
+    folder = tmp_path / "hf"
+    shutil.copytree(source, folder)
+    model = Tokenizer(models.BPE(vocab={"x": 0, "a": 1, "[END]": 2}, merges=[]))
+    model.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "[END]"}))
+    lines_of(Request(folder, tmp_path / "ours"))
+    spec = load_config(tmp_path / "ours" / "config.yaml").data.tokenizer
+    assert spec == f"hf:{tmp_path}/ours/tokenizer/tokenizer.json" and build_tokenizer(spec).eod == 2
+    lines_of(Request(tmp_path / "ours", tmp_path / "back", target_format="huggingface"))
+    names = {path.name for path in (tmp_path / "back").iterdir()}
+    assert names == {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
 
 
 def test_other_tokenizers_have_their_spec_and_one_that_does_not_fit_is_only_carried(source, tmp_path):

@@ -1,0 +1,211 @@
+"""Files of Hugging Face's models: one or many, of any age; what is wrong with them is said, whoever made them."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import save_file
+
+from megatron_lite.checkpoint.convert import huggingface
+from megatron_lite.checkpoint.convert.huggingface import read, recognise
+from megatron_lite.errors import CheckpointError, MegatronLiteError
+from tests.huggingface import (
+    assert_same_tensors,
+    copy,
+    gpt2,
+    llama,
+    tensors_of,
+    transformers_without_warnings,
+)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """Folders of one GPT-2 and one Llama, to be copied."""
+    root = tmp_path_factory.mktemp("hf")
+    gpt2().save_pretrained(root / "gpt2")
+    llama().save_pretrained(root / "llama")
+    return root
+
+
+def test_several_files_are_read_and_written(saved, tmp_path):
+    """Every model of more than a few billion parameters is in several."""
+    from transformers import AutoModelForCausalLM
+
+    theirs = AutoModelForCausalLM.from_pretrained(saved / "llama")
+    theirs.save_pretrained(tmp_path / "src", max_shard_size="20KB")
+    assert len(list((tmp_path / "src").glob("*.safetensors"))) > 4
+    (tmp_path / "out").mkdir()
+    checkpoint = read(tmp_path / "src", {})
+    written: list[int] = []
+    huggingface.write(
+        tmp_path / "out", checkpoint, tensor=1, pipeline=1, dtype=None, progress=written.append, shard_bytes=30_000
+    )
+    index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
+    files = sorted(path.name for path in (tmp_path / "out").glob("*.safetensors"))
+    assert files == sorted(set(index["weight_map"].values())) and len(files) > 3
+    assert files[0] == f"model-00001-of-{len(files):05d}.safetensors"
+    assert all((tmp_path / "out" / file).stat().st_size < 40_000 for file in files)
+    assert index["metadata"]["total_size"] == sum(written)
+    assert_same_tensors(tmp_path / "out", saved / "llama")
+    transformers_without_warnings(tmp_path / "out")
+
+
+@pytest.mark.parametrize("legacy", [True, False])
+@pytest.mark.parametrize("sharded", [True, False])
+def test_torch_files_are_read(saved, tmp_path, legacy, sharded):
+    """Older models have no safetensors."""
+    folder = copy(saved / "gpt2", tmp_path / "src")
+    tensors = tensors_of(folder)
+    (folder / "model.safetensors").unlink()
+    names = list(tensors)
+    groups = {"a.bin": names[:9], "b.bin": names[9:]} if sharded else {"pytorch_model.bin": names}
+    for file, held in groups.items():
+        content = {name: tensors[name] for name in held}
+        torch.save(content, folder / file, _use_new_zipfile_serialization=not legacy)
+    if sharded:
+        weight_map = {name: file for file, held in groups.items() for name in held}
+        (folder / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    got, want = read(folder, {}), read(saved / "gpt2", {})
+    assert got.tensors == want.tensors
+    assert all(torch.equal(got.read(name), want.read(name)) for name in want.tensors)
+
+
+def broken(folder: Path, name: str) -> None:
+    """Damages a folder in the way that the name says."""
+    weights, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
+    tensors = tensors_of(folder)
+    if name == "no config":
+        (folder / "config.json").unlink()
+    elif name == "config is a list":
+        (folder / "config.json").write_text("[]")
+    elif name == "config is cut off":
+        (folder / "config.json").write_text('{"model_type": ')
+    elif name == "cut off":
+        weights.write_bytes(weights.read_bytes()[:-1])
+    elif name in ("float8_e4m3fn", "int8"):
+        save_file({**tensors, "lm_head.weight": tensors["lm_head.weight"].to(getattr(torch, name))}, weights)
+    else:
+        weights.rename(folder / "a.safetensors")
+        places = {
+            "outside": "../a.safetensors",
+            "absolute": str(folder / "a.safetensors"),
+            "null": "a\0.safetensors",
+            "pickle": "a.bin",
+            "number": 3,
+            "missing file": "b.safetensors",
+        }
+        if name != "no weights":
+            file = places.get(name, "a.safetensors")
+            index.write_text(json.dumps({"weight_map": dict.fromkeys([*tensors, "x"], file)}))
+        if name == "no map":
+            index.write_text("{}")
+
+
+@pytest.mark.parametrize(
+    "name, message",
+    [
+        ("no config", "config.json: cannot be read: No such file"),
+        ("config is a list", "holds a list, expected a JSON object"),
+        ("config is cut off", "config.json: cannot be read as JSON"),
+        ("cut off", "model.safetensors: is damaged, or no safetensors file"),
+        ("float8_e4m3fn", r"lm_head.weight is stored as F8_E4M3, a number format that is not read"),
+        ("int8", r"lm_head.weight is stored as I8, a number format that is not read"),
+        ("outside", r"says that \S+ is in '../a.safetensors', which is no .safetensors file of this folder"),
+        ("absolute", "which is no .safetensors file of this folder"),
+        ("null", "which is no .safetensors file of this folder"),
+        ("pickle", "is in 'a.bin', which is no .safetensors file of this folder"),
+        ("number", "is in 3, which is no .safetensors file of this folder"),
+        ("missing file", "b.safetensors: is missing, but the index lists tensors in it"),
+        ("missing tensor", "a.safetensors: has no x, which the index says is there"),
+        ("no map", "has no weight_map that says in which file each tensor is"),
+        ("no weights", r"has no weights; expected one of model.safetensors, model.safetensors.index.json"),
+    ],
+)
+def test_broken_folders_are_an_error_that_names_the_file(saved, tmp_path, name, message):
+    """Files come from strangers, over networks; an index must not lead out of its folder."""
+    folder = copy(saved / "llama", tmp_path / "src")
+    broken(folder, name)
+    with pytest.raises(CheckpointError, match=message):
+        read(folder, {})
+
+
+def test_a_file_is_no_folder_and_a_torch_file_may_hold_anything(saved, tmp_path):
+    with pytest.raises(CheckpointError, match=r"config.json: is no folder; give the one that holds config.json"):
+        read(saved / "gpt2" / "config.json", {})
+    folder = copy(saved / "gpt2", tmp_path / "src")
+    (folder / "model.safetensors").unlink()
+    torch.save([1, 2], folder / "pytorch_model.bin")
+    with pytest.raises(CheckpointError, match="holds list, expected tensors by name"):
+        read(folder, {})
+
+
+values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=3) | st.sampled_from([10**20, -1, 0]),
+    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.text(max_size=3), inner, max_size=2),
+    max_leaves=3,
+)
+
+
+@pytest.fixture(scope="module")
+def fuzzed(saved, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("fuzz")
+    for kind in ("gpt2", "llama"):
+        copy(saved / kind, folder / kind)
+    return folder
+
+
+def survives(folder: Path) -> None:
+    """The folder is read, or there is an error of ours."""
+    recognise(folder)
+    try:
+        checkpoint = read(folder, {})
+        for name in checkpoint.tensors:
+            checkpoint.read(name)
+    except MegatronLiteError as error:
+        assert str(error)
+
+
+@settings(max_examples=60)
+@given(st.data())
+def test_any_config_is_read_or_refused(fuzzed, data):
+    """Also sizes that no machine could hold."""
+    kind = data.draw(st.sampled_from(["gpt2", "llama"]))
+    path = fuzzed / kind / "config.json"
+    whole = path.read_text()
+    names = [*sorted(json.loads(whole)), "rope_theta", "rope_scaling", "n_ctx", "x"]
+    changes = data.draw(st.dictionaries(st.sampled_from(names), values, min_size=1, max_size=3))
+    try:
+        path.write_text(json.dumps(json.loads(whole) | changes))
+        survives(fuzzed / kind)
+    finally:
+        path.write_text(whole)
+
+
+@settings(max_examples=60)
+@given(st.data())
+def test_any_bytes_in_a_header_or_an_index_are_read_or_refused(fuzzed, data):
+    """Of a header, one byte or the whole; of an index, whatever JSON says."""
+    folder = fuzzed / "gpt2"
+    weights, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
+    whole = weights.read_bytes()
+    length = 8 + int.from_bytes(whole[:8], "little")
+    try:
+        if data.draw(st.booleans()):
+            changed = bytearray(whole)
+            for place in data.draw(st.lists(st.integers(0, length - 1), min_size=1, max_size=3)):
+                changed[place] = data.draw(st.integers(0, 255))
+            weights.write_bytes(changed)
+        else:
+            weights.rename(folder / "a.safetensors")
+            files = values | st.just("a.safetensors")
+            maps = st.dictionaries(st.sampled_from(["transformer.wte.weight", "x"]), files) | values
+            index.write_text(json.dumps({"weight_map": data.draw(maps)}))
+        survives(folder)
+    finally:
+        index.unlink(missing_ok=True)
+        (folder / "a.safetensors").unlink(missing_ok=True)
+        weights.write_bytes(whole)
