@@ -375,6 +375,7 @@ def test_what_we_do_not_compute_is_refused_by_name(tmp_path, changes):
         (lambda c: c["model"].pop("decoder.layers.1.mlp.linear_fc2.bias"), "missing: decoder.layers.1.mlp.linear_fc2"),
         (lambda c: c["model"].update(extra=torch.ones(1)), "unknown: extra"),
         (lambda c: c["model"].update({HEAD: torch.ones(128, 32)}), "unknown: output_layer.weight"),
+        (lambda c: c["model"].update({WORDS: torch.tensor(1.0)}), "word_embeddings.weight is a single number"),
         (lambda c: c["model"].pop(WORDS), "has no word embeddings in model or model0"),
         (lambda c: c.update(model=7), "has no model, as the others"),
         (lambda c: c.update(checkpoint_version=9), r"checkpoint_version is 9, known are \(0, 1.0, 2.0, 3.0\)"),

@@ -253,6 +253,17 @@ def test_an_archive_that_is_not_as_torch_writes_it_is_said(tmp_path, entries, me
         TorchFile(path)
 
 
+def test_a_record_must_lie_in_the_file(tmp_path):
+    """What the archive says of its records' sizes is as little to be trusted as all else."""
+    path = tmp_path / "a.pt"
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("a/data.pkl", storage_of(1 << 20) + b".")
+        archive.writestr("a/data/0", bytes(16))
+        archive.getinfo("a/data/0").file_size = 1 << 22
+    with pytest.raises(CheckpointError, match="record data/0 reaches past the end of the file"):
+        TorchFile(path)
+
+
 def test_dicts_in_themselves_are_refused(tmp_path):
     content: dict = {"model": {}}
     content["model"]["again"] = content

@@ -33,6 +33,8 @@ class Cuts:
     def shape(self, shard: Shard) -> tuple[int, ...]:
         """Of the whole tensor, if it is cut so."""
         shape = self.pieces[0].shape
+        if not shape:
+            raise CheckpointError(f"{self.files[0].path}: {self.name} is a single number, which no parameter is")
         for file, piece in zip(self.files, self.pieces, strict=True):
             if (piece.shape, piece.dtype) != (shape, self.dtype):
                 raise CheckpointError(
