@@ -75,12 +75,10 @@ def test_a_run_converted_on_the_disk_goes_on_as_one_that_is_resharded_on_load(
     local = ["parallel.ddp=local", "optim.distributed=false"]
     convert(Request(tmp_path / "run", tmp_path / "disk", tensor=2, pipeline=2, overrides=local), quiet)
     after = {**TP2_PP2, "train__precision": precision}
-    on_load = ranks(4, visit, model, str(tmp_path / "a"), str(tmp_path / "run"), 0, after)
+    ranks(4, visit, model, str(tmp_path / "a"), str(tmp_path / "run"), 0, after)
     assert files(tmp_path / "disk") == files(tmp_path / "a")
     on_load = ranks(4, visit, model, str(tmp_path / "b"), str(tmp_path / "run"), 2, after)
-    on_disk = ranks(4, visit, model, str(tmp_path / "c"), str(tmp_path / "disk"), 2, after)
-    assert on_disk == on_load
-    assert ranks(4, visit, model, str(tmp_path / "disk"), "", 2, after) == on_load  # as its own run.dir
+    assert ranks(4, visit, model, str(tmp_path / "c"), str(tmp_path / "disk"), 2, after) == on_load
 
 
 def test_replicas_that_differ_give_their_common_weights(ranks, tmp_path):
