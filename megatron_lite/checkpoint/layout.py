@@ -200,8 +200,8 @@ def read_layout(folder: Path) -> Layout:
         if any(folder.glob("mp_rank_*/*.safetensors")):
             raise DamagedCheckpoint(f"{folder}: has tensors but no {LAYOUT_FILE}. {use_another()}") from None
         raise CheckpointError(
-            f"{folder}: has no {LAYOUT_FILE}, so it is no checkpoint of megatron_lite; checkpoints of Megatron-LM, "
-            "DeepSpeed or Hugging Face have to be converted first"
+            f"{folder}: has no {LAYOUT_FILE}, so it is no checkpoint of megatron_lite; one of Hugging Face, "
+            "Megatron-LM or CodeGeeX becomes one with `megatron-lite convert`"
         ) from None
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from error

@@ -8,6 +8,7 @@ import torch
 
 from megatron_lite.checkpoint import store
 from megatron_lite.checkpoint.agreement import on_first
+from megatron_lite.checkpoint.convert.driver import recognised
 from megatron_lite.checkpoint.directory import find_latest, iterations, set_aside
 from megatron_lite.config.schema import Config
 from megatron_lite.errors import CheckpointError, ConfigError, DamagedCheckpoint, TrainingError
@@ -83,7 +84,13 @@ def load_newest(run: Run) -> None:
             load_or_fall_back(run, load, root, iteration, is_own=not key)
             return
         if key:
-            raise CheckpointError(f"{key} is {folder}, but there is no checkpoint in {root}")
+            raise CheckpointError(f"{key} is {folder}, but there is no checkpoint in {root}{_convert_first(folder)}")
+
+
+def _convert_first(folder: str) -> str:
+    """What to do with a folder of another format."""
+    foreign = recognised(Path(folder))
+    return f"; it looks like one of {foreign}: megatron-lite convert {folder} NEW_FOLDER first" if foreign else ""
 
 
 def load_or_fall_back(

@@ -218,6 +218,17 @@ def test_a_warm_start_from_nothing_is_refused(tmp_path):
     )
 
 
+def test_a_foreign_checkpoint_has_to_be_converted(tmp_path):
+    """The message names the command."""
+    (tmp_path / "hf").mkdir()
+    (tmp_path / "hf" / "config.json").write_text('{"model_type": "gpt2"}')
+    with pytest.raises(CheckpointError) as raised:
+        run_to_the_end(tmp_path / "run", "gpt", checkpoint__load_weights=tmp_path / "hf")
+    assert str(raised.value).endswith(
+        f"it looks like one of huggingface: megatron-lite convert {tmp_path}/hf NEW_FOLDER first"
+    )
+
+
 def test_replicas_of_their_own_cannot_become_more_or_fewer(ranks, tmp_path):
     """A third replica would have no moments, and a lost one would take what it has learnt with it."""
     diloco = {"sync__mode": "diloco", "sync__interval": 2, "train__iterations": 2, "train__micro_batch_size": 1}
