@@ -70,6 +70,12 @@ def test_large_tensors_are_read_in_runs(tmp_path, monkeypatch, form):
     path = saved(tmp_path / "a.pt", tensors, form)
     assert_identical(tensors_of(path), tensors)
     file = TorchFile(path)
+    for name, tensor in tensors.items():
+        wider = torch.empty(tensor.shape, dtype=torch.float64)
+        beside = torch.empty((*tensor.shape[:-1], tensor.shape[-1] + 1))[..., 1:]
+        for target in (wider, beside):
+            file.fill(target, file.content[name])
+            assert torch.equal(target.float(), tensor)
     stored = file.content["a"]
     assert file.equals(stored, tensors["a"]) and not file.equals(stored, tensors["a"] + torch.eye(7, 9)[6:] * 0.1)
 

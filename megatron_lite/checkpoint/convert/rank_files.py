@@ -46,7 +46,10 @@ class Cuts:
     def join(self, shard: Shard, rows: int | None = None) -> Tensor:
         """The whole tensor; with `rows` that many, of which those that it lacks are zero."""
         shape = self.shape(shard)
-        whole = torch.zeros((shape[0] if rows is None else rows, *shape[1:]), dtype=self.dtype)
+        if rows is None:
+            whole = torch.empty(shape, dtype=self.dtype)
+        else:
+            whole = torch.zeros((rows, *shape[1:]), dtype=self.dtype)
         if shard.dim is None:
             self._fill_from_copies(whole)
             return whole

@@ -48,6 +48,9 @@ class TorchFile:
 
     def fill(self, target: Tensor, tensor: StoredTensor) -> None:
         """Copies the tensor, in the target's number format, with a few MB of memory beside it."""
+        if tensor.is_contiguous and target.is_contiguous() and target.dtype == tensor.dtype:
+            self._read(target, tensor)
+            return
         for first, rows in self._rows(tensor):
             target[first : first + len(rows)] = rows
 
@@ -62,13 +65,17 @@ class TorchFile:
         for first in range(0, tensor.shape[0], step):
             part = tensor.narrow(0, first, min(step, tensor.shape[0] - first))
             numbers = torch.empty(part.span, dtype=part.dtype)
-            try:
-                with self.path.open("rb", buffering=0) as file:
-                    file.seek(self.start_of(part))
-                    _read_exactly(file, _bytes_of(numbers))
-            except OSError as error:
-                raise CheckpointError(f"{self.path}: cannot be read: {error.strerror or error}") from error
+            self._read(numbers, part)
             yield first, numbers.as_strided(part.shape, part.stride)
+
+    def _read(self, numbers: Tensor, tensor: StoredTensor) -> None:
+        """As many numbers as there is place for, from the tensor's first on."""
+        try:
+            with self.path.open("rb", buffering=0) as file:
+                file.seek(self.start_of(tensor))
+                _read_exactly(file, _bytes_of(numbers))
+        except OSError as error:
+            raise CheckpointError(f"{self.path}: cannot be read: {error.strerror or error}") from error
 
 
 def _read_content(file: IO[bytes]) -> tuple[Any, dict[str, int]]:
