@@ -27,12 +27,12 @@ from megatron_lite.errors import CheckpointError, DamagedCheckpoint
 FLUSH_BYTES = 32 << 20
 
 ADVICE = {
-    errno.ENOSPC: "Free some space, lower checkpoint.keep, or point run.dir to another disk",
-    errno.EDQUOT: "Free some of your quota, lower checkpoint.keep, or point run.dir to another disk",
-    errno.EACCES: "Give this user write permission there, or point run.dir elsewhere",
-    errno.EPERM: "Give this user write permission there, or point run.dir elsewhere",
+    errno.ENOSPC: "Free some space, lower checkpoint.keep, or write to another disk (run.dir)",
+    errno.EDQUOT: "Free some of your quota, lower checkpoint.keep, or write to another disk (run.dir)",
+    errno.EACCES: "Give this user write permission there, or write elsewhere (run.dir)",
+    errno.EPERM: "Give this user write permission there, or write elsewhere (run.dir)",
     errno.ENOENT: "Every rank must see the same run.dir; put it on a file system that all machines share",
-    errno.EROFS: "The file system is read-only; point run.dir elsewhere",
+    errno.EROFS: "The file system is read-only; write elsewhere (run.dir)",
 }
 
 
@@ -49,7 +49,7 @@ def explained(what: str, path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        advice = ADVICE.get(error.errno or 0, "Check the disk, or point run.dir to another one")
+        advice = ADVICE.get(error.errno or 0, "Check the disk, or write to another one (run.dir)")
         raise CheckpointError(
             f"{error.filename or path}: {what} failed: {error.strerror or error}. {advice}, and run again; "
             "checkpoints saved before are untouched"

@@ -8,7 +8,6 @@ import torch
 
 from megatron_lite.checkpoint import store
 from megatron_lite.checkpoint.agreement import on_first
-from megatron_lite.checkpoint.convert.driver import recognised
 from megatron_lite.checkpoint.directory import find_latest, iterations, set_aside
 from megatron_lite.config.schema import Config
 from megatron_lite.errors import CheckpointError, ConfigError, DamagedCheckpoint, TrainingError
@@ -89,6 +88,9 @@ def load_newest(run: Run) -> None:
 
 def _convert_first(folder: str) -> str:
     """What to do with a folder of another format."""
+    # A tenth of a second, which other runs need not wait.
+    from megatron_lite.checkpoint.convert.driver import recognised
+
     foreign = recognised(Path(folder))
     return f"; it looks like one of {foreign}: megatron-lite convert {folder} NEW_FOLDER first" if foreign else ""
 
@@ -164,7 +166,8 @@ def load_run(run: Run, root: Path, iteration: int) -> None:
 
 
 def moved_line(loaded: store.Loaded, run: Run) -> str:
-    """From which layout to which a checkpoint was moved; empty where it has stayed."""
+    """From which layout to which a checkpoint was moved, and whether random streams go on; empty where all is as it
+    was."""
     now = run.config.model_dump(mode="json")
 
     def described(grid: Grid, config: dict[str, Any]) -> str:
@@ -175,10 +178,11 @@ def moved_line(loaded: store.Loaded, run: Run) -> str:
         return f"tp={grid.tp} cp={grid.cp} dp={grid.dp} pp={grid.pp}{virtual}, ddp {parallel['ddp']}{stage}{shared}"
 
     before, after = described(loaded.grid, loaded.config), described(run.ctx.grid, now)
+    again = "random streams start anew from run.seed, iteration and rank" if loaded.rng is None else ""
     if before == after:
-        return ""
-    again = "" if loaded.rng is not None else "; random streams start anew from run.seed, iteration and rank"
-    return f"moved from {before} to {after}: rank 0 has read {loaded.bytes_read / 1e6:,.1f} MB{again}"
+        return again
+    moved = f"moved from {before} to {after}: rank 0 has read {loaded.bytes_read / 1e6:,.1f} MB"
+    return f"{moved}; {again}" if again else moved
 
 
 def refuse_partial_sums(saved: dict[str, Any], run: Run) -> None:

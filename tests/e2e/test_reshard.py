@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from megatron_lite.checkpoint.layout import dump_layout, read_layout
 from megatron_lite.ddp import deepspeed as deepspeed_file
 from megatron_lite.training.checkpointing import save_run
 from megatron_lite.training.initialize import finalize_megatron, initialize_megatron
@@ -154,3 +155,9 @@ def test_the_start_says_what_was_moved(ranks, tmp_path, capsys):
     assert float(line.split("read ")[1].split(" ")[0]) == pytest.approx(size / 1e6, rel=0.2)
     visit("codegeex", str(tmp_path / "again"), str(tmp_path / "one"), 0, {})
     assert "moved" not in capsys.readouterr().out
+    (streams,) = (tmp_path / "one" / "checkpoints").glob("iter_*/layout.json")
+    layout = read_layout(streams.parent)
+    files = {name: info for name, info in layout.files.items() if "rng" not in name}
+    streams.write_text(dump_layout(layout.model_copy(update={"files": files})))  # as `convert` leaves them out
+    visit("codegeex", str(tmp_path / "third"), str(tmp_path / "one"), 0, {})
+    assert "\n random streams start anew from run.seed, iteration and rank\n" in capsys.readouterr().out

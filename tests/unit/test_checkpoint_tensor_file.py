@@ -217,13 +217,13 @@ def test_a_disk_that_takes_no_more_is_told(tmp_path):
 @pytest.mark.parametrize(
     ("number", "advice"),
     [
-        (errno.ENOSPC, "No space left on device. Free some space, lower checkpoint.keep, or point run.dir"),
+        (errno.ENOSPC, "No space left on device. Free some space, lower checkpoint.keep, or write to another disk"),
         (errno.EDQUOT, "Disk quota exceeded. Free some of your quota"),
         (errno.EACCES, "Permission denied. Give this user write permission there"),
         (errno.EPERM, "Operation not permitted. Give this user write permission there"),
-        (errno.EROFS, "Read-only file system. The file system is read-only; point run.dir elsewhere"),
+        (errno.EROFS, "Read-only file system. The file system is read-only; write elsewhere"),
         (errno.ENOENT, "No such file or directory. Every rank must see the same run.dir"),
-        (errno.EIO, "Input/output error. Check the disk, or point run.dir to another one"),
+        (errno.EIO, "Input/output error. Check the disk, or write to another one"),
     ],
 )
 def test_errors_of_the_system_say_what_to_do(tmp_path, number, advice):
