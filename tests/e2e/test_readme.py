@@ -17,9 +17,10 @@ def blocks(language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```", README, flags=re.M | re.S)
 
 
-def test_the_tour_runs_as_printed(tmp_path):
+def test_the_tour_and_what_follows_run_as_printed(tmp_path):
     """In a folder that looks like a checkout with its .venv, since the tests may run from another environment."""
-    (tour,) = [block for block in blocks("sh") if "tour.yaml" in block]
+    tour, *checkpoints = [block for block in blocks("sh") if "runs/tour" in block]
+    assert len(checkpoints) == 2
     (tmp_path / "megatron_lite").symlink_to(ROOT / "megatron_lite")
     command = tmp_path / ".venv" / "bin" / "megatron-lite"
     command.parent.mkdir(parents=True)
@@ -29,15 +30,25 @@ def test_the_tour_runs_as_printed(tmp_path):
     shorter = tour.replace("iterations: 200", "iterations: 10").replace("iterations=220", "iterations=12")
     shorter = shorter.replace("warmup_iterations: 20", "warmup_iterations: 2")
     done = subprocess.run(
-        ["bash", "-euo", "pipefail", "-c", shorter],
+        ["bash", "-euo", "pipefail", "-c", "\n".join([shorter, *checkpoints])],
         cwd=tmp_path,
         env=environment(),
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=400,
     )
     assert done.returncode == 0, done.stderr
-    for words in ("training from iteration 10 to 12", "unigram entropy", "layout      tp=2", "\ndef "):
+    for words in (
+        "training from iteration 10 to 12",
+        "unigram entropy",
+        "layout      tp=2",
+        "\ndef ",
+        "verified: logits",
+        "runs/from_hf (megatron-lite, tp=2 pp=1): 27 tensors",
+        "loading weights from runs/from_hf/checkpoints",
+        "verified: all 6 files",
+        "81 values of 27 tensors: 81 identical, 0 not",
+    ):
         assert words in done.stdout
 
 

@@ -72,11 +72,13 @@ def of_transformers(folder: Path) -> Logits:
     """The logits of transformers' own model."""
     try:
         from transformers import AutoModelForCausalLM
+        from transformers.utils.logging import disable_progress_bar
     except ImportError as error:
         raise ConfigError(
             f"--verify compares with transformers, which cannot be imported ({error}); install it with "
             "`pip install transformers`, or leave out --verify"
         ) from None
+    disable_progress_bar()  # ours is there already
     try:
         model = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # whatever transformers finds wrong
