@@ -124,21 +124,16 @@ def test_three_ways_to_start_train_the_same(tmp_path, corpus):
     assert losses["plain"] == pytest.approx(losses["launcher"], rel=1e-5)  # fp32, another order of sums
 
 
-def test_generate_continues_the_prompt_and_repeats_itself(finished):
+def test_generate_continues_the_prompt_alike_on_any_number_of_processes(finished):
+    """Of a run on two: a model that one has trained on many is looked at on one."""
     folder, _ = finished
-    command = ("generate", "--load", str(folder / "run"), "--prompt", "def ", "--max-new-tokens", "8", "--seed", "3")
-    first = run(*command, "--nproc-per-node", "2", cwd=folder)
-    assert first.returncode == 0, first.stderr
-    assert first.stdout.startswith("def ")
-    assert len(first.stdout) > len("def \n")
-    assert run(*command, "--nproc-per-node", "2", cwd=folder).stdout == first.stdout
-
-
-def test_generate_names_the_layout_it_needs(finished):
-    folder, _ = finished
-    refused = run("generate", "--load", str(folder / "run"), "--prompt", "x", cwd=folder)
-    assert refused.returncode == 2
-    assert "add --nproc-per-node 2" in refused.stderr
+    command = ("generate", "--load", str(folder / "run"), "--prompt", "def ", "--max-new-tokens", "8")
+    alone = run(*command, "--seed", "3", cwd=folder)
+    assert alone.returncode == 0, alone.stderr
+    assert alone.stdout.startswith("def ") and len(alone.stdout) > len("def \n")
+    assert run(*command, "--seed", "3", "--nproc-per-node", "2", cwd=folder).stdout == alone.stdout
+    refused = run(*command, "--nproc-per-node", "3", cwd=folder)
+    assert refused.returncode == 2 and "parallel.tensor is 3" in refused.stderr
 
 
 def test_generate_without_a_checkpoint_says_where_it_looked(tmp_path):
@@ -235,21 +230,15 @@ def test_nothing_to_load_is_named(tmp_path, corpus):
     assert "checkpoint.load is nowhere, but there is no checkpoint in nowhere/checkpoints" in done.stderr
 
 
-@pytest.mark.parametrize("damage", ["flipped byte", "missing file"])
-def test_a_damaged_checkpoint_names_the_file(finished, tmp_path, damage):
+def test_a_damaged_checkpoint_names_the_file(finished, tmp_path):
     folder, _ = finished
     shutil.copytree(folder / "run", tmp_path / "run")
     (file,) = (tmp_path / "run/checkpoints/iter_0000008/mp_rank_01").glob("model.safetensors")
-    if damage == "missing file":
-        file.unlink()
-    else:
-        content = bytearray(file.read_bytes())
-        content[-7] ^= 1
-        file.write_bytes(content)
-    arguments = ("--nproc-per-node", "2", f"run.dir={tmp_path / 'run'}", "train.iterations=9")
+    file.unlink()
+    arguments = ("--nproc-per-node", "2", f"run.dir={tmp_path / 'run'}", "checkpoint.fallback=false")
     done = run("pretrain", "--config", str(folder / "tiny.yaml"), *arguments, cwd=tmp_path)
     assert done.returncode == 1
-    assert "mp_rank_01/model.safetensors" in done.stderr
+    assert "mp_rank_01/model.safetensors: is listed in layout.json but missing" in done.stderr
 
 
 def test_a_run_folder_that_cannot_be_written_is_named(tmp_path, corpus):
@@ -303,7 +292,7 @@ def test_a_run_folder_without_permission_is_named(tmp_path, corpus):
         config = tiny_yaml(tmp_path, corpus, run={"dir": str(disk / "run")})
         done = run("pretrain", "--config", str(config), cwd=tmp_path)
     assert done.returncode == 1
-    assert f"{disk / 'run'}: cannot write: Read-only file system; free space or fix the permissions" in done.stderr
+    assert f"{disk / 'run'}: locking failed: Read-only file system. The file system is read-only" in done.stderr
     assert "Traceback" not in done.stderr
 
 
