@@ -165,7 +165,7 @@ def test_the_command_line_from_transformers_to_training_and_back(tmp_path):
     data = [f"data.paths=[{make_corpus(tmp_path)}]", "train.iterations=2", "train.eval_iterations=0"]
     out = command("pretrain", "--config", "ours/config.yaml", *data, "parallel.tensor=1", "log.tensorboard=false")
     assert "loading weights from" in out
-    trained = tmp_path / "runs" / "ours"
+    trained = tmp_path / "runs" / "ours_trained"
     convert(Request(trained, tmp_path / "exported", target_format="huggingface", verify=True), quiet)
     convert(Request(trained, tmp_path / "wider", tensor=2), quiet)
     out = command("pretrain", "--config", "wider/config.yaml", "train.iterations=3", "--nproc-per-node", "2")

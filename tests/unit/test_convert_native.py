@@ -125,9 +125,76 @@ def test_settings_that_only_the_old_layout_could_have_are_taken_back(tmp_path):
 
 def test_fields_of_the_config_can_be_set(small, tmp_path):
     """A run that moves to another machine has its data elsewhere."""
-    convert(Request(small, tmp_path / "out", overrides=["data.paths=[x]", "model.hidden_dropout=0.5"]), quiet)
+    folder = copied(small, tmp_path)
+    fields = config_of(folder)
+    fields["data"]["paths"] = ["here/x"]
+    edited(folder, config=fields)
+    convert(Request(folder, tmp_path / "out", overrides=["data.paths=[there/x]", "model.hidden_dropout=0.5"]), quiet)
     config = config_of(tmp_path / "out")
-    assert config["data"]["paths"] == ["x"] and config["model"]["hidden_dropout"] == 0.5
+    assert config["data"]["paths"] == ["there/x"] and config["model"]["hidden_dropout"] == 0.5
+
+
+@pytest.mark.parametrize(
+    "override, said",
+    [
+        ("model.activation=gelu_tanh", r"model.activation \(gelu there, gelu_tanh here\)"),
+        ("model.num_heads=8", r"model.num_heads \(4 there, 8 here\)"),
+        ("run.seed=5", r"run.seed \(1234 there, 5 here\)"),
+        ("data.seq_length=8", r"data.seq_length \(16 there, 8 here\)"),
+        ("data.split=[1, 1, 1]", r"data.split \("),
+        ("data.paths=[x]", r"data.paths \(\[\] there, \['x'\] here\)"),
+        ("sync.mode=local_sgd", r"sync.mode \(every_step there, local_sgd here\)"),
+        ("train.precision=fp32", r"train.precision \(bf16 there, fp32 here\)"),
+    ],
+)
+def test_what_would_make_it_another_run_is_refused(small, tmp_path, override, said):
+    """The target's own config is what training compares with: it would find nothing changed."""
+    with pytest.raises(ConfigError, match=said + r".*: with optimizer state .* add --weights-only for a new start"):
+        convert(Request(small, tmp_path / "out", overrides=[override]), quiet)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("before, after", [(1, 2), (2, 1)])
+def test_gradients_that_wait_keep_their_way_of_summing(tmp_path, before, after):
+    """Both ends of a pipeline hold a part of a tied embedding's gradient: copied to both, it would count twice. With
+    sequence parallelism each tensor-parallel rank has a part of a norm's."""
+    folder = train(tmp_path / "run", "gpt", sync__mode="delayed", sync__delay=1)
+    fields = config_of(folder)
+    fields["parallel"]["pipeline"] = before
+    edited(folder, config=fields)
+    message = rf"parallel.pipeline \({before} there, {after} here\): the gradients that sync.delay .* --weights-only"
+    with pytest.raises(ConfigError, match=message):
+        convert(Request(folder, tmp_path / "out", pipeline=after), quiet)
+    convert(Request(folder, tmp_path / "same", pipeline=before, tensor=2), quiet)
+    fields["parallel"]["sequence"] = True
+    edited(folder, config=fields)
+    with pytest.raises(ConfigError, match=r"parallel.sequence \(True there, False here\): the gradients that"):
+        convert(Request(folder, tmp_path / "out", pipeline=before, overrides=["parallel.sequence=false"]), quiet)
+    convert(Request(folder, tmp_path / "out", pipeline=after, weights_only=True), quiet)
+
+
+def test_an_untied_model_changes_its_stages_while_gradients_wait(tmp_path):
+    """Its tables are on one stage each."""
+    folder = train(tmp_path / "run", "llama", sync__mode="delayed", sync__delay=1)
+    convert(Request(folder, tmp_path / "out", pipeline=2), quiet)
+
+
+def test_what_only_deepspeed_reads_goes_with_it(small, tmp_path):
+    """The config would be refused for a stage that the user never gave."""
+    folder = copied(small, tmp_path)
+    fields = config_of(folder)
+    fields["parallel"]["ddp"], fields["deepspeed"]["zero_stage"] = "deepspeed", 3
+    edited(folder, config=fields)
+    convert(Request(folder, tmp_path / "out", overrides=["parallel.ddp=local"]), quiet)
+    assert config_of(tmp_path / "out")["deepspeed"] == Config().deepspeed.model_dump()
+
+
+@pytest.mark.parametrize("name", ["out", "out_trained"])
+def test_a_run_that_starts_from_weights_has_a_folder_of_its_own(small, tmp_path, monkeypatch, name):
+    """README's place for both is runs/: in the folder of the weights, training would find what it cannot go on from."""
+    monkeypatch.chdir(tmp_path)
+    convert(Request(small, Path("runs") / name, weights_only=True), quiet)
+    assert Path(load_config(Path("runs") / name / "config.yaml").run.dir).resolve() != (tmp_path / "runs" / name)
 
 
 def test_weights_alone_are_a_start_for_another_run(small, tmp_path):
@@ -205,7 +272,7 @@ def test_another_model_than_the_tensors_is_refused(small, tmp_path):
     with pytest.raises(CheckpointError, match=r"decoder.layers.4.* are not as the model section of the config says"):
         native.read(small, {"num_layers": 5})
     with pytest.raises(CheckpointError, match=r"linear_qkv.* are not as the model section"):
-        convert(Request(small, tmp_path / "out", overrides=["model.num_query_groups=2"]), quiet)
+        convert(Request(small, tmp_path / "out", weights_only=True, overrides=["model.num_query_groups=2"]), quiet)
 
 
 def test_a_config_that_is_not_ours_is_refused(small, tmp_path):

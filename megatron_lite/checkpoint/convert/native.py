@@ -17,13 +17,14 @@ from megatron_lite.checkpoint.convert import tokenizer_files
 from megatron_lite.checkpoint.convert.grid_files import Progress, write_grid
 from megatron_lite.checkpoint.convert.recipe import Checkpoint, first_of, whole_table
 from megatron_lite.checkpoint.layout import DTYPES, LAYOUT_FILE, WEIGHT, read_layout
+from megatron_lite.checkpoint.match import DERIVED, FREE
 from megatron_lite.checkpoint.reshard import moves, rectangles
 from megatron_lite.checkpoint.store import Opened
 from megatron_lite.checkpoint.tensor_file import Spec
 from megatron_lite.config.load import dump_config
 from megatron_lite.config.schema import Config, DataConfig, ModelConfig
 from megatron_lite.config.validate import failures, raise_any
-from megatron_lite.errors import CheckpointError
+from megatron_lite.errors import CheckpointError, ConfigError
 from megatron_lite.model.build import WORD_EMBEDDINGS
 from megatron_lite.parallel.shard import Shard
 
@@ -150,7 +151,7 @@ def write(
     precision = PRECISIONS[numbers.kinds(WORD_EMBEDDINGS)[WEIGHT]]
     seq_length = min(DataConfig().seq_length, checkpoint.model.max_position_embeddings)
     fields: dict[str, dict[str, Any]] = {
-        "run": {"dir": f"runs/{home.name}"},
+        "run": {"dir": f"runs/{home.name}_trained"},  # never the folder itself, whose weights are only a start
         "model": checkpoint.model.model_dump(),
         "data": {"seq_length": seq_length},
         "train": {"precision": precision},
@@ -186,10 +187,45 @@ def copy(
     if before.data.seq_length % tensor:
         fields["parallel"]["sequence"] = False
     fields["train"]["global_batch_size"] = before.train.global_batch(stored.layout.grid.dp)
+    if settings.get("parallel", {}).get("ddp", "deepspeed") != "deepspeed":
+        del fields["deepspeed"]
     config = _config(fields, settings, tensor, pipeline)
     stored.check(config.model)
+    _refuse_another_run(before, config)
     layout = stored.layout
     _write_run(path, layout.iteration, stored, config=config, state=layout.state, progress=progress)
+
+
+def _refuse_another_run(before: Config, after: Config) -> None:
+    """Raises ConfigError where the state would not mean the same: in another model, another order of data, another
+    precision or other sums."""
+
+    def meaning(config: Config) -> dict[str, Any]:
+        data, names = config.data, [name for name in ModelConfig.model_fields if name not in FREE]
+        return {
+            **{f"model.{name}": getattr(config.model, DERIVED.get(name, name)) for name in names},
+            "run.seed": config.run.seed,
+            "data.seq_length": data.seq_length,
+            "data.split": data.split,
+            "data.paths": [Path(path).name for path in data.paths],  # the files may move
+            "train.precision": config.train.precision,
+            **{f"sync.{name}": value for name, value in config.sync.model_dump().items()},
+        }
+
+    was, now = meaning(before), meaning(after)
+    if changed := [f"{name} ({was[name]} there, {now[name]} here)" for name in was if was[name] != now[name]]:
+        raise ConfigError(
+            f"{first_of(changed)}: with optimizer state the target is the same run in another layout; add "
+            "--weights-only for a new start"
+        )
+    keys = ["sequence", "pipeline"] if before.model.tie_embeddings else ["sequence"]
+    pairs = [(key, getattr(before.parallel, key), getattr(after.parallel, key)) for key in keys]
+    moved = [f"parallel.{key} ({there} there, {here} here)" for key, there, here in pairs if there != here]
+    if before.sync.mode == "delayed" and before.sync.delay and moved:
+        raise ConfigError(
+            f"{', '.join(moved)}: the gradients that sync.delay holds back belong to its way of summing; "
+            "keep that as it was, or add --weights-only for a new start"
+        )
 
 
 def _config(fields: dict[str, dict[str, Any]], settings: Settings, tensor: int, pipeline: int) -> Config:
