@@ -141,16 +141,16 @@ def test_fields_of_the_config_can_be_set(small, tmp_path):
         ("model.num_heads=8", r"model.num_heads \(4 there, 8 here\)"),
         ("run.seed=5", r"run.seed \(1234 there, 5 here\)"),
         ("data.seq_length=8", r"data.seq_length \(16 there, 8 here\)"),
-        ("data.split=[1, 1, 1]", r"data.split \("),
+        ("data.split=[1,1,1]", r"data.split \("),
         ("data.paths=[x]", r"data.paths \(\[\] there, \['x'\] here\)"),
-        ("sync.mode=local_sgd", r"sync.mode \(every_step there, local_sgd here\)"),
+        ("sync.mode=delayed sync.delay=1", r"sync.mode \(every_step there, delayed here\)"),
         ("train.precision=fp32", r"train.precision \(bf16 there, fp32 here\)"),
     ],
 )
 def test_what_would_make_it_another_run_is_refused(small, tmp_path, override, said):
     """The target's own config is what training compares with: it would find nothing changed."""
     with pytest.raises(ConfigError, match=said + r".*: with optimizer state .* add --weights-only for a new start"):
-        convert(Request(small, tmp_path / "out", overrides=[override]), quiet)
+        convert(Request(small, tmp_path / "out", overrides=override.split()), quiet)
     assert not (tmp_path / "out").exists()
 
 
