@@ -14,6 +14,7 @@ is killed at any instant leaves one that can be loaded; the rest is cleaned up b
 import os
 import shutil
 import warnings
+from itertools import chain, count
 from pathlib import Path
 
 from megatron_lite.checkpoint.agreement import on_first
@@ -149,11 +150,11 @@ def prune(root: Path, newest: int, keep: int, keep_every: int) -> None:
 
 def set_aside(root: Path, iteration: int, before: int) -> Path:
     """Where the folder of a damaged checkpoint is now; the tracker names the one before it."""
-    folder, aside = locate(root, iteration), root / f"damaged-{iteration_folder(iteration)}"
+    folder = locate(root, iteration)
+    names = (f"damaged-{iteration_folder(iteration)}{again}" for again in chain([""], (f".{n}" for n in count(2))))
+    aside = next(root / name for name in names if not (root / name).exists())
     write_durably(root / TRACKER_FILE, str(before).encode())
     with explained("setting the damaged checkpoint aside", folder):
-        if aside.exists():
-            shutil.rmtree(aside)
         os.rename(folder, aside)
         sync_folder(root)
     return aside

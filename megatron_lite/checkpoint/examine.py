@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from math import prod
 
 import torch
 from torch import Tensor
@@ -58,14 +59,26 @@ def difference(a: Opened, b: Opened, name: str, kind: str) -> Difference | str:
     if (in_a.shape, in_a.shard) != (in_b.shape, in_b.shard):
         return f"{list(in_a.shape)} cut as {in_a.shard} in A, {list(in_b.shape)} cut as {in_b.shard} in B"
     found = Difference()
-    replicas = sorted({piece.dp or 0 for piece in in_a.values[kind].pieces})
-    for dp in replicas:
-        others = _pieces(b.layout, in_b, kind, dp)
-        for piece in _pieces(a.layout, in_a, kind, dp):
-            wanted = rectangles(in_a.shape, in_a.shard, piece.tp, a.layout.grid.tp, piece.start, piece.end)
-            for move in moves(in_b, others, b.layout.grid.tp, wanted):
-                for block in move.blocks():
-                    _count(found, a.view(piece, block.target), b.view(block.piece, block.source))
+    replicas = [{piece.dp for piece in tensor.values[kind].pieces} for tensor in (in_a, in_b)]
+    if replicas[0] != replicas[1]:
+        return "not of the same data-parallel ranks in A and B"
+    for dp in replicas[0]:
+        others = _pieces(b.layout, in_b, kind, dp or 0)
+        pairs = [
+            (piece, move)
+            for piece in _pieces(a.layout, in_a, kind, dp or 0)
+            for move in moves(
+                in_b,
+                others,
+                b.layout.grid.tp,
+                rectangles(in_a.shape, in_a.shard, piece.tp, a.layout.grid.tp, piece.start, piece.end),
+            )
+        ]
+        if (shared := sum(move.target.numel for _, move in pairs)) != prod(in_a.shape):
+            return f"only {shared:,} of {prod(in_a.shape):,} numbers are in both"
+        for piece, move in pairs:
+            for block in move.blocks():
+                _count(found, a.view(piece, block.target), b.view(block.piece, block.source))
     return found
 
 
@@ -80,11 +93,10 @@ def names_and_kinds(*layouts: Layout) -> list[tuple[str, str]]:
 
 
 def _count(found: Difference, a: Tensor, b: Tensor) -> None:
-    if a.dtype == b.dtype and torch.equal(_bits(a), _bits(b)):
-        found.scale = max(found.scale, float(a.abs().max().nan_to_num(0.0)))
-        return
     wide_a, wide_b = a.double(), b.double()
     unequal = wide_a != wide_b
+    if a.dtype == b.dtype:
+        unequal &= _bits(a) != _bits(b)  # NaNs are not equal to themselves
     distance = (wide_a - wide_b).abs().nan_to_num(math.inf)[unequal]
     found.differing += int(unequal.sum())
     found.largest = max(found.largest, float(distance.max()) if distance.numel() else 0.0)
@@ -92,7 +104,8 @@ def _count(found: Difference, a: Tensor, b: Tensor) -> None:
 
 
 def _bits(x: Tensor) -> Tensor:
-    return x.contiguous().view(torch.uint8)
+    """The numbers as integers."""
+    return x.contiguous().view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()])
 
 
 def _pieces(layout: Layout, tensor: TensorLayout, kind: str, dp: int) -> list[Piece]:

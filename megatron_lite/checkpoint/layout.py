@@ -15,7 +15,7 @@ A tensor is described as a whole: global shape, and the `Shard` that cuts it ove
 piece says whose cut it is and which run of that cut's elements it holds, so that a cut may be spread over several
 data-parallel ranks' files. With `dp` it is that rank's own value, where others have theirs (local SGD). A tied head
 on a stage of its own is a `copy_of` the embedding. Nothing is pickled. Of each tensor in a file there is a checksum for
-every 4 MiB, so that who needs a slice can check what it reads. `crc32` at the top covers all the rest of layout.json.
+every MiB, so that who needs a slice can check what it reads. `crc32` at the top covers all the rest of layout.json.
 """
 
 import json
@@ -37,7 +37,7 @@ VERSION = 2
 LAYOUT_FILE = "layout.json"
 WEIGHT = "weight"  # the kind of a parameter itself, beside the optimizer's kinds
 
-CHUNK_BYTES = 4 << 20  # of a tensor, for which there is one checksum
+CHUNK_BYTES = 1 << 20  # of a tensor, for which there is one checksum
 
 # safetensors' names of number formats
 DTYPES = {
@@ -188,7 +188,10 @@ def parse_layout(text: bytes, path: Path) -> Layout:
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"]))
-        raise DamagedCheckpoint(f"{path}: {where or 'content'}: {first['msg']}. {use_another()}") from None
+        raise CheckpointError(
+            f"{path}: {where or 'content'}: {first['msg']}. Its checksum is right, so it was written like that, by "
+            f"another version or by hand. {use_another()}"
+        ) from None
 
 
 def read_layout(folder: Path) -> Layout:

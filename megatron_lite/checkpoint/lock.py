@@ -15,15 +15,14 @@ from megatron_lite.errors import CheckpointError
 from megatron_lite.parallel.context import Group
 
 LOCK_FILE = ".lock"
-UNSUPPORTED = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # by some network file systems
 
 
 @contextmanager
 def locked(folder: Path, *, world: Group) -> Iterator[None]:
     """Inside, the folder is this run's: another run's attempt raises CheckpointError on all of its ranks.
 
-    The system lets go of the lock when the first rank's process ends, however it ends. A record lock, because a
-    child process does not inherit it.
+    Where the file system has no locks, a line says so. The system lets go of the lock when the first rank's process
+    ends, however it ends. A record lock, because a child process does not inherit it.
     """
     descriptor = on_first(lambda: _acquire(folder), world)
     try:
@@ -41,7 +40,8 @@ def _acquire(folder: Path) -> int:
     try:
         fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
-        if error.errno in UNSUPPORTED:
+        if error.errno not in (errno.EACCES, errno.EAGAIN):
+            print(f" cannot lock {folder} ({error.strerror}): see that no other run trains there", flush=True)
             return descriptor
         holder = os.pread(descriptor, 200, 0).decode(errors="replace").strip()
         os.close(descriptor)

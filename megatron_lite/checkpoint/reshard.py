@@ -16,7 +16,7 @@ from torch import Tensor
 from megatron_lite.checkpoint.layout import Piece, TensorLayout
 from megatron_lite.parallel.shard import Shard
 
-BLOCK = 1 << 20  # elements that are read before their memory may be given back
+BLOCK = 2 << 20  # elements that are read at a time
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from megatron_lite.checkpoint import store
+from megatron_lite.checkpoint.agreement import all_gathered
 from megatron_lite.parallel.context import ParallelContext, apart
 from megatron_lite.parallel.shard import Held
 
@@ -31,10 +32,15 @@ class Saver:
         self._under_way: Future[float] | None = None
         self._doing = ""
         self._failed = False
+        self._timeout_seconds = timeout_seconds
         if in_background:
-            self._background = replace(ctx, world=apart(ctx.world, timeout_seconds, backend="gloo"))
+            self._connect()
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
             self._copies: dict[tuple[str, str], Tensor] = {}
+
+    def _connect(self) -> None:
+        self._background = replace(self._ctx, world=apart(self._ctx.world, self._timeout_seconds, backend="gloo"))
+        self._failed = False
 
     def save(
         self,
@@ -52,12 +58,14 @@ class Saver:
         After a save in the background has failed, the next one is waited for: training ends if that fails too.
         """
         self.wait(say)
+        failed = self._in_background and any(all_gathered(self._failed, self._ctx.world))
         say(f" saving checkpoint at iteration {iteration:7d} to {root}")
         started = time.perf_counter()
         self._doing = f"checkpoint from iteration {iteration:7d} to {root}"
-        if must_be_done or self._failed or not self._in_background:
+        if must_be_done or failed or not self._in_background:
             store.save(root, iteration, ctx=self._ctx, weights=weights, optimizer_state=optimizer_state, **rest)
-            self._failed = False
+            if failed:
+                self._connect()  # after a time-out a connection is of no more use
             self._say_saved(say, time.perf_counter() - started)
             return
         copy = {

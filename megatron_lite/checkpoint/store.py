@@ -7,7 +7,8 @@ rank add layout.json, rename the folder and replace the tracker: at every instan
 import shutil
 from collections import deque
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -38,8 +39,7 @@ from megatron_lite.parallel.context import ParallelContext
 from megatron_lite.parallel.grid import Grid
 from megatron_lite.parallel.shard import Held, ParamTable
 
-BLOCKS_AHEAD = 8
-RESIDENT_BYTES = 16 << 20  # of mapped files, until their memory is given back
+BLOCKS_AHEAD = 2  # that are read while one is copied
 
 
 @dataclass(frozen=True)
@@ -141,10 +141,7 @@ def verify(folder: Path, layout: Layout) -> list[str]:
     problems = []
     for name, info in layout.files.items():
         try:
-            file = TensorFile(folder / name, info)
-            for key in info.crc32:
-                file.get(key)
-                file.release()
+            TensorFile(folder / name, info).check()
         except CheckpointError as error:
             problems.append(str(error))
     return problems
@@ -261,7 +258,6 @@ class Opened:
         self.layout = layout
         self._folder = folder
         self._files: dict[str, TensorFile] = {}
-        self._read_bytes = 0
 
     def __enter__(self) -> "Opened":
         return self
@@ -275,34 +271,26 @@ class Opened:
         return self._files[name]
 
     def view(self, piece: Piece, rectangle: Rectangle) -> Tensor:
-        """A rectangle of a piece, `[rows, columns]`, in pages of its file: use it before the next, and never write to
-        it. Few pages are in memory at any time."""
-        if self._read_bytes > RESIDENT_BYTES:
-            for opened in self._files.values():
-                opened.release()
-            self._read_bytes = 0
-        file = self.file(piece.file)
-        stored = file.flat(piece.key, piece.end - piece.start, rectangle.offset, rectangle.end)
-        self._read_bytes += (rectangle.end - rectangle.offset) * stored.element_size()
-        return rectangle.of(stored)
+        """A rectangle of a piece, `[rows, columns]`, in memory of its own, with what lies between its rows."""
+        numbers = self.file(piece.file).read(piece.key, piece.end - piece.start, rectangle.offset, rectangle.end)
+        return replace(rectangle, offset=0).of(numbers)
 
     def fill(self, flat: Tensor, moves: Iterable[Move]) -> None:
         """Copies what the moves say into flat memory."""
         self.fill_all([(flat, moves)])
 
     def fill_all(self, wanted: Iterable[tuple[Tensor, Iterable[Move]]]) -> None:
-        """The same for many. What comes next is on its way from the disk meanwhile."""
-        ahead: deque[tuple[Tensor, Move]] = deque()
-        for flat, block in ((flat, block) for flat, moves in wanted for move in moves for block in move.blocks()):
-            self.file(block.piece.file).will_need(block.piece.key, block.source.offset, block.source.end)
-            ahead.append((flat, block))
-            if len(ahead) > BLOCKS_AHEAD:
-                self._copy(*ahead.popleft())
-        while ahead:
-            self._copy(*ahead.popleft())
-
-    def _copy(self, flat: Tensor, block: Move) -> None:
-        block.target.of(flat).copy_(self.view(block.piece, block.source))
+        """The same for many. What comes next is read and checked meanwhile; little is in memory beside the targets."""
+        ahead: deque[tuple[Future[Tensor], Tensor]] = deque()
+        with ThreadPoolExecutor(1) as reader:
+            for flat, block in ((flat, block) for flat, moves in wanted for move in moves for block in move.blocks()):
+                self.file(block.piece.file)  # opened here, by one thread
+                ahead.append((reader.submit(self.view, block.piece, block.source), block.target.of(flat)))
+                if len(ahead) > BLOCKS_AHEAD:
+                    read, target = ahead.popleft()
+                    target.copy_(read.result())
+            for read, target in ahead:
+                target.copy_(read.result())
 
 
 def _replica(ctx: ParallelContext) -> int:

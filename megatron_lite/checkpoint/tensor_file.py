@@ -1,4 +1,4 @@
-"""safetensors files, written at the speed of the disk with a checksum of every tensor, read through a memory map.
+"""safetensors files, written at the speed of the disk with checksums, and read in slices that are checked.
 
 The format is a length, a JSON header and the bytes, so both are short; and being ours, the writer computes checksums
 while the disk is busy and keeps one tensor at a time in host memory, and the reader checks just what it touches.
@@ -13,7 +13,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from math import prod
-from mmap import ACCESS_COPY, MADV_DONTNEED, MADV_WILLNEED, PAGESIZE, mmap
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -139,44 +138,32 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> FileInfo:
 
 
 class TensorFile:
-    """A safetensors file that layout.json describes, through a memory map. What is read is checked, once.
+    """A safetensors file that layout.json describes. What is read is checked.
 
-    A map's pages count as this process's memory although the system can take them back: `release` gives them back.
+    Not through a memory map: there a disk that cannot read a block ends the process without a word.
     """
 
     def __init__(self, path: Path, info: FileInfo):
         self.path, self._info = path, info
-        self._checked: set[tuple[str, int]] = set()
+        header = self._checked_header()
         try:
-            header = self._checked_header()
-            with path.open("rb") as file:
-                # A private map: torch wants memory that could be written to, and nothing could reach the file.
-                self._map = mmap(file.fileno(), 0, access=ACCESS_COPY)
-        except FileNotFoundError:
-            raise DamagedCheckpoint(f"{path}: is listed in layout.json but missing. {use_another()}") from None
-        except OSError as error:
-            raise CheckpointError(f"{path}: cannot be read: {error.strerror or error}. {use_another()}") from error
-        try:
-            self._memory = torch.frombuffer(self._map, dtype=torch.uint8)
-            self._tensors = dict(_views(self._memory, header))
-            for key, listed in info.crc32.items():
-                assert len(listed) == -(-self._tensors[key].nbytes // CHUNK_BYTES)
-        except (ValueError, TypeError, LookupError, RuntimeError, AttributeError, AssertionError) as error:
+            self._entries = dict(_entries(header, info))
+        except (ValueError, TypeError, LookupError, AttributeError, AssertionError, RecursionError) as error:
             raise DamagedCheckpoint(
                 f"{path}: its header is not one of a safetensors file with the tensors that layout.json lists "
                 f"({type(error).__name__}: {error}). {use_another()}"
             ) from None
 
     def _checked_header(self) -> bytes:
-        size = self.path.stat().st_size
+        with self._told() as file:
+            size = os.fstat(file.fileno()).st_size
+            length = file.read(8)
+            header = length + file.read(min(struct.unpack("<Q", length)[0], size)) if len(length) == 8 else b""
         if size != self._info.bytes:
             raise DamagedCheckpoint(
                 f"{self.path}: has {size:,} bytes, layout.json says {self._info.bytes:,}; the file was cut off or "
                 f"changed. {use_another()}"
             )
-        with self.path.open("rb") as file:
-            length = file.read(8)
-            header = length + file.read(min(struct.unpack("<Q", length)[0], size))
         if checksum(header) != self._info.header_crc32:
             raise DamagedCheckpoint(
                 f"{self.path}: its header does not have the checksum that layout.json lists; the file is damaged. "
@@ -184,50 +171,87 @@ class TensorFile:
             )
         return header
 
-    def will_need(self, key: str, start: int, end: int) -> None:
-        """Elements `start` to `end` will be read soon: the system may begin to fetch them."""
-        tensor = self._tensors[key]
-        size, first = tensor.element_size(), tensor.data_ptr() - self._memory.data_ptr()
-        from_page = (first + start * size) // PAGESIZE * PAGESIZE
-        if from_page < (until := min(first + end * size, len(self._map))):
-            self._map.madvise(MADV_WILLNEED, from_page, until - from_page)
+    @contextmanager
+    def _told(self) -> Iterator[Any]:
+        """The opened file; errors of the system say which one it is."""
+        try:
+            with self.path.open("rb", buffering=0) as file:
+                yield file
+        except FileNotFoundError:
+            raise DamagedCheckpoint(f"{self.path}: is listed in layout.json but missing. {use_another()}") from None
+        except OSError as error:
+            kind = DamagedCheckpoint if error.errno == errno.EIO else CheckpointError
+            raise kind(f"{self.path}: cannot be read: {error.strerror or error}. {use_another()}") from error
 
-    def flat(self, key: str, numel: int, start: int, end: int) -> Tensor:
-        """The whole tensor of `numel` elements, flattened, in pages of the file; elements `start` to `end` are checked,
-        others must not be used. Copy it, and never write to it."""
-        tensor = self._tensors[key].view(-1)
-        if tensor.numel() != numel:
+    def read(self, key: str, numel: int, start: int, end: int) -> Tensor:
+        """Elements `start` to `end` of the flattened tensor, which has `numel`; in memory of their own."""
+        entry, listed = self._entries[key], self._info.crc32[key]
+        if entry.numel != numel:
             raise DamagedCheckpoint(
-                f"{self.path}: tensor {key} has {tensor.numel():,} elements, layout.json says {numel:,}; one of them "
+                f"{self.path}: tensor {key} has {entry.numel:,} elements, layout.json says {numel:,}; one of them "
                 f"is damaged. {use_another()}"
             )
-        data, listed = _bytes_of(tensor), self._info.crc32[key]
-        size = tensor.element_size()
-        for chunk in range(start * size // CHUNK_BYTES, -(-end * size // CHUNK_BYTES)):
-            if (key, chunk) in self._checked:
-                continue
-            found = checksum(data[chunk * CHUNK_BYTES : (chunk + 1) * CHUNK_BYTES])
-            if found != listed[chunk]:
+        size = entry.dtype.itemsize
+        first_chunk = start * size // CHUNK_BYTES
+        offset = first_chunk * CHUNK_BYTES
+        stop = min(-(-end * size // CHUNK_BYTES) * CHUNK_BYTES, entry.numel * size)
+        memory = torch.empty(max(0, stop - offset), dtype=torch.uint8)
+        data = memory.numpy().data
+        with self._told() as file:
+            file.seek(entry.start + offset)
+            done = 0
+            while done < len(data) and (count := file.readinto(data[done:])):
+                done += count
+        for number, place in enumerate(range(0, len(data), CHUNK_BYTES), first_chunk):
+            found = checksum(data[place : min(place + CHUNK_BYTES, done)])
+            if found != listed[number]:
                 raise DamagedCheckpoint(
-                    f"{self.path}: tensor {key} has checksum {found} from its byte {chunk * CHUNK_BYTES:,} on, "
-                    f"layout.json lists {listed[chunk]}; the file is damaged. {use_another()}"
+                    f"{self.path}: tensor {key} has checksum {found} from its byte {number * CHUNK_BYTES:,} on, "
+                    f"layout.json lists {listed[number]}; the file is damaged. {use_another()}"
                 )
-            self._checked.add((key, chunk))
-        return tensor
+        return memory[start * size - offset : end * size - offset].view(entry.dtype)
 
     def get(self, key: str) -> Tensor:
-        """The tensor, in pages of the file: copy it, and never write to it."""
-        tensor = self._tensors[key]
-        self.flat(key, tensor.numel(), 0, tensor.numel())
-        return tensor
+        """The whole tensor."""
+        entry = self._entries[key]
+        return self.read(key, entry.numel, 0, entry.numel).view(entry.shape)
 
     def get_all(self) -> dict[str, Tensor]:
         """Every tensor of the file."""
         return {key: self.get(key) for key in self._info.crc32}
 
-    def release(self) -> None:
-        """Gives the memory of what was read so far back to the system; what is read again comes from the file."""
-        self._map.madvise(MADV_DONTNEED)
+    def check(self) -> None:
+        """Reads everything, a little at a time."""
+        for key in self._info.crc32:
+            numel = self._entries[key].numel
+            for start in range(0, numel, CHUNK_BYTES):
+                self.read(key, numel, start, min(start + CHUNK_BYTES, numel))
+
+
+class _Entry(NamedTuple):
+    """A tensor in a file."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    start: int  # byte in the file
+
+    @property
+    def numel(self) -> int:
+        return prod(self.shape)
+
+
+def _entries(header: bytes, info: FileInfo) -> Iterator[tuple[str, _Entry]]:
+    """The tensors of the header that layout.json lists, which lie in the file and have as many chunks."""
+    described = json.loads(header[8:])
+    for key, listed in info.crc32.items():
+        start, end = (len(header) + offset for offset in described[key]["data_offsets"])
+        entry = _Entry(DTYPES[described[key]["dtype"]], tuple(described[key]["shape"]), start)
+        assert (
+            all(type(n) is int and n >= 0 for n in (start, *entry.shape)) and len(header) <= start <= end <= info.bytes
+        ), "it reaches outside"
+        assert entry.numel * entry.dtype.itemsize == end - start, "its size is not that of its shape"
+        assert len(listed) == -(-(end - start) // CHUNK_BYTES), "other checksums"
+        yield key, entry
 
 
 def _header(ordered: list[tuple[str, Spec]], metadata: Mapping[str, str]) -> bytes:
@@ -240,14 +264,6 @@ def _header(ordered: list[tuple[str, Spec]], metadata: Mapping[str, str]) -> byt
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-(len(text) + 8) % 64)  # data starts at a cache line
     return struct.pack("<Q", len(text)) + text
-
-
-def _views(memory: Tensor, header: bytes) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor of a file in its bytes."""
-    for key, entry in json.loads(header[8:]).items():
-        if key != "__metadata__":
-            start, end = (len(header) + offset for offset in entry["data_offsets"])
-            yield key, memory[start:end].view(DTYPES[entry["dtype"]]).view(entry["shape"])
 
 
 def _checksums(data: memoryview) -> tuple[str, ...]:

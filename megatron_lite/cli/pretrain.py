@@ -65,28 +65,20 @@ def train(config: "Config") -> None:
     """What each rank does. A run that was asked to stop counts as a success of its ranks, so that nothing restarts
     or reports them; rank 0 leaves the command's exit code in `run.dir/exit_code`."""
     from megatron_lite.errors import StoppedEarly
-    from megatron_lite.training.logs import writing
     from megatron_lite.training.pretrain import pretrain
 
     is_first = os.environ.get("RANK", "0") == "0"
-    if is_first:
-        with writing(Path(config.run.dir)):
-            _exit_code_file(config).unlink(missing_ok=True)
     try:
         pretrain(config)
     except StoppedEarly as stop:
         if is_first:
-            _exit_code_file(config).write_text(f"{stop.exit_code}\n", encoding="utf-8")
+            Path(config.run.exit_code_file).write_text(f"{stop.exit_code}\n", encoding="utf-8")
             print(stop, file=sys.stderr)
-
-
-def _exit_code_file(config: "Config") -> Path:
-    return Path(config.run.dir) / "exit_code"
 
 
 def _read_exit_code(config: "Config") -> int:
     """How the run ended, for the process that the user started; under torchrun a rank only tells 0 from not 0."""
-    file = _exit_code_file(config)
+    file = Path(config.run.exit_code_file)
     return int(file.read_text()) if "RANK" not in os.environ and file.exists() else 0
 
 

@@ -87,6 +87,11 @@ class RunConfig(Section):
     seed: Seed = 1234
     device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: GPUs where torch sees them
 
+    @property
+    def exit_code_file(self) -> str:
+        """Where the command line leaves that a run was stopped early."""
+        return f"{self.dir}/exit_code"
+
 
 class ModelConfig(Section):
     """Sizes and kinds of the transformer; GPT, CodeGeeX and Llama are values of these fields.

@@ -8,7 +8,8 @@ import torch
 
 from megatron_lite.checkpoint import store
 from megatron_lite.checkpoint.agreement import on_first
-from megatron_lite.checkpoint.directory import find_latest, iterations, set_aside
+from megatron_lite.checkpoint.directory import find_latest, iterations, locate, set_aside
+from megatron_lite.checkpoint.layout import read_layout
 from megatron_lite.config.schema import Config
 from megatron_lite.errors import CheckpointError, ConfigError, DamagedCheckpoint, TrainingError
 from megatron_lite.parallel.collectives import all_reduce
@@ -108,6 +109,8 @@ def load_or_fall_back(
             raise DamagedCheckpoint(f"{damage}. There is no checkpoint before it in {root}") from damage
         if not run.config.checkpoint.fallback:
             raise DamagedCheckpoint(f"{damage}. checkpoint.fallback would go on from iteration {before}") from damage
+        if problem := on_first(lambda: _whole_after_all(root, iteration), run.ctx.world):
+            raise CheckpointError(f"{damage}. But {problem}") from damage
         where = ""
         if is_own:
             where = f"; it is now {on_first(lambda: set_aside(root, iteration, before), run.ctx.world).name}"
@@ -116,6 +119,16 @@ def load_or_fall_back(
     else:
         return
     load_or_fall_back(run, load, root, before, is_own=is_own)
+
+
+def _whole_after_all(root: Path, iteration: int) -> str:
+    """Text where this rank finds nothing wrong with a checkpoint that another one could not read."""
+    folder = locate(root, iteration)
+    try:
+        wrong = store.verify(folder, read_layout(folder))
+    except DamagedCheckpoint:
+        return ""
+    return "" if wrong else f"the first rank reads {folder} whole: do all machines see the same files?"
 
 
 def load_weights(run: Run, root: Path, iteration: int) -> None:

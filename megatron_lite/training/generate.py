@@ -43,6 +43,7 @@ def config_of_run(run_dir: str, world_size: int) -> Config:
     fields["run"] |= {"dir": run_dir, "device": "auto"}
     fields["parallel"]["sequence"] = False  # the weights are the same, and a text has any length
     fields["parallel"]["ddp"], fields["optim"]["distributed"] = "local", False
+    fields.pop("deepspeed", None)
     if fields["parallel"]["tensor"] * fields["parallel"]["pipeline"] != world_size:
         fields["parallel"] = {"tensor": world_size}
     batch = fields["parallel"].get("pipeline", 1)  # what the interleaved schedule asks for at least

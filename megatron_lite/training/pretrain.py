@@ -66,6 +66,8 @@ def run_to_end(config: Config, model_provider: ModelProvider, datasets_provider:
     ctx, rng = initialize_megatron(config)
     with ExitStack() as at_the_end:
         at_the_end.enter_context(locked(Path(config.run.dir), world=ctx.world))
+        if ctx.world.is_first:
+            Path(config.run.exit_code_file).unlink(missing_ok=True)  # of the run before
         tokenizer = build_tokenizer(config.data.tokenizer) if config.data.tokenizer else None
         config = settle_vocabulary(config, tokenizer)
         run = setup_model_and_optimizer(config, ctx, rng, model_provider)

@@ -3,6 +3,7 @@
 import errno
 import os
 import threading
+import time
 from pathlib import Path
 from unittest import mock
 
@@ -23,9 +24,9 @@ FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 class Training:
     """Tensors that change after every save, as training changes them."""
 
-    def __init__(self, root: Path, tp: int, dp: int):
+    def __init__(self, root: Path, tp: int, dp: int, timeout_seconds: float = 60):
         self.ctx = ParallelContext.create(Grid(tp=tp, dp=dp), torch.device("cpu"), 60)
-        self.saver = Saver(self.ctx, in_background=True, timeout_seconds=60)
+        self.saver = Saver(self.ctx, in_background=True, timeout_seconds=timeout_seconds)
         self.root, self.said = root, []
         self.live = contents(self.ctx, 0)
 
@@ -130,6 +131,32 @@ def test_a_save_that_fails_is_told_and_loses_nothing(ranks, tmp_path, failing):
         kept = [line.split(" from")[0].strip() for line in said if not line.startswith(" saving")]
         copied = kept[1]
         assert "written while training goes on" in copied and kept[3:] == [kept[0], copied, kept[0]]
+
+
+def time_out(root: Path) -> list[str]:
+    training = Training(root, 2, 1, timeout_seconds=1)
+    slow = store.write_tensors
+
+    def write(path, tensors):
+        if threading.current_thread().name.startswith("checkpoint") and training.ctx.rank == 1:
+            time.sleep(2.5)
+        return slow(path, tensors)
+
+    with mock.patch.object(store, "write_tensors", write):
+        training.save(1)
+        training.saver.wait(training.said.append)
+    for version in (2, 3, 4):
+        training.save(version)
+    training.saver.close(training.said.append)
+    assert read_latest(root) == 4 and assert_holds(root, training.ctx, 4) == 4
+    return training.said
+
+
+def test_after_a_time_out_saves_go_on_in_the_background(ranks, tmp_path):
+    """A connection that has timed out stays broken: every second save would fail for the rest of the run."""
+    for said in ranks(2, time_out, tmp_path):
+        assert sum("FAILED" in line for line in said) == 1
+        assert sum("written while training goes on" in line for line in said) == 3
 
 
 def fail_twice(root: Path) -> str:

@@ -2,12 +2,17 @@
 
 import os
 import shutil
+from contextlib import nullcontext
 from pathlib import Path
+from unittest import mock
 
 import pytest
+import torch.distributed as dist
 
+from megatron_lite.checkpoint.tensor_file import TensorFile
 from megatron_lite.errors import CheckpointError, DamagedCheckpoint
 from tests.e2e.test_resume import rows, run_to_the_end, tensor_files
+from tests.ranks import RanksFailed
 
 COMMON = {"checkpoint__interval": 2, "checkpoint__keep": 0, "train__micro_batch_size": 2}
 
@@ -113,6 +118,30 @@ def test_another_model_is_no_damage(whole, tmp_path):
 
 def fall_back(folder: str) -> None:
     run_to_the_end(Path(folder), "codegeex", **COMMON, train__iterations=6, parallel__tensor=2)
+
+
+def blind(folder: str) -> None:
+    """As `fall_back`, on a machine that does not see one file."""
+    with mock.patch.object(TensorFile, "__init__", lose_one_file) if dist.get_rank() == 1 else nullcontext():
+        fall_back(folder)
+
+
+INIT = TensorFile.__init__
+
+
+def lose_one_file(self, path, info):
+    INIT(self, path.with_name("not there") if path.parent.name == "mp_rank_00" else path, info)
+
+
+def test_a_file_that_one_machine_does_not_see_is_no_damage(ranks, whole, tmp_path):
+    """A missing mount would else cost a good checkpoint."""
+    folder = tmp_path / "run"
+    shutil.copytree(whole, folder)
+    with pytest.raises(RanksFailed) as raised:
+        ranks(2, blind, str(folder))
+    text = str(raised.value)
+    assert "But the first rank reads" in text and "do all machines see the same files?" in text
+    assert not list(folder.glob("checkpoints/damaged*"))
 
 
 def test_damage_that_one_rank_meets_takes_all_of_them_back(ranks, whole, tmp_path):

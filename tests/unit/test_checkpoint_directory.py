@@ -157,7 +157,7 @@ def test_every_nth_stays_beside_the_newest(tmp_path):
 
 
 def test_a_damaged_one_is_set_aside_and_no_longer_a_checkpoint(tmp_path, monkeypatch):
-    """Under a name that is seen, and replaces none but an earlier one of its kind; killed halfway, nothing is lost."""
+    """Under a name that is seen and was not there; killed halfway, nothing is lost."""
     root = made(tmp_path, "iter_0000010", "iter_0000020", "damaged-iter_0000020", tracker="20")
     (root / "iter_0000020" / "this").touch()
     with monkeypatch.context() as patch:
@@ -165,8 +165,8 @@ def test_a_damaged_one_is_set_aside_and_no_longer_a_checkpoint(tmp_path, monkeyp
         with pytest.raises(CheckpointError, match="setting the damaged checkpoint aside failed: Input/output error"):
             set_aside(root, 20, 10)
     assert read_latest(root) == 10 and iterations(root) == [10, 20]
-    assert set_aside(root, 20, 10) == root / "damaged-iter_0000020"
-    assert read_latest(root) == 10 and iterations(root) == [10] and (root / "damaged-iter_0000020" / "this").exists()
+    assert set_aside(root, 20, 10) == root / "damaged-iter_0000020.2"
+    assert read_latest(root) == 10 and iterations(root) == [10] and (root / "damaged-iter_0000020.2" / "this").exists()
     prepare(root, 20)
     assert (root / "damaged-iter_0000020").exists()
 

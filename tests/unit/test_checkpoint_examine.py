@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megatron_lite.checkpoint.examine import difference, names_and_kinds, numbers
-from megatron_lite.checkpoint.layout import read_layout
+from megatron_lite.checkpoint.layout import Layout, read_layout
 from megatron_lite.checkpoint.store import Opened
 from megatron_lite.parallel.context import ParallelContext
 from megatron_lite.parallel.grid import Grid
@@ -49,7 +49,12 @@ def test_equal_checkpoints_have_no_difference_and_others_the_largest(tmp_path):
         assert differing[FC2, "weight"].differing == 1
         assert differing[FC2, "weight"].largest == pytest.approx(1.0, rel=0.01)
         assert differing[NORM, "weight"].largest == math.inf
-        # a NaN with the same bits is the same
+        # a NaN with the same bits is the same, also where another number differs
+        both = changed(1)
+        both[NORM][1] += 1.0
+        with opened(tmp_path / "c", 1, weights=both) as c:
+            nan_in_both = difference(b, c, NORM, "weight")
+        assert nan_in_both.differing == 1 and nan_in_both.largest == pytest.approx(1.0, rel=0.01)
         assert difference(b, b, NORM, "weight").differing == 0
 
 
@@ -57,6 +62,22 @@ def test_what_is_on_one_side_only_is_said(tmp_path):
     with opened(tmp_path / "a", 1) as a, opened(tmp_path / "b", 1, optimizer_state={}) as b:
         assert difference(a, b, FC2, "exp_avg") == "not in B"
         assert difference(b, a, "other", "weight") == "not in A and B"
+
+
+def test_what_only_some_ranks_have_is_said(tmp_path):
+    """As of local SGD: nothing compared must not pass for equal."""
+    with opened(tmp_path / "a", 1) as a:
+        content = a.layout.model_dump()
+        for piece in content["tensors"][FC2]["values"]["exp_avg"]["pieces"]:
+            piece["dp"] = 1
+        with Opened(tmp_path / "a" / "iter_0000001", Layout.model_validate(content)) as b:
+            assert difference(a, b, FC2, "exp_avg") == "not of the same data-parallel ranks in A and B"
+        content["tensors"][FC2]["values"]["weight"]["pieces"] = []
+        with Opened(tmp_path / "a" / "iter_0000001", Layout.model_validate(content)) as b:
+            assert difference(a, b, FC2, "weight") == "not of the same data-parallel ranks in A and B"
+        content["tensors"][FC2]["values"]["exp_avg_sq"]["pieces"][0]["end"] = 47
+        with Opened(tmp_path / "a" / "iter_0000001", Layout.model_validate(content)) as b:
+            assert difference(a, b, FC2, "exp_avg_sq") == "only 47 of 48 numbers are in both"
 
 
 def test_another_shape_is_said(tmp_path):

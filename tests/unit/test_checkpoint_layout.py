@@ -60,6 +60,16 @@ def test_damage_is_told_with_the_path_and_what_to_do(tmp_path, folder, damage, m
     assert str(caught.value).startswith(str(path)) and "latest_checkpointed_iteration.txt" in str(caught.value)
 
 
+def test_what_was_written_like_that_is_no_damage(folder):
+    """Its checksum says so: it is another version's, and setting it aside would cost a good checkpoint."""
+    text = json.loads(dump_layout(read_layout(folder)))
+    text.pop("crc32")
+    content = {**text, "surprise": 1}
+    with pytest.raises(CheckpointError, match="so it was written like that, by another version or by hand") as caught:
+        parse_layout(json.dumps({"crc32": content_checksum(content), **content}).encode(), folder / "layout.json")
+    assert type(caught.value) is CheckpointError
+
+
 def tensor(**changes) -> dict:
     """The description of a tensor that is in the file, but for the changes."""
     piece = {"file": "mp_rank_00/model.safetensors", "key": "embedding.word_embeddings.weight"}

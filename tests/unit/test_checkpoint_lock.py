@@ -56,13 +56,16 @@ def test_a_second_run_is_told_who_holds_the_directory_until_that_one_has_ended(t
     assert (out, err) == ("mine\n", "")
 
 
-def test_file_systems_without_locks_do_not_stop_a_run(tmp_path, monkeypatch):
+def test_file_systems_without_locks_do_not_stop_a_run(tmp_path, monkeypatch, capsys):
     def refuse(descriptor, operation):
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
     monkeypatch.setattr(fcntl, "lockf", refuse)
     with locked(tmp_path, world=solo()):
         pass
+    assert capsys.readouterr().out == (
+        f" cannot lock {tmp_path} (No locks available): see that no other run trains there\n"
+    )
 
 
 def test_a_directory_that_cannot_be_made_is_told(tmp_path):

@@ -3,7 +3,6 @@
 import errno
 import json
 import os
-import re
 import resource
 import signal
 import struct
@@ -75,14 +74,19 @@ def test_an_error_of_a_background_flush_is_not_lost(tmp_path, monkeypatch):
         write_tensors(tmp_path / "a.safetensors", {"a": torch.zeros(4000)})
 
 
-def test_reading_is_through_a_memory_map(tmp_path):
-    """A copy of each file in memory would double what loading needs."""
+def test_a_disk_that_cannot_read_is_told(tmp_path, monkeypatch):
+    """A bad block is damage, for which there is the checkpoint before; a lost connection is not."""
     path = tmp_path / "a.safetensors"
-    info = write_tensors(path, {"a": torch.zeros(100_000)})
-    tensor = TensorFile(path, info).get("a")
-    with open("/proc/self/maps") as maps:
-        assert any(str(path) in line for line in maps)
-    assert tensor.numel() == 100_000
+    file = TensorFile(path, write_tensors(path, {"a": torch.zeros(10)}))
+    for number, kind in ((errno.EIO, DamagedCheckpoint), (errno.ESTALE, CheckpointError)):
+
+        def fail(*arguments, number=number, **options):
+            raise OSError(number, os.strerror(number))
+
+        monkeypatch.setattr(type(path), "open", fail)
+        with pytest.raises(CheckpointError, match=f"a.safetensors: cannot be read: {os.strerror(number)}") as caught:
+            file.get("a")
+        assert type(caught.value) is kind
 
 
 @pytest.mark.parametrize(
@@ -120,33 +124,15 @@ def test_who_needs_a_slice_checks_just_that(tmp_path, monkeypatch):
     flip(path, -1)
     flip(path, info.bytes - 400 + 70)
     file = TensorFile(path, info)
-    assert torch.equal(file.flat("a", 100, 0, 16)[:16], numbers[:16])
-    assert torch.equal(file.flat("a", 100, 32, 96)[32:96], numbers[32:96])
+    assert torch.equal(file.read("a", 100, 0, 16), numbers[:16])
+    assert torch.equal(file.read("a", 100, 37, 96), numbers[37:96])
     for start, end, place in ((15, 17, 64), (96, 97, 384)):
         with pytest.raises(DamagedCheckpoint, match=f"tensor a has checksum .* from its byte {place} on"):
-            file.flat("a", 100, start, end)
+            file.read("a", 100, start, end)
     with pytest.raises(
         DamagedCheckpoint, match=r"tensor a has 100 elements, layout\.json says 99; one of them is damaged"
     ):
-        file.flat("a", 99, 0, 1)
-
-
-def test_what_was_read_can_be_given_back(tmp_path):
-    """Else a rank would seem to need the memory of every file that it has read a little of."""
-    path = tmp_path / "a.safetensors"
-    info = write_tensors(path, {"a": torch.ones(8 << 20)})
-    file = TensorFile(path, info)
-
-    def resident() -> int:
-        with open("/proc/self/smaps") as maps:
-            text = maps.read()
-        return int(re.search(rf"{path}\n(?:.*\n)*?Rss: +(\d+) kB", text)[1]) << 10
-
-    assert file.get("a").sum() == 8 << 20
-    assert resident() > 30 << 20
-    file.release()
-    assert resident() < 1 << 20
-    assert file.get("a").sum() == 8 << 20
+        file.read("a", 99, 0, 1)
 
 
 @pytest.mark.parametrize(
@@ -163,7 +149,6 @@ def test_what_was_read_can_be_given_back(tmp_path):
             ("F32", [2], [-4, 4]),
             ("F32", [2], [0, 1 << 40]),
             ("F32", [2], [8, 0]),
-            ("F32", [1], [1, 5]),
             ("F32", [2], ["0", "8"]),
             ("F64", [500_000], [0, 4_000_000]),
         ]

@@ -4,7 +4,10 @@ import pytest
 import torch
 
 from megatron_lite.config.load import load_config
-from megatron_lite.training.generate import generate, pick
+from megatron_lite.config.validate import validate
+from megatron_lite.training.generate import config_of_run, generate, pick
+from tests.checkpoints import one_process, save
+from tests.e2e.tiny import tiny_config
 
 CONFIG = load_config(None, ["model.vocab_size=10", "model.max_position_embeddings=4"])
 
@@ -53,3 +56,20 @@ def test_a_lower_temperature_keeps_closer_to_the_likeliest(temperature, share):
     generator = torch.Generator().manual_seed(0)
     draws = [pick(torch.tensor([2.0, 3.0]), temperature, generator) for _ in range(4000)]
     assert sum(draws) / 4000 == pytest.approx(share, abs=0.03)
+
+
+@pytest.mark.parametrize(
+    "trained",
+    [
+        {"parallel__ddp": "deepspeed", "deepspeed__zero_stage": 3},
+        {"parallel__tensor": 2, "parallel__sequence": "true", "optim__distributed": "true"},
+        {"parallel__pipeline": 2, "parallel__virtual_pipeline": 2, "parallel__schedule": "interleaved"},
+        {"parallel__ddp": "fsdp", "train__ramp_up": "[2,2,10]", "train__global_batch_size": 8},
+    ],
+)
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_run_under_any_engine_gives_a_config_that_can_run(tmp_path, trained, world_size):
+    """What training needed, such as DeepSpeed's section, may not stand in the way of a look at its model."""
+    config = tiny_config("gpt", **{"model__num_layers": 4, **trained})
+    save(tmp_path / "checkpoints", 1, one_process(), config=config.model_dump(mode="json"))
+    validate(config_of_run(str(tmp_path), world_size), world_size)
