@@ -82,7 +82,7 @@ def qkv_in_order(tensor, model, version, tp):
 def pieces_of(name, tensor, model, version, tp, rows):
     """What each tensor-parallel rank's file has."""
     if name in (WORDS, HEAD):
-        noise = torch.randn(max(0, rows - len(tensor)), tensor.shape[1])
+        noise = torch.randn(max(0, rows - len(tensor)), tensor.shape[1], generator=torch.Generator().manual_seed(5))
         return torch.cat([tensor, noise])[:rows].chunk(tp)
     if "linear_qkv" in name:
         return qkv_in_order(tensor, model, version, tp)
@@ -142,7 +142,8 @@ def written(
                 content["checkpoint_version"] = version
             if args:
                 given = vars(args_for(model, tensor=tp, pipeline=pp, iteration=7, dtype=torch.float32))
-                content["args"] = argparse.Namespace(**{**given, "padded_vocab_size": rows, **changes})
+                given |= {"padded_vocab_size": rows, "make_vocab_size_divisible_by": rows // tp}
+                content["args"] = argparse.Namespace(**{**given, **changes})
             for chunk in range(chunks):
                 first = chunk * (model.num_layers // chunks) + stage * share
                 state = {}
@@ -261,6 +262,43 @@ def test_padding_of_the_vocabulary_becomes_ours(tmp_path, rows):
     read = weights_of(megatron.read(tmp_path, {}))
     assert_identical({WORDS: read[WORDS][:101]}, {WORDS: weights[WORDS][:101]})
     assert read[WORDS].shape == (128, 32) and (rows > 128 or not read[WORDS][101:].any())
+    left_out = ["256 of its 384 rows of vocabulary are left out as padding"]
+    assert list(megatron.read(tmp_path, {}).notes) == (left_out if rows == 384 else [])
+
+
+def test_a_vocabulary_that_is_not_padded_to_the_rows_is_not_believed(tmp_path):
+    """--vocab-size says nothing where the tokenizer has a size of its own: rows of tokens would be lost."""
+    weights = random_weights(GPT, torch.float32)
+    folder = written(tmp_path, GPT, weights=weights, tp=2, rows=512, make_vocab_size_divisible_by=128)
+    message = (
+        r"vocab_size is 101, .* not padded to the 512 rows of its tensors \(by 128 x 2 ranks\); give model.vocab_s"
+    )
+    with pytest.raises(CheckpointError, match=message):
+        megatron.read(tmp_path, {})
+    checkpoint = megatron.read(tmp_path, {"vocab_size": 500})
+    assert checkpoint.model.vocab_size == 500
+    assert list(checkpoint.notes) == ["model.vocab_size is 500 as given, its arguments say 101"]
+    for place in ("mp_rank_00", "mp_rank_01"):
+        changed(folder, lambda content: setattr(content["args"], "vocab_size", 512), place)
+    assert megatron.read(tmp_path, {}).model.vocab_size == 512
+
+
+@pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16])
+def test_a_tied_head_on_the_last_stage_must_be_a_copy(tmp_path, kind):
+    """One that has gone its own way is another model's, whatever the arguments say."""
+    folder = written(tmp_path, GPT, weights=random_weights(GPT, torch.float32), tp=2, pp=2)
+
+    def change(content):
+        head = content["model"][HEAD]
+        head[-1] += 1
+        content["model"][HEAD] = head.to(kind)
+
+    changed(folder, change, "mp_rank_01_001")
+    message = f"mp_rank_01_001/.*: {HEAD} differs from {WORDS} in .*mp_rank_01_000/.*; if .* model.tie_embeddings=false"
+    with pytest.raises(CheckpointError, match=message):
+        megatron.read(tmp_path, {})
+    if kind == torch.float32:
+        assert not megatron.read(tmp_path, {"tie_embeddings": False}).model.tie_embeddings
 
 
 @needs_core
@@ -356,6 +394,8 @@ def test_what_is_given_goes_before_the_arguments(tmp_path):
         {"mtp_num_layers": 1},
         {"normalization": "L2Norm"},
         {"position_embedding_type": "none"},
+        {"position_embedding_type": ["rope"]},
+        {"normalization": {}},
         {"add_qkv_bias": True, "add_bias_linear": False},
     ],
     ids=lambda changes: next(iter(changes)),
@@ -383,6 +423,12 @@ def test_what_we_do_not_compute_is_refused_by_name(tmp_path, changes):
         (lambda c: setattr(c["args"], "hidden_size", 2**40), "model.hidden_size is 1099511627776, not 32"),
         (lambda c: setattr(c["args"], "num_attention_heads", 5), "num_heads 5, .* and head_dim 12 do not make the 48"),
         (lambda c: setattr(c["args"], "num_attention_heads", "many"), "model.num_heads: .*'many'"),
+        (
+            lambda c: setattr(c["args"], "vocab_size", "257"),
+            "arguments say that vocab_size is '257', which is no count",
+        ),
+        (lambda c: setattr(c["args"], "make_vocab_size_divisible_by", -1), "divisible_by is -1, which is no count"),
+        (lambda c: c["model"].update({10**5000: torch.ones(1)}), "is damaged, or no file of torch.save"),
         (lambda c: setattr(c["args"], "vocab_size", 200), "model.vocab_size is 200, but its tensors have 128 rows"),
         (lambda c: setattr(c["args"], "padded_vocab_size", 256), "say 256 rows of vocabulary, its tensors have 128"),
         (

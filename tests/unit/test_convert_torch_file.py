@@ -189,6 +189,7 @@ def test_the_hostile_pickles_are_hostile(tmp_path):
         (b"\x80\x02cos\nsystem\n)R)R.", "'Inert' object is not callable"),
         (b"ctorch._utils\n_rebuild_tensor_v2\n}S'a'\nI1\nsb.", "it would change a function"),
         (b"\x80\x05\x96\xff\xff\xff\xff\xff\x00\x00\x00.", "KeyError: 150"),  # asks for a terabyte
+        (b"\x80\x02\x8b\x01\x00\x00\x00\x07.", "KeyError: 139"),  # an integer of any size
         (b"\x80\x02r\xff\xff\xff\xff.", "IndexError"),  # for four billion places
         (b"ctorch._utils\n_rebuild_tensor_v2\n(NI0\n(I2\nt(I1\ntI00\nNtR.", "a tensor's description is no such"),
         (b"(S'storage'\nctorch\nFloatStorage\nS'0'\nS'cpu'\nI-1\ntQ.", "is not a plain storage"),
@@ -304,7 +305,7 @@ def whole_files(tmp_path_factory):
     content = {"args": args, "checkpoint_version": 3.0, "model": weights, "rng": np.random.get_state()[2:]}
     files = {}
     for form in FORMATS:
-        args.padded_vocab_size = 8
+        args.padded_vocab_size = args.make_vocab_size_divisible_by = 8
         files[form] = saved(place / f"{form}.pt", content, form).read_bytes()
     return place, files
 

@@ -85,8 +85,8 @@ def read(path: Path, overrides: Mapping[str, Any]) -> Checkpoint:
     pipelined = len(stages) > 1 or "model" not in content
     args = _args(folder, content, tensor=len(stages[0]), pipeline=len(stages))
     model, notes = model_from(folder, cuts, args, overrides, pipelined=pipelined)
-    if model.tie_embeddings and pipelined:
-        cuts.pop(HEAD, None)  # the last stage's copy of the embedding
+    if model.tie_embeddings and pipelined and (copy := cuts.pop(HEAD, None)):
+        _check_copy(copy, cuts[WORD_EMBEDDINGS])
     table = whole_table(model)
     rows = cuts[WORD_EMBEDDINGS].shape(Shard(0))[0]
     recipes = {name: _recipe(name, table, model, folder, version, rows) for name in table}
@@ -121,7 +121,7 @@ def write(
     model = checkpoint.model
     check_model(model, tensor, pipeline)
     table = whole_table(model)
-    rows = padded_rows(model, tensor)
+    rows = padded_rows(model.vocab_size, tensor)
     folder = path / (iteration_folder(checkpoint.iteration) if checkpoint.iteration else "release")
     dtypes = {name: dtype or spec.dtype for name, spec in checkpoint.tensors.items()}
     content = {
@@ -245,6 +245,19 @@ def _all_cuts(folder: Path, stages: Sequence[Sequence[TorchFile]]) -> dict[str, 
     if WORD_EMBEDDINGS not in cuts:
         raise CheckpointError(f"{folder}: has no word embeddings in model or model0 of its first stage")
     return cuts
+
+
+def _check_copy(head: Cuts, embedding: Cuts) -> None:
+    """The last stage's copy of a tied embedding is one, on every tensor-parallel rank."""
+    places = zip(head.files, head.pieces, embedding.files, embedding.pieces, strict=True)
+    for file, piece, first_file, original in places:
+        held = torch.empty(original.shape, dtype=original.dtype)
+        first_file.fill(held, original)
+        if (piece.shape, piece.dtype) != (original.shape, original.dtype) or not file.equals(piece, held):
+            raise CheckpointError(
+                f"{file.path}: {HEAD} differs from {WORD_EMBEDDINGS} in {first_file.path}, although they are tied; if "
+                "the head is its own, give model.tie_embeddings=false"
+            )
 
 
 def _chunks(folder: Path, stages: Sequence[Sequence[TorchFile]]) -> Iterator[tuple[Sequence[TorchFile], str]]:

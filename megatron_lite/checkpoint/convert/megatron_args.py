@@ -76,12 +76,15 @@ def fields_of(args: Mapping[str, Any], where: Path) -> dict[str, Any]:
     ]
     if given.get("add_qkv_bias") and not given.get("add_bias_linear", True):
         refused.append("add_qkv_bias is True without add_bias_linear")
+    for name in ("vocab_size", "make_vocab_size_divisible_by"):
+        if type(given.get(name, 1)) is not int or given.get(name, 1) < 1:
+            raise CheckpointError(f"{where}: its arguments say that {name} is {given[name]!r}, which is no count")
     fields = {ours: given[theirs] for ours, theirs in SAME.items() if theirs in given}
     for name, field, known in (("normalization", "norm", NORMS), ("position_embedding_type", "position", POSITIONS)):
-        if name in given and given[name] not in known:
+        if name in given and str(given[name]) not in known:
             refused.append(f"{name} is {given[name]}")
         elif name in given:
-            fields[field] = known[given[name]]
+            fields[field] = known[str(given[name])]
     if refused:
         raise CheckpointError(f"{where}: was trained with what megatron_lite does not compute: {first_of(refused)}")
     if given.get("tokenizer_type") == "NullTokenizer" and "vocab_size" in fields:
@@ -108,10 +111,10 @@ def _activation(args: Mapping[str, Any]) -> str:
     return "gelu_tanh" if fused or args.get("openai_gelu") else "gelu"
 
 
-def padded_rows(model: ModelConfig, tensor: int) -> int:
-    """Of its vocabulary tables, on so many tensor-parallel ranks."""
-    multiple = DIVISIBLE_BY * tensor
-    return -(-model.vocab_size // multiple) * multiple
+def padded_rows(vocab_size: int, tensor: int, divisible_by: int = DIVISIBLE_BY) -> int:
+    """Of vocabulary tables, on so many tensor-parallel ranks."""
+    multiple = divisible_by * tensor
+    return -(-vocab_size // multiple) * multiple
 
 
 def check_model(model: ModelConfig, tensor: int, pipeline: int) -> None:
@@ -161,7 +164,7 @@ def args_for(
             "untie_embeddings_and_output_weights": not model.tie_embeddings,
             "apply_query_key_layer_scaling": False,
             "make_vocab_size_divisible_by": DIVISIBLE_BY,
-            "padded_vocab_size": padded_rows(model, tensor),
+            "padded_vocab_size": padded_rows(model.vocab_size, tensor),
             # Compared where --vocab-file is given, which is GPT-2's tokenizer.
             "tokenizer_type": "GPT2BPETokenizer" if model.vocab_size == 50257 else None,
             "tensor_model_parallel_size": tensor,

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron_lite.checkpoint.convert.megatron_args import fields_of
+from megatron_lite.checkpoint.convert.megatron_args import DIVISIBLE_BY, fields_of, padded_rows
 from megatron_lite.checkpoint.convert.rank_files import Cuts, model_of
 from megatron_lite.checkpoint.convert.recipe import first_of
 from megatron_lite.config.schema import ModelConfig
@@ -26,7 +26,8 @@ def model_from(
 ) -> tuple[ModelConfig, list[str]]:
     """The model section, from what was given, the arguments and the tensors' shapes; and what to know about it."""
     rows = cuts[WORD_EMBEDDINGS].shape(Shard(0))[0]
-    fields = {**_fields_of_shapes(cuts, pipelined), **fields_of(args, folder), **overrides}
+    told = fields_of(args, folder)
+    fields = {**_fields_of_shapes(cuts, pipelined), **told, **overrides}
     if args.get("padded_vocab_size") not in (None, rows):
         raise CheckpointError(
             f"{folder}: its arguments say {args['padded_vocab_size']} rows of vocabulary, its tensors have {rows}; "
@@ -50,6 +51,19 @@ def model_from(
         raise CheckpointError(
             f"{folder}: model.vocab_size is {model.vocab_size}, but its tensors have {rows} rows; give the right one"
         )
+    said = told.get("vocab_size", model.vocab_size)
+    divisible_by = args.get("make_vocab_size_divisible_by") or DIVISIBLE_BY
+    tensor = len(cuts[WORD_EMBEDDINGS].pieces)
+    # Megatron-LM takes most tokenizers' sizes from their files, and whatever --vocab-size says stays unused.
+    if "vocab_size" not in overrides and rows not in (said, padded_rows(said, tensor, divisible_by)):
+        raise CheckpointError(
+            f"{folder}: its arguments say that vocab_size is {said}, which is not padded to the {rows} rows of its "
+            f"tensors (by {divisible_by} x {tensor} ranks); give model.vocab_size, that of the tokenizer"
+        )
+    if said != model.vocab_size:
+        notes.append(f"model.vocab_size is {model.vocab_size} as given, its arguments say {said}")
+    if rows > model.padded_vocab:
+        notes.append(f"{rows - model.padded_vocab} of its {rows} rows of vocabulary are left out as padding")
     return model, notes
 
 

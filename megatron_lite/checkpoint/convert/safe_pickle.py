@@ -110,7 +110,9 @@ class Unpickler(PythonUnpickler):
     """`load` gives the pickle's content, with a `StoredTensor` for each tensor."""
 
     dispatch: ClassVar[dict[int, Callable]] = {**PythonUnpickler.dispatch}
-    del dispatch[pickle.BYTEARRAY8[0]]  # reserves as much memory as it says; no torch file has it
+    # What no torch file has: the one reserves as much memory as it says, the other makes integers of more than 255
+    # bytes, which Python will not write down, be it as a name or in a message.
+    del dispatch[pickle.BYTEARRAY8[0]], dispatch[pickle.LONG4[0]]
 
     def __init__(self, file: IO[bytes]):
         super().__init__(file, encoding="utf-8", errors="replace")
