@@ -26,7 +26,12 @@ def convert(
         bool, typer.Option("--weights-only", help="From megatron-lite to megatron-lite: no optimizer state.")
     ] = False,
     verify: Annotated[
-        bool, typer.Option("--verify", help="Load both and compare their logits; DST is only there if they agree.")
+        bool,
+        typer.Option(
+            "--verify",
+            help="Compare logits (of transformers' model for huggingface, of ours for others) and every weight, but no "
+            "optimizer state; DST is only there if they agree.",
+        ),
     ] = False,
 ) -> None:
     """Convert a checkpoint to another format or layout, tensor by tensor, on the CPU."""

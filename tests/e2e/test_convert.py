@@ -135,7 +135,7 @@ def test_one_tensor_at_a_time_is_in_memory(tmp_path):
     checkpoint = Checkpoint(model, tensors, lambda name: torch.ones(tuple(tensors[name].shape)))
     start = tmp_path / "start"
     start.mkdir()
-    options: dict = {"tensor": 2, "pipeline": 1, "dtype": None, "progress": lambda count: None}
+    options: dict = {"tensor": 2, "pipeline": 1, "progress": lambda count: None}
     native.write(start, checkpoint, home=start, settings={}, **options)
     requests = {
         "wide": Request(start, tmp_path / "wide", tensor=4, pipeline=2),

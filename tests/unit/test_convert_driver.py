@@ -1,8 +1,10 @@
 """The target appears whole or not at all, the source is told by its looks, and what differs is not kept."""
 
 import json
+import re
 import shutil
 import sys
+from dataclasses import replace
 from pathlib import Path
 from unittest import mock
 
@@ -142,7 +144,9 @@ def test_verify_compares_logits_with_transformers(tmp_path, build, dtype):
         Request(tmp_path / "ours", tmp_path / "back", target_format="huggingface", verify=True),
         Request(tmp_path / "ours", tmp_path / "moved", verify=True),
     ):
-        assert lines_of(request)[1].startswith("verified: logits of 2 x 24 random tokens differ by at most ")
+        said = lines_of(request)[1]
+        assert said.startswith("verified: logits of 2 x 24 random tokens differ by at most ")
+        assert re.search(r"; all \d+ tensors are equal to the bit$", said)
 
 
 @pytest.mark.parametrize("between", ["megatron-lite", "huggingface", "megatron"])
@@ -165,7 +169,7 @@ def test_codegeex_goes_there_and_back(tmp_path):
     tensors = {name: Spec(torch.float32, meta.shape) for name, meta in whole_table(model).items()}
     checkpoint = Checkpoint(model, tensors, lambda name: 0.2 * torch.randn(tuple(tensors[name].shape)))
     (tmp_path / "ours").mkdir()
-    options: dict = {"tensor": 1, "pipeline": 1, "dtype": None, "progress": lambda count: None}
+    options: dict = {"tensor": 1, "pipeline": 1, "progress": lambda count: None}
     native.write(tmp_path / "ours", checkpoint, home=tmp_path / "ours", settings={}, **options)
     lines_of(Request(tmp_path / "ours", tmp_path / "theirs", target_format="codegeex", tensor=2, verify=True))
     request = Request(tmp_path / "theirs", tmp_path / "back", verify=True, overrides=["model.num_heads=4"])
@@ -174,9 +178,10 @@ def test_codegeex_goes_there_and_back(tmp_path):
     assert all(torch.equal(first.read(name), second.read(name)) for name in tensors)
 
 
-@pytest.mark.parametrize("wrong", ["a number", "nan"])
+@pytest.mark.parametrize("dtype", ["", "bf16", "fp16"])
+@pytest.mark.parametrize("wrong", ["a number", "nan", "a little"])
 @pytest.mark.parametrize("target_format", ["megatron-lite", "huggingface"])
-def test_a_target_that_computes_something_else_is_not_kept(source, tmp_path, wrong, target_format):
+def test_a_target_that_computes_something_else_is_not_kept(source, tmp_path, wrong, target_format, dtype):
     """Text that a model writes does not show that one matrix is transposed."""
     read = huggingface.read
 
@@ -187,12 +192,48 @@ def test_a_target_that_computes_something_else_is_not_kept(source, tmp_path, wro
         return checkpoint
 
     def spoil(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor * float("nan") if wrong == "nan" else tensor.flip(0)
+        return tensor.flip(0) if wrong == "a number" else tensor * {"nan": float("nan"), "a little": 1.01}[wrong]
 
     with mock.patch.object(huggingface, "read", spoiled), pytest.raises(CheckpointError) as raised:
-        lines_of(Request(source, tmp_path / "out", target_format=target_format, verify=True))
+        lines_of(Request(source, tmp_path / "out", target_format=target_format, dtype=dtype, verify=True))
     assert "is rounding: the converted model is another one, so it was not kept" in str(raised.value)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_every_weight_is_compared_to_the_bit(source):
+    """Logits of 128 tokens do not show a number that none of them reaches, and hardly one that is small."""
+    first, second = (huggingface.read(source, {}) for _ in range(2))
+    assert verify.check_weights(first, second) == f"all {len(first.tensors)} tensors are equal to the bit"
+    words, bias = "embedding.word_embeddings.weight", "decoder.layers.1.mlp.linear_fc1.bias"
+
+    def spoiled(name: str) -> torch.Tensor:
+        whole = second.read(name)
+        if name in (words, bias):
+            whole.view(-1)[-1] += 1  # of the embedding, that is padding
+        return whole
+
+    with pytest.raises(CheckpointError, match=rf"^{bias}: what was written differs from the source, so it was not"):
+        verify.check_weights(first, replace(second, read=spoiled))
+    fewer = {name: spec for name, spec in second.tensors.items() if name != words}
+    with pytest.raises(CheckpointError, match=f"^{words}: what was written"):
+        verify.check_weights(first, replace(second, tensors=fewer))
+
+
+@pytest.mark.parametrize("target_format", ["megatron-lite", "huggingface", "megatron"])
+def test_a_number_that_the_format_cannot_hold_is_named(source, tmp_path, target_format):
+    """It would be written as infinity, and every logit would be nan."""
+    file = Path(shutil.copytree(source, tmp_path / "hf")) / "model.safetensors"
+    tensors = load_file(file)
+    tensors["transformer.h.1.mlp.c_fc.bias"][3] = -70000.0
+    save_file(tensors, file)
+    request = Request(tmp_path / "hf", tmp_path / "out", target_format=target_format, dtype="fp16")
+    with pytest.raises(CheckpointError, match=r"layers.1.mlp.linear_fc1.bias has numbers up to 7e\+04, .* use bf16 or"):
+        lines_of(request)
+    assert not (tmp_path / "out").exists()
+    lines_of(replace(request, dtype="bf16"))
+    tensors["transformer.h.1.mlp.c_fc.bias"][3] = float("inf")  # the source's own
+    save_file(tensors, file)
+    lines_of(replace(request, target=tmp_path / "inf"))
 
 
 def test_verify_without_transformers_is_bad_usage(source, tmp_path):
@@ -207,7 +248,7 @@ def test_what_transformers_cannot_load_is_said(source, tmp_path):
     save_file({}, tmp_path / "hf" / "model.safetensors")
     (tmp_path / "hf" / "config.json").write_text("{}")
     with pytest.raises(CheckpointError, match="hf: transformers cannot load it: "):
-        verify.of_transformers(tmp_path / "hf")
+        verify.of_transformers(tmp_path / "hf", None)
 
 
 def test_a_vocabulary_of_merges_goes_along(source, tmp_path):

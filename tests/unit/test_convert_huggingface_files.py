@@ -41,9 +41,7 @@ def test_several_files_are_read_and_written(saved, tmp_path):
     (tmp_path / "out").mkdir()
     checkpoint = read(tmp_path / "src", {})
     written: list[int] = []
-    huggingface.write(
-        tmp_path / "out", checkpoint, tensor=1, pipeline=1, dtype=None, progress=written.append, shard_bytes=30_000
-    )
+    huggingface.write(tmp_path / "out", checkpoint, tensor=1, pipeline=1, progress=written.append, shard_bytes=30_000)
     index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
     files = sorted(path.name for path in (tmp_path / "out").glob("*.safetensors"))
     assert files == sorted(set(index["weight_map"].values())) and len(files) > 3

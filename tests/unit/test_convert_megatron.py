@@ -176,10 +176,10 @@ def changed(folder, change, place="mp_rank_00"):
     torch.save(content, file)
 
 
-def exported(path, config, weights, *, tensor=1, pipeline=1, dtype=None, iteration=0):
+def exported(path, config, weights, *, tensor=1, pipeline=1, iteration=0):
     path.mkdir(exist_ok=True)
     checkpoint = checkpoint_of(config, weights, iteration)
-    megatron.write(path, checkpoint, tensor=tensor, pipeline=pipeline, dtype=dtype, progress=lambda count: None)
+    megatron.write(path, checkpoint, tensor=tensor, pipeline=pipeline, progress=lambda count: None)
     return path
 
 
@@ -244,10 +244,10 @@ def test_we_write_what_megatron_would(tmp_path, config, tensor, pipeline):
     assert tracker.read_text() == "release"
 
 
-def test_a_number_format_can_be_chosen(tmp_path):
+def test_the_number_format_is_said_in_the_arguments(tmp_path):
     weights = random_weights(GPT, torch.float32)
-    exported(tmp_path, GPT, weights, dtype=torch.bfloat16)
     want = {name: tensor.bfloat16() for name, tensor in weights.items()}
+    exported(tmp_path, GPT, want)
     assert_identical(weights_of(megatron.read(tmp_path, {})), want)
     args = torch.load(tmp_path / "release/mp_rank_00/model_optim_rng.pt", weights_only=False)["args"]
     assert args.bf16 and args.params_dtype == torch.bfloat16

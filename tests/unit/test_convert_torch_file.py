@@ -442,10 +442,10 @@ path = Path(sys.argv[2])
 small = ModelConfig(num_layers=1, hidden_size=8, num_heads=2, vocab_size=8)
 tiny = Checkpoint(small, {n: Spec(torch.float32, m.shape) for n, m in whole_table(small).items()},
                   lambda n: torch.ones(whole_table(small)[n].shape))
-megatron.write(path / "small", tiny, tensor=2, pipeline=1, dtype=None, progress=lambda count: None)
+megatron.write(path / "small", tiny, tensor=2, pipeline=1, progress=lambda count: None)
 before = restart()
 if sys.argv[1] == "write":
-    megatron.write(path, made, tensor=2, pipeline=1, dtype=None, progress=lambda count: None)
+    megatron.write(path, made, tensor=2, pipeline=1, progress=lambda count: None)
 else:
     checkpoint = megatron.read(path, {})
     for name in checkpoint.tensors:

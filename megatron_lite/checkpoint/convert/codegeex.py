@@ -103,7 +103,6 @@ def write(
     *,
     tensor: int,
     pipeline: int,
-    dtype: torch.dtype | None,
     progress: Progress,
 ) -> None:
     """Writes codegeex.pt, or for more than one rank mp_rank_XX_model_states.pt, into the folder."""
@@ -111,7 +110,6 @@ def write(
     table = whole_table(checkpoint.model)
     recipes = recipes_for(table, ())
     names = [f"mp_rank_{rank:02d}_model_states.pt" for rank in range(tensor)] if tensor > 1 else ["codegeex.pt"]
-    dtypes = {name: dtype or spec.dtype for name, spec in checkpoint.tensors.items()}
     module: dict[str, Any] = {}
     for name, recipe in recipes.items():
         shapes = recipe.foreign_shapes(table[name].shape)
@@ -120,14 +118,14 @@ def write(
             place = module
             for folder in folders:
                 place = place.setdefault(folder, {})
-            place[key] = torch.empty(shard.local_shape(shape, tensor), dtype=dtypes[name])
+            place[key] = torch.empty(shard.local_shape(shape, tensor), dtype=checkpoint.tensors[name].dtype)
     with ExitStack() as stack:
         writers = [stack.enter_context(TorchWriter(path / name, {"module": module})) for name in names]
 
         def write_tensor(name: str, recipe: Recipe) -> None:
             wholes = recipe.split(checkpoint.read(name))
             for foreign, whole, shard in zip(recipe.names, wholes, recipe.shards, strict=True):
-                write_cuts(writers, f"module.{foreign}", whole, shard, dtype=dtypes[name], progress=progress)
+                write_cuts(writers, f"module.{foreign}", whole, shard, progress=progress)
 
         for name, recipe in recipes.items():
             write_tensor(name, recipe)

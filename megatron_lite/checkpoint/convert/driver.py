@@ -20,7 +20,7 @@ from tqdm import tqdm
 from megatron_lite.checkpoint.convert import codegeex, huggingface, megatron, native, verify
 from megatron_lite.checkpoint.convert.grid_files import Numbers
 from megatron_lite.checkpoint.convert.native import Settings, WeightsOf
-from megatron_lite.checkpoint.convert.recipe import Checkpoint
+from megatron_lite.checkpoint.convert.recipe import Checkpoint, in_dtype
 from megatron_lite.checkpoint.tensor_file import Spec, explained, sync_folder
 from megatron_lite.config.load import load_config
 from megatron_lite.config.schema import Config
@@ -68,6 +68,8 @@ def convert(request: Request, say: Callable[[str], None]) -> None:
         say(f"{request.source} is a checkpoint of {source_format}")
     with _appearing(target) as folder:
         checkpoint = FORMATS[source_format].read(request.source, settings.get("model", {}))
+        if request.dtype:
+            checkpoint = in_dtype(checkpoint, DTYPES[request.dtype])
         written = _write(request, source_format, checkpoint, settings, folder, target)
         if request.verify:
             say(_verify(request, source_format, checkpoint, folder))
@@ -140,15 +142,15 @@ def _write(
 ) -> int:
     """Writes the target into the folder; returns the bytes of its tensors."""
     layout = {"tensor": request.tensor, "pipeline": request.pipeline}
-    dtype, tensors = DTYPES.get(request.dtype), checkpoint.tensors
+    tensors = checkpoint.tensors
     if request.target_format != NATIVE:
-        with _Progress(_total_bytes(WeightsOf(checkpoint, dtype), tensors)) as progress:
-            FORMATS[request.target_format].write(folder, checkpoint, **layout, dtype=dtype, progress=progress)
+        with _Progress(_total_bytes(WeightsOf(checkpoint), tensors)) as progress:
+            FORMATS[request.target_format].write(folder, checkpoint, **layout, progress=progress)
         return progress.written
     if source_format == NATIVE:
         stored = native.Stored(request.source)
         if stored.layout.state and not request.weights_only:
-            if dtype:
+            if request.dtype:
                 raise ConfigError(
                     "--dtype changes the weights, but an optimizer's state goes with the precision that it was trained "
                     "in; add --weights-only, or leave out --dtype"
@@ -158,8 +160,8 @@ def _write(
             return progress.written
         checkpoint = replace(checkpoint, tokenizer={})  # it stays where it is
         settings = {**settings, "data": {"tokenizer": stored.config({}).data.tokenizer, **settings.get("data", {})}}
-    with _Progress(_total_bytes(WeightsOf(checkpoint, dtype), tensors)) as progress:
-        native.write(folder, checkpoint, **layout, dtype=dtype, progress=progress, home=home, settings=settings)
+    with _Progress(_total_bytes(WeightsOf(checkpoint), tensors)) as progress:
+        native.write(folder, checkpoint, **layout, progress=progress, home=home, settings=settings)
     return progress.written
 
 
@@ -173,15 +175,14 @@ def _total_bytes(numbers: Numbers, tensors: Mapping[str, Spec]) -> int:
 def _verify(request: Request, source_format: str, checkpoint: Checkpoint, folder: Path) -> str:
     """Compares the source with what was written into the folder."""
     from_theirs = source_format == "huggingface"
-    before = verify.of_transformers(request.source) if from_theirs else verify.ours(checkpoint)
-    if request.target_format == "huggingface":
-        after = verify.of_transformers(folder)
-    else:
-        # What a format has no place for, its reader is told.
-        told = {"num_heads": checkpoint.model.num_heads} if request.target_format == "codegeex" else {}
-        after = verify.ours(FORMATS[request.target_format].read(folder, told))
-    rounded_to = verify.rounding(checkpoint, DTYPES.get(request.dtype))
-    return verify.check_same(before, after, checkpoint=checkpoint, rounded_to=rounded_to)
+    dtype = DTYPES.get(request.dtype)
+    before = verify.of_transformers(request.source, dtype) if from_theirs else verify.ours(checkpoint)
+    # What a format has no place for, its reader is told.
+    told = {"num_heads": checkpoint.model.num_heads} if request.target_format == "codegeex" else {}
+    target = FORMATS[request.target_format].read(folder, told)
+    after = verify.of_transformers(folder, None) if request.target_format == "huggingface" else verify.ours(target)
+    said = verify.check_logits(before, after, checkpoint)
+    return f"{said}; {verify.check_weights(checkpoint, target)}"
 
 
 def _free(target: Path) -> Path:

@@ -25,7 +25,7 @@ from megatron_lite.checkpoint.convert.huggingface_files import (
     plan_shards,
     read_json,
 )
-from megatron_lite.checkpoint.convert.recipe import Checkpoint, Recipe, check_names, whole_table
+from megatron_lite.checkpoint.convert.recipe import VOCABULARY_TABLES, Checkpoint, Recipe, check_names, whole_table
 from megatron_lite.checkpoint.directory import write_durably
 from megatron_lite.checkpoint.tensor_file import Spec, TensorWriter
 from megatron_lite.config.schema import ModelConfig
@@ -36,7 +36,7 @@ from megatron_lite.parallel.shard import ParamTable
 
 CONFIG_FILE = "config.json"
 SHARD_BYTES = 5_000_000_000  # of a file
-HEAD, THEIR_HEAD = "output_layer.weight", "lm_head.weight"
+THEIR_HEAD = "lm_head.weight"
 EMBEDDING = {"gpt2": "transformer.wte.weight", "llama": "model.embed_tokens.weight"}
 TYPE_NAMES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16", torch.float64: "float64"}
 # Constants that old versions saved beside the weights.
@@ -91,7 +91,7 @@ def _recipe(model_type: str, name: str, model: ModelConfig, table: ParamTable) -
     if match := re.fullmatch(r"decoder\.layers\.(\d+)\.(.*)", ours):
         prefix, ours = f"{LAYERS[model_type]}{match[1]}.", match[2]
     names = tuple(f"{prefix}{theirs}.{kind}" for theirs in NAMES[model_type][ours].split())
-    if name in (WORD_EMBEDDINGS, HEAD):
+    if name in VOCABULARY_TABLES:
         return Recipe(names, split=lambda tensor: (tensor[: model.vocab_size],))
     if len(names) > 1:
         return Recipe(names, split=lambda tensor: tensor.split(table[name].shard.parts))
@@ -155,7 +155,6 @@ def write(
     *,
     tensor: int,
     pipeline: int,
-    dtype: torch.dtype | None,
     progress: Progress,
     shard_bytes: int = SHARD_BYTES,
 ) -> None:
@@ -167,10 +166,9 @@ def write(
     content = from_model(checkpoint.model)
     table = whole_table(checkpoint.model)
     ours = recipes(content["model_type"], checkpoint.model, table)
-    types = {name: dtype or checkpoint.tensors[name].dtype for name in table}
     groups = {
         name: {
-            theirs: Spec(types[name], shape)
+            theirs: Spec(checkpoint.tensors[name].dtype, shape)
             for theirs, shape in zip(recipe.names, recipe.foreign_shapes(table[name].shape), strict=True)
         }
         for name, recipe in ours.items()
@@ -188,7 +186,8 @@ def write(
     tokenizer_files.carry(checkpoint.tokenizer, path)
     tokenizer = tokenizer_files.readable(tokenizer_files.spec_in(path), checkpoint.model.vocab_size)
     ends = {"bos_token_id": None, "eos_token_id": tokenizer.eod if tokenizer else None, "pad_token_id": None}
-    type_name = TYPE_NAMES[types[WORD_EMBEDDINGS]]  # under the name of version 5 and that of version 4
+    type_name = TYPE_NAMES[checkpoint.tensors[WORD_EMBEDDINGS].dtype]
+    # Under the name of version 5 and that of version 4.
     _write_json(path / CONFIG_FILE, {**content, **ends, "dtype": type_name, "torch_dtype": type_name})
 
 
@@ -207,7 +206,7 @@ def _write_file(
             if theirs not in pieces:
                 name = of_theirs[theirs]
                 pieces.clear()
-                whole = checkpoint.read(name).to(specs[theirs].dtype)
+                whole = checkpoint.read(name)
                 pieces = dict(zip(ours[name].names, ours[name].split(whole), strict=True))
                 del whole
             writer.add(pieces.pop(theirs))

@@ -26,9 +26,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_lite.checkpoint.convert.megatron_args import args_for, check_model, padded_rows
-from megatron_lite.checkpoint.convert.megatron_model import HEAD, LAYER, model_from
+from megatron_lite.checkpoint.convert.megatron_model import LAYER, model_from
 from megatron_lite.checkpoint.convert.rank_files import Cuts, Progress, cuts_of, write_cuts
-from megatron_lite.checkpoint.convert.recipe import Checkpoint, Recipe, check_names, first_of, whole_table
+from megatron_lite.checkpoint.convert.recipe import (
+    HEAD,
+    VOCABULARY_TABLES,
+    Checkpoint,
+    Recipe,
+    check_names,
+    first_of,
+    whole_table,
+)
 from megatron_lite.checkpoint.convert.torch_file import TorchFile, TorchWriter
 from megatron_lite.checkpoint.directory import TRACKER_FILE, write_durably
 from megatron_lite.checkpoint.layout import iteration_folder
@@ -38,7 +46,6 @@ from megatron_lite.errors import CheckpointError
 from megatron_lite.model.build import WORD_EMBEDDINGS
 from megatron_lite.parallel.shard import ParamTable, Shard
 
-VOCABULARY_TABLES = (WORD_EMBEDDINGS, HEAD)
 VERSIONS = (0, 1.0, 2.0, 3.0)
 WRITTEN_VERSION = 3.0
 
@@ -114,7 +121,6 @@ def write(
     *,
     tensor: int,
     pipeline: int,
-    dtype: torch.dtype | None,
     progress: Progress,
 ) -> None:
     """Writes iter_XXXXXXX/, or release/ for what was not trained here, and the tracker into the folder."""
@@ -123,7 +129,7 @@ def write(
     table = whole_table(model)
     rows = padded_rows(model.vocab_size, tensor)
     folder = path / (iteration_folder(checkpoint.iteration) if checkpoint.iteration else "release")
-    dtypes = {name: dtype or spec.dtype for name, spec in checkpoint.tensors.items()}
+    dtypes = {name: spec.dtype for name, spec in checkpoint.tensors.items()}
     content = {
         "args": args_for(
             model, tensor=tensor, pipeline=pipeline, iteration=checkpoint.iteration, dtype=dtypes[WORD_EMBEDDINGS]
@@ -153,7 +159,6 @@ def write(
                     f"model.{theirs}",
                     checkpoint.read(ours) if resized else recipes[theirs].split(checkpoint.read(ours))[0],
                     recipes[theirs].shards[0],
-                    dtype=dtypes[ours],
                     progress=progress,
                     rows=rows if resized else None,
                 )

@@ -11,13 +11,12 @@ from typing import Any
 
 from megatron_lite.checkpoint.convert.megatron_args import DIVISIBLE_BY, fields_of, padded_rows
 from megatron_lite.checkpoint.convert.rank_files import Cuts, model_of
-from megatron_lite.checkpoint.convert.recipe import first_of
+from megatron_lite.checkpoint.convert.recipe import HEAD, first_of
 from megatron_lite.config.schema import ModelConfig
 from megatron_lite.errors import CheckpointError
 from megatron_lite.model.build import WORD_EMBEDDINGS
 from megatron_lite.parallel.shard import Shard
 
-HEAD = "output_layer.weight"
 LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")
 
 

@@ -101,19 +101,19 @@ class Stored:
 
 
 class WeightsOf:
-    """The weights of a model in any format, converted to a number format if one is given."""
+    """The weights of a model in any format."""
 
-    def __init__(self, checkpoint: Checkpoint, dtype: torch.dtype | None):
-        self._checkpoint, self._dtype = checkpoint, dtype
+    def __init__(self, checkpoint: Checkpoint):
+        self._checkpoint = checkpoint
         self._name, self._whole = "", torch.empty(0)
 
     def kinds(self, name: str) -> dict[str, torch.dtype]:
-        return {WEIGHT: self._dtype or self._checkpoint.tensors[name].dtype}
+        return {WEIGHT: self._checkpoint.tensors[name].dtype}
 
     def cut(self, name: str, kind: str, shard: Shard, rank: int, size: int) -> Tensor:
         if name != self._name:
             self._whole = torch.empty(0)  # or the last tensor would stay while this one is read
-            self._whole, self._name = self._checkpoint.read(name).to(self.kinds(name)[kind]), name
+            self._whole, self._name = self._checkpoint.read(name), name
         return shard.split(self._whole, rank, size)
 
 
@@ -138,7 +138,6 @@ def write(
     *,
     tensor: int,
     pipeline: int,
-    dtype: torch.dtype | None,
     progress: Progress,
     home: Path,
     settings: Settings,
@@ -147,7 +146,7 @@ def write(
 
     `home` is where the folder will be once it is whole.
     """
-    numbers = WeightsOf(checkpoint, dtype)
+    numbers = WeightsOf(checkpoint)
     precision = PRECISIONS[numbers.kinds(WORD_EMBEDDINGS)[WEIGHT]]
     seq_length = min(DataConfig().seq_length, checkpoint.model.max_position_embeddings)
     fields: dict[str, dict[str, Any]] = {

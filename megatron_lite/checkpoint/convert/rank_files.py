@@ -98,15 +98,14 @@ def write_cuts(
     whole: Tensor,
     shard: Shard,
     *,
-    dtype: torch.dtype,
     progress: Progress,
     rows: int | None = None,
 ) -> None:
     """Each tensor-parallel rank's piece goes into its file; with `rows`, of the tensor with zeros to that many."""
     for rank, writer in enumerate(writers):
-        writer.write(name, _piece(whole, shard, rank, len(writers), rows).to(dtype))
+        writer.write(name, _piece(whole, shard, rank, len(writers), rows))
         shape = whole.shape if rows is None else (rows, *whole.shape[1:])
-        progress(prod(shard.local_shape(shape, len(writers))) * dtype.itemsize)
+        progress(prod(shard.local_shape(shape, len(writers))) * whole.dtype.itemsize)
 
 
 def _piece(whole: Tensor, shard: Shard, rank: int, size: int, rows: int | None) -> Tensor:

@@ -6,7 +6,7 @@ and in what shapes, is asked of the model itself, built without memory; so no li
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -15,13 +15,16 @@ from torch import Tensor
 from megatron_lite.checkpoint.tensor_file import Spec
 from megatron_lite.config.schema import Config, ModelConfig, ParallelConfig
 from megatron_lite.errors import CheckpointError
-from megatron_lite.model.build import get_model, param_table
+from megatron_lite.model.build import WORD_EMBEDDINGS, get_model, param_table
 from megatron_lite.parallel.context import ParallelContext
 from megatron_lite.parallel.grid import Grid
 from megatron_lite.parallel.random import RngTracker
 from megatron_lite.parallel.shard import ParamTable, Shard
 
+HEAD = "output_layer.weight"
+VOCABULARY_TABLES = (WORD_EMBEDDINGS, HEAD)  # with a row for each token, and some of padding
 SHOWN = 4  # names that a message lists
+RUN = 1 << 20  # numbers looked at together
 
 
 @dataclass(frozen=True)
@@ -37,6 +40,24 @@ class Checkpoint:
     iteration: int = 0
     tokenizer: Mapping[str, Path] = field(default_factory=dict)  # files to carry along, by name
     notes: Sequence[str] = ()  # what a user should know: what was left out, or padded
+
+
+def in_dtype(checkpoint: Checkpoint, dtype: torch.dtype) -> Checkpoint:
+    """The same model in another number format; reading raises CheckpointError where that cannot hold a number."""
+
+    def read(name: str) -> Tensor:
+        whole = checkpoint.read(name)
+        rounded = whole.to(dtype)
+        # In runs, or the comparison would take as much memory as the tensor.
+        for before, after in zip(whole.reshape(-1).split(RUN), rounded.reshape(-1).split(RUN), strict=True):
+            if (after.isinf() & before.isfinite()).any():
+                raise CheckpointError(
+                    f"{name} has numbers up to {before.abs().max():.3g}, which {dtype} cannot hold; use bf16 or fp32"
+                )
+        return rounded
+
+    tensors = {name: Spec(dtype, spec.shape) for name, spec in checkpoint.tensors.items()}
+    return replace(checkpoint, tensors=tensors, read=read)
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,8 @@
-"""Whether a converted checkpoint computes what the original does: logits of both, on random tokens, in one process.
+"""Whether a converted checkpoint is the original: logits of both, on random tokens, in one process, and every weight.
 
 A model that is stored in Hugging Face's format is computed by transformers, which has its own mind about what the files
 mean; one in another format is read into our model. Here, unlike in conversion, models are in memory whole.
+Weights that a conversion rounds are rounded on both sides.
 """
 
 from collections.abc import Callable
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.func import functional_call
 
-from megatron_lite.checkpoint.convert.recipe import Checkpoint
+from megatron_lite.checkpoint.convert.recipe import VOCABULARY_TABLES, Checkpoint, first_of
 from megatron_lite.config.schema import Config
 from megatron_lite.errors import CheckpointError, ConfigError
 from megatron_lite.model.build import get_model
@@ -20,15 +21,13 @@ from megatron_lite.parallel.grid import Grid
 from megatron_lite.parallel.random import RngTracker
 
 SEQUENCES, LENGTH = 2, 64
-# Of the largest logit. fp32 sums in another order; weights that were rounded to 16 bits move logits by as much as that
-# rounding, times a few because errors of layers add up.
-TOLERANCES = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 8e-2}
+TOLERANCE = 1e-4  # of the largest logit: fp32 sums in another order
 
 Logits = Callable[[Tensor], Tensor]
 """Tokens `[b, s]` -> logits `[b, s, v]` in fp32, with or without those of the vocabulary's padding."""
 
 
-def check_same(source: Logits, target: Logits, *, checkpoint: Checkpoint, rounded_to: torch.dtype) -> str:
+def check_logits(source: Logits, target: Logits, checkpoint: Checkpoint) -> str:
     """A line that says how far the logits are apart; CheckpointError where that is more than rounding explains."""
     length = min(LENGTH, checkpoint.model.max_position_embeddings)
     generator = torch.Generator().manual_seed(1234)
@@ -36,7 +35,7 @@ def check_same(source: Logits, target: Logits, *, checkpoint: Checkpoint, rounde
     with torch.no_grad():
         before, after = (side(tokens)[..., : checkpoint.model.vocab_size] for side in (source, target))
     difference, scale = (after - before).abs().max().item(), before.abs().max().item()
-    allowed = TOLERANCES[rounded_to] * scale
+    allowed = TOLERANCE * scale
     said = f"logits of {SEQUENCES} x {length} random tokens differ by at most {difference:.3g} and reach {scale:.3g}"
     if not difference <= allowed:  # so that nan is not fine
         raise CheckpointError(
@@ -46,12 +45,30 @@ def check_same(source: Logits, target: Logits, *, checkpoint: Checkpoint, rounde
     return f"verified: {said}"
 
 
-def rounding(checkpoint: Checkpoint, dtype: torch.dtype | None) -> torch.dtype:
-    """The number format to which a conversion has rounded weights; fp32 where it has not."""
-    rounds = dtype is not None and any(
-        spec.dtype != dtype and torch.promote_types(spec.dtype, dtype) != dtype for spec in checkpoint.tensors.values()
-    )
-    return dtype if dtype is not None and rounds and dtype in TOLERANCES else torch.float32
+def check_weights(source: Checkpoint, target: Checkpoint) -> str:
+    """A line that says that every weight is equal to the bit; CheckpointError where one is not.
+
+    Rows of vocabulary that no token has are left out: formats differ in them.
+    """
+
+    def bits(checkpoint: Checkpoint, name: str) -> Tensor:
+        whole = checkpoint.read(name)
+        rows = whole[: source.model.vocab_size] if name in VOCABULARY_TABLES else whole
+        return rows.contiguous().view(torch.uint8)
+
+    differing = [
+        name
+        for name in {**source.tensors, **target.tensors}
+        if name not in source.tensors
+        or name not in target.tensors
+        or not torch.equal(bits(source, name), bits(target, name))
+    ]
+    if differing:
+        raise CheckpointError(
+            f"{first_of(differing)}: what was written differs from the source, so it was not kept. Please report this, "
+            "with the config of the source"
+        )
+    return f"all {len(source.tensors):,} tensors are equal to the bit"
 
 
 def ours(checkpoint: Checkpoint) -> Logits:
@@ -68,8 +85,8 @@ def ours(checkpoint: Checkpoint) -> Logits:
     return logits
 
 
-def of_transformers(folder: Path) -> Logits:
-    """The logits of transformers' own model."""
+def of_transformers(folder: Path, dtype: torch.dtype | None) -> Logits:
+    """The logits of transformers' own model, its weights rounded to a number format if one is given."""
     try:
         from transformers import AutoModelForCausalLM
         from transformers.utils.logging import disable_progress_bar
@@ -83,5 +100,8 @@ def of_transformers(folder: Path) -> Logits:
         model = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # whatever transformers finds wrong
         raise CheckpointError(f"{folder}: transformers cannot load it: {type(error).__name__}: {error}") from error
+    if dtype:
+        for parameter in model.parameters():  # buffers, such as angles, are computed and not stored
+            parameter.data = parameter.data.to(dtype)
     model = model.float().eval()
     return lambda tokens: model(input_ids=tokens, use_cache=False).logits
