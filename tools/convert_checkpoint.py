@@ -4,8 +4,10 @@ import argparse
 import sys
 from pathlib import Path
 
+from megatron_lite.checkpoint.convert import megatron, native
 from megatron_lite.checkpoint.convert.driver import Request, convert
 from megatron_lite.errors import MegatronLiteError
+from megatron_lite.parallel.grid import Grid
 
 FORMATS = {
     "megatron": "megatron",
@@ -19,6 +21,22 @@ FORMATS = {
 }
 
 
+def count(text: str) -> int:
+    """A number of 1 or more; argparse says so of any other."""
+    if (number := int(text)) < 1:
+        raise ValueError
+    return number
+
+
+def ranks_of(path: Path) -> Grid:
+    """The ranks that a checkpoint is for, which Megatron-LM keeps where no others are asked for."""
+    if native.recognise(path):
+        return native.Stored(path).layout.grid
+    if megatron.recognise(path):
+        return megatron.grid_of(path)
+    return Grid()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model-type", required=True, choices=["GPT"])
@@ -26,16 +44,19 @@ def main() -> None:
     parser.add_argument("--saver", default="megatron", choices=FORMATS)
     parser.add_argument("--load-dir", required=True, type=Path)
     parser.add_argument("--save-dir", required=True, type=Path)
-    parser.add_argument("--target-tensor-parallel-size", type=int, default=1)
-    parser.add_argument("--target-pipeline-parallel-size", type=int, default=1)
+    parser.add_argument("--target-tensor-parallel-size", type=count)
+    parser.add_argument("--target-pipeline-parallel-size", type=count)
+    parser.add_argument("--true-vocab-size", type=count)
     args = parser.parse_args()
+    ranks = ranks_of(args.load_dir) if FORMATS[args.saver] in ("megatron", "megatron-lite") else Grid()
     request = Request(
         source=args.load_dir,
         target=args.save_dir,
         source_format=FORMATS[args.loader],
         target_format=FORMATS[args.saver],
-        tensor=args.target_tensor_parallel_size,
-        pipeline=args.target_pipeline_parallel_size,
+        tensor=args.target_tensor_parallel_size or ranks.tp,
+        pipeline=args.target_pipeline_parallel_size or ranks.pp,
+        overrides=[f"model.vocab_size={args.true_vocab_size}"] if args.true_vocab_size else [],
     )
     convert(request, print)
 

@@ -81,6 +81,20 @@ def test_the_tool_takes_megatrons_flags(source, tmp_path, monkeypatch, capsys):
     places = ["--load-dir", tmp_path / "out", "--save-dir", tmp_path / "back"]
     use_tool(monkeypatch, "--loader", "megatron-lite", "--saver", "hf", *places)
     assert (tmp_path / "back" / "model.safetensors").exists()
+    places[-1] = tmp_path / "kept"
+    use_tool(monkeypatch, "--loader", "megatron-lite", "--saver", "mcore", *places)
+    assert len(list((tmp_path / "kept").glob("*/mp_rank_*"))) == 2  # the source's sizes are the defaults
+    vocabulary = ["--true-vocab-size", "250"]
+    places = ["--load-dir", tmp_path / "kept", "--save-dir", tmp_path / "again"]
+    use_tool(monkeypatch, "--loader", "mcore", "--saver", "megatron-lite", *places, *vocabulary)
+    layout = read_layout(tmp_path / "again" / "checkpoints" / "iter_0000000")
+    assert (layout.grid.tp, layout.config["model"]["vocab_size"]) == (2, 250)
+    places = ["--load-dir", tmp_path / "out", "--save-dir", tmp_path / "back"]
+    capsys.readouterr()
+    for size in ("--target-tensor-parallel-size", "--target-pipeline-parallel-size"):
+        with pytest.raises(SystemExit):
+            use_tool(monkeypatch, "--loader", "megatron-lite", "--saver", "megatron", *places, size, "0")
+        assert f"argument {size}: invalid count value: '0'" in capsys.readouterr().err
     with pytest.raises(SystemExit) as raised:
         use_tool(monkeypatch, "--loader", "megatron-lite", "--saver", "hf", *places)
     assert raised.value.code == 2 and "back: is there already" in capsys.readouterr().err

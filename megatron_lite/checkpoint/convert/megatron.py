@@ -44,6 +44,7 @@ from megatron_lite.checkpoint.tensor_file import Spec, explained
 from megatron_lite.config.schema import ModelConfig
 from megatron_lite.errors import CheckpointError
 from megatron_lite.model.build import WORD_EMBEDDINGS
+from megatron_lite.parallel.grid import Grid
 from megatron_lite.parallel.shard import ParamTable, Shard
 
 VERSIONS = (0, 1.0, 2.0, 3.0)
@@ -76,6 +77,12 @@ def recognise(path: Path) -> bool:
         return bool(_rank_files(_folder(path)))
     except (CheckpointError, OSError):
         return False
+
+
+def grid_of(path: Path) -> Grid:
+    """The ranks that have files."""
+    files = _rank_files(_folder(path))
+    return Grid(tp=len(files[0]), pp=len(files))
 
 
 def read(path: Path, overrides: Mapping[str, Any]) -> Checkpoint:
