@@ -258,12 +258,14 @@ class Opened:
         self.layout = layout
         self._folder = folder
         self._files: dict[str, TensorFile] = {}
+        self._reader = ThreadPoolExecutor(1)  # one for all: each thread would keep freed memory of its own
 
     def __enter__(self) -> "Opened":
         return self
 
     def __exit__(self, *exception: object) -> None:
         self._files.clear()
+        self._reader.shutdown()
 
     def file(self, name: str) -> TensorFile:
         if name not in self._files:
@@ -282,15 +284,14 @@ class Opened:
     def fill_all(self, wanted: Iterable[tuple[Tensor, Iterable[Move]]]) -> None:
         """The same for many. What comes next is read and checked meanwhile; little is in memory beside the targets."""
         ahead: deque[tuple[Future[Tensor], Tensor]] = deque()
-        with ThreadPoolExecutor(1) as reader:
-            for flat, block in ((flat, block) for flat, moves in wanted for move in moves for block in move.blocks()):
-                self.file(block.piece.file)  # opened here, by one thread
-                ahead.append((reader.submit(self.view, block.piece, block.source), block.target.of(flat)))
-                if len(ahead) > BLOCKS_AHEAD:
-                    read, target = ahead.popleft()
-                    target.copy_(read.result())
-            for read, target in ahead:
+        for flat, block in ((flat, block) for flat, moves in wanted for move in moves for block in move.blocks()):
+            self.file(block.piece.file)  # opened here, by one thread
+            ahead.append((self._reader.submit(self.view, block.piece, block.source), block.target.of(flat)))
+            if len(ahead) > BLOCKS_AHEAD:
+                read, target = ahead.popleft()
                 target.copy_(read.result())
+        for read, target in ahead:
+            target.copy_(read.result())
 
 
 def _replica(ctx: ParallelContext) -> int:
