@@ -31,6 +31,7 @@ ADVICE = {
     errno.EACCES: "Give this user write permission there, or write elsewhere (run.dir)",
     errno.EPERM: "Give this user write permission there, or write elsewhere (run.dir)",
     errno.ENOENT: "Every rank must see the same run.dir; put it on a file system that all machines share",
+    errno.EEXIST: "There is a file of that name; remove it, or write elsewhere (run.dir)",
     errno.EROFS: "The file system is read-only; write elsewhere (run.dir)",
 }
 

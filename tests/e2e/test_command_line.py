@@ -246,7 +246,7 @@ def test_a_run_folder_that_cannot_be_written_is_named(tmp_path, corpus):
     done = run("pretrain", "--config", str(tiny_yaml(tmp_path, corpus)), cwd=tmp_path)
     assert done.returncode == 1
     assert str(tmp_path / "run") in done.stderr
-    assert "cannot write: Not a directory; free space or fix the permissions" in done.stderr
+    assert "locking failed: File exists. There is a file of that name; remove it, or write elsewhere" in done.stderr
     assert "Traceback" not in done.stderr
 
 
