@@ -39,7 +39,8 @@ from megatron_lite.parallel.context import ParallelContext
 from megatron_lite.parallel.grid import Grid
 from megatron_lite.parallel.shard import Held, ParamTable
 
-BLOCKS_AHEAD = 2  # that are read while one is copied
+READERS = 2  # one waits for the disk while the other one checks
+BLOCKS_AHEAD = 4  # that are read while one is copied
 
 
 @dataclass(frozen=True)
@@ -258,7 +259,7 @@ class Opened:
         self.layout = layout
         self._folder = folder
         self._files: dict[str, TensorFile] = {}
-        self._reader = ThreadPoolExecutor(1)  # one for all: each thread would keep freed memory of its own
+        self._reader = ThreadPoolExecutor(READERS)  # for all: each thread keeps freed memory of its own
 
     def __enter__(self) -> "Opened":
         return self
