@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from megatron_lite.checkpoint import store
+from megatron_lite.checkpoint.directory import resolve
 from megatron_lite.parallel.context import ParallelContext
 from megatron_lite.parallel.grid import Grid
 from megatron_lite.parallel.shard import Held, ParamMeta, ParamTable, Shard
@@ -107,3 +108,9 @@ def assert_holds(root: Path, ctx: ParallelContext, iteration: int) -> int:
     assert_same(tensors, contents(ctx, version))
     assert loaded.rng is not None and loaded.rng["cpu"].tolist() == [10 * version + ctx.rank] * 5
     return version
+
+
+def tensors_of_newest(folder: Path) -> dict[str, bytes]:
+    """The tensor files of a run's newest checkpoint by name, without the random streams'."""
+    newest = resolve(folder)
+    return {str(path.relative_to(newest)): path.read_bytes() for path in newest.glob("*/[mo]*.safetensors")}

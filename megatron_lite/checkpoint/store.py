@@ -137,14 +137,14 @@ def load(
     return on_all(lambda: _read(root, iteration, ctx, table, names, weights, optimizer_state, config), ctx.world)
 
 
-def verify(folder: Path, layout: Layout) -> list[str]:
-    """A message for each file of the checkpoint that is not as layout.json says; empty when all is well."""
+def verify(folder: Path, layout: Layout) -> list[CheckpointError]:
+    """An error for each file of the checkpoint that is not as layout.json says; empty when all is well."""
     problems = []
     for name, info in layout.files.items():
         try:
             TensorFile(folder / name, info).check()
         except CheckpointError as error:
-            problems.append(str(error))
+            problems.append(error)
     return problems
 
 

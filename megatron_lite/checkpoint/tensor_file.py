@@ -179,6 +179,12 @@ class TensorFile:
             with self.path.open("rb", buffering=0) as file:
                 yield file
         except FileNotFoundError:
+            folder = self.path.parents[1]
+            if not folder.exists():
+                raise CheckpointError(
+                    f"{folder}: was there a moment ago and is gone, perhaps because a run that trains there saved a "
+                    "newer checkpoint (checkpoint.keep); start again, from that one"
+                ) from None
             raise DamagedCheckpoint(f"{self.path}: is listed in layout.json but missing. {use_another()}") from None
         except OSError as error:
             kind = DamagedCheckpoint if error.errno == errno.EIO else CheckpointError

@@ -42,7 +42,7 @@ def inspect(
     with Opened(folder, layout) as opened:
         typer.echo("\n".join(tensor_table(layout, None if quick else opened, problems)))
     if verify:
-        problems = verify_files(folder, layout)
+        problems = [str(problem) for problem in verify_files(folder, layout)]
         if not problems:
             typer.echo(f"\nverified: all {len(layout.files)} files have the checksums in layout.json")
     if problems:

@@ -122,13 +122,17 @@ def load_or_fall_back(
 
 
 def _whole_after_all(root: Path, iteration: int) -> str:
-    """Text where this rank finds nothing wrong with a checkpoint that another one could not read."""
+    """Text where this rank does not find the damage to a checkpoint that another one found."""
     folder = locate(root, iteration)
     try:
-        wrong = store.verify(folder, read_layout(folder))
-    except DamagedCheckpoint:
+        problems = store.verify(folder, read_layout(folder))
+    except CheckpointError as error:
+        problems = [error]
+    if any(isinstance(problem, DamagedCheckpoint) for problem in problems):
         return ""
-    return "" if wrong else f"the first rank reads {folder} whole: do all machines see the same files?"
+    if problems:
+        return f"the first rank cannot confirm it: {problems[0]}"
+    return f"the first rank reads {folder} whole: do all machines see the same files?"
 
 
 def load_weights(run: Run, root: Path, iteration: int) -> None:

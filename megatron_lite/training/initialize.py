@@ -94,7 +94,8 @@ def set_determinism(wanted: bool) -> None:
     """Makes torch use algorithms that give the same bits on every run, where `train.deterministic` asks for it."""
     if wanted:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(wanted)
+    if wanted != torch.are_deterministic_algorithms_enabled():  # to set it imports torch's compiler: a second
+        torch.use_deterministic_algorithms(wanted)
     torch.backends.cudnn.deterministic = wanted
     torch.backends.cudnn.benchmark = False
 

@@ -1,6 +1,5 @@
 """Converted checkpoints are what training and generation go on from."""
 
-import os
 from pathlib import Path
 
 import pytest
@@ -23,38 +22,16 @@ from megatron_lite.parallel.context import ParallelContext
 from megatron_lite.parallel.grid import Grid
 from megatron_lite.parallel.random import seed_everything
 from megatron_lite.parallel.shard import Held
-from megatron_lite.training.checkpointing import save_run
-from megatron_lite.training.initialize import finalize_megatron, initialize_megatron
-from megatron_lite.training.setup import setup_model_and_optimizer
-from megatron_lite.training.step import train_step
+from tests.checkpoints import tensors_of_newest
 from tests.e2e.command import make_corpus, run
-from tests.e2e.tiny import model_with_biases, portion, tiny_config
+from tests.e2e.tiny import visit
 from tests.huggingface import VOCAB, gpt2, llama, logits, tokens
 
-COMMON = {"train__global_batch_size": 12, "model__num_layers": 4, "train__iterations": 100}
 TP2_PP2 = {"parallel__tensor": 2, "parallel__pipeline": 2}
 
 
 def quiet(line: str) -> None:
     """Nothing is said."""
-
-
-def visit(model: str, folder: str, source: str, steps: int, changes: dict) -> list[tuple[float, float]]:
-    """A run in `folder` that goes on from `source`, takes some steps and saves; their losses and norms."""
-    os.environ["TORCH_EXTENSIONS_DIR"] = folder + "-extensions"
-    config = tiny_config(model, run__dir=folder, checkpoint__load=source, **COMMON, **changes)
-    ctx, rng = initialize_megatron(config)
-    run = setup_model_and_optimizer(config, ctx, rng, model_with_biases)
-    reports = [train_step(run, portion(run)) for _ in range(steps)]
-    run.ddp.wait_for_params()
-    save_run(run, quiet)
-    finalize_megatron()
-    return [(report.loss, report.grad_norm) for report in reports]
-
-
-def files(folder: Path) -> dict[str, bytes]:
-    newest = resolve(folder)
-    return {str(path.relative_to(newest)): path.read_bytes() for path in newest.glob("*/[mo]*.safetensors")}
 
 
 @pytest.mark.parametrize(
@@ -76,7 +53,7 @@ def test_a_run_converted_on_the_disk_goes_on_as_one_that_is_resharded_on_load(
     convert(Request(tmp_path / "run", tmp_path / "disk", tensor=2, pipeline=2, overrides=local), quiet)
     after = {**TP2_PP2, "train__precision": precision}
     ranks(4, visit, model, str(tmp_path / "a"), str(tmp_path / "run"), 0, after)
-    assert files(tmp_path / "disk") == files(tmp_path / "a")
+    assert tensors_of_newest(tmp_path / "disk") == tensors_of_newest(tmp_path / "a")
     on_load = ranks(4, visit, model, str(tmp_path / "b"), str(tmp_path / "run"), 2, after)
     assert ranks(4, visit, model, str(tmp_path / "c"), str(tmp_path / "disk"), 2, after) == on_load
 

@@ -120,9 +120,13 @@ def fall_back(folder: str) -> None:
     run_to_the_end(Path(folder), "codegeex", **COMMON, train__iterations=6, parallel__tensor=2)
 
 
-def blind(folder: str) -> None:
-    """As `fall_back`, on a machine that does not see one file."""
-    with mock.patch.object(TensorFile, "__init__", lose_one_file) if dist.get_rank() == 1 else nullcontext():
+def blind(folder: str, first_may_read: bool) -> None:
+    """As `fall_back`, where the second rank's machine does not see one file."""
+    if dist.get_rank() == 1:
+        patch = mock.patch.object(TensorFile, "__init__", lose_one_file)
+    else:
+        patch = nullcontext() if first_may_read else mock.patch.object(TensorFile, "check", refuse)
+    with patch:
         fall_back(folder)
 
 
@@ -133,14 +137,24 @@ def lose_one_file(self, path, info):
     INIT(self, path.with_name("not there") if path.parent.name == "mp_rank_00" else path, info)
 
 
-def test_a_file_that_one_machine_does_not_see_is_no_damage(ranks, whole, tmp_path):
+def refuse(self):
+    raise CheckpointError(f"{self.path}: cannot be read: Permission denied")
+
+
+@pytest.mark.parametrize(
+    "first_may_read, words",
+    [
+        (True, ("But the first rank reads", "do all machines see the same files?")),
+        (False, ("But the first rank cannot confirm it", "cannot be read: Permission denied")),
+    ],
+)
+def test_a_file_that_one_machine_does_not_see_is_no_damage(ranks, whole, tmp_path, first_may_read, words):
     """A missing mount would else cost a good checkpoint."""
     folder = tmp_path / "run"
     shutil.copytree(whole, folder)
     with pytest.raises(RanksFailed) as raised:
-        ranks(2, blind, str(folder))
-    text = str(raised.value)
-    assert "But the first rank reads" in text and "do all machines see the same files?" in text
+        ranks(2, blind, str(folder), first_may_read)
+    assert all(word in str(raised.value) for word in words)
     assert not list(folder.glob("checkpoints/damaged*"))
 
 

@@ -1,19 +1,14 @@
 """A run that is taken to another layout goes on as the run that stayed, and nothing is lost on the way."""
 
 import itertools
-import os
 from pathlib import Path
 
 import pytest
 import torch
 
 from megatron_lite.checkpoint.layout import dump_layout, read_layout
-from megatron_lite.ddp import deepspeed as deepspeed_file
-from megatron_lite.training.checkpointing import save_run
-from megatron_lite.training.initialize import finalize_megatron, initialize_megatron
-from megatron_lite.training.setup import setup_model_and_optimizer
-from megatron_lite.training.step import train_step
-from tests.e2e.tiny import model_with_biases, portion, tiny_config
+from tests.checkpoints import tensors_of_newest
+from tests.e2e.tiny import visit
 
 DEEPSPEED = {"parallel__ddp": "deepspeed"}
 # name -> ranks, and what differs from one process; in an order that changes much from one to the next
@@ -44,28 +39,6 @@ LAYOUTS = {
 }
 OTHERS = {"dp 2": (2, {}), "tp 2 dp 2": (4, {"parallel__tensor": 2})}
 MODELS = {"codegeex": "gpt with a top-query block, tied", "llama": "grouped queries, gate and up, untied"}
-COMMON = {"train__global_batch_size": 12, "model__num_layers": 4, "train__iterations": 100}
-
-
-def visit(model: str, folder: str, source: str, steps: int, changes: dict) -> list[tuple[float, float]]:
-    """A run in `folder` that goes on from `source`, takes some steps and saves; their losses and norms."""
-    os.environ["TORCH_EXTENSIONS_DIR"] = folder + "-extensions"
-    config = tiny_config(model, run__dir=folder, checkpoint__load=source, **COMMON, **changes)
-    ctx, rng = initialize_megatron(config)
-    run = setup_model_and_optimizer(config, ctx, rng, model_with_biases)
-    reports = [train_step(run, portion(run)) for _ in range(steps)]
-    run.ddp.wait_for_params()
-    save_run(run, lambda line: None)
-    del run
-    deepspeed_file.release()
-    finalize_megatron()
-    return [(report.loss, report.grad_norm) for report in reports]
-
-
-def tensors(folder: Path) -> dict[str, bytes]:
-    """Every tensor file of a checkpoint but the random streams."""
-    (newest,) = folder.glob("checkpoints/iter_*")
-    return {str(path.relative_to(newest)): path.read_bytes() for path in newest.glob("*/[mo]*.safetensors")}
 
 
 class Moves:
@@ -87,7 +60,7 @@ def assert_round_trip(moves: Moves, there: str, here: str, checkpoint: Path) -> 
     """A checkpoint that was saved in `there`, loaded and saved in `here`, and again in `there`: the same bytes."""
     away, _ = moves(here, checkpoint)
     back, _ = moves(there, away)
-    assert tensors(back) == tensors(checkpoint)
+    assert tensors_of_newest(back) == tensors_of_newest(checkpoint)
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -138,7 +111,7 @@ def test_masters_of_16_bit_weights_move_too(ranks, tmp_path):
     moves = Moves(ranks, tmp_path, "codegeex", train__precision="bf16")
     there, here = "tp 2 dp 2 distributed", "dp 4 fsdp"
     checkpoint, _ = moves(there, "", 2)
-    assert any(b"master/" in content for content in tensors(checkpoint).values())
+    assert any(b"master/" in content for content in tensors_of_newest(checkpoint).values())
     assert_round_trip(moves, there, here, checkpoint)
     assert_round_trip(moves, here, "dp 2 deepspeed 3", moves(here, checkpoint)[0])
 
@@ -147,7 +120,7 @@ def test_the_start_says_what_was_moved(ranks, tmp_path, capsys):
     """With dropout a moved run is another run: new streams, which the user must know."""
     folder, _ = Moves(ranks, tmp_path, "codegeex")("tp 2 dp 2 distributed", "", 1)
     visit("codegeex", str(tmp_path / "one"), str(folder), 0, {})
-    size = sum(map(len, tensors(folder).values()))
+    size = sum(map(len, tensors_of_newest(folder).values()))
     (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith(" moved")]
     before = " moved from tp=2 cp=1 dp=2 pp=1, ddp local with a distributed optimizer to tp=1 cp=1 dp=1 pp=1, ddp local"
     assert line.startswith(f"{before}: rank 0 has read ")

@@ -4,6 +4,7 @@ Every sample is made from its number alone, its loss mask too, and the masks dif
 means would show.
 """
 
+import os
 from typing import Any
 from unittest import mock
 
@@ -14,12 +15,14 @@ from megatron_lite.config.load import load_config
 from megatron_lite.config.schema import Config
 from megatron_lite.data.loader import Batch
 from megatron_lite.data.samplers import microbatch_indices
+from megatron_lite.ddp import deepspeed as deepspeed_file
 from megatron_lite.model.build import WORD_EMBEDDINGS, get_model
 from megatron_lite.model.init import fill
 from megatron_lite.parallel.collectives import all_gather
 from megatron_lite.parallel.context import Group, ParallelContext
 from megatron_lite.parallel.random import RngTracker
 from megatron_lite.parallel.shard import ParamMeta
+from megatron_lite.training.checkpointing import save_run
 from megatron_lite.training.initialize import finalize_megatron, initialize_megatron
 from megatron_lite.training.run import Run
 from megatron_lite.training.setup import setup_model_and_optimizer
@@ -136,6 +139,22 @@ def model_with_biases(config: Config, ctx: ParallelContext, rng: RngTracker, **o
     """`get_model`, with biases and norms that are neither zero nor one."""
     with mock.patch("megatron_lite.model.build.fill", fill_biases_too):
         return get_model(config, ctx, rng, **options)
+
+
+def visit(model: str, folder: str, source: str, steps: int, changes: dict[str, Any]) -> list[tuple[float, float]]:
+    """A run of four layers in `folder` that goes on from `source`, takes some steps and saves; losses and norms."""
+    os.environ["TORCH_EXTENSIONS_DIR"] = folder + "-extensions"
+    sizes = {"train__global_batch_size": 12, "model__num_layers": 4, "train__iterations": 100}
+    config = tiny_config(model, run__dir=folder, checkpoint__load=source, **sizes, **changes)
+    ctx, rng = initialize_megatron(config)
+    run = setup_model_and_optimizer(config, ctx, rng, model_with_biases)
+    reports = [train_step(run, portion(run)) for _ in range(steps)]
+    run.ddp.wait_for_params()
+    save_run(run, lambda line: None)
+    del run
+    deepspeed_file.release()
+    finalize_megatron()
+    return [(report.loss, report.grad_norm) for report in reports]
 
 
 def train_tiny(model: str, **changes: Any) -> dict[str, Any]:

@@ -259,9 +259,22 @@ def test_verify_names_every_damaged_file(tmp_path):
     data = bytearray(path.read_bytes())
     data[-1] ^= 1
     path.write_bytes(data)
-    missing, damaged = sorted(store.verify(folder, layout), reverse=True)
+    missing, damaged = sorted(map(str, store.verify(folder, layout)), reverse=True)
     assert "rng_dp_000.safetensors: is listed in layout.json but missing" in missing
     assert "model.safetensors: tensor decoder.final_layernorm.weight has checksum" in damaged
+
+
+def test_a_checkpoint_that_another_run_prunes_while_it_is_read_is_not_damaged(tmp_path):
+    """It was whole, and there is a newer one."""
+    folder = save(tmp_path, 1, one_process())
+    layout = read_layout(folder)
+    shutil.rmtree(folder)
+    problems = store.verify(folder, layout)
+    assert len(problems) == len(layout.files)
+    for problem in problems:
+        assert type(problem) is CheckpointError
+        assert str(problem).startswith(f"{folder}: was there a moment ago and is gone")
+        assert "(checkpoint.keep); start again" in str(problem)
 
 
 @pytest.mark.parametrize("file", ["model", "optimizer_dp_000", "rng_dp_000"])

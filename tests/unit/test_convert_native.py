@@ -20,6 +20,7 @@ from megatron_lite.training.checkpointing import save_run
 from megatron_lite.training.initialize import finalize_megatron, initialize_megatron
 from megatron_lite.training.setup import setup_model_and_optimizer
 from megatron_lite.training.step import train_step
+from tests.checkpoints import tensors_of_newest
 from tests.e2e.tiny import model_with_biases, portion, tiny_config
 
 MODELS = {"gpt": "fp32", "codegeex": "bf16", "llama": "fp16"}
@@ -51,12 +52,6 @@ def small(tmp_path_factory):
     return train(tmp_path_factory.mktemp("run"), "gpt", train__precision="bf16")
 
 
-def files(folder: Path) -> dict[str, bytes]:
-    """Tensor files of a checkpoint but the random streams, by name."""
-    newest = resolve(folder)
-    return {str(path.relative_to(newest)): path.read_bytes() for path in newest.glob("*/[mo]*.safetensors")}
-
-
 def edited(folder: Path, **changes) -> None:
     """Changes fields of a layout.json, with the right checksum."""
     newest = resolve(folder)
@@ -74,7 +69,7 @@ def test_there_and_back_is_the_same_to_the_byte(run, tmp_path):
     assert verify(resolve(tmp_path / "wide"), read_layout(resolve(tmp_path / "wide"))) == []
     convert(Request(tmp_path / "wide", tmp_path / "odd", tensor=2, pipeline=3), quiet)
     convert(Request(tmp_path / "odd", tmp_path / "back"), quiet)
-    assert files(tmp_path / "back") == files(run)
+    assert tensors_of_newest(tmp_path / "back") == tensors_of_newest(run)
     before, after = read_layout(resolve(run)), read_layout(resolve(tmp_path / "back"))
     assert (after.iteration, after.state, after.tensors) == (before.iteration, before.state, before.tensors)
     assert not list(resolve(tmp_path / "back").glob("*/rng*"))
@@ -207,7 +202,7 @@ def test_weights_alone_are_a_start_for_another_run(small, tmp_path):
     first, second = native.read(small, {}), native.read(tmp_path / "out", {})
     assert all(torch.equal(first.read(name).float(), second.read(name)) for name in first.tensors)
     convert(Request(tmp_path / "out", tmp_path / "again", dtype="bf16"), quiet)  # there is no state to be lost
-    assert files(tmp_path / "again").keys() == {"mp_rank_00/model.safetensors"}
+    assert tensors_of_newest(tmp_path / "again").keys() == {"mp_rank_00/model.safetensors"}
 
 
 def test_a_number_format_that_does_not_fit_the_optimizer_is_bad_usage(small, tmp_path):

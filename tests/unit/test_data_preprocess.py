@@ -215,7 +215,11 @@ def test_a_worker_that_dies_ends_the_run_with_a_message(tmp_path):
 
 INTERRUPTED = """
 import sys
+import time
 from megatron_lite.data.preprocess import preprocess
+from megatron_lite.data.tokenizer import BytesTokenizer
+encode = BytesTokenizer.encode
+BytesTokenizer.encode = lambda self, text: time.sleep(0.002) or encode(self, text)  # or it is done before the signal
 if __name__ == "__main__":
     try:
         preprocess([sys.argv[1]], sys.argv[2], "bytes", workers=2)
@@ -226,7 +230,7 @@ if __name__ == "__main__":
 
 def test_an_interrupt_ends_all_workers_quietly_and_leaves_nothing_behind(tmp_path):
     """Ctrl-C reaches every process of the terminal; a traceback of each would hide what matters."""
-    path = write_lines(tmp_path / "c.jsonl", ["x" * 1000] * 200_000)  # seconds of work, or it is done before the signal
+    path = write_lines(tmp_path / "c.jsonl", ["x" * 1000] * 60_000)
     (tmp_path / "script.py").write_text(INTERRUPTED)
     words = [sys.executable, str(tmp_path / "script.py"), str(path), str(tmp_path / "out")]
     environment = {**os.environ, "PYTHONPATH": os.getcwd()}

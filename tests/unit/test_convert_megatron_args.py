@@ -1,0 +1,279 @@
+"""What Megatron-LM's arguments and tensors tell of a model, and what is said where that is not enough or not right."""
+
+import pytest
+import torch
+
+from megatron_lite.checkpoint.convert import megatron
+from megatron_lite.errors import CheckpointError, ConfigError
+from tests.model_runs import random_weights, tiny
+from tests.unit.megatron_files import GPT, HEAD, LLAMA, WORDS, changed, exported, written
+from tests.unit.models_in_memory import (
+    assert_identical,
+    assert_same_sizes,
+    files_in,
+    weights_of,
+)
+
+
+def test_without_arguments_what_tensors_do_not_tell_must_be_given(tmp_path):
+    weights = random_weights(GPT, torch.float32)
+    written(tmp_path, GPT, weights=weights, args=False, spelling="oldest", version=0)
+    with pytest.raises(CheckpointError, match=r"tell model.num_heads, model.activation, model.norm_eps; give them"):
+        megatron.read(tmp_path, {})
+    given = {"num_heads": 4, "head_dim": 12, "activation": "gelu", "norm_eps": 1e-5}
+    checkpoint = megatron.read(tmp_path, given)
+    assert "model.vocab_size was not given and is all 128 rows" in checkpoint.notes[0]
+    assert "it has no arguments" in checkpoint.notes[1]
+    checkpoint = megatron.read(tmp_path, {**given, "vocab_size": 101})
+    assert_identical(weights_of(checkpoint), weights)
+    assert_same_sizes(checkpoint.model, GPT.model)
+
+
+def test_without_arguments_a_llama_is_known_by_its_tensors(tmp_path):
+    weights = random_weights(LLAMA, torch.float32)
+    written(tmp_path, LLAMA, weights=weights, args=False, tp=2, pp=2)
+    needed = "model.num_heads, model.norm_eps, model.max_position_embeddings, model.tie_embeddings, model.rotary_base"
+    with pytest.raises(CheckpointError, match=needed):
+        megatron.read(tmp_path, {})
+    given = {name: getattr(LLAMA.model, name) for name in needed.replace("model.", "").split(", ")}
+    checkpoint = megatron.read(tmp_path, {**given, "num_query_groups": 4, "vocab_size": 101})
+    assert_identical(weights_of(checkpoint), weights)
+    assert_same_sizes(checkpoint.model, LLAMA.model)
+
+
+@pytest.mark.parametrize(
+    "changes, fields",
+    [
+        ({"bias_gelu_fusion": True}, {"activation": "gelu_tanh"}),
+        ({"openai_gelu": True}, {"activation": "gelu_tanh"}),
+        ({"apply_residual_connection_post_layernorm": True}, {"post_norm": True}),
+        ({"fp32_residual_connection": True}, {"fp32_residual": True}),
+        ({"norm_epsilon": None, "layernorm_epsilon": 1e-6}, {"norm_eps": 1e-6}),
+        ({"tokenizer_type": "NullTokenizer", "vocab_size": 100}, {"vocab_size": 101}),
+        ({"init_method_std": 0.3, "hidden_dropout": 0.2}, {"init_std": 0.3, "hidden_dropout": 0.2}),
+    ],
+)
+def test_arguments_become_fields(tmp_path, changes, fields):
+    written(tmp_path, GPT, weights=random_weights(GPT, torch.float32), **changes)
+    model = megatron.read(tmp_path, {}).model
+    assert {field: getattr(model, field) for field in fields} == fields
+
+
+def test_what_is_given_goes_before_the_arguments(tmp_path):
+    """The true vocabulary is often not in a file, and a file may be wrong about the activation."""
+    written(tmp_path, GPT, weights=random_weights(GPT, torch.float32), vocab_size=None)
+    assert megatron.read(tmp_path, {}).model.vocab_size == 128
+    model = megatron.read(tmp_path, {"vocab_size": 99, "activation": "gelu_tanh"}).model
+    assert (model.vocab_size, model.activation) == (99, "gelu_tanh")
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"apply_layernorm_1p": True},
+        {"squared_relu": True},
+        {"quick_geglu": True},
+        {"rotary_percent": 0.5},
+        {"rotary_interleaved": True},
+        {"use_rope_scaling": True},
+        {"num_experts": 8},
+        {"qk_layernorm": True},
+        {"window_size": (128, 0)},
+        {"softmax_type": "learnable"},
+        {"mtp_num_layers": 1},
+        {"normalization": "L2Norm"},
+        {"position_embedding_type": "none"},
+        {"position_embedding_type": ["rope"]},
+        {"normalization": {}},
+        {"add_qkv_bias": True, "add_bias_linear": False},
+    ],
+    ids=lambda changes: next(iter(changes)),
+)
+def test_what_we_do_not_compute_is_refused_by_name(tmp_path, changes):
+    """The tensors of some of these have the same names and shapes: the model would load, and be another."""
+    written(tmp_path, GPT, weights=random_weights(GPT, torch.float32), **changes)
+    name, value = next(iter(changes.items()))
+    with pytest.raises(CheckpointError) as raised:
+        megatron.read(tmp_path, {})
+    assert f"does not compute: {name} is {value}" in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (lambda c: c["model"].pop("decoder.layers.1.mlp.linear_fc2.bias"), "missing: decoder.layers.1.mlp.linear_fc2"),
+        (lambda c: c["model"].update(extra=torch.ones(1)), "unknown: extra"),
+        (lambda c: c["model"].update({HEAD: torch.ones(128, 32)}), "unknown: output_layer.weight"),
+        (lambda c: c["model"].update({WORDS: torch.tensor(1.0)}), "word_embeddings.weight is a single number"),
+        (lambda c: c["model"].pop(WORDS), "has no word embeddings in model or model0"),
+        (lambda c: c.update(model=7), "has no model, as the others"),
+        (lambda c: c.update(checkpoint_version=9), r"checkpoint_version is 9, known are \(0, 1.0, 2.0, 3.0\)"),
+        (lambda c: setattr(c["args"], "num_layers", 5), "do not fit its tensors; model.num_layers is 5, not 4"),
+        (lambda c: setattr(c["args"], "hidden_size", 2**40), "model.hidden_size is 1099511627776, not 32"),
+        (lambda c: setattr(c["args"], "num_attention_heads", 5), "num_heads 5, .* and head_dim 12 do not make the 48"),
+        (lambda c: setattr(c["args"], "num_attention_heads", "many"), "model.num_heads: .*'many'"),
+        (
+            lambda c: setattr(c["args"], "vocab_size", "257"),
+            "arguments say that vocab_size is '257', which is no count",
+        ),
+        (lambda c: setattr(c["args"], "make_vocab_size_divisible_by", -1), "divisible_by is -1, which is no count"),
+        (lambda c: c["model"].update({10**5000: torch.ones(1)}), "is damaged, or no file of torch.save"),
+        (lambda c: setattr(c["args"], "vocab_size", 200), "model.vocab_size is 200, but its tensors have 128 rows"),
+        (lambda c: setattr(c["args"], "padded_vocab_size", 256), "say 256 rows of vocabulary, its tensors have 128"),
+        (
+            lambda c: setattr(c["args"], "tensor_model_parallel_size", 2),
+            "say that tensor_model_parallel_size is 2, but here are 1; all are needed",
+        ),
+        (
+            lambda c: c["model"].update({"decoder.layers.0.mlp.dense_h_to_4h.weight": torch.ones(128, 32)}),
+            "dense_h_to_4h.weight, which is decoder.layers.0.mlp.linear_fc1.weight, but so has",
+        ),
+    ],
+)
+def test_what_does_not_fit_is_named(tmp_path, change, message):
+    folder = written(tmp_path, GPT, weights=random_weights(GPT, torch.float32))
+    changed(folder, change)
+    with pytest.raises(CheckpointError, match=message):
+        megatron.read(tmp_path, {})
+
+
+def test_groups_with_an_order_from_before_them_are_refused(tmp_path):
+    folder = written(tmp_path, LLAMA, weights=random_weights(LLAMA, torch.float32))
+    changed(folder, lambda content: content.update(checkpoint_version=1.0))
+    with pytest.raises(CheckpointError, match=r"checkpoint_version is 1.0, from before there were groups"):
+        megatron.read(tmp_path, {})
+
+
+def test_copies_on_tensor_parallel_ranks_must_be_equal(tmp_path):
+    """A bias that is summed over ranks in another code base differs here; the first rank's alone would be wrong."""
+    folder = written(tmp_path, GPT, weights=random_weights(GPT, torch.float32), tp=2)
+    name = "decoder.layers.1.self_attention.linear_proj.bias"
+    changed(folder, lambda content: content["model"][name].add_(1e-3), "mp_rank_01")
+    with pytest.raises(CheckpointError, match=f"mp_rank_01.*{name} must be the same on all tensor-parallel ranks"):
+        megatron.read(tmp_path, {}).read(name)
+
+
+def test_missing_ranks_are_named(tmp_path):
+    folder = written(tmp_path, GPT, weights=random_weights(GPT, torch.float32), tp=2, pp=2)
+    file = folder / "mp_rank_01_000" / "model_optim_rng.pt"
+    file.unlink()
+    with pytest.raises(CheckpointError, match=r"mp_rank_01_000/model_optim_rng.pt: cannot be read: No such file"):
+        megatron.read(tmp_path, {})
+    file.parent.rmdir()
+    with pytest.raises(CheckpointError, match="2 tensor-parallel and 2 pipeline ranks, but not mp_rank_01_000"):
+        megatron.read(tmp_path, {})
+
+
+def test_files_of_a_distributed_optimizer_of_2022_are_passed_over(tmp_path):
+    """Then the model was in model_rng.pt, and folders of data-parallel ranks looked like more of its ranks."""
+    weights = random_weights(GPT, torch.float32)
+    folder = written(tmp_path, GPT, weights=weights, tp=2, pp=2)
+    for place in sorted(folder.iterdir()):
+        (place / "model_optim_rng.pt").rename(place / "model_rng.pt")
+        (folder / f"{place.name}_000").mkdir()
+        torch.save({}, folder / f"{place.name}_000" / "optim.pt")
+    assert_identical(weights_of(megatron.read(tmp_path, {})), weights)
+
+
+@pytest.mark.parametrize(
+    "files, message",
+    [
+        ({}, "has neither latest_checkpointed_iteration.txt nor mp_rank_XX folders"),
+        ({"latest_checkpointed_iteration.txt": "soon"}, "says 'soon', which is neither an iteration nor release"),
+        ({"latest_checkpointed_iteration.txt": "5"}, "names 5, but iter_0000005 is missing"),
+        (
+            {"latest_checkpointed_iteration.txt": "5", "iter_0000005/.metadata": "", "iter_0000005/common.pt": ""},
+            "was saved with --ckpt-format torch_dist; .* --ckpt-convert-format torch",
+        ),
+        (
+            {"latest_checkpointed_iteration.txt": "5", "iter_0000005/layout.json": ""},
+            "has no mp_rank_XX folders, so it is not of --ckpt-format torch",
+        ),
+        ({"mp_rank_00_000_001/model_optim_rng.pt": ""}, "is not named mp_rank_XX or .*expert ranks are not read"),
+    ],
+)
+def test_what_is_no_checkpoint_of_megatron_is_said(tmp_path, files, message):
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    assert not megatron.recognise(tmp_path)
+    with pytest.raises(CheckpointError, match=message):
+        megatron.read(tmp_path, {})
+
+
+def test_a_file_without_a_dict_is_said(tmp_path):
+    folder = written(tmp_path, GPT, weights=random_weights(GPT, torch.float32))
+    torch.save([1, 2], folder / "mp_rank_00" / "model_optim_rng.pt")
+    with pytest.raises(CheckpointError, match="holds no dict, so Megatron-LM has not written it"):
+        megatron.read(tmp_path, {})
+
+
+def test_an_optimizer_is_left_out_and_that_is_said(tmp_path):
+    folder = written(tmp_path, GPT, weights=random_weights(GPT, torch.float32))
+    changed(folder, lambda content: content.update(optimizer={"state": {0: {"exp_avg": torch.ones(3)}}}))
+    assert list(megatron.read(tmp_path, {}).notes) == ["its optimizer state is left out"]
+
+
+@pytest.mark.parametrize(
+    "changes, layout, message",
+    [
+        (
+            {"top_query_layer": True, "activation": "quick_gelu"},
+            {},
+            "top_query_layer is True, model.activation is quick",
+        ),
+        ({"activation": "gelu_tanh", "bias": False}, {}, "model.activation is gelu_tanh without model.bias"),
+        ({}, {"pipeline": 3}, r"pipeline is 3, which does not divide model.num_layers \(4\)"),
+        ({"num_query_groups": 2}, {"tensor": 4}, r"tensor is 4, which does not divide model.num_query_groups \(2\)"),
+    ],
+)
+def test_what_megatron_cannot_hold_is_refused(tmp_path, changes, layout, message):
+    config = tiny(num_layers=4, **changes)
+    with pytest.raises(ConfigError, match=message):
+        exported(tmp_path, config, random_weights(config, torch.float32), **layout)
+    assert not files_in(tmp_path)
+
+
+def test_arguments_are_those_that_megatron_reads(tmp_path):
+    """Names from its load_args_from_checkpoint and check_checkpoint_args; one that is not there would end its run."""
+    exported(tmp_path, LLAMA, random_weights(LLAMA, torch.float32), tensor=2, pipeline=2, iteration=5)
+    content = torch.load(tmp_path / "iter_0000005/mp_rank_01_001/model_optim_rng.pt", weights_only=False)
+    args = vars(content["args"])
+    want = {
+        "num_layers": 4,
+        "hidden_size": 32,
+        "ffn_hidden_size": 64,
+        "seq_length": 24,
+        "num_attention_heads": 8,
+        "num_query_groups": 4,
+        "group_query_attention": True,
+        "kv_channels": 4,
+        "max_position_embeddings": 24,
+        "position_embedding_type": "rope",
+        "add_position_embedding": False,
+        "use_rotary_position_embeddings": True,
+        "rotary_base": 5000.0,
+        "rotary_percent": 1.0,
+        "rotary_interleaved": False,
+        "add_bias_linear": False,
+        "add_qkv_bias": False,
+        "squared_relu": False,
+        "swiglu": True,
+        "untie_embeddings_and_output_weights": True,
+        "apply_layernorm_1p": False,
+        "normalization": "RMSNorm",
+        "apply_query_key_layer_scaling": False,
+        "attention_dropout": 0.0,
+        "hidden_dropout": 0.0,
+        "num_experts": None,
+        "make_vocab_size_divisible_by": 128,
+        "padded_vocab_size": 256,
+        "tokenizer_type": None,
+        "ckpt_format": "torch",
+        "tensor_model_parallel_size": 2,
+        "pipeline_model_parallel_size": 2,
+        "virtual_pipeline_model_parallel_size": None,
+        "expert_model_parallel_size": 1,
+    }
+    assert {name: args.get(name, "missing") for name in want} == want
+    assert content["iteration"] == 5 and content["checkpoint_version"] == 3.0
