@@ -11,22 +11,24 @@ fills (bar: 0.2 times these), into the same layout and into one of four tensor-p
 """
 
 import argparse
-import os
+import multiprocessing as mp
 import subprocess
 import tempfile
 import time
 import warnings
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
-from contest import print_table, timed_in_turns
+from contest import forget, print_table, resident, timed_in_turns
 
 from megatron_lite.checkpoint import store
 from megatron_lite.checkpoint.saver import Saver
 from megatron_lite.parallel.context import ParallelContext, solo
 from megatron_lite.parallel.grid import Grid
-from megatron_lite.parallel.shard import Held, ParamMeta, Shard
+from megatron_lite.parallel.shard import Held, ParamMeta, ParamTable, Shard
 
 HIDDEN = 1024
 
@@ -35,14 +37,19 @@ def silent(line: str) -> None:
     pass
 
 
-def state_of(megabytes: int) -> tuple[dict[str, ParamMeta], dict[str, dict[str, torch.Tensor]]]:
-    """Matrices of a model, each with two moments, together about so large."""
+def table_of(megabytes: int) -> ParamTable:
+    """Matrices of a model, with two moments each together about so large, cut by rows and by columns."""
     count = max(1, round(megabytes * 1e6 / (3 * 4 * 4 * HIDDEN * HIDDEN)))
-    shapes = {f"layers.{n}.{cut}": (4 * HIDDEN, HIDDEN) for n in range(count) for cut in ("up",)}
-    table = {name: ParamMeta(shape, Shard(number % 2), "normal") for number, (name, shape) in enumerate(shapes.items())}
-    return table, {
-        name: {kind: torch.randn(shape) for kind in ("weight", "exp_avg", "exp_avg_sq")}
-        for name, shape in shapes.items()
+    return {f"layers.{n}.up": ParamMeta((4 * HIDDEN, HIDDEN), Shard(n % 2), "normal") for n in range(count)}
+
+
+def state_of(table: ParamTable, tp: int = 1) -> dict[str, dict[str, torch.Tensor]]:
+    """Of one tensor-parallel rank."""
+    return {
+        name: {
+            kind: torch.randn(meta.shard.local_shape(meta.shape, tp)) for kind in ("weight", "exp_avg", "exp_avg_sq")
+        }
+        for name, meta in table.items()
     }
 
 
@@ -56,15 +63,6 @@ def as_held(state: dict[str, dict[str, torch.Tensor]]) -> dict[str, dict]:
     }
 
 
-def forget(folder: Path) -> None:
-    """Drops the folder's files from the page cache."""
-    for path in folder.rglob("*"):
-        if path.is_file():
-            descriptor = os.open(path, os.O_RDONLY)
-            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-            os.close(descriptor)
-
-
 def dd(*arguments: str) -> None:
     subprocess.run(["dd", "bs=8M", *arguments], check=True, capture_output=True)
 
@@ -74,7 +72,8 @@ class Benchmark:
 
     def __init__(self, folder: Path, megabytes: int):
         self.ctx = ParallelContext.create(Grid(), torch.device("cpu"), 60)
-        self.table, self.state = state_of(megabytes)
+        self.table = table_of(megabytes)
+        self.state = state_of(self.table)
         self.bytes = sum(value.nbytes for kinds in self.state.values() for value in kinds.values())
         self.folder, self.root = folder, folder / "ours"
         self.rest = {"table": self.table, "rng": {}, "state": {}, "config": {}, "keep": 1}
@@ -112,24 +111,15 @@ class Benchmark:
         forget(self.folder)
         dd(f"if={self.folder / 'dd'}", "of=/dev/null")
 
-    def peak_while_loading(self, tp: int) -> tuple[int, int]:
-        """Most bytes in memory beyond those of the tensors to fill, and these; a rank of `tp`."""
-        view = ParallelContext.at(Grid(tp=tp), tp - 1)
-        ctx = ParallelContext(**{**vars(view), "world": solo("world")})
-        cuts = {
-            name: {kind: self.table[name].shard.split(value, tp - 1, tp).clone() for kind, value in kinds.items()}
-            for name, kinds in self.state.items()
-        }
-        forget(self.root)
-        before = resident()
-        Path("/proc/self/clear_refs").write_text("5")
-        store.load(self.root, self.iteration, ctx=ctx, table=self.table, **as_held(cuts), config={})
-        return resident("VmHWM") - before, sum(value.nbytes for kinds in cuts.values() for value in kinds.values())
 
-
-def resident(line: str = "VmRSS") -> int:
-    status = Path("/proc/self/status").read_text()
-    return int(status.split(f"{line}:")[1].split()[0]) << 10
+def peak_while_loading(root: Path, iteration: int, table: ParamTable, tp: int, results: Any) -> None:
+    """In a process of its own: the bytes of what a rank of `tp` holds, and how far memory rises to fill it."""
+    ctx = replace(ParallelContext.at(Grid(tp=tp), tp - 1), world=solo("world"))
+    state = state_of(table, tp)
+    before = resident("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")
+    store.load(root, iteration, ctx=ctx, table=table, **as_held(state), config={})
+    results.put((resident("VmHWM") - before, sum(value.nbytes for kinds in state.values() for value in kinds.values())))
 
 
 def main() -> None:
@@ -139,6 +129,7 @@ def main() -> None:
     parser.add_argument("--folder", default=".", help="a folder on the disk to measure")
     options = parser.parse_args()
     torch.set_num_threads(2)
+    processes = mp.get_context("spawn")
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
         run = Benchmark(Path(folder), options.mb)
         size = f"{run.bytes / 1e6:,.0f} MB in {3 * len(run.table)} tensors"
@@ -163,7 +154,14 @@ def main() -> None:
         print_table("What training waits for", "plain save", medians)
         print("\nMost memory that loading takes beside the tensors it fills")
         for tp in (1, 4):
-            beside, own = run.peak_while_loading(tp)
+            forget(run.root)
+            results = processes.Queue()
+            process = processes.Process(
+                target=peak_while_loading, args=(run.root, run.iteration, run.table, tp, results)
+            )
+            process.start()
+            beside, own = results.get()
+            process.join()
             sizes = f"{beside / 1e6:5.0f} MB beside {own / 1e6:5.0f} MB"
             print(f"into one of {tp} tensor-parallel cuts   {sizes}: {beside / own:.2f}")
         run.saver.close(silent)

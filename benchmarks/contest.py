@@ -9,6 +9,7 @@ import statistics
 import time
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -99,6 +100,19 @@ def timed_in_turns(contestants: dict[str, Callable[[], object]], rounds: int) ->
             contestants[name]()
             seconds[name].append(time.perf_counter() - started)
     return {name: statistics.median(values) for name, values in seconds.items()}
+
+
+def resident(line: str) -> int:
+    """Bytes of this process's memory, as VmRSS (now) or VmHWM (at most) of Linux."""
+    return int(Path("/proc/self/status").read_text().split(f"{line}:")[1].split()[0]) << 10
+
+
+def forget(folder: Path) -> None:
+    """Drops the folder's files from the page cache."""
+    for path in filter(Path.is_file, folder.rglob("*")):
+        descriptor = os.open(path, os.O_RDONLY)
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.close(descriptor)
 
 
 def print_table(title: str, first: str, medians: dict[str, float]) -> None:

@@ -11,7 +11,6 @@ after imports; it is to stay below 2 times the largest tensor.
 
 import argparse
 import multiprocessing as mp
-import os
 import shutil
 import statistics
 import subprocess
@@ -19,6 +18,8 @@ import tempfile
 import time
 from pathlib import Path
 from typing import Any
+
+from contest import forget, resident
 
 HIDDEN = 1024
 CONVERSIONS = {  # name -> source, format, layout
@@ -29,10 +30,6 @@ CONVERSIONS = {  # name -> source, format, layout
     "ours -> megatron tp 4": ("ours", "megatron", 4, 1),
     "megatron tp 4 -> ours": ("megatron", "megatron-lite", 1, 1),
 }
-
-
-def resident(line: str) -> int:
-    return int(Path("/proc/self/status").read_text().split(f"{line}:")[1].split()[0]) << 10
 
 
 def make_sources(folder: Path, megabytes: int) -> None:
@@ -95,14 +92,6 @@ def copy_once(folder: Path, count: int) -> float:
     subprocess.run(["dd", "bs=8M", *arguments], check=True, capture_output=True)
     (folder / "copy").unlink()
     return time.perf_counter() - started
-
-
-def forget(folder: Path) -> None:
-    """Drops the folder's files from the page cache."""
-    for path in filter(Path.is_file, folder.rglob("*")):
-        descriptor = os.open(path, os.O_RDONLY)
-        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-        os.close(descriptor)
 
 
 def main() -> None:

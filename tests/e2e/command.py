@@ -1,10 +1,14 @@
 """Runs the command line as a user does, in processes of its own."""
 
+import io
 import os
 import subprocess
 import sys
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
+from unittest import mock
 
+from megatron_lite.cli import main
 from megatron_lite.data.preprocess import preprocess
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -37,6 +41,20 @@ def run(*arguments: str, cwd: Path, timeout: float = 180, **options) -> subproce
     process = start(*arguments, cwd=cwd, **options)
     out, err = process.communicate(timeout=timeout)
     return subprocess.CompletedProcess(arguments, process.returncode, out, err)
+
+
+def run_here(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    """The same in this process, which saves the seconds that imports take; for what needs no others."""
+    out, err, before = io.StringIO(), io.StringIO(), os.getcwd()
+    os.chdir(cwd)
+    try:
+        with mock.patch.object(sys, "argv", ["megatron-lite", *arguments]), redirect_stdout(out), redirect_stderr(err):
+            main()
+    except SystemExit as end:
+        return subprocess.CompletedProcess(arguments, int(end.code or 0), out.getvalue(), err.getvalue())
+    finally:
+        os.chdir(before)
+    raise AssertionError("a command ends with an exit code")
 
 
 def make_corpus(folder: Path) -> str:

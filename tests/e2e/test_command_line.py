@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.e2e.command import environment, make_corpus, run, start, tiny_yaml
+from tests.e2e.command import environment, make_corpus, run, run_here, start, tiny_yaml
 from tests.e2e.test_kill import wait_for
 from tests.e2e.test_resume import rows
 
@@ -38,7 +38,7 @@ def finished(tmp_path_factory, corpus) -> tuple[Path, subprocess.CompletedProces
 def alone(tmp_path_factory, corpus) -> Path:
     """The folder of a finished run of one process. Tests only read it."""
     folder = tmp_path_factory.mktemp("alone")
-    assert run("pretrain", "--config", str(tiny_yaml(folder, corpus)), cwd=folder).returncode == 0
+    assert run_here("pretrain", "--config", str(tiny_yaml(folder, corpus)), cwd=folder).returncode == 0
     return folder
 
 
@@ -90,7 +90,7 @@ def test_the_iteration_line_has_megatrons_fields(finished):
 
 def test_a_finished_run_says_so_and_changes_nothing(alone):
     before = (alone / "run" / "metrics.jsonl").read_bytes()
-    again = run("pretrain", "--config", str(alone / "tiny.yaml"), cwd=alone)
+    again = run_here("pretrain", "--config", str(alone / "tiny.yaml"), cwd=alone)
     assert again.returncode == 0
     assert "training is done at iteration 8 of 8" in again.stdout
     assert (alone / "run" / "metrics.jsonl").read_bytes() == before
@@ -117,7 +117,7 @@ def test_three_ways_to_start_train_the_same(tmp_path, corpus):
             )
         else:
             extra = ["--nproc-per-node", "2"] if way == "launcher" else []
-            done = run(*arguments, *extra, cwd=folder)
+            done = (run if extra else run_here)(*arguments, *extra, cwd=folder)
         assert done.returncode == 0, done.stderr
         losses[way] = [row["loss"] for row in rows(folder / "run")[:3]]
     assert losses["launcher"] == losses["torchrun"]
@@ -128,23 +128,23 @@ def test_generate_continues_the_prompt_alike_on_any_number_of_processes(finished
     """Of a run on two: a model that one has trained on many is looked at on one."""
     folder, _ = finished
     command = ("generate", "--load", str(folder / "run"), "--prompt", "def ", "--max-new-tokens", "8")
-    alone = run(*command, "--seed", "3", cwd=folder)
+    alone = run_here(*command, "--seed", "3", cwd=folder)
     assert alone.returncode == 0, alone.stderr
     assert alone.stdout.startswith("def ") and len(alone.stdout) > len("def \n")
     assert run(*command, "--seed", "3", "--nproc-per-node", "2", cwd=folder).stdout == alone.stdout
-    refused = run(*command, "--nproc-per-node", "3", cwd=folder)
+    refused = run_here(*command, "--nproc-per-node", "3", cwd=folder)
     assert refused.returncode == 2 and "parallel.tensor is 3" in refused.stderr
 
 
 def test_generate_without_a_checkpoint_says_where_it_looked(tmp_path):
-    refused = run("generate", "--load", "nowhere", "--prompt", "x", cwd=tmp_path)
+    refused = run_here("generate", "--load", "nowhere", "--prompt", "x", cwd=tmp_path)
     assert refused.returncode == 1
     assert "nowhere/checkpoints: there is no checkpoint" in refused.stderr
 
 
 @pytest.mark.parametrize("ranks_wanted", [1, 2])
 def test_sigterm_saves_and_exits_75_and_the_next_start_goes_on(tmp_path, corpus, ranks_wanted):
-    settings = {"parallel": {"tensor": ranks_wanted}, "train": {"iterations": 60}}
+    settings = {"parallel": {"tensor": ranks_wanted}, "train": {"iterations": 60, "eval_iterations": 0}}
     config = tiny_yaml(tmp_path, corpus, **settings, checkpoint={"interval": 0})
     command = ["pretrain", "--config", str(config)]
     command += ["--nproc-per-node", "2"] if ranks_wanted == 2 else []
@@ -156,18 +156,18 @@ def test_sigterm_saves_and_exits_75_and_the_next_start_goes_on(tmp_path, corpus,
     assert "exiting program after receiving SIGTERM" in err
     done = int((tmp_path / "run/checkpoints/latest_checkpointed_iteration.txt").read_text())
     assert 0 < done < 60
-    finished = run(*command, cwd=tmp_path)
+    finished = run(*command, f"train.iterations={done + 2}", cwd=tmp_path)
     assert finished.returncode == 0, finished.stderr
-    assert [row["iteration"] for row in rows(tmp_path / "run")] == list(range(1, 61))
+    assert [row["iteration"] for row in rows(tmp_path / "run")] == list(range(1, done + 3))
 
 
 def test_more_iterations_are_refused_when_the_order_would_change(tmp_path, corpus):
     """Megatron's sample order depends on how many epochs are asked for; silently seeing other data is no resume."""
     config = tiny_yaml(tmp_path, corpus, train={"iterations": 2, "eval_iterations": 0})
-    assert run("pretrain", "--config", str(config), cwd=tmp_path).returncode == 0
-    longer = run("pretrain", "--config", str(config), "train.iterations=3", cwd=tmp_path)
+    assert run_here("pretrain", "--config", str(config), cwd=tmp_path).returncode == 0
+    longer = run_here("pretrain", "--config", str(config), "train.iterations=3", cwd=tmp_path)
     assert longer.returncode == 0, longer.stderr
-    much_longer = run("pretrain", "--config", str(config), "train.iterations=5000", cwd=tmp_path)
+    much_longer = run_here("pretrain", "--config", str(config), "train.iterations=5000", cwd=tmp_path)
     assert much_longer.returncode == 2
     assert "would not be the first ones any more" in much_longer.stderr
 
@@ -189,7 +189,7 @@ MISTAKES = {
 def test_a_mistake_is_named_and_exits_with_its_code(tmp_path, corpus, mistake):
     overrides, code, words = MISTAKES[mistake]
     config = tiny_yaml(tmp_path, corpus)
-    done = run("pretrain", "--config", str(config), *overrides, cwd=tmp_path)
+    done = run_here("pretrain", "--config", str(config), *overrides, cwd=tmp_path)
     assert words in done.stderr
     assert "Traceback" not in done.stderr
     assert done.returncode == code
@@ -197,7 +197,7 @@ def test_a_mistake_is_named_and_exits_with_its_code(tmp_path, corpus, mistake):
 
 def test_a_layout_that_needs_more_processes_names_the_command(tmp_path, corpus):
     config = tiny_yaml(tmp_path, corpus, parallel={"tensor": 2})
-    done = run("pretrain", "--config", str(config), cwd=tmp_path)
+    done = run_here("pretrain", "--config", str(config), cwd=tmp_path)
     assert done.returncode == 2
     assert f"megatron-lite pretrain --config {config} --nproc-per-node 2" in done.stderr
 
@@ -207,7 +207,7 @@ def test_a_checkpoint_of_another_model_is_refused(alone, tmp_path, change):
     """Another number of heads has the same shapes, and would go on as another model without a word."""
     shutil.copytree(alone / "run", tmp_path / "run")
     arguments = (f"run.dir={tmp_path / 'run'}", change, "train.iterations=9")
-    done = run("pretrain", "--config", str(alone / "tiny.yaml"), *arguments, cwd=tmp_path)
+    done = run_here("pretrain", "--config", str(alone / "tiny.yaml"), *arguments, cwd=tmp_path)
     assert done.returncode == 1
     assert "is of another model" in done.stderr
     assert change.split("=")[0] in done.stderr
@@ -217,7 +217,7 @@ def test_a_checkpoint_of_another_model_is_refused(alone, tmp_path, change):
 def test_what_changed_since_the_checkpoint_is_told(alone, tmp_path):
     arguments = (f"run.dir={tmp_path / 'run'}", "train.iterations=9", "optim.lr=0.002")
     load = f"checkpoint.load={alone / 'run'}"
-    done = run("pretrain", "--config", str(alone / "tiny.yaml"), *arguments, load, cwd=tmp_path)
+    done = run_here("pretrain", "--config", str(alone / "tiny.yaml"), *arguments, load, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert f"loading checkpoint from {alone / 'run' / 'checkpoints'} at iteration 8" in done.stdout
     assert "changed since that checkpoint: train.iterations 8 -> 9, optim.lr 0.003 -> 0.002" in done.stdout
@@ -225,7 +225,7 @@ def test_what_changed_since_the_checkpoint_is_told(alone, tmp_path):
 
 
 def test_nothing_to_load_is_named(tmp_path, corpus):
-    done = run("pretrain", "--config", str(tiny_yaml(tmp_path, corpus)), "checkpoint.load=nowhere", cwd=tmp_path)
+    done = run_here("pretrain", "--config", str(tiny_yaml(tmp_path, corpus)), "checkpoint.load=nowhere", cwd=tmp_path)
     assert done.returncode == 1
     assert "checkpoint.load is nowhere, but there is no checkpoint in nowhere/checkpoints" in done.stderr
 
@@ -243,7 +243,7 @@ def test_a_damaged_checkpoint_names_the_file(finished, tmp_path):
 
 def test_a_run_folder_that_cannot_be_written_is_named(tmp_path, corpus):
     (tmp_path / "run").write_text("a file where the folder should be")
-    done = run("pretrain", "--config", str(tiny_yaml(tmp_path, corpus)), cwd=tmp_path)
+    done = run_here("pretrain", "--config", str(tiny_yaml(tmp_path, corpus)), cwd=tmp_path)
     assert done.returncode == 1
     assert str(tmp_path / "run") in done.stderr
     assert "locking failed: File exists. There is a file of that name; remove it, or write elsewhere" in done.stderr

@@ -23,7 +23,7 @@ from megatron_lite.parallel.grid import Grid
 from megatron_lite.parallel.random import seed_everything
 from megatron_lite.parallel.shard import Held
 from tests.checkpoints import tensors_of_newest
-from tests.e2e.command import make_corpus, run
+from tests.e2e.command import make_corpus, run, run_here
 from tests.e2e.tiny import visit
 from tests.huggingface import VOCAB, gpt2, llama, logits, tokens
 
@@ -131,7 +131,7 @@ def test_the_command_line_from_transformers_to_training_and_back(tmp_path):
     gpt2(vocab_size=257, n_positions=32).save_pretrained(tmp_path / "hf")
 
     def command(*arguments: str) -> str:
-        done = run(*arguments, cwd=tmp_path)
+        done = (run if "--nproc-per-node" in arguments else run_here)(*arguments, cwd=tmp_path)
         assert done.returncode == 0, done.stderr
         return done.stdout
 

@@ -16,6 +16,8 @@ import torch.distributed as dist
 from megatron_lite.checkpoint.directory import iterations, read_latest
 from megatron_lite.checkpoint.layout import read_layout
 from megatron_lite.checkpoint.store import verify
+from megatron_lite.config.load import load_config
+from megatron_lite.training.pretrain import pretrain
 from tests.e2e.command import make_corpus, run, start, tiny_yaml
 from tests.e2e.test_resume import rows, run_to_the_end, tensor_files
 
@@ -119,7 +121,11 @@ def wait_for(words: str, process: subprocess.Popen[str]) -> None:
             return
 
 
-def test_a_killed_command_goes_on_to_the_bit(tmp_path):
+def train_from(config: str) -> None:
+    pretrain(load_config(Path(config)))
+
+
+def test_a_killed_command_goes_on_to_the_bit(ranks, tmp_path):
     """With its launcher, on files, and from skipped steps of fp16."""
     prefix = make_corpus(tmp_path)
     settings = {
@@ -130,8 +136,7 @@ def test_a_killed_command_goes_on_to_the_bit(tmp_path):
         "log": {"interval": 1000},  # little output, so that no pipe fills
     }
     whole = tiny_yaml(tmp_path, prefix, **settings, run={"dir": str(tmp_path / "whole")})
-    done = run("pretrain", "--config", str(whole), "--nproc-per-node", "2", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
+    ranks(2, train_from, str(whole))
 
     config = tiny_yaml(tmp_path, prefix, **settings, run={"dir": str(tmp_path / "killed")})
     command = ("pretrain", "--config", str(config), "--nproc-per-node", "2")
