@@ -11,6 +11,7 @@ import os
 import pickle
 import shutil
 import signal
+import sys
 import tempfile
 import time
 import traceback
@@ -36,11 +37,15 @@ def _serve(pipe: connection.Connection, stack_file: Path) -> None:
     import torch.distributed as dist
 
     torch.set_num_threads(1)
-    gc.freeze()  # or every collection in a test goes through all that torch has made at import
+    modules = 0
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for pytest, which then closes the pipes
     with contextlib.suppress(EOFError), stack_file.open("w") as stacks:
         faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=False)
         while True:
+            if len(sys.modules) > modules:  # or every collection in a test goes through all that imports have made
+                modules = len(sys.modules)
+                gc.collect()
+                gc.freeze()
             rank, size, store, seconds, job = pickle.loads(pipe.recv_bytes())
             try:
                 torch.manual_seed(0)
@@ -153,7 +158,7 @@ class Ranks:
         """Ranks are added until there are `size`."""
         # A fork server imports torch and ours once; each rank is then a fork of a process that has no thread yet.
         ctx = get_context("forkserver")
-        ctx.set_forkserver_preload(["megatron_lite.training.pretrain"])
+        ctx.set_forkserver_preload(["megatron_lite.training.pretrain", "torch._dynamo"])  # any optimizer needs it
         while len(self._ranks) < size:
             ours, theirs = ctx.Pipe()
             stack_file = self._folder / f"stack-{len(self._ranks)}-{self._calls}"
