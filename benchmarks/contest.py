@@ -89,9 +89,9 @@ def take_turns(contestants: dict[str, Contestant], rounds: int) -> None:
                 print(f"{name}: loss {loss:.5f} in step {round_number + 1}", flush=True)
 
 
-def timed_in_turns(contestants: dict[str, Callable[[], object]], rounds: int) -> dict[str, float]:
-    """Median seconds of each contestant, in this process; in another order every round, because one that fills the
-    disk's caches makes the next one slow."""
+def timed_in_turns(contestants: dict[str, Callable[[], object]], rounds: int) -> dict[str, list[float]]:
+    """Seconds of each contestant in each round, in this process; in another order every round, because one that fills
+    the disk's caches makes the next one slow."""
     seconds: dict[str, list[float]] = {name: [] for name in contestants}
     order = random.Random(0)
     for _ in range(rounds):
@@ -99,7 +99,7 @@ def timed_in_turns(contestants: dict[str, Callable[[], object]], rounds: int) ->
             started = time.perf_counter()
             contestants[name]()
             seconds[name].append(time.perf_counter() - started)
-    return {name: statistics.median(values) for name, values in seconds.items()}
+    return seconds
 
 
 def resident(line: str) -> int:
@@ -115,11 +115,14 @@ def forget(folder: Path) -> None:
         os.close(descriptor)
 
 
-def print_table(title: str, first: str, medians: dict[str, float]) -> None:
-    """Seconds, and as ratios to the first."""
-    print(f"\n{title}\n{'':34}{'seconds':>10}{'time / first':>14}")
-    for name, value in medians.items():
-        print(f"{name:34}{value:10.4f}{value / medians[first]:14.2f}")
+def print_table(title: str, first: str, seconds: dict[str, list[float]]) -> None:
+    """The median and the least of each contestant's seconds, and both as ratios to the first's."""
+    print(f"\n{title}\n{'':34}{'median s':>10}{'/ first':>9}{'least s':>10}{'/ first':>9}")
+    for name, values in seconds.items():
+        print(f"{name:34}", end="")
+        for of in (statistics.median, min):
+            print(f"{of(values):10.4f}{of(values) / of(seconds[first]):9.2f}", end="")
+        print()
 
 
 def gpt_config(shape: dict[str, int], *changes: str) -> Any:

@@ -9,6 +9,7 @@ standard library with a sentencepiece model trained on it (bar: two workers at l
 """
 
 import argparse
+import statistics
 import sysconfig
 import tempfile
 from collections.abc import Callable
@@ -77,10 +78,11 @@ def preprocess_table(copies: int, rounds: int) -> None:
                 )
             )
 
-        medians = timed_in_turns({f"{n} worker{'s' * (n > 1)}": contestant(n) for n in (1, 2)}, rounds)
+        seconds = timed_in_turns({f"{n} worker{'s' * (n > 1)}": contestant(n) for n in (1, 2)}, rounds)
     megabytes = reports[0].text_bytes / 1e6
     title = f"preprocess, {reports[0].num_documents:,} documents, {megabytes:.0f} MB, sentencepiece"
-    print_table(title, "1 worker", medians)
+    print_table(title, "1 worker", seconds)
+    medians = {name: statistics.median(values) for name, values in seconds.items()}
     for name, value in medians.items():
         print(f"{name}: {megabytes / value:.1f} MB/s, {reports[0].num_documents / value:,.0f} documents/s")
     print(f"two workers are {medians['1 worker'] / medians['2 workers']:.2f} times as fast as one")

@@ -5,9 +5,9 @@ rank add layout.json, rename the folder and replace the tracker: at every instan
 """
 
 import shutil
-from collections import deque
+import threading
 from collections.abc import Iterable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from pathlib import Path
@@ -32,15 +32,14 @@ from megatron_lite.checkpoint.layout import (
     read_layout,
 )
 from megatron_lite.checkpoint.reshard import Move, Rectangle
-from megatron_lite.checkpoint.tensor_file import TensorFile, explained, sync_folder, write_tensors
+from megatron_lite.checkpoint.tensor_file import Memory, TensorFile, explained, sync_folder, write_tensors
 from megatron_lite.errors import CheckpointError
 from megatron_lite.model.build import WORD_EMBEDDINGS
 from megatron_lite.parallel.context import ParallelContext
 from megatron_lite.parallel.grid import Grid
 from megatron_lite.parallel.shard import Held, ParamTable
 
-READERS = 2  # one waits for the disk while the other one checks
-BLOCKS_AHEAD = 4  # that are read while one is copied
+READERS = 2  # one waits for the disk while the other one checks and copies
 
 
 @dataclass(frozen=True)
@@ -259,23 +258,26 @@ class Opened:
         self.layout = layout
         self._folder = folder
         self._files: dict[str, TensorFile] = {}
-        self._reader = ThreadPoolExecutor(READERS)  # for all: each thread keeps freed memory of its own
+        self._readers = ThreadPoolExecutor(READERS)
+        self._of_reader = threading.local()
 
     def __enter__(self) -> "Opened":
         return self
 
     def __exit__(self, *exception: object) -> None:
         self._files.clear()
-        self._reader.shutdown()
+        self._readers.shutdown(cancel_futures=True)
 
     def file(self, name: str) -> TensorFile:
         if name not in self._files:
             self._files[name] = TensorFile(self._folder / name, self.layout.files[name])
         return self._files[name]
 
-    def view(self, piece: Piece, rectangle: Rectangle) -> Tensor:
-        """A rectangle of a piece, `[rows, columns]`, in memory of its own, with what lies between its rows."""
-        numbers = self.file(piece.file).read(piece.key, piece.end - piece.start, rectangle.offset, rectangle.end)
+    def view(self, piece: Piece, rectangle: Rectangle, memory: Memory | None = None) -> Tensor:
+        """A rectangle of a piece, `[rows, columns]`, in memory of its own or in the one given, with what lies between
+        its rows."""
+        file, numel = self.file(piece.file), piece.end - piece.start
+        numbers = file.read(piece.key, numel, rectangle.offset, rectangle.end, memory)
         return replace(rectangle, offset=0).of(numbers)
 
     def fill(self, flat: Tensor, moves: Iterable[Move]) -> None:
@@ -283,16 +285,19 @@ class Opened:
         self.fill_all([(flat, moves)])
 
     def fill_all(self, wanted: Iterable[tuple[Tensor, Iterable[Move]]]) -> None:
-        """The same for many. What comes next is read and checked meanwhile; little is in memory beside the targets."""
-        ahead: deque[tuple[Future[Tensor], Tensor]] = deque()
+        """The same for many, with READERS blocks in memory beside the targets."""
+        filled = []
         for flat, block in ((flat, block) for flat, moves in wanted for move in moves for block in move.blocks()):
             self.file(block.piece.file)  # opened here, by one thread
-            ahead.append((self._reader.submit(self.view, block.piece, block.source), block.target.of(flat)))
-            if len(ahead) > BLOCKS_AHEAD:
-                read, target = ahead.popleft()
-                target.copy_(read.result())
-        for read, target in ahead:
-            target.copy_(read.result())
+            filled.append(self._readers.submit(self._copy, flat, block))
+        for copied in filled:
+            copied.result()
+
+    def _copy(self, flat: Tensor, block: Move) -> None:
+        """What a reader does, with memory that it uses again and again: new pages take longer than their contents."""
+        if not hasattr(self._of_reader, "memory"):
+            self._of_reader.memory = Memory()
+        block.target.of(flat).copy_(self.view(block.piece, block.source, self._of_reader.memory))
 
 
 def _replica(ctx: ParallelContext) -> int:

@@ -138,6 +138,19 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> FileInfo:
         return writer.close()
 
 
+class Memory:
+    """Bytes to read into, again and again."""
+
+    def __init__(self) -> None:
+        self._held = torch.empty(0, dtype=torch.uint8)
+
+    def of(self, size: int) -> Tensor:
+        """So many bytes, with whatever is in them."""
+        if self._held.numel() < size:
+            self._held = torch.empty(size, dtype=torch.uint8)
+        return self._held[:size]
+
+
 class TensorFile:
     """A safetensors file that layout.json describes. What is read is checked.
 
@@ -190,8 +203,9 @@ class TensorFile:
             kind = DamagedCheckpoint if error.errno == errno.EIO else CheckpointError
             raise kind(f"{self.path}: cannot be read: {error.strerror or error}. {use_another()}") from error
 
-    def read(self, key: str, numel: int, start: int, end: int) -> Tensor:
-        """Elements `start` to `end` of the flattened tensor, which has `numel`; in memory of their own."""
+    def read(self, key: str, numel: int, start: int, end: int, memory: "Memory | None" = None) -> Tensor:
+        """Elements `start` to `end` of the flattened tensor, which has `numel`; in memory of their own, or in the one
+        given, until that is used again."""
         entry, listed = self._entries[key], self._info.crc32[key]
         if entry.numel != numel:
             raise DamagedCheckpoint(
@@ -202,8 +216,8 @@ class TensorFile:
         first_chunk = start * size // CHUNK_BYTES
         offset = first_chunk * CHUNK_BYTES
         stop = min(-(-end * size // CHUNK_BYTES) * CHUNK_BYTES, entry.numel * size)
-        memory = torch.empty(max(0, stop - offset), dtype=torch.uint8)
-        data = memory.numpy().data
+        held = (memory or Memory()).of(max(0, stop - offset))
+        data = held.numpy().data
         with self._told() as file:
             file.seek(entry.start + offset)
             done = 0
@@ -216,7 +230,7 @@ class TensorFile:
                     f"{self.path}: tensor {key} has checksum {found} from its byte {number * CHUNK_BYTES:,} on, "
                     f"layout.json lists {listed[number]}; the file is damaged. {use_another()}"
                 )
-        return memory[start * size - offset : end * size - offset].view(entry.dtype)
+        return held[start * size - offset : end * size - offset].view(entry.dtype)
 
     def get(self, key: str) -> Tensor:
         """The whole tensor."""
