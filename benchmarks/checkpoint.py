@@ -143,7 +143,7 @@ def main() -> None:
         loads = {"dd": run.load_dd, "megatron_lite": run.load, "torch.distributed.checkpoint": run.load_dcp}
         print_table("Load", "dd", timed_in_turns(loads, options.rounds))
         stalls, saved = [], []
-        for _ in range(options.rounds):
+        for _ in range(3 * options.rounds):
             started = time.perf_counter()
             run.save()
             saved.append(time.perf_counter() - started)

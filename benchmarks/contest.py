@@ -121,7 +121,7 @@ def print_table(title: str, first: str, seconds: dict[str, list[float]]) -> None
     for name, values in seconds.items():
         print(f"{name:34}", end="")
         for of in (statistics.median, min):
-            print(f"{of(values):10.4f}{of(values) / of(seconds[first]):9.2f}", end="")
+            print(f"{of(values):10.4f}{of(values) / of(seconds[first]):9.3f}", end="")
         print()
 
 
