@@ -97,14 +97,7 @@ def read(path: Path, overrides: Mapping[str, Any]) -> Checkpoint:
     )
 
 
-def write(
-    path: Path,
-    checkpoint: Checkpoint,
-    *,
-    tensor: int,
-    pipeline: int,
-    progress: Progress,
-) -> None:
+def write(path: Path, checkpoint: Checkpoint, *, tensor: int, pipeline: int, progress: Progress) -> None:
     """Writes codegeex.pt, or for more than one rank mp_rank_XX_model_states.pt, into the folder."""
     _check_model(checkpoint.model, tensor, pipeline)
     table = whole_table(checkpoint.model)

@@ -122,14 +122,7 @@ def read(path: Path, overrides: Mapping[str, Any]) -> Checkpoint:
     )
 
 
-def write(
-    path: Path,
-    checkpoint: Checkpoint,
-    *,
-    tensor: int,
-    pipeline: int,
-    progress: Progress,
-) -> None:
+def write(path: Path, checkpoint: Checkpoint, *, tensor: int, pipeline: int, progress: Progress) -> None:
     """Writes iter_XXXXXXX/, or release/ for what was not trained here, and the tracker into the folder."""
     model = checkpoint.model
     check_model(model, tensor, pipeline)

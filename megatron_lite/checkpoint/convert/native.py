@@ -166,14 +166,7 @@ def write(
 
 
 def copy(
-    path: Path,
-    stored: Stored,
-    *,
-    tensor: int,
-    pipeline: int,
-    progress: Progress,
-    home: Path,
-    settings: Settings,
+    path: Path, stored: Stored, *, tensor: int, pipeline: int, progress: Progress, home: Path, settings: Settings
 ) -> None:
     """Writes a run's folder that a run goes on from as from the stored checkpoint: its optimizer state, counters and
     config, in another layout."""
