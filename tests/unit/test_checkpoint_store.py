@@ -7,6 +7,8 @@ import json
 import os
 import shutil
 import subprocess
+from dataclasses import replace
+from multiprocessing import get_context
 from pathlib import Path
 
 import pytest
@@ -18,8 +20,9 @@ from megatron_lite.checkpoint.directory import TRACKER_FILE, iterations, read_la
 from megatron_lite.checkpoint.layout import Layout, dump_layout, read_layout
 from megatron_lite.checkpoint.tensor_file import write_tensors
 from megatron_lite.errors import CheckpointError
-from megatron_lite.parallel.context import ParallelContext
+from megatron_lite.parallel.context import ParallelContext, solo
 from megatron_lite.parallel.grid import Grid
+from megatron_lite.parallel.shard import Held, ParamMeta, Shard
 from tests.checkpoints import CONFIG, TABLE, assert_holds, assert_same, contents, load, one_process, save
 
 NAME = "decoder.layers.0.mlp.linear_fc2.weight"
@@ -275,6 +278,38 @@ def test_a_checkpoint_that_another_run_prunes_while_it_is_read_is_not_damaged(tm
         assert type(problem) is CheckpointError
         assert str(problem).startswith(f"{folder}: was there a moment ago and is gone")
         assert "(checkpoint.keep); start again" in str(problem)
+
+
+LARGE = {name: ParamMeta((8192, 8192), Shard(dim), "normal") for dim, name in enumerate(("rows", "columns"))}
+
+
+def load_a_quarter(root: Path, results) -> None:
+    """As one of four tensor-parallel ranks: the bytes of what it holds, and how far memory rises to fill that."""
+    ctx = replace(ParallelContext.at(Grid(tp=4), 3), world=solo())
+    weights = {name: Held(torch.ones(meta.shard.local_shape(meta.shape, 4))) for name, meta in LARGE.items()}
+    Path("/proc/self/clear_refs").write_text("5")
+    before = status("VmRSS")
+    store.load(root, 1, ctx=ctx, table=LARGE, weights=weights, optimizer_state={}, config=CONFIG)
+    results.put((sum(held.values.nbytes for held in weights.values()), status("VmHWM") - before))
+
+
+def status(line: str) -> int:
+    return int(Path("/proc/self/status").read_text().split(f"{line}:")[1].split()[0]) << 10
+
+
+def test_a_rank_needs_little_memory_beside_its_own_cut(tmp_path):
+    """A fifth, where the file is four times as large as the cut: else what fits in training does not fit at its start.
+    Of a process of its own, since this one has freed memory to use again."""
+    weights = {name: Held(torch.zeros(meta.shape)) for name, meta in LARGE.items()}
+    state = {"optimizer_state": {}, "rng": {}, "state": {}, "config": CONFIG}
+    store.save(tmp_path, 1, ctx=one_process(), table=LARGE, weights=weights, keep=1, **state)
+    processes = get_context("spawn")
+    results = processes.Queue()
+    process = processes.Process(target=load_a_quarter, args=(tmp_path, results))
+    process.start()
+    own, rise = results.get(timeout=60)
+    process.join()
+    assert own == 2 * 8192 * 8192 and rise < 0.2 * own
 
 
 @pytest.mark.parametrize("file", ["model", "optimizer_dp_000", "rng_dp_000"])

@@ -3,8 +3,6 @@
 import errno
 import json
 import os
-import resource
-import signal
 import struct
 import threading
 
@@ -19,6 +17,7 @@ from megatron_lite.checkpoint import tensor_file
 from megatron_lite.checkpoint.layout import DTYPES, FileInfo, checksum
 from megatron_lite.checkpoint.tensor_file import TensorFile, explained, sync_folder, write_tensors
 from megatron_lite.errors import CheckpointError, DamagedCheckpoint
+from tests.limits import files_of_at_most
 
 TENSORS = {
     "bytes": torch.arange(5, dtype=torch.uint8),
@@ -189,14 +188,9 @@ def test_no_damage_to_the_file_passes(tmp_path_factory, place, value, cut):
 
 def test_a_disk_that_takes_no_more_is_told(tmp_path):
     """A real failure in the middle of a large write: the limit on file sizes."""
-    before, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, before[1]))
-    try:
-        with pytest.raises(CheckpointError, match=r"a.safetensors: writing failed: File too large"):
-            write_tensors(tmp_path / "a.safetensors", {"a": torch.zeros(1 << 20)})
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-        signal.signal(signal.SIGXFSZ, handler)
+    message = r"a.safetensors: writing failed: File too large"
+    with files_of_at_most(1 << 20), pytest.raises(CheckpointError, match=message):
+        write_tensors(tmp_path / "a.safetensors", {"a": torch.zeros(1 << 20)})
 
 
 @pytest.mark.parametrize(

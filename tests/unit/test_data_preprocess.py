@@ -3,7 +3,6 @@
 import gzip
 import json
 import os
-import resource
 import signal
 import subprocess
 import sys
@@ -17,6 +16,7 @@ from megatron_lite.data.indexed import IndexedDataset
 from megatron_lite.data.preprocess import preprocess
 from megatron_lite.data.tokenizer import BytesTokenizer
 from megatron_lite.errors import ConfigError, DataError
+from tests.limits import files_of_at_most
 from tests.unit.test_data_workers import workers_alive
 from tests.unit.unprivileged import open_folder, run_unprivileged
 
@@ -125,15 +125,9 @@ def test_an_old_index_never_meets_a_new_bin(tmp_path, monkeypatch):
 def test_a_full_disk_is_named_and_leaves_nothing_behind(tmp_path):
     """The limit on a file's size fails in the same place, with the same kind of error, as a disk that is full."""
     path = write_lines(tmp_path / "c.jsonl", ["x" * 1000] * 3000)
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, limits[1]))
-    try:
-        with pytest.raises(DataError, match=r"out_text_document: cannot be written: File too large; nothing was kept"):
-            run([path], tmp_path / "out")
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-        signal.signal(signal.SIGXFSZ, handler)
+    message = r"out_text_document: cannot be written: File too large; nothing was kept"
+    with files_of_at_most(1 << 20), pytest.raises(DataError, match=message):
+        run([path], tmp_path / "out")
     assert leftovers(tmp_path) == []
 
 

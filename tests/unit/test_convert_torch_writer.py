@@ -1,0 +1,137 @@
+"""torch's files as we write them: torch reads them, and no more than a tensor is in memory."""
+
+import argparse
+import errno
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_lite.checkpoint.convert import torch_file
+from megatron_lite.checkpoint.convert.torch_file import TorchWriter
+from megatron_lite.errors import CheckpointError
+from tests.limits import files_of_at_most
+from tests.unit.models_in_memory import assert_identical
+from tests.unit.test_convert_torch_file import DTYPES, tensors_of
+
+
+def reserved(tensors):
+    return {name: torch.empty(tensor.shape, dtype=tensor.dtype) for name, tensor in tensors.items()}
+
+
+def test_torch_reads_what_was_written(tmp_path, monkeypatch):
+    """In any order, with what is beside the tensors, and with torch's own reader at its strictest."""
+    monkeypatch.setattr(torch_file, "CHUNK_BYTES", 64)
+    tensors = {str(dtype): (torch.randn(5, 7) * 40).to(dtype) for dtype in DTYPES}
+    path = tmp_path / "ä b.pt"
+    with TorchWriter(path, {"model": {"of.it": reserved(tensors)}, "iteration": 3}) as writer:
+        for name in reversed(tensors):
+            writer.write(f"model.of.it.{name}", tensors[name].t().contiguous().t())
+        writer.close()
+    for options in ({"mmap": True}, {"mmap": False}):
+        content = torch.load(path, weights_only=True, map_location="cpu", **options)
+        assert_identical(content["model"]["of.it"], tensors)
+        assert content["iteration"] == 3
+    assert_identical(tensors_of(path), {f"model.of.it.{name}": tensor for name, tensor in tensors.items()})
+
+
+def test_a_namespace_is_written_as_megatron_wants_it(tmp_path):
+    with TorchWriter(tmp_path / "a.pt", {"args": argparse.Namespace(a=1, dtype=torch.bfloat16)}) as writer:
+        writer.close()
+    args = torch.load(tmp_path / "a.pt", weights_only=False)["args"]
+    assert args == argparse.Namespace(a=1, dtype=torch.bfloat16)
+
+
+def test_a_tensor_that_did_not_come_is_noticed(tmp_path):
+    with TorchWriter(tmp_path / "a.pt", {"a": torch.empty(3), "b": torch.empty(3)}) as writer:
+        writer.write("a", torch.ones(3))
+        with pytest.raises(AssertionError, match="1 tensors did not come"):
+            writer.close()
+        with pytest.raises(AssertionError):
+            writer.write("b", torch.ones(4))
+
+
+def test_a_file_that_cannot_be_made_is_said(tmp_path):
+    with pytest.raises(CheckpointError, match=r"no/a.pt: writing failed: No such file or directory"):
+        TorchWriter(tmp_path / "no" / "a.pt", {"a": torch.empty(3)})
+
+
+def test_a_file_that_grows_too_large_for_the_disk_is_said(tmp_path):
+    """torch 2.8 says nothing then, and leaves the file without its end."""
+    message = r"a.pt: writing failed: torch cannot lay out a file of this size"
+    with files_of_at_most(1 << 16), pytest.raises(CheckpointError, match=message):
+        TorchWriter(tmp_path / "a.pt", {"a": torch.empty(1 << 20)})
+
+
+def test_a_full_disk_is_said(tmp_path):
+    class Full:
+        def seek(self, where):
+            pass
+
+        def write(self, data):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+        def close(self):
+            pass
+
+    with TorchWriter(tmp_path / "a.pt", {"a": torch.empty(3)}) as writer:
+        writer._file.close()
+        writer._file = Full()  # type: ignore[assignment]
+        with pytest.raises(CheckpointError, match=r"a.pt: writing failed: No space left on device. Free some space"):
+            writer.write("a", torch.ones(3))
+
+
+MEASURED = """
+import sys, torch
+from pathlib import Path
+from megatron_lite.checkpoint.convert import megatron
+from megatron_lite.config.schema import ModelConfig
+from megatron_lite.checkpoint.convert.recipe import Checkpoint, whole_table
+from megatron_lite.checkpoint.tensor_file import Spec
+
+def peak_bytes():
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return 1024 * int(next(line for line in lines if line.startswith("VmHWM")).split()[1])
+
+def restart():
+    Path("/proc/self/clear_refs").write_text("5")
+    return peak_bytes()
+
+model = ModelConfig(num_layers=6, hidden_size=512, num_heads=8, vocab_size=24000, tie_embeddings=False)
+table = whole_table(model)
+made = Checkpoint(
+    model, {n: Spec(torch.float32, m.shape) for n, m in table.items()}, lambda n: torch.ones(table[n].shape)
+)
+path = Path(sys.argv[2])
+(path / "small").mkdir(parents=True)
+small = ModelConfig(num_layers=1, hidden_size=8, num_heads=2, vocab_size=8)
+tiny = Checkpoint(small, {n: Spec(torch.float32, m.shape) for n, m in whole_table(small).items()},
+                  lambda n: torch.ones(whole_table(small)[n].shape))
+megatron.write(path / "small", tiny, tensor=2, pipeline=1, progress=lambda count: None)
+before = restart()
+if sys.argv[1] == "write":
+    megatron.write(path, made, tensor=2, pipeline=1, progress=lambda count: None)
+else:
+    checkpoint = megatron.read(path, {})
+    for name in checkpoint.tensors:
+        checkpoint.read(name)
+print(peak_bytes() - before)
+sizes = [torch.Size(m.shape).numel() * 4 for m in table.values()]
+print(max(sizes), sum(sizes))
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="the peak of a while is known on Linux alone")
+def test_memory_stays_below_twice_the_largest_tensor(tmp_path):
+    """A map that keeps what was touched, or a model built whole, needs as much as the file is large."""
+    for what in ("write", "read"):
+        command = [sys.executable, "-c", MEASURED, what, str(tmp_path / what)]
+        if what == "read":
+            (tmp_path / "write" / "release").rename(tmp_path / what)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+        peak, largest, total = map(int, done.stdout.split())
+        assert total > 3.4 * largest
+        assert 0.9 * largest < peak < 2 * largest, what
