@@ -120,7 +120,7 @@ def main() -> None:
                 results = processes.Queue()
                 process = processes.Process(target=convert_once, args=(folder, source, to, tensor, pipeline, results))
                 process.start()
-                taken, peak = results.get()
+                taken, peak = results.get(timeout=600)
                 process.join()
                 size = sum(path.stat().st_size for path in (folder / "target").rglob("*") if path.is_file())
                 shutil.rmtree(folder / "target")

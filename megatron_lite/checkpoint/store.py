@@ -7,7 +7,7 @@ rank add layout.json, rename the folder and replace the tracker: at every instan
 import shutil
 import threading
 from collections.abc import Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from pathlib import Path
@@ -265,8 +265,8 @@ class Opened:
         return self
 
     def __exit__(self, *exception: object) -> None:
+        self._readers.shutdown()
         self._files.clear()
-        self._readers.shutdown(cancel_futures=True)
 
     def file(self, name: str) -> TensorFile:
         if name not in self._files:
@@ -285,13 +285,19 @@ class Opened:
         self.fill_all([(flat, moves)])
 
     def fill_all(self, wanted: Iterable[tuple[Tensor, Iterable[Move]]]) -> None:
-        """The same for many, with READERS blocks in memory beside the targets."""
-        filled = []
-        for flat, block in ((flat, block) for flat, moves in wanted for move in moves for block in move.blocks()):
-            self.file(block.piece.file)  # opened here, by one thread
-            filled.append(self._readers.submit(self._copy, flat, block))
-        for copied in filled:
-            copied.result()
+        """The same for many, with READERS blocks in memory beside the targets. Nothing is copied after an error."""
+        copies: list[Future[None]] = []
+        try:
+            for flat, block in ((flat, block) for flat, moves in wanted for move in moves for block in move.blocks()):
+                self.file(block.piece.file)  # opened here, by one thread
+                copies.append(self._readers.submit(self._copy, flat, block))
+            for copied in copies:
+                copied.result()
+        except BaseException:
+            for copied in copies:
+                copied.cancel()
+            wait(copies)
+            raise
 
     def _copy(self, flat: Tensor, block: Move) -> None:
         """What a reader does, with memory that it uses again and again: new pages take longer than their contents."""

@@ -48,7 +48,12 @@ def run_here(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     out, err, before = io.StringIO(), io.StringIO(), os.getcwd()
     os.chdir(cwd)
     try:
-        with mock.patch.object(sys, "argv", ["megatron-lite", *arguments]), redirect_stdout(out), redirect_stderr(err):
+        with (
+            mock.patch.dict(os.environ, environment(), clear=True),
+            mock.patch.object(sys, "argv", ["megatron-lite", *arguments]),
+            redirect_stdout(out),
+            redirect_stderr(err),
+        ):
             main()
     except SystemExit as end:
         return subprocess.CompletedProcess(arguments, int(end.code or 0), out.getvalue(), err.getvalue())

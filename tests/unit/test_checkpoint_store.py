@@ -3,10 +3,12 @@
 import contextlib
 import errno
 import io
+import itertools
 import json
 import os
 import shutil
 import subprocess
+import time
 from dataclasses import replace
 from multiprocessing import get_context
 from pathlib import Path
@@ -18,8 +20,9 @@ from safetensors.torch import load_file
 from megatron_lite.checkpoint import store
 from megatron_lite.checkpoint.directory import TRACKER_FILE, iterations, read_latest
 from megatron_lite.checkpoint.layout import Layout, dump_layout, read_layout
-from megatron_lite.checkpoint.tensor_file import write_tensors
-from megatron_lite.errors import CheckpointError
+from megatron_lite.checkpoint.reshard import Move, rectangles
+from megatron_lite.checkpoint.tensor_file import TensorFile, write_tensors
+from megatron_lite.errors import CheckpointError, DamagedCheckpoint
 from megatron_lite.parallel.context import ParallelContext, solo
 from megatron_lite.parallel.grid import Grid
 from megatron_lite.parallel.shard import Held, ParamMeta, Shard
@@ -278,6 +281,30 @@ def test_a_checkpoint_that_another_run_prunes_while_it_is_read_is_not_damaged(tm
         assert type(problem) is CheckpointError
         assert str(problem).startswith(f"{folder}: was there a moment ago and is gone")
         assert "(checkpoint.keep); start again" in str(problem)
+
+
+def test_nothing_is_copied_after_an_error(tmp_path, monkeypatch):
+    """A reader that came late would write the damaged checkpoint's numbers over those of the one before it."""
+    layout = read_layout(save(tmp_path, 1, one_process()))
+    tensor = layout.tensors[NAME]
+    (piece,) = tensor.values["weight"].pieces
+    (whole,) = rectangles(tensor.shape, tensor.shard, 0, 1)
+    read, count = TensorFile.read, itertools.count()
+
+    def slow_and_broken(self, *arguments):
+        if next(count) == 0:
+            raise DamagedCheckpoint("the first block")
+        time.sleep(0.05)
+        return read(self, *arguments)
+
+    monkeypatch.setattr(TensorFile, "read", slow_and_broken)
+    opened, flat = store.Opened(tmp_path / "iter_0000001", layout), torch.zeros(whole.numel, dtype=torch.bfloat16)
+    with pytest.raises(DamagedCheckpoint, match="the first block"):
+        opened.fill(flat, [Move(piece, whole, whole)] * 20)
+    calls, held = next(count), flat.clone()
+    time.sleep(0.3)
+    assert next(count) == calls + 1 and torch.equal(flat, held)
+    assert calls < 5
 
 
 LARGE = {name: ParamMeta((8192, 8192), Shard(dim), "normal") for dim, name in enumerate(("rows", "columns"))}
