@@ -1,7 +1,7 @@
 """safetensors files, written at the speed of the disk with checksums, and read in slices that are checked.
 
-The format is a length, a JSON header and the bytes, so both are short; and being ours, the writer computes checksums
-while the disk is busy and keeps one tensor at a time in host memory, and the reader checks just what it touches.
+The format is a length, a JSON header and the bytes, so both are short; and being ours, the writer keeps the disk busy
+with one tensor at a time in host memory, and the reader checks just what it touches.
 Source: https://github.com/huggingface/safetensors, "Format".
 """
 
@@ -72,8 +72,7 @@ class TensorWriter:
     """Writes a safetensors file tensor by tensor; `close` waits until the disk has it. A context manager.
 
     What will be in it is known from the start: `specs`, key -> dtype and shape. Tensors are added in the order of
-    `keys`, each from whatever device, one at a time in host memory. Checksums are computed and data goes to the disk
-    while the next is copied.
+    `keys`, each from whatever device, one at a time in host memory. Data goes to the disk while the next is copied.
     """
 
     def __init__(self, path: Path, specs: Mapping[str, Spec], metadata: Mapping[str, str] | None = None):
@@ -91,7 +90,6 @@ class TensorWriter:
         with self._open as stack:
             stack.enter_context(explained("writing", path))
             self._file = stack.enter_context(path.open("wb", buffering=1 << 20))
-            self._adder = stack.enter_context(ThreadPoolExecutor(1))
             self._flusher = stack.enter_context(ThreadPoolExecutor(1))
             self._file.write(self._header)
             self._open = stack.pop_all()
@@ -107,17 +105,17 @@ class TensorWriter:
         key = self.keys[len(self._checksums)]
         spec = self._specs[key]
         assert (tensor.dtype, tuple(tensor.shape)) == (spec.dtype, tuple(spec.shape)), (key, tensor.shape, spec)
-        data = _bytes_of(tensor)
-        added = self._adder.submit(_checksums, data)
+        data, checksums = _bytes_of(tensor), []
         with explained("writing", self.path):
             for start in range(0, len(data), CHUNK_BYTES):
                 chunk = data[start : start + CHUNK_BYTES]
+                checksums.append(checksum(chunk))
                 self._file.write(chunk)
                 self._unflushed_bytes += len(chunk)
                 if self._unflushed_bytes >= FLUSH_BYTES and self._flushed.done():
                     self._flushed.result()
                     self._flushed, self._unflushed_bytes = self._flusher.submit(os.fsync, self._file.fileno()), 0
-        self._checksums[key] = added.result()
+        self._checksums[key] = tuple(checksums)
 
     def close(self) -> FileInfo:
         """Returns when the disk has every byte."""
@@ -285,10 +283,6 @@ def _header(ordered: list[tuple[str, Spec]], metadata: Mapping[str, str]) -> byt
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-(len(text) + 8) % 64)  # data starts at a cache line
     return struct.pack("<Q", len(text)) + text
-
-
-def _checksums(data: memoryview) -> tuple[str, ...]:
-    return tuple(checksum(data[start : start + CHUNK_BYTES]) for start in range(0, len(data), CHUNK_BYTES))
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:
