@@ -1,10 +1,12 @@
-"""Saving while training goes on: it waits only until what is saved has been copied into host memory.
+"""Saving while training goes on: what is saved is copied into host memory, and the copy is written.
 
-The copy is written by a thread of every rank, and these agree over a connection of their own, in the same steps as
-when training waits: see `store.save`. The memory of the copy is kept for the next one, because to get it from the
-system takes longer than the copying.
+A thread of every rank does both. While it copies, the next forward and backward run, which change nothing that is
+saved; only the optimizer's step waits (as in CheckFreq, https://www.usenix.org/conference/fast21/presentation/mohan).
+The threads agree over a connection of their own, in the same steps as when training waits: see `store.save`. The memory
+of the copy is kept for the next one, because to get it from the system takes longer than the copying.
 """
 
+import threading
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -16,7 +18,7 @@ import torch
 from torch import Tensor
 
 from megatron_lite.checkpoint import store
-from megatron_lite.checkpoint.agreement import all_gathered
+from megatron_lite.checkpoint.agreement import all_gathered, on_all
 from megatron_lite.parallel.context import ParallelContext, apart
 from megatron_lite.parallel.shard import Held
 
@@ -32,6 +34,9 @@ class Saver:
         self._under_way: Future[float] | None = None
         self._doing = ""
         self._failed = False
+        self._is_copied = threading.Event()
+        self._is_copied.set()
+        self._waited = 0.0
         self._timeout_seconds = timeout_seconds
         if in_background:
             self._connect()
@@ -49,11 +54,13 @@ class Saver:
         say: Say,
         *,
         must_be_done: bool,
+        copy_at_once: bool,
         weights: Mapping[str, Held],
         optimizer_state: Mapping[str, Mapping[str, Held]],
         **rest: Any,
     ) -> None:
-        """As `store.save`; in the background if that was asked for and the result need not be there at return.
+        """As `store.save`; in the background if that was asked for and the result need not be there at return. Then
+        nothing of what is saved may change before `wait_for_copy`; with `copy_at_once`, it may at return.
 
         After a save in the background has failed, the next one is waited for: training ends if that fails too.
         """
@@ -68,20 +75,33 @@ class Saver:
                 self._connect()  # after a time-out a connection is of no more use
             self._say_saved(say, time.perf_counter() - started)
             return
-        copy = {
-            name: {kind: self._copied(name, kind, held) for kind, held in kinds.items()}
-            for name, kinds in store.written_here(self._ctx, weights, optimizer_state).items()
-        }
-        if self._ctx.device.type == "cuda":
-            torch.cuda.synchronize(self._ctx.device)
-        say(f"  copied in {time.perf_counter() - started:.2f} s; it is written while training goes on")
+        mine = store.written_here(self._ctx, weights, optimizer_state)
+        ready = self._now()
+        self._is_copied.clear()
+        self._waited = 0.0
+
+        def copy() -> dict[str, dict[str, Held]]:
+            try:
+                return self._copied(mine, ready)
+            finally:
+                self._is_copied.set()
 
         def write() -> float:
             began = time.perf_counter()
-            store.save(root, iteration, ctx=self._background, weights={}, optimizer_state=copy, **rest)
+            copies = on_all(copy, self._background.world)
+            store.save(root, iteration, ctx=self._background, weights={}, optimizer_state=copies, **rest)
             return time.perf_counter() - began
 
         self._under_way = self._thread.submit(write)
+        say("  it is copied and written while training goes on")
+        if copy_at_once:
+            self.wait_for_copy()
+
+    def wait_for_copy(self) -> None:
+        """Returns when everything that is being saved may change; before a step of the optimizer."""
+        began = time.perf_counter()
+        self._is_copied.wait()
+        self._waited += time.perf_counter() - began
 
     def report(self, say: Say) -> None:
         """Tells how the save in the background has ended, once it has."""
@@ -93,8 +113,11 @@ class Saver:
         if self._under_way is None:
             return
         future, self._under_way = self._under_way, None
+        began = time.perf_counter()
         try:
-            self._say_saved(say, future.result())
+            seconds = future.result()
+            self._waited += time.perf_counter() - began
+            self._say_saved(say, seconds, f", of which training waited {self._waited:.2f} s")
         except Exception as error:  # whatever it was, training has what it needs to go on
             self._failed = True
             say(f"  FAILED to save {self._doing}: {error}. Training goes on, and will stop if the next save fails too")
@@ -106,10 +129,37 @@ class Saver:
             self._thread.shutdown()
             self._copies.clear()
 
-    def _say_saved(self, say: Say, seconds: float) -> None:
-        say(f"  successfully saved {self._doing} ({seconds:.1f} s)")
+    def _say_saved(self, say: Say, seconds: float, more: str = "") -> None:
+        say(f"  successfully saved {self._doing} ({seconds:.1f} s{more})")
 
-    def _copied(self, name: str, kind: str, held: Held) -> Held:
+    def _now(self) -> "torch.cuda.Event | None":
+        """On a GPU, the end of all work that was started until now."""
+        if self._ctx.device.type != "cuda":
+            return None
+        now = torch.cuda.Event()
+        now.record(torch.cuda.current_stream(self._ctx.device))
+        return now
+
+    def _copied(
+        self, mine: Mapping[str, Mapping[str, Held]], ready: "torch.cuda.Event | None"
+    ) -> dict[str, dict[str, Held]]:
+        """Copies in host memory of what there was when `ready` came; a GPU works on meanwhile."""
+        if ready is None:
+            return self._copies_of(mine)
+        stream = torch.cuda.Stream(self._ctx.device)
+        stream.wait_event(ready)
+        with torch.cuda.stream(stream):
+            copies = self._copies_of(mine)
+        stream.synchronize()
+        return copies
+
+    def _copies_of(self, mine: Mapping[str, Mapping[str, Held]]) -> dict[str, dict[str, Held]]:
+        return {
+            name: {kind: self._copy_of(name, kind, held) for kind, held in kinds.items()}
+            for name, kinds in mine.items()
+        }
+
+    def _copy_of(self, name: str, kind: str, held: Held) -> Held:
         values, on_gpu = held.values.detach(), held.values.is_cuda
         copy = self._copies.get((name, kind))
         if copy is None or copy.shape != values.shape or copy.dtype != values.dtype:

@@ -27,7 +27,8 @@ def checkpoints_of(run_dir: str) -> Path:
 def save_run(run: Run, say: Callable[[str], None], *, must_be_done: bool = True) -> None:
     """Writes a checkpoint of everything that the run needs to go on exactly. Collective over the world.
 
-    With `checkpoint.async_save`, it returns once all is copied, unless it must be done.
+    With `checkpoint.async_save` it goes on in the background, unless it must be done: `train_step` waits for the copy
+    before it changes what is saved. Where collectives or DeepSpeed may change it sooner, all is copied at return.
     """
     refuse_bad_gradients(run)
     settings = run.config.checkpoint
@@ -36,6 +37,7 @@ def save_run(run: Run, say: Callable[[str], None], *, must_be_done: bool = True)
         run.state.iteration,
         say,
         must_be_done=must_be_done,
+        copy_at_once=run.config.sync.mode != "every_step" or run.config.parallel.ddp == "deepspeed",
         table=run.table,
         weights=run.optimizer.weights(),
         optimizer_state=run.optimizer.state(),

@@ -52,6 +52,7 @@ def train_step(run: Run, microbatches: list[Batch]) -> StepReport:
     with recorded(run, "finalize_grads"):
         finalize_grads(run.ddp, run.table, run.ctx)
     with recorded(run, "optimizer"):
+        run.saver.wait_for_copy()
         outcome = run.optimizer.step(lr)
     if run.config.train.debug:
         run.ddp.wait_for_params()

@@ -41,6 +41,7 @@ class Training:
             version,
             self.said.append,
             must_be_done=must_be_done,
+            copy_at_once=False,
             **held(self.live),
             table=TABLE,
             rng={"cpu": torch.full((5,), 10 * version + self.ctx.rank, dtype=torch.uint8)},
@@ -50,6 +51,7 @@ class Training:
         )
 
     def train_on(self) -> None:
+        self.saver.wait_for_copy()
         for weight in self.live["weights"].values():
             weight.fill_(-1.0)
 
@@ -98,7 +100,8 @@ def test_what_is_saved_is_what_was_there_when_training_went_on(ranks, tmp_path, 
         assert [line.split(" (")[0] for line in said if "successfully" in line] == [
             f"  successfully saved checkpoint from iteration       {n} to {tmp_path}" for n in (1, 2, 3)
         ]
-        assert text.count("it is written while training goes on") == 2
+        assert text.count("it is copied and written while training goes on") == 2
+        assert text.count(" s, of which training waited ") == 2
 
 
 def fail_while_training(root: Path, failing: int) -> list[str]:
