@@ -136,6 +136,31 @@ def test_a_save_that_fails_is_told_and_loses_nothing(ranks, tmp_path, failing):
         assert "written while training goes on" in copied and kept[3:] == [kept[0], copied, kept[0]]
 
 
+def fail_to_copy(root: Path, failing: int) -> list[str]:
+    training = Training(root, 2, 1)
+    training.save(1, must_be_done=True)
+    no_memory = mock.Mock(side_effect=RuntimeError("out of memory") if training.ctx.rank == failing else None)
+    with mock.patch.object(Saver, "_copy_of", no_memory):
+        training.save(2)
+        training.train_on()
+        training.saver.wait(training.said.append)
+    assert no_memory.called and read_latest(root) == 1 and iterations(root) == [1]
+    training.save(3)
+    assert read_latest(root) == 3 and assert_holds(root, training.ctx, 3) == 3
+    training.saver.close(training.said.append)
+    return training.said
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_a_copy_that_fails_is_told_like_a_save_that_fails(ranks, tmp_path, failing):
+    """And no rank waits for it for ever: neither its own training nor the other ranks' saves."""
+    for said in ranks(2, fail_to_copy, tmp_path, failing):
+        (line,) = [line for line in said if "FAILED" in line]
+        assert f"from iteration       2 to {tmp_path}: rank {failing}: " in line and "out of memory" in line
+        assert line.endswith("Training goes on, and will stop if the next save fails too")
+        assert sum("successfully saved" in line for line in said) == 2
+
+
 def time_out(root: Path) -> list[str]:
     training = Training(root, 2, 1, timeout_seconds=1)
     slow = store.write_tensors
