@@ -1,7 +1,7 @@
 """Saving while training goes on: what is saved is copied into host memory, and the copy is written.
 
-A thread of every rank does both. While it copies, the next forward and backward run, which change nothing that is
-saved; only the optimizer's step waits (as in CheckFreq, https://www.usenix.org/conference/fast21/presentation/mohan).
+A thread of every rank does both. While it copies, the next forward and backward run, which are to change nothing that
+is saved; the optimizer's step waits (as in CheckFreq, https://www.usenix.org/conference/fast21/presentation/mohan).
 The threads agree over a connection of their own, in the same steps as when training waits: see `store.save`. The memory
 of the copy is kept for the next one, because to get it from the system takes longer than the copying.
 """
@@ -19,6 +19,7 @@ from torch import Tensor
 
 from megatron_lite.checkpoint import store
 from megatron_lite.checkpoint.agreement import all_gathered, on_all
+from megatron_lite.errors import CheckpointError
 from megatron_lite.parallel.context import ParallelContext, apart
 from megatron_lite.parallel.shard import Held
 
@@ -31,13 +32,14 @@ class Saver:
     def __init__(self, ctx: ParallelContext, *, in_background: bool, timeout_seconds: float):
         self._ctx = ctx
         self._in_background = in_background
-        self._under_way: Future[float] | None = None
+        self._under_way: Future[tuple[float, float]] | None = None
         self._doing = ""
         self._failed = False
         self._is_copied = threading.Event()
         self._is_copied.set()
         self._waited = 0.0
         self._timeout_seconds = timeout_seconds
+        self._stream: torch.cuda.Stream | None = None
         if in_background:
             self._connect()
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
@@ -76,26 +78,30 @@ class Saver:
             self._say_saved(say, time.perf_counter() - started)
             return
         mine = store.written_here(self._ctx, weights, optimizer_state)
-        ready = self._now()
-        self._is_copied.clear()
+        before, ready, is_copied = _versions(mine), self._now(), threading.Event()
         self._waited = 0.0
 
         def copy() -> dict[str, dict[str, Held]]:
+            nonlocal mine
             try:
-                return self._copied(mine, ready)
+                copies = self._copied(mine, ready)
+                _refuse_changed(before, _versions(mine))
+                return copies
             finally:
-                self._is_copied.set()
+                mine = {}  # some of it may have been made for this save: its memory is free from here on
+                is_copied.set()
 
-        def write() -> float:
-            began = time.perf_counter()
+        def write() -> tuple[float, float]:
             copies = on_all(copy, self._background.world)
             store.save(root, iteration, ctx=self._background, weights={}, optimizer_state=copies, **rest)
-            return time.perf_counter() - began
+            return time.perf_counter() - started, max(all_gathered(self._waited, self._background.world))
 
         self._under_way = self._thread.submit(write)
+        self._is_copied = is_copied
         say("  it is copied and written while training goes on")
         if copy_at_once:
-            self.wait_for_copy()
+            is_copied.wait()
+        self._waited = time.perf_counter() - started
 
     def wait_for_copy(self) -> None:
         """Returns when everything that is being saved may change; before a step of the optimizer."""
@@ -115,9 +121,9 @@ class Saver:
         future, self._under_way = self._under_way, None
         began = time.perf_counter()
         try:
-            seconds = future.result()
-            self._waited += time.perf_counter() - began
-            self._say_saved(say, seconds, f", of which training waited {self._waited:.2f} s")
+            seconds, waited = future.result()
+            waited += time.perf_counter() - began
+            self._say_saved(say, seconds, f", of which training waited {waited:.2f} s")
         except Exception as error:  # whatever it was, training has what it needs to go on
             self._failed = True
             say(f"  FAILED to save {self._doing}: {error}. Training goes on, and will stop if the next save fails too")
@@ -146,11 +152,12 @@ class Saver:
         """Copies in host memory of what there was when `ready` came; a GPU works on meanwhile."""
         if ready is None:
             return self._copies_of(mine)
-        stream = torch.cuda.Stream(self._ctx.device)
-        stream.wait_event(ready)
-        with torch.cuda.stream(stream):
+        # One for all saves: torch has 32, and hands them out to others again and again.
+        self._stream = self._stream or torch.cuda.Stream(self._ctx.device)
+        self._stream.wait_event(ready)
+        with torch.cuda.stream(self._stream):
             copies = self._copies_of(mine)
-        stream.synchronize()
+        self._stream.synchronize()
         return copies
 
     def _copies_of(self, mine: Mapping[str, Mapping[str, Held]]) -> dict[str, dict[str, Held]]:
@@ -166,3 +173,16 @@ class Saver:
             copy = self._copies[name, kind] = torch.empty(values.shape, dtype=values.dtype, pin_memory=on_gpu)
         copy.copy_(values, non_blocking=on_gpu)
         return replace(held, values=copy)
+
+
+def _versions(mine: Mapping[str, Mapping[str, Held]]) -> dict[tuple[str, str], int]:
+    """How often each tensor has been changed in place."""
+    return {(name, kind): held.values._version for name, kinds in mine.items() for kind, held in kinds.items()}
+
+
+def _refuse_changed(before: dict[tuple[str, str], int], after: dict[tuple[str, str], int]) -> None:
+    if changed := [f"{kind} of {name}" for name, kind in before if before[name, kind] != after[name, kind]]:
+        raise CheckpointError(
+            f"{changed[0]} was changed while it was copied, before Saver.wait_for_copy, which train_step calls for the "
+            "optimizer; if the model changes parameters of its own in forward, set checkpoint.async_save: false"
+        )

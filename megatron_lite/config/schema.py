@@ -288,7 +288,7 @@ class CheckpointConfig(Section):
     interval: NonNegativeInt = 1000  # iterations; 0: only at the end
     keep: NonNegativeInt = 3  # newest checkpoints that stay; 0: all
     keep_every: NonNegativeInt = 0  # of the others, those at multiples of so many iterations stay too; 0: none
-    async_save: bool = False  # a thread copies and writes; only the optimizer's next step waits, for the copy
+    async_save: bool = False  # a thread copies and writes; the optimizer's next step waits for the copy
     fallback: bool = True  # from a newest checkpoint that is damaged to the one before it; false: training stops
     load: str = ""  # a run directory to go on from when run.dir has no checkpoint of its own
     load_weights: str = ""  # the same, but taking only the weights: iteration 0, fresh optimizer and data

@@ -28,16 +28,18 @@ def save_run(run: Run, say: Callable[[str], None], *, must_be_done: bool = True)
     """Writes a checkpoint of everything that the run needs to go on exactly. Collective over the world.
 
     With `checkpoint.async_save` it goes on in the background, unless it must be done: `train_step` waits for the copy
-    before it changes what is saved. Where collectives or DeepSpeed may change it sooner, all is copied at return.
+    before it changes what is saved. Where collectives or DeepSpeed may change it sooner, or where weights are rounded
+    for the checkpoint, which takes memory that the next forward needs, all is copied at return.
     """
     refuse_bad_gradients(run)
-    settings = run.config.checkpoint
+    settings, ddp = run.config.checkpoint, run.config.parallel.ddp
+    is_rounded = ddp == "fsdp" and run.config.train.precision != "fp32"
     run.saver.save(
         checkpoints_of(run.config.run.dir),
         run.state.iteration,
         say,
         must_be_done=must_be_done,
-        copy_at_once=run.config.sync.mode != "every_step" or run.config.parallel.ddp == "deepspeed",
+        copy_at_once=run.config.sync.mode != "every_step" or ddp == "deepspeed" or is_rounded,
         table=run.table,
         weights=run.optimizer.weights(),
         optimizer_state=run.optimizer.state(),

@@ -51,8 +51,8 @@ def train_step(run: Run, microbatches: list[Batch]) -> StepReport:
     loss_sum = forward_backward(run, microbatches, loss_grad=shares * loss_scale / target_tokens)
     with recorded(run, "finalize_grads"):
         finalize_grads(run.ddp, run.table, run.ctx)
+    run.saver.wait_for_copy()
     with recorded(run, "optimizer"):
-        run.saver.wait_for_copy()
         outcome = run.optimizer.step(lr)
     if run.config.train.debug:
         run.ddp.wait_for_params()

@@ -2,8 +2,10 @@
 
 import errno
 import os
+import re
 import threading
 import time
+import weakref
 from pathlib import Path
 from unittest import mock
 
@@ -32,6 +34,7 @@ class Training:
 
     def save(self, version: int, *, must_be_done: bool = False) -> None:
         new = contents(self.ctx, version)
+        self.saver.wait_for_copy()
         for name, weight in self.live["weights"].items():
             weight.copy_(new["weights"][name])
             for kind, value in self.live["optimizer_state"][name].items():
@@ -159,6 +162,87 @@ def test_a_copy_that_fails_is_told_like_a_save_that_fails(ranks, tmp_path, faili
         assert f"from iteration       2 to {tmp_path}: rank {failing}: " in line and "out of memory" in line
         assert line.endswith("Training goes on, and will stop if the next save fails too")
         assert sum("successfully saved" in line for line in said) == 2
+
+
+def change_while_copying(root: Path) -> list[str]:
+    training, may_copy, copy_of = Training(root, 2, 1), threading.Event(), Saver._copy_of
+
+    def late(self, *what):
+        assert may_copy.wait(30)
+        return copy_of(self, *what)
+
+    with mock.patch.object(Saver, "_copy_of", late):
+        training.save(1)
+        if training.ctx.rank == 1:
+            next(iter(training.live["weights"].values())).add_(1)
+        may_copy.set()
+        training.saver.close(training.said.append)
+    assert read_latest(root) is None
+    return training.said
+
+
+def test_what_was_changed_before_it_was_copied_is_not_saved(ranks, tmp_path):
+    """As running statistics that a model keeps as parameters: the checkpoint would be of two iterations."""
+    for said in ranks(2, change_while_copying, tmp_path):
+        (line,) = [line for line in said if "FAILED" in line]
+        assert f": rank 1: weight of {next(iter(TABLE))} was changed while it was copied" in line
+        assert "set checkpoint.async_save: false" in line
+
+
+def copy_slowly(root: Path) -> list[str]:
+    training, copy_of = Training(root, 2, 1), Saver._copies_of
+
+    def slow(self, mine):
+        time.sleep(0.5 * training.ctx.rank)
+        return copy_of(self, mine)
+
+    with mock.patch.object(Saver, "_copies_of", slow):
+        training.save(1)
+        training.train_on()
+        while "successfully" not in training.said[-1]:
+            time.sleep(0.01)
+            training.saver.report(training.said.append)
+    training.saver.close(training.said.append)
+    return training.said
+
+
+def test_training_waits_as_long_as_its_slowest_rank(ranks, tmp_path):
+    """The other ranks stand in the optimizer's collectives meanwhile."""
+    for said in ranks(2, copy_slowly, tmp_path):
+        (line,) = [line for line in said if "successfully saved" in line]
+        waited = re.search(r"of which training waited ([0-9.]+) s", line)
+        assert waited and float(waited[1]) >= 0.5
+
+
+def test_what_was_made_for_a_save_lives_until_it_is_copied(ranks, tmp_path):
+    """Its memory is needed by the next forward, and a disk may be slow."""
+    assert ranks(1, how_many_live_while_written, tmp_path) == [0]
+
+
+def how_many_live_while_written(root: Path) -> int:
+    training, gate = Training(root, 1, 1), Gate()
+    with mock.patch.object(store, "write_tensors", gate):
+        training.save(1)
+        training.saver.wait_for_copy()
+        made = [weakref.ref(value) for kinds in training.live["optimizer_state"].values() for value in kinds.values()]
+        training.live = {}
+        living = sum(value() is not None for value in made)
+        gate.open()
+        training.saver.close(training.said.append)
+    assert read_latest(root) == 1
+    return living
+
+
+def save_after_close(root: Path) -> None:
+    training = Training(root, 1, 1)
+    training.saver.close(training.said.append)
+    with pytest.raises(RuntimeError, match="after shutdown"):
+        training.save(1)
+    training.saver.wait_for_copy()
+
+
+def test_a_save_that_could_not_begin_is_not_waited_for(ranks, tmp_path):
+    ranks(1, save_after_close, tmp_path)
 
 
 def time_out(root: Path) -> list[str]:

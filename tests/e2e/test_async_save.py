@@ -22,6 +22,7 @@ LAYOUTS = {
     "dp 2 distributed": (2, {"optim__distributed": "true", "train__precision": "bf16"}),
     "dp 2 torch": (2, {"parallel__ddp": "torch"}),
     "dp 2 fsdp": (2, {"parallel__ddp": "fsdp"}),
+    "dp 2 fsdp bf16": (2, {"parallel__ddp": "fsdp", "train__precision": "bf16"}),
     "dp 2 deepspeed 2": (2, {"parallel__ddp": "deepspeed", "deepspeed__zero_stage": 2, "train__precision": "bf16"}),
     "dp 2 delayed": (2, {"sync__mode": "delayed", "sync__delay": 2}),
     "dp 2 diloco": (2, {"sync__mode": "diloco", "sync__interval": 4, "sync__delay": 2}),
@@ -68,7 +69,7 @@ def test_what_is_copied_late_is_what_there_was(ranks, tmp_path, layout):
     """The step after it would change weights and moments under the copy."""
     size, changes = LAYOUTS[layout]
     ranks(size, save_and_train_on, str(tmp_path / "plain"), changes, "plain")
-    at_once = "sync__mode" in changes or changes.get("parallel__ddp") == "deepspeed"
+    at_once = any(word in layout for word in ("deepspeed", "delayed", "diloco", "fsdp bf16"))
     events = ["copied", "saved", "stepped"] if at_once else ["saved", "copied", "stepped"]
     how = "copied at once" if at_once else "copied meanwhile"
     assert ranks(size, save_and_train_on, str(tmp_path / "background"), changes, how) == [events] * size
