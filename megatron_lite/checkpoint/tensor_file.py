@@ -201,7 +201,7 @@ class TensorFile:
             kind = DamagedCheckpoint if error.errno == errno.EIO else CheckpointError
             raise kind(f"{self.path}: cannot be read: {error.strerror or error}. {use_another()}") from error
 
-    def read(self, key: str, numel: int, start: int, end: int, memory: "Memory | None" = None) -> Tensor:
+    def read(self, key: str, numel: int, start: int, end: int, memory: Memory | None = None) -> Tensor:
         """Elements `start` to `end` of the flattened tensor, which has `numel`; in memory of their own, or in the one
         given, until that is used again."""
         entry, listed = self._entries[key], self._info.crc32[key]
