@@ -9,12 +9,14 @@ class MegatronLiteError(Exception):
     """Something the user has to know about; the command line prints its text, not a traceback."""
 
     exit_code = 1
+    restart_may_help = True  # the same command, from the newest checkpoint, may get further
 
 
 class ConfigError(MegatronLiteError):
     """The command line or the config cannot be run as it stands."""
 
     exit_code = 2
+    restart_may_help = False
 
 
 class DataError(MegatronLiteError):

@@ -7,6 +7,7 @@ import torch.distributed as dist
 
 from megatron_lite.errors import CheckpointError, DamagedCheckpoint
 from megatron_lite.parallel.context import Group
+from megatron_lite.parallel.waiting import communicating
 
 T = TypeVar("T")
 
@@ -20,7 +21,8 @@ def on_first(work: Callable[[], T], group: Group) -> T:
         return work()
     result, problem, cause = _attempt(work, group) if group.is_first else (None, None, None)
     answer: list[Any] = [(result, problem)]
-    dist.broadcast_object_list(answer, src=group.ranks[0], group=group.pg)
+    with communicating("broadcast", group):
+        dist.broadcast_object_list(answer, src=group.ranks[0], group=group.pg)
     result, problem = answer[0]
     if problem is not None:
         kind, text = problem
@@ -38,7 +40,8 @@ def on_all(work: Callable[[], T], group: Group) -> T:
         return work()
     result, problem, cause = _attempt(work, group)
     gathered: list[Any] = [None] * group.size
-    dist.all_gather_object(gathered, problem, group=group.pg)
+    with communicating("all_gather", group):
+        dist.all_gather_object(gathered, problem, group=group.pg)
     # What is no damage comes first: no other checkpoint would help.
     problems = sorted(filter(None, gathered), key=lambda problem: problem[0] is DamagedCheckpoint)
     if problems:
@@ -53,7 +56,8 @@ def all_gathered(value: T, group: Group) -> list[T]:
     if group.size == 1 or group.pg is None:
         return [value]
     gathered: list[Any] = [None] * group.size
-    dist.all_gather_object(gathered, value, group=group.pg)
+    with communicating("all_gather", group):
+        dist.all_gather_object(gathered, value, group=group.pg)
     return gathered
 
 
@@ -62,7 +66,8 @@ def gather_to_first(value: T, group: Group) -> list[T]:
     if group.size == 1:
         return [value]
     gathered: list[Any] | None = [None] * group.size if group.is_first else None
-    dist.gather_object(value, gathered, dst=group.ranks[0], group=group.pg)
+    with communicating("gather", group):
+        dist.gather_object(value, gathered, dst=group.ranks[0], group=group.pg)
     return gathered or []
 
 

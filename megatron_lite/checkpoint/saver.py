@@ -22,6 +22,7 @@ from megatron_lite.checkpoint.agreement import all_gathered, on_all
 from megatron_lite.errors import CheckpointError
 from megatron_lite.parallel.context import ParallelContext, apart
 from megatron_lite.parallel.shard import Held
+from megatron_lite.parallel.waiting import ignore_this_thread
 
 Say = Callable[[str], None]
 
@@ -42,7 +43,7 @@ class Saver:
         self._stream: torch.cuda.Stream | None = None
         if in_background:
             self._connect()
-            self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+            self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint", initializer=ignore_this_thread)
             self._copies: dict[tuple[str, str], Tensor] = {}
 
     def _connect(self) -> None:

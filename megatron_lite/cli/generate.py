@@ -17,10 +17,12 @@ def generate(
 ) -> None:
     """Write text after a prompt with a run's newest checkpoint, on any number of processes, however it was trained."""
     from megatron_lite.cli.launch import launched_world_size, run_ranks
+    from megatron_lite.cli.nodes import nodes_from
     from megatron_lite.config.validate import validate
     from megatron_lite.training.generate import config_of_run
 
-    world_size = launched_world_size(nproc_per_node)
+    nodes = nodes_from(nproc_per_node)
+    world_size = launched_world_size(nodes)
     validate(config_of_run(load, world_size), world_size)
     arguments = (load, prompt, max_new_tokens, temperature, seed)
-    raise typer.Exit(run_ranks("megatron_lite.training.generate:generate_text", arguments, nproc_per_node))
+    raise typer.Exit(run_ranks("megatron_lite.training.generate:generate_text", arguments, nodes))

@@ -10,6 +10,7 @@ import typer
 
 if TYPE_CHECKING:
     from megatron_lite.config.schema import Config
+    from megatron_lite.errors import StoppedEarly
 
 
 def pretrain(
@@ -22,26 +23,55 @@ def pretrain(
     nproc_per_node: Annotated[
         int | None, typer.Option("--nproc-per-node", min=1, metavar="N", help="Start N ranks on this machine.")
     ] = None,
+    nnodes: Annotated[
+        str | None,
+        typer.Option("--nnodes", metavar="N|MIN:MAX", help="Machines; a range goes on when some come or go."),
+    ] = None,
+    node_rank: Annotated[
+        int | None, typer.Option("--node-rank", min=0, metavar="N", help="Which of them this is; 0 is --master-addr.")
+    ] = None,
+    master_addr: Annotated[
+        str | None, typer.Option("--master-addr", metavar="HOST", help="The first machine, as the others reach it.")
+    ] = None,
+    master_port: Annotated[
+        int | None, typer.Option("--master-port", min=1, max=65535, metavar="N", help="Where they meet; 29500.")
+    ] = None,
+    max_restarts: Annotated[
+        int, typer.Option("--max-restarts", min=0, metavar="N", help="Start failed ranks again, up to N times.")
+    ] = 0,
+    join_timeout: Annotated[
+        float, typer.Option("--join-timeout", min=1, metavar="SECONDS", help="How long to wait for other machines.")
+    ] = 900.0,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Check the config, print it with every default, and stop.")
     ] = False,
 ) -> None:
     """Train a model; goes on from the newest checkpoint in run.dir."""
     from megatron_lite.cli.launch import launched_world_size, run_ranks
+    from megatron_lite.cli.nodes import nodes_from
     from megatron_lite.config.load import dump_config, load_config
+    from megatron_lite.errors import StoppedEarly
 
     settings = load_config(config, overrides or [])
-    world_size = launched_world_size(nproc_per_node)
-    check(settings, world_size, command=_command(config, overrides or []))
+    nodes = nodes_from(nproc_per_node, nnodes, node_rank, master_addr, master_port, max_restarts, join_timeout)
+    sizes = [launched_world_size(nodes), *(nodes.world_sizes[1:] if nodes else [])]
+    check(settings, sizes, command=_command(config, overrides or []))
     if dry_run:
         typer.echo(dump_config(settings), nl=False)
         return
-    exit_code = run_ranks("megatron_lite.cli.pretrain:train", (settings,), nproc_per_node)
-    raise typer.Exit(exit_code or _read_exit_code(settings))
+    try:
+        exit_code = run_ranks("megatron_lite.training.pretrain:pretrain", (settings,), nodes)
+    except StoppedEarly as stop:
+        if "RANK" not in os.environ:
+            raise
+        _leave_exit_code(settings, stop)
+        return
+    raise typer.Exit(exit_code)
 
 
-def check(config: "Config", world_size: int, command: str) -> None:
-    """Raises one ConfigError with all that is wrong, before any rank starts."""
+def check(config: "Config", world_sizes: list[int], command: str) -> None:
+    """Raises one ConfigError with all that is wrong, before any rank starts: for each number of processes that the run
+    may have, of which the first is the largest."""
     from megatron_lite.config.validate import failures, raise_any
 
     needed = config.parallel.model_size
@@ -52,34 +82,33 @@ def check(config: "Config", world_size: int, command: str) -> None:
         )
     if not config.data.tokenizer and not config.model.vocab_size:
         missing.append("there is neither data.tokenizer nor model.vocab_size; give one of them")
-    if world_size == 1 and needed > 1:
+    if len(world_sizes) > 1 and not config.train.global_batch_size:
+        missing.append(
+            "train.global_batch_size is not given, so it would change with the number of machines (--nnodes), and with "
+            "it the training; give it"
+        )
+    if world_sizes == [1] and needed > 1:
         start = (
             f"this layout needs {needed} processes (or a multiple) and there is 1; start them with: "
             f"{command} --nproc-per-node {needed}"
         )
         raise_any([start, *failures(config, needed), *missing])
-    raise_any([*failures(config, world_size), *missing])
+    whatever = failures(config, world_sizes[0])
+    with_fewer = [
+        f"with {size} processes: {message}"
+        for size in world_sizes[1:]
+        for message in failures(config, size)
+        if message not in whatever
+    ]
+    raise_any([*whatever, *with_fewer, *missing])
 
 
-def train(config: "Config") -> None:
-    """What each rank does. A run that was asked to stop counts as a success of its ranks, so that nothing restarts
-    or reports them; rank 0 leaves the command's exit code in `run.dir/exit_code`."""
-    from megatron_lite.errors import StoppedEarly
-    from megatron_lite.training.pretrain import pretrain
-
-    is_first = os.environ.get("RANK", "0") == "0"
-    try:
-        pretrain(config)
-    except StoppedEarly as stop:
-        if is_first:
-            Path(config.run.exit_code_file).write_text(f"{stop.exit_code}\n", encoding="utf-8")
-            print(stop, file=sys.stderr)
-
-
-def _read_exit_code(config: "Config") -> int:
-    """How the run ended, for the process that the user started; under torchrun a rank only tells 0 from not 0."""
-    file = Path(config.run.exit_code_file)
-    return int(file.read_text()) if "RANK" not in os.environ and file.exists() else 0
+def _leave_exit_code(config: "Config", stop: "StoppedEarly") -> None:
+    """Under torchrun a rank can only tell 0 from not 0, and what is not 0 may be started again: a run that was stopped
+    ends with 0, and `run.dir/exit_code` holds what our own launcher would have ended with."""
+    if os.environ["RANK"] == "0":
+        Path(config.run.exit_code_file).write_text(f"{stop.exit_code}\n", encoding="utf-8")
+        print(stop, file=sys.stderr)
 
 
 def _command(config: Path | None, overrides: list[str]) -> str:

@@ -210,6 +210,11 @@ class TrainConfig(Section):
     deterministic: bool = False  # the same bits on every run
     debug: bool = False  # checks after every step that copies of the tied embedding are equal, to the bit
     comm_timeout: PositiveFloat = 600.0  # seconds a collective, or a message from another stage, may take
+    # Seconds in which a rank begins nothing new, after which all say where they are and end; 0: it may hang for ever.
+    # Longer than anything takes that is no failure: the first step, which compiles, or the writing of a checkpoint.
+    hang_timeout: NonNegativeFloat = 300.0
+    exit_duration: NonNegativeFloat = 0.0  # seconds from the start, after which it saves and ends with 75; 0: none
+    exit_iteration: NonNegativeInt = 0  # after this iteration it saves and ends with 75; 0: none
 
     @property
     def full_recompute_layers(self) -> float:
@@ -294,6 +299,17 @@ class CheckpointConfig(Section):
     load_weights: str = ""  # the same, but taking only the weights: iteration 0, fresh optimizer and data
 
 
+class FaultsConfig(Section):
+    """What to do when numbers go bad."""
+
+    # stop: training ends; skip: the step changes nothing; rollback: back to the newest checkpoint, but on in the data.
+    on_nan: Literal["stop", "skip", "rollback"] = "stop"  # the loss or the gradient norm is not finite
+    on_spike: Literal["stop", "skip", "rollback"] = "skip"
+    spike_factor: NonNegativeFloat = 0.0  # a loss above so many times the mean of the last 50 is a spike; 0: none is
+    patience: PositiveInt = 10  # bad iterations in a row, after which training stops whatever else was asked for
+    check_replicas: NonNegativeInt = 0  # iterations between checks that data-parallel replicas are equal; 0: none
+
+
 class LogConfig(Section):
     """What is printed and recorded."""
 
@@ -315,4 +331,5 @@ class Config(Section):
     deepspeed: DeepSpeedConfig = DeepSpeedConfig()
     sync: SyncConfig = SyncConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
+    faults: FaultsConfig = FaultsConfig()
     log: LogConfig = LogConfig()

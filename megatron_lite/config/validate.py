@@ -29,6 +29,7 @@ def failures(config: Config, world_size: int) -> list[str]:
         *_batch_rules(config, world_size),
         *_data_rules(config),
         *_optim_rules(config),
+        *_fault_rules(config),
         *engine_rules(config),
     ]
     return [message for holds, message in rules if not holds]
@@ -256,4 +257,43 @@ def _optim_rules(config: Config) -> Iterable[Rule]:
     yield (
         not config.model.fp32_residual or train.precision in ("bf16", "fp16"),
         f"model.fp32_residual is for train.precision bf16 or fp16; with {train.precision} leave it out",
+    )
+
+
+def _fault_rules(config: Config) -> Iterable[Rule]:
+    faults, mode, ddp = config.faults, config.sync.mode, config.parallel.ddp
+    every_step = mode == "every_step"
+    other = [f"faults.on_nan: {faults.on_nan}"] * (faults.on_nan != "stop")
+    other += [f"faults.spike_factor: {faults.spike_factor:g}"] * (faults.spike_factor > 0)
+    yield (
+        every_step or not other,
+        f"{' and '.join(other)} need sync.mode: every_step; with {mode} a bad gradient is on its way to other steps "
+        "when it is seen: use faults.on_nan: stop and faults.spike_factor: 0",
+    )
+    yield (
+        ddp != "deepspeed" or not faults.spike_factor,
+        f"faults.spike_factor is {faults.spike_factor:g}, but DeepSpeed keeps the gradients of a step that is not "
+        "taken; use 0, or another parallel.ddp",
+    )
+    yield (
+        faults.spike_factor == 0 or faults.spike_factor > 1,
+        f"faults.spike_factor is {faults.spike_factor:g}, so that an ordinary loss would be a spike; use a number "
+        "above 1, such as 3, or 0 for none",
+    )
+    is_cut = ddp == "fsdp" or (ddp == "deepspeed" and config.deepspeed.zero_stage == 3)
+    yield (
+        not faults.check_replicas or not is_cut,
+        f"faults.check_replicas is {faults.check_replicas}, but under parallel.ddp: {ddp} each rank holds another part "
+        "of the weights, so there are no replicas to compare; use 0",
+    )
+    yield (
+        not faults.check_replicas or not config.sync.is_local,
+        f"faults.check_replicas is {faults.check_replicas}, but with sync.mode: {mode} replicas differ between "
+        "meetings; use 0",
+    )
+    train = config.train
+    yield (
+        not train.hang_timeout or train.hang_timeout >= 1,
+        f"train.hang_timeout is {train.hang_timeout:g} seconds, less than an ordinary iteration may take; use at least "
+        "1, or 0 to wait for ever",
     )

@@ -15,6 +15,7 @@ only its share of the other stage's gradient.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +26,7 @@ from megatron_lite.ddp.local import LocalDDP, Round
 from megatron_lite.parallel.collectives import all_gather_single, reduce_scatter_single
 from megatron_lite.parallel.context import Group
 from megatron_lite.parallel.shard import Held, ParamTable
+from megatron_lite.parallel.waiting import finished
 
 
 class ShardedDDP(LocalDDP):
@@ -69,8 +71,7 @@ class ShardedDDP(LocalDDP):
             flat = self._flat[number]
             own = flat[self._rounds[0].buckets[number].share(self._dp.rank, self._dp.size)]
             work = all_gather_single(flat, own, group=self._gather.pg, async_op=True)
-            assert work is not None
-            self._gathers[number] = work.wait
+            self._gathers[number] = partial(finished, work, "all_gather", self._gather)
 
     def wait_for_params(self) -> None:
         self._wait_for(range(len(self._flat)))
@@ -90,8 +91,7 @@ class ShardedDDP(LocalDDP):
     def _reduce(self, bucket: Bucket) -> Callable[[], object]:
         own = bucket.flat[bucket.share(self._dp.rank, self._dp.size)]
         work = reduce_scatter_single(own, bucket.flat, group=self._dp.pg, async_op=True)
-        assert work is not None
-        return work.wait
+        return partial(finished, work, "reduce_scatter", self._dp)
 
 
 class _Awaited(dict[str, nn.Parameter | None]):

@@ -162,6 +162,9 @@ class DeepSpeedOptimizer(DataParallel):
         self.scaler.update(overflow)
         return StepOutcome(float(self._engine.get_global_grad_norm()), skipped)
 
+    def skip(self) -> StepOutcome:
+        raise AssertionError("the config refuses faults.spike_factor under DeepSpeed, which would keep the gradients")
+
     def _step_whole(self) -> StepOutcome:
         grads: dict[str, Tensor] = {name: parameter.grad for name, parameter in self._params.items()}  # type: ignore[misc]
         grad_norm = global_grad_norm(grads, self._table, self._ctx)

@@ -45,6 +45,10 @@ class Optimizer(Protocol):
         """One step at this rate on the gradients of the global batch. Collective over the world."""
         ...
 
+    def skip(self) -> StepOutcome:
+        """In place of a step: changes nothing, and gives the norm of the gradients. Collective over the world."""
+        ...
+
     @property
     def step_count(self) -> int:
         """Steps taken, without the skipped ones."""
@@ -114,14 +118,21 @@ class MixedPrecisionOptimizer:
             return StepOutcome(0.0, skipped=True)
         grads = self._ddp.main_grads
         scale = self.scaler.scale
-        norm = global_grad_norm(grads, self._table, self._ctx, shared_out=self._ddp.is_sharded)
-        grad_norm = norm / scale
+        grad_norm = self._grad_norm()
         overflow = not math.isfinite(grad_norm)
         skipped = overflow and self.scaler.can_shrink
         self.scaler.update(overflow)
         if not overflow:
             self._apply(grads, lr, clip_coefficient(grad_norm, self._clip_grad) / scale)
         return StepOutcome(grad_norm, skipped)
+
+    def skip(self) -> StepOutcome:
+        return StepOutcome(self._grad_norm(), skipped=True)
+
+    def _grad_norm(self) -> float:
+        """Of the gradients without their loss scale."""
+        grads, is_sharded = self._ddp.main_grads, self._ddp.is_sharded
+        return global_grad_norm(grads, self._table, self._ctx, shared_out=is_sharded) / self.scaler.scale
 
     @torch.no_grad()
     def _apply(self, grads: dict[str, Tensor], lr: float, factor: float) -> None:

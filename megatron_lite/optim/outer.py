@@ -94,6 +94,9 @@ class OuterOptimizer:
             self._meeting = None
         return outcome
 
+    def skip(self) -> StepOutcome:
+        raise AssertionError("the config refuses faults.spike_factor where ranks step on their own")
+
     @property
     def step_count(self) -> int:
         return self._inner.step_count

@@ -7,12 +7,14 @@ forward, its partner does in backward. Along the sequence there is one of the pa
 """
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from megatron_lite.parallel.context import Group
+from megatron_lite.parallel.waiting import communicating, finished
 
 OPS: dict[str, dist.ReduceOp.RedOpType] = {
     "sum": dist.ReduceOp.SUM,
@@ -28,7 +30,8 @@ def all_reduce(x: Tensor, group: Group, op: str = "sum") -> Tensor:
     if group.size == 1:
         return x
     x = x.contiguous()
-    dist.all_reduce(x, op=OPS[op], group=group.pg)
+    with communicating("all_reduce", group):
+        dist.all_reduce(x, op=OPS[op], group=group.pg)
     return x
 
 
@@ -38,8 +41,7 @@ def all_reduce_async(x: Tensor, group: Group) -> tuple[Tensor, Callable[[], obje
         return x, lambda: None
     x = x.contiguous()
     work = dist.all_reduce(x, group=group.pg, async_op=True)
-    assert work is not None
-    return x, work.wait
+    return x, partial(finished, work, "all_reduce", group)
 
 
 def all_gather(x: Tensor, group: Group, dim: int) -> Tensor:
@@ -57,8 +59,7 @@ def all_gather_async(x: Tensor, group: Group) -> tuple[Tensor, Callable[[], obje
         return x, lambda: None
     joined = x.new_empty(group.size * x.shape[0], *x.shape[1:])
     work = all_gather_single(joined, x.contiguous(), group=group.pg, async_op=True)
-    assert work is not None
-    return joined, work.wait
+    return joined, partial(finished, work, "all_gather", group)
 
 
 def reduce_scatter_async(x: Tensor, group: Group) -> tuple[Tensor, Callable[[], object]]:
@@ -72,8 +73,7 @@ def reduce_scatter_async(x: Tensor, group: Group) -> tuple[Tensor, Callable[[], 
         )
     share = x.new_empty(x.shape[0] // group.size, *x.shape[1:])
     work = reduce_scatter_single(share, x.contiguous(), group=group.pg, async_op=True)
-    assert work is not None
-    return share, work.wait
+    return share, partial(finished, work, "reduce_scatter", group)
 
 
 def broadcast(x: Tensor, group: Group, src: int) -> Tensor:
@@ -81,14 +81,16 @@ def broadcast(x: Tensor, group: Group, src: int) -> Tensor:
     if group.size == 1:
         return x
     x = x.contiguous()
-    dist.broadcast(x, src=group.ranks[src], group=group.pg)
+    with communicating("broadcast", group):
+        dist.broadcast(x, src=group.ranks[src], group=group.pg)
     return x
 
 
 def barrier(group: Group) -> None:
     """Returns once every rank of the group has called it."""
     if group.size > 1:
-        dist.barrier(group=group.pg)
+        with communicating("barrier", group):
+            dist.barrier(group=group.pg)
 
 
 def split_last_dim(x: Tensor, group: Group) -> Tensor:

@@ -20,6 +20,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from megatron_lite.errors import TrainingError
 from megatron_lite.parallel import weight_grads
 from megatron_lite.parallel.context import ParallelContext
+from megatron_lite.parallel.waiting import waiting
 from megatron_lite.pipeline.actions import Action, Schedule
 from megatron_lite.pipeline.p2p import Message, Pipe, connect
 
@@ -130,7 +131,10 @@ class _Run:
                     self._backward(action, stage, is_last)
         for pipe in (self.engine.pipes.forward_out, self.engine.pipes.backward_out):
             if pipe is not None:
-                with self._explained(self.actions[-1], f"rank {pipe.peer} to take all that was sent to it"):
+                with (
+                    self._explained(self.actions[-1], f"rank {pipe.peer} to take all that was sent to it"),
+                    waiting(f"send to rank {pipe.peer}", self.engine.pp),
+                ):
                     pipe.drain()
         return [self.results[number] for number in sorted(self.results)]
 
@@ -218,7 +222,10 @@ class _Run:
 
     def _receive(self, pipe: Pipe | None, action: Action, what: str) -> Tensor:
         assert pipe is not None
-        with self._explained(action, f"{what} of micro-batch {action.microbatch} from rank {pipe.peer}"):
+        with (
+            self._explained(action, f"{what} of micro-batch {action.microbatch} from rank {pipe.peer}"),
+            waiting(f"receive from rank {pipe.peer}", self.engine.pp),
+        ):
             return pipe.receive()
 
     def _check(self, output: Tensor, action: Action, stage: int) -> None:

@@ -15,6 +15,7 @@ from megatron_lite.errors import CheckpointError, ConfigError, DamagedCheckpoint
 from megatron_lite.parallel.collectives import all_reduce
 from megatron_lite.parallel.grid import Grid
 from megatron_lite.parallel.random import seed_everything
+from megatron_lite.training.replicas import refuse_replicas_apart
 from megatron_lite.training.run import Run
 from megatron_lite.training.state import TrainState
 
@@ -32,6 +33,8 @@ def save_run(run: Run, say: Callable[[str], None], *, must_be_done: bool = True)
     for the checkpoint, which takes memory that the next forward needs, all is copied at return.
     """
     refuse_bad_gradients(run)
+    if run.config.faults.check_replicas:
+        refuse_replicas_apart(run)
     settings, ddp = run.config.checkpoint, run.config.parallel.ddp
     is_rounded = ddp == "fsdp" and run.config.train.precision != "fp32"
     run.saver.save(

@@ -51,7 +51,7 @@ def evaluate(run: Run, dataset: Dataset, eod: int) -> float:
             portion = batches.get(consumed, count)
             forward = forward_of(run, portion, run.model.__getitem__)
             message = message_of(run.config, portion[0].tokens, run.ctx.device)
-            totals[:1] += sum_over_pipeline(run, run.engine.run(schedule, forward, message))
+            totals[:1] += sum_over_pipeline(run, run.engine.run(schedule, forward, message, recorder=run.progress))
             totals[1] += sum(batch.loss_mask.sum(dtype=torch.float64) for batch in portion)
     run.ddp.release_params()
     for chunk in run.model:

@@ -9,6 +9,7 @@ import json
 import math
 import os
 import sys
+import threading
 from collections import defaultdict
 from datetime import datetime
 from pathlib import Path
@@ -26,6 +27,8 @@ from megatron_lite.training.step import StepReport
 from megatron_lite.training.throughput import peak_memory_gb, peak_tflops
 
 BAR = "-" * 100
+# tqdm's own lock is a semaphore of the system, which outlives a rank that is killed.
+tqdm.set_lock(threading.RLock())
 
 
 class RunLog:

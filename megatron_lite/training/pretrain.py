@@ -7,6 +7,7 @@ Each of these is a function that a script of your own can call in the same order
 
 import math
 import os
+import shutil
 import time
 import traceback
 from collections.abc import Callable
@@ -62,23 +63,25 @@ def pretrain(
 
 def run_to_end(config: Config, model_provider: ModelProvider, datasets_provider: DatasetsProvider | None) -> TrainState:
     """What `pretrain` does between joining the process group and leaving it."""
-    started = time.perf_counter()
+    started = time.monotonic()
     ctx, rng = initialize_megatron(config)
     with ExitStack() as at_the_end:
         at_the_end.enter_context(locked(Path(config.run.dir), world=ctx.world))
         if ctx.world.is_first:
             Path(config.run.exit_code_file).unlink(missing_ok=True)  # of the run before
+        if os.environ.get("LOCAL_RANK", "0") == "0":  # of each machine, for they may not share the folder
+            shutil.rmtree(Path(config.run.dir) / "heartbeat", ignore_errors=True)
         tokenizer = build_tokenizer(config.data.tokenizer) if config.data.tokenizer else None
         config = settle_vocabulary(config, tokenizer)
         run = setup_model_and_optimizer(config, ctx, rng, model_provider)
         log = RunLog(config, ctx, run.state)
         at_the_end.callback(log.close)
         at_the_end.callback(run.saver.close, log.say)
-        announce(run, log, time.perf_counter() - started)
+        announce(run, log, time.monotonic() - started)
         datasets = (datasets_provider or build_splits)(run)
         if log.active:
             write_config(config)
-        return train_and_evaluate(run, datasets, tokenizer, log)
+        return train_and_evaluate(run, datasets, tokenizer, log, started)
 
 
 def settle_vocabulary(config: Config, tokenizer: Tokenizer | None) -> Config:
@@ -193,37 +196,41 @@ def write_config(config: Config) -> None:
         os.replace(path.with_suffix(".tmp"), path)
 
 
-def train_and_evaluate(run: Run, datasets: Splits, tokenizer: Tokenizer | None, log: RunLog) -> TrainState:
+def train_and_evaluate(
+    run: Run, datasets: Splits, tokenizer: Tokenizer | None, log: RunLog, started: float
+) -> TrainState:
     """The training loop, at its end with the losses of the finished model on validation and test data."""
     eod = tokenizer.eod if tokenizer is not None else NO_TOKEN
-    state, total = run.state, run.config.train.iterations
+    total = run.config.train.iterations
     validate_too = run.config.train.eval_iterations > 0
 
     def final_evaluation() -> None:
         for name, split in (("validation", datasets.valid), ("test", datasets.test)):
             if split is not None and validate_too:
                 loss = evaluate(run, split, eod)
-                log.evaluation(state, loss, f"the end of training, iteration {state.iteration}", name)
+                log.evaluation(run.state, loss, f"the end of training, iteration {run.state.iteration}", name)
                 if name == "validation" and log.active:
                     log.say(in_context(loss, split, evaluation_samples(run), tokenizer))
 
-    if state.iteration >= total:
+    if run.state.iteration >= total:
         # A run that was killed after its last save has its final evaluation still to come.
-        if not on_first(lambda: log.has_evaluation(state.iteration), run.ctx.world):
+        if not on_first(lambda: log.has_evaluation(run.state.iteration), run.ctx.world):
             final_evaluation()
         log.say(
-            f"{run.config.run.dir}: training is done at iteration {state.iteration} of {total}; "
+            f"{run.config.run.dir}: training is done at iteration {run.state.iteration} of {total}; "
             f"ask for more with train.iterations, or start anew with another run.dir"
         )
-        return state
+        return run.state
     if datasets.train is None:
         raise ConfigError("data.split gives the training part nothing; make its first number larger than 0")
     log.say(
-        f"training from iteration {state.iteration} to {total}, "
+        f"training from iteration {run.state.iteration} to {total}, "
         f"{run.config.train.global_batch(run.ctx.dp.size)} sequences of {run.config.data.seq_length} tokens each"
     )
-    train(run, datasets.train, datasets.valid if validate_too else None, eod, log, final_evaluation)
-    return state
+    valid_set = datasets.valid if validate_too else None
+    deadline = started + (run.config.train.exit_duration or math.inf)
+    train(run, datasets.train, valid_set, eod, log, final_evaluation, deadline)
+    return run.state
 
 
 def in_context(loss: float, split, samples: int, tokenizer: Tokenizer | None) -> str:

@@ -1,12 +1,16 @@
 """Parameters that several ranks hold: they start equal, and equal gradients keep them so."""
 
+from collections import Counter
+
 import torch
 from torch import nn
 
+from megatron_lite.checkpoint.agreement import all_gathered
 from megatron_lite.errors import TrainingError
 from megatron_lite.parallel.collectives import all_gather, all_reduce, broadcast
 from megatron_lite.parallel.context import ParallelContext
 from megatron_lite.parallel.shard import ParamTable
+from megatron_lite.training.run import Run
 
 
 @torch.no_grad()
@@ -41,3 +45,44 @@ def refuse_copies_apart(params: dict[str, nn.Parameter], table: ParamTable, ctx:
             "not equal any more, so the stages train two models. Whatever changes one of them (a hook, a model of your "
             "own, a broken device) has to change both; the newest checkpoint is from before this iteration"
         )
+
+
+@torch.no_grad()
+def refuse_replicas_apart(run: Run) -> None:
+    """Raises TrainingError on every rank where data-parallel replicas of a weight differ, in any bit.
+
+    Communicates: a number for each parameter over dp, and one over the world.
+    """
+    run.ddp.wait_for_params()
+    names = list(run.params)
+    sums = torch.stack([bit_sum(run.params[name].detach()) for name in names])
+    of_ranks = all_gather(sums[None], run.ctx.dp, dim=0)
+    apart = (of_ranks != of_ranks[0]).any(dim=0)
+    found = ""
+    if apart.any():
+        first = int(apart.nonzero()[0])
+        found = differing_ranks(run, [int(value) for value in of_ranks[:, first]], names[first], int(apart.sum()))
+    if all_reduce(torch.tensor([float(bool(found))], device=run.ctx.device), run.ctx.world, "max").item():
+        reports = dict.fromkeys(filter(None, all_gathered(found, run.ctx.world)))
+        raise TrainingError(
+            f"{run.progress.where()}: data-parallel replicas are not equal any more: {'; '.join(reports)}. Nothing "
+            "that came of it is saved; the newest checkpoint is from before. A rank whose memory fails does this, and "
+            "so does code that changes weights on some ranks only"
+        )
+
+
+def bit_sum(parameter: torch.Tensor) -> torch.Tensor:
+    """Sum of the bits of all numbers as integers, modulo 2**64: any one that changes, changes it. A scalar, int64."""
+    as_integers = {2: torch.int16, 4: torch.int32, 8: torch.int64}[parameter.element_size()]
+    return parameter.contiguous().view(as_integers).sum(dtype=torch.int64)
+
+
+def differing_ranks(run: Run, sums: list[int], name: str, count: int) -> str:
+    """Who differs from the others in a tensor, of all those in which replicas differ; of two, both."""
+    (common, frequency), *_ = Counter(sums).most_common()
+    ranks = run.ctx.dp.ranks
+    odd = [rank for rank, value in zip(ranks, sums, strict=True) if value != common]
+    more = f" and {count - 1} more" if count > 1 else ""
+    if 2 * frequency > len(sums):
+        return f"rank {', '.join(map(str, odd))} differs from the other replicas in {name}{more}"
+    return f"ranks {', '.join(map(str, ranks))} differ in {name}{more}, and none has a majority"

@@ -13,8 +13,8 @@ from megatron_lite.parallel.context import ParallelContext
 from megatron_lite.parallel.random import RngTracker
 from megatron_lite.parallel.shard import ParamTable
 from megatron_lite.pipeline.engine import PipelineEngine
+from megatron_lite.training.progress import Progress
 from megatron_lite.training.state import TrainState
-from megatron_lite.training.timeline import Timeline
 
 
 @dataclass
@@ -32,4 +32,4 @@ class Run:
     engine: PipelineEngine
     saver: Saver
     state: TrainState = field(default_factory=TrainState)
-    timeline: Timeline | None = None  # of the iteration that is traced
+    progress: Progress = field(default_factory=Progress)

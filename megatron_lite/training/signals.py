@@ -1,6 +1,18 @@
-"""Stopping on request: a signal to any rank becomes one decision of all ranks at the end of an iteration."""
+"""Stopping on request: a signal to any rank, or time that is up, becomes one decision of all ranks at the end of an
+iteration.
 
+The same signal often comes twice, because launchers and schedulers both deliver it, and the second one changes nothing.
+Only one that comes when the last save already takes long ends the process at once. A thread sees to that: Python's own
+handlers wait until the main thread returns from a write that may hang.
+"""
+
+import math
+import os
 import signal
+import socket
+import sys
+import threading
+import time
 from types import FrameType
 
 import torch
@@ -9,35 +21,65 @@ from megatron_lite.parallel.collectives import all_reduce
 from megatron_lite.parallel.context import ParallelContext
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+TIME_IS_UP = 1000  # above every signal's number
+PATIENCE_SECONDS = 30.0
 
 
 class StopRequest:
-    """Remembers the first stop signal that arrives while it is in force.
+    """While in force, remembers the first stop signal, and the end of the time that the run has (`deadline`, on the
+    monotonic clock)."""
 
-    A second one changes nothing: launchers and schedulers both deliver the same signal.
-    """
-
-    def __init__(self) -> None:
+    def __init__(self, deadline: float = math.inf) -> None:
+        self._deadline = deadline
         self._received = 0
+        self._saves_since = math.inf
         self._previous: dict[int, object] = {}
 
     def __enter__(self) -> "StopRequest":
         for number in STOP_SIGNALS:
             self._previous[number] = signal.signal(number, self._receive)
+        self._wakes, woken = socket.socketpair()
+        self._wakes.setblocking(False)
+        self._previous_fd = signal.set_wakeup_fd(self._wakes.fileno(), warn_on_full_buffer=False)
+        self._thread = threading.Thread(target=self._watch, args=(woken,), name="signals", daemon=True)
+        self._thread.start()
         return self
 
     def __exit__(self, *exception: object) -> None:
+        signal.set_wakeup_fd(self._previous_fd)
         for number, handler in self._previous.items():
             signal.signal(number, handler)  # type: ignore[arg-type]
+        self._wakes.close()
+        self._thread.join()
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
         self._received = self._received or number
 
+    def _watch(self, woken: socket.socket) -> None:
+        """Reads the number of every signal as it comes, whatever the main thread does."""
+        with woken:
+            while numbers := woken.recv(64):
+                taken = time.monotonic() - self._saves_since
+                if taken > PATIENCE_SECONDS and (again := set(numbers) & set(STOP_SIGNALS)):
+                    name = signal.Signals(again.pop()).name
+                    text = (
+                        f"{name} came again when the save had taken {taken:.0f} s: ending at once, without it. The "
+                        "newest checkpoint is the one before; run the same command again to go on from there\n"
+                    )
+                    os.write(sys.stderr.fileno(), text.encode())
+                    os._exit(1)
+
+    def saves_now(self) -> None:
+        """Told before the last save of a run that was stopped."""
+        self._saves_since = time.monotonic()
+
     def agreed(self, ctx: ParallelContext) -> str:
-        """Name of a signal that some rank received, the same on every rank; empty when there was none.
+        """Why some rank has to stop, the same on every rank; empty when none has.
 
         Communicates: one all-reduce of a number over the world.
         """
-        flag = torch.tensor([self._received], device=ctx.device)
-        number = int(all_reduce(flag, ctx.world, op="max").item())
-        return signal.Signals(number).name if number else ""
+        own = self._received or (TIME_IS_UP if time.monotonic() > self._deadline else 0)
+        number = int(all_reduce(torch.tensor([own], device=ctx.device), ctx.world, op="max").item())
+        if number == TIME_IS_UP:
+            return "train.exit_duration has passed"
+        return f"receiving {signal.Signals(number).name}" if number else ""

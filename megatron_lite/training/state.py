@@ -6,8 +6,11 @@ Source of the ramp: Megatron-LM's --rampup-batch-size, "start increment samples"
 """
 
 from dataclasses import asdict, dataclass
+from typing import Any
 
-from megatron_lite.config.schema import TrainConfig
+from megatron_lite.config.schema import FaultsConfig, TrainConfig
+
+RECENT_LOSSES, ENOUGH_LOSSES = 50, 10
 
 
 @dataclass
@@ -17,15 +20,33 @@ class TrainState:
     iteration: int = 0  # finished, skipped ones too
     consumed_samples: int = 0  # of the training split, skipped ones too
     optimizer_steps: int = 0  # taken; the learning rate follows these
-    skipped: int = 0  # iterations that moved no weight: an overflow, or no delayed gradient yet
+    skipped: int = 0  # iterations that moved no weight: an overflow, a bad loss, or no delayed gradient yet
     train_samples: int = 0  # for how many the sample order was made
+    loss_mean: float = 0.0  # of recent iterations that were not skipped
+    losses: int = 0  # in that mean, as long as there are few
+    bad_in_a_row: int = 0  # iterations whose loss was bad, up to now
 
-    def to_dict(self) -> dict[str, int]:
+    def to_dict(self) -> dict[str, Any]:
         return asdict(self)
 
     @classmethod
-    def from_dict(cls, values: dict[str, int]) -> "TrainState":
+    def from_dict(cls, values: dict[str, Any]) -> "TrainState":
         return cls(**values)
+
+    def remember(self, loss: float) -> None:
+        """Takes a loss into the mean, in which older ones fade."""
+        self.losses = min(self.losses + 1, RECENT_LOSSES)
+        self.loss_mean += (loss - self.loss_mean) / self.losses
+
+    def is_spike(self, loss: float, faults: FaultsConfig) -> bool:
+        """Whether a loss is far above the mean; never as long as that is of few."""
+        known = faults.spike_factor > 0 and self.losses >= ENOUGH_LOSSES
+        return known and loss > faults.spike_factor * self.loss_mean
+
+
+def due(iteration: int, interval: int) -> bool:
+    """Whether something that happens every `interval` iterations (0: never) happens after this one."""
+    return interval > 0 and iteration % interval == 0
 
 
 def global_batch_size(train: TrainConfig, data_parallel_size: int, consumed_samples: int) -> int:

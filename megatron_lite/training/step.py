@@ -5,8 +5,8 @@ forward. So neither micro-batch size, nor accumulation, nor data parallelism, no
 result: gradients are sums, over tokens, micro-batches and ranks alike.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -18,14 +18,15 @@ from megatron_lite.ddp.finalize import finalize_grads
 from megatron_lite.errors import TrainingError
 from megatron_lite.optim.deepspeed import DeepSpeedOptimizer
 from megatron_lite.optim.lr import learning_rate
-from megatron_lite.parallel.collectives import all_reduce
+from megatron_lite.parallel.collectives import all_gather, all_reduce
 from megatron_lite.parallel.context import Group
 from megatron_lite.pipeline.engine import Forward
 from megatron_lite.pipeline.p2p import Message
 from megatron_lite.pipeline.schedules import build_schedule
 from megatron_lite.training.initialize import DTYPES
-from megatron_lite.training.replicas import refuse_copies_apart
+from megatron_lite.training.replicas import refuse_copies_apart, refuse_replicas_apart
 from megatron_lite.training.run import Run
+from megatron_lite.training.state import due
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,9 @@ class StepReport:
     grad_norm: float  # before clipping
     lr: float
     loss_scale: float
-    skipped: bool
+    skipped: bool  # nothing was changed
+    bad: str = ""  # nan: loss or gradient norm not finite, and no loss scale mends it; spike: loss too high
+    bad_ranks: str = ""  # where the loss is not finite, for a message
 
 
 def train_step(run: Run, microbatches: list[Batch]) -> StepReport:
@@ -49,27 +52,39 @@ def train_step(run: Run, microbatches: list[Batch]) -> StepReport:
     # that of the batch.
     shares = run.ctx.dp.size if run.config.sync.is_local else 1
     loss_sum = forward_backward(run, microbatches, loss_grad=shares * loss_scale / target_tokens)
-    with recorded(run, "finalize_grads"):
+    with run.progress.during("finalize_grads"):
         finalize_grads(run.ddp, run.table, run.ctx)
+    loss = all_reduce(loss_sum.clone(), run.ctx.dp).item() / target_tokens
+    if due(run.state.iteration + 1, run.config.faults.check_replicas):
+        # Before the step: it would overwrite a damaged weight of low precision with its master.
+        with run.progress.during("check_replicas"):
+            refuse_replicas_apart(run)
     run.saver.wait_for_copy()
-    with recorded(run, "optimizer"):
-        outcome = run.optimizer.step(lr)
+    is_spike = run.state.is_spike(loss, run.config.faults)
+    with run.progress.during("optimizer"):
+        outcome = run.optimizer.skip() if is_spike else run.optimizer.step(lr)
     if run.config.train.debug:
         run.ddp.wait_for_params()
         refuse_copies_apart(run.params, run.table, run.ctx)
-    advance(run, microbatches, skipped=outcome.skipped)
-    loss = all_reduce(loss_sum, run.ctx.dp).item() / target_tokens
-    return StepReport(loss, outcome.grad_norm, lr, loss_scale, outcome.skipped)
+    is_finite = math.isfinite(loss) and math.isfinite(outcome.grad_norm)
+    is_mended = outcome.skipped and run.optimizer.scaler.can_shrink
+    bad = "spike" if is_spike else "" if is_finite or is_mended else "nan"
+    skipped = outcome.skipped or bool(bad)
+    advance(run, microbatches, skipped=skipped)
+    if not skipped:
+        run.state.remember(loss)
+    where = ranks_with_bad_loss(loss_sum, run.ctx.dp) if bad == "nan" else ""
+    return StepReport(loss, outcome.grad_norm, lr, loss_scale, skipped, bad, where)
 
 
-@contextmanager
-def recorded(run: Run, what: str) -> Iterator[None]:
-    """A span in the timeline of an iteration that is traced."""
-    if run.timeline is not None:
-        run.timeline.begin(what)
-    yield
-    if run.timeline is not None:
-        run.timeline.end(what)
+def ranks_with_bad_loss(own: Tensor, dp: Group) -> str:
+    """Names the ranks of dp whose own loss `[1]` is not finite. Communicates: a number over dp."""
+    bad = [
+        rank
+        for rank, loss in zip(dp.ranks, all_gather(own, dp, dim=0).tolist(), strict=True)
+        if not math.isfinite(loss)
+    ]
+    return f" (the loss of rank {', '.join(map(str, bad))} is not finite)" if bad and dp.size > 1 else ""
 
 
 def forward_backward(run: Run, microbatches: list[Batch], loss_grad: float) -> Tensor:
@@ -87,7 +102,7 @@ def forward_backward(run: Run, microbatches: list[Batch], loss_grad: float) -> T
         message_of(run.config, microbatches[0].tokens, run.ctx.device),
         begin_backward=run.ddp.begin_backward,
         loss_grad=loss_grad,
-        recorder=run.timeline,
+        recorder=run.progress,
     )
     return sum_over_pipeline(run, losses)
 

@@ -36,9 +36,9 @@ def traced_step(run: Run, microbatches: list[Batch], say: Callable[[str], None])
     if run.ctx.device.type == "cuda":
         torch.cuda.synchronize()
     barrier(run.ctx.world)
-    run.timeline = timeline = Timeline(run.ctx.device)
+    run.progress.timeline = timeline = Timeline(run.ctx.device)
     report = train_step(run, microbatches)
-    run.timeline = None
+    run.progress.timeline = None
     timelines = gather_timelines(timeline, run.ctx.world)
     if run.ctx.world.is_first:
         path = Path(run.config.run.dir) / "trace.json"

@@ -58,8 +58,8 @@ def sleep(folder: str) -> None:
 def start(target: str, *arguments: str) -> subprocess.Popen[str]:
     """A process that launches two ranks of a function of this file and exits with the launch's code."""
     code = (
-        "import sys\nfrom megatron_lite.cli.launch import launch\n"
-        f"if __name__ == '__main__':\n    sys.exit(launch('{HERE}:{target}', {arguments!r}, 2))\n"
+        "import sys\nfrom megatron_lite.cli.launch import launch\nfrom megatron_lite.cli.nodes import Nodes\n"
+        f"if __name__ == '__main__':\n    sys.exit(launch('{HERE}:{target}', {arguments!r}, Nodes(2)))\n"
     )
     return subprocess.Popen(
         [sys.executable, "-c", code],

@@ -288,7 +288,8 @@ def hanging_stage(folder: str) -> None:
 LAUNCH = """
 import sys
 from megatron_lite.cli.launch import launch
-sys.exit(launch("tests.e2e.test_pipeline:hanging_stage", (sys.argv[1],), 2))
+from megatron_lite.cli.nodes import Nodes
+sys.exit(launch("tests.e2e.test_pipeline:hanging_stage", (sys.argv[1],), Nodes(2)))
 """
 
 

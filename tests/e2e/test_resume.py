@@ -16,8 +16,8 @@ from megatron_lite.checkpoint.layout import Layout, dump_layout, read_layout
 from megatron_lite.data.blended import Splits
 from megatron_lite.errors import CheckpointError, TrainingError
 from megatron_lite.training.checkpointing import save_run
+from megatron_lite.training.faults import answer_bad_numbers
 from megatron_lite.training.initialize import finalize_megatron, initialize_megatron
-from megatron_lite.training.loop import refuse_bad_numbers
 from megatron_lite.training.pretrain import pretrain
 from megatron_lite.training.run import Run
 from megatron_lite.training.setup import setup_model_and_optimizer
@@ -282,7 +282,7 @@ def test_a_bad_gradient_that_waits_is_not_saved(tmp_path):
     with pytest.raises(
         TrainingError, match=r"iteration 4: .* look at the data of iteration 2, where that gradient is fr"
     ):
-        refuse_bad_numbers(run, report)
+        answer_bad_numbers(run, report, print)
     finalize_megatron()
 
 
@@ -293,9 +293,9 @@ def test_a_loss_that_is_not_finite_stops_a_delayed_run_in_its_first_step():
     run = setup_model_and_optimizer(config, ctx, rng)
     report = train_step(run, portion(run))
     assert report.skipped
-    refuse_bad_numbers(run, report)
+    answer_bad_numbers(run, report, print)
     with pytest.raises(TrainingError, match="the loss is nan"):
-        refuse_bad_numbers(run, replace(report, loss=math.nan))
+        answer_bad_numbers(run, replace(report, loss=math.nan, bad="nan"), print)
     finalize_megatron()
 
 

@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 import megatron_lite
 from megatron_lite.cli import app
 from megatron_lite.cli.launch import launched_world_size, resolve
+from megatron_lite.cli.nodes import Nodes
 from megatron_lite.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -97,11 +98,11 @@ def test_wrong_usage_ends_with_2(arguments):
 def test_processes_come_from_the_option_or_the_launcher_but_not_both(monkeypatch):
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     assert launched_world_size(None) == 1
-    assert launched_world_size(4) == 4
+    assert launched_world_size(Nodes(4)) == 4
     monkeypatch.setenv("WORLD_SIZE", "8")
     assert launched_world_size(None) == 8
     with pytest.raises(ConfigError, match=r"--nproc-per-node 2 was given .* one of 8 already .* leave it out"):
-        launched_world_size(2)
+        launched_world_size(Nodes(2))
 
 
 @pytest.mark.parametrize("given", ["abc", "", "0", "-1", "2.5"])

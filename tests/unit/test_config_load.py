@@ -86,7 +86,7 @@ def test_every_mistake_is_reported_at_once_with_its_line(tmp_path):
         "gpt.yaml:5: model.num_heads is given twice, on line 4 already; keep one",
         "gpt.yaml:6: unknown field model.lr; did you mean optim.lr?",
         "gpt.yaml:7: unknown section trian; did you mean train?; sections are "
-        "run, model, parallel, data, train, optim, deepspeed, sync, checkpoint, log",
+        "run, model, parallel, data, train, optim, deepspeed, sync, checkpoint, faults, log",
         "gpt.yaml:10: train.precision is 'bf15'; it must be one of fp32, bf16, fp16, fp64; did you mean bf16?",
         "gpt.yaml:11: train.iterations is true; it must be an integer above 0",
         "gpt.yaml:13: optim.lr is -1; it must be a number above 0",
