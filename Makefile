@@ -3,6 +3,7 @@
 
 PYTHON ?= python3
 JOBS ?= 2
+DEVICE ?= cpu
 VENV := .venv
 BASE := $(VENV)/.installed-base
 DEV := $(VENV)/.installed-dev
@@ -10,15 +11,16 @@ BIN := $(VENV)/bin
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 unexport PYTHONPATH
 
-.PHONY: help quickstart test lint format bench soak clean
+.PHONY: help quickstart test lint format bench soak docker clean
 
 help:
 	@echo "make quickstart  train a small CodeGeeX on this machine's Python sources and let it write code"
 	@echo "make test        the tests, without the long lists, in two processes (JOBS=4: in four)"
 	@echo "make soak        the long lists: many kills, faults and moves"
-	@echo "make lint        formatting, lint, types and shell scripts"
+	@echo "make lint        formatting, lint, types, shell scripts and the Dockerfile"
 	@echo "make format      let ruff rewrite the sources"
 	@echo "make bench       tables of ratios against other implementations"
+	@echo "make docker      the image megatron-lite:cpu (DEVICE=cuda: megatron-lite:cuda, for NVIDIA GPUs)"
 	@echo "make clean       remove .venv and caches; runs/ stays"
 
 quickstart: $(BASE)
@@ -34,6 +36,7 @@ lint: $(DEV)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/pyright
+	$(BIN)/hadolint Dockerfile
 	$(BIN)/shellcheck launch.sh tools/quickstart.sh .ci/run
 
 format: $(DEV)
@@ -42,6 +45,9 @@ format: $(DEV)
 
 bench: $(DEV)
 	set -e; for script in benchmarks/*.py; do echo "== $$script"; $(BIN)/python "$$script"; done
+
+docker:
+	docker build --build-arg DEVICE=$(DEVICE) --tag megatron-lite:$(DEVICE) .
 
 clean:
 	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis *.egg-info
