@@ -1,16 +1,27 @@
 #!/bin/sh
-# Pretrains on this machine: one rank for each GPU, or on a machine without any, one rank for each two CPU cores.
+# Pretrains on this machine, or on this one of several: one rank for each GPU, or without GPUs one for each two CPU cores.
 #
 #   ./launch.sh [--dry-run] [--nproc-per-node N] --config configs/gpt.yaml [SECTION.FIELD=VALUE]...
 #
 # A layout that needs another number of ranks than that default is given it: configs/quickstart.yaml has
 # parallel.tensor: 2 and needs --nproc-per-node 2 (or a multiple), however many cores there are.
-# Everything but --dry-run and --nproc-per-node goes to `megatron-lite pretrain` as it is. Variables that are set
-# already are left alone. PYTHON is the interpreter; without it .venv/bin/python where there is one, else python3.
+#
+# Several machines: on each of them the same command, with NNODES, NODE_RANK (0, 1, ...) and MASTER_ADDR (the first
+# machine, as the others reach it) set, MASTER_PORT if 29500 is taken. NNODES=1:4 goes on when machines come or go.
+# In a SLURM allocation these follow from SLURM's variables; outside a job step, srun starts it on every node.
+#
+# Everything but --dry-run and --nproc-per-node goes to `megatron-lite pretrain` as it is (--max-restarts, say), and so
+# does its exit code come back. Variables that are set already are left alone. PYTHON is the interpreter; without it
+# .venv/bin/python where there is one, else python3.
 set -eu
 
 usage() {
-    sed -n '2,9s/^# \{0,1\}//p' "$0"
+    sed -n '2,/^set -eu/s/^# \{0,1\}//p' "$0"
+}
+
+fail() {
+    echo "launch.sh: $1" >&2
+    exit 2
 }
 
 dry_run=no
@@ -28,10 +39,7 @@ while [ "$count" -gt 0 ]; do
     --dry-run) dry_run=yes ;;
     --nproc-per-node=*) ranks=${argument#*=} ;;
     --nproc-per-node)
-        if [ "$count" -eq 0 ]; then
-            echo "launch.sh: --nproc-per-node wants a number" >&2
-            exit 2
-        fi
+        if [ "$count" -eq 0 ]; then fail "--nproc-per-node wants a number"; fi
         ranks=$1
         shift
         count=$((count - 1))
@@ -45,16 +53,39 @@ if [ $# -eq 0 ]; then
 fi
 case $ranks in
 default) ;;
-'' | *[!0-9]* | 0*)
-    echo "launch.sh: --nproc-per-node is '$ranks'; it wants a number above 0, such as 2" >&2
-    exit 2
-    ;;
+'' | *[!0-9]* | 0*) fail "--nproc-per-node is '$ranks'; it wants a number above 0, such as 2" ;;
 esac
 
 here=$(cd "$(dirname "$0")" && pwd)
 if [ -z "${PYTHON:-}" ]; then
     PYTHON=python3
     if [ -x "$here/.venv/bin/python" ]; then PYTHON=$here/.venv/bin/python; fi
+fi
+
+# Several machines.
+if [ -z "${NNODES:-}" ] && [ "${SLURM_NNODES:-1}" -gt 1 ]; then
+    if [ -z "${SLURM_STEP_ID:-}" ]; then
+        if [ "$ranks" != default ]; then set -- --nproc-per-node "$ranks" "$@"; fi
+        # A node that hangs when the others have ended is given a minute.
+        set -- srun --ntasks-per-node=1 --export=ALL --wait=60 "$here/launch.sh" "$@"
+        echo "$*"
+        if [ "$dry_run" = yes ]; then exit 0; fi
+        exec "$@"
+    fi
+    NNODES=$SLURM_NNODES
+    NODE_RANK=$SLURM_NODEID
+    # Every job has a port of its own: two jobs on one node and port would meet.
+    MASTER_PORT=${MASTER_PORT:-$((20000 + SLURM_JOB_ID % 20000))}
+    if [ -z "${MASTER_ADDR:-}" ]; then
+        MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+    fi
+fi
+nodes=
+if [ -n "${NNODES:-}" ] && [ "$NNODES" != 1 ]; then
+    if [ -z "${NODE_RANK:-}" ] || [ -z "${MASTER_ADDR:-}" ]; then
+        fail "NNODES is $NNODES; NODE_RANK (0 on the first machine) and MASTER_ADDR (that machine) are needed too"
+    fi
+    nodes="--nnodes $NNODES --node-rank $NODE_RANK --master-addr $MASTER_ADDR --master-port ${MASTER_PORT:-29500}"
 fi
 
 # CUDA_VISIBLE_DEVICES, when set, says which GPUs this job may use.
@@ -67,6 +98,7 @@ else
 fi
 # nproc answers with OpenMP's variables where they are set, which say how many threads a rank may have.
 cores=$(env -u OMP_NUM_THREADS -u OMP_THREAD_LIMIT nproc 2>/dev/null || getconf _NPROCESSORS_ONLN)
+cores=${SLURM_CPUS_PER_TASK:-$cores}
 
 if [ "$ranks" = default ]; then
     ranks=$gpus
@@ -91,7 +123,8 @@ echo "gpus=$gpus cores=$cores ranks=$ranks"
 for variable in $variables; do
     echo "$variable=$(printenv "$variable")"
 done
-set -- "$PYTHON" -m megatron_lite pretrain --nproc-per-node "$ranks" "$@"
+# shellcheck disable=SC2086 # the words of $nodes are to be split
+set -- "$PYTHON" -m megatron_lite pretrain $nodes --nproc-per-node "$ranks" "$@"
 echo "$*"
 if [ "$dry_run" = no ]; then
     exec "$@"

@@ -11,6 +11,7 @@ from megatron_lite.cli.inspect import inspect
 from megatron_lite.cli.preprocess import preprocess
 from megatron_lite.cli.pretrain import pretrain
 from megatron_lite.cli.schedule import schedule
+from megatron_lite.cli.submit import submit
 from megatron_lite.cli.train_tokenizer import train_tokenizer
 from megatron_lite.errors import MegatronLiteError
 
@@ -22,7 +23,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,  # loading rich would take half of the time of --help
 )
-for command in (pretrain, preprocess, train_tokenizer, inspect, convert, generate, schedule):
+for command in (pretrain, preprocess, train_tokenizer, inspect, convert, generate, schedule, submit):
     app.command()(command)
 
 

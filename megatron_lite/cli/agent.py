@@ -93,7 +93,7 @@ def run_agent(
         role="trainer",
         local_world_size=nodes.nproc_per_node,
         entrypoint=report_end,
-        args=(target, args, str(reports)),
+        args=(target, args, str(reports), nodes.log_dir),
         rdzv_handler=handler,
         max_restarts=nodes.max_restarts,
         master_addr=nodes.master_addr if is_static else None,

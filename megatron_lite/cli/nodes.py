@@ -5,6 +5,7 @@ import os
 import socket
 import struct
 from dataclasses import dataclass
+from pathlib import Path
 
 from megatron_lite.errors import ConfigError
 
@@ -27,8 +28,9 @@ class Nodes:
     node_rank: int = 0  # 0 is the node at whose address all meet
     master_addr: str = "localhost"
     master_port: int = 0  # 0: any that is free
-    max_restarts: int = 0
     join_timeout: float = 900.0  # seconds to wait for the other nodes
+    max_restarts: int = 0
+    log_dir: Path | None = None  # for the output of all ranks but the first; None: they print it
 
     @property
     def words(self) -> str:
@@ -53,11 +55,13 @@ class Nodes:
 def nodes_from(
     nproc_per_node: int | None,
     nnodes: str | None = None,
+    *,
     node_rank: int | None = None,
     master_addr: str | None = None,
     master_port: int | None = None,
-    max_restarts: int = 0,
     join_timeout: float = 900.0,
+    max_restarts: int = 0,
+    log_dir: Path | None = None,
 ) -> Nodes | None:
     """What the options of the command line ask for; None without any. Raises ConfigError for what cannot be."""
     if nnodes is None:
@@ -66,7 +70,7 @@ def nodes_from(
             raise ConfigError(f"{', '.join(extra)} is for several machines; give --nnodes too")
         if nproc_per_node is None and not max_restarts:
             return None
-        return Nodes(nproc_per_node or 1, max_restarts=max_restarts)
+        return Nodes(nproc_per_node or 1, max_restarts=max_restarts, log_dir=log_dir)
     low, colon, high = nnodes.partition(":")
     if not (low.isdecimal() and int(low) > 0 and (not colon or (high.isdecimal() and int(high) >= int(low)))):
         raise ConfigError(f"--nnodes is {nnodes}; it wants a number of machines, such as 2, or a range, such as 1:4")
@@ -83,7 +87,7 @@ def nodes_from(
             "this command (a batch system, say) start it again on all of them"
         )
     if not colon and largest == 1:
-        return Nodes(nproc_per_node or 1, max_restarts=max_restarts)
+        return Nodes(nproc_per_node or 1, max_restarts=max_restarts, log_dir=log_dir)
     return Nodes(
         nproc_per_node or 1,
         smallest,
@@ -92,8 +96,9 @@ def nodes_from(
         node_rank=node_rank if node_rank is not None else int(not is_here(master_addr or "localhost")),
         master_addr=master_addr or "localhost",
         master_port=master_port or DEFAULT_PORT,
-        max_restarts=max_restarts,
         join_timeout=join_timeout,
+        max_restarts=max_restarts,
+        log_dir=log_dir,
     )
 
 

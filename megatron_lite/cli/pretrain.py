@@ -8,40 +8,38 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from megatron_lite.cli.options import (
+    ConfigFile,
+    JoinTimeout,
+    MasterAddr,
+    MasterPort,
+    Nnodes,
+    NodeRank,
+    NprocPerNode,
+    Overrides,
+)
+
 if TYPE_CHECKING:
     from megatron_lite.config.schema import Config
     from megatron_lite.errors import StoppedEarly
 
 
 def pretrain(
-    overrides: Annotated[
-        list[str] | None, typer.Argument(metavar="SECTION.FIELD=VALUE", help="Win over the file: optim.lr=3e-4")
-    ] = None,
-    config: Annotated[
-        Path | None, typer.Option("--config", metavar="FILE", help="A YAML file, such as configs/gpt.yaml.")
-    ] = None,
-    nproc_per_node: Annotated[
-        int | None, typer.Option("--nproc-per-node", min=1, metavar="N", help="Start N ranks on this machine.")
-    ] = None,
-    nnodes: Annotated[
-        str | None,
-        typer.Option("--nnodes", metavar="N|MIN:MAX", help="Machines; a range goes on when some come or go."),
-    ] = None,
-    node_rank: Annotated[
-        int | None, typer.Option("--node-rank", min=0, metavar="N", help="Which of them this is; 0 is --master-addr.")
-    ] = None,
-    master_addr: Annotated[
-        str | None, typer.Option("--master-addr", metavar="HOST", help="The first machine, as the others reach it.")
-    ] = None,
-    master_port: Annotated[
-        int | None, typer.Option("--master-port", min=1, max=65535, metavar="N", help="Where they meet; 29500.")
-    ] = None,
+    overrides: Overrides = None,
+    config: ConfigFile = None,
+    nproc_per_node: NprocPerNode = None,
+    nnodes: Nnodes = None,
+    node_rank: NodeRank = None,
+    master_addr: MasterAddr = None,
+    master_port: MasterPort = None,
+    join_timeout: JoinTimeout = 900.0,
     max_restarts: Annotated[
         int, typer.Option("--max-restarts", min=0, metavar="N", help="Start failed ranks again, up to N times.")
     ] = 0,
-    join_timeout: Annotated[
-        float, typer.Option("--join-timeout", min=1, metavar="SECONDS", help="How long to wait for other machines.")
-    ] = 900.0,
+    log_dir: Annotated[
+        Path | None,
+        typer.Option("--log-dir", metavar="FOLDER", help="Output of all ranks but the first, a file for each."),
+    ] = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Check the config, print it with every default, and stop.")
     ] = False,
@@ -53,7 +51,16 @@ def pretrain(
     from megatron_lite.errors import StoppedEarly
 
     settings = load_config(config, overrides or [])
-    nodes = nodes_from(nproc_per_node, nnodes, node_rank, master_addr, master_port, max_restarts, join_timeout)
+    nodes = nodes_from(
+        nproc_per_node,
+        nnodes,
+        node_rank=node_rank,
+        master_addr=master_addr,
+        master_port=master_port,
+        join_timeout=join_timeout,
+        max_restarts=max_restarts,
+        log_dir=log_dir,
+    )
     sizes = [launched_world_size(nodes), *(nodes.world_sizes[1:] if nodes else [])]
     check(settings, sizes, command=_command(config, overrides or []))
     if dry_run:

@@ -13,11 +13,16 @@ from typing import Any
 from megatron_lite.errors import MegatronLiteError, StoppedEarly
 
 
-def report_end(target: str, args: tuple[Any, ...], reports: str) -> None:
+def report_end(target: str, args: tuple[Any, ...], reports: str, log_dir: Path | None) -> None:
     """Body of a rank: the target, whose failure is reported to the launcher instead of printed. A rank that was
     stopped ends like one that has finished, so that nobody starts it again."""
     from megatron_lite.cli.launch import resolve
 
+    if log_dir is not None and (rank := int(os.environ["RANK"])):
+        log_dir.mkdir(parents=True, exist_ok=True)
+        with (log_dir / f"rank_{rank:05d}.log").open("a", encoding="utf-8") as file:
+            for stream in (sys.stdout, sys.stderr):
+                os.dup2(file.fileno(), stream.fileno())
     try:
         resolve(target)(*args)
     except KeyboardInterrupt:  # torch would take it for a normal end, and wait for a result for ever

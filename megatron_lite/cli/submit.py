@@ -1,0 +1,107 @@
+"""`megatron-lite submit`: a pretraining job for SLURM, checked before it waits in a queue."""
+
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from megatron_lite.cli.options import ConfigFile, Overrides
+from megatron_lite.errors import ConfigError, TrainingError
+
+HOME = Path(__file__).resolve().parents[2]  # of the checkout
+SCRIPT = HOME / "tools" / "slurm" / "pretrain.sbatch"
+
+
+def submit(
+    overrides: Overrides = None,
+    config: ConfigFile = None,
+    nodes: Annotated[int, typer.Option("--nodes", min=1, metavar="N", help="Machines.")] = 1,
+    gpus_per_node: Annotated[
+        int | None, typer.Option("--gpus-per-node", min=1, metavar="N", help="GPUs of each, and ranks on it.")
+    ] = None,
+    nproc_per_node: Annotated[
+        int | None, typer.Option("--nproc-per-node", min=1, metavar="N", help="Ranks of each, without GPUs.")
+    ] = None,
+    time: Annotated[
+        str | None, typer.Option("--time", metavar="[D-]HH:MM:SS", help="Until the job saves and queues itself again.")
+    ] = None,
+    partition: Annotated[str | None, typer.Option("--partition", metavar="NAME")] = None,
+    account: Annotated[str | None, typer.Option("--account", metavar="NAME")] = None,
+    array: Annotated[
+        str | None, typer.Option("--array", metavar="LIST", help="Several runs; %a in an argument is the run's number.")
+    ] = None,
+    name: Annotated[
+        str | None, typer.Option("--job-name", metavar="NAME", help="The name of run.dir, if not given.")
+    ] = None,
+    sbatch: Annotated[
+        list[str] | None,
+        typer.Option("--sbatch", metavar="OPTION", help="Any other option of sbatch: --sbatch=--constraint=h100"),
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the job script, and stop.")] = False,
+) -> None:
+    """Write a job script for SLURM to run.dir and submit it; the job queues itself again until training is done."""
+    from megatron_lite.cli.pretrain import check
+    from megatron_lite.config.load import load_config
+
+    if (gpus_per_node is None) == (nproc_per_node is None):
+        raise ConfigError("give either --gpus-per-node, or --nproc-per-node for training on CPUs")
+    ranks = gpus_per_node or nproc_per_node or 1
+    settings = load_config(config, overrides or [])
+    check(settings, [nodes * ranks], command="megatron-lite submit")
+    if array and "%a" not in settings.run.dir:
+        raise ConfigError(
+            f"--array {array} starts several runs, and all would train in {settings.run.dir}; give each its own, "
+            "as run.dir=runs/sweep_%a"
+        )
+    if not SCRIPT.exists():
+        raise ConfigError(f"there is no {SCRIPT}: submit works from a checkout of megatron_lite, with its tools/")
+    folder = Path(settings.run.dir.replace("%a", "array")).absolute()
+    options = {
+        "job-name": name or folder.name,
+        "nodes": nodes,
+        "gpus-per-node": gpus_per_node,
+        "cpus-per-task": nproc_per_node,
+        "time": time,
+        "partition": partition,
+        "account": account,
+        "array": array,
+        "output": folder / ("%x-%A_%a.out" if array else "%x-%j.out"),
+    }
+    given = [f"--{option}={value}" for option, value in options.items() if value is not None] + (sbatch or [])
+    arguments = ["--nproc-per-node", str(ranks), *(["--config", str(config.absolute())] if config else [])]
+    script = job_script(given, [*arguments, *(overrides or [])])
+    if dry_run:
+        typer.echo(script, nl=False)
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / "pretrain.sbatch"
+    path.write_text(script, encoding="utf-8")
+    typer.echo(f"job {submitted(path)}: {path}, output in {folder}")
+
+
+def job_script(options: list[str], arguments: list[str]) -> str:
+    """`tools/slurm/pretrain.sbatch` with these options and arguments in it; sbatch takes the last of two options."""
+    first, *rest = SCRIPT.read_text(encoding="utf-8").splitlines(keepends=True)
+    end = next(number for number, line in enumerate(rest) if line.startswith("set -u"))
+    header = [f"#SBATCH {shlex.quote(option)}\n" for option in options]
+    fixed = [
+        f"export MEGATRON_LITE_HOME={shlex.quote(str(HOME))} PYTHON={shlex.quote(sys.executable)}\n",
+        f"cd {shlex.quote(os.getcwd())} || exit 2\n",
+        f"set -- {shlex.join(arguments)}\n",
+    ]
+    return "".join([first, *rest[:end], *header, *fixed, *rest[end:]])
+
+
+def submitted(path: Path) -> str:
+    """The number of the job that this script became."""
+    if shutil.which("sbatch") is None:
+        raise TrainingError(f"there is no sbatch on this machine; submit {path} from one that has it: sbatch {path}")
+    done = subprocess.run(["sbatch", "--parsable", str(path)], capture_output=True, text=True)
+    if done.returncode:
+        raise TrainingError(f"sbatch {path}: {done.stderr.strip() or f'exit code {done.returncode}'}")
+    return done.stdout.strip().partition(";")[0]

@@ -1,0 +1,115 @@
+"""Training as a job of a real SLURM: pre-empted, cancelled, failed, on two nodes of two ranks each."""
+
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from megatron_lite.checkpoint.directory import find_latest
+from megatron_lite.checkpoint.layout import read_layout
+from megatron_lite.checkpoint.store import verify
+from megatron_lite.config.load import load_config
+from megatron_lite.parallel.context import solo
+from megatron_lite.training.pretrain import pretrain
+from tests.cluster.slurm import Slurm, why_not
+from tests.e2e.command import ROOT, make_corpus
+from tests.e2e.test_resume import rows
+
+pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not())
+QUICKSTART = ROOT / "configs" / "quickstart.yaml"
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory):
+    with Slurm(tmp_path_factory.mktemp("slurm")) as slurm:
+        yield slurm
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    return make_corpus(tmp_path_factory.mktemp("corpus"))
+
+
+def changes(folder: Path, corpus: str, **more: object) -> list[str]:
+    """The quickstart's model on a small corpus of bytes."""
+    values = {
+        "run.dir": folder,
+        "data.paths": corpus,
+        "data.tokenizer": "bytes",
+        "data.split": "90,10,0",
+        "train.micro_batch_size": 1,
+        "train.global_batch_size": 4,
+        "train.eval_iterations": 1,
+        "optim.warmup_iterations": 4,
+        "log.tensorboard": "false",
+        "log.interval": 1,
+    }
+    return [f"{name}={value}" for name, value in (values | more).items()]
+
+
+def submit(cluster: Slurm, *arguments: str) -> str:
+    command = ["submit", "--config", str(QUICKSTART), "--nodes", "2", "--nproc-per-node", "2", *arguments]
+    done = cluster.run(sys.executable, "-m", "megatron_lite", *command, env={"PYTHONPATH": str(ROOT)})
+    assert done.returncode == 0, done.stderr
+    return done.stdout.split()[1].rstrip(":")
+
+
+def output_of(cluster: Slurm, job: str) -> str:
+    return Path(cluster.show(job)["StdOut"]).read_text()
+
+
+def wait_for_rows(folder: Path, count: int) -> None:
+    deadline = time.monotonic() + 90
+    while not (folder / "metrics.jsonl").exists() or len(rows(folder)) < count:
+        assert time.monotonic() < deadline, f"{folder}: fewer than {count} iterations"
+        time.sleep(0.1)
+
+
+def train(arguments: list[str]) -> None:
+    pretrain(load_config(QUICKSTART, arguments))
+
+
+def test_a_preempted_job_goes_on_to_the_bit_and_completes(ranks, cluster, corpus, tmp_path):
+    """Whoever loses work, or has to submit again, at each pre-emption pays for it on every shared cluster."""
+    length = {"train.iterations": 16, "checkpoint.interval": 100}
+    job = submit(cluster, *changes(tmp_path / "job", corpus, **length))
+    wait_for_rows(tmp_path / "job", 3)
+    important = cluster.sbatch("--partition=high", "--nodes=2", "--exclusive", "--wrap=srun hostname")
+    cluster.wait(important, "COMPLETED", timeout=60)
+    assert cluster.wait(job, "COMPLETED", "FAILED", "CANCELLED", timeout=120) == "COMPLETED", output_of(cluster, job)
+    assert cluster.show(job)["Restarts"] == "1"
+    text = output_of(cluster, job)
+    assert "time is nearly up, or the nodes are wanted: saving\n" in text
+    assert "exiting program after receiving SIGUSR1: stopped at iteration" in text
+    assert "queueing this job again, to go on\n" in text
+    assert f"job {job}, start 2, on node[1-2]\n" in text
+    assert sorted(path.name for path in (tmp_path / "job" / f"job-{job}").iterdir()) == [
+        f"rank_0000{rank}.log" for rank in (1, 2, 3)
+    ]
+    ranks(4, train, changes(tmp_path / "whole", corpus, **length))
+    assert rows(tmp_path / "job") == rows(tmp_path / "whole")
+
+
+def test_a_cancelled_job_leaves_a_good_checkpoint(cluster, corpus, tmp_path):
+    """SLURM sends TERM to everything at once, the script too, and gives it KillWait."""
+    job = submit(cluster, *changes(tmp_path / "job", corpus))
+    wait_for_rows(tmp_path / "job", 2)
+    cluster.scancel(job)
+    root = tmp_path / "job" / "checkpoints"
+    deadline = time.monotonic() + 30  # the state is CANCELLED at once
+    while (iteration := find_latest(root, world=solo())) is None:
+        assert time.monotonic() < deadline, output_of(cluster, job)
+        time.sleep(0.1)
+    cluster.wait(job, "CANCELLED", timeout=30)
+    assert iteration >= 2
+    path = root / f"iter_{iteration:07d}"
+    assert verify(path, read_layout(path)) == []
+
+
+def test_a_job_whose_training_fails_is_failed(cluster, corpus, tmp_path):
+    """COMPLETED, or queued again for ever, would hide it."""
+    job = submit(cluster, *changes(tmp_path / "job", corpus, **{"data.tokenizer": "bytes", "optim.lr": 1e30}))
+    assert cluster.wait(job, "COMPLETED", "FAILED", timeout=90) == "FAILED"
+    assert cluster.show(job)["ExitCode"] == "1:0"
+    assert "training stops. Lower optim.lr" in output_of(cluster, job)

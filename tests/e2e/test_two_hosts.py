@@ -1,0 +1,82 @@
+"""Training on two hosts over a cable, which is cut."""
+
+import re
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from megatron_lite.config.load import load_config
+from megatron_lite.training.pretrain import pretrain
+from tests.cluster.hosts import TwoHosts, why_not
+from tests.e2e.command import ROOT, environment, make_corpus, tiny_yaml
+from tests.e2e.test_resume import rows, tensor_files
+
+pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not())
+LIMIT_SECONDS = 30
+
+
+def launch(hosts: TwoHosts, config: Path, *arguments: str) -> dict[str, subprocess.Popen[str]]:
+    """launch.sh by hand on both hosts, one rank on each."""
+    command = ["sh", str(ROOT / "launch.sh"), "--nproc-per-node", "1", "--config", str(config), *arguments]
+    place = {"NNODES": "2", "MASTER_ADDR": "10.78.0.1", "PYTHON": "python"}
+    return {
+        host: hosts.popen(
+            host,
+            command,
+            env=environment() | place | {"NODE_RANK": str(node_rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
+        for node_rank, host in enumerate("ab")
+    }
+
+
+def wait_for_rows(folder: Path, count: int) -> None:
+    deadline = time.monotonic() + 60
+    while not (folder / "metrics.jsonl").exists() or len(rows(folder)) < count:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def train_from(config: str) -> None:
+    pretrain(load_config(Path(config)))
+
+
+def test_a_cut_cable_ends_both_sides_and_the_run_goes_on_when_it_is_mended(ranks, tmp_path):
+    """Without an end on both sides, machines are idle, and paid for, until somebody looks."""
+    prefix = make_corpus(tmp_path)
+    settings = {
+        # Each waits for its checkpoint, so that the cut comes in mid-training; dropout would show a lost random state.
+        "train": {"iterations": 150, "comm_timeout": 12.0},
+        "checkpoint": {"interval": 10},
+        "log": {"interval": 1000},
+    }
+    whole = tiny_yaml(tmp_path, prefix, **settings, run={"dir": str(tmp_path / "whole")})
+    ranks(2, train_from, str(whole))
+    config = tiny_yaml(tmp_path, prefix, **settings, run={"dir": str(tmp_path / "cut")})
+    with TwoHosts() as hosts:
+        started = launch(hosts, config)
+        wait_for_rows(tmp_path / "cut", 25)
+        hosts.cut("b")
+        cut = time.monotonic()
+        for host, process in started.items():
+            out, err = process.communicate(timeout=LIMIT_SECONDS)
+            assert process.returncode == 1
+            assert time.monotonic() - cut < LIMIT_SECONDS
+            assert re.search(
+                r"^iteration \d+.*: rank \d got no answer in .* over (dp|world) \(ranks 0 and 1\): .*Timed out.* Look at "
+                r"the output of those ranks first",
+                err,
+                re.MULTILINE,
+            ), err
+            assert "Traceback" not in err
+            assert f"GLOO_SOCKET_IFNAME=eth0\n" in out
+        hosts.mend("b")
+        for process in launch(hosts, config).values():
+            out, err = process.communicate(timeout=90)
+            assert process.returncode == 0, err
+    assert rows(tmp_path / "cut") == rows(tmp_path / "whole")
+    newest = "checkpoints/iter_0000150"
+    assert tensor_files(tmp_path / "cut" / newest) == tensor_files(tmp_path / "whole" / newest)
