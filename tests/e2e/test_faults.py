@@ -1,0 +1,148 @@
+"""Faults of every kind, under a launcher that starts ranks again: the weights at the end are those without faults."""
+
+import contextlib
+import json
+import os
+import random
+import re
+import resource
+import signal
+import subprocess
+import sys
+import threading
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+
+from megatron_lite.errors import StoppedEarly
+from megatron_lite.training.loop import train_step
+from tests.e2e.command import ROOT, environment
+from tests.e2e.test_resume import rows, run_to_the_end, tensor_files
+
+HANG_SECONDS = 3.0
+TIMED = {"kill": signal.SIGKILL, "term": signal.SIGTERM, "stop": signal.SIGSTOP}
+# What somebody who reads the output has to find there, of the rank that it was.
+CAUSES = {
+    "kill": r"^rank {rank} was killed by SIGKILL",
+    "term": r"^exiting program after receiving SIGTERM: stopped at iteration",
+    "stop": r"^rank {rank} on \S+ \(process \d+\) has shown no sign of life for .* s, since iteration",
+    "nan": r"^iteration \d+: the loss is \S+ and the gradient norm nan",
+    "weight": r"replicas are not equal any more: .*rank\S* .*{rank}.* differ",
+    "disk": r"^rank {rank}: .*: writing failed: .*File too large",
+}
+
+
+@dataclass(frozen=True)
+class Fault:
+    kind: str
+    iteration: int  # in which it happens
+    rank: int
+    delay: float  # seconds into it, for the kinds that come from outside
+
+
+def faulty_step(run, microbatches, *, folder: Path, faults: list[Fault]):
+    """`train_step`, in which those faults happen that did not before."""
+    for number, fault in enumerate(faults):
+        if fault.rank == run.ctx.rank and fault.iteration == run.state.iteration + 1:
+            with contextlib.suppress(FileExistsError):
+                (folder / f"fault_{number}").touch(exist_ok=False)
+                happen(fault, run, microbatches)
+    return train_step(run, microbatches)
+
+
+def happen(fault: Fault, run, microbatches) -> None:
+    if fault.kind in TIMED:
+        threading.Timer(fault.delay, os.kill, (os.getpid(), TIMED[fault.kind])).start()
+    elif fault.kind == "nan":
+        microbatches[0].loss_mask[0, 0] = float("nan")
+    elif fault.kind == "weight":
+        name = random.Random(fault.iteration).choice(sorted(run.params))
+        bits = run.params[name].detach().view(-1).view(torch.int32)
+        bits[-1] ^= 1 << 20  # of the mantissa: nothing but a comparison would notice
+    elif fault.kind == "disk":
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+
+
+def train(folder: str, faults: str, changes: str) -> None:
+    """What each rank does."""
+    torch.set_num_threads(1)
+    wanted = [Fault(**fault) for fault in json.loads(faults)]
+
+    def step(run, microbatches):
+        return faulty_step(run, microbatches, folder=Path(folder), faults=wanted)
+
+    with mock.patch("megatron_lite.training.loop.train_step", step):
+        run_to_the_end(Path(folder), "codegeex", **json.loads(changes))
+
+
+LAUNCH = """
+import sys
+from megatron_lite.cli.launch import launch
+from megatron_lite.cli.nodes import Nodes
+if __name__ == "__main__":
+    sys.exit(launch("tests.e2e.test_faults:train", tuple(sys.argv[2:]), Nodes(int(sys.argv[1]), max_restarts=1000)))
+"""
+
+
+def run_with(folder: Path, faults: list[Fault], size: int, changes: dict) -> str:
+    """Runs to the end, again where it ends with 75; returns all that was said to the error stream."""
+    folder.mkdir()
+    arguments = [str(folder), json.dumps([asdict(fault) for fault in faults]), json.dumps(changes)]
+    said = ""
+    for _ in range(1 + len(faults)):
+        done = subprocess.run(
+            [sys.executable, "-c", LAUNCH, str(size), *arguments],
+            env=environment(),
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            timeout=120 + 60 * len(faults),
+        )
+        said += done.stderr
+        if done.returncode != StoppedEarly.exit_code:
+            break
+    assert done.returncode == 0, said
+    return said
+
+
+def check_faults(folder: Path, kinds: list[str], seed: int, size: int, **changes) -> None:
+    random_ = random.Random(seed)
+    faults, iteration = [], 2
+    for kind in kinds:
+        faults.append(Fault(kind, iteration, random_.randrange(size), random_.uniform(0, 0.05)))
+        iteration += random_.randint(3, 6)  # so that one is over before the next
+    changes |= {
+        "train__iterations": iteration + 2,
+        "train__hang_timeout": HANG_SECONDS,
+        "faults__check_replicas": 1,
+        "optim__schedule": "constant",
+        "model__hidden_dropout": 0.1,
+        "checkpoint__interval": 2,
+        "train__micro_batch_size": 2,
+    }
+    said = run_with(folder / "disturbed", faults, size, changes)
+    for number, fault in enumerate(faults):
+        assert (folder / "disturbed" / f"fault_{number}").exists(), f"{fault} did not happen"
+        assert re.search(CAUSES[fault.kind].format(rank=fault.rank), said, re.MULTILINE), f"{fault} in\n{said}"
+    assert run_with(folder / "whole", [], size, changes) == ""
+    assert rows(folder / "disturbed") == rows(folder / "whole")
+    newest = f"checkpoints/iter_{changes['train__iterations']:07d}"
+    assert tensor_files(folder / "disturbed" / newest) == tensor_files(folder / "whole" / newest)
+
+
+def test_a_run_with_faults_of_every_kind_ends_with_the_weights_of_an_undisturbed_one(tmp_path):
+    """Otherwise a fault costs the run, or changes it without a word."""
+    check_faults(tmp_path, list(CAUSES), seed=1, size=2)
+
+
+@pytest.mark.soak
+def test_a_run_with_very_many_faults_ends_with_the_weights_of_an_undisturbed_one(tmp_path):
+    """The same with tensor parallelism; MEGATRON_LITE_SOAK_FAULTS and _SEED choose others."""
+    count = int(os.environ.get("MEGATRON_LITE_SOAK_FAULTS", "100"))
+    seed = int(os.environ.get("MEGATRON_LITE_SOAK_SEED", "1"))
+    kinds = [list(CAUSES)[number % len(CAUSES)] for number in range(count)]
+    random.Random(seed).shuffle(kinds)
+    check_faults(tmp_path, kinds, seed=seed, size=4, parallel__tensor=2)
