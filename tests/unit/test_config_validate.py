@@ -218,6 +218,41 @@ def test_the_defaults_are_valid_on_any_number_of_processes():
             "of parallel.pipeline (2), so a global batch must be a multiple of train.micro_batch_size * data-parallel "
             "size (1 * 2 = 2) * 2 = 4, and so must both of them",
         ),
+        (
+            1,
+            ["faults.on_nan=skip", "faults.spike_factor=3", "sync.mode=delayed", "sync.delay=1"],
+            "faults.on_nan: skip and faults.spike_factor: 3 need sync.mode: every_step; with delayed a bad gradient is on "
+            "its way to other steps when it is seen: use faults.on_nan: stop and faults.spike_factor: 0",
+        ),
+        (
+            2,
+            ["faults.spike_factor=3", "parallel.ddp=deepspeed"],
+            "faults.spike_factor is 3, but DeepSpeed keeps the gradients of a step that is not taken; use 0, or another "
+            "parallel.ddp",
+        ),
+        (
+            1,
+            ["faults.spike_factor=1"],
+            "faults.spike_factor is 1, so that an ordinary loss would be a spike; use a number above 1, such as 3, or 0 "
+            "for none",
+        ),
+        (
+            2,
+            ["faults.check_replicas=5", "parallel.ddp=fsdp"],
+            "faults.check_replicas is 5, but under parallel.ddp: fsdp each rank holds another part of the weights, so "
+            "there are no replicas to compare; use 0",
+        ),
+        (
+            2,
+            ["faults.check_replicas=5", "sync.mode=local_sgd"],
+            "faults.check_replicas is 5, but with sync.mode: local_sgd replicas differ between meetings; use 0",
+        ),
+        (
+            1,
+            ["train.hang_timeout=0.5"],
+            "train.hang_timeout is 0.5 seconds, less than an ordinary iteration may take; use at least 1, or 0 to wait "
+            "for ever",
+        ),
     ],
 )
 def test_a_broken_rule_says_what_it_got_and_what_works(world_size, overrides, message):

@@ -1,0 +1,46 @@
+"""A rank that computes longer than others is named; noise, waiting and other stages are not."""
+
+import time
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_lite.parallel.collectives import barrier
+from megatron_lite.parallel.context import ParallelContext
+from megatron_lite.parallel.grid import Grid
+from megatron_lite.training.stragglers import Stragglers
+
+
+def lines_of(seconds_by_step: list[list[float]], pp: int) -> list[str]:
+    """What is said after each step, in which the ranks work so long and then wait for each other."""
+    grid = Grid(tp=1, cp=1, dp=dist.get_world_size() // pp, pp=pp)
+    ctx = ParallelContext.create(grid, torch.device("cpu"), 60.0)
+    stragglers = Stragglers(SimpleNamespace(ctx=ctx))  # type: ignore[arg-type]
+    said = []
+    for seconds in seconds_by_step:
+        with stragglers.measured():
+            time.sleep(seconds[ctx.rank])
+            barrier(ctx.world)
+        said.append(stragglers.line())
+    return said
+
+
+@pytest.mark.parametrize(
+    "steps, pp, expected",
+    [
+        ([[0.3, 0.02, 0.02, 0.02]] * 3, 1, [None, 0, 0]),  # twice in a row
+        ([[0.02, 0.3, 0.02, 0.02], [0.02, 0.02, 0.3, 0.02]], 1, [None, None]),  # another one each time
+        ([[0.3, 0.3, 0.02, 0.02]] * 2, 2, [None, None]),  # stages differ by design
+        ([[0.02, 0.02, 0.02, 0.3]] * 2, 2, [None, 3]),
+    ],
+)
+def test_only_a_rank_that_is_late_again_is_named(ranks, steps, pp, expected):
+    (said, *_) = ranks(4, lines_of, steps, pp)
+    for line, rank in zip(said, expected, strict=True):
+        if rank is None:
+            assert line == ""
+        else:
+            assert line.startswith(f" STRAGGLER: rank {rank} on ")
+            assert "computes for 0.3" in line

@@ -1,0 +1,145 @@
+"""A rank that hangs ends, after it and the others have said where they are."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from megatron_lite.parallel.context import Group
+from megatron_lite.parallel.waiting import communicating
+from megatron_lite.pipeline.actions import Action
+from megatron_lite.training.progress import Progress
+from megatron_lite.training.watchdog import Watchdog
+from tests.e2e.command import ROOT, environment
+
+# A rank of two: it works for a while, and then stays where the argument says.
+RANK = """
+import sys, time
+from pathlib import Path
+from megatron_lite.parallel.context import Group
+from megatron_lite.parallel.waiting import waiting
+from megatron_lite.pipeline.actions import Action
+from megatron_lite.training.progress import Progress
+from megatron_lite.training.watchdog import Watchdog
+
+folder, rank, hang_timeout, what = Path(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3]), sys.argv[4]
+progress = Progress()
+with Watchdog(progress, folder, rank=rank, world_size=2, hang_timeout=hang_timeout):
+    for iteration in range(1, 8):
+        progress.iteration = iteration
+        progress.begin(Action("F", 2, 0))
+        time.sleep(0.1)
+        progress.end(Action("F", 2, 0))
+    print("hangs", flush=True)
+    if what == "wait":
+        progress.begin(Action("B", 2, 0))
+        with waiting("all_reduce", Group("dp", (0, 1), rank)):
+            time.sleep(60)
+    elif what == "work":
+        with progress.during("optimizer"):
+            time.sleep(60)
+    elif what == "hold":  # the interpreter's lock, in one call
+        _ = len(str(7 ** 20_000_000))
+print("ended")
+"""
+
+
+def start(folder: Path, rank: int, what: str, hang_timeout: float = 1.0) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-c", RANK, str(folder), str(rank), str(hang_timeout), what],
+        env=environment(),
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def test_ranks_that_hang_say_where_name_the_one_that_works_on_and_end(tmp_path):
+    """Whoever waits is not the one to look at."""
+    processes = [start(tmp_path, 0, "wait"), start(tmp_path, 1, "work")]
+    said = [process.communicate(timeout=60)[1] for process in processes]
+    assert [process.returncode for process in processes] == [1, 1]
+    together = "".join(said)
+    stacks = tmp_path / "heartbeat" / "stacks_00000.txt"
+    assert (
+        f"s: iteration 7, B2.0, waiting in all_reduce over dp (ranks 0 and 1); Python stacks in {stacks}\n" in said[0]
+    )
+    assert "s: iteration 7, optimizer, waiting for no other rank; Python stacks in" in said[1]
+    assert f"(process {processes[1].pid}) waits for nobody; it has been in iteration 7, optimizer for " in together
+    assert f"(process {processes[0].pid})" not in together
+    assert together.count("training hangs (no progress for train.hang_timeout, 1 s) and ends;") == 1
+    for rank in (0, 1):
+        assert 'File "<string>", line' in (tmp_path / "heartbeat" / f"stacks_0000{rank}.txt").read_text()
+
+
+def test_a_rank_that_is_stopped_is_named_by_the_others(tmp_path):
+    """It cannot speak for itself."""
+    stopped, waits = start(tmp_path, 1, "wait", 2.0), start(tmp_path, 0, "wait", 2.0)
+    assert stopped.stdout is not None and stopped.stdout.readline() == "hangs\n"
+    os.kill(stopped.pid, signal.SIGSTOP)
+    try:
+        _, err = waits.communicate(timeout=60)
+        assert waits.returncode == 1
+        assert f"(process {stopped.pid}) has shown no sign of life for" in err
+        assert re.search(r"s, since iteration 7.*: it is stopped or gone\n", err)
+    finally:
+        stopped.kill()
+        stopped.communicate()
+
+
+def test_a_rank_that_holds_the_interpreter_for_ever_ends_too(tmp_path):
+    process = start(tmp_path, 0, "hold")
+    process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert 'File "<string>", line' in (tmp_path / "heartbeat" / "stacks_00000.txt").read_text()
+
+
+def test_progress_of_any_kind_is_no_hang_and_the_heartbeat_tells_it(tmp_path):
+    """A collective that returns counts, as in an evaluation or a save."""
+    progress = Progress()
+    path = tmp_path / "heartbeat" / "rank_00003.json"
+    with Watchdog(progress, tmp_path, rank=3, world_size=4, hang_timeout=1.0):
+        progress.iteration = 5
+        until = time.monotonic() + 1.6
+        while time.monotonic() < until:
+            with communicating("barrier", Group("world", (0, 3), 1)):
+                time.sleep(0.05)
+        with progress.during("saving a checkpoint"), communicating("broadcast", Group("world", (0, 3), 1)):
+            time.sleep(0.3)
+            beat = json.loads(path.read_text())
+    assert beat["where"] == "iteration 5, saving a checkpoint"
+    assert beat["waits_in"] == "broadcast over world (ranks 0 and 3)"
+    assert (beat["rank"], beat["pid"], beat["status"], beat["iteration"]) == (3, os.getpid(), "training", 5)
+    assert 0 < beat["seconds"] < 0.6
+    assert time.time() - beat["time"] < 10
+    assert json.loads(path.read_text())["status"] == "ended"
+    assert sorted(file.name for file in path.parent.iterdir()) == [path.name]
+
+
+def test_without_a_time_out_a_rank_may_wait_for_ever(tmp_path):
+    progress = Progress()
+    watchdog = Watchdog(progress, tmp_path, rank=0, world_size=1, hang_timeout=0.0)
+    watchdog._period = 0.05
+    with watchdog:
+        time.sleep(0.3)
+    assert json.loads((tmp_path / "heartbeat" / "rank_00000.json").read_text())["status"] == "ended"
+
+
+@pytest.mark.parametrize(
+    "what, words", [(Action("F", 3, 1), "iteration 2, F3.1"), ("optimizer", "iteration 2, optimizer")]
+)
+def test_a_place_is_named_as_in_the_schedule(what, words):
+    progress = Progress()
+    progress.iteration = 2
+    assert progress.where() == "iteration 2"
+    progress.begin(what)
+    assert progress.where() == words
+    progress.end(what)
+    assert progress.where() == "iteration 2"
