@@ -74,7 +74,7 @@ def train(
                 log.evaluation(state, evaluate(run, valid_set, eod), f"iteration {state.iteration}")
             reason = "" if last else stop.agreed(run.ctx)
             if not last and state.iteration == config.train.exit_iteration:
-                reason = reason or "train.exit_iteration is reached"
+                reason = reason or "because train.exit_iteration is reached"
             run.saver.report(log.say)
             if last or reason or due(state.iteration, config.checkpoint.interval):
                 if reason:
@@ -83,7 +83,7 @@ def train(
                     save_run(run, log.say, must_be_done=bool(last or reason))
             if reason:
                 raise StoppedEarly(
-                    f"exiting program after {reason}: stopped at iteration {state.iteration} of "
+                    f"exiting program {reason}: stopped at iteration {state.iteration} of "
                     f"{config.train.iterations} with a checkpoint saved; run the same command again to go on"
                 )
         with run.progress.during("the final evaluation"):

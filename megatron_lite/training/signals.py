@@ -81,5 +81,5 @@ class StopRequest:
         own = self._received or (TIME_IS_UP if time.monotonic() > self._deadline else 0)
         number = int(all_reduce(torch.tensor([own], device=ctx.device), ctx.world, op="max").item())
         if number == TIME_IS_UP:
-            return "train.exit_duration has passed"
-        return f"receiving {signal.Signals(number).name}" if number else ""
+            return "because train.exit_duration has passed"
+        return f"after receiving {signal.Signals(number).name}" if number else ""

@@ -73,18 +73,15 @@ def train_step(run: Run, microbatches: list[Batch]) -> StepReport:
     advance(run, microbatches, skipped=skipped)
     if not skipped:
         run.state.remember(loss)
-    where = ranks_with_bad_loss(loss_sum, run.ctx.dp) if bad == "nan" else ""
+    where = ranks_with_bad_loss(loss_sum, run.ctx.world) if bad == "nan" else ""
     return StepReport(loss, outcome.grad_norm, lr, loss_scale, skipped, bad, where)
 
 
-def ranks_with_bad_loss(own: Tensor, dp: Group) -> str:
-    """Names the ranks of dp whose own loss `[1]` is not finite. Communicates: a number over dp."""
-    bad = [
-        rank
-        for rank, loss in zip(dp.ranks, all_gather(own, dp, dim=0).tolist(), strict=True)
-        if not math.isfinite(loss)
-    ]
-    return f" (the loss of rank {', '.join(map(str, bad))} is not finite)" if bad and dp.size > 1 else ""
+def ranks_with_bad_loss(own: Tensor, world: Group) -> str:
+    """Names the ranks whose own loss `[1]` is not finite. Communicates: a number over the world."""
+    losses = all_gather(own, world, dim=0).tolist()
+    bad = [str(rank) for rank, loss in enumerate(losses) if not math.isfinite(loss)]
+    return f" (the loss of rank {', '.join(bad)} is not finite)" if bad and world.size > 1 else ""
 
 
 def forward_backward(run: Run, microbatches: list[Batch], loss_grad: float) -> Tensor:

@@ -373,7 +373,7 @@ def one_rank_is_asked() -> str:
 
 
 def test_a_signal_to_one_rank_stops_all(ranks):
-    assert ranks(2, one_rank_is_asked) == ["receiving SIGTERM"] * 2
+    assert ranks(2, one_rank_is_asked) == ["after receiving SIGTERM"] * 2
 
 
 def evaluation_with_ends(masked: bool) -> float:
