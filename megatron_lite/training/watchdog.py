@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from megatron_lite.parallel.waiting import current_wait
 from megatron_lite.training.progress import Progress
@@ -49,7 +49,7 @@ class Watchdog:
     def _watch(self) -> None:
         count, since = self._progress.count(), time.monotonic()
         before = since
-        with open(os.devnull if not self._hang_timeout else self._stacks, "w", encoding="utf-8") as last_resort:
+        with self._stack_file() as last_resort:
             while True:
                 now = time.monotonic()
                 if now - before > MISSED_HEARTBEATS * self._period:  # all of this process stood still, not training
@@ -68,6 +68,13 @@ class Watchdog:
             faulthandler.cancel_dump_traceback_later()
         self._stacks.unlink(missing_ok=True)
         self._beat("ended", 0.0)
+
+    def _stack_file(self) -> IO[str]:
+        """Where the stacks go; on a disk that takes nothing, to the error stream. A full disk must not stop this."""
+        try:
+            return self._stacks.open("w", encoding="utf-8")
+        except OSError:
+            return os.fdopen(os.dup(sys.stderr.fileno()), "w", encoding="utf-8")
 
     def _others_hang(self) -> bool:
         return self._alarm.exists()
@@ -96,10 +103,10 @@ class Watchdog:
         """Dumps the stacks, says what is known, and ends this process."""
         self._beat("hangs", seconds)
         is_first = self._raise_alarm()
-        with self._stacks.open("w", encoding="utf-8") as file:
+        with self._stack_file() as file:
             faulthandler.dump_traceback(file)
         wait, _ = current_wait()
-        doing = f"waiting in {wait}" if wait else "waiting for no other rank"
+        doing = f"waiting in {wait}" if wait else "waiting in no known collective"
         lines = [
             f"rank {self._rank} on {socket.gethostname()} has got nowhere for {seconds:.1f} s: "
             f"{self._progress.where()}, {doing}; Python stacks in {self._stacks}"
@@ -140,5 +147,5 @@ class Watchdog:
         if silent > MISSED_HEARTBEATS * self._period and beat["status"] == "training":
             return f"{who} has shown no sign of life for {silent:.1f} s, since {beat['where']}: it is stopped or gone"
         if not beat["waits_in"]:
-            return f"{who} waits for nobody; it has been in {beat['where']} for {beat['seconds']:.1f} s"
+            return f"{who} waits in no known collective; it has been in {beat['where']} for {beat['seconds']:.1f} s"
         return ""

@@ -221,20 +221,20 @@ def test_the_defaults_are_valid_on_any_number_of_processes():
         (
             1,
             ["faults.on_nan=skip", "faults.spike_factor=3", "sync.mode=delayed", "sync.delay=1"],
-            "faults.on_nan: skip and faults.spike_factor: 3 need sync.mode: every_step; with delayed a bad gradient is on "
-            "its way to other steps when it is seen: use faults.on_nan: stop and faults.spike_factor: 0",
+            "faults.on_nan: skip and faults.spike_factor: 3 need sync.mode: every_step; with delayed a bad gradient is "
+            "on its way to other steps when it is seen: use faults.on_nan: stop and faults.spike_factor: 0",
         ),
         (
             2,
             ["faults.spike_factor=3", "parallel.ddp=deepspeed"],
-            "faults.spike_factor is 3, but DeepSpeed keeps the gradients of a step that is not taken; use 0, or another "
-            "parallel.ddp",
+            "faults.spike_factor is 3, but DeepSpeed keeps the gradients of a step that is not taken; use 0, or "
+            "another parallel.ddp",
         ),
         (
             1,
             ["faults.spike_factor=1"],
-            "faults.spike_factor is 1, so that an ordinary loss would be a spike; use a number above 1, such as 3, or 0 "
-            "for none",
+            "faults.spike_factor is 1, so that an ordinary loss would be a spike; use a number above 1, such as 3, or "
+            "0 for none",
         ),
         (
             2,

@@ -71,8 +71,11 @@ def test_ranks_that_hang_say_where_name_the_one_that_works_on_and_end(tmp_path):
     assert (
         f"s: iteration 7, B2.0, waiting in all_reduce over dp (ranks 0 and 1); Python stacks in {stacks}\n" in said[0]
     )
-    assert "s: iteration 7, optimizer, waiting for no other rank; Python stacks in" in said[1]
-    assert f"(process {processes[1].pid}) waits for nobody; it has been in iteration 7, optimizer for " in together
+    assert "s: iteration 7, optimizer, waiting in no known collective; Python stacks in" in said[1]
+    assert (
+        f"(process {processes[1].pid}) waits in no known collective; it has been in iteration 7, optimizer for "
+        in together
+    )
     assert f"(process {processes[0].pid})" not in together
     assert together.count("training hangs (no progress for train.hang_timeout, 1 s) and ends;") == 1
     for rank in (0, 1):
@@ -143,3 +146,15 @@ def test_a_place_is_named_as_in_the_schedule(what, words):
     assert progress.where() == words
     progress.end(what)
     assert progress.where() == "iteration 2"
+
+
+def test_a_disk_that_takes_nothing_does_not_keep_a_rank_hanging(tmp_path):
+    """Where the one fault is the reason of the other."""
+    (tmp_path / "heartbeat").mkdir()
+    for name in ("stacks_00000.txt", "rank_00000.tmp", "hang"):
+        (tmp_path / "heartbeat" / name).symlink_to("/proc/nowhere/file")  # so that even root cannot write it
+    process = start(tmp_path, 0, "wait")
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert "waiting in all_reduce over dp" in err
+    assert 'File "<string>", line' in err
