@@ -29,6 +29,11 @@ ENGINES = {
     "dp 2 fsdp": (2, {"parallel__ddp": "fsdp"}),
     "dp 2 torch": (2, {"parallel__ddp": "torch"}),
     "pp 2 dp 2": (4, {"parallel__pipeline": 2}),
+    "dp 2 deepspeed 2 bf16": (
+        2,
+        {"parallel__ddp": "deepspeed", "deepspeed__zero_stage": 2, "train__precision": "bf16"},
+    ),
+    "dp 2 deepspeed 3": (2, {"parallel__ddp": "deepspeed", "deepspeed__zero_stage": 3}),
 }
 LENGTH = {
     "train__iterations": 9,

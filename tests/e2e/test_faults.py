@@ -146,3 +146,16 @@ def test_a_run_with_very_many_faults_ends_with_the_weights_of_an_undisturbed_one
     kinds = [list(CAUSES)[number % len(CAUSES)] for number in range(count)]
     random.Random(seed).shuffle(kinds)
     check_faults(tmp_path, kinds, seed=seed, size=4, parallel__tensor=2)
+
+
+@pytest.mark.parametrize("changes", [{}, {"optim__distributed": "true"}], ids=["replicas", "distributed"])
+def test_with_fewer_data_parallel_ranks_and_then_more_the_losses_are_the_same(ranks, tmp_path, changes):
+    """The global batch stays, and with it what each iteration sees and does."""
+    changes = changes | {"train__micro_batch_size": 2, "train__iterations": 12, "optim__schedule": "constant"}
+    ranks(2, run_to_the_end, tmp_path / "whole", "codegeex", **changes)
+    for size, stop in ((2, 4), (1, 8), (2, 12)):
+        ranks(size, run_to_the_end, tmp_path / "shrunk", "codegeex", **(changes | {"train__iterations": stop}))
+    whole, shrunk = rows(tmp_path / "whole"), rows(tmp_path / "shrunk")
+    assert [row["consumed_samples"] for row in shrunk] == [row["consumed_samples"] for row in whole]
+    for key in ("loss", "grad_norm"):
+        assert [row[key] for row in shrunk] == pytest.approx([row[key] for row in whole], rel=1e-5)
