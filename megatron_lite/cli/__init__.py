@@ -6,6 +6,7 @@ import sys
 import typer
 
 from megatron_lite.cli.convert import convert
+from megatron_lite.cli.doctor import doctor
 from megatron_lite.cli.generate import generate
 from megatron_lite.cli.inspect import inspect
 from megatron_lite.cli.preprocess import preprocess
@@ -23,7 +24,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,  # loading rich would take half of the time of --help
 )
-for command in (pretrain, preprocess, train_tokenizer, inspect, convert, generate, schedule, submit):
+for command in (pretrain, preprocess, train_tokenizer, inspect, convert, generate, schedule, doctor, submit):
     app.command()(command)
 
 

@@ -1,0 +1,247 @@
+"""`doctor` names machines that are not fit for a run, or not like the others, and a network that loses what is sent."""
+
+import platform
+import re
+import socket
+import time
+from dataclasses import replace
+from importlib import metadata
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_lite.training import doctor_machine, doctor_network
+from megatron_lite.training.doctor_network import ADVICE
+from tests.e2e.command import make_corpus, run, tiny_yaml
+from tests.e2e.patients import A, B, Doctor, examined, failed, patched
+
+
+@pytest.fixture
+def doctor(ranks, tmp_path) -> Doctor:
+    """Of machines alone."""
+    return Doctor(ranks, tmp_path, None)
+
+
+def assert_lines(lines: list[str], patterns: list[str]) -> None:
+    for line, pattern in zip(lines, patterns, strict=True):
+        assert re.fullmatch(pattern, line), line
+
+
+def test_the_command_examines_what_a_run_uses_and_leaves_nothing_behind(tmp_path):
+    """What it prints is what a user reads before a long run."""
+    (tmp_path / "data").mkdir()
+    config = tiny_yaml(tmp_path, make_corpus(tmp_path / "data"), parallel={"pipeline": 2})
+    before = sorted(tmp_path.rglob("*"))
+    done = run("doctor", "--config", str(config), "--nproc-per-node", "2", cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (0, ""), done
+    host, speed = re.escape(socket.gethostname()), r"latency [0-9.]+ (us|ms), [0-9.]+ [MG]B/s"
+    assert_lines(
+        done.stdout.splitlines(),
+        [
+            rf" ok    meeting: 2 ranks on {host} have met at localhost:\d+",
+            rf" ok    versions: python 3\S+, torch {re.escape(torch.__version__)}, megatron_lite .*"
+            r"\(sources [0-9a-f]{8}\).*; the same on every rank",
+            rf" ok    devices: {host}: 2 ranks, \d+ cores?, [0-9.]+ GiB of memory, .*GPU.*",
+            r" (ok|warn)  +limits: .*",
+            r" ok    arithmetic: a product of matrices in fp32, 256 x 256 x 256, is exact on every rank",
+            rf" ok    all-reduce over pp, embd, world: ranks 0 and 1: {speed}",
+            rf" ok    pipeline neighbours: ranks 0 and 1: {speed}",
+            r" ok    tokenizer: bytes: 257 ids, the same on every rank",
+            r" ok    data: 1 corpus, [0-9,]+ tokens, 0.\d MiB, readable on every rank; training reads 1,024 "
+            r"\(0\.\d+ epochs\)",
+            rf" ok    index files: {tmp_path}/data/cache: can be written",
+            rf" ok    run.dir: {tmp_path}/run: every rank can write there, and sees what the first one wrote",
+            rf" ok    disk: [0-9,.]+ GiB free for {tmp_path}/run, and a checkpoint takes about 0.6 MiB, of which up to "
+            "4 are there at a time",
+            r" ok    start: at iteration 0, for run.dir has no checkpoint",
+            r"13 checks passed(, 1 with a warning)?",
+        ],
+    )
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_without_a_config_the_machines_alone_are_examined(doctor):
+    lines = doctor()
+    assert_lines(
+        lines[:-2],
+        [
+            r" ok    meeting: 2 ranks on host-a and host-b have met",
+            r" ok    versions: .*; the same on every rank",
+            r" ok    devices: host-a and host-b, each: 1 rank, .*",
+            r" ok    limits: [0-9,]+ open files, 1 thread for each rank, /dev/shm with .* free",
+            r" ok    arithmetic: .*",
+            r" ok    clocks: 2 hosts agree to 0\.\d\d\d s",
+            r" ok    all-reduce over dp, world: ranks 0 and 1: .*",
+        ],
+    )
+    assert lines[-2:] == [" skip  tokenizer, data, index files: data.paths is not given", "7 checks passed"]
+
+
+def another_machine():
+    """With other packages, few files, threads for everybody, a memory that flips bits and a clock that is wrong."""
+    installed, look_around = doctor_machine.installed(), doctor_machine.look_around
+    now, all_reduce = time.time, doctor_network.all_reduce
+
+    def flips(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+        found = left @ right
+        found[3, 5] += 1
+        return found
+
+    return patched(
+        (doctor_machine, "installed", lambda: {**installed, "torch": "2.0", "python": "3.9"}),
+        (
+            doctor_machine,
+            "look_around",
+            lambda config: replace(look_around(config), open_files=256, cores=1, threads=4),
+        ),
+        (doctor_machine, "product", flips),
+        (time, "time", lambda: now() - 90),
+        (doctor_network, "all_reduce", lambda x, group: all_reduce(x, group) + (x.numel() == 1024)),
+    )
+
+
+def test_a_machine_that_is_not_like_the_other_is_named_with_all_that_differs(doctor):
+    """And nobody waits for it: both ranks go on to the next check."""
+    torch_here, python_here = re.escape(torch.__version__), re.escape(platform.python_version())
+    assert_lines(
+        doctor.complaints(illness=another_machine),
+        [
+            rf" warn  versions: python is {python_here} on {A} and 3.9 on {B}; install the same everywhere",
+            rf" FAIL  versions: torch is {torch_here} on {A} and 2.0 on {B}; install the same everywhere",
+            r" warn  limits: host-b: a process may open 256 files; start it after ulimit -n 4096",
+            r" warn  limits: host-b: 4 threads of 1 rank on 1 core wait for each other; set OMP_NUM_THREADS=1",
+            rf" FAIL  arithmetic: {B}: 1 of 65,536 numbers of a matrix product on cpu are wrong; take that host out of "
+            "the run and have its memory and device tested",
+            r" warn  clocks: host-b is 90.\d s behind host-a; set them by NTP, or times in logs and of files mislead",
+            rf" FAIL  all-reduce over dp, world: {B}: 1,024 of 5,120 sums over ranks 0 and 1 are wrong; "
+            + re.escape(ADVICE),
+            r" skip  .*",
+            failed(3, 9),
+        ],
+    )
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16", "fp64"])
+def test_the_product_is_exact_in_every_precision(precision):
+    """Were it not, a machine that is well would be taken out of a run."""
+    dtype = doctor_machine.DTYPES[precision]
+    seen: list[torch.Tensor] = []
+
+    def remembered(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+        seen.append(left @ right)
+        return seen[0]
+
+    with patched((doctor_machine, "product", remembered)):
+        doctor_machine.multiply(torch.device("cpu"), dtype)
+    assert seen[0].unique().numel() > 10  # or rows in another order would be right too
+
+
+def without_deepspeed():
+    version = metadata.version
+
+    def found(name: str) -> str:
+        if name == "deepspeed":
+            raise metadata.PackageNotFoundError
+        return version(name)
+
+    return patched((metadata, "version", found))
+
+
+def test_deepspeed_is_missed_only_where_it_is_needed(doctor):
+    assert doctor.complaints("parallel.ddp=deepspeed", illness=without_deepspeed)[1:2] == [
+        f" FAIL  deepspeed: {B}: parallel.ddp is deepspeed, which is not installed; install it (pip install "
+        "'deepspeed>=0.19.8,<0.20'), or use parallel.ddp: fsdp"
+    ]
+    lines = doctor(illness=without_deepspeed, ill=(0, 1))
+    assert "deepspeed" not in "".join(lines) and lines[-1] == "7 checks passed"
+
+
+def one_gpu():
+    """This is the second rank of a host with one."""
+    installed = doctor_machine.installed()
+    return patched(
+        (doctor_machine, "installed", lambda: installed),
+        (doctor_machine, "local_rank", lambda: 1),
+        (torch.cuda, "is_available", lambda: True),
+        (torch.cuda, "device_count", lambda: 1),
+    )
+
+
+def test_a_rank_without_a_gpu_of_its_own_is_named_and_nothing_is_tried_on_devices(doctor):
+    """The other ranks would wait for it in NCCL."""
+    assert doctor.complaints(illness=one_gpu) == [
+        f" FAIL  devices: {B}: this machine has 1 GPU for at least 2 processes; start at most 1 (--nproc-per-node 1), "
+        "or train on the CPU with run.device=cpu",
+        " skip  arithmetic, network: every rank needs a device for them",
+        " skip  tokenizer, data, index files: data.paths is not given",
+        failed(1, 3),
+    ]
+
+
+def broken():
+    """A device that does not compute, and messages that change on their way."""
+
+    def product(left, right):
+        raise RuntimeError("illegal instruction\nin line 2")
+
+    send = dist.isend
+    return patched(
+        (doctor_machine, "product", product),
+        (dist, "isend", lambda tensor, peer, group: send(tensor + 1, peer, group=group)),
+    )
+
+
+def test_what_raises_is_a_line_too(doctor):
+    assert doctor.complaints("parallel.pipeline=2", illness=broken) == [
+        f" FAIL  arithmetic: {B}: RuntimeError: illegal instruction in line 2; take that host out of the run and have "
+        "its memory and device tested",
+        f" FAIL  pipeline neighbours: {A}: what went between ranks 0 and 1 came changed; {ADVICE}",
+        " skip  tokenizer, data, index files: data.paths is not given",
+        failed(2, 8),
+    ]
+
+
+def silent():
+    """A rank that does not take part in what is measured."""
+    return patched((doctor_network, "all_reduce_speed", lambda group, device: None))
+
+
+def test_a_rank_that_does_not_answer_is_told_and_the_others_go_on(doctor):
+    complaints = doctor.complaints("train.comm_timeout=3", illness=silent)
+    assert_lines(
+        complaints,
+        [
+            rf" FAIL  all-reduce over dp, world: {A}: ranks 0 and 1 did not hear from each other: .*Timed out waiting "
+            rf"1500ms.*; {re.escape(ADVICE)}",
+            r" skip  .*",
+            failed(1, 7),
+        ],
+    )
+
+
+def stuck():
+    """A rank that is busy for longer than the others wait."""
+    return patched((doctor_machine, "multiply", lambda device, dtype: time.sleep(2.2)))
+
+
+def test_a_rank_that_is_stuck_is_told_with_what_it_was_to_do(ranks, tmp_path):
+    """As one is in a file system that hangs; without a line, nobody would know in which check."""
+    folders, given = (tmp_path, tmp_path), ["train.comm_timeout=1.5"]
+    (said, error), (nothing, other_error) = ranks(2, examined, folders, None, given, stuck, (1,))
+    told = r"rank 0 got no answer in all_gather over world \(ranks 0 and 1\): .*Timed out waiting 1500ms"
+    assert re.match(f" FAIL  arithmetic: {told}", said[-1]) and re.match(told, error)
+    assert nothing == [] and other_error.startswith("rank 1 got no answer in ")
+
+
+def refused():
+    def new_group(ranks, device, timeout_seconds):
+        raise RuntimeError("no interface eth7")
+
+    return patched((doctor_network, "new_group", new_group))
+
+
+def test_groups_that_cannot_be_made_are_told_and_not_measured(doctor):
+    complaints = doctor.complaints(illness=refused, ill=(0, 1))
+    assert complaints[0] == f" FAIL  groups: {A} and {B}: RuntimeError: no interface eth7; {ADVICE}"
+    assert complaints[-1] == failed(1, 7)
