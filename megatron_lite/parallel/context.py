@@ -49,7 +49,10 @@ def apart(group: Group, timeout_seconds: float, backend: str | None = None) -> G
         return group
     timeout = timedelta(seconds=timeout_seconds)
     ranks = list(group.ranks)
-    return replace(group, pg=dist.new_group(ranks, timeout, backend, use_local_synchronization=True))
+    # Where only the group's ranks call, they meet under a name with the number of groups that each of them has: equal
+    # within a pipeline stage, but not over the world, where some stages hold an embedding and others none.
+    only_these = len(ranks) < dist.get_world_size()
+    return replace(group, pg=dist.new_group(ranks, timeout, backend, use_local_synchronization=only_these))
 
 
 @dataclass(frozen=True)

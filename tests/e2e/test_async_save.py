@@ -18,7 +18,7 @@ from tests.e2e.tiny import portion, tiny_config
 LAYOUTS = {
     "one": (1, {}),
     "tp 2": (2, {"parallel__tensor": 2, "train__precision": "bf16"}),
-    "pp 2": (2, {"parallel__pipeline": 2}),
+    "pp 3, of which the middle stage has no embedding": (3, {"parallel__pipeline": 3, "model__num_layers": 3}),
     "dp 2 distributed": (2, {"optim__distributed": "true", "train__precision": "bf16"}),
     "dp 2 torch": (2, {"parallel__ddp": "torch"}),
     "dp 2 fsdp": (2, {"parallel__ddp": "fsdp"}),
