@@ -1,9 +1,12 @@
 """torch's elastic agent, which starts this machine's ranks and starts them again, and tells why.
 
-In place of `torch.distributed.launcher`, which keeps to itself why ranks were started again.
+In place of `torch.distributed.launcher`, which keeps to itself why ranks were started again. Of torch's agent we keep
+how nodes meet, not how it waits for ranks: it would keep one that has finished until it has read the function's result,
+and wait for ever for the result of one that has ended without.
 """
 
 import logging
+import os
 import signal
 import sys
 from collections.abc import Callable
@@ -14,11 +17,17 @@ from torch.distributed import DistError
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
-from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousParameters
+from torch.distributed.elastic.rendezvous import (
+    RendezvousClosedError,
+    RendezvousError,
+    RendezvousHandler,
+    RendezvousParameters,
+    RendezvousTimeoutError,
+)
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
 from megatron_lite.cli.nodes import Nodes
-from megatron_lite.cli.reports import Failure, explain, forget_reports, report_end
+from megatron_lite.cli.reports import GOOD_ENDS, Failure, explain, forget_reports, report_end
 from megatron_lite.errors import TrainingError
 
 # Ranks whose neighbour has failed wait for it in a collective, where they can save nothing.
@@ -26,35 +35,45 @@ FAILED_GRACE_SECONDS = 10
 # Ranks that end because a node has joined save first.
 JOINED_GRACE_SECONDS = 600
 
+ENDED_BY_OTHERS = "the other nodes have ended this run; look at their output for the reason"
+
 
 class Agent(LocalElasticAgent):
     """Prints the reason of each failure when it happens, and starts ranks again only where that may help."""
 
     def __init__(self, spec: WorkerSpec, reports: Path, received: Callable[[], int]):
-        super().__init__(spec, logs_specs=DefaultLogsSpecs())
+        super().__init__(spec, logs_specs=DefaultLogsSpecs(os.devnull))
         self.exit_code = 0
+        self.had_ranks = False
         self._last_failure: Failure | None = None
         self._reports = reports
         self._received = received
 
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        self.had_ranks = True
+        return super()._start_workers(worker_group)  # type: ignore[call-arg]
+
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         assert self._pcontext is not None
         processes = self._pcontext._pc.processes  # type: ignore[attr-defined]
-        ended = {worker_group.workers[n].global_rank: process.exitcode or 0 for n, process in enumerate(processes)}
-        if any(ended.values()):
-            # Before torch sees it, which would give the others half a minute, and be killed ranks of its own.
+        ranks = [worker.global_rank for worker in worker_group.workers]
+        codes = dict(zip(ranks, (process.exitcode for process in processes), strict=True))
+        if all(code in GOOD_ENDS for code in codes.values()):
+            return RunResult(WorkerState.SUCCEEDED, return_values=dict.fromkeys(ranks))
+        if ended := {rank: code for rank, code in codes.items() if code is not None and code not in GOOD_ENDS}:
             self._pcontext.close(signal.SIGTERM, FAILED_GRACE_SECONDS)
-            self._explain({rank: -code for rank, code in ended.items() if code < 0})
-        return super()._monitor_workers(worker_group)  # type: ignore[call-arg]
+            self._explain(ended)
+            return RunResult(WorkerState.FAILED)
+        return RunResult(WorkerState.HEALTHY)
 
-    def _explain(self, killed: dict[int, int]) -> None:
+    def _explain(self, ended: dict[int, int]) -> None:
         """Prints why ranks ended, and decides whether they are started again: not for what they would fail by again."""
-        failure = explain(self._reports, killed, self._received())
+        failure = explain(self._reports, ended, self._received())
         forget_reports(self._reports)
-        lines, total = [failure.message] if failure.message else [], self._worker_group.spec.max_restarts
+        lines, total = [failure.message], self._worker_group.spec.max_restarts
         if not failure.restart_may_help:
             self._remaining_restarts = 0
-        elif self._remaining_restarts and not killed and failure.message and failure == self._last_failure:
+        elif self._remaining_restarts and failure.has_reason and failure == self._last_failure:
             self._remaining_restarts = 0
             lines.append("the same failure as before the restart: another one would not help")
         elif self._remaining_restarts:
@@ -73,10 +92,40 @@ def run_agent(
     target: str, args: tuple[Any, ...], nodes: Nodes, own_address: str, reports: Path, received: Callable[[], int]
 ) -> int:
     """Runs this machine's ranks to their end, through restarts. Returns 0, also when they were stopped and have saved,
-    or what a failed one gave. Raises TrainingError when the nodes cannot meet."""
+    or what a failed one gave. Raises TrainingError when the nodes cannot meet, or not any more."""
+    agent = None
+    try:
+        handler = _handler(nodes, own_address)
+        is_static = nodes.several and not nodes.is_elastic
+        spec = WorkerSpec(
+            role="trainer",
+            local_world_size=nodes.nproc_per_node,
+            entrypoint=report_end,
+            args=(target, args, str(reports), nodes.log_dir),
+            rdzv_handler=handler,
+            max_restarts=nodes.max_restarts,
+            master_addr=nodes.master_addr if is_static else None,
+            master_port=nodes.master_port if is_static else None,
+            local_addr=own_address,
+        )
+        agent = Agent(spec, reports, received)
+        try:
+            result = agent.run()
+        finally:
+            handler.shutdown()
+    except (DistError, RendezvousError) as error:
+        raise TrainingError(_why_apart(error, nodes, agent is not None and agent.had_ranks)) from error
+    if result is None:
+        raise TrainingError(ENDED_BY_OTHERS)
+    return agent.exit_code if result.is_failed() else 0  # type: ignore[attr-defined]
+
+
+def _handler(nodes: Nodes, own_address: str) -> RendezvousHandler:
+    """Where this node will meet the others; an elastic one connects to the first node here."""
     is_static = nodes.several and not nodes.is_elastic
-    settings = {"rank": nodes.node_rank} if is_static else {"is_host": nodes.node_rank == 0}
-    handler = get_rendezvous_handler(
+    seconds = int(nodes.join_timeout)
+    settings = {"rank": nodes.node_rank} if is_static else {"is_host": nodes.node_rank == 0, "read_timeout": seconds}
+    return get_rendezvous_handler(
         RendezvousParameters(
             backend="static" if is_static else "c10d",
             endpoint=nodes.where,
@@ -84,36 +133,35 @@ def run_agent(
             min_nodes=nodes.min_nodes,
             max_nodes=nodes.max_nodes,
             local_addr=own_address,
-            timeout=int(nodes.join_timeout),
-            join_timeout=nodes.join_timeout,
+            timeout=seconds,
+            join_timeout=seconds,
             **settings,
         )
     )
-    spec = WorkerSpec(
-        role="trainer",
-        local_world_size=nodes.nproc_per_node,
-        entrypoint=report_end,
-        args=(target, args, str(reports), nodes.log_dir),
-        rdzv_handler=handler,
-        max_restarts=nodes.max_restarts,
-        master_addr=nodes.master_addr if is_static else None,
-        master_port=nodes.master_port if is_static else None,
-        local_addr=own_address,
+
+
+def _why_apart(error: Exception, nodes: Nodes, had_ranks: bool) -> str:
+    """What keeps this node from the others, or has parted it from them."""
+    if isinstance(error, RendezvousClosedError):
+        return ENDED_BY_OTHERS
+    reason = f"{error.__cause__ or error}".partition("\n")[0]
+    if "EADDRINUSE" in reason:
+        return (
+            f"port {nodes.master_port} is in use on this machine, perhaps by another run: give another --master-port, "
+            "the same on every machine"
+        )
+    if isinstance(error, RendezvousTimeoutError):
+        reason = f"fewer than {nodes.min_nodes} machines have come"
+    elif had_ranks:
+        return (
+            f"node {nodes.node_rank} has lost the first node, at {nodes.where} ({reason}); look at the output there "
+            "for the reason"
+        )
+    return (
+        f"node {nodes.node_rank} could not meet the others at {nodes.where}: {reason}; start the same command on every "
+        f"machine, with its own --node-rank, within --join-timeout ({nodes.join_timeout:g} s), and see that nothing "
+        "between them closes the port"
     )
-    agent = Agent(spec, reports, received)
-    try:
-        result = agent.run()
-    except (DistError, RendezvousError) as error:
-        raise TrainingError(
-            f"node {nodes.node_rank} could not meet the others at {nodes.where}: {str(error).splitlines()[0]}; start "
-            "the same command on every machine, with its own --node-rank, within --join-timeout "
-            f"({nodes.join_timeout:g} s), and see that nothing between them closes the port"
-        ) from error
-    finally:
-        handler.shutdown()
-    if result is None:
-        raise TrainingError("the other nodes have ended this run; look at their output for the reason")
-    return agent.exit_code if result.is_failed() else 0  # type: ignore[attr-defined]
 
 
 def quiet_torch_logs() -> None:

@@ -5,6 +5,7 @@ reason of a failure once and without a wall of traceback, start the ranks again 
 an exit code that means something.
 """
 
+import contextlib
 import multiprocessing
 import os
 import shutil
@@ -12,16 +13,17 @@ import signal
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from importlib import import_module
+from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any
 
 from megatron_lite.cli.nodes import Nodes, is_reachable, set_network_variables
-from megatron_lite.cli.reports import stopped_early
+from megatron_lite.cli.reports import STOP_SIGNALS, stopped_early
 from megatron_lite.errors import ConfigError, StoppedEarly
 
-PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 # How long a node that has lost its ranks waits for the one that holds the rendezvous, and one that was told to stop for
 # its agent to notice.
 CUT_OFF_SECONDS, TOLD_SECONDS = 20.0, 5.0
@@ -60,9 +62,7 @@ def launch(target: str, args: tuple[Any, ...], nodes: Nodes) -> int:
 
     Ranks of one machine find each other at a free port of it, so that several launches never meet.
     """
-    from megatron_lite.cli.agent import quiet_torch_logs, run_agent
-
-    quiet_torch_logs()
+    run_agent = _quiet_agent()
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, available_cores() // nodes.nproc_per_node)))
     # Ranks that are started again must not find what those before them left in the store of the agents: they get one
     # of their own, at another port each time. See https://github.com/pytorch/pytorch/issues/135712.
@@ -74,7 +74,7 @@ def launch(target: str, args: tuple[Any, ...], nodes: Nodes) -> int:
         with ThreadPoolExecutor(1) as executor, _SignalsToRanks() as signals:
             running = executor.submit(run_agent, target, args, nodes, address, reports, lambda: signals.received)
             _watch(running, nodes, signals, reports)
-        exit_code = running.result()
+            exit_code = running.result()
         if exit_code == 0 and (message := stopped_early(reports)):
             print(message, file=sys.stderr)
             return StoppedEarly.exit_code
@@ -86,7 +86,8 @@ def launch(target: str, args: tuple[Any, ...], nodes: Nodes) -> int:
 def _watch(running: "Future[int]", nodes: Nodes, signals: "_SignalsToRanks", reports: Path) -> None:
     """Passes signals on until the agent has ended; ends the process where it waits for what will not come.
 
-    An agent whose connection to the first node is cut waits for the kernel to give that up, a quarter of an hour.
+    An agent whose connection to the first node is cut waits for the kernel to give that up, a quarter of an hour, and
+    one whose ranks have ended waits for those of the other nodes.
     """
     had_ranks, without_ranks_since = False, time.monotonic()
     while not running.done():
@@ -105,9 +106,23 @@ def _watch(running: "Future[int]", nodes: Nodes, signals: "_SignalsToRanks", rep
             )
         else:
             continue
-        print(reason, file=sys.stderr, flush=True)
+        saved = stopped_early(reports)
+        print(saved or reason, file=sys.stderr, flush=True)
         shutil.rmtree(reports, ignore_errors=True)
-        os._exit(1)  # the agent's thread cannot be interrupted
+        os._exit(StoppedEarly.exit_code if saved else 1)  # the agent's thread cannot be interrupted
+
+
+def _quiet_agent() -> Callable[..., int]:
+    """`run_agent`, without torch's own words on what it will say; ranks may still hear them."""
+    name = "TORCH_CPP_LOG_LEVEL"
+    is_set = name in os.environ
+    os.environ.setdefault(name, "FATAL")  # read when torch is loaded; its errors come with walls of stack frames
+    from megatron_lite.cli.agent import quiet_torch_logs, run_agent
+
+    if not is_set:
+        del os.environ[name]
+    quiet_torch_logs()
+    return run_agent
 
 
 def available_cores() -> int:
@@ -122,7 +137,9 @@ def resolve(target: str) -> Any:
 
 
 class _SignalsToRanks:
-    """While in force, stop signals to this process go to its ranks, to those too that start later."""
+    """While in force, stop signals to this process go to its ranks, to those too that start later. Afterwards, if there
+    was one, they are ignored: the same signal often comes twice, and this process has only its exit code left to give.
+    """
 
     def __init__(self) -> None:
         self._received: list[int] = []
@@ -135,13 +152,17 @@ class _SignalsToRanks:
         return self._received[0] if self._received else 0
 
     def __enter__(self) -> "_SignalsToRanks":
-        for number in PASSED_ON:
+        # A batch system signals all processes, Python's tracker of semaphores too, which survives but this one.
+        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
+        resource_tracker.ensure_running()
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGUSR1])
+        for number in STOP_SIGNALS:
             self._previous[number] = signal.signal(number, lambda number, frame: self._received.append(number))
         return self
 
     def __exit__(self, *exception: object) -> None:
         for number, handler in self._previous.items():
-            signal.signal(number, handler)
+            signal.signal(number, signal.SIG_IGN if self._received else handler)
 
     def pass_on(self) -> None:
         """Sends every rank the signals that it was not sent yet."""
@@ -149,5 +170,6 @@ class _SignalsToRanks:
             for rank in multiprocessing.active_children():
                 if rank.pid is not None:
                     for number in self._received[self._told.get(rank.pid, 0) :]:
-                        os.kill(rank.pid, number)
+                        with contextlib.suppress(ProcessLookupError):  # it has just ended
+                            os.kill(rank.pid, number)
                     self._told[rank.pid] = len(self._received)

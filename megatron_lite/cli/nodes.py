@@ -1,5 +1,6 @@
 """Which machines run a job, how many ranks each starts, and where they meet."""
 
+import contextlib
 import fcntl
 import os
 import socket
@@ -11,6 +12,7 @@ from megatron_lite.errors import ConfigError
 
 SIOCGIFADDR = 0x8915  # of linux/sockios.h: the IPv4 address of an interface
 DEFAULT_PORT = 29500
+ELSEWHERE = "192.0.2.1"  # of no machine, RFC 5737
 
 
 @dataclass(frozen=True)
@@ -35,7 +37,8 @@ class Nodes:
     @property
     def words(self) -> str:
         """The options that made it, to show in a message."""
-        nodes = f"--nnodes {self.min_nodes} " if self.max_nodes > 1 else ""
+        count = f"{self.min_nodes}:{self.max_nodes}" if self.is_elastic else f"{self.max_nodes}"
+        nodes = f"--nnodes {count} " if self.several else ""
         return f"{nodes}--nproc-per-node {self.nproc_per_node}"
 
     @property
@@ -104,18 +107,31 @@ def nodes_from(
 
 def own_address(nodes: Nodes) -> str:
     """The IPv4 address of this machine from which packets to the first node leave; raises ConfigError for a name that
-    leads nowhere. Nothing is sent."""
+    leads nowhere. Nothing is sent.
+
+    On the first node its own name may lead to the loopback, where the others cannot reach it (Debian gives the name
+    127.0.1.1 in /etc/hosts): then it is the address from which packets to anywhere leave, if there is one.
+    """
     if nodes.master_addr == "localhost":
         return "localhost"
     try:
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.connect((nodes.master_addr, nodes.master_port))
-            return probe.getsockname()[0]
-    except OSError as error:
+        address = _address_towards(socket.gethostbyname(nodes.master_addr))
+    except (OSError, UnicodeError) as error:
         raise ConfigError(
             f"--master-addr is {nodes.master_addr}, which this machine ({socket.gethostname()}) has no way to: "
-            f"{error.strerror}; give the first machine's name or address in the network that joins them"
+            f"{getattr(error, 'strerror', error)}; give the first machine's name or address in the network that joins "
+            "them"
         ) from error
+    if address.startswith("127.") and not nodes.master_addr.startswith("127."):
+        with contextlib.suppress(OSError):
+            return _address_towards(ELSEWHERE)
+    return address
+
+
+def _address_towards(address: str) -> str:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((address, DEFAULT_PORT))
+        return probe.getsockname()[0]
 
 
 def is_here(address: str) -> bool:
@@ -125,7 +141,7 @@ def is_here(address: str) -> bool:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
             probe.bind((target, 0))
         return True
-    except OSError:
+    except (OSError, UnicodeError):
         return False
 
 

@@ -1,6 +1,7 @@
-"""How ranks tell their launcher why they ended: a file for each that did not simply finish."""
+"""How ranks tell their launcher why they ended: by the exit code, and a file for each that did not simply finish."""
 
 import json
+import multiprocessing
 import os
 import signal
 import sys
@@ -10,31 +11,68 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_lite.errors import MegatronLiteError, StoppedEarly
+from megatron_lite.errors import ConfigError, MegatronLiteError, StoppedEarly
+
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+# Exit code of a rank whose work is done. Not 0, which also comes from an exit in the midst of it.
+FINISHED = 100
+# Nobody starts ranks again that end so.
+GOOD_ENDS = (FINISHED, StoppedEarly.exit_code)
 
 
 def report_end(target: str, args: tuple[Any, ...], reports: str, log_dir: Path | None) -> None:
-    """Body of a rank: the target, whose failure is reported to the launcher instead of printed. A rank that was
-    stopped ends like one that has finished, so that nobody starts it again."""
+    """Body of a rank: the target, whose failure is reported to the launcher instead of printed. Never returns, for
+    torch would then have it wait until its launcher has read a result, which may have been killed.
+
+    A killed launcher's ranks get SIGINT, by torch's use of prctl, save and end; but those that still start then do not.
+    """
+    launcher = multiprocessing.parent_process()
+    if launcher is not None and not launcher.is_alive():
+        sys.exit(1)
+    sys.exit(_exit_code(target, args, reports, log_dir))
+
+
+def _exit_code(target: str, args: tuple[Any, ...], reports: str, log_dir: Path | None) -> int:
+    """Runs the target and reports its end; returns what this rank has to exit with."""
     from megatron_lite.cli.launch import resolve
 
-    if log_dir is not None and (rank := int(os.environ["RANK"])):
-        log_dir.mkdir(parents=True, exist_ok=True)
-        with (log_dir / f"rank_{rank:05d}.log").open("a", encoding="utf-8") as file:
-            for stream in (sys.stdout, sys.stderr):
-                os.dup2(file.fileno(), stream.fileno())
     try:
+        if log_dir is not None and os.environ["RANK"] != "0":
+            _print_to(log_dir / f"rank_{int(os.environ['RANK']):05d}.log")
         resolve(target)(*args)
-    except KeyboardInterrupt:  # torch would take it for a normal end, and wait for a result for ever
-        sys.exit(1)
+        _ignore_stop_signals()
+        return FINISHED
+    except KeyboardInterrupt:
+        return 1
     except StoppedEarly as stop:
+        _ignore_stop_signals()
         _write(reports, str(stop), stop.exit_code, restart_may_help=False)
+        return stop.exit_code
     except MegatronLiteError as error:
         _write(reports, str(error), error.exit_code, error.restart_may_help)
-        sys.exit(error.exit_code)
+        return error.exit_code
     except Exception:
         _write(reports, f"rank {os.environ['RANK']} failed:\n{traceback.format_exc()}", 1, restart_may_help=True)
-        sys.exit(1)
+        return 1
+
+
+def _print_to(path: Path) -> None:
+    """Sends all output of this process, also of what is not Python, to the end of a file."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("a", encoding="utf-8") as file:
+            for stream in (sys.stdout, sys.stderr):
+                os.dup2(file.fileno(), stream.fileno())
+    except OSError as error:
+        raise ConfigError(
+            f"--log-dir is {path.parent}, where {path.name} cannot be written: {error.strerror}"
+        ) from error
+
+
+def _ignore_stop_signals() -> None:
+    """The same signal often comes twice, from the launcher and from a scheduler; a rank that has saved is past both."""
+    for number in STOP_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
 
 
 def _write(reports: str, message: str, exit_code: int, restart_may_help: bool) -> None:
@@ -68,26 +106,41 @@ class Failure:
     message: str
     exit_code: int
     restart_may_help: bool
+    has_reason: bool  # a rank gave it; what only killed one may be another thing each time
 
 
-def explain(reports: Path, killed: dict[int, int], received: int) -> Failure:
-    """Why ranks failed: the first report, for the others follow from it, or the signals that killed them.
+def explain(reports: Path, ended: dict[int, int], received: int) -> Failure:
+    """Why ranks failed: the first report, for the others follow from it, or else the way in which they ended.
 
-    killed    signal number by rank
+    ended     exit code by rank, of those that ended by themselves; the negative signal where one was killed
     received  the stop signal that this launcher passed on; 0: none
     """
-    found = read_reports(reports)
+    found = [report for report in read_reports(reports) if report["exit_code"] not in GOOD_ENDS]
+    killed = {rank: -code for rank, code in ended.items() if code < 0}
     lines = [f"stopped by {signal.Signals(received).name} before a checkpoint could be saved"] if received else []
     for rank, number in sorted(killed.items()):
         if number != received:
             hint = "; the machine may be out of memory" if number == signal.SIGKILL else ""
-            lines.append(f"rank {rank} was killed by {signal.Signals(number).name}{hint}")
+            lines.append(f"rank {rank} was killed by {_signal_name(number)}{hint}")
     if found and not killed:
         lines.append(found[0]["message"])
-        return Failure("\n".join(lines), found[0]["exit_code"] or 1, found[0]["restart_may_help"] and not received)
-    return Failure("\n".join(lines), 1, not received)
+        return Failure("\n".join(lines), found[0]["exit_code"], found[0]["restart_may_help"] and not received, True)
+    lines += [
+        f"rank {rank} ended with exit code {code}, before its work was done"
+        for rank, code in sorted(ended.items())
+        if not lines
+    ]
+    return Failure("\n".join(lines), 1, not received, False)
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:  # of the real-time ones
+        return f"signal {number}"
 
 
 def stopped_early(reports: Path) -> str:
     """What a rank said that was stopped and has saved; empty when none was."""
-    return next((report["message"] for report in read_reports(reports)), "")
+    stops = [report for report in read_reports(reports) if report["exit_code"] == StoppedEarly.exit_code]
+    return stops[0]["message"] if stops else ""
