@@ -7,7 +7,8 @@
 # parallel.tensor: 2 and needs --nproc-per-node 2 (or a multiple), however many cores there are.
 #
 # Several machines: on each of them the same command, with NNODES, NODE_RANK (0, 1, ...) and MASTER_ADDR (the first
-# machine, as the others reach it) set, MASTER_PORT if 29500 is taken. NNODES=1:4 goes on when machines come or go.
+# machine, as the others reach it) set, MASTER_PORT if 29500 is taken. NNODES=1:4 goes on when machines come, and with
+# --max-restarts when they go.
 # In a SLURM allocation these follow from SLURM's variables; outside a job step, srun starts it on every node.
 #
 # Everything but --dry-run and --nproc-per-node goes to `megatron-lite pretrain` as it is (--max-restarts, say), and so
@@ -63,21 +64,29 @@ if [ -z "${PYTHON:-}" ]; then
 fi
 
 # Several machines.
+if [ "${SLURM_STEP_NUM_TASKS:-1}" -gt "${SLURM_STEP_NUM_NODES:-1}" ]; then
+    fail "srun started it $SLURM_STEP_NUM_TASKS times on $SLURM_STEP_NUM_NODES nodes, and each would start all ranks of \
+its node; use srun --ntasks-per-node=1"
+fi
 if [ -z "${NNODES:-}" ] && [ "${SLURM_NNODES:-1}" -gt 1 ]; then
     if [ -z "${SLURM_STEP_ID:-}" ]; then
         if [ "$ranks" != default ]; then set -- --nproc-per-node "$ranks" "$@"; fi
+        set -- "$here/launch.sh" "$@"
+        # srun does not take over the cores of a task.
+        if [ -n "${SLURM_CPUS_PER_TASK:-}" ]; then set -- --cpus-per-task="$SLURM_CPUS_PER_TASK" "$@"; fi
         # A node that hangs when the others have ended is given a minute.
-        set -- srun --ntasks-per-node=1 --export=ALL --wait=60 "$here/launch.sh" "$@"
+        set -- srun --ntasks-per-node=1 --export=ALL --wait=60 "$@"
         echo "$*"
         if [ "$dry_run" = yes ]; then exit 0; fi
         exec "$@"
     fi
     NNODES=$SLURM_NNODES
     NODE_RANK=$SLURM_NODEID
-    # Every job has a port of its own: two jobs on one node and port would meet.
-    MASTER_PORT=${MASTER_PORT:-$((20000 + SLURM_JOB_ID % 20000))}
+    # Every job has a port of its own, for two jobs on one node and port would meet; below those that Linux gives to
+    # connections that start here (32768 and above).
+    MASTER_PORT=${MASTER_PORT:-$((20000 + SLURM_JOB_ID % 12000))}
     if [ -z "${MASTER_ADDR:-}" ]; then
-        MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+        MASTER_ADDR=$(scontrol show hostnames "${SLURM_STEP_NODELIST:-$SLURM_JOB_NODELIST}" | head -n 1)
     fi
 fi
 nodes=

@@ -1,6 +1,7 @@
 """`megatron-lite submit`: a pretraining job for SLURM, checked before it waits in a queue."""
 
 import os
+import re
 import shlex
 import shutil
 import subprocess
@@ -51,16 +52,18 @@ def submit(
     if (gpus_per_node is None) == (nproc_per_node is None):
         raise ConfigError("give either --gpus-per-node, or --nproc-per-node for training on CPUs")
     ranks = gpus_per_node or nproc_per_node or 1
-    settings = load_config(config, overrides or [])
-    check(settings, [nodes * ranks], command="megatron-lite submit")
-    if array and "%a" not in settings.run.dir:
+    words = ["--config", str(config.absolute())] if config else []
+    settings = load_config(config, in_task(array, overrides or []))
+    check(settings, [nodes * ranks], command=shlex.join(["megatron-lite", "submit", *words, *(overrides or [])]))
+    run_dir = settings.run.dir
+    if array and not any(sets_run_dir(override) and "%a" in override for override in overrides or []):
         raise ConfigError(
-            f"--array {array} starts several runs, and all would train in {settings.run.dir}; give each its own, "
-            "as run.dir=runs/sweep_%a"
+            f"--array {array} starts several runs, and all would train in {run_dir}; give each its own, on the command "
+            "line: run.dir=runs/sweep_%a"
         )
     if not SCRIPT.exists():
         raise ConfigError(f"there is no {SCRIPT}: submit works from a checkout of megatron_lite, with its tools/")
-    folder = Path(settings.run.dir.replace("%a", "array")).absolute()
+    folder = Path(run_dir.replace("%a", "array") if array else run_dir).absolute()
     options = {
         "job-name": name or folder.name,
         "nodes": nodes,
@@ -70,18 +73,32 @@ def submit(
         "partition": partition,
         "account": account,
         "array": array,
-        "output": folder / ("%x-%A_%a.out" if array else "%x-%j.out"),
+        "output": str(folder).replace("%", "%%") + ("/%x-%A_%a.out" if array else "/%x-%j.out"),
     }
     given = [f"--{option}={value}" for option, value in options.items() if value is not None] + (sbatch or [])
-    arguments = ["--nproc-per-node", str(ranks), *(["--config", str(config.absolute())] if config else [])]
-    script = job_script(given, [*arguments, *(overrides or [])])
+    script = job_script(given, ["--nproc-per-node", str(ranks), *words, *(overrides or [])])
     if dry_run:
         typer.echo(script, nl=False)
         return
-    folder.mkdir(parents=True, exist_ok=True)
     path = folder / "pretrain.sbatch"
-    path.write_text(script, encoding="utf-8")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        path.write_text(script, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"run.dir is {run_dir}, and {path} cannot be written: {error.strerror}") from error
     typer.echo(f"job {submitted(path)}: {path}, output in {folder}")
+
+
+def in_task(array: str | None, overrides: list[str]) -> list[str]:
+    """The overrides as the first task of a job array gets them, all but the folder's."""
+    first = re.match(r"\d+", array or "")
+    if first is None:
+        return overrides
+    return [text if sets_run_dir(text) else text.replace("%a", first[0]) for text in overrides]
+
+
+def sets_run_dir(override: str) -> bool:
+    return override.partition("=")[0] == "run.dir"
 
 
 def job_script(options: list[str], arguments: list[str]) -> str:
@@ -104,4 +121,5 @@ def submitted(path: Path) -> str:
     done = subprocess.run(["sbatch", "--parsable", str(path)], capture_output=True, text=True)
     if done.returncode:
         raise TrainingError(f"sbatch {path}: {done.stderr.strip() or f'exit code {done.returncode}'}")
+    typer.echo(done.stderr, err=True, nl=False)
     return done.stdout.strip().partition(";")[0]
