@@ -102,7 +102,7 @@ def check(config: "Config", world_sizes: list[int], command: str) -> None:
         raise_any([start, *failures(config, needed), *missing])
     whatever = failures(config, world_sizes[0])
     with_fewer = [
-        f"with {size} processes: {message}"
+        f"with {size} process{'es' * (size > 1)}: {message}"
         for size in world_sizes[1:]
         for message in failures(config, size)
         if message not in whatever

@@ -12,6 +12,8 @@ import megatron_lite
 from megatron_lite.cli import app
 from megatron_lite.cli.launch import launched_world_size, resolve
 from megatron_lite.cli.nodes import Nodes
+from megatron_lite.cli.pretrain import check
+from megatron_lite.config.load import load_config
 from megatron_lite.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -111,6 +113,60 @@ def test_a_launcher_that_gives_no_number_of_processes_is_told(given):
     assert done.returncode == 2
     assert f"the environment variable WORLD_SIZE is {given!r}; a launcher such as torchrun sets it" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def messages_of(world_sizes: list[int], *overrides: str) -> list[str]:
+    """What `check` has against a config that trains on bytes, with these changes."""
+    given = ["data.paths=corpus", "data.tokenizer=bytes", "train.global_batch_size=12", *overrides]
+    try:
+        check(load_config(None, given), world_sizes, command="megatron-lite pretrain")
+    except ConfigError as error:
+        return str(error).splitlines()
+    return []
+
+
+def test_a_good_config_is_good_for_each_number_of_processes():
+    assert messages_of([1]) == messages_of([6]) == messages_of([6, 4, 2]) == []
+
+
+def test_what_only_a_smaller_number_of_machines_breaks_is_told_with_that_number():
+    """It would end the run in the night in which a machine was lost."""
+    three, one = messages_of([4, 3, 2, 1], "parallel.tensor=2")
+    start = "parallel.tensor * parallel.pipeline * parallel.context is 2 (2 * 1 * 1), which does not divide"
+    assert three.startswith(f"with 3 processes: {start} the number of processes (3)")
+    assert one.startswith(f"with 1 process: {start} the number of processes (1)")
+    (message,) = messages_of([12, 8, 4])
+    assert message.startswith("with 8 processes: train.global_batch_size is 12")
+
+
+def test_what_every_number_of_machines_breaks_is_told_once():
+    assert messages_of([4, 3, 2], "optim.lr=1e-4", "optim.min_lr=1") == [
+        "optim.min_lr is 1, more than optim.lr (0.0001)"
+    ]
+
+
+def test_a_changing_number_of_machines_needs_a_batch_that_does_not_change():
+    assert messages_of([4, 2], "train.global_batch_size=0") == [
+        "train.global_batch_size is not given, so it would change with the number of machines (--nnodes), and with it "
+        "the training; give it"
+    ]
+    assert messages_of([4], "train.global_batch_size=0") == []
+
+
+def test_missing_data_is_told_with_all_else():
+    assert messages_of([1], "data.paths=[]", "data.tokenizer=", "optim.lr=1e-4", "optim.min_lr=1") == [
+        "optim.min_lr is 1, more than optim.lr (0.0001)",
+        "data.paths is empty; give the prefix of a .bin/.idx pair that `megatron-lite preprocess` writes",
+        "there is neither data.tokenizer nor model.vocab_size; give one of them",
+    ]
+
+
+def test_a_command_line_with_a_range_of_machines_is_checked_for_each(monkeypatch):
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    place = ["--nproc-per-node", "1", "--nnodes", "1:2", "--master-addr", "127.0.0.1"]
+    done = CliRunner().invoke(app, ["pretrain", *place, "data.paths=corpus", "data.tokenizer=bytes", "--dry-run"])
+    assert isinstance(done.exception, ConfigError)
+    assert str(done.exception).startswith("train.global_batch_size is not given, so it would change")
 
 
 def test_a_target_is_found_by_its_name():
