@@ -9,12 +9,25 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 CORES = len(os.sched_getaffinity(0))
-SET_BY_LAUNCHERS = ("OMP_NUM_THREADS", "OMP_THREAD_LIMIT", "CUDA_DEVICE_MAX_CONNECTIONS", "NCCL_DEBUG", "PYTHON")
+# The callers' own: a launcher's, or a batch system's in whose job the tests run.
+READ = ("OMP_", "NCCL_", "TORCH_NCCL_", "CUDA_", "PYTHON", "NNODES", "NODE_RANK", "MASTER_", "SLURM_", "SRUN_")
+BY_HAND = {"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "node0"}
+# What SLURM sets on the second of two nodes, in a job that has a third one.
+IN_STEP = {
+    "SLURM_JOB_ID": "35012",
+    "SLURM_JOB_NODELIST": "n[7-9]",
+    "SLURM_NNODES": "2",
+    "SLURM_STEP_ID": "0",
+    "SLURM_STEP_NODELIST": "n[8-9]",
+    "SLURM_STEP_NUM_NODES": "2",
+    "SLURM_STEP_NUM_TASKS": "2",
+    "SLURM_NODEID": "1",
+}
 
 
 def launch(*words: str, gpus: str = "", **variables: str) -> subprocess.CompletedProcess[str]:
     """`./launch.sh WORDS` where CUDA_VISIBLE_DEVICES names these GPUs."""
-    kept = {name: value for name, value in os.environ.items() if name not in SET_BY_LAUNCHERS}
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(READ)}
     return subprocess.run(
         ["sh", str(ROOT / "launch.sh"), *words],
         env=kept | {"CUDA_VISIBLE_DEVICES": gpus, "PYTHON": "python"} | variables,
@@ -83,9 +96,119 @@ def test_help_names_the_default_and_the_quickstart():
         done = launch(*words)
         text = done.stdout + done.stderr
         assert done.returncode == code
-        assert "one rank for each two CPU cores" in text
-        assert "configs/quickstart.yaml has\nparallel.tensor: 2 and needs --nproc-per-node 2" in text
+        words_of_text = " ".join(text.split())
+        assert "one rank for each GPU, or without GPUs one for each two CPU cores" in words_of_text
+        assert "configs/quickstart.yaml has parallel.tensor: 2 and needs --nproc-per-node 2" in words_of_text
+        assert "with NNODES, NODE_RANK (0, 1, ...) and MASTER_ADDR" in words_of_text
         assert "set -eu" not in text
+
+
+@pytest.fixture
+def slurm(tmp_path):
+    """PATH with commands that stand in for SLURM's: srun prints its arguments, a line each, and ends with 7."""
+    commands = {
+        "scontrol": '[ "$*" = "show hostnames n[8-9]" ] && printf "n8\\nn9\\n" || printf "n7\\nn8\\nn9\\n"',
+        "srun": 'printf "%s\\n" "$@"; exit 7',
+    }
+    for name, body in commands.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{body}\n")
+        (tmp_path / name).chmod(0o755)
+    return f"{tmp_path}:{os.environ['PATH']}"
+
+
+def test_several_machines_are_told_where_to_meet():
+    for port in ("29500", "1234"):
+        done = launch(
+            "--dry-run", "--nproc-per-node", "2", "x", **BY_HAND, **({} if port == "29500" else {"MASTER_PORT": port})
+        )
+        assert done.stdout.splitlines()[-1] == (
+            f"python -m megatron_lite pretrain --nnodes 2 --node-rank 1 --master-addr node0 --master-port {port} "
+            "--nproc-per-node 2 x"
+        )
+
+
+def test_a_range_of_machines_is_passed_on():
+    done = launch("--dry-run", "--nproc-per-node", "2", "x", "--max-restarts", "3", **BY_HAND | {"NNODES": "1:4"})
+    assert done.stdout.endswith(
+        "pretrain --nnodes 1:4 --node-rank 1 --master-addr node0 --master-port 29500 --nproc-per-node 2 x "
+        "--max-restarts 3\n"
+    )
+
+
+def test_one_machine_needs_no_place_to_meet():
+    assert "--nnodes" not in launch("--dry-run", "x", **BY_HAND | {"NNODES": "1"}).stdout
+
+
+@pytest.mark.parametrize("missing", ["NODE_RANK", "MASTER_ADDR"])
+def test_several_machines_without_a_place_to_meet_end_with_2(missing):
+    done = launch("x", **{name: value for name, value in BY_HAND.items() if name != missing})
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == (
+        "launch.sh: NNODES is 2; NODE_RANK (0 on the first machine) and MASTER_ADDR (that machine) are needed too\n"
+    )
+
+
+def test_a_node_of_a_slurm_step_knows_its_place(slurm):
+    """The first node is that of the step, which may have fewer than its job."""
+    done = launch("--dry-run", "--nproc-per-node", "2", "x", PATH=slurm, **IN_STEP)
+    assert done.stderr == ""
+    assert done.stdout.endswith(
+        "pretrain --nnodes 2 --node-rank 1 --master-addr n8 --master-port 31012 --nproc-per-node 2 x\n"
+    )
+
+
+def test_what_is_set_in_a_slurm_step_stays(slurm):
+    given = {"MASTER_ADDR": "ib8", "MASTER_PORT": "1234"}
+    done = launch("--dry-run", "--nproc-per-node", "2", "x", PATH=slurm, **IN_STEP, **given)
+    assert "--nnodes 2 --node-rank 1 --master-addr ib8 --master-port 1234 " in done.stdout
+    elastic = launch("--dry-run", "--nproc-per-node", "2", "x", PATH=slurm, **IN_STEP, **BY_HAND | {"NNODES": "1:2"})
+    assert "--nnodes 1:2 --node-rank 1 --master-addr node0 --master-port 29500 " in elastic.stdout
+
+
+def test_each_job_has_a_port_of_its_own_that_no_connection_takes(slurm):
+    """Jobs on one node would meet at one port; from 32768 on, Linux gives ports to connections."""
+    ports = []
+    for job in range(11990, 12011):
+        done = launch("--dry-run", "x", PATH=slurm, **IN_STEP | {"SLURM_JOB_ID": str(job)})
+        ports.append(int(done.stdout.partition("--master-port ")[2].split()[0]))
+    assert len(set(ports)) == len(ports)
+    assert all(20000 <= port < 32768 for port in ports)
+
+
+@pytest.mark.parametrize("given, cores", [({}, []), ({"SLURM_CPUS_PER_TASK": "6"}, ["--cpus-per-task=6"])])
+def test_outside_a_slurm_step_srun_starts_it_on_every_node(slurm, given, cores):
+    """srun does not know the cores of a task by itself, and would give each node's ranks one."""
+    job = {"SLURM_NNODES": "2", "SLURM_JOB_ID": "1", **given}
+    options = ["--ntasks-per-node=1", "--export=ALL", "--wait=60", *cores]
+    command = [*options, str(ROOT / "launch.sh"), "--nproc-per-node", "2", "a  b", "c"]
+    done = launch("a  b", "--nproc-per-node=2", "c", PATH=slurm, **job)
+    assert (done.returncode, done.stdout.splitlines()) == (7, [f"srun {' '.join(command)}", *command])
+    dry = launch("--dry-run", "x", PATH=slurm, **job)
+    assert (dry.returncode, dry.stdout) == (0, f"srun {' '.join(options)} {ROOT}/launch.sh x\n")
+
+
+def test_one_node_of_slurm_needs_no_srun(slurm):
+    for variables in ({"SLURM_NNODES": "1"}, IN_STEP | {"SLURM_NNODES": "1", "SLURM_STEP_NUM_NODES": "1"}):
+        variables = variables | {"SLURM_JOB_ID": "1", "SLURM_STEP_NUM_TASKS": "1"}
+        done = launch("--dry-run", "--nproc-per-node", "2", "x", PATH=slurm, **variables)
+        assert done.stdout.endswith("python -m megatron_lite pretrain --nproc-per-node 2 x\n")
+
+
+@pytest.mark.parametrize("num_nodes", ["1", "2"])
+def test_several_tasks_of_srun_on_one_node_are_refused(slurm, num_nodes):
+    """Each of them would start all ranks of its node."""
+    tasks = {"SLURM_STEP_NUM_TASKS": "4", "SLURM_STEP_NUM_NODES": num_nodes, "SLURM_NNODES": num_nodes}
+    done = launch("x", PATH=slurm, **IN_STEP | tasks)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == (
+        f"launch.sh: srun started it 4 times on {num_nodes} nodes, and each would start all ranks of its node; use "
+        "srun --ntasks-per-node=1\n"
+    )
+
+
+def test_the_cores_of_a_slurm_task_are_those_that_count():
+    done = launch("--dry-run", "x", SLURM_CPUS_PER_TASK="12")
+    assert done.stdout.splitlines()[:2] == ["gpus=0 cores=12 ranks=6", "OMP_NUM_THREADS=2"]
 
 
 def test_the_rest_of_the_line_arrives_in_its_order_and_quoting(tmp_path):
