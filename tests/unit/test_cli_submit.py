@@ -1,0 +1,360 @@
+"""`megatron-lite submit`: the job script that it writes, what it refuses, and what the script does in a job.
+
+Commands that stand in for SLURM's, first in PATH, write down what they are given.
+"""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.command import run_here
+
+ROOT = Path(__file__).resolve().parents[2]
+SHELLCHECK = shutil.which("shellcheck", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+# A config that is right for any number of ranks.
+GOOD = ("data.paths=corpus", "data.tokenizer=bytes", "run.dir=runs/mine")
+# Ends with the code that scancel, or the test, gives it.
+SRUN = """
+printf '%s\\n' "$@" > "$RECORDS/arguments"
+mv "$RECORDS/arguments" "$RECORDS/srun"
+for ((i = 0; i < 3000; i++)); do
+    if [ -e "$RECORDS/code" ]; then exit "$(cat "$RECORDS/code")"; fi
+    sleep 0.01
+done
+"""
+SCANCEL = 'echo "$*" >> "$RECORDS/scancel"; mv "$RECORDS/code_when_asked" "$RECORDS/code"'
+# Queueing a job again ends its script.
+SCONTROL = 'echo "$*" >> "$RECORDS/scontrol"; [ ! -e "$RECORDS/refuses" ] || exit 1; kill -KILL "$PPID"'
+
+
+@pytest.fixture
+def commands(tmp_path, monkeypatch):
+    """`commands(name=shell text)` puts commands into PATH; $RECORDS is the folder for what they write down."""
+    folder = tmp_path / "bin"
+    (tmp_path / "records").mkdir()
+    monkeypatch.setenv("PATH", f"{folder}:/usr/bin:/bin")
+    monkeypatch.setenv("RECORDS", str(tmp_path / "records"))
+    for name in [name for name in os.environ if name.startswith(("SLURM_", "SRUN_", "MEGATRON_LITE_"))]:
+        monkeypatch.delenv(name)
+
+    def make(**texts: str) -> Path:
+        folder.mkdir(exist_ok=True)
+        for name, text in texts.items():
+            (folder / name).write_text(f"#!/bin/bash\n{text}\n")
+            (folder / name).chmod(0o755)
+        return tmp_path / "records"
+
+    return make
+
+
+def submit(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    return run_here("submit", *arguments, cwd=cwd)
+
+
+def directives(script: str) -> list[str]:
+    return [line.removeprefix("#SBATCH ") for line in script.splitlines() if line.startswith("#SBATCH ")]
+
+
+def written(script: str) -> list[str]:
+    """The arguments that the script gives itself, as the shell reads them."""
+    (line,) = [line for line in script.splitlines() if line.startswith("set -- ")]
+    done = subprocess.run(["bash", "-c", f"{line}\nprintf '%s\\0' \"$@\""], capture_output=True, text=True, check=True)
+    return done.stdout.split("\0")[:-1]
+
+
+def test_the_script_has_the_options_after_those_of_its_template(tmp_path):
+    """sbatch takes the last of two."""
+    options = ["--nodes", "2", "--gpus-per-node", "8", "--time", "24:00:00", "--partition", "long", "--account", "me"]
+    done = submit(*options, "--sbatch=--constraint=h100", "--sbatch=--nodes=3", "--dry-run", *GOOD, cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    template = directives((ROOT / "tools/slurm/pretrain.sbatch").read_text())
+    assert "--signal=B:USR1@120" in template
+    assert directives(done.stdout) == [
+        *template,
+        "--job-name=mine",
+        "--nodes=2",
+        "--gpus-per-node=8",
+        "--time=24:00:00",
+        "--partition=long",
+        "--account=me",
+        f"--output={tmp_path}/runs/mine/%x-%j.out",
+        "--constraint=h100",
+        "--nodes=3",
+    ]
+    before, _, after = done.stdout.partition("\nset -- ")
+    assert "#SBATCH" not in after  # nothing counts behind the first command
+    assert f"\nexport MEGATRON_LITE_HOME={ROOT} PYTHON={sys.executable}\ncd {tmp_path} || exit 2" in before
+    assert not (tmp_path / "runs").exists()
+
+
+def test_ranks_on_cpus_get_a_core_each(tmp_path):
+    done = submit("--nproc-per-node", "4", "--job-name", "sweep", "--dry-run", *GOOD, cwd=tmp_path)
+    assert directives(done.stdout)[-4:] == [
+        "--job-name=sweep",
+        "--nodes=1",
+        "--cpus-per-task=4",
+        f"--output={tmp_path}/runs/mine/%x-%j.out",
+    ]
+    assert written(done.stdout) == ["--nproc-per-node", "4", *GOOD]
+
+
+def test_arguments_arrive_as_they_were_given(tmp_path):
+    """The job starts in another shell, maybe in another folder."""
+    folder = tmp_path / "it's 50% here"
+    folder.mkdir()
+    config = folder / "my config.yaml"
+    config.write_text("data:\n  paths: ['a b', \"$HOME\"]\n  tokenizer: bytes\n")
+    changes = ["run.dir=my runs/one", "optim.lr=1e-3", "log.interval=7"]
+    done = submit("--config", config.name, "--nproc-per-node", "2", "--dry-run", *changes, cwd=folder)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert written(done.stdout) == ["--nproc-per-node", "2", "--config", str(config), *changes]
+    lines = done.stdout.splitlines()
+    output = f"{folder}/my runs/one/%x-%j.out".replace("50%", "50%%").replace("'", "'\"'\"'")
+    assert f"#SBATCH '--output={output}'" in lines
+    here = str(folder).replace("'", "'\"'\"'")
+    assert f"cd '{here}' || exit 2" in lines
+
+
+def test_an_array_has_a_folder_of_its_own_and_its_numbers_may_be_in_any_argument(tmp_path):
+    changes = ["data.paths=corpus", "data.tokenizer=bytes", "run.dir=runs/seed_%a", "run.seed=%a"]
+    done = submit("--nproc-per-node", "2", "--array", "3-5", "--dry-run", *changes, cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert directives(done.stdout)[-2:] == ["--array=3-5", f"--output={tmp_path}/runs/seed_array/%x-%A_%a.out"]
+    assert "--job-name=seed_array" in directives(done.stdout)
+    assert written(done.stdout)[2:] == changes
+
+
+@pytest.mark.parametrize("run_dir", ["run.dir=runs/one", "run.seed=%a"])
+def test_an_array_that_would_train_in_one_folder_is_refused(tmp_path, run_dir):
+    """Each run would go on from the others' checkpoints. %a is a number only in arguments, not in a file."""
+    config = tmp_path / "c.yaml"
+    config.write_text("run:\n  dir: runs/%a\ndata:\n  paths: [a]\n  tokenizer: bytes\n")
+    done = submit("--config", "c.yaml", "--nproc-per-node", "2", "--array", "1-2", run_dir, cwd=tmp_path)
+    where = "runs/one" if "runs/one" in run_dir else "runs/%a"
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == (
+        f"--array 1-2 starts several runs, and all would train in {where}; give each its own, on the command line: "
+        "run.dir=runs/sweep_%a\n"
+    )
+
+
+@pytest.mark.parametrize("given", [[], ["--gpus-per-node", "8", "--nproc-per-node", "8"]])
+def test_ranks_are_counted_by_gpus_or_without(tmp_path, given):
+    done = submit(*given, *GOOD, cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == "give either --gpus-per-node, or --nproc-per-node for training on CPUs\n"
+
+
+def test_a_wrong_config_is_told_before_it_waits_in_a_queue(tmp_path):
+    done = submit("--nodes", "3", "--gpus-per-node", "1", "parallel.tensor=2", *GOOD, cwd=tmp_path)
+    assert done.returncode == 2
+    assert "which does not divide the number of processes (3)" in done.stderr
+    done = submit("--nproc-per-node", "1", "parallel.tensor=2", *GOOD, cwd=tmp_path)
+    assert "start them with: megatron-lite submit parallel.tensor=2 " in done.stderr
+    assert done.stderr.endswith(" run.dir=runs/mine --nproc-per-node 2\n")
+
+
+def test_without_a_checkout_there_is_no_template(tmp_path, monkeypatch):
+    monkeypatch.setattr(import_module("megatron_lite.cli.submit"), "SCRIPT", tmp_path / "pretrain.sbatch")
+    done = submit("--nproc-per-node", "2", "--dry-run", *GOOD, cwd=tmp_path)
+    assert done.returncode == 2
+    assert done.stderr == (
+        f"there is no {tmp_path}/pretrain.sbatch: submit works from a checkout of megatron_lite, with its tools/\n"
+    )
+
+
+def test_a_folder_that_cannot_be_written_is_a_config_error(tmp_path):
+    (tmp_path / "runs").write_text("a file")
+    done = submit("--nproc-per-node", "2", *GOOD, cwd=tmp_path)
+    assert done.returncode == 2
+    assert done.stderr == (
+        f"run.dir is runs/mine, and {tmp_path}/runs/mine/pretrain.sbatch cannot be written: Not a directory\n"
+    )
+
+
+def test_the_script_is_submitted_and_stays_beside_the_run(tmp_path, commands):
+    records = commands(sbatch='printf "%s\\n" "$@" > "$RECORDS/sbatch"; echo "12;cluster"')
+    done = submit("--nproc-per-node", "2", *GOOD, cwd=tmp_path)
+    path = tmp_path / "runs" / "mine" / "pretrain.sbatch"
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout == f"job 12: {path}, output in {path.parent}\n"
+    assert (records / "sbatch").read_text().splitlines() == ["--parsable", str(path)]
+    assert path.read_text() == submit("--nproc-per-node", "2", "--dry-run", *GOOD, cwd=tmp_path).stdout
+
+
+def test_a_warning_of_sbatch_is_shown(tmp_path, commands):
+    commands(sbatch="echo 'sbatch: Warning: late' >&2; echo 12")
+    done = submit("--nproc-per-node", "2", *GOOD, cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (0, "sbatch: Warning: late\n")
+
+
+@pytest.mark.parametrize(
+    "text, reason",
+    [
+        ("echo 'sbatch: error: no such partition' >&2; exit 1", "sbatch: error: no such partition"),
+        ("exit 3", "exit code 3"),
+    ],
+)
+def test_what_sbatch_refuses_ends_with_1_and_its_reason(tmp_path, commands, text, reason):
+    commands(sbatch=text)
+    done = submit("--nproc-per-node", "2", *GOOD, cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr == f"sbatch {tmp_path}/runs/mine/pretrain.sbatch: {reason}\n"
+
+
+def test_without_sbatch_the_script_is_there_for_a_machine_that_has_it(tmp_path, commands, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    done = submit("--nproc-per-node", "2", *GOOD, cwd=tmp_path)
+    path = tmp_path / "runs" / "mine" / "pretrain.sbatch"
+    assert done.returncode == 1
+    assert done.stderr == f"there is no sbatch on this machine; submit {path} from one that has it: sbatch {path}\n"
+    assert path.exists()
+
+
+@pytest.mark.parametrize("more", [[], ["--array", "1-2", "run.dir=it's/a b_%a"]])
+def test_the_script_is_good_bash(tmp_path, more):
+    script = submit("--nproc-per-node", "2", "--dry-run", *GOOD, *more, cwd=tmp_path).stdout
+    assert subprocess.run(["bash", "-n"], input=script, text=True, capture_output=True).stderr == ""
+    if SHELLCHECK is None:
+        pytest.skip("no shellcheck")
+    done = subprocess.run([SHELLCHECK, "-"], input=script, text=True, capture_output=True)
+    assert (done.returncode, done.stdout) == (0, "")
+
+
+class Job:
+    """The generated script, as SLURM runs it on the first node; its step ends with `when_asked` after scancel."""
+
+    def __init__(self, tmp_path: Path, commands, *more: str, output="my runs/x.out", when_asked=75, **variables: str):
+        self.records = commands(srun=SRUN, scancel=SCANCEL, scontrol=SCONTROL)
+        (tmp_path / "my runs").mkdir()
+        (self.records / "code_when_asked").write_text(str(when_asked))
+        script = submit("--nproc-per-node", "2", "--dry-run", *GOOD, *more, cwd=tmp_path).stdout
+        self.output = tmp_path / output
+        job = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n1", "SLURM_SUBMIT_DIR": "/nowhere", **variables}
+        with self.output.open("w") as file:
+            self.process = subprocess.Popen(
+                ["bash", "-c", script], env=dict(os.environ) | job, stdout=file, stderr=subprocess.STDOUT
+            )
+        deadline = time.monotonic() + 30
+        while not (self.records / "srun").exists():
+            assert time.monotonic() < deadline and self.process.poll() is None, self.said()
+            time.sleep(0.01)
+
+    def ends(self, code: int) -> int:
+        """The step ends; returns how the script does."""
+        (self.records / "code_when_asked").write_text(str(code))
+        (self.records / "code_when_asked").rename(self.records / "code")
+        return self.process.wait(timeout=30)
+
+    def is_asked(self) -> int:
+        """What SLURM sends to the script alone before time is up; returns how the script ends."""
+        self.process.send_signal(signal.SIGUSR1)
+        return self.process.wait(timeout=30)
+
+    def recorded(self, name: str) -> list[str]:
+        path = self.records / name
+        return path.read_text().splitlines() if path.exists() else []
+
+    def said(self) -> list[str]:
+        return self.output.read_text().splitlines()
+
+
+QUEUED_AGAIN = -signal.SIGKILL
+
+
+@pytest.mark.parametrize("code", [0, 1, 2])
+def test_a_job_that_has_finished_or_failed_ends_so(tmp_path, commands, code):
+    job = Job(tmp_path, commands)
+    assert job.ends(code) == code
+    assert job.recorded("srun") == [
+        *("--ntasks-per-node=1", "--export=ALL", "--wait=60"),
+        *(f"{ROOT}/launch.sh", "--log-dir", f"{tmp_path}/my runs/x", "--nproc-per-node", "2", *GOOD),
+    ]
+    assert job.recorded("scancel") == job.recorded("scontrol") == []
+    assert job.said() == ["job 7, start 1, on n1"]
+
+
+def test_a_job_that_stopped_with_a_checkpoint_queues_itself_again(tmp_path, commands):
+    job = Job(tmp_path, commands, SLURM_RESTART_COUNT="3")
+    assert job.ends(75) == QUEUED_AGAIN
+    assert job.recorded("scontrol") == ["requeue 7"]
+    assert job.said() == ["job 7, start 4, on n1", "queueing this job again, to go on"]
+
+
+@pytest.mark.parametrize("code", [75, 1, 138])
+def test_a_job_whose_time_is_up_saves_and_queues_itself_again(tmp_path, commands, code):
+    """Ranks that still start have nothing to save, and end in another way."""
+    job = Job(tmp_path, commands, when_asked=code)
+    assert job.is_asked() == QUEUED_AGAIN
+    assert (job.recorded("scancel"), job.recorded("scontrol")) == (["--signal=USR1 7"], ["requeue 7"])
+    assert job.said()[1:] == [
+        "time is nearly up, or the nodes are wanted: saving",
+        "queueing this job again, to go on",
+    ]
+
+
+def test_a_job_that_is_pre_empted_before_its_ranks_start_passes_it_on(tmp_path, commands):
+    """Ranks that were not told would train on until they are killed."""
+    commands(readlink='script=${1#/proc/}; kill -USR1 "${script%%/*}"; echo "$RECORDS/x.out"')
+    job = Job(tmp_path, commands)
+    assert job.process.wait(timeout=30) == QUEUED_AGAIN
+    assert (job.recorded("scancel"), job.recorded("scontrol")) == (["--signal=USR1 7"], ["requeue 7"])
+
+
+def test_a_job_that_finishes_when_its_time_is_up_is_done(tmp_path, commands):
+    job = Job(tmp_path, commands, when_asked=0)
+    assert job.is_asked() == 0
+    assert (job.recorded("scancel"), job.recorded("scontrol")) == (["--signal=USR1 7"], [])
+
+
+def test_a_task_of_an_array_means_itself_alone(tmp_path, commands):
+    """One of the tasks has the number of the whole array: with that it would stop, and queue again, all of them."""
+    task = {"SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "2"}
+    job = Job(tmp_path, commands, "--array", "1-2", "run.dir=runs/a %a", "run.seed=%a", **task)
+    assert job.recorded("srun")[-2:] == ["run.dir=runs/a 2", "run.seed=2"]
+    assert job.is_asked() == QUEUED_AGAIN
+    assert (job.recorded("scancel"), job.recorded("scontrol")) == (["--signal=USR1 7_2"], ["requeue 7_2"])
+
+
+def test_a_job_that_cannot_be_queued_again_says_so(tmp_path, commands):
+    job = Job(tmp_path, commands)
+    (job.records / "refuses").touch()
+    assert job.ends(75) == 75
+    assert job.said()[-1] == "it cannot be queued again: submit it once more"
+
+
+@pytest.mark.parametrize("output, logs", [("all.txt", ["--log-dir", "all.txt.ranks"]), ("/dev/null", [])])
+def test_the_ranks_output_is_beside_that_of_the_job(tmp_path, commands, output, logs):
+    """In the file itself it would be a mess of all ranks; a folder in its place cannot be made."""
+    job = Job(tmp_path, commands, output=output)
+    job.ends(0)
+    arguments = job.recorded("srun")
+    found = arguments[arguments.index(f"{ROOT}/launch.sh") + 1 : arguments.index("--nproc-per-node")]
+    assert found == [word.replace("all", f"{tmp_path}/all") for word in logs]
+
+
+def test_the_cores_of_a_task_reach_srun(tmp_path, commands):
+    job = Job(tmp_path, commands, SLURM_CPUS_PER_TASK="6")
+    job.ends(0)
+    assert "--cpus-per-task=6" in job.recorded("srun")[:4]
+
+
+def test_a_script_without_its_launch_sh_ends_with_2(tmp_path, commands):
+    """As when sbatch is given the template itself, from another folder."""
+    done = subprocess.run(
+        ["bash", str(ROOT / "tools/slurm/pretrain.sbatch"), "x"],
+        env=dict(os.environ) | {"SLURM_SUBMIT_DIR": str(tmp_path)},
+        capture_output=True,
+        text=True,
+    )
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == (
+        f"there is no {tmp_path}/launch.sh: submit from its folder, or set MEGATRON_LITE_HOME to that\n"
+    )
