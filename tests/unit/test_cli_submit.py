@@ -22,6 +22,9 @@ SHELLCHECK = shutil.which("shellcheck", path=f"{Path(sys.executable).parent}:{os
 GOOD = ("data.paths=corpus", "data.tokenizer=bytes", "run.dir=runs/mine")
 # Ends with the code that scancel, or the test, gives it.
 SRUN = """
+case $1 in
+--overlap) exit "$(cat "$RECORDS/nodes")" ;; # whether all nodes answer
+esac
 printf '%s\\n' "$@" > "$RECORDS/arguments"
 mv "$RECORDS/arguments" "$RECORDS/srun"
 for ((i = 0; i < 3000; i++)); do
@@ -234,6 +237,7 @@ class Job:
     def __init__(self, tmp_path: Path, commands, *more: str, output="my runs/x.out", when_asked=75, **variables: str):
         self.records = commands(srun=SRUN, scancel=SCANCEL, scontrol=SCONTROL)
         (tmp_path / "my runs").mkdir()
+        (self.records / "nodes").write_text("0")
         (self.records / "code_when_asked").write_text(str(when_asked))
         script = submit("--nproc-per-node", "2", "--dry-run", *GOOD, *more, cwd=tmp_path).stdout
         self.output = tmp_path / output
@@ -286,6 +290,15 @@ def test_a_job_that_stopped_with_a_checkpoint_queues_itself_again(tmp_path, comm
     assert job.ends(75) == QUEUED_AGAIN
     assert job.recorded("scontrol") == ["requeue 7"]
     assert job.said() == ["job 7, start 4, on n1", "queueing this job again, to go on"]
+
+
+def test_a_job_that_has_lost_a_node_queues_itself_again(tmp_path, commands):
+    """SLURM finds that out after minutes, when the ranks that are left have long given up."""
+    job = Job(tmp_path, commands)
+    (job.records / "nodes").write_text("1")
+    assert job.ends(1) == QUEUED_AGAIN
+    assert job.recorded("scontrol") == ["requeue 7"]
+    assert job.said()[1:] == ["not all nodes answer any more", "queueing this job again, to go on"]
 
 
 @pytest.mark.parametrize("code", [75, 1, 138])
