@@ -126,7 +126,7 @@ def explain(reports: Path, ended: dict[int, int], received: int) -> Failure:
         lines.append(found[0]["message"])
         return Failure("\n".join(lines), found[0]["exit_code"], found[0]["restart_may_help"] and not received, True)
     lines += [
-        f"rank {rank} ended with exit code {code}, before its work was done"
+        f"rank {rank} ended with exit code {code} before its work was done"
         for rank, code in sorted(ended.items())
         if not lines
     ]

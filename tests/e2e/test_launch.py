@@ -1,16 +1,19 @@
 """Ranks that megatron-lite starts itself: how they end is how the command ends."""
 
+import multiprocessing
 import os
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from megatron_lite.cli.launch import run_ranks
-from megatron_lite.errors import ConfigError
+from megatron_lite.cli.launch import _SignalsToRanks, run_ranks
+from megatron_lite.cli.reports import STOP_SIGNALS, report_end
+from megatron_lite.errors import ConfigError, StoppedEarly
 from tests.e2e.command import ROOT, environment
 
 HERE = "tests.e2e.test_launch"
@@ -27,18 +30,6 @@ def refuse_config() -> None:
     time.sleep(60)
 
 
-def have_a_bug() -> None:
-    if os.environ["RANK"] == "1":
-        raise ZeroDivisionError("a bug")
-    time.sleep(60)
-
-
-def be_killed() -> None:
-    if os.environ["RANK"] == "1":
-        os.kill(os.getpid(), signal.SIGKILL)
-    time.sleep(60)
-
-
 def save_when_asked(folder: str) -> None:
     received: list[int] = []
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -48,6 +39,19 @@ def save_when_asked(folder: str) -> None:
         time.sleep(0.02)
     time.sleep(1.0)  # a save
     (Path(folder) / f"saved_{os.environ['RANK']}").write_text(signal.Signals(received[0]).name)
+
+
+def stop_when_asked(folder: str) -> None:
+    """As training does it."""
+    received: list[int] = []
+    for number in STOP_SIGNALS:
+        signal.signal(number, lambda number, frame: received.append(number))
+    (Path(folder) / f"ready_{os.environ['RANK']}").write_text(f"{os.getpid()}\n")
+    while not received:
+        time.sleep(0.02)
+    time.sleep(0.5)  # a save
+    (Path(folder) / f"saved_{os.environ['RANK']}").touch()
+    raise StoppedEarly(f"stopped by {signal.Signals(received[0]).name}, saved")
 
 
 def sleep(folder: str) -> None:
@@ -72,6 +76,14 @@ def start(target: str, *arguments: str) -> subprocess.Popen[str]:
     )
 
 
+def runs(pid: int) -> bool:
+    """Also false for a process that has ended while nobody waited for it."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except FileNotFoundError:
+        return False
+
+
 def end(process: subprocess.Popen[str]) -> tuple[int, str]:
     """Exit code and everything on stderr."""
     return process.wait(timeout=60), process.communicate()[1]
@@ -90,22 +102,6 @@ def test_ranks_know_their_place_and_all_of_them_run(tmp_path):
     for rank in "01":
         assert f"('LOCAL_RANK', '{rank}'), " in (tmp_path / rank).read_text()
         assert "('WORLD_SIZE', '2')" in (tmp_path / rank).read_text()
-
-
-def test_a_config_error_of_one_rank_is_printed_once_and_ends_with_2():
-    assert end(start("refuse_config")) == (2, "line one of the reason\nline two\n")
-
-
-def test_a_bug_ends_with_1_and_one_traceback():
-    code, err = end(start("have_a_bug"))
-    assert code == 1
-    assert err.startswith("rank 1 failed:\nTraceback (most recent call last):")
-    assert err.strip().endswith("ZeroDivisionError: a bug")
-    assert err.count("Traceback") == 1
-
-
-def test_a_killed_rank_ends_with_1_and_its_signal():
-    assert end(start("be_killed")) == (1, "rank 1 was killed by SIGKILL; the machine may be out of memory\n")
 
 
 def test_a_signal_is_passed_on_and_the_ranks_may_finish(tmp_path):
@@ -132,3 +128,85 @@ def test_one_process_runs_here(tmp_path, monkeypatch):
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     with pytest.raises(ConfigError, match="line one"):
         run_ranks(f"{HERE}:refuse_config", (), None)
+
+
+def test_a_signal_to_all_processes_ends_with_75_and_nothing_but_the_message(tmp_path):
+    """As a batch system sends it: ranks get it twice, and Python's tracker of semaphores gets it too."""
+    process = start("stop_when_asked", str(tmp_path))
+    wait_for(tmp_path, "ready_0", "ready_1")
+    os.killpg(process.pid, signal.SIGUSR1)
+    assert end(process) == (75, "stopped by SIGUSR1, saved\n")
+
+
+def test_ranks_of_a_killed_launcher_save_and_end(tmp_path):
+    """They would keep the GPUs, waiting for a launcher that is no more to take their result."""
+    process = start("stop_when_asked", str(tmp_path))
+    wait_for(tmp_path, "ready_0", "ready_1")
+    pids = [int((tmp_path / f"ready_{rank}").read_text()) for rank in (0, 1)]
+    process.kill()
+    try:
+        wait_for(tmp_path, "saved_0", "saved_1")
+        deadline = time.monotonic() + 30
+        while any(runs(pid) for pid in pids):
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+
+
+def test_a_rank_whose_launcher_was_killed_before_it_started_does_not_start(tmp_path, monkeypatch):
+    """It is too late for the kernel to tell it."""
+    monkeypatch.setattr(multiprocessing, "parent_process", lambda: SimpleNamespace(is_alive=lambda: False))
+    with pytest.raises(SystemExit) as end:
+        report_end(f"{HERE}:sleep", (str(tmp_path),), str(tmp_path), None)
+    assert end.value.code == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.fixture
+def handlers():
+    """The handlers of the stop signals, as they were before."""
+    before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
+    yield before
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def test_signals_are_a_launchers_own_business_only_while_it_runs(handlers):
+    """After one, the same may come again when only the exit code is left to give."""
+    with _SignalsToRanks() as signals:
+        pass
+    assert signals.received == 0
+    assert {number: signal.getsignal(number) for number in STOP_SIGNALS} == handlers
+    with _SignalsToRanks() as signals:
+        signal.raise_signal(signal.SIGUSR1)
+        signal.raise_signal(signal.SIGTERM)
+    assert signals.received == signal.SIGUSR1
+    assert {signal.getsignal(number) for number in STOP_SIGNALS} == {signal.SIG_IGN}
+
+
+def test_every_rank_gets_every_signal_once(handlers, monkeypatch):
+    """Those too that start after it came; one that has just ended is no error."""
+    sent: list[tuple[int, int]] = []
+    living = [SimpleNamespace(pid=11), SimpleNamespace(pid=12)]
+
+    def kill(pid: int, number: int) -> None:
+        sent.append((pid, number))
+        if pid == 11:
+            raise ProcessLookupError
+
+    monkeypatch.setattr(multiprocessing, "active_children", lambda: living)
+    with _SignalsToRanks() as signals:
+        monkeypatch.setattr(os, "kill", kill)
+        signals.pass_on()
+        assert sent == []
+        signal.raise_signal(signal.SIGUSR1)
+        signals.pass_on()
+        signals.pass_on()
+        assert sent == [(11, signal.SIGUSR1), (12, signal.SIGUSR1)]
+        living[:] = [SimpleNamespace(pid=12), SimpleNamespace(pid=13)]
+        signal.raise_signal(signal.SIGTERM)
+        signals.pass_on()
+        signals.pass_on()
+    assert sent[2:] == [(12, signal.SIGTERM), (13, signal.SIGUSR1), (13, signal.SIGTERM)]

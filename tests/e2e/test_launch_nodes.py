@@ -1,0 +1,310 @@
+"""Launchers of several nodes, on this machine: waiting for others in vain, losing them, and meeting them again."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
+from datetime import timedelta
+from functools import partial, partialmethod
+from multiprocessing import get_context
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.rendezvous import (
+    RendezvousClosedError,
+    RendezvousConnectionError,
+    RendezvousParameters,
+    RendezvousTimeoutError,
+)
+
+from megatron_lite.cli import agent as agent_module
+from megatron_lite.cli import launch as launch_module
+from megatron_lite.cli.agent import ENDED_BY_OTHERS, Agent, _why_apart, run_agent
+from megatron_lite.cli.launch import launch
+from megatron_lite.cli.nodes import Nodes
+from megatron_lite.cli.reports import _write
+from megatron_lite.errors import StoppedEarly, TrainingError
+from tests.e2e.command import ROOT, environment, start
+
+HERE = "tests.e2e.test_launch_nodes"
+COME_TO = (
+    "; start the same command on every machine, with its own --node-rank, within --join-timeout (1 s), and see that "
+    "nothing between them closes the port"
+)
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return server.getsockname()[1]
+
+
+def node(node_rank: int, port: int, *, is_elastic: bool, **more) -> Nodes:
+    """One of two, that waits for a second."""
+    place = {"master_addr": "127.0.0.1", "master_port": port, "join_timeout": 1.0}
+    return Nodes(1, 2, 2, is_elastic, node_rank, **place | more)
+
+
+def end_of(nodes: Nodes, folder: Path) -> str:
+    """Why a node without others ends."""
+    with pytest.raises(TrainingError) as caught:
+        run_agent(f"{HERE}:never", (), nodes, "127.0.0.1", folder, lambda: 0)
+    return str(caught.value)
+
+
+def never() -> None:
+    raise AssertionError("a rank was started")
+
+
+def test_a_node_without_others_ends_in_time_and_says_how_they_could_come(tmp_path):
+    """The first one and the second, of a fixed number and of an elastic one: all at once, for each takes seconds."""
+    combinations = [(node_rank, is_elastic) for node_rank in (0, 1) for is_elastic in (False, True)]
+    nodes = [node(node_rank, free_port(), is_elastic=is_elastic) for node_rank, is_elastic in combinations]
+    began = time.monotonic()
+    with ThreadPoolExecutor(4) as executor:
+        ends = list(executor.map(end_of, nodes, [tmp_path] * 4))
+    assert time.monotonic() - began < 20
+    reasons = [
+        "Timed out after 2 seconds waiting for clients. 1/2 clients joined.",
+        "fewer than 2 machines have come",
+        "The client socket has timed out after 1000ms while trying to connect to (127.0.0.1, {port}).",
+        "The client socket has timed out after 1000ms while trying to connect to (127.0.0.1, {port}).",
+    ]
+    for one, reason, end in zip(nodes, reasons, ends, strict=True):
+        what = reason.format(port=one.master_port)
+        assert end == f"node {one.node_rank} could not meet the others at {one.where}: {what}{COME_TO}"
+
+
+@pytest.mark.parametrize("is_elastic", [False, True])
+def test_a_port_in_use_is_named_with_the_option_for_another(tmp_path, is_elastic):
+    with socket.create_server(("", 0)) as other:
+        port = other.getsockname()[1]
+        assert end_of(node(0, port, is_elastic=is_elastic), tmp_path) == (
+            f"port {port} is in use on this machine, perhaps by another run: give another --master-port, the same on "
+            "every machine"
+        )
+
+
+def test_a_node_that_parts_from_the_others_says_why():
+    """`from` is where torch tells the reason; some of its errors have no text at all."""
+    one = node(1, 7, is_elastic=True)
+    lost = RendezvousConnectionError("The connection to the C10d store has failed. See inner exception for details.")
+    lost.__cause__ = RuntimeError("Broken pipe\nframe #1")
+    assert _why_apart(lost, one, had_ranks=True) == (
+        "node 1 has lost the first node, at 127.0.0.1:7 (Broken pipe); look at the output there for the reason"
+    )
+    assert (
+        _why_apart(lost, one, had_ranks=False)
+        == f"node 1 could not meet the others at {one.where}: Broken pipe{COME_TO}"
+    )
+    few = f"node 1 could not meet the others at {one.where}: fewer than 2 machines have come{COME_TO}"
+    assert _why_apart(RendezvousTimeoutError(), one, had_ranks=True) == few
+    assert _why_apart(RendezvousClosedError(), one, had_ranks=True) == ENDED_BY_OTHERS
+
+
+def test_a_node_that_nobody_needed_says_so_when_the_others_end(tmp_path, monkeypatch):
+    monkeypatch.setattr(Agent, "run", lambda self: None)
+    assert end_of(node(0, free_port(), is_elastic=True), tmp_path) == (
+        "the other nodes have ended this run; look at their output for the reason"
+    )
+
+
+def test_a_command_that_waits_in_vain_prints_one_message(tmp_path):
+    """Torch prints a page of stack frames for each try."""
+    port = free_port()
+    place = ["--nnodes", "2", "--node-rank", "1", "--master-addr", "127.0.0.1", "--master-port", str(port)]
+    config = ["data.paths=corpus", "data.tokenizer=bytes", f"run.dir={tmp_path}"]
+    process = start("pretrain", "--nproc-per-node", "1", *place, "--join-timeout", "1", *config, cwd=tmp_path)
+    out, err = process.communicate(timeout=60)
+    assert (process.returncode, out) == (1, "GLOO_SOCKET_IFNAME=lo\n")
+    (message,) = err.splitlines()
+    assert message.startswith(f"node 1 could not meet the others at 127.0.0.1:{port}: The client socket has timed out")
+
+
+WAITING = """
+import sys
+from megatron_lite.cli import launch
+from megatron_lite.cli.nodes import Nodes
+launch.TOLD_SECONDS = 0.3
+sys.exit(launch.launch("{here}:never", (), {nodes!r}))
+"""
+
+
+def catches(pid: int, number: int) -> bool:
+    """Whether a process has a handler for that signal."""
+    (line,) = [line for line in Path(f"/proc/{pid}/status").read_text().splitlines() if line.startswith("SigCgt")]
+    return bool(int(line.split()[1], 16) >> (number - 1) & 1)
+
+
+def test_a_node_that_waits_for_others_ends_when_it_is_told():
+    """Torch's wait cannot be interrupted: a machine would be held up to --join-timeout."""
+    waiting = [
+        subprocess.Popen(
+            [
+                sys.executable,
+                "-c",
+                WAITING.format(here=HERE, nodes=node(0, free_port(), is_elastic=is_elastic, join_timeout=900.0)),
+            ],
+            cwd=ROOT,
+            env=environment(),
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for is_elastic in (False, True)
+    ]
+    for process in waiting:
+        deadline = time.monotonic() + 60
+        while not catches(process.pid, signal.SIGTERM):
+            assert time.monotonic() < deadline and process.poll() is None
+            time.sleep(0.02)
+        process.send_signal(signal.SIGTERM)
+    for process in waiting:
+        assert process.communicate(timeout=30)[1] == "stopped by SIGTERM while waiting for the other nodes\n"
+        assert process.returncode == 1
+
+
+class Exited(BaseException):
+    pass
+
+
+@pytest.fixture
+def watch(monkeypatch, tmp_path, capsys):
+    """`watch(nodes, received, had_ranks)`: how a launcher ends whose agent waits, or None where it lets it wait."""
+    monkeypatch.setattr(launch_module, "TOLD_SECONDS", 0.2)
+    monkeypatch.setattr(launch_module, "CUT_OFF_SECONDS", 0.2)
+
+    def leave(code: int) -> None:
+        raise Exited(code)
+
+    monkeypatch.setattr(os, "_exit", leave)
+
+    def watch(nodes: Nodes, *, received: int = 0, had_ranks: bool = False) -> tuple[int, str] | None:
+        ranks = [[object()]] if had_ranks else []
+        monkeypatch.setattr("multiprocessing.active_children", lambda: ranks.pop() if ranks else [])
+        running: Future[int] = Future()
+        timer = threading.Timer(0.6, running.set_result, [0])
+        timer.start()
+        try:
+            launch_module._watch(running, nodes, SimpleNamespace(received=received, pass_on=lambda: None), tmp_path)
+        except Exited as exit:
+            return exit.args[0], capsys.readouterr().err
+        finally:
+            timer.cancel()
+        return None
+
+    return watch
+
+
+def test_a_node_whose_first_node_is_gone_ends(watch):
+    """Without an answer, torch's connection to it waits for a quarter of an hour."""
+    port = free_port()
+    assert watch(node(1, port, is_elastic=False), had_ranks=True) == (
+        1,
+        f"node 1 cannot reach the first node at 127.0.0.1:{port}, and its own ranks have ended; it ends too. Run the "
+        "same command again when the network is back\n",
+    )
+
+
+def test_a_node_goes_on_waiting_for_a_first_node_that_is_there(watch):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        assert watch(node(1, server.getsockname()[1], is_elastic=True), had_ranks=True) is None
+
+
+@pytest.mark.parametrize("node_rank, had_ranks", [(0, True), (1, False)])
+def test_a_node_goes_on_waiting_that_is_the_first_or_has_not_met_the_others(watch, node_rank, had_ranks):
+    """The time for meeting is --join-timeout."""
+    assert watch(node(node_rank, free_port(), is_elastic=True), had_ranks=had_ranks) is None
+
+
+def test_a_node_that_has_saved_and_waits_for_the_others_ends_with_75(watch, tmp_path, monkeypatch):
+    """Its work is safe, whatever became of theirs: 1 would tell a batch system to give up."""
+    monkeypatch.setenv("RANK", "3")
+    _write(str(tmp_path), "stopped, saved", StoppedEarly.exit_code, restart_may_help=False)
+    assert watch(node(1, free_port(), is_elastic=False), received=15, had_ranks=True) == (75, "stopped, saved\n")
+
+
+def ring(folder: str, name: str) -> None:
+    """All-reduces until somebody has made the file `done`; tells by a file how many do."""
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    (Path(folder) / f"{name}_of_{os.environ['WORLD_SIZE']}_{os.getpid()}").touch()
+    while True:
+        done = torch.tensor(int((Path(folder) / "done").exists()))
+        dist.all_reduce(done)
+        if done:
+            break
+        time.sleep(0.02)
+    dist.destroy_process_group()
+
+
+def run_node(folder: str, name: str, node_rank: int, port: int) -> None:
+    """A launcher that notices in seconds what takes half a minute by torch's own settings."""
+    with (Path(folder) / f"{name}.err").open("a") as file:
+        os.dup2(file.fileno(), 2)
+        os.dup2(file.fileno(), 1)
+    hasty = {"last_call_timeout": 1, "keep_alive_interval": 1, "keep_alive_max_attempt": 4}
+    agent_module.RendezvousParameters = partial(RendezvousParameters, **hasty)  # type: ignore[misc]
+    LocalElasticAgent.__init__ = partialmethod(LocalElasticAgent.__init__, start_method="forkserver")  # type: ignore
+    place = {"node_rank": node_rank, "master_addr": "127.0.0.1", "master_port": port}
+    sys.exit(launch(f"{HERE}:ring", (folder, name), Nodes(1, 1, 2, True, **place, max_restarts=3, join_timeout=60.0)))
+
+
+def test_an_elastic_run_goes_on_without_a_lost_node_and_with_it_again(tmp_path):
+    """Half of the machines idle, or all, until somebody looks, is what this option is there to prevent."""
+    ctx = get_context("forkserver")
+    ctx.set_forkserver_preload(["megatron_lite.training.pretrain", "torch._dynamo"])
+    port = free_port()
+    seen: set[str] = set()
+    launchers: list[BaseProcess] = []
+
+    def start_node(name: str, node_rank: int) -> BaseProcess:
+        launchers.append(ctx.Process(target=run_node, args=(str(tmp_path), name, node_rank, port)))
+        launchers[-1].start()
+        return launchers[-1]
+
+    def wait_for(*names: str) -> list[int]:
+        """The processes of new ranks with these names and world sizes."""
+        deadline, found = time.monotonic() + 60, {}
+        while len(found) < len(names):
+            assert time.monotonic() < deadline, f"no {names}: {said('a')}{said('b')}"
+            time.sleep(0.02)
+            new = {path.name for path in tmp_path.glob("*_of_*")} - seen
+            found = {name: file for name in names for file in new if file.startswith(f"{name}_")}
+        seen.update(found.values())
+        return [int(found[name].rpartition("_")[2]) for name in names]
+
+    def said(name: str) -> str:
+        return (tmp_path / f"{name}.err").read_text()
+
+    try:
+        first, second = start_node("a", 0), start_node("b", 1)
+        _, lost = wait_for("a_of_2", "b_of_2")
+        second.kill()
+        os.kill(lost, signal.SIGKILL)
+        wait_for("a_of_1")
+        assert "\nrestarting from the newest checkpoint (1 of 3)\n" in said("a")
+        second = start_node("b", 1)
+        wait_for("a_of_2", "b_of_2")
+        assert "nodes have come or gone: starting again with those that are there\n" in said("a")
+        (tmp_path / "done").touch()
+        for launcher in (first, second):
+            launcher.join(60)
+            assert launcher.exitcode == 0, said("a") + said("b")
+    finally:
+        (tmp_path / "done").touch()
+        for launcher in launchers:
+            launcher.kill()
+        for file in tmp_path.glob("*_of_*"):
+            try:
+                os.kill(int(file.name.rpartition("_")[2]), signal.SIGKILL)
+            except ProcessLookupError:
+                continue
