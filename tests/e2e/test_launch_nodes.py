@@ -233,8 +233,10 @@ def test_a_node_that_has_saved_and_waits_for_the_others_ends_with_75(watch, tmp_
 
 
 def ring(folder: str, name: str) -> None:
-    """All-reduces until somebody has made the file `done`; tells by a file how many do."""
+    """All-reduces until somebody has made the file `done`; tells by a file how many do. Saves when it is stopped."""
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    told: list[int] = []
+    signal.signal(signal.SIGTERM, lambda number, frame: told.append(number))
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
     (Path(folder) / f"{name}_of_{os.environ['WORLD_SIZE']}_{os.getpid()}").touch()
     while True:
@@ -242,6 +244,10 @@ def ring(folder: str, name: str) -> None:
         dist.all_reduce(done)
         if done:
             break
+        if told:
+            time.sleep(0.5)
+            (Path(folder) / f"saved_{os.getpid()}").touch()
+            raise StoppedEarly("stopped, saved")
         time.sleep(0.02)
     dist.destroy_process_group()
 
@@ -290,11 +296,12 @@ def test_an_elastic_run_goes_on_without_a_lost_node_and_with_it_again(tmp_path):
         _, lost = wait_for("a_of_2", "b_of_2")
         second.kill()
         os.kill(lost, signal.SIGKILL)
-        wait_for("a_of_1")
+        (alone,) = wait_for("a_of_1")
         assert "\nrestarting from the newest checkpoint (1 of 3)\n" in said("a")
         second = start_node("b", 1)
         wait_for("a_of_2", "b_of_2")
         assert "nodes have come or gone: starting again with those that are there\n" in said("a")
+        assert (tmp_path / f"saved_{alone}").exists()
         (tmp_path / "done").touch()
         for launcher in (first, second):
             launcher.join(60)

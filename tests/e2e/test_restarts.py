@@ -18,7 +18,7 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 
 from megatron_lite.cli.launch import launch
 from megatron_lite.cli.nodes import Nodes
-from megatron_lite.cli.reports import STOP_SIGNALS
+from megatron_lite.cli.reports import STOP_SIGNALS, Failure, _write, explain
 from megatron_lite.errors import ConfigError, StoppedEarly, TrainingError
 
 HERE = "tests.e2e.test_restarts"
@@ -50,7 +50,15 @@ def note(folder: str) -> int:
 
 
 def fail(folder: str, reason: str) -> None:
-    raise TrainingError(reason.format(note(folder)))
+    note(folder)
+    raise TrainingError(reason)
+
+
+def fail_in_turn() -> None:
+    count = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+    if os.environ["RANK"] == str(count % 2):
+        raise TrainingError(f"reason {count}")
+    time.sleep(60)
 
 
 def refuse(folder: str) -> None:
@@ -135,15 +143,14 @@ def test_a_killed_rank_ends_with_1_and_its_signal(ranks_here):
     assert ranks_here(2, be_killed) == (1, killed)
 
 
-def test_failed_ranks_are_started_again_and_each_reason_is_told(ranks_here, tmp_path):
+def test_failed_ranks_are_started_again_and_each_reason_is_told(ranks_here):
     """Whoever sees only the last one looks for the wrong cause."""
-    assert ranks_here(1, fail, str(tmp_path), "reason {}", max_restarts=2) == (
+    assert ranks_here(2, fail_in_turn, max_restarts=2) == (
         1,
         "reason 0\nrestarting from the newest checkpoint (1 of 2)\n"
         "reason 1\nrestarting from the newest checkpoint (2 of 2)\n"
         "reason 2\n",
     )
-    assert starts(tmp_path) == 3
 
 
 def test_the_same_failure_twice_is_not_tried_a_third_time(ranks_here, tmp_path):
@@ -232,3 +239,26 @@ def test_a_launch_leaves_no_files(ranks_here, tmp_path, monkeypatch):
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     ranks_here(1, talk)
     assert list(tmp_path.iterdir()) == []
+
+
+OUT_OF_MEMORY = "rank 1 was killed by SIGKILL; the machine may be out of memory"
+STOPPED = "stopped by SIGTERM before a checkpoint could be saved"
+
+
+@pytest.mark.parametrize(
+    "ended, received, wanted",
+    [
+        ({0: 1}, 0, Failure("connection closed", 1, True, True)),
+        ({0: 1, 1: -9}, 0, Failure(OUT_OF_MEMORY, 1, True, False)),  # what the other has lost is no news
+        ({0: 1}, 15, Failure(f"{STOPPED}\nconnection closed", 1, False, True)),
+        ({0: -15, 1: -15}, 15, Failure(STOPPED, 1, False, False)),
+        ({0: -15, 1: -9}, 15, Failure(f"{STOPPED}\n{OUT_OF_MEMORY}", 1, False, False)),
+        ({1: -15}, 0, Failure("rank 1 was killed by SIGTERM", 1, True, False)),
+    ],
+)
+def test_the_cause_is_told_and_not_what_follows_from_it(tmp_path, monkeypatch, ended, received, wanted):
+    """Two ranks, of which the first has reported, after a third had stopped with a checkpoint."""
+    for rank, text, code in (("2", "stopped, saved", 75), ("0", "connection closed", 1), ("3", "me too", 2)):
+        monkeypatch.setenv("RANK", rank)
+        _write(str(tmp_path), text, code, restart_may_help=code == 1)
+    assert explain(tmp_path, ended, received) == wanted

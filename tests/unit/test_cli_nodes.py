@@ -212,6 +212,7 @@ def test_an_interface_that_is_set_stays(gloo, monkeypatch, capsys):
 
 
 def test_gloo_is_told_nothing_on_one_machine_or_without_an_interface(gloo, monkeypatch, capsys):
+    monkeypatch.setattr(nodes_module, "interface_of", lambda address: "eth0")
     assert set_network_variables(Nodes(2)) == "localhost"
     monkeypatch.setattr(nodes_module, "interface_of", lambda address: "")
     set_network_variables(Nodes(1, 2, 2, master_addr="127.0.0.1", master_port=1))

@@ -25,6 +25,7 @@ SRUN = """
 case $1 in
 --overlap) exit "$(cat "$RECORDS/nodes")" ;; # whether all nodes answer
 esac
+echo $$ > "$RECORDS/pid"
 printf '%s\\n' "$@" > "$RECORDS/arguments"
 mv "$RECORDS/arguments" "$RECORDS/srun"
 for ((i = 0; i < 3000; i++)); do
@@ -32,7 +33,11 @@ for ((i = 0; i < 3000; i++)); do
     sleep 0.01
 done
 """
-SCANCEL = 'echo "$*" >> "$RECORDS/scancel"; mv "$RECORDS/code_when_asked" "$RECORDS/code"'
+SCANCEL = """
+echo "$*" >> "$RECORDS/scancel"
+mv "$RECORDS/code_when_asked" "$RECORDS/code"
+for ((i = 0; i < 3000; i++)); do kill -0 "$(cat "$RECORDS/pid")" || break; sleep 0.01; done 2>/dev/null
+"""
 # Queueing a job again ends its script.
 SCONTROL = 'echo "$*" >> "$RECORDS/scontrol"; [ ! -e "$RECORDS/refuses" ] || exit 1; kill -KILL "$PPID"'
 
@@ -322,6 +327,7 @@ def test_a_job_that_is_pre_empted_before_its_ranks_start_passes_it_on(tmp_path, 
 
 
 def test_a_job_that_finishes_when_its_time_is_up_is_done(tmp_path, commands):
+    """Its code is that of the ranks, not that of the signal, also when they are gone before scancel returns."""
     job = Job(tmp_path, commands, when_asked=0)
     assert job.is_asked() == 0
     assert (job.recorded("scancel"), job.recorded("scontrol")) == (["--signal=USR1 7"], [])

@@ -222,8 +222,10 @@ def test_the_rest_of_the_line_arrives_in_its_order_and_quoting(tmp_path):
     assert done.stdout.splitlines()[-1] == str(["-m", "megatron_lite", "pretrain", "--nproc-per-node", "2", *words])
 
 
-def test_it_ends_as_the_command_ends(tmp_path):
+def test_it_becomes_the_command_and_ends_as_that_ends(tmp_path):
+    """A shell in between would keep signals from it."""
     interpreter = tmp_path / "python"
-    interpreter.write_text("#!/bin/sh\nexit 7\n")
+    interpreter.write_text("#!/bin/sh\necho $PPID\nexit 7\n")
     interpreter.chmod(0o755)
-    assert launch("x", PYTHON=str(interpreter)).returncode == 7
+    done = launch("x", PYTHON=str(interpreter))
+    assert (done.returncode, done.stdout.splitlines()[-1]) == (7, str(os.getpid()))
