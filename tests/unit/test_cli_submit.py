@@ -306,7 +306,6 @@ def test_a_job_that_has_lost_a_node_queues_itself_again(tmp_path, commands):
     assert job.said()[1:] == ["not all nodes answer any more", "queueing this job again, to go on"]
 
 
-@pytest.mark.parametrize("code", [75, 1, 138])
 def test_a_job_with_a_wrong_config_is_not_queued_again_for_a_lost_node(tmp_path, commands):
     job = Job(tmp_path, commands)
     (job.records / "nodes").write_text("1")
@@ -314,6 +313,7 @@ def test_a_job_with_a_wrong_config_is_not_queued_again_for_a_lost_node(tmp_path,
     assert job.recorded("scontrol") == []
 
 
+@pytest.mark.parametrize("code", [75, 1, 138])
 def test_a_job_whose_time_is_up_saves_and_queues_itself_again(tmp_path, commands, code):
     """Ranks that still start have nothing to save, and end in another way."""
     job = Job(tmp_path, commands, when_asked=code)
