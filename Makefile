@@ -37,7 +37,7 @@ lint: $(DEV)
 	$(BIN)/ruff check .
 	$(BIN)/pyright
 	$(BIN)/hadolint Dockerfile
-	$(BIN)/shellcheck launch.sh tools/quickstart.sh .ci/run
+	$(BIN)/shellcheck launch.sh tools/quickstart.sh tools/slurm/pretrain.sbatch .ci/run
 
 format: $(DEV)
 	$(BIN)/ruff format .

@@ -48,7 +48,9 @@ class StopRequest:
     def __exit__(self, *exception: object) -> None:
         signal.set_wakeup_fd(self._previous_fd)
         for number, handler in self._previous.items():
-            signal.signal(number, handler)  # type: ignore[arg-type]
+            # A rank that was told to stop has saved, and only its exit code left to give: told again, it would lose it.
+            is_over = self._received and "RANK" in os.environ
+            signal.signal(number, signal.SIG_IGN if is_over else handler)  # type: ignore[arg-type]
         self._wakes.close()
         self._thread.join()
 

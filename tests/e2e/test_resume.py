@@ -40,7 +40,9 @@ class Counting:
 
 
 def counting_splits(run: Run) -> Splits:
-    return Splits(train=Counting(1_000_000, run.config.data.seq_length, run.config.model.vocab_size), valid=None, test=None)
+    return Splits(
+        train=Counting(1_000_000, run.config.data.seq_length, run.config.model.vocab_size), valid=None, test=None
+    )
 
 
 def run_to_the_end(folder: Path, model: str, **changes) -> None:

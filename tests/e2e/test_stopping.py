@@ -12,6 +12,7 @@ import pytest
 from megatron_lite.checkpoint.directory import find_latest
 from megatron_lite.errors import StoppedEarly
 from megatron_lite.parallel.context import solo
+from megatron_lite.training.signals import STOP_SIGNALS, StopRequest
 from tests.e2e.command import ROOT, environment, make_corpus, run_here, tiny_yaml
 from tests.e2e.test_resume import rows, run_to_the_end
 
@@ -118,3 +119,22 @@ def test_signals_in_the_first_moments_of_a_save_change_nothing(tmp_path):
     assert process.poll() is None
     process.kill()
     process.communicate()
+
+
+@pytest.mark.parametrize("rank, ignored", [("1", True), (None, False)])
+def test_a_rank_that_has_stopped_is_deaf_to_the_second_signal_but_a_notebook_is_not(monkeypatch, rank, ignored):
+    """It would end a rank that has saved before it could say so; a notebook's Ctrl-C has to work again."""
+    monkeypatch.delenv("RANK", raising=False)
+    if rank:
+        monkeypatch.setenv("RANK", rank)
+    before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
+    try:
+        with StopRequest():
+            os.kill(os.getpid(), signal.SIGUSR1)
+        after = {number: signal.getsignal(number) for number in STOP_SIGNALS}
+        assert after == (dict.fromkeys(STOP_SIGNALS, signal.SIG_IGN) if ignored else before)
+        with StopRequest():
+            pass
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
