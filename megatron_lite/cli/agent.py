@@ -8,6 +8,7 @@ and wait for ever for the result of one that has ended without.
 import logging
 import os
 import signal
+import socket
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -21,14 +22,16 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousClosedError,
     RendezvousError,
     RendezvousHandler,
+    RendezvousInfo,
     RendezvousParameters,
     RendezvousTimeoutError,
 )
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
+from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
 from megatron_lite.cli.nodes import Nodes
 from megatron_lite.cli.reports import GOOD_ENDS, Failure, explain, forget_reports, report_end
-from megatron_lite.errors import TrainingError
+from megatron_lite.errors import ConfigError, TrainingError
 
 # Ranks whose neighbour has failed wait for it in a collective, where they can save nothing.
 FAILED_GRACE_SECONDS = 10
@@ -120,22 +123,45 @@ def run_agent(
     return agent.exit_code if result.is_failed() else 0  # type: ignore[attr-defined]
 
 
+class FixedNodes(StaticTCPRendezvous):
+    """A meeting of a fixed number of nodes, each with a rank of its own."""
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        """Raises ConfigError, on every node, where several have one rank: torch would wait for the one that is missing
+        until time is up."""
+        info = super().next_rendezvous()
+        place = info.store.add("nodes", 1)
+        info.store.set(f"node {place}", f"{self.rank} {socket.gethostname()}")
+        hosts: dict[int, list[str]] = {}
+        for number in range(1, self.world_size + 1):
+            rank, host = info.store.get(f"node {number}").decode().split(" ", 1)
+            hosts.setdefault(int(rank), []).append(host)
+        for rank, of_rank in sorted(hosts.items()):
+            if len(of_rank) > 1:
+                raise ConfigError(
+                    f"--node-rank {rank} was given on {len(of_rank)} machines ({', '.join(sorted(of_rank))}); give "
+                    f"each its own, 0 to {self.world_size - 1}"
+                )
+        return info
+
+
 def _handler(nodes: Nodes, own_address: str) -> RendezvousHandler:
     """Where this node will meet the others; an elastic one connects to the first node here."""
-    is_static = nodes.several and not nodes.is_elastic
-    seconds = int(nodes.join_timeout)
-    settings = {"rank": nodes.node_rank} if is_static else {"is_host": nodes.node_rank == 0, "read_timeout": seconds}
+    seconds, run_id = int(nodes.join_timeout), "megatron_lite"
+    if nodes.several and not nodes.is_elastic:
+        return FixedNodes(nodes.master_addr, nodes.master_port, nodes.node_rank, nodes.max_nodes, run_id, seconds)
     return get_rendezvous_handler(
         RendezvousParameters(
-            backend="static" if is_static else "c10d",
+            backend="c10d",
             endpoint=nodes.where,
-            run_id="megatron_lite",
+            run_id=run_id,
             min_nodes=nodes.min_nodes,
             max_nodes=nodes.max_nodes,
             local_addr=own_address,
             timeout=seconds,
             join_timeout=seconds,
-            **settings,
+            is_host=nodes.node_rank == 0,
+            read_timeout=seconds,
         )
     )
 

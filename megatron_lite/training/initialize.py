@@ -8,6 +8,7 @@ import ctypes
 import gc
 import os
 import random
+import socket
 import sys
 from datetime import timedelta
 
@@ -16,23 +17,27 @@ import torch
 import torch.distributed as dist
 
 from megatron_lite import mpu
+from megatron_lite.checkpoint.agreement import all_gathered
 from megatron_lite.config.schema import Config
 from megatron_lite.config.validate import validate
 from megatron_lite.ddp.deepspeed import release as release_deepspeed
 from megatron_lite.errors import ConfigError, TrainingError
-from megatron_lite.parallel.context import ParallelContext
+from megatron_lite.parallel.context import Group, ParallelContext
 from megatron_lite.parallel.grid import Grid
 from megatron_lite.parallel.random import RngTracker, seed_everything
 
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # names and numbers of glibc's malloc.h
+# Fields that say where a machine keeps things, in which machines may differ.
+PLACES = ("run.dir", "data.paths", "data.tokenizer", "data.cache_dir", "checkpoint.load", "checkpoint.load_weights")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
 
 
 def initialize_megatron(config: Config) -> tuple[ParallelContext, RngTracker]:
     """Joins the process group, builds every group of the layout and seeds the random streams.
 
-    Collective over the world. Raises ConfigError where the config does not fit the number of processes, and
-    TrainingError where they cannot meet. The context is also registered for `megatron_lite.mpu`.
+    Collective over the world. Raises ConfigError where the config does not fit the number of processes or is not the
+    same in all of them, and TrainingError where they cannot meet. The context is also registered for
+    `megatron_lite.mpu`.
     """
     world_size = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
     validate(config, world_size)
@@ -42,6 +47,7 @@ def initialize_megatron(config: Config) -> tuple[ParallelContext, RngTracker]:
         keep_freed_memory()
     if world_size > 1 and not dist.is_initialized():
         join_process_group(device, config.train.comm_timeout)
+    refuse_different_configs(config)
     parallel = config.parallel
     grid = Grid(tp=parallel.tensor, cp=parallel.context, dp=parallel.data(world_size), pp=parallel.pipeline)
     ctx = ParallelContext.create(grid, device, config.train.comm_timeout)
@@ -88,6 +94,28 @@ def join_process_group(device: torch.device, timeout_seconds: float) -> None:
             f"rank {os.environ.get('RANK', '?')} of {os.environ.get('WORLD_SIZE', '?')} could not meet the others "
             f"at {where}: {reason}; {advice}"
         ) from error
+
+
+def refuse_different_configs(config: Config) -> None:
+    """Raises ConfigError on every rank where ranks were given different configs, as by a file that was edited on one
+    machine only. Communicates: the config, over the world."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return
+    world = Group("world", tuple(range(dist.get_world_size())), dist.get_rank(), dist.group.WORLD)
+    of_ranks = all_gathered((socket.gethostname(), config.model_dump(mode="json")), world)
+    first_host, first = of_ranks[0]
+    for rank, (host, other) in enumerate(of_ranks):
+        different = [
+            f"{section}.{field}: {fields[field]} and {other[section][field]}"
+            for section, fields in first.items()
+            for field in fields
+            if f"{section}.{field}" not in PLACES and fields[field] != other[section][field]
+        ]
+        if different:
+            raise ConfigError(
+                f"rank 0 on {first_host} and rank {rank} on {host} were given different configs ("
+                f"{', '.join(different)}); give every machine the same file and the same overrides"
+            )
 
 
 def set_determinism(wanted: bool) -> None:

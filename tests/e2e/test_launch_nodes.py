@@ -32,7 +32,7 @@ from megatron_lite.cli.agent import ENDED_BY_OTHERS, Agent, _why_apart, run_agen
 from megatron_lite.cli.launch import launch
 from megatron_lite.cli.nodes import Nodes
 from megatron_lite.cli.reports import _write
-from megatron_lite.errors import StoppedEarly, TrainingError
+from megatron_lite.errors import ConfigError, StoppedEarly, TrainingError
 from tests.e2e.command import ROOT, environment, start
 
 HERE = "tests.e2e.test_launch_nodes"
@@ -91,6 +91,22 @@ def test_a_port_in_use_is_named_with_the_option_for_another(tmp_path, is_elastic
             f"port {port} is in use on this machine, perhaps by another run: give another --master-port, the same on "
             "every machine"
         )
+
+
+def test_two_machines_with_one_node_rank_are_told_of_each_other(tmp_path):
+    """Torch would have all of them wait for the rank that is missing."""
+    port, host = free_port(), socket.gethostname()
+    nodes = [Nodes(1, 3, 3, node_rank=rank, master_addr="127.0.0.1", master_port=port) for rank in (0, 1, 1)]
+
+    def end(one: Nodes) -> str:
+        with pytest.raises(ConfigError) as caught:
+            run_agent(f"{HERE}:never", (), one, "127.0.0.1", tmp_path, lambda: 0)
+        return str(caught.value)
+
+    with ThreadPoolExecutor(3) as executor:
+        assert list(executor.map(end, nodes)) == 3 * [
+            f"--node-rank 1 was given on 2 machines ({host}, {host}); give each its own, 0 to 2"
+        ]
 
 
 def test_a_node_that_parts_from_the_others_says_why():
