@@ -28,6 +28,12 @@ def submit(
     nproc_per_node: Annotated[
         int | None, typer.Option("--nproc-per-node", min=1, metavar="N", help="Ranks of each, without GPUs.")
     ] = None,
+    cpus_per_task: Annotated[
+        int | None,
+        typer.Option(
+            "--cpus-per-task", min=1, metavar="N", help="CPU cores of each machine; without GPUs, one for each rank."
+        ),
+    ] = None,
     time: Annotated[
         str | None, typer.Option("--time", metavar="[D-]HH:MM:SS", help="Until the job saves and queues itself again.")
     ] = None,
@@ -68,7 +74,7 @@ def submit(
         "job-name": name or folder.name,
         "nodes": nodes,
         "gpus-per-node": gpus_per_node,
-        "cpus-per-task": nproc_per_node,
+        "cpus-per-task": cpus_per_task or nproc_per_node,
         "time": time,
         "partition": partition,
         "account": account,

@@ -1,12 +1,13 @@
 """Iterations until the end, or until someone asks to stop, with evaluations and checkpoints on the way."""
 
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 from megatron_lite.data.blended import Dataset
-from megatron_lite.errors import StoppedEarly
+from megatron_lite.errors import MegatronLiteError, StoppedEarly
 from megatron_lite.parallel.waiting import LostRanks
 from megatron_lite.training.checkpointing import save_run
 from megatron_lite.training.evaluate import evaluate, loader
@@ -92,8 +93,15 @@ def train(
 
 @contextmanager
 def named_place(run: Run) -> Iterator[None]:
-    """Says where in the iteration ranks were lost."""
+    """Says where in the iteration ranks were lost, or what nobody has foreseen went wrong: an error that comes again
+    elsewhere is another one to the launcher, which starts ranks again after it."""
     try:
         yield
     except LostRanks as error:
         raise LostRanks(f"{run.progress.where()}: {error}") from error
+    except MegatronLiteError:
+        raise
+    except Exception as error:
+        if sys.version_info >= (3, 11):
+            error.add_note(f"in {run.progress.where()}")
+        raise

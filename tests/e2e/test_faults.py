@@ -159,3 +159,18 @@ def test_with_fewer_data_parallel_ranks_and_then_more_the_losses_are_the_same(ra
     assert [row["consumed_samples"] for row in shrunk] == [row["consumed_samples"] for row in whole]
     for key in ("loss", "grad_norm"):
         assert [row[key] for row in shrunk] == pytest.approx([row[key] for row in whole], rel=1e-5)
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="exceptions have no notes before Python 3.11")
+def test_an_error_that_nobody_has_foreseen_says_where_it_happened(tmp_path):
+    """The launcher takes the same text twice for a failure that no restart would mend."""
+
+    def step(run, microbatches):
+        if run.state.iteration == 2:
+            with run.progress.during("optimizer"):
+                raise ZeroDivisionError("a bug")
+        return train_step(run, microbatches)
+
+    with mock.patch("megatron_lite.training.loop.train_step", step), pytest.raises(ZeroDivisionError) as raised:
+        run_to_the_end(tmp_path, "gpt")
+    assert raised.value.__notes__ == ["in iteration 3, optimizer"]

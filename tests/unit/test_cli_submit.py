@@ -113,6 +113,12 @@ def test_ranks_on_cpus_get_a_core_each(tmp_path):
     assert written(done.stdout) == ["--nproc-per-node", "4", *GOOD]
 
 
+@pytest.mark.parametrize("ranks", [["--gpus-per-node", "8"], ["--nproc-per-node", "8"]])
+def test_a_machine_may_be_asked_for_more_cores(tmp_path, ranks):
+    done = submit(*ranks, "--cpus-per-task", "96", "--dry-run", *GOOD, cwd=tmp_path)
+    assert [option for option in directives(done.stdout) if "cpus" in option] == ["--cpus-per-task=96"]
+
+
 def test_arguments_arrive_as_they_were_given(tmp_path):
     """The job starts in another shell, maybe in another folder."""
     folder = tmp_path / "it's 50% here"
