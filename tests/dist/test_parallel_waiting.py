@@ -67,8 +67,8 @@ def test_a_collective_that_gets_no_answer_names_its_group_and_its_ranks(ranks):
         for name, text in said.items():
             op = re.split("[, ]", name)[0]
             assert re.fullmatch(
-                rf"rank {rank} got no answer in {op} over dp \(ranks 0 and 1\): .*[Tt]imed out.*\. Look at the output of "
-                r"those ranks first; if one of them really computes for so long, raise train.comm_timeout",
+                rf"rank {rank} got no answer in {op} over dp \(ranks 0 and 1\): .*[Tt]imed out.*\. Look at the output "
+                r"of those ranks first; if one of them really computes for so long, raise train.comm_timeout",
                 text,
             ), f"{name}: {text}"
 

@@ -15,7 +15,8 @@ LAYERS, HIDDEN, LENGTH, BATCH = SIZES["num_layers"], SIZES["hidden_size"], 16, 4
 
 
 def step_on_the_wire(**changes) -> tuple[dict[str, float], dict[str, int], int]:
-    """Of the third step (before it, torch's DDP agrees on its buckets): bytes and calls by kind, and how many parameters this rank has."""
+    """Of the third step (before it, torch's DDP agrees on its buckets): bytes and calls by kind, and how many
+    parameters this rank has."""
     changes |= {f"model__{name}": size for name, size in SIZES.items()} | {"train__global_batch_size": BATCH}
     config = tiny_config("gpt", **changes)
     ctx, rng = initialize_megatron(config)
@@ -66,8 +67,9 @@ def test_sharing_the_weights_out_sends_one_and_a_half_times_as_much(ranks, size)
 
 @pytest.mark.parametrize("size", [2, 4])
 def test_tensor_parallelism_sends_four_all_reduces_a_layer_and_sequence_parallelism_the_same_in_halves(ranks, size):
-    """Two more stand at the ends of the model: embedding and head. Under sequence parallelism, linear layers whose input
-    is cut gather it again for backward instead of keeping it: two a layer and the head, on a line of their own."""
+    """Two more stand at the ends of the model: embedding and head. Under sequence parallelism, linear layers whose
+    input is cut gather it again for backward instead of keeping it: two a layer and the head, on a line of their own.
+    """
     activation = (size - 1) / size * 4 * LENGTH * BATCH * HIDDEN  # what one half of an all-reduce sends
     pairs, inputs = 4 * LAYERS + 2, 2 * LAYERS + 1
     changes = {"parallel__tensor": size, "train__micro_batch_size": BATCH}
