@@ -11,6 +11,7 @@ launcher and under torchrun --max-restarts, beside the time that the same comman
 """
 
 import argparse
+import contextlib
 import os
 import re
 import shutil
@@ -19,6 +20,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -32,6 +34,7 @@ from engines import SHAPE, SMALL, microbatch
 
 ROOT = Path(__file__).resolve().parents[1]
 RANKS = 2
+PATIENCE_SECONDS = 180.0  # for a launcher to go on after a kill
 
 
 def trainer(shape: dict[str, int], watched: bool) -> Callable[[], float]:
@@ -183,39 +186,51 @@ def recovery(kills: int) -> None:
             for _ in range(kills):
                 time.sleep(2)
                 began = time.perf_counter()
-                os.kill(rank_of(process.pid), signal.SIGKILL)
+                os.kill(ranks_of(process.pid)[1], signal.SIGKILL)
                 if not wait_for_iteration(process, after="training from iteration"):
                     break
                 times.append(time.perf_counter() - began)
-            told = (
-                f"{statistics.median(times):8.1f}{min(times):8.1f}{statistics.median(times) / start:9.2f}"
-                if times
-                else ""
-            )
+            told = f"  did not go on within {PATIENCE_SECONDS:g} s"
+            if times:
+                told = f"{statistics.median(times):8.1f}{min(times):8.1f}{statistics.median(times) / start:9.2f}"
             print(f"{f'after a killed rank, {name}':32}{told}  {len(times)} of {kills} kills survived")
         finally:
-            os.killpg(process.pid, signal.SIGKILL)
+            end(process)
             process.wait()
             shutil.rmtree(folder, ignore_errors=True)
 
 
 def wait_for_iteration(process: subprocess.Popen, after: str = "") -> bool:
-    """Reads the output up to the line of an iteration, or to its end."""
+    """Reads the output up to the line of an iteration; False where it ends before, or patience does."""
     assert process.stdout is not None
-    seen = not after
-    for line in process.stdout:
-        seen = seen or after in line
-        if seen and re.search(r"iteration +\d+/", line):
-            return True
-    return False
+    end_it = threading.Timer(PATIENCE_SECONDS, end, (process,))
+    end_it.start()
+    try:
+        seen = not after
+        for line in process.stdout:
+            seen = seen or after in line
+            if seen and re.search(r"iteration +\d+/", line):
+                return True
+        return False
+    finally:
+        end_it.cancel()
 
 
-def rank_of(launcher: int) -> int:
-    """The process of one of its ranks, but not the first."""
+def ranks_of(launcher: int) -> list[int]:
+    """The processes of its ranks."""
     tasks = Path(f"/proc/{launcher}/task").iterdir()
     children = [int(pid) for task in tasks for pid in (task / "children").read_text().split()]
     commands = {pid: Path(f"/proc/{pid}/cmdline").read_bytes() for pid in children}
-    return [pid for pid, words in commands.items() if b"spawn_main" in words or b"megatron_lite" in words][1]
+    return [pid for pid, words in commands.items() if b"spawn_main" in words or b"megatron_lite" in words]
+
+
+def end(process: subprocess.Popen) -> None:
+    """A launcher and its ranks, which torchrun puts in sessions of their own."""
+    with contextlib.suppress(OSError):
+        ranks = ranks_of(process.pid)
+        os.killpg(process.pid, signal.SIGKILL)
+        for rank in ranks:
+            os.kill(rank, signal.SIGKILL)
 
 
 if __name__ == "__main__":

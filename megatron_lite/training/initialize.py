@@ -15,6 +15,8 @@ from datetime import timedelta
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed.rendezvous import rendezvous
 
 from megatron_lite import mpu
 from megatron_lite.checkpoint.agreement import all_gathered
@@ -75,13 +77,18 @@ def choose_device(wanted: str, local_rank: int) -> torch.device:
 
 
 def join_process_group(device: torch.device, timeout_seconds: float) -> None:
-    """NCCL for GPUs and Gloo for the CPU; raises TrainingError when the ranks cannot meet."""
+    """NCCL for GPUs and Gloo for the CPU; raises TrainingError when the ranks cannot meet, ConfigError where torchrun
+    could not start them again."""
     where = f"{os.environ.get('MASTER_ADDR', '(unset)')}:{os.environ.get('MASTER_PORT', '(unset)')}"
     try:
+        store = store_of_this_start(timeout_seconds)
         dist.init_process_group(
             # Without device_id: bound to a device, new groups are split from the world, and so collective over it.
             backend="cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
             timeout=timedelta(seconds=timeout_seconds),
+            store=store,
+            rank=int(os.environ["RANK"]) if store else -1,
+            world_size=int(os.environ["WORLD_SIZE"]) if store else -1,
         )
     except (RuntimeError, ValueError) as error:  # torch's network and store errors are RuntimeErrors
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
@@ -116,6 +123,26 @@ def refuse_different_configs(config: Config) -> None:
                 f"rank 0 on {first_host} and rank {rank} on {host} were given different configs ("
                 f"{', '.join(different)}); give every machine the same file and the same overrides"
             )
+
+
+def store_of_this_start(timeout_seconds: float) -> Store | None:
+    """Where ranks meet that torchrun may start again; None: where torch has them meet.
+
+    torchrun keeps its store through restarts, in which ranks would find the addresses of those before them. On one
+    machine the number of starts tells them apart; of several, each counts its own.
+    See https://github.com/pytorch/pytorch/issues/135712.
+    """
+    shared = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    if not shared or os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") == "0":
+        return None
+    if os.environ.get("GROUP_WORLD_SIZE", "1") != "1":
+        raise ConfigError(
+            "torchrun --max-restarts on several machines cannot start ranks again: they would look for each other "
+            "where those before them were. Use `megatron-lite pretrain --nnodes MIN:MAX --max-restarts N`, or set "
+            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 on every machine and give torchrun --rdzv-backend c10d"
+        )
+    store, _, _ = next(rendezvous("env://", timeout=timedelta(seconds=timeout_seconds)))
+    return PrefixStore(f"start {os.environ['TORCHELASTIC_RESTART_COUNT']}", store)
 
 
 def set_determinism(wanted: bool) -> None:

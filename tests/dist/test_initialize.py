@@ -3,10 +3,11 @@
 import socket
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from megatron_lite.errors import ConfigError
-from megatron_lite.training.initialize import finalize_megatron, initialize_megatron
+from megatron_lite.training.initialize import finalize_megatron, initialize_megatron, join_process_group
 from tests.e2e.tiny import tiny_config
 
 
@@ -34,3 +35,17 @@ def test_a_config_that_differs_on_one_machine_is_refused_on_all(ranks):
 @pytest.mark.parametrize("place", ["run__dir", "data__cache_dir", "checkpoint__load"])
 def test_machines_may_keep_things_in_other_places(ranks, place):
     assert ranks(2, initialized, {place: "/elsewhere"}) == 2 * ["initialized"]
+
+
+def test_torchrun_is_told_what_it_needs_to_start_ranks_of_several_machines_again(monkeypatch):
+    """Otherwise the first lost rank would leave the others looking for its address, for hours."""
+    given = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_MAX_RESTARTS": "3", "GROUP_WORLD_SIZE": "2"}
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError) as raised:
+        join_process_group(torch.device("cpu"), 1.0)
+    assert str(raised.value) == (
+        "torchrun --max-restarts on several machines cannot start ranks again: they would look for each other where "
+        "those before them were. Use `megatron-lite pretrain --nnodes MIN:MAX --max-restarts N`, or set "
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 on every machine and give torchrun --rdzv-backend c10d"
+    )

@@ -138,6 +138,30 @@ def test_a_run_with_faults_of_every_kind_ends_with_the_weights_of_an_undisturbed
     check_faults(tmp_path, list(CAUSES), seed=1, size=2)
 
 
+TRAIN = "import sys; from tests.e2e.test_faults import train; train(*sys.argv[1:])"
+
+
+def test_torchrun_starts_ranks_again_too(tmp_path):
+    """It keeps its store, and in it the addresses of the ranks before."""
+    changes = {"train__iterations": 6, "checkpoint__interval": 2, "train__micro_batch_size": 2, "parallel__tensor": 2}
+    (tmp_path / "train.py").write_text(TRAIN)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4", "--max-restarts=1"]
+    fault = Fault("kill", iteration=4, rank=1, delay=0.0)
+    folder = tmp_path / "run"
+    folder.mkdir()
+    done = subprocess.run(
+        [*torchrun, str(tmp_path / "train.py"), str(folder), json.dumps([asdict(fault)]), json.dumps(changes)],
+        env=environment(),
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=180,
+    )
+    assert done.returncode == 0, done.stderr
+    assert (folder / "fault_0").exists()
+    assert [row["iteration"] for row in rows(folder)] == [1, 2, 3, 4, 5, 6]
+
+
 @pytest.mark.soak
 def test_a_run_with_very_many_faults_ends_with_the_weights_of_an_undisturbed_one(tmp_path):
     """The same with tensor parallelism; MEGATRON_LITE_SOAK_FAULTS and _SEED choose others."""
