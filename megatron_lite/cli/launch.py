@@ -23,6 +23,7 @@ from typing import Any
 from megatron_lite.cli.nodes import Nodes, is_reachable, set_network_variables
 from megatron_lite.cli.reports import STOP_SIGNALS, stopped_early
 from megatron_lite.errors import ConfigError, StoppedEarly
+from megatron_lite.training.available import available_cores
 
 # How long a node that has lost its ranks waits for the one that holds the rendezvous, and one that was told to stop for
 # its agent to notice.
@@ -123,11 +124,6 @@ def _quiet_agent() -> Callable[..., int]:
         del os.environ[name]
     quiet_torch_logs()
     return run_agent
-
-
-def available_cores() -> int:
-    """Cores this process may use, which a container or a batch system may have limited."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def resolve(target: str) -> Any:

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from megatron_lite.cli.launch import available_cores
+from megatron_lite.training.available import available_cores
 
 
 def preprocess(

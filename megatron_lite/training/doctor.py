@@ -23,7 +23,12 @@ from megatron_lite.training import doctor_machine as machine
 from megatron_lite.training import doctor_storage as storage
 from megatron_lite.training.doctor_network import network
 from megatron_lite.training.findings import Answer, Finding, ask, counted, described, hosts_of, listed, local_rank
-from megatron_lite.training.initialize import choose_device, finalize_megatron, join_process_group
+from megatron_lite.training.initialize import (
+    choose_device,
+    finalize_megatron,
+    join_process_group,
+    refuse_different_configs,
+)
 
 LONGEST_TIMEOUT = 60.0  # nothing that is checked takes as long
 
@@ -39,6 +44,7 @@ def examine(config: Config) -> None:
     timeout = min(config.train.comm_timeout, LONGEST_TIMEOUT)
     try:
         world = meet(world_size, timeout)
+        refuse_different_configs(config, world)
         found = []
         for finding in checks(config, world, timeout):
             found.append(finding)

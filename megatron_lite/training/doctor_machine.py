@@ -1,7 +1,6 @@
 """Whether the machines of a run are alike and fit for it: versions, devices, arithmetic, limits, clocks."""
 
 import hashlib
-import os
 import platform
 import resource
 import shutil
@@ -20,6 +19,7 @@ from megatron_lite.ddp.deepspeed import refuse_what_cannot_run
 from megatron_lite.errors import TrainingError
 from megatron_lite.parallel.collectives import barrier
 from megatron_lite.parallel.context import Group
+from megatron_lite.training.available import available_cores, available_memory
 from megatron_lite.training.findings import (
     Answer,
     Finding,
@@ -41,7 +41,6 @@ CLOCK_ROUNDS, LARGEST_SKEW_SECONDS = 3, 1.0
 # Gloo and NCCL have sockets and files for each group and peer.
 FILES_OF_A_RUN, FILES_OF_A_PEER = 1024, 8
 SHM_OF_A_RANK_BYTES = 128 << 20  # what ranks of one host share with NCCL; Docker gives all of them 64 MiB
-CGROUP = Path("/sys/fs/cgroup")
 PACKAGE = Path(__file__).resolve().parents[1]
 
 
@@ -101,29 +100,12 @@ def look_around(config: Config) -> Machine:
     return Machine(
         device=device.type,
         cores=available_cores(),
-        memory_bytes=memory_bytes(),
+        memory_bytes=available_memory(),
         gpus=tuple((gpu.name, gpu.total_memory) for gpu in properties),
         open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
         shm_bytes=shutil.disk_usage(shm).free if shm.is_dir() else 0,
         threads=torch.get_num_threads(),
     )
-
-
-def available_cores() -> int:
-    """Cores that this process may use, which a batch system or a container may have limited."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    with suppress(OSError, ValueError):
-        quota, period = (CGROUP / "cpu.max").read_text().split()
-        cores = min(cores, max(1, int(quota) // int(period)))  # "max": no limit
-    return cores
-
-
-def memory_bytes() -> float:
-    """Memory of this machine, or of the container that this process may fill."""
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    with suppress(OSError, ValueError):
-        memory = min(memory, int((CGROUP / "memory.max").read_text()))
-    return memory
 
 
 def devices(machines: list[Answer[Machine]]) -> list[Finding]:

@@ -49,7 +49,8 @@ def initialize_megatron(config: Config) -> tuple[ParallelContext, RngTracker]:
         keep_freed_memory()
     if world_size > 1 and not dist.is_initialized():
         join_process_group(device, config.train.comm_timeout)
-    refuse_different_configs(config)
+    if world_size > 1:
+        refuse_different_configs(config, Group("world", tuple(range(world_size)), dist.get_rank(), dist.group.WORLD))
     parallel = config.parallel
     grid = Grid(tp=parallel.tensor, cp=parallel.context, dp=parallel.data(world_size), pp=parallel.pipeline)
     ctx = ParallelContext.create(grid, device, config.train.comm_timeout)
@@ -103,12 +104,9 @@ def join_process_group(device: torch.device, timeout_seconds: float) -> None:
         ) from error
 
 
-def refuse_different_configs(config: Config) -> None:
+def refuse_different_configs(config: Config, world: Group) -> None:
     """Raises ConfigError on every rank where ranks were given different configs, as by a file that was edited on one
     machine only. Communicates: the config, over the world."""
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        return
-    world = Group("world", tuple(range(dist.get_world_size())), dist.get_rank(), dist.group.WORLD)
     of_ranks = all_gathered((socket.gethostname(), config.model_dump(mode="json")), world)
     first_host, first = of_ranks[0]
     for rank, (host, other) in enumerate(of_ranks):

@@ -14,7 +14,8 @@ from megatron_lite.config.load import load_config
 from megatron_lite.errors import TrainingError
 from megatron_lite.parallel.grid import Grid
 from megatron_lite.training import doctor
-from megatron_lite.training.doctor_machine import Machine, available_cores, devices, limits, memory_bytes
+from megatron_lite.training.available import available_cores, available_memory
+from megatron_lite.training.doctor_machine import Machine, devices, limits
 from megatron_lite.training.doctor_network import ADVICE, Speed, pace, summary, used_groups
 from megatron_lite.training.findings import Answer, described, listed, named_ranks, readable, where
 from tests.e2e.command import run_here
@@ -161,14 +162,14 @@ def test_limits_of_a_host_are_told_where_they_are_too_low_for_its_ranks():
 
 
 def test_limits_of_a_container_count(tmp_path, monkeypatch):
-    monkeypatch.setattr("megatron_lite.training.doctor_machine.CGROUP", tmp_path)
-    whole = available_cores(), memory_bytes()
+    monkeypatch.setattr("megatron_lite.training.available.CGROUP", tmp_path)
+    whole = available_cores(), available_memory()
     (tmp_path / "cpu.max").write_text("max 100000\n")
     (tmp_path / "memory.max").write_text("max\n")
-    assert (available_cores(), memory_bytes()) == whole
+    assert (available_cores(), available_memory()) == whole
     (tmp_path / "cpu.max").write_text("100000 100000\n")
     (tmp_path / "memory.max").write_text("1048576\n")
-    assert (available_cores(), memory_bytes()) == (1, 1 << 20)
+    assert (available_cores(), available_memory()) == (1, 1 << 20)
 
 
 def test_the_groups_are_those_that_the_config_uses():

@@ -1,0 +1,23 @@
+"""What this process may use of its machine, which a batch system or a container may have limited."""
+
+import os
+from contextlib import suppress
+from pathlib import Path
+
+CGROUP = Path("/sys/fs/cgroup")
+
+
+def available_cores() -> int:
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    with suppress(OSError, ValueError):
+        quota, period = (CGROUP / "cpu.max").read_text().split()
+        cores = min(cores, max(1, int(quota) // int(period)))  # "max": no limit
+    return cores
+
+
+def available_memory() -> float:
+    """Bytes."""
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    with suppress(OSError, ValueError):
+        memory = min(memory, int((CGROUP / "memory.max").read_text()))
+    return memory
