@@ -38,6 +38,7 @@ from megatron_lite.model.build import WORD_EMBEDDINGS
 from megatron_lite.parallel.context import ParallelContext
 from megatron_lite.parallel.grid import Grid
 from megatron_lite.parallel.shard import Held, ParamTable
+from megatron_lite.parallel.waiting import goes_on
 
 READERS = 2  # one waits for the disk while the other one checks and copies
 
@@ -293,6 +294,7 @@ class Opened:
                 copies.append(self._readers.submit(self._copy, flat, block))
             for copied in copies:
                 copied.result()
+                goes_on()
         except BaseException:
             for copied in copies:
                 copied.cancel()

@@ -68,6 +68,7 @@ def launch(target: str, args: tuple[Any, ...], nodes: Nodes) -> int:
     # Ranks that are started again must not find what those before them left in the store of the agents: they get one
     # of their own, at another port each time. See https://github.com/pytorch/pytorch/issues/135712.
     os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
+    os.environ["MEGATRON_LITE_LAUNCHED"] = str(time.time())  # for train.exit_duration, which restarts do not prolong
     address = set_network_variables(nodes)
     reports = Path(tempfile.mkdtemp(prefix="megatron_lite_"))
     try:

@@ -213,7 +213,7 @@ class TrainConfig(Section):
     # Seconds in which a rank begins nothing new, after which all say where they are and end; 0: it may hang for ever.
     # Longer than anything takes that is no failure: the first step, which compiles, or the writing of a checkpoint.
     hang_timeout: NonNegativeFloat = 300.0
-    exit_duration: NonNegativeFloat = 0.0  # seconds from the start, after which it saves and ends with 75; 0: none
+    exit_duration: NonNegativeFloat = 0.0  # seconds from the command's start until it saves and ends with 75; 0: none
     exit_iteration: NonNegativeInt = 0  # after this iteration it saves and ends with 75; 0: none
 
     @property

@@ -84,9 +84,15 @@ def named(op: str, group: Group) -> str:
 
 
 def current_wait() -> tuple[str, int]:
-    """What training waits for, empty for nothing, and how many waits there have been; for any thread."""
+    """What training waits for, empty for nothing, and a number that grows with progress; for any thread."""
     op, group = _training.op, _training.group
     return named(op, group) if op and group is not None else "", _training.count
+
+
+def goes_on() -> None:
+    """Told by long work without collectives: there is progress."""
+    if _this_thread.is_training:
+        _training.count += 1
 
 
 def record_waits(recorder: Recorder | None) -> None:

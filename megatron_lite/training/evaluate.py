@@ -4,6 +4,8 @@ Every evaluation of a run reads the same samples, the first of the split, so tha
 like and a resumed run needs no position.
 """
 
+from collections.abc import Callable
+
 import torch
 
 from megatron_lite.data.blended import Dataset
@@ -34,10 +36,11 @@ def loader(run: Run, dataset: Dataset, eod: int) -> PrefetchingLoader:
     )
 
 
-def evaluate(run: Run, dataset: Dataset, eod: int) -> float:
+def evaluate(run: Run, dataset: Dataset, eod: int, is_over: Callable[[], bool] = bool) -> float | None:
     """Mean loss over the target tokens of the split's first `evaluation_samples`, nats; the same on every rank.
 
-    The model is the one that a checkpoint holds: where ranks step on their own, the common one.
+    The model is the one that a checkpoint holds: where ranks step on their own, the common one. `is_over` is asked
+    before each global batch, and says the same on every rank; if it is, there is no loss.
     Communicates: what the forwards do, a number over pp for each global batch, and two numbers over dp.
     """
     totals = torch.zeros(2, dtype=torch.float64, device=run.ctx.device)
@@ -48,6 +51,9 @@ def evaluate(run: Run, dataset: Dataset, eod: int) -> float:
         chunk.eval()
     with torch.no_grad(), common_model(run.optimizer), loader(run, dataset, eod) as batches:
         for consumed in range(0, evaluation_samples(run), samples_at_once):
+            if is_over():
+                totals = None
+                break
             portion = batches.get(consumed, count)
             forward = forward_of(run, portion, run.model.__getitem__)
             message = message_of(run.config, portion[0].tokens, run.ctx.device)
@@ -56,5 +62,7 @@ def evaluate(run: Run, dataset: Dataset, eod: int) -> float:
     run.ddp.release_params()
     for chunk in run.model:
         chunk.train()
+    if totals is None:
+        return None
     loss_sum, tokens = all_reduce(totals, run.ctx.dp).tolist()
     return loss_sum / max(tokens, 1.0)

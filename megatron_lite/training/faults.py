@@ -8,15 +8,14 @@
 The last two are what is done by hand about loss spikes: Chowdhery et al., PaLM, arXiv 2204.02311, section 5.1.
 """
 
-from collections.abc import Callable
+import math
 
 from megatron_lite.checkpoint.directory import find_latest
+from megatron_lite.checkpoint.saver import Say
 from megatron_lite.errors import TrainingError
 from megatron_lite.training.checkpointing import checkpoints_of, load_or_fall_back, load_run
 from megatron_lite.training.run import Run
 from megatron_lite.training.step import StepReport
-
-Say = Callable[[str], None]
 
 
 def answer_bad_numbers(run: Run, report: StepReport, say: Say) -> None:
@@ -26,22 +25,23 @@ def answer_bad_numbers(run: Run, report: StepReport, say: Say) -> None:
     """
     faults, state = run.config.faults, run.state
     if not report.bad:
-        state.bad_in_a_row = 0
+        if not report.skipped:  # a loss scale that shrinks is no good iteration yet
+            state.bad_in_a_row = 0
         return
     state.bad_in_a_row += 1
     what = description(run, report)
     answer = faults.on_nan if report.bad == "nan" else faults.on_spike
     if answer == "stop":
-        raise TrainingError(f"{what}; training stops. {advice(run)}")
+        raise TrainingError(f"{what}; training stops. {advice(run, report)}")
     if state.bad_in_a_row > faults.patience:
         raise TrainingError(
-            f"{what}, the {state.bad_in_a_row}th time in a row; training stops, because faults.patience is "
-            f"{faults.patience}. {advice(run)}"
+            f"{what}; these were {state.bad_in_a_row} bad iterations in a row, and faults.patience is "
+            f"{faults.patience}: training stops. {advice(run, report)}"
         )
     if answer == "skip":
         say(f" SKIPPED {what}: nothing is changed, and its data is not learned from")
     else:
-        roll_back(run, what, say)
+        roll_back(run, report, what, say)
 
 
 def description(run: Run, report: StepReport) -> str:
@@ -57,29 +57,38 @@ def description(run: Run, report: StepReport) -> str:
     )
 
 
-def advice(run: Run) -> str:
-    delay = run.config.sync.delay if run.config.sync.mode == "delayed" else 0
+def advice(run: Run, report: StepReport) -> str:
+    late = run.config.sync.mode == "delayed" and math.isfinite(report.loss)
+    delay = run.config.sync.delay if late else 0
     source = f"iteration {run.state.iteration - delay}, where that gradient is from" if delay else "this iteration"
     return (
-        f"Lower optim.lr, lengthen optim.warmup_iterations or look at the data of {source}; the newest checkpoint is "
-        "from before it"
+        f"Lower optim.lr, lengthen optim.warmup_iterations or look at the data of {source}; what was saved is from "
+        "before it"
     )
 
 
-def roll_back(run: Run, what: str, say: Say) -> None:
+def roll_back(run: Run, report: StepReport, what: str, say: Say) -> None:
     """Loads the newest checkpoint, and goes on with the data that comes after the bad iteration. Collective."""
     bad, root = run.state, checkpoints_of(run.config.run.dir)
     run.saver.wait(say)
     newest = find_latest(root, world=run.ctx.world)
     if newest is None:
-        raise TrainingError(f"{what}; there is no checkpoint to roll back to. {advice(run)}")
+        raise TrainingError(f"{what}; there is no checkpoint to roll back to: training stops. {advice(run, report)}")
+    rollbacks = bad.rollbacks + 1 if newest == bad.rolled_back_to else 1
+    if rollbacks > run.config.faults.patience:
+        raise TrainingError(
+            f"{what}; training went back to iteration {newest} {bad.rollbacks} times already, and faults.patience is "
+            f"{bad.rollbacks}: training stops. {advice(run, report)}"
+        )
     say(f" ROLLING BACK from {what}")
-    load_or_fall_back(run, load_run, root, newest, is_own=True)
+    with run.progress.during("rolling back"):
+        load_or_fall_back(run, load_run, root, newest, is_own=True)
     state = run.state
     state.skipped += bad.iteration - state.iteration
     say(
         f" weights and optimizer are those of iteration {state.iteration}; the data of iterations "
         f"{state.iteration + 1} to {bad.iteration} is skipped, and training goes on with iteration {bad.iteration + 1}"
     )
+    state.rolled_back_to, state.rollbacks = state.iteration, rollbacks
     state.iteration, state.consumed_samples = bad.iteration, bad.consumed_samples
-    state.bad_in_a_row = bad.bad_in_a_row
+    state.train_samples, state.bad_in_a_row = bad.train_samples, bad.bad_in_a_row

@@ -135,10 +135,10 @@ class RunLog:
         numbers = f"lm loss value: {scientific(loss)} | lm loss PPL: {scientific(perplexity)}"
         self.say(f"{BAR}\n {split} loss at {where} | {numbers} | \n{BAR}")
 
-    def has_evaluation(self, iteration: int) -> bool:
-        """Whether metrics.jsonl holds an evaluation after this iteration."""
+    def has_evaluation(self, iteration: int, name: str = "validation") -> bool:
+        """Whether metrics.jsonl holds an evaluation on that data after this iteration."""
         lines = (Path(self.config.run.dir) / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-        return any(row["iteration"] == iteration and "loss" not in row for row in map(json.loads, lines))
+        return any(row["iteration"] == iteration and f"{name}_loss" in row for row in map(json.loads, lines))
 
     def _write_row(self, row: dict[str, Any]) -> None:
         with writing(Path(self.config.run.dir)):

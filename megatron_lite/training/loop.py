@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
+from megatron_lite.checkpoint.agreement import on_first
 from megatron_lite.data.blended import Dataset
 from megatron_lite.errors import MegatronLiteError, StoppedEarly
 from megatron_lite.parallel.waiting import LostRanks
@@ -29,13 +30,13 @@ def train(
     valid_set: Dataset | None,
     eod: int,
     log: RunLog,
-    final_evaluation: Callable[[], None],
+    final_evaluation: Callable[[Callable[[], str]], None],
     deadline: float,
 ) -> None:
     """Runs iterations from `run.state` to `train.iterations`; saves at intervals and at the end.
 
     `deadline`, on the monotonic clock, is when `train.exit_duration` has passed. The final evaluation comes after the
-    last save, and is not interrupted by a stop signal.
+    last save; one that a stop signal interrupts is made at the next start.
     Raises StoppedEarly, after saving, when the run was asked to stop, and TrainingError when numbers went bad or other
     ranks are gone.
     """
@@ -51,6 +52,8 @@ def train(
         hang_timeout=config.train.hang_timeout,
     )
     with StopRequest(deadline) as stop, watchdog, loader(run, train_set, eod) as batches, named_place(run):
+        if state.iteration and not on_first(lambda: log.has_evaluation(state.iteration), run.ctx.world):
+            evaluate_where_due(run, valid_set, eod, log, stop)  # a stop signal has interrupted it
         while run.state.iteration < config.train.iterations:
             state = run.state
             run.progress.iteration = state.iteration + 1
@@ -58,8 +61,9 @@ def train(
             samples = global_batch_size(config.train, run.ctx.dp.size, state.consumed_samples)
             count = num_microbatches(config.train, run.ctx.dp.size, state.consumed_samples)
             portion = batches.get(state.consumed_samples, count)
-            compares = due(state.iteration + 1, config.log.interval) and run.ctx.world.size > 1
-            if state.iteration + 1 == traced:
+            is_traced = state.iteration + 1 == traced
+            compares = due(state.iteration + 1, config.log.interval) and run.ctx.world.size > 1 and not is_traced
+            if is_traced:
                 report = traced_step(run, portion, log.say)
             else:
                 with stragglers.measured() if compares else nullcontext():
@@ -70,17 +74,16 @@ def train(
             if compares and (line := stragglers.line()):
                 log.say(line)
             answer_bad_numbers(run, report, log.say)
+            state = run.state
             last = state.iteration == config.train.iterations
-            if valid_set is not None and not last and due(state.iteration, config.train.eval_interval):
-                log.evaluation(state, evaluate(run, valid_set, eod), f"iteration {state.iteration}")
+            if not last:
+                evaluate_where_due(run, valid_set, eod, log, stop)
             reason = "" if last else stop.agreed(run.ctx)
             if not last and state.iteration == config.train.exit_iteration:
                 reason = reason or "because train.exit_iteration is reached"
             run.saver.report(log.say)
             if last or reason or due(state.iteration, config.checkpoint.interval):
-                if reason:
-                    stop.saves_now()
-                with run.progress.during("saving a checkpoint"):
+                with run.progress.during("saving a checkpoint"), stop.saving():
                     save_run(run, log.say, must_be_done=bool(last or reason))
             if reason:
                 raise StoppedEarly(
@@ -88,7 +91,15 @@ def train(
                     f"{config.train.iterations} with a checkpoint saved; run the same command again to go on"
                 )
         with run.progress.during("the final evaluation"):
-            final_evaluation()
+            final_evaluation(lambda: stop.agreed(run.ctx))
+
+
+def evaluate_where_due(run: Run, valid_set: Dataset | None, eod: int, log: RunLog, stop: StopRequest) -> None:
+    """Logs the loss on validation data after every `train.eval_interval` iterations, unless it is time to stop."""
+    if valid_set is not None and due(run.state.iteration, run.config.train.eval_interval):
+        loss = evaluate(run, valid_set, eod, lambda: bool(stop.agreed(run.ctx)))
+        if loss is not None:
+            log.evaluation(run.state, loss, f"iteration {run.state.iteration}")
 
 
 @contextmanager

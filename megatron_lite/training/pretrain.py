@@ -23,7 +23,7 @@ from megatron_lite.config.validate import with_vocab_size
 from megatron_lite.data.blended import Splits, build_datasets, check_order_is_kept
 from megatron_lite.data.statistics import bytes_per_token, unigram_entropy
 from megatron_lite.data.tokenizer import Tokenizer, build_tokenizer
-from megatron_lite.errors import ConfigError
+from megatron_lite.errors import ConfigError, StoppedEarly
 from megatron_lite.model.build import get_model
 from megatron_lite.parallel.collectives import barrier
 from megatron_lite.pipeline.schedules import build_schedule
@@ -63,7 +63,7 @@ def pretrain(
 
 def run_to_end(config: Config, model_provider: ModelProvider, datasets_provider: DatasetsProvider | None) -> TrainState:
     """What `pretrain` does between joining the process group and leaving it."""
-    started = time.monotonic()
+    began, started = time.monotonic(), launch_time()
     ctx, rng = initialize_megatron(config)
     with ExitStack() as at_the_end:
         at_the_end.enter_context(locked(Path(config.run.dir), world=ctx.world))
@@ -77,11 +77,17 @@ def run_to_end(config: Config, model_provider: ModelProvider, datasets_provider:
         log = RunLog(config, ctx, run.state)
         at_the_end.callback(log.close)
         at_the_end.callback(run.saver.close, log.say)
-        announce(run, log, time.monotonic() - started)
+        announce(run, log, time.monotonic() - began)
         datasets = (datasets_provider or build_splits)(run)
         if log.active:
             write_config(config)
         return train_and_evaluate(run, datasets, tokenizer, log, started)
+
+
+def launch_time() -> float:
+    """When this run was started, on the monotonic clock: through restarts, the launcher's own start."""
+    launched = os.environ.get("MEGATRON_LITE_LAUNCHED")
+    return time.monotonic() - (time.time() - float(launched) if launched else 0.0)
 
 
 def settle_vocabulary(config: Config, tokenizer: Tokenizer | None) -> Config:
@@ -204,18 +210,22 @@ def train_and_evaluate(
     total = run.config.train.iterations
     validate_too = run.config.train.eval_iterations > 0
 
-    def final_evaluation() -> None:
+    def final_evaluation(stops: Callable[[], str] = str) -> None:
         for name, split in (("validation", datasets.valid), ("test", datasets.test)):
-            if split is not None and validate_too:
-                loss = evaluate(run, split, eod)
+            is_done = on_first(lambda name=name: log.has_evaluation(run.state.iteration, name), run.ctx.world)
+            if split is not None and validate_too and not is_done:
+                loss = evaluate(run, split, eod, lambda: bool(stops()))
+                if loss is None:
+                    raise StoppedEarly(
+                        f"exiting program {stops()}: training is done at iteration {run.state.iteration}, and saved, "
+                        "but not its final evaluation; run the same command again for that"
+                    )
                 log.evaluation(run.state, loss, f"the end of training, iteration {run.state.iteration}", name)
                 if name == "validation" and log.active:
                     log.say(in_context(loss, split, evaluation_samples(run), tokenizer))
 
     if run.state.iteration >= total:
-        # A run that was killed after its last save has its final evaluation still to come.
-        if not on_first(lambda: log.has_evaluation(run.state.iteration), run.ctx.world):
-            final_evaluation()
+        final_evaluation()  # of a run that ended after its last save, before that was done
         log.say(
             f"{run.config.run.dir}: training is done at iteration {run.state.iteration} of {total}; "
             f"ask for more with train.iterations, or start anew with another run.dir"

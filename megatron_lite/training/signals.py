@@ -2,7 +2,7 @@
 iteration.
 
 The same signal often comes twice, because launchers and schedulers both deliver it, and the second one changes nothing.
-Only one that comes when the last save already takes long ends the process at once. A thread sees to that: Python's own
+Only one that comes again when a save already takes long ends the process at once. A thread sees to that: Python's own
 handlers wait until the main thread returns from a write that may hang.
 """
 
@@ -10,9 +10,10 @@ import math
 import os
 import signal
 import socket
-import sys
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from types import FrameType
 
 import torch
@@ -23,6 +24,7 @@ from megatron_lite.parallel.context import ParallelContext
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 TIME_IS_UP = 1000  # above every signal's number
 PATIENCE_SECONDS = 30.0
+STDERR = 2  # in a notebook, sys.stderr has no number
 
 
 class StopRequest:
@@ -36,6 +38,8 @@ class StopRequest:
         self._previous: dict[int, object] = {}
 
     def __enter__(self) -> "StopRequest":
+        if threading.current_thread() is not threading.main_thread():
+            return self  # Python lets only the main one handle signals
         for number in STOP_SIGNALS:
             self._previous[number] = signal.signal(number, self._receive)
         self._wakes, woken = socket.socketpair()
@@ -46,6 +50,8 @@ class StopRequest:
         return self
 
     def __exit__(self, *exception: object) -> None:
+        if not self._previous:
+            return
         signal.set_wakeup_fd(self._previous_fd)
         for number, handler in self._previous.items():
             # A rank that was told to stop has saved, and only its exit code left to give: told again, it would lose it.
@@ -59,21 +65,27 @@ class StopRequest:
 
     def _watch(self, woken: socket.socket) -> None:
         """Reads the number of every signal as it comes, whatever the main thread does."""
+        is_first = True
         with woken:
             while numbers := woken.recv(64):
-                taken = time.monotonic() - self._saves_since
-                if taken > PATIENCE_SECONDS and (again := set(numbers) & set(STOP_SIGNALS)):
-                    name = signal.Signals(again.pop()).name
-                    text = (
-                        f"{name} came again when the save had taken {taken:.0f} s: ending at once, without it. The "
-                        "newest checkpoint is the one before; run the same command again to go on from there\n"
-                    )
-                    os.write(sys.stderr.fileno(), text.encode())
-                    os._exit(1)
+                for number in filter(STOP_SIGNALS.__contains__, numbers):
+                    name, taken = signal.Signals(number).name, time.monotonic() - self._saves_since
+                    if is_first and os.environ.get("RANK", "0") == "0":
+                        _say_now(f"{name}: stopping as soon as a checkpoint is saved")
+                    elif not is_first and taken > PATIENCE_SECONDS:
+                        _say_now(
+                            f"{name} came again when the save had taken {taken:.0f} s: ending at once, without it. The "
+                            "newest checkpoint is the one before; run the same command again to go on from there"
+                        )
+                        os._exit(1)
+                    is_first = False
 
-    def saves_now(self) -> None:
-        """Told before the last save of a run that was stopped."""
+    @contextmanager
+    def saving(self) -> Iterator[None]:
+        """Around each save."""
         self._saves_since = time.monotonic()
+        yield
+        self._saves_since = math.inf
 
     def agreed(self, ctx: ParallelContext) -> str:
         """Why some rank has to stop, the same on every rank; empty when none has.
@@ -85,3 +97,9 @@ class StopRequest:
         if number == TIME_IS_UP:
             return "because train.exit_duration has passed"
         return f"after receiving {signal.Signals(number).name}" if number else ""
+
+
+def _say_now(text: str) -> None:
+    """To the error stream from a thread, past what the main one may hold."""
+    with suppress(OSError):  # the terminal is gone
+        os.write(STDERR, f"{text}\n".encode())

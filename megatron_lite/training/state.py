@@ -5,10 +5,12 @@ The global batch may ramp up with the number of consumed samples, so everything 
 Source of the ramp: Megatron-LM's --rampup-batch-size, "start increment samples".
 """
 
-from dataclasses import asdict, dataclass
+import math
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from megatron_lite.config.schema import FaultsConfig, TrainConfig
+from megatron_lite.errors import CheckpointError
 
 RECENT_LOSSES, ENOUGH_LOSSES = 50, 10
 
@@ -24,13 +26,22 @@ class TrainState:
     train_samples: int = 0  # for how many the sample order was made
     loss_mean: float = 0.0  # of recent iterations that were not skipped
     losses: int = 0  # in that mean, as long as there are few
-    bad_in_a_row: int = 0  # iterations whose loss was bad, up to now
+    bad_in_a_row: int = 0  # iterations whose loss was bad, up to now, without one between that moved weights
+    rolled_back_to: int = 0  # iteration of the checkpoint from which weights were taken last, when the loss was bad
+    rollbacks: int = 0  # to that one
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "TrainState":
+        """Raises CheckpointError for counters that this version does not know."""
+        known = {field.name for field in fields(cls)}
+        if unknown := sorted(set(values) - known):
+            raise CheckpointError(
+                f"the checkpoint has counters that this version does not know ({', '.join(unknown)}): a newer "
+                "megatron_lite has written it; go on with that one"
+            )
         return cls(**values)
 
     def remember(self, loss: float) -> None:
@@ -39,9 +50,9 @@ class TrainState:
         self.loss_mean += (loss - self.loss_mean) / self.losses
 
     def is_spike(self, loss: float, faults: FaultsConfig) -> bool:
-        """Whether a loss is far above the mean; never as long as that is of few."""
+        """Whether a finite loss is far above the mean; never as long as that is of few."""
         known = faults.spike_factor > 0 and self.losses >= ENOUGH_LOSSES
-        return known and loss > faults.spike_factor * self.loss_mean
+        return known and math.isfinite(loss) and loss > faults.spike_factor * self.loss_mean
 
 
 def due(iteration: int, interval: int) -> bool:

@@ -54,20 +54,25 @@ def train_step(run: Run, microbatches: list[Batch]) -> StepReport:
     loss_sum = forward_backward(run, microbatches, loss_grad=shares * loss_scale / target_tokens)
     with run.progress.during("finalize_grads"):
         finalize_grads(run.ddp, run.table, run.ctx)
-    loss = all_reduce(loss_sum.clone(), run.ctx.dp).item() / target_tokens
+    loss = mean_loss(run, loss_sum, target_tokens)
     if due(run.state.iteration + 1, run.config.faults.check_replicas):
         # Before the step: it would overwrite a damaged weight of low precision with its master.
         with run.progress.during("check_replicas"):
             refuse_replicas_apart(run)
     run.saver.wait_for_copy()
-    is_spike = run.state.is_spike(loss, run.config.faults)
+    faults, can_mend = run.config.faults, run.optimizer.scaler.can_shrink
+    is_spike = run.state.is_spike(loss, faults)
+    # Its gradients may be finite all the same. DeepSpeed would keep them, and where training stops nobody minds.
+    is_refused = (
+        not (math.isfinite(loss) or can_mend or faults.on_nan == "stop") and run.config.parallel.ddp != "deepspeed"
+    )
     with run.progress.during("optimizer"):
-        outcome = run.optimizer.skip() if is_spike else run.optimizer.step(lr)
+        outcome = run.optimizer.skip() if is_spike or is_refused else run.optimizer.step(lr)
     if run.config.train.debug:
         run.ddp.wait_for_params()
         refuse_copies_apart(run.params, run.table, run.ctx)
     is_finite = math.isfinite(loss) and math.isfinite(outcome.grad_norm)
-    is_mended = outcome.skipped and run.optimizer.scaler.can_shrink
+    is_mended = outcome.skipped and can_mend
     bad = "spike" if is_spike else "" if is_finite or is_mended else "nan"
     skipped = outcome.skipped or bool(bad)
     advance(run, microbatches, skipped=skipped)
@@ -75,6 +80,14 @@ def train_step(run: Run, microbatches: list[Batch]) -> StepReport:
         run.state.remember(loss)
     where = ranks_with_bad_loss(loss_sum, run.ctx.world) if bad == "nan" else ""
     return StepReport(loss, outcome.grad_norm, lr, loss_scale, skipped, bad, where)
+
+
+def mean_loss(run: Run, loss_sum: Tensor, target_tokens: float) -> float:
+    """Of the target tokens of the global batch, nats, and the same on every rank, to the bit: what is done about a bad
+    one must be. Communicates: a number over the world, in which each rank of dp has a sum [1] of its own and all of its
+    model-parallel ranks the same one."""
+    copies = run.ctx.world.size / run.ctx.dp.size
+    return all_reduce(loss_sum.clone(), run.ctx.world).item() / copies / target_tokens
 
 
 def ranks_with_bad_loss(own: Tensor, world: Group) -> str:

@@ -3,6 +3,8 @@
 A thread of each rank writes `run.dir/heartbeat/rank_00000.json` every few seconds. When its rank has begun nothing new
 for `train.hang_timeout`, it writes the Python stacks of all threads beside that, tells the other ranks through a file,
 which makes them do the same, names the ranks that the others wait for, and ends the process with exit code 1.
+A rank that waits in no known collective may wait all the same: in one of torch's own (FSDP, DDP), of DeepSpeed's, or on
+a GPU, whose collectives the host only starts. So those that may be waited for are told in order of how far they came.
 Directories that are not shared between machines narrow the view to the ranks of one.
 """
 
@@ -10,15 +12,16 @@ import faulthandler
 import json
 import os
 import socket
-import sys
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
 from megatron_lite.parallel.waiting import current_wait
 from megatron_lite.training.progress import Progress
 
+STDERR = 2  # in a notebook, sys.stderr has no number
 SLOWEST_HEARTBEAT = 5.0  # seconds
 # So many heartbeats may be missing before a rank counts as stopped.
 MISSED_HEARTBEATS = 4
@@ -48,23 +51,24 @@ class Watchdog:
 
     def _watch(self) -> None:
         count, since = self._progress.count(), time.monotonic()
-        before = since
         with self._stack_file() as last_resort:
             while True:
                 now = time.monotonic()
-                if now - before > MISSED_HEARTBEATS * self._period:  # all of this process stood still, not training
-                    since += now - before
-                before = now
                 if (new_count := self._progress.count()) != count:
                     count, since = new_count, now
                 self._beat("training", now - since)
                 if self._hang_timeout:
-                    if now - since > self._hang_timeout or self._others_hang():
+                    if now - since > self._hang_timeout or self._alarm.exists():
                         self._end(now - since)
-                    # What holds the interpreter's lock for ever holds up this thread too, but not that timer.
-                    faulthandler.dump_traceback_later(2 * self._hang_timeout, exit=True, file=last_resort)
+                    # What holds the interpreter's lock for ever holds up this thread too, but not that timer. It ends
+                    # nothing: it also comes when a process goes on that was stopped as a whole.
+                    faulthandler.dump_traceback_later(2 * self._hang_timeout, file=last_resort)
+                now = time.monotonic()
                 if self._ended.wait(self._period):
                     break
+                slept = time.monotonic() - now
+                if slept > MISSED_HEARTBEATS * self._period:  # all of this process stood still, not training
+                    since += slept
             faulthandler.cancel_dump_traceback_later()
         self._stacks.unlink(missing_ok=True)
         self._beat("ended", 0.0)
@@ -74,10 +78,7 @@ class Watchdog:
         try:
             return self._stacks.open("w", encoding="utf-8")
         except OSError:
-            return os.fdopen(os.dup(sys.stderr.fileno()), "w", encoding="utf-8")
-
-    def _others_hang(self) -> bool:
-        return self._alarm.exists()
+            return os.fdopen(os.dup(STDERR), "w", encoding="utf-8")
 
     def _beat(self, status: str, seconds: float) -> None:
         """Writes where this rank is. A full disk is reported where it hurts."""
@@ -90,6 +91,7 @@ class Watchdog:
             "iteration": self._progress.iteration,
             "where": self._progress.where(),
             "waits_in": current_wait()[0],
+            "begun": self._progress.count(),  # so many things
             "seconds": round(seconds, 3),  # since this rank has begun something
         }
         path = self._folder / f"rank_{self._rank:05d}.json"
@@ -113,12 +115,15 @@ class Watchdog:
         ]
         if is_first:
             time.sleep(MISSED_HEARTBEATS * self._period)  # the others dump theirs
-            lines += [suspect for beat in self._beats() if (suspect := self._suspicion(beat))]
+            least_first = sorted(self._beats(), key=lambda beat: (beat["iteration"], beat["begun"]))
+            lines += [suspect for beat in least_first if (suspect := self._suspicion(beat))]
             lines.append(
                 f"training hangs (no progress for train.hang_timeout, {self._hang_timeout:g} s) and ends; look at the "
-                "ranks that others wait for first. If a step or a save really takes that long, raise it"
+                "ranks named above, of which the first has come least far. If a step or a save really takes that long, "
+                "raise it"
             )
-        os.write(sys.stderr.fileno(), "".join(f"{line}\n" for line in lines).encode())
+        with suppress(OSError):  # the terminal is gone
+            os.write(STDERR, "".join(f"{line}\n" for line in lines).encode())
         if not is_first:
             time.sleep(2 * MISSED_HEARTBEATS * self._period)  # or a launcher ends the first one before it has spoken
         os._exit(1)

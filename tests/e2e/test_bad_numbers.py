@@ -1,6 +1,7 @@
 """A loss that is not finite, or far above the others: skipped, rolled back from, or the end, as the config says."""
 
 import math
+import time
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -9,15 +10,17 @@ from unittest import mock
 import pytest
 import torch
 
+from megatron_lite.checkpoint import store
 from megatron_lite.checkpoint.layout import read_layout
-from megatron_lite.errors import TrainingError
+from megatron_lite.errors import CheckpointError, TrainingError
 from megatron_lite.training.checkpointing import checkpoints_of, load_run, save_run
 from megatron_lite.training.initialize import finalize_megatron, initialize_megatron
 from megatron_lite.training.replicas import refuse_replicas_apart
 from megatron_lite.training.run import Run
 from megatron_lite.training.setup import setup_model_and_optimizer
 from megatron_lite.training.state import ENOUGH_LOSSES, TrainState
-from megatron_lite.training.step import StepReport, advance, train_step
+from megatron_lite.training.step import StepReport, advance, sum_over_pipeline, train_step
+from tests.e2e.test_damage import flip_a_bit
 from tests.e2e.test_resume import rows, run_to_the_end, tensor_files
 from tests.e2e.tiny import gather, model_with_biases, portion, tiny_config
 from tests.ranks import RanksFailed
@@ -100,6 +103,8 @@ def test_a_rollback_goes_on_from_the_checkpoint_with_the_data_after(ranks, tmp_p
     newest = "checkpoints/iter_0000009"
     assert tensor_files(tmp_path / "bad" / newest) == tensor_files(tmp_path / "expected" / newest)
     state, expected = (read_layout(tmp_path / name / newest).state for name in ("bad", "expected"))
+    assert (expected["train"]["rolled_back_to"], expected["train"]["rollbacks"]) == (0, 0)
+    expected["train"] |= {"rolled_back_to": 4, "rollbacks": 1}
     assert state == expected
     assert [row["iteration"] for row in rows(tmp_path / "bad")] == list(range(1, 10))
 
@@ -122,12 +127,13 @@ def test_a_skipped_step_changes_nothing_but_the_place_in_the_data(ranks, tmp_pat
     (weights, state), *_ = ranks(size, weights_and_state, str(tmp_path), bad, changes)
     assert all(torch.equal(weights[name], before[name]) for name in before)
     assert (state.iteration, state.optimizer_steps, state.skipped, state.bad_in_a_row) == (bad, bad - 1, 1, 1)
-    assert state.consumed_samples == 8 * bad
+    assert (state.consumed_samples, state.losses) == (8 * bad, bad - 1)
     (after, last), *_ = ranks(size, weights_and_state, str(tmp_path), bad + 1, changes)
     assert not all(torch.equal(after[name], before[name]) for name in before)
     assert (last.skipped, last.bad_in_a_row) == (1, 0)
     row = rows(tmp_path)[bad - 1]
     assert row["skipped"] and math.isfinite(row["loss"]) == (kind == "spike")
+    assert row["grad_norm"] != 0.0
 
 
 @pytest.mark.parametrize(
@@ -137,13 +143,14 @@ def test_a_skipped_step_changes_nothing_but_the_place_in_the_data(ranks, tmp_pat
             "nan",
             {"faults__on_nan": "stop"},
             "iteration 7: the loss is nan and the gradient norm nan (the loss of rank 1 is not finite); training stops."
-            " Lower optim.lr, lengthen optim.warmup_iterations or look at the data of this iteration; the newest "
-            "checkpoint is from before it",
+            " Lower optim.lr, lengthen optim.warmup_iterations or look at the data of this iteration; what was "
+            "saved is from before it",
         ),
         (
             "nan",
             {"faults__on_nan": "rollback", "checkpoint__interval": 0},
-            "(the loss of rank 1 is not finite); there is no checkpoint to roll back to. Lower optim.lr",
+            "(the loss of rank 1 is not finite); there is no checkpoint to roll back to: training stops. "
+            "Lower optim.lr",
         ),
     ],
 )
@@ -163,9 +170,149 @@ def test_a_run_in_which_nothing_but_bad_iterations_come_stops(tmp_path):
     changes = LENGTH | {"faults__on_nan": "skip", "faults__patience": 3}
     with (
         mock.patch("megatron_lite.training.loop.train_step", step),
-        pytest.raises(TrainingError, match=r"^iteration 4: .*, the 4th time in a row; .* faults.patience is 3\. Lower"),
+        pytest.raises(
+            TrainingError, match=r"^iteration 4: .*; these were 4 bad .* in a row, and faults.patience is 3: "
+        ),
     ):
         run_to_the_end(tmp_path, "gpt", **changes)
+
+
+FP16 = {"train__precision": "fp16", "optim__min_loss_scale": 1, "optim__hysteresis": 1}
+
+
+@pytest.mark.parametrize(
+    "is_bad, precision, words",
+    [
+        (lambda iteration: iteration > 4, {}, "iteration 8: .*; these were 4 bad iterations in a row"),
+        # The scale of the checkpoint comes back each time, and is tried down to the least one each time.
+        (
+            lambda iteration: iteration > 4,
+            FP16 | {"optim__initial_loss_scale": 4},
+            "iteration 1.: .*; these were 4 bad iterations in a row",
+        ),
+        (
+            lambda iteration: iteration > 4 and iteration % 2 == 0,
+            {},
+            "iteration 12: .*; training went back to iteration 4 3 times already, and faults.patience is 3",
+        ),
+    ],
+)
+def test_a_run_that_goes_back_again_and_again_stops(tmp_path, is_bad, precision, words):
+    """It would end as if it had trained."""
+
+    def step(run: Run, microbatches):
+        if is_bad(run.state.iteration + 1):
+            microbatches[0].loss_mask[0, 0] = math.nan
+        return train_step(run, microbatches)
+
+    changes = {"train__iterations": 60, "faults__on_nan": "rollback", "faults__patience": 3, **precision}
+    run_to_the_end(tmp_path, "gpt", **changes | {"train__iterations": 4})
+    with (
+        mock.patch("megatron_lite.training.loop.train_step", step),
+        pytest.raises(TrainingError, match=f"^{words}.*: training stops. Lower optim.lr"),
+    ):
+        run_to_the_end(tmp_path, "gpt", **changes, checkpoint__interval=1000)
+
+
+def infinite_loss_at(iteration: int):
+    """A step whose loss is infinite in that iteration, by a summand that no gradient knows."""
+
+    def step(run: Run, microbatches):
+        def masked_sum(losses, mask):
+            return (losses * mask.t()).sum() + (math.inf if run.state.iteration + 1 == iteration else 0)
+
+        with mock.patch("megatron_lite.training.step.masked_sum", masked_sum):
+            return train_step(run, microbatches)
+
+    return mock.patch("megatron_lite.training.loop.train_step", step)
+
+
+def test_a_bad_loss_with_good_gradients_changes_nothing_either(tmp_path, capsys):
+    with infinite_loss_at(3):
+        run_to_the_end(tmp_path, "gpt", train__iterations=3, checkpoint__interval=1, faults__on_nan="skip")
+    assert " SKIPPED iteration 3: the loss is inf and the gradient norm " in capsys.readouterr().out
+    before, after = (tensor_files(tmp_path / f"checkpoints/iter_000000{iteration}") for iteration in (2, 3))
+    assert before == after
+    assert read_layout(tmp_path / "checkpoints/iter_0000003").state["train"]["optimizer_steps"] == 2
+
+
+def test_the_least_loss_scale_is_tried_before_an_overflow_is_bad(tmp_path):
+    """Gradients that overflow at any scale above it."""
+
+    def step(run: Run, microbatches):
+        def finalize_grads(ddp, table, ctx):
+            if run.optimizer.scaler.scale > 1:
+                next(iter(ddp.main_grads.values()))[0] = math.inf
+
+        with mock.patch("megatron_lite.training.step.finalize_grads", finalize_grads):
+            return train_step(run, microbatches)
+
+    with mock.patch("megatron_lite.training.loop.train_step", step):
+        run_to_the_end(tmp_path, "gpt", train__iterations=4, **FP16, optim__initial_loss_scale=4)
+    assert [row["skipped"] for row in rows(tmp_path)] == [True, True, False, False]
+
+
+def train_with_two_losses(folder: str) -> tuple[list[float], list[str]]:
+    """In one iteration a tensor-parallel rank gets a wrong loss, as from broken memory."""
+
+    def step(run: Run, microbatches):
+        def damaged(run, losses):
+            return sum_over_pipeline(run, losses) * (3 if run.ctx.rank and run.state.iteration == 12 else 1)
+
+        with mock.patch("megatron_lite.training.step.sum_over_pipeline", damaged):
+            report = train_step(run, microbatches)
+        reports.append(report)
+        return report
+
+    reports: list[StepReport] = []
+    with mock.patch("megatron_lite.training.loop.train_step", step):
+        run_to_the_end(Path(folder), "gpt", train__iterations=14, parallel__tensor=2, faults__spike_factor=1.9)
+    return [report.loss for report in reports], [report.bad for report in reports]
+
+
+def test_a_loss_that_one_rank_alone_has_is_answered_by_all_alike(ranks, tmp_path):
+    """One that steps while another skips would train half of another model, and nobody would know."""
+    first, second = ranks(2, train_with_two_losses, str(tmp_path))
+    assert first == second
+    assert first[1] == [""] * 12 + ["spike", ""]
+
+
+def test_a_rollback_waits_for_the_checkpoint_that_is_being_saved(tmp_path, capsys):
+    def slow(*args, **given):
+        time.sleep(0.3)
+        return save(*args, **given)
+
+    save = store.save
+    changes = {"faults__on_nan": "rollback", "checkpoint__async_save": "true", "checkpoint__interval": 3}
+    with mock.patch.object(store, "save", slow):
+        train_over(str(tmp_path), 7, "nan", changes)
+    assert " weights and optimizer are those of iteration 6; the data of iterations 7 to 7" in capsys.readouterr().out
+
+
+def test_a_rollback_sets_a_damaged_checkpoint_aside(tmp_path, capsys):
+    """It would be tried at every start."""
+
+    def step(run: Run, microbatches):
+        if run.state.iteration + 1 == 7:
+            flip_a_bit(tmp_path / "checkpoints/iter_0000006")
+            microbatches[0].loss_mask[0, 0] = math.nan
+        return train_step(run, microbatches)
+
+    changes = {"faults__on_nan": "rollback", "checkpoint__fallback": "true", "checkpoint__interval": 3}
+    with mock.patch("megatron_lite.training.loop.train_step", step):
+        run_to_the_end(tmp_path, "gpt", train__iterations=8, **changes)
+    said = capsys.readouterr().out
+    assert "DAMAGED checkpoint" in said and " weights and optimizer are those of iteration 3; the data of" in said
+    assert not (tmp_path / "checkpoints/iter_0000006").exists()
+
+
+def test_a_rollback_keeps_the_place_in_the_data_of_a_longer_run(tmp_path):
+    """The checkpoint was made when fewer samples were asked for."""
+    run_to_the_end(tmp_path, "gpt", train__iterations=4)
+    changes = {"faults__on_nan": "rollback", "train__iterations": 9, "checkpoint__interval": 1000}
+    train_over(str(tmp_path), 7, "nan", changes)
+    state = read_layout(tmp_path / "checkpoints/iter_0000009").state["train"]
+    assert (state["iteration"], state["consumed_samples"], state["rollbacks"]) == (9, 9 * 8, 1)
 
 
 def test_what_was_done_about_a_bad_loss_is_said(tmp_path, capsys):
@@ -194,16 +341,20 @@ def test_a_spike_is_far_above_the_mean_of_recent_losses():
         assert not state.is_spike(1000.0, faults)
     state.remember(10.0)
     assert state.is_spike(20.1, faults) and not state.is_spike(19.9, faults)
+    assert not state.is_spike(math.inf, faults)  # that is for faults.on_nan
     assert not state.is_spike(1000.0, tiny_config("gpt").faults)
     for _ in range(300):
         state.remember(1.0)
     assert state.loss_mean == pytest.approx(1.0, abs=0.05)
     assert TrainState.from_dict(state.to_dict()) == state
+    assert TrainState.from_dict({"iteration": 3}).iteration == 3  # of a version with fewer counters
+    with pytest.raises(CheckpointError, match=r"counters that this version does not know \(epochs\): a newer"):
+        TrainState.from_dict({"iteration": 3, "epochs": 1})
 
 
-def one_damaged(rank: int, changes: dict[str, Any]) -> list[str]:
+def one_damaged(folder: str, rank: int, changes: dict[str, Any]) -> list[str]:
     """What every rank says after a bit of a weight has changed on one."""
-    config = tiny_config("gpt", faults__check_replicas=1, **changes)
+    config = tiny_config("gpt", run__dir=folder, faults__check_replicas=1, **changes)
     ctx, rng = initialize_megatron(config)
     run = setup_model_and_optimizer(config, ctx, rng, model_with_biases)
     said = []
@@ -246,11 +397,11 @@ def one_damaged(rank: int, changes: dict[str, Any]) -> list[str]:
     ],
 )
 def test_a_replica_in_which_a_bit_has_changed_is_named_before_it_is_saved_or_learned_from(
-    ranks, size, rank, changes, who
+    ranks, tmp_path, size, rank, changes, who
 ):
     """Gradients of a damaged replica would be summed into all others, and no later check would see them. Of low
     precision the next step would even mend the weight."""
-    for said in ranks(size, one_damaged, rank, changes):
+    for said in ranks(size, one_damaged, str(tmp_path), rank, changes):
         saving, training = said
         for text in (saving, training):
             assert f"data-parallel replicas are not equal any more: {who}" in text

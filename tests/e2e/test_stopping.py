@@ -1,18 +1,25 @@
 """A run that is asked to stop, by a signal, a time or an iteration: saved, with exit code 75, and never hanging."""
 
+import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from unittest import mock
 
 import pytest
+import torch
 
 from megatron_lite.checkpoint.directory import find_latest
 from megatron_lite.errors import StoppedEarly
-from megatron_lite.parallel.context import solo
+from megatron_lite.parallel.context import ParallelContext, solo
+from megatron_lite.parallel.grid import Grid
 from megatron_lite.training.signals import STOP_SIGNALS, StopRequest
+from megatron_lite.training.step import train_step
 from tests.e2e.command import ROOT, environment, make_corpus, run_here, tiny_yaml
 from tests.e2e.test_resume import rows, run_to_the_end
 
@@ -42,6 +49,51 @@ def test_a_run_stops_when_its_time_is_up(tmp_path, corpus):
     assert done.returncode == 75
     assert "exiting program because train.exit_duration has passed: stopped at iteration 1 of 8 with" in done.stderr
     assert find_latest(tmp_path / "run" / "checkpoints", world=solo()) == 1
+
+
+def test_the_time_of_a_run_goes_on_through_restarts(tmp_path, corpus, monkeypatch):
+    """Of a batch job there is no more, however often its ranks were started."""
+    monkeypatch.setenv("MEGATRON_LITE_LAUNCHED", str(time.time() - 1000))
+    for duration, code in ((500, 75), (5000, 0)):
+        config = tiny_yaml(tmp_path, corpus, train={"exit_duration": duration, "iterations": 2})
+        assert run_here("pretrain", "--config", str(config), cwd=tmp_path).returncode == code
+
+
+def evaluations(folder: Path) -> list[dict]:
+    lines = (folder / "run" / "metrics.jsonl").read_text().splitlines()
+    return [row for row in map(json.loads, lines) if "loss" not in row]
+
+
+STOPPED = "stopped at iteration 2 of 4 with a checkpoint saved; run the same command again to go on"
+DONE = "training is done at iteration 4, and saved, but not its final evaluation; run the same command again for that"
+
+
+# Each evaluation has three batches: after iteration 2, and at the end on validation and test data.
+@pytest.mark.parametrize("ask, words, done_before", [(3, STOPPED, 0), (8, DONE, 1), (11, DONE, 2)])
+def test_an_evaluation_that_a_signal_interrupts_is_made_at_the_next_start(tmp_path, corpus, ask, words, done_before):
+    """It may take longer than a batch system waits."""
+    train = {"iterations": 4, "eval_interval": 2, "eval_iterations": 3, "global_batch_size": 4}
+    (tmp_path / "whole").mkdir()
+    config = tiny_yaml(tmp_path / "whole", corpus, train=train)
+    assert run_here("pretrain", "--config", str(config), cwd=tmp_path / "whole").returncode == 0
+    config = tiny_yaml(tmp_path, corpus, train=train)
+    asked = []
+    agreed = StopRequest.agreed
+
+    def counting(self, ctx):
+        asked.append(1)
+        if len(asked) == ask:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return agreed(self, ctx)
+
+    with mock.patch.object(StopRequest, "agreed", counting):
+        done = run_here("pretrain", "--config", str(config), cwd=tmp_path)
+    assert done.returncode == 75
+    assert done.stderr.endswith(f"exiting program after receiving SIGTERM: {words}\n")
+    assert evaluations(tmp_path) == evaluations(tmp_path / "whole")[:done_before]
+    assert run_here("pretrain", "--config", str(config), cwd=tmp_path).returncode == 0
+    assert evaluations(tmp_path) == evaluations(tmp_path / "whole")
+    assert rows(tmp_path / "run") == rows(tmp_path / "whole" / "run")
 
 
 def stop_all(folder: str, duration: float) -> str:
@@ -97,15 +149,21 @@ def slow_save(folder: Path, patience: float) -> subprocess.Popen[str]:
 
 
 def test_a_signal_during_a_save_that_takes_long_ends_it_and_leaves_the_checkpoint_before(tmp_path):
-    """Python's own handlers would wait until the write returns, which may be never."""
+    """Python's own handlers would wait until the write returns, which may be never. The first signal that a run gets
+    asks it to save, though it saves already."""
     process = slow_save(tmp_path, patience=0.5)
     time.sleep(0.7)
     os.kill(process.pid, signal.SIGTERM)
+    with pytest.raises(subprocess.TimeoutExpired):
+        process.wait(timeout=1)
+    os.kill(process.pid, signal.SIGTERM)
     _, err = process.communicate(timeout=20)
     assert process.returncode == 1
-    assert err.endswith(
-        "SIGTERM came again when the save had taken 1 s: ending at once, without it. The newest checkpoint is the one "
-        "before; run the same command again to go on from there\n"
+    assert re.fullmatch(
+        r"(?s).*SIGTERM: stopping as soon as a checkpoint is saved\nSIGTERM came again when the save had taken [12] s: "
+        r"ending at once, without it\. The newest checkpoint is the one before; run the same command again to go on "
+        r"from there\n",
+        err,
     )
     assert find_latest(tmp_path / "checkpoints", world=solo()) == 2
 
@@ -138,3 +196,31 @@ def test_a_rank_that_has_stopped_is_deaf_to_the_second_signal_but_a_notebook_is_
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def test_the_first_signal_is_the_reason(tmp_path):
+    """A second one, of another kind, comes from a scheduler that has lost patience."""
+    with StopRequest() as stop:
+        os.kill(os.getpid(), signal.SIGUSR1)
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert stop.agreed(ParallelContext.create(Grid(), torch.device("cpu"), 1.0)) == "after receiving SIGUSR1"
+
+
+def test_a_run_in_a_thread_trains_and_leaves_signals_alone(tmp_path):
+    """As in a server, or a notebook that goes on: Python lets only the main thread handle signals."""
+    with ThreadPoolExecutor(1) as executor:
+        executor.submit(run_to_the_end, tmp_path, "gpt", train__iterations=2).result()
+    assert len(rows(tmp_path)) == 2
+
+
+def test_a_signal_in_the_last_iteration_of_a_run_without_evaluation_changes_nothing(tmp_path):
+    """All of it is done: nothing is left for another start."""
+
+    def step(run, microbatches):
+        if run.state.iteration == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return train_step(run, microbatches)
+
+    with mock.patch("megatron_lite.training.loop.train_step", step):
+        run_to_the_end(tmp_path, "gpt", train__iterations=3)
+    assert len(rows(tmp_path)) == 3

@@ -20,7 +20,7 @@ from tests.e2e.command import ROOT, environment
 
 # A rank of two: it works for a while, and then stays where the argument says.
 RANK = """
-import sys, time
+import ctypes, sys, time
 from pathlib import Path
 from megatron_lite.parallel.context import Group
 from megatron_lite.parallel.waiting import waiting
@@ -41,11 +41,21 @@ with Watchdog(progress, folder, rank=rank, world_size=2, hang_timeout=hang_timeo
         progress.begin(Action("B", 2, 0))
         with waiting("all_reduce", Group("dp", (0, 1), rank)):
             time.sleep(60)
+    elif what == "sleep":
+        time.sleep(60)
     elif what == "work":
         with progress.during("optimizer"):
             time.sleep(60)
     elif what == "hold":  # the interpreter's lock, in one call
-        _ = len(str(7 ** 20_000_000))
+        ctypes.PyDLL(None).sleep(60)
+    elif what == "train":
+        for iteration in range(8, 60):
+            progress.begin(Action("F", 2, 0))
+            time.sleep(0.1)
+    elif what == "slow disk":
+        beat = Watchdog._beat
+        Watchdog._beat = lambda *given: (time.sleep(0.5), beat(*given))
+        time.sleep(60)
 print("ended")
 """
 
@@ -97,11 +107,54 @@ def test_a_rank_that_is_stopped_is_named_by_the_others(tmp_path):
         stopped.communicate()
 
 
-def test_a_rank_that_holds_the_interpreter_for_ever_ends_too(tmp_path):
-    process = start(tmp_path, 0, "hold")
-    process.communicate(timeout=60)
-    assert process.returncode == 1
-    assert 'File "<string>", line' in (tmp_path / "heartbeat" / "stacks_00000.txt").read_text()
+def test_a_rank_that_holds_the_interpreter_for_ever_leaves_its_stacks_and_is_named_by_the_others(tmp_path):
+    """Its own threads cannot run either. What has started the ranks ends it, when the others have ended."""
+    holds, waits = start(tmp_path, 1, "hold"), start(tmp_path, 0, "wait")
+    try:
+        _, err = waits.communicate(timeout=60)
+        assert waits.returncode == 1
+        assert f"(process {holds.pid}) has shown no sign of life for" in err
+        stacks, until = tmp_path / "heartbeat" / "stacks_00001.txt", time.monotonic() + 20
+        while 'File "<string>", line' not in stacks.read_text():
+            assert time.monotonic() < until
+            time.sleep(0.05)
+    finally:
+        holds.kill()
+        holds.communicate()
+
+
+def test_a_process_that_was_stopped_and_goes_on_is_no_hang(tmp_path):
+    """As by Ctrl-Z, a paused container, or a batch system that lets another job run for a while."""
+    process = start(tmp_path, 0, "train")
+    assert process.stdout is not None and process.stdout.readline() == "hangs\n"
+    os.kill(process.pid, signal.SIGSTOP)
+    time.sleep(3)
+    os.kill(process.pid, signal.SIGCONT)
+    assert (process.communicate(timeout=60), process.returncode) == (("ended\n", ""), 0)
+
+
+def test_a_disk_that_is_slow_to_take_the_heartbeat_hides_no_hang(tmp_path):
+    process = start(tmp_path, 0, "slow disk")
+    assert process.wait(timeout=30) == 1
+    process.communicate()
+
+
+def test_a_rank_whose_own_time_is_not_up_ends_with_the_others(tmp_path):
+    process, patient = start(tmp_path, 0, "wait"), start(tmp_path, 1, "work", hang_timeout=8.0)
+    assert process.wait(timeout=60) == 1
+    _, err = patient.communicate(timeout=20)
+    assert patient.returncode == 1
+    assert "iteration 7, optimizer, waiting in no known collective; Python stacks in" in err
+    process.communicate()
+
+
+def test_of_ranks_that_may_be_waited_for_the_one_that_came_least_far_is_named_first(tmp_path):
+    """Those that wait in a collective of torch's own look as if they worked."""
+    processes = [start(tmp_path, rank, what) for rank, what in ((0, "work"), (1, "sleep"))]
+    said = "".join(process.communicate(timeout=60)[1] for process in processes)
+    first, second = re.findall(r"rank (\d) on \S+ \(process \d+\) waits in no known collective", said)
+    assert (first, second) == ("1", "0")
+    assert "the ranks named above, of which the first has come least far. If a step or a save really takes" in said
 
 
 def test_progress_of_any_kind_is_no_hang_and_the_heartbeat_tells_it(tmp_path):
