@@ -306,7 +306,8 @@ class FaultsConfig(Section):
     on_nan: Literal["stop", "skip", "rollback"] = "stop"  # the loss or the gradient norm is not finite
     on_spike: Literal["stop", "skip", "rollback"] = "skip"
     spike_factor: NonNegativeFloat = 0.0  # a loss above so many times the mean of the last 50 is a spike; 0: none is
-    patience: PositiveInt = 10  # bad iterations in a row, after which training stops whatever else was asked for
+    # Bad iterations in a row, or rollbacks to one checkpoint; with more, training stops whatever else was asked for.
+    patience: PositiveInt = 10
     check_replicas: NonNegativeInt = 0  # iterations between checks that data-parallel replicas are equal; 0: none
 
 

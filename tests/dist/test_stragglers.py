@@ -34,6 +34,7 @@ def lines_of(seconds_by_step: list[list[float]], pp: int) -> list[str]:
         ([[0.02, 0.3, 0.02, 0.02], [0.02, 0.02, 0.3, 0.02]], 1, [None, None]),  # another one each time
         ([[0.3, 0.3, 0.02, 0.02]] * 2, 2, [None, None]),  # stages differ by design
         ([[0.02, 0.02, 0.02, 0.3]] * 2, 2, [None, 3]),
+        ([[0.015, 0.0, 0.0, 0.0]] * 2, 1, [None, None]),  # not worth a word
     ],
 )
 def test_only_a_rank_that_is_late_again_is_named(ranks, steps, pp, expected):

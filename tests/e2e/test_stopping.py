@@ -224,3 +224,13 @@ def test_a_signal_in_the_last_iteration_of_a_run_without_evaluation_changes_noth
     with mock.patch("megatron_lite.training.loop.train_step", step):
         run_to_the_end(tmp_path, "gpt", train__iterations=3)
     assert len(rows(tmp_path)) == 3
+
+
+def test_what_a_run_before_has_left_ends_no_other(tmp_path):
+    """Its alarm, for one, and an exit code that some other program reads."""
+    (tmp_path / "heartbeat").mkdir()
+    (tmp_path / "heartbeat" / "hang").touch()
+    (tmp_path / "exit_code").write_text("75\n")
+    run_to_the_end(tmp_path, "gpt", train__iterations=2)
+    assert sorted(path.name for path in (tmp_path / "heartbeat").iterdir()) == ["rank_00000.json"]
+    assert not (tmp_path / "exit_code").exists()

@@ -14,9 +14,10 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from megatron_lite.checkpoint import tensor_file
-from megatron_lite.checkpoint.layout import DTYPES, FileInfo, checksum
+from megatron_lite.checkpoint.layout import CHUNK_BYTES, DTYPES, FileInfo, checksum
 from megatron_lite.checkpoint.tensor_file import TensorFile, explained, sync_folder, write_tensors
 from megatron_lite.errors import CheckpointError, DamagedCheckpoint
+from megatron_lite.parallel.waiting import current_wait
 from tests.limits import files_of_at_most
 
 TENSORS = {
@@ -236,3 +237,10 @@ def test_data_starts_at_a_cache_line(tmp_path):
             assert (8 + int.from_bytes(file.read(8), "little")) % 64 == 0
         with safe_open(path, framework="pt") as file:
             assert file.get_tensor("x" * length).tolist() == [1, 1]
+
+
+def test_writing_is_progress(tmp_path):
+    """Or the watchdog would take a large file on a slow disk for a hang."""
+    _, before = current_wait()
+    write_tensors(tmp_path / "file", {"a": torch.zeros(3 * CHUNK_BYTES, dtype=torch.uint8).view(torch.float32)})
+    assert current_wait()[1] >= before + 3
