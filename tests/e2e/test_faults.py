@@ -78,11 +78,17 @@ def train(folder: str, faults: str, changes: str) -> None:
         run_to_the_end(Path(folder), "codegeex", **json.loads(changes))
 
 
+# Ranks are forks of a server that has loaded torch, which takes each of them seconds.
 LAUNCH = """
 import sys
+from functools import partialmethod
+from multiprocessing import get_context
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from megatron_lite.cli.launch import launch
 from megatron_lite.cli.nodes import Nodes
 if __name__ == "__main__":
+    get_context("forkserver").set_forkserver_preload(["tests.e2e.test_faults", "torch._dynamo"])
+    LocalElasticAgent.__init__ = partialmethod(LocalElasticAgent.__init__, start_method="forkserver")
     sys.exit(launch("tests.e2e.test_faults:train", tuple(sys.argv[2:]), Nodes(int(sys.argv[1]), max_restarts=1000)))
 """
 

@@ -49,7 +49,7 @@ def test_a_cut_cable_ends_both_sides_and_the_run_goes_on_when_it_is_mended(ranks
     prefix = make_corpus(tmp_path)
     settings = {
         # Each waits for its checkpoint, so that the cut comes in mid-training; dropout would show a lost random state.
-        "train": {"iterations": 150, "comm_timeout": 12.0},
+        "train": {"iterations": 150, "comm_timeout": 8.0},
         "checkpoint": {"interval": 10},
         "log": {"interval": 1000},
     }
