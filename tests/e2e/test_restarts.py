@@ -4,6 +4,7 @@ All in this process, and the ranks are forks of a server that has loaded torch, 
 """
 
 import os
+import re
 import signal
 import sys
 import time
@@ -239,6 +240,18 @@ def test_a_launch_leaves_no_files(ranks_here, tmp_path, monkeypatch):
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     ranks_here(1, talk)
     assert list(tmp_path.iterdir()) == []
+
+
+def say_when() -> None:
+    raise TrainingError(f"launched at {os.environ['MEGATRON_LITE_LAUNCHED']}")
+
+
+def test_ranks_know_when_they_were_launched_through_restarts(ranks_here):
+    """Which train.exit_duration counts from; the next launch of this process has a time of its own."""
+    _, said = ranks_here(1, say_when, max_restarts=3)
+    first, second = re.findall(r"^launched at (\S+)$", said, re.MULTILINE)
+    assert first == second and 0 < time.time() - float(first) < 60
+    assert "MEGATRON_LITE_LAUNCHED" not in os.environ
 
 
 OUT_OF_MEMORY = "rank 1 was killed by SIGKILL; the machine may be out of memory"
