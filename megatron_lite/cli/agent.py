@@ -10,6 +10,7 @@ import os
 import signal
 import socket
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -104,7 +105,7 @@ def run_agent(
             role="trainer",
             local_world_size=nodes.nproc_per_node,
             entrypoint=report_end,
-            args=(target, args, str(reports), nodes.log_dir),
+            args=(target, args, str(reports), nodes.log_dir, time.time()),
             rdzv_handler=handler,
             max_restarts=nodes.max_restarts,
             master_addr=nodes.master_addr if is_static else None,

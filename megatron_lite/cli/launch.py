@@ -70,7 +70,6 @@ def launch(target: str, args: tuple[Any, ...], nodes: Nodes) -> int:
     os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     address = set_network_variables(nodes)
     reports = Path(tempfile.mkdtemp(prefix="megatron_lite_"))
-    os.environ["MEGATRON_LITE_LAUNCHED"] = str(time.time())  # for train.exit_duration, which restarts do not prolong
     try:
         # In a thread, because in the main one torch answers a signal by killing ranks that take 30 seconds to save.
         with ThreadPoolExecutor(1) as executor, _SignalsToRanks() as signals:
@@ -82,7 +81,6 @@ def launch(target: str, args: tuple[Any, ...], nodes: Nodes) -> int:
             return StoppedEarly.exit_code
         return exit_code
     finally:
-        del os.environ["MEGATRON_LITE_LAUNCHED"]  # it is not the start of what this process does next
         shutil.rmtree(reports, ignore_errors=True)
 
 

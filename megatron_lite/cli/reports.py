@@ -20,15 +20,18 @@ FINISHED = 100
 GOOD_ENDS = (FINISHED, StoppedEarly.exit_code)
 
 
-def report_end(target: str, args: tuple[Any, ...], reports: str, log_dir: Path | None) -> None:
+def report_end(target: str, args: tuple[Any, ...], reports: str, log_dir: Path | None, launched: float) -> None:
     """Body of a rank: the target, whose failure is reported to the launcher instead of printed. Never returns, for
     torch would then have it wait until its launcher has read a result, which may have been killed.
 
-    A killed launcher's ranks get SIGINT, by torch's use of prctl, save and end; but those that still start then do not.
+    `launched`, by the clock on the wall, is when the first ranks were to start: train.exit_duration, which restarts do
+    not prolong, counts from there. A killed launcher's ranks get SIGINT, by torch's use of prctl, save and end; but
+    those that still start then do not.
     """
     launcher = multiprocessing.parent_process()
     if launcher is not None and not launcher.is_alive():
         sys.exit(1)
+    os.environ["MEGATRON_LITE_LAUNCHED"] = str(launched)
     sys.exit(_exit_code(target, args, reports, log_dir))
 
 

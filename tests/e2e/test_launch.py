@@ -159,7 +159,7 @@ def test_a_rank_whose_launcher_was_killed_before_it_started_does_not_start(tmp_p
     """It is too late for the kernel to tell it."""
     monkeypatch.setattr(multiprocessing, "parent_process", lambda: SimpleNamespace(is_alive=lambda: False))
     with pytest.raises(SystemExit) as end:
-        report_end(f"{HERE}:sleep", (str(tmp_path),), str(tmp_path), None)
+        report_end(f"{HERE}:sleep", (str(tmp_path),), str(tmp_path), None, 0.0)
     assert end.value.code == 1
     assert list(tmp_path.iterdir()) == []
 
