@@ -2,6 +2,7 @@
 
 import re
 import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -20,7 +21,7 @@ LIMIT_SECONDS = 30
 def launch(hosts: TwoHosts, config: Path, *arguments: str) -> dict[str, subprocess.Popen[str]]:
     """launch.sh by hand on both hosts, one rank on each."""
     command = ["sh", str(ROOT / "launch.sh"), "--nproc-per-node", "1", "--config", str(config), *arguments]
-    place = {"NNODES": "2", "MASTER_ADDR": "10.78.0.1", "PYTHON": "python"}
+    place = {"NNODES": "2", "MASTER_ADDR": "10.78.0.1", "PYTHON": sys.executable}
     return {
         host: hosts.popen(
             host,
