@@ -61,6 +61,7 @@ def save(
         "rng": {"cpu": torch.full((5,), 10 * version + ctx.rank, dtype=torch.uint8)},
         "state": {"iteration": iteration, "version": version, "loss_scale": 0.1},
         "config": CONFIG,
+        "origin": {},
         "keep": keep,
     }
     with warnings.catch_warnings():

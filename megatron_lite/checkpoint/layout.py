@@ -125,6 +125,7 @@ class Layout(_Part):
     grid: Grid
     state: dict[str, Any]  # of the training run: counters, loss scale
     config: dict[str, Any]
+    origin: dict[str, Any] = {}  # what the config does not say of the run: see training/checkpointing.py; may be empty
     tensors: dict[str, TensorLayout]
     files: dict[FileName, FileInfo]
 

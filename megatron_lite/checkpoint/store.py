@@ -50,6 +50,7 @@ class Loaded:
     iteration: int
     state: dict[str, Any]
     config: dict[str, Any]
+    origin: dict[str, Any]
     grid: Grid
     # None when the grid changed, or nobody has trained yet: there is no generator for each new rank, so the caller
     # seeds them anew, from seed and iteration lest the numbers of the run's start come again.
@@ -68,6 +69,7 @@ def save(
     rng: Mapping[str, Tensor],
     state: dict[str, Any],
     config: dict[str, Any],
+    origin: dict[str, Any],
     keep: int,
     keep_every: int = 0,
 ) -> Path:
@@ -76,7 +78,7 @@ def save(
         weights           name -> what this rank holds of its cut
         optimizer_state   name -> kind ("master", "exp_avg", ...) -> what this rank holds of such numbers
         rng               this rank's generator states, any names
-        state, config     what JSON can hold; the first rank's are saved
+        state, config, origin   JSON objects; those of the first rank are saved
         keep              newest checkpoints that stay, 0 for all
         keep_every        of the others, those at multiples of so many iterations stay; 0 for none
 
@@ -96,6 +98,7 @@ def save(
                 grid=ctx.grid,
                 state=state,
                 config=config,
+                origin=origin,
                 tensors=_joined(tensors for tensors, _ in written),
                 files={name: info for _, files in written for name, info in files.items()},
             )
@@ -249,7 +252,7 @@ def _read(
         if layout.grid == ctx.grid and name in layout.files:
             rng = {key: tensor.clone() for key, tensor in opened.file(name).get_all().items()}
     bytes_read = sum(held.values.nbytes for held, _ in plan)
-    return Loaded(layout.iteration, layout.state, layout.config, layout.grid, rng, bytes_read)
+    return Loaded(layout.iteration, layout.state, layout.config, layout.origin, layout.grid, rng, bytes_read)
 
 
 class Opened:

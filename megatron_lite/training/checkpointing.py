@@ -53,6 +53,7 @@ def save_run(run: Run, say: Callable[[str], None], *, must_be_done: bool = True)
             "adam_steps": run.optimizer.step_count,
         },
         config=run.config.model_dump(mode="json"),
+        origin=run.origin,
         keep=settings.keep,
         keep_every=settings.keep_every,
     )

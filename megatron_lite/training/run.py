@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch import nn
 
@@ -31,5 +32,6 @@ class Run:
     optimizer: Optimizer
     engine: PipelineEngine
     saver: Saver
+    origin: dict[str, Any]  # what checkpoints record beside the config: what built the model, the tokenizer's hash
     state: TrainState = field(default_factory=TrainState)
     progress: Progress = field(default_factory=Progress)

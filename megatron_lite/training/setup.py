@@ -61,7 +61,7 @@ def setup_model_and_optimizer(
             optimizer = OuterOptimizer(optimizer, params, table, config.sync, dp, bucket_mb=config.parallel.bucket_mb)
     engine = PipelineEngine(ctx, num_chunks=len(model), timeout_seconds=config.train.comm_timeout)
     saver = Saver(ctx, in_background=config.checkpoint.async_save, timeout_seconds=config.train.comm_timeout)
-    run = Run(config, ctx, rng, model, params, table, ddp, optimizer, engine, saver)
+    run = Run(config, ctx, rng, model, params, table, ddp, optimizer, engine, saver, origin={})
     load_newest(run)
     return run
 

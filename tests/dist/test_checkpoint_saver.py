@@ -50,6 +50,7 @@ class Training:
             rng={"cpu": torch.full((5,), 10 * version + self.ctx.rank, dtype=torch.uint8)},
             state={"iteration": version, "version": version, "loss_scale": 0.1},
             config=CONFIG,
+            origin={},
             keep=2,
         )
 

@@ -328,7 +328,7 @@ def test_a_rank_needs_little_memory_beside_its_own_cut(tmp_path):
     """A fifth, where the file is four times as large as the cut: else what fits in training does not fit at its start.
     Of a process of its own, since this one has freed memory to use again."""
     weights = {name: Held(torch.zeros(meta.shape)) for name, meta in LARGE.items()}
-    state = {"optimizer_state": {}, "rng": {}, "state": {}, "config": CONFIG}
+    state = {"optimizer_state": {}, "rng": {}, "state": {}, "config": CONFIG, "origin": {}}
     store.save(tmp_path, 1, ctx=one_process(), table=LARGE, weights=weights, keep=1, **state)
     processes = get_context("spawn")
     results = processes.Queue()

@@ -65,7 +65,14 @@ class _Entry(NamedTuple):
 
 
 def write_grid(
-    root: Path, iteration: int, numbers: Numbers, *, config: Config, state: dict[str, Any], progress: Progress
+    root: Path,
+    iteration: int,
+    numbers: Numbers,
+    *,
+    config: Config,
+    state: dict[str, Any],
+    origin: dict[str, Any],
+    progress: Progress,
 ) -> None:
     """Writes a checkpoint into `root`, a run's checkpoints/ folder, for the config's layout with one replica of it."""
     grid = Grid(tp=config.parallel.tensor, pp=config.parallel.pipeline)
@@ -92,6 +99,7 @@ def write_grid(
         grid=grid,
         state=state,
         config=config.model_dump(mode="json"),
+        origin=origin,
         tensors=tensors,
         files=files,
     )

@@ -162,7 +162,7 @@ def write(
         if tokenizer_files.readable(spec, checkpoint.model.vocab_size):
             fields["data"]["tokenizer"] = spec.replace(str(path), str(home))
     config = _config(fields, settings, tensor, pipeline)
-    _write_run(path, checkpoint.iteration, numbers, config=config, state={}, progress=progress)
+    _write_run(path, checkpoint.iteration, numbers, config=config, state={}, origin={}, progress=progress)
 
 
 def copy(
@@ -185,7 +185,8 @@ def copy(
     stored.check(config.model)
     _refuse_another_run(before, config)
     layout = stored.layout
-    _write_run(path, layout.iteration, stored, config=config, state=layout.state, progress=progress)
+    state, origin = layout.state, layout.origin
+    _write_run(path, layout.iteration, stored, config=config, state=state, origin=origin, progress=progress)
 
 
 def _refuse_another_run(before: Config, after: Config) -> None:
@@ -231,7 +232,15 @@ def _config(fields: dict[str, dict[str, Any]], settings: Settings, tensor: int, 
 
 
 def _write_run(
-    path: Path, iteration: int, numbers: Any, *, config: Config, state: dict[str, Any], progress: Progress
+    path: Path,
+    iteration: int,
+    numbers: Any,
+    *,
+    config: Config,
+    state: dict[str, Any],
+    origin: dict[str, Any],
+    progress: Progress,
 ) -> None:
-    write_grid(path / "checkpoints", iteration, numbers, config=config, state=state, progress=progress)
+    root = path / "checkpoints"
+    write_grid(root, iteration, numbers, config=config, state=state, origin=origin, progress=progress)
     directory.write_durably(path / "config.yaml", dump_config(config).encode())
