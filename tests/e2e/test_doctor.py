@@ -208,12 +208,12 @@ def silent():
 
 
 def test_a_rank_that_does_not_answer_is_told_and_the_others_go_on(doctor):
-    complaints = doctor.complaints("train.comm_timeout=3", illness=silent)
+    complaints = doctor.complaints("train.comm_timeout=8", illness=silent)
     assert_lines(
         complaints,
         [
             rf" FAIL  all-reduce over dp, world: {A}: ranks 0 and 1 did not hear from each other: .*Timed out waiting "
-            rf"1500ms.*; {re.escape(ADVICE)}",
+            rf"4000ms.*; {re.escape(ADVICE)}",
             r" skip  .*",
             failed(1, 7),
         ],
@@ -222,14 +222,14 @@ def test_a_rank_that_does_not_answer_is_told_and_the_others_go_on(doctor):
 
 def stuck():
     """A rank that is busy for longer than the others wait."""
-    return patched((doctor_machine, "multiply", lambda device, dtype: time.sleep(2.2)))
+    return patched((doctor_machine, "multiply", lambda device, dtype: time.sleep(8)))
 
 
 def test_a_rank_that_is_stuck_is_told_with_what_it_was_to_do(ranks, tmp_path):
     """As one is in a file system that hangs; without a line, nobody would know in which check."""
-    folders, given = (tmp_path, tmp_path), ["train.comm_timeout=1.5"]
+    folders, given = (tmp_path, tmp_path), ["train.comm_timeout=5"]
     (said, error), (nothing, other_error) = ranks(2, examined, folders, None, given, stuck, (1,))
-    told = r"rank 0 got no answer in all_gather over world \(ranks 0 and 1\): .*Timed out waiting 1500ms"
+    told = r"rank 0 got no answer in all_gather over world \(ranks 0 and 1\): .*Timed out waiting 5000ms"
     assert re.match(f" FAIL  arithmetic: {told}", said[-1]) and re.match(told, error)
     assert nothing == [] and other_error.startswith("rank 1 got no answer in ")
 
