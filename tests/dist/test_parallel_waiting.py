@@ -38,7 +38,7 @@ COLLECTIVES = {
     "barrier": lambda x, group: barrier(group),
     "all_gather of objects": lambda x, group: all_gathered(1, group),
     "all_gather of errors": lambda x, group: on_all(lambda: 1, group),
-    "gather of objects": lambda x, group: gather_to_first(1, group),
+    "all_gather of sizes": lambda x, group: gather_to_first(1, group),
 }
 
 

@@ -39,7 +39,7 @@ def test_the_command_examines_what_a_run_uses_and_leaves_nothing_behind(tmp_path
     assert_lines(
         done.stdout.splitlines(),
         [
-            rf" ok    meeting: 2 ranks on {host} have met at localhost:\d+",
+            rf" ok    meeting: 2 ranks on {host} have met at 127.0.0.1:\d+, Gloo through lo",
             rf" ok    versions: python 3\S+, torch {re.escape(torch.__version__)}, megatron_lite .*"
             r"\(sources [0-9a-f]{8}\).*; the same on every rank",
             rf" ok    devices: {host}: 2 ranks, \d+ cores?, [0-9.]+ GiB of memory, .*GPU.*",

@@ -1,12 +1,14 @@
 """Launchers of several nodes, on this machine: waiting for others in vain, losing them, and meeting them again."""
 
 import os
+import pickle
 import signal
 import socket
 import subprocess
 import sys
 import threading
 import time
+from base64 import b64encode
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
 from functools import partial, partialmethod
@@ -26,8 +28,8 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousTimeoutError,
 )
 
-from megatron_lite.cli import agent as agent_module
 from megatron_lite.cli import launch as launch_module
+from megatron_lite.cli import rendezvous as rendezvous_module
 from megatron_lite.cli.agent import ENDED_BY_OTHERS, Agent, _why_apart, run_agent
 from megatron_lite.cli.launch import launch
 from megatron_lite.cli.nodes import Nodes
@@ -36,6 +38,7 @@ from megatron_lite.errors import ConfigError, StoppedEarly, TrainingError
 from tests.e2e.command import ROOT, environment, start
 
 HERE = "tests.e2e.test_launch_nodes"
+STATE = "torch.rendezvous.megatron_lite"  # the key that torch's elastic rendezvous uses
 COME_TO = (
     "; start the same command on every machine, with its own --node-rank, within --join-timeout (1 s), and see that "
     "nothing between them closes the port"
@@ -139,7 +142,7 @@ def test_a_command_that_waits_in_vain_prints_one_message(tmp_path):
     place = ["--nnodes", "2", "--node-rank", "1", "--master-addr", "127.0.0.1", "--master-port", str(port)]
     config = ["data.paths=corpus", "data.tokenizer=bytes", f"run.dir={tmp_path}"]
     process = start("pretrain", "--nproc-per-node", "1", *place, "--join-timeout", "1", *config, cwd=tmp_path)
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=300)
     assert (process.returncode, out) == (1, "GLOO_SOCKET_IFNAME=lo\n")
     (message,) = err.splitlines()
     assert message.startswith(f"node 1 could not meet the others at 127.0.0.1:{port}: The client socket has timed out")
@@ -178,13 +181,13 @@ def test_a_node_that_waits_for_others_ends_when_it_is_told():
         for is_elastic in (False, True)
     ]
     for process in waiting:
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 300
         while not catches(process.pid, signal.SIGTERM):
             assert time.monotonic() < deadline and process.poll() is None
             time.sleep(0.02)
         process.send_signal(signal.SIGTERM)
     for process in waiting:
-        assert process.communicate(timeout=30)[1] == "stopped by SIGTERM while waiting for the other nodes\n"
+        assert process.communicate(timeout=150)[1] == "stopped by SIGTERM while waiting for the other nodes\n"
         assert process.returncode == 1
 
 
@@ -253,7 +256,7 @@ def ring(folder: str, name: str) -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     told: list[int] = []
     signal.signal(signal.SIGTERM, lambda number, frame: told.append(number))
-    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    dist.init_process_group("gloo", timeout=timedelta(seconds=300))
     (Path(folder) / f"{name}_of_{os.environ['WORLD_SIZE']}_{os.getpid()}").touch()
     while True:
         done = torch.tensor(int((Path(folder) / "done").exists()))
@@ -274,10 +277,36 @@ def run_node(folder: str, name: str, node_rank: int, port: int) -> None:
         os.dup2(file.fileno(), 2)
         os.dup2(file.fileno(), 1)
     hasty = {"last_call_timeout": 1, "keep_alive_interval": 1, "keep_alive_max_attempt": 4}
-    agent_module.RendezvousParameters = partial(RendezvousParameters, **hasty)  # type: ignore[misc]
+    rendezvous_module.RendezvousParameters = partial(RendezvousParameters, **hasty)  # type: ignore[misc]
     LocalElasticAgent.__init__ = partialmethod(LocalElasticAgent.__init__, start_method="forkserver")  # type: ignore
     place = {"node_rank": node_rank, "master_addr": "127.0.0.1", "master_port": port}
-    sys.exit(launch(f"{HERE}:ring", (folder, name), Nodes(1, 1, 2, True, **place, max_restarts=3, join_timeout=60.0)))
+    sys.exit(launch(f"{HERE}:ring", (folder, name), Nodes(1, 1, 2, True, **place, max_restarts=3, join_timeout=300.0)))
+
+
+class Touch:
+    """Makes a file when it is unpickled."""
+
+    def __init__(self, path: Path):
+        self.path = path
+
+    def __reduce__(self):
+        return Path.touch, (self.path,)
+
+
+def attack(port: int, path: Path) -> None:
+    """Writes what no launcher writes into the store of an elastic run, as any program can that reaches its port."""
+    store = dist.TCPStore("127.0.0.1", port)
+    for value in (
+        b64encode(pickle.dumps(Touch(path))),
+        b64encode(pickle.dumps(3)),
+        b"garbage",
+        b"\xff\x00",
+        b"{}",
+        b"",
+    ):
+        store.set(STATE, value)
+        time.sleep(0.2)
+    store.delete_key(STATE)
 
 
 def test_an_elastic_run_goes_on_without_a_lost_node_and_with_it_again(tmp_path):
@@ -295,7 +324,7 @@ def test_an_elastic_run_goes_on_without_a_lost_node_and_with_it_again(tmp_path):
 
     def wait_for(*names: str) -> list[int]:
         """The processes of new ranks with these names and world sizes."""
-        deadline, found = time.monotonic() + 60, {}
+        deadline, found = time.monotonic() + 300, {}
         while len(found) < len(names):
             assert time.monotonic() < deadline, f"no {names}: {said('a')}{said('b')}"
             time.sleep(0.02)
@@ -310,6 +339,7 @@ def test_an_elastic_run_goes_on_without_a_lost_node_and_with_it_again(tmp_path):
     try:
         first, second = start_node("a", 0), start_node("b", 1)
         _, lost = wait_for("a_of_2", "b_of_2")
+        attack(port, tmp_path / "taken")
         second.kill()
         os.kill(lost, signal.SIGKILL)
         (alone,) = wait_for("a_of_1")
@@ -320,8 +350,10 @@ def test_an_elastic_run_goes_on_without_a_lost_node_and_with_it_again(tmp_path):
         assert (tmp_path / f"saved_{alone}").exists()
         (tmp_path / "done").touch()
         for launcher in (first, second):
-            launcher.join(60)
+            launcher.join(300)
             assert launcher.exitcode == 0, said("a") + said("b")
+        assert "another program writes into the store of this run" in said("a") + said("b")
+        assert not (tmp_path / "taken").exists()
     finally:
         (tmp_path / "done").touch()
         for launcher in launchers:
