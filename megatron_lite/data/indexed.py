@@ -62,10 +62,11 @@ class IndexedDataset:
         self.dtype, num_sequences, num_ends = _read_header(index)
         expected_bytes = HEADER.size + 12 * num_sequences + 8 * num_ends
         found_bytes = index.stat().st_size
-        if found_bytes < expected_bytes:
+        if found_bytes != expected_bytes:
             raise DataError(
-                f"{index}: truncated: {num_sequences:,} sequences and {num_ends:,} document ends need "
-                f"{expected_bytes:,} bytes, the file has {found_bytes:,}; copy it again or run preprocess again"
+                f"{index}: {'truncated' if found_bytes < expected_bytes else 'too long'}: {num_sequences:,} sequences "
+                f"and {num_ends:,} document ends need {expected_bytes:,} bytes, the file has {found_bytes:,}; "
+                "copy it again or run preprocess again"
             )
         if num_sequences == 0:
             raise DataError(f"{index}: the corpus is empty (0 sequences); run preprocess on files that hold text")
@@ -74,15 +75,11 @@ class IndexedDataset:
         self.sequence_lengths: np.ndarray = np.frombuffer(raw, "<i4", num_sequences, at)
         self.sequence_pointers: np.ndarray = np.frombuffer(raw, "<i8", num_sequences, at + 4 * num_sequences)
         self.document_indices: np.ndarray = np.frombuffer(raw, "<i8", num_ends, at + 12 * num_sequences)
-        if num_ends == 0 or int(self.document_indices[-1]) != num_sequences:
-            raise DataError(
-                f"{index}: the last document does not end at sequence {num_sequences:,}; "
-                "the file is damaged or was written by something else: run preprocess again"
-            )
-        self.num_bytes = _end_of_sequences(index, self.sequence_lengths, self.sequence_pointers, self.dtype.itemsize)
+        _check_document_ends(index, self.document_indices, num_sequences)
+        self.num_bytes = _check_pointers(index, self.sequence_lengths, self.sequence_pointers, self.dtype.itemsize)
         path = bin_path(prefix)
         found_bytes = path.stat().st_size
-        if found_bytes < self.num_bytes:
+        if found_bytes != self.num_bytes:
             raise DataError(
                 f"{path}: has {found_bytes:,} bytes, but its .idx describes {self.num_bytes:,}; "
                 "the two files do not belong together or the copy broke off: copy both again"
@@ -117,23 +114,42 @@ def _require(path: Path, prefix: str | os.PathLike[str]) -> None:
     )
 
 
-def _end_of_sequences(index: Path, lengths: np.ndarray, pointers: np.ndarray, itemsize: int) -> int:
-    """Where in the `.bin` the last byte of any sequence ends; raises when one could not lie in a file at all."""
+def _check_pointers(index: Path, lengths: np.ndarray, pointers: np.ndarray, itemsize: int) -> int:
+    """The bytes that the sequences take in the `.bin`; raises unless each starts where the one before it ends."""
     end = 0
     for start in range(0, len(lengths), CHECKED_AT_ONCE):
         part = slice(start, start + CHECKED_AT_ONCE)
-        ends = np.multiply(lengths[part], itemsize, dtype=np.int64)
-        ends += pointers[part]
-        # A sum beyond 2**63 would wrap around to before its start.
-        bad = (lengths[part] < 0) | (pointers[part] < 0) | (ends < pointers[part])
+        ends = np.cumsum(lengths[part], dtype=np.int64)
+        ends *= itemsize
+        ends += end
+        expected = np.concatenate(([end], ends[:-1]))
+        bad = (lengths[part] < 0) | (pointers[part] != expected)
         if bad.any():
-            sequence = start + int(bad.argmax())
+            first = int(bad.argmax())
             raise DataError(
-                f"{index}: sequence {sequence:,} has length {lengths[sequence]:,} at byte {pointers[sequence]:,}; "
+                f"{index}: sequence {start + first:,} has length {lengths[start + first]:,} at byte "
+                f"{pointers[start + first]:,}, and the sequence before it ends at byte {expected[first]:,}; "
                 "the file is damaged: copy it again or run preprocess again"
             )
-        end = max(end, int(ends.max()))
+        end = int(ends[-1])
     return end
+
+
+def _check_document_ends(index: Path, ends: np.ndarray, num_sequences: int) -> None:
+    """Raises unless documents cover all sequences in order; a document of no sequences is Megatron's empty text."""
+    problem = ""
+    if len(ends) == 0 or int(ends[-1]) != num_sequences:
+        problem = f"the last document does not end at sequence {num_sequences:,}"
+    elif int(ends[0]) != 0:
+        problem = f"the first document starts at sequence {ends[0]:,}, not at 0"
+    for start in range(0, len(ends), CHECKED_AT_ONCE):
+        part = ends[start : start + CHECKED_AT_ONCE + 1]
+        falls = part[1:] < part[:-1]
+        if not problem and falls.any():
+            document = start + int(falls.argmax())
+            problem = f"document {document:,} ends at sequence {ends[document + 1]:,}, before its start"
+    if problem:
+        raise DataError(f"{index}: {problem}; the file is damaged: copy it again or run preprocess again")
 
 
 def _read_header(path: Path) -> tuple[np.dtype, int, int]:
