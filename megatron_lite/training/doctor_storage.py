@@ -27,7 +27,7 @@ from megatron_lite.data.blended import parse_paths
 from megatron_lite.data.corpus_info import check_tokenizers
 from megatron_lite.data.indexed import IndexedDataset, bin_path, idx_path
 from megatron_lite.data.tokenizer import build_tokenizer, tokenizer_hash
-from megatron_lite.errors import CheckpointError
+from megatron_lite.errors import CheckpointError, ConfigError, DataError
 from megatron_lite.parallel.collectives import barrier
 from megatron_lite.parallel.context import Group
 from megatron_lite.training.checkpointing import checkpoints_of
@@ -133,7 +133,10 @@ def read_corpora(config: Config) -> Corpora:
                 file.seek(max(0, size - END_BYTES))
                 files[str(path)] = Stamp(size, zlib.crc32(ends + file.read(END_BYTES)))
     if config.data.tokenizer_check:
-        check_tokenizers(infos, tokenizer_hash(config.data.tokenizer) if config.data.tokenizer else "")
+        wanted = ""
+        with suppress(DataError, ConfigError):  # reported by the check of the tokenizer
+            wanted = tokenizer_hash(config.data.tokenizer) if config.data.tokenizer else ""
+        check_tokenizers(infos, wanted)
     return Corpora(files, num_tokens)
 
 

@@ -16,6 +16,7 @@ import pytest
 from megatron_lite.checkpoint.lock import locked
 from megatron_lite.config.load import load_config
 from megatron_lite.config.validate import with_vocab_size
+from megatron_lite.data.corpus_info import info_path
 from megatron_lite.data.indexed import IndexedDataset, IndexedDatasetBuilder
 from megatron_lite.parallel.context import solo
 from megatron_lite.training import doctor_storage
@@ -95,6 +96,20 @@ def test_a_host_without_the_data_is_named(doctor, corpus):
     assert [
         line for line in doctor.complaints(*given, illness=second, folders=(without, without)) if "data:" in line
     ] == [told.replace(B, "rank 0 on host-a")]
+
+
+def test_data_of_another_tokenizer_is_named(doctor, corpus):
+    """A long run with the wrong tokenizer would be found out at its end."""
+    info = info_path(doctor.folder / "corpus_text_document")
+    for file in Path(corpus).parent.iterdir():
+        if file.is_file():
+            shutil.copy(file, doctor.folder)
+    info.write_text(info.read_text().replace('"tokenizer_hash": "', '"tokenizer_hash": "0'))
+    (line, *_) = doctor.complaints(f"data.paths=[{doctor.folder}/corpus_text_document]")
+    assert line.startswith(" FAIL  data: ")
+    assert f"{doctor.folder}/corpus_text_document: was written with the tokenizer bytes (hash 0277" in line
+    given = (f"data.paths=[{doctor.folder}/corpus_text_document]", "data.tokenizer_check=false")
+    assert not any("tokenizer" in line for line in doctor.complaints(*given))
 
 
 def test_folders_that_cannot_be_written_and_files_that_are_not_there_are_told(doctor):
