@@ -188,6 +188,8 @@ class DataConfig(Section):
     paths: Paths = ()  # prefixes of .bin/.idx, or weight, prefix, weight, prefix ...
     split: Split = (969.0, 30.0, 1.0)  # train, valid, test
     tokenizer: str = ""  # bytes | sentencepiece:FILE | gpt2:VOCAB,MERGES | hf:FILE | codegeex:FOLDER
+    # Raise where the tokenizer is not the one that wrote the corpora, or that a checkpoint was trained with.
+    tokenizer_check: bool = True
     seq_length: PositiveInt = 1024
     cache_dir: str = ""  # index files; empty: cache/ beside the data
     eod_mask_loss: bool = False  # no loss where the input token is end-of-document

@@ -14,9 +14,10 @@ from typing import NamedTuple
 import numpy as np
 from tqdm import tqdm
 
+from megatron_lite.data.corpus_info import CorpusInfo, info_path, package_version
 from megatron_lite.data.indexed import IndexedDatasetBuilder, bin_path, idx_path, optimal_dtype
 from megatron_lite.data.sources import Piece, cut_into_pieces, file_bytes, find_files, read_documents
-from megatron_lite.data.tokenizer import Tokenizer, build_tokenizer
+from megatron_lite.data.tokenizer import Tokenizer, build_tokenizer, tokenizer_hash
 from megatron_lite.data.workers import map_in_order
 from megatron_lite.errors import ConfigError, DataError
 
@@ -62,7 +63,7 @@ def preprocess(
     language_tag: bool = False,
     progress: bool = True,
 ) -> PreprocessReport:
-    """Write `{output_prefix}_{json_key}_document.bin` and `.idx`.
+    """Write `{output_prefix}_{json_key}_document.bin` and `.idx`, and the record `.info.json` of what made them.
 
     Empty documents and files that are not UTF-8 are left out and counted. With `language_tag`, code starts with
     CodeGeeX's comment line that names its language.
@@ -75,6 +76,7 @@ def preprocess(
     prefix = Path(f"{os.fspath(output_prefix)}_{json_key}_document")
     mark = f".{os.getpid()}.tmp"
     temporary_bin, temporary_idx = Path(f"{bin_path(prefix)}{mark}"), Path(f"{idx_path(prefix)}{mark}")
+    temporary_info = info_path(temporary_idx)
     try:
         prefix.parent.mkdir(parents=True, exist_ok=True)
         builder = IndexedDatasetBuilder(temporary_bin, optimal_dtype(tokenizer.vocab_size))
@@ -91,10 +93,12 @@ def preprocess(
                 f"{', '.join(map(str, inputs))}: nothing to write: {report.num_empty:,} documents are empty and "
                 f"{report.num_undecodable:,} files are not UTF-8 text"
             )
-        builder.finalize(temporary_idx)
-        # An old index must never meet a new .bin, wherever this is interrupted.
-        idx_path(prefix).unlink(missing_ok=True)
+        builder.finalize(temporary_idx, _info(report, work, tokenizer))
+        # An old index or record must never stay beside a new .bin, wherever this is interrupted.
+        for old in (idx_path(prefix), info_path(prefix)):
+            old.unlink(missing_ok=True)
         os.replace(temporary_bin, bin_path(prefix))
+        os.replace(temporary_info, info_path(prefix))
         os.replace(temporary_idx, idx_path(prefix))
     except OSError as error:
         raise DataError(
@@ -102,11 +106,27 @@ def preprocess(
             "Free some space or choose an --output-prefix you can write to"
         ) from error
     finally:
-        for temporary in (temporary_bin, temporary_idx):
+        for temporary in (temporary_bin, temporary_idx, temporary_info):
             # Where the folder itself is the trouble, deleting fails as creating did, and that was reported.
             with contextlib.suppress(OSError):
                 temporary.unlink()
     return report
+
+
+def _info(report: PreprocessReport, work: _Work, tokenizer: Tokenizer) -> CorpusInfo:
+    options = {name: value for name, value in work._asdict().items() if name != "tokenizer_spec"}
+    return CorpusInfo(
+        tokenizer=work.tokenizer_spec,
+        tokenizer_hash=tokenizer_hash(work.tokenizer_spec),
+        vocab_size=tokenizer.vocab_size,
+        eod=tokenizer.eod,
+        documents=report.num_documents,
+        tokens=report.num_tokens,
+        source_bytes=report.text_bytes,
+        options=options,
+        megatron_lite=package_version(),
+        idx_crc32="",  # the builder knows it
+    )
 
 
 def _write_pieces(

@@ -152,7 +152,10 @@ def load_weights(run: Run, root: Path, iteration: int) -> None:
         print(f" loading weights from {root} at iteration {iteration}; training starts at iteration 0", flush=True)
     weights = run.optimizer.weights()
     config = run.config.model_dump(mode="json")
-    store.load(root, iteration, ctx=run.ctx, table=run.table, weights=weights, optimizer_state={}, config=config)
+    loaded = store.load(
+        root, iteration, ctx=run.ctx, table=run.table, weights=weights, optimizer_state={}, config=config
+    )
+    check_tokenizer(locate(root, iteration), loaded, run)
     run.optimizer.load(weights, {}, 0, 0)
 
 
@@ -174,6 +177,7 @@ def load_run(run: Run, root: Path, iteration: int) -> None:
         optimizer_state=optimizer_state,
         config=run.config.model_dump(mode="json"),
     )
+    check_tokenizer(locate(root, iteration), loaded, run)
     refuse_new_order(loaded.config, run.config)
     refuse_partial_sums(loaded.config, run)
     if run.ctx.rank == 0 and (changes := changed_fields(loaded.config, run.config.model_dump(mode="json"))):
@@ -188,6 +192,23 @@ def load_run(run: Run, root: Path, iteration: int) -> None:
     else:  # another grid: fresh streams, which must not repeat those of the start
         fresh = seed_everything(run.config.run.seed + run.state.iteration, run.ctx)
         run.rng.load_state_dict(fresh.state_dict())
+
+
+def check_tokenizer(folder: Path, loaded: store.Loaded, run: Run) -> None:
+    """Raises ConfigError where the run has another tokenizer than the checkpoint in `folder` was trained with.
+
+    A run without a tokenizer keeps what the checkpoint records; a checkpoint may record none.
+    """
+    trained = loaded.origin.get("tokenizer")
+    if trained is None:
+        return
+    wanted = run.origin.setdefault("tokenizer", trained)
+    if run.config.data.tokenizer_check and trained != wanted:
+        raise ConfigError(
+            f"{folder}: was trained with another tokenizer (hash {trained[:12]}) than data.tokenizer, "
+            f"{run.config.data.tokenizer} (hash {wanted[:12]}); use the tokenizer of the checkpoint, or set "
+            "data.tokenizer_check=false if both give the same ids"
+        )
 
 
 def moved_line(loaded: store.Loaded, run: Run) -> str:

@@ -24,9 +24,10 @@ from megatron_lite.config.schema import Config
 from megatron_lite.config.sizes import num_parameters, state_bytes
 from megatron_lite.config.validate import with_vocab_size
 from megatron_lite.data.blended import parse_paths
+from megatron_lite.data.corpus_info import check_tokenizers
 from megatron_lite.data.indexed import IndexedDataset, bin_path, idx_path
-from megatron_lite.data.tokenizer import build_tokenizer
-from megatron_lite.errors import CheckpointError
+from megatron_lite.data.tokenizer import build_tokenizer, tokenizer_hash
+from megatron_lite.errors import CheckpointError, ConfigError, DataError
 from megatron_lite.parallel.collectives import barrier
 from megatron_lite.parallel.context import Group
 from megatron_lite.training.checkpointing import checkpoints_of
@@ -118,18 +119,24 @@ def data(config: Config, world: Group) -> list[Finding]:
 
 
 def read_corpora(config: Config) -> Corpora:
-    """Raises DataError for what is missing or damaged."""
-    files, num_tokens = {}, 0
+    """Raises DataError for what is missing or damaged, ConfigError for corpora of another tokenizer."""
+    files, num_tokens, infos = {}, 0, []
     for prefix in parse_paths(config.data.paths).prefixes:
         if local_rank() == 0:
             corpus = IndexedDataset(prefix)
-            num_tokens += corpus.num_bytes // corpus.dtype.itemsize
+            num_tokens += corpus.num_tokens
+            infos.append((prefix, corpus.info))
         for path in (idx_path(prefix), bin_path(prefix)):
             with open(path, "rb") as file:
                 size = os.fstat(file.fileno()).st_size
                 ends = file.read(END_BYTES)
                 file.seek(max(0, size - END_BYTES))
                 files[str(path)] = Stamp(size, zlib.crc32(ends + file.read(END_BYTES)))
+    if config.data.tokenizer_check:
+        wanted = ""
+        with suppress(DataError, ConfigError):  # reported by the check of the tokenizer
+            wanted = tokenizer_hash(config.data.tokenizer) if config.data.tokenizer else ""
+        check_tokenizers(infos, wanted)
     return Corpora(files, num_tokens)
 
 

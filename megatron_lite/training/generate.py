@@ -6,15 +6,16 @@ looking at what a model has learnt, not for serving it.
 
 import os
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
 from megatron_lite.checkpoint import store
-from megatron_lite.checkpoint.directory import find_latest, locate
+from megatron_lite.checkpoint.directory import find_latest, locate, resolve
 from megatron_lite.checkpoint.layout import read_layout
 from megatron_lite.config.schema import Config
-from megatron_lite.data.tokenizer import build_tokenizer
+from megatron_lite.data.tokenizer import build_tokenizer, tokenizer_hash
 from megatron_lite.errors import CheckpointError, ConfigError
 from megatron_lite.model.build import get_model, named_params, param_table
 from megatron_lite.parallel.collectives import all_gather, broadcast
@@ -50,6 +51,17 @@ def config_of_run(run_dir: str, world_size: int) -> Config:
     fields["train"] |= {"global_batch_size": batch, "micro_batch_size": 1, "ramp_up": None}
     fields["train"]["offload_activations"] = False  # there is no backward, and perhaps no GPU
     return Config.model_validate(fields, strict=False)
+
+
+def check_tokenizer_of(path: str) -> None:
+    """Raises ConfigError where the tokenizer's files are not those that the newest checkpoint was trained with."""
+    layout = read_layout(resolve(Path(path)))
+    spec, trained = layout.config["data"]["tokenizer"], layout.origin.get("tokenizer")
+    if spec and trained and (found := tokenizer_hash(spec)) != trained:
+        raise ConfigError(
+            f"{path}: its tokenizer {spec} has changed since training (hash {trained[:12]} then, {found[:12]} now); "
+            "restore its files, or add --no-tokenizer-check if both give the same ids"
+        )
 
 
 def generate_text(run_dir: str, prompt: str, max_new_tokens: int, temperature: float, seed: int) -> str:

@@ -20,7 +20,7 @@ from megatron_lite.config.load import dump_config
 from megatron_lite.config.schema import Config
 from megatron_lite.config.stages import layer_counts
 from megatron_lite.config.validate import with_vocab_size
-from megatron_lite.data.blended import Splits, build_datasets, check_order_is_kept
+from megatron_lite.data.blended import Splits, check_order_is_kept
 from megatron_lite.data.statistics import bytes_per_token, unigram_entropy
 from megatron_lite.data.tokenizer import Tokenizer, build_tokenizer
 from megatron_lite.errors import ConfigError, StoppedEarly
@@ -28,14 +28,15 @@ from megatron_lite.model.build import get_model
 from megatron_lite.parallel.collectives import barrier
 from megatron_lite.pipeline.schedules import build_schedule
 from megatron_lite.pipeline.simulate import bubble
+from megatron_lite.training.corpora import data_lines, open_splits, wanted_samples
 from megatron_lite.training.evaluate import evaluate, evaluation_samples
 from megatron_lite.training.initialize import finalize_megatron, initialize_megatron
 from megatron_lite.training.logs import RunLog, writing
 from megatron_lite.training.loop import train
-from megatron_lite.training.memory import num_local_parameters
+from megatron_lite.training.memory import num_local_parameters, num_parameters_of_model
 from megatron_lite.training.run import Run
 from megatron_lite.training.setup import ModelProvider, setup_model_and_optimizer
-from megatron_lite.training.state import TrainState, num_microbatches, samples_for
+from megatron_lite.training.state import TrainState, num_microbatches
 from megatron_lite.training.trace import EQUAL_STAGES
 
 DatasetsProvider = Callable[[Run], Splits]
@@ -79,6 +80,7 @@ def run_to_end(config: Config, model_provider: ModelProvider, datasets_provider:
         at_the_end.callback(run.saver.close, log.say)
         announce(run, log, time.monotonic() - began)
         datasets = (datasets_provider or build_splits)(run)
+        announce_data(run, datasets, log)
         if log.active:
             write_config(config)
         return train_and_evaluate(run, datasets, tokenizer, log, started)
@@ -107,18 +109,10 @@ def build_splits(run: Run) -> Splits:
     config, state = run.config, run.state
     if not config.data.paths:
         raise ConfigError("data.paths is empty; give the prefix of a .bin/.idx pair that `preprocess` has written")
-    wanted = (samples_for(config.train, run.ctx.dp.size), evaluation_samples(run), evaluation_samples(run))
+    wanted = wanted_samples(config.train, run.ctx.dp.size)
 
     def build() -> Splits:
-        return build_datasets(
-            list(config.data.paths),
-            config.data.split,
-            seq_length=config.data.seq_length,
-            num_samples=wanted,
-            seed=config.run.seed,
-            cache_dir=config.data.cache_dir or None,
-            vocab_size=config.model.vocab_size,
-        )
+        return open_splits(config, wanted, run.origin.get("tokenizer", ""))
 
     if state.consumed_samples:
         check_order_is_kept(
@@ -155,6 +149,18 @@ def announce(run: Run, log: RunLog, seconds: float) -> None:
     if config.sync.is_local or config.sync.delay:
         log.say(f" > sync: {sync_line(config, grid.dp, count)}")
     log.say(f"time to initialize megatron (seconds): {seconds:.1f}")
+
+
+def announce_data(run: Run, datasets: Splits, log: RunLog) -> None:
+    """What a step reads and what the run reads of each corpus. Communicates: a number over pp."""
+    data, samples = run.config.data, run.config.train.global_batch(run.ctx.dp.size)
+    log.say(
+        f" > model: {num_parameters_of_model(run):,} parameters; a step reads {counted(samples, 'sequence')} of "
+        f"{counted(data.seq_length, 'token')}, together {samples * data.seq_length:,}"
+    )
+    if log.active:
+        for line in data_lines(run.config, datasets, wanted_samples(run.config.train, run.ctx.dp.size)):
+            log.say(f" > {line}")
 
 
 def pipeline_line(run: Run) -> str:

@@ -2,12 +2,14 @@
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from typing import Any
 
 import torch
 from torch import nn
 
 from megatron_lite.checkpoint.saver import Saver
 from megatron_lite.config.schema import Config
+from megatron_lite.data.tokenizer import tokenizer_hash
 from megatron_lite.ddp.deepspeed import DeepSpeed
 from megatron_lite.ddp.wrap import check_every_parameter_is_trained, wrap_ddp
 from megatron_lite.errors import TrainingError
@@ -61,9 +63,14 @@ def setup_model_and_optimizer(
             optimizer = OuterOptimizer(optimizer, params, table, config.sync, dp, bucket_mb=config.parallel.bucket_mb)
     engine = PipelineEngine(ctx, num_chunks=len(model), timeout_seconds=config.train.comm_timeout)
     saver = Saver(ctx, in_background=config.checkpoint.async_save, timeout_seconds=config.train.comm_timeout)
-    run = Run(config, ctx, rng, model, params, table, ddp, optimizer, engine, saver, origin={})
+    run = Run(config, ctx, rng, model, params, table, ddp, optimizer, engine, saver, origin=_origin(config))
     load_newest(run)
     return run
+
+
+def _origin(config: Config) -> dict[str, Any]:
+    """What a checkpoint records beside its config; each rank reads the tokenizer's files."""
+    return {"tokenizer": tokenizer_hash(config.data.tokenizer)} if config.data.tokenizer else {}
 
 
 def refuse_other_chunks(model: Sequence[nn.Module], config: Config) -> None:

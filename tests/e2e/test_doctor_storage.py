@@ -16,6 +16,8 @@ import pytest
 from megatron_lite.checkpoint.lock import locked
 from megatron_lite.config.load import load_config
 from megatron_lite.config.validate import with_vocab_size
+from megatron_lite.data.corpus_info import info_path
+from megatron_lite.data.indexed import IndexedDataset, IndexedDatasetBuilder
 from megatron_lite.parallel.context import solo
 from megatron_lite.training import doctor_storage
 from tests.e2e.command import make_corpus, tiny_yaml
@@ -47,13 +49,12 @@ def test_hosts_that_share_no_disk_are_told_what_must_be_shared(doctor, corpus):
     folders = [doctor.folder / "a", doctor.folder / "b"]
     for folder in folders:
         shutil.copytree(Path(corpus).parent, folder)
-    with open(folders[1] / "corpus_text_document.bin", "ab") as file:
-        file.write(b"12")
-    with open(folders[1] / "corpus_text_document.idx", "ab") as file:
-        file.write(b"1")
-    with open(folders[0] / "corpus_text_document.idx", "ab") as file:
-        file.write(b"2")
-    size, index_size = os.path.getsize(f"{corpus}.bin"), os.path.getsize(f"{corpus}.idx") + 1
+    documents = IndexedDataset(corpus)
+    other = IndexedDatasetBuilder(folders[1] / "corpus_text_document.bin", documents.dtype)
+    for number in range(len(documents)):
+        other.add_document([0] * (number == 0) + documents[number].tolist(), [len(documents[number]) + (number == 0)])
+    other.finalize(folders[1] / "corpus_text_document.idx")
+    size, index_size = os.path.getsize(f"{corpus}.bin"), os.path.getsize(f"{corpus}.idx")
     given = ("data.paths=[corpus_text_document]", "data.cache_dir=cache", "run.dir=run")
     assert doctor(*given, folders=folders)[-7:] == [
         f" FAIL  data: corpus_text_document.idx is not the same file everywhere: {index_size:,} bytes on {A}, "
@@ -67,8 +68,8 @@ def test_hosts_that_share_no_disk_are_told_what_must_be_shared(doctor, corpus):
         " ok    start: at iteration 0, for run.dir has no checkpoint",
         failed(3, 13),
     ]
-    for folder in folders:
-        assert {path.name for path in folder.iterdir()} == {"corpus_text_document.bin", "corpus_text_document.idx"}
+    kept = [{path.name.removeprefix("corpus_text_document.") for path in folder.iterdir()} for folder in folders]
+    assert kept == [{"bin", "idx", "info.json"}, {"bin", "idx"}]
 
 
 def test_hosts_that_share_the_index_are_told_so(doctor):
@@ -95,6 +96,20 @@ def test_a_host_without_the_data_is_named(doctor, corpus):
     assert [
         line for line in doctor.complaints(*given, illness=second, folders=(without, without)) if "data:" in line
     ] == [told.replace(B, "rank 0 on host-a")]
+
+
+def test_data_of_another_tokenizer_is_named(doctor, corpus):
+    """A long run with the wrong tokenizer would be found out at its end."""
+    info = info_path(doctor.folder / "corpus_text_document")
+    for file in Path(corpus).parent.iterdir():
+        if file.is_file():
+            shutil.copy(file, doctor.folder)
+    info.write_text(info.read_text().replace('"tokenizer_hash": "', '"tokenizer_hash": "0'))
+    (line, *_) = doctor.complaints(f"data.paths=[{doctor.folder}/corpus_text_document]")
+    assert line.startswith(" FAIL  data: ")
+    assert f"{doctor.folder}/corpus_text_document: was written with the tokenizer bytes (hash 0277" in line
+    given = (f"data.paths=[{doctor.folder}/corpus_text_document]", "data.tokenizer_check=false")
+    assert not any("tokenizer" in line for line in doctor.complaints(*given))
 
 
 def test_folders_that_cannot_be_written_and_files_that_are_not_there_are_told(doctor):

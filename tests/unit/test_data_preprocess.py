@@ -103,7 +103,7 @@ def test_a_new_corpus_replaces_the_old_one(tmp_path):
     for text in ("old text", "new"):
         prefix = run([write_lines(tmp_path / "c.jsonl", [text])], tmp_path / "out").prefix
     assert bytes(documents_of(prefix)[0]) == b"new"
-    assert leftovers(tmp_path) == ["out_text_document.bin", "out_text_document.idx"]
+    assert leftovers(tmp_path) == ["out_text_document.bin", "out_text_document.idx", "out_text_document.info.json"]
 
 
 def test_an_old_index_never_meets_a_new_bin(tmp_path, monkeypatch):
@@ -119,7 +119,8 @@ def test_an_old_index_never_meets_a_new_bin(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "replace", killed)
     with pytest.raises(KeyboardInterrupt):
         run([write_lines(tmp_path / "c.jsonl", ["new"])], tmp_path / "out")
-    assert leftovers(tmp_path) == ["out_text_document.bin"]
+    assert leftovers(tmp_path) == ["out_text_document.bin", "out_text_document.info.json"]
+    assert json.loads((tmp_path / "out_text_document.info.json").read_bytes())["source_bytes"] == len("new")
 
 
 def test_a_full_disk_is_named_and_leaves_nothing_behind(tmp_path):

@@ -142,7 +142,7 @@ def _write(
 ) -> int:
     """Writes the target into the folder; returns the bytes of its tensors."""
     layout = {"tensor": request.tensor, "pipeline": request.pipeline}
-    tensors = checkpoint.tensors
+    tensors, origin = checkpoint.tensors, {}
     if request.target_format != NATIVE:
         with _Progress(_total_bytes(WeightsOf(checkpoint), tensors)) as progress:
             FORMATS[request.target_format].write(folder, checkpoint, **layout, progress=progress)
@@ -158,10 +158,10 @@ def _write(
             with _Progress(_total_bytes(stored, tensors)) as progress:
                 native.copy(folder, stored, **layout, progress=progress, home=home, settings=settings)
             return progress.written
-        checkpoint = replace(checkpoint, tokenizer={})  # it stays where it is
+        checkpoint, origin = replace(checkpoint, tokenizer={}), stored.layout.origin  # its files stay where they are
         settings = {**settings, "data": {"tokenizer": stored.config({}).data.tokenizer, **settings.get("data", {})}}
     with _Progress(_total_bytes(WeightsOf(checkpoint), tensors)) as progress:
-        native.write(folder, checkpoint, **layout, progress=progress, home=home, settings=settings)
+        native.write(folder, checkpoint, **layout, progress=progress, home=home, settings=settings, origin=origin)
     return progress.written
 
 

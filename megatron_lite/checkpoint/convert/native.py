@@ -24,6 +24,7 @@ from megatron_lite.checkpoint.tensor_file import Spec
 from megatron_lite.config.load import dump_config
 from megatron_lite.config.schema import Config, DataConfig, ModelConfig
 from megatron_lite.config.validate import failures, raise_any
+from megatron_lite.data.tokenizer import tokenizer_hash
 from megatron_lite.errors import CheckpointError, ConfigError
 from megatron_lite.model.build import WORD_EMBEDDINGS
 from megatron_lite.parallel.shard import Shard
@@ -141,10 +142,11 @@ def write(
     progress: Progress,
     home: Path,
     settings: Settings,
+    origin: dict[str, Any],
 ) -> None:
     """Writes a run's folder that holds the weights of a model in any format, to start from.
 
-    `home` is where the folder will be once it is whole.
+    `home` is where the folder will be once it is whole; `origin` is that of the source, empty for other formats.
     """
     numbers = WeightsOf(checkpoint)
     precision = PRECISIONS[numbers.kinds(WORD_EMBEDDINGS)[WEIGHT]]
@@ -161,8 +163,9 @@ def write(
         spec = tokenizer_files.spec_in(path / "tokenizer")
         if tokenizer_files.readable(spec, checkpoint.model.vocab_size):
             fields["data"]["tokenizer"] = spec.replace(str(path), str(home))
+            origin = {**origin, "tokenizer": tokenizer_hash(spec)}
     config = _config(fields, settings, tensor, pipeline)
-    _write_run(path, checkpoint.iteration, numbers, config=config, state={}, origin={}, progress=progress)
+    _write_run(path, checkpoint.iteration, numbers, config=config, state={}, origin=origin, progress=progress)
 
 
 def copy(
