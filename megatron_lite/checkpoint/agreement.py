@@ -1,11 +1,11 @@
-"""All ranks go on, or all raise the same error: nobody is left waiting in a collective for a rank that failed."""
+"""All ranks continue, or all raise the same error: no rank waits in a collective for one that failed."""
 
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from megatron_lite.errors import CheckpointError, DamagedCheckpoint
+from megatron_lite.errors import CheckpointError, DamagedCheckpoint, MegatronLiteError
 from megatron_lite.parallel.context import Group
 from megatron_lite.parallel.waiting import communicating
 
@@ -46,7 +46,8 @@ def on_all(work: Callable[[], T], group: Group) -> T:
     problems = sorted(filter(None, gathered), key=lambda problem: problem[0] is DamagedCheckpoint)
     if problems:
         kind, text = problems[0]
-        more = f" (and {len(problems) - 1} more ranks failed)" if len(problems) > 1 else ""
+        others = len(problems) - 1
+        more = f" ({others} more rank{'s' * (others > 1)} failed)" if others else ""
         raise kind(text + more) from cause
     return result  # type: ignore[return-value]
 
@@ -72,12 +73,12 @@ def gather_to_first(value: T, group: Group) -> list[T]:
 
 
 def _attempt(work: Callable[[], T], group: Group) -> tuple[T | None, tuple[type, str] | None, Exception | None]:
-    """Result, kind and text of the error, and the error. Any counts: one that escaped here would leave the other
-    ranks waiting."""
+    """Result, kind and text of the error, and the error. A MegatronLiteError keeps its kind; any other becomes a
+    CheckpointError, because one that escaped here would leave the other ranks waiting."""
     rank = group.ranks[group.rank]
     try:
         return work(), None, None
-    except CheckpointError as error:
+    except MegatronLiteError as error:
         return None, (type(error), f"rank {rank}: {error}"), error
     except Exception as error:
         return None, (CheckpointError, f"rank {rank}: {type(error).__name__}: {error}"), error

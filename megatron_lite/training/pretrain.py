@@ -14,7 +14,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 
-from megatron_lite.checkpoint.agreement import on_first
+from megatron_lite.checkpoint.agreement import on_all, on_first
 from megatron_lite.checkpoint.lock import locked
 from megatron_lite.config.load import dump_config
 from megatron_lite.config.schema import Config
@@ -25,7 +25,6 @@ from megatron_lite.data.statistics import bytes_per_token, unigram_entropy
 from megatron_lite.data.tokenizer import Tokenizer, build_tokenizer
 from megatron_lite.errors import ConfigError, StoppedEarly
 from megatron_lite.model.build import get_model
-from megatron_lite.parallel.collectives import barrier
 from megatron_lite.pipeline.schedules import build_schedule
 from megatron_lite.pipeline.simulate import bubble
 from megatron_lite.training.evaluate import evaluate, evaluation_samples
@@ -102,7 +101,8 @@ def settle_vocabulary(config: Config, tokenizer: Tokenizer | None) -> Config:
 def build_splits(run: Run) -> Splits:
     """Training, validation and test data of `data.paths`, as long as the run needs them.
 
-    The first rank of each machine writes the index files while the others wait; then all map them.
+    The first rank of each machine writes the index files while the others wait; then all map them. An error of one
+    rank is raised on every rank.
     """
     config, state = run.config, run.state
     if not config.data.paths:
@@ -130,9 +130,9 @@ def build_splits(run: Run) -> Splits:
             consumed=state.consumed_samples,
         )
     state.train_samples = wanted[0]
-    splits = build() if os.environ.get("LOCAL_RANK", "0") == "0" else None
-    barrier(run.ctx.world)
-    return splits or build()
+    is_builder = os.environ.get("LOCAL_RANK", "0") == "0"
+    splits = on_all(lambda: build() if is_builder else None, run.ctx.world)
+    return on_all(lambda: splits or build(), run.ctx.world)
 
 
 def announce(run: Run, log: RunLog, seconds: float) -> None:
