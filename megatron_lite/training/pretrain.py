@@ -35,6 +35,7 @@ from megatron_lite.training.memory import num_local_parameters
 from megatron_lite.training.run import Run
 from megatron_lite.training.setup import ModelProvider, setup_model_and_optimizer
 from megatron_lite.training.state import TrainState, num_microbatches, samples_for
+from megatron_lite.training.streams import survive_lost_output
 from megatron_lite.training.trace import EQUAL_STAGES
 
 DatasetsProvider = Callable[[Run], Splits]
@@ -51,6 +52,7 @@ def pretrain(
     Collective: every process of the launch calls it with the same config. Raises a MegatronLiteError whose text
     is for the user; StoppedEarly means that a signal ended it with a checkpoint saved.
     """
+    survive_lost_output(Path(config.run.dir))
     try:
         return run_to_end(config, model_provider, datasets_provider)
     except BaseException as error:
