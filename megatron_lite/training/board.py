@@ -4,6 +4,7 @@ A resumed run purges the points that it writes again. TensorBoard purges all tag
 whose step is the number of consumed samples are in a folder of their own, `samples`, which it shows as another run.
 """
 
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -35,5 +36,7 @@ class Board:
                 self._by_samples.add_scalar(f"{tag} vs samples", value, state.consumed_samples)
 
     def close(self) -> None:
-        self._by_iteration.close()
-        self._by_samples.close()
+        """A disk that is full, or a folder that was deleted, loses only points."""
+        for writer in (self._by_iteration, self._by_samples):
+            with suppress(OSError):
+                writer.close()

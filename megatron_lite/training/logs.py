@@ -187,13 +187,14 @@ class RunLog:
         return any(row["iteration"] == state.iteration and f"{name}_loss" in row for row in rows)
 
     def close(self) -> None:
-        """Closes all outputs. A disk that is full was reported where it was written to, or loses only curves."""
+        """Closes all outputs. A disk that is full was reported where it was written to."""
         if not self.active:
             return
         self._bar.close()
-        for output in filter(None, (self._metrics, self._board)):
-            with contextlib.suppress(OSError):
-                output.close()
+        with contextlib.suppress(OSError):
+            self._metrics.close()
+        if self._board is not None:
+            self._board.close()
 
 
 def write_config(config: Config) -> None:
