@@ -1,4 +1,4 @@
-"""All ranks go on, or all raise the same error: nobody is left waiting in a collective for a rank that failed.
+"""All ranks continue, or all raise the same error: no rank waits in a collective for one that failed.
 
 Objects are sent as pickles, and a network can bring other bytes than those that a rank has sent. So only plain data and
 classes of this package that hold data are unpickled, unlike in torch's own collectives of objects.
@@ -57,7 +57,8 @@ def on_all(work: Callable[[], T], group: Group) -> T:
     problems = sorted(filter(None, gathered), key=lambda problem: problem[0] is DamagedCheckpoint)
     if problems:
         kind, text = problems[0]
-        more = f" (and {len(problems) - 1} more ranks failed)" if len(problems) > 1 else ""
+        others = len(problems) - 1
+        more = f" ({others} more rank{'s' * (others > 1)} failed)" if others else ""
         raise kind(text + more) from cause
     return result  # type: ignore[return-value]
 
@@ -95,9 +96,9 @@ def unpack(packed: Tensor) -> Any:
 class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         found = getattr(import_module(module), name, None) if module.startswith("megatron_lite.") else None
-        is_own = isinstance(found, type) and found.__module__ == module
-        if is_own and (is_dataclass(found) or issubclass(found, (BaseModel, MegatronLiteError, tuple))):
-            return found
+        if isinstance(found, type) and found.__module__ == module:
+            if is_dataclass(found) or issubclass(found, (BaseModel, MegatronLiteError, tuple)):
+                return found
         if module.startswith("pathlib") and name == "PosixPath":
             return super().find_class(module, name)
         raise pickle.UnpicklingError(f"{module}.{name} is not a class that ranks send each other")
@@ -111,12 +112,12 @@ def _padded(value: Any, group: Group) -> tuple[Tensor, list[int]]:
 
 
 def _attempt(work: Callable[[], T], group: Group) -> tuple[T | None, tuple[type, str] | None, Exception | None]:
-    """Result, kind and text of the error, and the error. Any counts: one that escaped here would leave the other
-    ranks waiting."""
+    """Result, kind and text of the error, and the error. A MegatronLiteError keeps its kind; any other becomes a
+    CheckpointError, because one that escaped here would leave the other ranks waiting."""
     rank = group.ranks[group.rank]
     try:
         return work(), None, None
-    except CheckpointError as error:
+    except MegatronLiteError as error:
         return None, (type(error), f"rank {rank}: {error}"), error
     except Exception as error:
         return None, (CheckpointError, f"rank {rank}: {type(error).__name__}: {error}"), error

@@ -17,19 +17,36 @@ from megatron_lite.parallel.context import Group
 LOCK_FILE = ".lock"
 
 
+class Lock:
+    """A run's hold on its folder; on the first rank alone there is a descriptor."""
+
+    def __init__(self, folder: Path, descriptor: int) -> None:
+        self._folder, self._descriptor = folder, descriptor
+
+    def take_again(self) -> None:
+        """Locks the folder that has replaced a deleted one; raises CheckpointError where another run was faster."""
+        self.release()
+        self._descriptor = _acquire(self._folder)
+
+    def release(self) -> None:
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+        self._descriptor = -1
+
+
 @contextmanager
-def locked(folder: Path, *, world: Group) -> Iterator[None]:
+def locked(folder: Path, *, world: Group) -> Iterator[Lock]:
     """Inside, the folder is this run's: another run's attempt raises CheckpointError on all of its ranks.
 
     Where the file system has no locks, a line says so. The system lets go of the lock when the first rank's process
     ends, however it ends. A record lock, because a child process does not inherit it.
     """
     descriptor = on_first(lambda: _acquire(folder), world)
+    lock = Lock(folder, descriptor if world.is_first else -1)
     try:
-        yield
+        yield lock
     finally:
-        if world.is_first:
-            os.close(descriptor)
+        lock.release()
 
 
 def _acquire(folder: Path) -> int:

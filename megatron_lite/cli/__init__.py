@@ -15,6 +15,7 @@ from megatron_lite.cli.schedule import schedule
 from megatron_lite.cli.submit import submit
 from megatron_lite.cli.train_tokenizer import train_tokenizer
 from megatron_lite.errors import MegatronLiteError
+from megatron_lite.training.streams import end_with_lost_output
 
 app = typer.Typer(
     name="megatron-lite",
@@ -29,10 +30,15 @@ for command in (pretrain, preprocess, train_tokenizer, inspect, convert, generat
 
 
 def main() -> None:
-    """Runs the command line. Exit codes: 0 done, 1 failed, 2 bad usage or config, 75 stopped early and saved."""
+    """Runs the command line. Exit codes: 0 done, 1 failed, 2 bad usage or config, 75 stopped early and saved, 141 the
+    reader of the output is gone."""
+    end_with_lost_output()
     try:
         app()
     except MegatronLiteError as error:
         rank = os.environ.get("RANK", "0")
         print(f"[rank {rank}] {error}" if rank != "0" else error, file=sys.stderr)
         sys.exit(error.exit_code)
+    finally:
+        if sys.stdout is not None:
+            sys.stdout.flush()

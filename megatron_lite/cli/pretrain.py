@@ -49,6 +49,7 @@ def pretrain(
     from megatron_lite.cli.nodes import nodes_from
     from megatron_lite.config.load import dump_config, load_config
     from megatron_lite.errors import StoppedEarly
+    from megatron_lite.training.streams import survive_lost_output
 
     settings = load_config(config, overrides or [])
     nodes = nodes_from(
@@ -66,6 +67,7 @@ def pretrain(
     if dry_run:
         typer.echo(dump_config(settings), nl=False)
         return
+    survive_lost_output(Path(settings.run.dir))
     try:
         exit_code = run_ranks("megatron_lite.training.pretrain:pretrain", (settings,), nodes)
     except StoppedEarly as stop:

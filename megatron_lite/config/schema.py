@@ -317,6 +317,7 @@ class LogConfig(Section):
     """What is printed and recorded."""
 
     interval: PositiveInt = 10  # iterations between printed lines; metrics.jsonl gets every one
+    megatron_line: bool = False  # exactly Megatron-LM's fields, for its parsers
     tensorboard: bool = True
     trace: bool = False  # record the timeline of one iteration on every rank: run.dir/trace.json, for Perfetto
     peak_tflops: NonNegativeFloat = 0.0  # of one device, for MFU; 0: known by device name, or measured on CPU

@@ -3,36 +3,13 @@
 import errno
 import fcntl
 import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
 from megatron_lite.checkpoint.lock import locked
 from megatron_lite.errors import CheckpointError
 from megatron_lite.parallel.context import solo
-
-TRY = """
-import sys
-from pathlib import Path
-from megatron_lite.checkpoint.lock import locked
-from megatron_lite.parallel.context import solo
-with locked(Path(sys.argv[1]), world=solo()):
-    print("mine", flush=True)
-    sys.stdin.read()
-"""
-
-
-def other_run(folder: Path) -> "subprocess.Popen[str]":
-    """A process that holds the lock until its input ends, or fails to get it."""
-    return subprocess.Popen(
-        [sys.executable, "-c", TRY, str(folder)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+from tests.unit.locks import other_run
 
 
 def test_a_second_run_is_told_who_holds_the_directory_until_that_one_has_ended(tmp_path):
