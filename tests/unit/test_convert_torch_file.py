@@ -6,7 +6,9 @@ import pickle
 import signal
 import sys
 import zipfile
+from collections import OrderedDict
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,7 +16,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_lite.checkpoint.convert import codegeex, megatron, torch_file
+from megatron_lite.checkpoint.convert import codegeex, megatron, safe_pickle, torch_file
 from megatron_lite.checkpoint.convert.megatron_args import args_for
 from megatron_lite.checkpoint.convert.safe_pickle import StoredTensor
 from megatron_lite.checkpoint.convert.torch_file import TorchFile, flatten
@@ -271,10 +273,63 @@ def test_a_record_must_lie_in_the_file(tmp_path):
 def test_dicts_in_themselves_are_refused(tmp_path):
     content: dict = {"model": {}}
     content["model"]["again"] = content
+    with pytest.raises(CheckpointError, match="its containers nest more than 100 deep, or repeat each other"):
+        tensors_of(saved(tmp_path / "a.pt", content))
+    content = {"model": (shared := {"w": 1}), "again": shared}
     with pytest.raises(CheckpointError, match="is a dict that is elsewhere in it too"):
         tensors_of(saved(tmp_path / "a.pt", content))
     with pytest.raises(CheckpointError, match=r"has two tensors a.b"):
         tensors_of(saved(tmp_path / "a.pt", {"a.b": torch.ones(1), "a": {"b": torch.ones(1)}}))
+
+
+def doubled(times: int, container: type) -> Any:
+    """A few bytes of pickle whose hash, comparison or text takes 2 ** times steps."""
+    found = container()
+    for _ in range(times):
+        found = container((found, found))
+    return found
+
+
+@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize(
+    "make, message",
+    [
+        (lambda: {doubled(16, tuple): 1}, "a key of a dict is a tuple of tuples"),
+        (lambda: {"args": {((1, 2), 3): 1}}, "a key of a dict is a tuple of tuples"),
+        (lambda: Calls(OrderedDict, [(doubled(16, tuple), 1)]), "a key of a dict is a tuple of tuples"),
+        (lambda: Calls(argparse.Namespace, state={doubled(16, tuple): 1}), "a key of a dict is a tuple of tuples"),
+        (lambda: {"iteration": doubled(16, tuple)}, "its containers nest more than 100 deep, or repeat each other"),
+        (lambda: {"args": {"x": doubled(16, list)}}, "its containers nest more than 100 deep, or repeat each other"),
+        (lambda: doubled(101, lambda pair=(): list(pair[:1])), "its containers nest more than 100 deep"),
+    ],
+)
+def test_a_small_file_that_would_take_forever_is_refused(tmp_path, monkeypatch, make, message, form):
+    """A hash of nested tuples, or a message with nested lists in it, would keep the command busy for days."""
+    monkeypatch.setattr(safe_pickle, "MAX_ITEMS", 1 << 15)
+    path = with_pickle(tmp_path / "a.pt", pickle.dumps(make(), protocol=2), form)
+    with pytest.raises(CheckpointError, match=message):
+        TorchFile(path)
+
+
+@pytest.mark.parametrize("protocol", [0, 2, 4])
+def test_keys_and_sets_that_torch_files_have_are_read(tmp_path, protocol):
+    """Megatron-LM's distributed optimizer has tuples of dtypes as keys; newer protocols have sets of their own."""
+    content = {None: 1, 2: "a", ("x", 3): {True: 0.5}, "sets": [{1, 2}, frozenset({(1, (2, 3))})]}
+    found = TorchFile(with_pickle(tmp_path / "a.pt", pickle.dumps(content, protocol), "zip")).content
+    assert len(found.pop("sets")) == 2
+    assert found == {None: 1, 2: "a", ("x", 3): {True: 0.5}}
+
+
+def test_the_key_of_a_storage_is_a_string(tmp_path):
+    """Of what else it could be, the message or the hash would take forever."""
+    nested = pickle.dumps(doubled(30, tuple), protocol=2)[2:-1]
+    data = b"(S'storage'\nctorch\nFloatStorage\n" + nested + b"S'cpu'\nI1\ntQ."
+    with pytest.raises(CheckpointError, match="a storage has no name"):
+        TorchFile(with_pickle(tmp_path / "a.pt", data, "zip"))
+    legacy = with_pickle(tmp_path / "b.pt", pickle.dumps({}, 2), "legacy")
+    legacy.write_bytes(legacy.read_bytes().removesuffix(pickle.dumps([], 2)) + pickle.dumps([1], 2))
+    with pytest.raises(CheckpointError, match="the key of a storage is not a string"):
+        TorchFile(legacy)
 
 
 @pytest.mark.parametrize("form", FORMATS)

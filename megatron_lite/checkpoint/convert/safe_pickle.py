@@ -7,7 +7,7 @@ Source: https://docs.python.org/3/library/pickle.html, "Restricting Globals"; to
 """
 
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from math import prod
 from typing import IO, Any, ClassVar, NamedTuple
 
@@ -74,17 +74,27 @@ class Inert:
 
 
 class Dict(dict):
-    """An OrderedDict; what state dicts carry beside their items is left out."""
+    """Any dict; what state dicts carry beside their items is left out."""
+
+    def __init__(self, items: Iterable[tuple[Any, Any]] = ()):
+        for key, value in items:
+            self[key] = value
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        # Megatron-LM has tuples of dtypes as keys. Hashing nested pairs of one tuple takes 2 ** depth steps.
+        if isinstance(key, tuple) and any(isinstance(part, tuple) for part in key):
+            raise pickle.UnpicklingError("a key of a dict is a tuple of tuples")
+        super().__setitem__(key, value)
 
     def __setstate__(self, state: Any) -> None:
         pass
 
 
-class Namespace(dict):
+class Namespace(Dict):
     """An argparse.Namespace, as its values by name."""
 
     def __setstate__(self, state: Any) -> None:
-        self.update(state)
+        self.update(Dict(state.items()))
 
 
 DTYPES = {
@@ -101,9 +111,31 @@ DTYPES = {
 }
 
 
+# The optimizer state of a large model has tens of thousands of items, ten deep.
+MAX_ITEMS, MAX_DEPTH = 1 << 22, 100
+
 # Python's own implementation, not the one in C: that one reserves memory for whatever number of objects a damaged byte
 # asks for.
 PythonUnpickler: Any = pickle._Unpickler  # type: ignore[attr-defined]
+
+
+def check_nesting(content: Any) -> None:
+    """Raises UnpicklingError for containers in containers that would take forever to walk or to print.
+
+    A list of twice the same list of twice the same list and so on is a short pickle, and 2 ** depth items.
+    """
+    left = MAX_ITEMS
+    waiting = [iter((content,))]
+    while waiting:
+        for item in waiting[-1]:
+            left -= 1
+            if isinstance(item, dict | list | tuple) and not isinstance(item, StoredTensor):
+                waiting.append(iter(item.values() if isinstance(item, dict) else item))
+                break
+        else:
+            waiting.pop()
+        if left < 0 or len(waiting) > MAX_DEPTH:
+            raise pickle.UnpicklingError(f"its containers nest more than {MAX_DEPTH} deep, or repeat each other")
 
 
 class Unpickler(PythonUnpickler):
@@ -117,6 +149,28 @@ class Unpickler(PythonUnpickler):
     def __init__(self, file: IO[bytes]):
         super().__init__(file, encoding="utf-8", errors="replace")
         self.storages: dict[str, Storage] = {}
+
+    def load(self) -> Any:
+        content = super().load()
+        check_nesting(content)
+        return content
+
+    def load_empty_dictionary(self) -> None:
+        self.append(Dict())
+
+    def load_dict(self) -> None:
+        items = self.pop_mark()
+        self.append(Dict(zip(items[::2], items[1::2], strict=True)))
+
+    def load_empty_set(self) -> None:
+        self.append(Inert())
+
+    def load_frozenset(self) -> None:
+        self.pop_mark()
+        self.append(Inert())
+
+    dispatch[pickle.EMPTY_DICT[0]], dispatch[pickle.DICT[0]] = load_empty_dictionary, load_dict
+    dispatch[pickle.EMPTY_SET[0]], dispatch[pickle.FROZENSET[0]] = load_empty_set, load_frozenset
 
     def find_class(self, module: str, name: str) -> Any:
         known = {
@@ -133,11 +187,13 @@ class Unpickler(PythonUnpickler):
 
     def persistent_load(self, pid: Any) -> Storage:
         kind, dtype, key, _, numel, *view = pid
+        if not (type(kind) is type(key) is str):
+            raise pickle.UnpicklingError("a storage has no name")
         if kind != "storage" or any(part is not None for part in view) or not (type(numel) is int and numel >= 0):
             raise pickle.UnpicklingError(f"{kind} {key} is not a plain storage")
         if not isinstance(dtype, torch.dtype):
             raise pickle.UnpicklingError(f"storage {key} has an unknown number format")
-        return self.storages.setdefault(str(key), Storage(str(key), dtype, numel))
+        return self.storages.setdefault(key, Storage(key, dtype, numel))
 
     def load_build(self) -> None:
         # The original would set attributes of whatever it finds, of functions and classes too.

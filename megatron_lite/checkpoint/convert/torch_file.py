@@ -124,6 +124,8 @@ def _read_legacy(file: IO[bytes]) -> tuple[Any, dict[str, int]]:
     content = unpickler.load()
     starts = {}
     for key in Unpickler(file).load():
+        if type(key) is not str:
+            raise ValueError("the key of a storage is not a string")
         size = _size(unpickler.storages[key])
         starts[key] = file.seek(8, os.SEEK_CUR)
         if file.seek(size, os.SEEK_CUR) > os.fstat(file.fileno()).st_size:
