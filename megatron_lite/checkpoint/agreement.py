@@ -96,9 +96,9 @@ def unpack(packed: Tensor) -> Any:
 class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         found = getattr(import_module(module), name, None) if module.startswith("megatron_lite.") else None
-        if isinstance(found, type) and found.__module__ == module:
-            if is_dataclass(found) or issubclass(found, (BaseModel, MegatronLiteError, tuple)):
-                return found
+        own = found if isinstance(found, type) and found.__module__ == module else object
+        if is_dataclass(own) or issubclass(own, (BaseModel, MegatronLiteError, tuple)):
+            return own
         if module.startswith("pathlib") and name == "PosixPath":
             return super().find_class(module, name)
         raise pickle.UnpicklingError(f"{module}.{name} is not a class that ranks send each other")
