@@ -94,7 +94,7 @@ def unpack(packed: Tensor) -> Any:
 
 class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
-        found = getattr(import_module(module), name, None) if module.startswith("megatron_lite.") else None
+        found: Any = getattr(import_module(module), name, None) if module.startswith("megatron_lite.") else None
         is_own = isinstance(found, type) and found.__module__ == module
         if is_own and (is_dataclass(found) or issubclass(found, (BaseModel, MegatronLiteError, tuple))):
             return found
