@@ -51,8 +51,13 @@ def locked(folder: Path, *, world: Group) -> Iterator[Lock]:
 
 def _acquire(folder: Path) -> int:
     path = folder / LOCK_FILE
-    with explained("locking", path):
+    try:
         folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise CheckpointError(
+            f"run.dir is {folder}, which cannot be created: {error.strerror}; choose another run.dir"
+        ) from error
+    with explained("locking", path):
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
     try:
         fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -63,7 +68,7 @@ def _acquire(folder: Path) -> int:
         holder = os.pread(descriptor, 200, 0).decode(errors="replace").strip()
         os.close(descriptor)
         raise CheckpointError(
-            f"{folder}: another run is training here ({holder or 'unknown'}); wait until it has ended, end it, or "
+            f"run.dir {folder} is in use by {holder or 'another run'}; wait until that run has ended, end it, or "
             "choose another run.dir"
         ) from None
     os.ftruncate(descriptor, 0)

@@ -9,8 +9,12 @@ def generate(
     load: Annotated[str, typer.Option("--load", metavar="RUN_DIR", help="The run.dir of a run with a checkpoint.")],
     prompt: Annotated[str, typer.Option("--prompt", metavar="TEXT", help="What the text begins with.")],
     max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", min=0, metavar="N")] = 64,
-    temperature: Annotated[float, typer.Option(min=0.0, help="0 takes the likeliest token each time.")] = 1.0,
-    seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="The same seed gives the same text.")] = 1234,
+    temperature: Annotated[
+        float, typer.Option("--temperature", min=0.0, metavar="T", help="0 takes the likeliest token each time.")
+    ] = 1.0,
+    seed: Annotated[
+        int, typer.Option("--seed", min=0, max=2**63 - 1, metavar="N", help="The same seed gives the same text.")
+    ] = 1234,
     no_tokenizer_check: Annotated[
         bool, typer.Option("--no-tokenizer-check", help="Take the tokenizer although its files changed since training.")
     ] = False,

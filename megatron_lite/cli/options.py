@@ -29,3 +29,10 @@ MasterPort = Annotated[
 JoinTimeout = Annotated[
     float, typer.Option("--join-timeout", min=1, metavar="SECONDS", help="How long to wait for other machines.")
 ]
+MaxRestarts = Annotated[
+    int, typer.Option("--max-restarts", min=0, metavar="N", help="Start failed ranks again, up to N times.")
+]
+LogDir = Annotated[
+    Path | None,
+    typer.Option("--log-dir", metavar="FOLDER", help="Output of all ranks but the first, a file for each."),
+]

@@ -11,8 +11,10 @@ import typer
 from megatron_lite.cli.options import (
     ConfigFile,
     JoinTimeout,
+    LogDir,
     MasterAddr,
     MasterPort,
+    MaxRestarts,
     Nnodes,
     NodeRank,
     NprocPerNode,
@@ -33,13 +35,8 @@ def pretrain(
     master_addr: MasterAddr = None,
     master_port: MasterPort = None,
     join_timeout: JoinTimeout = 900.0,
-    max_restarts: Annotated[
-        int, typer.Option("--max-restarts", min=0, metavar="N", help="Start failed ranks again, up to N times.")
-    ] = 0,
-    log_dir: Annotated[
-        Path | None,
-        typer.Option("--log-dir", metavar="FOLDER", help="Output of all ranks but the first, a file for each."),
-    ] = None,
+    max_restarts: MaxRestarts = 0,
+    log_dir: LogDir = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Check the config, print it with every default, and stop.")
     ] = False,
@@ -98,7 +95,7 @@ def check(config: "Config", world_sizes: list[int], command: str) -> None:
         )
     if world_sizes == [1] and needed > 1:
         start = (
-            f"this layout needs {needed} processes (or a multiple) and there is 1; start them with: "
+            f"this layout needs {needed} processes, or a multiple of {needed}, and 1 was started; start {needed} with: "
             f"{command} --nproc-per-node {needed}"
         )
         raise_any([start, *failures(config, needed), *missing])

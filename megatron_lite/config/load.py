@@ -128,7 +128,9 @@ def _read_override(override: str, given: dict[str, _Given], mistakes: _Mistakes)
     """Adds `section.field=value` to `given`; the value is read as YAML, and as it is where text is wanted."""
     name, equals, written = override.partition("=")
     if not equals:
-        mistakes.add(COMMAND_LINE, 0, f"{override!r} is not of the form section.field=value")
+        is_file = override.endswith((".yaml", ".yml"))
+        advice = f"; a file is given as --config {override}" if is_file else ""
+        mistakes.add(COMMAND_LINE, 0, f"{override!r} is not of the form section.field=value{advice}")
         return
     if name in FIELDS and _is_text(FIELDS[name].annotation) and written[:1] not in ("'", '"'):
         given[name] = _Given(None if written in ("", "null", "~") else written, COMMAND_LINE, 0)

@@ -246,7 +246,7 @@ def test_a_run_folder_that_cannot_be_written_is_named(tmp_path, corpus):
     done = run_here("pretrain", "--config", str(tiny_yaml(tmp_path, corpus)), cwd=tmp_path)
     assert done.returncode == 1
     assert str(tmp_path / "run") in done.stderr
-    assert "locking failed: File exists. There is a file of that name; remove it, or write elsewhere" in done.stderr
+    assert "which cannot be created: File exists; choose another run.dir" in done.stderr
     assert "Traceback" not in done.stderr
 
 
@@ -292,7 +292,10 @@ def test_a_run_folder_without_permission_is_named(tmp_path, corpus):
         config = tiny_yaml(tmp_path, corpus, run={"dir": str(disk / "run")})
         done = run("pretrain", "--config", str(config), cwd=tmp_path)
     assert done.returncode == 1
-    assert f"{disk / 'run'}: locking failed: Read-only file system. The file system is read-only" in done.stderr
+    assert (
+        f"run.dir is {disk / 'run'}, which cannot be created: Read-only file system; choose another run.dir"
+        in done.stderr
+    )
     assert "Traceback" not in done.stderr
 
 

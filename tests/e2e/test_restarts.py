@@ -20,6 +20,7 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from megatron_lite.cli.launch import launch
 from megatron_lite.cli.nodes import Nodes
 from megatron_lite.cli.reports import STOP_SIGNALS, Failure, _write, explain
+from megatron_lite.cli.run import run_script
 from megatron_lite.errors import ConfigError, StoppedEarly, TrainingError
 
 HERE = "tests.e2e.test_restarts"
@@ -29,6 +30,15 @@ def refuse_config() -> None:
     if os.environ["RANK"] == "1":
         raise ConfigError("line one of the reason\nline two")
     time.sleep(60)
+
+
+def run_it(script: str) -> None:
+    run_script(script, [])
+
+
+def delete_folder(folder: str) -> None:
+    os.rmdir(folder)
+    raise TrainingError("first")
 
 
 def have_a_bug() -> None:
@@ -129,6 +139,25 @@ def starts(folder: Path) -> int:
 
 def test_a_config_error_of_one_rank_is_printed_once_and_ends_with_2(ranks_here):
     assert ranks_here(2, refuse_config) == (2, "line one of the reason\nline two\n")
+
+
+def test_a_script_that_fails_on_all_ranks_is_reported_once(ranks_here, tmp_path):
+    (tmp_path / "mine.py").write_text(
+        "from megatron_lite.errors import ConfigError\nraise ConfigError('no such thing')\n"
+    )
+    assert ranks_here(2, run_it, str(tmp_path / "mine.py")) == (2, "no such thing\n")
+
+
+def test_ranks_that_cannot_restart_in_a_deleted_folder_end_with_the_reason(ranks_here, tmp_path, monkeypatch):
+    """Python's own error is a traceback of the launcher."""
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    with pytest.raises(TrainingError) as caught:
+        ranks_here(1, delete_folder, str(tmp_path / "gone"), max_restarts=2)
+    assert str(caught.value) == (
+        "the folder in which this command was started is deleted, and no rank can start there; run the same command in "
+        "a folder that exists"
+    )
 
 
 def test_a_bug_ends_with_1_and_one_traceback(ranks_here):

@@ -1,6 +1,7 @@
 """The command line starts at once, and what goes wrong ends with a message and the right exit code."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -14,7 +15,9 @@ from megatron_lite.cli.launch import launched_world_size, resolve
 from megatron_lite.cli.nodes import Nodes
 from megatron_lite.cli.pretrain import check
 from megatron_lite.config.load import load_config
+from megatron_lite.config.presets import PRESETS
 from megatron_lite.errors import ConfigError
+from tests.e2e.command import run_here
 
 ROOT = Path(__file__).resolve().parents[2]
 WITHOUT_LAUNCHER = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
@@ -71,7 +74,7 @@ def test_a_layout_that_needs_more_processes_names_the_command():
     done = command("pretrain", "--config", str(ROOT / "configs/quickstart.yaml"), "run.dir=a b", "optim.min_lr=1")
     assert done.returncode == 2
     assert done.stderr.splitlines() == [
-        "this layout needs 2 processes (or a multiple) and there is 1; start them with: megatron-lite pretrain "
+        "this layout needs 2 processes, or a multiple of 2, and 1 was started; start 2 with: megatron-lite pretrain "
         f"--config {ROOT}/configs/quickstart.yaml 'run.dir=a b' optim.min_lr=1 --nproc-per-node 2",
         "optim.min_lr is 1, more than optim.lr (0.002)",
     ]
@@ -105,6 +108,76 @@ def test_processes_come_from_the_option_or_the_launcher_but_not_both(monkeypatch
     assert launched_world_size(None) == 8
     with pytest.raises(ConfigError, match=r"--nproc-per-node 2 was given .* one of 8 already .* leave it out"):
         launched_world_size(Nodes(2))
+
+
+@pytest.mark.parametrize("word", ["eval", "help"])
+def test_an_unknown_command_lists_the_commands(word, tmp_path):
+    done = run_here(word, cwd=tmp_path)
+    assert done.returncode == 2
+    assert f"No such command '{word}'. The commands are pretrain, preprocess, " in done.stderr
+
+
+def test_the_version_is_that_of_the_package(tmp_path):
+    done = run_here("--version", cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (0, f"megatron-lite {megatron_lite.__version__}\n")
+
+
+def test_completion_of_a_shell_can_be_shown(tmp_path, monkeypatch):
+    monkeypatch.setenv("_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION", "1")
+    done = run_here("--show-completion", "bash", cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "_MEGATRON_LITE_COMPLETE" in done.stdout
+
+
+@pytest.mark.parametrize(
+    "given, wanted",
+    [
+        (["--lr", "3e-4"], "No such option: --lr; give a field of the config without dashes: optim.lr=3e-4"),
+        (
+            ["--num-layers=4", "--dry-run"],
+            "--num-layers; give a field of the config without dashes: model.num_layers=4",
+        ),
+        (["--optim.lr", "--dry-run"], "--optim.lr; give a field of the config without dashes: optim.lr=VALUE"),
+        (["--interval", "5"], "without dashes: sync.interval=5 or checkpoint.interval=5 or log.interval=5"),
+        (["--no-such-option"], "No such option: --no-such-option"),
+        (["tiny.yaml"], "'tiny.yaml' is not of the form section.field=value; a file is given as --config tiny.yaml"),
+        (["tiny"], "'tiny' is not of the form section.field=value\n"),
+    ],
+)
+def test_a_field_or_file_given_as_an_option_or_word_shows_how_it_is_given(given, wanted, tmp_path):
+    """Users of other frameworks type --lr 3e-4."""
+    done = run_here("pretrain", *given, cwd=tmp_path)
+    assert done.returncode == 2
+    assert wanted in done.stderr
+
+
+@pytest.mark.parametrize("name", ["pretrain", "run", "submit", "presets", "doctor", "generate", "schedule", "convert"])
+def test_help_has_no_types_of_python(name, tmp_path):
+    """`<list[Path]>` and `<int range>` are for programmers."""
+    done = run_here(name, "--help", cwd=tmp_path)
+    assert done.returncode == 0
+    assert not re.search(r"<\w|\(dynamic\)", done.stdout), done.stdout
+
+
+def test_presets_are_listed_with_their_sizes(tmp_path):
+    done = run_here("presets", cwd=tmp_path)
+    rows = {row.split()[0]: row.split()[1:] for row in done.stdout.splitlines()}
+    assert list(rows) == ["preset", *PRESETS]
+    assert rows["llama-70b"] == ["80", "8,192", "64", "8", "28,672", "4,096", "32,000", "68,976.6M"]
+    assert rows["codegeex-mini"][-4:] == ["+", "256", "per", "token"]
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_the_fields_of_a_preset_are_a_config(name, tmp_path):
+    done = run_here("presets", name, cwd=tmp_path)
+    (tmp_path / "a.yaml").write_text(done.stdout)
+    config, preset = load_config(tmp_path / "a.yaml"), load_config(None, [f"model.preset={name}"])
+    assert config.model.model_copy(update={"preset": name}) == preset.model
+
+
+def test_an_unknown_preset_lists_the_known_ones(tmp_path):
+    done = run_here("presets", "gpt-9", cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (2, f"unknown preset gpt-9; use one of {', '.join(PRESETS)}\n")
 
 
 @pytest.mark.parametrize("given", ["abc", "", "0", "-1", "2.5"])
