@@ -8,6 +8,7 @@ import typer
 from megatron_lite.cli.convert import convert
 from megatron_lite.cli.doctor import doctor
 from megatron_lite.cli.generate import generate
+from megatron_lite.cli.index import index
 from megatron_lite.cli.inspect import inspect
 from megatron_lite.cli.preprocess import preprocess
 from megatron_lite.cli.pretrain import pretrain
@@ -24,7 +25,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,  # loading rich would take half of the time of --help
 )
-for command in (pretrain, preprocess, train_tokenizer, inspect, convert, generate, schedule, doctor, submit):
+for command in (pretrain, preprocess, train_tokenizer, index, inspect, convert, generate, schedule, doctor, submit):
     app.command()(command)
 
 
