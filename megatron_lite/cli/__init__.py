@@ -10,6 +10,7 @@ from megatron_lite import __version__
 from megatron_lite.cli.convert import convert
 from megatron_lite.cli.doctor import doctor
 from megatron_lite.cli.generate import generate
+from megatron_lite.cli.index import index
 from megatron_lite.cli.inspect import inspect
 from megatron_lite.cli.preprocess import preprocess
 from megatron_lite.cli.presets import presets
@@ -30,7 +31,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,  # loading rich would take half of the time of --help
 )
-for command in (pretrain, preprocess, train_tokenizer, inspect, convert, generate, schedule, presets, doctor, submit):
+COMMANDS = (pretrain, preprocess, train_tokenizer, index, inspect, convert, generate, schedule, presets, doctor, submit)
+for command in COMMANDS:
     app.command(cls=Command)(command)
 # Options after the script are the script's.
 app.command(cls=Command, context_settings={"allow_interspersed_args": False})(run)

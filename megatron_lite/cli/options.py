@@ -8,6 +8,24 @@ import typer
 Overrides = Annotated[
     list[str] | None, typer.Argument(metavar="SECTION.FIELD=VALUE", help="Win over the file: optim.lr=3e-4")
 ]
+TextInput = Annotated[
+    list[Path],
+    typer.Option(
+        "--input",
+        metavar="PATH...",
+        help="JSON-lines files (also .gz, .zst), text or source files, or folders of them; several may follow.",
+    ),
+]
+MoreInput = Annotated[list[Path] | None, typer.Argument(metavar="PATH", hidden=True)]  # of --input
+JsonKey = Annotated[str, typer.Option("--json-key", metavar="KEY", help="The key of the text in a JSON line.")]
+TokenizerSpec = Annotated[
+    str,
+    typer.Option(
+        "--tokenizer",
+        metavar="SPEC",
+        help="bytes, sentencepiece:FILE, gpt2:VOCAB,MERGES, hf:tokenizer.json or codegeex:FOLDER.",
+    ),
+]
 ConfigFile = Annotated[
     Path | None, typer.Option("--config", metavar="FILE", help="A YAML file, such as configs/gpt.yaml.")
 ]

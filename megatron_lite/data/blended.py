@@ -134,7 +134,7 @@ def build_datasets(
     unchecked. `tokenizer_hash` is the tokenizer that all corpora were written with; empty means any one, None several.
     """
     blend = parse_paths(paths)
-    cache_dir = cache_dir or Path(blend.prefixes[0]).parent / "cache"
+    cache_dir = cache_folder(paths, cache_dir)
     corpora = [IndexedDataset(prefix) for prefix in blend.prefixes]
     if tokenizer_hash is not None:
         check_tokenizers([(corpus.prefix, corpus.info) for corpus in corpora], tokenizer_hash)
@@ -166,6 +166,11 @@ def build_datasets(
             index = _cached_blend_index(part, members, wanted, name, cache_dir)
             datasets.append(BlendedDataset(members, index))
     return Splits(*datasets)
+
+
+def cache_folder(paths: Sequence[str], cache_dir: str | os.PathLike[str] | None) -> Path:
+    """Where index files are: the folder that is given, or `cache/` beside the first corpus."""
+    return Path(cache_dir or Path(parse_paths(paths).prefixes[0]).parent / "cache")
 
 
 def _member_samples(blend: Blend, member: int, wanted: int) -> int | None:

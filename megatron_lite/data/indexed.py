@@ -95,6 +95,11 @@ class IndexedDataset:
     def num_tokens(self) -> int:
         return self.num_bytes // self.dtype.itemsize
 
+    @property
+    def tokens(self) -> np.ndarray:
+        """All of them, one sequence after another: a view of the file."""
+        return np.frombuffer(self._bytes, self.dtype)
+
     def __len__(self) -> int:
         return len(self.sequence_lengths)
 

@@ -16,10 +16,10 @@ from tqdm import tqdm
 
 from megatron_lite.data.corpus_info import CorpusInfo, info_path, package_version
 from megatron_lite.data.indexed import IndexedDatasetBuilder, bin_path, idx_path, optimal_dtype
-from megatron_lite.data.sources import Piece, cut_into_pieces, file_bytes, find_files, read_documents
+from megatron_lite.data.sources import Found, Piece, SplitOn, cut_into_pieces, file_bytes, find_files, read_documents
 from megatron_lite.data.tokenizer import Tokenizer, build_tokenizer, tokenizer_hash
 from megatron_lite.data.workers import map_in_order
-from megatron_lite.errors import ConfigError, DataError
+from megatron_lite.errors import ConfigError, DataError, counted
 
 
 class PreprocessReport(NamedTuple):
@@ -30,7 +30,8 @@ class PreprocessReport(NamedTuple):
     num_tokens: int
     text_bytes: int
     num_empty: int
-    num_undecodable: int
+    num_undecodable: int  # documents that are not UTF-8; without a split each is a file
+    found: Found
 
 
 class _Tokens(NamedTuple):
@@ -50,6 +51,7 @@ class _Work(NamedTuple):
     json_key: str
     append_eod: bool
     with_language_tag: bool
+    split_on: SplitOn
 
 
 def preprocess(
@@ -61,17 +63,19 @@ def preprocess(
     json_key: str = "text",
     append_eod: bool = False,
     language_tag: bool = False,
+    split_on: SplitOn = "file",
     progress: bool = True,
 ) -> PreprocessReport:
     """Write `{output_prefix}_{json_key}_document.bin` and `.idx`, and the record `.info.json` of what made them.
 
-    Empty documents and files that are not UTF-8 are left out and counted. With `language_tag`, code starts with
-    CodeGeeX's comment line that names its language.
+    Empty documents and those that are not UTF-8 are left out and counted. With `language_tag`, code starts with
+    CodeGeeX's comment line that names its language. `split_on` makes documents of plain text files. `progress` shows a
+    bar on a terminal.
     """
     if workers < 1:
         raise ConfigError(f"--workers is {workers}; tokenizing needs at least 1 process")
-    files = find_files(inputs)
-    work = _Work(tokenizer_spec, json_key, append_eod, language_tag)
+    found = find_files(inputs)
+    work = _Work(tokenizer_spec, json_key, append_eod, language_tag, split_on)
     tokenizer = build_tokenizer(tokenizer_spec)  # a mistake in it is told before any process starts
     prefix = Path(f"{os.fspath(output_prefix)}_{json_key}_document")
     mark = f".{os.getpid()}.tmp"
@@ -82,16 +86,16 @@ def preprocess(
         builder = IndexedDatasetBuilder(temporary_bin, optimal_dtype(tokenizer.vocab_size))
         try:
             # Closed at once, whatever happens: else an error kept for its traceback would keep the workers too.
-            with contextlib.closing(_tokenized_pieces(cut_into_pieces(files), work, workers)) as pieces:
-                report = _write_pieces(pieces, builder, prefix, files, progress)
+            with contextlib.closing(_tokenized_pieces(cut_into_pieces(found.files, split_on), work, workers)) as pieces:
+                report = _write_pieces(pieces, builder, prefix, found, progress)
         except BaseException:
             builder.abandon()
             raise
         if report.num_documents == 0:
             builder.abandon()
             raise DataError(
-                f"{', '.join(map(str, inputs))}: nothing to write: {report.num_empty:,} documents are empty and "
-                f"{report.num_undecodable:,} files are not UTF-8 text"
+                f"{', '.join(map(str, inputs))}: nothing to write: {counted(report.num_empty, 'empty document')}, "
+                f"{counted(report.num_undecodable, 'document')} not in UTF-8"
             )
         builder.finalize(temporary_idx, _info(report, work, tokenizer))
         # An old index or record must never stay beside a new .bin, wherever this is interrupted.
@@ -133,12 +137,16 @@ def _write_pieces(
     pieces: Iterator[tuple[Piece, _Tokens]],
     builder: IndexedDatasetBuilder,
     prefix: Path,
-    files: Sequence[Path],
+    found: Found,
     progress: bool,
 ) -> PreprocessReport:
     num_documents = num_tokens = text_bytes = num_empty = num_undecodable = 0
     with tqdm(
-        total=sum(map(file_bytes, files)), unit="B", unit_scale=True, desc="preprocess", disable=not progress
+        total=sum(map(file_bytes, found.files)),
+        unit="B",
+        unit_scale=True,
+        desc="preprocess",
+        disable=None if progress else True,
     ) as bar:
         for piece, tokens in pieces:
             builder.add_documents(tokens.ids, tokens.lengths)
@@ -150,7 +158,7 @@ def _write_pieces(
             bar.update(piece.input_bytes)
             seconds = bar.format_dict["elapsed"]
             bar.set_postfix_str(f"{num_documents / seconds:,.0f} documents/s" if seconds else "", refresh=False)
-    return PreprocessReport(prefix, num_documents, num_tokens, text_bytes, num_empty, num_undecodable)
+    return PreprocessReport(prefix, num_documents, num_tokens, text_bytes, num_empty, num_undecodable, found)
 
 
 def _tokenized_pieces(

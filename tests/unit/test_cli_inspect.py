@@ -94,7 +94,6 @@ def test_two_checkpoints_are_compared(run_dir):
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("nowhere", "is no folder"),
         ("checkpoints/iter_0000007", "has no layout.json"),
         ("checkpoints/iter_0000001/mp_rank_00", "holds no checkpoint"),
     ],
