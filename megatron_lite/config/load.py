@@ -76,6 +76,29 @@ def dump_config(config: Config) -> str:
     return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True, width=120)
 
 
+def resolved(config: Config, world_size: int) -> Config:
+    """The config with a value for every 0 that follows from other fields; it trains the same."""
+    model, train, optim = config.model, config.train, config.optim
+    decay = optim.decay_iterations or train.iterations
+    sizes = {
+        "num_query_groups": model.query_groups,
+        "head_dim": model.head_size,
+        "ffn_hidden_size": model.ffn_size,
+        "padded_vocab_size": model.padded_vocab,
+    }
+    steps = {"decay_iterations": decay}
+    if optim.schedule == "wsd":
+        steps["wsd_decay_iterations"] = optim.wsd_length(decay)
+    batch = {"global_batch_size": train.global_batch(config.parallel.data(world_size))}
+    return config.model_copy(
+        update={
+            "model": model.model_copy(update=sizes),
+            "train": train.model_copy(update=batch),
+            "optim": optim.model_copy(update=steps),
+        }
+    )
+
+
 def _read_file(path: Path, mistakes: _Mistakes) -> dict[str, _Given]:
     """Every known `section.field` of a file; unknown and repeated ones become mistakes."""
     try:

@@ -114,6 +114,12 @@ class IndexedDataset:
         return np.frombuffer(self._bytes, self.dtype, length, start) if length else np.empty(0, self.dtype)
 
 
+def check_exists(prefix: str | os.PathLike[str]) -> None:
+    """Raises DataError where the `.idx` or the `.bin` of a corpus is missing."""
+    for path in (idx_path(prefix), bin_path(prefix)):
+        _require(path, prefix)
+
+
 def _require(path: Path, prefix: str | os.PathLike[str]) -> None:
     if path.is_file():
         return

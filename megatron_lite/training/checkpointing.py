@@ -10,14 +10,18 @@ from megatron_lite.checkpoint import store
 from megatron_lite.checkpoint.agreement import on_first
 from megatron_lite.checkpoint.directory import find_latest, iterations, locate, set_aside
 from megatron_lite.checkpoint.layout import read_layout
-from megatron_lite.config.schema import Config
+from megatron_lite.config.schema import Config, OptimConfig
 from megatron_lite.errors import CheckpointError, ConfigError, DamagedCheckpoint, TrainingError
+from megatron_lite.optim.lr import learning_rate
 from megatron_lite.parallel.collectives import all_reduce
 from megatron_lite.parallel.grid import Grid
 from megatron_lite.parallel.random import seed_everything
 from megatron_lite.training.replicas import refuse_replicas_apart
 from megatron_lite.training.run import Run
 from megatron_lite.training.state import TrainState
+
+# Fields of `optim` that shape the learning rate.
+CURVE = ("lr", "min_lr", "schedule", "warmup_iterations", "decay_iterations", "wsd_decay_iterations")
 
 
 def checkpoints_of(run_dir: str) -> Path:
@@ -187,6 +191,8 @@ def load_run(run: Run, root: Path, iteration: int) -> None:
     run.state = TrainState.from_dict(loaded.state["train"])
     run.optimizer.load(weights, optimizer_state, loaded.state["adam_steps"], run.state.iteration)
     run.optimizer.scaler.load_state_dict(loaded.state["loss_scaler"])
+    if run.ctx.rank == 0 and (line := learning_rate_line(loaded.config, run)):
+        print(f" {line}", flush=True)
     if loaded.rng is not None:
         run.rng.load_state_dict(loaded.rng)
     else:  # another grid: fresh streams, which must not repeat those of the start
@@ -211,6 +217,26 @@ def check_tokenizer(folder: Path, loaded: store.Loaded, run: Run) -> None:
         )
 
 
+def learning_rate_line(saved: dict[str, Any], run: Run) -> str:
+    """The learning rate of the next step under the saved config and under this one, and the settings that keep the
+    saved curve; empty where both rates are nearly equal."""
+    known = {key: value for key, value in saved["optim"].items() if key in OptimConfig.model_fields}
+    before, after = OptimConfig(**known), run.config.optim
+    totals = saved["train"]["iterations"], run.config.train.iterations
+    old, new = (learning_rate(o, run.state.optimizer_steps, n) for o, n in zip((before, after), totals, strict=True))
+    if abs(new - old) <= max(0.01 * max(old, new), 1e-3 * before.lr):
+        return ""
+    before, after = (
+        o.model_copy(update={"decay_iterations": o.decay_iterations or n})
+        for o, n in zip((before, after), totals, strict=True)
+    )
+    keeping = [f"optim.{key}={getattr(before, key)}" for key in CURVE if getattr(before, key) != getattr(after, key)]
+    return (
+        f"learning rate at iteration {run.state.iteration + 1}: {old:.1e} -> {new:.1e}; {' '.join(keeping)} "
+        f"keep{'s' * (len(keeping) == 1)} the saved curve"
+    )
+
+
 def moved_line(loaded: store.Loaded, run: Run) -> str:
     """From which layout to which a checkpoint was moved, and whether random streams go on; empty where all is as it
     was."""
@@ -224,7 +250,7 @@ def moved_line(loaded: store.Loaded, run: Run) -> str:
         return f"tp={grid.tp} cp={grid.cp} dp={grid.dp} pp={grid.pp}{virtual}, ddp {parallel['ddp']}{stage}{shared}"
 
     before, after = described(loaded.grid, loaded.config), described(run.ctx.grid, now)
-    again = "random streams start anew from run.seed, iteration and rank" if loaded.rng is None else ""
+    again = "random streams restart from run.seed, iteration and rank" if loaded.rng is None else ""
     if before == after:
         return again
     moved = f"moved from {before} to {after}: rank 0 has read {loaded.bytes_read / 1e6:,.1f} MB"
@@ -268,8 +294,8 @@ def refuse_new_order(saved: dict[str, Any], config: Config) -> None:
     before = order(saved["run"], saved["data"])
     if changed := [f"{key} ({before[key]} there, {wanted[key]} here)" for key in wanted if wanted[key] != before[key]]:
         raise ConfigError(
-            f"{', '.join(changed)}: with these the samples come in another order than in the checkpoint, so what it "
-            "has consumed would be seen again and other data never; set them as they were, or start a new run.dir"
+            f"{', '.join(changed)}: the order of the samples would differ from the checkpoint's, so training would "
+            "repeat some and never see others; restore these values, or start a new run.dir"
         )
 
 

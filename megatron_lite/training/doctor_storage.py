@@ -262,15 +262,17 @@ def disk(config: Config, world: Group) -> list[Finding]:
     kept = min(save.keep or all_saves, all_saves) + (train.iterations // save.keep_every if save.keep_every else 0)
     now = size if present else 2 * size
     later = max(now, (kept + 1 - present) * size)
-    text = f"{readable(free)} free for {folder}, and a checkpoint takes about {readable(size)}"
+    text = f"{readable(free)} free for {folder}; a checkpoint takes about {readable(size)}"
     if free < now:
         advice = "free some space, or set run.dir to another disk"
-        return [Finding("FAIL", "disk", f"{text}, of which {'one more' if present else 'two'} must fit; {advice}")]
+        return [
+            Finding("FAIL", "disk", f"{text}, and there must be room for {'one more' if present else 'two'}; {advice}")
+        ]
     if free < later:
         rule = f"checkpoint.keep {save.keep}" + f", keep_every {save.keep_every}" * bool(save.keep_every)
-        many = f"{text}; with {rule}, {kept + 1} of them must fit"
+        many = f"{text}; {rule} needs room for {kept + 1}"
         return [Finding("warn", "disk", f"{many}: free some space, or keep fewer")]
-    return [Finding("ok", "disk", f"{text}, of which up to {kept + 1} are there at a time")]
+    return [Finding("ok", "disk", f"{text}, and at most {kept + 1} exist at a time")]
 
 
 def checkpoint_bytes(config: Config) -> float:

@@ -88,7 +88,7 @@ def train(
             if reason:
                 raise StoppedEarly(
                     f"exiting program {reason}: stopped at iteration {state.iteration} of "
-                    f"{config.train.iterations} with a checkpoint saved; run the same command again to go on"
+                    f"{config.train.iterations}, and saved a checkpoint; run the same command again to continue"
                 )
         with run.progress.during("the final evaluation"):
             final_evaluation(lambda: stop.agreed(run.ctx))

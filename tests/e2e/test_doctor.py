@@ -48,14 +48,16 @@ def test_the_command_examines_what_a_run_uses_and_leaves_nothing_behind(tmp_path
             rf" ok    all-reduce over pp, embd, world: ranks 0 and 1: {speed}",
             rf" ok    pipeline neighbours: ranks 0 and 1: {speed}",
             r" ok    tokenizer: bytes: 257 ids, the same on every rank",
+            rf" ok    memory: {host} has [0-9.]+ GiB; the training state takes [0-9.]+ MiB, activations roughly "
+            r"[0-9.]+ MiB",
             r" ok    data: 1 corpus, [0-9,]+ tokens, 0.\d MiB, readable on every rank; training reads 1,024 "
             r"\(0\.\d+ epochs\)",
             rf" ok    index files: {tmp_path}/data/cache: can be written",
             rf" ok    run.dir: {tmp_path}/run: every rank can write there, and sees what the first one wrote",
-            rf" ok    disk: [0-9,.]+ GiB free for {tmp_path}/run, and a checkpoint takes about 0.6 MiB, of which up to "
-            "4 are there at a time",
+            rf" ok    disk: [0-9,.]+ GiB free for {tmp_path}/run; a checkpoint takes about 0.6 MiB, and at most "
+            "4 exist at a time",
             r" ok    start: at iteration 0, for run.dir has no checkpoint",
-            r"13 checks passed(, 1 with a warning)?",
+            r"14 checks passed(, 1 with a warning)?",
         ],
     )
     assert sorted(tmp_path.rglob("*")) == before

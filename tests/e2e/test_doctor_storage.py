@@ -66,7 +66,7 @@ def test_hosts_that_share_no_disk_are_told_what_must_be_shared(doctor, corpus):
         "the same path",
         " skip  disk: run.dir must be right first",
         " ok    start: at iteration 0, for run.dir has no checkpoint",
-        failed(3, 13),
+        failed(3, 14),
     ]
     kept = [{path.name.removeprefix("corpus_text_document.") for path in folder.iterdir()} for folder in folders]
     assert kept == [{"bin", "idx", "info.json"}, {"bin", "idx"}]
@@ -123,7 +123,7 @@ def test_folders_that_cannot_be_written_and_files_that_are_not_there_are_told(do
         f" FAIL  run.dir: {A}: {x} cannot be written: Not a directory. Choose another run.dir",
         " skip  disk: without the tokenizer the size of the model is not known",
         f" FAIL  start: rank 0: checkpoint.load_weights is {away}, but there is no checkpoint in {away}/checkpoints",
-        failed(4, 12),
+        failed(4, 13),
     ]
 
 
@@ -150,7 +150,7 @@ def test_one_host_without_permission_and_with_another_tokenizer_is_named(doctor,
         f" FAIL  run.dir: {B}: {doctor.folder}/run cannot be written: Permission denied. Give this user write "
         "permission there, or write elsewhere (run.dir)",
         " skip  disk: without the tokenizer the size of the model is not known",
-        failed(3, 12),
+        failed(3, 13),
     ]
 
 
@@ -177,18 +177,18 @@ def nearly_full():
 
 def test_a_disk_without_locks_or_space_is_told(doctor):
     folder = doctor.folder / "run"
-    about = "and a checkpoint takes about 0.6 MiB"
+    about = "a checkpoint takes about 0.6 MiB"
     assert doctor.complaints(illness=without_locks, ill=(0,)) == [
         f" warn  run.dir: {folder} has no file locks (No locks available), which would keep a second run out; see that "
         "none trains there",
-        f" warn  disk: 1.4 MiB free for {folder}, {about}; with checkpoint.keep 3, 4 of them must fit: free some "
-        "space, or keep fewer",
-        "13 checks passed, 2 with a warning",
+        f" warn  disk: 1.4 MiB free for {folder}; {about}; checkpoint.keep 3 needs room for 4: free some space, "
+        "or keep fewer",
+        "14 checks passed, 2 with a warning",
     ]
     assert doctor.complaints(illness=nearly_full, ill=(0,)) == [
-        f" FAIL  disk: 1.0 MiB free for {folder}, {about}, of which two must fit; free some space, or set run.dir to "
-        "another disk",
-        failed(1, 13),
+        f" FAIL  disk: 1.0 MiB free for {folder}; {about}, and there must be room for two; free some space, or set "
+        "run.dir to another disk",
+        failed(1, 14),
     ]
 
 
@@ -201,7 +201,7 @@ def test_a_run_that_trains_in_the_same_place_is_told(doctor):
         "ended, end it, or choose another",
         complaints[0],
     )
-    assert complaints[1:] == [" skip  disk: run.dir must be right first", failed(1, 12)]
+    assert complaints[1:] == [" skip  disk: run.dir must be right first", failed(1, 13)]
 
 
 @pytest.mark.parametrize("precision, of_a_parameter", [("fp32", 12), ("bf16", 14), ("fp64", 24)])
@@ -222,4 +222,4 @@ def test_a_checkpoint_that_is_there_is_where_training_starts_and_needs_no_more_s
         assert doctor_storage.disk(config, solo())[0].level == "warn"
     with patched((doctor_storage, "free_bytes", lambda folder: 100_000)):
         (disk,) = doctor_storage.disk(config, solo())
-    assert disk.level == "FAIL" and "0.6 MiB, of which one more must fit; free some space" in disk.text
+    assert disk.level == "FAIL" and "0.6 MiB, and there must be room for one more; free some space" in disk.text

@@ -40,6 +40,7 @@ def test_the_tour_and_what_follows_run_as_printed(tmp_path):
     assert done.returncode == 0, done.stderr
     for words in (
         "training from iteration 10 to 12",
+        "optim.decay_iterations=10 keeps the saved curve",
         "unigram entropy",
         "layout      tp=2",
         "\ndef ",

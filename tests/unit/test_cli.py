@@ -10,14 +10,14 @@ import pytest
 from typer.testing import CliRunner
 
 import megatron_lite
-from megatron_lite.cli import app
+from megatron_lite.cli import app, launch
 from megatron_lite.cli.launch import launched_world_size, resolve
 from megatron_lite.cli.nodes import Nodes
 from megatron_lite.cli.pretrain import check
 from megatron_lite.config.load import load_config
 from megatron_lite.config.presets import PRESETS
 from megatron_lite.errors import ConfigError
-from tests.e2e.command import run_here
+from tests.e2e.command import make_corpus, run_here, tiny_yaml
 
 ROOT = Path(__file__).resolve().parents[2]
 WITHOUT_LAUNCHER = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
@@ -51,11 +51,54 @@ def test_help_loads_nothing_heavy(arguments):
     assert done.stdout.splitlines()[-1] == "loaded []"
 
 
-def test_config_validation_loads_nothing_heavy():
+def test_a_dry_run_does_not_load_torch():
     done = command("pretrain", "--config", str(ROOT / "configs/gpt.yaml"), "--dry-run", "optim.lr=1e-3")
-    assert done.returncode == 0, done.stderr
     assert "lr: 0.001" in done.stdout
-    assert done.stdout.splitlines()[-1] == "loaded []"
+    assert done.stdout.splitlines()[-1] == "loaded ['numpy']"
+
+
+def test_a_dry_run_prints_resolved_values_that_load_again(tmp_path):
+    """Zeros are not what would be trained, and hide a wrong size until the run has begun."""
+    config = tiny_yaml(tmp_path, make_corpus(tmp_path), optim={"lr": 0.003, "schedule": "wsd"})
+    done = run_here("pretrain", "--config", str(config), "--dry-run", cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    first, second, *_ = done.stdout.splitlines()
+    assert first == (
+        "# 52,512 parameters, padding included; the training state takes 0.00084 GB on the largest of 1 rank"
+    )
+    assert second == "# 128 tokens per step, 8 steps, 1,024 tokens"
+    (tmp_path / "printed.yaml").write_text(done.stdout)
+    again = load_config(tmp_path / "printed.yaml")
+    assert again.model.vocab_size == 257 and again.model.padded_vocab_size == 384
+    assert (again.model.ffn_hidden_size, again.model.head_dim, again.model.num_query_groups) == (128, 8, 4)
+    assert (again.optim.decay_iterations, again.optim.wsd_decay_iterations) == (8, 1)
+    repeated = run_here("pretrain", "--config", "printed.yaml", "--dry-run", cwd=tmp_path)
+    assert repeated.stdout == done.stdout
+
+
+@pytest.mark.parametrize("option", ["--dry-run", "--nproc-per-node=2"])
+def test_missing_data_ends_with_2_before_any_rank_starts(tmp_path, option):
+    """All of it at once, and not from every rank after seconds."""
+    fields = ["data.paths=[nosuch,other]", "data.tokenizer=hf:gone.json", "model.vocab_size=0"]
+    done = run_here("pretrain", "--config", str(ROOT / "configs/gpt.yaml"), option, *fields, cwd=tmp_path)
+    assert done.returncode == 2
+    starts = [line.partition(";")[0] for line in done.stderr.splitlines()]
+    assert starts == [
+        "data.paths: nosuch.idx: no such file",
+        "data.paths: other.idx: no such file",
+        "data.tokenizer: gone.json: no such tokenizer file",
+    ]
+    text = "# the number of parameters is not known without the tokenizer\n"
+    assert done.stdout.startswith(text) == (option == "--dry-run")
+
+
+def test_of_several_machines_each_leaves_missing_data_to_its_ranks(tmp_path, monkeypatch):
+    """A machine that ends before the rendezvous leaves the others waiting for it."""
+    reached = []
+    monkeypatch.setattr(launch, "run_ranks", lambda *given: reached.append(given) or 0)
+    place = ["--nproc-per-node", "1", "--nnodes", "2", "--node-rank", "0", "--master-addr", "127.0.0.1"]
+    done = run_here("pretrain", *place, "data.paths=nosuch", "data.tokenizer=bytes", cwd=tmp_path)
+    assert (done.returncode, len(reached)) == (0, 1), done.stderr
 
 
 def test_a_wrong_config_ends_with_2_and_every_message_before_any_rank_starts(tmp_path):
