@@ -8,6 +8,9 @@ import typer
 Overrides = Annotated[
     list[str] | None, typer.Argument(metavar="SECTION.FIELD=VALUE", help="Win over the file: optim.lr=3e-4")
 ]
+Model = Annotated[
+    str, typer.Option("--model", metavar="FILE.py:NAME", help="What builds a custom model, called like get_model.")
+]
 ConfigFile = Annotated[
     Path | None, typer.Option("--config", metavar="FILE", help="A YAML file, such as configs/gpt.yaml.")
 ]

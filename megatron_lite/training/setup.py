@@ -6,6 +6,7 @@ from contextlib import nullcontext
 import torch
 from torch import nn
 
+from megatron_lite.checkpoint.match import MODEL_PROVIDER
 from megatron_lite.checkpoint.saver import Saver
 from megatron_lite.config.schema import Config
 from megatron_lite.ddp.deepspeed import DeepSpeed
@@ -21,6 +22,7 @@ from megatron_lite.parallel.random import RngTracker
 from megatron_lite.pipeline.engine import PipelineEngine
 from megatron_lite.training.checkpointing import load_newest
 from megatron_lite.training.initialize import DTYPES
+from megatron_lite.training.provider import provider_name
 from megatron_lite.training.replicas import start_alike
 from megatron_lite.training.run import Run
 
@@ -62,6 +64,8 @@ def setup_model_and_optimizer(
     engine = PipelineEngine(ctx, num_chunks=len(model), timeout_seconds=config.train.comm_timeout)
     saver = Saver(ctx, in_background=config.checkpoint.async_save, timeout_seconds=config.train.comm_timeout)
     run = Run(config, ctx, rng, model, params, table, ddp, optimizer, engine, saver, origin={})
+    if name := provider_name(model_provider):
+        run.origin[MODEL_PROVIDER] = name
     load_newest(run)
     return run
 
