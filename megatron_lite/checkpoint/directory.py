@@ -52,8 +52,7 @@ def read_latest(root: Path) -> int | None:
                 f"there is no {TRACKER_FILE}. Choose another run.dir, or move that folder away"
             )
         return max(present, default=None)
-    there = f"There are iterations {', '.join(map(str, present))}" if present else "There are none"
-    remedy = f"{there}. Write one of them into the file, or delete the file to use the newest"
+    remedy = f"{_present(root)}. Write one of them into the file, or delete the file to use the newest"
     if not (text.isascii() and text.isdigit()):
         raise CheckpointError(f"{tracker}: says {text[:40]!r}, which is not an iteration of megatron_lite. {remedy}")
     if not locate(root, int(text)).exists():
@@ -61,6 +60,11 @@ def read_latest(root: Path) -> int | None:
             f"{tracker}: names iteration {text}, but {iteration_folder(int(text))} is missing. {remedy}"
         )
     return int(text)
+
+
+def _present(root: Path) -> str:
+    present = iterations(root)
+    return f"There are iterations {', '.join(map(str, present))}" if present else "There are no iterations"
 
 
 def iterations(root: Path) -> list[int]:
@@ -75,18 +79,44 @@ def locate(root: Path, iteration: int) -> Path:
     return old if old.exists() and not folder.exists() else folder
 
 
-def resolve(path: Path) -> Path:
-    """The checkpoint that a user means by a run's folder, its checkpoints/ folder (the newest) or an iter_ folder."""
-    if (path / LAYOUT_FILE).exists() or iteration_of(path.name) is not None:
+def is_checkpoint(path: Path) -> bool:
+    """Whether the path means one checkpoint, not a folder of several."""
+    return (path / LAYOUT_FILE).exists() or iteration_of(path.name) is not None
+
+
+def resolve(path: Path, iteration: int | None = None) -> Path:
+    """The checkpoint that a user means by an iter_ folder, or by a run's folder or its checkpoints/ folder: the newest
+    in it, or the given iteration."""
+    if is_checkpoint(path):
+        if not path.is_dir():
+            raise CheckpointError(f"{path}: does not exist. {_present(path.parent)}")
+        if iteration not in (None, iteration_of(path.name)):
+            raise CheckpointError(
+                f"{path}: is one checkpoint, not iteration {iteration}. Give the run's folder to choose an iteration"
+            )
         return path
     root = path / "checkpoints" if (path / "checkpoints").is_dir() else path
-    latest = read_latest(root)
-    if latest is None:
+    newest = read_latest(root) if iteration is None else max(iterations(root), default=None)
+    if newest is None:
         raise CheckpointError(
-            f"{path}: {'holds no checkpoint' if path.is_dir() else 'is no folder'}. Give a run's folder, its "
+            f"{path}: {'has no checkpoint' if path.is_dir() else 'is not a folder'}. Give a run's folder, its "
             "checkpoints/ folder or one iter_... folder in it"
         )
-    return locate(root, latest)
+    if iteration is None:
+        return locate(root, newest)
+    if iteration not in iterations(root):
+        raise CheckpointError(f"{path}: has no checkpoint of iteration {iteration}. {_present(root)}")
+    return locate(root, iteration)
+
+
+def place_of(folder: Path) -> tuple[Path, int]:
+    """The folder of all checkpoints that this one is in, and its iteration."""
+    iteration = iteration_of(folder.name.removeprefix(".old-"))
+    if iteration is None:
+        raise CheckpointError(
+            f"{folder}: is not named after its iteration, such as {iteration_folder(100)}. Rename it to load it"
+        )
+    return folder.parent, iteration
 
 
 def prepare(root: Path, iteration: int) -> Path:

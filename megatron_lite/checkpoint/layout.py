@@ -28,6 +28,7 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, ValidationError, model_validator
 from zlib_ng import zlib_ng
 
+from megatron_lite.config.schema import Config
 from megatron_lite.errors import CheckpointError, DamagedCheckpoint
 from megatron_lite.parallel.grid import Grid
 from megatron_lite.parallel.shard import Shard
@@ -124,7 +125,7 @@ class Layout(_Part):
     saved_at: str  # UTC, ISO 8601
     grid: Grid
     state: dict[str, Any]  # of the training run: counters, loss scale
-    config: dict[str, Any]
+    config: dict[str, dict[str, Any]]
     origin: dict[str, Any] = {}  # what the config does not say of the run: see training/checkpointing.py; may be empty
     tensors: dict[str, TensorLayout]
     files: dict[FileName, FileInfo]
@@ -204,12 +205,32 @@ def read_layout(folder: Path) -> Layout:
         if any(folder.glob("mp_rank_*/*.safetensors")):
             raise DamagedCheckpoint(f"{folder}: has tensors but no {LAYOUT_FILE}. {use_another()}") from None
         raise CheckpointError(
-            f"{folder}: has no {LAYOUT_FILE}, so it is no checkpoint of megatron_lite; one of Hugging Face, "
-            "Megatron-LM or CodeGeeX becomes one with `megatron-lite convert`"
+            f"{folder}: has no {LAYOUT_FILE}, so it is not a checkpoint of megatron_lite; `megatron-lite convert` "
+            "makes one of those of Hugging Face, Megatron-LM and CodeGeeX"
         ) from None
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from error
-    return parse_layout(text, path)
+    layout = parse_layout(text, path)
+    named = iteration_of(folder.name.removeprefix(".old-"))
+    if named not in (None, layout.iteration):
+        raise CheckpointError(
+            f"{folder}: is named after iteration {named}, but holds iteration {layout.iteration}. Rename it to "
+            f"{iteration_folder(layout.iteration)}"
+        )
+    return layout
+
+
+def parse_config(fields: dict[str, Any], folder: Path) -> Config:
+    """The config that the checkpoint in `folder` was written with."""
+    try:
+        return Config.model_validate(fields, strict=False)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        raise CheckpointError(
+            f"{folder}: the config in its {LAYOUT_FILE} is not one of megatron_lite: {where}: {first['msg']}. "
+            "It was written like that by another version or by hand"
+        ) from None
 
 
 def use_another() -> str:

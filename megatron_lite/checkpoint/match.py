@@ -20,8 +20,21 @@ DERIVED = {  # fields whose 0 stands for a property of ModelConfig
     "ffn_hidden_size": "ffn_size",
     "padded_vocab_size": "padded_vocab",
 }
+# The key in a checkpoint's origin that names what built its model, and the name of get_model, which needs none.
+MODEL_PROVIDER, BUILT_IN = "model_provider", "megatron_lite.model.build:get_model"
 # Fields of the model section that may change while training goes on: they are no part of what the weights mean.
 FREE = {"preset", "hidden_dropout", "mlp_dropout", "attention_dropout", "init_std", "attention", "fusion"}
+
+
+def check_provider(layout: Layout, folder: Path, provider: str) -> None:
+    """Raises CheckpointError where a custom model built the checkpoint and the built-in one (an empty `provider`) would
+    load it: tensors of the same names and shapes may be computed with in another way."""
+    built_by = layout.origin.get(MODEL_PROVIDER, BUILT_IN)
+    if built_by != BUILT_IN and not provider:
+        raise CheckpointError(
+            f"{folder}: a custom model built it, {built_by}; load it with --model {built_by}, or from a script with "
+            "that model_provider"
+        )
 
 
 def check_model(
@@ -34,7 +47,8 @@ def check_model(
     """
     missing = [name for name in table if stored_name(name, table, layout) not in layout.tensors]
     differing = [
-        f"{name} is {_describe(saved.shape, saved.shard)} there and {_describe(tuple(meta.shape), meta.shard)} here"
+        f"{name} is {_describe(saved.shape, saved.shard)} in the checkpoint and "
+        f"{_describe(tuple(meta.shape), meta.shard)} in this model"
         for name, meta in table.items()
         if (saved := layout.tensors.get(stored_name(name, table, layout)))
         and (saved.shape, saved.shard) != (tuple(meta.shape), meta.shard)
@@ -44,11 +58,15 @@ def check_model(
     if differing:
         problems.append(_first(differing))
     if missing:
-        problems.append("not there: " + _first(missing))
+        problems.append("missing in the checkpoint: " + _first(missing))
     if extra:
-        problems.append("only there: " + _first(extra))
+        problems.append("only in the checkpoint: " + _first(extra))
+    if missing and any(name.endswith(f".{missing[0]}") for name in extra):
+        problems.append(
+            "its names have a prefix, so a custom model may have built it: load it with --model FILE.py:NAME"
+        )
     if _changed_keys(layout, config) and not problems:
-        problems.append("its tensors have the same shapes, but they mean something else")
+        problems.append("its tensors have the same shapes, but another meaning")
     if problems:
         raise CheckpointError(_another_model(folder, problems, layout, config))
 
@@ -124,14 +142,19 @@ def by_kind(
 def _another_model(folder: Path, problems: list[str], layout: Layout, config: Mapping[str, Any]) -> str:
     keys = _changed_keys(layout, config)
     remedy = f"Look at {', '.join(keys)}" if keys else "Look at the model section of the config"
-    return f"{folder}: is of another model; {'; '.join(problems)}. {remedy}, or choose another run.dir"
+    return f"{folder}: belongs to another model; {'; '.join(problems)}. {remedy}, or choose another run.dir"
 
 
 def _changed_keys(layout: Layout, config: Mapping[str, Any]) -> list[str]:
     """Fields of the model section that differ and matter."""
     saved, wanted = (_settled(section.get("model", {})) for section in (layout.config, config))
-    keys = [key for key in saved if key not in FREE]
+    keys = [key for key in saved if key not in free_fields(saved)]
     return _differing({"model": saved}, {"model": wanted}, "model", keys)
+
+
+def free_fields(model: Mapping[str, Any]) -> set[str]:
+    """Fields of this model section that may change: rotary positions have no weights, and no end."""
+    return FREE | ({"max_position_embeddings"} if model.get("position") == "rotary" else set())
 
 
 def _settled(model: Mapping[str, Any]) -> dict[str, Any]:
@@ -153,7 +176,7 @@ def _set_back(layout: Layout, config: Mapping[str, Any]) -> str:
 def _differing(before: Mapping[str, Any], now: Mapping[str, Any], section: str, keys: list[str]) -> list[str]:
     saved, wanted = before.get(section, {}), now.get(section, {})
     return [
-        f"{section}.{key} ({saved[key]} there, {wanted[key]} here)"
+        f"{section}.{key} (checkpoint: {saved[key]}, config: {wanted[key]})"
         for key in keys
         if key in saved and key in wanted and str(saved[key]) != str(wanted[key])
     ]

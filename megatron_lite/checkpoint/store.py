@@ -124,12 +124,14 @@ def load(
     weights: Mapping[str, Held],
     optimizer_state: Mapping[str, Mapping[str, Held]],
     config: dict[str, Any],
+    provider: str = "",
 ) -> Loaded:
     """Copies a checkpoint of any layout into the given tensors; a rank reads what it holds, and little more.
 
         weights           name -> what this rank holds of its cut, overwritten
         optimizer_state   name -> kind -> the same of other numbers, overwritten; empty to load weights alone, which are
                           then converted to the dtype of the given tensors
+        provider          name of the custom model provider that built the model; empty: the built-in one
 
     Everything read is checked against its checksum. Whether the checkpoint fits is found out before any tensor
     is touched; after an error about damage their contents are undefined.
@@ -137,7 +139,9 @@ def load(
     Communicates: names over pp, and whether all went well; no tensors.
     """
     names = set().union(*all_gathered(list(table), ctx.pp))
-    return on_all(lambda: _read(root, iteration, ctx, table, names, weights, optimizer_state, config), ctx.world)
+    return on_all(
+        lambda: _read(root, iteration, ctx, table, names, weights, optimizer_state, config, provider), ctx.world
+    )
 
 
 def verify(folder: Path, layout: Layout) -> list[CheckpointError]:
@@ -228,12 +232,14 @@ def _read(
     weights: Mapping[str, Held],
     optimizer_state: Mapping[str, Mapping[str, Held]],
     config: dict[str, Any],
+    provider: str,
 ) -> Loaded:
     folder = directory.locate(root, iteration)
     if not folder.is_dir():
         present = ", ".join(map(str, directory.iterations(root))) or "none"
         raise CheckpointError(f"{folder}: does not exist on this rank; iterations here: {present}")
     layout = read_layout(folder)
+    match.check_provider(layout, folder, provider)
     match.check_model(layout, folder, table=table, names=names, config=config)
     plan = match.plan(
         layout,

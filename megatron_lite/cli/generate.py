@@ -1,13 +1,24 @@
 """`megatron-lite generate`: text from a checkpoint."""
 
+import sys
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from megatron_lite.cli.options import Model
+
 
 def generate(
-    load: Annotated[str, typer.Option("--load", metavar="RUN_DIR", help="The run.dir of a run with a checkpoint.")],
-    prompt: Annotated[str, typer.Option("--prompt", metavar="TEXT", help="What the text begins with.")],
+    load: Annotated[
+        Path, typer.Option("--load", metavar="FOLDER", help="A run.dir, its checkpoints/ or one iter_... folder.")
+    ],
+    prompt: Annotated[
+        str, typer.Option("--prompt", metavar="TEXT", help="What the text begins with; - reads it from stdin.")
+    ],
+    iteration: Annotated[
+        int | None, typer.Option("--iteration", min=0, metavar="N", help="Which checkpoint; otherwise the newest.")
+    ] = None,
     max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", min=0, metavar="N")] = 64,
     temperature: Annotated[
         float, typer.Option("--temperature", min=0.0, metavar="T", help="0 takes the likeliest token each time.")
@@ -18,20 +29,27 @@ def generate(
     no_tokenizer_check: Annotated[
         bool, typer.Option("--no-tokenizer-check", help="Take the tokenizer although its files changed since training.")
     ] = False,
+    model: Model = "",
     nproc_per_node: Annotated[
         int | None, typer.Option("--nproc-per-node", min=1, metavar="N", help="Spread the model over N processes.")
     ] = None,
 ) -> None:
-    """Write text after a prompt with a run's newest checkpoint, on any number of processes, however it was trained."""
+    """Write text after a prompt with a checkpoint, on any number of processes, however it was trained.
+
+    For a look at a model, not for serving it: without a key/value cache, each token takes a pass over the full text.
+    """
+    from megatron_lite.checkpoint.directory import resolve
     from megatron_lite.cli.launch import launched_world_size, run_ranks
     from megatron_lite.cli.nodes import nodes_from
     from megatron_lite.config.validate import validate
-    from megatron_lite.training.generate import check_tokenizer_of, config_of_run
+    from megatron_lite.training.generate import check_tokenizer_of, config_of
 
     nodes = nodes_from(nproc_per_node)
     world_size = launched_world_size(nodes)
-    validate(config_of_run(load, world_size), world_size)
+    folder = resolve(load, iteration)
+    validate(config_of(folder, world_size, model), world_size)
     if not no_tokenizer_check:
-        check_tokenizer_of(load)
-    arguments = (load, prompt, max_new_tokens, temperature, seed)
+        check_tokenizer_of(folder)
+    text = sys.stdin.read() if prompt == "-" else prompt
+    arguments = (folder, text, max_new_tokens, temperature, seed, model)
     raise typer.Exit(run_ranks("megatron_lite.training.generate:generate_text", arguments, nodes))

@@ -26,6 +26,9 @@ TokenizerSpec = Annotated[
         help="bytes, sentencepiece:FILE, gpt2:VOCAB,MERGES, hf:tokenizer.json or codegeex:FOLDER.",
     ),
 ]
+Model = Annotated[
+    str, typer.Option("--model", metavar="FILE.py:NAME", help="What builds a custom model, called like get_model.")
+]
 ConfigFile = Annotated[
     Path | None, typer.Option("--config", metavar="FILE", help="A YAML file, such as configs/gpt.yaml.")
 ]

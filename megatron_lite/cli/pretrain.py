@@ -15,6 +15,7 @@ from megatron_lite.cli.options import (
     MasterAddr,
     MasterPort,
     MaxRestarts,
+    Model,
     Nnodes,
     NodeRank,
     NprocPerNode,
@@ -24,11 +25,13 @@ from megatron_lite.cli.options import (
 if TYPE_CHECKING:
     from megatron_lite.config.schema import Config
     from megatron_lite.errors import StoppedEarly
+    from megatron_lite.training.provider import NamedProvider
 
 
 def pretrain(
     overrides: Overrides = None,
     config: ConfigFile = None,
+    model: Model = "",
     nproc_per_node: NprocPerNode = None,
     nnodes: Nnodes = None,
     node_rank: NodeRank = None,
@@ -50,6 +53,7 @@ def pretrain(
     from megatron_lite.training.streams import survive_lost_output
 
     settings = load_config(config, overrides or [])
+    providers = _providers(model)
     nodes = nodes_from(
         nproc_per_node,
         nnodes,
@@ -61,7 +65,7 @@ def pretrain(
         log_dir=log_dir,
     )
     sizes = [launched_world_size(nodes), *(nodes.world_sizes[1:] if nodes else [])]
-    check(settings, sizes, command=_command(config, overrides or []))
+    check(settings, sizes, command=_command(config, model, overrides or []))
     if dry_run:
         settings, missing = with_data(settings)
         typer.echo(description(settings, sizes[0]), nl=False)
@@ -72,13 +76,22 @@ def pretrain(
         raise_any(with_data(settings)[1])
     survive_lost_output(Path(settings.run.dir))
     try:
-        exit_code = run_ranks("megatron_lite.training.pretrain:pretrain", (settings,), nodes)
+        exit_code = run_ranks("megatron_lite.training.pretrain:pretrain", (settings, *providers), nodes)
     except StoppedEarly as stop:
         if "RANK" not in os.environ:
             raise
         _leave_exit_code(settings, stop)
         return
     raise typer.Exit(exit_code)
+
+
+def _providers(model: str) -> "tuple[NamedProvider, ...]":
+    """What builds the model, where it is not the built-in one."""
+    if not model:
+        return ()
+    from megatron_lite.training.provider import NamedProvider  # which loads torch
+
+    return (NamedProvider(model),)
 
 
 def check(config: "Config", world_sizes: list[int], command: str) -> None:
@@ -161,7 +174,9 @@ def _leave_exit_code(config: "Config", stop: "StoppedEarly") -> None:
         print(stop, file=sys.stderr)
 
 
-def _command(config: Path | None, overrides: list[str]) -> str:
+def _command(config: Path | None, model: str, overrides: list[str]) -> str:
     """The command as it was given, to show in a message."""
-    words = ["megatron-lite", "pretrain", *(["--config", str(config)] if config else []), *overrides]
+    options = {"--config": config, "--model": model}
+    given = [word for option, value in options.items() if value for word in (option, str(value))]
+    words = ["megatron-lite", "pretrain", *given, *overrides]
     return shlex.join(words)

@@ -306,8 +306,10 @@ class CheckpointConfig(Section):
     keep_every: NonNegativeInt = 0  # of the others, those at multiples of so many iterations stay too; 0: none
     async_save: bool = False  # a thread copies and writes; the optimizer's next step waits for the copy
     fallback: bool = True  # from a newest checkpoint that is damaged to the one before it; false: training stops
-    load: OptionalPath = ""  # a run directory to go on from when run.dir has no checkpoint of its own
+    # A run directory or one of its checkpoints, to resume from when run.dir has no checkpoint.
+    load: OptionalPath = ""
     load_weights: OptionalPath = ""  # the same, but taking only the weights: iteration 0, fresh optimizer and data
+    load_iteration: NonNegativeInt = 0  # which checkpoint of these run directories; 0: the newest
 
 
 class FaultsConfig(Section):

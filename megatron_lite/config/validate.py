@@ -8,7 +8,7 @@ import math
 from collections.abc import Iterable
 
 from megatron_lite.config.engines import Rule, engine_rules
-from megatron_lite.config.schema import Config, ModelConfig
+from megatron_lite.config.schema import CheckpointConfig, Config, ModelConfig
 from megatron_lite.config.stages import layer_counts, num_stages
 from megatron_lite.errors import ConfigError
 
@@ -30,6 +30,7 @@ def failures(config: Config, world_size: int) -> list[str]:
         *_data_rules(config),
         *_optim_rules(config),
         *_fault_rules(config),
+        *_checkpoint_rules(config.checkpoint),
         *engine_rules(config),
     ]
     return [message for holds, message in rules if not holds]
@@ -225,9 +226,9 @@ def _batch_rules(config: Config, world_size: int) -> Iterable[Rule]:
 def _data_rules(config: Config) -> Iterable[Rule]:
     data, model = config.data, config.model
     yield (
-        model.position != "learned" or data.seq_length <= model.max_position_embeddings,
+        data.seq_length <= model.max_position_embeddings,
         f"data.seq_length is {data.seq_length}, more than model.max_position_embeddings "
-        f"({model.max_position_embeddings}); learned positions end there",
+        f"({model.max_position_embeddings}); lower the one or raise the other",
     )
     yield sum(data.split) > 0, "data.split has only zeros; give at least the first part a share, such as 969,30,1"
     yield (
@@ -258,6 +259,14 @@ def _optim_rules(config: Config) -> Iterable[Rule]:
     yield (
         not config.model.fp32_residual or train.precision in ("bf16", "fp16"),
         f"model.fp32_residual is for train.precision bf16 or fp16; with {train.precision} leave it out",
+    )
+
+
+def _checkpoint_rules(checkpoint: CheckpointConfig) -> Iterable[Rule]:
+    yield (
+        not checkpoint.load_iteration or bool(checkpoint.load or checkpoint.load_weights),
+        f"checkpoint.load_iteration is {checkpoint.load_iteration}, but there is no checkpoint.load or "
+        "checkpoint.load_weights; give the run.dir that has this iteration, and another run.dir for the new run",
     )
 
 

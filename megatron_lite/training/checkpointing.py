@@ -1,15 +1,27 @@
 """What of a run goes into a checkpoint, and how a run finds its way back from one."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from megatron_lite.checkpoint import store
 from megatron_lite.checkpoint.agreement import on_first
-from megatron_lite.checkpoint.directory import find_latest, iterations, locate, set_aside
-from megatron_lite.checkpoint.layout import read_layout
+from megatron_lite.checkpoint.directory import (
+    TRACKER_FILE,
+    is_checkpoint,
+    iterations,
+    locate,
+    place_of,
+    read_latest,
+    resolve,
+    set_aside,
+)
+from megatron_lite.checkpoint.layout import parse_config, read_layout
+from megatron_lite.checkpoint.match import MODEL_PROVIDER
+from megatron_lite.config.load import FIELDS
 from megatron_lite.config.schema import Config, OptimConfig
 from megatron_lite.errors import CheckpointError, ConfigError, DamagedCheckpoint, TrainingError
 from megatron_lite.optim.lr import learning_rate
@@ -77,35 +89,77 @@ def refuse_bad_gradients(run: Run) -> None:
 
 
 def load_newest(run: Run) -> None:
-    """Continues from the newest checkpoint of run.dir, or of `checkpoint.load`, or starts from the weights of
-    `checkpoint.load_weights`, whichever there is first.
+    """Continues from the checkpoint where `find_start` finds one. Collective over the world."""
+    start = on_first(lambda: find_start(run.config), run.ctx.world)
+    if start is None:
+        return
+    if run.ctx.rank == 0 and start.notice:
+        print(f" {start.notice}", flush=True)
+    load = load_weights if start.key == "checkpoint.load_weights" else load_run
+    if start.is_chosen:  # the user wants this one, so no other takes its place
+        load(run, start.root, start.iteration)
+    else:
+        load_or_fall_back(run, load, start.root, start.iteration, is_own=start.key == "run.dir")
 
-    Collective over the world. A folder to load from without a checkpoint in it is an error.
+
+class Start(NamedTuple):
+    """The checkpoint that a run starts from."""
+
+    key: str  # of the config, which names its folder
+    root: Path
+    iteration: int
+    is_chosen: bool = False  # by the user, not the newest
+    notice: str = ""
+
+
+def find_start(config: Config) -> Start | None:
+    """The newest checkpoint of run.dir; without one that of `checkpoint.load`, of `checkpoint.load_weights`, or None.
+
+    A run that was branched off another one so resumes by the command that started it.
+    Raises CheckpointError for a folder to load from without a checkpoint.
     """
-    given = run.config.checkpoint
-    for key, folder, load in (
-        ("", run.config.run.dir, load_run),
-        ("checkpoint.load", given.load, load_run),
-        ("checkpoint.load_weights", given.load_weights, load_weights),
-    ):
-        if not folder:
-            continue
-        root = checkpoints_of(folder)
-        iteration = find_latest(root, world=run.ctx.world)
-        if iteration is not None:
-            load_or_fall_back(run, load, root, iteration, is_own=not key)
-            return
-        if key:
-            raise CheckpointError(f"{key} is {folder}, but there is no checkpoint in {root}{_convert_first(folder)}")
+    own, wanted = checkpoints_of(config.run.dir), config.checkpoint.load_iteration or None
+    given = {"checkpoint.load": config.checkpoint.load, "checkpoint.load_weights": config.checkpoint.load_weights}
+    key, folder = next(((key, folder) for key, folder in given.items() if folder), ("", ""))
+    is_chosen = bool(key) and (wanted is not None or is_checkpoint(Path(folder)))
+    newest = read_latest(own)
+    if newest is not None:
+        path = Path(folder).resolve()
+        if is_chosen and own.resolve() in (path / "checkpoints", path, path.parent):
+            raise CheckpointError(
+                f"{key} chooses an iteration of {config.run.dir}, which is run.dir: it resumes from its newest. Give "
+                f"another run.dir to branch off, or write the iteration into {own / TRACKER_FILE} to go back"
+            )
+        unused = f"{key} is not used: run.dir has checkpoints" if key else ""
+        notice = "; ".join(filter(None, (unused, _older_than_newest(own, newest))))
+        return Start("run.dir", own, newest, notice=notice)
+    if not key:
+        return None
+    try:
+        root, iteration = place_of(resolve(Path(folder), wanted))
+    except CheckpointError as error:
+        raise CheckpointError(f"{key}: {_convert_first(folder) or error}") from error
+    return Start(key, root, iteration, is_chosen, "" if is_chosen else _older_than_newest(root, iteration))
+
+
+def _older_than_newest(root: Path, iteration: int) -> str:
+    """Text where the tracker names an iteration that is not the newest: a user has gone back, or a digit is damaged."""
+    newest = max(iterations(root), default=iteration)
+    if newest <= iteration:
+        return ""
+    tracker = root / TRACKER_FILE
+    return f"{tracker} names iteration {iteration}; the newest is {newest}. Write {newest} into it to load that"
 
 
 def _convert_first(folder: str) -> str:
-    """What to do with a folder of another format."""
+    """What to do with a folder of another format; empty for one of no other."""
     # A tenth of a second, which other runs need not wait.
-    from megatron_lite.checkpoint.convert.driver import recognised
+    from megatron_lite.checkpoint.convert.driver import NATIVE, recognised
 
     foreign = recognised(Path(folder))
-    return f"; it looks like one of {foreign}: megatron-lite convert {folder} NEW_FOLDER first" if foreign else ""
+    if foreign in ("", NATIVE):
+        return ""
+    return f"{folder} is a checkpoint of {foreign}. Load what `megatron-lite convert {folder} NEW_FOLDER` makes of it"
 
 
 def load_or_fall_back(
@@ -157,7 +211,14 @@ def load_weights(run: Run, root: Path, iteration: int) -> None:
     weights = run.optimizer.weights()
     config = run.config.model_dump(mode="json")
     loaded = store.load(
-        root, iteration, ctx=run.ctx, table=run.table, weights=weights, optimizer_state={}, config=config
+        root,
+        iteration,
+        ctx=run.ctx,
+        table=run.table,
+        weights=weights,
+        optimizer_state={},
+        config=config,
+        provider=run.origin.get(MODEL_PROVIDER, ""),
     )
     check_tokenizer(locate(root, iteration), loaded, run)
     run.optimizer.load(weights, {}, 0, 0)
@@ -180,8 +241,10 @@ def load_run(run: Run, root: Path, iteration: int) -> None:
         weights=weights,
         optimizer_state=optimizer_state,
         config=run.config.model_dump(mode="json"),
+        provider=run.origin.get(MODEL_PROVIDER, ""),
     )
     check_tokenizer(locate(root, iteration), loaded, run)
+    loaded = checked(loaded, locate(root, iteration), run)
     refuse_new_order(loaded.config, run.config)
     refuse_partial_sums(loaded.config, run)
     if run.ctx.rank == 0 and (changes := changed_fields(loaded.config, run.config.model_dump(mode="json"))):
@@ -237,6 +300,25 @@ def learning_rate_line(saved: dict[str, Any], run: Run) -> str:
     )
 
 
+def checked(loaded: store.Loaded, folder: Path, run: Run) -> store.Loaded:
+    """The same with all fields of this version's config. Raises CheckpointError where state or config are not a run's,
+    as after an edit by hand."""
+    known = {
+        section: {key: value for key, value in fields.items() if f"{section}.{key}" in FIELDS}
+        for section, fields in loaded.config.items()
+        if section in Config.model_fields
+    }
+    state, scaler = loaded.state, run.optimizer.scaler.state_dict()
+    if not (
+        isinstance(state.get("train"), dict)
+        and isinstance(state.get("adam_steps"), int)
+        and isinstance(state.get("loss_scaler"), dict)
+        and all(isinstance(state["loss_scaler"].get(key), int | float) for key in scaler)
+    ):
+        raise CheckpointError(f"{folder}: its state {str(state)[:80]} is not that of a run. Load another checkpoint")
+    return replace(loaded, config=parse_config(known, folder).model_dump(mode="json"))
+
+
 def moved_line(loaded: store.Loaded, run: Run) -> str:
     """From which layout to which a checkpoint was moved, and whether random streams go on; empty where all is as it
     was."""
@@ -270,8 +352,8 @@ def refuse_partial_sums(saved: dict[str, Any], run: Run) -> None:
         before = saved[section].get(key)
         if before != now[section][key]:
             raise ConfigError(
-                f"{section}.{key} ({before} there, {now[section][key]} here): what sync.delay had under way in the "
-                "checkpoint belongs to its way of summing; set it as it was, or take the weights alone with "
+                f"{section}.{key} (checkpoint: {before}, config: {now[section][key]}): sums that sync.delay had in "
+                "flight belong to the setting of the checkpoint; set it as it was, or take the weights alone with "
                 "checkpoint.load_weights"
             )
 
@@ -292,7 +374,9 @@ def refuse_new_order(saved: dict[str, Any], config: Config) -> None:
 
     wanted = order(config.run.model_dump(), config.data.model_dump())
     before = order(saved["run"], saved["data"])
-    if changed := [f"{key} ({before[key]} there, {wanted[key]} here)" for key in wanted if wanted[key] != before[key]]:
+    if changed := [
+        f"{key} (checkpoint: {before[key]}, config: {wanted[key]})" for key in wanted if wanted[key] != before[key]
+    ]:
         raise ConfigError(
             f"{', '.join(changed)}: the order of the samples would differ from the checkpoint's, so training would "
             "repeat some and never see others; restore these values, or start a new run.dir"

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_lite.checkpoint.agreement import on_first
-from megatron_lite.checkpoint.directory import iterations, read_latest
+from megatron_lite.checkpoint.directory import iterations
 from megatron_lite.checkpoint.lock import LOCK_FILE
 from megatron_lite.checkpoint.tensor_file import ADVICE, sync_folder
 from megatron_lite.config.schema import Config
@@ -30,7 +30,7 @@ from megatron_lite.data.tokenizer import build_tokenizer, tokenizer_hash
 from megatron_lite.errors import CheckpointError, ConfigError, DataError
 from megatron_lite.parallel.collectives import barrier
 from megatron_lite.parallel.context import Group
-from megatron_lite.training.checkpointing import checkpoints_of
+from megatron_lite.training.checkpointing import checkpoints_of, find_start
 from megatron_lite.training.findings import (
     Finding,
     ask,
@@ -233,22 +233,15 @@ def lock_problem(path: Path) -> str:
 
 
 def start(config: Config, world: Group) -> list[Finding]:
-    """Where training would begin; raises CheckpointError where it is to begin with a checkpoint that is not there."""
+    """Where training would begin; raises CheckpointError where checkpoint.load leads to no checkpoint."""
     return [Finding("ok", "start", on_first(lambda: _start(config), world))]
 
 
 def _start(config: Config) -> str:
-    for key, folder in (
-        ("run.dir", config.run.dir),
-        ("checkpoint.load", config.checkpoint.load),
-        ("checkpoint.load_weights", config.checkpoint.load_weights),
-    ):
-        iteration = read_latest(checkpoints_of(folder)) if folder else None
-        if iteration is not None:
-            return f"with the checkpoint of iteration {iteration:,} in {folder} ({key})"
-        if folder and key != "run.dir":
-            raise CheckpointError(f"{key} is {folder}, but there is no checkpoint in {checkpoints_of(folder)}")
-    return "at iteration 0, for run.dir has no checkpoint"
+    found = find_start(config)
+    if found is None:
+        return "at iteration 0, for run.dir has no checkpoint"
+    return f"with the checkpoint of iteration {found.iteration:,} in {found.root} ({found.key})"
 
 
 def disk(config: Config, world: Group) -> list[Finding]:

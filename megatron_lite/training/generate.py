@@ -1,10 +1,11 @@
 """Text from a trained model, one token at a time.
 
-The whole text is run through the model for every new token: there is no cache of keys and values, so this is for
+The full text is run through the model for every new token: there is no cache of keys and values, so this is for
 looking at what a model has learnt, not for serving it.
 """
 
 import os
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -12,69 +13,75 @@ import torch
 from torch import Tensor, nn
 
 from megatron_lite.checkpoint import store
-from megatron_lite.checkpoint.directory import find_latest, locate, resolve
-from megatron_lite.checkpoint.layout import read_layout
+from megatron_lite.checkpoint.directory import place_of
+from megatron_lite.checkpoint.layout import parse_config, read_layout
+from megatron_lite.checkpoint.match import check_provider
 from megatron_lite.config.schema import Config
 from megatron_lite.data.tokenizer import build_tokenizer, tokenizer_hash
-from megatron_lite.errors import CheckpointError, ConfigError
+from megatron_lite.errors import ConfigError
 from megatron_lite.model.build import get_model, named_params, param_table
 from megatron_lite.parallel.collectives import all_gather, broadcast
-from megatron_lite.parallel.context import ParallelContext, solo
+from megatron_lite.parallel.context import ParallelContext
 from megatron_lite.parallel.random import RngTracker
 from megatron_lite.parallel.shard import Held
 from megatron_lite.pipeline.engine import PipelineEngine
 from megatron_lite.pipeline.schedules import build_schedule
-from megatron_lite.training.checkpointing import checkpoints_of
 from megatron_lite.training.initialize import DTYPES, finalize_megatron, initialize_megatron
+from megatron_lite.training.provider import NamedProvider, provider_name
+from megatron_lite.training.setup import ModelProvider
 from megatron_lite.training.step import message_of
 
 NextLogits = Callable[[list[int]], Tensor]
 """Token ids -> logits `[v]` of what follows them, in fp32 on the CPU."""
 
 
-def config_of_run(run_dir: str, world_size: int) -> Config:
-    """The config that the newest checkpoint of a run was written with, for one data-parallel rank: in the layout that
-    it was trained in where there are as many processes as that takes, else over tensor-parallel ranks."""
-    root = checkpoints_of(run_dir)
-    iteration = find_latest(root, world=solo())
-    if iteration is None:
-        raise CheckpointError(f"{root}: there is no checkpoint; give the run.dir of a run that has saved one")
-    fields = read_layout(locate(root, iteration)).config
+def config_of(folder: Path, world_size: int, model: str = "") -> Config:
+    """The config that a checkpoint was written with, for one data-parallel rank: in the layout that it was trained in
+    where there are as many processes as that takes, else over tensor-parallel ranks.
+
+    `model` names the custom provider that is to build the model; empty: the built-in one.
+    """
+    layout = read_layout(folder)
+    check_provider(layout, folder, model)
+    trained = parse_config(layout.config, folder)
+    fields = trained.model_dump()
     # Only the model, its layout and its tokenizer matter here, and the device is this machine's.
-    fields["run"] |= {"dir": run_dir, "device": "auto"}
-    fields["parallel"]["sequence"] = False  # the weights are the same, and a text has any length
-    fields["parallel"]["ddp"], fields["optim"]["distributed"] = "local", False
-    fields.pop("deepspeed", None)
-    if fields["parallel"]["tensor"] * fields["parallel"]["pipeline"] != world_size:
+    fields["run"] |= {"dir": str(folder), "device": "auto"}
+    fields["parallel"] |= {"sequence": False, "ddp": "local"}  # the weights are the same, and a text has any length
+    fields["optim"]["distributed"] = False
+    fields.pop("deepspeed")
+    if trained.parallel.tensor * trained.parallel.pipeline != world_size:
         fields["parallel"] = {"tensor": world_size}
     batch = fields["parallel"].get("pipeline", 1)  # what the interleaved schedule asks for at least
     fields["train"] |= {"global_batch_size": batch, "micro_batch_size": 1, "ramp_up": None}
     fields["train"]["offload_activations"] = False  # there is no backward, and perhaps no GPU
-    return Config.model_validate(fields, strict=False)
+    fields["data"]["seq_length"] = 1  # of training, which some versions let exceed the positions
+    return Config.model_validate(fields)
 
 
-def check_tokenizer_of(path: str) -> None:
-    """Raises ConfigError where the tokenizer's files are not those that the newest checkpoint was trained with."""
-    layout = read_layout(resolve(Path(path)))
+def check_tokenizer_of(folder: Path) -> None:
+    """Raises ConfigError where the tokenizer's files are not those that the checkpoint was trained with."""
+    layout = read_layout(folder)
     spec, trained = layout.config["data"]["tokenizer"], layout.origin.get("tokenizer")
     if spec and trained and (found := tokenizer_hash(spec)) != trained:
         raise ConfigError(
-            f"{path}: its tokenizer {spec} has changed since training (hash {trained[:12]} then, {found[:12]} now); "
+            f"{folder}: its tokenizer {spec} has changed since training (hash {trained[:12]} then, {found[:12]} now); "
             "restore its files, or add --no-tokenizer-check if both give the same ids"
         )
 
 
-def generate_text(run_dir: str, prompt: str, max_new_tokens: int, temperature: float, seed: int) -> str:
-    """The text that the newest checkpoint of a run writes after a prompt, printed by rank 0.
+def generate_text(folder: Path, prompt: str, max_new_tokens: int, temperature: float, seed: int, model: str) -> str:
+    """The text that the model of a checkpoint writes after a prompt, printed by rank 0.
 
-    Collective over the world, over which `config_of_run` spreads the model.
+    Collective over the world, over which `config_of` spreads the model.
     """
-    config = config_of_run(run_dir, int(os.environ.get("WORLD_SIZE", "1")))
+    config = config_of(folder, int(os.environ.get("WORLD_SIZE", "1")), model)
     if not config.data.tokenizer:
-        raise ConfigError(f"{run_dir}: trained without data.tokenizer, so there is nothing to read the prompt with")
+        raise ConfigError(f"{folder}: trained without data.tokenizer, so there is nothing to read the prompt with")
     prompt = prompt.encode("utf-8", "surrogateescape").decode("utf-8", "replace")  # bytes of a shell may be no text
+    provider = NamedProvider(model) if model else get_model
     try:
-        text = prompt + continuation(config, prompt, max_new_tokens, temperature, seed)
+        text = prompt + continuation(folder, config, provider, prompt, max_new_tokens, temperature, seed)
     finally:
         finalize_megatron()
     if os.environ.get("RANK", "0") == "0":
@@ -82,13 +89,27 @@ def generate_text(run_dir: str, prompt: str, max_new_tokens: int, temperature: f
     return text
 
 
-def continuation(config: Config, prompt: str, max_new_tokens: int, temperature: float, seed: int) -> str:
-    """What the newest checkpoint of `config.run.dir` writes after the prompt."""
+def continuation(
+    folder: Path,
+    config: Config,
+    provider: ModelProvider,
+    prompt: str,
+    max_new_tokens: int,
+    temperature: float,
+    seed: int,
+) -> str:
+    """What the model of a checkpoint writes after the prompt; rank 0 reports where the context was too short for it."""
     tokenizer = build_tokenizer(config.data.tokenizer)
     ctx, rng = initialize_megatron(config)
     ids = tokenizer.encode(prompt) or [tokenizer.eod]
+    limit = config.model.max_position_embeddings
+    if len(ids) > limit:
+        raise ConfigError(
+            f"--prompt has {len(ids):,} tokens; the model has a context of {limit:,} "
+            "(model.max_position_embeddings): shorten the prompt"
+        )
     new = generate(
-        logits_function(load_model(config, ctx, rng), config, ctx),
+        logits_function(load_model(folder, config, ctx, rng, provider), config, ctx),
         ids,
         config=config,
         max_new_tokens=max_new_tokens,
@@ -96,16 +117,23 @@ def continuation(config: Config, prompt: str, max_new_tokens: int, temperature: 
         seed=seed,
         eod=tokenizer.eod,
     )
+    if len(ids) + len(new) > limit and len(new) < max_new_tokens and ctx.rank == 0:
+        print(
+            f"stopped after {len(new):,} of {max_new_tokens:,} new tokens: the context of the model ends at "
+            f"{limit:,} tokens (model.max_position_embeddings)",
+            file=sys.stderr,
+            flush=True,
+        )
     # Decoded together: a tokenizer may drop a space at the start of what it decodes.
     return tokenizer.decode(ids + new)[len(tokenizer.decode(ids)) :]
 
 
-def load_model(config: Config, ctx: ParallelContext, rng: RngTracker) -> Sequence[nn.Module]:
-    """This rank's chunks of the model of a run's newest checkpoint, weights only."""
-    root = checkpoints_of(config.run.dir)
-    chunks = get_model(config, ctx, rng, dtype=DTYPES[config.train.precision])
-    iteration = find_latest(root, world=ctx.world)
-    assert iteration is not None  # config_of_run has read it
+def load_model(
+    folder: Path, config: Config, ctx: ParallelContext, rng: RngTracker, provider: ModelProvider
+) -> Sequence[nn.Module]:
+    """This rank's chunks of the model of a checkpoint, weights only."""
+    chunks = provider(config, ctx, rng, dtype=DTYPES[config.train.precision])
+    root, iteration = place_of(folder)
     store.load(
         root,
         iteration,
@@ -114,6 +142,7 @@ def load_model(config: Config, ctx: ParallelContext, rng: RngTracker) -> Sequenc
         weights={name: Held(parameter.detach()) for name, parameter in named_params(chunks).items()},
         optimizer_state={},
         config=config.model_dump(mode="json"),
+        provider=provider_name(provider),
     )
     return [chunk.eval() for chunk in chunks]
 
@@ -154,14 +183,14 @@ def generate(
     """Token ids that follow the prompt, up to and without the first end-of-document.
 
     A temperature of 0 takes the likeliest token. Every rank draws the same numbers, so all return the same ids. A text
-    that outgrows the model's positions goes on from its last `max_position_embeddings` tokens.
+    ends with the model's context: the last new token follows `max_position_embeddings` others.
     Communicates: what `next_logits` does.
     """
     generator = torch.Generator().manual_seed(seed)
-    limit = config.model.max_position_embeddings
+    room = config.model.max_position_embeddings + 1 - len(prompt)
     ids = list(prompt)
-    for _ in range(max_new_tokens):
-        token = pick(next_logits(ids[-limit:])[: config.model.vocab_size], temperature, generator)
+    for _ in range(min(max_new_tokens, room)):
+        token = pick(next_logits(ids)[: config.model.vocab_size], temperature, generator)
         if token == eod:
             break
         ids.append(token)

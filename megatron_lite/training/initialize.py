@@ -27,6 +27,7 @@ from megatron_lite.errors import ConfigError, TrainingError
 from megatron_lite.parallel.context import Group, ParallelContext
 from megatron_lite.parallel.grid import Grid
 from megatron_lite.parallel.random import RngTracker, seed_everything
+from megatron_lite.training.provider import check_not_loading
 
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # names and numbers of glibc's malloc.h
 # Fields that say where a machine keeps things, in which machines may differ.
@@ -41,6 +42,7 @@ def initialize_megatron(config: Config) -> tuple[ParallelContext, RngTracker]:
     same in all of them, and TrainingError where they cannot meet. The context is also registered for
     `megatron_lite.mpu`.
     """
+    check_not_loading()
     world_size = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
     validate(config, world_size)
     device = choose_device(config.run.device, int(os.environ.get("LOCAL_RANK", "0")))

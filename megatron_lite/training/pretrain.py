@@ -18,10 +18,9 @@ from megatron_lite.checkpoint.agreement import on_all, on_first
 from megatron_lite.checkpoint.lock import locked
 from megatron_lite.config.schema import Config
 from megatron_lite.config.stages import layer_counts
-from megatron_lite.config.validate import with_vocab_size
 from megatron_lite.data.blended import Splits, check_order_is_kept
 from megatron_lite.data.statistics import bytes_per_token, unigram_entropy
-from megatron_lite.data.tokenizer import Tokenizer, build_tokenizer
+from megatron_lite.data.tokenizer import Tokenizer
 from megatron_lite.errors import ConfigError, StoppedEarly
 from megatron_lite.model.build import get_model
 from megatron_lite.pipeline.schedules import build_schedule
@@ -72,33 +71,22 @@ def run_to_end(config: Config, model_provider: ModelProvider, datasets_provider:
             Path(config.run.exit_code_file).unlink(missing_ok=True)  # of the run before
         if os.environ.get("LOCAL_RANK", "0") == "0":  # of each machine, for they may not share the folder
             shutil.rmtree(Path(config.run.dir) / "heartbeat", ignore_errors=True)
-        tokenizer = build_tokenizer(config.data.tokenizer) if config.data.tokenizer else None
-        config = settle_vocabulary(config, tokenizer)
         run = setup_model_and_optimizer(config, ctx, rng, model_provider)
-        log = RunLog(config, ctx, run.state, lock)
+        log = RunLog(run.config, ctx, run.state, lock)
         at_the_end.callback(log.close)
         at_the_end.callback(run.saver.close, log.say)
         announce(run, log, time.monotonic() - began)
         datasets = (datasets_provider or build_splits)(run)
         announce_data(run, datasets, log)
         if log.active:
-            write_config(config)
-        return train_and_evaluate(run, datasets, tokenizer, log, started)
+            write_config(run.config)
+        return train_and_evaluate(run, datasets, run.tokenizer, log, started)
 
 
 def launch_time() -> float:
     """When this run was started, on the monotonic clock: through restarts, the launcher's own start."""
     launched = os.environ.get("MEGATRON_LITE_LAUNCHED")
     return time.monotonic() - (time.time() - float(launched) if launched else 0.0)
-
-
-def settle_vocabulary(config: Config, tokenizer: Tokenizer | None) -> Config:
-    """The config with a vocabulary size: its own, or the tokenizer's."""
-    if tokenizer is not None:
-        return with_vocab_size(config, tokenizer.vocab_size)
-    if config.model.vocab_size:
-        return config
-    raise ConfigError("model.vocab_size is not given and there is no data.tokenizer to take it from; give one of them")
 
 
 def build_splits(run: Run) -> Splits:

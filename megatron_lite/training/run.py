@@ -8,6 +8,7 @@ from torch import nn
 
 from megatron_lite.checkpoint.saver import Saver
 from megatron_lite.config.schema import Config
+from megatron_lite.data.tokenizer import Tokenizer
 from megatron_lite.ddp.data_parallel import DataParallel
 from megatron_lite.optim.mixed_precision import Optimizer
 from megatron_lite.parallel.context import ParallelContext
@@ -33,5 +34,6 @@ class Run:
     engine: PipelineEngine
     saver: Saver
     origin: dict[str, Any]  # what checkpoints record beside the config: what built the model, the tokenizer's hash
+    tokenizer: Tokenizer | None = None  # of data.tokenizer
     state: TrainState = field(default_factory=TrainState)
     progress: Progress = field(default_factory=Progress)

@@ -2,17 +2,18 @@
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from typing import Any
 
 import torch
 from torch import nn
 
+from megatron_lite.checkpoint.match import MODEL_PROVIDER
 from megatron_lite.checkpoint.saver import Saver
 from megatron_lite.config.schema import Config
-from megatron_lite.data.tokenizer import tokenizer_hash
+from megatron_lite.config.validate import with_vocab_size
+from megatron_lite.data.tokenizer import Tokenizer, build_tokenizer, tokenizer_hash
 from megatron_lite.ddp.deepspeed import DeepSpeed
 from megatron_lite.ddp.wrap import check_every_parameter_is_trained, wrap_ddp
-from megatron_lite.errors import TrainingError
+from megatron_lite.errors import ConfigError, TrainingError
 from megatron_lite.model.build import get_model, named_params, param_table
 from megatron_lite.optim.deepspeed import DeepSpeedOptimizer
 from megatron_lite.optim.mixed_precision import MixedPrecisionOptimizer
@@ -23,6 +24,7 @@ from megatron_lite.parallel.random import RngTracker
 from megatron_lite.pipeline.engine import PipelineEngine
 from megatron_lite.training.checkpointing import load_newest
 from megatron_lite.training.initialize import DTYPES
+from megatron_lite.training.provider import provider_name
 from megatron_lite.training.replicas import start_alike
 from megatron_lite.training.run import Run
 
@@ -32,7 +34,7 @@ ModelProvider = Callable[..., Sequence[nn.Module]]
 def setup_model_and_optimizer(
     config: Config, ctx: ParallelContext, rng: RngTracker, model_provider: ModelProvider = get_model
 ) -> Run:
-    """A run at its start, or where its newest checkpoint left it.
+    """A run at its start, or where its newest checkpoint left it; its config has the size of the vocabulary.
 
     `model_provider` is called like `get_model` and returns this rank's chunks. The chunk of the first stage is called
     with `(tokens [b, s], labels [b, s])`, others also get the stage before's hidden state, `[s, b, h]`, which is
@@ -40,6 +42,8 @@ def setup_model_and_optimizer(
     their hidden state.
     Collective over the world.
     """
+    tokenizer = build_tokenizer(config.data.tokenizer) if config.data.tokenizer else None
+    config = settle_vocabulary(config, tokenizer)
     dtype = DTYPES[config.train.precision]
     deepspeed = DeepSpeed(config, ctx) if config.parallel.ddp == "deepspeed" else None
     with deepspeed.while_building() if deepspeed is not None else nullcontext():
@@ -63,14 +67,23 @@ def setup_model_and_optimizer(
             optimizer = OuterOptimizer(optimizer, params, table, config.sync, dp, bucket_mb=config.parallel.bucket_mb)
     engine = PipelineEngine(ctx, num_chunks=len(model), timeout_seconds=config.train.comm_timeout)
     saver = Saver(ctx, in_background=config.checkpoint.async_save, timeout_seconds=config.train.comm_timeout)
-    run = Run(config, ctx, rng, model, params, table, ddp, optimizer, engine, saver, origin=_origin(config))
+    run = Run(config, ctx, rng, model, params, table, ddp, optimizer, engine, saver, origin={})
+    run.tokenizer = tokenizer
+    if name := provider_name(model_provider):
+        run.origin[MODEL_PROVIDER] = name
+    if tokenizer is not None:
+        run.origin["tokenizer"] = tokenizer_hash(config.data.tokenizer)  # each rank reads its files
     load_newest(run)
     return run
 
 
-def _origin(config: Config) -> dict[str, Any]:
-    """What a checkpoint records beside its config; each rank reads the tokenizer's files."""
-    return {"tokenizer": tokenizer_hash(config.data.tokenizer)} if config.data.tokenizer else {}
+def settle_vocabulary(config: Config, tokenizer: Tokenizer | None) -> Config:
+    """The config with a vocabulary size: its own, or the tokenizer's."""
+    if tokenizer is not None:
+        return with_vocab_size(config, tokenizer.vocab_size)
+    if config.model.vocab_size:
+        return config
+    raise ConfigError("model.vocab_size is not given and there is no data.tokenizer to take it from; give one of them")
 
 
 def refuse_other_chunks(model: Sequence[nn.Module], config: Config) -> None:

@@ -43,6 +43,10 @@ class TrainState:
                 f"the checkpoint has counters that this version does not know ({', '.join(unknown)}): a newer "
                 "megatron_lite has written it; go on with that one"
             )
+        for field in fields(cls):
+            value = values.get(field.name, field.default)
+            if not isinstance(value, int | float if field.type is float else int):
+                raise CheckpointError(f"the checkpoint's counter {field.name} is {value!r}; load another checkpoint")
         return cls(**values)
 
     def remember(self, loss: float) -> None:

@@ -138,7 +138,7 @@ def test_generate_continues_the_prompt_alike_on_any_number_of_processes(finished
 def test_generate_without_a_checkpoint_says_where_it_looked(tmp_path):
     refused = run_here("generate", "--load", "nowhere", "--prompt", "x", cwd=tmp_path)
     assert refused.returncode == 1
-    assert "nowhere/checkpoints: there is no checkpoint" in refused.stderr
+    assert "nowhere: is not a folder. Give a run's folder, its checkpoints/ folder or one iter_" in refused.stderr
 
 
 @pytest.mark.parametrize("ranks_wanted", [1, 2])
@@ -209,7 +209,7 @@ def test_a_checkpoint_of_another_model_is_refused(alone, tmp_path, change):
     arguments = (f"run.dir={tmp_path / 'run'}", change, "train.iterations=9")
     done = run_here("pretrain", "--config", str(alone / "tiny.yaml"), *arguments, cwd=tmp_path)
     assert done.returncode == 1
-    assert "is of another model" in done.stderr
+    assert "belongs to another model" in done.stderr
     assert change.split("=")[0] in done.stderr
     assert yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())["train"]["iterations"] == 8
 
@@ -227,7 +227,7 @@ def test_what_changed_since_the_checkpoint_is_told(alone, tmp_path):
 def test_nothing_to_load_is_named(tmp_path, corpus):
     done = run_here("pretrain", "--config", str(tiny_yaml(tmp_path, corpus)), "checkpoint.load=nowhere", cwd=tmp_path)
     assert done.returncode == 1
-    assert "checkpoint.load is nowhere, but there is no checkpoint in nowhere/checkpoints" in done.stderr
+    assert "checkpoint.load: nowhere: is not a folder. Give a run's folder" in done.stderr
 
 
 def test_a_damaged_checkpoint_names_the_file(finished, tmp_path):

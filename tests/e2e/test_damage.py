@@ -111,7 +111,7 @@ def test_another_model_is_no_damage(whole, tmp_path):
     """Falling back would only hide the mistake, and set good checkpoints aside."""
     folder = tmp_path / "run"
     shutil.copytree(whole, folder)
-    with pytest.raises(CheckpointError, match="is of another model"):
+    with pytest.raises(CheckpointError, match="belongs to another model"):
         run_to_the_end(folder, "codegeex", **COMMON, train__iterations=6, model__num_heads=2)
     assert not list(folder.glob("checkpoints/damaged*"))
 

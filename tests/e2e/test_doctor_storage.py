@@ -122,7 +122,8 @@ def test_folders_that_cannot_be_written_and_files_that_are_not_there_are_told(do
         "can be",
         f" FAIL  run.dir: {A}: {x} cannot be written: Not a directory. Choose another run.dir",
         " skip  disk: without the tokenizer the size of the model is not known",
-        f" FAIL  start: rank 0: checkpoint.load_weights is {away}, but there is no checkpoint in {away}/checkpoints",
+        f" FAIL  start: rank 0: checkpoint.load_weights: {away}: is not a folder. Give a run's folder, its "
+        "checkpoints/ folder or one iter_... folder in it",
         failed(4, 13),
     ]
 
@@ -217,7 +218,7 @@ def test_a_checkpoint_that_is_there_is_where_training_starts_and_needs_no_more_s
     layout.touch()
     config = with_vocab_size(load_config(doctor.config), 257)
     (start,) = doctor_storage.start(config, solo())
-    assert start.text == f"with the checkpoint of iteration 7 in {doctor.folder}/run (run.dir)"
+    assert start.text == f"with the checkpoint of iteration 7 in {doctor.folder}/run/checkpoints (run.dir)"
     with nearly_full():
         assert doctor_storage.disk(config, solo())[0].level == "warn"
     with patched((doctor_storage, "free_bytes", lambda folder: 100_000)):

@@ -1,6 +1,7 @@
 """What the README says can be done, done."""
 
 import re
+import runpy
 import stat
 import subprocess
 import sys
@@ -8,7 +9,7 @@ import sys
 import pytest
 
 from megatron_lite.config.load import FIELDS, load_config
-from tests.e2e.command import ROOT, environment
+from tests.e2e.command import ROOT, environment, make_corpus
 
 README = (ROOT / "README.md").read_text()
 
@@ -60,10 +61,22 @@ def test_the_drawing_of_a_schedule_is_what_the_command_prints():
     assert f"\n```\n{done.stdout.decode()}```\n" in README
 
 
-def test_the_script_of_ones_own_compiles():
-    (script,) = blocks("python")
-    compile(script, "README.md", "exec")
-    load_config(ROOT / "configs" / "gpt.yaml", ["train.iterations=100"])  # the call it makes
+def test_the_scripts_of_ones_own_run(tmp_path, monkeypatch, capsys):
+    """Their names and arguments are those of the code; the model has the tokenizer's vocabulary without being told."""
+    with_model, with_loop, with_data = blocks("python")
+    monkeypatch.chdir(tmp_path)
+    prefix = make_corpus(tmp_path)
+    config = "".join(block for block in blocks("sh") if "cat > tour.yaml" in block)
+    config = config[config.index("run: {") : config.index("END\nmeg")].replace("runs/tour/code_text_document", prefix)
+    config = config.replace("micro_batch_size: 16", "micro_batch_size: 2").replace("iterations: 20}", "iterations: 1}")
+    config = config.replace("iterations: 200", "iterations: 2").replace("eval_interval: 100", "eval_iterations: 1")
+    (tmp_path / "tour.yaml").write_text(config)
+    load_config(ROOT / "configs" / "gpt.yaml", ["train.iterations=100"])  # of the first one
+    small = with_model.replace("configs/gpt.yaml", "tour.yaml").replace('"train.iterations=100"', '"parallel.tensor=1"')
+    for script, said in ((small, "runs/tour"), (with_loop, "\n2 "), (with_data, "runs/counting")):
+        (tmp_path / "mine.py").write_text(script.replace("train.iterations=20", "train.iterations=2"))
+        runpy.run_path("mine.py", run_name="__main__")
+        assert said in capsys.readouterr().out
 
 
 def test_the_keys_of_the_flag_table_exist():

@@ -12,9 +12,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from megatron_lite.checkpoint.layout import Layout, dump_layout, read_layout
+from megatron_lite.checkpoint.layout import Layout, content_checksum, dump_layout, read_layout
 from megatron_lite.data.blended import Splits
-from megatron_lite.errors import CheckpointError, TrainingError
+from megatron_lite.errors import CheckpointError, DamagedCheckpoint, TrainingError
 from megatron_lite.training.checkpointing import save_run
 from megatron_lite.training.faults import answer_bad_numbers
 from megatron_lite.training.initialize import finalize_megatron, initialize_megatron
@@ -22,6 +22,7 @@ from megatron_lite.training.pretrain import pretrain
 from megatron_lite.training.run import Run
 from megatron_lite.training.setup import setup_model_and_optimizer
 from megatron_lite.training.step import train_step
+from tests.checkpoints import tensors_of_newest
 from tests.e2e.tiny import portion, sample, tiny_config
 from tests.ranks import RanksFailed
 
@@ -216,8 +217,63 @@ def test_a_warm_start_from_nothing_is_refused(tmp_path):
     with pytest.raises(CheckpointError) as raised:
         run_to_the_end(tmp_path, "gpt", checkpoint__load_weights=tmp_path / "nowhere")
     assert str(raised.value) == (
-        f"checkpoint.load_weights is {tmp_path}/nowhere, but there is no checkpoint in {tmp_path}/nowhere/checkpoints"
+        f"checkpoint.load_weights: {tmp_path}/nowhere: is not a folder. Give a run's folder, its checkpoints/ "
+        "folder or one iter_... folder in it"
     )
+
+
+def test_a_run_branches_off_an_older_iteration_of_another(tmp_path, capsys):
+    """With its counters; the same command resumes the branch."""
+    run_to_the_end(tmp_path / "source", "gpt", train__iterations=3, checkpoint__interval=1)
+    before = tensors_of_newest(tmp_path / "source")
+    branch = {"checkpoint__load": tmp_path / "source", "checkpoint__load_iteration": 1, "train__iterations": 3}
+    run_to_the_end(tmp_path / "branch", "gpt", **branch)
+    root = tmp_path / "source" / "checkpoints"
+    assert f" loading checkpoint from {root} at iteration 1\n" in capsys.readouterr().out
+    assert [row["iteration"] for row in rows(tmp_path / "branch")] == [2, 3]
+    assert tensors_of_newest(tmp_path / "branch") == before
+    run_to_the_end(tmp_path / "branch", "gpt", **branch)
+    said = capsys.readouterr().out
+    assert " checkpoint.load is not used: run.dir has checkpoints\n" in said and "at iteration 3\n" in said
+
+
+def test_a_chosen_iteration_that_is_damaged_has_no_substitute(tmp_path):
+    """Who asks for iteration 2 does not want iteration 1."""
+    run_to_the_end(tmp_path / "source", "gpt", train__iterations=2, checkpoint__interval=1)
+    (damaged,) = (tmp_path / "source/checkpoints/iter_0000002").glob("*/model.safetensors")
+    damaged.write_bytes(damaged.read_bytes()[:-1])
+    with pytest.raises(DamagedCheckpoint, match=f"^{damaged}: "):
+        run_to_the_end(tmp_path / "run", "gpt", checkpoint__load=tmp_path / "source", checkpoint__load_iteration=2)
+    assert damaged.exists()
+
+
+def test_a_layout_that_was_edited_by_hand_is_refused(tmp_path):
+    """With a checksum that is right. A traceback would say nothing of the file."""
+    run_to_the_end(tmp_path, "gpt", train__iterations=2)
+    (folder,) = (tmp_path / "checkpoints").glob("iter_*")
+    layout = read_layout(folder)
+    train = layout.state["train"]
+    for state, config, message in (
+        ({}, {}, f"{folder}: its state {{}} is not that of a run. Load another checkpoint"),
+        ({**layout.state, "adam_steps": "2"}, {}, "is not that of a run"),
+        ({**layout.state, "loss_scaler": 1}, {}, "is not that of a run"),
+        ({**layout.state, "train": {**train, "iteration": "2"}}, {}, "counter iteration is '2'; load another checkpo"),
+        (
+            layout.state,
+            {"parallel": {"ddp": 5}},
+            f"{folder}: the config in its layout.json is not one of megatron_lite",
+        ),
+    ):
+        edited = layout.model_copy(update={"state": state, "config": {**layout.config, **config}})
+        (folder / "layout.json").write_text(dump_layout(edited))
+        with pytest.raises(CheckpointError, match=re.escape(message)):
+            run_to_the_end(tmp_path, "gpt", train__iterations=4)
+    content = layout.model_dump()
+    content["config"]["model"] = 5
+    content = {"crc32": content_checksum(content), **content}
+    (folder / "layout.json").write_text(json.dumps(content))
+    with pytest.raises(CheckpointError, match=r"layout.json: config.model: Input should be a valid dictionary"):
+        run_to_the_end(tmp_path, "gpt", train__iterations=4)
 
 
 def test_a_foreign_checkpoint_has_to_be_converted(tmp_path):
@@ -226,8 +282,9 @@ def test_a_foreign_checkpoint_has_to_be_converted(tmp_path):
     (tmp_path / "hf" / "config.json").write_text('{"model_type": "gpt2"}')
     with pytest.raises(CheckpointError) as raised:
         run_to_the_end(tmp_path / "run", "gpt", checkpoint__load_weights=tmp_path / "hf")
-    assert str(raised.value).endswith(
-        f"it looks like one of huggingface: megatron-lite convert {tmp_path}/hf NEW_FOLDER first"
+    assert str(raised.value) == (
+        f"checkpoint.load_weights: {tmp_path}/hf is a checkpoint of huggingface. Load what `megatron-lite convert "
+        f"{tmp_path}/hf NEW_FOLDER` makes of it"
     )
 
 
@@ -307,9 +364,9 @@ def test_sums_under_way_are_not_taken_for_those_of_another_way_of_summing(ranks,
     delayed = DELAYED | {"sync__delay": 1, "parallel__tensor": 2}
     diloco = DELAYED | {"sync__mode": "diloco", "sync__interval": 2, "sync__delay": 1}
     for name, before, change, words in (
-        ("delayed", delayed, {"parallel__sequence": "true"}, "parallel.sequence (False there, True here)"),
-        ("stages", delayed, STAGES, "parallel.pipeline (1 there, 2 here)"),
-        ("diloco", diloco, {"sync__interval": 4}, "sync.interval (2 there, 4 here)"),
+        ("delayed", delayed, {"parallel__sequence": "true"}, "parallel.sequence (checkpoint: False, config: True)"),
+        ("stages", delayed, STAGES, "parallel.pipeline (checkpoint: 1, config: 2)"),
+        ("diloco", diloco, {"sync__interval": 4}, "sync.interval (checkpoint: 2, config: 4)"),
     ):
         ranks(2, run_to_the_end, tmp_path / name, "gpt", train__iterations=4, **before)
         with pytest.raises(RanksFailed) as raised:

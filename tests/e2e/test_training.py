@@ -326,10 +326,13 @@ def test_another_data_parallel_size_goes_on_with_the_same_losses(ranks, tmp_path
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"run__seed": 5}, r"run\.seed \(1234 there, 5 here\)"),
-        ({"data__seq_length": 8}, r"data\.seq_length \(16 there, 8 here\)"),
-        ({"data__split": "[1,1,0]"}, r"data\.split \(\[969\.0, 30\.0, 1\.0\] there, \[1\.0, 1\.0, 0\.0\] here\)"),
-        ({"data__paths": "[elsewhere/b]"}, r"data\.paths \(\[\] there, \['b'\] here\)"),
+        ({"run__seed": 5}, r"run\.seed \(checkpoint: 1234, config: 5\)"),
+        ({"data__seq_length": 8}, r"data\.seq_length \(checkpoint: 16, config: 8\)"),
+        (
+            {"data__split": "[1,1,0]"},
+            r"data\.split \(checkpoint: \[969\.0, 30\.0, 1\.0\], config: \[1\.0, 1\.0, 0\.0\]\)",
+        ),
+        ({"data__paths": "[elsewhere/b]"}, r"data\.paths \(checkpoint: \[\], config: \['b'\]\)"),
     ],
 )
 def test_a_change_that_moves_the_data_is_refused(ranks, tmp_path, change, words):

@@ -5,6 +5,7 @@ means would show.
 """
 
 import os
+from functools import wraps
 from typing import Any
 from unittest import mock
 
@@ -135,6 +136,7 @@ def fill_biases_too(parameter: torch.Tensor, meta: ParamMeta, *, seed: int, name
         parameter.data += meta.shard.split(whole, tp.rank, tp.size).to(parameter.dtype)
 
 
+@wraps(get_model)  # what it computes is the same, so it goes by the same name
 def model_with_biases(config: Config, ctx: ParallelContext, rng: RngTracker, **options: Any) -> list:
     """`get_model`, with biases and norms that are neither zero nor one."""
     with mock.patch("megatron_lite.model.build.fill", fill_biases_too):

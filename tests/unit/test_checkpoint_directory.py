@@ -10,6 +10,7 @@ from megatron_lite.checkpoint.directory import (
     find_latest,
     iterations,
     locate,
+    place_of,
     prepare,
     prune,
     publish,
@@ -85,7 +86,7 @@ def test_a_tracker_without_its_checkpoint_is_told_with_what_is_there(tmp_path):
         "iterations 50. Write one of them into the file, or delete the file to use the newest"
     )
     shutil.rmtree(root / "iter_0000050")
-    with pytest.raises(CheckpointError, match="There are none"):
+    with pytest.raises(CheckpointError, match="There are no iterations"):
         read_latest(root)
 
 
@@ -207,10 +208,28 @@ def test_users_may_name_the_run_its_checkpoints_or_one_of_them(tmp_path):
     assert resolve(root / "iter_0000002") == root / "iter_0000002"
 
 
-@pytest.mark.parametrize(("name", "message"), [("empty", "holds no checkpoint"), ("missing", "is no folder")])
+@pytest.mark.parametrize(("name", "message"), [("empty", "has no checkpoint"), ("missing", "is not a folder")])
 def test_a_folder_without_checkpoint_is_told(tmp_path, name, message):
     (tmp_path / "empty").mkdir()
     with pytest.raises(
         CheckpointError, match=rf"{name}: {message}. Give a run's folder, its checkpoints/ folder or one"
     ):
         resolve(tmp_path / name)
+
+
+def test_an_iteration_is_chosen_by_its_number_or_its_folder(tmp_path):
+    """A typing error names those present."""
+    root = made(tmp_path / "checkpoints", "iter_0000001", "iter_0000002", tracker="2")
+    assert resolve(tmp_path, 1) == resolve(root, 1) == resolve(root / "iter_0000001", 1) == root / "iter_0000001"
+    with pytest.raises(CheckpointError, match=r"has no checkpoint of iteration 3\. There are iterations 1, 2$"):
+        resolve(tmp_path, 3)
+    with pytest.raises(CheckpointError, match=r"iter_0000003: does not exist\. There are iterations 1, 2$"):
+        resolve(root / "iter_0000003")
+    with pytest.raises(CheckpointError, match=r"iter_0000001: is one checkpoint, not iteration 2\. Give the run's"):
+        resolve(root / "iter_0000001", 2)
+
+
+def test_a_checkpoint_is_loaded_under_the_name_of_its_iteration(tmp_path):
+    assert place_of(tmp_path / "iter_0000012") == place_of(tmp_path / ".old-iter_0000012") == (tmp_path, 12)
+    with pytest.raises(CheckpointError, match=r"best: is not named after its iteration, such as iter_0000100\. Rename"):
+        place_of(tmp_path / "best")

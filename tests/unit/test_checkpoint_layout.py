@@ -125,7 +125,7 @@ def test_what_this_version_cannot_use_is_refused(folder, changes, message):
 def test_a_folder_without_layout_is_foreign(tmp_path):
     """Megatron-LM's folders have the same names; with our files in them, it is one of ours that has lost it."""
     (tmp_path / "mp_rank_00").mkdir()
-    with pytest.raises(CheckpointError, match=r"has no layout\.json, so it is no checkpoint of megatron_lite"):
+    with pytest.raises(CheckpointError, match=r"has no layout\.json, so it is not a checkpoint of megatron_lite"):
         read_layout(tmp_path)
     (tmp_path / "mp_rank_00" / "model.safetensors").touch()
     with pytest.raises(DamagedCheckpoint, match=r"has tensors but no layout\.json. Restore it from a copy"):
@@ -166,3 +166,14 @@ def test_folders_have_megatrons_names():
     assert mp_rank_folder(3, 12, Grid(tp=4, pp=16)) == "mp_rank_03_012"
     assert iteration_of("iter_0000100") == 100 and iteration_of("iter_12345678") == 12345678
     assert iteration_of("iter_100") is None and iteration_of(".new-iter_0000100") is None
+
+
+def test_a_folder_under_the_name_of_another_iteration_is_refused(tmp_path):
+    """The log would have the one iteration, and the counters the other."""
+    folder = save(tmp_path, 4, one_process()).rename(tmp_path / "iter_0000006")
+    with pytest.raises(CheckpointError) as caught:
+        read_layout(folder)
+    assert str(caught.value) == (
+        f"{folder}: is named after iteration 6, but holds iteration 4. Rename it to iter_0000004"
+    )
+    assert read_layout(folder.rename(tmp_path / "copy")).iteration == 4

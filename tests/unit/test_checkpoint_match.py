@@ -35,8 +35,8 @@ def test_other_shapes_are_named_with_both_and_the_keys_to_look_at(root):
     config = {"model": {"hidden_size": 4, "num_layers": 1, "ffn_hidden_size": 6}}
     message = refused(root, table, config={**config, "model": {**config["model"], "hidden_size": 8}})
     assert message == (
-        f"{root}/iter_0000001: is of another model; {FC2} is [4, 12] there and [4, 24] here. "
-        "Look at model.hidden_size (4 there, 8 here), or choose another run.dir"
+        f"{root}/iter_0000001: belongs to another model; {FC2} is [4, 12] in the checkpoint and [4, 24] in this model. "
+        "Look at model.hidden_size (checkpoint: 4, config: 8), or choose another run.dir"
     )
 
 
@@ -44,22 +44,25 @@ def test_other_fused_parts_are_another_model(root):
     """The same shape with other query groups would load, and be nonsense."""
     table = {**TABLE, QKV: replace(TABLE[QKV], shard=Shard(0, (12, 2, 2)))}
     assert (
-        "linear_qkv.weight is [16, 4] fused of [8, 4, 4] there and [16, 4] fused of [12, 2, 2] here. Look at the "
-        in (refused(root, table))
+        "linear_qkv.weight is [16, 4] fused of [8, 4, 4] in the checkpoint and [16, 4] fused of "
+        "[12, 2, 2] in this model. Look at the " in (refused(root, table))
     )
 
 
 def test_missing_tensors_are_named(root):
     table = {**TABLE, **{f"decoder.layers.{n}.bias": ParamMeta((4,), Shard(), "zeros") for n in range(1, 6)}}
     message = refused(root, table, config={"model": {**CONFIG["model"], "num_layers": 6}})
-    assert "not there: decoder.layers.1.bias, decoder.layers.2.bias, decoder.layers.3.bias and 2 more" in message
-    assert "Look at model.num_layers (1 there, 6 here)" in message
+    assert (
+        "missing in the checkpoint: decoder.layers.1.bias, decoder.layers.2.bias, decoder.layers.3.bias and 2 more"
+        in message
+    )
+    assert "Look at model.num_layers (checkpoint: 1, config: 6)" in message
 
 
 def test_left_over_tensors_are_named(root):
     """Half of a deeper model is not this model."""
     table = {name: meta for name, meta in TABLE.items() if name != FC2}
-    assert f"is of another model; only there: {FC2}. Look at" in refused(root, table)
+    assert f"belongs to another model; only in the checkpoint: {FC2}. Look at" in refused(root, table)
 
 
 def test_another_precision_is_named(root):
@@ -67,14 +70,14 @@ def test_another_precision_is_named(root):
     into = contents(one_process(), -1, torch.float16)
     config = {**CONFIG, "train": {"precision": "fp16"}}
     assert refused(root, **into, config=config).endswith(
-        "weight of embedding.word_embeddings.weight is BF16, this run needs F16. Set train.precision (bf16 there, fp16 "
-        "here) as it was, or take the weights alone with checkpoint.load_weights"
+        "weight of embedding.word_embeddings.weight is BF16, this run needs F16. Set train.precision (checkpoint: "
+        "bf16, config: fp16) as it was, or take the weights alone with checkpoint.load_weights"
     )
     into = contents(one_process(), -1, torch.float32)
     config = {**CONFIG, "train": {"precision": "fp32"}}
     assert refused(root, **into, config=config).endswith(
         "of embedding.word_embeddings.weight it holds exp_avg, exp_avg_sq, master, weight, this run needs exp_avg, "
-        "exp_avg_sq, weight. Set train.precision (bf16 there, fp32 here) as it was, or take the "
+        "exp_avg_sq, weight. Set train.precision (checkpoint: bf16, config: fp32) as it was, or take the "
         "weights alone with checkpoint.load_weights"
     )
 
@@ -94,5 +97,37 @@ def test_what_follows_from_other_fields_is_the_same_model_when_it_is_said(root, 
     long = short | {"num_query_groups": 2, "head_dim": 2}
     save(tmp_path, 1, one_process(), config={"model": long})
     load(tmp_path, 1, one_process(), config={"model": short})
-    with pytest.raises(CheckpointError, match=r"Look at model.head_dim \(2 there, 4 here\)"):
+    with pytest.raises(CheckpointError, match=r"Look at model.head_dim \(checkpoint: 2, config: 4\)"):
         load(tmp_path, 1, one_process(), config={"model": short | {"head_dim": 4}})
+
+
+def test_rotary_positions_may_be_more_than_in_training(tmp_path):
+    """They have no weights. Learned ones have, and a longer table is another model."""
+    rotary = {"position": "rotary", "max_position_embeddings": 16}
+    save(tmp_path, 1, one_process(), config={"model": rotary})
+    load(tmp_path, 1, one_process(), config={"model": rotary | {"max_position_embeddings": 32}})
+    save(tmp_path, 2, one_process(), config={"model": rotary | {"position": "learned"}})
+    with pytest.raises(CheckpointError, match=r"model.max_position_embeddings \(checkpoint: 16, config: 32\)"):
+        load(tmp_path, 2, one_process(), config={"model": {"position": "learned", "max_position_embeddings": 32}})
+
+
+def test_the_checkpoint_of_a_custom_model_needs_a_custom_model(tmp_path):
+    """The built-in model would load tensors of the same names, and compute something else with them."""
+    save(tmp_path, 1, one_process(), origin={"model_provider": "mine.py:build"})
+    with pytest.raises(CheckpointError) as caught:
+        load(tmp_path, 1, one_process())
+    assert str(caught.value) == (
+        f"{tmp_path}/iter_0000001: a custom model built it, mine.py:build; load it with --model mine.py:build, or from "
+        "a script with that model_provider"
+    )
+    load(tmp_path, 1, one_process(), provider="elsewhere/mine.py:build")
+    save(tmp_path, 2, one_process(), origin={"model_provider": "megatron_lite.model.build:get_model"})
+    load(tmp_path, 2, one_process())
+
+
+def test_names_with_a_prefix_hint_at_a_custom_model(tmp_path):
+    """As a module around the built-in one gives them, in a checkpoint without a record of it."""
+    table = {f"inner.{name}": meta for name, meta in TABLE.items()}
+    save(tmp_path, 1, one_process(), table=table, **contents(one_process(), 1, table=table))
+    message = refused(tmp_path)
+    assert "its names have a prefix, so a custom model may have built it: load it with --model FILE.py:NAME" in message

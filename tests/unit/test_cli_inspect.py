@@ -94,8 +94,8 @@ def test_two_checkpoints_are_compared(run_dir):
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("checkpoints/iter_0000007", "has no layout.json"),
-        ("checkpoints/iter_0000001/mp_rank_00", "holds no checkpoint"),
+        ("checkpoints/iter_0000007", "does not exist. There are iterations 1, 2"),
+        ("checkpoints/iter_0000001/mp_rank_00", "has no checkpoint"),
     ],
 )
 def test_other_folders_are_an_error_with_exit_code_1(run_dir, name, message):

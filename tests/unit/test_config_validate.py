@@ -94,7 +94,7 @@ def test_the_defaults_are_valid_on_any_number_of_processes():
         (
             1,
             ["data.seq_length=2048"],
-            "data.seq_length is 2048, more than model.max_position_embeddings (1024); learned positions end there",
+            "data.seq_length is 2048, more than model.max_position_embeddings (1024); lower the one or raise the other",
         ),
         (
             1,

@@ -128,7 +128,7 @@ def test_what_looks_like_nothing_is_said_and_a_given_format_takes_a_closer_look(
     (tmp_path / "empty").mkdir()
     with pytest.raises(CheckpointError, match="empty: looks like no checkpoint of megatron-lite, huggingface"):
         lines_of(Request(tmp_path / "empty", tmp_path / "out"))
-    with pytest.raises(CheckpointError, match="empty: holds no checkpoint"):
+    with pytest.raises(CheckpointError, match="empty: has no checkpoint"):
         lines_of(Request(tmp_path / "empty", tmp_path / "out", source_format="megatron-lite"))
     (tmp_path / "config.json").write_text("[")
     assert recognised(tmp_path) == recognised(tmp_path / "config.json") == ""

@@ -132,14 +132,14 @@ def test_fields_of_the_config_can_be_set(small, tmp_path):
 @pytest.mark.parametrize(
     "override, said",
     [
-        ("model.activation=gelu_tanh", r"model.activation \(gelu there, gelu_tanh here\)"),
-        ("model.num_heads=8", r"model.num_heads \(4 there, 8 here\)"),
-        ("run.seed=5", r"run.seed \(1234 there, 5 here\)"),
-        ("data.seq_length=8", r"data.seq_length \(16 there, 8 here\)"),
+        ("model.activation=gelu_tanh", r"model.activation \(source: gelu, target: gelu_tanh\)"),
+        ("model.num_heads=8", r"model.num_heads \(source: 4, target: 8\)"),
+        ("run.seed=5", r"run.seed \(source: 1234, target: 5\)"),
+        ("data.seq_length=8", r"data.seq_length \(source: 16, target: 8\)"),
         ("data.split=[1,1,1]", r"data.split \("),
-        ("data.paths=[x]", r"data.paths \(\[\] there, \['x'\] here\)"),
-        ("sync.mode=delayed sync.delay=1", r"sync.mode \(every_step there, delayed here\)"),
-        ("train.precision=fp32", r"train.precision \(bf16 there, fp32 here\)"),
+        ("data.paths=[x]", r"data.paths \(source: \[\], target: \['x'\]\)"),
+        ("sync.mode=delayed sync.delay=1", r"sync.mode \(source: every_step, target: delayed\)"),
+        ("train.precision=fp32", r"train.precision \(source: bf16, target: fp32\)"),
     ],
 )
 def test_what_would_make_it_another_run_is_refused(small, tmp_path, override, said):
@@ -157,13 +157,15 @@ def test_gradients_that_wait_keep_their_way_of_summing(tmp_path, before, after):
     fields = config_of(folder)
     fields["parallel"]["pipeline"] = before
     edited(folder, config=fields)
-    message = rf"parallel.pipeline \({before} there, {after} here\): the gradients that sync.delay .* --weights-only"
+    message = (
+        rf"parallel.pipeline \(source: {before}, target: {after}\): the gradients that sync.delay .* --weights-only"
+    )
     with pytest.raises(ConfigError, match=message):
         convert(Request(folder, tmp_path / "out", pipeline=after), quiet)
     convert(Request(folder, tmp_path / "same", pipeline=before, tensor=2), quiet)
     fields["parallel"]["sequence"] = True
     edited(folder, config=fields)
-    with pytest.raises(ConfigError, match=r"parallel.sequence \(True there, False here\): the gradients that"):
+    with pytest.raises(ConfigError, match=r"parallel.sequence \(source: True, target: False\): the gradients that"):
         convert(Request(folder, tmp_path / "out", pipeline=before, overrides=["parallel.sequence=false"]), quiet)
     convert(Request(folder, tmp_path / "out", pipeline=after, weights_only=True), quiet)
 
@@ -273,7 +275,9 @@ def test_another_model_than_the_tensors_is_refused(small, tmp_path):
 def test_a_config_that_is_not_ours_is_refused(small, tmp_path):
     folder = copied(small, tmp_path)
     edited(folder, config={"model": {"colour": "blue"}})
-    with pytest.raises(CheckpointError, match=r"the config in its layout.json is not one of ours: .*model.colour"):
+    with pytest.raises(
+        CheckpointError, match=r"the config in its layout.json is not one of megatron_lite: model.colour"
+    ):
         native.read(folder, {})
 
 

@@ -3,9 +3,10 @@
 import pytest
 import torch
 
+from megatron_lite.checkpoint.directory import resolve
 from megatron_lite.config.load import load_config
 from megatron_lite.config.validate import validate
-from megatron_lite.training.generate import config_of_run, generate, pick
+from megatron_lite.training.generate import config_of, generate, pick
 from tests.checkpoints import one_process, save
 from tests.e2e.tiny import tiny_config
 
@@ -27,26 +28,29 @@ class Counter:
 
 def write(prompt: list[int], **changes) -> tuple[list[int], Counter]:
     model = Counter()
-    options = {"max_new_tokens": 6, "temperature": 0.0, "seed": 1, "eod": -1} | changes
-    return generate(model, prompt, config=CONFIG, **options), model
+    options = {"config": CONFIG, "max_new_tokens": 6, "temperature": 0.0, "seed": 1, "eod": -1} | changes
+    return generate(model, prompt, **options), model
 
 
 def test_temperature_zero_takes_the_likeliest_and_never_a_padded_column():
-    assert write([1, 2])[0] == [3, 4, 5, 6, 7, 8]
+    assert write([1, 2])[0] == [3, 4, 5]
 
 
 def test_the_text_ends_at_the_end_of_document():
     assert write([1, 2], eod=5)[0] == [3, 4]
 
 
-def test_a_text_longer_than_the_positions_goes_on_from_its_end():
+def test_a_text_ends_with_the_context():
+    """Positions beyond it were never trained; a window that slides would forget the prompt without a word."""
     found, model = write([1, 2, 3])
-    assert found == [4, 5, 6, 7, 8, 9]
-    assert model.lengths == [3, 4, 4, 4, 4, 4]
+    assert found == [4, 5]
+    assert model.lengths == [3, 4]
 
 
 def test_a_seed_gives_its_text_again_and_another_seed_another():
-    texts = [write([1], temperature=2.0, max_new_tokens=40, seed=seed)[0] for seed in (1, 1, 2)]
+    long = CONFIG.model_copy(update={"model": CONFIG.model.model_copy(update={"max_position_embeddings": 50})})
+    options = {"config": long, "temperature": 2.0, "max_new_tokens": 40}
+    texts = [write([1], **options, seed=seed)[0] for seed in (1, 1, 2)]
     assert texts[0] == texts[1] != texts[2]
 
 
@@ -72,4 +76,4 @@ def test_a_run_under_any_engine_gives_a_config_that_can_run(tmp_path, trained, w
     """What training needed, such as DeepSpeed's section, may not stand in the way of a look at its model."""
     config = tiny_config("gpt", **{"model__num_layers": 4, **trained})
     save(tmp_path / "checkpoints", 1, one_process(), config=config.model_dump(mode="json"))
-    validate(config_of_run(str(tmp_path), world_size), world_size)
+    validate(config_of(resolve(tmp_path), world_size), world_size)

@@ -9,14 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from pydantic import ValidationError
 from torch import Tensor
 
 from megatron_lite.checkpoint import directory
 from megatron_lite.checkpoint.convert import tokenizer_files
 from megatron_lite.checkpoint.convert.grid_files import Progress, write_grid
 from megatron_lite.checkpoint.convert.recipe import Checkpoint, first_of, whole_table
-from megatron_lite.checkpoint.layout import DTYPES, LAYOUT_FILE, WEIGHT, read_layout
+from megatron_lite.checkpoint.layout import DTYPES, LAYOUT_FILE, WEIGHT, parse_config, read_layout
 from megatron_lite.checkpoint.match import DERIVED, FREE
 from megatron_lite.checkpoint.reshard import moves, rectangles
 from megatron_lite.checkpoint.store import Opened
@@ -55,14 +54,7 @@ class Stored:
         fields = dict(self.layout.config)
         for section, values in settings.items():
             fields[section] = {**fields.get(section, {}), **values}
-        try:
-            return Config.model_validate(fields, strict=False)
-        except ValidationError as error:
-            first = error.errors()[0]
-            where = ".".join(map(str, first["loc"]))
-            raise CheckpointError(
-                f"{self.folder}: the config in its {LAYOUT_FILE} is not one of ours: {where}: {first['msg']}"
-            ) from None
+        return parse_config(fields, self.folder)
 
     def check(self, model: ModelConfig) -> None:
         """Its tensors are those of the model, cut as the model says."""
@@ -209,18 +201,18 @@ def _refuse_another_run(before: Config, after: Config) -> None:
         }
 
     was, now = meaning(before), meaning(after)
-    if changed := [f"{name} ({was[name]} there, {now[name]} here)" for name in was if was[name] != now[name]]:
+    if changed := [f"{name} (source: {was[name]}, target: {now[name]})" for name in was if was[name] != now[name]]:
         raise ConfigError(
             f"{first_of(changed)}: with optimizer state the target is the same run in another layout; add "
             "--weights-only for a new start"
         )
     keys = ["sequence", "pipeline"] if before.model.tie_embeddings else ["sequence"]
     pairs = [(key, getattr(before.parallel, key), getattr(after.parallel, key)) for key in keys]
-    moved = [f"parallel.{key} ({there} there, {here} here)" for key, there, here in pairs if there != here]
+    moved = [f"parallel.{key} (source: {there}, target: {here})" for key, there, here in pairs if there != here]
     if before.sync.mode == "delayed" and before.sync.delay and moved:
         raise ConfigError(
-            f"{', '.join(moved)}: the gradients that sync.delay holds back belong to its way of summing; "
-            "keep that as it was, or add --weights-only for a new start"
+            f"{', '.join(moved)}: the gradients that sync.delay defers belong to the setting of the source; "
+            "keep it as it was, or add --weights-only for a new start"
         )
 
 

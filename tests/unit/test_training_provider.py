@@ -1,0 +1,83 @@
+"""What built a model, by a name under which another command finds it again."""
+
+import pickle
+import runpy
+import sys
+from functools import partial
+
+import pytest
+
+from megatron_lite.errors import ConfigError
+from megatron_lite.model.build import get_model
+from megatron_lite.training.provider import NamedProvider, provider_name
+from tests.e2e.tiny import tiny_config
+
+
+class Builds:
+    """A provider that is an object."""
+
+    def __call__(self, *args, **options):
+        return []
+
+
+def test_the_built_in_model_has_no_name_to_record():
+    """Every checkpoint of get_model would need --model otherwise; by its full name it loads any checkpoint."""
+    assert provider_name(get_model) == ""
+    assert provider_name(partial(get_model, dtype=None)) == ""
+    named = NamedProvider("megatron_lite.model.build:get_model")
+    assert named.load() is get_model and provider_name(named) == "megatron_lite.model.build:get_model"
+
+
+def test_a_provider_is_named_by_its_module_or_as_on_the_command_line():
+    assert provider_name(Builds()) == f"{__name__}:Builds"
+    assert provider_name(partial(tiny_config, "gpt")) == "tests.e2e.tiny:tiny_config"
+    assert NamedProvider(f"{__name__}:Builds.__call__").load() is Builds.__call__
+
+
+def test_a_script_is_named_by_its_file(tmp_path, monkeypatch, capsys):
+    """Below the current folder by the path from there, which is what a user types."""
+    (tmp_path / "project").mkdir()
+    (tmp_path / "other").mkdir()
+    script = tmp_path / "project" / "mine.py"
+    script.write_text(
+        "from megatron_lite.training.provider import provider_name\n"
+        "def build(): pass\n"
+        "print(provider_name(build), provider_name(lambda: 1))\n"
+    )
+    for folder, name in (("project", "mine.py"), (".", "project/mine.py"), ("other", str(script))):
+        monkeypatch.chdir(tmp_path / folder)
+        runpy.run_path(str(script), run_name="__main__")
+        assert capsys.readouterr().out == f"{name}:build {name}:<lambda>\n"
+
+
+def test_a_file_is_loaded_with_its_neighbours(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "neighbour_of_mine.py").write_text("CHUNKS = ['a chunk']")
+    (tmp_path / "folder" / "mine.py").write_text("import neighbour_of_mine as n\ndef build(**o): return n.CHUNKS\n")
+    sent = pickle.dumps(NamedProvider("folder/mine.py:build"))  # as to the ranks of a launch, each of which loads it
+    assert pickle.loads(sent)() == ["a chunk"]
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("mine.py", "--model is 'mine.py'; give FILE.py:NAME or module:NAME"),
+        ("nowhere.py:build", "--model is nowhere.py:build, but there is no file nowhere.py"),
+        ("mine.py:built", "--model is mine.py:built: module .*mine.py' has no attribute 'built'"),
+        ("mine.py:CHUNKS", "--model is mine.py:CHUNKS, a list; give a function like get_model"),
+        ("nothing_here:build", "--model is nothing_here:build: No module named 'nothing_here'"),
+        (
+            "starts.py:build",
+            "--model is starts.py:build: its file starts a run while it is imported; put that under if __name__ == ",
+        ),
+    ],
+)
+def test_a_name_that_leads_to_no_provider_is_a_mistake(tmp_path, monkeypatch, name, message):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    (tmp_path / "mine.py").write_text("CHUNKS = []")
+    (tmp_path / "starts.py").write_text("from megatron_lite import initialize_megatron\ninitialize_megatron(None)\n")
+    with pytest.raises(ConfigError, match=message):
+        NamedProvider(name).load()

@@ -1,0 +1,108 @@
+"""Which checkpoint a run starts from, by run.dir, checkpoint.load, checkpoint.load_weights and load_iteration."""
+
+import pytest
+
+from megatron_lite.config.load import load_config
+from megatron_lite.config.validate import validate
+from megatron_lite.errors import CheckpointError, ConfigError
+from megatron_lite.training.checkpointing import Start, find_start
+
+
+@pytest.fixture
+def made(tmp_path, monkeypatch):
+    """A function that makes the checkpoints of a run in the current folder."""
+    monkeypatch.chdir(tmp_path)
+
+    def make(run: str, *made: int, tracker: int) -> None:
+        root = tmp_path / run / "checkpoints"
+        for iteration in made:
+            (root / f"iter_{iteration:07d}").mkdir(parents=True)
+            (root / f"iter_{iteration:07d}" / "layout.json").write_text("{}")
+        (root / "latest_checkpointed_iteration.txt").write_text(str(tracker))
+
+    return make
+
+
+def start(*overrides: str) -> Start | None:
+    return find_start(load_config(None, ["run.dir=new", *overrides]))
+
+
+def found(*overrides: str) -> tuple[str, str, int, bool]:
+    got = start(*overrides)
+    assert got is not None
+    return got.key, str(got.root), got.iteration, got.is_chosen
+
+
+def test_a_run_without_checkpoints_starts_with_its_first_weights(made):
+    assert start() is None
+
+
+@pytest.mark.parametrize("key", ["checkpoint.load", "checkpoint.load_weights"])
+def test_an_older_iteration_of_another_run_can_be_chosen(made, key):
+    """By its number, or by the path that a listing of the folder shows."""
+    made("old", 50, 100, tracker=100)
+    assert found(f"{key}=old") == (key, "old/checkpoints", 100, False)
+    assert found(f"{key}=old/checkpoints") == (key, "old/checkpoints", 100, False)
+    for chosen in ([f"{key}=old", "checkpoint.load_iteration=50"], [f"{key}=old/checkpoints/iter_0000050"]):
+        assert found(*chosen) == (key, "old/checkpoints", 50, True)
+    with pytest.raises(CheckpointError) as raised:
+        start(f"{key}=old", "checkpoint.load_iteration=70")
+    assert str(raised.value) == f"{key}: old: has no checkpoint of iteration 70. There are iterations 50, 100"
+
+
+def test_run_dir_comes_first_and_says_so(made):
+    """The command that branched a run off resumes it too; a user who changed checkpoint.load has to know."""
+    made("old", 50, 100, tracker=100)
+    made("new", 70, tracker=70)
+    got = start("checkpoint.load=old", "checkpoint.load_iteration=50")
+    assert got is not None
+    assert (got.key, got.iteration) == ("run.dir", 70)
+    assert got.notice == "checkpoint.load is not used: run.dir has checkpoints"
+
+
+@pytest.mark.parametrize(
+    "chosen",
+    [
+        ["checkpoint.load=new", "checkpoint.load_iteration=50"],
+        ["checkpoint.load=new/checkpoints/iter_0000050"],
+        ["checkpoint.load_weights=../{here}/new/checkpoints", "checkpoint.load_iteration=50"],
+    ],
+)
+def test_a_run_does_not_branch_off_into_itself(made, tmp_path, chosen):
+    """To resume from 100 would ignore the choice; to resume from 50 would do so after every restart."""
+    made("new", 50, 100, tracker=100)
+    with pytest.raises(
+        CheckpointError, match=r"chooses an iteration of new, which is run.dir: it resumes from its new"
+    ):
+        start(*(word.format(here=tmp_path.name) for word in chosen))
+    got = start("checkpoint.load=new")
+    assert got is not None and got.iteration == 100
+
+
+def test_a_run_may_lie_beside_the_one_that_it_comes_from(made):
+    """A folder of runs is not their run.dir."""
+    made("new", 10, tracker=10)
+    made("new/inner", 50, tracker=50)
+    got = start("checkpoint.load=new/inner/checkpoints/iter_0000050")
+    assert got is not None and (got.key, got.iteration) == ("run.dir", 10)
+
+
+def test_a_tracker_of_an_older_iteration_is_reported(made):
+    """After an edit that is what the user wants; after a damaged digit it would drop iterations without a word."""
+    made("new", 50, 100, tracker=50)
+    got = start()
+    tracker = "new/checkpoints/latest_checkpointed_iteration.txt"
+    assert got is not None and got.iteration == 50
+    assert got.notice == f"{tracker} names iteration 50; the newest is 100. Write 100 into it to load that"
+    assert start("run.dir=other", "checkpoint.load=new") == Start(
+        "checkpoint.load", got.root, 50, is_chosen=False, notice=got.notice
+    )
+
+
+def test_an_iteration_of_no_run_is_a_mistake():
+    """A user may take it for a way to roll run.dir back."""
+    config = load_config(None, ["checkpoint.load_iteration=50"])
+    with pytest.raises(
+        ConfigError, match=r"load_iteration is 50, but there is no checkpoint.load or checkpoint.load_w"
+    ):
+        validate(config, 1)
