@@ -10,7 +10,7 @@ import sys
 from datetime import datetime, timedelta
 from typing import Annotated, Any
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, PlainSerializer, ValidationError
+from pydantic import AwareDatetime, BaseModel, BeforeValidator, ConfigDict, PlainSerializer, ValidationError
 from torch.distributed import HashStore, Store, TCPStore  # type: ignore[reportPrivateImportUsage]
 from torch.distributed.elastic.rendezvous import (
     RendezvousHandler,
@@ -121,7 +121,7 @@ class FixedNodes(StaticTCPRendezvous):
 
 
 _Time = Annotated[
-    datetime,
+    AwareDatetime,
     BeforeValidator(lambda given: datetime.fromisoformat(str(given))),
     PlainSerializer(datetime.isoformat),
 ]

@@ -22,6 +22,7 @@ GARBAGE = [
     b"[" * 100_000,
     encode_state(_RendezvousState()).replace(b'"round":0', b'"round":"0"'),
     encode_state(_RendezvousState()).replace(b'"deadline":null', b'"deadline":"soon"'),
+    encode_state(_RendezvousState()).replace(b'"deadline":null', b'"deadline":"2026-01-01"'),  # of no time zone
     b"Y2FuaW1hZGFt",  # torch's mark of a store without a state
 ]
 
