@@ -23,7 +23,7 @@ from megatron_lite.config.validate import with_vocab_size
 from megatron_lite.data.blended import Splits, check_order_is_kept
 from megatron_lite.data.statistics import bytes_per_token, unigram_entropy
 from megatron_lite.data.tokenizer import Tokenizer, build_tokenizer
-from megatron_lite.errors import ConfigError, StoppedEarly
+from megatron_lite.errors import ConfigError, StoppedEarly, counted
 from megatron_lite.model.build import get_model
 from megatron_lite.parallel.collectives import barrier
 from megatron_lite.pipeline.schedules import build_schedule
@@ -194,10 +194,6 @@ def sync_line(config: Config, dp: int, parameters: int) -> str:
         f"learns reaches the others at most {counted(sync.interval + sync.delay, 'iteration')} later; "
         f"{megabytes / sync.interval:,.1f} MB a step over data-parallel ranks instead of {megabytes:,.1f}"
     )
-
-
-def counted(count: int, noun: str) -> str:
-    return f"{count} {noun}{'s' * (count != 1)}"
 
 
 def write_config(config: Config) -> None:
