@@ -21,7 +21,7 @@ from megatron_lite.config.stages import layer_counts
 from megatron_lite.data.blended import Splits, check_order_is_kept
 from megatron_lite.data.statistics import bytes_per_token, unigram_entropy
 from megatron_lite.data.tokenizer import Tokenizer
-from megatron_lite.errors import ConfigError, StoppedEarly
+from megatron_lite.errors import ConfigError, StoppedEarly, counted
 from megatron_lite.model.build import get_model
 from megatron_lite.pipeline.schedules import build_schedule
 from megatron_lite.pipeline.simulate import bubble
@@ -183,10 +183,6 @@ def sync_line(config: Config, dp: int, parameters: int) -> str:
         f"learns reaches the others at most {counted(sync.interval + sync.delay, 'iteration')} later; "
         f"{megabytes / sync.interval:,.1f} MB a step over data-parallel ranks instead of {megabytes:,.1f}"
     )
-
-
-def counted(count: int, noun: str) -> str:
-    return f"{count} {noun}{'s' * (count != 1)}"
 
 
 def train_and_evaluate(
