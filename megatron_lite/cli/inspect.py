@@ -99,18 +99,21 @@ def summary(layout: "Layout") -> list[str]:
     """Lines about the checkpoint as a whole."""
     from math import prod
 
+    from megatron_lite.checkpoint.match import MODEL_PROVIDER
+
     grid = layout.grid
     ranks = "1 rank" if grid.world_size == 1 else f"{grid.world_size} ranks"
     stored_bytes = sum(info.bytes for info in layout.files.values())
     originals = [tensor for tensor in layout.tensors.values() if not tensor.copy_of]
     parameters = sum(prod(tensor.shape) for tensor in originals)
-    state = ", ".join(f"{key}={value}" for key, value in _flat(layout.state))
+    state = ", ".join(f"{key}={value}" for key, value in _flat(layout.state)) or "weights only"
     return [
         f"  iteration   {layout.iteration}, saved {layout.saved_at}",
         f"  layout      tp={grid.tp} cp={grid.cp} dp={grid.dp} pp={grid.pp} ({ranks})",
         f"  parameters  {parameters:,} in {len(originals):,} tensors",
         f"  files       {len(layout.files):,}, together {stored_bytes / 1e6:,.1f} MB",
         f"  state       {state}",
+        *([f"  built by    {provider}, with --model"] if (provider := layout.origin.get(MODEL_PROVIDER)) else []),
     ]
 
 

@@ -136,10 +136,15 @@ def test_the_command_line_from_transformers_to_training_and_back(tmp_path):
         return done.stdout
 
     out = command("convert", "hf", "ours", "--tensor", "2", "data.tokenizer=bytes")
-    assert "hf (huggingface) -> " in out and len(out.splitlines()) == 2
+    assert "hf (huggingface) -> " in out and len(out.splitlines()) == 3
     assert verify(resolve(tmp_path / "ours"), read_layout(resolve(tmp_path / "ours"))) == []
     assert command("generate", "--load", "ours", "--prompt", "ab", "--max-new-tokens", "2").startswith("ab")
-    data = [f"data.paths=[{make_corpus(tmp_path)}]", "train.iterations=2", "train.eval_iterations=0"]
+    data = [
+        f"data.paths=[{make_corpus(tmp_path)}]",
+        "train.iterations=2",
+        "train.eval_iterations=0",
+        "optim.warmup_iterations=1",
+    ]
     out = command("pretrain", "--config", "ours/config.yaml", *data, "parallel.tensor=1", "log.tensorboard=false")
     assert "loading weights from" in out
     trained = tmp_path / "runs" / "ours_trained"

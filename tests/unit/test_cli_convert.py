@@ -59,7 +59,7 @@ def test_a_terminal_gets_a_bar_in_bytes(source, tmp_path, monkeypatch, capsys):
 def test_failures_end_with_1_and_bad_usage_with_2(source, tmp_path, monkeypatch, capsys):
     """A script that converts in the night reads nothing but the exit code."""
     assert exit_code(monkeypatch, tmp_path, tmp_path / "out") == 1
-    assert "looks like no checkpoint" in capsys.readouterr().err
+    assert "is not a checkpoint of" in capsys.readouterr().err
     assert exit_code(monkeypatch, source, tmp_path / "out", "--tensor", "3") == 2
     assert "parallel.tensor is 3" in capsys.readouterr().err
     assert exit_code(monkeypatch, source) == 2
@@ -97,4 +97,4 @@ def test_the_tool_takes_megatrons_flags(source, tmp_path, monkeypatch, capsys):
         assert f"argument {size}: invalid count value: '0'" in capsys.readouterr().err
     with pytest.raises(SystemExit) as raised:
         use_tool(monkeypatch, "--loader", "megatron-lite", "--saver", "hf", *places)
-    assert raised.value.code == 2 and "back: is there already" in capsys.readouterr().err
+    assert raised.value.code == 2 and "back: exists already" in capsys.readouterr().err

@@ -44,6 +44,12 @@ def test_it_prints_what_is_in_the_newest(run_dir):
     assert "[16, 4]  BF16   dim 0 in parts [8, 4, 4]  master:F32" in quick
 
 
+def test_weights_alone_are_called_so_and_a_custom_model_by_its_name(tmp_path):
+    save(tmp_path, 1, one_process(), state={}, origin={"model_provider": "mine.py:build"})
+    lines = CliRunner().invoke(app, [str(tmp_path), "--quick"]).output.splitlines()
+    assert lines[5:7] == ["  state       weights only", "  built by    mine.py:build, with --model"]
+
+
 def flip_last_byte(path) -> None:
     data = bytearray(path.read_bytes())
     data[-1] ^= 1

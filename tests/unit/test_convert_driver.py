@@ -41,14 +41,16 @@ def lines_of(request: Request) -> list[str]:
 
 
 def test_it_says_what_it_did(source, tmp_path):
-    """One line, for people and for grep; what was recognised is said where nothing was given."""
-    recognised_line, summary = lines_of(Request(source, tmp_path / "out", tensor=2))
+    """One line, for people and for grep; what was recognised is said where nothing was given. Then what to do next."""
+    recognised_line, summary, next_step = lines_of(Request(source, tmp_path / "out", tensor=2))
     assert recognised_line == f"{source} is a checkpoint of huggingface"
     parameters = read_parameters(source)
     assert summary == (
         f"{source} (huggingface) -> {tmp_path}/out (megatron-lite, tp=2 pp=1): 40 tensors, {parameters:,} parameters, "
         f"{4 * parameters:,} bytes; the vocabulary of 251 is padded with 5 rows of zeros"
     )
+    command = f"megatron-lite pretrain --config {tmp_path}/out/config.yaml --nproc-per-node 2 data.paths=[PREFIX]"
+    assert next_step == f"train from it: {command}"
     (summary,) = lines_of(Request(tmp_path / "out", tmp_path / "back", "megatron-lite", "huggingface"))
     assert "(megatron-lite) -> " in summary and "(huggingface, " in summary
 
@@ -93,9 +95,7 @@ def test_what_is_there_is_never_overwritten(source, tmp_path, there):
     if there == "a folder":
         target.mkdir()
         (tmp_path / "x").rename(target / "x")
-    with pytest.raises(
-        ConfigError, match=f"{target}: is there already; give a folder that is not there yet, or an empt"
-    ):
+    with pytest.raises(ConfigError, match=f"{target}: exists already; give a new folder, or an empty one"):
         lines_of(Request(source, target))
     assert (target if there == "a file" else target / "x").read_text() == "precious"
 
@@ -107,7 +107,11 @@ def test_what_is_there_is_never_overwritten(source, tmp_path, there):
         ({"target_format": "onnx"}, ConfigError, "the format 'onnx' is unknown"),
         ({"dtype": "int8"}, ConfigError, "--dtype is 'int8'; use one of fp32, bf16, fp16"),
         ({"source_format": "megatron-lite"}, CheckpointError, "looks like huggingface, but --from is megatron-lite"),
-        ({"source": Path("/nonexistent")}, CheckpointError, "/nonexistent: is not there; give the folder or the file"),
+        (
+            {"source": Path("/nonexistent")},
+            CheckpointError,
+            "/nonexistent: does not exist; give the folder or the file",
+        ),
         ({"overrides": ["parallel.tensor=2"]}, ConfigError, "parallel.tensor: the layout is given with --tensor and"),
         (
             {"overrides": ["data.seq_length=2"], "target_format": "huggingface"},
@@ -126,7 +130,7 @@ def test_bad_usage_is_said_before_anything_is_written(source, tmp_path, changes,
 def test_what_looks_like_nothing_is_said_and_a_given_format_takes_a_closer_look(tmp_path):
     """With --from the reader says what is missing."""
     (tmp_path / "empty").mkdir()
-    with pytest.raises(CheckpointError, match="empty: looks like no checkpoint of megatron-lite, huggingface"):
+    with pytest.raises(CheckpointError, match="empty: is not a checkpoint of megatron-lite, huggingface"):
         lines_of(Request(tmp_path / "empty", tmp_path / "out"))
     with pytest.raises(CheckpointError, match="empty: has no checkpoint"):
         lines_of(Request(tmp_path / "empty", tmp_path / "out", source_format="megatron-lite"))
@@ -264,7 +268,17 @@ def test_a_vocabulary_of_merges_goes_along(source, tmp_path):
     assert read_layout(resolve(tmp_path / "ours")).config["data"]["tokenizer"] == spec
     lines_of(Request(tmp_path / "ours", tmp_path / "back", target_format="huggingface"))
     assert (tmp_path / "back" / "merges.txt").read_bytes() == (folder / "merges.txt").read_bytes()
-    assert json.loads((tmp_path / "back" / "config.json").read_text())["eos_token_id"] == 0
+    for name in ("config.json", "generation_config.json"):  # transformers' generate() reads the second
+        assert json.loads((tmp_path / "back" / name).read_text())["eos_token_id"] == 0
+
+
+def test_a_start_from_weights_has_a_warm_up(source, tmp_path):
+    """The moments of a fresh optimizer are noise at first, and the weights are not."""
+    for out, overrides, expected in (("a", [], 100), ("b", ["train.iterations=40"], 4)):
+        lines_of(Request(source, tmp_path / out, overrides=overrides))
+        assert load_config(tmp_path / out / "config.yaml").optim.warmup_iterations == expected
+    lines_of(Request(source, tmp_path / "c", overrides=["optim.warmup_iterations=7"]))
+    assert load_config(tmp_path / "c" / "config.yaml").optim.warmup_iterations == 7
 
 
 def test_a_tokenizer_of_hugging_face_goes_along(source, tmp_path):
@@ -279,7 +293,9 @@ def test_a_tokenizer_of_hugging_face_goes_along(source, tmp_path):
     assert spec == f"hf:{tmp_path}/ours/tokenizer/tokenizer.json" and build_tokenizer(spec).eod == 2
     lines_of(Request(tmp_path / "ours", tmp_path / "back", target_format="huggingface"))
     names = {path.name for path in (tmp_path / "back").iterdir()}
-    assert names == {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
+    carried = {"generation_config.json", "tokenizer.json", "tokenizer_config.json"}
+    assert names == {"config.json", "model.safetensors", *carried}
+    assert all((tmp_path / "back" / name).read_bytes() == (folder / name).read_bytes() for name in carried)
 
 
 def test_other_tokenizers_have_their_spec_and_one_that_does_not_fit_is_only_carried(source, tmp_path):
@@ -291,7 +307,7 @@ def test_other_tokenizers_have_their_spec_and_one_that_does_not_fit_is_only_carr
     shutil.copy(model, folder / "tokenizer.model")
     assert tokenizer_files.spec_in(folder) == f"sentencepiece:{folder}/tokenizer.model"
     said = lines_of(Request(folder, tmp_path / "ours"))
-    assert said[-1].endswith("; the tokenizer's files go along, but we cannot read it with a vocabulary of 251")
+    assert said[-2].endswith("; the tokenizer's files go along, but we cannot read it with a vocabulary of 251")
     assert (tmp_path / "ours" / "tokenizer" / "tokenizer.model").exists()
     assert load_config(tmp_path / "ours" / "config.yaml").data.tokenizer == ""
     for name in ("vocab.json", "merges.txt", "added_tokens.json"):

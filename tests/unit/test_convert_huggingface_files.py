@@ -132,7 +132,7 @@ def test_broken_folders_are_an_error_that_names_the_file(saved, tmp_path, name, 
 
 
 def test_a_file_is_no_folder_and_a_torch_file_may_hold_anything(saved, tmp_path):
-    with pytest.raises(CheckpointError, match=r"config.json: is no folder; give the one that holds config.json"):
+    with pytest.raises(CheckpointError, match=r"config.json: is not a folder; give the one of config.json"):
         read(saved / "gpt2" / "config.json", {})
     folder = copy(saved / "gpt2", tmp_path / "src")
     (folder / "model.safetensors").unlink()

@@ -291,3 +291,64 @@ def test_the_tokenizer_of_a_run_is_found(small, tmp_path):
     fields["data"]["tokenizer"] = spec
     edited(folder, config=fields)
     assert native.read(folder, {}).tokenizer == {name: tmp_path / name for name in ("vocab.json", "merges.txt")}
+
+
+CUSTOM = {"model_provider": "mine.py:build"}
+
+
+def custom(small: Path, tmp_path: Path, prefix: str) -> Path:
+    """The checkpoint of a custom model, whose tensors have these names with a prefix."""
+    folder = copied(small, tmp_path)
+    tensors = read_layout(resolve(folder)).tensors
+    edited(folder, origin=CUSTOM, tensors={prefix + name: tensor for name, tensor in tensors.items()})
+    return folder
+
+
+@pytest.mark.parametrize("weights_only", [False, True])
+@pytest.mark.parametrize("prefix", ["", "inner."])
+def test_a_custom_model_keeps_its_tensors_and_its_name(small, tmp_path, prefix, weights_only):
+    """Whatever it computes: its tensors are moved as layout.json describes them, and nobody takes it for get_model."""
+    folder, lines = custom(small, tmp_path, prefix), []
+    request = Request(folder, tmp_path / "wide", tensor=2, weights_only=weights_only, verify=True)
+    convert(request, lines.append)
+    assert lines[1].startswith("verified: all ") and lines[1].endswith(" tensors are equal to the bit")
+    kind = "train from" if weights_only else "resume"
+    command = f"megatron-lite pretrain --config {tmp_path}/wide/config.yaml --model mine.py:build --nproc-per-node 2"
+    assert lines[-1] == f"{kind} it: {command} data.paths=[PREFIX]"
+    convert(Request(tmp_path / "wide", tmp_path / "back"), quiet)
+    before, after = tensors_of_newest(folder), tensors_of_newest(tmp_path / "back")
+    layout = read_layout(resolve(tmp_path / "back"))
+    assert layout.origin == CUSTOM and all(name.startswith(prefix) for name in layout.tensors)
+    if not prefix:
+        assert after.items() <= before.items() and (weights_only or after == before)
+
+
+def test_a_custom_model_is_not_converted_to_what_it_is_not(small, tmp_path):
+    """Its stages are those of its provider, and another format has no place for its name."""
+    folder = custom(small, tmp_path, "inner.")
+    for changes, error, message in (
+        (
+            {"target_format": "huggingface"},
+            CheckpointError,
+            "a custom model built it, mine.py:build, for which huggingf",
+        ),
+        ({"pipeline": 2}, ConfigError, "--pipeline is 2, but a custom model built the source, and its stages are not"),
+    ):
+        with pytest.raises(error, match=message):
+            convert(Request(folder, tmp_path / "out", **changes), quiet)
+    config = config_of(folder)
+    config["model"] |= {"num_heads": 3, "num_query_groups": 3, "head_dim": 8, "ffn_hidden_size": 96}
+    edited(folder, config={**config, "model": config["model"] | {"padded_vocab_size": 258}})
+    with pytest.raises(ConfigError, match=r"--tensor is 3, into which inner.* cannot be split"):
+        convert(Request(folder, tmp_path / "out", tensor=3), quiet)
+
+
+def test_a_run_in_another_layout_is_resumed(small, tmp_path):
+    lines: list[str] = []
+    convert(Request(small, tmp_path / "out", pipeline=2, overrides=["data.paths=[x]"], weights_only=True), lines.append)
+    convert(Request(small, tmp_path / "again", overrides=["checkpoint.load_weights=elsewhere"]), lines.append)
+    commands = [line for line in lines if "megatron-lite pretrain" in line]
+    assert commands == [
+        f"train from it: megatron-lite pretrain --config {tmp_path}/out/config.yaml --nproc-per-node 2",
+        f"resume it: megatron-lite pretrain --config {tmp_path}/again/config.yaml data.paths=[PREFIX]",
+    ]

@@ -165,7 +165,7 @@ def test_a_run_whose_folder_is_deleted_reports_it_once_and_loses_no_row(make_log
         assert (tmp_path / "config.yaml").exists()
         assert capsys.readouterr().out.count(f"DELETED: {tmp_path} was deleted during iteration 4. It is made") == 1
         _, problem = other_run(tmp_path).communicate()
-        assert "another run is training here" in problem
+        assert "is in use by process" in problem
 
 
 def test_a_run_ends_when_another_one_has_begun_in_its_deleted_folder(make_log, tmp_path):
@@ -175,7 +175,7 @@ def test_a_run_ends_when_another_one_has_begun_in_its_deleted_folder(make_log, t
         shutil.rmtree(tmp_path)
         other = other_run(tmp_path)
         assert other.stdout is not None and other.stdout.readline() == "mine\n"
-        with pytest.raises(CheckpointError, match=rf"another run is training here \(process {other.pid} on"):
+        with pytest.raises(CheckpointError, match=rf"is in use by process {other.pid} on"):
             log.iteration(TrainState(iteration=2), report(2.0), 8, 0.5)
         other.communicate()
         log.close()

@@ -4,6 +4,7 @@ The target appears at once: it is written under another name beside it, checked 
 """
 
 import os
+import shlex
 import shutil
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,6 +22,7 @@ from megatron_lite.checkpoint.convert import codegeex, huggingface, megatron, na
 from megatron_lite.checkpoint.convert.grid_files import Numbers
 from megatron_lite.checkpoint.convert.native import Settings, WeightsOf
 from megatron_lite.checkpoint.convert.recipe import Checkpoint, in_dtype
+from megatron_lite.checkpoint.match import MODEL_PROVIDER
 from megatron_lite.checkpoint.tensor_file import Spec, explained, sync_folder
 from megatron_lite.config.load import load_config
 from megatron_lite.config.schema import Config
@@ -68,6 +70,12 @@ def convert(request: Request, say: Callable[[str], None]) -> None:
         say(f"{request.source} is a checkpoint of {source_format}")
     with _appearing(target) as folder:
         checkpoint = FORMATS[source_format].read(request.source, settings.get("model", {}))
+        provider = checkpoint.origin.get(MODEL_PROVIDER, "")
+        if provider and request.target_format != NATIVE:
+            raise CheckpointError(
+                f"{request.source}: a custom model built it, {provider}, for which {request.target_format} has no "
+                f"name; --to {NATIVE} keeps it"
+            )
         if request.dtype:
             checkpoint = in_dtype(checkpoint, DTYPES[request.dtype])
         written = _write(request, source_format, checkpoint, settings, folder, target)
@@ -79,6 +87,19 @@ def convert(request: Request, say: Callable[[str], None]) -> None:
         f"pp={request.pipeline}): {len(checkpoint.tensors):,} tensors, {parameters:,} parameters, {written:,} bytes"
     )
     say("; ".join([summary, *checkpoint.notes]))
+    if request.target_format == NATIVE:
+        say(_next_step(request, target, provider))
+
+
+def _next_step(request: Request, target: Path, provider: str) -> str:
+    """The command that trains from the target's weights, or resumes its run."""
+    config = load_config(request.target / "config.yaml")
+    words = ["megatron-lite", "pretrain", "--config", str(request.target / "config.yaml")]
+    words += ["--model", provider] if provider else []
+    if (ranks := config.parallel.model_size) > 1:
+        words += ["--nproc-per-node", str(ranks)]
+    command = shlex.join(words) + (" data.paths=[PREFIX]" if not config.data.paths else "")
+    return f"{'train from' if config.checkpoint.load_weights == str(target) else 'resume'} it: {command}"
 
 
 def recognised(path: Path) -> str:
@@ -91,11 +112,11 @@ def _source_format(request: Request) -> str:
     if given and looks_like and not FORMATS[given].recognise(request.source):
         raise CheckpointError(f"{request.source}: looks like {looks_like}, but --from is {given}; leave it out")
     if not request.source.exists():
-        raise CheckpointError(f"{request.source}: is not there; give the folder or the file of a checkpoint")
+        raise CheckpointError(f"{request.source}: does not exist; give the folder or the file of a checkpoint")
     if not (given or looks_like):
         raise CheckpointError(
-            f"{request.source}: looks like no checkpoint of {', '.join(FORMATS)}; give the folder that holds its "
-            "config and its tensors, or say with --from what it is to get a closer look"
+            f"{request.source}: is not a checkpoint of {', '.join(FORMATS)}; give the folder of its config and its "
+            "tensors, or its format with --from for a message about what is missing"
         )
     return given or looks_like
 
@@ -142,7 +163,7 @@ def _write(
 ) -> int:
     """Writes the target into the folder; returns the bytes of its tensors."""
     layout = {"tensor": request.tensor, "pipeline": request.pipeline}
-    tensors, origin = checkpoint.tensors, {}
+    tensors = checkpoint.tensors
     if request.target_format != NATIVE:
         with _Progress(_total_bytes(WeightsOf(checkpoint), tensors)) as progress:
             FORMATS[request.target_format].write(folder, checkpoint, **layout, progress=progress)
@@ -158,10 +179,10 @@ def _write(
             with _Progress(_total_bytes(stored, tensors)) as progress:
                 native.copy(folder, stored, **layout, progress=progress, home=home, settings=settings)
             return progress.written
-        checkpoint, origin = replace(checkpoint, tokenizer={}), stored.layout.origin  # its files stay where they are
+        checkpoint = replace(checkpoint, tokenizer={})  # its files stay where they are
         settings = {**settings, "data": {"tokenizer": stored.config({}).data.tokenizer, **settings.get("data", {})}}
     with _Progress(_total_bytes(WeightsOf(checkpoint), tensors)) as progress:
-        native.write(folder, checkpoint, **layout, progress=progress, home=home, settings=settings, origin=origin)
+        native.write(folder, checkpoint, **layout, progress=progress, home=home, settings=settings)
     return progress.written
 
 
@@ -174,6 +195,8 @@ def _total_bytes(numbers: Numbers, tensors: Mapping[str, Spec]) -> int:
 
 def _verify(request: Request, source_format: str, checkpoint: Checkpoint, folder: Path) -> str:
     """Compares the source with what was written into the folder."""
+    if MODEL_PROVIDER in checkpoint.origin:  # whose logits are not those of our model
+        return f"verified: {verify.check_weights(checkpoint, native.read(folder, {}))}"
     from_theirs = source_format == "huggingface"
     dtype = DTYPES.get(request.dtype)
     before = verify.of_transformers(request.source, dtype) if from_theirs else verify.ours(checkpoint)
@@ -189,7 +212,7 @@ def _free(target: Path) -> Path:
     """The absolute path of the target, where nothing is yet."""
     target = target.resolve()
     if target.exists() and not (target.is_dir() and not any(target.iterdir())):
-        raise ConfigError(f"{target}: is there already; give a folder that is not there yet, or an empty one")
+        raise ConfigError(f"{target}: exists already; give a new folder, or an empty one")
     return target
 
 

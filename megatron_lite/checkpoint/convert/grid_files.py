@@ -4,7 +4,7 @@ The files of all tensor-parallel ranks of a stage are written side by side, so t
 than one is in memory.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from datetime import datetime, timezone
 from math import prod
@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from megatron_lite.checkpoint import directory
-from megatron_lite.checkpoint.convert.recipe import stage_table
 from megatron_lite.checkpoint.layout import (
     DTYPE_NAMES,
     LAYOUT_FILE,
@@ -69,18 +68,21 @@ def write_grid(
     iteration: int,
     numbers: Numbers,
     *,
+    tables: Sequence[ParamTable],
     config: Config,
     state: dict[str, Any],
     origin: dict[str, Any],
     progress: Progress,
 ) -> None:
-    """Writes a checkpoint into `root`, a run's checkpoints/ folder, for the config's layout with one replica of it."""
+    """Writes a checkpoint into `root`, a run's checkpoints/ folder, for the config's layout with one replica of it.
+
+    `tables` has the parameters of each pipeline stage.
+    """
     grid = Grid(tp=config.parallel.tensor, pp=config.parallel.pipeline)
     folder = directory.prepare(root, iteration)
     tensors: dict[str, TensorLayout] = {}
     files: dict[str, FileInfo] = {}
-    for stage in range(grid.pp):
-        table = stage_table(config.model, pipeline=grid.pp, stage=stage)
+    for stage, table in enumerate(tables):
         contents = _contents(table, numbers)
         for stem, entries in contents.items():
             files |= _write_side_by_side(folder, stem, entries, grid, stage, numbers, progress)

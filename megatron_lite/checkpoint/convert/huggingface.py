@@ -34,7 +34,7 @@ from megatron_lite.errors import CheckpointError, ConfigError
 from megatron_lite.model.build import WORD_EMBEDDINGS
 from megatron_lite.parallel.shard import ParamTable
 
-CONFIG_FILE = "config.json"
+CONFIG_FILE, GENERATION_FILE = "config.json", "generation_config.json"
 SHARD_BYTES = 5_000_000_000  # of a file
 THEIR_HEAD = "lm_head.weight"
 EMBEDDING = {"gpt2": "transformer.wte.weight", "llama": "model.embed_tokens.weight"}
@@ -103,7 +103,7 @@ def _recipe(model_type: str, name: str, model: ModelConfig, table: ParamTable) -
 def read(path: Path, overrides: Mapping[str, Any]) -> Checkpoint:
     """The model of a folder."""
     if not path.is_dir():
-        raise CheckpointError(f"{path}: is no folder; give the one that holds {CONFIG_FILE} and the weights")
+        raise CheckpointError(f"{path}: is not a folder; give the one of {CONFIG_FILE} and the weights")
     model_type, model = to_model(path / CONFIG_FILE, read_json(path / CONFIG_FILE), overrides)
     files = HuggingFaceFiles(path)
     found = {_full_name(model_type, name): name for name in files.specs if not BUFFERS.fullmatch(name)}
@@ -158,7 +158,7 @@ def write(
     progress: Progress,
     shard_bytes: int = SHARD_BYTES,
 ) -> None:
-    """Writes config.json, the weights and the tokenizer's files."""
+    """Writes config.json, generation_config.json, the weights and the tokenizer's files."""
     if (tensor, pipeline) != (1, 1):
         raise ConfigError(
             f"--tensor is {tensor} and --pipeline {pipeline}, but huggingface knows no ranks; leave them out"
@@ -186,6 +186,8 @@ def write(
     tokenizer_files.carry(checkpoint.tokenizer, path)
     tokenizer = tokenizer_files.readable(tokenizer_files.spec_in(path), checkpoint.model.vocab_size)
     ends = {"bos_token_id": None, "eos_token_id": tokenizer.eod if tokenizer else None, "pad_token_id": None}
+    if tokenizer and not (path / GENERATION_FILE).exists():  # else carried from the source
+        _write_json(path / GENERATION_FILE, ends)
     type_name = TYPE_NAMES[checkpoint.tensors[WORD_EMBEDDINGS].dtype]
     # Under the name of version 5 and that of version 4.
     _write_json(path / CONFIG_FILE, {**content, **ends, "dtype": type_name, "torch_dtype": type_name})

@@ -4,7 +4,7 @@ Of a source, each cut that the target wants is read from the rectangles where it
 belong to ranks, and a run that finds none starts them anew.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,19 +14,18 @@ from torch import Tensor
 from megatron_lite.checkpoint import directory
 from megatron_lite.checkpoint.convert import tokenizer_files
 from megatron_lite.checkpoint.convert.grid_files import Progress, write_grid
-from megatron_lite.checkpoint.convert.recipe import Checkpoint, first_of, whole_table
+from megatron_lite.checkpoint.convert.recipe import Checkpoint, first_of, stage_tables, whole_table
 from megatron_lite.checkpoint.layout import DTYPES, LAYOUT_FILE, WEIGHT, parse_config, read_layout
-from megatron_lite.checkpoint.match import DERIVED, FREE
+from megatron_lite.checkpoint.match import DERIVED, MODEL_PROVIDER, free_fields
 from megatron_lite.checkpoint.reshard import moves, rectangles
 from megatron_lite.checkpoint.store import Opened
 from megatron_lite.checkpoint.tensor_file import Spec
 from megatron_lite.config.load import dump_config
-from megatron_lite.config.schema import Config, DataConfig, ModelConfig
+from megatron_lite.config.schema import Config, DataConfig, ModelConfig, TrainConfig
 from megatron_lite.config.validate import failures, raise_any
 from megatron_lite.data.tokenizer import tokenizer_hash
 from megatron_lite.errors import CheckpointError, ConfigError
-from megatron_lite.model.build import WORD_EMBEDDINGS
-from megatron_lite.parallel.shard import Shard
+from megatron_lite.parallel.shard import ParamMeta, ParamTable, Shard
 
 Settings = Mapping[str, Mapping[str, Any]]
 """Section -> field -> value, as the user gave them."""
@@ -56,8 +55,8 @@ class Stored:
             fields[section] = {**fields.get(section, {}), **values}
         return parse_config(fields, self.folder)
 
-    def check(self, model: ModelConfig) -> None:
-        """Its tensors are those of the model, cut as the model says."""
+    def custom_table(self, model: ModelConfig) -> ParamTable | None:
+        """Every parameter of a custom model; None where they are those of the built-in one, sharded as it says."""
         saved = {name: tensor for name, tensor in self.layout.tensors.items() if not tensor.copy_of}
         table = whole_table(model)
         differing = [
@@ -67,11 +66,14 @@ class Stored:
             or name not in saved
             or (saved[name].shape, saved[name].shard) != (tuple(table[name].shape), table[name].shard)
         ]
+        if differing and MODEL_PROVIDER in self.layout.origin:
+            return {n: ParamMeta(tensor.shape, tensor.shard, "normal", name=n) for n, tensor in saved.items()}
         if differing:
             raise CheckpointError(
                 f"{self.folder}: {first_of(differing)} are not as the model section of the config says; leave out "
                 "what changes the model's sizes"
             )
+        return None
 
     def kinds(self, name: str) -> dict[str, torch.dtype]:
         return {kind: DTYPES[value.dtype] for kind, value in self.layout.tensors[name].values.items()}
@@ -114,14 +116,16 @@ def read(path: Path, overrides: Mapping[str, Any]) -> Checkpoint:
     """The weights of a checkpoint of any layout, joined."""
     stored = Stored(path)
     config = stored.config({"model": overrides})
-    stored.check(config.model)
-    table = whole_table(config.model)
+    custom = stored.custom_table(config.model)
+    table = whole_table(config.model) if custom is None else custom
     return Checkpoint(
         model=config.model,
         tensors={name: Spec(stored.kinds(name)[WEIGHT], meta.shape) for name, meta in table.items()},
         read=lambda name: stored.cut(name, WEIGHT, table[name].shard, 0, 1),
         iteration=stored.layout.iteration,
         tokenizer=tokenizer_files.files_of(config.data.tokenizer),
+        origin=stored.layout.origin,
+        custom=custom,
     )
 
 
@@ -134,20 +138,21 @@ def write(
     progress: Progress,
     home: Path,
     settings: Settings,
-    origin: dict[str, Any],
 ) -> None:
     """Writes a run's folder that holds the weights of a model in any format, to start from.
 
-    `home` is where the folder will be once it is whole; `origin` is that of the source, empty for other formats.
+    `home` is where the folder will be once it is whole.
     """
-    numbers = WeightsOf(checkpoint)
-    precision = PRECISIONS[numbers.kinds(WORD_EMBEDDINGS)[WEIGHT]]
+    numbers, origin = WeightsOf(checkpoint), dict(checkpoint.origin)
+    precision = PRECISIONS[next(iter(checkpoint.tensors.values())).dtype]
+    iterations = settings.get("train", {}).get("iterations", TrainConfig().iterations)
     seq_length = min(DataConfig().seq_length, checkpoint.model.max_position_embeddings)
     fields: dict[str, dict[str, Any]] = {
         "run": {"dir": f"runs/{home.name}_trained"},  # never the folder itself, whose weights are only a start
         "model": checkpoint.model.model_dump(),
         "data": {"seq_length": seq_length},
         "train": {"precision": precision},
+        "optim": {"warmup_iterations": iterations // 10},  # the moments of a fresh optimizer are noise at first
         "checkpoint": {"load_weights": str(home)},
     }
     if checkpoint.tokenizer:
@@ -155,9 +160,10 @@ def write(
         spec = tokenizer_files.spec_in(path / "tokenizer")
         if tokenizer_files.readable(spec, checkpoint.model.vocab_size):
             fields["data"]["tokenizer"] = spec.replace(str(path), str(home))
-            origin = {**origin, "tokenizer": tokenizer_hash(spec)}
+            origin["tokenizer"] = tokenizer_hash(spec)
     config = _config(fields, settings, tensor, pipeline)
-    _write_run(path, checkpoint.iteration, numbers, config=config, state={}, origin=origin, progress=progress)
+    tables = stage_tables(config.model, checkpoint.custom, tensor=tensor, pipeline=pipeline)
+    _write_run(path, checkpoint.iteration, numbers, tables, config, state={}, origin=origin, progress=progress)
 
 
 def copy(
@@ -177,11 +183,11 @@ def copy(
     if settings.get("parallel", {}).get("ddp", "deepspeed") != "deepspeed":
         del fields["deepspeed"]
     config = _config(fields, settings, tensor, pipeline)
-    stored.check(config.model)
+    tables = stage_tables(config.model, stored.custom_table(config.model), tensor=tensor, pipeline=pipeline)
     _refuse_another_run(before, config)
     layout = stored.layout
     state, origin = layout.state, layout.origin
-    _write_run(path, layout.iteration, stored, config=config, state=state, origin=origin, progress=progress)
+    _write_run(path, layout.iteration, stored, tables, config, state=state, origin=origin, progress=progress)
 
 
 def _refuse_another_run(before: Config, after: Config) -> None:
@@ -189,7 +195,8 @@ def _refuse_another_run(before: Config, after: Config) -> None:
     precision or other sums."""
 
     def meaning(config: Config) -> dict[str, Any]:
-        data, names = config.data, [name for name in ModelConfig.model_fields if name not in FREE]
+        data, free = config.data, free_fields({"position": config.model.position})
+        names = [name for name in ModelConfig.model_fields if name not in free]
         return {
             **{f"model.{name}": getattr(config.model, DERIVED.get(name, name)) for name in names},
             "run.seed": config.run.seed,
@@ -230,12 +237,13 @@ def _write_run(
     path: Path,
     iteration: int,
     numbers: Any,
-    *,
+    tables: Sequence[ParamTable],
     config: Config,
+    *,
     state: dict[str, Any],
     origin: dict[str, Any],
     progress: Progress,
 ) -> None:
     root = path / "checkpoints"
-    write_grid(root, iteration, numbers, config=config, state=state, origin=origin, progress=progress)
+    write_grid(root, iteration, numbers, tables=tables, config=config, state=state, origin=origin, progress=progress)
     directory.write_durably(path / "config.yaml", dump_config(config).encode())

@@ -8,13 +8,14 @@ and in what shapes, is asked of the model itself, built without memory; so no li
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from megatron_lite.checkpoint.tensor_file import Spec
 from megatron_lite.config.schema import Config, ModelConfig, ParallelConfig
-from megatron_lite.errors import CheckpointError
+from megatron_lite.errors import CheckpointError, ConfigError
 from megatron_lite.model.build import WORD_EMBEDDINGS, get_model, param_table
 from megatron_lite.parallel.context import ParallelContext
 from megatron_lite.parallel.grid import Grid
@@ -40,6 +41,8 @@ class Checkpoint:
     iteration: int = 0
     tokenizer: Mapping[str, Path] = field(default_factory=dict)  # files to carry along, by name
     notes: Sequence[str] = ()  # what a user should know: what was left out, or padded
+    origin: Mapping[str, Any] = field(default_factory=dict)  # what a checkpoint of ours records beside its config
+    custom: ParamTable | None = None  # the parameters of a custom model, which may be other than those of `model`
 
 
 def in_dtype(checkpoint: Checkpoint, dtype: torch.dtype) -> Checkpoint:
@@ -90,6 +93,23 @@ def stage_table(model: ModelConfig, *, pipeline: int, stage: int) -> ParamTable:
         rng = RngTracker(torch.device("cpu"), default_seed=0, tensor_parallel_seed=0)
     config = Config(model=model, parallel=ParallelConfig(pipeline=pipeline))
     return param_table(get_model(config, ctx, rng, dtype=torch.float32))
+
+
+def stage_tables(model: ModelConfig, custom: ParamTable | None, *, tensor: int, pipeline: int) -> list[ParamTable]:
+    """The parameters of every stage of a pipeline."""
+    if custom is None:
+        return [stage_table(model, pipeline=pipeline, stage=stage) for stage in range(pipeline)]
+    if pipeline > 1:
+        raise ConfigError(
+            f"--pipeline is {pipeline}, but a custom model built the source, and its stages are not known; use 1, and "
+            "change the number of stages when training resumes"
+        )
+    for name, meta in custom.items():
+        try:
+            meta.shard.local_shape(meta.shape, tensor)
+        except ValueError as error:
+            raise ConfigError(f"--tensor is {tensor}, into which {name} cannot be split: {error}") from error
+    return [custom]
 
 
 def check_names(

@@ -19,11 +19,14 @@ NAMES = (
     "tokenizer.model",
     "chat_template.jinja",
 )
+# No file of a tokenizer, but of the ends of a text: it goes where the tokenizer goes.
+BESIDE = ("generation_config.json",)
 
 
 def files_in(folder: Path) -> dict[str, Path]:
     """The tokenizer's files in a folder of Hugging Face's layout."""
-    return {name: folder / name for name in NAMES if (folder / name).is_file()}
+    found = {name: folder / name for name in (*NAMES, *BESIDE) if (folder / name).is_file()}
+    return found if set(NAMES) & set(found) else {}
 
 
 def files_of(spec: str) -> dict[str, Path]:
