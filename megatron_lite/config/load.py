@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin
+from typing import Annotated, Any, Literal, get_args, get_origin
 
 import yaml
 from annotated_types import Ge, Gt, Lt
@@ -196,12 +196,13 @@ def _build(name: str, section: type[Section], given: dict[str, _Given], mistakes
 
 
 def _is_text(annotation: Any) -> bool:
-    return annotation is str or get_origin(annotation) is Literal
+    plain = get_args(annotation)[0] if get_origin(annotation) is Annotated else annotation
+    return plain is str or get_origin(plain) is Literal
 
 
 def _wants_text(annotation: Any) -> bool:
     """True for text, and for lists of it."""
-    return _is_text(annotation) or get_args(annotation)[:1] == (str,)
+    return _is_text(annotation) or any(_is_text(part) for part in get_args(annotation)[:1])
 
 
 def _is_empty(node: yaml.Node) -> bool:
