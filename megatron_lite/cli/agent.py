@@ -143,12 +143,16 @@ def _why_apart(error: Exception, nodes: Nodes, had_ranks: bool) -> str:
             "the same on every machine"
         )
     if isinstance(error, RendezvousTimeoutError):
-        reason = f"fewer than {nodes.min_nodes} machines have come"
+        reason = f"fewer than {nodes.min_nodes} machines have started"
     elif had_ranks:
         return (
             f"node {nodes.node_rank} has lost the first node, at {nodes.where} ({reason}); look at the output there "
             "for the reason"
         )
+    elif nodes.node_rank:
+        reason = f"the first node does not answer ({reason})"
+    else:
+        reason = f"fewer than {nodes.min_nodes} machines have started ({reason})"
     return (
         f"node {nodes.node_rank} could not meet the others at {nodes.where}: {reason}; start the same command on every "
         f"machine, with its own --node-rank, within --join-timeout ({nodes.join_timeout:g} s), and see that nothing "

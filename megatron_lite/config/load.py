@@ -202,7 +202,7 @@ def _is_text(annotation: Any) -> bool:
 
 def _wants_text(annotation: Any) -> bool:
     """True for text, and for lists of it."""
-    return _is_text(annotation) or any(_is_text(part) for part in get_args(annotation)[:1])
+    return _is_text(get_args(annotation)[0] if get_origin(annotation) is tuple else annotation)
 
 
 def _is_empty(node: yaml.Node) -> bool:

@@ -1,6 +1,6 @@
 """Ranks that fail, stop or are killed: which are started again, what is said of each, and how the launcher ends.
 
-All in this process, and the ranks are forks of a server that has loaded torch, which takes each of them seconds.
+All in this process.
 """
 
 import os
@@ -8,20 +8,20 @@ import re
 import signal
 import sys
 import time
-from functools import partialmethod
-from multiprocessing import get_context, util
+from multiprocessing import util
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from unittest import mock
 
 import pytest
-from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 
 from megatron_lite.cli.launch import launch
 from megatron_lite.cli.nodes import Nodes
 from megatron_lite.cli.reports import STOP_SIGNALS, Failure, _write, explain
 from megatron_lite.cli.run import run_script
 from megatron_lite.errors import ConfigError, StoppedEarly, TrainingError
+from tests.e2e.forked_ranks import forked_ranks
+from tests.limits import PATIENCE
 
 HERE = "tests.e2e.test_restarts"
 
@@ -119,17 +119,14 @@ def talk() -> None:
 
 
 @pytest.fixture
-def ranks_here(monkeypatch, capsys):
+def ranks_here(capsys):
     """`ranks_here(number, function, *arguments, **nodes)`: exit code and stderr of a launch in this process."""
-    get_context("forkserver").set_forkserver_preload(["megatron_lite.training.pretrain", "torch._dynamo"])
-    quick = partialmethod(LocalElasticAgent.__init__, start_method="forkserver")
-    monkeypatch.setattr(LocalElasticAgent, "__init__", quick)
 
     def launch_here(number: int, target, *arguments: str, **nodes) -> tuple[int, str]:
         code = launch(f"{HERE}:{target.__name__}", arguments, Nodes(number, **nodes))
         return code, capsys.readouterr().err
 
-    with mock.patch.dict(os.environ):
+    with mock.patch.dict(os.environ), forked_ranks("megatron_lite.training.pretrain"):
         yield launch_here
 
 
@@ -279,7 +276,7 @@ def test_ranks_know_when_they_were_launched_through_restarts(ranks_here):
     """Which train.exit_duration counts from."""
     _, said = ranks_here(1, say_when, max_restarts=3)
     first, second = re.findall(r"^launched at (\S+)$", said, re.MULTILINE)
-    assert first == second and 0 < time.time() - float(first) < 60
+    assert first == second and 0 < time.time() - float(first) < PATIENCE
 
 
 OUT_OF_MEMORY = "rank 1 was killed by SIGKILL; the machine may be out of memory"
