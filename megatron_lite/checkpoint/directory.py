@@ -79,6 +79,13 @@ def locate(root: Path, iteration: int) -> Path:
     return old if old.exists() and not folder.exists() else folder
 
 
+def root_of(path: Path) -> Path:
+    """The folder of all checkpoints that a user means by a run's folder, its checkpoints/ folder or an iter_ folder."""
+    if is_checkpoint(path):
+        return path.parent
+    return path / "checkpoints" if (path / "checkpoints").is_dir() else path
+
+
 def is_checkpoint(path: Path) -> bool:
     """Whether the path means one checkpoint, not a folder of several."""
     return (path / LAYOUT_FILE).exists() or iteration_of(path.name) is not None
@@ -95,7 +102,7 @@ def resolve(path: Path, iteration: int | None = None) -> Path:
                 f"{path}: is one checkpoint, not iteration {iteration}. Give the run's folder to choose an iteration"
             )
         return path
-    root = path / "checkpoints" if (path / "checkpoints").is_dir() else path
+    root = root_of(path)
     newest = read_latest(root) if iteration is None else max(iterations(root), default=None)
     if newest is None:
         raise CheckpointError(

@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from megatron_lite.cli.options import ConfigFile, Overrides
+from megatron_lite.cli.options import ConfigFile, Model, Overrides
 from megatron_lite.config.schema import PRINTABLE
 from megatron_lite.errors import ConfigError, TrainingError
 
@@ -22,6 +22,7 @@ SCRIPT = HOME / "tools" / "slurm" / "pretrain.sbatch"
 def submit(
     overrides: Overrides = None,
     config: ConfigFile = None,
+    model: Model = "",
     nodes: Annotated[int, typer.Option("--nodes", min=1, metavar="N", help="Machines.")] = 1,
     gpus_per_node: Annotated[
         int | None, typer.Option("--gpus-per-node", min=1, metavar="N", help="GPUs of each, and ranks on it.")
@@ -60,6 +61,7 @@ def submit(
         raise ConfigError("give either --gpus-per-node, or --nproc-per-node for training on CPUs")
     ranks = gpus_per_node or nproc_per_node or 1
     words = ["--config", str(config.absolute())] if config else []
+    words += ["--model", model] if model else []
     settings = load_config(config, in_task(array, overrides or []))
     check(settings, [nodes * ranks], command=shlex.join(["megatron-lite", "submit", *words, *(overrides or [])]))
     run_dir = settings.run.dir

@@ -17,6 +17,7 @@ from megatron_lite.checkpoint.directory import (
     place_of,
     read_latest,
     resolve,
+    root_of,
     set_aside,
 )
 from megatron_lite.checkpoint.layout import parse_config, read_layout
@@ -96,20 +97,29 @@ def load_newest(run: Run) -> None:
     if run.ctx.rank == 0 and start.notice:
         print(f" {start.notice}", flush=True)
     load = load_weights if start.key == "checkpoint.load_weights" else load_run
+    root = local_root(run.config, start)
     if start.is_chosen:  # the user wants this one, so no other takes its place
-        load(run, start.root, start.iteration)
+        load(run, root, start.iteration)
     else:
-        load_or_fall_back(run, load, start.root, start.iteration, is_own=start.key == "run.dir")
+        load_or_fall_back(run, load, root, start.iteration, is_own=start.key == "run.dir")
 
 
 class Start(NamedTuple):
     """The checkpoint that a run starts from."""
 
     key: str  # of the config, which names its folder
-    root: Path
+    root: Path  # on the machine that has looked for it
     iteration: int
     is_chosen: bool = False  # by the user, not the newest
     notice: str = ""
+
+
+def local_root(config: Config, start: Start) -> Path:
+    """Where the start's folder of checkpoints is on this machine, which may have it under another path."""
+    if start.key == "run.dir":
+        return checkpoints_of(config.run.dir)
+    key = start.key.removeprefix("checkpoint.")
+    return root_of(Path(getattr(config.checkpoint, key)))
 
 
 def find_start(config: Config) -> Start | None:

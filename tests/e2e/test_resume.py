@@ -372,6 +372,6 @@ def test_sums_under_way_are_not_taken_for_those_of_another_way_of_summing(ranks,
         with pytest.raises(RanksFailed) as raised:
             ranks(2, run_to_the_end, tmp_path / name, "gpt", train__iterations=8, **(before | change))
         assert (
-            f"{words}: what sync.delay had under way in the checkpoint belongs to its way of summing; set it as it "
-            "was, or take the weights alone with checkpoint.load_weights"
+            f"{words}: sums that sync.delay had in flight belong to the setting of the checkpoint; set it as it was, "
+            "or take the weights alone with checkpoint.load_weights"
         ) in str(raised.value)

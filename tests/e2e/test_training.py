@@ -381,7 +381,7 @@ def test_a_signal_to_one_rank_stops_all(ranks):
 
 def evaluation_with_ends(masked: bool) -> float:
     run = run_of("gpt", train__eval_iterations=1, train__micro_batch_size=4, data__eod_mask_loss=str(masked).lower(),
-                 data__tokenizer="bytes")  # fmt: skip
+                 model__vocab_size=257, data__tokenizer="bytes")  # fmt: skip
     data = Counting(20, run.config.data.seq_length, 8)  # ids below 8, so that id 3 is frequent
     loss = evaluate(run, data, 3)
     finalize_megatron()

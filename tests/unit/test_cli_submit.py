@@ -126,9 +126,11 @@ def test_arguments_arrive_as_they_were_given(tmp_path):
     config = folder / "my config.yaml"
     config.write_text("data:\n  paths: ['a b', \"$HOME\"]\n  tokenizer: bytes\n")
     changes = ["run.dir=my runs/one", "optim.lr=1e-3", "log.interval=7"]
-    done = submit("--config", config.name, "--nproc-per-node", "2", "--dry-run", *changes, cwd=folder)
+    given = ("--config", config.name, "--model", "my models.py:build", "--nproc-per-node", "2", "--dry-run")
+    done = submit(*given, *changes, cwd=folder)
     assert (done.returncode, done.stderr) == (0, "")
-    assert written(done.stdout) == ["--nproc-per-node", "2", "--config", str(config), *changes]
+    model = ["--model", "my models.py:build"]
+    assert written(done.stdout) == ["--nproc-per-node", "2", "--config", str(config), *model, *changes]
     lines = done.stdout.splitlines()
     output = f"{folder}/my runs/one/%x-%j.out".replace("50%", "50%%").replace("'", "'\"'\"'")
     assert f"#SBATCH '--output={output}'" in lines

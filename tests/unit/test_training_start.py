@@ -1,11 +1,13 @@
 """Which checkpoint a run starts from, by run.dir, checkpoint.load, checkpoint.load_weights and load_iteration."""
 
+from pathlib import Path
+
 import pytest
 
 from megatron_lite.config.load import load_config
 from megatron_lite.config.validate import validate
 from megatron_lite.errors import CheckpointError, ConfigError
-from megatron_lite.training.checkpointing import Start, find_start
+from megatron_lite.training.checkpointing import Start, find_start, local_root
 
 
 @pytest.fixture
@@ -106,3 +108,13 @@ def test_an_iteration_of_no_run_is_a_mistake():
         ConfigError, match=r"load_iteration is 50, but there is no checkpoint.load or checkpoint.load_w"
     ):
         validate(config, 1)
+
+
+def test_each_machine_has_its_own_path_to_the_checkpoints(made):
+    """The first rank looks, and says where; another machine may have mounted the same folder elsewhere."""
+    made("mounted", 50, 100, tracker=100)
+    for name in ("mounted", "mounted/checkpoints", "mounted/checkpoints/iter_0000050"):
+        config = load_config(None, ["run.dir=mounted_new", f"checkpoint.load={name}"])
+        of_the_first = Start("checkpoint.load", Path("/first/old/checkpoints"), 50)
+        assert local_root(config, of_the_first) == Path("mounted/checkpoints")
+        assert local_root(config, Start("run.dir", Path("/first/new"), 1)) == Path("mounted_new/checkpoints")
