@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from megatron_lite.training.pretrain import pretrain as pretrain
     from megatron_lite.training.setup import setup_model_and_optimizer as setup_model_and_optimizer
 
+__version__ = "0.1.0"
+
 _HOMES = {
     "Config": "megatron_lite.config.schema",
     "get_model": "megatron_lite.model.build",

@@ -1,9 +1,12 @@
-"""Limits of the system that make real failures."""
+"""Limits: of the system, which make real failures, and of a test's patience, which make none."""
 
 import resource
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
+
+# Seconds until a test gives up on what must come: longer than anything takes on a machine that is busy with other work.
+PATIENCE = 300.0
 
 
 @contextmanager

@@ -5,7 +5,7 @@ import glob
 import sys
 
 from megatron_lite.data.preprocess import preprocess
-from megatron_lite.errors import ConfigError, MegatronLiteError
+from megatron_lite.errors import ConfigError, MegatronLiteError, counted
 
 
 def tokenizer_spec(args: argparse.Namespace) -> str:
@@ -44,7 +44,7 @@ def main() -> None:
             json_key=key,
             append_eod=args.append_eod,
         )
-        print(f"{report.prefix}: {report.num_documents:,} documents, {report.num_tokens:,} tokens")
+        print(f"{report.prefix}: {counted(report.num_documents, 'document')}, {counted(report.num_tokens, 'token')}")
 
 
 if __name__ == "__main__":

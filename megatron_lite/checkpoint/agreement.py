@@ -1,11 +1,23 @@
-"""All ranks go on, or all raise the same error: nobody is left waiting in a collective for a rank that failed."""
+"""All ranks continue, or all raise the same error: no rank waits in a collective for one that failed.
 
+Objects are sent as pickles, and a network can bring other bytes than those that a rank has sent. So only plain data and
+classes of this package that hold data are unpickled, unlike in torch's own collectives of objects.
+"""
+
+import io
+import pickle
 from collections.abc import Callable
+from dataclasses import is_dataclass
+from importlib import import_module
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
+from pydantic import BaseModel
+from torch import Tensor
 
-from megatron_lite.errors import CheckpointError, DamagedCheckpoint
+from megatron_lite.errors import CheckpointError, DamagedCheckpoint, MegatronLiteError
+from megatron_lite.parallel.collectives import all_gather, broadcast
 from megatron_lite.parallel.context import Group
 from megatron_lite.parallel.waiting import communicating
 
@@ -20,14 +32,15 @@ def on_first(work: Callable[[], T], group: Group) -> T:
     if group.size == 1:
         return work()
     result, problem, cause = _attempt(work, group) if group.is_first else (None, None, None)
-    answer: list[Any] = [(result, problem)]
-    with communicating("broadcast", group):
-        dist.broadcast_object_list(answer, src=group.ranks[0], group=group.pg)
-    result, problem = answer[0]
+    packed = pack((result, problem), group)
+    size = broadcast(torch.tensor(packed.numel(), device=packed.device), group, src=0)
+    received = broadcast(packed if group.is_first else packed.new_empty(int(size)), group, src=0)
+    if not group.is_first:
+        result, problem = unpack(received)
     if problem is not None:
         kind, text = problem
         raise kind(text) from cause
-    return result
+    return result  # type: ignore[return-value]
 
 
 def on_all(work: Callable[[], T], group: Group) -> T:
@@ -39,14 +52,13 @@ def on_all(work: Callable[[], T], group: Group) -> T:
     if group.size == 1:
         return work()
     result, problem, cause = _attempt(work, group)
-    gathered: list[Any] = [None] * group.size
-    with communicating("all_gather", group):
-        dist.all_gather_object(gathered, problem, group=group.pg)
+    gathered = all_gathered(problem, group)
     # What is no damage comes first: no other checkpoint would help.
     problems = sorted(filter(None, gathered), key=lambda problem: problem[0] is DamagedCheckpoint)
     if problems:
         kind, text = problems[0]
-        more = f" (and {len(problems) - 1} more ranks failed)" if len(problems) > 1 else ""
+        others = len(problems) - 1
+        more = f" ({others} more rank{'s' * (others > 1)} failed)" if others else ""
         raise kind(text + more) from cause
     return result  # type: ignore[return-value]
 
@@ -55,29 +67,57 @@ def all_gathered(value: T, group: Group) -> list[T]:
     """Every rank's value in rank order, on every rank."""
     if group.size == 1 or group.pg is None:
         return [value]
-    gathered: list[Any] = [None] * group.size
-    with communicating("all_gather", group):
-        dist.all_gather_object(gathered, value, group=group.pg)
-    return gathered
+    mine, sizes = _padded(value, group)
+    return [unpack(row[:size]) for row, size in zip(all_gather(mine[None], group, dim=0), sizes, strict=True)]
 
 
 def gather_to_first(value: T, group: Group) -> list[T]:
     """Every rank's value in rank order on the group's first rank, an empty list on the others."""
     if group.size == 1:
         return [value]
-    gathered: list[Any] | None = [None] * group.size if group.is_first else None
+    mine, sizes = _padded(value, group)
+    rows = [torch.empty_like(mine) for _ in sizes] if group.is_first else None
     with communicating("gather", group):
-        dist.gather_object(value, gathered, dst=group.ranks[0], group=group.pg)
-    return gathered or []
+        dist.gather(mine, rows, dst=group.ranks[0], group=group.pg)
+    return [unpack(row[:size]) for row, size in zip(rows, sizes, strict=True)] if rows else []
+
+
+def pack(value: Any, group: Group) -> Tensor:
+    """The bytes of an object, where the group's collectives take tensors: on the CPU, or on this rank's GPU."""
+    device = "cpu" if "cpu:" in dist.get_backend_config(group.pg) else "cuda"
+    return torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8).to(device)
+
+
+def unpack(packed: Tensor) -> Any:
+    """The object that `pack` has made bytes of; raises UnpicklingError for a class that no rank sends."""
+    return _Unpickler(io.BytesIO(packed.cpu().numpy().tobytes())).load()
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        found = getattr(import_module(module), name, None) if module.startswith("megatron_lite.") else None
+        own = found if isinstance(found, type) and found.__module__ == module else object
+        if is_dataclass(own) or issubclass(own, (BaseModel, MegatronLiteError, tuple)):
+            return own
+        if module.startswith("pathlib") and name == "PosixPath":
+            return super().find_class(module, name)
+        raise pickle.UnpicklingError(f"{module}.{name} is not a class that ranks send each other")
+
+
+def _padded(value: Any, group: Group) -> tuple[Tensor, list[int]]:
+    """This rank's bytes, padded to the longest of the group's; how many bytes each rank has."""
+    packed = pack(value, group)
+    sizes = all_gather(torch.tensor([packed.numel()], device=packed.device), group, dim=0).tolist()
+    return torch.nn.functional.pad(packed, (0, max(sizes) - packed.numel())), sizes
 
 
 def _attempt(work: Callable[[], T], group: Group) -> tuple[T | None, tuple[type, str] | None, Exception | None]:
-    """Result, kind and text of the error, and the error. Any counts: one that escaped here would leave the other
-    ranks waiting."""
+    """Result, kind and text of the error, and the error. A MegatronLiteError keeps its kind; any other becomes a
+    CheckpointError, because one that escaped here would leave the other ranks waiting."""
     rank = group.ranks[group.rank]
     try:
         return work(), None, None
-    except CheckpointError as error:
+    except MegatronLiteError as error:
         return None, (type(error), f"rank {rank}: {error}"), error
     except Exception as error:
         return None, (CheckpointError, f"rank {rank}: {type(error).__name__}: {error}"), error

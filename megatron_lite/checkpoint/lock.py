@@ -17,25 +17,47 @@ from megatron_lite.parallel.context import Group
 LOCK_FILE = ".lock"
 
 
+class Lock:
+    """A run's hold on its folder; on the first rank alone there is a descriptor."""
+
+    def __init__(self, folder: Path, descriptor: int) -> None:
+        self._folder, self._descriptor = folder, descriptor
+
+    def take_again(self) -> None:
+        """Locks the folder that has replaced a deleted one; raises CheckpointError where another run was faster."""
+        self.release()
+        self._descriptor = _acquire(self._folder)
+
+    def release(self) -> None:
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+        self._descriptor = -1
+
+
 @contextmanager
-def locked(folder: Path, *, world: Group) -> Iterator[None]:
+def locked(folder: Path, *, world: Group) -> Iterator[Lock]:
     """Inside, the folder is this run's: another run's attempt raises CheckpointError on all of its ranks.
 
     Where the file system has no locks, a line says so. The system lets go of the lock when the first rank's process
     ends, however it ends. A record lock, because a child process does not inherit it.
     """
     descriptor = on_first(lambda: _acquire(folder), world)
+    lock = Lock(folder, descriptor if world.is_first else -1)
     try:
-        yield
+        yield lock
     finally:
-        if world.is_first:
-            os.close(descriptor)
+        lock.release()
 
 
 def _acquire(folder: Path) -> int:
     path = folder / LOCK_FILE
-    with explained("locking", path):
+    try:
         folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise CheckpointError(
+            f"run.dir is {folder}, which cannot be created: {error.strerror}; choose another run.dir"
+        ) from error
+    with explained("locking", path):
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
     try:
         fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -46,7 +68,7 @@ def _acquire(folder: Path) -> int:
         holder = os.pread(descriptor, 200, 0).decode(errors="replace").strip()
         os.close(descriptor)
         raise CheckpointError(
-            f"{folder}: another run is training here ({holder or 'unknown'}); wait until it has ended, end it, or "
+            f"run.dir {folder} is in use by {holder or 'another run'}; wait until that run has ended, end it, or "
             "choose another run.dir"
         ) from None
     os.ftruncate(descriptor, 0)

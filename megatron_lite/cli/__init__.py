@@ -2,37 +2,67 @@
 
 import os
 import sys
+from typing import Annotated
 
 import typer
 
+from megatron_lite import __version__
 from megatron_lite.cli.convert import convert
 from megatron_lite.cli.doctor import doctor
 from megatron_lite.cli.generate import generate
+from megatron_lite.cli.index import index
 from megatron_lite.cli.inspect import inspect
 from megatron_lite.cli.preprocess import preprocess
+from megatron_lite.cli.presets import presets
 from megatron_lite.cli.pretrain import pretrain
+from megatron_lite.cli.run import run
 from megatron_lite.cli.schedule import schedule
 from megatron_lite.cli.submit import submit
 from megatron_lite.cli.train_tokenizer import train_tokenizer
+from megatron_lite.cli.usage import Command, Commands
 from megatron_lite.errors import MegatronLiteError
+from megatron_lite.training.streams import end_with_lost_output
 
 app = typer.Typer(
     name="megatron-lite",
     help="Pretrain GPT, CodeGeeX and Llama on any layout with the same result.",
+    cls=Commands,
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,  # loading rich would take half of the time of --help
 )
-for command in (pretrain, preprocess, train_tokenizer, inspect, convert, generate, schedule, doctor, submit):
-    app.command()(command)
+COMMANDS = (pretrain, preprocess, train_tokenizer, index, inspect, convert, generate, schedule, presets, doctor, submit)
+for command in COMMANDS:
+    app.command(cls=Command)(command)
+# Options after the script are the script's.
+app.command(cls=Command, context_settings={"allow_interspersed_args": False})(run)
+
+
+def print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"megatron-lite {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def common_options(
+    version: Annotated[
+        bool, typer.Option("--version", is_eager=True, callback=print_version, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """Options that come before a command."""
 
 
 def main() -> None:
-    """Runs the command line. Exit codes: 0 done, 1 failed, 2 bad usage or config, 75 stopped early and saved."""
+    """Runs the command line. Exit codes: 0 done, 1 failed, 2 bad usage or config, 75 stopped early and saved, 141 the
+    reader of the output is gone."""
+    end_with_lost_output()
     try:
         app()
     except MegatronLiteError as error:
         rank = os.environ.get("RANK", "0")
         print(f"[rank {rank}] {error}" if rank != "0" else error, file=sys.stderr)
         sys.exit(error.exit_code)
+    finally:
+        if sys.stdout is not None:
+            sys.stdout.flush()

@@ -8,7 +8,6 @@ and wait for ever for the result of one that has ended without.
 import logging
 import os
 import signal
-import socket
 import sys
 import time
 from collections.abc import Callable
@@ -19,20 +18,12 @@ from torch.distributed import DistError
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
-from torch.distributed.elastic.rendezvous import (
-    RendezvousClosedError,
-    RendezvousError,
-    RendezvousHandler,
-    RendezvousInfo,
-    RendezvousParameters,
-    RendezvousTimeoutError,
-)
-from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
-from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
+from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousError, RendezvousTimeoutError
 
 from megatron_lite.cli.nodes import Nodes
+from megatron_lite.cli.rendezvous import build_handler
 from megatron_lite.cli.reports import GOOD_ENDS, Failure, explain, forget_reports, report_end
-from megatron_lite.errors import ConfigError, TrainingError
+from megatron_lite.errors import TrainingError
 
 # Ranks whose neighbour has failed wait for it in a collective, where they can save nothing.
 FAILED_GRACE_SECONDS = 10
@@ -45,15 +36,32 @@ ENDED_BY_OTHERS = "the other nodes have ended this run; look at their output for
 class Agent(LocalElasticAgent):
     """Prints the reason of each failure when it happens, and starts ranks again only where that may help."""
 
-    def __init__(self, spec: WorkerSpec, reports: Path, received: Callable[[], int]):
+    def __init__(self, spec: WorkerSpec, where: str, reports: Path, received: Callable[[], int]):
         super().__init__(spec, logs_specs=DefaultLogsSpecs(os.devnull))
         self.exit_code = 0
         self.had_ranks = False
         self._last_failure: Failure | None = None
+        self._where = where
         self._reports = reports
         self._received = received
 
+    def _rendezvous(self, worker_group: WorkerGroup) -> None:
+        try:
+            super()._rendezvous(worker_group)  # type: ignore[call-arg]
+        except (ValueError, KeyError, TypeError) as error:  # of text that no launcher of this run has written
+            raise TrainingError(
+                f"the store of this run at {self._where} has unreadable data ({type(error).__name__}: {error}), "
+                "perhaps of another run; give another --master-port on every machine, and let only them reach it"
+            ) from error
+
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        try:
+            os.getcwd()
+        except FileNotFoundError:
+            raise TrainingError(
+                "the folder in which this command was started is deleted, and no rank can start there; run the same "
+                "command in a folder that exists"
+            ) from None
         self.had_ranks = True
         return super()._start_workers(worker_group)  # type: ignore[call-arg]
 
@@ -99,7 +107,7 @@ def run_agent(
     or what a failed one gave. Raises TrainingError when the nodes cannot meet, or not any more."""
     agent = None
     try:
-        handler = _handler(nodes, own_address)
+        handler = build_handler(nodes, own_address)
         is_static = nodes.several and not nodes.is_elastic
         spec = WorkerSpec(
             role="trainer",
@@ -112,7 +120,7 @@ def run_agent(
             master_port=nodes.master_port if is_static else None,
             local_addr=own_address,
         )
-        agent = Agent(spec, reports, received)
+        agent = Agent(spec, nodes.where, reports, received)
         try:
             result = agent.run()
         finally:
@@ -122,49 +130,6 @@ def run_agent(
     if result is None:
         raise TrainingError(ENDED_BY_OTHERS)
     return agent.exit_code if result.is_failed() else 0  # type: ignore[attr-defined]
-
-
-class FixedNodes(StaticTCPRendezvous):
-    """A meeting of a fixed number of nodes, each with a rank of its own."""
-
-    def next_rendezvous(self) -> RendezvousInfo:
-        """Raises ConfigError, on every node, where several have one rank: torch would wait for the one that is missing
-        until time is up."""
-        info = super().next_rendezvous()
-        place = info.store.add("nodes", 1)
-        info.store.set(f"node {place}", f"{self.rank} {socket.gethostname()}")
-        hosts: dict[int, list[str]] = {}
-        for number in range(1, self.world_size + 1):
-            rank, host = info.store.get(f"node {number}").decode().split(" ", 1)
-            hosts.setdefault(int(rank), []).append(host)
-        for rank, of_rank in sorted(hosts.items()):
-            if len(of_rank) > 1:
-                raise ConfigError(
-                    f"--node-rank {rank} was given on {len(of_rank)} machines ({', '.join(sorted(of_rank))}); give "
-                    f"each its own, 0 to {self.world_size - 1}"
-                )
-        return info
-
-
-def _handler(nodes: Nodes, own_address: str) -> RendezvousHandler:
-    """Where this node will meet the others; an elastic one connects to the first node here."""
-    seconds, run_id = int(nodes.join_timeout), "megatron_lite"
-    if nodes.several and not nodes.is_elastic:
-        return FixedNodes(nodes.master_addr, nodes.master_port, nodes.node_rank, nodes.max_nodes, run_id, seconds)
-    return get_rendezvous_handler(
-        RendezvousParameters(
-            backend="c10d",
-            endpoint=nodes.where,
-            run_id=run_id,
-            min_nodes=nodes.min_nodes,
-            max_nodes=nodes.max_nodes,
-            local_addr=own_address,
-            timeout=seconds,
-            join_timeout=seconds,
-            is_host=nodes.node_rank == 0,
-            read_timeout=seconds,
-        )
-    )
 
 
 def _why_apart(error: Exception, nodes: Nodes, had_ranks: bool) -> str:
@@ -178,12 +143,16 @@ def _why_apart(error: Exception, nodes: Nodes, had_ranks: bool) -> str:
             "the same on every machine"
         )
     if isinstance(error, RendezvousTimeoutError):
-        reason = f"fewer than {nodes.min_nodes} machines have come"
+        reason = f"fewer than {nodes.min_nodes} machines have started"
     elif had_ranks:
         return (
             f"node {nodes.node_rank} has lost the first node, at {nodes.where} ({reason}); look at the output there "
             "for the reason"
         )
+    elif nodes.node_rank:
+        reason = f"the first node does not answer ({reason})"
+    else:
+        reason = f"fewer than {nodes.min_nodes} machines have started ({reason})"
     return (
         f"node {nodes.node_rank} could not meet the others at {nodes.where}: {reason}; start the same command on every "
         f"machine, with its own --node-rank, within --join-timeout ({nodes.join_timeout:g} s), and see that nothing "

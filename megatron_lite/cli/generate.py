@@ -20,8 +20,15 @@ def generate(
         int | None, typer.Option("--iteration", min=0, metavar="N", help="Which checkpoint; otherwise the newest.")
     ] = None,
     max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", min=0, metavar="N")] = 64,
-    temperature: Annotated[float, typer.Option(min=0.0, help="0 takes the likeliest token each time.")] = 1.0,
-    seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="The same seed gives the same text.")] = 1234,
+    temperature: Annotated[
+        float, typer.Option("--temperature", min=0.0, metavar="T", help="0 takes the likeliest token each time.")
+    ] = 1.0,
+    seed: Annotated[
+        int, typer.Option("--seed", min=0, max=2**63 - 1, metavar="N", help="The same seed gives the same text.")
+    ] = 1234,
+    no_tokenizer_check: Annotated[
+        bool, typer.Option("--no-tokenizer-check", help="Take the tokenizer although its files changed since training.")
+    ] = False,
     model: Model = "",
     nproc_per_node: Annotated[
         int | None, typer.Option("--nproc-per-node", min=1, metavar="N", help="Spread the model over N processes.")
@@ -35,12 +42,14 @@ def generate(
     from megatron_lite.cli.launch import launched_world_size, run_ranks
     from megatron_lite.cli.nodes import nodes_from
     from megatron_lite.config.validate import validate
-    from megatron_lite.training.generate import config_of
+    from megatron_lite.training.generate import check_tokenizer_of, config_of
 
     nodes = nodes_from(nproc_per_node)
     world_size = launched_world_size(nodes)
     folder = resolve(load, iteration)
     validate(config_of(folder, world_size, model), world_size)
+    if not no_tokenizer_check:
+        check_tokenizer_of(folder)
     text = sys.stdin.read() if prompt == "-" else prompt
     arguments = (folder, text, max_new_tokens, temperature, seed, model)
     raise typer.Exit(run_ranks("megatron_lite.training.generate:generate_text", arguments, nodes))

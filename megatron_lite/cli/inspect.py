@@ -14,22 +14,38 @@ T = TypeVar("T")
 
 
 def inspect(
-    directory: Annotated[Path, typer.Argument(help="A run's folder, its checkpoints/ folder, or one iter_... folder.")],
-    other: Annotated[Path | None, typer.Argument(help="A second one, to compare with tensor by tensor.")] = None,
+    path: Annotated[
+        Path,
+        typer.Argument(
+            metavar="PATH", help="A run's folder, its checkpoints/ or one iter_... folder; or the prefix of a corpus."
+        ),
+    ],
+    other: Annotated[
+        Path | None,
+        typer.Argument(metavar="OTHER", help="A second checkpoint, to compare with tensor by tensor."),
+    ] = None,
     verify: Annotated[bool, typer.Option("--verify", help="Read all files and compare their checksums.")] = False,
+    tokenizer: Annotated[
+        str, typer.Option("--tokenizer", metavar="SPEC", help="Of a corpus: decode with it, not with its own.")
+    ] = "",
     quick: Annotated[bool, typer.Option("--quick", help="Print what layout.json says, and read no tensors.")] = False,
 ) -> None:
     """Print iteration, layout, sizes and tensors of a checkpoint: the newest, where there are several.
 
-    With two, print how their tensors differ, whatever layouts they have; the exit code is 1 if they do.
+    Of a corpus, print documents, lengths, tokenizer, most frequent tokens and the first documents. With two
+    checkpoints, print how their tensors differ, whatever layouts they have; the exit code is 1 if they do.
     """
+    if not path.is_dir() and not path.name.startswith("iter_"):
+        return _inspect_data(path, tokenizer, has_flags=other is not None or verify or quick)
     from megatron_lite.checkpoint.directory import resolve
     from megatron_lite.checkpoint.layout import read_layout
     from megatron_lite.checkpoint.store import Opened
     from megatron_lite.checkpoint.store import verify as verify_files
     from megatron_lite.errors import CheckpointError, ConfigError
 
-    folder = resolve(directory)
+    if tokenizer:
+        raise ConfigError("--tokenizer is for a corpus; leave it out for a checkpoint")
+    folder = resolve(path)
     layout = read_layout(folder)
     if other is not None:
         if verify or quick:
@@ -47,6 +63,15 @@ def inspect(
             typer.echo(f"\nverified: all {len(layout.files)} files have the checksums in layout.json")
     if problems:
         raise CheckpointError("\n".join(problems))
+
+
+def _inspect_data(path: Path, tokenizer: str, *, has_flags: bool) -> None:
+    from megatron_lite.cli.inspect_data import inspect_data
+    from megatron_lite.errors import ConfigError
+
+    if has_flags:
+        raise ConfigError(f"{path}: not a folder; a second path, --verify and --quick are for checkpoints")
+    inspect_data(path, tokenizer)
 
 
 def compare(a: "Opened", b: "Opened", folder_a: Path, folder_b: Path) -> int:

@@ -12,6 +12,7 @@ from megatron_lite.errors import ConfigError
 
 SIOCGIFADDR = 0x8915  # of linux/sockios.h: the IPv4 address of an interface
 DEFAULT_PORT = 29500
+LOOPBACK = "127.0.0.1"
 ELSEWHERE = "192.0.2.1"  # of no machine, RFC 5737
 
 
@@ -52,7 +53,7 @@ class Nodes:
 
     @property
     def several(self) -> bool:
-        return self.max_nodes > 1 or self.is_elastic
+        return self.max_nodes > 1
 
 
 def nodes_from(
@@ -89,7 +90,7 @@ def nodes_from(
             f"--max-restarts needs machines that can meet again; use --nnodes {nnodes}:{nnodes}, or let what starts "
             "this command (a batch system, say) start it again on all of them"
         )
-    if not colon and largest == 1:
+    if largest == 1:
         return Nodes(nproc_per_node or 1, max_restarts=max_restarts, log_dir=log_dir)
     return Nodes(
         nproc_per_node or 1,
@@ -159,10 +160,17 @@ def interface_of(address: str) -> str:
 
 
 def set_network_variables(nodes: Nodes) -> str:
-    """Tells Gloo which interface leads to the other machines: left alone, it takes the one of the host's name, which
-    often is the loopback. Returns our address in that network."""
+    """Sets the network interface of Gloo, and on one machine of NCCL; returns our address in that network.
+
+    On several machines Gloo would take the interface of the host's name, which often is the loopback. On one machine
+    the loopback is right, because other machines cannot reach it. Values of the user stay.
+    """
     address = own_address(nodes)
-    if nodes.several and "GLOO_SOCKET_IFNAME" not in os.environ and (interface := interface_of(address)):
+    if not nodes.several:
+        if loopback := interface_of(LOOPBACK):
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
+            os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={loopback}")  # without = NCCL takes it for a prefix
+    elif "GLOO_SOCKET_IFNAME" not in os.environ and (interface := interface_of(address)):
         os.environ["GLOO_SOCKET_IFNAME"] = interface
         print(f"GLOO_SOCKET_IFNAME={interface}", flush=True)
     return address

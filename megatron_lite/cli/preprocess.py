@@ -1,41 +1,53 @@
 """`megatron-lite preprocess`: text to `.bin/.idx`."""
 
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from megatron_lite.cli.options import JsonKey, MoreInput, TextInput, TokenizerSpec
 from megatron_lite.training.available import available_cores
+
+if TYPE_CHECKING:
+    from megatron_lite.data.preprocess import PreprocessReport
 
 
 def preprocess(
-    input: Annotated[
-        list[Path],
-        typer.Option("--input", help="JSON-lines files (also .gz, .zst), source files or folders; several may follow."),
-    ],
+    input: TextInput,
     output_prefix: Annotated[
-        Path, typer.Option("--output-prefix", metavar="P", help="Writes P_text_document.bin and .idx.")
+        Path,
+        typer.Option("--output-prefix", metavar="P", help="Writes P_text_document.bin, .idx and .info.json."),
     ],
-    tokenizer: Annotated[
-        str,
+    tokenizer: TokenizerSpec,
+    workers: Annotated[
+        int,
         typer.Option(
-            "--tokenizer",
-            metavar="SPEC",
-            help="bytes, sentencepiece:FILE, gpt2:VOCAB,MERGES, hf:tokenizer.json or codegeex:FOLDER.",
+            "--workers",
+            min=1,
+            metavar="N",
+            default_factory=available_cores,
+            show_default="one per core",
+            help="Processes that tokenize.",
         ),
     ],
-    workers: Annotated[
-        int, typer.Option("--workers", min=1, default_factory=available_cores, help="Processes that tokenize.")
-    ],
-    more_input: Annotated[list[Path] | None, typer.Argument(metavar="[PATH]...", help="More input.")] = None,
-    json_key: Annotated[str, typer.Option("--json-key", help="The key of the text in a JSON line.")] = "text",
+    more_input: MoreInput = None,
+    json_key: JsonKey = "text",
+    split_on: Annotated[
+        Literal["file", "blank-line", "line"],
+        typer.Option("--split-on", metavar="file|blank-line|line", help="What separates documents in plain text."),
+    ] = "file",
     append_eod: Annotated[bool, typer.Option("--append-eod", help="End each document with the end token.")] = False,
     language_tag: Annotated[
         bool, typer.Option("--language-tag", help="Start code with a comment that names its language, as CodeGeeX.")
     ] = False,
 ) -> None:
-    """Tokenize text into the .bin/.idx pair that training reads."""
+    """Tokenize text into the .bin/.idx pair that training reads.
+
+    A JSON line is a document. A plain text file is one too, unless --split-on divides it.
+    """
     from megatron_lite.data.preprocess import preprocess as run
+    from megatron_lite.errors import counted
 
     report = run(
         [*input, *(more_input or [])],
@@ -45,13 +57,27 @@ def preprocess(
         json_key=json_key,
         append_eod=append_eod,
         language_tag=language_tag,
+        split_on=split_on,
     )
     typer.echo(
-        f"{report.prefix}: {report.num_documents:,} documents, {report.num_tokens:,} tokens, "
-        f"{report.text_bytes / max(1, report.num_tokens):.2f} bytes of text a token"
+        f"{report.prefix}: {counted(report.num_documents, 'document')}, {counted(report.num_tokens, 'token')}, "
+        f"{report.text_bytes / max(1, report.num_tokens):.2f} bytes of text per token"
     )
-    if report.num_empty or report.num_undecodable:
-        typer.echo(
-            f"left out: {report.num_empty:,} empty documents, {report.num_undecodable:,} files that are not UTF-8"
-        )
+    for line in skipped(report):
+        typer.echo(f"skipped: {line}")
     typer.echo(f"train on it with data.paths=[{report.prefix}] data.tokenizer={tokenizer}")
+
+
+def skipped(report: "PreprocessReport") -> Iterator[str]:
+    """What of the inputs is not in the corpus, a line for each reason."""
+    from megatron_lite.errors import counted
+
+    if unknown := report.found.unknown:
+        suffixes = ", ".join(f"{suffix} {count:,}" for suffix, count in unknown.most_common())
+        yield f"{counted(unknown.total(), 'file')} with an unknown suffix ({suffixes})"
+    for folder in report.found.empty_folders:
+        yield f"{folder}, a folder without a file of a known suffix"
+    if report.num_undecodable:
+        yield f"{counted(report.num_undecodable, 'document')} not in UTF-8"
+    if report.num_empty:
+        yield counted(report.num_empty, "empty document")

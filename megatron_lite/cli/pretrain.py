@@ -11,8 +11,10 @@ import typer
 from megatron_lite.cli.options import (
     ConfigFile,
     JoinTimeout,
+    LogDir,
     MasterAddr,
     MasterPort,
+    MaxRestarts,
     Model,
     Nnodes,
     NodeRank,
@@ -36,22 +38,19 @@ def pretrain(
     master_addr: MasterAddr = None,
     master_port: MasterPort = None,
     join_timeout: JoinTimeout = 900.0,
-    max_restarts: Annotated[
-        int, typer.Option("--max-restarts", min=0, metavar="N", help="Start failed ranks again, up to N times.")
-    ] = 0,
-    log_dir: Annotated[
-        Path | None,
-        typer.Option("--log-dir", metavar="FOLDER", help="Output of all ranks but the first, a file for each."),
-    ] = None,
+    max_restarts: MaxRestarts = 0,
+    log_dir: LogDir = None,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Check the config, print it with every default, and stop.")
+        bool, typer.Option("--dry-run", help="Check config and data, print what would be trained, and stop.")
     ] = False,
 ) -> None:
     """Train a model; goes on from the newest checkpoint in run.dir."""
     from megatron_lite.cli.launch import launched_world_size, run_ranks
     from megatron_lite.cli.nodes import nodes_from
-    from megatron_lite.config.load import dump_config, load_config
+    from megatron_lite.config.load import load_config
+    from megatron_lite.config.validate import raise_any
     from megatron_lite.errors import StoppedEarly
+    from megatron_lite.training.streams import survive_lost_output
 
     settings = load_config(config, overrides or [])
     providers = _providers(model)
@@ -68,8 +67,14 @@ def pretrain(
     sizes = [launched_world_size(nodes), *(nodes.world_sizes[1:] if nodes else [])]
     check(settings, sizes, command=_command(config, model, overrides or []))
     if dry_run:
-        typer.echo(dump_config(settings), nl=False)
+        settings, missing = with_data(settings)
+        typer.echo(description(settings, sizes[0]), nl=False)
+        raise_any(missing)
         return
+    # Of several machines, one that ends here would leave the others waiting for it.
+    if "RANK" not in os.environ and not (nodes and nodes.several):
+        raise_any(with_data(settings)[1])
+    survive_lost_output(Path(settings.run.dir))
     try:
         exit_code = run_ranks("megatron_lite.training.pretrain:pretrain", (settings, *providers), nodes)
     except StoppedEarly as stop:
@@ -109,7 +114,7 @@ def check(config: "Config", world_sizes: list[int], command: str) -> None:
         )
     if world_sizes == [1] and needed > 1:
         start = (
-            f"this layout needs {needed} processes (or a multiple) and there is 1; start them with: "
+            f"this layout needs {needed} processes, or a multiple of {needed}, and 1 was started; start {needed} with: "
             f"{command} --nproc-per-node {needed}"
         )
         raise_any([start, *failures(config, needed), *missing])
@@ -121,6 +126,44 @@ def check(config: "Config", world_sizes: list[int], command: str) -> None:
         if message not in whatever
     ]
     raise_any([*whatever, *with_fewer, *missing])
+
+
+def with_data(config: "Config") -> tuple["Config", list[str]]:
+    """The config with the vocabulary of its tokenizer, and a message for all that this machine misses of its data."""
+    from megatron_lite.config.validate import with_vocab_size
+    from megatron_lite.data.blended import missing_corpora
+    from megatron_lite.data.tokenizer import build_tokenizer
+    from megatron_lite.errors import DataError
+
+    missing = [f"data.paths: {message}" for message in missing_corpora(config.data.paths)]
+    if config.data.tokenizer:
+        try:
+            config = with_vocab_size(config, build_tokenizer(config.data.tokenizer).vocab_size)
+        except DataError as error:
+            missing.append(f"data.tokenizer: {error}")
+    return config, missing
+
+
+def description(config: "Config", world_size: int) -> str:
+    """The config as YAML that trains the same, with all values that follow from others, below what they amount to."""
+    from megatron_lite.config.load import dump_config, resolved
+    from megatron_lite.config.sizes import largest_rank_parameters, num_parameters, state_bytes
+    from megatron_lite.training.state import samples_for
+
+    config, dp = resolved(config, world_size), config.parallel.data(world_size)
+    train, length = config.train, config.data.seq_length
+    lines = ["the number of parameters is not known without the tokenizer"]
+    if config.model.vocab_size:
+        state = sum(state_bytes(config, dp).values()) * largest_rank_parameters(config)
+        lines = [
+            f"{num_parameters(config.model):,} parameters, padding included; the training state takes "
+            f"{state / 1e9:,.3g} GB on the largest of {world_size:,} rank{'s' * (world_size > 1)}"
+        ]
+    lines.append(
+        f"{train.global_batch_size * length:,} tokens per step{' after the ramp' * bool(train.ramp_up)}, "
+        f"{train.iterations:,} steps, {samples_for(train, dp) * length:,} tokens"
+    )
+    return "".join(f"# {line}\n" for line in lines) + dump_config(config)
 
 
 def _leave_exit_code(config: "Config", stop: "StoppedEarly") -> None:

@@ -38,7 +38,9 @@ def report_end(target: str, args: tuple[Any, ...], reports: str, log_dir: Path |
 def _exit_code(target: str, args: tuple[Any, ...], reports: str, log_dir: Path | None) -> int:
     """Runs the target and reports its end; returns what this rank has to exit with."""
     from megatron_lite.cli.launch import resolve
+    from megatron_lite.training.streams import survive_lost_output
 
+    survive_lost_output(None)
     try:
         if log_dir is not None and os.environ["RANK"] != "0":
             _print_to(log_dir / f"rank_{int(os.environ['RANK']):05d}.log")

@@ -15,22 +15,34 @@ MAX_PASSES = 200_000  # seconds of work, and more than anyone can look at
 
 
 def schedule(
-    name: Annotated[str, typer.Option("--name", help="gpipe, 1f1b, interleaved, zb-h1 or forward-only.")],
-    pp: Annotated[int, typer.Option("--pp", min=1, help="Pipeline ranks.")],
-    microbatches: Annotated[int, typer.Option("--microbatches", min=1, help="Micro-batches of one optimizer step.")],
+    name: Annotated[
+        str, typer.Option("--name", metavar="NAME", help="gpipe, 1f1b, interleaved, zb-h1 or forward-only.")
+    ],
+    pp: Annotated[int, typer.Option("--pp", min=1, metavar="N", help="Pipeline ranks.")],
+    microbatches: Annotated[
+        int, typer.Option("--microbatches", min=1, metavar="N", help="Micro-batches of one optimizer step.")
+    ],
     chunks: Annotated[
         int | None,
         typer.Option(
             "--chunks",
             min=1,
+            metavar="N",
             help="Model chunks on each rank, a run's parallel.virtual_pipeline; 2 for interleaved, else 1, unless "
             "given.",
         ),
     ] = None,
     cost: Annotated[
-        str, typer.Option("--cost", help="How long a forward, a backward, its input half and its weight half take.")
+        str,
+        typer.Option(
+            "--cost",
+            metavar="OP=COST,...",
+            help="How long a forward, a backward, its input half and its weight half take.",
+        ),
     ] = COSTS,
-    out: Annotated[Path | None, typer.Option("--out", help="Also write a picture, a .png or .svg file.")] = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", metavar="FILE", help="Also write a picture, a .png or .svg file.")
+    ] = None,
 ) -> None:
     """Draw a pipeline schedule and print its bubble, its length and how many activations each rank holds."""
     from megatron_lite.pipeline.picture import draw, save_picture

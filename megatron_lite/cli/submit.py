@@ -12,6 +12,7 @@ from typing import Annotated
 import typer
 
 from megatron_lite.cli.options import ConfigFile, Model, Overrides
+from megatron_lite.config.schema import PRINTABLE
 from megatron_lite.errors import ConfigError, TrainingError
 
 HOME = Path(__file__).resolve().parents[2]  # of the checkout
@@ -113,13 +114,21 @@ def job_script(options: list[str], arguments: list[str]) -> str:
     """`tools/slurm/pretrain.sbatch` with these options and arguments in it; sbatch takes the last of two options."""
     first, *rest = SCRIPT.read_text(encoding="utf-8").splitlines(keepends=True)
     end = next(number for number, line in enumerate(rest) if line.startswith("set -u"))
-    header = [f"#SBATCH {shlex.quote(option)}\n" for option in options]
+    header = [f"#SBATCH {quoted('an option of sbatch', option)}\n" for option in options]
+    home, python = quoted("the folder of megatron_lite", str(HOME)), quoted("the path of Python", sys.executable)
     fixed = [
-        f"export MEGATRON_LITE_HOME={shlex.quote(str(HOME))} PYTHON={shlex.quote(sys.executable)}\n",
-        f"cd {shlex.quote(os.getcwd())} || exit 2\n",
-        f"set -- {shlex.join(arguments)}\n",
+        f"export MEGATRON_LITE_HOME={home} PYTHON={python}\n",
+        f"cd {quoted('the current folder', os.getcwd())} || exit 2\n",
+        f"set -- {' '.join(quoted('an argument', argument) for argument in arguments)}\n",
     ]
     return "".join([first, *rest[:end], *header, *fixed, *rest[end:]])
+
+
+def quoted(what: str, text: str) -> str:
+    """A word for the shell; raises ConfigError for text that would end its line in the job script."""
+    if not re.fullmatch(PRINTABLE, text):
+        raise ConfigError(f"{what} is {text!r}; a job script takes no control characters, remove them")
+    return shlex.quote(text)
 
 
 def submitted(path: Path) -> str:

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin
+from typing import Annotated, Any, Literal, get_args, get_origin
 
 import yaml
 from annotated_types import Ge, Gt, Lt
@@ -76,6 +76,29 @@ def dump_config(config: Config) -> str:
     return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True, width=120)
 
 
+def resolved(config: Config, world_size: int) -> Config:
+    """The config with a value for every 0 that follows from other fields; it trains the same."""
+    model, train, optim = config.model, config.train, config.optim
+    decay = optim.decay_iterations or train.iterations
+    sizes = {
+        "num_query_groups": model.query_groups,
+        "head_dim": model.head_size,
+        "ffn_hidden_size": model.ffn_size,
+        "padded_vocab_size": model.padded_vocab,
+    }
+    steps = {"decay_iterations": decay}
+    if optim.schedule == "wsd":
+        steps["wsd_decay_iterations"] = optim.wsd_length(decay)
+    batch = {"global_batch_size": train.global_batch(config.parallel.data(world_size))}
+    return config.model_copy(
+        update={
+            "model": model.model_copy(update=sizes),
+            "train": train.model_copy(update=batch),
+            "optim": optim.model_copy(update=steps),
+        }
+    )
+
+
 def _read_file(path: Path, mistakes: _Mistakes) -> dict[str, _Given]:
     """Every known `section.field` of a file; unknown and repeated ones become mistakes."""
     try:
@@ -128,7 +151,9 @@ def _read_override(override: str, given: dict[str, _Given], mistakes: _Mistakes)
     """Adds `section.field=value` to `given`; the value is read as YAML, and as it is where text is wanted."""
     name, equals, written = override.partition("=")
     if not equals:
-        mistakes.add(COMMAND_LINE, 0, f"{override!r} is not of the form section.field=value")
+        is_file = override.endswith((".yaml", ".yml"))
+        advice = f"; a file is given as --config {override}" if is_file else ""
+        mistakes.add(COMMAND_LINE, 0, f"{override!r} is not of the form section.field=value{advice}")
         return
     if name in FIELDS and _is_text(FIELDS[name].annotation) and written[:1] not in ("'", '"'):
         given[name] = _Given(None if written in ("", "null", "~") else written, COMMAND_LINE, 0)
@@ -171,12 +196,13 @@ def _build(name: str, section: type[Section], given: dict[str, _Given], mistakes
 
 
 def _is_text(annotation: Any) -> bool:
-    return annotation is str or get_origin(annotation) is Literal
+    plain = get_args(annotation)[0] if get_origin(annotation) is Annotated else annotation
+    return plain is str or get_origin(plain) is Literal
 
 
 def _wants_text(annotation: Any) -> bool:
     """True for text, and for lists of it."""
-    return _is_text(annotation) or get_args(annotation)[:1] == (str,)
+    return _is_text(get_args(annotation)[0] if get_origin(annotation) is tuple else annotation)
 
 
 def _is_empty(node: yaml.Node) -> bool:

@@ -43,7 +43,13 @@ def _tuple(value: Any) -> Any:
     return tuple(value) if isinstance(value, list) else value
 
 
-Paths = Annotated[tuple[str, ...], BeforeValidator(_paths), Field(description="a list of path prefixes")]
+# A file system takes a newline in a name, but a job script ends a line there; NUL nothing takes.
+PRINTABLE = r"^[^\x00-\x1f\x7f-\x9f]*$"
+Paths = Annotated[
+    tuple[Annotated[str, Field(pattern=PRINTABLE)], ...],
+    BeforeValidator(_paths),
+    Field(description="a list of path prefixes, without control characters"),
+]
 Split = Annotated[
     tuple[NonNegativeFloat, NonNegativeFloat, NonNegativeFloat],
     BeforeValidator(_split),
@@ -68,7 +74,10 @@ Recompute = Annotated[
 ]
 Probability = Annotated[float, Field(ge=0.0, lt=1.0)]
 Seed = Annotated[int, Field(ge=0, lt=2**32)]  # what NumPy's generators take
-Folder = Annotated[str, Field(min_length=1, description="the path of a folder")]
+Folder = Annotated[
+    str, Field(min_length=1, pattern=PRINTABLE, description="the path of a folder, without control characters")
+]
+OptionalPath = Annotated[str, Field(pattern=PRINTABLE, description="a path without control characters, or empty")]
 
 # Logits are computed for a padded vocabulary whose size does not depend on the layout.
 VOCAB_PADDING = 128
@@ -187,9 +196,11 @@ class DataConfig(Section):
 
     paths: Paths = ()  # prefixes of .bin/.idx, or weight, prefix, weight, prefix ...
     split: Split = (969.0, 30.0, 1.0)  # train, valid, test
-    tokenizer: str = ""  # bytes | sentencepiece:FILE | gpt2:VOCAB,MERGES | hf:FILE | codegeex:FOLDER
+    tokenizer: OptionalPath = ""  # bytes | sentencepiece:FILE | gpt2:VOCAB,MERGES | hf:FILE | codegeex:FOLDER
+    # Raise where the tokenizer is not the one that wrote the corpora, or that a checkpoint was trained with.
+    tokenizer_check: bool = True
     seq_length: PositiveInt = 1024
-    cache_dir: str = ""  # index files; empty: cache/ beside the data
+    cache_dir: OptionalPath = ""  # index files; empty: cache/ beside the data
     eod_mask_loss: bool = False  # no loss where the input token is end-of-document
 
 
@@ -296,8 +307,8 @@ class CheckpointConfig(Section):
     async_save: bool = False  # a thread copies and writes; the optimizer's next step waits for the copy
     fallback: bool = True  # from a newest checkpoint that is damaged to the one before it; false: training stops
     # A run directory or one of its checkpoints, to resume from when run.dir has no checkpoint.
-    load: str = ""
-    load_weights: str = ""  # the same, but taking only the weights: iteration 0, fresh optimizer and data
+    load: OptionalPath = ""
+    load_weights: OptionalPath = ""  # the same, but taking only the weights: iteration 0, fresh optimizer and data
     load_iteration: NonNegativeInt = 0  # which checkpoint of these run directories; 0: the newest
 
 
@@ -317,6 +328,7 @@ class LogConfig(Section):
     """What is printed and recorded."""
 
     interval: PositiveInt = 10  # iterations between printed lines; metrics.jsonl gets every one
+    megatron_line: bool = False  # exactly Megatron-LM's fields, for its parsers
     tensorboard: bool = True
     trace: bool = False  # record the timeline of one iteration on every rank: run.dir/trace.json, for Perfetto
     peak_tflops: NonNegativeFloat = 0.0  # of one device, for MFU; 0: known by device name, or measured on CPU

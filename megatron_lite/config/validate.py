@@ -73,7 +73,8 @@ def _layout_rules(config: Config, world_size: int) -> Iterable[Rule]:
         world_size % size == 0,
         f"parallel.tensor * parallel.pipeline * parallel.context is {size} "
         f"({parallel.tensor} * {parallel.pipeline} * {parallel.context}), which does not divide the number of "
-        f"processes ({world_size}); start {size}, or a multiple of it, with --nproc-per-node",
+        f"processes ({world_size}); start {size}, or a multiple of it, with --nproc-per-node; a script starts with "
+        f"megatron-lite run --nproc-per-node {size} SCRIPT, or with torchrun",
     )
     yield (
         parallel.context == 1,

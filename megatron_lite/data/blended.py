@@ -16,9 +16,10 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from megatron_lite.data.blend_index import BlendIndex, exhaustive_blend, weighted_blend
+from megatron_lite.data.corpus_info import check_tokenizers
 from megatron_lite.data.gpt_dataset import Epochs, GPTDataset, epochs_needed
 from megatron_lite.data.index_cache import cached_arrays, memory_for
-from megatron_lite.data.indexed import IndexedDataset
+from megatron_lite.data.indexed import IndexedDataset, check_exists
 from megatron_lite.errors import ConfigError, DataError
 
 SPLIT_NAMES = ("train", "valid", "test")
@@ -48,6 +49,13 @@ class Splits(NamedTuple):
 class Blend(NamedTuple):
     prefixes: list[str]
     weights: np.ndarray | None  # float64, sum 1; None: each sample of each corpus once
+
+    def only(self, members: Sequence[int]) -> "Blend":
+        """The blend without the other corpora, in the same proportions."""
+        if len(members) == len(self.prefixes):
+            return self
+        weights = None if self.weights is None else self.weights[list(members)] / self.weights[list(members)].sum()
+        return Blend([self.prefixes[member] for member in members], weights)
 
 
 class BlendedDataset:
@@ -86,6 +94,17 @@ def parse_paths(paths: Sequence[str]) -> Blend:
     return Blend([text.strip() for text in paths[1::2]], values / values.sum())
 
 
+def missing_corpora(paths: Sequence[str]) -> list[str]:
+    """A message for each corpus of `paths` without both of its files."""
+    missing = []
+    for prefix in parse_paths(paths).prefixes:
+        try:
+            check_exists(prefix)
+        except DataError as error:
+            missing.append(str(error))
+    return missing
+
+
 def _as_weight(text: str) -> float | None:
     try:
         return float(text)
@@ -117,42 +136,52 @@ def build_datasets(
     seed: int,
     cache_dir: str | os.PathLike[str] | None,
     vocab_size: int | None,
+    tokenizer_hash: str | None,
 ) -> Splits:
     """The three datasets a run reads, each with at least its `num_samples`.
 
-    `cache_dir` keeps the index arrays; empty or None means `cache/` beside the first corpus. `vocab_size` bounds
-    every token id that is read; None leaves ids unchecked.
+    A corpus without documents for validation or test is left out there. `cache_dir` keeps the index arrays; empty or
+    None means `cache/` beside the first corpus. `vocab_size` bounds every token id that is read; None leaves ids
+    unchecked. `tokenizer_hash` is the tokenizer that all corpora were written with; empty means any one, None several.
     """
     blend = parse_paths(paths)
-    cache_dir = cache_dir or Path(blend.prefixes[0]).parent / "cache"
+    cache_dir = cache_folder(paths, cache_dir)
     corpora = [IndexedDataset(prefix) for prefix in blend.prefixes]
+    if tokenizer_hash is not None:
+        check_tokenizers([(corpus.prefix, corpus.info) for corpus in corpora], tokenizer_hash)
     datasets: list[Dataset | None] = []
     for which, name in enumerate(SPLIT_NAMES):
         wanted = num_samples[which]
-        ranges = [split_bounds(split, len(corpus))[which] for corpus in corpora]
-        if wanted == 0 or None in ranges:
+        bounds = [split_bounds(split, len(corpus))[which] for corpus in corpora]
+        ranges = {d: pair for d, pair in enumerate(bounds) if pair and (pair[0] < pair[1] or name == "train")}
+        if wanted == 0 or not ranges:
             datasets.append(None)
             continue
+        part = blend.only(list(ranges))
         members = [
             GPTDataset(
-                corpus,
-                np.arange(*documents, dtype=np.int32),
-                num_samples=_member_samples(blend, d, wanted),
+                corpora[d],
+                np.arange(*pair, dtype=np.int32),
+                num_samples=_member_samples(part, member, wanted),
                 seq_length=seq_length,
                 seed=seed,
                 cache_dir=cache_dir,
                 split_name=name,
                 vocab_size=vocab_size,
             )
-            for d, (corpus, documents) in enumerate(zip(corpora, ranges, strict=True))
-            if documents is not None
+            for member, (d, pair) in enumerate(ranges.items())
         ]
-        if len(members) == 1 and blend.weights is None:
+        if len(members) == 1 and part.weights is None:
             datasets.append(members[0])
         else:
-            index = _cached_blend_index(blend, members, wanted, name, cache_dir)
+            index = _cached_blend_index(part, members, wanted, name, cache_dir)
             datasets.append(BlendedDataset(members, index))
     return Splits(*datasets)
+
+
+def cache_folder(paths: Sequence[str], cache_dir: str | os.PathLike[str] | None) -> Path:
+    """Where index files are: the folder that is given, or `cache/` beside the first corpus."""
+    return Path(cache_dir or Path(parse_paths(paths).prefixes[0]).parent / "cache")
 
 
 def _member_samples(blend: Blend, member: int, wanted: int) -> int | None:

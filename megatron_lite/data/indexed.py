@@ -9,11 +9,13 @@ Source: Megatron-LM, megatron/core/datasets/indexed_dataset.py; written here to 
 import os
 import struct
 from array import array
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
 
+from megatron_lite.data.corpus_info import CorpusInfo, checksum, info_path, merged, read_info, write_info
 from megatron_lite.errors import DataError
 
 MAGIC = b"MMIDIDX\x00\x00"
@@ -51,7 +53,8 @@ class IndexedDataset:
     """The sequences of `prefix.bin`, read in place.
 
     `sequence_lengths` int32 [S], `sequence_pointers` int64 [S] in bytes, `document_indices` int64 [D + 1].
-    A sequence comes back as a view of the file: copy it before changing it.
+    A sequence comes back as a view of the file: copy it before changing it. `info` is the record of `preprocess`, or
+    None.
     """
 
     def __init__(self, prefix: str | os.PathLike[str]) -> None:
@@ -62,33 +65,40 @@ class IndexedDataset:
         self.dtype, num_sequences, num_ends = _read_header(index)
         expected_bytes = HEADER.size + 12 * num_sequences + 8 * num_ends
         found_bytes = index.stat().st_size
-        if found_bytes < expected_bytes:
+        if found_bytes != expected_bytes:
             raise DataError(
-                f"{index}: truncated: {num_sequences:,} sequences and {num_ends:,} document ends need "
-                f"{expected_bytes:,} bytes, the file has {found_bytes:,}; copy it again or run preprocess again"
+                f"{index}: {'truncated' if found_bytes < expected_bytes else 'too long'}: {num_sequences:,} sequences "
+                f"and {num_ends:,} document ends need {expected_bytes:,} bytes, the file has {found_bytes:,}; "
+                "copy it again or run preprocess again"
             )
         if num_sequences == 0:
             raise DataError(f"{index}: the corpus is empty (0 sequences); run preprocess on files that hold text")
         raw = np.memmap(index, mode="r", dtype=np.uint8)
+        self.info = read_info(prefix, raw)
         at = HEADER.size
         self.sequence_lengths: np.ndarray = np.frombuffer(raw, "<i4", num_sequences, at)
         self.sequence_pointers: np.ndarray = np.frombuffer(raw, "<i8", num_sequences, at + 4 * num_sequences)
         self.document_indices: np.ndarray = np.frombuffer(raw, "<i8", num_ends, at + 12 * num_sequences)
-        if num_ends == 0 or int(self.document_indices[-1]) != num_sequences:
-            raise DataError(
-                f"{index}: the last document does not end at sequence {num_sequences:,}; "
-                "the file is damaged or was written by something else: run preprocess again"
-            )
-        self.num_bytes = _end_of_sequences(index, self.sequence_lengths, self.sequence_pointers, self.dtype.itemsize)
+        _check_document_ends(index, self.document_indices, num_sequences)
+        self.num_bytes = _check_pointers(index, self.sequence_lengths, self.sequence_pointers, self.dtype.itemsize)
         path = bin_path(prefix)
         found_bytes = path.stat().st_size
-        if found_bytes < self.num_bytes:
+        if found_bytes != self.num_bytes:
             raise DataError(
                 f"{path}: has {found_bytes:,} bytes, but its .idx describes {self.num_bytes:,}; "
                 "the two files do not belong together or the copy broke off: copy both again"
             )
         # A memory map of nothing is an error of the operating system.
         self._bytes: np.ndarray = np.memmap(path, mode="r", dtype=np.uint8) if found_bytes else np.empty(0, np.uint8)
+
+    @property
+    def num_tokens(self) -> int:
+        return self.num_bytes // self.dtype.itemsize
+
+    @property
+    def tokens(self) -> np.ndarray:
+        """All of them, one sequence after another: a view of the file."""
+        return np.frombuffer(self._bytes, self.dtype)
 
     def __len__(self) -> int:
         return len(self.sequence_lengths)
@@ -104,6 +114,12 @@ class IndexedDataset:
         return np.frombuffer(self._bytes, self.dtype, length, start) if length else np.empty(0, self.dtype)
 
 
+def check_exists(prefix: str | os.PathLike[str]) -> None:
+    """Raises DataError where the `.idx` or the `.bin` of a corpus is missing."""
+    for path in (idx_path(prefix), bin_path(prefix)):
+        _require(path, prefix)
+
+
 def _require(path: Path, prefix: str | os.PathLike[str]) -> None:
     if path.is_file():
         return
@@ -117,23 +133,42 @@ def _require(path: Path, prefix: str | os.PathLike[str]) -> None:
     )
 
 
-def _end_of_sequences(index: Path, lengths: np.ndarray, pointers: np.ndarray, itemsize: int) -> int:
-    """Where in the `.bin` the last byte of any sequence ends; raises when one could not lie in a file at all."""
+def _check_pointers(index: Path, lengths: np.ndarray, pointers: np.ndarray, itemsize: int) -> int:
+    """The bytes that the sequences take in the `.bin`; raises unless each starts where the one before it ends."""
     end = 0
     for start in range(0, len(lengths), CHECKED_AT_ONCE):
         part = slice(start, start + CHECKED_AT_ONCE)
-        ends = np.multiply(lengths[part], itemsize, dtype=np.int64)
-        ends += pointers[part]
-        # A sum beyond 2**63 would wrap around to before its start.
-        bad = (lengths[part] < 0) | (pointers[part] < 0) | (ends < pointers[part])
+        ends = np.cumsum(lengths[part], dtype=np.int64)
+        ends *= itemsize
+        ends += end
+        expected = np.concatenate(([end], ends[:-1]))
+        bad = (lengths[part] < 0) | (pointers[part] != expected)
         if bad.any():
-            sequence = start + int(bad.argmax())
+            first = int(bad.argmax())
             raise DataError(
-                f"{index}: sequence {sequence:,} has length {lengths[sequence]:,} at byte {pointers[sequence]:,}; "
+                f"{index}: sequence {start + first:,} has length {lengths[start + first]:,} at byte "
+                f"{pointers[start + first]:,}, and the sequence before it ends at byte {expected[first]:,}; "
                 "the file is damaged: copy it again or run preprocess again"
             )
-        end = max(end, int(ends.max()))
+        end = int(ends[-1])
     return end
+
+
+def _check_document_ends(index: Path, ends: np.ndarray, num_sequences: int) -> None:
+    """Raises unless documents cover all sequences in order; a document of no sequences is Megatron's empty text."""
+    problem = ""
+    if len(ends) == 0 or int(ends[-1]) != num_sequences:
+        problem = f"the last document does not end at sequence {num_sequences:,}"
+    elif int(ends[0]) != 0:
+        problem = f"the first document starts at sequence {ends[0]:,}, not at 0"
+    for start in range(0, len(ends), CHECKED_AT_ONCE):
+        part = ends[start : start + CHECKED_AT_ONCE + 1]
+        falls = part[1:] < part[:-1]
+        if not problem and falls.any():
+            document = start + int(falls.argmax())
+            problem = f"document {document:,} ends at sequence {ends[document + 1]:,}, before its start"
+    if problem:
+        raise DataError(f"{index}: {problem}; the file is damaged: copy it again or run preprocess again")
 
 
 def _read_header(path: Path) -> tuple[np.dtype, int, int]:
@@ -167,6 +202,8 @@ class IndexedDatasetBuilder:
         self._file: BinaryIO = open(bin_path, "wb")  # noqa: SIM115  it stays open until finalize or abandon
         self._lengths = array("i")
         self._document_ends = array("q", [0])
+        self._info: CorpusInfo | None = None  # of what add_index has appended
+        self._info_is_known = True
 
     def add_item(self, tokens: Any) -> None:
         """One sequence."""
@@ -189,33 +226,49 @@ class IndexedDatasetBuilder:
 
     def _write(self, tokens: Any, lengths: Any) -> None:
         """Sequences of these lengths, one after another in `tokens`."""
+        self._info_is_known = False
         self._file.write(np.asarray(tokens, dtype=self.dtype).tobytes())
         self._lengths.frombytes(np.asarray(lengths, dtype=np.int32).tobytes())
 
     def add_index(self, prefix: str | os.PathLike[str]) -> None:
-        """Append a whole corpus that was written before."""
+        """Append a whole corpus that was written before; one with another tokenizer is an error."""
         other = IndexedDataset(prefix)
         if other.dtype != self.dtype:
             raise DataError(f"{idx_path(prefix)}: holds {other.dtype} tokens and cannot be appended to {self.dtype}")
+        if other.info and self._info and other.info.tokenizer_hash != self._info.tokenizer_hash:
+            raise DataError(
+                f"{os.fspath(prefix)}: was written with the tokenizer {other.info.tokenizer} and cannot be appended to "
+                f"a corpus of {self._info.tokenizer}; run preprocess on it with that one"
+            )
+        self._info_is_known = self._info_is_known and other.info is not None
+        self._info = merged(self._info, other.info) if self._info and other.info else self._info or other.info
         first = len(self._lengths)
         for start in range(0, other.num_bytes, 1 << 24):
             self._file.write(other._bytes[start : min(start + (1 << 24), other.num_bytes)].tobytes())
         self._lengths.frombytes(other.sequence_lengths.astype(np.int32).tobytes())
         self._document_ends.frombytes((other.document_indices[1:] + first).astype(np.int64).tobytes())
 
-    def finalize(self, idx_path: str | os.PathLike[str]) -> None:
-        """Close the `.bin`, durable on disk, and write the `.idx`."""
+    def finalize(self, idx_path: str | os.PathLike[str], info: CorpusInfo | None = None) -> None:
+        """Close the `.bin`, durable on disk, and write the `.idx`, with `info` or what the appended corpora agree on.
+
+        A record of an older corpus under this name is deleted.
+        """
         _close_durably(self._file)
         lengths = np.frombuffer(self._lengths, dtype=np.int32) if self._lengths else np.empty(0, np.int32)
         pointers = np.zeros(len(lengths), dtype="<i8")
         np.cumsum(lengths[:-1], dtype=np.int64, out=pointers[1:])
         pointers *= self.dtype.itemsize
+        code = CODE_OF_DTYPE[self.dtype]
+        ends = np.frombuffer(self._document_ends, dtype=np.int64)
+        head = HEADER.pack(MAGIC, VERSION, code, len(lengths), len(ends))
+        parts = [head, lengths.astype("<i4").data, pointers.data, ends.astype("<i8").data]
+        record = info_path(os.fspath(idx_path).removesuffix(".idx"))
+        record.unlink(missing_ok=True)
+        if info := info or (self._info if self._info_is_known else None):
+            write_info(record, replace(info, idx_crc32=checksum(*parts)))
         with open(idx_path, "wb") as file:
-            code = CODE_OF_DTYPE[self.dtype]
-            file.write(HEADER.pack(MAGIC, VERSION, code, len(lengths), len(self._document_ends)))
-            file.write(lengths.astype("<i4").tobytes())
-            file.write(pointers.tobytes())
-            file.write(np.frombuffer(self._document_ends, dtype=np.int64).astype("<i8").tobytes())
+            for part in parts:
+                file.write(part)
             _close_durably(file)
 
     def abandon(self) -> None:

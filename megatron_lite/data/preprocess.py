@@ -14,11 +14,12 @@ from typing import NamedTuple
 import numpy as np
 from tqdm import tqdm
 
+from megatron_lite.data.corpus_info import CorpusInfo, info_path, package_version
 from megatron_lite.data.indexed import IndexedDatasetBuilder, bin_path, idx_path, optimal_dtype
-from megatron_lite.data.sources import Piece, cut_into_pieces, file_bytes, find_files, read_documents
-from megatron_lite.data.tokenizer import Tokenizer, build_tokenizer
+from megatron_lite.data.sources import Found, Piece, SplitOn, cut_into_pieces, file_bytes, find_files, read_documents
+from megatron_lite.data.tokenizer import Tokenizer, build_tokenizer, tokenizer_hash
 from megatron_lite.data.workers import map_in_order
-from megatron_lite.errors import ConfigError, DataError
+from megatron_lite.errors import ConfigError, DataError, counted
 
 
 class PreprocessReport(NamedTuple):
@@ -29,7 +30,8 @@ class PreprocessReport(NamedTuple):
     num_tokens: int
     text_bytes: int
     num_empty: int
-    num_undecodable: int
+    num_undecodable: int  # documents that are not UTF-8; without a split each is a file
+    found: Found
 
 
 class _Tokens(NamedTuple):
@@ -49,6 +51,7 @@ class _Work(NamedTuple):
     json_key: str
     append_eod: bool
     with_language_tag: bool
+    split_on: SplitOn
 
 
 def preprocess(
@@ -60,41 +63,46 @@ def preprocess(
     json_key: str = "text",
     append_eod: bool = False,
     language_tag: bool = False,
+    split_on: SplitOn = "file",
     progress: bool = True,
 ) -> PreprocessReport:
-    """Write `{output_prefix}_{json_key}_document.bin` and `.idx`.
+    """Write `{output_prefix}_{json_key}_document.bin` and `.idx`, and the record `.info.json` of what made them.
 
-    Empty documents and files that are not UTF-8 are left out and counted. With `language_tag`, code starts with
-    CodeGeeX's comment line that names its language.
+    Empty documents and those that are not UTF-8 are left out and counted. With `language_tag`, code starts with
+    CodeGeeX's comment line that names its language. `split_on` makes documents of plain text files. `progress` shows a
+    bar on a terminal.
     """
     if workers < 1:
         raise ConfigError(f"--workers is {workers}; tokenizing needs at least 1 process")
-    files = find_files(inputs)
-    work = _Work(tokenizer_spec, json_key, append_eod, language_tag)
+    found = find_files(inputs)
+    work = _Work(tokenizer_spec, json_key, append_eod, language_tag, split_on)
     tokenizer = build_tokenizer(tokenizer_spec)  # a mistake in it is told before any process starts
     prefix = Path(f"{os.fspath(output_prefix)}_{json_key}_document")
     mark = f".{os.getpid()}.tmp"
     temporary_bin, temporary_idx = Path(f"{bin_path(prefix)}{mark}"), Path(f"{idx_path(prefix)}{mark}")
+    temporary_info = info_path(temporary_idx)
     try:
         prefix.parent.mkdir(parents=True, exist_ok=True)
         builder = IndexedDatasetBuilder(temporary_bin, optimal_dtype(tokenizer.vocab_size))
         try:
             # Closed at once, whatever happens: else an error kept for its traceback would keep the workers too.
-            with contextlib.closing(_tokenized_pieces(cut_into_pieces(files), work, workers)) as pieces:
-                report = _write_pieces(pieces, builder, prefix, files, progress)
+            with contextlib.closing(_tokenized_pieces(cut_into_pieces(found.files, split_on), work, workers)) as pieces:
+                report = _write_pieces(pieces, builder, prefix, found, progress)
         except BaseException:
             builder.abandon()
             raise
         if report.num_documents == 0:
             builder.abandon()
             raise DataError(
-                f"{', '.join(map(str, inputs))}: nothing to write: {report.num_empty:,} documents are empty and "
-                f"{report.num_undecodable:,} files are not UTF-8 text"
+                f"{', '.join(map(str, inputs))}: nothing to write: {counted(report.num_empty, 'empty document')}, "
+                f"{counted(report.num_undecodable, 'document')} not in UTF-8"
             )
-        builder.finalize(temporary_idx)
-        # An old index must never meet a new .bin, wherever this is interrupted.
-        idx_path(prefix).unlink(missing_ok=True)
+        builder.finalize(temporary_idx, _info(report, work, tokenizer))
+        # An old index or record must never stay beside a new .bin, wherever this is interrupted.
+        for old in (idx_path(prefix), info_path(prefix)):
+            old.unlink(missing_ok=True)
         os.replace(temporary_bin, bin_path(prefix))
+        os.replace(temporary_info, info_path(prefix))
         os.replace(temporary_idx, idx_path(prefix))
     except OSError as error:
         raise DataError(
@@ -102,23 +110,43 @@ def preprocess(
             "Free some space or choose an --output-prefix you can write to"
         ) from error
     finally:
-        for temporary in (temporary_bin, temporary_idx):
+        for temporary in (temporary_bin, temporary_idx, temporary_info):
             # Where the folder itself is the trouble, deleting fails as creating did, and that was reported.
             with contextlib.suppress(OSError):
                 temporary.unlink()
     return report
 
 
+def _info(report: PreprocessReport, work: _Work, tokenizer: Tokenizer) -> CorpusInfo:
+    options = {name: value for name, value in work._asdict().items() if name != "tokenizer_spec"}
+    return CorpusInfo(
+        tokenizer=work.tokenizer_spec,
+        tokenizer_hash=tokenizer_hash(work.tokenizer_spec),
+        vocab_size=tokenizer.vocab_size,
+        eod=tokenizer.eod,
+        documents=report.num_documents,
+        tokens=report.num_tokens,
+        source_bytes=report.text_bytes,
+        options=options,
+        megatron_lite=package_version(),
+        idx_crc32="",  # the builder knows it
+    )
+
+
 def _write_pieces(
     pieces: Iterator[tuple[Piece, _Tokens]],
     builder: IndexedDatasetBuilder,
     prefix: Path,
-    files: Sequence[Path],
+    found: Found,
     progress: bool,
 ) -> PreprocessReport:
     num_documents = num_tokens = text_bytes = num_empty = num_undecodable = 0
     with tqdm(
-        total=sum(map(file_bytes, files)), unit="B", unit_scale=True, desc="preprocess", disable=not progress
+        total=sum(map(file_bytes, found.files)),
+        unit="B",
+        unit_scale=True,
+        desc="preprocess",
+        disable=None if progress else True,
     ) as bar:
         for piece, tokens in pieces:
             builder.add_documents(tokens.ids, tokens.lengths)
@@ -130,7 +158,7 @@ def _write_pieces(
             bar.update(piece.input_bytes)
             seconds = bar.format_dict["elapsed"]
             bar.set_postfix_str(f"{num_documents / seconds:,.0f} documents/s" if seconds else "", refresh=False)
-    return PreprocessReport(prefix, num_documents, num_tokens, text_bytes, num_empty, num_undecodable)
+    return PreprocessReport(prefix, num_documents, num_tokens, text_bytes, num_empty, num_undecodable, found)
 
 
 def _tokenized_pieces(

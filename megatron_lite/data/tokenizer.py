@@ -9,6 +9,7 @@
 Document text is only text: characters that spell a special token are encoded as characters.
 """
 
+import hashlib
 import json
 import os
 from collections.abc import Callable, Sequence
@@ -50,6 +51,32 @@ def build_tokenizer(spec: str) -> Tokenizer:
             "or codegeex:FOLDER"
         )
     return builders[kind](spec, place)
+
+
+def tokenizer_hash(spec: str) -> str:
+    """SHA-256 of what the tokenizer does: its kind, the content of its files and its end token, not where they are."""
+    kind, _, place = spec.partition(":")
+    digest = hashlib.sha256(kind.encode())
+    for file in _files_of(kind, place):
+        _require_file(file)
+        content = Path(file).read_bytes()
+        if file.suffix == ".json":  # however it is spaced
+            content = json.dumps(_read_object(file), sort_keys=True).encode()
+        digest.update(hashlib.sha256(content).digest())
+    if kind == "hf":
+        digest.update("".join(_end_token_of_config(_hf_file(place))).encode())
+    return digest.hexdigest()
+
+
+def _files_of(kind: str, place: str) -> list[Path]:
+    if kind == "bytes":
+        return []
+    if kind == "hf":
+        return [_hf_file(place)]
+    if kind == "codegeex":
+        added = Path(place) / "added_tokens.json"
+        return [Path(place) / "vocab.json", Path(place) / "merges.txt", *([added] if added.is_file() else [])]
+    return [Path(part) for part in (place.split(",", 1) if kind == "gpt2" else [place])]
 
 
 class BytesTokenizer:
@@ -200,8 +227,7 @@ def _codegeex(spec: str, place: str) -> Tokenizer:
 def _huggingface(spec: str, place: str) -> Tokenizer:
     from tokenizers import Tokenizer as Model
 
-    if Path(place).is_dir():
-        place = str(Path(place) / "tokenizer.json")
+    place = str(_hf_file(place))
     _require_file(place)
     try:
         model = Model.from_file(place)
@@ -212,6 +238,10 @@ def _huggingface(spec: str, place: str) -> Tokenizer:
     if not found:
         raise DataError(f"{place}: has none of {', '.join(candidates)} to end documents with")
     return BPETokenizer(spec, model, found[0])
+
+
+def _hf_file(place: str) -> Path:
+    return Path(place) / "tokenizer.json" if Path(place).is_dir() else Path(place)
 
 
 def _end_token_of_config(tokenizer_file: Path) -> list[str]:

@@ -8,6 +8,7 @@ Source: Sennrich et al., arXiv 1508.07909 (BPE); Kudo and Richardson, arXiv 1808
 import contextlib
 import io
 import os
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -31,7 +32,7 @@ def train_sentencepiece(
     """
     import sentencepiece
 
-    files = find_files(inputs)
+    files = find_files(inputs).files
     share = min(1.0, max_bytes / max(1, sum(map(file_bytes, files))))
     model = io.BytesIO()
     try:
@@ -57,10 +58,7 @@ def train_sentencepiece(
             minloglevel=2,
         )
     except RuntimeError as error:
-        raise DataError(
-            f"a vocabulary of {vocab_size:,} pieces cannot be trained on {', '.join(map(str, inputs))}: "
-            f"{str(error).rpartition('] ')[2].strip() or 'there is no text in it'}"
-        ) from error
+        raise DataError(f"{', '.join(map(str, inputs))}: {_reason(str(error), vocab_size)}") from error
     target = Path(f"{os.fspath(output_prefix)}.model")
     temporary = target.with_name(f"{target.name}.{os.getpid()}.tmp")
     try:
@@ -74,9 +72,24 @@ def train_sentencepiece(
     return target
 
 
+def _reason(text: str, vocab_size: int) -> str:
+    """Why sentencepiece cannot train; its own advice names options that are not here."""
+    if small := re.search(r"smaller than required_chars. \d+ vs (\d+)", text):
+        return (
+            f"--vocab-size is {vocab_size:,}; the single bytes and characters of this text take {int(small[1]):,} "
+            "tokens: use a larger one"
+        )
+    if large := re.search(r"too high .* value <= (\d+)", text):
+        return (
+            f"--vocab-size is {vocab_size:,}; this text gives at most {int(large[1]):,} tokens: use fewer, or more text"
+        )
+    reason = text.rpartition("] ")[2].strip() or "there is no text in it"
+    return f"a vocabulary of {vocab_size:,} tokens cannot be trained: {reason}"
+
+
 def _lines(files: Sequence[Path], json_key: str, share: float) -> Iterator[str]:
     credit = 0.0
-    for piece in cut_into_pieces(files):
+    for piece in cut_into_pieces(files, "file"):
         for text in read_documents(piece, json_key=json_key, with_language_tag=False).texts:
             for line in text.split("\n"):
                 credit += share

@@ -3,39 +3,33 @@
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from megatron_lite.checkpoint import store
 from megatron_lite.checkpoint.agreement import on_first
 from megatron_lite.checkpoint.directory import (
-    TRACKER_FILE,
-    is_checkpoint,
     iterations,
     locate,
-    place_of,
-    read_latest,
-    resolve,
-    root_of,
     set_aside,
 )
 from megatron_lite.checkpoint.layout import parse_config, read_layout
 from megatron_lite.checkpoint.match import MODEL_PROVIDER
 from megatron_lite.config.load import FIELDS
-from megatron_lite.config.schema import Config
+from megatron_lite.config.schema import Config, OptimConfig
 from megatron_lite.errors import CheckpointError, ConfigError, DamagedCheckpoint, TrainingError
+from megatron_lite.optim.lr import learning_rate
 from megatron_lite.parallel.collectives import all_reduce
 from megatron_lite.parallel.grid import Grid
 from megatron_lite.parallel.random import seed_everything
 from megatron_lite.training.replicas import refuse_replicas_apart
 from megatron_lite.training.run import Run
+from megatron_lite.training.start import checkpoints_of, find_start, local_root
 from megatron_lite.training.state import TrainState
 
-
-def checkpoints_of(run_dir: str) -> Path:
-    """Folder of a run's checkpoints."""
-    return Path(run_dir) / "checkpoints"
+# Fields of `optim` that shape the learning rate.
+CURVE = ("lr", "min_lr", "schedule", "warmup_iterations", "decay_iterations", "wsd_decay_iterations")
 
 
 def save_run(run: Run, say: Callable[[str], None], *, must_be_done: bool = True) -> None:
@@ -100,74 +94,6 @@ def load_newest(run: Run) -> None:
         load_or_fall_back(run, load, root, start.iteration, is_own=start.key == "run.dir")
 
 
-class Start(NamedTuple):
-    """The checkpoint that a run starts from."""
-
-    key: str  # of the config, which names its folder
-    root: Path  # on the machine that has looked for it
-    iteration: int
-    is_chosen: bool = False  # by the user, not the newest
-    notice: str = ""
-
-
-def local_root(config: Config, start: Start) -> Path:
-    """Where the start's folder of checkpoints is on this machine, which may have it under another path."""
-    if start.key == "run.dir":
-        return checkpoints_of(config.run.dir)
-    key = start.key.removeprefix("checkpoint.")
-    return root_of(Path(getattr(config.checkpoint, key)))
-
-
-def find_start(config: Config) -> Start | None:
-    """The newest checkpoint of run.dir; without one that of `checkpoint.load`, of `checkpoint.load_weights`, or None.
-
-    A run that was branched off another one so resumes by the command that started it.
-    Raises CheckpointError for a folder to load from without a checkpoint.
-    """
-    own, wanted = checkpoints_of(config.run.dir), config.checkpoint.load_iteration or None
-    given = {"checkpoint.load": config.checkpoint.load, "checkpoint.load_weights": config.checkpoint.load_weights}
-    key, folder = next(((key, folder) for key, folder in given.items() if folder), ("", ""))
-    is_chosen = bool(key) and (wanted is not None or is_checkpoint(Path(folder)))
-    newest = read_latest(own)
-    if newest is not None:
-        path = Path(folder).resolve()
-        if is_chosen and own.resolve() in (path / "checkpoints", path, path.parent):
-            raise CheckpointError(
-                f"{key} chooses an iteration of {config.run.dir}, which is run.dir: it resumes from its newest. Give "
-                f"another run.dir to branch off, or write the iteration into {own / TRACKER_FILE} to go back"
-            )
-        unused = f"{key} is not used: run.dir has checkpoints" if key else ""
-        notice = "; ".join(filter(None, (unused, _older_than_newest(own, newest))))
-        return Start("run.dir", own, newest, notice=notice)
-    if not key:
-        return None
-    try:
-        root, iteration = place_of(resolve(Path(folder), wanted))
-    except CheckpointError as error:
-        raise CheckpointError(f"{key}: {_convert_first(folder) or error}") from error
-    return Start(key, root, iteration, is_chosen, "" if is_chosen else _older_than_newest(root, iteration))
-
-
-def _older_than_newest(root: Path, iteration: int) -> str:
-    """Text where the tracker names an iteration that is not the newest: a user has gone back, or a digit is damaged."""
-    newest = max(iterations(root), default=iteration)
-    if newest <= iteration:
-        return ""
-    tracker = root / TRACKER_FILE
-    return f"{tracker} names iteration {iteration}; the newest is {newest}. Write {newest} into it to load that"
-
-
-def _convert_first(folder: str) -> str:
-    """What to do with a folder of another format; empty for one of no other."""
-    # A tenth of a second, which other runs need not wait.
-    from megatron_lite.checkpoint.convert.driver import NATIVE, recognised
-
-    foreign = recognised(Path(folder))
-    if foreign in ("", NATIVE):
-        return ""
-    return f"{folder} is a checkpoint of {foreign}. Load what `megatron-lite convert {folder} NEW_FOLDER` makes of it"
-
-
 def load_or_fall_back(
     run: Run, load: Callable[[Run, Path, int], None], root: Path, iteration: int, *, is_own: bool
 ) -> None:
@@ -216,7 +142,7 @@ def load_weights(run: Run, root: Path, iteration: int) -> None:
         print(f" loading weights from {root} at iteration {iteration}; training starts at iteration 0", flush=True)
     weights = run.optimizer.weights()
     config = run.config.model_dump(mode="json")
-    store.load(
+    loaded = store.load(
         root,
         iteration,
         ctx=run.ctx,
@@ -226,6 +152,7 @@ def load_weights(run: Run, root: Path, iteration: int) -> None:
         config=config,
         provider=run.origin.get(MODEL_PROVIDER, ""),
     )
+    check_tokenizer(locate(root, iteration), loaded, run)
     run.optimizer.load(weights, {}, 0, 0)
 
 
@@ -248,6 +175,7 @@ def load_run(run: Run, root: Path, iteration: int) -> None:
         config=run.config.model_dump(mode="json"),
         provider=run.origin.get(MODEL_PROVIDER, ""),
     )
+    check_tokenizer(locate(root, iteration), loaded, run)
     loaded = checked(loaded, locate(root, iteration), run)
     refuse_new_order(loaded.config, run.config)
     refuse_partial_sums(loaded.config, run)
@@ -258,11 +186,50 @@ def load_run(run: Run, root: Path, iteration: int) -> None:
     run.state = TrainState.from_dict(loaded.state["train"])
     run.optimizer.load(weights, optimizer_state, loaded.state["adam_steps"], run.state.iteration)
     run.optimizer.scaler.load_state_dict(loaded.state["loss_scaler"])
+    if run.ctx.rank == 0 and (line := learning_rate_line(loaded.config, run)):
+        print(f" {line}", flush=True)
     if loaded.rng is not None:
         run.rng.load_state_dict(loaded.rng)
     else:  # another grid: fresh streams, which must not repeat those of the start
         fresh = seed_everything(run.config.run.seed + run.state.iteration, run.ctx)
         run.rng.load_state_dict(fresh.state_dict())
+
+
+def check_tokenizer(folder: Path, loaded: store.Loaded, run: Run) -> None:
+    """Raises ConfigError where the run has another tokenizer than the checkpoint in `folder` was trained with.
+
+    A run without a tokenizer keeps what the checkpoint records; a checkpoint may record none.
+    """
+    trained = loaded.origin.get("tokenizer")
+    if trained is None:
+        return
+    wanted = run.origin.setdefault("tokenizer", trained)
+    if run.config.data.tokenizer_check and trained != wanted:
+        raise ConfigError(
+            f"{folder}: was trained with another tokenizer (hash {trained[:12]}) than data.tokenizer, "
+            f"{run.config.data.tokenizer} (hash {wanted[:12]}); use the tokenizer of the checkpoint, or set "
+            "data.tokenizer_check=false if both give the same ids"
+        )
+
+
+def learning_rate_line(saved: dict[str, Any], run: Run) -> str:
+    """The learning rate of the next step under the saved config and under this one, and the settings that keep the
+    saved curve; empty where both rates are nearly equal."""
+    known = {key: value for key, value in saved["optim"].items() if key in OptimConfig.model_fields}
+    before, after = OptimConfig(**known), run.config.optim
+    totals = saved["train"]["iterations"], run.config.train.iterations
+    old, new = (learning_rate(o, run.state.optimizer_steps, n) for o, n in zip((before, after), totals, strict=True))
+    if abs(new - old) <= max(0.01 * max(old, new), 1e-3 * before.lr):
+        return ""
+    before, after = (
+        o.model_copy(update={"decay_iterations": o.decay_iterations or n})
+        for o, n in zip((before, after), totals, strict=True)
+    )
+    keeping = [f"optim.{key}={getattr(before, key)}" for key in CURVE if getattr(before, key) != getattr(after, key)]
+    return (
+        f"learning rate at iteration {run.state.iteration + 1}: {old:.1e} -> {new:.1e}; {' '.join(keeping)} "
+        f"keep{'s' * (len(keeping) == 1)} the saved curve"
+    )
 
 
 def checked(loaded: store.Loaded, folder: Path, run: Run) -> store.Loaded:
@@ -297,7 +264,7 @@ def moved_line(loaded: store.Loaded, run: Run) -> str:
         return f"tp={grid.tp} cp={grid.cp} dp={grid.dp} pp={grid.pp}{virtual}, ddp {parallel['ddp']}{stage}{shared}"
 
     before, after = described(loaded.grid, loaded.config), described(run.ctx.grid, now)
-    again = "random streams start anew from run.seed, iteration and rank" if loaded.rng is None else ""
+    again = "random streams restart from run.seed, iteration and rank" if loaded.rng is None else ""
     if before == after:
         return again
     moved = f"moved from {before} to {after}: rank 0 has read {loaded.bytes_read / 1e6:,.1f} MB"
@@ -343,8 +310,8 @@ def refuse_new_order(saved: dict[str, Any], config: Config) -> None:
         f"{key} (checkpoint: {before[key]}, config: {wanted[key]})" for key in wanted if wanted[key] != before[key]
     ]:
         raise ConfigError(
-            f"{', '.join(changed)}: the samples would come in another order than in the checkpoint, so some would be "
-            "read twice and others never; set them as they were, or start a new run.dir"
+            f"{', '.join(changed)}: the order of the samples would differ from the checkpoint's, so training would "
+            "repeat some and never see others; restore these values, or start a new run.dir"
         )
 
 

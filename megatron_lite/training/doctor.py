@@ -97,10 +97,11 @@ def checks(config: Config, world: Group, timeout_seconds: float) -> Iterator[Fin
     devices = list(guarded("devices", lambda: machine.devices(machines)))
     yield from devices
     if any(finding.level == "FAIL" for finding in devices):
+        machines = []
         yield Finding("skip", "arithmetic, network", "every rank needs a device for them")
     else:
         yield from device_checks(config, world, timeout_seconds, machines)
-    yield from storage_checks(config, world)
+    yield from storage_checks(config, world, machines)
 
 
 def meeting(world: Group) -> list[Finding]:
@@ -126,8 +127,8 @@ def device_checks(
     yield from guarded("network", lambda: network(config, grid, device, world, timeout_seconds / 2))
 
 
-def storage_checks(config: Config, world: Group) -> Iterator[Finding]:
-    """What is read and written; only what is given."""
+def storage_checks(config: Config, world: Group, machines: list[Answer[machine.Machine]]) -> Iterator[Finding]:
+    """What is read and written, and whether the model fits; only what is given."""
     if not config.data.paths:
         yield Finding("skip", "tokenizer, data, index files", "data.paths is not given")
         if "dir" in config.run.model_fields_set:
@@ -135,6 +136,8 @@ def storage_checks(config: Config, world: Group) -> Iterator[Finding]:
         return
     found, config = storage.tokenizer(config, world)
     yield from found
+    if machines:  # without the tokenizer the embeddings are left out: what is too large without them stays so
+        yield from guarded("memory", lambda: machine.memory(config, machines))
     yield from guarded("data", lambda: storage.data(config, world))
     yield from guarded("index files", lambda: storage.index_cache(config, world))
     writable = list(guarded("run.dir", lambda: storage.run_dir(config, world)))
@@ -165,8 +168,8 @@ def conclude(found: list[Finding], world: Group) -> None:
     failed, warned = levels.count("FAIL"), levels.count("warn")
     if failed:
         raise TrainingError(
-            f"{failed} of {counted(len(levels), 'check')} failed, and so would training; the FAIL lines in the output "
-            "of rank 0 say why, and what to do"
+            f"{failed} of {counted(len(levels), 'check')} failed, so training would fail; the FAIL lines in the "
+            "output of rank 0 name the causes and what to do"
         )
     if world.is_first:
         print(f"{counted(len(levels), 'check')} passed{f', {warned} with a warning' if warned else ''}", flush=True)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from megatron_lite.config.schema import Config
+from megatron_lite.config.sizes import activation_bytes, largest_rank_parameters, state_bytes
 from megatron_lite.ddp.deepspeed import refuse_what_cannot_run
 from megatron_lite.errors import TrainingError
 from megatron_lite.parallel.collectives import barrier
@@ -41,6 +42,7 @@ CLOCK_ROUNDS, LARGEST_SKEW_SECONDS = 3, 1.0
 # Gloo and NCCL have sockets and files for each group and peer.
 FILES_OF_A_RUN, FILES_OF_A_PEER = 1024, 8
 SHM_OF_A_RANK_BYTES = 128 << 20  # what ranks of one host share with NCCL; Docker gives all of them 64 MiB
+LESS_MEMORY = "use more ranks with parallel.tensor, parallel.pipeline, optim.distributed or parallel.ddp: fsdp"
 PACKAGE = Path(__file__).resolve().parents[1]
 
 
@@ -189,6 +191,33 @@ def limits(machines: list[Answer[Machine]]) -> list[Finding]:
     said = f"{first.open_files:,} open files, {counted(first.threads, 'thread')} for each rank, {shm}"
     warnings = [Finding("warn", "limits", f"{listed(hosts)}: {text}") for text, hosts in found.items()]
     return warnings or [Finding("ok", "limits", said)]
+
+
+def memory(config: Config, machines: list[Answer[Machine]]) -> list[Finding]:
+    """Whether the training state fits the memory; FAIL where it cannot, whatever the activations take."""
+    dp = config.parallel.data(len(machines))
+    of_a_parameter, parameters = state_bytes(config, dp), largest_rank_parameters(config)
+    state = {what: size * parameters for what, size in of_a_parameter.items()}
+    on_host = state["optimizer"] if config.deepspeed.offload_optimizer else 0.0
+    activations = 0.0 if config.train.offload_activations else activation_bytes(config, dp)
+    found, texts = [], []
+    for host, machine, ranks in by_host(machines):
+        if machine.device == "cuda":
+            places = [
+                (f"the smallest GPU of {host}", min(size for _, size in machine.gpus), sum(state.values()) - on_host),
+                *[(f"{host}", machine.memory_bytes, ranks * on_host)] * (on_host > 0),
+            ]
+            working = activations
+        else:
+            places, working = [(host, machine.memory_bytes, ranks * sum(state.values()))], ranks * activations
+        for place, available, needed in places:
+            text = f"{place} has {readable(available)}; the training state takes {readable(needed)}"
+            texts.append(f"{text}, activations roughly {readable(working)}")
+            if needed > available:
+                found.append(Finding("FAIL", "memory", f"{text}; {LESS_MEMORY}"))
+            elif needed + working > available:
+                found.append(Finding("warn", "memory", f"{texts[-1]}; {LESS_MEMORY}, or train.recompute"))
+    return found or [Finding("ok", "memory", texts[0])]
 
 
 def _fewer_threads(ranks: int, cores: int) -> str:

@@ -24,12 +24,12 @@ from megatron_lite.config.schema import Config
 from megatron_lite.config.sizes import num_parameters, state_bytes
 from megatron_lite.config.validate import with_vocab_size
 from megatron_lite.data.blended import parse_paths
+from megatron_lite.data.corpus_info import check_tokenizers
 from megatron_lite.data.indexed import IndexedDataset, bin_path, idx_path
-from megatron_lite.data.tokenizer import build_tokenizer
-from megatron_lite.errors import CheckpointError
+from megatron_lite.data.tokenizer import build_tokenizer, tokenizer_hash
+from megatron_lite.errors import CheckpointError, ConfigError, DataError
 from megatron_lite.parallel.collectives import barrier
 from megatron_lite.parallel.context import Group
-from megatron_lite.training.checkpointing import checkpoints_of, find_start
 from megatron_lite.training.findings import (
     Finding,
     ask,
@@ -40,6 +40,7 @@ from megatron_lite.training.findings import (
     readable,
     where,
 )
+from megatron_lite.training.start import checkpoints_of, find_start
 
 # How long a network file system may take to show one host what another wrote.
 SHOWN_SECONDS = 5.0
@@ -118,18 +119,24 @@ def data(config: Config, world: Group) -> list[Finding]:
 
 
 def read_corpora(config: Config) -> Corpora:
-    """Raises DataError for what is missing or damaged."""
-    files, num_tokens = {}, 0
+    """Raises DataError for what is missing or damaged, ConfigError for corpora of another tokenizer."""
+    files, num_tokens, infos = {}, 0, []
     for prefix in parse_paths(config.data.paths).prefixes:
         if local_rank() == 0:
             corpus = IndexedDataset(prefix)
-            num_tokens += corpus.num_bytes // corpus.dtype.itemsize
+            num_tokens += corpus.num_tokens
+            infos.append((prefix, corpus.info))
         for path in (idx_path(prefix), bin_path(prefix)):
             with open(path, "rb") as file:
                 size = os.fstat(file.fileno()).st_size
                 ends = file.read(END_BYTES)
                 file.seek(max(0, size - END_BYTES))
                 files[str(path)] = Stamp(size, zlib.crc32(ends + file.read(END_BYTES)))
+    if config.data.tokenizer_check:
+        wanted = ""
+        with suppress(DataError, ConfigError):  # reported by the check of the tokenizer
+            wanted = tokenizer_hash(config.data.tokenizer) if config.data.tokenizer else ""
+        check_tokenizers(infos, wanted)
     return Corpora(files, num_tokens)
 
 
@@ -248,15 +255,17 @@ def disk(config: Config, world: Group) -> list[Finding]:
     kept = min(save.keep or all_saves, all_saves) + (train.iterations // save.keep_every if save.keep_every else 0)
     now = size if present else 2 * size
     later = max(now, (kept + 1 - present) * size)
-    text = f"{readable(free)} free for {folder}, and a checkpoint takes about {readable(size)}"
+    text = f"{readable(free)} free for {folder}; a checkpoint takes about {readable(size)}"
     if free < now:
         advice = "free some space, or set run.dir to another disk"
-        return [Finding("FAIL", "disk", f"{text}, of which {'one more' if present else 'two'} must fit; {advice}")]
+        return [
+            Finding("FAIL", "disk", f"{text}, and there must be room for {'one more' if present else 'two'}; {advice}")
+        ]
     if free < later:
         rule = f"checkpoint.keep {save.keep}" + f", keep_every {save.keep_every}" * bool(save.keep_every)
-        many = f"{text}; with {rule}, {kept + 1} of them must fit"
+        many = f"{text}; {rule} needs room for {kept + 1}"
         return [Finding("warn", "disk", f"{many}: free some space, or keep fewer")]
-    return [Finding("ok", "disk", f"{text}, of which up to {kept + 1} are there at a time")]
+    return [Finding("ok", "disk", f"{text}, and at most {kept + 1} exist at a time")]
 
 
 def checkpoint_bytes(config: Config) -> float:

@@ -13,14 +13,14 @@ from megatron_lite.data.loader import PrefetchingLoader
 from megatron_lite.optim.outer import common_model
 from megatron_lite.parallel.collectives import all_reduce
 from megatron_lite.pipeline.schedules import build_schedule
+from megatron_lite.training.corpora import samples_of_evaluation
 from megatron_lite.training.run import Run
 from megatron_lite.training.step import forward_of, message_of, sum_over_pipeline
 
 
 def evaluation_samples(run: Run) -> int:
     """Samples that one evaluation reads, over all ranks."""
-    train = run.config.train
-    return train.eval_iterations * train.global_batch(run.ctx.dp.size)
+    return samples_of_evaluation(run.config.train, run.ctx.dp.size)
 
 
 def loader(run: Run, dataset: Dataset, eod: int) -> PrefetchingLoader:

@@ -12,6 +12,7 @@ from typing import Generic, Literal, TypeVar
 
 from megatron_lite.checkpoint.agreement import all_gathered
 from megatron_lite.errors import MegatronLiteError
+from megatron_lite.errors import counted as counted
 from megatron_lite.parallel.context import Group
 
 T = TypeVar("T")
@@ -94,10 +95,6 @@ def listed(words: Sequence[str]) -> str:
     if len(words) > MOST_NAMES:
         words = [*words[: MOST_NAMES - 1], f"{len(words) - MOST_NAMES + 1} more"]
     return " and ".join(filter(None, [", ".join(words[:-1]), words[-1]]))
-
-
-def counted(count: int, noun: str) -> str:
-    return f"{count:,} {noun}{'s' * (count != 1)}"
 
 
 def readable(size: float) -> str:

@@ -17,7 +17,7 @@ from megatron_lite.checkpoint.directory import place_of
 from megatron_lite.checkpoint.layout import parse_config, read_layout
 from megatron_lite.checkpoint.match import check_provider
 from megatron_lite.config.schema import Config
-from megatron_lite.data.tokenizer import build_tokenizer
+from megatron_lite.data.tokenizer import build_tokenizer, tokenizer_hash
 from megatron_lite.errors import ConfigError
 from megatron_lite.model.build import get_model, named_params, param_table
 from megatron_lite.parallel.collectives import all_gather, broadcast
@@ -57,6 +57,17 @@ def config_of(folder: Path, world_size: int, model: str = "") -> Config:
     fields["train"]["offload_activations"] = False  # there is no backward, and perhaps no GPU
     fields["data"]["seq_length"] = 1  # of training, which some versions let exceed the positions
     return Config.model_validate(fields)
+
+
+def check_tokenizer_of(folder: Path) -> None:
+    """Raises ConfigError where the tokenizer's files are not those that the checkpoint was trained with."""
+    layout = read_layout(folder)
+    spec, trained = layout.config["data"]["tokenizer"], layout.origin.get("tokenizer")
+    if spec and trained and (found := tokenizer_hash(spec)) != trained:
+        raise ConfigError(
+            f"{folder}: its tokenizer {spec} has changed since training (hash {trained[:12]} then, {found[:12]} now); "
+            "restore its files, or add --no-tokenizer-check if both give the same ids"
+        )
 
 
 def generate_text(folder: Path, prompt: str, max_new_tokens: int, temperature: float, seed: int, model: str) -> str:

@@ -52,7 +52,7 @@ def train(
         hang_timeout=config.train.hang_timeout,
     )
     with StopRequest(deadline) as stop, watchdog, loader(run, train_set, eod) as batches, named_place(run):
-        if state.iteration and not on_first(lambda: log.has_evaluation(state.iteration), run.ctx.world):
+        if state.iteration and not on_first(lambda: log.has_evaluation(state), run.ctx.world):
             evaluate_where_due(run, valid_set, eod, log, stop)  # a stop signal has interrupted it
         while run.state.iteration < config.train.iterations:
             state = run.state
@@ -88,7 +88,7 @@ def train(
             if reason:
                 raise StoppedEarly(
                     f"exiting program {reason}: stopped at iteration {state.iteration} of "
-                    f"{config.train.iterations} with a checkpoint saved; run the same command again to go on"
+                    f"{config.train.iterations}, and saved a checkpoint; run the same command again to continue"
                 )
         with run.progress.during("the final evaluation"):
             final_evaluation(lambda: stop.agreed(run.ctx))

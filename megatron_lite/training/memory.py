@@ -14,6 +14,12 @@ def num_local_parameters(run: Run) -> int:
     return sum(prod(meta.shard.local_shape(meta.shape, run.ctx.tp.size)) for meta in run.table.values())
 
 
+def num_parameters_of_model(run: Run) -> int:
+    """Parameters of all stages, each tied one once, padding included. Communicates: a number over pp."""
+    local = sum(prod(meta.shape) for meta in run.table.values() if meta.tied != "copy")
+    return int(all_reduce(torch.tensor(local, device=run.ctx.device), run.ctx.pp).item())
+
+
 def memory_line(run: Run) -> str:
     """Bytes of parameters, gradients and optimizer on this rank, after a step, and on the rank that holds most.
 

@@ -14,27 +14,27 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 
-from megatron_lite.checkpoint.agreement import on_first
+from megatron_lite.checkpoint.agreement import on_all, on_first
 from megatron_lite.checkpoint.lock import locked
-from megatron_lite.config.load import dump_config
 from megatron_lite.config.schema import Config
 from megatron_lite.config.stages import layer_counts
-from megatron_lite.data.blended import Splits, build_datasets, check_order_is_kept
+from megatron_lite.data.blended import Splits, check_order_is_kept
 from megatron_lite.data.statistics import bytes_per_token, unigram_entropy
 from megatron_lite.data.tokenizer import Tokenizer
-from megatron_lite.errors import ConfigError, StoppedEarly
+from megatron_lite.errors import ConfigError, StoppedEarly, counted
 from megatron_lite.model.build import get_model
-from megatron_lite.parallel.collectives import barrier
 from megatron_lite.pipeline.schedules import build_schedule
 from megatron_lite.pipeline.simulate import bubble
+from megatron_lite.training.corpora import data_lines, open_splits, wanted_samples
 from megatron_lite.training.evaluate import evaluate, evaluation_samples
 from megatron_lite.training.initialize import finalize_megatron, initialize_megatron
-from megatron_lite.training.logs import RunLog, writing
+from megatron_lite.training.logs import RunLog, write_config
 from megatron_lite.training.loop import train
-from megatron_lite.training.memory import num_local_parameters
+from megatron_lite.training.memory import num_local_parameters, num_parameters_of_model
 from megatron_lite.training.run import Run
 from megatron_lite.training.setup import ModelProvider, setup_model_and_optimizer
-from megatron_lite.training.state import TrainState, num_microbatches, samples_for
+from megatron_lite.training.state import TrainState, num_microbatches
+from megatron_lite.training.streams import survive_lost_output
 from megatron_lite.training.trace import EQUAL_STAGES
 
 DatasetsProvider = Callable[[Run], Splits]
@@ -51,6 +51,7 @@ def pretrain(
     Collective: every process of the launch calls it with the same config. Raises a MegatronLiteError whose text
     is for the user; StoppedEarly means that a signal ended it with a checkpoint saved.
     """
+    survive_lost_output(Path(config.run.dir))
     try:
         return run_to_end(config, model_provider, datasets_provider)
     except BaseException as error:
@@ -65,17 +66,18 @@ def run_to_end(config: Config, model_provider: ModelProvider, datasets_provider:
     began, started = time.monotonic(), launch_time()
     ctx, rng = initialize_megatron(config)
     with ExitStack() as at_the_end:
-        at_the_end.enter_context(locked(Path(config.run.dir), world=ctx.world))
+        lock = at_the_end.enter_context(locked(Path(config.run.dir), world=ctx.world))
         if ctx.world.is_first:
             Path(config.run.exit_code_file).unlink(missing_ok=True)  # of the run before
         if os.environ.get("LOCAL_RANK", "0") == "0":  # of each machine, for they may not share the folder
             shutil.rmtree(Path(config.run.dir) / "heartbeat", ignore_errors=True)
         run = setup_model_and_optimizer(config, ctx, rng, model_provider)
-        log = RunLog(run.config, ctx, run.state)
+        log = RunLog(run.config, ctx, run.state, lock)
         at_the_end.callback(log.close)
         at_the_end.callback(run.saver.close, log.say)
         announce(run, log, time.monotonic() - began)
         datasets = (datasets_provider or build_splits)(run)
+        announce_data(run, datasets, log)
         if log.active:
             write_config(run.config)
         return train_and_evaluate(run, datasets, run.tokenizer, log, started)
@@ -90,23 +92,16 @@ def launch_time() -> float:
 def build_splits(run: Run) -> Splits:
     """Training, validation and test data of `data.paths`, as long as the run needs them.
 
-    The first rank of each machine writes the index files while the others wait; then all map them.
+    The first rank of each machine writes the index files while the others wait; then all map them. An error of one
+    rank is raised on every rank.
     """
     config, state = run.config, run.state
     if not config.data.paths:
         raise ConfigError("data.paths is empty; give the prefix of a .bin/.idx pair that `preprocess` has written")
-    wanted = (samples_for(config.train, run.ctx.dp.size), evaluation_samples(run), evaluation_samples(run))
+    wanted = wanted_samples(config.train, run.ctx.dp.size)
 
     def build() -> Splits:
-        return build_datasets(
-            list(config.data.paths),
-            config.data.split,
-            seq_length=config.data.seq_length,
-            num_samples=wanted,
-            seed=config.run.seed,
-            cache_dir=config.data.cache_dir or None,
-            vocab_size=config.model.vocab_size,
-        )
+        return open_splits(config, wanted, run.origin.get("tokenizer", ""))
 
     if state.consumed_samples:
         check_order_is_kept(
@@ -118,9 +113,9 @@ def build_splits(run: Run) -> Splits:
             consumed=state.consumed_samples,
         )
     state.train_samples = wanted[0]
-    splits = build() if os.environ.get("LOCAL_RANK", "0") == "0" else None
-    barrier(run.ctx.world)
-    return splits or build()
+    is_builder = os.environ.get("LOCAL_RANK", "0") == "0"
+    splits = on_all(lambda: build() if is_builder else None, run.ctx.world)
+    return on_all(lambda: splits or build(), run.ctx.world)
 
 
 def announce(run: Run, log: RunLog, seconds: float) -> None:
@@ -143,6 +138,18 @@ def announce(run: Run, log: RunLog, seconds: float) -> None:
     if config.sync.is_local or config.sync.delay:
         log.say(f" > sync: {sync_line(config, grid.dp, count)}")
     log.say(f"time to initialize megatron (seconds): {seconds:.1f}")
+
+
+def announce_data(run: Run, datasets: Splits, log: RunLog) -> None:
+    """What a step reads and what the run reads of each corpus. Communicates: a number over pp."""
+    data, samples = run.config.data, run.config.train.global_batch(run.ctx.dp.size)
+    log.say(
+        f" > model: {num_parameters_of_model(run):,} parameters; a step reads {counted(samples, 'sequence')} of "
+        f"{counted(data.seq_length, 'token')}, together {samples * data.seq_length:,}"
+    )
+    if log.active:
+        for line in data_lines(run.config, datasets, wanted_samples(run.config.train, run.ctx.dp.size)):
+            log.say(f" > {line}")
 
 
 def pipeline_line(run: Run) -> str:
@@ -178,18 +185,6 @@ def sync_line(config: Config, dp: int, parameters: int) -> str:
     )
 
 
-def counted(count: int, noun: str) -> str:
-    return f"{count} {noun}{'s' * (count != 1)}"
-
-
-def write_config(config: Config) -> None:
-    """`config.yaml` in the run directory: what this run does, resolved; a start that is refused leaves the old one."""
-    path = Path(config.run.dir) / "config.yaml"
-    with writing(path.parent):
-        path.with_suffix(".tmp").write_text(dump_config(config), encoding="utf-8")
-        os.replace(path.with_suffix(".tmp"), path)
-
-
 def train_and_evaluate(
     run: Run, datasets: Splits, tokenizer: Tokenizer | None, log: RunLog, started: float
 ) -> TrainState:
@@ -200,7 +195,7 @@ def train_and_evaluate(
 
     def final_evaluation(stops: Callable[[], str] = str) -> None:
         for name, split in (("validation", datasets.valid), ("test", datasets.test)):
-            is_done = on_first(lambda name=name: log.has_evaluation(run.state.iteration, name), run.ctx.world)
+            is_done = on_first(lambda name=name: log.has_evaluation(run.state, name), run.ctx.world)
             if split is not None and validate_too and not is_done:
                 loss = evaluate(run, split, eod, lambda: bool(stops()))
                 if loss is None:

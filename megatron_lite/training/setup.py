@@ -10,7 +10,7 @@ from megatron_lite.checkpoint.match import MODEL_PROVIDER
 from megatron_lite.checkpoint.saver import Saver
 from megatron_lite.config.schema import Config
 from megatron_lite.config.validate import with_vocab_size
-from megatron_lite.data.tokenizer import Tokenizer, build_tokenizer
+from megatron_lite.data.tokenizer import Tokenizer, build_tokenizer, tokenizer_hash
 from megatron_lite.ddp.deepspeed import DeepSpeed
 from megatron_lite.ddp.wrap import check_every_parameter_is_trained, wrap_ddp
 from megatron_lite.errors import ConfigError, TrainingError
@@ -71,6 +71,8 @@ def setup_model_and_optimizer(
     run.tokenizer = tokenizer
     if name := provider_name(model_provider):
         run.origin[MODEL_PROVIDER] = name
+    if tokenizer is not None:
+        run.origin["tokenizer"] = tokenizer_hash(config.data.tokenizer)  # each rank reads its files
     load_newest(run)
     return run
 

@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from datetime import datetime
 from types import FrameType
 
 import torch
@@ -71,11 +72,13 @@ class StopRequest:
                 for number in filter(STOP_SIGNALS.__contains__, numbers):
                     name, taken = signal.Signals(number).name, time.monotonic() - self._saves_since
                     if is_first and os.environ.get("RANK", "0") == "0":
-                        _say_now(f"{name}: stopping as soon as a checkpoint is saved")
+                        _say_now(
+                            f"{datetime.now():[%Y-%m-%d %H:%M:%S]} {name}: the run will save a checkpoint and stop"
+                        )
                     elif not is_first and taken > PATIENCE_SECONDS:
                         _say_now(
-                            f"{name} came again when the save had taken {taken:.0f} s: ending at once, without it. The "
-                            "newest checkpoint is the one before; run the same command again to go on from there"
+                            f"{name} came again after {taken:.0f} s of saving: the run stops without this checkpoint. "
+                            "Run the same command again to continue from the one before"
                         )
                         os._exit(1)
                     is_first = False

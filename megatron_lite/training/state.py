@@ -6,6 +6,7 @@ Source of the ramp: Megatron-LM's --rampup-batch-size, "start increment samples"
 """
 
 import math
+from bisect import bisect_left
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
@@ -86,11 +87,15 @@ def num_microbatches(train: TrainConfig, data_parallel_size: int, consumed_sampl
 def samples_for(train: TrainConfig, data_parallel_size: int) -> int:
     """Samples that `train.iterations` iterations consume from the start."""
     full = train.global_batch(data_parallel_size)
-    consumed = iteration = 0
-    while iteration < train.iterations:
-        size = global_batch_size(train, data_parallel_size, consumed)
-        if size == full:
-            return consumed + full * (train.iterations - iteration)
-        consumed += size
-        iteration += 1
-    return consumed
+    consumed, left = 0, train.iterations
+    while (size := global_batch_size(train, data_parallel_size, consumed)) < full and left:
+        # A bisection for each batch size of the ramp: a loop over iterations could take hours.
+        count = 1 + bisect_left(
+            range(1, left),
+            True,
+            key=lambda n, consumed=consumed, size=size: (
+                global_batch_size(train, data_parallel_size, consumed + n * size) > size
+            ),
+        )
+        consumed, left = consumed + count * size, left - count
+    return consumed + full * left

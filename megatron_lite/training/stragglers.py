@@ -17,15 +17,16 @@ from megatron_lite.training.timeline import Timeline
 
 # How much longer than the median of the others, and by how many seconds at least.
 LONGER, SECONDS = 1.5, 0.02
+IN_A_ROW = 3  # measurements; a busy machine makes two by chance
 
 
 class Stragglers:
-    """Takes the time of some steps; names a rank that is late in two of them in a row, which is more than noise."""
+    """Measures some steps; names a rank that is late in `IN_A_ROW` of them."""
 
     def __init__(self, run: Run):
         self._run = run
         self._work = 0.0  # seconds of this rank's own
-        self._late: set[int] = set()
+        self._late: dict[int, int] = {}  # measurements in a row, by rank
 
     @contextmanager
     def measured(self) -> Iterator[None]:
@@ -41,21 +42,22 @@ class Stragglers:
         self._work = _total(whole) - _total(waits)
 
     def line(self) -> str:
-        """Who is late, by the last step that was measured; empty when nobody is.
+        """Names the ranks that are late, by the latest measurements; empty when there is none.
 
         Communicates: a small object over the world.
         """
         own = (self._run.ctx.pp.rank, self._work, socket.gethostname())
         of_ranks = all_gathered(own, self._run.ctx.world)
-        late, lines = set(), []
+        late, lines = {}, []
         for rank, (stage, seconds, host) in enumerate(of_ranks):
             others = [time for other, (at, time, _) in enumerate(of_ranks) if at == stage and other != rank]
             usual = median(others) if others else seconds
             if seconds > LONGER * usual and seconds - usual > SECONDS:
-                late.add(rank)
-                if rank in self._late:
+                late[rank] = self._late.get(rank, 0) + 1
+                if late[rank] >= IN_A_ROW:
                     lines.append(
-                        f"rank {rank} on {host} computes for {seconds:.2f} s an iteration, others {usual:.2f} s"
+                        f"rank {rank} on {host} needs {seconds:.2f} s of computation per iteration; the median of the "
+                        f"other ranks of its stage is {usual:.2f} s"
                     )
         self._late = late
         return f" STRAGGLER: {'; '.join(lines)}" if lines else ""

@@ -22,7 +22,7 @@ from megatron_lite.parallel.context import Group, ParallelContext
 from megatron_lite.pipeline.actions import Action
 from megatron_lite.pipeline.schedules import build_schedule
 from megatron_lite.pipeline.simulate import Span, bubble, idle_share
-from megatron_lite.training.logs import writing
+from megatron_lite.training.metrics import writing
 from megatron_lite.training.run import Run
 from megatron_lite.training.step import StepReport, train_step
 from megatron_lite.training.timeline import Timed, Timeline, together

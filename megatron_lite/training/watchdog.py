@@ -96,6 +96,7 @@ class Watchdog:
         }
         path = self._folder / f"rank_{self._rank:05d}.json"
         try:
+            self._folder.mkdir(parents=True, exist_ok=True)  # run.dir may have been deleted
             path.with_suffix(".tmp").write_text(json.dumps(beat) + "\n", encoding="utf-8")
             os.replace(path.with_suffix(".tmp"), path)
         except OSError:

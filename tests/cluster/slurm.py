@@ -15,6 +15,7 @@ from pathlib import Path
 
 from tests.cluster import namespaces
 from tests.cluster.namespaces import PATH, Host
+from tests.limits import PATIENCE
 
 # Neither systemd nor usable cgroups are needed: ProctrackType, TaskPlugin and JobAcctGatherType keep away from both.
 # A requeued job waits for cred_expire, by default two minutes. config_overrides: a node may have more than the machine.
@@ -43,8 +44,8 @@ SlurmdSpoolDir=/run/slurmd
 SchedulerType=sched/backfill
 SchedulerParameters=bf_interval=1,sched_interval=1,sched_min_interval=0
 ReturnToService=2
-SlurmdTimeout=20
-BatchStartTimeout=20
+SlurmdTimeout=120
+BatchStartTimeout=120
 KillWait={kill_wait}
 MinJobAge=3600
 JobRequeue=1
@@ -52,7 +53,7 @@ PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
 SlurmctldParameters=preempt_send_user_signal
 NodeName=node[1-{num_nodes}] CPUs=4 RealMemory=1000000 State=UNKNOWN
-PartitionName=main Nodes=ALL Default=YES PriorityTier=1 PreemptMode=REQUEUE GraceTime=20
+PartitionName=main Nodes=ALL Default=YES PriorityTier=1 PreemptMode=REQUEUE GraceTime=120
 PartitionName=high Nodes=ALL PriorityTier=10 PreemptMode=OFF
 """
 
@@ -69,7 +70,7 @@ def why_not() -> str:
 class Slurm:
     """A cluster of nodes with 4 CPUs each; a job in partition `high` pre-empts those in `main`, the default."""
 
-    def __init__(self, folder: Path, num_nodes: int = 2, kill_wait_seconds: int = 30):
+    def __init__(self, folder: Path, num_nodes: int = 2, kill_wait_seconds: int = 120):
         self.folder = folder.resolve()
         self.nodes = [f"node{i + 1}" for i in range(num_nodes)]
         self._kill_wait_seconds = kill_wait_seconds
@@ -115,12 +116,14 @@ class Slurm:
             self._checked(self.on(host.name, *command))
 
     def _wait_for_nodes(self) -> None:
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + PATIENCE
         idle = ["sinfo", "--noheader", "--Node", "--responding", "--states=idle", "--partition=main", "--format=%N"]
         while set(self.run(*idle).stdout.split()) != set(self.nodes):
             if time.monotonic() > deadline:
                 logs = [log.read_text() for log in sorted(self.folder.glob("*.log"))]
-                raise AssertionError("\n".join(["not all nodes are idle after 60 s", self.run("sinfo").stdout, *logs]))
+                raise AssertionError(
+                    "\n".join([f"not all nodes are idle after {PATIENCE:g} s", self.run("sinfo").stdout, *logs])
+                )
             time.sleep(0.05)
 
     def on(
@@ -157,7 +160,7 @@ class Slurm:
     def state(self, job: str) -> str:
         return self.show(job)["JobState"]
 
-    def wait(self, job: str, *states: str, timeout: float = 60) -> str:
+    def wait(self, job: str, *states: str, timeout: float = PATIENCE) -> str:
         """The first of these states that is seen, by a look each 0.2 s."""
         deadline = time.monotonic() + timeout
         while (state := self.state(job)) not in states:

@@ -6,11 +6,13 @@ import re
 import threading
 import time
 import weakref
+from datetime import timedelta
 from pathlib import Path
 from unittest import mock
 
 import pytest
 import torch
+from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from megatron_lite.checkpoint import store
 from megatron_lite.checkpoint.directory import iterations, read_latest
@@ -26,9 +28,9 @@ FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 class Training:
     """Tensors that change after every save, as training changes them."""
 
-    def __init__(self, root: Path, tp: int, dp: int, timeout_seconds: float = 60):
+    def __init__(self, root: Path, tp: int, dp: int):
         self.ctx = ParallelContext.create(Grid(tp=tp, dp=dp), torch.device("cpu"), 60)
-        self.saver = Saver(self.ctx, in_background=True, timeout_seconds=timeout_seconds)
+        self.saver = Saver(self.ctx, in_background=True, timeout_seconds=60)
         self.root, self.said = root, []
         self.live = contents(self.ctx, 0)
 
@@ -247,16 +249,20 @@ def test_a_save_that_could_not_begin_is_not_waited_for(ranks, tmp_path):
 
 
 def time_out(root: Path) -> list[str]:
-    training = Training(root, 2, 1, timeout_seconds=1)
-    slow = store.write_tensors
+    training = Training(root, 2, 1)
+    _set_pg_timeout(timedelta(seconds=1), training.saver._background.world.pg)  # of this connection, not of the next
+    slow, is_late = store.write_tensors, root / "rank 0 has waited for too long"
 
     def write(path, tensors):
-        if threading.current_thread().name.startswith("checkpoint") and training.ctx.rank == 1:
-            time.sleep(2.5)
+        while training.ctx.rank == 1 and not is_late.exists():
+            time.sleep(0.01)
         return slow(path, tensors)
 
     with mock.patch.object(store, "write_tensors", write):
         training.save(1)
+        if training.ctx.rank == 0:
+            training.saver.wait(training.said.append)
+            is_late.touch()
         training.saver.wait(training.said.append)
     for version in (2, 3, 4):
         training.save(version)

@@ -106,7 +106,7 @@ def test_a_full_disk_on_any_rank_is_told_by_all(ranks, tmp_path, failing):
     """A rank that did not hear of it would wait in the next collective until the time-out."""
     first, second = ranks(2, save_with_a_failing_disk, tmp_path, failing)
     assert first == second
-    more = " (and 1 more ranks failed)" if len(failing) == 2 else ""
+    more = " (1 more rank failed)" if len(failing) == 2 else ""
     assert first.startswith(f"rank {failing[0]}: {tmp_path}/.new-iter_0000002/mp_rank_{failing[0]:02d}/")
     assert "writing failed: No space left on device. Free some space, lower checkpoint.keep" in first
     assert first.endswith(more or "untouched")

@@ -80,6 +80,6 @@ class Doctor:
 
 def failed(failures: int, checks: int) -> str:
     return (
-        f"{failures} of {checks} checks failed, and so would training; the FAIL lines in the output of rank 0 say why, "
-        "and what to do"
+        f"{failures} of {checks} checks failed, so training would fail; the FAIL lines in the output of rank 0 name "
+        "the causes and what to do"
     )

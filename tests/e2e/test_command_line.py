@@ -68,21 +68,20 @@ def test_metrics_have_a_row_for_every_iteration_and_evaluation(finished):
     assert validation["validation_ppl"] == pytest.approx(math.exp(validation["validation_loss"]))
 
 
-def test_the_iteration_line_has_megatrons_fields(finished):
+def test_the_iteration_line_has_megatrons_words_in_its_order(finished):
     _, process = finished
     (line,) = [line for line in process.stdout.splitlines() if " iteration        8/       8 |" in line]
     fields = [field.split(":")[0].strip() for field in line.split(" |")[1:-1]]
     assert fields == [
         "consumed samples",
         "elapsed time per iteration (ms)",
-        "throughput per GPU (TFLOP/s/GPU)",
+        "throughput per rank (GFLOP/s)",
+        "tokens per second",
         "learning rate",
         "global batch size",
         "lm loss",
-        "loss scale",
         "grad norm",
-        "number of skipped iterations",
-        "number of nan iterations",
+        "remaining time",
     ]
     assert "unigram entropy" in process.stdout
     assert "bits per byte of source text" in process.stdout
@@ -178,8 +177,8 @@ MISTAKES = {
     "wrong type": (["train.iterations=many"], 2, "train.iterations"),
     "heads not divisible": (["model.num_heads=5"], 2, "model.num_heads"),
     "split of two numbers": (["data.split=[90,10]"], 2, "data.split"),
-    "missing corpus": (["data.paths=[nowhere]"], 1, "nowhere.idx"),
-    "too few documents": (["data.split=[100000,1,1]"], 1, "data.split"),
+    "missing corpus": (["data.paths=[nowhere]"], 2, "nowhere.idx"),
+    "too few documents": (["data.split=[1,100000,1]"], 1, "the train split has 0 of"),
     "a vocabulary too small": (["model.vocab_size=100"], 2, "model.vocab_size"),
     "no data": (["data.paths=[]"], 2, "data.paths is empty; give the prefix"),
     "no vocabulary": (["data.tokenizer="], 2, "there is neither data.tokenizer nor model.vocab_size"),
@@ -247,7 +246,7 @@ def test_a_run_folder_that_cannot_be_written_is_named(tmp_path, corpus):
     done = run_here("pretrain", "--config", str(tiny_yaml(tmp_path, corpus)), cwd=tmp_path)
     assert done.returncode == 1
     assert str(tmp_path / "run") in done.stderr
-    assert "locking failed: File exists. There is a file of that name; remove it, or write elsewhere" in done.stderr
+    assert "which cannot be created: File exists; choose another run.dir" in done.stderr
     assert "Traceback" not in done.stderr
 
 
@@ -293,7 +292,10 @@ def test_a_run_folder_without_permission_is_named(tmp_path, corpus):
         config = tiny_yaml(tmp_path, corpus, run={"dir": str(disk / "run")})
         done = run("pretrain", "--config", str(config), cwd=tmp_path)
     assert done.returncode == 1
-    assert f"{disk / 'run'}: locking failed: Read-only file system. The file system is read-only" in done.stderr
+    assert (
+        f"run.dir is {disk / 'run'}, which cannot be created: Read-only file system; choose another run.dir"
+        in done.stderr
+    )
     assert "Traceback" not in done.stderr
 
 

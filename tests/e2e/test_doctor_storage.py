@@ -16,6 +16,8 @@ import pytest
 from megatron_lite.checkpoint.lock import locked
 from megatron_lite.config.load import load_config
 from megatron_lite.config.validate import with_vocab_size
+from megatron_lite.data.corpus_info import info_path
+from megatron_lite.data.indexed import IndexedDataset, IndexedDatasetBuilder
 from megatron_lite.parallel.context import solo
 from megatron_lite.training import doctor_storage
 from tests.e2e.command import make_corpus, tiny_yaml
@@ -47,13 +49,12 @@ def test_hosts_that_share_no_disk_are_told_what_must_be_shared(doctor, corpus):
     folders = [doctor.folder / "a", doctor.folder / "b"]
     for folder in folders:
         shutil.copytree(Path(corpus).parent, folder)
-    with open(folders[1] / "corpus_text_document.bin", "ab") as file:
-        file.write(b"12")
-    with open(folders[1] / "corpus_text_document.idx", "ab") as file:
-        file.write(b"1")
-    with open(folders[0] / "corpus_text_document.idx", "ab") as file:
-        file.write(b"2")
-    size, index_size = os.path.getsize(f"{corpus}.bin"), os.path.getsize(f"{corpus}.idx") + 1
+    documents = IndexedDataset(corpus)
+    other = IndexedDatasetBuilder(folders[1] / "corpus_text_document.bin", documents.dtype)
+    for number in range(len(documents)):
+        other.add_document([0] * (number == 0) + documents[number].tolist(), [len(documents[number]) + (number == 0)])
+    other.finalize(folders[1] / "corpus_text_document.idx")
+    size, index_size = os.path.getsize(f"{corpus}.bin"), os.path.getsize(f"{corpus}.idx")
     given = ("data.paths=[corpus_text_document]", "data.cache_dir=cache", "run.dir=run")
     assert doctor(*given, folders=folders)[-7:] == [
         f" FAIL  data: corpus_text_document.idx is not the same file everywhere: {index_size:,} bytes on {A}, "
@@ -65,10 +66,10 @@ def test_hosts_that_share_no_disk_are_told_what_must_be_shared(doctor, corpus):
         "the same path",
         " skip  disk: run.dir must be right first",
         " ok    start: at iteration 0, for run.dir has no checkpoint",
-        failed(3, 13),
+        failed(3, 14),
     ]
-    for folder in folders:
-        assert {path.name for path in folder.iterdir()} == {"corpus_text_document.bin", "corpus_text_document.idx"}
+    kept = [{path.name.removeprefix("corpus_text_document.") for path in folder.iterdir()} for folder in folders]
+    assert kept == [{"bin", "idx", "info.json"}, {"bin", "idx"}]
 
 
 def test_hosts_that_share_the_index_are_told_so(doctor):
@@ -97,6 +98,20 @@ def test_a_host_without_the_data_is_named(doctor, corpus):
     ] == [told.replace(B, "rank 0 on host-a")]
 
 
+def test_data_of_another_tokenizer_is_named(doctor, corpus):
+    """A long run with the wrong tokenizer would be found out at its end."""
+    info = info_path(doctor.folder / "corpus_text_document")
+    for file in Path(corpus).parent.iterdir():
+        if file.is_file():
+            shutil.copy(file, doctor.folder)
+    info.write_text(info.read_text().replace('"tokenizer_hash": "', '"tokenizer_hash": "0'))
+    (line, *_) = doctor.complaints(f"data.paths=[{doctor.folder}/corpus_text_document]")
+    assert line.startswith(" FAIL  data: ")
+    assert f"{doctor.folder}/corpus_text_document: was written with the tokenizer bytes (hash 0277" in line
+    given = (f"data.paths=[{doctor.folder}/corpus_text_document]", "data.tokenizer_check=false")
+    assert not any("tokenizer" in line for line in doctor.complaints(*given))
+
+
 def test_folders_that_cannot_be_written_and_files_that_are_not_there_are_told(doctor):
     (doctor.folder / "file").touch()
     x, away = f"{doctor.folder}/file/x", doctor.folder / "away"
@@ -109,7 +124,7 @@ def test_folders_that_cannot_be_written_and_files_that_are_not_there_are_told(do
         " skip  disk: without the tokenizer the size of the model is not known",
         f" FAIL  start: rank 0: checkpoint.load_weights: {away}: is not a folder. Give a run's folder, its "
         "checkpoints/ folder or one iter_... folder in it",
-        failed(4, 12),
+        failed(4, 13),
     ]
 
 
@@ -136,7 +151,7 @@ def test_one_host_without_permission_and_with_another_tokenizer_is_named(doctor,
         f" FAIL  run.dir: {B}: {doctor.folder}/run cannot be written: Permission denied. Give this user write "
         "permission there, or write elsewhere (run.dir)",
         " skip  disk: without the tokenizer the size of the model is not known",
-        failed(3, 12),
+        failed(3, 13),
     ]
 
 
@@ -163,18 +178,18 @@ def nearly_full():
 
 def test_a_disk_without_locks_or_space_is_told(doctor):
     folder = doctor.folder / "run"
-    about = "and a checkpoint takes about 0.6 MiB"
+    about = "a checkpoint takes about 0.6 MiB"
     assert doctor.complaints(illness=without_locks, ill=(0,)) == [
         f" warn  run.dir: {folder} has no file locks (No locks available), which would keep a second run out; see that "
         "none trains there",
-        f" warn  disk: 1.4 MiB free for {folder}, {about}; with checkpoint.keep 3, 4 of them must fit: free some "
-        "space, or keep fewer",
-        "13 checks passed, 2 with a warning",
+        f" warn  disk: 1.4 MiB free for {folder}; {about}; checkpoint.keep 3 needs room for 4: free some space, "
+        "or keep fewer",
+        "14 checks passed, 2 with a warning",
     ]
     assert doctor.complaints(illness=nearly_full, ill=(0,)) == [
-        f" FAIL  disk: 1.0 MiB free for {folder}, {about}, of which two must fit; free some space, or set run.dir to "
-        "another disk",
-        failed(1, 13),
+        f" FAIL  disk: 1.0 MiB free for {folder}; {about}, and there must be room for two; free some space, or set "
+        "run.dir to another disk",
+        failed(1, 14),
     ]
 
 
@@ -187,7 +202,7 @@ def test_a_run_that_trains_in_the_same_place_is_told(doctor):
         "ended, end it, or choose another",
         complaints[0],
     )
-    assert complaints[1:] == [" skip  disk: run.dir must be right first", failed(1, 12)]
+    assert complaints[1:] == [" skip  disk: run.dir must be right first", failed(1, 13)]
 
 
 @pytest.mark.parametrize("precision, of_a_parameter", [("fp32", 12), ("bf16", 14), ("fp64", 24)])
@@ -208,4 +223,4 @@ def test_a_checkpoint_that_is_there_is_where_training_starts_and_needs_no_more_s
         assert doctor_storage.disk(config, solo())[0].level == "warn"
     with patched((doctor_storage, "free_bytes", lambda folder: 100_000)):
         (disk,) = doctor_storage.disk(config, solo())
-    assert disk.level == "FAIL" and "0.6 MiB, of which one more must fit; free some space" in disk.text
+    assert disk.level == "FAIL" and "0.6 MiB, and there must be room for one more; free some space" in disk.text

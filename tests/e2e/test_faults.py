@@ -21,8 +21,9 @@ from megatron_lite.errors import StoppedEarly
 from megatron_lite.training.loop import train_step
 from tests.e2e.command import ROOT, environment
 from tests.e2e.test_resume import rows, run_to_the_end, tensor_files
+from tests.limits import PATIENCE
 
-HANG_SECONDS = 3.0
+HANG_SECONDS = 6.0
 TIMED = {"kill": signal.SIGKILL, "term": signal.SIGTERM, "stop": signal.SIGSTOP}
 # What somebody who reads the output has to find there, of the rank that it was.
 CAUSES = {
@@ -78,18 +79,14 @@ def train(folder: str, faults: str, changes: str) -> None:
         run_to_the_end(Path(folder), "codegeex", **json.loads(changes))
 
 
-# Ranks are forks of a server that has loaded torch, which takes each of them seconds.
 LAUNCH = """
 import sys
-from functools import partialmethod
-from multiprocessing import get_context
-from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from megatron_lite.cli.launch import launch
 from megatron_lite.cli.nodes import Nodes
+from tests.e2e.forked_ranks import forked_ranks
 if __name__ == "__main__":
-    get_context("forkserver").set_forkserver_preload(["tests.e2e.test_faults", "torch._dynamo"])
-    LocalElasticAgent.__init__ = partialmethod(LocalElasticAgent.__init__, start_method="forkserver")
-    sys.exit(launch("tests.e2e.test_faults:train", tuple(sys.argv[2:]), Nodes(int(sys.argv[1]), max_restarts=1000)))
+    with forked_ranks("tests.e2e.test_faults"):
+        sys.exit(launch("tests.e2e.test_faults:train", tuple(sys.argv[2:]), Nodes(int(sys.argv[1]), max_restarts=1000)))
 """
 
 
@@ -105,7 +102,7 @@ def run_with(folder: Path, faults: list[Fault], size: int, changes: dict) -> str
             cwd=ROOT,
             capture_output=True,
             text=True,
-            timeout=120 + 60 * len(faults),
+            timeout=PATIENCE * (1 + len(faults)),
         )
         said += done.stderr
         if done.returncode != StoppedEarly.exit_code:
@@ -161,7 +158,7 @@ def test_torchrun_starts_ranks_again_too(tmp_path):
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=180,
+        timeout=PATIENCE,
     )
     assert done.returncode == 0, done.stderr
     assert (folder / "fault_0").exists()

@@ -15,6 +15,7 @@ from megatron_lite.cli.launch import _SignalsToRanks, run_ranks
 from megatron_lite.cli.reports import STOP_SIGNALS, report_end
 from megatron_lite.errors import ConfigError, StoppedEarly
 from tests.e2e.command import ROOT, environment
+from tests.limits import PATIENCE
 
 HERE = "tests.e2e.test_launch"
 
@@ -86,11 +87,11 @@ def runs(pid: int) -> bool:
 
 def end(process: subprocess.Popen[str]) -> tuple[int, str]:
     """Exit code and everything on stderr."""
-    return process.wait(timeout=60), process.communicate()[1]
+    return process.wait(timeout=PATIENCE), process.communicate()[1]
 
 
 def wait_for(folder: Path, *names: str) -> None:
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + PATIENCE
     while not all((folder / name).exists() for name in names):
         assert time.monotonic() < deadline, f"no {names} in {folder}"
         time.sleep(0.02)
@@ -146,7 +147,7 @@ def test_ranks_of_a_killed_launcher_save_and_end(tmp_path):
     process.kill()
     try:
         wait_for(tmp_path, "saved_0", "saved_1")
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + PATIENCE
         while any(runs(pid) for pid in pids):
             assert time.monotonic() < deadline
             time.sleep(0.02)

@@ -1,15 +1,20 @@
 """Launchers of several nodes, on this machine: waiting for others in vain, losing them, and meeting them again."""
 
 import os
+import pickle
+import random
+import re
 import signal
 import socket
 import subprocess
 import sys
 import threading
 import time
+from base64 import b64encode
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from datetime import timedelta
-from functools import partial, partialmethod
+from functools import partial
 from multiprocessing import get_context
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -18,7 +23,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.rendezvous import (
     RendezvousClosedError,
     RendezvousConnectionError,
@@ -26,16 +30,19 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousTimeoutError,
 )
 
-from megatron_lite.cli import agent as agent_module
 from megatron_lite.cli import launch as launch_module
+from megatron_lite.cli import rendezvous as rendezvous_module
 from megatron_lite.cli.agent import ENDED_BY_OTHERS, Agent, _why_apart, run_agent
 from megatron_lite.cli.launch import launch
 from megatron_lite.cli.nodes import Nodes
 from megatron_lite.cli.reports import _write
 from megatron_lite.errors import ConfigError, StoppedEarly, TrainingError
 from tests.e2e.command import ROOT, environment, start
+from tests.e2e.forked_ranks import forked_ranks
+from tests.limits import PATIENCE
 
 HERE = "tests.e2e.test_launch_nodes"
+STATE = "torch.rendezvous.megatron_lite"  # the key that torch's elastic rendezvous uses
 COME_TO = (
     "; start the same command on every machine, with its own --node-rank, within --join-timeout (1 s), and see that "
     "nothing between them closes the port"
@@ -43,8 +50,11 @@ COME_TO = (
 
 
 def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return server.getsockname()[1]
+    """Below the ports that Linux gives to connections, of which one could take it before the test does."""
+    while True:
+        port = random.randrange(10_000, 32_000)
+        with suppress(OSError), socket.create_server(("", port)):
+            return port
 
 
 def node(node_rank: int, port: int, *, is_elastic: bool, **more) -> Nodes:
@@ -68,19 +78,13 @@ def test_a_node_without_others_ends_in_time_and_says_how_they_could_come(tmp_pat
     """The first one and the second, of a fixed number and of an elastic one: all at once, for each takes seconds."""
     combinations = [(node_rank, is_elastic) for node_rank in (0, 1) for is_elastic in (False, True)]
     nodes = [node(node_rank, free_port(), is_elastic=is_elastic) for node_rank, is_elastic in combinations]
-    began = time.monotonic()
     with ThreadPoolExecutor(4) as executor:
         ends = list(executor.map(end_of, nodes, [tmp_path] * 4))
-    assert time.monotonic() - began < 20
-    reasons = [
-        "Timed out after 2 seconds waiting for clients. 1/2 clients joined.",
-        "fewer than 2 machines have come",
-        "The client socket has timed out after 1000ms while trying to connect to (127.0.0.1, {port}).",
-        "The client socket has timed out after 1000ms while trying to connect to (127.0.0.1, {port}).",
-    ]
-    for one, reason, end in zip(nodes, reasons, ends, strict=True):
-        what = reason.format(port=one.master_port)
-        assert end == f"node {one.node_rank} could not meet the others at {one.where}: {what}{COME_TO}"
+    for one, end in zip(nodes, ends, strict=True):
+        reason = "the first node does not answer" if one.node_rank else "fewer than 2 machines have started"
+        # In parentheses torch's own words, which differ: its store may be gone before its own client has connected.
+        words = re.escape(f"node {one.node_rank} could not meet the others at {one.where}: {reason}")
+        assert re.fullmatch(rf"{words}( \(.+\))?{re.escape(COME_TO)}", end), end
 
 
 @pytest.mark.parametrize("is_elastic", [False, True])
@@ -119,9 +123,9 @@ def test_a_node_that_parts_from_the_others_says_why():
     )
     assert (
         _why_apart(lost, one, had_ranks=False)
-        == f"node 1 could not meet the others at {one.where}: Broken pipe{COME_TO}"
+        == f"node 1 could not meet the others at {one.where}: the first node does not answer (Broken pipe){COME_TO}"
     )
-    few = f"node 1 could not meet the others at {one.where}: fewer than 2 machines have come{COME_TO}"
+    few = f"node 1 could not meet the others at {one.where}: fewer than 2 machines have started{COME_TO}"
     assert _why_apart(RendezvousTimeoutError(), one, had_ranks=True) == few
     assert _why_apart(RendezvousClosedError(), one, had_ranks=True) == ENDED_BY_OTHERS
 
@@ -139,10 +143,10 @@ def test_a_command_that_waits_in_vain_prints_one_message(tmp_path):
     place = ["--nnodes", "2", "--node-rank", "1", "--master-addr", "127.0.0.1", "--master-port", str(port)]
     config = ["data.paths=corpus", "data.tokenizer=bytes", f"run.dir={tmp_path}"]
     process = start("pretrain", "--nproc-per-node", "1", *place, "--join-timeout", "1", *config, cwd=tmp_path)
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=PATIENCE)
     assert (process.returncode, out) == (1, "GLOO_SOCKET_IFNAME=lo\n")
     (message,) = err.splitlines()
-    assert message.startswith(f"node 1 could not meet the others at 127.0.0.1:{port}: The client socket has timed out")
+    assert message.startswith(f"node 1 could not meet the others at 127.0.0.1:{port}: the first node does not answer (")
 
 
 WAITING = """
@@ -178,13 +182,13 @@ def test_a_node_that_waits_for_others_ends_when_it_is_told():
         for is_elastic in (False, True)
     ]
     for process in waiting:
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + PATIENCE
         while not catches(process.pid, signal.SIGTERM):
             assert time.monotonic() < deadline and process.poll() is None
             time.sleep(0.02)
         process.send_signal(signal.SIGTERM)
     for process in waiting:
-        assert process.communicate(timeout=30)[1] == "stopped by SIGTERM while waiting for the other nodes\n"
+        assert process.communicate(timeout=PATIENCE)[1] == "stopped by SIGTERM while waiting for the other nodes\n"
         assert process.returncode == 1
 
 
@@ -253,7 +257,7 @@ def ring(folder: str, name: str) -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     told: list[int] = []
     signal.signal(signal.SIGTERM, lambda number, frame: told.append(number))
-    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    dist.init_process_group("gloo", timeout=timedelta(seconds=PATIENCE))
     (Path(folder) / f"{name}_of_{os.environ['WORLD_SIZE']}_{os.getpid()}").touch()
     while True:
         done = torch.tensor(int((Path(folder) / "done").exists()))
@@ -273,11 +277,38 @@ def run_node(folder: str, name: str, node_rank: int, port: int) -> None:
     with (Path(folder) / f"{name}.err").open("a") as file:
         os.dup2(file.fileno(), 2)
         os.dup2(file.fileno(), 1)
-    hasty = {"last_call_timeout": 1, "keep_alive_interval": 1, "keep_alive_max_attempt": 4}
-    agent_module.RendezvousParameters = partial(RendezvousParameters, **hasty)  # type: ignore[misc]
-    LocalElasticAgent.__init__ = partialmethod(LocalElasticAgent.__init__, start_method="forkserver")  # type: ignore
+    hasty = {"last_call_timeout": 1, "keep_alive_interval": 1, "keep_alive_max_attempt": 8}
+    rendezvous_module.RendezvousParameters = partial(RendezvousParameters, **hasty)  # type: ignore[misc]
     place = {"node_rank": node_rank, "master_addr": "127.0.0.1", "master_port": port}
-    sys.exit(launch(f"{HERE}:ring", (folder, name), Nodes(1, 1, 2, True, **place, max_restarts=3, join_timeout=60.0)))
+    nodes = Nodes(1, 1, 2, True, **place, max_restarts=3, join_timeout=PATIENCE)
+    with forked_ranks("megatron_lite.training.pretrain"):
+        sys.exit(launch(f"{HERE}:ring", (folder, name), nodes))
+
+
+class Touch:
+    """Makes a file when it is unpickled."""
+
+    def __init__(self, path: Path):
+        self.path = path
+
+    def __reduce__(self):
+        return Path.touch, (self.path,)
+
+
+def attack(port: int, path: Path) -> None:
+    """Writes what no launcher writes into the store of an elastic run, as any program can that reaches its port."""
+    store = dist.TCPStore("127.0.0.1", port)
+    for value in (
+        b64encode(pickle.dumps(Touch(path))),
+        b64encode(pickle.dumps(3)),
+        b"garbage",
+        b"\xff\x00",
+        b"{}",
+        b"",
+    ):
+        store.set(STATE, value)
+        time.sleep(0.2)
+    store.delete_key(STATE)
 
 
 def test_an_elastic_run_goes_on_without_a_lost_node_and_with_it_again(tmp_path):
@@ -295,7 +326,7 @@ def test_an_elastic_run_goes_on_without_a_lost_node_and_with_it_again(tmp_path):
 
     def wait_for(*names: str) -> list[int]:
         """The processes of new ranks with these names and world sizes."""
-        deadline, found = time.monotonic() + 60, {}
+        deadline, found = time.monotonic() + PATIENCE, {}
         while len(found) < len(names):
             assert time.monotonic() < deadline, f"no {names}: {said('a')}{said('b')}"
             time.sleep(0.02)
@@ -310,6 +341,7 @@ def test_an_elastic_run_goes_on_without_a_lost_node_and_with_it_again(tmp_path):
     try:
         first, second = start_node("a", 0), start_node("b", 1)
         _, lost = wait_for("a_of_2", "b_of_2")
+        attack(port, tmp_path / "taken")
         second.kill()
         os.kill(lost, signal.SIGKILL)
         (alone,) = wait_for("a_of_1")
@@ -320,8 +352,10 @@ def test_an_elastic_run_goes_on_without_a_lost_node_and_with_it_again(tmp_path):
         assert (tmp_path / f"saved_{alone}").exists()
         (tmp_path / "done").touch()
         for launcher in (first, second):
-            launcher.join(60)
+            launcher.join(300)
             assert launcher.exitcode == 0, said("a") + said("b")
+        assert "another program writes into the store of this run" in said("a") + said("b")
+        assert not (tmp_path / "taken").exists()
     finally:
         (tmp_path / "done").touch()
         for launcher in launchers:

@@ -20,6 +20,7 @@ from megatron_lite.parallel.collectives import all_gather
 from megatron_lite.pipeline import schedules
 from megatron_lite.pipeline.actions import Action, Schedule
 from megatron_lite.pipeline.schedules import build_schedule, gpipe, one_f_one_b, zero_bubble_h1
+from megatron_lite.training import setup
 from megatron_lite.training.evaluate import evaluate
 from megatron_lite.training.generate import generate, logits_function
 from megatron_lite.training.initialize import finalize_megatron, initialize_megatron
@@ -31,6 +32,7 @@ from tests.e2e.command import environment, make_corpus, start, tiny_yaml
 from tests.e2e.test_kill import wait_for
 from tests.e2e.test_resume import Counting, counting_splits
 from tests.e2e.tiny import model_with_biases, portion, tiny_config
+from tests.limits import PATIENCE
 
 FOUR_LAYERS = {"model__num_layers": 4, "train__micro_batch_size": 1}
 VIRTUAL = {"parallel__pipeline": 2, "parallel__schedule": "interleaved", "parallel__virtual_pipeline": 2}
@@ -266,8 +268,10 @@ def test_a_pipeline_writes_what_one_process_writes(ranks, case):
 
 def hanging_stage(folder: str) -> None:
     """A run of two stages, of which the second one hangs in its third iteration."""
-    settings = {"train__comm_timeout": 5.0, "train__micro_batch_size": 2, "checkpoint__interval": 0}
-    config = tiny_config("gpt", run__dir=folder, parallel__pipeline=2, **settings)
+    config = tiny_config("gpt", run__dir=folder, parallel__pipeline=2, train__micro_batch_size=2)
+    engine = setup.PipelineEngine
+    # The engine alone: the ranks may start further apart than that.
+    setup.PipelineEngine = lambda *args, **options: engine(*args, **{**options, "timeout_seconds": 8.0})
     forwards = []
 
     def hang(module: torch.nn.Module, inputs: tuple) -> None:
@@ -295,11 +299,11 @@ sys.exit(launch("tests.e2e.test_pipeline:hanging_stage", (sys.argv[1],), Nodes(2
 
 def test_a_stage_that_hangs_ends_the_run_and_its_neighbour_says_where_it_waited(tmp_path):
     command = [sys.executable, "-c", LAUNCH, str(tmp_path / "run")]
-    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=PATIENCE)
     assert done.returncode == 1
     assert done.stderr.startswith(
         "rank 0, pipeline stage 0 of 0..1, in B1.0 waited for the gradient of micro-batch 1 from rank 1, and time was "
-        "up after 5 s. Look at the output of that rank first; if a stage really computes for so long, raise "
+        "up after 8 s. Look at the output of that rank first; if a stage really computes for so long, raise "
         "train.comm_timeout\n"
     )
     assert "Traceback" not in done.stderr
@@ -321,7 +325,7 @@ def test_a_run_of_which_one_stage_is_killed_ends_at_once(tmp_path):
         time.sleep(0.5)
         first, second = ranks_of(process.pid)
         os.kill(second, signal.SIGKILL)
-        _, err = process.communicate(timeout=60)
+        _, err = process.communicate(timeout=PATIENCE)
     finally:
         process.kill()
     assert process.returncode == 1

@@ -20,9 +20,10 @@ def blocks(language: str) -> list[str]:
 
 def test_the_tour_and_what_follows_run_as_printed(tmp_path):
     """In a folder that looks like a checkout with its .venv, since the tests may run from another environment."""
-    tour, *checkpoints = [block for block in blocks("sh") if "runs/tour" in block]
-    assert len(checkpoints) == 2
-    (tmp_path / "megatron_lite").symlink_to(ROOT / "megatron_lite")
+    tour, *others = [block for block in blocks("sh") if "runs/tour" in block]
+    assert len(others) == 3
+    for name in ("megatron_lite", "README.md"):
+        (tmp_path / name).symlink_to(ROOT / name)
     command = tmp_path / ".venv" / "bin" / "megatron-lite"
     command.parent.mkdir(parents=True)
     command.write_text(f'#!/bin/sh\nexec {sys.executable} -m megatron_lite "$@"\n')
@@ -31,7 +32,7 @@ def test_the_tour_and_what_follows_run_as_printed(tmp_path):
     shorter = tour.replace("iterations: 200", "iterations: 10").replace("iterations=220", "iterations=12")
     shorter = shorter.replace("warmup_iterations: 20", "warmup_iterations: 2")
     done = subprocess.run(
-        ["bash", "-euo", "pipefail", "-c", "\n".join([shorter, *checkpoints])],
+        ["bash", "-euo", "pipefail", "-c", "\n".join([shorter, *others])],
         cwd=tmp_path,
         env=environment(),
         capture_output=True,
@@ -41,8 +42,11 @@ def test_the_tour_and_what_follows_run_as_printed(tmp_path):
     assert done.returncode == 0, done.stderr
     for words in (
         "training from iteration 10 to 12",
+        "optim.decay_iterations=10 keeps the saved curve",
         "unigram entropy",
         "layout      tp=2",
+        "\nfirst documents\n",
+        "new index files; ",
         "\ndef ",
         "verified: logits of 2 x 64 random tokens differ by at most 0 ",
         "runs/from_hf (megatron-lite, tp=2 pp=1): 27 tensors",

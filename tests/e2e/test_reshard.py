@@ -124,7 +124,7 @@ def test_the_start_says_what_was_moved(ranks, tmp_path, capsys):
     (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith(" moved")]
     before = " moved from tp=2 cp=1 dp=2 pp=1, ddp local with a distributed optimizer to tp=1 cp=1 dp=1 pp=1, ddp local"
     assert line.startswith(f"{before}: rank 0 has read ")
-    assert line.endswith(" MB; random streams start anew from run.seed, iteration and rank")
+    assert line.endswith(" MB; random streams restart from run.seed, iteration and rank")
     assert float(line.split("read ")[1].split(" ")[0]) == pytest.approx(size / 1e6, rel=0.2)
     visit("codegeex", str(tmp_path / "again"), str(tmp_path / "one"), 0, {})
     assert "moved" not in capsys.readouterr().out
@@ -133,4 +133,4 @@ def test_the_start_says_what_was_moved(ranks, tmp_path, capsys):
     files = {name: info for name, info in layout.files.items() if "rng" not in name}
     streams.write_text(dump_layout(layout.model_copy(update={"files": files})))  # as `convert` leaves them out
     visit("codegeex", str(tmp_path / "third"), str(tmp_path / "one"), 0, {})
-    assert "\n random streams start anew from run.seed, iteration and rank\n" in capsys.readouterr().out
+    assert "\n random streams restart from run.seed, iteration and rank\n" in capsys.readouterr().out

@@ -1,6 +1,6 @@
 """Ranks that fail, stop or are killed: which are started again, what is said of each, and how the launcher ends.
 
-All in this process, and the ranks are forks of a server that has loaded torch, which takes each of them seconds.
+All in this process.
 """
 
 import os
@@ -8,19 +8,20 @@ import re
 import signal
 import sys
 import time
-from functools import partialmethod
-from multiprocessing import get_context, util
+from multiprocessing import util
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from unittest import mock
 
 import pytest
-from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 
 from megatron_lite.cli.launch import launch
 from megatron_lite.cli.nodes import Nodes
 from megatron_lite.cli.reports import STOP_SIGNALS, Failure, _write, explain
+from megatron_lite.cli.run import run_script
 from megatron_lite.errors import ConfigError, StoppedEarly, TrainingError
+from tests.e2e.forked_ranks import forked_ranks
+from tests.limits import PATIENCE
 
 HERE = "tests.e2e.test_restarts"
 
@@ -29,6 +30,15 @@ def refuse_config() -> None:
     if os.environ["RANK"] == "1":
         raise ConfigError("line one of the reason\nline two")
     time.sleep(60)
+
+
+def run_it(script: str) -> None:
+    run_script(script, [])
+
+
+def delete_folder(folder: str) -> None:
+    os.rmdir(folder)
+    raise TrainingError("first")
 
 
 def have_a_bug() -> None:
@@ -109,17 +119,14 @@ def talk() -> None:
 
 
 @pytest.fixture
-def ranks_here(monkeypatch, capsys):
+def ranks_here(capsys):
     """`ranks_here(number, function, *arguments, **nodes)`: exit code and stderr of a launch in this process."""
-    get_context("forkserver").set_forkserver_preload(["megatron_lite.training.pretrain", "torch._dynamo"])
-    quick = partialmethod(LocalElasticAgent.__init__, start_method="forkserver")
-    monkeypatch.setattr(LocalElasticAgent, "__init__", quick)
 
     def launch_here(number: int, target, *arguments: str, **nodes) -> tuple[int, str]:
         code = launch(f"{HERE}:{target.__name__}", arguments, Nodes(number, **nodes))
         return code, capsys.readouterr().err
 
-    with mock.patch.dict(os.environ):
+    with mock.patch.dict(os.environ), forked_ranks("megatron_lite.training.pretrain"):
         yield launch_here
 
 
@@ -129,6 +136,25 @@ def starts(folder: Path) -> int:
 
 def test_a_config_error_of_one_rank_is_printed_once_and_ends_with_2(ranks_here):
     assert ranks_here(2, refuse_config) == (2, "line one of the reason\nline two\n")
+
+
+def test_a_script_that_fails_on_all_ranks_is_reported_once(ranks_here, tmp_path):
+    (tmp_path / "mine.py").write_text(
+        "from megatron_lite.errors import ConfigError\nraise ConfigError('no such thing')\n"
+    )
+    assert ranks_here(2, run_it, str(tmp_path / "mine.py")) == (2, "no such thing\n")
+
+
+def test_ranks_that_cannot_restart_in_a_deleted_folder_end_with_the_reason(ranks_here, tmp_path, monkeypatch):
+    """Python's own error is a traceback of the launcher."""
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    with pytest.raises(TrainingError) as caught:
+        ranks_here(1, delete_folder, str(tmp_path / "gone"), max_restarts=2)
+    assert str(caught.value) == (
+        "the folder in which this command was started is deleted, and no rank can start there; run the same command in "
+        "a folder that exists"
+    )
 
 
 def test_a_bug_ends_with_1_and_one_traceback(ranks_here):
@@ -250,7 +276,7 @@ def test_ranks_know_when_they_were_launched_through_restarts(ranks_here):
     """Which train.exit_duration counts from."""
     _, said = ranks_here(1, say_when, max_restarts=3)
     first, second = re.findall(r"^launched at (\S+)$", said, re.MULTILINE)
-    assert first == second and 0 < time.time() - float(first) < 60
+    assert first == second and 0 < time.time() - float(first) < PATIENCE
 
 
 OUT_OF_MEMORY = "rank 1 was killed by SIGKILL; the machine may be out of memory"

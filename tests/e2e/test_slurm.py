@@ -15,6 +15,7 @@ from megatron_lite.training.pretrain import pretrain
 from tests.cluster.slurm import Slurm, why_not
 from tests.e2e.command import ROOT, make_corpus
 from tests.e2e.test_resume import rows
+from tests.limits import PATIENCE
 
 pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not())
 QUICKSTART = ROOT / "configs" / "quickstart.yaml"
@@ -60,7 +61,7 @@ def output_of(cluster: Slurm, job: str) -> str:
 
 
 def wait_for_rows(folder: Path, count: int) -> None:
-    deadline = time.monotonic() + 90
+    deadline = time.monotonic() + PATIENCE
     while not (folder / "metrics.jsonl").exists() or len(rows(folder)) < count:
         assert time.monotonic() < deadline, f"{folder}: fewer than {count} iterations"
         time.sleep(0.1)
@@ -76,8 +77,8 @@ def test_a_preempted_job_goes_on_to_the_bit_and_completes(ranks, cluster, corpus
     job = submit(cluster, *changes(tmp_path / "job", corpus, **length))
     wait_for_rows(tmp_path / "job", 3)
     important = cluster.sbatch("--partition=high", "--nodes=2", "--exclusive", "--wrap=srun hostname")
-    cluster.wait(important, "COMPLETED", timeout=60)
-    assert cluster.wait(job, "COMPLETED", "FAILED", "CANCELLED", timeout=120) == "COMPLETED", output_of(cluster, job)
+    cluster.wait(important, "COMPLETED")
+    assert cluster.wait(job, "COMPLETED", "FAILED", "CANCELLED") == "COMPLETED", output_of(cluster, job)
     assert cluster.show(job)["Restarts"] == "1"
     text = output_of(cluster, job)
     assert "time is nearly up, or the nodes are wanted: saving\n" in text
@@ -97,11 +98,11 @@ def test_a_cancelled_job_leaves_a_good_checkpoint(cluster, corpus, tmp_path):
     wait_for_rows(tmp_path / "job", 2)
     cluster.scancel(job)
     root = tmp_path / "job" / "checkpoints"
-    deadline = time.monotonic() + 30  # the state is CANCELLED at once
+    deadline = time.monotonic() + PATIENCE  # the state is CANCELLED at once
     while (iteration := find_latest(root, world=solo())) is None:
         assert time.monotonic() < deadline, output_of(cluster, job)
         time.sleep(0.1)
-    cluster.wait(job, "CANCELLED", timeout=30)
+    cluster.wait(job, "CANCELLED")
     assert iteration >= 2
     path = root / f"iter_{iteration:07d}"
     assert verify(path, read_layout(path)) == []
@@ -110,6 +111,6 @@ def test_a_cancelled_job_leaves_a_good_checkpoint(cluster, corpus, tmp_path):
 def test_a_job_whose_training_fails_is_failed(cluster, corpus, tmp_path):
     """COMPLETED, or queued again for ever, would hide it."""
     job = submit(cluster, *changes(tmp_path / "job", corpus, **{"data.tokenizer": "bytes", "optim.lr": 1e30}))
-    assert cluster.wait(job, "COMPLETED", "FAILED", timeout=90) == "FAILED"
+    assert cluster.wait(job, "COMPLETED", "FAILED") == "FAILED"
     assert cluster.show(job)["ExitCode"] == "1:0"
     assert "training stops. Lower optim.lr" in output_of(cluster, job)

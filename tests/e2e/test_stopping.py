@@ -34,8 +34,8 @@ def test_a_run_stops_after_an_iteration_once_and_then_goes_on(tmp_path, corpus):
     done = run_here("pretrain", "--config", str(config), cwd=tmp_path)
     assert done.returncode == 75
     assert done.stderr.endswith(
-        "exiting program because train.exit_iteration is reached: stopped at iteration 3 of 8 with a checkpoint saved; "
-        "run the same command again to go on\n"
+        "exiting program because train.exit_iteration is reached: stopped at iteration 3 of 8, and saved a checkpoint; "
+        "run the same command again to continue\n"
     )
     assert find_latest(tmp_path / "run" / "checkpoints", world=solo()) == 3
     assert run_here("pretrain", "--config", str(config), cwd=tmp_path).returncode == 0
@@ -47,7 +47,9 @@ def test_a_run_stops_when_its_time_is_up(tmp_path, corpus):
     config = tiny_yaml(tmp_path, corpus, train={"exit_duration": 0.001})
     done = run_here("pretrain", "--config", str(config), cwd=tmp_path)
     assert done.returncode == 75
-    assert "exiting program because train.exit_duration has passed: stopped at iteration 1 of 8 with" in done.stderr
+    assert (
+        "exiting program because train.exit_duration has passed: stopped at iteration 1 of 8, and saved" in done.stderr
+    )
     assert find_latest(tmp_path / "run" / "checkpoints", world=solo()) == 1
 
 
@@ -64,7 +66,7 @@ def evaluations(folder: Path) -> list[dict]:
     return [row for row in map(json.loads, lines) if "loss" not in row]
 
 
-STOPPED = "stopped at iteration 2 of 4 with a checkpoint saved; run the same command again to go on"
+STOPPED = "stopped at iteration 2 of 4, and saved a checkpoint; run the same command again to continue"
 DONE = "training is done at iteration 4, and saved, but not its final evaluation; run the same command again for that"
 
 
@@ -160,9 +162,9 @@ def test_a_signal_during_a_save_that_takes_long_ends_it_and_leaves_the_checkpoin
     _, err = process.communicate(timeout=20)
     assert process.returncode == 1
     assert re.fullmatch(
-        r"(?s).*SIGTERM: stopping as soon as a checkpoint is saved\nSIGTERM came again when the save had taken [12] s: "
-        r"ending at once, without it\. The newest checkpoint is the one before; run the same command again to go on "
-        r"from there\n",
+        r"(?s).*\[20..-..-.. ..:..:..\] SIGTERM: the run will save a checkpoint and stop\n"
+        r"SIGTERM came again after \d+ s of saving: the run stops without this checkpoint\. Run the same command "
+        r"again to continue from the one before\n",
         err,
     )
     assert find_latest(tmp_path / "checkpoints", world=solo()) == 2

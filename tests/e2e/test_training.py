@@ -337,7 +337,7 @@ def test_another_data_parallel_size_goes_on_with_the_same_losses(ranks, tmp_path
 )
 def test_a_change_that_moves_the_data_is_refused(ranks, tmp_path, change, words):
     ranks(1, go_on, str(tmp_path), train__iterations=2)
-    with pytest.raises(AssertionError, match=rf"{words}: the samples would come in another order"):
+    with pytest.raises(AssertionError, match=rf"{words}: the order of the samples would differ"):
         ranks(1, go_on, str(tmp_path), train__iterations=3, **change)
 
 

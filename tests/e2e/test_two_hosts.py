@@ -13,9 +13,9 @@ from megatron_lite.training.pretrain import pretrain
 from tests.cluster.hosts import TwoHosts, why_not
 from tests.e2e.command import ROOT, environment, make_corpus, tiny_yaml
 from tests.e2e.test_resume import rows, tensor_files
+from tests.limits import PATIENCE
 
 pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not())
-LIMIT_SECONDS = 30
 
 
 def launch(hosts: TwoHosts, config: Path, *arguments: str) -> dict[str, subprocess.Popen[str]]:
@@ -35,7 +35,7 @@ def launch(hosts: TwoHosts, config: Path, *arguments: str) -> dict[str, subproce
 
 
 def wait_for_rows(folder: Path, count: int) -> None:
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + PATIENCE
     while not (folder / "metrics.jsonl").exists() or len(rows(folder)) < count:
         assert time.monotonic() < deadline
         time.sleep(0.02)
@@ -50,7 +50,7 @@ def test_a_cut_cable_ends_both_sides_and_the_run_goes_on_when_it_is_mended(ranks
     prefix = make_corpus(tmp_path)
     settings = {
         # Each waits for its checkpoint, so that the cut comes in mid-training; dropout would show a lost random state.
-        "train": {"iterations": 150, "comm_timeout": 8.0},
+        "train": {"iterations": 150, "comm_timeout": 15.0},
         "checkpoint": {"interval": 10},
         "log": {"interval": 1000},
     }
@@ -61,11 +61,9 @@ def test_a_cut_cable_ends_both_sides_and_the_run_goes_on_when_it_is_mended(ranks
         started = launch(hosts, config)
         wait_for_rows(tmp_path / "cut", 25)
         hosts.cut("b")
-        cut = time.monotonic()
         for process in started.values():
-            out, err = process.communicate(timeout=LIMIT_SECONDS)
+            out, err = process.communicate(timeout=PATIENCE)
             assert process.returncode == 1
-            assert time.monotonic() - cut < LIMIT_SECONDS
             assert re.search(
                 r"^iteration \d+.*: rank \d got no answer in .* over (dp|world) \(ranks 0 and 1\): .*Timed out.* Look "
                 r"at the output of those ranks first",
@@ -76,7 +74,7 @@ def test_a_cut_cable_ends_both_sides_and_the_run_goes_on_when_it_is_mended(ranks
             assert "GLOO_SOCKET_IFNAME=eth0\n" in out
         hosts.mend("b")
         for process in launch(hosts, config).values():
-            _, err = process.communicate(timeout=90)
+            _, err = process.communicate(timeout=PATIENCE)
             assert process.returncode == 0, err
     assert rows(tmp_path / "cut") == rows(tmp_path / "whole")
     newest = "checkpoints/iter_0000150"

@@ -3,36 +3,13 @@
 import errno
 import fcntl
 import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
 from megatron_lite.checkpoint.lock import locked
 from megatron_lite.errors import CheckpointError
 from megatron_lite.parallel.context import solo
-
-TRY = """
-import sys
-from pathlib import Path
-from megatron_lite.checkpoint.lock import locked
-from megatron_lite.parallel.context import solo
-with locked(Path(sys.argv[1]), world=solo()):
-    print("mine", flush=True)
-    sys.stdin.read()
-"""
-
-
-def other_run(folder: Path) -> "subprocess.Popen[str]":
-    """A process that holds the lock until its input ends, or fails to get it."""
-    return subprocess.Popen(
-        [sys.executable, "-c", TRY, str(folder)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+from tests.unit.locks import other_run
 
 
 def test_a_second_run_is_told_who_holds_the_directory_until_that_one_has_ended(tmp_path):
@@ -41,7 +18,7 @@ def test_a_second_run_is_told_who_holds_the_directory_until_that_one_has_ended(t
     assert holder.stdout is not None and holder.stdout.readline() == "mine\n"
     with (
         pytest.raises(
-            CheckpointError, match=rf"run: another run is training here \(process {holder.pid} on .* since 2"
+            CheckpointError, match=rf"^run.dir {tmp_path}/run is in use by process {holder.pid} on .* since 2"
         ),
         locked(tmp_path / "run", world=solo()),
     ):
@@ -50,8 +27,8 @@ def test_a_second_run_is_told_who_holds_the_directory_until_that_one_has_ended(t
     holder.communicate()
     with locked(tmp_path / "run", world=solo()):
         out, err = other_run(tmp_path / "run").communicate()
-        assert out == "" and f"another run is training here (process {os.getpid()} on " in err
-        assert "wait until it has ended, end it, or choose another run.dir" in err
+        assert out == "" and f"run.dir {tmp_path}/run is in use by process {os.getpid()} on " in err
+        assert "; wait until that run has ended, end it, or choose another run.dir" in err
     out, err = other_run(tmp_path / "run").communicate()
     assert (out, err) == ("mine\n", "")
 
@@ -68,10 +45,9 @@ def test_file_systems_without_locks_do_not_stop_a_run(tmp_path, monkeypatch, cap
     )
 
 
-def test_a_directory_that_cannot_be_made_is_told(tmp_path):
+def test_a_directory_that_cannot_be_created_is_named_with_the_reason(tmp_path):
     (tmp_path / "file").touch()
-    with (
-        pytest.raises(CheckpointError, match="locking failed: Not a directory"),
-        locked(tmp_path / "file/x", world=solo()),
-    ):
+    message = f"run.dir is {tmp_path}/file/x, which cannot be created: Not a directory; choose another run.dir"
+    with pytest.raises(CheckpointError) as caught, locked(tmp_path / "file/x", world=solo()):
         pass
+    assert str(caught.value) == message

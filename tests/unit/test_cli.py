@@ -1,6 +1,7 @@
 """The command line starts at once, and what goes wrong ends with a message and the right exit code."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -9,12 +10,14 @@ import pytest
 from typer.testing import CliRunner
 
 import megatron_lite
-from megatron_lite.cli import app
+from megatron_lite.cli import app, launch
 from megatron_lite.cli.launch import launched_world_size, resolve
 from megatron_lite.cli.nodes import Nodes
 from megatron_lite.cli.pretrain import check
 from megatron_lite.config.load import load_config
+from megatron_lite.config.presets import PRESETS
 from megatron_lite.errors import ConfigError
+from tests.e2e.command import make_corpus, run_here, tiny_yaml
 
 ROOT = Path(__file__).resolve().parents[2]
 WITHOUT_LAUNCHER = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
@@ -48,11 +51,54 @@ def test_help_loads_nothing_heavy(arguments):
     assert done.stdout.splitlines()[-1] == "loaded []"
 
 
-def test_config_validation_loads_nothing_heavy():
+def test_a_dry_run_does_not_load_torch():
     done = command("pretrain", "--config", str(ROOT / "configs/gpt.yaml"), "--dry-run", "optim.lr=1e-3")
-    assert done.returncode == 0, done.stderr
     assert "lr: 0.001" in done.stdout
-    assert done.stdout.splitlines()[-1] == "loaded []"
+    assert done.stdout.splitlines()[-1] == "loaded ['numpy']"
+
+
+def test_a_dry_run_prints_resolved_values_that_load_again(tmp_path):
+    """Zeros are not what would be trained, and hide a wrong size until the run has begun."""
+    config = tiny_yaml(tmp_path, make_corpus(tmp_path), optim={"lr": 0.003, "schedule": "wsd"})
+    done = run_here("pretrain", "--config", str(config), "--dry-run", cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    first, second, *_ = done.stdout.splitlines()
+    assert first == (
+        "# 52,512 parameters, padding included; the training state takes 0.00084 GB on the largest of 1 rank"
+    )
+    assert second == "# 128 tokens per step, 8 steps, 1,024 tokens"
+    (tmp_path / "printed.yaml").write_text(done.stdout)
+    again = load_config(tmp_path / "printed.yaml")
+    assert again.model.vocab_size == 257 and again.model.padded_vocab_size == 384
+    assert (again.model.ffn_hidden_size, again.model.head_dim, again.model.num_query_groups) == (128, 8, 4)
+    assert (again.optim.decay_iterations, again.optim.wsd_decay_iterations) == (8, 1)
+    repeated = run_here("pretrain", "--config", "printed.yaml", "--dry-run", cwd=tmp_path)
+    assert repeated.stdout == done.stdout
+
+
+@pytest.mark.parametrize("option", ["--dry-run", "--nproc-per-node=2"])
+def test_missing_data_ends_with_2_before_any_rank_starts(tmp_path, option):
+    """All of it at once, and not from every rank after seconds."""
+    fields = ["data.paths=[nosuch,other]", "data.tokenizer=hf:gone.json", "model.vocab_size=0"]
+    done = run_here("pretrain", "--config", str(ROOT / "configs/gpt.yaml"), option, *fields, cwd=tmp_path)
+    assert done.returncode == 2
+    starts = [line.partition(";")[0] for line in done.stderr.splitlines()]
+    assert starts == [
+        "data.paths: nosuch.idx: no such file",
+        "data.paths: other.idx: no such file",
+        "data.tokenizer: gone.json: no such tokenizer file",
+    ]
+    text = "# the number of parameters is not known without the tokenizer\n"
+    assert done.stdout.startswith(text) == (option == "--dry-run")
+
+
+def test_of_several_machines_each_leaves_missing_data_to_its_ranks(tmp_path, monkeypatch):
+    """A machine that ends before the rendezvous leaves the others waiting for it."""
+    reached = []
+    monkeypatch.setattr(launch, "run_ranks", lambda *given: reached.append(given) or 0)
+    place = ["--nproc-per-node", "1", "--nnodes", "2", "--node-rank", "0", "--master-addr", "127.0.0.1"]
+    done = run_here("pretrain", *place, "data.paths=nosuch", "data.tokenizer=bytes", cwd=tmp_path)
+    assert (done.returncode, len(reached)) == (0, 1), done.stderr
 
 
 def test_a_wrong_config_ends_with_2_and_every_message_before_any_rank_starts(tmp_path):
@@ -71,7 +117,7 @@ def test_a_layout_that_needs_more_processes_names_the_command():
     done = command("pretrain", "--config", str(ROOT / "configs/quickstart.yaml"), "run.dir=a b", "optim.min_lr=1")
     assert done.returncode == 2
     assert done.stderr.splitlines() == [
-        "this layout needs 2 processes (or a multiple) and there is 1; start them with: megatron-lite pretrain "
+        "this layout needs 2 processes, or a multiple of 2, and 1 was started; start 2 with: megatron-lite pretrain "
         f"--config {ROOT}/configs/quickstart.yaml 'run.dir=a b' optim.min_lr=1 --nproc-per-node 2",
         "optim.min_lr is 1, more than optim.lr (0.002)",
     ]
@@ -105,6 +151,76 @@ def test_processes_come_from_the_option_or_the_launcher_but_not_both(monkeypatch
     assert launched_world_size(None) == 8
     with pytest.raises(ConfigError, match=r"--nproc-per-node 2 was given .* one of 8 already .* leave it out"):
         launched_world_size(Nodes(2))
+
+
+@pytest.mark.parametrize("word", ["eval", "help"])
+def test_an_unknown_command_lists_the_commands(word, tmp_path):
+    done = run_here(word, cwd=tmp_path)
+    assert done.returncode == 2
+    assert f"No such command '{word}'. The commands are pretrain, preprocess, " in done.stderr
+
+
+def test_the_version_is_that_of_the_package(tmp_path):
+    done = run_here("--version", cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (0, f"megatron-lite {megatron_lite.__version__}\n")
+
+
+def test_completion_of_a_shell_can_be_shown(tmp_path, monkeypatch):
+    monkeypatch.setenv("_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION", "1")
+    done = run_here("--show-completion", "bash", cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "_MEGATRON_LITE_COMPLETE" in done.stdout
+
+
+@pytest.mark.parametrize(
+    "given, wanted",
+    [
+        (["--lr", "3e-4"], "No such option: --lr; give a field of the config without dashes: optim.lr=3e-4"),
+        (
+            ["--num-layers=4", "--dry-run"],
+            "--num-layers; give a field of the config without dashes: model.num_layers=4",
+        ),
+        (["--optim.lr", "--dry-run"], "--optim.lr; give a field of the config without dashes: optim.lr=VALUE"),
+        (["--interval", "5"], "without dashes: sync.interval=5 or checkpoint.interval=5 or log.interval=5"),
+        (["--no-such-option"], "No such option: --no-such-option"),
+        (["tiny.yaml"], "'tiny.yaml' is not of the form section.field=value; a file is given as --config tiny.yaml"),
+        (["tiny"], "'tiny' is not of the form section.field=value\n"),
+    ],
+)
+def test_a_field_or_file_given_as_an_option_or_word_shows_how_it_is_given(given, wanted, tmp_path):
+    """Users of other frameworks type --lr 3e-4."""
+    done = run_here("pretrain", *given, cwd=tmp_path)
+    assert done.returncode == 2
+    assert wanted in done.stderr
+
+
+@pytest.mark.parametrize("name", ["pretrain", "run", "submit", "presets", "doctor", "generate", "schedule", "convert"])
+def test_help_has_no_types_of_python(name, tmp_path):
+    """`<list[Path]>` and `<int range>` are for programmers."""
+    done = run_here(name, "--help", cwd=tmp_path)
+    assert done.returncode == 0
+    assert not re.search(r"<\w|\(dynamic\)", done.stdout), done.stdout
+
+
+def test_presets_are_listed_with_their_sizes(tmp_path):
+    done = run_here("presets", cwd=tmp_path)
+    rows = {row.split()[0]: row.split()[1:] for row in done.stdout.splitlines()}
+    assert list(rows) == ["preset", *PRESETS]
+    assert rows["llama-70b"] == ["80", "8,192", "64", "8", "28,672", "4,096", "32,000", "68,976.6M"]
+    assert rows["codegeex-mini"][-4:] == ["+", "256", "per", "token"]
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_the_fields_of_a_preset_are_a_config(name, tmp_path):
+    done = run_here("presets", name, cwd=tmp_path)
+    (tmp_path / "a.yaml").write_text(done.stdout)
+    config, preset = load_config(tmp_path / "a.yaml"), load_config(None, [f"model.preset={name}"])
+    assert config.model.model_copy(update={"preset": name}) == preset.model
+
+
+def test_an_unknown_preset_lists_the_known_ones(tmp_path):
+    done = run_here("presets", "gpt-9", cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (2, f"unknown preset gpt-9; use one of {', '.join(PRESETS)}\n")
 
 
 @pytest.mark.parametrize("given", ["abc", "", "0", "-1", "2.5"])

@@ -100,7 +100,6 @@ def test_two_checkpoints_are_compared(run_dir):
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("nowhere", "is not a folder"),
         ("checkpoints/iter_0000007", "does not exist. There are iterations 1, 2"),
         ("checkpoints/iter_0000001/mp_rank_00", "has no checkpoint"),
     ],

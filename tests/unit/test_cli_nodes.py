@@ -23,11 +23,13 @@ THERE = {"master_addr": "10.0.0.1"}
 
 
 @pytest.fixture
-def gloo(monkeypatch):
-    """What the environment says of Gloo's interface."""
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "")
-    monkeypatch.delenv("GLOO_SOCKET_IFNAME")
-    return lambda: os.environ.get("GLOO_SOCKET_IFNAME")
+def interfaces(monkeypatch):
+    """Which interfaces the environment gives Gloo and NCCL."""
+    names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+    for name in names:
+        monkeypatch.setenv(name, "")  # restored afterwards
+        monkeypatch.delenv(name)
+    return lambda: [os.environ.get(name) for name in names]
 
 
 @pytest.fixture
@@ -61,7 +63,7 @@ def listening():
                 log_dir=Path("l"),
             ),
         ),
-        (1, "1:1", {}, Nodes(1, is_elastic=True, master_port=29500)),
+        (1, "1:1", {"max_restarts": 2}, Nodes(1, max_restarts=2)),
         (
             2,
             "2:4",
@@ -123,7 +125,6 @@ def test_a_message_can_repeat_the_options():
     assert Nodes(8).words == "--nproc-per-node 8"
     assert Nodes(8, 2, 2).words == "--nnodes 2 --nproc-per-node 8"
     assert Nodes(8, 1, 4, True).words == "--nnodes 1:4 --nproc-per-node 8"
-    assert Nodes(8, 1, 1, True).words == "--nnodes 1:1 --nproc-per-node 8"
 
 
 def unknown(name: str) -> str:
@@ -198,25 +199,32 @@ def test_an_interface_without_an_address_is_passed_over(monkeypatch):
     assert interface_of("127.0.0.1") == "lo"
 
 
-def test_gloo_is_told_the_interface_that_leads_to_the_others(gloo, capsys):
-    """By itself it takes that of the host's name, often the loopback, and waits there for the other machines."""
+def test_gloo_gets_the_interface_that_leads_to_the_other_machines(interfaces, capsys):
+    """By itself Gloo takes that of the host's name, often the loopback, and waits there for the other machines."""
     assert set_network_variables(Nodes(1, 2, 2, master_addr="127.0.0.1", master_port=1)) == "127.0.0.1"
-    assert gloo() == "lo"
+    assert interfaces() == ["lo", None]
     assert capsys.readouterr().out == "GLOO_SOCKET_IFNAME=lo\n"
 
 
-def test_an_interface_that_is_set_stays(gloo, monkeypatch, capsys):
+def test_an_interface_that_is_set_stays(interfaces, monkeypatch, capsys):
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "ib0")
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "ib1")
     assert set_network_variables(Nodes(1, 2, 2, master_addr="127.0.0.1", master_port=1)) == "127.0.0.1"
-    assert (gloo(), capsys.readouterr().out) == ("ib0", "")
+    set_network_variables(Nodes(2))
+    assert (interfaces(), capsys.readouterr().out) == (["ib0", "ib1"], "")
 
 
-def test_gloo_is_told_nothing_on_one_machine_or_without_an_interface(gloo, monkeypatch, capsys):
-    monkeypatch.setattr(nodes_module, "interface_of", lambda address: "eth0")
+def test_ranks_of_one_machine_use_the_loopback(interfaces, capsys):
+    """On another interface Gloo and NCCL would open ports to the network."""
     assert set_network_variables(Nodes(2)) == "localhost"
+    assert (interfaces(), capsys.readouterr().out) == (["lo", "=lo"], "")
+
+
+@pytest.mark.parametrize("nodes", [Nodes(2), Nodes(1, 2, 2, master_addr="127.0.0.1", master_port=1)])
+def test_an_address_without_an_interface_sets_nothing(interfaces, monkeypatch, capsys, nodes):
     monkeypatch.setattr(nodes_module, "interface_of", lambda address: "")
-    set_network_variables(Nodes(1, 2, 2, master_addr="127.0.0.1", master_port=1))
-    assert (gloo(), capsys.readouterr().out) == (None, "")
+    set_network_variables(nodes)
+    assert (interfaces(), capsys.readouterr().out) == ([None, None], "")
 
 
 def test_the_first_node_is_reachable_while_it_listens(listening):

@@ -13,6 +13,7 @@ from megatron_lite.cli.preprocess import preprocess
 from megatron_lite.cli.train_tokenizer import train_tokenizer
 from megatron_lite.data.indexed import IndexedDataset
 from megatron_lite.data.train_tokenizer import train_sentencepiece
+from tests.e2e.command import run_here
 
 ROOT = Path(__file__).parents[2]
 
@@ -33,19 +34,28 @@ def test_several_inputs_may_follow_one_flag(command, tmp_path):
     out = ["--output-prefix", tmp_path / "out", "--tokenizer", "bytes", "--workers", 1]
     result = command("preprocess", "--input", *names, *out)
     assert result.exit_code == 0
-    assert f"{tmp_path}/out_text_document: 3 documents, 3 tokens, 1.00 bytes of text a token" in result.output
+    assert f"{tmp_path}/out_text_document: 3 documents, 3 tokens, 1.00 bytes of text per token" in result.output
     assert f"train on it with data.paths=[{tmp_path}/out_text_document] data.tokenizer=bytes" in result.output
     data = IndexedDataset(tmp_path / "out_text_document")
     assert [bytes(data[k].tolist()) for k in range(3)] == [b"a", b"b", b"c"]
 
 
-def test_what_was_left_out_is_said(command, tmp_path):
+def test_what_was_skipped_is_reported(command, tmp_path):
+    """A corpus that lacks half of its files trains as well as any other."""
     (tmp_path / "a.py").write_text("x")
     (tmp_path / "b.py").write_bytes(b"\xff")
     (tmp_path / "c.py").write_text("")
-    words = ["--input", tmp_path, "--output-prefix", tmp_path / "out", "--tokenizer", "bytes", "--workers", 1]
-    result = command("preprocess", *words, "--append-eod", "--language-tag")
-    assert "left out: 1 empty documents, 1 files that are not UTF-8" in result.output
+    for name in ("d.foo", "e.foo", "LICENSE", ".hidden"):
+        (tmp_path / name).write_text("x")
+    (tmp_path / "empty").mkdir()
+    paths = ["--input", tmp_path, tmp_path / "empty", "--output-prefix", tmp_path / "out", "--tokenizer", "bytes"]
+    result = command("preprocess", *paths, "--workers", 1, "--append-eod", "--language-tag")
+    assert [line for line in result.output.splitlines() if line.startswith("skipped")] == [
+        "skipped: 3 files with an unknown suffix (.foo 2, none 1)",
+        f"skipped: {tmp_path}/empty, a folder without a file of a known suffix",
+        "skipped: 1 document not in UTF-8",
+        "skipped: 1 empty document",
+    ]
     assert len(IndexedDataset(tmp_path / "out_text_document")[0]) == len("# language: Python\nx") + 1
 
 
@@ -53,9 +63,25 @@ def test_a_tokenizer_is_trained_and_can_be_used(command, tmp_path):
     (tmp_path / "c.jsonl").write_text(json.dumps({"code": "def f(x):\n    return x\n" * 50}) + "\n")
     words = ["--input", tmp_path / "c.jsonl", "--json-key", "code", "--output-prefix"]
     result = command("train-tokenizer", *words, tmp_path / "m", "--vocab-size", 280)
-    assert f"{tmp_path}/m.model: 280 pieces; use it as the tokenizer sentencepiece:{tmp_path}/m.model" in result.output
+    assert f"{tmp_path}/m.model: 280 tokens; use it as the tokenizer sentencepiece:{tmp_path}/m.model" in result.output
     spec = f"sentencepiece:{tmp_path}/m.model"
     assert command("preprocess", *words, tmp_path / "out", "--tokenizer", spec, "--workers", 1).exit_code == 0
+
+
+def test_plain_text_is_split_into_documents(command, tmp_path):
+    (tmp_path / "a.txt").write_text("one\ntwo\n\nthree\n")
+    words = ["--input", tmp_path / "a.txt", "--tokenizer", "bytes", "--workers", 1, "--output-prefix"]
+    for split_on, count in (("file", 1), ("blank-line", 2), ("line", 3)):
+        result = command("preprocess", *words, tmp_path / split_on, "--split-on", split_on)
+        assert f"{split_on}_text_document: {count} document" in result.output
+    assert command("preprocess", *words, tmp_path / "out", "--split-on", "word").exit_code == 2
+
+
+@pytest.mark.parametrize("name", ["preprocess", "train-tokenizer"])
+def test_help_names_what_to_type(tmp_path, name):
+    text = run_here(name, "--help", cwd=tmp_path).stdout
+    assert "--input PATH..." in text and "--json-key KEY" in text
+    assert not any(word in text for word in ("<list", "<int", "<str>", "(dynamic)"))
 
 
 def script(*words):

@@ -173,7 +173,7 @@ def test_a_wrong_config_is_told_before_it_waits_in_a_queue(tmp_path):
     assert done.returncode == 2
     assert "which does not divide the number of processes (3)" in done.stderr
     done = submit("--nproc-per-node", "1", "parallel.tensor=2", *GOOD, cwd=tmp_path)
-    assert "start them with: megatron-lite submit parallel.tensor=2 " in done.stderr
+    assert "start 2 with: megatron-lite submit parallel.tensor=2 " in done.stderr
     assert done.stderr.endswith(" run.dir=runs/mine --nproc-per-node 2\n")
 
 
@@ -392,3 +392,32 @@ def test_a_script_without_its_launch_sh_ends_with_2(tmp_path, commands):
     assert done.stderr == (
         f"there is no {tmp_path}/launch.sh: submit from its folder, or set MEGATRON_LITE_HOME to that\n"
     )
+
+
+@pytest.mark.parametrize(
+    "more, what",
+    [
+        (["--job-name", "a\ntouch taken"], "an option of sbatch is '--job-name=a\\ntouch taken'"),
+        (["--partition", "a\rb"], "an option of sbatch is '--partition=a\\rb'"),
+        (["--account", "a\x7f"], "an option of sbatch is '--account=a\\x7f'"),
+        (["--time", "1\n2"], "an option of sbatch is '--time=1\\n2'"),
+        (["--array", "1\n2", "run.dir=a_%a"], "an option of sbatch is '--array=1\\n2'"),
+        (["--sbatch", "--comment=a\ntouch taken\n"], "an option of sbatch is '--comment=a\\ntouch taken\\n'"),
+        (["--config", "a\nb.yaml"], "an argument is "),
+        (["model.vocab_size=5\n"], "an argument is 'model.vocab_size=5\\n'"),
+    ],
+)
+def test_a_control_character_is_no_part_of_a_job_script(tmp_path, more, what):
+    """What follows a newline would be a command of the job, and sbatch would read no option after it."""
+    (tmp_path / "a\nb.yaml").write_text("log: {interval: 1}\n")
+    done = submit("--nproc-per-node", "2", "--dry-run", *GOOD, *more, cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith(what)
+    assert done.stderr.endswith("; a job script takes no control characters, remove them\n")
+
+
+def test_a_folder_with_a_newline_is_no_place_to_submit_from(tmp_path):
+    (tmp_path / "a\nb").mkdir()
+    done = submit("--nproc-per-node", "2", "--dry-run", *GOOD, "run.dir=/runs/a", cwd=tmp_path / "a\nb")
+    assert done.returncode == 2
+    assert done.stderr.startswith("the current folder is ")

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -93,7 +94,7 @@ def test_every_mistake_is_reported_at_once_with_its_line(tmp_path):
         "gpt.yaml:14: optim.min_lr is empty; it must be a number of at least 0",
         "gpt.yaml:15: optim.beta1 is 1.0; it must be a number of at least 0 and below 1",
         "gpt.yaml:16: optim.clip_grad is '.inf'; it must be a number of at least 0",
-        "gpt.yaml:18: data.paths is [...]; it must be a list of path prefixes",
+        "gpt.yaml:18: data.paths is [...]; it must be a list of path prefixes, without control characters",
         "gpt.yaml:20: log must hold indented fields such as `interval`",
         "command line: parallel.tensor is 'two'; it must be an integer above 0",
         "command line: log.interval is 0; it must be an integer above 0",
@@ -145,8 +146,14 @@ def test_a_wrong_override_says_what_is_wrong(override, message):
         ("model: {num_layers: 4\n", "gpt.yaml:2: not valid YAML:"),
         ("model: {}\n---\nmodel: {}\n", "gpt.yaml:2: not valid YAML:"),
         ("model: {}\nmodel: {}\n", "gpt.yaml:2: model is given twice, on line 1 already; keep one"),
-        ("data: &a\n  paths: *a\n", "gpt.yaml:2: data.paths is a section; it must be a list of path prefixes"),
-        ("data:\n  paths: &a [*a]\n", "gpt.yaml:2: data.paths is [...]; it must be a list of path prefixes"),
+        (
+            "data: &a\n  paths: *a\n",
+            "gpt.yaml:2: data.paths is a section; it must be a list of path prefixes, without control characters",
+        ),
+        (
+            "data:\n  paths: &a [*a]\n",
+            "gpt.yaml:2: data.paths is [...]; it must be a list of path prefixes, without control characters",
+        ),
     ],
 )
 def test_a_file_that_is_no_config_says_so(tmp_path, text, message):
@@ -223,3 +230,15 @@ def test_a_dumped_config_loads_back_to_the_same_config(tmp_path_factory, directo
     )
     path = write(tmp_path_factory.mktemp("dump"), dump_config(config))
     assert load_config(path) == config
+
+
+@pytest.mark.parametrize("character", ["\0", "\n", "\x1b", "\x7f", "\x85"])
+@pytest.mark.parametrize(
+    "field", ["run.dir", "data.cache_dir", "data.tokenizer", "data.paths", "checkpoint.load", "checkpoint.load_weights"]
+)
+def test_a_path_with_a_control_character_is_a_mistake_in_the_config(tmp_path, field, character):
+    """NUL is a traceback of the file system hours later; a newline ends a line of a job script."""
+    section, name = field.split(".")
+    (tmp_path / "a.yaml").write_text(yaml.safe_dump({section: {name: f"runs/a{character}b"}}))
+    with pytest.raises(ConfigError, match=rf"a.yaml:2: {field} is .*; it must be .* without control characters"):
+        load_config(tmp_path / "a.yaml")

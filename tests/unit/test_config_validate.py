@@ -39,7 +39,8 @@ def test_the_defaults_are_valid_on_any_number_of_processes():
             3,
             ["parallel.tensor=2"],
             "parallel.tensor * parallel.pipeline * parallel.context is 2 (2 * 1 * 1), which does not divide the number "
-            "of processes (3); start 2, or a multiple of it, with --nproc-per-node",
+            "of processes (3); start 2, or a multiple of it, with --nproc-per-node; a script starts with "
+            "megatron-lite run --nproc-per-node 2 SCRIPT, or with torchrun",
         ),
         (
             8,

@@ -24,7 +24,14 @@ def corpora(tmp_path):
 
 
 def build(tmp_path, paths, split=(8, 1, 1), num_samples=(150, 10, 4), **overrides):
-    options = {"seq_length": 16, "seed": 7, "cache_dir": tmp_path / "cache", "vocab_size": None, **overrides}
+    options = {
+        "seq_length": 16,
+        "seed": 7,
+        "cache_dir": tmp_path / "cache",
+        "vocab_size": None,
+        "tokenizer_hash": None,
+        **overrides,
+    }
     return build_datasets(paths, split, num_samples=num_samples, **options)
 
 
@@ -75,11 +82,33 @@ def test_a_split_of_zero_or_without_samples_is_none(tmp_path, corpora):
     assert splits.train is not None and splits.valid is None and splits.test is None
 
 
-def test_a_split_too_small_for_the_corpus_is_refused(tmp_path):
-    """0.1 % of 40 documents rounds to none; evaluating on nothing would print nothing."""
+def test_a_split_without_documents_is_absent(tmp_path):
+    """0.1 % of 40 documents rounds to none: the default split has to work for a small corpus."""
     prefix = write_corpus(tmp_path / "few", [50] * 40)
-    with pytest.raises(DataError, match="few: the test split has 0 of 40 documents"):
-        build(tmp_path, [prefix], split=(969, 30, 1))
+    splits = build(tmp_path, [prefix], split=(969, 30, 1))
+    assert splits.train is not None and splits.valid is not None and splits.test is None
+
+
+def test_a_training_split_without_documents_is_refused(tmp_path, corpora):
+    """Even of one corpus in a blend: its weight asks for samples of it."""
+    prefix = write_corpus(tmp_path / "few", [50] * 40)
+    with pytest.raises(DataError, match="few: the train split has 0 of 40 documents"):
+        build(tmp_path, ["1", corpora[1], "1", prefix], split=(1, 90, 0))
+
+
+@pytest.mark.parametrize("weights", [("3", "1", "1"), ()])
+def test_a_corpus_without_documents_for_a_split_is_left_out_there(tmp_path, corpora, weights):
+    """The test loss is of the other corpora, in their proportions."""
+    few = write_corpus(tmp_path / "few", [50] * 3, first_token=50_000)
+    a, b, _ = corpora
+    paths = [word for pair in zip(weights, [a, few, b], strict=True) for word in pair] if weights else [a, few, b]
+    others = [word for word in paths if word not in (few,)] if not weights else ["3", a, "1", b]
+    split = (8, 1, 1)
+    ours, theirs = (build(tmp_path, given, split, num_samples=(10, 4, 4)) for given in (paths, others))
+    assert ours.test is not None and theirs.test is not None and len(ours.test) == 4
+    for k in range(4):
+        np.testing.assert_array_equal(ours.test[k], theirs.test[k])
+    assert any(ours.train[k].max() >= 50_000 for k in range(10)) or not weights
 
 
 @pytest.mark.parametrize("split", [(1, 1), (1, 1, 1, 1), (-1, 1, 1), (0, 0, 0), (math.nan, 1, 1), (math.inf, 1, 1)])

@@ -1,5 +1,8 @@
 """The .bin/.idx pair: the same bytes as Megatron's, and a clear word about every damaged one."""
 
+import contextlib
+import shutil
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -127,14 +130,21 @@ def fill(at, values):
         ("idx", put(17, 99), r"c.idx: token dtype code 99; token ids have one of \[1, 2, 3, 4, 5, 8\]"),
         ("idx", put(17, 6), "c.idx: token dtype code 6; token ids have one of"),  # float64
         ("idx", put(17, 7), "c.idx: token dtype code 7; token ids have one of"),  # float32
-        ("idx", put(37, 0x7F), "c.bin: has 48 bytes, but its .idx describes 8,522,825,740"),  # lengths[0]
-        ("idx", put(41, 0x7F), "c.bin: has 48 bytes, but its .idx describes 8,522,825,756"),  # lengths[1]
-        ("idx", put(41, 0xFF), "c.idx: sequence 1 has length -16,777,212 at byte 12; the file is damaged"),
-        ("idx", fill(54, (10**12).to_bytes(8, "little")), "has 48 bytes, but its .idx describes 1,000,000,000,016"),
-        ("idx", put(61, 0x80), "c.idx: sequence 1 has length 4 at byte -9,223,372,036,854,775,796; the file is"),
-        ("idx", fill(54, b"\xff" * 7 + b"\x7f"), "c.idx: sequence 1 has length 4 at byte 9,223,372,036,854,775,807"),
+        ("idx", lambda content: content.append(0), "c.idx: too long: 3 sequences and 4 document ends need 102 bytes"),
+        ("idx", put(37, 0x7F), "sequence 1 has length 4 at byte 12, and the sequence before it ends at byte 8,522,8"),
+        ("idx", put(42, 6), "c.bin: has 48 bytes, but its .idx describes 52; the two files do not belong together"),
+        ("idx", put(41, 0xFF), "c.idx: sequence 1 has length -16,777,212 at byte 12, .*; the file is damaged"),
+        (
+            "idx",
+            fill(54, (10**12).to_bytes(8, "little")),
+            "length 4 at byte 1,000,000,000,000, and the sequence before",
+        ),
+        ("idx", put(61, 0x80), "c.idx: sequence 1 has length 4 at byte -9,223,372,036,854,775,796, and the sequence"),
+        ("idx", put(70, 1), "the first document starts at sequence 1, not at 0"),
+        ("idx", put(78, 3), "c.idx: document 1 ends at sequence 2, before its start; the file is damaged"),
         ("idx", put(94, 2), "the last document does not end at sequence 3"),
         ("bin", cut(30), "c.bin: has 30 bytes, but its .idx describes 48; the two files do not belong together"),
+        ("bin", lambda content: content.append(0), "c.bin: has 49 bytes, but its .idx describes 48; the two files"),
     ],
 )
 def test_a_damaged_file_is_named_with_what_is_wrong(tmp_path, suffix, change, message):
@@ -155,6 +165,45 @@ def test_damage_far_into_an_index_is_found(tmp_path):
         with pytest.raises(DataError, match=f"sequence {sequence:,} has length -2,147,483,647 at byte "):
             IndexedDataset(prefix)
         damage(tmp_path / "c.idx", put(34 + 4 * sequence + 3, 0))
+        at = 34 + 12 * count + 8 * sequence
+        damage(tmp_path / "c.idx", fill(at, (count + 1).to_bytes(8, "little")))
+        with pytest.raises(DataError, match=f"document {sequence:,} ends at sequence {sequence + 1:,}, before its st"):
+            IndexedDataset(prefix)
+        damage(tmp_path / "c.idx", fill(at, sequence.to_bytes(8, "little")))
+
+
+def test_the_bin_of_a_larger_corpus_is_refused(tmp_path):
+    """After an interrupted copy, training would read the tokens of the other corpus."""
+    write_corpus(tmp_path / "small", [10] * 5)
+    write_corpus(tmp_path / "large", [10] * 9)
+    shutil.copy(tmp_path / "large.bin", tmp_path / "small.bin")
+    with pytest.raises(DataError, match=r"small.bin: has 360 bytes, but its .idx describes 200; the two files do not"):
+        IndexedDataset(tmp_path / "small")
+
+
+def contents_of(prefix):
+    data = IndexedDataset(prefix)
+    return [data[number].tolist() for number in range(len(data))]
+
+
+def test_a_flipped_bit_in_an_index_is_refused_or_changes_no_token(tmp_path):
+    """An index that passes although it is damaged trains on the wrong tokens."""
+    prefix = write_corpus(tmp_path / "c", [3, 0, 7, 2, 1, 5], dtype=np.uint16)
+    good, before = (tmp_path / "c.idx").read_bytes(), contents_of(prefix)
+    for bit in range(8 * len(good)):
+        damage(tmp_path / "c.idx", put(bit // 8, good[bit // 8] ^ 1 << bit % 8))
+        with contextlib.suppress(DataError):
+            assert contents_of(prefix) == before, bit
+        damage(tmp_path / "c.idx", put(bit // 8, good[bit // 8]))
+
+
+def test_empty_documents_of_megatron_are_read(tmp_path):
+    """Its preprocess_data.py writes an empty text as a document without sequences."""
+    builder = IndexedDatasetBuilder(tmp_path / "c.bin", np.uint16)
+    for lengths in ([], [2], [], [1, 1], []):
+        builder.add_document(list(range(sum(lengths))), lengths)
+    builder.finalize(tmp_path / "c.idx")
+    assert contents_of(tmp_path / "c") == [[0, 1], [0], [1]]
 
 
 @pytest.mark.parametrize("suffix", ["idx", "bin"])

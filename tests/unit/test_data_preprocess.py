@@ -8,12 +8,14 @@ import subprocess
 import sys
 import threading
 import time
+from collections import Counter
 
 import numpy as np
 import pytest
 
 from megatron_lite.data.indexed import IndexedDataset
 from megatron_lite.data.preprocess import preprocess
+from megatron_lite.data.sources import Found
 from megatron_lite.data.tokenizer import BytesTokenizer
 from megatron_lite.errors import ConfigError, DataError
 from tests.limits import files_of_at_most
@@ -38,7 +40,7 @@ def documents_of(prefix):
 def test_documents_are_written_in_order_with_their_end(tmp_path):
     path = write_lines(tmp_path / "c.jsonl", ["ab", "", "é"])
     report = run([path], tmp_path / "out", append_eod=True)
-    assert report == (tmp_path / "out_text_document", 2, 6, 4, 1, 0)
+    assert report[:6] == (tmp_path / "out_text_document", 2, 6, 4, 1, 0)
     assert documents_of(report.prefix) == [[97, 98, 256], [0xC3, 0xA9, 256]]
     data = IndexedDataset(report.prefix)
     assert data.dtype == np.uint16 and data.document_indices.tolist() == [0, 1, 2]
@@ -71,7 +73,15 @@ def test_any_number_of_workers_writes_the_same_files(tmp_path):
         (folder / f"c{k}.py").write_text(f"x = {k}\n" * (k * 1000))
     (folder / "d.py").write_bytes(b"\xff")
     reports = [run([folder], tmp_path / f"w{workers}", workers=workers, append_eod=True) for workers in (1, 2, 3)]
-    assert len({report[1:] for report in reports}) == 1 and reports[0].num_undecodable == 1
+    assert len({report[1:6] for report in reports}) == 1 and reports[0].num_undecodable == 1
+    for suffix in ("bin", "idx"):
+        assert len({report.prefix.with_suffix(f".{suffix}").read_bytes() for report in reports}) == 1
+
+
+def test_any_number_of_workers_splits_a_text_alike(tmp_path):
+    (tmp_path / "a.txt").write_text("".join(f"line {k} {'x' * 60}\n" * (k % 5) + "\n" for k in range(20_000)))
+    reports = [run([tmp_path / "a.txt"], tmp_path / f"w{n}", workers=n, split_on="blank-line") for n in (1, 2)]
+    assert reports[0][1:6] == reports[1][1:6] and reports[0].num_documents == 16_000
     for suffix in ("bin", "idx"):
         assert len({report.prefix.with_suffix(f".{suffix}").read_bytes() for report in reports}) == 1
 
@@ -103,7 +113,7 @@ def test_a_new_corpus_replaces_the_old_one(tmp_path):
     for text in ("old text", "new"):
         prefix = run([write_lines(tmp_path / "c.jsonl", [text])], tmp_path / "out").prefix
     assert bytes(documents_of(prefix)[0]) == b"new"
-    assert leftovers(tmp_path) == ["out_text_document.bin", "out_text_document.idx"]
+    assert leftovers(tmp_path) == ["out_text_document.bin", "out_text_document.idx", "out_text_document.info.json"]
 
 
 def test_an_old_index_never_meets_a_new_bin(tmp_path, monkeypatch):
@@ -119,7 +129,8 @@ def test_an_old_index_never_meets_a_new_bin(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "replace", killed)
     with pytest.raises(KeyboardInterrupt):
         run([write_lines(tmp_path / "c.jsonl", ["new"])], tmp_path / "out")
-    assert leftovers(tmp_path) == ["out_text_document.bin"]
+    assert leftovers(tmp_path) == ["out_text_document.bin", "out_text_document.info.json"]
+    assert json.loads((tmp_path / "out_text_document.info.json").read_bytes())["source_bytes"] == len("new")
 
 
 def test_a_full_disk_is_named_and_leaves_nothing_behind(tmp_path):
@@ -168,7 +179,9 @@ def test_a_link_to_nothing_in_a_folder_is_passed_over(tmp_path):
 
 def test_an_input_that_went_away_is_not_blamed_on_the_output(tmp_path, monkeypatch):
     path = write_lines(tmp_path / "c.jsonl", ["x"])
-    monkeypatch.setattr("megatron_lite.data.preprocess.find_files", lambda inputs: [path, tmp_path / "gone.py"])
+    monkeypatch.setattr(
+        "megatron_lite.data.preprocess.find_files", lambda inputs: Found([path, tmp_path / "gone.py"], Counter(), [])
+    )
     with pytest.raises(DataError, match=r"gone.py: cannot be read: No such file or directory"):
         run([path], tmp_path / "out")
     assert leftovers(tmp_path) == []
@@ -177,7 +190,7 @@ def test_an_input_that_went_away_is_not_blamed_on_the_output(tmp_path, monkeypat
 def test_input_without_any_text_is_refused(tmp_path):
     (tmp_path / "b.py").write_bytes(b"\xff")
     (tmp_path / "c.py").write_text("")
-    message = "nothing to write: 1 documents are empty and 1 files are not UTF-8 text"
+    message = "nothing to write: 1 empty document, 1 document not in UTF-8"
     with pytest.raises(DataError, match=message):
         run([tmp_path / "b.py", tmp_path / "c.py"], tmp_path / "out")
     assert leftovers(tmp_path) == []
@@ -240,7 +253,11 @@ def test_an_interrupt_ends_all_workers_quietly_and_leaves_nothing_behind(tmp_pat
     assert leftovers(tmp_path) == []
 
 
-def test_the_bar_shows_documents_and_bytes_a_second(tmp_path, capsys):
+def test_the_bar_shows_documents_and_bytes_a_second(tmp_path, capsys, monkeypatch):
+    """On a terminal; in a log file its carriage returns are noise."""
+    run([write_lines(tmp_path / "c.jsonl", ["some text"] * 1000)], tmp_path / "out", progress=True)
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     run([write_lines(tmp_path / "c.jsonl", ["some text"] * 1000)], tmp_path / "out", progress=True)
     shown = capsys.readouterr().err
     assert "documents/s" in shown and "B/s" in shown and "100%" in shown

@@ -14,8 +14,8 @@ from megatron_lite.data.sources import cut_into_pieces, find_files, read_documen
 from megatron_lite.errors import DataError
 
 
-def texts_of(inputs, json_key="text", tag=False):
-    pieces = list(cut_into_pieces(find_files(inputs)))
+def texts_of(inputs, json_key="text", tag=False, split_on="file"):
+    pieces = list(cut_into_pieces(find_files(inputs).files, split_on))
     return [text for piece in pieces for text in read_documents(piece, json_key=json_key, with_language_tag=tag).texts]
 
 
@@ -40,7 +40,7 @@ def test_a_folder_gives_its_known_files_sorted(tmp_path):
     ):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text("")
-    found = [str(path.relative_to(tmp_path)) for path in find_files([tmp_path])]
+    found = [str(path.relative_to(tmp_path)) for path in find_files([tmp_path]).files]
     assert found == ["a.md", "b.txt", "e.jsonl.gz", "b/a.c", "b/z.py"]
 
 
@@ -51,7 +51,7 @@ def test_in_a_folder_only_files_count(tmp_path):
     (tmp_path / "c.py").symlink_to(tmp_path / "a.py")
     (tmp_path / "d.py").mkdir()
     os.mkfifo(tmp_path / "e.py")  # to read it would be to wait for ever
-    assert [path.name for path in find_files([tmp_path])] == ["a.py", "c.py"]
+    assert [path.name for path in find_files([tmp_path]).files] == ["a.py", "c.py"]
 
 
 def test_a_named_file_is_taken_whatever_its_suffix(tmp_path):
@@ -83,7 +83,7 @@ def test_pieces_of_any_size_hold_every_line_once(tmp_path_factory, texts, piece_
     path.write_text(content)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sources, "PIECE_BYTES", piece_bytes)
-        pieces = list(cut_into_pieces([path]))
+        pieces = list(cut_into_pieces([path], "file"))
         assert texts_of([path]) == texts
     assert sum(piece.input_bytes for piece in pieces) == len(content.encode())  # the progress bar ends at 100 %
     first_lines = [piece.first_line for piece in pieces]
@@ -96,7 +96,7 @@ def test_small_files_share_a_piece_and_keep_their_order(tmp_path):
     for name in names:
         name.write_text(name.stem * 50_000)
     write_lines(tmp_path / "05b.jsonl", [{"text": "between"}])
-    pieces = list(cut_into_pieces(find_files([tmp_path])))
+    pieces = list(cut_into_pieces(find_files([tmp_path]).files, "file"))
     assert [text[:2] for text in texts_of([tmp_path])] == [
         *["00", "01", "02", "03", "04", "05", "be"],
         *(n.stem for n in names[6:]),
@@ -108,7 +108,7 @@ def test_small_files_share_a_piece_and_keep_their_order(tmp_path):
 def test_files_that_are_not_text_are_counted(tmp_path):
     (tmp_path / "a.py").write_bytes(b"x = '\xe9'")
     (tmp_path / "b.py").write_text("x = 'é'\r\n")
-    (piece,) = cut_into_pieces(find_files([tmp_path]))
+    (piece,) = cut_into_pieces(find_files([tmp_path]).files, "file")
     documents = read_documents(piece, json_key="text", with_language_tag=False)
     assert documents.texts == ["x = 'é'\r\n"] and documents.num_undecodable == 1
 
@@ -187,9 +187,59 @@ def test_a_folder_without_text_is_named(tmp_path):
 
 def test_a_file_that_went_away_is_named(tmp_path):
     (tmp_path / "a.py").write_text("x")
-    (piece,) = cut_into_pieces(find_files([tmp_path]))
+    (piece,) = cut_into_pieces(find_files([tmp_path]).files, "file")
     (tmp_path / "a.py").unlink()
     with pytest.raises(DataError, match=r"a.py: cannot be read: No such file"):
         read_documents(piece, json_key="text", with_language_tag=False)
     with pytest.raises(DataError, match=r"a.py: cannot be read: No such file"):
-        list(cut_into_pieces([tmp_path / "a.py"]))
+        list(cut_into_pieces([tmp_path / "a.py"], "file"))
+
+
+def split(text, split_on):
+    """The plainest way to the documents of a text."""
+    lines = text.split("\n")
+    if split_on == "line":
+        return [line.removesuffix("\r") for line in lines if line.strip(" \t\r\f\v")]
+    documents, lines = [[]], [*lines, ""]
+    for line in lines:
+        if line.strip(" \t\r\f\v"):
+            documents[-1].append(line)
+        else:
+            documents.append([])
+    return ["\n".join(document).removesuffix("\r") for document in documents if document]
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    lines=st.lists(st.sampled_from(["", "  ", "a", "  b", "\r", "c\r", "dé", "\t", "e" * 50]), max_size=40),
+    piece_bytes=st.integers(1, 100),
+    split_on=st.sampled_from(["line", "blank-line"]),
+)
+def test_plain_text_is_split_alike_in_pieces_of_any_size(tmp_path_factory, lines, piece_bytes, split_on):
+    """A document cut at the edge of a piece would be two, and depend on how fast a disk is."""
+    path = tmp_path_factory.mktemp("text") / "c.txt"
+    content = "\n".join(lines)
+    path.write_bytes(content.encode())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sources, "PIECE_BYTES", piece_bytes)
+        pieces = list(cut_into_pieces([path], split_on))
+        assert texts_of([path], split_on=split_on) == split(content, split_on)
+    assert sum(piece.input_bytes for piece in pieces) == len(content.encode())
+
+
+@pytest.mark.parametrize("split_on", ["line", "blank-line"])
+def test_a_large_text_is_not_read_whole(tmp_path, split_on):
+    """A file may be larger than memory."""
+    with open(tmp_path / "c.txt", "w") as file:
+        file.writelines(f"line {k} {'x' * 60}\n\n" for k in range(60_000))
+    pieces = list(cut_into_pieces([tmp_path / "c.txt"], split_on))
+    assert len(pieces) > 3 and max(len(piece.lines) for piece in pieces) < 2 * sources.PIECE_BYTES
+    assert len(texts_of([tmp_path / "c.txt"], split_on=split_on)) == 60_000
+
+
+def test_in_a_split_text_single_documents_that_are_not_utf8_are_counted(tmp_path):
+    """One bad byte would cost a whole book."""
+    (tmp_path / "a.txt").write_bytes(b"one\n\xff\nthree\n")
+    (piece,) = cut_into_pieces([tmp_path / "a.txt"], "line")
+    documents = read_documents(piece, json_key="text", with_language_tag=False)
+    assert documents.texts == ["one", "three"] and documents.num_undecodable == 1

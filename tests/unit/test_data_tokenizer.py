@@ -1,6 +1,7 @@
 """Every tokenizer gives back the text it was given, and the ids its original would give."""
 
 import json
+import shutil
 import sysconfig
 from pathlib import Path
 
@@ -8,7 +9,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from megatron_lite.data.tokenizer import build_tokenizer
+from megatron_lite.data.tokenizer import build_tokenizer, tokenizer_hash
 from megatron_lite.data.train_tokenizer import train_sentencepiece
 from megatron_lite.errors import ConfigError, DataError
 
@@ -272,3 +273,39 @@ def test_merges_of_another_vocabulary_are_refused(tmp_path):
         DataError, match=r"vocab.json,.*merges.txt: the vocabulary and its merges do not belong together"
     ):
         build_tokenizer(f"gpt2:{tmp_path}/vocab.json,{tmp_path}/merges.txt")
+
+
+def elsewhere(spec, folder):
+    """The spec with copies of its files in another folder."""
+    kind, _, place = spec.partition(":")
+    if kind == "codegeex":
+        shutil.copytree(place, folder / "copy")
+        return f"{kind}:{folder / 'copy'}"
+    return f"{kind}:{','.join(str(shutil.copy(part, folder)) for part in place.split(','))}" if place else kind
+
+
+def test_a_hash_names_the_tokenizer_and_not_the_place_of_its_files(specs, tmp_path):
+    """With the path in it, a corpus could not move to another machine."""
+    hashes = {kind: tokenizer_hash(spec) for kind, spec in specs.items()}
+    assert len(set(hashes.values())) == len(specs)
+    for kind, spec in specs.items():
+        (tmp_path / kind).mkdir()
+        assert tokenizer_hash(elsewhere(spec, tmp_path / kind)) == hashes[kind]
+    assert tokenizer_hash(f"hf:{tmp_path / 'hf'}") == hashes["hf"]  # a folder instead of its file
+    assert hashes["bytes"] == "277089d91c0bdf4f2e6862ba7e4a07605119431f5d13f726dd352b06f1b206a9"
+
+
+def test_a_hash_changes_with_what_the_tokenizer_does(specs, tmp_path):
+    spec, before = elsewhere(specs["hf"], tmp_path), tokenizer_hash(specs["hf"])
+    file = Path(spec.removeprefix("hf:"))
+    content = json.loads(file.read_text())
+    file.write_text(json.dumps(content, indent=7))
+    assert tokenizer_hash(spec) == before
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "a"}')
+    assert tokenizer_hash(spec) != before
+    (tmp_path / "tokenizer_config.json").unlink()
+    content["model"]["merges"][:2] = content["model"]["merges"][1::-1]
+    file.write_text(json.dumps(content))
+    assert tokenizer_hash(spec) != before
+    with pytest.raises(DataError, match=r"gone.model: no such tokenizer file"):
+        tokenizer_hash(f"sentencepiece:{tmp_path}/gone.model")

@@ -40,9 +40,17 @@ def test_an_even_share_of_a_large_input_is_read(tmp_path):
 @pytest.mark.parametrize(
     ("text", "vocab_size", "message"),
     [
-        ("hello world\n" * 100, 4096, "a vocabulary of 4,096 pieces cannot be trained .* too high .* value <= "),
-        ("hello world\n" * 100, 100, "a vocabulary of 100 pieces cannot be trained .* smaller than required_chars"),
-        ("", 300, "there is no text in it"),
+        (
+            "hello world\n" * 100,
+            4096,
+            r"a.txt: --vocab-size is 4,096; this text gives at most 2\d\d tokens: use fewer, or more",
+        ),
+        (
+            "hello world\n" * 100,
+            100,
+            r"--vocab-size is 100; the single bytes and .* of this text take 26\d tokens: use a larger",
+        ),
+        ("", 300, "a vocabulary of 300 tokens cannot be trained: there is no text in it"),
     ],
 )
 def test_a_vocabulary_that_does_not_fit_the_text_is_refused(tmp_path, text, vocab_size, message):

@@ -2,26 +2,32 @@
 
 import json
 import math
+import shutil
+from pathlib import Path
 
 import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from megatron_lite.checkpoint.lock import Lock, locked
 from megatron_lite.config.load import load_config
-from megatron_lite.errors import TrainingError
-from megatron_lite.parallel.context import ParallelContext
+from megatron_lite.errors import CheckpointError, TrainingError
+from megatron_lite.parallel.context import ParallelContext, solo
 from megatron_lite.parallel.grid import Grid
 from megatron_lite.training.initialize import choose_device
-from megatron_lite.training.logs import RunLog, keep_rows, writing
+from megatron_lite.training.logs import RunLog
+from megatron_lite.training.metrics import keep_rows, writing
 from megatron_lite.training.state import TrainState
 from megatron_lite.training.step import StepReport
+from tests.unit.locks import other_run
 
 
 @pytest.fixture
 def make_log(tmp_path):
-    def make(iteration: int = 0, *overrides: str) -> RunLog:
+    def make(iteration: int = 0, *overrides: str, consumed: int = 0, lock: Lock | None = None) -> RunLog:
         fields = [f"run.dir={tmp_path}", "model.vocab_size=64", "log.peak_tflops=1", "log.tensorboard=false"]
         config = load_config(None, [*fields, *overrides])
         ctx = ParallelContext.create(Grid(), choose_device("cpu", 0), 60)
-        return RunLog(config, ctx, TrainState(iteration=iteration))
+        return RunLog(config, ctx, TrainState(iteration=iteration, consumed_samples=consumed), lock)
 
     return make
 
@@ -52,6 +58,127 @@ def test_a_line_averages_what_came_since_the_last_one(make_log, capsys):
     assert " lm loss: 3.000000E+00 |" in second  # the skipped one does not count
     assert " number of skipped iterations:   1 |" in second
     assert " elapsed time per iteration (ms): 300.0 |" in second
+
+
+FIELDS_OF_MEGATRON = [
+    *("consumed samples", "elapsed time per iteration (ms)", "throughput per GPU (TFLOP/s/GPU)", "learning rate"),
+    *("global batch size", "lm loss", "loss scale", "grad norm"),
+    *("number of skipped iterations", "number of nan iterations"),
+]
+
+
+def fields_of(line: str) -> dict[str, str]:
+    """Values of an iteration line by name, without the iteration itself."""
+    pairs = [field.partition(":") for field in line.split(" |")[1:-1]]
+    return {name.strip(): value.strip() for name, _, value in pairs}
+
+
+def test_a_line_has_no_field_without_information(make_log, capsys):
+    """Zeros and ones in every line hide what changes."""
+    log = make_log()
+    log.iteration(TrainState(iteration=990, consumed_samples=8), report(2.0), 8, 0.5)
+    log.close()
+    fields = fields_of(capsys.readouterr().out)
+    assert list(fields) == [
+        *("consumed samples", "elapsed time per iteration (ms)", "throughput per rank (GFLOP/s)"),
+        *("tokens per second", "learning rate", "global batch size", "lm loss", "grad norm", "remaining time"),
+    ]
+    assert fields["tokens per second"] == "16384"
+    assert fields["remaining time"] == "00:05"  # ten iterations of half a second
+    assert float(fields["throughput per rank (GFLOP/s)"]) > 100
+
+
+def test_the_loss_scale_of_fp16_and_skipped_iterations_are_printed(make_log, capsys):
+    log = make_log(0, "train.precision=fp16")
+    log.iteration(TrainState(iteration=10), report(2.0, skipped=True), 8, 0.5)
+    log.close()
+    fields = fields_of(capsys.readouterr().out)
+    assert (fields["loss scale"], fields["number of skipped iterations"]) == ("1.0", "1")
+    assert "number of nan iterations" not in fields
+
+
+def test_the_first_line_promises_no_remaining_time(make_log, capsys):
+    """The first iteration also compiles; a hundred thousand times its duration would be nonsense."""
+    log = make_log()
+    log.iteration(TrainState(iteration=1), report(2.0), 8, 30.0)
+    log.close()
+    assert "remaining time" not in capsys.readouterr().out
+
+
+def test_megatrons_line_has_its_fields_in_its_order(make_log, capsys):
+    log = make_log(0, "log.megatron_line=true")
+    log.iteration(TrainState(iteration=10), report(2.0), 8, 0.5)
+    log.close()
+    assert list(fields_of(capsys.readouterr().out)) == FIELDS_OF_MEGATRON
+
+
+def points(folder: Path) -> dict[str, list[int]]:
+    """Steps of every scalar, as TensorBoard shows them."""
+    events = EventAccumulator(str(folder), size_guidance={"scalars": 0}).Reload()
+    return {tag: [event.step for event in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+
+
+def test_a_resume_loses_no_point_of_any_curve(make_log, tmp_path):
+    """One purge for both kinds of steps would delete all points whose samples are above the iteration."""
+    on = "log.tensorboard=true"
+    for first, end in ((1, 4), (3, 6)):  # the second start is from the checkpoint of iteration 2
+        log = make_log(first - 1, on, consumed=8 * (first - 1))
+        for number in range(first, end + 1):
+            state = TrainState(iteration=number, consumed_samples=8 * number)
+            log.iteration(state, report(2.0), 8, 0.5)
+        log.evaluation(state, 2.0, "the end")
+        log.close()
+    by_iteration, by_samples = points(tmp_path / "tensorboard"), points(tmp_path / "tensorboard" / "samples")
+    assert by_iteration.pop("lm loss validation") == by_iteration.pop("lm loss validation ppl") == [6]
+    assert by_samples.pop("lm loss validation vs samples") == [48]
+    assert set(map(tuple, by_iteration.values())) == {(1, 2, 3, 4, 5, 6)}
+    assert set(map(tuple, by_samples.values())) == {(8, 16, 24, 32, 40, 48)}
+    assert {"tokens-per-second", "gflops-per-second", "memory-gb", "skipped-iterations"} <= set(by_iteration)
+    assert {"lm loss vs samples", "learning-rate vs samples"} <= set(by_samples)
+
+
+def test_tensorboard_has_the_config_as_text(make_log, tmp_path):
+    make_log(0, "log.tensorboard=true", "optim.lr=0.125").close()
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    (event,) = events.Tensors("config/text_summary")
+    assert b"lr: 0.125" in event.tensor_proto.string_val[0]
+
+
+def rows(folder: Path) -> list[int]:
+    return [json.loads(line)["iteration"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+# TensorBoard's thread may flush just after the folder is gone.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_run_whose_folder_is_deleted_reports_it_once_and_loses_no_row(make_log, tmp_path, capsys):
+    """Rows would go to a file without a name, and a second run could begin in the same place unnoticed."""
+    with locked(tmp_path, world=solo()) as lock:
+        log = make_log(0, "log.interval=100", "log.tensorboard=true", lock=lock)
+        for number in range(1, 6):
+            log.iteration(TrainState(iteration=number, consumed_samples=8 * number), report(2.0), 8, 0.5)
+            if number == 3:  # at once, where rmtree would compete with TensorBoard's thread
+                tmp_path.rename(tmp_path.with_name("deleted"))
+        assert not log.has_evaluation(TrainState(iteration=5))
+        log.close()
+        assert rows(tmp_path) == [1, 2, 3, 4, 5]
+        assert points(tmp_path / "tensorboard")["lm loss"] == [4, 5]
+        assert (tmp_path / "config.yaml").exists()
+        assert capsys.readouterr().out.count(f"DELETED: {tmp_path} was deleted during iteration 4. It is made") == 1
+        _, problem = other_run(tmp_path).communicate()
+        assert "is in use by process" in problem
+
+
+def test_a_run_ends_when_another_one_has_begun_in_its_deleted_folder(make_log, tmp_path):
+    with locked(tmp_path, world=solo()) as lock:
+        log = make_log(lock=lock)
+        log.iteration(TrainState(iteration=1), report(2.0), 8, 0.5)
+        shutil.rmtree(tmp_path)
+        other = other_run(tmp_path)
+        assert other.stdout is not None and other.stdout.readline() == "mine\n"
+        with pytest.raises(CheckpointError, match=rf"is in use by process {other.pid} on"):
+            log.iteration(TrainState(iteration=2), report(2.0), 8, 0.5)
+        other.communicate()
+        log.close()
 
 
 def test_rows_after_the_loaded_iteration_are_dropped(make_log, tmp_path):

@@ -28,9 +28,9 @@ def test_a_ramp_that_starts_at_its_end_is_no_ramp():
 
 @given(
     start=st.integers(1, 4),
-    steps=st.integers(0, 5),
-    samples=st.integers(0, 200),
-    iterations=st.integers(1, 60),
+    steps=st.integers(0, 9),
+    samples=st.integers(0, 2000),
+    iterations=st.integers(1, 200),
 )
 def test_samples_of_a_run_are_those_its_iterations_consume(start, steps, samples, iterations):
     """The index is built for this many samples; one too few and the last iterations would find no data."""
@@ -46,6 +46,12 @@ def test_samples_of_a_run_are_those_its_iterations_consume(start, steps, samples
         assert num_microbatches(train, 2, consumed) * train.micro_batch_size * 2 == size
         consumed += size
     assert samples_for(train, 2) == consumed
+
+
+def test_samples_of_the_longest_ramp_are_counted_at_once():
+    """A loop over the iterations would hang for hours, before anything watches for hangs."""
+    train = TrainConfig(global_batch_size=4, ramp_up=(2, 2, 10**15), iterations=10**14)
+    assert samples_for(train, 1) == 2 * 10**14
 
 
 def test_a_state_survives_its_dictionary():

@@ -179,7 +179,7 @@ def _write(
             with _Progress(_total_bytes(stored, tensors)) as progress:
                 native.copy(folder, stored, **layout, progress=progress, home=home, settings=settings)
             return progress.written
-        checkpoint = replace(checkpoint, tokenizer={})  # it stays where it is
+        checkpoint = replace(checkpoint, tokenizer={})  # its files stay where they are
         settings = {**settings, "data": {"tokenizer": stored.config({}).data.tokenizer, **settings.get("data", {})}}
     with _Progress(_total_bytes(WeightsOf(checkpoint), tensors)) as progress:
         native.write(folder, checkpoint, **layout, progress=progress, home=home, settings=settings)

@@ -23,6 +23,7 @@ from megatron_lite.checkpoint.tensor_file import Spec
 from megatron_lite.config.load import dump_config
 from megatron_lite.config.schema import Config, DataConfig, ModelConfig, TrainConfig
 from megatron_lite.config.validate import failures, raise_any
+from megatron_lite.data.tokenizer import tokenizer_hash
 from megatron_lite.errors import CheckpointError, ConfigError
 from megatron_lite.parallel.shard import ParamMeta, ParamTable, Shard
 
@@ -142,7 +143,7 @@ def write(
 
     `home` is where the folder will be once it is whole.
     """
-    numbers = WeightsOf(checkpoint)
+    numbers, origin = WeightsOf(checkpoint), dict(checkpoint.origin)
     precision = PRECISIONS[next(iter(checkpoint.tensors.values())).dtype]
     iterations = settings.get("train", {}).get("iterations", TrainConfig().iterations)
     seq_length = min(DataConfig().seq_length, checkpoint.model.max_position_embeddings)
@@ -159,9 +160,9 @@ def write(
         spec = tokenizer_files.spec_in(path / "tokenizer")
         if tokenizer_files.readable(spec, checkpoint.model.vocab_size):
             fields["data"]["tokenizer"] = spec.replace(str(path), str(home))
+            origin["tokenizer"] = tokenizer_hash(spec)
     config = _config(fields, settings, tensor, pipeline)
     tables = stage_tables(config.model, checkpoint.custom, tensor=tensor, pipeline=pipeline)
-    origin = dict(checkpoint.origin)
     _write_run(path, checkpoint.iteration, numbers, tables, config, state={}, origin=origin, progress=progress)
 
 

@@ -1,0 +1,58 @@
+"""`megatron-lite index`: the index files of a run's data, written before the run."""
+
+import shlex
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from megatron_lite.cli.options import ConfigFile, Overrides
+
+
+def index(
+    overrides: Overrides = None,
+    config: ConfigFile = None,
+    nproc_per_node: Annotated[
+        int | None, typer.Option("--nproc-per-node", min=1, metavar="N", help="Ranks of the run on each machine.")
+    ] = None,
+    nnodes: Annotated[int | None, typer.Option("--nnodes", min=1, metavar="N", help="Machines of the run.")] = None,
+) -> None:
+    """Write the index files that training with this config reads, so that a job does not wait for them.
+
+    The number of samples depends on the number of processes unless train.global_batch_size is given.
+    """
+    from megatron_lite.cli.pretrain import check
+    from megatron_lite.config.load import load_config
+    from megatron_lite.config.validate import with_vocab_size
+    from megatron_lite.data.blended import cache_folder
+    from megatron_lite.data.tokenizer import build_tokenizer, tokenizer_hash
+    from megatron_lite.errors import ConfigError, counted
+    from megatron_lite.training.corpora import data_lines, open_splits, wanted_samples
+
+    settings = load_config(config, overrides or [])
+    needed = settings.parallel.model_size
+    if nproc_per_node is None and not settings.train.global_batch_size:
+        raise ConfigError(
+            "train.global_batch_size is not given, so the number of samples depends on the number of processes; give "
+            "it, or --nproc-per-node (and --nnodes) as for pretrain"
+        )
+    world_size = nproc_per_node * (nnodes or 1) if nproc_per_node else needed
+    words = ["megatron-lite", "index", *(["--config", str(config)] if config else []), *(overrides or [])]
+    check(settings, [world_size], command=shlex.join(words))
+    spec = settings.data.tokenizer
+    if spec:
+        settings = with_vocab_size(settings, build_tokenizer(spec).vocab_size)
+    folder = cache_folder(settings.data.paths, settings.data.cache_dir)
+    before = _files(folder)
+    wanted = wanted_samples(settings.train, settings.parallel.data(world_size))
+    splits = open_splits(settings, wanted, tokenizer_hash(spec) if spec else "")
+    made = sorted(_files(folder) - before)
+    for path in made:
+        typer.echo(f"made {path}")
+    for line in data_lines(settings, splits, wanted):
+        typer.echo(line)
+    typer.echo(f"{folder}: {counted(len(made), 'new index file')}; {counted(wanted[0], 'training sample')}")
+
+
+def _files(folder: Path) -> set[Path]:
+    return {path for path in folder.glob("*") if path.suffix in (".npy", ".json")}

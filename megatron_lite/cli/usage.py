@@ -1,0 +1,52 @@
+"""What the command line prints for wrong usage and for --help, beyond what Typer does."""
+
+from itertools import pairwise
+from typing import Any
+
+import typer
+from typer.core import TyperCommand, TyperGroup
+
+UsageError: Any = typer.BadParameter.__base__  # of click, which some versions of Typer have inside
+
+
+class Commands(TyperGroup):
+    """The commands; an unknown one lists them."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        try:
+            return super().resolve_command(ctx, args)
+        except UsageError as error:
+            error.message += f" The commands are {', '.join(self.commands)}."
+            raise
+
+
+class Command(TyperCommand):
+    """A command; an unknown option that is a field of the config shows how fields are given."""
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        for parameter in self.params:
+            if parameter.param_type_name == "argument":  # of which the help would have the Python type
+                parameter.display_type_rich = lambda ctx: None  # type: ignore[attr-defined]
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        given = list(args)
+        try:
+            return super().parse_args(ctx, args)
+        except UsageError as error:
+            takes_fields = any(parameter.name == "overrides" for parameter in self.params)
+            if takes_fields and (fields := fields_for(getattr(error, "option_name", ""), given)):
+                error.possibilities = None
+                error.message += f"; give a field of the config without dashes: {' or '.join(fields)}"
+            raise
+
+
+def fields_for(option: str, given: list[str]) -> list[str]:
+    """The overrides that an option such as --lr may stand for; `given` are all words of the command line."""
+    from megatron_lite.config.load import FIELDS
+
+    name = option.lstrip("-").replace("-", "_")
+    after = [after for word, after in pairwise(given) if word == option]
+    inside = [word.removeprefix(f"{option}=") for word in given if word.startswith(f"{option}=")]
+    value = next((value for value in [*inside, *after] if not value.startswith("-")), "VALUE")
+    return [f"{field}={value}" for field in FIELDS if name in (field, field.partition(".")[2])]

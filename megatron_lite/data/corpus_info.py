@@ -1,0 +1,110 @@
+"""`PREFIX.info.json` beside a `.bin/.idx` pair: what made it, above all which tokenizer.
+
+Token ids mean nothing without their tokenizer, and two tokenizers of one size cannot be told apart by their ids. So
+`preprocess` records a hash of what its tokenizer does, and training compares it. The record names its `.idx` by
+checksum: a record that was left behind by another corpus is found. Megatron's own files have none and are read too.
+"""
+
+import json
+import os
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, fields, replace
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import numpy as np
+from zlib_ng import zlib_ng
+
+from megatron_lite.errors import ConfigError, DataError
+
+
+@dataclass(frozen=True)
+class CorpusInfo:
+    """The content of the file; keys of later versions are passed over."""
+
+    tokenizer: str  # the SPEC as preprocess was given it
+    tokenizer_hash: str
+    vocab_size: int
+    eod: int
+    documents: int
+    tokens: int
+    source_bytes: int  # UTF-8 text that the tokens stand for
+    options: dict  # of preprocess
+    megatron_lite: str  # version
+    idx_crc32: str  # of the whole .idx
+
+
+def info_path(prefix: str | os.PathLike[str]) -> Path:
+    return Path(f"{os.fspath(prefix)}.info.json")
+
+
+def checksum(*parts: np.ndarray | bytes | memoryview) -> str:
+    """CRC-32 of a whole `.idx`, in hexadecimal; 10 million documents take a tenth of a second."""
+    value = 0
+    for part in parts:
+        value = zlib_ng.crc32(part, value)
+    return f"{value:08x}"
+
+
+def package_version() -> str:
+    try:
+        return version("megatron-lite")
+    except PackageNotFoundError:  # run from a checkout
+        return "unknown"
+
+
+def write_info(path: Path, info: CorpusInfo) -> None:
+    """Durable on disk when this returns."""
+    with open(path, "w", encoding="utf-8") as file:
+        json.dump(asdict(info), file, indent=1)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def read_info(prefix: str | os.PathLike[str], index: np.ndarray) -> CorpusInfo | None:
+    """The record of a corpus whose `.idx` has the bytes `index`; None without one."""
+    path = info_path(prefix)
+    advice = "run preprocess again, or delete this file to read the corpus without a check of its tokenizer"
+    try:
+        content = json.loads(path.read_bytes())
+        known = {field.name: content[field.name] for field in fields(CorpusInfo)}
+        if wrong := [field.name for field in fields(CorpusInfo) if type(known[field.name]) is not field.type]:
+            raise TypeError(f"{wrong[0]} is {known[wrong[0]]!r}")
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        raise DataError(f"{path}: cannot be read ({error!r}); {advice}") from error
+    if known["idx_crc32"] != checksum(index):
+        raise DataError(f"{path}: describes another .idx than the one beside it; {advice}")
+    return CorpusInfo(**known)
+
+
+def merged(first: CorpusInfo, second: CorpusInfo) -> CorpusInfo:
+    """The record of two corpora in one, of the same tokenizer; its `.idx` is not written yet."""
+    return replace(
+        first,
+        documents=first.documents + second.documents,
+        tokens=first.tokens + second.tokens,
+        source_bytes=first.source_bytes + second.source_bytes,
+        options=first.options if first.options == second.options else {},
+        idx_crc32="",
+    )
+
+
+def check_tokenizers(infos: Iterable[tuple[str, CorpusInfo | None]], wanted: str) -> None:
+    """Raises ConfigError where a corpus was written with another tokenizer than the one with the hash `wanted`.
+
+    `infos` has the prefix and the record of each corpus. With an empty `wanted` all corpora must have one tokenizer.
+    """
+    other = "data.tokenizer is another one"
+    for prefix, info in infos:
+        if info is None:
+            continue
+        if not wanted:
+            wanted, other = info.tokenizer_hash, f"{prefix} with {info.tokenizer}"
+        if info.tokenizer_hash != wanted:
+            raise ConfigError(
+                f"{prefix}: was written with the tokenizer {info.tokenizer} (hash {info.tokenizer_hash[:12]}), but "
+                f"{other} (hash {wanted[:12]}); use the tokenizer of the corpus, run preprocess again, or set "
+                "data.tokenizer_check=false if both give the same ids"
+            )

@@ -1,0 +1,42 @@
+"""TensorBoard's event files, with Megatron-LM's tags.
+
+A resumed run purges the points that it writes again. TensorBoard purges all tags of a folder by one step, so tags
+whose step is the number of consumed samples are in a folder of their own, `samples`, which it shows as another run.
+"""
+
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from megatron_lite.config.load import dump_config
+from megatron_lite.config.schema import Config
+from megatron_lite.training.state import TrainState
+
+FOR_SAMPLES = ("lm loss", "learning-rate", "grad-norm", "batch-size", "lm loss validation", "lm loss test")
+
+
+class Board:
+    """Scalars by iteration, some of them by consumed samples too, and the config as text."""
+
+    def __init__(self, folder: Path, config: Config, state: TrainState) -> None:
+        # Half a second, which a run without TensorBoard need not wait.
+        from torch.utils.tensorboard import SummaryWriter
+
+        def writer(place: Path, done: int) -> Any:
+            return SummaryWriter(str(place), purge_step=done + 1 if done else None)
+
+        self._by_iteration = writer(folder, state.iteration)
+        self._by_samples = writer(folder / "samples", state.consumed_samples)
+        self._by_iteration.add_text("config", f"```yaml\n{dump_config(config)}```", state.iteration)
+
+    def add(self, scalars: dict[str, float], state: TrainState) -> None:
+        for tag, value in scalars.items():
+            self._by_iteration.add_scalar(tag, value, state.iteration)
+            if tag in FOR_SAMPLES:
+                self._by_samples.add_scalar(f"{tag} vs samples", value, state.consumed_samples)
+
+    def close(self) -> None:
+        """A disk that is full, or a folder that was deleted, loses only points."""
+        for writer in (self._by_iteration, self._by_samples):
+            with suppress(OSError):
+                writer.close()

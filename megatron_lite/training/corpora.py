@@ -1,0 +1,83 @@
+"""The data of a run: how many samples it reads, the sets that give them, and what there is to know of them.
+
+Nothing here needs a model or torch, so that `megatron-lite index` makes the same index files before a job.
+"""
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from megatron_lite.config.schema import Config, TrainConfig
+from megatron_lite.data.blended import SPLIT_NAMES, BlendedDataset, Dataset, Splits, build_datasets, split_bounds
+from megatron_lite.data.corpus_info import info_path
+from megatron_lite.data.gpt_dataset import GPTDataset
+from megatron_lite.errors import counted
+from megatron_lite.training.state import samples_for
+
+LOSS_OF = {"train": "training", "valid": "validation", "test": "test"}
+ENOUGH_CHOICES = 1_000_000  # of a blend: every stretch of it has the shares of the whole
+
+
+def samples_of_evaluation(train: TrainConfig, data_parallel_size: int) -> int:
+    """Samples that one evaluation reads, over all ranks."""
+    return train.eval_iterations * train.global_batch(data_parallel_size)
+
+
+def wanted_samples(train: TrainConfig, data_parallel_size: int) -> tuple[int, int, int]:
+    """Samples that a run reads of the training, validation and test data."""
+    evaluation = samples_of_evaluation(train, data_parallel_size)
+    return samples_for(train, data_parallel_size), evaluation, evaluation
+
+
+def open_splits(config: Config, wanted: tuple[int, int, int], tokenizer_hash: str) -> Splits:
+    """The datasets of `data.paths`; index files that are missing are written. An empty hash is an unknown tokenizer."""
+    data = config.data
+    return build_datasets(
+        list(data.paths),
+        data.split,
+        seq_length=data.seq_length,
+        num_samples=wanted,
+        seed=config.run.seed,
+        cache_dir=data.cache_dir or None,
+        vocab_size=config.model.vocab_size or None,
+        tokenizer_hash=tokenizer_hash if data.tokenizer_check else None,
+    )
+
+
+def data_lines(config: Config, splits: Splits, wanted: tuple[int, int, int]) -> Iterator[str]:
+    """What the corpora hold, how often the run reads them, and what is missing; of custom datasets nothing."""
+    parts: dict[str, dict[str, tuple[GPTDataset, float]]] = {}
+    for name, split, count in zip(SPLIT_NAMES, splits, wanted, strict=True):
+        for dataset, num_samples in _members(split, count):
+            epochs = num_samples * dataset.seq_length / dataset.tokens_per_epoch
+            parts.setdefault(dataset.indexed.prefix, {})[name] = (dataset, epochs)
+    for prefix, of_split in parts.items():
+        corpus = next(iter(of_split.values()))[0].indexed
+        texts = [f"{counted(len(corpus), 'document')}, {counted(corpus.num_tokens, 'token')}"]
+        for name, (dataset, epochs) in of_split.items():
+            reader = "this run" if name == "train" else "an evaluation"
+            tokens = counted(dataset.tokens_per_epoch, "token")
+            texts.append(f"{name} split {tokens}, {reader} reads {epochs:.2g} epochs")
+        yield f"corpus {prefix}: {'; '.join(texts)}"
+        bounds = split_bounds(config.data.split, len(corpus))
+        for name, share, pair, count in zip(SPLIT_NAMES, config.data.split, bounds, wanted, strict=True):
+            if count and pair and pair[0] == pair[1]:
+                loss = "" if any(name in others for others in parts.values()) else f"; no {LOSS_OF[name]} loss"
+                yield (
+                    f"the {name} split is empty: {share:g} of {sum(config.data.split):g} of "
+                    f"{counted(len(corpus), 'document')} of {prefix}{loss}"
+                )
+    if unknown := [prefix for prefix, of_split in parts.items() if not next(iter(of_split.values()))[0].indexed.info]:
+        others = f" and {counted(len(unknown) - 1, 'other')}" if len(unknown) > 1 else ""
+        yield f"the tokenizer of {unknown[0]}{others} cannot be checked: there is no {info_path(unknown[0]).name}"
+
+
+def _members(split: Dataset | None, num_samples: int) -> Sequence[tuple[GPTDataset, float]]:
+    """The corpora of a split, each with the number of samples that are read of it."""
+    if isinstance(split, GPTDataset):
+        return [(split, num_samples)]
+    if not isinstance(split, BlendedDataset):
+        return []
+    choices = split.index.dataset[:ENOUGH_CHOICES]
+    counts = np.bincount(choices, minlength=len(split.members)) * (num_samples / len(choices))
+    return [(m, n) for m, n in zip(split.members, counts.tolist(), strict=True) if isinstance(m, GPTDataset)]

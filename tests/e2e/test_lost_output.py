@@ -1,0 +1,30 @@
+"""A run whose output nobody can read trains to its end."""
+
+import subprocess
+import sys
+
+import pytest
+
+from tests.e2e.command import environment, make_corpus, tiny_yaml
+from tests.e2e.test_resume import rows
+
+
+@pytest.mark.parametrize(
+    "ranks, output, reason",
+    [("", "| head -1", "Broken pipe"), ("--nproc-per-node 2", "> /dev/full", "No space")],
+)
+def test_a_run_without_standard_output_trains_to_its_end(tmp_path, ranks, output, reason):
+    """All that was trained since the last checkpoint would be lost for want of a log line."""
+    config = tiny_yaml(tmp_path, make_corpus(tmp_path), train={"eval_iterations": 0})
+    command = f"{sys.executable} -m megatron_lite pretrain --config {config} {ranks}"
+    done = subprocess.run(
+        ["bash", "-o", "pipefail", "-c", f"{command} {output}"],
+        cwd=tmp_path,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.startswith(f"stdout: cannot write: {reason}") and len(done.stderr.splitlines()) == 1
+    assert [row["iteration"] for row in rows(tmp_path / "run")] == list(range(1, 9))

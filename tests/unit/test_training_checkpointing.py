@@ -1,0 +1,51 @@
+"""What a resumed run prints about its learning rate."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from megatron_lite.config.load import load_config
+from megatron_lite.optim.lr import learning_rate
+from megatron_lite.training.checkpointing import learning_rate_line
+from megatron_lite.training.state import TrainState
+
+OLD = ["train.iterations=160", "optim.lr=0.005", "optim.warmup_iterations=20"]
+
+
+def line(changes: list[str], steps: int = 160, old: list[str] = OLD) -> str:
+    """What a run prints that resumes after `steps` with these changes."""
+    run = SimpleNamespace(
+        config=load_config(None, [*old, *changes]), state=TrainState(iteration=steps, optimizer_steps=steps)
+    )
+    return learning_rate_line(load_config(None, old).model_dump(mode="json"), run)  # type: ignore[arg-type]
+
+
+def test_a_longer_run_prints_where_its_learning_rate_jumps_to():
+    """The cosine is stretched over more iterations: the rate rises again, and with it the loss."""
+    assert line(["train.iterations=400"]) == (
+        "learning rate at iteration 161: 0.0e+00 -> 3.5e-03; optim.decay_iterations=160 keeps the saved curve"
+    )
+
+
+@pytest.mark.parametrize("changes", [
+    ["optim.lr=0.001"],
+    ["optim.schedule=linear", "optim.min_lr=0.001"],
+    ["optim.schedule=wsd", "optim.wsd_decay_iterations=40", "train.iterations=500"],
+    ["optim.warmup_iterations=100", "optim.decay_iterations=200"],
+])  # fmt: skip
+def test_the_printed_settings_keep_the_saved_curve(changes):
+    text = line(changes, steps=80)
+    settings = text.partition("; ")[2].partition(" keep")[0].split()
+    assert settings and line([*changes, *settings], steps=80) == ""
+    kept, old = load_config(None, [*OLD, *changes, *settings]), load_config(None, OLD)
+    for steps in range(160):
+        assert learning_rate(kept.optim, steps, kept.train.iterations) == learning_rate(old.optim, steps, 160)
+
+
+@pytest.mark.parametrize("changes", [[], ["train.iterations=161"], ["optim.weight_decay=0.5"], ["log.interval=3"]])
+def test_a_learning_rate_that_stays_nearly_the_same_is_not_mentioned(changes):
+    assert line(changes, steps=80) == ""
+
+
+def test_a_longer_constant_schedule_is_not_mentioned():
+    assert line(["train.iterations=400"], old=[*OLD, "optim.schedule=constant"]) == ""
