@@ -3,21 +3,15 @@
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from megatron_lite.checkpoint import store
 from megatron_lite.checkpoint.agreement import on_first
 from megatron_lite.checkpoint.directory import (
-    TRACKER_FILE,
-    is_checkpoint,
     iterations,
     locate,
-    place_of,
-    read_latest,
-    resolve,
-    root_of,
     set_aside,
 )
 from megatron_lite.checkpoint.layout import parse_config, read_layout
@@ -31,15 +25,11 @@ from megatron_lite.parallel.grid import Grid
 from megatron_lite.parallel.random import seed_everything
 from megatron_lite.training.replicas import refuse_replicas_apart
 from megatron_lite.training.run import Run
+from megatron_lite.training.start import checkpoints_of, find_start, local_root
 from megatron_lite.training.state import TrainState
 
 # Fields of `optim` that shape the learning rate.
 CURVE = ("lr", "min_lr", "schedule", "warmup_iterations", "decay_iterations", "wsd_decay_iterations")
-
-
-def checkpoints_of(run_dir: str) -> Path:
-    """Folder of a run's checkpoints."""
-    return Path(run_dir) / "checkpoints"
 
 
 def save_run(run: Run, say: Callable[[str], None], *, must_be_done: bool = True) -> None:
@@ -102,74 +92,6 @@ def load_newest(run: Run) -> None:
         load(run, root, start.iteration)
     else:
         load_or_fall_back(run, load, root, start.iteration, is_own=start.key == "run.dir")
-
-
-class Start(NamedTuple):
-    """The checkpoint that a run starts from."""
-
-    key: str  # of the config, which names its folder
-    root: Path  # on the machine that has looked for it
-    iteration: int
-    is_chosen: bool = False  # by the user, not the newest
-    notice: str = ""
-
-
-def local_root(config: Config, start: Start) -> Path:
-    """Where the start's folder of checkpoints is on this machine, which may have it under another path."""
-    if start.key == "run.dir":
-        return checkpoints_of(config.run.dir)
-    key = start.key.removeprefix("checkpoint.")
-    return root_of(Path(getattr(config.checkpoint, key)))
-
-
-def find_start(config: Config) -> Start | None:
-    """The newest checkpoint of run.dir; without one that of `checkpoint.load`, of `checkpoint.load_weights`, or None.
-
-    A run that was branched off another one so resumes by the command that started it.
-    Raises CheckpointError for a folder to load from without a checkpoint.
-    """
-    own, wanted = checkpoints_of(config.run.dir), config.checkpoint.load_iteration or None
-    given = {"checkpoint.load": config.checkpoint.load, "checkpoint.load_weights": config.checkpoint.load_weights}
-    key, folder = next(((key, folder) for key, folder in given.items() if folder), ("", ""))
-    is_chosen = bool(key) and (wanted is not None or is_checkpoint(Path(folder)))
-    newest = read_latest(own)
-    if newest is not None:
-        path = Path(folder).resolve()
-        if is_chosen and own.resolve() in (path / "checkpoints", path, path.parent):
-            raise CheckpointError(
-                f"{key} chooses an iteration of {config.run.dir}, which is run.dir: it resumes from its newest. Give "
-                f"another run.dir to branch off, or write the iteration into {own / TRACKER_FILE} to go back"
-            )
-        unused = f"{key} is not used: run.dir has checkpoints" if key else ""
-        notice = "; ".join(filter(None, (unused, _older_than_newest(own, newest))))
-        return Start("run.dir", own, newest, notice=notice)
-    if not key:
-        return None
-    try:
-        root, iteration = place_of(resolve(Path(folder), wanted))
-    except CheckpointError as error:
-        raise CheckpointError(f"{key}: {_convert_first(folder) or error}") from error
-    return Start(key, root, iteration, is_chosen, "" if is_chosen else _older_than_newest(root, iteration))
-
-
-def _older_than_newest(root: Path, iteration: int) -> str:
-    """Text where the tracker names an iteration that is not the newest: a user has gone back, or a digit is damaged."""
-    newest = max(iterations(root), default=iteration)
-    if newest <= iteration:
-        return ""
-    tracker = root / TRACKER_FILE
-    return f"{tracker} names iteration {iteration}; the newest is {newest}. Write {newest} into it to load that"
-
-
-def _convert_first(folder: str) -> str:
-    """What to do with a folder of another format; empty for one of no other."""
-    # A tenth of a second, which other runs need not wait.
-    from megatron_lite.checkpoint.convert.driver import NATIVE, recognised
-
-    foreign = recognised(Path(folder))
-    if foreign in ("", NATIVE):
-        return ""
-    return f"{folder} is a checkpoint of {foreign}. Load what `megatron-lite convert {folder} NEW_FOLDER` makes of it"
 
 
 def load_or_fall_back(

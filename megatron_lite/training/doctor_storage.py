@@ -30,7 +30,6 @@ from megatron_lite.data.tokenizer import build_tokenizer, tokenizer_hash
 from megatron_lite.errors import CheckpointError, ConfigError, DataError
 from megatron_lite.parallel.collectives import barrier
 from megatron_lite.parallel.context import Group
-from megatron_lite.training.checkpointing import checkpoints_of, find_start
 from megatron_lite.training.findings import (
     Finding,
     ask,
@@ -41,6 +40,7 @@ from megatron_lite.training.findings import (
     readable,
     where,
 )
+from megatron_lite.training.start import checkpoints_of, find_start
 
 # How long a network file system may take to show one host what another wrote.
 SHOWN_SECONDS = 5.0

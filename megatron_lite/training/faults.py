@@ -13,8 +13,9 @@ import math
 from megatron_lite.checkpoint.directory import find_latest
 from megatron_lite.checkpoint.saver import Say
 from megatron_lite.errors import TrainingError
-from megatron_lite.training.checkpointing import checkpoints_of, load_or_fall_back, load_run
+from megatron_lite.training.checkpointing import load_or_fall_back, load_run
 from megatron_lite.training.run import Run
+from megatron_lite.training.start import checkpoints_of
 from megatron_lite.training.step import StepReport
 
 

@@ -13,11 +13,12 @@ import torch
 from megatron_lite.checkpoint import store
 from megatron_lite.checkpoint.layout import read_layout
 from megatron_lite.errors import CheckpointError, TrainingError
-from megatron_lite.training.checkpointing import checkpoints_of, load_run, save_run
+from megatron_lite.training.checkpointing import load_run, save_run
 from megatron_lite.training.initialize import finalize_megatron, initialize_megatron
 from megatron_lite.training.replicas import refuse_replicas_apart
 from megatron_lite.training.run import Run
 from megatron_lite.training.setup import setup_model_and_optimizer
+from megatron_lite.training.start import checkpoints_of
 from megatron_lite.training.state import ENOUGH_LOSSES, TrainState
 from megatron_lite.training.step import StepReport, advance, sum_over_pipeline, train_step
 from tests.e2e.test_damage import flip_a_bit
