@@ -113,7 +113,7 @@ def test_one_tensor_at_a_time_is_in_memory(tmp_path):
     start = tmp_path / "start"
     start.mkdir()
     options: dict = {"tensor": 2, "pipeline": 1, "progress": lambda count: None}
-    native.write(start, checkpoint, home=start, settings={}, origin={}, **options)
+    native.write(start, checkpoint, home=start, settings={}, **options)
     requests = {
         "wide": Request(start, tmp_path / "wide", tensor=4, pipeline=2),
         "hf": Request(tmp_path / "wide", tmp_path / "hf", target_format="huggingface"),

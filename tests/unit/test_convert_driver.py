@@ -174,7 +174,7 @@ def test_codegeex_goes_there_and_back(tmp_path):
     checkpoint = Checkpoint(model, tensors, lambda name: 0.2 * torch.randn(tuple(tensors[name].shape)))
     (tmp_path / "ours").mkdir()
     options: dict = {"tensor": 1, "pipeline": 1, "progress": lambda count: None}
-    native.write(tmp_path / "ours", checkpoint, home=tmp_path / "ours", settings={}, origin={}, **options)
+    native.write(tmp_path / "ours", checkpoint, home=tmp_path / "ours", settings={}, **options)
     lines_of(Request(tmp_path / "ours", tmp_path / "theirs", target_format="codegeex", tensor=2, verify=True))
     request = Request(tmp_path / "theirs", tmp_path / "back", verify=True, overrides=["model.num_heads=4"])
     assert lines_of(request)[0] == f"{tmp_path}/theirs is a checkpoint of codegeex"
