@@ -207,7 +207,7 @@ def test_a_worker_that_dies_ends_the_run_with_a_message(tmp_path):
     path = write_lines(tmp_path / "c.jsonl", ["x" * 1000] * 60_000)
 
     def kill_the_first_worker():
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + PATIENCE
         while time.monotonic() < deadline and not (workers := workers_alive()):
             time.sleep(0.01)
         os.kill(workers[0].pid, signal.SIGKILL)
@@ -244,11 +244,11 @@ def test_an_interrupt_ends_all_workers_quietly_and_leaves_nothing_behind(tmp_pat
     process = subprocess.Popen(
         words, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
     )
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + PATIENCE
     while time.monotonic() < deadline and not any(bin.stat().st_size for bin in tmp_path.glob("out*.tmp")):
         time.sleep(0.02)
     os.killpg(process.pid, signal.SIGINT)
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=PATIENCE)
     assert out == "interrupted\n" and "Traceback" not in err
     assert leftovers(tmp_path) == []
 
