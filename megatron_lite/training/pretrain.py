@@ -38,6 +38,7 @@ from megatron_lite.training.streams import survive_lost_output
 from megatron_lite.training.trace import EQUAL_STAGES
 
 DatasetsProvider = Callable[[Run], Splits]
+MANY_SAMPLES = 20_000_000  # whose order takes seconds to make
 NO_TOKEN = -1  # equals no id; `validate` has made sure that data.eod_mask_loss comes with a tokenizer
 
 
@@ -76,6 +77,8 @@ def run_to_end(config: Config, model_provider: ModelProvider, datasets_provider:
         at_the_end.callback(log.close)
         at_the_end.callback(run.saver.close, log.say)
         announce(run, log, time.monotonic() - began)
+        if (samples := wanted_samples(config.train, ctx.dp.size)[0]) > MANY_SAMPLES:
+            log.say(f" > making or reading the order of {samples:,} training samples, which can take minutes")
         datasets = (datasets_provider or build_splits)(run)
         announce_data(run, datasets, log)
         if log.active:

@@ -236,3 +236,11 @@ def test_what_a_run_before_has_left_ends_no_other(tmp_path):
     run_to_the_end(tmp_path, "gpt", train__iterations=2)
     assert sorted(path.name for path in (tmp_path / "heartbeat").iterdir()) == ["rank_00000.json"]
     assert not (tmp_path / "exit_code").exists()
+
+
+def test_a_run_of_very_many_samples_prints_what_takes_long(tmp_path, corpus):
+    """Minutes of silence look like a hang."""
+    config = tiny_yaml(tmp_path, corpus, train={"iterations": 1})
+    with mock.patch("megatron_lite.training.pretrain.MANY_SAMPLES", 3):
+        out = run_here("pretrain", "--config", str(config), cwd=tmp_path).stdout
+    assert " > making or reading the order of 4 training samples, which can take minutes\n" in out

@@ -18,7 +18,7 @@ from megatron_lite.data.preprocess import preprocess
 from megatron_lite.data.sources import Found
 from megatron_lite.data.tokenizer import BytesTokenizer
 from megatron_lite.errors import ConfigError, DataError
-from tests.limits import files_of_at_most
+from tests.limits import PATIENCE, files_of_at_most
 from tests.unit.test_data_workers import workers_alive
 from tests.unit.unprivileged import open_folder, run_unprivileged
 
