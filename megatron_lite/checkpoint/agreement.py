@@ -6,9 +6,9 @@ classes of this package that hold data are unpickled, unlike in torch's own coll
 
 import io
 import pickle
+import sys
 from collections.abc import Callable
 from dataclasses import is_dataclass
-from importlib import import_module
 from typing import Any, TypeVar
 
 import torch
@@ -95,7 +95,8 @@ def unpack(packed: Tensor) -> Any:
 
 class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
-        found = getattr(import_module(module), name, None) if module.startswith("megatron_lite.") else None
+        """A class of a module that this rank has imported: to import one by a name from the network would run it."""
+        found = getattr(sys.modules.get(module), name, None) if module.startswith("megatron_lite.") else None
         own = found if isinstance(found, type) and found.__module__ == module else object
         if is_dataclass(own) or issubclass(own, (BaseModel, MegatronLiteError, tuple)):
             return own

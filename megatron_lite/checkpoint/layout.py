@@ -126,7 +126,7 @@ class Layout(_Part):
     grid: Grid
     state: dict[str, Any]  # of the training run: counters, loss scale
     config: dict[str, dict[str, Any]]
-    origin: dict[str, Any] = {}  # what the config does not say of the run: see training/checkpointing.py; may be empty
+    origin: dict[str, Any] = {}  # beside the config: the tokenizer's hash, the custom model provider
     tensors: dict[str, TensorLayout]
     files: dict[FileName, FileInfo]
 

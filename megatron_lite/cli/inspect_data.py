@@ -37,7 +37,7 @@ def _tokenizer(data: "IndexedDataset", given: str) -> "Tokenizer | None":
     info = data.info
     spec = given or (info.tokenizer if info else "")
     if not spec:
-        typer.echo("  tokenizer   unknown, for there is no .info.json; --tokenizer SPEC shows text")
+        typer.echo("  tokenizer   unknown (no .info.json); --tokenizer SPEC shows text")
         return None
     try:
         tokenizer, found = build_tokenizer(spec), tokenizer_hash(spec)

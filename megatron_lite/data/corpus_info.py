@@ -1,7 +1,7 @@
 """`PREFIX.info.json` beside a `.bin/.idx` pair: what made it, above all which tokenizer.
 
-Token ids mean nothing without their tokenizer, and two tokenizers of one size cannot be told apart by their ids. So
-`preprocess` records a hash of what its tokenizer does, and training compares it. The record names its `.idx` by
+Token ids mean nothing without their tokenizer, and the ids of two tokenizers of one size look alike. So `preprocess`
+records a hash of what its tokenizer does, and training compares it. The record names its `.idx` by
 checksum: a record that was left behind by another corpus is found. Megatron's own files have none and are read too.
 """
 
@@ -9,7 +9,6 @@ import json
 import os
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, fields, replace
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import numpy as np
@@ -44,13 +43,6 @@ def checksum(*parts: np.ndarray | bytes | memoryview) -> str:
     for part in parts:
         value = zlib_ng.crc32(part, value)
     return f"{value:08x}"
-
-
-def package_version() -> str:
-    try:
-        return version("megatron-lite")
-    except PackageNotFoundError:  # run from a checkout
-        return "unknown"
 
 
 def write_info(path: Path, info: CorpusInfo) -> None:

@@ -14,7 +14,8 @@ from typing import NamedTuple
 import numpy as np
 from tqdm import tqdm
 
-from megatron_lite.data.corpus_info import CorpusInfo, info_path, package_version
+from megatron_lite import __version__
+from megatron_lite.data.corpus_info import CorpusInfo, info_path
 from megatron_lite.data.indexed import IndexedDatasetBuilder, bin_path, idx_path, optimal_dtype
 from megatron_lite.data.sources import Found, Piece, SplitOn, cut_into_pieces, file_bytes, find_files, read_documents
 from megatron_lite.data.tokenizer import Tokenizer, build_tokenizer, tokenizer_hash
@@ -128,7 +129,7 @@ def _info(report: PreprocessReport, work: _Work, tokenizer: Tokenizer) -> Corpus
         tokens=report.num_tokens,
         source_bytes=report.text_bytes,
         options=options,
-        megatron_lite=package_version(),
+        megatron_lite=__version__,
         idx_crc32="",  # the builder knows it
     )
 

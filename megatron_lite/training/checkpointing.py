@@ -9,11 +9,7 @@ import torch
 
 from megatron_lite.checkpoint import store
 from megatron_lite.checkpoint.agreement import on_first
-from megatron_lite.checkpoint.directory import (
-    iterations,
-    locate,
-    set_aside,
-)
+from megatron_lite.checkpoint.directory import iterations, locate, set_aside
 from megatron_lite.checkpoint.layout import parse_config, read_layout
 from megatron_lite.checkpoint.match import MODEL_PROVIDER
 from megatron_lite.config.load import FIELDS

@@ -77,7 +77,8 @@ def run_to_end(config: Config, model_provider: ModelProvider, datasets_provider:
         at_the_end.callback(log.close)
         at_the_end.callback(run.saver.close, log.say)
         announce(run, log, time.monotonic() - began)
-        if (samples := wanted_samples(config.train, ctx.dp.size)[0]) > MANY_SAMPLES:
+        samples = wanted_samples(config.train, ctx.dp.size)[0]
+        if samples > MANY_SAMPLES and datasets_provider is None:
             log.say(f" > making or reading the order of {samples:,} training samples, which can take minutes")
         datasets = (datasets_provider or build_splits)(run)
         announce_data(run, datasets, log)

@@ -1,4 +1,4 @@
-"""A run whose output nobody can read trains to its end."""
+"""A run trains to its end although its output is lost."""
 
 import subprocess
 import sys

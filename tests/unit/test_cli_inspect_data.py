@@ -53,7 +53,7 @@ def test_without_a_record_text_needs_a_tokenizer(tmp_path):
     """Corpora of Megatron's own builder have none."""
     prefix = write_corpus(tmp_path / "c", [3, 2], dtype=np.uint16, first_token=97)
     lines = inspected(prefix).splitlines()
-    assert lines[1] == "  tokenizer   unknown, for there is no .info.json; --tokenizer SPEC shows text"
+    assert lines[1] == "  tokenizer   unknown (no .info.json); --tokenizer SPEC shows text"
     assert not any("first documents" in line or "  ends " in line for line in lines)
     lines = inspected(prefix, "--tokenizer", "bytes").splitlines()
     assert (
