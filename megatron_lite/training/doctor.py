@@ -15,14 +15,14 @@ import torch.distributed as dist
 
 from megatron_lite.config.schema import Config
 from megatron_lite.config.validate import validate
-from megatron_lite.errors import TrainingError
+from megatron_lite.errors import TrainingError, counted
 from megatron_lite.parallel.context import Group
 from megatron_lite.parallel.grid import Grid
 from megatron_lite.parallel.waiting import LostRanks
 from megatron_lite.training import doctor_machine as machine
 from megatron_lite.training import doctor_storage as storage
 from megatron_lite.training.doctor_network import network
-from megatron_lite.training.findings import Answer, Finding, ask, counted, described, hosts_of, listed, local_rank
+from megatron_lite.training.findings import Answer, Finding, ask, described, hosts_of, listed, local_rank
 from megatron_lite.training.initialize import (
     choose_device,
     finalize_megatron,

@@ -17,7 +17,7 @@ from torch import Tensor
 from megatron_lite.config.schema import Config
 from megatron_lite.config.sizes import activation_bytes, largest_rank_parameters, state_bytes
 from megatron_lite.ddp.deepspeed import refuse_what_cannot_run
-from megatron_lite.errors import TrainingError
+from megatron_lite.errors import TrainingError, counted
 from megatron_lite.parallel.collectives import barrier
 from megatron_lite.parallel.context import Group
 from megatron_lite.training.available import available_cores, available_memory
@@ -25,7 +25,6 @@ from megatron_lite.training.findings import (
     Answer,
     Finding,
     ask,
-    counted,
     hosts_of,
     listed,
     local_rank,

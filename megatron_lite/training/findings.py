@@ -12,7 +12,6 @@ from typing import Generic, Literal, TypeVar
 
 from megatron_lite.checkpoint.agreement import all_gathered
 from megatron_lite.errors import MegatronLiteError
-from megatron_lite.errors import counted as counted
 from megatron_lite.parallel.context import Group
 
 T = TypeVar("T")
