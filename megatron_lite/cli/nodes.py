@@ -1,18 +1,15 @@
 """Which machines run a job, how many ranks each starts, and where they meet."""
 
 import contextlib
-import fcntl
 import os
 import socket
-import struct
 from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_lite.errors import ConfigError
+from megatron_lite.parallel.interfaces import interface_of, use_loopback
 
-SIOCGIFADDR = 0x8915  # of linux/sockios.h: the IPv4 address of an interface
 DEFAULT_PORT = 29500
-LOOPBACK = "127.0.0.1"
 ELSEWHERE = "192.0.2.1"  # of no machine, RFC 5737
 
 
@@ -146,19 +143,6 @@ def is_here(address: str) -> bool:
         return False
 
 
-def interface_of(address: str) -> str:
-    """The network interface that has this IPv4 address; empty where none has, or the system cannot tell."""
-    for _, name in socket.if_nameindex():
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            try:
-                answer = fcntl.ioctl(probe.fileno(), SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
-            except OSError:  # no IPv4 address
-                continue
-        if socket.inet_ntoa(answer[20:24]) == address:
-            return name
-    return ""
-
-
 def set_network_variables(nodes: Nodes) -> str:
     """Sets the network interface of Gloo, and on one machine of NCCL; returns our address in that network.
 
@@ -167,9 +151,7 @@ def set_network_variables(nodes: Nodes) -> str:
     """
     address = own_address(nodes)
     if not nodes.several:
-        if loopback := interface_of(LOOPBACK):
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
-            os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={loopback}")  # without = NCCL takes it for a prefix
+        use_loopback()
     elif "GLOO_SOCKET_IFNAME" not in os.environ and (interface := interface_of(address)):
         os.environ["GLOO_SOCKET_IFNAME"] = interface
         print(f"GLOO_SOCKET_IFNAME={interface}", flush=True)

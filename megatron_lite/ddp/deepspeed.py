@@ -31,6 +31,7 @@ from megatron_lite.config.schema import Config
 from megatron_lite.errors import ConfigError
 from megatron_lite.parallel.collectives import broadcast
 from megatron_lite.parallel.context import ParallelContext
+from megatron_lite.parallel.interfaces import use_loopback
 
 TESTED = "0.19.8"
 _engines: WeakSet[Any] = WeakSet()
@@ -70,6 +71,7 @@ class DeepSpeed:
         deepspeed.ops.__dict__["__compatible_ops__"] = {}
         if not dist.is_initialized():  # a run of one
             backend = "cpu:gloo,cuda:nccl" if ctx.device.type == "cuda" else "gloo"
+            use_loopback()
             store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
             dist.init_process_group(backend, store=store, rank=0, world_size=1)
         self.stage = config.deepspeed.zero_stage

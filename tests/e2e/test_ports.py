@@ -5,14 +5,18 @@ The kernel lists them: the listening sockets of /proc/net/tcp and tcp6 whose ino
 
 import os
 import re
+import shutil
 import signal
+import socket
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 from megatron_lite.training import pretrain as pretrain_module
-from tests.e2e.command import make_corpus, run, run_here, start, tiny_yaml
+from tests.e2e.command import environment, make_corpus, run, run_here, start, tiny_yaml
+from tests.limits import PATIENCE
 
 LOOPBACK = "0100007F"
 SCRIPT = """
@@ -74,7 +78,7 @@ def test_a_run_on_one_machine_listens_on_the_loopback_alone(tmp_path, corpus):
         assert sum(map(bool, of_ranks)) == 2
     finally:
         process.send_signal(signal.SIGTERM)
-        process.communicate(timeout=300)
+        process.communicate(timeout=PATIENCE)
     assert process.returncode == 75
 
 
@@ -93,6 +97,49 @@ def test_one_process_without_a_launcher_listens_nowhere(tmp_path, corpus, monkey
     assert during == [before]
 
 
+def of_the_network() -> str:
+    """An address of this machine that others can reach; empty without one."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("192.0.2.1", 9))  # sends nothing
+        except OSError:
+            return ""
+        return probe.getsockname()[0]
+
+
+@pytest.mark.skipif(os.geteuid() != 0 or not shutil.which("unshare"), reason="only root can give a host another name")
+def test_deepspeed_in_one_process_listens_on_the_loopback_alone(tmp_path, corpus):
+    """DeepSpeed needs a process group. Gloo would open its port at the address of the host's name."""
+    if not (address := of_the_network()):
+        pytest.skip("this machine has no network")
+    (tmp_path / "hosts").write_text(f"127.0.0.1 localhost\n{address} elsewhere\n")
+    config = tiny_yaml(tmp_path, corpus, train={"iterations": 100_000}, parallel={"ddp": "deepspeed"})
+    process = subprocess.Popen(
+        [
+            "unshare",
+            "--mount",
+            "--uts",
+            "sh",
+            "-ec",
+            'mount --bind hosts /etc/hosts; hostname elsewhere; exec "$@"',
+            "sh",
+        ]
+        + [sys.executable, "-m", "megatron_lite", "pretrain", "--config", str(config)],
+        cwd=tmp_path,
+        env=environment() | {"TORCH_EXTENSIONS_DIR": str(tmp_path / "extensions")},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    try:
+        assert any(re.match(r" \[.*\] iteration ", line) for line in process.stdout)
+        assert listening(process.pid) == {LOOPBACK}
+    finally:
+        process.send_signal(signal.SIGTERM)
+        process.communicate(timeout=PATIENCE)
+    assert process.returncode == 75
+
+
 def write_script(folder: Path, text: str) -> None:
     (folder / "mine.py").write_text(text)
     (folder / "beside.py").touch()
@@ -101,7 +148,7 @@ def write_script(folder: Path, text: str) -> None:
 def test_a_script_runs_on_all_ranks_as_python_would_run_it(tmp_path):
     """Also one that calls torch's init_process_group itself, which would listen on every interface."""
     write_script(tmp_path, SCRIPT)
-    done = run("run", "--nproc-per-node", "2", "mine.py", "--steps", "3", "--help", cwd=tmp_path, timeout=300)
+    done = run("run", "--nproc-per-node", "2", "mine.py", "--steps", "3", "--help", cwd=tmp_path, timeout=PATIENCE)
     assert (done.returncode, done.stderr) == (0, "")
     assert sorted(done.stdout.splitlines()) == [f"rank {rank}, launcher: ['{LOOPBACK}']" for rank in (0, 1)]
 

@@ -10,7 +10,6 @@ import pytest
 from megatron_lite.cli import nodes as nodes_module
 from megatron_lite.cli.nodes import (
     Nodes,
-    interface_of,
     is_here,
     is_reachable,
     nodes_from,
@@ -18,6 +17,8 @@ from megatron_lite.cli.nodes import (
     set_network_variables,
 )
 from megatron_lite.errors import ConfigError
+from megatron_lite.parallel import interfaces as interfaces_module
+from megatron_lite.parallel.interfaces import interface_of
 
 THERE = {"master_addr": "10.0.0.1"}
 
@@ -223,6 +224,7 @@ def test_ranks_of_one_machine_use_the_loopback(interfaces, capsys):
 @pytest.mark.parametrize("nodes", [Nodes(2), Nodes(1, 2, 2, master_addr="127.0.0.1", master_port=1)])
 def test_an_address_without_an_interface_sets_nothing(interfaces, monkeypatch, capsys, nodes):
     monkeypatch.setattr(nodes_module, "interface_of", lambda address: "")
+    monkeypatch.setattr(interfaces_module, "interface_of", lambda address: "")
     set_network_variables(nodes)
     assert (interfaces(), capsys.readouterr().out) == ([None, None], "")
 

@@ -221,6 +221,7 @@ def test_a_worker_that_dies_ends_the_run_with_a_message(tmp_path):
 
 
 INTERRUPTED = """
+import signal
 import sys
 import time
 from megatron_lite.data.preprocess import preprocess
@@ -228,6 +229,7 @@ from megatron_lite.data.tokenizer import BytesTokenizer
 encode = BytesTokenizer.encode
 BytesTokenizer.encode = lambda self, text: time.sleep(0.002) or encode(self, text)  # or it is done before the signal
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where a shell runs the tests in the background
     try:
         preprocess([sys.argv[1]], sys.argv[2], "bytes", workers=2)
     except KeyboardInterrupt:
