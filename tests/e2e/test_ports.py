@@ -19,6 +19,16 @@ from tests.e2e.command import environment, make_corpus, run, run_here, start, ti
 from tests.limits import PATIENCE
 
 LOOPBACK = "0100007F"
+# Runs the words that follow on a host with another name, which the folder's file `hosts` gives an address.
+RENAMED = [
+    "unshare",
+    "--mount",
+    "--uts",
+    "sh",
+    "-ec",
+    'mount --bind hosts /etc/hosts; hostname elsewhere; exec "$@"',
+    "-",
+]
 SCRIPT = """
 import os, sys
 import torch
@@ -115,16 +125,7 @@ def test_deepspeed_in_one_process_listens_on_the_loopback_alone(tmp_path, corpus
     (tmp_path / "hosts").write_text(f"127.0.0.1 localhost\n{address} elsewhere\n")
     config = tiny_yaml(tmp_path, corpus, train={"iterations": 100_000}, parallel={"ddp": "deepspeed"})
     process = subprocess.Popen(
-        [
-            "unshare",
-            "--mount",
-            "--uts",
-            "sh",
-            "-ec",
-            'mount --bind hosts /etc/hosts; hostname elsewhere; exec "$@"',
-            "sh",
-        ]
-        + [sys.executable, "-m", "megatron_lite", "pretrain", "--config", str(config)],
+        [*RENAMED, sys.executable, "-m", "megatron_lite", "pretrain", "--config", str(config)],
         cwd=tmp_path,
         env=environment() | {"TORCH_EXTENSIONS_DIR": str(tmp_path / "extensions")},
         stdout=subprocess.PIPE,
