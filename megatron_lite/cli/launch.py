@@ -25,9 +25,9 @@ from megatron_lite.cli.reports import STOP_SIGNALS, stopped_early
 from megatron_lite.errors import ConfigError, StoppedEarly
 from megatron_lite.training.available import available_cores
 
-# How long a node that has lost its ranks waits for the one that holds the rendezvous, and one that was told to stop for
-# its agent to notice.
-CUT_OFF_SECONDS, TOLD_SECONDS = 20.0, 5.0
+# How long a node whose ranks have ended waits for the first node to answer, and one that got a signal for its agent to
+# end. On a busy machine the agent needs seconds.
+CUT_OFF_SECONDS, STOP_SECONDS = 20.0, 10.0
 
 
 def launched_world_size(nodes: Nodes | None) -> int:
@@ -88,7 +88,7 @@ def _watch(running: "Future[int]", nodes: Nodes, signals: "_SignalsToRanks", rep
     """Passes signals on until the agent has ended; ends the process where it waits for what will not come.
 
     An agent whose connection to the first node is cut waits for the kernel to give that up, a quarter of an hour, and
-    one whose ranks have ended waits for those of the other nodes.
+    one whose ranks have ended waits for those of the other nodes. On one machine the agent waits for its ranks only.
     """
     had_ranks, without_ranks_since = False, time.monotonic()
     while not running.done():
@@ -98,7 +98,7 @@ def _watch(running: "Future[int]", nodes: Nodes, signals: "_SignalsToRanks", rep
             had_ranks, without_ranks_since = True, time.monotonic()
             continue
         waited = time.monotonic() - without_ranks_since
-        if signals.received and waited > TOLD_SECONDS:
+        if signals.received and nodes.several and waited > STOP_SECONDS:
             reason = f"stopped by {signal.Signals(signals.received).name} while waiting for the other nodes"
         elif had_ranks and nodes.node_rank and waited > CUT_OFF_SECONDS and not is_reachable(nodes, 5.0):
             reason = (

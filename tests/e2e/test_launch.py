@@ -57,7 +57,7 @@ def stop_when_asked(folder: str) -> None:
 
 def sleep(folder: str) -> None:
     (Path(folder) / f"ready_{os.environ['RANK']}").touch()
-    time.sleep(60)
+    time.sleep(PATIENCE)
 
 
 def start(target: str, *arguments: str) -> subprocess.Popen[str]:
