@@ -14,6 +14,8 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 
+from tests.limits import PATIENCE
+
 PATH = f"{os.path.dirname(sys.executable)}:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
 _UNSHARE = ["unshare", "--mount", "--uts", "--ipc", "--net", "--pid", "--fork", "--kill-child"]
@@ -117,7 +119,7 @@ class Host:
     def ip(self, *arguments: str) -> None:
         """`ip ARGUMENTS` in the host's network, where the machine's process ids name other hosts."""
         command = ["nsenter", "--target", str(self.pid), "--net", "ip", *arguments]
-        done = subprocess.run(command, env={"PATH": PATH}, capture_output=True, text=True, timeout=60)
+        done = subprocess.run(command, env={"PATH": PATH}, capture_output=True, text=True, timeout=PATIENCE)
         if done.returncode:
             raise OSError(f"on {self.name}: {' '.join(command[4:])}: {done.stderr}")
 

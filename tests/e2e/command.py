@@ -10,6 +10,7 @@ from unittest import mock
 
 from megatron_lite.cli import main
 from megatron_lite.data.preprocess import preprocess
+from tests.limits import PATIENCE
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -36,7 +37,7 @@ def start(*arguments: str, cwd: Path, **options) -> subprocess.Popen[str]:
     )
 
 
-def run(*arguments: str, cwd: Path, timeout: float = 180, **options) -> subprocess.CompletedProcess[str]:
+def run(*arguments: str, cwd: Path, timeout: float = PATIENCE, **options) -> subprocess.CompletedProcess[str]:
     """The same, to its end."""
     process = start(*arguments, cwd=cwd, **options)
     out, err = process.communicate(timeout=timeout)

@@ -12,6 +12,7 @@ import pytest
 
 from tests.cluster import hosts, slurm
 from tests.cluster.namespaces import Host
+from tests.limits import PATIENCE
 
 needs_hosts = pytest.mark.skipif(bool(hosts.why_not()), reason=hosts.why_not())
 needs_slurm = pytest.mark.skipif(bool(slurm.why_not()), reason=slurm.why_not())
@@ -22,7 +23,7 @@ server = socket.create_server(("host-b", 5000))
 print("listens", flush=True)
 signal.pause()
 """
-CONNECT = "import socket; socket.create_connection(('host-b', 5000), timeout=1); print(socket.gethostname())"
+CONNECT = "import socket; socket.create_connection(('host-b', 5000), timeout=5); print(socket.gethostname())"
 
 
 def processes(of: Iterable[Host]) -> dict[int, str]:
@@ -94,4 +95,4 @@ def test_a_process_on_a_host_gets_its_signals_and_gives_its_exit_code():
         process = two.popen("a", ["sh", "-c", script], stdout=subprocess.PIPE)
         process.stdout.readline()
         process.terminate()
-        assert process.wait(timeout=10) == 7
+        assert process.wait(timeout=PATIENCE) == 7

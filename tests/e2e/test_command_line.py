@@ -16,6 +16,7 @@ import yaml
 from tests.e2e.command import environment, make_corpus, run, run_here, start, tiny_yaml
 from tests.e2e.test_kill import wait_for
 from tests.e2e.test_resume import rows
+from tests.limits import PATIENCE
 
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone")
 
@@ -112,7 +113,7 @@ def test_three_ways_to_start_train_the_same(tmp_path, corpus):
                 env=environment(),
                 capture_output=True,
                 text=True,
-                timeout=180,
+                timeout=PATIENCE,
             )
         else:
             extra = ["--nproc-per-node", "2"] if way == "launcher" else []
@@ -150,7 +151,7 @@ def test_sigterm_saves_and_exits_75_and_the_next_start_goes_on(tmp_path, corpus,
     process = start(*command, cwd=tmp_path)
     wait_for("| lm loss: ", process)
     process.send_signal(signal.SIGTERM)
-    _, err = process.communicate(timeout=60)
+    _, err = process.communicate(timeout=PATIENCE)
     assert process.returncode == 75, err
     assert "exiting program after receiving SIGTERM" in err
     done = int((tmp_path / "run/checkpoints/latest_checkpointed_iteration.txt").read_text())
@@ -332,7 +333,7 @@ def test_a_user_script_trains_its_own_model(tmp_path, corpus):
         "print('iterations', state.iteration)\n"
     )
     command = [sys.executable, str(script), str(tiny_yaml(tmp_path, corpus))]
-    done = subprocess.run(command, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=PATIENCE)
     assert done.returncode == 0, done.stderr
     assert "my own provider" in done.stdout
     assert "iterations 2" in done.stdout

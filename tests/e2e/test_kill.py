@@ -20,6 +20,7 @@ from megatron_lite.config.load import load_config
 from megatron_lite.training.pretrain import pretrain
 from tests.e2e.command import make_corpus, run, start, tiny_yaml
 from tests.e2e.test_resume import rows, run_to_the_end, tensor_files
+from tests.limits import PATIENCE
 
 SIZE = 2
 FOREVER = 1_000_000
@@ -62,7 +63,7 @@ def kill_at_random(folder: Path, changes: dict, random_: random.Random) -> None:
     before = read_latest(root)
     processes = started(folder, changes)
     try:
-        deadline = time.monotonic() + 120
+        deadline = time.monotonic() + PATIENCE
         while read_latest(root) == before:
             assert all(process.is_alive() for process in processes), "a rank could not go on from what remained"
             assert time.monotonic() < deadline, "the run did not get anywhere"

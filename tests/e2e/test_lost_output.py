@@ -7,6 +7,7 @@ import pytest
 
 from tests.e2e.command import environment, make_corpus, tiny_yaml
 from tests.e2e.test_resume import rows
+from tests.limits import PATIENCE
 
 
 @pytest.mark.parametrize(
@@ -23,7 +24,7 @@ def test_a_run_without_standard_output_trains_to_its_end(tmp_path, ranks, output
         env=environment(),
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=PATIENCE,
     )
     assert done.returncode == 0, done.stderr
     assert done.stderr.startswith(f"stdout: cannot write: {reason}") and len(done.stderr.splitlines()) == 1

@@ -22,6 +22,7 @@ from megatron_lite.training.signals import STOP_SIGNALS, StopRequest
 from megatron_lite.training.step import train_step
 from tests.e2e.command import ROOT, environment, make_corpus, run_here, tiny_yaml
 from tests.e2e.test_resume import rows, run_to_the_end
+from tests.limits import PATIENCE
 
 
 @pytest.fixture(scope="module")
@@ -159,7 +160,7 @@ def test_a_signal_during_a_save_that_takes_long_ends_it_and_leaves_the_checkpoin
     with pytest.raises(subprocess.TimeoutExpired):
         process.wait(timeout=1)
     os.kill(process.pid, signal.SIGTERM)
-    _, err = process.communicate(timeout=20)
+    _, err = process.communicate(timeout=PATIENCE)
     assert process.returncode == 1
     assert re.fullmatch(
         r"(?s).*\[20..-..-.. ..:..:..\] SIGTERM: the run will save a checkpoint and stop\n"

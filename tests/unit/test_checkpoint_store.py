@@ -27,6 +27,7 @@ from megatron_lite.parallel.context import ParallelContext, solo
 from megatron_lite.parallel.grid import Grid
 from megatron_lite.parallel.shard import Held, ParamMeta, Shard
 from tests.checkpoints import CONFIG, TABLE, assert_holds, assert_same, contents, load, one_process, save
+from tests.limits import PATIENCE
 
 NAME = "decoder.layers.0.mlp.linear_fc2.weight"
 
@@ -334,7 +335,7 @@ def test_a_rank_needs_little_memory_beside_its_own_cut(tmp_path):
     results = processes.Queue()
     process = processes.Process(target=load_a_quarter, args=(tmp_path, results))
     process.start()
-    own, rise = results.get(timeout=60)
+    own, rise = results.get(timeout=PATIENCE)
     process.join()
     assert own == 2 * 8192 * 8192 and rise < 0.2 * own
 

@@ -18,6 +18,7 @@ from megatron_lite.config.load import load_config
 from megatron_lite.config.presets import PRESETS
 from megatron_lite.errors import ConfigError
 from tests.e2e.command import make_corpus, run_here, tiny_yaml
+from tests.limits import PATIENCE
 
 ROOT = Path(__file__).resolve().parents[2]
 WITHOUT_LAUNCHER = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
@@ -36,7 +37,7 @@ def command(*arguments: str, **variables: str) -> subprocess.CompletedProcess[st
         env=WITHOUT_LAUNCHER | {"PYTHONPATH": str(ROOT)} | variables,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=PATIENCE,
     )
 
 

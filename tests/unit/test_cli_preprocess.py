@@ -14,6 +14,7 @@ from megatron_lite.cli.train_tokenizer import train_tokenizer
 from megatron_lite.data.indexed import IndexedDataset
 from megatron_lite.data.train_tokenizer import train_sentencepiece
 from tests.e2e.command import run_here
+from tests.limits import PATIENCE
 
 ROOT = Path(__file__).parents[2]
 
@@ -86,7 +87,9 @@ def test_help_names_what_to_type(tmp_path, name):
 
 def script(*words):
     words = [sys.executable, "tools/preprocess_data.py", *map(str, words)]
-    return subprocess.run(words, cwd=ROOT, capture_output=True, text=True, env={"PYTHONPATH": str(ROOT)}, timeout=120)
+    return subprocess.run(
+        words, cwd=ROOT, capture_output=True, text=True, env={"PYTHONPATH": str(ROOT)}, timeout=PATIENCE
+    )
 
 
 def test_a_path_may_hold_the_word_none(tmp_path):

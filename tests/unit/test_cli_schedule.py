@@ -6,6 +6,7 @@ import sys
 import pytest
 
 from megatron_lite.cli import main
+from tests.limits import PATIENCE
 
 
 @pytest.fixture
@@ -112,7 +113,7 @@ def test_it_loads_no_torch_and_matplotlib_only_for_a_picture(tmp_path):
     command = [sys.executable, "-c", code, "schedule", "--name", "1f1b", "--pp", "2", "--microbatches", "2"]
 
     def loaded(*more):
-        done = subprocess.run([*command, *more], capture_output=True, text=True, check=True, timeout=60)
+        done = subprocess.run([*command, *more], capture_output=True, text=True, check=True, timeout=PATIENCE)
         return done.stdout.splitlines()[-1]
 
     assert loaded() == "[]"

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.command import run_here
+from tests.limits import PATIENCE
 
 ROOT = Path(__file__).resolve().parents[2]
 SHELLCHECK = shutil.which("shellcheck", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
@@ -259,7 +260,7 @@ class Job:
             self.process = subprocess.Popen(
                 ["bash", "-c", script], env=dict(os.environ) | job, stdout=file, stderr=subprocess.STDOUT
             )
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + PATIENCE
         while not (self.records / "srun").exists():
             assert time.monotonic() < deadline and self.process.poll() is None, self.said()
             time.sleep(0.01)
@@ -268,12 +269,12 @@ class Job:
         """The step ends; returns how the script does."""
         (self.records / "code_when_asked").write_text(str(code))
         (self.records / "code_when_asked").rename(self.records / "code")
-        return self.process.wait(timeout=30)
+        return self.process.wait(timeout=PATIENCE)
 
     def is_asked(self) -> int:
         """What SLURM sends to the script alone before time is up; returns how the script ends."""
         self.process.send_signal(signal.SIGUSR1)
-        return self.process.wait(timeout=30)
+        return self.process.wait(timeout=PATIENCE)
 
     def recorded(self, name: str) -> list[str]:
         path = self.records / name
@@ -337,7 +338,7 @@ def test_a_job_that_is_pre_empted_before_its_ranks_start_passes_it_on(tmp_path, 
     """Ranks that were not told would train on until they are killed."""
     commands(readlink='script=${1#/proc/}; kill -USR1 "${script%%/*}"; echo "$RECORDS/x.out"')
     job = Job(tmp_path, commands)
-    assert job.process.wait(timeout=30) == QUEUED_AGAIN
+    assert job.process.wait(timeout=PATIENCE) == QUEUED_AGAIN
     assert (job.recorded("scancel"), job.recorded("scontrol")) == (["--signal=USR1 7"], ["requeue 7"])
 
 

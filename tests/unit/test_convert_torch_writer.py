@@ -13,7 +13,7 @@ import torch
 from megatron_lite.checkpoint.convert import torch_file
 from megatron_lite.checkpoint.convert.torch_file import TorchWriter
 from megatron_lite.errors import CheckpointError
-from tests.limits import files_of_at_most
+from tests.limits import PATIENCE, files_of_at_most
 from tests.unit.models_in_memory import assert_identical
 from tests.unit.test_convert_torch_file import DTYPES, tensors_of
 
@@ -131,7 +131,7 @@ def test_memory_stays_below_twice_the_largest_tensor(tmp_path):
         command = [sys.executable, "-c", MEASURED, what, str(tmp_path / what)]
         if what == "read":
             (tmp_path / "write" / "release").rename(tmp_path / what)
-        done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, check=True)
         peak, largest, total = map(int, done.stdout.split())
         assert total > 3.4 * largest
         assert 0.9 * largest < peak < 2 * largest, what

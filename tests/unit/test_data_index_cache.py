@@ -12,6 +12,7 @@ import pytest
 
 from megatron_lite.data.index_cache import cached_arrays
 from megatron_lite.errors import DataError
+from tests.limits import PATIENCE
 from tests.unit.unprivileged import open_folder, run_unprivileged
 
 
@@ -89,7 +90,7 @@ assert cached_arrays(sys.argv[1], "x", {}, build)["a"].sum() == 4999950000
 def test_processes_that_start_at_once_build_once_and_read_the_same(tmp_path):
     """All ranks of a machine open the data in the same second."""
     processes = [subprocess.Popen([sys.executable, "-c", RACE, str(tmp_path)]) for _ in range(4)]
-    assert [process.wait(timeout=60) for process in processes] == [0] * 4
+    assert [process.wait(timeout=PATIENCE) for process in processes] == [0] * 4
     assert (tmp_path / "builds").read_text() == "x"
     assert not list(tmp_path.glob("*.tmp"))
 

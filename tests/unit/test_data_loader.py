@@ -9,6 +9,7 @@ import torch
 
 from megatron_lite.data.loader import PrefetchingLoader
 from megatron_lite.errors import ConfigError, DataError
+from tests.limits import PATIENCE
 
 CPU = torch.device("cpu")
 EOD = 3
@@ -83,7 +84,7 @@ def test_the_next_step_is_read_before_it_is_asked_for():
     dataset = Counting()
     with PrefetchingLoader(dataset, 2, **options()) as loader:
         loader.get(0, 2)
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + PATIENCE
         while len(dataset.asked) < 8 and time.monotonic() < deadline:
             time.sleep(0.01)
         assert [k for k, _ in dataset.asked] == list(range(8))

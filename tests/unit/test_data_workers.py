@@ -13,6 +13,7 @@ import pytest
 
 from megatron_lite.data.workers import map_in_order
 from megatron_lite.errors import DataError
+from tests.limits import PATIENCE
 
 
 def workers_alive() -> list:
@@ -94,5 +95,5 @@ def test_workers_end_when_their_parent_is_killed(tmp_path):
     assert process.stdout is not None
     pids = {int(process.stdout.readline()) for _ in range(4)}
     process.kill()
-    _, err = process.communicate(timeout=30)  # ends when the last process that holds its output has
+    _, err = process.communicate(timeout=PATIENCE)  # ends when the last process that holds its output has
     assert len(pids) == 2 and "Traceback" not in err

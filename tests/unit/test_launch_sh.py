@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.limits import PATIENCE
+
 ROOT = Path(__file__).parents[2]
 CORES = len(os.sched_getaffinity(0))
 # The callers' own: a launcher's, or a batch system's in whose job the tests run.
@@ -33,7 +35,7 @@ def launch(*words: str, gpus: str = "", **variables: str) -> subprocess.Complete
         env=kept | {"CUDA_VISIBLE_DEVICES": gpus, "PYTHON": "python"} | variables,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=PATIENCE,
     )
 
 

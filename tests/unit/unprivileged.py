@@ -8,6 +8,8 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+from tests.limits import PATIENCE
+
 NOBODY = 65534
 
 
@@ -27,4 +29,4 @@ def run_unprivileged(imports: str, statement: str) -> subprocess.CompletedProces
         f"try:\n    {statement}\n"
         "except Exception as error:\n    print(f'{type(error).__name__}: {error}')\n"
     )
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=PATIENCE)
