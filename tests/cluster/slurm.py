@@ -7,6 +7,7 @@ host's own /run, all else in one folder, so clusters do not meet each other or a
 import os
 import re
 import shutil
+import signal
 import subprocess
 import time
 from collections.abc import Mapping
@@ -147,7 +148,11 @@ class Slurm:
         return self._checked(self.run("sbatch", "--parsable", *arguments, env=env, cwd=cwd)).strip()
 
     def scontrol(self, *arguments: str) -> str:
-        return self._checked(self.run("scontrol", *arguments))
+        """Tried again after SIGPIPE: munged closes a connection that is silent for 2 s, as on a busy machine."""
+        for _ in range(10):
+            if (done := self.run("scontrol", *arguments)).returncode != -signal.SIGPIPE:
+                break
+        return self._checked(done)
 
     def scancel(self, job: str, *arguments: str) -> None:
         self._checked(self.run("scancel", *arguments, job))

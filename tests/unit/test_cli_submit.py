@@ -40,7 +40,10 @@ mv "$RECORDS/code_when_asked" "$RECORDS/code"
 for ((i = 0; i < 3000; i++)); do kill -0 "$(cat "$RECORDS/pid")" || break; sleep 0.01; done 2>/dev/null
 """
 # Queueing a job again ends its script.
-SCONTROL = 'echo "$*" >> "$RECORDS/scontrol"; [ ! -e "$RECORDS/refuses" ] || exit 1; kill -KILL "$PPID"'
+SCONTROL = (
+    'echo "$*" >> "$RECORDS/scontrol"; [ ! -e "$RECORDS/refuses" ] || exit 1; '
+    'rm "$RECORDS/busy" 2>/dev/null && exit 1; kill -KILL "$PPID"'
+)
 
 
 @pytest.fixture
@@ -356,6 +359,14 @@ def test_a_task_of_an_array_means_itself_alone(tmp_path, commands):
     assert job.recorded("srun")[-2:] == ["run.dir=runs/a 2", "run.seed=2"]
     assert job.is_asked() == QUEUED_AGAIN
     assert (job.recorded("scancel"), job.recorded("scontrol")) == (["--signal=USR1 7_2"], ["requeue 7_2"])
+
+
+def test_a_controller_that_is_busy_is_asked_again(tmp_path, commands):
+    """It answers nothing for some seconds, and the job would stay stopped."""
+    job = Job(tmp_path, commands)
+    (job.records / "busy").touch()
+    assert job.ends(75) == QUEUED_AGAIN
+    assert job.recorded("scontrol") == ["requeue 7"] * 2
 
 
 def test_a_job_that_cannot_be_queued_again_says_so(tmp_path, commands):
