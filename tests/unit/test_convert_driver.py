@@ -272,6 +272,18 @@ def test_a_vocabulary_of_merges_goes_along(source, tmp_path):
         assert json.loads((tmp_path / "back" / name).read_text())["eos_token_id"] == 0
 
 
+def test_an_export_without_tokenizer_files_names_its_end_token(tmp_path):
+    """The tokenizer of bytes has no file; without the end token, transformers' generate() would never stop early."""
+    gpt2(vocab_size=260).save_pretrained(tmp_path / "source")
+    (tmp_path / "source" / "generation_config.json").unlink()
+    for spec, end_token in (("bytes", 256), ("", None)):
+        folder = tmp_path / f"ours {spec}"
+        lines_of(Request(tmp_path / "source", folder, overrides=[f"data.tokenizer={spec}"]))
+        lines_of(Request(folder, folder / "back", target_format="huggingface"))
+        for name in ("config.json", "generation_config.json"):
+            assert json.loads((folder / "back" / name).read_text())["eos_token_id"] == end_token
+
+
 def test_a_start_from_weights_has_a_warm_up(source, tmp_path):
     """The moments of a fresh optimizer are noise at first, and the weights are not."""
     for out, overrides, expected in (("a", [], 100), ("b", ["train.iterations=40"], 4)):
