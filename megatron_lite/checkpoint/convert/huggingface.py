@@ -184,9 +184,9 @@ def write(
             path / (SAFETENSORS + INDEX), {"metadata": {"total_size": shards.total_bytes}, "weight_map": weight_map}
         )
     tokenizer_files.carry(checkpoint.tokenizer, path)
-    tokenizer = tokenizer_files.readable(tokenizer_files.spec_in(path), checkpoint.model.vocab_size)
-    end_token = tokenizer.eod if tokenizer else checkpoint.end_token
-    ends = {"bos_token_id": None, "eos_token_id": end_token, "pad_token_id": None}
+    spec = tokenizer_files.spec_in(path) or checkpoint.tokenizer_spec
+    tokenizer = tokenizer_files.readable(spec, checkpoint.model.vocab_size)
+    ends = {"bos_token_id": None, "eos_token_id": tokenizer.eod if tokenizer else None, "pad_token_id": None}
     if not (path / GENERATION_FILE).exists():  # else carried from the source
         _write_json(path / GENERATION_FILE, ends)
     type_name = TYPE_NAMES[checkpoint.tensors[WORD_EMBEDDINGS].dtype]

@@ -118,14 +118,13 @@ def read(path: Path, overrides: Mapping[str, Any]) -> Checkpoint:
     config = stored.config({"model": overrides})
     custom = stored.custom_table(config.model)
     table = whole_table(config.model) if custom is None else custom
-    tokenizer = tokenizer_files.readable(config.data.tokenizer, config.model.vocab_size)
     return Checkpoint(
         model=config.model,
         tensors={name: Spec(stored.kinds(name)[WEIGHT], meta.shape) for name, meta in table.items()},
         read=lambda name: stored.cut(name, WEIGHT, table[name].shard, 0, 1),
         iteration=stored.layout.iteration,
         tokenizer=tokenizer_files.files_of(config.data.tokenizer),
-        end_token=tokenizer.eod if tokenizer else None,
+        tokenizer_spec=config.data.tokenizer,
         origin=stored.layout.origin,
         custom=custom,
     )

@@ -40,7 +40,7 @@ class Checkpoint:
     read: Callable[[str], Tensor]
     iteration: int = 0
     tokenizer: Mapping[str, Path] = field(default_factory=dict)  # files to carry along, by name
-    end_token: int | None = None  # the token that ends a document, known although the tokenizer may have no file
+    tokenizer_spec: str = ""  # data.tokenizer of its config; `bytes` has no files to carry
     notes: Sequence[str] = ()  # what a user should know: what was left out, or padded
     origin: Mapping[str, Any] = field(default_factory=dict)  # what a checkpoint of ours records beside its config
     custom: ParamTable | None = None  # the parameters of a custom model, which may be other than those of `model`
