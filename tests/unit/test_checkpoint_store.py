@@ -9,7 +9,6 @@ import os
 import shutil
 import subprocess
 import threading
-import time
 from dataclasses import replace
 from multiprocessing import get_context
 from pathlib import Path
@@ -22,7 +21,7 @@ from megatron_lite.checkpoint import store
 from megatron_lite.checkpoint.directory import TRACKER_FILE, iterations, read_latest
 from megatron_lite.checkpoint.layout import Layout, dump_layout, read_layout
 from megatron_lite.checkpoint.reshard import Move, rectangles
-from megatron_lite.checkpoint.tensor_file import TensorFile, write_tensors
+from megatron_lite.checkpoint.tensor_file import write_tensors
 from megatron_lite.errors import CheckpointError, DamagedCheckpoint
 from megatron_lite.parallel.context import ParallelContext, solo
 from megatron_lite.parallel.grid import Grid
@@ -291,28 +290,34 @@ def test_nothing_is_copied_after_an_error(tmp_path, monkeypatch):
     tensor = layout.tensors[NAME]
     (piece,) = tensor.values["weight"].pieces
     (whole,) = rectangles(tensor.shape, tensor.shard, 0, 1)
-    read, count = TensorFile.read, itertools.count()
+    flat, started = torch.zeros(whole.numel, dtype=torch.bfloat16), []
     wait, cancelled = store.wait, threading.Event()
-
-    def first_fails_others_wait(self, *arguments):
-        if next(count) == 0:
-            raise DamagedCheckpoint("the first block")
-        assert cancelled.wait(PATIENCE)
-        return read(self, *arguments)
 
     def wait_after_cancelling(copies):
         cancelled.set()
         return wait(copies)
 
-    monkeypatch.setattr(TensorFile, "read", first_fails_others_wait)
-    monkeypatch.setattr(store, "wait", wait_after_cancelling)
-    opened, flat = store.Opened(tmp_path / "iter_0000001", layout), torch.zeros(whole.numel, dtype=torch.bfloat16)
-    with pytest.raises(DamagedCheckpoint, match="the first block"):
-        opened.fill(flat, [Move(piece, whole, whole)] * 20)
-    calls, held = next(count), flat.clone()
-    time.sleep(0.3)
-    assert next(count) == calls + 1 and torch.equal(flat, held)
-    assert calls <= store.READERS + 1, "one failed, and each reader held one more block when the rest was cancelled"
+    with store.Opened(tmp_path / "iter_0000001", layout) as opened:
+        submit, numbers = opened._readers.submit, itertools.count()
+
+        def submit_numbered(copy, *arguments):
+            def first_fails_others_wait(number):
+                started.append(number)
+                if number == 0:
+                    raise DamagedCheckpoint("the first block")
+                assert cancelled.wait(PATIENCE)
+                copy(*arguments)
+
+            return submit(first_fails_others_wait, next(numbers))
+
+        monkeypatch.setattr(opened._readers, "submit", submit_numbered)
+        monkeypatch.setattr(store, "wait", wait_after_cancelling)
+        with pytest.raises(DamagedCheckpoint, match="the first block"):
+            opened.fill(flat, [Move(piece, whole, whole)] * 20)
+        count, filled = len(started), flat.clone()
+        cancelled.set()  # a fill that does not wait for its readers would let them copy from here on
+    assert len(started) == count and torch.equal(flat, filled)
+    assert count <= store.READERS + 1, "one block failed, and each reader had one more when the others were cancelled"
 
 
 LARGE = {name: ParamMeta((8192, 8192), Shard(dim), "normal") for dim, name in enumerate(("rows", "columns"))}
