@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 # Seconds until a test gives up on what must come: longer than anything takes on a machine that is busy with other work.
-PATIENCE = 300.0
+PATIENCE = 900.0
 
 
 @contextmanager
