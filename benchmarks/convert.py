@@ -36,10 +36,10 @@ def make_sources(folder: Path, megabytes: int) -> None:
     """A run's checkpoint with random weights and moments, and the same in each format."""
     import torch
 
-    from megatron_lite.checkpoint.convert.driver import Request, convert
-    from megatron_lite.checkpoint.convert.grid_files import write_grid
-    from megatron_lite.checkpoint.convert.recipe import whole_table
     from megatron_lite.config.schema import Config, DataConfig, ModelConfig
+    from megatron_lite.convert.driver import Request, convert
+    from megatron_lite.convert.grid_files import write_grid
+    from megatron_lite.convert.recipe import whole_table
     from megatron_lite.parallel.shard import Shard
 
     model = ModelConfig(
@@ -74,7 +74,7 @@ def make_sources(folder: Path, megabytes: int) -> None:
 
 def convert_once(folder: Path, source: str, to: str, tensor: int, pipeline: int, results: Any) -> None:
     """In a process of its own; seconds and peak go into the queue."""
-    from megatron_lite.checkpoint.convert.driver import Request, convert
+    from megatron_lite.convert.driver import Request, convert
 
     request = Request(folder / source, folder / "target", target_format=to, tensor=tensor, pipeline=pipeline)
     before = resident("VmRSS")

@@ -57,8 +57,8 @@ def index_tables(num_documents: int, rounds: int) -> None:
 
 
 def preprocess_table(copies: int, rounds: int) -> None:
-    from megatron_lite.data.preprocess import preprocess
-    from megatron_lite.data.train_tokenizer import train_sentencepiece
+    from megatron_lite.preprocess.corpus import preprocess
+    from megatron_lite.preprocess.train_tokenizer import train_sentencepiece
 
     library = Path(sysconfig.get_paths()["stdlib"])
     sources = [path for path in sorted(library.rglob("*.py")) if "site-packages" not in path.parts]

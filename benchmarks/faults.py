@@ -151,7 +151,7 @@ def overhead(shape: dict[str, int], rounds: int) -> None:
 def recovery(kills: int) -> None:
     """Kills a rank again and again, and waits for the next iteration each time."""
     sys.path.insert(0, str(ROOT))
-    from tests.e2e.command import environment, make_corpus, tiny_yaml
+    from tests.helpers.command import environment, make_corpus, tiny_yaml
 
     print(f"\nSeconds to the end of the next iteration, four ranks\n{'':32}{'median':>8}{'least':>8}{'/ start':>9}")
     pretrain = ["-m", "megatron_lite", "pretrain"]

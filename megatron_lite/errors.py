@@ -32,6 +32,10 @@ class CheckpointError(MegatronLiteError):
     """A checkpoint is missing, damaged or belongs to another model."""
 
 
+class NoCheckpoint(CheckpointError):
+    """A folder to load from holds no checkpoint of megatron_lite."""
+
+
 class DamagedCheckpoint(CheckpointError):
     """A checkpoint's files are not what was written: cut off, changed or gone."""
 

@@ -3,7 +3,7 @@
 import pytest
 from hypothesis import settings
 
-from tests.ranks import Ranks
+from megatron_lite.launch.pool import Ranks
 
 # The same examples on every run, and no deadline: a busy machine is no failure.
 settings.register_profile("megatron_lite", deadline=None, derandomize=True)
@@ -12,7 +12,7 @@ settings.load_profile("megatron_lite")
 
 @pytest.fixture(scope="session")
 def ranks():
-    """`ranks(2, function, *args)`: the results of function on two ranks; see `tests/ranks.py`."""
+    """`ranks(2, function, *args)`: the results of function on two ranks; see `megatron_lite/launch/pool.py`."""
     pool = Ranks()
     yield pool
     pool.close()

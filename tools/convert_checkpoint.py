@@ -4,8 +4,8 @@ import argparse
 import sys
 from pathlib import Path
 
-from megatron_lite.checkpoint.convert import megatron, native
-from megatron_lite.checkpoint.convert.driver import Request, convert
+from megatron_lite.convert import megatron, native
+from megatron_lite.convert.driver import Request, convert
 from megatron_lite.errors import MegatronLiteError
 from megatron_lite.parallel.grid import Grid
 

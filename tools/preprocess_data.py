@@ -4,8 +4,8 @@ import argparse
 import glob
 import sys
 
-from megatron_lite.data.preprocess import preprocess
 from megatron_lite.errors import ConfigError, MegatronLiteError, counted
+from megatron_lite.preprocess.corpus import preprocess
 
 
 def tokenizer_spec(args: argparse.Namespace) -> str:

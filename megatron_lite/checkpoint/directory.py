@@ -17,10 +17,10 @@ import warnings
 from itertools import chain, count
 from pathlib import Path
 
-from megatron_lite.checkpoint.agreement import on_first
 from megatron_lite.checkpoint.layout import LAYOUT_FILE, iteration_folder, iteration_of
 from megatron_lite.checkpoint.tensor_file import explained, sync_folder
 from megatron_lite.errors import CheckpointError
+from megatron_lite.parallel.agreement import on_first
 from megatron_lite.parallel.context import Group
 
 TRACKER_FILE = "latest_checkpointed_iteration.txt"

@@ -9,9 +9,9 @@ from contextlib import contextmanager
 from datetime import datetime, timezone
 from pathlib import Path
 
-from megatron_lite.checkpoint.agreement import on_first
 from megatron_lite.checkpoint.tensor_file import explained
 from megatron_lite.errors import CheckpointError
+from megatron_lite.parallel.agreement import on_first
 from megatron_lite.parallel.context import Group
 
 LOCK_FILE = ".lock"

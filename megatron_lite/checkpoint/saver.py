@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from megatron_lite.checkpoint import store
-from megatron_lite.checkpoint.agreement import all_gathered, on_all
 from megatron_lite.errors import CheckpointError
+from megatron_lite.parallel.agreement import all_gathered, on_all
 from megatron_lite.parallel.context import ParallelContext, apart
 from megatron_lite.parallel.shard import Held
 from megatron_lite.parallel.waiting import ignore_this_thread

@@ -16,7 +16,6 @@ from typing import Any
 from torch import Tensor
 
 from megatron_lite.checkpoint import directory, match
-from megatron_lite.checkpoint.agreement import all_gathered, gather_to_first, on_all, on_first
 from megatron_lite.checkpoint.layout import (
     DTYPE_NAMES,
     LAYOUT_FILE,
@@ -35,6 +34,7 @@ from megatron_lite.checkpoint.reshard import Move, Rectangle
 from megatron_lite.checkpoint.tensor_file import Memory, TensorFile, explained, sync_folder, write_tensors
 from megatron_lite.errors import CheckpointError
 from megatron_lite.model.build import WORD_EMBEDDINGS
+from megatron_lite.parallel.agreement import all_gathered, gather_to_first, on_all, on_first
 from megatron_lite.parallel.context import ParallelContext
 from megatron_lite.parallel.grid import Grid
 from megatron_lite.parallel.shard import Held, ParamTable

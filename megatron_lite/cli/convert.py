@@ -35,7 +35,7 @@ def convert(
     ] = False,
 ) -> None:
     """Convert a checkpoint to another format or layout, tensor by tensor, on the CPU."""
-    from megatron_lite.checkpoint.convert import driver
+    from megatron_lite.convert import driver
 
     request = driver.Request(
         source=source,

@@ -7,7 +7,6 @@ import socket
 
 import typer
 
-from megatron_lite.cli.nodes import Nodes
 from megatron_lite.cli.options import (
     ConfigFile,
     JoinTimeout,
@@ -18,6 +17,7 @@ from megatron_lite.cli.options import (
     NprocPerNode,
     Overrides,
 )
+from megatron_lite.launch.nodes import Nodes
 
 
 def doctor(
@@ -33,11 +33,11 @@ def doctor(
     """Check machines, network, disks and data as a run would use them; without --config the machines alone."""
     # Of a connection that fails torch prints a page; its first line is in our messages.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
-    from megatron_lite.cli.launch import launched_world_size, run_ranks
-    from megatron_lite.cli.nodes import nodes_from
     from megatron_lite.cli.pretrain import check
     from megatron_lite.config.load import load_config
     from megatron_lite.config.validate import validate
+    from megatron_lite.launch.launcher import launched_world_size, run_ranks
+    from megatron_lite.launch.nodes import nodes_from
 
     settings = load_config(config, overrides or [])
     nodes = nodes_from(
@@ -56,7 +56,7 @@ def doctor(
         validate(settings, sizes[0])
     if nodes is not None and nodes.several and nodes.node_rank == 0:
         check_port(nodes)
-    raise typer.Exit(run_ranks("megatron_lite.training.doctor:examine", (settings,), nodes))
+    raise typer.Exit(run_ranks("megatron_lite.doctor.checks:examine", (settings,), nodes))
 
 
 def check_port(nodes: Nodes) -> None:

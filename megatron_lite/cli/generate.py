@@ -39,9 +39,9 @@ def generate(
     For a look at a model, not for serving it: without a key/value cache, each token takes a pass over the full text.
     """
     from megatron_lite.checkpoint.directory import resolve
-    from megatron_lite.cli.launch import launched_world_size, run_ranks
-    from megatron_lite.cli.nodes import nodes_from
     from megatron_lite.config.validate import validate
+    from megatron_lite.launch.launcher import launched_world_size, run_ranks
+    from megatron_lite.launch.nodes import nodes_from
     from megatron_lite.training.generate import check_tokenizer_of, config_of
 
     nodes = nodes_from(nproc_per_node)

@@ -76,7 +76,7 @@ def _inspect_data(path: Path, tokenizer: str, *, has_flags: bool) -> None:
 
 def compare(a: "Opened", b: "Opened", folder_a: Path, folder_b: Path) -> int:
     """Prints how two checkpoints differ; returns whether they do."""
-    from megatron_lite.checkpoint.examine import difference, names_and_kinds
+    from megatron_lite.convert.examine import difference, names_and_kinds
 
     rows, values = [("tensor", "kind", "largest difference", "of at most", "numbers that differ")], 0
     for name, kind in progress(names_and_kinds(a.layout, b.layout)):
@@ -142,8 +142,8 @@ def progress(items: Collection[T]) -> Iterable[T]:
 
 def _numbers(opened: "Opened", name: str, problems: list[str]) -> tuple[str, str]:
     """The norm, and how many numbers are NaN or infinite."""
-    from megatron_lite.checkpoint.examine import numbers
     from megatron_lite.checkpoint.layout import WEIGHT
+    from megatron_lite.convert.examine import numbers
     from megatron_lite.errors import CheckpointError
 
     try:

@@ -12,9 +12,9 @@ if TYPE_CHECKING:
 
 def inspect_data(path: Path, tokenizer_spec: str) -> None:
     """Prints documents, tokens, lengths, and, with the tokenizer of the corpus or the one given, text."""
-    from megatron_lite.data.examine import corpus_lines
     from megatron_lite.data.indexed import IndexedDataset, idx_path
     from megatron_lite.errors import DataError
+    from megatron_lite.preprocess.examine import corpus_lines
 
     prefix = Path(str(path).removesuffix(".bin").removesuffix(".idx"))
     if not idx_path(prefix).exists():

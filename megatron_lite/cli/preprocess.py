@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from megatron_lite.cli.options import JsonKey, MoreInput, TextInput, TokenizerSpec
-from megatron_lite.training.available import available_cores
+from megatron_lite.launch.available import available_cores
 
 if TYPE_CHECKING:
-    from megatron_lite.data.preprocess import PreprocessReport
+    from megatron_lite.preprocess.corpus import PreprocessReport
 
 
 def preprocess(
@@ -46,8 +46,8 @@ def preprocess(
 
     A JSON line is a document. A plain text file is one too, unless --split-on divides it.
     """
-    from megatron_lite.data.preprocess import preprocess as run
     from megatron_lite.errors import counted
+    from megatron_lite.preprocess.corpus import preprocess as run
 
     report = run(
         [*input, *(more_input or [])],

@@ -45,11 +45,11 @@ def pretrain(
     ] = False,
 ) -> None:
     """Train a model; goes on from the newest checkpoint in run.dir."""
-    from megatron_lite.cli.launch import launched_world_size, run_ranks
-    from megatron_lite.cli.nodes import nodes_from
     from megatron_lite.config.load import load_config
     from megatron_lite.config.validate import raise_any
     from megatron_lite.errors import StoppedEarly
+    from megatron_lite.launch.launcher import launched_world_size, run_ranks
+    from megatron_lite.launch.nodes import nodes_from
     from megatron_lite.training.streams import survive_lost_output
 
     settings = load_config(config, overrides or [])
@@ -76,13 +76,26 @@ def pretrain(
         raise_any(with_data(settings)[1])
     survive_lost_output(Path(settings.run.dir))
     try:
-        exit_code = run_ranks("megatron_lite.training.pretrain:pretrain", (settings, *providers), nodes)
+        exit_code = run_ranks("megatron_lite.cli.pretrain:train", (settings, *providers), nodes)
     except StoppedEarly as stop:
         if "RANK" not in os.environ:
             raise
         _leave_exit_code(settings, stop)
         return
     raise typer.Exit(exit_code)
+
+
+def train(config: "Config", *providers: "NamedProvider") -> None:
+    """The work of one rank: training, with what only the command line knows passed to it."""
+    from megatron_lite.training.pretrain import pretrain
+
+    pretrain(config, *providers, hint=_convert_hint)
+
+
+def _convert_hint(config: "Config") -> str:
+    from megatron_lite.convert.driver import convert_hint  # a tenth of a second, which other runs need not wait
+
+    return convert_hint(config)
 
 
 def _providers(model: str) -> "tuple[NamedProvider, ...]":

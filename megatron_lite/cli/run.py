@@ -32,9 +32,9 @@ def run(
     log_dir: LogDir = None,
 ) -> None:
     """Run a Python script on every rank; options of the launch come before SCRIPT."""
-    from megatron_lite.cli.launch import launched_world_size, run_ranks
-    from megatron_lite.cli.nodes import nodes_from
     from megatron_lite.errors import ConfigError
+    from megatron_lite.launch.launcher import launched_world_size, run_ranks
+    from megatron_lite.launch.nodes import nodes_from
 
     if not script.is_file():
         raise ConfigError(f"{script}: no such file; run wants the path of a Python script")

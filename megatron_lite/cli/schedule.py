@@ -45,7 +45,7 @@ def schedule(
     ] = None,
 ) -> None:
     """Draw a pipeline schedule and print its bubble, its length and how many activations each rank holds."""
-    from megatron_lite.pipeline.picture import draw, save_picture
+    from megatron_lite.cli.picture import draw, save_picture
     from megatron_lite.pipeline.schedules import build_schedule
     from megatron_lite.pipeline.simulate import idle_share, peak_live, timeline
 

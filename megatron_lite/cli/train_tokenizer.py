@@ -18,7 +18,7 @@ def train_tokenizer(
     json_key: JsonKey = "text",
 ) -> None:
     """Train a sentencepiece BPE tokenizer that keeps every text, code included, exactly."""
-    from megatron_lite.data.train_tokenizer import train_sentencepiece
+    from megatron_lite.preprocess.train_tokenizer import train_sentencepiece
 
     model = train_sentencepiece([*input, *(more_input or [])], output_prefix, vocab_size, json_key=json_key)
     typer.echo(f"{model}: {vocab_size:,} tokens; use it as the tokenizer sentencepiece:{model}")

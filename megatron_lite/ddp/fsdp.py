@@ -4,9 +4,9 @@ A rank keeps its run of every parameter, of its gradient and of its moments: in 
 its tensor-parallel rank has, on d ranks of dp, master 4/d + gradient 4/d + moments 8/d = 16/d after a step (32/d in
 fp64), and nothing whole. A tensor is cut by rows, so what does not divide is rounded up to a row for each rank.
 During a step come the whole weights of three units in the dtype of `train.precision`: the root, the unit that runs
-and the one fetched ahead; and the whole gradients of one. A unit is an element of a list of modules, or a transformer
-block; the root has the rest, and is whole from a forward to the end of its backward, so that a head may read the
-embedding's weight.
+and the one fetched ahead; and the whole gradients of one. A unit is an element of a list of modules, or a module whose
+`is_sharding_unit` is true; the root has the rest, and is whole from a forward to the end of its backward, so that a
+head may read the embedding's weight.
 
 Each micro-batch gathers every unit twice, for forward and for backward, and its gradients are reduce-scattered at
 once. Putting that off to the last one, as LocalDDP does, would need whole gradients in between, and memory is what
@@ -28,7 +28,6 @@ from torch.distributed.tensor import DTensor
 
 from megatron_lite.ddp.data_parallel import DataParallel, only_dtype
 from megatron_lite.errors import TrainingError
-from megatron_lite.model.block import TransformerBlock
 from megatron_lite.parallel.context import Group
 from megatron_lite.parallel.shard import Held
 
@@ -107,9 +106,9 @@ class FullyShardedDDP(DataParallel):
 
 
 def _units(module: nn.Module) -> Iterator[nn.Module]:
-    """What is gathered together: elements of the outermost lists of modules, and other transformer blocks."""
+    """What is gathered together: elements of the outermost lists of modules, and modules marked as units."""
     for child in module.children():
-        if isinstance(child, TransformerBlock) or (isinstance(module, LISTS) and not isinstance(child, LISTS)):
+        if getattr(child, "is_sharding_unit", False) or (isinstance(module, LISTS) and not isinstance(child, LISTS)):
             yield child
         else:
             yield from _units(child)

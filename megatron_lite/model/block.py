@@ -35,6 +35,8 @@ class TransformerBlock(nn.Module):
     `place` is its number among the blocks of its stage, from 0.
     """
 
+    is_sharding_unit = True  # parallel.ddp: fsdp gathers each block alone
+
     def __init__(self, config: ModelConfig, options: LayerOptions, *, place: int, own_query_input: bool = False):
         super().__init__()
         self.options = options

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 
 from megatron_lite.checkpoint import store
-from megatron_lite.checkpoint.agreement import on_first
 from megatron_lite.checkpoint.directory import iterations, locate, set_aside
 from megatron_lite.checkpoint.layout import parse_config, read_layout
 from megatron_lite.checkpoint.match import MODEL_PROVIDER
@@ -16,6 +15,7 @@ from megatron_lite.config.load import FIELDS
 from megatron_lite.config.schema import Config, OptimConfig
 from megatron_lite.errors import CheckpointError, ConfigError, DamagedCheckpoint, TrainingError
 from megatron_lite.optim.lr import learning_rate
+from megatron_lite.parallel.agreement import on_first
 from megatron_lite.parallel.collectives import all_reduce
 from megatron_lite.parallel.grid import Grid
 from megatron_lite.parallel.random import seed_everything

@@ -19,11 +19,11 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
 from megatron_lite import mpu
-from megatron_lite.checkpoint.agreement import all_gathered
 from megatron_lite.config.schema import Config
 from megatron_lite.config.validate import validate
 from megatron_lite.ddp.deepspeed import release as release_deepspeed
 from megatron_lite.errors import ConfigError, TrainingError
+from megatron_lite.parallel.agreement import all_gathered
 from megatron_lite.parallel.context import Group, ParallelContext
 from megatron_lite.parallel.grid import Grid
 from megatron_lite.parallel.random import RngTracker, seed_everything

@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
-from megatron_lite.checkpoint.agreement import on_first
 from megatron_lite.data.blended import Dataset
 from megatron_lite.errors import MegatronLiteError, StoppedEarly
+from megatron_lite.parallel.agreement import on_first
 from megatron_lite.parallel.waiting import LostRanks
 from megatron_lite.training.checkpointing import save_run
 from megatron_lite.training.evaluate import evaluate, loader

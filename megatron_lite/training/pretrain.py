@@ -14,15 +14,15 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 
-from megatron_lite.checkpoint.agreement import on_all, on_first
 from megatron_lite.checkpoint.lock import locked
 from megatron_lite.config.schema import Config
 from megatron_lite.config.stages import layer_counts
 from megatron_lite.data.blended import Splits, check_order_is_kept
 from megatron_lite.data.statistics import bytes_per_token, unigram_entropy
 from megatron_lite.data.tokenizer import Tokenizer
-from megatron_lite.errors import ConfigError, StoppedEarly, counted
+from megatron_lite.errors import ConfigError, NoCheckpoint, StoppedEarly, counted
 from megatron_lite.model.build import get_model
+from megatron_lite.parallel.agreement import on_all, on_first
 from megatron_lite.pipeline.schedules import build_schedule
 from megatron_lite.pipeline.simulate import bubble
 from megatron_lite.training.corpora import data_lines, open_splits, wanted_samples
@@ -46,15 +46,20 @@ def pretrain(
     config: Config,
     model_provider: ModelProvider = get_model,
     datasets_provider: DatasetsProvider | None = None,
+    *,
+    hint: Callable[[Config], str] | None = None,
 ) -> TrainState:
     """Trains to `train.iterations` and returns the final counters; goes on from the newest checkpoint of the run.
 
     Collective: every process of the launch calls it with the same config. Raises a MegatronLiteError whose text
-    is for the user; StoppedEarly means that a signal ended it with a checkpoint saved.
+    is for the user; StoppedEarly means that a signal ended it with a checkpoint saved. `hint` explains a folder to load
+    from that holds no checkpoint: its text follows the error's.
     """
     survive_lost_output(Path(config.run.dir))
     try:
         return run_to_end(config, model_provider, datasets_provider)
+    except NoCheckpoint as error:
+        raise NoCheckpoint(f"{error}{hint(config) if hint else ''}") from error
     except BaseException as error:
         traceback.clear_frames(error.__traceback__)  # their locals hold groups
         raise

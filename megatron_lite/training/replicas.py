@@ -5,8 +5,8 @@ from collections import Counter
 import torch
 from torch import nn
 
-from megatron_lite.checkpoint.agreement import all_gathered
 from megatron_lite.errors import TrainingError
+from megatron_lite.parallel.agreement import all_gathered
 from megatron_lite.parallel.collectives import all_gather, all_reduce, broadcast
 from megatron_lite.parallel.context import ParallelContext
 from megatron_lite.parallel.shard import ParamTable

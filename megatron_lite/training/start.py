@@ -13,7 +13,7 @@ from megatron_lite.checkpoint.directory import (
     root_of,
 )
 from megatron_lite.config.schema import Config
-from megatron_lite.errors import CheckpointError
+from megatron_lite.errors import CheckpointError, NoCheckpoint
 
 
 def checkpoints_of(run_dir: str) -> Path:
@@ -43,7 +43,7 @@ def find_start(config: Config) -> Start | None:
     """The newest checkpoint of run.dir; without one that of `checkpoint.load`, of `checkpoint.load_weights`, or None.
 
     A run that was branched off another one so resumes by the command that started it.
-    Raises CheckpointError for a folder to load from without a checkpoint.
+    Raises NoCheckpoint for a folder to load from that holds none.
     """
     own, wanted = checkpoints_of(config.run.dir), config.checkpoint.load_iteration or None
     given = {"checkpoint.load": config.checkpoint.load, "checkpoint.load_weights": config.checkpoint.load_weights}
@@ -65,7 +65,7 @@ def find_start(config: Config) -> Start | None:
     try:
         root, iteration = place_of(resolve(Path(folder), wanted))
     except CheckpointError as error:
-        raise CheckpointError(f"{key}: {_convert_first(folder) or error}") from error
+        raise NoCheckpoint(f"{key}: {error}") from error
     return Start(key, root, iteration, is_chosen, "" if is_chosen else _older_than_newest(root, iteration))
 
 
@@ -76,14 +76,3 @@ def _older_than_newest(root: Path, iteration: int) -> str:
         return ""
     tracker = root / TRACKER_FILE
     return f"{tracker} names iteration {iteration}; the newest is {newest}. Write {newest} into it to load that"
-
-
-def _convert_first(folder: str) -> str:
-    """What to do with a folder of another format; empty for one of no other."""
-    # A tenth of a second, which other runs need not wait.
-    from megatron_lite.checkpoint.convert.driver import NATIVE, recognised
-
-    foreign = recognised(Path(folder))
-    if foreign in ("", NATIVE):
-        return ""
-    return f"{folder} is a checkpoint of {foreign}. Load what `megatron-lite convert {folder} NEW_FOLDER` makes of it"

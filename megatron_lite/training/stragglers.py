@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from statistics import median
 
-from megatron_lite.checkpoint.agreement import all_gathered
+from megatron_lite.parallel.agreement import all_gathered
 from megatron_lite.parallel.waiting import record_waits
 from megatron_lite.training.run import Run
 from megatron_lite.training.timeline import Timeline

@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
-from megatron_lite.checkpoint.agreement import gather_to_first
 from megatron_lite.data.loader import Batch
+from megatron_lite.parallel.agreement import gather_to_first
 from megatron_lite.parallel.collectives import barrier
 from megatron_lite.parallel.context import Group, ParallelContext
 from megatron_lite.pipeline.actions import Action

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from tests.cluster import namespaces
 from tests.cluster.namespaces import PATH, Host
-from tests.limits import PATIENCE
+from tests.helpers.limits import PATIENCE
 
 # Neither systemd nor usable cgroups are needed: ProctrackType, TaskPlugin and JobAcctGatherType keep away from both.
 # A requeued job waits for cred_expire, by default two minutes. config_overrides: a node may have more than the machine.

@@ -20,7 +20,7 @@ from megatron_lite.checkpoint.saver import Saver
 from megatron_lite.errors import CheckpointError
 from megatron_lite.parallel.context import ParallelContext
 from megatron_lite.parallel.grid import Grid
-from tests.checkpoints import CONFIG, TABLE, assert_holds, contents, held
+from tests.helpers.checkpoints import CONFIG, TABLE, assert_holds, contents, held
 
 FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 

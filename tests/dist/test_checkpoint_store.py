@@ -10,12 +10,12 @@ import torch
 from safetensors.torch import load_file
 
 from megatron_lite.checkpoint import directory, store
-from megatron_lite.checkpoint.agreement import gather_to_first, on_all, on_first
 from megatron_lite.checkpoint.layout import read_layout
 from megatron_lite.errors import CheckpointError
+from megatron_lite.parallel.agreement import gather_to_first, on_all, on_first
 from megatron_lite.parallel.context import ParallelContext
 from megatron_lite.parallel.grid import Grid
-from tests.checkpoints import TABLE, assert_holds, assert_same, bytes_of, contents, load, save, whole
+from tests.helpers.checkpoints import TABLE, assert_holds, assert_same, bytes_of, contents, load, save, whole
 
 
 def context(tp: int, dp: int) -> ParallelContext:

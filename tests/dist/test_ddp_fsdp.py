@@ -15,6 +15,7 @@ from megatron_lite.ddp.data_parallel import DataParallel
 from megatron_lite.ddp.finalize import finalize_grads
 from megatron_lite.ddp.fsdp import FullyShardedDDP
 from megatron_lite.ddp.wrap import wrap_ddp
+from megatron_lite.launch.pool import RanksFailed
 from megatron_lite.parallel.context import ParallelContext
 from megatron_lite.parallel.grid import Grid
 from megatron_lite.parallel.shard import ParamMeta, Shard
@@ -24,8 +25,7 @@ from megatron_lite.training.run import Run
 from megatron_lite.training.setup import setup_model_and_optimizer
 from megatron_lite.training.step import forward_backward, train_step
 from tests.e2e.test_resume import Counting, rows, run_to_the_end, tensor_files
-from tests.e2e.tiny import gather, model_with_biases, portion, tiny_config, train_tiny
-from tests.ranks import RanksFailed
+from tests.helpers.tiny import gather, model_with_biases, portion, tiny_config, train_tiny
 
 
 def run_of(model: str, **changes: Any) -> Run:

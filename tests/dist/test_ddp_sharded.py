@@ -12,13 +12,13 @@ from megatron_lite.ddp import sharded
 from megatron_lite.ddp.finalize import finalize_grads
 from megatron_lite.ddp.sharded import ShardedDDP
 from megatron_lite.ddp.wrap import wrap_ddp
+from megatron_lite.launch.pool import RanksFailed
 from megatron_lite.optim.mixed_precision import MixedPrecisionOptimizer
 from megatron_lite.optim.scaler import ConstantScaler
 from megatron_lite.parallel.context import ParallelContext
 from megatron_lite.parallel.grid import Grid
 from megatron_lite.parallel.shard import ParamMeta, ParamTable, Shard
-from tests.e2e.tiny import train_tiny
-from tests.ranks import RanksFailed
+from tests.helpers.tiny import train_tiny
 
 STEPS = 10
 LAYOUTS = {

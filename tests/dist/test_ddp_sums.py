@@ -8,10 +8,10 @@ from megatron_lite.config.load import load_config
 from megatron_lite.ddp.data_parallel import DataParallel
 from megatron_lite.ddp.finalize import finalize_grads
 from megatron_lite.ddp.wrap import wrap_ddp
+from megatron_lite.launch.pool import RanksFailed
 from megatron_lite.parallel.context import ParallelContext
 from megatron_lite.parallel.grid import Grid
 from megatron_lite.parallel.shard import ParamMeta, ParamTable, Shard
-from tests.ranks import RanksFailed
 
 SAMPLES = 12
 

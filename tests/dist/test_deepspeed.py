@@ -10,7 +10,7 @@ import torch.distributed as dist
 from megatron_lite.training.initialize import finalize_megatron, initialize_megatron
 from megatron_lite.training.setup import setup_model_and_optimizer
 from megatron_lite.training.step import train_step
-from tests.e2e.tiny import model_with_biases, portion, tiny_config, train_tiny
+from tests.helpers.tiny import model_with_biases, portion, tiny_config, train_tiny
 
 STEPS = 4
 # One micro-batch in each of the first two steps, two in the others.

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from megatron_lite.config.schema import Config
 from megatron_lite.ddp import deepspeed as deepspeed_file
+from megatron_lite.launch.pool import RanksFailed
 from megatron_lite.model import build
 from megatron_lite.parallel.embedding import VocabParallelEmbedding
 from megatron_lite.parallel.linear import ColumnParallelLinear
@@ -24,8 +25,7 @@ from megatron_lite.training.setup import setup_model_and_optimizer
 from megatron_lite.training.state import TrainState
 from megatron_lite.training.step import forward_of, sum_over_pipeline, train_step
 from tests.dist.test_deepspeed import COMMON, OFFLOAD, OFFLOAD_ALL, TIGHT, deepspeed
-from tests.e2e.tiny import gather, model_with_biases, portion, tiny_config, train_tiny
-from tests.ranks import RanksFailed
+from tests.helpers.tiny import gather, model_with_biases, portion, tiny_config, train_tiny
 
 
 def start(config: Config) -> Run:

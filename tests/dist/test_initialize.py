@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from megatron_lite.errors import ConfigError
 from megatron_lite.training.initialize import finalize_megatron, initialize_megatron, join_process_group
-from tests.e2e.tiny import tiny_config
+from tests.helpers.tiny import tiny_config
 
 
 def initialized(changes_of_last: dict) -> str:

@@ -12,7 +12,7 @@ from megatron_lite.training.initialize import finalize_megatron, initialize_mega
 from megatron_lite.training.memory import memory_line, num_local_parameters
 from megatron_lite.training.setup import setup_model_and_optimizer
 from megatron_lite.training.step import train_step
-from tests.e2e.tiny import portion, tiny_config
+from tests.helpers.tiny import portion, tiny_config
 
 # Large enough that a batch, and what pads buckets, are small beside it.
 SIZES = {"hidden_size": 128, "num_layers": 4, "num_heads": 4, "vocab_size": 2000, "ffn_hidden_size": 500}

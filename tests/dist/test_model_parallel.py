@@ -6,7 +6,7 @@ from torch.testing import assert_close
 
 from megatron_lite.model.build import get_model, named_params, param_table
 from megatron_lite.parallel.random import seed_everything
-from tests.model_runs import (
+from tests.helpers.model_runs import (
     assert_grads_close,
     context,
     joined_grads,

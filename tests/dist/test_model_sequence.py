@@ -6,7 +6,7 @@ from megatron_lite.model.block import TransformerBlock
 from megatron_lite.model.codegeex import TopQueryEmbeddings
 from megatron_lite.model.embedding import Embedding
 from megatron_lite.parallel.context import solo
-from tests.model_runs import context, layer_options, tiny
+from tests.helpers.model_runs import context, layer_options, tiny
 from tests.unit.test_model_recompute import kept_bytes
 
 S, B, H, TP = 16, 3, 32, 2

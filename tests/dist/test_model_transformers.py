@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch.testing import assert_close
 
-from tests.model_runs import (
+from tests.helpers.model_runs import (
     assert_grads_close,
     joined_grads,
     joined_logits,

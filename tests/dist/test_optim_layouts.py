@@ -16,7 +16,7 @@ from megatron_lite.optim.scaler import ConstantScaler, DynamicLossScaler, LossSc
 from megatron_lite.parallel.context import ParallelContext
 from megatron_lite.parallel.grid import Grid
 from megatron_lite.parallel.shard import ParamMeta, Shard
-from tests.toy import TABLE, ToyModel, whole
+from tests.helpers.toy import TABLE, ToyModel, whole
 
 SAMPLES = range(8)
 STEPS = 4

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from megatron_lite.config.schema import Config
 from megatron_lite.data.samplers import microbatch_indices
+from megatron_lite.launch.pool import RanksFailed
 from megatron_lite.model.build import named_params, param_table
 from megatron_lite.optim.lr import learning_rate
 from megatron_lite.optim.mixed_precision import StepOutcome
@@ -27,8 +28,7 @@ from megatron_lite.training.run import Run
 from megatron_lite.training.setup import setup_model_and_optimizer
 from megatron_lite.training.step import StepReport, train_step
 from tests.e2e.test_resume import Counting, run_to_the_end
-from tests.e2e.tiny import gather, model_with_biases, portion, sample, tiny_config
-from tests.ranks import RanksFailed
+from tests.helpers.tiny import gather, model_with_biases, portion, sample, tiny_config
 
 # AdamW without moments and with an eps beside which the gradient vanishes is SGD with rate lr / eps.
 PLAIN_SGD = {

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store, _set_pg_timeout
 
-from megatron_lite.checkpoint.agreement import all_gathered, gather_to_first, on_all, on_first
+from megatron_lite.parallel.agreement import all_gathered, gather_to_first, on_all, on_first
 from megatron_lite.parallel.collectives import (
     all_gather,
     all_reduce,

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from megatron_lite.errors import TrainingError
+from megatron_lite.launch.pool import RanksFailed
 from megatron_lite.pipeline.schedules import build_schedule
 from tests.dist.test_pipeline_engine import BATCH, MESSAGE, WIDTH, engine_of, forward_of, modules_of
-from tests.ranks import RanksFailed
 
 
 def run_with(mistake: str, schedule: str, rank: int, timeout_seconds: float) -> None:

@@ -7,8 +7,8 @@ from megatron_lite.training.memory import num_local_parameters
 from megatron_lite.training.setup import setup_model_and_optimizer
 from megatron_lite.training.step import train_step
 from tests.dist.test_memory import ENGINES, SIZES
-from tests.e2e.tiny import portion, tiny_config
-from tests.wire import Wire
+from tests.helpers.tiny import portion, tiny_config
+from tests.helpers.wire import Wire
 
 NOTHING_STAYS = {"deepspeed__stage3_max_live_parameters": 0, "deepspeed__stage3_max_reuse_distance": 0}
 LAYERS, HIDDEN, LENGTH, BATCH = SIZES["num_layers"], SIZES["hidden_size"], 16, 4

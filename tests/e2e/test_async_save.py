@@ -12,8 +12,8 @@ from megatron_lite.training.checkpointing import save_run
 from megatron_lite.training.initialize import finalize_megatron, initialize_megatron
 from megatron_lite.training.setup import setup_model_and_optimizer
 from megatron_lite.training.step import train_step
-from tests.checkpoints import tensors_of_newest
-from tests.e2e.tiny import portion, tiny_config
+from tests.helpers.checkpoints import tensors_of_newest
+from tests.helpers.tiny import portion, tiny_config
 
 LAYOUTS = {
     "one": (1, {}),

@@ -13,6 +13,7 @@ import torch
 from megatron_lite.checkpoint import store
 from megatron_lite.checkpoint.layout import read_layout
 from megatron_lite.errors import CheckpointError, TrainingError
+from megatron_lite.launch.pool import RanksFailed
 from megatron_lite.training.checkpointing import load_run, save_run
 from megatron_lite.training.initialize import finalize_megatron, initialize_megatron
 from megatron_lite.training.replicas import refuse_replicas_apart
@@ -23,8 +24,7 @@ from megatron_lite.training.state import ENOUGH_LOSSES, TrainState
 from megatron_lite.training.step import StepReport, advance, sum_over_pipeline, train_step
 from tests.e2e.test_damage import flip_a_bit
 from tests.e2e.test_resume import rows, run_to_the_end, tensor_files
-from tests.e2e.tiny import gather, model_with_biases, portion, tiny_config
-from tests.ranks import RanksFailed
+from tests.helpers.tiny import gather, model_with_biases, portion, tiny_config
 
 ENGINES = {
     "alone": (1, {}),

@@ -12,7 +12,7 @@ import pytest
 
 from tests.cluster import hosts, slurm
 from tests.cluster.namespaces import Host
-from tests.limits import PATIENCE
+from tests.helpers.limits import PATIENCE
 
 needs_hosts = pytest.mark.skipif(bool(hosts.why_not()), reason=hosts.why_not())
 needs_slurm = pytest.mark.skipif(bool(slurm.why_not()), reason=slurm.why_not())

@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.e2e.command import environment, make_corpus, run, run_here, start, tiny_yaml
 from tests.e2e.test_kill import wait_for
 from tests.e2e.test_resume import rows
-from tests.limits import PATIENCE
+from tests.helpers.command import environment, make_corpus, run, run_here, start, tiny_yaml
+from tests.helpers.limits import PATIENCE
 
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone")
 

@@ -7,14 +7,14 @@ import torch
 from torch.testing import assert_close
 
 from megatron_lite.checkpoint import store
-from megatron_lite.checkpoint.convert import native
-from megatron_lite.checkpoint.convert.driver import Request, convert
-from megatron_lite.checkpoint.convert.recipe import Checkpoint, whole_table
 from megatron_lite.checkpoint.directory import resolve
 from megatron_lite.checkpoint.layout import read_layout
 from megatron_lite.checkpoint.store import verify
 from megatron_lite.checkpoint.tensor_file import Spec
 from megatron_lite.config.schema import Config, ModelConfig
+from megatron_lite.convert import native
+from megatron_lite.convert.driver import Request, convert
+from megatron_lite.convert.recipe import Checkpoint, whole_table
 from megatron_lite.errors import CheckpointError
 from megatron_lite.model.build import get_model, named_params, param_table
 from megatron_lite.parallel.collectives import all_gather
@@ -22,10 +22,10 @@ from megatron_lite.parallel.context import ParallelContext
 from megatron_lite.parallel.grid import Grid
 from megatron_lite.parallel.random import seed_everything
 from megatron_lite.parallel.shard import Held
-from tests.checkpoints import tensors_of_newest
-from tests.e2e.command import make_corpus, run, run_here
-from tests.e2e.tiny import visit
-from tests.huggingface import VOCAB, gpt2, llama, logits, tokens
+from tests.helpers.checkpoints import tensors_of_newest
+from tests.helpers.command import make_corpus, run, run_here
+from tests.helpers.huggingface import VOCAB, gpt2, llama, logits, tokens
+from tests.helpers.tiny import visit
 
 TP2_PP2 = {"parallel__tensor": 2, "parallel__pipeline": 2}
 

@@ -3,7 +3,7 @@
 import pytest
 
 from megatron_lite.checkpoint.layout import read_layout
-from tests.e2e.command import make_corpus, run_here, tiny_yaml
+from tests.helpers.command import make_corpus, run_here, tiny_yaml
 
 DOUBLED = """
 from megatron_lite import get_model

@@ -11,8 +11,8 @@ import torch.distributed as dist
 
 from megatron_lite.checkpoint.tensor_file import TensorFile
 from megatron_lite.errors import CheckpointError, DamagedCheckpoint
+from megatron_lite.launch.pool import RanksFailed
 from tests.e2e.test_resume import rows, run_to_the_end, tensor_files
-from tests.ranks import RanksFailed
 
 COMMON = {"checkpoint__interval": 2, "checkpoint__keep": 0, "train__micro_batch_size": 2}
 

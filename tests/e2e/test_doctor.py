@@ -11,10 +11,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_lite.training import doctor_machine, doctor_network
-from megatron_lite.training.doctor_network import ADVICE
-from tests.e2e.command import make_corpus, run, tiny_yaml
-from tests.e2e.patients import A, B, Doctor, examined, failed, patched
+from megatron_lite.doctor import machine as doctor_machine
+from megatron_lite.doctor import network as doctor_network
+from megatron_lite.doctor.network import ADVICE
+from tests.helpers.command import make_corpus, run, tiny_yaml
+from tests.helpers.patients import A, B, Doctor, examined, failed, patched
 
 
 @pytest.fixture

@@ -19,9 +19,9 @@ import torch
 
 from megatron_lite.errors import StoppedEarly
 from megatron_lite.training.loop import train_step
-from tests.e2e.command import ROOT, environment
 from tests.e2e.test_resume import rows, run_to_the_end, tensor_files
-from tests.limits import PATIENCE
+from tests.helpers.command import ROOT, environment
+from tests.helpers.limits import PATIENCE
 
 HANG_SECONDS = 6.0
 TIMED = {"kill": signal.SIGKILL, "term": signal.SIGTERM, "stop": signal.SIGSTOP}
@@ -81,9 +81,9 @@ def train(folder: str, faults: str, changes: str) -> None:
 
 LAUNCH = """
 import sys
-from megatron_lite.cli.launch import launch
-from megatron_lite.cli.nodes import Nodes
-from tests.e2e.forked_ranks import forked_ranks
+from megatron_lite.launch.launcher import launch
+from megatron_lite.launch.nodes import Nodes
+from tests.helpers.forked_ranks import forked_ranks
 if __name__ == "__main__":
     with forked_ranks("tests.e2e.test_faults"):
         sys.exit(launch("tests.e2e.test_faults:train", tuple(sys.argv[2:]), Nodes(int(sys.argv[1]), max_restarts=1000)))

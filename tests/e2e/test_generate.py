@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.command import make_corpus, run_here, tiny_yaml
+from tests.helpers.command import make_corpus, run_here, tiny_yaml
 
 
 @pytest.fixture(scope="module")

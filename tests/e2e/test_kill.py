@@ -18,9 +18,9 @@ from megatron_lite.checkpoint.layout import read_layout
 from megatron_lite.checkpoint.store import verify
 from megatron_lite.config.load import load_config
 from megatron_lite.training.pretrain import pretrain
-from tests.e2e.command import make_corpus, run, start, tiny_yaml
 from tests.e2e.test_resume import rows, run_to_the_end, tensor_files
-from tests.limits import PATIENCE
+from tests.helpers.command import make_corpus, run, start, tiny_yaml
+from tests.helpers.limits import PATIENCE
 
 SIZE = 2
 FOREVER = 1_000_000

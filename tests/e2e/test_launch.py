@@ -11,11 +11,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from megatron_lite.cli.launch import _SignalsToRanks, run_ranks
-from megatron_lite.cli.reports import STOP_SIGNALS, report_end
 from megatron_lite.errors import ConfigError, StoppedEarly
-from tests.e2e.command import ROOT, environment
-from tests.limits import PATIENCE
+from megatron_lite.launch.launcher import _SignalsToRanks, run_ranks
+from megatron_lite.launch.reports import STOP_SIGNALS, report_end
+from tests.helpers.command import ROOT, environment
+from tests.helpers.limits import PATIENCE
 
 HERE = "tests.e2e.test_launch"
 
@@ -63,7 +63,7 @@ def sleep(folder: str) -> None:
 def start(target: str, *arguments: str) -> subprocess.Popen[str]:
     """A process that launches two ranks of a function of this file and exits with the launch's code."""
     code = (
-        "import sys\nfrom megatron_lite.cli.launch import launch\nfrom megatron_lite.cli.nodes import Nodes\n"
+        "import sys\nfrom megatron_lite.launch.launcher import launch\nfrom megatron_lite.launch.nodes import Nodes\n"
         f"if __name__ == '__main__':\n    sys.exit(launch('{HERE}:{target}', {arguments!r}, Nodes(2)))\n"
     )
     return subprocess.Popen(

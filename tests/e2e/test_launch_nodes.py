@@ -29,16 +29,16 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousTimeoutError,
 )
 
-from megatron_lite.cli import launch as launch_module
-from megatron_lite.cli import rendezvous as rendezvous_module
-from megatron_lite.cli.agent import ENDED_BY_OTHERS, Agent, _why_apart, run_agent
-from megatron_lite.cli.launch import launch
-from megatron_lite.cli.nodes import Nodes
-from megatron_lite.cli.reports import _write
 from megatron_lite.errors import ConfigError, StoppedEarly, TrainingError
-from tests.e2e.command import ROOT, environment, start
-from tests.e2e.forked_ranks import forked_ranks
-from tests.limits import PATIENCE
+from megatron_lite.launch import launcher as launch_module
+from megatron_lite.launch import rendezvous as rendezvous_module
+from megatron_lite.launch.agent import ENDED_BY_OTHERS, Agent, _why_apart, run_agent
+from megatron_lite.launch.launcher import launch
+from megatron_lite.launch.nodes import Nodes
+from megatron_lite.launch.reports import _write
+from tests.helpers.command import ROOT, environment, start
+from tests.helpers.forked_ranks import forked_ranks
+from tests.helpers.limits import PATIENCE
 
 HERE = "tests.e2e.test_launch_nodes"
 STATE = "torch.rendezvous.megatron_lite"  # the key that torch's elastic rendezvous uses
@@ -150,8 +150,8 @@ def test_a_command_that_waits_in_vain_prints_one_message(tmp_path):
 
 WAITING = """
 import sys
-from megatron_lite.cli import launch
-from megatron_lite.cli.nodes import Nodes
+from megatron_lite.launch import launcher as launch
+from megatron_lite.launch.nodes import Nodes
 launch.STOP_SECONDS = 0.3
 sys.exit(launch.launch("{here}:never", (), {nodes!r}))
 """

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.e2e.tiny import MODELS, train_tiny
+from tests.helpers.tiny import MODELS, train_tiny
 
 STEPS = 5
 ENDS = "[0,1,1,1,1,1,1,0]"  # the first stage has the embedding only, the last one the head only

@@ -28,11 +28,11 @@ from megatron_lite.training.pretrain import pretrain
 from megatron_lite.training.run import Run
 from megatron_lite.training.setup import setup_model_and_optimizer
 from megatron_lite.training.step import train_step
-from tests.e2e.command import environment, make_corpus, start, tiny_yaml
 from tests.e2e.test_kill import wait_for
 from tests.e2e.test_resume import Counting, counting_splits
-from tests.e2e.tiny import model_with_biases, portion, tiny_config
-from tests.limits import PATIENCE
+from tests.helpers.command import environment, make_corpus, start, tiny_yaml
+from tests.helpers.limits import PATIENCE
+from tests.helpers.tiny import model_with_biases, portion, tiny_config
 
 FOUR_LAYERS = {"model__num_layers": 4, "train__micro_batch_size": 1}
 VIRTUAL = {"parallel__pipeline": 2, "parallel__schedule": "interleaved", "parallel__virtual_pipeline": 2}
@@ -291,8 +291,8 @@ def hanging_stage(folder: str) -> None:
 
 LAUNCH = """
 import sys
-from megatron_lite.cli.launch import launch
-from megatron_lite.cli.nodes import Nodes
+from megatron_lite.launch.launcher import launch
+from megatron_lite.launch.nodes import Nodes
 sys.exit(launch("tests.e2e.test_pipeline:hanging_stage", (sys.argv[1],), Nodes(2)))
 """
 

@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 
 from megatron_lite.training import pretrain as pretrain_module
-from tests.e2e.command import environment, make_corpus, run, run_here, start, tiny_yaml
-from tests.limits import PATIENCE
+from tests.helpers.command import environment, make_corpus, run, run_here, start, tiny_yaml
+from tests.helpers.limits import PATIENCE
 
 LOOPBACK = "0100007F"
 # Runs the words that follow on a host with another name, which the folder's file `hosts` gives an address.

@@ -9,8 +9,8 @@ import sys
 import pytest
 
 from megatron_lite.config.load import FIELDS, load_config
-from tests.e2e.command import ROOT, environment, make_corpus
-from tests.limits import PATIENCE
+from tests.helpers.command import ROOT, environment, make_corpus
+from tests.helpers.limits import PATIENCE
 
 README = (ROOT / "README.md").read_text()
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from megatron_lite.checkpoint.layout import dump_layout, read_layout
-from tests.checkpoints import tensors_of_newest
-from tests.e2e.tiny import visit
+from tests.helpers.checkpoints import tensors_of_newest
+from tests.helpers.tiny import visit
 
 DEEPSPEED = {"parallel__ddp": "deepspeed"}
 # name -> ranks, and what differs from one process; in an order that changes much from one to the next

@@ -15,13 +15,13 @@ from unittest import mock
 
 import pytest
 
-from megatron_lite.cli.launch import launch
-from megatron_lite.cli.nodes import Nodes
-from megatron_lite.cli.reports import STOP_SIGNALS, Failure, _write, explain
 from megatron_lite.cli.run import run_script
 from megatron_lite.errors import ConfigError, StoppedEarly, TrainingError
-from tests.e2e.forked_ranks import forked_ranks
-from tests.limits import PATIENCE
+from megatron_lite.launch.launcher import launch
+from megatron_lite.launch.nodes import Nodes
+from megatron_lite.launch.reports import STOP_SIGNALS, Failure, _write, explain
+from tests.helpers.forked_ranks import forked_ranks
+from tests.helpers.limits import PATIENCE
 
 HERE = "tests.e2e.test_restarts"
 

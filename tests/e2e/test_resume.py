@@ -13,8 +13,10 @@ import torch
 from safetensors.torch import load_file
 
 from megatron_lite.checkpoint.layout import Layout, content_checksum, dump_layout, read_layout
+from megatron_lite.convert.driver import convert_hint
 from megatron_lite.data.blended import Splits
 from megatron_lite.errors import CheckpointError, DamagedCheckpoint, TrainingError
+from megatron_lite.launch.pool import RanksFailed
 from megatron_lite.training.checkpointing import save_run
 from megatron_lite.training.faults import answer_bad_numbers
 from megatron_lite.training.initialize import finalize_megatron, initialize_megatron
@@ -22,9 +24,8 @@ from megatron_lite.training.pretrain import pretrain
 from megatron_lite.training.run import Run
 from megatron_lite.training.setup import setup_model_and_optimizer
 from megatron_lite.training.step import train_step
-from tests.checkpoints import tensors_of_newest
-from tests.e2e.tiny import portion, sample, tiny_config
-from tests.ranks import RanksFailed
+from tests.helpers.checkpoints import tensors_of_newest
+from tests.helpers.tiny import portion, sample, tiny_config
 
 
 class Counting:
@@ -46,9 +47,9 @@ def counting_splits(run: Run) -> Splits:
     )
 
 
-def run_to_the_end(folder: Path, model: str, **changes) -> None:
+def run_to_the_end(folder: Path, model: str, *, hint=None, **changes) -> None:
     """pretrain, from wherever the run in `folder` stands."""
-    pretrain(tiny_config(model, run__dir=str(folder), **changes), datasets_provider=counting_splits)
+    pretrain(tiny_config(model, run__dir=str(folder), **changes), datasets_provider=counting_splits, hint=hint)
 
 
 def rows(folder: Path) -> list[dict]:
@@ -281,10 +282,11 @@ def test_a_foreign_checkpoint_has_to_be_converted(tmp_path):
     (tmp_path / "hf").mkdir()
     (tmp_path / "hf" / "config.json").write_text('{"model_type": "gpt2"}')
     with pytest.raises(CheckpointError) as raised:
-        run_to_the_end(tmp_path / "run", "gpt", checkpoint__load_weights=tmp_path / "hf")
+        run_to_the_end(tmp_path / "run", "gpt", hint=convert_hint, checkpoint__load_weights=tmp_path / "hf")
     assert str(raised.value) == (
-        f"checkpoint.load_weights: {tmp_path}/hf is a checkpoint of huggingface. Load what `megatron-lite convert "
-        f"{tmp_path}/hf NEW_FOLDER` makes of it"
+        f"checkpoint.load_weights: {tmp_path}/hf: has no checkpoint. Give a run's folder, its checkpoints/ folder or "
+        f"one iter_... folder in it. It is a checkpoint of huggingface: run `megatron-lite convert {tmp_path}/hf "
+        "NEW_FOLDER`, and load NEW_FOLDER"
     )
 
 

@@ -20,9 +20,9 @@ from megatron_lite.parallel.context import ParallelContext, solo
 from megatron_lite.parallel.grid import Grid
 from megatron_lite.training.signals import STOP_SIGNALS, StopRequest
 from megatron_lite.training.step import train_step
-from tests.e2e.command import ROOT, environment, make_corpus, run_here, tiny_yaml
 from tests.e2e.test_resume import rows, run_to_the_end
-from tests.limits import PATIENCE
+from tests.helpers.command import ROOT, environment, make_corpus, run_here, tiny_yaml
+from tests.helpers.limits import PATIENCE
 
 
 @pytest.fixture(scope="module")

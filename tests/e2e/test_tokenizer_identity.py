@@ -6,10 +6,10 @@ import pytest
 
 from megatron_lite.checkpoint.directory import resolve
 from megatron_lite.checkpoint.layout import LAYOUT_FILE, dump_layout, read_layout
-from megatron_lite.data.preprocess import preprocess
 from megatron_lite.data.tokenizer import tokenizer_hash
-from megatron_lite.data.train_tokenizer import train_sentencepiece
-from tests.e2e.command import run_here, tiny_yaml
+from megatron_lite.preprocess.corpus import preprocess
+from megatron_lite.preprocess.train_tokenizer import train_sentencepiece
+from tests.helpers.command import run_here, tiny_yaml
 
 GPT2 = {"num_layers": 1, "activation": "gelu_tanh", "top_query_layer": False, "mlp_dropout": True}
 SMALL = {"model": GPT2, "train": {"iterations": 2, "eval_iterations": 0}}

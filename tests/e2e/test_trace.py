@@ -10,14 +10,14 @@ from pathlib import Path
 import pytest
 import torch
 
+from megatron_lite.launch.pool import RanksFailed
 from megatron_lite.model.build import get_model
 from megatron_lite.training.initialize import finalize_megatron, initialize_megatron
 from megatron_lite.training.pretrain import pretrain
 from megatron_lite.training.setup import setup_model_and_optimizer
 from megatron_lite.training.step import train_step
 from tests.e2e.test_resume import counting_splits
-from tests.e2e.tiny import portion, tiny_config
-from tests.ranks import RanksFailed
+from tests.helpers.tiny import portion, tiny_config
 
 PIPELINE = {"parallel__pipeline": 2, "model__num_layers": 3, "train__micro_batch_size": 2}
 

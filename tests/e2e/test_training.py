@@ -12,6 +12,7 @@ from torch import nn
 
 from megatron_lite.data.blended import Splits
 from megatron_lite.errors import ConfigError, TrainingError
+from megatron_lite.launch.pool import RanksFailed
 from megatron_lite.model.build import get_model, initialize_parameters
 from megatron_lite.parallel.embedding import VocabParallelEmbedding
 from megatron_lite.parallel.linear import column_parallel_linear
@@ -25,8 +26,7 @@ from megatron_lite.training.setup import setup_model_and_optimizer
 from megatron_lite.training.signals import StopRequest
 from megatron_lite.training.step import train_step
 from tests.e2e.test_resume import Counting, counting_splits, rows
-from tests.e2e.tiny import MODELS, portion, tiny_config, train_tiny
-from tests.ranks import RanksFailed
+from tests.helpers.tiny import MODELS, portion, tiny_config, train_tiny
 
 
 def run_of(model: str, **changes):

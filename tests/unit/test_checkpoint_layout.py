@@ -18,7 +18,7 @@ from megatron_lite.checkpoint.layout import (
 )
 from megatron_lite.errors import CheckpointError, DamagedCheckpoint
 from megatron_lite.parallel.grid import Grid
-from tests.checkpoints import one_process, save
+from tests.helpers.checkpoints import one_process, save
 
 
 @pytest.fixture(scope="module")

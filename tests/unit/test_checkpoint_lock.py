@@ -9,7 +9,7 @@ import pytest
 from megatron_lite.checkpoint.lock import locked
 from megatron_lite.errors import CheckpointError
 from megatron_lite.parallel.context import solo
-from tests.unit.locks import other_run
+from tests.helpers.locks import other_run
 
 
 def test_a_second_run_is_told_who_holds_the_directory_until_that_one_has_ended(tmp_path):

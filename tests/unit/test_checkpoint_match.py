@@ -7,7 +7,7 @@ import torch
 
 from megatron_lite.errors import CheckpointError
 from megatron_lite.parallel.shard import ParamMeta, Shard
-from tests.checkpoints import CONFIG, TABLE, contents, load, one_process, save
+from tests.helpers.checkpoints import CONFIG, TABLE, contents, load, one_process, save
 
 QKV = "decoder.layers.0.self_attention.linear_qkv.weight"
 FC2 = "decoder.layers.0.mlp.linear_fc2.weight"

@@ -26,8 +26,8 @@ from megatron_lite.errors import CheckpointError, DamagedCheckpoint
 from megatron_lite.parallel.context import ParallelContext, solo
 from megatron_lite.parallel.grid import Grid
 from megatron_lite.parallel.shard import Held, ParamMeta, Shard
-from tests.checkpoints import CONFIG, TABLE, assert_holds, assert_same, contents, load, one_process, save
-from tests.limits import PATIENCE
+from tests.helpers.checkpoints import CONFIG, TABLE, assert_holds, assert_same, contents, load, one_process, save
+from tests.helpers.limits import PATIENCE
 
 NAME = "decoder.layers.0.mlp.linear_fc2.weight"
 

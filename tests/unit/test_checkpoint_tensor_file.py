@@ -18,7 +18,7 @@ from megatron_lite.checkpoint.layout import CHUNK_BYTES, DTYPES, FileInfo, check
 from megatron_lite.checkpoint.tensor_file import TensorFile, explained, sync_folder, write_tensors
 from megatron_lite.errors import CheckpointError, DamagedCheckpoint
 from megatron_lite.parallel.waiting import current_wait
-from tests.limits import files_of_at_most
+from tests.helpers.limits import files_of_at_most
 
 TENSORS = {
     "bytes": torch.arange(5, dtype=torch.uint8),

@@ -10,15 +10,17 @@ import pytest
 from typer.testing import CliRunner
 
 import megatron_lite
-from megatron_lite.cli import app, launch
-from megatron_lite.cli.launch import launched_world_size, resolve
-from megatron_lite.cli.nodes import Nodes
+from megatron_lite.cli import app
 from megatron_lite.cli.pretrain import check
 from megatron_lite.config.load import load_config
 from megatron_lite.config.presets import PRESETS
 from megatron_lite.errors import ConfigError
-from tests.e2e.command import make_corpus, run_here, tiny_yaml
-from tests.limits import PATIENCE
+from megatron_lite.launch import launcher
+from megatron_lite.launch.launcher import launched_world_size
+from megatron_lite.launch.nodes import Nodes
+from megatron_lite.launch.reports import resolve
+from tests.helpers.command import make_corpus, run_here, tiny_yaml
+from tests.helpers.limits import PATIENCE
 
 ROOT = Path(__file__).resolve().parents[2]
 WITHOUT_LAUNCHER = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
@@ -96,7 +98,7 @@ def test_missing_data_ends_with_2_before_any_rank_starts(tmp_path, option):
 def test_of_several_machines_each_leaves_missing_data_to_its_ranks(tmp_path, monkeypatch):
     """A machine that ends before the rendezvous leaves the others waiting for it."""
     reached = []
-    monkeypatch.setattr(launch, "run_ranks", lambda *given: reached.append(given) or 0)
+    monkeypatch.setattr(launcher, "run_ranks", lambda *given: reached.append(given) or 0)
     place = ["--nproc-per-node", "1", "--nnodes", "2", "--node-rank", "0", "--master-addr", "127.0.0.1"]
     done = run_here("pretrain", *place, "data.paths=nosuch", "data.tokenizer=bytes", cwd=tmp_path)
     assert (done.returncode, len(reached)) == (0, 1), done.stderr

@@ -8,7 +8,7 @@ import pytest
 
 from megatron_lite.checkpoint.layout import read_layout
 from megatron_lite.cli import main
-from tests.huggingface import gpt2
+from tests.helpers.huggingface import gpt2
 from tests.unit.test_cli import ROOT, command
 
 TOOL = ROOT / "tools" / "convert_checkpoint.py"

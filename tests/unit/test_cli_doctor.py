@@ -7,18 +7,18 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_lite.cli import launch
 from megatron_lite.cli.doctor import check_port
-from megatron_lite.cli.nodes import Nodes
 from megatron_lite.config.load import load_config
+from megatron_lite.doctor import checks as doctor
+from megatron_lite.doctor.findings import Answer, described, listed, named_ranks, readable, where
+from megatron_lite.doctor.machine import Machine, devices, limits
+from megatron_lite.doctor.network import ADVICE, Speed, pace, summary, used_groups
 from megatron_lite.errors import TrainingError
+from megatron_lite.launch import launcher as launch
+from megatron_lite.launch.available import available_cores, available_memory
+from megatron_lite.launch.nodes import Nodes
 from megatron_lite.parallel.grid import Grid
-from megatron_lite.training import doctor
-from megatron_lite.training.available import available_cores, available_memory
-from megatron_lite.training.doctor_machine import Machine, devices, limits
-from megatron_lite.training.doctor_network import ADVICE, Speed, pace, summary, used_groups
-from megatron_lite.training.findings import Answer, described, listed, named_ranks, readable, where
-from tests.e2e.command import run_here
+from tests.helpers.command import run_here
 from tests.unit.test_cli import command
 
 H100, A100 = ("NVIDIA H100 80GB HBM3", 80 << 30), ("NVIDIA A100-SXM4-40GB", 40 << 30)
@@ -162,7 +162,7 @@ def test_limits_of_a_host_are_told_where_they_are_too_low_for_its_ranks():
 
 
 def test_limits_of_a_container_count(tmp_path, monkeypatch):
-    monkeypatch.setattr("megatron_lite.training.available.CGROUP", tmp_path)
+    monkeypatch.setattr("megatron_lite.launch.available.CGROUP", tmp_path)
     whole = available_cores(), available_memory()
     (tmp_path / "cpu.max").write_text("max 100000\n")
     (tmp_path / "memory.max").write_text("max\n")

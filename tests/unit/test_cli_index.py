@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.e2e.command import make_corpus, run_here, tiny_yaml
+from tests.helpers.command import make_corpus, run_here, tiny_yaml
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,7 @@ from typer.testing import CliRunner
 
 from megatron_lite.cli.inspect import _joined, inspect
 from megatron_lite.errors import CheckpointError, ConfigError
-from tests.checkpoints import one_process, save, whole
+from tests.helpers.checkpoints import one_process, save, whole
 
 QKV = "decoder.layers.0.self_attention.linear_qkv.weight"
 app = typer.Typer()

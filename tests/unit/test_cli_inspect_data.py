@@ -6,12 +6,12 @@ import shutil
 import numpy as np
 import pytest
 
-from megatron_lite.data import examine
 from megatron_lite.data.indexed import IndexedDataset
-from megatron_lite.data.preprocess import preprocess
-from megatron_lite.data.train_tokenizer import train_sentencepiece
-from tests.e2e.command import run_here
-from tests.unit.corpora import write_corpus
+from megatron_lite.preprocess import examine
+from megatron_lite.preprocess.corpus import preprocess
+from megatron_lite.preprocess.train_tokenizer import train_sentencepiece
+from tests.helpers.command import run_here
+from tests.helpers.corpora import write_corpus
 
 
 @pytest.fixture

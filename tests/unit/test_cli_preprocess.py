@@ -12,9 +12,9 @@ from typer.testing import CliRunner
 from megatron_lite.cli.preprocess import preprocess
 from megatron_lite.cli.train_tokenizer import train_tokenizer
 from megatron_lite.data.indexed import IndexedDataset
-from megatron_lite.data.train_tokenizer import train_sentencepiece
-from tests.e2e.command import run_here
-from tests.limits import PATIENCE
+from megatron_lite.preprocess.train_tokenizer import train_sentencepiece
+from tests.helpers.command import run_here
+from tests.helpers.limits import PATIENCE
 
 ROOT = Path(__file__).parents[2]
 

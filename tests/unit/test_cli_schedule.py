@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from megatron_lite.cli import main
-from tests.limits import PATIENCE
+from tests.helpers.limits import PATIENCE
 
 
 @pytest.fixture

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.command import run_here
-from tests.limits import PATIENCE
+from tests.helpers.command import run_here
+from tests.helpers.limits import PATIENCE
 
 ROOT = Path(__file__).resolve().parents[2]
 SHELLCHECK = shutil.which("shellcheck", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
@@ -182,7 +182,7 @@ def test_a_wrong_config_is_told_before_it_waits_in_a_queue(tmp_path):
 
 
 def test_without_a_checkout_there_is_no_template(tmp_path, monkeypatch):
-    monkeypatch.setattr(import_module("megatron_lite.cli.submit"), "SCRIPT", tmp_path / "pretrain.sbatch")
+    monkeypatch.setattr(import_module("megatron_lite.launch.submit"), "SCRIPT", tmp_path / "pretrain.sbatch")
     done = submit("--nproc-per-node", "2", "--dry-run", *GOOD, cwd=tmp_path)
     assert done.returncode == 2
     assert done.stderr == (

@@ -7,12 +7,12 @@ import torch
 import torch.nn.functional as F
 from torch.testing import assert_close
 
-from megatron_lite.checkpoint.convert import codegeex
-from megatron_lite.checkpoint.convert.recipe import whole_table
 from megatron_lite.config.schema import ModelConfig
+from megatron_lite.convert import codegeex
+from megatron_lite.convert.recipe import whole_table
 from megatron_lite.errors import CheckpointError, ConfigError
-from tests.model_runs import random_tokens, random_weights, tiny
-from tests.unit.models_in_memory import (
+from tests.helpers.model_runs import random_tokens, random_weights, tiny
+from tests.helpers.models_in_memory import (
     assert_identical,
     assert_same_sizes,
     checkpoint_of,

@@ -13,18 +13,18 @@ import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models
 
-from megatron_lite.checkpoint.convert import huggingface, native, tokenizer_files, verify
-from megatron_lite.checkpoint.convert.driver import FORMATS, Request, convert, recognised
-from megatron_lite.checkpoint.convert.recipe import Checkpoint, whole_table
 from megatron_lite.checkpoint.directory import resolve
 from megatron_lite.checkpoint.layout import read_layout
 from megatron_lite.checkpoint.tensor_file import Spec
 from megatron_lite.config.load import load_config
 from megatron_lite.config.schema import ModelConfig
+from megatron_lite.convert import huggingface, native, tokenizer_files, verify
+from megatron_lite.convert.driver import FORMATS, Request, convert, recognised
+from megatron_lite.convert.recipe import Checkpoint, whole_table
 from megatron_lite.data.tokenizer import build_tokenizer
-from megatron_lite.data.train_tokenizer import train_sentencepiece
 from megatron_lite.errors import CheckpointError, ConfigError
-from tests.huggingface import VOCAB, gpt2, llama
+from megatron_lite.preprocess.train_tokenizer import train_sentencepiece
+from tests.helpers.huggingface import VOCAB, gpt2, llama
 
 
 @pytest.fixture(scope="module")

@@ -7,14 +7,14 @@ import torch
 from safetensors.torch import save_file
 from torch.testing import assert_close
 
-from megatron_lite.checkpoint.convert import native, verify
-from megatron_lite.checkpoint.convert.driver import Request, convert
-from megatron_lite.checkpoint.convert.huggingface import read
-from megatron_lite.checkpoint.convert.huggingface_config import from_model
 from megatron_lite.config.presets import PRESETS
 from megatron_lite.config.schema import ModelConfig
+from megatron_lite.convert import native, verify
+from megatron_lite.convert.driver import Request, convert
+from megatron_lite.convert.huggingface import read
+from megatron_lite.convert.huggingface_config import from_model
 from megatron_lite.errors import CheckpointError, ConfigError
-from tests.huggingface import (
+from tests.helpers.huggingface import (
     MODELS,
     VOCAB,
     assert_same_tensors,

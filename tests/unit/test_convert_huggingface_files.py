@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
-from megatron_lite.checkpoint.convert import huggingface
-from megatron_lite.checkpoint.convert.huggingface import read, recognise
+from megatron_lite.convert import huggingface
+from megatron_lite.convert.huggingface import read, recognise
 from megatron_lite.errors import CheckpointError, MegatronLiteError
-from tests.huggingface import (
+from tests.helpers.huggingface import (
     assert_same_tensors,
     copy,
     gpt2,

@@ -6,12 +6,11 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from megatron_lite.checkpoint.convert import megatron
-from megatron_lite.checkpoint.convert.megatron_args import args_for
+from megatron_lite.convert import megatron
+from megatron_lite.convert.megatron_args import args_for
 from megatron_lite.errors import CheckpointError
-from tests.model_runs import random_tokens, random_weights
-from tests.unit.megatron_core import core_logits, core_state
-from tests.unit.megatron_files import (
+from tests.helpers.megatron_core import core_logits, core_state
+from tests.helpers.megatron_files import (
     GPT,
     HEAD,
     LLAMA,
@@ -21,7 +20,8 @@ from tests.unit.megatron_files import (
     needs_core,
     written,
 )
-from tests.unit.models_in_memory import (
+from tests.helpers.model_runs import random_tokens, random_weights
+from tests.helpers.models_in_memory import (
     assert_identical,
     assert_same_sizes,
     files_in,

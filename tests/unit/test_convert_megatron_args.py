@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from megatron_lite.checkpoint.convert import megatron
+from megatron_lite.convert import megatron
 from megatron_lite.errors import CheckpointError, ConfigError
-from tests.model_runs import random_weights, tiny
-from tests.unit.megatron_files import GPT, HEAD, LLAMA, WORDS, changed, exported, written
-from tests.unit.models_in_memory import (
+from tests.helpers.megatron_files import GPT, HEAD, LLAMA, WORDS, changed, exported, written
+from tests.helpers.model_runs import random_weights, tiny
+from tests.helpers.models_in_memory import (
     assert_identical,
     assert_same_sizes,
     files_in,

@@ -8,20 +8,20 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from megatron_lite.checkpoint.convert import native
-from megatron_lite.checkpoint.convert.driver import Request, convert
 from megatron_lite.checkpoint.directory import resolve
 from megatron_lite.checkpoint.layout import LAYOUT_FILE, dump_layout, read_layout
 from megatron_lite.checkpoint.store import verify
 from megatron_lite.config.load import load_config
 from megatron_lite.config.schema import Config
+from megatron_lite.convert import native
+from megatron_lite.convert.driver import Request, convert
 from megatron_lite.errors import CheckpointError, ConfigError
 from megatron_lite.training.checkpointing import save_run
 from megatron_lite.training.initialize import finalize_megatron, initialize_megatron
 from megatron_lite.training.setup import setup_model_and_optimizer
 from megatron_lite.training.step import train_step
-from tests.checkpoints import tensors_of_newest
-from tests.e2e.tiny import model_with_biases, portion, tiny_config
+from tests.helpers.checkpoints import tensors_of_newest
+from tests.helpers.tiny import model_with_biases, portion, tiny_config
 
 MODELS = {"gpt": "fp32", "codegeex": "bf16", "llama": "fp16"}
 

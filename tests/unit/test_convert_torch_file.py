@@ -16,13 +16,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_lite.checkpoint.convert import codegeex, megatron, safe_pickle, torch_file
-from megatron_lite.checkpoint.convert.megatron_args import args_for
-from megatron_lite.checkpoint.convert.safe_pickle import StoredTensor
-from megatron_lite.checkpoint.convert.torch_file import TorchFile, flatten
+from megatron_lite.convert import codegeex, megatron, safe_pickle, torch_file
+from megatron_lite.convert.megatron_args import args_for
+from megatron_lite.convert.safe_pickle import StoredTensor
+from megatron_lite.convert.torch_file import TorchFile, flatten
 from megatron_lite.errors import CheckpointError
-from tests.model_runs import random_weights, tiny
-from tests.unit.models_in_memory import assert_identical
+from tests.helpers.model_runs import random_weights, tiny
+from tests.helpers.models_in_memory import assert_identical
 
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16)
 FORMATS = {"zip": True, "legacy": False}

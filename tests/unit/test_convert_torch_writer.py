@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_lite.checkpoint.convert import torch_file
-from megatron_lite.checkpoint.convert.torch_file import TorchWriter
+from megatron_lite.convert import torch_file
+from megatron_lite.convert.torch_file import TorchWriter
 from megatron_lite.errors import CheckpointError
-from tests.limits import PATIENCE, files_of_at_most
-from tests.unit.models_in_memory import assert_identical
+from tests.helpers.limits import PATIENCE, files_of_at_most
+from tests.helpers.models_in_memory import assert_identical
 from tests.unit.test_convert_torch_file import DTYPES, tensors_of
 
 
@@ -87,9 +87,9 @@ def test_a_full_disk_is_said(tmp_path):
 MEASURED = """
 import sys, torch
 from pathlib import Path
-from megatron_lite.checkpoint.convert import megatron
+from megatron_lite.convert import megatron
 from megatron_lite.config.schema import ModelConfig
-from megatron_lite.checkpoint.convert.recipe import Checkpoint, whole_table
+from megatron_lite.convert.recipe import Checkpoint, whole_table
 from megatron_lite.checkpoint.tensor_file import Spec
 
 def peak_bytes():

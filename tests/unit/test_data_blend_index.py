@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_lite.data.blend_index import exhaustive_blend, weighted_blend
-from tests.unit import megatron_core
+from tests.helpers import megatron_core
 
 weights_strategy = st.lists(st.floats(1e-3, 1e3), min_size=1, max_size=8).map(lambda w: np.array(w) / np.sum(w))
 

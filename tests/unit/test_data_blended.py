@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from megatron_lite.data.blended import build_datasets, check_order_is_kept, parse_paths, split_bounds
 from megatron_lite.errors import ConfigError, DataError
-from tests.unit import megatron_core
-from tests.unit.corpora import write_corpus
+from tests.helpers import megatron_core
+from tests.helpers.corpora import write_corpus
 
 
 @pytest.fixture

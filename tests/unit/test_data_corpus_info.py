@@ -7,11 +7,11 @@ import pytest
 
 from megatron_lite.data.corpus_info import check_tokenizers, info_path
 from megatron_lite.data.indexed import IndexedDataset, IndexedDatasetBuilder, bin_path, idx_path
-from megatron_lite.data.preprocess import preprocess
 from megatron_lite.data.tokenizer import tokenizer_hash
-from megatron_lite.data.train_tokenizer import train_sentencepiece
 from megatron_lite.errors import ConfigError, DataError
-from tests.unit.corpora import write_corpus
+from megatron_lite.preprocess.corpus import preprocess
+from megatron_lite.preprocess.train_tokenizer import train_sentencepiece
+from tests.helpers.corpora import write_corpus
 
 
 @pytest.fixture(scope="module")

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from megatron_lite.data.gpt_dataset import Epochs, GPTDataset, build_index, build_sample_index, epochs_needed
 from megatron_lite.data.indexed import IndexedDataset
 from megatron_lite.errors import DataError
-from tests.unit import megatron_core
-from tests.unit.corpora import write_corpus
+from tests.helpers import megatron_core
+from tests.helpers.corpora import write_corpus
 
 # Lengths 5, 3, 7, 4, 6, sequence length 4, seed 1234; checked against Megatron-LM.
 GOLDEN = {

@@ -12,8 +12,8 @@ import pytest
 
 from megatron_lite.data.index_cache import cached_arrays
 from megatron_lite.errors import DataError
-from tests.limits import PATIENCE
-from tests.unit.unprivileged import open_folder, run_unprivileged
+from tests.helpers.limits import PATIENCE
+from tests.helpers.unprivileged import open_folder, run_unprivileged
 
 
 class Builder:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from megatron_lite.data.indexed import CHECKED_AT_ONCE, IndexedDataset, IndexedDatasetBuilder, optimal_dtype
 from megatron_lite.errors import DataError
-from tests.unit.corpora import write_corpus
+from tests.helpers.corpora import write_corpus
 
 
 def documents_of(lengths, dtype):

@@ -9,7 +9,7 @@ import torch
 
 from megatron_lite.data.loader import PrefetchingLoader
 from megatron_lite.errors import ConfigError, DataError
-from tests.limits import PATIENCE
+from tests.helpers.limits import PATIENCE
 
 CPU = torch.device("cpu")
 EOD = 3

@@ -10,8 +10,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from megatron_lite.data.tokenizer import build_tokenizer, tokenizer_hash
-from megatron_lite.data.train_tokenizer import train_sentencepiece
 from megatron_lite.errors import ConfigError, DataError
+from megatron_lite.preprocess.train_tokenizer import train_sentencepiece
 
 SOURCES = [Path(sysconfig.get_paths()["stdlib"]) / name for name in ("ast.py", "heapq.py", "textwrap.py")]
 

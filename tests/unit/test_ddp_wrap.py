@@ -11,7 +11,7 @@ from megatron_lite.ddp.wrap import wrap_ddp
 from megatron_lite.errors import TrainingError
 from megatron_lite.parallel.context import ParallelContext
 from megatron_lite.parallel.grid import Grid
-from tests.toy import TABLE, ToyModel
+from tests.helpers.toy import TABLE, ToyModel
 
 CTX = ParallelContext.create(Grid(), torch.device("cpu"), timeout_seconds=10)
 

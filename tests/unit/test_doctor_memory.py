@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from megatron_lite.config.load import load_config
-from megatron_lite.training.doctor_machine import Machine, memory
-from megatron_lite.training.findings import Answer, Finding
+from megatron_lite.doctor.findings import Answer, Finding
+from megatron_lite.doctor.machine import Machine, memory
 
 GIB = 2**30
 LLAMA_7B = Path(__file__).resolve().parents[2] / "configs" / "llama_7b.yaml"

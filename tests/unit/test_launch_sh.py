@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.limits import PATIENCE
+from tests.helpers.limits import PATIENCE
 
 ROOT = Path(__file__).parents[2]
 CORES = len(os.sched_getaffinity(0))

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch.testing import assert_close
 
 from megatron_lite.model.block import TransformerBlock
-from tests.model_runs import layer_options, random_tokens, random_weights, run_model, tiny
+from tests.helpers.model_runs import layer_options, random_tokens, random_weights, run_model, tiny
 
 
 def build(config, dtype=torch.float64, **options):

@@ -14,7 +14,7 @@ from megatron_lite.model.build import get_model, named_params, param_table
 from megatron_lite.parallel.context import ParallelContext
 from megatron_lite.parallel.grid import Grid
 from megatron_lite.parallel.random import seed_everything
-from tests.model_runs import context, tiny, with_sequence_parallelism
+from tests.helpers.model_runs import context, tiny, with_sequence_parallelism
 
 PUBLISHED = {"codegeex-13b": 12_873_943_040, "llama-7b": 6_738_415_616, "llama-70b": 68_976_648_192}
 WORDS = "embedding.word_embeddings.weight"

@@ -5,7 +5,7 @@ import torch.nn.functional as F
 from torch.testing import assert_close
 
 from megatron_lite.model.codegeex import TopQueryEmbeddings
-from tests.model_runs import (
+from tests.helpers.model_runs import (
     assert_grads_close,
     layer_options,
     loss_weights,

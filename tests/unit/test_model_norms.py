@@ -5,7 +5,7 @@ import torch
 from torch.testing import assert_close
 
 from megatron_lite.model.norms import LayerNorm, RMSNorm
-from tests.model_runs import layer_options
+from tests.helpers.model_runs import layer_options
 
 
 def with_random_weights(kind, dtype):

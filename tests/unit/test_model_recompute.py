@@ -14,7 +14,7 @@ from megatron_lite.parallel.context import ParallelContext
 from megatron_lite.parallel.grid import Grid
 from megatron_lite.parallel.random import seed_everything
 from megatron_lite.parallel.weight_grads import deferred, split_backward
-from tests.model_runs import context, layer_options, random_tokens, tiny
+from tests.helpers.model_runs import context, layer_options, random_tokens, tiny
 from tests.unit.test_model_codegeex import CODEGEEX
 
 KINDS = {

@@ -12,7 +12,7 @@ from megatron_lite.optim.mixed_precision import MixedPrecisionOptimizer, StepOut
 from megatron_lite.optim.scaler import ConstantScaler, DynamicLossScaler, LossScaler
 from megatron_lite.parallel.context import ParallelContext
 from megatron_lite.parallel.grid import Grid
-from tests.toy import TABLE, ToyModel
+from tests.helpers.toy import TABLE, ToyModel
 
 CTX = ParallelContext.create(Grid(), torch.device("cpu"), timeout_seconds=10)
 OPTIM = OptimConfig(lr=1e-2, weight_decay=0.1, clip_grad=0.5)

@@ -14,7 +14,7 @@ from megatron_lite.optim.scaler import ConstantScaler, DynamicLossScaler, LossSc
 from megatron_lite.parallel.context import ParallelContext
 from megatron_lite.parallel.grid import Grid
 from megatron_lite.training.pretrain import sync_line
-from tests.toy import TABLE, ToyModel
+from tests.helpers.toy import TABLE, ToyModel
 
 CTX = ParallelContext.create(Grid(), torch.device("cpu"), timeout_seconds=10)
 OPTIM = OptimConfig(lr=1e-2, weight_decay=0.1, clip_grad=0.5)

@@ -3,7 +3,7 @@
 import torch
 
 from megatron_lite.optim.param_groups import decay_groups
-from tests.toy import TABLE
+from tests.helpers.toy import TABLE
 
 
 def test_only_parameters_marked_for_decay_get_it():

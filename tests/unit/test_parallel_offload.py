@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from megatron_lite.model.block import TransformerBlock
 from megatron_lite.parallel.offload import offloaded
 from megatron_lite.parallel.weight_grads import deferred, split_backward
-from tests.model_runs import layer_options, tiny
+from tests.helpers.model_runs import layer_options, tiny
 
 
 def gradients(*, halves=False, meddle=lambda resident, x: None, **options):

@@ -5,9 +5,9 @@ import pytest
 
 from megatron_lite.config.load import load_config
 from megatron_lite.data.blended import Splits
-from megatron_lite.data.preprocess import preprocess
+from megatron_lite.preprocess.corpus import preprocess
 from megatron_lite.training.corpora import data_lines, open_splits, wanted_samples
-from tests.unit.corpora import write_corpus
+from tests.helpers.corpora import write_corpus
 
 
 def lines_of(paths, tmp_path, split="80,10,10", **changes):

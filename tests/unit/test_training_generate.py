@@ -7,8 +7,8 @@ from megatron_lite.checkpoint.directory import resolve
 from megatron_lite.config.load import load_config
 from megatron_lite.config.validate import validate
 from megatron_lite.training.generate import config_of, generate, pick
-from tests.checkpoints import one_process, save
-from tests.e2e.tiny import tiny_config
+from tests.helpers.checkpoints import one_process, save
+from tests.helpers.tiny import tiny_config
 
 CONFIG = load_config(None, ["model.vocab_size=10", "model.max_position_embeddings=4"])
 

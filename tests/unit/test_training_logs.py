@@ -18,7 +18,7 @@ from megatron_lite.training.logs import RunLog
 from megatron_lite.training.metrics import keep_rows, writing
 from megatron_lite.training.state import TrainState
 from megatron_lite.training.step import StepReport
-from tests.unit.locks import other_run
+from tests.helpers.locks import other_run
 
 
 @pytest.fixture

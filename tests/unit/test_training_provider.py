@@ -10,7 +10,7 @@ import pytest
 from megatron_lite.errors import ConfigError
 from megatron_lite.model.build import get_model
 from megatron_lite.training.provider import NamedProvider, provider_name
-from tests.e2e.tiny import tiny_config
+from tests.helpers.tiny import tiny_config
 
 
 class Builds:
@@ -30,7 +30,7 @@ def test_the_built_in_model_has_no_name_to_record():
 
 def test_a_provider_is_named_by_its_module_or_as_on_the_command_line():
     assert provider_name(Builds()) == f"{__name__}:Builds"
-    assert provider_name(partial(tiny_config, "gpt")) == "tests.e2e.tiny:tiny_config"
+    assert provider_name(partial(tiny_config, "gpt")) == "tests.helpers.tiny:tiny_config"
     assert NamedProvider(f"{__name__}:Builds.__call__").load() is Builds.__call__
 
 

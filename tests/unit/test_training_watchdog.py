@@ -16,8 +16,8 @@ from megatron_lite.parallel.waiting import communicating
 from megatron_lite.pipeline.actions import Action
 from megatron_lite.training.progress import Progress
 from megatron_lite.training.watchdog import Watchdog
-from tests.e2e.command import ROOT, environment
-from tests.limits import PATIENCE
+from tests.helpers.command import ROOT, environment
+from tests.helpers.limits import PATIENCE
 
 # A rank of two: it works for a while, and then stays where the argument says.
 RANK = """

@@ -1,0 +1,194 @@
+"""The tensor files of a Hugging Face model: one or several, of safetensors or of torch, read in slices.
+
+Whoever made them may be anyone: nothing in them is run, an index leads to no file outside of its folder, and a fault
+is an error that names the file.
+Source: https://huggingface.co/docs/transformers/big_models, "Sharded checkpoints".
+"""
+
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from math import prod
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from megatron_lite.checkpoint.layout import DTYPES
+from megatron_lite.checkpoint.tensor_file import Spec
+from megatron_lite.convert.recipe import first_of
+from megatron_lite.convert.safe_pickle import StoredTensor
+from megatron_lite.convert.torch_file import TorchFile
+from megatron_lite.errors import CheckpointError, DamagedCheckpoint
+
+SLICE_BYTES = 32 << 20  # of a file's map that are in memory at a time
+INDEX = ".index.json"
+FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+SAFETENSORS, TORCH = "model.safetensors", "pytorch_model.bin"
+
+
+class TensorSource(Protocol):
+    """A file of tensors by name."""
+
+    specs: dict[str, Spec]
+
+    def fill(self, target: Tensor, name: str) -> None:
+        """Copies a tensor into memory of its shape and any strides."""
+        ...
+
+    def equals(self, whole: Tensor, name: str) -> bool:
+        """The tensor has these numbers."""
+        ...
+
+
+class HuggingFaceFiles:
+    """All tensors of a model's folder."""
+
+    def __init__(self, folder: Path):
+        self._sources: dict[str, TensorSource] = {}
+        self.specs: dict[str, Spec] = {}
+        for file, names in _files(folder).items():
+            path = folder / file
+            if not path.is_file():
+                raise DamagedCheckpoint(f"{path}: is missing, but the index lists tensors in it; fetch it again")
+            source = SafetensorsSource(path) if file.endswith(".safetensors") else TorchSource(path)
+            if missing := [name for name in names or [] if name not in source.specs]:
+                raise DamagedCheckpoint(f"{path}: has no {first_of(missing)}, which the index says is there")
+            for name in names or source.specs:
+                self._sources[name], self.specs[name] = source, source.specs[name]
+
+    def fill(self, target: Tensor, name: str) -> None:
+        self._sources[name].fill(target, name)
+
+    def equals(self, whole: Tensor, name: str) -> bool:
+        return self._sources[name].equals(whole, name)
+
+
+class SafetensorsSource:
+    """A safetensors file. Its map is closed after every slice, which gives the memory back."""
+
+    def __init__(self, path: Path):
+        self._path = path
+        self.specs: dict[str, Spec] = {}
+        with self._opened() as file:
+            for name in file.keys():  # noqa: SIM118 (it is no mapping)
+                described = file.get_slice(name)
+                dtype, shape = described.get_dtype(), described.get_shape()
+                self.specs[name] = Spec(_dtype(path, name, DTYPES.get(dtype), dtype), shape)
+
+    def fill(self, target: Tensor, name: str) -> None:
+        for first, rows in self._rows(name):
+            target[first : first + len(rows)] = rows
+
+    def equals(self, whole: Tensor, name: str) -> bool:
+        return all(torch.equal(whole[first : first + len(rows)], rows) for first, rows in self._rows(name))
+
+    def _rows(self, name: str) -> Iterator[tuple[int, Tensor]]:
+        """Runs of a tensor along its first dimension, each with its place."""
+        dtype, shape = self.specs[name]
+        step = max(1, SLICE_BYTES // max(1, prod(shape[1:]) * dtype.itemsize))
+        for first in range(0, shape[0], step):
+            with self._opened() as file:
+                yield first, file.get_slice(name)[first : first + step]
+
+    @contextmanager
+    def _opened(self) -> Iterator[Any]:
+        try:
+            with safe_open(self._path, framework="pt") as file:
+                yield file
+        except (SafetensorError, OSError, ValueError, TypeError, OverflowError, RuntimeError) as error:
+            raise DamagedCheckpoint(
+                f"{self._path}: is damaged, or no safetensors file ({error}); fetch it again"
+            ) from None
+
+
+class TorchSource:
+    """A file of torch.save that holds tensors by name."""
+
+    def __init__(self, path: Path):
+        self._file = TorchFile(path)
+        content = self._file.content
+        if not isinstance(content, Mapping):
+            raise CheckpointError(f"{path}: holds {type(content).__name__}, expected tensors by name")
+        self._tensors = {str(name): value for name, value in content.items() if isinstance(value, StoredTensor)}
+        self.specs = {
+            name: Spec(_dtype(path, name, tensor.dtype, str(tensor.dtype)), tensor.shape)
+            for name, tensor in self._tensors.items()
+        }
+
+    def fill(self, target: Tensor, name: str) -> None:
+        self._file.fill(target, self._tensors[name])
+
+    def equals(self, whole: Tensor, name: str) -> bool:
+        return self._file.equals(self._tensors[name], whole)
+
+
+class Shards(NamedTuple):
+    """How tensors are spread over files, each of at most some bytes."""
+
+    files: dict[str, list[str]]  # file -> names
+    total_bytes: int
+
+
+def plan_shards(groups: list[dict[str, Spec]], max_bytes: int) -> Shards:
+    """Tensors in order; those of a group stay together. A single file has no number in its name."""
+    sizes = [sum(spec.dtype.itemsize * prod(spec.shape) for spec in group.values()) for group in groups]
+    shards: list[list[str]] = []
+    room = 0
+    for group, size in zip(groups, sizes, strict=True):
+        if not shards or size > room:
+            shards.append([])
+            room = max_bytes
+        shards[-1] += group
+        room -= size
+    if len(shards) == 1:
+        return Shards({SAFETENSORS: shards[0]}, sum(sizes))
+    names = [f"model-{number + 1:05d}-of-{len(shards):05d}.safetensors" for number in range(len(shards))]
+    return Shards(dict(zip(names, shards, strict=True)), sum(sizes))
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The JSON object in a file."""
+    try:
+        content = json.loads(path.read_bytes())
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read: {error.strerror or error}") from None
+    except (ValueError, RecursionError) as error:
+        raise DamagedCheckpoint(f"{path}: cannot be read as JSON ({error}); fetch it again") from None
+    if not isinstance(content, dict):
+        raise DamagedCheckpoint(f"{path}: holds a {type(content).__name__}, expected a JSON object; fetch it again")
+    return content
+
+
+def _files(folder: Path) -> dict[str, list[str] | None]:
+    """Each file with tensors, and which of them; None for all."""
+    for single in (SAFETENSORS, TORCH):
+        if (folder / single).exists():
+            return {single: None}
+        if (folder / (single + INDEX)).exists():
+            return dict(_indexed(folder / (single + INDEX), Path(single).suffix))
+    raise CheckpointError(
+        f"{folder}: has no weights; expected one of {SAFETENSORS}, {SAFETENSORS}{INDEX}, {TORCH} and {TORCH}{INDEX}"
+    )
+
+
+def _indexed(index: Path, suffix: str) -> dict[str, list[str]]:
+    """file -> names, from an index that says name -> file."""
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise DamagedCheckpoint(f"{index}: has no weight_map that says in which file each tensor is; fetch it again")
+    files: dict[str, list[str]] = {}
+    for name, file in weight_map.items():
+        # A name with a folder in it, or with a null, is a way out of this one.
+        if not isinstance(file, str) or Path(file).name != file or "\0" in file or not file.endswith(suffix):
+            raise CheckpointError(f"{index}: says that {name} is in {file!r}, which is no {suffix} file of this folder")
+        files.setdefault(file, []).append(name)
+    return files
+
+
+def _dtype(path: Path, name: str, dtype: torch.dtype | None, said: str) -> torch.dtype:
+    if dtype not in FLOATS:
+        raise CheckpointError(f"{path}: {name} is stored as {said}, a number format that is not read; store it as F32")
+    return dtype

@@ -1,0 +1,183 @@
+"""Megatron-LM's arguments, pickled with each of its checkpoints, as our model section and back.
+
+They also say what its code computes that ours does not; such a model is refused by the argument's name.
+Source: https://github.com/NVIDIA/Megatron-LM, megatron/training/{arguments,checkpointing}.py.
+"""
+
+import argparse
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_lite.config.schema import ModelConfig
+from megatron_lite.convert.recipe import first_of
+from megatron_lite.errors import CheckpointError, ConfigError
+
+DIVISIBLE_BY = 128  # --make-vocab-size-divisible-by; its multiple grows with the tensor-parallel size
+
+# Our field -> the argument, where the value is the same.
+SAME = {
+    "num_layers": "num_layers",
+    "hidden_size": "hidden_size",
+    "num_heads": "num_attention_heads",
+    "head_dim": "kv_channels",
+    "ffn_hidden_size": "ffn_hidden_size",
+    "max_position_embeddings": "max_position_embeddings",
+    "vocab_size": "vocab_size",
+    "rotary_base": "rotary_base",
+    "bias": "add_bias_linear",
+    "post_norm": "apply_residual_connection_post_layernorm",
+    "fp32_residual": "fp32_residual_connection",
+    "hidden_dropout": "hidden_dropout",
+    "attention_dropout": "attention_dropout",
+    "init_std": "init_method_std",
+}
+NORMS = {"LayerNorm": "layernorm", "RMSNorm": "rmsnorm"}
+POSITIONS = {"learned_absolute": "learned", "rope": "rotary"}
+
+# Arguments that change what is computed, with the one value, beside none at all, that we compute.
+REFUSED: dict[str, Any] = {
+    "apply_layernorm_1p": False,
+    "squared_relu": False,
+    "quick_geglu": False,
+    "glu_linear_offset": 0.0,
+    "activation_func_clamp_value": None,
+    "rotary_percent": 1.0,
+    "rotary_interleaved": False,
+    "rotary_seq_len_interpolation_factor": None,
+    "use_rope_scaling": False,
+    "no_rope_freq": None,
+    "qk_layernorm": False,
+    "qk_l2_norm": False,
+    "softmax_type": "vanilla",
+    "softmax_scale": None,
+    "window_size": None,
+    "multi_latent_attention": False,
+    "attention_output_gate": False,
+    "experimental_attention_variant": None,
+    "linear_attention_freq": None,
+    "num_experts": None,
+    "mtp_num_layers": None,
+    "heterogeneous_layers_config_path": None,
+    "heterogeneous_layers_config_encoded_json": None,
+    "hybrid_override_pattern": None,
+    "hybrid_layer_pattern": None,
+    "retro_add_retriever": False,
+}
+
+
+def fields_of(args: Mapping[str, Any], where: Path) -> dict[str, Any]:
+    """What the arguments say of our model section; nothing of what they leave out."""
+    given = {name: value for name, value in args.items() if value is not None}
+    refused = [
+        f"{name} is {given[name]}" for name, ours in REFUSED.items() if given.get(name, ours) not in (ours, False)
+    ]
+    if given.get("add_qkv_bias") and not given.get("add_bias_linear", True):
+        refused.append("add_qkv_bias is True without add_bias_linear")
+    for name in ("vocab_size", "make_vocab_size_divisible_by"):
+        if type(given.get(name, 1)) is not int or given.get(name, 1) < 1:
+            raise CheckpointError(f"{where}: its arguments say that {name} is {given[name]!r}, which is no count")
+    fields = {ours: given[theirs] for ours, theirs in SAME.items() if theirs in given}
+    for name, field, known in (("normalization", "norm", NORMS), ("position_embedding_type", "position", POSITIONS)):
+        if name in given and str(given[name]) not in known:
+            refused.append(f"{name} is {given[name]}")
+        elif name in given:
+            fields[field] = known[str(given[name])]
+    if refused:
+        raise CheckpointError(f"{where}: was trained with what megatron_lite does not compute: {first_of(refused)}")
+    if given.get("tokenizer_type") == "NullTokenizer" and "vocab_size" in fields:
+        fields["vocab_size"] += 1  # it adds an end-of-document token to what --vocab-size says
+    if given.get("use_rotary_position_embeddings"):
+        fields["position"] = "rotary"
+    if "num_attention_heads" in given:
+        grouped = given.get("group_query_attention", False)
+        fields["num_query_groups"] = given.get("num_query_groups", 0) if grouped else 0
+        fields["activation"] = _activation(given)
+    for name in ("norm_epsilon", "layernorm_epsilon"):
+        if name in given:
+            fields.setdefault("norm_eps", given[name])
+    if "untie_embeddings_and_output_weights" in given:
+        fields["tie_embeddings"] = not given["untie_embeddings_and_output_weights"]
+    return fields
+
+
+def _activation(args: Mapping[str, Any]) -> str:
+    if args.get("swiglu"):
+        return "swiglu"
+    # The kernel that adds the bias as well is of the tanh form, the plain one is not.
+    fused = args.get("bias_gelu_fusion", False) and args.get("add_bias_linear", True)
+    return "gelu_tanh" if fused or args.get("openai_gelu") else "gelu"
+
+
+def padded_rows(vocab_size: int, tensor: int, divisible_by: int = DIVISIBLE_BY) -> int:
+    """Of vocabulary tables, on so many tensor-parallel ranks."""
+    multiple = divisible_by * tensor
+    return -(-vocab_size // multiple) * multiple
+
+
+def check_model(model: ModelConfig, tensor: int, pipeline: int) -> None:
+    """Megatron-LM's code computes this model, on so many ranks."""
+    others = []
+    if model.top_query_layer:
+        others.append("model.top_query_layer is True")
+    if model.activation == "quick_gelu" or (model.activation == "gelu_tanh" and not model.bias):
+        others.append(f"model.activation is {model.activation}" + ("" if model.bias else " without model.bias"))
+    if others:
+        raise ConfigError(f"Megatron-LM has no arguments for this model: {', '.join(others)}; choose another format")
+    if model.num_layers % pipeline:
+        raise ConfigError(
+            f"pipeline is {pipeline}, which does not divide model.num_layers ({model.num_layers}); Megatron-LM's "
+            "stages are equal"
+        )
+    sizes = {"num_heads": model.num_heads, "num_query_groups": model.query_groups, "ffn_hidden_size": model.ffn_size}
+    if wrong := [f"model.{name} ({size})" for name, size in sizes.items() if size % tensor]:
+        raise ConfigError(f"tensor is {tensor}, which does not divide {', '.join(wrong)}")
+
+
+def args_for(
+    model: ModelConfig, *, tensor: int, pipeline: int, iteration: int, dtype: torch.dtype
+) -> argparse.Namespace:
+    """What --use-checkpoint-args takes over, and what a run's own arguments are compared with."""
+    arguments = {theirs: getattr(model, ours) for ours, theirs in SAME.items()}
+    grouped = model.query_groups != model.num_heads
+    return argparse.Namespace(
+        **{
+            **arguments,
+            **REFUSED,
+            "kv_channels": model.head_size,
+            "ffn_hidden_size": model.ffn_size,
+            "seq_length": model.max_position_embeddings,
+            "group_query_attention": grouped,
+            "num_query_groups": model.query_groups if grouped else 1,
+            "normalization": {ours: theirs for theirs, ours in NORMS.items()}[model.norm],
+            "norm_epsilon": model.norm_eps,
+            "layernorm_epsilon": model.norm_eps,
+            "swiglu": model.activation == "swiglu",
+            "bias_gelu_fusion": model.activation == "gelu_tanh",
+            "openai_gelu": False,
+            "add_qkv_bias": model.bias,
+            "position_embedding_type": {ours: theirs for theirs, ours in POSITIONS.items()}[model.position],
+            "add_position_embedding": model.position == "learned",
+            "use_rotary_position_embeddings": model.position == "rotary",
+            "untie_embeddings_and_output_weights": not model.tie_embeddings,
+            "apply_query_key_layer_scaling": False,
+            "make_vocab_size_divisible_by": DIVISIBLE_BY,
+            "padded_vocab_size": padded_rows(model.vocab_size, tensor),
+            # Compared where --vocab-file is given, which is GPT-2's tokenizer.
+            "tokenizer_type": "GPT2BPETokenizer" if model.vocab_size == 50257 else None,
+            "tensor_model_parallel_size": tensor,
+            "pipeline_model_parallel_size": pipeline,
+            "virtual_pipeline_model_parallel_size": None,
+            "expert_model_parallel_size": 1,
+            "ckpt_format": "torch",
+            "transformer_impl": "local",
+            "params_dtype": dtype,
+            "fp16": dtype == torch.float16,
+            "bf16": dtype == torch.bfloat16,
+            "iteration": iteration,
+            "consumed_train_samples": 0,
+            "consumed_valid_samples": 0,
+        }
+    )

@@ -1,0 +1,107 @@
+"""Whether a converted checkpoint is the original: logits of both, on random tokens, in one process, and every weight.
+
+A model that is stored in Hugging Face's format is computed by transformers, which has its own mind about what the files
+mean; one in another format is read into our model. Here, unlike in conversion, models are in memory whole.
+Weights that a conversion rounds are rounded on both sides.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.func import functional_call
+
+from megatron_lite.config.schema import Config
+from megatron_lite.convert.recipe import VOCABULARY_TABLES, Checkpoint, first_of
+from megatron_lite.errors import CheckpointError, ConfigError
+from megatron_lite.model.build import get_model
+from megatron_lite.parallel.context import ParallelContext
+from megatron_lite.parallel.grid import Grid
+from megatron_lite.parallel.random import RngTracker
+
+SEQUENCES, LENGTH = 2, 64
+TOLERANCE = 1e-4  # of the largest logit: fp32 sums in another order
+
+Logits = Callable[[Tensor], Tensor]
+"""Tokens `[b, s]` -> logits `[b, s, v]` in fp32, with or without those of the vocabulary's padding."""
+
+
+def check_logits(source: Logits, target: Logits, checkpoint: Checkpoint) -> str:
+    """A line that says how far the logits are apart; CheckpointError where that is more than rounding explains."""
+    length = min(LENGTH, checkpoint.model.max_position_embeddings)
+    generator = torch.Generator().manual_seed(1234)
+    tokens = torch.randint(checkpoint.model.vocab_size, (SEQUENCES, length), generator=generator)
+    with torch.no_grad():
+        before, after = (side(tokens)[..., : checkpoint.model.vocab_size] for side in (source, target))
+    difference, scale = (after - before).abs().max().item(), before.abs().max().item()
+    allowed = TOLERANCE * scale
+    said = f"logits of {SEQUENCES} x {length} random tokens differ by at most {difference:.3g} and reach {scale:.3g}"
+    if not difference <= allowed:  # so that nan is not fine
+        raise CheckpointError(
+            f"{said}, and at most {allowed:.3g} is rounding: the converted model is another one, so it was not kept. "
+            "Please report this, with the config of the source"
+        )
+    return f"verified: {said}"
+
+
+def check_weights(source: Checkpoint, target: Checkpoint) -> str:
+    """A line that says that every weight is equal to the bit; CheckpointError where one is not.
+
+    Rows of vocabulary that no token has are left out: formats differ in them.
+    """
+
+    def bits(checkpoint: Checkpoint, name: str) -> Tensor:
+        whole = checkpoint.read(name)
+        rows = whole[: source.model.vocab_size] if name in VOCABULARY_TABLES else whole
+        return rows.contiguous().view(torch.uint8)
+
+    differing = [
+        name
+        for name in {**source.tensors, **target.tensors}
+        if name not in source.tensors
+        or name not in target.tensors
+        or not torch.equal(bits(source, name), bits(target, name))
+    ]
+    if differing:
+        raise CheckpointError(
+            f"{first_of(differing)}: what was written differs from the source, so it was not kept. Please report this, "
+            "with the config of the source"
+        )
+    return f"all {len(source.tensors):,} tensors are equal to the bit"
+
+
+def ours(checkpoint: Checkpoint) -> Logits:
+    """The logits of our model with the checkpoint's weights."""
+    with torch.random.fork_rng(devices=[]):
+        rng = RngTracker(torch.device("cpu"), default_seed=0, tensor_parallel_seed=0)
+    model = checkpoint.model.model_copy(update={"fusion": "off"})
+    (chunk,) = get_model(Config(model=model), ParallelContext.at(Grid(), 0), rng, dtype=torch.float32)
+    weights = {name: checkpoint.read(name).float() for name in checkpoint.tensors}
+
+    def logits(tokens: Tensor) -> Tensor:
+        return functional_call(chunk.eval(), weights, (tokens,)).transpose(0, 1)
+
+    return logits
+
+
+def of_transformers(folder: Path, dtype: torch.dtype | None) -> Logits:
+    """The logits of transformers' own model, its weights rounded to a number format if one is given."""
+    try:
+        from transformers import AutoModelForCausalLM
+        from transformers.utils.logging import disable_progress_bar
+    except ImportError as error:
+        raise ConfigError(
+            f"--verify compares with transformers, which cannot be imported ({error}); install it with "
+            "`pip install transformers`, or leave out --verify"
+        ) from None
+    disable_progress_bar()  # ours is there already
+    try:
+        model = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # whatever transformers finds wrong
+        raise CheckpointError(f"{folder}: transformers cannot load it: {type(error).__name__}: {error}") from error
+    if dtype:
+        for parameter in model.parameters():  # buffers, such as angles, are computed and not stored
+            parameter.data = parameter.data.to(dtype)
+    model = model.float().eval()
+    return lambda tokens: model(input_ids=tokens, use_cache=False).logits

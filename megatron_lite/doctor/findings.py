@@ -1,0 +1,110 @@
+"""What `doctor` finds: a line for each check, made from what every rank answered.
+
+What may fail on one rank alone is a question to all of them: its error is an answer too, and everybody goes on to the
+next check. Whatever follows from the answers is the same on every rank.
+"""
+
+import os
+import socket
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Generic, Literal, TypeVar
+
+from megatron_lite.errors import MegatronLiteError
+from megatron_lite.parallel.agreement import all_gathered
+from megatron_lite.parallel.context import Group
+
+T = TypeVar("T")
+MOST_NAMES = 4  # of ranges of ranks or of hosts in one line
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the report."""
+
+    level: Literal["ok", "warn", "FAIL", "skip"]  # FAIL: training would fail
+    what: str
+    text: str
+
+    def __str__(self) -> str:
+        return f" {self.level:<5} {self.what}: {self.text}"
+
+
+@dataclass(frozen=True)
+class Answer(Generic[T]):
+    """What a rank has found, or why it found nothing."""
+
+    rank: int
+    host: str
+    value: T | None
+    problem: str  # empty where there is none
+
+
+def ask(question: Callable[[], T], world: Group) -> "list[Answer[T]]":
+    """Every rank's answer, in rank order, on every rank; an error is the answer of one rank, not the end.
+
+    Communicates: one all-gather of a small object.
+    """
+    value, problem = None, ""
+    try:
+        value = question()
+    except Exception as error:
+        problem = described(error)
+    answers = all_gathered((socket.gethostname(), value, problem), world)
+    return [Answer(rank, *answer) for rank, answer in enumerate(answers)]
+
+
+def described(error: Exception) -> str:
+    """An error in one line."""
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
+    text = " ".join(str(error).split())
+    return text if isinstance(error, MegatronLiteError) and text else f"{type(error).__name__}: {text}"
+
+
+def problems(what: str, answers: Iterable[Answer], advice: str = "") -> list[Finding]:
+    """A line for each different problem, with the ranks that have it."""
+    whose: dict[str, list[Answer]] = {}
+    for answer in answers:
+        if answer.problem:
+            whose.setdefault(answer.problem, []).append(answer)
+    after = f"; {advice}" if advice else ""
+    return [Finding("FAIL", what, f"{where(those)}: {problem}{after}") for problem, those in whose.items()]
+
+
+def where(answers: Sequence[Answer]) -> str:
+    """`ranks 0 to 3 on host-a and rank 5 on host-b`."""
+    of_host: dict[str, list[int]] = {}
+    for answer in answers:
+        of_host.setdefault(answer.host, []).append(answer.rank)
+    return listed([f"{named_ranks(ranks)} on {host}" for host, ranks in of_host.items()])
+
+
+def named_ranks(ranks: Sequence[int]) -> str:
+    """`rank 3`, `ranks 0 and 2` or `ranks 0 to 7`."""
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    if len(ranks) > 2 and list(ranks) == list(range(ranks[0], ranks[-1] + 1)):
+        return f"ranks {ranks[0]} to {ranks[-1]}"
+    return f"ranks {listed(list(map(str, ranks)))}"
+
+
+def listed(words: Sequence[str]) -> str:
+    """`a, b and c`; of many only the first."""
+    if len(words) > MOST_NAMES:
+        words = [*words[: MOST_NAMES - 1], f"{len(words) - MOST_NAMES + 1} more"]
+    return " and ".join(filter(None, [", ".join(words[:-1]), words[-1]]))
+
+
+def readable(size: float) -> str:
+    """Bytes, to read: `0.5 MiB`, `47.3 GiB`."""
+    return f"{size / 2**30:,.1f} GiB" if size >= 2**29 else f"{size / 2**20:,.1f} MiB"
+
+
+def hosts_of(answers: Iterable[Answer]) -> list[str]:
+    """Every host once, in the order of ranks."""
+    return list(dict.fromkeys(answer.host for answer in answers))
+
+
+def local_rank() -> int:
+    return int(os.environ.get("LOCAL_RANK", "0"))

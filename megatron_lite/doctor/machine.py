@@ -1,0 +1,283 @@
+"""Whether the machines of a run are alike and fit for it: versions, devices, arithmetic, limits, clocks."""
+
+import hashlib
+import platform
+import resource
+import shutil
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from megatron_lite.config.schema import Config
+from megatron_lite.config.sizes import activation_bytes, largest_rank_parameters, state_bytes
+from megatron_lite.ddp.deepspeed import refuse_what_cannot_run
+from megatron_lite.doctor.findings import (
+    Answer,
+    Finding,
+    ask,
+    hosts_of,
+    listed,
+    local_rank,
+    problems,
+    readable,
+    where,
+)
+from megatron_lite.errors import TrainingError, counted
+from megatron_lite.launch.available import available_cores, available_memory
+from megatron_lite.parallel.collectives import barrier
+from megatron_lite.parallel.context import Group
+from megatron_lite.training.initialize import DTYPES, choose_device
+
+MUST_BE_EQUAL = ("torch", "megatron_lite", "deepspeed", "NCCL")  # ranks of others may not understand each other
+TILE = 256  # 16-bit numbers hold every integer up to 256, so with entries -1, 0 and 1 every partial sum is exact
+REPEATS = {"cpu": 1, "cuda": 16}  # of the tile along both sides of the product: a GPU is busy with all of its parts
+CLOCK_ROUNDS, LARGEST_SKEW_SECONDS = 3, 1.0
+# Gloo and NCCL have sockets and files for each group and peer.
+FILES_OF_A_RUN, FILES_OF_A_PEER = 1024, 8
+SHM_OF_A_RANK_BYTES = 128 << 20  # what ranks of one host share with NCCL; Docker gives all of them 64 MiB
+LESS_MEMORY = "use more ranks with parallel.tensor, parallel.pipeline, optim.distributed or parallel.ddp: fsdp"
+PACKAGE = Path(__file__).resolve().parents[1]
+
+
+def versions(world: Group) -> list[Finding]:
+    """Of what computes; FAIL where ranks differ in what must be equal."""
+    answers = ask(installed, world)
+    if found := problems("versions", answers):
+        return found
+    for name in dict.fromkeys(name for answer in answers for name in answer.value or {}):
+        whose: dict[str, list[Answer]] = {}
+        for answer in answers:
+            whose.setdefault((answer.value or {}).get(name, "missing"), []).append(answer)
+        if len(whose) > 1:
+            text = listed([f"{version} on {where(those)}" for version, those in whose.items()])
+            level = "FAIL" if name in MUST_BE_EQUAL else "warn"
+            found.append(Finding(level, "versions", f"{name} is {text}; install the same everywhere"))
+    said = ", ".join(f"{name} {version}" for name, version in (answers[0].value or {}).items())
+    alike = "; the same on every rank" * (world.size > 1)
+    return found or [Finding("ok", "versions", f"{said}{alike}")]
+
+
+def installed() -> dict[str, str]:
+    """Versions by name. Of this package also a number that changes with its sources: checkouts drift apart."""
+    versions = {"python": platform.python_version(), "torch": str(torch.__version__)}
+    sources = hashlib.md5(usedforsecurity=False)
+    for file in sorted(PACKAGE.rglob("*.py")):
+        sources.update(file.read_bytes())
+    for name in ("megatron_lite", "deepspeed"):
+        with suppress(metadata.PackageNotFoundError):  # a checkout that is not installed, or a package nobody needs
+            versions[name] = metadata.version(name)
+    versions["megatron_lite"] = f"{versions.get('megatron_lite', '')} (sources {sources.hexdigest()[:8]})".strip()
+    if torch.cuda.is_available():
+        versions["CUDA"] = str(torch.version.cuda)
+        versions["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[arg-type]
+    return versions
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What a rank sees of its host."""
+
+    device: str  # this rank's: cpu or cuda
+    cores: int
+    memory_bytes: float
+    gpus: tuple[tuple[str, int], ...]  # name, bytes
+    open_files: int
+    shm_bytes: int  # free
+    threads: int
+
+
+def look_around(config: Config) -> Machine:
+    """This rank's machine, with the rank's GPU chosen; raises ConfigError where there is none for it."""
+    device = choose_device(config.run.device, local_rank())
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    properties = [torch.cuda.get_device_properties(n) for n in range(count)]
+    shm = Path("/dev/shm")
+    return Machine(
+        device=device.type,
+        cores=available_cores(),
+        memory_bytes=available_memory(),
+        gpus=tuple((gpu.name, gpu.total_memory) for gpu in properties),
+        open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
+        shm_bytes=shutil.disk_usage(shm).free if shm.is_dir() else 0,
+        threads=torch.get_num_threads(),
+    )
+
+
+def devices(machines: list[Answer[Machine]]) -> list[Finding]:
+    """What each host has; FAIL where a rank has no device, or devices are of two kinds."""
+    if found := problems("devices", machines):
+        return found
+    kinds: dict[str, list[Answer]] = {}
+    names: dict[str, list[Answer]] = {}
+    for answer in machines:
+        assert answer.value is not None
+        kinds.setdefault(answer.value.device, []).append(answer)
+        for name, _ in answer.value.gpus if answer.value.device == "cuda" else ():
+            names.setdefault(name, []).append(answer)
+    if len(kinds) > 1:
+        found.append(
+            Finding(
+                "FAIL",
+                "devices",
+                f"{where(kinds['cuda'])} found GPUs, {where(kinds['cpu'])} none; see what nvidia-smi says there and "
+                "that CUDA_VISIBLE_DEVICES is not empty, or set run.device=cpu",
+            )
+        )
+    if len(names) > 1:
+        text = listed([f"{name} on {listed(hosts_of(those))}" for name, those in names.items()])
+        found.append(Finding("warn", "devices", f"GPUs differ: {text}; the slowest sets the pace of all"))
+    return [*found, Finding("ok", "devices", "; ".join(descriptions(machines)))]
+
+
+def descriptions(machines: list[Answer[Machine]]) -> Iterator[str]:
+    """Each kind of host once, with the names of those that are like that."""
+    alike: dict[str, list[str]] = {}
+    for host, machine, ranks in by_host(machines):
+        gpus: dict[tuple[str, int], int] = {}
+        for gpu in machine.gpus:
+            gpus[gpu] = gpus.get(gpu, 0) + 1
+        unused = len(machine.gpus) - ranks if machine.device == "cuda" else 0
+        parts = [
+            counted(ranks, "rank"),
+            counted(machine.cores, "core"),
+            f"{readable(machine.memory_bytes)} of memory",
+            *[f"{count} x {name} with {readable(size)}" for (name, size), count in gpus.items()],
+            *["no GPU"] * (not gpus),
+            *[f"{counted(unused, 'GPU')} without a rank"] * (unused > 0),
+        ]
+        alike.setdefault(", ".join(parts), []).append(host)
+    for text, hosts in alike.items():
+        yield f"{listed(hosts)}{', each' * (len(hosts) > 1)}: {text}"
+
+
+def by_host(machines: list[Answer[Machine]]) -> Iterator[tuple[str, Machine, int]]:
+    """Each host, what its first rank sees, and how many ranks it has."""
+    for host in hosts_of(machines):
+        those = [answer for answer in machines if answer.host == host]
+        assert those[0].value is not None
+        yield host, those[0].value, len(those)
+
+
+def limits(machines: list[Answer[Machine]]) -> list[Finding]:
+    """Of open files, shared memory and cores: warnings, for a run may be small enough."""
+    enough = max(FILES_OF_A_RUN, FILES_OF_A_PEER * len(machines))
+    found: dict[str, list[str]] = {}
+    for host, machine, ranks in by_host(machines):
+        texts = []
+        if machine.open_files < enough:
+            texts.append(f"a process may open {machine.open_files:,} files; start it after ulimit -n {4 * enough}")
+        if machine.device == "cuda" and ranks > 1 and machine.shm_bytes < ranks * SHM_OF_A_RANK_BYTES:
+            texts.append(
+                f"/dev/shm has {readable(machine.shm_bytes)} free, through which {ranks} ranks may talk; make it "
+                "larger (docker run --shm-size=8g, or --ipc=host)"
+            )
+        if ranks * machine.threads > machine.cores:
+            texts.append(
+                f"{counted(ranks * machine.threads, 'thread')} of {counted(ranks, 'rank')} on "
+                f"{counted(machine.cores, 'core')} wait for each other; {_fewer_threads(ranks, machine.cores)}"
+            )
+        for text in texts:
+            found.setdefault(text, []).append(host)
+    first = machines[0].value
+    assert first is not None
+    shm = f"/dev/shm with {readable(first.shm_bytes)} free"
+    said = f"{first.open_files:,} open files, {counted(first.threads, 'thread')} for each rank, {shm}"
+    warnings = [Finding("warn", "limits", f"{listed(hosts)}: {text}") for text, hosts in found.items()]
+    return warnings or [Finding("ok", "limits", said)]
+
+
+def memory(config: Config, machines: list[Answer[Machine]]) -> list[Finding]:
+    """Whether the training state fits the memory; FAIL where it cannot, whatever the activations take."""
+    dp = config.parallel.data(len(machines))
+    of_a_parameter, parameters = state_bytes(config, dp), largest_rank_parameters(config)
+    state = {what: size * parameters for what, size in of_a_parameter.items()}
+    on_host = state["optimizer"] if config.deepspeed.offload_optimizer else 0.0
+    activations = 0.0 if config.train.offload_activations else activation_bytes(config, dp)
+    found, texts = [], []
+    for host, machine, ranks in by_host(machines):
+        if machine.device == "cuda":
+            places = [
+                (f"the smallest GPU of {host}", min(size for _, size in machine.gpus), sum(state.values()) - on_host),
+                *[(f"{host}", machine.memory_bytes, ranks * on_host)] * (on_host > 0),
+            ]
+            working = activations
+        else:
+            places, working = [(host, machine.memory_bytes, ranks * sum(state.values()))], ranks * activations
+        for place, available, needed in places:
+            text = f"{place} has {readable(available)}; the training state takes {readable(needed)}"
+            texts.append(f"{text}, activations roughly {readable(working)}")
+            if needed > available:
+                found.append(Finding("FAIL", "memory", f"{text}; {LESS_MEMORY}"))
+            elif needed + working > available:
+                found.append(Finding("warn", "memory", f"{texts[-1]}; {LESS_MEMORY}, or train.recompute"))
+    return found or [Finding("ok", "memory", texts[0])]
+
+
+def _fewer_threads(ranks: int, cores: int) -> str:
+    return f"set OMP_NUM_THREADS={cores // ranks}" if ranks <= cores else f"start at most {cores} ranks on it"
+
+
+def deepspeed(config: Config, device: torch.device, world: Group) -> list[Finding]:
+    """Whether the installed one can run this config; nothing where it is not asked to."""
+    if config.parallel.ddp != "deepspeed":
+        return []
+    found = problems("deepspeed", ask(lambda: refuse_what_cannot_run(config, device), world))
+    return found or [Finding("ok", "deepspeed", f"{metadata.version('deepspeed')} can run this config")]
+
+
+def arithmetic(config: Config, device: torch.device, world: Group) -> list[Finding]:
+    """A product of two matrices on every device, in the precision of the run, against what it is exactly."""
+    precision = config.train.precision
+    answers = ask(lambda: multiply(device, DTYPES[precision]), world)
+    advice = "take that host out of the run and have its memory and device tested"
+    size = f"{TILE * REPEATS[device.type]}"
+    fine = (
+        f"a product of matrices in {precision}, {size} x {TILE} x {size}, is exact{' on every rank' * (world.size > 1)}"
+    )
+    return problems("arithmetic", answers, advice) or [Finding("ok", "arithmetic", fine)]
+
+
+def multiply(device: torch.device, dtype: torch.dtype) -> None:
+    """Raises TrainingError unless a product is right, to the last bit."""
+    rows, columns = torch.arange(TILE)[:, None], torch.arange(TILE)[None]
+    left, right = (rows * columns + rows) % 5 % 3 - 1, (rows * columns + columns) % 7 % 3 - 1  # -1, 0 and 1
+    times = REPEATS[device.type]
+    found = product(left.repeat(times, 1).to(device, dtype), right.repeat(1, times).to(device, dtype))
+    wrong = (found != (left @ right).repeat(times, times).to(device, dtype)).sum().item()
+    if wrong:
+        raise TrainingError(f"{wrong:,} of {found.numel():,} numbers of a matrix product on {device} are wrong")
+
+
+def product(left: Tensor, right: Tensor) -> Tensor:
+    return left @ right
+
+
+def clocks(world: Group) -> list[Finding]:
+    """How far the hosts' clocks are apart; nothing where there is one host."""
+    apart: dict[str, float] = {}
+    for _ in range(CLOCK_ROUNDS):
+        barrier(world)  # after it all ranks go on within milliseconds
+        answers = ask(time.time, world)
+        for answer in answers:
+            ahead = (answer.value or 0.0) - (answers[0].value or 0.0)
+            if answer.host not in apart or abs(ahead) < abs(apart[answer.host]):
+                apart[answer.host] = ahead
+    if len(apart) == 1:
+        return []
+    first = next(iter(apart))
+    off = [
+        f"{host} is {abs(ahead):.1f} s {'ahead of' if ahead > 0 else 'behind'} {first}"
+        for host, ahead in apart.items()
+        if abs(ahead) > LARGEST_SKEW_SECONDS
+    ]
+    if off:
+        text = f"{listed(off)}; set them by NTP, or times in logs and of files mislead"
+        return [Finding("warn", "clocks", text)]
+    most = max(map(abs, apart.values()))
+    return [Finding("ok", "clocks", f"{len(apart)} hosts agree to {max(most, 0.001):.3f} s")]

@@ -1,0 +1,220 @@
+"""Whether ranks reach each other, add right, and how fast: each group of the layout, and pipeline neighbours.
+
+All groups of a kind are measured at the same time, as training uses them, in process groups of their own, which give
+up before the one does in which answers are gathered: so a group that hangs is told of.
+Bandwidth is bus bandwidth, 2 (n-1) / n times the bytes of an all-reduce in a second, to compare groups of any size.
+"""
+
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from statistics import median_high
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_lite.config.schema import Config
+from megatron_lite.doctor.findings import Answer, Finding, ask, listed, named_ranks, problems
+from megatron_lite.errors import TrainingError
+from megatron_lite.parallel.collectives import all_reduce, all_reduce_async
+from megatron_lite.parallel.context import Group
+from megatron_lite.parallel.grid import Grid
+from megatron_lite.parallel.waiting import LostRanks
+
+SMALL, LARGE = 1024, {"cpu": 2 << 20, "cuda": 16 << 20}  # fp32 numbers: 4 KiB; 8 or 64 MiB
+BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
+SMALL_ROUNDS, LARGE_ROUNDS = 20, 3
+SLOW = 1 / 3  # of the median of its kind: a link or a host is not what the others are
+ADVICE = "look at those hosts and what lies between them (firewall, cables, NCCL_SOCKET_IFNAME, GLOO_SOCKET_IFNAME)"
+
+Ranks = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Speed:
+    """Of one group, as one of its ranks saw it."""
+
+    ranks: Ranks
+    latency: float  # seconds
+    bandwidth: float  # bytes a second
+
+
+def network(
+    config: Config, grid: Grid, device: torch.device, world: Group, timeout_seconds: float
+) -> Iterator[Finding]:
+    """A finding for each kind of group that has more than one rank. Collective over the world."""
+    kinds = used_groups(config, grid)
+    own: dict[str, Group] = {}  # of the kinds that this rank has a group of
+
+    def make() -> None:
+        for names, groups in kinds.items():
+            for ranks in groups:
+                pg = new_group(ranks, device, timeout_seconds)
+                if world.rank in ranks:
+                    own[names] = Group(names, ranks, ranks.index(world.rank), pg)
+
+    if found := problems("groups", ask(make, world), ADVICE):
+        yield from found
+        return
+    for names, groups in kinds.items():
+        group = own.get(names)
+        answers = ask(lambda group=group: [all_reduce_speed(group, device)] if group is not None else [], world)
+        yield from summary(f"all-reduce over {names}", f"groups of {len(groups[0])} ranks", answers)
+    stages = next((group for names, group in own.items() if grid.pp > 1 and "pp" in names.split(", ")), None)
+    if stages is not None:
+        wraps = config.parallel.virtual_pipeline > 1
+        answers = ask(lambda: neighbour_speeds(stages, device, wraps=wraps), world)
+        yield from summary("pipeline neighbours", "pairs", answers)
+
+
+def new_group(ranks: Ranks, device: torch.device, timeout_seconds: float) -> Any:
+    """A process group whose late collectives raise an error. Collective over the world, members or not."""
+    if device.type == "cuda":  # NCCL would end the process
+        os.environ.setdefault("TORCH_NCCL_BLOCKING_WAIT", "1")
+    return dist.new_group(list(ranks), timedelta(seconds=timeout_seconds), BACKENDS[device.type])
+
+
+def used_groups(config: Config, grid: Grid) -> dict[str, list[Ranks]]:
+    """All groups by kind, those of several ranks that this config communicates in; kinds that are the same as one."""
+    kinds = {"tp": grid.groups("tp"), "dp": grid.groups("dp"), "pp": grid.groups("pp")}
+    if config.model.tie_embeddings:
+        kinds["embd"] = grid.embedding_groups()
+    kinds["world"] = [tuple(range(grid.world_size))]
+    named: dict[tuple[Ranks, ...], list[str]] = {}
+    for name, groups in kinds.items():
+        if len(groups[0]) > 1:
+            named.setdefault(tuple(groups), []).append(name)
+    return {", ".join(names): list(groups) for groups, names in named.items()}
+
+
+def all_reduce_speed(group: Group, device: torch.device) -> Speed:
+    """What this rank measures in a group; raises TrainingError where a sum is wrong. Collective over the group."""
+    large = LARGE[device.type]
+    with explained(group):
+        # And nothing is slow below because it is the first time.
+        wrong = [num_wrong_sums(group, device, size) for size in (SMALL, large)]
+        latency = timed(group, device, SMALL, SMALL_ROUNDS)
+        seconds = timed(group, device, large, LARGE_ROUNDS)
+    if any(wrong):  # not before: the others would wait
+        raise TrainingError(f"{sum(wrong):,} of {SMALL + large:,} sums over {named_ranks(group.ranks)} are wrong")
+    return Speed(group.ranks, latency, 2 * (group.size - 1) / group.size * 4 * large / seconds)
+
+
+@contextmanager
+def explained(group: Group) -> Iterator[None]:
+    """What torch says when ranks do not answer becomes a TrainingError that names them, with its first line."""
+    try:
+        yield
+    except (RuntimeError, LostRanks) as error:
+        reason = str(error.__cause__ or error).splitlines()[0]
+        raise TrainingError(f"{named_ranks(group.ranks)} did not hear from each other: {reason}") from error
+
+
+def num_wrong_sums(group: Group, device: torch.device, size: int) -> int:
+    """Each rank has the numbers 0 to 7 in another order: their sums are exact."""
+    places = torch.arange(size, device=device)
+    expected = torch.zeros(size, device=device)
+    for rank in range(group.size):
+        expected += (places + rank) % 8
+    total = all_reduce(((places + group.rank) % 8).float(), group)
+    return int((total != expected).sum())
+
+
+def timed(group: Group, device: torch.device, size: int, rounds: int) -> float:
+    """Seconds of one all-reduce of `size` numbers."""
+    zeros = torch.zeros(size, device=device)  # whose sums stay finite
+    all_reduce(zeros[:1], group)  # all begin at the same time
+    start = time.perf_counter()
+    for done in range(1, rounds + 1):
+        _, wait = all_reduce_async(zeros, group)
+        # Gloo would run several at once; NCCL runs them in order, and a wait for each would be most of the time.
+        if device.type == "cpu" or done == rounds:
+            wait()
+    return (time.perf_counter() - start) / rounds
+
+
+def neighbour_speeds(stages: Group, device: torch.device, *, wraps: bool) -> list[Speed]:
+    """What this rank, where it is the earlier of two neighbours, measures with the later one. Collective over stages.
+
+    All even stages with the next one at the same time, then the odd ones, then the last with the first where it
+    `wraps`. Raises TrainingError where what comes back is not what was sent.
+    """
+    last = stages.size - 1
+    pairs = [(stage, stage + 1) for stage in (*range(0, last, 2), *range(1, last, 2))]
+    pairs += [(last, 0)] * (wraps and last > 1)
+    speeds, changed = [], []
+    for pair in pairs:
+        if stages.rank in pair:
+            two = replace(stages, ranks=(stages.ranks[pair[0]], stages.ranks[pair[1]]), rank=pair.index(stages.rank))
+            with explained(two):
+                latency, intact = bounced(two, device, SMALL, SMALL_ROUNDS)
+                seconds, all_intact = bounced(two, device, LARGE[device.type], LARGE_ROUNDS)
+            if two.is_first:
+                speeds.append(Speed(two.ranks, latency, 4 * LARGE[device.type] / seconds))
+            if not (intact and all_intact):
+                changed.append(named_ranks(two.ranks))
+    if changed:  # not before: the next neighbour would wait
+        raise TrainingError(f"what went between {listed(changed)} came changed")
+    return speeds
+
+
+def bounced(two: Group, device: torch.device, size: int, rounds: int) -> tuple[float, bool]:
+    """Seconds that `size` numbers take from one rank to the other, and whether they come back as they were."""
+    message = torch.arange(size, device=device, dtype=torch.float32)
+    got = torch.empty_like(message)
+    start = 0.0
+    for done in range(rounds + 1):
+        # NCCL runs them in order, and a wait for each would be most of the time; not the first, which connects the two.
+        bounce(message, got, two, must_wait=device.type == "cpu" or done in (0, rounds))
+        start = start or time.perf_counter()
+    return (time.perf_counter() - start) / rounds / 2, torch.equal(got, message)
+
+
+def bounce(message: Tensor, got: Tensor, two: Group, *, must_wait: bool) -> None:
+    """The first rank sends a message, the second one sends back what it got."""
+    peer = two.ranks[1 - two.rank]
+    for is_sending in (two.is_first, not two.is_first):
+        tensor = message if two.is_first and is_sending else got
+        work = (dist.isend if is_sending else dist.irecv)(tensor, peer, group=two.pg)
+        if must_wait and work is not None:
+            work.wait()
+
+
+def summary(what: str, kind: str, answers: list[Answer[list[Speed]]]) -> list[Finding]:
+    """The slowest of all groups of a kind; a warning where one is much slower than the others."""
+    if found := problems(what, answers, ADVICE):
+        others = sum(1 for answer in answers if answer.problem) - 1
+        more = f" ({others} more ranks had trouble)" if others else ""
+        return [Finding("FAIL", what, found[0].text + more)]
+    seen: dict[Ranks, list[Speed]] = {}
+    for answer in answers:
+        for speed in answer.value or ():
+            seen.setdefault(speed.ranks, []).append(speed)
+    speeds = [
+        Speed(ranks, max(speed.latency for speed in those), min(speed.bandwidth for speed in those))
+        for ranks, those in seen.items()
+    ]
+    slowest = min(speeds, key=lambda speed: speed.bandwidth)
+    usual = median_high([speed.bandwidth for speed in speeds])
+    name = named_ranks(slowest.ranks)
+    if slowest.bandwidth < SLOW * usual:
+        hosts = listed(list(dict.fromkeys(answers[rank].host for rank in slowest.ranks)))
+        text = f"{name} on {hosts}: {pace(slowest)}, where others have {bytes_a_second(usual)}"
+        return [Finding("warn", what, f"{text}; {ADVICE}")]
+    several = f"{len(speeds)} {kind}, the slowest " if len(speeds) > 1 else ""
+    return [Finding("ok", what, f"{several}{name}: {pace(slowest)}")]
+
+
+def pace(speed: Speed) -> str:
+    micro = speed.latency * 1e6
+    latency = f"{micro:.0f} us" if micro < 1000 else f"{micro / 1000:.1f} ms"
+    return f"latency {latency}, {bytes_a_second(speed.bandwidth)}"
+
+
+def bytes_a_second(rate: float) -> str:
+    return f"{rate / 1e9:.1f} GB/s" if rate >= 1e9 else f"{rate / 1e6:.1f} MB/s"

@@ -1,0 +1,61 @@
+"""Writes the job script of a SLURM job and submits it."""
+
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from megatron_lite.config.schema import PRINTABLE
+from megatron_lite.errors import ConfigError, TrainingError
+
+HOME = Path(__file__).resolve().parents[2]  # of the checkout
+SCRIPT = HOME / "tools" / "slurm" / "pretrain.sbatch"
+
+
+def task_overrides(array: str | None, overrides: list[str]) -> list[str]:
+    """The overrides as the first task of a job array gets them, all but the folder's."""
+    first = re.match(r"\d+", array or "")
+    if first is None:
+        return overrides
+    return [text if sets_run_dir(text) else text.replace("%a", first[0]) for text in overrides]
+
+
+def sets_run_dir(override: str) -> bool:
+    return override.partition("=")[0] == "run.dir"
+
+
+def job_script(options: list[str], arguments: list[str]) -> str:
+    """`tools/slurm/pretrain.sbatch` with these options and arguments in it; sbatch takes the last of two options."""
+    if not SCRIPT.exists():
+        raise ConfigError(f"there is no {SCRIPT}: submit works from a checkout of megatron_lite, with its tools/")
+    first, *rest = SCRIPT.read_text(encoding="utf-8").splitlines(keepends=True)
+    end = next(number for number, line in enumerate(rest) if line.startswith("set -u"))
+    header = [f"#SBATCH {quoted('an option of sbatch', option)}\n" for option in options]
+    home, python = quoted("the folder of megatron_lite", str(HOME)), quoted("the path of Python", sys.executable)
+    fixed = [
+        f"export MEGATRON_LITE_HOME={home} PYTHON={python}\n",
+        f"cd {quoted('the current folder', os.getcwd())} || exit 2\n",
+        f"set -- {' '.join(quoted('an argument', argument) for argument in arguments)}\n",
+    ]
+    return "".join([first, *rest[:end], *header, *fixed, *rest[end:]])
+
+
+def quoted(what: str, text: str) -> str:
+    """A word for the shell; raises ConfigError for text that would end its line in the job script."""
+    if not re.fullmatch(PRINTABLE, text):
+        raise ConfigError(f"{what} is {text!r}; a job script takes no control characters, remove them")
+    return shlex.quote(text)
+
+
+def submitted(path: Path) -> str:
+    """The number of the job that this script became."""
+    if shutil.which("sbatch") is None:
+        raise TrainingError(f"there is no sbatch on this machine; submit {path} from one that has it: sbatch {path}")
+    done = subprocess.run(["sbatch", "--parsable", str(path)], capture_output=True, text=True)
+    if done.returncode:
+        raise TrainingError(f"sbatch {path}: {done.stderr.strip() or f'exit code {done.returncode}'}")
+    print(done.stderr, end="", file=sys.stderr)
+    return done.stdout.strip().partition(";")[0]

@@ -1,0 +1,203 @@
+"""Text to `.bin/.idx`: tokenize every document once, on many processes, in the order of the inputs.
+
+One process reads and writes, the others tokenize pieces of about a megabyte; pieces are written in the order they
+were cut, so the files are the same for any number of workers. They appear under their names only when complete.
+"""
+
+import contextlib
+import os
+from collections.abc import Callable, Generator, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from tqdm import tqdm
+
+from megatron_lite import __version__
+from megatron_lite.data.corpus_info import CorpusInfo, info_path
+from megatron_lite.data.indexed import IndexedDatasetBuilder, bin_path, idx_path, optimal_dtype
+from megatron_lite.data.tokenizer import Tokenizer, build_tokenizer, tokenizer_hash
+from megatron_lite.errors import ConfigError, DataError, counted
+from megatron_lite.preprocess.sources import (
+    Found,
+    Piece,
+    SplitOn,
+    cut_into_pieces,
+    file_bytes,
+    find_files,
+    read_documents,
+)
+from megatron_lite.preprocess.workers import map_in_order
+
+
+class PreprocessReport(NamedTuple):
+    """`prefix` is what data.paths takes; `text_bytes` is the UTF-8 text that was tokenized."""
+
+    prefix: Path
+    num_documents: int
+    num_tokens: int
+    text_bytes: int
+    num_empty: int
+    num_undecodable: int  # documents that are not UTF-8; without a split each is a file
+    found: Found
+
+
+class _Tokens(NamedTuple):
+    """What became of one piece: its documents' ids in one array, and their lengths."""
+
+    ids: np.ndarray
+    lengths: np.ndarray
+    text_bytes: int
+    num_empty: int
+    num_undecodable: int
+
+
+class _Work(NamedTuple):
+    """What every worker is told once."""
+
+    tokenizer_spec: str
+    json_key: str
+    append_eod: bool
+    with_language_tag: bool
+    split_on: SplitOn
+
+
+def preprocess(
+    inputs: Sequence[str | os.PathLike[str]],
+    output_prefix: str | os.PathLike[str],
+    tokenizer_spec: str,
+    *,
+    workers: int,
+    json_key: str = "text",
+    append_eod: bool = False,
+    language_tag: bool = False,
+    split_on: SplitOn = "file",
+    progress: bool = True,
+) -> PreprocessReport:
+    """Write `{output_prefix}_{json_key}_document.bin` and `.idx`, and the record `.info.json` of what made them.
+
+    Empty documents and those that are not UTF-8 are left out and counted. With `language_tag`, code starts with
+    CodeGeeX's comment line that names its language. `split_on` makes documents of plain text files. `progress` shows a
+    bar on a terminal.
+    """
+    if workers < 1:
+        raise ConfigError(f"--workers is {workers}; tokenizing needs at least 1 process")
+    found = find_files(inputs)
+    work = _Work(tokenizer_spec, json_key, append_eod, language_tag, split_on)
+    tokenizer = build_tokenizer(tokenizer_spec)  # a mistake in it is told before any process starts
+    prefix = Path(f"{os.fspath(output_prefix)}_{json_key}_document")
+    mark = f".{os.getpid()}.tmp"
+    temporary_bin, temporary_idx = Path(f"{bin_path(prefix)}{mark}"), Path(f"{idx_path(prefix)}{mark}")
+    temporary_info = info_path(temporary_idx)
+    try:
+        prefix.parent.mkdir(parents=True, exist_ok=True)
+        builder = IndexedDatasetBuilder(temporary_bin, optimal_dtype(tokenizer.vocab_size))
+        try:
+            # Closed at once, whatever happens: else an error kept for its traceback would keep the workers too.
+            with contextlib.closing(_tokenized_pieces(cut_into_pieces(found.files, split_on), work, workers)) as pieces:
+                report = _write_pieces(pieces, builder, prefix, found, progress)
+        except BaseException:
+            builder.abandon()
+            raise
+        if report.num_documents == 0:
+            builder.abandon()
+            raise DataError(
+                f"{', '.join(map(str, inputs))}: nothing to write: {counted(report.num_empty, 'empty document')}, "
+                f"{counted(report.num_undecodable, 'document')} not in UTF-8"
+            )
+        builder.finalize(temporary_idx, _info(report, work, tokenizer))
+        # An old index or record must never stay beside a new .bin, wherever this is interrupted.
+        for old in (idx_path(prefix), info_path(prefix)):
+            old.unlink(missing_ok=True)
+        os.replace(temporary_bin, bin_path(prefix))
+        os.replace(temporary_info, info_path(prefix))
+        os.replace(temporary_idx, idx_path(prefix))
+    except OSError as error:
+        raise DataError(
+            f"{prefix}: cannot be written: {error.strerror or error}; nothing was kept. "
+            "Free some space or choose an --output-prefix you can write to"
+        ) from error
+    finally:
+        for temporary in (temporary_bin, temporary_idx, temporary_info):
+            # Where the folder itself is the trouble, deleting fails as creating did, and that was reported.
+            with contextlib.suppress(OSError):
+                temporary.unlink()
+    return report
+
+
+def _info(report: PreprocessReport, work: _Work, tokenizer: Tokenizer) -> CorpusInfo:
+    options = {name: value for name, value in work._asdict().items() if name != "tokenizer_spec"}
+    return CorpusInfo(
+        tokenizer=work.tokenizer_spec,
+        tokenizer_hash=tokenizer_hash(work.tokenizer_spec),
+        vocab_size=tokenizer.vocab_size,
+        eod=tokenizer.eod,
+        documents=report.num_documents,
+        tokens=report.num_tokens,
+        source_bytes=report.text_bytes,
+        options=options,
+        megatron_lite=__version__,
+        idx_crc32="",  # the builder knows it
+    )
+
+
+def _write_pieces(
+    pieces: Iterator[tuple[Piece, _Tokens]],
+    builder: IndexedDatasetBuilder,
+    prefix: Path,
+    found: Found,
+    progress: bool,
+) -> PreprocessReport:
+    num_documents = num_tokens = text_bytes = num_empty = num_undecodable = 0
+    with tqdm(
+        total=sum(map(file_bytes, found.files)),
+        unit="B",
+        unit_scale=True,
+        desc="preprocess",
+        disable=None if progress else True,
+    ) as bar:
+        for piece, tokens in pieces:
+            builder.add_documents(tokens.ids, tokens.lengths)
+            num_documents += len(tokens.lengths)
+            num_tokens += len(tokens.ids)
+            text_bytes += tokens.text_bytes
+            num_empty += tokens.num_empty
+            num_undecodable += tokens.num_undecodable
+            bar.update(piece.input_bytes)
+            seconds = bar.format_dict["elapsed"]
+            bar.set_postfix_str(f"{num_documents / seconds:,.0f} documents/s" if seconds else "", refresh=False)
+    return PreprocessReport(prefix, num_documents, num_tokens, text_bytes, num_empty, num_undecodable, found)
+
+
+def _tokenized_pieces(
+    pieces: Iterator[Piece], work: _Work, workers: int
+) -> Generator[tuple[Piece, _Tokens], None, None]:
+    """Each piece with its tokens, in the order of `pieces`."""
+    make_function = partial(_make_function, work)
+    if workers == 1:
+        tokenize = make_function()
+        return ((piece, tokenize(piece)) for piece in pieces)
+    return map_in_order(make_function, pieces, workers)
+
+
+def _make_function(work: _Work) -> Callable[[Piece], _Tokens]:
+    return partial(_tokenize, work=work, tokenizer=build_tokenizer(work.tokenizer_spec))
+
+
+def _tokenize(piece: Piece, work: _Work, tokenizer: Tokenizer) -> _Tokens:
+    documents = read_documents(piece, json_key=work.json_key, with_language_tag=work.with_language_tag)
+    dtype = optimal_dtype(tokenizer.vocab_size)
+    ids: list[np.ndarray] = []
+    text_bytes = 0
+    for text in documents.texts:
+        document = tokenizer.encode(text)
+        if document:
+            if work.append_eod:
+                document.append(tokenizer.eod)
+            ids.append(np.array(document, dtype=dtype))
+            text_bytes += len(text.encode())
+    lengths = np.array([len(document) for document in ids], dtype=np.int32)
+    num_empty = len(documents.texts) - len(ids)
+    joined = np.concatenate(ids) if ids else np.empty(0, dtype)
+    return _Tokens(joined, lengths, text_bytes, num_empty, documents.num_undecodable)

@@ -1,0 +1,248 @@
+"""Raw text: which files a corpus is made of, cut into pieces of work, and the documents in each piece.
+
+A `.jsonl` file (also `.json`, `.ndjson`, and compressed as `.gz` or `.zst`) holds a document a line; any other file
+is plain text: one document, or several between its lines or blank lines. Folders are searched for both, in sorted
+order; what lies in hidden folders or in those of installed packages is not part of a project's own text. Pieces are
+about a megabyte and come in the order of the inputs, so the documents keep their order on any number of processes.
+"""
+
+import gzip
+import json
+import os
+import re
+import zlib
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import BinaryIO, Literal, NamedTuple
+
+import zstandard
+
+from megatron_lite.errors import DataError
+from megatron_lite.preprocess.languages import LANGUAGE_TAGS, TEXT_SUFFIXES, language_tag
+
+SplitOn = Literal["file", "blank-line", "line"]
+BLANK_LINE = re.compile(rb"(?m)^[ \t\r\f\v]*\n")
+PIECE_BYTES = 1 << 20  # large beside the cost of handing it to a process, small beside a corpus
+COMPRESSED = (".gz", ".zst")
+JSON_LINES = (".jsonl", ".ndjson", ".json")
+NOT_ONES_OWN = ("site-packages", "dist-packages", "node_modules", "__pycache__")  # installed or made, not written
+
+
+class Found(NamedTuple):
+    """The files of some inputs, and what of the inputs was passed over."""
+
+    files: list[Path]
+    unknown: Counter[str]  # files in folders, by a suffix that is not known
+    empty_folders: list[Path]  # without a known file
+
+
+class Piece(NamedTuple):
+    """Whole files, or complete lines of one file; `input_bytes` counts them as they lie on disk."""
+
+    files: tuple[str, ...]
+    lines: bytes
+    first_line: int
+    input_bytes: int
+    split_on: SplitOn  # how plain text becomes documents
+
+
+class Documents(NamedTuple):
+    """The texts of a piece, and how many more documents are not UTF-8 text."""
+
+    texts: list[str]
+    num_undecodable: int
+
+
+def find_files(inputs: Sequence[str | os.PathLike[str]]) -> Found:
+    """Every file that the inputs name or that lies, with a known suffix, in a folder they name."""
+    files: list[Path] = []
+    unknown: Counter[str] = Counter()
+    empty_folders = []
+    for path in map(Path, inputs):
+        if path.is_dir():
+            names = (Path(folder, name) for folder, names in _walk(path) for name in names if not name.startswith("."))
+            present = [name for name in names if name.is_file()]  # a link may lead nowhere
+            known = [name for name in present if _is_known(name)]
+            unknown.update(name.suffix or "none" for name in present if not _is_known(name))
+            files += known
+            if not known:
+                empty_folders.append(path)
+        elif path.exists():
+            files.append(path)
+        else:
+            raise DataError(f"{path}: no such file or folder; give a .jsonl file, a source file or a folder of them")
+    if not files:
+        raise DataError(
+            f"{', '.join(map(str, inputs)) or 'the input'}: no file with a known suffix; "
+            f"looked for {', '.join(JSON_LINES)} (also {', '.join(COMPRESSED)}) and source files such as .py, .c, .md"
+        )
+    return Found(files, unknown, empty_folders)
+
+
+def _walk(folder: Path) -> Iterator[tuple[str, list[str]]]:
+    for parent, folders, names in os.walk(folder):
+        folders[:] = sorted(name for name in folders if not name.startswith(".") and name not in NOT_ONES_OWN)
+        yield parent, sorted(names)
+
+
+def _is_known(path: Path) -> bool:
+    # In a folder of sources a .json file is a document about the project, not a corpus.
+    return path.suffix in (*LANGUAGE_TAGS, *TEXT_SUFFIXES) or _without_compression(path).suffix == ".jsonl"
+
+
+def _without_compression(path: Path) -> Path:
+    return path.with_suffix("") if path.suffix in COMPRESSED else path
+
+
+def _is_json_lines(path: Path) -> bool:
+    return path.suffix in COMPRESSED or path.suffix in JSON_LINES
+
+
+def file_bytes(path: Path) -> int:
+    """Size of an input file, which may have gone since it was found."""
+    try:
+        return path.stat().st_size
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read: {error.strerror}") from error
+
+
+def cut_into_pieces(files: Sequence[Path], split_on: SplitOn) -> Iterator[Piece]:
+    """Pieces of about `PIECE_BYTES`, in order; compressed files are unpacked here.
+
+    A file that may be split, and is larger, is never read whole.
+    """
+    whole: list[str] = []
+    whole_bytes = 0
+    for path in files:
+        is_cut = _is_json_lines(path) or (split_on != "file" and file_bytes(path) > PIECE_BYTES)
+        if not is_cut:
+            whole.append(str(path))
+            whole_bytes += file_bytes(path)
+        if whole and (is_cut or whole_bytes >= PIECE_BYTES):
+            yield Piece(tuple(whole), b"", 0, whole_bytes, split_on)
+            whole, whole_bytes = [], 0
+        if is_cut:
+            yield from _cut_lines(path, split_on)
+    if whole:
+        yield Piece(tuple(whole), b"", 0, whole_bytes, split_on)
+
+
+def _cut_lines(path: Path, split_on: SplitOn) -> Iterator[Piece]:
+    """Pieces of complete lines; of plain text that is split on blank lines, each but the last ends with one."""
+    line, position = 1, 0
+    rest: list[bytes] = []  # of a document that continues in the next block
+    can_end = _last_blank_line if split_on == "blank-line" and not _is_json_lines(path) else _last_line
+    try:
+        with open(path, "rb") as raw:
+            for block in _whole_lines(_unpacked_blocks(path, raw)):
+                end = can_end(block)
+                rest.append(block[:end])
+                if end:
+                    lines, rest = b"".join(rest), []
+                    yield Piece((str(path),), lines, line, raw.tell() - position, split_on)
+                    line += lines.count(b"\n")
+                    position = raw.tell()
+                rest.append(block[end:])
+            if lines := b"".join(rest):
+                yield Piece((str(path),), lines, line, raw.tell() - position, split_on)
+    except (OSError, EOFError, zlib.error, zstandard.ZstdError) as error:
+        raise DataError(f"{path}: cannot be read after line {line - 1:,}: {error}") from error
+
+
+def _whole_lines(blocks: Iterable[bytes]) -> Iterator[bytes]:
+    """The same bytes in blocks of complete lines; the last one may lack its newline."""
+    rest: list[bytes] = []
+    for block in blocks:
+        head, newline, tail = block.rpartition(b"\n")
+        if newline:
+            yield b"".join((*rest, head, newline))
+            rest = []
+        rest.append(tail)
+    yield b"".join(rest)
+
+
+def _last_line(lines: bytes) -> int:
+    return lines.rfind(b"\n") + 1
+
+
+def _last_blank_line(lines: bytes) -> int:
+    """Where the last blank line of some complete lines ends; 0 without one."""
+    return max((match.end() for match in BLANK_LINE.finditer(lines)), default=0)
+
+
+def _unpacked_blocks(path: Path, raw: BinaryIO) -> Iterator[bytes]:
+    if path.suffix == ".zst":
+        yield from _zstd_blocks(raw)
+        return
+    stream = gzip.GzipFile(fileobj=raw) if path.suffix == ".gz" else raw
+    while block := stream.read(PIECE_BYTES):
+        yield block
+
+
+def _zstd_blocks(raw: BinaryIO) -> Iterator[bytes]:
+    # The library's file-like reader takes an archive that breaks off for one that ends.
+    frame = None
+    while packed := raw.read(PIECE_BYTES // 8):
+        while packed:
+            frame = frame or zstandard.ZstdDecompressor().decompressobj()
+            yield frame.decompress(packed)
+            packed = frame.unused_data
+            if frame.eof:
+                frame = None
+    if frame is not None:
+        raise EOFError("the compressed data breaks off")
+
+
+def read_documents(piece: Piece, *, json_key: str, with_language_tag: bool) -> Documents:
+    """The documents of one piece; with the tag, code starts with a line that names its language."""
+    if _is_json_lines(Path(piece.files[0])):
+        return Documents(list(_read_lines(piece, json_key, with_language_tag)), 0)
+    texts: list[str] = []
+    num_undecodable = 0
+    for path in piece.files:
+        tag = language_tag(Path(path).suffix) if with_language_tag else ""
+        for document in _split(piece.lines or _content(path), piece.split_on):
+            try:
+                texts.append((tag if document else "") + document.decode())
+            except UnicodeDecodeError:
+                num_undecodable += 1
+    return Documents(texts, num_undecodable)
+
+
+def _content(path: str) -> bytes:
+    try:
+        return Path(path).read_bytes()
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read: {error.strerror}") from error
+
+
+def _split(text: bytes, split_on: SplitOn) -> list[bytes]:
+    """The documents of plain text; blank lines, and the newline at a document's end, belong to none."""
+    if split_on == "file":
+        return [text]
+    if split_on == "line":
+        return [line.removesuffix(b"\r") for line in text.split(b"\n") if line.strip()]
+    return [part.rstrip(b"\r\n") for part in BLANK_LINE.split(text + b"\n") if part.strip()]
+
+
+def _read_lines(piece: Piece, json_key: str, with_language_tag: bool) -> Iterator[str]:
+    for number, line in enumerate(piece.lines.split(b"\n"), piece.first_line):
+        if not line.strip():
+            continue
+        where = f"{piece.files[0]}:{number}"
+        try:
+            record = json.loads(line)
+        except ValueError as error:
+            raise DataError(f"{where}: not valid JSON ({error}); each line must be one JSON object") from error
+        except RecursionError:
+            raise DataError(f"{where}: brackets are nested too deeply; each line must be one JSON object") from None
+        if not isinstance(record, dict) or json_key not in record:
+            found = ", ".join(map(repr, record)) if isinstance(record, dict) else f"a {type(record).__name__}"
+            raise DataError(f"{where}: no key {json_key!r}, the line has {found}; name the text's key with --json-key")
+        text = record[json_key]
+        if not isinstance(text, str):
+            raise DataError(f"{where}: {json_key!r} is {type(text).__name__}, expected a string")
+        # JSON can spell half a surrogate pair, which is no text and which no tokenizer takes.
+        text = text.encode("utf-8", "replace").decode()
+        yield (language_tag(str(record.get("language", ""))) if with_language_tag and text else "") + text

@@ -1,0 +1,99 @@
+"""Train a sentencepiece BPE vocabulary that keeps source code exactly.
+
+Indentation carries meaning, so nothing is normalised, runs of spaces may become pieces, newline and tab are pieces of
+their own, and a character that is no piece falls back to its bytes: decoding gives back every text.
+Source: Sennrich et al., arXiv 1508.07909 (BPE); Kudo and Richardson, arXiv 1808.06226 (sentencepiece).
+"""
+
+import contextlib
+import io
+import os
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from megatron_lite.errors import DataError
+from megatron_lite.preprocess.sources import cut_into_pieces, file_bytes, find_files, read_documents
+
+LONGEST_LINE = 4096  # characters; longer ones are data (base64, tables), not language
+
+
+def train_sentencepiece(
+    inputs: Sequence[str | os.PathLike[str]],
+    output_prefix: str | os.PathLike[str],
+    vocab_size: int,
+    *,
+    json_key: str = "text",
+    max_bytes: int = 50_000_000,
+) -> Path:
+    """Write `output_prefix.model` with `vocab_size` pieces; the same inputs give the same bytes.
+
+    Of inputs larger than `max_bytes` an even share of the lines is read: more text hardly changes the pieces.
+    """
+    import sentencepiece
+
+    files = find_files(inputs).files
+    share = min(1.0, max_bytes / max(1, sum(map(file_bytes, files))))
+    model = io.BytesIO()
+    try:
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=_lines(files, json_key, share),
+            model_writer=model,
+            model_type="bpe",
+            vocab_size=vocab_size,
+            normalization_rule_name="identity",
+            add_dummy_prefix=False,
+            remove_extra_whitespaces=False,
+            allow_whitespace_only_pieces=True,
+            split_digits=True,
+            byte_fallback=True,
+            character_coverage=0.9999,  # rarer characters go by their bytes and leave room for longer pieces
+            user_defined_symbols=["\n", "\t"],
+            unk_id=0,
+            eos_id=1,
+            bos_id=-1,
+            pad_id=-1,
+            max_sentence_length=4 * LONGEST_LINE,
+            num_threads=2,
+            minloglevel=2,
+        )
+    except RuntimeError as error:
+        raise DataError(f"{', '.join(map(str, inputs))}: {_reason(str(error), vocab_size)}") from error
+    target = Path(f"{os.fspath(output_prefix)}.model")
+    temporary = target.with_name(f"{target.name}.{os.getpid()}.tmp")
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        temporary.write_bytes(model.getvalue())
+        os.replace(temporary, target)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+        raise DataError(f"{target}: cannot be written: {error.strerror}") from error
+    return target
+
+
+def _reason(text: str, vocab_size: int) -> str:
+    """Why sentencepiece cannot train; its own advice names options that are not here."""
+    if small := re.search(r"smaller than required_chars. \d+ vs (\d+)", text):
+        return (
+            f"--vocab-size is {vocab_size:,}; the single bytes and characters of this text take {int(small[1]):,} "
+            "tokens: use a larger one"
+        )
+    if large := re.search(r"too high .* value <= (\d+)", text):
+        return (
+            f"--vocab-size is {vocab_size:,}; this text gives at most {int(large[1]):,} tokens: use fewer, or more text"
+        )
+    reason = text.rpartition("] ")[2].strip() or "there is no text in it"
+    return f"a vocabulary of {vocab_size:,} tokens cannot be trained: {reason}"
+
+
+def _lines(files: Sequence[Path], json_key: str, share: float) -> Iterator[str]:
+    credit = 0.0
+    for piece in cut_into_pieces(files, "file"):
+        for text in read_documents(piece, json_key=json_key, with_language_tag=False).texts:
+            for line in text.split("\n"):
+                credit += share
+                if credit >= 1.0:
+                    credit -= 1.0
+                    if 0 < len(line) <= LONGEST_LINE and "\0" not in line:
+                        yield line

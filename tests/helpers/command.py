@@ -1,0 +1,97 @@
+"""Runs the command line as a user does, in processes of its own."""
+
+import io
+import os
+import subprocess
+import sys
+from contextlib import redirect_stderr, redirect_stdout
+from pathlib import Path
+from unittest import mock
+
+from megatron_lite.cli import main
+from megatron_lite.preprocess.corpus import preprocess
+from tests.helpers.limits import PATIENCE
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def environment() -> dict[str, str]:
+    """The caller's environment, without what a launcher may have left in it and with one thread a process."""
+    unwanted = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+    kept = {name: value for name, value in os.environ.items() if name not in unwanted}
+    return kept | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+
+
+def start(*arguments: str, cwd: Path, **options) -> subprocess.Popen[str]:
+    """`megatron-lite ARGUMENTS`, in a process group of its own."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "megatron_lite", *arguments],
+        cwd=cwd,
+        env=environment() | options.pop("env", {}),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        **options,
+    )
+
+
+def run(*arguments: str, cwd: Path, timeout: float = PATIENCE, **options) -> subprocess.CompletedProcess[str]:
+    """The same, to its end."""
+    process = start(*arguments, cwd=cwd, **options)
+    out, err = process.communicate(timeout=timeout)
+    return subprocess.CompletedProcess(arguments, process.returncode, out, err)
+
+
+def run_here(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    """The same in this process, which saves the seconds that imports take; for what needs no others."""
+    out, err, before = io.StringIO(), io.StringIO(), os.getcwd()
+    os.chdir(cwd)
+    try:
+        with (
+            mock.patch.dict(os.environ, environment(), clear=True),
+            mock.patch.object(sys, "argv", ["megatron-lite", *arguments]),
+            redirect_stdout(out),
+            redirect_stderr(err),
+        ):
+            main()
+    except SystemExit as end:
+        return subprocess.CompletedProcess(arguments, int(end.code or 0), out.getvalue(), err.getvalue())
+    finally:
+        os.chdir(before)
+    raise AssertionError("a command ends with an exit code")
+
+
+def make_corpus(folder: Path) -> str:
+    """A small byte-level corpus of this project's own sources; returns its prefix."""
+    preprocess([str(ROOT / "megatron_lite" / "parallel")], str(folder / "corpus"), "bytes", workers=1, append_eod=True)
+    return str(folder / "corpus_text_document")
+
+
+def tiny_yaml(folder: Path, prefix: str, **sections: dict) -> Path:
+    """A config file of a tiny CodeGeeX on that corpus; `sections` override single fields."""
+    import yaml
+
+    config = {
+        "run": {"dir": str(folder / "run")},
+        "model": {
+            "num_layers": 2,
+            "hidden_size": 32,
+            "num_heads": 4,
+            "max_position_embeddings": 32,
+            "activation": "quick_gelu",
+            "top_query_layer": True,
+            "mlp_dropout": False,
+        },
+        "data": {"paths": [prefix], "tokenizer": "bytes", "seq_length": 32, "split": [80, 10, 10]},
+        "train": {"iterations": 8, "micro_batch_size": 2, "global_batch_size": 4, "eval_iterations": 2},
+        "optim": {"lr": 0.003},
+        "checkpoint": {"interval": 2},
+        "log": {"interval": 1, "tensorboard": False},
+    }
+    for section, fields in sections.items():
+        config[section] = {**config.get(section, {}), **fields}
+    path = folder / "tiny.yaml"
+    path.write_text(yaml.safe_dump(config))
+    return path

@@ -1,0 +1,86 @@
+"""Two ranks for `doctor`, which are two hosts to themselves and can be ill."""
+
+import io
+import os
+import socket
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, redirect_stdout
+from pathlib import Path
+from unittest import mock
+
+import torch.distributed as dist
+
+from megatron_lite.config.load import load_config
+from megatron_lite.doctor import network as doctor_network
+from megatron_lite.doctor import storage as doctor_storage
+from megatron_lite.doctor.checks import examine
+from megatron_lite.errors import TrainingError
+
+A, B = "rank 0 on host-a", "rank 1 on host-b"
+Illness = Callable[[], AbstractContextManager[None]]
+
+
+@contextmanager
+def patched(*patches: tuple[object, str, object]) -> Iterator[None]:
+    """Inside, names of modules are something else."""
+    with ExitStack() as stack:
+        for where, name, new in patches:
+            stack.enter_context(mock.patch.object(where, name, new))
+        yield
+
+
+def examined(
+    folder_of: Sequence[Path],
+    config: Path | None,
+    overrides: Sequence[str],
+    illness: Illness | None,
+    ill: Sequence[int],
+) -> tuple[list[str], str]:
+    """What this rank, in its folder, prints, and the error that it ends with."""
+    rank, out, before = dist.get_rank(), io.StringIO(), os.getcwd()
+    os.chdir(folder_of[rank])
+    with ExitStack() as stack:
+        stack.callback(os.chdir, before)
+        stack.enter_context(mock.patch.dict(os.environ, {"LOCAL_RANK": "0"}))
+        stack.enter_context(mock.patch.object(socket, "gethostname", lambda: f"host-{'ab'[rank]}"))
+        stack.enter_context(mock.patch.dict(doctor_network.LARGE, {"cpu": 4096}))
+        stack.enter_context(mock.patch.object(doctor_storage, "SHOWN_SECONDS", 0.2))
+        if illness is not None and rank in ill:
+            stack.enter_context(illness())
+        stack.enter_context(redirect_stdout(out))
+        try:
+            examine(load_config(config, overrides))
+        except TrainingError as error:
+            return out.getvalue().splitlines(), str(error)
+    return out.getvalue().splitlines(), ""
+
+
+class Doctor:
+    """Examines two ranks of the pool."""
+
+    def __init__(self, ranks, folder: Path, config: Path | None):
+        self.ranks, self.folder, self.config = ranks, folder, config
+
+    def __call__(
+        self,
+        *overrides: str,
+        illness: Illness | None = None,
+        ill: Sequence[int] = (1,),
+        folders: Sequence[Path] | None = None,
+    ) -> list[str]:
+        """Rank 0's lines and its error. Rank 1 has to end with the same one and prints nothing."""
+        folders = folders or (self.folder, self.folder)
+        first, second = self.ranks(2, examined, folders, self.config, overrides, illness, ill)
+        assert second == ([], first[1])
+        return [*first[0], *filter(None, [first[1]])]
+
+    def complaints(self, *overrides: str, **options) -> list[str]:
+        """Only what is not ok."""
+        return [line for line in self(*overrides, **options) if not line.startswith(" ok ")]
+
+
+def failed(failures: int, checks: int) -> str:
+    return (
+        f"{failures} of {checks} checks failed, so training would fail; the FAIL lines in the output of rank 0 name "
+        "the causes and what to do"
+    )

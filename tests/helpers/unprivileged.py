@@ -1,0 +1,32 @@
+"""Code run as a user whom the system can refuse something, which it never does to root."""
+
+import contextlib
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from tests.helpers.limits import PATIENCE
+
+NOBODY = 65534
+
+
+@contextlib.contextmanager
+def open_folder() -> Iterator[Path]:
+    """A folder that every user can reach; those of `tmp_path` are their owner's alone."""
+    with tempfile.TemporaryDirectory() as folder:
+        os.chmod(folder, 0o777)
+        yield Path(folder)
+
+
+def run_unprivileged(imports: str, statement: str) -> subprocess.CompletedProcess[str]:
+    """The statement in a new process, as nobody where this one is root; it prints the error that ended it."""
+    code = (
+        f"import os, warnings\n{imports}\n"
+        f"if os.getuid() == 0:\n    os.setuid({NOBODY})\n"
+        f"try:\n    {statement}\n"
+        "except Exception as error:\n    print(f'{type(error).__name__}: {error}')\n"
+    )
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=PATIENCE)

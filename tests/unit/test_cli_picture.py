@@ -1,0 +1,133 @@
+"""Drawings show the timeline: the right labels at the right places, and the bubble as large as it is."""
+
+import re
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from PIL import Image
+
+from megatron_lite.cli.picture import draw, save_picture
+from megatron_lite.errors import ConfigError, MegatronLiteError
+from megatron_lite.pipeline.schedules import Action, build_schedule
+from megatron_lite.pipeline.simulate import Span, bubble, timeline
+
+COSTS = {"F": 1, "B": 2, "I": 1, "W": 1}
+IDLE = (0xE9, 0xE9, 0xE9)
+CELL = re.compile(r"([FBIW])(\d+)?(?:\.(\d+))?-*")
+
+
+def cost(action, rank):
+    return COSTS[action.op]
+
+
+def test_1f1b_is_drawn_as_in_the_paper():
+    """Idle time is blank, a backward is twice as wide as a forward, and all ranks share the axis."""
+    assert draw(build_schedule("1f1b", 2, 3, 1), cost).splitlines() == [
+        "rank 0 |F0F1    B0--F2B1--  B2--|",
+        "rank 1 |  F0B0--F1B1--F2B2--    |",
+        "F3 forward of micro-batch 3; B backward; blank idle",
+    ]
+
+
+def test_chunks_and_halves_are_told_apart():
+    """A micro-batch is there twice on each rank of an interleaved schedule; only the chunk says which is which."""
+    assert draw(build_schedule("interleaved", 2, 2, 2), cost).splitlines() == [
+        "rank 0 |F0.0F1.0F0.1F1.1        B0.1----    B1.1----B0.0----B1.0----|",
+        "rank 1 |    F0.0F1.0F0.1B0.1----F1.1B1.1----B0.0----B1.0----        |",
+        "F3.1 forward of micro-batch 3 in model chunk 1; B backward; blank idle",
+    ]
+    assert draw(build_schedule("zb-h1", 2, 2, 1), cost).splitlines() == [
+        "rank 0 |F0F1  I0W0I1W1|",
+        "rank 1 |  F0I0F1I1W0W1|",
+        "F3 forward of micro-batch 3; I backward to the inputs; W backward to the weights; blank idle",
+    ]
+
+
+def test_what_takes_no_time_is_left_out_and_ranks_are_aligned():
+    lines = draw(build_schedule("zb-h1", 11, 1, 1), lambda action, rank: float(action.op == "F")).splitlines()
+    assert lines[0] == "rank  0 |F0                    |"
+    assert lines[10] == "rank 10 |                    F0|"
+    assert lines[11] == "F3 forward of micro-batch 3; blank idle"
+    assert draw(build_schedule("gpipe", 1, 1, 1), lambda action, rank: 0.0).startswith("rank 0 ||\n")
+
+
+@given(
+    name=st.sampled_from(["1f1b", "zb-h1", "gpipe"]),
+    pp=st.integers(1, 8),
+    microbatches=st.integers(1, 120),
+    times=st.tuples(*[st.floats(0.001, 10)] * 4),
+)
+def test_labels_are_in_order_and_never_wrong_however_little_room_there_is(name, pp, microbatches, times):
+    """A number that lost a digit, or a line that grew without end, would mislead; a letter alone does not."""
+    schedule = build_schedule(name, pp, microbatches, 1)
+    lines = draw(schedule, lambda action, rank: times["FBIW".index(action.op)]).splitlines()
+    assert len({len(line) for line in lines[:-1]}) == 1 and len(lines[0]) <= 4000 + len("rank 0 ||") + 1
+    for line, order in zip(lines[:-1], schedule, strict=True):
+        wanted = iter(order)
+        for op, number, _ in CELL.findall(line.partition("|")[2]):
+            # What is too short for a column is left out.
+            assert any(a.op == op and number in ("", str(a.microbatch)) for a in wanted), line
+
+
+def test_equal_actions_are_equally_wide_in_a_long_drawing():
+    """Where there is no room for all numbers, columns that do not divide evenly would look like other durations."""
+    lines = draw(build_schedule("1f1b", 16, 400, 1), cost).splitlines()[:-1]
+    cells = [cell for line in lines for cell in re.findall(r"[FB]\d*-*", line)]
+    assert {(cell[0], len(cell)) for cell in cells} == {("F", 3), ("B", 6)}
+
+
+@pytest.mark.parametrize(
+    ("name", "pp", "microbatches", "chunks"),
+    [("1f1b", 4, 8, 1), ("zb-h1", 4, 8, 1), ("gpipe", 1, 2, 1), ("interleaved", 8, 32, 4), ("forward-only", 4, 4, 2)],
+)
+def test_the_idle_part_of_a_picture_is_as_large_as_the_bubble(tmp_path, name, pp, microbatches, chunks):
+    """Boxes at wrong places or of wrong widths would leave another part of the rows grey."""
+    schedule, path = build_schedule(name, pp, microbatches, chunks), tmp_path / "new folder" / "picture.png"
+    save_picture(path, timeline(schedule, cost), num_ranks=pp, title=name)
+    idle, coloured = grey_and_coloured(path)
+    assert idle / (idle + coloured) == pytest.approx(bubble(schedule, cost), abs=0.01)  # a box has a white edge
+
+
+def test_a_measured_timeline_begins_anywhere_and_may_miss_a_rank(tmp_path):
+    """Spans from a clock: 30 of the 2 * 40 seconds are work, and none of it is on rank 1."""
+    spans = [
+        Span(0, Action("F", 0), 1000.0, 1010.0),
+        Span(0, Action("B", 0), 1020.0, 1040.0),
+    ]
+    save_picture(tmp_path / "measured.png", spans, num_ranks=2, title="measured")
+    idle, coloured = grey_and_coloured(tmp_path / "measured.png")
+    assert idle / (idle + coloured) == pytest.approx(50 / 80, abs=0.01)
+
+
+def grey_and_coloured(path):
+    """Pixels of idle time and of boxes, in those lines of a picture that cut a rank's boxes beside all writing."""
+    pixels = np.asarray(Image.open(path).convert("RGB")).astype(int)
+    grey = (pixels == IDLE).all(axis=2)
+    coloured = pixels.max(axis=2) - pixels.min(axis=2) > 20
+    dark = pixels.max(axis=2) < 100
+    lines = ((grey | coloured).mean(axis=1) > 0.5) & ~dark.any(axis=1)
+    assert lines.any()
+    return grey[lines].sum(), coloured[lines].sum()
+
+
+def test_svg_is_written_too(tmp_path):
+    save_picture(tmp_path / "a.svg", timeline(build_schedule("1f1b", 2, 2, 1), cost), num_ranks=2, title="1f1b")
+    assert "<svg" in (tmp_path / "a.svg").read_text()
+
+
+@pytest.mark.parametrize("name", ["a.pdf", "a", "png"])
+def test_another_kind_of_file_is_refused(tmp_path, name):
+    with pytest.raises(ConfigError, match=rf"/{name}: pictures are written as \.png or \.svg; choose a name that ends"):
+        save_picture(tmp_path / name, [], num_ranks=1, title="")
+
+
+def test_a_place_that_cannot_be_written_is_named(tmp_path):
+    (tmp_path / "file").touch()
+    spans = timeline(build_schedule("1f1b", 1, 1, 1), cost)
+    with pytest.raises(MegatronLiteError, match=r"/file/a\.png: cannot be written: (File exists|Not a directory)$"):
+        save_picture(tmp_path / "file" / "a.png", spans, num_ranks=1, title="")
+    (tmp_path / "folder.png").mkdir()
+    with pytest.raises(MegatronLiteError, match=r"/folder\.png: cannot be written: Is a directory$"):
+        save_picture(tmp_path / "folder.png", spans, num_ranks=1, title="")

@@ -1,0 +1,79 @@
+"""What ranks accept from each other: data, and nothing that runs code."""
+
+import os
+import pickle
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_lite.checkpoint.layout import FileInfo
+from megatron_lite.errors import DamagedCheckpoint
+from megatron_lite.parallel.agreement import unpack
+from megatron_lite.parallel.grid import Grid
+from megatron_lite.parallel.shard import Shard
+from megatron_lite.pipeline.actions import Action
+
+
+def received(pickled: bytes):
+    return unpack(torch.frombuffer(bytearray(pickled), dtype=torch.uint8))
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        ("host", 1.5, None, {"lr": 3e-4, "paths": ["a", 2**70]}, {1}, b"bytes", True),
+        (DamagedCheckpoint, "rank 0: damaged"),
+        [
+            Shard(0, (2, 3)),
+            Grid(tp=2, cp=1, dp=1, pp=1),
+            FileInfo(bytes=1, header_crc32="0" * 8, crc32={}),
+            Action("F", 3),
+        ],
+        Path("runs/one"),
+    ],
+)
+def test_what_ranks_send_each_other_arrives(value):
+    assert received(pickle.dumps(value)) == value
+
+
+class Touch:
+    """Makes a file when it is unpickled."""
+
+    def __init__(self, path: Path):
+        self.path = path
+
+    def __reduce__(self):
+        return Path.touch, (self.path,)
+
+
+def names(module: str, name: str) -> bytes:
+    """A pickle of `module.name`, whatever that is."""
+    return b"\x80\x04" + b"".join(b"\x8c" + bytes([len(text)]) + text.encode() for text in (module, name)) + b"\x93."
+
+
+@pytest.mark.parametrize(
+    "module, name",
+    [
+        ("os", "system"),
+        ("builtins", "eval"),
+        ("torch", "load"),
+        ("megatron_lite.launch.submit", "submitted"),  # a function of this package
+        ("megatron_lite.launch.submit", "subprocess.run"),
+        ("megatron_lite.launch.agent", "Agent"),  # a class, but not of data
+        ("megatron_lite.launch.rendezvous", "_NodeDesc"),  # data, but of another package
+        ("pathlib", "os.system"),
+        ("megatron_lite.errors", "no_such_name"),
+    ],
+)
+def test_no_other_name_is_unpickled(module, name):
+    with pytest.raises(pickle.UnpicklingError) as caught:
+        received(names(module, name))
+    assert str(caught.value) == f"{module}.{name} is not a class that ranks send each other"
+
+
+def test_an_object_that_runs_code_does_not(tmp_path):
+    """Anyone who reaches a port of Gloo can send one."""
+    with pytest.raises(pickle.UnpicklingError):
+        received(pickle.dumps(Touch(tmp_path / "taken")))
+    assert os.listdir(tmp_path) == []
