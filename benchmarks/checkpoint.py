@@ -31,9 +31,10 @@ from contest import forget, print_table, resident, timed_in_turns
 
 from megatron_lite.checkpoint import store
 from megatron_lite.checkpoint.saver import Saver
+from megatron_lite.ddp.local_shard import LocalShard
 from megatron_lite.parallel.context import ParallelContext, solo
 from megatron_lite.parallel.grid import Grid
-from megatron_lite.parallel.shard import Held, ParamMeta, ParamTable, Shard
+from megatron_lite.parallel.shard import ParamMeta, ParamTable, Shard
 
 HIDDEN = 1024
 
@@ -60,9 +61,9 @@ def state_of(table: ParamTable, tp: int = 1) -> dict[str, dict[str, torch.Tensor
 
 def as_held(state: dict[str, dict[str, torch.Tensor]]) -> dict[str, dict]:
     return {
-        "weights": {name: Held(kinds["weight"]) for name, kinds in state.items()},
+        "weights": {name: LocalShard(kinds["weight"]) for name, kinds in state.items()},
         "optimizer_state": {
-            name: {kind: Held(value) for kind, value in kinds.items() if kind != "weight"}
+            name: {kind: LocalShard(value) for kind, value in kinds.items() if kind != "weight"}
             for name, kinds in state.items()
         },
     }

@@ -39,7 +39,7 @@ def make_sources(folder: Path, megabytes: int) -> None:
     from megatron_lite.config.schema import Config, DataConfig, ModelConfig
     from megatron_lite.convert.driver import Request, convert
     from megatron_lite.convert.grid_files import write_grid
-    from megatron_lite.convert.recipe import whole_table
+    from megatron_lite.convert.recipe import full_table
     from megatron_lite.parallel.shard import Shard
 
     model = ModelConfig(
@@ -51,7 +51,7 @@ def make_sources(folder: Path, megabytes: int) -> None:
         activation="gelu_tanh",
     )
 
-    table = whole_table(model)
+    table = full_table(model)
 
     class Drawn:
         def kinds(self, name: str) -> dict[str, torch.dtype]:

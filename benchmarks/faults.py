@@ -73,7 +73,7 @@ def parts(shape: dict[str, int]) -> Callable[[], float]:
     from megatron_lite.parallel.context import Group
     from megatron_lite.parallel.waiting import communicating, current_wait
     from megatron_lite.training.initialize import initialize_megatron
-    from megatron_lite.training.replicas import refuse_replicas_apart
+    from megatron_lite.training.replicas import check_replicas_equal
     from megatron_lite.training.setup import setup_model_and_optimizer
     from megatron_lite.training.step import train_step
     from megatron_lite.training.stragglers import Stragglers
@@ -114,7 +114,7 @@ def parts(shape: dict[str, int]) -> Callable[[], float]:
             (f"record of {waits} waits", waits * milliseconds(one_wait, 1000), 1.0, "in each step"),
             ("heartbeat", milliseconds(lambda: watchdog._beat("training", 0.0), 100), step / 5000, "every 5 s"),
             ("search for stragglers", milliseconds(straggling, 20), 0.1, "in each 10th step"),
-            ("comparison of replicas", milliseconds(lambda: refuse_replicas_apart(run), 10), 0.01, "in each 100th"),
+            ("comparison of replicas", milliseconds(lambda: check_replicas_equal(run), 10), 0.01, "in each 100th"),
         ]
         if ctx.rank == 0:
             print(f"\nOf a step of {step:.1f} ms\n{'':32}{'ms':>8}{'share of a step':>18}")

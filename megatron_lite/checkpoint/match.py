@@ -8,10 +8,11 @@ from typing import Any
 from megatron_lite.checkpoint.layout import DTYPE_NAMES, WEIGHT, Layout
 from megatron_lite.checkpoint.reshard import Move, moves, rectangles
 from megatron_lite.config.schema import ModelConfig
+from megatron_lite.ddp.local_shard import LocalShard
 from megatron_lite.errors import CheckpointError
 from megatron_lite.model.build import WORD_EMBEDDINGS
 from megatron_lite.parallel.context import ParallelContext
-from megatron_lite.parallel.shard import Held, ParamTable, Shard
+from megatron_lite.parallel.shard import ParamTable, Shard
 
 SHOWN = 3  # tensors that a message lists
 DERIVED = {  # fields whose 0 stands for a property of ModelConfig
@@ -83,10 +84,10 @@ def plan(
     ctx: ParallelContext,
     replica: int,
     table: ParamTable,
-    weights: Mapping[str, Held],
-    optimizer_state: Mapping[str, Mapping[str, Held]],
+    weights: Mapping[str, LocalShard],
+    optimizer_state: Mapping[str, Mapping[str, LocalShard]],
     config: Mapping[str, Any],
-) -> list[tuple[Held, list[Move]]]:
+) -> list[tuple[LocalShard, list[Move]]]:
     """How everything that this rank wants is filled; kinds and number formats are those stored, and there is no gap.
 
     For weights alone the number format is free.
@@ -111,7 +112,7 @@ def plan(
                     f"{folder}: {kind} of {name} is {value.dtype}, this run needs {DTYPE_NAMES[held.values.dtype]}. "
                     f"{_set_back(layout, config)}"
                 )
-            if held.among_dp == "own" and layout.grid.dp != ctx.dp.size:
+            if held.across_dp == "local" and layout.grid.dp != ctx.dp.size:
                 raise CheckpointError(
                     f"{folder}: each of {layout.grid.dp} data-parallel ranks had {kind} of its own, and this run has "
                     f"{ctx.dp.size}. Start as many data-parallel ranks as then, or take the common weights alone with "
@@ -130,8 +131,8 @@ def plan(
 
 
 def by_kind(
-    weights: Mapping[str, Held], optimizer_state: Mapping[str, Mapping[str, Held]]
-) -> dict[str, dict[str, Held]]:
+    weights: Mapping[str, LocalShard], optimizer_state: Mapping[str, Mapping[str, LocalShard]]
+) -> dict[str, dict[str, LocalShard]]:
     """name -> kind -> what is held of it, the weight among the kinds."""
     return {
         name: {**({WEIGHT: weights[name]} if name in weights else {}), **optimizer_state.get(name, {})}

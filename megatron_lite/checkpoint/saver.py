@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 
 from megatron_lite.checkpoint import store
+from megatron_lite.ddp.local_shard import LocalShard
 from megatron_lite.errors import CheckpointError
-from megatron_lite.parallel.agreement import all_gathered, on_all
-from megatron_lite.parallel.context import ParallelContext, apart
-from megatron_lite.parallel.shard import Held
+from megatron_lite.parallel.agreement import all_gather_objects, on_all
+from megatron_lite.parallel.context import ParallelContext, duplicate_group
 from megatron_lite.parallel.waiting import ignore_this_thread
 
 Say = Callable[[str], None]
@@ -47,7 +47,9 @@ class Saver:
             self._copies: dict[tuple[str, str], Tensor] = {}
 
     def _connect(self) -> None:
-        self._background = replace(self._ctx, world=apart(self._ctx.world, self._timeout_seconds, backend="gloo"))
+        self._background = replace(
+            self._ctx, world=duplicate_group(self._ctx.world, self._timeout_seconds, backend="gloo")
+        )
         self._failed = False
 
     def save(
@@ -58,8 +60,8 @@ class Saver:
         *,
         must_be_done: bool,
         copy_at_once: bool,
-        weights: Mapping[str, Held],
-        optimizer_state: Mapping[str, Mapping[str, Held]],
+        weights: Mapping[str, LocalShard],
+        optimizer_state: Mapping[str, Mapping[str, LocalShard]],
         **rest: Any,
     ) -> None:
         """As `store.save`; in the background if that was asked for and the result need not be there at return. Then
@@ -68,7 +70,7 @@ class Saver:
         After a save in the background has failed, the next one is waited for: training ends if that fails too.
         """
         self.wait(say)
-        failed = self._in_background and any(all_gathered(self._failed, self._ctx.world))
+        failed = self._in_background and any(all_gather_objects(self._failed, self._ctx.world))
         say(f" saving checkpoint at iteration {iteration:7d} to {root}")
         started = time.perf_counter()
         self._doing = f"checkpoint from iteration {iteration:7d} to {root}"
@@ -82,11 +84,11 @@ class Saver:
         before, ready, is_copied = _versions(mine), self._now(), threading.Event()
         self._waited = 0.0
 
-        def copy() -> dict[str, dict[str, Held]]:
+        def copy() -> dict[str, dict[str, LocalShard]]:
             nonlocal mine
             try:
                 copies = self._copied(mine, ready)
-                _refuse_changed(before, _versions(mine))
+                _check_unchanged(before, _versions(mine))
                 return copies
             finally:
                 mine = {}  # some of it may have been made for this save: its memory is free from here on
@@ -95,7 +97,7 @@ class Saver:
         def write() -> tuple[float, float]:
             copies = on_all(copy, self._background.world)
             store.save(root, iteration, ctx=self._background, weights={}, optimizer_state=copies, **rest)
-            return time.perf_counter() - started, max(all_gathered(self._waited, self._background.world))
+            return time.perf_counter() - started, max(all_gather_objects(self._waited, self._background.world))
 
         self._under_way = self._thread.submit(write)
         self._is_copied = is_copied
@@ -148,8 +150,8 @@ class Saver:
         return now
 
     def _copied(
-        self, mine: Mapping[str, Mapping[str, Held]], ready: "torch.cuda.Event | None"
-    ) -> dict[str, dict[str, Held]]:
+        self, mine: Mapping[str, Mapping[str, LocalShard]], ready: "torch.cuda.Event | None"
+    ) -> dict[str, dict[str, LocalShard]]:
         """Copies in host memory of what there was when `ready` came; a GPU works on meanwhile."""
         if ready is None:
             return self._copies_of(mine)
@@ -161,13 +163,13 @@ class Saver:
         self._stream.synchronize()
         return copies
 
-    def _copies_of(self, mine: Mapping[str, Mapping[str, Held]]) -> dict[str, dict[str, Held]]:
+    def _copies_of(self, mine: Mapping[str, Mapping[str, LocalShard]]) -> dict[str, dict[str, LocalShard]]:
         return {
             name: {kind: self._copy_of(name, kind, held) for kind, held in kinds.items()}
             for name, kinds in mine.items()
         }
 
-    def _copy_of(self, name: str, kind: str, held: Held) -> Held:
+    def _copy_of(self, name: str, kind: str, held: LocalShard) -> LocalShard:
         values, on_gpu = held.values.detach(), held.values.is_cuda
         copy = self._copies.get((name, kind))
         if copy is None or copy.shape != values.shape or copy.dtype != values.dtype:
@@ -176,12 +178,12 @@ class Saver:
         return replace(held, values=copy)
 
 
-def _versions(mine: Mapping[str, Mapping[str, Held]]) -> dict[tuple[str, str], int]:
+def _versions(mine: Mapping[str, Mapping[str, LocalShard]]) -> dict[tuple[str, str], int]:
     """How often each tensor has been changed in place."""
     return {(name, kind): held.values._version for name, kinds in mine.items() for kind, held in kinds.items()}
 
 
-def _refuse_changed(before: dict[tuple[str, str], int], after: dict[tuple[str, str], int]) -> None:
+def _check_unchanged(before: dict[tuple[str, str], int], after: dict[tuple[str, str], int]) -> None:
     if changed := [f"{kind} of {name}" for name, kind in before if before[name, kind] != after[name, kind]]:
         raise CheckpointError(
             f"{changed[0]} was changed while it was copied, before Saver.wait_for_copy, which train_step calls for the "

@@ -32,13 +32,14 @@ from megatron_lite.checkpoint.layout import (
 )
 from megatron_lite.checkpoint.reshard import Move, Rectangle
 from megatron_lite.checkpoint.tensor_file import Memory, TensorFile, explained, sync_folder, write_tensors
+from megatron_lite.ddp.local_shard import LocalShard
 from megatron_lite.errors import CheckpointError
 from megatron_lite.model.build import WORD_EMBEDDINGS
-from megatron_lite.parallel.agreement import all_gathered, gather_to_first, on_all, on_first
+from megatron_lite.parallel.agreement import all_gather_objects, gather_objects, on_all, on_first
 from megatron_lite.parallel.context import ParallelContext
 from megatron_lite.parallel.grid import Grid
-from megatron_lite.parallel.shard import Held, ParamTable
-from megatron_lite.parallel.waiting import goes_on
+from megatron_lite.parallel.shard import ParamTable
+from megatron_lite.parallel.waiting import note_progress
 
 READERS = 2  # one waits for the disk while the other one checks and copies
 
@@ -64,8 +65,8 @@ def save(
     *,
     ctx: ParallelContext,
     table: ParamTable,
-    weights: Mapping[str, Held],
-    optimizer_state: Mapping[str, Mapping[str, Held]],
+    weights: Mapping[str, LocalShard],
+    optimizer_state: Mapping[str, Mapping[str, LocalShard]],
     rng: Mapping[str, Tensor],
     state: dict[str, Any],
     config: dict[str, Any],
@@ -89,7 +90,7 @@ def save(
     try:
         on_first(lambda: directory.prepare(root, iteration), ctx.world)
         mine = on_all(lambda: _write(folder, ctx, table, weights, optimizer_state, rng), ctx.world)
-        written = gather_to_first(mine, ctx.world)
+        written = gather_objects(mine, ctx.world)
 
         def finish() -> Path:
             layout = Layout(
@@ -121,8 +122,8 @@ def load(
     *,
     ctx: ParallelContext,
     table: ParamTable,
-    weights: Mapping[str, Held],
-    optimizer_state: Mapping[str, Mapping[str, Held]],
+    weights: Mapping[str, LocalShard],
+    optimizer_state: Mapping[str, Mapping[str, LocalShard]],
     config: dict[str, Any],
     provider: str = "",
 ) -> Loaded:
@@ -138,7 +139,7 @@ def load(
     Collective over the world; an error on any rank is raised on all of them.
     Communicates: names over pp, and whether all went well; no tensors.
     """
-    names = set().union(*all_gathered(list(table), ctx.pp))
+    names = set().union(*all_gather_objects(list(table), ctx.pp))
     return on_all(
         lambda: _read(root, iteration, ctx, table, names, weights, optimizer_state, config, provider), ctx.world
     )
@@ -156,12 +157,12 @@ def verify(folder: Path, layout: Layout) -> list[CheckpointError]:
 
 
 def written_here(
-    ctx: ParallelContext, weights: Mapping[str, Held], optimizer_state: Mapping[str, Mapping[str, Held]]
-) -> dict[str, dict[str, Held]]:
+    ctx: ParallelContext, weights: Mapping[str, LocalShard], optimizer_state: Mapping[str, Mapping[str, LocalShard]]
+) -> dict[str, dict[str, LocalShard]]:
     """name -> kind -> what this rank writes: of what data-parallel ranks all hold, the first one writes it."""
     replica = _replica(ctx)
     found = {
-        name: {kind: held for kind, held in kinds.items() if held.among_dp != "same" or replica == 0}
+        name: {kind: held for kind, held in kinds.items() if held.across_dp != "replicated" or replica == 0}
         for name, kinds in match.by_kind(weights, optimizer_state).items()
     }
     return {name: kinds for name, kinds in found.items() if kinds}
@@ -171,8 +172,8 @@ def _write(
     folder: Path,
     ctx: ParallelContext,
     table: ParamTable,
-    weights: Mapping[str, Held],
-    optimizer_state: Mapping[str, Mapping[str, Held]],
+    weights: Mapping[str, LocalShard],
+    optimizer_state: Mapping[str, Mapping[str, LocalShard]],
     rng: Mapping[str, Tensor],
 ) -> tuple[dict[str, TensorLayout], dict[str, FileInfo]]:
     """This rank's files, and what they hold."""
@@ -185,8 +186,8 @@ def _write(
         cut = meta.shard.local_shape(meta.shape, ctx.tp.size)
         values = {}
         for kind, held in kinds.items():
-            assert held.among_dp == "shared_out" or tuple(held.values.shape) == cut, (name, kind, held.values.shape)
-            whole = "model" if held.among_dp == "same" else f"model_dp_{replica:03d}"
+            assert held.across_dp == "sharded" or tuple(held.values.shape) == cut, (name, kind, held.values.shape)
+            whole = "model" if held.across_dp == "replicated" else f"model_dp_{replica:03d}"
             stem, key = (whole, name) if kind == WEIGHT else (f"optimizer_dp_{replica:03d}", f"{kind}/{name}")
             file = f"{place}/{stem}.safetensors"
             contents.setdefault(file, {})[key] = held.values
@@ -197,7 +198,7 @@ def _write(
                 pp=ctx.pp.rank,
                 start=held.start,
                 end=held.end,
-                dp=replica if held.among_dp == "own" else None,
+                dp=replica if held.across_dp == "local" else None,
             )
             values[kind] = Value(dtype=DTYPE_NAMES[held.values.dtype], pieces=(piece,))
         copy_of = WORD_EMBEDDINGS if meta.tied == "copy" else ""
@@ -229,8 +230,8 @@ def _read(
     ctx: ParallelContext,
     table: ParamTable,
     names: set[str],
-    weights: Mapping[str, Held],
-    optimizer_state: Mapping[str, Mapping[str, Held]],
+    weights: Mapping[str, LocalShard],
+    optimizer_state: Mapping[str, Mapping[str, LocalShard]],
     config: dict[str, Any],
     provider: str,
 ) -> Loaded:
@@ -303,7 +304,7 @@ class Opened:
                 copies.append(self._readers.submit(self._copy, flat, block))
             for copied in copies:
                 copied.result()
-                goes_on()
+                note_progress()
         except BaseException:
             for copied in copies:
                 copied.cancel()

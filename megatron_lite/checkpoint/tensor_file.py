@@ -21,7 +21,7 @@ from torch import Tensor
 
 from megatron_lite.checkpoint.layout import CHUNK_BYTES, DTYPE_NAMES, DTYPES, FileInfo, checksum, use_another
 from megatron_lite.errors import CheckpointError, DamagedCheckpoint
-from megatron_lite.parallel.waiting import goes_on
+from megatron_lite.parallel.waiting import note_progress
 
 # Data is handed to the disk while later data is still being copied into the page cache, so that the two overlap.
 FLUSH_BYTES = 32 << 20
@@ -109,7 +109,7 @@ class TensorWriter:
         data, checksums = _bytes_of(tensor), []
         with explained("writing", self.path):
             for start in range(0, len(data), CHUNK_BYTES):
-                goes_on()
+                note_progress()
                 chunk = data[start : start + CHUNK_BYTES]
                 checksums.append(checksum(chunk))
                 self._file.write(chunk)

@@ -19,8 +19,8 @@ from torch import Tensor
 
 from megatron_lite.checkpoint.tensor_file import Spec
 from megatron_lite.config.schema import ModelConfig
-from megatron_lite.convert.rank_files import Cuts, Progress, cuts_of, model_of, write_cuts
-from megatron_lite.convert.recipe import Checkpoint, Recipe, check_names, whole_table
+from megatron_lite.convert.rank_files import Progress, ShardedTensor, model_of, sharded_tensors, write_shards
+from megatron_lite.convert.recipe import Checkpoint, Recipe, check_names, full_table
 from megatron_lite.convert.torch_file import TorchFile, TorchWriter
 from megatron_lite.errors import CheckpointError, ConfigError
 from megatron_lite.parallel.shard import ParamTable, Shard
@@ -69,9 +69,9 @@ def recognise(path: Path) -> bool:
 def read(path: Path, overrides: Mapping[str, Any]) -> Checkpoint:
     """The model of a file or of a folder of mp_rank_XX_model_states.pt."""
     files = [TorchFile(file) for file in _files(path)]
-    cuts = cuts_of(files, [{"language_model": _language_model(file)} for file in files])
+    cuts = sharded_tensors(files, [{"language_model": _language_model(file)} for file in files])
     model = model_of(path, _fields(path, cuts, overrides))
-    table = whole_table(model)
+    table = full_table(model)
     recipes = recipes_for(table, cuts)
     shards = {
         name: shard for recipe in recipes.values() for name, shard in zip(recipe.names, recipe.shards, strict=True)
@@ -100,7 +100,7 @@ def read(path: Path, overrides: Mapping[str, Any]) -> Checkpoint:
 def write(path: Path, checkpoint: Checkpoint, *, tensor: int, pipeline: int, progress: Progress) -> None:
     """Writes codegeex.pt, or for more than one rank mp_rank_XX_model_states.pt, into the folder."""
     _check_model(checkpoint.model, tensor, pipeline)
-    table = whole_table(checkpoint.model)
+    table = full_table(checkpoint.model)
     recipes = recipes_for(table, ())
     names = [f"mp_rank_{rank:02d}_model_states.pt" for rank in range(tensor)] if tensor > 1 else ["codegeex.pt"]
     module: dict[str, Any] = {}
@@ -118,7 +118,7 @@ def write(path: Path, checkpoint: Checkpoint, *, tensor: int, pipeline: int, pro
         def write_tensor(name: str, recipe: Recipe) -> None:
             wholes = recipe.split(checkpoint.read(name))
             for foreign, whole, shard in zip(recipe.names, wholes, recipe.shards, strict=True):
-                write_cuts(writers, f"module.{foreign}", whole, shard, progress=progress)
+                write_shards(writers, f"module.{foreign}", whole, shard, progress=progress)
 
         for name, recipe in recipes.items():
             write_tensor(name, recipe)
@@ -156,7 +156,7 @@ def _language_model(file: TorchFile) -> Mapping[str, Any]:
     return found
 
 
-def _fields(path: Path, cuts: Mapping[str, Cuts], overrides: Mapping[str, Any]) -> dict[str, Any]:
+def _fields(path: Path, cuts: Mapping[str, ShardedTensor], overrides: Mapping[str, Any]) -> dict[str, Any]:
     """Of the model section: sizes from shapes, the rest as CodeGeeX is."""
     try:
         rows, hidden_size = cuts[EMBEDDING + "word_embeddings.weight"].shape(Shard(0))

@@ -29,7 +29,7 @@ from megatron_lite.convert.huggingface_files import (
     plan_shards,
     read_json,
 )
-from megatron_lite.convert.recipe import VOCABULARY_TABLES, Checkpoint, Recipe, check_names, whole_table
+from megatron_lite.convert.recipe import VOCABULARY_TABLES, Checkpoint, Recipe, check_names, full_table
 from megatron_lite.errors import CheckpointError, ConfigError
 from megatron_lite.model.build import WORD_EMBEDDINGS
 from megatron_lite.parallel.shard import ParamTable
@@ -117,7 +117,7 @@ def read(path: Path, overrides: Mapping[str, Any]) -> Checkpoint:
         raise CheckpointError(
             f"{path}: {CONFIG_FILE} describes {num_parameters(model):,} parameters, the files hold {stored:,}"
         )
-    table = whole_table(model)
+    table = full_table(model)
     ours = recipes(model_type, model, table)
     shapes = {name: tuple(files.specs[theirs].shape) for name, theirs in found.items()}
     embedding = EMBEDDING[model_type]
@@ -164,7 +164,7 @@ def write(
             f"--tensor is {tensor} and --pipeline {pipeline}, but huggingface knows no ranks; leave them out"
         )
     content = from_model(checkpoint.model)
-    table = whole_table(checkpoint.model)
+    table = full_table(checkpoint.model)
     ours = recipes(content["model_type"], checkpoint.model, table)
     groups = {
         name: {

@@ -31,7 +31,7 @@ from megatron_lite.checkpoint.tensor_file import Spec, explained
 from megatron_lite.config.schema import ModelConfig
 from megatron_lite.convert.megatron_args import args_for, check_model, padded_rows
 from megatron_lite.convert.megatron_model import LAYER, model_from
-from megatron_lite.convert.rank_files import Cuts, Progress, cuts_of, write_cuts
+from megatron_lite.convert.rank_files import Progress, ShardedTensor, sharded_tensors, write_shards
 from megatron_lite.convert.recipe import (
     HEAD,
     VOCABULARY_TABLES,
@@ -39,7 +39,7 @@ from megatron_lite.convert.recipe import (
     Recipe,
     check_names,
     first_of,
-    whole_table,
+    full_table,
 )
 from megatron_lite.convert.torch_file import TorchFile, TorchWriter
 from megatron_lite.errors import CheckpointError
@@ -101,7 +101,7 @@ def read(path: Path, overrides: Mapping[str, Any]) -> Checkpoint:
     model, notes = model_from(folder, cuts, args, overrides, pipelined=pipelined)
     if model.tie_embeddings and pipelined and (copy := cuts.pop(HEAD, None)):
         _check_copy(copy, cuts[WORD_EMBEDDINGS])
-    table = whole_table(model)
+    table = full_table(model)
     rows = cuts[WORD_EMBEDDINGS].shape(Shard(0))[0]
     recipes = {name: _recipe(name, table, model, folder, version, rows) for name in table}
     shards = {name: recipe.shards[0] for name, recipe in recipes.items()}
@@ -126,7 +126,7 @@ def write(path: Path, checkpoint: Checkpoint, *, tensor: int, pipeline: int, pro
     """Writes iter_XXXXXXX/, or release/ for what was not trained here, and the tracker into the folder."""
     model = checkpoint.model
     check_model(model, tensor, pipeline)
-    table = whole_table(model)
+    table = full_table(model)
     rows = padded_rows(model.vocab_size, tensor)
     folder = path / (iteration_folder(checkpoint.iteration) if checkpoint.iteration else "release")
     dtypes = {name: spec.dtype for name, spec in checkpoint.tensors.items()}
@@ -154,7 +154,7 @@ def write(path: Path, checkpoint: Checkpoint, *, tensor: int, pipeline: int, pro
                 writers.append(stack.enter_context(writer))
             for theirs, ours in names.items():
                 resized = ours in VOCABULARY_TABLES
-                write_cuts(
+                write_shards(
                     writers,
                     f"model.{theirs}",
                     checkpoint.read(ours) if resized else recipes[theirs].split(checkpoint.read(ours))[0],
@@ -226,13 +226,13 @@ def _rank_files(folder: Path) -> list[list[Path]]:
     return [[found[pp, tp] for tp in range(ranks)] for pp in range(stages)]
 
 
-def _all_cuts(folder: Path, stages: Sequence[Sequence[TorchFile]]) -> dict[str, Cuts]:
+def _all_cuts(folder: Path, stages: Sequence[Sequence[TorchFile]]) -> dict[str, ShardedTensor]:
     """Every tensor by our name, layers numbered through the model."""
-    cuts: dict[str, Cuts] = {}
+    cuts: dict[str, ShardedTensor] = {}
     first_layer = 0
     for files, key in _chunks(folder, stages):
         layers = 0
-        for theirs, cut in cuts_of(files, [file.content.get(key) for file in files]).items():
+        for theirs, cut in sharded_tensors(files, [file.content.get(key) for file in files]).items():
             if theirs.endswith("_extra_state"):  # TransformerEngine's, of fp8
                 continue
             name = theirs
@@ -245,14 +245,14 @@ def _all_cuts(folder: Path, stages: Sequence[Sequence[TorchFile]]) -> dict[str, 
                 raise CheckpointError(
                     f"{files[0].path}: has {theirs}, which is {name}, but so has {cuts[name].files[0].path}"
                 )
-            cuts[name] = Cuts(name, cut.files, cut.pieces)
+            cuts[name] = ShardedTensor(name, cut.files, cut.pieces)
         first_layer += layers
     if WORD_EMBEDDINGS not in cuts:
         raise CheckpointError(f"{folder}: has no word embeddings in model or model0 of its first stage")
     return cuts
 
 
-def _check_copy(head: Cuts, embedding: Cuts) -> None:
+def _check_copy(head: ShardedTensor, embedding: ShardedTensor) -> None:
     """The last stage's copy of a tied embedding is one, on every tensor-parallel rank."""
     places = zip(head.files, head.pieces, embedding.files, embedding.pieces, strict=True)
     for file, piece, first_file, original in places:

@@ -11,7 +11,7 @@ from typing import Any
 
 from megatron_lite.config.schema import ModelConfig
 from megatron_lite.convert.megatron_args import DIVISIBLE_BY, fields_of, padded_rows
-from megatron_lite.convert.rank_files import Cuts, model_of
+from megatron_lite.convert.rank_files import ShardedTensor, model_of
 from megatron_lite.convert.recipe import HEAD, first_of
 from megatron_lite.errors import CheckpointError
 from megatron_lite.model.build import WORD_EMBEDDINGS
@@ -21,7 +21,12 @@ LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")
 
 
 def model_from(
-    folder: Path, cuts: Mapping[str, Cuts], args: Mapping[str, Any], overrides: Mapping[str, Any], *, pipelined: bool
+    folder: Path,
+    cuts: Mapping[str, ShardedTensor],
+    args: Mapping[str, Any],
+    overrides: Mapping[str, Any],
+    *,
+    pipelined: bool,
 ) -> tuple[ModelConfig, list[str]]:
     """The model section, from what was given, the arguments and the tensors' shapes; and what to know about it."""
     rows = cuts[WORD_EMBEDDINGS].shape(Shard(0))[0]
@@ -66,7 +71,7 @@ def model_from(
     return model, notes
 
 
-def _check_sizes(folder: Path, model: ModelConfig, cuts: Mapping[str, Cuts]) -> None:
+def _check_sizes(folder: Path, model: ModelConfig, cuts: Mapping[str, ShardedTensor]) -> None:
     """They are the tensors': a model of any other size may be too large to even describe."""
     told = _fields_of_shapes(cuts, pipelined=True)
     sizes = {"num_layers": model.num_layers, "hidden_size": model.hidden_size, "ffn_hidden_size": model.ffn_size}
@@ -92,7 +97,7 @@ def _check_sizes(folder: Path, model: ModelConfig, cuts: Mapping[str, Cuts]) -> 
         )
 
 
-def _fields_of_shapes(cuts: Mapping[str, Cuts], pipelined: bool) -> dict[str, Any]:
+def _fields_of_shapes(cuts: Mapping[str, ShardedTensor], pipelined: bool) -> dict[str, Any]:
     """What tensors tell of the model section."""
     layers = {match[1] for name in cuts if (match := LAYER.match(name))}
     fields: dict[str, Any] = {

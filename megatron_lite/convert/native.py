@@ -22,7 +22,7 @@ from megatron_lite.config.schema import Config, DataConfig, ModelConfig, TrainCo
 from megatron_lite.config.validate import failures, raise_any
 from megatron_lite.convert import tokenizer_files
 from megatron_lite.convert.grid_files import Progress, write_grid
-from megatron_lite.convert.recipe import Checkpoint, first_of, stage_tables, whole_table
+from megatron_lite.convert.recipe import Checkpoint, first_of, full_table, stage_tables
 from megatron_lite.data.tokenizer import tokenizer_hash
 from megatron_lite.errors import CheckpointError, ConfigError
 from megatron_lite.parallel.shard import ParamMeta, ParamTable, Shard
@@ -58,7 +58,7 @@ class Stored:
     def custom_table(self, model: ModelConfig) -> ParamTable | None:
         """Every parameter of a custom model; None where they are those of the built-in one, sharded as it says."""
         saved = {name: tensor for name, tensor in self.layout.tensors.items() if not tensor.copy_of}
-        table = whole_table(model)
+        table = full_table(model)
         differing = [
             name
             for name in {**saved, **table}
@@ -117,7 +117,7 @@ def read(path: Path, overrides: Mapping[str, Any]) -> Checkpoint:
     stored = Stored(path)
     config = stored.config({"model": overrides})
     custom = stored.custom_table(config.model)
-    table = whole_table(config.model) if custom is None else custom
+    table = full_table(config.model) if custom is None else custom
     return Checkpoint(
         model=config.model,
         tensors={name: Spec(stored.kinds(name)[WEIGHT], meta.shape) for name, meta in table.items()},
@@ -185,13 +185,13 @@ def copy(
         del fields["deepspeed"]
     config = _config(fields, settings, tensor, pipeline)
     tables = stage_tables(config.model, stored.custom_table(config.model), tensor=tensor, pipeline=pipeline)
-    _refuse_another_run(before, config)
+    _check_same_run(before, config)
     layout = stored.layout
     state, origin = layout.state, layout.origin
     _write_run(path, layout.iteration, stored, tables, config, state=state, origin=origin, progress=progress)
 
 
-def _refuse_another_run(before: Config, after: Config) -> None:
+def _check_same_run(before: Config, after: Config) -> None:
     """Raises ConfigError where the state would not mean the same: in another model, another order of data, another
     precision or other sums."""
 

@@ -20,7 +20,7 @@ from megatron_lite.parallel.shard import Shard
 Progress = Callable[[int], None]
 
 
-class Cuts:
+class ShardedTensor:
     """One tensor in the files of all tensor-parallel ranks: a piece of it in each, or a copy."""
 
     def __init__(self, name: str, files: Sequence[TorchFile], pieces: Sequence[StoredTensor]):
@@ -71,7 +71,7 @@ class Cuts:
                 )
 
 
-def cuts_of(files: Sequence[TorchFile], contents: Sequence[Any]) -> dict[str, Cuts]:
+def sharded_tensors(files: Sequence[TorchFile], contents: Sequence[Any]) -> dict[str, ShardedTensor]:
     """Every tensor of one part of each rank's file, by its dotted name there."""
     ranks = [flatten(content, file.path) for file, content in zip(files, contents, strict=True)]
     for file, tensors in zip(files, ranks, strict=True):
@@ -80,7 +80,7 @@ def cuts_of(files: Sequence[TorchFile], contents: Sequence[Any]) -> dict[str, Cu
                 f"{file.path}: has other tensors than {files[0].path}: {first_of(differing)}; the files are not of one "
                 "checkpoint"
             )
-    return {name: Cuts(name, files, [tensors[name] for tensors in ranks]) for name in ranks[0]}
+    return {name: ShardedTensor(name, files, [tensors[name] for tensors in ranks]) for name in ranks[0]}
 
 
 def model_of(where: Path, fields: Mapping[str, Any]) -> ModelConfig:
@@ -92,7 +92,7 @@ def model_of(where: Path, fields: Mapping[str, Any]) -> ModelConfig:
         raise CheckpointError(f"{where}: describes no model of ours; {first_of(problems)}") from None
 
 
-def write_cuts(
+def write_shards(
     writers: Sequence[TorchWriter],
     name: str,
     whole: Tensor,

@@ -82,7 +82,7 @@ class Recipe:
         return [tuple(tensor.shape) for tensor in self.split(torch.empty(tuple(shape), device="meta"))]
 
 
-def whole_table(model: ModelConfig) -> ParamTable:
+def full_table(model: ModelConfig) -> ParamTable:
     """Every parameter of the model on one rank, where a tied head is the embedding itself. Takes no memory."""
     return stage_table(model, pipeline=1, stage=0)
 

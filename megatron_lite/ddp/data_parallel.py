@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor, nn
 
+from megatron_lite.ddp.local_shard import LocalShard
 from megatron_lite.errors import TrainingError
-from megatron_lite.parallel.shard import Held
 
 
 class DataParallel:
@@ -15,7 +15,7 @@ class DataParallel:
     The engines that keep whole replicas have nothing to gather.
     """
 
-    owned: dict[str, Held]
+    owned: dict[str, LocalShard]
     """By parameter name, the live memory that this rank's optimizer updates; names it has no part of are left out."""
 
     main_grads: dict[str, Tensor]
@@ -56,7 +56,7 @@ class DataParallel:
     def release_params(self) -> None:
         """Lets go of weights of other ranks that forwards without a backward have gathered."""
 
-    def weights(self) -> dict[str, Held]:
+    def weights(self) -> dict[str, LocalShard]:
         """By parameter name, what this rank has of the weights, up to date, in `weight_dtype`; live where it can be."""
         raise NotImplementedError
 
@@ -68,12 +68,12 @@ class DataParallel:
         """The tensors that hold gradients after a step, for a count of their bytes."""
         return list(self.main_grads.values())
 
-    def held_back(self) -> list[dict[str, Tensor]]:
+    def pending_grads(self) -> list[dict[str, Tensor]]:
         """Gradients of the steps before that are still to be used, oldest first, live: see `LocalDDP`'s `delay`."""
         return []
 
-    def resume_held_back(self, iteration: int) -> None:
-        """After the tensors of `held_back` were filled with those of a run that had finished `iteration` steps."""
+    def resume_pending_grads(self, iteration: int) -> None:
+        """After the tensors of `pending_grads` were filled with those of a run that had finished `iteration` steps."""
 
 
 def only_dtype(params: dict[str, nn.Parameter], key: str) -> torch.dtype:

@@ -58,7 +58,7 @@ class DeepSpeed:
     """The library, made ready for one run: `while_building` around the model provider, then `wrap`."""
 
     def __init__(self, config: Config, ctx: ParallelContext):
-        refuse_what_cannot_run(config, ctx.device)
+        check_support(config, ctx.device)
         # Otherwise DeepSpeed looks for a GPU itself, and takes one also where run.device is cpu.
         os.environ.setdefault("DS_ACCELERATOR", ctx.device.type)
         os.environ.setdefault("LOCAL_RANK", str(ctx.device.index or 0))  # read in every forward of stage 3
@@ -118,7 +118,7 @@ class DeepSpeed:
         return engine
 
 
-def refuse_what_cannot_run(config: Config, device: torch.device) -> None:
+def check_support(config: Config, device: torch.device) -> None:
     """Raises ConfigError where DeepSpeed is missing, older than what the tests here run with, or without fp16."""
     advice = f"install it (pip install 'deepspeed>={TESTED},<0.20'), or use parallel.ddp: fsdp"
     try:

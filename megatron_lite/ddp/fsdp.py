@@ -27,9 +27,9 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from megatron_lite.ddp.data_parallel import DataParallel, only_dtype
+from megatron_lite.ddp.local_shard import LocalShard
 from megatron_lite.errors import TrainingError
 from megatron_lite.parallel.context import Group
-from megatron_lite.parallel.shard import Held
 
 LISTS = (nn.ModuleList, nn.ModuleDict)
 
@@ -74,7 +74,7 @@ class FullyShardedDDP(DataParallel):
             if local.numel():
                 rows = parameter.shape[0]
                 row_start = dp.rank * -(-rows // dp.size)
-                self.owned[name] = Held(local, row_start * parameter.numel() // rows, "shared_out")
+                self.owned[name] = LocalShard(local, row_start * parameter.numel() // rows, "sharded")
         self.zero_grad()
 
     def module(self, chunk: int) -> nn.Module:
@@ -95,9 +95,9 @@ class FullyShardedDDP(DataParallel):
             )
         self.main_grads = {name: _local_grad(self._params[name]) for name in self.owned}
 
-    def weights(self) -> dict[str, Held]:
+    def weights(self) -> dict[str, LocalShard]:
         return {
-            name: Held(held.values.to(self.weight_dtype), held.start, held.among_dp)
+            name: LocalShard(held.values.to(self.weight_dtype), held.start, held.across_dp)
             for name, held in self.owned.items()
         }
 

@@ -21,13 +21,14 @@ from torch import Tensor, nn
 
 from megatron_lite.ddp.buffer import Bucket, GradBuffer
 from megatron_lite.ddp.data_parallel import DataParallel
+from megatron_lite.ddp.local_shard import LocalShard
 from megatron_lite.errors import TrainingError
 from megatron_lite.parallel.collectives import all_reduce_async
 from megatron_lite.parallel.context import Group
-from megatron_lite.parallel.shard import Held, ParamTable
+from megatron_lite.parallel.shard import ParamTable
 
 
-class Round:
+class GradBuffers:
     """The gradients of one step, from its first backward until they are used."""
 
     def __init__(self, buffers: list[GradBuffer]):
@@ -75,8 +76,8 @@ class LocalDDP(DataParallel):
         self._dp = dp
         self.weight_dtype = next(iter(params.values())).dtype
         tied = {name for name in params if table[name].tied}
-        self._rounds = [
-            Round(
+        self._buffer_sets = [
+            GradBuffers(
                 [
                     GradBuffer(
                         own,
@@ -90,23 +91,23 @@ class LocalDDP(DataParallel):
             )
             for _ in range(delay + 1)
         ]
-        self._held_back: list[Round] = []  # oldest first
-        self.owned = {name: Held(parameter.detach()) for name, parameter in params.items()}
+        self._pending: list[GradBuffers] = []  # oldest first
+        self.owned = {name: LocalShard(parameter.detach()) for name, parameter in params.items()}
         ddp = proxy(self)  # a hook is where the garbage collector does not look: the cycle would stay for good
         for name, parameter in params.items():
-            parameter.register_post_accumulate_grad_hook(partial(LocalDDP._take, ddp, name))
-        self.main_grads = self._owned_grads(self._rounds[0])
+            parameter.register_post_accumulate_grad_hook(partial(LocalDDP._accumulate, ddp, name))
+        self.main_grads = self._owned_grads(self._buffer_sets[0])
         self.zero_grad()
 
     def module(self, chunk: int) -> nn.Module:
         return self._chunks[chunk]
 
     def zero_grad(self) -> None:
-        self._round = next(known for known in self._rounds if known not in self._held_back)
-        self._round.clear()
+        self._current = next(current for current in self._buffer_sets if current not in self._pending)
+        self._current.clear()
         for name, parameter in self._params.items():
             parameter.grad = None
-            parameter.main_grad = self._round.grads[name]  # type: ignore[attr-defined]
+            parameter.main_grad = self._current.grads[name]  # type: ignore[attr-defined]
         self._is_last = False
 
     def begin_backward(self, chunk: int, *, is_last: bool) -> None:
@@ -118,65 +119,65 @@ class LocalDDP(DataParallel):
         Buckets with a parameter that got no gradient start here, in the same order on every rank, even if only
         some ranks left that parameter out.
         """
-        while len(self._round.waits) < len(self._round.buckets):
+        while len(self._current.waits) < len(self._current.buckets):
             self._start_next_bucket()
-        self._held_back.append(self._round)
-        self.has_grads = len(self._held_back) == len(self._rounds)
+        self._pending.append(self._current)
+        self.has_grads = len(self._pending) == len(self._buffer_sets)
         if not self.has_grads:
             return
-        oldest = self._held_back.pop(0)
+        oldest = self._pending.pop(0)
         oldest.wait()
         self.main_grads = self._owned_grads(oldest)
 
-    def weights(self) -> dict[str, Held]:
+    def weights(self) -> dict[str, LocalShard]:
         self.wait_for_params()
-        return {name: Held(parameter.detach()) for name, parameter in self._params.items()}
+        return {name: LocalShard(parameter.detach()) for name, parameter in self._params.items()}
 
     def grad_memory(self) -> list[Tensor]:
-        return [buffer.flat for known in self._rounds for buffer in known.buffers]
+        return [buffer.flat for current in self._buffer_sets for buffer in current.buffers]
 
-    def held_back(self) -> list[dict[str, Tensor]]:
-        for known in self._held_back:
-            known.wait()
-        spare = [known for known in self._rounds if known not in self._held_back]
-        return [known.grads for known in (*self._held_back, *spare)][:-1]
+    def pending_grads(self) -> list[dict[str, Tensor]]:
+        for current in self._pending:
+            current.wait()
+        spare = [current for current in self._buffer_sets if current not in self._pending]
+        return [current.grads for current in (*self._pending, *spare)][:-1]
 
-    def resume_held_back(self, iteration: int) -> None:
-        self._held_back = self._rounds[: min(iteration, len(self._rounds) - 1)]
+    def resume_pending_grads(self, iteration: int) -> None:
+        self._pending = self._buffer_sets[: min(iteration, len(self._buffer_sets) - 1)]
         self.zero_grad()
 
-    def _owned_grads(self, known: Round) -> dict[str, Tensor]:
+    def _owned_grads(self, grads: GradBuffers) -> dict[str, Tensor]:
         """The gradients of what this rank owns."""
-        return known.grads
+        return grads.grads
 
-    def _take(self, name: str, parameter: Tensor) -> None:
+    def _accumulate(self, name: str, parameter: Tensor) -> None:
         """Called by autograd when `parameter.grad` is complete for this backward, however often it was used."""
-        known, main_grad = self._round, self._round.grads[name]
-        missing = known.bucket_of[name].missing
+        current, main_grad = self._current, self._current.grads[name]
+        missing = current.bucket_of[name].missing
         assert parameter.grad is not None
         if self._is_last and name not in missing:
             raise TrainingError(
                 f"{name} got another gradient after its last one, which may already be summed over data-parallel "
                 "ranks; call begin_backward before every backward, with is_last in a chunk's last one only"
             )
-        if name in known.written:
+        if name in current.written:
             main_grad.add_(parameter.grad)
         else:
             main_grad.copy_(parameter.grad)
-            known.written.add(name)
+            current.written.add(name)
         parameter.grad = None
         if self._is_last:
             missing.remove(name)
-            while len(known.waits) < len(known.buckets) and not known.buckets[len(known.waits)].missing:
+            while len(current.waits) < len(current.buckets) and not current.buckets[len(current.waits)].missing:
                 self._start_next_bucket()
 
     def _start_next_bucket(self) -> None:
-        known = self._round
-        bucket = known.buckets[len(known.waits)]
+        current = self._current
+        bucket = current.buckets[len(current.waits)]
         for name in bucket.starts:
-            if name not in known.written:
-                known.grads[name].zero_()
-        known.waits.append(self._reduce(bucket))
+            if name not in current.written:
+                current.grads[name].zero_()
+        current.waits.append(self._reduce(bucket))
 
     def _reduce(self, bucket: Bucket) -> Callable[[], object]:
         """Starts to sum a bucket over dp; what is returned waits for it."""

@@ -22,10 +22,11 @@ from torch import Tensor, nn
 
 from megatron_lite.ddp.buffer import Bucket
 from megatron_lite.ddp.data_parallel import only_dtype
-from megatron_lite.ddp.local import LocalDDP, Round
+from megatron_lite.ddp.local import GradBuffers, LocalDDP
+from megatron_lite.ddp.local_shard import LocalShard
 from megatron_lite.parallel.collectives import all_gather_single, reduce_scatter_single
 from megatron_lite.parallel.context import Group
-from megatron_lite.parallel.shard import Held, ParamTable
+from megatron_lite.parallel.shard import ParamTable
 from megatron_lite.parallel.waiting import finished
 
 
@@ -50,11 +51,11 @@ class ShardedDDP(LocalDDP):
         grad_dtype: torch.dtype,
     ):
         super().__init__(chunks, params, table, dp, bucket_mb=bucket_mb, grad_dtype=grad_dtype)
-        buckets = self._rounds[0].buckets
+        buckets = self._buffer_sets[0].buckets
         dtype = only_dtype(params, "optim.distributed")
         self._flat = [_flatten(bucket, params, dtype) for bucket in buckets]
         self.owned = {
-            name: Held(flat[place], start, "shared_out")
+            name: LocalShard(flat[place], start, "sharded")
             for bucket, flat in zip(buckets, self._flat, strict=True)
             for name, place, start in bucket.runs(bucket.share(dp.rank, dp.size))
         }
@@ -69,7 +70,7 @@ class ShardedDDP(LocalDDP):
         self.wait_for_params()
         for number in reversed(range(len(self._flat))):  # gradients come in the reverse order of use
             flat = self._flat[number]
-            own = flat[self._rounds[0].buckets[number].share(self._dp.rank, self._dp.size)]
+            own = flat[self._buffer_sets[0].buckets[number].share(self._dp.rank, self._dp.size)]
             work = all_gather_single(flat, own, group=self._gather.pg, async_op=True)
             self._gathers[number] = partial(finished, work, "all_gather", self._gather)
 
@@ -81,10 +82,10 @@ class ShardedDDP(LocalDDP):
             if number in self._gathers:
                 self._gathers.pop(number)()
 
-    def _owned_grads(self, known: Round) -> dict[str, Tensor]:
+    def _owned_grads(self, grads: GradBuffers) -> dict[str, Tensor]:
         return {
             name: bucket.flat[place]
-            for bucket in known.buckets
+            for bucket in grads.buckets
             for name, place, _ in bucket.runs(bucket.share(self._dp.rank, self._dp.size))
         }
 

@@ -26,9 +26,9 @@ from torch.distributed import GradBucket  # pyright: ignore[reportPrivateImportU
 from torch.nn.parallel import DistributedDataParallel
 
 from megatron_lite.ddp.data_parallel import DataParallel
+from megatron_lite.ddp.local_shard import LocalShard
 from megatron_lite.errors import TrainingError
 from megatron_lite.parallel.context import Group
-from megatron_lite.parallel.shard import Held
 
 
 class TorchDDP(DataParallel):
@@ -61,7 +61,7 @@ class TorchDDP(DataParallel):
                 for chunk in chunks
             ]
         self.weight_dtype = next(iter(params.values())).dtype
-        self.owned = {name: Held(parameter.detach()) for name, parameter in params.items()}
+        self.owned = {name: LocalShard(parameter.detach()) for name, parameter in params.items()}
         self._of_chunk = [[self._names[parameter] for parameter in chunk.parameters()] for chunk in chunks]
         for wrapped in self._wrapped:
             wrapped.register_comm_hook(proxy(self), TorchDDP._sum_bucket)
@@ -95,7 +95,7 @@ class TorchDDP(DataParallel):
         # Not in the order of the buckets, which move: the norm of the gradient is a sum over them.
         self.main_grads = {name: self.main_grads[name] for name in self._params}
 
-    def weights(self) -> dict[str, Held]:
+    def weights(self) -> dict[str, LocalShard]:
         return self.owned
 
     def grad_memory(self) -> list[Tensor]:

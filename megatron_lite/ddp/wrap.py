@@ -11,7 +11,7 @@ from megatron_lite.ddp.local import LocalDDP
 from megatron_lite.ddp.sharded import ShardedDDP
 from megatron_lite.ddp.torch_ddp import TorchDDP
 from megatron_lite.errors import TrainingError
-from megatron_lite.parallel.context import ParallelContext, apart, solo
+from megatron_lite.parallel.context import ParallelContext, duplicate_group, solo
 from megatron_lite.parallel.shard import ParamTable
 
 
@@ -35,7 +35,7 @@ def wrap_ddp(
     if sync.is_local:
         dp = solo("dp")  # between two meetings every rank trains on its own
     elif sync.delay:
-        dp = apart(dp, config.train.comm_timeout)
+        dp = duplicate_group(dp, config.train.comm_timeout)
     common = {"bucket_mb": parallel.bucket_mb, "grad_dtype": grad_dtype}
     if parallel.ddp == "torch" and dp.size > 1:
         return TorchDDP(chunks, params, dp, **common)
@@ -44,7 +44,7 @@ def wrap_ddp(
 
         return FullyShardedDDP(chunks, params, dp, grad_dtype=grad_dtype)
     if config.optim.distributed and dp.size > 1:
-        return ShardedDDP(chunks, params, table, dp, gather=apart(dp, config.train.comm_timeout), **common)
+        return ShardedDDP(chunks, params, table, dp, gather=duplicate_group(dp, config.train.comm_timeout), **common)
     return LocalDDP(chunks, params, table, dp, **common, delay=sync.delay if sync.mode == "delayed" else 0)
 
 

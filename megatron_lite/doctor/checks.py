@@ -23,10 +23,10 @@ from megatron_lite.parallel.context import Group
 from megatron_lite.parallel.grid import Grid
 from megatron_lite.parallel.waiting import LostRanks
 from megatron_lite.training.initialize import (
+    check_same_config,
     choose_device,
     finalize_megatron,
     join_process_group,
-    refuse_different_configs,
 )
 
 LONGEST_TIMEOUT = 60.0  # nothing that is checked takes as long
@@ -43,7 +43,7 @@ def examine(config: Config) -> None:
     timeout = min(config.train.comm_timeout, LONGEST_TIMEOUT)
     try:
         world = meet(world_size, timeout)
-        refuse_different_configs(config, world)
+        check_same_config(config, world)
         found = []
         for finding in checks(config, world, timeout):
             found.append(finding)

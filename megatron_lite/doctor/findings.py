@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Generic, Literal, TypeVar
 
 from megatron_lite.errors import MegatronLiteError
-from megatron_lite.parallel.agreement import all_gathered
+from megatron_lite.parallel.agreement import all_gather_objects
 from megatron_lite.parallel.context import Group
 
 T = TypeVar("T")
@@ -50,7 +50,7 @@ def ask(question: Callable[[], T], world: Group) -> "list[Answer[T]]":
         value = question()
     except Exception as error:
         problem = described(error)
-    answers = all_gathered((socket.gethostname(), value, problem), world)
+    answers = all_gather_objects((socket.gethostname(), value, problem), world)
     return [Answer(rank, *answer) for rank, answer in enumerate(answers)]
 
 

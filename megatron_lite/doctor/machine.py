@@ -16,7 +16,7 @@ from torch import Tensor
 
 from megatron_lite.config.schema import Config
 from megatron_lite.config.sizes import activation_bytes, largest_rank_parameters, state_bytes
-from megatron_lite.ddp.deepspeed import refuse_what_cannot_run
+from megatron_lite.ddp.deepspeed import check_support
 from megatron_lite.doctor.findings import (
     Answer,
     Finding,
@@ -227,7 +227,7 @@ def deepspeed(config: Config, device: torch.device, world: Group) -> list[Findin
     """Whether the installed one can run this config; nothing where it is not asked to."""
     if config.parallel.ddp != "deepspeed":
         return []
-    found = problems("deepspeed", ask(lambda: refuse_what_cannot_run(config, device), world))
+    found = problems("deepspeed", ask(lambda: check_support(config, device), world))
     return found or [Finding("ok", "deepspeed", f"{metadata.version('deepspeed')} can run this config")]
 
 

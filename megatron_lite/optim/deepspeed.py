@@ -23,13 +23,14 @@ from torch import Tensor, nn
 from megatron_lite.config.schema import Config
 from megatron_lite.ddp.data_parallel import DataParallel
 from megatron_lite.ddp.deepspeed import DeepSpeed
+from megatron_lite.ddp.local_shard import LocalShard
 from megatron_lite.errors import TrainingError
 from megatron_lite.optim.clip import clip_coefficient, global_grad_norm
 from megatron_lite.optim.mixed_precision import MOMENTS, StepOutcome, count_bytes
 from megatron_lite.optim.param_groups import decay_groups
 from megatron_lite.optim.scaler import build_scaler
 from megatron_lite.parallel.context import ParallelContext
-from megatron_lite.parallel.shard import Held, ParamTable
+from megatron_lite.parallel.shard import ParamTable
 
 
 @dataclass(frozen=True)
@@ -41,9 +42,9 @@ class _Piece:
     start: int  # in the flattened parameter
     numel: int
 
-    def of(self, flat: Tensor) -> Held:
+    def of(self, flat: Tensor) -> LocalShard:
         """The run in a tensor laid out like `flat`; shares its memory."""
-        return Held(flat.detach().narrow(0, self.offset, self.numel), self.start, "shared_out")
+        return LocalShard(flat.detach().narrow(0, self.offset, self.numel), self.start, "sharded")
 
 
 class DeepSpeedOptimizer(DataParallel):
@@ -187,20 +188,20 @@ class DeepSpeedOptimizer(DataParallel):
         """Steps taken, without the skipped ones."""
         return int(next(iter(self._adam.state.values()))["step"].item())
 
-    def weights(self) -> dict[str, Held]:
+    def weights(self) -> dict[str, LocalShard]:
         """The tensors themselves: whole, or at stage 3 this rank's runs."""
         if self._stage < 3:
-            return {name: Held(parameter.detach()) for name, parameter in self._params.items()}
+            return {name: LocalShard(parameter.detach()) for name, parameter in self._params.items()}
         return {
-            name: Held(self._params[name].ds_tensor.data[: piece.numel], piece.start, "shared_out")  # type: ignore[attr-defined]
+            name: LocalShard(self._params[name].ds_tensor.data[: piece.numel], piece.start, "sharded")  # type: ignore[attr-defined]
             for name, piece in self._pieces.items()
         }
 
-    def state(self) -> dict[str, dict[str, Held]]:
+    def state(self) -> dict[str, dict[str, LocalShard]]:
         """The tensors themselves, not copies: whole at stage 0, else this rank's runs."""
         if not self._flat:
             moments = {name: self._adam.state[parameter] for name, parameter in self._params.items()}
-            return {name: {moment: Held(own[moment]) for moment in MOMENTS} for name, own in moments.items()}
+            return {name: {moment: LocalShard(own[moment]) for moment in MOMENTS} for name, own in moments.items()}
         state = {}
         for name, piece in self._pieces.items():
             state[name] = {moment: piece.of(self._adam.state[piece.flat][moment]) for moment in MOMENTS}
@@ -208,7 +209,9 @@ class DeepSpeedOptimizer(DataParallel):
                 state[name]["master"] = piece.of(piece.flat)
         return state
 
-    def load(self, weights: dict[str, Held], state: dict[str, dict[str, Held]], steps: int, iteration: int) -> None:
+    def load(
+        self, weights: dict[str, LocalShard], state: dict[str, dict[str, LocalShard]], steps: int, iteration: int
+    ) -> None:
         if self._flat and not any("master" in kinds for kinds in state.values()):
             self._engine.optimizer.refresh_fp32_params()
         for values in self._adam.state.values():

@@ -15,11 +15,12 @@ from torch import Tensor
 
 from megatron_lite.config.schema import OptimConfig
 from megatron_lite.ddp.data_parallel import DataParallel
+from megatron_lite.ddp.local_shard import LocalShard
 from megatron_lite.optim.clip import clip_coefficient, global_grad_norm
 from megatron_lite.optim.param_groups import decay_groups
 from megatron_lite.optim.scaler import LossScaler
 from megatron_lite.parallel.context import ParallelContext
-from megatron_lite.parallel.shard import Held, ParamTable
+from megatron_lite.parallel.shard import ParamTable
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -54,16 +55,18 @@ class Optimizer(Protocol):
         """Steps taken, without the skipped ones."""
         ...
 
-    def weights(self) -> dict[str, Held]:
+    def weights(self) -> dict[str, LocalShard]:
         """By parameter name, the weights as a checkpoint holds them, in the dtype of `train.precision`."""
         ...
 
-    def state(self) -> dict[str, dict[str, Held]]:
+    def state(self) -> dict[str, dict[str, LocalShard]]:
         """By parameter name and kind, what a resumed run needs beyond the weights: moments, and fp32 masters where
         the precision is lower."""
         ...
 
-    def load(self, weights: dict[str, Held], state: dict[str, dict[str, Held]], steps: int, iteration: int) -> None:
+    def load(
+        self, weights: dict[str, LocalShard], state: dict[str, dict[str, LocalShard]], steps: int, iteration: int
+    ) -> None:
         """Goes on from what `weights` and `state` handed out, after their tensors were filled with those of a run that
         had taken this many steps in this many iterations. An empty state: from weights alone, at step 0."""
         ...
@@ -158,25 +161,27 @@ class MixedPrecisionOptimizer:
             torch._foreach_copy_(values, masters)  # pyright: ignore[reportPrivateImportUsage]
         self._ddp.gather_params()
 
-    def weights(self) -> dict[str, Held]:
+    def weights(self) -> dict[str, LocalShard]:
         return self._ddp.weights()
 
-    def state(self) -> dict[str, dict[str, Held]]:
+    def state(self) -> dict[str, dict[str, LocalShard]]:
         """The tensors themselves, not copies: of the shapes that this rank owns, in the dtype of the masters."""
-        state: dict[str, dict[str, Held]] = {}
+        state: dict[str, dict[str, LocalShard]] = {}
         low = self._ddp.weight_dtype in (torch.bfloat16, torch.float16)
-        held_back = self._ddp.held_back()
+        pending = self._ddp.pending_grads()
         for name, master in self.masters.items():
             kinds = {moment: self._adam.state[master][moment] for moment in MOMENTS}
             if low:
                 kinds["master"] = master
-            for age, grads in enumerate(held_back):
-                kinds[f"held_back_{age}"] = grads[name]
+            for age, grads in enumerate(pending):
+                kinds[f"held_back_{age}"] = grads[name]  # the name in checkpoints
             state[name] = {kind: replace(self._ddp.owned[name], values=tensor) for kind, tensor in kinds.items()}
         return state
 
     @torch.no_grad()
-    def load(self, weights: dict[str, Held], state: dict[str, dict[str, Held]], steps: int, iteration: int) -> None:
+    def load(
+        self, weights: dict[str, LocalShard], state: dict[str, dict[str, LocalShard]], steps: int, iteration: int
+    ) -> None:
         for name, master in self.masters.items():
             owned = self._ddp.owned[name]
             if "master" not in state.get(name, {}):
@@ -186,7 +191,7 @@ class MixedPrecisionOptimizer:
         for values in self._adam.state.values():
             values["step"].fill_(steps)
         self.step_count = steps
-        self._ddp.resume_held_back(iteration)
+        self._ddp.resume_pending_grads(iteration)
         self.publish_masters()
 
     def bytes_held(self) -> dict[str, int]:

@@ -25,10 +25,11 @@ from torch import Tensor, nn
 
 from megatron_lite.config.schema import SyncConfig
 from megatron_lite.ddp.buffer import GradBuffer
+from megatron_lite.ddp.local_shard import LocalShard
 from megatron_lite.optim.mixed_precision import MixedPrecisionOptimizer, Optimizer, StepOutcome
 from megatron_lite.parallel.collectives import all_reduce_async
 from megatron_lite.parallel.context import Group
-from megatron_lite.parallel.shard import Held, ParamTable
+from megatron_lite.parallel.shard import ParamTable
 
 
 @dataclass
@@ -101,15 +102,15 @@ class OuterOptimizer:
     def step_count(self) -> int:
         return self._inner.step_count
 
-    def weights(self) -> dict[str, Held]:
+    def weights(self) -> dict[str, LocalShard]:
         """The common model."""
-        return {name: Held(common.to(self._params[name].dtype)) for name, common in self.common.items()}
+        return {name: LocalShard(common.to(self._params[name].dtype)) for name, common in self.common.items()}
 
-    def state(self) -> dict[str, dict[str, Held]]:
+    def state(self) -> dict[str, dict[str, LocalShard]]:
         """The inner optimizer's, which each rank of dp has for itself, and of the common model what `weights` do not
         say. Drift that is on its way is waited for: it comes in as late as if nobody had."""
         drift = self._meeting.drift() if self._meeting is not None else {}
-        state: dict[str, dict[str, Held]] = {}
+        state: dict[str, dict[str, LocalShard]] = {}
         for name, kinds in self._inner.state().items():
             own = {kind: held.values for kind, held in kinds.items()} | {"master": self._inner.masters[name]}
             same: dict[str, Tensor] = {}
@@ -119,12 +120,14 @@ class OuterOptimizer:
                 same["outer_momentum"] = self._velocity[name]
             if self._sync.delay:
                 same["drift"] = drift[name] if name in drift else torch.zeros_like(self.common[name])
-            state[name] = {kind: Held(values, among_dp="own") for kind, values in own.items()}
-            state[name] |= {kind: Held(values) for kind, values in same.items()}
+            state[name] = {kind: LocalShard(values, across_dp="local") for kind, values in own.items()}
+            state[name] |= {kind: LocalShard(values) for kind, values in same.items()}
         return state
 
     @torch.no_grad()
-    def load(self, weights: dict[str, Held], state: dict[str, dict[str, Held]], steps: int, iteration: int) -> None:
+    def load(
+        self, weights: dict[str, LocalShard], state: dict[str, dict[str, LocalShard]], steps: int, iteration: int
+    ) -> None:
         self._inner.load(weights, state, steps, iteration)
         for name, common in self.common.items():
             if "common" not in state.get(name, {}):

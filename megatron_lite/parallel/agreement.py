@@ -52,7 +52,7 @@ def on_all(work: Callable[[], T], group: Group) -> T:
     if group.size == 1:
         return work()
     result, problem, cause = _attempt(work, group)
-    gathered = all_gathered(problem, group)
+    gathered = all_gather_objects(problem, group)
     # What is no damage comes first: no other checkpoint would help.
     problems = sorted(filter(None, gathered), key=lambda problem: problem[0] is DamagedCheckpoint)
     if problems:
@@ -63,7 +63,7 @@ def on_all(work: Callable[[], T], group: Group) -> T:
     return result  # type: ignore[return-value]
 
 
-def all_gathered(value: T, group: Group) -> list[T]:
+def all_gather_objects(value: T, group: Group) -> list[T]:
     """Every rank's value in rank order, on every rank."""
     if group.size == 1 or group.pg is None:
         return [value]
@@ -71,7 +71,7 @@ def all_gathered(value: T, group: Group) -> list[T]:
     return [unpack(row[:size]) for row, size in zip(all_gather(mine[None], group, dim=0), sizes, strict=True)]
 
 
-def gather_to_first(value: T, group: Group) -> list[T]:
+def gather_objects(value: T, group: Group) -> list[T]:
     """Every rank's value in rank order on the group's first rank, an empty list on the others."""
     if group.size == 1:
         return [value]

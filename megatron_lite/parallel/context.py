@@ -42,7 +42,7 @@ def solo(name: str = "solo") -> Group:
     return Group(name, (0,), 0)
 
 
-def apart(group: Group, timeout_seconds: float, backend: str | None = None) -> Group:
+def duplicate_group(group: Group, timeout_seconds: float, backend: str | None = None) -> Group:
     """The same ranks, and nothing that is sent here waits for what is on its way in the given group: NCCL runs the
     collectives of one communicator one after another. Without a backend, the world's. Collective over the group."""
     if group.size == 1:

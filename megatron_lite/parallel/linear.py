@@ -26,7 +26,7 @@ from megatron_lite.parallel.collectives import (
 )
 from megatron_lite.parallel.context import Group, solo
 from megatron_lite.parallel.shard import ParamMeta, Shard, declare
-from megatron_lite.parallel.weight_grads import backward_is_split, put_off
+from megatron_lite.parallel.weight_grads import backward_is_split, defer
 
 
 def _start_sum(grad_x: Tensor, ctx) -> tuple[Tensor, Callable[[], object]]:
@@ -87,7 +87,7 @@ class _SplitLinear(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         rows = grad.reshape(-1, grad.shape[-1])
         grad_x, wait = _start_sum((rows @ weight).view(*grad.shape[:-1], x.shape[-1]), ctx)
-        put_off(ctx.leaf, rows, x, ctx.sequence)
+        defer(ctx.leaf, rows, x, ctx.sequence)
         grad_bias = rows.sum(0) if ctx.needs_input_grad[2] else None
         wait()
         return grad_x, None, grad_bias, None, None

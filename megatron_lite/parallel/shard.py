@@ -91,22 +91,6 @@ class ParamMeta:
 ParamTable = dict[str, ParamMeta]
 
 
-@dataclass(frozen=True)
-class Held:
-    """What this rank holds of one value of a parameter: of its weight, its fp32 master, a moment.
-
-    Data-parallel ranks all hold the same, or share it out (ZeRO), or each has a value of its own (local SGD).
-    """
-
-    values: Tensor  # this tensor-parallel rank's cut in its own shape, or a run of the flattened cut
-    start: int = 0  # element of the flattened cut at which the run starts
-    among_dp: Literal["same", "shared_out", "own"] = "same"
-
-    @property
-    def end(self) -> int:
-        return self.start + self.values.numel()
-
-
 def declare(parameter: torch.nn.Parameter, meta: ParamMeta) -> torch.nn.Parameter:
     """The parameter with its description attached, for `get_model` to collect by name."""
     parameter.meta = meta  # type: ignore[attr-defined]

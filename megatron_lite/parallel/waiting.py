@@ -89,7 +89,7 @@ def current_wait() -> tuple[str, int]:
     return named(op, group) if op and group is not None else "", _training.count
 
 
-def goes_on() -> None:
+def note_progress() -> None:
     """Told by long work without collectives: there is progress."""
     if _this_thread.is_training:
         _training.count += 1

@@ -2,7 +2,7 @@
 
 The previous pipeline stage waits for I only, so a schedule can fill its bubbles with W. Linear layers whose forward
 ran inside `split_backward` give their weights no part in the graph: backward hands the product that makes the weight
-gradient to `put_off`. Inside `deferred` that work is collected, anywhere else it is done at once. Biases and norms
+gradient to `defer`. Inside `deferred` that work is collected, anywhere else it is done at once. Biases and norms
 have small gradients, which stay in I.
 Source: Qi et al., Zero Bubble Pipeline Parallelism, arXiv 2401.10241, section 2.
 
@@ -97,7 +97,7 @@ class _WeightGrad(torch.autograd.Function):
         return sum(found[1:], start=found[0]), None, *(None for _ in saved)
 
 
-def put_off(weight: Tensor, grad: Tensor, x: Tensor, sequence: Group) -> None:
+def defer(weight: Tensor, grad: Tensor, x: Tensor, sequence: Group) -> None:
     """Called in backward: weight gets its gradient grad^T x, later inside `deferred`, else before this returns.
 
     weight   [o, i]       the leaf itself

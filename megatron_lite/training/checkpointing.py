@@ -19,7 +19,7 @@ from megatron_lite.parallel.agreement import on_first
 from megatron_lite.parallel.collectives import all_reduce
 from megatron_lite.parallel.grid import Grid
 from megatron_lite.parallel.random import seed_everything
-from megatron_lite.training.replicas import refuse_replicas_apart
+from megatron_lite.training.replicas import check_replicas_equal
 from megatron_lite.training.run import Run
 from megatron_lite.training.start import checkpoints_of, find_start, local_root
 from megatron_lite.training.state import TrainState
@@ -35,9 +35,9 @@ def save_run(run: Run, say: Callable[[str], None], *, must_be_done: bool = True)
     before it changes what is saved. Where collectives or DeepSpeed may change it sooner, or where weights are rounded
     for the checkpoint, which takes memory that the next forward needs, all is copied at return.
     """
-    refuse_bad_gradients(run)
+    check_pending_grads(run)
     if run.config.faults.check_replicas:
-        refuse_replicas_apart(run)
+        check_replicas_equal(run)
     settings, ddp = run.config.checkpoint, run.config.parallel.ddp
     is_rounded = ddp == "fsdp" and run.config.train.precision != "fp32"
     run.saver.save(
@@ -62,10 +62,10 @@ def save_run(run: Run, say: Callable[[str], None], *, must_be_done: bool = True)
     )
 
 
-def refuse_bad_gradients(run: Run) -> None:
+def check_pending_grads(run: Run) -> None:
     """Raises TrainingError on every rank where a gradient that waits to be applied is not finite: a checkpoint with it
     could never go on. Communicates: a number over the world, with `sync.mode: delayed`."""
-    if waiting := run.ddp.held_back():
+    if waiting := run.ddp.pending_grads():
         finite = all(grad.isfinite().all() for grads in waiting for grad in grads.values())
         if all_reduce(torch.tensor(float(not finite), device=run.ctx.device), run.ctx.world, "max").item():
             raise TrainingError(
@@ -173,8 +173,8 @@ def load_run(run: Run, root: Path, iteration: int) -> None:
     )
     check_tokenizer(locate(root, iteration), loaded, run)
     loaded = checked(loaded, locate(root, iteration), run)
-    refuse_new_order(loaded.config, run.config)
-    refuse_partial_sums(loaded.config, run)
+    check_same_order(loaded.config, run.config)
+    check_pending_sums(loaded.config, run)
     if run.ctx.rank == 0 and (changes := changed_fields(loaded.config, run.config.model_dump(mode="json"))):
         print(f" changed since that checkpoint: {', '.join(changes)}", flush=True)
     if run.ctx.rank == 0 and (moved := moved_line(loaded, run)):
@@ -267,7 +267,7 @@ def moved_line(loaded: store.Loaded, run: Run) -> str:
     return f"{moved}; {again}" if again else moved
 
 
-def refuse_partial_sums(saved: dict[str, Any], run: Run) -> None:
+def check_pending_sums(saved: dict[str, Any], run: Run) -> None:
     """Raises ConfigError where sums that `sync.delay` had under way are not those that this run would wait for."""
     sync = run.config.sync
     if not sync.delay:
@@ -286,7 +286,7 @@ def refuse_partial_sums(saved: dict[str, Any], run: Run) -> None:
             )
 
 
-def refuse_new_order(saved: dict[str, Any], config: Config) -> None:
+def check_same_order(saved: dict[str, Any], config: Config) -> None:
     """Raises ConfigError where the consumed samples would no longer be the first ones of the data.
 
     Files may move: of `data.paths` only the names count.

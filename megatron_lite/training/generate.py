@@ -18,12 +18,12 @@ from megatron_lite.checkpoint.layout import parse_config, read_layout
 from megatron_lite.checkpoint.match import check_provider
 from megatron_lite.config.schema import Config
 from megatron_lite.data.tokenizer import build_tokenizer, tokenizer_hash
+from megatron_lite.ddp.local_shard import LocalShard
 from megatron_lite.errors import ConfigError
 from megatron_lite.model.build import get_model, named_params, param_table
 from megatron_lite.parallel.collectives import all_gather, broadcast
 from megatron_lite.parallel.context import ParallelContext
 from megatron_lite.parallel.random import RngTracker
-from megatron_lite.parallel.shard import Held
 from megatron_lite.pipeline.engine import PipelineEngine
 from megatron_lite.pipeline.schedules import build_schedule
 from megatron_lite.training.initialize import DTYPES, finalize_megatron, initialize_megatron
@@ -139,7 +139,7 @@ def load_model(
         iteration,
         ctx=ctx,
         table=param_table(chunks),
-        weights={name: Held(parameter.detach()) for name, parameter in named_params(chunks).items()},
+        weights={name: LocalShard(parameter.detach()) for name, parameter in named_params(chunks).items()},
         optimizer_state={},
         config=config.model_dump(mode="json"),
         provider=provider_name(provider),

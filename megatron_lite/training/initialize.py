@@ -23,7 +23,7 @@ from megatron_lite.config.schema import Config
 from megatron_lite.config.validate import validate
 from megatron_lite.ddp.deepspeed import release as release_deepspeed
 from megatron_lite.errors import ConfigError, TrainingError
-from megatron_lite.parallel.agreement import all_gathered
+from megatron_lite.parallel.agreement import all_gather_objects
 from megatron_lite.parallel.context import Group, ParallelContext
 from megatron_lite.parallel.grid import Grid
 from megatron_lite.parallel.random import RngTracker, seed_everything
@@ -52,7 +52,7 @@ def initialize_megatron(config: Config) -> tuple[ParallelContext, RngTracker]:
     if world_size > 1 and not dist.is_initialized():
         join_process_group(device, config.train.comm_timeout)
     if world_size > 1:
-        refuse_different_configs(config, Group("world", tuple(range(world_size)), dist.get_rank(), dist.group.WORLD))
+        check_same_config(config, Group("world", tuple(range(world_size)), dist.get_rank(), dist.group.WORLD))
     parallel = config.parallel
     grid = Grid(tp=parallel.tensor, cp=parallel.context, dp=parallel.data(world_size), pp=parallel.pipeline)
     ctx = ParallelContext.create(grid, device, config.train.comm_timeout)
@@ -106,10 +106,10 @@ def join_process_group(device: torch.device, timeout_seconds: float) -> None:
         ) from error
 
 
-def refuse_different_configs(config: Config, world: Group) -> None:
+def check_same_config(config: Config, world: Group) -> None:
     """Raises ConfigError on every rank where ranks were given different configs, as by a file that was edited on one
     machine only. Communicates: the config, over the world."""
-    of_ranks = all_gathered((socket.gethostname(), config.model_dump(mode="json")), world)
+    of_ranks = all_gather_objects((socket.gethostname(), config.model_dump(mode="json")), world)
     first_host, first = of_ranks[0]
     for rank, (host, other) in enumerate(of_ranks):
         different = [

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from megatron_lite.errors import TrainingError
-from megatron_lite.parallel.agreement import all_gathered
+from megatron_lite.parallel.agreement import all_gather_objects
 from megatron_lite.parallel.collectives import all_gather, all_reduce, broadcast
 from megatron_lite.parallel.context import ParallelContext
 from megatron_lite.parallel.shard import ParamTable
@@ -29,7 +29,7 @@ def start_alike(params: dict[str, nn.Parameter], table: ParamTable, ctx: Paralle
 
 
 @torch.no_grad()
-def refuse_copies_apart(params: dict[str, nn.Parameter], table: ParamTable, ctx: ParallelContext) -> None:
+def check_copies_equal(params: dict[str, nn.Parameter], table: ParamTable, ctx: ParallelContext) -> None:
     """Raises TrainingError on every rank when the two copies of a tied embedding differ, in any bit, on any of them.
 
     Communicates: the copies over embd, and a number over the world. For `train.debug`: it costs a second copy.
@@ -48,7 +48,7 @@ def refuse_copies_apart(params: dict[str, nn.Parameter], table: ParamTable, ctx:
 
 
 @torch.no_grad()
-def refuse_replicas_apart(run: Run) -> None:
+def check_replicas_equal(run: Run) -> None:
     """Raises TrainingError on every rank where data-parallel replicas of a weight differ, in any bit.
 
     Communicates: a number for each parameter over dp, and one over the world.
@@ -63,7 +63,7 @@ def refuse_replicas_apart(run: Run) -> None:
         first = int(apart.nonzero()[0])
         found = differing_ranks(run, [int(value) for value in of_ranks[:, first]], names[first], int(apart.sum()))
     if all_reduce(torch.tensor([float(bool(found))], device=run.ctx.device), run.ctx.world, "max").item():
-        reports = dict.fromkeys(filter(None, all_gathered(found, run.ctx.world)))
+        reports = dict.fromkeys(filter(None, all_gather_objects(found, run.ctx.world)))
         raise TrainingError(
             f"{run.progress.where()}: data-parallel replicas are not equal any more: {'; '.join(reports)}. Nothing "
             "that came of it is saved; the newest checkpoint is from before. A rank whose memory fails does this, and "

@@ -19,7 +19,7 @@ from megatron_lite.optim.deepspeed import DeepSpeedOptimizer
 from megatron_lite.optim.mixed_precision import MixedPrecisionOptimizer
 from megatron_lite.optim.outer import OuterOptimizer
 from megatron_lite.optim.scaler import build_scaler
-from megatron_lite.parallel.context import ParallelContext, apart
+from megatron_lite.parallel.context import ParallelContext, duplicate_group
 from megatron_lite.parallel.random import RngTracker
 from megatron_lite.pipeline.engine import PipelineEngine
 from megatron_lite.training.checkpointing import load_newest
@@ -48,9 +48,9 @@ def setup_model_and_optimizer(
     deepspeed = DeepSpeed(config, ctx) if config.parallel.ddp == "deepspeed" else None
     with deepspeed.while_building() if deepspeed is not None else nullcontext():
         model = model_provider(config, ctx, rng, dtype=dtype)
-    refuse_other_chunks(model, config)
+    check_num_chunks(model, config)
     params, table = named_params(model), param_table(model)
-    refuse_buffers(model)
+    check_buffers(model)
     if deepspeed is not None:
         check_every_parameter_is_trained(model, params, table)
         if deepspeed.stage < 3:  # stage 3 has shared out what started alike
@@ -63,7 +63,7 @@ def setup_model_and_optimizer(
         scaler = build_scaler(config.optim, config.train.precision)
         optimizer = MixedPrecisionOptimizer(table, ddp, scaler, config.optim, ctx)
         if config.sync.is_local:
-            dp = apart(ctx.dp, config.train.comm_timeout) if config.sync.delay else ctx.dp
+            dp = duplicate_group(ctx.dp, config.train.comm_timeout) if config.sync.delay else ctx.dp
             optimizer = OuterOptimizer(optimizer, params, table, config.sync, dp, bucket_mb=config.parallel.bucket_mb)
     engine = PipelineEngine(ctx, num_chunks=len(model), timeout_seconds=config.train.comm_timeout)
     saver = Saver(ctx, in_background=config.checkpoint.async_save, timeout_seconds=config.train.comm_timeout)
@@ -86,7 +86,7 @@ def settle_vocabulary(config: Config, tokenizer: Tokenizer | None) -> Config:
     raise ConfigError("model.vocab_size is not given and there is no data.tokenizer to take it from; give one of them")
 
 
-def refuse_other_chunks(model: Sequence[nn.Module], config: Config) -> None:
+def check_num_chunks(model: Sequence[nn.Module], config: Config) -> None:
     """Raises TrainingError for a model with more or fewer stages than the config has."""
     if len(model) != config.parallel.virtual_pipeline:
         raise TrainingError(
@@ -96,7 +96,7 @@ def refuse_other_chunks(model: Sequence[nn.Module], config: Config) -> None:
         )
 
 
-def refuse_buffers(model: Sequence[nn.Module]) -> None:
+def check_buffers(model: Sequence[nn.Module]) -> None:
     """Raises TrainingError for state that a checkpoint would not hold, so that a resumed run would differ."""
     for chunk in model:
         parameters = {name for name, _ in chunk.named_parameters(remove_duplicate=False)}

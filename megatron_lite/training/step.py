@@ -24,7 +24,7 @@ from megatron_lite.pipeline.engine import Forward
 from megatron_lite.pipeline.p2p import Message
 from megatron_lite.pipeline.schedules import build_schedule
 from megatron_lite.training.initialize import DTYPES
-from megatron_lite.training.replicas import refuse_copies_apart, refuse_replicas_apart
+from megatron_lite.training.replicas import check_copies_equal, check_replicas_equal
 from megatron_lite.training.run import Run
 from megatron_lite.training.state import due
 
@@ -58,7 +58,7 @@ def train_step(run: Run, microbatches: list[Batch]) -> StepReport:
     if due(run.state.iteration + 1, run.config.faults.check_replicas):
         # Before the step: it would overwrite a damaged weight of low precision with its master.
         with run.progress.during("check_replicas"):
-            refuse_replicas_apart(run)
+            check_replicas_equal(run)
     run.saver.wait_for_copy()
     faults, can_mend = run.config.faults, run.optimizer.scaler.can_shrink
     is_spike = run.state.is_spike(loss, faults)
@@ -70,7 +70,7 @@ def train_step(run: Run, microbatches: list[Batch]) -> StepReport:
         outcome = run.optimizer.skip() if is_spike or is_refused else run.optimizer.step(lr)
     if run.config.train.debug:
         run.ddp.wait_for_params()
-        refuse_copies_apart(run.params, run.table, run.ctx)
+        check_copies_equal(run.params, run.table, run.ctx)
     is_finite = math.isfinite(loss) and math.isfinite(outcome.grad_norm)
     is_mended = outcome.skipped and can_mend
     bad = "spike" if is_spike else "" if is_finite or is_mended else "nan"

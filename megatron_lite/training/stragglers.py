@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from statistics import median
 
-from megatron_lite.parallel.agreement import all_gathered
+from megatron_lite.parallel.agreement import all_gather_objects
 from megatron_lite.parallel.waiting import record_waits
 from megatron_lite.training.run import Run
 from megatron_lite.training.timeline import Timeline
@@ -47,7 +47,7 @@ class Stragglers:
         Communicates: a small object over the world.
         """
         own = (self._run.ctx.pp.rank, self._work, socket.gethostname())
-        of_ranks = all_gathered(own, self._run.ctx.world)
+        of_ranks = all_gather_objects(own, self._run.ctx.world)
         late, lines = {}, []
         for rank, (stage, seconds, host) in enumerate(of_ranks):
             others = [time for other, (at, time, _) in enumerate(of_ranks) if at == stage and other != rank]

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from megatron_lite.data.loader import Batch
-from megatron_lite.parallel.agreement import gather_to_first
+from megatron_lite.parallel.agreement import gather_objects
 from megatron_lite.parallel.collectives import barrier
 from megatron_lite.parallel.context import Group, ParallelContext
 from megatron_lite.pipeline.actions import Action
@@ -56,7 +56,7 @@ def traced_step(run: Run, microbatches: list[Batch], say: Callable[[str], None])
 
 def gather_timelines(timeline: Timeline, world: Group) -> list[list[Timed]]:
     """The spans of all ranks by one clock, on rank 0; elsewhere an empty list."""
-    return together(gather_to_first((timeline.clock, timeline.seconds()), world))
+    return together(gather_objects((timeline.clock, timeline.seconds()), world))
 
 
 def chrome_trace(timelines: list[list[Timed]], ctx: ParallelContext) -> dict[str, Any]:

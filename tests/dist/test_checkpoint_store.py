@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from megatron_lite.checkpoint import directory, store
 from megatron_lite.checkpoint.layout import read_layout
 from megatron_lite.errors import CheckpointError
-from megatron_lite.parallel.agreement import gather_to_first, on_all, on_first
+from megatron_lite.parallel.agreement import gather_objects, on_all, on_first
 from megatron_lite.parallel.context import ParallelContext
 from megatron_lite.parallel.grid import Grid
 from tests.helpers.checkpoints import TABLE, assert_holds, assert_same, bytes_of, contents, load, save, whole
@@ -43,7 +43,7 @@ def save_and_load(root: Path, tp: int, dp: int) -> int:
 
 @pytest.mark.parametrize(("tp", "dp"), [(1, 2), (2, 1), (2, 2)])
 def test_every_rank_gets_its_own_back(ranks, tmp_path, tp, dp):
-    """Cuts of fused tensors, replicated tensors and each data-parallel rank's generators."""
+    """ShardedTensor of fused tensors, replicated tensors and each data-parallel rank's generators."""
     assert ranks(tp * dp, save_and_load, tmp_path, tp, dp) == [3] * (tp * dp)
     assert directory.iterations(tmp_path) == [2, 3]
     folder = tmp_path / "iter_0000003"
@@ -168,7 +168,7 @@ def test_a_bug_on_one_rank_leaves_nobody_waiting(ranks, tmp_path):
 
 def agree() -> tuple:
     world = context(2, 1).world
-    return on_first(lambda: f"from {world.rank}", world), on_all(lambda: world.rank, world), gather_to_first(7, world)
+    return on_first(lambda: f"from {world.rank}", world), on_all(lambda: world.rank, world), gather_objects(7, world)
 
 
 def test_results_reach_who_they_should(ranks):

@@ -20,7 +20,7 @@ def on_cpu(grid: Grid) -> ParallelContext:
     return ParallelContext.create(grid, torch.device("cpu"), timeout_seconds=60)
 
 
-def whole_table(model: nn.Module, sequence_parallel: tuple[str, ...] = ()) -> ParamTable:
+def full_table(model: nn.Module, sequence_parallel: tuple[str, ...] = ()) -> ParamTable:
     return {
         name: ParamMeta(tuple(p.shape), Shard(), "normal", sequence_parallel=name in sequence_parallel, name=name)
         for name, p in model.named_parameters()
@@ -30,7 +30,7 @@ def whole_table(model: nn.Module, sequence_parallel: tuple[str, ...] = ()) -> Pa
 def wrap(model: nn.Module, ctx: ParallelContext, kind, bucket_mb: float, grad_dtype=torch.float64) -> DataParallel:
     params = dict(model.named_parameters())
     config = load_config(None, [f"parallel.ddp={kind}", f"parallel.bucket_mb={bucket_mb}"])
-    return wrap_ddp(config, [model], params, whole_table(model), ctx, grad_dtype=grad_dtype)
+    return wrap_ddp(config, [model], params, full_table(model), ctx, grad_dtype=grad_dtype)
 
 
 class TinyLanguageModel(nn.Module):
@@ -77,7 +77,7 @@ def gradients_of_steps(kind: str, num_microbatches: int, bucket_mb: float, dtype
             loss = masked_loss(ddp.module(0), tokens[number], mask[number], step)
             ddp.begin_backward(0, is_last=number == num_microbatches - 1)
             loss.backward()
-        finalize_grads(ddp, whole_table(model), ctx)
+        finalize_grads(ddp, full_table(model), ctx)
         found.append({name: grad.clone() for name, grad in ddp.main_grads.items()})
     return found
 
@@ -187,7 +187,7 @@ def sum_sequence_parallel() -> dict[str, torch.Tensor]:
     """Gradients rank + 1 everywhere."""
     ctx = on_cpu(Grid(tp=2))
     model = nn.ParameterDict({"norm": torch.ones(2, 3), "bias": torch.ones(4), "matrix": torch.ones(5)})
-    params, table = dict(model.named_parameters()), whole_table(model, sequence_parallel=("norm", "bias"))
+    params, table = dict(model.named_parameters()), full_table(model, sequence_parallel=("norm", "bias"))
     ddp = wrap_ddp(load_config(None), [model], params, table, ctx, grad_dtype=torch.float32)
     ddp.begin_backward(0, is_last=True)
     torch.stack([parameter.sum() * (ctx.rank + 1) for parameter in params.values()]).sum().backward()

@@ -14,11 +14,11 @@ from torch import Tensor, nn
 
 from megatron_lite.config.schema import Config
 from megatron_lite.ddp import deepspeed as deepspeed_file
+from megatron_lite.ddp.local_shard import LocalShard
 from megatron_lite.launch.pool import RanksFailed
 from megatron_lite.model import build
 from megatron_lite.parallel.embedding import VocabParallelEmbedding
 from megatron_lite.parallel.linear import ColumnParallelLinear
-from megatron_lite.parallel.shard import Held
 from megatron_lite.training.initialize import finalize_megatron, initialize_megatron
 from megatron_lite.training.run import Run
 from megatron_lite.training.setup import setup_model_and_optimizer
@@ -33,14 +33,14 @@ def start(config: Config) -> Run:
     return setup_model_and_optimizer(config, ctx, rng, model_with_biases)
 
 
-Kept = tuple[dict[str, Held], dict[str, dict[str, Held]], int, dict[str, Any]]
+Kept = tuple[dict[str, LocalShard], dict[str, dict[str, LocalShard]], int, dict[str, Any]]
 
 
 def kept(run: Run) -> Kept:
     """Copies of what a checkpoint would hold."""
 
-    def copy(held: Held) -> Held:
-        return Held(held.values.clone(), held.start, held.among_dp)
+    def copy(held: LocalShard) -> LocalShard:
+        return LocalShard(held.values.clone(), held.start, held.across_dp)
 
     weights = {name: copy(held) for name, held in run.optimizer.weights().items()}
     state = {name: {kind: copy(held) for kind, held in kinds.items()} for name, kinds in run.optimizer.state().items()}
@@ -56,10 +56,10 @@ def put_back(run: Run, kept: Kept) -> None:
     run.optimizer.load(weights, state, kept[2], run.state.iteration)
 
 
-def fill(into: dict[str, Held], saved: dict[str, Held]) -> None:
+def fill(into: dict[str, LocalShard], saved: dict[str, LocalShard]) -> None:
     assert into.keys() == saved.keys()
     for name, held in saved.items():
-        assert (into[name].start, into[name].among_dp) == (held.start, held.among_dp)
+        assert (into[name].start, into[name].across_dp) == (held.start, held.across_dp)
         into[name].values.copy_(held.values)
 
 
@@ -305,7 +305,7 @@ def reports(changes: dict[str, Any]) -> list[tuple[float, float, float, bool]]:
     config = tiny_config("gpt", **changes, run__device="auto")
     accelerator = deepspeed.get_accelerator()
     with (
-        mock.patch.object(deepspeed_file, "refuse_what_cannot_run"),
+        mock.patch.object(deepspeed_file, "check_support"),
         mock.patch.object(accelerator, "is_fp16_supported", lambda: True),
     ):
         run = start(config)

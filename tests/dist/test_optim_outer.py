@@ -19,7 +19,7 @@ from megatron_lite.optim.mixed_precision import StepOutcome
 from megatron_lite.optim.outer import OuterOptimizer, common_model, fragment_of
 from megatron_lite.optim.param_groups import decay_groups
 from megatron_lite.parallel.collectives import all_gather, all_reduce_async
-from megatron_lite.parallel.context import ParallelContext, apart
+from megatron_lite.parallel.context import ParallelContext, duplicate_group
 from megatron_lite.parallel.random import RngTracker
 from megatron_lite.training.evaluate import evaluate
 from megatron_lite.training.initialize import DTYPES, finalize_megatron, initialize_megatron
@@ -351,7 +351,7 @@ def two_orders() -> float:
     """The second rank comes to the numbers first, the first one to the large sum."""
     config = config_of()
     ctx, _ = initialize_megatron(config)
-    other = apart(ctx.dp, config.train.comm_timeout)
+    other = duplicate_group(ctx.dp, config.train.comm_timeout)
     assert other.ranks == ctx.dp.ranks
     calls = [(torch.full((10**6,), 2.0), other), (torch.ones(1), ctx.dp)]
     waits = [all_reduce_async(x, group)[1] for x, group in (calls if ctx.rank == 0 else reversed(calls))]

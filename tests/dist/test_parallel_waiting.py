@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store, _set_pg_timeout
 
-from megatron_lite.parallel.agreement import all_gathered, gather_to_first, on_all, on_first
+from megatron_lite.parallel.agreement import all_gather_objects, gather_objects, on_all, on_first
 from megatron_lite.parallel.collectives import (
     all_gather,
     all_reduce,
@@ -36,9 +36,9 @@ COLLECTIVES = {
     "reduce_scatter": lambda x, group: reduce_scatter_async(x, group)[1](),
     "broadcast": lambda x, group: broadcast(x, group, src=1),
     "barrier": lambda x, group: barrier(group),
-    "all_gather of objects": lambda x, group: all_gathered(1, group),
+    "all_gather of objects": lambda x, group: all_gather_objects(1, group),
     "all_gather of errors": lambda x, group: on_all(lambda: 1, group),
-    "all_gather of sizes": lambda x, group: gather_to_first(1, group),
+    "all_gather of sizes": lambda x, group: gather_objects(1, group),
 }
 
 

@@ -16,7 +16,7 @@ from megatron_lite.errors import CheckpointError, TrainingError
 from megatron_lite.launch.pool import RanksFailed
 from megatron_lite.training.checkpointing import load_run, save_run
 from megatron_lite.training.initialize import finalize_megatron, initialize_megatron
-from megatron_lite.training.replicas import refuse_replicas_apart
+from megatron_lite.training.replicas import check_replicas_equal
 from megatron_lite.training.run import Run
 from megatron_lite.training.setup import setup_model_and_optimizer
 from megatron_lite.training.start import checkpoints_of
@@ -361,7 +361,7 @@ def one_damaged(folder: str, rank: int, changes: dict[str, Any]) -> list[str]:
     said = []
     for _ in range(2):
         train_step(run, portion(run))
-    refuse_replicas_apart(run)
+    check_replicas_equal(run)
     if ctx.rank == rank:
         parameter = run.params["decoder.layers.1.mlp.linear_fc1.weight"].detach().view(-1)
         bits = parameter.view(torch.int16 if parameter.element_size() == 2 else torch.int32)

@@ -14,14 +14,14 @@ from megatron_lite.checkpoint.tensor_file import Spec
 from megatron_lite.config.schema import Config, ModelConfig
 from megatron_lite.convert import native
 from megatron_lite.convert.driver import Request, convert
-from megatron_lite.convert.recipe import Checkpoint, whole_table
+from megatron_lite.convert.recipe import Checkpoint, full_table
+from megatron_lite.ddp.local_shard import LocalShard
 from megatron_lite.errors import CheckpointError
 from megatron_lite.model.build import get_model, named_params, param_table
 from megatron_lite.parallel.collectives import all_gather
 from megatron_lite.parallel.context import ParallelContext
 from megatron_lite.parallel.grid import Grid
 from megatron_lite.parallel.random import seed_everything
-from megatron_lite.parallel.shard import Held
 from tests.helpers.checkpoints import tensors_of_newest
 from tests.helpers.command import make_corpus, run, run_here
 from tests.helpers.huggingface import VOCAB, gpt2, llama, logits, tokens
@@ -75,7 +75,7 @@ def logits_of_ranks(folder: str) -> torch.Tensor:
     config = Config.model_validate(read_layout(newest).config, strict=False)
     ctx = ParallelContext.create(read_layout(newest).grid, torch.device("cpu"), 60)
     (chunk,) = chunks = get_model(config, ctx, seed_everything(0, ctx), dtype=torch.float32)
-    weights = {name: Held(parameter.detach()) for name, parameter in named_params(chunks).items()}
+    weights = {name: LocalShard(parameter.detach()) for name, parameter in named_params(chunks).items()}
     store.load(
         newest.parent,
         0,
@@ -108,7 +108,7 @@ def test_one_tensor_at_a_time_is_in_memory(tmp_path):
     """A model that fits on no machine must be convertible on a small one. Pages of mapped files count as memory."""
     model = ModelConfig(num_layers=1, hidden_size=1024, num_heads=8, vocab_size=32768, max_position_embeddings=8)
     largest = 32768 * 1024 * 4
-    tensors = {name: Spec(torch.float32, meta.shape) for name, meta in whole_table(model).items()}
+    tensors = {name: Spec(torch.float32, meta.shape) for name, meta in full_table(model).items()}
     checkpoint = Checkpoint(model, tensors, lambda name: torch.ones(tuple(tensors[name].shape)))
     start = tmp_path / "start"
     start.mkdir()

@@ -329,7 +329,7 @@ def test_a_bad_gradient_that_waits_is_not_saved(tmp_path):
         save_run(run, print)
         train_step(run, portion(run))
         if number == 1:
-            run.ddp.held_back()[1]["decoder.final_layernorm.bias"][3] = math.nan
+            run.ddp.pending_grads()[1]["decoder.final_layernorm.bias"][3] = math.nan
     with pytest.raises(TrainingError) as raised:
         save_run(run, print)
     assert str(raised.value) == (

@@ -10,9 +10,10 @@ from torch import Tensor
 
 from megatron_lite.checkpoint import store
 from megatron_lite.checkpoint.directory import resolve
+from megatron_lite.ddp.local_shard import LocalShard
 from megatron_lite.parallel.context import ParallelContext
 from megatron_lite.parallel.grid import Grid
-from megatron_lite.parallel.shard import Held, ParamMeta, ParamTable, Shard
+from megatron_lite.parallel.shard import ParamMeta, ParamTable, Shard
 
 TABLE: ParamTable = {
     "embedding.word_embeddings.weight": ParamMeta((8, 4), Shard(0), "normal"),
@@ -86,7 +87,9 @@ def held(given: dict[str, Any]) -> dict[str, Any]:
     made = dict(given)
     for what in {"weights", "optimizer_state"} & set(given):
         made[what] = {
-            name: Held(value.detach()) if isinstance(value, Tensor) else {k: Held(t) for k, t in value.items()}
+            name: LocalShard(value.detach())
+            if isinstance(value, Tensor)
+            else {k: LocalShard(t) for k, t in value.items()}
             for name, value in given[what].items()
         }
     return made

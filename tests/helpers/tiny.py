@@ -103,7 +103,9 @@ def gather(run: Run) -> dict[str, torch.Tensor]:
     What each tensor-parallel rank holds whole must be equal on all, and a tied copy to the original, to the bit.
     """
     weights, dp = run.optimizer.weights(), run.ctx.dp
-    shared_out = {name: (held.start, held.values.clone()) for name, held in weights.items() if held.among_dp != "same"}
+    shared_out = {
+        name: (held.start, held.values.clone()) for name, held in weights.items() if held.across_dp != "replicated"
+    }
     of_ranks = [shared_out for _ in range(dp.size)]
     if dp.size > 1:
         dist.all_gather_object(of_ranks, shared_out, group=dp.pg)

@@ -22,10 +22,11 @@ from megatron_lite.checkpoint.directory import TRACKER_FILE, iterations, read_la
 from megatron_lite.checkpoint.layout import Layout, dump_layout, read_layout
 from megatron_lite.checkpoint.reshard import Move, rectangles
 from megatron_lite.checkpoint.tensor_file import write_tensors
+from megatron_lite.ddp.local_shard import LocalShard
 from megatron_lite.errors import CheckpointError, DamagedCheckpoint
 from megatron_lite.parallel.context import ParallelContext, solo
 from megatron_lite.parallel.grid import Grid
-from megatron_lite.parallel.shard import Held, ParamMeta, Shard
+from megatron_lite.parallel.shard import ParamMeta, Shard
 from tests.helpers.checkpoints import CONFIG, TABLE, assert_holds, assert_same, contents, load, one_process, save
 from tests.helpers.limits import PATIENCE
 
@@ -326,7 +327,7 @@ LARGE = {name: ParamMeta((8192, 8192), Shard(dim), "normal") for dim, name in en
 def load_a_quarter(root: Path, results) -> None:
     """As one of four tensor-parallel ranks: the bytes of what it holds, and how far memory rises to fill that."""
     ctx = replace(ParallelContext.at(Grid(tp=4), 3), world=solo())
-    weights = {name: Held(torch.ones(meta.shard.local_shape(meta.shape, 4))) for name, meta in LARGE.items()}
+    weights = {name: LocalShard(torch.ones(meta.shard.local_shape(meta.shape, 4))) for name, meta in LARGE.items()}
     Path("/proc/self/clear_refs").write_text("5")
     before = status("VmRSS")
     store.load(root, 1, ctx=ctx, table=LARGE, weights=weights, optimizer_state={}, config=CONFIG)
@@ -340,7 +341,7 @@ def status(line: str) -> int:
 def test_a_rank_needs_little_memory_beside_its_own_cut(tmp_path):
     """A fifth, where the file is four times as large as the cut: else what fits in training does not fit at its start.
     Of a process of its own, since this one has freed memory to use again."""
-    weights = {name: Held(torch.zeros(meta.shape)) for name, meta in LARGE.items()}
+    weights = {name: LocalShard(torch.zeros(meta.shape)) for name, meta in LARGE.items()}
     state = {"optimizer_state": {}, "rng": {}, "state": {}, "config": CONFIG, "origin": {}}
     store.save(tmp_path, 1, ctx=one_process(), table=LARGE, weights=weights, keep=1, **state)
     processes = get_context("spawn")

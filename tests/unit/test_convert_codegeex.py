@@ -9,7 +9,7 @@ from torch.testing import assert_close
 
 from megatron_lite.config.schema import ModelConfig
 from megatron_lite.convert import codegeex
-from megatron_lite.convert.recipe import whole_table
+from megatron_lite.convert.recipe import full_table
 from megatron_lite.errors import CheckpointError, ConfigError
 from tests.helpers.model_runs import random_tokens, random_weights, tiny
 from tests.helpers.models_in_memory import (
@@ -196,7 +196,7 @@ def test_exported_tensors_compute_what_ours_do(tmp_path):
 
 
 def test_the_released_model_has_645_tensors(tmp_path):
-    table = whole_table(ModelConfig(preset="codegeex-13b"))
+    table = full_table(ModelConfig(preset="codegeex-13b"))
     shapes = {}
     for name, recipe in codegeex.recipes_for(table, ()).items():
         shapes |= dict(zip(recipe.names, recipe.foreign_shapes(table[name].shape), strict=True))
@@ -220,7 +220,7 @@ def test_the_released_model_has_645_tensors(tmp_path):
 def test_sizes_of_the_released_model_say_its_heads_and_vocabulary(tmp_path):
     """A file with the released tensors' shapes, of which no number is there: nothing else is needed."""
     model = {}
-    table = whole_table(ModelConfig(preset="codegeex-13b", num_layers=1))
+    table = full_table(ModelConfig(preset="codegeex-13b", num_layers=1))
     with torch.serialization.skip_data():
         for name, recipe in codegeex.recipes_for(table, ()).items():
             for foreign, shape in zip(recipe.names, recipe.foreign_shapes(table[name].shape), strict=True):

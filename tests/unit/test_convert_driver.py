@@ -20,7 +20,7 @@ from megatron_lite.config.load import load_config
 from megatron_lite.config.schema import ModelConfig
 from megatron_lite.convert import huggingface, native, tokenizer_files, verify
 from megatron_lite.convert.driver import FORMATS, Request, convert, recognised
-from megatron_lite.convert.recipe import Checkpoint, whole_table
+from megatron_lite.convert.recipe import Checkpoint, full_table
 from megatron_lite.data.tokenizer import build_tokenizer
 from megatron_lite.errors import CheckpointError, ConfigError
 from megatron_lite.preprocess.train_tokenizer import train_sentencepiece
@@ -170,7 +170,7 @@ def test_codegeex_goes_there_and_back(tmp_path):
     model = ModelConfig(
         num_layers=2, hidden_size=32, num_heads=4, vocab_size=VOCAB, activation="quick_gelu", top_query_layer=True
     )
-    tensors = {name: Spec(torch.float32, meta.shape) for name, meta in whole_table(model).items()}
+    tensors = {name: Spec(torch.float32, meta.shape) for name, meta in full_table(model).items()}
     checkpoint = Checkpoint(model, tensors, lambda name: 0.2 * torch.randn(tuple(tensors[name].shape)))
     (tmp_path / "ours").mkdir()
     options: dict = {"tensor": 1, "pipeline": 1, "progress": lambda count: None}

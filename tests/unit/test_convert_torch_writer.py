@@ -89,7 +89,7 @@ import sys, torch
 from pathlib import Path
 from megatron_lite.convert import megatron
 from megatron_lite.config.schema import ModelConfig
-from megatron_lite.convert.recipe import Checkpoint, whole_table
+from megatron_lite.convert.recipe import Checkpoint, full_table
 from megatron_lite.checkpoint.tensor_file import Spec
 
 def peak_bytes():
@@ -101,15 +101,15 @@ def restart():
     return peak_bytes()
 
 model = ModelConfig(num_layers=6, hidden_size=512, num_heads=8, vocab_size=24000, tie_embeddings=False)
-table = whole_table(model)
+table = full_table(model)
 made = Checkpoint(
     model, {n: Spec(torch.float32, m.shape) for n, m in table.items()}, lambda n: torch.ones(table[n].shape)
 )
 path = Path(sys.argv[2])
 (path / "small").mkdir(parents=True)
 small = ModelConfig(num_layers=1, hidden_size=8, num_heads=2, vocab_size=8)
-tiny = Checkpoint(small, {n: Spec(torch.float32, m.shape) for n, m in whole_table(small).items()},
-                  lambda n: torch.ones(whole_table(small)[n].shape))
+tiny = Checkpoint(small, {n: Spec(torch.float32, m.shape) for n, m in full_table(small).items()},
+                  lambda n: torch.ones(full_table(small)[n].shape))
 megatron.write(path / "small", tiny, tensor=2, pipeline=1, progress=lambda count: None)
 before = restart()
 if sys.argv[1] == "write":

@@ -10,7 +10,7 @@ import torch
 import megatron_lite
 from megatron_lite.config.load import load_config
 from megatron_lite.config.schema import Config
-from megatron_lite.ddp.deepspeed import TESTED, refuse_what_cannot_run, settings
+from megatron_lite.ddp.deepspeed import TESTED, check_support, settings
 from megatron_lite.errors import ConfigError
 
 CPU = torch.device("cpu")
@@ -33,7 +33,7 @@ def version_is(monkeypatch, answer: str | Exception) -> None:
 def test_a_missing_deepspeed_is_named_with_what_to_install(monkeypatch):
     version_is(monkeypatch, metadata.PackageNotFoundError())
     with pytest.raises(ConfigError) as raised:
-        refuse_what_cannot_run(config(), CPU)
+        check_support(config(), CPU)
     assert str(raised.value) == (
         "parallel.ddp is deepspeed, which is not installed; install it (pip install 'deepspeed>=0.19.8,<0.20'), or "
         "use parallel.ddp: fsdp"
@@ -45,21 +45,21 @@ def test_another_deepspeed_than_the_tested_series_is_refused(monkeypatch, found)
     """Its private state, which checkpoints are made of, may look otherwise there."""
     version_is(monkeypatch, found)
     with pytest.raises(ConfigError, match=r"0\.19\.8 or a later 0\.19 is needed; install it") as raised:
-        refuse_what_cannot_run(config(), CPU)
+        check_support(config(), CPU)
     assert f"of which {found} is installed" in str(raised.value)
 
 
 @pytest.mark.parametrize("found", [TESTED, "0.19.8+unknown", "0.19.12"])
 def test_a_later_one_of_the_series_is_not(monkeypatch, found):
     version_is(monkeypatch, found)
-    refuse_what_cannot_run(config(), CPU)
+    check_support(config(), CPU)
 
 
 def test_fp16_is_refused_where_no_gpu_was_found():
     fp16 = config("train.precision=fp16")
-    refuse_what_cannot_run(fp16, torch.device("cuda"))
+    check_support(fp16, torch.device("cuda"))
     with pytest.raises(ConfigError, match=r"run\.device: auto found no GPU; .* use train\.precision: bf16"):
-        refuse_what_cannot_run(fp16, CPU)
+        check_support(fp16, CPU)
 
 
 def test_settings_say_what_deepspeed_would_decide_by_defaults_that_moved():

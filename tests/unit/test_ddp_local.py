@@ -226,4 +226,4 @@ def test_a_delayed_gradient_comes_out_that_many_steps_later_and_whole():
         ddp.finish_grad_sync()
         found.append(ddp.main_grads["w"][0].item() if ddp.has_grads else None)
     assert found == [None, None, 2.0, 20.0, 200.0, 2000.0]
-    assert [grads["w"][0].item() for grads in ddp.held_back()] == [20000.0, 200000.0]
+    assert [grads["w"][0].item() for grads in ddp.pending_grads()] == [20000.0, 200000.0]

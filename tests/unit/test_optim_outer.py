@@ -131,8 +131,8 @@ def test_what_is_saved_of_each_rank_and_what_once(sync):
         own = {"exp_avg", "exp_avg_sq", "master"}
         same = {"common"} if low else set()
         same |= {"outer_momentum"} if sync is DILOCO else set()
-        assert {kind for kind, held in kinds.items() if held.among_dp == "own"} == own
-        assert {kind for kind, held in kinds.items() if held.among_dp == "same"} == same
+        assert {kind for kind, held in kinds.items() if held.across_dp == "local"} == own
+        assert {kind for kind, held in kinds.items() if held.across_dp == "replicated"} == same
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -1,4 +1,4 @@
-"""Cuts and joins, compared with the plainest indexing."""
+"""ShardedTensor and joins, compared with the plainest indexing."""
 
 import pytest
 import torch
