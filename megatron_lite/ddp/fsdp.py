@@ -48,6 +48,7 @@ class FullyShardedDDP(DataParallel):
     ):
         self._chunks = list(chunks)
         self.weight_dtype = only_dtype(params, "parallel.ddp: fsdp")
+        self.copies_at_save = self.weight_dtype != grad_dtype
         assert dp.pg is not None
         mesh = DeviceMesh.from_group(dp.pg, next(iter(params.values())).device.type)
         # Inputs keep their dtype: the residual stream may be fp32 where weights are not.

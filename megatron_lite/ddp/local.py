@@ -1,15 +1,14 @@
-"""LocalDDP: gradients add up in one fp32 buffer and meet across data-parallel ranks while backward still runs.
+"""LocalDDP: gradients accumulate in one fp32 buffer and are summed over data-parallel ranks while backward still runs.
 
-A hook on every parameter moves each new gradient into the buffer and frees it. In a chunk's last backward, a
-bucket is reduced at once when its last gradient has come. Buckets start in the same fixed order on every rank,
-whatever the order of arrival: NCCL pairs collectives by order, so two ranks that started two buckets in different
-order would add up gradients of different parameters.
+A hook on every parameter moves each new gradient into the buffer and frees it. In a chunk's last backward, a bucket is
+reduced as soon as its last gradient has arrived. Buckets start in the same fixed order on every rank, whatever the
+order of arrival: NCCL pairs collectives by order, so two ranks with different orders would sum gradients of different
+parameters.
 
-The first gradient of a step is copied over what the buffer held, so that nothing is filled with zeros first:
-that is half the memory traffic with one micro-batch, and for bf16 a copy costs far less than an addition into fp32.
-fp32 gradients take the same way. Letting autograd add in place into a `.grad` that is a view of the buffer was
-measured too: it saves no copy, because autograd has made the new gradient elsewhere already, and it needs the
-buffer filled with zeros.
+The first gradient of a step is copied over the buffer's old content, so the buffer is never filled with zeros. That
+halves the memory traffic of one micro-batch, and a copy of bf16 costs far less than an addition into fp32. Letting
+autograd add in place into a `.grad` that is a view of the buffer was measured too: it saves no copy, because autograd
+has already allocated the new gradient elsewhere, and it needs the zeros.
 """
 
 from collections.abc import Callable, Sequence
@@ -29,7 +28,7 @@ from megatron_lite.parallel.shard import ParamTable
 
 
 class GradBuffers:
-    """The gradients of one step, from its first backward until they are used."""
+    """The gradients of one step, from its first backward until the optimizer uses them."""
 
     def __init__(self, buffers: list[GradBuffer]):
         self.buffers = buffers
@@ -41,24 +40,20 @@ class GradBuffers:
         self.clear()
 
     def wait(self) -> None:
-        """Returns once its gradients are summed over dp."""
+        """Returns once all gradients are summed over dp."""
         for wait in self.waits:
             wait()
 
     def clear(self) -> None:
-        """Forgets its gradients. Their memory is overwritten later, by the first to come."""
-        self.written: set[str] = set()
+        """Marks all gradients as missing; the next gradient of a parameter overwrites its memory."""
+        self.filled: set[str] = set()
         self.waits = []
         for bucket in self.buckets:
             bucket.missing.update(bucket.starts)
 
 
 class LocalDDP(DataParallel):
-    """Sums the gradients of `params` over micro-batches and over `dp`.
-
-    With a `delay` of k steps, what comes out is the gradient of k steps before, whose sum over dp may take as long as
-    these k steps; in the first k steps of a run nothing comes out. That needs k further buffers.
-    """
+    """Sums the gradients of `params` over micro-batches and over `dp`."""
 
     def __init__(
         self,
@@ -69,41 +64,30 @@ class LocalDDP(DataParallel):
         *,
         bucket_mb: float,
         grad_dtype: torch.dtype,
-        delay: int = 0,
     ):
         self._chunks = list(chunks)
         self._params = params
         self._dp = dp
         self.weight_dtype = next(iter(params.values())).dtype
         tied = {name for name in params if table[name].tied}
-        self._buffer_sets = [
-            GradBuffers(
-                [
-                    GradBuffer(
-                        own,
-                        bucket_bytes=bucket_mb * 2**20,
-                        dtype=grad_dtype,
-                        shares=dp.size,
-                        alone=tied,
-                    )
-                    for own in _by_chunk(chunks, params)
-                ]
-            )
-            for _ in range(delay + 1)
-        ]
-        self._pending: list[GradBuffers] = []  # oldest first
+
+        def new_buffers() -> GradBuffers:
+            settings = {"bucket_bytes": bucket_mb * 2**20, "dtype": grad_dtype, "shares": dp.size, "alone": tied}
+            return GradBuffers([GradBuffer(chunk, **settings) for chunk in _by_chunk(chunks, params)])
+
+        self._new_buffers = new_buffers
+        self._current = new_buffers()
         self.owned = {name: LocalShard(parameter.detach()) for name, parameter in params.items()}
-        ddp = proxy(self)  # a hook is where the garbage collector does not look: the cycle would stay for good
+        ddp = proxy(self)  # a hook is invisible to the garbage collector: the cycle would never be freed
         for name, parameter in params.items():
             parameter.register_post_accumulate_grad_hook(partial(LocalDDP._accumulate, ddp, name))
-        self.main_grads = self._owned_grads(self._buffer_sets[0])
+        self.main_grads = self._owned_grads(self._current)
         self.zero_grad()
 
     def module(self, chunk: int) -> nn.Module:
         return self._chunks[chunk]
 
     def zero_grad(self) -> None:
-        self._current = next(current for current in self._buffer_sets if current not in self._pending)
         self._current.clear()
         for name, parameter in self._params.items():
             parameter.grad = None
@@ -114,73 +98,58 @@ class LocalDDP(DataParallel):
         self._is_last = is_last
 
     def finish_grad_sync(self) -> None:
-        """Waits until every bucket is summed over dp; `main_grads` hold the result.
-
-        Buckets with a parameter that got no gradient start here, in the same order on every rank, even if only
-        some ranks left that parameter out.
-        """
-        while len(self._current.waits) < len(self._current.buckets):
-            self._start_next_bucket()
-        self._pending.append(self._current)
-        self.has_grads = len(self._pending) == len(self._buffer_sets)
-        if not self.has_grads:
-            return
-        oldest = self._pending.pop(0)
-        oldest.wait()
-        self.main_grads = self._owned_grads(oldest)
+        """Returns once every bucket is summed over dp; `main_grads` hold the result."""
+        self._start_all_buckets()
+        self._current.wait()
 
     def weights(self) -> dict[str, LocalShard]:
         self.wait_for_params()
         return {name: LocalShard(parameter.detach()) for name, parameter in self._params.items()}
 
     def grad_memory(self) -> list[Tensor]:
-        return [buffer.flat for current in self._buffer_sets for buffer in current.buffers]
+        return [buffer.flat for buffer in self._current.buffers]
 
-    def pending_grads(self) -> list[dict[str, Tensor]]:
-        for current in self._pending:
-            current.wait()
-        spare = [current for current in self._buffer_sets if current not in self._pending]
-        return [current.grads for current in (*self._pending, *spare)][:-1]
-
-    def resume_pending_grads(self, iteration: int) -> None:
-        self._pending = self._buffer_sets[: min(iteration, len(self._buffer_sets) - 1)]
-        self.zero_grad()
-
-    def _owned_grads(self, grads: GradBuffers) -> dict[str, Tensor]:
+    def _owned_grads(self, step: GradBuffers) -> dict[str, Tensor]:
         """The gradients of what this rank owns."""
-        return grads.grads
+        return step.grads
 
     def _accumulate(self, name: str, parameter: Tensor) -> None:
         """Called by autograd when `parameter.grad` is complete for this backward, however often it was used."""
-        current, main_grad = self._current, self._current.grads[name]
-        missing = current.bucket_of[name].missing
+        step, main_grad = self._current, self._current.grads[name]
+        missing = step.bucket_of[name].missing
         assert parameter.grad is not None
         if self._is_last and name not in missing:
             raise TrainingError(
                 f"{name} got another gradient after its last one, which may already be summed over data-parallel "
                 "ranks; call begin_backward before every backward, with is_last in a chunk's last one only"
             )
-        if name in current.written:
+        if name in step.filled:
             main_grad.add_(parameter.grad)
         else:
             main_grad.copy_(parameter.grad)
-            current.written.add(name)
+            step.filled.add(name)
         parameter.grad = None
         if self._is_last:
             missing.remove(name)
-            while len(current.waits) < len(current.buckets) and not current.buckets[len(current.waits)].missing:
+            while len(step.waits) < len(step.buckets) and not step.buckets[len(step.waits)].missing:
                 self._start_next_bucket()
 
+    def _start_all_buckets(self) -> None:
+        """Starts the buckets in which a parameter got no gradient, in the same order on every rank, even if only some
+        ranks left that parameter out."""
+        while len(self._current.waits) < len(self._current.buckets):
+            self._start_next_bucket()
+
     def _start_next_bucket(self) -> None:
-        current = self._current
-        bucket = current.buckets[len(current.waits)]
+        step = self._current
+        bucket = step.buckets[len(step.waits)]
         for name in bucket.starts:
-            if name not in current.written:
-                current.grads[name].zero_()
-        current.waits.append(self._reduce(bucket))
+            if name not in step.filled:
+                step.grads[name].zero_()
+        step.waits.append(self._reduce(bucket))
 
     def _reduce(self, bucket: Bucket) -> Callable[[], object]:
-        """Starts to sum a bucket over dp; what is returned waits for it."""
+        """Starts the sum of a bucket over dp and returns a function that waits for it."""
         _, wait = all_reduce_async(bucket.flat, self._dp)
         return wait
 

@@ -51,7 +51,7 @@ class ShardedDDP(LocalDDP):
         grad_dtype: torch.dtype,
     ):
         super().__init__(chunks, params, table, dp, bucket_mb=bucket_mb, grad_dtype=grad_dtype)
-        buckets = self._buffer_sets[0].buckets
+        buckets = self._current.buckets
         dtype = only_dtype(params, "optim.distributed")
         self._flat = [_flatten(bucket, params, dtype) for bucket in buckets]
         self.owned = {
@@ -70,7 +70,7 @@ class ShardedDDP(LocalDDP):
         self.wait_for_params()
         for number in reversed(range(len(self._flat))):  # gradients come in the reverse order of use
             flat = self._flat[number]
-            own = flat[self._buffer_sets[0].buckets[number].share(self._dp.rank, self._dp.size)]
+            own = flat[self._current.buckets[number].share(self._dp.rank, self._dp.size)]
             work = all_gather_single(flat, own, group=self._gather.pg, async_op=True)
             self._gathers[number] = partial(finished, work, "all_gather", self._gather)
 
@@ -82,10 +82,10 @@ class ShardedDDP(LocalDDP):
             if number in self._gathers:
                 self._gathers.pop(number)()
 
-    def _owned_grads(self, grads: GradBuffers) -> dict[str, Tensor]:
+    def _owned_grads(self, step: GradBuffers) -> dict[str, Tensor]:
         return {
             name: bucket.flat[place]
-            for bucket in grads.buckets
+            for bucket in step.buckets
             for name, place, _ in bucket.runs(bucket.share(self._dp.rank, self._dp.size))
         }
 

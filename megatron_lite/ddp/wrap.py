@@ -1,4 +1,4 @@
-"""The choice of a data-parallel engine."""
+"""The choice of the engine that sums gradients over data-parallel ranks."""
 
 from collections.abc import Sequence
 
@@ -7,10 +7,12 @@ from torch import nn
 
 from megatron_lite.config.schema import Config
 from megatron_lite.ddp.data_parallel import DataParallel
+from megatron_lite.ddp.delayed import DelayedDDP
 from megatron_lite.ddp.local import LocalDDP
 from megatron_lite.ddp.sharded import ShardedDDP
 from megatron_lite.ddp.torch_ddp import TorchDDP
 from megatron_lite.errors import TrainingError
+from megatron_lite.parallel.collectives import broadcast
 from megatron_lite.parallel.context import ParallelContext, duplicate_group, solo
 from megatron_lite.parallel.shard import ParamTable
 
@@ -26,43 +28,57 @@ def wrap_ddp(
 ) -> DataParallel:
     """The engine that `parallel.ddp`, `optim.distributed` and `sync` name, over this rank's chunks.
 
-    With one data-parallel rank there is nothing to reduce or to share out, and `local`, `torch` and `fsdp`, distributed
-    or not, are plain LocalDDP. `fsdp` gives the chunks new parameters. Collective over dp.
+    With one data-parallel rank there is nothing to reduce or to shard, and `local`, `torch` and `fsdp`, distributed or
+    not, are plain LocalDDP. `fsdp` gives the chunks new parameters. Collective over dp.
     """
     check_every_parameter_is_trained(chunks, params, table)
     parallel, sync = config.parallel, config.sync
-    dp = ctx.dp
-    if sync.is_local:
-        dp = solo("dp")  # between two meetings every rank trains on its own
-    elif sync.delay:
-        dp = duplicate_group(dp, config.train.comm_timeout)
     common = {"bucket_mb": parallel.bucket_mb, "grad_dtype": grad_dtype}
+    dp = solo("dp") if sync.is_local else ctx.dp  # local SGD: every rank trains alone between two outer steps
+    if sync.mode == "delayed":
+        dp = duplicate_group(dp, config.train.comm_timeout)
+        return DelayedDDP(chunks, params, table, dp, delay=sync.delay, **common)
     if parallel.ddp == "torch" and dp.size > 1:
         return TorchDDP(chunks, params, dp, **common)
     if parallel.ddp == "fsdp" and dp.size > 1:
-        from megatron_lite.ddp.fsdp import FullyShardedDDP  # half a second, which other runs need not wait
+        from megatron_lite.ddp.fsdp import FullyShardedDDP  # the import takes half a second
 
         return FullyShardedDDP(chunks, params, dp, grad_dtype=grad_dtype)
     if config.optim.distributed and dp.size > 1:
         return ShardedDDP(chunks, params, table, dp, gather=duplicate_group(dp, config.train.comm_timeout), **common)
-    return LocalDDP(chunks, params, table, dp, **common, delay=sync.delay if sync.mode == "delayed" else 0)
+    return LocalDDP(chunks, params, table, dp, **common)
 
 
 def check_every_parameter_is_trained(
     chunks: Sequence[nn.Module], params: dict[str, nn.Parameter], table: ParamTable
 ) -> None:
-    """Raises TrainingError where a model of the user's own holds a parameter that is frozen, or not in the table."""
-    known = {params[name] for name in table}
+    """Raises TrainingError where a custom model has a parameter that is frozen or not in the table."""
+    described = {params[name] for name in table}
     for number, chunk in enumerate(chunks):
         for name, parameter in chunk.named_parameters():
-            if parameter not in known:
+            where = f"parameter {name} of model chunk {number}, shape {tuple(parameter.shape)}"
+            if parameter not in described:
                 raise TrainingError(
-                    f"parameter {name} of model chunk {number}, shape {tuple(parameter.shape)}, is not in the "
-                    "parameter table, so nobody would reduce its gradient or train it; make it through "
+                    f"{where}, is not in the parameter table, so it would not be trained; make it through "
                     "parallel.shard.declare"
                 )
             if not parameter.requires_grad:
                 raise TrainingError(
-                    f"parameter {name} of model chunk {number} has requires_grad off, and every parameter is trained "
-                    "here; leave it on, or make the tensor a buffer with persistent=False"
+                    f"{where}, has requires_grad off; leave it on, or make the tensor a buffer with persistent=False"
                 )
+
+
+@torch.no_grad()
+def start_equal(params: dict[str, nn.Parameter], table: ParamTable, ctx: ParallelContext) -> None:
+    """Gives all replicas of a parameter the values of the first replica.
+
+    A custom model may have drawn them from the rank's own random stream, and replicas that start with different values
+    never become equal, since only gradients are summed.
+    Communicates: each parameter over dp, over tp where it is not sharded, and a tied embedding over embd.
+    """
+    for name, parameter in params.items():
+        if not table[name].shard.is_split:
+            parameter.copy_(broadcast(parameter.clone(), ctx.tp, src=0))
+        parameter.copy_(broadcast(parameter.clone(), ctx.dp, src=0))
+        if table[name].tied:
+            parameter.copy_(broadcast(parameter.clone(), ctx.embd, src=0))

@@ -16,7 +16,6 @@ from torch import Tensor
 
 from megatron_lite.config.schema import Config
 from megatron_lite.config.sizes import activation_bytes, largest_rank_parameters, state_bytes
-from megatron_lite.ddp.deepspeed import check_support
 from megatron_lite.doctor.findings import (
     Answer,
     Finding,
@@ -30,6 +29,7 @@ from megatron_lite.doctor.findings import (
 )
 from megatron_lite.errors import TrainingError, counted
 from megatron_lite.launch.available import available_cores, available_memory
+from megatron_lite.optim.engine import check_engine
 from megatron_lite.parallel.collectives import barrier
 from megatron_lite.parallel.context import Group
 from megatron_lite.training.initialize import DTYPES, choose_device
@@ -227,7 +227,7 @@ def deepspeed(config: Config, device: torch.device, world: Group) -> list[Findin
     """Whether the installed one can run this config; nothing where it is not asked to."""
     if config.parallel.ddp != "deepspeed":
         return []
-    found = problems("deepspeed", ask(lambda: check_support(config, device), world))
+    found = problems("deepspeed", ask(lambda: check_engine(config, device), world))
     return found or [Finding("ok", "deepspeed", f"{metadata.version('deepspeed')} can run this config")]
 
 

@@ -1,41 +1,123 @@
-"""Training under DeepSpeed's ZeRO: it reduces, clips and steps; the state is handed out by parameter name.
+"""ZeRO 0 to 3 by DeepSpeed: the data-parallel engine and the optimizer of a run in one object.
 
-Stages 1 and 2 lay the weights of each weight-decay group end to end in one flat tensor and give every rank an equal run
-of it, stage 3 an equal run of each parameter. Either way a rank has a run of a parameter's master, and the same run
-of its moments, so a checkpoint has the same form as of any other engine. Stage 0 shares nothing out; there DeepSpeed
-only reduces, all gradients after the last backward, and knows no norm over tensor-parallel ranks: that is ours.
+DeepSpeed usually owns a run: launcher, process group, loss scale, learning rate, logging. Here our loop stays in
+charge, and every setting of DeepSpeed is derived from our config. DeepSpeed reduces gradients in fp32, clips and steps.
 
-Every parameter must be used in every micro-batch, on every rank.
+Stages 1 and 2 lay the weights of each weight-decay group end to end in one flat tensor and give every rank an equal
+range of it; stage 3 gives every rank an equal range of each parameter. Master and moments of a parameter have the same
+range, so a checkpoint has the form of any other engine. At stage 0 DeepSpeed only reduces, after the last backward, and
+has no norm over tensor-parallel ranks; clipping is ours there.
 
-A step whose gradients are not finite changes nothing at any stage, and its norm is reported as inf (nan at stage 0 if
-it is). The loss scale of fp16 is our own scaler's at every step, not DeepSpeed's.
-Source: Rajbhandari et al., ZeRO, arXiv 1910.02054.
+Stage 3 must shard each parameter as soon as it has its values, or the full model would exist on every rank. Our models
+get their parameters one by one, so a hook at their registration does it.
+
+Every parameter must be used in every micro-batch, on every rank. A step whose gradients are not finite changes nothing,
+and its norm is reported as inf (or nan, at stage 0). The loss scale of fp16 is that of our own scaler.
+Source: Rajbhandari et al., ZeRO, arXiv 1910.02054; DeepSpeed 0.19.8, deepspeed/__init__.py and runtime/zero.
 """
 
 import math
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import Any
+import os
+import re
+import sys
+import warnings
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stdout
+from importlib import metadata
+from io import StringIO
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+from weakref import WeakSet
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from megatron_lite.config.schema import Config
 from megatron_lite.ddp.data_parallel import DataParallel
-from megatron_lite.ddp.deepspeed import DeepSpeed
 from megatron_lite.ddp.local_shard import LocalShard
-from megatron_lite.errors import TrainingError
+from megatron_lite.errors import ConfigError, TrainingError
 from megatron_lite.optim.clip import clip_coefficient, global_grad_norm
-from megatron_lite.optim.mixed_precision import MOMENTS, StepOutcome, count_bytes
-from megatron_lite.optim.param_groups import decay_groups
+from megatron_lite.optim.mixed_precision import StepOutcome, count_bytes
+from megatron_lite.optim.param_groups import MOMENTS, allocate_moments, build_adam
 from megatron_lite.optim.scaler import build_scaler
+from megatron_lite.parallel.collectives import broadcast
 from megatron_lite.parallel.context import ParallelContext
+from megatron_lite.parallel.interfaces import use_loopback
 from megatron_lite.parallel.shard import ParamTable
+from megatron_lite.pipeline.actions import Schedule
+from megatron_lite.pipeline.engine import Forward, PipelineEngine
+from megatron_lite.pipeline.p2p import Message
+
+TESTED = "0.19.8"
+_engines: WeakSet[Any] = WeakSet()
 
 
-@dataclass(frozen=True)
-class _Piece:
-    """This rank's run of a parameter, and where it lies in DeepSpeed's flat fp32 tensor."""
+class DeepSpeed:
+    """The library, prepared for one run: `while_building` around the model provider, then `wrap`."""
+
+    def __init__(self, config: Config, ctx: ParallelContext):
+        check_support(config, ctx.device)
+        # Without it, DeepSpeed looks for a GPU itself and uses one even where run.device is cpu.
+        os.environ.setdefault("DS_ACCELERATOR", ctx.device.type)
+        os.environ.setdefault("LOCAL_RANK", str(ctx.device.index or 0))  # read in every forward of stage 3
+        import deepspeed
+
+        deepspeed.logger.setLevel("ERROR")  # it warns of every skipped step
+        # torch 2.13 renames what DeepSpeed calls, with a warning on every rank.
+        warnings.filterwarnings("ignore", r"`torch.distributed.\w+_tensor` is deprecated", FutureWarning)
+        deepspeed.ops.__dict__["__compatible_ops__"] = {}  # or it compiles ops for inference on a CPU: 30 s
+        if not dist.is_initialized():  # a run of one process
+            backend = "cpu:gloo,cuda:nccl" if ctx.device.type == "cuda" else "gloo"
+            use_loopback()
+            store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
+            dist.init_process_group(backend, store=store, rank=0, world_size=1)
+        self.stage = config.deepspeed.zero_stage
+        self._library = deepspeed
+        self._ctx = ctx
+        self._settings = settings(config, ctx.device)
+        self._mpu = model_parallel_unit(ctx)
+        deepspeed.init_distributed()
+
+    @contextmanager
+    def while_building(self) -> Iterator[None]:
+        """Inside, stage 3 shards each parameter over dp as soon as it has its name and values.
+
+        Communicates, at stage 3: each parameter over dp, and over tp where it is replicated, so that replicas start
+        equal.
+        """
+        if self.stage < 3:
+            yield
+            return
+        group = self._mpu.get_data_parallel_group()
+        init = self._library.zero.Init(data_parallel_group=group, config_dict_or_path=self._settings, mpu=self._mpu)
+
+        def shard(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+            meta = getattr(parameter, "meta", None)
+            if parameter is None or meta is None or not meta.name or parameter.is_meta:
+                return  # a layer under construction; it has no values yet
+            if not meta.shard.is_split:
+                parameter.data.copy_(broadcast(parameter.data.clone(), self._ctx.tp, src=0))
+            init._convert_to_zero_parameters([parameter])
+
+        hook = register_module_parameter_registration_hook(shard)
+        try:
+            yield
+        finally:
+            hook.remove()
+
+    def wrap(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
+        """DeepSpeed's engine around both. Collective over the world."""
+        given = {"model": model, "optimizer": optimizer, "mpu": self._mpu, "config": self._settings}
+        with redirect_stdout(StringIO()):  # reports of memory that no setting turns off; warnings come by a logger
+            engine, *_ = self._library.initialize(**given)
+        _engines.add(engine)
+        return engine
+
+
+class _Range(NamedTuple):
+    """This rank's range of a parameter, and its place in DeepSpeed's flat fp32 tensor."""
 
     flat: Tensor
     offset: int
@@ -43,15 +125,15 @@ class _Piece:
     numel: int
 
     def of(self, flat: Tensor) -> LocalShard:
-        """The run in a tensor laid out like `flat`; shares its memory."""
+        """The same range of a tensor laid out like `flat`; shares its memory."""
         return LocalShard(flat.detach().narrow(0, self.offset, self.numel), self.start, "sharded")
 
 
 class DeepSpeedOptimizer(DataParallel):
-    """AdamW inside DeepSpeed's engine: the data-parallel engine and the optimizer of a run in one.
+    """AdamW inside DeepSpeed's engine, for a model of one chunk. Its gradients are visible to nobody else."""
 
-    A step is `forward_backward`, then `step`; there are no gradients for others to see. The model has one chunk.
-    """
+    can_skip = False
+    copies_at_save = True
 
     def __init__(
         self,
@@ -64,7 +146,7 @@ class DeepSpeedOptimizer(DataParallel):
     ):
         optim, precision = config.optim, config.train.precision
         self.owned, self.main_grads = {}, {}
-        self._arrived: set[str] = set()  # what has got a gradient in this micro-batch
+        self._arrived: set[str] = set()  # parameters with a gradient in this micro-batch
         self.scaler = build_scaler(optim, precision)
         self._params = params
         self._table = table
@@ -72,26 +154,14 @@ class DeepSpeedOptimizer(DataParallel):
         self._stage = deepspeed.stage
         self._clip_grad = optim.clip_grad
         self._precision = precision
-        for name, parameter in params.items():
-            # Without this mark the norm would count the parameter on the first tensor-parallel rank only.
+        for name, parameter in params.items():  # without this mark the norm counts it on the first rank of tp only
             parameter.tensor_model_parallel = table[name].shard.is_split  # type: ignore[attr-defined]
             parameter.register_hook(lambda _, name=name, arrived=self._arrived: arrived.add(name))
-        self._adam = torch.optim.AdamW(
-            decay_groups(dict(params), table, optim.weight_decay),
-            lr=optim.lr,
-            betas=(optim.beta1, optim.beta2),
-            eps=optim.eps,
-            fused=True,
-        )
+        self._adam = build_adam(dict(params), table, optim)
         self._engine = deepspeed.wrap(model, self._adam)
         self._flat = self._flat_masters()
-        self._pieces = dict(self._find_pieces())
-        for master in self._flat or params.values():
-            # What AdamW would make in its first step, so that there is a state to save before it.
-            self._adam.state[master] = {
-                "step": torch.zeros((), dtype=torch.float32, device=master.device),
-                **{moment: torch.zeros_like(master) for moment in MOMENTS},
-            }
+        self._ranges = dict(self._find_ranges())
+        allocate_moments(self._adam, self._flat or params.values())
 
     def _flat_masters(self) -> list[Tensor]:
         """The fp32 tensors that AdamW updates in place of the parameters; none at stage 0."""
@@ -99,39 +169,36 @@ class DeepSpeedOptimizer(DataParallel):
             return self._engine.optimizer.fp32_partitioned_groups_flat
         return [flat for group in self._adam.param_groups for flat in group["params"]] if self._stage else []
 
-    def _find_pieces(self) -> Iterator[tuple[str, _Piece]]:
-        """By name, for those parameters of which this rank has a run."""
+    def _find_ranges(self) -> Iterator[tuple[str, _Range]]:
+        """By name, this rank's ranges; a parameter without one is left out."""
         zero: Any = self._engine.optimizer
         for name, parameter in self._params.items():
             if self._stage in (1, 2) and (mapping := parameter._hp_mapping) is not None:  # type: ignore[attr-defined]
-                run, there = mapping.lp_fragment_address, mapping.hp_fragment_address
-                yield name, _Piece(self._flat[mapping.param_group_index], there.start, run.start, run.numel)
+                low, high = mapping.lp_fragment_address, mapping.hp_fragment_address
+                yield name, _Range(self._flat[mapping.param_group_index], high.start, low.start, low.numel)
             elif self._stage == 3:
                 group, offset, share = zero.grad_position[zero.get_param_id(parameter)]
                 start = share * self._ctx.dp.rank
                 numel = min(share, parameter.ds_numel - start)  # type: ignore[attr-defined]
                 if numel > 0:  # else it is all padding
-                    yield name, _Piece(self._flat[group], offset, start, numel)
+                    yield name, _Range(self._flat[group], offset, start, numel)
 
     def module(self, chunk: int) -> nn.Module:
-        """What a forward that is to be followed by a backward goes through."""
         return self._engine
 
     def release_params(self) -> None:
         self._engine.empty_partition_cache()
 
     def forward_backward(
-        self, forward: Callable[[int, int, Tensor | None], Tensor], num_microbatches: int, loss_grad: float
+        self, engine: PipelineEngine, schedule: Schedule, forward: Forward, message: Message, loss_grad: float, progress
     ) -> list[Tensor]:
-        """Gradients of every micro-batch, summed over dp; returns each micro-batch's loss, a scalar.
-
-        `forward(chunk, number, hidden)` gives the loss, to be multiplied by `loss_grad`, which contains the loss scale.
-        Communicates: gradients over dp, and at stage 3 weights.
-        """
+        """As the base class, but DeepSpeed runs each backward. Communicates: gradients over dp, at stage 3 weights
+        too."""
         factor = loss_grad / self.scaler.scale  # DeepSpeed multiplies by the scale itself
         if self._stage == 3 or self._precision == "fp16":
             self._engine.optimizer.override_loss_scale(self.scaler.scale)
         losses = []
+        num_microbatches = max(action.microbatch for action in schedule[0]) + 1
         for number in range(num_microbatches):
             self._arrived.clear()
             self._engine.set_gradient_accumulation_boundary(number == num_microbatches - 1)
@@ -141,8 +208,8 @@ class DeepSpeedOptimizer(DataParallel):
         if absent := [name for name in self._params if name not in self._arrived]:
             raise TrainingError(
                 f"parallel.ddp=deepspeed: {len(absent)} of {len(self._params)} parameters got no gradient in the last "
-                f"micro-batch, as {absent[0]}, so nobody would sum them over data-parallel ranks; use every parameter "
-                "in every micro-batch, or parallel.ddp=local, which allows unused ones"
+                f"micro-batch, as {absent[0]}; use every parameter in every micro-batch, or parallel.ddp=local, which "
+                "allows unused ones"
             )
         return losses
 
@@ -151,9 +218,8 @@ class DeepSpeedOptimizer(DataParallel):
         for group in self._adam.param_groups:
             group["lr"] = lr
         if self._stage == 0:
-            return self._step_whole()
-        if self._stage == 3:
-            # It has taken the mean over dp, not the sum. To multiply the loss instead would overflow fp16 sooner.
+            return self._step_unsharded()
+        if self._stage == 3:  # it took the mean over dp, not the sum; multiplying the loss would overflow fp16 sooner
             self._engine.optimizer.override_loss_scale(self.scaler.scale / self._ctx.dp.size)
         self._engine.step()
         overflow = not self._engine.was_step_applied()
@@ -166,7 +232,7 @@ class DeepSpeedOptimizer(DataParallel):
     def skip(self) -> StepOutcome:
         raise AssertionError("the config refuses faults.spike_factor under DeepSpeed, which would keep the gradients")
 
-    def _step_whole(self) -> StepOutcome:
+    def _step_unsharded(self) -> StepOutcome:
         grads: dict[str, Tensor] = {name: parameter.grad for name, parameter in self._params.items()}  # type: ignore[misc]
         grad_norm = global_grad_norm(grads, self._table, self._ctx)
         if math.isfinite(grad_norm):
@@ -178,8 +244,8 @@ class DeepSpeedOptimizer(DataParallel):
         return StepOutcome(grad_norm, skipped=False)
 
     def _forget_gradients(self) -> None:
-        """DeepSpeed 0.19.8 adds the next gradients to these where the optimizer is offloaded and precision is 16 bit:
-        after one that is not finite, every later step would be skipped too."""
+        """Clears the sums of DeepSpeed 0.19.8's offloaded 16-bit optimizer, which would keep values that are not
+        finite."""
         sums: dict[int, Any] = getattr(self._engine.optimizer, "averaged_gradients", {})
         sums.update(dict.fromkeys(sums))
 
@@ -189,24 +255,24 @@ class DeepSpeedOptimizer(DataParallel):
         return int(next(iter(self._adam.state.values()))["step"].item())
 
     def weights(self) -> dict[str, LocalShard]:
-        """The tensors themselves: whole, or at stage 3 this rank's runs."""
+        """The live tensors: full, or at stage 3 this rank's ranges."""
         if self._stage < 3:
             return {name: LocalShard(parameter.detach()) for name, parameter in self._params.items()}
         return {
-            name: LocalShard(self._params[name].ds_tensor.data[: piece.numel], piece.start, "sharded")  # type: ignore[attr-defined]
-            for name, piece in self._pieces.items()
+            name: LocalShard(self._params[name].ds_tensor.data[: part.numel], part.start, "sharded")  # type: ignore[attr-defined]
+            for name, part in self._ranges.items()
         }
 
     def state(self) -> dict[str, dict[str, LocalShard]]:
-        """The tensors themselves, not copies: whole at stage 0, else this rank's runs."""
+        """The live tensors: full at stage 0, else this rank's ranges."""
         if not self._flat:
             moments = {name: self._adam.state[parameter] for name, parameter in self._params.items()}
             return {name: {moment: LocalShard(own[moment]) for moment in MOMENTS} for name, own in moments.items()}
         state = {}
-        for name, piece in self._pieces.items():
-            state[name] = {moment: piece.of(self._adam.state[piece.flat][moment]) for moment in MOMENTS}
+        for name, part in self._ranges.items():
+            state[name] = {moment: part.of(self._adam.state[part.flat][moment]) for moment in MOMENTS}
             if self._precision != "fp32":
-                state[name]["master"] = piece.of(piece.flat)
+                state[name]["master"] = part.of(part.flat)
         return state
 
     def load(
@@ -216,11 +282,14 @@ class DeepSpeedOptimizer(DataParallel):
             self._engine.optimizer.refresh_fp32_params()
         for values in self._adam.state.values():
             values["step"].fill_(steps)
-        # Small parameters, which stage 3 keeps whole once they were gathered, are to be gathered again.
-        self.release_params()
+        self.release_params()  # stage 3 keeps small parameters full; this makes it gather them again
+
+    def common_model(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def bytes_held(self) -> dict[str, int]:
-        """Bytes of live tensors on this rank, offloaded ones too. Between steps there are few gradients and buckets."""
+        """Bytes of live tensors on this rank, offloaded ones included. Few gradients and buckets exist between
+        steps."""
         zero = vars(self._engine.optimizer) if self._flat else {}
         params = list(self._params.values())
         moments = [tensor for values in self._adam.state.values() for tensor in values.values()]
@@ -239,6 +308,93 @@ def _tensors(nested: object) -> list[Tensor]:
     """All tensors of nested lists and dicts."""
     if isinstance(nested, Tensor):
         return [nested]
-    if isinstance(nested, dict):
-        nested = list(nested.values())
-    return [tensor for inner in nested for tensor in _tensors(inner)] if isinstance(nested, list | tuple) else []
+    inner = list(nested.values()) if isinstance(nested, dict) else nested if isinstance(nested, list | tuple) else []
+    return [tensor for part in inner for tensor in _tensors(part)]
+
+
+def model_parallel_unit(ctx: ParallelContext) -> SimpleNamespace:
+    """Our groups under the names that DeepSpeed asks for, as process groups of torch even for one rank.
+
+    It must not have `initialize_sequence_parallel`: its presence alone turns off DeepSpeed's tensor parallelism.
+    """
+    alone: Any = dist.new_group([ctx.rank], use_local_synchronization=True) if 1 in (ctx.dp.size, ctx.mp.size) else None
+    return SimpleNamespace(
+        get_data_parallel_group=lambda: ctx.dp.pg or alone,
+        get_data_parallel_world_size=lambda: ctx.dp.size,
+        get_model_parallel_group=lambda: ctx.mp.pg or alone,
+        get_model_parallel_world_size=lambda: ctx.mp.size,
+        get_model_parallel_rank=lambda: ctx.mp.rank,
+        get_tensor_model_parallel_rank=lambda: ctx.tp.rank,
+        get_tensor_model_parallel_world_size=lambda: ctx.tp.size,
+    )
+
+
+def check_support(config: Config, device: torch.device) -> None:
+    """Raises ConfigError where DeepSpeed is missing, is not a tested version, or has no fp16."""
+    advice = f"install it (pip install 'deepspeed>={TESTED},<0.20'), or use parallel.ddp: fsdp"
+    try:
+        found = metadata.version("deepspeed")
+    except metadata.PackageNotFoundError:
+        raise ConfigError(f"parallel.ddp is deepspeed, which is not installed; {advice}") from None
+    if not _version(TESTED) <= _version(found) < [0, 20]:  # this file reads some of its private state
+        raise ConfigError(f"parallel.ddp is deepspeed; got version {found}, wants {TESTED} or a later 0.19; {advice}")
+    if config.train.precision == "fp16" and device.type == "cpu":
+        where = "parallel.ddp is deepspeed with train.precision fp16, and run.device: auto found no GPU"
+        raise ConfigError(f"{where}; DeepSpeed has no fp16 on the CPU; use train.precision: bf16")
+
+
+def _version(text: str) -> list[int]:
+    return [int(number) for number in re.findall(r"\d+", text)[:3]]
+
+
+def settings(config: Config, device: torch.device) -> dict[str, Any]:
+    """DeepSpeed's own config. It gives every setting whose default might change or that this project decides itself."""
+    ours, precision = config.deepspeed, config.train.precision
+    elements = max(2, 2 * int(config.parallel.bucket_mb * 2**20 / 8))  # of fp32; even, as DeepSpeed wants them
+    host = {"device": "cpu", "pin_memory": device.type == "cuda"}
+    return {
+        "train_micro_batch_size_per_gpu": config.train.micro_batch_size,
+        # It would divide the loss by this; `forward_backward` marks the last micro-batch before each backward.
+        "gradient_accumulation_steps": 1,
+        # Our loss is already divided by the target tokens of the global batch. Stage 3 has the mean only.
+        "gradient_allreduce_op": "mean" if ours.zero_stage == 3 else "sum",
+        "gradient_clipping": config.optim.clip_grad if ours.zero_stage else 0.0,  # stage 0 clips below
+        "bf16": {"enabled": precision == "bf16", "check_grad_overflow": True},
+        "fp16": {"enabled": precision == "fp16", "loss_scale": 1.0},  # overridden by our scaler's before each step
+        "data_types": {"grad_accum_dtype": "fp32"},
+        "communication_data_type": "fp32",
+        "zero_optimization": {
+            "stage": ours.zero_stage,
+            "reduce_bucket_size": elements,
+            "allgather_bucket_size": elements,
+            "stage3_prefetch_bucket_size": elements,
+            "stage3_param_persistence_threshold": ours.stage3_param_persistence_threshold,
+            "stage3_max_live_parameters": ours.stage3_max_live_parameters,
+            "stage3_max_reuse_distance": ours.stage3_max_reuse_distance,
+            "overlap_comm": True,
+            **({"offload_optimizer": host} if ours.offload_optimizer else {}),
+            **({"offload_param": host} if ours.offload_param else {}),
+        },
+        "zero_force_ds_cpu_optimizer": False,  # torch's own AdamW, also where its state is in the host's memory
+        "steps_per_print": None,
+        "timers": {"throughput": {"enabled": False}},  # it waits for the GPU, twice a step
+    }
+
+
+def release() -> None:
+    """Frees the state that DeepSpeed keeps for a whole process, so that another run can follow.
+
+    DeepSpeed numbers modules and parameters through the life of a process, and wants the same numbers on every rank.
+    """
+    if "deepspeed" in sys.modules:
+        from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
+        from deepspeed.runtime.zero.partition_parameters import Init
+        from deepspeed.utils import groups
+
+        for engine in _engines:
+            engine.destroy()  # the garbage collector does not see its hooks
+        _engines.clear()
+        groups._release_process_group_references()
+        Init.param_id = 0
+        defaults: Any = DeepSpeedZeRoOffload._register_deepspeed_module.__defaults__
+        defaults[0][0] = 0

@@ -7,6 +7,7 @@ Source: Micikevicius et al., Mixed Precision Training, arXiv 1710.03740, section
 """
 
 import math
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -17,12 +18,10 @@ from megatron_lite.config.schema import OptimConfig
 from megatron_lite.ddp.data_parallel import DataParallel
 from megatron_lite.ddp.local_shard import LocalShard
 from megatron_lite.optim.clip import clip_coefficient, global_grad_norm
-from megatron_lite.optim.param_groups import decay_groups
+from megatron_lite.optim.param_groups import MOMENTS, allocate_moments, build_adam
 from megatron_lite.optim.scaler import LossScaler
 from megatron_lite.parallel.context import ParallelContext
 from megatron_lite.parallel.shard import ParamTable
-
-MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 @dataclass(frozen=True)
@@ -41,6 +40,15 @@ class Optimizer(Protocol):
     """What training asks of an optimizer, and a checkpoint of its state."""
 
     scaler: LossScaler
+
+    @property
+    def copies_at_save(self) -> bool:
+        """See DataParallel.copies_at_save."""
+        ...
+
+    def common_model(self) -> AbstractContextManager[None]:
+        """Inside, the parameters are those of a checkpoint; they differ from this rank's own under local SGD."""
+        ...
 
     def step(self, lr: float) -> StepOutcome:
         """One step at this rate on the gradients of the global batch. Collective over the world."""
@@ -97,19 +105,15 @@ class MixedPrecisionOptimizer:
         self._ddp = ddp
         self._clip_grad = optim.clip_grad
         self._ctx = ctx
-        self._adam = torch.optim.AdamW(
-            decay_groups(self.masters, table, optim.weight_decay),
-            lr=optim.lr,
-            betas=(optim.beta1, optim.beta2),
-            eps=optim.eps,
-            fused=True,
-        )
-        for master in self.masters.values():
-            # What AdamW would make in its first step, so that there is a state to save before it.
-            self._adam.state[master] = {
-                "step": torch.zeros((), dtype=torch.float32, device=master.device),
-                **{moment: torch.zeros_like(master) for moment in MOMENTS},
-            }
+        self._adam = build_adam(self.masters, table, optim)
+        allocate_moments(self._adam, self.masters.values())
+
+    @property
+    def copies_at_save(self) -> bool:
+        return self._ddp.copies_at_save
+
+    def common_model(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def step(self, lr: float) -> StepOutcome:
         """One AdamW step at this rate on `ddp.main_grads`, which hold scaled sums and are used up.

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from megatron_lite.config.schema import SyncConfig
 from megatron_lite.ddp.buffer import GradBuffer
 from megatron_lite.ddp.local_shard import LocalShard
-from megatron_lite.optim.mixed_precision import MixedPrecisionOptimizer, Optimizer, StepOutcome
+from megatron_lite.optim.mixed_precision import MixedPrecisionOptimizer, StepOutcome
 from megatron_lite.parallel.collectives import all_reduce_async
 from megatron_lite.parallel.context import Group
 from megatron_lite.parallel.shard import ParamTable
@@ -53,6 +53,8 @@ class OuterOptimizer:
 
     Of F fragments one meets at the end of every (H/F)-th iteration, the last at multiples of H; skipped steps count.
     """
+
+    copies_at_save = True  # an outer step in flight changes the common model
 
     def __init__(
         self,
@@ -146,9 +148,17 @@ class OuterOptimizer:
         held["buckets"] = self._meeting.buffer.flat.nbytes if self._meeting is not None else 0
         return held
 
+    @contextmanager
+    def common_model(self) -> Iterator[None]:
+        self._exchange()
+        try:
+            yield
+        finally:
+            self._exchange()
+
     @torch.no_grad()
-    def exchange(self) -> None:
-        """Puts the common model where the masters are and the masters where it is; a second time takes this back."""
+    def _exchange(self) -> None:
+        """Swaps the common model and the masters; a second call undoes the first."""
         for name, master in self._inner.masters.items():
             aside = master.clone()
             master.copy_(self.common[name])
@@ -198,16 +208,3 @@ def fragment_of(name: str, fragments: int) -> int:
     to the first, an embedding and its tied copy for one."""
     layer = re.search(r"\.(\d+)\.", name)
     return int(layer[1]) % fragments if layer else 0
-
-
-@contextmanager
-def common_model(optimizer: Optimizer) -> Iterator[None]:
-    """The parameters are the common model's inside, where ranks have weights of their own outside."""
-    if not isinstance(optimizer, OuterOptimizer):
-        yield
-        return
-    optimizer.exchange()
-    try:
-        yield
-    finally:
-        optimizer.exchange()

@@ -1,10 +1,15 @@
-"""Which parameters weight decay pulls on: matrices and embeddings, not norms and biases (`ParamMeta.decay`)."""
+"""AdamW and its parameter groups: weight decay acts on matrices and embeddings, not on norms and biases."""
 
+from collections.abc import Iterable
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from megatron_lite.config.schema import OptimConfig
 from megatron_lite.parallel.shard import ParamTable
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def decay_groups(weights: dict[str, Tensor], table: ParamTable, weight_decay: float) -> list[dict[str, Any]]:
@@ -13,3 +18,16 @@ def decay_groups(weights: dict[str, Tensor], table: ParamTable, weight_decay: fl
         {"params": [weight for name, weight in weights.items() if table[name].decay], "weight_decay": weight_decay},
         {"params": [weight for name, weight in weights.items() if not table[name].decay], "weight_decay": 0.0},
     ]
+
+
+def build_adam(params: dict[str, Tensor], table: ParamTable, optim: OptimConfig) -> torch.optim.AdamW:
+    """AdamW over named tensors, with the settings of `optim`."""
+    groups = decay_groups(params, table, optim.weight_decay)
+    return torch.optim.AdamW(groups, lr=optim.lr, betas=(optim.beta1, optim.beta2), eps=optim.eps, fused=True)
+
+
+def allocate_moments(adam: torch.optim.AdamW, params: Iterable[Tensor]) -> None:
+    """Makes the state that AdamW would make in its first step, so that it can be saved or loaded before."""
+    for param in params:
+        step = torch.zeros((), dtype=torch.float32, device=param.device)
+        adam.state[param] = {"step": step, **{moment: torch.zeros_like(param) for moment in MOMENTS}}

@@ -38,14 +38,13 @@ def save_run(run: Run, say: Callable[[str], None], *, must_be_done: bool = True)
     check_pending_grads(run)
     if run.config.faults.check_replicas:
         check_replicas_equal(run)
-    settings, ddp = run.config.checkpoint, run.config.parallel.ddp
-    is_rounded = ddp == "fsdp" and run.config.train.precision != "fp32"
+    settings = run.config.checkpoint
     run.saver.save(
         checkpoints_of(run.config.run.dir),
         run.state.iteration,
         say,
         must_be_done=must_be_done,
-        copy_at_once=run.config.sync.mode != "every_step" or ddp == "deepspeed" or is_rounded,
+        copy_at_once=run.optimizer.copies_at_save,
         table=run.table,
         weights=run.optimizer.weights(),
         optimizer_state=run.optimizer.state(),

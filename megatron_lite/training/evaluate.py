@@ -1,30 +1,34 @@
-"""Loss on data that is not trained on.
+"""Loss on validation and test data.
 
-Every evaluation of a run reads the same samples, the first of the split, so that its curve compares like with
-like and a resumed run needs no position.
+Every evaluation of a run reads the same samples, the first of the split, so that all points of its curve compare and a
+resumed run needs no position.
 """
 
-from collections.abc import Callable
+import math
 
 import torch
 
-from megatron_lite.data.blended import Dataset
+from megatron_lite.data.blended import Dataset, Splits
 from megatron_lite.data.loader import PrefetchingLoader
-from megatron_lite.optim.outer import common_model
+from megatron_lite.data.statistics import bytes_per_token, unigram_entropy
+from megatron_lite.errors import StoppedEarly
 from megatron_lite.parallel.collectives import all_reduce
 from megatron_lite.pipeline.schedules import build_schedule
 from megatron_lite.training.corpora import samples_of_evaluation
+from megatron_lite.training.logs import RunLog
 from megatron_lite.training.run import Run
+from megatron_lite.training.signals import StopRequest
+from megatron_lite.training.state import due
 from megatron_lite.training.step import forward_of, message_of, sum_over_pipeline
 
 
 def evaluation_samples(run: Run) -> int:
-    """Samples that one evaluation reads, over all ranks."""
+    """The number of samples that one evaluation reads, over all ranks."""
     return samples_of_evaluation(run.config.train, run.ctx.dp.size)
 
 
 def loader(run: Run, dataset: Dataset, eod: int) -> PrefetchingLoader:
-    """Reads this rank's micro-batches of a dataset, a step ahead."""
+    """A reader of this rank's micro-batches of a dataset, one step ahead."""
     return PrefetchingLoader(
         dataset,
         run.config.train.micro_batch_size,
@@ -36,22 +40,22 @@ def loader(run: Run, dataset: Dataset, eod: int) -> PrefetchingLoader:
     )
 
 
-def evaluate(run: Run, dataset: Dataset, eod: int, is_over: Callable[[], bool] = bool) -> float | None:
-    """Mean loss over the target tokens of the split's first `evaluation_samples`, nats; the same on every rank.
+def evaluate(run: Run, dataset: Dataset, eod: int, stop: StopRequest | None = None) -> float | None:
+    """Mean loss over the target tokens of the split's first `evaluation_samples`, in nats, equal on every rank.
 
-    The model is the one that a checkpoint holds: where ranks step on their own, the common one. `is_over` is asked
-    before each global batch, and says the same on every rank; if it is, there is no loss.
-    Communicates: what the forwards do, a number over pp for each global batch, and two numbers over dp.
+    The model is that of a checkpoint: under local SGD the common one. A stop request is looked for before each global
+    batch, and the result of an interrupted evaluation is None.
+    Communicates: what the forwards do, a value over pp for each global batch, and two values over dp.
     """
     totals = torch.zeros(2, dtype=torch.float64, device=run.ctx.device)
-    samples_at_once = run.config.train.global_batch(run.ctx.dp.size)
-    count = samples_at_once // (run.config.train.micro_batch_size * run.ctx.dp.size)
+    batch_size = run.config.train.global_batch(run.ctx.dp.size)
+    count = batch_size // (run.config.train.micro_batch_size * run.ctx.dp.size)
     schedule = build_schedule("forward-only", run.ctx.pp.size, count, len(run.model))
     for chunk in run.model:
         chunk.eval()
-    with torch.no_grad(), common_model(run.optimizer), loader(run, dataset, eod) as batches:
-        for consumed in range(0, evaluation_samples(run), samples_at_once):
-            if is_over():
+    with torch.no_grad(), run.optimizer.common_model(), loader(run, dataset, eod) as batches:
+        for consumed in range(0, evaluation_samples(run), batch_size):
+            if stop is not None and stop.agreed(run.ctx):
                 totals = None
                 break
             portion = batches.get(consumed, count)
@@ -66,3 +70,57 @@ def evaluate(run: Run, dataset: Dataset, eod: int, is_over: Callable[[], bool] =
         return None
     loss_sum, tokens = all_reduce(totals, run.ctx.dp).tolist()
     return loss_sum / max(tokens, 1.0)
+
+
+class Evaluation:
+    """The evaluations of a run on its validation and test data; `run.state.evaluated_at` records them."""
+
+    def __init__(self, run: Run, datasets: Splits, eod: int, log: RunLog) -> None:
+        self._run, self._eod, self._log = run, eod, log
+        wanted = run.config.train.eval_iterations > 0
+        named = {"validation": datasets.valid, "test": datasets.test}
+        self._splits = {name: split for name, split in named.items() if wanted and split is not None}
+
+    def where_due(self, stop: StopRequest) -> None:
+        """Logs the validation loss after every `train.eval_interval` iterations, unless a stop is requested."""
+        iteration = self._run.state.iteration
+        if iteration and due(iteration, self._run.config.train.eval_interval) and self._is_missing("validation"):
+            self._evaluate("validation", f"iteration {iteration}", stop)
+
+    def of_finished_model(self, stop: StopRequest | None = None) -> None:
+        """Logs the losses of the finished model that are missing. Raises StoppedEarly when a stop request
+        interrupts."""
+        run, log = self._run, self._log
+        for name in filter(self._is_missing, self._splits):
+            loss = self._evaluate(name, f"the end of training, iteration {run.state.iteration}", stop)
+            if loss is None:
+                reason = stop.agreed(run.ctx) if stop is not None else ""
+                raise StoppedEarly(
+                    f"exiting program {reason}: training is done at iteration {run.state.iteration}, and saved, but "
+                    "not its final evaluation; run the same command again for that"
+                )
+            if name == "validation" and log.active:
+                log.say(in_context(run, loss, self._splits[name]))
+
+    def _is_missing(self, name: str) -> bool:
+        """True where the split has data and no logged loss at the current iteration."""
+        state = self._run.state
+        return name in self._splits and state.evaluated_at.get(name) != state.iteration
+
+    def _evaluate(self, name: str, where: str, stop: StopRequest | None) -> float | None:
+        loss = evaluate(self._run, self._splits[name], self._eod, stop)
+        if loss is not None:
+            self._log.evaluation(self._run.state, loss, where, name)
+            self._run.state.evaluated_at[name] = self._run.state.iteration
+        return loss
+
+
+def in_context(run: Run, loss: float, split: Dataset) -> str:
+    """The validation loss beside the entropy of token frequencies, in nats per token, and in bits per source byte."""
+    samples = evaluation_samples(run)
+    entropy = unigram_entropy(split, samples)
+    text = f"validation loss {loss:.3f} nats/token, unigram entropy {entropy:.3f} nats/token"
+    if run.tokenizer is not None:
+        bits = loss / math.log(2) / bytes_per_token(split, samples, run.tokenizer)
+        text += f", {bits:.3f} bits per byte of source text"
+    return text

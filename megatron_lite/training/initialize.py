@@ -21,8 +21,8 @@ from torch.distributed.rendezvous import rendezvous
 from megatron_lite import mpu
 from megatron_lite.config.schema import Config
 from megatron_lite.config.validate import validate
-from megatron_lite.ddp.deepspeed import release as release_deepspeed
 from megatron_lite.errors import ConfigError, TrainingError
+from megatron_lite.optim.engine import release_engines
 from megatron_lite.parallel.agreement import all_gather_objects
 from megatron_lite.parallel.context import Group, ParallelContext
 from megatron_lite.parallel.grid import Grid
@@ -176,7 +176,7 @@ def finalize_megatron() -> None:
     reference, and one of them that meets a finalizing interpreter aborts the process.
     """
     mpu.unregister()
-    release_deepspeed()
+    release_engines()
     if dist.is_initialized():
         gc.collect()  # models and their gradient hooks form cycles that hold groups
         dist.destroy_process_group()

@@ -24,8 +24,7 @@ from megatron_lite.parallel.context import ParallelContext
 from megatron_lite.training.board import Board
 from megatron_lite.training.initialize import DTYPES
 from megatron_lite.training.metrics import MetricsFile, writing
-from megatron_lite.training.state import TrainState
-from megatron_lite.training.step import StepReport
+from megatron_lite.training.state import StepReport, TrainState
 from megatron_lite.training.throughput import peak_memory_gb, peak_tflops
 
 BAR = "-" * 100
@@ -179,12 +178,12 @@ class RunLog:
         numbers = f"lm loss value: {scientific(loss)} | lm loss PPL: {scientific(perplexity)}"
         self.say(f"{BAR}\n {split} loss at {where} | {numbers} | \n{BAR}")
 
-    def has_evaluation(self, state: TrainState, name: str = "validation") -> bool:
-        """Whether metrics.jsonl holds an evaluation on that data after this iteration."""
+    def evaluated_at(self) -> dict[str, int]:
+        """By split, the iteration of the last evaluation in metrics.jsonl."""
         with writing(self.folder):
-            self._restore_folder(state)
             rows = self._metrics.rows()
-        return any(row["iteration"] == state.iteration and f"{name}_loss" in row for row in rows)
+        names = ("validation", "test")
+        return {name: row["iteration"] for row in rows for name in names if f"{name}_loss" in row}
 
     def close(self) -> None:
         """Closes all outputs. A disk that is full was reported where it was written to."""

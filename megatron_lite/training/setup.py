@@ -1,9 +1,7 @@
 """The parts of a run, made in Megatron's order: model, gradient reduction, optimizer, then the newest checkpoint."""
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 
-import torch
 from torch import nn
 
 from megatron_lite.checkpoint.match import MODEL_PROVIDER
@@ -11,21 +9,15 @@ from megatron_lite.checkpoint.saver import Saver
 from megatron_lite.config.schema import Config
 from megatron_lite.config.validate import with_vocab_size
 from megatron_lite.data.tokenizer import Tokenizer, build_tokenizer, tokenizer_hash
-from megatron_lite.ddp.deepspeed import DeepSpeed
-from megatron_lite.ddp.wrap import check_every_parameter_is_trained, wrap_ddp
 from megatron_lite.errors import ConfigError, TrainingError
-from megatron_lite.model.build import get_model, named_params, param_table
-from megatron_lite.optim.deepspeed import DeepSpeedOptimizer
-from megatron_lite.optim.mixed_precision import MixedPrecisionOptimizer
-from megatron_lite.optim.outer import OuterOptimizer
-from megatron_lite.optim.scaler import build_scaler
-from megatron_lite.parallel.context import ParallelContext, duplicate_group
+from megatron_lite.model.build import get_model
+from megatron_lite.optim.engine import build_data_parallel
+from megatron_lite.parallel.context import ParallelContext
 from megatron_lite.parallel.random import RngTracker
 from megatron_lite.pipeline.engine import PipelineEngine
 from megatron_lite.training.checkpointing import load_newest
 from megatron_lite.training.initialize import DTYPES
 from megatron_lite.training.provider import provider_name
-from megatron_lite.training.replicas import start_alike
 from megatron_lite.training.run import Run
 
 ModelProvider = Callable[..., Sequence[nn.Module]]
@@ -45,29 +37,19 @@ def setup_model_and_optimizer(
     tokenizer = build_tokenizer(config.data.tokenizer) if config.data.tokenizer else None
     config = settle_vocabulary(config, tokenizer)
     dtype = DTYPES[config.train.precision]
-    deepspeed = DeepSpeed(config, ctx) if config.parallel.ddp == "deepspeed" else None
-    with deepspeed.while_building() if deepspeed is not None else nullcontext():
+
+    def make_model() -> Sequence[nn.Module]:
         model = model_provider(config, ctx, rng, dtype=dtype)
-    check_num_chunks(model, config)
-    params, table = named_params(model), param_table(model)
-    check_buffers(model)
-    if deepspeed is not None:
-        check_every_parameter_is_trained(model, params, table)
-        if deepspeed.stage < 3:  # stage 3 has shared out what started alike
-            start_alike(params, table, ctx)
-        ddp = optimizer = DeepSpeedOptimizer(deepspeed, model[0], params, table, ctx, config)
-    else:
-        start_alike(params, table, ctx)
-        ddp = wrap_ddp(config, model, params, table, ctx, grad_dtype=torch.promote_types(dtype, torch.float32))
-        params = named_params(model)  # parallel.ddp: fsdp has replaced them
-        scaler = build_scaler(config.optim, config.train.precision)
-        optimizer = MixedPrecisionOptimizer(table, ddp, scaler, config.optim, ctx)
-        if config.sync.is_local:
-            dp = duplicate_group(ctx.dp, config.train.comm_timeout) if config.sync.delay else ctx.dp
-            optimizer = OuterOptimizer(optimizer, params, table, config.sync, dp, bucket_mb=config.parallel.bucket_mb)
-    engine = PipelineEngine(ctx, num_chunks=len(model), timeout_seconds=config.train.comm_timeout)
+        check_num_chunks(model, config)
+        check_buffers(model)
+        return model
+
+    parts = build_data_parallel(config, ctx, make_model, dtype)
+    pipeline = PipelineEngine(ctx, num_chunks=len(parts.model), timeout_seconds=config.train.comm_timeout)
     saver = Saver(ctx, in_background=config.checkpoint.async_save, timeout_seconds=config.train.comm_timeout)
-    run = Run(config, ctx, rng, model, params, table, ddp, optimizer, engine, saver, origin={})
+    run = Run(
+        config, ctx, rng, parts.model, parts.params, parts.table, parts.ddp, parts.optimizer, pipeline, saver, origin={}
+    )
     run.tokenizer = tokenizer
     if name := provider_name(model_provider):
         run.origin[MODEL_PROVIDER] = name

@@ -1,13 +1,13 @@
-"""What changes while training, and how many samples an iteration takes.
+"""The counters that change while training, and the number of samples in an iteration.
 
 The global batch may ramp up with the number of consumed samples, so everything here is a function of
-`consumed_samples` alone: a resumed run, or one with another data-parallel size, needs nothing else.
+`consumed_samples` alone: a resumed run, also with another data-parallel size, needs no other position.
 Source of the ramp: Megatron-LM's --rampup-batch-size, "start increment samples".
 """
 
 import math
 from bisect import bisect_left
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from megatron_lite.config.schema import FaultsConfig, TrainConfig
@@ -16,52 +16,67 @@ from megatron_lite.errors import CheckpointError
 RECENT_LOSSES, ENOUGH_LOSSES = 50, 10
 
 
+@dataclass(frozen=True)
+class StepReport:
+    """The results of one iteration; equal on every rank."""
+
+    loss: float  # mean over the target tokens of the global batch, nats
+    grad_norm: float  # before clipping
+    lr: float
+    loss_scale: float
+    skipped: bool  # no weight changed
+    bad: str = (
+        ""  # nan: loss or gradient norm is not finite, and a smaller loss scale cannot help; spike: loss too high
+    )
+    bad_ranks: str = ""  # the ranks whose own loss is not finite, for a message
+
+
 @dataclass
 class TrainState:
-    """Counters of a run; saved in every checkpoint."""
+    """Counters of a run; saved in every checkpoint, except `evaluated_at`."""
 
-    iteration: int = 0  # finished, skipped ones too
-    consumed_samples: int = 0  # of the training split, skipped ones too
-    optimizer_steps: int = 0  # taken; the learning rate follows these
-    skipped: int = 0  # iterations that moved no weight: an overflow, a bad loss, or no delayed gradient yet
-    train_samples: int = 0  # for how many the sample order was made
-    loss_mean: float = 0.0  # of recent iterations that were not skipped
-    losses: int = 0  # in that mean, as long as there are few
-    bad_in_a_row: int = 0  # iterations whose loss was bad, up to now, without one between that moved weights
-    rolled_back_to: int = 0  # iteration of the checkpoint from which weights were taken last, when the loss was bad
-    rollbacks: int = 0  # to that one
+    iteration: int = 0  # finished iterations, skipped ones included
+    consumed_samples: int = 0  # samples of the training split, those of skipped iterations included
+    optimizer_steps: int = 0  # optimizer steps taken; the learning rate depends on these
+    skipped: int = 0  # iterations that changed no weight: overflow, bad loss, or no delayed gradient yet
+    train_samples: int = 0  # length of the sample order of the training split
+    loss_mean: float = 0.0  # mean of recent losses of iterations that were not skipped
+    losses: int = 0  # number of losses in that mean, at most RECENT_LOSSES
+    bad_in_a_row: int = 0  # bad iterations since the last one that changed weights
+    rolled_back_to: int = 0  # iteration of the checkpoint that the last rollback loaded
+    rollbacks: int = 0  # rollbacks in a row to that checkpoint
+    evaluated_at: dict[str, int] = field(default_factory=dict)  # by split, iteration of the last loss in metrics.jsonl
 
     def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
+        return {key: value for key, value in asdict(self).items() if key != "evaluated_at"}
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "TrainState":
-        """Raises CheckpointError for counters that this version does not know."""
-        known = {field.name for field in fields(cls)}
-        if unknown := sorted(set(values) - known):
+        """Raises CheckpointError for unknown counters."""
+        counters = {counter.name: counter for counter in fields(cls) if counter.name != "evaluated_at"}
+        if unknown := sorted(set(values) - set(counters)):
             raise CheckpointError(
-                f"the checkpoint has counters that this version does not know ({', '.join(unknown)}): a newer "
-                "megatron_lite has written it; go on with that one"
+                f"the checkpoint has unknown counters ({', '.join(unknown)}) of a newer megatron_lite; use that version"
             )
-        for field in fields(cls):
-            value = values.get(field.name, field.default)
-            if not isinstance(value, int | float if field.type is float else int):
-                raise CheckpointError(f"the checkpoint's counter {field.name} is {value!r}; load another checkpoint")
+        for name, counter in counters.items():
+            value = values.get(name, counter.default)
+            if not isinstance(value, int | float if counter.type is float else int):
+                raise CheckpointError(f"the checkpoint's counter {name} is {value!r}; load another checkpoint")
         return cls(**values)
 
     def remember(self, loss: float) -> None:
-        """Takes a loss into the mean, in which older ones fade."""
+        """Adds a loss to the running mean, in which older losses fade."""
         self.losses = min(self.losses + 1, RECENT_LOSSES)
         self.loss_mean += (loss - self.loss_mean) / self.losses
 
     def is_spike(self, loss: float, faults: FaultsConfig) -> bool:
-        """Whether a finite loss is far above the mean; never as long as that is of few."""
-        known = faults.spike_factor > 0 and self.losses >= ENOUGH_LOSSES
-        return known and math.isfinite(loss) and loss > faults.spike_factor * self.loss_mean
+        """True for a finite loss far above the mean of enough losses."""
+        has_mean = faults.spike_factor > 0 and self.losses >= ENOUGH_LOSSES
+        return has_mean and math.isfinite(loss) and loss > faults.spike_factor * self.loss_mean
 
 
 def due(iteration: int, interval: int) -> bool:
-    """Whether something that happens every `interval` iterations (0: never) happens after this one."""
+    """True after every `interval`-th iteration; never for an interval of 0."""
     return interval > 0 and iteration % interval == 0
 
 

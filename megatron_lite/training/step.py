@@ -1,13 +1,11 @@
 """One optimizer step. Read this file to see what an iteration of training does.
 
-The loss of every token is divided by the number of target tokens in the global batch, counted before any
-forward. So neither micro-batch size, nor accumulation, nor data parallelism, nor unequal masks change the
-result: gradients are sums, over tokens, micro-batches and ranks alike.
+The loss of every token is divided by the number of target tokens in the global batch, counted before any forward.
+Gradients are sums over tokens, micro-batches and ranks. So neither micro-batch size, nor accumulation, nor data
+parallelism, nor unequal masks change the result.
 """
 
-import math
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -16,30 +14,17 @@ from megatron_lite.config.schema import Config
 from megatron_lite.data.loader import Batch
 from megatron_lite.ddp.finalize import finalize_grads
 from megatron_lite.errors import TrainingError
-from megatron_lite.optim.deepspeed import DeepSpeedOptimizer
 from megatron_lite.optim.lr import learning_rate
-from megatron_lite.parallel.collectives import all_gather, all_reduce
+from megatron_lite.parallel.collectives import all_reduce
 from megatron_lite.parallel.context import Group
 from megatron_lite.pipeline.engine import Forward
 from megatron_lite.pipeline.p2p import Message
 from megatron_lite.pipeline.schedules import build_schedule
+from megatron_lite.training.faults import ranks_with_bad_loss, step_unless_bad
 from megatron_lite.training.initialize import DTYPES
-from megatron_lite.training.replicas import check_copies_equal, check_replicas_equal
+from megatron_lite.training.replicas import check_copies_if_debug, check_replicas_if_due
 from megatron_lite.training.run import Run
-from megatron_lite.training.state import due
-
-
-@dataclass(frozen=True)
-class StepReport:
-    """What an iteration shows."""
-
-    loss: float  # mean over the target tokens of the global batch, nats
-    grad_norm: float  # before clipping
-    lr: float
-    loss_scale: float
-    skipped: bool  # nothing was changed
-    bad: str = ""  # nan: loss or gradient norm not finite, and no loss scale mends it; spike: loss too high
-    bad_ranks: str = ""  # where the loss is not finite, for a message
+from megatron_lite.training.state import StepReport
 
 
 def train_step(run: Run, microbatches: list[Batch]) -> StepReport:
@@ -48,77 +33,55 @@ def train_step(run: Run, microbatches: list[Batch]) -> StepReport:
     lr = learning_rate(run.config.optim, run.state.optimizer_steps, run.config.train.iterations)
     loss_scale = run.optimizer.scaler.scale
     run.ddp.zero_grad()
-    # A rank that steps on its own takes its share of the batch for the whole: the mean over ranks of such gradients is
-    # that of the batch.
-    shares = run.ctx.dp.size if run.config.sync.is_local else 1
-    loss_sum = forward_backward(run, microbatches, loss_grad=shares * loss_scale / target_tokens)
+    loss_sum = forward_backward(run, microbatches, loss_scale / target_tokens)
     with run.progress.during("finalize_grads"):
         finalize_grads(run.ddp, run.table, run.ctx)
     loss = mean_loss(run, loss_sum, target_tokens)
-    if due(run.state.iteration + 1, run.config.faults.check_replicas):
-        # Before the step: it would overwrite a damaged weight of low precision with its master.
-        with run.progress.during("check_replicas"):
-            check_replicas_equal(run)
-    run.saver.wait_for_copy()
-    faults, can_mend = run.config.faults, run.optimizer.scaler.can_shrink
-    is_spike = run.state.is_spike(loss, faults)
-    # Its gradients may be finite all the same. DeepSpeed would keep them, and where training stops nobody minds.
-    is_refused = (
-        not (math.isfinite(loss) or can_mend or faults.on_nan == "stop") and run.config.parallel.ddp != "deepspeed"
-    )
+    check_replicas_if_due(run)
+    run.saver.wait_for_copy()  # the optimizer overwrites what a background save copies
     with run.progress.during("optimizer"):
-        outcome = run.optimizer.skip() if is_spike or is_refused else run.optimizer.step(lr)
-    if run.config.train.debug:
-        run.ddp.wait_for_params()
-        check_copies_equal(run.params, run.table, run.ctx)
-    is_finite = math.isfinite(loss) and math.isfinite(outcome.grad_norm)
-    is_mended = outcome.skipped and can_mend
-    bad = "spike" if is_spike else "" if is_finite or is_mended else "nan"
-    skipped = outcome.skipped or bool(bad)
-    advance(run, microbatches, skipped=skipped)
-    if not skipped:
-        run.state.remember(loss)
-    where = ranks_with_bad_loss(loss_sum, run.ctx.world) if bad == "nan" else ""
-    return StepReport(loss, outcome.grad_norm, lr, loss_scale, skipped, bad, where)
+        verdict = step_unless_bad(run, loss, lr)
+    check_copies_if_debug(run)
+    advance(run, microbatches, loss, skipped=verdict.skipped)
+    bad_ranks = ranks_with_bad_loss(loss_sum, run.ctx.world) if verdict.bad == "nan" else ""
+    return StepReport(loss, verdict.grad_norm, lr, loss_scale, verdict.skipped, verdict.bad, bad_ranks)
 
 
 def mean_loss(run: Run, loss_sum: Tensor, target_tokens: float) -> float:
-    """Of the target tokens of the global batch, nats, and the same on every rank, to the bit: what is done about a bad
-    one must be. Communicates: a number over the world, in which each rank of dp has a sum [1] of its own and all of its
-    model-parallel ranks the same one."""
+    """Mean loss per target token of the global batch, in nats; bitwise equal on all ranks, which must agree on a bad
+    one.
+
+    loss_sum  [1]  of this data-parallel rank, equal on all of its model-parallel ranks
+    Communicates: one value over the world.
+    """
     copies = run.ctx.world.size / run.ctx.dp.size
     return all_reduce(loss_sum.clone(), run.ctx.world).item() / copies / target_tokens
 
 
-def ranks_with_bad_loss(own: Tensor, world: Group) -> str:
-    """Names the ranks whose own loss `[1]` is not finite. Communicates: a number over the world."""
-    losses = all_gather(own, world, dim=0).tolist()
-    bad = [str(rank) for rank, loss in enumerate(losses) if not math.isfinite(loss)]
-    return f" (the loss of rank {', '.join(bad)} is not finite)" if bad and world.size > 1 else ""
-
-
 def forward_backward(run: Run, microbatches: list[Batch], loss_grad: float) -> Tensor:
-    """Gradients of every micro-batch, summed into main_grad; returns the sum of their token losses, [1].
+    """The sum of all token losses of `microbatches`, `[1]`, on every rank of pp; leaves gradients in `run.ddp`.
 
-    The sum is the same on every rank of pp. Communicates: what the pipeline does, and a number over pp.
+    loss_grad  the gradient of that sum: the loss scale over the target tokens of the global batch
+    Communicates: hidden states over pp, gradients over dp, and one value over pp.
     """
+    if run.config.sync.is_local:
+        # Under local SGD a rank uses its own gradients. Their mean over dp is the gradient of the global batch.
+        loss_grad *= run.ctx.dp.size
     parallel = run.config.parallel
-    forward = forward_of(run, microbatches, run.ddp.module)
-    if isinstance(run.ddp, DeepSpeedOptimizer):
-        return sum_over_pipeline(run, run.ddp.forward_backward(forward, len(microbatches), loss_grad))
-    losses = run.engine.run(
+    losses = run.ddp.forward_backward(
+        run.engine,
         build_schedule(parallel.schedule, run.ctx.pp.size, len(microbatches), len(run.model)),
-        forward,
+        forward_of(run, microbatches, run.ddp.module),
         message_of(run.config, microbatches[0].tokens, run.ctx.device),
-        begin_backward=run.ddp.begin_backward,
-        loss_grad=loss_grad,
-        recorder=run.progress,
+        loss_grad,
+        run.progress,
     )
     return sum_over_pipeline(run, losses)
 
 
 def forward_of(run: Run, microbatches: list[Batch], module: Callable[[int], nn.Module]) -> Forward:
-    """One micro-batch through one chunk, on the last stage to the sum of its token losses."""
+    """A function that runs one micro-batch through one chunk; on the last stage it returns the sum of the token
+    losses."""
 
     def forward(chunk: int, number: int, hidden: Tensor | None) -> Tensor:
         batch = microbatches[number]
@@ -131,7 +94,7 @@ def forward_of(run: Run, microbatches: list[Batch], module: Callable[[int], nn.M
 
 
 def message_of(config: Config, tokens: Tensor, device: torch.device) -> Message:
-    """The hidden state that goes from stage to stage for micro-batches like `tokens` [b, s]: [s, b, h], and under
+    """Shape and dtype of the hidden state that stages send for micro-batches like `tokens` [b, s]: [s, b, h], under
     sequence parallelism [s/tp, b, h]."""
     batch, length = tokens.shape
     if config.parallel.sequence:
@@ -143,7 +106,7 @@ def message_of(config: Config, tokens: Tensor, device: torch.device) -> Message:
 
 
 def sum_over_pipeline(run: Run, losses: list[Tensor]) -> Tensor:
-    """Sum of losses that only the last stage knows, [1], on every rank of pp, in fp64."""
+    """The sum of losses that only the last stage has, [1], on every rank of pp, in fp64."""
     total = torch.zeros(1, dtype=torch.float64, device=run.ctx.device)
     for loss in losses:
         total += loss
@@ -151,33 +114,34 @@ def sum_over_pipeline(run: Run, losses: list[Tensor]) -> Tensor:
 
 
 def masked_sum(losses: Tensor, loss_mask: Tensor) -> Tensor:
-    """Sum over the target tokens.
+    """The sum of the losses of target tokens. Raises TrainingError for losses of another shape.
 
-    losses     [s, b]  of each token, as the model's last stage returned them; else TrainingError
+    losses     [s, b]  as the model's last stage returned them
     loss_mask  [b, s]  1 for target tokens, 0 for others
     """
     if not isinstance(losses, Tensor) or losses.shape != loss_mask.t().shape:
         got = list(losses.shape) if isinstance(losses, Tensor) else f"a {type(losses).__name__}"
         raise TrainingError(
-            f"the model returned {got}, but its last stage returns the loss of every token, [s, b] = "
-            f"{list(loss_mask.t().shape)}; the mean over the target tokens of the global batch is taken here"
+            f"the model's last stage returned {got}; it must return the loss of every token, [s, b] = "
+            f"{list(loss_mask.t().shape)}"
         )
     return (losses * loss_mask.t()).sum()
 
 
 def count_target_tokens(microbatches: list[Batch], dp: Group) -> float:
-    """Target tokens in the global batch; at least 1, so that an empty batch gives a loss of 0 and not nan.
+    """The number of target tokens in the global batch, at least 1: an empty batch has a loss of 0, not nan.
 
-    Communicates: one all-reduce of a number over dp.
+    Communicates: one value over dp.
     """
     here = torch.stack([batch.loss_mask.sum(dtype=torch.float64) for batch in microbatches]).sum()
     return max(1.0, all_reduce(here.reshape(1), dp).item())
 
 
-def advance(run: Run, microbatches: list[Batch], skipped: bool) -> None:
-    """Moves the counters on; a skipped step consumes its samples but is no optimizer step."""
-    samples = len(microbatches) * run.config.train.micro_batch_size * run.ctx.dp.size
+def advance(run: Run, microbatches: list[Batch], loss: float, skipped: bool) -> None:
+    """Advances the counters; a skipped step consumes its samples but is not an optimizer step."""
     run.state.iteration += 1
-    run.state.consumed_samples += samples
+    run.state.consumed_samples += len(microbatches) * run.config.train.micro_batch_size * run.ctx.dp.size
     run.state.optimizer_steps += not skipped
     run.state.skipped += skipped
+    if not skipped:
+        run.state.remember(loss)

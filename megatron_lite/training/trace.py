@@ -24,7 +24,8 @@ from megatron_lite.pipeline.schedules import build_schedule
 from megatron_lite.pipeline.simulate import Span, bubble, idle_share
 from megatron_lite.training.metrics import writing
 from megatron_lite.training.run import Run
-from megatron_lite.training.step import StepReport, train_step
+from megatron_lite.training.state import StepReport
+from megatron_lite.training.step import train_step
 from megatron_lite.training.timeline import Timed, Timeline, together
 
 TRACED_ITERATION = 3  # of this start: the first ones also allocate memory and compile

@@ -199,7 +199,7 @@ def break_rules(rule: str) -> None:
     ("rule", "words"),
     {
         "unused": r"parallel\.ddp=fsdp: 2 of 9 parameters got no gradient, as unused\.weight; use every parameter in",
-        "mixed": r"needs parameters of one number format, but the model has \['torch\.bfloat16', 'torch\.f",
+        "mixed": r"the model has parameters of \['torch\.bfloat16', 'torch\.f.*needs one dtype; use parallel.ddp",
         "shared": r"parameter layers\.2\.weight is shared by modules that are gathered apart, such as two blocks; let",
     }.items(),
 )

@@ -13,17 +13,17 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron_lite.config.schema import Config
-from megatron_lite.ddp import deepspeed as deepspeed_file
 from megatron_lite.ddp.local_shard import LocalShard
 from megatron_lite.launch.pool import RanksFailed
 from megatron_lite.model import build
+from megatron_lite.optim import deepspeed as deepspeed_file
 from megatron_lite.parallel.embedding import VocabParallelEmbedding
 from megatron_lite.parallel.linear import ColumnParallelLinear
 from megatron_lite.training.initialize import finalize_megatron, initialize_megatron
 from megatron_lite.training.run import Run
 from megatron_lite.training.setup import setup_model_and_optimizer
 from megatron_lite.training.state import TrainState
-from megatron_lite.training.step import forward_of, sum_over_pipeline, train_step
+from megatron_lite.training.step import forward_backward, forward_of, sum_over_pipeline, train_step
 from tests.dist.test_deepspeed import COMMON, OFFLOAD, OFFLOAD_ALL, TIGHT, deepspeed
 from tests.helpers.tiny import gather, model_with_biases, portion, tiny_config, train_tiny
 
@@ -134,8 +134,7 @@ def refuse_a_gradient_that_is_not_finite(run: Run) -> None:
     """One rank's loss overflows: no rank changes anything."""
     before, batches = kept(run), portion(run)
     optimizer: Any = run.optimizer
-    forward = forward_of(run, batches, optimizer.module)
-    optimizer.forward_backward(forward, len(batches), math.inf if run.ctx.dp.is_last else 1.0)
+    forward_backward(run, batches, math.inf if run.ctx.dp.is_last else 1.0)
     outcome = optimizer.step(1e-3)
     assert not math.isfinite(outcome.grad_norm) and not outcome.skipped
     assert_same(kept(run), before)
@@ -266,11 +265,9 @@ def test_a_parameter_unused_in_the_last_micro_batch_is_named(ranks, stage):
     """Stage 1 would leave its gradient as this rank's own."""
     with pytest.raises(RanksFailed) as raised:
         ranks(2, leave_out_a_bias, stage)
-    assert (
-        "parallel.ddp=deepspeed: 1 of 28 parameters got no gradient in the last micro-batch, as "
-        "decoder.final_layernorm.bias, so nobody would sum them over data-parallel ranks; use every parameter in every "
-        "micro-batch, or parallel.ddp=local, which allows unused ones"
-    ) in str(raised.value)
+    text = str(raised.value)
+    assert "1 of 28 parameters got no gradient in the last micro-batch, as decoder.final_layernorm.bias" in text
+    assert "use every parameter in every micro-batch, or parallel.ddp=local" in text
 
 
 def leave_out_a_bias(stage: int) -> None:

@@ -16,17 +16,18 @@ from megatron_lite.launch.pool import RanksFailed
 from megatron_lite.model.build import named_params, param_table
 from megatron_lite.optim.lr import learning_rate
 from megatron_lite.optim.mixed_precision import StepOutcome
-from megatron_lite.optim.outer import OuterOptimizer, common_model, fragment_of
+from megatron_lite.optim.outer import OuterOptimizer, fragment_of
 from megatron_lite.optim.param_groups import decay_groups
 from megatron_lite.parallel.collectives import all_gather, all_reduce_async
 from megatron_lite.parallel.context import ParallelContext, duplicate_group
 from megatron_lite.parallel.random import RngTracker
+from megatron_lite.training.announce import sync_line
 from megatron_lite.training.evaluate import evaluate
 from megatron_lite.training.initialize import DTYPES, finalize_megatron, initialize_megatron
-from megatron_lite.training.pretrain import sync_line
 from megatron_lite.training.run import Run
 from megatron_lite.training.setup import setup_model_and_optimizer
-from megatron_lite.training.step import StepReport, train_step
+from megatron_lite.training.state import StepReport
+from megatron_lite.training.step import train_step
 from tests.e2e.test_resume import Counting, run_to_the_end
 from tests.helpers.tiny import gather, model_with_biases, portion, sample, tiny_config
 
@@ -296,7 +297,7 @@ def test_a_rank_learns_of_the_others_as_late_as_announced(ranks, interval, fragm
     found = ranks(2, ages, train__iterations=24, **sync)[1]
     assert max(found) == max(found[interval + delay :]) == interval + delay
     announced = sync_line(config_of(train__iterations=24, **sync), dp=2, parameters=1)
-    assert f"reaches the others at most {interval + delay} iterations later" in announced
+    assert f"reach the other ranks at most {interval + delay} iterations later" in announced
 
 
 def evaluations(**changes: Any) -> None:
@@ -310,7 +311,7 @@ def evaluations(**changes: Any) -> None:
     assert evaluate(run, data, eod=-1) == at_start
     for name, parameter in run.params.items():
         assert torch.equal(parameter, before[name]), name
-    with common_model(run.optimizer):
+    with run.optimizer.common_model():
         assert not all(torch.equal(parameter, before[name]) for name, parameter in run.params.items())
     train_step(run, portion(run))
     assert evaluate(run, data, eod=-1) != at_start

@@ -18,7 +18,7 @@ from megatron_lite.data.blended import Splits
 from megatron_lite.errors import CheckpointError, DamagedCheckpoint, TrainingError
 from megatron_lite.launch.pool import RanksFailed
 from megatron_lite.training.checkpointing import save_run
-from megatron_lite.training.faults import answer_bad_numbers
+from megatron_lite.training.faults import answer_bad_values
 from megatron_lite.training.initialize import finalize_megatron, initialize_megatron
 from megatron_lite.training.pretrain import pretrain
 from megatron_lite.training.run import Run
@@ -343,7 +343,7 @@ def test_a_bad_gradient_that_waits_is_not_saved(tmp_path):
     with pytest.raises(
         TrainingError, match=r"iteration 4: .* look at the data of iteration 2, where that gradient is fr"
     ):
-        answer_bad_numbers(run, report, print)
+        answer_bad_values(run, report, print)
     finalize_megatron()
 
 
@@ -354,9 +354,9 @@ def test_a_loss_that_is_not_finite_stops_a_delayed_run_in_its_first_step():
     run = setup_model_and_optimizer(config, ctx, rng)
     report = train_step(run, portion(run))
     assert report.skipped
-    answer_bad_numbers(run, report, print)
+    answer_bad_values(run, report, print)
     with pytest.raises(TrainingError, match="the loss is nan"):
-        answer_bad_numbers(run, replace(report, loss=math.nan, bad="nan"), print)
+        answer_bad_values(run, replace(report, loss=math.nan, bad="nan"), print)
     finalize_megatron()
 
 

@@ -242,6 +242,6 @@ def test_what_a_run_before_has_left_ends_no_other(tmp_path):
 def test_a_run_of_very_many_samples_prints_what_takes_long(tmp_path, corpus):
     """Minutes of silence look like a hang."""
     config = tiny_yaml(tmp_path, corpus, train={"iterations": 1})
-    with mock.patch("megatron_lite.training.pretrain.MANY_SAMPLES", 3):
+    with mock.patch("megatron_lite.training.announce.MANY_SAMPLES", 3):
         out = run_here("pretrain", "--config", str(config), cwd=tmp_path).stdout
     assert " > making or reading the order of 4 training samples, which can take minutes\n" in out

@@ -19,7 +19,7 @@ from megatron_lite.parallel.linear import column_parallel_linear
 from megatron_lite.parallel.loss import vocab_parallel_cross_entropy
 from megatron_lite.parallel.shard import ParamMeta, Shard, declare
 from megatron_lite.training.evaluate import evaluate
-from megatron_lite.training.faults import answer_bad_numbers
+from megatron_lite.training.faults import answer_bad_values
 from megatron_lite.training.initialize import choose_device, finalize_megatron, initialize_megatron
 from megatron_lite.training.pretrain import pretrain
 from megatron_lite.training.setup import setup_model_and_optimizer
@@ -141,7 +141,7 @@ def poisoned() -> str:
         assert torch.equal(tensor.isnan(), before[name].isnan()), name  # the step was not applied
     finalize_megatron()
     with pytest.raises(TrainingError) as raised:
-        answer_bad_numbers(run, report, print)
+        answer_bad_values(run, report, print)
     return str(raised.value)
 
 
@@ -192,7 +192,7 @@ def no_training_split() -> None:
     ("mistake", "words"),
     [
         (no_vocabulary, "model.vocab_size is not given and there is no data.tokenizer"),
-        (no_training_split, "data.split gives the training part nothing"),
+        (no_training_split, "data.split.0. is 0, so there is no training data"),
     ],
 )
 def test_a_run_without_its_needs_says_so(ranks, tmp_path, monkeypatch, mistake, words):
@@ -304,7 +304,9 @@ def with_a_loss_of_its_own(returned: str) -> None:
 @pytest.mark.parametrize(("returned", "got"), [("mean", r"\[\]"), ("transposed", r"\[1, 16\]"), ("pair", "a tuple")])
 def test_a_model_that_returns_no_loss_of_every_token_is_refused(ranks, returned, got):
     """Its mean over a micro-batch would train, with tokens weighted by how many others are beside them."""
-    with pytest.raises(RanksFailed, match=rf"the model returned {got}, but its last stage returns the loss of every"):
+    with pytest.raises(
+        RanksFailed, match=rf"the model.s last stage returned {got}; it must return the loss of every token"
+    ):
         ranks(1, with_a_loss_of_its_own, returned)
 
 

@@ -6,6 +6,7 @@ from torch import nn
 
 from megatron_lite.ddp import local
 from megatron_lite.ddp.buffer import ALIGNMENT
+from megatron_lite.ddp.delayed import DelayedDDP
 from megatron_lite.ddp.local import LocalDDP
 from megatron_lite.errors import TrainingError
 from megatron_lite.parallel.context import solo
@@ -37,9 +38,9 @@ def wrap(model: nn.Module, grad_dtype: torch.dtype = torch.float32, bucket_mb: f
     return engine_of([model], dict(model.named_parameters()), bucket_mb, grad_dtype)
 
 
-def engine_of(chunks, params, bucket_mb: float = 25.0, grad_dtype: torch.dtype = torch.float32, delay: int = 0):
+def engine_of(chunks, params, bucket_mb: float = 25.0, grad_dtype: torch.dtype = torch.float32, kind=LocalDDP, **more):
     table = {name: ParamMeta(tuple(parameter.shape), Shard(), "normal") for name, parameter in params.items()}
-    return LocalDDP(chunks, params, table, solo(), bucket_mb=bucket_mb, grad_dtype=grad_dtype, delay=delay)
+    return kind(chunks, params, table, solo(), bucket_mb=bucket_mb, grad_dtype=grad_dtype, **more)
 
 
 def run_step(ddp: LocalDDP, microbatches: list[torch.Tensor]) -> None:
@@ -216,7 +217,7 @@ def test_weight_gradients_may_come_after_other_last_gradients(events):
 def test_a_delayed_gradient_comes_out_that_many_steps_later_and_whole():
     """An engine that mixed up its rounds would add two steps' gradients, or apply one twice."""
     model = nn.ParameterDict({"w": torch.ones(2)})
-    ddp = engine_of([model], dict(model.named_parameters()), delay=2)
+    ddp = engine_of([model], dict(model.named_parameters()), kind=DelayedDDP, delay=2)
     found = []
     for step in range(6):
         ddp.zero_grad()

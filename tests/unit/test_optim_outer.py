@@ -9,11 +9,11 @@ from megatron_lite.config.schema import OptimConfig, SyncConfig
 from megatron_lite.config.sizes import state_bytes
 from megatron_lite.ddp.local import LocalDDP
 from megatron_lite.optim.mixed_precision import MixedPrecisionOptimizer
-from megatron_lite.optim.outer import OuterOptimizer, common_model, fragment_of
+from megatron_lite.optim.outer import OuterOptimizer, fragment_of
 from megatron_lite.optim.scaler import ConstantScaler, DynamicLossScaler, LossScaler
 from megatron_lite.parallel.context import ParallelContext
 from megatron_lite.parallel.grid import Grid
-from megatron_lite.training.pretrain import sync_line
+from megatron_lite.training.announce import sync_line
 from tests.helpers.toy import TABLE, ToyModel
 
 CTX = ParallelContext.create(Grid(), torch.device("cpu"), timeout_seconds=10)
@@ -154,13 +154,13 @@ def test_the_common_model_is_in_the_parameters_only_inside(dtype):
     for _ in range(5):
         training.step()
     before = training.everything()
-    with pytest.raises(KeyError), common_model(training.optimizer):
+    with pytest.raises(KeyError), training.optimizer.common_model():
         for name, parameter in training.params.items():
             assert torch.equal(parameter, before[f"{name} weight"])
             assert not torch.equal(parameter, before[f"{name} parameter"])
         raise KeyError
     assert_same(training.everything(), before)
-    with common_model(training.inner):
+    with training.inner.common_model():
         assert_same(training.everything(), before)
 
 
@@ -184,18 +184,18 @@ def test_bytes_are_those_of_the_common_model_its_momentum_and_what_is_under_way(
     [
         (
             ["mode=diloco", "interval=8", "fragments=2", "delay=1"],
-            "diloco, an outer step every 8 iterations in 2 fragments, under way for 1 iteration; what a rank learns "
-            "reaches the others at most 9 iterations later; 0.8 MB a step over data-parallel ranks instead of 6.0",
+            "diloco, an outer step every 8 iterations in 2 fragments, in flight for 1 iteration; a rank's steps reach "
+            "the other ranks at most 9 iterations later; 0.8 MB a step over data-parallel ranks instead of 6.0",
         ),
         (
             ["mode=local_sgd", "interval=1"],
-            "local_sgd, an outer step every 1 iteration; what a rank learns reaches the others at most 1 iteration "
+            "local_sgd, an outer step every 1 iteration; a rank's steps reach the other ranks at most 1 iteration "
             "later; 6.0 MB a step over data-parallel ranks instead of 6.0",
         ),
         (
             ["mode=delayed", "delay=2"],
-            "gradients are applied 2 iterations late, and may travel over data-parallel ranks as long; no weight moves "
-            "in the first 2 iterations, and what the last 2 iterations gave is not used",
+            "gradients are applied 2 iterations late, and their sums may take as long; no weight changes in the first "
+            "2 iterations, and the gradients of the last 2 iterations are not used",
         ),
     ],
 )

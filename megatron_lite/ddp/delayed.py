@@ -1,0 +1,63 @@
+"""Delayed gradients (`sync.mode: delayed`): a step applies the gradient of `delay` steps before.
+
+The sum over data-parallel ranks may take as long as these steps. It needs `delay` further gradient buffers. The first
+`delay` steps of a run apply nothing.
+"""
+
+from collections.abc import Sequence
+
+from torch import Tensor, nn
+
+from megatron_lite.ddp.local import GradBuffers, LocalDDP
+from megatron_lite.parallel.context import Group
+from megatron_lite.parallel.shard import ParamTable
+
+
+class DelayedDDP(LocalDDP):
+    """LocalDDP with `delay` steps between a gradient and its use; `main_grads` are those of the oldest pending step."""
+
+    copies_at_save = True  # the sums of pending gradients run on during a save
+
+    def __init__(
+        self,
+        chunks: Sequence[nn.Module],
+        params: dict[str, nn.Parameter],
+        table: ParamTable,
+        dp: Group,
+        *,
+        delay: int,
+        **settings,
+    ):
+        self._pending: list[GradBuffers] = []  # oldest first
+        super().__init__(chunks, params, table, dp, **settings)
+        self._steps = [self._current, *(self._new_buffers() for _ in range(delay))]
+
+    def zero_grad(self) -> None:
+        if self._current in self._pending:
+            self._current = self._spare()[0]
+        super().zero_grad()
+
+    def finish_grad_sync(self) -> None:
+        self._start_all_buckets()
+        self._pending.append(self._current)
+        self.has_grads = len(self._pending) == len(self._steps)
+        if self.has_grads:
+            oldest = self._pending.pop(0)
+            oldest.wait()
+            self.main_grads = self._owned_grads(oldest)
+
+    def grad_memory(self) -> list[Tensor]:
+        return [buffer.flat for step in self._steps for buffer in step.buffers]
+
+    def pending_grads(self) -> list[dict[str, Tensor]]:
+        for step in self._pending:
+            step.wait()
+        return [step.grads for step in (*self._pending, *self._spare())][:-1]
+
+    def resume_pending_grads(self, iteration: int) -> None:
+        self._pending = self._steps[: min(iteration, len(self._steps) - 1)]
+        self.zero_grad()
+
+    def _spare(self) -> list[GradBuffers]:
+        """The buffers of no pending step."""
+        return [step for step in self._steps if step not in self._pending]

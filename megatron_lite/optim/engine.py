@@ -1,0 +1,78 @@
+"""The data-parallel engine of a run: gradients and optimizer, built together.
+
+`parallel.ddp`, `optim.distributed` and `sync` choose the engine here. Training uses the contracts DataParallel and
+Optimizer, and no engine's name.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from megatron_lite.config.schema import Config
+from megatron_lite.ddp.data_parallel import DataParallel
+from megatron_lite.ddp.wrap import check_every_parameter_is_trained, start_equal, wrap_ddp
+from megatron_lite.model.build import named_params, param_table
+from megatron_lite.optim import deepspeed
+from megatron_lite.optim.mixed_precision import MixedPrecisionOptimizer, Optimizer
+from megatron_lite.optim.outer import OuterOptimizer
+from megatron_lite.optim.scaler import build_scaler
+from megatron_lite.parallel.context import ParallelContext, duplicate_group
+from megatron_lite.parallel.shard import ParamTable
+
+
+@dataclass(frozen=True)
+class Engine:
+    """This rank's chunks of the model, the sums of their gradients, and their optimizer."""
+
+    model: Sequence[nn.Module]
+    params: dict[str, nn.Parameter]  # by global name
+    table: ParamTable
+    ddp: DataParallel
+    optimizer: Optimizer
+
+
+def build_data_parallel(
+    config: Config, ctx: ParallelContext, make_model: Callable[[], Sequence[nn.Module]], dtype: torch.dtype
+) -> Engine:
+    """The engine around the chunks that `make_model` returns, whose parameters have `dtype`. Collective over the world.
+
+    Raises TrainingError for parameters that the engine cannot train, and ConfigError where its library is missing.
+    """
+    if config.parallel.ddp == "deepspeed":
+        return _deepspeed_engine(config, ctx, make_model)
+    model = make_model()
+    params, table = named_params(model), param_table(model)
+    start_equal(params, table, ctx)
+    ddp = wrap_ddp(config, model, params, table, ctx, grad_dtype=torch.promote_types(dtype, torch.float32))
+    params = named_params(model)  # parallel.ddp: fsdp has replaced them
+    scaler = build_scaler(config.optim, config.train.precision)
+    optimizer = MixedPrecisionOptimizer(table, ddp, scaler, config.optim, ctx)
+    if config.sync.is_local:
+        dp = duplicate_group(ctx.dp, config.train.comm_timeout) if config.sync.delay else ctx.dp
+        optimizer = OuterOptimizer(optimizer, params, table, config.sync, dp, bucket_mb=config.parallel.bucket_mb)
+    return Engine(model, params, table, ddp, optimizer)
+
+
+def _deepspeed_engine(config: Config, ctx: ParallelContext, make_model: Callable[[], Sequence[nn.Module]]) -> Engine:
+    library = deepspeed.DeepSpeed(config, ctx)
+    with library.while_building():
+        model = make_model()
+    params, table = named_params(model), param_table(model)
+    check_every_parameter_is_trained(model, params, table)
+    if library.stage < 3:  # stage 3 has sharded equal values
+        start_equal(params, table, ctx)
+    engine = deepspeed.DeepSpeedOptimizer(library, model[0], params, table, ctx, config)
+    return Engine(model, params, table, engine, engine)
+
+
+def check_engine(config: Config, device: torch.device) -> None:
+    """Raises ConfigError where the library of the engine is missing, untested or cannot run on this device."""
+    if config.parallel.ddp == "deepspeed":
+        deepspeed.check_support(config, device)
+
+
+def release_engines() -> None:
+    """Frees the state that an engine's library keeps for the whole process."""
+    deepspeed.release()
