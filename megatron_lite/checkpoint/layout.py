@@ -24,12 +24,12 @@ from math import prod
 from pathlib import Path
 from typing import Annotated, Any
 
-import torch
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, ValidationError, model_validator
 from zlib_ng import zlib_ng
 
 from megatron_lite.config.schema import Config
 from megatron_lite.errors import CheckpointError, DamagedCheckpoint
+from megatron_lite.parallel.dtypes import SAFETENSORS_DTYPES
 from megatron_lite.parallel.grid import Grid
 from megatron_lite.parallel.shard import Shard
 
@@ -41,20 +41,6 @@ WEIGHT = "weight"  # the kind of a parameter itself, beside the optimizer's kind
 CHUNK_BYTES = 1 << 20  # of a tensor, for which there is one checksum
 
 # safetensors' names of number formats
-DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-}
-DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
-
 # A damaged or foreign layout.json must not lead outside of its own folder.
 FileName = Annotated[str, Field(pattern=r"^mp_rank_\d{2,}(_\d{3,})?/[a-z0-9_]+\.safetensors$")]
 Checksum = Annotated[str, Field(pattern=r"^[0-9a-f]{8}$")]
@@ -138,7 +124,7 @@ class Layout(_Part):
             if tensor.copy_of and tensor.copy_of not in self.tensors:
                 raise ValueError(f"{name} is said to be a copy of {tensor.copy_of}, which is not described")
             for value in tensor.values.values():
-                if value.dtype not in DTYPES:
+                if value.dtype not in SAFETENSORS_DTYPES:
                     raise ValueError(f"{name} has the unknown dtype {value.dtype}")
                 for piece in value.pieces:
                     numel = prod(tensor.shard.local_shape(tensor.shape, self.grid.tp))

@@ -5,13 +5,14 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron_lite.checkpoint.layout import DTYPE_NAMES, WEIGHT, Layout
+from megatron_lite.checkpoint.layout import WEIGHT, Layout
 from megatron_lite.checkpoint.reshard import Move, moves, rectangles
 from megatron_lite.config.schema import ModelConfig
 from megatron_lite.ddp.local_shard import LocalShard
 from megatron_lite.errors import CheckpointError
 from megatron_lite.model.build import WORD_EMBEDDINGS
 from megatron_lite.parallel.context import ParallelContext
+from megatron_lite.parallel.dtypes import SAFETENSORS_NAMES
 from megatron_lite.parallel.shard import ParamTable, Shard
 
 SHOWN = 3  # tensors that a message lists
@@ -107,10 +108,10 @@ def plan(
             )
         for kind, held in targets.items():
             value = tensor.values[kind]
-            if optimizer_state and value.dtype != DTYPE_NAMES[held.values.dtype]:
+            if optimizer_state and value.dtype != SAFETENSORS_NAMES[held.values.dtype]:
                 raise CheckpointError(
-                    f"{folder}: {kind} of {name} is {value.dtype}, this run needs {DTYPE_NAMES[held.values.dtype]}. "
-                    f"{_set_back(layout, config)}"
+                    f"{folder}: {kind} of {name} is {value.dtype}, this run needs "
+                    f"{SAFETENSORS_NAMES[held.values.dtype]}. {_set_back(layout, config)}"
                 )
             if held.across_dp == "local" and layout.grid.dp != ctx.dp.size:
                 raise CheckpointError(

@@ -17,7 +17,6 @@ from torch import Tensor
 
 from megatron_lite.checkpoint import directory, match
 from megatron_lite.checkpoint.layout import (
-    DTYPE_NAMES,
     LAYOUT_FILE,
     WEIGHT,
     FileInfo,
@@ -37,6 +36,7 @@ from megatron_lite.errors import CheckpointError
 from megatron_lite.model.build import WORD_EMBEDDINGS
 from megatron_lite.parallel.agreement import all_gather_objects, gather_objects, on_all, on_first
 from megatron_lite.parallel.context import ParallelContext
+from megatron_lite.parallel.dtypes import SAFETENSORS_NAMES
 from megatron_lite.parallel.grid import Grid
 from megatron_lite.parallel.shard import ParamTable
 from megatron_lite.parallel.waiting import note_progress
@@ -200,7 +200,7 @@ def _write(
                 end=held.end,
                 dp=replica if held.across_dp == "local" else None,
             )
-            values[kind] = Value(dtype=DTYPE_NAMES[held.values.dtype], pieces=(piece,))
+            values[kind] = Value(dtype=SAFETENSORS_NAMES[held.values.dtype], pieces=(piece,))
         copy_of = WORD_EMBEDDINGS if meta.tied == "copy" else ""
         tensors[name] = TensorLayout(shape=meta.shape, shard=meta.shard, values=values, copy_of=copy_of)
     with explained("creating the folder", folder / place):

@@ -19,8 +19,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_lite.checkpoint.layout import CHUNK_BYTES, DTYPE_NAMES, DTYPES, FileInfo, checksum, use_another
+from megatron_lite.checkpoint.layout import CHUNK_BYTES, FileInfo, checksum, use_another
 from megatron_lite.errors import CheckpointError, DamagedCheckpoint
+from megatron_lite.parallel.dtypes import SAFETENSORS_DTYPES, SAFETENSORS_NAMES
 from megatron_lite.parallel.waiting import note_progress
 
 # Data is handed to the disk while later data is still being copied into the page cache, so that the two overlap.
@@ -266,7 +267,7 @@ def _entries(header: bytes, info: FileInfo) -> Iterator[tuple[str, _Entry]]:
     described = json.loads(header[8:])
     for key, listed in info.crc32.items():
         start, end = (len(header) + offset for offset in described[key]["data_offsets"])
-        entry = _Entry(DTYPES[described[key]["dtype"]], tuple(described[key]["shape"]), start)
+        entry = _Entry(SAFETENSORS_DTYPES[described[key]["dtype"]], tuple(described[key]["shape"]), start)
         assert (
             all(type(n) is int and n >= 0 for n in (start, *entry.shape)) and len(header) <= start <= end <= info.bytes
         ), "it reaches outside"
@@ -280,7 +281,11 @@ def _header(ordered: list[tuple[str, Spec]], metadata: Mapping[str, str]) -> byt
     offset = 0
     for key, spec in ordered:
         end = offset + prod(spec.shape) * spec.dtype.itemsize
-        entries[key] = {"dtype": DTYPE_NAMES[spec.dtype], "shape": list(spec.shape), "data_offsets": [offset, end]}
+        entries[key] = {
+            "dtype": SAFETENSORS_NAMES[spec.dtype],
+            "shape": list(spec.shape),
+            "data_offsets": [offset, end],
+        }
         offset = end
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-(len(text) + 8) % 64)  # data starts at a cache line

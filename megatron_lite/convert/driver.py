@@ -15,7 +15,6 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import torch
 from tqdm import tqdm
 
 from megatron_lite.checkpoint.match import MODEL_PROVIDER
@@ -27,6 +26,7 @@ from megatron_lite.convert.grid_files import Numbers
 from megatron_lite.convert.native import Settings, WeightsOf
 from megatron_lite.convert.recipe import Checkpoint, in_dtype
 from megatron_lite.errors import CheckpointError, ConfigError
+from megatron_lite.parallel.dtypes import PRECISIONS
 
 NATIVE = "megatron-lite"
 # In the order in which they are tried.
@@ -36,7 +36,7 @@ FORMATS: dict[str, ModuleType] = {
     "megatron": megatron,
     "codegeex": codegeex,
 }
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+DTYPES = {name: PRECISIONS[name] for name in ("fp32", "bf16", "fp16")}
 LAYOUT_FIELDS = ("tensor", "pipeline", "virtual_pipeline", "pipeline_layout")
 
 

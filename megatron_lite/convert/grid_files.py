@@ -16,7 +16,6 @@ from torch import Tensor
 
 from megatron_lite.checkpoint import directory
 from megatron_lite.checkpoint.layout import (
-    DTYPE_NAMES,
     LAYOUT_FILE,
     WEIGHT,
     FileInfo,
@@ -30,6 +29,7 @@ from megatron_lite.checkpoint.layout import (
 from megatron_lite.checkpoint.tensor_file import Spec, TensorWriter, explained, sync_folder
 from megatron_lite.config.schema import Config
 from megatron_lite.model.build import WORD_EMBEDDINGS
+from megatron_lite.parallel.dtypes import SAFETENSORS_NAMES
 from megatron_lite.parallel.grid import Grid
 from megatron_lite.parallel.shard import ParamMeta, ParamTable, Shard
 
@@ -146,7 +146,7 @@ def _value(entry: _Entry, stem: str, grid: Grid, stage: int) -> Value:
     """Where an entry's numbers are: whole cuts, one for each tensor-parallel rank."""
     numel = prod(entry.meta.shard.local_shape(entry.meta.shape, grid.tp))
     return Value(
-        dtype=DTYPE_NAMES[entry.dtype],
+        dtype=SAFETENSORS_NAMES[entry.dtype],
         pieces=tuple(
             Piece(
                 file=f"{mp_rank_folder(rank, stage, grid)}/{stem}.safetensors",

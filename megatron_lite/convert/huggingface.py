@@ -38,7 +38,6 @@ CONFIG_FILE, GENERATION_FILE = "config.json", "generation_config.json"
 SHARD_BYTES = 5_000_000_000  # of a file
 THEIR_HEAD = "lm_head.weight"
 EMBEDDING = {"gpt2": "transformer.wte.weight", "llama": "model.embed_tokens.weight"}
-TYPE_NAMES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16", torch.float64: "float64"}
 # Constants that old versions saved beside the weights.
 BUFFERS = re.compile(r"(.*\.)?(attn\.bias|attn\.masked_bias|rotary_emb\.inv_freq)")
 
@@ -189,7 +188,7 @@ def write(
     ends = {"bos_token_id": None, "eos_token_id": tokenizer.eod if tokenizer else None, "pad_token_id": None}
     if not (path / GENERATION_FILE).exists():  # else carried from the source
         _write_json(path / GENERATION_FILE, ends)
-    type_name = TYPE_NAMES[checkpoint.tensors[WORD_EMBEDDINGS].dtype]
+    type_name = str(checkpoint.tensors[WORD_EMBEDDINGS].dtype).removeprefix("torch.")
     # Under the name of version 5 and that of version 4.
     _write_json(path / CONFIG_FILE, {**content, **ends, "dtype": type_name, "torch_dtype": type_name})
 

@@ -16,12 +16,12 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from megatron_lite.checkpoint.layout import DTYPES
 from megatron_lite.checkpoint.tensor_file import Spec
 from megatron_lite.convert.recipe import first_of
 from megatron_lite.convert.safe_pickle import StoredTensor
 from megatron_lite.convert.torch_file import TorchFile
 from megatron_lite.errors import CheckpointError, DamagedCheckpoint
+from megatron_lite.parallel.dtypes import SAFETENSORS_DTYPES
 
 SLICE_BYTES = 32 << 20  # of a file's map that are in memory at a time
 INDEX = ".index.json"
@@ -76,7 +76,7 @@ class SafetensorsSource:
             for name in file.keys():  # noqa: SIM118 (it is no mapping)
                 described = file.get_slice(name)
                 dtype, shape = described.get_dtype(), described.get_shape()
-                self.specs[name] = Spec(_dtype(path, name, DTYPES.get(dtype), dtype), shape)
+                self.specs[name] = Spec(_dtype(path, name, SAFETENSORS_DTYPES.get(dtype), dtype), shape)
 
     def fill(self, target: Tensor, name: str) -> None:
         for first, rows in self._rows(name):

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from megatron_lite.checkpoint import directory
-from megatron_lite.checkpoint.layout import DTYPES, LAYOUT_FILE, WEIGHT, parse_config, read_layout
+from megatron_lite.checkpoint.layout import LAYOUT_FILE, WEIGHT, parse_config, read_layout
 from megatron_lite.checkpoint.match import DERIVED, MODEL_PROVIDER, free_fields
 from megatron_lite.checkpoint.reshard import moves, rectangles
 from megatron_lite.checkpoint.store import Opened
@@ -25,11 +25,11 @@ from megatron_lite.convert.grid_files import Progress, write_grid
 from megatron_lite.convert.recipe import Checkpoint, first_of, full_table, stage_tables
 from megatron_lite.data.tokenizer import tokenizer_hash
 from megatron_lite.errors import CheckpointError, ConfigError
+from megatron_lite.parallel.dtypes import PRECISION_NAMES, SAFETENSORS_DTYPES
 from megatron_lite.parallel.shard import ParamMeta, ParamTable, Shard
 
 Settings = Mapping[str, Mapping[str, Any]]
 """Section -> field -> value, as the user gave them."""
-PRECISIONS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.float64: "fp64"}
 
 
 def recognise(path: Path) -> bool:
@@ -76,7 +76,7 @@ class Stored:
         return None
 
     def kinds(self, name: str) -> dict[str, torch.dtype]:
-        return {kind: DTYPES[value.dtype] for kind, value in self.layout.tensors[name].values.items()}
+        return {kind: SAFETENSORS_DTYPES[value.dtype] for kind, value in self.layout.tensors[name].values.items()}
 
     def cut(self, name: str, kind: str, shard: Shard, rank: int, size: int) -> Tensor:
         tensor, tp = self.layout.tensors[name], self.layout.grid.tp
@@ -87,7 +87,7 @@ class Stored:
                 "(sync.mode), which one cannot stand for. Convert the common weights alone, with --weights-only"
             )
         moved = moves(tensor, value.pieces_for(shard, rank, 0, 0, tp), tp, rectangles(tensor.shape, shard, rank, size))
-        cut = torch.empty(shard.local_shape(tensor.shape, size), dtype=DTYPES[value.dtype])
+        cut = torch.empty(shard.local_shape(tensor.shape, size), dtype=SAFETENSORS_DTYPES[value.dtype])
         if (count := sum(move.target.numel for move in moved)) != cut.numel():
             raise CheckpointError(f"{self.folder}: {kind} of {name} has {count:,} of its {cut.numel():,} elements")
         for move in moved:
@@ -145,7 +145,7 @@ def write(
     `home` is where the folder will be once it is whole.
     """
     numbers, origin = WeightsOf(checkpoint), dict(checkpoint.origin)
-    precision = PRECISIONS[next(iter(checkpoint.tensors.values())).dtype]
+    precision = PRECISION_NAMES[next(iter(checkpoint.tensors.values())).dtype]
     iterations = settings.get("train", {}).get("iterations", TrainConfig().iterations)
     seq_length = min(DataConfig().seq_length, checkpoint.model.max_position_embeddings)
     fields: dict[str, dict[str, Any]] = {

@@ -32,7 +32,8 @@ from megatron_lite.launch.available import available_cores, available_memory
 from megatron_lite.optim.engine import check_engine
 from megatron_lite.parallel.collectives import barrier
 from megatron_lite.parallel.context import Group
-from megatron_lite.training.initialize import DTYPES, choose_device
+from megatron_lite.parallel.dtypes import PRECISIONS
+from megatron_lite.training.initialize import choose_device
 
 MUST_BE_EQUAL = ("torch", "megatron_lite", "deepspeed", "NCCL")  # ranks of others may not understand each other
 TILE = 256  # 16-bit numbers hold every integer up to 256, so with entries -1, 0 and 1 every partial sum is exact
@@ -234,7 +235,7 @@ def deepspeed(config: Config, device: torch.device, world: Group) -> list[Findin
 def arithmetic(config: Config, device: torch.device, world: Group) -> list[Finding]:
     """A product of two matrices on every device, in the precision of the run, against what it is exactly."""
     precision = config.train.precision
-    answers = ask(lambda: multiply(device, DTYPES[precision]), world)
+    answers = ask(lambda: multiply(device, PRECISIONS[precision]), world)
     advice = "take that host out of the run and have its memory and device tested"
     size = f"{TILE * REPEATS[device.type]}"
     fine = (

@@ -23,10 +23,11 @@ from megatron_lite.errors import ConfigError
 from megatron_lite.model.build import get_model, named_params, param_table
 from megatron_lite.parallel.collectives import all_gather, broadcast
 from megatron_lite.parallel.context import ParallelContext
+from megatron_lite.parallel.dtypes import PRECISIONS
 from megatron_lite.parallel.random import RngTracker
 from megatron_lite.pipeline.engine import PipelineEngine
 from megatron_lite.pipeline.schedules import build_schedule
-from megatron_lite.training.initialize import DTYPES, finalize_megatron, initialize_megatron
+from megatron_lite.training.initialize import finalize_megatron, initialize_megatron
 from megatron_lite.training.provider import NamedProvider, provider_name
 from megatron_lite.training.setup import ModelProvider
 from megatron_lite.training.step import message_of
@@ -132,7 +133,7 @@ def load_model(
     folder: Path, config: Config, ctx: ParallelContext, rng: RngTracker, provider: ModelProvider
 ) -> Sequence[nn.Module]:
     """This rank's chunks of the model of a checkpoint, weights only."""
-    chunks = provider(config, ctx, rng, dtype=DTYPES[config.train.precision])
+    chunks = provider(config, ctx, rng, dtype=PRECISIONS[config.train.precision])
     root, iteration = place_of(folder)
     store.load(
         root,

@@ -32,7 +32,6 @@ from megatron_lite.training.provider import check_not_loading
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # names and numbers of glibc's malloc.h
 # Fields that say where a machine keeps things, in which machines may differ.
 PLACES = ("run.dir", "data.paths", "data.tokenizer", "data.cache_dir", "checkpoint.load", "checkpoint.load_weights")
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
 
 
 def initialize_megatron(config: Config) -> tuple[ParallelContext, RngTracker]:

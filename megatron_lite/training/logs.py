@@ -21,8 +21,8 @@ from megatron_lite.config.flops import flops_per_token
 from megatron_lite.config.load import dump_config
 from megatron_lite.config.schema import Config
 from megatron_lite.parallel.context import ParallelContext
+from megatron_lite.parallel.dtypes import PRECISIONS
 from megatron_lite.training.board import Board
-from megatron_lite.training.initialize import DTYPES
 from megatron_lite.training.metrics import MetricsFile, writing
 from megatron_lite.training.state import StepReport, TrainState
 from megatron_lite.training.throughput import peak_memory_gb, peak_tflops
@@ -41,7 +41,7 @@ class RunLog:
         self._recent: dict[str, float] = defaultdict(float)
         if not self.active:
             return
-        self.peak = config.log.peak_tflops or peak_tflops(ctx.device, DTYPES[config.train.precision])
+        self.peak = config.log.peak_tflops or peak_tflops(ctx.device, PRECISIONS[config.train.precision])
         self.flops_per_token = flops_per_token(config.model, config.data.seq_length)
         self.folder, self._lock = Path(config.run.dir), lock
         with writing(self.folder):

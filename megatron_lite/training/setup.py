@@ -13,10 +13,10 @@ from megatron_lite.errors import ConfigError, TrainingError
 from megatron_lite.model.build import get_model
 from megatron_lite.optim.engine import build_data_parallel
 from megatron_lite.parallel.context import ParallelContext
+from megatron_lite.parallel.dtypes import PRECISIONS
 from megatron_lite.parallel.random import RngTracker
 from megatron_lite.pipeline.engine import PipelineEngine
 from megatron_lite.training.checkpointing import load_newest
-from megatron_lite.training.initialize import DTYPES
 from megatron_lite.training.provider import provider_name
 from megatron_lite.training.run import Run
 
@@ -36,7 +36,7 @@ def setup_model_and_optimizer(
     """
     tokenizer = build_tokenizer(config.data.tokenizer) if config.data.tokenizer else None
     config = settle_vocabulary(config, tokenizer)
-    dtype = DTYPES[config.train.precision]
+    dtype = PRECISIONS[config.train.precision]
 
     def make_model() -> Sequence[nn.Module]:
         model = model_provider(config, ctx, rng, dtype=dtype)

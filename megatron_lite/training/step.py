@@ -17,11 +17,11 @@ from megatron_lite.errors import TrainingError
 from megatron_lite.optim.lr import learning_rate
 from megatron_lite.parallel.collectives import all_reduce
 from megatron_lite.parallel.context import Group
+from megatron_lite.parallel.dtypes import PRECISIONS
 from megatron_lite.pipeline.engine import Forward
 from megatron_lite.pipeline.p2p import Message
 from megatron_lite.pipeline.schedules import build_schedule
 from megatron_lite.training.faults import ranks_with_bad_loss, step_unless_bad
-from megatron_lite.training.initialize import DTYPES
 from megatron_lite.training.replicas import check_copies_if_debug, check_replicas_if_due
 from megatron_lite.training.run import Run
 from megatron_lite.training.state import StepReport
@@ -99,7 +99,7 @@ def message_of(config: Config, tokens: Tensor, device: torch.device) -> Message:
     batch, length = tokens.shape
     if config.parallel.sequence:
         length //= config.parallel.tensor
-    dtype = DTYPES[config.train.precision]
+    dtype = PRECISIONS[config.train.precision]
     if config.model.fp32_residual:
         dtype = torch.promote_types(dtype, torch.float32)
     return Message((length, batch, config.model.hidden_size), dtype, device)

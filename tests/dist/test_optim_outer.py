@@ -20,10 +20,11 @@ from megatron_lite.optim.outer import OuterOptimizer, fragment_of
 from megatron_lite.optim.param_groups import decay_groups
 from megatron_lite.parallel.collectives import all_gather, all_reduce_async
 from megatron_lite.parallel.context import ParallelContext, duplicate_group
+from megatron_lite.parallel.dtypes import PRECISIONS
 from megatron_lite.parallel.random import RngTracker
 from megatron_lite.training.announce import sync_line
 from megatron_lite.training.evaluate import evaluate
-from megatron_lite.training.initialize import DTYPES, finalize_megatron, initialize_megatron
+from megatron_lite.training.initialize import finalize_megatron, initialize_megatron
 from megatron_lite.training.run import Run
 from megatron_lite.training.setup import setup_model_and_optimizer
 from megatron_lite.training.state import StepReport
@@ -84,7 +85,7 @@ class Replica:
 
     def __init__(self, config: Config, ctx: ParallelContext, rng: RngTracker):
         self.config = config
-        chunks = model_with_biases(config, ctx, rng, dtype=DTYPES[config.train.precision])
+        chunks = model_with_biases(config, ctx, rng, dtype=PRECISIONS[config.train.precision])
         self.model, self.params = chunks[0], named_params(chunks)
         optim = config.optim
         groups = decay_groups(dict(self.params), param_table(chunks), optim.weight_decay)

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from megatron_lite.doctor import machine as doctor_machine
 from megatron_lite.doctor import network as doctor_network
 from megatron_lite.doctor.network import ADVICE
+from megatron_lite.parallel.dtypes import PRECISIONS
 from tests.helpers.command import make_corpus, run, tiny_yaml
 from tests.helpers.patients import A, B, Doctor, examined, failed, patched
 
@@ -128,7 +129,7 @@ def test_a_machine_that_is_not_like_the_other_is_named_with_all_that_differs(doc
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16", "fp64"])
 def test_the_product_is_exact_in_every_precision(precision):
     """Were it not, a machine that is well would be taken out of a run."""
-    dtype = doctor_machine.DTYPES[precision]
+    dtype = PRECISIONS[precision]
     seen: list[torch.Tensor] = []
 
     def remembered(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:

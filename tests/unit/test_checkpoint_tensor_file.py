@@ -14,9 +14,10 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from megatron_lite.checkpoint import tensor_file
-from megatron_lite.checkpoint.layout import CHUNK_BYTES, DTYPES, FileInfo, checksum
+from megatron_lite.checkpoint.layout import CHUNK_BYTES, FileInfo, checksum
 from megatron_lite.checkpoint.tensor_file import TensorFile, explained, sync_folder, write_tensors
 from megatron_lite.errors import CheckpointError, DamagedCheckpoint
+from megatron_lite.parallel.dtypes import SAFETENSORS_DTYPES
 from megatron_lite.parallel.waiting import current_wait
 from tests.helpers.limits import files_of_at_most
 
@@ -37,7 +38,7 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 def test_every_dtype_and_shape_comes_back_bit_for_bit(tmp_path):
     """Also through the library's own reader, so that the files open everywhere."""
-    tensors = TENSORS | {name: torch.tensor([1, 0, 1]).to(dtype) for name, dtype in DTYPES.items()}
+    tensors = TENSORS | {name: torch.tensor([1, 0, 1]).to(dtype) for name, dtype in SAFETENSORS_DTYPES.items()}
     path = tmp_path / "a.safetensors"
     info = write_tensors(path, tensors)
     ours, theirs = TensorFile(path, info).get_all(), load_file(path)
