@@ -110,16 +110,10 @@ def _providers(model: str) -> "tuple[NamedProvider, ...]":
 def check(config: "Config", world_sizes: list[int], command: str) -> None:
     """Raises one ConfigError with all that is wrong, before any rank starts: for each number of processes that the run
     may have, of which the first is the largest."""
-    from megatron_lite.config.validate import failures, raise_any
+    from megatron_lite.config.validate import failures, missing_corpora_paths, missing_vocabulary, raise_any
 
     needed = config.parallel.model_size
-    missing = []
-    if not config.data.paths:
-        missing.append(
-            "data.paths is empty; give the prefix of a .bin/.idx pair that `megatron-lite preprocess` writes"
-        )
-    if not config.data.tokenizer and not config.model.vocab_size:
-        missing.append("there is neither data.tokenizer nor model.vocab_size; give one of them")
+    missing = [*missing_corpora_paths(config), *missing_vocabulary(config)]
     if len(world_sizes) > 1 and not config.train.global_batch_size:
         missing.append(
             "train.global_batch_size is not given, so it would change with the number of machines (--nnodes), and with "

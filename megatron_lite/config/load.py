@@ -1,8 +1,8 @@
-"""From a YAML file and `section.field=value` overrides to a `Config`, or to every mistake at once.
+"""Reads a YAML file and `section.field=value` overrides into a `Config`, and reports all mistakes at once.
 
-Each mistake says where it is: `gpt.yaml:2: unknown field model.hidden_sise; did you mean model.hidden_size?`
-Values from the command line win over those of the file, and both win over `model.preset`. Nothing is guessed
-and nothing is repaired. Relative paths are kept as they are written, so they start at the current directory.
+A mistake has its place: `gpt.yaml:2: unknown field model.hidden_sise; did you mean model.hidden_size?` Values of the
+command line override those of the file, and both override `model.preset`. Nothing is guessed or repaired. Relative
+paths are kept as written, so they start at the current directory.
 """
 
 from collections.abc import Iterable, Sequence
@@ -34,7 +34,7 @@ FIELDS: dict[str, FieldInfo] = {
 
 @dataclass(frozen=True)
 class _Given:
-    """A value and where it was written."""
+    """A value and its place."""
 
     value: Any
     where: str
@@ -42,7 +42,7 @@ class _Given:
 
 
 class _Mistakes:
-    """Collects messages; raises them together, in the order of the file, the command line last."""
+    """Messages, raised together in the order of the file, with those of the command line last."""
 
     def __init__(self) -> None:
         self._messages: list[tuple[bool, int, str]] = []
@@ -56,10 +56,10 @@ class _Mistakes:
 
 
 def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> Config:
-    """The config of a file (or of the defaults alone) with overrides such as `optim.lr=3e-4` applied.
+    """The config of a file, or the default one, with overrides such as `optim.lr=3e-4`.
 
-    Raises one ConfigError that lists every unknown field, wrong type and duplicate. Rules that join fields, or
-    that need the number of processes, are checked by `validate`.
+    Raises one ConfigError that lists every unknown field, wrong type and duplicate. `validate` checks the rules that
+    join fields or need the number of processes.
     """
     mistakes = _Mistakes()
     given = _read_file(Path(path), mistakes) if path is not None else {}
@@ -72,12 +72,12 @@ def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> Confi
 
 
 def dump_config(config: Config) -> str:
-    """YAML that `load_config` reads back as the same config, with every field written out."""
+    """YAML with every field, which `load_config` reads back as the same config."""
     return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True, width=120)
 
 
 def resolved(config: Config, world_size: int) -> Config:
-    """The config with a value for every 0 that follows from other fields; it trains the same."""
+    """The same config with each 0 that follows from other fields replaced by its value."""
     model, train, optim = config.model, config.train, config.optim
     decay = optim.decay_iterations or train.iterations
     sizes = {
@@ -104,12 +104,12 @@ def _read_file(path: Path, mistakes: _Mistakes) -> dict[str, _Given]:
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
-        raise ConfigError(f"{path}: no such file (looked from {Path.cwd()}); --config wants a YAML file") from None
+        raise ConfigError(f"{path}: no such file in {Path.cwd()}; --config needs a YAML file") from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: cannot be read as a text file: {error}") from error
     root = compose(text, str(path))
     if root is None:
-        raise ConfigError(f"{path}: the file is empty; it wants sections such as model: and train:")
+        raise ConfigError(f"{path}: the file is empty; add sections such as model: and train:")
     given: dict[str, _Given] = {}
     for section, node, line in _entries(root, str(path), "the file", mistakes):
         where = f"{path}:{line}"
@@ -117,7 +117,7 @@ def _read_file(path: Path, mistakes: _Mistakes) -> dict[str, _Given]:
             mistakes.add(where, line, _unknown(section))
         elif not _is_empty(node):
             for field, value, field_line in _entries(node, str(path), section, mistakes):
-                _take(f"{section}.{field}", value, _Given(None, f"{path}:{field_line}", field_line), given, mistakes)
+                _record(f"{section}.{field}", value, _Given(None, f"{path}:{field_line}", field_line), given, mistakes)
     return given
 
 
@@ -138,8 +138,8 @@ def _entries(node: yaml.Node, path: str, what: str, mistakes: _Mistakes) -> Iter
             yield key, value_node, line
 
 
-def _take(name: str, node: yaml.Node, place: _Given, given: dict[str, _Given], mistakes: _Mistakes) -> None:
-    """Adds a field's value to `given`, or the fact that there is no such field to `mistakes`."""
+def _record(name: str, node: yaml.Node, place: _Given, given: dict[str, _Given], mistakes: _Mistakes) -> None:
+    """Adds a field's value to `given`; an unknown field becomes a mistake."""
     if name not in FIELDS:
         mistakes.add(place.where, place.line, _unknown(name))
     else:
@@ -148,26 +148,26 @@ def _take(name: str, node: yaml.Node, place: _Given, given: dict[str, _Given], m
 
 
 def _read_override(override: str, given: dict[str, _Given], mistakes: _Mistakes) -> None:
-    """Adds `section.field=value` to `given`; the value is read as YAML, and as it is where text is wanted."""
-    name, equals, written = override.partition("=")
+    """Adds `section.field=value` to `given`; the value is YAML, or plain text for a text field."""
+    name, equals, value = override.partition("=")
     if not equals:
         is_file = override.endswith((".yaml", ".yml"))
         advice = f"; a file is given as --config {override}" if is_file else ""
         mistakes.add(COMMAND_LINE, 0, f"{override!r} is not of the form section.field=value{advice}")
         return
-    if name in FIELDS and _is_text(FIELDS[name].annotation) and written[:1] not in ("'", '"'):
-        given[name] = _Given(None if written in ("", "null", "~") else written, COMMAND_LINE, 0)
+    if name in FIELDS and _is_text(FIELDS[name].annotation) and value[:1] not in ("'", '"'):
+        given[name] = _Given(None if value in ("", "null", "~") else value, COMMAND_LINE, 0)
         return
     try:
-        node = compose(written, COMMAND_LINE)
+        node = compose(value, COMMAND_LINE)
     except ConfigError as error:
         mistakes.add(COMMAND_LINE, 0, f"{override}: {str(error).removeprefix('command line:1: ')}")
         return
-    _take(name, node or yaml.ScalarNode("", ""), _Given(None, COMMAND_LINE, 0), given, mistakes)
+    _record(name, node or yaml.ScalarNode("", ""), _Given(None, COMMAND_LINE, 0), given, mistakes)
 
 
 def _check_preset(given: dict[str, _Given], mistakes: _Mistakes) -> None:
-    """Takes out a preset that does not exist, so that the other fields are checked all the same."""
+    """Removes an unknown preset, so that the other fields are checked too."""
     preset = given.get("model.preset")
     if preset is not None and isinstance(preset.value, str) and preset.value and preset.value not in PRESETS:
         near = _question(_nearest(preset.value, PRESETS))
@@ -178,7 +178,7 @@ def _check_preset(given: dict[str, _Given], mistakes: _Mistakes) -> None:
 
 
 def _build(name: str, section: type[Section], given: dict[str, _Given], mistakes: _Mistakes) -> Section | None:
-    """One section from its given fields; None when some field is wrong, which is then in `mistakes`."""
+    """One section from its given fields; None when a field is wrong, which becomes a mistake."""
     values = {}
     for key, item in given.items():
         if key.startswith(name + "."):
@@ -201,7 +201,7 @@ def _is_text(annotation: Any) -> bool:
 
 
 def _wants_text(annotation: Any) -> bool:
-    """True for text, and for lists of it."""
+    """True for text and lists of text."""
     return _is_text(get_args(annotation)[0] if get_origin(annotation) is tuple else annotation)
 
 
@@ -211,7 +211,7 @@ def _is_empty(node: yaml.Node) -> bool:
 
 
 def _wanted(info: FieldInfo, value: Any) -> str:
-    """What a field accepts, in words."""
+    """The accepted values of a field, in words."""
     if info.description:
         return info.description
     if get_origin(info.annotation) is Literal:
@@ -225,9 +225,9 @@ def _wanted(info: FieldInfo, value: Any) -> str:
 
 
 def _unknown(name: str) -> str:
-    """The message for a section or field that does not exist, with the name that was probably meant."""
+    """The message for an unknown section or field, with the most similar name."""
     section, dot, field = name.partition(".")
-    # A field's own name decides: a section in common would make any two names look alike.
+    # Only the field's name is compared: a common section would make any two names similar.
     every = {key.partition(".")[2]: key for key in FIELDS}
     if not dot and name in SECTIONS:
         return f"{name} is a section; name one of its fields, such as {name}.{_example(name)}"
@@ -248,7 +248,7 @@ def _question(name: str) -> str:
 
 
 def _nearest(word: str, words: Iterable[str]) -> str:
-    """The most similar of some words; empty when none is."""
+    """The most similar of `words`; empty when none is similar."""
     return next(iter(get_close_matches(word, list(words), n=1, cutoff=0.6)), "")
 
 
@@ -261,7 +261,7 @@ def _list(words: Iterable[str]) -> str:
 
 
 def _show(value: Any) -> str:
-    """A value as somebody would write it in YAML."""
+    """A value in YAML."""
     if isinstance(value, dict):
         return "a section"
     if isinstance(value, bool):

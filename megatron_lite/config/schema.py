@@ -1,8 +1,8 @@
 """Every setting of a run: its name, type, unit and default.
 
-Sections are frozen pydantic models, so a config never changes after it was read: what changes while
-training is `TrainState`. A check of one field is its type; every rule that joins fields is in
-`validate.py`; values that follow from others are properties here.
+Sections are frozen pydantic models: a config never changes after it was read, and `TrainState` has the values that
+change while training. The type of a field checks the field; rules that join fields are in `validate.py`; values that
+follow from others are properties here.
 """
 
 import math
@@ -29,7 +29,7 @@ def _paths(value: Any) -> Any:
 
 
 def _split(value: Any) -> Any:
-    """Also Megatron's spelling, the text `969,30,1`; what is not numbers is left for the type to refuse."""
+    """Accepts Megatron's spelling too, the text `969,30,1`; other text is left to the type."""
     if isinstance(value, str):
         try:
             return tuple(float(part) for part in value.split(","))
@@ -43,7 +43,7 @@ def _tuple(value: Any) -> Any:
     return tuple(value) if isinstance(value, list) else value
 
 
-# A file system takes a newline in a name, but a job script ends a line there; NUL nothing takes.
+# A file name may hold a newline, which would end a line of a job script; nothing accepts NUL.
 PRINTABLE = r"^[^\x00-\x1f\x7f-\x9f]*$"
 Paths = Annotated[
     tuple[Annotated[str, Field(pattern=PRINTABLE)], ...],
@@ -84,32 +84,32 @@ VOCAB_PADDING = 128
 
 
 class Section(BaseModel):
-    """One block of the YAML file: frozen, and strict about names and types."""
+    """One section of the YAML file: frozen, and strict about names and types."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=())
 
 
 class RunConfig(Section):
-    """Where a run lives and what its random numbers start from."""
+    """The folder of a run, its random seed and its device."""
 
-    dir: Folder = "runs/default"  # metrics.jsonl, config.yaml, tensorboard/ and checkpoints/ go here
+    dir: Folder = "runs/default"  # holds metrics.jsonl, config.yaml, tensorboard/ and checkpoints/
     seed: Seed = 1234
-    device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: GPUs where torch sees them
+    device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: GPUs if torch sees any
 
     @property
     def exit_code_file(self) -> str:
-        """Where the command line leaves that a run was stopped early."""
+        """The file for exit code 75 of a run that was stopped early under torchrun."""
         return f"{self.dir}/exit_code"
 
 
 class ModelConfig(Section):
     """Sizes and kinds of the transformer; GPT, CodeGeeX and Llama are values of these fields.
 
-    0 means "follows from the other fields" where the comment says from which; the properties give the value.
+    A 0 means "follows from other fields" where the comment names them; the properties give the value.
     """
 
-    preset: str = ""  # a name from presets.py; its values hold for every field that is not given
-    num_layers: PositiveInt = 12  # the top-query block is not counted
+    preset: str = ""  # a name from presets.py, with values for all fields that are not given
+    num_layers: PositiveInt = 12  # without the top-query block
     hidden_size: PositiveInt = 768
     num_heads: PositiveInt = 12
     num_query_groups: NonNegativeInt = 0  # key/value heads; 0: one for each query head
@@ -166,20 +166,20 @@ class ModelConfig(Section):
 
 
 class ParallelConfig(Section):
-    """How the model and the batch are spread over ranks; the data-parallel size is what remains."""
+    """How model and batch are split over ranks; the data-parallel size is the number of ranks / `model_size`."""
 
     tensor: PositiveInt = 1
     pipeline: PositiveInt = 1
-    virtual_pipeline: PositiveInt = 1  # model chunks on each pipeline rank; schedule: interleaved runs several
-    # balanced counts embedding and head as a layer; a list has the layers of each stage, in order
+    virtual_pipeline: PositiveInt = 1  # model chunks per pipeline rank; above 1 needs schedule: interleaved
+    # balanced counts embedding and head as one layer each; a list gives the number of layers of each stage
     pipeline_layout: StageLayers = "even"
     context: PositiveInt = 1
-    sequence: bool = False  # what lies between tensor-parallel regions (norms, dropout, residual) on s/tp; same result
+    sequence: bool = False  # norms, dropout and residuals on s/tp of the sequence; same result
     schedule: Literal["gpipe", "1f1b", "interleaved", "zb-h1"] = "1f1b"  # order of forwards and backwards
-    # Who sums gradients over data-parallel ranks, and what each of them holds: local and torch whole replicas (local
-    # with optim.distributed a share of the optimizer), fsdp a share of everything, deepspeed what its stage says.
+    # The engine that sums gradients over data-parallel ranks. local and torch replicate everything (local with
+    # optim.distributed shards the optimizer state), fsdp shards everything, deepspeed depends on its stage.
     ddp: Literal["local", "torch", "fsdp", "deepspeed"] = "local"
-    bucket_mb: PositiveFloat = 25.0  # gradients reduced in one call, in MiB
+    bucket_mb: PositiveFloat = 25.0  # MiB of gradients that are reduced in one call
 
     @property
     def model_size(self) -> int:
@@ -187,49 +187,48 @@ class ParallelConfig(Section):
         return self.tensor * self.pipeline * self.context
 
     def data(self, world_size: int) -> int:
-        """Data-parallel size; `validate` has made sure that it divides."""
+        """The data-parallel size; `validate` checks that the division has no remainder."""
         return world_size // self.model_size
 
 
 class DataConfig(Section):
-    """What is read, and in how long pieces."""
+    """The corpora, their tokenizer and the sequence length."""
 
     paths: Paths = ()  # prefixes of .bin/.idx, or weight, prefix, weight, prefix ...
     split: Split = (969.0, 30.0, 1.0)  # train, valid, test
     tokenizer: OptionalPath = ""  # bytes | sentencepiece:FILE | gpt2:VOCAB,MERGES | hf:FILE | codegeex:FOLDER
-    # Raise where the tokenizer is not the one that wrote the corpora, or that a checkpoint was trained with.
-    tokenizer_check: bool = True
+    tokenizer_check: bool = True  # raise unless this tokenizer wrote the corpora and trained the checkpoint
     seq_length: PositiveInt = 1024
-    cache_dir: OptionalPath = ""  # index files; empty: cache/ beside the data
+    cache_dir: OptionalPath = ""  # folder of index files; empty: cache/ beside the data
     eod_mask_loss: bool = False  # no loss where the input token is end-of-document
 
 
 class TrainConfig(Section):
-    """How long, in what portions and in which number format."""
+    """Length of training, batch sizes, dtype and time limits."""
 
     iterations: PositiveInt = 1000
     micro_batch_size: PositiveInt = 1
     global_batch_size: NonNegativeInt = 0  # sequences in one optimizer step; 0: micro_batch_size * data-parallel size
     ramp_up: RampUp = None  # start, increment, samples
     precision: Literal["fp32", "bf16", "fp16", "fp64"] = "fp32"
-    # What backward computes again instead of keeping it: selective attention scores, full every block, full:n the
-    # first n blocks of each pipeline stage.
+    # Activations that backward computes again: selective: attention scores; full: all blocks; full:n: the first n
+    # blocks of each pipeline stage.
     recompute: Recompute = "none"
-    offload_activations: bool = False  # between forward and backward, what blocks keep waits in the host's memory; GPUs
+    offload_activations: bool = False  # from GPU to host memory between forward and backward
     eval_interval: NonNegativeInt = 1000  # iterations; 0: only at the end
     eval_iterations: NonNegativeInt = 10  # global batches in one evaluation; 0: none
     deterministic: bool = False  # the same bits on every run
-    debug: bool = False  # checks after every step that copies of the tied embedding are equal, to the bit
-    comm_timeout: PositiveFloat = 600.0  # seconds a collective, or a message from another stage, may take
-    # Seconds in which a rank begins nothing new, after which all say where they are and end; 0: it may hang for ever.
-    # Longer than anything takes that is no failure: the first step, which compiles, or the writing of a checkpoint.
+    debug: bool = False  # check after every step that copies of the tied embedding are bitwise equal
+    comm_timeout: PositiveFloat = 600.0  # seconds that a collective or a message between stages may take
+    # Seconds without progress after which all ranks report their stacks and exit; 0: no limit. It must be longer than
+    # the first step, which compiles, and than a save.
     hang_timeout: NonNegativeFloat = 300.0
-    exit_duration: NonNegativeFloat = 0.0  # seconds from the command's start until it saves and ends with 75; 0: none
-    exit_iteration: NonNegativeInt = 0  # after this iteration it saves and ends with 75; 0: none
+    exit_duration: NonNegativeFloat = 0.0  # seconds after which the run saves and exits with 75; 0: none
+    exit_iteration: NonNegativeInt = 0  # iteration after which the run saves and exits with 75; 0: none
 
     @property
     def full_recompute_layers(self) -> float:
-        """How many blocks of a stage are recomputed whole, from its first on."""
+        """The number of fully recomputed blocks of a stage, counted from its first."""
         kind, _, count = self.recompute.partition(":")
         return (int(count) if count else math.inf) if kind == "full" else 0
 
@@ -251,9 +250,9 @@ class OptimConfig(Section):
     beta2: Probability = 0.999
     eps: PositiveFloat = 1e-8
     clip_grad: NonNegativeFloat = 1.0  # L2 over the whole model; 0 turns clipping off
-    distributed: bool = False  # ZeRO-1: each data-parallel rank holds and updates its share of masters and moments
-    # 2**16 is just above fp16's largest number (65504): a first step or two may be skipped, each skip
-    # halves the scale, and starting lower would cost thousands of steps to grow back.
+    distributed: bool = False  # ZeRO-1: each data-parallel rank holds and updates a shard of masters and moments
+    # 2**16 is just above fp16's largest number (65504): a first step or two may be skipped, each skip halves the
+    # scale, and a lower start would take thousands of steps to grow back.
     initial_loss_scale: PositiveFloat = 65536.0
     loss_scale_window: PositiveInt = 1000  # clean steps until the scale doubles
     hysteresis: PositiveInt = 2  # overflows until the scale is halved
@@ -265,77 +264,77 @@ class OptimConfig(Section):
 
 
 class DeepSpeedConfig(Section):
-    """How DeepSpeed shares the training state out, for `parallel.ddp: deepspeed`."""
+    """How DeepSpeed shards the training state, for `parallel.ddp: deepspeed`."""
 
-    zero_stage: Annotated[int, Field(ge=0, lt=4)] = 1  # shared: 1 optimizer state, 2 also gradients, 3 also weights
-    offload_optimizer: bool = False  # masters and moments in the host's memory; stages 1 to 3
+    zero_stage: Annotated[int, Field(ge=0, lt=4)] = 1  # sharded: 1 optimizer state, 2 also gradients, 3 also weights
+    offload_optimizer: bool = False  # masters and moments in host memory; stages 1 to 3
     offload_param: bool = False  # weights too; stage 3
-    # Stage 3, in elements: smaller parameters stay whole on each rank; of the others as many as this may, and one that
-    # is used again before so many others were.
-    stage3_param_persistence_threshold: NonNegativeInt = 100_000
-    stage3_max_live_parameters: NonNegativeInt = 1_000_000_000
-    stage3_max_reuse_distance: NonNegativeInt = 1_000_000_000
+    # Stage 3, in elements.
+    stage3_param_persistence_threshold: NonNegativeInt = 100_000  # smaller parameters stay unsharded
+    stage3_max_live_parameters: NonNegativeInt = 1_000_000_000  # gathered at a time
+    stage3_max_reuse_distance: NonNegativeInt = 1_000_000_000  # a parameter needed again sooner stays gathered
 
 
 class SyncConfig(Section):
-    """How often data-parallel ranks meet. Everything but every_step trades exactness for a slow network."""
+    """How often data-parallel ranks synchronize. All modes but every_step trade exactness for a slow network."""
 
-    # delayed: a step applies the gradient of `delay` steps before, and needs a lower optim.lr. local_sgd, diloco:
-    # ranks step on their own, and meet every `interval` steps, in the mean (local_sgd) or where an outer optimizer
-    # goes from there (diloco).
+    # delayed: a step applies the gradient of `delay` steps before, and needs a lower optim.lr. local_sgd, diloco: each
+    # rank applies its own gradients; every `interval` steps all continue from the mean of their weights (local_sgd) or
+    # from an outer optimizer's step towards it (diloco).
     mode: Literal["every_step", "delayed", "local_sgd", "diloco"] = "every_step"
-    delay: NonNegativeInt = 0  # steps that an all-reduce may take: of gradients (delayed), of an outer step (diloco)
+    delay: NonNegativeInt = 0  # steps that the all-reduce of gradients (delayed) or of an outer step (diloco) may take
     interval: PositiveInt = 50  # steps between two outer steps on the same weights
-    fragments: PositiveInt = 1  # parts of the model, whose outer steps are spread over the interval
-    outer_lr: PositiveFloat = 0.7  # of diloco's SGD with momentum; for short intervals about 1 - outer_momentum
+    fragments: PositiveInt = 1  # parts of the model, with outer steps spread over the interval
+    outer_lr: PositiveFloat = 0.7  # diloco's SGD; for short intervals about 1 - outer_momentum
     outer_momentum: Probability = 0.9
     outer_nesterov: bool = True
-    mix: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.5  # of its own weights, what a rank keeps at a delayed outer step
+    mix: Annotated[float, Field(ge=0.0, lt=1.0)] = (
+        0.5  # share of its own weights that a rank keeps at a delayed outer step
+    )
 
     @property
     def is_local(self) -> bool:
-        """Ranks apply their own gradients, and their weights differ between meetings."""
+        """True where ranks apply their own gradients, so that their weights differ between outer steps."""
         return self.mode in ("local_sgd", "diloco")
 
 
 class CheckpointConfig(Section):
-    """When to save, how many to keep and what to start from."""
+    """When to save, which checkpoints to keep and which one to start from."""
 
     interval: NonNegativeInt = 1000  # iterations; 0: only at the end
-    keep: NonNegativeInt = 3  # newest checkpoints that stay; 0: all
-    keep_every: NonNegativeInt = 0  # of the others, those at multiples of so many iterations stay too; 0: none
-    async_save: bool = False  # a thread copies and writes; the optimizer's next step waits for the copy
-    fallback: bool = True  # from a newest checkpoint that is damaged to the one before it; false: training stops
+    keep: NonNegativeInt = 3  # number of newest checkpoints that stay; 0: all
+    keep_every: NonNegativeInt = 0  # older checkpoints at multiples of this iteration stay too; 0: none
+    async_save: bool = False  # a thread copies and writes; the next optimizer step waits for the copy
+    fallback: bool = True  # from a damaged newest checkpoint to the one before; false: training stops
     # A run directory or one of its checkpoints, to resume from when run.dir has no checkpoint.
     load: OptionalPath = ""
-    load_weights: OptionalPath = ""  # the same, but taking only the weights: iteration 0, fresh optimizer and data
-    load_iteration: NonNegativeInt = 0  # which checkpoint of these run directories; 0: the newest
+    load_weights: OptionalPath = ""  # likewise, for its weights alone: iteration 0, fresh optimizer and data
+    load_iteration: NonNegativeInt = 0  # checkpoint of `load` or `load_weights`; 0: the newest
 
 
 class FaultsConfig(Section):
-    """What to do when numbers go bad."""
+    """What to do about bad values."""
 
-    # stop: training ends; skip: the step changes nothing; rollback: back to the newest checkpoint, but on in the data.
-    on_nan: Literal["stop", "skip", "rollback"] = "stop"  # the loss or the gradient norm is not finite
+    # stop: training ends; skip: the step changes no weight; rollback: to the newest checkpoint, with the next data.
+    on_nan: Literal["stop", "skip", "rollback"] = "stop"  # loss or gradient norm is not finite
     on_spike: Literal["stop", "skip", "rollback"] = "skip"
-    spike_factor: NonNegativeFloat = 0.0  # a loss above so many times the mean of the last 50 is a spike; 0: none is
-    # Bad iterations in a row, or rollbacks to one checkpoint; with more, training stops whatever else was asked for.
-    patience: PositiveInt = 10
+    spike_factor: NonNegativeFloat = 0.0  # loss > spike_factor * mean of the last 50 is a spike; 0: off
+    patience: PositiveInt = 10  # training stops after more bad iterations in a row, or rollbacks to one checkpoint
     check_replicas: NonNegativeInt = 0  # iterations between checks that data-parallel replicas are equal; 0: none
 
 
 class LogConfig(Section):
-    """What is printed and recorded."""
+    """Printed lines, files and measurements."""
 
-    interval: PositiveInt = 10  # iterations between printed lines; metrics.jsonl gets every one
+    interval: PositiveInt = 10  # iterations between printed lines; metrics.jsonl has every iteration
     megatron_line: bool = False  # exactly Megatron-LM's fields, for its parsers
     tensorboard: bool = True
-    trace: bool = False  # record the timeline of one iteration on every rank: run.dir/trace.json, for Perfetto
-    peak_tflops: NonNegativeFloat = 0.0  # of one device, for MFU; 0: known by device name, or measured on CPU
+    trace: bool = False  # write the timeline of one iteration to run.dir/trace.json, for Perfetto
+    peak_tflops: NonNegativeFloat = 0.0  # of one device, for MFU; 0: from a table of device names, or measured on CPU
 
 
 class Config(Section):
-    """A whole run. `Config()` is a 125M-parameter GPT that still needs data."""
+    """All settings of a run. `Config()` is a 125M-parameter GPT without data."""
 
     run: RunConfig = RunConfig()
     model: ModelConfig = ModelConfig()

@@ -1,20 +1,20 @@
 """All rules that a config must satisfy and that join several fields.
 
-Each rule is a condition and the message for when it does not hold. Every rule is checked, all failures are
-reported in one ConfigError, and nothing is repaired.
+A rule is a condition and its error message. All rules are checked, all failures are reported in one ConfigError, and
+nothing is repaired.
 """
 
 import math
 from collections.abc import Iterable
 
 from megatron_lite.config.engines import Rule, engine_rules
-from megatron_lite.config.schema import CheckpointConfig, Config, ModelConfig
+from megatron_lite.config.schema import Config, ModelConfig
 from megatron_lite.config.stages import layer_counts, num_stages
 from megatron_lite.errors import ConfigError
 
 
 def validate(config: Config, world_size: int) -> None:
-    """Raises one ConfigError that lists everything that is wrong for this number of processes."""
+    """Raises one ConfigError that lists all failures for this number of processes."""
     raise_any(failures(config, world_size))
 
 
@@ -30,29 +30,43 @@ def failures(config: Config, world_size: int) -> list[str]:
         *_data_rules(config),
         *_optim_rules(config),
         *_fault_rules(config),
-        *_checkpoint_rules(config.checkpoint),
+        *_checkpoint_rules(config),
+        *_recompute_rules(config),
         *engine_rules(config),
     ]
     return [message for holds, message in rules if not holds]
 
 
 def raise_any(messages: list[str]) -> None:
-    """One error for all messages; none for none."""
+    """Raises one ConfigError with all messages, if there are any."""
     if messages:
         raise ConfigError("\n".join(messages))
 
 
 def with_vocab_size(config: Config, tokenizer_size: int) -> Config:
-    """The config with the vocabulary of its tokenizer, where it does not give a larger one itself."""
+    """The config with the vocabulary size of its tokenizer, unless it gives a larger one."""
     given = config.model.vocab_size
     if given and given < tokenizer_size:
         raise ConfigError(
-            f"model.vocab_size is {given}, but data.tokenizer ({config.data.tokenizer}) has {tokenizer_size} tokens; "
-            f"use at least {tokenizer_size}, or 0 to take it from the tokenizer"
+            f"model.vocab_size is {given}, less than the {tokenizer_size} tokens of data.tokenizer "
+            f"({config.data.tokenizer}); use at least {tokenizer_size}, or 0 for the tokenizer's size"
         )
     model = config.model.model_copy(update={"vocab_size": given or tokenizer_size})
     raise_any([message for holds, message in _vocabulary_rules(model, config.parallel.tensor) if not holds])
     return config.model_copy(update={"model": model})
+
+
+def missing_vocabulary(config: Config) -> list[str]:
+    """The message for a config without a vocabulary size; none where the size is given or a tokenizer has it."""
+    if config.model.vocab_size or config.data.tokenizer:
+        return []
+    return ["data.tokenizer and model.vocab_size are both missing; give one of them"]
+
+
+def missing_corpora_paths(config: Config) -> list[str]:
+    """The message for a config without data."""
+    wanted = "give the prefix of a .bin/.idx pair that `megatron-lite preprocess` writes"
+    return [] if config.data.paths else [f"data.paths is empty; {wanted}"]
 
 
 def divisors(number: int) -> list[int]:
@@ -62,9 +76,9 @@ def divisors(number: int) -> list[int]:
 
 
 def _a_divisor(number: int) -> str:
-    """What to use instead of a number that does not divide this one."""
-    # Messages are made for rules that hold too, so no typing error may keep this busy.
-    return f"one of {divisors(number)}" if number < 1 << 32 else "a number that does"
+    """The values to use instead of one that does not divide `number`."""
+    # Messages are formatted for rules that hold too, so a huge number must not take long.
+    return f"one of {divisors(number)}" if number < 1 << 32 else "a divisor"
 
 
 def _layout_rules(config: Config, world_size: int) -> Iterable[Rule]:
@@ -73,12 +87,12 @@ def _layout_rules(config: Config, world_size: int) -> Iterable[Rule]:
         world_size % size == 0,
         f"parallel.tensor * parallel.pipeline * parallel.context is {size} "
         f"({parallel.tensor} * {parallel.pipeline} * {parallel.context}), which does not divide the number of "
-        f"processes ({world_size}); start {size}, or a multiple of it, with --nproc-per-node; a script starts with "
-        f"megatron-lite run --nproc-per-node {size} SCRIPT, or with torchrun",
+        f"processes ({world_size}); start {size}, or a multiple, with --nproc-per-node (a script: megatron-lite run "
+        f"--nproc-per-node {size} SCRIPT, or torchrun)",
     )
     yield (
         parallel.context == 1,
-        f"parallel.context is {parallel.context}: context parallelism is not available in this version; use 1",
+        f"parallel.context is {parallel.context}, and this version has no context parallelism; use 1",
     )
 
 
@@ -87,17 +101,16 @@ def _pipeline_rules(config: Config) -> Iterable[Rule]:
     pipeline, virtual, schedule = parallel.pipeline, parallel.virtual_pipeline, parallel.schedule
     yield (
         schedule == "interleaved" or virtual == 1,
-        f"parallel.virtual_pipeline is {virtual}, which only parallel.schedule: interleaved can run; "
-        f"with {schedule} use 1",
+        f"parallel.virtual_pipeline is {virtual}, which needs parallel.schedule: interleaved; with {schedule} use 1",
     )
     yield (
         schedule != "interleaved" or virtual > 1,
-        "parallel.schedule is interleaved, which needs several model chunks on each rank; set "
-        "parallel.virtual_pipeline to 2 or more, or use 1f1b",
+        "parallel.schedule is interleaved, which needs several chunks per rank; set parallel.virtual_pipeline to 2 or "
+        "more, or use 1f1b",
     )
     yield (
         virtual == 1 or pipeline > 1,
-        f"parallel.virtual_pipeline is {virtual}, but there is nothing to interleave at parallel.pipeline 1; use 1",
+        f"parallel.virtual_pipeline is {virtual} with parallel.pipeline 1, which has nothing to interleave; use 1",
     )
     counts, stages = layer_counts(config.model, parallel), num_stages(parallel)
     layout = parallel.pipeline_layout if isinstance(parallel.pipeline_layout, str) else counts
@@ -111,13 +124,13 @@ def _pipeline_rules(config: Config) -> Iterable[Rule]:
     )
     yield (
         min(counts) >= 0,
-        f"parallel.pipeline_layout is {layout}: with what the first and the last stage hold counted as layers too, "
-        f"{layers} are too few for the stages of {fits}; use fewer stages or another layout",
+        f"parallel.pipeline_layout is {layout}: embedding and head count as layers, and {layers} layers are too few "
+        f"for the stages of {fits}; use fewer stages or another layout",
     )
     yield (
         min(counts) < 0 or all(counts[1:-1]),
-        f"parallel.pipeline_layout is {layout}: the stages of {fits} get {counts} of {layers} layers; every stage "
-        "between the first and the last needs one; use fewer stages or another layout",
+        f"parallel.pipeline_layout is {layout}: the stages of {fits} get {counts} of {layers} layers, and every middle "
+        "stage needs one; use fewer stages or another layout",
     )
 
 
@@ -134,11 +147,11 @@ def _model_rules(model: ModelConfig) -> Iterable[Rule]:
     )
     yield (
         model.position != "rotary" or model.head_size % 2 == 0,
-        f"the head size is {model.head_size}, but model.position: rotary turns pairs of numbers; use an even one",
+        f"the head size (model.head_dim) is {model.head_size}; rotary embeddings need an even head size",
     )
     yield (
         not model.top_query_layer or model.position == "learned",
-        "model.top_query_layer has learned positions as its queries, but model.position is rotary; use learned",
+        "model.top_query_layer needs model.position: learned, whose positions are its queries; it is rotary",
     )
 
 
@@ -161,8 +174,8 @@ def _tensor_parallel_rules(config: Config) -> Iterable[Rule]:
     )
     yield (
         not config.parallel.sequence or config.data.seq_length % tensor == 0,
-        f"parallel.sequence splits data.seq_length ({config.data.seq_length}) over parallel.tensor ({tensor}) ranks; "
-        f"use a multiple of {tensor}",
+        f"data.seq_length is {config.data.seq_length}, which parallel.sequence splits over parallel.tensor ({tensor}) "
+        f"ranks; use a multiple of {tensor}",
     )
 
 
@@ -186,7 +199,7 @@ def _vocabulary_rules(model: ModelConfig, tensor: int) -> Iterable[Rule]:
 def _batch_rules(config: Config, world_size: int) -> Iterable[Rule]:
     train = config.train
     if world_size % config.parallel.model_size:
-        return  # reported; there is no data-parallel size to check against
+        return  # already reported; the data-parallel size is unknown
     data_parallel = config.parallel.data(world_size)
     portion, full = train.micro_batch_size * data_parallel, train.global_batch(data_parallel)
     factors = f"train.micro_batch_size * data-parallel size ({train.micro_batch_size} * {data_parallel} = {portion})"
@@ -196,21 +209,21 @@ def _batch_rules(config: Config, world_size: int) -> Iterable[Rule]:
         f"use for example {-(-full // portion) * portion}",
     )
     pipeline = config.parallel.pipeline
-    round_robin = portion * pipeline  # what the interleaved schedule deals out at a time
+    group = portion * pipeline
     needs = (
-        f"parallel.schedule: interleaved takes micro-batches in groups of parallel.pipeline ({pipeline}), so a global "
-        f"batch must be a multiple of {factors} * {pipeline} = {round_robin}"
+        f"parallel.schedule: interleaved runs micro-batches in groups of parallel.pipeline ({pipeline}), so the global "
+        f"batch must be a multiple of {factors} * {pipeline} = {group}"
     )
     interleaved = config.parallel.schedule == "interleaved"
     yield (
-        not interleaved or full % portion != 0 or full % round_robin == 0,
-        f"train.global_batch_size is {full}; {needs}; use for example {-(-full // round_robin) * round_robin}",
+        not interleaved or full % portion != 0 or full % group == 0,
+        f"train.global_batch_size is {full}; {needs}; use for example {-(-full // group) * group}",
     )
     if train.ramp_up is not None:
         start, increment, _ = train.ramp_up
         yield (
-            not interleaved or (start % round_robin == 0 and increment % round_robin == 0),
-            f"train.ramp_up has start {start} and increment {increment}; {needs}, and so must both of them",
+            not interleaved or (start % group == 0 and increment % group == 0),
+            f"train.ramp_up has start {start} and increment {increment}; {needs}, and both of them too",
         )
         yield (
             start <= full and (full - start) % increment == 0,
@@ -228,12 +241,12 @@ def _data_rules(config: Config) -> Iterable[Rule]:
     yield (
         data.seq_length <= model.max_position_embeddings,
         f"data.seq_length is {data.seq_length}, more than model.max_position_embeddings "
-        f"({model.max_position_embeddings}); lower the one or raise the other",
+        f"({model.max_position_embeddings}); lower it, or raise model.max_position_embeddings",
     )
-    yield sum(data.split) > 0, "data.split has only zeros; give at least the first part a share, such as 969,30,1"
+    yield sum(data.split) > 0, "data.split has only zeros; use for example 969,30,1"
     yield (
         not data.eod_mask_loss or bool(data.tokenizer),
-        "data.eod_mask_loss needs data.tokenizer, which knows the end-of-document token",
+        "data.eod_mask_loss needs the end-of-document token of data.tokenizer; give data.tokenizer",
     )
 
 
@@ -258,52 +271,76 @@ def _optim_rules(config: Config) -> Iterable[Rule]:
     )
     yield (
         not config.model.fp32_residual or train.precision in ("bf16", "fp16"),
-        f"model.fp32_residual is for train.precision bf16 or fp16; with {train.precision} leave it out",
+        f"model.fp32_residual needs train.precision bf16 or fp16; with {train.precision} leave it out",
     )
 
 
-def _checkpoint_rules(checkpoint: CheckpointConfig) -> Iterable[Rule]:
+def _checkpoint_rules(config: Config) -> Iterable[Rule]:
+    checkpoint = config.checkpoint
     yield (
         not checkpoint.load_iteration or bool(checkpoint.load or checkpoint.load_weights),
-        f"checkpoint.load_iteration is {checkpoint.load_iteration}, but there is no checkpoint.load or "
-        "checkpoint.load_weights; give the run.dir that has this iteration, and another run.dir for the new run",
+        f"checkpoint.load_iteration is {checkpoint.load_iteration} without checkpoint.load or checkpoint.load_weights; "
+        "give the run.dir that has this iteration, and another run.dir for the new run",
+    )
+    yield (
+        not (checkpoint.load and checkpoint.load_weights),
+        f"checkpoint.load ({checkpoint.load}) and checkpoint.load_weights ({checkpoint.load_weights}) are both given; "
+        "keep the first to resume a run, or the second to start from its weights",
+    )
+
+
+def _recompute_rules(config: Config) -> Iterable[Rule]:
+    train, counts = config.train, layer_counts(config.model, config.parallel)
+    most = max([*counts, counts[-1] + config.model.top_query_layer]) if counts else 0
+    yield (
+        train.recompute == "full" or train.full_recompute_layers <= most or most == 0,
+        f"train.recompute is {train.recompute}, but no pipeline stage has more than {most} layers; use full",
+    )
+    yield (
+        not train.offload_activations or train.recompute != "full",
+        "train.offload_activations has nothing to move with train.recompute: full; use none, selective or full:n, or "
+        "leave train.offload_activations false",
+    )
+    yield (
+        not train.offload_activations or config.run.device != "cpu",
+        "train.offload_activations moves activations from a GPU to the host, but run.device is cpu; leave it false",
     )
 
 
 def _fault_rules(config: Config) -> Iterable[Rule]:
-    faults, mode, ddp = config.faults, config.sync.mode, config.parallel.ddp
-    every_step = mode == "every_step"
-    other = [f"faults.on_nan: {faults.on_nan}"] * (faults.on_nan != "stop")
-    other += [f"faults.spike_factor: {faults.spike_factor:g}"] * (faults.spike_factor > 0)
+    faults, mode, ddp, train = config.faults, config.sync.mode, config.parallel.ddp, config.train
+    needs_every_step = {
+        f"faults.on_nan: {faults.on_nan}": faults.on_nan != "stop",
+        f"faults.spike_factor: {faults.spike_factor:g}": faults.spike_factor > 0,
+    }
+    given = " and ".join(setting for setting, is_given in needs_every_step.items() if is_given)
     yield (
-        every_step or not other,
-        f"{' and '.join(other)} need sync.mode: every_step; with {mode} a bad gradient is on its way to other steps "
-        "when it is seen: use faults.on_nan: stop and faults.spike_factor: 0",
+        mode == "every_step" or not given,
+        f"{given} with sync.mode {mode}, where a bad gradient is seen too late to drop it; use faults.on_nan: stop and "
+        "faults.spike_factor: 0",
     )
     yield (
         ddp != "deepspeed" or not faults.spike_factor,
-        f"faults.spike_factor is {faults.spike_factor:g}, but DeepSpeed keeps the gradients of a step that is not "
-        "taken; use 0, or another parallel.ddp",
+        f"faults.spike_factor is {faults.spike_factor:g}, but DeepSpeed cannot drop gradients; use 0, or another "
+        "parallel.ddp",
     )
     yield (
         faults.spike_factor == 0 or faults.spike_factor > 1,
-        f"faults.spike_factor is {faults.spike_factor:g}, so that an ordinary loss would be a spike; use a number "
-        "above 1, such as 3, or 0 for none",
+        f"faults.spike_factor is {faults.spike_factor:g}, which makes an ordinary loss a spike; use a number above 1, "
+        "such as 3, or 0 for none",
     )
-    is_cut = ddp == "fsdp" or (ddp == "deepspeed" and config.deepspeed.zero_stage == 3)
+    is_sharded = ddp == "fsdp" or (ddp == "deepspeed" and config.deepspeed.zero_stage == 3)
     yield (
-        not faults.check_replicas or not is_cut,
-        f"faults.check_replicas is {faults.check_replicas}, but under parallel.ddp: {ddp} each rank holds another part "
-        "of the weights, so there are no replicas to compare; use 0",
+        not faults.check_replicas or not is_sharded,
+        f"faults.check_replicas is {faults.check_replicas}, but parallel.ddp: {ddp} shards the weights, so there are "
+        "no replicas; use 0",
     )
     yield (
         not faults.check_replicas or not config.sync.is_local,
-        f"faults.check_replicas is {faults.check_replicas}, but with sync.mode: {mode} replicas differ between "
-        "meetings; use 0",
+        f"faults.check_replicas is {faults.check_replicas}, but replicas differ with sync.mode: {mode}; use 0",
     )
-    train = config.train
     yield (
         not train.hang_timeout or train.hang_timeout >= 1,
-        f"train.hang_timeout is {train.hang_timeout:g} seconds, less than an ordinary iteration may take; use at least "
-        "1, or 0 to wait for ever",
+        f"train.hang_timeout is {train.hang_timeout:g} seconds, less than an iteration may take; use at least 1, or 0 "
+        "for no limit",
     )

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from megatron_lite.checkpoint.lock import locked
 from megatron_lite.config.schema import Config
+from megatron_lite.config.validate import missing_corpora_paths, raise_any
 from megatron_lite.data.blended import Splits, check_order_is_kept
 from megatron_lite.errors import ConfigError, NoCheckpoint
 from megatron_lite.model.build import get_model
@@ -96,8 +97,7 @@ def build_splits(run: Run) -> Splits:
     world: an error of one rank is raised on every rank.
     """
     config, state = run.config, run.state
-    if not config.data.paths:
-        raise ConfigError("data.paths is empty; give the prefix of a .bin/.idx pair that `preprocess` has written")
+    raise_any(missing_corpora_paths(config))
     wanted = wanted_samples(config.train, run.ctx.dp.size)
 
     def build() -> Splits:

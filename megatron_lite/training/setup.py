@@ -1,4 +1,4 @@
-"""The parts of a run, made in Megatron's order: model, gradient reduction, optimizer, then the newest checkpoint."""
+"""The parts of a run, built in Megatron's order: model, gradient reduction, optimizer, then the newest checkpoint."""
 
 from collections.abc import Callable, Sequence
 
@@ -7,9 +7,9 @@ from torch import nn
 from megatron_lite.checkpoint.match import MODEL_PROVIDER
 from megatron_lite.checkpoint.saver import Saver
 from megatron_lite.config.schema import Config
-from megatron_lite.config.validate import with_vocab_size
+from megatron_lite.config.validate import missing_vocabulary, raise_any, with_vocab_size
 from megatron_lite.data.tokenizer import Tokenizer, build_tokenizer, tokenizer_hash
-from megatron_lite.errors import ConfigError, TrainingError
+from megatron_lite.errors import TrainingError
 from megatron_lite.model.build import get_model
 from megatron_lite.optim.engine import build_data_parallel
 from megatron_lite.parallel.context import ParallelContext
@@ -26,13 +26,12 @@ ModelProvider = Callable[..., Sequence[nn.Module]]
 def setup_model_and_optimizer(
     config: Config, ctx: ParallelContext, rng: RngTracker, model_provider: ModelProvider = get_model
 ) -> Run:
-    """A run at its start, or where its newest checkpoint left it; its config has the size of the vocabulary.
+    """A new run, or one resumed from its newest checkpoint; its config has the size of the vocabulary.
 
-    `model_provider` is called like `get_model` and returns this rank's chunks. The chunk of the first stage is called
-    with `(tokens [b, s], labels [b, s])`, others also get the stage before's hidden state, `[s, b, h]`, which is
-    `[s/tp, b, h]` under sequence parallelism. The last stage returns the loss of every token, `[s, b]`, the others
-    their hidden state.
-    Collective over the world.
+    `model_provider` is called like `get_model` and returns this rank's chunks. A chunk is called with `(tokens [b, s],
+    labels [b, s])`, and after the first stage also with the previous stage's hidden state, `[s, b, h]`, or `[s/tp, b,
+    h]` under sequence parallelism. The last stage returns the loss of every token, `[s, b]`, the others their hidden
+    state. Collective over the world.
     """
     tokenizer = build_tokenizer(config.data.tokenizer) if config.data.tokenizer else None
     config = settle_vocabulary(config, tokenizer)
@@ -60,30 +59,26 @@ def setup_model_and_optimizer(
 
 
 def settle_vocabulary(config: Config, tokenizer: Tokenizer | None) -> Config:
-    """The config with a vocabulary size: its own, or the tokenizer's."""
-    if tokenizer is not None:
-        return with_vocab_size(config, tokenizer.vocab_size)
-    if config.model.vocab_size:
-        return config
-    raise ConfigError("model.vocab_size is not given and there is no data.tokenizer to take it from; give one of them")
+    """The config with a vocabulary size. Raises ConfigError where neither config nor tokenizer has one."""
+    raise_any(missing_vocabulary(config))
+    return config if tokenizer is None else with_vocab_size(config, tokenizer.vocab_size)
 
 
 def check_num_chunks(model: Sequence[nn.Module], config: Config) -> None:
-    """Raises TrainingError for a model with more or fewer stages than the config has."""
+    """Raises TrainingError for a model with more or fewer chunks than the config has."""
     if len(model) != config.parallel.virtual_pipeline:
         raise TrainingError(
-            f"the model provider returned {len(model)} chunks; parallel.virtual_pipeline is "
-            f"{config.parallel.virtual_pipeline}, so it must return as many: those of stages pp.rank, pp.rank + "
-            "pp.size, and so on"
+            f"the model provider returned {len(model)} chunks, and parallel.virtual_pipeline is "
+            f"{config.parallel.virtual_pipeline}; return that many, for stages pp.rank, pp.rank + pp.size, and so on"
         )
 
 
 def check_buffers(model: Sequence[nn.Module]) -> None:
-    """Raises TrainingError for state that a checkpoint would not hold, so that a resumed run would differ."""
+    """Raises TrainingError for state that checkpoints would lack, so that a resumed run would differ."""
     for chunk in model:
         parameters = {name for name, _ in chunk.named_parameters(remove_duplicate=False)}
         if extra := sorted(set(chunk.state_dict()) - parameters):
             raise TrainingError(
-                f"the model has buffers that are saved nowhere: {', '.join(extra[:3])}; register them with "
+                f"the model has buffers, which checkpoints do not hold: {', '.join(extra[:3])}; register them with "
                 "persistent=False if they follow from the config, or make them parameters"
             )

@@ -13,10 +13,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.e2e.test_kill import wait_for
-from tests.e2e.test_resume import rows
-from tests.helpers.command import environment, make_corpus, run, run_here, start, tiny_yaml
+from tests.helpers.command import environment, make_corpus, run, run_here, start, tiny_yaml, wait_for
 from tests.helpers.limits import PATIENCE
+from tests.helpers.runs import rows
 
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone")
 
@@ -182,7 +181,7 @@ MISTAKES = {
     "too few documents": (["data.split=[1,100000,1]"], 1, "the train split has 0 of"),
     "a vocabulary too small": (["model.vocab_size=100"], 2, "model.vocab_size"),
     "no data": (["data.paths=[]"], 2, "data.paths is empty; give the prefix"),
-    "no vocabulary": (["data.tokenizer="], 2, "there is neither data.tokenizer nor model.vocab_size"),
+    "no vocabulary": (["data.tokenizer="], 2, "data.tokenizer and model.vocab_size are both missing"),
 }
 
 

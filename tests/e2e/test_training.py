@@ -25,7 +25,7 @@ from megatron_lite.training.pretrain import pretrain
 from megatron_lite.training.setup import setup_model_and_optimizer
 from megatron_lite.training.signals import StopRequest
 from megatron_lite.training.step import train_step
-from tests.e2e.test_resume import Counting, counting_splits, rows
+from tests.helpers.runs import CountingDataset, counting_splits, rows
 from tests.helpers.tiny import MODELS, portion, tiny_config, train_tiny
 
 
@@ -114,7 +114,7 @@ def test_every_model_learns_a_batch_by_heart(ranks, model):
 def evaluation_twice() -> list[float]:
     run = run_of("codegeex", model__hidden_dropout=0.1, train__eval_iterations=2, train__micro_batch_size=4)
     before = {name: state.clone() for name, state in run.rng.state_dict().items()}
-    data = Counting(100, run.config.data.seq_length, run.config.model.vocab_size)
+    data = CountingDataset(100, run.config.data.seq_length, run.config.model.vocab_size)
     found = [evaluate(run, data, -1) for _ in range(2)]
     assert all(torch.equal(before[name], state) for name, state in run.rng.state_dict().items())
     assert run.model[0].training
@@ -284,7 +284,10 @@ def with_a_buffer() -> None:
     ("mistake", "words"),
     [
         (undescribed, r"parameter mix\.weight, shape \[32, 32\], was not described; wrap it when it is made"),
-        (with_a_buffer, "the model has buffers that are saved nowhere: steps; register them with persistent=False"),
+        (
+            with_a_buffer,
+            "the model has buffers, which checkpoints do not hold: steps; register them with persistent=False",
+        ),
     ],
 )
 def test_a_model_that_could_not_be_saved_or_cut_is_refused(ranks, mistake, words):
@@ -384,7 +387,7 @@ def test_a_signal_to_one_rank_stops_all(ranks):
 def evaluation_with_ends(masked: bool) -> float:
     run = run_of("gpt", train__eval_iterations=1, train__micro_batch_size=4, data__eod_mask_loss=str(masked).lower(),
                  model__vocab_size=257, data__tokenizer="bytes")  # fmt: skip
-    data = Counting(20, run.config.data.seq_length, 8)  # ids below 8, so that id 3 is frequent
+    data = CountingDataset(20, run.config.data.seq_length, 8)  # ids below 8, so that id 3 is frequent
     loss = evaluate(run, data, 3)
     finalize_megatron()
     return loss

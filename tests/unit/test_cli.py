@@ -276,7 +276,7 @@ def test_missing_data_is_told_with_all_else():
     assert messages_of([1], "data.paths=[]", "data.tokenizer=", "optim.lr=1e-4", "optim.min_lr=1") == [
         "optim.min_lr is 1, more than optim.lr (0.0001)",
         "data.paths is empty; give the prefix of a .bin/.idx pair that `megatron-lite preprocess` writes",
-        "there is neither data.tokenizer nor model.vocab_size; give one of them",
+        "data.tokenizer and model.vocab_size are both missing; give one of them",
     ]
 
 

@@ -138,7 +138,7 @@ def test_a_wrong_override_says_what_is_wrong(override, message):
 @pytest.mark.parametrize(
     "text, message",
     [
-        ("", "gpt.yaml: the file is empty; it wants sections such as model: and train:"),
+        ("", "gpt.yaml: the file is empty; add sections such as model: and train:"),
         ("# only a comment\n", "gpt.yaml: the file is empty;"),
         ("model\n", "gpt.yaml:1: the file must hold sections such as `model:`"),
         ("model: 5\n", "gpt.yaml:1: model must hold indented fields such as `preset`"),
@@ -163,7 +163,7 @@ def test_a_file_that_is_no_config_says_so(tmp_path, text, message):
 def test_a_file_that_cannot_be_read_says_so(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert mistakes(Path("no.yaml")) == [
-        f"no.yaml: no such file (looked from {tmp_path}); --config wants a YAML file",
+        f"no.yaml: no such file in {tmp_path}; --config needs a YAML file",
     ]
     assert mistakes(tmp_path)[0].endswith(f"Is a directory: '{tmp_path.name}'")
     (tmp_path / "latin.yaml").write_bytes(b"run:\n  dir: caf\xe9\n")
