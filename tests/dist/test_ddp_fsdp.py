@@ -24,7 +24,7 @@ from megatron_lite.training.initialize import finalize_megatron, initialize_mega
 from megatron_lite.training.run import Run
 from megatron_lite.training.setup import setup_model_and_optimizer
 from megatron_lite.training.step import forward_backward, train_step
-from tests.e2e.test_resume import Counting, rows, run_to_the_end, tensor_files
+from tests.helpers.runs import CountingDataset, rows, run_to_the_end, tensor_files
 from tests.helpers.tiny import gather, model_with_biases, portion, tiny_config, train_tiny
 
 
@@ -219,7 +219,7 @@ def states_of_a_run() -> dict[str, Any]:
         "whole": [],
         "count": sum(parameter.numel() for parameter in run.params.values()),
     }
-    data = Counting(40, run.config.data.seq_length, run.config.model.vocab_size)
+    data = CountingDataset(40, run.config.data.seq_length, run.config.model.vocab_size)
 
     def note() -> None:
         assert dict(model.named_parameters()).keys() == run.table.keys()

@@ -29,7 +29,7 @@ from megatron_lite.training.run import Run
 from megatron_lite.training.setup import setup_model_and_optimizer
 from megatron_lite.training.state import StepReport
 from megatron_lite.training.step import train_step
-from tests.e2e.test_resume import Counting, run_to_the_end
+from tests.helpers.runs import CountingDataset, run_to_the_end
 from tests.helpers.tiny import gather, model_with_biases, portion, sample, tiny_config
 
 # AdamW without moments and with an eps beside which the gradient vanishes is SGD with rate lr / eps.
@@ -304,7 +304,7 @@ def test_a_rank_learns_of_the_others_as_late_as_announced(ranks, interval, fragm
 def evaluations(**changes: Any) -> None:
     """Before the first meeting the common model is the one at the start."""
     run = set_up(config_of(sync__mode="local_sgd", sync__interval=4, **changes))
-    data = Counting(100, run.config.data.seq_length, run.config.model.vocab_size)
+    data = CountingDataset(100, run.config.data.seq_length, run.config.model.vocab_size)
     at_start = evaluate(run, data, eod=-1)
     for _ in range(3):
         train_step(run, portion(run))
@@ -378,7 +378,7 @@ def learn(**changes: Any) -> float:
     return loss
 
 
-class Unseen(Counting):
+class Unseen(CountingDataset):
     def __getitem__(self, number: int) -> np.ndarray:
         return super().__getitem__(number + 10**6)
 

@@ -22,8 +22,8 @@ from megatron_lite.training.setup import setup_model_and_optimizer
 from megatron_lite.training.start import checkpoints_of
 from megatron_lite.training.state import ENOUGH_LOSSES, StepReport, TrainState
 from megatron_lite.training.step import advance, sum_over_pipeline, train_step
-from tests.e2e.test_damage import flip_a_bit
-from tests.e2e.test_resume import rows, run_to_the_end, tensor_files
+from tests.helpers.checkpoints import flip_a_bit
+from tests.helpers.runs import rows, run_to_the_end, tensor_files
 from tests.helpers.tiny import gather, model_with_biases, portion, tiny_config
 
 ENGINES = {

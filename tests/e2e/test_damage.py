@@ -12,7 +12,8 @@ import torch.distributed as dist
 from megatron_lite.checkpoint.tensor_file import TensorFile
 from megatron_lite.errors import CheckpointError, DamagedCheckpoint
 from megatron_lite.launch.pool import RanksFailed
-from tests.e2e.test_resume import rows, run_to_the_end, tensor_files
+from tests.helpers.checkpoints import flip_a_bit
+from tests.helpers.runs import rows, run_to_the_end, tensor_files
 
 COMMON = {"checkpoint__interval": 2, "checkpoint__keep": 0, "train__micro_batch_size": 2}
 
@@ -20,13 +21,6 @@ COMMON = {"checkpoint__interval": 2, "checkpoint__keep": 0, "train__micro_batch_
 def cut_off(folder: Path) -> None:
     path = folder / "mp_rank_00" / "model.safetensors"
     os.truncate(path, path.stat().st_size - 100)
-
-
-def flip_a_bit(folder: Path) -> None:
-    path = folder / "mp_rank_00" / "optimizer_dp_000.safetensors"
-    data = bytearray(path.read_bytes())
-    data[-1000] ^= 4
-    path.write_bytes(data)
 
 
 DAMAGES = {

@@ -1,30 +1,25 @@
 """Faults of every kind, under a launcher that starts ranks again: the weights at the end are those without faults."""
 
-import contextlib
 import json
 import os
 import random
 import re
-import resource
-import signal
 import subprocess
 import sys
-import threading
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from unittest import mock
 
 import pytest
-import torch
 
 from megatron_lite.errors import StoppedEarly
 from megatron_lite.training.loop import train_step
-from tests.e2e.test_resume import rows, run_to_the_end, tensor_files
 from tests.helpers.command import ROOT, environment
+from tests.helpers.faults import Fault
 from tests.helpers.limits import PATIENCE
+from tests.helpers.runs import rows, run_to_the_end, tensor_files
 
 HANG_SECONDS = 6.0
-TIMED = {"kill": signal.SIGKILL, "term": signal.SIGTERM, "stop": signal.SIGSTOP}
 # What somebody who reads the output has to find there, of the rank that it was.
 CAUSES = {
     "kill": r"^rank {rank} was killed by SIGKILL",
@@ -36,57 +31,15 @@ CAUSES = {
 }
 
 
-@dataclass(frozen=True)
-class Fault:
-    kind: str
-    iteration: int  # in which it happens
-    rank: int
-    delay: float  # seconds into it, for the kinds that come from outside
-
-
-def faulty_step(run, microbatches, *, folder: Path, faults: list[Fault]):
-    """`train_step`, in which those faults happen that did not before."""
-    for number, fault in enumerate(faults):
-        if fault.rank == run.ctx.rank and fault.iteration == run.state.iteration + 1:
-            with contextlib.suppress(FileExistsError):
-                (folder / f"fault_{number}").touch(exist_ok=False)
-                happen(fault, run, microbatches)
-    return train_step(run, microbatches)
-
-
-def happen(fault: Fault, run, microbatches) -> None:
-    if fault.kind in TIMED:
-        threading.Timer(fault.delay, os.kill, (os.getpid(), TIMED[fault.kind])).start()
-    elif fault.kind == "nan":
-        microbatches[0].loss_mask[0, 0] = float("nan")
-    elif fault.kind == "weight":
-        name = random.Random(fault.iteration).choice(sorted(run.params))
-        bits = run.params[name].detach().view(-1).view(torch.int32)
-        bits[-1] ^= 1 << 20  # of the mantissa: nothing but a comparison would notice
-    elif fault.kind == "disk":
-        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
-
-
-def train(folder: str, faults: str, changes: str) -> None:
-    """What each rank does."""
-    torch.set_num_threads(1)
-    wanted = [Fault(**fault) for fault in json.loads(faults)]
-
-    def step(run, microbatches):
-        return faulty_step(run, microbatches, folder=Path(folder), faults=wanted)
-
-    with mock.patch("megatron_lite.training.loop.train_step", step):
-        run_to_the_end(Path(folder), "codegeex", **json.loads(changes))
-
-
 LAUNCH = """
 import sys
 from megatron_lite.launch.launcher import launch
 from megatron_lite.launch.nodes import Nodes
 from tests.helpers.forked_ranks import forked_ranks
 if __name__ == "__main__":
-    with forked_ranks("tests.e2e.test_faults"):
-        sys.exit(launch("tests.e2e.test_faults:train", tuple(sys.argv[2:]), Nodes(int(sys.argv[1]), max_restarts=1000)))
+    with forked_ranks("tests.helpers.faults"):
+        nodes = Nodes(int(sys.argv[1]), max_restarts=1000)
+        sys.exit(launch("tests.helpers.faults:train_with_faults", tuple(sys.argv[2:]), nodes))
 """
 
 
@@ -141,7 +94,7 @@ def test_a_run_with_faults_of_every_kind_ends_with_the_weights_of_an_undisturbed
     check_faults(tmp_path, list(CAUSES), seed=1, size=2)
 
 
-TRAIN = "import sys; from tests.e2e.test_faults import train; train(*sys.argv[1:])"
+TRAIN = "import sys; from tests.helpers.faults import train_with_faults; train_with_faults(*sys.argv[1:])"
 
 
 def test_torchrun_starts_ranks_again_too(tmp_path):

@@ -3,7 +3,6 @@
 import os
 import random
 import signal
-import subprocess
 import time
 from multiprocessing import get_context
 from multiprocessing.process import BaseProcess
@@ -18,9 +17,9 @@ from megatron_lite.checkpoint.layout import read_layout
 from megatron_lite.checkpoint.store import verify
 from megatron_lite.config.load import load_config
 from megatron_lite.training.pretrain import pretrain
-from tests.e2e.test_resume import rows, run_to_the_end, tensor_files
-from tests.helpers.command import make_corpus, run, start, tiny_yaml
+from tests.helpers.command import make_corpus, run, start, tiny_yaml, wait_for
 from tests.helpers.limits import PATIENCE
+from tests.helpers.runs import rows, run_to_the_end, tensor_files
 
 SIZE = 2
 FOREVER = 1_000_000
@@ -49,7 +48,7 @@ def train(rank: int, folder: Path, store: Path, changes: dict) -> None:
 
 def started(folder: Path, changes: dict) -> list[BaseProcess]:
     mp = get_context("forkserver")
-    mp.set_forkserver_preload(["tests.e2e.test_resume"])
+    mp.set_forkserver_preload(["tests.helpers.runs"])
     store = folder.with_name(f"store-{time.monotonic_ns()}")
     processes = [mp.Process(target=train, args=(rank, folder, store, changes), daemon=True) for rank in range(SIZE)]
     for process in processes:
@@ -112,14 +111,6 @@ def test_ranks_killed_many_times_go_on_to_the_bit(tmp_path, layout):
     """The same at many more instants; MEGATRON_LITE_SOAK_KILLS and _SEED choose others."""
     kills = int(os.environ.get("MEGATRON_LITE_SOAK_KILLS", "50"))
     check_kills(tmp_path, kills, int(os.environ.get("MEGATRON_LITE_SOAK_SEED", "1")), LAYOUTS[layout])
-
-
-def wait_for(words: str, process: subprocess.Popen[str]) -> None:
-    """Reads the output up to a line with these words, or its end."""
-    assert process.stdout is not None
-    for line in process.stdout:
-        if words in line:
-            return
 
 
 def train_from(config: str) -> None:

@@ -5,9 +5,9 @@ import sys
 
 import pytest
 
-from tests.e2e.test_resume import rows
 from tests.helpers.command import environment, make_corpus, tiny_yaml
 from tests.helpers.limits import PATIENCE
+from tests.helpers.runs import rows
 
 
 @pytest.mark.parametrize(

@@ -28,10 +28,9 @@ from megatron_lite.training.pretrain import pretrain
 from megatron_lite.training.run import Run
 from megatron_lite.training.setup import setup_model_and_optimizer
 from megatron_lite.training.step import train_step
-from tests.e2e.test_kill import wait_for
-from tests.e2e.test_resume import Counting, counting_splits
-from tests.helpers.command import environment, make_corpus, start, tiny_yaml
+from tests.helpers.command import environment, make_corpus, start, tiny_yaml, wait_for
 from tests.helpers.limits import PATIENCE
+from tests.helpers.runs import CountingDataset, counting_splits
 from tests.helpers.tiny import model_with_biases, portion, tiny_config
 
 FOUR_LAYERS = {"model__num_layers": 4, "train__micro_batch_size": 1}
@@ -194,7 +193,7 @@ def test_a_broken_schedule_is_refused_on_every_rank_before_any_forward(ranks):
 def interrupted_training(**changes: Any) -> list[float]:
     """Loss of a step, validation loss, loss of the next step, validation loss."""
     run = run_of("gpt", train__precision="fp64", train__eval_iterations=2, train__global_batch_size=12, **changes)
-    data = Counting(40, run.config.data.seq_length, run.config.model.vocab_size)
+    data = CountingDataset(40, run.config.data.seq_length, run.config.model.vocab_size)
     found = []
     for _ in range(2):
         found += [train_step(run, portion(run)).loss, evaluate(run, data, -1)]

@@ -1,7 +1,4 @@
-"""Which ports a run opens on one machine: none that the network can reach.
-
-The kernel lists them: the listening sockets of /proc/net/tcp and tcp6 whose inodes are among a process's descriptors.
-"""
+"""A run on one machine opens no port that the network can reach."""
 
 import os
 import re
@@ -17,6 +14,7 @@ import pytest
 from megatron_lite.training import pretrain as pretrain_module
 from tests.helpers.command import environment, make_corpus, run, run_here, start, tiny_yaml
 from tests.helpers.limits import PATIENCE
+from tests.helpers.ports import listening
 
 LOOPBACK = "0100007F"
 # Runs the words that follow on a host with another name, which the folder's file `hosts` gives an address.
@@ -33,7 +31,7 @@ SCRIPT = """
 import os, sys
 import torch
 import torch.distributed as dist
-from tests.e2e.test_ports import listening
+from tests.helpers.ports import listening
 
 assert (__name__, sys.argv[1:]) == ("__main__", ["--steps", "3", "--help"]), (__name__, sys.argv)
 assert sys.path[0] == os.path.dirname(os.path.abspath(__file__)) and sys.argv[0] == "mine.py"
@@ -48,18 +46,6 @@ assert ones == 2
 dist.destroy_process_group()
 sys.exit(0)
 """
-
-
-def listening(pid: int) -> set[str]:
-    """The addresses, in the kernel's hexadecimal, at which a process listens."""
-    inodes = set()
-    for descriptor in Path(f"/proc/{pid}/fd").iterdir():
-        try:
-            inodes.update(re.findall(r"^socket:\[(\d+)\]$", os.readlink(descriptor)))
-        except FileNotFoundError:
-            continue
-    rows = [row.split() for name in ("tcp", "tcp6") for row in Path(f"/proc/net/{name}").read_text().splitlines()[1:]]
-    return {row[1].partition(":")[0] for row in rows if row[3] == "0A" and row[9] in inodes}
 
 
 def children(pid: int) -> list[int]:

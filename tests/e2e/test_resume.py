@@ -7,61 +7,22 @@ import shutil
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from megatron_lite.checkpoint.layout import Layout, content_checksum, dump_layout, read_layout
 from megatron_lite.convert.driver import convert_hint
-from megatron_lite.data.blended import Splits
 from megatron_lite.errors import CheckpointError, DamagedCheckpoint, TrainingError
 from megatron_lite.launch.pool import RanksFailed
 from megatron_lite.training.checkpointing import save_run
 from megatron_lite.training.faults import answer_bad_values
 from megatron_lite.training.initialize import finalize_megatron, initialize_megatron
-from megatron_lite.training.pretrain import pretrain
-from megatron_lite.training.run import Run
 from megatron_lite.training.setup import setup_model_and_optimizer
 from megatron_lite.training.step import train_step
 from tests.helpers.checkpoints import tensors_of_newest
-from tests.helpers.tiny import portion, sample, tiny_config
-
-
-class Counting:
-    """The counting task of tiny.py as a dataset."""
-
-    def __init__(self, length: int, seq_length: int, vocab_size: int):
-        self.length, self.seq_length, self.vocab_size = length, seq_length, vocab_size
-
-    def __len__(self) -> int:
-        return self.length
-
-    def __getitem__(self, number: int) -> np.ndarray:
-        return sample(number, self.seq_length, self.vocab_size)[0].numpy()
-
-
-def counting_splits(run: Run) -> Splits:
-    return Splits(
-        train=Counting(1_000_000, run.config.data.seq_length, run.config.model.vocab_size), valid=None, test=None
-    )
-
-
-def run_to_the_end(folder: Path, model: str, *, hint=None, **changes) -> None:
-    """pretrain, from wherever the run in `folder` stands."""
-    pretrain(tiny_config(model, run__dir=str(folder), **changes), datasets_provider=counting_splits, hint=hint)
-
-
-def rows(folder: Path) -> list[dict]:
-    """What a run computed in each iteration, without how long it took, and without evaluations."""
-    kept = ("iteration", "consumed_samples", "loss", "lr", "grad_norm", "loss_scale", "skipped")
-    lines = (folder / "metrics.jsonl").read_text().splitlines()
-    return [{key: row[key] for key in kept} for row in map(json.loads, lines) if "loss" in row]
-
-
-def tensor_files(folder: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*.safetensors")}
-
+from tests.helpers.runs import rows, run_to_the_end, tensor_files
+from tests.helpers.tiny import portion, tiny_config
 
 VIRTUAL = {
     "parallel__pipeline": 2,

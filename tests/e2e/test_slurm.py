@@ -13,9 +13,9 @@ from megatron_lite.config.load import load_config
 from megatron_lite.parallel.context import solo
 from megatron_lite.training.pretrain import pretrain
 from tests.cluster.slurm import Slurm, why_not
-from tests.e2e.test_resume import rows
 from tests.helpers.command import ROOT, make_corpus
 from tests.helpers.limits import PATIENCE
+from tests.helpers.runs import rows
 
 pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not())
 QUICKSTART = ROOT / "configs" / "quickstart.yaml"

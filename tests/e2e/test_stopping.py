@@ -20,9 +20,9 @@ from megatron_lite.parallel.context import ParallelContext, solo
 from megatron_lite.parallel.grid import Grid
 from megatron_lite.training.signals import STOP_SIGNALS, StopRequest
 from megatron_lite.training.step import train_step
-from tests.e2e.test_resume import rows, run_to_the_end
 from tests.helpers.command import ROOT, environment, make_corpus, run_here, tiny_yaml
 from tests.helpers.limits import PATIENCE
+from tests.helpers.runs import rows, run_to_the_end
 
 
 @pytest.fixture(scope="module")
@@ -118,7 +118,7 @@ import os, sys, time
 from pathlib import Path
 from megatron_lite.checkpoint import store
 from megatron_lite.training import signals
-from tests.e2e.test_resume import run_to_the_end
+from tests.helpers.runs import run_to_the_end
 
 signals.PATIENCE_SECONDS = float(sys.argv[2])
 save = store.save

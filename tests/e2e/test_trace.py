@@ -16,7 +16,7 @@ from megatron_lite.training.initialize import finalize_megatron, initialize_mega
 from megatron_lite.training.pretrain import pretrain
 from megatron_lite.training.setup import setup_model_and_optimizer
 from megatron_lite.training.step import train_step
-from tests.e2e.test_resume import counting_splits
+from tests.helpers.runs import counting_splits
 from tests.helpers.tiny import portion, tiny_config
 
 PIPELINE = {"parallel__pipeline": 2, "model__num_layers": 3, "train__micro_batch_size": 2}

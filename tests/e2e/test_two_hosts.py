@@ -11,9 +11,9 @@ import pytest
 from megatron_lite.config.load import load_config
 from megatron_lite.training.pretrain import pretrain
 from tests.cluster.hosts import TwoHosts, why_not
-from tests.e2e.test_resume import rows, tensor_files
 from tests.helpers.command import ROOT, environment, make_corpus, tiny_yaml
 from tests.helpers.limits import PATIENCE
+from tests.helpers.runs import rows, tensor_files
 
 pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not())
 

@@ -118,3 +118,11 @@ def tensors_of_newest(folder: Path) -> dict[str, bytes]:
     """The tensor files of a run's newest checkpoint by name, without the random streams'."""
     newest = resolve(folder)
     return {str(path.relative_to(newest)): path.read_bytes() for path in newest.glob("*/[mo]*.safetensors")}
+
+
+def flip_a_bit(folder: Path) -> None:
+    """Damage one optimizer file of the checkpoint in `folder`, without a change of its size."""
+    path = folder / "mp_rank_00" / "optimizer_dp_000.safetensors"
+    data = bytearray(path.read_bytes())
+    data[-1000] ^= 4
+    path.write_bytes(data)

@@ -37,6 +37,14 @@ def start(*arguments: str, cwd: Path, **options) -> subprocess.Popen[str]:
     )
 
 
+def wait_for(words: str, process: subprocess.Popen[str]) -> None:
+    """Read the output up to a line with these words, or to its end."""
+    assert process.stdout is not None
+    for line in process.stdout:
+        if words in line:
+            return
+
+
 def run(*arguments: str, cwd: Path, timeout: float = PATIENCE, **options) -> subprocess.CompletedProcess[str]:
     """The same, to its end."""
     process = start(*arguments, cwd=cwd, **options)
