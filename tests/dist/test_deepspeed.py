@@ -10,23 +10,12 @@ import torch.distributed as dist
 from megatron_lite.training.initialize import finalize_megatron, initialize_megatron
 from megatron_lite.training.setup import setup_model_and_optimizer
 from megatron_lite.training.step import train_step
+from tests.helpers.engines import FOUR_STEPS, OFFLOAD_ALL, OFFLOAD_OPTIMIZER, SMALL_BUCKETS, deepspeed
 from tests.helpers.tiny import model_with_biases, portion, tiny_config, train_tiny
-
-STEPS = 4
-# One micro-batch in each of the first two steps, two in the others.
-COMMON = {"train__micro_batch_size": 2, "train__iterations": STEPS, "train__ramp_up": "[4,4,8]"}
-# Stage 3 shares out small parameters too, and buckets are smaller than some parameters.
-TIGHT = {"deepspeed__stage3_param_persistence_threshold": 0, "parallel__bucket_mb": 0.01}
-OFFLOAD = {"deepspeed__offload_optimizer": "true"}
-OFFLOAD_ALL = {**OFFLOAD, "deepspeed__offload_param": "true"}
-
-
-def deepspeed(stage: int, **changes: Any) -> dict[str, Any]:
-    return {"parallel__ddp": "deepspeed", "deepspeed__zero_stage": stage, **changes}
 
 
 def case(ranks: int, tensor: int, precision: str, stage: int, model: str = "codegeex", **changes: Any):
-    layout = {"parallel__tensor": tensor, "train__precision": precision, **COMMON}
+    layout = {"parallel__tensor": tensor, "train__precision": precision, **FOUR_STEPS}
     name = " ".join([f"tp={tensor} dp={ranks // tensor} {precision} stage={stage} {model}", *changes])
     return pytest.param(ranks, model, layout, deepspeed(stage, **changes), id=name)
 
@@ -34,13 +23,13 @@ def case(ranks: int, tensor: int, precision: str, stage: int, model: str = "code
 CASES = [
     *(case(2, 1, "fp32", stage) for stage in range(4)),
     *(case(4, 2, "fp32", stage) for stage in range(3)),
-    case(4, 2, "fp32", 3, **TIGHT),
+    case(4, 2, "fp32", 3, **SMALL_BUCKETS),
     *(case(2, 1, "bf16", stage) for stage in (1, 2, 3)),
     *(case(4, 2, "bf16", stage, model="gpt") for stage in (1, 2)),
     case(4, 2, "bf16", 3, model="llama", train__recompute="full"),
-    case(2, 1, "bf16", 1, **OFFLOAD),
-    case(2, 1, "bf16", 2, **OFFLOAD, parallel__bucket_mb=0.01),
-    case(2, 1, "bf16", 3, **OFFLOAD_ALL, **TIGHT),
+    case(2, 1, "bf16", 1, **OFFLOAD_OPTIMIZER),
+    case(2, 1, "bf16", 2, **OFFLOAD_OPTIMIZER, parallel__bucket_mb=0.01),
+    case(2, 1, "bf16", 3, **OFFLOAD_ALL, **SMALL_BUCKETS),
     case(2, 1, "fp32", 3, model="llama", **OFFLOAD_ALL),
 ]
 
@@ -60,7 +49,7 @@ def test_losses_and_gradient_norms_are_those_of_local_ddp(ranks, size, model, la
     truth = local(ranks, size, model, tuple(layout.items()))
     loss_tolerance, norm_tolerance = (1e-5, 1e-5) if layout["train__precision"] == "fp32" else (5e-4, 5e-3)
     for got in ranks(size, train_tiny, model, **layout, **changes):
-        assert len(got["loss"]) == STEPS
+        assert len(got["loss"]) == 4
         torch.testing.assert_close(got["loss"], truth["loss"], rtol=loss_tolerance, atol=0)
         torch.testing.assert_close(got["grad_norm"], truth["grad_norm"], rtol=norm_tolerance, atol=0)
         assert got["weights"].keys() == truth["weights"].keys()
@@ -75,7 +64,7 @@ def test_three_data_parallel_ranks_hold_every_element_once(ranks, stage):
     """Three does not divide what is shared out, so the last rank's part is padded; and a mean of three is rounded."""
     changes = {"train__global_batch_size": 6, "train__micro_batch_size": 1, "train__iterations": 3}
     truth = ranks(3, train_tiny, "gpt", **changes)[0]
-    for loss, grad_norm, held in ranks(3, trained_and_held, "gpt", **changes, **deepspeed(stage, **TIGHT)):
+    for loss, grad_norm, held in ranks(3, trained_and_held, "gpt", **changes, **deepspeed(stage, **SMALL_BUCKETS)):
         torch.testing.assert_close(torch.tensor(loss).double(), truth["loss"], rtol=1e-5, atol=0)
         torch.testing.assert_close(torch.tensor(grad_norm).double(), truth["grad_norm"], rtol=1e-5, atol=0)
         for name, runs in held.items():

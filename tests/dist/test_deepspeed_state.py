@@ -24,7 +24,7 @@ from megatron_lite.training.run import Run
 from megatron_lite.training.setup import setup_model_and_optimizer
 from megatron_lite.training.state import TrainState
 from megatron_lite.training.step import forward_backward, forward_of, sum_over_pipeline, train_step
-from tests.dist.test_deepspeed import COMMON, OFFLOAD, OFFLOAD_ALL, TIGHT, deepspeed
+from tests.helpers.engines import FOUR_STEPS, OFFLOAD_ALL, OFFLOAD_OPTIMIZER, SMALL_BUCKETS, deepspeed
 from tests.helpers.tiny import gather, model_with_biases, portion, tiny_config, train_tiny
 
 
@@ -78,7 +78,7 @@ def values(kept: Kept) -> Iterator[Tensor]:
 def life(folder: Path, changes: dict[str, Any]) -> tuple[int, dict[str, int]]:
     """A run, interrupted by all that may happen to one; returns the elements of the model, and the bytes held."""
     os.environ["TORCH_EXTENSIONS_DIR"] = str(folder)
-    config = tiny_config("codegeex", **COMMON, **changes)
+    config = tiny_config("codegeex", **FOUR_STEPS, **changes)
     run = start(config)
     at_start = kept(run)
     for _ in range(2):
@@ -162,9 +162,9 @@ def start_from_weights(run: Run, saved: Kept) -> None:
     [  # bytes an element, on each of two ranks: parameters, and optimizer
         (deepspeed(0), (4, 8)),
         (deepspeed(1), (4, 6)),
-        (deepspeed(3, **TIGHT), (2, 6)),
+        (deepspeed(3, **SMALL_BUCKETS), (2, 6)),
         (deepspeed(1, train__precision="bf16"), (2, 6)),
-        (deepspeed(2, train__precision="bf16", **OFFLOAD), (2, 6)),
+        (deepspeed(2, train__precision="bf16", **OFFLOAD_OPTIMIZER), (2, 6)),
         # All parameters of this model are small enough to stay whole, beside the rank's share, once they were gathered.
         (deepspeed(3, train__precision="bf16", **OFFLOAD_ALL), (3, 6)),
     ],
@@ -190,7 +190,7 @@ def test_stage_3_never_has_two_whole_parameters(ranks):
 
 
 def build_shared_out() -> None:
-    config = tiny_config("codegeex", **COMMON, **deepspeed(3))
+    config = tiny_config("codegeex", **FOUR_STEPS, **deepspeed(3))
     ctx, rng = initialize_megatron(config)
     filled: list[Tensor] = []
     real = build.fill
@@ -215,7 +215,7 @@ def test_layers_made_outside_the_meta_device_are_cut_when_they_have_their_values
 
 
 def build_on_the_cpu() -> None:
-    config = tiny_config("gpt", **COMMON, **deepspeed(3))
+    config = tiny_config("gpt", **FOUR_STEPS, **deepspeed(3))
     ctx, _ = initialize_megatron(config)
     where = {"init_std": 0.1, "dtype": torch.float32, "device": ctx.device}
 
@@ -245,7 +245,7 @@ def test_ranks_that_draw_weights_of_their_own_start_alike(ranks):
 
 def draw_apart() -> dict[str, list[Tensor]]:
     """By name, the weights that all four ranks start with; of what tp cuts, those of its first rank."""
-    config = tiny_config("gpt", parallel__tensor=2, **COMMON, **deepspeed(3))
+    config = tiny_config("gpt", parallel__tensor=2, **FOUR_STEPS, **deepspeed(3))
     ctx, rng = initialize_megatron(config)
     torch.manual_seed(ctx.rank)
 
@@ -282,7 +282,9 @@ def leave_out_a_bias(stage: int) -> None:
     train_step(run, portion(run))
 
 
-@pytest.mark.parametrize("changes", [deepspeed(2), deepspeed(2, **OFFLOAD), deepspeed(3)], ids=["2", "2 offload", "3"])
+@pytest.mark.parametrize(
+    "changes", [deepspeed(2), deepspeed(2, **OFFLOAD_OPTIMIZER), deepspeed(3)], ids=["2", "2 offload", "3"]
+)
 def test_the_loss_scale_of_fp16_falls_and_grows_as_under_local_ddp(ranks, changes):
     """DeepSpeed refuses fp16 on the CPU, for no reason that matters here, so it is told that it can."""
     fp16 = {"train__precision": "fp16", "optim__hysteresis": 1, "optim__loss_scale_window": 2}
@@ -320,6 +322,6 @@ def test_a_run_of_one_needs_no_process_group(ranks):
 
 def alone() -> tuple[dict[str, Any], dict[str, Any]]:
     dist.destroy_process_group()
-    results = train_tiny("gpt", **COMMON), train_tiny("gpt", **COMMON, **deepspeed(3))
+    results = train_tiny("gpt", **FOUR_STEPS), train_tiny("gpt", **FOUR_STEPS, **deepspeed(3))
     assert not dist.is_initialized()
     return results

@@ -12,10 +12,8 @@ from megatron_lite.training.initialize import finalize_megatron, initialize_mega
 from megatron_lite.training.memory import memory_line, num_local_parameters
 from megatron_lite.training.setup import setup_model_and_optimizer
 from megatron_lite.training.step import train_step
+from tests.helpers.engines import ENGINES, LARGE_MODEL
 from tests.helpers.tiny import portion, tiny_config
-
-# Large enough that a batch, and what pads buckets, are small beside it.
-SIZES = {"hidden_size": 128, "num_layers": 4, "num_heads": 4, "vocab_size": 2000, "ffn_hidden_size": 500}
 
 
 def alive() -> dict[int, torch.UntypedStorage]:
@@ -27,7 +25,7 @@ def alive() -> dict[int, torch.UntypedStorage]:
 
 
 def measure(**changes) -> dict:
-    config = tiny_config("gpt", **{f"model__{name}": size for name, size in SIZES.items()}, **changes)
+    config = tiny_config("gpt", **{f"model__{name}": size for name, size in LARGE_MODEL.items()}, **changes)
     ctx, rng = initialize_megatron(config)
     before = alive()
     run = setup_model_and_optimizer(config, ctx, rng)
@@ -44,21 +42,6 @@ def measure(**changes) -> dict:
     return result
 
 
-ENGINES = {
-    "local": {"parallel__ddp": "local"},
-    "torch": {"parallel__ddp": "torch"},
-    "distributed": {"optim__distributed": "true"},
-    "fsdp": {"parallel__ddp": "fsdp"},
-    **{
-        f"deepspeed {stage}": {
-            "parallel__ddp": "deepspeed",
-            "deepspeed__zero_stage": stage,
-            "deepspeed__stage3_param_persistence_threshold": 0,
-            "parallel__bucket_mb": 1.0,
-        }
-        for stage in range(4)
-    },
-}
 CASES = [
     (engine, size, precision)
     for engine in ENGINES

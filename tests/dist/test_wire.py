@@ -6,18 +6,18 @@ from megatron_lite.training.initialize import finalize_megatron, initialize_mega
 from megatron_lite.training.memory import num_local_parameters
 from megatron_lite.training.setup import setup_model_and_optimizer
 from megatron_lite.training.step import train_step
-from tests.dist.test_memory import ENGINES, SIZES
+from tests.helpers.engines import ENGINES, LARGE_MODEL
 from tests.helpers.tiny import portion, tiny_config
 from tests.helpers.wire import Wire
 
 NOTHING_STAYS = {"deepspeed__stage3_max_live_parameters": 0, "deepspeed__stage3_max_reuse_distance": 0}
-LAYERS, HIDDEN, LENGTH, BATCH = SIZES["num_layers"], SIZES["hidden_size"], 16, 4
+LAYERS, HIDDEN, LENGTH, BATCH = LARGE_MODEL["num_layers"], LARGE_MODEL["hidden_size"], 16, 4
 
 
 def step_on_the_wire(**changes) -> tuple[dict[str, float], dict[str, int], int]:
     """Of the third step (before it, torch's DDP agrees on its buckets): bytes and calls by kind, and how many
     parameters this rank has."""
-    changes |= {f"model__{name}": size for name, size in SIZES.items()} | {"train__global_batch_size": BATCH}
+    changes |= {f"model__{name}": size for name, size in LARGE_MODEL.items()} | {"train__global_batch_size": BATCH}
     config = tiny_config("gpt", **changes)
     ctx, rng = initialize_megatron(config)
     run = setup_model_and_optimizer(config, ctx, rng)
