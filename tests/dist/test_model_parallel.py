@@ -17,7 +17,7 @@ from tests.helpers.model_runs import (
     tiny,
     with_sequence_parallelism,
 )
-from tests.unit.test_model_codegeex import CODEGEEX, plain_run
+from tests.helpers.plain_codegeex import CODEGEEX, run_plain_codegeex
 
 FIELDS = {
     "gpt": {},
@@ -39,7 +39,7 @@ def test_split_codegeex_equals_its_plain_transcription(ranks):
     config = tiny(**CODEGEEX)
     weights = random_weights(config, torch.float64)
     tokens, labels = random_tokens(config)
-    logits, loss, grads = plain_run(config, weights, tokens, labels)
+    logits, loss, grads = run_plain_codegeex(config, weights, tokens, labels)
     runs = ranks(2, run_model, config, weights, tokens, labels, tp=2)
     assert_close(joined_logits(runs)[..., :101].transpose(0, 1), logits, rtol=0, atol=1e-11)
     assert_close(runs[1].loss, loss, rtol=0, atol=1e-11)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.unit.test_model_recompute import KINDS, assert_same_bits, trained
+from tests.helpers.recomputed_models import KINDS, assert_same_bits, train
 
 
 @pytest.mark.parametrize(
@@ -13,10 +13,10 @@ from tests.unit.test_model_recompute import KINDS, assert_same_bits, trained
 def test_recomputation_and_halves_change_no_bit_on_two_ranks(ranks, kind, dtype, sequence):
     """Core attention's dropout differs over tp, so a second run from the wrong stream is off on one rank at least."""
     layout = {"tp": 2, "sequence": sequence}
-    want = ranks(2, trained, KINDS[kind], recompute="none", dtype=dtype, **layout)
-    assert not torch.equal(want[0][2][1], want[1][2][1])  # the tensor-parallel streams
+    want = ranks(2, train, KINDS[kind], recompute="none", dtype=dtype, **layout)
+    assert not torch.equal(want[0].draws[1], want[1].draws[1])  # the tensor-parallel streams
     for recompute, halves in (("selective", False), ("full", False), ("none", True), ("full", True)):
-        got = ranks(2, trained, KINDS[kind], recompute=recompute, dtype=dtype, halves=halves, **layout)
+        got = ranks(2, train, KINDS[kind], recompute=recompute, dtype=dtype, halves=halves, **layout)
         for one, other in zip(got, want, strict=True):
             assert_same_bits(one, other)
-            assert (one[3] > 0) is halves
+            assert (one.num_jobs > 0) is halves

@@ -7,7 +7,7 @@ from megatron_lite.model.codegeex import TopQueryEmbeddings
 from megatron_lite.model.embedding import Embedding
 from megatron_lite.parallel.context import solo
 from tests.helpers.model_runs import context, layer_options, tiny
-from tests.unit.test_model_recompute import kept_bytes
+from tests.helpers.recomputed_models import kept_bytes
 
 S, B, H, TP = 16, 3, 32, 2
 

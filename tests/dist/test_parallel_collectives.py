@@ -10,11 +10,7 @@ import torch.distributed as dist
 
 from megatron_lite.parallel import collectives
 from megatron_lite.parallel.context import Group, solo
-
-
-def world_group() -> Group:
-    size = dist.get_world_size()
-    return Group("tp", tuple(range(size)), dist.get_rank(), dist.group.WORLD)
+from tests.helpers.split_layers import world_group
 
 
 def numbers(rank: int, *shape: int) -> torch.Tensor:

@@ -6,8 +6,7 @@ import torch.nn.functional as F
 
 from megatron_lite.parallel.context import solo
 from megatron_lite.parallel.embedding import VocabParallelEmbedding
-from tests.dist.test_parallel_collectives import world_group
-from tests.dist.test_parallel_linear import draw
+from tests.helpers.split_layers import draw, world_group
 
 ROWS, WIDTH = 16, 6
 IDS = torch.tensor([[0, 15, 3, 3], [4, 7, 8, 3], [11, 12, 15, 0]])  # both ends of each rank's rows, and repeats

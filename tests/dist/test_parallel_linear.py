@@ -6,27 +6,11 @@ import torch.nn.functional as F
 
 from megatron_lite.parallel import linear
 from megatron_lite.parallel.context import solo
-from megatron_lite.parallel.linear import ColumnParallelLinear, RowParallelLinear
+from megatron_lite.parallel.linear import RowParallelLinear
 from megatron_lite.parallel.weight_grads import deferred, split_backward
-from tests.dist.test_parallel_collectives import world_group
+from tests.helpers.split_layers import IN, LAYERS, OUT, draw, make_linear, output_gradient, world_group
 
-LAYERS = {"column": ColumnParallelLinear, "row": RowParallelLinear}
-IN, OUT = 12, 16
 CLOSE = {"rtol": 1e-12, "atol": 1e-12}  # fp64: only the order of sums differs
-
-
-def draw(*shape: int, seed: int, dtype=torch.float64) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
-
-
-def make(kind, tp, *, in_features=IN, out_features=OUT, bias=True, dtype=torch.float64, **options):
-    layer = LAYERS[kind](
-        in_features, out_features, tp=tp, bias=bias, init_std=0.02, dtype=dtype, device=torch.device("cpu"), **options
-    )
-    for seed, parameter in enumerate(layer.parameters()):
-        whole = draw(*parameter.meta.shape, seed=seed, dtype=dtype)
-        parameter.data.copy_(parameter.meta.shard.split(whole, tp.rank, tp.size))
-    return layer
 
 
 def whole_linear(*, in_features=IN, out_features=OUT, bias=True, dtype=torch.float64):
@@ -39,15 +23,10 @@ def whole_linear(*, in_features=IN, out_features=OUT, bias=True, dtype=torch.flo
     return {"y": y.detach(), "x": x.grad, "weight": weight.grad, "bias": None if b is None else b.grad}
 
 
-def output_gradient(out_features, dtype=torch.float64):
-    """Not contiguous, as after a transpose in the attention."""
-    return draw(out_features, 2, 4, seed=11, dtype=dtype).permute(2, 1, 0)
-
-
 def split_linear(kind, halves=False, **options):
     """What this rank has of the same numbers; its own share of inputs and outputs where the layer splits them."""
     tp = world_group()
-    layer = make(kind, tp, **options)
+    layer = make_linear(kind, tp, **options)
     in_features, out_features = options.get("in_features", IN), options.get("out_features", OUT)
     dtype = options.get("dtype", torch.float64)
     x, grad = draw(4, 2, in_features, seed=10, dtype=dtype), output_gradient(out_features, dtype)
@@ -149,7 +128,7 @@ def test_under_sequence_parallelism_a_row_split_linear_gives_each_rank_a_run(ran
     flags = {
         f"{kind} {name}": p.meta.sequence_parallel
         for kind in LAYERS
-        for name, p in make(kind, solo(), sequence_parallel=True).named_parameters()
+        for name, p in make_linear(kind, solo(), sequence_parallel=True).named_parameters()
     }
     assert flags == {"column weight": False, "column bias": False, "row weight": False, "row bias": True}
 
@@ -194,7 +173,7 @@ def test_layers_compute_and_return_gradients_in_their_own_dtype(ranks, kind, dty
 
 
 def test_at_one_rank_the_result_is_torch_linear_bit_for_bit():
-    layer = make("column", solo())
+    layer = make_linear("column", solo())
     x = draw(4, 2, IN, seed=10)
     assert torch.equal(layer(x)[0], F.linear(x, layer.weight, layer.bias))
 
@@ -215,7 +194,7 @@ def order_of_work(split, sequence_parallel):
         events.append("weight gradient")
         return real(x)
 
-    layer = make("column", world_group(), sequence_parallel=sequence_parallel)
+    layer = make_linear("column", world_group(), sequence_parallel=sequence_parallel)
     x = draw(4, 2, IN, seed=10).requires_grad_()
     with split_backward(split):
         y, _ = layer(x)
@@ -262,7 +241,7 @@ def test_two_halves_give_the_bits_of_a_whole_backward_under_sequence_parallelism
 
 
 def frozen_weight_and_constant_input():
-    layer = make("column", world_group())
+    layer = make_linear("column", world_group())
     layer.weight.requires_grad_(False)
     x = draw(4, 2, IN, seed=10)
     layer(x)[0].sum().backward()
@@ -276,7 +255,7 @@ def test_only_asked_gradients_are_computed(ranks):
 
 
 def test_parameters_describe_their_cut():
-    column, row = make("column", solo(), parts=(8, 4, 4)), make("row", solo())
+    column, row = make_linear("column", solo(), parts=(8, 4, 4)), make_linear("row", solo())
     assert column.weight.meta.shape == (OUT, IN) and column.weight.meta.shard.dim == 0
     assert column.bias.meta.shape == (OUT,) and column.bias.meta.shard.parts == (8, 4, 4)
     assert row.weight.meta.shard.dim == 1 and not row.bias.meta.shard.is_split
@@ -294,11 +273,11 @@ def test_layers_are_built_on_the_meta_device():
 @pytest.mark.parametrize("options", [{"skip_bias_add": True}, {"parts": (8, 8)}])
 def test_gathered_output_with_a_cut_bias_or_fused_parts_is_refused(options):
     with pytest.raises(ValueError, match=r"ColumnParallelLinear\(12, 16\): gather_output gives whole outputs in order"):
-        make("column", solo(), gather_output=True, **options)
+        make_linear("column", solo(), gather_output=True, **options)
 
 
 def test_a_size_that_does_not_divide_is_refused():
     from megatron_lite.parallel.context import Group
 
     with pytest.raises(ValueError, match=r"a block of 16 along dim 0 of \(16, 12\) does not divide over 3 ranks"):
-        make("column", Group("tp", (0, 1, 2), 0))
+        make_linear("column", Group("tp", (0, 1, 2), 0))

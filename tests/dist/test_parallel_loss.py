@@ -11,8 +11,7 @@ import torch.nn.functional as F
 from megatron_lite.parallel import loss as loss_module
 from megatron_lite.parallel.context import solo
 from megatron_lite.parallel.loss import vocab_parallel_cross_entropy
-from tests.dist.test_parallel_collectives import world_group
-from tests.dist.test_parallel_linear import draw
+from tests.helpers.split_layers import draw, world_group
 
 S, B, V = 5, 3, 24
 LABELS = (torch.arange(S * B) * 7 % 18).view(S, B)

@@ -5,66 +5,16 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch.autograd.graph import saved_tensors_hooks
 
 from megatron_lite.config.schema import ParallelConfig, TrainConfig
 from megatron_lite.model.block import TransformerBlock
-from megatron_lite.model.build import get_model, named_params
+from megatron_lite.model.build import get_model
 from megatron_lite.parallel.context import ParallelContext
 from megatron_lite.parallel.grid import Grid
 from megatron_lite.parallel.random import seed_everything
-from megatron_lite.parallel.weight_grads import deferred, split_backward
-from tests.helpers.model_runs import context, layer_options, random_tokens, tiny
-from tests.unit.test_model_codegeex import CODEGEEX
-
-KINDS = {
-    "gpt": {},
-    "codegeex": CODEGEEX,
-    "llama": {
-        "norm": "rmsnorm",
-        "activation": "swiglu",
-        "position": "rotary",
-        "bias": False,
-        "tie_embeddings": False,
-        "num_query_groups": 2,
-    },
-}
-DROPOUT = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
-
-
-def trained(fields, *, recompute, dtype, halves=False, tp=1, sequence=False):
-    """Losses of two micro-batches, all gradients, what both random streams draw after them, and how many W jobs ran.
-
-    Both forwards come before the backwards, as in a pipeline.
-    """
-    sections = {"train": TrainConfig(recompute=recompute), "parallel": ParallelConfig(tensor=tp, sequence=sequence)}
-    config = tiny(**DROPOUT | fields).model_copy(update=sections)
-    ctx = context(tp)
-    rng = seed_everything(7, ctx)
-    model = get_model(config, ctx, rng, dtype=dtype)[0].train()
-    losses, jobs = [], []
-    for at in range(2):
-        tokens, labels = (x[at : at + 2] for x in random_tokens(config, length=16))
-        with split_backward(halves):
-            losses.append(model(tokens, labels).mean())
-    for loss in losses:
-        with deferred() as some:
-            loss.backward()
-        jobs += some.values()
-    for job in jobs:
-        job()
-    grads = {name: parameter.grad for name, parameter in named_params([model]).items()}
-    draws = [torch.rand(4)]
-    with rng.fork():
-        draws.append(torch.rand(4))
-    return [loss.detach() for loss in losses], grads, draws, len(jobs)
-
-
-def assert_same_bits(got, want):
-    for one, other in zip(got[0] + got[2], want[0] + want[2], strict=True):
-        assert torch.equal(one, other)
-    different = [name for name in want[1] if not torch.equal(got[1][name], want[1][name])]
-    assert different == [] and list(got[1]) == list(want[1])
+from tests.helpers.model_runs import context, random_tokens, tiny
+from tests.helpers.plain_codegeex import CODEGEEX
+from tests.helpers.recomputed_models import DROPOUT, HEADS, KINDS, B, H, S, assert_same_bits, kept_bytes, train
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -73,9 +23,9 @@ def assert_same_bits(got, want):
 def test_recomputation_changes_no_bit(kind, attention, dtype):
     """Dropout drawn anew in backward would give the gradients of another network than the one whose loss was taken."""
     fields = KINDS[kind] | {"attention": attention}
-    want = trained(fields, recompute="none", dtype=dtype)
+    want = train(fields, recompute="none", dtype=dtype)
     for recompute in ("selective", "full", "full:1"):
-        assert_same_bits(trained(fields, recompute=recompute, dtype=dtype), want)
+        assert_same_bits(train(fields, recompute=recompute, dtype=dtype), want)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -83,19 +33,19 @@ def test_recomputation_changes_no_bit(kind, attention, dtype):
 @pytest.mark.parametrize("kind", KINDS)
 def test_halves_change_no_bit_and_leave_a_job_for_every_linear_layer(kind, recompute, dtype):
     """In a split graph every matrix waits for W but the embeddings and a head that is one of them."""
-    want = trained(KINDS[kind], recompute="none", dtype=dtype)
-    got = trained(KINDS[kind], recompute=recompute, dtype=dtype, halves=True)
+    want = train(KINDS[kind], recompute="none", dtype=dtype)
+    got = train(KINDS[kind], recompute=recompute, dtype=dtype, halves=True)
     assert_same_bits(got, want)
-    matrices = [name for name in got[1] if re.search(r"(linear_\w+|output_layer)\.weight$", name)]
-    assert got[3] == 2 * len(matrices) and want[3] == 0
+    matrices = [name for name in got.grads if re.search(r"(linear_\w+|output_layer)\.weight$", name)]
+    assert got.num_jobs == 2 * len(matrices) and want.num_jobs == 0
 
 
 def test_recomputation_works_with_fused_chains():
     """What a compiled chain keeps for backward comes back from the second run too."""
     fields = {"fusion": "on"}
-    want = trained(fields, recompute="none", dtype=torch.float32)
+    want = train(fields, recompute="none", dtype=torch.float32)
     for recompute in ("selective", "full"):
-        assert_same_bits(trained(fields, recompute=recompute, dtype=torch.float32, halves=True), want)
+        assert_same_bits(train(fields, recompute=recompute, dtype=torch.float32, halves=True), want)
 
 
 def test_evaluation_is_not_recomputed(monkeypatch):
@@ -128,28 +78,6 @@ def test_core_attention_runs_as_often_as_the_choice_says(recompute):
         x = model(tokens, labels, x)
     x.mean().backward()
     assert [len(calls) for calls in counts] == RUNS[recompute]
-
-
-S, B, H, HEADS = 64, 2, 64, 4
-
-
-def kept_bytes(ctx=None, **options):
-    """Bytes that one block keeps for backward beside its parameters, in units of s * b * h of the whole sequence."""
-    config = tiny(hidden_size=H, num_heads=HEADS, max_position_embeddings=S, attention="math", **DROPOUT)
-    common = layer_options(torch.bfloat16, ctx, **options)
-    block = TransformerBlock(config.model, common, place=0)
-    parameters = {parameter.untyped_storage().data_ptr() for parameter in block.parameters()}
-    kept = {}
-
-    def keep(x):
-        kept.setdefault(x.untyped_storage().data_ptr(), x)
-        return x
-
-    x = torch.randn(S // common.sequence.size, B, H, dtype=torch.bfloat16, requires_grad=True)
-    with saved_tensors_hooks(keep, lambda x: x):
-        y = block(x)
-    assert y.requires_grad
-    return sum(t.untyped_storage().nbytes() for at, t in kept.items() if at not in parameters) / (S * B * H)
 
 
 def test_a_block_keeps_what_the_paper_counts():

@@ -10,7 +10,7 @@ from megatron_lite.parallel.context import solo
 from megatron_lite.parallel.random import RngTracker
 from megatron_lite.parallel.recompute import recompute
 from megatron_lite.parallel.weight_grads import backward_is_split, deferred, split_backward
-from tests.dist.test_parallel_linear import IN, OUT, draw, make
+from tests.helpers.split_layers import IN, OUT, draw, make_linear
 
 CPU = torch.device("cpu")
 
@@ -123,7 +123,7 @@ def test_linear_layers_take_in_the_second_run_the_way_they_took_in_the_first(kin
     """Backward runs outside `split_backward`: without its word, torch finds other tensors kept than in forward."""
 
     def run(call):
-        layer = make(kind, solo(), dtype=torch.float32)
+        layer = make_linear(kind, solo(), dtype=torch.float32)
         x = draw(4, 2, IN, seed=10, dtype=torch.float32).requires_grad_()
         with split_backward(split):
             y = call(lambda x: torch.tanh(layer(torch.sin(x))[0]), x, rng=tracker())

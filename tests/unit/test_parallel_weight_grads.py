@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megatron_lite.parallel.context import solo
 from megatron_lite.parallel.linear import column_parallel_linear
 from megatron_lite.parallel.weight_grads import backward_is_split, deferred, split_backward
-from tests.dist.test_parallel_linear import IN, OUT, draw, make, output_gradient
+from tests.helpers.split_layers import IN, OUT, draw, make_linear, output_gradient
 
 KINDS = ["column", "row"]
 
@@ -30,7 +30,7 @@ def cut_backward(layer, x, grad):
 
 
 def whole_backward(kind, dtype=torch.float64, **options):
-    layer = make(kind, solo(), dtype=dtype, **options)
+    layer = make_linear(kind, solo(), dtype=dtype, **options)
     x, grad = inputs(dtype)
     y = layer(x)[0]
     y.backward(grad)
@@ -43,7 +43,7 @@ def whole_backward(kind, dtype=torch.float64, **options):
 def test_two_halves_give_the_bits_of_a_whole_backward(kind, dtype, options):
     """After I all but the weight has its gradient; after W the weight too."""
     want = whole_backward(kind, dtype, **options)
-    layer = make(kind, solo(), dtype=dtype, **options)
+    layer = make_linear(kind, solo(), dtype=dtype, **options)
     x, grad = inputs(dtype)
     y, jobs = cut_backward(layer, x, grad)
     assert torch.equal(y, want["y"]) and torch.equal(x.grad, want["x"])
@@ -58,7 +58,7 @@ def test_two_halves_give_the_bits_of_a_whole_backward(kind, dtype, options):
 @pytest.mark.parametrize("kind", KINDS)
 def test_outside_deferred_a_split_graph_gives_all_gradients_at_once(kind):
     want = whole_backward(kind)
-    layer = make(kind, solo())
+    layer = make_linear(kind, solo())
     x, grad = inputs()
     with split_backward():
         y = layer(x)[0]
@@ -70,7 +70,7 @@ def test_outside_deferred_a_split_graph_gives_all_gradients_at_once(kind):
 @pytest.mark.parametrize("kind", KINDS)
 def test_without_split_backward_the_layer_is_torch_linear_and_defers_nothing(kind):
     """torch's own linear is the fastest; a schedule without W must not pay for those with it."""
-    layer = make(kind, solo())
+    layer = make_linear(kind, solo())
     x, grad = inputs()
     y = layer(x)[0]
     reference = torch.nn.functional.linear(x, layer.weight, layer.bias)
@@ -83,7 +83,7 @@ def test_without_split_backward_the_layer_is_torch_linear_and_defers_nothing(kin
 @pytest.mark.parametrize("kind", KINDS)
 def test_hooks_of_the_weight_are_called_in_w_and_not_in_i(kind):
     """LocalDDP counts hook calls: one in I, with no gradient, would be taken for the weight's turn."""
-    layer = make(kind, solo())
+    layer = make_linear(kind, solo())
     calls = []
     for name, parameter in layer.named_parameters():
         parameter.register_post_accumulate_grad_hook(lambda p, name=name: calls.append((name, p.grad is not None)))
@@ -96,7 +96,7 @@ def test_hooks_of_the_weight_are_called_in_w_and_not_in_i(kind):
 
 
 def test_gradients_of_micro_batches_add_up_in_the_order_of_their_jobs():
-    layer, reference = make("row", solo(), dtype=torch.float32), make("row", solo(), dtype=torch.float32)
+    layer, reference = make_linear("row", solo(), dtype=torch.float32), make_linear("row", solo(), dtype=torch.float32)
     batches = [draw(4, 2, IN, seed=seed, dtype=torch.float32).requires_grad_() for seed in (20, 21, 22)]
     jobs = []
     for x in batches:
@@ -119,7 +119,7 @@ def test_a_weight_that_layers_share_gets_one_gradient_and_one_call_of_its_hooks(
             x = torch.sin(layer(x)[0])
         return x
 
-    shared, reference = (make("column", solo(), in_features=OUT, dtype=torch.float32) for _ in range(2))
+    shared, reference = (make_linear("column", solo(), in_features=OUT, dtype=torch.float32) for _ in range(2))
     x = draw(4, 2, OUT, seed=10, dtype=torch.float32).requires_grad_()
     thrice(reference, x).square().sum().backward()
     calls = []
@@ -143,7 +143,7 @@ def test_the_gradient_is_not_copied_on_its_way():
             return function(*args, **(kwargs or {}))
 
     calls = []
-    layer = make("column", solo())
+    layer = make_linear("column", solo())
     x, grad = inputs()
     _, jobs = cut_backward(layer, x, grad)
     with Recorder():
@@ -166,7 +166,7 @@ def test_a_job_keeps_input_and_gradient_alive_and_nothing_before_them():
             return 2 * grad
 
     watched = []
-    layer = make("column", solo())
+    layer = make_linear("column", solo())
     x, grad = inputs()
     middle = Double.apply(x)
     watched.append(weakref.ref(middle))
@@ -183,7 +183,7 @@ def test_a_job_keeps_input_and_gradient_alive_and_nothing_before_them():
 
 def test_a_job_frees_what_it_kept_and_cannot_run_twice():
     """Twice would be twice the gradient. The list may outlive its jobs."""
-    layer = make("column", solo())
+    layer = make_linear("column", solo())
     x, grad = inputs()
     _, jobs = cut_backward(layer, x, grad)
     jobs[layer.weight]()
@@ -193,7 +193,7 @@ def test_a_job_frees_what_it_kept_and_cannot_run_twice():
 
 def test_jobs_are_collected_from_backward_functions_in_other_threads():
     """Autograd runs those of CUDA tensors in threads of its own; a thread-local list would stay empty."""
-    layer = make("column", solo())
+    layer = make_linear("column", solo())
     x, grad = inputs()
     with split_backward():
         y = layer(x)[0]
@@ -206,14 +206,14 @@ def test_jobs_are_collected_from_backward_functions_in_other_threads():
 
 def test_an_input_without_gradient_loses_no_weight_gradient():
     """A split graph hangs on its input; with none to hang on, the weight takes the ordinary way."""
-    layer = make("column", solo(), bias=False)
+    layer = make_linear("column", solo(), bias=False)
     _, jobs = cut_backward(layer, inputs()[0].detach(), output_gradient(OUT))
     assert jobs == {} and torch.equal(layer.weight.grad, whole_backward("column", bias=False)["weight"])
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_frozen_weight_leaves_no_job(kind):
-    layer = make(kind, solo())
+    layer = make_linear(kind, solo())
     layer.weight.requires_grad_(False)
     x, grad = inputs()
     _, jobs = cut_backward(layer, x, grad)
@@ -223,7 +223,7 @@ def test_a_frozen_weight_leaves_no_job(kind):
 
 def test_a_weight_changed_between_forward_and_backward_is_noticed():
     """As torch's linear does: the input gradient would be that of another weight."""
-    layer = make("column", solo())
+    layer = make_linear("column", solo())
     with split_backward():
         y = layer(inputs()[0])[0]
     with torch.no_grad():
