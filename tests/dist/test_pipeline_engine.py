@@ -4,7 +4,6 @@ The chunks are a few layers in fp64. Truth is plain autograd: all stages in one 
 other, which is the order in which every schedule adds up a parameter's gradients too.
 """
 
-from collections.abc import Callable
 from functools import partial
 from itertools import accumulate
 from typing import Any
@@ -15,111 +14,22 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from megatron_lite.parallel.context import ParallelContext, solo
-from megatron_lite.parallel.grid import Grid
-from megatron_lite.parallel.linear import ColumnParallelLinear, RowParallelLinear
 from megatron_lite.pipeline import p2p
 from megatron_lite.pipeline.actions import Action
 from megatron_lite.pipeline.engine import Forward, PipelineEngine
-from megatron_lite.pipeline.p2p import Message
 from megatron_lite.pipeline.schedules import build_schedule
 from megatron_lite.pipeline.simulate import peak_live
-
-WIDTH, BATCH = 6, 3
-LOSS_GRAD = 0.3  # no power of two, so that a factor in the wrong place rounds otherwise
-MESSAGE = Message((BATCH, WIDTH), torch.float64, torch.device("cpu"))
-CPU = {"dtype": torch.float64, "device": torch.device("cpu")}
-
-
-class PlainLayers(nn.Module):
-    """torch's own layers, of which a split backward puts nothing off."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.second(torch.tanh(self.first(x)))
-
-
-class SplitLayers(nn.Module):
-    """This project's layers, whose weight gradients a split backward leaves for W, beside a norm that it does not."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        split = {"tp": solo(), "init_std": 0.02, **CPU}
-        self.norm = nn.LayerNorm(WIDTH)
-        self.first = ColumnParallelLinear(WIDTH, 2 * WIDTH, bias=True, **split)
-        self.second = RowParallelLinear(2 * WIDTH, WIDTH, bias=False, **split)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.second(torch.tanh(self.first(self.norm(x))[0]))[0]
-
-
-LAYERS: dict[str, Callable[[], nn.Module]] = {"plain": PlainLayers, "split": SplitLayers}
-
-
-def drawn(*shape: int, seed: int) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-
-
-def stage_of(layers: str, stage: int) -> nn.Module:
-    """The same values in whatever process it is made."""
-    module = LAYERS[layers]().double()
-    for number, parameter in enumerate(module.parameters()):
-        parameter.data = drawn(*parameter.shape, seed=100 * stage + number)
-    return module
-
-
-def through(module: nn.Module, x: Tensor, microbatch: int, *, is_last: bool) -> Tensor:
-    """A residual branch, so that no output is kept for a backward; on the last stage the loss, one for each element."""
-    x = x + module(x)
-    return (x - drawn(BATCH, WIDTH, seed=5000 + microbatch)).square().sum() if is_last else x
-
-
-def one_process(layers: str, stages: int, microbatches: int) -> tuple[list[Tensor], dict[str, Tensor]]:
-    """Losses of all micro-batches, and gradients by stage and name."""
-    modules = [stage_of(layers, stage) for stage in range(stages)]
-    losses = []
-    for microbatch in range(microbatches):
-        x = drawn(BATCH, WIDTH, seed=4000 + microbatch)
-        for stage, module in enumerate(modules):
-            x = through(module, x, microbatch, is_last=stage == stages - 1)
-        x.backward(torch.full_like(x, LOSS_GRAD))
-        losses.append(x.detach())
-    return losses, gradients(dict(enumerate(modules)))
-
-
-def gradients(modules: dict[int, nn.Module]) -> dict[str, Tensor]:
-    """By stage and parameter; those that are None are left out."""
-    return {
-        f"{stage}.{name}": parameter.grad
-        for stage, module in modules.items()
-        for name, parameter in module.named_parameters()
-        if parameter.grad is not None
-    }
-
-
-def engine_of(num_chunks: int, timeout_seconds: float = 60) -> PipelineEngine:
-    """An engine on as many pipeline ranks as there are in the world."""
-    ctx = ParallelContext.create(Grid(pp=torch.distributed.get_world_size()), CPU["device"], timeout_seconds=60)
-    return PipelineEngine(ctx, num_chunks=num_chunks, timeout_seconds=timeout_seconds)
-
-
-def modules_of(layers: str, engine: PipelineEngine) -> dict[int, nn.Module]:
-    """This rank's chunks, by stage."""
-    stages = range(engine.pp.rank, engine.last_stage + 1, engine.pp.size)
-    return {stage: stage_of(layers, stage) for stage in stages}
-
-
-def forward_of(modules: dict[int, nn.Module], engine: PipelineEngine) -> Forward:
-    def forward(chunk: int, microbatch: int, hidden: Tensor | None) -> Tensor:
-        stage = chunk * engine.pp.size + engine.pp.rank
-        assert (hidden is None) == (stage == 0)
-        x = drawn(BATCH, WIDTH, seed=4000 + microbatch) if hidden is None else hidden
-        return through(modules[stage], x, microbatch, is_last=stage == engine.last_stage)
-
-    return forward
+from tests.helpers.small_pipelines import (
+    CPU,
+    LAYERS,
+    LOSS_GRAD,
+    MESSAGE,
+    engine_of,
+    forward_of,
+    gradients,
+    modules_of,
+    one_process,
+)
 
 
 class Watch:

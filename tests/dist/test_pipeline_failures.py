@@ -13,7 +13,7 @@ from torch import Tensor
 from megatron_lite.errors import TrainingError
 from megatron_lite.launch.pool import RanksFailed
 from megatron_lite.pipeline.schedules import build_schedule
-from tests.dist.test_pipeline_engine import BATCH, MESSAGE, WIDTH, engine_of, forward_of, modules_of
+from tests.helpers.small_pipelines import BATCH, MESSAGE, WIDTH, engine_of, forward_of, modules_of
 
 
 def run_with(mistake: str, schedule: str, rank: int, timeout_seconds: float) -> None:
