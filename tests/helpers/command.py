@@ -52,6 +52,23 @@ def run(*arguments: str, cwd: Path, timeout: float = PATIENCE, **options) -> sub
     return subprocess.CompletedProcess(arguments, process.returncode, out, err)
 
 
+def run_listing_modules(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    """The same in the caller's folder; the last line of its output lists the heavy modules that it loaded."""
+    code = (
+        "import atexit, runpy, sys\n"
+        "heavy = ('torch', 'numpy', 'transformers', 'rich')\n"
+        "atexit.register(lambda: print('loaded', sorted(set(heavy) & set(sys.modules))))\n"
+        "runpy.run_module('megatron_lite', run_name='__main__')\n"
+    )
+    return subprocess.run(
+        [sys.executable, "-c", code, *arguments],
+        env=environment() | variables,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+    )
+
+
 def run_here(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     """The same in this process, which saves the seconds that imports take; for what needs no others."""
     out, err, before = io.StringIO(), io.StringIO(), os.getcwd()

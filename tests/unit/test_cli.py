@@ -1,10 +1,6 @@
 """The command line starts at once, and what goes wrong ends with a message and the right exit code."""
 
-import os
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
@@ -19,28 +15,7 @@ from megatron_lite.launch import launcher
 from megatron_lite.launch.launcher import launched_world_size
 from megatron_lite.launch.nodes import Nodes
 from megatron_lite.launch.reports import resolve
-from tests.helpers.command import make_corpus, run_here, tiny_yaml
-from tests.helpers.limits import PATIENCE
-
-ROOT = Path(__file__).resolve().parents[2]
-WITHOUT_LAUNCHER = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
-
-
-def command(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    """`python -m megatron_lite ARGUMENTS` with a list of the heavy modules it loaded at the end of its output."""
-    code = (
-        "import atexit, runpy, sys\n"
-        "heavy = ('torch', 'numpy', 'transformers', 'rich')\n"
-        "atexit.register(lambda: print('loaded', sorted(set(heavy) & set(sys.modules))))\n"
-        "runpy.run_module('megatron_lite', run_name='__main__')\n"
-    )
-    return subprocess.run(
-        [sys.executable, "-c", code, *arguments],
-        env=WITHOUT_LAUNCHER | {"PYTHONPATH": str(ROOT)} | variables,
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE,
-    )
+from tests.helpers.command import ROOT, make_corpus, run_here, run_listing_modules, tiny_yaml
 
 
 @pytest.mark.parametrize(
@@ -48,14 +23,14 @@ def command(*arguments: str, **variables: str) -> subprocess.CompletedProcess[st
 )
 def test_help_loads_nothing_heavy(arguments):
     """Loading torch takes seconds; help has to answer at once."""
-    done = command(*arguments)
+    done = run_listing_modules(*arguments)
     assert done.returncode == 0, done.stderr
     assert "Usage:" in done.stdout
     assert done.stdout.splitlines()[-1] == "loaded []"
 
 
 def test_a_dry_run_does_not_load_torch():
-    done = command("pretrain", "--config", str(ROOT / "configs/gpt.yaml"), "--dry-run", "optim.lr=1e-3")
+    done = run_listing_modules("pretrain", "--config", str(ROOT / "configs/gpt.yaml"), "--dry-run", "optim.lr=1e-3")
     assert "lr: 0.001" in done.stdout
     assert done.stdout.splitlines()[-1] == "loaded ['numpy']"
 
@@ -107,7 +82,7 @@ def test_of_several_machines_each_leaves_missing_data_to_its_ranks(tmp_path, mon
 def test_a_wrong_config_ends_with_2_and_every_message_before_any_rank_starts(tmp_path):
     config = tmp_path / "gpt.yaml"
     config.write_text("model:\n  hidden_sise: 3\n")
-    done = command("pretrain", "--config", str(config), "--nproc-per-node", "2", "optim.lr=x")
+    done = run_listing_modules("pretrain", "--config", str(config), "--nproc-per-node", "2", "optim.lr=x")
     assert done.returncode == 2
     assert done.stderr.splitlines() == [
         f"{config}:2: unknown field model.hidden_sise; did you mean model.hidden_size?",
@@ -117,7 +92,9 @@ def test_a_wrong_config_ends_with_2_and_every_message_before_any_rank_starts(tmp
 
 
 def test_a_layout_that_needs_more_processes_names_the_command():
-    done = command("pretrain", "--config", str(ROOT / "configs/quickstart.yaml"), "run.dir=a b", "optim.min_lr=1")
+    done = run_listing_modules(
+        "pretrain", "--config", str(ROOT / "configs/quickstart.yaml"), "run.dir=a b", "optim.min_lr=1"
+    )
     assert done.returncode == 2
     assert done.stderr.splitlines() == [
         "this layout needs 2 processes, or a multiple of 2, and 1 was started; start 2 with: megatron-lite pretrain "
@@ -127,14 +104,14 @@ def test_a_layout_that_needs_more_processes_names_the_command():
 
 
 def test_processes_that_the_layout_does_not_divide_are_refused():
-    done = command("pretrain", "--nproc-per-node", "3", "parallel.tensor=2")
+    done = run_listing_modules("pretrain", "--nproc-per-node", "3", "parallel.tensor=2")
     assert done.returncode == 2
     assert "does not divide the number of processes (3)" in done.stderr
 
 
 def test_a_rank_of_a_launcher_says_which_one_it_is():
     """Under torchrun all ranks read the same wrong config."""
-    done = command("pretrain", "parallel.tensor=3", RANK="1", WORLD_SIZE="2")
+    done = run_listing_modules("pretrain", "parallel.tensor=3", RANK="1", WORLD_SIZE="2")
     assert done.returncode == 2
     assert done.stderr.startswith("[rank 1] parallel.tensor * parallel.pipeline * parallel.context is 3")
 
@@ -228,7 +205,7 @@ def test_an_unknown_preset_lists_the_known_ones(tmp_path):
 
 @pytest.mark.parametrize("given", ["abc", "", "0", "-1", "2.5"])
 def test_a_launcher_that_gives_no_number_of_processes_is_told(given):
-    done = command("pretrain", WORLD_SIZE=given)
+    done = run_listing_modules("pretrain", WORLD_SIZE=given)
     assert done.returncode == 2
     assert f"the environment variable WORLD_SIZE is {given!r}; a launcher such as torchrun sets it" in done.stderr
     assert "Traceback" not in done.stderr

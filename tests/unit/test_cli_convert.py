@@ -8,8 +8,8 @@ import pytest
 
 from megatron_lite.checkpoint.layout import read_layout
 from megatron_lite.cli import main
+from tests.helpers.command import ROOT, run_listing_modules
 from tests.helpers.huggingface import gpt2
-from tests.unit.test_cli import ROOT, command
 
 TOOL = ROOT / "tools" / "convert_checkpoint.py"
 
@@ -30,7 +30,7 @@ def exit_code(monkeypatch, *arguments: str | Path) -> int:
 
 
 def test_help_loads_nothing_heavy():
-    done = command("convert", "--help")
+    done = run_listing_modules("convert", "--help")
     assert done.returncode == 0 and "SECTION.FIELD=VALUE" in done.stdout
     assert done.stdout.splitlines()[-1] == "loaded []"
 

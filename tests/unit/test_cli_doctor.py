@@ -10,7 +10,7 @@ import pytest
 from megatron_lite.cli.doctor import check_port
 from megatron_lite.config.load import load_config
 from megatron_lite.doctor import checks as doctor
-from megatron_lite.doctor.findings import Answer, described, listed, named_ranks, readable, where
+from megatron_lite.doctor.findings import Answer, described, readable, where
 from megatron_lite.doctor.machine import Machine, devices, limits
 from megatron_lite.doctor.network import ADVICE, Speed, pace, summary, used_groups
 from megatron_lite.errors import TrainingError
@@ -18,8 +18,8 @@ from megatron_lite.launch import launcher as launch
 from megatron_lite.launch.available import available_cores, available_memory
 from megatron_lite.launch.nodes import Nodes
 from megatron_lite.parallel.grid import Grid
-from tests.helpers.command import run_here
-from tests.unit.test_cli import command
+from megatron_lite.text import listed, named_ranks
+from tests.helpers.command import run_here, run_listing_modules
 
 H100, A100 = ("NVIDIA H100 80GB HBM3", 80 << 30), ("NVIDIA A100-SXM4-40GB", 40 << 30)
 
@@ -36,7 +36,7 @@ def lines(findings) -> list[str]:
 
 
 def test_help_loads_nothing_heavy():
-    done = command("doctor", "--help")
+    done = run_listing_modules("doctor", "--help")
     assert done.returncode == 0, done.stderr
     assert "--master-port" in done.stdout and done.stdout.splitlines()[-1] == "loaded []"
 

@@ -20,7 +20,7 @@ from megatron_lite.preprocess.corpus import preprocess
 from megatron_lite.preprocess.sources import Found
 from tests.helpers.limits import PATIENCE, files_of_at_most
 from tests.helpers.unprivileged import open_folder, run_unprivileged
-from tests.unit.test_preprocess_workers import workers_alive
+from tests.helpers.worker_processes import workers_alive
 
 
 def write_lines(path, texts):

@@ -1,51 +1,28 @@
 """The ordered map over processes: order, errors in their place, and an end in every case."""
 
 import functools
-import multiprocessing
 import os
-import signal
 import subprocess
 import sys
-import time
-from multiprocessing.context import SpawnProcess
 
 import pytest
 
 from megatron_lite.errors import DataError
 from megatron_lite.preprocess.workers import map_in_order
 from tests.helpers.limits import PATIENCE
-
-
-def workers_alive() -> list:
-    """Workers are spawned; the ranks of distributed tests, which outlive every test, are not."""
-    return [child for child in multiprocessing.active_children() if isinstance(child, SpawnProcess)]
-
-
-class Stamp:
-    """Doubles its items, slowly where they are even; knows the process it was made in."""
-
-    def __init__(self, fails_at=None, dies_at=None):
-        self.fails_at, self.dies_at, self.pid = fails_at, dies_at, os.getpid()
-
-    def __call__(self, item):
-        if item == self.fails_at:
-            raise DataError(f"item {item} is bad")
-        if item == self.dies_at:
-            os.kill(os.getpid(), signal.SIGKILL)
-        time.sleep(0.002 * (item % 2 == 0))
-        return 2 * item, self.pid
+from tests.helpers.worker_processes import Doubler, workers_alive
 
 
 @pytest.mark.parametrize("workers", [1, 2, 3])
 def test_results_keep_the_order_of_the_items(workers):
-    results = list(map_in_order(Stamp, range(50), workers))
+    results = list(map_in_order(Doubler, range(50), workers))
     assert [(item, double) for item, (double, _) in results] == [(k, 2 * k) for k in range(50)]
     pids = {pid for _, (_, pid) in results}
     assert len(pids) == workers and os.getpid() not in pids
 
 
 def test_an_error_comes_in_its_place():
-    results = map_in_order(functools.partial(Stamp, fails_at=7), range(50), 2)
+    results = map_in_order(functools.partial(Doubler, fails_at=7), range(50), 2)
     assert [next(results)[0] for _ in range(7)] == list(range(7))
     with pytest.raises(DataError, match="item 7 is bad"):
         next(results)
@@ -56,7 +33,7 @@ def test_an_error_comes_in_its_place():
 def test_a_process_that_dies_is_told_and_the_others_end(dies_at):
     """At once, in the middle, on the last item; with nobody left to answer, waiting would last for ever."""
     with pytest.raises(DataError, match="a worker process died; if the system stopped it for want of memory"):
-        list(map_in_order(functools.partial(Stamp, dies_at=dies_at), range(50), 2))
+        list(map_in_order(functools.partial(Doubler, dies_at=dies_at), range(50), 2))
     assert not workers_alive()
 
 
@@ -67,7 +44,7 @@ def test_items_larger_than_a_pipe_holds_do_not_lock_both_sides():
 
 
 def test_nobody_reading_on_ends_the_processes():
-    results = map_in_order(Stamp, range(50), 2)
+    results = map_in_order(Doubler, range(50), 2)
     next(results)
     results.close()
     assert not workers_alive()
@@ -75,9 +52,9 @@ def test_nobody_reading_on_ends_the_processes():
 
 KILLED = """
 from megatron_lite.preprocess.workers import map_in_order
-from tests.unit.test_preprocess_workers import Stamp
+from tests.helpers.worker_processes import Doubler
 if __name__ == "__main__":
-    for _, (_, pid) in map_in_order(Stamp, range(10_000), 2):
+    for _, (_, pid) in map_in_order(Doubler, range(10_000), 2):
         print(pid, flush=True)
 """
 
