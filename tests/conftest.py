@@ -1,4 +1,4 @@
-"""Fixtures for all tests. Test modules are packages (`tests.dist.test_x`), so that ranks can import their functions."""
+"""Fixtures for all tests. Test folders are packages, so that ranks can import the functions of a test module."""
 
 import pytest
 from hypothesis import settings
