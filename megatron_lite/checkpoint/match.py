@@ -10,7 +10,6 @@ from megatron_lite.checkpoint.reshard import Move, moves, rectangles
 from megatron_lite.config.schema import ModelConfig
 from megatron_lite.ddp.local_shard import LocalShard
 from megatron_lite.errors import CheckpointError
-from megatron_lite.model.build import WORD_EMBEDDINGS
 from megatron_lite.parallel.context import ParallelContext
 from megatron_lite.parallel.dtypes import SAFETENSORS_NAMES
 from megatron_lite.parallel.shard import ParamTable, Shard
@@ -75,7 +74,7 @@ def check_model(
 
 def stored_name(name: str, table: ParamTable, layout: Layout) -> str:
     """The name in the checkpoint: a tied copy that was not there, on a stage of its own, is the original."""
-    return WORD_EMBEDDINGS if name not in layout.tensors and table[name].tied == "copy" else name
+    return name if name in layout.tensors else table[name].tied_to or name
 
 
 def plan(

@@ -33,7 +33,6 @@ from megatron_lite.checkpoint.reshard import Move, Rectangle
 from megatron_lite.checkpoint.tensor_file import Memory, TensorFile, explained, sync_folder, write_tensors
 from megatron_lite.ddp.local_shard import LocalShard
 from megatron_lite.errors import CheckpointError
-from megatron_lite.model.build import WORD_EMBEDDINGS
 from megatron_lite.parallel.agreement import all_gather_objects, gather_objects, on_all, on_first
 from megatron_lite.parallel.context import ParallelContext
 from megatron_lite.parallel.dtypes import SAFETENSORS_NAMES
@@ -201,8 +200,7 @@ def _write(
                 dp=replica if held.across_dp == "local" else None,
             )
             values[kind] = Value(dtype=SAFETENSORS_NAMES[held.values.dtype], pieces=(piece,))
-        copy_of = WORD_EMBEDDINGS if meta.tied == "copy" else ""
-        tensors[name] = TensorLayout(shape=meta.shape, shard=meta.shard, values=values, copy_of=copy_of)
+        tensors[name] = TensorLayout(shape=meta.shape, shard=meta.shard, values=values, copy_of=meta.tied_to)
     with explained("creating the folder", folder / place):
         (folder / place).mkdir(exist_ok=True)
     files = {name: write_tensors(folder / name, held) for name, held in contents.items() if held}

@@ -28,7 +28,6 @@ from megatron_lite.checkpoint.layout import (
 )
 from megatron_lite.checkpoint.tensor_file import Spec, TensorWriter, explained, sync_folder
 from megatron_lite.config.schema import Config
-from megatron_lite.model.build import WORD_EMBEDDINGS
 from megatron_lite.parallel.dtypes import SAFETENSORS_NAMES
 from megatron_lite.parallel.grid import Grid
 from megatron_lite.parallel.shard import ParamMeta, ParamTable, Shard
@@ -60,7 +59,7 @@ class _Entry(NamedTuple):
     @property
     def source(self) -> str:
         """The name under which the numbers are found: a tied copy is not there."""
-        return WORD_EMBEDDINGS if self.meta.tied == "copy" else self.meta.name
+        return self.meta.tied_to or self.meta.name
 
 
 def write_grid(
@@ -93,8 +92,7 @@ def write_grid(
                 for entry in entries
                 if entry.meta is meta
             }
-            copy_of = WORD_EMBEDDINGS if meta.tied == "copy" else ""
-            tensors[name] = TensorLayout(shape=meta.shape, shard=meta.shard, values=values, copy_of=copy_of)
+            tensors[name] = TensorLayout(shape=meta.shape, shard=meta.shard, values=values, copy_of=meta.tied_to)
     layout = Layout(
         iteration=iteration,
         saved_at=datetime.now(timezone.utc).isoformat(timespec="seconds"),

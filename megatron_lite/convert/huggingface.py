@@ -31,7 +31,7 @@ from megatron_lite.convert.huggingface_files import (
 )
 from megatron_lite.convert.recipe import VOCABULARY_TABLES, Checkpoint, Recipe, check_names, full_table
 from megatron_lite.errors import CheckpointError, ConfigError
-from megatron_lite.model.build import WORD_EMBEDDINGS
+from megatron_lite.model.gpt import WORD_EMBEDDINGS
 from megatron_lite.parallel.shard import ParamTable
 
 CONFIG_FILE, GENERATION_FILE = "config.json", "generation_config.json"

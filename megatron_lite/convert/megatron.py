@@ -43,7 +43,7 @@ from megatron_lite.convert.recipe import (
 )
 from megatron_lite.convert.torch_file import TorchFile, TorchWriter
 from megatron_lite.errors import CheckpointError
-from megatron_lite.model.build import WORD_EMBEDDINGS
+from megatron_lite.model.gpt import WORD_EMBEDDINGS
 from megatron_lite.parallel.grid import Grid
 from megatron_lite.parallel.shard import ParamTable, Shard
 

@@ -16,7 +16,8 @@ from torch import Tensor
 from megatron_lite.checkpoint.tensor_file import Spec
 from megatron_lite.config.schema import Config, ModelConfig, ParallelConfig
 from megatron_lite.errors import CheckpointError, ConfigError
-from megatron_lite.model.build import WORD_EMBEDDINGS, get_model, param_table
+from megatron_lite.model.build import get_model, param_table
+from megatron_lite.model.gpt import WORD_EMBEDDINGS
 from megatron_lite.parallel.context import ParallelContext
 from megatron_lite.parallel.grid import Grid
 from megatron_lite.parallel.random import RngTracker

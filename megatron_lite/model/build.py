@@ -21,8 +21,6 @@ from megatron_lite.parallel.context import ParallelContext, solo
 from megatron_lite.parallel.random import RngTracker
 from megatron_lite.parallel.shard import ParamTable, declare
 
-WORD_EMBEDDINGS = "embedding.word_embeddings.weight"
-
 
 def get_model(config: Config, ctx: ParallelContext, rng: RngTracker, *, dtype: torch.dtype) -> list[GPTModel]:
     """This rank's part of the model: a list with one chunk for each of its pipeline stages, in the model's order.
@@ -73,7 +71,7 @@ def initialize_parameters(chunks: Sequence[nn.Module], ctx: ParallelContext, see
             if ctx.device.type != "meta":
                 parameter = declare(nn.Parameter(torch.empty_like(parameter, device=ctx.device)), meta)
                 # The copy of a tied embedding is drawn under the embedding's name, so both stages start equal.
-                fill(parameter, meta, seed=seed, name=WORD_EMBEDDINGS if meta.tied == "copy" else name, tp=ctx.tp)
+                fill(parameter, meta, seed=seed, name=meta.tied_to or name, tp=ctx.tp)
                 setattr(module, key, parameter)
 
 

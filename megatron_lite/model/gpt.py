@@ -6,7 +6,6 @@ keep their number in the whole model, so a name means the same on every rank and
 
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import Literal
 
 from torch import Tensor, nn
 
@@ -21,9 +20,11 @@ from megatron_lite.parallel.linear import ColumnParallelLinear, column_parallel_
 from megatron_lite.parallel.loss import vocab_parallel_cross_entropy
 from megatron_lite.parallel.shard import declare
 
+WORD_EMBEDDINGS = "embedding.word_embeddings.weight"
 
-def _mark_tied(weight: nn.Parameter, tied: Literal["original", "copy"]) -> None:
-    declare(weight, replace(weight.meta, tied=tied))  # type: ignore[attr-defined]
+
+def _mark_tied(weight: nn.Parameter, tied_to: str) -> None:
+    declare(weight, replace(weight.meta, tied=True, tied_to=tied_to))  # type: ignore[attr-defined]
 
 
 class Decoder(nn.Module):
@@ -77,14 +78,14 @@ class GPTModel(nn.Module):
         # A tied head on another stage than the embedding is a copy of it that must start and stay equal.
         apart = config.tie_embeddings and pre_process != post_process
         if self.embedding is not None and apart:
-            _mark_tied(self.embedding.word_embeddings.weight, "original")
+            _mark_tied(self.embedding.word_embeddings.weight, "")
         self.output_layer = None
         if post_process and not (config.tie_embeddings and pre_process):
             self.output_layer = ColumnParallelLinear(
                 config.hidden_size, config.padded_vocab, bias=False, init_std=config.init_std, **options.split
             )
             if apart:
-                _mark_tied(self.output_layer.weight, "copy")
+                _mark_tied(self.output_layer.weight, WORD_EMBEDDINGS)
 
     def forward(self, tokens: Tensor, labels: Tensor | None = None, hidden: Tensor | None = None) -> Tensor:
         """Loss, logits or hidden state, whichever this stage ends with.

@@ -24,7 +24,7 @@ PIECE = 2**16
 
 def counts_here(meta: ParamMeta, ctx: ParallelContext) -> bool:
     """Whether this rank is the one that counts what it holds of the parameter."""
-    return meta.tied != "copy" and ctx.cp.is_first and (meta.shard.is_split or ctx.tp.is_first)
+    return not meta.tied_to and ctx.cp.is_first and (meta.shard.is_split or ctx.tp.is_first)
 
 
 def global_grad_norm(

@@ -81,9 +81,8 @@ class ParamMeta:
     init: Literal["normal", "zeros", "ones"]
     std: float = 0.0  # of a normal start
     decay: bool = True  # weight decay applies
-    # Two stages of a pipeline hold one tensor, as the word embedding of a tied head: the gradients of both are summed,
-    # and only the original is counted.
-    tied: Literal["", "original", "copy"] = ""
+    tied: bool = False  # two stages of a pipeline hold it, as the embedding of a tied head: their gradients are summed
+    tied_to: str = ""  # name of the original, on the copy alone: a copy is not counted
     sequence_parallel: bool = False  # held whole by each tp rank, but with a gradient from its s/tp only
     name: str = ""  # given by get_model; layer numbers in it do not depend on the pipeline stage
 

@@ -16,7 +16,7 @@ def num_local_parameters(run: Run) -> int:
 
 def num_parameters_of_model(run: Run) -> int:
     """Parameters of all stages, each tied one once, padding included. Communicates: a number over pp."""
-    local = sum(prod(meta.shape) for meta in run.table.values() if meta.tied != "copy")
+    local = sum(prod(meta.shape) for meta in run.table.values() if not meta.tied_to)
     return int(all_reduce(torch.tensor(local, device=run.ctx.device), run.ctx.pp).item())
 
 

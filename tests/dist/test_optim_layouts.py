@@ -119,7 +119,7 @@ def norm_with_a_tied_copy(grid: Grid, dtype: torch.dtype) -> float:
     }
     table = dict(TABLE)
     if ctx.pp.rank > 0:
-        table["copy"] = ParamMeta((16, 6), Shard(0), "normal", tied="copy")
+        table["copy"] = ParamMeta((16, 6), Shard(0), "normal", tied=True, tied_to="original")
         grads["copy"] = table["copy"].shard.split(whole("embedding.weight", seed=4), ctx.tp.rank, ctx.tp.size).to(dtype)
     return global_grad_norm(grads, table, ctx)
 

@@ -16,7 +16,8 @@ from megatron_lite.config.load import load_config
 from megatron_lite.config.schema import Config
 from megatron_lite.data.loader import Batch
 from megatron_lite.data.samplers import microbatch_indices
-from megatron_lite.model.build import WORD_EMBEDDINGS, get_model
+from megatron_lite.model.build import get_model
+from megatron_lite.model.gpt import WORD_EMBEDDINGS
 from megatron_lite.model.init import fill
 from megatron_lite.optim import deepspeed as deepspeed_file
 from megatron_lite.parallel.collectives import all_gather

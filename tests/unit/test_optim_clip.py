@@ -26,8 +26,8 @@ def test_every_number_of_the_model_counts_on_exactly_one_rank_of_a_model_group(g
         members = [views[rank] for rank in group]
         assert sum(counts_here(meta((4, 4)), ctx) for ctx in members) == 1
         assert sum(counts_here(meta((4, 4), shard=Shard(0)), ctx) for ctx in members) == grid.tp
-        assert sum(counts_here(meta((4, 4), tied="copy"), ctx) for ctx in members) == 0
-        assert sum(counts_here(meta((4, 4), tied="original"), ctx) for ctx in members) == 1
+        assert sum(counts_here(meta((4, 4), tied=True, tied_to="original"), ctx) for ctx in members) == 0
+        assert sum(counts_here(meta((4, 4), tied=True), ctx) for ctx in members) == 1
 
 
 def test_norm_of_a_large_fp32_gradient_is_right_to_seven_digits():
@@ -44,11 +44,11 @@ def test_norm_of_fp64_gradients_is_an_fp64_number():
 
 
 @pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
-@pytest.mark.parametrize("tied", ["", "copy"])
-def test_an_infinite_or_missing_number_anywhere_makes_the_norm_not_finite(bad, tied):
+@pytest.mark.parametrize("tied_to", ["", "w"])
+def test_an_infinite_or_missing_number_anywhere_makes_the_norm_not_finite(bad, tied_to):
     """Also in a copy that does not count."""
     grads = {"w": torch.ones(3), "copy": torch.tensor([1.0, bad])}
-    assert not math.isfinite(global_grad_norm(grads, {"w": meta((3,)), "copy": meta((2,), tied=tied)}, CTX))
+    assert not math.isfinite(global_grad_norm(grads, {"w": meta((3,)), "copy": meta((2,), tied_to=tied_to)}, CTX))
 
 
 @given(st.floats(0, 1e30), st.floats(1e-6, 1e6))
