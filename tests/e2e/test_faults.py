@@ -26,7 +26,7 @@ CAUSES = {
     "term": r"^exiting program after receiving SIGTERM: stopped at iteration",
     "stop": r"^rank {rank} on \S+ \(process \d+\) has shown no sign of life for .* s, since iteration",
     "nan": r"^iteration \d+: the loss is \S+ and the gradient norm nan \(the loss of rank {rank} is not finite\)",
-    "weight": r"replicas are not equal any more: .*rank\S* .*{rank}.* differ",
+    "weight": r"replicas differ: .*rank\S* .*{rank}.* differ",
     "disk": r"^(rank {rank}: .*: writing failed|/.*: cannot write): File too large",
 }
 

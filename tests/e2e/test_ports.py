@@ -171,7 +171,7 @@ def test_a_script_without_its_processes_names_the_command_that_starts_them(tmp_p
     )
     done = run_here("run", "mine.py", cwd=tmp_path)
     assert done.returncode == 2
-    assert "a script starts with megatron-lite run --nproc-per-node 2 SCRIPT, or with torchrun" in done.stderr
+    assert "a script: megatron-lite run --nproc-per-node 2 SCRIPT, or torchrun" in done.stderr
 
 
 def test_a_script_that_does_not_exist_is_a_config_error(tmp_path):
