@@ -5,11 +5,6 @@ what cannot happen; these are for what can.
 """
 
 
-def counted(count: int, noun: str) -> str:
-    """`1 document`, `2,000 documents`."""
-    return f"{count:,} {noun}{'s' * (count != 1)}"
-
-
 class MegatronLiteError(Exception):
     """Something the user has to know about; the command line prints its text, not a traceback."""
 

@@ -4,8 +4,9 @@ import argparse
 import glob
 import sys
 
-from megatron_lite.errors import ConfigError, MegatronLiteError, counted
+from megatron_lite.errors import ConfigError, MegatronLiteError
 from megatron_lite.preprocess.corpus import preprocess
+from megatron_lite.text import counted
 
 
 def tokenizer_spec(args: argparse.Namespace) -> str:

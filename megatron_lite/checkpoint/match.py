@@ -13,8 +13,8 @@ from megatron_lite.errors import CheckpointError
 from megatron_lite.parallel.context import ParallelContext
 from megatron_lite.parallel.dtypes import SAFETENSORS_NAMES
 from megatron_lite.parallel.shard import ParamTable, Shard
+from megatron_lite.text import listed
 
-SHOWN = 3  # tensors that a message lists
 DERIVED = {  # fields whose 0 stands for a property of ModelConfig
     "num_query_groups": "query_groups",
     "head_dim": "head_size",
@@ -57,11 +57,11 @@ def check_model(
     extra = [name for name, saved in layout.tensors.items() if name not in names and not saved.copy_of]
     problems = []
     if differing:
-        problems.append(_first(differing))
+        problems.append(listed(differing))
     if missing:
-        problems.append("missing in the checkpoint: " + _first(missing))
+        problems.append("missing in the checkpoint: " + listed(missing))
     if extra:
-        problems.append("only in the checkpoint: " + _first(extra))
+        problems.append("only in the checkpoint: " + listed(extra))
     if missing and any(name.endswith(f".{missing[0]}") for name in extra):
         problems.append(
             "its names have a prefix, so a custom model may have built it: load it with --model FILE.py:NAME"
@@ -185,8 +185,3 @@ def _differing(before: Mapping[str, Any], now: Mapping[str, Any], section: str, 
 
 def _describe(shape: tuple[int, ...], shard: Shard) -> str:
     return str(list(shape)) + (f" fused of {list(shard.parts)}" if shard.parts else "")
-
-
-def _first(items: list[str]) -> str:
-    more = f" and {len(items) - SHOWN} more" if len(items) > SHOWN else ""
-    return ", ".join(items[:SHOWN]) + more

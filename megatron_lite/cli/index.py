@@ -26,7 +26,8 @@ def index(
     from megatron_lite.config.validate import with_vocab_size
     from megatron_lite.data.blended import cache_folder
     from megatron_lite.data.tokenizer import build_tokenizer, tokenizer_hash
-    from megatron_lite.errors import ConfigError, counted
+    from megatron_lite.errors import ConfigError
+    from megatron_lite.text import counted
     from megatron_lite.training.corpora import data_lines, open_splits, wanted_samples
 
     settings = load_config(config, overrides or [])

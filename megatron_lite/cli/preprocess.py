@@ -46,8 +46,8 @@ def preprocess(
 
     A JSON line is a document. A plain text file is one too, unless --split-on divides it.
     """
-    from megatron_lite.errors import counted
     from megatron_lite.preprocess.corpus import preprocess as run
+    from megatron_lite.text import counted
 
     report = run(
         [*input, *(more_input or [])],
@@ -70,7 +70,7 @@ def preprocess(
 
 def skipped(report: "PreprocessReport") -> Iterator[str]:
     """What of the inputs is not in the corpus, a line for each reason."""
-    from megatron_lite.errors import counted
+    from megatron_lite.text import counted
 
     if unknown := report.found.unknown:
         suffixes = ", ".join(f"{suffix} {count:,}" for suffix, count in unknown.most_common())

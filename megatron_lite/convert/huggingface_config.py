@@ -15,8 +15,8 @@ from pydantic import ValidationError
 from megatron_lite.checkpoint.match import DERIVED, FREE
 from megatron_lite.config.schema import Config, DataConfig, ModelConfig
 from megatron_lite.config.validate import failures
-from megatron_lite.convert.recipe import first_of
 from megatron_lite.errors import CheckpointError, ConfigError
+from megatron_lite.text import listed
 
 ACTIVATIONS = {
     "gelu_new": "gelu_tanh",
@@ -103,7 +103,7 @@ class _Fields:
             if name in self._left:
                 self.expect(name, self._left.pop(name), *allowed)
         if unknown := [name for name in self._left if name not in HARMLESS]:
-            said = first_of([f"{name} = {self._left[name]!r}" for name in unknown])
+            said = listed([f"{name} = {self._left[name]!r}" for name in unknown])
             raise CheckpointError(
                 f"{self._path}: says {said}; it is not known what that does to the model. If it does nothing, take it "
                 "out of the file"
@@ -123,11 +123,11 @@ def to_model(path: Path, content: Mapping[str, Any], overrides: Mapping[str, Any
     except (ValidationError, TypeError) as error:
         problems = error.errors() if isinstance(error, ValidationError) else []
         said = [f"{'.'.join(map(str, problem['loc']))} {problem['input']!r}" for problem in problems]
-        raise CheckpointError(f"{path}: has values that no model has: {first_of(said) or error}") from None
+        raise CheckpointError(f"{path}: has values that no model has: {listed(said) or error}") from None
     names = [name for name in ours.keys() & overrides.keys() if name not in FREE | {"tie_embeddings"}]
     pairs = [(name, *(getattr(each, DERIVED.get(name, name)) for each in (model, said))) for name in sorted(names)]
     if other := [f"model.{name} is {given}, not the {stated}" for name, given, stated in pairs if given != stated]:
-        raise ConfigError(f"{path}: {first_of(other)} that it says; leave out what is of another model")
+        raise ConfigError(f"{path}: {listed(other)} that it says; leave out what is of another model")
     config = Config(model=model, data=DataConfig(seq_length=min(1024, model.max_position_embeddings)))
     if problems := failures(config, 1):
         raise CheckpointError(f"{path}: cannot be a model of ours: {problems[0]}")

@@ -17,11 +17,11 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from megatron_lite.checkpoint.tensor_file import Spec
-from megatron_lite.convert.recipe import first_of
 from megatron_lite.convert.safe_pickle import StoredTensor
 from megatron_lite.convert.torch_file import TorchFile
 from megatron_lite.errors import CheckpointError, DamagedCheckpoint
 from megatron_lite.parallel.dtypes import SAFETENSORS_DTYPES
+from megatron_lite.text import listed
 
 SLICE_BYTES = 32 << 20  # of a file's map that are in memory at a time
 INDEX = ".index.json"
@@ -55,7 +55,7 @@ class HuggingFaceFiles:
                 raise DamagedCheckpoint(f"{path}: is missing, but the index lists tensors in it; fetch it again")
             source = SafetensorsSource(path) if file.endswith(".safetensors") else TorchSource(path)
             if missing := [name for name in names or [] if name not in source.specs]:
-                raise DamagedCheckpoint(f"{path}: has no {first_of(missing)}, which the index says is there")
+                raise DamagedCheckpoint(f"{path}: has no {listed(missing)}, which the index says is there")
             for name in names or source.specs:
                 self._sources[name], self.specs[name] = source, source.specs[name]
 

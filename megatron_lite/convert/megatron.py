@@ -32,20 +32,13 @@ from megatron_lite.config.schema import ModelConfig
 from megatron_lite.convert.megatron_args import args_for, check_model, padded_rows
 from megatron_lite.convert.megatron_model import LAYER, model_from
 from megatron_lite.convert.rank_files import Progress, ShardedTensor, sharded_tensors, write_shards
-from megatron_lite.convert.recipe import (
-    HEAD,
-    VOCABULARY_TABLES,
-    Checkpoint,
-    Recipe,
-    check_names,
-    first_of,
-    full_table,
-)
+from megatron_lite.convert.recipe import HEAD, VOCABULARY_TABLES, Checkpoint, Recipe, check_names, full_table
 from megatron_lite.convert.torch_file import TorchFile, TorchWriter
 from megatron_lite.errors import CheckpointError
 from megatron_lite.model.gpt import WORD_EMBEDDINGS
 from megatron_lite.parallel.grid import Grid
 from megatron_lite.parallel.shard import ParamTable, Shard
+from megatron_lite.text import listed
 
 VERSIONS = (0, 1.0, 2.0, 3.0)
 WRITTEN_VERSION = 3.0
@@ -221,7 +214,7 @@ def _rank_files(folder: Path) -> list[list[Path]]:
     ]:
         raise CheckpointError(
             f"{folder}: has ranks of {ranks} tensor-parallel and {stages} pipeline ranks, but not "
-            f"{first_of(missing)}; all are needed"
+            f"{listed(missing)}; all are needed"
         )
     return [[found[pp, tp] for tp in range(ranks)] for pp in range(stages)]
 

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from megatron_lite.config.schema import ModelConfig
-from megatron_lite.convert.recipe import first_of
 from megatron_lite.errors import CheckpointError, ConfigError
+from megatron_lite.text import listed
 
 DIVISIBLE_BY = 128  # --make-vocab-size-divisible-by; its multiple grows with the tensor-parallel size
 
@@ -86,7 +86,7 @@ def fields_of(args: Mapping[str, Any], where: Path) -> dict[str, Any]:
         elif name in given:
             fields[field] = known[str(given[name])]
     if refused:
-        raise CheckpointError(f"{where}: was trained with what megatron_lite does not compute: {first_of(refused)}")
+        raise CheckpointError(f"{where}: was trained with what megatron_lite does not compute: {listed(refused)}")
     if given.get("tokenizer_type") == "NullTokenizer" and "vocab_size" in fields:
         fields["vocab_size"] += 1  # it adds an end-of-document token to what --vocab-size says
     if given.get("use_rotary_position_embeddings"):

@@ -12,10 +12,11 @@ from typing import Any
 from megatron_lite.config.schema import ModelConfig
 from megatron_lite.convert.megatron_args import DIVISIBLE_BY, fields_of, padded_rows
 from megatron_lite.convert.rank_files import ShardedTensor, model_of
-from megatron_lite.convert.recipe import HEAD, first_of
+from megatron_lite.convert.recipe import HEAD
 from megatron_lite.errors import CheckpointError
 from megatron_lite.model.gpt import WORD_EMBEDDINGS
 from megatron_lite.parallel.shard import Shard
+from megatron_lite.text import listed
 
 LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")
 
@@ -92,9 +93,7 @@ def _check_sizes(folder: Path, model: ModelConfig, cuts: Mapping[str, ShardedTen
                 f"{model.head_size} do not make the {cut.shape(shard)[dim]} rows or columns of {module}"
             )
     if problems:
-        raise CheckpointError(
-            f"{folder}: its arguments, or what was given, do not fit its tensors; {first_of(problems)}"
-        )
+        raise CheckpointError(f"{folder}: its arguments, or what was given, do not fit its tensors; {listed(problems)}")
 
 
 def _fields_of_shapes(cuts: Mapping[str, ShardedTensor], pipelined: bool) -> dict[str, Any]:

@@ -22,11 +22,12 @@ from megatron_lite.config.schema import Config, DataConfig, ModelConfig, TrainCo
 from megatron_lite.config.validate import failures, raise_any
 from megatron_lite.convert import tokenizer_files
 from megatron_lite.convert.grid_files import Progress, write_grid
-from megatron_lite.convert.recipe import Checkpoint, first_of, full_table, stage_tables
+from megatron_lite.convert.recipe import Checkpoint, full_table, stage_tables
 from megatron_lite.data.tokenizer import tokenizer_hash
 from megatron_lite.errors import CheckpointError, ConfigError
 from megatron_lite.parallel.dtypes import PRECISION_NAMES, SAFETENSORS_DTYPES
 from megatron_lite.parallel.shard import ParamMeta, ParamTable, Shard
+from megatron_lite.text import listed
 
 Settings = Mapping[str, Mapping[str, Any]]
 """Section -> field -> value, as the user gave them."""
@@ -70,7 +71,7 @@ class Stored:
             return {n: ParamMeta(tensor.shape, tensor.shard, "normal", name=n) for n, tensor in saved.items()}
         if differing:
             raise CheckpointError(
-                f"{self.folder}: {first_of(differing)} are not as the model section of the config says; leave out "
+                f"{self.folder}: {listed(differing)} are not as the model section of the config says; leave out "
                 "what changes the model's sizes"
             )
         return None
@@ -211,7 +212,7 @@ def _check_same_run(before: Config, after: Config) -> None:
     was, now = meaning(before), meaning(after)
     if changed := [f"{name} (source: {was[name]}, target: {now[name]})" for name in was if was[name] != now[name]]:
         raise ConfigError(
-            f"{first_of(changed)}: with optimizer state the target is the same run in another layout; add "
+            f"{listed(changed)}: with optimizer state the target is the same run in another layout; add "
             "--weights-only for a new start"
         )
     keys = ["sequence", "pipeline"] if before.model.tie_embeddings else ["sequence"]

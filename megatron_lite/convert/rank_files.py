@@ -11,11 +11,11 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from megatron_lite.config.schema import ModelConfig
-from megatron_lite.convert.recipe import first_of
 from megatron_lite.convert.safe_pickle import StoredTensor
 from megatron_lite.convert.torch_file import TorchFile, TorchWriter, flatten
 from megatron_lite.errors import CheckpointError
 from megatron_lite.parallel.shard import Shard
+from megatron_lite.text import listed
 
 Progress = Callable[[int], None]
 
@@ -77,7 +77,7 @@ def sharded_tensors(files: Sequence[TorchFile], contents: Sequence[Any]) -> dict
     for file, tensors in zip(files, ranks, strict=True):
         if differing := sorted(tensors.keys() ^ ranks[0].keys()):
             raise CheckpointError(
-                f"{file.path}: has other tensors than {files[0].path}: {first_of(differing)}; the files are not of one "
+                f"{file.path}: has other tensors than {files[0].path}: {listed(differing)}; the files are not of one "
                 "checkpoint"
             )
     return {name: ShardedTensor(name, files, [tensors[name] for tensors in ranks]) for name in ranks[0]}
@@ -89,7 +89,7 @@ def model_of(where: Path, fields: Mapping[str, Any]) -> ModelConfig:
         return ModelConfig.model_validate(fields, strict=False)
     except ValidationError as error:
         problems = [f"model.{'.'.join(map(str, e['loc']))}: {e['msg']} (got {e['input']!r})" for e in error.errors()]
-        raise CheckpointError(f"{where}: describes no model of ours; {first_of(problems)}") from None
+        raise CheckpointError(f"{where}: describes no model of ours; {listed(problems)}") from None
 
 
 def write_shards(

@@ -22,10 +22,10 @@ from megatron_lite.parallel.context import ParallelContext
 from megatron_lite.parallel.grid import Grid
 from megatron_lite.parallel.random import RngTracker
 from megatron_lite.parallel.shard import ParamTable, Shard
+from megatron_lite.text import listed
 
 HEAD = "output_layer.weight"
 VOCABULARY_TABLES = (WORD_EMBEDDINGS, HEAD)  # with a row for each token, and some of padding
-SHOWN = 4  # names that a message lists
 RUN = 1 << 20  # numbers looked at together
 
 
@@ -126,21 +126,15 @@ def check_names(
         expected |= dict(zip(recipe.names, recipe.foreign_shapes(table[name].shape), strict=True))
     problems = []
     if missing := [name for name in expected if name not in found]:
-        problems.append("missing: " + first_of(missing))
+        problems.append("missing: " + listed(missing))
     if unknown := [name for name in found if name not in expected]:
-        problems.append("unknown: " + first_of(unknown))
+        problems.append("unknown: " + listed(unknown))
     differing = [
         f"{name} is {list(found[name])}, expected {list(shape)}"
         for name, shape in expected.items()
         if name in found and tuple(found[name]) != shape
     ]
     if differing:
-        problems.append(first_of(differing))
+        problems.append(listed(differing))
     if problems:
         raise CheckpointError(f"{where}: has other tensors than the model that it describes; {'; '.join(problems)}")
-
-
-def first_of(items: Sequence[str]) -> str:
-    """The first few, and how many more there are."""
-    more = f" and {len(items) - SHOWN} more" if len(items) > SHOWN else ""
-    return ", ".join(items[:SHOWN]) + more

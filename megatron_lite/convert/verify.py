@@ -13,12 +13,13 @@ from torch import Tensor
 from torch.func import functional_call
 
 from megatron_lite.config.schema import Config
-from megatron_lite.convert.recipe import VOCABULARY_TABLES, Checkpoint, first_of
+from megatron_lite.convert.recipe import VOCABULARY_TABLES, Checkpoint
 from megatron_lite.errors import CheckpointError, ConfigError
 from megatron_lite.model.build import get_model
 from megatron_lite.parallel.context import ParallelContext
 from megatron_lite.parallel.grid import Grid
 from megatron_lite.parallel.random import RngTracker
+from megatron_lite.text import listed
 
 SEQUENCES, LENGTH = 2, 64
 TOLERANCE = 1e-4  # of the largest logit: fp32 sums in another order
@@ -65,7 +66,7 @@ def check_weights(source: Checkpoint, target: Checkpoint) -> str:
     ]
     if differing:
         raise CheckpointError(
-            f"{first_of(differing)}: what was written differs from the source, so it was not kept. Please report this, "
+            f"{listed(differing)}: what was written differs from the source, so it was not kept. Please report this, "
             "with the config of the source"
         )
     return f"all {len(source.tensors):,} tensors are equal to the bit"

@@ -16,12 +16,13 @@ import torch.distributed as dist
 from megatron_lite.config.schema import Config
 from megatron_lite.config.validate import validate
 from megatron_lite.doctor import machine, storage
-from megatron_lite.doctor.findings import Answer, Finding, ask, described, hosts_of, listed, local_rank
+from megatron_lite.doctor.findings import Answer, Finding, ask, described, hosts_of, local_rank
 from megatron_lite.doctor.network import network
-from megatron_lite.errors import TrainingError, counted
+from megatron_lite.errors import TrainingError
 from megatron_lite.parallel.context import Group
 from megatron_lite.parallel.grid import Grid
 from megatron_lite.parallel.waiting import LostRanks
+from megatron_lite.text import counted, listed
 from megatron_lite.training.initialize import (
     check_same_config,
     choose_device,

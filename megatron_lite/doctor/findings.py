@@ -13,9 +13,9 @@ from typing import Generic, Literal, TypeVar
 from megatron_lite.errors import MegatronLiteError
 from megatron_lite.parallel.agreement import all_gather_objects
 from megatron_lite.parallel.context import Group
+from megatron_lite.text import listed, named_ranks
 
 T = TypeVar("T")
-MOST_NAMES = 4  # of ranges of ranks or of hosts in one line
 
 
 @dataclass(frozen=True)
@@ -78,22 +78,6 @@ def where(answers: Sequence[Answer]) -> str:
     for answer in answers:
         of_host.setdefault(answer.host, []).append(answer.rank)
     return listed([f"{named_ranks(ranks)} on {host}" for host, ranks in of_host.items()])
-
-
-def named_ranks(ranks: Sequence[int]) -> str:
-    """`rank 3`, `ranks 0 and 2` or `ranks 0 to 7`."""
-    if len(ranks) == 1:
-        return f"rank {ranks[0]}"
-    if len(ranks) > 2 and list(ranks) == list(range(ranks[0], ranks[-1] + 1)):
-        return f"ranks {ranks[0]} to {ranks[-1]}"
-    return f"ranks {listed(list(map(str, ranks)))}"
-
-
-def listed(words: Sequence[str]) -> str:
-    """`a, b and c`; of many only the first."""
-    if len(words) > MOST_NAMES:
-        words = [*words[: MOST_NAMES - 1], f"{len(words) - MOST_NAMES + 1} more"]
-    return " and ".join(filter(None, [", ".join(words[:-1]), words[-1]]))
 
 
 def readable(size: float) -> str:

@@ -19,12 +19,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_lite.config.schema import Config
-from megatron_lite.doctor.findings import Answer, Finding, ask, listed, named_ranks, problems
+from megatron_lite.doctor.findings import Answer, Finding, ask, problems
 from megatron_lite.errors import TrainingError
 from megatron_lite.parallel.collectives import all_reduce, all_reduce_async
 from megatron_lite.parallel.context import Group
 from megatron_lite.parallel.grid import Grid
 from megatron_lite.parallel.waiting import LostRanks
+from megatron_lite.text import listed, named_ranks
 
 SMALL, LARGE = 1024, {"cpu": 2 << 20, "cuda": 16 << 20}  # fp32 numbers: 4 KiB; 8 or 64 MiB
 BACKENDS = {"cpu": "gloo", "cuda": "nccl"}

@@ -26,20 +26,12 @@ from megatron_lite.data.blended import parse_paths
 from megatron_lite.data.corpus_info import check_tokenizers
 from megatron_lite.data.indexed import IndexedDataset, bin_path, idx_path
 from megatron_lite.data.tokenizer import build_tokenizer, tokenizer_hash
-from megatron_lite.doctor.findings import (
-    Finding,
-    ask,
-    hosts_of,
-    listed,
-    local_rank,
-    problems,
-    readable,
-    where,
-)
+from megatron_lite.doctor.findings import Finding, ask, hosts_of, local_rank, problems, readable, where
 from megatron_lite.errors import CheckpointError, ConfigError, DataError
 from megatron_lite.parallel.agreement import on_first
 from megatron_lite.parallel.collectives import barrier
 from megatron_lite.parallel.context import Group
+from megatron_lite.text import listed
 from megatron_lite.training.start import checkpoints_of, find_start
 
 # How long a network file system may take to show one host what another wrote.

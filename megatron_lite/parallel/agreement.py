@@ -20,6 +20,7 @@ from megatron_lite.errors import DamagedCheckpoint, MegatronLiteError, TrainingE
 from megatron_lite.parallel.collectives import all_gather, broadcast
 from megatron_lite.parallel.context import Group
 from megatron_lite.parallel.waiting import communicating
+from megatron_lite.text import counted
 
 T = TypeVar("T")
 
@@ -58,7 +59,7 @@ def on_all(work: Callable[[], T], group: Group) -> T:
     if problems:
         kind, text = problems[0]
         others = len(problems) - 1
-        more = f" ({others} more rank{'s' * (others > 1)} failed)" if others else ""
+        more = f" ({counted(others, 'more rank')} failed)" if others else ""
         raise kind(text + more) from cause
     return result  # type: ignore[return-value]
 

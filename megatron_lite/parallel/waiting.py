@@ -1,35 +1,38 @@
-"""What this rank is waiting for: said when it waits in vain, and told from work when ranks are compared.
+"""The collective in which this rank waits: for the message when it fails, for the watchdog and for timing.
 
-One wait at a time, that of training; a thread that works beside it calls `ignore_this_thread`.
+There is one wait at a time, that of training. A background thread calls `ignore_this_thread`.
 """
 
 import threading
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 
 from megatron_lite.errors import TrainingError
 from megatron_lite.parallel.context import Group
+from megatron_lite.text import named_ranks
+
+What = TypeVar("What", contravariant=True)
 
 
 class LostRanks(TrainingError):
-    """A collective has failed: ranks are gone, or time was up."""
+    """A collective failed: a rank is gone, or the timeout passed."""
 
 
-class Recorder(Protocol):
-    """Takes the time of waits, which are not nested."""
+class Recorder(Protocol[What]):
+    """Takes the times of waits or actions, which are not nested."""
 
-    def begin(self, what: str) -> None: ...
+    def begin(self, what: What, /) -> None: ...
 
-    def end(self, what: str) -> None: ...
+    def end(self, what: What, /) -> None: ...
 
 
 class _Training:
-    op: str = ""  # empty while nobody is waited for
+    op: str = ""  # empty outside of a wait
     group: Group | None = None
-    count: int = 0  # of waits that have begun: as long as it grows, there is progress
-    recorder: Recorder | None = None
+    count: int = 0  # waits so far, and other progress
+    recorder: Recorder[str] | None = None
 
 
 class _ThisThread(threading.local):
@@ -40,7 +43,7 @@ _training, _this_thread = _Training(), _ThisThread()
 
 
 class waiting:
-    """Inside, this rank waits in `op` for the group's other ranks, as the watchdog would say it."""
+    """Inside, this rank waits in `op` for the other ranks of the group."""
 
     def __init__(self, op: str, group: Group):
         self.op, self.group = op, group
@@ -62,50 +65,48 @@ class waiting:
 
 
 class communicating(waiting):
-    """The same, where torch's error, which names neither the group nor its ranks, becomes one that does: LostRanks."""
+    """`waiting`, and an error of torch, which names neither group nor ranks, becomes LostRanks, which does."""
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         super().__exit__(kind, error, trace)
         if isinstance(error, RuntimeError) and not isinstance(error, torch.OutOfMemoryError):
-            rank = self.group.ranks[self.group.rank]
+            rank, reason = self.group.ranks[self.group.rank], str(error).splitlines()[0]
             raise LostRanks(
-                f"rank {rank} got no answer in {named(self.op, self.group)}: {str(error).splitlines()[0]}. Look at the "
-                "output of those ranks first; if one of them really computes for so long, raise train.comm_timeout"
+                f"rank {rank} got no answer in {describe(self.op, self.group)}: {reason}. Look at the output of those "
+                "ranks first; if one of them really computes for so long, raise train.comm_timeout"
             ) from error
 
 
-def named(op: str, group: Group) -> str:
-    """`all_reduce over dp (ranks 0 and 2)`; of many ranks, only the first and the last."""
-    ranks = list(map(str, group.ranks))
-    listed = f"{', '.join(ranks[:-1])} and {ranks[-1]}" if len(ranks) <= 8 else f"{ranks[0]} to {ranks[-1]}"
-    return f"{op} over {group.name} (ranks {listed})"
+def describe(op: str, group: Group) -> str:
+    """`all_reduce over dp (ranks 0 and 2)`."""
+    return f"{op} over {group.name} ({named_ranks(group.ranks)})"
 
 
 def current_wait() -> tuple[str, int]:
-    """What training waits for, empty for nothing, and a number that grows with progress; for any thread."""
+    """The wait of training, empty for none, and a count that grows with progress; callable from any thread."""
     op, group = _training.op, _training.group
-    return named(op, group) if op and group is not None else "", _training.count
+    return describe(op, group) if op and group is not None else "", _training.count
 
 
 def note_progress() -> None:
-    """Told by long work without collectives: there is progress."""
+    """Count progress, in long work without collectives."""
     if _this_thread.is_training:
         _training.count += 1
 
 
-def record_waits(recorder: Recorder | None) -> None:
-    """From now on this takes their time; None: nobody does."""
+def record_waits(recorder: Recorder[str] | None) -> None:
+    """Report later waits to `recorder`; None stops that."""
     _training.recorder = recorder
 
 
 def ignore_this_thread() -> None:
-    """What this thread waits for is no wait of training."""
+    """Leave out the waits of this thread, which does not train."""
     _this_thread.is_training = False
 
 
 def finished(work: Any, op: str, group: Group) -> None:
-    """Waits for a collective that was started."""
+    """Wait for a collective in flight."""
     with communicating(op, group):
         work.wait()

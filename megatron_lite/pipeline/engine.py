@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -20,21 +19,13 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from megatron_lite.errors import TrainingError
 from megatron_lite.parallel import weight_grads
 from megatron_lite.parallel.context import ParallelContext
-from megatron_lite.parallel.waiting import waiting
+from megatron_lite.parallel.waiting import Recorder, waiting
 from megatron_lite.pipeline.actions import Action, Schedule
 from megatron_lite.pipeline.p2p import Message, Pipe, connect
 
 Forward = Callable[[int, int, Tensor | None], Tensor]
 """(chunk, micro-batch, hidden state of the stage before, None on the first) -> hidden state, or on the last stage the
 micro-batch's result: a scalar loss where there is a backward."""
-
-
-class Recorder(Protocol):
-    """Told when the computing of an action begins and ends; waiting for other stages is outside."""
-
-    def begin(self, action: Action, /) -> None: ...
-
-    def end(self, action: Action, /) -> None: ...
 
 
 @dataclass
@@ -68,7 +59,7 @@ class PipelineEngine:
         *,
         begin_backward: Callable[..., None] = lambda chunk, *, is_last: None,
         loss_grad: float = 1.0,
-        recorder: Recorder | None = None,
+        recorder: Recorder[Action] | None = None,
     ) -> list[Tensor]:
         """The results of every micro-batch, in order, on the rank of the last stage; elsewhere an empty list.
 
@@ -102,7 +93,7 @@ class _Run:
         message: Message,
         begin_backward: Callable[..., None],
         loss_grad: float,
-        recorder: Recorder | None,
+        recorder: Recorder[Action] | None,
     ):
         self.engine, self.schedule, self.message = engine, schedule, message
         self.actions = actions = schedule[engine.pp.rank]

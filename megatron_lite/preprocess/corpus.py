@@ -18,7 +18,7 @@ from megatron_lite import __version__
 from megatron_lite.data.corpus_info import CorpusInfo, info_path
 from megatron_lite.data.indexed import IndexedDatasetBuilder, bin_path, idx_path, optimal_dtype
 from megatron_lite.data.tokenizer import Tokenizer, build_tokenizer, tokenizer_hash
-from megatron_lite.errors import ConfigError, DataError, counted
+from megatron_lite.errors import ConfigError, DataError
 from megatron_lite.preprocess.sources import (
     Found,
     Piece,
@@ -29,6 +29,7 @@ from megatron_lite.preprocess.sources import (
     read_documents,
 )
 from megatron_lite.preprocess.workers import map_in_order
+from megatron_lite.text import counted
 
 
 class PreprocessReport(NamedTuple):

@@ -9,7 +9,7 @@ import numpy as np
 
 from megatron_lite.data.indexed import IndexedDataset
 from megatron_lite.data.tokenizer import Tokenizer
-from megatron_lite.errors import counted
+from megatron_lite.text import counted
 
 MOST_LENGTHS, MOST_ENDS = 10_000_000, 10_000  # documents
 MOST_TOKENS, BLOCK = 20_000_000, 10_000  # in blocks of so many

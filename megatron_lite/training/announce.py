@@ -3,9 +3,9 @@
 from megatron_lite.config.schema import Config
 from megatron_lite.config.stages import layer_counts
 from megatron_lite.data.blended import Splits
-from megatron_lite.errors import counted
 from megatron_lite.pipeline.schedules import build_schedule
 from megatron_lite.pipeline.simulate import bubble
+from megatron_lite.text import counted
 from megatron_lite.training.corpora import data_lines, wanted_samples
 from megatron_lite.training.logs import RunLog
 from megatron_lite.training.memory import num_local_parameters, num_parameters_of_model

@@ -11,7 +11,7 @@ from megatron_lite.config.schema import Config, TrainConfig
 from megatron_lite.data.blended import SPLIT_NAMES, BlendedDataset, Dataset, Splits, build_datasets, split_bounds
 from megatron_lite.data.corpus_info import info_path
 from megatron_lite.data.gpt_dataset import GPTDataset
-from megatron_lite.errors import counted
+from megatron_lite.text import counted
 from megatron_lite.training.state import samples_for
 
 LOSS_OF = {"train": "training", "valid": "validation", "test": "test"}

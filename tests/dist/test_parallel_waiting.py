@@ -23,8 +23,8 @@ from megatron_lite.parallel.waiting import (
     LostRanks,
     communicating,
     current_wait,
+    describe,
     ignore_this_thread,
-    named,
     record_waits,
     waiting,
 )
@@ -83,10 +83,10 @@ def test_what_is_no_failure_of_communication_stays_as_it_is():
         assert current_wait()[0] == ""
 
 
-def test_large_groups_are_named_by_their_ends():
-    assert named("all_reduce", Group("tp", (4, 6), 0)) == "all_reduce over tp (ranks 4 and 6)"
-    assert named("barrier", Group("dp", (0, 2, 4), 0)) == "barrier over dp (ranks 0, 2 and 4)"
-    assert named("barrier", Group("world", tuple(range(1000)), 0)) == "barrier over world (ranks 0 to 999)"
+def test_a_message_lists_the_ranks_of_small_groups_and_the_ends_of_large_ones():
+    assert describe("all_reduce", Group("tp", (4, 6), 0)) == "all_reduce over tp (ranks 4 and 6)"
+    assert describe("barrier", Group("dp", (0, 2, 4), 0)) == "barrier over dp (ranks 0, 2 and 4)"
+    assert describe("barrier", Group("world", tuple(range(1000)), 0)) == "barrier over world (ranks 0 to 999)"
 
 
 def test_waits_are_counted_and_timed_but_not_those_of_other_threads():

@@ -8,7 +8,7 @@ import pytest
 PACKAGE = Path(__file__).resolve().parents[2] / "megatron_lite"
 # What one reads to understand training, from the lowest floor to the highest.
 CORE = [
-    {"__version__", "errors", "config"},
+    {"__version__", "errors", "text", "config"},
     {"parallel"},
     {"model", "pipeline", "data"},
     {"ddp"},
