@@ -6,11 +6,12 @@ Source: https://huggingface.co/docs/transformers/big_models, "Sharded checkpoint
 """
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from math import prod
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -23,106 +24,89 @@ from megatron_lite.errors import CheckpointError, DamagedCheckpoint
 from megatron_lite.parallel.dtypes import SAFETENSORS_DTYPES
 from megatron_lite.text import listed
 
-SLICE_BYTES = 32 << 20  # of a file's map that are in memory at a time
+BLOCK_BYTES = 32 << 20  # of a file's map that are in memory at a time
 INDEX = ".index.json"
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 SAFETENSORS, TORCH = "model.safetensors", "pytorch_model.bin"
 
-
-class TensorSource(Protocol):
-    """A file of tensors by name."""
-
-    specs: dict[str, Spec]
-
-    def fill(self, target: Tensor, name: str) -> None:
-        """Copies a tensor into memory of its shape and any strides."""
-        ...
-
-    def equals(self, whole: Tensor, name: str) -> bool:
-        """The tensor has these numbers."""
-        ...
+Reader = Callable[[slice], Tensor]
+"""Some rows of a tensor."""
 
 
 class HuggingFaceFiles:
     """All tensors of a model's folder."""
 
     def __init__(self, folder: Path):
-        self._sources: dict[str, TensorSource] = {}
         self.specs: dict[str, Spec] = {}
+        self._readers: dict[str, Reader] = {}
         for file, names in _files(folder).items():
             path = folder / file
             if not path.is_file():
                 raise DamagedCheckpoint(f"{path}: is missing, but the index lists tensors in it; fetch it again")
-            source = SafetensorsSource(path) if file.endswith(".safetensors") else TorchSource(path)
-            if missing := [name for name in names or [] if name not in source.specs]:
+            found = _safetensors_file(path) if file.endswith(".safetensors") else _torch_file(path)
+            if missing := [name for name in names or [] if name not in found]:
                 raise DamagedCheckpoint(f"{path}: has no {listed(missing)}, which the index says is there")
-            for name in names or source.specs:
-                self._sources[name], self.specs[name] = source, source.specs[name]
+            for name in names or found:
+                self.specs[name], self._readers[name] = found[name]
 
     def fill(self, target: Tensor, name: str) -> None:
-        self._sources[name].fill(target, name)
+        """Copy a tensor into memory of its shape and any strides."""
+        for rows, values in self._blocks(name):
+            target[rows] = values
 
-    def equals(self, whole: Tensor, name: str) -> bool:
-        return self._sources[name].equals(whole, name)
+    def equals(self, full: Tensor, name: str) -> bool:
+        """Whether the tensor has these values."""
+        return all(torch.equal(full[rows], values) for rows, values in self._blocks(name))
 
-
-class SafetensorsSource:
-    """A safetensors file. Its map is closed after every slice, which gives the memory back."""
-
-    def __init__(self, path: Path):
-        self._path = path
-        self.specs: dict[str, Spec] = {}
-        with self._opened() as file:
-            for name in file.keys():  # noqa: SIM118 (it is no mapping)
-                described = file.get_slice(name)
-                dtype, shape = described.get_dtype(), described.get_shape()
-                self.specs[name] = Spec(_dtype(path, name, SAFETENSORS_DTYPES.get(dtype), dtype), shape)
-
-    def fill(self, target: Tensor, name: str) -> None:
-        for first, rows in self._rows(name):
-            target[first : first + len(rows)] = rows
-
-    def equals(self, whole: Tensor, name: str) -> bool:
-        return all(torch.equal(whole[first : first + len(rows)], rows) for first, rows in self._rows(name))
-
-    def _rows(self, name: str) -> Iterator[tuple[int, Tensor]]:
-        """Runs of a tensor along its first dimension, each with its place."""
+    def _blocks(self, name: str) -> Iterator[tuple[slice, Tensor]]:
+        """Blocks of rows of a tensor, each with its position."""
         dtype, shape = self.specs[name]
-        step = max(1, SLICE_BYTES // max(1, prod(shape[1:]) * dtype.itemsize))
+        step = max(1, BLOCK_BYTES // max(1, prod(shape[1:]) * dtype.itemsize))
         for first in range(0, shape[0], step):
-            with self._opened() as file:
-                yield first, file.get_slice(name)[first : first + step]
-
-    @contextmanager
-    def _opened(self) -> Iterator[Any]:
-        try:
-            with safe_open(self._path, framework="pt") as file:
-                yield file
-        except (SafetensorError, OSError, ValueError, TypeError, OverflowError, RuntimeError) as error:
-            raise DamagedCheckpoint(
-                f"{self._path}: is damaged, or no safetensors file ({error}); fetch it again"
-            ) from None
+            rows = slice(first, first + step)
+            yield rows, self._readers[name](rows)
 
 
-class TorchSource:
-    """A file of torch.save that holds tensors by name."""
+def _safetensors_file(path: Path) -> dict[str, tuple[Spec, Reader]]:
+    """The tensors of a safetensors file by name. Its map is closed after every block, which frees the memory."""
 
-    def __init__(self, path: Path):
-        self._file = TorchFile(path)
-        content = self._file.content
-        if not isinstance(content, Mapping):
-            raise CheckpointError(f"{path}: holds {type(content).__name__}, expected tensors by name")
-        self._tensors = {str(name): value for name, value in content.items() if isinstance(value, StoredTensor)}
-        self.specs = {
-            name: Spec(_dtype(path, name, tensor.dtype, str(tensor.dtype)), tensor.shape)
-            for name, tensor in self._tensors.items()
-        }
+    def read(name: str, rows: slice) -> Tensor:
+        with _opened(path) as file:
+            return file.get_slice(name)[rows]
 
-    def fill(self, target: Tensor, name: str) -> None:
-        self._file.fill(target, self._tensors[name])
+    found: dict[str, tuple[Spec, Reader]] = {}
+    with _opened(path) as file:
+        for name in file.keys():  # noqa: SIM118 (it is not a mapping)
+            described = file.get_slice(name)
+            dtype, shape = described.get_dtype(), described.get_shape()
+            found[name] = Spec(_dtype(path, name, SAFETENSORS_DTYPES.get(dtype), dtype), shape), partial(read, name)
+    return found
 
-    def equals(self, whole: Tensor, name: str) -> bool:
-        return self._file.equals(self._tensors[name], whole)
+
+@contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    try:
+        with safe_open(path, framework="pt") as file:
+            yield file
+    except (SafetensorError, OSError, ValueError, TypeError, OverflowError, RuntimeError) as error:
+        raise DamagedCheckpoint(f"{path}: is damaged, or not a safetensors file ({error}); fetch it again") from None
+
+
+def _torch_file(path: Path) -> dict[str, tuple[Spec, Reader]]:
+    """The tensors of a file of torch.save by name."""
+    file = TorchFile(path)
+    if not isinstance(file.content, Mapping):
+        raise CheckpointError(f"{path}: holds {type(file.content).__name__}, expected tensors by name")
+
+    def read(tensor: Tensor, rows: slice) -> Tensor:
+        file.check_size()
+        return tensor[rows]
+
+    tensors = {str(name): value.tensor for name, value in file.content.items() if isinstance(value, StoredTensor)}
+    return {
+        name: (Spec(_dtype(path, name, tensor.dtype, str(tensor.dtype)), tensor.shape), partial(read, tensor))
+        for name, tensor in tensors.items()
+    }
 
 
 class Shards(NamedTuple):

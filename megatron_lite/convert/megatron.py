@@ -238,7 +238,7 @@ def _all_cuts(folder: Path, stages: Sequence[Sequence[TorchFile]]) -> dict[str, 
                 raise CheckpointError(
                     f"{files[0].path}: has {theirs}, which is {name}, but so has {cuts[name].files[0].path}"
                 )
-            cuts[name] = ShardedTensor(name, cut.files, cut.pieces)
+            cuts[name] = ShardedTensor(name, cut.files, cut.shards)
         first_layer += layers
     if WORD_EMBEDDINGS not in cuts:
         raise CheckpointError(f"{folder}: has no word embeddings in model or model0 of its first stage")
@@ -247,11 +247,9 @@ def _all_cuts(folder: Path, stages: Sequence[Sequence[TorchFile]]) -> dict[str, 
 
 def _check_copy(head: ShardedTensor, embedding: ShardedTensor) -> None:
     """The last stage's copy of a tied embedding is one, on every tensor-parallel rank."""
-    places = zip(head.files, head.pieces, embedding.files, embedding.pieces, strict=True)
-    for file, piece, first_file, original in places:
-        held = torch.empty(original.shape, dtype=original.dtype)
-        first_file.fill(held, original)
-        if (piece.shape, piece.dtype) != (original.shape, original.dtype) or not file.equals(piece, held):
+    places = zip(head.files, head.shards, embedding.files, embedding.shards, strict=True)
+    for file, copy, first_file, original in places:
+        if copy.dtype != original.dtype or not torch.equal(copy, original):
             raise CheckpointError(
                 f"{file.path}: {HEAD} differs from {WORD_EMBEDDINGS} in {first_file.path}, although they are tied; if "
                 "the head is its own, give model.tie_embeddings=false"

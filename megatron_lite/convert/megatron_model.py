@@ -58,7 +58,7 @@ def model_from(
         )
     said = told.get("vocab_size", model.vocab_size)
     divisible_by = args.get("make_vocab_size_divisible_by") or DIVISIBLE_BY
-    tensor = len(cuts[WORD_EMBEDDINGS].pieces)
+    tensor = len(cuts[WORD_EMBEDDINGS].shards)
     # Megatron-LM takes most tokenizers' sizes from their files, and whatever --vocab-size says stays unused.
     if "vocab_size" not in overrides and rows not in (said, padded_rows(said, tensor, divisible_by)):
         raise CheckpointError(

@@ -11,7 +11,6 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from megatron_lite.config.schema import ModelConfig
-from megatron_lite.convert.safe_pickle import StoredTensor
 from megatron_lite.convert.torch_file import TorchFile, TorchWriter, flatten
 from megatron_lite.errors import CheckpointError
 from megatron_lite.parallel.shard import Shard
@@ -21,54 +20,43 @@ Progress = Callable[[int], None]
 
 
 class ShardedTensor:
-    """One tensor in the files of all tensor-parallel ranks: a piece of it in each, or a copy."""
+    """One tensor in the files of all tensor-parallel ranks: a shard of it in each, or a copy."""
 
-    def __init__(self, name: str, files: Sequence[TorchFile], pieces: Sequence[StoredTensor]):
-        self.name, self.files, self.pieces = name, files, pieces
+    def __init__(self, name: str, files: Sequence[TorchFile], shards: Sequence[Tensor]):
+        self.name, self.files, self.shards = name, files, shards
 
     @property
     def dtype(self) -> torch.dtype:
-        return self.pieces[0].dtype
+        """The dtype of every shard."""
+        return self.shards[0].dtype
 
     def shape(self, shard: Shard) -> tuple[int, ...]:
-        """Of the whole tensor, if it is cut so."""
-        shape = self.pieces[0].shape
+        """The shape of the full tensor if `shard` describes its shards."""
+        shape = self.shards[0].shape
         if not shape:
-            raise CheckpointError(f"{self.files[0].path}: {self.name} is a single number, which no parameter is")
-        for file, piece in zip(self.files, self.pieces, strict=True):
-            if (piece.shape, piece.dtype) != (shape, self.dtype):
+            raise CheckpointError(f"{self.files[0].path}: {self.name} is a single value, which no parameter is")
+        for file, local in zip(self.files, self.shards, strict=True):
+            if (local.shape, local.dtype) != (shape, self.dtype):
                 raise CheckpointError(
-                    f"{file.path}: {self.name} is {piece.dtype} {list(piece.shape)}, but {self.dtype} {list(shape)} in "
+                    f"{file.path}: {self.name} is {local.dtype} {list(local.shape)}, but {self.dtype} {list(shape)} in "
                     f"{self.files[0].path}; the files are not of one checkpoint"
                 )
-        return tuple(n * (len(self.pieces) if dim == shard.dim else 1) for dim, n in enumerate(shape))
+        return tuple(n * (len(self.shards) if dim == shard.dim else 1) for dim, n in enumerate(shape))
 
     def join(self, shard: Shard, rows: int | None = None) -> Tensor:
-        """The whole tensor; with `rows` that many, of which those that it lacks are zero."""
+        """The full tensor; `rows` cuts it to that many rows, or fills it up with rows of zeros."""
         shape = self.shape(shard)
-        if rows is None:
-            whole = torch.empty(shape, dtype=self.dtype)
-        else:
-            whole = torch.zeros((rows, *shape[1:]), dtype=self.dtype)
-        if shard.dim is None:
-            self._fill_from_copies(whole)
-            return whole
-        for rank, (file, piece) in enumerate(zip(self.files, self.pieces, strict=True)):
-            done = 0
-            for start, end in shard.ranges(shape[shard.dim], rank, len(self.pieces)):
-                if (length := min(end, whole.shape[shard.dim]) - start) > 0:
-                    file.fill(whole.narrow(shard.dim, start, length), piece.narrow(shard.dim, done, length))
-                done += end - start
-        return whole
-
-    def _fill_from_copies(self, whole: Tensor) -> None:
-        self.files[0].fill(whole, self.pieces[0])
-        for file, piece in zip(self.files, self.pieces, strict=True):
-            if not file.equals(piece, whole):
+        for file, local in zip(self.files, self.shards, strict=True):
+            file.check_size()
+            if shard.dim is None and not torch.equal(local, self.shards[0]):
                 raise CheckpointError(
                     f"{file.path}: {self.name} must be the same on all tensor-parallel ranks, but differs from "
-                    f"{self.files[0].path}; the files are not of one checkpoint, or its ranks have drifted apart"
+                    f"{self.files[0].path}; the files are not of one checkpoint, or its ranks have diverged"
                 )
+        if rows is None:
+            return shard.join(self.shards).contiguous()
+        padding = torch.zeros((max(0, rows - shape[0]), *shape[1:]), dtype=self.dtype)
+        return torch.cat([*self.shards, padding])[:rows]
 
 
 def sharded_tensors(files: Sequence[TorchFile], contents: Sequence[Any]) -> dict[str, ShardedTensor]:
@@ -80,7 +68,7 @@ def sharded_tensors(files: Sequence[TorchFile], contents: Sequence[Any]) -> dict
                 f"{file.path}: has other tensors than {files[0].path}: {listed(differing)}; the files are not of one "
                 "checkpoint"
             )
-    return {name: ShardedTensor(name, files, [tensors[name] for tensors in ranks]) for name in ranks[0]}
+    return {name: ShardedTensor(name, files, [tensors[name].tensor for tensors in ranks]) for name in ranks[0]}
 
 
 def model_of(where: Path, fields: Mapping[str, Any]) -> ModelConfig:

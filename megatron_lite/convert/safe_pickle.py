@@ -1,59 +1,48 @@
-"""Reads the pickle of a torch file without running anything that it names.
+"""A stand-in for the module `pickle` that lets torch.load read a file without running code that the file names.
 
-A pickle may name any function of any module, and call it. Here a name is never looked up: the few that make a
-tensor's description and plain containers are answered with our own, all others with `Inert`, a class whose objects take
-whatever is done to them and do nothing. So nothing is imported, and of the file nothing but data gets in.
+A pickle can name any function of any module and call it. Here no name is imported: tensors and plain containers have
+counterparts in `ALLOWED`, and every other name is `Inert`, a class whose objects accept any operation and ignore it.
 Source: https://docs.python.org/3/library/pickle.html, "Restricting Globals"; torch/serialization.py for the names.
 """
 
 import pickle
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from math import prod
-from typing import IO, Any, ClassVar, NamedTuple
+from typing import IO, Any, ClassVar
 
-import torch
+from torch import Tensor
+from torch._utils import _rebuild_tensor
+
+from megatron_lite.parallel.dtypes import SAFETENSORS_NAMES
+
+# The optimizer state of a large model has tens of thousands of items, ten deep.
+MAX_ITEMS, MAX_DEPTH = 1 << 22, 100
+
+# Python's implementation, because the one in C reserves memory for any number of objects that a damaged byte asks for.
+PythonUnpickler: Any = pickle._Unpickler  # type: ignore[attr-defined]
 
 
-class Storage(NamedTuple):
-    """A run of numbers in the file, on which tensors are views."""
+# Instructions call methods by name: ADDITEMS calls `add`, SETITEM assigns. So storages and tensors are wrapped.
+@dataclass(frozen=True, eq=False)
+class StoredStorage:
+    """A storage of the file."""
 
     key: str
-    dtype: torch.dtype
     numel: int
+    storage: Any
 
 
-class StoredTensor(NamedTuple):
-    """A tensor in the file: a view of `storage` from element `offset` on."""
+@dataclass(frozen=True, eq=False)
+class StoredTensor:
+    """A tensor of the file, a view of the storage `key`."""
 
-    storage: Storage
-    offset: int
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.storage.dtype
-
-    @property
-    def span(self) -> int:
-        """Elements from the first to the last one, both included."""
-        return (
-            1 + sum((n - 1) * step for n, step in zip(self.shape, self.stride, strict=True)) if prod(self.shape) else 0
-        )
-
-    @property
-    def is_contiguous(self) -> bool:
-        expected = [prod(self.shape[dim + 1 :]) for dim in range(len(self.shape))]
-        return all(n == 1 or got == want for n, got, want in zip(self.shape, self.stride, expected, strict=True))
-
-    def narrow(self, dim: int, start: int, length: int) -> "StoredTensor":
-        """As of a tensor."""
-        shape = (*self.shape[:dim], length, *self.shape[dim + 1 :])
-        return self._replace(offset=self.offset + start * self.stride[dim], shape=shape)
+    key: str
+    tensor: Tensor
 
 
 class Inert:
-    """What stands for any object that is not looked at."""
+    """The counterpart of any object that a reader does not need."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> "Inert":
         return super().__new__(cls)
@@ -74,7 +63,7 @@ class Inert:
 
 
 class Dict(dict):
-    """Any dict; what state dicts carry beside their items is left out."""
+    """The counterpart of any dict; the attributes of a state dict are left out."""
 
     def __init__(self, items: Iterable[tuple[Any, Any]] = ()):
         for key, value in items:
@@ -91,36 +80,45 @@ class Dict(dict):
 
 
 class Namespace(Dict):
-    """An argparse.Namespace, as its values by name."""
+    """The counterpart of argparse.Namespace: its values by name."""
 
     def __setstate__(self, state: Any) -> None:
         self.update(Dict(state.items()))
 
 
-DTYPES = {
-    "DoubleStorage": torch.float64,
-    "FloatStorage": torch.float32,
-    "HalfStorage": torch.float16,
-    "BFloat16Storage": torch.bfloat16,
-    "LongStorage": torch.int64,
-    "IntStorage": torch.int32,
-    "ShortStorage": torch.int16,
-    "CharStorage": torch.int8,
-    "ByteStorage": torch.uint8,
-    "BoolStorage": torch.bool,
+def _tensor(stored: StoredStorage, offset: int, shape: tuple, stride: tuple, *_: Any) -> StoredTensor:
+    if not isinstance(stored, StoredStorage) or len(shape) != len(stride):
+        raise pickle.UnpicklingError("a tensor has no storage, or no shape")
+    if not all(type(number) is int and number >= 0 for number in (offset, *shape, *stride)):
+        raise pickle.UnpicklingError("a tensor's shape is not of natural numbers")
+    span = 1 + sum((n - 1) * step for n, step in zip(shape, stride, strict=True)) if prod(shape) else 0
+    # A stride of 0 would let a file of a few bytes fill the memory.
+    if offset + span > stored.numel or prod(shape) > stored.numel:
+        raise pickle.UnpicklingError(f"a tensor of shape {list(shape)} is larger than its storage")
+    tensor = _rebuild_tensor(stored.storage, offset, tuple(shape), tuple(stride))
+    return StoredTensor(stored.key, tensor)
+
+
+def _parameter(tensor: StoredTensor, *_: Any) -> StoredTensor:
+    return tensor
+
+
+def _size(sizes: tuple) -> tuple:
+    return sizes
+
+
+ALLOWED = {
+    ("collections", "OrderedDict"): Dict,
+    ("argparse", "Namespace"): Namespace,
+    ("torch", "Size"): _size,
+    ("torch._utils", "_rebuild_tensor"): _tensor,
+    ("torch._utils", "_rebuild_tensor_v2"): _tensor,
+    ("torch._utils", "_rebuild_parameter"): _parameter,
 }
 
 
-# The optimizer state of a large model has tens of thousands of items, ten deep.
-MAX_ITEMS, MAX_DEPTH = 1 << 22, 100
-
-# Python's own implementation, not the one in C: that one reserves memory for whatever number of objects a damaged byte
-# asks for.
-PythonUnpickler: Any = pickle._Unpickler  # type: ignore[attr-defined]
-
-
 def check_nesting(content: Any) -> None:
-    """Raises UnpicklingError for containers in containers that would take forever to walk or to print.
+    """Raise UnpicklingError for nested containers that would take forever to walk or to print.
 
     A list of twice the same list of twice the same list and so on is a short pickle, and 2 ** depth items.
     """
@@ -129,7 +127,7 @@ def check_nesting(content: Any) -> None:
     while waiting:
         for item in waiting[-1]:
             left -= 1
-            if isinstance(item, dict | list | tuple) and not isinstance(item, StoredTensor):
+            if isinstance(item, dict | list | tuple):
                 waiting.append(iter(item.values() if isinstance(item, dict) else item))
                 break
         else:
@@ -138,22 +136,26 @@ def check_nesting(content: Any) -> None:
             raise pickle.UnpicklingError(f"its containers nest more than {MAX_DEPTH} deep, or repeat each other")
 
 
-class Unpickler(PythonUnpickler):
-    """`load` gives the pickle's content, with a `StoredTensor` for each tensor."""
+class _Unpickler(PythonUnpickler):
+    """`load` returns the content of a pickle, with a `StoredTensor` for each tensor."""
 
+    module: ClassVar["SafePickle"]
     dispatch: ClassVar[dict[int, Callable]] = {**PythonUnpickler.dispatch}
-    # What no torch file has: the one reserves as much memory as it says, the other makes integers of more than 255
-    # bytes, which Python will not write down, be it as a name or in a message.
-    del dispatch[pickle.BYTEARRAY8[0]], dispatch[pickle.LONG4[0]]
+    # No torch file has these: BYTEARRAY8 reserves memory before it reads, LONG4 makes integers too long to print,
+    # extensions are objects that the process has imported, and PERSID is text.
+    for opcode in (pickle.BYTEARRAY8, pickle.LONG4, pickle.EXT1, pickle.EXT2, pickle.EXT4, pickle.PERSID):
+        del dispatch[opcode[0]]
 
-    def __init__(self, file: IO[bytes]):
+    def __init__(self, file: IO[bytes], **_: Any):
         super().__init__(file, encoding="utf-8", errors="replace")
-        self.storages: dict[str, Storage] = {}
 
     def load(self) -> Any:
         content = super().load()
         check_nesting(content)
         return content
+
+    def find_class(self, module: str, name: str) -> Any:
+        return ALLOWED.get((module, name), Inert)
 
     def load_empty_dictionary(self) -> None:
         self.append(Dict())
@@ -169,50 +171,58 @@ class Unpickler(PythonUnpickler):
         self.pop_mark()
         self.append(Inert())
 
-    dispatch[pickle.EMPTY_DICT[0]], dispatch[pickle.DICT[0]] = load_empty_dictionary, load_dict
-    dispatch[pickle.EMPTY_SET[0]], dispatch[pickle.FROZENSET[0]] = load_empty_set, load_frozenset
-
-    def find_class(self, module: str, name: str) -> Any:
-        known = {
-            ("collections", "OrderedDict"): Dict,
-            ("argparse", "Namespace"): Namespace,
-            ("torch", "Size"): tuple,
-            ("torch._utils", "_rebuild_tensor"): self._tensor,
-            ("torch._utils", "_rebuild_tensor_v2"): self._tensor,
-            ("torch._utils", "_rebuild_parameter"): self._parameter,
-        }
-        if module == "torch" and name in DTYPES:
-            return DTYPES[name]
-        return known.get((module, name), Inert)
-
-    def persistent_load(self, pid: Any) -> Storage:
-        kind, dtype, key, _, numel, *view = pid
-        if not (type(kind) is type(key) is str):
-            raise pickle.UnpicklingError("a storage has no name")
-        if kind != "storage" or any(part is not None for part in view) or not (type(numel) is int and numel >= 0):
-            raise pickle.UnpicklingError(f"{kind} {key} is not a plain storage")
-        if not isinstance(dtype, torch.dtype):
-            raise pickle.UnpicklingError(f"storage {key} has an unknown number format")
-        return self.storages.setdefault(key, Storage(key, dtype, numel))
-
     def load_build(self) -> None:
-        # The original would set attributes of whatever it finds, of functions and classes too.
-        if not isinstance(self.stack[-2], Inert | Dict | Namespace):
+        # Python's would set attributes of any object, of functions and classes too.
+        if not isinstance(self.stack[-2], Inert | Dict):
             raise pickle.UnpicklingError(f"it would change a {type(self.stack[-2]).__name__}")
         super().load_build()
 
-    dispatch[pickle.BUILD[0]] = load_build
+    def load_storage(self) -> None:
+        # torch.load sets `persistent_load`.
+        self.append(self.module.stored_storage(self.stack.pop(), self.persistent_load))
 
-    @staticmethod
-    def _tensor(storage: Storage, offset: int, shape: tuple, stride: tuple, *_: Any) -> StoredTensor:
-        tensor = StoredTensor(storage, offset, tuple(shape), tuple(stride))
-        numbers = (offset, *tensor.shape, *tensor.stride)
-        if not (isinstance(storage, Storage) and all(type(number) is int and number >= 0 for number in numbers)):
-            raise pickle.UnpicklingError("a tensor's description is no such")
-        if offset + tensor.span > storage.numel or prod(shape) > storage.numel:
-            raise pickle.UnpicklingError(f"a tensor of shape {list(shape)} is larger than its storage")
-        return tensor
+    dispatch[pickle.EMPTY_DICT[0]], dispatch[pickle.DICT[0]] = load_empty_dictionary, load_dict
+    dispatch[pickle.EMPTY_SET[0]], dispatch[pickle.FROZENSET[0]] = load_empty_set, load_frozenset
+    dispatch[pickle.BUILD[0]], dispatch[pickle.BINPERSID[0]] = load_build, load_storage
 
-    @staticmethod
-    def _parameter(tensor: StoredTensor, *_: Any) -> StoredTensor:
-        return tensor
+
+class SafePickle:
+    """The `pickle_module` of one call of torch.load.
+
+    `records` has the bytes of each record of a zip archive; older files have none.
+    """
+
+    __name__ = "safe_pickle"  # torch.load reads it
+
+    def __init__(self, file_bytes: int, records: Mapping[str, int] | None):
+        self.Unpickler = type("Unpickler", (_Unpickler,), {"module": self})
+        self._storages: dict[str, StoredStorage] = {}
+        self._bytes_left, self._records = file_bytes, records
+
+    def load(self, file: IO[bytes], **_: Any) -> Any:
+        """The facts around the content of a file from before torch 1.6: numbers, a dict and the keys of storages."""
+        content = self.Unpickler(file).load()
+        if isinstance(content, list | tuple) and not (
+            all(type(key) is str for key in content) and set(content) == self._storages.keys()
+        ):
+            raise pickle.UnpicklingError("the keys of its storages are not those of its tensors")
+        return content
+
+    def stored_storage(self, pid: Any, persistent_load: Callable[[Any], Any]) -> StoredStorage:
+        """The storage that a persistent id describes, if the file has as many bytes."""
+        kind, storage_type, key, location, numel, *view = pid
+        if not type(kind) is type(key) is type(location) is str:
+            raise pickle.UnpicklingError("a storage has no name")
+        if kind != "storage" or any(part is not None for part in view) or not (type(numel) is int and numel >= 0):
+            raise pickle.UnpicklingError(f"{kind} {key} is not a plain storage")
+        dtype = getattr(storage_type, "dtype", None)
+        if dtype not in SAFETENSORS_NAMES:
+            raise pickle.UnpicklingError(f"storage {key} has an unknown dtype")
+        if key not in self._storages:
+            size = numel * dtype.itemsize
+            self._bytes_left -= size
+            limit = self._bytes_left + size if self._records is None else self._records.get(f"data/{key}", 0)
+            if size > limit or self._bytes_left < 0:
+                raise pickle.UnpicklingError(f"storage {key} has {size:,} bytes, the file has {limit:,} for it")
+            self._storages[key] = StoredStorage(key, numel, persistent_load(pid))
+        return self._storages[key]

@@ -170,7 +170,7 @@ def test_what_a_user_gives_may_not_make_another_kind_of_model_of_it(saved):
 
 def test_what_the_config_says_is_not_taken_back(saved):
     """Other weights than these have another activation, whose tensors look the same. Dropout is the user's affair."""
-    message = r"config.json: model.activation is gelu, not the gelu_tanh and model.num_heads is 8, not the 4 that it says"
+    message = r"config.json: model.activation is gelu, not the gelu_tanh.* model.num_heads is 8, not the 4"
     with pytest.raises(ConfigError, match=message):
         read(saved / "gpt2", {"num_heads": 8, "activation": "gelu"})
     same = {"num_heads": 4, "ffn_hidden_size": 128, "hidden_dropout": 0.5}

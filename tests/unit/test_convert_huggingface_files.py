@@ -1,6 +1,7 @@
 """Files of Hugging Face's models: one or many, of any age; what is wrong with them is said, whoever made them."""
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
-from megatron_lite.convert import huggingface
+from megatron_lite.convert import huggingface, huggingface_files
 from megatron_lite.convert.huggingface import read, recognise
 from megatron_lite.errors import CheckpointError, MegatronLiteError
 from tests.helpers.huggingface import (
@@ -109,7 +110,7 @@ def broken(folder: Path, name: str) -> None:
         ("no config", "config.json: cannot be read: No such file"),
         ("config is a list", "holds a list, expected a JSON object"),
         ("config is cut off", "config.json: cannot be read as JSON"),
-        ("cut off", "model.safetensors: is damaged, or no safetensors file"),
+        ("cut off", "model.safetensors: is damaged, or not a safetensors file"),
         ("float8_e4m3fn", r"lm_head.weight is stored as F8_E4M3, a number format that is not read"),
         ("int8", r"lm_head.weight is stored as I8, a number format that is not read"),
         ("outside", r"says that \S+ is in '../a.safetensors', which is no .safetensors file of this folder"),
@@ -207,3 +208,34 @@ def test_any_bytes_in_a_header_or_an_index_are_read_or_refused(fuzzed, data):
         index.unlink(missing_ok=True)
         (folder / "a.safetensors").unlink(missing_ok=True)
         weights.write_bytes(whole)
+
+
+@pytest.mark.parametrize("kind", ["safetensors", "zip", "legacy"])
+def test_large_tensors_are_read_in_blocks(tmp_path, monkeypatch, kind):
+    """A block could go to the wrong rows, or be left out."""
+    monkeypatch.setattr(huggingface_files, "BLOCK_BYTES", 100)
+    tensors = {"a": torch.randn(7, 9), "b": torch.randn(301), "wide": torch.randn(2, 3, 50)}
+    if kind == "safetensors":
+        save_file(tensors, tmp_path / "model.safetensors")
+    else:
+        torch.save(tensors, tmp_path / "pytorch_model.bin", _use_new_zipfile_serialization=kind == "zip")
+    files = huggingface_files.HuggingFaceFiles(tmp_path)
+    for name, tensor in tensors.items():
+        wider = torch.empty(tensor.shape, dtype=torch.float64)
+        with_strides = torch.empty((*tensor.shape[:-1], tensor.shape[-1] + 1))[..., 1:]
+        for target in (torch.empty(tensor.shape), wider, with_strides):
+            files.fill(target, name)
+            assert torch.equal(target.float(), tensor)
+        assert files.equals(tensor, name)
+        changed = tensor.clone()
+        changed[-1] += 0.1
+        assert not files.equals(changed, name)
+
+
+def test_a_torch_file_that_shrinks_is_an_error(tmp_path):
+    """Reading a mapped file past its end kills the process."""
+    torch.save({"a": torch.ones(1000)}, tmp_path / "pytorch_model.bin")
+    files = huggingface_files.HuggingFaceFiles(tmp_path)
+    os.truncate(tmp_path / "pytorch_model.bin", 900)
+    with pytest.raises(CheckpointError, match=r"pytorch_model.bin: had \d,\d+ bytes and has 900 now"):
+        files.fill(torch.empty(1000), "a")

@@ -104,7 +104,7 @@ def test_what_we_do_not_compute_is_refused_by_name(tmp_path, changes):
         (lambda c: c["model"].pop("decoder.layers.1.mlp.linear_fc2.bias"), "missing: decoder.layers.1.mlp.linear_fc2"),
         (lambda c: c["model"].update(extra=torch.ones(1)), "unknown: extra"),
         (lambda c: c["model"].update({HEAD: torch.ones(128, 32)}), "unknown: output_layer.weight"),
-        (lambda c: c["model"].update({WORDS: torch.tensor(1.0)}), "word_embeddings.weight is a single number"),
+        (lambda c: c["model"].update({WORDS: torch.tensor(1.0)}), "word_embeddings.weight is a single value"),
         (lambda c: c["model"].pop(WORDS), "has no word embeddings in model or model0"),
         (lambda c: c.update(model=7), "has no model, as the others"),
         (lambda c: c.update(checkpoint_version=9), r"checkpoint_version is 9, known are \(0, 1.0, 2.0, 3.0\)"),
@@ -117,7 +117,7 @@ def test_what_we_do_not_compute_is_refused_by_name(tmp_path, changes):
             "arguments say that vocab_size is '257', which is no count",
         ),
         (lambda c: setattr(c["args"], "make_vocab_size_divisible_by", -1), "divisible_by is -1, which is no count"),
-        (lambda c: c["model"].update({10**5000: torch.ones(1)}), "is damaged, or no file of torch.save"),
+        (lambda c: c["model"].update({10**5000: torch.ones(1)}), "is damaged, or not a file of torch.save"),
         (lambda c: setattr(c["args"], "vocab_size", 200), "model.vocab_size is 200, but its tensors have 128 rows"),
         (lambda c: setattr(c["args"], "padded_vocab_size", 256), "say 256 rows of vocabulary, its tensors have 128"),
         (
