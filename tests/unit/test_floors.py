@@ -1,6 +1,10 @@
-"""The borders of the package: which folder may import which, and how large core, files and functions may grow."""
+"""The borders of the package: which folder may import which, and how large core, files and functions may grow.
+
+Tests have one border: what two test modules share is a helper.
+"""
 
 import ast
+import re
 from pathlib import Path
 
 import pytest
@@ -8,7 +12,7 @@ import pytest
 PACKAGE = Path(__file__).resolve().parents[2] / "megatron_lite"
 # What one reads to understand training, from the lowest floor to the highest.
 CORE = [
-    {"__version__", "errors", "text", "config"},
+    {"__version__", "errors", "text", "files", "config"},
     {"parallel"},
     {"model", "pipeline", "data"},
     {"ddp"},
@@ -26,6 +30,7 @@ REGISTERS_MPU = "training/initialize.py"
 # Non-blank lines of the core, docstrings included.
 BUDGET = 13_000
 
+TESTS = Path(__file__).resolve().parents[1]
 FILES = sorted(PACKAGE.rglob("*.py"))
 NAMES = [str(file.relative_to(PACKAGE)) for file in FILES]
 
@@ -42,7 +47,9 @@ def imports(source: str) -> list[tuple[int, str]]:
             found += [(node.lineno, alias.name) for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             module = "." * node.level + (node.module or "")
-            names = [f"{module}.{alias.name}" for alias in node.names] if module == "megatron_lite" else [module]
+            names = [module]
+            if module == "megatron_lite" or module.startswith("tests"):
+                names = [f"{module}.{alias.name}" for alias in node.names]
             found += [(node.lineno, name) for name in names]
     return found
 
@@ -132,3 +139,48 @@ def test_files_stay_under_400_lines_and_functions_under_80(name):
 def _lines(node: ast.FunctionDef) -> int:
     assert node.end_lineno is not None
     return node.end_lineno - node.lineno + 1
+
+
+def imported_test_modules(name: str, source: str) -> list[str]:
+    """Test modules that the file `name` (relative to tests/) imports, also in programs that it holds as text.
+
+    A file may name itself as the place of a function that ranks run. Relative imports count as wrong.
+    """
+    own = f"tests.{name.removesuffix('.py').replace('/', '.')}"
+    modules = [module for _, module in imports(source)]
+    constants = [node.value for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Constant)]
+    texts = modules + [value for value in constants if isinstance(value, str)]
+    named = re.findall(r"(from |import )?\b(tests\.\w+\.test_\w+)", "\n".join(texts))
+    relative = [module for module in modules if module.startswith(".")]
+    return relative + [module for statement, module in named if statement or module != own]
+
+
+@pytest.mark.parametrize("name", [str(file.relative_to(TESTS)) for file in sorted(TESTS.rglob("*.py"))])
+def test_no_test_module_is_imported(name):
+    """Otherwise a test cannot be changed or run without another one; shared code belongs in tests/helpers/."""
+    assert imported_test_modules(name, (TESTS / name).read_text(encoding="utf-8")) == []
+
+
+# Here {other} and {own} are test modules; spelled out, they would be imports of this file.
+@pytest.mark.parametrize(
+    "source",
+    [
+        "from tests.dist.{other} import alive",
+        "from tests.dist import {other}",
+        "from .{other} import alive",
+        "def late():\n    import tests.dist.{other}",
+        "PROGRAM = 'import sys; from tests.dist.{other} import alive'",
+        "OWN_PROGRAM = 'from tests.unit.{own} import excess'",
+        "preload(['tests.dist.{other}'])",
+    ],
+)
+def test_the_check_sees_an_imported_test_module(source):
+    """A check that accepts everything would keep no border."""
+    source = source.format(other="test_memory", own="test_floors")
+    assert len(imported_test_modules("unit/test_floors.py", source)) == 1
+
+
+@pytest.mark.parametrize("source", ["from tests.helpers.tiny import portion", "launch('tests.unit.{own}:hang')"])
+def test_a_test_module_may_import_helpers_and_name_its_own_functions(source):
+    """Ranks import the functions that they run from the module of their test."""
+    assert imported_test_modules("unit/test_floors.py", source.format(own="test_floors")) == []
