@@ -47,12 +47,6 @@ class Inert:
     def __new__(cls, *args: Any, **kwargs: Any) -> "Inert":
         return super().__new__(cls)
 
-    def __init__(self, *args: Any, **kwargs: Any):
-        pass
-
-    def __setstate__(self, state: Any) -> None:
-        pass
-
     def __setitem__(self, key: Any, value: Any) -> None:
         pass
 
@@ -75,19 +69,13 @@ class Dict(dict):
             raise pickle.UnpicklingError("a key of a dict is a tuple of tuples")
         super().__setitem__(key, value)
 
-    def __setstate__(self, state: Any) -> None:
-        pass
-
 
 class Namespace(Dict):
     """The counterpart of argparse.Namespace: its values by name."""
 
-    def __setstate__(self, state: Any) -> None:
-        self.update(Dict(state.items()))
-
 
 def _tensor(stored: StoredStorage, offset: int, shape: tuple, stride: tuple, *_: Any) -> StoredTensor:
-    if not isinstance(stored, StoredStorage) or len(shape) != len(stride):
+    if not isinstance(stored, StoredStorage) or not len(shape) == len(stride) <= 64:
         raise pickle.UnpicklingError("a tensor has no storage, or no shape")
     if not all(type(number) is int and number >= 0 for number in (offset, *shape, *stride)):
         raise pickle.UnpicklingError("a tensor's shape is not of natural numbers")
@@ -99,21 +87,17 @@ def _tensor(stored: StoredStorage, offset: int, shape: tuple, stride: tuple, *_:
     return StoredTensor(stored.key, tensor)
 
 
-def _parameter(tensor: StoredTensor, *_: Any) -> StoredTensor:
-    return tensor
-
-
-def _size(sizes: tuple) -> tuple:
-    return sizes
+def _first(value: Any, *_: Any) -> Any:
+    return value
 
 
 ALLOWED = {
     ("collections", "OrderedDict"): Dict,
     ("argparse", "Namespace"): Namespace,
-    ("torch", "Size"): _size,
+    ("torch", "Size"): _first,
     ("torch._utils", "_rebuild_tensor"): _tensor,
     ("torch._utils", "_rebuild_tensor_v2"): _tensor,
-    ("torch._utils", "_rebuild_parameter"): _parameter,
+    ("torch._utils", "_rebuild_parameter"): _first,
 }
 
 
@@ -157,33 +141,34 @@ class _Unpickler(PythonUnpickler):
     def find_class(self, module: str, name: str) -> Any:
         return ALLOWED.get((module, name), Inert)
 
-    def load_empty_dictionary(self) -> None:
-        self.append(Dict())
-
     def load_dict(self) -> None:
         items = self.pop_mark()
         self.append(Dict(zip(items[::2], items[1::2], strict=True)))
-
-    def load_empty_set(self) -> None:
-        self.append(Inert())
 
     def load_frozenset(self) -> None:
         self.pop_mark()
         self.append(Inert())
 
     def load_build(self) -> None:
-        # Python's would set attributes of any object, of functions and classes too.
-        if not isinstance(self.stack[-2], Inert | Dict):
-            raise pickle.UnpicklingError(f"it would change a {type(self.stack[-2]).__name__}")
-        super().load_build()
+        # Python's own would set attributes of any object, of functions and classes too.
+        state, target = self.stack.pop(), self.stack[-1]
+        if isinstance(target, Namespace):
+            target.update(Dict(state.items()))
+        elif not isinstance(target, Inert | Dict):
+            raise pickle.UnpicklingError(f"it would change a {type(target).__name__}")
 
     def load_storage(self) -> None:
         # torch.load sets `persistent_load`.
         self.append(self.module.stored_storage(self.stack.pop(), self.persistent_load))
 
-    dispatch[pickle.EMPTY_DICT[0]], dispatch[pickle.DICT[0]] = load_empty_dictionary, load_dict
-    dispatch[pickle.EMPTY_SET[0]], dispatch[pickle.FROZENSET[0]] = load_empty_set, load_frozenset
-    dispatch[pickle.BUILD[0]], dispatch[pickle.BINPERSID[0]] = load_build, load_storage
+    dispatch |= {
+        pickle.EMPTY_DICT[0]: lambda self: self.append(Dict()),
+        pickle.DICT[0]: load_dict,
+        pickle.EMPTY_SET[0]: lambda self: self.append(Inert()),
+        pickle.FROZENSET[0]: load_frozenset,
+        pickle.BUILD[0]: load_build,
+        pickle.BINPERSID[0]: load_storage,
+    }
 
 
 class SafePickle:
