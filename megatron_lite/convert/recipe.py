@@ -8,7 +8,7 @@ and in what shapes, is asked of the model itself, built without memory; so no li
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -45,6 +45,28 @@ class Checkpoint:
     notes: Sequence[str] = ()  # what a user should know: what was left out, or padded
     origin: Mapping[str, Any] = field(default_factory=dict)  # what a checkpoint of ours records beside its config
     custom: ParamTable | None = None  # the parameters of a custom model, which may be other than those of `model`
+
+
+class Readable(Protocol):
+    """A format, as a module, whose checkpoints can be read."""
+
+    def recognise(self, path: Path) -> bool:
+        """Whether `path` looks like a checkpoint in this format."""
+        ...
+
+    def read(self, path: Path, overrides: Mapping[str, Any]) -> Checkpoint:
+        """The model at `path`; `overrides` are fields of the model section that the user gave."""
+        ...
+
+
+class Format(Readable, Protocol):
+    """A foreign format, as a module: its checkpoints can be read and written."""
+
+    def write(
+        self, path: Path, checkpoint: Checkpoint, *, tensor: int, pipeline: int, progress: Callable[[int], None]
+    ) -> None:
+        """Write a checkpoint into the folder `path` for so many ranks; `progress` gets the bytes of each tensor."""
+        ...
 
 
 def in_dtype(checkpoint: Checkpoint, dtype: torch.dtype) -> Checkpoint:
