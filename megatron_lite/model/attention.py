@@ -1,7 +1,7 @@
 """Causal self-attention on this rank's heads.
 
-Heads are independent, so tensor parallelism gives each rank n/tp of them: query, key and value are computed
-by a column-split matrix, the output projection is row-split, and nothing is communicated in between.
+Heads are independent, so each rank has n/tp of them: the matrix of query, key and value is column-parallel, the output
+projection row-parallel, and nothing is communicated between.
 With fewer key/value groups than heads, n/g neighbouring queries share a group (Ainslie et al., arXiv 2305.13245).
 """
 
@@ -17,8 +17,8 @@ from megatron_lite.model.rotary import apply_rotary
 from megatron_lite.parallel.linear import ColumnParallelLinear, RowParallelLinear
 from megatron_lite.parallel.recompute import recompute
 
-# On the CPU torch's fused kernel takes up to four times as long in bf16 as plain products do, until the scores, which
-# grow with s*s, outweigh that; measured with 64 numbers a head, they are even at 1,024 tokens.
+# On the CPU torch's fused bf16 kernel takes up to four times as long as plain products, until the scores, which grow
+# with s*s, dominate. Measured at head size 64: equal at 1,024 tokens.
 SHORT_BF16 = 512
 
 
@@ -33,14 +33,14 @@ def sdpa_attention(query: Tensor, key: Tensor, value: Tensor, dropout: float) ->
     if query.device.type == "cpu" and query.dtype == torch.bfloat16 and query.shape[2] <= SHORT_BF16 and not grouped:
         return _short_attention(query, key, value, dropout)
     if grouped and query.is_cuda and query.dtype not in (torch.float16, torch.bfloat16):
-        # Only the 16-bit flash kernel knows groups; torch would take the path that stores all s*s scores.
+        # Only the 16-bit flash kernel supports groups; otherwise torch would store all s*s scores.
         key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], dim=1) for x in (key, value))
         grouped = False
     return F.scaled_dot_product_attention(query, key, value, dropout_p=dropout, is_causal=True, enable_gqa=grouped)
 
 
 def _short_attention(query: Tensor, key: Tensor, value: Tensor, dropout: float) -> Tensor:
-    """The same through two batched products. Scores are rounded to bf16, the softmax is computed in fp32."""
+    """Causal attention by two batched products, with scores in bf16 and the softmax in fp32."""
     length, head_dim = query.shape[2:]
     future = query.new_full((length, length), -torch.inf).triu(1)
     q, k, v = (x.flatten(0, 1) for x in (query, key, value))
@@ -49,7 +49,7 @@ def _short_attention(query: Tensor, key: Tensor, value: Tensor, dropout: float) 
 
 
 def math_attention(query: Tensor, key: Tensor, value: Tensor, dropout: float) -> Tensor:
-    """Causal attention written out: softmax(q k^T / sqrt(d)) v, the softmax in fp32. Shapes as `sdpa_attention`."""
+    """softmax(q k^T / sqrt(d)) v, with the softmax in fp32. Shapes as in `sdpa_attention`."""
     repeats = query.shape[1] // key.shape[1]
     key, value = (x.repeat_interleave(repeats, dim=1) for x in (key, value))
     scores = (query @ key.transpose(-2, -1)).to(torch.promote_types(query.dtype, torch.float32))
@@ -65,18 +65,18 @@ ATTENTION = {"sdpa": sdpa_attention, "math": math_attention}
 def _heads_first(x: Tensor) -> Tensor:
     """`[s, b, n/tp, d]` to `[b, n/tp, s, d]`."""
     x = x.permute(1, 2, 0, 3)
-    # CPU kernels read a head's rows many times: far apart in memory they miss the cache, and the copy pays.
+    # CPU kernels read the rows of a head many times; a contiguous copy avoids cache misses.
     return x.contiguous() if x.device.type == "cpu" else x
 
 
 class SelfAttention(nn.Module):
     """Projections, attention and output projection.
 
-    Query, key and value come from one fused matrix. A block with its own query input (CodeGeeX's top-query
-    block) has a matrix for the query and a fused one for key and value in its place.
+    Query, key and value come from one fused matrix. With a separate query input (CodeGeeX's top-query block) the query
+    has its own matrix, and key and value a fused one.
     """
 
-    def __init__(self, config: ModelConfig, options: LayerOptions, *, own_query_input: bool):
+    def __init__(self, config: ModelConfig, options: LayerOptions, *, separate_query: bool):
         super().__init__()
         self.options = options
         self.head_dim = config.head_size
@@ -86,13 +86,12 @@ class SelfAttention(nn.Module):
         query_size = config.num_heads * self.head_dim
         group_size = config.query_groups * self.head_dim
         self.local_sizes = tuple(size // options.tp.size for size in (query_size, group_size, group_size))
-        common = {"bias": config.bias, **options.split}
+        common = {"bias": config.bias, **options.layer_kwargs}
         std = config.init_std
-        if own_query_input:
+        if separate_query:
             self.linear_q = ColumnParallelLinear(h, query_size, init_std=std, **common)
-            self.linear_kv = ColumnParallelLinear(
-                h, 2 * group_size, init_std=std, parts=(group_size, group_size), **common
-            )
+            parts = (group_size, group_size)
+            self.linear_kv = ColumnParallelLinear(h, sum(parts), init_std=std, parts=parts, **common)
         else:
             parts = (query_size, group_size, group_size)
             self.linear_qkv = ColumnParallelLinear(h, sum(parts), init_std=std, parts=parts, **common)
@@ -102,10 +101,10 @@ class SelfAttention(nn.Module):
     def forward(
         self, x: Tensor, query_input: Tensor | None, rotary: tuple[Tensor, Tensor] | None
     ) -> tuple[Tensor, Tensor | None]:
-        """Attention output before the residual connection, and the bias still to be added, if any.
+        """Attention output before the residual add, and the bias if the caller adds it.
 
         x             [s', b, h]
-        query_input   [s', b, h]   or [s', 1, h]; what queries are made of, in a block that has its own; not normalised
+        query_input   [s', b, h]   or [s', 1, h]; the separate query input, not normalised
         rotary        cosine and sine, [s, 1, 1, d/2]
         returns       [s', b, h], bias [h] or None
         Communicates: forward one all-reduce of [s, b, h] over tp, backward one more.
@@ -115,7 +114,7 @@ class SelfAttention(nn.Module):
             mixed, _ = self.linear_qkv(x)
             query, key, value = mixed.split(self.local_sizes, dim=-1)
         else:
-            query = self.linear_q(query_input)[0].expand(s, b, -1)  # without dropout one row serves the batch
+            query = self.linear_q(query_input)[0].expand(s, b, -1)  # [s', 1, h] serves the whole batch
             key, value = self.linear_kv(x)[0].split(self.local_sizes[1:], dim=-1)
         query, key, value = (y.view(s, b, -1, self.head_dim) for y in (query, key, value))
         if rotary is not None:
@@ -128,8 +127,8 @@ class SelfAttention(nn.Module):
         return self.linear_proj(context.permute(2, 0, 1, 3).reshape(s, b, -1))
 
     def _core(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Attention of this rank's heads, without communication. Shapes as `sdpa_attention`."""
+        """Attention of this rank's heads, without communication. Shapes as in `sdpa_attention`."""
         if self.training and self.dropout > 0:
-            with self.options.rng.fork():  # each rank of tp has other heads and must drop other scores
+            with self.options.rng.fork():  # ranks of tp have different heads and drop different scores
                 return self.attend(query, key, value, self.dropout)
         return self.attend(query, key, value, 0.0)

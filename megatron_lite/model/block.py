@@ -1,17 +1,16 @@
 """One transformer block: norm, attention, add, norm, MLP, add.
 
-What it keeps between forward and backward is a choice, `train.recompute`. In bytes for each of the s*b*h numbers of its
-16-bit input, at tp 1, with f = 4h and n heads (Korthikanti et al., arXiv 2205.05198, table 2):
+`train.recompute` selects the activations that a block keeps for backward. In bytes per element of its 16-bit input
+[s, b, h], at tp 1 with f = 4h (Korthikanti et al., arXiv 2205.05198, table 2):
 
-    none        34 + 5 n s / h   everything that backward reads
-    selective   34               not the scores: core attention runs again, 2.7% more work at the sizes of GPT-3
-    full        2                its input (and a query input): the whole forward runs again, a third more work
+    none        34 + 5 n s / h   all activations that backward reads
+    selective   34               all but the scores; core attention is recomputed, 2.7% more work at the sizes of GPT-3
+    full        2                the inputs; the whole forward is recomputed, a third more work
     full:n                       full in the first n blocks of a pipeline stage, none in the others
 
-A fused attention kernel stores no scores either; with it, selective saves little. Where backward is split, the inputs
-of linear layers come back for W: between I and W a block keeps them whatever was chosen. Sequence parallelism divides
-all of it by tp; without, 10 of the 34 bytes are on every rank. With `train.offload_activations` what is kept waits in
-the host's memory.
+A fused attention kernel stores no scores, so selective saves little with it. A split backward keeps the inputs of
+linear layers from I to W in any case. Sequence parallelism divides all of it by tp; without it 10 of the 34 bytes are
+replicated. `train.offload_activations` keeps activations in the host's memory.
 """
 
 from contextlib import nullcontext
@@ -30,14 +29,14 @@ from megatron_lite.parallel.recompute import recompute
 
 
 class TransformerBlock(nn.Module):
-    """What is added to is the stream before the norm, or with `post_norm` the norm's output.
+    """The residual is the stream before the norm, or with `post_norm` the norm's output.
 
-    `place` is its number among the blocks of its stage, from 0.
+    `place` is the block's index in its stage.
     """
 
     is_sharding_unit = True  # parallel.ddp: fsdp gathers each block alone
 
-    def __init__(self, config: ModelConfig, options: LayerOptions, *, place: int, own_query_input: bool = False):
+    def __init__(self, config: ModelConfig, options: LayerOptions, *, place: int, separate_query: bool = False):
         super().__init__()
         self.options = options
         self.full_recompute = place < options.full_recompute_layers
@@ -48,7 +47,7 @@ class TransformerBlock(nn.Module):
         self.residual_dtype = torch.promote_types(dtype, torch.float32) if config.fp32_residual else dtype
         self.bias_dropout_add = compiled(bias_dropout_add) if options.fused else bias_dropout_add
         self.input_layernorm = build_norm(config, options)
-        self.self_attention = SelfAttention(config, options, own_query_input=own_query_input)
+        self.self_attention = SelfAttention(config, options, separate_query=separate_query)
         self.pre_mlp_layernorm = build_norm(config, options)
         self.mlp = MLP(config, options)
 
@@ -61,10 +60,10 @@ class TransformerBlock(nn.Module):
     def forward(
         self, x: Tensor, query_input: Tensor | None = None, rotary: tuple[Tensor, Tensor] | None = None
     ) -> Tensor:
-        """The stream after this block.
+        """The residual stream after this block.
 
         x             [s', b, h]   the residual stream; fp32 with `fp32_residual`
-        query_input   [s', b, h]   only for a block with its own query input
+        query_input   [s', b, h]   only with `separate_query`
         rotary        cosine and sine, [s, 1, 1, d/2]
         returns       [s', b, h]
         Communicates: forward two all-reduces of [s, b, h] over tp, backward two more; with full recomputation

@@ -1,7 +1,7 @@
-"""From a config to this rank's model: which layers it owns, their first values, and the table of its parameters.
+"""This rank's model from a config: its layers, their initial values, and the table of its parameters.
 
-Everything is built on the meta device first, which costs nothing at any size: a context without devices gets
-its model there, and a real one fills each parameter by name.
+The model is built on the meta device, which is free at any size. `initialize_parameters` then allocates and fills
+each parameter, unless the context is on the meta device too.
 """
 
 from collections.abc import Sequence
@@ -23,19 +23,19 @@ from megatron_lite.parallel.shard import ParamTable, declare
 
 
 def get_model(config: Config, ctx: ParallelContext, rng: RngTracker, *, dtype: torch.dtype) -> list[GPTModel]:
-    """This rank's part of the model: a list with one chunk for each of its pipeline stages, in the model's order.
+    """This rank's part of the model: one chunk for each of its pipeline stages, in order.
 
     Rank r of p pipeline ranks has stage r; with `parallel.virtual_pipeline` also p + r, 2p + r and so on. The first
     stage has the embedding; the last one the final norm, the head and, in CodeGeeX, the top-query block.
-    On the meta device (`ParallelContext.at`) the parameters have shapes and descriptions, but no values.
-    Communicates: nothing; each rank draws its own pieces, and equal names get equal values.
+    On the meta device (`ParallelContext.at`) parameters have no values.
+    Communicates: nothing; each rank draws its own shards.
     """
     if config.model.vocab_size == 0:
         raise ConfigError("model.vocab_size is not set; give it, or data.tokenizer to take it from")
     if config.train.offload_activations and ctx.device.type == "cpu":
         raise ConfigError(
-            "train.offload_activations moves activations from a GPU to the host, but run.device auto has found no GPU "
-            "on this machine; set train.offload_activations=false"
+            "train.offload_activations needs a GPU, but run.device auto found none on this machine; "
+            "set train.offload_activations=false"
         )
     options = LayerOptions(
         tp=ctx.tp,
@@ -58,10 +58,9 @@ def get_model(config: Config, ctx: ParallelContext, rng: RngTracker, *, dtype: t
 
 
 def initialize_parameters(chunks: Sequence[nn.Module], ctx: ParallelContext, seed: int) -> None:
-    """Names every declared parameter, gives it memory on `ctx.device` and its first values; see `model/init.py`.
+    """Name every declared parameter, allocate it on `ctx.device` and set its initial values; see `model/init.py`.
 
-    For models of your own too: layers allocate and declare, and hold no values until this was called. On the meta
-    device (`ParallelContext.at`) parameters get only their names.
+    Custom models call it too: their layers have no values before. On the meta device it only sets names.
     """
     for chunk in chunks:
         for name, meta in param_table([chunk]).items():
@@ -70,28 +69,28 @@ def initialize_parameters(chunks: Sequence[nn.Module], ctx: ParallelContext, see
             parameter = declare(getattr(module, key), meta)
             if ctx.device.type != "meta":
                 parameter = declare(nn.Parameter(torch.empty_like(parameter, device=ctx.device)), meta)
-                # The copy of a tied embedding is drawn under the embedding's name, so both stages start equal.
+                # A tied copy is drawn under the original's name, so both stages start equal.
                 fill(parameter, meta, seed=seed, name=meta.tied_to or name, tp=ctx.tp)
                 setattr(module, key, parameter)
 
 
 def named_params(chunks: Sequence[nn.Module]) -> dict[str, nn.Parameter]:
-    """Every parameter of this rank's chunks by its global name."""
+    """Every parameter of this rank's chunks, by global name."""
     return {name: parameter for chunk in chunks for name, parameter in chunk.named_parameters()}
 
 
 def param_table(chunks: Sequence[nn.Module]) -> ParamTable:
-    """Every parameter's description by its global name: the same on all tensor-parallel ranks.
+    """Every parameter's description, by global name; the same on all tensor-parallel ranks.
 
-    Raises TrainingError for a parameter without one: nobody would know how it is cut and what decays.
+    Raises TrainingError for a parameter without one, whose shard and weight decay are unknown.
     """
     table = {}
     for name, parameter in named_params(chunks).items():
         if not hasattr(parameter, "meta"):
             raise TrainingError(
-                f"parameter {name}, shape {list(parameter.shape)}, was not described; wrap it when it is made: "
-                "parallel.shard.declare(parameter, ParamMeta(shape=..., shard=..., init=...)), as every layer of "
-                "megatron_lite.parallel does"
+                f"parameter {name}, shape {list(parameter.shape)}, has no description; create it as "
+                "parallel.shard.declare(parameter, ParamMeta(shape=..., shard=..., init=...)), like the layers of "
+                "megatron_lite.parallel"
             )
         table[name] = replace(parameter.meta, name=name)  # type: ignore[attr-defined]
     return table

@@ -1,4 +1,4 @@
-"""What enters the first block: word vectors plus, with learned positions, position vectors."""
+"""The input of the first block: word vectors plus, with learned positions, position vectors."""
 
 import torch
 import torch.nn.functional as F
@@ -8,38 +8,38 @@ from megatron_lite.config.schema import ModelConfig
 from megatron_lite.errors import ConfigError
 from megatron_lite.model.options import LayerOptions
 from megatron_lite.parallel.embedding import VocabParallelEmbedding
-from megatron_lite.parallel.shard import ParamMeta, Shard, declare
+from megatron_lite.parallel.shard import ParamMeta, Shard, allocate
 
 
 class PositionTable(nn.Module):
-    """One learned vector for each position, whole on every rank of tp: it is small beside the vocabulary."""
+    """One learned vector for each position, replicated over tp: it is small beside the vocabulary."""
 
     def __init__(self, config: ModelConfig, options: LayerOptions):
         super().__init__()
         self.options, self.dropout = options, config.hidden_dropout
-        shape, partial = (config.max_position_embeddings, config.hidden_size), options.sequence_parallel
-        meta = ParamMeta(shape, Shard(), "normal", std=config.init_std, sequence_parallel=partial)
-        self.weight = declare(nn.Parameter(torch.empty(shape, **options.where)), meta)
+        shape = (config.max_position_embeddings, config.hidden_size)
+        meta = ParamMeta(shape, Shard(), "normal", std=config.init_std, sequence_parallel=options.sequence_parallel)
+        self.weight = allocate(meta, 1, dtype=options.dtype, device=options.device)
 
     def forward(self, length: int) -> Tensor:
-        """The vectors of this rank's run of positions 0..s-1, `[s', 1, h]`."""
+        """The vectors of this rank's slice of positions 0..s-1, `[s', 1, h]`."""
         if length > self.weight.shape[0]:
             raise ConfigError(
-                f"a sequence has {length} tokens, but model.max_position_embeddings is {self.weight.shape[0]}: "
-                "no vector was learned for the later positions; shorten the sequence"
+                f"a sequence has {length} tokens, but model.max_position_embeddings is {self.weight.shape[0]}; "
+                "shorten the sequence"
             )
-        return self.options.share(self.weight[:length]).unsqueeze(1)
+        return self.options.sequence_slice(self.weight[:length]).unsqueeze(1)
 
 
 class Embedding(nn.Module):
-    """Tokens to the start of the residual stream."""
+    """The start of the residual stream, from tokens."""
 
     def __init__(self, config: ModelConfig, options: LayerOptions):
         super().__init__()
         self.options, self.dropout = options, config.hidden_dropout
         self.stream_dtype = torch.promote_types(options.dtype, torch.float32) if config.fp32_residual else options.dtype
         self.word_embeddings = VocabParallelEmbedding(
-            config.padded_vocab, config.hidden_size, init_std=config.init_std, **options.split
+            config.padded_vocab, config.hidden_size, init_std=config.init_std, **options.layer_kwargs
         )
         self.position_embeddings = PositionTable(config, options) if config.position == "learned" else None
 
@@ -47,7 +47,7 @@ class Embedding(nn.Module):
         """Word plus position vectors, with dropout.
 
             tokens    [b, s]
-            returns   [s', b, h]   where s' is s, the same on every rank of tp; fp32 with `fp32_residual`
+            returns   [s', b, h]   the same on every rank of tp if s' is s; fp32 with `fp32_residual`
 
         Communicates: forward, one all-reduce of [s, b, h] over tp.
         """

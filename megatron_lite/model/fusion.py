@@ -1,8 +1,7 @@
 """Elementwise chains that are worth one kernel: bias + activation, and bias + dropout + residual add.
 
-Eager, each operation reads and writes a whole activation; compiled, the chain does so once. Where the chain is
-compiled the linear layer hands its bias over instead of adding it. Both ways compute the same numbers; in bf16 and
-fp16 a compiled chain rounds once at its end, where each eager operation rounds.
+Eager operations each read and write an activation; a compiled chain does so once, bias included. The results are equal,
+except that in bf16 and fp16 a compiled chain rounds once and every eager operation rounds.
 """
 
 from collections.abc import Callable
@@ -14,7 +13,7 @@ from torch import Tensor
 
 
 def quick_gelu(x: Tensor) -> Tensor:
-    """x * sigmoid(1.702 x), CodeGeeX's `fast_gelu`; one pass fewer than written out, as a scaled silu."""
+    """x * sigmoid(1.702 x), CodeGeeX's `fast_gelu`, as a scaled silu, which saves a pass."""
     return F.silu(1.702 * x) * (1 / 1.702)
 
 
@@ -38,7 +37,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def bias_activation(x: Tensor, bias: Tensor | None, activation: str) -> Tensor:
-    """activation(x + bias); x `[s, b, f/tp]` (`2f/tp` for swiglu), bias of its last dimension or already added."""
+    """activation(x + bias); x `[s, b, f/tp]` (`2f/tp` for swiglu), bias of its last dimension or None."""
     return ACTIVATIONS[activation](x if bias is None else x + bias)
 
 
@@ -53,14 +52,14 @@ def bias_dropout_add(x: Tensor, bias: Tensor | None, residual: Tensor, dropout: 
 
 @cache
 def compiled(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """The function as one kernel; compiled at its first call, once for the whole process."""
-    # With torch's own random numbers inside, the same units are dropped with and without fusion.
+    """The function as one kernel, compiled at its first call."""
+    # With torch's random numbers fusion does not change the dropped units.
     return torch.compile(function, options={"fallback_random": True})
 
 
 def fusion_on(setting: str, device: torch.device) -> bool:
-    """Whether `model.fusion` asks for compiled chains on this device.
+    """Return True if `model.fusion` compiles chains on this device.
 
-    `auto` is off on the CPU: its kernels are bound by the matrix products, and compiling takes longer than it saves.
+    `auto` is off on the CPU, where matrix products dominate and compilation takes longer than it saves.
     """
     return setting == "on" or (setting == "auto" and device.type == "cuda")

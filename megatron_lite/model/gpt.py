@@ -1,7 +1,7 @@
-"""The language model: embedding, blocks, final norm, head. A stage of a pipeline has some of them.
+"""The language model: embedding, blocks, final norm, head. A pipeline stage has some of them.
 
-GPT, CodeGeeX and Llama are values of `ModelConfig`'s fields. Parameters have megatron-core's names, and layers
-keep their number in the whole model, so a name means the same on every rank and for every layout.
+Parameters have megatron-core's names, and layers are numbered over the full model, so a name means the same on every
+rank and in every layout.
 """
 
 from collections.abc import Iterable
@@ -28,7 +28,7 @@ def _mark_tied(weight: nn.Parameter, tied_to: str) -> None:
 
 
 class Decoder(nn.Module):
-    """This stage's blocks, and on the last stage what follows them: final norm and top-query block."""
+    """This stage's blocks, and on the last stage the final norm and the top-query block."""
 
     def __init__(self, config: ModelConfig, layers: Iterable[int], options: LayerOptions, *, post_process: bool):
         super().__init__()
@@ -39,7 +39,7 @@ class Decoder(nn.Module):
         self.final_layernorm = build_norm(config, options) if post_process else None
         self.top_query_layer = None
         if post_process and config.top_query_layer:
-            self.top_query_layer = TransformerBlock(config, options, place=len(self.layers), own_query_input=True)
+            self.top_query_layer = TransformerBlock(config, options, place=len(self.layers), separate_query=True)
         self.rotary = RotaryTable(config.head_size, config.rotary_base) if config.position == "rotary" else None
 
     def forward(self, x: Tensor, top_queries: Tensor | None) -> Tensor:
@@ -57,7 +57,7 @@ class Decoder(nn.Module):
 
 
 class GPTModel(nn.Module):
-    """A causal language model, or the part of it between two stage borders."""
+    """A causal language model, or one stage of it."""
 
     def __init__(
         self,
@@ -75,24 +75,24 @@ class GPTModel(nn.Module):
         with_top_query = post_process and config.top_query_layer
         self.top_query_embeddings = TopQueryEmbeddings(config, options) if with_top_query else None
         self.post_process = post_process
-        # A tied head on another stage than the embedding is a copy of it that must start and stay equal.
-        apart = config.tie_embeddings and pre_process != post_process
-        if self.embedding is not None and apart:
+        # A tied head on another stage than the embedding is a copy, which must start and stay equal.
+        has_copy = config.tie_embeddings and pre_process != post_process
+        if self.embedding is not None and has_copy:
             _mark_tied(self.embedding.word_embeddings.weight, "")
         self.output_layer = None
         if post_process and not (config.tie_embeddings and pre_process):
             self.output_layer = ColumnParallelLinear(
-                config.hidden_size, config.padded_vocab, bias=False, init_std=config.init_std, **options.split
+                config.hidden_size, config.padded_vocab, bias=False, init_std=config.init_std, **options.layer_kwargs
             )
-            if apart:
+            if has_copy:
                 _mark_tied(self.output_layer.weight, WORD_EMBEDDINGS)
 
     def forward(self, tokens: Tensor, labels: Tensor | None = None, hidden: Tensor | None = None) -> Tensor:
-        """Loss, logits or hidden state, whichever this stage ends with.
+        """The output of this stage: loss, logits or hidden state.
 
             tokens    [b, s]       the same on every rank of tp
-            labels    [b, s]       next tokens; asks for the loss
-            hidden    [s', b, h]   the previous stage's output, where this one has no embedding
+            labels    [b, s]       next tokens, for the loss
+            hidden    [s', b, h]   the previous stage's output, if this one has no embedding
             returns   [s, b]       loss in fp32 nats, with labels on the last stage
                       [s, b, v/tp] logits, without labels on the last stage
                       [s', b, h]   hidden state, on other stages
@@ -111,9 +111,8 @@ class GPTModel(nn.Module):
         logits = self._logits(x)
         if labels is None:
             return logits
-        return vocab_parallel_cross_entropy(
-            logits, labels.t(), self.options.tp, vocab_size=self.config.vocab_size, overwrite_logits=True
-        )
+        vocab_size, tp = self.config.vocab_size, self.options.tp
+        return vocab_parallel_cross_entropy(logits, labels.t(), tp, vocab_size=vocab_size, overwrite_logits=True)
 
     def _logits(self, x: Tensor) -> Tensor:
         """`[s', b, h]` to `[s, b, v/tp]`."""

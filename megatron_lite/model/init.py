@@ -1,8 +1,8 @@
-"""What a weight starts as: a function of the run's seed and the weight's name, never of the layout.
+"""Initial weights: a function of the run's seed and the weight's name, independent of the layout.
 
-The whole tensor is a sequence of normal numbers in blocks of 2^20, each drawn on the CPU from a generator
-that is seeded by a hash of (seed, name, block). A rank draws the blocks that its piece touches, one at a
-time, so memory stays bounded and any number of ranks start with the same model.
+The full tensor is a sequence of normal values in blocks of 2^20. Each block is drawn on the CPU from a generator seeded
+by a hash of (seed, name, block). A rank draws the blocks of its shard, one at a time, so memory is bounded and every
+layout starts with the same model.
 """
 
 import hashlib
@@ -20,58 +20,55 @@ BLOCK = 2**20
 
 
 def _block_seed(seed: int, name: str, block: int) -> int:
-    # 4 bytes: torch's CPU generator reads no more of a seed.
+    # 4 bytes, because torch's CPU generator reads only 32 bits of a seed.
     digest = hashlib.blake2b(f"{seed}/{name}/{block}".encode(), digest_size=4).digest()
     return int.from_bytes(digest, "little")
 
 
-def _normal_run(seed: int, name: str, numel: int) -> Callable[[int, int], Tensor]:
-    """A function (start, stop) -> that run of the tensor's `numel` standard normal numbers, in fp32."""
+def _normal_values(seed: int, name: str, numel: int) -> Callable[[int, int], Tensor]:
+    """A function (start, stop) -> that slice of the tensor's `numel` standard normal values, in fp32."""
 
-    @lru_cache(maxsize=1)  # neighbouring runs share a block
+    @lru_cache(maxsize=1)  # neighbouring slices share a block
     def draw(block: int) -> Tensor:
         generator = torch.Generator("cpu").manual_seed(_block_seed(seed, name, block))
         return torch.randn(min(BLOCK, numel - block * BLOCK), generator=generator, dtype=torch.float32)
 
-    def run(start: int, stop: int) -> Tensor:
-        first, last = start // BLOCK, (stop - 1) // BLOCK
-        blocks = range(first, last + 1)
-        pieces = [draw(i)[max(start - i * BLOCK, 0) : min(stop - i * BLOCK, BLOCK)] for i in blocks]
-        return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+    def values(start: int, stop: int) -> Tensor:
+        blocks = range(start // BLOCK, (stop - 1) // BLOCK + 1)
+        return torch.cat([draw(i)[max(start - i * BLOCK, 0) : min(stop - i * BLOCK, BLOCK)] for i in blocks])
 
-    return run
+    return values
 
 
 def _fill_normal(out: Tensor, meta: ParamMeta, seed: int, name: str, tp: Group) -> None:
-    """Writes this rank's rows and columns of N(0, std), some rows at a time.
+    """Write this rank's rows and columns of N(0, std), some rows at a time.
 
-    out   [rows/tp, cols] or [rows, cols/tp]   as `meta.shard` cuts the whole [rows, cols]
+    out   [rows/tp, columns] or [rows, columns/tp], as `meta.shard` shards the full [rows, columns]
     """
     num_rows, num_columns = meta.shape[0], prod(meta.shape[1:])
-    run = _normal_run(seed, name, num_rows * num_columns)
+    values = _normal_values(seed, name, num_rows * num_columns)
     rows, columns = [(0, num_rows)], [(0, num_columns)]
     if meta.shard.dim == 0:
         rows = meta.shard.ranges(num_rows, tp.rank, tp.size)
     elif meta.shard.dim == 1:
         columns = meta.shard.ranges(num_columns, tp.rank, tp.size)
-    at_once = max(1, BLOCK // num_columns)
-    written = 0
+    step = max(1, BLOCK // num_columns)
+    position = 0  # in out
     for first, last in rows:
-        for row in range(first, last, at_once):
-            until = min(row + at_once, last)
-            whole = run(row * num_columns, until * num_columns).view(until - row, num_columns)
-            mine = [whole[:, a:b] for a, b in columns]
-            piece = mine[0] if len(mine) == 1 else torch.cat(mine, dim=1)
-            out[written : written + until - row] = (piece * meta.std).view(until - row, *out.shape[1:])
-            written += until - row
+        for row in range(first, last, step):
+            stop = min(row + step, last)
+            full = values(row * num_columns, stop * num_columns).view(stop - row, num_columns)
+            local = torch.cat([full[:, a:b] for a, b in columns], dim=1)
+            out[position : position + stop - row] = (local * meta.std).view(stop - row, *out.shape[1:])
+            position += stop - row
 
 
 @torch.no_grad()
 def fill(parameter: Tensor, meta: ParamMeta, *, seed: int, name: str, tp: Group) -> None:
-    """Gives this rank's piece of a parameter its first values, in its own dtype and on its device.
+    """Set the initial values of this rank's shard of a parameter.
 
-    Drawn in fp32 whatever the dtype, so that every precision starts from the same model. `name` is the
-    global name, or that of the tensor of which this one is a tied copy.
+    They are drawn in fp32, so that every precision starts from the same model. `name` is the global name, for a tied
+    copy that of its original.
     """
     if meta.init == "zeros":
         parameter.zero_()

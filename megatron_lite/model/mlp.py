@@ -1,7 +1,7 @@
 """The MLP: up to f, activation, down to h.
 
-The up matrix is split by columns and the down matrix by rows, so the activation works on f/tp numbers of its
-own and one all-reduce joins the result. Source: Shoeybi et al., arXiv 1909.08053, section 3.
+The up matrix is column-parallel and the down matrix row-parallel, so each rank has f/tp of the activation and one
+all-reduce sums the result. Source: Shoeybi et al., arXiv 1909.08053, section 3.
 """
 
 from math import sqrt
@@ -23,12 +23,12 @@ class MLP(nn.Module):
         self.bias_activation = compiled(bias_activation) if options.fused else bias_activation
         h, f = config.hidden_size, config.ffn_size
         parts = (f, f) if config.activation == "swiglu" else ()
-        common = {"bias": config.bias, "skip_bias_add": options.fused, **options.split}
+        common = {"bias": config.bias, "skip_bias_add": options.fused, **options.layer_kwargs}
         self.linear_fc1 = ColumnParallelLinear(h, sum(parts) or f, init_std=config.init_std, parts=parts, **common)
         self.linear_fc2 = RowParallelLinear(f, h, init_std=config.init_std / sqrt(2 * config.num_layers), **common)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Output before the residual connection, and the bias still to be added, if any.
+        """Output before the residual add, and the bias if the caller adds it.
 
         x         [s', b, h]
         returns   [s', b, h], bias [h] or None

@@ -1,24 +1,23 @@
-"""LayerNorm and RMSNorm whose statistics are never computed in a 16-bit format.
+"""LayerNorm and RMSNorm with statistics in fp32.
 
-torch's kernels accumulate 16-bit inputs in fp32. An input wider than the weights is a residual stream kept
-in fp32: it is normalised as it is, and only the result is rounded to the weights' dtype.
+torch's kernels accumulate 16-bit inputs in fp32. An fp32 residual stream is normalised in fp32, and the result is
+rounded to the weights' dtype.
 Sources: Ba et al., arXiv 1607.06450; Zhang and Sennrich, arXiv 1910.07467.
 """
 
 from typing import Literal
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron_lite.config.schema import ModelConfig
 from megatron_lite.model.options import LayerOptions
-from megatron_lite.parallel.shard import ParamMeta, Shard, declare
+from megatron_lite.parallel.shard import ParamMeta, Shard, allocate
 
 
 def _vector(size: int, init: Literal["ones", "zeros"], options: LayerOptions) -> nn.Parameter:
     meta = ParamMeta((size,), Shard(), init, decay=False, sequence_parallel=options.sequence_parallel)
-    return declare(nn.Parameter(torch.empty(size, **options.where)), meta)
+    return allocate(meta, 1, dtype=options.dtype, device=options.device)
 
 
 class LayerNorm(nn.Module):

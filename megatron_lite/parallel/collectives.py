@@ -1,9 +1,8 @@
 """Communication inside a group, and the conjugate pairs of tensor parallelism.
 
-The plain functions do nothing in a group of one. The autograd pairs are the f and g of Megatron-LM (Shoeybi et al.,
-arXiv 1909.08053, section 3, figure 3) and their kin along the last dimension and along the sequence: what one does in
-forward, its partner does in backward. Along the sequence there is one of the pair (Korthikanti et al., arXiv
-2205.05198, section 4.2.2); its partner is fused with the product that it feeds, in `linear.py`.
+The plain functions do nothing in a group of one. The autograd functions are the conjugate pairs f and g of Megatron-LM,
+and the same along the last dimension. Along the sequence there is only g-bar; its partner is fused into `linear.py`.
+Sources: Shoeybi et al., arXiv 1909.08053, section 3, figure 3; Korthikanti et al., arXiv 2205.05198, section 4.2.2.
 """
 
 from collections.abc import Callable
@@ -16,17 +15,16 @@ from torch import Tensor
 from megatron_lite.parallel.context import Group
 from megatron_lite.parallel.waiting import communicating, finished
 
-OPS: dict[str, dist.ReduceOp.RedOpType] = {
-    "sum": dist.ReduceOp.SUM,
-    "max": dist.ReduceOp.MAX,
-}
-# torch 2.13 gave them these names, and warns of the old ones.
+Collective = Callable[[Tensor, Group], Tensor]
+
+OPS: dict[str, dist.ReduceOp.RedOpType] = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
+# torch 2.13 renamed these functions and warns about the old names.
 all_gather_single = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
 
 def all_reduce(x: Tensor, group: Group, op: str = "sum") -> Tensor:
-    """x reduced over the group, the same on every rank. Use what is returned: x itself may be overwritten."""
+    """x reduced over the group, the same on every rank. Use the returned tensor; x may be overwritten."""
     if group.size == 1:
         return x
     x = x.contiguous()
@@ -36,7 +34,7 @@ def all_reduce(x: Tensor, group: Group, op: str = "sum") -> Tensor:
 
 
 def all_reduce_async(x: Tensor, group: Group) -> tuple[Tensor, Callable[[], object]]:
-    """Starts to sum x; the tensor holds the result once the returned function was called."""
+    """Start to sum x; the returned tensor holds the sum after a call of the returned function."""
     if group.size == 1:
         return x, lambda: None
     x = x.contiguous()
@@ -54,7 +52,7 @@ def all_gather(x: Tensor, group: Group, dim: int) -> Tensor:
 
 
 def all_gather_async(x: Tensor, group: Group) -> tuple[Tensor, Callable[[], object]]:
-    """Starts joining every rank's x along dim 0; the tensor holds the result once the returned function was called."""
+    """Start to join every rank's x along dim 0; the tensor holds the result after a call of the returned function."""
     if group.size == 1:
         return x, lambda: None
     joined = x.new_empty(group.size * x.shape[0], *x.shape[1:])
@@ -63,13 +61,13 @@ def all_gather_async(x: Tensor, group: Group) -> tuple[Tensor, Callable[[], obje
 
 
 def reduce_scatter_async(x: Tensor, group: Group) -> tuple[Tensor, Callable[[], object]]:
-    """Starts summing x; the tensor holds this rank's run of dim 0 of the sum once the returned function was called."""
+    """Start to sum x; the tensor holds this rank's slice of dim 0 of the sum after a call of the returned function."""
     if group.size == 1:
         return x, lambda: None
     if x.shape[0] % group.size:
         raise ValueError(
-            f"the first dimension of {tuple(x.shape)} does not divide over {group.size} ranks; under sequence "
-            "parallelism it is the sequence, so use a length that does, or no sequence parallelism"
+            f"the first dimension of {tuple(x.shape)} does not divide over {group.size} ranks; with parallel.sequence "
+            "it is the sequence, so use a length that divides, or parallel.sequence=false"
         )
     share = x.new_empty(x.shape[0] // group.size, *x.shape[1:])
     work = reduce_scatter_single(share, x.contiguous(), group=group.pg, async_op=True)
@@ -77,7 +75,7 @@ def reduce_scatter_async(x: Tensor, group: Group) -> tuple[Tensor, Callable[[], 
 
 
 def broadcast(x: Tensor, group: Group, src: int) -> Tensor:
-    """The x of the group's member number `src`, on every rank. Use what is returned."""
+    """The x of member `src` of the group, on every rank. Use the returned tensor."""
     if group.size == 1:
         return x
     x = x.contiguous()
@@ -87,114 +85,75 @@ def broadcast(x: Tensor, group: Group, src: int) -> Tensor:
 
 
 def barrier(group: Group) -> None:
-    """Returns once every rank of the group has called it."""
+    """Return when every rank of the group has called it."""
     if group.size > 1:
         with communicating("barrier", group):
             dist.barrier(group=group.pg)
 
 
 def split_last_dim(x: Tensor, group: Group) -> Tensor:
-    """This rank's run of the last dimension."""
+    """This rank's slice of the last dimension."""
     size = x.shape[-1]
     if size % group.size:
         raise ValueError(f"the last dimension of {tuple(x.shape)} does not divide over {group.size} ranks")
     return x.chunk(group.size, dim=-1)[group.rank].contiguous()
 
 
-class _CopyToRegion(torch.autograd.Function):
-    """f in the paper: identity forward, sum of gradients over tp backward."""
+class _Conjugate(torch.autograd.Function):
+    """`forward_op(x, tp)` in forward and `backward_op(grad, tp)` in backward."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, tp: Group) -> Tensor:
-        ctx.tp = tp
-        return x.view_as(x)
+    def forward(ctx, x: Tensor, tp: Group, forward_op: Collective, backward_op: Collective) -> Tensor:
+        ctx.tp, ctx.backward_op = tp, backward_op
+        return forward_op(x, tp)
 
     @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        return all_reduce(grad.clone(), ctx.tp), None
+    def backward(ctx, grad: Tensor):  # type: ignore[override]
+        return ctx.backward_op(grad, ctx.tp), None, None, None
 
 
-class _ReduceFromRegion(torch.autograd.Function):
-    """g in the paper: sum over tp forward, identity backward."""
-
-    @staticmethod
-    def forward(ctx, x: Tensor, tp: Group) -> Tensor:
-        return all_reduce(x.clone(), tp)
-
-    @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        return grad, None
+def _conjugate(x: Tensor, tp: Group, forward_op: Collective, backward_op: Collective) -> Tensor:
+    return x if tp.size == 1 else _Conjugate.apply(x, tp, forward_op, backward_op)  # type: ignore[return-value]
 
 
-class _ScatterToRegion(torch.autograd.Function):
-    """This rank's run of the last dimension forward, gather backward."""
-
-    @staticmethod
-    def forward(ctx, x: Tensor, tp: Group) -> Tensor:
-        ctx.tp = tp
-        return split_last_dim(x, tp)
-
-    @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        return all_gather(grad, ctx.tp, dim=-1), None
+def _sum(x: Tensor, tp: Group) -> Tensor:
+    return all_reduce(x.clone(), tp)
 
 
-class _GatherFromRegion(torch.autograd.Function):
-    """Gather along the last dimension forward, this rank's run of the gradient backward."""
-
-    @staticmethod
-    def forward(ctx, x: Tensor, tp: Group) -> Tensor:
-        ctx.tp = tp
-        return all_gather(x, tp, dim=-1)
-
-    @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        return split_last_dim(grad, ctx.tp), None
-
-
-class _ReduceScatterToSequence(torch.autograd.Function):
-    """g-bar in the paper on sequence parallelism: this rank's run of the sum forward, gather backward."""
-
-    @staticmethod
-    def forward(ctx, x: Tensor, tp: Group) -> Tensor:
-        ctx.tp = tp
-        share, wait = reduce_scatter_async(x, tp)
-        wait()
-        return share
-
-    @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        return all_gather(grad, ctx.tp, dim=0), None
+def _reduce_scatter(x: Tensor, tp: Group) -> Tensor:
+    share, wait = reduce_scatter_async(x, tp)
+    wait()
+    return share
 
 
 def copy_to_tensor_model_parallel_region(x: Tensor, tp: Group) -> Tensor:
-    """x as it is; backward sums its gradient over tp. Communicates: backward, one all-reduce of x's size."""
-    return x if tp.size == 1 else _CopyToRegion.apply(x, tp)  # type: ignore[return-value]
+    """f: identity forward, sum over tp backward. Communicates: backward, one all-reduce of x's size."""
+    return _conjugate(x, tp, lambda x, _: x.view_as(x), _sum)
 
 
 def reduce_from_tensor_model_parallel_region(x: Tensor, tp: Group) -> Tensor:
-    """Sum of x over tp; backward hands the gradient on. Communicates: forward, one all-reduce of x's size."""
-    return x if tp.size == 1 else _ReduceFromRegion.apply(x, tp)  # type: ignore[return-value]
+    """g: sum over tp forward, identity backward. Communicates: forward, one all-reduce of x's size."""
+    return _conjugate(x, tp, _sum, lambda grad, _: grad)
 
 
 def scatter_to_tensor_model_parallel_region(x: Tensor, tp: Group) -> Tensor:
-    """`[..., h]` to this rank's `[..., h/tp]`. Communicates: backward, one all-gather."""
-    return x if tp.size == 1 else _ScatterToRegion.apply(x, tp)  # type: ignore[return-value]
+    """This rank's `[..., h/tp]` of x `[..., h]`; gather backward. Communicates: backward, one all-gather."""
+    return _conjugate(x, tp, split_last_dim, partial(all_gather, dim=-1))
 
 
 def gather_from_tensor_model_parallel_region(x: Tensor, tp: Group) -> Tensor:
-    """`[..., h/tp]` to `[..., h]`, the same on every rank. Communicates: forward, one all-gather."""
-    return x if tp.size == 1 else _GatherFromRegion.apply(x, tp)  # type: ignore[return-value]
+    """The full `[..., h]` of x `[..., h/tp]`; split backward. Communicates: forward, one all-gather."""
+    return _conjugate(x, tp, partial(all_gather, dim=-1), split_last_dim)
 
 
 def reduce_scatter_to_sequence_parallel_region(x: Tensor, tp: Group) -> Tensor:
-    """`[s, ...]`, a part of a sum, to this rank's `[s/tp, ...]` of the whole sum.
+    """g-bar: this rank's `[s/tp, ...]` of the sum of x `[s, ...]` over tp forward, gather backward.
 
     Communicates: forward, one reduce-scatter of x's size; backward, one all-gather of it.
     """
-    return x if tp.size == 1 else _ReduceScatterToSequence.apply(x, tp)  # type: ignore[return-value]
+    return _conjugate(x, tp, _reduce_scatter, partial(all_gather, dim=0))
 
 
-def sum_of_parts(sequence_parallel: bool) -> Callable[[Tensor, Group], Tensor]:
-    """What ends a tensor-parallel region: the sum of `[s, ...]` over tp, of which each rank gets all or its s/tp."""
+def output_reduction(sequence_parallel: bool) -> Collective:
+    """The function that ends a tensor-parallel region: it sums over tp, and each rank gets all or its s/tp."""
     return reduce_scatter_to_sequence_parallel_region if sequence_parallel else reduce_from_tensor_model_parallel_region

@@ -1,8 +1,7 @@
-"""This rank's place in the grid and the groups it talks to, handed around explicitly.
+"""This rank's place in the grid and its groups, passed explicitly.
 
-A layer gets the one group that it uses. A group of one rank never touches torch.distributed, and a missing
-group is a group of one, never `None`: to torch, `None` is the whole world, and a forgotten group would
-become an all-reduce over every GPU.
+A layer gets the one group that it uses. A missing group is a group of one, which never calls torch.distributed. It is
+never `None`: torch takes None for the world, so a forgotten group would become an all-reduce over every GPU.
 """
 
 from dataclasses import dataclass, replace
@@ -17,11 +16,11 @@ from megatron_lite.parallel.grid import Grid
 
 @dataclass(frozen=True)
 class Group:
-    """Some ranks that communicate. `pg` is None only in a view built without torch.distributed, or with one rank."""
+    """Ranks that communicate. `pg` is None without torch.distributed and in a group of one."""
 
     name: str
     ranks: tuple[int, ...]  # global ranks, in group order
-    rank: int  # this rank's place in `ranks`; -1 when it is not a member (embd, pos_embd)
+    rank: int  # index of this rank in `ranks`; -1 outside of the group (embd, pos_embd)
     pg: "dist.ProcessGroup | None" = None
 
     @property
@@ -43,21 +42,21 @@ def solo(name: str = "solo") -> Group:
 
 
 def duplicate_group(group: Group, timeout_seconds: float, backend: str | None = None) -> Group:
-    """The same ranks, and nothing that is sent here waits for what is on its way in the given group: NCCL runs the
-    collectives of one communicator one after another. Without a backend, the world's. Collective over the group."""
+    """Another communicator over the same ranks. NCCL runs the collectives of one communicator in order, so those of the
+    new one do not wait for those in `group`. The default backend is the world's. Collective over the group."""
     if group.size == 1:
         return group
     timeout = timedelta(seconds=timeout_seconds)
     ranks = list(group.ranks)
-    # Where only the group's ranks call, they meet under a name with the number of groups that each of them has: equal
-    # within a pipeline stage, but not over the world, where some stages hold an embedding and others none.
-    only_these = len(ranks) < dist.get_world_size()
-    return replace(group, pg=dist.new_group(ranks, timeout, backend, use_local_synchronization=only_these))
+    # With local synchronization torch names the new group by the number of groups of each rank. It is equal within a
+    # pipeline stage, but not over the world, because only some stages have an embedding group.
+    local = len(ranks) < dist.get_world_size()
+    return replace(group, pg=dist.new_group(ranks, timeout, backend, use_local_synchronization=local))
 
 
 @dataclass(frozen=True)
 class ParallelContext:
-    """All that a rank needs to know about its place."""
+    """A rank's place in the grid, its device and its groups."""
 
     grid: Grid
     rank: int
@@ -73,14 +72,14 @@ class ParallelContext:
 
     @classmethod
     def at(cls, grid: Grid, rank: int) -> "ParallelContext":
-        """Any rank's view, in one process, on the meta device and without torch.distributed."""
+        """The view of any rank, on the meta device, without torch.distributed."""
         return cls._build(grid, rank, torch.device("meta"), lambda ranks: None)
 
     @classmethod
     def create(cls, grid: Grid, device: torch.device, timeout_seconds: float) -> "ParallelContext":
-        """This process's view. Collective: every rank of the world calls it, with the same grid.
+        """The view of this process. Collective over the world, with the same grid on every rank.
 
-        torch.distributed must be initialized when the grid has more than one rank.
+        A grid of several ranks needs an initialized torch.distributed.
         """
         world_size = dist.get_world_size() if dist.is_initialized() else 1
         if world_size != grid.world_size:
@@ -88,21 +87,21 @@ class ParallelContext:
         if world_size == 1:
             return cls._build(grid, 0, device, lambda ranks: None)
         timeout = timedelta(seconds=timeout_seconds)
-        made: dict[tuple[int, ...], Any] = {}  # torch hands an int to ranks outside the group
+        created: dict[tuple[int, ...], Any] = {}  # torch returns an int to ranks outside of the group
 
         def new_group(ranks: tuple[int, ...]) -> "dist.ProcessGroup | None":
             if len(ranks) == 1:
                 return None
-            if ranks not in made:
-                whole_world = len(ranks) == grid.world_size
-                made[ranks] = dist.group.WORLD if whole_world else dist.new_group(list(ranks), timeout=timeout)
-            return made[ranks]
+            if ranks not in created:
+                is_world = len(ranks) == grid.world_size
+                created[ranks] = dist.group.WORLD if is_world else dist.new_group(list(ranks), timeout=timeout)
+            return created[ranks]
 
         return cls._build(grid, dist.get_rank(), device, new_group)
 
     @classmethod
     def _build(cls, grid: Grid, rank: int, device: torch.device, new_group) -> "ParallelContext":
-        kinds = {
+        ranks_of = {
             "tp": grid.groups("tp"),
             "cp": grid.groups("cp"),
             "dp": grid.groups("dp"),
@@ -112,12 +111,12 @@ class ParallelContext:
             "pos_embd": grid.position_embedding_groups(),
             "world": [tuple(range(grid.world_size))],
         }
-        mine = {}
-        for name, groups in kinds.items():
-            for ranks in groups:  # new_group is collective: every rank makes every group, in the same order
+        local = {}
+        for name, groups in ranks_of.items():
+            for ranks in groups:  # new_group is collective: every rank creates every group, in one order
                 pg = new_group(ranks)
                 if rank in ranks:
-                    mine[name] = Group(name, ranks, ranks.index(rank), pg)
-            if name not in mine:  # a middle stage is in no embedding group
-                mine[name] = Group(name, (rank,), -1)
-        return cls(grid=grid, rank=rank, device=device, **mine)
+                    local[name] = Group(name, ranks, ranks.index(rank), pg)
+            if name not in local:  # a middle stage has no embedding group
+                local[name] = Group(name, (rank,), -1)
+        return cls(grid=grid, rank=rank, device=device, **local)

@@ -1,7 +1,7 @@
-"""The word embedding, cut over tensor-parallel ranks by rows of the vocabulary.
+"""The word embedding, sharded over tensor-parallel ranks by rows of the vocabulary.
 
-Each rank looks up the tokens it holds and puts zeros for the others; the sum over the group is the whole lookup.
-Under sequence parallelism each rank gets only its run of the sum.
+Each rank looks up its own tokens and has zeros for the others; the sum over the group is the full lookup.
+Under sequence parallelism each rank gets its slice of the sum.
 Sources: Shoeybi et al., Megatron-LM, arXiv 1909.08053, section 3; Korthikanti et al., arXiv 2205.05198, section 4.2.2.
 """
 
@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron_lite.parallel.collectives import sum_of_parts
+from megatron_lite.parallel.collectives import output_reduction
 from megatron_lite.parallel.context import Group
-from megatron_lite.parallel.shard import ParamMeta, Shard, declare
+from megatron_lite.parallel.shard import ParamMeta, Shard, allocate
 
 
 class VocabParallelEmbedding(nn.Module):
@@ -29,19 +29,18 @@ class VocabParallelEmbedding(nn.Module):
         device: torch.device,
     ):
         super().__init__()
-        full, shard = (num_embeddings, embedding_dim), Shard(0)
-        self.tp, self.add_up = tp, sum_of_parts(sequence_parallel)
-        self.weight = nn.Parameter(torch.empty(shard.local_shape(full, tp.size), dtype=dtype, device=device))
-        declare(self.weight, ParamMeta(shape=full, shard=shard, init="normal", std=init_std))
+        self.tp, self.reduce_output = tp, output_reduction(sequence_parallel)
+        meta = ParamMeta((num_embeddings, embedding_dim), Shard(0), "normal", std=init_std)
+        self.weight = allocate(meta, tp.size, dtype=dtype, device=device)
 
     def forward(self, ids: Tensor) -> Tensor:
         """The rows of the table.
 
             ids      [...]      token ids in 0..v-1, the same on every rank of tp
-            returns  [..., h]   the same on every rank of tp; with sequence_parallel its run of dim 0
+            returns  [..., h]   the same on every rank of tp; with sequence_parallel its slice of dim 0
 
-        Communicates: forward, one all-reduce of [..., h] over tp; with sequence_parallel a reduce-scatter instead,
-        and in backward an all-gather.
+        Communicates: forward, one all-reduce of [..., h] over tp; with sequence_parallel a reduce-scatter, and an
+        all-gather in backward.
         """
         if self.tp.size == 1:
             return F.embedding(ids, self.weight)
@@ -49,4 +48,4 @@ class VocabParallelEmbedding(nn.Module):
         local = ids - self.tp.rank * num_rows
         elsewhere = (local < 0) | (local >= num_rows)
         rows = F.embedding(local.masked_fill(elsewhere, 0), self.weight)
-        return self.add_up(rows.masked_fill(elsewhere.unsqueeze(-1), 0), self.tp)
+        return self.reduce_output(rows.masked_fill(elsewhere.unsqueeze(-1), 0), self.tp)

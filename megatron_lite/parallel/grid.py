@@ -1,8 +1,7 @@
-"""Which ranks talk to which: arithmetic only, so that a layout of thousands of ranks is tested without a process.
+"""The ranks of each group, by arithmetic alone, so that layouts of thousands of ranks are tested without a process.
 
-Ranks are numbered with tensor parallelism fastest and the pipeline slowest, so that tensor-parallel peers,
-which talk most, are neighbours on a node. Source: Narayanan et al., arXiv 2104.04473, section 3; the order
-is Megatron-LM's default `tp-cp-ep-dp-pp` without experts.
+Tensor parallelism varies fastest and the pipeline slowest: tensor-parallel ranks communicate most and share a node.
+Source: Narayanan et al., arXiv 2104.04473, section 3; Megatron-LM's default order `tp-cp-ep-dp-pp` without experts.
 """
 
 from dataclasses import dataclass
@@ -25,7 +24,7 @@ class Grid:
         return self.tp * self.cp * self.dp * self.pp
 
     def coordinates(self, rank: int) -> dict[str, int]:
-        """Place of a rank on each axis: `Grid(tp=2, dp=2, pp=4).coordinates(5)` is tp 1, cp 0, dp 0, pp 1."""
+        """The index of a rank on each axis: `Grid(tp=2, dp=2, pp=4).coordinates(5)` is tp 1, cp 0, dp 0, pp 1."""
         if not 0 <= rank < self.world_size:
             raise ValueError(f"rank {rank} is not in 0..{self.world_size - 1} of {self}")
         place = {}
@@ -38,7 +37,7 @@ class Grid:
         return tp + self.tp * (cp + self.cp * (dp + self.dp * pp))
 
     def groups(self, *along: str) -> list[tuple[int, ...]]:
-        """All groups whose members differ only along these axes; together they hold every rank once."""
+        """All groups whose members differ only along these axes; each rank is in one of them."""
         moving = [range(getattr(self, axis)) if axis in along else range(1) for axis in reversed(AXES)]
         fixed = [range(1) if axis in along else range(getattr(self, axis)) for axis in reversed(AXES)]
         names = tuple(reversed(AXES))
@@ -49,9 +48,9 @@ class Grid:
         return [tuple(at(base, offset) for offset in product(*moving)) for base in product(*fixed)]
 
     def embedding_groups(self) -> list[tuple[int, ...]]:
-        """First and last stage of each pipeline: the ranks that hold a tied word embedding."""
+        """The first and last stage of each pipeline, which hold a tied word embedding."""
         return [tuple(dict.fromkeys((ranks[0], ranks[-1]))) for ranks in self.groups("pp")]
 
     def position_embedding_groups(self) -> list[tuple[int, ...]]:
-        """First stage of each pipeline: the rank that holds the position embedding."""
+        """The first stage of each pipeline, which holds the position embedding."""
         return [ranks[:1] for ranks in self.groups("pp")]

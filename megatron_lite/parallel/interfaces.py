@@ -1,4 +1,4 @@
-"""The network interfaces of this machine, for the ports that Gloo and NCCL open. Loads no torch."""
+"""The network interfaces of this machine, for the ports of Gloo and NCCL. Does not import torch."""
 
 import fcntl
 import os
@@ -10,7 +10,7 @@ SIOCGIFADDR = 0x8915  # of linux/sockios.h: the IPv4 address of an interface
 
 
 def interface_of(address: str) -> str:
-    """The network interface that has this IPv4 address; empty where none has, or the system cannot tell."""
+    """The network interface with this IPv4 address; empty if there is none."""
     for _, name in socket.if_nameindex():
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
             try:
@@ -23,10 +23,10 @@ def interface_of(address: str) -> str:
 
 
 def use_loopback() -> None:
-    """Sets the variables by which Gloo and NCCL listen on the loopback, out of reach of other machines.
+    """Make Gloo and NCCL listen on the loopback, out of reach of other machines, unless the user chose an interface.
 
-    Without them Gloo takes the interface of the host's name, and NCCL any. Values of the user stay.
+    The default of Gloo is the interface of the host's name, that of NCCL any.
     """
     if loopback := interface_of(LOOPBACK):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
-        os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={loopback}")  # without = NCCL takes it for a prefix
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={loopback}")  # without "=" it would be a prefix

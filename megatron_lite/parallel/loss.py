@@ -1,11 +1,9 @@
-"""Cross entropy over a vocabulary cut over tensor-parallel ranks.
+"""Cross entropy over a vocabulary sharded over tensor-parallel ranks.
 
-The whole logits never exist: the ranks agree on [s, b] numbers only. Source: Shoeybi et al., Megatron-LM,
-arXiv 1909.08053, section 3.
-
-Logits are by far the largest activation, so time goes into passes over memory and, on the CPU, into the first touch
-of fresh memory. The only new tensor of their size is the gradient: backward computes the softmax again from the
-logits, and both directions go through a few rows at a time, whose temporaries stay in cache.
+The full logits never exist: ranks exchange tensors of [s, b] only. Logits are the largest activation, so passes over
+memory and, on the CPU, the first touch of new memory dominate the time. The only new tensor of their size is the
+gradient. Backward computes the softmax again, and both directions process a few rows at a time, which stay in cache.
+Source: Shoeybi et al., Megatron-LM, arXiv 1909.08053, section 3.
 """
 
 from collections.abc import Iterator
@@ -16,8 +14,7 @@ from torch import Tensor
 from megatron_lite.parallel.collectives import all_reduce
 from megatron_lite.parallel.context import Group
 
-# Elements of a temporary. On the CPU about 2 MiB of fp32, which second-level caches hold; on a GPU as much as keeps
-# every kernel busy without a second copy of the logits.
+# Elements of a temporary: 2 MiB of fp32 fit a CPU's second-level cache; a GPU needs more to keep every kernel busy.
 CHUNK_ELEMENTS = {"cpu": 2**19, "cuda": 2**27}
 
 
@@ -33,7 +30,7 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
 
         local_max, local_sum = _max_and_sum_of_exp(rows, num_valid)
         highest = all_reduce(local_max.clone(), tp, "max")
-        # Relative to the maximum already here: the difference of two logits of 1e4 keeps its digits.
+        # Subtracting the maximum here keeps the digits of two logits near 1e4.
         target = rows.gather(-1, index).squeeze(-1).to(highest.dtype) - highest
         target = all_reduce(target.masked_fill(elsewhere, 0), tp)
         local_sum = local_sum * (local_max - highest).exp()
@@ -53,31 +50,31 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
         grad_rows = rows if ctx.overwrite else torch.empty_like(rows, memory_format=torch.contiguous_format)
         grad_rows[:, ctx.num_valid :] = 0
         if ctx.num_valid > 0:
-            for run in _row_chunks(rows):
-                # A softmax over this rank's columns only; `share` is how much of the whole probability they hold.
-                chunk = rows[run, : ctx.num_valid].to(share.dtype).softmax(-1)
-                chunk.mul_(scale[run]).scatter_add_(-1, index[run], at_target[run])
-                grad_rows[run, : ctx.num_valid] = chunk
+            for part in _row_slices(rows):
+                # A softmax over this rank's columns; `share` is their share of the total probability.
+                chunk = rows[part, : ctx.num_valid].to(share.dtype).softmax(-1)
+                chunk.mul_(scale[part]).scatter_add_(-1, index[part], at_target[part])
+                grad_rows[part, : ctx.num_valid] = chunk
         return grad_rows.view(logits.shape), None, None, None, None
 
 
-def _row_chunks(rows: Tensor) -> Iterator[slice]:
-    """Runs of rows whose elements fit CHUNK_ELEMENTS."""
+def _row_slices(rows: Tensor) -> Iterator[slice]:
+    """Slices of rows of at most CHUNK_ELEMENTS elements."""
     step = max(1, CHUNK_ELEMENTS.get(rows.device.type, 2**27) // rows.shape[-1])
     return (slice(start, start + step) for start in range(0, rows.shape[0], step))
 
 
 def _max_and_sum_of_exp(rows: Tensor, num_valid: int) -> tuple[Tensor, Tensor]:
-    """Of each row's first `num_valid` columns: the maximum, and the sum of exp(logit - maximum)."""
+    """The maximum of each row's first `num_valid` columns, and their sum of exp(logit - maximum)."""
     work_dtype = torch.float64 if rows.dtype == torch.float64 else torch.float32
     highest = rows.new_full(rows.shape[:1], float("-inf"), dtype=work_dtype)
     total = torch.zeros_like(highest)
     if num_valid > 0:
-        for run in _row_chunks(rows):
-            chunk = rows[run, :num_valid].to(work_dtype)
-            highest[run] = chunk.amax(-1)
-            # The largest probability is 1 / sum. torch's softmax kernel is several times faster than its logsumexp.
-            total[run] = chunk.softmax(-1).amax(-1).reciprocal()
+        for part in _row_slices(rows):
+            chunk = rows[part, :num_valid].to(work_dtype)
+            highest[part] = chunk.amax(-1)
+            # The largest probability is 1 / sum; torch's softmax is several times faster than its logsumexp.
+            total[part] = chunk.softmax(-1).amax(-1).reciprocal()
     return highest, total
 
 
@@ -90,12 +87,11 @@ def vocab_parallel_cross_entropy(
         labels   [s, b]         token ids in 0..vocab_size-1, the same on every rank of tp
         returns  [s, b]         nats, in fp32 or fp64, the same on every rank of tp
 
-    With `overwrite_logits` backward writes the gradient over the logits, for a caller who reads them no more.
-    Columns from `vocab_size` on are padding: they get no probability and no gradient.
+    Columns from `vocab_size` on are padding, without probability or gradient. With `overwrite_logits` backward writes
+    the gradient over the logits.
     Communicates: three all-reduces of [s, b] over tp (max, target logit, sum of exp).
     """
-    num_columns = logits.shape[-1]
-    num_valid = num_columns
+    num_valid = num_columns = logits.shape[-1]
     if vocab_size is not None:
         num_valid = min(max(vocab_size - tp.rank * num_columns, 0), num_columns)
     return _VocabParallelCrossEntropy.apply(logits, labels, tp, num_valid, overwrite_logits)  # type: ignore[return-value]

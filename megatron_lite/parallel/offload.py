@@ -1,9 +1,8 @@
-"""Activation offload: between forward and backward, what autograd keeps waits in the host's memory.
+"""Activation offload: tensors saved for backward stay in the host's memory until backward reads them.
 
-Each tensor that an operation saves is copied to pinned memory on the way, and back when backward asks for it. Copies
-are in the stream of the computation, so a tensor's memory is free for the next operation and nothing waits for the
-host; what this costs is the time on the bus. Weights are saved by reference and stay where they are.
-Source: `torch.autograd.graph.save_on_cpu`, which moves them too.
+Copies to and from pinned memory run in the stream of the computation. So memory is free for the next operation, the
+host does not wait, and the cost is the time on the bus. Source: `torch.autograd.graph.save_on_cpu`, which also moves
+weights; here they stay.
 """
 
 from collections.abc import Iterable
@@ -14,7 +13,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 
 def offloaded(resident: Iterable[Tensor]) -> saved_tensors_hooks:
-    """Around a forward: moves what it saves for backward, except `resident` tensors and views of them."""
+    """A context around a forward that moves its saved tensors, except `resident` ones and their views."""
     storages = {tensor.untyped_storage().data_ptr() for tensor in resident}
 
     def pack(x: Tensor) -> Tensor | tuple[torch.device, Tensor]:

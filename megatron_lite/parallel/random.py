@@ -1,13 +1,12 @@
-"""Two streams of random numbers a rank: one for what tensor-parallel ranks hold alike, one for what they split.
+"""Two random streams for each rank: one for replicated activations, one for activations sharded over tp.
 
-Dropout on an activation that every tensor-parallel rank holds must drop the same units on each, or the copies
-drift apart; dropout on a split activation must not, or the pieces are correlated. So the default stream, torch's
-own generators, starts alike over tp, and `RngTracker.fork` puts another in its place for a tensor-parallel region.
+Dropout on a replicated activation must drop the same units on every rank of tp, or the copies diverge. On a sharded
+one it must not, or the shards are correlated. So the default stream, torch's generators, is equal over tp, and
+`RngTracker.fork` switches to the other one in a tensor-parallel region.
 
-Both streams differ over the data, context and pipeline coordinates. Megatron-LM seeds all data-parallel ranks
-alike (megatron/core/tensor_parallel/random.py: seed + 100 * pp_rank, and + 2718 + tp_rank for the second
-stream); that drops the same units of every replica's samples and so correlates the noise that averaging over
-replicas should reduce. Its sums also collide (pp 1 is dp 10 there, where dp counts); a hash of the place does not.
+Both streams differ over data, context and pipeline coordinates. Megatron-LM (megatron/core/tensor_parallel/random.py)
+seeds data-parallel ranks alike: replicas drop the same units, which correlates the noise that their average should
+reduce. Its seeds are sums of coordinates, which can collide; a hash does not.
 """
 
 import hashlib
@@ -24,7 +23,7 @@ _Stream = dict[str, Tensor]  # state of each kind of generator: "cpu", and "cuda
 
 
 class RngTracker:
-    """The default stream in torch's generators, and the tensor-parallel one beside it."""
+    """The default stream, in torch's generators, and the tensor-parallel one."""
 
     def __init__(self, device: torch.device, *, default_seed: int, tensor_parallel_seed: int):
         self._device = device
@@ -35,10 +34,7 @@ class RngTracker:
 
     @contextmanager
     def fork(self) -> Iterator[None]:
-        """Inside, torch draws from the tensor-parallel stream; after it, also after an error, from the default one.
-
-        A fork inside a fork changes nothing.
-        """
+        """Inside, torch draws from the tensor-parallel stream; a nested fork changes nothing."""
         if self._in_fork:
             yield
             return
@@ -51,23 +47,20 @@ class RngTracker:
             self._in_fork = False
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Both streams as byte tensors on the CPU.
-
-        Recomputation reads it before a forward and loads it to replay; whether a fork is open is not part of it.
-        """
+        """Both streams as byte tensors on the CPU, the same inside and outside of a fork."""
         live, resting = self._read(), self._resting
         default, tensor_parallel = (resting, live) if self._in_fork else (live, resting)
         states = {f"default.{kind}": state for kind, state in default.items()}
         return states | {f"tensor_parallel.{kind}": state for kind, state in tensor_parallel.items()}
 
     def load_state_dict(self, states: dict[str, Tensor]) -> None:
-        """Both streams go on from where `state_dict` was taken, inside or outside a fork."""
+        """Continue both streams from `state_dict`, inside or outside of a fork."""
         kinds = tuple(self._resting)
         names = {f"{stream}.{kind}" for stream in ("default", "tensor_parallel") for kind in kinds}
         if names != set(states):
             raise CheckpointError(
                 f"the random state holds {sorted(states)}, this rank on {self._device.type} needs {sorted(names)}; "
-                "go on with the kind of device that the state was saved on"
+                "resume on the kind of device that saved the state"
             )
         default = {kind: states[f"default.{kind}"] for kind in kinds}
         tensor_parallel = {kind: states[f"tensor_parallel.{kind}"] for kind in kinds}
@@ -92,14 +85,14 @@ class RngTracker:
 
 
 def stream_seed(seed: int, stream: str, **place: int) -> int:
-    """A seed for the named stream at this place in the grid: the same in every run, unrelated between places."""
+    """The seed of a stream at this place in the grid: reproducible, and unrelated between places."""
     text = f"{seed} {stream} {sorted(place.items())}"
     # torch's CPU generator reads only the low 32 bits of a seed.
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "little")
 
 
 def seed_everything(seed: int, ctx: ParallelContext) -> RngTracker:
-    """Seeds torch's generators for this rank and returns the tracker of its two streams."""
+    """Seed torch's generators for this rank; returns the tracker of its streams."""
     place = ctx.grid.coordinates(ctx.rank)
     replicated = {axis: at for axis, at in place.items() if axis != "tp"}
     return RngTracker(

@@ -1,11 +1,9 @@
-"""Activation recomputation: keep a function's inputs, and run it again in backward for what lies between.
+"""Activation recomputation: keep only the inputs of a function, and call it again in backward.
 
-Memory falls from all that the function's operations keep to its inputs, for one more forward of it in time. Torch
-does this (`torch.utils.checkpoint`), but of random numbers it knows only its own generators as they stand, while
-dropout here draws from two streams that change places. So the second run is put where the first one was: both
-streams as they were, and the same word on whether backward is split, which decides what linear layers keep.
-Sources: Chen et al., Training Deep Nets with Sublinear Memory Cost, arXiv 1604.06174; which functions are worth it:
-Korthikanti et al., arXiv 2205.05198, section 5.
+`torch.utils.checkpoint` does this, but restores only torch's generators, and dropout here has two streams. So before
+the second call both streams are restored, and so is `split_backward`, which decides what linear layers save.
+Sources: Chen et al., Training Deep Nets with Sublinear Memory Cost, arXiv 1604.06174; Korthikanti et al., arXiv
+2205.05198, section 5, for the choice of functions.
 """
 
 from collections.abc import Callable
@@ -22,7 +20,7 @@ Result = TypeVar("Result")
 
 
 class _AsInForward(AbstractContextManager):
-    """Around a second run, as often as one is needed; what it found is put back, also when torch breaks the run off."""
+    """Around a second call: the random streams and `split_backward` of the first. Torch may leave it by an error."""
 
     def __init__(self, rng: RngTracker):
         self._rng = rng
@@ -40,11 +38,9 @@ class _AsInForward(AbstractContextManager):
 
 
 def recompute(function: Callable[..., Result], *args: object, rng: RngTracker) -> Result:
-    """function(*args), which runs once more in backward, with the same random numbers.
+    """function(*args), called again in backward with the same random numbers; only `args` are kept between.
 
-    Between forward and backward only `args` are kept. Where gradients are off this is an ordinary call.
-
-    Communicates: what function does, in backward again, up to the last tensor that backward needs.
+    Communicates: like the function, in backward again up to the last tensor that backward needs.
     """
     if not torch.is_grad_enabled():
         return function(*args)

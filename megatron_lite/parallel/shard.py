@@ -1,13 +1,12 @@
-"""How a tensor is cut over tensor-parallel ranks, including fused ones.
+"""Sharding of tensors, fused ones included, over tensor-parallel ranks.
 
-A fused weight, such as query, key and value stacked in one matrix, is cut part by part: each rank gets its
-share of the queries, of the keys and of the values, stacked again. Cutting the stack in equal runs instead
-would give one rank only queries, the classic resharding mistake.
+A fused weight, such as query, key and value stacked in one matrix, is sharded part by part: each rank has its share of
+the queries, of the keys and of the values. Equal slices of the stack would give one rank only queries.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -15,9 +14,9 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Shard:
-    """Cut along `dim`; `parts` are the full sizes of fused blocks along it, empty when there is one block.
+    """A tensor sharded along `dim`; `parts` are the full sizes of fused blocks along it, empty for one block.
 
-    `Shard()` is a tensor that every rank holds whole.
+    `Shard()` is a replicated tensor.
     """
 
     dim: int | None = None
@@ -28,7 +27,7 @@ class Shard:
         return self.dim is not None
 
     def local_shape(self, full: Sequence[int], size: int) -> tuple[int, ...]:
-        """Shape of one rank's piece of a tensor of shape `full`, cut over `size` ranks."""
+        """The shape of one rank's shard of a tensor of shape `full` over `size` ranks."""
         shape = tuple(full)
         if self.dim is None:
             return shape
@@ -36,29 +35,28 @@ class Shard:
         return (*shape[: self.dim], shape[self.dim] // size, *shape[self.dim + 1 :])
 
     def ranges(self, full_size: int, rank: int, size: int) -> list[tuple[int, int]]:
-        """The half-open runs along `dim` of the whole tensor that make up this rank's piece, in order."""
-        runs, start = [], 0
+        """The half-open ranges along `dim` of the full tensor that form this rank's shard, in order."""
+        ranges, start = [], 0
         for part in self.parts or (full_size,):
             share = part // size
-            runs.append((start + rank * share, start + (rank + 1) * share))
+            ranges.append((start + rank * share, start + (rank + 1) * share))
             start += part
-        return runs
+        return ranges
 
     def split(self, full: Tensor, rank: int, size: int) -> Tensor:
-        """This rank's piece of the whole tensor; a view where one run is enough."""
+        """This rank's shard of the full tensor; a view if it is one range."""
         if self.dim is None or size == 1:
             return full
         self._check(tuple(full.shape), size)
-        pieces = [full.narrow(self.dim, a, b - a) for a, b in self.ranges(full.shape[self.dim], rank, size)]
-        return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=self.dim)
+        slices = [full.narrow(self.dim, a, b - a) for a, b in self.ranges(full.shape[self.dim], rank, size)]
+        return slices[0] if len(slices) == 1 else torch.cat(slices, dim=self.dim)
 
-    def join(self, pieces: Sequence[Tensor]) -> Tensor:
-        """The whole tensor from every rank's piece, in rank order; the inverse of `split`."""
-        if self.dim is None or len(pieces) == 1:
-            return pieces[0]
-        size = len(pieces)
-        shares = [part // size for part in self.parts] or [pieces[0].shape[self.dim]]
-        by_part = zip(*(piece.split(shares, dim=self.dim) for piece in pieces), strict=True)
+    def join(self, shards: Sequence[Tensor]) -> Tensor:
+        """The full tensor from every rank's shard, in rank order; the inverse of `split`."""
+        if self.dim is None or len(shards) == 1:
+            return shards[0]
+        sizes = [part // len(shards) for part in self.parts] or [shards[0].shape[self.dim]]
+        by_part = zip(*(shard.split(sizes, dim=self.dim) for shard in shards), strict=True)
         return torch.cat([block for part in by_part for block in part], dim=self.dim)
 
     def _check(self, full: tuple[int, ...], size: int) -> None:
@@ -74,23 +72,28 @@ class Shard:
 
 @dataclass(frozen=True)
 class ParamMeta:
-    """What everyone needs to know about a parameter beyond its values."""
+    """The description of a parameter."""
 
-    shape: tuple[int, ...]  # of the whole tensor
+    shape: tuple[int, ...]  # of the full tensor
     shard: Shard
     init: Literal["normal", "zeros", "ones"]
-    std: float = 0.0  # of a normal start
+    std: float = 0.0  # of init="normal"
     decay: bool = True  # weight decay applies
-    tied: bool = False  # two stages of a pipeline hold it, as the embedding of a tied head: their gradients are summed
-    tied_to: str = ""  # name of the original, on the copy alone: a copy is not counted
-    sequence_parallel: bool = False  # held whole by each tp rank, but with a gradient from its s/tp only
-    name: str = ""  # given by get_model; layer numbers in it do not depend on the pipeline stage
+    tied: bool = False  # held by two pipeline stages, like a tied embedding; their gradients are summed
+    tied_to: str = ""  # name of the original, on the copy only; copies are not counted
+    sequence_parallel: bool = False  # replicated over tp, with a gradient from s/tp tokens
+    name: str = ""  # set by get_model; layers are numbered over the full model
 
 
 ParamTable = dict[str, ParamMeta]
 
 
 def declare(parameter: torch.nn.Parameter, meta: ParamMeta) -> torch.nn.Parameter:
-    """The parameter with its description attached, for `get_model` to collect by name."""
+    """The parameter with its description, for `get_model` to collect."""
     parameter.meta = meta  # type: ignore[attr-defined]
     return parameter
+
+
+def allocate(meta: ParamMeta, tp_size: int, **factory: Any) -> torch.nn.Parameter:
+    """This rank's shard of a new parameter, described and without values; `factory` is dtype and device."""
+    return declare(torch.nn.Parameter(torch.empty(meta.shard.local_shape(meta.shape, tp_size), **factory)), meta)

@@ -1,13 +1,12 @@
 """Backward in two halves: I, the gradients of inputs, and W, the gradients of weights.
 
-The previous pipeline stage waits for I only, so a schedule can fill its bubbles with W. Linear layers whose forward
-ran inside `split_backward` give their weights no part in the graph: backward hands the product that makes the weight
-gradient to `defer`. Inside `deferred` that work is collected, anywhere else it is done at once. Biases and norms
-have small gradients, which stay in I.
+The previous pipeline stage waits for I only, so a schedule can fill bubbles with W. Inside `split_backward` linear
+layers keep their weights out of the graph, and their backward passes the factors of the weight gradient to `defer`.
+Inside `deferred` that work is collected; elsewhere it is done at once. Small gradients, of biases and norms, stay in I.
 Source: Qi et al., Zero Bubble Pipeline Parallelism, arXiv 2401.10241, section 2.
 
-The state is the module's own: a process is one rank with one engine, and autograd calls backward functions of
-CUDA tensors in threads of its own, where thread-locals and context variables of the caller do not reach.
+The state is global, because autograd calls backward functions of CUDA tensors in its own threads, where the caller's
+thread-locals and context variables are missing.
 """
 
 from collections.abc import Iterator
@@ -21,24 +20,24 @@ from megatron_lite.parallel.context import Group
 
 
 class Job:
-    """What a backward's W owes one weight: for each use of it, a product of an output's gradient and an input.
+    """The deferred gradient of one weight: for each use of it, a product of an output's gradient and an input.
 
-    An input that is cut along the sequence is gathered over `sequence` only for its product.
+    An input sharded along the sequence is gathered over `sequence` for its product.
     """
 
     def __init__(self, weight: Tensor, sequence: Group):
         self.weight, self.sequence = weight, sequence
-        self.products: list[Tensor] = []  # gradient and input by turns
+        self.products: list[Tensor] = []  # gradient, input, gradient, input, ...
 
     def __call__(self) -> None:
-        """Adds the sum to `weight.grad` and has the hooks of the weight called, as autograd would. Once."""
-        assert self.products, "a weight's gradient was taken already"
+        """Add the sum to `weight.grad` and call the weight's hooks, like autograd. Callable once."""
+        assert self.products, "this weight gradient was already computed"
         products, self.products = self.products, []
         with torch.enable_grad():
-            owed = _WeightGrad.apply(self.weight, self.sequence, *products)
+            scalar = _WeightGrad.apply(self.weight, self.sequence, *products)
         del products
-        assert isinstance(owed, Tensor)
-        owed.backward()
+        assert isinstance(scalar, Tensor)
+        scalar.backward()
 
 
 _split = False
@@ -47,7 +46,7 @@ _jobs: dict[Tensor, Job] | None = None
 
 @contextmanager
 def split_backward(on: bool = True) -> Iterator[None]:
-    """Around a forward: whether its backward may be run in two halves."""
+    """Around a forward whose backward can run in two halves, if `on`."""
     global _split
     before, _split = _split, on
     try:
@@ -57,16 +56,15 @@ def split_backward(on: bool = True) -> Iterator[None]:
 
 
 def backward_is_split() -> bool:
-    """Whether the forward that runs now is inside `split_backward`."""
+    """Return True inside of `split_backward`."""
     return _split
 
 
 @contextmanager
 def deferred() -> Iterator[dict[Tensor, Job]]:
-    """Around a backward, which becomes I; the jobs that it leaves, by weight, are W.
+    """Around a backward, which becomes I; the yielded jobs, by weight, are W.
 
-    Each is to be called once, any time before the optimizer. Until then it keeps the inputs of the layers that use the
-    weight, and the gradients of their outputs.
+    Call each job once before the optimizer. Until then it keeps inputs and output gradients of the weight's layers.
     """
     global _jobs
     before, _jobs = _jobs, {}
@@ -77,11 +75,7 @@ def deferred() -> Iterator[dict[Tensor, Job]]:
 
 
 class _WeightGrad(torch.autograd.Function):
-    """A graph of one step, from nothing to the weight.
-
-    `torch.autograd.backward(weight, gradient)` would do, but copies the gradient: torch keeps one as `.grad` only if
-    nobody else holds it.
-    """
+    """A graph with one edge, to the weight. `torch.autograd.backward(weight, gradient)` would copy the gradient."""
 
     @staticmethod
     def forward(ctx, weight: Tensor, sequence: Group, *products: Tensor) -> Tensor:
@@ -93,20 +87,20 @@ class _WeightGrad(torch.autograd.Function):
     def backward(ctx, _: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         saved = ctx.saved_tensors
         pairs = zip(saved[::2], saved[1::2], strict=True)
-        found = [grad.t() @ all_gather(x, ctx.sequence, dim=0).reshape(-1, x.shape[-1]) for grad, x in pairs]
-        return sum(found[1:], start=found[0]), None, *(None for _ in saved)
+        grads = [grad.t() @ all_gather(x, ctx.sequence, dim=0).reshape(-1, x.shape[-1]) for grad, x in pairs]
+        return sum(grads[1:], start=grads[0]), None, *(None for _ in saved)
 
 
 def defer(weight: Tensor, grad: Tensor, x: Tensor, sequence: Group) -> None:
-    """Called in backward: weight gets its gradient grad^T x, later inside `deferred`, else before this returns.
+    """Add grad^T x to the gradient of weight, later inside `deferred`, else now. For use in backward.
 
-    weight   [o, i]       the leaf itself
-    grad     [rows, o]    gradient of the layer's output
-    x        [..., i]     the layer's input, whole or its run of dim 0 on this rank of `sequence`
+        weight   [o, i]        the leaf
+        grad     [tokens, o]   gradient of the layer's output
+        x        [..., i]      the layer's input; its slice of dim 0 if `sequence` has several ranks
 
-    Communicates: one all-gather of x over `sequence`, when the gradient is made.
+    Communicates: one all-gather of x over `sequence`, when the gradient is computed.
     """
     job = Job(weight, sequence) if _jobs is None else _jobs.setdefault(weight, Job(weight, sequence))
-    job.products += [grad, x.detach()]  # with its graph, x would keep all layers before alive
+    job.products += [grad, x.detach()]  # with its graph, x would keep all previous layers alive
     if _jobs is None:
         job()

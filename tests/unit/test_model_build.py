@@ -160,12 +160,12 @@ def test_sequence_parallelism_over_one_rank_changes_nothing():
 
 def test_offload_without_a_gpu_is_refused():
     config = tiny().model_copy(update={"train": TrainConfig(offload_activations=True)})
-    with pytest.raises(ConfigError, match=r"run\.device auto has found no GPU on this machine; set train\.offload_act"):
+    with pytest.raises(ConfigError, match=r"run\.device auto found none on this machine; set train\.offload_act"):
         built(config, context(tp=1))
     built(config, ParallelContext.at(Grid(), 0))  # a view of a machine that may have one
 
 
-def test_a_model_without_vocabulary_says_what_to_set():
+def test_a_model_without_vocabulary_names_the_fields_to_set():
     with pytest.raises(ConfigError, match=r"model\.vocab_size is not set; give it, or data\.tokenizer"):
         built(Config(), ParallelContext.at(Grid(), 0))
 
