@@ -1,1 +1,1 @@
-"""Checkpoints that explain themselves: what is in one is in `layout.py`, writing and reading in `store.py`."""
+"""Checkpoints: `layout.py` describes their format, `store.py` saves and loads them."""

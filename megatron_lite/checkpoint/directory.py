@@ -1,14 +1,14 @@
-"""The folder of all checkpoints of a run: which is the newest, how one appears at once, and which ones stay.
+"""The folder of a run's checkpoints: which one is the newest, how one appears at once, and which ones stay.
 
-A name that starts with "iter_" is always a whole checkpoint. What is being written, replaced or deleted has another:
+A name that starts with "iter_" is always a complete checkpoint. Unfinished work has other names:
 
-    .new-iter_0000100       being written; renamed when whole
-    .old-iter_0000100       whole, stepped aside for a new iter_0000100; counts while that is missing
+    .new-iter_0000100       a checkpoint that is being written; renamed when complete
+    .old-iter_0000100       complete, to be replaced by a new iter_0000100; valid while that one is missing
     .deleted-iter_0000100   no longer a checkpoint
-    damaged-iter_0000100    could not be read; stays until someone has looked at it
+    damaged-iter_0000100    a checkpoint that could not be read; stays until a user removes it
 
-The tracker names the checkpoint to go on from, and is replaced only once that one is on the disk. So a process that
-is killed at any instant leaves one that can be loaded; the rest is cleaned up by the next save.
+The tracker names the checkpoint to resume from. It is replaced only when that checkpoint is on the disk, so a process
+can be killed at any time and a loadable checkpoint remains. The next save removes leftovers.
 """
 
 import os
@@ -18,8 +18,9 @@ from itertools import chain, count
 from pathlib import Path
 
 from megatron_lite.checkpoint.layout import LAYOUT_FILE, iteration_folder, iteration_of
-from megatron_lite.checkpoint.tensor_file import explained, sync_folder
+from megatron_lite.checkpoint.tensor_file import save_errors
 from megatron_lite.errors import CheckpointError
+from megatron_lite.files import atomic_write, sync_folder
 from megatron_lite.parallel.agreement import on_first
 from megatron_lite.parallel.context import Group
 
@@ -27,7 +28,7 @@ TRACKER_FILE = "latest_checkpointed_iteration.txt"
 
 
 def find_latest(root: Path, *, world: Group) -> int | None:
-    """The iteration to go on from, None when nothing was saved yet; the same on every rank.
+    """The iteration to resume from, the same on every rank; None before the first save.
 
     Communicates: the first rank's answer over `world`.
     """
@@ -35,7 +36,7 @@ def find_latest(root: Path, *, world: Group) -> int | None:
 
 
 def read_latest(root: Path) -> int | None:
-    """The iteration that the tracker names; without a tracker the newest there is, or None."""
+    """The iteration in the tracker; without a tracker the newest iteration, or None."""
     tracker = root / TRACKER_FILE
     try:
         present = iterations(root)
@@ -46,15 +47,16 @@ def read_latest(root: Path) -> int | None:
             "another run.dir"
         ) from error
     if text is None:
-        if foreign := [path.name for path in _iteration_folders(root) if not (path / LAYOUT_FILE).exists()]:
+        foreign = [path.name for path in _iteration_folders(root, "") if not (path / LAYOUT_FILE).exists()]
+        if foreign:
             raise CheckpointError(
-                f"{root}: holds {foreign[0]}, which has no {LAYOUT_FILE} and so was not written by megatron_lite, and "
-                f"there is no {TRACKER_FILE}. Choose another run.dir, or move that folder away"
+                f"{root}: {foreign[0]} has no {LAYOUT_FILE}, so megatron_lite did not write it. Choose another "
+                "run.dir, or move that folder away"
             )
         return max(present, default=None)
     remedy = f"{_present(root)}. Write one of them into the file, or delete the file to use the newest"
     if not (text.isascii() and text.isdigit()):
-        raise CheckpointError(f"{tracker}: says {text[:40]!r}, which is not an iteration of megatron_lite. {remedy}")
+        raise CheckpointError(f"{tracker}: {text[:40]!r} is not an iteration. {remedy}")
     if not locate(root, int(text)).exists():
         raise CheckpointError(
             f"{tracker}: names iteration {text}, but {iteration_folder(int(text))} is missing. {remedy}"
@@ -68,32 +70,31 @@ def _present(root: Path) -> str:
 
 
 def iterations(root: Path) -> list[int]:
-    """The iterations of all whole checkpoints, in order."""
+    """The iterations of all complete checkpoints, in order."""
     found = {iteration_of(path.name.removeprefix(".old-")) for path in _iteration_folders(root, "", ".old-")}
     return sorted(n for n in found if n is not None and (locate(root, n) / LAYOUT_FILE).exists())
 
 
 def locate(root: Path, iteration: int) -> Path:
-    """Where the checkpoint of this iteration is, also when a save that should replace it was killed halfway."""
-    folder, old = root / iteration_folder(iteration), _aside(root, "old", iteration)
+    """The folder of this checkpoint, also after a save that was to replace it was killed."""
+    folder, old = root / iteration_folder(iteration), _unfinished(root, "old", iteration)
     return old if old.exists() and not folder.exists() else folder
 
 
 def root_of(path: Path) -> Path:
-    """The folder of all checkpoints that a user means by a run's folder, its checkpoints/ folder or an iter_ folder."""
+    """The folder of all checkpoints for a run's folder, its checkpoints/ folder or an iter_ folder."""
     if is_checkpoint(path):
         return path.parent
     return path / "checkpoints" if (path / "checkpoints").is_dir() else path
 
 
 def is_checkpoint(path: Path) -> bool:
-    """Whether the path means one checkpoint, not a folder of several."""
+    """True where the path is one checkpoint rather than a folder of several."""
     return (path / LAYOUT_FILE).exists() or iteration_of(path.name) is not None
 
 
 def resolve(path: Path, iteration: int | None = None) -> Path:
-    """The checkpoint that a user means by an iter_ folder, or by a run's folder or its checkpoints/ folder: the newest
-    in it, or the given iteration."""
+    """The checkpoint for an iter_ folder, or the newest or given one in a run's folder or its checkpoints/ folder."""
     if is_checkpoint(path):
         if not path.is_dir():
             raise CheckpointError(f"{path}: does not exist. {_present(path.parent)}")
@@ -117,7 +118,7 @@ def resolve(path: Path, iteration: int | None = None) -> Path:
 
 
 def place_of(folder: Path) -> tuple[Path, int]:
-    """The folder of all checkpoints that this one is in, and its iteration."""
+    """The parent folder of a checkpoint, and its iteration."""
     iteration = iteration_of(folder.name.removeprefix(".old-"))
     if iteration is None:
         raise CheckpointError(
@@ -127,8 +128,8 @@ def place_of(folder: Path) -> tuple[Path, int]:
 
 
 def prepare(root: Path, iteration: int) -> Path:
-    """A new empty folder to write the checkpoint into; what killed saves left behind is gone."""
-    with explained("creating the folder", root):
+    """Create an empty folder to write the checkpoint into, and remove leftovers of killed saves."""
+    with save_errors("creating the folder", root):
         root.mkdir(parents=True, exist_ok=True)
         for path in _iteration_folders(root, ".new-", ".deleted-", ".old-"):
             final = root / path.name[path.name.index("iter_") :]
@@ -136,15 +137,15 @@ def prepare(root: Path, iteration: int) -> Path:
                 os.rename(path, final)
             else:
                 remove(path)
-        folder = _aside(root, "new", iteration)
+        folder = _unfinished(root, "new", iteration)
         folder.mkdir()
     return folder
 
 
 def publish(folder: Path, root: Path, iteration: int) -> Path:
-    """The folder becomes the checkpoint of this iteration, at once, and the tracker names it."""
-    final, old = root / iteration_folder(iteration), _aside(root, "old", iteration)
-    with explained("putting the checkpoint in place", final):
+    """Rename the folder to the checkpoint of this iteration, and name it in the tracker."""
+    final, old = root / iteration_folder(iteration), _unfinished(root, "old", iteration)
+    with save_errors("putting the checkpoint in place", final):
         if final.exists():
             os.rename(final, old)
             sync_folder(root)
@@ -162,22 +163,15 @@ def publish(folder: Path, root: Path, iteration: int) -> Path:
 
 
 def write_durably(path: Path, data: bytes) -> None:
-    """The file has this content, or after a crash the one from before; never something between."""
-    temporary = path.with_name(f".new-{path.name}")
-    with explained("writing", path):
-        with temporary.open("wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-        sync_folder(path.parent)
+    """`files.atomic_write`, with a CheckpointError on failure."""
+    with save_errors("writing", path):
+        atomic_write(path, data)
 
 
 def prune(root: Path, newest: int, keep: int, keep_every: int) -> None:
-    """Deletes all but the `keep` newest checkpoints up to `newest`, and those at multiples of `keep_every`; 0 keeps
-    all, or none of these.
+    """Delete checkpoints up to `newest`, except the last `keep` (0: all) and multiples of `keep_every` (0: none).
 
-    Later iterations are of a run that was taken back to an older checkpoint: they go when it comes there again.
+    Later iterations belong to a run that was reset to an older checkpoint; it replaces them when it reaches them.
     """
     if keep:
         for iteration in [n for n in iterations(root) if n <= newest][:-keep]:
@@ -186,46 +180,46 @@ def prune(root: Path, newest: int, keep: int, keep_every: int) -> None:
 
 
 def set_aside(root: Path, iteration: int, before: int) -> Path:
-    """Where the folder of a damaged checkpoint is now; the tracker names the one before it."""
+    """Rename a damaged checkpoint, name the one of iteration `before` in the tracker, and return the new path."""
     folder = locate(root, iteration)
-    names = (f"damaged-{iteration_folder(iteration)}{again}" for again in chain([""], (f".{n}" for n in count(2))))
-    aside = next(root / name for name in names if not (root / name).exists())
+    names = (f"damaged-{iteration_folder(iteration)}{suffix}" for suffix in chain([""], (f".{n}" for n in count(2))))
+    damaged = next(root / name for name in names if not (root / name).exists())
     write_durably(root / TRACKER_FILE, str(before).encode())
-    with explained("setting the damaged checkpoint aside", folder):
-        os.rename(folder, aside)
+    with save_errors("setting the damaged checkpoint aside", folder):
+        os.rename(folder, damaged)
         sync_folder(root)
-    return aside
+    return damaged
 
 
 def remove(folder: Path) -> None:
-    """Deletes a folder, under another name first, so that half of a checkpoint never looks like one.
+    """Delete a checkpoint, renamed first so that an incomplete folder never looks like one.
 
     A failure is a warning: the checkpoint that was just saved is safe, and the next save tries again.
     """
-    doomed = _aside(folder.parent, "deleted", int(folder.name[folder.name.index("iter_") + 5 :]))
+    deleted = _unfinished(folder.parent, "deleted", int(folder.name[folder.name.index("iter_") + 5 :]))
     try:
-        if doomed != folder:
-            if doomed.exists():
-                shutil.rmtree(doomed)
-            os.rename(folder, doomed)
+        if deleted != folder:
+            if deleted.exists():
+                shutil.rmtree(deleted)
+            os.rename(folder, deleted)
             sync_folder(folder.parent)
-        shutil.rmtree(doomed)
+        shutil.rmtree(deleted)
     except OSError as error:
         warnings.warn(f"{folder}: cannot be deleted: {error}; delete it by hand to free its space", stacklevel=2)
 
 
-def _aside(root: Path, why: str, iteration: int) -> Path:
-    return root / f".{why}-{iteration_folder(iteration)}"
+def _unfinished(root: Path, state: str, iteration: int) -> Path:
+    return root / f".{state}-{iteration_folder(iteration)}"
 
 
 def _iteration_folders(root: Path, *prefixes: str) -> list[Path]:
-    """Folders whose name is one of the prefixes (none: the plain name) and an iteration's."""
+    """Folders named by one of the prefixes followed by an iteration's folder name."""
     if not root.is_dir():
         return []
     names = sorted(path.name for path in root.iterdir() if path.is_dir())
     return [
         root / name
         for name in names
-        for prefix in prefixes or ("",)
+        for prefix in prefixes
         if name.startswith(prefix) and iteration_of(name[len(prefix) :]) is not None
     ]

@@ -1,4 +1,4 @@
-"""What is in a checkpoint: `layout.json` beside the tensor files says it all, to a reader without our code as well.
+"""The format of a checkpoint: `layout.json` describes the tensor files, so that a reader needs none of our code.
 
     checkpoints/
       latest_checkpointed_iteration.txt      the tracker: "100"
@@ -6,16 +6,16 @@
         layout.json                          this file: grid, config, state, tensors, files, checksums
         mp_rank_00/                          mp_rank_{tp:02d}, with pipeline stages mp_rank_{tp:02d}_{pp:03d}
           model.safetensors                  weights by name
-          model_dp_000.safetensors           the same, where data-parallel ranks share weights out: one file for each
-          optimizer_dp_000.safetensors       "{kind}/{name}": fp32 master, exp_avg, exp_avg_sq; one file for each
-                                             data-parallel rank where they share these out
-          rng_dp_000.safetensors             random generators, one file for each data-parallel rank
+          model_dp_000.safetensors           likewise, a file for each data-parallel rank that has its own shards
+          optimizer_dp_000.safetensors       "{kind}/{name}": fp32 master, exp_avg, exp_avg_sq; a file for each
+                                             data-parallel rank that has its own shards
+          rng_dp_000.safetensors             random generators, a file for each data-parallel rank
 
-A tensor is described as a whole: global shape, and the `Shard` that cuts it over tensor-parallel ranks. Each stored
-piece says whose cut it is and which run of that cut's elements it holds, so that a cut may be spread over several
-data-parallel ranks' files. With `dp` it is that rank's own value, where others have theirs (local SGD). A tied head
-on a stage of its own is a `copy_of` the embedding. Nothing is pickled. Of each tensor in a file there is a checksum for
-every MiB, so that who needs a slice can check what it reads. `crc32` at the top covers all the rest of layout.json.
+An entry of a tensor has its global shape and the `Shard` over tensor-parallel ranks. Each stored slice states its
+tensor-parallel rank and its range of that rank's flattened shard, because the files of several data-parallel ranks may
+hold one shard. A slice with `dp` is a value that differs between data-parallel ranks (local SGD). The tied head of a
+separate stage is a `copy_of` the embedding. Nothing is pickled. Each tensor in a file has a checksum for every MiB, so
+a slice can be checked alone. `crc32` at the top covers the rest of layout.json.
 """
 
 import json
@@ -24,7 +24,7 @@ from math import prod
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, ValidationError, model_validator
+from pydantic import AliasChoices, BaseModel, ConfigDict, Field, NonNegativeInt, ValidationError, model_validator
 from zlib_ng import zlib_ng
 
 from megatron_lite.config.schema import Config
@@ -37,34 +37,36 @@ FORMAT = "megatron_lite checkpoint"
 VERSION = 2
 LAYOUT_FILE = "layout.json"
 WEIGHT = "weight"  # the kind of a parameter itself, beside the optimizer's kinds
+CHUNK_BYTES = 1 << 20  # bytes of a tensor for each checksum
+USE_ANOTHER = (
+    "Restore it from a copy, or resume from another checkpoint: write its iteration into "
+    "latest_checkpointed_iteration.txt"
+)
 
-CHUNK_BYTES = 1 << 20  # of a tensor, for which there is one checksum
-
-# safetensors' names of number formats
-# A damaged or foreign layout.json must not lead outside of its own folder.
+# The pattern keeps a damaged or foreign layout.json from naming files outside of its folder.
 FileName = Annotated[str, Field(pattern=r"^mp_rank_\d{2,}(_\d{3,})?/[a-z0-9_]+\.safetensors$")]
 Checksum = Annotated[str, Field(pattern=r"^[0-9a-f]{8}$")]
 
 
 def checksum(data: Any) -> str:
-    """CRC-32 of some bytes, in hexadecimal. That of Python's own zlib is the same, and slower than a fast disk."""
+    """CRC-32 in hexadecimal, equal to that of Python's zlib, which is slower than a fast disk."""
     return f"{zlib_ng.crc32(data):08x}"
 
 
-class _Part(BaseModel):
+class _Entry(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", arbitrary_types_allowed=True)
 
 
-class FileInfo(_Part):
-    """One tensor file: its size, and checksums of its header and of each `CHUNK_BYTES` of each tensor in it."""
+class FileInfo(_Entry):
+    """A tensor file: its size, and checksums of its header and of each `CHUNK_BYTES` of each tensor in it."""
 
     bytes: NonNegativeInt
     header_crc32: Checksum
     crc32: dict[str, tuple[Checksum, ...]]
 
 
-class Piece(_Part):
-    """Elements `start` to `end` of the flattened cut of tensor-parallel rank `tp`, as held by pipeline stage `pp`."""
+class StoredSlice(_Entry):
+    """Elements `start` to `end` of the flattened shard of tensor-parallel rank `tp`, saved by pipeline stage `pp`."""
 
     file: FileName
     key: str
@@ -75,35 +77,37 @@ class Piece(_Part):
     dp: NonNegativeInt | None = None
 
 
-class Value(_Part):
-    """One kind of numbers of a parameter: the weight itself, its fp32 master, a moment."""
+class Value(_Entry):
+    """One value of a parameter: the weight, its fp32 master or a moment."""
 
     dtype: str
-    pieces: tuple[Piece, ...]
+    slices: tuple[StoredSlice, ...] = Field(
+        validation_alias=AliasChoices("pieces", "slices"), serialization_alias="pieces"
+    )
 
-    def pieces_for(self, shard: Shard, tp: int, pp: int, dp: int, tp_size: int) -> list[Piece]:
-        """The pieces that together are the whole tensor, once, of `tp_size` tensor-parallel ranks.
+    def slices_for(self, shard: Shard, tp: int, pp: int, dp: int, tp_size: int) -> list[StoredSlice]:
+        """The slices that form the full tensor once. `tp_size` tensor-parallel ranks have saved it.
 
-        Where several stages or ranks hold the same, they are those of the reader's own place, if it is there; `dp` is
-        its number where each rank has a value of its own.
+        Where several stages or ranks have saved equal values, the reader's own stage `pp` and rank `tp` are preferred.
+        `dp` selects the data-parallel rank where values differ between these ranks.
         """
-        own = [piece for piece in self.pieces if piece.dp in (None, dp)]
-        stages = {piece.pp for piece in own}
+        candidates = [stored for stored in self.slices if stored.dp in (None, dp)]
+        stages = {stored.pp for stored in candidates}
         stage = pp if pp in stages else min(stages, default=0)
-        return [piece for piece in own if piece.pp == stage and (shard.is_split or piece.tp == tp % tp_size)]
+        return [s for s in candidates if s.pp == stage and (shard.is_split or s.tp == tp % tp_size)]
 
 
-class TensorLayout(_Part):
-    """One parameter: its global shape, how it is cut, and where its numbers are."""
+class TensorLayout(_Entry):
+    """A parameter: its global shape, its shard over tensor-parallel ranks, and the places of its values."""
 
     shape: tuple[NonNegativeInt, ...]
     shard: Shard
     values: dict[str, Value]  # by kind
-    copy_of: str = ""  # the tensor that this one always equals
+    copy_of: str = ""  # name of the tensor that always has equal values
 
 
-class Layout(_Part):
-    """The whole of layout.json but its own checksum."""
+class Layout(_Entry):
+    """The content of layout.json without its checksum."""
 
     format: str = FORMAT
     version: int = VERSION
@@ -117,29 +121,29 @@ class Layout(_Part):
     files: dict[FileName, FileInfo]
 
     @model_validator(mode="after")
-    def _pieces_are_in_files(self) -> "Layout":
+    def _check_slices(self) -> "Layout":
         for name, tensor in self.tensors.items():
             if WEIGHT not in tensor.values:
                 raise ValueError(f"{name} has no {WEIGHT}")
             if tensor.copy_of and tensor.copy_of not in self.tensors:
-                raise ValueError(f"{name} is said to be a copy of {tensor.copy_of}, which is not described")
+                raise ValueError(f"{name} is a copy of {tensor.copy_of}, which is not described")
+            numel = prod(tensor.shard.local_shape(tensor.shape, self.grid.tp))
             for value in tensor.values.values():
                 if value.dtype not in SAFETENSORS_DTYPES:
                     raise ValueError(f"{name} has the unknown dtype {value.dtype}")
-                for piece in value.pieces:
-                    numel = prod(tensor.shard.local_shape(tensor.shape, self.grid.tp))
-                    if not (piece.tp < self.grid.tp and piece.pp < self.grid.pp and piece.start <= piece.end <= numel):
-                        raise ValueError(
-                            f"{name} is said to have elements that its shape and the grid have no place for"
-                        )
-                    if piece.file not in self.files or piece.key not in self.files[piece.file].crc32:
-                        raise ValueError(f"{name} is said to be in {piece.file}, which is not described")
+                for stored in value.slices:
+                    if stored.tp >= self.grid.tp or stored.pp >= self.grid.pp:
+                        raise ValueError(f"{name} has a slice of tp {stored.tp}, pp {stored.pp}, outside of the grid")
+                    if not stored.start <= stored.end <= numel:
+                        raise ValueError(f"{name} has elements {stored.start} to {stored.end}, its shard has {numel}")
+                    if stored.file not in self.files or stored.key not in self.files[stored.file].crc32:
+                        raise ValueError(f"{name} is in {stored.file}, which is not described")
         return self
 
 
 def dump_layout(layout: Layout) -> str:
-    """The text of layout.json: one line for each setting, each tensor and each file, for people and for grep."""
-    content = layout.model_dump()
+    """The text of layout.json, with one line for each setting, tensor and file, for people and for grep."""
+    content = layout.model_dump(by_alias=True)
     content = {"crc32": content_checksum(content), **content}
     return "{\n" + ",\n".join(f"{json.dumps(key)}: {_lines(value)}" for key, value in content.items()) + "\n}\n"
 
@@ -155,16 +159,13 @@ def parse_layout(text: bytes, path: Path) -> Layout:
     try:
         content = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise DamagedCheckpoint(f"{path}: not readable as JSON, so it is damaged ({error}). {use_another()}") from None
+        raise DamagedCheckpoint(f"{path}: damaged, it cannot be read as JSON ({error}). {USE_ANOTHER}") from None
     if not isinstance(content, dict) or "crc32" not in content:
-        raise DamagedCheckpoint(
-            f"{path}: not the description of a megatron_lite checkpoint, or damaged. {use_another()}"
-        )
+        raise DamagedCheckpoint(f"{path}: does not describe a megatron_lite checkpoint, or damaged. {USE_ANOTHER}")
     expected = content.pop("crc32")
     if expected != content_checksum(content):
         raise DamagedCheckpoint(
-            f"{path}: its content does not have the checksum {expected!r} that it states, so it is damaged or was "
-            f"edited. {use_another()}"
+            f"{path}: damaged or edited, its content does not have its checksum {expected!r}. {USE_ANOTHER}"
         )
     if content.get("format") != FORMAT or content.get("version") != VERSION:
         raise CheckpointError(
@@ -174,12 +175,15 @@ def parse_layout(text: bytes, path: Path) -> Layout:
     try:
         return Layout.model_validate(content)
     except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(map(str, first["loc"]))
         raise CheckpointError(
-            f"{path}: {where or 'content'}: {first['msg']}. Its checksum is right, so it was written like that, by "
-            f"another version or by hand. {use_another()}"
+            f"{path}: {_first_error(error)}. Its checksum is right, so another version or an edit wrote it. "
+            f"{USE_ANOTHER}"
         ) from None
+
+
+def _first_error(error: ValidationError) -> str:
+    first = error.errors()[0]
+    return f"{'.'.join(map(str, first['loc'])) or 'content'}: {first['msg']}"
 
 
 def read_layout(folder: Path) -> Layout:
@@ -189,42 +193,30 @@ def read_layout(folder: Path) -> Layout:
         text = path.read_bytes()
     except FileNotFoundError:
         if any(folder.glob("mp_rank_*/*.safetensors")):
-            raise DamagedCheckpoint(f"{folder}: has tensors but no {LAYOUT_FILE}. {use_another()}") from None
+            raise DamagedCheckpoint(f"{folder}: has tensors but no {LAYOUT_FILE}. {USE_ANOTHER}") from None
         raise CheckpointError(
             f"{folder}: has no {LAYOUT_FILE}, so it is not a checkpoint of megatron_lite; `megatron-lite convert` "
-            "makes one of those of Hugging Face, Megatron-LM and CodeGeeX"
+            "imports those of Hugging Face, Megatron-LM and CodeGeeX"
         ) from None
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from error
     layout = parse_layout(text, path)
-    named = iteration_of(folder.name.removeprefix(".old-"))
-    if named not in (None, layout.iteration):
+    if iteration_of(folder.name.removeprefix(".old-")) not in (None, layout.iteration):
         raise CheckpointError(
-            f"{folder}: is named after iteration {named}, but holds iteration {layout.iteration}. Rename it to "
-            f"{iteration_folder(layout.iteration)}"
+            f"{folder}: holds iteration {layout.iteration}. Rename it to {iteration_folder(layout.iteration)}"
         )
     return layout
 
 
 def parse_config(fields: dict[str, Any], folder: Path) -> Config:
-    """The config that the checkpoint in `folder` was written with."""
+    """The config in the layout of the checkpoint in `folder`."""
     try:
         return Config.model_validate(fields, strict=False)
     except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(map(str, first["loc"]))
         raise CheckpointError(
-            f"{folder}: the config in its {LAYOUT_FILE} is not one of megatron_lite: {where}: {first['msg']}. "
-            "It was written like that by another version or by hand"
+            f"{folder}: the config in its {LAYOUT_FILE} is not one of megatron_lite: {_first_error(error)}. Another "
+            "version or an edit wrote it"
         ) from None
-
-
-def use_another() -> str:
-    """What to do about a checkpoint that is damaged."""
-    return (
-        "Restore it from a copy, or go on from another checkpoint: write its iteration into "
-        "latest_checkpointed_iteration.txt"
-    )
 
 
 def mp_rank_folder(tp: int, pp: int, grid: Grid) -> str:
@@ -244,5 +236,5 @@ def iteration_of(folder_name: str) -> int | None:
 
 
 def content_checksum(content: dict[str, Any]) -> str:
-    """Checksum that does not depend on whitespace; Python writes floats so that they read back exactly."""
+    """A checksum that does not depend on whitespace. Python writes floats so that they read back exactly."""
     return checksum(json.dumps(content, sort_keys=True, separators=(",", ":")).encode())

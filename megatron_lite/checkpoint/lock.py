@@ -1,4 +1,4 @@
-"""One run to a directory: two that wrote into one would overwrite each other's checkpoints."""
+"""A lock on the run directory: two runs in one directory would overwrite each other's checkpoints."""
 
 import errno
 import fcntl
@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from datetime import datetime, timezone
 from pathlib import Path
 
-from megatron_lite.checkpoint.tensor_file import explained
+from megatron_lite.checkpoint.tensor_file import save_errors
 from megatron_lite.errors import CheckpointError
 from megatron_lite.parallel.agreement import on_first
 from megatron_lite.parallel.context import Group
@@ -18,13 +18,13 @@ LOCK_FILE = ".lock"
 
 
 class Lock:
-    """A run's hold on its folder; on the first rank alone there is a descriptor."""
+    """The lock on a run's folder. Only the first rank has a descriptor."""
 
     def __init__(self, folder: Path, descriptor: int) -> None:
         self._folder, self._descriptor = folder, descriptor
 
     def take_again(self) -> None:
-        """Locks the folder that has replaced a deleted one; raises CheckpointError where another run was faster."""
+        """Lock the folder that has replaced a deleted one. Raise CheckpointError where another run has locked it."""
         self.release()
         self._descriptor = _acquire(self._folder)
 
@@ -36,10 +36,10 @@ class Lock:
 
 @contextmanager
 def locked(folder: Path, *, world: Group) -> Iterator[Lock]:
-    """Inside, the folder is this run's: another run's attempt raises CheckpointError on all of its ranks.
+    """A context in which this run holds the folder: in another run, `locked` raises CheckpointError on all ranks.
 
-    Where the file system has no locks, a line says so. The system lets go of the lock when the first rank's process
-    ends, however it ends. A record lock, because a child process does not inherit it.
+    Where the file system has no locks, a warning is printed. The system releases the lock when the first rank's process
+    ends in any way. Child processes do not inherit a record lock.
     """
     descriptor = on_first(lambda: _acquire(folder), world)
     lock = Lock(folder, descriptor if world.is_first else -1)
@@ -57,19 +57,19 @@ def _acquire(folder: Path) -> int:
         raise CheckpointError(
             f"run.dir is {folder}, which cannot be created: {error.strerror}; choose another run.dir"
         ) from error
-    with explained("locking", path):
+    with save_errors("locking", path):
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
     try:
         fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
         if error.errno not in (errno.EACCES, errno.EAGAIN):
-            print(f" cannot lock {folder} ({error.strerror}): see that no other run trains there", flush=True)
+            print(f" cannot lock {folder} ({error.strerror}): make sure that no other run trains there", flush=True)
             return descriptor
         holder = os.pread(descriptor, 200, 0).decode(errors="replace").strip()
         os.close(descriptor)
         raise CheckpointError(
-            f"run.dir {folder} is in use by {holder or 'another run'}; wait until that run has ended, end it, or "
-            "choose another run.dir"
+            f"run.dir {folder} is in use by {holder or 'another run'}; wait for that run, end it, or choose another "
+            "run.dir"
         ) from None
     os.ftruncate(descriptor, 0)
     since = datetime.now(timezone.utc).isoformat(timespec="seconds")

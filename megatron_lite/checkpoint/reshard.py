@@ -1,10 +1,9 @@
-"""Where a rank's numbers lie in a checkpoint of any layout: rectangles that overlap.
+"""Copies between a checkpoint of any layout and a rank of any other: intersections of rectangles.
 
-A tensor is seen as a matrix whose columns are what tensor parallelism cuts: the dimensions up to the cut one count its
-rows, that one and what follows its columns. A rank's cut is then all rows of a few runs of columns, one for each fused
-part. A run of a flattened cut, as data-parallel ranks share it out, is at most three rectangles of the cut: the rest of
-a first row, whole rows, the start of a last one. So whatever a rank holds of a tensor, and whatever piece of it a file
-holds, is a few rectangles of the same matrix; and what has to be copied are their intersections.
+A tensor is seen as a matrix. The dimensions before the sharded one are its rows, the sharded one and the rest its
+columns. A tensor-parallel shard has all rows of a few column ranges, one for each fused part. A range of a flattened
+shard, the share of one data-parallel rank, is at most three rectangles: the rest of a first row, full rows, the start
+of a last row. So every local shard and every stored slice is a few rectangles of the same matrix.
 """
 
 from collections.abc import Iterator, Sequence
@@ -13,7 +12,7 @@ from math import prod
 
 from torch import Tensor
 
-from megatron_lite.checkpoint.layout import Piece, TensorLayout
+from megatron_lite.checkpoint.layout import StoredSlice, TensorLayout
 from megatron_lite.parallel.shard import Shard
 
 BLOCK = 2 << 20  # elements that are read at a time
@@ -21,13 +20,13 @@ BLOCK = 2 << 20  # elements that are read at a time
 
 @dataclass(frozen=True)
 class Rectangle:
-    """Rows `top` to `bottom` and columns `left` to `right` of a tensor's matrix, and where they lie in flat memory."""
+    """Rows `top` to `bottom` and columns `left` to `right` of a tensor's matrix, and their place in flat memory."""
 
     top: int
     bottom: int
     left: int
     right: int
-    offset: int  # of the first number
+    offset: int  # of the first element
     stride: int  # from one row to the next
 
     @property
@@ -36,11 +35,11 @@ class Rectangle:
 
     @property
     def end(self) -> int:
-        """Offset after the last number."""
+        """The offset after the last element."""
         return self.offset + (self.bottom - self.top - 1) * self.stride + self.right - self.left
 
     def within(self, top: int, bottom: int, left: int, right: int) -> "Rectangle":
-        """What is also in these rows and columns; empty where nothing is."""
+        """The intersection with these rows and columns; it may be empty."""
         top, bottom = max(top, self.top), min(bottom, self.bottom)
         left, right = max(left, self.left), min(right, self.right)
         if top >= bottom or left >= right:
@@ -49,7 +48,7 @@ class Rectangle:
         return Rectangle(top, bottom, left, right, offset, self.stride)
 
     def of(self, flat: Tensor) -> Tensor:
-        """Its numbers in the flat memory, `[rows, columns]`; shares that memory."""
+        """A view `[rows, columns]` of its elements in the flat memory."""
         shape = (self.bottom - self.top, self.right - self.left)
         return flat.as_strided(shape, (self.stride, 1), flat.storage_offset() + self.offset)
 
@@ -57,56 +56,58 @@ class Rectangle:
 def rectangles(
     shape: Sequence[int], shard: Shard, tp_rank: int, tp_size: int, start: int = 0, end: int | None = None
 ) -> list[Rectangle]:
-    """Elements `start` to `end` of the flattened cut of a tensor-parallel rank, in memory that begins at `start`."""
+    """Elements `start` to `end` of a tensor-parallel rank's flattened shard, in memory that begins at `start`."""
     if shard.dim is None:
-        rows, runs = 1, [(0, prod(shape))]
+        rows, ranges = 1, [(0, prod(shape))]
     else:
         rows, unit = prod(shape[: shard.dim]), prod(shape[shard.dim + 1 :])
-        runs = [(a * unit, b * unit) for a, b in shard.ranges(shape[shard.dim], tp_rank, tp_size)]
-    width = sum(b - a for a, b in runs)
-    at, end = start, rows * width if end is None else end
+        ranges = [(a * unit, b * unit) for a, b in shard.ranges(shape[shard.dim], tp_rank, tp_size)]
+    width = sum(b - a for a, b in ranges)
+    position, end = start, rows * width if end is None else end
     found = []
-    while at < end:
-        row, left = divmod(at, width)
-        whole_rows = 0 if left else (end - at) // width
-        bottom, right = (row + whole_rows, width) if whole_rows else (row + 1, min(width, left + end - at))
-        place = 0  # of a run in the cut's columns
-        for a, b in runs:
-            first, last = max(left, place), min(right, place + b - a)
+    while position < end:
+        row, left = divmod(position, width)
+        full_rows = 0 if left else (end - position) // width
+        bottom, right = (row + full_rows, width) if full_rows else (row + 1, min(width, left + end - position))
+        column = 0  # of the shard, where a range begins
+        for a, b in ranges:
+            first, last = max(left, column), min(right, column + b - a)
             if first < last:
                 offset = row * width + first - start
-                found.append(Rectangle(row, bottom, a + first - place, a + last - place, offset, width))
-            place += b - a
-        at += (bottom - row) * (right - left)
+                found.append(Rectangle(row, bottom, a + first - column, a + last - column, offset, width))
+            column += b - a
+        position += (bottom - row) * (right - left)
     return found
 
 
 @dataclass(frozen=True)
 class Move:
-    """The same rectangle of a tensor in a stored piece and in the memory to fill."""
+    """One rectangle of a tensor, in a stored slice and in the memory to fill."""
 
-    piece: Piece
+    stored: StoredSlice
     source: Rectangle
     target: Rectangle
 
     def blocks(self) -> Iterator["Move"]:
-        """The move in steps that span few numbers of the file each."""
-        whole = self.source
-        rows = max(1, BLOCK // whole.stride)
-        for top in range(whole.top, whole.bottom, rows):
-            for left in range(whole.left, whole.right, BLOCK):
-                part = (top, min(top + rows, whole.bottom), left, min(left + BLOCK, whole.right))
-                yield Move(self.piece, self.source.within(*part), self.target.within(*part))
+        """The move in steps that each span at most about BLOCK elements of the file."""
+        full = self.source
+        rows = max(1, BLOCK // full.stride)
+        for top in range(full.top, full.bottom, rows):
+            for left in range(full.left, full.right, BLOCK):
+                bounds = (top, min(top + rows, full.bottom), left, min(left + BLOCK, full.right))
+                yield Move(self.stored, self.source.within(*bounds), self.target.within(*bounds))
 
 
-def moves(tensor: TensorLayout, pieces: Sequence[Piece], tp_size: int, targets: Sequence[Rectangle]) -> list[Move]:
-    """What fills the targets from these pieces, which were cut over `tp_size` ranks."""
+def moves(
+    tensor: TensorLayout, slices: Sequence[StoredSlice], tp_size: int, targets: Sequence[Rectangle]
+) -> list[Move]:
+    """The moves that fill the targets from slices that `tp_size` tensor-parallel ranks have saved."""
     found = []
-    for piece in pieces:
-        for source in rectangles(tensor.shape, tensor.shard, piece.tp, tp_size, piece.start, piece.end):
+    for stored in slices:
+        for source in rectangles(tensor.shape, tensor.shard, stored.tp, tp_size, stored.start, stored.end):
             for target in targets:
                 shared = source.within(target.top, target.bottom, target.left, target.right)
                 if shared.numel:
                     bounds = (shared.top, shared.bottom, shared.left, shared.right)
-                    found.append(Move(piece, shared, target.within(*bounds)))
+                    found.append(Move(stored, shared, target.within(*bounds)))
     return found

@@ -1,7 +1,7 @@
-"""safetensors files, written at the speed of the disk with checksums, and read in slices that are checked.
+"""safetensors files: written at the speed of the disk with checksums, and read in slices that are checked.
 
-The format is a length, a JSON header and the bytes, so both are short; and being ours, the writer keeps the disk busy
-with one tensor at a time in host memory, and the reader checks just what it touches.
+The format is a length, a JSON header and the bytes. The writer keeps one tensor at a time in host memory and the disk
+busy; the reader checks only the bytes that it reads.
 Source: https://github.com/huggingface/safetensors, "Format".
 """
 
@@ -11,7 +11,7 @@ import os
 import struct
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,67 +19,38 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_lite.checkpoint.layout import CHUNK_BYTES, FileInfo, checksum, use_another
+from megatron_lite.checkpoint.layout import CHUNK_BYTES, USE_ANOTHER, FileInfo, checksum
 from megatron_lite.errors import CheckpointError, DamagedCheckpoint
+from megatron_lite.files import disk_errors
 from megatron_lite.parallel.dtypes import SAFETENSORS_DTYPES, SAFETENSORS_NAMES
 from megatron_lite.parallel.waiting import note_progress
 
-# Data is handed to the disk while later data is still being copied into the page cache, so that the two overlap.
+# The disk starts on this many bytes while the page cache receives the next ones.
 FLUSH_BYTES = 32 << 20
-
-ADVICE = {
-    errno.ENOSPC: "Free some space, lower checkpoint.keep, or write to another disk (run.dir)",
-    errno.EDQUOT: "Free some of your quota, lower checkpoint.keep, or write to another disk (run.dir)",
-    errno.EACCES: "Give this user write permission there, or write elsewhere (run.dir)",
-    errno.EPERM: "Give this user write permission there, or write elsewhere (run.dir)",
-    errno.ENOENT: "Every rank must see the same run.dir; put it on a file system that all machines share",
-    errno.EEXIST: "There is a file of that name; remove it, or write elsewhere (run.dir)",
-    errno.EROFS: "The file system is read-only; write elsewhere (run.dir)",
-}
 
 
 class Spec(NamedTuple):
-    """What a tensor will be, before it is there."""
+    """The dtype and shape of a tensor to be written."""
 
     dtype: torch.dtype
     shape: Sequence[int]
 
 
-@contextmanager
-def explained(what: str, path: Path) -> Iterator[None]:
-    """An error of the operating system becomes one that says which path, why, and what to do."""
-    try:
-        yield
-    except OSError as error:
-        advice = ADVICE.get(error.errno or 0, "Check the disk, or write to another one (run.dir)")
-        raise CheckpointError(
-            f"{error.filename or path}: {what} failed: {error.strerror or error}. {advice}, and run again; "
-            "checkpoints saved before are untouched"
-        ) from error
-
-
-def sync_folder(folder: Path) -> None:
-    """Names created, renamed or removed in the folder reach the disk."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # some network file systems sync no folders
-            raise
-    finally:
-        os.close(descriptor)
+def save_errors(action: str, path: Path) -> AbstractContextManager[None]:
+    """`files.disk_errors` as CheckpointError, for saves."""
+    return disk_errors(action, path, CheckpointError, "; checkpoints saved before are untouched")
 
 
 class TensorWriter:
-    """Writes a safetensors file tensor by tensor; `close` waits until the disk has it. A context manager.
+    """A writer of one safetensors file, tensor by tensor. A context manager.
 
-    What will be in it is known from the start: `specs`, key -> dtype and shape. Tensors are added in the order of
-    `keys`, each from whatever device, one at a time in host memory. Data goes to the disk while the next is copied.
+    `specs` describe all tensors, key -> dtype and shape. They are added in the order of `keys`, from any device; one at
+    a time is in host memory, and the disk writes while the next one is copied.
     """
 
     def __init__(self, path: Path, specs: Mapping[str, Spec], metadata: Mapping[str, str] | None = None):
         self.path = path
-        # Larger numbers first keeps every tensor aligned to its own size.
+        # Larger elements first keep every tensor aligned to its element size.
         ordered = sorted(specs.items(), key=lambda item: -item[1].dtype.itemsize)
         self.keys = [key for key, _ in ordered]
         self._specs = specs
@@ -90,7 +61,7 @@ class TensorWriter:
         self._unflushed_bytes = 0
         self._open = ExitStack()
         with self._open as stack:
-            stack.enter_context(explained("writing", path))
+            stack.enter_context(save_errors("writing", path))
             self._file = stack.enter_context(path.open("wb", buffering=1 << 20))
             self._flusher = stack.enter_context(ThreadPoolExecutor(1))
             self._file.write(self._header)
@@ -103,12 +74,12 @@ class TensorWriter:
         self._open.__exit__(*exception)
 
     def add(self, tensor: Tensor) -> None:
-        """Appends the tensor of the next key."""
+        """Append the tensor of the next key."""
         key = self.keys[len(self._checksums)]
         spec = self._specs[key]
         assert (tensor.dtype, tuple(tensor.shape)) == (spec.dtype, tuple(spec.shape)), (key, tensor.shape, spec)
         data, checksums = _bytes_of(tensor), []
-        with explained("writing", self.path):
+        with save_errors("writing", self.path):
             for start in range(0, len(data), CHUNK_BYTES):
                 note_progress()
                 chunk = data[start : start + CHUNK_BYTES]
@@ -121,9 +92,9 @@ class TensorWriter:
         self._checksums[key] = tuple(checksums)
 
     def close(self) -> FileInfo:
-        """Returns when the disk has every byte."""
-        assert len(self._checksums) == len(self.keys), f"{self.path}: {len(self._checksums)} of {len(self.keys)} came"
-        with self._open, explained("writing", self.path):
+        """Finish the file, and return when the disk has every byte."""
+        assert len(self._checksums) == len(self.keys), f"{self.path}: {len(self._checksums)} of {len(self.keys)} added"
+        with self._open, save_errors("writing", self.path):
             self._flushed.result()
             self._file.flush()
             os.fsync(self._file.fileno())
@@ -132,7 +103,7 @@ class TensorWriter:
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> FileInfo:
-    """Writes a safetensors file and waits until the disk has it. Tensors on a GPU are copied one at a time."""
+    """Write a safetensors file, and return when the disk has it. Tensors on a GPU are copied one at a time."""
     with TensorWriter(path, {key: Spec(tensor.dtype, tensor.shape) for key, tensor in tensors.items()}) as writer:
         for key in writer.keys:
             writer.add(tensors[key])
@@ -140,22 +111,22 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> FileInfo:
 
 
 class Memory:
-    """Bytes to read into, again and again."""
+    """Host memory that is used again for every read: new pages cost more than copying."""
 
     def __init__(self) -> None:
-        self._held = torch.empty(0, dtype=torch.uint8)
+        self._bytes = torch.empty(0, dtype=torch.uint8)
 
     def of(self, size: int) -> Tensor:
-        """So many bytes, with whatever is in them."""
-        if self._held.numel() < size:
-            self._held = torch.empty(size, dtype=torch.uint8)
-        return self._held[:size]
+        """`size` bytes with undefined values."""
+        if self._bytes.numel() < size:
+            self._bytes = torch.empty(size, dtype=torch.uint8)
+        return self._bytes[:size]
 
 
 class TensorFile:
-    """A safetensors file that layout.json describes. What is read is checked.
+    """A safetensors file that layout.json describes. Every read is checked.
 
-    Not through a memory map: there a disk that cannot read a block ends the process without a word.
+    A memory map would be shorter, but a disk error would then kill the process without a message.
     """
 
     def __init__(self, path: Path, info: FileInfo):
@@ -165,30 +136,29 @@ class TensorFile:
             self._entries = dict(_entries(header, info))
         except (ValueError, TypeError, LookupError, AttributeError, AssertionError, RecursionError) as error:
             raise DamagedCheckpoint(
-                f"{path}: its header is not one of a safetensors file with the tensors that layout.json lists "
-                f"({type(error).__name__}: {error}). {use_another()}"
+                f"{path}: its header does not describe the tensors that layout.json lists "
+                f"({type(error).__name__}: {error}). {USE_ANOTHER}"
             ) from None
 
     def _checked_header(self) -> bytes:
-        with self._told() as file:
+        with self._open() as file:
             size = os.fstat(file.fileno()).st_size
             length = file.read(8)
             header = length + file.read(min(struct.unpack("<Q", length)[0], size)) if len(length) == 8 else b""
         if size != self._info.bytes:
             raise DamagedCheckpoint(
-                f"{self.path}: has {size:,} bytes, layout.json says {self._info.bytes:,}; the file was cut off or "
-                f"changed. {use_another()}"
+                f"{self.path}: has {size:,} bytes, layout.json lists {self._info.bytes:,}; the file was cut off or "
+                f"changed. {USE_ANOTHER}"
             )
         if checksum(header) != self._info.header_crc32:
             raise DamagedCheckpoint(
-                f"{self.path}: its header does not have the checksum that layout.json lists; the file is damaged. "
-                f"{use_another()}"
+                f"{self.path}: its header does not have the checksum in layout.json; the file is damaged. {USE_ANOTHER}"
             )
         return header
 
     @contextmanager
-    def _told(self) -> Iterator[Any]:
-        """The opened file; errors of the system say which one it is."""
+    def _open(self) -> Iterator[Any]:
+        """The opened file. A missing file or a bad block is damage; other errors of the system are not."""
         try:
             with self.path.open("rb", buffering=0) as file:
                 yield file
@@ -196,45 +166,44 @@ class TensorFile:
             folder = self.path.parents[1]
             if not folder.exists():
                 raise CheckpointError(
-                    f"{folder}: was there a moment ago and is gone, perhaps because a run that trains there saved a "
-                    "newer checkpoint (checkpoint.keep); start again, from that one"
+                    f"{folder}: was deleted while it was read, perhaps because a run that trains there saved a newer "
+                    "checkpoint (checkpoint.keep); restart from that one"
                 ) from None
-            raise DamagedCheckpoint(f"{self.path}: is listed in layout.json but missing. {use_another()}") from None
+            raise DamagedCheckpoint(f"{self.path}: is listed in layout.json but missing. {USE_ANOTHER}") from None
         except OSError as error:
             kind = DamagedCheckpoint if error.errno == errno.EIO else CheckpointError
-            raise kind(f"{self.path}: cannot be read: {error.strerror or error}. {use_another()}") from error
+            raise kind(f"{self.path}: cannot be read: {error.strerror or error}. {USE_ANOTHER}") from error
 
     def read(self, key: str, numel: int, start: int, end: int, memory: Memory | None = None) -> Tensor:
-        """Elements `start` to `end` of the flattened tensor, which has `numel`; in memory of their own, or in the one
-        given, until that is used again."""
-        entry, listed = self._entries[key], self._info.crc32[key]
+        """Elements `start` to `end` of a flattened tensor of `numel` elements, in new memory or in `memory`."""
+        entry, expected = self._entries[key], self._info.crc32[key]
         if entry.numel != numel:
             raise DamagedCheckpoint(
-                f"{self.path}: tensor {key} has {entry.numel:,} elements, layout.json says {numel:,}; one of them "
-                f"is damaged. {use_another()}"
+                f"{self.path}: tensor {key} has {entry.numel:,} elements, layout.json lists {numel:,}; one of them "
+                f"is damaged. {USE_ANOTHER}"
             )
         size = entry.dtype.itemsize
         first_chunk = start * size // CHUNK_BYTES
         offset = first_chunk * CHUNK_BYTES
         stop = min(-(-end * size // CHUNK_BYTES) * CHUNK_BYTES, entry.numel * size)
-        held = (memory or Memory()).of(max(0, stop - offset))
-        data = held.numpy().data
-        with self._told() as file:
+        buffer = (memory or Memory()).of(max(0, stop - offset))
+        data = buffer.numpy().data
+        with self._open() as file:
             file.seek(entry.start + offset)
             done = 0
             while done < len(data) and (count := file.readinto(data[done:])):
                 done += count
         for number, place in enumerate(range(0, len(data), CHUNK_BYTES), first_chunk):
             found = checksum(data[place : min(place + CHUNK_BYTES, done)])
-            if found != listed[number]:
+            if found != expected[number]:
                 raise DamagedCheckpoint(
                     f"{self.path}: tensor {key} has checksum {found} from its byte {number * CHUNK_BYTES:,} on, "
-                    f"layout.json lists {listed[number]}; the file is damaged. {use_another()}"
+                    f"layout.json lists {expected[number]}; the file is damaged. {USE_ANOTHER}"
                 )
-        return held[start * size - offset : end * size - offset].view(entry.dtype)
+        return buffer[start * size - offset : end * size - offset].view(entry.dtype)
 
     def get(self, key: str) -> Tensor:
-        """The whole tensor."""
+        """The full tensor."""
         entry = self._entries[key]
         return self.read(key, entry.numel, 0, entry.numel).view(entry.shape)
 
@@ -243,7 +212,7 @@ class TensorFile:
         return {key: self.get(key) for key in self._info.crc32}
 
     def check(self) -> None:
-        """Reads everything, a little at a time."""
+        """Read and check the full file in small steps."""
         for key in self._info.crc32:
             numel = self._entries[key].numel
             for start in range(0, numel, CHUNK_BYTES):
@@ -251,7 +220,7 @@ class TensorFile:
 
 
 class _Entry(NamedTuple):
-    """A tensor in a file."""
+    """The place of a tensor in a file."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -263,16 +232,16 @@ class _Entry(NamedTuple):
 
 
 def _entries(header: bytes, info: FileInfo) -> Iterator[tuple[str, _Entry]]:
-    """The tensors of the header that layout.json lists, which lie in the file and have as many chunks."""
+    """The header's entries of the tensors in layout.json, each inside of the file and with a checksum per chunk."""
     described = json.loads(header[8:])
-    for key, listed in info.crc32.items():
+    for key, expected in info.crc32.items():
         start, end = (len(header) + offset for offset in described[key]["data_offsets"])
         entry = _Entry(SAFETENSORS_DTYPES[described[key]["dtype"]], tuple(described[key]["shape"]), start)
         assert (
             all(type(n) is int and n >= 0 for n in (start, *entry.shape)) and len(header) <= start <= end <= info.bytes
-        ), "it reaches outside"
-        assert entry.numel * entry.dtype.itemsize == end - start, "its size is not that of its shape"
-        assert len(listed) == -(-(end - start) // CHUNK_BYTES), "other checksums"
+        ), "outside of the file"
+        assert entry.numel * entry.dtype.itemsize == end - start, "size and shape differ"
+        assert len(expected) == -(-(end - start) // CHUNK_BYTES), "number of checksums"
         yield key, entry
 
 
@@ -293,6 +262,6 @@ def _header(ordered: list[tuple[str, Spec]], metadata: Mapping[str, str]) -> byt
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:
-    """The tensor's numbers as bytes; no copy when it is contiguous and in host memory."""
+    """The tensor's bytes; no copy when it is contiguous and in host memory."""
     flat = tensor.detach().cpu().contiguous().reshape(-1)
     return flat.view(torch.uint8).numpy().data

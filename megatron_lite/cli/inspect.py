@@ -168,7 +168,7 @@ def _row(name: str, tensor: "TensorLayout", counted: tuple[str, str]) -> tuple[s
     shard = tensor.shard
     fused = f" in parts {list(shard.parts)}" if shard.parts else ""
     numbers = {kind: value for kind, value in tensor.values.items() if kind != WEIGHT}
-    files = sorted({piece.file for value in tensor.values.values() for piece in value.pieces})
+    files = sorted({stored.file for value in tensor.values.values() for stored in value.slices})
     return (
         name,
         str(list(tensor.shape)),

@@ -1,16 +1,17 @@
 """CodeGeeX's released files: one file, or one for each tensor-parallel rank.
 
     codegeex_13b.pt                     {"module": {"language_model": ...}}, with or without "module"
-    mp_rank_{tp:02d}_model_states.pt    the same, cut; DeepSpeed's training checkpoints have this form too
+    mp_rank_{tp:02d}_model_states.pt    the same, sharded; DeepSpeed's training checkpoints have this form too
 
-Query, key and value are three matrices, or one stack of the three. The position queries are cut by position, where we
-hold them whole; cuts are equal runs everywhere.
+Query, key and value are three matrices, or one stack of the three. Shards are contiguous everywhere. The position
+queries, which our model replicates, are sharded by position.
 Source: https://github.com/THUDM/CodeGeeX, codegeex/megatron/{model,convert_ckpt_parallel.py,get_ckpt_qkv.py}.
 """
 
 import re
 from collections.abc import Collection, Mapping
 from contextlib import ExitStack
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +20,13 @@ from torch import Tensor
 
 from megatron_lite.checkpoint.tensor_file import Spec
 from megatron_lite.config.schema import ModelConfig
-from megatron_lite.convert.rank_files import Progress, ShardedTensor, model_of, sharded_tensors, write_shards
-from megatron_lite.convert.recipe import Checkpoint, Recipe, check_names, full_table
+from megatron_lite.convert.rank_files import ShardedTensor, model_of, sharded_tensors, write_shards
+from megatron_lite.convert.recipe import Checkpoint, Progress, Recipe, check_names, full_table
 from megatron_lite.convert.torch_file import TorchFile, TorchWriter
 from megatron_lite.errors import CheckpointError, ConfigError
 from megatron_lite.parallel.shard import ParamTable, Shard
 
-# What makes a model a CodeGeeX, beside its sizes.
+# The fields of every CodeGeeX model; only sizes vary.
 KINDS: dict[str, Any] = {
     "norm": "layernorm",
     "norm_eps": 1e-5,
@@ -51,7 +52,7 @@ MODULES = {
     "mlp.linear_fc1": "mlp.dense_h_to_4h",
     "mlp.linear_fc2": "mlp.dense_4h_to_h",
 }
-# Our matrix -> theirs, apart and in one stack.
+# Our matrix -> their separate matrices, and their stack of them.
 STACKED = {
     "self_attention.linear_qkv": (("attention.query", "attention.key", "attention.value"), "attention.query_key_value"),
     "self_attention.linear_kv": (("attention.key", "attention.value"), "attention.key_value"),
@@ -59,7 +60,7 @@ STACKED = {
 
 
 def recognise(path: Path) -> bool:
-    """A file, or a folder of files, that has position queries."""
+    """Whether `path` is a file, or a folder of files, with position queries."""
     try:
         return "topQueryEmbedding" in _language_model(TorchFile(_files(path)[0]))
     except (CheckpointError, OSError):
@@ -67,25 +68,24 @@ def recognise(path: Path) -> bool:
 
 
 def read(path: Path, overrides: Mapping[str, Any]) -> Checkpoint:
-    """The model of a file or of a folder of mp_rank_XX_model_states.pt."""
+    """The model in a file, or in a folder of mp_rank_XX_model_states.pt."""
     files = [TorchFile(file) for file in _files(path)]
-    cuts = sharded_tensors(files, [{"language_model": _language_model(file)} for file in files])
-    model = model_of(path, _fields(path, cuts, overrides))
+    tensors = sharded_tensors(files, [{"language_model": _language_model(file)} for file in files])
+    model = model_of(path, _fields(path, tensors, overrides))
     table = full_table(model)
-    recipes = recipes_for(table, cuts)
+    recipes = recipes_for(table, tensors)
     shards = {
         name: shard for recipe in recipes.values() for name, shard in zip(recipe.names, recipe.shards, strict=True)
     }
-    check_names(path, recipes, table, {name: cut.shape(shards.get(name, Shard())) for name, cut in cuts.items()})
+    check_names(
+        path, recipes, table, {name: sharded.shape(shards.get(name, Shard())) for name, sharded in tensors.items()}
+    )
 
     def read_tensor(name: str) -> Tensor:
-        return recipes[name].join([cuts[foreign].join(shards[foreign]) for foreign in recipes[name].names])
+        return recipes[name].join([tensors[foreign].join(shards[foreign]) for foreign in recipes[name].names])
 
     def dtype_of(recipe: Recipe) -> torch.dtype:
-        dtype = cuts[recipe.names[0]].dtype
-        for name in recipe.names[1:]:
-            dtype = torch.promote_types(dtype, cuts[name].dtype)
-        return dtype
+        return reduce(torch.promote_types, [tensors[name].dtype for name in recipe.names])
 
     iteration = files[0].content.get("iteration")
     return Checkpoint(
@@ -98,7 +98,7 @@ def read(path: Path, overrides: Mapping[str, Any]) -> Checkpoint:
 
 
 def write(path: Path, checkpoint: Checkpoint, *, tensor: int, pipeline: int, progress: Progress) -> None:
-    """Writes codegeex.pt, or for more than one rank mp_rank_XX_model_states.pt, into the folder."""
+    """Write codegeex.pt, or for several ranks mp_rank_XX_model_states.pt, into the folder."""
     _check_model(checkpoint.model, tensor, pipeline)
     table = full_table(checkpoint.model)
     recipes = recipes_for(table, ())
@@ -116,9 +116,9 @@ def write(path: Path, checkpoint: Checkpoint, *, tensor: int, pipeline: int, pro
         writers = [stack.enter_context(TorchWriter(path / name, {"module": module})) for name in names]
 
         def write_tensor(name: str, recipe: Recipe) -> None:
-            wholes = recipe.split(checkpoint.read(name))
-            for foreign, whole, shard in zip(recipe.names, wholes, recipe.shards, strict=True):
-                write_shards(writers, f"module.{foreign}", whole, shard, progress=progress)
+            tensors = recipe.split(checkpoint.read(name))
+            for foreign, full, shard in zip(recipe.names, tensors, recipe.shards, strict=True):
+                write_shards(writers, f"module.{foreign}", full, shard, progress=progress)
 
         for name, recipe in recipes.items():
             write_tensor(name, recipe)
@@ -127,20 +127,19 @@ def write(path: Path, checkpoint: Checkpoint, *, tensor: int, pipeline: int, pro
 
 
 def _files(path: Path) -> list[Path]:
-    """A rank's file each, in order."""
+    """The files of the ranks, in order."""
     if path.is_file():
         return [path]
     ranks = {int(file.name[8:10]): file for file in sorted(path.glob("mp_rank_[0-9][0-9]_model_states.pt"))}
     if missing := [rank for rank in range(max(ranks, default=0)) if rank not in ranks]:
         raise CheckpointError(
-            f"{path}: has mp_rank_{max(ranks):02d}_model_states.pt, but that of rank {missing[0]:02d} is missing; all "
-            "tensor-parallel ranks are needed"
+            f"{path}: has mp_rank_{max(ranks):02d}_model_states.pt, but rank {missing[0]:02d} is missing; all are needed"
         )
     files = list(ranks.values()) or sorted(path.glob("*.pt"))
     if not ranks and len(files) != 1:
         raise CheckpointError(
-            f"{path}: holds no mp_rank_XX_model_states.pt, and not a single .pt file either; give the file, or the "
-            "folder with a file for each tensor-parallel rank"
+            f"{path}: has no mp_rank_XX_model_states.pt, and not one .pt file; give the file, or the folder of the "
+            "ranks' files"
         )
     return files
 
@@ -148,28 +147,26 @@ def _files(path: Path) -> list[Path]:
 def _language_model(file: TorchFile) -> Mapping[str, Any]:
     root = file.content
     module = root.get("module", root) if isinstance(root, dict) else None
-    found = module.get("language_model") if isinstance(module, dict) else None
-    if not isinstance(found, dict):
-        raise CheckpointError(
-            f"{file.path}: has no language_model at its top or in module, so it is not of CodeGeeX's form"
-        )
-    return found
+    language_model = module.get("language_model") if isinstance(module, dict) else None
+    if not isinstance(language_model, dict):
+        raise CheckpointError(f"{file.path}: has no language_model at its top or in module; give a file of CodeGeeX")
+    return language_model
 
 
-def _fields(path: Path, cuts: Mapping[str, ShardedTensor], overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """Of the model section: sizes from shapes, the rest as CodeGeeX is."""
+def _fields(path: Path, tensors: Mapping[str, ShardedTensor], overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of the model section: sizes from shapes, the rest from KINDS."""
     try:
-        rows, hidden_size = cuts[EMBEDDING + "word_embeddings.weight"].shape(Shard(0))
-        positions, _ = cuts[EMBEDDING + "position_embeddings.weight"].shape(Shard())
+        rows, hidden_size = tensors[EMBEDDING + "word_embeddings.weight"].shape(Shard(0))
+        positions, _ = tensors[EMBEDDING + "position_embeddings.weight"].shape(Shard())
         layers = {
-            int(match[1]) for name in cuts if (match := re.match(re.escape(TRANSFORMER) + r"layers\.(\d+)\.", name))
+            int(match[1]) for name in tensors if (match := re.match(re.escape(TRANSFORMER) + r"layers\.(\d+)\.", name))
         }
     except (KeyError, ValueError) as error:
         raise CheckpointError(f"{path}: has no embedding tables and layers like CodeGeeX's ({error})") from None
     if hidden_size not in HEADS and "num_heads" not in overrides:
         raise CheckpointError(
-            f"{path}: its tensors do not tell how many heads there are (the released model has 40 of 128, this one's "
-            f"hidden size is {hidden_size}); give model.num_heads"
+            f"{path}: hidden size {hidden_size} is not that of the released model, and the number of heads is not in "
+            "the file; give model.num_heads"
         )
     return {
         **KINDS,
@@ -185,7 +182,7 @@ def _fields(path: Path, cuts: Mapping[str, ShardedTensor], overrides: Mapping[st
 
 
 def recipes_for(table: ParamTable, found: Collection[str]) -> dict[str, Recipe]:
-    """For each of our parameters; in one stack where that is what was found."""
+    """The recipe of each of our parameters; `found` decides between separate matrices and a stack."""
     return {name: _recipe(name, table, found) for name in table}
 
 
@@ -197,50 +194,52 @@ def _recipe(name: str, table: ParamTable, found: Collection[str]) -> Recipe:
     place, module, end = _parts(name)
     if module not in STACKED:
         return Recipe((f"{TRANSFORMER}{place}{MODULES.get(module, module)}.{end}",), shards=(table[name].shard,))
-    apart, stack = STACKED[module]
+    separate, stack = STACKED[module]
     if f"{TRANSFORMER}{place}{stack}.{end}" in found:
         return Recipe((f"{TRANSFORMER}{place}{stack}.{end}",), shards=(table[name].shard,))
     return Recipe(
-        tuple(f"{TRANSFORMER}{place}{part}.{end}" for part in apart),
+        tuple(f"{TRANSFORMER}{place}{part}.{end}" for part in separate),
         join=lambda tensors: torch.cat(list(tensors)),
-        split=lambda tensor: tensor.chunk(len(apart)),
-        shards=(Shard(0),) * len(apart),
+        split=lambda tensor: tensor.chunk(len(separate)),
+        shards=(Shard(0),) * len(separate),
     )
 
 
 def _parts(name: str) -> tuple[str, str, str]:
-    """`decoder.layers.3.mlp.linear_fc1.bias` is `layers.3.`, `mlp.linear_fc1` and `bias`."""
+    """The parts of a name: `layers.3.`, `mlp.linear_fc1` and `bias` of `decoder.layers.3.mlp.linear_fc1.bias`."""
     match = re.fullmatch(r"decoder\.(layers\.\d+\.|top_query_layer\.|)(.+)\.(weight|bias)", name)
     assert match, name
     return match[1].replace("top_query_layer", "topQueryLayer"), match[2], match[3]
 
 
 def _nested(name: str) -> list[str]:
-    """Keys of the dicts on the way to a tensor: inside the transformer, dots are part of the key."""
+    """The keys of the nested dicts around a tensor; inside the transformer, dots are part of the key."""
     if name.startswith(TRANSFORMER):
         return ["language_model", "transformer", name.removeprefix(TRANSFORMER)]
     return name.split(".")
 
 
 def _check_model(model: ModelConfig, tensor: int, pipeline: int) -> None:
-    """CodeGeeX's code could run it, on so many ranks."""
-    wanted = {
+    """Raise ConfigError unless CodeGeeX's code can run the model on so many ranks."""
+    expected = {
         **KINDS,
         "query_groups": model.num_heads,
         "head_size": model.hidden_size / model.num_heads,
         "ffn_size": 4 * model.hidden_size,
     }
-    others = [f"model.{field} is {getattr(model, field)}" for field in wanted if getattr(model, field) != wanted[field]]
+    others = [
+        f"model.{field} is {getattr(model, field)}" for field in expected if getattr(model, field) != expected[field]
+    ]
     if others:
-        raise ConfigError(f"CodeGeeX's format has no place for this model: {', '.join(others)}; choose another format")
+        raise ConfigError(f"CodeGeeX's format cannot hold this model: {', '.join(others)}; choose another format")
     if pipeline != 1:
         raise ConfigError(
-            f"pipeline is {pipeline}, but CodeGeeX's code loads no pipeline stages; use 1, and tensor for more ranks"
+            f"pipeline is {pipeline}, but CodeGeeX's code has no pipeline stages; use 1, and tensor for more ranks"
         )
     sizes = (model.num_heads, model.padded_vocab, model.max_position_embeddings)
     if any(size % tensor for size in sizes):
         fitting = [n for n in range(1, model.num_heads + 1) if not any(size % n for size in sizes)]
         raise ConfigError(
-            f"tensor is {tensor}, which does not divide the heads, rows of vocabulary and positions {sizes} that "
-            f"CodeGeeX's ranks share; use one of {fitting}"
+            f"tensor is {tensor}, which does not divide the heads, rows of vocabulary and positions {sizes}; use one of "
+            f"{fitting}"
         )

@@ -1,6 +1,6 @@
-"""From a checkpoint in one format to one in another, on the disk, without a device or a process group.
+"""Conversion of a checkpoint on the disk to another format or layout, without a device or a process group.
 
-The target appears at once: it is written under another name beside it, checked where that was asked for, and renamed.
+The target appears at once: it is written under another name beside it, verified on request, and renamed.
 """
 
 import os
@@ -12,52 +12,48 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from tqdm import tqdm
 
 from megatron_lite.checkpoint.match import MODEL_PROVIDER
-from megatron_lite.checkpoint.tensor_file import Spec, explained, sync_folder
+from megatron_lite.checkpoint.tensor_file import Spec, save_errors
 from megatron_lite.config.load import load_config
 from megatron_lite.config.schema import Config
 from megatron_lite.convert import codegeex, huggingface, megatron, native, verify
 from megatron_lite.convert.grid_files import Numbers
 from megatron_lite.convert.native import Settings, WeightsOf
-from megatron_lite.convert.recipe import Checkpoint, in_dtype
+from megatron_lite.convert.recipe import Checkpoint, Format, Readable, in_dtype
 from megatron_lite.errors import CheckpointError, ConfigError
+from megatron_lite.files import sync_folder
 from megatron_lite.parallel.dtypes import PRECISIONS
 
 NATIVE = "megatron-lite"
+FOREIGN: dict[str, Format] = {"huggingface": huggingface, "megatron": megatron, "codegeex": codegeex}
 # In the order in which they are tried.
-FORMATS: dict[str, ModuleType] = {
-    NATIVE: native,
-    "huggingface": huggingface,
-    "megatron": megatron,
-    "codegeex": codegeex,
-}
+FORMATS: dict[str, Readable] = {NATIVE: native, **FOREIGN}
 DTYPES = {name: PRECISIONS[name] for name in ("fp32", "bf16", "fp16")}
 LAYOUT_FIELDS = ("tensor", "pipeline", "virtual_pipeline", "pipeline_layout")
 
 
 @dataclass(frozen=True)
 class Request:
-    """What a user asks for."""
+    """The options of one conversion."""
 
     source: Path
     target: Path
-    source_format: str = ""  # empty: recognised
+    source_format: str = ""  # empty: recognised from the files
     target_format: str = NATIVE
     tensor: int = 1
     pipeline: int = 1
-    dtype: str = ""  # empty: each tensor keeps its own
+    dtype: str = ""  # empty: each tensor keeps its dtype
     weights_only: bool = False
     verify: bool = False
     overrides: Sequence[str] = ()  # section.field=value
 
 
-def convert(request: Request, say: Callable[[str], None]) -> None:
-    """Writes the target, of which there is nothing after an error; says what was done."""
+def convert(request: Request, report: Callable[[str], None]) -> None:
+    """Write the target, or nothing after an error; `report` gets lines for the user."""
     for given in filter(None, (request.source_format, request.target_format)):
         if given not in FORMATS:
             raise ConfigError(f"the format {given!r} is unknown; use one of {', '.join(FORMATS)}")
@@ -67,28 +63,28 @@ def convert(request: Request, say: Callable[[str], None]) -> None:
     target = _free(request.target)
     source_format = _source_format(request)
     if not request.source_format:
-        say(f"{request.source} is a checkpoint of {source_format}")
+        report(f"{request.source} is a checkpoint of {source_format}")
     with _appearing(target) as folder:
         checkpoint = FORMATS[source_format].read(request.source, settings.get("model", {}))
         provider = checkpoint.origin.get(MODEL_PROVIDER, "")
         if provider and request.target_format != NATIVE:
             raise CheckpointError(
-                f"{request.source}: a custom model built it, {provider}, for which {request.target_format} has no "
-                f"name; --to {NATIVE} keeps it"
+                f"{request.source}: is the custom model {provider}, which {request.target_format} cannot hold; use "
+                f"--to {NATIVE}"
             )
         if request.dtype:
             checkpoint = in_dtype(checkpoint, DTYPES[request.dtype])
         written = _write(request, source_format, checkpoint, settings, folder, target)
         if request.verify:
-            say(_verify(request, source_format, checkpoint, folder))
+            report(_verify(request, source_format, checkpoint, folder))
     parameters = sum(prod(spec.shape) for spec in checkpoint.tensors.values())
     summary = (
         f"{request.source} ({source_format}) -> {target} ({request.target_format}, tp={request.tensor} "
         f"pp={request.pipeline}): {len(checkpoint.tensors):,} tensors, {parameters:,} parameters, {written:,} bytes"
     )
-    say("; ".join([summary, *checkpoint.notes]))
+    report("; ".join([summary, *checkpoint.notes]))
     if request.target_format == NATIVE:
-        say(_next_step(request, target, provider))
+        report(_next_step(request, target, provider))
 
 
 def _next_step(request: Request, target: Path, provider: str) -> str:
@@ -98,22 +94,21 @@ def _next_step(request: Request, target: Path, provider: str) -> str:
     words += ["--model", provider] if provider else []
     if (ranks := config.parallel.model_size) > 1:
         words += ["--nproc-per-node", str(ranks)]
-    command = shlex.join(words) + (" data.paths=[PREFIX]" if not config.data.paths else "")
+    command = shlex.join(words) if config.data.paths else f"{shlex.join(words)} data.paths=[PREFIX]"
     return f"{'train from' if config.checkpoint.load_weights == str(target) else 'resume'} it: {command}"
 
 
 def recognised(path: Path) -> str:
-    """The format of what is there; empty where it looks like none."""
+    """The name of the format that `path` looks like; empty if there is none."""
     return next((name for name, module in FORMATS.items() if module.recognise(path)), "")
 
 
 def convert_hint(config: Config) -> str:
-    """The command that converts the folder which `config` loads from; empty where that is not in a foreign format."""
+    """A hint to convert the folder that `config` loads from; empty unless its format is a foreign one."""
     for folder in filter(None, (config.checkpoint.load, config.checkpoint.load_weights)):
-        found = recognised(Path(folder))
-        if found not in ("", NATIVE):
+        if (name := recognised(Path(folder))) in FOREIGN:
             return (
-                f". It is a checkpoint of {found}: run `megatron-lite convert {folder} NEW_FOLDER`, and load NEW_FOLDER"
+                f". It is a checkpoint of {name}: run `megatron-lite convert {folder} NEW_FOLDER`, and load NEW_FOLDER"
             )
     return ""
 
@@ -126,14 +121,14 @@ def _source_format(request: Request) -> str:
         raise CheckpointError(f"{request.source}: does not exist; give the folder or the file of a checkpoint")
     if not (given or looks_like):
         raise CheckpointError(
-            f"{request.source}: is not a checkpoint of {', '.join(FORMATS)}; give the folder of its config and its "
-            "tensors, or its format with --from for a message about what is missing"
+            f"{request.source}: is not a checkpoint of {', '.join(FORMATS)}; give the folder of its config and "
+            "tensors, or --from for the missing parts"
         )
     return given or looks_like
 
 
 def _settings(request: Request) -> dict[str, dict[str, Any]]:
-    """What the user gave for the config, by section; a preset stands for all its fields."""
+    """The fields of the config that the user gave, by section; a preset gives all its fields."""
     config = load_config(None, request.overrides)
     given = {name: getattr(config, name).model_fields_set for name in Config.model_fields}
     settings = {
@@ -142,17 +137,16 @@ def _settings(request: Request) -> dict[str, dict[str, Any]]:
         if fields
     }
     if taken := [field for field in LAYOUT_FIELDS if field in settings.get("parallel", {})]:
-        raise ConfigError(f"parallel.{taken[0]}: the layout is given with --tensor and --pipeline, even stages")
+        raise ConfigError(f"parallel.{taken[0]} cannot be given; use --tensor and --pipeline (equal stages)")
     if request.target_format != NATIVE and (others := sorted(settings.keys() - {"model"})):
         raise ConfigError(
-            f"{others[0]}.* cannot be given: {request.target_format} has no config of ours; only model.* says "
-            "something about the weights"
+            f"{others[0]}.* cannot be given: {request.target_format} has no such config; give model.* only"
         )
     return settings
 
 
 class _Progress:
-    """Counts the bytes that were written, and shows them on a terminal. A context manager."""
+    """A count of the written bytes, shown on a terminal. A context manager."""
 
     def __init__(self, total: int):
         self.written = 0
@@ -172,25 +166,25 @@ class _Progress:
 def _write(
     request: Request, source_format: str, checkpoint: Checkpoint, settings: Settings, folder: Path, home: Path
 ) -> int:
-    """Writes the target into the folder; returns the bytes of its tensors."""
+    """Write the target into the folder; return the bytes of its tensors."""
     layout = {"tensor": request.tensor, "pipeline": request.pipeline}
     tensors = checkpoint.tensors
     if request.target_format != NATIVE:
         with _Progress(_total_bytes(WeightsOf(checkpoint), tensors)) as progress:
-            FORMATS[request.target_format].write(folder, checkpoint, **layout, progress=progress)
+            FOREIGN[request.target_format].write(folder, checkpoint, **layout, progress=progress)
         return progress.written
     if source_format == NATIVE:
         stored = native.Stored(request.source)
         if stored.layout.state and not request.weights_only:
             if request.dtype:
                 raise ConfigError(
-                    "--dtype changes the weights, but an optimizer's state goes with the precision that it was trained "
-                    "in; add --weights-only, or leave out --dtype"
+                    "--dtype cannot change weights with optimizer state, which belongs to their precision; add "
+                    "--weights-only, or leave out --dtype"
                 )
             with _Progress(_total_bytes(stored, tensors)) as progress:
                 native.copy(folder, stored, **layout, progress=progress, home=home, settings=settings)
             return progress.written
-        checkpoint = replace(checkpoint, tokenizer={})  # its files stay where they are
+        checkpoint = replace(checkpoint, tokenizer={})  # its files are not copied
         settings = {**settings, "data": {"tokenizer": stored.config({}).data.tokenizer, **settings.get("data", {})}}
     with _Progress(_total_bytes(WeightsOf(checkpoint), tensors)) as progress:
         native.write(folder, checkpoint, **layout, progress=progress, home=home, settings=settings)
@@ -198,29 +192,28 @@ def _write(
 
 
 def _total_bytes(numbers: Numbers, tensors: Mapping[str, Spec]) -> int:
-    """Of all numbers of all kinds."""
+    """The bytes of all values of all tensors."""
     return sum(
         prod(spec.shape) * dtype.itemsize for name, spec in tensors.items() for dtype in numbers.kinds(name).values()
     )
 
 
 def _verify(request: Request, source_format: str, checkpoint: Checkpoint, folder: Path) -> str:
-    """Compares the source with what was written into the folder."""
-    if MODEL_PROVIDER in checkpoint.origin:  # whose logits are not those of our model
+    """Compare the source with the target in the folder."""
+    if MODEL_PROVIDER in checkpoint.origin:  # logits are known for built-in models only
         return f"verified: {verify.check_weights(checkpoint, native.read(folder, {}))}"
     from_theirs = source_format == "huggingface"
     dtype = DTYPES.get(request.dtype)
     before = verify.of_transformers(request.source, dtype) if from_theirs else verify.ours(checkpoint)
-    # What a format has no place for, its reader is told.
-    told = {"num_heads": checkpoint.model.num_heads} if request.target_format == "codegeex" else {}
-    target = FORMATS[request.target_format].read(folder, told)
+    # The format does not store it.
+    overrides = {"num_heads": checkpoint.model.num_heads} if request.target_format == "codegeex" else {}
+    target = FORMATS[request.target_format].read(folder, overrides)
     after = verify.of_transformers(folder, None) if request.target_format == "huggingface" else verify.ours(target)
-    said = verify.check_logits(before, after, checkpoint)
-    return f"{said}; {verify.check_weights(checkpoint, target)}"
+    return f"{verify.check_logits(before, after, checkpoint)}; {verify.check_weights(checkpoint, target)}"
 
 
 def _free(target: Path) -> Path:
-    """The absolute path of the target, where nothing is yet."""
+    """The absolute path of the target; raises ConfigError if it exists and is not an empty folder."""
     target = target.resolve()
     if target.exists() and not (target.is_dir() and not any(target.iterdir())):
         raise ConfigError(f"{target}: exists already; give a new folder, or an empty one")
@@ -229,14 +222,14 @@ def _free(target: Path) -> Path:
 
 @contextmanager
 def _appearing(target: Path) -> Iterator[Path]:
-    """A new folder beside the target that becomes it at the end, and after an error is gone."""
+    """A new folder beside the target that is renamed to it at the end, or removed after an error."""
     folder = target.with_name(f".new-{target.name}")
-    with explained("creating the folder", folder):
+    with save_errors("creating the folder", folder):
         shutil.rmtree(folder, ignore_errors=True)  # of a conversion that was killed
         folder.mkdir(parents=True)
     try:
         yield folder
-        with explained("putting the target in place", target):
+        with save_errors("putting the target in place", target):
             os.replace(folder, target)
             sync_folder(target.parent)
     except BaseException:

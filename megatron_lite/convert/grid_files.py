@@ -1,7 +1,7 @@
 """One process writes the checkpoint that the ranks of a layout would have written.
 
-The files of all tensor-parallel ranks of a stage are written side by side, so that each tensor is read once and no more
-than one is in memory.
+The files of a stage's tensor-parallel ranks are written side by side, so that each tensor is read once and at most one
+tensor is in memory.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -9,57 +9,36 @@ from contextlib import ExitStack
 from datetime import datetime, timezone
 from math import prod
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from megatron_lite.checkpoint import directory
-from megatron_lite.checkpoint.layout import (
-    LAYOUT_FILE,
-    WEIGHT,
-    FileInfo,
-    Layout,
-    Piece,
-    TensorLayout,
-    Value,
-    dump_layout,
-    mp_rank_folder,
-)
-from megatron_lite.checkpoint.tensor_file import Spec, TensorWriter, explained, sync_folder
+from megatron_lite.checkpoint.contents import RankFiles, describe, join
+from megatron_lite.checkpoint.layout import LAYOUT_FILE, FileInfo, Layout, TensorLayout, dump_layout
+from megatron_lite.checkpoint.tensor_file import Spec, TensorWriter, save_errors
 from megatron_lite.config.schema import Config
-from megatron_lite.parallel.dtypes import SAFETENSORS_NAMES
+from megatron_lite.ddp.local_shard import LocalShard
+from megatron_lite.files import sync_folder
+from megatron_lite.parallel.context import ParallelContext
 from megatron_lite.parallel.grid import Grid
-from megatron_lite.parallel.shard import ParamMeta, ParamTable, Shard
+from megatron_lite.parallel.shard import ParamTable, Shard
 
 Progress = Callable[[int], None]
-"""Is told the bytes of each tensor that was written."""
+"""A function that gets the number of bytes of each tensor that was written."""
 
 
 class Numbers(Protocol):
-    """What the files of a checkpoint are filled with."""
+    """The values that fill a checkpoint's files."""
 
     def kinds(self, name: str) -> Mapping[str, torch.dtype]:
-        """The kinds of numbers of a parameter, the weight first."""
+        """Kind -> dtype of each value of a parameter, the weight first."""
         ...
 
     def cut(self, name: str, kind: str, shard: Shard, rank: int, size: int) -> Tensor:
-        """What one of `size` tensor-parallel ranks holds of them."""
+        """The shard of one value that belongs to tensor-parallel rank `rank` of `size`."""
         ...
-
-
-class _Entry(NamedTuple):
-    """One kind of numbers of a parameter, in a file."""
-
-    key: str
-    meta: ParamMeta
-    kind: str
-    dtype: torch.dtype
-
-    @property
-    def source(self) -> str:
-        """The name under which the numbers are found: a tied copy is not there."""
-        return self.meta.tied_to or self.meta.name
 
 
 def write_grid(
@@ -73,26 +52,20 @@ def write_grid(
     origin: dict[str, Any],
     progress: Progress,
 ) -> None:
-    """Writes a checkpoint into `root`, a run's checkpoints/ folder, for the config's layout with one replica of it.
+    """Write a checkpoint into `root`, a run's checkpoints/ folder, for the config's layout with one replica.
 
     `tables` has the parameters of each pipeline stage.
     """
     grid = Grid(tp=config.parallel.tensor, pp=config.parallel.pipeline)
     folder = directory.prepare(root, iteration)
-    tensors: dict[str, TensorLayout] = {}
+    tensors: list[dict[str, TensorLayout]] = []
     files: dict[str, FileInfo] = {}
     for stage, table in enumerate(tables):
-        contents = _contents(table, numbers)
-        for stem, entries in contents.items():
-            files |= _write_side_by_side(folder, stem, entries, grid, stage, numbers, progress)
-        for name, meta in table.items():
-            values = {
-                entry.kind: _value(entry, stem, grid, stage)
-                for stem, entries in contents.items()
-                for entry in entries
-                if entry.meta is meta
-            }
-            tensors[name] = TensorLayout(shape=meta.shape, shard=meta.shard, values=values, copy_of=meta.tied_to)
+        shards = {name: _shapes(name, table, numbers, grid) for name in table}
+        contexts = [ParallelContext.at(grid, grid.rank(tp=rank, pp=stage)) for rank in range(grid.tp)]
+        ranks = [describe(ctx, table, shards) for ctx in contexts]
+        tensors += [rank.tensors for rank in ranks]
+        files |= _write_side_by_side(folder, ranks, table, shards, numbers, progress)
     layout = Layout(
         iteration=iteration,
         saved_at=datetime.now(timezone.utc).isoformat(timespec="seconds"),
@@ -100,60 +73,48 @@ def write_grid(
         state=state,
         config=config.model_dump(mode="json"),
         origin=origin,
-        tensors=tensors,
+        tensors=join(tensors),
         files=files,
     )
     directory.write_durably(folder / LAYOUT_FILE, dump_layout(layout).encode())
     directory.publish(folder, root, iteration)
 
 
-def _contents(table: ParamTable, numbers: Numbers) -> dict[str, list[_Entry]]:
-    """What is in each file of a rank, by the file's stem."""
-    contents: dict[str, list[_Entry]] = {}
-    for name, meta in table.items():
-        source = _Entry(name, meta, WEIGHT, torch.float32).source
-        for kind, dtype in numbers.kinds(source).items():
-            stem, key = ("model", name) if kind == WEIGHT else ("optimizer_dp_000", f"{kind}/{name}")
-            contents.setdefault(stem, []).append(_Entry(key, meta, kind, dtype))
-    return contents
+def _shapes(name: str, table: ParamTable, numbers: Numbers, grid: Grid) -> dict[str, LocalShard]:
+    """The shards of a parameter on one rank, without memory."""
+    meta = table[name]
+    shape = meta.shard.local_shape(meta.shape, grid.tp)
+    kinds = numbers.kinds(meta.tied_to or name)
+    return {kind: LocalShard(torch.empty(shape, dtype=dtype, device="meta")) for kind, dtype in kinds.items()}
 
 
 def _write_side_by_side(
-    folder: Path, stem: str, entries: list[_Entry], grid: Grid, stage: int, numbers: Numbers, progress: Progress
+    folder: Path,
+    ranks: Sequence[RankFiles],
+    table: ParamTable,
+    shards: Mapping[str, Mapping[str, LocalShard]],
+    numbers: Numbers,
+    progress: Progress,
 ) -> dict[str, FileInfo]:
-    """One file for each tensor-parallel rank of a stage."""
-    by_key = {entry.key: entry for entry in entries}
-    specs = {entry.key: Spec(entry.dtype, entry.meta.shard.local_shape(entry.meta.shape, grid.tp)) for entry in entries}
-    places = [folder / mp_rank_folder(rank, stage, grid) for rank in range(grid.tp)]
-    with ExitStack() as stack, explained("writing", folder):
-        for place in places:
-            place.mkdir(exist_ok=True)
-        writers = [stack.enter_context(TensorWriter(place / f"{stem}.safetensors", specs)) for place in places]
-        for key in writers[0].keys:
-            entry = by_key[key]
-            for rank, writer in enumerate(writers):
-                writer.add(numbers.cut(entry.source, entry.kind, entry.meta.shard, rank, grid.tp))
-            progress(prod(entry.meta.shape) * entry.dtype.itemsize)
-        infos = {str(writer.path.relative_to(folder)): writer.close() for writer in writers}
-        for place in places:
-            sync_folder(place)
+    """Write the files of a stage's tensor-parallel ranks; all ranks have the same keys."""
+    infos: dict[str, FileInfo] = {}
+    with save_errors("writing", folder):
+        for rank in ranks:
+            (folder / rank.folder).mkdir(exist_ok=True)
+        for paths, entries in zip(
+            zip(*(rank.files for rank in ranks), strict=True), ranks[0].files.values(), strict=True
+        ):
+            values = {key: shards[name][kind].values for key, (name, kind) in entries.items()}
+            specs = {key: Spec(value.dtype, value.shape) for key, value in values.items()}
+            with ExitStack() as stack:
+                writers = [stack.enter_context(TensorWriter(folder / path, specs)) for path in paths]
+                for key in writers[0].keys:
+                    name, kind = entries[key]
+                    meta = table[name]
+                    for rank, writer in enumerate(writers):
+                        writer.add(numbers.cut(meta.tied_to or name, kind, meta.shard, rank, len(ranks)))
+                    progress(prod(meta.shape) * specs[key].dtype.itemsize)
+                infos |= {path: writer.close() for path, writer in zip(paths, writers, strict=True)}
+        for rank in ranks:
+            sync_folder(folder / rank.folder)
     return infos
-
-
-def _value(entry: _Entry, stem: str, grid: Grid, stage: int) -> Value:
-    """Where an entry's numbers are: whole cuts, one for each tensor-parallel rank."""
-    numel = prod(entry.meta.shard.local_shape(entry.meta.shape, grid.tp))
-    return Value(
-        dtype=SAFETENSORS_NAMES[entry.dtype],
-        pieces=tuple(
-            Piece(
-                file=f"{mp_rank_folder(rank, stage, grid)}/{stem}.safetensors",
-                key=entry.key,
-                tp=rank,
-                pp=stage,
-                start=0,
-                end=numel,
-            )
-            for rank in range(grid.tp)
-        ),
-    )

@@ -1,8 +1,8 @@
 """Hugging Face's GPT-2 and Llama: config.json, model.safetensors and the tokenizer's files in one folder.
 
-A recipe's `split` gives views of our tensor, one for each of theirs. So reading fills the views from the files in
-slices, and a tensor is in memory once; a vocabulary's padding, which no view shows, stays zero.
-GPT-2 stores its matrices as `[in, out]`; Llama has query, key, value, gate and up as matrices of their own.
+A recipe's `split` gives views of our tensor, one for each of theirs. Reading fills the views from the files in blocks,
+so a tensor is in memory once; the vocabulary's padding, which is in no view, stays zero.
+GPT-2 stores its matrices as `[in, out]`; Llama has separate matrices for query, key, value, gate and up.
 """
 
 import json
@@ -20,7 +20,6 @@ from megatron_lite.checkpoint.tensor_file import Spec, TensorWriter
 from megatron_lite.config.schema import ModelConfig
 from megatron_lite.config.sizes import num_parameters
 from megatron_lite.convert import tokenizer_files
-from megatron_lite.convert.grid_files import Progress
 from megatron_lite.convert.huggingface_config import from_model, to_model
 from megatron_lite.convert.huggingface_files import (
     INDEX,
@@ -29,19 +28,19 @@ from megatron_lite.convert.huggingface_files import (
     plan_shards,
     read_json,
 )
-from megatron_lite.convert.recipe import VOCABULARY_TABLES, Checkpoint, Recipe, check_names, full_table
+from megatron_lite.convert.recipe import VOCABULARY_TABLES, Checkpoint, Progress, Recipe, check_names, full_table
 from megatron_lite.errors import CheckpointError, ConfigError
 from megatron_lite.model.gpt import WORD_EMBEDDINGS
 from megatron_lite.parallel.shard import ParamTable
 
 CONFIG_FILE, GENERATION_FILE = "config.json", "generation_config.json"
-SHARD_BYTES = 5_000_000_000  # of a file
+SHARD_BYTES = 5_000_000_000  # the largest size of a file
 THEIR_HEAD = "lm_head.weight"
 EMBEDDING = {"gpt2": "transformer.wte.weight", "llama": "model.embed_tokens.weight"}
-# Constants that old versions saved beside the weights.
+# Constants that old versions saved with the weights.
 BUFFERS = re.compile(r"(.*\.)?(attn\.bias|attn\.masked_bias|rotary_emb\.inv_freq)")
 
-# Ours -> theirs; a name of ours that goes on with .weight or .bias.
+# Our name -> theirs, both without .weight or .bias at the end.
 NAMES = {
     "gpt2": {
         "embedding.word_embeddings": "transformer.wte",
@@ -71,7 +70,7 @@ LAYERS = {"gpt2": "transformer.h.", "llama": "model.layers."}
 
 
 def recognise(path: Path) -> bool:
-    """A folder whose config.json is of Hugging Face."""
+    """Whether `path` is a folder with a config.json of Hugging Face."""
     try:
         content = json.loads((path / CONFIG_FILE).read_bytes())
     except (OSError, ValueError, RecursionError):
@@ -80,7 +79,7 @@ def recognise(path: Path) -> bool:
 
 
 def recipes(model_type: str, model: ModelConfig, table: ParamTable) -> dict[str, Recipe]:
-    """Which of theirs each of our parameters is made of; `split` gives views, and nothing has to be joined."""
+    """The recipe of each of our parameters; `split` gives views, and `join` is not used."""
     return {name: _recipe(model_type, name, model, table) for name in table}
 
 
@@ -100,7 +99,7 @@ def _recipe(model_type: str, name: str, model: ModelConfig, table: ParamTable) -
 
 
 def read(path: Path, overrides: Mapping[str, Any]) -> Checkpoint:
-    """The model of a folder."""
+    """The model in a folder."""
     if not path.is_dir():
         raise CheckpointError(f"{path}: is not a folder; give the one of {CONFIG_FILE} and the weights")
     model_type, model = to_model(path / CONFIG_FILE, read_json(path / CONFIG_FILE), overrides)
@@ -109,9 +108,9 @@ def read(path: Path, overrides: Mapping[str, Any]) -> Checkpoint:
     kept = set(found.values())
     if twice := [name for name in files.specs if not BUFFERS.fullmatch(name) and name not in kept]:
         other = found[_full_name(model_type, twice[0])]
-        raise CheckpointError(f"{path}: has both {twice[0]} and {other}, of which only one can be meant")
+        raise CheckpointError(f"{path}: has both {twice[0]} and {other}; remove one of them")
     stored = sum(prod(files.specs[name].shape) for name in found.values())
-    # Whoever states sizes that the files do not have must not make us build such a model, even without memory.
+    # A model of wrong sizes could be too large to build, even without memory.
     if num_parameters(model) > 2 * stored:
         raise CheckpointError(
             f"{path}: {CONFIG_FILE} describes {num_parameters(model):,} parameters, the files hold {stored:,}"
@@ -133,19 +132,19 @@ def read(path: Path, overrides: Mapping[str, Any]) -> Checkpoint:
 
     tensors = {name: Spec(dtype_of(name), meta.shape) for name, meta in table.items()}
 
-    def bring(name: str) -> Tensor:
-        whole = torch.zeros(tuple(tensors[name].shape), dtype=tensors[name].dtype)
-        for view, theirs in zip(ours[name].split(whole), ours[name].names, strict=True):
+    def read_tensor(name: str) -> Tensor:
+        full = torch.zeros(tuple(tensors[name].shape), dtype=tensors[name].dtype)
+        for view, theirs in zip(ours[name].split(full), ours[name].names, strict=True):
             files.fill(view, found[theirs])
-        return whole
+        return full
 
     notes = []
     if rows := model.padded_vocab - model.vocab_size:
         notes.append(f"the vocabulary of {model.vocab_size:,} is padded with {rows:,} rows of zeros")
     tokenizer = tokenizer_files.files_in(path)
     if tokenizer and not tokenizer_files.readable(tokenizer_files.spec_in(path), model.vocab_size):
-        notes.append(f"the tokenizer's files go along, but we cannot read it with a vocabulary of {model.vocab_size:,}")
-    return Checkpoint(model, tensors, bring, tokenizer=tokenizer, notes=notes)
+        notes.append(f"the tokenizer is copied, but megatron_lite cannot read it for {model.vocab_size:,} tokens")
+    return Checkpoint(model, tensors, read_tensor, tokenizer=tokenizer, notes=notes)
 
 
 def write(
@@ -157,10 +156,10 @@ def write(
     progress: Progress,
     shard_bytes: int = SHARD_BYTES,
 ) -> None:
-    """Writes config.json, generation_config.json, the weights and the tokenizer's files."""
+    """Write config.json, generation_config.json, the weights and the tokenizer's files."""
     if (tensor, pipeline) != (1, 1):
         raise ConfigError(
-            f"--tensor is {tensor} and --pipeline {pipeline}, but huggingface knows no ranks; leave them out"
+            f"--tensor is {tensor} and --pipeline {pipeline}, but huggingface has no ranks; leave them out"
         )
     content = from_model(checkpoint.model)
     table = full_table(checkpoint.model)
@@ -186,10 +185,10 @@ def write(
     spec = tokenizer_files.spec_in(path) or checkpoint.tokenizer_spec
     tokenizer = tokenizer_files.readable(spec, checkpoint.model.vocab_size)
     ends = {"bos_token_id": None, "eos_token_id": tokenizer.eod if tokenizer else None, "pad_token_id": None}
-    if not (path / GENERATION_FILE).exists():  # else carried from the source
+    if not (path / GENERATION_FILE).exists():  # else copied from the source
         _write_json(path / GENERATION_FILE, ends)
     type_name = str(checkpoint.tensors[WORD_EMBEDDINGS].dtype).removeprefix("torch.")
-    # Under the name of version 5 and that of version 4.
+    # The name of version 5 and that of version 4.
     _write_json(path / CONFIG_FILE, {**content, **ends, "dtype": type_name, "torch_dtype": type_name})
 
 
@@ -201,17 +200,17 @@ def _write_file(
     checkpoint: Checkpoint,
     progress: Progress,
 ) -> None:
-    """One file; each of our tensors is read once, since all of theirs that it gives follow one another."""
-    pieces: dict[str, Tensor] = {}
+    """Write one file; each of our tensors is read once, because the foreign tensors from it are adjacent."""
+    parts: dict[str, Tensor] = {}
     with TensorWriter(path, specs, metadata={"format": "pt"}) as writer:
         for theirs in writer.keys:
-            if theirs not in pieces:
+            if theirs not in parts:
                 name = of_theirs[theirs]
-                pieces.clear()
-                whole = checkpoint.read(name)
-                pieces = dict(zip(ours[name].names, ours[name].split(whole), strict=True))
-                del whole
-            writer.add(pieces.pop(theirs))
+                parts.clear()
+                full = checkpoint.read(name)
+                parts = dict(zip(ours[name].names, ours[name].split(full), strict=True))
+                del full
+            writer.add(parts.pop(theirs))
             progress(specs[theirs].dtype.itemsize * prod(specs[theirs].shape))
         writer.close()
 
@@ -221,18 +220,18 @@ def _write_json(path: Path, content: Mapping[str, Any]) -> None:
 
 
 def _full_name(model_type: str, name: str) -> str:
-    """A name as the model with a head saves it; one without has no prefix."""
+    """The name of a tensor in the model with a head; a model without one saves names without the prefix."""
     prefix = EMBEDDING[model_type].partition(".")[0] + "."
     return name if name.startswith((prefix, "lm_head.")) else prefix + name
 
 
 def _check_equal(path: Path, files: HuggingFaceFiles, head: str, embedding: str) -> None:
-    """A head that is stored although it is tied has the embedding's numbers."""
+    """Raise CheckpointError if a head that is stored although tied differs from the embedding."""
     spec = files.specs[embedding]
-    whole = torch.empty(tuple(spec.shape), dtype=spec.dtype)
-    files.fill(whole, embedding)
-    if not files.equals(whole, head):
+    full = torch.empty(tuple(spec.shape), dtype=spec.dtype)
+    files.fill(full, embedding)
+    if not files.equals(full, head):
         raise CheckpointError(
-            f"{path}: {CONFIG_FILE} says tie_word_embeddings, but {head} differs from {embedding}; if the head is its "
-            "own, convert with model.tie_embeddings=false"
+            f"{path}: {CONFIG_FILE} has tie_word_embeddings, but {head} differs from {embedding}; if they are not tied, "
+            "give model.tie_embeddings=false"
         )

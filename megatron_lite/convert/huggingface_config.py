@@ -1,8 +1,7 @@
 """config.json of Hugging Face's GPT-2 and Llama, to our fields and back.
 
-Every field of a config.json that is read is one that we take, one that must have the value which our model computes, or
-one that is known to say nothing about the model's arithmetic. Any other is refused by its name: a field that is passed
-over in silence is how a converted model comes to write nonsense.
+A field of config.json is converted, or must have the value that our model computes, or is known not to change the
+model's output. Any other field is an error: ignored silently, it could make the converted model write nonsense.
 Source: transformers, `GPT2Config` and `LlamaConfig`, in the spellings of versions 4 and 5.
 """
 
@@ -12,7 +11,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from megatron_lite.checkpoint.match import DERIVED, FREE
+from megatron_lite.checkpoint.compatible import DERIVED, FREE
 from megatron_lite.config.schema import Config, DataConfig, ModelConfig
 from megatron_lite.config.validate import failures
 from megatron_lite.errors import CheckpointError, ConfigError
@@ -27,7 +26,7 @@ ACTIVATIONS = {
 }
 ARCHITECTURES = {"gpt2": "GPT2LMHeadModel", "llama": "LlamaForCausalLM"}
 
-# About files, generation, other heads than the language model's, or how (not what) is computed.
+# Fields for files, generation, other heads than the language model's, or the speed of the computation.
 HARMLESS = {
     *(
         "_name_or_path",
@@ -59,7 +58,7 @@ HARMLESS = {
     *("remove_invalid_values", "_from_model_config"),
     *("_num_labels", "output_past", "is_llama_config", "transformers.js_config"),
 }
-# What must be so, where it is said at all: the first is what its absence means.
+# Field -> values that our model computes; the first is the default.
 EXPECTED: dict[str, tuple[Any, ...]] = {
     "add_cross_attention": (False,),
     "cross_attention_hidden_size": (None,),
@@ -78,60 +77,61 @@ REQUIRED = object()
 
 
 class _Fields:
-    """The fields of a config.json, taken one by one."""
+    """The fields of a config.json, which are taken one by one."""
 
     def __init__(self, path: Path, content: Mapping[str, Any]):
         self._path, self._left = path, dict(content)
 
     def take(self, name: str, default: Any = REQUIRED) -> Any:
-        """The value of a field; a field that is null is one that is not there."""
+        """The value of a field; null stands for a missing field."""
         value = self._left.pop(name, None)
         if value is None and default is REQUIRED:
-            raise CheckpointError(f"{self._path}: has no {name}; is it the config of the weights beside it?")
+            raise CheckpointError(f"{self._path}: has no {name}; give the config of these weights")
         return default if value is None else value
 
-    def refuse(self, name: str, value: Any, why: str) -> CheckpointError:
-        return CheckpointError(f"{self._path}: {name} is {value!r}; {why}, so the model would be another one")
+    def error(self, name: str, value: Any, reason: str) -> CheckpointError:
+        """An error for a value that our model does not compute."""
+        return CheckpointError(f"{self._path}: {name} is {value!r}; {reason}, so the converted model would differ")
 
     def expect(self, name: str, value: Any, *allowed: Any) -> None:
+        """Raise CheckpointError unless the value is one of `allowed`."""
         if not any(type(value) is type(other) and value == other for other in allowed):
-            raise self.refuse(name, value, f"ours computes with {' or '.join(map(repr, allowed))}")
+            raise self.error(name, value, f"ours computes with {' or '.join(map(repr, allowed))}")
 
     def finish(self) -> None:
-        """Nothing is left that we would pass over."""
+        """Raise CheckpointError for fields that were not taken and could change the model."""
         for name, allowed in EXPECTED.items():
             if name in self._left:
                 self.expect(name, self._left.pop(name), *allowed)
         if unknown := [name for name in self._left if name not in HARMLESS]:
-            said = listed([f"{name} = {self._left[name]!r}" for name in unknown])
+            values = listed([f"{name} = {self._left[name]!r}" for name in unknown])
             raise CheckpointError(
-                f"{self._path}: says {said}; it is not known what that does to the model. If it does nothing, take it "
-                "out of the file"
+                f"{self._path}: has the unknown {values}; remove fields that do not change the model's output"
             )
 
 
 def to_model(path: Path, content: Mapping[str, Any], overrides: Mapping[str, Any]) -> tuple[str, ModelConfig]:
-    """The model type and our model of a config.json; `path` is for messages."""
+    """The model type and our model section of a config.json; `path` is for messages."""
     fields = _Fields(path, content)
     model_type = content.get("model_type")
     if not isinstance(model_type, str) or model_type not in _IMPORTS:
-        raise CheckpointError(f"{path}: model_type is {model_type!r}; models of {' and '.join(_IMPORTS)} are read")
+        raise CheckpointError(f"{path}: model_type is {model_type!r}; expected {' or '.join(_IMPORTS)}")
     ours = _IMPORTS[model_type](fields)
     fields.finish()
     try:
-        model, said = ModelConfig(**{**ours, **overrides}), ModelConfig(**ours)
+        model, stated = ModelConfig(**{**ours, **overrides}), ModelConfig(**ours)
     except (ValidationError, TypeError) as error:
         problems = error.errors() if isinstance(error, ValidationError) else []
-        said = [f"{'.'.join(map(str, problem['loc']))} {problem['input']!r}" for problem in problems]
-        raise CheckpointError(f"{path}: has values that no model has: {listed(said) or error}") from None
+        values = [f"{'.'.join(map(str, problem['loc']))} {problem['input']!r}" for problem in problems]
+        raise CheckpointError(f"{path}: has invalid values: {listed(values) if values else error}") from None
     names = [name for name in ours.keys() & overrides.keys() if name not in FREE | {"tie_embeddings"}]
-    pairs = [(name, *(getattr(each, DERIVED.get(name, name)) for each in (model, said))) for name in sorted(names)]
-    if other := [f"model.{name} is {given}, not the {stated}" for name, given, stated in pairs if given != stated]:
-        raise ConfigError(f"{path}: {listed(other)} that it says; leave out what is of another model")
+    pairs = [(name, *(getattr(each, DERIVED.get(name, name)) for each in (model, stated))) for name in sorted(names)]
+    if other := [f"model.{name} is {given}, not the {value}" for name, given, value in pairs if given != value]:
+        raise ConfigError(f"{path}: {listed(other)} of this file; leave out fields of another model")
     config = Config(model=model, data=DataConfig(seq_length=min(1024, model.max_position_embeddings)))
     if problems := failures(config, 1):
-        raise CheckpointError(f"{path}: cannot be a model of ours: {problems[0]}")
-    from_model(model)  # or what the user gave has made another model of it
+        raise CheckpointError(f"{path}: does not describe a model that megatron_lite has: {problems[0]}")
+    from_model(model)  # raises if the overrides have made a model that the format cannot hold
     return model_type, model
 
 
@@ -140,10 +140,10 @@ def _from_gpt2(fields: _Fields) -> dict[str, Any]:
     fields.expect("n_ctx", fields.take("n_ctx", positions), positions)
     activation = fields.take("activation_function", "gelu_new")
     if not isinstance(activation, str) or activation not in ACTIVATIONS:
-        raise fields.refuse("activation_function", activation, f"ours are {', '.join(ACTIVATIONS)}")
+        raise fields.error("activation_function", activation, f"ours are {', '.join(ACTIVATIONS)}")
     residual = fields.take("resid_pdrop", 0.0)
     if (embedding := fields.take("embd_pdrop", residual)) != residual:
-        raise fields.refuse("embd_pdrop", embedding, f"resid_pdrop is {residual!r}, and ours has one hidden_dropout")
+        raise fields.error("embd_pdrop", embedding, f"resid_pdrop is {residual!r}, and ours has one hidden_dropout")
     return {
         "num_layers": fields.take("n_layer"),
         "hidden_size": hidden,
@@ -165,7 +165,7 @@ def _from_llama(fields: _Fields) -> dict[str, Any]:
     bias = fields.take("attention_bias", False)
     mlp_bias = fields.take("mlp_bias", False)
     if bias is not mlp_bias:
-        raise fields.refuse(
+        raise fields.error(
             "attention_bias", bias, f"mlp_bias is {mlp_bias!r}, and ours has biases in all linear layers or in none"
         )
     return {
@@ -191,15 +191,15 @@ def _from_llama(fields: _Fields) -> dict[str, Any]:
 
 
 def _rotary_base(fields: _Fields) -> float:
-    """Of `rope_theta` and `rope_scaling` (version 4), or of `rope_parameters` (version 5)."""
+    """The base from `rope_theta` and `rope_scaling` (version 4) or `rope_parameters` (version 5)."""
     base, scaling = fields.take("rope_theta", 10000.0), fields.take("rope_scaling", {})
     parameters = fields.take("rope_parameters", {})
-    for name, said in (("rope_scaling", scaling), ("rope_parameters", parameters)):
-        if not isinstance(said, dict):
-            raise fields.refuse(name, said, "expected an object")
+    for name, given in (("rope_scaling", scaling), ("rope_parameters", parameters)):
+        if not isinstance(given, dict):
+            raise fields.error(name, given, "expected an object")
         plain = {"type": ("default",), "rope_type": ("default",), "partial_rotary_factor": (1.0, 1)}
-        if any(key != "rope_theta" and value not in plain.get(key, ()) for key, value in said.items()):
-            raise fields.refuse(name, said, "ours turns by the plain angles")
+        if any(key != "rope_theta" and value not in plain.get(key, ()) for key, value in given.items()):
+            raise fields.error(name, given, "ours has no scaling of angles")
     fields.expect("partial_rotary_factor", fields.take("partial_rotary_factor", 1.0), 1.0, 1)
     return parameters.get("rope_theta", scaling.get("rope_theta", base))
 
@@ -208,7 +208,7 @@ _IMPORTS: dict[str, Callable[[_Fields], dict[str, Any]]] = {"gpt2": _from_gpt2, 
 
 
 def from_model(model: ModelConfig) -> dict[str, Any]:
-    """config.json of the Hugging Face model that computes what ours does; CheckpointError where there is none."""
+    """The config.json of the Hugging Face model that computes the same; CheckpointError if there is none."""
     obstacles = {
         "gpt2": _differing(
             model,
@@ -223,10 +223,10 @@ def from_model(model: ModelConfig) -> dict[str, Any]:
     }
     common = _differing(model, top_query_layer=(False,), post_norm=(False,))
     nearest = min(obstacles, key=lambda name: len(obstacles[name]))
-    if said := [*obstacles[nearest], *common]:
+    if differing := [*obstacles[nearest], *common]:
         raise CheckpointError(
-            f"Hugging Face has no model that computes this one: {', '.join(said)}; nearest is {nearest}. "
-            "Convert it to another format, or train a model that is like GPT-2 or Llama"
+            f"Hugging Face has no model that computes the same: {', '.join(differing)} (nearest: {nearest}); choose "
+            "another format"
         )
     exported = _to_gpt2(model) if nearest == "gpt2" else _to_llama(model)
     return {

@@ -1,7 +1,7 @@
-"""The tensor files of a Hugging Face model: one or several, of safetensors or of torch, read in slices.
+"""The tensor files of a Hugging Face model: one or several, of safetensors or of torch, read in blocks.
 
-Whoever made them may be anyone: nothing in them is run, an index leads to no file outside of its folder, and a fault
-is an error that names the file.
+The files are not trusted: no code in them runs, an index cannot name a file outside of its folder, and damage is an
+error that names the file.
 Source: https://huggingface.co/docs/transformers/big_models, "Sharded checkpoints".
 """
 
@@ -24,13 +24,13 @@ from megatron_lite.errors import CheckpointError, DamagedCheckpoint
 from megatron_lite.parallel.dtypes import SAFETENSORS_DTYPES
 from megatron_lite.text import listed
 
-BLOCK_BYTES = 32 << 20  # of a file's map that are in memory at a time
+BLOCK_BYTES = 32 << 20  # of a mapped file that are in memory at a time
 INDEX = ".index.json"
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 SAFETENSORS, TORCH = "model.safetensors", "pytorch_model.bin"
 
 Reader = Callable[[slice], Tensor]
-"""Some rows of a tensor."""
+"""A function that returns some rows of a tensor."""
 
 
 class HuggingFaceFiles:
@@ -45,7 +45,9 @@ class HuggingFaceFiles:
                 raise DamagedCheckpoint(f"{path}: is missing, but the index lists tensors in it; fetch it again")
             found = _safetensors_file(path) if file.endswith(".safetensors") else _torch_file(path)
             if missing := [name for name in names or [] if name not in found]:
-                raise DamagedCheckpoint(f"{path}: has no {listed(missing)}, which the index says is there")
+                raise DamagedCheckpoint(
+                    f"{path}: has no {listed(missing)}, which the index lists in it; fetch it again"
+                )
             for name in names or found:
                 self.specs[name], self._readers[name] = found[name]
 
@@ -55,7 +57,7 @@ class HuggingFaceFiles:
             target[rows] = values
 
     def equals(self, full: Tensor, name: str) -> bool:
-        """Whether the tensor has these values."""
+        """Whether a tensor has these values."""
         return all(torch.equal(full[rows], values) for rows, values in self._blocks(name))
 
     def _blocks(self, name: str) -> Iterator[tuple[slice, Tensor]]:
@@ -110,14 +112,14 @@ def _torch_file(path: Path) -> dict[str, tuple[Spec, Reader]]:
 
 
 class Shards(NamedTuple):
-    """How tensors are spread over files, each of at most some bytes."""
+    """A plan of files with tensors."""
 
-    files: dict[str, list[str]]  # file -> names
+    files: dict[str, list[str]]  # file -> names of tensors
     total_bytes: int
 
 
 def plan_shards(groups: list[dict[str, Spec]], max_bytes: int) -> Shards:
-    """Tensors in order; those of a group stay together. A single file has no number in its name."""
+    """Files of at most `max_bytes` for tensors in order, if no group is larger; a group is in one file."""
     sizes = [sum(spec.dtype.itemsize * prod(spec.shape) for spec in group.values()) for group in groups]
     shards: list[list[str]] = []
     room = 0
@@ -147,7 +149,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def _files(folder: Path) -> dict[str, list[str] | None]:
-    """Each file with tensors, and which of them; None for all."""
+    """Each file with tensors -> their names, or None for all."""
     for single in (SAFETENSORS, TORCH):
         if (folder / single).exists():
             return {single: None}
@@ -159,20 +161,20 @@ def _files(folder: Path) -> dict[str, list[str] | None]:
 
 
 def _indexed(index: Path, suffix: str) -> dict[str, list[str]]:
-    """file -> names, from an index that says name -> file."""
+    """file -> names, from an index of name -> file."""
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
-        raise DamagedCheckpoint(f"{index}: has no weight_map that says in which file each tensor is; fetch it again")
+        raise DamagedCheckpoint(f"{index}: has no weight_map from tensors to files; fetch it again")
     files: dict[str, list[str]] = {}
     for name, file in weight_map.items():
-        # A name with a folder in it, or with a null, is a way out of this one.
+        # A name with a folder or a null byte could lead out of this folder.
         if not isinstance(file, str) or Path(file).name != file or "\0" in file or not file.endswith(suffix):
-            raise CheckpointError(f"{index}: says that {name} is in {file!r}, which is no {suffix} file of this folder")
+            raise CheckpointError(f"{index}: lists {name} in {file!r}, which is not a {suffix} file of this folder")
         files.setdefault(file, []).append(name)
     return files
 
 
-def _dtype(path: Path, name: str, dtype: torch.dtype | None, said: str) -> torch.dtype:
+def _dtype(path: Path, name: str, dtype: torch.dtype | None, dtype_name: str) -> torch.dtype:
     if dtype not in FLOATS:
-        raise CheckpointError(f"{path}: {name} is stored as {said}, a number format that is not read; store it as F32")
+        raise CheckpointError(f"{path}: {name} has the unsupported dtype {dtype_name}; save it as float32")
     return dtype

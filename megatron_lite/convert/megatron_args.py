@@ -1,6 +1,6 @@
-"""Megatron-LM's arguments, pickled with each of its checkpoints, as our model section and back.
+"""Megatron-LM's arguments, pickled with each of its checkpoints, to our model section and back.
 
-They also say what its code computes that ours does not; such a model is refused by the argument's name.
+Arguments for a computation that we do not have are an error that names them.
 Source: https://github.com/NVIDIA/Megatron-LM, megatron/training/{arguments,checkpointing}.py.
 """
 
@@ -37,8 +37,8 @@ SAME = {
 NORMS = {"LayerNorm": "layernorm", "RMSNorm": "rmsnorm"}
 POSITIONS = {"learned_absolute": "learned", "rope": "rotary"}
 
-# Arguments that change what is computed, with the one value, beside none at all, that we compute.
-REFUSED: dict[str, Any] = {
+# Arguments that change the computation, with the value that we compute; None is such a value too.
+UNSUPPORTED: dict[str, Any] = {
     "apply_layernorm_1p": False,
     "squared_relu": False,
     "quick_geglu": False,
@@ -69,26 +69,28 @@ REFUSED: dict[str, Any] = {
 
 
 def fields_of(args: Mapping[str, Any], where: Path) -> dict[str, Any]:
-    """What the arguments say of our model section; nothing of what they leave out."""
+    """The fields of our model section that follow from the arguments."""
     given = {name: value for name, value in args.items() if value is not None}
-    refused = [
-        f"{name} is {given[name]}" for name, ours in REFUSED.items() if given.get(name, ours) not in (ours, False)
+    unsupported = [
+        f"{name} is {given[name]}" for name, ours in UNSUPPORTED.items() if given.get(name, ours) not in (ours, False)
     ]
     if given.get("add_qkv_bias") and not given.get("add_bias_linear", True):
-        refused.append("add_qkv_bias is True without add_bias_linear")
+        unsupported.append("add_qkv_bias is True without add_bias_linear")
     for name in ("vocab_size", "make_vocab_size_divisible_by"):
         if type(given.get(name, 1)) is not int or given.get(name, 1) < 1:
-            raise CheckpointError(f"{where}: its arguments say that {name} is {given[name]!r}, which is no count")
+            raise CheckpointError(f"{where}: its argument {name} is {given[name]!r}; expected a positive integer")
     fields = {ours: given[theirs] for ours, theirs in SAME.items() if theirs in given}
     for name, field, known in (("normalization", "norm", NORMS), ("position_embedding_type", "position", POSITIONS)):
         if name in given and str(given[name]) not in known:
-            refused.append(f"{name} is {given[name]}")
+            unsupported.append(f"{name} is {given[name]}")
         elif name in given:
             fields[field] = known[str(given[name])]
-    if refused:
-        raise CheckpointError(f"{where}: was trained with what megatron_lite does not compute: {listed(refused)}")
+    if unsupported:
+        raise CheckpointError(
+            f"{where}: its model uses arguments that megatron_lite does not compute: {listed(unsupported)}"
+        )
     if given.get("tokenizer_type") == "NullTokenizer" and "vocab_size" in fields:
-        fields["vocab_size"] += 1  # it adds an end-of-document token to what --vocab-size says
+        fields["vocab_size"] += 1  # it adds an end-of-document token to --vocab-size
     if given.get("use_rotary_position_embeddings"):
         fields["position"] = "rotary"
     if "num_attention_heads" in given:
@@ -106,19 +108,19 @@ def fields_of(args: Mapping[str, Any], where: Path) -> dict[str, Any]:
 def _activation(args: Mapping[str, Any]) -> str:
     if args.get("swiglu"):
         return "swiglu"
-    # The kernel that adds the bias as well is of the tanh form, the plain one is not.
+    # The kernel that also adds the bias has the tanh form, the plain one does not.
     fused = args.get("bias_gelu_fusion", False) and args.get("add_bias_linear", True)
     return "gelu_tanh" if fused or args.get("openai_gelu") else "gelu"
 
 
 def padded_rows(vocab_size: int, tensor: int, divisible_by: int = DIVISIBLE_BY) -> int:
-    """Of vocabulary tables, on so many tensor-parallel ranks."""
+    """The rows of a vocabulary table, padded for `tensor` ranks."""
     multiple = divisible_by * tensor
     return -(-vocab_size // multiple) * multiple
 
 
 def check_model(model: ModelConfig, tensor: int, pipeline: int) -> None:
-    """Megatron-LM's code computes this model, on so many ranks."""
+    """Raise ConfigError unless Megatron-LM's code computes this model on so many ranks."""
     others = []
     if model.top_query_layer:
         others.append("model.top_query_layer is True")
@@ -139,13 +141,13 @@ def check_model(model: ModelConfig, tensor: int, pipeline: int) -> None:
 def args_for(
     model: ModelConfig, *, tensor: int, pipeline: int, iteration: int, dtype: torch.dtype
 ) -> argparse.Namespace:
-    """What --use-checkpoint-args takes over, and what a run's own arguments are compared with."""
+    """The arguments that --use-checkpoint-args loads, and that a run's own arguments are compared with."""
     arguments = {theirs: getattr(model, ours) for ours, theirs in SAME.items()}
     grouped = model.query_groups != model.num_heads
     return argparse.Namespace(
         **{
             **arguments,
-            **REFUSED,
+            **UNSUPPORTED,
             "kv_channels": model.head_size,
             "ffn_hidden_size": model.ffn_size,
             "seq_length": model.max_position_embeddings,
@@ -165,7 +167,7 @@ def args_for(
             "apply_query_key_layer_scaling": False,
             "make_vocab_size_divisible_by": DIVISIBLE_BY,
             "padded_vocab_size": padded_rows(model.vocab_size, tensor),
-            # Compared where --vocab-file is given, which is GPT-2's tokenizer.
+            # Compared only with --vocab-file, for GPT-2's tokenizer.
             "tokenizer_type": "GPT2BPETokenizer" if model.vocab_size == 50257 else None,
             "tensor_model_parallel_size": tensor,
             "pipeline_model_parallel_size": pipeline,

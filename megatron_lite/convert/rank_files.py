@@ -1,7 +1,6 @@
-"""A model cut over tensor-parallel ranks with a torch file for each: whole tensors out of the cuts, and back."""
+"""A model in a torch file for each tensor-parallel rank: full tensors from their shards, and back."""
 
-from collections.abc import Callable, Mapping, Sequence
-from math import prod
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +10,11 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from megatron_lite.config.schema import ModelConfig
+from megatron_lite.convert.recipe import Progress
 from megatron_lite.convert.torch_file import TorchFile, TorchWriter, flatten
 from megatron_lite.errors import CheckpointError
 from megatron_lite.parallel.shard import Shard
 from megatron_lite.text import listed
-
-Progress = Callable[[int], None]
 
 
 class ShardedTensor:
@@ -44,7 +42,7 @@ class ShardedTensor:
         return tuple(n * (len(self.shards) if dim == shard.dim else 1) for dim, n in enumerate(shape))
 
     def join(self, shard: Shard, rows: int | None = None) -> Tensor:
-        """The full tensor; `rows` cuts it to that many rows, or fills it up with rows of zeros."""
+        """The full tensor; with `rows`, its first rows, with rows of zeros if it has fewer."""
         shape = self.shape(shard)
         for file, local in zip(self.files, self.shards, strict=True):
             file.check_size()
@@ -72,33 +70,35 @@ def sharded_tensors(files: Sequence[TorchFile], contents: Sequence[Any]) -> dict
 
 
 def model_of(where: Path, fields: Mapping[str, Any]) -> ModelConfig:
-    """The model section that a foreign checkpoint amounts to."""
+    """The model section with these fields; `where` is for the CheckpointError if they are invalid."""
     try:
         return ModelConfig.model_validate(fields, strict=False)
     except ValidationError as error:
         problems = [f"model.{'.'.join(map(str, e['loc']))}: {e['msg']} (got {e['input']!r})" for e in error.errors()]
-        raise CheckpointError(f"{where}: describes no model of ours; {listed(problems)}") from None
+        raise CheckpointError(
+            f"{where}: does not describe a model that megatron_lite has; {listed(problems)}"
+        ) from None
 
 
 def write_shards(
     writers: Sequence[TorchWriter],
     name: str,
-    whole: Tensor,
+    full: Tensor,
     shard: Shard,
     *,
     progress: Progress,
     rows: int | None = None,
 ) -> None:
-    """Each tensor-parallel rank's piece goes into its file; with `rows`, of the tensor with zeros to that many."""
+    """Write each tensor-parallel rank's shard into its file; with `rows`, shards of a table with that many rows.
+
+    Rows beyond those of `full` are zeros.
+    """
+    size = len(writers)
     for rank, writer in enumerate(writers):
-        writer.write(name, _piece(whole, shard, rank, len(writers), rows))
-        shape = whole.shape if rows is None else (rows, *whole.shape[1:])
-        progress(prod(shard.local_shape(shape, len(writers))) * whole.dtype.itemsize)
-
-
-def _piece(whole: Tensor, shard: Shard, rank: int, size: int, rows: int | None) -> Tensor:
-    if rows is None:
-        return shard.split(whole, rank, size)
-    piece = whole[rank * rows // size : (rank + 1) * rows // size]
-    lacking = rows // size - len(piece)
-    return F.pad(piece, (0, 0, 0, lacking)) if lacking else piece
+        if rows is None:
+            local = shard.split(full, rank, size)
+        else:
+            local = full[rank * rows // size : (rank + 1) * rows // size]
+            local = F.pad(local, (0, 0, 0, rows // size - len(local)))
+        writer.write(name, local)
+        progress(local.numel() * local.dtype.itemsize)

@@ -1,8 +1,8 @@
-"""What a format is to the converter: for each of our parameters, which foreign tensors it is made of, and back.
+"""A format, as the converter sees it: a recipe for each of our parameters from foreign tensors, and back.
 
-A model in any format is a `Checkpoint`: whole tensors, one at a time, under our names. A format states its recipes
-once, as pairs of inverse functions; reading, writing and checking all follow from them. Which parameters a model has,
-and in what shapes, is asked of the model itself, built without memory; so no list of names can drift from the code.
+A model in any format is a `Checkpoint`: full tensors, one at a time, under our names. A format states its recipes once,
+as pairs of inverse functions; reading, writing and checking follow from them. The names and shapes of parameters come
+from the model itself, built without memory, so no list of names can drift from the code.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -25,26 +25,29 @@ from megatron_lite.parallel.shard import ParamTable, Shard
 from megatron_lite.text import listed
 
 HEAD = "output_layer.weight"
-VOCABULARY_TABLES = (WORD_EMBEDDINGS, HEAD)  # with a row for each token, and some of padding
-RUN = 1 << 20  # numbers looked at together
+VOCABULARY_TABLES = (WORD_EMBEDDINGS, HEAD)  # a row for each token, and rows of padding
+BLOCK = 1 << 20  # values compared at a time
+
+Progress = Callable[[int], None]
+"""A function that gets the bytes of each tensor that was written."""
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A model that is somewhere, in some format, seen as ours.
+    """A model in any format, under our names.
 
-    `tensors` describe whole tensors by our names, with `model.padded_vocab` rows of vocabulary; `read` brings one.
+    `tensors` describes full tensors, with `model.padded_vocab` rows of vocabulary; `read` returns one of them.
     """
 
     model: ModelConfig
     tensors: Mapping[str, Spec]
     read: Callable[[str], Tensor]
     iteration: int = 0
-    tokenizer: Mapping[str, Path] = field(default_factory=dict)  # files to carry along, by name
-    tokenizer_spec: str = ""  # data.tokenizer of its config; `bytes` has no files to carry
-    notes: Sequence[str] = ()  # what a user should know: what was left out, or padded
-    origin: Mapping[str, Any] = field(default_factory=dict)  # what a checkpoint of ours records beside its config
-    custom: ParamTable | None = None  # the parameters of a custom model, which may be other than those of `model`
+    tokenizer: Mapping[str, Path] = field(default_factory=dict)  # files to copy, by name
+    tokenizer_spec: str = ""  # data.tokenizer of its config; `bytes` has no files
+    notes: Sequence[str] = ()  # facts for the user: tensors left out, or padded
+    origin: Mapping[str, Any] = field(default_factory=dict)  # facts that our checkpoints record beside the config
+    custom: ParamTable | None = None  # the parameters of a custom model, which can differ from those of `model`
 
 
 class Readable(Protocol):
@@ -62,24 +65,22 @@ class Readable(Protocol):
 class Format(Readable, Protocol):
     """A foreign format, as a module: its checkpoints can be read and written."""
 
-    def write(
-        self, path: Path, checkpoint: Checkpoint, *, tensor: int, pipeline: int, progress: Callable[[int], None]
-    ) -> None:
-        """Write a checkpoint into the folder `path` for so many ranks; `progress` gets the bytes of each tensor."""
+    def write(self, path: Path, checkpoint: Checkpoint, *, tensor: int, pipeline: int, progress: Progress) -> None:
+        """Write a checkpoint into the folder `path` for `tensor` x `pipeline` ranks."""
         ...
 
 
 def in_dtype(checkpoint: Checkpoint, dtype: torch.dtype) -> Checkpoint:
-    """The same model in another number format; reading raises CheckpointError where that cannot hold a number."""
+    """The same model in another dtype; reading raises CheckpointError for a value that the dtype cannot hold."""
 
     def read(name: str) -> Tensor:
-        whole = checkpoint.read(name)
-        rounded = whole.to(dtype)
-        # In runs, or the comparison would take as much memory as the tensor.
-        for before, after in zip(whole.reshape(-1).split(RUN), rounded.reshape(-1).split(RUN), strict=True):
+        full = checkpoint.read(name)
+        rounded = full.to(dtype)
+        # Comparing all values at once would take as much memory as the tensor.
+        for before, after in zip(full.reshape(-1).split(BLOCK), rounded.reshape(-1).split(BLOCK), strict=True):
             if (after.isinf() & before.isfinite()).any():
                 raise CheckpointError(
-                    f"{name} has numbers up to {before.abs().max():.3g}, which {dtype} cannot hold; use bf16 or fp32"
+                    f"{name} has values up to {before.abs().max():.3g}, which {dtype} cannot hold; use bf16 or fp32"
                 )
         return rounded
 
@@ -89,10 +90,10 @@ def in_dtype(checkpoint: Checkpoint, dtype: torch.dtype) -> Checkpoint:
 
 @dataclass(frozen=True)
 class Recipe:
-    """One of our parameters and the foreign tensors that say the same.
+    """One of our parameters and the foreign tensors with the same values.
 
-    `join` gets whole foreign tensors in the order of `names`, `split` is its inverse. Both work on the meta device too,
-    which is how the foreign shapes are known. `shards` say how the format cuts each over tensor-parallel ranks.
+    `join` gets full foreign tensors in the order of `names`; `split` is its inverse. Both also work on the meta device,
+    where `split` gives the foreign shapes. `shards` describe how the format shards each over tensor-parallel ranks.
     """
 
     names: tuple[str, ...]
@@ -101,17 +102,17 @@ class Recipe:
     shards: tuple[Shard, ...] = ()
 
     def foreign_shapes(self, shape: Sequence[int]) -> list[tuple[int, ...]]:
-        """Of the whole foreign tensors, for our tensor of this shape."""
+        """The shapes of the full foreign tensors for our tensor of this shape."""
         return [tuple(tensor.shape) for tensor in self.split(torch.empty(tuple(shape), device="meta"))]
 
 
 def full_table(model: ModelConfig) -> ParamTable:
-    """Every parameter of the model on one rank, where a tied head is the embedding itself. Takes no memory."""
+    """Every parameter of the model on one rank, where a tied head is the embedding itself; takes no memory."""
     return stage_table(model, pipeline=1, stage=0)
 
 
 def stage_table(model: ModelConfig, *, pipeline: int, stage: int) -> ParamTable:
-    """Every parameter of one stage of a pipeline that shares layers out evenly. Takes no memory."""
+    """Every parameter of one stage of a pipeline with equal stages; takes no memory."""
     ctx = ParallelContext.at(Grid(pp=pipeline), stage)
     with torch.random.fork_rng(devices=[]):
         rng = RngTracker(torch.device("cpu"), default_seed=0, tensor_parallel_seed=0)
@@ -120,28 +121,28 @@ def stage_table(model: ModelConfig, *, pipeline: int, stage: int) -> ParamTable:
 
 
 def stage_tables(model: ModelConfig, custom: ParamTable | None, *, tensor: int, pipeline: int) -> list[ParamTable]:
-    """The parameters of every stage of a pipeline."""
+    """The parameters of every stage of a pipeline; raises ConfigError for a custom model that cannot be split so."""
     if custom is None:
         return [stage_table(model, pipeline=pipeline, stage=stage) for stage in range(pipeline)]
     if pipeline > 1:
         raise ConfigError(
-            f"--pipeline is {pipeline}, but a custom model built the source, and its stages are not known; use 1, and "
-            "change the number of stages when training resumes"
+            f"--pipeline is {pipeline}, but the source is a custom model with unknown stages; use 1, and change "
+            "parallel.pipeline when training resumes"
         )
     for name, meta in custom.items():
         try:
             meta.shard.local_shape(meta.shape, tensor)
         except ValueError as error:
-            raise ConfigError(f"--tensor is {tensor}, into which {name} cannot be split: {error}") from error
+            raise ConfigError(f"--tensor is {tensor}, but {name} cannot be split so: {error}") from error
     return [custom]
 
 
 def check_names(
     where: Path, recipes: Mapping[str, Recipe], table: ParamTable, found: Mapping[str, tuple[int, ...]]
 ) -> None:
-    """The foreign tensors are those of the recipes, in the shapes that the model says: all are there, none is left.
+    """Raise CheckpointError unless the foreign tensors are those of the recipes, in the shapes of the model.
 
-    found   foreign name -> shape of the whole tensor
+    found   foreign name -> shape of the full tensor
     """
     expected: dict[str, tuple[int, ...]] = {}
     for name, recipe in recipes.items():
@@ -159,4 +160,4 @@ def check_names(
     if differing:
         problems.append(listed(differing))
     if problems:
-        raise CheckpointError(f"{where}: has other tensors than the model that it describes; {'; '.join(problems)}")
+        raise CheckpointError(f"{where}: its tensors are not those of the model it describes; {'; '.join(problems)}")

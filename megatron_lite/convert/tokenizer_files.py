@@ -1,14 +1,14 @@
-"""A model's tokenizer travels with it: its files by the names that Hugging Face gives them, and as one of our SPECs."""
+"""The files of a model's tokenizer, by Hugging Face's names and as one of our SPECs; converters copy them."""
 
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
-from megatron_lite.checkpoint.tensor_file import explained
+from megatron_lite.checkpoint.tensor_file import save_errors
 from megatron_lite.data.tokenizer import Tokenizer, build_tokenizer
 from megatron_lite.errors import MegatronLiteError
 
-# All that Hugging Face may have; weights and configs are not carried along.
+# All names of Hugging Face; weights and configs are not copied.
 NAMES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -19,7 +19,7 @@ NAMES = (
     "tokenizer.model",
     "chat_template.jinja",
 )
-# No file of a tokenizer, but of the ends of a text: it goes where the tokenizer goes.
+# Not a file of a tokenizer, but with its end token.
 BESIDE = ("generation_config.json",)
 
 
@@ -30,7 +30,7 @@ def files_in(folder: Path) -> dict[str, Path]:
 
 
 def files_of(spec: str) -> dict[str, Path]:
-    """The files that a SPEC of ours names, as far as they are there."""
+    """The files of one of our SPECs that exist, by name."""
     kind, _, place = spec.partition(":")
     if kind == "gpt2":
         vocab, _, merges = place.partition(",")
@@ -46,15 +46,15 @@ def files_of(spec: str) -> dict[str, Path]:
 
 
 def carry(files: Mapping[str, Path], folder: Path) -> None:
-    """Copies the files into the folder."""
-    with explained("copying the tokenizer", folder):
+    """Copy the files into the folder."""
+    with save_errors("copying the tokenizer", folder):
         folder.mkdir(exist_ok=True)
         for name, path in files.items():
             shutil.copyfile(path, folder / name)
 
 
 def spec_in(folder: Path) -> str:
-    """The SPEC of the tokenizer whose files are in the folder; empty where ours would not read them."""
+    """The SPEC of the tokenizer in the folder; empty if we have none for its files."""
     have = files_in(folder)
     if "tokenizer.json" in have:
         return f"hf:{have['tokenizer.json']}"
@@ -66,7 +66,7 @@ def spec_in(folder: Path) -> str:
 
 
 def readable(spec: str, vocab_size: int) -> Tokenizer | None:
-    """The tokenizer, if we can read it and the model has a row for each of its tokens."""
+    """The tokenizer; None if we cannot read it or the model has too few rows for its tokens."""
     try:
         tokenizer = build_tokenizer(spec) if spec else None
     except MegatronLiteError:

@@ -17,9 +17,10 @@ from typing import IO, Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from megatron_lite.checkpoint.tensor_file import explained, sync_folder
+from megatron_lite.checkpoint.tensor_file import save_errors
 from megatron_lite.convert.safe_pickle import SafePickle, StoredTensor
 from megatron_lite.errors import CheckpointError, DamagedCheckpoint
+from megatron_lite.files import sync_folder
 
 CHUNK_BYTES = 8 << 20  # written at a time
 
@@ -134,7 +135,7 @@ class TorchWriter:
     def __init__(self, path: Path, content: Mapping[str, Any]):
         """`content` is saved; of its tensors, made by torch.empty and not touched, only shapes and dtypes are used."""
         self.path = path
-        with explained("writing", path):
+        with save_errors("writing", path):
             path.open("xb").close()
             try:
                 with torch.serialization.skip_data():
@@ -154,7 +155,7 @@ class TorchWriter:
         place = self._tensors.pop(name)
         assert (place.tensor.dtype, place.tensor.shape) == (tensor.dtype, tensor.shape), (name, tensor.shape)
         data = tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().data
-        with explained("writing", self.path):
+        with save_errors("writing", self.path):
             self._file.seek(self._records[f"data/{place.key}"].start)
             done = 0
             while done < len(data):
@@ -163,7 +164,7 @@ class TorchWriter:
     def close(self) -> None:
         """Return when the disk has every byte."""
         assert not self._tensors, f"{self.path}: {len(self._tensors)} tensors did not come"
-        with explained("writing", self.path), self._file:
+        with save_errors("writing", self.path), self._file:
             os.fsync(self._file.fileno())
             sync_folder(self.path.parent)
 

@@ -1,8 +1,8 @@
-"""Whether a converted checkpoint is the original: logits of both, on random tokens, in one process, and every weight.
+"""Verification of a converted checkpoint: logits of both models on random tokens, and every weight.
 
-A model that is stored in Hugging Face's format is computed by transformers, which has its own mind about what the files
-mean; one in another format is read into our model. Here, unlike in conversion, models are in memory whole.
-Weights that a conversion rounds are rounded on both sides.
+A model in Hugging Face's format is computed by transformers, which is independent of our reader; other formats are read
+into our model. Unlike in conversion, full models are in memory. Weights that a conversion rounds are rounded on both
+sides.
 """
 
 from collections.abc import Callable
@@ -25,11 +25,11 @@ SEQUENCES, LENGTH = 2, 64
 TOLERANCE = 1e-4  # of the largest logit: fp32 sums in another order
 
 Logits = Callable[[Tensor], Tensor]
-"""Tokens `[b, s]` -> logits `[b, s, v]` in fp32, with or without those of the vocabulary's padding."""
+"""Tokens `[b, s]` -> logits `[b, s, v]` in fp32, with or without the vocabulary's padding."""
 
 
 def check_logits(source: Logits, target: Logits, checkpoint: Checkpoint) -> str:
-    """A line that says how far the logits are apart; CheckpointError where that is more than rounding explains."""
+    """A line with the largest difference of logits; CheckpointError if rounding does not explain it."""
     length = min(LENGTH, checkpoint.model.max_position_embeddings)
     generator = torch.Generator().manual_seed(1234)
     tokens = torch.randint(checkpoint.model.vocab_size, (SEQUENCES, length), generator=generator)
@@ -37,24 +37,24 @@ def check_logits(source: Logits, target: Logits, checkpoint: Checkpoint) -> str:
         before, after = (side(tokens)[..., : checkpoint.model.vocab_size] for side in (source, target))
     difference, scale = (after - before).abs().max().item(), before.abs().max().item()
     allowed = TOLERANCE * scale
-    said = f"logits of {SEQUENCES} x {length} random tokens differ by at most {difference:.3g} and reach {scale:.3g}"
-    if not difference <= allowed:  # so that nan is not fine
+    result = f"logits of {SEQUENCES} x {length} random tokens differ by at most {difference:.3g} and reach {scale:.3g}"
+    if not difference <= allowed:  # also true for nan
         raise CheckpointError(
-            f"{said}, and at most {allowed:.3g} is rounding: the converted model is another one, so it was not kept. "
-            "Please report this, with the config of the source"
+            f"{result}, and at most {allowed:.3g} is rounding; the target was removed. Please report this, with the "
+            "config of the source"
         )
-    return f"verified: {said}"
+    return f"verified: {result}"
 
 
 def check_weights(source: Checkpoint, target: Checkpoint) -> str:
-    """A line that says that every weight is equal to the bit; CheckpointError where one is not.
+    """A line with the number of bitwise equal weights; CheckpointError if one differs.
 
-    Rows of vocabulary that no token has are left out: formats differ in them.
+    Rows of the vocabulary's padding, which depend on the format, are left out.
     """
 
     def bits(checkpoint: Checkpoint, name: str) -> Tensor:
-        whole = checkpoint.read(name)
-        rows = whole[: source.model.vocab_size] if name in VOCABULARY_TABLES else whole
+        full = checkpoint.read(name)
+        rows = full[: source.model.vocab_size] if name in VOCABULARY_TABLES else full
         return rows.contiguous().view(torch.uint8)
 
     differing = [
@@ -66,8 +66,8 @@ def check_weights(source: Checkpoint, target: Checkpoint) -> str:
     ]
     if differing:
         raise CheckpointError(
-            f"{listed(differing)}: what was written differs from the source, so it was not kept. Please report this, "
-            "with the config of the source"
+            f"{listed(differing)}: the target differs from the source and was removed. Please report this, with the "
+            "config of the source"
         )
     return f"all {len(source.tensors):,} tensors are equal to the bit"
 
@@ -87,7 +87,7 @@ def ours(checkpoint: Checkpoint) -> Logits:
 
 
 def of_transformers(folder: Path, dtype: torch.dtype | None) -> Logits:
-    """The logits of transformers' own model, its weights rounded to a number format if one is given."""
+    """The logits of transformers' model, with weights rounded to `dtype` if given."""
     try:
         from transformers import AutoModelForCausalLM
         from transformers.utils.logging import disable_progress_bar
@@ -96,10 +96,10 @@ def of_transformers(folder: Path, dtype: torch.dtype | None) -> Logits:
             f"--verify compares with transformers, which cannot be imported ({error}); install it with "
             "`pip install transformers`, or leave out --verify"
         ) from None
-    disable_progress_bar()  # ours is there already
+    disable_progress_bar()  # the converter has one
     try:
         model = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # whatever transformers finds wrong
+    except Exception as error:  # transformers raises many classes
         raise CheckpointError(f"{folder}: transformers cannot load it: {type(error).__name__}: {error}") from error
     if dtype:
         for parameter in model.parameters():  # buffers, such as angles, are computed and not stored

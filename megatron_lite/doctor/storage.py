@@ -18,7 +18,6 @@ from pathlib import Path
 
 from megatron_lite.checkpoint.directory import iterations
 from megatron_lite.checkpoint.lock import LOCK_FILE
-from megatron_lite.checkpoint.tensor_file import ADVICE, sync_folder
 from megatron_lite.config.schema import Config
 from megatron_lite.config.sizes import num_parameters, state_bytes
 from megatron_lite.config.validate import with_vocab_size
@@ -28,6 +27,7 @@ from megatron_lite.data.indexed import IndexedDataset, bin_path, idx_path
 from megatron_lite.data.tokenizer import build_tokenizer, tokenizer_hash
 from megatron_lite.doctor.findings import Finding, ask, hosts_of, local_rank, problems, readable, where
 from megatron_lite.errors import CheckpointError, ConfigError, DataError
+from megatron_lite.files import ADVICE, sync_folder
 from megatron_lite.parallel.agreement import on_first
 from megatron_lite.parallel.collectives import barrier
 from megatron_lite.parallel.context import Group

@@ -1,1 +1,1 @@
-"""Pipeline parallelism: in which order each rank computes its forwards and backwards, and how that order is run."""
+"""Pipeline parallelism: schedules of forwards and backwards for each rank, and an engine that executes them."""

@@ -1,17 +1,15 @@
-"""What a pipeline schedule is made of: one action is one pass of one micro-batch through one stage.
+"""The actions of a pipeline schedule: each is one pass of one micro-batch through one stage.
 
-Letters: F forward, B whole backward, I backward to the input only, W backward to the weights only (I and W are
-the two halves of a B, so that the previous stage need not wait for the weights' half).
-
-A schedule says nothing about sends and receives. Who waits for whom follows from the stage of an action, which
-is chunk * pp + rank: with several chunks a micro-batch passes every rank several times.
+F is a forward, B a full backward. I and W are the halves of a B, the gradients of inputs and of weights, so that the
+previous stage need not wait for W. A schedule contains no sends and receives: they follow from the stage of an action,
+which is chunk * pp + rank.
 """
 
 from typing import NamedTuple
 
 
 class Action(NamedTuple):
-    """One item of a rank's list; prints as F3.0: forward of micro-batch 3 in model chunk 0."""
+    """One item of a rank's list; F3.0 is the forward of micro-batch 3 in model chunk 0."""
 
     op: str  # F, B, I or W
     microbatch: int
@@ -21,8 +19,8 @@ class Action(NamedTuple):
         return f"{self.op}{self.microbatch}.{self.chunk}"
 
     def stage(self, rank: int, pp: int) -> int:
-        """Number of the action's stage along the whole model, when `rank` of `pp` does it."""
+        """The stage, numbered over the full model, of this action on `rank` of `pp`."""
         return self.chunk * pp + rank
 
 
-Schedule = list[list[Action]]  # for each pipeline rank, what it does, in order
+Schedule = list[list[Action]]  # for each pipeline rank, its actions in order

@@ -1,14 +1,12 @@
-"""Messages between neighbouring pipeline ranks, through pipes that deliver in the order in which they were filled.
+"""Messages between neighbouring pipeline ranks, through pipes that deliver in order.
 
-A pipe leads one way, from one rank to its neighbour, and has a process group of its own. NCCL runs what was started in
-one group in that order, so with one group for both directions two neighbours that each send first would wait for each
-other for ever; Gloo cannot show that hang.
+A pipe leads from one rank to a neighbour and has its own process group. NCCL runs the operations of a group in order,
+so with one group for both directions two neighbours that both send first would deadlock. Gloo does not show that.
 
-Nor can it show another: an open receive occupies a GPU until the message comes, so if one were opened before the work
-that the message depends on, whatever waits for the whole device meanwhile (a kernel being tuned, memory being given
-back) would wait for ever. So there receives are opened when their message is needed, which is early: the host runs
-ahead of the device, and a receive goes around the queue of work. Where nothing waits for a whole device they are opened
-one ahead, and a message is not held up by the question whether it may come.
+An open receive occupies a GPU until its message comes. If it were opened before the work on which the message depends,
+an operation that synchronizes the device (kernel tuning, freeing memory) would deadlock. So on a GPU a receive is
+opened when its message is needed, which is early, because the host runs ahead of the device and the receive has its own
+stream. On the CPU one receive is opened ahead.
 """
 
 from collections import deque
@@ -28,7 +26,7 @@ from megatron_lite.parallel.context import ParallelContext
 
 @dataclass(frozen=True)
 class Message:
-    """What every message of a run looks like, agreed before it: none carries its own shape."""
+    """The shape, dtype and device of all messages of a run."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -36,7 +34,7 @@ class Message:
 
 
 class Pipe:
-    """One end of a one-way channel to or from the rank `peer`, a global one."""
+    """One end of a one-way channel to or from the global rank `peer`."""
 
     def __init__(self, peer: int, pg: dist.ProcessGroup):
         self.peer = peer
@@ -44,59 +42,58 @@ class Pipe:
         self._stream: torch.cuda.Stream | None = None
         self._opened: tuple[dist.Work, Tensor] | None = None
         self._sending: deque[tuple[dist.Work, Tensor]] = deque()
-        self._num_gone = 0  # messages of this run that are no longer in `_sending`
+        self._num_released = 0  # messages of this run that left `_sending`
 
     def send(self, tensor: Tensor) -> None:
-        """Starts to send; the tensor is held until it is known to have left."""
+        """Start to send; the tensor is kept until it has been sent."""
         while self._sending and self._sending[0][0].is_completed():
-            self.forget(self._num_gone + 1)
+            self.release(self._num_released + 1)
         tensor = tensor.contiguous()
         work = dist.isend(tensor, self.peer, group=self._pg)
         assert work is not None
         self._sending.append((work, tensor))
 
-    def forget(self, count: int) -> None:
-        """Lets go of the first `count` messages of this run; waits for those that have not left."""
-        while self._num_gone < count:
+    def release(self, count: int) -> None:
+        """Release the first `count` messages of this run; waits for unsent ones."""
+        while self._num_released < count:
             self._sending[0][0].wait()
             self._sending.popleft()
-            self._num_gone += 1
+            self._num_released += 1
 
     def drain(self) -> None:
-        """Returns when everything that was sent has left: the end of a run."""
-        self.forget(self._num_gone + len(self._sending))
-        self._num_gone = 0
+        """Wait for all messages of this run, and end it."""
+        self.release(self._num_released + len(self._sending))
+        self._num_released = 0
 
-    def expect(self, taken: list[int], message: Message, back: "Pipe") -> None:
-        """Announces the messages that this run will receive.
+    def expect(self, received: list[int], message: Message, back: "Pipe") -> None:
+        """Prepare for the messages of this run.
 
-        For each, `taken` has how many messages of the pipe `back` the peer had received when it sent this one. So they
-        can be let go when it comes. Gloo would not tell: to its `is_completed` nothing has left before it was waited
-        for, and what is sent would be held to the end of the run.
+        For each of them, `received` is the number of messages of the pipe `back` that the peer had received when it
+        sent it. They are released when it arrives, because `is_completed` of Gloo stays False until a `wait`.
         """
-        self._taken, self._message, self._back = deque(taken), message, back
+        self._received, self._message, self._back = deque(received), message, back
         if message.device.type == "cuda" and self._stream is None:
             self._stream = torch.cuda.Stream(message.device)
         self._open_ahead()
 
     def receive(self) -> Tensor:
-        """The next message, when it has come; on a GPU, when work that is queued from now on will find it there."""
-        assert self._taken, "more messages are received than were expected"
+        """The next message; on a GPU it is complete for work that is queued from now on."""
+        assert self._received, "more messages are received than were expected"
         work, tensor = self._opened or self._open()
         work.wait()
         if self._stream is not None:
             tensor.record_stream(torch.cuda.current_stream(tensor.device))
-        self._back.forget(self._taken.popleft())
+        self._back.release(self._received.popleft())
         self._open_ahead()
         return tensor
 
     def _open_ahead(self) -> None:
-        self._opened = self._open() if self._taken and may_open_ahead(self._message.device) else None
+        self._opened = self._open() if self._received and may_open_ahead(self._message.device) else None
 
     def _open(self) -> tuple[dist.Work, Tensor]:
         message = self._message
-        # A receive starts after what is queued in the stream that it is called in: in one of its own, at once. Its
-        # memory is of that stream too, as in another one's it could still be in use by queued work.
+        # A receive starts after the work queued in its stream, so in a separate stream it starts at once. Its memory is
+        # allocated in that stream, because memory of another stream could still be in use by queued work.
         with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
             tensor = torch.empty(message.shape, dtype=message.dtype, device=message.device)
             work = dist.irecv(tensor, self.peer, group=self._pg)
@@ -105,13 +102,13 @@ class Pipe:
 
 
 def may_open_ahead(device: torch.device) -> bool:
-    """Whether a receive may be open while other work is done on the device."""
+    """Return True if a receive can be open while the device does other work."""
     return device.type == "cpu"
 
 
 @dataclass
 class Pipes:
-    """A rank's ends: activations come from the previous rank and go to the next, gradients the other way."""
+    """A rank's pipes: activations flow from the previous rank to the next, gradients in reverse."""
 
     forward_in: Pipe | None = None
     forward_out: Pipe | None = None
@@ -120,10 +117,9 @@ class Pipes:
 
 
 def connect(ctx: ParallelContext, *, wraps: bool, timeout_seconds: float) -> Pipes:
-    """This rank's pipes. `wraps`: the last rank also hands over to the first, as several model chunks need.
+    """This rank's pipes; with `wraps`, for several model chunks, also from the last rank to the first.
 
-    Collective over the world: torch wants every rank to make every group, in the same order.
-    Communicates: a number through each pipe.
+    Collective over the world: every rank creates every group, in one order. Communicates: one element in each pipe.
     """
     pipes = Pipes()
     pp = ctx.grid.pp
@@ -142,8 +138,8 @@ def connect(ctx: ParallelContext, *, wraps: bool, timeout_seconds: float) -> Pip
                 elif ctx.rank == dst:
                     setattr(pipes, in_end, Pipe(src, pg))
                     greetings.append(partial(dist.recv, src=src, group=pg))
-    # In a group's first message NCCL connects its two ranks, and each waits in that call for the other. In a run, where
-    # each rank has an order of its own, they could wait in a circle; here all ranks have the pipes in one order.
+    # NCCL connects two ranks at their first message, and each waits for the other. In a run, with another order on each
+    # rank, that could deadlock; here all ranks have the pipes in one order.
     for greet in greetings:
         greet(torch.zeros(1, device=ctx.device))
     return pipes

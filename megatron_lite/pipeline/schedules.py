@@ -1,7 +1,7 @@
-"""Pipeline schedules as data: for each rank, the list of what it computes, in order.
+"""Pipeline schedules as data: for each rank, the list of its actions in order.
 
-A new schedule is a function that returns such lists and a line in `SCHEDULES`; nothing else knows a schedule by
-name. `build_schedule` plays the lists before it hands them out, so a wrong one is an error and never a hang.
+A new schedule is a function that returns such lists, and a line in `SCHEDULES`. `build_schedule` simulates the lists
+first, so a wrong one is an error and never a hang.
 """
 
 from collections.abc import Callable, Iterable
@@ -13,16 +13,16 @@ from megatron_lite.pipeline.simulate import check
 
 
 def gpipe(pp: int, microbatches: int) -> Schedule:
-    """Every forward, then every backward: each rank holds the activations of all micro-batches.
+    """Every forward, then every backward; each rank holds the activations of all micro-batches.
 
-    Source: GPipe, arXiv 1811.06965, Fig. 2c (there the backwards run from the last micro-batch to the first).
+    Source: GPipe, arXiv 1811.06965, Fig. 2c (there the order of the backwards is reversed).
     """
     order = [Action(op, m) for op in "FB" for m in range(microbatches)]
     return [list(order) for _ in range(pp)]
 
 
 def one_f_one_b(pp: int, microbatches: int) -> Schedule:
-    """Each backward as soon as it can run: as long as GPipe, but rank r holds at most pp - r micro-batches.
+    """Each backward as soon as possible; as long as GPipe, but rank r holds at most pp - r micro-batches.
 
     Source: PipeDream-Flush, Memory-Efficient Pipeline-Parallel DNN Training, arXiv 2006.09503, section 3.2.
     """
@@ -32,9 +32,9 @@ def one_f_one_b(pp: int, microbatches: int) -> Schedule:
 
 
 def interleaved(pp: int, microbatches: int, chunks: int) -> Schedule:
-    """1F1B over `chunks` model chunks on each rank: the bubble is `chunks` times shorter, with as many more sends.
+    """1F1B over `chunks` model chunks on each rank: a `chunks` times shorter bubble for `chunks` times more sends.
 
-    Micro-batches go in groups of pp: the whole group through chunk 0, then through chunk 1, and so on.
+    Micro-batches pass in groups of pp: the group through chunk 0, then through chunk 1, and so on.
     Source: Megatron-LM, arXiv 2104.04473, section 2.2 and Fig. 4 (bottom).
     """
     if chunks < 2:
@@ -43,8 +43,7 @@ def interleaved(pp: int, microbatches: int, chunks: int) -> Schedule:
         )
     if microbatches % pp:
         raise ConfigError(
-            f"schedule interleaved takes micro-batches in groups of one for each of the {pp} pipeline ranks; "
-            f"{microbatches} is not a multiple of {pp}"
+            f"schedule interleaved needs a multiple of {pp} micro-batches, one for each pipeline rank, got {microbatches}"
         )
     forwards = _in_groups("F", pp, microbatches, range(chunks))
     backwards = _in_groups("B", pp, microbatches, reversed(range(chunks)))
@@ -52,43 +51,40 @@ def interleaved(pp: int, microbatches: int, chunks: int) -> Schedule:
 
 
 def zero_bubble_h1(pp: int, microbatches: int) -> Schedule:
-    """1F1B with every backward cut in two and rank r's weight halves put off by r micro-batches.
+    """1F1B with every backward split in I and W, and W of rank r deferred by r micro-batches.
 
-    The gradient reaches the previous rank without waiting for weights, and the weights fill the time in which
-    1F1B would drain. A put-off half keeps its activations, so every rank holds as much as 1F1B's first: pp. From pp
-    micro-batches on a rank is idle for pp - 1 times F + I - W, or F or I if one of them is longer.
+    The previous rank does not wait for W, and W fills the time in which 1F1B would drain. A deferred W keeps its
+    activations, so every rank holds pp micro-batches, like the first of 1F1B. From pp micro-batches on a rank is idle
+    for pp - 1 times F + I - W, or F or I if one of them is longer.
     Source: Zero Bubble Pipeline Parallelism, arXiv 2401.10241, section 2.1 (ZB-H1).
     """
     schedule = []
     for rank, base in enumerate(one_f_one_b(pp, microbatches)):
         order = []
         for action in base:
-            if action.op == "F":
-                order.append(action)
-                continue
-            order.append(Action("I", action.microbatch))
-            if action.microbatch >= rank:
+            order.append(action if action.op == "F" else Action("I", action.microbatch))
+            if action.op == "B" and action.microbatch >= rank:
                 order.append(Action("W", action.microbatch - rank))
-        left = range(max(0, microbatches - rank), microbatches)
-        schedule.append(order + [Action("W", m) for m in left])
+        remaining = range(max(0, microbatches - rank), microbatches)
+        schedule.append(order + [Action("W", m) for m in remaining])
     return schedule
 
 
 def forward_only(pp: int, microbatches: int, chunks: int) -> Schedule:
-    """Forwards alone, for evaluation, in groups of pp micro-batches as interleaved does; the last may be smaller."""
+    """Forwards only, for evaluation, in groups of pp micro-batches; the last group may be smaller."""
     order = _in_groups("F", pp, microbatches, range(chunks))
     return [list(order) for _ in range(pp)]
 
 
 def _alternate(forwards: list[Action], backwards: list[Action], *, warmup: int) -> list[Action]:
-    """`warmup` forwards, then one forward and one backward in turn, then the backwards that are left."""
+    """`warmup` forwards, then one forward and one backward in turn, then the remaining backwards."""
     warmup = min(warmup, len(forwards))
     steady = [action for pair in zip(forwards[warmup:], backwards, strict=False) for action in pair]
     return forwards[:warmup] + steady + backwards[len(backwards) - warmup :]
 
 
 def _in_groups(op: str, pp: int, microbatches: int, chunks: Iterable[int]) -> list[Action]:
-    """`op` of every micro-batch in every chunk: pp micro-batches through each of `chunks` in turn, then the next pp."""
+    """`op` of every micro-batch in every chunk: pp micro-batches through all `chunks`, then the next pp."""
     order = list(chunks)
     return [
         Action(op, m, chunk)
@@ -98,7 +94,10 @@ def _in_groups(op: str, pp: int, microbatches: int, chunks: Iterable[int]) -> li
     ]
 
 
-def _with_one_chunk(name: str, make: Callable[[int, int], Schedule]) -> Callable[[int, int, int], Schedule]:
+Maker = Callable[[int, int, int], Schedule]  # (pp, microbatches, chunks)
+
+
+def _with_one_chunk(name: str, make: Callable[[int, int], Schedule]) -> Maker:
     def make_with_one_chunk(pp: int, microbatches: int, chunks: int) -> Schedule:
         if chunks != 1:
             raise ConfigError(
@@ -109,8 +108,8 @@ def _with_one_chunk(name: str, make: Callable[[int, int], Schedule]) -> Callable
     return make_with_one_chunk
 
 
-# By the names of parallel.schedule: (pp, microbatches, chunks) -> Schedule.
-SCHEDULES: dict[str, Callable[[int, int, int], Schedule]] = {
+# By the names of parallel.schedule.
+SCHEDULES: dict[str, Maker] = {
     "gpipe": _with_one_chunk("gpipe", gpipe),
     "1f1b": _with_one_chunk("1f1b", one_f_one_b),
     "interleaved": interleaved,
@@ -120,7 +119,7 @@ SCHEDULES: dict[str, Callable[[int, int, int], Schedule]] = {
 
 @cache
 def build_schedule(name: str, pp: int, microbatches: int, chunks: int) -> Schedule:
-    """The schedule of a name in `SCHEDULES`, or of "forward-only", checked; shared by all callers: do not change it."""
+    """The checked schedule of a name in `SCHEDULES`, or of "forward-only". Callers share it and must not change it."""
     makers = SCHEDULES | {"forward-only": forward_only}
     if name not in makers:
         raise ConfigError(f"there is no schedule {name!r}; use one of {', '.join(makers)}")

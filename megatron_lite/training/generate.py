@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron_lite.checkpoint import store
+from megatron_lite.checkpoint.contents import Contents
 from megatron_lite.checkpoint.directory import place_of
 from megatron_lite.checkpoint.layout import parse_config, read_layout
 from megatron_lite.checkpoint.match import check_provider
@@ -140,8 +141,7 @@ def load_model(
         iteration,
         ctx=ctx,
         table=param_table(chunks),
-        weights={name: LocalShard(parameter.detach()) for name, parameter in named_params(chunks).items()},
-        optimizer_state={},
+        contents=Contents({name: LocalShard(param.detach()) for name, param in named_params(chunks).items()}),
         config=config.model_dump(mode="json"),
         provider=provider_name(provider),
     )

@@ -1,4 +1,4 @@
-"""Which checkpoint a run starts from: its own newest one, or one that the config names."""
+"""The checkpoint that a run starts from: its own newest one, or one that the config names."""
 
 from pathlib import Path
 from typing import NamedTuple
@@ -17,22 +17,22 @@ from megatron_lite.errors import CheckpointError, NoCheckpoint
 
 
 def checkpoints_of(run_dir: str) -> Path:
-    """Folder of a run's checkpoints."""
+    """The folder of a run's checkpoints."""
     return Path(run_dir) / "checkpoints"
 
 
 class Start(NamedTuple):
     """The checkpoint that a run starts from."""
 
-    key: str  # of the config, which names its folder
-    root: Path  # on the machine that has looked for it
+    key: str  # config key that names its folder
+    root: Path  # on the machine that called find_start
     iteration: int
     is_chosen: bool = False  # by the user, not the newest
     notice: str = ""
 
 
 def local_root(config: Config, start: Start) -> Path:
-    """Where the start's folder of checkpoints is on this machine, which may have it under another path."""
+    """The start's folder of checkpoints on this machine, which may have it under another path."""
     if start.key == "run.dir":
         return checkpoints_of(config.run.dir)
     key = start.key.removeprefix("checkpoint.")
@@ -40,10 +40,10 @@ def local_root(config: Config, start: Start) -> Path:
 
 
 def find_start(config: Config) -> Start | None:
-    """The newest checkpoint of run.dir; without one that of `checkpoint.load`, of `checkpoint.load_weights`, or None.
+    """The newest checkpoint of run.dir, otherwise that of `checkpoint.load` or `checkpoint.load_weights`, or None.
 
-    A run that was branched off another one so resumes by the command that started it.
-    Raises NoCheckpoint for a folder to load from that holds none.
+    So the command that starts a run from another one also resumes it.
+    Raise NoCheckpoint where the folder to load from holds no checkpoint.
     """
     own, wanted = checkpoints_of(config.run.dir), config.checkpoint.load_iteration or None
     given = {"checkpoint.load": config.checkpoint.load, "checkpoint.load_weights": config.checkpoint.load_weights}
@@ -70,7 +70,7 @@ def find_start(config: Config) -> Start | None:
 
 
 def _older_than_newest(root: Path, iteration: int) -> str:
-    """Text where the tracker names an iteration that is not the newest: a user has gone back, or a digit is damaged."""
+    """A notice where the tracker does not name the newest iteration: a user has reset it, or a digit is damaged."""
     newest = max(iterations(root), default=iteration)
     if newest <= iteration:
         return ""

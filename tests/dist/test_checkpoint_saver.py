@@ -20,7 +20,7 @@ from megatron_lite.checkpoint.saver import Saver
 from megatron_lite.errors import CheckpointError
 from megatron_lite.parallel.context import ParallelContext
 from megatron_lite.parallel.grid import Grid
-from tests.helpers.checkpoints import CONFIG, TABLE, assert_holds, contents, held
+from tests.helpers.checkpoints import CONFIG, TABLE, as_contents, assert_holds, contents
 
 FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
@@ -47,9 +47,10 @@ class Training:
             self.said.append,
             must_be_done=must_be_done,
             copy_at_once=False,
-            **held(self.live),
+            **as_contents(
+                {**self.live, "rng": {"cpu": torch.full((5,), 10 * version + self.ctx.rank, dtype=torch.uint8)}}
+            ),
             table=TABLE,
-            rng={"cpu": torch.full((5,), 10 * version + self.ctx.rank, dtype=torch.uint8)},
             state={"iteration": version, "version": version, "loss_scale": 0.1},
             config=CONFIG,
             origin={},
@@ -106,7 +107,7 @@ def test_what_is_saved_is_what_was_there_when_training_went_on(ranks, tmp_path, 
         assert [line.split(" (")[0] for line in said if "successfully" in line] == [
             f"  successfully saved checkpoint from iteration       {n} to {tmp_path}" for n in (1, 2, 3)
         ]
-        assert text.count("it is copied and written while training goes on") == 2
+        assert text.count("it is copied and written while training continues") == 2
         assert text.count(" s, of which training waited ") == 2
 
 
@@ -139,7 +140,7 @@ def test_a_save_that_fails_is_told_and_loses_nothing(ranks, tmp_path, failing):
         assert line.endswith("Training goes on, and will stop if the next save fails too")
         kept = [line.split(" from")[0].strip() for line in said if not line.startswith(" saving")]
         copied = kept[1]
-        assert "written while training goes on" in copied and kept[3:] == [kept[0], copied, kept[0]]
+        assert "written while training continues" in copied and kept[3:] == [kept[0], copied, kept[0]]
 
 
 def fail_to_copy(root: Path, failing: int) -> list[str]:
@@ -275,7 +276,7 @@ def test_after_a_time_out_saves_go_on_in_the_background(ranks, tmp_path):
     """A connection that has timed out stays broken: every second save would fail for the rest of the run."""
     for said in ranks(2, time_out, tmp_path):
         assert sum("FAILED" in line for line in said) == 1
-        assert sum("written while training goes on" in line for line in said) == 3
+        assert sum("written while training continues" in line for line in said) == 3
 
 
 def fail_twice(root: Path) -> str:

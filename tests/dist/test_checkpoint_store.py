@@ -64,9 +64,9 @@ def test_pieces_join_to_the_whole_tensor(ranks, tmp_path):
     layout = read_layout(folder)
     for name, tensor in layout.tensors.items():
         for kind, value in tensor.values.items():
-            pieces = [load_file(folder / p.file)[p.key] for tp in range(2) for p in value.pieces if p.tp == tp]
+            shards = [load_file(folder / p.file)[p.key] for tp in range(2) for p in value.slices if p.tp == tp]
             dtype = torch.bfloat16 if kind == "weight" else torch.float32
-            assert torch.equal(tensor.shard.join(pieces), whole(name, kind, 3, dtype)), (name, kind)
+            assert torch.equal(tensor.shard.join(shards), whole(name, kind, 3, dtype)), (name, kind)
 
 
 def load_elsewhere(root: Path, tp: int, dp: int) -> tuple[int, int, str]:

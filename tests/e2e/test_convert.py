@@ -7,6 +7,7 @@ import torch
 from torch.testing import assert_close
 
 from megatron_lite.checkpoint import store
+from megatron_lite.checkpoint.contents import Contents
 from megatron_lite.checkpoint.directory import resolve
 from megatron_lite.checkpoint.layout import read_layout
 from megatron_lite.checkpoint.store import verify
@@ -81,8 +82,7 @@ def logits_of_ranks(folder: str) -> torch.Tensor:
         0,
         ctx=ctx,
         table=param_table(chunks),
-        weights=weights,
-        optimizer_state={},
+        contents=Contents(weights),
         config=config.model_dump(mode="json"),
     )
     with torch.no_grad():

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from megatron_lite.checkpoint import store
+from megatron_lite.checkpoint.contents import Contents
 from megatron_lite.checkpoint.directory import resolve
 from megatron_lite.ddp.local_shard import LocalShard
 from megatron_lite.parallel.context import ParallelContext
@@ -58,7 +59,7 @@ def save(
     given = {
         "ctx": ctx,
         "table": TABLE,
-        **held(contents(ctx, version)),
+        **contents(ctx, version),
         "rng": {"cpu": torch.full((5,), 10 * version + ctx.rank, dtype=torch.uint8)},
         "state": {"iteration": iteration, "version": version, "loss_scale": 0.1},
         "config": CONFIG,
@@ -67,14 +68,14 @@ def save(
     }
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
-        return store.save(root, iteration, **{**given, **held(changes)})
+        return store.save(root, iteration, **as_contents({**given, **changes}))
 
 
 def load(root: Path, iteration: int, ctx: ParallelContext, **changes: Any) -> tuple[store.Loaded, dict[str, Any]]:
     """What `load` returns, and the tensors that it filled."""
     into = contents(ctx, -1)
-    given = {"ctx": ctx, "table": TABLE, **held(into), "config": CONFIG}
-    return store.load(root, iteration, **{**given, **held(changes)}), into
+    given = {"ctx": ctx, "table": TABLE, **into, "config": CONFIG}
+    return store.load(root, iteration, **as_contents({**given, **changes})), into
 
 
 def bytes_of(values: Any) -> int:
@@ -82,17 +83,16 @@ def bytes_of(values: Any) -> int:
     return values.nbytes if isinstance(values, Tensor) else sum(map(bytes_of, values.values()))
 
 
-def held(given: dict[str, Any]) -> dict[str, Any]:
-    """The same with every weight and piece of optimizer state as what this rank holds: the whole of its cut."""
-    made = dict(given)
-    for what in {"weights", "optimizer_state"} & set(given):
-        made[what] = {
-            name: LocalShard(value.detach())
-            if isinstance(value, Tensor)
-            else {k: LocalShard(t) for k, t in value.items()}
-            for name, value in given[what].items()
-        }
-    return made
+def as_contents(given: dict[str, Any]) -> dict[str, Any]:
+    """The arguments with plain tensors of weights, optimizer_state and rng joined in one `contents`."""
+    rest = dict(given)
+    weights, state, rng = (rest.pop(key, {}) for key in ("weights", "optimizer_state", "rng"))
+    rest["contents"] = Contents(
+        {name: LocalShard(weight.detach()) for name, weight in weights.items()},
+        {name: {kind: LocalShard(value) for kind, value in kinds.items()} for name, kinds in state.items()},
+        rng,
+    )
+    return rest
 
 
 def assert_same(got: dict[str, Any], want: dict[str, Any]) -> None:

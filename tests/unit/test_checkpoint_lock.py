@@ -28,7 +28,7 @@ def test_a_second_run_is_told_who_holds_the_directory_until_that_one_has_ended(t
     with locked(tmp_path / "run", world=solo()):
         out, err = other_run(tmp_path / "run").communicate()
         assert out == "" and f"run.dir {tmp_path}/run is in use by process {os.getpid()} on " in err
-        assert "; wait until that run has ended, end it, or choose another run.dir" in err
+        assert "; wait for that run, end it, or choose another run.dir" in err
     out, err = other_run(tmp_path / "run").communicate()
     assert (out, err) == ("mine\n", "")
 
@@ -41,7 +41,7 @@ def test_file_systems_without_locks_do_not_stop_a_run(tmp_path, monkeypatch, cap
     with locked(tmp_path, world=solo()):
         pass
     assert capsys.readouterr().out == (
-        f" cannot lock {tmp_path} (No locks available): see that no other run trains there\n"
+        f" cannot lock {tmp_path} (No locks available): make sure that no other run trains there\n"
     )
 
 

@@ -70,15 +70,15 @@ def test_another_precision_is_named(root):
     into = contents(one_process(), -1, torch.float16)
     config = {**CONFIG, "train": {"precision": "fp16"}}
     assert refused(root, **into, config=config).endswith(
-        "weight of embedding.word_embeddings.weight is BF16, this run needs F16. Set train.precision (checkpoint: "
-        "bf16, config: fp16) as it was, or take the weights alone with checkpoint.load_weights"
+        "weight of embedding.word_embeddings.weight is BF16, this run needs F16. Restore train.precision (checkpoint: "
+        "bf16, config: fp16), or load the weights alone with checkpoint.load_weights"
     )
     into = contents(one_process(), -1, torch.float32)
     config = {**CONFIG, "train": {"precision": "fp32"}}
     assert refused(root, **into, config=config).endswith(
-        "of embedding.word_embeddings.weight it holds exp_avg, exp_avg_sq, master, weight, this run needs exp_avg, "
-        "exp_avg_sq, weight. Set train.precision (checkpoint: bf16, config: fp32) as it was, or take the "
-        "weights alone with checkpoint.load_weights"
+        "embedding.word_embeddings.weight has exp_avg, exp_avg_sq, master, weight, this run needs exp_avg, exp_avg_sq, "
+        "weight. Restore train.precision (checkpoint: bf16, config: fp32), or load the weights alone with "
+        "checkpoint.load_weights"
     )
 
 

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_lite.checkpoint import reshard
-from megatron_lite.checkpoint.layout import Piece, TensorLayout
+from megatron_lite.checkpoint.layout import StoredSlice, TensorLayout
 from megatron_lite.checkpoint.reshard import moves, rectangles
 from megatron_lite.parallel.shard import Shard
 
@@ -39,20 +39,20 @@ def test_any_piece_of_any_cut_is_filled_from_any_pieces_of_any_other(tensor, sou
     """Against plain slicing of the whole tensor."""
     whole = torch.arange(prod(tensor.shape)).view(tensor.shape)
     stored: dict[tuple[int, int], torch.Tensor] = {}
-    pieces = []
+    slices = []
     for rank in range(source if tensor.shard.is_split else 1):
         flat = tensor.shard.split(whole, rank, source).flatten()
         for start, end in runs(data.draw, flat.numel()):
             stored[rank, start] = flat[start:end].clone()
-            pieces.append(Piece(file="mp_rank_00/x.safetensors", key="x", tp=rank, pp=0, start=start, end=end))
+            slices.append(StoredSlice(file="mp_rank_00/x.safetensors", key="x", tp=rank, pp=0, start=start, end=end))
     for rank in range(target):
         cut = tensor.shard.split(whole, rank, target).flatten()
         for start, end in runs(data.draw, cut.numel()):
             wanted = rectangles(tensor.shape, tensor.shard, rank, target, start, end)
             filled = torch.full((end - start,), -1)
-            found = moves(tensor, pieces, source, wanted)
+            found = moves(tensor, slices, source, wanted)
             for move in found:
-                move.target.of(filled).copy_(move.source.of(stored[move.piece.tp, move.piece.start]))
+                move.target.of(filled).copy_(move.source.of(stored[move.stored.tp, move.stored.start]))
             assert torch.equal(filled, cut[start:end])
             assert sum(move.target.numel for move in found) == end - start, "something was copied twice"
 
@@ -66,8 +66,8 @@ def test_large_moves_go_in_steps_that_span_little_of_the_file(monkeypatch):
         TensorLayout(shape=(500,), shard=Shard(), values={}),
     ):
         whole = torch.arange(prod(tensor.shape)).view(tensor.shape)
-        piece = Piece(file="mp_rank_00/x.safetensors", key="x", tp=0, pp=0, start=0, end=whole.numel())
-        (move,) = moves(tensor, [piece], 1, rectangles(tensor.shape, tensor.shard, 1, 2))
+        slice_ = StoredSlice(file="mp_rank_00/x.safetensors", key="x", tp=0, pp=0, start=0, end=whole.numel())
+        (move,) = moves(tensor, [slice_], 1, rectangles(tensor.shape, tensor.shard, 1, 2))
         cut = tensor.shard.split(whole, 1, 2).flatten()
         filled, blocks = torch.full((cut.numel(),), -1), list(move.blocks())
         for block in blocks:

@@ -18,6 +18,7 @@ import torch
 from safetensors.torch import load_file
 
 from megatron_lite.checkpoint import store
+from megatron_lite.checkpoint.contents import Contents
 from megatron_lite.checkpoint.directory import TRACKER_FILE, iterations, read_latest
 from megatron_lite.checkpoint.layout import Layout, dump_layout, read_layout
 from megatron_lite.checkpoint.reshard import Move, rectangles
@@ -281,15 +282,15 @@ def test_a_checkpoint_that_another_run_prunes_while_it_is_read_is_not_damaged(tm
     assert len(problems) == len(layout.files)
     for problem in problems:
         assert type(problem) is CheckpointError
-        assert str(problem).startswith(f"{folder}: was there a moment ago and is gone")
-        assert "(checkpoint.keep); start again" in str(problem)
+        assert str(problem).startswith(f"{folder}: was deleted while it was read")
+        assert "(checkpoint.keep); restart from that one" in str(problem)
 
 
 def test_nothing_is_copied_after_an_error(tmp_path, monkeypatch):
     """A reader that came late would write the damaged checkpoint's numbers over those of the one before it."""
     layout = read_layout(save(tmp_path, 1, one_process()))
     tensor = layout.tensors[NAME]
-    (piece,) = tensor.values["weight"].pieces
+    (stored,) = tensor.values["weight"].slices
     (whole,) = rectangles(tensor.shape, tensor.shard, 0, 1)
     flat, started = torch.zeros(whole.numel, dtype=torch.bfloat16), []
     wait, cancelled = store.wait, threading.Event()
@@ -314,7 +315,7 @@ def test_nothing_is_copied_after_an_error(tmp_path, monkeypatch):
         monkeypatch.setattr(opened._readers, "submit", submit_numbered)
         monkeypatch.setattr(store, "wait", wait_after_cancelling)
         with pytest.raises(DamagedCheckpoint, match="the first block"):
-            opened.fill(flat, [Move(piece, whole, whole)] * 20)
+            opened.fill(flat, [Move(stored, whole, whole)] * 20)
         count, filled = len(started), flat.clone()
         cancelled.set()  # a fill that does not wait for its readers would let them copy from here on
     assert len(started) == count and torch.equal(flat, filled)
@@ -330,7 +331,7 @@ def load_a_quarter(root: Path, results) -> None:
     weights = {name: LocalShard(torch.ones(meta.shard.local_shape(meta.shape, 4))) for name, meta in LARGE.items()}
     Path("/proc/self/clear_refs").write_text("5")
     before = status("VmRSS")
-    store.load(root, 1, ctx=ctx, table=LARGE, weights=weights, optimizer_state={}, config=CONFIG)
+    store.load(root, 1, ctx=ctx, table=LARGE, contents=Contents(weights), config=CONFIG)
     results.put((sum(held.values.nbytes for held in weights.values()), status("VmHWM") - before))
 
 
@@ -342,8 +343,8 @@ def test_a_rank_needs_little_memory_beside_its_own_cut(tmp_path):
     """A fifth, where the file is four times as large as the cut: else what fits in training does not fit at its start.
     Of a process of its own, since this one has freed memory to use again."""
     weights = {name: LocalShard(torch.zeros(meta.shape)) for name, meta in LARGE.items()}
-    state = {"optimizer_state": {}, "rng": {}, "state": {}, "config": CONFIG, "origin": {}}
-    store.save(tmp_path, 1, ctx=one_process(), table=LARGE, weights=weights, keep=1, **state)
+    rest = {"state": {}, "config": CONFIG, "origin": {}}
+    store.save(tmp_path, 1, ctx=one_process(), table=LARGE, contents=Contents(weights), keep=1, **rest)
     processes = get_context("spawn")
     results = processes.Queue()
     process = processes.Process(target=load_a_quarter, args=(tmp_path, results))
@@ -381,8 +382,8 @@ def test_pipeline_stages_get_folders_of_their_own(tmp_path):
         "optimizer_dp_000.safetensors",
         "rng_dp_000.safetensors",
     ]
-    piece = read_layout(folder).tensors[NAME].values["exp_avg"].pieces[0]
-    assert (piece.tp, piece.pp, piece.start, piece.end) == (1, 1, 0, 24)
+    stored = read_layout(folder).tensors[NAME].values["exp_avg"].slices[0]
+    assert (stored.tp, stored.pp, stored.start, stored.end) == (1, 1, 0, 24)
 
 
 def test_a_checkpoint_spread_over_several_pieces_is_joined(tmp_path):

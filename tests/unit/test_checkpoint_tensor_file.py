@@ -15,8 +15,9 @@ from safetensors.torch import load_file
 
 from megatron_lite.checkpoint import tensor_file
 from megatron_lite.checkpoint.layout import CHUNK_BYTES, FileInfo, checksum
-from megatron_lite.checkpoint.tensor_file import TensorFile, explained, sync_folder, write_tensors
+from megatron_lite.checkpoint.tensor_file import TensorFile, save_errors, write_tensors
 from megatron_lite.errors import CheckpointError, DamagedCheckpoint
+from megatron_lite.files import sync_folder
 from megatron_lite.parallel.dtypes import SAFETENSORS_DTYPES
 from megatron_lite.parallel.waiting import current_wait
 from tests.helpers.limits import files_of_at_most
@@ -94,11 +95,11 @@ def test_a_disk_that_cannot_read_is_told(tmp_path, monkeypatch):
     ("damage", "message"),
     [
         (lambda path: path.unlink(), "is listed in layout.json but missing"),
-        (lambda path: path.write_bytes(path.read_bytes()[:-1]), "layout.json says .* the file was cut off or changed"),
-        (lambda path: path.write_bytes(b""), "has 0 bytes, layout.json says"),
+        (lambda path: path.write_bytes(path.read_bytes()[:-1]), "layout.json lists .* the file was cut off or changed"),
+        (lambda path: path.write_bytes(b""), "has 0 bytes, layout.json lists"),
         (lambda path: path.write_bytes(path.read_bytes() + b"x"), "the file was cut off or changed"),
-        (lambda path: flip(path, 20), "its header does not have the checksum that layout.json lists"),
-        (lambda path: flip(path, 0), "its header does not have the checksum that layout.json lists"),
+        (lambda path: flip(path, 20), "its header does not have the checksum in layout.json"),
+        (lambda path: flip(path, 0), "its header does not have the checksum in layout.json"),
         (
             lambda path: flip(path, -1),
             "tensor bytes has checksum [0-9a-f]{8} from its byte 0 on, layout.json lists [0-9a-f]{8}",
@@ -113,7 +114,7 @@ def test_damage_is_told_with_the_path_and_what_to_do(tmp_path, damage, message):
     damage(path)
     with pytest.raises(CheckpointError, match=message) as caught:
         TensorFile(path, info).get_all()
-    assert str(caught.value).startswith(str(path)) and "go on from another checkpoint" in str(caught.value)
+    assert str(caught.value).startswith(str(path)) and "resume from another checkpoint" in str(caught.value)
 
 
 def test_who_needs_a_slice_checks_just_that(tmp_path, monkeypatch):
@@ -131,7 +132,7 @@ def test_who_needs_a_slice_checks_just_that(tmp_path, monkeypatch):
         with pytest.raises(DamagedCheckpoint, match=f"tensor a has checksum .* from its byte {place} on"):
             file.read("a", 100, start, end)
     with pytest.raises(
-        DamagedCheckpoint, match=r"tensor a has 100 elements, layout\.json says 99; one of them is damaged"
+        DamagedCheckpoint, match=r"tensor a has 100 elements, layout\.json lists 99; one of them is damaged"
     ):
         file.read("a", 99, 0, 1)
 
@@ -161,7 +162,7 @@ def test_a_header_that_lies_is_damage(tmp_path, header):
     whole = struct.pack("<Q", len(header)) + header
     path.write_bytes(whole + bytes(8))
     info = FileInfo(bytes=len(whole) + 8, header_crc32=checksum(whole), crc32={"a": (checksum(bytes(8)),)})
-    with pytest.raises(DamagedCheckpoint, match=r"is not one of a safetensors file with the tensors that layout\.json"):
+    with pytest.raises(DamagedCheckpoint, match=r"does not describe the tensors that layout\.json"):
         TensorFile(path, info).get("a")
 
 
@@ -208,7 +209,7 @@ def test_a_disk_that_takes_no_more_is_told(tmp_path):
     ],
 )
 def test_errors_of_the_system_say_what_to_do(tmp_path, number, advice):
-    with pytest.raises(CheckpointError, match=advice) as caught, explained("writing", tmp_path):
+    with pytest.raises(CheckpointError, match=advice) as caught, save_errors("writing", tmp_path):
         raise OSError(number, os.strerror(number))
     assert str(caught.value).startswith(f"{tmp_path}: writing failed: ")
 

@@ -68,16 +68,16 @@ def test_what_only_some_ranks_have_is_said(tmp_path):
     """As of local SGD: nothing compared must not pass for equal."""
     with opened(tmp_path / "a", 1) as a:
         content = a.layout.model_dump()
-        for piece in content["tensors"][FC2]["values"]["exp_avg"]["pieces"]:
-            piece["dp"] = 1
+        for stored in content["tensors"][FC2]["values"]["exp_avg"]["slices"]:
+            stored["dp"] = 1
         with Opened(tmp_path / "a" / "iter_0000001", Layout.model_validate(content)) as b:
             assert difference(a, b, FC2, "exp_avg") == "not of the same data-parallel ranks in A and B"
-        content["tensors"][FC2]["values"]["weight"]["pieces"] = []
+        content["tensors"][FC2]["values"]["weight"]["slices"] = []
         with Opened(tmp_path / "a" / "iter_0000001", Layout.model_validate(content)) as b:
             assert difference(a, b, FC2, "weight") == "not of the same data-parallel ranks in A and B"
-        content["tensors"][FC2]["values"]["exp_avg_sq"]["pieces"][0]["end"] = 47
+        content["tensors"][FC2]["values"]["exp_avg_sq"]["slices"][0]["end"] = 47
         with Opened(tmp_path / "a" / "iter_0000001", Layout.model_validate(content)) as b:
-            assert difference(a, b, FC2, "exp_avg_sq") == "only 47 of 48 numbers are in both"
+            assert difference(a, b, FC2, "exp_avg_sq") == "only 47 of 48 elements are in both"
 
 
 def test_another_shape_is_said(tmp_path):
@@ -87,7 +87,7 @@ def test_another_shape_is_said(tmp_path):
         opened(tmp_path / "b", 1, table=table, **contents(one_process(), 1, table=table)) as b,
     ):
         assert difference(a, b, FC2, "weight") == (
-            "[4, 12] cut as Shard(dim=1, parts=()) in A, [8, 4] cut as Shard(dim=0, parts=()) in B"
+            "[4, 12] split as Shard(dim=1, parts=()) in A, [8, 4] split as Shard(dim=0, parts=()) in B"
         )
 
 

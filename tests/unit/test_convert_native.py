@@ -132,14 +132,14 @@ def test_fields_of_the_config_can_be_set(small, tmp_path):
 @pytest.mark.parametrize(
     "override, said",
     [
-        ("model.activation=gelu_tanh", r"model.activation \(source: gelu, target: gelu_tanh\)"),
-        ("model.num_heads=8", r"model.num_heads \(source: 4, target: 8\)"),
-        ("run.seed=5", r"run.seed \(source: 1234, target: 5\)"),
-        ("data.seq_length=8", r"data.seq_length \(source: 16, target: 8\)"),
+        ("model.activation=gelu_tanh", r"model.activation \(checkpoint: gelu, config: gelu_tanh\)"),
+        ("model.num_heads=8", r"model.num_heads \(checkpoint: 4, config: 8\)"),
+        ("run.seed=5", r"run.seed \(checkpoint: 1234, config: 5\)"),
+        ("data.seq_length=8", r"data.seq_length \(checkpoint: 16, config: 8\)"),
         ("data.split=[1,1,1]", r"data.split \("),
-        ("data.paths=[x]", r"data.paths \(source: \[\], target: \['x'\]\)"),
-        ("sync.mode=delayed sync.delay=1", r"sync.mode \(source: every_step, target: delayed\)"),
-        ("train.precision=fp32", r"train.precision \(source: bf16, target: fp32\)"),
+        ("data.paths=[x]", r"data.paths \(checkpoint: \[\], config: \['x'\]\)"),
+        ("sync.mode=delayed sync.delay=1", r"sync.mode \(checkpoint: every_step, config: delayed\)"),
+        ("train.precision=fp32", r"train.precision \(checkpoint: bf16, config: fp32\)"),
     ],
 )
 def test_what_would_make_it_another_run_is_refused(small, tmp_path, override, said):
@@ -158,14 +158,14 @@ def test_gradients_that_wait_keep_their_way_of_summing(tmp_path, before, after):
     fields["parallel"]["pipeline"] = before
     edited(folder, config=fields)
     message = (
-        rf"parallel.pipeline \(source: {before}, target: {after}\): the gradients that sync.delay .* --weights-only"
+        rf"parallel.pipeline \(checkpoint: {before}, config: {after}\): the sums that sync.delay .* --weights-only"
     )
     with pytest.raises(ConfigError, match=message):
         convert(Request(folder, tmp_path / "out", pipeline=after), quiet)
     convert(Request(folder, tmp_path / "same", pipeline=before, tensor=2), quiet)
     fields["parallel"]["sequence"] = True
     edited(folder, config=fields)
-    with pytest.raises(ConfigError, match=r"parallel.sequence \(source: True, target: False\): the gradients that"):
+    with pytest.raises(ConfigError, match=r"parallel.sequence \(checkpoint: True, config: False\): the sums that"):
         convert(Request(folder, tmp_path / "out", pipeline=before, overrides=["parallel.sequence=false"]), quiet)
     convert(Request(folder, tmp_path / "out", pipeline=after, weights_only=True), quiet)
 
@@ -236,8 +236,8 @@ def test_numbers_of_each_replica_are_refused(small, tmp_path):
     layout = read_layout(resolve(folder))
     name, tensor = next(iter(layout.tensors.items()))
     value = tensor.values["exp_avg"]
-    pieces = tuple(piece.model_copy(update={"dp": 0}) for piece in value.pieces)
-    own = {**tensor.values, "exp_avg": value.model_copy(update={"pieces": pieces})}
+    slices = tuple(stored.model_copy(update={"dp": 0}) for stored in value.slices)
+    own = {**tensor.values, "exp_avg": value.model_copy(update={"slices": slices})}
     changed = {**layout.tensors, name: tensor.model_copy(update={"values": own})}
     edited(folder, tensors=changed, grid=type(layout.grid)(dp=2))
     with pytest.raises(
@@ -258,8 +258,8 @@ def test_a_tensor_with_a_gap_is_refused(small, tmp_path):
     layout = read_layout(resolve(folder))
     name, tensor = next(iter(layout.tensors.items()))
     value = tensor.values["weight"]
-    pieces = (value.pieces[0].model_copy(update={"end": 8}),)
-    values = {**tensor.values, "weight": value.model_copy(update={"pieces": pieces})}
+    slices = (value.slices[0].model_copy(update={"end": 8}),)
+    values = {**tensor.values, "weight": value.model_copy(update={"slices": slices})}
     edited(folder, tensors={**layout.tensors, name: tensor.model_copy(update={"values": values})})
     with pytest.raises(CheckpointError, match=f"weight of {name} has 8 of its 8,192 elements"):
         convert(Request(folder, tmp_path / "out"), quiet)

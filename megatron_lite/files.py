@@ -1,0 +1,54 @@
+"""Writes that a crash cannot split, and advice about errors of the file system."""
+
+import errno
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from megatron_lite.errors import CheckpointError, MegatronLiteError
+
+ADVICE = {
+    errno.ENOSPC: "Free some space, lower checkpoint.keep, or write to another disk (run.dir)",
+    errno.EDQUOT: "Free some of your quota, lower checkpoint.keep, or write to another disk (run.dir)",
+    errno.EACCES: "Give this user write permission there, or write elsewhere (run.dir)",
+    errno.EPERM: "Give this user write permission there, or write elsewhere (run.dir)",
+    errno.ENOENT: "Every rank must see the same run.dir; put it on a file system that all machines share",
+    errno.EEXIST: "There is a file of that name; remove it, or write elsewhere (run.dir)",
+    errno.EROFS: "The file system is read-only; write elsewhere (run.dir)",
+}
+
+
+@contextmanager
+def disk_errors(
+    action: str, path: Path, kind: type[MegatronLiteError] = CheckpointError, note: str = ""
+) -> Iterator[None]:
+    """Raise an OSError as a `kind` that names the path, the reason and the remedy; `note` ends its message."""
+    try:
+        yield
+    except OSError as error:
+        advice = ADVICE.get(error.errno or 0, "Check the disk, or write to another one (run.dir)")
+        raise kind(f"{error.filename or path}: {action} failed: {error.strerror or error}. {advice}{note}") from error
+
+
+def sync_folder(folder: Path) -> None:
+    """Return when names created, renamed or removed in the folder are on the disk."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # some network file systems cannot sync folders
+            raise
+    finally:
+        os.close(descriptor)
+
+
+def atomic_write(path: Path, data: bytes) -> None:
+    """Replace the file's content, on the disk at return; after a crash the file has the old content or the new one."""
+    temporary = path.with_name(f".new-{path.name}")
+    with temporary.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+    sync_folder(path.parent)
