@@ -1,4 +1,4 @@
-"""`megatron-lite doctor`: what would make a long run fail, found before it starts."""
+"""`megatron-lite doctor`: checks that find the causes of a failed run before it starts."""
 
 import errno
 import os
@@ -7,47 +7,25 @@ import socket
 
 import typer
 
-from megatron_lite.cli.options import (
-    ConfigFile,
-    JoinTimeout,
-    MasterAddr,
-    MasterPort,
-    Nnodes,
-    NodeRank,
-    NprocPerNode,
-    Overrides,
-)
+from megatron_lite.cli.options import ConfigFile, Overrides, takes_nodes
 from megatron_lite.launch.nodes import Nodes
 
 
+@takes_nodes(without=("max_restarts", "log_dir"))
 def doctor(
     overrides: Overrides = None,
     config: ConfigFile = None,
-    nproc_per_node: NprocPerNode = None,
-    nnodes: Nnodes = None,
-    node_rank: NodeRank = None,
-    master_addr: MasterAddr = None,
-    master_port: MasterPort = None,
-    join_timeout: JoinTimeout = 900.0,
+    nodes: Nodes | None = None,
 ) -> None:
-    """Check machines, network, disks and data as a run would use them; without --config the machines alone."""
-    # Of a connection that fails torch prints a page; its first line is in our messages.
+    """Check the machines, network, disks and data of a run. Without --config, check only the machines and network."""
+    # torch prints a page for a failed connection; our messages have its first line.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
     from megatron_lite.cli.pretrain import check
     from megatron_lite.config.load import load_config
     from megatron_lite.config.validate import validate
     from megatron_lite.launch.launcher import launched_world_size, run_ranks
-    from megatron_lite.launch.nodes import nodes_from
 
     settings = load_config(config, overrides or [])
-    nodes = nodes_from(
-        nproc_per_node,
-        nnodes,
-        node_rank=node_rank,
-        master_addr=master_addr,
-        master_port=master_port,
-        join_timeout=join_timeout,
-    )
     sizes = [launched_world_size(nodes), *(nodes.world_sizes[1:] if nodes else [])]
     if config is not None or settings.data.paths:
         words = ["megatron-lite", "doctor", *(["--config", str(config)] if config else []), *(overrides or [])]
@@ -60,18 +38,17 @@ def doctor(
 
 
 def check_port(nodes: Nodes) -> None:
-    """Prints whether the nodes can meet at this machine's port; ends with 1 where something else listens there."""
+    """Print whether the rendezvous port of this machine is free; exit with 1 if it is not."""
     host, port = socket.gethostname(), nodes.master_port
     try:
         with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections that have ended do not count
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # closed connections do not count
             probe.bind(("", port))
     except OSError as error:
-        found, other = f"{port} of {host}", "give another --master-port on every machine"
+        remedy = "give another --master-port on every machine"
+        reason = f"cannot be opened: {error.strerror}"
         if error.errno == errno.EADDRINUSE:
-            text = f"{found} is taken; end what listens there (`ss -ltnp 'sport = :{port}'` names it), or {other}"
-        else:
-            text = f"{found} cannot be listened at: {error.strerror}; {other}"
-        typer.echo(f" FAIL  port: {text}")
+            reason, remedy = "is taken", f"stop its process (`ss -ltnp 'sport = :{port}'` shows it), or {remedy}"
+        typer.echo(f" FAIL  port: {port} of {host} {reason}; {remedy}")
         raise typer.Exit(1) from None
     typer.echo(f" ok    port: {port} of {host} is free")

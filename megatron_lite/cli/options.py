@@ -1,23 +1,29 @@
-"""Options that several commands have."""
+"""Options that several commands share."""
 
+import inspect
+from collections.abc import Callable
+from functools import wraps
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
+from megatron_lite.launch.nodes import nodes_from
+
 Overrides = Annotated[
-    list[str] | None, typer.Argument(metavar="SECTION.FIELD=VALUE", help="Win over the file: optim.lr=3e-4")
+    list[str] | None,
+    typer.Argument(metavar="SECTION.FIELD=VALUE", help="Config fields that replace those of the file: optim.lr=3e-4"),
 ]
 TextInput = Annotated[
     list[Path],
     typer.Option(
         "--input",
         metavar="PATH...",
-        help="JSON-lines files (also .gz, .zst), text or source files, or folders of them; several may follow.",
+        help="One or more JSON-lines files (also .gz, .zst), text files, source files or folders.",
     ),
 ]
 MoreInput = Annotated[list[Path] | None, typer.Argument(metavar="PATH", hidden=True)]  # of --input
-JsonKey = Annotated[str, typer.Option("--json-key", metavar="KEY", help="The key of the text in a JSON line.")]
+JsonKey = Annotated[str, typer.Option("--json-key", metavar="KEY", help="Key of the text in a JSON line.")]
 TokenizerSpec = Annotated[
     str,
     typer.Option(
@@ -27,33 +33,64 @@ TokenizerSpec = Annotated[
     ),
 ]
 Model = Annotated[
-    str, typer.Option("--model", metavar="FILE.py:NAME", help="What builds a custom model, called like get_model.")
+    str,
+    typer.Option(
+        "--model", metavar="FILE.py:NAME", help="A function that builds a custom model; same call as get_model."
+    ),
 ]
-ConfigFile = Annotated[
-    Path | None, typer.Option("--config", metavar="FILE", help="A YAML file, such as configs/gpt.yaml.")
-]
-NprocPerNode = Annotated[
-    int | None, typer.Option("--nproc-per-node", min=1, metavar="N", help="Start N ranks on this machine.")
-]
-Nnodes = Annotated[
-    str | None, typer.Option("--nnodes", metavar="N|MIN:MAX", help="Machines; a range goes on when some come or go.")
-]
-NodeRank = Annotated[
-    int | None, typer.Option("--node-rank", min=0, metavar="N", help="Which of them this is; 0 is --master-addr.")
-]
-MasterAddr = Annotated[
-    str | None, typer.Option("--master-addr", metavar="HOST", help="The first machine, as the others reach it.")
-]
-MasterPort = Annotated[
-    int | None, typer.Option("--master-port", min=1, max=65535, metavar="N", help="Where they meet; 29500.")
-]
-JoinTimeout = Annotated[
-    float, typer.Option("--join-timeout", min=1, metavar="SECONDS", help="How long to wait for other machines.")
-]
-MaxRestarts = Annotated[
-    int, typer.Option("--max-restarts", min=0, metavar="N", help="Start failed ranks again, up to N times.")
-]
-LogDir = Annotated[
-    Path | None,
-    typer.Option("--log-dir", metavar="FOLDER", help="Output of all ranks but the first, a file for each."),
-]
+ConfigFile = Annotated[Path | None, typer.Option("--config", metavar="FILE", help="YAML file: configs/gpt.yaml")]
+
+
+def _launch_options(
+    nproc_per_node: Annotated[
+        int | None, typer.Option("--nproc-per-node", min=1, metavar="N", help="Number of ranks to start on this node.")
+    ] = None,
+    nnodes: Annotated[
+        str | None,
+        typer.Option("--nnodes", metavar="N|MIN:MAX", help="Number of nodes, or MIN:MAX for elastic training."),
+    ] = None,
+    node_rank: Annotated[
+        int | None,
+        typer.Option("--node-rank", min=0, metavar="N", help="Index of this node; 0 is the node at --master-addr."),
+    ] = None,
+    master_addr: Annotated[
+        str | None, typer.Option("--master-addr", metavar="HOST", help="Name or address of the first node.")
+    ] = None,
+    master_port: Annotated[
+        int | None,
+        typer.Option("--master-port", min=1, max=65535, metavar="N", help="Rendezvous port; default 29500."),
+    ] = None,
+    join_timeout: Annotated[
+        float,
+        typer.Option("--join-timeout", min=1, metavar="SECONDS", help="Longest wait for the other nodes."),
+    ] = 900.0,
+    max_restarts: Annotated[
+        int, typer.Option("--max-restarts", min=0, metavar="N", help="Number of times to restart failed ranks.")
+    ] = 0,
+    log_dir: Annotated[
+        Path | None,
+        typer.Option("--log-dir", metavar="FOLDER", help="Folder for one output file per rank, except the first."),
+    ] = None,
+) -> None:
+    """The launch options with their defaults, as Typer reads them from a signature."""
+
+
+def takes_nodes(*, without: tuple[str, ...] = ()) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Give a command the launch options, except those in `without`, in place of its parameter `nodes`."""
+    options = [option for name, option in inspect.signature(_launch_options).parameters.items() if name not in without]
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        @wraps(command)
+        def command_with_options(**given: Any) -> None:
+            launch = {option.name: given.pop(option.name) for option in options}
+            command(**given, nodes=nodes_from(**launch))
+
+        parameters = list(inspect.signature(command).parameters.values())
+        place = [parameter.name for parameter in parameters].index("nodes")
+        parameters[place : place + 1] = options
+        # Typer reads both.
+        vars(command_with_options)["__signature__"] = inspect.Signature(parameters)
+        command_with_options.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+        return command_with_options
+
+    return decorate

@@ -1,4 +1,4 @@
-"""`megatron-lite run`: a Python script in the ranks of the launcher that `pretrain` uses."""
+"""`megatron-lite run`: a Python script on ranks started by the launcher of `pretrain`."""
 
 import runpy
 import sys
@@ -7,56 +7,30 @@ from typing import Annotated
 
 import typer
 
-from megatron_lite.cli.options import (
-    JoinTimeout,
-    LogDir,
-    MasterAddr,
-    MasterPort,
-    MaxRestarts,
-    Nnodes,
-    NodeRank,
-    NprocPerNode,
-)
+from megatron_lite.cli.options import takes_nodes
+from megatron_lite.launch.nodes import Nodes
 
 
+@takes_nodes()
 def run(
-    script: Annotated[Path, typer.Argument(metavar="SCRIPT", help="A Python file; its arguments follow.")],
-    arguments: Annotated[list[str] | None, typer.Argument(metavar="ARGUMENT", help="Of the script.")] = None,
-    nproc_per_node: NprocPerNode = None,
-    nnodes: Nnodes = None,
-    node_rank: NodeRank = None,
-    master_addr: MasterAddr = None,
-    master_port: MasterPort = None,
-    join_timeout: JoinTimeout = 900.0,
-    max_restarts: MaxRestarts = 0,
-    log_dir: LogDir = None,
+    script: Annotated[Path, typer.Argument(metavar="SCRIPT", help="Python file, followed by its arguments.")],
+    arguments: Annotated[list[str] | None, typer.Argument(metavar="ARGUMENT", help="Arguments of the script.")] = None,
+    nodes: Nodes | None = None,
 ) -> None:
-    """Run a Python script on every rank; options of the launch come before SCRIPT."""
+    """Run a Python script on every rank. Launch options come before SCRIPT."""
     from megatron_lite.errors import ConfigError
     from megatron_lite.launch.launcher import launched_world_size, run_ranks
-    from megatron_lite.launch.nodes import nodes_from
 
     if not script.is_file():
-        raise ConfigError(f"{script}: no such file; run wants the path of a Python script")
-    nodes = nodes_from(
-        nproc_per_node,
-        nnodes,
-        node_rank=node_rank,
-        master_addr=master_addr,
-        master_port=master_port,
-        join_timeout=join_timeout,
-        max_restarts=max_restarts,
-        log_dir=log_dir,
-    )
+        raise ConfigError(f"{script}: no such file; give the path of a Python script")
     launched_world_size(nodes)
     raise typer.Exit(run_ranks("megatron_lite.cli.run:run_script", (str(script), arguments or []), nodes))
 
 
 def run_script(script: str, arguments: list[str]) -> None:
-    """Runs a script as `python SCRIPT ARGUMENTS` does.
+    """Run a script as `python SCRIPT ARGUMENTS` does.
 
-    An exit with 0 is a return. The exit codes that a run's errors have become those errors, so that a launcher treats
-    them alike.
+    Exit codes of a run become the matching errors, so that the launcher treats scripts and runs alike.
     """
     from megatron_lite.errors import ConfigError, MegatronLiteError, StoppedEarly
 
@@ -64,11 +38,11 @@ def run_script(script: str, arguments: list[str]) -> None:
     sys.path.insert(0, str(Path(script).resolve().parent))
     try:
         runpy.run_path(script, run_name="__main__")
-    except SystemExit as end:
-        if isinstance(end.code, str):
-            raise MegatronLiteError(end.code) from None
+    except SystemExit as stop:
+        if isinstance(stop.code, str):
+            raise MegatronLiteError(stop.code) from None
         for kind in (ConfigError, StoppedEarly):
-            if end.code == kind.exit_code:
-                raise kind(f"{script} ended with exit code {end.code}") from None
-        if end.code:
+            if stop.code == kind.exit_code:
+                raise kind(f"{script} ended with exit code {stop.code}") from None
+        if stop.code:
             raise

@@ -1,4 +1,4 @@
-"""The command line starts at once, and what goes wrong ends with a message and the right exit code."""
+"""The command line starts fast; errors have a message and the right exit code."""
 
 import re
 
@@ -36,7 +36,7 @@ def test_a_dry_run_does_not_load_torch():
 
 
 def test_a_dry_run_prints_resolved_values_that_load_again(tmp_path):
-    """Zeros are not what would be trained, and hide a wrong size until the run has begun."""
+    """Unresolved zeros would hide a wrong size until training starts."""
     config = tiny_yaml(tmp_path, make_corpus(tmp_path), optim={"lr": 0.003, "schedule": "wsd"})
     done = run_here("pretrain", "--config", str(config), "--dry-run", cwd=tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
@@ -55,8 +55,8 @@ def test_a_dry_run_prints_resolved_values_that_load_again(tmp_path):
 
 
 @pytest.mark.parametrize("option", ["--dry-run", "--nproc-per-node=2"])
-def test_missing_data_ends_with_2_before_any_rank_starts(tmp_path, option):
-    """All of it at once, and not from every rank after seconds."""
+def test_missing_data_exits_with_2_before_any_rank_starts(tmp_path, option):
+    """One process reports all missing files, instead of every rank after seconds."""
     fields = ["data.paths=[nosuch,other]", "data.tokenizer=hf:gone.json", "model.vocab_size=0"]
     done = run_here("pretrain", "--config", str(ROOT / "configs/gpt.yaml"), option, *fields, cwd=tmp_path)
     assert done.returncode == 2
@@ -66,12 +66,12 @@ def test_missing_data_ends_with_2_before_any_rank_starts(tmp_path, option):
         "data.paths: other.idx: no such file",
         "data.tokenizer: gone.json: no such tokenizer file",
     ]
-    text = "# the number of parameters is not known without the tokenizer\n"
+    text = "# the number of parameters depends on the tokenizer\n"
     assert done.stdout.startswith(text) == (option == "--dry-run")
 
 
-def test_of_several_machines_each_leaves_missing_data_to_its_ranks(tmp_path, monkeypatch):
-    """A machine that ends before the rendezvous leaves the others waiting for it."""
+def test_on_several_machines_ranks_report_missing_data(tmp_path, monkeypatch):
+    """A machine that exits before the rendezvous leaves the others waiting."""
     reached = []
     monkeypatch.setattr(launcher, "run_ranks", lambda *given: reached.append(given) or 0)
     place = ["--nproc-per-node", "1", "--nnodes", "2", "--node-rank", "0", "--master-addr", "127.0.0.1"]
@@ -79,7 +79,7 @@ def test_of_several_machines_each_leaves_missing_data_to_its_ranks(tmp_path, mon
     assert (done.returncode, len(reached)) == (0, 1), done.stderr
 
 
-def test_a_wrong_config_ends_with_2_and_every_message_before_any_rank_starts(tmp_path):
+def test_a_wrong_config_exits_with_2_and_every_message_before_any_rank_starts(tmp_path):
     config = tmp_path / "gpt.yaml"
     config.write_text("model:\n  hidden_sise: 3\n")
     done = run_listing_modules("pretrain", "--config", str(config), "--nproc-per-node", "2", "optim.lr=x")
@@ -97,19 +97,19 @@ def test_a_layout_that_needs_more_processes_names_the_command():
     )
     assert done.returncode == 2
     assert done.stderr.splitlines() == [
-        "this layout needs 2 processes, or a multiple of 2, and 1 was started; start 2 with: megatron-lite pretrain "
+        "this layout needs 2 processes, or a multiple of 2; got 1. Start 2 with: megatron-lite pretrain "
         f"--config {ROOT}/configs/quickstart.yaml 'run.dir=a b' optim.min_lr=1 --nproc-per-node 2",
         "optim.min_lr is 1, more than optim.lr (0.002)",
     ]
 
 
-def test_processes_that_the_layout_does_not_divide_are_refused():
+def test_a_layout_that_does_not_divide_the_processes_is_an_error():
     done = run_listing_modules("pretrain", "--nproc-per-node", "3", "parallel.tensor=2")
     assert done.returncode == 2
     assert "does not divide the number of processes (3)" in done.stderr
 
 
-def test_a_rank_of_a_launcher_says_which_one_it_is():
+def test_an_error_names_the_rank_under_torchrun():
     """Under torchrun all ranks read the same wrong config."""
     done = run_listing_modules("pretrain", "parallel.tensor=3", RANK="1", WORLD_SIZE="2")
     assert done.returncode == 2
@@ -119,7 +119,7 @@ def test_a_rank_of_a_launcher_says_which_one_it_is():
 @pytest.mark.parametrize(
     "arguments", [["pretrain", "--no-such-option"], ["no-such-command"], ["pretrain", "--nproc-per-node", "0"]]
 )
-def test_wrong_usage_ends_with_2(arguments):
+def test_wrong_usage_exits_with_2(arguments):
     assert CliRunner().invoke(app, arguments).exit_code == 2
 
 
@@ -140,12 +140,12 @@ def test_an_unknown_command_lists_the_commands(word, tmp_path):
     assert f"No such command '{word}'. The commands are pretrain, preprocess, " in done.stderr
 
 
-def test_the_version_is_that_of_the_package(tmp_path):
+def test_version_prints_the_version_of_the_package(tmp_path):
     done = run_here("--version", cwd=tmp_path)
     assert (done.returncode, done.stdout) == (0, f"megatron-lite {megatron_lite.__version__}\n")
 
 
-def test_completion_of_a_shell_can_be_shown(tmp_path, monkeypatch):
+def test_shell_completion_can_be_printed(tmp_path, monkeypatch):
     monkeypatch.setenv("_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION", "1")
     done = run_here("--show-completion", "bash", cwd=tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
@@ -167,7 +167,7 @@ def test_completion_of_a_shell_can_be_shown(tmp_path, monkeypatch):
         (["tiny"], "'tiny' is not of the form section.field=value\n"),
     ],
 )
-def test_a_field_or_file_given_as_an_option_or_word_shows_how_it_is_given(given, wanted, tmp_path):
+def test_a_field_or_file_in_the_wrong_form_gets_a_hint(given, wanted, tmp_path):
     """Users of other frameworks type --lr 3e-4."""
     done = run_here("pretrain", *given, cwd=tmp_path)
     assert done.returncode == 2
@@ -176,7 +176,7 @@ def test_a_field_or_file_given_as_an_option_or_word_shows_how_it_is_given(given,
 
 @pytest.mark.parametrize("name", ["pretrain", "run", "submit", "presets", "doctor", "generate", "schedule", "convert"])
 def test_help_has_no_types_of_python(name, tmp_path):
-    """`<list[Path]>` and `<int range>` are for programmers."""
+    """`<list[Path]>` and `<int range>` mean nothing to users."""
     done = run_here(name, "--help", cwd=tmp_path)
     assert done.returncode == 0
     assert not re.search(r"<\w|\(dynamic\)", done.stdout), done.stdout
@@ -198,13 +198,13 @@ def test_the_fields_of_a_preset_are_a_config(name, tmp_path):
     assert config.model.model_copy(update={"preset": name}) == preset.model
 
 
-def test_an_unknown_preset_lists_the_known_ones(tmp_path):
+def test_an_unknown_preset_lists_all_presets(tmp_path):
     done = run_here("presets", "gpt-9", cwd=tmp_path)
     assert (done.returncode, done.stderr) == (2, f"unknown preset gpt-9; use one of {', '.join(PRESETS)}\n")
 
 
 @pytest.mark.parametrize("given", ["abc", "", "0", "-1", "2.5"])
-def test_a_launcher_that_gives_no_number_of_processes_is_told(given):
+def test_a_wrong_world_size_variable_is_an_error(given):
     done = run_listing_modules("pretrain", WORLD_SIZE=given)
     assert done.returncode == 2
     assert f"the environment variable WORLD_SIZE is {given!r}; a launcher such as torchrun sets it" in done.stderr
@@ -212,7 +212,7 @@ def test_a_launcher_that_gives_no_number_of_processes_is_told(given):
 
 
 def messages_of(world_sizes: list[int], *overrides: str) -> list[str]:
-    """What `check` has against a config that trains on bytes, with these changes."""
+    """The messages of `check` for a config that trains on bytes, with these overrides."""
     given = ["data.paths=corpus", "data.tokenizer=bytes", "train.global_batch_size=12", *overrides]
     try:
         check(load_config(None, given), world_sizes, command="megatron-lite pretrain")
@@ -225,8 +225,8 @@ def test_a_good_config_is_good_for_each_number_of_processes():
     assert messages_of([1]) == messages_of([6]) == messages_of([6, 4, 2]) == []
 
 
-def test_what_only_a_smaller_number_of_machines_breaks_is_told_with_that_number():
-    """It would end the run in the night in which a machine was lost."""
+def test_an_error_of_fewer_machines_names_their_number():
+    """The error would stop an elastic run at the first lost machine."""
     three, one = messages_of([4, 3, 2, 1], "parallel.tensor=2")
     start = "parallel.tensor * parallel.pipeline * parallel.context is 2 (2 * 1 * 1), which does not divide"
     assert three.startswith(f"with 3 processes: {start} the number of processes (3)")
@@ -235,7 +235,7 @@ def test_what_only_a_smaller_number_of_machines_breaks_is_told_with_that_number(
     assert message.startswith("with 8 processes: train.global_batch_size is 12")
 
 
-def test_what_every_number_of_machines_breaks_is_told_once():
+def test_an_error_of_every_number_of_machines_appears_once():
     assert messages_of([4, 3, 2], "optim.lr=1e-4", "optim.min_lr=1") == [
         "optim.min_lr is 1, more than optim.lr (0.0001)"
     ]
@@ -243,13 +243,12 @@ def test_what_every_number_of_machines_breaks_is_told_once():
 
 def test_a_changing_number_of_machines_needs_a_batch_that_does_not_change():
     assert messages_of([4, 2], "train.global_batch_size=0") == [
-        "train.global_batch_size is not given, so it would change with the number of machines (--nnodes), and with it "
-        "the training; give it"
+        "train.global_batch_size is not given, so it would change with the number of machines (--nnodes); give it"
     ]
     assert messages_of([4], "train.global_batch_size=0") == []
 
 
-def test_missing_data_is_told_with_all_else():
+def test_missing_data_is_reported_with_the_other_errors():
     assert messages_of([1], "data.paths=[]", "data.tokenizer=", "optim.lr=1e-4", "optim.min_lr=1") == [
         "optim.min_lr is 1, more than optim.lr (0.0001)",
         "data.paths is empty; give the prefix of a .bin/.idx pair that `megatron-lite preprocess` writes",
@@ -265,12 +264,12 @@ def test_a_command_line_with_a_range_of_machines_is_checked_for_each(monkeypatch
     assert str(done.exception).startswith("train.global_batch_size is not given, so it would change")
 
 
-def test_a_target_is_found_by_its_name():
+def test_resolve_finds_a_function_by_its_name():
     assert resolve("megatron_lite.config.load:load_config").__name__ == "load_config"
 
 
 def test_public_names_resolve_lazily():
-    """The package promises these; importing it alone loads no torch."""
+    """The package promises these names; importing it loads no torch."""
     assert set(megatron_lite.__all__) <= set(dir(megatron_lite))
     for name in megatron_lite.__all__:
         assert getattr(megatron_lite, name).__name__ == name

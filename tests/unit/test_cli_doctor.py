@@ -41,14 +41,14 @@ def test_help_loads_nothing_heavy():
     assert "--master-port" in done.stdout and done.stdout.splitlines()[-1] == "loaded []"
 
 
-def test_a_config_that_cannot_run_ends_with_2_and_every_message(tmp_path):
+def test_a_wrong_config_exits_with_2_and_every_message(tmp_path):
     (tmp_path / "a.yaml").write_text("parallel: {tensor: 5}\n")
     done = run_here("doctor", "--config", "a.yaml", "--nproc-per-node", "2", cwd=tmp_path)
     assert done.returncode == 2 and done.stdout == ""
     for message in (
         "which does not divide the number of processes (2)",
         "data.paths is empty",
-        "there is neither data",
+        "data.tokenizer and model.vocab_size are both missing",
     ):
         assert message in done.stderr
     done = run_here("doctor", "parallel.tensor=2", "parallel.context=2", cwd=tmp_path)
@@ -66,22 +66,22 @@ def test_one_process_examines_its_machine(tmp_path):
 
 @pytest.fixture
 def launched(monkeypatch) -> list[str]:
-    """Nothing is started: only what would be."""
+    """The addresses of launches, none of which starts a rank."""
     found: list[str] = []
     monkeypatch.setattr(launch, "run_ranks", lambda target, args, nodes: found.append(nodes.where) or 0)
     return found
 
 
-def test_the_port_where_machines_meet_is_examined_first(tmp_path, launched):
-    """Found by the launcher, it would be a time-out on the other machines."""
+def test_the_rendezvous_port_is_checked_first(tmp_path, launched):
+    """Without this check the other machines would time out."""
     with socket.create_server(("localhost", 0)) as server:
         port = server.getsockname()[1]
         several = ("--nnodes", "2", "--master-addr", "localhost", "--master-port", str(port), "--node-rank")
         done = run_here("doctor", *several, "0", cwd=tmp_path)
         assert (done.returncode, done.stdout) == (
             1,
-            f" FAIL  port: {port} of {socket.gethostname()} is taken; end what listens there (`ss -ltnp 'sport = "
-            f":{port}'` names it), or give another --master-port on every machine\n",
+            f" FAIL  port: {port} of {socket.gethostname()} is taken; stop its process (`ss -ltnp 'sport = "
+            f":{port}'` shows it), or give another --master-port on every machine\n",
         )
         assert not launched
         assert run_here("doctor", *several, "1", cwd=tmp_path).returncode == 0  # it is another machine's port
@@ -90,14 +90,14 @@ def test_the_port_where_machines_meet_is_examined_first(tmp_path, launched):
     assert launched == 2 * [f"localhost:{port}"]
 
 
-def test_a_port_that_nobody_may_take_is_told(monkeypatch, capsys):
+def test_a_port_without_permission_is_reported(monkeypatch, capsys):
     def refuse(self, address):
         raise OSError(errno.EACCES, os.strerror(errno.EACCES))
 
     monkeypatch.setattr(socket, "socket", type("Socket", (socket.socket,), {"bind": refuse}))
     with pytest.raises(BaseException, match="1"):
         check_port(Nodes(1, 2, 2, master_port=80))
-    assert "cannot be listened at: Permission denied; give another --master-port" in capsys.readouterr().out
+    assert "cannot be opened: Permission denied; give another --master-port" in capsys.readouterr().out
 
 
 def test_ranks_that_cannot_meet_are_told_of_a_name_that_leads_nowhere(monkeypatch):
