@@ -1,4 +1,4 @@
-"""The command `megatron-lite`. Each command is a small file; what is heavy is imported inside its function."""
+"""The command `megatron-lite`. Each command is a small file that imports heavy modules inside its function."""
 
 import os
 import sys
@@ -29,17 +29,17 @@ app = typer.Typer(
     cls=Commands,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
-    rich_markup_mode=None,  # loading rich would take half of the time of --help
+    rich_markup_mode=None,  # rich would double the time of --help
 )
 COMMANDS = (pretrain, preprocess, train_tokenizer, index, inspect, convert, generate, schedule, presets, doctor, submit)
 for command in COMMANDS:
     app.command(cls=Command)(command)
-# Options after the script are the script's.
+# Options after SCRIPT belong to the script.
 app.command(cls=Command, context_settings={"allow_interspersed_args": False})(run)
 
 
-def print_version(wanted: bool) -> None:
-    if wanted:
+def print_version(requested: bool) -> None:
+    if requested:
         typer.echo(f"megatron-lite {__version__}")
         raise typer.Exit
 
@@ -54,8 +54,10 @@ def common_options(
 
 
 def main() -> None:
-    """Runs the command line. Exit codes: 0 done, 1 failed, 2 bad usage or config, 75 stopped early and saved, 141 the
-    reader of the output is gone."""
+    """Run the command line.
+
+    Exit codes: 0 done, 1 failed, 2 bad usage or config, 75 stopped early with a checkpoint, 141 output pipe closed.
+    """
     end_with_lost_output()
     try:
         app()

@@ -9,28 +9,30 @@ FORMATS = "megatron-lite, huggingface, megatron or codegeex"
 
 
 def convert(
-    source: Annotated[Path, typer.Argument(metavar="SRC", help="A checkpoint: its folder, or its file.")],
-    target: Annotated[Path, typer.Argument(metavar="DST", help="A folder that is not there yet, or an empty one.")],
+    source: Annotated[Path, typer.Argument(metavar="SRC", help="Folder or file of a checkpoint.")],
+    target: Annotated[Path, typer.Argument(metavar="DST", help="New or empty folder.")],
     overrides: Annotated[
         list[str] | None,
-        typer.Argument(metavar="SECTION.FIELD=VALUE", help="What SRC does not say, such as model.num_heads=12"),
+        typer.Argument(metavar="SECTION.FIELD=VALUE", help="Config fields that SRC lacks: model.num_heads=12"),
     ] = None,
     source_format: Annotated[
-        str, typer.Option("--from", metavar="FORMAT", help=f"{FORMATS}; recognised when not given.")
+        str, typer.Option("--from", metavar="FORMAT", help=f"{FORMATS}; default: detected from SRC.")
     ] = "",
     target_format: Annotated[str, typer.Option("--to", metavar="FORMAT", help=f"{FORMATS}.")] = "megatron-lite",
-    tensor: Annotated[int, typer.Option("--tensor", min=1, metavar="T", help="Tensor-parallel ranks of DST.")] = 1,
+    tensor: Annotated[int, typer.Option("--tensor", min=1, metavar="T", help="Tensor-parallel size of DST.")] = 1,
     pipeline: Annotated[int, typer.Option("--pipeline", min=1, metavar="P", help="Pipeline stages of DST.")] = 1,
-    dtype: Annotated[str, typer.Option("--dtype", metavar="TYPE", help="fp32, bf16 or fp16; else as in SRC.")] = "",
+    dtype: Annotated[
+        str, typer.Option("--dtype", metavar="TYPE", help="fp32, bf16 or fp16; default: dtype of SRC.")
+    ] = "",
     weights_only: Annotated[
-        bool, typer.Option("--weights-only", help="From megatron-lite to megatron-lite: no optimizer state.")
+        bool, typer.Option("--weights-only", help="Leave out the optimizer state; only between megatron-lite formats.")
     ] = False,
     verify: Annotated[
         bool,
         typer.Option(
             "--verify",
-            help="Compare logits (of transformers' model for huggingface, of ours for others) and every weight, but no "
-            "optimizer state; DST is only there if they agree.",
+            help="Compare all weights and the logits of both models; write DST only if they agree. Optimizer state is "
+            "not compared. For huggingface the logits come from transformers.",
         ),
     ] = False,
 ) -> None:

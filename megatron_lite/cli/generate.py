@@ -11,32 +11,36 @@ from megatron_lite.cli.options import Model
 
 def generate(
     load: Annotated[
-        Path, typer.Option("--load", metavar="FOLDER", help="A run.dir, its checkpoints/ or one iter_... folder.")
+        Path,
+        typer.Option("--load", metavar="FOLDER", help="A run.dir, its checkpoints/ folder or one iter_... folder."),
     ],
-    prompt: Annotated[
-        str, typer.Option("--prompt", metavar="TEXT", help="What the text begins with; - reads it from stdin.")
-    ],
+    prompt: Annotated[str, typer.Option("--prompt", metavar="TEXT", help="Start of the text; - reads it from stdin.")],
     iteration: Annotated[
-        int | None, typer.Option("--iteration", min=0, metavar="N", help="Which checkpoint; otherwise the newest.")
+        int | None,
+        typer.Option("--iteration", min=0, metavar="N", help="Iteration of the checkpoint; default: the newest."),
     ] = None,
-    max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", min=0, metavar="N")] = 64,
+    max_new_tokens: Annotated[
+        int, typer.Option("--max-new-tokens", min=0, metavar="N", help="Most tokens to add.")
+    ] = 64,
     temperature: Annotated[
-        float, typer.Option("--temperature", min=0.0, metavar="T", help="0 takes the likeliest token each time.")
+        float,
+        typer.Option("--temperature", min=0.0, metavar="T", help="Randomness; 0 always picks the likeliest token."),
     ] = 1.0,
     seed: Annotated[
         int, typer.Option("--seed", min=0, max=2**63 - 1, metavar="N", help="The same seed gives the same text.")
     ] = 1234,
     no_tokenizer_check: Annotated[
-        bool, typer.Option("--no-tokenizer-check", help="Take the tokenizer although its files changed since training.")
+        bool, typer.Option("--no-tokenizer-check", help="Accept a tokenizer whose files changed since training.")
     ] = False,
     model: Model = "",
     nproc_per_node: Annotated[
-        int | None, typer.Option("--nproc-per-node", min=1, metavar="N", help="Spread the model over N processes.")
+        int | None,
+        typer.Option("--nproc-per-node", min=1, metavar="N", help="Number of processes that share the model."),
     ] = None,
 ) -> None:
-    """Write text after a prompt with a checkpoint, on any number of processes, however it was trained.
+    """Continue a prompt with the model of a checkpoint, on any number of processes.
 
-    For a look at a model, not for serving it: without a key/value cache, each token takes a pass over the full text.
+    This is for a look at a model, not for serving it: each token takes a forward pass over the full text.
     """
     from megatron_lite.checkpoint.directory import resolve
     from megatron_lite.config.validate import validate

@@ -1,4 +1,4 @@
-"""`megatron-lite index`: the index files of a run's data, written before the run."""
+"""`megatron-lite index`: index files of a run's data, written before the run."""
 
 import shlex
 from pathlib import Path
@@ -13,13 +13,15 @@ def index(
     overrides: Overrides = None,
     config: ConfigFile = None,
     nproc_per_node: Annotated[
-        int | None, typer.Option("--nproc-per-node", min=1, metavar="N", help="Ranks of the run on each machine.")
+        int | None, typer.Option("--nproc-per-node", min=1, metavar="N", help="Number of ranks per node in the run.")
     ] = None,
-    nnodes: Annotated[int | None, typer.Option("--nnodes", min=1, metavar="N", help="Machines of the run.")] = None,
+    nnodes: Annotated[
+        int | None, typer.Option("--nnodes", min=1, metavar="N", help="Number of nodes in the run.")
+    ] = None,
 ) -> None:
-    """Write the index files that training with this config reads, so that a job does not wait for them.
+    """Write the data index files of a run, so that its ranks do not wait for them.
 
-    The number of samples depends on the number of processes unless train.global_batch_size is given.
+    Without train.global_batch_size, the number of samples depends on the number of processes.
     """
     from megatron_lite.cli.pretrain import check
     from megatron_lite.config.load import load_config
@@ -34,8 +36,8 @@ def index(
     needed = settings.parallel.model_size
     if nproc_per_node is None and not settings.train.global_batch_size:
         raise ConfigError(
-            "train.global_batch_size is not given, so the number of samples depends on the number of processes; give "
-            "it, or --nproc-per-node (and --nnodes) as for pretrain"
+            "train.global_batch_size is not given, so the number of samples depends on the number of processes; "
+            "give --nproc-per-node (and --nnodes) as for pretrain"
         )
     world_size = nproc_per_node * (nnodes or 1) if nproc_per_node else needed
     words = ["megatron-lite", "index", *(["--config", str(config)] if config else []), *(overrides or [])]
@@ -47,12 +49,12 @@ def index(
     before = _files(folder)
     wanted = wanted_samples(settings.train, settings.parallel.data(world_size))
     splits = open_splits(settings, wanted, tokenizer_hash(spec) if spec else "")
-    made = sorted(_files(folder) - before)
-    for path in made:
-        typer.echo(f"made {path}")
+    new_files = sorted(_files(folder) - before)
+    for path in new_files:
+        typer.echo(f"wrote {path}")
     for line in data_lines(settings, splits, wanted):
         typer.echo(line)
-    typer.echo(f"{folder}: {counted(len(made), 'new index file')}; {counted(wanted[0], 'training sample')}")
+    typer.echo(f"{folder}: {counted(len(new_files), 'new index file')}; {counted(wanted[0], 'training sample')}")
 
 
 def _files(folder: Path) -> set[Path]:

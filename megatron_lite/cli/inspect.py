@@ -1,4 +1,4 @@
-"""`megatron-lite inspect`: what is in a checkpoint, or how two differ."""
+"""`megatron-lite inspect`: the contents of a checkpoint or corpus, or the differences of two checkpoints."""
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -17,23 +17,26 @@ def inspect(
     path: Annotated[
         Path,
         typer.Argument(
-            metavar="PATH", help="A run's folder, its checkpoints/ or one iter_... folder; or the prefix of a corpus."
+            metavar="PATH", help="A run.dir, its checkpoints/ folder or one iter_... folder; or the prefix of a corpus."
         ),
     ],
     other: Annotated[
         Path | None,
-        typer.Argument(metavar="OTHER", help="A second checkpoint, to compare with tensor by tensor."),
+        typer.Argument(metavar="OTHER", help="Second checkpoint, compared tensor by tensor."),
     ] = None,
-    verify: Annotated[bool, typer.Option("--verify", help="Read all files and compare their checksums.")] = False,
+    verify: Annotated[bool, typer.Option("--verify", help="Read all files and check their checksums.")] = False,
     tokenizer: Annotated[
-        str, typer.Option("--tokenizer", metavar="SPEC", help="Of a corpus: decode with it, not with its own.")
+        str, typer.Option("--tokenizer", metavar="SPEC", help="Tokenizer that decodes the corpus; default: its own.")
     ] = "",
-    quick: Annotated[bool, typer.Option("--quick", help="Print what layout.json says, and read no tensors.")] = False,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Print the contents of layout.json, without reading tensors.")
+    ] = False,
 ) -> None:
-    """Print iteration, layout, sizes and tensors of a checkpoint: the newest, where there are several.
+    """Print the contents of a checkpoint or a corpus, or the differences of two checkpoints.
 
-    Of a corpus, print documents, lengths, tokenizer, most frequent tokens and the first documents. With two
-    checkpoints, print how their tensors differ, whatever layouts they have; the exit code is 1 if they do.
+    Checkpoint: iteration, layout, sizes and tensors; a folder of several shows the newest. Corpus: documents, lengths,
+    tokenizer, most frequent tokens and first documents. Two checkpoints may have any layouts; the exit code is 1 if
+    they differ.
     """
     if not path.is_dir() and not path.name.startswith("iter_"):
         return _inspect_data(path, tokenizer, has_flags=other is not None or verify or quick)
@@ -49,10 +52,10 @@ def inspect(
     layout = read_layout(folder)
     if other is not None:
         if verify or quick:
-            raise ConfigError("inspect compares two checkpoints, or shows one with --verify or --quick; not both")
-        there = resolve(other)
-        with Opened(folder, layout) as a, Opened(there, read_layout(there)) as b:
-            raise typer.Exit(compare(a, b, folder, there))
+            raise ConfigError("--verify and --quick take one checkpoint; leave them out to compare two")
+        other_folder = resolve(other)
+        with Opened(folder, layout) as a, Opened(other_folder, read_layout(other_folder)) as b:
+            raise typer.Exit(compare(a, b, folder, other_folder))
     typer.echo("\n".join([str(folder), *summary(layout), ""]))
     problems: list[str] = []
     with Opened(folder, layout) as opened:
@@ -70,15 +73,15 @@ def _inspect_data(path: Path, tokenizer: str, *, has_flags: bool) -> None:
     from megatron_lite.errors import ConfigError
 
     if has_flags:
-        raise ConfigError(f"{path}: not a folder; a second path, --verify and --quick are for checkpoints")
+        raise ConfigError(f"{path}: not a checkpoint folder; OTHER, --verify and --quick are for checkpoints")
     inspect_data(path, tokenizer)
 
 
 def compare(a: "Opened", b: "Opened", folder_a: Path, folder_b: Path) -> int:
-    """Prints how two checkpoints differ; returns whether they do."""
+    """Print the differences of two checkpoints; return 1 if there are any, else 0."""
     from megatron_lite.convert.examine import difference, names_and_kinds
 
-    rows, values = [("tensor", "kind", "largest difference", "of at most", "numbers that differ")], 0
+    rows, values = [("tensor", "kind", "largest difference", "largest magnitude", "differing elements")], 0
     for name, kind in progress(names_and_kinds(a.layout, b.layout)):
         found, values = difference(a, b, name, kind), values + 1
         if isinstance(found, str):
@@ -96,7 +99,7 @@ def compare(a: "Opened", b: "Opened", folder_a: Path, folder_b: Path) -> int:
 
 
 def summary(layout: "Layout") -> list[str]:
-    """Lines about the checkpoint as a whole."""
+    """Lines with the iteration, layout, sizes and state of a checkpoint."""
     from math import prod
 
     from megatron_lite.checkpoint.match import MODEL_PROVIDER
@@ -118,30 +121,30 @@ def summary(layout: "Layout") -> list[str]:
 
 
 def tensor_table(layout: "Layout", opened: "Opened | None", problems: list[str]) -> list[str]:
-    """A header and a line for each tensor, in aligned columns; damage that was met is added to `problems`."""
-    rows: list[tuple[str, ...]] = [("tensor", "shape", "dtype", "cut", "norm", "not finite", "optimizer", "files")]
+    """A header and a line for each tensor, in aligned columns; damage is added to `problems`."""
+    rows: list[tuple[str, ...]] = [("tensor", "shape", "dtype", "split", "norm", "not finite", "optimizer", "files")]
     for name, tensor in progress(layout.tensors.items()) if opened else layout.tensors.items():
-        rows.append(_row(name, tensor, _numbers(opened, name, problems) if opened else ("", "")))
-    if opened is None:  # nothing to show in these columns
+        rows.append(_row(name, tensor, _statistics(opened, name, problems) if opened else ("", "")))
+    if opened is None:  # these columns would be empty
         rows = [(*row[:4], *row[6:]) for row in rows]
     return aligned(rows)
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Rows of text in columns."""
+    """Rows of text with columns of equal width."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     return ["  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip() for row in rows]
 
 
 def progress(items: Collection[T]) -> Iterable[T]:
-    """The items, with a bar on a terminal where they take long."""
+    """The items, with a progress bar on a terminal after two seconds."""
     from tqdm import tqdm
 
     return tqdm(items, unit="tensor", leave=False, delay=2.0, disable=None)
 
 
-def _numbers(opened: "Opened", name: str, problems: list[str]) -> tuple[str, str]:
-    """The norm, and how many numbers are NaN or infinite."""
+def _statistics(opened: "Opened", name: str, problems: list[str]) -> tuple[str, str]:
+    """The norm of a weight and the count of its NaN or infinite elements."""
     from megatron_lite.checkpoint.layout import WEIGHT
     from megatron_lite.convert.examine import numbers
     from megatron_lite.errors import CheckpointError
@@ -162,26 +165,26 @@ def _flat(state: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
             yield f"{prefix}{key}", value
 
 
-def _row(name: str, tensor: "TensorLayout", counted: tuple[str, str]) -> tuple[str, ...]:
+def _row(name: str, tensor: "TensorLayout", statistics: tuple[str, str]) -> tuple[str, ...]:
     from megatron_lite.checkpoint.layout import WEIGHT
 
     shard = tensor.shard
     fused = f" in parts {list(shard.parts)}" if shard.parts else ""
-    numbers = {kind: value for kind, value in tensor.values.items() if kind != WEIGHT}
+    state = {kind: value for kind, value in tensor.values.items() if kind != WEIGHT}
     files = sorted({stored.file for value in tensor.values.values() for stored in value.slices})
     return (
         name,
         str(list(tensor.shape)),
         tensor.values[WEIGHT].dtype,
-        (f"dim {shard.dim}{fused}" if shard.is_split else "whole") + (" (a copy)" if tensor.copy_of else ""),
-        *counted,
-        " ".join(f"{kind}:{value.dtype}" for kind, value in numbers.items()) or "none",
+        (f"dim {shard.dim}{fused}" if shard.is_split else "unsharded") + (" (copy)" if tensor.copy_of else ""),
+        *statistics,
+        " ".join(f"{kind}:{value.dtype}" for kind, value in state.items()) or "none",
         _joined(file.removesuffix(".safetensors") for file in files),
     )
 
 
 def _joined(files: Iterable[str]) -> str:
-    """The names; those that differ in the data-parallel rank only as `model_dp_000..003`."""
+    """File names, with data-parallel ranks as a range: `model_dp_000..003`."""
     ranks: dict[str, list[str]] = {}
     for file in files:
         stem, dp, rank = file.rpartition("_dp_")

@@ -1,4 +1,4 @@
-"""`megatron-lite inspect` for a corpus: what is in a `.bin/.idx` pair."""
+"""`megatron-lite inspect` for a corpus, a `.bin/.idx` pair."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def inspect_data(path: Path, tokenizer_spec: str) -> None:
-    """Prints documents, tokens, lengths, and, with the tokenizer of the corpus or the one given, text."""
+    """Print documents, tokens, lengths and, if a tokenizer is available, text."""
     from megatron_lite.data.indexed import IndexedDataset, idx_path
     from megatron_lite.errors import DataError
     from megatron_lite.preprocess.examine import corpus_lines
@@ -19,8 +19,8 @@ def inspect_data(path: Path, tokenizer_spec: str) -> None:
     prefix = Path(str(path).removesuffix(".bin").removesuffix(".idx"))
     if not idx_path(prefix).exists():
         raise DataError(
-            f"{path}: looked for a folder (a run, its checkpoints/ or one iter_... in it) and for {idx_path(prefix)} "
-            "(a corpus), and found neither; give the path of one of them"
+            f"{path}: no such folder of checkpoints, and no corpus file {idx_path(prefix)}; give a run.dir, its "
+            "checkpoints/, one iter_... folder or the prefix of a corpus"
         )
     data = IndexedDataset(prefix)
     typer.echo(str(prefix))
@@ -30,7 +30,7 @@ def inspect_data(path: Path, tokenizer_spec: str) -> None:
 
 
 def _tokenizer(data: "IndexedDataset", given: str) -> "Tokenizer | None":
-    """The tokenizer given or of the record, None where it cannot be read; prints which it is."""
+    """Print and return the given tokenizer or that of the corpus; None if the latter cannot be read."""
     from megatron_lite.data.tokenizer import build_tokenizer, tokenizer_hash
     from megatron_lite.errors import MegatronLiteError
 
@@ -40,16 +40,16 @@ def _tokenizer(data: "IndexedDataset", given: str) -> "Tokenizer | None":
         typer.echo("  tokenizer   unknown (no .info.json); --tokenizer SPEC shows text")
         return None
     try:
-        tokenizer, found = build_tokenizer(spec), tokenizer_hash(spec)
+        tokenizer, spec_hash = build_tokenizer(spec), tokenizer_hash(spec)
     except MegatronLiteError as error:
         if given:
             raise
-        typer.echo(f"  tokenizer   {spec}, which cannot be read ({error}); --tokenizer SPEC shows text")
+        typer.echo(f"  tokenizer   {spec}: {error}; --tokenizer SPEC shows text")
         return None
-    size = f"{spec}, {tokenizer.vocab_size:,} tokens, hash {found[:12]}"
-    if info and found != info.tokenizer_hash:
-        size += f"; NOT the one that wrote the corpus ({info.tokenizer}, hash {info.tokenizer_hash[:12]})"
-    typer.echo(f"  tokenizer   {size}")
+    summary = f"{spec}, {tokenizer.vocab_size:,} tokens, hash {spec_hash[:12]}"
+    if info and spec_hash != info.tokenizer_hash:
+        summary += f"; NOT the tokenizer that wrote the corpus ({info.tokenizer}, hash {info.tokenizer_hash[:12]})"
+    typer.echo(f"  tokenizer   {summary}")
     if info:
         ratio = info.source_bytes / max(1, info.tokens)
         options = ", ".join(f"{name}={value}" for name, value in info.options.items())

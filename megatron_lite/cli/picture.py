@@ -1,6 +1,6 @@
-"""Schedules to look at: a drawing in text, and a picture of any timeline, simulated or measured.
+"""Drawings of schedules in text, and pictures of simulated or measured timelines.
 
-Both have one row for each pipeline rank and one time axis for all, so that what is empty is the bubble.
+Each has one row per pipeline rank and one time axis, so that empty space is the bubble.
 """
 
 from math import floor
@@ -15,9 +15,9 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 _MEANINGS = {"F": "forward", "B": "backward", "I": "backward to the inputs", "W": "backward to the weights"}
-_MAX_COLUMNS = 4000  # of the text drawing; in a longer one labels have less room and lose their numbers
+_MAX_COLUMNS = 4000  # of the text drawing; longer schedules get narrower labels without numbers
 
-# From the palette of Okabe and Ito, which colour-blind people can tell apart.
+# The palette of Okabe and Ito, which colour-blind people can distinguish.
 _COLOURS = {"F": "#56a0d3", "B": "#2a9d78", "I": "#e69f00", "W": "#cc79a7"}
 _IDLE = "#e9e9e9"
 _ROW = 0.86  # height of a rank's row, of the 1 between two ranks
@@ -25,13 +25,13 @@ _SUFFIXES = (".png", ".svg")
 
 
 def draw(schedule: Schedule, cost: Cost) -> str:
-    """A line of text for each rank and one that explains the labels; what takes no time has no place in it."""
+    """A line of text for each rank, and a legend. Actions without duration are left out."""
     spans = [span for span in timeline(schedule, cost) if span.end > span.start]
     num_chunks, length = _num_chunks(spans), max((span.end for span in spans), default=0.0)
     shortest = min((span.end - span.start for span in spans), default=1.0)
     longest_label = max((len(_label(span.action, num_chunks)) for span in spans), default=0)
     room = _MAX_COLUMNS * shortest / length if length else 0.0
-    # Whole columns for the shortest, so that rounding does not make equal actions differ.
+    # The shortest action gets an integer number of columns, so that equal actions have equal widths.
     columns = min(longest_label, floor(room) or room) / shortest
 
     def column(time: float) -> int:
@@ -41,31 +41,31 @@ def draw(schedule: Schedule, cost: Cost) -> str:
     for rank, action, start, end in spans:
         width = column(end) - column(start)
         label = _label(action, num_chunks)
-        # A number that was cut short would be the number of another micro-batch.
+        # A truncated number would name another micro-batch.
         shown = label if len(label) <= width else action.op[:width]
         rows[rank][column(start) : column(end)] = shown.ljust(width, "-")
     digits = len(str(len(rows) - 1))
     lines = [f"rank {rank:{digits}} |{''.join(row)}|" for rank, row in enumerate(rows)]
     example = "F3.1 forward of micro-batch 3 in model chunk 1" if num_chunks > 1 else "F3 forward of micro-batch 3"
-    others = [f"{op} {_MEANINGS[op]}" for op in _ops(spans) if op != "F"]
-    return "\n".join([*lines, "; ".join([example, *others, "blank idle"])])
+    other_ops = [f"{op} {_MEANINGS[op]}" for op in _ops(spans) if op != "F"]
+    return "\n".join([*lines, "; ".join([example, *other_ops, "blank idle"])])
 
 
 def save_picture(path: Path, spans: list[Span], *, num_ranks: int, title: str) -> None:
-    """Writes a timeline as a .png or .svg: a row for each rank, a colour for each op, a shade for each model chunk."""
+    """Write a timeline as .png or .svg: a row per rank, a colour per op, a shade per model chunk."""
     if path.suffix not in _SUFFIXES:
-        raise ConfigError(f"{path}: pictures are written as {' or '.join(_SUFFIXES)}; choose a name that ends in one")
+        raise ConfigError(f"{path}: unknown picture format; use a name that ends in {' or '.join(_SUFFIXES)}")
     from matplotlib.figure import Figure
 
     begin, end = min(span.start for span in spans), max(span.end for span in spans)
     inches = _width_inches(spans, end - begin)
-    letters = min(max(inches * 0.6, 10), 22)  # a wide picture is looked at from further away
+    letters = min(max(inches * 0.6, 10), 22)  # wide pictures need larger letters
     height = max(0.36 * num_ranks, inches / 6) + letters * 0.12
     figure = Figure(figsize=(inches, height), dpi=120, layout="constrained")
     axes = figure.add_subplot()
     axes.barh(range(num_ranks), end - begin, _ROW, begin, color=_IDLE)
     _add_boxes(axes, spans)
-    # An inch is for the ranks' names; the rest is the time.
+    # One inch is for the rank names.
     _add_numbers(axes, spans, points=72 * (inches - 1) / (end - begin))
     axes.set(xlim=(begin, end), ylim=(num_ranks - 0.5, -0.5))
     axes.set_title(title, size=letters * 1.2)
@@ -83,7 +83,7 @@ def save_picture(path: Path, spans: list[Span], *, num_ranks: int, title: str) -
 
 
 def _add_boxes(axes: "Axes", spans: list[Span]) -> None:
-    """All boxes of a rank in one colour are one shape, for speed; those of one colour make one entry of the legend."""
+    """Draw one shape per rank and colour, for speed; each colour has one legend entry."""
     num_chunks = _num_chunks(spans)
     boxes: dict[tuple[str, int], dict[int, list[tuple[float, float]]]] = {}
     for rank, action, start, end in spans:
@@ -93,12 +93,12 @@ def _add_boxes(axes: "Axes", spans: list[Span]) -> None:
             name = f"{_MEANINGS[op]}, chunk {chunk}" if num_chunks > 1 else _MEANINGS[op]
             style = {"color": _shade(op, chunk, num_chunks), "edgecolor": "white", "linewidth": 0.4}
             for number, (rank, ranges) in enumerate(boxes.get((op, chunk), {}).items()):
-                label = name if number == 0 else "_"  # one that begins so is left out of the legend
+                label = name if number == 0 else "_"  # matplotlib leaves labels with _ out of the legend
                 axes.broken_barh(ranges, (rank - _ROW / 2, _ROW), label=label, **style)
 
 
 def _add_numbers(axes: "Axes", spans: list[Span], points: float) -> None:
-    """Micro-batch numbers where they can be read, all of one size; a unit of time is `points` wide on paper."""
+    """Draw micro-batch numbers of one size where they fit; a unit of time is `points` wide."""
     longest = max(len(str(span.action.microbatch)) for span in spans)
     fitting = [(span.end - span.start) * points / (0.65 * longest + 0.2) for span in spans]
     smallest_readable = 4
@@ -122,14 +122,14 @@ def _ops(spans: list[Span]) -> list[str]:
 
 
 def _width_inches(spans: list[Span], length: float) -> float:
-    """Room for a two-digit number in a box of middling length, within what a screen can show."""
+    """A width with room for two digits in the box of the first quartile, between 9 and 40 inches."""
     durations = sorted(span.end - span.start for span in spans)
-    middling = durations[len(durations) // 4]
-    return min(max(0.2 * length / middling, 9.0), 40.0) if middling else 40.0
+    quartile = durations[len(durations) // 4]
+    return min(max(0.2 * length / quartile, 9.0), 40.0) if quartile else 40.0
 
 
 def _shade(op: str, chunk: int, num_chunks: int) -> tuple[float, float, float]:
-    """The op's colour, the lighter the later the chunk."""
+    """The colour of an op; later chunks are lighter."""
     from matplotlib.colors import to_rgb
 
     white = 0.65 * chunk / max(num_chunks - 1, 1)

@@ -1,4 +1,4 @@
-"""`megatron-lite preprocess`: text to `.bin/.idx`."""
+"""`megatron-lite preprocess`: text to a `.bin/.idx` pair."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,7 +17,9 @@ def preprocess(
     input: TextInput,
     output_prefix: Annotated[
         Path,
-        typer.Option("--output-prefix", metavar="P", help="Writes P_text_document.bin, .idx and .info.json."),
+        typer.Option(
+            "--output-prefix", metavar="P", help="Prefix of the files P_text_document.bin, .idx and .info.json."
+        ),
     ],
     tokenizer: TokenizerSpec,
     workers: Annotated[
@@ -28,23 +30,26 @@ def preprocess(
             metavar="N",
             default_factory=available_cores,
             show_default="one per core",
-            help="Processes that tokenize.",
+            help="Number of processes.",
         ),
     ],
     more_input: MoreInput = None,
     json_key: JsonKey = "text",
     split_on: Annotated[
         Literal["file", "blank-line", "line"],
-        typer.Option("--split-on", metavar="file|blank-line|line", help="What separates documents in plain text."),
+        typer.Option("--split-on", metavar="file|blank-line|line", help="Separator of documents in plain text."),
     ] = "file",
-    append_eod: Annotated[bool, typer.Option("--append-eod", help="End each document with the end token.")] = False,
+    append_eod: Annotated[
+        bool, typer.Option("--append-eod", help="Add the end-of-document token to each document.")
+    ] = False,
     language_tag: Annotated[
-        bool, typer.Option("--language-tag", help="Start code with a comment that names its language, as CodeGeeX.")
+        bool,
+        typer.Option("--language-tag", help="Start code with a comment that names its language, as CodeGeeX does."),
     ] = False,
 ) -> None:
     """Tokenize text into the .bin/.idx pair that training reads.
 
-    A JSON line is a document. A plain text file is one too, unless --split-on divides it.
+    Each JSON line is one document. Each plain text file is one document, unless --split-on divides it.
     """
     from megatron_lite.preprocess.corpus import preprocess as run
     from megatron_lite.text import counted
@@ -69,7 +74,7 @@ def preprocess(
 
 
 def skipped(report: "PreprocessReport") -> Iterator[str]:
-    """What of the inputs is not in the corpus, a line for each reason."""
+    """Lines that count the inputs left out of the corpus, one for each reason."""
     from megatron_lite.text import counted
 
     if unknown := report.found.unknown:

@@ -1,4 +1,4 @@
-"""`megatron-lite presets`: the models that `model.preset` knows."""
+"""`megatron-lite presets`: the values of `model.preset`."""
 
 from typing import Annotated
 
@@ -8,9 +8,9 @@ COLUMNS = ("layers", "hidden", "heads", "groups", "ffn", "positions", "vocabular
 
 
 def presets(
-    name: Annotated[str | None, typer.Argument(metavar="[NAME]", help="Print the fields of this one.")] = None,
+    name: Annotated[str | None, typer.Argument(metavar="[NAME]", help="Preset whose fields are printed.")] = None,
 ) -> None:
-    """List the values of model.preset with their sizes, or print the fields of one as YAML."""
+    """List all presets with their sizes, or print the fields of one as YAML."""
     import yaml
 
     from megatron_lite.config.presets import PRESETS
@@ -28,14 +28,14 @@ def presets(
 
 
 def sizes_of(preset: str) -> list[str]:
-    """One text for each of COLUMNS."""
+    """One value for each of COLUMNS."""
     from megatron_lite.config.schema import ModelConfig
     from megatron_lite.config.sizes import num_parameters
 
     model = ModelConfig(preset=preset)
     parameters = f"{num_parameters(model) / 1e6:,.1f}M"
     vocabulary = f"{model.vocab_size:,}"
-    if not model.vocab_size:  # the tokenizer decides
+    if not model.vocab_size:  # set by the tokenizer
         vocabulary, parameters = "tokenizer", f"{parameters} + {model.hidden_size} per token"
     sizes = (model.num_layers, model.hidden_size, model.num_heads, model.query_groups, model.ffn_size)
     return [*(f"{size:,}" for size in (*sizes, model.max_position_embeddings)), vocabulary, parameters]

@@ -1,4 +1,4 @@
-"""`megatron-lite schedule`: a pipeline schedule to look at, before it costs a machine."""
+"""`megatron-lite schedule`: a drawing and the bubble of a pipeline schedule."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -11,16 +11,16 @@ if TYPE_CHECKING:
     from megatron_lite.pipeline.actions import Action
 
 COSTS = "F=1,B=2,I=1,W=1"
-MAX_PASSES = 200_000  # seconds of work, and more than anyone can look at
+MAX_PASSES = 200_000  # takes seconds to draw
 
 
 def schedule(
     name: Annotated[
-        str, typer.Option("--name", metavar="NAME", help="gpipe, 1f1b, interleaved, zb-h1 or forward-only.")
+        str, typer.Option("--name", metavar="NAME", help="Schedule: gpipe, 1f1b, interleaved, zb-h1 or forward-only.")
     ],
-    pp: Annotated[int, typer.Option("--pp", min=1, metavar="N", help="Pipeline ranks.")],
+    pp: Annotated[int, typer.Option("--pp", min=1, metavar="N", help="Number of pipeline ranks.")],
     microbatches: Annotated[
-        int, typer.Option("--microbatches", min=1, metavar="N", help="Micro-batches of one optimizer step.")
+        int, typer.Option("--microbatches", min=1, metavar="N", help="Number of micro-batches per optimizer step.")
     ],
     chunks: Annotated[
         int | None,
@@ -28,8 +28,7 @@ def schedule(
             "--chunks",
             min=1,
             metavar="N",
-            help="Model chunks on each rank, a run's parallel.virtual_pipeline; 2 for interleaved, else 1, unless "
-            "given.",
+            help="Number of model chunks per rank (parallel.virtual_pipeline); default: 2 for interleaved, else 1.",
         ),
     ] = None,
     cost: Annotated[
@@ -37,14 +36,14 @@ def schedule(
         typer.Option(
             "--cost",
             metavar="OP=COST,...",
-            help="How long a forward, a backward, its input half and its weight half take.",
+            help="Durations of F forward, B backward, I backward to the inputs and W backward to the weights.",
         ),
     ] = COSTS,
     out: Annotated[
-        Path | None, typer.Option("--out", metavar="FILE", help="Also write a picture, a .png or .svg file.")
+        Path | None, typer.Option("--out", metavar="FILE", help="Also write a .png or .svg picture.")
     ] = None,
 ) -> None:
-    """Draw a pipeline schedule and print its bubble, its length and how many activations each rank holds."""
+    """Draw a pipeline schedule and print its bubble, its length and the peak activations of each rank."""
     from megatron_lite.cli.picture import draw, save_picture
     from megatron_lite.pipeline.schedules import build_schedule
     from megatron_lite.pipeline.simulate import idle_share, peak_live, timeline
@@ -58,14 +57,14 @@ def schedule(
     if pp * microbatches * num_chunks > MAX_PASSES:
         raise ConfigError(
             f"--pp {pp} --microbatches {microbatches} with {num_chunks} chunks: {pp * microbatches * num_chunks:,} "
-            f"forwards are too many to draw; {MAX_PASSES:,} can be. Fewer micro-batches show the same pattern"
+            f"forwards are too many to draw; use fewer micro-batches, at most {MAX_PASSES:,} forwards"
         )
     order = build_schedule(name, pp, microbatches, num_chunks)
     spans = timeline(order, duration)
     length = max(span.end for span in spans)
     if not 0 < length < float("inf"):
         raise ConfigError(
-            f"--cost {cost} makes {name} {length:g} long; its durations must add up to a finite number above 0"
+            f"--cost {cost}: the length of {name} is {length:g}; give durations with a finite sum above 0"
         )
     idle = idle_share(spans, num_ranks=pp)
     if out is not None:
@@ -74,17 +73,17 @@ def schedule(
         save_picture(out, spans, num_ranks=pp, title=title)
 
     used = sorted({action.op for rank in order for action in rank}, key="FBIW".index)
-    held = "micro-batches" if num_chunks == 1 else "micro-batch chunks"
+    unit = "micro-batches" if num_chunks == 1 else "micro-batch chunks"
     typer.echo(draw(order, duration))
     typer.echo(f"\nbubble {idle:.3f}")
     typer.echo(f"length {length:g} at {' '.join(f'{op}={durations[op]:g}' for op in used)}")
-    typer.echo(f"peak activations {' '.join(map(str, peak_live(order)))} ({held}, from rank 0 on)")
+    typer.echo(f"peak activations {' '.join(map(str, peak_live(order)))} ({unit}, from rank 0 on)")
     if out is not None:
         typer.echo(f"picture in {out}")
 
 
 def parse_cost(text: str) -> dict[str, float]:
-    """Durations by op, from F=1,B=2,I=1,W=1 or some of these."""
+    """Durations by op, from F=1,B=2,I=1,W=1 or a part of it."""
     durations = {}
     for part in text.split(","):
         op, _, number = part.partition("=")
@@ -94,8 +93,8 @@ def parse_cost(text: str) -> dict[str, float]:
             duration = -1.0
         if op not in ("F", "B", "I", "W") or op in durations or not duration >= 0:
             raise ConfigError(
-                f"--cost {text}: {part!r} is no duration; give F, B, I and W, or some of them, each once a number "
-                f"of 0 or more, as in {COSTS}"
+                f"--cost {text}: {part!r} is not OP=DURATION; give each of F, B, I and W at most once, with a number "
+                f"of 0 or more: {COSTS}"
             )
         durations[op] = duration
     return durations

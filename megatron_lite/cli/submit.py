@@ -1,4 +1,4 @@
-"""`megatron-lite submit`: a pretraining job for SLURM, checked before it waits in a queue."""
+"""`megatron-lite submit`: a pretraining job for SLURM, checked before it is queued."""
 
 import shlex
 from pathlib import Path
@@ -14,43 +14,48 @@ def submit(
     overrides: Overrides = None,
     config: ConfigFile = None,
     model: Model = "",
-    nodes: Annotated[int, typer.Option("--nodes", min=1, metavar="N", help="Machines.")] = 1,
+    nodes: Annotated[int, typer.Option("--nodes", min=1, metavar="N", help="Number of nodes.")] = 1,
     gpus_per_node: Annotated[
-        int | None, typer.Option("--gpus-per-node", min=1, metavar="N", help="GPUs of each, and ranks on it.")
+        int | None, typer.Option("--gpus-per-node", min=1, metavar="N", help="Number of GPUs, and ranks, per node.")
     ] = None,
     nproc_per_node: Annotated[
-        int | None, typer.Option("--nproc-per-node", min=1, metavar="N", help="Ranks of each, without GPUs.")
+        int | None,
+        typer.Option("--nproc-per-node", min=1, metavar="N", help="Number of ranks per node for training on CPUs."),
     ] = None,
     cpus_per_task: Annotated[
         int | None,
         typer.Option(
-            "--cpus-per-task", min=1, metavar="N", help="CPU cores of each machine; without GPUs, one for each rank."
+            "--cpus-per-task", min=1, metavar="N", help="CPU cores per node; default without GPUs: one per rank."
         ),
     ] = None,
     time: Annotated[
-        str | None, typer.Option("--time", metavar="[D-]HH:MM:SS", help="Until the job saves and queues itself again.")
+        str | None,
+        typer.Option("--time", metavar="[D-]HH:MM:SS", help="Time limit; the job saves and requeues itself before it."),
     ] = None,
-    partition: Annotated[str | None, typer.Option("--partition", metavar="NAME")] = None,
-    account: Annotated[str | None, typer.Option("--account", metavar="NAME")] = None,
+    partition: Annotated[str | None, typer.Option("--partition", metavar="NAME", help="SLURM partition.")] = None,
+    account: Annotated[str | None, typer.Option("--account", metavar="NAME", help="SLURM account.")] = None,
     array: Annotated[
-        str | None, typer.Option("--array", metavar="LIST", help="Several runs; %a in an argument is the run's number.")
+        str | None,
+        typer.Option(
+            "--array", metavar="LIST", help="Job array of several runs, 0-3; %a in an argument is the task number."
+        ),
     ] = None,
     name: Annotated[
-        str | None, typer.Option("--job-name", metavar="NAME", help="The name of run.dir, if not given.")
+        str | None, typer.Option("--job-name", metavar="NAME", help="Name of the job; default: last part of run.dir.")
     ] = None,
     sbatch: Annotated[
         list[str] | None,
-        typer.Option("--sbatch", metavar="OPTION", help="Any other option of sbatch: --sbatch=--constraint=h100"),
+        typer.Option("--sbatch", metavar="OPTION", help="Another option of sbatch: --sbatch=--constraint=h100"),
     ] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the job script, and stop.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the job script and exit.")] = False,
 ) -> None:
-    """Write a job script for SLURM to run.dir and submit it; the job queues itself again until training is done."""
+    """Write a SLURM job script to run.dir and submit it. The job requeues itself until training is done."""
     from megatron_lite.cli.pretrain import check
     from megatron_lite.config.load import load_config
     from megatron_lite.launch.submit import job_script, submitted, task_overrides
 
     if (gpus_per_node is None) == (nproc_per_node is None):
-        raise ConfigError("give either --gpus-per-node, or --nproc-per-node for training on CPUs")
+        raise ConfigError("give --gpus-per-node, or --nproc-per-node for training on CPUs; not both")
     ranks = gpus_per_node or nproc_per_node or 1
     words = ["--config", str(config.absolute())] if config else []
     words += ["--model", model] if model else []
@@ -59,8 +64,8 @@ def submit(
     run_dir = settings.run.dir
     if array and not any(override.startswith("run.dir=") and "%a" in override for override in overrides or []):
         raise ConfigError(
-            f"--array {array} starts several runs, and all would train in {run_dir}; give each its own, on the command "
-            "line: run.dir=runs/sweep_%a"
+            f"--array {array} starts several runs, all in {run_dir}; give each its run.dir on the command line: "
+            "run.dir=runs/sweep_%a"
         )
     folder = Path(run_dir.replace("%a", "array") if array else run_dir).absolute()
     options = {
@@ -84,5 +89,5 @@ def submit(
         folder.mkdir(parents=True, exist_ok=True)
         path.write_text(script, encoding="utf-8")
     except OSError as error:
-        raise ConfigError(f"run.dir is {run_dir}, and {path} cannot be written: {error.strerror}") from error
+        raise ConfigError(f"run.dir is {run_dir}; cannot write {path}: {error.strerror}") from error
     typer.echo(f"job {submitted(path)}: {path}, output in {folder}")

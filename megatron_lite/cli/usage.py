@@ -1,4 +1,4 @@
-"""What the command line prints for wrong usage and for --help, beyond what Typer does."""
+"""Hints for wrong usage, and --help without Python types, in addition to Typer."""
 
 from itertools import pairwise
 from typing import Any
@@ -6,11 +6,11 @@ from typing import Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-UsageError: Any = typer.BadParameter.__base__  # of click, which some versions of Typer have inside
+UsageError: Any = typer.BadParameter.__base__  # of click, which some versions of Typer include
 
 
 class Commands(TyperGroup):
-    """The commands; an unknown one lists them."""
+    """The commands. The error for an unknown command lists them."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         try:
@@ -21,12 +21,12 @@ class Commands(TyperGroup):
 
 
 class Command(TyperCommand):
-    """A command; an unknown option that is a field of the config shows how fields are given."""
+    """One command. The error for `--lr` suggests the config field `optim.lr`."""
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
         for parameter in self.params:
-            if parameter.param_type_name == "argument":  # of which the help would have the Python type
+            if parameter.param_type_name == "argument":  # its Python type would be in the help
                 parameter.display_type_rich = lambda ctx: None  # type: ignore[attr-defined]
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
@@ -42,11 +42,11 @@ class Command(TyperCommand):
 
 
 def fields_for(option: str, given: list[str]) -> list[str]:
-    """The overrides that an option such as --lr may stand for; `given` are all words of the command line."""
+    """The overrides that match an option such as --lr; `given` is the full command line."""
     from megatron_lite.config.load import FIELDS
 
     name = option.lstrip("-").replace("-", "_")
-    after = [after for word, after in pairwise(given) if word == option]
+    following = [value for word, value in pairwise(given) if word == option]
     inside = [word.removeprefix(f"{option}=") for word in given if word.startswith(f"{option}=")]
-    value = next((value for value in [*inside, *after] if not value.startswith("-")), "VALUE")
+    value = next((value for value in [*inside, *following] if not value.startswith("-")), "VALUE")
     return [f"{field}={value}" for field in FIELDS if name in (field, field.partition(".")[2])]

@@ -1,4 +1,4 @@
-"""`megatron-lite index` writes what training would write, and nothing is left for training to write."""
+"""`megatron-lite index` writes every index file that training reads."""
 
 import pytest
 
@@ -6,7 +6,7 @@ from tests.helpers.command import make_corpus, run_here, tiny_yaml
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory):
+def indexed(tmp_path_factory):
     folder = tmp_path_factory.mktemp("index")
     return folder, str(tiny_yaml(folder, make_corpus(folder), train={"iterations": 2, "eval_iterations": 1}))
 
@@ -15,13 +15,13 @@ def files(folder):
     return sorted(path.name for path in (folder / "cache").iterdir() if path.suffix != ".lock")
 
 
-def test_training_finds_its_index_files(made):
-    """A job of many machines would wait for the first one to make them."""
-    folder, config = made
+def test_training_finds_its_index_files(indexed):
+    """A job on many machines would wait for the first one to write them."""
+    folder, config = indexed
     done = run_here("index", "--config", config, cwd=folder)
     assert done.returncode == 0, done.stderr
     lines, present = done.stdout.splitlines(), files(folder)
-    assert [line.rpartition("/")[2] for line in lines if line.startswith("made ")] == present and len(present) == 12
+    assert [line.rpartition("/")[2] for line in lines if line.startswith("wrote ")] == present and len(present) == 12
     assert any(line.startswith(f"corpus {folder}/corpus_text_document: ") for line in lines)
     assert lines[-1] == f"{folder}/cache: 12 new index files; 8 training samples"
     assert run_here("pretrain", "--config", config, cwd=folder).returncode == 0
@@ -30,9 +30,9 @@ def test_training_finds_its_index_files(made):
     assert again.splitlines()[-1] == f"{folder}/cache: 0 new index files; 8 training samples"
 
 
-def test_the_number_of_samples_needs_a_batch_size_or_processes(made, tmp_path):
-    """Index files of another number of samples would be made and never read."""
-    folder, config = made
+def test_the_number_of_samples_needs_a_batch_size_or_processes(indexed, tmp_path):
+    """Training would not read index files of another number of samples."""
+    folder, config = indexed
     words = ("index", "--config", config, "train.global_batch_size=0", f"data.cache_dir={tmp_path}/cache")
     done = run_here(*words, cwd=folder)
     assert done.returncode == 2 and "train.global_batch_size is not given, so the number of samples" in done.stderr
@@ -42,8 +42,8 @@ def test_the_number_of_samples_needs_a_batch_size_or_processes(made, tmp_path):
     assert done.returncode == 2 and "does not divide the number of processes (3)" in done.stderr
 
 
-def test_another_tokenizer_or_no_data_is_refused(made):
-    folder, config = made
+def test_another_tokenizer_or_missing_data_is_an_error(indexed):
+    folder, config = indexed
     done = run_here("index", "--config", config, f"data.paths=[{folder}/none]", cwd=folder)
     assert done.returncode == 1 and "none.idx: no such file" in done.stderr
     info = folder / "corpus_text_document.info.json"

@@ -1,4 +1,4 @@
-"""What `megatron-lite inspect` prints."""
+"""The output of `megatron-lite inspect` for checkpoints."""
 
 import pytest
 import torch
@@ -22,8 +22,8 @@ def run_dir(tmp_path):
     return tmp_path
 
 
-def test_it_prints_what_is_in_the_newest(run_dir):
-    """Iteration, layout, sizes, state and every tensor with its shape, dtype, cut and files."""
+def test_inspect_prints_the_contents_of_the_newest_checkpoint(run_dir):
+    """Iteration, layout, sizes, state and every tensor with its shape, dtype, split and files."""
     result = CliRunner().invoke(app, [str(run_dir)])
     assert result.exit_code == 0
     lines = [line.split() for line in result.output.splitlines()]
@@ -44,7 +44,7 @@ def test_it_prints_what_is_in_the_newest(run_dir):
     assert "[16, 4]  BF16   dim 0 in parts [8, 4, 4]  master:F32" in quick
 
 
-def test_weights_alone_are_called_so_and_a_custom_model_by_its_name(tmp_path):
+def test_a_summary_marks_weights_only_and_names_a_custom_model(tmp_path):
     save(tmp_path, 1, one_process(), state={}, origin={"model_provider": "mine.py:build"})
     lines = CliRunner().invoke(app, [str(tmp_path), "--quick"]).output.splitlines()
     assert lines[5:7] == ["  state       weights only", "  built by    mine.py:build, with --model"]
@@ -57,7 +57,7 @@ def flip_last_byte(path) -> None:
 
 
 def test_verify_reads_everything_and_fails_on_damage(run_dir):
-    """A cold spare has to be checked before it is needed."""
+    """A backup must be checked before it is needed."""
     result = CliRunner().invoke(app, [str(run_dir / "checkpoints"), "--verify"])
     assert result.exit_code == 0 and "verified: all 3 files have the checksums in layout.json" in result.output
     path = run_dir / "checkpoints" / "iter_0000002" / "mp_rank_00" / "optimizer_dp_000.safetensors"
@@ -70,7 +70,7 @@ def test_verify_reads_everything_and_fails_on_damage(run_dir):
 
 
 def test_a_damaged_tensor_is_named_and_the_others_shown(run_dir):
-    """Its file may be all that is left to look at."""
+    """A damaged file may be the only one left."""
     flip_last_byte(run_dir / "checkpoints" / "iter_0000002" / "mp_rank_00" / "model.safetensors")
     result = CliRunner().invoke(app, [str(run_dir)])
     assert "tensor decoder.final_layernorm.weight has checksum" in str(result.exception)
@@ -80,7 +80,7 @@ def test_a_damaged_tensor_is_named_and_the_others_shown(run_dir):
 
 
 def test_two_checkpoints_are_compared(run_dir):
-    """Exit code 1 where they differ, as `cmp` and `diff` have it."""
+    """The exit code is 1 if they differ, as for `cmp` and `diff`."""
     first, second = (str(run_dir / "checkpoints" / f"iter_000000{n}") for n in (1, 2))
     result = CliRunner().invoke(app, [first, first])
     assert result.exit_code == 0 and "16 values of 4 tensors: 16 identical, 0 not" in result.output
@@ -92,7 +92,7 @@ def test_two_checkpoints_are_compared(run_dir):
     ]
     assert lines[2] == "16 values of 4 tensors: 0 identical, 16 not" and len(lines) == 5 + 16
     result = CliRunner().invoke(app, [first, second, "--verify"])
-    assert isinstance(result.exception, ConfigError) and "or shows one with --verify or --quick" in str(
+    assert isinstance(result.exception, ConfigError) and "--verify and --quick take one checkpoint" in str(
         result.exception
     )
 
@@ -104,14 +104,14 @@ def test_two_checkpoints_are_compared(run_dir):
         ("checkpoints/iter_0000001/mp_rank_00", "has no checkpoint"),
     ],
 )
-def test_other_folders_are_an_error_with_exit_code_1(run_dir, name, message):
+def test_a_folder_without_a_checkpoint_is_an_error_with_exit_code_1(run_dir, name, message):
     """The command line prints the message of a MegatronLiteError and exits with its code."""
     error = CliRunner().invoke(app, [str(run_dir / name)]).exception
     assert isinstance(error, CheckpointError) and message in str(error) and error.exit_code == 1
 
 
 def test_files_of_data_parallel_ranks_are_listed_together():
-    """Hundreds of them would hide the tensors."""
+    """Hundreds of file names would hide the tensors."""
     files = [f"mp_rank_00/{kind}_dp_{rank:03d}" for kind in ("model", "optimizer") for rank in range(64)]
     assert _joined(files) == "mp_rank_00/model_dp_000..063 mp_rank_00/optimizer_dp_000..063"
     files = ["mp_rank_00/model", "mp_rank_00/optimizer_dp_000"]

@@ -1,4 +1,4 @@
-"""What `megatron-lite inspect` prints of a corpus."""
+"""The output of `megatron-lite inspect` for a corpus."""
 
 import json
 import shutil
@@ -28,7 +28,7 @@ def inspected(*words, code=0):
 
 
 @pytest.mark.parametrize("suffix", ["", ".bin", ".idx"])
-def test_it_prints_what_a_corpus_holds(prefix, suffix):
+def test_inspect_prints_the_contents_of_a_corpus(prefix, suffix):
     lines = inspected(f"{prefix}{suffix}").splitlines()
     assert lines[0] == prefix
     assert lines[1] == "  tokenizer   bytes, 257 tokens, hash 277089d91c0b"
@@ -49,8 +49,8 @@ def test_it_prints_what_a_corpus_holds(prefix, suffix):
     assert lines[-1].startswith("  2  'xxx") and lines[-1].endswith("x...")
 
 
-def test_without_a_record_text_needs_a_tokenizer(tmp_path):
-    """Corpora of Megatron's own builder have none."""
+def test_text_of_a_corpus_without_info_needs_a_tokenizer(tmp_path):
+    """Corpora of Megatron's builder have no .info.json."""
     prefix = write_corpus(tmp_path / "c", [3, 2], dtype=np.uint16, first_token=97)
     lines = inspected(prefix).splitlines()
     assert lines[1] == "  tokenizer   unknown (no .info.json); --tokenizer SPEC shows text"
@@ -69,16 +69,16 @@ def test_another_tokenizer_than_that_of_the_corpus_is_marked(tmp_path, prefix):
     (tmp_path / "t.txt").write_text("alpha beta\n" * 100)
     model = train_sentencepiece([tmp_path / "t.txt"], tmp_path / "t", 280)
     line = inspected(prefix, "--tokenizer", f"sentencepiece:{model}").splitlines()[1]
-    assert line.endswith("; NOT the one that wrote the corpus (bytes, hash 277089d91c0b)")
+    assert line.endswith("; NOT the tokenizer that wrote the corpus (bytes, hash 277089d91c0b)")
     preprocess([tmp_path / "t.txt"], tmp_path / "t", f"sentencepiece:{model}", workers=1)
     shutil.move(model, tmp_path / "away.model")
     line = inspected(str(tmp_path / "t_text_document")).splitlines()[1]
-    assert "t.model, which cannot be read (" in line and line.endswith("--tokenizer SPEC shows text")
+    assert "t.model: " in line and "no such tokenizer file" in line and line.endswith("--tokenizer SPEC shows text")
     assert "no such tokenizer file" in inspected(prefix, "--tokenizer", f"sentencepiece:{model}", code=1)
 
 
-def test_of_a_large_corpus_a_sample_is_read(prefix, monkeypatch):
-    """A look at a terabyte has to end."""
+def test_inspect_reads_a_sample_of_a_large_corpus(prefix, monkeypatch):
+    """A terabyte of tokens must not take hours."""
     for name, most in (("MOST_LENGTHS", 2), ("MOST_ENDS", 2), ("MOST_TOKENS", 40), ("BLOCK", 10)):
         monkeypatch.setattr(examine, name, most)
     text = "\n".join(examine.corpus_lines(IndexedDataset(prefix), None))
@@ -86,12 +86,10 @@ def test_of_a_large_corpus_a_sample_is_read(prefix, monkeypatch):
     assert "most frequent tokens (of an even sample of 40 tokens)" in text
 
 
-def test_a_path_to_nothing_names_what_was_looked_for(tmp_path, prefix):
+def test_the_error_of_a_missing_path_names_the_expected_files(tmp_path, prefix):
     message = inspected(f"{tmp_path}/none", code=1)
-    assert message.startswith(
-        f"{tmp_path}/none: looked for a folder (a run, its checkpoints/ or one iter_... in it) and"
-    )
-    assert f"{tmp_path}/none.idx (a corpus), and found neither" in message
+    assert message.startswith(f"{tmp_path}/none: no such folder of checkpoints")
+    assert f"no corpus file {tmp_path}/none.idx; give a run.dir" in message
     for flag in ("--verify", "--quick", prefix):
         assert "--verify and --quick are for checkpoints" in inspected(prefix, flag, code=2)
     assert "--tokenizer is for a corpus" in inspected(str(tmp_path), "--tokenizer", "bytes", code=2)

@@ -1,4 +1,4 @@
-"""Drawings show the timeline: the right labels at the right places, and the bubble as large as it is."""
+"""Drawings show the timeline: labels at the right places, and a bubble of the right size."""
 
 import re
 
@@ -31,7 +31,7 @@ def test_1f1b_is_drawn_as_in_the_paper():
     ]
 
 
-def test_chunks_and_halves_are_told_apart():
+def test_chunks_and_backward_halves_have_their_own_labels():
     """A micro-batch is there twice on each rank of an interleaved schedule; only the chunk says which is which."""
     assert draw(build_schedule("interleaved", 2, 2, 2), cost).splitlines() == [
         "rank 0 |F0.0F1.0F0.1F1.1        B0.1----    B1.1----B0.0----B1.0----|",
@@ -45,7 +45,7 @@ def test_chunks_and_halves_are_told_apart():
     ]
 
 
-def test_what_takes_no_time_is_left_out_and_ranks_are_aligned():
+def test_actions_without_duration_are_left_out_and_ranks_are_aligned():
     lines = draw(build_schedule("zb-h1", 11, 1, 1), lambda action, rank: float(action.op == "F")).splitlines()
     assert lines[0] == "rank  0 |F0                    |"
     assert lines[10] == "rank 10 |                    F0|"
@@ -67,7 +67,7 @@ def test_labels_are_in_order_and_never_wrong_however_little_room_there_is(name, 
     for line, order in zip(lines[:-1], schedule, strict=True):
         wanted = iter(order)
         for op, number, _ in CELL.findall(line.partition("|")[2]):
-            # What is too short for a column is left out.
+            # Actions shorter than a column are left out.
             assert any(a.op == op and number in ("", str(a.microbatch)) for a in wanted), line
 
 
@@ -102,7 +102,7 @@ def test_a_measured_timeline_begins_anywhere_and_may_miss_a_rank(tmp_path):
 
 
 def grey_and_coloured(path):
-    """Pixels of idle time and of boxes, in those lines of a picture that cut a rank's boxes beside all writing."""
+    """The pixels of idle time and of boxes, in lines of a picture that cross a rank's boxes but no text."""
     pixels = np.asarray(Image.open(path).convert("RGB")).astype(int)
     grey = (pixels == IDLE).all(axis=2)
     coloured = pixels.max(axis=2) - pixels.min(axis=2) > 20
@@ -118,12 +118,12 @@ def test_svg_is_written_too(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["a.pdf", "a", "png"])
-def test_another_kind_of_file_is_refused(tmp_path, name):
-    with pytest.raises(ConfigError, match=rf"/{name}: pictures are written as \.png or \.svg; choose a name that ends"):
+def test_another_picture_format_is_an_error(tmp_path, name):
+    with pytest.raises(ConfigError, match=rf"/{name}: unknown picture format; use a name that ends in \.png or \.svg"):
         save_picture(tmp_path / name, [], num_ranks=1, title="")
 
 
-def test_a_place_that_cannot_be_written_is_named(tmp_path):
+def test_the_error_of_an_unwritable_path_names_it(tmp_path):
     (tmp_path / "file").touch()
     spans = timeline(build_schedule("1f1b", 1, 1, 1), cost)
     with pytest.raises(MegatronLiteError, match=r"/file/a\.png: cannot be written: (File exists|Not a directory)$"):

@@ -1,4 +1,4 @@
-"""The commands that make data, and Megatron's script by its own flags."""
+"""The commands `preprocess` and `train-tokenizer`, and the tool with the flags of Megatron's script."""
 
 import json
 import subprocess
@@ -41,8 +41,8 @@ def test_several_inputs_may_follow_one_flag(command, tmp_path):
     assert [bytes(data[k].tolist()) for k in range(3)] == [b"a", b"b", b"c"]
 
 
-def test_what_was_skipped_is_reported(command, tmp_path):
-    """A corpus that lacks half of its files trains as well as any other."""
+def test_skipped_inputs_are_reported(command, tmp_path):
+    """Training cannot notice that half of the files are missing."""
     (tmp_path / "a.py").write_text("x")
     (tmp_path / "b.py").write_bytes(b"\xff")
     (tmp_path / "c.py").write_text("")
@@ -79,7 +79,7 @@ def test_plain_text_is_split_into_documents(command, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["preprocess", "train-tokenizer"])
-def test_help_names_what_to_type(tmp_path, name):
+def test_help_shows_placeholders_without_python_types(tmp_path, name):
     text = run_here(name, "--help", cwd=tmp_path).stdout
     assert "--input PATH..." in text and "--json-key KEY" in text
     assert not any(word in text for word in ("<list", "<int", "<str>", "(dynamic)"))
@@ -92,8 +92,8 @@ def script(*words):
     )
 
 
-def test_a_path_may_hold_the_word_none(tmp_path):
-    """Python's word for a missing flag is a word like any other in the name of a file."""
+def test_a_path_may_contain_the_word_none(tmp_path):
+    """A tokenizer file in a folder `None` is not a missing flag."""
     (tmp_path / "None").mkdir()
     (tmp_path / "c.txt").write_text("hello world\n" * 100)
     model = train_sentencepiece([tmp_path / "c.txt"], tmp_path / "None" / "m", 280)

@@ -1,4 +1,4 @@
-"""What `megatron-lite schedule` prints, and how it ends."""
+"""The output and the exit codes of `megatron-lite schedule`."""
 
 import subprocess
 import sys
@@ -22,7 +22,7 @@ def command(monkeypatch, capsys):
     return run
 
 
-def test_it_draws_and_measures(command):
+def test_schedule_prints_a_drawing_and_its_bubble(command):
     """3 of 11 slots of 1F1B on four ranks are bubble; the first rank holds four micro-batches, the last one."""
     code, out, _ = command("--name", "1f1b", "--pp", "4", "--microbatches", "8")
     assert code == 0
@@ -39,7 +39,7 @@ def test_it_draws_and_measures(command):
     ]
 
 
-def test_interleaved_has_two_chunks_unless_told(command):
+def test_interleaved_has_two_chunks_by_default(command):
     """The smallest number that interleaves anything; 1 / (2 * 4 + 1) and 1 / (3 * 4 + 1) of the slots are bubble."""
     arguments = ["--name", "interleaved", "--pp", "2", "--microbatches", "4"]
     assert command(*arguments)[1].splitlines()[-3:] == [
@@ -80,24 +80,36 @@ def test_it_writes_a_picture_with_name_and_bubble_in_its_title(command, tmp_path
         (
             ["--name", "1f1b", "--pp", "1000", "--microbatches", "201"],
             2,
-            "201,000 forwards are too many to draw; 200,000",
+            "201,000 forwards are too many to draw; use fewer micro-batches, at most 200,000",
         ),
-        (["--name", "interleaved", "--microbatches", "6"], 2, "6 is not a multiple of 4"),
-        (["--name", "1f1b", "--cost", "F=1,B"], 2, "--cost F=1,B: 'B' is no duration; give F, B, I and W, or some"),
-        (["--name", "1f1b", "--cost", "F=1,F=2"], 2, "--cost F=1,F=2: 'F=2' is no duration"),
-        (["--name", "1f1b", "--cost", "G=1"], 2, "--cost G=1: 'G=1' is no duration"),
-        (["--name", "1f1b", "--cost", ""], 2, "--cost : '' is no duration"),
-        (["--name", "1f1b", "--cost", "F=-1"], 2, "--cost F=-1: 'F=-1' is no duration"),
-        (["--name", "1f1b", "--cost", "F=nan"], 2, "--cost F=nan: 'F=nan' is no duration"),
-        (["--name", "1f1b", "--cost", "F=inf"], 2, "--cost F=inf makes 1f1b inf long; its durations must add up to a"),
-        (["--name", "1f1b", "--cost", "F=0,B=0"], 2, "--cost F=0,B=0 makes 1f1b 0 long"),
-        (["--name", "1f1b", "--out", "a.pdf"], 2, "a.pdf: pictures are written as .png or .svg"),
+        (
+            ["--name", "interleaved", "--microbatches", "6"],
+            2,
+            "needs a multiple of 4 micro-batches, one for each pipeline rank, got 6",
+        ),
+        (["--name", "1f1b", "--cost", "F=1,B"], 2, "--cost F=1,B: 'B' is not OP=DURATION; give each of F, B, I and W"),
+        (["--name", "1f1b", "--cost", "F=1,F=2"], 2, "--cost F=1,F=2: 'F=2' is not OP=DURATION"),
+        (["--name", "1f1b", "--cost", "G=1"], 2, "--cost G=1: 'G=1' is not OP=DURATION"),
+        (["--name", "1f1b", "--cost", ""], 2, "--cost : '' is not OP=DURATION"),
+        (["--name", "1f1b", "--cost", "F=-1"], 2, "--cost F=-1: 'F=-1' is not OP=DURATION"),
+        (["--name", "1f1b", "--cost", "F=nan"], 2, "--cost F=nan: 'F=nan' is not OP=DURATION"),
+        (
+            ["--name", "1f1b", "--cost", "F=inf"],
+            2,
+            "--cost F=inf: the length of 1f1b is inf; give durations with a finite sum",
+        ),
+        (["--name", "1f1b", "--cost", "F=0,B=0"], 2, "--cost F=0,B=0: the length of 1f1b is 0"),
+        (
+            ["--name", "1f1b", "--out", "a.pdf"],
+            2,
+            "a.pdf: unknown picture format; use a name that ends in .png or .svg",
+        ),
         (["--name", "1f1b", "--out", "/dev/null/a.png"], 1, "/dev/null/a.png: cannot be written: "),
         (["--name", "1f1b", "--pp", "0"], 2, "'--pp'"),
         (["--name", "1f1b", "--chunks", "0"], 2, "'--chunks'"),
     ],
 )
-def test_what_is_wrong_is_said_and_nothing_is_drawn(command, arguments, code, message):
+def test_wrong_options_are_reported_and_nothing_is_drawn(command, arguments, code, message):
     given = ["--pp", "4", "--microbatches", "8", *arguments]
     ended, out, error = command(*given)
     assert (ended, out) == (code, "")

@@ -1,6 +1,6 @@
-"""`megatron-lite submit`: the job script that it writes, what it refuses, and what the script does in a job.
+"""`megatron-lite submit`: its job script, its errors, and the script in a job.
 
-Commands that stand in for SLURM's, first in PATH, write down what they are given.
+Fake SLURM commands, first in PATH, record their arguments.
 """
 
 import os
@@ -74,7 +74,7 @@ def directives(script: str) -> list[str]:
     return [line.removeprefix("#SBATCH ") for line in script.splitlines() if line.startswith("#SBATCH ")]
 
 
-def written(script: str) -> list[str]:
+def job_arguments(script: str) -> list[str]:
     """The arguments that the script gives itself, as the shell reads them."""
     (line,) = [line for line in script.splitlines() if line.startswith("set -- ")]
     done = subprocess.run(["bash", "-c", f"{line}\nprintf '%s\\0' \"$@\""], capture_output=True, text=True, check=True)
@@ -114,7 +114,7 @@ def test_ranks_on_cpus_get_a_core_each(tmp_path):
         "--cpus-per-task=4",
         f"--output={tmp_path}/runs/mine/%x-%j.out",
     ]
-    assert written(done.stdout) == ["--nproc-per-node", "4", *GOOD]
+    assert job_arguments(done.stdout) == ["--nproc-per-node", "4", *GOOD]
 
 
 @pytest.mark.parametrize("ranks", [["--gpus-per-node", "8"], ["--nproc-per-node", "8"]])
@@ -134,7 +134,7 @@ def test_arguments_arrive_as_they_were_given(tmp_path):
     done = submit(*given, *changes, cwd=folder)
     assert (done.returncode, done.stderr) == (0, "")
     model = ["--model", "my models.py:build"]
-    assert written(done.stdout) == ["--nproc-per-node", "2", "--config", str(config), *model, *changes]
+    assert job_arguments(done.stdout) == ["--nproc-per-node", "2", "--config", str(config), *model, *changes]
     lines = done.stdout.splitlines()
     output = f"{folder}/my runs/one/%x-%j.out".replace("50%", "50%%").replace("'", "'\"'\"'")
     assert f"#SBATCH '--output={output}'" in lines
@@ -148,19 +148,19 @@ def test_an_array_has_a_folder_of_its_own_and_its_numbers_may_be_in_any_argument
     assert (done.returncode, done.stderr) == (0, "")
     assert directives(done.stdout)[-2:] == ["--array=3-5", f"--output={tmp_path}/runs/seed_array/%x-%A_%a.out"]
     assert "--job-name=seed_array" in directives(done.stdout)
-    assert written(done.stdout)[2:] == changes
+    assert job_arguments(done.stdout)[2:] == changes
 
 
 @pytest.mark.parametrize("run_dir", ["run.dir=runs/one", "run.seed=%a"])
-def test_an_array_that_would_train_in_one_folder_is_refused(tmp_path, run_dir):
-    """Each run would go on from the others' checkpoints. %a is a number only in arguments, not in a file."""
+def test_an_array_in_one_folder_is_an_error(tmp_path, run_dir):
+    """Each run would resume from the others' checkpoints. %a is a number only in arguments, not in a file."""
     config = tmp_path / "c.yaml"
     config.write_text("run:\n  dir: runs/%a\ndata:\n  paths: [a]\n  tokenizer: bytes\n")
     done = submit("--config", "c.yaml", "--nproc-per-node", "2", "--array", "1-2", run_dir, cwd=tmp_path)
     where = "runs/one" if "runs/one" in run_dir else "runs/%a"
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == (
-        f"--array 1-2 starts several runs, and all would train in {where}; give each its own, on the command line: "
+        f"--array 1-2 starts several runs, all in {where}; give each its run.dir on the command line: "
         "run.dir=runs/sweep_%a\n"
     )
 
@@ -169,15 +169,15 @@ def test_an_array_that_would_train_in_one_folder_is_refused(tmp_path, run_dir):
 def test_ranks_are_counted_by_gpus_or_without(tmp_path, given):
     done = submit(*given, *GOOD, cwd=tmp_path)
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == "give either --gpus-per-node, or --nproc-per-node for training on CPUs\n"
+    assert done.stderr == "give --gpus-per-node, or --nproc-per-node for training on CPUs; not both\n"
 
 
-def test_a_wrong_config_is_told_before_it_waits_in_a_queue(tmp_path):
+def test_a_wrong_config_is_an_error_before_the_job_is_queued(tmp_path):
     done = submit("--nodes", "3", "--gpus-per-node", "1", "parallel.tensor=2", *GOOD, cwd=tmp_path)
     assert done.returncode == 2
     assert "which does not divide the number of processes (3)" in done.stderr
     done = submit("--nproc-per-node", "1", "parallel.tensor=2", *GOOD, cwd=tmp_path)
-    assert "start 2 with: megatron-lite submit parallel.tensor=2 " in done.stderr
+    assert "Start 2 with: megatron-lite submit parallel.tensor=2 " in done.stderr
     assert done.stderr.endswith(" run.dir=runs/mine --nproc-per-node 2\n")
 
 
@@ -195,7 +195,7 @@ def test_a_folder_that_cannot_be_written_is_a_config_error(tmp_path):
     done = submit("--nproc-per-node", "2", *GOOD, cwd=tmp_path)
     assert done.returncode == 2
     assert done.stderr == (
-        f"run.dir is runs/mine, and {tmp_path}/runs/mine/pretrain.sbatch cannot be written: Not a directory\n"
+        f"run.dir is runs/mine; cannot write {tmp_path}/runs/mine/pretrain.sbatch: Not a directory\n"
     )
 
 
@@ -222,14 +222,14 @@ def test_a_warning_of_sbatch_is_shown(tmp_path, commands):
         ("exit 3", "exit code 3"),
     ],
 )
-def test_what_sbatch_refuses_ends_with_1_and_its_reason(tmp_path, commands, text, reason):
+def test_an_error_of_sbatch_exits_with_1_and_its_reason(tmp_path, commands, text, reason):
     commands(sbatch=text)
     done = submit("--nproc-per-node", "2", *GOOD, cwd=tmp_path)
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr == f"sbatch {tmp_path}/runs/mine/pretrain.sbatch: {reason}\n"
 
 
-def test_without_sbatch_the_script_is_there_for_a_machine_that_has_it(tmp_path, commands, monkeypatch):
+def test_without_sbatch_the_script_is_written_for_another_machine(tmp_path, commands, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     done = submit("--nproc-per-node", "2", *GOOD, cwd=tmp_path)
     path = tmp_path / "runs" / "mine" / "pretrain.sbatch"
@@ -265,7 +265,7 @@ class Job:
             )
         deadline = time.monotonic() + PATIENCE
         while not (self.records / "srun").exists():
-            assert time.monotonic() < deadline and self.process.poll() is None, self.said()
+            assert time.monotonic() < deadline and self.process.poll() is None, self.printed()
             time.sleep(0.01)
 
     def ends(self, code: int) -> int:
@@ -283,15 +283,15 @@ class Job:
         path = self.records / name
         return path.read_text().splitlines() if path.exists() else []
 
-    def said(self) -> list[str]:
+    def printed(self) -> list[str]:
         return self.output.read_text().splitlines()
 
 
-QUEUED_AGAIN = -signal.SIGKILL
+REQUEUED = -signal.SIGKILL
 
 
 @pytest.mark.parametrize("code", [0, 1, 2])
-def test_a_job_that_has_finished_or_failed_ends_so(tmp_path, commands, code):
+def test_a_finished_or_failed_job_exits_with_the_code_of_its_ranks(tmp_path, commands, code):
     job = Job(tmp_path, commands)
     assert job.ends(code) == code
     assert job.recorded("srun") == [
@@ -299,26 +299,26 @@ def test_a_job_that_has_finished_or_failed_ends_so(tmp_path, commands, code):
         *(f"{ROOT}/launch.sh", "--log-dir", f"{tmp_path}/my runs/x", "--nproc-per-node", "2", *GOOD),
     ]
     assert job.recorded("scancel") == job.recorded("scontrol") == []
-    assert job.said() == ["job 7, start 1, on n1"]
+    assert job.printed() == ["job 7, start 1, on n1"]
 
 
-def test_a_job_that_stopped_with_a_checkpoint_queues_itself_again(tmp_path, commands):
+def test_a_job_that_stopped_with_a_checkpoint_requeues_itself(tmp_path, commands):
     job = Job(tmp_path, commands, SLURM_RESTART_COUNT="3")
-    assert job.ends(75) == QUEUED_AGAIN
+    assert job.ends(75) == REQUEUED
     assert job.recorded("scontrol") == ["requeue 7"]
-    assert job.said() == ["job 7, start 4, on n1", "queueing this job again, to go on"]
+    assert job.printed() == ["job 7, start 4, on n1", "queueing this job again, to go on"]
 
 
-def test_a_job_that_has_lost_a_node_queues_itself_again(tmp_path, commands):
+def test_a_job_that_lost_a_node_requeues_itself(tmp_path, commands):
     """SLURM finds that out after minutes, when the ranks that are left have long given up."""
     job = Job(tmp_path, commands)
     (job.records / "nodes").write_text("1")
-    assert job.ends(1) == QUEUED_AGAIN
+    assert job.ends(1) == REQUEUED
     assert job.recorded("scontrol") == ["requeue 7"]
-    assert job.said()[1:] == ["not all nodes answer any more", "queueing this job again, to go on"]
+    assert job.printed()[1:] == ["not all nodes answer any more", "queueing this job again, to go on"]
 
 
-def test_a_job_with_a_wrong_config_is_not_queued_again_for_a_lost_node(tmp_path, commands):
+def test_a_job_with_a_wrong_config_is_not_requeued_for_a_lost_node(tmp_path, commands):
     job = Job(tmp_path, commands)
     (job.records / "nodes").write_text("1")
     assert job.ends(2) == 2
@@ -326,22 +326,22 @@ def test_a_job_with_a_wrong_config_is_not_queued_again_for_a_lost_node(tmp_path,
 
 
 @pytest.mark.parametrize("code", [75, 1, 138])
-def test_a_job_whose_time_is_up_saves_and_queues_itself_again(tmp_path, commands, code):
+def test_a_job_at_its_time_limit_saves_and_requeues_itself(tmp_path, commands, code):
     """Ranks that still start have nothing to save, and end in another way."""
     job = Job(tmp_path, commands, when_asked=code)
-    assert job.is_asked() == QUEUED_AGAIN
+    assert job.is_asked() == REQUEUED
     assert (job.recorded("scancel"), job.recorded("scontrol")) == (["--signal=USR1 7"], ["requeue 7"])
-    assert job.said()[1:] == [
+    assert job.printed()[1:] == [
         "time is nearly up, or the nodes are wanted: saving",
         "queueing this job again, to go on",
     ]
 
 
-def test_a_job_that_is_pre_empted_before_its_ranks_start_passes_it_on(tmp_path, commands):
-    """Ranks that were not told would train on until they are killed."""
+def test_a_job_forwards_a_preemption_before_its_ranks_start(tmp_path, commands):
+    """Ranks without the signal would train until they are killed."""
     commands(readlink='script=${1#/proc/}; kill -USR1 "${script%%/*}"; echo "$RECORDS/x.out"')
     job = Job(tmp_path, commands)
-    assert job.process.wait(timeout=PATIENCE) == QUEUED_AGAIN
+    assert job.process.wait(timeout=PATIENCE) == REQUEUED
     assert (job.recorded("scancel"), job.recorded("scontrol")) == (["--signal=USR1 7"], ["requeue 7"])
 
 
@@ -352,28 +352,28 @@ def test_a_job_that_finishes_when_its_time_is_up_is_done(tmp_path, commands):
     assert (job.recorded("scancel"), job.recorded("scontrol")) == (["--signal=USR1 7"], [])
 
 
-def test_a_task_of_an_array_means_itself_alone(tmp_path, commands):
+def test_a_task_of_an_array_requeues_only_itself(tmp_path, commands):
     """One of the tasks has the number of the whole array: with that it would stop, and queue again, all of them."""
     task = {"SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "2"}
     job = Job(tmp_path, commands, "--array", "1-2", "run.dir=runs/a %a", "run.seed=%a", **task)
     assert job.recorded("srun")[-2:] == ["run.dir=runs/a 2", "run.seed=2"]
-    assert job.is_asked() == QUEUED_AGAIN
+    assert job.is_asked() == REQUEUED
     assert (job.recorded("scancel"), job.recorded("scontrol")) == (["--signal=USR1 7_2"], ["requeue 7_2"])
 
 
-def test_a_controller_that_is_busy_is_asked_again(tmp_path, commands):
+def test_a_requeue_is_repeated_while_the_controller_is_busy(tmp_path, commands):
     """It answers nothing for some seconds, and the job would stay stopped."""
     job = Job(tmp_path, commands)
     (job.records / "busy").touch()
-    assert job.ends(75) == QUEUED_AGAIN
+    assert job.ends(75) == REQUEUED
     assert job.recorded("scontrol") == ["requeue 7"] * 2
 
 
-def test_a_job_that_cannot_be_queued_again_says_so(tmp_path, commands):
+def test_a_job_that_cannot_be_requeued_reports_it(tmp_path, commands):
     job = Job(tmp_path, commands)
     (job.records / "refuses").touch()
     assert job.ends(75) == 75
-    assert job.said()[-1] == "it cannot be queued again: submit it once more"
+    assert job.printed()[-1] == "it cannot be queued again: submit it once more"
 
 
 @pytest.mark.parametrize("output, logs", [("all.txt", ["--log-dir", "all.txt.ranks"]), ("/dev/null", [])])
@@ -419,7 +419,7 @@ def test_a_script_without_its_launch_sh_ends_with_2(tmp_path, commands):
         (["model.vocab_size=5\n"], "an argument is 'model.vocab_size=5\\n'"),
     ],
 )
-def test_a_control_character_is_no_part_of_a_job_script(tmp_path, more, what):
+def test_a_control_character_in_a_job_script_is_an_error(tmp_path, more, what):
     """What follows a newline would be a command of the job, and sbatch would read no option after it."""
     (tmp_path / "a\nb.yaml").write_text("log: {interval: 1}\n")
     done = submit("--nproc-per-node", "2", "--dry-run", *GOOD, *more, cwd=tmp_path)
@@ -428,7 +428,7 @@ def test_a_control_character_is_no_part_of_a_job_script(tmp_path, more, what):
     assert done.stderr.endswith("; a job script takes no control characters, remove them\n")
 
 
-def test_a_folder_with_a_newline_is_no_place_to_submit_from(tmp_path):
+def test_a_current_folder_with_a_newline_is_an_error(tmp_path):
     (tmp_path / "a\nb").mkdir()
     done = submit("--nproc-per-node", "2", "--dry-run", *GOOD, "run.dir=/runs/a", cwd=tmp_path / "a\nb")
     assert done.returncode == 2
