@@ -1,8 +1,7 @@
 """Megatron's parallelism, small enough to read.
 
-A script of its own calls, in this order: `initialize_megatron`, `get_model` or `setup_model_and_optimizer`, and
-its own loop over `train_step`; or `pretrain`, which is all of it. Names are resolved when they are used, so that
-importing the package loads no torch.
+A script calls `pretrain`, or `initialize_megatron`, `get_model` or `setup_model_and_optimizer`, and its loop over
+`train_step`. Names are resolved on first use, so that importing the package does not load torch.
 """
 
 from importlib import import_module

@@ -1,19 +1,18 @@
-"""Mistakes a user can make or meet, each with the exit code of the command that hits it.
+"""Errors with a message for the user, each with the exit code of its command.
 
-A message says where it happened, what was found, what is wanted and what to do. `assert` is for
-what cannot happen; these are for what can.
+A message has one or two clauses: where: got; wants; do this. `assert` is for states that cannot occur.
 """
 
 
 class MegatronLiteError(Exception):
-    """Something the user has to know about; the command line prints its text, not a traceback."""
+    """An error of the user or the machine. The command line prints its message without a traceback."""
 
     exit_code = 1
-    restart_may_help = True  # the same command, from the newest checkpoint, may get further
+    restart_may_help = True  # the same command may get further from the newest checkpoint
 
 
 class ConfigError(MegatronLiteError):
-    """The command line or the config cannot be run as it stands."""
+    """The command line or the config is invalid."""
 
     exit_code = 2
     restart_may_help = False
@@ -28,18 +27,18 @@ class CheckpointError(MegatronLiteError):
 
 
 class NoCheckpoint(CheckpointError):
-    """A folder to load from holds no checkpoint of megatron_lite."""
+    """A folder to load from has no checkpoint of megatron_lite."""
 
 
 class DamagedCheckpoint(CheckpointError):
-    """A checkpoint's files are not what was written: cut off, changed or gone."""
+    """Files of a checkpoint are truncated, changed or missing."""
 
 
 class TrainingError(MegatronLiteError):
-    """Training cannot go on: a rank failed, numbers went bad, or a resource is missing."""
+    """Training cannot continue: a rank failed, values are not finite, or a resource is missing."""
 
 
 class StoppedEarly(MegatronLiteError):
-    """Training was asked to stop and did, with a checkpoint saved: run the same command again to go on."""
+    """Training stopped on request and saved a checkpoint. The same command resumes it."""
 
     exit_code = 75

@@ -1,7 +1,7 @@
-"""Megatron's `mpu`: its function names over the context that `initialize_megatron` registers.
+"""The functions of Megatron's `mpu`, which read the context that `initialize_megatron` registers.
 
-For scripts ported from Megatron-LM. The package itself hands its context around and never imports this file.
-Groups come as torch process groups, so that they can go straight into torch.distributed.
+Scripts ported from Megatron-LM use them. The package passes its context as an argument and never imports this file.
+Groups are torch process groups, for direct use with torch.distributed.
 """
 
 import torch.distributed as dist
@@ -13,20 +13,20 @@ from megatron_lite.parallel.context import Group, ParallelContext
 class _Registered:
     def __init__(self, ctx: ParallelContext):
         self.ctx = ctx
-        self.alone: dist.ProcessGroup | None = None  # made when a script first asks for a group of one
+        self.single: dist.ProcessGroup | None = None  # created on the first request for a group of one rank
 
 
 _registered: _Registered | None = None  # the only global of the package
 
 
 def register(context: ParallelContext) -> None:
-    """Makes this the context that the functions below read; replaces an earlier one."""
+    """Set the context of the functions below, in place of an earlier one."""
     global _registered
     _registered = _Registered(context)
 
 
 def unregister() -> None:
-    """Forgets the context."""
+    """Remove the context."""
     global _registered
     _registered = None
 
@@ -41,9 +41,7 @@ def _context() -> ParallelContext:
 
 def _current() -> _Registered:
     if _registered is None:
-        raise MegatronLiteError(
-            "megatron_lite.mpu was asked before there is a layout; call initialize_megatron(config) first"
-        )
+        raise MegatronLiteError("mpu is not initialized; call initialize_megatron(config) first")
     return _registered
 
 
@@ -53,24 +51,24 @@ def _process_group(group: Group) -> dist.ProcessGroup:
     if group.rank < 0:
         raise MegatronLiteError(
             f"rank {_context().rank} is not in a group {group.name!r}; "
-            "ask is_rank_in_embedding_group() or is_rank_in_position_embedding_group() first"
+            "check is_rank_in_embedding_group() or is_rank_in_position_embedding_group() first"
         )
     if not dist.is_initialized():
         raise MegatronLiteError(
-            f"the group {group.name!r} has one rank and this process runs without torch.distributed: there is no "
-            "process group; ask for the group's world size first, or start the script with torchrun"
+            f"the group {group.name!r} has one rank, and torch.distributed is not initialized; check the world size of "
+            "the group first, or start the script with torchrun"
         )
-    # None would be the whole world to torch, so a group of one gets a real process group here.
+    # torch reads None as the world group, so a group of one rank needs a real process group.
     current = _current()
-    if current.alone is None:
-        alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
-        assert isinstance(alone, dist.ProcessGroup)
-        current.alone = alone
-    return current.alone
+    if current.single is None:
+        single = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+        assert isinstance(single, dist.ProcessGroup)
+        current.single = single
+    return current.single
 
 
 def get_model_parallel_group() -> dist.ProcessGroup:
-    """The ranks that together hold one copy of the model."""
+    """Process group of the ranks that share one copy of the model."""
     return _process_group(_context().mp)
 
 
@@ -95,7 +93,7 @@ def get_tensor_model_parallel_rank() -> int:
 
 
 def get_tensor_model_parallel_src_rank() -> int:
-    """Global rank of the first rank of this rank's tensor-parallel group, the usual source of a broadcast."""
+    """Global rank of the first rank in the tensor-parallel group, the usual source of a broadcast."""
     return _context().tp.ranks[0]
 
 
@@ -112,7 +110,7 @@ def get_data_parallel_rank() -> int:
 
 
 def get_data_parallel_src_rank() -> int:
-    """Global rank of the first rank of this rank's data-parallel group."""
+    """Global rank of the first rank in the data-parallel group."""
     return _context().dp.ranks[0]
 
 
@@ -141,23 +139,23 @@ def get_pipeline_model_parallel_rank() -> int:
 
 
 def get_pipeline_model_parallel_first_rank() -> int:
-    """Global rank of the first stage of this rank's pipeline."""
+    """Global rank of the first pipeline stage."""
     return _context().pp.ranks[0]
 
 
 def get_pipeline_model_parallel_last_rank() -> int:
-    """Global rank of the last stage of this rank's pipeline."""
+    """Global rank of the last pipeline stage."""
     return _context().pp.ranks[-1]
 
 
 def get_pipeline_model_parallel_next_rank() -> int:
-    """Global rank of the next stage; of the first one for the last."""
+    """Global rank of the next stage; the last stage gets the first one."""
     pp = _context().pp
     return pp.ranks[(pp.rank + 1) % pp.size]
 
 
 def get_pipeline_model_parallel_prev_rank() -> int:
-    """Global rank of the stage before; of the last one for the first."""
+    """Global rank of the previous stage; the first stage gets the last one."""
     pp = _context().pp
     return pp.ranks[(pp.rank - 1) % pp.size]
 
@@ -171,7 +169,7 @@ def is_pipeline_last_stage() -> bool:
 
 
 def get_embedding_group() -> dist.ProcessGroup:
-    """First and last stage, which hold a tied word embedding; an error on a stage between."""
+    """Process group of the first and last stage, which share a tied word embedding; an error on other stages."""
     return _process_group(_context().embd)
 
 
@@ -180,7 +178,7 @@ def is_rank_in_embedding_group() -> bool:
 
 
 def get_position_embedding_group() -> dist.ProcessGroup:
-    """The first stage, which holds the position embedding; an error on the others."""
+    """Process group of the first stage, which has the position embedding; an error on other stages."""
     return _process_group(_context().pos_embd)
 
 

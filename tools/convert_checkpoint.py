@@ -1,4 +1,4 @@
-"""Megatron-LM's tools/checkpoint/convert.py by its flags; `megatron-lite convert` says the same in fewer words."""
+"""Convert a checkpoint with the flags of Megatron-LM's tools/checkpoint/convert.py; see `megatron-lite convert`."""
 
 import argparse
 import sys
@@ -22,14 +22,14 @@ FORMATS = {
 
 
 def count(text: str) -> int:
-    """A number of 1 or more; argparse says so of any other."""
+    """A number of 1 or more; argparse reports other values."""
     if (number := int(text)) < 1:
         raise ValueError
     return number
 
 
 def ranks_of(path: Path) -> Grid:
-    """The ranks that a checkpoint is for, which Megatron-LM keeps where no others are asked for."""
+    """The ranks of a checkpoint, Megatron-LM's default for the new one."""
     if native.recognise(path):
         return native.Stored(path).layout.grid
     if megatron.recognise(path):

@@ -1,4 +1,4 @@
-"""Megatron-LM's preprocess_data.py by its flags; `megatron-lite preprocess` says the same in fewer words."""
+"""Tokenize text with the flags of Megatron-LM's preprocess_data.py; see also `megatron-lite preprocess`."""
 
 import argparse
 import glob
@@ -10,7 +10,7 @@ from megatron_lite.text import counted
 
 
 def tokenizer_spec(args: argparse.Namespace) -> str:
-    """Our one-line SPEC for those of Megatron's tokenizer flags that give the same ids."""
+    """The tokenizer SPEC with the same ids as Megatron's tokenizer flags."""
     kinds = {
         "GPT2BPETokenizer": ("gpt2", "--vocab-file and --merge-file", (args.vocab_file, args.merge_file)),
         "GPTSentencePieceTokenizer": ("sentencepiece", "--tokenizer-model", (args.tokenizer_model,)),

@@ -1,6 +1,6 @@
 #!/bin/sh
 # Trains a small CodeGeeX on the Python standard library's own source code, without any download.
-# Every step is an ordinary megatron-lite command; a step whose output is there already is left out.
+# Each step is one megatron-lite command. Steps with existing output are skipped.
 set -eu
 
 config=${1:-configs/quickstart.yaml}
@@ -8,7 +8,7 @@ data=runs/quickstart/data
 run=runs/quickstart
 mlite="python -m megatron_lite"
 
-# Two tensor-parallel processes; on a machine with a single GPU one process is all that fits.
+# Two tensor-parallel processes; a single GPU takes one.
 ranks=2
 gpus=$(python -c 'import torch; print(torch.cuda.device_count())')
 if [ "$gpus" -eq 1 ]; then ranks=1; fi
@@ -16,15 +16,15 @@ if [ "$gpus" -eq 1 ]; then ranks=1; fi
 mkdir -p "$data"
 sources=$(python -c 'import sysconfig; print(sysconfig.get_paths()["stdlib"])')
 if [ ! -e "$data/tokenizer.model" ]; then
-    echo "1/4 training a 4,096-piece BPE tokenizer on $sources"
+    echo "1/4 training a BPE tokenizer of 4,096 tokens on $sources"
     $mlite train-tokenizer --input "$sources" --output-prefix "$data/tokenizer" --vocab-size 4096
 fi
 if [ ! -e "$data/stdlib_text_document.idx" ]; then
-    echo "2/4 turning the sources into tokens"
+    echo "2/4 tokenizing the sources"
     $mlite preprocess --input "$sources" --output-prefix "$data/stdlib" \
         --tokenizer "sentencepiece:$data/tokenizer.model" --workers 2 --append-eod --language-tag
 fi
-if [ -e "$run/config.yaml" ]; then # a run goes on in the format it began with
+if [ -e "$run/config.yaml" ]; then # a run resumes in its precision
     precision=$(sed -n 's/^ *precision: //p' "$run/config.yaml")
 else
     precision=$(python -c 'from megatron_lite.training.throughput import faster_precision; print(faster_precision())')
@@ -46,5 +46,5 @@ The run is in $run:
 Next:
   megatron-lite pretrain $* train.iterations=720
   megatron-lite generate --load $run --prompt 'class Node:' --nproc-per-node $ranks
-(the commands live in .venv/bin; \`. .venv/bin/activate\` puts them on your path)
+(\`. .venv/bin/activate\` adds the commands to your PATH)
 END

@@ -85,7 +85,7 @@ def test_it_writes_a_picture_with_name_and_bubble_in_its_title(command, tmp_path
         (
             ["--name", "interleaved", "--microbatches", "6"],
             2,
-            "needs a multiple of 4 micro-batches, one for each pipeline rank, got 6",
+            "interleaved needs a multiple of 4 micro-batches",
         ),
         (["--name", "1f1b", "--cost", "F=1,B"], 2, "--cost F=1,B: 'B' is not OP=DURATION; give each of F, B, I and W"),
         (["--name", "1f1b", "--cost", "F=1,F=2"], 2, "--cost F=1,F=2: 'F=2' is not OP=DURATION"),

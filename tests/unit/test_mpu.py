@@ -17,10 +17,10 @@ def at_rank():
     mpu.unregister()
 
 
-def test_before_a_layout_is_registered_each_question_says_what_to_call():
-    questions = [name for name in vars(mpu) if name.startswith(("get_", "is_")) and callable(getattr(mpu, name))]
-    assert len(questions) > 25
-    for name in questions:
+def test_each_function_is_an_error_before_initialization():
+    names = [name for name in vars(mpu) if name.startswith(("get_", "is_")) and callable(getattr(mpu, name))]
+    assert len(names) > 25
+    for name in names:
         with pytest.raises(MegatronLiteError, match=r"call initialize_megatron\(config\) first"):
             getattr(mpu, name)()
     assert not mpu.model_parallel_is_initialized()
@@ -67,12 +67,12 @@ def test_the_pipeline_closes_to_a_ring(rank, previous, following):
 
 
 def test_a_group_this_rank_is_not_in_is_an_error(at_rank):
-    with pytest.raises(MegatronLiteError, match=r"rank 5 is not in a group 'embd'; ask is_rank_in_embedding_group"):
+    with pytest.raises(MegatronLiteError, match=r"rank 5 is not in a group 'embd'; check is_rank_in_embedding_group"):
         mpu.get_embedding_group()
 
 
-def test_without_torch_distributed_there_is_no_process_group_to_hand_out():
+def test_a_process_group_without_torch_distributed_is_an_error():
     mpu.register(ParallelContext.create(Grid(), torch.device("cpu"), timeout_seconds=1))
-    with pytest.raises(MegatronLiteError, match="group 'tp' has one rank and this process runs without"):
+    with pytest.raises(MegatronLiteError, match=r"group 'tp' has one rank, and torch\.distributed is not initialized"):
         mpu.get_tensor_model_parallel_group()
     mpu.unregister()
