@@ -1,10 +1,9 @@
-"""Runs any schedule on this rank, for training and for evaluation. The engine knows no schedule by name.
+"""The engine executes any schedule on this rank, for training and for evaluation; it has no code for a single schedule.
 
-A schedule lists what each rank computes; whom it hears from and tells follows from the stage of an action. A stage
-keeps of a micro-batch only what its backward needs: the input, whose gradient it sends back, and the edge of the graph
-at its output. The output itself goes when the next stage has it: autograd needs its place in the graph, not its
-numbers.
-(Korthikanti et al., arXiv 2205.05198, appendix B, save the same memory.)
+The neighbours of an action follow from its stage. Between the forward and the backward of a micro-batch, a stage keeps
+only its input, whose gradient it sends back, and the graph edge of its output. The output is freed once the next stage
+has received it: autograd needs its node in the graph, not its values.
+Korthikanti et al., arXiv 2205.05198, appendix B, save the same memory.
 """
 
 import time
@@ -24,13 +23,13 @@ from megatron_lite.pipeline.actions import Action, Schedule
 from megatron_lite.pipeline.p2p import Message, Pipe, connect
 
 Forward = Callable[[int, int, Tensor | None], Tensor]
-"""(chunk, micro-batch, hidden state of the stage before, None on the first) -> hidden state, or on the last stage the
-micro-batch's result: a scalar loss where there is a backward."""
+"""(chunk, micro-batch, hidden state of the previous stage, None on the first) -> hidden state; on the last stage the
+micro-batch's result, which is a scalar loss in training."""
 
 
 @dataclass
 class _Live:
-    """What a stage holds of a micro-batch between its forward and the end of its backward."""
+    """The state of a micro-batch on one stage between its forward and the end of its backward."""
 
     hidden: Tensor | None
     output: GradientEdge | None
@@ -38,9 +37,9 @@ class _Live:
 
 
 class PipelineEngine:
-    """This rank's part in a pipeline of `pp.size` ranks with `num_chunks` model chunks on each.
+    """This rank's part of a pipeline of `pp.size` ranks with `num_chunks` model chunks on each.
 
-    `timeout_seconds` is how long it waits for a neighbour.
+    It waits up to `timeout_seconds` for a neighbour.
     """
 
     def __init__(self, ctx: ParallelContext, *, num_chunks: int, timeout_seconds: float):
@@ -49,7 +48,7 @@ class PipelineEngine:
         self.last_stage = ctx.pp.size * num_chunks - 1
         self.pipes = connect(ctx, wraps=num_chunks > 1, timeout_seconds=timeout_seconds)
         self.failed = False
-        self.peak_live = 0  # of the last run: most micro-batches, over all chunks, held at once for their backward
+        self.peak_live = 0  # in the last run: the most micro-batches, over all chunks, that were live at once
 
     def run(
         self,
@@ -57,107 +56,106 @@ class PipelineEngine:
         forward: Forward,
         message: Message,
         *,
-        begin_backward: Callable[..., None] = lambda chunk, *, is_last: None,
+        begin_backward: Callable[..., None] | None = None,
         loss_grad: float = 1.0,
         recorder: Recorder[Action] | None = None,
     ) -> list[Tensor]:
-        """The results of every micro-batch, in order, on the rank of the last stage; elsewhere an empty list.
+        """The results of all micro-batches, in order, on the rank of the last stage; an empty list on the others.
 
-            schedule         made for this pp and number of chunks by `build_schedule`, which has checked it
-            message          the hidden state between stages, the same for all of them
-            begin_backward   called with (chunk, is_last=) before each backward or half of one; see `DataParallel`
-            loss_grad        what the backward of every loss starts from: loss scale over target tokens
+            schedule         from `build_schedule`, for this pp and number of chunks
+            message          shape, dtype and device of the hidden state between all stages
+            begin_backward   called with (chunk, is_last=) before each B, I and W; see `DataParallel`
+            loss_grad        gradient of every loss: loss scale over target tokens
 
-        Gradients go where autograd puts them. A schedule without backwards is run under `torch.no_grad()`.
+        A schedule without backwards runs under `torch.no_grad()`.
         Communicates: point to point with the neighbours in pp, one message for each action and border of its stage.
         """
         if self.failed:
             raise TrainingError(
-                "the last run of this pipeline failed, so that messages of it may still be in its pipes; start the "
-                "program again, from the newest checkpoint"
+                "the last run of this pipeline failed and its pipes may still contain messages; "
+                "restart from the newest checkpoint"
             )
         self.failed = True
-        results = _Run(self, schedule, forward, message, begin_backward, loss_grad, recorder).go()
+        results = _Run(self, schedule, forward, message, begin_backward, loss_grad, recorder).execute()
         self.failed = False
         return results
 
 
+@dataclass
 class _Run:
-    """One pass over a rank's list."""
+    """One execution of a schedule."""
 
-    def __init__(
-        self,
-        engine: PipelineEngine,
-        schedule: Schedule,
-        forward: Forward,
-        message: Message,
-        begin_backward: Callable[..., None],
-        loss_grad: float,
-        recorder: Recorder[Action] | None,
-    ):
-        self.engine, self.schedule, self.message = engine, schedule, message
-        self.actions = actions = schedule[engine.pp.rank]
-        self.forward, self.begin_backward, self.loss_grad = forward, begin_backward, loss_grad
-        self.recorder = recorder
-        ops = {action.op for action in actions}
+    engine: PipelineEngine
+    schedule: Schedule
+    forward: Forward
+    message: Message
+    begin_backward: Callable[..., None] | None
+    loss_grad: float
+    recorder: Recorder[Action] | None
+
+    def __post_init__(self) -> None:
+        self.actions = self.schedule[self.engine.pp.rank]
+        ops = {action.op for action in self.actions}
         self.trains, self.splits = ops != {"F"}, "I" in ops
-        # By op and chunk, where it comes last: then the gradients that it gives are complete.
-        self.last_of = {(action.op, action.chunk): index for index, action in enumerate(actions)}
+        # The gradients of a chunk are complete after its last action of an op.
+        self.last_of = {(action.op, action.chunk): index for index, action in enumerate(self.actions)}
         self.live: dict[tuple[int, int], _Live] = {}
         self.results: dict[int, Tensor] = {}
 
-    def go(self) -> list[Tensor]:
-        """Does the list; returns once all that was sent has been taken. Results as `PipelineEngine.run`."""
+    def execute(self) -> list[Tensor]:
+        """The results of `PipelineEngine.run`; returns after the neighbours have received every message."""
         self._expect()
         self.engine.peak_live = 0
         for index, action in enumerate(self.actions):
             stage = action.stage(self.engine.pp.rank, self.engine.pp.size)
             if action.op == "F":
                 self._forward(action, stage)
+                continue
+            grad = self._output_grad(action, stage) if action.op != "W" else None
+            if self.begin_backward is not None:
+                self.begin_backward(action.chunk, is_last=self.last_of[action.op, action.chunk] == index)
+            if grad is None:
+                self._weights(action)
             else:
-                is_last = self.last_of[action.op, action.chunk] == index
-                if action.op == "W":
-                    self._weights(action, is_last)
-                else:
-                    self._backward(action, stage, is_last)
+                self._backward(action, grad)
         for pipe in (self.engine.pipes.forward_out, self.engine.pipes.backward_out):
             if pipe is not None:
                 with (
-                    self._explained(self.actions[-1], f"rank {pipe.peer} to take all that was sent to it"),
+                    self._explain_errors(self.actions[-1], f"rank {pipe.peer} to receive all messages"),
                     waiting(f"send to rank {pipe.peer}", self.engine.pp),
                 ):
                     pipe.drain()
         return [self.results[number] for number in sorted(self.results)]
 
     def _expect(self) -> None:
-        """Prepares each pipe for what the neighbour at its other end will send: a message for each action that is not
-        at the end of the model, and with it the news of what the neighbour has taken by then."""
+        """Prepare each pipe for its messages: one for each action of the neighbour that is not at the end of the model.
+
+        Each message also confirms how many messages the neighbour has received by then.
+        """
         pp, pipes = self.engine.pp, self.engine.pipes
-        for pipe, back, step, sends, takes, end in (
+        for pipe, back, step, sends, receives, end in (
             (pipes.forward_in, pipes.backward_out, -1, "F", "BI", self.engine.last_stage),
             (pipes.backward_in, pipes.forward_out, +1, "BI", "F", 0),
         ):
             if pipe is None or back is None:
                 continue
             neighbour = (pp.rank + step) % pp.size
-            num_taken, taken = 0, []
+            num_received, received = 0, []
             for action in self.schedule[neighbour]:
                 if action.stage(neighbour, pp.size) != end:
-                    num_taken += action.op in takes
+                    num_received += action.op in receives
                     if action.op in sends:
-                        taken.append(num_taken)
-            with self._explained(self.actions[0], f"a connection to rank {pipe.peer}"):
-                pipe.expect(taken, self.message, back)
+                        received.append(num_received)
+            with self._explain_errors(self.actions[0], f"a connection to rank {pipe.peer}"):
+                pipe.expect(received, self.message, back)
 
     def _forward(self, action: Action, stage: int) -> None:
         hidden = None
         if stage > 0:
             hidden = self._receive(self.engine.pipes.forward_in, action, "the activation")
             hidden.requires_grad_(self.trains)
-        self._begin(action)
-        with weight_grads.split_backward(self.splits):
+        with self._recorded(action), weight_grads.split_backward(self.splits):
             output = self.forward(action.chunk, action.microbatch, hidden)
-        self._end(action)
         self._check(output, action, stage)
         if self.trains:
             self.live[action.chunk, action.microbatch] = _Live(hidden, get_gradient_edge(output))
@@ -167,81 +165,79 @@ class _Run:
         else:
             self._send(self.engine.pipes.forward_out, action, output, "the activation")
 
-    def _backward(self, action: Action, stage: int, is_last: bool) -> None:
-        live = self.live[action.chunk, action.microbatch]
+    def _output_grad(self, action: Action, stage: int) -> Tensor:
         if stage == self.engine.last_stage:
-            grad = torch.full_like(self.results[action.microbatch], self.loss_grad)
-        else:
-            grad = self._receive(self.engine.pipes.backward_in, action, "the gradient")
-        self.begin_backward(action.chunk, is_last=is_last)
-        self._begin(action)
-        with weight_grads.deferred() if action.op == "I" else nullcontext({}) as live.weight_jobs:
-            assert live.output is not None
+            return torch.full_like(self.results[action.microbatch], self.loss_grad)
+        return self._receive(self.engine.pipes.backward_in, action, "the gradient")
+
+    def _backward(self, action: Action, grad: Tensor) -> None:
+        live = self.live[action.chunk, action.microbatch]
+        assert live.output is not None
+        with (
+            self._recorded(action),
+            weight_grads.deferred() if action.op == "I" else nullcontext({}) as live.weight_jobs,
+        ):
             torch.autograd.backward(live.output, grad)
-        self._end(action)
         if live.hidden is not None:
             if live.hidden.grad is None:
                 raise TrainingError(
-                    f"{self._place(action)}: what the chunk returned does not depend on the hidden state that it was "
-                    "given, so the stages before it would learn nothing; use `hidden` in the chunk's forward"
+                    f"{self._place(action)}: the output of the chunk does not depend on the hidden state, so the "
+                    "previous stages get no gradient; use `hidden` in the chunk's forward"
                 )
             self._send(self.engine.pipes.backward_out, action, live.hidden.grad, "the gradient")
-        # A W still needs the products that I has left, and nothing else. The graph would keep `hidden` alive too.
+        # W needs only the deferred products of I. The graph would keep `hidden` alive too.
         live.hidden = live.output = None
         if action.op == "B":
             del self.live[action.chunk, action.microbatch]
 
-    def _weights(self, action: Action, is_last: bool) -> None:
-        self.begin_backward(action.chunk, is_last=is_last)
-        self._begin(action)
-        for job in self.live.pop((action.chunk, action.microbatch)).weight_jobs.values():
-            job()
-        self._end(action)
+    def _weights(self, action: Action) -> None:
+        with self._recorded(action):
+            for job in self.live.pop((action.chunk, action.microbatch)).weight_jobs.values():
+                job()
 
-    def _begin(self, action: Action) -> None:
+    @contextmanager
+    def _recorded(self, action: Action) -> Iterator[None]:
         if self.recorder is not None:
             self.recorder.begin(action)
-
-    def _end(self, action: Action) -> None:
+        yield
         if self.recorder is not None:
             self.recorder.end(action)
 
     def _send(self, pipe: Pipe | None, action: Action, tensor: Tensor, what: str) -> None:
         assert pipe is not None
-        with self._explained(action, f"rank {pipe.peer} to take {what} of micro-batch {action.microbatch}"):
+        with self._explain_errors(action, f"rank {pipe.peer} to receive {what} of micro-batch {action.microbatch}"):
             pipe.send(tensor.detach())
 
     def _receive(self, pipe: Pipe | None, action: Action, what: str) -> Tensor:
         assert pipe is not None
         with (
-            self._explained(action, f"{what} of micro-batch {action.microbatch} from rank {pipe.peer}"),
+            self._explain_errors(action, f"{what} of micro-batch {action.microbatch} from rank {pipe.peer}"),
             waiting(f"receive from rank {pipe.peer}", self.engine.pp),
         ):
             return pipe.receive()
 
     def _check(self, output: Tensor, action: Action, stage: int) -> None:
-        """Raises TrainingError for a chunk that cannot be a stage."""
+        """Raise TrainingError if the output of a chunk cannot be the output of a stage."""
+        message = self.message
         if not isinstance(output, Tensor):
-            got, wanted = f"a {type(output).__name__}", "a chunk returns one tensor"
-        elif stage < self.engine.last_stage and (output.shape, output.dtype) != (
-            self.message.shape,
-            self.message.dtype,
-        ):
-            got = f"{list(output.shape)} {output.dtype}"
-            wanted = (
-                f"stages hand over {list(self.message.shape)} {self.message.dtype}; a chunk that is not the last one "
-                "returns its hidden state"
+            problem = f"a {type(output).__name__}; a chunk returns one tensor"
+        elif stage < self.engine.last_stage and (output.shape, output.dtype) != (message.shape, message.dtype):
+            problem = (
+                f"{list(output.shape)} {output.dtype}; stages exchange {list(message.shape)} {message.dtype}, "
+                "and a chunk that is not the last one returns its hidden state"
             )
         elif self.trains and not output.requires_grad:
-            got = "a tensor that needs no gradient"
-            wanted = "this run trains; a stage has parameters that learn, and its forward is not under torch.no_grad"
+            problem = (
+                "a tensor that needs no gradient; in training a stage has trainable parameters and its forward does "
+                "not run under torch.no_grad"
+            )
         else:
             return
-        raise TrainingError(f"{self._place(action)}: the chunk returned {got}, but {wanted}")
+        raise TrainingError(f"{self._place(action)}: the chunk returned {problem}")
 
     @contextmanager
-    def _explained(self, action: Action, what: str) -> Iterator[None]:
-        """torch names neither the action nor, when time is up, the peer."""
+    def _explain_errors(self, action: Action, what: str) -> Iterator[None]:
+        """Add the action and the peer to a RuntimeError of torch, which names neither on a timeout."""
         started = time.monotonic()
         try:
             yield
@@ -249,10 +245,10 @@ class _Run:
             raise
         except RuntimeError as error:
             limit, waited = self.engine.timeout_seconds, time.monotonic() - started
-            why = f"time was up after {limit:g} s" if waited >= 0.9 * limit else f"the connection broke ({error})"
+            why = f"timed out after {limit:g} s" if waited >= 0.9 * limit else f"the connection broke ({error})"
             raise TrainingError(
-                f"{self._place(action)} waited for {what}, and {why}. Look at the output of that rank first; if a "
-                "stage really computes for so long, raise train.comm_timeout"
+                f"{self._place(action)} waited for {what}, and {why}; look at the output of that rank first, or "
+                "raise train.comm_timeout if a stage computes for that long"
             ) from error
 
     def _place(self, action: Action) -> str:

@@ -45,7 +45,7 @@ class Pipe:
         self._num_released = 0  # messages of this run that left `_sending`
 
     def send(self, tensor: Tensor) -> None:
-        """Start to send; the tensor is kept until it has been sent."""
+        """Start to send `tensor` and keep it until it is sent."""
         while self._sending and self._sending[0][0].is_completed():
             self.release(self._num_released + 1)
         tensor = tensor.contiguous()

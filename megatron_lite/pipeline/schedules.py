@@ -13,7 +13,7 @@ from megatron_lite.pipeline.simulate import check
 
 
 def gpipe(pp: int, microbatches: int) -> Schedule:
-    """Every forward, then every backward; each rank holds the activations of all micro-batches.
+    """Every forward, then every backward; each rank keeps the activations of all micro-batches.
 
     Source: GPipe, arXiv 1811.06965, Fig. 2c (there the order of the backwards is reversed).
     """
@@ -22,7 +22,7 @@ def gpipe(pp: int, microbatches: int) -> Schedule:
 
 
 def one_f_one_b(pp: int, microbatches: int) -> Schedule:
-    """Each backward as soon as possible; as long as GPipe, but rank r holds at most pp - r micro-batches.
+    """Each backward as soon as possible; the same duration as GPipe, but rank r keeps at most pp - r micro-batches.
 
     Source: PipeDream-Flush, Memory-Efficient Pipeline-Parallel DNN Training, arXiv 2006.09503, section 3.2.
     """
@@ -43,7 +43,7 @@ def interleaved(pp: int, microbatches: int, chunks: int) -> Schedule:
         )
     if microbatches % pp:
         raise ConfigError(
-            f"schedule interleaved needs a multiple of {pp} micro-batches, one for each pipeline rank, got {microbatches}"
+            f"schedule interleaved needs a multiple of {pp} micro-batches (the pipeline ranks), got {microbatches}"
         )
     forwards = _in_groups("F", pp, microbatches, range(chunks))
     backwards = _in_groups("B", pp, microbatches, reversed(range(chunks)))
@@ -53,8 +53,8 @@ def interleaved(pp: int, microbatches: int, chunks: int) -> Schedule:
 def zero_bubble_h1(pp: int, microbatches: int) -> Schedule:
     """1F1B with every backward split in I and W, and W of rank r deferred by r micro-batches.
 
-    The previous rank does not wait for W, and W fills the time in which 1F1B would drain. A deferred W keeps its
-    activations, so every rank holds pp micro-batches, like the first of 1F1B. From pp micro-batches on a rank is idle
+    The previous rank does not wait for W, and W fills the time in which 1F1B drains. A deferred W keeps its
+    activations, so every rank keeps pp micro-batches, like rank 0 of 1F1B. With pp or more micro-batches a rank idles
     for pp - 1 times F + I - W, or F or I if one of them is longer.
     Source: Zero Bubble Pipeline Parallelism, arXiv 2401.10241, section 2.1 (ZB-H1).
     """
@@ -100,15 +100,13 @@ Maker = Callable[[int, int, int], Schedule]  # (pp, microbatches, chunks)
 def _with_one_chunk(name: str, make: Callable[[int, int], Schedule]) -> Maker:
     def make_with_one_chunk(pp: int, microbatches: int, chunks: int) -> Schedule:
         if chunks != 1:
-            raise ConfigError(
-                f"schedule {name} runs 1 model chunk on each rank, got {chunks}; use interleaved for more"
-            )
+            raise ConfigError(f"schedule {name} runs 1 model chunk on each rank, got {chunks}; use interleaved")
         return make(pp, microbatches)
 
     return make_with_one_chunk
 
 
-# By the names of parallel.schedule.
+# The keys are the values of parallel.schedule.
 SCHEDULES: dict[str, Maker] = {
     "gpipe": _with_one_chunk("gpipe", gpipe),
     "1f1b": _with_one_chunk("1f1b", one_f_one_b),
@@ -119,7 +117,7 @@ SCHEDULES: dict[str, Maker] = {
 
 @cache
 def build_schedule(name: str, pp: int, microbatches: int, chunks: int) -> Schedule:
-    """The checked schedule of a name in `SCHEDULES`, or of "forward-only". Callers share it and must not change it."""
+    """The checked schedule `name` of `SCHEDULES`, or "forward-only". Callers share it and must not change it."""
     makers = SCHEDULES | {"forward-only": forward_only}
     if name not in makers:
         raise ConfigError(f"there is no schedule {name!r}; use one of {', '.join(makers)}")

@@ -1,11 +1,10 @@
-"""What a schedule does, without doing it: is it right, how long does it take, how much does it hold.
+"""Simulation of a schedule: its correctness, its duration and the number of activations that it keeps.
 
-The rules, with stage = chunk * pp + rank: F needs F of the stage before; B and I need their own F and the B or I of
-the stage after; W needs its I. A rank does its list in order and waits only for these; a send never waits.
+The rules, with stage = chunk * pp + rank: F needs F of the previous stage; B and I need F of their stage and the B or I
+of the next stage; W needs I of its stage. A rank executes its list in order; a send never waits.
 
-Neighbouring ranks are joined by pipes: forward from rank r to r + 1, backward from r to r - 1, both round the ring
-(from the last rank a micro-batch goes on to the next chunk on the first). All chunks share a pipe and what is put in
-first comes out first, so reader and writer must have the same order in mind.
+Pipes connect neighbouring ranks: forward from rank r to r + 1 and backward from r to r - 1. With several chunks, pipes
+also connect the last rank with the first. All chunks share a pipe, which delivers messages in the order of sending.
 """
 
 from collections import Counter
@@ -20,7 +19,7 @@ Cost = Callable[[Action, int], float]  # (action, rank) -> duration, in any unit
 
 
 class Span(NamedTuple):
-    """When a rank did what."""
+    """The time of one action."""
 
     rank: int
     action: Action
@@ -29,9 +28,9 @@ class Span(NamedTuple):
 
 
 def check(schedule: Schedule, microbatches: int, chunks: int) -> None:
-    """Raises ConfigError unless every gradient is computed once, nothing deadlocks and pipes keep their order.
+    """Raise ConfigError unless every gradient is computed once, nothing deadlocks and pipes keep their order.
 
-    A schedule in which no rank has a B, I or W is one for evaluation: it must do every forward once.
+    A schedule without B, I and W is for evaluation and contains every forward once.
     """
     for rank, order in enumerate(schedule):
         _check_names(rank, order, microbatches, chunks)
@@ -45,14 +44,14 @@ def check(schedule: Schedule, microbatches: int, chunks: int) -> None:
 
 
 def is_forward_only(schedule: Schedule) -> bool:
-    """Whether no rank computes any gradient, as in evaluation."""
+    """Return True if no rank computes a gradient, as in evaluation."""
     return all(action.op == "F" for order in schedule for action in order)
 
 
 def timeline(schedule: Schedule, cost: Cost) -> list[Span]:
-    """Every action with its start and end, when each takes what `cost` says and sends take no time.
+    """Every action with its start and end, if each takes its `cost` and sends take no time.
 
-    Raises ConfigError with what every stuck rank waits for, when none can go on.
+    Raises ConfigError with the missing input of every rank when no rank can continue.
     """
     pp = len(schedule)
     stages = pp * (1 + max(action.chunk for order in schedule for action in order))
@@ -79,22 +78,21 @@ def timeline(schedule: Schedule, cost: Cost) -> list[Span]:
 
 
 def bubble(schedule: Schedule, cost: Cost) -> float:
-    """Share of all ranks' time that is spent idle between the first start and the last end, 0..1."""
+    """The idle share of all ranks' time between the first start and the last end, 0..1."""
     return idle_share(timeline(schedule, cost), num_ranks=len(schedule))
 
 
 def idle_share(spans: list[Span], *, num_ranks: int) -> float:
-    """Share of `num_ranks` ranks' time, from the first start to the last end, in which they do nothing, 0..1."""
+    """The idle share of the time of `num_ranks` ranks between the first start and the last end, 0..1."""
     length = max(span.end for span in spans) - min(span.start for span in spans)
     busy = sum(span.end - span.start for span in spans)
     return 1 - busy / (length * num_ranks) if length else 0.0
 
 
 def peak_live(schedule: Schedule) -> list[int]:
-    """For each rank, the most forwards whose activations it holds at once, one for each micro-batch and chunk.
+    """For each rank, the most forwards (of any micro-batch and chunk) whose activations exist at once.
 
-    They are held from F until B, or until W where the backward is cut in two. In evaluation nothing is kept for a
-    backward, so only the forward that is being computed counts.
+    Activations exist from F until B, or until W of a split backward; in evaluation, only during F.
     """
     if is_forward_only(schedule):
         return [1 for _ in schedule]
@@ -103,7 +101,7 @@ def peak_live(schedule: Schedule) -> list[int]:
 
 
 class _Result(NamedTuple):
-    """What an action leaves for others: an output, a gradient of the stage's input, or the weights' gradients."""
+    """The result of an action: an output, a gradient of the stage's input, or the weights' gradients."""
 
     kind: str
     stage: int
@@ -114,13 +112,13 @@ _MAKES = {"F": "output", "B": "gradient", "I": "gradient", "W": "weights"}
 
 
 def _inputs(action: Action, stage: int, stages: int) -> list[_Result]:
-    """What must be there before `action` can run; `stages` is how many there are along the model."""
+    """The results that `action` needs; `stages` is the number of stages of the model."""
     if action.op == "F":
         return [_Result("output", stage - 1, action.microbatch)] if stage else []
     if action.op == "W":
         return [_Result("gradient", stage, action.microbatch)]
-    own = _Result("output", stage, action.microbatch)
-    return [own] if stage == stages - 1 else [own, _Result("gradient", stage + 1, action.microbatch)]
+    output = _Result("output", stage, action.microbatch)
+    return [output] if stage == stages - 1 else [output, _Result("gradient", stage + 1, action.microbatch)]
 
 
 def _stuck(left: list[list[Action]], ends: dict[_Result, float], stages: int) -> Iterator[str]:
@@ -138,59 +136,53 @@ def _check_names(rank: int, order: list[Action], microbatches: int, chunks: int)
     for action, times in Counter(order).items():
         if action.op not in _MAKES:
             raise ConfigError(
-                f"rank {rank}: {action} is no F (forward), B (backward), I (its input half) or W (weights)"
+                f"rank {rank}: {action} is not an F, B (backward), I (inputs of a B) or W (weights of a B)"
             )
         if not 0 <= action.microbatch < microbatches:
-            raise ConfigError(
-                f"rank {rank}: {action} is of micro-batch {action.microbatch}; there are {microbatches}, from 0"
-            )
+            raise ConfigError(f"rank {rank}: {action} has micro-batch {action.microbatch}, not 0..{microbatches - 1}")
         if not 0 <= action.chunk < chunks:
-            raise ConfigError(f"rank {rank}: {action} is of model chunk {action.chunk}; there are {chunks}, from 0")
+            raise ConfigError(f"rank {rank}: {action} has model chunk {action.chunk}, not 0..{chunks - 1}")
         if times > 1:
-            raise ConfigError(f"rank {rank}: {action} is there {times} times")
+            raise ConfigError(f"rank {rank}: {action} occurs {times} times")
 
 
 def _check_passes(rank: int, order: list[Action], microbatches: int, chunks: int, *, evaluates: bool) -> None:
-    """Every micro-batch goes through every chunk once: F, then B or I and W, in that order; or F alone."""
+    """Raise ConfigError unless every micro-batch has, in every chunk, F then B, F then I then W, or F in evaluation."""
     position = {action: index for index, action in enumerate(order)}
     for microbatch, chunk in product(range(microbatches), range(chunks)):
-        forward, whole, inputs, weights = (Action(op, microbatch, chunk) for op in "FBIW")
-        cut = inputs in position or weights in position
-        if cut and whole in position:
-            half = inputs if inputs in position else weights
-            raise ConfigError(
-                f"rank {rank}: {half} is a part of {whole}, which is there too; use {whole}, or both halves"
-            )
-        wanted = [forward] if evaluates else [forward, inputs, weights] if cut else [forward, whole]
+        forward, backward, inputs, weights = (Action(op, microbatch, chunk) for op in "FBIW")
+        halves = [half for half in (inputs, weights) if half in position]
+        if halves and backward in position:
+            raise ConfigError(f"rank {rank}: {halves[0]} is part of {backward}; use {backward} or both halves")
+        wanted = [forward] if evaluates else [forward, inputs, weights] if halves else [forward, backward]
         for action in wanted:
             if action not in position:
                 raise ConfigError(f"rank {rank}: {action} is missing")
         for earlier, later in pairwise(wanted):
             if position[later] < position[earlier]:
-                raise ConfigError(f"rank {rank}: {later} before its {earlier}, which it needs")
-    # The engine announces the last gradient of a chunk's parameters, of each half apart when the backward is cut.
+                raise ConfigError(f"rank {rank}: {later} comes before {earlier}, which it needs")
+    # The engine announces the last gradient of a chunk by op, so a chunk has either B or I and W.
     for chunk in range(chunks):
-        whole, cut = (next((a for a in order if a.op in ops and a.chunk == chunk), None) for ops in ("B", "IW"))
-        if whole and cut:
+        full, half = (next((a for a in order if a.op in ops and a.chunk == chunk), None) for ops in ("B", "IW"))
+        if full and half:
             raise ConfigError(
-                f"rank {rank}: chunk {chunk} has {whole} whole and {cut} cut in halves; cut every backward of a chunk "
-                "on a rank, or none"
+                f"rank {rank}: chunk {chunk} has the full {full} and the split {half}; split all its backwards or none"
             )
 
 
 def _check_pipe(schedule: Schedule, rank: int, kind: str, step: int) -> None:
-    """The neighbour to which `rank` sends what is of `kind` reads in the order of writing, whatever the chunk."""
+    """Raise ConfigError unless the neighbour receives results of `kind` in the order in which `rank` sends them."""
     pp = len(schedule)
     neighbour = (rank + step) % pp
-    written = [(a.stage(rank, pp) + step, a.microbatch) for a in schedule[rank] if _MAKES[a.op] == kind]
-    read = {(a.stage(neighbour, pp), a.microbatch): a for a in schedule[neighbour] if _MAKES[a.op] == kind}
-    # What the last stage writes has no reader, and what the first reads no writer.
-    sent = set(written)
-    turns = [read[key] for key in written if key in read]
-    reads = [action for key, action in read.items() if key in sent]
-    for due, action in zip(turns, reads, strict=True):
-        if action != due:
+    sent = [(a.stage(rank, pp) + step, a.microbatch) for a in schedule[rank] if _MAKES[a.op] == kind]
+    received = {(a.stage(neighbour, pp), a.microbatch): a for a in schedule[neighbour] if _MAKES[a.op] == kind}
+    # The last result along the model has no receiver, and the first stage has no sender.
+    keys = set(sent)
+    in_order_of_sending = [received[key] for key in sent if key in received]
+    in_order_of_receiving = [action for key, action in received.items() if key in keys]
+    for expected, action in zip(in_order_of_sending, in_order_of_receiving, strict=True):
+        if action != expected:
             raise ConfigError(
-                f"rank {neighbour}: {action} reads the {kind} that rank {rank} sent for {due}; a pipe hands out in the "
-                "order in which it was filled, so both ranks must do these in one order"
+                f"rank {neighbour}: {action} receives the {kind} that rank {rank} sent for {expected}; "
+                "both ranks must use one order"
             )

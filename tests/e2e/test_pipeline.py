@@ -137,11 +137,11 @@ def break_rank_1(base: Schedule, how: Any, *actions: Action) -> Schedule:
 BROKEN = {
     "two forwards change places": (
         lambda: break_rank_1(gpipe(2, 4), swapped, Action("F", 1), Action("F", 2)),
-        "rank 1: F2.0 reads the output that rank 0 sent for F1.0; a pipe hands out in the order in which it was filled",
+        "rank 1: F2.0 receives the output that rank 0 sent for F1.0; both ranks must use one order",
     ),
     "a backward before its forward": (
         lambda: break_rank_1(one_f_one_b(2, 4), swapped, Action("F", 0), Action("B", 0)),
-        "rank 1: B0.0 before its F0.0, which it needs",
+        "rank 1: B0.0 comes before F0.0, which it needs",
     ),
     "a missing W": (
         lambda: break_rank_1(zero_bubble_h1(2, 4), without, Action("W", 2)),
@@ -151,7 +151,7 @@ BROKEN = {
         lambda: break_rank_1(
             one_f_one_b(2, 4), lambda order: [a if a != Action("B", 3) else Action("B", 3, 1) for a in order]
         ),
-        "rank 1: B3.1 is of model chunk 1; there are 1, from 0",
+        "rank 1: B3.1 has model chunk 1, not 0..0",
     ),
     "ranks that wait for each other": (
         lambda: list(reversed(one_f_one_b(2, 4))),
@@ -161,7 +161,7 @@ BROKEN = {
 
 
 def refusals() -> dict[str, str]:
-    """The message for each broken schedule; the run is whole before and after, and no chunk ran in between."""
+    """The message for each broken schedule; the run works before and after, and no chunk runs in between."""
     run = run_of("gpt", parallel__pipeline=2, train__micro_batch_size=2)
     forwards = []
     for chunk in run.model:
@@ -183,7 +183,7 @@ def refusals() -> dict[str, str]:
     return messages
 
 
-def test_a_broken_schedule_is_refused_on_every_rank_before_any_forward(ranks):
+def test_a_broken_schedule_is_an_error_on_every_rank_before_any_forward(ranks):
     for messages in ranks(2, refusals):
         assert messages.keys() == BROKEN.keys()
         for name, (_, words) in BROKEN.items():
@@ -296,14 +296,14 @@ sys.exit(launch("tests.e2e.test_pipeline:hanging_stage", (sys.argv[1],), Nodes(2
 """
 
 
-def test_a_stage_that_hangs_ends_the_run_and_its_neighbour_says_where_it_waited(tmp_path):
+def test_a_stage_that_hangs_ends_the_run_and_its_neighbour_reports_where_it_waited(tmp_path):
     command = [sys.executable, "-c", LAUNCH, str(tmp_path / "run")]
     done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=PATIENCE)
     assert done.returncode == 1
     assert done.stderr.startswith(
-        "rank 0, pipeline stage 0 of 0..1, in B1.0 waited for the gradient of micro-batch 1 from rank 1, and time was "
-        "up after 8 s. Look at the output of that rank first; if a stage really computes for so long, raise "
-        "train.comm_timeout\n"
+        "rank 0, pipeline stage 0 of 0..1, in B1.0 waited for the gradient of micro-batch 1 from rank 1, and timed "
+        "out after 8 s; look at the output of that rank first, or raise train.comm_timeout if a stage computes for "
+        "that long\n"
     )
     assert "Traceback" not in done.stderr
 

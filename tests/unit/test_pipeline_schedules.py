@@ -1,4 +1,4 @@
-"""The schedules have the bubbles and hold the activations that their papers say."""
+"""The schedules have the bubbles and keep the activations that their papers state."""
 
 from itertools import product
 from typing import get_args
@@ -22,7 +22,7 @@ def length(schedule, **cost):
 
 
 def test_the_config_offers_these_schedules():
-    """A name that only one side knows would fail after the config was accepted, or never be offered."""
+    """A name on only one side would fail after the config is accepted, or never be offered."""
     assert get_args(ParallelConfig.model_fields["schedule"].annotation) == tuple(SCHEDULES)
 
 
@@ -117,21 +117,21 @@ def test_no_order_of_two_micro_batches_is_shorter_than_zb_h1(pp, microbatches):
 
 
 @given(pp=ranks, microbatches=counts)
-def test_ranks_hold_what_the_papers_say(pp, microbatches):
-    """Memory is why 1F1B exists; ZB-H1 may hold on every rank what 1F1B's first rank holds, and no more."""
+def test_ranks_keep_as_many_micro_batches_as_the_papers_state(pp, microbatches):
+    """Memory is why 1F1B exists; every rank of ZB-H1 keeps as much as rank 0 of 1F1B."""
     assert peak_live(build_schedule("gpipe", pp, microbatches, 1)) == [microbatches] * pp
     assert peak_live(build_schedule("1f1b", pp, microbatches, 1)) == [min(microbatches, pp - r) for r in range(pp)]
     assert peak_live(build_schedule("zb-h1", pp, microbatches, 1)) == [min(microbatches, pp)] * pp
 
 
 @given(pp=ranks, groups=st.integers(1, 4), chunks=st.integers(2, 4))
-def test_interleaving_holds_its_warm_up_and_one_more(pp, groups, chunks):
+def test_interleaving_keeps_its_warm_up_and_one_more(pp, groups, chunks):
     held = [min(2 * (pp - 1 - rank) + (chunks - 1) * pp + 1, groups * pp * chunks) for rank in range(pp)]
     assert peak_live(build_schedule("interleaved", pp, groups * pp, chunks)) == held
 
 
 @given(pp=ranks, microbatches=counts, chunks=st.integers(1, 4))
-def test_evaluation_holds_one_forward_and_waits_only_to_fill(pp, microbatches, chunks):
+def test_evaluation_keeps_one_forward_and_waits_only_to_fill(pp, microbatches, chunks):
     """With full groups: pp - 1 slots until the last rank starts, then it never waits."""
     schedule = build_schedule("forward-only", pp, microbatches, chunks)
     assert peak_live(schedule) == [1] * pp
@@ -147,20 +147,20 @@ def test_evaluation_holds_one_forward_and_waits_only_to_fill(pp, microbatches, c
         (("gpipe", 2, 0, 1), "schedule gpipe needs 1 or more micro-batches, got 0"),
         (("forward-only", 2, 4, 0), "schedule forward-only needs 1 or more model chunks, got 0"),
         (("interleaved", 4, 8, 1), "interleaved needs 2 or more model chunks on each rank, got 1; use 1f1b for 1"),
-        (("interleaved", 4, 6, 2), "in groups of one for each of the 4 pipeline ranks; 6 is not a multiple of 4"),
-        (("gpipe", 4, 8, 2), "schedule gpipe runs 1 model chunk on each rank, got 2; use interleaved for more"),
+        (("interleaved", 4, 6, 2), "needs a multiple of 4 micro-batches (the pipeline ranks), got 6"),
+        (("gpipe", 4, 8, 2), "schedule gpipe runs 1 model chunk on each rank, got 2; use interleaved"),
         (("1f1b", 4, 8, 2), "schedule 1f1b runs 1 model chunk on each rank, got 2"),
         (("zb-h1", 4, 8, 2), "schedule zb-h1 runs 1 model chunk on each rank, got 2"),
     ],
 )
-def test_what_a_schedule_cannot_do_is_said(arguments, message):
+def test_an_impossible_request_is_an_error_with_the_requirement(arguments, message):
     with pytest.raises(ConfigError) as error:
         build_schedule(*arguments)
     assert message in str(error.value)
 
 
-def test_a_schedule_that_is_made_wrong_is_not_handed_out(monkeypatch):
-    """Whoever adds a schedule hears of a mistake when it is built, not when eight ranks hang."""
+def test_an_invalid_new_schedule_is_rejected_when_it_is_built(monkeypatch):
+    """Without the check, a mistake in a new schedule would show when eight ranks hang."""
     monkeypatch.setitem(SCHEDULES, "backward first", lambda pp, m, chunks: [[Action("B", 0), Action("F", 0)]])
-    with pytest.raises(ConfigError, match=r"rank 0: B0\.0 before its F0\.0"):
+    with pytest.raises(ConfigError, match=r"rank 0: B0\.0 comes before F0\.0"):
         build_schedule("backward first", 1, 1, 1)

@@ -1,4 +1,4 @@
-"""The check refuses what would hang or compute something else, and nothing more; the clock is right."""
+"""The check rejects exactly the schedules that hang or compute something else; the clock is right."""
 
 import random
 from collections import defaultdict, deque
@@ -15,7 +15,7 @@ from megatron_lite.pipeline.simulate import bubble, check, idle_share, timeline
 
 
 class Wrong(Exception):
-    """A schedule did what it must not."""
+    """A schedule broke a rule."""
 
 
 def run(schedule, microbatches, chunks, seed=0):
@@ -197,36 +197,36 @@ def broken(name, pp, microbatches, chunks, rank, old, new):
     ("shape", "rank", "old", "new", "message"),
     [
         # a swapped pair that an action of the same rank depends on
-        (("1f1b", 4, 8, 1), 2, "F4.0 B3.0 F5.0 B4.0", "B4.0 B3.0 F5.0 F4.0", "rank 2: B4.0 before its F4.0, which it"),
-        (("zb-h1", 2, 4, 1), 1, "I1.0 W0.0", "W1.0 W0.0 I1.0", "rank 1: W1.0 is there 2 times"),
-        (("zb-h1", 2, 2, 1), 0, "I1.0 W1.0", "W1.0 I1.0", "rank 0: W1.0 before its I1.0, which it needs"),
-        # something is missing, there twice or there in two ways
+        (("1f1b", 4, 8, 1), 2, "F4.0 B3.0 F5.0 B4.0", "B4.0 B3.0 F5.0 F4.0", "rank 2: B4.0 comes before F4.0, which"),
+        (("zb-h1", 2, 4, 1), 1, "I1.0 W0.0", "W1.0 W0.0 I1.0", "rank 1: W1.0 occurs 2 times"),
+        (("zb-h1", 2, 2, 1), 0, "I1.0 W1.0", "W1.0 I1.0", "rank 0: W1.0 comes before I1.0, which it needs"),
+        # an action is missing, repeated, or both full and split
         (("zb-h1", 2, 4, 1), 1, " W3.0", "", "rank 1: W3.0 is missing"),
         (("zb-h1", 2, 4, 1), 1, "I2.0 ", "", "rank 1: I2.0 is missing"),
         (("1f1b", 2, 4, 1), 1, " B3.0", "", "rank 1: B3.0 is missing"),
         (("1f1b", 2, 4, 1), 0, "F2.0 ", "", "rank 0: F2.0 is missing"),
-        (("gpipe", 2, 4, 1), 0, "B2.0", "B2.0 B2.0", "rank 0: B2.0 is there 2 times"),
-        (("zb-h1", 2, 4, 1), 0, "W2.0", "B2.0", "rank 0: I2.0 is a part of B2.0, which is there too"),
-        (("zb-h1", 2, 4, 1), 0, "I2.0", "B2.0", "rank 0: W2.0 is a part of B2.0, which is there too"),
-        (("zb-h1", 2, 2, 1), 0, "I1.0 W1.0", "B1.0", "rank 0: chunk 0 has B1.0 whole and I0.0 cut in halves"),
-        # what is not there at all
-        (("interleaved", 2, 4, 2), 1, "F2.1", "F2.2", "rank 1: F2.2 is of model chunk 2; there are 2, from 0"),
-        (("interleaved", 2, 4, 2), 1, "F2.1", "F2.0", "rank 1: F2.0 is there 2 times"),
-        (("1f1b", 2, 4, 1), 1, "B3.0", "B4.0", "rank 1: B4.0 is of micro-batch 4; there are 4, from 0"),
-        (("1f1b", 2, 4, 1), 1, "B3.0", "B3.0 F-1.0", "rank 1: F-1.0 is of micro-batch -1; there are 4, from 0"),
-        (("1f1b", 2, 4, 1), 1, "B3.0", "B3.0 F3.-1", "rank 1: F3.-1 is of model chunk -1; there are 1, from 0"),
-        (("1f1b", 2, 4, 1), 1, "B3.0", "S3.0", "rank 1: S3.0 is no F (forward), B (backward), I (its input half) or W"),
+        (("gpipe", 2, 4, 1), 0, "B2.0", "B2.0 B2.0", "rank 0: B2.0 occurs 2 times"),
+        (("zb-h1", 2, 4, 1), 0, "W2.0", "B2.0", "rank 0: I2.0 is part of B2.0; use B2.0 or both halves"),
+        (("zb-h1", 2, 4, 1), 0, "I2.0", "B2.0", "rank 0: W2.0 is part of B2.0; use B2.0 or both halves"),
+        (("zb-h1", 2, 2, 1), 0, "I1.0 W1.0", "B1.0", "rank 0: chunk 0 has the full B1.0 and the split I0.0"),
+        # an action outside the model or the batch
+        (("interleaved", 2, 4, 2), 1, "F2.1", "F2.2", "rank 1: F2.2 has model chunk 2, not 0..1"),
+        (("interleaved", 2, 4, 2), 1, "F2.1", "F2.0", "rank 1: F2.0 occurs 2 times"),
+        (("1f1b", 2, 4, 1), 1, "B3.0", "B4.0", "rank 1: B4.0 has micro-batch 4, not 0..3"),
+        (("1f1b", 2, 4, 1), 1, "B3.0", "B3.0 F-1.0", "rank 1: F-1.0 has micro-batch -1, not 0..3"),
+        (("1f1b", 2, 4, 1), 1, "B3.0", "B3.0 F3.-1", "rank 1: F3.-1 has model chunk -1, not 0..0"),
+        (("1f1b", 2, 4, 1), 1, "B3.0", "S3.0", "rank 1: S3.0 is not an F, B (backward), I (inputs of a B) or W"),
         # evaluation with a backward in it, and training without some rank's
         (("forward-only", 2, 4, 1), 0, "F3.0", "F3.0 B0.0", "rank 0: B1.0 is missing"),
         (("forward-only", 2, 4, 2), 1, " F3.1", "", "rank 1: F3.1 is missing"),
         # one rank alone in another order
-        (("gpipe", 3, 3, 1), 1, "F0.0 F1.0 F2.0", "F2.0 F1.0 F0.0", "rank 1: F2.0 reads the output that rank 0"),
-        (("gpipe", 3, 3, 1), 1, "B0.0 B1.0 B2.0", "B2.0 B1.0 B0.0", "rank 0: B0.0 reads the gradient that rank 1"),
-        (("zb-h1", 2, 2, 1), 1, "I0.0 F1.0 I1.0", "F1.0 I1.0 I0.0", "rank 0: I0.0 reads the gradient"),
-        (("forward-only", 2, 2, 2), 1, "F0.1 F1.1", "F1.1 F0.1", "rank 1: F1.1 reads the output"),
+        (("gpipe", 3, 3, 1), 1, "F0.0 F1.0 F2.0", "F2.0 F1.0 F0.0", "rank 1: F2.0 receives the output that rank 0"),
+        (("gpipe", 3, 3, 1), 1, "B0.0 B1.0 B2.0", "B2.0 B1.0 B0.0", "rank 0: B0.0 receives the gradient that rank 1"),
+        (("zb-h1", 2, 2, 1), 1, "I0.0 F1.0 I1.0", "F1.0 I1.0 I0.0", "rank 0: I0.0 receives the gradient"),
+        (("forward-only", 2, 2, 2), 1, "F0.1 F1.1", "F1.1 F0.1", "rank 1: F1.1 receives the output"),
     ],
 )  # fmt: skip
-def test_a_broken_schedule_is_refused_by_rank_and_action(shape, rank, old, new, message):
+def test_the_error_of_a_broken_schedule_names_rank_and_action(shape, rank, old, new, message):
     schedule = broken(*shape, rank, old, new)
     assert not is_right(schedule, shape[2], shape[3])
     with pytest.raises(ConfigError) as error:
@@ -234,14 +234,14 @@ def test_a_broken_schedule_is_refused_by_rank_and_action(shape, rank, old, new, 
     assert str(error.value).startswith(message)
 
 
-def test_the_pipe_that_goes_round_the_ring_keeps_its_order_too():
+def test_the_order_is_checked_in_the_pipe_from_the_last_rank_to_the_first():
     """Between two ranks there are two pipes for activations; here only that from rank 1 to rank 0 is misread."""
-    with pytest.raises(ConfigError, match=r"^rank 0: F1\.1 reads the output that rank 1 sent for F0\.1; a pipe hands"):
+    with pytest.raises(ConfigError, match=r"^rank 0: F1\.1 receives the output that rank 1 sent for F0\.1; both"):
         check([order("F0.0 F1.0 F1.1 F0.1"), order("F0.0 F1.0 F1.1 F0.1")], 2, 2)
 
 
 def test_a_deadlock_names_what_every_rank_waits_for():
-    """Each list is right by itself and the pipes are in order: only playing it shows that rank 1 comes too late."""
+    """Each list is right by itself and the pipes are in order: only the simulation shows the deadlock."""
     schedule = [order("F0.0 B0.0 F1.0 B1.0"), order("F0.0 F1.0 B0.0 B1.0")]
     with pytest.raises(ConfigError) as error:
         check(schedule, 2, 1)
@@ -252,7 +252,7 @@ def test_a_deadlock_names_what_every_rank_waits_for():
 
 
 @given(shape=shapes(), seed=st.integers(0, 10**9))
-def test_the_clock_is_the_longest_chain_of_what_has_to_come_before(shape, seed):
+def test_the_end_of_an_action_is_its_longest_chain_of_dependencies(shape, seed):
     """Worked out backwards from each action by its own recursion, with another duration for every action and rank."""
     name, pp, microbatches, chunks = shape
     schedule = build_schedule(name, pp, microbatches, chunks)
@@ -281,7 +281,7 @@ def test_the_clock_is_the_longest_chain_of_what_has_to_come_before(shape, seed):
 
 
 def test_idle_time_is_counted_from_the_first_start_to_the_last_end():
-    """A measured timeline begins at any time; nothing that takes any time leaves nothing idle."""
+    """A measured timeline starts at any time; actions of zero duration have no idle time."""
     schedule = build_schedule("gpipe", 2, 1, 1)
     spans = timeline(schedule, lambda action, rank: 1.0)
     later = [span._replace(start=span.start + 5, end=span.end + 5) for span in spans]
