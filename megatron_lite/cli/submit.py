@@ -85,9 +85,13 @@ def submit(
         typer.echo(script, nl=False)
         return
     path = folder / "pretrain.sbatch"
+    _write(path, script, run_dir)
+    typer.echo(f"job {submitted(path)}: {path}, output in {folder}")
+
+
+def _write(path: Path, script: str, run_dir: str) -> None:
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(script, encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"run.dir is {run_dir}; cannot write {path}: {error.strerror}") from error
-    typer.echo(f"job {submitted(path)}: {path}, output in {folder}")
