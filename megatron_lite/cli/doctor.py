@@ -2,12 +2,11 @@
 
 import errno
 import os
-import shlex
 import socket
 
 import typer
 
-from megatron_lite.cli.options import ConfigFile, Overrides, takes_nodes
+from megatron_lite.cli.options import ConfigFile, Overrides, command_line, takes_nodes
 from megatron_lite.launch.nodes import Nodes
 
 
@@ -28,8 +27,7 @@ def doctor(
     settings = load_config(config, overrides or [])
     sizes = [launched_world_size(nodes), *(nodes.world_sizes[1:] if nodes else [])]
     if config is not None or settings.data.paths:
-        words = ["megatron-lite", "doctor", *(["--config", str(config)] if config else []), *(overrides or [])]
-        check(settings, sizes, command=shlex.join(words))
+        check(settings, sizes, command=command_line("doctor", config, overrides or []))
     else:
         validate(settings, sizes[0])
     if nodes is not None and nodes.several and nodes.node_rank == 0:

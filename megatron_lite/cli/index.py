@@ -1,12 +1,11 @@
 """`megatron-lite index`: index files of a run's data, written before the run."""
 
-import shlex
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from megatron_lite.cli.options import ConfigFile, Overrides
+from megatron_lite.cli.options import ConfigFile, Overrides, command_line
 
 
 def index(
@@ -40,8 +39,7 @@ def index(
             "give --nproc-per-node (and --nnodes) as for pretrain"
         )
     world_size = nproc_per_node * (nnodes or 1) if nproc_per_node else needed
-    words = ["megatron-lite", "index", *(["--config", str(config)] if config else []), *(overrides or [])]
-    check(settings, [world_size], command=shlex.join(words))
+    check(settings, [world_size], command=command_line("index", config, overrides or []))
     spec = settings.data.tokenizer
     if spec:
         settings = with_vocab_size(settings, build_tokenizer(spec).vocab_size)

@@ -1,6 +1,7 @@
 """Options that several commands share."""
 
 import inspect
+import shlex
 from collections.abc import Callable
 from functools import wraps
 from pathlib import Path
@@ -94,3 +95,10 @@ def takes_nodes(*, without: tuple[str, ...] = ()) -> Callable[[Callable[..., Non
         return command_with_options
 
     return decorate
+
+
+def command_line(command: str, config: Path | None, overrides: list[str], model: str = "") -> str:
+    """The command with its config, model and overrides, for messages."""
+    options = {"--config": config, "--model": model}
+    words = [word for option, value in options.items() if value for word in (option, str(value))]
+    return shlex.join(["megatron-lite", command, *words, *overrides])

@@ -1,14 +1,13 @@
 """`megatron-lite pretrain`: one training run, in this process, under torchrun or in ranks that it starts."""
 
 import os
-import shlex
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from megatron_lite.cli.options import ConfigFile, Model, Overrides, takes_nodes
+from megatron_lite.cli.options import ConfigFile, Model, Overrides, command_line, takes_nodes
 from megatron_lite.launch.nodes import Nodes
 
 if TYPE_CHECKING:
@@ -37,7 +36,7 @@ def pretrain(
     settings = load_config(config, overrides or [])
     providers = _providers(model)
     sizes = [launched_world_size(nodes), *(nodes.world_sizes[1:] if nodes else [])]
-    check(settings, sizes, command=_command(config, model, overrides or []))
+    check(settings, sizes, command=command_line("pretrain", config, overrides or [], model))
     if dry_run:
         settings, missing = with_data(settings)
         typer.echo(description(settings, sizes[0]), nl=False)
@@ -156,10 +155,3 @@ def _write_exit_code(config: "Config", stop: "StoppedEarly") -> None:
     if os.environ["RANK"] == "0":
         Path(config.run.exit_code_file).write_text(f"{stop.exit_code}\n", encoding="utf-8")
         print(stop, file=sys.stderr)
-
-
-def _command(config: Path | None, model: str, overrides: list[str]) -> str:
-    """The command line of this run, for messages."""
-    options = {"--config": config, "--model": model}
-    words = [word for option, value in options.items() if value for word in (option, str(value))]
-    return shlex.join(["megatron-lite", "pretrain", *words, *overrides])
