@@ -1,10 +1,9 @@
-"""Which dataset each sample of a blend comes from, so that every prefix of the blend has the asked proportions.
+"""The dataset of each sample of a blend, so that every prefix of the blend has the requested proportions.
 
 Greedy: sample i goes to the dataset that is furthest behind, the first of the largest `w_d * max(i, 1) - count_d`.
-That is a chain of decisions, too slow as a Python loop over millions of samples. But the chain forgets: started from
-roughly right counts it soon takes the same decisions. So the samples are cut into blocks that all advance in step,
-each from a guess of its counts; then each block whose guess differs from where the block before it really ended is
-run again from there, until all agree, which makes the result exactly the greedy one whatever the guesses were.
+A Python loop over millions of samples is too slow, but from roughly right counts the decisions soon become the same.
+So all blocks of samples advance in step, each from guessed counts. A block whose guess differs from the end of the
+previous block is computed again, until all agree. The result is exactly greedy for every guess.
 Source of the rule: Megatron-LM, megatron/core/datasets/helpers.cpp.
 """
 
@@ -14,7 +13,7 @@ import numpy as np
 
 
 class BlendIndex(NamedTuple):
-    """dataset int16 [N]: which one; sample int64 [N]: which of its samples."""
+    """dataset int16 [N]: number of the dataset; sample int64 [N]: number of the sample in it."""
 
     dataset: np.ndarray
     sample: np.ndarray
@@ -26,7 +25,7 @@ def weighted_blend(weights: np.ndarray, num_samples: int) -> BlendIndex:
 
 
 def exhaustive_blend(sizes: np.ndarray, num_samples: int) -> BlendIndex:
-    """The first `num_samples <= sum(sizes)` of a blend that uses up every dataset, in proportion to its size."""
+    """The first `num_samples <= sum(sizes)` of a blend that reads each dataset once, in proportion to its size."""
     return _greedy(sizes / sizes.sum(), num_samples, sizes)
 
 
@@ -39,7 +38,7 @@ def _greedy(weights: np.ndarray, num_samples: int, sizes: np.ndarray) -> BlendIn
     stale = np.arange(len(starts))
     while len(stale):
         dataset[stale], after[stale] = _run_blocks(weights, sizes, starts[stale], before[stale], block_length)
-        # The first stale block starts from the truth, so each round settles at least one more.
+        # The first stale block starts from exact counts, so each round completes at least one more.
         stale = 1 + np.flatnonzero((before[1:] != after[:-1]).any(axis=1))
         before[stale] = after[stale - 1]
     chosen = dataset.reshape(-1)[:num_samples]

@@ -1,8 +1,7 @@
 """Train, validation and test sets from one corpus or a weighted blend of several.
 
-Documents are divided by number, so the splits are disjoint and cover the corpus; each corpus gets its own sample
-order, and a blend picks among them. Three forms of `paths`, as in Megatron: `[prefix]`, `[w1, p1, w2, p2]` and
-`[p1, p2]`; the last reads every sample of one epoch of each exactly once.
+Documents are divided by number, so the splits are disjoint and cover the corpus. Each corpus has a separate sample
+order. `paths` has the forms of Megatron: `[prefix]`, `[w1, p1, w2, p2]` and `[p1, p2]`, which reads one epoch of each.
 Source: Megatron-LM, megatron/core/datasets/blended_megatron_dataset_builder.py.
 """
 
@@ -24,9 +23,8 @@ from megatron_lite.errors import ConfigError, DataError
 
 SPLIT_NAMES = ("train", "valid", "test")
 
-# Each member of a blend is built 0.5 % larger than its share, as Megatron does: another size could be another number
-# of epochs and so another order. It is also always enough: when greedy takes sample i from a dataset, that dataset is
-# not ahead of its share, so after N samples it gave at most ceil(N * weight) + 1, which this never rounds below.
+# Megatron builds each member of a blend 0.5 % larger than its share; another size could change the number of epochs and
+# the order. The surplus is enough: greedy takes at most ceil(N * weight) + 1 of N samples from a member.
 SURPLUS = 0.005
 
 
@@ -39,7 +37,7 @@ class Dataset(Protocol):
 
 
 class Splits(NamedTuple):
-    """None where the split has no share of the documents or no samples are asked of it."""
+    """The three datasets; None for a split without documents or without requested samples."""
 
     train: Dataset | None
     valid: Dataset | None
@@ -51,7 +49,7 @@ class Blend(NamedTuple):
     weights: np.ndarray | None  # float64, sum 1; None: each sample of each corpus once
 
     def only(self, members: Sequence[int]) -> "Blend":
-        """The blend without the other corpora, in the same proportions."""
+        """The blend of only these corpora, in the same proportions."""
         if len(members) == len(self.prefixes):
             return self
         weights = None if self.weights is None else self.weights[list(members)] / self.weights[list(members)].sum()
@@ -75,22 +73,19 @@ class BlendedDataset:
 def parse_paths(paths: Sequence[str]) -> Blend:
     """Prefixes and normalised weights from any of the three forms."""
     if not paths:
-        raise ConfigError(
-            "data.paths is empty; give the prefix of a corpus that preprocess wrote, without .bin or .idx"
-        )
+        raise ConfigError("data.paths is empty; give the prefix of a corpus, without .bin or .idx")
     weights = [_as_weight(text) for text in paths]
     in_pairs = len(paths) % 2 == 0 and all(w is not None for w in weights[::2])
     if not in_pairs:
         if stray := [text for text, w in zip(paths, weights, strict=True) if w is not None]:
             raise ConfigError(
-                f"data.paths is {list(paths)}: {stray[0]!r} is a weight, but weights must stand before every prefix: "
-                "weight, prefix, weight, prefix ... (or prefixes alone)"
+                f"data.paths is {list(paths)}: {stray[0]!r} is a weight, but weights must stand before every prefix"
+                " or before none"
             )
         return Blend([text.strip() for text in paths], None)
     values = np.array(weights[::2], dtype=np.float64)
     if not (np.isfinite(values).all() and (values > 0).all()):
         raise ConfigError(f"data.paths has the weights {values.tolist()}; each must be a number above 0")
-    # A corpus may be named like a number, so nothing is said of the prefixes here; a missing file has its own message.
     return Blend([text.strip() for text in paths[1::2]], values / values.sum())
 
 
@@ -138,11 +133,11 @@ def build_datasets(
     vocab_size: int | None,
     tokenizer_hash: str | None,
 ) -> Splits:
-    """The three datasets a run reads, each with at least its `num_samples`.
+    """The three datasets of a run, each with at least its `num_samples`.
 
-    A corpus without documents for validation or test is left out there. `cache_dir` keeps the index arrays; empty or
-    None means `cache/` beside the first corpus. `vocab_size` bounds every token id that is read; None leaves ids
-    unchecked. `tokenizer_hash` is the tokenizer that all corpora were written with; empty means any one, None several.
+    A validation or test set omits corpora without documents for it. `cache_dir` is for the index arrays; empty or None
+    is `cache/` beside the first corpus. `vocab_size` bounds the token ids; None disables the check. `tokenizer_hash` is
+    the tokenizer of all corpora; empty allows any single one, None several.
     """
     blend = parse_paths(paths)
     cache_dir = cache_folder(paths, cache_dir)
@@ -180,12 +175,12 @@ def build_datasets(
 
 
 def cache_folder(paths: Sequence[str], cache_dir: str | os.PathLike[str] | None) -> Path:
-    """Where index files are: the folder that is given, or `cache/` beside the first corpus."""
+    """The folder of the index files: `cache_dir`, or `cache/` beside the first corpus."""
     return Path(cache_dir or Path(parse_paths(paths).prefixes[0]).parent / "cache")
 
 
 def _member_samples(blend: Blend, member: int, wanted: int) -> int | None:
-    """How many samples one corpus of a blend is asked for; None: one epoch."""
+    """The number of samples that a blend requests of one corpus; None: one epoch."""
     if blend.weights is None:
         return wanted if len(blend.prefixes) == 1 else None
     return math.ceil(math.ceil(wanted * float(blend.weights[member])) * (1 + SURPLUS))
@@ -199,7 +194,7 @@ def _cached_blend_index(
     if weights is None and wanted > sizes.sum():
         raise DataError(
             f"data.paths has no weights, so the {name} split is one epoch of each corpus, {sizes.sum():,} samples, but "
-            f"{wanted:,} are needed; put a weight before each prefix to read them more than once, or train for less"
+            f"{wanted:,} are needed; put a weight before each prefix to read more epochs, or train for fewer iterations"
         )
     parts = {"weights": weights.tolist()} if weights is not None else {"sizes": sizes.tolist()}
     with memory_for(f"the blend of {', '.join(blend.prefixes)}: {name} split", num_samples=wanted, num_entries=wanted):
@@ -207,13 +202,9 @@ def _cached_blend_index(
             cache_dir,
             f"blend-{name}",
             {**parts, "num_samples": wanted},
-            lambda: _blend_index(weights, sizes, wanted)._asdict(),
+            lambda: (exhaustive_blend(sizes, wanted) if weights is None else weighted_blend(weights, wanted))._asdict(),
         )
     return BlendIndex(**arrays)
-
-
-def _blend_index(weights: np.ndarray | None, sizes: np.ndarray, wanted: int) -> BlendIndex:
-    return weighted_blend(weights, wanted) if weights is not None else exhaustive_blend(sizes, wanted)
 
 
 def check_order_is_kept(
@@ -225,17 +216,16 @@ def check_order_is_kept(
     new_num_samples: int,
     consumed: int,
 ) -> None:
-    """Raise a ConfigError unless training sample i < `consumed` is the same sample for both numbers of samples.
+    """Raise ConfigError unless the first `consumed` training samples are the same for both numbers of samples.
 
-    An order is fixed by the number of epochs and whether the last is shuffled apart, so it is kept when both are. If
-    one differs, the shuffles have another length and every draw is another. A blend's choice of corpus does not
-    depend on the length, so only the orders of the corpora it has read from count.
+    The number of epochs and the separate shuffle of the last one fix an order. A blend's choice of corpus does not
+    depend on the length, so only the corpora that it has read from count.
     """
     if consumed == 0 or old_num_samples == new_num_samples:
         return
     blend = parse_paths(paths)
     if blend.weights is None and len(blend.prefixes) > 1:
-        return  # one epoch of each, however many are asked for
+        return  # one epoch of each for every number of samples
     consumed_of_member = None
     for member, prefix in enumerate(blend.prefixes):
         corpus = IndexedDataset(prefix)
@@ -257,13 +247,12 @@ def check_order_is_kept(
             if consumed_of_member[member] == 0:
                 continue
         raise ConfigError(
-            f"{prefix}: {old_num_samples:,} training samples were read as {_say(old)}, {new_num_samples:,} would be "
-            f"{_say(new)}: that shuffles all samples anew, so the {consumed:,} that were consumed would not be the "
-            "first ones any more, and some would be seen again and others never. "
-            "Start a new run with its own run.dir, or ask for the number of iterations the run began with"
+            f"{prefix}: {old_num_samples:,} training samples are {_describe(old)}, {new_num_samples:,} are "
+            f"{_describe(new)}, in another order, which repeats and omits some of the {consumed:,} consumed samples; "
+            "start a new run with another run.dir, or restore the number of iterations"
         )
 
 
-def _say(epochs: Epochs) -> str:
+def _describe(epochs: Epochs) -> str:
     plural = "epoch" if epochs.count == 1 else "epochs"
-    return f"{epochs.count} {plural}{', the last shuffled apart' if epochs.last_apart else ''}"
+    return f"{epochs.count} {plural}{', the last shuffled separately' if epochs.last_separate else ''}"

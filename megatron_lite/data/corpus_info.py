@@ -1,8 +1,7 @@
-"""`PREFIX.info.json` beside a `.bin/.idx` pair: what made it, above all which tokenizer.
+"""`PREFIX.info.json` beside a `.bin/.idx` pair: the origin of the corpus, above all its tokenizer.
 
-Token ids mean nothing without their tokenizer, and the ids of two tokenizers of one size look alike. So `preprocess`
-records a hash of what its tokenizer does, and training compares it. The record names its `.idx` by
-checksum: a record that was left behind by another corpus is found. Megatron's own files have none and are read too.
+Token ids mean nothing without their tokenizer. So `preprocess` records a hash of its tokenizer, and training compares
+it. A checksum of the `.idx` detects the record of another corpus. Corpora of Megatron have no record and are valid too.
 """
 
 import json
@@ -19,9 +18,9 @@ from megatron_lite.errors import ConfigError, DataError
 
 @dataclass(frozen=True)
 class CorpusInfo:
-    """The content of the file; keys of later versions are passed over."""
+    """The content of the file; other keys, of later versions, are ignored."""
 
-    tokenizer: str  # the SPEC as preprocess was given it
+    tokenizer: str  # the SPEC given to preprocess
     tokenizer_hash: str
     vocab_size: int
     eod: int
@@ -46,7 +45,7 @@ def checksum(*parts: np.ndarray | bytes | memoryview) -> str:
 
 
 def write_info(path: Path, info: CorpusInfo) -> None:
-    """Durable on disk when this returns."""
+    """Write the file and flush it to disk."""
     with open(path, "w", encoding="utf-8") as file:
         json.dump(asdict(info), file, indent=1)
         file.flush()
@@ -56,23 +55,23 @@ def write_info(path: Path, info: CorpusInfo) -> None:
 def read_info(prefix: str | os.PathLike[str], index: np.ndarray) -> CorpusInfo | None:
     """The record of a corpus whose `.idx` has the bytes `index`; None without one."""
     path = info_path(prefix)
-    advice = "run preprocess again, or delete this file to read the corpus without a check of its tokenizer"
+    advice = "run preprocess again, or delete this file to disable the tokenizer check"
     try:
         content = json.loads(path.read_bytes())
-        known = {field.name: content[field.name] for field in fields(CorpusInfo)}
-        if wrong := [field.name for field in fields(CorpusInfo) if type(known[field.name]) is not field.type]:
-            raise TypeError(f"{wrong[0]} is {known[wrong[0]]!r}")
+        values = {field.name: content[field.name] for field in fields(CorpusInfo)}
+        if wrong := [field.name for field in fields(CorpusInfo) if type(values[field.name]) is not field.type]:
+            raise TypeError(f"{wrong[0]} is {values[wrong[0]]!r}")
     except FileNotFoundError:
         return None
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise DataError(f"{path}: cannot be read ({error!r}); {advice}") from error
-    if known["idx_crc32"] != checksum(index):
-        raise DataError(f"{path}: describes another .idx than the one beside it; {advice}")
-    return CorpusInfo(**known)
+    if values["idx_crc32"] != checksum(index):
+        raise DataError(f"{path}: describes another .idx; {advice}")
+    return CorpusInfo(**values)
 
 
 def merged(first: CorpusInfo, second: CorpusInfo) -> CorpusInfo:
-    """The record of two corpora in one, of the same tokenizer; its `.idx` is not written yet."""
+    """The record of the concatenation of two corpora of one tokenizer, without the checksum of its `.idx`."""
     return replace(
         first,
         documents=first.documents + second.documents,
@@ -84,11 +83,11 @@ def merged(first: CorpusInfo, second: CorpusInfo) -> CorpusInfo:
 
 
 def check_tokenizers(infos: Iterable[tuple[str, CorpusInfo | None]], wanted: str) -> None:
-    """Raises ConfigError where a corpus was written with another tokenizer than the one with the hash `wanted`.
+    """Raise ConfigError if the tokenizer of a corpus has another hash than `wanted` (empty: that of the first corpus).
 
-    `infos` has the prefix and the record of each corpus. With an empty `wanted` all corpora must have one tokenizer.
+    `infos` has the prefix and the record of each corpus.
     """
-    other = "data.tokenizer is another one"
+    other = "data.tokenizer differs"
     for prefix, info in infos:
         if info is None:
             continue

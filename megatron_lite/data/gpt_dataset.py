@@ -1,9 +1,8 @@
-"""Documents of any length become samples of one length: Megatron's document, sample and shuffle index.
+"""Samples of one length from documents of any length: Megatron's document, sample and shuffle index.
 
-The documents of a split are repeated for enough epochs, shuffled and read as one long stream, cut every `s` tokens;
-a sample is `s + 1` tokens, so neighbours share one (the last label of one is the first input of the next). Then the
-samples are shuffled. The order equals Megatron's for the same seed, so its rule for the last epoch is kept too: an
-epoch of which less than 80 % is needed is shuffled apart, otherwise all epochs are mixed.
+The documents of a split, repeated for enough epochs and shuffled, form one stream. A sample starts every `s` tokens and
+has `s + 1`: its last label is the first input of the next. Then the samples are shuffled. The order is Megatron's for
+the same seed, also in its rule for the last epoch: it is shuffled separately if less than 80 % of it is needed.
 Source: Megatron-LM, megatron/core/datasets/gpt_dataset.py and helpers.cpp, here without a compiler.
 """
 
@@ -21,10 +20,10 @@ SHARE_OF_LAST_EPOCH = 0.80  # Megatron's threshold; another value is another sam
 
 
 class Epochs(NamedTuple):
-    """How often the documents are read; with the seed and the documents it fixes the whole order."""
+    """The number of passes over the documents; with the seed and the documents it fixes the order."""
 
     count: int
-    last_apart: bool  # the last epoch is shuffled on its own
+    last_separate: bool  # the last epoch is shuffled separately
 
 
 class GPTIndex(NamedTuple):
@@ -57,16 +56,16 @@ def build_index(lengths: np.ndarray, document_ids: np.ndarray, epochs: Epochs, s
     sample = build_sample_index(lengths, document, seq_length)
     num_samples = len(sample) - 1
     num_mixed = num_samples
-    if epochs.last_apart:
+    if epochs.last_separate:
         tokens_per_epoch = int(lengths[document_ids].sum(dtype=np.int64))
         num_mixed = ((epochs.count - 1) * tokens_per_epoch - 1) // seq_length
     return GPTIndex(document, sample, _shuffle_index(num_mixed, num_samples, random))
 
 
 def _document_index(document_ids: np.ndarray, epochs: Epochs, random: np.random.RandomState) -> np.ndarray:
-    mixed = np.tile(document_ids.astype(np.int32), epochs.count - epochs.last_apart)
+    mixed = np.tile(document_ids.astype(np.int32), epochs.count - epochs.last_separate)
     random.shuffle(mixed)
-    if not epochs.last_apart:
+    if not epochs.last_separate:
         return mixed
     last = document_ids.astype(np.int32)
     random.shuffle(last)
@@ -82,10 +81,10 @@ def _shuffle_index(num_mixed: int, num_samples: int, random: np.random.RandomSta
 
 
 def build_sample_index(lengths: np.ndarray, document: np.ndarray, seq_length: int) -> np.ndarray:
-    """Where each sample of the stream `document` starts: [N + 1, 2], the first row (0, 0).
+    """The start of each sample of the stream `document`: [N + 1, 2], the first row (0, 0).
 
-    Start k > 0 is at token `k * s` of the stream, in the first document that ends after it. Document i holds the
-    starts up to `(end_i - 1) // s`, so the document of every start follows from repeating i that many times.
+    Start k > 0 is token `k * s` of the stream, in the first document that ends after it. Document i contains the starts
+    up to `(end_i - 1) // s`, so repeating i that many times gives the document of every start.
     """
     document_lengths = lengths[document]
     ends = np.cumsum(document_lengths, dtype=np.int64)
@@ -104,8 +103,8 @@ def build_sample_index(lengths: np.ndarray, document: np.ndarray, seq_length: in
 class GPTDataset:
     """Samples of `seq_length + 1` token ids from the documents `document_ids` of one corpus.
 
-    At least `num_samples` of them (one epoch when None), in Megatron's order for `seed`. `vocab_size` (None: not
-    checked) is the bound that every id is held against as it is read, which costs a thousandth of a training step.
+    There are at least `num_samples` (None: one epoch), in Megatron's order for `seed`. Every read compares the ids with
+    `vocab_size` (None: no check), which takes a thousandth of a training step.
     """
 
     def __init__(
@@ -130,14 +129,14 @@ class GPTDataset:
             raise DataError(
                 f"{indexed.prefix}: the {split_name} split has {len(document_ids):,} of {len(indexed):,} documents "
                 f"with {self.tokens_per_epoch:,} tokens and needs at least {wanted_tokens:,}; give it a larger part of "
-                "data.split (0 turns a split off) or use a corpus with more documents"
+                "data.split (0: no split) or use a larger corpus"
             )
         self.epochs = epochs_needed(self.tokens_per_epoch, num_samples, seq_length)
         index_file = idx_path(indexed.prefix).stat()
         description = {
             "corpus": os.path.abspath(indexed.prefix),
             "idx_bytes": index_file.st_size,
-            "idx_mtime_ns": index_file.st_mtime_ns,  # the same prefix may be written again with other documents
+            "idx_mtime_ns": index_file.st_mtime_ns,  # the corpus may be replaced
             "documents": [len(document_ids), zlib.crc32(np.ascontiguousarray(document_ids).data)],
             "epochs": self.epochs,
             "seq_length": seq_length,
@@ -181,7 +180,6 @@ class GPTDataset:
             if not 0 <= token < vocab_size
         )
         return DataError(
-            f"{bin_path(self.indexed.prefix)}: document {document} holds token id {token}, but the vocabulary has "
-            f"{vocab_size} ids (0 to {vocab_size - 1}); the corpus was written with another tokenizer: "
-            "run preprocess with the one in data.tokenizer, or correct model.vocab_size"
+            f"{bin_path(self.indexed.prefix)}: document {document} contains token id {token}, but the vocabulary has "
+            f"{vocab_size} ids; run preprocess with data.tokenizer, or correct model.vocab_size"
         )

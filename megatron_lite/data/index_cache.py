@@ -1,8 +1,8 @@
 """Index arrays built once and memory-mapped by every process of a machine.
 
-The bytes of an index follow from its description alone, and each file arrives by an atomic rename. So it is
-harmless when several processes build at once, on one machine or on many that share a disk; a file lock only saves
-them the double work. A small .json, written last, holds the checksums: what is missing or damaged is built again.
+The description determines the bytes of an index, and an atomic rename creates each file. So several processes may build
+at once, also on machines that share a disk; a file lock only saves the double work. A small .json with the checksums is
+written last; a missing or damaged index is built again.
 """
 
 import contextlib
@@ -19,7 +19,7 @@ import numpy as np
 
 from megatron_lite.errors import DataError
 
-LARGEST = 1 << 58  # entries that NumPy can at least count the bytes of
+MAX_ENTRIES = 1 << 58  # NumPy overflows when it counts the bytes of more
 
 
 def cached_arrays(
@@ -28,9 +28,9 @@ def cached_arrays(
     description: Mapping[str, Any],
     build: Callable[[], Mapping[str, np.ndarray]],
 ) -> dict[str, np.ndarray]:
-    """The arrays that `build()` gives, memory-mapped from `cache_dir`; built here only when they are not there.
+    """The arrays of `build()`, memory-mapped from `cache_dir`; built only if they are missing or damaged.
 
-    `description` must name everything the arrays depend on. It becomes part of the file names.
+    `description` contains everything that the arrays depend on; its hash is in the file names.
     """
     text = json.dumps(description, sort_keys=True, indent=1)
     stem = Path(cache_dir) / f"{hashlib.md5(text.encode(), usedforsecurity=False).hexdigest()}-{name}"
@@ -39,29 +39,29 @@ def cached_arrays(
     try:
         stem.parent.mkdir(parents=True, exist_ok=True)
         with _only_one_builder(stem):
-            # Another process may have built it while this one waited for the lock.
+            # Another process may have built it during the wait for the lock.
             if (arrays := _load(stem)) is None:
                 _save(stem, text, build())
                 arrays = _load(stem)
     except OSError as error:
         raise DataError(
             f"{stem.parent}: the dataset index cannot be written ({error.strerror or error}); "
-            "free some space or set data.cache_dir to a folder you can write to"
+            "free some space or set data.cache_dir to a writable folder"
         ) from error
     assert arrays is not None, f"{stem}: an index that was just written cannot be read"
     return arrays
 
 
 @contextlib.contextmanager
-def memory_for(whose: str, *, num_samples: int, num_entries: int) -> Iterator[None]:
-    """Says who asked for how many samples when an index of `num_entries` does not fit into memory."""
+def memory_for(owner: str, *, num_samples: int, num_entries: int) -> Iterator[None]:
+    """Raise DataError with `owner` and the number of samples if an index of `num_entries` exceeds the memory."""
     try:
-        if num_entries > LARGEST:
+        if num_entries > MAX_ENTRIES:
             raise MemoryError(f"{num_entries:,} entries")
         yield
     except MemoryError as error:
         raise DataError(
-            f"{whose}: the index of {num_samples:,} samples does not fit into memory ({error}); "
+            f"{owner}: the index of {num_samples:,} samples does not fit into memory ({error}); "
             "lower train.iterations or train.global_batch_size"
         ) from error
 
@@ -96,7 +96,7 @@ def _replace(path: Path, write: Callable[[Any], Any]) -> None:
 
 
 def _load(stem: Path) -> dict[str, np.ndarray] | None:
-    """The arrays, or None when any of them is missing or is not what was written."""
+    """The arrays, or None if one of them is missing or damaged."""
     try:
         checksums = json.loads(Path(f"{stem}.json").read_text())["crc32"]
         arrays = {name: np.load(f"{stem}-{name}.npy", mmap_mode="r", allow_pickle=False) for name in checksums}

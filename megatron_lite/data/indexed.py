@@ -1,8 +1,8 @@
-"""Megatron's `.bin/.idx` pair: every token of a corpus in one flat file, and where each sequence starts.
+"""Megatron's `.bin/.idx` pair: the tokens of a corpus in one flat file, and the start of each sequence.
 
-`.bin` is the tokens one after another. `.idx` is little-endian: magic, version, dtype code, two counts, then
+`.bin` contains the tokens. `.idx` is little-endian: magic, version, dtype code, two counts, then
 int32 lengths, int64 byte offsets and int64 document ends (positions in the list of sequences, after a leading 0).
-Both are memory-mapped, so all processes of a machine share the pages; opening reads the `.idx` once, to check it.
+Both are memory-mapped, so all processes of a machine share the pages.
 Source: Megatron-LM, megatron/core/datasets/indexed_dataset.py; written here to be equal byte for byte.
 """
 
@@ -22,7 +22,7 @@ MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
 HEADER = struct.Struct("<9sQBQQ")  # magic, version, dtype code, number of sequences, number of document ends
 
-# 6 and 7 are floating-point numbers, which no token ids are.
+# Codes 6 and 7 are floating-point dtypes.
 DTYPE_OF_CODE = {
     1: np.dtype("<u1"),
     2: np.dtype("<i1"),
@@ -33,7 +33,7 @@ DTYPE_OF_CODE = {
 }
 CODE_OF_DTYPE = {dtype: code for code, dtype in DTYPE_OF_CODE.items()}
 
-CHECKED_AT_ONCE = 1 << 16  # sequences: few enough that what is computed of them stays in the processor's cache
+CHECKED_AT_ONCE = 1 << 16  # sequences; their intermediate results fit into the processor's cache
 
 
 def optimal_dtype(vocab_size: int) -> np.dtype:
@@ -53,8 +53,7 @@ class IndexedDataset:
     """The sequences of `prefix.bin`, read in place.
 
     `sequence_lengths` int32 [S], `sequence_pointers` int64 [S] in bytes, `document_indices` int64 [D + 1].
-    A sequence comes back as a view of the file: copy it before changing it. `info` is the record of `preprocess`, or
-    None.
+    A returned sequence is a read-only view of the file. `info` is the record of `preprocess`, or None.
     """
 
     def __init__(self, prefix: str | os.PathLike[str]) -> None:
@@ -72,7 +71,7 @@ class IndexedDataset:
                 "copy it again or run preprocess again"
             )
         if num_sequences == 0:
-            raise DataError(f"{index}: the corpus is empty (0 sequences); run preprocess on files that hold text")
+            raise DataError(f"{index}: the corpus is empty; run preprocess on files that contain text")
         raw = np.memmap(index, mode="r", dtype=np.uint8)
         self.info = read_info(prefix, raw)
         at = HEADER.size
@@ -85,10 +84,9 @@ class IndexedDataset:
         found_bytes = path.stat().st_size
         if found_bytes != self.num_bytes:
             raise DataError(
-                f"{path}: has {found_bytes:,} bytes, but its .idx describes {self.num_bytes:,}; "
-                "the two files do not belong together or the copy broke off: copy both again"
+                f"{path}: has {found_bytes:,} bytes, but its .idx describes {self.num_bytes:,}; copy both files again"
             )
-        # A memory map of nothing is an error of the operating system.
+        # The operating system cannot map an empty file.
         self._bytes: np.ndarray = np.memmap(path, mode="r", dtype=np.uint8) if found_bytes else np.empty(0, np.uint8)
 
     @property
@@ -97,7 +95,7 @@ class IndexedDataset:
 
     @property
     def tokens(self) -> np.ndarray:
-        """All of them, one sequence after another: a view of the file."""
+        """All tokens, one sequence after another: a view of the file."""
         return np.frombuffer(self._bytes, self.dtype)
 
     def __len__(self) -> int:
@@ -107,7 +105,7 @@ class IndexedDataset:
         return self.get(sequence)
 
     def get(self, sequence: int, offset: int = 0, length: int | None = None) -> np.ndarray:
-        """`length` tokens of a sequence from `offset` on (to its end when None), dtype of the file."""
+        """`length` tokens of a sequence from `offset` (None: to its end), in the dtype of the file."""
         if length is None:
             length = int(self.sequence_lengths[sequence]) - offset
         start = int(self.sequence_pointers[sequence]) + offset * self.dtype.itemsize
@@ -115,7 +113,7 @@ class IndexedDataset:
 
 
 def check_exists(prefix: str | os.PathLike[str]) -> None:
-    """Raises DataError where the `.idx` or the `.bin` of a corpus is missing."""
+    """Raise DataError if the `.idx` or the `.bin` of a corpus is missing."""
     for path in (idx_path(prefix), bin_path(prefix)):
         _require(path, prefix)
 
@@ -127,14 +125,11 @@ def _require(path: Path, prefix: str | os.PathLike[str]) -> None:
     stem = text.removesuffix(".bin").removesuffix(".idx")
     near = sorted(p.with_suffix("") for p in Path(stem).parent.glob(f"{Path(stem).name}*.idx"))
     hint = f"; did you mean {near[0]}?" if near and os.fspath(near[0]) != text else ""
-    raise DataError(
-        f"{path}: no such file; a corpus is named by its prefix, the path without .bin or .idx, "
-        f"as preprocess printed it{hint}"
-    )
+    raise DataError(f"{path}: no such file; give the prefix of a corpus, its path without .bin or .idx{hint}")
 
 
 def _check_pointers(index: Path, lengths: np.ndarray, pointers: np.ndarray, itemsize: int) -> int:
-    """The bytes that the sequences take in the `.bin`; raises unless each starts where the one before it ends."""
+    """The number of bytes of all sequences; raises DataError unless each starts at the end of the previous one."""
     end = 0
     for start in range(0, len(lengths), CHECKED_AT_ONCE):
         part = slice(start, start + CHECKED_AT_ONCE)
@@ -147,7 +142,7 @@ def _check_pointers(index: Path, lengths: np.ndarray, pointers: np.ndarray, item
             first = int(bad.argmax())
             raise DataError(
                 f"{index}: sequence {start + first:,} has length {lengths[start + first]:,} at byte "
-                f"{pointers[start + first]:,}, and the sequence before it ends at byte {expected[first]:,}; "
+                f"{pointers[start + first]:,}, but the previous one ends at byte {expected[first]:,}; "
                 "the file is damaged: copy it again or run preprocess again"
             )
         end = int(ends[-1])
@@ -155,7 +150,7 @@ def _check_pointers(index: Path, lengths: np.ndarray, pointers: np.ndarray, item
 
 
 def _check_document_ends(index: Path, ends: np.ndarray, num_sequences: int) -> None:
-    """Raises unless documents cover all sequences in order; a document of no sequences is Megatron's empty text."""
+    """Raise DataError unless documents cover all sequences in order; Megatron's empty texts have no sequences."""
     problem = ""
     if len(ends) == 0 or int(ends[-1]) != num_sequences:
         problem = f"the last document does not end at sequence {num_sequences:,}"
@@ -163,9 +158,9 @@ def _check_document_ends(index: Path, ends: np.ndarray, num_sequences: int) -> N
         problem = f"the first document starts at sequence {ends[0]:,}, not at 0"
     for start in range(0, len(ends), CHECKED_AT_ONCE):
         part = ends[start : start + CHECKED_AT_ONCE + 1]
-        falls = part[1:] < part[:-1]
-        if not problem and falls.any():
-            document = start + int(falls.argmax())
+        decreases = part[1:] < part[:-1]
+        if not problem and decreases.any():
+            document = start + int(decreases.argmax())
             problem = f"document {document:,} ends at sequence {ends[document + 1]:,}, before its start"
     if problem:
         raise DataError(f"{index}: {problem}; the file is damaged: copy it again or run preprocess again")
@@ -190,23 +185,23 @@ def _read_header(path: Path) -> tuple[np.dtype, int, int]:
 
 
 class IndexedDatasetBuilder:
-    """Writes a `.bin` as items arrive and its `.idx` at the end.
+    """The builder writes a `.bin` item by item and its `.idx` at the end.
 
-    An item is a sequence; `end_document` closes the document that the items since the last one belong to.
+    An item is a sequence; `end_document` ends the document of all items since the previous call.
     """
 
     def __init__(self, bin_path: str | os.PathLike[str], dtype: Any) -> None:
         self.dtype = np.dtype(dtype).newbyteorder("<")
         if self.dtype not in CODE_OF_DTYPE:
             raise DataError(f"{os.fspath(bin_path)}: tokens of dtype {self.dtype} have no code in the .idx format")
-        self._file: BinaryIO = open(bin_path, "wb")  # noqa: SIM115  it stays open until finalize or abandon
+        self._file: BinaryIO = open(bin_path, "wb")  # noqa: SIM115  open until finalize or abandon
         self._lengths = array("i")
         self._document_ends = array("q", [0])
-        self._info: CorpusInfo | None = None  # of what add_index has appended
+        self._info: CorpusInfo | None = None  # of the corpora of add_index
         self._info_is_known = True
 
     def add_item(self, tokens: Any) -> None:
-        """One sequence."""
+        """Append one sequence."""
         data = np.asarray(tokens, dtype=self.dtype)
         self._write(data, [data.size])
 
@@ -214,31 +209,31 @@ class IndexedDatasetBuilder:
         self._document_ends.append(len(self._lengths))
 
     def add_document(self, tokens: Any, lengths: list[int]) -> None:
-        """One document of `len(lengths)` sequences, its tokens in one piece."""
+        """Append one document of `len(lengths)` sequences, given as their concatenated tokens."""
         self._write(tokens, lengths)
         self.end_document()
 
     def add_documents(self, tokens: np.ndarray, lengths: np.ndarray) -> None:
-        """`len(lengths)` documents of one sequence each, their tokens in one piece."""
+        """Append `len(lengths)` documents of one sequence each, given as their concatenated tokens."""
         first = len(self._lengths)
         self._write(tokens, lengths)
         self._document_ends.frombytes(np.arange(first + 1, len(self._lengths) + 1, dtype=np.int64).tobytes())
 
     def _write(self, tokens: Any, lengths: Any) -> None:
-        """Sequences of these lengths, one after another in `tokens`."""
+        """Append sequences of these lengths, given as their concatenated tokens."""
         self._info_is_known = False
         self._file.write(np.asarray(tokens, dtype=self.dtype).tobytes())
         self._lengths.frombytes(np.asarray(lengths, dtype=np.int32).tobytes())
 
     def add_index(self, prefix: str | os.PathLike[str]) -> None:
-        """Append a whole corpus that was written before; one with another tokenizer is an error."""
+        """Append a full corpus; raises DataError if its dtype or tokenizer differs."""
         other = IndexedDataset(prefix)
         if other.dtype != self.dtype:
-            raise DataError(f"{idx_path(prefix)}: holds {other.dtype} tokens and cannot be appended to {self.dtype}")
+            raise DataError(f"{idx_path(prefix)}: has {other.dtype} tokens and cannot be appended to {self.dtype}")
         if other.info and self._info and other.info.tokenizer_hash != self._info.tokenizer_hash:
             raise DataError(
                 f"{os.fspath(prefix)}: was written with the tokenizer {other.info.tokenizer} and cannot be appended to "
-                f"a corpus of {self._info.tokenizer}; run preprocess on it with that one"
+                f"a corpus of {self._info.tokenizer}; run preprocess with the same tokenizer"
             )
         self._info_is_known = self._info_is_known and other.info is not None
         self._info = merged(self._info, other.info) if self._info and other.info else self._info or other.info
@@ -249,9 +244,9 @@ class IndexedDatasetBuilder:
         self._document_ends.frombytes((other.document_indices[1:] + first).astype(np.int64).tobytes())
 
     def finalize(self, idx_path: str | os.PathLike[str], info: CorpusInfo | None = None) -> None:
-        """Close the `.bin`, durable on disk, and write the `.idx`, with `info` or what the appended corpora agree on.
+        """Flush the `.bin` to disk and write the `.idx` and the record: `info`, or that of the appended corpora.
 
-        A record of an older corpus under this name is deleted.
+        An older record under this name is deleted.
         """
         _close_durably(self._file)
         lengths = np.frombuffer(self._lengths, dtype=np.int32) if self._lengths else np.empty(0, np.int32)
@@ -272,7 +267,7 @@ class IndexedDatasetBuilder:
             _close_durably(file)
 
     def abandon(self) -> None:
-        """Close the `.bin` without an index: something failed and the caller deletes it."""
+        """Close the `.bin` without an index, after an error; the caller deletes it."""
         self._file.close()
 
 

@@ -1,7 +1,7 @@
 """Micro-batches as tensors, read one step ahead in the background.
 
-A batch follows from `consumed_samples` alone, so reading ahead is a guess that is thrown away when the next request
-is another (after a batch ramp-up step, say): the answers are the same as without it.
+`consumed_samples` determines a batch, so a wrong prefetch (as at a batch ramp-up step) is discarded and the batches
+are the same as without prefetching.
 """
 
 from collections.abc import Sequence
@@ -27,8 +27,8 @@ class Batch(NamedTuple):
 def _token_to_mask(eod: int | None, eod_mask_loss: bool) -> int | None:
     if eod_mask_loss and eod is None:
         raise ConfigError(
-            "data.eod_mask_loss is true, but without data.tokenizer it is not known which id ends a document; "
-            "name the tokenizer or set data.eod_mask_loss=false"
+            "data.eod_mask_loss is true, but without data.tokenizer the end-of-document id is unknown; "
+            "set data.tokenizer or data.eod_mask_loss=false"
         )
     return eod if eod_mask_loss else None
 
@@ -42,8 +42,8 @@ def _to_device(batches: list[Batch], device: torch.device) -> list[Batch]:
 def _read(dataset: Dataset, rows: Sequence[int], masked_token: int | None, *, pin: bool) -> Batch:
     if rows[-1] >= len(dataset):
         raise DataError(
-            f"sample {rows[-1]:,} was asked for, but the dataset was built with {len(dataset):,}; "
-            "build it with the number of samples that the whole run consumes"
+            f"sample {rows[-1]:,} is past the end of the dataset ({len(dataset):,} samples); "
+            "build it with the number of samples of the full run"
         )
     text = torch.from_numpy(np.stack([dataset[row] for row in rows]))
     tokens, labels = text[:, :-1].contiguous(), text[:, 1:].contiguous()
@@ -55,14 +55,11 @@ def _read(dataset: Dataset, rows: Sequence[int], masked_token: int | None, *, pi
 
 
 class PrefetchingLoader:
-    """Micro-batches of data-parallel rank `dp_rank`, the next step's read by a thread while this one computes.
+    """Micro-batches of data-parallel rank `dp_rank`; a thread reads the next step while the caller computes.
 
-    With `eod_mask_loss` the loss mask is 0 where the input token is `eod`: what follows a document's end is another
-    document's start, which nothing can predict.
-
-    `get` answers and then guesses that the next step follows and has as many micro-batches. The thread only reads
-    and pins; copies to the device are enqueued by the caller, on its stream. An error met while reading ahead is
-    raised when its step is asked for, and only then. `close` (or leaving a `with`) ends the thread.
+    With `eod_mask_loss` the loss mask is 0 where the input token is `eod`, because the start of the next document is
+    not predictable. The thread expects the next step to have as many micro-batches. It reads and pins; the caller's
+    stream copies to the device. `get` raises an error of the thread for the step that it concerns.
     """
 
     def __init__(
@@ -82,15 +79,15 @@ class PrefetchingLoader:
         self.masked_token = _token_to_mask(eod, eod_mask_loss)
         self.device = device
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="prefetch")
-        self._guess: tuple[tuple[int, int], Future[list[Batch]]] | None = None
+        self._prefetched: tuple[tuple[int, int], Future[list[Batch]]] | None = None
 
     def get(self, consumed_samples: int, num_microbatches: int) -> list[Batch]:
         """The micro-batches of the step that follows `consumed_samples`."""
         step = (consumed_samples, num_microbatches)
-        if self._guess is None or self._guess[0] != step:
+        if self._prefetched is None or self._prefetched[0] != step:
             self._start(step)
-        assert self._guess is not None
-        batches = self._guess[1].result()
+        assert self._prefetched is not None
+        batches = self._prefetched[1].result()
         global_batch = num_microbatches * self.micro_batch_size * self.dp_size
         self._start((consumed_samples + global_batch, num_microbatches))
         return _to_device(batches, self.device)
@@ -105,7 +102,7 @@ class PrefetchingLoader:
         self.close()
 
     def _start(self, step: tuple[int, int]) -> None:
-        self._guess = (step, self._thread.submit(self._read_step, step))
+        self._prefetched = (step, self._thread.submit(self._read_step, step))
 
     def _read_step(self, step: tuple[int, int]) -> list[Batch]:
         consumed_samples, num_microbatches = step

@@ -1,7 +1,7 @@
-"""Which samples a data-parallel rank reads: arithmetic on `consumed_samples`, no state.
+"""The samples of a data-parallel rank: arithmetic on `consumed_samples`, no state.
 
-Resuming, ramping the batch up or changing the data-parallel size needs no loader state: the next global batch is
-always the next run of sample numbers, cut first by micro-batch, then by rank.
+Resume, batch ramp-up and another data-parallel size need no loader state: the next global batch is the next range of
+sample numbers, divided first by micro-batch, then by rank.
 Source: Megatron-LM's `single` data loader order, megatron/training/datasets/data_samplers.py.
 """
 

@@ -1,4 +1,4 @@
-"""How hard a dataset is before any model: the numbers a validation loss is read against."""
+"""Statistics of a dataset for comparison with a validation loss."""
 
 import numpy as np
 
@@ -9,8 +9,8 @@ from megatron_lite.data.tokenizer import Tokenizer
 def unigram_entropy(dataset: Dataset, num_samples: int) -> float:
     """Entropy in nats per token of the target tokens of samples 0 to `num_samples - 1`.
 
-    With p(t) the share of id t among all their labels (`sample[1:]`): - sum over t of p(t) ln p(t). It is the lowest
-    loss on them of a model that knows how frequent each token is but not what came before. No label is masked.
+    With p(t) the share of id t among all labels (`sample[1:]`): - sum over t of p(t) ln p(t). It is the lowest loss of
+    a model that predicts only from the frequency of tokens. No label is masked.
     """
     counts = np.zeros(0, dtype=np.int64)
     for sample in range(num_samples):
@@ -24,9 +24,8 @@ def unigram_entropy(dataset: Dataset, num_samples: int) -> float:
 def bytes_per_token(dataset: Dataset, num_samples: int, tokenizer: Tokenizer) -> float:
     """Bytes of UTF-8 source text per target token of samples 0 to `num_samples - 1`.
 
-    The target tokens are all labels (`sample[1:]`), the ends of documents among them; those stand for no text, so
-    they count as tokens and not as bytes. The text is what the other labels of a sample decode to. A character of
-    several bytes that a sample's edge cuts decodes to a replacement character, an error of a few bytes a sample.
+    The target tokens are all labels (`sample[1:]`); ends of documents count as tokens without bytes. A character on the
+    border of a sample decodes to replacement characters, an error of a few bytes per sample.
     """
     num_tokens = num_bytes = 0
     for sample in range(num_samples):

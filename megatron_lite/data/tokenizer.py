@@ -1,9 +1,9 @@
-"""Text to token ids and back, behind one small interface, chosen by a one-line SPEC.
+"""Conversion between text and token ids, by the tokenizer of a one-line SPEC.
 
     bytes                     256 byte values and an end-of-document id
     sentencepiece:FILE        a sentencepiece model, such as `train_sentencepiece` writes
     gpt2:VOCAB,MERGES         GPT-2's byte-level BPE from its vocab.json and merges.txt
-    hf:FILE                   any tokenizer.json of Hugging Face, or the folder of one
+    hf:FILE                   a tokenizer.json of Hugging Face, or its folder
     codegeex:FOLDER           GPT-2's BPE, with runs of spaces as single tokens
 
 Document text is only text: characters that spell a special token are encoded as characters.
@@ -35,7 +35,7 @@ class Tokenizer(Protocol):
 
 
 def build_tokenizer(spec: str) -> Tokenizer:
-    """The tokenizer that `spec` names."""
+    """The tokenizer of `spec`."""
     kind, _, place = spec.partition(":")
     builders: dict[str, Callable[[str, str], Tokenizer]] = {
         "sentencepiece": SentencePieceTokenizer,
@@ -54,13 +54,13 @@ def build_tokenizer(spec: str) -> Tokenizer:
 
 
 def tokenizer_hash(spec: str) -> str:
-    """SHA-256 of what the tokenizer does: its kind, the content of its files and its end token, not where they are."""
+    """SHA-256 of the tokenizer's kind, the content of its files and its end token; independent of their paths."""
     kind, _, place = spec.partition(":")
     digest = hashlib.sha256(kind.encode())
     for file in _files_of(kind, place):
         _require_file(file)
         content = Path(file).read_bytes()
-        if file.suffix == ".json":  # however it is spaced
+        if file.suffix == ".json":  # independent of white space
             content = json.dumps(_read_object(file), sort_keys=True).encode()
         digest.update(hashlib.sha256(content).digest())
     if kind == "hf":
@@ -96,8 +96,8 @@ class BytesTokenizer:
 class SentencePieceTokenizer:
     """A sentencepiece model; its end-of-document id is the model's `</s>`.
 
-    sentencepiece writes a space as U+2581 and reads it back as a space. A true U+2581 in the text would become one,
-    so models that keep all else of a text exactly get it as its three bytes.
+    sentencepiece represents a space as U+2581. A true U+2581 in the text would decode to a space, so models that keep
+    all other text exactly get it as three bytes.
     """
 
     MARK = "\u2581"
@@ -158,7 +158,7 @@ def _read_object(file: Path) -> dict[str, Any]:
     except (OSError, ValueError, RecursionError) as error:
         raise DataError(f"{file}: cannot be read as JSON ({error})") from error
     if not isinstance(content, dict):
-        raise DataError(f"{file}: holds a {type(content).__name__}, expected a JSON object")
+        raise DataError(f"{file}: contains a {type(content).__name__}, expected a JSON object")
     return content
 
 
@@ -169,7 +169,7 @@ def _byte_level(where: str, vocab: dict[str, int], merges: list[tuple[str, str]]
     try:
         model = Model(models.BPE(vocab=vocab, merges=merges))
     except Exception as error:  # the library raises plain Exception
-        raise DataError(f"{where}: the vocabulary and its merges do not belong together ({error})") from error
+        raise DataError(f"{where}: the merges do not match the vocabulary ({error})") from error
     model.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     model.decoder = decoders.ByteLevel()
     return model
@@ -185,7 +185,7 @@ def _read_bpe_files(vocab_file: str, merges_file: str) -> tuple[dict[str, int], 
     except Exception as error:  # the library raises plain Exception
         raise DataError(f"{vocab_file}, {merges_file}: not a BPE vocabulary and its merges ({error})") from error
     if END_OF_TEXT not in vocab:
-        raise DataError(f"{vocab_file}: has no {END_OF_TEXT} to end documents with; is it GPT-2's vocab.json?")
+        raise DataError(f"{vocab_file}: has no {END_OF_TEXT} to end documents with; use the vocab.json of GPT-2")
     return vocab, merges
 
 
@@ -198,11 +198,11 @@ def _gpt2(spec: str, place: str) -> Tokenizer:
 
 
 def _codegeex(spec: str, place: str) -> Tokenizer:
-    """GPT-2's BPE plus 143 extra tokens, of which numbers 10 to 18 stand for 2 to 10 spaces.
+    """GPT-2's BPE plus 143 extra tokens; 10 to 18 are 2 to 10 spaces.
 
-    A run is cut from the left, the longest first; a single space stays with the word after it. CodeGeeX replaces the
-    text before it tokenizes; here the spaces themselves are the added tokens, which gives the same ids, needs no
-    replacing back, and leaves alone a text that spells out `<|extratoken_10|>`.
+    Spaces are tokenized from the left, the longest token first; a single space stays with the next word. CodeGeeX
+    replaces the spaces before it tokenizes. Here the spaces are the added tokens: the ids are the same, and a text that
+    contains `<|extratoken_10|>` decodes to itself.
     Source: CodeGeeX, codegeex/tokenizer/tokenizer.py, with the added tokens of GPT-J.
     """
     from tokenizers import AddedToken
@@ -214,13 +214,13 @@ def _codegeex(spec: str, place: str) -> Tokenizer:
     if added_file.is_file():
         extra = _read_object(added_file)
         if not all(type(token) is int and 0 <= token < 1 << 31 for token in extra.values()):
-            raise DataError(f"{added_file}: must give each added token a number of its own")
+            raise DataError(f"{added_file}: each added token needs an id from 0 to 2**31 - 1")
     missing = [name for name in (f"<|extratoken_{8 + spaces}|>" for spaces in range(2, 11)) if name not in extra]
     if missing:
-        raise DataError(f"{added_file}: has no {missing[0]}, which stands for a run of spaces; is it GPT-J's?")
-    runs = {" " * spaces: extra.pop(f"<|extratoken_{8 + spaces}|>") for spaces in range(2, 11)}
-    model = _byte_level(place, {**vocab, **extra, **runs}, merges)
-    model.add_tokens([AddedToken(run, normalized=False) for run in runs])
+        raise DataError(f"{added_file}: has no {missing[0]}, a token of spaces; use the file of GPT-J")
+    spaces_ids = {" " * spaces: extra.pop(f"<|extratoken_{8 + spaces}|>") for spaces in range(2, 11)}
+    model = _byte_level(place, {**vocab, **extra, **spaces_ids}, merges)
+    model.add_tokens([AddedToken(text, normalized=False) for text in spaces_ids])
     return BPETokenizer(spec, model, vocab[END_OF_TEXT])
 
 

@@ -88,8 +88,8 @@ def test_a_host_without_the_data_is_named(doctor, corpus):
     without.mkdir()
     given = ("data.paths=[corpus_text_document]",)
     told = (
-        f" FAIL  data: {B}: corpus_text_document.idx: no such file; a corpus is named by its prefix, the path without "
-        ".bin or .idx, as preprocess printed it"
+        f" FAIL  data: {B}: corpus_text_document.idx: no such file; give the prefix of a corpus, its path without "
+        ".bin or .idx"
     )
     assert doctor.complaints(*given, folders=(with_data, without))[0] == told
     # Two ranks of one host miss the same, each in its own words.

@@ -89,7 +89,7 @@ def test_a_split_without_documents_is_absent(tmp_path):
     assert splits.train is not None and splits.valid is not None and splits.test is None
 
 
-def test_a_training_split_without_documents_is_refused(tmp_path, corpora):
+def test_a_training_split_without_documents_is_an_error(tmp_path, corpora):
     """Even of one corpus in a blend: its weight asks for samples of it."""
     prefix = write_corpus(tmp_path / "few", [50] * 40)
     with pytest.raises(DataError, match="few: the train split has 0 of 40 documents"):
@@ -112,7 +112,7 @@ def test_a_corpus_without_documents_for_a_split_is_left_out_there(tmp_path, corp
 
 
 @pytest.mark.parametrize("split", [(1, 1), (1, 1, 1, 1), (-1, 1, 1), (0, 0, 0), (math.nan, 1, 1), (math.inf, 1, 1)])
-def test_a_split_that_is_not_three_shares_is_refused(split):
+def test_a_split_that_is_not_three_shares_is_an_error(split):
     with pytest.raises(ConfigError, match="give three numbers, none negative and not all zero"):
         split_bounds(split, 10)
 
@@ -144,19 +144,19 @@ def test_paths_are_read_in_all_of_megatrons_forms(paths, prefixes, weights):
         (["nan", "a", "1", "b"], r"the weights \[nan, 1.0\]; each must be a number above 0"),
     ],
 )
-def test_paths_that_mix_weights_and_prefixes_wrongly_are_refused(paths, message):
+def test_paths_that_mix_weights_and_prefixes_wrongly_are_an_error(paths, message):
     with pytest.raises(ConfigError, match=message):
         parse_paths(paths)
 
 
-def test_the_cache_lies_beside_the_data_unless_told_otherwise(tmp_path, corpora):
+def test_the_default_cache_is_beside_the_data(tmp_path, corpora):
     build(tmp_path, corpora[:1], cache_dir="")
     assert len(list((tmp_path / "cache").glob("*-shuffle.npy"))) == 3
 
 
 def test_a_token_beyond_the_vocabulary_is_found_in_a_blend(tmp_path, corpora):
     train = build(tmp_path, ["1", corpora[0], "1", corpora[1]], vocab_size=9_999).train
-    with pytest.raises(DataError, match=r"b.bin: document \d+ holds token id 1\d+, but the vocabulary has 9999 ids"):
+    with pytest.raises(DataError, match=r"b.bin: document \d+ contains token id 1\d+, but the vocabulary has 9999 ids"):
         [train[k] for k in range(len(train))]
 
 
@@ -164,7 +164,7 @@ def kept(paths, split, old, new, consumed):
     try:
         check_order_is_kept(paths, split, seq_length=16, old_num_samples=old, new_num_samples=new, consumed=consumed)
     except ConfigError as error:
-        assert "shuffles all samples anew" in str(error) and f"{consumed:,} that were consumed" in str(error)
+        assert "in another order" in str(error) and f"{consumed:,} consumed samples" in str(error)
         return False
     return True
 
@@ -172,8 +172,8 @@ def kept(paths, split, old, new, consumed):
 @pytest.mark.parametrize("form", ["one", "weighted", "tiny weight", "unweighted"])
 @settings(max_examples=40, deadline=None)
 @given(data=st.data())
-def test_order_is_kept_says_what_the_actual_orders_say(tmp_path_factory, form, data):
-    """A wrong yes would train on samples twice in silence; a wrong no would refuse a run that could go on.
+def test_the_check_of_the_order_agrees_with_the_actual_orders(tmp_path_factory, form, data):
+    """A wrong yes would silently train on samples twice; a wrong no would reject a valid resume.
 
     A few samples might agree by chance though the order was drawn anew, so a no is held against all that were read.
     """
@@ -195,12 +195,12 @@ def test_order_is_kept_says_what_the_actual_orders_say(tmp_path_factory, form, d
 
 def test_the_reason_for_another_order_counts_the_epochs(tmp_path):
     prefix = write_corpus(tmp_path / "a", [33] * 10)  # 20 samples an epoch
-    expected = r"20 training samples were read as 1 epoch, 24 would be 2 epochs, the last shuffled apart: .* run.dir"
+    expected = r"20 training samples are 1 epoch, 24 are 2 epochs, the last shuffled separately, .* run.dir"
     with pytest.raises(ConfigError, match=expected):
         check_order_is_kept([prefix], (1, 0, 0), seq_length=16, old_num_samples=20, new_num_samples=24, consumed=5)
 
 
-def test_a_blend_that_memory_cannot_index_is_refused(tmp_path, corpora, monkeypatch):
+def test_a_blend_index_larger_than_memory_is_an_error(tmp_path, corpora, monkeypatch):
     def too_large(weights, num_samples):
         raise MemoryError("Unable to allocate 1.82 TiB")
 

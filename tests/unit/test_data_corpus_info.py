@@ -1,4 +1,4 @@
-"""The record beside a corpus: what it holds, and that none of another corpus is taken for it."""
+"""The record beside a corpus: its content, and the detection of the record of another corpus."""
 
 import json
 
@@ -57,15 +57,15 @@ def test_preprocess_records_what_made_the_tokens(tmp_path):
         ("[]", "cannot be read"),
         ("{}", r"cannot be read \(KeyError\('tokenizer'\)\)"),
         ('"eod": "x"', r"cannot be read \(TypeError\(\"eod is 'x'"),
-        ('"idx_crc32": "00000000"', "c_text_document.info.json: describes another .idx than the one beside it; run"),
+        ('"idx_crc32": "00000000"', "c_text_document.info.json: describes another .idx; run"),
     ],
 )
 def test_a_record_that_is_damaged_or_of_another_corpus_is_refused(tmp_path, content, message):
     """Its hash would be compared as if it were that of the tokens."""
     prefix = corpus(tmp_path, "c", "bytes")
     path = info_path(prefix)
-    whole = json.loads(path.read_bytes())
-    path.write_text(json.dumps(whole | json.loads(f"{{{content}}}")) if content.startswith('"') else content)
+    content_before = json.loads(path.read_bytes())
+    path.write_text(json.dumps(content_before | json.loads(f"{{{content}}}")) if content.startswith('"') else content)
     with pytest.raises(DataError, match=message):
         IndexedDataset(prefix)
 
@@ -104,5 +104,5 @@ def test_corpora_of_two_tokenizers_are_not_mixed(tmp_path, specs):
     check_tokenizers(infos[1:], tokenizer_hash(specs[1]))
     with pytest.raises(ConfigError, match=r"b_text_document: was written .* but .*a_text_document with sentencepiece:"):
         check_tokenizers(infos, "")
-    with pytest.raises(ConfigError, match=r"a_text_document: was written with .* but data.tokenizer is another one"):
+    with pytest.raises(ConfigError, match=r"a_text_document: was written with .* but data.tokenizer differs"):
         check_tokenizers(infos, tokenizer_hash(specs[1]))

@@ -38,7 +38,7 @@ lengths_strategy = st.lists(st.integers(0, 30), min_size=1, max_size=25).filter(
 
 @pytest.mark.parametrize("num_samples", GOLDEN)
 def test_index_equals_the_golden_vectors(num_samples):
-    """One epoch, two mixed, and three of which the last is shuffled apart."""
+    """One epoch, two mixed, and three with the last shuffled separately."""
     lengths = np.array([5, 3, 7, 4, 6], dtype=np.int32)
     epochs, document, sample, shuffle = GOLDEN[num_samples]
     assert epochs_needed(25, num_samples, 4) == epochs
@@ -94,7 +94,7 @@ def dataset_of(tmp_path, lengths, num_samples, seq_length, seed=1234, first=0, l
 @pytest.mark.parametrize("seed", [1, 1234, 2**32 - 1])
 @pytest.mark.parametrize("num_samples", [1, 30, 55, 100, 155, 160, 311])
 def test_samples_equal_megatron_cores(tmp_path, seed, num_samples):
-    """One to six epochs, last epoch apart or not, empty documents and documents of many samples among them."""
+    """One to six epochs, last epoch separate or not, empty documents and documents of many samples among them."""
     lengths = [*np.random.default_rng(5).integers(0, 60, size=30).tolist(), 0, 0, 700, 0]
     ours = dataset_of(tmp_path, lengths, num_samples, 31, seed)
     theirs, _, _ = megatron_core.build_splits([ours.indexed.prefix], [1, 0, 0], [num_samples, 0, 0], 31, seed)
@@ -103,12 +103,12 @@ def test_samples_equal_megatron_cores(tmp_path, seed, num_samples):
         np.testing.assert_array_equal(ours[k], megatron_core.sample_of(theirs, k))
 
 
-@pytest.mark.parametrize(("num_samples", "last_apart"), [(179, True), (180, False)])
-def test_the_last_epoch_is_set_apart_below_megatrons_threshold(tmp_path, num_samples, last_apart):
-    """100 samples an epoch: apart when fewer than 80 of the last are needed, mixed with the others from 80 on."""
+@pytest.mark.parametrize(("num_samples", "last_separate"), [(179, True), (180, False)])
+def test_the_last_epoch_is_shuffled_separately_below_megatrons_threshold(tmp_path, num_samples, last_separate):
+    """100 samples an epoch: separate when fewer than 80 of the last are needed, mixed with the others from 80 on."""
     lengths = [10] * 80 + [1]  # 801 tokens are 100 samples of 8 and the extra label
     ours = dataset_of(tmp_path, lengths, num_samples, 8)
-    assert ours.epochs == Epochs(2, last_apart)
+    assert ours.epochs == Epochs(2, last_separate)
     theirs, _, _ = megatron_core.build_splits([ours.indexed.prefix], [1, 0, 0], [num_samples, 0, 0], 8, 1234)
     for k in range(len(ours)):
         np.testing.assert_array_equal(ours[k], megatron_core.sample_of(theirs, k))
@@ -166,7 +166,9 @@ def test_a_token_beyond_the_vocabulary_is_found_before_a_model_reads_it(tmp_path
         split_name="train",
         vocab_size=100,
     )
-    with pytest.raises(DataError, match=f"corpus.bin: document 1 holds token id {token}, but the vocabulary has 100"):
+    with pytest.raises(
+        DataError, match=f"corpus.bin: document 1 contains token id {token}, but the vocabulary has 100"
+    ):
         dataset[0]
 
 

@@ -113,7 +113,7 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path):
 
 @pytest.mark.parametrize("mode", [0o555, 0o000])
 def test_a_folder_that_may_not_be_written_is_named(mode):
-    """The usual case: the corpus is somebody else's, and the cache would lie beside it."""
+    """The usual case: another user owns the corpus, and the default cache is beside it."""
     with open_folder() as folder:
         (folder / "closed").mkdir(mode=mode)
         done = run_unprivileged(
@@ -122,7 +122,7 @@ def test_a_folder_that_may_not_be_written_is_named(mode):
         )
     assert done.stdout == (
         f"DataError: {folder}/closed/cache: the dataset index cannot be written (Permission denied); "
-        "free some space or set data.cache_dir to a folder you can write to\n"
+        "free some space or set data.cache_dir to a writable folder\n"
     ), done.stderr
 
 

@@ -131,20 +131,20 @@ def fill(at, values):
         ("idx", put(17, 6), "c.idx: token dtype code 6; token ids have one of"),  # float64
         ("idx", put(17, 7), "c.idx: token dtype code 7; token ids have one of"),  # float32
         ("idx", lambda content: content.append(0), "c.idx: too long: 3 sequences and 4 document ends need 102 bytes"),
-        ("idx", put(37, 0x7F), "sequence 1 has length 4 at byte 12, and the sequence before it ends at byte 8,522,8"),
-        ("idx", put(42, 6), "c.bin: has 48 bytes, but its .idx describes 52; the two files do not belong together"),
+        ("idx", put(37, 0x7F), "sequence 1 has length 4 at byte 12, but the previous one ends at byte 8,522,8"),
+        ("idx", put(42, 6), "c.bin: has 48 bytes, but its .idx describes 52; copy both files again"),
         ("idx", put(41, 0xFF), "c.idx: sequence 1 has length -16,777,212 at byte 12, .*; the file is damaged"),
         (
             "idx",
             fill(54, (10**12).to_bytes(8, "little")),
-            "length 4 at byte 1,000,000,000,000, and the sequence before",
+            "length 4 at byte 1,000,000,000,000, but the previous",
         ),
-        ("idx", put(61, 0x80), "c.idx: sequence 1 has length 4 at byte -9,223,372,036,854,775,796, and the sequence"),
+        ("idx", put(61, 0x80), "c.idx: sequence 1 has length 4 at byte -9,223,372,036,854,775,796, but the previous"),
         ("idx", put(70, 1), "the first document starts at sequence 1, not at 0"),
         ("idx", put(78, 3), "c.idx: document 1 ends at sequence 2, before its start; the file is damaged"),
         ("idx", put(94, 2), "the last document does not end at sequence 3"),
-        ("bin", cut(30), "c.bin: has 30 bytes, but its .idx describes 48; the two files do not belong together"),
-        ("bin", lambda content: content.append(0), "c.bin: has 49 bytes, but its .idx describes 48; the two files"),
+        ("bin", cut(30), "c.bin: has 30 bytes, but its .idx describes 48; copy both files again"),
+        ("bin", lambda content: content.append(0), "c.bin: has 49 bytes, but its .idx describes 48; copy both"),
     ],
 )
 def test_a_damaged_file_is_named_with_what_is_wrong(tmp_path, suffix, change, message):
@@ -177,7 +177,7 @@ def test_the_bin_of_a_larger_corpus_is_refused(tmp_path):
     write_corpus(tmp_path / "small", [10] * 5)
     write_corpus(tmp_path / "large", [10] * 9)
     shutil.copy(tmp_path / "large.bin", tmp_path / "small.bin")
-    with pytest.raises(DataError, match=r"small.bin: has 360 bytes, but its .idx describes 200; the two files do not"):
+    with pytest.raises(DataError, match=r"small.bin: has 360 bytes, but its .idx describes 200; copy both"):
         IndexedDataset(tmp_path / "small")
 
 
@@ -210,7 +210,7 @@ def test_empty_documents_of_megatron_are_read(tmp_path):
 def test_a_missing_file_is_named(tmp_path, suffix):
     prefix = write_corpus(tmp_path / "c", [3, 4])
     (tmp_path / f"c.{suffix}").unlink()
-    with pytest.raises(DataError, match=f"c.{suffix}: no such file; a corpus is named by its prefix"):
+    with pytest.raises(DataError, match=f"c.{suffix}: no such file; give the prefix of a corpus"):
         IndexedDataset(prefix)
 
 
@@ -231,7 +231,7 @@ def test_an_empty_corpus_is_refused(tmp_path):
 def test_corpora_of_different_dtypes_are_not_merged(tmp_path):
     prefix = write_corpus(tmp_path / "a", [3], dtype=np.uint16)
     builder = IndexedDatasetBuilder(tmp_path / "m.bin", np.int32)
-    with pytest.raises(DataError, match="holds uint16 tokens and cannot be appended to int32"):
+    with pytest.raises(DataError, match="has uint16 tokens and cannot be appended to int32"):
         builder.add_index(prefix)
     builder.abandon()
 

@@ -1,4 +1,4 @@
-"""Micro-batches, with and without reading ahead."""
+"""Micro-batches, with and without prefetching."""
 
 import threading
 import time
@@ -104,7 +104,7 @@ def test_the_end_of_the_data_is_an_error_only_when_it_is_passed():
     """Reading ahead goes past the end on the last step of every run."""
     with PrefetchingLoader(Counting(size=4), 2, **options()) as loader:
         loader.get(0, 2)
-        with pytest.raises(DataError, match="sample 5 was asked for, but the dataset was built with 4"):
+        with pytest.raises(DataError, match=r"sample 5 is past the end of the dataset .4 samples"):
             loader.get(4, 1)
 
 
@@ -116,6 +116,6 @@ def test_closing_ends_the_thread():
     assert threading.active_count() == before
 
 
-def test_masking_the_end_of_documents_needs_to_know_it():
+def test_masking_the_end_of_documents_needs_its_token_id():
     with pytest.raises(ConfigError, match=r"data.eod_mask_loss is true, but without data.tokenizer"):
         step(Counting(), 0, 1, 1, **options(eod=None, eod_mask_loss=True))
