@@ -20,7 +20,7 @@ _HOMES = {
     "Config": "megatron_lite.config.schema",
     "get_model": "megatron_lite.model.build",
     "initialize_megatron": "megatron_lite.training.initialize",
-    "pretrain": "megatron_lite.training.pretrain",
+    "pretrain": "megatron_lite.launch.pretrain",  # the same arguments as training.pretrain.pretrain
     "setup_model_and_optimizer": "megatron_lite.training.setup",
 }
 __all__ = ["Config", "get_model", "initialize_megatron", "pretrain", "setup_model_and_optimizer"]

@@ -21,7 +21,7 @@ from megatron_lite.cli.submit import submit
 from megatron_lite.cli.train_tokenizer import train_tokenizer
 from megatron_lite.cli.usage import Command, Commands
 from megatron_lite.errors import MegatronLiteError
-from megatron_lite.training.streams import end_with_lost_output
+from megatron_lite.launch.streams import end_with_lost_output
 
 app = typer.Typer(
     name="megatron-lite",

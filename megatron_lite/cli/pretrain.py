@@ -31,7 +31,7 @@ def pretrain(
     from megatron_lite.config.validate import raise_any
     from megatron_lite.errors import StoppedEarly
     from megatron_lite.launch.launcher import launched_world_size, run_ranks
-    from megatron_lite.training.streams import survive_lost_output
+    from megatron_lite.launch.streams import survive_lost_output
 
     settings = load_config(config, overrides or [])
     providers = _providers(model)
@@ -58,7 +58,7 @@ def pretrain(
 
 def train(config: "Config", *providers: "NamedProvider") -> None:
     """Train on one rank, with a hint that converts other formats, which training itself cannot import."""
-    from megatron_lite.training.pretrain import pretrain
+    from megatron_lite.launch.pretrain import pretrain
 
     pretrain(config, *providers, hint=_convert_hint)
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_lite.errors import ConfigError, MegatronLiteError, StoppedEarly
-from megatron_lite.training.streams import survive_lost_output
+from megatron_lite.launch.streams import survive_lost_output
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 # Exit code of a rank whose work is done. Not 0, which also comes from an exit in the midst of it.

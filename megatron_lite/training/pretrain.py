@@ -31,7 +31,6 @@ from megatron_lite.training.run import Run
 from megatron_lite.training.setup import ModelProvider, setup_model_and_optimizer
 from megatron_lite.training.signals import StopRequest
 from megatron_lite.training.state import TrainState
-from megatron_lite.training.streams import survive_lost_output
 
 DatasetsProvider = Callable[[Run], Splits]
 NO_TOKEN = -1  # equals no id; `validate` has made sure that data.eod_mask_loss comes with a tokenizer
@@ -50,7 +49,6 @@ def pretrain(
     the user; StoppedEarly means that a signal stopped the run after a checkpoint was saved. `hint` explains a folder to
     load from that is not a checkpoint; its text follows the error's.
     """
-    survive_lost_output(Path(config.run.dir))
     try:
         return run_to_end(config, model_provider, datasets_provider)
     except NoCheckpoint as error:

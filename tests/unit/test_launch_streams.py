@@ -6,7 +6,10 @@ import sys
 
 import pytest
 
-from megatron_lite.training.streams import end_with_lost_output, survive_lost_output
+import megatron_lite
+from megatron_lite.config.load import load_config
+from megatron_lite.launch.streams import end_with_lost_output, survive_lost_output
+from megatron_lite.training import pretrain as core
 
 FULL = OSError(28, "No space left on device")
 NOTICE = "stdout: cannot write: No space left on device; the run continues without it; {}/metrics.jsonl has every "
@@ -93,6 +96,17 @@ def test_another_call_keeps_what_was_reported(streams, tmp_path):
     survive_lost_output(tmp_path / "other")
     print("lost")
     assert err.getvalue().count("cannot write") == 1
+
+
+def test_a_script_that_calls_pretrain_survives_lost_output(monkeypatch, tmp_path):
+    """Training would stop at its first line when the reader of a script's output is gone."""
+    err = io.StringIO()
+    monkeypatch.setattr(sys, "stdout", Failing(FULL))
+    monkeypatch.setattr(sys, "stderr", err)
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setattr(core, "pretrain", lambda *providers, **options: print("progress"))
+    megatron_lite.pretrain(load_config(None, [f"run.dir={tmp_path}"]))
+    assert err.getvalue() == NOTICE.format(tmp_path) + "iteration\n"
 
 
 @pytest.mark.parametrize("error, code, message", [
