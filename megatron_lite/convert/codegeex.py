@@ -133,7 +133,7 @@ def _files(path: Path) -> list[Path]:
     ranks = {int(file.name[8:10]): file for file in sorted(path.glob("mp_rank_[0-9][0-9]_model_states.pt"))}
     if missing := [rank for rank in range(max(ranks, default=0)) if rank not in ranks]:
         raise CheckpointError(
-            f"{path}: has mp_rank_{max(ranks):02d}_model_states.pt, but rank {missing[0]:02d} is missing; all are needed"
+            f"{path}: has mp_rank_{max(ranks):02d}_model_states.pt, but rank {missing[0]:02d} is missing; give all"
         )
     files = list(ranks.values()) or sorted(path.glob("*.pt"))
     if not ranks and len(files) != 1:
@@ -240,6 +240,6 @@ def _check_model(model: ModelConfig, tensor: int, pipeline: int) -> None:
     if any(size % tensor for size in sizes):
         fitting = [n for n in range(1, model.num_heads + 1) if not any(size % n for size in sizes)]
         raise ConfigError(
-            f"tensor is {tensor}, which does not divide the heads, rows of vocabulary and positions {sizes}; use one of "
+            f"tensor is {tensor}, which does not divide heads, rows of vocabulary and positions {sizes}; use one of "
             f"{fitting}"
         )

@@ -232,6 +232,6 @@ def _check_equal(path: Path, files: HuggingFaceFiles, head: str, embedding: str)
     files.fill(full, embedding)
     if not files.equals(full, head):
         raise CheckpointError(
-            f"{path}: {CONFIG_FILE} has tie_word_embeddings, but {head} differs from {embedding}; if they are not tied, "
+            f"{path}: {CONFIG_FILE} has tie_word_embeddings, but {head} differs from {embedding}; if untied, "
             "give model.tie_embeddings=false"
         )

@@ -54,7 +54,8 @@ def model_from(
     _check_sizes(folder, model, tensors)
     if model.vocab_size > rows:
         raise CheckpointError(
-            f"{folder}: model.vocab_size is {model.vocab_size}, but its tensors have {rows} rows; give that of the tokenizer"
+            f"{folder}: model.vocab_size is {model.vocab_size}, but the tensors have {rows} rows; "
+            "give that of the tokenizer"
         )
     vocab_size = from_args.get("vocab_size", model.vocab_size)
     divisible_by = args.get("make_vocab_size_divisible_by") or DIVISIBLE_BY
@@ -62,8 +63,8 @@ def model_from(
     # Megatron-LM takes the size of most tokenizers from their files, and ignores --vocab-size.
     if "vocab_size" not in overrides and rows not in (vocab_size, padded_rows(vocab_size, tp, divisible_by)):
         raise CheckpointError(
-            f"{folder}: its arguments have vocab_size {vocab_size}, which padding to {divisible_by} x {tp} ranks does not "
-            f"make the {rows} rows of its tensors; give model.vocab_size, that of the tokenizer"
+            f"{folder}: its arguments have vocab_size {vocab_size}, which padding to {divisible_by} x {tp} ranks does "
+            f"not make the {rows} rows of its tensors; give model.vocab_size, that of the tokenizer"
         )
     if vocab_size != model.vocab_size:
         notes.append(f"model.vocab_size is {model.vocab_size} as given, its arguments have {vocab_size}")
