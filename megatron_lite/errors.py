@@ -3,6 +3,10 @@
 A message has one or two clauses: where: got; wants; do this. `assert` is for states that cannot occur.
 """
 
+import signal
+
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)  # each asks a run for a checkpoint and StoppedEarly
+
 
 class MegatronLiteError(Exception):
     """An error of the user or the machine. The command line prints its message without a traceback."""

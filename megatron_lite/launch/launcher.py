@@ -19,10 +19,10 @@ from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any
 
-from megatron_lite.errors import ConfigError, StoppedEarly
+from megatron_lite.errors import STOP_SIGNALS, ConfigError, StoppedEarly
 from megatron_lite.launch.available import available_cores
 from megatron_lite.launch.nodes import Nodes, is_reachable, set_network_variables
-from megatron_lite.launch.reports import STOP_SIGNALS, resolve, stopped_early
+from megatron_lite.launch.reports import resolve, stopped_early
 
 # How long a node whose ranks have ended waits for the first node to answer, and one that got a signal for its agent to
 # end. On a busy machine the agent needs seconds.

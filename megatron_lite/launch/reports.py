@@ -12,10 +12,9 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from megatron_lite.errors import ConfigError, MegatronLiteError, StoppedEarly
+from megatron_lite.errors import STOP_SIGNALS, ConfigError, MegatronLiteError, StoppedEarly
 from megatron_lite.launch.streams import survive_lost_output
 
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 # Exit code of a rank whose work is done. Not 0, which also comes from an exit in the midst of it.
 FINISHED = 100
 # Nobody starts ranks again that end so.

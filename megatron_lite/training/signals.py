@@ -19,10 +19,10 @@ from types import FrameType
 
 import torch
 
+from megatron_lite.errors import STOP_SIGNALS
 from megatron_lite.parallel.collectives import all_reduce
 from megatron_lite.parallel.context import ParallelContext
 
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 TIME_IS_UP = 1000  # above every signal's number
 PATIENCE_SECONDS = 30.0
 STDERR = 2  # in a notebook, sys.stderr has no number

@@ -11,9 +11,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from megatron_lite.errors import ConfigError, StoppedEarly
+from megatron_lite.errors import STOP_SIGNALS, ConfigError, StoppedEarly
 from megatron_lite.launch.launcher import _SignalsToRanks, run_ranks
-from megatron_lite.launch.reports import STOP_SIGNALS, report_end
+from megatron_lite.launch.reports import report_end
 from tests.helpers.command import ROOT, environment
 from tests.helpers.limits import PATIENCE
 

@@ -16,10 +16,10 @@ from unittest import mock
 import pytest
 
 from megatron_lite.cli.run import run_script
-from megatron_lite.errors import ConfigError, StoppedEarly, TrainingError
+from megatron_lite.errors import STOP_SIGNALS, ConfigError, StoppedEarly, TrainingError
 from megatron_lite.launch.launcher import launch
 from megatron_lite.launch.nodes import Nodes
-from megatron_lite.launch.reports import STOP_SIGNALS, Failure, _write, explain
+from megatron_lite.launch.reports import Failure, _write, explain
 from tests.helpers.forked_ranks import forked_ranks
 from tests.helpers.limits import PATIENCE
 

@@ -15,10 +15,10 @@ import pytest
 import torch
 
 from megatron_lite.checkpoint.directory import find_latest
-from megatron_lite.errors import StoppedEarly
+from megatron_lite.errors import STOP_SIGNALS, StoppedEarly
 from megatron_lite.parallel.context import ParallelContext, solo
 from megatron_lite.parallel.grid import Grid
-from megatron_lite.training.signals import STOP_SIGNALS, StopRequest
+from megatron_lite.training.signals import StopRequest
 from megatron_lite.training.step import train_step
 from tests.helpers.command import ROOT, environment, make_corpus, run_here, tiny_yaml
 from tests.helpers.limits import PATIENCE
