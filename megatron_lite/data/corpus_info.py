@@ -7,7 +7,7 @@ it. A checksum of the `.idx` detects the record of another corpus. Corpora of Me
 import json
 import os
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 import numpy as np
@@ -44,14 +44,6 @@ def checksum(*parts: np.ndarray | bytes | memoryview) -> str:
     return f"{value:08x}"
 
 
-def write_info(path: Path, info: CorpusInfo) -> None:
-    """Write the file and flush it to disk."""
-    with open(path, "w", encoding="utf-8") as file:
-        json.dump(asdict(info), file, indent=1)
-        file.flush()
-        os.fsync(file.fileno())
-
-
 def read_info(prefix: str | os.PathLike[str], index: np.ndarray) -> CorpusInfo | None:
     """The record of a corpus whose `.idx` has the bytes `index`; None without one."""
     path = info_path(prefix)
@@ -68,18 +60,6 @@ def read_info(prefix: str | os.PathLike[str], index: np.ndarray) -> CorpusInfo |
     if values["idx_crc32"] != checksum(index):
         raise DataError(f"{path}: describes another .idx; {advice}")
     return CorpusInfo(**values)
-
-
-def merged(first: CorpusInfo, second: CorpusInfo) -> CorpusInfo:
-    """The record of the concatenation of two corpora of one tokenizer, without the checksum of its `.idx`."""
-    return replace(
-        first,
-        documents=first.documents + second.documents,
-        tokens=first.tokens + second.tokens,
-        source_bytes=first.source_bytes + second.source_bytes,
-        options=first.options if first.options == second.options else {},
-        idx_crc32="",
-    )
 
 
 def check_tokenizers(infos: Iterable[tuple[str, CorpusInfo | None]], wanted: str) -> None:

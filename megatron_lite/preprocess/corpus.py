@@ -16,9 +16,10 @@ from tqdm import tqdm
 
 from megatron_lite import __version__
 from megatron_lite.data.corpus_info import CorpusInfo, info_path
-from megatron_lite.data.indexed import IndexedDatasetBuilder, bin_path, idx_path, optimal_dtype
+from megatron_lite.data.indexed import bin_path, idx_path
 from megatron_lite.data.tokenizer import Tokenizer, build_tokenizer, tokenizer_hash
 from megatron_lite.errors import ConfigError, DataError
+from megatron_lite.preprocess.builder import IndexedDatasetBuilder, optimal_dtype
 from megatron_lite.preprocess.sources import (
     Found,
     Piece,

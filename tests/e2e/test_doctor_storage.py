@@ -17,9 +17,10 @@ from megatron_lite.checkpoint.lock import locked
 from megatron_lite.config.load import load_config
 from megatron_lite.config.validate import with_vocab_size
 from megatron_lite.data.corpus_info import info_path
-from megatron_lite.data.indexed import IndexedDataset, IndexedDatasetBuilder
+from megatron_lite.data.indexed import IndexedDataset
 from megatron_lite.doctor import storage as doctor_storage
 from megatron_lite.parallel.context import solo
+from megatron_lite.preprocess.builder import IndexedDatasetBuilder
 from tests.helpers.command import make_corpus, tiny_yaml
 from tests.helpers.patients import A, B, Doctor, failed, patched
 

@@ -4,7 +4,8 @@ import os
 
 import numpy as np
 
-from megatron_lite.data.indexed import IndexedDatasetBuilder, bin_path, idx_path
+from megatron_lite.data.indexed import bin_path, idx_path
+from megatron_lite.preprocess.builder import IndexedDatasetBuilder
 
 
 def write_corpus(prefix: str | os.PathLike[str], lengths, dtype=np.int32, first_token: int = 0) -> str:

@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 
 from megatron_lite.data.corpus_info import check_tokenizers, info_path
-from megatron_lite.data.indexed import IndexedDataset, IndexedDatasetBuilder, bin_path, idx_path
+from megatron_lite.data.indexed import IndexedDataset, bin_path, idx_path
 from megatron_lite.data.tokenizer import tokenizer_hash
 from megatron_lite.errors import ConfigError, DataError
+from megatron_lite.preprocess.builder import IndexedDatasetBuilder
 from megatron_lite.preprocess.corpus import preprocess
 from megatron_lite.preprocess.train_tokenizer import train_sentencepiece
 from tests.helpers.corpora import write_corpus

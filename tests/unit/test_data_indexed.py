@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_lite.data.indexed import CHECKED_AT_ONCE, IndexedDataset, IndexedDatasetBuilder, optimal_dtype
+from megatron_lite.data.indexed import CHECKED_AT_ONCE, IndexedDataset
 from megatron_lite.errors import DataError
+from megatron_lite.preprocess.builder import IndexedDatasetBuilder, optimal_dtype
 from tests.helpers.corpora import write_corpus
 
 
