@@ -30,7 +30,7 @@ def presets(
 def sizes_of(preset: str) -> list[str]:
     """One value for each of COLUMNS."""
     from megatron_lite.config.schema import ModelConfig
-    from megatron_lite.config.sizes import num_parameters
+    from megatron_lite.plan.sizes import num_parameters
 
     model = ModelConfig(preset=preset)
     parameters = f"{num_parameters(model) / 1e6:,.1f}M"

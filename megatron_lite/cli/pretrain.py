@@ -126,7 +126,8 @@ def with_data(config: "Config") -> tuple["Config", list[str]]:
 def description(config: "Config", world_size: int) -> str:
     """The resolved config as YAML, after comments with its number of parameters, memory and tokens."""
     from megatron_lite.config.load import dump_config, resolved
-    from megatron_lite.config.sizes import largest_rank_parameters, num_parameters, state_bytes
+    from megatron_lite.config.sizes import state_bytes
+    from megatron_lite.plan.sizes import largest_rank_parameters, num_parameters
     from megatron_lite.text import counted
     from megatron_lite.training.state import samples_for
 

@@ -18,7 +18,6 @@ from torch import Tensor
 from megatron_lite.checkpoint.directory import write_durably
 from megatron_lite.checkpoint.tensor_file import Spec, TensorWriter
 from megatron_lite.config.schema import ModelConfig
-from megatron_lite.config.sizes import num_parameters
 from megatron_lite.convert import tokenizer_files
 from megatron_lite.convert.huggingface_config import from_model, to_model
 from megatron_lite.convert.huggingface_files import (
@@ -32,6 +31,7 @@ from megatron_lite.convert.recipe import VOCABULARY_TABLES, Checkpoint, Progress
 from megatron_lite.errors import CheckpointError, ConfigError
 from megatron_lite.model.gpt import WORD_EMBEDDINGS
 from megatron_lite.parallel.shard import ParamTable
+from megatron_lite.plan.sizes import num_parameters
 
 CONFIG_FILE, GENERATION_FILE = "config.json", "generation_config.json"
 SHARD_BYTES = 5_000_000_000  # the largest size of a file

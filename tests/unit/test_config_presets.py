@@ -4,8 +4,8 @@ import pytest
 
 from megatron_lite.config.presets import PRESETS
 from megatron_lite.config.schema import Config, ModelConfig
-from megatron_lite.config.sizes import num_parameters
 from megatron_lite.config.validate import validate
+from megatron_lite.plan.sizes import num_parameters
 
 PUBLISHED = {
     "gpt-125m": 124_439_808,  # gpt2 on the Hugging Face hub

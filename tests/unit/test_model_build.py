@@ -8,12 +8,12 @@ import torch
 
 from megatron_lite.config.presets import PRESETS
 from megatron_lite.config.schema import Config, ModelConfig, ParallelConfig, TrainConfig
-from megatron_lite.config.sizes import num_parameters
 from megatron_lite.errors import ConfigError
 from megatron_lite.model.build import get_model, named_params, param_table
 from megatron_lite.parallel.context import ParallelContext
 from megatron_lite.parallel.grid import Grid
 from megatron_lite.parallel.random import seed_everything
+from megatron_lite.plan.sizes import num_parameters
 from tests.helpers.model_runs import context, tiny, with_sequence_parallelism
 
 PUBLISHED = {"codegeex-13b": 12_873_943_040, "llama-7b": 6_738_415_616, "llama-70b": 68_976_648_192}

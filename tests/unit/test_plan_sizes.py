@@ -6,13 +6,13 @@ import pytest
 
 from megatron_lite.config.load import load_config, resolved
 from megatron_lite.config.schema import ModelConfig
-from megatron_lite.config.sizes import (
+from megatron_lite.optim.lr import learning_rate
+from megatron_lite.plan.sizes import (
     activation_bytes,
     block_parameters,
     largest_rank_parameters,
     num_parameters,
 )
-from megatron_lite.optim.lr import learning_rate
 
 GPT = ["model.num_layers=4", "model.hidden_size=64", "model.num_heads=4", "model.vocab_size=1024"]
 
