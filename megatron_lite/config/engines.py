@@ -1,95 +1,81 @@
-"""Rules for data-parallel engines and sync modes. Every message names the setting to change."""
+"""The rules for data-parallel engines and sync modes. Every message names the setting to change."""
 
-from collections.abc import Iterable
+from collections.abc import Iterator
 
 from megatron_lite.config.schema import Config, DeepSpeedConfig, SyncConfig
 
-Rule = tuple[bool, str]  # condition, message where it does not hold
+
+def engine_failures(config: Config) -> Iterator[str]:
+    """A message for each broken rule of this file."""
+    yield from _data_parallel_failures(config)
+    yield from _deepspeed_failures(config)
+    yield from _sync_failures(config)
 
 
-def engine_rules(config: Config) -> Iterable[Rule]:
-    """All rules of this file."""
-    yield from _data_parallel_rules(config)
-    yield from _deepspeed_rules(config)
-    yield from _sync_rules(config)
-
-
-def _data_parallel_rules(config: Config) -> Iterable[Rule]:
-    parallel = config.parallel
-    ddp = parallel.ddp
-    yield (
-        parallel.schedule != "zb-h1" or ddp == "local",
-        f"parallel.schedule is zb-h1, whose separate weight gradients parallel.ddp: {ddp} cannot sum; use "
-        "parallel.ddp: local",
-    )
-    yield (
-        not config.optim.distributed or ddp == "local",
-        f"optim.distributed is true with parallel.ddp: {ddp}, but only local has a distributed optimizer; use "
-        "parallel.ddp: local, or leave optim.distributed false",
-    )
-    yield (
-        ddp != "fsdp" or parallel.pipeline == 1,
-        f"parallel.ddp is fsdp with parallel.pipeline {parallel.pipeline}, so every micro-batch would gather all "
-        "weights again; use parallel.pipeline: 1, or parallel.ddp: local with optim.distributed: true",
-    )
-
-
-def _deepspeed_rules(config: Config) -> Iterable[Rule]:
-    parallel, deepspeed, precision = config.parallel, config.deepspeed, config.train.precision
-    stage = deepspeed.zero_stage
-    if parallel.ddp != "deepspeed":
+def _data_parallel_failures(config: Config) -> Iterator[str]:
+    parallel, ddp = config.parallel, config.parallel.ddp
+    if parallel.schedule == "zb-h1" and ddp != "local":
         yield (
-            deepspeed == DeepSpeedConfig(),
-            f"the deepspeed section is given with parallel.ddp: {parallel.ddp}; use parallel.ddp: deepspeed, or leave "
-            "the section out",
+            f"parallel.schedule is zb-h1, whose separate weight gradients parallel.ddp: {ddp} cannot sum; use "
+            "parallel.ddp: local"
         )
+    if config.optim.distributed and ddp != "local":
+        yield (
+            f"optim.distributed is true with parallel.ddp: {ddp}, but only local has a distributed optimizer; use "
+            "parallel.ddp: local, or leave optim.distributed false"
+        )
+    if ddp == "fsdp" and parallel.pipeline > 1:
+        yield (
+            f"parallel.ddp is fsdp with parallel.pipeline {parallel.pipeline}, so every micro-batch would gather all "
+            "weights again; use parallel.pipeline: 1, or parallel.ddp: local with optim.distributed: true"
+        )
+
+
+def _deepspeed_failures(config: Config) -> Iterator[str]:
+    parallel, deepspeed, precision = config.parallel, config.deepspeed, config.train.precision
+    stage, given = deepspeed.zero_stage, "parallel.ddp is deepspeed with"
+    if parallel.ddp != "deepspeed":
+        if deepspeed != DeepSpeedConfig():
+            yield (
+                f"the deepspeed section is given with parallel.ddp: {parallel.ddp}; use parallel.ddp: deepspeed, or "
+                "leave the section out"
+            )
         return
-    yield (
-        parallel.pipeline == 1,
-        f"parallel.ddp is deepspeed with parallel.pipeline {parallel.pipeline}, and DeepSpeed cannot run our "
-        "schedules; use parallel.pipeline: 1, or parallel.ddp: local",
-    )
-    yield (
-        parallel.schedule in ("1f1b", "zb-h1"),  # zb-h1 has its own message
-        f"parallel.ddp is deepspeed with parallel.schedule {parallel.schedule}, but DeepSpeed runs each backward right "
-        "after its forward; use parallel.schedule: 1f1b",
-    )
-    yield (
-        not parallel.sequence,
-        "parallel.ddp is deepspeed with parallel.sequence, whose norm gradients DeepSpeed would average too early; use "
-        "parallel.sequence: false, or parallel.ddp: fsdp",
-    )
-    yield (
-        stage > 0 or precision not in ("bf16", "fp16"),
-        f"deepspeed.zero_stage is 0 with train.precision {precision}, where DeepSpeed's gradient norm is wrong under "
-        "tensor parallelism and Adam takes an extra step; use deepspeed.zero_stage: 1",
-    )
-    yield (
-        not config.train.offload_activations or stage < 3,
-        "train.offload_activations with deepspeed.zero_stage 3 would move gathered weights too; use train.recompute, "
-        "or parallel.ddp: fsdp",
-    )
-    yield (
-        not config.log.trace,
-        "log.trace records only our own pipeline engine, not parallel.ddp: deepspeed; leave log.trace false",
-    )
-    yield (
-        precision != "fp64",
-        "parallel.ddp is deepspeed with train.precision fp64, which DeepSpeed lacks; use parallel.ddp: local",
-    )
-    yield (
-        precision != "fp16" or config.run.device != "cpu",
-        "parallel.ddp is deepspeed with train.precision fp16, which DeepSpeed lacks on the CPU; use train.precision: "
-        "bf16",
-    )
-    yield (
-        not deepspeed.offload_optimizer or stage >= 1,
-        f"deepspeed.offload_optimizer needs deepspeed.zero_stage 1, 2 or 3; it is {stage}",
-    )
-    yield (
-        not deepspeed.offload_param or stage == 3,
-        f"deepspeed.offload_param needs deepspeed.zero_stage 3; it is {stage}",
-    )
+    if parallel.pipeline > 1:
+        yield (
+            f"{given} parallel.pipeline {parallel.pipeline}, and DeepSpeed cannot run our schedules; use "
+            "parallel.pipeline: 1, or parallel.ddp: local"
+        )
+    if parallel.schedule not in ("1f1b", "zb-h1"):  # zb-h1 has its own message
+        yield (
+            f"{given} parallel.schedule {parallel.schedule}, but DeepSpeed runs each backward right after its forward; "
+            "use parallel.schedule: 1f1b"
+        )
+    if parallel.sequence:
+        yield (
+            f"{given} parallel.sequence, whose norm gradients DeepSpeed would average too early; use "
+            "parallel.sequence: false, or parallel.ddp: fsdp"
+        )
+    if stage == 0 and precision in ("bf16", "fp16"):
+        yield (
+            f"deepspeed.zero_stage is 0 with train.precision {precision}, where DeepSpeed's gradient norm is wrong "
+            "under tensor parallelism and Adam takes an extra step; use deepspeed.zero_stage: 1"
+        )
+    if config.train.offload_activations and stage == 3:
+        yield (
+            "train.offload_activations with deepspeed.zero_stage 3 would move gathered weights too; use "
+            "train.recompute, or parallel.ddp: fsdp"
+        )
+    if config.log.trace:
+        yield "log.trace records only our own pipeline engine, not parallel.ddp: deepspeed; leave log.trace false"
+    if precision == "fp64":
+        yield f"{given} train.precision fp64, which DeepSpeed lacks; use parallel.ddp: local"
+    if precision == "fp16" and config.run.device == "cpu":
+        yield f"{given} train.precision fp16, which DeepSpeed lacks on the CPU; use train.precision: bf16"
+    if deepspeed.offload_optimizer and stage == 0:
+        yield f"deepspeed.offload_optimizer needs deepspeed.zero_stage 1, 2 or 3; it is {stage}"
+    if deepspeed.offload_param and stage != 3:
+        yield f"deepspeed.offload_param needs deepspeed.zero_stage 3; it is {stage}"
 
 
 FIELDS_OF_MODE = {
@@ -100,7 +86,7 @@ FIELDS_OF_MODE = {
 }
 
 
-def _sync_rules(config: Config) -> Iterable[Rule]:
+def _sync_failures(config: Config) -> Iterator[str]:
     sync, ddp, iterations = config.sync, config.parallel.ddp, config.train.iterations
     default = SyncConfig(mode=sync.mode)
     unused = [
@@ -108,54 +94,50 @@ def _sync_rules(config: Config) -> Iterable[Rule]:
         for field in SyncConfig.model_fields
         if field not in ("mode", *FIELDS_OF_MODE[sync.mode]) and getattr(sync, field) != getattr(default, field)
     ]
-    yield not unused, f"{', '.join(unused)}: not used by sync.mode {sync.mode}; leave out, or choose another mode"
+    if unused:
+        yield f"{', '.join(unused)}: not used by sync.mode {sync.mode}; leave out, or choose another mode"
     if sync.mode == "every_step":
         return
-    yield (
-        ddp == "local",
-        f"sync.mode is {sync.mode} with parallel.ddp: {ddp}, which sums gradients in every step; use parallel.ddp: "
-        "local",
-    )
-    yield (
-        not config.optim.distributed,
-        f"sync.mode is {sync.mode} with optim.distributed, but every rank needs the full optimizer; leave "
-        "optim.distributed false",
-    )
-    if sync.mode == "delayed":
-        yield (
-            sync.delay < iterations,
-            f"sync.delay is {sync.delay}, so train.iterations ({iterations}) end before the first gradient is applied; "
-            "use less",
-        )
-        yield (
-            sync.delay == 0 or config.train.precision != "fp16",
-            f"sync.delay is {sync.delay} with train.precision fp16: all steps until an overflow is seen overflow too; "
-            "use bf16",
-        )
+    given = f"sync.mode is {sync.mode} with"
+    if ddp != "local":
+        yield f"{given} parallel.ddp: {ddp}, which sums gradients in every step; use parallel.ddp: local"
+    if config.optim.distributed:
+        yield (f"{given} optim.distributed, but every rank needs the full optimizer; leave optim.distributed false")
+    if sync.is_local:
+        yield from _outer_step_failures(config)
         return
-    yield from _outer_step_rules(config)
+    if sync.delay >= iterations:
+        yield (
+            f"sync.delay is {sync.delay}, so train.iterations ({iterations}) end before the first gradient is applied; "
+            "use less"
+        )
+    if sync.delay and config.train.precision == "fp16":
+        yield (
+            f"sync.delay is {sync.delay} with train.precision fp16: all steps until an overflow is seen overflow too; "
+            "use bf16"
+        )
 
 
-def _outer_step_rules(config: Config) -> Iterable[Rule]:
-    """Rules for local SGD and DiLoCo."""
+def _outer_step_failures(config: Config) -> Iterator[str]:
+    """Messages about local SGD and DiLoCo."""
     sync, layers, iterations = config.sync, config.model.num_layers, config.train.iterations
     distance = sync.interval // sync.fragments
-    yield (
-        sync.fragments <= layers,
-        f"sync.fragments is {sync.fragments}, and each fragment needs a layer of model.num_layers ({layers}); use at "
-        f"most {layers}",
-    )
-    yield (
-        sync.interval % sync.fragments == 0,
-        f"sync.interval is {sync.interval}, which sync.fragments ({sync.fragments}) does not divide; use a multiple",
-    )
-    yield (
-        sync.delay < distance or sync.delay == 0,
-        f"sync.delay is {sync.delay}, and the next outer step begins after sync.interval / sync.fragments = {distance} "
-        f"steps; use less than {distance}",
-    )
-    yield (
-        iterations % sync.interval == 0,
-        f"train.iterations is {iterations}, not a multiple of sync.interval ({sync.interval}), so the last steps would "
-        f"not reach the common model; use for example {-(-iterations // sync.interval) * sync.interval}",
-    )
+    if sync.fragments > layers:
+        yield (
+            f"sync.fragments is {sync.fragments}, and each fragment needs a layer of model.num_layers ({layers}); use "
+            f"at most {layers}"
+        )
+    if sync.interval % sync.fragments:
+        yield (
+            f"sync.interval is {sync.interval}, which sync.fragments ({sync.fragments}) does not divide; use a multiple"
+        )
+    if sync.delay and sync.delay >= distance:
+        yield (
+            f"sync.delay is {sync.delay}, and the next outer step begins after sync.interval / sync.fragments = "
+            f"{distance} steps; use less than {distance}"
+        )
+    if iterations % sync.interval:
+        yield (
+            f"train.iterations is {iterations}, not a multiple of sync.interval ({sync.interval}), so the last steps "
+            f"would not reach the common model; use for example {-(-iterations // sync.interval) * sync.interval}"
+        )
