@@ -1,8 +1,6 @@
-"""torch's elastic agent, which starts this machine's ranks and starts them again, and tells why.
+"""Torch's elastic agent, changed in two ways: it prints why ranks failed, and restarts them only if that may help.
 
-In place of `torch.distributed.launcher`, which keeps to itself why ranks were started again. Of torch's agent we keep
-how nodes meet, not how it waits for ranks: it would keep one that has finished until it has read the function's result,
-and wait for ever for the result of one that has ended without.
+It also does not wait for results of ranks. Torch's agent waits forever for a rank that exited without a result.
 """
 
 import logging
@@ -23,35 +21,37 @@ from torch.distributed.elastic.rendezvous import RendezvousClosedError, Rendezvo
 from megatron_lite.errors import TrainingError
 from megatron_lite.launch.nodes import Nodes
 from megatron_lite.launch.rendezvous import build_handler
-from megatron_lite.launch.reports import GOOD_ENDS, Failure, explain, forget_reports, report_end
+from megatron_lite.launch.reports import GOOD_EXIT_CODES, Failure, delete_reports, explain, rank_main
 
-# Ranks whose neighbour has failed wait for it in a collective, where they can save nothing.
-FAILED_GRACE_SECONDS = 10
-# Ranks that end because a node has joined save first.
-JOINED_GRACE_SECONDS = 600
-
-ENDED_BY_OTHERS = "the other nodes have ended this run; look at their output for the reason"
+FAILED_GRACE_SECONDS = 10  # ranks that wait in a collective for a failed rank cannot save
+JOINED_GRACE_SECONDS = 600  # ranks that stop because a node has joined save first
+ENDED_BY_OTHERS = "the other nodes ended this run; their output has the reason"
 
 
 class Agent(LocalElasticAgent):
-    """Prints the reason of each failure when it happens, and starts ranks again only where that may help."""
+    """The agent of one machine.
 
-    def __init__(self, spec: WorkerSpec, where: str, reports: Path, received: Callable[[], int]):
+    endpoint     address and port of the rendezvous, for messages
+    reports      folder for the reports of this machine's ranks
+    stop_signal  returns the number of the stop signal that the launcher received, or 0
+    """
+
+    def __init__(self, spec: WorkerSpec, endpoint: str, reports: Path, stop_signal: Callable[[], int]):
         super().__init__(spec, logs_specs=DefaultLogsSpecs(os.devnull))
         self.exit_code = 0
         self.had_ranks = False
         self._last_failure: Failure | None = None
-        self._where = where
+        self._endpoint = endpoint
         self._reports = reports
-        self._received = received
+        self._stop_signal = stop_signal
 
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
         try:
             super()._rendezvous(worker_group)  # type: ignore[call-arg]
-        except (ValueError, KeyError, TypeError) as error:  # of text that no launcher of this run has written
+        except (ValueError, KeyError, TypeError) as error:  # raised for text that no launcher writes
             raise TrainingError(
-                f"the store of this run at {self._where} has unreadable data ({type(error).__name__}: {error}), "
-                "perhaps of another run; give another --master-port on every machine, and let only them reach it"
+                f"the store of this run at {self._endpoint} has unreadable data ({type(error).__name__}: {error}); "
+                "give another --master-port on every machine, and let no other program reach it"
             ) from error
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
@@ -59,8 +59,7 @@ class Agent(LocalElasticAgent):
             os.getcwd()
         except FileNotFoundError:
             raise TrainingError(
-                "the folder in which this command was started is deleted, and no rank can start there; run the same "
-                "command in a folder that exists"
+                "the current folder was deleted, so no rank can start; run the command in a folder that exists"
             ) from None
         self.had_ranks = True
         return super()._start_workers(worker_group)  # type: ignore[call-arg]
@@ -70,24 +69,25 @@ class Agent(LocalElasticAgent):
         processes = self._pcontext._pc.processes  # type: ignore[attr-defined]
         ranks = [worker.global_rank for worker in worker_group.workers]
         codes = dict(zip(ranks, (process.exitcode for process in processes), strict=True))
-        if all(code in GOOD_ENDS for code in codes.values()):
+        if all(code in GOOD_EXIT_CODES for code in codes.values()):
             return RunResult(WorkerState.SUCCEEDED, return_values=dict.fromkeys(ranks))
-        if ended := {rank: code for rank, code in codes.items() if code is not None and code not in GOOD_ENDS}:
+        failed = {rank: code for rank, code in codes.items() if code is not None and code not in GOOD_EXIT_CODES}
+        if failed:
             self._pcontext.close(signal.SIGTERM, FAILED_GRACE_SECONDS)
-            self._explain(ended)
+            self._report_failure(failed)
             return RunResult(WorkerState.FAILED)
         return RunResult(WorkerState.HEALTHY)
 
-    def _explain(self, ended: dict[int, int]) -> None:
-        """Prints why ranks ended, and decides whether they are started again: not for what they would fail by again."""
-        failure = explain(self._reports, ended, self._received())
-        forget_reports(self._reports)
+    def _report_failure(self, exit_codes: dict[int, int]) -> None:
+        """Print why ranks failed, and rule out a restart that would fail in the same way."""
+        failure = explain(self._reports, exit_codes, self._stop_signal())
+        delete_reports(self._reports)
         lines, total = [failure.message], self._worker_group.spec.max_restarts
         if not failure.restart_may_help:
             self._remaining_restarts = 0
         elif self._remaining_restarts and failure.has_reason and failure == self._last_failure:
             self._remaining_restarts = 0
-            lines.append("the same failure as before the restart: another one would not help")
+            lines.append("the same failure as before the restart; another restart would not help")
         elif self._remaining_restarts:
             lines.append(f"restarting from the newest checkpoint ({total - self._remaining_restarts + 1} of {total})")
         print(*lines, sep="\n", file=sys.stderr, flush=True)
@@ -95,16 +95,19 @@ class Agent(LocalElasticAgent):
 
     def _stop_workers(self, worker_group: WorkerGroup) -> None:
         if self._pcontext is not None and worker_group.state == WorkerState.HEALTHY:
-            print("nodes have come or gone: starting again with those that are there", file=sys.stderr, flush=True)
+            print("nodes joined or left: restarting with the present ones", file=sys.stderr, flush=True)
             self._pcontext.close(signal.SIGTERM, JOINED_GRACE_SECONDS)
-            forget_reports(self._reports)
+            delete_reports(self._reports)
 
 
 def run_agent(
-    target: str, args: tuple[Any, ...], nodes: Nodes, own_address: str, reports: Path, received: Callable[[], int]
+    target: str, args: tuple[Any, ...], nodes: Nodes, own_address: str, reports: Path, stop_signal: Callable[[], int]
 ) -> int:
-    """Runs this machine's ranks to their end, through restarts. Returns 0, also when they were stopped and have saved,
-    or what a failed one gave. Raises TrainingError when the nodes cannot meet, or not any more."""
+    """Run this machine's ranks until they exit, through restarts. `reports` and `stop_signal` are those of `Agent`.
+
+    Returns 0 if all ranks finished or stopped with a checkpoint, else the exit code of the failed rank. Raises
+    TrainingError if the rendezvous fails or the connection to the other nodes is lost.
+    """
     agent = None
     try:
         handler = build_handler(nodes, own_address)
@@ -112,7 +115,7 @@ def run_agent(
         spec = WorkerSpec(
             role="trainer",
             local_world_size=nodes.nproc_per_node,
-            entrypoint=report_end,
+            entrypoint=rank_main,
             args=(target, args, str(reports), nodes.log_dir, time.time()),
             rdzv_handler=handler,
             max_restarts=nodes.max_restarts,
@@ -120,48 +123,44 @@ def run_agent(
             master_port=nodes.master_port if is_static else None,
             local_addr=own_address,
         )
-        agent = Agent(spec, nodes.where, reports, received)
+        agent = Agent(spec, nodes.endpoint, reports, stop_signal)
         try:
             result = agent.run()
         finally:
             handler.shutdown()
     except (DistError, RendezvousError) as error:
-        raise TrainingError(_why_apart(error, nodes, agent is not None and agent.had_ranks)) from error
+        raise TrainingError(_rendezvous_error(error, nodes, agent is not None and agent.had_ranks)) from error
     if result is None:
         raise TrainingError(ENDED_BY_OTHERS)
     return agent.exit_code if result.is_failed() else 0  # type: ignore[attr-defined]
 
 
-def _why_apart(error: Exception, nodes: Nodes, had_ranks: bool) -> str:
-    """What keeps this node from the others, or has parted it from them."""
+def _rendezvous_error(error: Exception, nodes: Nodes, had_ranks: bool) -> str:
+    """The message for an error of torch's rendezvous."""
     if isinstance(error, RendezvousClosedError):
         return ENDED_BY_OTHERS
-    reason = f"{error.__cause__ or error}".partition("\n")[0]
+    reason = str(error.__cause__ or error).partition("\n")[0]
     if "EADDRINUSE" in reason:
         return (
-            f"port {nodes.master_port} is in use on this machine, perhaps by another run: give another --master-port, "
-            "the same on every machine"
+            f"port {nodes.master_port} is in use on this machine; give another --master-port, the same on every machine"
         )
     if isinstance(error, RendezvousTimeoutError):
         reason = f"fewer than {nodes.min_nodes} machines have started"
     elif had_ranks:
-        return (
-            f"node {nodes.node_rank} has lost the first node, at {nodes.where} ({reason}); look at the output there "
-            "for the reason"
-        )
+        return f"node {nodes.node_rank} lost the first node at {nodes.endpoint} ({reason}); its output has the reason"
     elif nodes.node_rank:
         reason = f"the first node does not answer ({reason})"
     else:
         reason = f"fewer than {nodes.min_nodes} machines have started ({reason})"
     return (
-        f"node {nodes.node_rank} could not meet the others at {nodes.where}: {reason}; start the same command on every "
-        f"machine, with its own --node-rank, within --join-timeout ({nodes.join_timeout:g} s), and see that nothing "
-        "between them closes the port"
+        f"node {nodes.node_rank} could not join the other nodes at {nodes.endpoint}: {reason}; start the same command "
+        f"on every machine, each with its own --node-rank, within --join-timeout ({nodes.join_timeout:g} s), and let them "
+        "reach that port"
     )
 
 
 def quiet_torch_logs() -> None:
-    """Torch's agent logs each failure with its own traceback; `explain` says it in the user's terms."""
+    """Silence torch's agent, which logs a traceback of its own for each failure."""
     for name in ("torch.distributed.elastic", "torch.multiprocessing"):
         logger = logging.getLogger(name)
         logger.addHandler(logging.NullHandler())

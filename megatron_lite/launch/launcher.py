@@ -1,8 +1,6 @@
-"""Starts the ranks of this machine under torch's elastic agent, and ends as they end.
+"""Starts the ranks of this machine under torch's elastic agent, and exits with their exit code.
 
-What a launcher should do beyond starting: pass on a signal and then wait as long as the ranks need to save, print the
-reason of a failure once and without a wall of traceback, start the ranks again only where that may help, and end with
-an exit code that means something.
+The launcher passes stop signals on and waits while ranks save. It prints the reason of a failure once.
 """
 
 import contextlib
@@ -24,31 +22,31 @@ from megatron_lite.launch.available import available_cores
 from megatron_lite.launch.nodes import Nodes, is_reachable, set_network_variables
 from megatron_lite.launch.reports import resolve, stopped_early
 
-# How long a node whose ranks have ended waits for the first node to answer, and one that got a signal for its agent to
-# end. On a busy machine the agent needs seconds.
-CUT_OFF_SECONDS, STOP_SECONDS = 20.0, 10.0
+# Both count from the exit of the last rank. On a busy machine the agent needs seconds.
+UNREACHABLE_SECONDS = 20.0  # then a launcher exits if the first node does not answer
+STOP_SECONDS = 10.0  # then a launcher that received a stop signal exits
 
 
 def launched_world_size(nodes: Nodes | None) -> int:
-    """Processes of the run, at most: those of torchrun, or those that the command line asks for."""
+    """The largest number of processes of the run, from torchrun or from the command line."""
     given = os.environ.get("WORLD_SIZE")
     if given is not None and nodes is not None:
         raise ConfigError(
-            f"{nodes.words} was given to a process that was launched as one of {given} already "
+            f"{nodes.options} was given to a process that was launched as one of {given} already "
             "(WORLD_SIZE is set); leave it out under torchrun"
         )
     if given is not None and not (given.isdecimal() and int(given) > 0):
         raise ConfigError(
-            f"the environment variable WORLD_SIZE is {given!r}; a launcher such as torchrun sets it to a number above "
-            "0: unset it to start without one"
+            f"the environment variable WORLD_SIZE is {given!r}; a launcher such as torchrun sets it to 1 or more. "
+            "Unset it to start without a launcher"
         )
     return int(given) if given else nodes.world_sizes[0] if nodes else 1
 
 
 def run_ranks(target: str, args: tuple[Any, ...], nodes: Nodes | None) -> int:
-    """Calls `module:function` with `args` on every rank: here, when this is a rank or the only one, or in new ones.
+    """Call `module:function` with `args` on every rank: in this process if it is a rank, else in new processes.
 
-    Returns the exit code. In this process errors are raised; those of new ranks were printed, once.
+    Returns the exit code. Errors in this process are raised; errors of new ranks are printed once.
     """
     if nodes is None or nodes == Nodes(1):
         resolve(target)(*args)
@@ -57,37 +55,37 @@ def run_ranks(target: str, args: tuple[Any, ...], nodes: Nodes | None) -> int:
 
 
 def launch(target: str, args: tuple[Any, ...], nodes: Nodes) -> int:
-    """Runs `module:function` in this machine's ranks; `args` are pickled. Returns 0, 75 when they were stopped, or the
-    failed rank's exit code.
+    """Run `module:function` in new ranks on this machine, with pickled `args`.
 
-    Ranks of one machine find each other at a free port of it, so that several launches never meet.
+    Returns 0, 75 if the ranks stopped with a checkpoint, or the exit code of the failed rank.
     """
     run_agent = _quiet_agent()
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, available_cores() // nodes.nproc_per_node)))
-    # Ranks that are started again must not find what those before them left in the store of the agents: they get one
-    # of their own, at another port each time. See https://github.com/pytorch/pytorch/issues/135712.
+    # Restarted ranks need a new store: the agents' store has addresses of the previous ranks.
+    # See https://github.com/pytorch/pytorch/issues/135712.
     os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     address = set_network_variables(nodes)
     reports = Path(tempfile.mkdtemp(prefix="megatron_lite_"))
     try:
-        # In a thread, because in the main one torch answers a signal by killing ranks that take 30 seconds to save.
+        # In the main thread, torch would handle signals and kill ranks that need more than 30 s to save.
         with ThreadPoolExecutor(1) as executor, _SignalsToRanks() as signals:
-            running = executor.submit(run_agent, target, args, nodes, address, reports, lambda: signals.received)
+            running = executor.submit(run_agent, target, args, nodes, address, reports, lambda: signals.first)
             _watch(running, nodes, signals, reports)
             exit_code = running.result()
-        if exit_code == 0 and (message := stopped_early(reports)):
-            print(message, file=sys.stderr)
-            return StoppedEarly.exit_code
-        return exit_code
+        message = stopped_early(reports)
+        if exit_code or not message:
+            return exit_code
+        print(message, file=sys.stderr)
+        return StoppedEarly.exit_code
     finally:
         shutil.rmtree(reports, ignore_errors=True)
 
 
 def _watch(running: "Future[int]", nodes: Nodes, signals: "_SignalsToRanks", reports: Path) -> None:
-    """Passes signals on until the agent has ended; ends the process where it waits for what will not come.
+    """Pass signals on until the agent returns. Exit if its wait for other nodes is pointless.
 
-    An agent whose connection to the first node is cut waits for the kernel to give that up, a quarter of an hour, and
-    one whose ranks have ended waits for those of the other nodes. On one machine the agent waits for its ranks only.
+    An agent that lost the first node waits for the kernel's time-out of 15 minutes. An agent without ranks also waits
+    for the ranks of other nodes. On one machine the agent waits only for its own ranks.
     """
     had_ranks, without_ranks_since = False, time.monotonic()
     while not running.done():
@@ -97,12 +95,12 @@ def _watch(running: "Future[int]", nodes: Nodes, signals: "_SignalsToRanks", rep
             had_ranks, without_ranks_since = True, time.monotonic()
             continue
         waited = time.monotonic() - without_ranks_since
-        if signals.received and nodes.several and waited > STOP_SECONDS:
-            reason = f"stopped by {signal.Signals(signals.received).name} while waiting for the other nodes"
-        elif had_ranks and nodes.node_rank and waited > CUT_OFF_SECONDS and not is_reachable(nodes, 5.0):
+        if signals.first and nodes.several and waited > STOP_SECONDS:
+            reason = f"stopped by {signal.Signals(signals.first).name} while waiting for the other nodes"
+        elif had_ranks and nodes.node_rank and waited > UNREACHABLE_SECONDS and not is_reachable(nodes, 5.0):
             reason = (
-                f"node {nodes.node_rank} cannot reach the first node at {nodes.where}, and its own ranks have ended; "
-                "it ends too. Run the same command again when the network is back"
+                f"node {nodes.node_rank} cannot reach the first node at {nodes.endpoint}, and its ranks have exited; "
+                "run the same command again when the network works"
             )
         else:
             continue
@@ -113,10 +111,10 @@ def _watch(running: "Future[int]", nodes: Nodes, signals: "_SignalsToRanks", rep
 
 
 def _quiet_agent() -> Callable[..., int]:
-    """`run_agent`, without torch's own words on what it will say; ranks may still hear them."""
+    """`run_agent`, imported without torch's log of C++ stack frames in this process; ranks keep that log."""
     name = "TORCH_CPP_LOG_LEVEL"
     is_set = name in os.environ
-    os.environ.setdefault(name, "FATAL")  # read when torch is loaded; its errors come with walls of stack frames
+    os.environ.setdefault(name, "FATAL")  # torch reads it when it is imported
     from megatron_lite.launch.agent import quiet_torch_logs, run_agent
 
     if not is_set:
@@ -126,22 +124,25 @@ def _quiet_agent() -> Callable[..., int]:
 
 
 class _SignalsToRanks:
-    """While in force, stop signals to this process go to its ranks, to those too that start later. Afterwards, if there
-    was one, they are ignored: the same signal often comes twice, and this process has only its exit code left to give.
+    """Passes stop signals of this process on to its ranks, also to ranks that start later.
+
+    On exit, earlier handlers return. After a stop signal all others are ignored, because launchers and schedulers often
+    send the same signal again, which must not change the exit code.
     """
 
     def __init__(self) -> None:
         self._received: list[int] = []
-        self._told: dict[int, int] = {}  # by process, how many of them
+        self._num_sent: dict[int, int] = {}  # by process id
         self._previous: dict[int, Any] = {}
 
     @property
-    def received(self) -> int:
-        """The first one; 0 when there was none."""
+    def first(self) -> int:
+        """The first stop signal; 0: none."""
         return self._received[0] if self._received else 0
 
     def __enter__(self) -> "_SignalsToRanks":
-        # A batch system signals all processes, Python's tracker of semaphores too, which survives but this one.
+        # A batch system also signals Python's resource tracker, which ignores all stop signals but SIGUSR1. It inherits
+        # a blocked one.
         signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
         resource_tracker.ensure_running()
         signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGUSR1])
@@ -154,11 +155,11 @@ class _SignalsToRanks:
             signal.signal(number, signal.SIG_IGN if self._received else handler)
 
     def pass_on(self) -> None:
-        """Sends every rank the signals that it was not sent yet."""
-        if self._received:
-            for rank in multiprocessing.active_children():
-                if rank.pid is not None:
-                    for number in self._received[self._told.get(rank.pid, 0) :]:
-                        with contextlib.suppress(ProcessLookupError):  # it has just ended
-                            os.kill(rank.pid, number)
-                    self._told[rank.pid] = len(self._received)
+        """Send each rank the signals that it has not received yet."""
+        for rank in multiprocessing.active_children() if self._received else []:
+            if rank.pid is None:
+                continue
+            for number in self._received[self._num_sent.get(rank.pid, 0) :]:
+                with contextlib.suppress(ProcessLookupError):  # the rank has exited
+                    os.kill(rank.pid, number)
+            self._num_sent[rank.pid] = len(self._received)

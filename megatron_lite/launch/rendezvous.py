@@ -38,7 +38,7 @@ def build_handler(nodes: Nodes, own_address: str) -> RendezvousHandler:
         return FixedNodes(nodes.master_addr, nodes.master_port, nodes.node_rank, nodes.max_nodes, RUN_ID, seconds)
     parameters = RendezvousParameters(
         backend="json",
-        endpoint=nodes.where,
+        endpoint=nodes.endpoint,
         run_id=RUN_ID,
         min_nodes=nodes.min_nodes,
         max_nodes=nodes.max_nodes,
@@ -52,7 +52,7 @@ def build_handler(nodes: Nodes, own_address: str) -> RendezvousHandler:
         multi_tenant=True,
         timeout=timedelta(seconds=seconds),
     )
-    return create_handler(store, JsonBackend(store, nodes.where), parameters)
+    return create_handler(store, JsonBackend(store, nodes.endpoint), parameters)
 
 
 class OneMachine(RendezvousHandler):

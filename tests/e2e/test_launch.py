@@ -13,7 +13,7 @@ import pytest
 
 from megatron_lite.errors import STOP_SIGNALS, ConfigError, StoppedEarly
 from megatron_lite.launch.launcher import _SignalsToRanks, run_ranks
-from megatron_lite.launch.reports import report_end
+from megatron_lite.launch.reports import rank_main
 from tests.helpers.command import ROOT, environment
 from tests.helpers.limits import PATIENCE
 
@@ -160,7 +160,7 @@ def test_a_rank_whose_launcher_was_killed_before_it_started_does_not_start(tmp_p
     """It is too late for the kernel to tell it."""
     monkeypatch.setattr(multiprocessing, "parent_process", lambda: SimpleNamespace(is_alive=lambda: False))
     with pytest.raises(SystemExit) as end:
-        report_end(f"{HERE}:sleep", (str(tmp_path),), str(tmp_path), None, 0.0)
+        rank_main(f"{HERE}:sleep", (str(tmp_path),), str(tmp_path), None, 0.0)
     assert end.value.code == 1
     assert list(tmp_path.iterdir()) == []
 
@@ -178,12 +178,12 @@ def test_signals_are_a_launchers_own_business_only_while_it_runs(handlers):
     """After one, the same may come again when only the exit code is left to give."""
     with _SignalsToRanks() as signals:
         pass
-    assert signals.received == 0
+    assert signals.first == 0
     assert {number: signal.getsignal(number) for number in STOP_SIGNALS} == handlers
     with _SignalsToRanks() as signals:
         signal.raise_signal(signal.SIGUSR1)
         signal.raise_signal(signal.SIGTERM)
-    assert signals.received == signal.SIGUSR1
+    assert signals.first == signal.SIGUSR1
     assert {signal.getsignal(number) for number in STOP_SIGNALS} == {signal.SIG_IGN}
 
 

@@ -32,19 +32,19 @@ from torch.distributed.elastic.rendezvous import (
 from megatron_lite.errors import ConfigError, StoppedEarly, TrainingError
 from megatron_lite.launch import launcher as launch_module
 from megatron_lite.launch import rendezvous as rendezvous_module
-from megatron_lite.launch.agent import ENDED_BY_OTHERS, Agent, _why_apart, run_agent
+from megatron_lite.launch.agent import ENDED_BY_OTHERS, Agent, _rendezvous_error, run_agent
 from megatron_lite.launch.launcher import launch
 from megatron_lite.launch.nodes import Nodes
-from megatron_lite.launch.reports import _write
+from megatron_lite.launch.reports import write_report
 from tests.helpers.command import ROOT, environment, start
 from tests.helpers.forked_ranks import forked_ranks
 from tests.helpers.limits import PATIENCE
 
 HERE = "tests.e2e.test_launch_nodes"
 STATE = "torch.rendezvous.megatron_lite"  # the key that torch's elastic rendezvous uses
-COME_TO = (
-    "; start the same command on every machine, with its own --node-rank, within --join-timeout (1 s), and see that "
-    "nothing between them closes the port"
+REMEDY = (
+    "; start the same command on every machine, each with its own --node-rank, within --join-timeout (1 s), and let "
+    "them reach that port"
 )
 
 
@@ -82,8 +82,8 @@ def test_a_node_without_others_ends_in_time_and_says_how_they_could_come(tmp_pat
     for one, end in zip(nodes, ends, strict=True):
         reason = "the first node does not answer" if one.node_rank else "fewer than 2 machines have started"
         # In parentheses torch's own words, which differ: its store may be gone before its own client has connected.
-        words = re.escape(f"node {one.node_rank} could not meet the others at {one.where}: {reason}")
-        assert re.fullmatch(rf"{words}( \(.+\))?{re.escape(COME_TO)}", end), end
+        words = re.escape(f"node {one.node_rank} could not join the other nodes at {one.endpoint}: {reason}")
+        assert re.fullmatch(rf"{words}( \(.+\))?{re.escape(REMEDY)}", end), end
 
 
 @pytest.mark.parametrize("is_elastic", [False, True])
@@ -91,8 +91,7 @@ def test_a_port_in_use_is_named_with_the_option_for_another(tmp_path, is_elastic
     with socket.create_server(("", 0)) as other:
         port = other.getsockname()[1]
         assert end_of(node(0, port, is_elastic=is_elastic), tmp_path) == (
-            f"port {port} is in use on this machine, perhaps by another run: give another --master-port, the same on "
-            "every machine"
+            f"port {port} is in use on this machine; give another --master-port, the same on every machine"
         )
 
 
@@ -117,23 +116,20 @@ def test_a_node_that_parts_from_the_others_says_why():
     one = node(1, 7, is_elastic=True)
     lost = RendezvousConnectionError("The connection to the C10d store has failed. See inner exception for details.")
     lost.__cause__ = RuntimeError("Broken pipe\nframe #1")
-    assert _why_apart(lost, one, had_ranks=True) == (
-        "node 1 has lost the first node, at 127.0.0.1:7 (Broken pipe); look at the output there for the reason"
+    assert _rendezvous_error(lost, one, had_ranks=True) == (
+        "node 1 lost the first node at 127.0.0.1:7 (Broken pipe); its output has the reason"
     )
-    assert (
-        _why_apart(lost, one, had_ranks=False)
-        == f"node 1 could not meet the others at {one.where}: the first node does not answer (Broken pipe){COME_TO}"
-    )
-    few = f"node 1 could not meet the others at {one.where}: fewer than 2 machines have started{COME_TO}"
-    assert _why_apart(RendezvousTimeoutError(), one, had_ranks=True) == few
-    assert _why_apart(RendezvousClosedError(), one, had_ranks=True) == ENDED_BY_OTHERS
+    prefix = f"node 1 could not join the other nodes at {one.endpoint}: "
+    no_answer = f"{prefix}the first node does not answer (Broken pipe){REMEDY}"
+    assert _rendezvous_error(lost, one, had_ranks=False) == no_answer
+    few = f"{prefix}fewer than 2 machines have started{REMEDY}"
+    assert _rendezvous_error(RendezvousTimeoutError(), one, had_ranks=True) == few
+    assert _rendezvous_error(RendezvousClosedError(), one, had_ranks=True) == ENDED_BY_OTHERS
 
 
 def test_a_node_that_nobody_needed_says_so_when_the_others_end(tmp_path, monkeypatch):
     monkeypatch.setattr(Agent, "run", lambda self: None)
-    assert end_of(node(0, free_port(), is_elastic=True), tmp_path) == (
-        "the other nodes have ended this run; look at their output for the reason"
-    )
+    assert end_of(node(0, free_port(), is_elastic=True), tmp_path) == ENDED_BY_OTHERS
 
 
 def test_a_command_that_waits_in_vain_prints_one_message(tmp_path):
@@ -145,7 +141,9 @@ def test_a_command_that_waits_in_vain_prints_one_message(tmp_path):
     out, err = process.communicate(timeout=PATIENCE)
     assert (process.returncode, out) == (1, "GLOO_SOCKET_IFNAME=lo\n")
     (message,) = err.splitlines()
-    assert message.startswith(f"node 1 could not meet the others at 127.0.0.1:{port}: the first node does not answer (")
+    assert message.startswith(
+        f"node 1 could not join the other nodes at 127.0.0.1:{port}: the first node does not answer ("
+    )
 
 
 WAITING = """
@@ -199,7 +197,7 @@ class Exited(BaseException):
 def watch(monkeypatch, tmp_path, capsys):
     """`watch(nodes, received, had_ranks)`: how a launcher ends whose agent waits, or None where it lets it wait."""
     monkeypatch.setattr(launch_module, "STOP_SECONDS", 0.0)
-    monkeypatch.setattr(launch_module, "CUT_OFF_SECONDS", 0.0)
+    monkeypatch.setattr(launch_module, "UNREACHABLE_SECONDS", 0.0)
 
     def leave(code: int) -> None:
         raise Exited(code)
@@ -219,7 +217,7 @@ def watch(monkeypatch, tmp_path, capsys):
                 running.set_result(0)
 
         try:
-            launch_module._watch(running, nodes, SimpleNamespace(received=received, pass_on=pass_on), tmp_path)
+            launch_module._watch(running, nodes, SimpleNamespace(first=received, pass_on=pass_on), tmp_path)
         except Exited as exit:
             return exit.args[0], capsys.readouterr().err
         return None
@@ -232,8 +230,8 @@ def test_a_node_whose_first_node_is_gone_ends(watch):
     port = free_port()
     assert watch(node(1, port, is_elastic=False), had_ranks=True) == (
         1,
-        f"node 1 cannot reach the first node at 127.0.0.1:{port}, and its own ranks have ended; it ends too. Run the "
-        "same command again when the network is back\n",
+        f"node 1 cannot reach the first node at 127.0.0.1:{port}, and its ranks have exited; run the same command "
+        "again when the network works\n",
     )
 
 
@@ -251,7 +249,7 @@ def test_a_node_goes_on_waiting_that_is_the_first_or_has_not_met_the_others(watc
 def test_a_node_that_has_saved_and_waits_for_the_others_ends_with_75(watch, tmp_path, monkeypatch):
     """Its work is safe, whatever became of theirs: 1 would tell a batch system to give up."""
     monkeypatch.setenv("RANK", "3")
-    _write(str(tmp_path), "stopped, saved", StoppedEarly.exit_code, restart_may_help=False)
+    write_report(str(tmp_path), "stopped, saved", StoppedEarly.exit_code, restart_may_help=False)
     assert watch(node(1, free_port(), is_elastic=False), received=15, had_ranks=True) == (75, "stopped, saved\n")
 
 
@@ -357,7 +355,7 @@ def test_an_elastic_run_goes_on_without_a_lost_node_and_with_it_again(tmp_path):
         assert "\nrestarting from the newest checkpoint (1 of 3)\n" in said("a")
         second = start_node("b", 1)
         wait_for("a_of_2", "b_of_2")
-        assert "nodes have come or gone: starting again with those that are there\n" in said("a")
+        assert "nodes joined or left: restarting with the present ones\n" in said("a")
         assert (tmp_path / f"saved_{alone}").exists()
         (tmp_path / "done").touch()
         for launcher in (first, second):

@@ -19,7 +19,7 @@ from megatron_lite.cli.run import run_script
 from megatron_lite.errors import STOP_SIGNALS, ConfigError, StoppedEarly, TrainingError
 from megatron_lite.launch.launcher import launch
 from megatron_lite.launch.nodes import Nodes
-from megatron_lite.launch.reports import Failure, _write, explain
+from megatron_lite.launch.reports import Failure, explain, write_report
 from tests.helpers.forked_ranks import forked_ranks
 from tests.helpers.limits import PATIENCE
 
@@ -152,8 +152,7 @@ def test_ranks_that_cannot_restart_in_a_deleted_folder_end_with_the_reason(ranks
     with pytest.raises(TrainingError) as caught:
         ranks_here(1, delete_folder, str(tmp_path / "gone"), max_restarts=2)
     assert str(caught.value) == (
-        "the folder in which this command was started is deleted, and no rank can start there; run the same command in "
-        "a folder that exists"
+        "the current folder was deleted, so no rank can start; run the command in a folder that exists"
     )
 
 
@@ -184,7 +183,7 @@ def test_the_same_failure_twice_is_not_tried_a_third_time(ranks_here, tmp_path):
     assert ranks_here(1, fail, str(tmp_path), "disk full", max_restarts=5) == (
         1,
         "disk full\nrestarting from the newest checkpoint (1 of 5)\n"
-        "disk full\nthe same failure as before the restart: another one would not help\n",
+        "disk full\nthe same failure as before the restart; another restart would not help\n",
     )
     assert starts(tmp_path) == 2
 
@@ -216,7 +215,7 @@ def test_a_rank_that_has_finished_does_not_hide_one_that_fails_later(ranks_here,
 @pytest.mark.parametrize("code", ["0", "3"])
 def test_a_rank_that_leaves_in_the_midst_is_a_failure(ranks_here, code):
     """With 0 it was taken for one that still has a result to give, and waited for until the end of time."""
-    assert ranks_here(1, leave, code) == (1, f"rank 0 ended with exit code {code} before its work was done\n")
+    assert ranks_here(1, leave, code) == (1, f"rank 0 exited with code {code} before it finished\n")
 
 
 @pytest.mark.parametrize("number, name", [(signal.SIGSEGV, "SIGSEGV"), (40, "signal 40")])
@@ -257,7 +256,7 @@ def test_a_folder_for_output_that_cannot_be_is_a_config_error(ranks_here, tmp_pa
     (tmp_path / "file").touch()
     assert ranks_here(2, talk, log_dir=tmp_path / "file", max_restarts=1) == (
         2,
-        f"--log-dir is {tmp_path}/file, where rank_00001.log cannot be written: File exists\n",
+        f"--log-dir is {tmp_path}/file; cannot write rank_00001.log there: File exists\n",
     )
 
 
@@ -298,5 +297,5 @@ def test_the_cause_is_told_and_not_what_follows_from_it(tmp_path, monkeypatch, e
     """Two ranks, of which the first has reported, after a third had stopped with a checkpoint."""
     for rank, text, code in (("2", "stopped, saved", 75), ("0", "connection closed", 1), ("3", "me too", 2)):
         monkeypatch.setenv("RANK", rank)
-        _write(str(tmp_path), text, code, restart_may_help=code == 1)
+        write_report(str(tmp_path), text, code, restart_may_help=code == 1)
     assert explain(tmp_path, ended, received) == wanted

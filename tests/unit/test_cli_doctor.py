@@ -68,7 +68,7 @@ def test_one_process_examines_its_machine(tmp_path):
 def launched(monkeypatch) -> list[str]:
     """The addresses of launches, none of which starts a rank."""
     found: list[str] = []
-    monkeypatch.setattr(launch, "run_ranks", lambda target, args, nodes: found.append(nodes.where) or 0)
+    monkeypatch.setattr(launch, "run_ranks", lambda target, args, nodes: found.append(nodes.endpoint) or 0)
     return found
 
 

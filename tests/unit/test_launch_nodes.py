@@ -11,10 +11,10 @@ from megatron_lite.errors import ConfigError
 from megatron_lite.launch import nodes as nodes_module
 from megatron_lite.launch.nodes import (
     Nodes,
-    is_here,
+    is_local,
     is_reachable,
+    local_address,
     nodes_from,
-    own_address,
     set_network_variables,
 )
 from megatron_lite.parallel import interfaces as interfaces_module
@@ -86,21 +86,21 @@ def test_an_elastic_node_is_the_first_one_where_the_address_is_its_own(address, 
 @pytest.mark.parametrize(
     "nnodes, more, message",
     [
-        (None, {"node_rank": 0}, "--node-rank is for several machines; give --nnodes too"),
+        (None, {"node_rank": 0}, "--node-rank needs --nnodes"),
         (
             None,
             {"node_rank": 0, "master_addr": "a", "master_port": 1},
-            "--node-rank, --master-addr, --master-port is for several machines; give --nnodes too",
+            "--node-rank, --master-addr, --master-port needs --nnodes",
         ),
-        ("2", {"node_rank": 0}, "--nnodes needs --master-addr: the first machine's address, by which the others reach"),
+        ("2", {"node_rank": 0}, "--nnodes needs --master-addr, the address of the first machine"),
         ("1:2", {}, "--nnodes needs --master-addr"),
-        ("2", THERE, "--nnodes 2 needs --node-rank: 0 on the machine of --master-addr, then 1 and so on"),
-        ("2", {"node_rank": 2, **THERE}, "--node-rank is 2; with --nnodes 2 it is one of 0 to 1"),
-        ("1", {"node_rank": 1}, "--node-rank is 1; with --nnodes 1 it is one of 0 to 0"),
+        ("2", THERE, "--nnodes 2 needs --node-rank: 0 on the machine of --master-addr, then 1, 2"),
+        ("2", {"node_rank": 2, **THERE}, "--node-rank is 2; with --nnodes 2 use one of 0 to 1"),
+        ("1", {"node_rank": 1}, "--node-rank is 1; with --nnodes 1 use one of 0 to 0"),
         (
             "2",
             {"node_rank": 0, "max_restarts": 1, **THERE},
-            "--max-restarts needs machines that can meet again; use --nnodes 2:2, or let what starts this command",
+            "--max-restarts needs an elastic launch: use --nnodes 2:2",
         ),
     ],
 )
@@ -111,7 +111,7 @@ def test_what_cannot_be_is_refused(nnodes, more, message):
 
 @pytest.mark.parametrize("given", ["0", "", "-1", "two", "1.5", "2:1", "0:2", "1:", ":2", ":", "1:2:3", "1:two"])
 def test_what_is_no_number_of_machines_is_refused(given):
-    message = f"--nnodes is {given}; it wants a number of machines, such as 2, or a range, such as 1:4"
+    message = f"--nnodes is {given}; give a number of machines, such as 2, or a range, such as 1:4"
     with pytest.raises(ConfigError, match=re.escape(message)):
         nodes_from(1, given, node_rank=0, **THERE)
 
@@ -123,9 +123,9 @@ def test_a_range_of_nodes_has_these_world_sizes():
 
 
 def test_a_message_can_repeat_the_options():
-    assert Nodes(8).words == "--nproc-per-node 8"
-    assert Nodes(8, 2, 2).words == "--nnodes 2 --nproc-per-node 8"
-    assert Nodes(8, 1, 4, True).words == "--nnodes 1:4 --nproc-per-node 8"
+    assert Nodes(8).options == "--nproc-per-node 8"
+    assert Nodes(8, 2, 2).options == "--nnodes 2 --nproc-per-node 8"
+    assert Nodes(8, 1, 4, True).options == "--nnodes 1:4 --nproc-per-node 8"
 
 
 def unknown(name: str) -> str:
@@ -144,19 +144,19 @@ def test_an_address_that_leads_nowhere_is_a_config_error(name, reason, look_up, 
     """Before ranks start: later it would be a traceback of a socket, or a wait for ever."""
     monkeypatch.setattr(socket, "gethostbyname", look_up)
     with pytest.raises(ConfigError) as caught:
-        own_address(Nodes(1, 2, 2, master_addr=name, master_port=1))
+        local_address(Nodes(1, 2, 2, master_addr=name, master_port=1))
     assert str(caught.value).startswith(
-        f"--master-addr is {name}, which this machine ({socket.gethostname()}) has no way to: "
+        f"--master-addr is {name}, which this machine ({socket.gethostname()}) cannot reach: "
     )
     assert reason in str(caught.value)
-    assert str(caught.value).endswith("; give the first machine's name or address in the network that joins them")
-    assert not is_here(name)
+    assert str(caught.value).endswith("; give the first machine's name or address in your network")
+    assert not is_local(name)
 
 
 def test_our_address_is_that_from_which_packets_leave():
-    assert own_address(Nodes(1)) == "localhost"
-    assert own_address(Nodes(1, 2, 2, master_addr="127.0.0.1", master_port=1)) == "127.0.0.1"
-    assert own_address(Nodes(1, 2, 2, master_addr="127.8.8.8", master_port=1)) == "127.0.0.1"
+    assert local_address(Nodes(1)) == "localhost"
+    assert local_address(Nodes(1, 2, 2, master_addr="127.0.0.1", master_port=1)) == "127.0.0.1"
+    assert local_address(Nodes(1, 2, 2, master_addr="127.8.8.8", master_port=1)) == "127.0.0.1"
 
 
 def test_a_name_that_leads_to_the_loopback_is_left_for_an_address_that_others_can_reach(monkeypatch):
@@ -167,10 +167,10 @@ def test_a_name_that_leads_to_the_loopback_is_left_for_an_address_that_others_ca
         asked.append(address)
         return "127.0.0.1" if address.startswith("127.") else "10.0.0.7"
 
-    monkeypatch.setattr(nodes_module, "_address_towards", towards)
+    monkeypatch.setattr(nodes_module, "_source_address", towards)
     monkeypatch.setattr(socket, "gethostbyname", lambda name: "127.0.1.1")
-    assert own_address(Nodes(1, 2, 2, master_addr="node0", master_port=1)) == "10.0.0.7"
-    assert asked == ["127.0.1.1", nodes_module.ELSEWHERE]
+    assert local_address(Nodes(1, 2, 2, master_addr="node0", master_port=1)) == "10.0.0.7"
+    assert asked == ["127.0.1.1", nodes_module.REMOTE]
 
 
 def test_a_machine_without_a_network_keeps_the_loopback(monkeypatch):
@@ -179,14 +179,14 @@ def test_a_machine_without_a_network_keeps_the_loopback(monkeypatch):
             raise OSError("Network is unreachable")
         return "127.0.0.1"
 
-    monkeypatch.setattr(nodes_module, "_address_towards", towards)
+    monkeypatch.setattr(nodes_module, "_source_address", towards)
     monkeypatch.setattr(socket, "gethostbyname", lambda name: "127.0.1.1")
-    assert own_address(Nodes(1, 2, 2, master_addr="node0", master_port=1)) == "127.0.0.1"
+    assert local_address(Nodes(1, 2, 2, master_addr="node0", master_port=1)) == "127.0.0.1"
 
 
 @pytest.mark.parametrize("address, here", [("127.0.0.1", True), ("localhost", True), ("203.0.113.7", False)])
-def test_an_address_is_here_if_a_socket_can_have_it(address, here):
-    assert is_here(address) == here
+def test_an_address_is_local_if_a_socket_can_have_it(address, here):
+    assert is_local(address) == here
 
 
 def test_an_interface_is_found_by_its_address():
