@@ -21,7 +21,7 @@ from megatron_lite.cli.submit import submit
 from megatron_lite.cli.train_tokenizer import train_tokenizer
 from megatron_lite.cli.usage import Command, Commands
 from megatron_lite.errors import MegatronLiteError
-from megatron_lite.launch.streams import end_with_lost_output
+from megatron_lite.launch.streams import exit_on_lost_output
 
 app = typer.Typer(
     name="megatron-lite",
@@ -58,7 +58,7 @@ def main() -> None:
 
     Exit codes: 0 done, 1 failed, 2 bad usage or config, 75 stopped early with a checkpoint, 141 output pipe closed.
     """
-    end_with_lost_output()
+    exit_on_lost_output()
     try:
         app()
     except MegatronLiteError as error:

@@ -52,7 +52,7 @@ def submit(
     """Write a SLURM job script to run.dir and submit it. The job requeues itself until training is done."""
     from megatron_lite.cli.pretrain import check
     from megatron_lite.config.load import load_config
-    from megatron_lite.launch.submit import job_script, submitted, task_overrides
+    from megatron_lite.launch.submit import job_script, submit_job, task_overrides
 
     if (gpus_per_node is None) == (nproc_per_node is None):
         raise ConfigError("give --gpus-per-node, or --nproc-per-node for training on CPUs; not both")
@@ -86,7 +86,7 @@ def submit(
         return
     path = folder / "pretrain.sbatch"
     _write(path, script, run_dir)
-    typer.echo(f"job {submitted(path)}: {path}, output in {folder}")
+    typer.echo(f"job {submit_job(path)}: {path}, output in {folder}")
 
 
 def _write(path: Path, script: str, run_dir: str) -> None:

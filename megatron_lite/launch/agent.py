@@ -154,8 +154,8 @@ def _rendezvous_error(error: Exception, nodes: Nodes, had_ranks: bool) -> str:
         reason = f"fewer than {nodes.min_nodes} machines have started ({reason})"
     return (
         f"node {nodes.node_rank} could not join the other nodes at {nodes.endpoint}: {reason}; start the same command "
-        f"on every machine, each with its own --node-rank, within --join-timeout ({nodes.join_timeout:g} s), and let them "
-        "reach that port"
+        f"on every machine, each with its own --node-rank, within --join-timeout ({nodes.join_timeout:g} s), and let "
+        "them reach that port"
     )
 
 

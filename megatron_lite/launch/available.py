@@ -1,4 +1,4 @@
-"""What this process may use of its machine, which a batch system or a container may have limited."""
+"""Cores and memory of this process, within the limits of a batch system or a container."""
 
 import os
 from contextlib import suppress
@@ -8,6 +8,7 @@ CGROUP = Path("/sys/fs/cgroup")
 
 
 def available_cores() -> int:
+    """The number of CPU cores, at least 1."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     with suppress(OSError, ValueError):
         quota, period = (CGROUP / "cpu.max").read_text().split()
@@ -16,7 +17,7 @@ def available_cores() -> int:
 
 
 def available_memory() -> float:
-    """Bytes."""
+    """Bytes of memory."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     with suppress(OSError, ValueError):
         memory = min(memory, int((CGROUP / "memory.max").read_text()))

@@ -1,7 +1,7 @@
-"""A pool of rank processes for tests: they start once a session and serve every distributed test.
+"""A pool of rank processes that serves all distributed tests of a session.
 
-Starting Python and torch in each rank takes seconds, a fresh process group milliseconds. So the processes stay
-and each call gets its own group, on a FileStore: no ports, nothing shared with the call before.
+Starting Python and torch in a rank takes seconds, a new process group milliseconds. So the processes stay, and each
+call gets a new group on a FileStore, which needs no port.
 """
 
 import contextlib
@@ -23,27 +23,26 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-# Once one rank has failed, the others usually wait for it in a collective: no use in the whole time-out.
-GRACE_SECONDS = 5.0
+GRACE_SECONDS = 5.0  # for the other ranks after a failure: they usually wait in a collective for the failed rank
 
 
 class RanksFailed(AssertionError):
-    """What went wrong, with the traceback of every rank that failed or hung."""
+    """Ranks failed or hung; the message has their tracebacks."""
 
 
 def _serve(pipe: connection.Connection, stack_file: Path) -> None:
-    """The life of a rank: receive a job, run it in a fresh process group, send the result or the traceback."""
+    """The loop of a rank: receive a job, run it in a new process group, send its result or traceback."""
     import torch
     import torch.distributed as dist
 
     torch.set_num_threads(1)
-    modules = 0
+    num_modules = 0
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for pytest, which then closes the pipes
     with contextlib.suppress(EOFError), stack_file.open("w") as stacks:
         faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=False)
         while True:
-            if len(sys.modules) > modules:  # or every collection in a test goes through all that imports have made
-                modules = len(sys.modules)
+            if len(sys.modules) > num_modules:  # keeps imported objects out of every later garbage collection
+                num_modules = len(sys.modules)
                 gc.collect()
                 gc.freeze()
             rank, size, store, seconds, job = pickle.loads(pipe.recv_bytes())
@@ -53,17 +52,17 @@ def _serve(pipe: connection.Connection, stack_file: Path) -> None:
                 dist.init_process_group(
                     "gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=timeout
                 )
-                # A rank that failed at once would close its sockets while another still connects to them.
+                # Without it, a rank that fails at once closes its sockets while others connect to them.
                 dist.barrier()
                 function, args, kwargs = pickle.loads(job)
                 answer = pickle.dumps((True, function(*args, **kwargs)))
             except BaseException:
                 answer = pickle.dumps((False, traceback.format_exc()))
-                # Closing the sockets is also what wakes peers that wait for this rank.
+                # Closed sockets wake peers that wait for this rank.
                 if dist.is_initialized():
                     dist.destroy_process_group()
             pipe.send_bytes(answer)
-            # A rank that is done early keeps its sockets open: a slower one may still be connecting to it.
+            # Sockets stay open until all ranks have answered: a slower one may still be connecting.
             pipe.recv_bytes()
             if dist.is_initialized():
                 dist.destroy_process_group()
@@ -76,17 +75,17 @@ class _Rank:
     stack_file: Path
 
     def stack(self) -> str:
-        """The Python stack the rank is in right now."""
+        """The current Python stack of the rank."""
         os.kill(self.process.pid or 0, signal.SIGUSR1)
         time.sleep(0.2)
         return self.stack_file.read_text()
 
 
 class Ranks:
-    """`ranks(size, function, *args, **kwargs)` runs `function(*args, **kwargs)` in each rank, returns their results.
+    """`ranks(size, function, *args, **kwargs)` calls the function in each rank and returns the results by rank.
 
-    The function must be importable: defined at the top of a test module. torch.distributed is initialized with gloo;
-    torch has one thread and the same seed in each rank. Results are pickled, so tensors arrive as copies.
+    The function must be defined at the top of a module. torch.distributed uses gloo; torch has one thread and the same
+    seed in each rank. Results are pickled, so tensors are copies.
     """
 
     def __init__(self, timeout_seconds: float = 120.0):
@@ -96,7 +95,7 @@ class Ranks:
         self._calls = 0
 
     def within(self, timeout_seconds: float) -> "Callable[..., list[Any]]":
-        """The same pool with another time-out."""
+        """A callable like this pool, with another time-out."""
         return lambda size, function, *args, **kwargs: self._run(timeout_seconds, size, function, args, kwargs)
 
     def __call__(self, size: int, function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
@@ -119,7 +118,7 @@ class Ranks:
         return [answers[rank][1] for rank in range(size)]
 
     def _collect(self, size: int, timeout_seconds: float) -> dict[int, tuple[bool, Any]]:
-        """Every rank's answer. Ranks that hang or died are answered for, and the pool starts anew at the next call."""
+        """The answer of every rank; if a rank hangs or dies, all processes are replaced at the next call."""
         answers: dict[int, tuple[bool, Any]] = {}
         pending = {member.pipe: rank for rank, member in enumerate(self._ranks[:size])}
         deadline = time.monotonic() + timeout_seconds
@@ -128,10 +127,10 @@ class Ranks:
             ready = connection.wait(list(pending), timeout=max(0.0, deadline - time.monotonic()))
             if not ready:
                 for rank in pending.values():
-                    where = self._ranks[rank].stack()
+                    stack = self._ranks[rank].stack()
                     answers[rank] = (
                         False,
-                        f"hung, killed after {timeout_seconds:g} s or when others failed, in\n{where}",
+                        f"hung, killed after {timeout_seconds:g} s or a failure elsewhere, in\n{stack}",
                     )
                 broken = True
                 break
@@ -155,17 +154,19 @@ class Ranks:
         return answers
 
     def _start(self, size: int) -> None:
-        """Ranks are added until there are `size`."""
-        # A fork server imports torch and ours once; each rank is then a fork of a process that has no thread yet.
+        """Add ranks until the pool has `size`."""
+        # A fork server imports torch and this package once; each rank is a fork of it, made before it has threads.
         ctx = get_context("forkserver")
-        ctx.set_forkserver_preload(["megatron_lite.training.pretrain", "torch._dynamo"])  # any optimizer needs it
+        ctx.set_forkserver_preload(
+            ["megatron_lite.training.pretrain", "torch._dynamo"]
+        )  # every optimizer imports _dynamo
         while len(self._ranks) < size:
-            ours, theirs = ctx.Pipe()
+            pipe, rank_pipe = ctx.Pipe()
             stack_file = self._folder / f"stack-{len(self._ranks)}-{self._calls}"
-            process = ctx.Process(target=_serve, args=(theirs, stack_file), daemon=True)
+            process = ctx.Process(target=_serve, args=(rank_pipe, stack_file), daemon=True)
             process.start()
-            theirs.close()
-            self._ranks.append(_Rank(process, ours, stack_file))
+            rank_pipe.close()
+            self._ranks.append(_Rank(process, pipe, stack_file))
 
     def _kill(self) -> None:
         for member in self._ranks:

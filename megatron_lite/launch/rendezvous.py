@@ -1,7 +1,7 @@
-"""How the launchers of a run find each other, and which store their ranks get.
+"""The rendezvous of a run's launchers, and the store of its ranks.
 
-Anyone who reaches the port of a store can write into it, so nothing that is read from one is unpickled. A single
-machine needs no port that others can reach: its store listens on the loopback interface.
+Any program that reaches the port of a store can write into it, so values from a store are never unpickled. The store
+of a single machine listens only on the loopback interface.
 """
 
 import pickle
@@ -29,8 +29,11 @@ from megatron_lite.parallel.interfaces import LOOPBACK
 RUN_ID = "megatron_lite"
 
 
-def build_handler(nodes: Nodes, own_address: str) -> RendezvousHandler:
-    """The rendezvous that this launch needs; that of an elastic node connects to the first node here."""
+def build_handler(nodes: Nodes, address: str) -> RendezvousHandler:
+    """The rendezvous for these nodes. An elastic node connects to the first node here.
+
+    address  of this machine
+    """
     if not nodes.several:
         return OneMachine()
     seconds = int(nodes.join_timeout)
@@ -42,7 +45,7 @@ def build_handler(nodes: Nodes, own_address: str) -> RendezvousHandler:
         run_id=RUN_ID,
         min_nodes=nodes.min_nodes,
         max_nodes=nodes.max_nodes,
-        local_addr=own_address,
+        local_addr=address,
         join_timeout=seconds,
     )
     store = TCPStore(
@@ -58,13 +61,12 @@ def build_handler(nodes: Nodes, own_address: str) -> RendezvousHandler:
 class OneMachine(RendezvousHandler):
     """The rendezvous of a single launcher.
 
-    The launcher keeps its own data in this process. Each start of its ranks gets a new store, because restarted ranks
-    must not find the addresses of those before. The launcher serves the store, so that torch's `init_process_group`
-    opens no port in the first rank.
+    Each start of its ranks gets a new store, because the old one has addresses of the previous ranks. This process
+    serves the store, so that torch's `init_process_group` opens no port in the first rank.
     """
 
     def __init__(self) -> None:
-        self._store_of_ranks: Store | None = None  # it serves as long as this reference lives
+        self._store_of_ranks: Store | None = None  # serves while this reference exists
 
     @property
     def use_agent_store(self) -> bool:
@@ -100,11 +102,10 @@ class OneMachine(RendezvousHandler):
 
 
 class FixedNodes(StaticTCPRendezvous):
-    """The rendezvous of a fixed number of nodes, each with its own rank."""
+    """The rendezvous of a fixed number of nodes, each with a different rank."""
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Raises ConfigError, on every node, where several have one rank: torch would wait for the missing rank until
-        time is up."""
+        """Raise ConfigError on every node if two have the same rank; torch would wait for the missing rank."""
         info = super().next_rendezvous()
         place = info.store.add("nodes", 1)
         info.store.set(f"node {place}", f"{self.rank} {socket.gethostname()}")
@@ -116,7 +117,7 @@ class FixedNodes(StaticTCPRendezvous):
             if len(of_rank) > 1:
                 raise ConfigError(
                     f"--node-rank {rank} was given on {len(of_rank)} machines ({', '.join(sorted(of_rank))}); give "
-                    f"each its own, 0 to {self.world_size - 1}"
+                    f"each a different one, 0 to {self.world_size - 1}"
                 )
         return info
 
@@ -144,7 +145,7 @@ class _State(BaseModel):
 
 
 def encode_state(state: _RendezvousState) -> bytes:
-    """The JSON text of a state of torch's rendezvous."""
+    """The state of torch's rendezvous as JSON."""
     fields = {
         name: list(value.items()) if isinstance(value, dict) else sorted(value) if isinstance(value, set) else value
         for name, value in vars(state).items()
@@ -153,7 +154,7 @@ def encode_state(state: _RendezvousState) -> bytes:
 
 
 def decode_state(text: bytes) -> _RendezvousState:
-    """The state that a JSON text holds; raises ValidationError, a ValueError, for any other text."""
+    """The state in a JSON text. Raises ValidationError, a ValueError, for any other text."""
     state = _RendezvousState()
     for name, value in _State.model_validate_json(text):
         kind = type(getattr(state, name))
@@ -162,15 +163,15 @@ def decode_state(text: bytes) -> _RendezvousState:
 
 
 class JsonBackend(C10dRendezvousBackend):
-    """Keeps the state of an elastic rendezvous as JSON; torch's own backend unpickles whatever the store holds.
+    """Keeps the state of an elastic rendezvous as JSON; torch's backend would unpickle any value of the store.
 
-    torch passes and takes pickled states. They are made and read in this process only: the store has the JSON. Text
-    that is not a state is overwritten with the last state that this node has read.
+    Torch's interface takes and returns pickled states, which never leave this process. Text in the store that is not a
+    state is overwritten with the last state that this node has read.
     """
 
-    def __init__(self, store: Store, where: str):
+    def __init__(self, store: Store, endpoint: str):
         super().__init__(store, RUN_ID)
-        self._where = where
+        self._endpoint = endpoint
         self._last: bytes | None = None
         self._has_reported = False
 
@@ -181,7 +182,7 @@ class JsonBackend(C10dRendezvousBackend):
     def get_state(self) -> tuple[bytes, Any] | None:
         while True:
             restored = self._last or self._NULL_SENTINEL.encode()
-            # Unlike `get`, it does not wait for a key that another program has deleted.
+            # Unlike `get`, this does not wait for a key that another program has deleted.
             found: bytes = self._call_store("compare_set", self._key, "", restored)
             if found == self._NULL_SENTINEL.encode() == restored:
                 return None
@@ -206,8 +207,8 @@ class JsonBackend(C10dRendezvousBackend):
     def _report(self) -> None:
         if not self._has_reported:
             print(
-                f"another program writes into the store of this run at {self._where}; its data was overwritten. Let "
-                "only the machines of this run reach that port",
+                f"another program writes into the store of this run at {self._endpoint}; its data was overwritten. "
+                "Let only the machines of this run reach that port",
                 file=sys.stderr,
                 flush=True,
             )

@@ -1,8 +1,7 @@
-"""Standard output and standard error that may fail: the reader is gone, the disk is full, the descriptor is closed.
+"""Failures of standard output and standard error: a closed pipe, a full disk, a closed descriptor.
 
-A run continues without the stream that failed and reports it once. Messages of standard error then go to standard
-output, or where both have failed to a file in run.dir. Other commands end at once; a reader that is gone, such as
-`head`, gives them the exit code of SIGPIPE.
+A run continues without the failed stream and reports the failure once. Its error messages then go to standard output,
+or, if both streams failed, to a file in run.dir. Other commands exit; on a closed pipe with the exit code of SIGPIPE.
 """
 
 import atexit
@@ -18,18 +17,19 @@ DESCRIPTORS = {"stdout": 1, "stderr": 2}
 
 
 class Owner(Protocol):
-    """Decides what a failure means; `text` was not written."""
+    """Handles failures of an `Output`."""
 
-    def on_failure(self, name: str, error: Exception, text: str) -> None: ...
+    def on_failure(self, name: str, error: Exception, text: str) -> None:
+        """Handle the failure of stream `name`, which did not write `text`."""
 
 
 class Output:
-    """The stream sys.stdout or sys.stderr, flushed after each line, whose failures its owner handles."""
+    """Replaces sys.stdout or sys.stderr. It flushes after each line, and its owner handles failures."""
 
     def __init__(self, name: str, owner: Owner) -> None:
         stream = getattr(sys, name)
         self.name, self.owner = name, owner
-        self.stream: TextIO = stream.stream if isinstance(stream, Output) else stream or _opened(name)
+        self.stream: TextIO = stream.stream if isinstance(stream, Output) else stream or _open(name)
         self._unwritten = ""
         setattr(sys, name, self)
 
@@ -40,7 +40,7 @@ class Output:
         self._unwritten += text
         try:
             self.stream.write(text)
-        except (OSError, ValueError) as error:  # ValueError: closed, or no code for a character
+        except (OSError, ValueError) as error:  # ValueError: closed, or a character outside the encoding
             self._fail(error)
         if "\n" in text:
             self.flush()
@@ -58,7 +58,7 @@ class Output:
         self.owner.on_failure(self.name, error, text)
 
     def discard(self) -> None:
-        """Empties the buffer, which Python would try to write at exit, and report."""
+        """Empty the buffer; otherwise Python would fail to write it at exit, with a traceback."""
         with suppress(OSError, ValueError):
             null = os.open(os.devnull, os.O_WRONLY)
             os.dup2(null, self.stream.fileno())
@@ -67,7 +67,7 @@ class Output:
 
 
 class _Command:
-    """Ends the process: a command whose output is lost has nothing left to do."""
+    """Exits, because a command without output is useless."""
 
     def on_failure(self, name: str, error: Exception, text: str) -> None:
         sys.stdout.discard()  # type: ignore[attr-defined]
@@ -78,30 +78,30 @@ class _Command:
 
 
 class _Run:
-    """Continues; the other stream, or a file in run.dir, gets what must not be lost."""
+    """Continues. Error messages go to the other stream or to a file in run.dir."""
 
     def __init__(self) -> None:
         self.folder: Path | None = None
         self.closed = {name for name in DESCRIPTORS if getattr(sys, name) is None}
         self._failed: set[str] = set()
-        self._is_passing_on = False
+        self._is_forwarding = False  # True while the other stream writes a message
 
     def on_failure(self, name: str, error: Exception, text: str) -> None:
-        if name == "stdout" and not self._is_passing_on:
-            text = ""  # progress, which is in metrics.jsonl too
+        if name == "stdout" and not self._is_forwarding:
+            text = ""  # progress; metrics.jsonl has it too
         if name not in self._failed:
             self._failed.add(name)
             atexit.register(getattr(sys, name).discard)
             rows = f"; {self.folder}/metrics.jsonl has every iteration" if self.folder and name == "stdout" else ""
             text = f"{name}: cannot write: {_reason(error)}; the run continues without it{rows}\n{text}"
         if text:
-            self._pass_on(text, "stderr" if name == "stdout" else "stdout")
+            self._forward(text, "stderr" if name == "stdout" else "stdout")
 
-    def _pass_on(self, text: str, other: str) -> None:
+    def _forward(self, text: str, other: str) -> None:
         if other not in self._failed | self.closed:
-            self._is_passing_on = True
+            self._is_forwarding = True
             getattr(sys, other).write(text)
-            self._is_passing_on = False
+            self._is_forwarding = False
         elif self.folder is not None:
             with suppress(OSError):
                 self.folder.mkdir(parents=True, exist_ok=True)
@@ -109,16 +109,16 @@ class _Run:
                     file.write(text)
 
 
-def end_with_lost_output() -> None:
-    """From here on this process ends, without a traceback, when standard output fails. A closed one loses its text."""
+def exit_on_lost_output() -> None:
+    """Make this process exit without a traceback when standard output fails. Text for a closed one is lost."""
     if sys.stdout is not None:
         Output("stdout", _Command())
 
 
 def survive_lost_output(folder: Path | None) -> None:
-    """From here on this process continues when standard output or standard error fails.
+    """Make this process continue when standard output or standard error fails.
 
-    folder  run.dir; None: not known yet
+    folder  run.dir; None: unknown so far
     """
     owner, is_new = getattr(sys.stdout, "owner", None), False
     if not isinstance(owner, _Run):
@@ -126,17 +126,19 @@ def survive_lost_output(folder: Path | None) -> None:
         for name in DESCRIPTORS:
             Output(name, owner)
     owner.folder = folder or owner.folder
-    if is_new and os.environ.get("RANK", "0") == "0":  # others write nothing there but their errors
+    if is_new and os.environ.get("RANK", "0") == "0":  # other ranks print only errors
         for name in sorted(owner.closed):
             owner.on_failure(name, ValueError("it is closed"), "")
 
 
-def _opened(name: str) -> TextIO:
-    """A stream for one that is closed: /dev/null takes its descriptor, which the next file would get otherwise, and
-    with it what libraries print."""
+def _open(name: str) -> TextIO:
+    """A stream to /dev/null in place of a closed one.
+
+    It takes the closed descriptor. Otherwise the next opened file would get it, and with it the output of libraries.
+    """
     descriptor = DESCRIPTORS[name]
     try:
-        os.fstat(descriptor)  # it belongs to another file already
+        os.fstat(descriptor)  # raises OSError if the descriptor is free
         return open(os.devnull, "w", encoding="utf-8")
     except OSError:
         null = os.open(os.devnull, os.O_WRONLY)

@@ -1,4 +1,4 @@
-"""Writes the job script of a SLURM job and submits it."""
+"""The script of a SLURM job, and its submission."""
 
 import os
 import re
@@ -11,12 +11,12 @@ from pathlib import Path
 from megatron_lite.config.schema import PRINTABLE
 from megatron_lite.errors import ConfigError, TrainingError
 
-HOME = Path(__file__).resolve().parents[2]  # of the checkout
+HOME = Path(__file__).resolve().parents[2]  # the checkout
 SCRIPT = HOME / "tools" / "slurm" / "pretrain.sbatch"
 
 
 def task_overrides(array: str | None, overrides: list[str]) -> list[str]:
-    """The overrides as the first task of a job array gets them, all but the folder's."""
+    """The overrides of the first task of a job array; run.dir keeps its %a."""
     first = re.match(r"\d+", array or "")
     if first is None:
         return overrides
@@ -28,9 +28,9 @@ def sets_run_dir(override: str) -> bool:
 
 
 def job_script(options: list[str], arguments: list[str]) -> str:
-    """`tools/slurm/pretrain.sbatch` with these options and arguments in it; sbatch takes the last of two options."""
+    """`tools/slurm/pretrain.sbatch` with these arguments, and these options last: sbatch takes the last of two."""
     if not SCRIPT.exists():
-        raise ConfigError(f"there is no {SCRIPT}: submit works from a checkout of megatron_lite, with its tools/")
+        raise ConfigError(f"{SCRIPT} is missing; submit needs a checkout of megatron_lite, with its tools/")
     first, *rest = SCRIPT.read_text(encoding="utf-8").splitlines(keepends=True)
     end = next(number for number, line in enumerate(rest) if line.startswith("set -u"))
     header = [f"#SBATCH {quoted('an option of sbatch', option)}\n" for option in options]
@@ -44,16 +44,16 @@ def job_script(options: list[str], arguments: list[str]) -> str:
 
 
 def quoted(what: str, text: str) -> str:
-    """A word for the shell; raises ConfigError for text that would end its line in the job script."""
+    """The text quoted for the shell. Raises ConfigError if it has control characters, which could end its line."""
     if not re.fullmatch(PRINTABLE, text):
-        raise ConfigError(f"{what} is {text!r}; a job script takes no control characters, remove them")
+        raise ConfigError(f"{what} is {text!r}; remove the control characters")
     return shlex.quote(text)
 
 
-def submitted(path: Path) -> str:
-    """The number of the job that this script became."""
+def submit_job(path: Path) -> str:
+    """Submit a job script and return the number of its job."""
     if shutil.which("sbatch") is None:
-        raise TrainingError(f"there is no sbatch on this machine; submit {path} from one that has it: sbatch {path}")
+        raise TrainingError(f"this machine has no sbatch; on one that has it, run: sbatch {path}")
     done = subprocess.run(["sbatch", "--parsable", str(path)], capture_output=True, text=True)
     if done.returncode:
         raise TrainingError(f"sbatch {path}: {done.stderr.strip() or f'exit code {done.returncode}'}")

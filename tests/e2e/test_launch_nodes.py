@@ -107,7 +107,7 @@ def test_two_machines_with_one_node_rank_are_told_of_each_other(tmp_path):
 
     with ThreadPoolExecutor(3) as executor:
         assert list(executor.map(end, nodes)) == 3 * [
-            f"--node-rank 1 was given on 2 machines ({host}, {host}); give each its own, 0 to 2"
+            f"--node-rank 1 was given on 2 machines ({host}, {host}); give each a different one, 0 to 2"
         ]
 
 

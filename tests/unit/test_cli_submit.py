@@ -186,7 +186,7 @@ def test_without_a_checkout_there_is_no_template(tmp_path, monkeypatch):
     done = submit("--nproc-per-node", "2", "--dry-run", *GOOD, cwd=tmp_path)
     assert done.returncode == 2
     assert done.stderr == (
-        f"there is no {tmp_path}/pretrain.sbatch: submit works from a checkout of megatron_lite, with its tools/\n"
+        f"{tmp_path}/pretrain.sbatch is missing; submit needs a checkout of megatron_lite, with its tools/\n"
     )
 
 
@@ -234,7 +234,7 @@ def test_without_sbatch_the_script_is_written_for_another_machine(tmp_path, comm
     done = submit("--nproc-per-node", "2", *GOOD, cwd=tmp_path)
     path = tmp_path / "runs" / "mine" / "pretrain.sbatch"
     assert done.returncode == 1
-    assert done.stderr == f"there is no sbatch on this machine; submit {path} from one that has it: sbatch {path}\n"
+    assert done.stderr == f"this machine has no sbatch; on one that has it, run: sbatch {path}\n"
     assert path.exists()
 
 
@@ -425,7 +425,7 @@ def test_a_control_character_in_a_job_script_is_an_error(tmp_path, more, what):
     done = submit("--nproc-per-node", "2", "--dry-run", *GOOD, *more, cwd=tmp_path)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith(what)
-    assert done.stderr.endswith("; a job script takes no control characters, remove them\n")
+    assert done.stderr.endswith("; remove the control characters\n")
 
 
 def test_a_current_folder_with_a_newline_is_an_error(tmp_path):

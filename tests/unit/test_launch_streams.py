@@ -1,4 +1,4 @@
-"""Output that cannot be written: what a run does about it, and what other commands do."""
+"""Lost output: runs continue, other commands exit."""
 
 import io
 import os
@@ -8,7 +8,7 @@ import pytest
 
 import megatron_lite
 from megatron_lite.config.load import load_config
-from megatron_lite.launch.streams import end_with_lost_output, survive_lost_output
+from megatron_lite.launch.streams import exit_on_lost_output, survive_lost_output
 from megatron_lite.training import pretrain as core
 
 FULL = OSError(28, "No space left on device")
@@ -16,7 +16,7 @@ NOTICE = "stdout: cannot write: No space left on device; the run continues witho
 
 
 class Failing(io.StringIO):
-    """A stream that buffers as a file does: a flush fails as long as `error` is set."""
+    """A buffered stream whose flush fails while `error` is set."""
 
     def __init__(self, error: Exception | None = None) -> None:
         super().__init__()
@@ -29,7 +29,7 @@ class Failing(io.StringIO):
 
 @pytest.fixture
 def streams(monkeypatch, tmp_path):
-    """Sets both streams and lets the run survive their failures; returns them."""
+    """`streams(out, err)` makes a run survive failures of both streams, which fail with these errors; returns both."""
 
     def make(out: Exception | None, err: Exception | None) -> tuple[Failing, Failing]:
         found = Failing(out), Failing(err)
@@ -43,7 +43,7 @@ def streams(monkeypatch, tmp_path):
 
 
 def test_a_full_standard_output_is_reported_once(streams, tmp_path):
-    """Training would end for want of a log line, and lose all since its last checkpoint."""
+    """Otherwise a full disk for logs would stop training and lose its progress since the last checkpoint."""
     _, err = streams(FULL, None)
     for number in range(3):
         print(number, flush=True)
@@ -51,7 +51,7 @@ def test_a_full_standard_output_is_reported_once(streams, tmp_path):
     assert err.getvalue() == NOTICE.format(tmp_path) + "iteration\nanother message\n"
 
 
-def test_standard_output_is_used_again_when_the_disk_has_room(streams):
+def test_standard_output_recovers_when_the_disk_has_space(streams):
     out, _ = streams(FULL, None)
     print("lost")
     out.error = None
@@ -60,7 +60,7 @@ def test_standard_output_is_used_again_when_the_disk_has_room(streams):
 
 
 def test_messages_of_a_full_standard_error_are_printed_on_standard_output(streams):
-    """They say why a run failed."""
+    """They contain the reason of a failure."""
     out, _ = streams(None, FULL)
     print("the reason", file=sys.stderr)
     notice = "stderr: cannot write: No space left on device; the run continues without it\n"
@@ -89,8 +89,8 @@ def test_a_closed_standard_output_is_reported_by_one_rank(monkeypatch, rank, rep
     assert err.getvalue() == "stdout: cannot write: it is closed; the run continues without it\n" * reported
 
 
-def test_another_call_keeps_what_was_reported(streams, tmp_path):
-    """The launcher's process and `pretrain` both make the call."""
+def test_a_failure_is_reported_once_although_survive_lost_output_is_called_twice(streams, tmp_path):
+    """The launcher and `pretrain` both call it."""
     _, err = streams(FULL, None)
     print("lost")
     survive_lost_output(tmp_path / "other")
@@ -114,10 +114,10 @@ def test_a_script_that_calls_pretrain_survives_lost_output(monkeypatch, tmp_path
     (FULL, 1, "stdout: cannot write: No space left on device\n"),
     (ValueError("no code for this character"), 1, "stdout: cannot write: no code for this character\n"),
 ])  # fmt: skip
-def test_a_command_ends_without_a_traceback_when_its_output_is_lost(monkeypatch, capsys, error, code, message):
-    """141 is what shells report of a program that SIGPIPE ended, as in `inspect | head`."""
+def test_a_command_exits_without_a_traceback_when_its_output_is_lost(monkeypatch, capsys, error, code, message):
+    """Shells report 141 for a program that SIGPIPE ended, as in `inspect | head`."""
     monkeypatch.setattr(sys, "stdout", Failing(error))
-    end_with_lost_output()
+    exit_on_lost_output()
     with pytest.raises(SystemExit) as end:
         print("lost")
     assert end.value.code == code
@@ -125,7 +125,7 @@ def test_a_command_ends_without_a_traceback_when_its_output_is_lost(monkeypatch,
 
 
 def test_a_closed_descriptor_is_not_given_to_another_file(monkeypatch, tmp_path):
-    """What libraries print to standard error would end up in a checkpoint."""
+    """Libraries print to descriptor 2; their text would end up in a checkpoint."""
     monkeypatch.setattr(sys, "stderr", None)
     kept = os.dup(2)
     os.close(2)

@@ -58,7 +58,7 @@ def names(module: str, name: str) -> bytes:
         ("os", "system"),
         ("builtins", "eval"),
         ("torch", "load"),
-        ("megatron_lite.launch.submit", "submitted"),  # a function of this package
+        ("megatron_lite.launch.submit", "submit_job"),  # a function of this package
         ("megatron_lite.launch.submit", "subprocess.run"),
         ("megatron_lite.launch.agent", "Agent"),  # a class, but not of data
         ("megatron_lite.launch.rendezvous", "_NodeDesc"),  # data, but of another package
