@@ -1,19 +1,17 @@
 #!/bin/sh
-# Pretrains on this machine, or on this one of several: one rank for each GPU, or without GPUs one for each two CPU cores.
+# Pretrains on one machine or on several: one rank for each GPU, or without GPUs one for each two CPU cores.
 #
 #   ./launch.sh [--dry-run] [--nproc-per-node N] --config configs/gpt.yaml [SECTION.FIELD=VALUE]...
 #
-# A layout that needs another number of ranks than that default is given it: configs/quickstart.yaml has
-# parallel.tensor: 2 and needs --nproc-per-node 2 (or a multiple), however many cores there are.
+# Some layouts need another number of ranks: configs/quickstart.yaml has parallel.tensor: 2 and needs --nproc-per-node 2
+# or a multiple.
 #
-# Several machines: on each of them the same command, with NNODES, NODE_RANK (0, 1, ...) and MASTER_ADDR (the first
-# machine, as the others reach it) set, MASTER_PORT if 29500 is taken. NNODES=1:4 goes on when machines come, and with
-# --max-restarts when they go.
-# In a SLURM allocation these follow from SLURM's variables; outside a job step, srun starts it on every node.
+# On several machines, start the same command on each, with NNODES, NODE_RANK (0, 1, ...) and MASTER_ADDR (address of
+# the first machine), and with MASTER_PORT if 29500 is in use. NNODES=1:4 lets machines join during the run, and with
+# --max-restarts leave. A SLURM allocation sets all of these; outside a job step, srun starts this script on every node.
 #
-# Everything but --dry-run and --nproc-per-node goes to `megatron-lite pretrain` as it is (--max-restarts, say), and so
-# does its exit code come back. Variables that are set already are left alone. PYTHON is the interpreter; without it
-# .venv/bin/python where there is one, else python3.
+# All other arguments go to `megatron-lite pretrain`, whose exit code is returned. Variables that are already set stay.
+# PYTHON is the interpreter, by default .venv/bin/python if it exists, else python3.
 set -eu
 
 usage() {
@@ -40,12 +38,12 @@ while [ "$count" -gt 0 ]; do
     --dry-run) dry_run=yes ;;
     --nproc-per-node=*) ranks=${argument#*=} ;;
     --nproc-per-node)
-        if [ "$count" -eq 0 ]; then fail "--nproc-per-node wants a number"; fi
+        if [ "$count" -eq 0 ]; then fail "--nproc-per-node needs a number"; fi
         ranks=$1
         shift
         count=$((count - 1))
         ;;
-    *) set -- "$@" "$argument" ;; # to the end: the arguments keep their order
+    *) set -- "$@" "$argument" ;; # appended: the arguments keep their order
     esac
 done
 if [ $# -eq 0 ]; then
@@ -54,7 +52,7 @@ if [ $# -eq 0 ]; then
 fi
 case $ranks in
 default) ;;
-'' | *[!0-9]* | 0*) fail "--nproc-per-node is '$ranks'; it wants a number above 0, such as 2" ;;
+'' | *[!0-9]* | 0*) fail "--nproc-per-node is '$ranks'; give a number above 0, such as 2" ;;
 esac
 
 here=$(cd "$(dirname "$0")" && pwd)
@@ -65,16 +63,16 @@ fi
 
 # Several machines.
 if [ "${SLURM_STEP_NUM_TASKS:-1}" -gt "${SLURM_STEP_NUM_NODES:-1}" ]; then
-    fail "srun started it $SLURM_STEP_NUM_TASKS times on $SLURM_STEP_NUM_NODES nodes, and each would start all ranks of \
-its node; use srun --ntasks-per-node=1"
+    fail "srun started this script $SLURM_STEP_NUM_TASKS times on $SLURM_STEP_NUM_NODES nodes; \
+use srun --ntasks-per-node=1"
 fi
 if [ -z "${NNODES:-}" ] && [ "${SLURM_NNODES:-1}" -gt 1 ]; then
     if [ -z "${SLURM_STEP_ID:-}" ]; then
         if [ "$ranks" != default ]; then set -- --nproc-per-node "$ranks" "$@"; fi
         set -- "$here/launch.sh" "$@"
-        # srun does not take over the cores of a task.
+        # Since SLURM 22.05, srun ignores SLURM_CPUS_PER_TASK.
         if [ -n "${SLURM_CPUS_PER_TASK:-}" ]; then set -- --cpus-per-task="$SLURM_CPUS_PER_TASK" "$@"; fi
-        # A node that hangs when the others have ended is given a minute.
+        # --wait kills a node that still runs 60 s after another has finished.
         set -- srun --ntasks-per-node=1 --export=ALL --wait=60 "$@"
         echo "$*"
         if [ "$dry_run" = yes ]; then exit 0; fi
@@ -82,8 +80,7 @@ if [ -z "${NNODES:-}" ] && [ "${SLURM_NNODES:-1}" -gt 1 ]; then
     fi
     NNODES=$SLURM_NNODES
     NODE_RANK=$SLURM_NODEID
-    # Every job has a port of its own, for two jobs on one node and port would meet; below those that Linux gives to
-    # connections that start here (32768 and above).
+    # Jobs on one node need different ports. Linux uses ports from 32768 for outgoing connections.
     MASTER_PORT=${MASTER_PORT:-$((20000 + SLURM_JOB_ID % 12000))}
     if [ -z "${MASTER_ADDR:-}" ]; then
         MASTER_ADDR=$(scontrol show hostnames "${SLURM_STEP_NODELIST:-$SLURM_JOB_NODELIST}" | head -n 1)
@@ -92,12 +89,11 @@ fi
 nodes=
 if [ -n "${NNODES:-}" ] && [ "$NNODES" != 1 ]; then
     if [ -z "${NODE_RANK:-}" ] || [ -z "${MASTER_ADDR:-}" ]; then
-        fail "NNODES is $NNODES; NODE_RANK (0 on the first machine) and MASTER_ADDR (that machine) are needed too"
+        fail "NNODES is $NNODES; set NODE_RANK (0 on the first machine) and MASTER_ADDR (the first machine) too"
     fi
     nodes="--nnodes $NNODES --node-rank $NODE_RANK --master-addr $MASTER_ADDR --master-port ${MASTER_PORT:-29500}"
 fi
 
-# CUDA_VISIBLE_DEVICES, when set, says which GPUs this job may use.
 if [ -n "${CUDA_VISIBLE_DEVICES+set}" ]; then
     gpus=$(printf '%s' "$CUDA_VISIBLE_DEVICES" | tr ',' '\n' | grep -c '^[0-9GM]' || true)
 elif command -v nvidia-smi >/dev/null 2>&1; then
@@ -105,7 +101,7 @@ elif command -v nvidia-smi >/dev/null 2>&1; then
 else
     gpus=0
 fi
-# nproc answers with OpenMP's variables where they are set, which say how many threads a rank may have.
+# Unset OpenMP's variables, because nproc would print their number of threads.
 cores=$(env -u OMP_NUM_THREADS -u OMP_THREAD_LIMIT nproc 2>/dev/null || getconf _NPROCESSORS_ONLN)
 cores=${SLURM_CPUS_PER_TASK:-$cores}
 
@@ -120,9 +116,9 @@ if [ "$threads" -eq 0 ]; then threads=1; fi
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-$threads}"
 variables=OMP_NUM_THREADS
 if [ "$gpus" -gt 0 ]; then
-    # A hung collective should end with an error, and say where.
+    # A hung collective becomes an error.
     export TORCH_NCCL_ASYNC_ERROR_HANDLING="${TORCH_NCCL_ASYNC_ERROR_HANDLING:-1}"
-    # One hardware queue: the input gradient's all-reduce starts before the weight gradient it overlaps with.
+    # With one hardware queue, an input gradient's all-reduce starts before the weight gradient that overlaps it.
     export CUDA_DEVICE_MAX_CONNECTIONS="${CUDA_DEVICE_MAX_CONNECTIONS:-1}"
     export NCCL_DEBUG="${NCCL_DEBUG:-WARN}"
     variables="$variables TORCH_NCCL_ASYNC_ERROR_HANDLING CUDA_DEVICE_MAX_CONNECTIONS NCCL_DEBUG"
@@ -132,7 +128,7 @@ echo "gpus=$gpus cores=$cores ranks=$ranks"
 for variable in $variables; do
     echo "$variable=$(printenv "$variable")"
 done
-# shellcheck disable=SC2086 # the words of $nodes are to be split
+# shellcheck disable=SC2086 # $nodes has several words
 set -- "$PYTHON" -m megatron_lite pretrain $nodes --nproc-per-node "$ranks" "$@"
 echo "$*"
 if [ "$dry_run" = no ]; then

@@ -81,9 +81,9 @@ def test_a_preempted_job_goes_on_to_the_bit_and_completes(ranks, cluster, corpus
     assert cluster.wait(job, "COMPLETED", "FAILED", "CANCELLED") == "COMPLETED", output_of(cluster, job)
     assert cluster.show(job)["Restarts"] == "1"
     text = output_of(cluster, job)
-    assert "time is nearly up, or the nodes are wanted: saving\n" in text
+    assert "time limit or preemption: saving a checkpoint\n" in text
     assert "exiting program after receiving SIGUSR1: stopped at iteration" in text
-    assert "queueing this job again, to go on\n" in text
+    assert "requeueing this job to resume training\n" in text
     assert f"job {job}, start 2, on node[1-2]\n" in text
     assert sorted(path.name for path in (tmp_path / "job" / f"job-{job}").iterdir()) == [
         f"rank_0000{rank}.log" for rank in (1, 2, 3)

@@ -306,7 +306,7 @@ def test_a_job_that_stopped_with_a_checkpoint_requeues_itself(tmp_path, commands
     job = Job(tmp_path, commands, SLURM_RESTART_COUNT="3")
     assert job.ends(75) == REQUEUED
     assert job.recorded("scontrol") == ["requeue 7"]
-    assert job.printed() == ["job 7, start 4, on n1", "queueing this job again, to go on"]
+    assert job.printed() == ["job 7, start 4, on n1", "requeueing this job to resume training"]
 
 
 def test_a_job_that_lost_a_node_requeues_itself(tmp_path, commands):
@@ -315,7 +315,7 @@ def test_a_job_that_lost_a_node_requeues_itself(tmp_path, commands):
     (job.records / "nodes").write_text("1")
     assert job.ends(1) == REQUEUED
     assert job.recorded("scontrol") == ["requeue 7"]
-    assert job.printed()[1:] == ["not all nodes answer any more", "queueing this job again, to go on"]
+    assert job.printed()[1:] == ["a node does not respond", "requeueing this job to resume training"]
 
 
 def test_a_job_with_a_wrong_config_is_not_requeued_for_a_lost_node(tmp_path, commands):
@@ -332,8 +332,8 @@ def test_a_job_at_its_time_limit_saves_and_requeues_itself(tmp_path, commands, c
     assert job.is_asked() == REQUEUED
     assert (job.recorded("scancel"), job.recorded("scontrol")) == (["--signal=USR1 7"], ["requeue 7"])
     assert job.printed()[1:] == [
-        "time is nearly up, or the nodes are wanted: saving",
-        "queueing this job again, to go on",
+        "time limit or preemption: saving a checkpoint",
+        "requeueing this job to resume training",
     ]
 
 
@@ -373,7 +373,7 @@ def test_a_job_that_cannot_be_requeued_reports_it(tmp_path, commands):
     job = Job(tmp_path, commands)
     (job.records / "refuses").touch()
     assert job.ends(75) == 75
-    assert job.printed()[-1] == "it cannot be queued again: submit it once more"
+    assert job.printed()[-1] == "this job cannot be requeued; submit it again"
 
 
 @pytest.mark.parametrize("output, logs", [("all.txt", ["--log-dir", "all.txt.ranks"]), ("/dev/null", [])])
@@ -402,7 +402,7 @@ def test_a_script_without_its_launch_sh_ends_with_2(tmp_path, commands):
     )
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == (
-        f"there is no {tmp_path}/launch.sh: submit from its folder, or set MEGATRON_LITE_HOME to that\n"
+        f"{tmp_path}/launch.sh is missing; submit from the folder of launch.sh, or set MEGATRON_LITE_HOME to it\n"
     )
 
 

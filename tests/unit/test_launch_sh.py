@@ -1,4 +1,4 @@
-"""launch.sh: how many ranks and threads it starts, and that the rest of the line arrives as it was written."""
+"""launch.sh: its numbers of ranks and threads, its environment variables and the command that it starts."""
 
 import os
 import subprocess
@@ -11,10 +11,10 @@ from tests.helpers.limits import PATIENCE
 
 ROOT = Path(__file__).parents[2]
 CORES = len(os.sched_getaffinity(0))
-# The callers' own: a launcher's, or a batch system's in whose job the tests run.
+# Prefixes of variables that launch.sh reads; the tests may run under a launcher or a batch system that sets them.
 READ = ("OMP_", "NCCL_", "TORCH_NCCL_", "CUDA_", "PYTHON", "NNODES", "NODE_RANK", "MASTER_", "SLURM_", "SRUN_")
 BY_HAND = {"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "node0"}
-# What SLURM sets on the second of two nodes, in a job that has a third one.
+# SLURM's variables on the second node of a step of two nodes, in a job of three.
 IN_STEP = {
     "SLURM_JOB_ID": "35012",
     "SLURM_JOB_NODELIST": "n[7-9]",
@@ -28,7 +28,7 @@ IN_STEP = {
 
 
 def launch(*words: str, gpus: str = "", **variables: str) -> subprocess.CompletedProcess[str]:
-    """`./launch.sh WORDS` where CUDA_VISIBLE_DEVICES names these GPUs."""
+    """The result of `./launch.sh WORDS` with `gpus` as CUDA_VISIBLE_DEVICES."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(READ)}
     return subprocess.run(
         ["sh", str(ROOT / "launch.sh"), *words],
@@ -51,8 +51,8 @@ def test_a_dry_run_shows_the_command_and_its_variables():
 
 
 @pytest.mark.parametrize("variable", ["OMP_NUM_THREADS", "OMP_THREAD_LIMIT"])
-def test_threads_of_a_rank_are_not_taken_for_cores_of_the_machine(variable):
-    """nproc obeys these: with one thread a rank, a machine of many cores would get a single rank."""
+def test_the_number_of_threads_does_not_change_the_number_of_ranks(variable):
+    """nproc reads these variables: with one thread for each rank, it would count a single core."""
     for value in ("1", str(8 * CORES)):
         assert f"cores={CORES} ranks={max(1, CORES // 2)}" in launch("--dry-run", "x", **{variable: value}).stdout
 
@@ -62,7 +62,7 @@ def test_a_variable_that_is_set_stays():
 
 
 @pytest.mark.parametrize("gpus, count", [("0", 1), ("0,1,2", 3), ("GPU-8932f937,MIG-3eb87630", 2)])
-def test_each_visible_gpu_gets_a_rank_and_what_nccl_needs(gpus, count):
+def test_each_visible_gpu_gets_a_rank_and_nccl_gets_its_variables(gpus, count):
     done = launch("--dry-run", "x", gpus=gpus, NCCL_DEBUG="INFO")
     assert done.stdout.startswith(f"gpus={count} cores={CORES} ranks={count}\n")
     assert done.stdout.splitlines()[2:] == [
@@ -74,26 +74,26 @@ def test_each_visible_gpu_gets_a_rank_and_what_nccl_needs(gpus, count):
 
 
 @pytest.mark.parametrize("words", [["--nproc-per-node", "3"], ["--nproc-per-node=3"]])
-def test_the_number_of_ranks_may_be_given_anywhere(words):
+def test_nproc_per_node_is_accepted_at_any_position(words):
     for line in (["--dry-run", *words, "a", "b"], ["a", *words, "b", "--dry-run"]):
         assert launch(*line).stdout.endswith("pretrain --nproc-per-node 3 a b\n")
 
 
 @pytest.mark.parametrize("given", ["0", "00", "08", "-1", "2x", "1.5", "", " 2"])
-def test_what_is_no_number_of_ranks_ends_with_2(given):
+def test_an_invalid_number_of_ranks_exits_with_2(given):
     for words in (["--nproc-per-node", given], [f"--nproc-per-node={given}"]):
         done = launch("--dry-run", *words, "x")
         assert (done.returncode, done.stdout) == (2, "")
-        assert done.stderr == f"launch.sh: --nproc-per-node is '{given}'; it wants a number above 0, such as 2\n"
+        assert done.stderr == f"launch.sh: --nproc-per-node is '{given}'; give a number above 0, such as 2\n"
 
 
-def test_a_missing_number_ends_with_2():
+def test_a_missing_number_of_ranks_exits_with_2():
     done = launch("x", "--nproc-per-node")
-    assert (done.returncode, done.stderr) == (2, "launch.sh: --nproc-per-node wants a number\n")
+    assert (done.returncode, done.stderr) == (2, "launch.sh: --nproc-per-node needs a number\n")
 
 
 def test_help_names_the_default_and_the_quickstart():
-    """Without arguments too, but then it is a mistake."""
+    """Without arguments the same text is an error."""
     for words, code in ((["--help"], 0), ([], 2)):
         done = launch(*words)
         text = done.stdout + done.stderr
@@ -107,7 +107,7 @@ def test_help_names_the_default_and_the_quickstart():
 
 @pytest.fixture
 def slurm(tmp_path):
-    """PATH with commands that stand in for SLURM's: srun prints its arguments, a line each, and ends with 7."""
+    """PATH with fake SLURM commands: srun prints its arguments, one a line, and exits with 7."""
     commands = {
         "scontrol": '[ "$*" = "show hostnames n[8-9]" ] && printf "n8\\nn9\\n" || printf "n7\\nn8\\nn9\\n"',
         "srun": 'printf "%s\\n" "$@"; exit 7',
@@ -118,7 +118,7 @@ def slurm(tmp_path):
     return f"{tmp_path}:{os.environ['PATH']}"
 
 
-def test_several_machines_are_told_where_to_meet():
+def test_several_machines_get_the_rendezvous_options():
     for port in ("29500", "1234"):
         done = launch(
             "--dry-run", "--nproc-per-node", "2", "x", **BY_HAND, **({} if port == "29500" else {"MASTER_PORT": port})
@@ -137,21 +137,21 @@ def test_a_range_of_machines_is_passed_on():
     )
 
 
-def test_one_machine_needs_no_place_to_meet():
+def test_one_machine_gets_no_rendezvous_options():
     assert "--nnodes" not in launch("--dry-run", "x", **BY_HAND | {"NNODES": "1"}).stdout
 
 
 @pytest.mark.parametrize("missing", ["NODE_RANK", "MASTER_ADDR"])
-def test_several_machines_without_a_place_to_meet_end_with_2(missing):
+def test_several_machines_without_rank_or_address_exit_with_2(missing):
     done = launch("x", **{name: value for name, value in BY_HAND.items() if name != missing})
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == (
-        "launch.sh: NNODES is 2; NODE_RANK (0 on the first machine) and MASTER_ADDR (that machine) are needed too\n"
+        "launch.sh: NNODES is 2; set NODE_RANK (0 on the first machine) and MASTER_ADDR (the first machine) too\n"
     )
 
 
-def test_a_node_of_a_slurm_step_knows_its_place(slurm):
-    """The first node is that of the step, which may have fewer than its job."""
+def test_a_node_of_a_slurm_step_gets_its_rank_and_the_address_of_the_first_node(slurm):
+    """The address is that of the first node of the step, which can have fewer nodes than its job."""
     done = launch("--dry-run", "--nproc-per-node", "2", "x", PATH=slurm, **IN_STEP)
     assert done.stderr == ""
     assert done.stdout.endswith(
@@ -159,7 +159,7 @@ def test_a_node_of_a_slurm_step_knows_its_place(slurm):
     )
 
 
-def test_what_is_set_in_a_slurm_step_stays(slurm):
+def test_variables_of_the_user_stay_in_a_slurm_step(slurm):
     given = {"MASTER_ADDR": "ib8", "MASTER_PORT": "1234"}
     done = launch("--dry-run", "--nproc-per-node", "2", "x", PATH=slurm, **IN_STEP, **given)
     assert "--nnodes 2 --node-rank 1 --master-addr ib8 --master-port 1234 " in done.stdout
@@ -167,8 +167,8 @@ def test_what_is_set_in_a_slurm_step_stays(slurm):
     assert "--nnodes 1:2 --node-rank 1 --master-addr node0 --master-port 29500 " in elastic.stdout
 
 
-def test_each_job_has_a_port_of_its_own_that_no_connection_takes(slurm):
-    """Jobs on one node would meet at one port; from 32768 on, Linux gives ports to connections."""
+def test_jobs_get_different_ports_below_those_of_outgoing_connections(slurm):
+    """Two jobs on one node would share a rendezvous. Linux uses ports from 32768 for outgoing connections."""
     ports = []
     for job in range(11990, 12011):
         done = launch("--dry-run", "x", PATH=slurm, **IN_STEP | {"SLURM_JOB_ID": str(job)})
@@ -179,7 +179,7 @@ def test_each_job_has_a_port_of_its_own_that_no_connection_takes(slurm):
 
 @pytest.mark.parametrize("given, cores", [({}, []), ({"SLURM_CPUS_PER_TASK": "6"}, ["--cpus-per-task=6"])])
 def test_outside_a_slurm_step_srun_starts_it_on_every_node(slurm, given, cores):
-    """srun does not know the cores of a task by itself, and would give each node's ranks one."""
+    """srun ignores SLURM_CPUS_PER_TASK and would give the ranks of each node one core."""
     job = {"SLURM_NNODES": "2", "SLURM_JOB_ID": "1", **given}
     options = ["--ntasks-per-node=1", "--export=ALL", "--wait=60", *cores]
     command = [*options, str(ROOT / "launch.sh"), "--nproc-per-node", "2", "a  b", "c"]
@@ -197,24 +197,23 @@ def test_one_node_of_slurm_needs_no_srun(slurm):
 
 
 @pytest.mark.parametrize("num_nodes", ["1", "2"])
-def test_several_tasks_of_srun_on_one_node_are_refused(slurm, num_nodes):
-    """Each of them would start all ranks of its node."""
+def test_several_srun_tasks_on_one_node_exit_with_2(slurm, num_nodes):
+    """Each task would start all ranks of its node."""
     tasks = {"SLURM_STEP_NUM_TASKS": "4", "SLURM_STEP_NUM_NODES": num_nodes, "SLURM_NNODES": num_nodes}
     done = launch("x", PATH=slurm, **IN_STEP | tasks)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == (
-        f"launch.sh: srun started it 4 times on {num_nodes} nodes, and each would start all ranks of its node; use "
-        "srun --ntasks-per-node=1\n"
+        f"launch.sh: srun started this script 4 times on {num_nodes} nodes; use srun --ntasks-per-node=1\n"
     )
 
 
-def test_the_cores_of_a_slurm_task_are_those_that_count():
+def test_ranks_are_counted_from_the_cores_of_a_slurm_task():
     done = launch("--dry-run", "x", SLURM_CPUS_PER_TASK="12")
     assert done.stdout.splitlines()[:2] == ["gpus=0 cores=12 ranks=6", "OMP_NUM_THREADS=2"]
 
 
-def test_the_rest_of_the_line_arrives_in_its_order_and_quoting(tmp_path):
-    """A path with a space, or a pattern that a shell would expand, must not come apart on the way."""
+def test_other_arguments_keep_their_order_and_quoting(tmp_path):
+    """A shell would split a path with a space and expand a pattern."""
     interpreter = tmp_path / "python"
     interpreter.write_text(f"#!/bin/sh\nexec {sys.executable} -c 'import sys; print(sys.argv[1:])' \"$@\"\n")
     interpreter.chmod(0o755)
@@ -224,8 +223,8 @@ def test_the_rest_of_the_line_arrives_in_its_order_and_quoting(tmp_path):
     assert done.stdout.splitlines()[-1] == str(["-m", "megatron_lite", "pretrain", "--nproc-per-node", "2", *words])
 
 
-def test_it_becomes_the_command_and_ends_as_that_ends(tmp_path):
-    """A shell in between would keep signals from it."""
+def test_launch_sh_is_replaced_by_its_command_and_returns_its_exit_code(tmp_path):
+    """A shell in between would not pass signals on."""
     interpreter = tmp_path / "python"
     interpreter.write_text("#!/bin/sh\necho $PPID\nexit 7\n")
     interpreter.chmod(0o755)
