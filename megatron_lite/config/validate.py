@@ -263,7 +263,7 @@ def _recompute_failures(config: Config) -> Iterator[str]:
             "or leave train.offload_activations false"
         )
     if train.offload_activations and config.run.device == "cpu":
-        yield "train.offload_activations moves from GPU to host, and run.device is cpu; leave it false"
+        yield "train.offload_activations moves activations to the host, but run.device is cpu; leave it false"
 
 
 def _fault_failures(config: Config) -> Iterator[str]:

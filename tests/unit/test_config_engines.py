@@ -164,7 +164,7 @@ REFUSED = {
     ),
     "activation offload on the CPU": (
         ["train.offload_activations=true", "run.device=cpu"],
-        "train.offload_activations moves activations from a GPU to the host",
+        "train.offload_activations moves activations to the host, but run.device is cpu",
         "leave it false",
     ),
     "two places to start from": (

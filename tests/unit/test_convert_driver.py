@@ -112,11 +112,11 @@ def test_what_is_there_is_never_overwritten(source, tmp_path, there):
             CheckpointError,
             "/nonexistent: does not exist; give the folder or the file",
         ),
-        ({"overrides": ["parallel.tensor=2"]}, ConfigError, "parallel.tensor: the layout is given with --tensor and"),
+        ({"overrides": ["parallel.tensor=2"]}, ConfigError, "parallel.tensor cannot be given; use --tensor and"),
         (
             {"overrides": ["data.seq_length=2"], "target_format": "huggingface"},
             ConfigError,
-            "data.* cannot be given: huggingface has no config of ours",
+            "data.* cannot be given: huggingface has no such config",
         ),
         ({"overrides": ["model.hidden_sise=2"]}, ConfigError, "unknown field model.hidden_sise"),
     ],
@@ -200,7 +200,7 @@ def test_a_target_that_computes_something_else_is_not_kept(source, tmp_path, wro
 
     with mock.patch.object(huggingface, "read", spoiled), pytest.raises(CheckpointError) as raised:
         lines_of(Request(source, tmp_path / "out", target_format=target_format, dtype=dtype, verify=True))
-    assert "is rounding: the converted model is another one, so it was not kept" in str(raised.value)
+    assert "is rounding; the target was removed" in str(raised.value)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -216,10 +216,10 @@ def test_every_weight_is_compared_to_the_bit(source):
             whole.view(-1)[-1] += 1  # of the embedding, that is padding
         return whole
 
-    with pytest.raises(CheckpointError, match=rf"^{bias}: what was written differs from the source, so it was not"):
+    with pytest.raises(CheckpointError, match=rf"^{bias}: the target differs from the source and was removed"):
         verify.check_weights(first, replace(second, read=spoiled))
     fewer = {name: spec for name, spec in second.tensors.items() if name != words}
-    with pytest.raises(CheckpointError, match=f"^{words}: what was written"):
+    with pytest.raises(CheckpointError, match=f"^{words}: the target differs"):
         verify.check_weights(first, replace(second, tensors=fewer))
 
 
@@ -231,7 +231,7 @@ def test_a_number_that_the_format_cannot_hold_is_named(source, tmp_path, target_
     tensors["transformer.h.1.mlp.c_fc.bias"][3] = -70000.0
     save_file(tensors, file)
     request = Request(tmp_path / "hf", tmp_path / "out", target_format=target_format, dtype="fp16")
-    with pytest.raises(CheckpointError, match=r"layers.1.mlp.linear_fc1.bias has numbers up to 7e\+04, .* use bf16 or"):
+    with pytest.raises(CheckpointError, match=r"layers.1.mlp.linear_fc1.bias has values up to 7e\+04, .* use bf16 or"):
         lines_of(request)
     assert not (tmp_path / "out").exists()
     lines_of(replace(request, dtype="bf16"))
@@ -319,7 +319,7 @@ def test_other_tokenizers_have_their_spec_and_one_that_does_not_fit_is_only_carr
     shutil.copy(model, folder / "tokenizer.model")
     assert tokenizer_files.spec_in(folder) == f"sentencepiece:{folder}/tokenizer.model"
     said = lines_of(Request(folder, tmp_path / "ours"))
-    assert said[-2].endswith("; the tokenizer's files go along, but we cannot read it with a vocabulary of 251")
+    assert said[-2].endswith("; the tokenizer is copied, but megatron_lite cannot read it for 251 tokens")
     assert (tmp_path / "ours" / "tokenizer" / "tokenizer.model").exists()
     assert load_config(tmp_path / "ours" / "config.yaml").data.tokenizer == ""
     for name in ("vocab.json", "merges.txt", "added_tokens.json"):

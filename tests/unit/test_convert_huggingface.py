@@ -89,7 +89,7 @@ def test_a_tensor_under_two_names_is_refused(saved, tmp_path):
     """One of them would be taken, and nobody would know which."""
     folder = copy(saved / "gpt2", tmp_path / "src")
     save_file({**tensors_of(folder), "wpe.weight": torch.ones(24, 32)}, folder / "model.safetensors")
-    with pytest.raises(CheckpointError, match=r"has both transformer\.wpe\.weight and wpe\.weight, of which only one"):
+    with pytest.raises(CheckpointError, match=r"has both transformer\.wpe\.weight and wpe\.weight; remove one"):
         read(folder, {})
 
 
@@ -123,16 +123,20 @@ def test_configs_of_version_4_are_understood(saved, tmp_path):
 
 
 REFUSED = [
-    ("llama", {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "rope_scaling is .*plain angles"),
-    ("llama", {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1.0}}, "rope_parameters is .*plain angles"),
+    ("llama", {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "rope_scaling is .*no scaling of angles"),
+    (
+        "llama",
+        {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1.0}},
+        "rope_parameters is .*no scaling",
+    ),
     ("llama", {"rope_scaling": "linear"}, "rope_scaling is 'linear'; expected an object"),
     ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5; ours computes with 1.0"),
     ("llama", {"sliding_window": 4096}, "sliding_window is 4096; ours computes with None"),
     ("llama", {"attention_bias": True}, "attention_bias is True; mlp_bias is False, and ours has biases in all"),
     ("llama", {"hidden_act": "gelu"}, "hidden_act is 'gelu'; ours computes with 'silu'"),
     ("llama", {"quantization_config": {"bits": 4}}, "quantization_config is .*; ours computes with None"),
-    ("llama", {"num_key_value_heads": 3}, "cannot be a model of ours: model.num_query_groups is 3"),
-    ("llama", {"num_hidden_layers": "3"}, r"has values that no model has: num_layers '3'"),
+    ("llama", {"num_key_value_heads": 3}, "a model that megatron_lite has: model.num_query_groups is 3"),
+    ("llama", {"num_hidden_layers": "3"}, r"has invalid values: num_layers '3'"),
     ("llama", {"num_hidden_layers": 10**12}, "describes [0-9,]+ parameters, the files hold"),
     ("llama", {"hidden_size": 10**30}, "describes [0-9,]+ parameters, the files hold"),
     ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx is True; ours computes with"),
@@ -141,12 +145,12 @@ REFUSED = [
     ("gpt2", {"activation_function": "relu"}, "activation_function is 'relu'; ours are gelu_new"),
     ("gpt2", {"embd_pdrop": 0.5}, "embd_pdrop is 0.5; resid_pdrop is 0.1, and ours has one hidden_dropout"),
     ("gpt2", {"n_ctx": 12}, "n_ctx is 12; ours computes with 24"),
-    ("gpt2", {"a_new_field": 3}, "says a_new_field = 3; it is not known what that does"),
-    ("gpt2", {"n_embd": None}, "has no n_embd; is it the config of the weights"),
+    ("gpt2", {"a_new_field": 3}, "has the unknown a_new_field = 3; remove"),
+    ("gpt2", {"n_embd": None}, "has no n_embd; give the config of these weights"),
     ("gpt2", {"n_layer": 2}, r"unknown: transformer\.h\.2"),
     ("gpt2", {"n_layer": 4}, r"missing: transformer\.h\.3"),
-    ("gpt2", {"model_type": []}, r"model_type is \[\]; models of gpt2 and llama are read"),
-    ("gpt2", {"model_type": "mistral"}, "model_type is 'mistral'; models of gpt2 and llama are read"),
+    ("gpt2", {"model_type": []}, r"model_type is \[\]; expected gpt2 or llama"),
+    ("gpt2", {"model_type": "mistral"}, "model_type is 'mistral'; expected gpt2 or llama"),
 ]
 
 
@@ -162,9 +166,9 @@ def test_what_our_model_does_not_compute_is_refused_by_name(saved, tmp_path, kin
 
 def test_what_a_user_gives_may_not_make_another_kind_of_model_of_it(saved):
     """There would be parameters that no file holds."""
-    with pytest.raises(CheckpointError, match=r"no model that computes this one: model.top_query_layer is True"):
+    with pytest.raises(CheckpointError, match=r"no model that computes the same: model.top_query_layer is True"):
         read(saved / "gpt2", {"top_query_layer": True})
-    with pytest.raises(CheckpointError, match=r"model.head_size is 4; nearest is gpt2"):
+    with pytest.raises(CheckpointError, match=r"model.head_size is 4 .nearest: gpt2"):
         read(saved / "gpt2", {"head_dim": 4})
 
 
@@ -206,16 +210,16 @@ def test_configs_of_published_models_are_understood(saved, tmp_path, kind):
 @pytest.mark.parametrize(
     "changes, message",
     [
-        ({"top_query_layer": True}, "model.top_query_layer is True; nearest is gpt2"),
-        ({"norm": "rmsnorm"}, "model.norm is rmsnorm; nearest is gpt2"),
-        ({"bias": False}, "model.bias is False; nearest is gpt2"),
+        ({"top_query_layer": True}, "model.top_query_layer is True .nearest: gpt2"),
+        ({"norm": "rmsnorm"}, "model.norm is rmsnorm .nearest: gpt2"),
+        ({"bias": False}, "model.bias is False .nearest: gpt2"),
         ({"post_norm": True}, "model.post_norm is True"),
-        ({"position": "rotary", "activation": "swiglu"}, "model.norm is layernorm; nearest is llama"),
+        ({"position": "rotary", "activation": "swiglu"}, "model.norm is layernorm .nearest: llama"),
     ],
 )
 def test_models_that_neither_can_express_are_refused_with_what_stands_in_the_way(changes, message):
     """A model exported without its last block would load, and write something."""
-    with pytest.raises(CheckpointError, match=f"no model that computes this one: {message}"):
+    with pytest.raises(CheckpointError, match=f"no model that computes the same: {message}"):
         from_model(ModelConfig(vocab_size=VOCAB, **changes))
 
 
@@ -226,5 +230,5 @@ def test_presets_of_gpt_and_llama_are_expressed():
 
 
 def test_a_layout_for_hugging_face_is_bad_usage(saved, tmp_path):
-    with pytest.raises(ConfigError, match="--tensor is 2 and --pipeline 1, but huggingface knows no ranks"):
+    with pytest.raises(ConfigError, match="--tensor is 2 and --pipeline 1, but huggingface has no ranks; leave"):
         convert(Request(saved / "gpt2", tmp_path / "out", target_format="huggingface", tensor=2), quiet)
