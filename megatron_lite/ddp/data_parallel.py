@@ -1,4 +1,6 @@
-"""The contract of a data-parallel engine: what the training step and the optimizer may ask of it."""
+"""The interface that every data-parallel engine offers to the training step and the optimizer."""
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
@@ -11,20 +13,19 @@ from megatron_lite.pipeline.p2p import Message
 
 
 class DataParallel:
-    """The gradients of one rank, summed over micro-batches and over dp.
+    """This rank's gradients, summed over micro-batches and over dp.
 
     One step: `zero_grad`, `forward_backward`, `finish_grad_sync`. The optimizer then reads `main_grads`, changes
-    `owned` in place and calls `gather_params`. The defaults are those of an engine that keeps a full replica on every
-    rank.
+    `owned` in place and calls `gather_params`. The defaults suit an engine with a full replica on every rank.
     """
 
     owned: dict[str, LocalShard]
-    """By parameter name, the live memory that this rank's optimizer updates; other ranks own the names left out."""
+    """By parameter name, the live memory that this rank's optimizer updates; other ranks own the missing names."""
 
     main_grads: dict[str, Tensor]
-    """The gradient of each of `owned`, of the same shape, in fp32 (fp64 for fp64 parameters): the sum over
-    micro-batches and over dp. A sum, not a mean: the loss is already divided by the target tokens of the global batch.
-    Valid from `finish_grad_sync` until `zero_grad`."""
+    """The gradient of each of `owned`, of the same shape, in fp32 (fp64 for fp64 parameters). It is a sum over
+    micro-batches and over dp, not a mean: the loss is already divided by the target tokens of the global batch. Valid
+    from `finish_grad_sync` until `zero_grad`."""
 
     weight_dtype: torch.dtype
     """The dtype in which the model computes; `owned` may be wider."""
@@ -39,21 +40,20 @@ class DataParallel:
     """False where the gradients of a step cannot be dropped once they are computed."""
 
     copies_at_save = False
-    """True where a checkpoint must be copied before the save returns: the next step, or a collective, may change what
-    is saved, or saved weights are rounded copies that would take memory from the next forward."""
+    """True where a checkpoint must be copied before the save returns: the next step or a collective may change the
+    saved tensors, or saved weights are rounded copies that would take memory from the next forward."""
 
     def module(self, chunk: int) -> nn.Module:
         """The callable through which this chunk's forward must go."""
         raise NotImplementedError
 
     def zero_grad(self) -> None:
-        """Starts a step."""
+        """Start a step."""
 
     def forward_backward(
         self, engine: PipelineEngine, schedule: Schedule, forward: Forward, message: Message, loss_grad: float, progress
     ) -> list[Tensor]:
-        """Runs the micro-batches of a step, whose gradients are summed in `main_grads`; returns the last stage's
-        losses.
+        """Run the micro-batches of a step and return the last stage's losses.
 
         Communicates: hidden states and their gradients between stages; gradients over dp, which may still be in flight
         at return.
@@ -63,49 +63,63 @@ class DataParallel:
         )
 
     def begin_backward(self, chunk: int, *, is_last: bool) -> None:
-        """Called before a chunk's backward, or before each half of it. `is_last`: this backward brings the last
-        gradient of each parameter, which may then be summed over dp."""
+        """Prepare for a chunk's backward, or for one half of it. `is_last`: this backward brings the last gradient of
+        each parameter, which may then be summed over dp."""
 
     def finish_grad_sync(self) -> None:
-        """Returns once all gradients are summed over dp. Collective over dp."""
+        """Return once `main_grads` hold all gradients, summed over dp. Collective over dp."""
 
     def gather_params(self) -> None:
-        """Starts to send the updated `owned` to all ranks. Collective over dp."""
+        """Start to send the updated `owned` to all ranks. Collective over dp."""
 
     def wait_for_params(self) -> None:
-        """Returns once all parameters are up to date. A parameter that is read as an attribute of its module is up to
-        date without this call."""
+        """Return once all parameters are up to date. A parameter that is read as an attribute of its module needs no
+        call."""
 
     def release_params(self) -> None:
-        """Frees the other ranks' weights, which a forward without a backward has gathered."""
+        """Free the other ranks' weights, which a forward without a backward has gathered."""
 
     def weights(self) -> dict[str, LocalShard]:
-        """By parameter name, this rank's part of the weights, up to date, in `weight_dtype`; live memory if
-        possible."""
+        """This rank's part of the weights by parameter name, up to date, in `weight_dtype`; live memory if possible."""
         raise NotImplementedError
 
     def weight_memory(self) -> list[Tensor]:
-        """The tensors that hold the parameters, for a count of their bytes."""
+        """The tensors that hold the parameters."""
         return [shard.values for shard in self.weights().values()]
 
     def grad_memory(self) -> list[Tensor]:
-        """The tensors that hold gradients after a step, for a count of their bytes."""
+        """The tensors that hold gradients after a step."""
         return list(self.main_grads.values())
 
     def pending_grads(self) -> list[dict[str, Tensor]]:
-        """Gradients of earlier steps that a later step will apply, oldest first, live: see `DelayedDDP`."""
+        """Live gradients of earlier steps that a later step will apply, oldest first (`sync.mode: delayed`)."""
         return []
 
     def resume_pending_grads(self, iteration: int) -> None:
-        """Called after a load has filled the tensors of `pending_grads` with those of a run after `iteration` steps."""
+        """Resume from `pending_grads`, whose tensors a load has filled with those of a run after `iteration` steps."""
 
 
 def only_dtype(params: dict[str, nn.Parameter], key: str) -> torch.dtype:
-    """The dtype of all parameters. Raises TrainingError, which names the config `key`, where there are several."""
+    """The dtype of all parameters. Raises TrainingError, with the config `key`, where there are several."""
     dtypes = {parameter.dtype for parameter in params.values()}
     if len(dtypes) > 1:
         raise TrainingError(
-            f"{key}: the model has parameters of {sorted(map(str, dtypes))}, and this engine needs one dtype; use "
+            f"{key}: the model has parameters of {sorted(map(str, dtypes))}; this engine needs one dtype; use "
             "parallel.ddp: local without optim.distributed"
         )
     return dtypes.pop()
+
+
+def names_by_chunk(chunks: Sequence[nn.Module], params: dict[str, nn.Parameter]) -> list[list[str]]:
+    """The names in `params` of each chunk's parameters, in order of registration."""
+    names = {parameter: name for name, parameter in params.items()}
+    return [[names[parameter] for parameter in chunk.parameters()] for chunk in chunks]
+
+
+def check_gradients(ddp: str, missing: Sequence[str], num_params: int) -> None:
+    """Raise TrainingError where the engine `parallel.ddp=<ddp>` got no gradient for the `missing` parameters."""
+    if missing:
+        raise TrainingError(
+            f"parallel.ddp={ddp}: {len(missing)} of {num_params} parameters got no gradient in the last micro-batch, "
+            f"such as {missing[0]}; use every parameter in every micro-batch, or parallel.ddp=local"
+        )

@@ -4,32 +4,19 @@ The sum over data-parallel ranks may take as long as these steps. It needs `dela
 `delay` steps of a run apply nothing.
 """
 
-from collections.abc import Sequence
-
-from torch import Tensor, nn
+from torch import Tensor
 
 from megatron_lite.ddp.local import GradBuffers, LocalDDP
-from megatron_lite.parallel.context import Group
-from megatron_lite.parallel.shard import ParamTable
 
 
 class DelayedDDP(LocalDDP):
     """LocalDDP with `delay` steps between a gradient and its use; `main_grads` are those of the oldest pending step."""
 
-    copies_at_save = True  # the sums of pending gradients run on during a save
+    copies_at_save = True  # collectives continue to sum pending gradients during a save
 
-    def __init__(
-        self,
-        chunks: Sequence[nn.Module],
-        params: dict[str, nn.Parameter],
-        table: ParamTable,
-        dp: Group,
-        *,
-        delay: int,
-        **settings,
-    ):
+    def __init__(self, *arguments, delay: int, **settings):
         self._pending: list[GradBuffers] = []  # oldest first
-        super().__init__(chunks, params, table, dp, **settings)
+        super().__init__(*arguments, **settings)
         self._steps = [self._current, *(self._new_buffers() for _ in range(delay))]
 
     def zero_grad(self) -> None:

@@ -5,10 +5,9 @@ reduced as soon as its last gradient has arrived. Buckets start in the same fixe
 order of arrival: NCCL pairs collectives by order, so two ranks with different orders would sum gradients of different
 parameters.
 
-The first gradient of a step is copied over the buffer's old content, so the buffer is never filled with zeros. That
-halves the memory traffic of one micro-batch, and a copy of bf16 costs far less than an addition into fp32. Letting
-autograd add in place into a `.grad` that is a view of the buffer was measured too: it saves no copy, because autograd
-has already allocated the new gradient elsewhere, and it needs the zeros.
+The first gradient of a step overwrites the buffer, which is never filled with zeros: half the memory traffic of one
+micro-batch, and a copy of bf16 costs far less than an addition into fp32. In-place accumulation by autograd into a
+`.grad` that is a view of the buffer was measured too: it saves no copy and needs the zeros.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron_lite.ddp.buffer import Bucket, GradBuffer
-from megatron_lite.ddp.data_parallel import DataParallel
+from megatron_lite.ddp.data_parallel import DataParallel, names_by_chunk
 from megatron_lite.ddp.local_shard import LocalShard
 from megatron_lite.errors import TrainingError
 from megatron_lite.parallel.collectives import all_reduce_async
@@ -34,26 +33,25 @@ class GradBuffers:
         self.buffers = buffers
         # The last chunk's backward runs first.
         self.buckets = [bucket for buffer in reversed(buffers) for bucket in buffer.buckets]
-        self.bucket_of = {name: bucket for bucket in self.buckets for name in bucket.starts}
+        self.bucket_of = {name: bucket for bucket in self.buckets for name in bucket.ranges}
         self.grads = {name: view for buffer in buffers for name, view in buffer.views.items()}
-        self.waits: list[Callable[[], object]] = []  # one for each bucket that has started, in order
         self.clear()
 
     def wait(self) -> None:
-        """Returns once all gradients are summed over dp."""
+        """Return once all gradients are summed over dp."""
         for wait in self.waits:
             wait()
 
     def clear(self) -> None:
-        """Marks all gradients as missing; the next gradient of a parameter overwrites its memory."""
+        """Mark all gradients as missing; the next gradient of a parameter overwrites its memory."""
         self.filled: set[str] = set()
-        self.waits = []
+        self.waits: list[Callable[[], object]] = []  # one for each bucket that has started, in order
         for bucket in self.buckets:
-            bucket.missing.update(bucket.starts)
+            bucket.missing.update(bucket.ranges)
 
 
 class LocalDDP(DataParallel):
-    """Sums the gradients of `params` over micro-batches and over `dp`."""
+    """The engine that keeps full replicas and sums the gradients of `params` over micro-batches and over `dp`."""
 
     def __init__(
         self,
@@ -70,10 +68,11 @@ class LocalDDP(DataParallel):
         self._dp = dp
         self.weight_dtype = next(iter(params.values())).dtype
         tied = {name for name in params if table[name].tied}
+        of_chunks = [{name: params[name] for name in names} for names in names_by_chunk(chunks, params)]
 
         def new_buffers() -> GradBuffers:
-            settings = {"bucket_bytes": bucket_mb * 2**20, "dtype": grad_dtype, "shares": dp.size, "alone": tied}
-            return GradBuffers([GradBuffer(chunk, **settings) for chunk in _by_chunk(chunks, params)])
+            settings = {"bucket_bytes": bucket_mb * 2**20, "dtype": grad_dtype, "num_shards": dp.size, "alone": tied}
+            return GradBuffers([GradBuffer(of_chunk, **settings) for of_chunk in of_chunks])
 
         self._new_buffers = new_buffers
         self._current = new_buffers()
@@ -98,7 +97,6 @@ class LocalDDP(DataParallel):
         self._is_last = is_last
 
     def finish_grad_sync(self) -> None:
-        """Returns once every bucket is summed over dp; `main_grads` hold the result."""
         self._start_all_buckets()
         self._current.wait()
 
@@ -110,11 +108,11 @@ class LocalDDP(DataParallel):
         return [buffer.flat for buffer in self._current.buffers]
 
     def _owned_grads(self, step: GradBuffers) -> dict[str, Tensor]:
-        """The gradients of what this rank owns."""
+        """The gradients of the parameters, or of the ranges, that this rank owns."""
         return step.grads
 
     def _accumulate(self, name: str, parameter: Tensor) -> None:
-        """Called by autograd when `parameter.grad` is complete for this backward, however often it was used."""
+        """The hook that autograd calls once in a backward, when `parameter.grad` is complete."""
         step, main_grad = self._current, self._current.grads[name]
         missing = step.bucket_of[name].missing
         assert parameter.grad is not None
@@ -135,26 +133,19 @@ class LocalDDP(DataParallel):
                 self._start_next_bucket()
 
     def _start_all_buckets(self) -> None:
-        """Starts the buckets in which a parameter got no gradient, in the same order on every rank, even if only some
-        ranks left that parameter out."""
+        """Start the buckets in which a parameter got no gradient, in the same order on every rank, even if only some
+        ranks did not use that parameter."""
         while len(self._current.waits) < len(self._current.buckets):
             self._start_next_bucket()
 
     def _start_next_bucket(self) -> None:
         step = self._current
         bucket = step.buckets[len(step.waits)]
-        for name in bucket.starts:
-            if name not in step.filled:
-                step.grads[name].zero_()
+        for name in bucket.ranges.keys() - step.filled:
+            step.grads[name].zero_()
         step.waits.append(self._reduce(bucket))
 
     def _reduce(self, bucket: Bucket) -> Callable[[], object]:
-        """Starts the sum of a bucket over dp and returns a function that waits for it."""
+        """Start the sum of a bucket over dp; return a function that waits for it."""
         _, wait = all_reduce_async(bucket.flat, self._dp)
         return wait
-
-
-def _by_chunk(chunks: Sequence[nn.Module], params: dict[str, nn.Parameter]) -> list[dict[str, nn.Parameter]]:
-    """The named parameters of each chunk, in order of registration."""
-    names = {parameter: name for name, parameter in params.items()}
-    return [{names[parameter]: parameter for parameter in chunk.parameters()} for chunk in chunks]

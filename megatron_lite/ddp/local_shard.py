@@ -1,4 +1,4 @@
-"""How one value of a parameter lies over the data-parallel ranks."""
+"""The layout of one value of a parameter over the data-parallel ranks."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -14,8 +14,8 @@ class LocalShard:
     local SGD).
     """
 
-    values: Tensor  # the tensor-parallel shard in its own shape, or a range of the flattened shard
-    start: int = 0  # first element of the range, counted in the flattened shard
+    values: Tensor  # the tensor-parallel shard, or a range of the flattened shard
+    start: int = 0  # first element of the range in the flattened shard
     across_dp: Literal["replicated", "sharded", "local"] = "replicated"
 
     @property

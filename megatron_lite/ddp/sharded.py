@@ -1,17 +1,16 @@
-"""LocalDDP for the distributed optimizer (ZeRO-1): a rank of dp gets the summed gradients of its share of each bucket.
+"""LocalDDP for the distributed optimizer (ZeRO-1): each rank of dp gets the summed gradients of its shard of a bucket.
 
-Where LocalDDP all-reduces a bucket, this one reduce-scatters it; and since an all-reduce is a reduce-scatter and an
-all-gather, nothing more travels when the other half brings the updated parameters instead. For that, parameters lie
-in flat memory of their own, bucket by bucket as their gradients do. Masters and moments exist for a rank's share only:
-18 bytes a parameter become 6 + 12/dp.
+LocalDDP all-reduces a bucket. ShardedDDP reduce-scatters it, and all-gathers the updated parameters: the same bytes.
+Therefore parameters are views of flat memory, laid out like the buckets of their gradients. Masters and moments exist
+for a rank's shards only: 18 bytes a parameter become 6 + 12/dp.
 
-The gather starts with what the next forward needs first, and goes on while that runs: a parameter is waited for when it
-is read as an attribute of its module, by whomever. (A hook before a module's forward would come too late for those who
-read its parameters from outside; DeepSpeed's ZeRO-3 watches the same place.) Who keeps parameters elsewhere, in a list
-of its own, calls `wait_for_params`.
-Sources: Rajbhandari et al., ZeRO, arXiv 1910.02054, section 5.1; Megatron-LM's distrib_optimizer.py, from which the
-bucket of its own for a tied embedding is: both of its stages must cut it in the same places, because each rank adds
-only its share of the other stage's gradient.
+The gather starts with the parameters that the next forward needs first, and continues while it runs. A read of a
+parameter as an attribute of its module waits for its bucket. (A hook before a module's forward would be too late for
+code that reads parameters of other modules; DeepSpeed's ZeRO-3 intercepts the same reads.) Code that keeps parameters
+elsewhere, for example in a list, calls `wait_for_params`.
+Sources: Rajbhandari et al., ZeRO, arXiv 1910.02054, section 5.1; Megatron-LM's distrib_optimizer.py, also for the
+separate bucket of a tied embedding: both stages must shard it in the same places, because each rank adds only its
+shard of the other stage's gradient.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -31,10 +30,10 @@ from megatron_lite.parallel.waiting import finished
 
 
 class ShardedDDP(LocalDDP):
-    """As LocalDDP, on more than one rank of `dp`; `owned` and `main_grads` are this rank's runs of the parameters.
+    """LocalDDP on more than one rank of `dp`, where `owned` and `main_grads` are this rank's ranges of the parameters.
 
-    `gather` are the same ranks over a connection of its own, where nothing waits for weights that are on their way.
-    A parameter's `main_grad` holds the sum over dp in this rank's run only.
+    `gather` has the same ranks and its own connection, so that no other collective waits for weights in flight.
+    A parameter's `main_grad` holds the sum over dp in this rank's range only.
     """
 
     is_sharded = True
@@ -47,21 +46,20 @@ class ShardedDDP(LocalDDP):
         dp: Group,
         *,
         gather: Group,
-        bucket_mb: float,
-        grad_dtype: torch.dtype,
+        **settings,
     ):
-        super().__init__(chunks, params, table, dp, bucket_mb=bucket_mb, grad_dtype=grad_dtype)
+        super().__init__(chunks, params, table, dp, **settings)
         buckets = self._current.buckets
         dtype = only_dtype(params, "optim.distributed")
         self._flat = [_flatten(bucket, params, dtype) for bucket in buckets]
         self.owned = {
             name: LocalShard(flat[place], start, "sharded")
             for bucket, flat in zip(buckets, self._flat, strict=True)
-            for name, place, start in bucket.runs(bucket.share(dp.rank, dp.size))
+            for name, place, start in bucket.slices(self._shard(bucket))
         }
         self._gather = gather
-        self._gathers: dict[int, Callable[[], object]] = {}  # under way, by number of the bucket
-        number_of = {params[name]: number for number, bucket in enumerate(buckets) for name in bucket.starts}
+        self._gathers: dict[int, Callable[[], object]] = {}  # in flight, by number of the bucket
+        number_of = {params[name]: number for number, bucket in enumerate(buckets) for name in bucket.ranges}
         for chunk in chunks:
             for module in chunk.modules():
                 module._parameters = _Awaited(module._parameters, lambda read: self._wait_for([number_of[read]]))
@@ -70,8 +68,8 @@ class ShardedDDP(LocalDDP):
         self.wait_for_params()
         for number in reversed(range(len(self._flat))):  # gradients come in the reverse order of use
             flat = self._flat[number]
-            own = flat[self._current.buckets[number].share(self._dp.rank, self._dp.size)]
-            work = all_gather_single(flat, own, group=self._gather.pg, async_op=True)
+            shard = flat[self._shard(self._current.buckets[number])]
+            work = all_gather_single(flat, shard, group=self._gather.pg, async_op=True)
             self._gathers[number] = partial(finished, work, "all_gather", self._gather)
 
     def wait_for_params(self) -> None:
@@ -82,21 +80,25 @@ class ShardedDDP(LocalDDP):
             if number in self._gathers:
                 self._gathers.pop(number)()
 
+    def _shard(self, bucket: Bucket) -> slice:
+        return bucket.shard(self._dp.rank, self._dp.size)
+
     def _owned_grads(self, step: GradBuffers) -> dict[str, Tensor]:
         return {
-            name: bucket.flat[place]
-            for bucket in step.buckets
-            for name, place, _ in bucket.runs(bucket.share(self._dp.rank, self._dp.size))
+            name: bucket.flat[place] for bucket in step.buckets for name, place, _ in bucket.slices(self._shard(bucket))
         }
 
     def _reduce(self, bucket: Bucket) -> Callable[[], object]:
-        own = bucket.flat[bucket.share(self._dp.rank, self._dp.size)]
-        work = reduce_scatter_single(own, bucket.flat, group=self._dp.pg, async_op=True)
+        shard = bucket.flat[self._shard(bucket)]
+        work = reduce_scatter_single(shard, bucket.flat, group=self._dp.pg, async_op=True)
         return partial(finished, work, "reduce_scatter", self._dp)
 
 
 class _Awaited(dict[str, nn.Parameter | None]):
-    """A module's parameters; `wait` is called with each one that is read."""
+    """A module's parameters; each read of one calls `wait` with it.
+
+    `nn.Module.__getattr__` reads a parameter through `_parameters[name]`.
+    """
 
     def __init__(self, parameters: Mapping[str, nn.Parameter | None], wait: Callable[[nn.Parameter], object]):
         super().__init__(parameters)
@@ -110,11 +112,10 @@ class _Awaited(dict[str, nn.Parameter | None]):
 
 
 def _flatten(bucket: Bucket, params: dict[str, nn.Parameter], dtype: torch.dtype) -> Tensor:
-    """Flat memory for the parameters of a bucket, in the places that their gradients have; they become views of it."""
+    """Flat memory for the parameters of a bucket, in the ranges of their gradients; they become views of it."""
     flat = torch.zeros(bucket.flat.numel(), dtype=dtype, device=bucket.flat.device)
-    for name, start in bucket.starts.items():
-        parameter = params[name]
-        place = flat[start : start + parameter.numel()].view(parameter.shape)
-        place.copy_(parameter.detach())
-        parameter.data = place
+    for name, place in bucket.ranges.items():
+        view = flat[place].view(params[name].shape)
+        view.copy_(params[name].detach())
+        params[name].data = view
     return flat

@@ -1,4 +1,4 @@
-"""The choice of the engine that sums gradients over data-parallel ranks."""
+"""The choice of the data-parallel engine, and checks of the model for every engine."""
 
 from collections.abc import Sequence
 
@@ -26,15 +26,15 @@ def wrap_ddp(
     *,
     grad_dtype: torch.dtype,
 ) -> DataParallel:
-    """The engine that `parallel.ddp`, `optim.distributed` and `sync` name, over this rank's chunks.
+    """The engine of `parallel.ddp`, `optim.distributed` and `sync` for this rank's chunks.
 
-    With one data-parallel rank there is nothing to reduce or to shard, and `local`, `torch` and `fsdp`, distributed or
-    not, are plain LocalDDP. `fsdp` gives the chunks new parameters. Collective over dp.
+    With one data-parallel rank it is LocalDDP, because there is nothing to reduce or to shard. `fsdp` gives the chunks
+    new parameters. Collective over dp.
     """
     check_every_parameter_is_trained(chunks, params, table)
     parallel, sync = config.parallel, config.sync
     common = {"bucket_mb": parallel.bucket_mb, "grad_dtype": grad_dtype}
-    dp = solo("dp") if sync.is_local else ctx.dp  # local SGD: every rank trains alone between two outer steps
+    dp = solo("dp") if sync.is_local else ctx.dp  # every rank trains alone between outer steps
     if sync.mode == "delayed":
         dp = duplicate_group(dp, config.train.comm_timeout)
         return DelayedDDP(chunks, params, table, dp, delay=sync.delay, **common)
@@ -52,15 +52,14 @@ def wrap_ddp(
 def check_every_parameter_is_trained(
     chunks: Sequence[nn.Module], params: dict[str, nn.Parameter], table: ParamTable
 ) -> None:
-    """Raises TrainingError where a custom model has a parameter that is frozen or not in the table."""
+    """Raise TrainingError where a custom model has a parameter that is frozen or not in the table."""
     described = {params[name] for name in table}
     for number, chunk in enumerate(chunks):
         for name, parameter in chunk.named_parameters():
             where = f"parameter {name} of model chunk {number}, shape {tuple(parameter.shape)}"
             if parameter not in described:
                 raise TrainingError(
-                    f"{where}, is not in the parameter table, so it would not be trained; make it through "
-                    "parallel.shard.declare"
+                    f"{where}, is not in the parameter table and would not be trained; use parallel.shard.declare"
                 )
             if not parameter.requires_grad:
                 raise TrainingError(
@@ -70,10 +69,9 @@ def check_every_parameter_is_trained(
 
 @torch.no_grad()
 def start_equal(params: dict[str, nn.Parameter], table: ParamTable, ctx: ParallelContext) -> None:
-    """Gives all replicas of a parameter the values of the first replica.
+    """Copy the values of a parameter's first replica to all its replicas.
 
-    A custom model may have drawn them from the rank's own random stream, and replicas that start with different values
-    never become equal, since only gradients are summed.
+    A custom model may draw different values on each rank, and these would stay different: only gradients are summed.
     Communicates: each parameter over dp, over tp where it is not sharded, and a tied embedding over embd.
     """
     for name, parameter in params.items():

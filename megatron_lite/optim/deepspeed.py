@@ -35,9 +35,9 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from megatron_lite.config.schema import Config
-from megatron_lite.ddp.data_parallel import DataParallel
+from megatron_lite.ddp.data_parallel import DataParallel, check_gradients
 from megatron_lite.ddp.local_shard import LocalShard
-from megatron_lite.errors import ConfigError, TrainingError
+from megatron_lite.errors import ConfigError
 from megatron_lite.optim.clip import clip_coefficient, global_grad_norm
 from megatron_lite.optim.mixed_precision import StepOutcome, count_bytes
 from megatron_lite.optim.param_groups import MOMENTS, allocate_moments, build_adam
@@ -205,12 +205,8 @@ class DeepSpeedOptimizer(DataParallel):
             loss = forward(0, number, None)
             self._engine.backward(loss * factor)
             losses.append(loss.detach())
-        if absent := [name for name in self._params if name not in self._arrived]:
-            raise TrainingError(
-                f"parallel.ddp=deepspeed: {len(absent)} of {len(self._params)} parameters got no gradient in the last "
-                f"micro-batch, as {absent[0]}; use every parameter in every micro-batch, or parallel.ddp=local, which "
-                "allows unused ones"
-            )
+        missing = [name for name in self._params if name not in self._arrived]
+        check_gradients("deepspeed", missing, len(self._params))
         return losses
 
     def step(self, lr: float) -> StepOutcome:

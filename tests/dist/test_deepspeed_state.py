@@ -266,7 +266,7 @@ def test_a_parameter_unused_in_the_last_micro_batch_is_named(ranks, stage):
     with pytest.raises(RanksFailed) as raised:
         ranks(2, leave_out_a_bias, stage)
     text = str(raised.value)
-    assert "1 of 28 parameters got no gradient in the last micro-batch, as decoder.final_layernorm.bias" in text
+    assert "1 of 28 parameters got no gradient in the last micro-batch, such as decoder.final_layernorm.bias" in text
     assert "use every parameter in every micro-batch, or parallel.ddp=local" in text
 
 

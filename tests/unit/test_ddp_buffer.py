@@ -37,23 +37,23 @@ def test_buckets_cover_the_buffer_and_only_a_single_parameter_exceeds_the_limit(
     params, buffer = make(shapes, bucket_numel)
     buffer.flat.copy_(torch.arange(buffer.flat.numel()))
     assert torch.equal(torch.cat([bucket.flat for bucket in buffer.buckets]), buffer.flat)
-    assert [name for bucket in buffer.buckets for name in bucket.starts] == list(reversed(params))
+    assert [name for bucket in buffer.buckets for name in bucket.ranges] == list(reversed(params))
     for bucket in buffer.buckets:
-        assert bucket.flat.numel() <= bucket_numel + ALIGNMENT or len(bucket.starts) == 1
+        assert bucket.flat.numel() <= bucket_numel + ALIGNMENT or len(bucket.ranges) == 1
 
 
 @given(shapes, st.floats(0.1, 300.0), st.integers(1, 5))
 def test_shares_of_a_bucket_are_equal_aligned_and_together_hold_every_element_once(shapes, bucket_numel, size):
     """An element in no share would never be trained, one in two by two ranks."""
-    params, buffer = make(shapes, bucket_numel, shares=size, alone={"p1"})
+    params, buffer = make(shapes, bucket_numel, num_shards=size, alone={"p1"})
     buffer.flat.copy_(torch.arange(buffer.flat.numel()))
     found: dict[str, list[float]] = {name: [] for name in params}
     for bucket in buffer.buckets:
-        assert "p1" not in bucket.starts or len(bucket.starts) == 1
+        assert "p1" not in bucket.ranges or len(bucket.ranges) == 1
         for rank in range(size):
-            part = bucket.share(rank, size)
+            part = bucket.shard(rank, size)
             assert (part.stop - part.start) % ALIGNMENT == 0 and (part.stop - part.start) * size == bucket.flat.numel()
-            for name, place, first in bucket.runs(part):
+            for name, place, first in bucket.slices(part):
                 assert first == len(found[name]) and first % ALIGNMENT == 0
                 assert part.start <= place.start < place.stop <= part.stop
                 found[name] += bucket.flat[place].tolist()
