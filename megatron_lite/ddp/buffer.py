@@ -10,7 +10,9 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+
+from megatron_lite.ddp.data_parallel import Params
 
 # Elements. Parameters start, and shards end, at multiples of this number. A vector kernel handles the remainder of a
 # tensor separately and may round it differently; with this alignment AdamW updates a shard to the same bits as the full
@@ -48,7 +50,7 @@ class GradBuffer:
 
     def __init__(
         self,
-        params: dict[str, nn.Parameter],
+        params: Params,
         *,
         bucket_bytes: float,
         dtype: torch.dtype,
@@ -57,7 +59,7 @@ class GradBuffer:
     ):
         ranges: list[dict[str, slice]] = []
         sizes: list[int] = []
-        for names in _fill_buckets(list(reversed(params.items())), bucket_bytes / dtype.itemsize, alone):
+        for names in _fill_buckets(params, bucket_bytes / dtype.itemsize, alone):
             ranges.append({})
             end = 0
             for name in names:
@@ -73,12 +75,12 @@ class GradBuffer:
         }
 
 
-def _fill_buckets(params: list[tuple[str, nn.Parameter]], max_numel: float, alone: Collection[str]) -> list[list[str]]:
+def _fill_buckets(params: Params, max_numel: float, alone: Collection[str]) -> list[list[str]]:
     """The names in each bucket. A parameter larger than a bucket is the only one of its bucket: the gradient of a word
     embedding comes last and would delay the layers before it."""
     buckets: list[list[str]] = []
     room = 0.0
-    for name, parameter in params:
+    for name, parameter in reversed(params.items()):
         if not buckets or parameter.numel() > room or name in alone:
             buckets.append([])
             room = max_numel

@@ -11,6 +11,9 @@ from megatron_lite.pipeline.actions import Schedule
 from megatron_lite.pipeline.engine import Forward, PipelineEngine
 from megatron_lite.pipeline.p2p import Message
 
+Chunks = Sequence[nn.Module]  # this rank's chunks of the model
+Params = dict[str, nn.Parameter]  # by global name
+
 
 class DataParallel:
     """This rank's gradients, summed over micro-batches and over dp.
@@ -81,7 +84,7 @@ class DataParallel:
 
     def weights(self) -> dict[str, LocalShard]:
         """This rank's part of the weights by parameter name, up to date, in `weight_dtype`; live memory if possible."""
-        raise NotImplementedError
+        return self.owned
 
     def weight_memory(self) -> list[Tensor]:
         """The tensors that hold the parameters."""
@@ -99,7 +102,7 @@ class DataParallel:
         """Resume from `pending_grads`, whose tensors a load has filled with those of a run after `iteration` steps."""
 
 
-def only_dtype(params: dict[str, nn.Parameter], key: str) -> torch.dtype:
+def only_dtype(params: Params, key: str) -> torch.dtype:
     """The dtype of all parameters. Raises TrainingError, with the config `key`, where there are several."""
     dtypes = {parameter.dtype for parameter in params.values()}
     if len(dtypes) > 1:
@@ -110,7 +113,7 @@ def only_dtype(params: dict[str, nn.Parameter], key: str) -> torch.dtype:
     return dtypes.pop()
 
 
-def names_by_chunk(chunks: Sequence[nn.Module], params: dict[str, nn.Parameter]) -> list[list[str]]:
+def names_by_chunk(chunks: Chunks, params: Params) -> list[list[str]]:
     """The names in `params` of each chunk's parameters, in order of registration."""
     names = {parameter: name for name, parameter in params.items()}
     return [[names[parameter] for parameter in chunk.parameters()] for chunk in chunks]

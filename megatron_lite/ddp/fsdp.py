@@ -16,7 +16,7 @@ unit by unit.
 Sources: Rajbhandari et al., ZeRO, arXiv 1910.02054, section 5.3; Zhao et al., PyTorch FSDP, arXiv 2304.11277.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
@@ -25,7 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from megatron_lite.ddp.data_parallel import DataParallel, check_gradients, only_dtype
+from megatron_lite.ddp.data_parallel import Chunks, DataParallel, Params, check_gradients, only_dtype
 from megatron_lite.ddp.local_shard import LocalShard
 from megatron_lite.errors import TrainingError
 from megatron_lite.parallel.context import Group
@@ -42,9 +42,7 @@ class FullyShardedDDP(DataParallel):
 
     is_sharded = True
 
-    def __init__(
-        self, chunks: Sequence[nn.Module], params: dict[str, nn.Parameter], dp: Group, *, grad_dtype: torch.dtype
-    ):
+    def __init__(self, chunks: Chunks, params: Params, dp: Group, *, grad_dtype: torch.dtype):
         self._chunks = list(chunks)
         self.weight_dtype = only_dtype(params, "parallel.ddp: fsdp")
         self.copies_at_save = self.weight_dtype != grad_dtype
@@ -63,8 +61,7 @@ class FullyShardedDDP(DataParallel):
                 assert isinstance(unit, FSDPModule)
                 unit.set_gradient_divide_factor(1.0)
                 unit.set_force_sum_reduction_for_comms(True)
-                # In torch 2.8 the first use of a unit moves short shards; `owned` needs their final memory.
-                unit.unshard()
+                unit.unshard()  # in torch 2.8 the first use moves short shards; `owned` needs their final memory
                 unit.reshard()
             chunk.register_forward_hook(_free_root)
         self._params = _sharded_params(chunks, params)
@@ -118,9 +115,8 @@ def _local_grad(parameter: DTensor) -> Tensor:
     return parameter.grad.to_local()
 
 
-def _sharded_params(chunks: Sequence[nn.Module], params: dict[str, nn.Parameter]) -> dict[str, DTensor]:
-    """The chunks' new parameters by name. A parameter that two units share gets a second name where FSDP replaced it in
-    one of them only."""
+def _sharded_params(chunks: Chunks, params: Params) -> dict[str, DTensor]:
+    """The chunks' new parameters by name. FSDP gives a parameter of two units a second name."""
     sharded = {name: parameter for chunk in chunks for name, parameter in chunk.named_parameters()}
     if changed := sorted(sharded.keys() ^ params.keys()):
         raise TrainingError(

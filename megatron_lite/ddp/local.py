@@ -5,12 +5,11 @@ reduced as soon as its last gradient has arrived. Buckets start in the same fixe
 order of arrival: NCCL pairs collectives by order, so two ranks with different orders would sum gradients of different
 parameters.
 
-The first gradient of a step overwrites the buffer, which is never filled with zeros: half the memory traffic of one
-micro-batch, and a copy of bf16 costs far less than an addition into fp32. In-place accumulation by autograd into a
-`.grad` that is a view of the buffer was measured too: it saves no copy and needs the zeros.
+The first gradient of a step overwrites the buffer, which is never filled with zeros: this halves the memory traffic of
+one micro-batch. A `.grad` that is a view of the buffer was measured too: it saves no copy and needs the zeros.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from weakref import proxy
 
@@ -18,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron_lite.ddp.buffer import Bucket, GradBuffer
-from megatron_lite.ddp.data_parallel import DataParallel, names_by_chunk
+from megatron_lite.ddp.data_parallel import Chunks, DataParallel, Params, names_by_chunk
 from megatron_lite.ddp.local_shard import LocalShard
 from megatron_lite.errors import TrainingError
 from megatron_lite.parallel.collectives import all_reduce_async
@@ -54,14 +53,7 @@ class LocalDDP(DataParallel):
     """The engine that keeps full replicas and sums the gradients of `params` over micro-batches and over `dp`."""
 
     def __init__(
-        self,
-        chunks: Sequence[nn.Module],
-        params: dict[str, nn.Parameter],
-        table: ParamTable,
-        dp: Group,
-        *,
-        bucket_mb: float,
-        grad_dtype: torch.dtype,
+        self, chunks: Chunks, params: Params, table: ParamTable, dp: Group, *, bucket_mb: float, grad_dtype: torch.dtype
     ):
         self._chunks = list(chunks)
         self._params = params
@@ -100,10 +92,6 @@ class LocalDDP(DataParallel):
         self._start_all_buckets()
         self._current.wait()
 
-    def weights(self) -> dict[str, LocalShard]:
-        self.wait_for_params()
-        return {name: LocalShard(parameter.detach()) for name, parameter in self._params.items()}
-
     def grad_memory(self) -> list[Tensor]:
         return [buffer.flat for buffer in self._current.buffers]
 
@@ -133,8 +121,7 @@ class LocalDDP(DataParallel):
                 self._start_next_bucket()
 
     def _start_all_buckets(self) -> None:
-        """Start the buckets in which a parameter got no gradient, in the same order on every rank, even if only some
-        ranks did not use that parameter."""
+        """Start the buckets with unused parameters, in the same order on every rank, whichever parameters it used."""
         while len(self._current.waits) < len(self._current.buckets):
             self._start_next_bucket()
 

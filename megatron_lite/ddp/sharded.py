@@ -13,14 +13,14 @@ separate bucket of a tied embedding: both stages must shard it in the same place
 shard of the other stage's gradient.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from megatron_lite.ddp.buffer import Bucket
-from megatron_lite.ddp.data_parallel import only_dtype
+from megatron_lite.ddp.data_parallel import Chunks, Params, only_dtype
 from megatron_lite.ddp.local import GradBuffers, LocalDDP
 from megatron_lite.ddp.local_shard import LocalShard
 from megatron_lite.parallel.collectives import all_gather_single, reduce_scatter_single
@@ -38,16 +38,7 @@ class ShardedDDP(LocalDDP):
 
     is_sharded = True
 
-    def __init__(
-        self,
-        chunks: Sequence[nn.Module],
-        params: dict[str, nn.Parameter],
-        table: ParamTable,
-        dp: Group,
-        *,
-        gather: Group,
-        **settings,
-    ):
+    def __init__(self, chunks: Chunks, params: Params, table: ParamTable, dp: Group, *, gather: Group, **settings):
         super().__init__(chunks, params, table, dp, **settings)
         buckets = self._current.buckets
         dtype = only_dtype(params, "optim.distributed")
@@ -75,6 +66,10 @@ class ShardedDDP(LocalDDP):
     def wait_for_params(self) -> None:
         self._wait_for(range(len(self._flat)))
 
+    def weights(self) -> dict[str, LocalShard]:
+        self.wait_for_params()
+        return {name: LocalShard(parameter.detach()) for name, parameter in self._params.items()}
+
     def _wait_for(self, numbers: Iterable[int]) -> None:
         for number in numbers:
             if number in self._gathers:
@@ -95,10 +90,7 @@ class ShardedDDP(LocalDDP):
 
 
 class _Awaited(dict[str, nn.Parameter | None]):
-    """A module's parameters; each read of one calls `wait` with it.
-
-    `nn.Module.__getattr__` reads a parameter through `_parameters[name]`.
-    """
+    """A module's parameters; each read calls `wait`. `nn.Module.__getattr__` reads through `_parameters[name]`."""
 
     def __init__(self, parameters: Mapping[str, nn.Parameter | None], wait: Callable[[nn.Parameter], object]):
         super().__init__(parameters)
@@ -111,7 +103,7 @@ class _Awaited(dict[str, nn.Parameter | None]):
         return parameter
 
 
-def _flatten(bucket: Bucket, params: dict[str, nn.Parameter], dtype: torch.dtype) -> Tensor:
+def _flatten(bucket: Bucket, params: Params, dtype: torch.dtype) -> Tensor:
     """Flat memory for the parameters of a bucket, in the ranges of their gradients; they become views of it."""
     flat = torch.zeros(bucket.flat.numel(), dtype=dtype, device=bucket.flat.device)
     for name, place in bucket.ranges.items():

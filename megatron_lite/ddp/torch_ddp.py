@@ -1,6 +1,6 @@
 """PyTorch's DistributedDataParallel (DDP) as an engine of this project.
 
-Three things differ from its usual use:
+Its use differs in three ways:
 - Gradients are summed, not averaged: our loss is divided by the target tokens of the global batch. A multiplication by
   dp after the mean would round, and overflow fp16 sooner.
 - bf16 and fp16 gradients are summed in fp32, at twice the bytes on the wire. In bf16 each addition keeps 8 bits, so the
@@ -10,13 +10,10 @@ Three things differ from its usual use:
 
 DDP rebuilds its buckets after the first step, in the order of arrival. With more than two ranks the bucket can change
 the order of a sum, so from the second step on the last bits can differ from a run resumed there.
-
-Every parameter must be used in every micro-batch: DDP's search for unused parameters walks the graph in each, and no
-model here has any.
+Every parameter must be used in every micro-batch: DDP's search for unused ones would walk the graph in each.
 """
 
 import warnings
-from collections.abc import Sequence
 from weakref import proxy
 
 import torch
@@ -25,7 +22,7 @@ from torch import Tensor, nn
 from torch.distributed import GradBucket  # pyright: ignore[reportPrivateImportUsage]
 from torch.nn.parallel import DistributedDataParallel
 
-from megatron_lite.ddp.data_parallel import DataParallel, check_gradients, names_by_chunk
+from megatron_lite.ddp.data_parallel import Chunks, DataParallel, Params, check_gradients, names_by_chunk
 from megatron_lite.ddp.local_shard import LocalShard
 from megatron_lite.parallel.context import Group
 
@@ -33,15 +30,7 @@ from megatron_lite.parallel.context import Group
 class TorchDDP(DataParallel):
     """The engine that sums the gradients of `params` with torch's DDP; `main_grads` are new tensors in each step."""
 
-    def __init__(
-        self,
-        chunks: Sequence[nn.Module],
-        params: dict[str, nn.Parameter],
-        dp: Group,
-        *,
-        bucket_mb: float,
-        grad_dtype: torch.dtype,
-    ):
+    def __init__(self, chunks: Chunks, params: Params, dp: Group, *, bucket_mb: float, grad_dtype: torch.dtype):
         self._params = params
         self._names = {parameter: name for name, parameter in params.items()}
         self._dp = dp
@@ -88,9 +77,6 @@ class TorchDDP(DataParallel):
         check_gradients("torch", unused or absent, len(self._params))
         # In a fixed order, for the norm is a sum over them; the order of the buckets changes.
         self.main_grads = {name: self.main_grads[name] for name in self._params}
-
-    def weights(self) -> dict[str, LocalShard]:
-        return self.owned
 
     def grad_memory(self) -> list[Tensor]:
         grads = [parameter.grad for parameter in self._params.values() if parameter.grad is not None]

@@ -1,12 +1,9 @@
 """The choice of the data-parallel engine, and checks of the model for every engine."""
 
-from collections.abc import Sequence
-
 import torch
-from torch import nn
 
 from megatron_lite.config.schema import Config
-from megatron_lite.ddp.data_parallel import DataParallel
+from megatron_lite.ddp.data_parallel import Chunks, DataParallel, Params
 from megatron_lite.ddp.delayed import DelayedDDP
 from megatron_lite.ddp.local import LocalDDP
 from megatron_lite.ddp.sharded import ShardedDDP
@@ -18,18 +15,11 @@ from megatron_lite.parallel.shard import ParamTable
 
 
 def wrap_ddp(
-    config: Config,
-    chunks: Sequence[nn.Module],
-    params: dict[str, nn.Parameter],
-    table: ParamTable,
-    ctx: ParallelContext,
-    *,
-    grad_dtype: torch.dtype,
+    config: Config, chunks: Chunks, params: Params, table: ParamTable, ctx: ParallelContext, *, grad_dtype: torch.dtype
 ) -> DataParallel:
     """The engine of `parallel.ddp`, `optim.distributed` and `sync` for this rank's chunks.
 
-    With one data-parallel rank it is LocalDDP, because there is nothing to reduce or to shard. `fsdp` gives the chunks
-    new parameters. Collective over dp.
+    One data-parallel rank needs LocalDDP only. `fsdp` gives the chunks new parameters. Collective over dp.
     """
     check_every_parameter_is_trained(chunks, params, table)
     parallel, sync = config.parallel, config.sync
@@ -49,26 +39,23 @@ def wrap_ddp(
     return LocalDDP(chunks, params, table, dp, **common)
 
 
-def check_every_parameter_is_trained(
-    chunks: Sequence[nn.Module], params: dict[str, nn.Parameter], table: ParamTable
-) -> None:
+def check_every_parameter_is_trained(chunks: Chunks, params: Params, table: ParamTable) -> None:
     """Raise TrainingError where a custom model has a parameter that is frozen or not in the table."""
     described = {params[name] for name in table}
     for number, chunk in enumerate(chunks):
         for name, parameter in chunk.named_parameters():
-            where = f"parameter {name} of model chunk {number}, shape {tuple(parameter.shape)}"
             if parameter not in described:
-                raise TrainingError(
-                    f"{where}, is not in the parameter table and would not be trained; use parallel.shard.declare"
-                )
-            if not parameter.requires_grad:
-                raise TrainingError(
-                    f"{where}, has requires_grad off; leave it on, or make the tensor a buffer with persistent=False"
-                )
+                problem = "is not in the parameter table and would not be trained; use parallel.shard.declare"
+            elif not parameter.requires_grad:
+                problem = "has requires_grad off; leave it on, or make the tensor a buffer with persistent=False"
+            else:
+                continue
+            shape = tuple(parameter.shape)
+            raise TrainingError(f"parameter {name} of model chunk {number}, shape {shape}, {problem}")
 
 
 @torch.no_grad()
-def start_equal(params: dict[str, nn.Parameter], table: ParamTable, ctx: ParallelContext) -> None:
+def start_equal(params: Params, table: ParamTable, ctx: ParallelContext) -> None:
     """Copy the values of a parameter's first replica to all its replicas.
 
     A custom model may draw different values on each rank, and these would stay different: only gradients are summed.
