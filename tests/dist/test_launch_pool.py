@@ -1,4 +1,4 @@
-"""The pool itself: what it must do when a rank fails, hangs or dies, since every other test relies on that."""
+"""The pool of ranks when a rank fails, hangs or dies."""
 
 import os
 import time
@@ -18,7 +18,7 @@ def sum_of_ranks(x):
 
 def fails_on_one_rank():
     if dist.get_rank() == 1:
-        raise ValueError("rank 1 says no")
+        raise ValueError("rank 1 refuses")
     dist.barrier()
 
 
@@ -34,41 +34,41 @@ def dies_on_one_rank():
 
 
 @pytest.fixture
-def own_pool():
+def pool():
     pool = Ranks(timeout_seconds=30)
     yield pool
     pool.close()
 
 
-def test_smaller_calls_use_the_first_processes_again(own_pool):
-    four = own_pool(4, sum_of_ranks, "a")
-    two = own_pool(2, sum_of_ranks, x="b")
+def test_smaller_calls_reuse_the_first_processes(pool):
+    four = pool(4, sum_of_ranks, "a")
+    two = pool(2, sum_of_ranks, x="b")
     assert [r[:4] for r in four] == [("a", rank, 4, 6.0) for rank in range(4)]
     assert [r[:4] for r in two] == [("b", rank, 2, 1.0) for rank in range(2)]
     assert [r[4] for r in two] == [r[4] for r in four][:2]
 
 
-def test_a_failure_shows_the_traceback_of_its_rank_and_the_pool_goes_on(own_pool):
-    with pytest.raises(RanksFailed, match=r"--- rank 1 ---(.|\n)*ValueError: rank 1 says no"):
-        own_pool(2, fails_on_one_rank)
-    assert [r[3] for r in own_pool(2, sum_of_ranks, 0)] == [1.0, 1.0]
+def test_a_failure_shows_the_traceback_of_its_rank_and_the_pool_continues(pool):
+    with pytest.raises(RanksFailed, match=r"--- rank 1 ---(.|\n)*ValueError: rank 1 refuses"):
+        pool(2, fails_on_one_rank)
+    assert [r[3] for r in pool(2, sum_of_ranks, 0)] == [1.0, 1.0]
 
 
-def test_a_time_out_names_who_hung_and_where_and_the_pool_starts_anew(own_pool):
-    first = own_pool(2, sum_of_ranks, 0)
+def test_a_time_out_shows_the_rank_and_its_stack_and_processes_are_replaced(pool):
+    first = pool(2, sum_of_ranks, 0)
     with pytest.raises(RanksFailed) as failure:
-        own_pool.within(1.0)(2, hangs_on_one_rank)
+        pool.within(1.0)(2, hangs_on_one_rank)
     assert "failed on 1 of 2 ranks" in str(failure.value)
     assert "--- rank 1 ---\nhung" in str(failure.value)
     assert "hangs_on_one_rank" in str(failure.value).split("hung")[1]
-    again = own_pool(2, sum_of_ranks, 0)
+    again = pool(2, sum_of_ranks, 0)
     assert not {r[4] for r in first} & {r[4] for r in again}
 
 
-def test_a_dead_rank_is_reported_with_its_exit_code(own_pool):
+def test_a_dead_rank_is_reported_with_its_exit_code(pool):
     with pytest.raises(RanksFailed, match="rank 1 ---\nthe process died, exit code 3"):
-        own_pool(2, dies_on_one_rank)
-    assert [r[3] for r in own_pool(2, sum_of_ranks, 0)] == [1.0, 1.0]
+        pool(2, dies_on_one_rank)
+    assert [r[3] for r in pool(2, sum_of_ranks, 0)] == [1.0, 1.0]
 
 
 def test_nothing_is_left_in_the_temporary_folder():

@@ -1,4 +1,4 @@
-"""Ranks that megatron-lite starts itself: how they end is how the command ends."""
+"""Ranks that megatron-lite starts: signals, and the exit code of the command."""
 
 import multiprocessing
 import os
@@ -20,18 +20,20 @@ from tests.helpers.limits import PATIENCE
 HERE = "tests.e2e.test_launch"
 
 
-def say_place(word: str) -> None:
-    place = {name: os.environ[name] for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "OMP_NUM_THREADS")}
-    (Path(word) / os.environ["RANK"]).write_text(str(sorted(place.items())))
+def write_rank_variables(folder: str) -> None:
+    variables = {
+        name: os.environ[name] for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "OMP_NUM_THREADS")
+    }
+    (Path(folder) / os.environ["RANK"]).write_text(str(sorted(variables.items())))
 
 
-def refuse_config() -> None:
+def raise_config_error() -> None:
     if os.environ["RANK"] == "1":
         raise ConfigError("line one of the reason\nline two")
     time.sleep(60)
 
 
-def save_when_asked(folder: str) -> None:
+def save_after_signal(folder: str) -> None:
     received: list[int] = []
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda number, frame: received.append(number))
@@ -42,8 +44,8 @@ def save_when_asked(folder: str) -> None:
     (Path(folder) / f"saved_{os.environ['RANK']}").write_text(signal.Signals(received[0]).name)
 
 
-def stop_when_asked(folder: str) -> None:
-    """As training does it."""
+def stop_after_signal(folder: str) -> None:
+    """Save and stop early, as training does."""
     received: list[int] = []
     for number in STOP_SIGNALS:
         signal.signal(number, lambda number, frame: received.append(number))
@@ -61,7 +63,7 @@ def sleep(folder: str) -> None:
 
 
 def start(target: str, *arguments: str) -> subprocess.Popen[str]:
-    """A process that launches two ranks of a function of this file and exits with the launch's code."""
+    """A process that launches two ranks of a function of this file and exits with their exit code."""
     code = (
         "import sys\nfrom megatron_lite.launch.launcher import launch\nfrom megatron_lite.launch.nodes import Nodes\n"
         f"if __name__ == '__main__':\n    sys.exit(launch('{HERE}:{target}', {arguments!r}, Nodes(2)))\n"
@@ -77,8 +79,8 @@ def start(target: str, *arguments: str) -> subprocess.Popen[str]:
     )
 
 
-def runs(pid: int) -> bool:
-    """Also false for a process that has ended while nobody waited for it."""
+def is_running(pid: int) -> bool:
+    """False also for a zombie."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
     except FileNotFoundError:
@@ -86,7 +88,7 @@ def runs(pid: int) -> bool:
 
 
 def end(process: subprocess.Popen[str]) -> tuple[int, str]:
-    """Exit code and everything on stderr."""
+    """The exit code and standard error."""
     return process.wait(timeout=PATIENCE), process.communicate()[1]
 
 
@@ -97,58 +99,58 @@ def wait_for(folder: Path, *names: str) -> None:
         time.sleep(0.02)
 
 
-def test_ranks_know_their_place_and_all_of_them_run(tmp_path):
-    code, err = end(start("say_place", str(tmp_path)))
+def test_all_ranks_run_with_their_environment_variables(tmp_path):
+    code, err = end(start("write_rank_variables", str(tmp_path)))
     assert (code, err) == (0, "")
     for rank in "01":
         assert f"('LOCAL_RANK', '{rank}'), " in (tmp_path / rank).read_text()
         assert "('WORLD_SIZE', '2')" in (tmp_path / rank).read_text()
 
 
-def test_a_signal_is_passed_on_and_the_ranks_may_finish(tmp_path):
-    """Killed before it has saved, a run loses the work since its last checkpoint."""
-    process = start("save_when_asked", str(tmp_path))
+def test_a_signal_reaches_the_ranks_and_they_have_time_to_save(tmp_path):
+    """Killed before it saves, a run loses its progress since the last checkpoint."""
+    process = start("save_after_signal", str(tmp_path))
     wait_for(tmp_path, "ready_0", "ready_1")
     os.kill(process.pid, signal.SIGTERM)
     assert end(process) == (0, "")
     assert [(tmp_path / f"saved_{rank}").read_text() for rank in (0, 1)] == ["SIGTERM", "SIGTERM"]
 
 
-def test_ranks_that_cannot_save_yet_end_with_1(tmp_path):
-    """A run that was stopped while it started must not look finished."""
+def test_ranks_that_cannot_save_yet_exit_with_1(tmp_path):
+    """A run that was stopped during its start must not look finished."""
     process = start("sleep", str(tmp_path))
     wait_for(tmp_path, "ready_0", "ready_1")
     os.kill(process.pid, signal.SIGINT)
     assert end(process) == (1, "stopped by SIGINT before a checkpoint could be saved\n")
 
 
-def test_one_process_runs_here(tmp_path, monkeypatch):
-    """Without --nproc-per-node nothing is started, and errors are raised as they are."""
+def test_one_rank_runs_in_this_process(tmp_path, monkeypatch):
+    """Without --nproc-per-node no process is started, and errors are raised unchanged."""
     for name in ("RANK", "LOCAL_RANK"):
         monkeypatch.setenv(name, "1")
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     with pytest.raises(ConfigError, match="line one"):
-        run_ranks(f"{HERE}:refuse_config", (), None)
+        run_ranks(f"{HERE}:raise_config_error", (), None)
 
 
-def test_a_signal_to_all_processes_ends_with_75_and_nothing_but_the_message(tmp_path):
-    """As a batch system sends it: ranks get it twice, and Python's tracker of semaphores gets it too."""
-    process = start("stop_when_asked", str(tmp_path))
+def test_after_a_signal_to_all_processes_the_exit_code_is_75_and_only_the_message_is_printed(tmp_path):
+    """A batch system sends it so: ranks get it twice, and Python's resource tracker gets it too."""
+    process = start("stop_after_signal", str(tmp_path))
     wait_for(tmp_path, "ready_0", "ready_1")
     os.killpg(process.pid, signal.SIGUSR1)
     assert end(process) == (75, "stopped by SIGUSR1, saved\n")
 
 
-def test_ranks_of_a_killed_launcher_save_and_end(tmp_path):
-    """They would keep the GPUs, waiting for a launcher that is no more to take their result."""
-    process = start("stop_when_asked", str(tmp_path))
+def test_ranks_of_a_killed_launcher_save_and_exit(tmp_path):
+    """Otherwise they would wait for the dead launcher and keep the GPUs."""
+    process = start("stop_after_signal", str(tmp_path))
     wait_for(tmp_path, "ready_0", "ready_1")
     pids = [int((tmp_path / f"ready_{rank}").read_text()) for rank in (0, 1)]
     process.kill()
     try:
         wait_for(tmp_path, "saved_0", "saved_1")
         deadline = time.monotonic() + PATIENCE
-        while any(runs(pid) for pid in pids):
+        while any(is_running(pid) for pid in pids):
             assert time.monotonic() < deadline
             time.sleep(0.02)
     finally:
@@ -156,8 +158,8 @@ def test_ranks_of_a_killed_launcher_save_and_end(tmp_path):
         process.communicate()
 
 
-def test_a_rank_whose_launcher_was_killed_before_it_started_does_not_start(tmp_path, monkeypatch):
-    """It is too late for the kernel to tell it."""
+def test_a_rank_that_starts_after_its_launcher_was_killed_exits(tmp_path, monkeypatch):
+    """The kernel signals only ranks that run when the launcher dies."""
     monkeypatch.setattr(multiprocessing, "parent_process", lambda: SimpleNamespace(is_alive=lambda: False))
     with pytest.raises(SystemExit) as end:
         rank_main(f"{HERE}:sleep", (str(tmp_path),), str(tmp_path), None, 0.0)
@@ -167,15 +169,15 @@ def test_a_rank_whose_launcher_was_killed_before_it_started_does_not_start(tmp_p
 
 @pytest.fixture
 def handlers():
-    """The handlers of the stop signals, as they were before."""
+    """The handlers of the stop signals before the test, restored after it."""
     before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
     yield before
     for number, handler in before.items():
         signal.signal(number, handler)
 
 
-def test_signals_are_a_launchers_own_business_only_while_it_runs(handlers):
-    """After one, the same may come again when only the exit code is left to give."""
+def test_signal_handlers_are_restored_unless_a_stop_signal_came(handlers):
+    """The same signal may come again; it must not change the exit code."""
     with _SignalsToRanks() as signals:
         pass
     assert signals.first == 0
@@ -188,7 +190,7 @@ def test_signals_are_a_launchers_own_business_only_while_it_runs(handlers):
 
 
 def test_every_rank_gets_every_signal_once(handlers, monkeypatch):
-    """Those too that start after it came; one that has just ended is no error."""
+    """Ranks that start later get it too; a rank that has just exited causes no error."""
     sent: list[tuple[int, int]] = []
     living = [SimpleNamespace(pid=11), SimpleNamespace(pid=12)]
 

@@ -1,7 +1,4 @@
-"""Ranks that fail, stop or are killed: which are started again, what is said of each, and how the launcher ends.
-
-All in this process.
-"""
+"""Ranks that fail, stop or are killed: restarts, messages and exit codes of a launcher in this process."""
 
 import os
 import re
@@ -26,7 +23,7 @@ from tests.helpers.limits import PATIENCE
 HERE = "tests.e2e.test_restarts"
 
 
-def refuse_config() -> None:
+def raise_config_error() -> None:
     if os.environ["RANK"] == "1":
         raise ConfigError("line one of the reason\nline two")
     time.sleep(60)
@@ -53,15 +50,15 @@ def be_killed() -> None:
     time.sleep(60)
 
 
-def note(folder: str) -> int:
-    """How often ranks were started before this one."""
+def record_start(folder: str) -> int:
+    """Record this start and return the number of earlier ones."""
     with (Path(folder) / "starts").open("a") as file:
         file.write(f"{os.environ['RANK']}\n")
     return int(os.environ["TORCHELASTIC_RESTART_COUNT"])
 
 
 def fail(folder: str, reason: str) -> None:
-    note(folder)
+    record_start(folder)
     raise TrainingError(reason)
 
 
@@ -72,18 +69,18 @@ def fail_in_turn() -> None:
     time.sleep(60)
 
 
-def refuse(folder: str) -> None:
-    note(folder)
+def raise_same_config_error(folder: str) -> None:
+    record_start(folder)
     raise ConfigError("no such thing")
 
 
 def stop(folder: str) -> None:
-    note(folder)
+    record_start(folder)
     raise StoppedEarly("stopped, saved")
 
 
 def be_killed_twice(folder: str) -> None:
-    if note(folder) < 2:
+    if record_start(folder) < 2:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -104,8 +101,8 @@ def be_killed_by(number: str) -> None:
     os.kill(os.getpid(), int(number))
 
 
-def be_told_again(end: str) -> None:
-    """A stop signal comes when this rank has ended, and only the interpreter has not."""
+def receive_second_signals(end: str) -> None:
+    """Stop signals arrive while the interpreter exits."""
     for number in STOP_SIGNALS:
         util.Finalize(None, os.kill, args=(os.getpid(), number), exitpriority=100)
     if end == "stopped":
@@ -120,7 +117,7 @@ def talk() -> None:
 
 @pytest.fixture
 def ranks_here(capsys):
-    """`ranks_here(number, function, *arguments, **nodes)`: exit code and stderr of a launch in this process."""
+    """`ranks_here(number, function, *arguments, **nodes)`: the exit code and stderr of a launch in this process."""
 
     def launch_here(number: int, target, *arguments: str, **nodes) -> tuple[int, str]:
         code = launch(f"{HERE}:{target.__name__}", arguments, Nodes(number, **nodes))
@@ -134,8 +131,8 @@ def starts(folder: Path) -> int:
     return len((folder / "starts").read_text().splitlines())
 
 
-def test_a_config_error_of_one_rank_is_printed_once_and_ends_with_2(ranks_here):
-    assert ranks_here(2, refuse_config) == (2, "line one of the reason\nline two\n")
+def test_a_config_error_of_one_rank_is_printed_once_and_exits_with_2(ranks_here):
+    assert ranks_here(2, raise_config_error) == (2, "line one of the reason\nline two\n")
 
 
 def test_a_script_that_fails_on_all_ranks_is_reported_once(ranks_here, tmp_path):
@@ -145,8 +142,8 @@ def test_a_script_that_fails_on_all_ranks_is_reported_once(ranks_here, tmp_path)
     assert ranks_here(2, run_it, str(tmp_path / "mine.py")) == (2, "no such thing\n")
 
 
-def test_ranks_that_cannot_restart_in_a_deleted_folder_end_with_the_reason(ranks_here, tmp_path, monkeypatch):
-    """Python's own error is a traceback of the launcher."""
+def test_a_restart_in_a_deleted_folder_is_a_training_error(ranks_here, tmp_path, monkeypatch):
+    """Python's error would be a traceback of the launcher."""
     (tmp_path / "gone").mkdir()
     monkeypatch.chdir(tmp_path / "gone")
     with pytest.raises(TrainingError) as caught:
@@ -156,7 +153,7 @@ def test_ranks_that_cannot_restart_in_a_deleted_folder_end_with_the_reason(ranks
     )
 
 
-def test_a_bug_ends_with_1_and_one_traceback(ranks_here):
+def test_a_bug_exits_with_1_and_one_traceback(ranks_here):
     code, err = ranks_here(2, have_a_bug)
     assert code == 1
     assert err.startswith("rank 1 failed:\nTraceback (most recent call last):")
@@ -164,13 +161,13 @@ def test_a_bug_ends_with_1_and_one_traceback(ranks_here):
     assert err.count("Traceback") == 1
 
 
-def test_a_killed_rank_ends_with_1_and_its_signal(ranks_here):
+def test_a_killed_rank_exits_with_1_and_its_signal(ranks_here):
     killed = "rank 1 was killed by SIGKILL; the machine may be out of memory\n"
     assert ranks_here(2, be_killed) == (1, killed)
 
 
-def test_failed_ranks_are_started_again_and_each_reason_is_told(ranks_here):
-    """Whoever sees only the last one looks for the wrong cause."""
+def test_failed_ranks_are_restarted_and_each_reason_is_printed(ranks_here):
+    """The last reason alone would suggest the wrong cause."""
     assert ranks_here(2, fail_in_turn, max_restarts=2) == (
         1,
         "reason 0\nrestarting from the newest checkpoint (1 of 2)\n"
@@ -179,7 +176,7 @@ def test_failed_ranks_are_started_again_and_each_reason_is_told(ranks_here):
     )
 
 
-def test_the_same_failure_twice_is_not_tried_a_third_time(ranks_here, tmp_path):
+def test_ranks_that_fail_twice_in_the_same_way_are_not_restarted(ranks_here, tmp_path):
     assert ranks_here(1, fail, str(tmp_path), "disk full", max_restarts=5) == (
         1,
         "disk full\nrestarting from the newest checkpoint (1 of 5)\n"
@@ -188,18 +185,18 @@ def test_the_same_failure_twice_is_not_tried_a_third_time(ranks_here, tmp_path):
     assert starts(tmp_path) == 2
 
 
-def test_a_config_error_is_not_tried_again(ranks_here, tmp_path):
-    assert ranks_here(1, refuse, str(tmp_path), max_restarts=5) == (2, "no such thing\n")
+def test_ranks_with_a_config_error_are_not_restarted(ranks_here, tmp_path):
+    assert ranks_here(1, raise_same_config_error, str(tmp_path), max_restarts=5) == (2, "no such thing\n")
     assert starts(tmp_path) == 1
 
 
-def test_ranks_that_stopped_with_a_checkpoint_end_with_75_and_say_so_once(ranks_here, tmp_path):
+def test_ranks_that_stopped_with_a_checkpoint_exit_with_75_and_one_message(ranks_here, tmp_path):
     assert ranks_here(2, stop, str(tmp_path), max_restarts=5) == (75, "stopped, saved\n")
     assert starts(tmp_path) == 2
 
 
-def test_a_rank_that_was_killed_comes_back(ranks_here, tmp_path):
-    """Killed is killed: the next time it may be for another reason, unlike the same error twice."""
+def test_a_rank_that_is_killed_twice_is_restarted_twice(ranks_here, tmp_path):
+    """Kills can have different causes, unlike two errors with the same message."""
     killed = "rank 0 was killed by SIGKILL; the machine may be out of memory\nrestarting from the newest checkpoint"
     assert ranks_here(1, be_killed_twice, str(tmp_path), max_restarts=3) == (
         0,
@@ -208,51 +205,51 @@ def test_a_rank_that_was_killed_comes_back(ranks_here, tmp_path):
     assert starts(tmp_path) == 3
 
 
-def test_a_rank_that_has_finished_does_not_hide_one_that_fails_later(ranks_here, tmp_path):
+def test_a_finished_rank_does_not_hide_a_later_failure_of_another(ranks_here, tmp_path):
     assert ranks_here(2, fail_after_the_first_rank, str(tmp_path)) == (1, "late\n")
 
 
 @pytest.mark.parametrize("code", ["0", "3"])
-def test_a_rank_that_leaves_in_the_midst_is_a_failure(ranks_here, code):
-    """With 0 it was taken for one that still has a result to give, and waited for until the end of time."""
+def test_a_rank_that_exits_before_it_finishes_is_a_failure(ranks_here, code):
+    """Torch's agent would wait forever for the result of a rank that exited with 0."""
     assert ranks_here(1, leave, code) == (1, f"rank 0 exited with code {code} before it finished\n")
 
 
 @pytest.mark.parametrize("number, name", [(signal.SIGSEGV, "SIGSEGV"), (40, "signal 40")])
-def test_a_killed_rank_names_any_signal(ranks_here, number, name):
+def test_the_message_of_a_killed_rank_names_any_signal(ranks_here, number, name):
     assert ranks_here(1, be_killed_by, str(int(number))) == (1, f"rank 0 was killed by {name}\n")
 
 
-def test_a_failure_is_not_lost_when_the_rank_ends_between_two_looks(ranks_here, tmp_path, monkeypatch):
-    """A look found it alive, torch's own a moment later found it dead: no reason was told, the exit code was 0."""
-    looks: dict[int | None, int] = {}
+def test_a_failure_is_reported_when_the_rank_exits_between_two_polls(ranks_here, tmp_path, monkeypatch):
+    """The agent polled a running rank and torch, a moment later, a dead one: the exit code was 0, without a reason."""
+    polls: dict[int | None, int] = {}
     real = BaseProcess.exitcode.fget
 
     def late(process):
         code = real(process)
         if code is not None:
-            looks[process.pid] = looks.get(process.pid, 0) + 1
-        return code if looks.get(process.pid, 0) > 1 else None
+            polls[process.pid] = polls.get(process.pid, 0) + 1
+        return code if polls.get(process.pid, 0) > 1 else None
 
     monkeypatch.setattr(BaseProcess, "exitcode", property(late))
     assert ranks_here(1, fail, str(tmp_path), "reason") == (1, "reason\n")
 
 
 @pytest.mark.parametrize("end, code, text", [("finished", 0, ""), ("stopped", 75, "stopped, saved\n")])
-def test_a_second_signal_does_not_harm_a_rank_that_has_ended(ranks_here, end, code, text):
-    """Launcher and batch system both send it, and a small model is saved between the two."""
-    assert ranks_here(1, be_told_again, end) == (code, text)
+def test_a_second_signal_does_not_change_the_exit_code_of_a_finished_rank(ranks_here, end, code, text):
+    """Launcher and batch system both send it, and a small model is saved in between."""
+    assert ranks_here(1, receive_second_signals, end) == (code, text)
 
 
 def test_output_of_all_ranks_but_the_first_goes_to_files(ranks_here, tmp_path):
-    """Also what is not Python's, after what a run before has left there."""
+    """Output of C libraries too, appended to that of an earlier run."""
     (tmp_path / "rank_00001.log").write_text("before\n")
     assert ranks_here(2, talk, log_dir=tmp_path) == (0, "")
     assert [path.name for path in tmp_path.iterdir()] == ["rank_00001.log"]
     assert (tmp_path / "rank_00001.log").read_text() == "before\nrank 1 prints\nand C++ complains\n"
 
 
-def test_a_folder_for_output_that_cannot_be_is_a_config_error(ranks_here, tmp_path):
+def test_an_output_folder_that_cannot_be_created_is_a_config_error(ranks_here, tmp_path):
     (tmp_path / "file").touch()
     assert ranks_here(2, talk, log_dir=tmp_path / "file", max_restarts=1) == (
         2,
@@ -267,14 +264,14 @@ def test_a_launch_leaves_no_files(ranks_here, tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
-def say_when() -> None:
+def raise_launch_time() -> None:
     raise TrainingError(f"launched at {os.environ['MEGATRON_LITE_LAUNCHED']}")
 
 
-def test_ranks_know_when_they_were_launched_through_restarts(ranks_here):
-    """Which train.exit_duration counts from."""
-    _, said = ranks_here(1, say_when, max_restarts=3)
-    first, second = re.findall(r"^launched at (\S+)$", said, re.MULTILINE)
+def test_restarted_ranks_get_the_time_of_the_first_launch(ranks_here):
+    """train.exit_duration counts from it."""
+    _, err = ranks_here(1, raise_launch_time, max_restarts=3)
+    first, second = re.findall(r"^launched at (\S+)$", err, re.MULTILINE)
     assert first == second and 0 < time.time() - float(first) < PATIENCE
 
 
@@ -286,15 +283,17 @@ STOPPED = "stopped by SIGTERM before a checkpoint could be saved"
     "ended, received, wanted",
     [
         ({0: 1}, 0, Failure("connection closed", 1, True, True)),
-        ({0: 1, 1: -9}, 0, Failure(OUT_OF_MEMORY, 1, True, False)),  # what the other has lost is no news
+        ({0: 1, 1: -9}, 0, Failure(OUT_OF_MEMORY, 1, True, False)),  # the other rank only lost its connection
         ({0: 1}, 15, Failure(f"{STOPPED}\nconnection closed", 1, False, True)),
         ({0: -15, 1: -15}, 15, Failure(STOPPED, 1, False, False)),
         ({0: -15, 1: -9}, 15, Failure(f"{STOPPED}\n{OUT_OF_MEMORY}", 1, False, False)),
         ({1: -15}, 0, Failure("rank 1 was killed by SIGTERM", 1, True, False)),
     ],
 )
-def test_the_cause_is_told_and_not_what_follows_from_it(tmp_path, monkeypatch, ended, received, wanted):
-    """Two ranks, of which the first has reported, after a third had stopped with a checkpoint."""
+def test_the_message_has_the_cause_of_a_failure_and_not_its_consequences(
+    tmp_path, monkeypatch, ended, received, wanted
+):
+    """The first of two ranks has a report, and a third rank stopped with a checkpoint earlier."""
     for rank, text, code in (("2", "stopped, saved", 75), ("0", "connection closed", 1), ("3", "me too", 2)):
         monkeypatch.setenv("RANK", rank)
         write_report(str(tmp_path), text, code, restart_may_help=code == 1)

@@ -1,4 +1,4 @@
-"""Which machines the options ask for, and by which address and network interface this one reaches the others."""
+"""Nodes from launch options, and the address and network interface of this machine."""
 
 import os
 import re
@@ -25,7 +25,7 @@ THERE = {"master_addr": "10.0.0.1"}
 
 @pytest.fixture
 def interfaces(monkeypatch):
-    """Which interfaces the environment gives Gloo and NCCL."""
+    """The network interfaces of Gloo and NCCL in the environment."""
     names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
     for name in names:
         monkeypatch.setenv(name, "")  # restored afterwards
@@ -35,6 +35,7 @@ def interfaces(monkeypatch):
 
 @pytest.fixture
 def listening():
+    """A port on which a server listens."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         yield server.getsockname()[1]
 
@@ -73,13 +74,13 @@ def listening():
         ),
     ],
 )
-def test_the_options_ask_for_these_nodes(nproc, nnodes, more, wanted):
+def test_options_become_nodes(nproc, nnodes, more, wanted):
     assert nodes_from(nproc, nnodes, **more) == wanted
 
 
 @pytest.mark.parametrize("address, node_rank", [("127.0.0.1", 0), ("localhost", 0), ("203.0.113.7", 1)])
-def test_an_elastic_node_is_the_first_one_where_the_address_is_its_own(address, node_rank):
-    """The first one holds what all meet at: two of them, or none, and nobody meets."""
+def test_an_elastic_node_is_the_first_one_if_the_address_is_local(address, node_rank):
+    """The first node serves the rendezvous: with two of them, or none, it fails."""
     assert nodes_from(1, "1:2", master_addr=address).node_rank == node_rank
 
 
@@ -104,44 +105,44 @@ def test_an_elastic_node_is_the_first_one_where_the_address_is_its_own(address, 
         ),
     ],
 )
-def test_what_cannot_be_is_refused(nnodes, more, message):
+def test_inconsistent_options_are_a_config_error(nnodes, more, message):
     with pytest.raises(ConfigError, match=re.escape(message)):
         nodes_from(1, nnodes, **more)
 
 
 @pytest.mark.parametrize("given", ["0", "", "-1", "two", "1.5", "2:1", "0:2", "1:", ":2", ":", "1:2:3", "1:two"])
-def test_what_is_no_number_of_machines_is_refused(given):
+def test_an_invalid_number_of_machines_is_a_config_error(given):
     message = f"--nnodes is {given}; give a number of machines, such as 2, or a range, such as 1:4"
     with pytest.raises(ConfigError, match=re.escape(message)):
         nodes_from(1, given, node_rank=0, **THERE)
 
 
-def test_a_range_of_nodes_has_these_world_sizes():
+def test_world_sizes_of_a_range_of_nodes_are_listed_from_the_largest():
     assert Nodes(8).world_sizes == [8]
     assert Nodes(2, 3, 3).world_sizes == [6]
     assert Nodes(2, 1, 4, True).world_sizes == [8, 6, 4, 2]
 
 
-def test_a_message_can_repeat_the_options():
+def test_options_are_printed_as_they_were_given():
     assert Nodes(8).options == "--nproc-per-node 8"
     assert Nodes(8, 2, 2).options == "--nnodes 2 --nproc-per-node 8"
     assert Nodes(8, 1, 4, True).options == "--nnodes 1:4 --nproc-per-node 8"
 
 
 def unknown(name: str) -> str:
-    raise socket.gaierror(socket.EAI_NONAME, f"nobody is called {name}")
+    raise socket.gaierror(socket.EAI_NONAME, f"no machine is called {name}")
 
 
 @pytest.mark.parametrize(
     "name, reason, look_up",
     [
-        ("no-such-machine", "nobody is called no-such-machine", unknown),
+        ("no-such-machine", "no machine is called no-such-machine", unknown),
         ("::1", "", socket.gethostbyname),
         ("a" * 70 + ".net", "label", socket.gethostbyname),
     ],
 )
-def test_an_address_that_leads_nowhere_is_a_config_error(name, reason, look_up, monkeypatch):
-    """Before ranks start: later it would be a traceback of a socket, or a wait for ever."""
+def test_an_unreachable_address_is_a_config_error(name, reason, look_up, monkeypatch):
+    """Once ranks start, it would be a traceback of a socket or a wait without end."""
     monkeypatch.setattr(socket, "gethostbyname", look_up)
     with pytest.raises(ConfigError) as caught:
         local_address(Nodes(1, 2, 2, master_addr=name, master_port=1))
@@ -153,40 +154,40 @@ def test_an_address_that_leads_nowhere_is_a_config_error(name, reason, look_up, 
     assert not is_local(name)
 
 
-def test_our_address_is_that_from_which_packets_leave():
+def test_the_local_address_is_the_source_of_packets_to_the_first_node():
     assert local_address(Nodes(1)) == "localhost"
     assert local_address(Nodes(1, 2, 2, master_addr="127.0.0.1", master_port=1)) == "127.0.0.1"
     assert local_address(Nodes(1, 2, 2, master_addr="127.8.8.8", master_port=1)) == "127.0.0.1"
 
 
-def test_a_name_that_leads_to_the_loopback_is_left_for_an_address_that_others_can_reach(monkeypatch):
-    """Debian gives a machine's own name 127.0.1.1: Gloo of the first node would tell that to the others."""
-    asked = []
+def test_a_name_that_resolves_to_the_loopback_is_replaced_by_an_address_that_others_reach(monkeypatch):
+    """Debian resolves a machine's name to 127.0.1.1, which Gloo of the first node would send to the others."""
+    targets = []
 
-    def towards(address):
-        asked.append(address)
+    def source_address(address):
+        targets.append(address)
         return "127.0.0.1" if address.startswith("127.") else "10.0.0.7"
 
-    monkeypatch.setattr(nodes_module, "_source_address", towards)
+    monkeypatch.setattr(nodes_module, "_source_address", source_address)
     monkeypatch.setattr(socket, "gethostbyname", lambda name: "127.0.1.1")
     assert local_address(Nodes(1, 2, 2, master_addr="node0", master_port=1)) == "10.0.0.7"
-    assert asked == ["127.0.1.1", nodes_module.REMOTE]
+    assert targets == ["127.0.1.1", nodes_module.REMOTE]
 
 
-def test_a_machine_without_a_network_keeps_the_loopback(monkeypatch):
-    def towards(address):
+def test_a_machine_without_a_network_uses_the_loopback(monkeypatch):
+    def source_address(address):
         if not address.startswith("127."):
             raise OSError("Network is unreachable")
         return "127.0.0.1"
 
-    monkeypatch.setattr(nodes_module, "_source_address", towards)
+    monkeypatch.setattr(nodes_module, "_source_address", source_address)
     monkeypatch.setattr(socket, "gethostbyname", lambda name: "127.0.1.1")
     assert local_address(Nodes(1, 2, 2, master_addr="node0", master_port=1)) == "127.0.0.1"
 
 
-@pytest.mark.parametrize("address, here", [("127.0.0.1", True), ("localhost", True), ("203.0.113.7", False)])
-def test_an_address_is_local_if_a_socket_can_have_it(address, here):
-    assert is_local(address) == here
+@pytest.mark.parametrize("address, is_here", [("127.0.0.1", True), ("localhost", True), ("203.0.113.7", False)])
+def test_an_address_is_local_if_a_socket_can_bind_it(address, is_here):
+    assert is_local(address) == is_here
 
 
 def test_an_interface_is_found_by_its_address():
@@ -194,14 +195,14 @@ def test_an_interface_is_found_by_its_address():
     assert interface_of("203.0.113.7") == ""
 
 
-def test_an_interface_without_an_address_is_passed_over(monkeypatch):
-    """A cable that is not plugged in, say."""
+def test_an_interface_without_an_address_is_skipped(monkeypatch):
+    """For example one whose cable is unplugged."""
     monkeypatch.setattr(socket, "if_nameindex", lambda: [(1, "no_such_one"), (2, "lo")])
     assert interface_of("127.0.0.1") == "lo"
 
 
-def test_gloo_gets_the_interface_that_leads_to_the_other_machines(interfaces, capsys):
-    """By itself Gloo takes that of the host's name, often the loopback, and waits there for the other machines."""
+def test_gloo_gets_the_interface_of_the_network_to_the_first_node(interfaces, capsys):
+    """Gloo's default is the interface of the host's name, often the loopback, where no other machine connects."""
     assert set_network_variables(Nodes(1, 2, 2, master_addr="127.0.0.1", master_port=1)) == "127.0.0.1"
     assert interfaces() == ["lo", None]
     assert capsys.readouterr().out == "GLOO_SOCKET_IFNAME=lo\n"
@@ -216,7 +217,7 @@ def test_an_interface_that_is_set_stays(interfaces, monkeypatch, capsys):
 
 
 def test_ranks_of_one_machine_use_the_loopback(interfaces, capsys):
-    """On another interface Gloo and NCCL would open ports to the network."""
+    """On another interface, Gloo and NCCL would open ports to the network."""
     assert set_network_variables(Nodes(2)) == "localhost"
     assert (interfaces(), capsys.readouterr().out) == (["lo", "=lo"], "")
 

@@ -1,4 +1,4 @@
-"""How launchers meet: a single one without a port to the network, elastic ones through JSON that they check."""
+"""The rendezvous of one launcher, without a port to the network, and of elastic launchers, through checked JSON."""
 
 import pickle
 from datetime import datetime, timedelta, timezone
@@ -22,8 +22,8 @@ GARBAGE = [
     b"[" * 100_000,
     encode_state(_RendezvousState()).replace(b'"round":0', b'"round":"0"'),
     encode_state(_RendezvousState()).replace(b'"deadline":null', b'"deadline":"soon"'),
-    encode_state(_RendezvousState()).replace(b'"deadline":null', b'"deadline":"2026-01-01"'),  # of no time zone
-    b"Y2FuaW1hZGFt",  # torch's mark of a store without a state
+    encode_state(_RendezvousState()).replace(b'"deadline":null', b'"deadline":"2026-01-01"'),  # no time zone
+    b"Y2FuaW1hZGFt",  # torch's value for a store without a state
 ]
 
 
@@ -38,7 +38,7 @@ def full_state() -> _RendezvousState:
 
 @pytest.mark.parametrize("state", [_RendezvousState(), full_state()])
 def test_a_state_is_the_same_after_json(state):
-    """torch computes with what comes back: with another type or zone it would lose nodes."""
+    """Torch computes with these values: with another type or time zone it would lose nodes."""
     assert vars(decode_state(encode_state(state))) == vars(state)
     assert encode_state(decode_state(encode_state(state))) == encode_state(state)
 
@@ -51,11 +51,11 @@ def test_garbage_is_a_value_error(text):
 
 @pytest.fixture
 def store():
-    """The store of an elastic run; the same TCP server as there."""
+    """The TCP store of an elastic run."""
     return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
 
-def test_two_nodes_share_a_state_and_only_one_of_two_changes_is_taken(store):
+def test_two_nodes_share_a_state_and_only_one_of_two_changes_is_stored(store):
     first, second = JsonBackend(store, "here"), JsonBackend(store, "here")
     assert first.get_state() is None
     state = full_state()
@@ -71,7 +71,7 @@ def test_two_nodes_share_a_state_and_only_one_of_two_changes_is_taken(store):
 
 @pytest.mark.parametrize("garbage", GARBAGE)
 def test_garbage_in_the_store_is_overwritten_and_reported_once(store, garbage, capsys):
-    """Anyone who reaches the port can write it; it must not end a run."""
+    """Any program that reaches the port can write garbage, which must not stop a run."""
     backend = JsonBackend(store, "node0:29500")
     _, token, _ = backend.set_state(pickle.dumps(full_state()))
     before = backend.get_state()
@@ -98,12 +98,12 @@ def test_garbage_before_the_first_state_is_overwritten(store):
 
 
 def test_each_start_on_one_machine_has_an_empty_store():
-    """Restarted ranks would connect to the addresses of those before them."""
+    """Otherwise restarted ranks would connect to the addresses of the previous ranks."""
     handler = OneMachine()
     for _ in range(2):
         info = handler.next_rendezvous()
-        place = info.bootstrap_store_info
-        store = TCPStore(place.master_addr, place.master_port)
+        server = info.bootstrap_store_info
+        store = TCPStore(server.master_addr, server.master_port)
         assert (info.rank, info.world_size) == (0, 1)
         assert store.add("starts that have used this store", 1) == 1
     assert isinstance(info.store, HashStore)
@@ -111,7 +111,7 @@ def test_each_start_on_one_machine_has_an_empty_store():
 
 @pytest.mark.parametrize("error", [ValueError("no number"), KeyError("rank"), TypeError("not a mapping")])
 def test_unreadable_data_of_other_launchers_is_a_training_error(monkeypatch, error):
-    """What torch's agents write there is text; of others' text it raises any of these."""
+    """Torch's agents raise any of these errors for text of other programs."""
 
     def fail(self, group):
         raise error
