@@ -99,6 +99,7 @@ def write_shards(
             local = shard.split(full, rank, size)
         else:
             local = full[rank * rows // size : (rank + 1) * rows // size]
-            local = F.pad(local, (0, 0, 0, rows // size - len(local)))
+            if missing := rows // size - len(local):  # no copy of a full table
+                local = F.pad(local, (0, 0, 0, missing))
         writer.write(name, local)
         progress(local.numel() * local.dtype.itemsize)
