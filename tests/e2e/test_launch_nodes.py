@@ -1,4 +1,4 @@
-"""Launchers of several nodes, on this machine: waiting for others in vain, losing them, and meeting them again."""
+"""Launchers of several nodes, on this machine: missing nodes, lost nodes and nodes that join again."""
 
 import os
 import pickle
@@ -49,7 +49,7 @@ REMEDY = (
 
 
 def free_port() -> int:
-    """Below the ports that Linux gives to connections, of which one could take it before the test does."""
+    """A free port below those that Linux uses for outgoing connections, which could take it before the test."""
     while True:
         port = random.randrange(10_000, 32_000)
         with suppress(OSError), socket.create_server(("", port)):
@@ -57,13 +57,13 @@ def free_port() -> int:
 
 
 def node(node_rank: int, port: int, *, is_elastic: bool, **more) -> Nodes:
-    """One of two, that waits for a second."""
+    """One of two nodes, which waits one second for the other."""
     place = {"master_addr": "127.0.0.1", "master_port": port, "join_timeout": 1.0}
     return Nodes(1, 2, 2, is_elastic, node_rank, **place | more)
 
 
-def end_of(nodes: Nodes, folder: Path) -> str:
-    """Why a node without others ends."""
+def error_of(nodes: Nodes, folder: Path) -> str:
+    """The error of a node without others."""
     with pytest.raises(TrainingError) as caught:
         run_agent(f"{HERE}:never", (), nodes, "127.0.0.1", folder, lambda: 0)
     return str(caught.value)
@@ -73,30 +73,30 @@ def never() -> None:
     raise AssertionError("a rank was started")
 
 
-def test_a_node_without_others_ends_in_time_and_says_how_they_could_come(tmp_path):
-    """The first one and the second, of a fixed number and of an elastic one: all at once, for each takes seconds."""
+def test_a_node_without_others_exits_in_time_with_a_remedy(tmp_path):
+    """The first and the second node, fixed and elastic, all at once because each takes seconds."""
     combinations = [(node_rank, is_elastic) for node_rank in (0, 1) for is_elastic in (False, True)]
     nodes = [node(node_rank, free_port(), is_elastic=is_elastic) for node_rank, is_elastic in combinations]
     with ThreadPoolExecutor(4) as executor:
-        ends = list(executor.map(end_of, nodes, [tmp_path] * 4))
-    for one, end in zip(nodes, ends, strict=True):
+        errors = list(executor.map(error_of, nodes, [tmp_path] * 4))
+    for one, error in zip(nodes, errors, strict=True):
         reason = "the first node does not answer" if one.node_rank else "fewer than 2 machines have started"
-        # In parentheses torch's own words, which differ: its store may be gone before its own client has connected.
-        words = re.escape(f"node {one.node_rank} could not join the other nodes at {one.endpoint}: {reason}")
-        assert re.fullmatch(rf"{words}( \(.+\))?{re.escape(REMEDY)}", end), end
+        # Torch's reason in parentheses varies: its store may be gone before its client connects.
+        start_of_message = re.escape(f"node {one.node_rank} could not join the other nodes at {one.endpoint}: {reason}")
+        assert re.fullmatch(rf"{start_of_message}( \(.+\))?{re.escape(REMEDY)}", error), error
 
 
 @pytest.mark.parametrize("is_elastic", [False, True])
-def test_a_port_in_use_is_named_with_the_option_for_another(tmp_path, is_elastic):
+def test_the_message_for_a_port_in_use_names_the_port_and_the_option(tmp_path, is_elastic):
     with socket.create_server(("", 0)) as other:
         port = other.getsockname()[1]
-        assert end_of(node(0, port, is_elastic=is_elastic), tmp_path) == (
+        assert error_of(node(0, port, is_elastic=is_elastic), tmp_path) == (
             f"port {port} is in use on this machine; give another --master-port, the same on every machine"
         )
 
 
-def test_two_machines_with_one_node_rank_are_told_of_each_other(tmp_path):
-    """Torch would have all of them wait for the rank that is missing."""
+def test_two_machines_with_the_same_node_rank_get_an_error_with_both_names(tmp_path):
+    """Torch would wait for the missing rank."""
     port, host = free_port(), socket.gethostname()
     nodes = [Nodes(1, 3, 3, node_rank=rank, master_addr="127.0.0.1", master_port=port) for rank in (0, 1, 1)]
 
@@ -111,8 +111,8 @@ def test_two_machines_with_one_node_rank_are_told_of_each_other(tmp_path):
         ]
 
 
-def test_a_node_that_parts_from_the_others_says_why():
-    """`from` is where torch tells the reason; some of its errors have no text at all."""
+def test_the_message_of_a_lost_connection_has_its_reason():
+    """Torch puts the reason into __cause__; some of its errors have no text."""
     one = node(1, 7, is_elastic=True)
     lost = RendezvousConnectionError("The connection to the C10d store has failed. See inner exception for details.")
     lost.__cause__ = RuntimeError("Broken pipe\nframe #1")
@@ -127,13 +127,13 @@ def test_a_node_that_parts_from_the_others_says_why():
     assert _rendezvous_error(RendezvousClosedError(), one, had_ranks=True) == ENDED_BY_OTHERS
 
 
-def test_a_node_that_nobody_needed_says_so_when_the_others_end(tmp_path, monkeypatch):
+def test_a_spare_node_reports_that_the_others_ended_the_run(tmp_path, monkeypatch):
     monkeypatch.setattr(Agent, "run", lambda self: None)
-    assert end_of(node(0, free_port(), is_elastic=True), tmp_path) == ENDED_BY_OTHERS
+    assert error_of(node(0, free_port(), is_elastic=True), tmp_path) == ENDED_BY_OTHERS
 
 
-def test_a_command_that_waits_in_vain_prints_one_message(tmp_path):
-    """Torch prints a page of stack frames for each try."""
+def test_a_command_without_other_nodes_prints_one_message(tmp_path):
+    """Torch prints a page of stack frames for each attempt."""
     port = free_port()
     place = ["--nnodes", "2", "--node-rank", "1", "--master-addr", "127.0.0.1", "--master-port", str(port)]
     config = ["data.paths=corpus", "data.tokenizer=bytes", f"run.dir={tmp_path}"]
@@ -155,14 +155,14 @@ sys.exit(launch.launch("{here}:never", (), {nodes!r}))
 """
 
 
-def catches(pid: int, number: int) -> bool:
-    """Whether a process has a handler for that signal."""
+def has_handler(pid: int, number: int) -> bool:
+    """True if the process has a handler for the signal."""
     (line,) = [line for line in Path(f"/proc/{pid}/status").read_text().splitlines() if line.startswith("SigCgt")]
     return bool(int(line.split()[1], 16) >> (number - 1) & 1)
 
 
-def test_a_node_that_waits_for_others_ends_when_it_is_told():
-    """Torch's wait cannot be interrupted: a machine would be held up to --join-timeout."""
+def test_a_node_that_waits_for_others_exits_on_a_stop_signal():
+    """Torch's wait cannot be interrupted: the machine would be blocked for up to --join-timeout."""
     waiting = [
         subprocess.Popen(
             [
@@ -180,7 +180,7 @@ def test_a_node_that_waits_for_others_ends_when_it_is_told():
     ]
     for process in waiting:
         deadline = time.monotonic() + PATIENCE
-        while not catches(process.pid, signal.SIGTERM):
+        while not has_handler(process.pid, signal.SIGTERM):
             assert time.monotonic() < deadline and process.poll() is None
             time.sleep(0.02)
         process.send_signal(signal.SIGTERM)
@@ -195,7 +195,7 @@ class Exited(BaseException):
 
 @pytest.fixture
 def watch(monkeypatch, tmp_path, capsys):
-    """`watch(nodes, received, had_ranks)`: how a launcher ends whose agent waits, or None where it lets it wait."""
+    """`watch(nodes, received, had_ranks)`: exit code and message of a launcher whose agent waits, or None."""
     monkeypatch.setattr(launch_module, "STOP_SECONDS", 0.0)
     monkeypatch.setattr(launch_module, "UNREACHABLE_SECONDS", 0.0)
 
@@ -208,12 +208,12 @@ def watch(monkeypatch, tmp_path, capsys):
         ranks = [[object()]] if had_ranks else []
         monkeypatch.setattr("multiprocessing.active_children", lambda: ranks.pop() if ranks else [])
         running: Future[int] = Future()
-        looks: list[None] = []
+        polls: list[None] = []
 
         def pass_on() -> None:
-            """The agent ends when the launcher has looked often enough to lose patience with it."""
-            looks.append(None)
-            if len(looks) == 5:
+            """Let the agent return after the polls that a launcher needs to exit."""
+            polls.append(None)
+            if len(polls) == 5:
                 running.set_result(0)
 
         try:
@@ -225,8 +225,8 @@ def watch(monkeypatch, tmp_path, capsys):
     return watch
 
 
-def test_a_node_whose_first_node_is_gone_ends(watch):
-    """Without an answer, torch's connection to it waits for a quarter of an hour."""
+def test_a_node_that_lost_the_first_node_exits(watch):
+    """Torch's connection to the first node would wait for 15 minutes."""
     port = free_port()
     assert watch(node(1, port, is_elastic=False), had_ranks=True) == (
         1,
@@ -235,35 +235,35 @@ def test_a_node_whose_first_node_is_gone_ends(watch):
     )
 
 
-def test_a_node_goes_on_waiting_for_a_first_node_that_is_there(watch):
+def test_a_node_waits_while_the_first_node_is_reachable(watch):
     with socket.create_server(("127.0.0.1", 0)) as server:
         assert watch(node(1, server.getsockname()[1], is_elastic=True), had_ranks=True) is None
 
 
 @pytest.mark.parametrize("node_rank, had_ranks", [(0, True), (1, False)])
-def test_a_node_goes_on_waiting_that_is_the_first_or_has_not_met_the_others(watch, node_rank, had_ranks):
-    """The time for meeting is --join-timeout."""
+def test_the_first_node_and_a_node_before_its_rendezvous_wait(watch, node_rank, had_ranks):
+    """--join-timeout limits the time of the rendezvous."""
     assert watch(node(node_rank, free_port(), is_elastic=True), had_ranks=had_ranks) is None
 
 
-def test_a_node_that_has_saved_and_waits_for_the_others_ends_with_75(watch, tmp_path, monkeypatch):
-    """Its work is safe, whatever became of theirs: 1 would tell a batch system to give up."""
+def test_a_node_that_has_saved_and_waits_for_the_others_exits_with_75(watch, tmp_path, monkeypatch):
+    """Its checkpoint is safe; after exit code 1 a batch system would give up."""
     monkeypatch.setenv("RANK", "3")
     write_report(str(tmp_path), "stopped, saved", StoppedEarly.exit_code, restart_may_help=False)
     assert watch(node(1, free_port(), is_elastic=False), received=15, had_ranks=True) == (75, "stopped, saved\n")
 
 
 @pytest.mark.parametrize("had_ranks", [True, False])
-def test_on_one_machine_a_signal_leaves_the_agent_its_time(watch, had_ranks):
-    """A busy machine delayed it, and a run whose ranks had saved ended with 1, for want of other nodes."""
+def test_on_one_machine_a_signal_does_not_limit_the_agent(watch, had_ranks):
+    """Else a busy machine delays the agent, and a run whose ranks have saved exits with 1."""
     assert watch(Nodes(2), received=15, had_ranks=had_ranks) is None
 
 
 def ring(folder: str, name: str) -> None:
-    """All-reduces until somebody has made the file `done`; tells by a file how many do. Saves when it is stopped."""
+    """All-reduce until the file `done` exists. A file shows the world size; a stop signal leads to a save."""
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    told: list[int] = []
-    signal.signal(signal.SIGTERM, lambda number, frame: told.append(number))
+    stop_signals: list[int] = []
+    signal.signal(signal.SIGTERM, lambda number, frame: stop_signals.append(number))
     dist.init_process_group("gloo", timeout=timedelta(seconds=PATIENCE))
     (Path(folder) / f"{name}_of_{os.environ['WORLD_SIZE']}_{os.getpid()}").touch()
     while True:
@@ -271,7 +271,7 @@ def ring(folder: str, name: str) -> None:
         dist.all_reduce(done)
         if done:
             break
-        if told:
+        if stop_signals:
             time.sleep(0.5)
             (Path(folder) / f"saved_{os.getpid()}").touch()
             raise StoppedEarly("stopped, saved")
@@ -280,12 +280,12 @@ def ring(folder: str, name: str) -> None:
 
 
 def run_node(folder: str, name: str, node_rank: int, port: int) -> None:
-    """A launcher that notices in seconds what takes half a minute by torch's own settings."""
+    """A launcher that detects lost nodes in seconds; torch's defaults take half a minute."""
     with (Path(folder) / f"{name}.err").open("a") as file:
         os.dup2(file.fileno(), 2)
         os.dup2(file.fileno(), 1)
-    hasty = {"last_call_timeout": 1, "keep_alive_interval": 1, "keep_alive_max_attempt": 8}
-    rendezvous_module.RendezvousParameters = partial(RendezvousParameters, **hasty)  # type: ignore[misc]
+    short_timeouts = {"last_call_timeout": 1, "keep_alive_interval": 1, "keep_alive_max_attempt": 8}
+    rendezvous_module.RendezvousParameters = partial(RendezvousParameters, **short_timeouts)  # type: ignore[misc]
     place = {"node_rank": node_rank, "master_addr": "127.0.0.1", "master_port": port}
     nodes = Nodes(1, 1, 2, True, **place, max_restarts=3, join_timeout=PATIENCE)
     with forked_ranks("megatron_lite.training.pretrain"):
@@ -293,7 +293,7 @@ def run_node(folder: str, name: str, node_rank: int, port: int) -> None:
 
 
 class Touch:
-    """Makes a file when it is unpickled."""
+    """Creates a file when it is unpickled."""
 
     def __init__(self, path: Path):
         self.path = path
@@ -303,7 +303,7 @@ class Touch:
 
 
 def attack(port: int, path: Path) -> None:
-    """Writes what no launcher writes into the store of an elastic run, as any program can that reaches its port."""
+    """Write garbage into the store of an elastic run, as any program can that reaches its port."""
     store = dist.TCPStore("127.0.0.1", port)
     for value in (
         b64encode(pickle.dumps(Touch(path))),
@@ -318,8 +318,8 @@ def attack(port: int, path: Path) -> None:
     store.delete_key(STATE)
 
 
-def test_an_elastic_run_goes_on_without_a_lost_node_and_with_it_again(tmp_path):
-    """Half of the machines idle, or all, until somebody looks, is what this option is there to prevent."""
+def test_an_elastic_run_continues_without_a_lost_node_and_with_it_again(tmp_path):
+    """Otherwise machines would be idle until the user restarts the run."""
     ctx = get_context("forkserver")
     ctx.set_forkserver_preload(["megatron_lite.training.pretrain", "torch._dynamo"])
     port = free_port()
@@ -332,17 +332,17 @@ def test_an_elastic_run_goes_on_without_a_lost_node_and_with_it_again(tmp_path):
         return launchers[-1]
 
     def wait_for(*names: str) -> list[int]:
-        """The processes of new ranks with these names and world sizes."""
+        """The process ids of new ranks with these names and world sizes."""
         deadline, found = time.monotonic() + PATIENCE, {}
         while len(found) < len(names):
-            assert time.monotonic() < deadline, f"no {names}: {said('a')}{said('b')}"
+            assert time.monotonic() < deadline, f"no {names}: {printed('a')}{printed('b')}"
             time.sleep(0.02)
             new = {path.name for path in tmp_path.glob("*_of_*")} - seen
             found = {name: file for name in names for file in new if file.startswith(f"{name}_")}
         seen.update(found.values())
         return [int(found[name].rpartition("_")[2]) for name in names]
 
-    def said(name: str) -> str:
+    def printed(name: str) -> str:
         return (tmp_path / f"{name}.err").read_text()
 
     try:
@@ -352,16 +352,16 @@ def test_an_elastic_run_goes_on_without_a_lost_node_and_with_it_again(tmp_path):
         second.kill()
         os.kill(lost, signal.SIGKILL)
         (alone,) = wait_for("a_of_1")
-        assert "\nrestarting from the newest checkpoint (1 of 3)\n" in said("a")
+        assert "\nrestarting from the newest checkpoint (1 of 3)\n" in printed("a")
         second = start_node("b", 1)
         wait_for("a_of_2", "b_of_2")
-        assert "nodes joined or left: restarting with the present ones\n" in said("a")
+        assert "nodes joined or left: restarting with the present ones\n" in printed("a")
         assert (tmp_path / f"saved_{alone}").exists()
         (tmp_path / "done").touch()
         for launcher in (first, second):
             launcher.join(300)
-            assert launcher.exitcode == 0, said("a") + said("b")
-        assert "another program writes into the store of this run" in said("a") + said("b")
+            assert launcher.exitcode == 0, printed("a") + printed("b")
+        assert "another program writes into the store of this run" in printed("a") + printed("b")
         assert not (tmp_path / "taken").exists()
     finally:
         (tmp_path / "done").touch()
