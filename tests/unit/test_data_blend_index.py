@@ -1,4 +1,4 @@
-"""The greedy blend: exactly Megatron's choices, though blocks of samples are decided side by side."""
+"""The blend equals Megatron's greedy choices, although it decides blocks of samples at once."""
 
 import numpy as np
 import pytest
@@ -12,7 +12,7 @@ weights_strategy = st.lists(st.floats(1e-3, 1e3), min_size=1, max_size=8).map(la
 
 
 def plain_blend(weights, num_samples):
-    """One sample after another, the rule as it is written."""
+    """The greedy rule applied to one sample after another."""
     counts = np.zeros(len(weights))
     chosen = []
     for i in range(num_samples):
@@ -36,8 +36,8 @@ def test_blend_equals_the_rule_applied_one_by_one(weights, num_samples):
 
 @settings(max_examples=50, deadline=None)
 @given(weights=weights_strategy, num_samples=st.integers(1, 3000))
-def test_every_prefix_has_the_asked_proportions(weights, num_samples):
-    """No corpus is ever more than one sample ahead of its share; and each is read in its own order."""
+def test_every_prefix_has_the_requested_proportions(weights, num_samples):
+    """No corpus is ever more than one sample ahead of its share, and each is read in order."""
     blend = weighted_blend(weights, num_samples)
     for d, weight in enumerate(weights):
         taken = np.cumsum(blend.dataset == d)
@@ -64,8 +64,8 @@ def test_long_blends_equal_the_compiled_helper(num_datasets, shape):
 
 @settings(max_examples=50, deadline=None)
 @given(sizes=st.lists(st.integers(1, 300), min_size=1, max_size=8), data=st.data())
-def test_exhaustive_blend_equals_the_compiled_helper_and_uses_up_each(sizes, data):
-    """Any shorter request is the start of the whole."""
+def test_exhaustive_blend_equals_the_compiled_helper_and_uses_every_sample(sizes, data):
+    """A shorter request is the start of the full blend."""
     total = sum(sizes)
     dataset, sample = np.zeros(total, np.int16), np.zeros(total, np.int64)
     megatron_core.helpers().build_exhaustive_blending_indices(dataset, sample, sizes, len(sizes))

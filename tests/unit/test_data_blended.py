@@ -1,4 +1,4 @@
-"""From `data.paths` and `data.split` to three datasets, and whether a longer run keeps their order."""
+"""The three datasets of `data.paths` and `data.split`, and the check that a longer run keeps their order."""
 
 import math
 
@@ -38,7 +38,7 @@ def build(tmp_path, paths, split=(8, 1, 1), num_samples=(150, 10, 4), **override
 @pytest.mark.parametrize("num_samples", [(20, 4, 2), (150, 30, 10), (700, 50, 60)])
 @pytest.mark.parametrize("form", ["one", "weighted", "one weighted", "unweighted"])
 def test_splits_and_blends_equal_megatron_cores(tmp_path, corpora, form, num_samples):
-    """Below an epoch and several epochs; its blend may be a few samples longer, ours has those that are asked for."""
+    """Part of an epoch and several epochs. Megatron's blend may be a few samples longer than requested."""
     a, b, c = corpora
     paths = {"one": [a], "weighted": ["3", a, "6.5", b, "0.5", c], "one weighted": ["1", b], "unweighted": [a, b, c]}
     if form == "unweighted":
@@ -51,15 +51,14 @@ def test_splits_and_blends_equal_megatron_cores(tmp_path, corpora, form, num_sam
             np.testing.assert_array_equal(our_split[k], megatron_core.sample_of(their_split, k))
 
 
-def test_unweighted_corpora_are_used_up_exactly(tmp_path, corpora):
-    """Every target of every corpus once, none twice."""
+def test_unweighted_corpora_give_every_target_once(tmp_path, corpora):
     sizes = [len(build(tmp_path, [prefix], (1, 0, 0), (1, 0, 0)).train) for prefix in corpora]
     train = build(tmp_path, corpora, (1, 0, 0), (sum(sizes), 0, 0)).train
     targets = np.concatenate([train[k][1:] for k in range(len(train))])
     assert len(set(targets.tolist())) == len(targets) == 16 * sum(sizes)
 
 
-def test_unweighted_corpora_cannot_give_more_than_they_have(tmp_path, corpora):
+def test_more_samples_than_unweighted_corpora_have_are_an_error(tmp_path, corpora):
     with pytest.raises(DataError, match=r"one epoch of each corpus, \d+ samples, but 100,000 are needed; put a weight"):
         build(tmp_path, corpora, num_samples=(100_000, 1, 1))
 
@@ -83,22 +82,22 @@ def test_a_split_of_zero_or_without_samples_is_none(tmp_path, corpora):
 
 
 def test_a_split_without_documents_is_absent(tmp_path):
-    """0.1 % of 40 documents rounds to none: the default split has to work for a small corpus."""
+    """0.1 % of 40 documents rounds to 0. The default split must work for a small corpus."""
     prefix = write_corpus(tmp_path / "few", [50] * 40)
     splits = build(tmp_path, [prefix], split=(969, 30, 1))
     assert splits.train is not None and splits.valid is not None and splits.test is None
 
 
 def test_a_training_split_without_documents_is_an_error(tmp_path, corpora):
-    """Even of one corpus in a blend: its weight asks for samples of it."""
+    """Also for one corpus of a blend, because its weight requires samples of it."""
     prefix = write_corpus(tmp_path / "few", [50] * 40)
     with pytest.raises(DataError, match="few: the train split has 0 of 40 documents"):
         build(tmp_path, ["1", corpora[1], "1", prefix], split=(1, 90, 0))
 
 
 @pytest.mark.parametrize("weights", [("3", "1", "1"), ()])
-def test_a_corpus_without_documents_for_a_split_is_left_out_there(tmp_path, corpora, weights):
-    """The test loss is of the other corpora, in their proportions."""
+def test_a_corpus_without_documents_for_a_split_is_left_out_of_that_split(tmp_path, corpora, weights):
+    """The test split blends the other corpora in their proportions."""
     few = write_corpus(tmp_path / "few", [50] * 3, first_token=50_000)
     a, b, _ = corpora
     paths = [word for pair in zip(weights, [a, few, b], strict=True) for word in pair] if weights else [a, few, b]
@@ -124,7 +123,7 @@ def test_a_split_that_is_not_three_shares_is_an_error(split):
         (["a", "b"], ["a", "b"], None),
         (["1", "a", "3", "b"], ["a", "b"], [0.25, 0.75]),
         (["2", "a"], ["a"], [1.0]),
-        (["1", "2", "3", "4"], ["2", "4"], [0.25, 0.75]),  # corpora that are named like numbers
+        (["1", "2", "3", "4"], ["2", "4"], [0.25, 0.75]),  # prefixes that look like numbers
     ],
 )
 def test_paths_are_read_in_all_of_megatrons_forms(paths, prefixes, weights):
@@ -144,7 +143,7 @@ def test_paths_are_read_in_all_of_megatrons_forms(paths, prefixes, weights):
         (["nan", "a", "1", "b"], r"the weights \[nan, 1.0\]; each must be a number above 0"),
     ],
 )
-def test_paths_that_mix_weights_and_prefixes_wrongly_are_an_error(paths, message):
+def test_a_wrong_mix_of_weights_and_prefixes_is_an_error(paths, message):
     with pytest.raises(ConfigError, match=message):
         parse_paths(paths)
 
@@ -160,7 +159,7 @@ def test_a_token_beyond_the_vocabulary_is_found_in_a_blend(tmp_path, corpora):
         [train[k] for k in range(len(train))]
 
 
-def kept(paths, split, old, new, consumed):
+def order_is_kept(paths, split, old, new, consumed):
     try:
         check_order_is_kept(paths, split, seq_length=16, old_num_samples=old, new_num_samples=new, consumed=consumed)
     except ConfigError as error:
@@ -173,9 +172,9 @@ def kept(paths, split, old, new, consumed):
 @settings(max_examples=40, deadline=None)
 @given(data=st.data())
 def test_the_check_of_the_order_agrees_with_the_actual_orders(tmp_path_factory, form, data):
-    """A wrong yes would silently train on samples twice; a wrong no would reject a valid resume.
+    """A wrong yes would train on samples twice; a wrong no would reject a valid resume.
 
-    A few samples might agree by chance though the order was drawn anew, so a no is held against all that were read.
+    Up to 10 samples can agree by chance under another order, so a no is compared only after more consumed samples.
     """
     folder = tmp_path_factory.mktemp("order")
     sizes = data.draw(st.tuples(st.integers(20, 60), st.integers(20, 60)))
@@ -188,12 +187,12 @@ def test_the_check_of_the_order_agrees_with_the_actual_orders(tmp_path_factory, 
     consumed = data.draw(st.integers(0, old))
     before, after = (build(folder, paths, (1, 0, 0), (wanted, 0, 0)).train for wanted in (old, new))
     equal = all(np.array_equal(before[k], after[k]) for k in range(consumed))
-    answer = kept(paths, (1, 0, 0), old, new, consumed)
+    answer = order_is_kept(paths, (1, 0, 0), old, new, consumed)
     assume(answer or consumed > 10)
     assert answer == equal
 
 
-def test_the_reason_for_another_order_counts_the_epochs(tmp_path):
+def test_the_error_of_another_order_counts_the_epochs(tmp_path):
     prefix = write_corpus(tmp_path / "a", [33] * 10)  # 20 samples an epoch
     expected = r"20 training samples are 1 epoch, 24 are 2 epochs, the last shuffled separately, .* run.dir"
     with pytest.raises(ConfigError, match=expected):

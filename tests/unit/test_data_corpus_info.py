@@ -1,4 +1,4 @@
-"""The record beside a corpus: its content, and the detection of the record of another corpus."""
+"""The .info.json file of a corpus: its content, and errors for the file of another corpus."""
 
 import json
 
@@ -41,7 +41,7 @@ def merge(folder, prefixes):
     return IndexedDataset(folder / "merged")
 
 
-def test_preprocess_records_what_made_the_tokens(tmp_path):
+def test_preprocess_records_the_tokenizer_and_its_options(tmp_path):
     data = IndexedDataset(corpus(tmp_path, "c", "bytes", "añb"))
     assert data.info is not None
     found = json.loads(info_path(data.prefix).read_bytes())
@@ -61,8 +61,8 @@ def test_preprocess_records_what_made_the_tokens(tmp_path):
         ('"idx_crc32": "00000000"', "c_text_document.info.json: describes another .idx; run"),
     ],
 )
-def test_a_record_that_is_damaged_or_of_another_corpus_is_refused(tmp_path, content, message):
-    """Its hash would be compared as if it were that of the tokens."""
+def test_a_damaged_record_or_one_of_another_corpus_is_an_error(tmp_path, content, message):
+    """Its hash would be taken for that of the tokens."""
     prefix = corpus(tmp_path, "c", "bytes")
     path = info_path(prefix)
     content_before = json.loads(path.read_bytes())
@@ -71,8 +71,8 @@ def test_a_record_that_is_damaged_or_of_another_corpus_is_refused(tmp_path, cont
         IndexedDataset(prefix)
 
 
-def test_every_flipped_bit_in_the_index_of_preprocess_is_refused(tmp_path):
-    """The record holds a checksum, so that document ends are safe too."""
+def test_every_flipped_bit_in_the_index_of_preprocess_is_an_error(tmp_path):
+    """The record contains a checksum of the index, document ends included."""
     (tmp_path / "c.jsonl").write_text('{"text": "abc"}\n{"text": "d"}\n{"text": "ef"}\n')
     prefix = preprocess([tmp_path / "c.jsonl"], tmp_path / "c", "bytes", workers=1).prefix
     good = idx_path(prefix).read_bytes()
@@ -84,7 +84,7 @@ def test_every_flipped_bit_in_the_index_of_preprocess_is_refused(tmp_path):
             IndexedDataset(prefix)
 
 
-def test_a_merged_corpus_keeps_the_tokenizer_that_its_parts_agree_on(tmp_path, specs):
+def test_a_merged_corpus_keeps_the_tokenizer_of_its_parts(tmp_path, specs):
     a, b = (corpus(tmp_path, name, specs[0], text) for name, text in (("a", "some"), ("b", "more")))
     both = merge(tmp_path, [a, b])
     parts = [IndexedDataset(prefix).info for prefix in (a, b)]
@@ -92,13 +92,13 @@ def test_a_merged_corpus_keeps_the_tokenizer_that_its_parts_agree_on(tmp_path, s
     for field in ("documents", "tokens", "source_bytes"):
         assert getattr(both.info, field) == sum(getattr(part, field) for part in parts)
     assert merge(tmp_path, [a, write_corpus(tmp_path / "plain", [3], np.uint16)]).info is None
-    assert not info_path(both.prefix).exists()  # that of the merged corpus before it is gone
+    assert not info_path(both.prefix).exists()  # the record of the previous merge was deleted
     with pytest.raises(DataError, match=r"other_text_document: was written with the tokenizer sentencepiece:.*b.model"):
         merge(tmp_path, [a, corpus(tmp_path, "other", specs[1])])
 
 
-def test_corpora_of_two_tokenizers_are_not_mixed(tmp_path, specs):
-    """Without data.tokenizer too, ids of two tokenizers in one run are noise."""
+def test_corpora_of_two_tokenizers_are_an_error(tmp_path, specs):
+    """Also without data.tokenizer: ids of two tokenizers in one run are noise."""
     prefixes = [corpus(tmp_path, name, spec) for name, spec in zip("ab", specs, strict=True)]
     infos = [(prefix, IndexedDataset(prefix).info) for prefix in prefixes]
     check_tokenizers([infos[0], ("plain", None)], "")

@@ -1,4 +1,4 @@
-"""Samples in Megatron's order, from an index that numpy builds."""
+"""Samples in Megatron's order, read through an index that numpy builds."""
 
 import numpy as np
 import pytest
@@ -51,7 +51,7 @@ def test_index_equals_the_golden_vectors(num_samples):
 
 
 def plain_sample_index(lengths, document, seq_length):
-    """Token by token: where each sample starts in the stream."""
+    """The start of each sample in the stream, found token by token."""
     stream = [(place, offset) for place, d in enumerate(document) for offset in range(lengths[d])]
     num_samples = (len(stream) - 1) // seq_length
     return [(0, 0), *(stream[k * seq_length] for k in range(1, num_samples + 1))]
@@ -59,7 +59,7 @@ def plain_sample_index(lengths, document, seq_length):
 
 @given(lengths=lengths_strategy, seq_length=st.integers(1, 12), data=st.data())
 def test_sample_index_equals_a_walk_over_the_tokens(lengths, seq_length, data):
-    """Documents without tokens, and documents as long as many samples, are the corners."""
+    """The corner cases are empty documents and documents as long as many samples."""
     document = np.array(data.draw(st.lists(st.integers(0, len(lengths) - 1), min_size=1, max_size=30)), dtype=np.int32)
     if sum(lengths[d] for d in document) == 0:
         document = np.array([int(np.argmax(lengths))], dtype=np.int32)
@@ -94,7 +94,7 @@ def dataset_of(tmp_path, lengths, num_samples, seq_length, seed=1234, first=0, l
 @pytest.mark.parametrize("seed", [1, 1234, 2**32 - 1])
 @pytest.mark.parametrize("num_samples", [1, 30, 55, 100, 155, 160, 311])
 def test_samples_equal_megatron_cores(tmp_path, seed, num_samples):
-    """One to six epochs, last epoch separate or not, empty documents and documents of many samples among them."""
+    """One to six epochs, the last shuffled separately or not, with empty documents and documents of many samples."""
     lengths = [*np.random.default_rng(5).integers(0, 60, size=30).tolist(), 0, 0, 700, 0]
     ours = dataset_of(tmp_path, lengths, num_samples, 31, seed)
     theirs, _, _ = megatron_core.build_splits([ours.indexed.prefix], [1, 0, 0], [num_samples, 0, 0], 31, seed)
@@ -105,7 +105,7 @@ def test_samples_equal_megatron_cores(tmp_path, seed, num_samples):
 
 @pytest.mark.parametrize(("num_samples", "last_separate"), [(179, True), (180, False)])
 def test_the_last_epoch_is_shuffled_separately_below_megatrons_threshold(tmp_path, num_samples, last_separate):
-    """100 samples an epoch: separate when fewer than 80 of the last are needed, mixed with the others from 80 on."""
+    """An epoch has 100 samples. The last is shuffled separately when fewer than 80 of its samples are needed."""
     lengths = [10] * 80 + [1]  # 801 tokens are 100 samples of 8 and the extra label
     ours = dataset_of(tmp_path, lengths, num_samples, 8)
     assert ours.epochs == Epochs(2, last_separate)
@@ -117,7 +117,7 @@ def test_the_last_epoch_is_shuffled_separately_below_megatrons_threshold(tmp_pat
 @settings(max_examples=50, deadline=None)
 @given(lengths=lengths_strategy, seq_length=st.integers(1, 12), seed=st.integers(0, 1000))
 def test_one_epoch_reads_every_token_once_as_a_target(tmp_path_factory, lengths, seq_length, seed):
-    """But for the first token of the stream, which nothing precedes, and what does not fill a last sample."""
+    """Except the first token of the stream and the tokens that do not fill a last sample."""
     if sum(lengths) < seq_length + 1:
         return
     dataset = dataset_of(tmp_path_factory.mktemp("epoch"), lengths, None, seq_length, seed)
@@ -126,7 +126,7 @@ def test_one_epoch_reads_every_token_once_as_a_target(tmp_path_factory, lengths,
 
 
 def test_neighbouring_samples_share_one_token(tmp_path):
-    """The last label of one is the first input of the next, so no target is lost between them."""
+    """The last label of one sample is the first input of the next, so no target is lost between them."""
     dataset = dataset_of(tmp_path, [50], None, 7)
     in_order = [dataset[k] for k in np.argsort(dataset.index.shuffle)]
     assert [sample[0] for sample in in_order] == [0, 7, 14, 21, 28, 35, 42]
@@ -139,7 +139,7 @@ def test_a_split_reads_only_its_own_documents(tmp_path):
     assert {token for k in range(len(dataset)) for token in dataset[k].tolist()} <= set(range(10, 60))
 
 
-def test_a_corpus_written_again_under_its_name_gets_a_new_index(tmp_path):
+def test_a_corpus_rewritten_under_its_name_gets_a_new_index(tmp_path):
     """Megatron's cache key is the path: it would read the new tokens in the order of the old documents."""
     dataset_of(tmp_path, [10, 20, 30], None, 4)
     lengths = [25, 5, 30]
@@ -150,8 +150,8 @@ def test_a_corpus_written_again_under_its_name_gets_a_new_index(tmp_path):
 
 
 @pytest.mark.parametrize("token", [100, 2**31 - 1, -1])
-def test_a_token_beyond_the_vocabulary_is_found_before_a_model_reads_it(tmp_path, token):
-    """In an embedding it would be another rank's row, zero or a crash of the device without a word of the cause."""
+def test_a_token_beyond_the_vocabulary_is_an_error(tmp_path, token):
+    """An embedding would read another rank's row or a zero, or crash the device without naming the cause."""
     prefix = write_corpus(tmp_path / "corpus", [10, 10, 10])
     tokens = np.fromfile(tmp_path / "corpus.bin", np.int32)
     tokens[15] = token
@@ -183,20 +183,20 @@ def test_the_largest_id_of_the_vocabulary_is_allowed(tmp_path):
         ([3, 2], None, "the train split has 2 of 2 documents with 5 tokens and needs at least 9;"),
     ],
 )
-def test_a_split_with_too_little_text_is_refused(tmp_path, lengths, num_samples, message):
-    """Without tokens no number of epochs is enough; one epoch must hold a sample."""
+def test_a_split_with_too_few_tokens_is_an_error(tmp_path, lengths, num_samples, message):
+    """Without tokens no number of epochs is enough. A dataset of one epoch needs one full sample."""
     with pytest.raises(DataError, match=message):
         dataset_of(tmp_path, lengths, num_samples, 8)
 
 
-def test_a_split_without_documents_is_refused(tmp_path):
+def test_a_split_without_documents_is_an_error(tmp_path):
     with pytest.raises(DataError, match=r"the train split has 0 of 2 documents .* give it a larger part of data.split"):
         dataset_of(tmp_path, [30, 30], 5, 8, first=1, last=1)
 
 
 @pytest.mark.parametrize("num_samples", [10**15, 10**19, 10**30])
-def test_more_samples_than_memory_can_index_are_refused(tmp_path, num_samples):
-    """More than an address space holds, more than NumPy can count, and more than its integers hold."""
+def test_more_samples_than_memory_can_index_are_an_error(tmp_path, num_samples):
+    """More than an address space, more than NumPy's largest array, and more than its integers."""
     with pytest.raises(
         DataError, match=f"corpus: train split: the index of {num_samples:,} samples does not fit into memory .* lower"
     ):

@@ -1,4 +1,4 @@
-"""Index arrays on disk: built once, never half, and again when damaged."""
+"""Index arrays on disk: built once, written atomically, and rebuilt when damaged."""
 
 import errno
 import fcntl
@@ -17,7 +17,7 @@ from tests.helpers.unprivileged import open_folder, run_unprivileged
 
 
 class Builder:
-    """Counts how often the arrays are built."""
+    """Builds two arrays and counts its calls."""
 
     def __init__(self):
         self.calls = 0
@@ -52,7 +52,7 @@ def flip_a_byte(path: Path):
     path.write_bytes(content)
 
 
-def cut_in_half(path: Path):
+def truncate(path: Path):
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
 
 
@@ -61,14 +61,14 @@ def empty(path: Path):
 
 
 @pytest.mark.parametrize("suffix", ["-a.npy", "-b.npy", ".json"])
-@pytest.mark.parametrize("harm", [flip_a_byte, cut_in_half, empty, Path.unlink])
-def test_a_damaged_entry_is_built_again(tmp_path, suffix, harm):
-    """A machine that lost power may leave any of these; training on them would be silent."""
+@pytest.mark.parametrize("harm", [flip_a_byte, truncate, empty, Path.unlink])
+def test_a_damaged_entry_is_rebuilt(tmp_path, suffix, harm):
+    """A power failure can cause each of these. Training on them would raise no error."""
     build = Builder()
     cached_arrays(tmp_path, "x", {}, build)
     (path,) = tmp_path.glob(f"*{suffix}")
     if suffix == ".json" and harm is flip_a_byte:
-        harm = empty  # a flipped byte in a comma or a checksum; both end as "cannot be read" or "differs"
+        harm = empty  # a flipped byte breaks the syntax or a checksum, as the other cases do
     harm(path)
     arrays = cached_arrays(tmp_path, "x", {}, build)
     assert build.calls == 2
@@ -87,33 +87,33 @@ assert cached_arrays(sys.argv[1], "x", {}, build)["a"].sum() == 4999950000
 """
 
 
-def test_processes_that_start_at_once_build_once_and_read_the_same(tmp_path):
-    """All ranks of a machine open the data in the same second."""
+def test_processes_that_start_at_once_build_the_arrays_once(tmp_path):
+    """All ranks of a machine open the data at the same time."""
     processes = [subprocess.Popen([sys.executable, "-c", RACE, str(tmp_path)]) for _ in range(4)]
     assert [process.wait(timeout=PATIENCE) for process in processes] == [0] * 4
     assert (tmp_path / "builds").read_text() == "x"
     assert not list(tmp_path.glob("*.tmp"))
 
 
-def test_without_file_locks_the_entry_is_still_right(tmp_path, monkeypatch):
-    """Some network file systems refuse locks."""
+def test_without_file_locks_the_entry_is_still_correct(tmp_path, monkeypatch):
+    """Some network file systems have no locks."""
 
-    def refuse(*_):
+    def raise_no_locks(*_):
         raise OSError(errno.ENOLCK, "No locks available")
 
-    monkeypatch.setattr(fcntl, "flock", refuse)
+    monkeypatch.setattr(fcntl, "flock", raise_no_locks)
     np.testing.assert_array_equal(cached_arrays(tmp_path, "x", {}, Builder())["a"], np.arange(1000))
 
 
-def test_a_folder_that_cannot_be_written_is_named(tmp_path):
+def test_the_error_of_a_path_below_a_file_names_the_folder(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(DataError, match=r"file/cache: the dataset index cannot be written .*set data.cache_dir"):
         cached_arrays(tmp_path / "file" / "cache", "x", {}, Builder())
 
 
 @pytest.mark.parametrize("mode", [0o555, 0o000])
-def test_a_folder_that_may_not_be_written_is_named(mode):
-    """The usual case: another user owns the corpus, and the default cache is beside it."""
+def test_the_error_of_a_folder_without_write_permission_names_it(mode):
+    """The usual cause: another user owns the corpus, and the default cache is beside it."""
     with open_folder() as folder:
         (folder / "closed").mkdir(mode=mode)
         done = run_unprivileged(

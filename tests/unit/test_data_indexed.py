@@ -1,4 +1,4 @@
-"""The .bin/.idx pair: the same bytes as Megatron's, and a clear word about every damaged one."""
+"""The .bin/.idx pair: the same bytes as Megatron's, and an error for every damaged file."""
 
 import contextlib
 import shutil
@@ -20,7 +20,7 @@ def documents_of(lengths, dtype):
 
 
 def write_theirs(folder, documents, dtype):
-    """The same documents by megatron-core; every second one in two sequences."""
+    """Write the documents with megatron-core, every second one in two sequences."""
     torch = pytest.importorskip("torch")
     theirs = pytest.importorskip("megatron.core.datasets.indexed_dataset")
     builder = theirs.IndexedDatasetBuilder(str(folder / "theirs.bin"), dtype=dtype)
@@ -52,22 +52,22 @@ def test_files_equal_megatron_cores_byte_for_byte(tmp_path, dtype):
 
 @given(lengths=st.lists(st.integers(0, 9), min_size=1, max_size=20))
 def test_items_documents_and_batches_of_documents_write_the_same_files(tmp_path_factory, lengths):
-    """Three ways in, one file format: they may not drift apart."""
+    """The builder has three ways to add documents and one file format."""
     folder = tmp_path_factory.mktemp("three")
     documents = documents_of(lengths, np.uint16)
-    items, whole, batch = (IndexedDatasetBuilder(folder / f"{name}.bin", np.uint16) for name in "abc")
+    items, single, batch = (IndexedDatasetBuilder(folder / f"{name}.bin", np.uint16) for name in "abc")
     for document in documents:
         items.add_item(document)
         items.end_document()
-        whole.add_document(document, [len(document)])
+        single.add_document(document, [len(document)])
     batch.add_documents(np.concatenate(documents), np.array(lengths))
-    for name, builder in zip("abc", (items, whole, batch), strict=True):
+    for name, builder in zip("abc", (items, single, batch), strict=True):
         builder.finalize(folder / f"{name}.idx")
     for suffix in ("bin", "idx"):
         assert len({(folder / f"{name}.{suffix}").read_bytes() for name in "abc"}) == 1
 
 
-def test_a_merged_corpus_equals_the_two_written_at_once(tmp_path):
+def test_a_merged_corpus_equals_one_written_at_once(tmp_path):
     """A wrong offset would shift every document of the second corpus."""
     write_corpus(tmp_path / "a", [3, 0, 5])
     write_corpus(tmp_path / "b", [4, 1], first_token=8)
@@ -99,21 +99,21 @@ def damage(path, change):
     path.write_bytes(content)
 
 
-def cut(at):
+def truncate(at):
     def change(content):
         del content[at:]
 
     return change
 
 
-def put(at, value):
+def set_byte(at, value):
     def change(content):
         content[at] = value
 
     return change
 
 
-def fill(at, values):
+def overwrite(at, values):
     def change(content):
         content[at : at + len(values)] = values
 
@@ -123,33 +123,37 @@ def fill(at, values):
 @pytest.mark.parametrize(
     ("suffix", "change", "message"),
     [
-        ("idx", cut(60), "c.idx: truncated: 3 sequences and 4 document ends need 102 bytes, the file has 60"),
-        ("idx", cut(20), "c.idx: truncated inside its 34-byte header"),
-        ("idx", cut(0), "not a Megatron index: it starts with b''"),
-        ("idx", put(0, 88), r"not a Megatron index: it starts with b'XMIDIDX"),
-        ("idx", put(9, 2), "index format version 2; this reads version 1"),
-        ("idx", put(17, 99), r"c.idx: token dtype code 99; token ids have one of \[1, 2, 3, 4, 5, 8\]"),
-        ("idx", put(17, 6), "c.idx: token dtype code 6; token ids have one of"),  # float64
-        ("idx", put(17, 7), "c.idx: token dtype code 7; token ids have one of"),  # float32
+        ("idx", truncate(60), "c.idx: truncated: 3 sequences and 4 document ends need 102 bytes, the file has 60"),
+        ("idx", truncate(20), "c.idx: truncated inside its 34-byte header"),
+        ("idx", truncate(0), "not a Megatron index: it starts with b''"),
+        ("idx", set_byte(0, 88), r"not a Megatron index: it starts with b'XMIDIDX"),
+        ("idx", set_byte(9, 2), "index format version 2; this reads version 1"),
+        ("idx", set_byte(17, 99), r"c.idx: token dtype code 99; token ids have one of \[1, 2, 3, 4, 5, 8\]"),
+        ("idx", set_byte(17, 6), "c.idx: token dtype code 6; token ids have one of"),  # float64
+        ("idx", set_byte(17, 7), "c.idx: token dtype code 7; token ids have one of"),  # float32
         ("idx", lambda content: content.append(0), "c.idx: too long: 3 sequences and 4 document ends need 102 bytes"),
-        ("idx", put(37, 0x7F), "sequence 1 has length 4 at byte 12, but the previous one ends at byte 8,522,8"),
-        ("idx", put(42, 6), "c.bin: has 48 bytes, but its .idx describes 52; copy both files again"),
-        ("idx", put(41, 0xFF), "c.idx: sequence 1 has length -16,777,212 at byte 12, .*; the file is damaged"),
+        ("idx", set_byte(37, 0x7F), "sequence 1 has length 4 at byte 12, but the previous one ends at byte 8,522,8"),
+        ("idx", set_byte(42, 6), "c.bin: has 48 bytes, but its .idx describes 52; copy both files again"),
+        ("idx", set_byte(41, 0xFF), "c.idx: sequence 1 has length -16,777,212 at byte 12, .*; the file is damaged"),
         (
             "idx",
-            fill(54, (10**12).to_bytes(8, "little")),
+            overwrite(54, (10**12).to_bytes(8, "little")),
             "length 4 at byte 1,000,000,000,000, but the previous",
         ),
-        ("idx", put(61, 0x80), "c.idx: sequence 1 has length 4 at byte -9,223,372,036,854,775,796, but the previous"),
-        ("idx", put(70, 1), "the first document starts at sequence 1, not at 0"),
-        ("idx", put(78, 3), "c.idx: document 1 ends at sequence 2, before its start; the file is damaged"),
-        ("idx", put(94, 2), "the last document does not end at sequence 3"),
-        ("bin", cut(30), "c.bin: has 30 bytes, but its .idx describes 48; copy both files again"),
+        (
+            "idx",
+            set_byte(61, 0x80),
+            "c.idx: sequence 1 has length 4 at byte -9,223,372,036,854,775,796, but the previous",
+        ),
+        ("idx", set_byte(70, 1), "the first document starts at sequence 1, not at 0"),
+        ("idx", set_byte(78, 3), "c.idx: document 1 ends at sequence 2, before its start; the file is damaged"),
+        ("idx", set_byte(94, 2), "the last document does not end at sequence 3"),
+        ("bin", truncate(30), "c.bin: has 30 bytes, but its .idx describes 48; copy both files again"),
         ("bin", lambda content: content.append(0), "c.bin: has 49 bytes, but its .idx describes 48; copy both"),
     ],
 )
-def test_a_damaged_file_is_named_with_what_is_wrong(tmp_path, suffix, change, message):
-    """Read without a check, each of these would train on garbage or die far from the cause."""
+def test_the_error_of_a_damaged_file_names_it_and_the_damage(tmp_path, suffix, change, message):
+    """Without the check, each of these would train on garbage or fail far from the cause."""
     prefix = write_corpus(tmp_path / "c", [3, 4, 5])
     damage(tmp_path / f"c.{suffix}", change)
     with pytest.raises(DataError, match=message):
@@ -157,23 +161,23 @@ def test_a_damaged_file_is_named_with_what_is_wrong(tmp_path, suffix, change, me
 
 
 def test_damage_far_into_an_index_is_found(tmp_path):
-    """The check reads the index in parts; a part left out would be training data left unchecked."""
+    """The check reads the index in blocks and must skip none."""
     count = 3 * CHECKED_AT_ONCE + 5
     prefix = write_corpus(tmp_path / "c", [1] * count)
     assert len(IndexedDataset(prefix)) == count
     for sequence in (CHECKED_AT_ONCE - 1, CHECKED_AT_ONCE, count - 1):
-        damage(tmp_path / "c.idx", put(34 + 4 * sequence + 3, 0x80))
+        damage(tmp_path / "c.idx", set_byte(34 + 4 * sequence + 3, 0x80))
         with pytest.raises(DataError, match=f"sequence {sequence:,} has length -2,147,483,647 at byte "):
             IndexedDataset(prefix)
-        damage(tmp_path / "c.idx", put(34 + 4 * sequence + 3, 0))
+        damage(tmp_path / "c.idx", set_byte(34 + 4 * sequence + 3, 0))
         at = 34 + 12 * count + 8 * sequence
-        damage(tmp_path / "c.idx", fill(at, (count + 1).to_bytes(8, "little")))
+        damage(tmp_path / "c.idx", overwrite(at, (count + 1).to_bytes(8, "little")))
         with pytest.raises(DataError, match=f"document {sequence:,} ends at sequence {sequence + 1:,}, before its st"):
             IndexedDataset(prefix)
-        damage(tmp_path / "c.idx", fill(at, sequence.to_bytes(8, "little")))
+        damage(tmp_path / "c.idx", overwrite(at, sequence.to_bytes(8, "little")))
 
 
-def test_the_bin_of_a_larger_corpus_is_refused(tmp_path):
+def test_the_bin_of_a_larger_corpus_is_an_error(tmp_path):
     """After an interrupted copy, training would read the tokens of the other corpus."""
     write_corpus(tmp_path / "small", [10] * 5)
     write_corpus(tmp_path / "large", [10] * 9)
@@ -187,19 +191,19 @@ def contents_of(prefix):
     return [data[number].tolist() for number in range(len(data))]
 
 
-def test_a_flipped_bit_in_an_index_is_refused_or_changes_no_token(tmp_path):
-    """An index that passes although it is damaged trains on the wrong tokens."""
+def test_a_flipped_bit_in_an_index_is_an_error_or_changes_no_token(tmp_path):
+    """A damaged index that passes the check would train on the wrong tokens."""
     prefix = write_corpus(tmp_path / "c", [3, 0, 7, 2, 1, 5], dtype=np.uint16)
     good, before = (tmp_path / "c.idx").read_bytes(), contents_of(prefix)
     for bit in range(8 * len(good)):
-        damage(tmp_path / "c.idx", put(bit // 8, good[bit // 8] ^ 1 << bit % 8))
+        damage(tmp_path / "c.idx", set_byte(bit // 8, good[bit // 8] ^ 1 << bit % 8))
         with contextlib.suppress(DataError):
             assert contents_of(prefix) == before, bit
-        damage(tmp_path / "c.idx", put(bit // 8, good[bit // 8]))
+        damage(tmp_path / "c.idx", set_byte(bit // 8, good[bit // 8]))
 
 
-def test_empty_documents_of_megatron_are_read(tmp_path):
-    """Its preprocess_data.py writes an empty text as a document without sequences."""
+def test_documents_without_sequences_are_skipped(tmp_path):
+    """Megatron's preprocess_data.py writes an empty text as a document without sequences."""
     builder = IndexedDatasetBuilder(tmp_path / "c.bin", np.uint16)
     for lengths in ([], [2], [], [1, 1], []):
         builder.add_document(list(range(sum(lengths))), lengths)
@@ -208,7 +212,7 @@ def test_empty_documents_of_megatron_are_read(tmp_path):
 
 
 @pytest.mark.parametrize("suffix", ["idx", "bin"])
-def test_a_missing_file_is_named(tmp_path, suffix):
+def test_the_error_of_a_missing_file_names_it(tmp_path, suffix):
     prefix = write_corpus(tmp_path / "c", [3, 4])
     (tmp_path / f"c.{suffix}").unlink()
     with pytest.raises(DataError, match=f"c.{suffix}: no such file; give the prefix of a corpus"):
@@ -216,20 +220,20 @@ def test_a_missing_file_is_named(tmp_path, suffix):
 
 
 @pytest.mark.parametrize("typed", ["c.bin", "c.idx", "c"])
-def test_a_prefix_typed_nearly_right_is_completed_in_the_message(tmp_path, typed):
-    """The two usual slips: the suffix is in it, or `_text_document` is not."""
+def test_the_error_of_a_nearly_correct_prefix_suggests_the_correct_one(tmp_path, typed):
+    """The two usual mistakes are a given suffix and a missing `_text_document`."""
     write_corpus(tmp_path / "c_text_document", [3, 4])
     with pytest.raises(DataError, match=r"did you mean .*c_text_document"):
         IndexedDataset(tmp_path / typed)
 
 
-def test_an_empty_corpus_is_refused(tmp_path):
+def test_an_empty_corpus_is_an_error(tmp_path):
     IndexedDatasetBuilder(tmp_path / "c.bin", np.uint16).finalize(tmp_path / "c.idx")
     with pytest.raises(DataError, match="the corpus is empty"):
         IndexedDataset(tmp_path / "c")
 
 
-def test_corpora_of_different_dtypes_are_not_merged(tmp_path):
+def test_merging_corpora_of_different_dtypes_is_an_error(tmp_path):
     prefix = write_corpus(tmp_path / "a", [3], dtype=np.uint16)
     builder = IndexedDatasetBuilder(tmp_path / "m.bin", np.int32)
     with pytest.raises(DataError, match="has uint16 tokens and cannot be appended to int32"):
@@ -238,6 +242,6 @@ def test_corpora_of_different_dtypes_are_not_merged(tmp_path):
 
 
 @pytest.mark.parametrize("dtype", ["uint64", "float32"])
-def test_a_dtype_without_a_code_is_refused(tmp_path, dtype):
+def test_a_dtype_without_a_code_is_an_error(tmp_path, dtype):
     with pytest.raises(DataError, match=f"tokens of dtype {dtype} have no code"):
         IndexedDatasetBuilder(tmp_path / "m.bin", dtype)

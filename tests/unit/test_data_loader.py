@@ -16,7 +16,7 @@ EOD = 3
 
 
 class Counting:
-    """Sample k is k, k + 1, ... modulo 7, five long; remembers what was asked for and by which thread."""
+    """Sample k is k, k + 1, ..., k + 4 modulo 7. `asked` records the requested samples and their threads."""
 
     def __init__(self, size=100, fails_at=None):
         self.size, self.fails_at = size, fails_at
@@ -37,13 +37,13 @@ def options(**overrides):
 
 
 def step(dataset, consumed_samples, num_microbatches, micro_batch_size, **kwargs):
-    """One step by a loader of its own, which has read nothing ahead."""
+    """The micro-batches of one step, read by a new loader without prefetched batches."""
     with PrefetchingLoader(dataset, micro_batch_size, **kwargs) as loader:
         return loader.get(consumed_samples, num_microbatches)
 
 
 def test_labels_are_the_tokens_shifted_by_one():
-    """Off by one, and the model learns to copy."""
+    """Without the shift the model would learn to copy."""
     (batch,) = step(Counting(), 2, 1, 3, **options())
     assert batch.tokens.tolist() == [[2, 3, 4, 5], [3, 4, 5, 6], [4, 5, 6, 0]]
     assert batch.labels.tolist() == [[3, 4, 5, 6], [4, 5, 6, 0], [5, 6, 0, 1]]
@@ -52,7 +52,7 @@ def test_labels_are_the_tokens_shifted_by_one():
     assert all(tensor.is_contiguous() for tensor in batch)
 
 
-def test_eod_mask_loss_drops_the_prediction_after_a_document_ends():
+def test_eod_mask_loss_masks_the_prediction_after_the_end_of_a_document():
     (batch,) = step(Counting(), 2, 1, 2, **options(eod_mask_loss=True))
     assert batch.tokens.tolist() == [[2, 3, 4, 5], [3, 4, 5, 6]]
     assert batch.loss_mask.tolist() == [[1, 0, 1, 1], [0, 1, 1, 1]]
@@ -72,15 +72,15 @@ def equal(left, right):
 
 
 def test_reading_ahead_gives_the_same_batches():
-    """Steps in order, a repeated step, a jump (resume) and another number of micro-batches (ramp-up)."""
+    """Consecutive steps, a repeated step, a jump (resume) and another number of micro-batches (ramp-up)."""
     kwargs = options(dp_rank=1, dp_size=2, eod_mask_loss=True)
     with PrefetchingLoader(Counting(), 3, **kwargs) as loader:
         for consumed, count in [(0, 2), (12, 2), (24, 2), (24, 2), (60, 2), (72, 3), (0, 1)]:
             assert equal(loader.get(consumed, count), step(Counting(), consumed, count, 3, **kwargs))
 
 
-def test_the_next_step_is_read_before_it_is_asked_for():
-    """Else the loader would read while the step waits for it."""
+def test_the_next_step_is_read_before_it_is_requested():
+    """Otherwise the step would wait while the loader reads."""
     dataset = Counting()
     with PrefetchingLoader(dataset, 2, **options()) as loader:
         loader.get(0, 2)
@@ -92,7 +92,7 @@ def test_the_next_step_is_read_before_it_is_asked_for():
     assert all(name.startswith("prefetch") for _, name in dataset.asked)
 
 
-def test_an_error_is_raised_when_its_step_is_asked_for_and_not_before():
+def test_an_error_is_raised_when_its_step_is_requested_and_not_before():
     with PrefetchingLoader(Counting(fails_at=5), 2, **options()) as loader:
         loader.get(0, 2)
         with pytest.raises(DataError, match="sample 5 is bad"):
@@ -100,8 +100,8 @@ def test_an_error_is_raised_when_its_step_is_asked_for_and_not_before():
         assert loader.get(8, 1)[0].tokens.shape == (2, 4)
 
 
-def test_the_end_of_the_data_is_an_error_only_when_it_is_passed():
-    """Reading ahead goes past the end on the last step of every run."""
+def test_a_step_past_the_end_of_the_data_is_an_error_and_prefetching_past_it_is_not():
+    """On the last step of every run, the loader prefetches past the end."""
     with PrefetchingLoader(Counting(size=4), 2, **options()) as loader:
         loader.get(0, 2)
         with pytest.raises(DataError, match=r"sample 5 is past the end of the dataset .4 samples"):
@@ -116,6 +116,6 @@ def test_closing_ends_the_thread():
     assert threading.active_count() == before
 
 
-def test_masking_the_end_of_documents_needs_its_token_id():
+def test_eod_mask_loss_without_the_token_id_is_an_error():
     with pytest.raises(ConfigError, match=r"data.eod_mask_loss is true, but without data.tokenizer"):
         step(Counting(), 0, 1, 1, **options(eod=None, eod_mask_loss=True))

@@ -1,4 +1,4 @@
-"""The stateless sampler: Megatron's order, and the same global batch for every data-parallel size."""
+"""The stateless sampler has Megatron's order and the same global batch for every data-parallel size."""
 
 import pytest
 from hypothesis import given
@@ -8,8 +8,8 @@ from megatron_lite.data.samplers import microbatch_indices
 
 
 @pytest.mark.parametrize(("dp_rank", "expected"), [(0, [[12, 13], [16, 17]]), (1, [[14, 15], [18, 19]])])
-def test_a_step_is_cut_by_micro_batch_and_then_by_rank(dp_rank, expected):
-    """Megatron: every micro_batch_size * dp indices, rank r takes its own slice of micro_batch_size."""
+def test_a_step_is_divided_by_micro_batch_and_then_by_rank(dp_rank, expected):
+    """As in Megatron: of every micro_batch_size * dp indices, rank r takes slice r of micro_batch_size."""
     assert microbatch_indices(12, 2, 2, dp_rank, 2) == expected
 
 
@@ -20,7 +20,7 @@ def test_a_step_is_cut_by_micro_batch_and_then_by_rank(dp_rank, expected):
     dp_size=st.integers(1, 5),
 )
 def test_ranks_together_read_the_next_samples_once_each(consumed, num_microbatches, micro_batch_size, dp_size):
-    """Else a sample would be trained on twice or skipped, and a step would depend on dp."""
+    """Otherwise a sample would be repeated or skipped, and a step would depend on dp."""
     seen = [
         index
         for rank in range(dp_size)

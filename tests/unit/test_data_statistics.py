@@ -1,4 +1,4 @@
-"""The numbers a validation loss is read against."""
+"""The unigram entropy and the bytes per token, which put a validation loss into perspective."""
 
 import math
 
@@ -10,7 +10,7 @@ from megatron_lite.data.tokenizer import BytesTokenizer
 
 
 def test_entropy_of_equally_frequent_targets_is_the_log_of_their_number():
-    samples = [np.array([9, 0, 1, 2, 3]), np.array([9, 3, 2, 1, 0])]  # the first input is nobody's target
+    samples = [np.array([9, 0, 1, 2, 3]), np.array([9, 3, 2, 1, 0])]  # the first input is not a target
     assert unigram_entropy(samples, 2) == pytest.approx(math.log(4), abs=1e-12)
 
 
@@ -18,8 +18,8 @@ def test_entropy_of_one_target_is_zero():
     assert unigram_entropy([np.array([1, 5, 5, 5])], 1) == 0.0
 
 
-def test_entropy_is_the_lowest_loss_of_a_guess_by_frequency():
-    """- mean of ln p(target) with p the shares of the targets themselves, computed token by token."""
+def test_entropy_is_the_loss_of_predicting_by_frequency():
+    """-mean(ln p(target)), computed token by token, where p is the frequency among the targets."""
     random = np.random.default_rng(0)
     samples = [random.zipf(1.5, 50) % 300 for _ in range(20)]
     targets = np.concatenate([sample[1:] for sample in samples[:15]])

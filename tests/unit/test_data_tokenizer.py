@@ -1,4 +1,4 @@
-"""Every tokenizer gives back the text it was given, and the ids its original would give."""
+"""Every tokenizer decodes to the original text and gives the ids of its reference implementation."""
 
 import json
 import shutil
@@ -15,8 +15,8 @@ from megatron_lite.preprocess.train_tokenizer import train_sentencepiece
 
 SOURCES = [Path(sysconfig.get_paths()["stdlib"]) / name for name in ("ast.py", "heapq.py", "textwrap.py")]
 
-# Spaces and newlines in every arrangement, what sentencepiece and the added tokens use for themselves, and the rest
-# of Unicode. Half a surrogate pair is no text.
+# Spaces and newlines in every arrangement, the markers of sentencepiece, the added tokens, and the rest of Unicode
+# except surrogates, which cannot be encoded.
 code_like = st.lists(
     st.one_of(
         st.sampled_from(
@@ -69,17 +69,17 @@ def train_byte_level(folder):
 @settings(max_examples=150, deadline=None)
 @given(text=code_like)
 @example(text=" ▁ ▁▁  <|extratoken_10|>\n\t <0xE2>")
-def test_decoding_gives_back_every_text(specs, kind, text):
-    """A model trained on a lossy spelling of code could not write code that runs."""
+def test_decoding_gives_the_encoded_text(specs, kind, text):
+    """A model trained on a lossy encoding of code could not write code that runs."""
     tokenizer = build_tokenizer(specs[kind])
     ids = tokenizer.encode(text)
     assert tokenizer.decode(ids) == text
     assert all(0 <= token < tokenizer.vocab_size for token in ids)
-    assert tokenizer.eod not in ids, "a text ended its own document"
+    assert tokenizer.eod not in ids, "a text encoded to the end-of-document token"
 
 
 @pytest.mark.parametrize("kind", ["bytes", "sentencepiece", "gpt2", "hf", "codegeex"])
-def test_real_source_survives_every_tokenizer(specs, kind):
+def test_real_source_code_is_decoded_exactly_by_every_tokenizer(specs, kind):
     tokenizer = build_tokenizer(specs[kind])
     assert tokenizer.spec == specs[kind]
     for path in SOURCES:
@@ -102,8 +102,8 @@ def test_gpt2_gives_the_ids_of_transformers(specs):
 
 
 @pytest.mark.parametrize("with_file", [True, False])
-def test_codegeex_gives_the_ids_of_its_own_recipe(specs, tmp_path, with_file):
-    """CodeGeeX replaces runs of 10 to 2 spaces by extra tokens 18 to 10 and calls GPT-J's tokenizer."""
+def test_codegeex_gives_the_ids_of_the_codegeex_repository(specs, tmp_path, with_file):
+    """CodeGeeX replaces 10 to 2 spaces by extra tokens 18 to 10 and calls GPT-J's tokenizer."""
     theirs = reference(specs)
     size = len(theirs)
     extra = {f"<|extratoken_{k}|>": size + k - 1 for k in range(1, 144)}
@@ -125,7 +125,7 @@ def test_codegeex_gives_the_ids_of_its_own_recipe(specs, tmp_path, with_file):
 
 
 def test_the_published_vocabulary_has_50400_ids_with_two_spaces_at_50266(tmp_path):
-    """GPT-2's 50,257 ids and GPT-J's 143; the weights of CodeGeeX 13B are trained on these numbers."""
+    """GPT-2's 50,257 ids and GPT-J's 143 extra ones. The weights of CodeGeeX 13B are trained on these ids."""
     from tokenizers import pre_tokenizers
 
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -139,7 +139,7 @@ def test_the_published_vocabulary_has_50400_ids_with_two_spaces_at_50266(tmp_pat
 
 
 def test_the_end_token_of_tokenizer_config_is_preferred(specs, tmp_path):
-    """A tokenizer.json may hold several tokens that could end a document; the file beside it says which does."""
+    """A tokenizer.json can contain several candidates for the end-of-document token."""
     path = tmp_path / "tokenizer.json"
     path.write_bytes(Path(specs["hf"].removeprefix("hf:")).read_bytes())
     plain = build_tokenizer(f"hf:{path}")
@@ -148,8 +148,8 @@ def test_the_end_token_of_tokenizer_config_is_preferred(specs, tmp_path):
     assert plain.decode([plain.eod]) == "</s>" and chosen.decode([chosen.eod]) == "a"
 
 
-def test_a_foreign_sentencepiece_model_is_used_as_it_is(tmp_path):
-    """One that puts a space before every text must not get it in the middle of one."""
+def test_an_external_sentencepiece_model_keeps_its_options(tmp_path):
+    """A model that adds a space before every text must not add one in the middle of a text."""
     import sentencepiece
 
     lines = [line for path in SOURCES for line in path.read_text().split("\n")]
@@ -178,7 +178,7 @@ def test_gpt2_needs_two_files():
 
 
 @pytest.mark.parametrize("spec", ["sentencepiece:{}/x", "gpt2:{}/x,{}/y", "hf:{}/x", "hf:{}", "codegeex:{}"])
-def test_a_missing_file_is_named(tmp_path, spec):
+def test_the_error_of_a_missing_file_names_it(tmp_path, spec):
     with pytest.raises(DataError, match=f"{tmp_path}/.*: no such tokenizer file"):
         build_tokenizer(spec.replace("{}", str(tmp_path)))
 
@@ -193,7 +193,7 @@ def test_a_missing_file_is_named(tmp_path, spec):
         ("hf:{}/no_end.json", "has none of <|endoftext|>, </s>"),
     ],
 )
-def test_a_file_of_another_kind_is_named(tmp_path, spec, message):
+def test_the_error_of_a_file_of_another_kind_names_it(tmp_path, spec, message):
     from tokenizers import Tokenizer, models
 
     (tmp_path / "bad").write_text("not this")
@@ -205,7 +205,7 @@ def test_a_file_of_another_kind_is_named(tmp_path, spec, message):
     assert message in str(error.value)
 
 
-def test_added_tokens_without_the_spaces_are_refused(specs, tmp_path):
+def test_added_tokens_without_the_spaces_are_an_error(specs, tmp_path):
     folder = Path(specs["codegeex"].removeprefix("codegeex:"))
     for name in ("vocab.json", "merges.txt"):
         (tmp_path / name).write_bytes((folder / name).read_bytes())
@@ -214,7 +214,7 @@ def test_added_tokens_without_the_spaces_are_refused(specs, tmp_path):
         build_tokenizer(f"codegeex:{tmp_path}")
 
 
-def test_a_sentencepiece_model_without_an_end_is_refused(tmp_path):
+def test_a_sentencepiece_model_without_an_end_token_is_an_error(tmp_path):
     import sentencepiece
 
     sentencepiece.SentencePieceTrainer.train(
@@ -228,7 +228,7 @@ def test_a_sentencepiece_model_without_an_end_is_refused(tmp_path):
         build_tokenizer(f"sentencepiece:{tmp_path / 'endless.model'}")
 
 
-def copy_of(spec, folder):
+def copy_vocabulary(spec, folder):
     for name in ("vocab.json", "merges.txt"):
         (folder / name).write_bytes(Path(spec.partition(":")[2], name).read_bytes())
 
@@ -244,8 +244,8 @@ def copy_of(spec, folder):
         (b'{"<|extratoken_1|>": -1}', "added_tokens.json: each added token needs an id from 0"),
     ],
 )
-def test_damaged_added_tokens_are_named(specs, tmp_path, content, message):
-    copy_of(specs["codegeex"], tmp_path)
+def test_the_error_of_damaged_added_tokens_names_the_file(specs, tmp_path, content, message):
+    copy_vocabulary(specs["codegeex"], tmp_path)
     (tmp_path / "added_tokens.json").write_bytes(content)
     with pytest.raises(DataError, match=message):
         build_tokenizer(f"codegeex:{tmp_path}")
@@ -259,22 +259,22 @@ def test_damaged_added_tokens_are_named(specs, tmp_path, content, message):
         ('{"eos_token": 5}', "tokenizer_config.json: eos_token is 5, expected the text of a token"),
     ],
 )
-def test_a_damaged_tokenizer_config_is_named(specs, tmp_path, content, message):
+def test_the_error_of_a_damaged_tokenizer_config_names_the_file(specs, tmp_path, content, message):
     (tmp_path / "tokenizer.json").write_bytes(Path(specs["hf"].removeprefix("hf:")).read_bytes())
     (tmp_path / "tokenizer_config.json").write_text(content)
     with pytest.raises(DataError, match=message):
         build_tokenizer(f"hf:{tmp_path}")
 
 
-def test_merges_of_another_vocabulary_are_refused(tmp_path):
+def test_merges_of_another_vocabulary_are_an_error(tmp_path):
     (tmp_path / "vocab.json").write_text('{"a": 0, "<|endoftext|>": 1}')
     (tmp_path / "merges.txt").write_text("#version: 0.2\na b\n")
     with pytest.raises(DataError, match=r"vocab.json,.*merges.txt: the merges do not match the vocabulary"):
         build_tokenizer(f"gpt2:{tmp_path}/vocab.json,{tmp_path}/merges.txt")
 
 
-def elsewhere(spec, folder):
-    """The spec with copies of its files in another folder."""
+def copy_files(spec, folder):
+    """Copy the files of the tokenizer into a folder, and return the spec of the copies."""
     kind, _, place = spec.partition(":")
     if kind == "codegeex":
         shutil.copytree(place, folder / "copy")
@@ -282,19 +282,19 @@ def elsewhere(spec, folder):
     return f"{kind}:{','.join(str(shutil.copy(part, folder)) for part in place.split(','))}" if place else kind
 
 
-def test_a_hash_names_the_tokenizer_and_not_the_place_of_its_files(specs, tmp_path):
-    """With the path in it, a corpus could not move to another machine."""
+def test_a_hash_depends_on_the_tokenizer_and_not_on_the_path_of_its_files(specs, tmp_path):
+    """If the hash included the path, a corpus could not move to another machine."""
     hashes = {kind: tokenizer_hash(spec) for kind, spec in specs.items()}
     assert len(set(hashes.values())) == len(specs)
     for kind, spec in specs.items():
         (tmp_path / kind).mkdir()
-        assert tokenizer_hash(elsewhere(spec, tmp_path / kind)) == hashes[kind]
+        assert tokenizer_hash(copy_files(spec, tmp_path / kind)) == hashes[kind]
     assert tokenizer_hash(f"hf:{tmp_path / 'hf'}") == hashes["hf"]  # a folder instead of its file
     assert hashes["bytes"] == "277089d91c0bdf4f2e6862ba7e4a07605119431f5d13f726dd352b06f1b206a9"
 
 
-def test_a_hash_changes_with_what_the_tokenizer_does(specs, tmp_path):
-    spec, before = elsewhere(specs["hf"], tmp_path), tokenizer_hash(specs["hf"])
+def test_a_hash_changes_with_the_merges_and_the_end_token_and_not_with_the_formatting(specs, tmp_path):
+    spec, before = copy_files(specs["hf"], tmp_path), tokenizer_hash(specs["hf"])
     file = Path(spec.removeprefix("hf:"))
     content = json.loads(file.read_text())
     file.write_text(json.dumps(content, indent=7))
