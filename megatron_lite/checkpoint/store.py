@@ -29,7 +29,7 @@ from megatron_lite.checkpoint.layout import (
 )
 from megatron_lite.checkpoint.reshard import Move, Rectangle
 from megatron_lite.checkpoint.tensor_file import Memory, TensorFile, save_errors, write_tensors
-from megatron_lite.errors import CheckpointError
+from megatron_lite.errors import CheckpointError, MegatronLiteError
 from megatron_lite.files import sync_folder
 from megatron_lite.parallel.agreement import all_gather_objects, gather_objects, on_all, on_first
 from megatron_lite.parallel.context import ParallelContext
@@ -100,7 +100,7 @@ def save(
             return final
 
         return on_first(finish, ctx.world)
-    except CheckpointError:
+    except MegatronLiteError:
         if ctx.world.is_first:  # no rank writes any more, and a full disk needs the space
             shutil.rmtree(folder, ignore_errors=True)
         raise

@@ -34,4 +34,4 @@ def test_every_rank_raises_the_data_error_of_the_rank_that_builds(ranks, tmp_pat
     texts = ranks(2, error_of, [f"data.paths={tmp_path}/missing"], local_ranks)
     assert texts[0] == texts[1]
     assert texts[0].startswith(f"rank 0: {tmp_path}/missing.idx: no such file")
-    assert texts[0].endswith(f"as preprocess printed it{more}")
+    assert texts[0].endswith(f"its path without .bin or .idx{more}")

@@ -137,7 +137,7 @@ def test_a_save_that_fails_is_told_and_loses_nothing(ranks, tmp_path, failing):
         (line,) = [line for line in said if "FAILED" in line]
         assert line.startswith(f"  FAILED to save checkpoint from iteration       2 to {tmp_path}: rank {failing}: ")
         assert "No space left on device. Free some space" in line
-        assert line.endswith("Training goes on, and will stop if the next save fails too")
+        assert line.endswith("Training continues, and stops if the next save fails too")
         kept = [line.split(" from")[0].strip() for line in said if not line.startswith(" saving")]
         copied = kept[1]
         assert "written while training continues" in copied and kept[3:] == [kept[0], copied, kept[0]]
@@ -164,7 +164,7 @@ def test_a_copy_that_fails_is_told_like_a_save_that_fails(ranks, tmp_path, faili
     for said in ranks(2, fail_to_copy, tmp_path, failing):
         (line,) = [line for line in said if "FAILED" in line]
         assert f"from iteration       2 to {tmp_path}: rank {failing}: " in line and "out of memory" in line
-        assert line.endswith("Training goes on, and will stop if the next save fails too")
+        assert line.endswith("Training continues, and stops if the next save fails too")
         assert sum("successfully saved" in line for line in said) == 2
 
 

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 from megatron_lite.checkpoint import directory, store
 from megatron_lite.checkpoint.layout import read_layout
-from megatron_lite.errors import CheckpointError
+from megatron_lite.errors import CheckpointError, TrainingError
 from megatron_lite.parallel.agreement import gather_objects, on_all, on_first
 from megatron_lite.parallel.context import ParallelContext
 from megatron_lite.parallel.grid import Grid
@@ -154,7 +154,7 @@ def save_with_a_bug(root: Path) -> tuple[str, type | None]:
     wrong = {name: torch.zeros(3) for name in TABLE} if ctx.rank == 1 else contents(ctx, 1)["weights"]
     try:
         save(root, 1, ctx, weights=wrong)
-    except CheckpointError as error:
+    except TrainingError as error:
         return str(error), type(error.__cause__)
     return "no error", None
 

@@ -338,9 +338,9 @@ def test_any_number_of_ranks_may_start_from_the_common_model(ranks, tmp_path):
     """A resumed run is another matter: each rank's moments are its own."""
     changes = {"sync__mode": "diloco", "sync__interval": 3, "train__iterations": 3, "train__precision": "bf16"}
     ranks(2, run_to_the_end, tmp_path, "gpt", train__micro_batch_size=2, **changes)
-    with pytest.raises(RanksFailed, match=r"Set sync\.mode \(checkpoint: diloco, config: every_step\) as it was"):
+    with pytest.raises(RanksFailed, match=r"Restore sync\.mode \(checkpoint: diloco, config: every_step\)"):
         ranks(2, weights_of, run__dir=str(tmp_path), train__precision="bf16")
-    with pytest.raises(RanksFailed, match=r"Set sync\.outer_momentum \(checkpoint: 0\.9, config: 0\.0\) as it was"):
+    with pytest.raises(RanksFailed, match=r"Restore sync\.outer_momentum \(checkpoint: 0\.9, config: 0\.0\)"):
         ranks(2, weights_of, run__dir=str(tmp_path), **changes, sync__outer_momentum=0.0)
     here = ranks(2, weights_of, run__dir=str(tmp_path), **changes)[0]
     start = {"run__dir": str(tmp_path / "new"), "checkpoint__load_weights": str(tmp_path)}

@@ -166,7 +166,7 @@ def test_a_message_that_has_left_goes_with_the_next_one():
         works[0].done = works[2].done = True  # the second is still on its way
         pipe.send(number(0))
         assert held(references) == [False, True, True]
-        pipe.forget(1)  # an answer to what is gone already
+        pipe.release(1)  # an answer to a message that has left already
         assert held(references) == [False, True, True]
         pipe.drain()
     assert held(references) == [False, False, False]

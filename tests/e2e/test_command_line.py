@@ -169,7 +169,7 @@ def test_more_iterations_are_refused_when_the_order_would_change(tmp_path, corpu
     assert longer.returncode == 0, longer.stderr
     much_longer = run_here("pretrain", "--config", str(config), "train.iterations=5000", cwd=tmp_path)
     assert much_longer.returncode == 2
-    assert "would not be the first ones any more" in much_longer.stderr
+    assert "omits some of the 12 consumed samples; start a new run" in much_longer.stderr
 
 
 MISTAKES = {

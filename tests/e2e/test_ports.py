@@ -176,4 +176,4 @@ def test_a_script_without_its_processes_names_the_command_that_starts_them(tmp_p
 
 def test_a_script_that_does_not_exist_is_a_config_error(tmp_path):
     done = run_here("run", "no.py", cwd=tmp_path)
-    assert (done.returncode, done.stderr) == (2, "no.py: no such file; run wants the path of a Python script\n")
+    assert (done.returncode, done.stderr) == (2, "no.py: no such file; give the path of a Python script\n")

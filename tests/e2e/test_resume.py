@@ -302,7 +302,7 @@ def test_a_bad_gradient_that_waits_is_not_saved(tmp_path):
     train_step(run, portion(run))
     report = train_step(run, portion(run))
     with pytest.raises(
-        TrainingError, match=r"iteration 4: .* look at the data of iteration 2, where that gradient is fr"
+        TrainingError, match=r"iteration 4: .* look at the data of iteration 2, which computed that gradient"
     ):
         answer_bad_values(run, report, print)
     finalize_megatron()

@@ -191,7 +191,7 @@ def no_training_split() -> None:
 @pytest.mark.parametrize(
     ("mistake", "words"),
     [
-        (no_vocabulary, "model.vocab_size is not given and there is no data.tokenizer"),
+        (no_vocabulary, "data.tokenizer and model.vocab_size are both missing"),
         (no_training_split, "data.split.0. is 0, so there is no training data"),
     ],
 )
@@ -283,7 +283,7 @@ def with_a_buffer() -> None:
 @pytest.mark.parametrize(
     ("mistake", "words"),
     [
-        (undescribed, r"parameter mix\.weight, shape \[32, 32\], was not described; wrap it when it is made"),
+        (undescribed, r"parameter mix\.weight, shape \[32, 32\], has no description; create it as"),
         (
             with_a_buffer,
             "the model has buffers, which checkpoints do not hold: steps; register them with persistent=False",
@@ -342,7 +342,7 @@ def test_another_data_parallel_size_goes_on_with_the_same_losses(ranks, tmp_path
 )
 def test_a_change_that_moves_the_data_is_refused(ranks, tmp_path, change, words):
     ranks(1, go_on, str(tmp_path), train__iterations=2)
-    with pytest.raises(AssertionError, match=rf"{words}: the order of the samples would differ"):
+    with pytest.raises(AssertionError, match=rf"{words}: the order of the samples would change"):
         ranks(1, go_on, str(tmp_path), train__iterations=3, **change)
 
 

@@ -105,7 +105,7 @@ def test_an_iteration_of_no_run_is_a_mistake():
     """A user may take it for a way to roll run.dir back."""
     config = load_config(None, ["checkpoint.load_iteration=50"])
     with pytest.raises(
-        ConfigError, match=r"load_iteration is 50, but there is no checkpoint.load or checkpoint.load_w"
+        ConfigError, match=r"load_iteration is 50 without checkpoint.load or checkpoint.load_w"
     ):
         validate(config, 1)
 
