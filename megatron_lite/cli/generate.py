@@ -44,9 +44,9 @@ def generate(
     """
     from megatron_lite.checkpoint.directory import resolve
     from megatron_lite.config.validate import validate
+    from megatron_lite.generate import check_tokenizer_of, config_of
     from megatron_lite.launch.launcher import launched_world_size, run_ranks
     from megatron_lite.launch.nodes import nodes_from
-    from megatron_lite.training.generate import check_tokenizer_of, config_of
 
     nodes = nodes_from(nproc_per_node)
     world_size = launched_world_size(nodes)
@@ -56,4 +56,4 @@ def generate(
         check_tokenizer_of(folder)
     text = sys.stdin.read() if prompt == "-" else prompt
     arguments = (folder, text, max_new_tokens, temperature, seed, model)
-    raise typer.Exit(run_ranks("megatron_lite.training.generate:generate_text", arguments, nodes))
+    raise typer.Exit(run_ranks("megatron_lite.generate:generate_text", arguments, nodes))

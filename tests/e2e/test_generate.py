@@ -39,9 +39,9 @@ def test_generate_keeps_to_the_context_of_the_model(alone):
     command = ("generate", "--load", str(alone / "run"), "--max-new-tokens", "9", "--seed", "1", "--prompt")
     too_long = run_here(*command, "x" * 33, cwd=alone)
     assert too_long.returncode == 2
-    assert "--prompt has 33 tokens; the model has a context of 32 (model.max_position_embeddings)" in too_long.stderr
+    assert "--prompt has 33 tokens, more than model.max_position_embeddings (32); shorten it" in too_long.stderr
     at_its_end = run_here(*command, "x" * 30, cwd=alone)
     assert at_its_end.returncode == 0 and at_its_end.stdout.startswith("x" * 30)
     assert at_its_end.stderr == (
-        "stopped after 3 of 9 new tokens: the context of the model ends at 32 tokens (model.max_position_embeddings)\n"
+        "stopped after 3 of 9 new tokens: the context is full (model.max_position_embeddings is 32)\n"
     )

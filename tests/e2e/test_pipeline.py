@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from megatron_lite.errors import ConfigError
+from megatron_lite.generate import generate, logits_function
 from megatron_lite.model.build import get_model
 from megatron_lite.parallel.collectives import all_gather
 from megatron_lite.pipeline import schedules
@@ -22,7 +23,6 @@ from megatron_lite.pipeline.actions import Action, Schedule
 from megatron_lite.pipeline.schedules import build_schedule, gpipe, one_f_one_b, zero_bubble_h1
 from megatron_lite.training import setup
 from megatron_lite.training.evaluate import evaluate
-from megatron_lite.training.generate import generate, logits_function
 from megatron_lite.training.initialize import finalize_megatron, initialize_megatron
 from megatron_lite.training.pretrain import pretrain
 from megatron_lite.training.run import Run

@@ -1,13 +1,14 @@
 """Text from a trained model, one token at a time.
 
-The full text is run through the model for every new token: there is no cache of keys and values, so this is for
-looking at what a model has learnt, not for serving it.
+Each new token takes a forward pass over the full text, without a cache of keys and values. That is enough to see what a
+model has learnt, and too slow to serve it.
 """
 
 import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -34,35 +35,36 @@ from megatron_lite.training.setup import ModelProvider
 from megatron_lite.training.step import message_of
 
 NextLogits = Callable[[list[int]], Tensor]
-"""Token ids -> logits `[v]` of what follows them, in fp32 on the CPU."""
+"""Token ids -> logits `[v]` of the next token, in fp32 on the CPU."""
 
 
 def config_of(folder: Path, world_size: int, model: str = "") -> Config:
-    """The config that a checkpoint was written with, for one data-parallel rank: in the layout that it was trained in
-    where there are as many processes as that takes, else over tensor-parallel ranks.
+    """The config to run the model of a checkpoint forward, with one data-parallel rank.
 
-    `model` names the custom provider that is to build the model; empty: the built-in one.
+    The layout is that of training where `world_size` allows it, else tensor parallelism over all ranks. `model` names
+    the provider of a custom model; empty for the built-in one.
     """
     layout = read_layout(folder)
     check_provider(layout, folder, model)
     trained = parse_config(layout.config, folder)
-    fields = trained.model_dump()
-    # Only the model, its layout and its tokenizer matter here, and the device is this machine's.
-    fields["run"] |= {"dir": str(folder), "device": "auto"}
-    fields["parallel"] |= {"sequence": False, "ddp": "local"}  # the weights are the same, and a text has any length
-    fields["optim"]["distributed"] = False
-    fields.pop("deepspeed")
-    if trained.parallel.tensor * trained.parallel.pipeline != world_size:
-        fields["parallel"] = {"tensor": world_size}
-    batch = fields["parallel"].get("pipeline", 1)  # what the interleaved schedule asks for at least
-    fields["train"] |= {"global_batch_size": batch, "micro_batch_size": 1, "ramp_up": None}
-    fields["train"]["offload_activations"] = False  # there is no backward, and perhaps no GPU
-    fields["data"]["seq_length"] = 1  # of training, which some versions let exceed the positions
+    parallel: dict[str, Any] = {"tensor": world_size}
+    if trained.parallel.tensor * trained.parallel.pipeline == world_size:
+        kept = {"tensor", "pipeline", "virtual_pipeline", "pipeline_layout", "schedule"}
+        parallel = trained.parallel.model_dump(include=kept)
+    train = trained.train.model_dump(include={"precision", "comm_timeout", "deterministic"})
+    fields = {
+        "run": {"dir": str(folder), "seed": trained.run.seed},
+        "model": trained.model.model_dump(),
+        "parallel": parallel,
+        # The sequence length is that of the prompt. The interleaved schedule needs a batch of `pipeline` at least.
+        "data": trained.data.model_dump() | {"seq_length": 1},
+        "train": train | {"global_batch_size": parallel.get("pipeline", 1)},
+    }
     return Config.model_validate(fields)
 
 
 def check_tokenizer_of(folder: Path) -> None:
-    """Raises ConfigError where the tokenizer's files are not those that the checkpoint was trained with."""
+    """Raise ConfigError where the tokenizer's files have changed since the checkpoint was trained."""
     layout = read_layout(folder)
     spec, trained = layout.config["data"]["tokenizer"], layout.origin.get("tokenizer")
     if spec and trained and (found := tokenizer_hash(spec)) != trained:
@@ -73,14 +75,16 @@ def check_tokenizer_of(folder: Path) -> None:
 
 
 def generate_text(folder: Path, prompt: str, max_new_tokens: int, temperature: float, seed: int, model: str) -> str:
-    """The text that the model of a checkpoint writes after a prompt, printed by rank 0.
+    """A prompt and its continuation by the model of a checkpoint; rank 0 prints it.
 
-    Collective over the world, over which `config_of` spreads the model.
+    Collective over the world, in the layout of `config_of`.
     """
     config = config_of(folder, int(os.environ.get("WORLD_SIZE", "1")), model)
     if not config.data.tokenizer:
-        raise ConfigError(f"{folder}: trained without data.tokenizer, so there is nothing to read the prompt with")
-    prompt = prompt.encode("utf-8", "surrogateescape").decode("utf-8", "replace")  # bytes of a shell may be no text
+        raise ConfigError(f"{folder}: trained without data.tokenizer, which the prompt needs")
+    prompt = prompt.encode("utf-8", "surrogateescape").decode(
+        "utf-8", "replace"
+    )  # from a shell: any bytes
     provider = NamedProvider(model) if model else get_model
     try:
         text = prompt + continuation(folder, config, provider, prompt, max_new_tokens, temperature, seed)
@@ -100,15 +104,14 @@ def continuation(
     temperature: float,
     seed: int,
 ) -> str:
-    """What the model of a checkpoint writes after the prompt; rank 0 reports where the context was too short for it."""
+    """The continuation of a prompt; rank 0 reports where the context of the model ended it."""
     tokenizer = build_tokenizer(config.data.tokenizer)
     ctx, rng = initialize_megatron(config)
     ids = tokenizer.encode(prompt) or [tokenizer.eod]
     limit = config.model.max_position_embeddings
     if len(ids) > limit:
         raise ConfigError(
-            f"--prompt has {len(ids):,} tokens; the model has a context of {limit:,} "
-            "(model.max_position_embeddings): shorten the prompt"
+            f"--prompt has {len(ids):,} tokens, more than model.max_position_embeddings ({limit:,}); shorten it"
         )
     new = generate(
         logits_function(load_model(folder, config, ctx, rng, provider), config, ctx),
@@ -121,12 +124,12 @@ def continuation(
     )
     if len(ids) + len(new) > limit and len(new) < max_new_tokens and ctx.rank == 0:
         print(
-            f"stopped after {len(new):,} of {max_new_tokens:,} new tokens: the context of the model ends at "
-            f"{limit:,} tokens (model.max_position_embeddings)",
+            f"stopped after {len(new):,} of {max_new_tokens:,} new tokens: the context is full "
+            f"(model.max_position_embeddings is {limit:,})",
             file=sys.stderr,
             flush=True,
         )
-    # Decoded together: a tokenizer may drop a space at the start of what it decodes.
+    # Decoded together, because a tokenizer may drop a space at the start.
     return tokenizer.decode(ids + new)[len(tokenizer.decode(ids)) :]
 
 
@@ -149,7 +152,7 @@ def load_model(
 
 
 def logits_function(chunks: Sequence[nn.Module], config: Config, ctx: ParallelContext) -> NextLogits:
-    """A function from token ids to the logits after them, on the CPU, the same on every rank of the model."""
+    """A function from token ids to the logits of the next token, equal on every rank of the model."""
     pp, vocab = ctx.pp, config.model.padded_vocab
     engine = PipelineEngine(ctx, num_chunks=len(chunks), timeout_seconds=config.train.comm_timeout)
     schedule = build_schedule("forward-only", pp.size, 1, len(chunks))
@@ -183,9 +186,8 @@ def generate(
 ) -> list[int]:
     """Token ids that follow the prompt, up to and without the first end-of-document.
 
-    A temperature of 0 takes the likeliest token. Every rank draws the same numbers, so all return the same ids. A text
-    ends with the model's context: the last new token follows `max_position_embeddings` others.
-    Communicates: what `next_logits` does.
+    A temperature of 0 takes the likeliest token. Every rank draws the same random values, so all return the same ids.
+    The last new token follows `max_position_embeddings` others at most.
     """
     generator = torch.Generator().manual_seed(seed)
     room = config.model.max_position_embeddings + 1 - len(prompt)
@@ -199,7 +201,7 @@ def generate(
 
 
 def pick(logits: Tensor, temperature: float, generator: torch.Generator) -> int:
-    """One id from logits `[v]`, drawn at this temperature."""
+    """One id, drawn from logits `[v]` at this temperature."""
     if temperature == 0:
         return int(logits.argmax())
     distance = (logits - logits.max()).double() / temperature  # from 0 down, so that no temperature overflows

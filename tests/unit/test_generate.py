@@ -6,7 +6,7 @@ import torch
 from megatron_lite.checkpoint.directory import resolve
 from megatron_lite.config.load import load_config
 from megatron_lite.config.validate import validate
-from megatron_lite.training.generate import config_of, generate, pick
+from megatron_lite.generate import config_of, generate, pick
 from tests.helpers.checkpoints import one_process, save
 from tests.helpers.tiny import tiny_config
 
