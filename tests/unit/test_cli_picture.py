@@ -1,4 +1,4 @@
-"""Drawings show the timeline: labels at the right places, and a bubble of the right size."""
+"""Drawings of a timeline have their labels at the right positions and a bubble of the right size."""
 
 import re
 
@@ -23,7 +23,7 @@ def cost(action, rank):
 
 
 def test_1f1b_is_drawn_as_in_the_paper():
-    """Idle time is blank, a backward is twice as wide as a forward, and all ranks share the axis."""
+    """Idle time is blank, a backward is twice as wide as a forward, and all ranks have one time axis."""
     assert draw(build_schedule("1f1b", 2, 3, 1), cost).splitlines() == [
         "rank 0 |F0F1    B0--F2B1--  B2--|",
         "rank 1 |  F0B0--F1B1--F2B2--    |",
@@ -31,8 +31,8 @@ def test_1f1b_is_drawn_as_in_the_paper():
     ]
 
 
-def test_chunks_and_backward_halves_have_their_own_labels():
-    """A micro-batch is there twice on each rank of an interleaved schedule; only the chunk says which is which."""
+def test_labels_name_chunks_and_split_backwards():
+    """In an interleaved schedule, each rank runs a micro-batch twice, in two chunks."""
     assert draw(build_schedule("interleaved", 2, 2, 2), cost).splitlines() == [
         "rank 0 |F0.0F1.0F0.1F1.1        B0.1----    B1.1----B0.0----B1.0----|",
         "rank 1 |    F0.0F1.0F0.1B0.1----F1.1B1.1----B0.0----B1.0----        |",
@@ -59,8 +59,8 @@ def test_actions_without_duration_are_left_out_and_ranks_are_aligned():
     microbatches=st.integers(1, 120),
     times=st.tuples(*[st.floats(0.001, 10)] * 4),
 )
-def test_labels_are_in_order_and_never_wrong_however_little_room_there_is(name, pp, microbatches, times):
-    """A number that lost a digit, or a line that grew without end, would mislead; a letter alone does not."""
+def test_labels_are_in_order_and_correct_when_there_is_little_space(name, pp, microbatches, times):
+    """A label without space for its number has the letter alone, never a part of the number."""
     schedule = build_schedule(name, pp, microbatches, 1)
     lines = draw(schedule, lambda action, rank: times["FBIW".index(action.op)]).splitlines()
     assert len({len(line) for line in lines[:-1]}) == 1 and len(lines[0]) <= 4000 + len("rank 0 ||") + 1
@@ -72,7 +72,7 @@ def test_labels_are_in_order_and_never_wrong_however_little_room_there_is(name, 
 
 
 def test_equal_actions_are_equally_wide_in_a_long_drawing():
-    """Where there is no room for all numbers, columns that do not divide evenly would look like other durations."""
+    """Unequal widths would look like unequal durations."""
     lines = draw(build_schedule("1f1b", 16, 400, 1), cost).splitlines()[:-1]
     cells = [cell for line in lines for cell in re.findall(r"[FB]\d*-*", line)]
     assert {(cell[0], len(cell)) for cell in cells} == {("F", 3), ("B", 6)}
@@ -82,16 +82,16 @@ def test_equal_actions_are_equally_wide_in_a_long_drawing():
     ("name", "pp", "microbatches", "chunks"),
     [("1f1b", 4, 8, 1), ("zb-h1", 4, 8, 1), ("gpipe", 1, 2, 1), ("interleaved", 8, 32, 4), ("forward-only", 4, 4, 2)],
 )
-def test_the_idle_part_of_a_picture_is_as_large_as_the_bubble(tmp_path, name, pp, microbatches, chunks):
-    """Boxes at wrong places or of wrong widths would leave another part of the rows grey."""
+def test_the_idle_fraction_of_a_picture_equals_the_bubble(tmp_path, name, pp, microbatches, chunks):
+    """Boxes with wrong positions or widths would change the grey fraction of the rows."""
     schedule, path = build_schedule(name, pp, microbatches, chunks), tmp_path / "new folder" / "picture.png"
     save_picture(path, timeline(schedule, cost), num_ranks=pp, title=name)
     idle, coloured = grey_and_coloured(path)
     assert idle / (idle + coloured) == pytest.approx(bubble(schedule, cost), abs=0.01)  # a box has a white edge
 
 
-def test_a_measured_timeline_begins_anywhere_and_may_miss_a_rank(tmp_path):
-    """Spans from a clock: 30 of the 2 * 40 seconds are work, and none of it is on rank 1."""
+def test_a_measured_timeline_can_start_at_any_time_and_lack_a_rank(tmp_path):
+    """30 of the 2 * 40 seconds are work, all of it on rank 0."""
     spans = [
         Span(0, Action("F", 0), 1000.0, 1010.0),
         Span(0, Action("B", 0), 1020.0, 1040.0),
@@ -102,7 +102,7 @@ def test_a_measured_timeline_begins_anywhere_and_may_miss_a_rank(tmp_path):
 
 
 def grey_and_coloured(path):
-    """The pixels of idle time and of boxes, in lines of a picture that cross a rank's boxes but no text."""
+    """The number of idle and of box pixels, in pixel rows that cross boxes but no text."""
     pixels = np.asarray(Image.open(path).convert("RGB")).astype(int)
     grey = (pixels == IDLE).all(axis=2)
     coloured = pixels.max(axis=2) - pixels.min(axis=2) > 20
@@ -112,7 +112,7 @@ def grey_and_coloured(path):
     return grey[lines].sum(), coloured[lines].sum()
 
 
-def test_svg_is_written_too(tmp_path):
+def test_a_picture_can_be_written_as_svg(tmp_path):
     save_picture(tmp_path / "a.svg", timeline(build_schedule("1f1b", 2, 2, 1), cost), num_ranks=2, title="1f1b")
     assert "<svg" in (tmp_path / "a.svg").read_text()
 

@@ -11,7 +11,7 @@ from tests.helpers.limits import PATIENCE
 
 @pytest.fixture
 def command(monkeypatch, capsys):
-    """`command("--name", "gpipe", ...)`: exit code, output and error of the command in this process."""
+    """A function that runs `schedule` in this process and returns its exit code, stdout and stderr."""
 
     def run(*arguments):
         monkeypatch.setattr(sys, "argv", ["megatron-lite", "schedule", *arguments])
@@ -23,7 +23,7 @@ def command(monkeypatch, capsys):
 
 
 def test_schedule_prints_a_drawing_and_its_bubble(command):
-    """3 of 11 slots of 1F1B on four ranks are bubble; the first rank holds four micro-batches, the last one."""
+    """1F1B on four ranks idles for 3 of 11 slots. The first rank keeps four micro-batches, the last rank one."""
     code, out, _ = command("--name", "1f1b", "--pp", "4", "--microbatches", "8")
     assert code == 0
     assert out.splitlines() == [
@@ -40,7 +40,7 @@ def test_schedule_prints_a_drawing_and_its_bubble(command):
 
 
 def test_interleaved_has_two_chunks_by_default(command):
-    """The smallest number that interleaves anything; 1 / (2 * 4 + 1) and 1 / (3 * 4 + 1) of the slots are bubble."""
+    """The bubble is 1 / (2 * 4 + 1) of the slots with two chunks and 1 / (3 * 4 + 1) with three."""
     arguments = ["--name", "interleaved", "--pp", "2", "--microbatches", "4"]
     assert command(*arguments)[1].splitlines()[-3:] == [
         "bubble 0.111",
@@ -50,8 +50,8 @@ def test_interleaved_has_two_chunks_by_default(command):
     assert "bubble 0.077" in command(*arguments, "--chunks", "3")[1]
 
 
-def test_costs_are_given_for_some_ops(command):
-    """ZB-H1 on four ranks idles for 3 * (F + I - W); here W is half of the default and the rest stays."""
+def test_cost_changes_the_given_ops_and_keeps_the_defaults_of_others(command):
+    """ZB-H1 on four ranks idles for 3 * (F + I - W); here W is half of its default."""
     out = command("--name", "zb-h1", "--pp", "4", "--microbatches", "4", "--cost", "W=0.5")[1]
     assert out.splitlines()[-2] == "length 14.5 at F=1 I=1 W=0.5"  # 4 * 2.5 and 3 * 1.5
 
@@ -62,7 +62,7 @@ def test_evaluation_can_be_drawn(command):
     assert out.splitlines()[:2] == ["rank 0 |F0F1F2  |", "rank 1 |  F0F1F2|"]
 
 
-def test_it_writes_a_picture_with_name_and_bubble_in_its_title(command, tmp_path, monkeypatch):
+def test_the_title_of_a_picture_has_the_name_and_the_bubble(command, tmp_path, monkeypatch):
     titles = []
     monkeypatch.setattr("matplotlib.axes.Axes.set_title", lambda axes, title, **style: titles.append(title))
     out = tmp_path / "a.png"
@@ -85,7 +85,7 @@ def test_it_writes_a_picture_with_name_and_bubble_in_its_title(command, tmp_path
         (
             ["--name", "interleaved", "--microbatches", "6"],
             2,
-            "interleaved needs a multiple of 4 micro-batches",
+            "interleaved needs a multiple of 4 micro-batches (the pipeline ranks), got 6",
         ),
         (["--name", "1f1b", "--cost", "F=1,B"], 2, "--cost F=1,B: 'B' is not OP=DURATION; give each of F, B, I and W"),
         (["--name", "1f1b", "--cost", "F=1,F=2"], 2, "--cost F=1,F=2: 'F=2' is not OP=DURATION"),
@@ -116,8 +116,8 @@ def test_wrong_options_are_reported_and_nothing_is_drawn(command, arguments, cod
     assert message in error
 
 
-def test_it_loads_no_torch_and_matplotlib_only_for_a_picture(tmp_path):
-    """Looking at a schedule has to answer at once."""
+def test_the_command_loads_no_torch_and_matplotlib_only_for_a_picture(tmp_path):
+    """Loading torch would take seconds."""
     code = (
         "import sys\nfrom megatron_lite.cli import main\n"
         "try:\n    main()\nexcept SystemExit:\n    print(sorted({'torch', 'matplotlib', 'numpy'} & set(sys.modules)))\n"

@@ -1,4 +1,4 @@
-"""The check rejects exactly the schedules that hang or compute something else; the clock is right."""
+"""The check rejects exactly the schedules that hang or compute wrong results; the simulated times are exact."""
 
 import random
 from collections import defaultdict, deque
@@ -19,10 +19,10 @@ class Wrong(Exception):
 
 
 def run(schedule, microbatches, chunks, seed=0):
-    """Runs a schedule on names instead of numbers, and raises Wrong unless every gradient comes out once.
+    """Run a schedule on labels instead of tensors, and raise Wrong unless every gradient is computed once.
 
-    Ranks pass names through queues and take turns at random. An action computes with what its queue hands out, so
-    what comes in another order than it is wanted is the wrong input.
+    Ranks send (stage, micro-batch) labels through queues and take turns in a random order. An action takes the first
+    label of its queue, so an input in another order is a wrong input.
     """
     pp, last = len(schedule), len(schedule) * chunks - 1
     queues = defaultdict(deque)  # (reader, "activation" or "gradient") -> (stage that wrote, micro-batch)
@@ -30,7 +30,7 @@ def run(schedule, microbatches, chunks, seed=0):
     turns = random.Random(seed)
 
     def step(rank):
-        """Does the next action of a rank, or returns False when it has to wait."""
+        """Run the next action of a rank; return False if it has to wait."""
         op, m, chunk = left[rank][0]
         stage = chunk * pp + rank
         if not (op in "FBIW" and 0 <= m < microbatches and 0 <= chunk < chunks):
@@ -40,11 +40,11 @@ def run(schedule, microbatches, chunks, seed=0):
             if not queues[rank, what]:
                 return False
             if queues[rank, what].popleft() != (source, m):
-                raise Wrong("another one's input")
+                raise Wrong("input of another action")
         if op in "BI" and ("forward", stage, m) not in done:
             raise Wrong("backward without forward")
         if op == "W" and ("input gradient", stage, m) not in done:
-            raise Wrong("weights before inputs")
+            raise Wrong("weight gradient before input gradient")
         for result in {
             "F": ["forward"],
             "B": ["input gradient", "weight gradient"],
@@ -74,10 +74,10 @@ def run(schedule, microbatches, chunks, seed=0):
         raise Wrong("something is missing")
     for order, chunk in product(schedule, range(chunks)):
         if {"B", "I"} <= {action.op for action in order if action.chunk == chunk}:
-            raise Wrong("whole and cut backwards of one chunk")
+            raise Wrong("full and split backwards of one chunk")
 
 
-def is_right(schedule, microbatches, chunks, seed=0):
+def is_correct(schedule, microbatches, chunks, seed=0):
     try:
         run(schedule, microbatches, chunks, seed)
     except Wrong:
@@ -95,7 +95,7 @@ def is_accepted(schedule, microbatches, chunks):
 
 @st.composite
 def shapes(draw, most_ranks=8, most_microbatches=32):
-    """(name, pp, microbatches, chunks) that fit together."""
+    """A valid (name, pp, microbatches, chunks)."""
     name = draw(st.sampled_from(["gpipe", "1f1b", "interleaved", "zb-h1", "forward-only"]))
     pp = draw(st.integers(1, most_ranks))
     if name == "interleaved":
@@ -106,13 +106,13 @@ def shapes(draw, most_ranks=8, most_microbatches=32):
 
 @given(shape=shapes(), seed=st.integers(0, 99))
 def test_every_schedule_computes_every_gradient_through_queues(shape, seed):
-    """The plainest engine there is, whatever rank is faster, finds the right input in every queue."""
+    """A plain engine finds the right input in every queue, whichever rank is faster."""
     name, pp, microbatches, chunks = shape
     run(build_schedule(name, pp, microbatches, chunks), microbatches, chunks, seed)
 
 
 def mutate(schedule, microbatches, chunks, turns):
-    """One change somewhere: a swap, a drop, a repetition, one more, or another op, micro-batch or chunk."""
+    """Change one action at random: swap, drop, repeat or add it, or change its op, micro-batch or chunk."""
     changed = [list(order) for order in schedule]
     order = changed[turns.randrange(len(changed))]
     index = turns.randrange(len(order))
@@ -142,24 +142,24 @@ def mutate(schedule, microbatches, chunks, turns):
 
 @settings(max_examples=1000)
 @given(shape=shapes(most_ranks=4, most_microbatches=8), seed=st.integers(0, 10**9))
-def test_a_mutated_schedule_is_accepted_exactly_when_it_still_computes_the_right_thing(shape, seed):
-    """Too lenient, and a run hangs or trains on wrong gradients; too strict, and a good schedule cannot be added."""
+def test_a_mutated_schedule_is_accepted_exactly_when_it_is_still_correct(shape, seed):
+    """A lenient check lets runs hang or train on wrong gradients; a strict one rejects correct schedules."""
     name, pp, microbatches, chunks = shape
     schedule = build_schedule(name, pp, microbatches, chunks)
     turns = random.Random(seed)
     for _ in range(3):
         changed = mutate(schedule, microbatches, chunks, turns)
-        assert is_accepted(changed, microbatches, chunks) == is_right(changed, microbatches, chunks), changed
+        assert is_accepted(changed, microbatches, chunks) == is_correct(changed, microbatches, chunks), changed
 
 
 @pytest.mark.parametrize(
     "pp, microbatches, ops", [(1, 2, "FB"), (2, 2, "FB"), (2, 1, "FIW"), (3, 1, "FIW"), (2, 3, "F")]
 )
-def test_of_all_orders_exactly_the_right_ones_are_accepted(pp, microbatches, ops):
-    """Every order of the actions on every rank with every other: nothing is left to chance."""
+def test_of_all_orders_exactly_the_correct_ones_are_accepted(pp, microbatches, ops):
+    """Every combination of orders of the ranks is tried."""
     actions = [Action(op, m) for op in ops for m in range(microbatches)]
     verdicts = [
-        (is_accepted(schedule, microbatches, 1), is_right(schedule, microbatches, 1))
+        (is_accepted(schedule, microbatches, 1), is_correct(schedule, microbatches, 1))
         for schedule in map(list, product(map(list, permutations(actions)), repeat=pp))
     ]
     assert all(accepted == right for accepted, right in verdicts)
@@ -167,11 +167,11 @@ def test_of_all_orders_exactly_the_right_ones_are_accepted(pp, microbatches, ops
 
 
 @pytest.mark.parametrize("pp", [1, 2, 3])
-def test_of_all_orders_of_two_chunks_exactly_the_right_ones_are_accepted(pp):
-    """With two ranks there is a pipe each way for activations and a pipe each way for gradients."""
+def test_of_all_orders_of_two_chunks_exactly_the_correct_ones_are_accepted(pp):
+    """Two ranks send activations in both directions and gradients in both directions."""
     actions = [Action("F", m, chunk) for m in range(2) for chunk in range(2)]
     verdicts = [
-        (is_accepted(schedule, 2, 2), is_right(schedule, 2, 2))
+        (is_accepted(schedule, 2, 2), is_correct(schedule, 2, 2))
         for schedule in map(list, product(map(list, permutations(actions)), repeat=pp))
     ]
     assert all(accepted == right for accepted, right in verdicts)
@@ -179,7 +179,7 @@ def test_of_all_orders_of_two_chunks_exactly_the_right_ones_are_accepted(pp):
 
 
 def order(text):
-    """A rank's list from its printed form."""
+    """The actions of one rank, parsed from their printed form."""
     parts = [(word[0], *map(int, word[1:].split("."))) for word in text.split()]
     return [Action(*part) for part in parts]
 
@@ -216,10 +216,10 @@ def broken(name, pp, microbatches, chunks, rank, old, new):
         (("1f1b", 2, 4, 1), 1, "B3.0", "B3.0 F-1.0", "rank 1: F-1.0 has micro-batch -1, not 0..3"),
         (("1f1b", 2, 4, 1), 1, "B3.0", "B3.0 F3.-1", "rank 1: F3.-1 has model chunk -1, not 0..0"),
         (("1f1b", 2, 4, 1), 1, "B3.0", "S3.0", "rank 1: S3.0 is not an F, B (backward), I (inputs of a B) or W"),
-        # evaluation with a backward in it, and training without some rank's
+        # a backward in an evaluation, and a missing forward
         (("forward-only", 2, 4, 1), 0, "F3.0", "F3.0 B0.0", "rank 0: B1.0 is missing"),
         (("forward-only", 2, 4, 2), 1, " F3.1", "", "rank 1: F3.1 is missing"),
-        # one rank alone in another order
+        # one rank with another order
         (("gpipe", 3, 3, 1), 1, "F0.0 F1.0 F2.0", "F2.0 F1.0 F0.0", "rank 1: F2.0 receives the output that rank 0"),
         (("gpipe", 3, 3, 1), 1, "B0.0 B1.0 B2.0", "B2.0 B1.0 B0.0", "rank 0: B0.0 receives the gradient that rank 1"),
         (("zb-h1", 2, 2, 1), 1, "I0.0 F1.0 I1.0", "F1.0 I1.0 I0.0", "rank 0: I0.0 receives the gradient"),
@@ -228,20 +228,20 @@ def broken(name, pp, microbatches, chunks, rank, old, new):
 )  # fmt: skip
 def test_the_error_of_a_broken_schedule_names_rank_and_action(shape, rank, old, new, message):
     schedule = broken(*shape, rank, old, new)
-    assert not is_right(schedule, shape[2], shape[3])
+    assert not is_correct(schedule, shape[2], shape[3])
     with pytest.raises(ConfigError) as error:
         check(schedule, shape[2], shape[3])
     assert str(error.value).startswith(message)
 
 
-def test_the_order_is_checked_in_the_pipe_from_the_last_rank_to_the_first():
-    """Between two ranks there are two pipes for activations; here only that from rank 1 to rank 0 is misread."""
+def test_the_order_of_sends_from_the_last_rank_to_the_first_is_checked():
+    """Two ranks send activations in both directions; here only the order from rank 1 to rank 0 is wrong."""
     with pytest.raises(ConfigError, match=r"^rank 0: F1\.1 receives the output that rank 1 sent for F0\.1; both"):
         check([order("F0.0 F1.0 F1.1 F0.1"), order("F0.0 F1.0 F1.1 F0.1")], 2, 2)
 
 
-def test_a_deadlock_names_what_every_rank_waits_for():
-    """Each list is right by itself and the pipes are in order: only the simulation shows the deadlock."""
+def test_the_error_of_a_deadlock_names_the_action_that_every_rank_waits_for():
+    """Each rank's order and the order of sends are valid, so only the simulation finds the deadlock."""
     schedule = [order("F0.0 B0.0 F1.0 B1.0"), order("F0.0 F1.0 B0.0 B1.0")]
     with pytest.raises(ConfigError) as error:
         check(schedule, 2, 1)
@@ -252,8 +252,8 @@ def test_a_deadlock_names_what_every_rank_waits_for():
 
 
 @given(shape=shapes(), seed=st.integers(0, 10**9))
-def test_the_end_of_an_action_is_its_longest_chain_of_dependencies(shape, seed):
-    """Worked out backwards from each action by its own recursion, with another duration for every action and rank."""
+def test_an_action_ends_after_its_longest_chain_of_dependencies(shape, seed):
+    """Compared with a recursion over dependencies, with a random duration for every action and rank."""
     name, pp, microbatches, chunks = shape
     schedule = build_schedule(name, pp, microbatches, chunks)
     dice = random.Random(seed)
@@ -281,7 +281,7 @@ def test_the_end_of_an_action_is_its_longest_chain_of_dependencies(shape, seed):
 
 
 def test_idle_time_is_counted_from_the_first_start_to_the_last_end():
-    """A measured timeline starts at any time; actions of zero duration have no idle time."""
+    """A measured timeline starts at any time. Actions of zero duration have no idle time."""
     schedule = build_schedule("gpipe", 2, 1, 1)
     spans = timeline(schedule, lambda action, rank: 1.0)
     later = [span._replace(start=span.start + 5, end=span.end + 5) for span in spans]
