@@ -1,4 +1,4 @@
-"""Attention: the fused kernel against the plain reference, and both against a loop over positions."""
+"""The fused kernel and the plain reference of attention against a loop over positions."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ def inputs(dtype=torch.float64, groups=2):
     return [torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype).requires_grad_() for shape in shapes]
 
 
-def by_position(query, key, value):
+def loop_over_positions(query, key, value):
     out = torch.zeros_like(query)
     num_heads, num_groups = query.shape[1], key.shape[1]
     for head in range(num_heads):
@@ -27,9 +27,9 @@ def by_position(query, key, value):
 @pytest.mark.parametrize("attend", [sdpa_attention, math_attention])
 @pytest.mark.parametrize("groups", [4, 2, 1])
 def test_attention_equals_a_loop_over_heads_and_positions(attend, groups):
-    """fp64: an fp32 softmax inside would be off by 1e-7. Another order of groups would be off by far more."""
+    """In fp64: an fp32 softmax would be off by 1e-7, another order of groups by far more."""
     query, key, value = inputs(groups=groups)
-    want = by_position(query, key, value)
+    want = loop_over_positions(query, key, value)
     weight = torch.randn(want.shape, dtype=torch.float64)
     want_grads = torch.autograd.grad((want * weight).sum(), (query, key, value))
     got = attend(query, key, value, 0.0)
@@ -38,8 +38,8 @@ def test_attention_equals_a_loop_over_heads_and_positions(attend, groups):
     assert_close(got_grads, want_grads, rtol=0, atol=1e-12)
 
 
-def test_reference_takes_its_softmax_in_fp32():
-    """Scores near 300 in bf16 are two apart at best: probabilities would be off by factors, not by rounding."""
+def test_the_reference_computes_its_softmax_in_fp32():
+    """bf16 scores near 300 are multiples of 2, so probabilities would be off by factors."""
     query, key, value = (x.detach() for x in inputs(torch.bfloat16, groups=4))
     key = key + 37 * query.sign()
     want = math_attention(query.float(), key.float(), value.float(), 0.0)
@@ -51,8 +51,8 @@ def test_reference_takes_its_softmax_in_fp32():
 @pytest.mark.parametrize("length", [9, 513])
 @pytest.mark.parametrize(("dtype", "roundings"), [(torch.bfloat16, 3), (torch.float16, 3), (torch.float32, 32)])
 def test_every_dtype_and_length_gives_the_exact_result_rounded(dtype, roundings, length):
-    """bf16 takes another path up to 512 tokens than beyond. 16-bit kernels round scores, probabilities and results
-    but sum in fp32; in fp32 the sums of up to 513 numbers are what rounds, by about their square root."""
+    """bf16 has separate code for up to 512 tokens. 16-bit kernels round scores, probabilities and results but sum
+    in fp32. In fp32, sums of up to 513 values round by about the square root of their number."""
     query, key, value = (torch.randn(2, 4, length, 8, generator=torch.manual_seed(i)).to(dtype) for i in range(3))
     leaves, exact = ([x.to(kind).requires_grad_() for x in (query, key, value)] for kind in (dtype, torch.float64))
     got, want = sdpa_attention(*leaves, 0.0), math_attention(*exact, 0.0)
@@ -66,12 +66,12 @@ def test_every_dtype_and_length_gives_the_exact_result_rounded(dtype, roundings,
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("attend", [sdpa_attention, math_attention])
-def test_dropped_scores_are_made_up_for(attend, dtype):
-    """All values one: without dropout the output is one; with it, the mean stays one. Five standard errors."""
+def test_dropout_keeps_the_mean_of_the_output(attend, dtype):
+    """With values of 1, the output is 1 without dropout and 1 on average with it. Bounds are five standard errors."""
     query = key = torch.zeros(8, 4, 64, 8, dtype=dtype)
     torch.manual_seed(0)
     out = attend(query, key, torch.ones_like(query), 0.25)[..., 0].float()
     count = torch.arange(1, 65)
-    deviation = (1 / 3 / count).sqrt()  # of a mean of `count` numbers that are 4/3 or, one time in four, 0
+    deviation = (1 / 3 / count).sqrt()  # of a mean of `count` values that are 4/3, or 0 with probability 1/4
     assert ((out - 1).mean((0, 1)).abs() < 5 * deviation / 32**0.5).all()
     assert (out[:, :, 1:].var((0, 1)) > 0).all()

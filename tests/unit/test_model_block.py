@@ -1,4 +1,4 @@
-"""The residual stream of a block: what is added to what, in which dtype, and where units are dropped."""
+"""The residual stream of a block: its sums, its dtype and its dropout."""
 
 import pytest
 import torch
@@ -20,8 +20,8 @@ def build(config, dtype=torch.float64, **options):
 @pytest.mark.parametrize("post_norm", [False, True])
 @pytest.mark.parametrize("norm", ["layernorm", "rmsnorm"])
 @pytest.mark.parametrize("activation", ["gelu", "swiglu"])
-def test_block_equals_its_two_lines(post_norm, norm, activation):
-    """fp64 rounding. With post_norm the norm's output goes on; adding to the raw stream instead is off by its size."""
+def test_block_equals_its_formula(post_norm, norm, activation):
+    """In fp64, up to rounding. With post_norm, the sums start from the output of the norm."""
     block = build(tiny(post_norm=post_norm, norm=norm, activation=activation, attention="math"))
     x = torch.randn(7, 2, 32, dtype=torch.float64)
 
@@ -48,7 +48,7 @@ def test_block_equals_its_two_lines(post_norm, norm, activation):
 
 
 def test_fused_block_equals_eager():
-    """1e-5: fp32 with a bias added before or after rounding the product, through two residual additions."""
+    """1e-5: fp32 rounding, as the bias is added before or after the product is rounded."""
     config = tiny()
     eager, fused = build(config, torch.float32), build(config, torch.float32, fused=True)
     fused.load_state_dict(eager.state_dict())
@@ -61,7 +61,7 @@ def test_fused_block_equals_eager():
     assert_close(outputs[1], outputs[0], rtol=1e-5, atol=1e-5)
 
 
-def test_fp32_stream_keeps_what_bf16_would_round_away():
+def test_fp32_stream_keeps_values_that_bf16_would_round_away():
     block = build(tiny(fp32_residual=True), torch.bfloat16)
     with torch.no_grad():
         for linear in (block.self_attention.linear_proj, block.mlp.linear_fc2):
@@ -75,7 +75,7 @@ def test_fp32_stream_keeps_what_bf16_would_round_away():
 
 @pytest.mark.parametrize("top_query_layer", [False, True])
 def test_fp32_residual_ends_in_the_weights_dtype(top_query_layer):
-    """And is no other model: bf16 weights with an fp32 stream stay near the fp32 model, nearer than a bf16 stream."""
+    """The loss of bf16 weights is closer to fp64 with an fp32 stream than with a bf16 stream."""
     tokens, labels = random_tokens(tiny())
     losses = {}
     for stream, dtype in ((False, torch.float64), (True, torch.bfloat16), (False, torch.bfloat16)):
@@ -90,8 +90,8 @@ def test_fp32_residual_ends_in_the_weights_dtype(top_query_layer):
 
 
 @pytest.mark.parametrize(("mlp_dropout", "stages"), [(True, 2), (False, 1)])
-def test_dropout_follows_attention_and_the_mlp_only_where_the_config_says(mlp_dropout, stages):
-    """With no weights but biases of one, each dropout adds 0 or 2 to a stream of zeros."""
+def test_dropout_follows_attention_and_follows_the_mlp_if_configured(mlp_dropout, stages):
+    """With weights of 0 and biases of 1, each dropout adds 0 or 2 to a stream of zeros."""
     block = build(tiny(hidden_dropout=0.5, mlp_dropout=mlp_dropout)).train()
     with torch.no_grad():
         for linear in (block.self_attention.linear_proj, block.mlp.linear_fc2):

@@ -16,7 +16,7 @@ from tests.helpers.plain_codegeex import CODEGEEX, run_plain_codegeex
 
 
 def test_codegeex_equals_its_plain_transcription():
-    """fp64: rounding only. A norm left out, a normed query or a residual from before the final norm is off by 0.01."""
+    """In fp64, up to rounding. A missing norm or a residual from before the final norm is off by 0.01."""
     config = tiny(**CODEGEEX)
     weights = random_weights(config, torch.float64)
     tokens, labels = random_tokens(config)
@@ -27,7 +27,7 @@ def test_codegeex_equals_its_plain_transcription():
     assert_grads_close(run.grads, grads, 1e-11)
 
 
-def test_query_vectors_are_dropped_for_each_sequence_by_itself():
+def test_each_sequence_has_its_own_dropout_of_query_vectors():
     config = tiny(**CODEGEEX, hidden_dropout=0.5)
     table = TopQueryEmbeddings(config.model, layer_options(torch.float32))
     torch.nn.init.ones_(table.weight)

@@ -1,4 +1,4 @@
-"""Compiled elementwise chains give what the eager ones give; activations follow their formulas."""
+"""Compiled elementwise chains equal eager ones; activations follow their formulas."""
 
 import pytest
 import torch
@@ -35,14 +35,14 @@ def test_activation_of_sum_with_bias_follows_its_formula(activation):
 
 
 def test_compiled_activation_equals_eager():
-    """1e-6: compiled code may contract a multiply and an add, and uses another tanh."""
+    """1e-6: compiled code may use a fused multiply-add and uses another tanh."""
     x, bias = torch.randn(6, 2, 16, requires_grad=True), torch.randn(16, requires_grad=True)
     eager = with_gradients(bias_activation, x, bias, "gelu_tanh")
     assert_close(with_gradients(compiled(bias_activation), x, bias, "gelu_tanh"), eager, rtol=1e-6, atol=1e-6)
 
 
 def test_compiled_add_drops_the_same_units_as_eager():
-    """With random numbers of its own, fused and eager runs of one seed would be two different runs."""
+    """Otherwise fused and eager runs of one seed would differ."""
     tensors = [torch.randn(6, 2, 16, requires_grad=True), torch.randn(16, requires_grad=True)]
     residual = torch.randn(6, 2, 16, requires_grad=True)
     both = []
@@ -53,7 +53,7 @@ def test_compiled_add_drops_the_same_units_as_eager():
     assert (both[0][1] == 0).any()
 
 
-def test_add_keeps_the_wider_dtype_and_takes_no_bias_twice():
+def test_add_keeps_the_wider_dtype_and_adds_the_bias_once():
     x, bias, residual = torch.ones(2, 3, dtype=torch.bfloat16), torch.ones(3, dtype=torch.bfloat16), torch.ones(2, 3)
     assert torch.equal(bias_dropout_add(x, bias, residual, 0.0), torch.full((2, 3), 3.0))
     assert torch.equal(bias_dropout_add(x, None, residual, 0.0), torch.full((2, 3), 2.0))

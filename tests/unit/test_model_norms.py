@@ -1,4 +1,4 @@
-"""Norms against their formulas, in every dtype."""
+"""Norms equal their formulas in every dtype."""
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ def with_random_weights(kind, dtype):
 
 
 def by_formula(norm, x):
-    """In fp64 throughout."""
+    """The norm, computed in fp64."""
     x, weight = x.double(), norm.weight.double()
     if isinstance(norm, LayerNorm):
         x = x - x.mean(-1, keepdim=True)
@@ -36,8 +36,8 @@ def test_norm_follows_its_formula_in_fp64(kind):
 @pytest.mark.parametrize("kind", [LayerNorm, RMSNorm])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_statistics_of_16_bit_input_are_not_computed_in_16_bits(kind, dtype):
-    """Mean 30, deviation 1/4: in bf16 arithmetic the variance would have no correct digit, in fp16 the sum of
-    squares would overflow. What remains is rounding of the normalised value and of the output."""
+    """With mean 30 and deviation 1/4, a bf16 variance would have no correct digit and an fp16 sum of squares would
+    overflow. Only the normalised value and the output are rounded."""
     norm = with_random_weights(kind, dtype)
     x = (torch.randn(5, 3, 48) / 4 + 30).to(dtype)
     want = by_formula(norm, x)
@@ -46,8 +46,8 @@ def test_statistics_of_16_bit_input_are_not_computed_in_16_bits(kind, dtype):
 
 
 @pytest.mark.parametrize("kind", [LayerNorm, RMSNorm])
-def test_wider_input_is_normalised_as_it_is_and_rounded_once(kind):
-    """An fp32 residual stream rounded to bf16 before the norm would lose what it was kept for."""
+def test_wider_input_is_normalised_in_its_dtype_and_rounded_once(kind):
+    """Rounding an fp32 residual stream before the norm would lose its precision."""
     norm = with_random_weights(kind, torch.bfloat16)
     x = torch.randn(5, 3, 48) + 300
     got = norm(x)

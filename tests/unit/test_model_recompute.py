@@ -1,4 +1,4 @@
-"""Recomputation changes what a model keeps and not one bit of what it computes, with backward whole or in halves."""
+"""Recomputation changes the kept activations and no bit of the results, with full and split backward."""
 
 import re
 from dataclasses import replace
@@ -21,7 +21,7 @@ from tests.helpers.recomputed_models import DROPOUT, HEADS, KINDS, B, H, S, asse
 @pytest.mark.parametrize("attention", ["sdpa", "math"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_recomputation_changes_no_bit(kind, attention, dtype):
-    """Dropout drawn anew in backward would give the gradients of another network than the one whose loss was taken."""
+    """Other dropout masks in backward would give gradients of another network."""
     fields = KINDS[kind] | {"attention": attention}
     want = train(fields, recompute="none", dtype=dtype)
     for recompute in ("selective", "full", "full:1"):
@@ -31,8 +31,8 @@ def test_recomputation_changes_no_bit(kind, attention, dtype):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_halves_change_no_bit_and_leave_a_job_for_every_linear_layer(kind, recompute, dtype):
-    """In a split graph every matrix waits for W but the embeddings and a head that is one of them."""
+def test_split_backward_changes_no_bit_and_defers_a_job_for_every_linear_layer(kind, recompute, dtype):
+    """A split graph defers every weight gradient except those of the embeddings and of a tied head."""
     want = train(KINDS[kind], recompute="none", dtype=dtype)
     got = train(KINDS[kind], recompute=recompute, dtype=dtype, halves=True)
     assert_same_bits(got, want)
@@ -41,7 +41,7 @@ def test_halves_change_no_bit_and_leave_a_job_for_every_linear_layer(kind, recom
 
 
 def test_recomputation_works_with_fused_chains():
-    """What a compiled chain keeps for backward comes back from the second run too."""
+    """The second forward also recreates the tensors that a compiled chain keeps for backward."""
     fields = {"fusion": "on"}
     want = train(fields, recompute="none", dtype=torch.float32)
     for recompute in ("selective", "full"):
@@ -57,13 +57,13 @@ def test_evaluation_is_not_recomputed(monkeypatch):
         assert model(*random_tokens(config)).isfinite().all()
 
 
-RUNS = {"none": [1] * 5, "selective": [2] * 5, "full": [2] * 5, "full:1": [2, 1, 2, 1, 1], "full:3": [2] * 5}
+ATTENTION_CALLS = {"none": [1] * 5, "selective": [2] * 5, "full": [2] * 5, "full:1": [2, 1, 2, 1, 1], "full:3": [2] * 5}
 
 
-@pytest.mark.parametrize("recompute", RUNS)
-def test_core_attention_runs_as_often_as_the_choice_says(recompute):
-    """Selective inside full would run it a third time and save nothing. full:n counts the blocks of each of both
-    stages, of which the top-query block is the last one's third."""
+@pytest.mark.parametrize("recompute", ATTENTION_CALLS)
+def test_recompute_option_sets_how_often_core_attention_runs(recompute):
+    """Selective within full recomputation would run it a third time without saving memory. full:n counts blocks per
+    stage, and the top-query block is the third of the last stage."""
     sections = {"train": TrainConfig(recompute=recompute), "parallel": ParallelConfig(pipeline=2)}
     config = tiny(**CODEGEEX, num_layers=4).model_copy(update=sections)
     tokens, labels = random_tokens(config)
@@ -77,15 +77,15 @@ def test_core_attention_runs_as_often_as_the_choice_says(recompute):
             block.self_attention.attend = lambda *args, a=attend, calls=counts[-1]: calls.append(True) or a(*args)
         x = model(tokens, labels, x)
     x.mean().backward()
-    assert [len(calls) for calls in counts] == RUNS[recompute]
+    assert [len(calls) for calls in counts] == ATTENTION_CALLS[recompute]
 
 
-def test_a_block_keeps_what_the_paper_counts():
-    """Korthikanti et al., table 2: 34 + 5as/h, 34 and 2 bytes for each of the s*b*h numbers of a 16-bit block.
+def test_a_block_keeps_the_bytes_that_the_paper_counts():
+    """Korthikanti et al., table 2: 34 + 5as/h, 34 and 2 bytes for each of the s*b*h values of a 16-bit block.
 
-    Here each norm keeps a mean and a deviation for each token. On the CPU a dropout keeps its mask in 2 bytes where
-    the paper has 1, of which there are two outside core attention. In core attention, to the paper's as/h times
-    2 (softmax), 1 (mask) and 2 (dropped softmax), the fp32 softmax adds 2 and the mask 1; the causal mask is s*s.
+    Here each norm also keeps a mean and a deviation per token, and each of the two dropout masks outside core
+    attention takes 2 bytes on the CPU instead of the paper's 1. In core attention, the paper has as/h times
+    2 (softmax), 1 (mask) and 2 (dropped softmax); the fp32 softmax adds 2, the mask 1, and the causal mask is s*s.
     """
     assert kept_bytes(full_recompute_layers=1) == 2
     selective = kept_bytes(selective_recompute=True)

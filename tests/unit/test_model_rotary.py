@@ -1,4 +1,4 @@
-"""Rotary positions: the written-out rotation, and the property that they exist for."""
+"""Rotary embeddings equal explicit complex rotations, and scores depend on distances only."""
 
 import math
 
@@ -10,8 +10,8 @@ from megatron_lite.model.rotary import RotaryTable, apply_rotary
 CPU = torch.device("cpu")
 
 
-def test_pairs_turn_by_position_times_frequency():
-    """Pairs are (i, i + d/2); with neighbours as pairs, Llama weights would give other numbers."""
+def test_pairs_are_rotated_by_position_times_frequency():
+    """Pairs are (i, i + d/2), as Llama weights need; other codes pair neighbours."""
     s, b, n, d, base = 7, 2, 3, 8, 100.0
     x = torch.randn(s, b, n, d, dtype=torch.float64)
     got = apply_rotary(x, *RotaryTable(d, base)(s, device=CPU, dtype=torch.float64))
@@ -19,13 +19,13 @@ def test_pairs_turn_by_position_times_frequency():
     for position in range(s):
         for i in range(d // 2):
             angle = position * base ** (-2 * i / d)
-            turn = complex(math.cos(angle), math.sin(angle))
-            pair = torch.complex(x[position, ..., i], x[position, ..., i + d // 2]) * turn
+            rotation = complex(math.cos(angle), math.sin(angle))
+            pair = torch.complex(x[position, ..., i], x[position, ..., i + d // 2]) * rotation
             want[position, ..., i], want[position, ..., i + d // 2] = pair.real, pair.imag
     assert_close(got, want, rtol=0, atol=1e-13)  # fp64 rounding
 
 
-def test_products_depend_on_the_distance_only():
+def test_scores_depend_on_the_distance_only():
     d, table = 16, RotaryTable(16, 10000.0)
     query, key = torch.randn(1, 1, 1, d, dtype=torch.float64), torch.randn(1, 1, 1, d, dtype=torch.float64)
     tables = table(50, device=CPU, dtype=torch.float64)
@@ -46,7 +46,7 @@ def test_a_longer_sequence_extends_the_table_and_a_shorter_one_reads_its_start()
     assert torch.equal(table(4, device=CPU, dtype=torch.float32)[0], short[0])
 
 
-def test_16_bit_input_is_turned_by_fp32_angles():
+def test_16_bit_input_is_rotated_by_fp32_angles():
     """In bf16 the cosine of position 4001 would be off by up to 2^-9."""
     table = RotaryTable(8, 10000.0)
     x = torch.randn(4096, 1, 1, 8, dtype=torch.bfloat16)
