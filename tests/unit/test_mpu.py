@@ -1,4 +1,4 @@
-"""Megatron's names over the context of any rank."""
+"""Megatron's parallel_state functions read the parallel context."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ from megatron_lite.parallel.grid import Grid
 
 @pytest.fixture
 def at_rank():
-    """Registers the view of rank 5 of Megatron's example of 16."""
+    """Register the context of rank 5 in Megatron's example of 16 ranks."""
     mpu.register(ParallelContext.at(Grid(tp=2, dp=2, pp=4), 5))
     yield
     mpu.unregister()
@@ -52,12 +52,12 @@ def test_each_function_is_an_error_before_initialization():
         "model_parallel_is_initialized": True,
     }.items(),
 )
-def test_rank_five_of_sixteen(at_rank, name, value):
+def test_functions_at_rank_five_of_sixteen(at_rank, name, value):
     assert getattr(mpu, name)() == value
 
 
 @pytest.mark.parametrize(("rank", "previous", "following"), [(1, 13, 5), (13, 9, 1)])
-def test_the_pipeline_closes_to_a_ring(rank, previous, following):
+def test_previous_and_next_pipeline_ranks_form_a_ring(rank, previous, following):
     mpu.register(ParallelContext.at(Grid(tp=2, dp=2, pp=4), rank))
     assert mpu.get_pipeline_model_parallel_prev_rank() == previous
     assert mpu.get_pipeline_model_parallel_next_rank() == following
@@ -66,7 +66,7 @@ def test_the_pipeline_closes_to_a_ring(rank, previous, following):
     mpu.unregister()
 
 
-def test_a_group_this_rank_is_not_in_is_an_error(at_rank):
+def test_a_group_without_this_rank_is_an_error(at_rank):
     with pytest.raises(MegatronLiteError, match=r"rank 5 is not in a group 'embd'; check is_rank_in_embedding_group"):
         mpu.get_embedding_group()
 

@@ -1,4 +1,4 @@
-"""What ranks accept from each other: data, and nothing that runs code."""
+"""Ranks unpickle data from each other and nothing that runs code."""
 
 import os
 import pickle
@@ -15,7 +15,7 @@ from megatron_lite.parallel.shard import Shard
 from megatron_lite.pipeline.actions import Action
 
 
-def received(pickled: bytes):
+def unpickled(pickled: bytes):
     return unpack(torch.frombuffer(bytearray(pickled), dtype=torch.uint8))
 
 
@@ -33,12 +33,12 @@ def received(pickled: bytes):
         Path("runs/one"),
     ],
 )
-def test_what_ranks_send_each_other_arrives(value):
-    assert received(pickle.dumps(value)) == value
+def test_data_of_ranks_is_unpickled(value):
+    assert unpickled(pickle.dumps(value)) == value
 
 
 class Touch:
-    """Makes a file when it is unpickled."""
+    """Creates a file when it is unpickled."""
 
     def __init__(self, path: Path):
         self.path = path
@@ -47,8 +47,8 @@ class Touch:
         return Path.touch, (self.path,)
 
 
-def names(module: str, name: str) -> bytes:
-    """A pickle of `module.name`, whatever that is."""
+def pickle_of(module: str, name: str) -> bytes:
+    """A pickle of `module.name`."""
     return b"\x80\x04" + b"".join(b"\x8c" + bytes([len(text)]) + text.encode() for text in (module, name)) + b"\x93."
 
 
@@ -68,12 +68,12 @@ def names(module: str, name: str) -> bytes:
 )
 def test_no_other_name_is_unpickled(module, name):
     with pytest.raises(pickle.UnpicklingError) as caught:
-        received(names(module, name))
+        unpickled(pickle_of(module, name))
     assert str(caught.value) == f"{module}.{name} is not a class that ranks send each other"
 
 
-def test_an_object_that_runs_code_does_not(tmp_path):
-    """Anyone who reaches a port of Gloo can send one."""
+def test_an_object_that_runs_code_is_an_error(tmp_path):
+    """Any process that can connect to a Gloo port can send such an object."""
     with pytest.raises(pickle.UnpicklingError):
-        received(pickle.dumps(Touch(tmp_path / "taken")))
+        unpickled(pickle.dumps(Touch(tmp_path / "taken")))
     assert os.listdir(tmp_path) == []

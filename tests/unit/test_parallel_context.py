@@ -1,4 +1,4 @@
-"""Any rank's view in one process, without torch.distributed."""
+"""The context of any rank, in one process without torch.distributed."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ KINDS = {"tp": ("tp",), "cp": ("cp",), "dp": ("dp",), "pp": ("pp",), "mp": ("tp"
 
 
 @given(st.builds(Grid, *(st.integers(1, 4) for _ in range(4))), st.data())
-def test_every_view_agrees_with_the_grid(grid, data):
+def test_the_context_of_every_rank_agrees_with_the_grid(grid, data):
     rank = data.draw(st.integers(0, grid.world_size - 1))
     ctx = ParallelContext.at(grid, rank)
     place = grid.coordinates(rank)
@@ -28,7 +28,7 @@ def test_every_view_agrees_with_the_grid(grid, data):
 
 
 @pytest.mark.parametrize("rank", [0, 1, 2047, 6143])
-def test_a_view_of_thousands_of_ranks_needs_no_process(rank):
+def test_the_context_of_thousands_of_ranks_needs_no_process(rank):
     ctx = ParallelContext.at(Grid(tp=8, cp=2, dp=24, pp=16), rank)
     assert (ctx.tp.size, ctx.cp.size, ctx.dp.size, ctx.pp.size, ctx.mp.size, ctx.world.size) == (
         8,
@@ -42,14 +42,14 @@ def test_a_view_of_thousands_of_ranks_needs_no_process(rank):
     assert all(getattr(ctx, name).pg is None for name in KINDS)
 
 
-def test_a_middle_stage_is_in_no_embedding_group_yet_its_groups_are_no_none():
-    """None is the whole world to torch: a forgotten group would become an all-reduce over every GPU."""
+def test_a_middle_stage_is_not_in_an_embedding_group_and_its_groups_are_not_none():
+    """torch takes None for the world, so an all-reduce over it would include every GPU."""
     ctx = ParallelContext.at(Grid(pp=3), 1)
     assert ctx.embd.rank == ctx.pos_embd.rank == -1
     assert ctx.embd.ranks == (1,)
 
 
-def test_first_and_last_of_a_group():
+def test_a_group_identifies_its_first_and_last_rank():
     ctx = ParallelContext.at(Grid(pp=3), 2)
     assert ctx.pp.is_last and not ctx.pp.is_first
     assert solo().is_first and solo().is_last and solo().size == 1

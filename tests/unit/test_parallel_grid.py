@@ -1,4 +1,4 @@
-"""Ranks and groups as arithmetic: Megatron-LM's published listing, and what any layout must satisfy."""
+"""Ranks and groups equal Megatron-LM's published list, and satisfy the rules of any layout."""
 
 import pytest
 from hypothesis import given
@@ -29,7 +29,7 @@ def test_rank_is_the_inverse_of_coordinates_with_tp_fastest_and_pp_slowest(grid)
 
 
 @given(grids, subsets)
-def test_groups_along_any_axes_hold_every_rank_once(grid, along):
+def test_groups_along_any_axes_contain_every_rank_once(grid, along):
     groups = grid.groups(*along)
     assert sorted(rank for group in groups for rank in group) == list(range(grid.world_size))
     assert all(list(group) == sorted(group) for group in groups)
@@ -39,8 +39,8 @@ def test_groups_along_any_axes_hold_every_rank_once(grid, along):
 
 
 @given(grids, subsets)
-def test_groups_along_some_axes_and_along_the_others_meet_in_one_rank(grid, along):
-    """Else a reduction over one and then the other would count a rank twice, or never."""
+def test_groups_along_some_axes_and_along_the_others_have_one_rank_in_common(grid, along):
+    """Otherwise a reduction over one and then the other would count a rank twice or not at all."""
     others = set(AXES) - along
     for group in grid.groups(*along):
         for crossing in grid.groups(*others):
@@ -48,7 +48,7 @@ def test_groups_along_some_axes_and_along_the_others_meet_in_one_rank(grid, alon
 
 
 @given(grids)
-def test_embedding_groups_are_first_and_last_stage(grid):
+def test_embedding_groups_are_the_first_and_the_last_stage(grid):
     for group, pipeline in zip(grid.embedding_groups(), grid.groups("pp"), strict=True):
         assert group == ((pipeline[0], pipeline[-1]) if grid.pp > 1 else (pipeline[0],))
 

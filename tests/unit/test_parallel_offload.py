@@ -1,4 +1,4 @@
-"""What waits in the host's memory is what was computed; what is resident is not copied."""
+"""Offloaded activations keep their bits; weights and the rotary table are not copied."""
 
 import pytest
 import torch
@@ -10,8 +10,12 @@ from megatron_lite.parallel.weight_grads import deferred, split_backward
 from tests.helpers.model_runs import layer_options, tiny
 
 
-def gradients(*, halves=False, meddle=lambda resident, x: None, **options):
-    """Of a block with dropout; `meddle` is called between forward and backward."""
+def change_nothing(resident, x):
+    pass
+
+
+def gradients(*, split=False, between=change_nothing, **options):
+    """The output and gradients of a block with dropout; `between` is called between forward and backward."""
     torch.manual_seed(0)
     config = tiny(hidden_dropout=0.1, attention_dropout=0.1, position="rotary").model
     block = TransformerBlock(config, layer_options(torch.float32, **options), place=0)
@@ -19,9 +23,9 @@ def gradients(*, halves=False, meddle=lambda resident, x: None, **options):
         torch.nn.init.normal_(parameter, std=0.3)
     x = torch.randn(7, 2, 32, requires_grad=True)
     angles = torch.randn(7, 1, 1, 4).cos(), torch.randn(7, 1, 1, 4).sin()
-    with split_backward(halves):
+    with split_backward(split):
         y = block(x, rotary=angles)
-    meddle([*block.parameters(), *angles], x)
+    between([*block.parameters(), *angles], x)
     with deferred() as jobs:
         y.backward(torch.randn(y.shape))
     for job in jobs.values():
@@ -34,9 +38,9 @@ def same(got, want):
 
 
 @pytest.mark.parametrize("selective", [False, True])
-@pytest.mark.parametrize("halves", [False, True])
-def test_gradients_are_those_of_a_block_that_kept_everything_to_the_bit(selective, halves):
-    common = {"selective_recompute": selective, "halves": halves}
+@pytest.mark.parametrize("split", [False, True])
+def test_gradients_with_offload_equal_those_without_to_the_bit(selective, split):
+    common = {"selective_recompute": selective, "split": split}
     assert same(gradients(offload_activations=True, **common), gradients(**common))
 
 
@@ -45,20 +49,20 @@ def double(resident, x):
         tensor.data.mul_(2)
 
 
-def double_and_lose_the_input(resident, x):
+def double_and_clear_the_input(resident, x):
     double(resident, x)
     x.data.zero_()
 
 
-def test_activations_are_copied_and_weights_and_the_rotary_table_are_not():
-    """`.data` goes past autograd's check: what is kept by reference is the new one in backward, a copy the old one."""
-    got = gradients(offload_activations=True, meddle=double_and_lose_the_input)
-    assert same(got, gradients(meddle=double))
+def test_activations_are_copied_and_weights_and_the_rotary_table_are_not_copied():
+    """A change through `.data` passes autograd's check. Backward sees it in references and not in copies."""
+    got = gradients(offload_activations=True, between=double_and_clear_the_input)
+    assert same(got, gradients(between=double))
     assert not same(got, gradients())
 
 
-def test_views_of_resident_tensors_stay_and_other_tensors_keep_their_strides():
-    """A product with rows where there were columns may round in another way."""
+def test_views_of_resident_tensors_are_not_copied_and_copies_keep_their_strides():
+    """A product of a tensor with other strides may round in another way."""
     weight, x = torch.randn(6, 4), torch.randn(4, 5).t().requires_grad_()
     hooks = offloaded([weight])
     with hooks:

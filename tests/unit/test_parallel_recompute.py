@@ -1,4 +1,4 @@
-"""A function run again in backward sees what it saw in forward, and leaves the random streams as it found them."""
+"""A function recomputed in backward repeats its forward and leaves the random streams unchanged."""
 
 import pytest
 import torch
@@ -20,22 +20,22 @@ def tracker() -> RngTracker:
 
 
 def draws(rng: RngTracker) -> list[Tensor]:
-    """What comes next in each stream."""
+    """The next values of each stream."""
     default = torch.rand(3)
     with rng.fork():
         return [default, torch.rand(3)]
 
 
 def dropped(x: Tensor, rng: RngTracker) -> Tensor:
-    """Units dropped from both streams, the last of them inside the fork."""
+    """Dropout from both streams, the last inside the fork."""
     x = F.dropout(torch.tanh(x), 0.3)
     with rng.fork():
         return F.dropout(x * x, 0.3)
 
 
 @pytest.mark.parametrize("microbatches", [1, 2])
-def test_recomputed_dropout_is_bitwise_that_of_the_forward(microbatches):
-    """Two functions in a row, recomputed in the other order; with two micro-batches after other forwards have drawn."""
+def test_recomputed_dropout_equals_that_of_the_forward_to_the_bit(microbatches):
+    """Two functions in a row are recomputed in reverse order, also after the forward of another micro-batch."""
 
     def run(call):
         rng = tracker()
@@ -51,8 +51,8 @@ def test_recomputed_dropout_is_bitwise_that_of_the_forward(microbatches):
         assert torch.equal(got, want)
 
 
-def test_streams_go_on_as_they_were_though_torch_breaks_the_second_run_off():
-    """Torch stops it by an exception at the last tensor that backward needs, here inside the fork."""
+def test_streams_are_unchanged_when_torch_stops_the_recomputation_early():
+    """torch stops it by an exception after the last tensor that backward needs, here inside the fork."""
     rng = tracker()
     ends = []
 
@@ -62,36 +62,36 @@ def test_streams_go_on_as_they_were_though_torch_breaks_the_second_run_off():
         return y
 
     y = recompute(function, torch.ones(8, requires_grad=True), rng=rng)
-    draws(rng)  # what came after the forward
+    draws(rng)
     before = rng.state_dict()
     y.sum().backward()
     after = rng.state_dict()
     assert len(ends) == 1
     assert all(torch.equal(after[name], before[name]) for name in before)
-    with rng.fork():  # had the fork stayed open, this would draw from the default stream
+    with rng.fork():  # an open fork would give the state of the default stream
         assert torch.equal(torch.get_rng_state(), before["tensor_parallel.cpu"])
 
 
-def test_streams_go_on_as_they_were_when_the_second_run_fails():
+def test_streams_are_unchanged_when_the_recomputation_fails():
     rng = tracker()
     fail = []
 
     def function(x):
         y = F.dropout(x * x, 0.5)
         if fail:
-            raise KeyError("the second run")
+            raise KeyError("in recomputation")
         return y * y
 
     y = recompute(function, torch.ones(8, requires_grad=True), rng=rng)
     fail.append(True)
     draws(rng)
     before = rng.state_dict()
-    with pytest.raises(KeyError, match="the second run"):
+    with pytest.raises(KeyError, match="in recomputation"):
         y.sum().backward()
     assert all(torch.equal(rng.state_dict()[name], before[name]) for name in before)
 
 
-def test_a_graph_can_be_run_back_twice():
+def test_backward_can_run_twice_with_retain_graph():
     rng = tracker()
     x = torch.linspace(-1, 1, 50).requires_grad_()
     y = recompute(dropped, x, rng, rng=rng)
@@ -99,8 +99,8 @@ def test_a_graph_can_be_run_back_twice():
     assert torch.equal(first, second)
 
 
-def test_only_the_arguments_are_kept():
-    """The input of dropped and nothing in between, which without recomputation is its masks and products."""
+def test_only_the_arguments_are_saved_for_backward():
+    """Without recomputation, autograd would also save masks and products."""
     kept = []
     rng, x = tracker(), torch.ones(40, requires_grad=True)
     with saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
@@ -108,7 +108,7 @@ def test_only_the_arguments_are_kept():
     assert [t.data_ptr() for t in kept] == [x.data_ptr()]
 
 
-def test_without_gradients_it_is_a_call_that_reads_no_random_state():
+def test_recompute_without_gradients_reads_no_random_state():
     """Generation calls every block for every token."""
     rng, calls = tracker(), []
     rng.state_dict = lambda: pytest.fail("the random state was read")
@@ -119,8 +119,8 @@ def test_without_gradients_it_is_a_call_that_reads_no_random_state():
 
 @pytest.mark.parametrize("kind", ["column", "row"])
 @pytest.mark.parametrize("split", [True, False])
-def test_linear_layers_take_in_the_second_run_the_way_they_took_in_the_first(kind, split):
-    """Backward runs outside `split_backward`: without its word, torch finds other tensors kept than in forward."""
+def test_linear_layers_split_backward_in_the_recomputation_as_in_the_forward(kind, split):
+    """Backward runs outside `split_backward`. Another choice there would save other tensors than in forward."""
 
     def run(call):
         layer = make_linear(kind, solo(), dtype=torch.float32)
@@ -129,7 +129,7 @@ def test_linear_layers_take_in_the_second_run_the_way_they_took_in_the_first(kin
             y = call(lambda x: torch.tanh(layer(torch.sin(x))[0]), x, rng=tracker())
         with split_backward(not split), deferred() as jobs:
             y.backward(draw(4, 2, OUT, seed=11, dtype=torch.float32))
-            assert backward_is_split() is not split  # and it is put back
+            assert backward_is_split() is not split  # restored
         assert len(jobs) == (1 if split else 0)
         for job in jobs.values():
             job()

@@ -1,4 +1,4 @@
-"""ShardedTensor and joins, compared with the plainest indexing."""
+"""Split and join of tensors, compared with plain indexing."""
 
 import pytest
 import torch
@@ -9,8 +9,8 @@ from megatron_lite.parallel.shard import ParamMeta, Shard, declare
 
 
 @st.composite
-def cuts(draw):
-    """A whole tensor with a different number in each place, how it is cut, and over how many ranks."""
+def sharded_tensors(draw):
+    """A full tensor of different values, its Shard, and the number of ranks."""
     size = draw(st.sampled_from([1, 2, 3, 4]))
     ndim = draw(st.integers(1, 3))
     dim = draw(st.one_of(st.none(), st.integers(0, ndim - 1)))
@@ -24,47 +24,47 @@ def cuts(draw):
     return full, Shard(dim, parts), size
 
 
-@given(cuts())
-def test_join_is_the_inverse_of_split(cut):
-    full, shard, size = cut
-    pieces = [shard.split(full, rank, size) for rank in range(size)]
-    assert torch.equal(shard.join(pieces), full)
-    for piece in pieces:
-        assert tuple(piece.shape) == shard.local_shape(full.shape, size)
+@given(sharded_tensors())
+def test_join_is_the_inverse_of_split(tensor):
+    full, shard, size = tensor
+    slices = [shard.split(full, rank, size) for rank in range(size)]
+    assert torch.equal(shard.join(slices), full)
+    for local in slices:
+        assert tuple(local.shape) == shard.local_shape(full.shape, size)
 
 
-@given(cuts())
-def test_ranges_are_the_places_of_the_piece_in_the_whole(cut):
-    full, shard, size = cut
+@given(sharded_tensors())
+def test_ranges_are_the_indices_of_the_slice_in_the_full_tensor(tensor):
+    full, shard, size = tensor
     if shard.dim is None:
         return
     for rank in range(size):
-        places = [i for a, b in shard.ranges(full.shape[shard.dim], rank, size) for i in range(a, b)]
-        assert torch.equal(shard.split(full, rank, size), full.index_select(shard.dim, torch.tensor(places)))
+        indices = [i for a, b in shard.ranges(full.shape[shard.dim], rank, size) for i in range(a, b)]
+        assert torch.equal(shard.split(full, rank, size), full.index_select(shard.dim, torch.tensor(indices)))
 
 
-def test_fused_query_key_value_gives_each_rank_its_heads_of_each():
-    """Cutting the stack in equal runs would give rank 0 only queries."""
+def test_fused_query_key_value_gives_each_rank_heads_of_all_three():
+    """Two equal halves of the rows would give rank 0 only queries."""
     names = [f"q{i}" for i in range(4)] + [f"k{i}" for i in range(2)] + [f"v{i}" for i in range(2)]
     rows = torch.arange(8)
-    pieces = [Shard(0, (4, 2, 2)).split(rows, rank, 2) for rank in range(2)]
-    assert [[names[i] for i in piece] for piece in pieces] == [["q0", "q1", "k0", "v0"], ["q2", "q3", "k1", "v1"]]
+    slices = [Shard(0, (4, 2, 2)).split(rows, rank, 2) for rank in range(2)]
+    assert [[names[i] for i in rank] for rank in slices] == [["q0", "q1", "k0", "v0"], ["q2", "q3", "k1", "v1"]]
 
 
-def test_an_uncut_tensor_is_whole_everywhere():
-    whole = torch.randn(3)
+def test_an_unsharded_tensor_is_full_on_every_rank():
+    full = torch.randn(3)
     assert not Shard().is_split
-    assert Shard().split(whole, 1, 2) is whole
+    assert Shard().split(full, 1, 2) is full
     assert Shard().local_shape((3,), 2) == (3,)
 
 
 @pytest.mark.parametrize("use", ["split", "local_shape"])
-def test_a_block_that_does_not_divide_is_refused(use):
-    ask = {"split": lambda s: s.split(torch.zeros(6, 2), 0, 2), "local_shape": lambda s: s.local_shape((6, 2), 2)}[use]
+def test_a_part_that_does_not_divide_is_an_error(use):
+    arguments = {"split": (torch.zeros(6, 2), 0, 2), "local_shape": ((6, 2), 2)}[use]
     with pytest.raises(ValueError, match=r"a block of 3 along dim 0 of \(6, 2\) does not divide over 2 ranks"):
-        ask(Shard(0, (3, 3)))
+        getattr(Shard(0, (3, 3)), use)(*arguments)
     with pytest.raises(ValueError, match=r"parts \(4, 4\) of dim 0 do not add up to its size in \(6, 2\)"):
-        ask(Shard(0, (4, 4)))
+        getattr(Shard(0, (4, 4)), use)(*arguments)
 
 
 def test_a_parameter_carries_its_description():

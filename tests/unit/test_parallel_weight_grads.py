@@ -1,4 +1,4 @@
-"""Both halves of a backward against the whole one on one rank: the same bits, each in its time, for the same hooks."""
+"""Split backward against full backward on one rank: gradients, their time, and hooks."""
 
 import gc
 import threading
@@ -20,8 +20,8 @@ def inputs(dtype=torch.float64):
     return draw(4, 2, IN, seed=10, dtype=dtype).requires_grad_(), output_gradient(OUT, dtype)
 
 
-def cut_backward(layer, x, grad):
-    """Forward and I: the output, and the jobs that are left for W."""
+def run_input_backward(layer, x, grad):
+    """Run forward and I, and return the output and the deferred jobs of W."""
     with split_backward():
         y = layer(x)[0]
     with deferred() as jobs:
@@ -29,7 +29,7 @@ def cut_backward(layer, x, grad):
     return y.detach(), jobs
 
 
-def whole_backward(kind, dtype=torch.float64, **options):
+def full_backward(kind, dtype=torch.float64, **options):
     layer = make_linear(kind, solo(), dtype=dtype, **options)
     x, grad = inputs(dtype)
     y = layer(x)[0]
@@ -40,12 +40,12 @@ def whole_backward(kind, dtype=torch.float64, **options):
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("options", [{"bias": True}, {"bias": False}, {"skip_bias_add": True}], ids=str)
-def test_two_halves_give_the_bits_of_a_whole_backward(kind, dtype, options):
-    """After I all but the weight has its gradient; after W the weight too."""
-    want = whole_backward(kind, dtype, **options)
+def test_split_backward_equals_full_backward_to_the_bit(kind, dtype, options):
+    """The weight has its gradient after W, everything else after I."""
+    want = full_backward(kind, dtype, **options)
     layer = make_linear(kind, solo(), dtype=dtype, **options)
     x, grad = inputs(dtype)
-    y, jobs = cut_backward(layer, x, grad)
+    y, jobs = run_input_backward(layer, x, grad)
     assert torch.equal(y, want["y"]) and torch.equal(x.grad, want["x"])
     assert layer.weight.grad is None
     if options.get("bias"):
@@ -57,7 +57,7 @@ def test_two_halves_give_the_bits_of_a_whole_backward(kind, dtype, options):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_outside_deferred_a_split_graph_gives_all_gradients_at_once(kind):
-    want = whole_backward(kind)
+    want = full_backward(kind)
     layer = make_linear(kind, solo())
     x, grad = inputs()
     with split_backward():
@@ -69,7 +69,7 @@ def test_outside_deferred_a_split_graph_gives_all_gradients_at_once(kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_without_split_backward_the_layer_is_torch_linear_and_defers_nothing(kind):
-    """torch's own linear is the fastest; a schedule without W must not pay for those with it."""
+    """torch's linear is faster than the split one, and schedules without W do not need the split."""
     layer = make_linear(kind, solo())
     x, grad = inputs()
     y = layer(x)[0]
@@ -77,18 +77,18 @@ def test_without_split_backward_the_layer_is_torch_linear_and_defers_nothing(kin
     assert y.grad_fn.name() == reference.grad_fn.name()
     with deferred() as jobs:
         y.backward(grad)
-    assert jobs == {} and torch.equal(layer.weight.grad, whole_backward(kind)["weight"])
+    assert jobs == {} and torch.equal(layer.weight.grad, full_backward(kind)["weight"])
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_hooks_of_the_weight_are_called_in_w_and_not_in_i(kind):
-    """LocalDDP counts hook calls: one in I, with no gradient, would be taken for the weight's turn."""
+    """LocalDDP counts hook calls and would take one in I, without a gradient, for a ready weight."""
     layer = make_linear(kind, solo())
     calls = []
     for name, parameter in layer.named_parameters():
         parameter.register_post_accumulate_grad_hook(lambda p, name=name: calls.append((name, p.grad is not None)))
     x, grad = inputs()
-    _, jobs = cut_backward(layer, x, grad)
+    _, jobs = run_input_backward(layer, x, grad)
     assert calls == [("bias", True)]
     for job in jobs.values():
         job()
@@ -102,30 +102,30 @@ def test_gradients_of_micro_batches_add_up_in_the_order_of_their_jobs():
     for x in batches:
         with split_backward():
             y = layer(x)[0]
-        with deferred() as some:
+        with deferred() as micro_batch_jobs:
             y.square().sum().backward()
-        jobs.append(some[layer.weight])
-    for at in (2, 0, 1):
-        jobs[at]()
-        reference(batches[at])[0].square().sum().backward()
+        jobs.append(micro_batch_jobs[layer.weight])
+    for index in (2, 0, 1):
+        jobs[index]()
+        reference(batches[index])[0].square().sum().backward()
     assert torch.equal(layer.weight.grad, reference.weight.grad)
 
 
-def test_a_weight_that_layers_share_gets_one_gradient_and_one_call_of_its_hooks():
-    """LocalDDP takes a weight's first call in the last backward for its turn; a second one would come too late."""
+def test_a_weight_shared_by_layers_gets_one_gradient_and_one_hook_call():
+    """LocalDDP reduces a weight's gradient after its first hook call in the last backward."""
 
-    def thrice(layer, x):
+    def apply_three_times(layer, x):
         for _ in range(3):
             x = torch.sin(layer(x)[0])
         return x
 
     shared, reference = (make_linear("column", solo(), in_features=OUT, dtype=torch.float32) for _ in range(2))
     x = draw(4, 2, OUT, seed=10, dtype=torch.float32).requires_grad_()
-    thrice(reference, x).square().sum().backward()
+    apply_three_times(reference, x).square().sum().backward()
     calls = []
     shared.weight.register_post_accumulate_grad_hook(calls.append)
     with split_backward():
-        y = thrice(shared, x)
+        y = apply_three_times(shared, x)
     with deferred() as jobs:
         y.square().sum().backward()
     assert len(jobs) == 1 and not calls
@@ -134,8 +134,8 @@ def test_a_weight_that_layers_share_gets_one_gradient_and_one_call_of_its_hooks(
     assert torch.equal(shared.weight.grad, reference.weight.grad)
 
 
-def test_the_gradient_is_not_copied_on_its_way():
-    """A copy costs as much traffic as the optimizer's reading of the gradient, and room for a second one."""
+def test_a_job_does_not_copy_the_gradient():
+    """A copy would take the memory of a second gradient and as much traffic as the optimizer's reading."""
 
     class Recorder(TorchDispatchMode):
         def __torch_dispatch__(self, function, types, args=(), kwargs=None):
@@ -145,14 +145,14 @@ def test_the_gradient_is_not_copied_on_its_way():
     calls = []
     layer = make_linear("column", solo())
     x, grad = inputs()
-    _, jobs = cut_backward(layer, x, grad)
+    _, jobs = run_input_backward(layer, x, grad)
     with Recorder():
         jobs[layer.weight]()
     assert "mm" in calls and not {"clone", "copy_", "add"} & set(calls)
 
 
-def test_a_job_keeps_input_and_gradient_alive_and_nothing_before_them():
-    """Had the job the graph of its input, zero-bubble schedules would keep every activation until W."""
+def test_a_job_keeps_only_input_and_gradient_alive():
+    """With the graph of its input, a job would keep every activation until W."""
 
     class Double(torch.autograd.Function):
         @staticmethod
@@ -181,18 +181,18 @@ def test_a_job_keeps_input_and_gradient_alive_and_nothing_before_them():
     assert torch.equal(layer.weight.grad, grad.reshape(-1, OUT).t() @ (2 * x.detach()).view(-1, IN))
 
 
-def test_a_job_frees_what_it_kept_and_cannot_run_twice():
-    """Twice would be twice the gradient. The list may outlive its jobs."""
+def test_a_job_that_runs_twice_is_an_error():
+    """The second time would double the gradient."""
     layer = make_linear("column", solo())
     x, grad = inputs()
-    _, jobs = cut_backward(layer, x, grad)
+    _, jobs = run_input_backward(layer, x, grad)
     jobs[layer.weight]()
     with pytest.raises(AssertionError, match="this weight gradient was already computed"):
         jobs[layer.weight]()
 
 
 def test_jobs_are_collected_from_backward_functions_in_other_threads():
-    """Autograd runs those of CUDA tensors in threads of its own; a thread-local list would stay empty."""
+    """Autograd runs backward of CUDA tensors in other threads; a thread-local list would stay empty."""
     layer = make_linear("column", solo())
     x, grad = inputs()
     with split_backward():
@@ -204,11 +204,11 @@ def test_jobs_are_collected_from_backward_functions_in_other_threads():
     assert len(jobs) == 1
 
 
-def test_an_input_without_gradient_loses_no_weight_gradient():
-    """A split graph hangs on its input; with none to hang on, the weight takes the ordinary way."""
+def test_a_weight_gets_its_gradient_when_the_input_needs_none():
+    """A split graph needs an input that requires gradients; without one, backward is not split."""
     layer = make_linear("column", solo(), bias=False)
-    _, jobs = cut_backward(layer, inputs()[0].detach(), output_gradient(OUT))
-    assert jobs == {} and torch.equal(layer.weight.grad, whole_backward("column", bias=False)["weight"])
+    _, jobs = run_input_backward(layer, inputs()[0].detach(), output_gradient(OUT))
+    assert jobs == {} and torch.equal(layer.weight.grad, full_backward("column", bias=False)["weight"])
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -216,13 +216,13 @@ def test_a_frozen_weight_leaves_no_job(kind):
     layer = make_linear(kind, solo())
     layer.weight.requires_grad_(False)
     x, grad = inputs()
-    _, jobs = cut_backward(layer, x, grad)
+    _, jobs = run_input_backward(layer, x, grad)
     assert jobs == {} and layer.weight.grad is None
-    assert torch.equal(x.grad, whole_backward(kind)["x"])
+    assert torch.equal(x.grad, full_backward(kind)["x"])
 
 
-def test_a_weight_changed_between_forward_and_backward_is_noticed():
-    """As torch's linear does: the input gradient would be that of another weight."""
+def test_a_weight_changed_between_forward_and_backward_is_an_error():
+    """As in torch's linear: the input gradient would be that of another weight."""
     layer = make_linear("column", solo())
     with split_backward():
         y = layer(inputs()[0])[0]
@@ -233,18 +233,18 @@ def test_a_weight_changed_between_forward_and_backward_is_noticed():
 
 
 def test_a_head_on_the_word_embeddings_weight_never_defers():
-    """The embedding gives the same weight a gradient in I; two turns of one weight are an error to LocalDDP."""
+    """The embedding gives the same weight a gradient in I; a second one in W is an error in LocalDDP."""
     weight = draw(OUT, IN, seed=0).requires_grad_()
     x, grad = inputs()
     with split_backward():
         y = column_parallel_linear(x, weight, None, solo())
     with deferred() as jobs:
         y.backward(grad)
-    assert jobs == {} and torch.equal(weight.grad, whole_backward("column", bias=False)["weight"])
+    assert jobs == {} and torch.equal(weight.grad, full_backward("column", bias=False)["weight"])
 
 
-def test_an_error_inside_ends_both_states():
-    """Left on, the next plain backward would never give its weights a gradient."""
+def test_an_error_inside_leaves_both_contexts():
+    """Otherwise the next plain backward would give its weights no gradient."""
     with pytest.raises(KeyError), split_backward(), deferred():
         with split_backward(False):
             assert not backward_is_split()
