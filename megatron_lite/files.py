@@ -43,12 +43,17 @@ def sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-def atomic_write(path: Path, data: bytes) -> None:
-    """Replace the file's content, on the disk at return; after a crash the file has the old content or the new one."""
+def atomic_write(path: Path, data: bytes | str, *, durable: bool = True) -> None:
+    """Replace the file's content: a reader, or a restart after a crash, finds the old content or the new one.
+
+    A `durable` write is on the disk at return; any other may be lost with the machine, but does not wait.
+    """
     temporary = path.with_name(f".new-{path.name}")
     with temporary.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
+        file.write(data.encode() if isinstance(data, str) else data)
+        if durable:
+            file.flush()
+            os.fsync(file.fileno())
     os.replace(temporary, path)
-    sync_folder(path.parent)
+    if durable:
+        sync_folder(path.parent)

@@ -13,11 +13,11 @@ from megatron_lite.training.run import Run
 from megatron_lite.training.state import num_microbatches
 from megatron_lite.training.trace import EQUAL_STAGES
 
-MANY_SAMPLES = 20_000_000  # an order of this length takes seconds to make
+MANY_SAMPLES = 20_000_000  # building an order of this length takes seconds
 
 
 def announce(run: Run, log: RunLog, seconds: float, *, builds_splits: bool) -> None:
-    """Prints layout, sizes and schedule before the data is opened, with Megatron-LM's words."""
+    """Print layout, sizes and schedule in Megatron-LM's words, before the data is opened."""
     config, grid = run.config, run.ctx.grid
     count = num_local_parameters(run)
     model = config.model
@@ -38,11 +38,11 @@ def announce(run: Run, log: RunLog, seconds: float, *, builds_splits: bool) -> N
     log.say(f"time to initialize megatron (seconds): {seconds:.1f}")
     samples = wanted_samples(config.train, grid.dp)[0]
     if samples > MANY_SAMPLES and builds_splits:
-        log.say(f" > making or reading the order of {samples:,} training samples, which can take minutes")
+        log.say(f" > building or reading the order of {samples:,} training samples, which can take minutes")
 
 
 def announce_data(run: Run, datasets: Splits, log: RunLog) -> None:
-    """Prints what a step reads, and what the run reads of each corpus. Communicates: one value over pp."""
+    """Print the data of a step, and of the run from each corpus. Communicates: one value over pp."""
     data, samples = run.config.data, run.config.train.global_batch(run.ctx.dp.size)
     log.say(
         f" > model: {num_parameters_of_model(run):,} parameters; a step reads {counted(samples, 'sequence')} of "
@@ -54,7 +54,7 @@ def announce_data(run: Run, datasets: Splits, log: RunLog) -> None:
 
 
 def pipeline_line(run: Run) -> str:
-    """The schedule, the layers of each stage, and the bubble of equally slow stages."""
+    """The schedule, the layers of each stage, and the bubble with equal stages."""
     parallel = run.config.parallel
     count = num_microbatches(run.config.train, run.ctx.dp.size, run.state.consumed_samples)
     counts = layer_counts(run.config.model, parallel)
@@ -67,7 +67,7 @@ def pipeline_line(run: Run) -> str:
 
 
 def sync_line(config: Config, dp: int, parameters: int) -> str:
-    """The delay between data-parallel ranks and the bytes that one of them sends.
+    """The delay between data-parallel ranks, and the bytes that a rank sends.
 
     A ring all-reduce over n ranks sends 2 (n - 1) / n times the bytes that it sums.
     """
@@ -99,5 +99,5 @@ def announce_start(run: Run, log: RunLog) -> None:
 def announce_end(run: Run, log: RunLog) -> None:
     log.say(
         f"{run.config.run.dir}: training is done at iteration {run.state.iteration} of {run.config.train.iterations}; "
-        f"ask for more with train.iterations, or start anew with another run.dir"
+        "raise train.iterations for more, or start a new run.dir"
     )

@@ -1,7 +1,7 @@
 """TensorBoard's event files, with Megatron-LM's tags.
 
-A resumed run purges the points that it writes again. TensorBoard purges all tags of a folder by one step, so tags
-whose step is the number of consumed samples are in a folder of their own, `samples`, which it shows as another run.
+A resumed run removes the points that it writes again. TensorBoard removes all tags of a folder by one step, so tags by
+consumed samples have another folder, `samples`, which TensorBoard shows as another run.
 """
 
 from contextlib import suppress
@@ -19,7 +19,7 @@ class Board:
     """Scalars by iteration, some of them by consumed samples too, and the config as text."""
 
     def __init__(self, folder: Path, config: Config, state: TrainState) -> None:
-        # Half a second, which a run without TensorBoard need not wait.
+        # This import takes half a second.
         from torch.utils.tensorboard import SummaryWriter
 
         def writer(place: Path, done: int) -> Any:
@@ -36,7 +36,7 @@ class Board:
                 self._by_samples.add_scalar(f"{tag} vs samples", value, state.consumed_samples)
 
     def close(self) -> None:
-        """A disk that is full, or a folder that was deleted, loses only points."""
+        """Close the files; a full disk or a deleted folder loses points alone."""
         for writer in (self._by_iteration, self._by_samples):
             with suppress(OSError):
                 writer.close()

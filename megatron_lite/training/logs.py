@@ -1,13 +1,12 @@
-"""What a run prints and records: lines, metrics.jsonl and TensorBoard. Rank 0 writes, the others are silent.
+"""The outputs of a run, on rank 0 alone: printed lines, metrics.jsonl and TensorBoard.
 
-The iteration line has Megatron-LM's words and order, without fields that carry no information here, and with tokens
-per second and the remaining time; `log.megatron_line` prints exactly Megatron-LM's fields, for its parsers. Unlike
-there, a loss that is not finite is printed as `nan` and does not vanish from the line.
+The iteration line has Megatron-LM's fields in its order, without uninformative ones, and tokens per second and the
+remaining time. `log.megatron_line` prints exactly Megatron-LM's fields, for its parsers. Unlike Megatron-LM, the line
+shows a loss that is not finite, as `nan`.
 """
 
 import contextlib
 import math
-import os
 import sys
 import threading
 from collections import defaultdict
@@ -20,15 +19,16 @@ from megatron_lite.checkpoint.lock import Lock
 from megatron_lite.config.flops import flops_per_token
 from megatron_lite.config.load import dump_config
 from megatron_lite.config.schema import Config
+from megatron_lite.files import atomic_write
 from megatron_lite.parallel.context import ParallelContext
 from megatron_lite.parallel.dtypes import PRECISIONS
 from megatron_lite.training.board import Board
-from megatron_lite.training.metrics import MetricsFile, writing
+from megatron_lite.training.metrics import MetricsFile, write_errors
 from megatron_lite.training.state import StepReport, TrainState
 from megatron_lite.training.throughput import peak_memory_gb, peak_tflops
 
 BAR = "-" * 100
-# tqdm's own lock is a semaphore of the system, which outlives a rank that is killed.
+# tqdm's default lock is a semaphore of the system, which would outlive a killed rank.
 tqdm.set_lock(threading.RLock())
 
 
@@ -44,7 +44,7 @@ class RunLog:
         self.peak = config.log.peak_tflops or peak_tflops(ctx.device, PRECISIONS[config.train.precision])
         self.flops_per_token = flops_per_token(config.model, config.data.seq_length)
         self.folder, self._lock = Path(config.run.dir), lock
-        with writing(self.folder):
+        with write_errors(self.folder):
             self.folder.mkdir(parents=True, exist_ok=True)
             self._metrics = MetricsFile(self.folder / "metrics.jsonl", state.iteration)
             self._board = self._open_board(state)
@@ -56,13 +56,13 @@ class RunLog:
         return Board(self.folder / "tensorboard", self.config, state) if self.config.log.tensorboard else None
 
     def say(self, text: str) -> None:
-        """Prints on rank 0, above the progress bar."""
+        """Print on rank 0, above the progress bar."""
         if self.active:
             tqdm.write(text, file=sys.stdout)
             sys.stdout.flush()
 
     def iteration(self, state: TrainState, report: StepReport, global_batch: int, seconds: float) -> None:
-        """Records one finished iteration everywhere; prints a line every `log.interval`, and the first."""
+        """Record a finished iteration; print the first one and every `log.interval`-th."""
         if not self.active:
             return
         tokens = global_batch * self.config.data.seq_length
@@ -106,14 +106,14 @@ class RunLog:
         return self.ctx.device.type == "cuda"
 
     def _record(self, row: dict[str, float], scalars: dict[str, float], state: TrainState) -> None:
-        with writing(self.folder):
+        with write_errors(self.folder):
             self._restore_folder(state)
             self._metrics.add(row)
             if self._board is not None:
                 self._board.add(scalars, state)
 
     def _restore_folder(self, state: TrainState) -> None:
-        """Makes run.dir again where it was deleted. Raises CheckpointError where another run has begun there."""
+        """Create a deleted run.dir again. Raise CheckpointError where another run uses it by now."""
         if not self._metrics.is_replaced():
             return
         was_deleted = not self._metrics.path.exists()
@@ -127,8 +127,8 @@ class RunLog:
             self._board = self._open_board(state)
         if was_deleted:
             self.say(
-                f" DELETED: {self.folder} was deleted during iteration {state.iteration}. It is made again, with all "
-                "rows of metrics.jsonl; checkpoints and TensorBoard's points from before are lost"
+                f" DELETED: {self.folder} was deleted during iteration {state.iteration}; it is created again with all "
+                "rows of metrics.jsonl, but earlier checkpoints and TensorBoard points are lost"
             )
 
     def _collect(self, report: StepReport, tokens: int, seconds: float, tflops: float) -> None:
@@ -169,24 +169,24 @@ class RunLog:
         return " |".join(fields) + " |"
 
     def evaluation(self, state: TrainState, loss: float, where: str, split: str = "validation") -> None:
-        """Records and prints a validation or test loss."""
+        """Record and print a validation or test loss."""
         if not self.active:
             return
-        perplexity = math.exp(min(loss, 20.0))  # in this order a nan stays a nan
+        perplexity = math.exp(min(loss, 20.0))  # in this order min keeps a nan
         row = {"iteration": state.iteration, f"{split}_loss": loss, f"{split}_ppl": perplexity}
         self._record(row, {f"lm loss {split}": loss, f"lm loss {split} ppl": perplexity}, state)
         numbers = f"lm loss value: {scientific(loss)} | lm loss PPL: {scientific(perplexity)}"
         self.say(f"{BAR}\n {split} loss at {where} | {numbers} | \n{BAR}")
 
     def evaluated_at(self) -> dict[str, int]:
-        """By split, the iteration of the last evaluation in metrics.jsonl."""
-        with writing(self.folder):
+        """The iteration of the last evaluation in metrics.jsonl, by split."""
+        with write_errors(self.folder):
             rows = self._metrics.rows()
         names = ("validation", "test")
         return {name: row["iteration"] for row in rows for name in names if f"{name}_loss" in row}
 
     def close(self) -> None:
-        """Closes all outputs. A disk that is full was reported where it was written to."""
+        """Close all outputs. An error here was reported by an earlier write."""
         if not self.active:
             return
         self._bar.close()
@@ -197,13 +197,12 @@ class RunLog:
 
 
 def write_config(config: Config) -> None:
-    """`config.yaml` in the run directory: what this run does, resolved; a start that is refused leaves the old one."""
+    """Write `config.yaml`, the resolved config, into run.dir. A start that fails leaves the old file."""
     path = Path(config.run.dir) / "config.yaml"
-    with writing(path.parent):
-        path.with_suffix(".tmp").write_text(dump_config(config), encoding="utf-8")
-        os.replace(path.with_suffix(".tmp"), path)
+    with write_errors(path.parent):
+        atomic_write(path, dump_config(config))
 
 
 def scientific(value: float) -> str:
-    """Megatron-LM's format of a loss; `nan` and `inf` in the spelling that people search for."""
+    """Megatron-LM's format of a loss, and `nan` or `inf`."""
     return f"{value:.6E}" if math.isfinite(value) else str(value)

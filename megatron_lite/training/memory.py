@@ -1,4 +1,4 @@
-"""What the training state takes on a rank: counted from live tensors, beside what arithmetic expects."""
+"""The memory of the training state of a rank: counted from live tensors, and expected by arithmetic."""
 
 from math import prod
 
@@ -10,18 +10,18 @@ from megatron_lite.training.run import Run
 
 
 def num_local_parameters(run: Run) -> int:
-    """Parameters of this rank's tensor-parallel cut, whether or not it holds all of their numbers."""
+    """The parameters of this rank's tensor-parallel shard, before sharding over data-parallel ranks."""
     return sum(prod(meta.shard.local_shape(meta.shape, run.ctx.tp.size)) for meta in run.table.values())
 
 
 def num_parameters_of_model(run: Run) -> int:
-    """Parameters of all stages, each tied one once, padding included. Communicates: a number over pp."""
+    """The parameters of all stages, tied ones counted once, with padding. Communicates: a number over pp."""
     local = sum(prod(meta.shape) for meta in run.table.values() if not meta.tied_to)
     return int(all_reduce(torch.tensor(local, device=run.ctx.device), run.ctx.pp).item())
 
 
 def memory_line(run: Run) -> str:
-    """Bytes of parameters, gradients and optimizer on this rank, after a step, and on the rank that holds most.
+    """The bytes of parameters, gradients and optimizer on this rank after a step, and on the rank with the most.
 
     Communicates: one number over the world.
     """

@@ -1,18 +1,20 @@
 """metrics.jsonl: a JSON object for every iteration and evaluation.
 
-A file that is deleted while training keeps its rows as long as it is open, so they can be written again.
+An open file keeps its rows after it was deleted, so they can be written again.
 """
 
 import json
 import os
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 from megatron_lite.errors import TrainingError
+from megatron_lite.files import atomic_write, disk_errors
 
 
 class MetricsFile:
-    """The rows up to `iteration` of an earlier start, and those that are added."""
+    """The file, with the rows of earlier starts up to `iteration`."""
 
     def __init__(self, path: Path, iteration: int) -> None:
         self.path = path
@@ -20,14 +22,14 @@ class MetricsFile:
         self._file = path.open("a+", encoding="utf-8", buffering=1)
 
     def is_replaced(self) -> bool:
-        """Whether the path is gone or names another file."""
+        """True where the path was deleted or names another file."""
         try:
             return not os.path.samestat(self.path.stat(), os.fstat(self._file.fileno()))
         except FileNotFoundError:
             return True
 
     def open_again(self) -> None:
-        """Opens the path anew; where it is gone, a new file gets all rows."""
+        """Open the path again; where it was deleted, the new file gets all rows."""
         self._file.seek(0)
         rows = "" if self.path.exists() else self._file.read()
         self._file.close()
@@ -44,26 +46,13 @@ class MetricsFile:
         self._file.close()
 
 
-class writing:
-    """Turns an OSError in its body into a message that names the place."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, OSError):
-            reason = os.strerror(error.errno) if error.errno else str(error)
-            raise TrainingError(
-                f"{error.filename or self.path}: cannot write: {reason}; "
-                "free space or fix the permissions, or choose another run.dir, and run the same command again"
-            ) from error
+def write_errors(path: Path) -> AbstractContextManager[None]:
+    """`files.disk_errors` as TrainingError, for the files of a run."""
+    return disk_errors("writing", path, TrainingError)
 
 
 def keep_rows(path: Path, iteration: int) -> None:
-    """Drops the rows of a metrics file that are later than `iteration`, and a half-written last one."""
+    """Remove the rows after `iteration`, and an incomplete last row."""
     if not path.exists():
         return
     kept = []
@@ -74,6 +63,4 @@ def keep_rows(path: Path, iteration: int) -> None:
             continue
         if isinstance(row, dict) and row.get("iteration", 0) <= iteration:
             kept.append(line + "\n")
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text("".join(kept), encoding="utf-8")
-    os.replace(temporary, path)
+    atomic_write(path, "".join(kept))

@@ -1,4 +1,4 @@
-"""Where this rank is in its iteration: said when it fails or hangs, and recorded when an iteration is traced."""
+"""The current place of a rank in its iteration, for messages about failures and hangs, and for traces."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,11 +9,11 @@ from megatron_lite.training.timeline import Timeline
 
 
 class Progress:
-    """Told by the pipeline engine and the training step what they begin and end; hands it on to a timeline."""
+    """The place; the pipeline engine and the training step report the begin and end of each part."""
 
     def __init__(self) -> None:
-        self.iteration = 0  # that is under way
-        self.timeline: Timeline | None = None  # of an iteration that is traced
+        self.iteration = 0  # the current one
+        self.timeline: Timeline | None = None  # of a traced iteration
         self._doing: Action | str = ""
         self._count = 0
 
@@ -30,15 +30,15 @@ class Progress:
 
     @contextmanager
     def during(self, what: str) -> Iterator[None]:
-        """Inside, this rank is doing that; where it fails, it stays there."""
+        """A context for one part of the iteration. After an error the place stays there."""
         self.begin(what)
         yield
         self.end(what)
 
     def count(self) -> int:
-        """Grows as long as there is progress."""
+        """A number that grows with every progress."""
         return self._count + current_wait()[1]
 
     def where(self) -> str:
-        """`iteration 7, F1.0`, for a message; a pipeline action is named as in the schedule."""
+        """The place for a message, such as `iteration 7, F1.0`; actions have the names of the schedule."""
         return f"iteration {self.iteration}, {self._doing}" if self._doing else f"iteration {self.iteration}"

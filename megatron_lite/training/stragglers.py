@@ -1,8 +1,7 @@
-"""Ranks that compute longer than others on the same work, for which all others wait.
+"""Stragglers: ranks that compute longer than others on the same work.
 
-The time of a step is the same on all ranks, because they wait for each other. So the time that a rank waits in
-collectives is taken out, in one iteration of every `log.interval`. Ranks of one pipeline stage are compared: stages
-differ by design.
+Ranks wait for each other, so a step takes equally long on all of them. The time in collectives is therefore subtracted,
+in one iteration of every `log.interval`. Only ranks of one pipeline stage are compared, because stages differ.
 """
 
 import socket
@@ -15,22 +14,22 @@ from megatron_lite.parallel.waiting import record_waits
 from megatron_lite.training.run import Run
 from megatron_lite.training.timeline import Timeline
 
-# How much longer than the median of the others, and by how many seconds at least.
+# A straggler exceeds the median of the others by this factor, and by these seconds.
 LONGER, SECONDS = 1.5, 0.02
-IN_A_ROW = 3  # measurements; a busy machine makes two by chance
+IN_A_ROW = 3  # measurements; two happen by chance on a busy machine
 
 
 class Stragglers:
-    """Measures some steps; names a rank that is late in `IN_A_ROW` of them."""
+    """The measurements; a rank that is slow in `IN_A_ROW` of them is a straggler."""
 
     def __init__(self, run: Run):
         self._run = run
-        self._work = 0.0  # seconds of this rank's own
+        self._work = 0.0  # seconds of computation on this rank
         self._late: dict[int, int] = {}  # measurements in a row, by rank
 
     @contextmanager
     def measured(self) -> Iterator[None]:
-        """Around the step whose time is taken."""
+        """A context for the measured step."""
         whole, waits = Timeline(self._run.ctx.device), Timeline(self._run.ctx.device)
         whole.begin("step")
         record_waits(waits)
@@ -42,7 +41,7 @@ class Stragglers:
         self._work = _total(whole) - _total(waits)
 
     def line(self) -> str:
-        """Names the ranks that are late, by the latest measurements; empty when there is none.
+        """The message about stragglers in the newest measurements; empty without one.
 
         Communicates: a small object over the world.
         """

@@ -1,7 +1,7 @@
-"""Speed as users compare it: tokens per second, TFLOP/s of one device, and the share of its peak (MFU).
+"""The peak of a device, for its utilisation (MFU), and memory.
 
-The peak of a GPU is the dense figure of its data sheet, not the sparse one, which is twice as large. The
-peak of a CPU is what a large matrix product reaches on it, measured once.
+The peak of a GPU is the dense figure of its data sheet; the sparse one is twice as large. The peak of a CPU is measured
+once, with a large matrix product.
 """
 
 import resource
@@ -27,7 +27,7 @@ FP32_SHARE = {"H200": 67 / 989, "H100": 67 / 989, "A100": 19.5 / 312}
 
 
 def peak_tflops(device: torch.device, dtype: torch.dtype) -> float:
-    """Peak of one device in this number format, TFLOP/s; 0 when it is not known."""
+    """The peak of one device in this dtype, TFLOP/s; 0 where it is unknown."""
     if device.type == "cpu":
         return measured_peak_tflops(dtype)
     name = torch.cuda.get_device_name(device)
@@ -40,7 +40,7 @@ def peak_tflops(device: torch.device, dtype: torch.dtype) -> float:
 
 
 def measured_peak_tflops(dtype: torch.dtype, size: int = 1024) -> float:
-    """TFLOP/s that the best of a few square matrix products of this process reaches on the CPU."""
+    """TFLOP/s of the fastest of a few square matrix products on the CPU."""
     if dtype == torch.float16:
         size = 256  # slow on most CPUs
     a = torch.ones(size, size, dtype=dtype)
@@ -53,14 +53,14 @@ def measured_peak_tflops(dtype: torch.dtype, size: int = 1024) -> float:
 
 
 def faster_precision() -> str:
-    """bf16 where this machine computes it faster than fp32, else fp32."""
+    """bf16 where this machine computes faster in it than in fp32, else fp32."""
     if torch.cuda.is_available():
         return "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp32"
     return "bf16" if measured_peak_tflops(torch.bfloat16) > measured_peak_tflops(torch.float32) else "fp32"
 
 
 def peak_memory_gb(device: torch.device) -> float:
-    """Most memory this rank has held so far, GB: allocated on the GPU, or resident on the CPU."""
+    """The peak memory of this rank, GB: allocated on the GPU, or resident on the CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 1e9
     unit = 1 if sys.platform == "darwin" else 1024  # macOS counts bytes, Linux KiB

@@ -1,6 +1,6 @@
-"""What a rank did when, for `log.trace`.
+"""The time of each action of a rank, for `log.trace`.
 
-On a GPU the marks are events in its stream: what counts is when the work was done, not when it was asked for.
+On a GPU the marks are events in its stream, because kernels run later than their launch.
 """
 
 import platform
@@ -12,23 +12,23 @@ import torch
 
 from megatron_lite.pipeline.actions import Action
 
-Timed = tuple[Action | str, float, float]  # what, from second, to second
+Timed = tuple[Action | str, float, float]  # action, start and end in seconds
 
 
 class Clock(NamedTuple):
-    """Which clock a timeline was measured with, and what it showed at the origin, in seconds."""
+    """The machine whose clock a timeline was measured with, and the origin on that clock, in seconds."""
 
     machine: str
     origin: float
 
 
 class Timeline:
-    """A list of spans, not nested: actions of the pipeline, and what the training step does beside them."""
+    """A list of spans that are not nested: actions of the pipeline and other parts of the training step."""
 
     def __init__(self, device: torch.device):
         self._on_gpu = device.type == "cuda"
         self._marks: list[tuple[Action | str, Any, Any]] = []
-        machine = _machine()  # takes a while
+        machine = _machine()  # before the origin, because it reads a file
         self._origin = self._begun = self._now()
         self.clock = Clock(machine, time.perf_counter() if self._on_gpu else self._origin)
 
@@ -39,7 +39,7 @@ class Timeline:
         self._marks.append((what, self._begun, self._now()))
 
     def seconds(self) -> list[Timed]:
-        """Everything that was recorded, in seconds since this timeline was made."""
+        """All spans, in seconds since the origin."""
         if self._on_gpu:
             torch.cuda.synchronize()
         return [(what, self._since_origin(start), self._since_origin(end)) for what, start, end in self._marks]
@@ -56,10 +56,10 @@ class Timeline:
 
 
 def together(timelines: list[tuple[Clock, list[Timed]]]) -> list[list[Timed]]:
-    """The spans of all ranks on one time line, which begins where the first rank began.
+    """The spans of all ranks on one timeline, whose origin is the earliest one.
 
-    The processes of a machine read one clock (`perf_counter` is Linux's CLOCK_MONOTONIC). What another machine's clock
-    says at the same moment is unknown; of each machine the rank that left the barrier first has its origin at 0.
+    The processes of a machine share a clock (`perf_counter` is Linux's CLOCK_MONOTONIC). Clocks of different machines
+    cannot be compared, so on each machine the rank that left the barrier first has its origin at 0.
     """
     zero: dict[str, float] = {}
     for clock, _ in timelines:
@@ -72,6 +72,6 @@ def together(timelines: list[tuple[Clock, list[Timed]]]) -> list[list[Timed]]:
 
 
 def _machine() -> str:
-    """The same in every process that reads one clock: names are not always unique, what the kernel drew at boot is."""
+    """A name of this machine; the kernel's random boot id, because host names are not always unique."""
     boot = Path("/proc/sys/kernel/random/boot_id")
     return boot.read_text() if boot.exists() else platform.node()

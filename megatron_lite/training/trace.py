@@ -1,11 +1,10 @@
-"""The real timeline of one iteration on every rank, and its bubble beside the simulated one.
+"""The timeline of one iteration on every rank, with its measured and its simulated bubble.
 
-Every rank's timeline begins when it leaves a barrier, so that clocks of different machines need not agree.
-The file is in the format of Chrome's trace viewer, which https://ui.perfetto.dev opens.
+Each timeline begins when its rank leaves a barrier, so clocks of different machines may differ. The file has the format
+of Chrome's trace viewer; https://ui.perfetto.dev opens it.
 """
 
 import json
-import os
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,24 +15,25 @@ from typing import Any
 import torch
 
 from megatron_lite.data.loader import Batch
+from megatron_lite.files import atomic_write
 from megatron_lite.parallel.agreement import gather_objects
 from megatron_lite.parallel.collectives import barrier
 from megatron_lite.parallel.context import Group, ParallelContext
 from megatron_lite.pipeline.actions import Action
 from megatron_lite.pipeline.schedules import build_schedule
 from megatron_lite.pipeline.simulate import Span, bubble, idle_share
-from megatron_lite.training.metrics import writing
+from megatron_lite.training.metrics import write_errors
 from megatron_lite.training.run import Run
 from megatron_lite.training.state import StepReport
 from megatron_lite.training.step import train_step
 from megatron_lite.training.timeline import Timed, Timeline, together
 
-TRACED_ITERATION = 3  # of this start: the first ones also allocate memory and compile
-EQUAL_STAGES = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}  # what the schedules' formulas assume
+TRACED_ITERATION = 3  # of this start; the first two also allocate memory and compile
+EQUAL_STAGES = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}  # the assumption of the published formulas
 
 
 def traced_step(run: Run, microbatches: list[Batch], say: Callable[[str], None]) -> StepReport:
-    """`train_step`, of which rank 0 writes `run.dir/trace.json` and prints the bubble. Collective over the world."""
+    """Run `train_step`, write its timeline to `run.dir/trace.json` on rank 0, and print the bubble. Collective."""
     if run.ctx.device.type == "cuda":
         torch.cuda.synchronize()
     barrier(run.ctx.world)
@@ -43,9 +43,8 @@ def traced_step(run: Run, microbatches: list[Batch], say: Callable[[str], None])
     timelines = gather_timelines(timeline, run.ctx.world)
     if run.ctx.world.is_first:
         path = Path(run.config.run.dir) / "trace.json"
-        with writing(path.parent):
-            path.with_suffix(".tmp").write_text(json.dumps(chrome_trace(timelines, run.ctx)), encoding="utf-8")
-            os.replace(path.with_suffix(".tmp"), path)
+        with write_errors(path.parent):
+            atomic_write(path, json.dumps(chrome_trace(timelines, run.ctx)))
         found = bubbles(run, timelines, len(microbatches))
         say(
             f" pipeline of iteration {run.state.iteration}, {run.config.parallel.schedule}, {len(microbatches)} "
@@ -56,7 +55,7 @@ def traced_step(run: Run, microbatches: list[Batch], say: Callable[[str], None])
 
 
 def gather_timelines(timeline: Timeline, world: Group) -> list[list[Timed]]:
-    """The spans of all ranks by one clock, on rank 0; elsewhere an empty list."""
+    """The spans of all ranks by one clock on rank 0, an empty list elsewhere."""
     return together(gather_objects((timeline.clock, timeline.seconds()), world))
 
 
@@ -76,15 +75,15 @@ def chrome_trace(timelines: list[list[Timed]], ctx: ParallelContext) -> dict[str
 
 @dataclass(frozen=True)
 class Bubbles:
-    """Share of time, over the ranks of a pipeline, in which nothing is computed."""
+    """The idle share of the ranks of a pipeline."""
 
     measured: float
-    predicted: float  # the schedule played with the mean time of each stage's actions
-    equal: float  # the schedule played with equal stages
+    predicted: float  # simulated with the mean time of each stage's actions
+    equal: float  # simulated with equal stages
 
 
 def bubbles(run: Run, timelines: list[list[Timed]], num_microbatches: int) -> Bubbles:
-    """Of rank 0's pipeline; `timelines` are those of all ranks."""
+    """The bubbles of rank 0's pipeline; `timelines` has those of all ranks."""
     pp = run.ctx.pp
     spans = [
         Span(stage, what, start, end)

@@ -1,11 +1,12 @@
-"""Ends a rank that gets nowhere, and says where it and the others are; keeps a heartbeat for outside monitors.
+"""A thread of each rank that reports a hang and ends the run.
 
-A thread of each rank writes `run.dir/heartbeat/rank_00000.json` every few seconds. When its rank has begun nothing new
-for `train.hang_timeout`, it writes the Python stacks of all threads beside that, tells the other ranks through a file,
-which makes them do the same, names the ranks that the others wait for, and ends the process with exit code 1.
-A rank that waits in no known collective may wait all the same: in one of torch's own (FSDP, DDP), of DeepSpeed's, or on
-a GPU, whose collectives the host only starts. So those that may be waited for are told in order of how far they came.
-Directories that are not shared between machines narrow the view to the ranks of one.
+The thread writes a heartbeat, `run.dir/heartbeat/rank_00000.json`, every few seconds. If its rank makes no progress for
+`train.hang_timeout`, the thread writes the Python stacks of all threads and raises an alarm: the file `hang`. On every
+rank the alarm has the same effect. The rank that raised it names the ranks that may block the others, the least
+advanced one first. Then each process ends with exit code 1.
+
+Collectives of torch's and DeepSpeed's own, and kernels on a GPU, are not visible here, so a rank outside of every known
+collective may still be waiting. Without a shared folder, only the ranks of one machine see each other.
 """
 
 import faulthandler
@@ -18,17 +19,17 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
+from megatron_lite.files import atomic_write
 from megatron_lite.parallel.waiting import current_wait
 from megatron_lite.training.progress import Progress
 
 STDERR = 2  # in a notebook, sys.stderr has no number
 SLOWEST_HEARTBEAT = 5.0  # seconds
-# So many heartbeats may be missing before a rank counts as stopped.
-MISSED_HEARTBEATS = 4
+MISSED_HEARTBEATS = 4  # from this number on, a rank counts as stopped
 
 
 class Watchdog:
-    """Watches `progress` while it is entered; with a `hang_timeout` of 0 it only keeps the heartbeat."""
+    """A context in which `progress` is watched; with a `hang_timeout` of 0 there is only the heartbeat."""
 
     def __init__(self, progress: Progress, run_dir: Path, *, rank: int, world_size: int, hang_timeout: float):
         self._progress, self._rank, self._world_size = progress, rank, world_size
@@ -60,28 +61,28 @@ class Watchdog:
                 if self._hang_timeout:
                     if now - since > self._hang_timeout or self._alarm.exists():
                         self._end(now - since)
-                    # What holds the interpreter's lock for ever holds up this thread too, but not that timer. It ends
-                    # nothing: it also comes when a process goes on that was stopped as a whole.
+                    # A thread that never releases the interpreter's lock blocks this one too, but not this timer. It
+                    # only dumps stacks, because it also fires in a process that was suspended and continues.
                     faulthandler.dump_traceback_later(2 * self._hang_timeout, file=last_resort)
                 now = time.monotonic()
                 if self._ended.wait(self._period):
                     break
                 slept = time.monotonic() - now
-                if slept > MISSED_HEARTBEATS * self._period:  # all of this process stood still, not training
+                if slept > MISSED_HEARTBEATS * self._period:  # the whole process was suspended
                     since += slept
             faulthandler.cancel_dump_traceback_later()
         self._stacks.unlink(missing_ok=True)
         self._beat("ended", 0.0)
 
     def _stack_file(self) -> IO[str]:
-        """Where the stacks go; on a disk that takes nothing, to the error stream. A full disk must not stop this."""
+        """The file for stacks; the error stream where the disk is full."""
         try:
             return self._stacks.open("w", encoding="utf-8")
         except OSError:
             return os.fdopen(os.dup(STDERR), "w", encoding="utf-8")
 
     def _beat(self, status: str, seconds: float) -> None:
-        """Writes where this rank is. A full disk is reported where it hurts."""
+        """Write the heartbeat. A failure is ignored: the run itself reports a full disk."""
         beat = {
             "rank": self._rank,
             "host": socket.gethostname(),
@@ -91,46 +92,41 @@ class Watchdog:
             "iteration": self._progress.iteration,
             "where": self._progress.where(),
             "waits_in": current_wait()[0],
-            "begun": self._progress.count(),  # so many things
-            "seconds": round(seconds, 3),  # since this rank has begun something
+            "begun": self._progress.count(),
+            "seconds": round(seconds, 3),  # since the last progress
         }
-        path = self._folder / f"rank_{self._rank:05d}.json"
-        try:
+        with suppress(OSError):
             self._folder.mkdir(parents=True, exist_ok=True)  # run.dir may have been deleted
-            path.with_suffix(".tmp").write_text(json.dumps(beat) + "\n", encoding="utf-8")
-            os.replace(path.with_suffix(".tmp"), path)
-        except OSError:
-            pass
+            atomic_write(self._folder / f"rank_{self._rank:05d}.json", json.dumps(beat) + "\n", durable=False)
 
     def _end(self, seconds: float) -> None:
-        """Dumps the stacks, says what is known, and ends this process."""
+        """Dump the stacks, report the suspects, and end this process."""
         self._beat("hangs", seconds)
         is_first = self._raise_alarm()
         with self._stack_file() as file:
             faulthandler.dump_traceback(file)
         wait, _ = current_wait()
-        doing = f"waiting in {wait}" if wait else "waiting in no known collective"
+        doing = f"waiting in {wait}" if wait else "in no known collective"
         lines = [
-            f"rank {self._rank} on {socket.gethostname()} has got nowhere for {seconds:.1f} s: "
+            f"rank {self._rank} on {socket.gethostname()} made no progress for {seconds:.1f} s: "
             f"{self._progress.where()}, {doing}; Python stacks in {self._stacks}"
         ]
         if is_first:
-            time.sleep(MISSED_HEARTBEATS * self._period)  # the others dump theirs
+            time.sleep(MISSED_HEARTBEATS * self._period)  # until the other ranks have dumped their stacks
             least_first = sorted(self._beats(), key=lambda beat: (beat["iteration"], beat["begun"]))
             lines += [suspect for beat in least_first if (suspect := self._suspicion(beat))]
             lines.append(
-                f"training hangs (no progress for train.hang_timeout, {self._hang_timeout:g} s) and ends; look at the "
-                "ranks named above, of which the first has come least far. If a step or a save really takes that long, "
-                "raise it"
+                f"training hangs: no progress for train.hang_timeout ({self._hang_timeout:g} s); look at the ranks "
+                "above, the least advanced one first, or raise train.hang_timeout if a step or a save takes that long"
             )
-        with suppress(OSError):  # the terminal is gone
+        with suppress(OSError):  # without a terminal
             os.write(STDERR, "".join(f"{line}\n" for line in lines).encode())
         if not is_first:
-            time.sleep(2 * MISSED_HEARTBEATS * self._period)  # or a launcher ends the first one before it has spoken
+            time.sleep(2 * MISSED_HEARTBEATS * self._period)  # a launcher would end the first rank before its report
         os._exit(1)
 
     def _raise_alarm(self) -> bool:
-        """Tells the other ranks; False when another one did."""
+        """Create the file `hang`; False where another rank was first."""
         try:
             self._alarm.touch(exist_ok=False)
         except OSError:
@@ -140,18 +136,16 @@ class Watchdog:
     def _beats(self) -> list[dict[str, Any]]:
         found = []
         for rank in range(self._world_size):
-            try:
+            with suppress(OSError, json.JSONDecodeError):
                 found.append(json.loads((self._folder / f"rank_{rank:05d}.json").read_text(encoding="utf-8")))
-            except (OSError, json.JSONDecodeError):
-                continue
         return found
 
     def _suspicion(self, beat: dict[str, Any]) -> str:
-        """Why the others may be waiting for this rank; empty for one that waits itself."""
+        """The reason why other ranks may be waiting for this one; empty for a rank that waits itself."""
         who = f"rank {beat['rank']} on {beat['host']} (process {beat['pid']})"
         silent = time.time() - beat["time"]
         if silent > MISSED_HEARTBEATS * self._period and beat["status"] == "training":
-            return f"{who} has shown no sign of life for {silent:.1f} s, since {beat['where']}: it is stopped or gone"
+            return f"{who} has sent no heartbeat for {silent:.1f} s, since {beat['where']}: it is stopped or gone"
         if not beat["waits_in"]:
-            return f"{who} waits in no known collective; it has been in {beat['where']} for {beat['seconds']:.1f} s"
+            return f"{who} is in no known collective, and in {beat['where']} for {beat['seconds']:.1f} s"
         return ""

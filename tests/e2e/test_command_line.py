@@ -281,7 +281,7 @@ def test_a_disk_too_full_for_metrics_is_named(tmp_path, corpus, tensorboard):
         config = tiny_yaml(tmp_path, corpus, run={"dir": str(disk / "run")}, **sections)
         done = run("pretrain", "--config", str(config), "train.iterations=180", cwd=tmp_path)
     assert done.returncode == 1
-    assert "cannot write: No space left on device; free space" in done.stderr
+    assert "writing failed: No space left on device. Free some space" in done.stderr
     assert tensorboard or "Traceback" not in done.stderr  # TensorBoard's own thread shows its own
 
 

@@ -24,10 +24,10 @@ HANG_SECONDS = 6.0
 CAUSES = {
     "kill": r"^rank {rank} was killed by SIGKILL",
     "term": r"^exiting program after receiving SIGTERM: stopped at iteration",
-    "stop": r"^rank {rank} on \S+ \(process \d+\) has shown no sign of life for .* s, since iteration",
+    "stop": r"^rank {rank} on \S+ \(process \d+\) has sent no heartbeat for .* s, since iteration",
     "nan": r"^iteration \d+: the loss is \S+ and the gradient norm nan \(the loss of rank {rank} is not finite\)",
     "weight": r"replicas differ: .*rank\S* .*{rank}.* differ",
-    "disk": r"^(rank {rank}: .*: writing failed|/.*: cannot write): File too large",
+    "disk": r"^(rank {rank}: .*: writing failed|/.*: writing failed): File too large",
 }
 
 

@@ -244,4 +244,4 @@ def test_a_run_of_very_many_samples_prints_what_takes_long(tmp_path, corpus):
     config = tiny_yaml(tmp_path, corpus, train={"iterations": 1})
     with mock.patch("megatron_lite.training.announce.MANY_SAMPLES", 3):
         out = run_here("pretrain", "--config", str(config), cwd=tmp_path).stdout
-    assert " > making or reading the order of 4 training samples, which can take minutes\n" in out
+    assert " > building or reading the order of 4 training samples, which can take minutes\n" in out

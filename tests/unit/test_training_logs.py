@@ -15,7 +15,7 @@ from megatron_lite.parallel.context import ParallelContext, solo
 from megatron_lite.parallel.grid import Grid
 from megatron_lite.training.initialize import choose_device
 from megatron_lite.training.logs import RunLog
-from megatron_lite.training.metrics import keep_rows, writing
+from megatron_lite.training.metrics import keep_rows, write_errors
 from megatron_lite.training.state import StepReport, TrainState
 from tests.helpers.locks import other_run
 
@@ -162,7 +162,7 @@ def test_a_run_whose_folder_is_deleted_reports_it_once_and_loses_no_row(make_log
         assert rows(tmp_path) == [1, 2, 3, 4, 5]
         assert points(tmp_path / "tensorboard")["lm loss"] == [4, 5]
         assert (tmp_path / "config.yaml").exists()
-        assert capsys.readouterr().out.count(f"DELETED: {tmp_path} was deleted during iteration 4. It is made") == 1
+        assert capsys.readouterr().out.count(f"DELETED: {tmp_path} was deleted during iteration 4; it is created again") == 1
         _, problem = other_run(tmp_path).communicate()
         assert "is in use by process" in problem
 
@@ -194,8 +194,8 @@ def test_a_first_run_has_no_rows_to_keep(tmp_path):
 
 
 def test_an_error_of_the_disk_names_the_place(tmp_path):
-    words = r"no/such: cannot write: No such file or directory; free space or fix"
-    with pytest.raises(TrainingError, match=words), writing(tmp_path):
+    words = r"no/such: writing failed: No such file or directory. Every rank"
+    with pytest.raises(TrainingError, match=words), write_errors(tmp_path):
         (tmp_path / "no" / "such").write_text("")
 
 
