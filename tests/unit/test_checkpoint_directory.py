@@ -1,4 +1,4 @@
-"""Which checkpoint a run goes on from, whatever its folder looks like, and which ones stay."""
+"""The checkpoint that a run resumes from, for any state of its folder, and the pruning of old ones."""
 
 import os
 import shutil
@@ -23,8 +23,8 @@ from megatron_lite.errors import CheckpointError
 from megatron_lite.parallel.context import solo
 
 
-def made(root: Path, *names: str, tracker: str | None = None) -> Path:
-    """A folder with these checkpoints, recognised by their layout.json."""
+def create(root: Path, *names: str, tracker: str | None = None) -> Path:
+    """Create a folder of checkpoints, each with a layout.json."""
     root.mkdir(exist_ok=True)
     for name in names:
         (root / name).mkdir()
@@ -39,46 +39,46 @@ def names(root: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("tracker", ["50", " 50\n", "0000050"])
-def test_the_tracker_decides(tmp_path, tracker):
-    """A user who writes an older iteration into it wants that one."""
-    root = made(tmp_path, "iter_0000050", "iter_0000100", tracker=tracker)
+def test_the_tracker_names_the_checkpoint_to_load(tmp_path, tracker):
+    """A user can write an older iteration into it."""
+    root = create(tmp_path, "iter_0000050", "iter_0000100", tracker=tracker)
     assert read_latest(root) == find_latest(root, world=solo()) == 50
 
 
-def test_without_tracker_the_newest_whole_one_counts(tmp_path):
-    """A first save that was killed before its tracker, or a folder copied by hand."""
-    root = made(tmp_path, "iter_0000050", "iter_0000100", ".new-iter_0000200", ".deleted-iter_0000300")
+def test_without_a_tracker_the_newest_complete_checkpoint_is_loaded(tmp_path):
+    """The first save was killed before it wrote the tracker, or a user copied the folder."""
+    root = create(tmp_path, "iter_0000050", "iter_0000100", ".new-iter_0000200", ".deleted-iter_0000300")
     assert read_latest(root) == 100
 
 
 @pytest.mark.parametrize("name", ["missing", "empty"])
-def test_nothing_saved_is_none(tmp_path, name):
-    """A new run starts at the beginning."""
+def test_the_latest_iteration_of_an_empty_folder_is_none(tmp_path, name):
+    """A new run then starts at iteration 0."""
     (tmp_path / "empty").mkdir()
     assert read_latest(tmp_path / name) is None
 
 
-def test_only_unfinished_saves_are_nothing(tmp_path):
-    assert read_latest(made(tmp_path, ".new-iter_0000001")) is None
+def test_unfinished_saves_are_not_checkpoints(tmp_path):
+    assert read_latest(create(tmp_path, ".new-iter_0000001")) is None
 
 
 @pytest.mark.parametrize("text", ["", "garbage", "release", "-5", "1.5", "٣", "\x00\x01"])
-def test_a_garbage_tracker_is_told_with_what_is_there(tmp_path, text):
-    """Starting from scratch instead would overwrite the run."""
-    root = made(tmp_path, "iter_0000050", "iter_0000100", tracker=text)
+def test_the_error_of_a_garbage_tracker_lists_the_iterations(tmp_path, text):
+    """A start at iteration 0 instead would overwrite the run."""
+    root = create(tmp_path, "iter_0000050", "iter_0000100", tracker=text)
     with pytest.raises(CheckpointError, match=r"is not an iteration\. There are iterations 50, 100"):
         read_latest(root)
 
 
-def test_a_tracker_that_is_no_text_is_told(tmp_path):
-    root = made(tmp_path, "iter_0000050")
+def test_a_tracker_that_is_not_text_is_an_error(tmp_path):
+    root = create(tmp_path, "iter_0000050")
     (root / "latest_checkpointed_iteration.txt").write_bytes(b"\xff\xfe5")
     with pytest.raises(CheckpointError, match=r"latest_checkpointed_iteration.txt: .* is not an iteration"):
         read_latest(root)
 
 
-def test_a_tracker_without_its_checkpoint_is_told_with_what_is_there(tmp_path):
-    root = made(tmp_path, "iter_0000050", tracker="100")
+def test_the_error_of_a_tracker_without_its_checkpoint_lists_the_iterations(tmp_path):
+    root = create(tmp_path, "iter_0000050", tracker="100")
     with pytest.raises(CheckpointError) as caught:
         read_latest(root)
     assert str(caught.value) == (
@@ -90,28 +90,28 @@ def test_a_tracker_without_its_checkpoint_is_told_with_what_is_there(tmp_path):
         read_latest(root)
 
 
-def test_checkpoints_of_others_are_not_written_over(tmp_path):
-    """Megatron-LM's folders have the same names: a run that started beside them would mix both."""
+def test_checkpoints_of_another_program_are_an_error(tmp_path):
+    """Megatron-LM's folders have the same names, so a run would mix both."""
     (tmp_path / "iter_0000100" / "mp_rank_00").mkdir(parents=True)
     with pytest.raises(CheckpointError, match=r"iter_0000100 has no layout\.json, .*\. Choose another run.dir"):
         read_latest(tmp_path)
 
 
-def test_a_folder_that_cannot_be_read_says_so(tmp_path, monkeypatch):
-    root = made(tmp_path, "iter_0000001", tracker="1")
+def test_the_error_of_an_unreadable_folder_names_the_reason(tmp_path, monkeypatch):
+    root = create(tmp_path, "iter_0000001", tracker="1")
 
-    def refuse(self):
+    def raise_permission_denied(self):
         raise PermissionError(13, "Permission denied", str(self))
 
-    monkeypatch.setattr(Path, "iterdir", refuse)
+    monkeypatch.setattr(Path, "iterdir", raise_permission_denied)
     with pytest.raises(CheckpointError, match=f"^{root}: cannot be read: Permission denied. Give this user permission"):
         read_latest(root)
 
 
-def test_leftovers_are_cleaned_up_and_whole_ones_put_back(tmp_path):
-    """What killed saves leave behind: half written, half deleted, and one that stepped aside."""
+def test_leftovers_are_deleted_and_complete_checkpoints_restored(tmp_path):
+    """Killed saves leave partly written, partly deleted and renamed checkpoints."""
     leftovers = (".new-iter_0000003", ".deleted-iter_0000001", ".old-iter_0000002", ".old-iter_0000004")
-    root = made(tmp_path, *leftovers, "iter_0000004", tracker="2")
+    root = create(tmp_path, *leftovers, "iter_0000004", tracker="2")
     (root / ".old-iter_0000002" / "old").touch()
     assert iterations(root) == [2, 4] and locate(root, 2).name == ".old-iter_0000002"
     folder = prepare(root, 3)
@@ -119,9 +119,8 @@ def test_leftovers_are_cleaned_up_and_whole_ones_put_back(tmp_path):
     assert (root / "iter_0000002" / "old").exists() and not list(folder.iterdir())
 
 
-def test_publishing_that_fails_puts_the_old_one_back(tmp_path, monkeypatch):
-    """The error is raised with the checkpoint of before in its place."""
-    root = made(tmp_path, "iter_0000001", ".new-iter_0000001", tracker="1")
+def test_a_failed_publish_restores_the_previous_checkpoint(tmp_path, monkeypatch):
+    root = create(tmp_path, "iter_0000001", ".new-iter_0000001", tracker="1")
     (root / "iter_0000001" / "old").touch()
     real = os.rename
 
@@ -136,8 +135,8 @@ def test_publishing_that_fails_puts_the_old_one_back(tmp_path, monkeypatch):
     assert (root / "iter_0000001" / "old").exists() and read_latest(root) == 1
 
 
-def test_pruning_counts_only_up_to_the_newest(tmp_path):
-    root = made(tmp_path, *(f"iter_{n:07d}" for n in (1, 2, 3, 4, 9)))
+def test_pruning_keeps_later_checkpoints_of_an_abandoned_run(tmp_path):
+    root = create(tmp_path, *(f"iter_{n:07d}" for n in (1, 2, 3, 4, 9)))
     prune(root, 4, 0, 0)
     assert iterations(root) == [1, 2, 3, 4, 9]
     prune(root, 4, 2, 0)
@@ -146,18 +145,17 @@ def test_pruning_counts_only_up_to_the_newest(tmp_path):
     assert iterations(root) == [3, 4, 9]
 
 
-def test_every_nth_stays_beside_the_newest(tmp_path):
-    """For a look back at how a run has learnt, without the disk that all of it would take."""
-    root = made(tmp_path, *(f"iter_{n:07d}" for n in (10, 20, 30, 40, 50, 60)))
+def test_pruning_keeps_the_newest_and_every_nth_checkpoint(tmp_path):
+    root = create(tmp_path, *(f"iter_{n:07d}" for n in (10, 20, 30, 40, 50, 60)))
     prune(root, 60, 1, 20)
     assert iterations(root) == [20, 40, 60]
     prune(root, 60, 0, 40)
     assert iterations(root) == [20, 40, 60]
 
 
-def test_a_damaged_one_is_set_aside_and_no_longer_a_checkpoint(tmp_path, monkeypatch):
-    """Under a name that is seen and was not there; killed halfway, nothing is lost."""
-    root = made(tmp_path, "iter_0000010", "iter_0000020", "damaged-iter_0000020", tracker="20")
+def test_a_damaged_checkpoint_is_renamed_and_the_tracker_names_the_one_before(tmp_path, monkeypatch):
+    """The new name is visible and unused. A failure halfway loses nothing."""
+    root = create(tmp_path, "iter_0000010", "iter_0000020", "damaged-iter_0000020", tracker="20")
     (root / "iter_0000020" / "this").touch()
     with monkeypatch.context() as patch:
         patch.setattr(os, "rename", lambda a, b: (_ for _ in ()).throw(OSError(5, "Input/output error", str(a))))
@@ -170,15 +168,15 @@ def test_a_damaged_one_is_set_aside_and_no_longer_a_checkpoint(tmp_path, monkeyp
     assert (root / "damaged-iter_0000020").exists()
 
 
-def test_what_cannot_be_deleted_is_a_warning_and_no_longer_a_checkpoint(tmp_path, monkeypatch):
-    """The new checkpoint is safe: ending the run because an old one stays would be worse."""
-    root = made(tmp_path, "iter_0000001", "iter_0000002")
+def test_a_checkpoint_that_cannot_be_deleted_is_renamed_with_a_warning(tmp_path, monkeypatch):
+    """The new checkpoint is complete, so the run continues."""
+    root = create(tmp_path, "iter_0000001", "iter_0000002")
 
-    def refuse(path):
+    def raise_permission_denied(path):
         raise PermissionError(13, "Permission denied", str(path))
 
     with monkeypatch.context() as patch:
-        patch.setattr(shutil, "rmtree", refuse)
+        patch.setattr(shutil, "rmtree", raise_permission_denied)
         with pytest.warns(
             UserWarning, match="iter_0000001: cannot be deleted: .*Permission denied.* delete it by hand"
         ):
@@ -188,8 +186,8 @@ def test_what_cannot_be_deleted_is_a_warning_and_no_longer_a_checkpoint(tmp_path
     assert not (root / ".deleted-iter_0000001").exists()
 
 
-def test_a_file_is_replaced_whole_or_not_at_all(tmp_path, monkeypatch):
-    """A tracker cut off in the middle would name another iteration."""
+def test_a_failed_write_keeps_the_previous_file(tmp_path, monkeypatch):
+    """A truncated tracker would name another iteration."""
     path = tmp_path / "tracker"
     write_durably(path, b"1")
     with monkeypatch.context() as patch:
@@ -199,15 +197,15 @@ def test_a_file_is_replaced_whole_or_not_at_all(tmp_path, monkeypatch):
     assert path.read_bytes() == b"1"
 
 
-def test_users_may_name_the_run_its_checkpoints_or_one_of_them(tmp_path):
-    root = made(tmp_path / "checkpoints", "iter_0000001", "iter_0000002", tracker="1")
+def test_a_checkpoint_is_given_by_its_run_its_parent_folder_or_its_own_folder(tmp_path):
+    root = create(tmp_path / "checkpoints", "iter_0000001", "iter_0000002", tracker="1")
     newest = root / "iter_0000001"
     assert resolve(tmp_path) == resolve(root) == resolve(newest) == newest
     assert resolve(root / "iter_0000002") == root / "iter_0000002"
 
 
 @pytest.mark.parametrize(("name", "message"), [("empty", "has no checkpoint"), ("missing", "is not a folder")])
-def test_a_folder_without_checkpoint_is_told(tmp_path, name, message):
+def test_a_folder_without_checkpoint_is_an_error(tmp_path, name, message):
     (tmp_path / "empty").mkdir()
     with pytest.raises(
         CheckpointError, match=rf"{name}: {message}. Give a run's folder, its checkpoints/ folder or one"
@@ -216,8 +214,8 @@ def test_a_folder_without_checkpoint_is_told(tmp_path, name, message):
 
 
 def test_an_iteration_is_chosen_by_its_number_or_its_folder(tmp_path):
-    """A typing error names those present."""
-    root = made(tmp_path / "checkpoints", "iter_0000001", "iter_0000002", tracker="2")
+    """The error of a wrong iteration lists the present ones."""
+    root = create(tmp_path / "checkpoints", "iter_0000001", "iter_0000002", tracker="2")
     assert resolve(tmp_path, 1) == resolve(root, 1) == resolve(root / "iter_0000001", 1) == root / "iter_0000001"
     with pytest.raises(CheckpointError, match=r"has no checkpoint of iteration 3\. There are iterations 1, 2$"):
         resolve(tmp_path, 3)
@@ -227,7 +225,7 @@ def test_an_iteration_is_chosen_by_its_number_or_its_folder(tmp_path):
         resolve(root / "iter_0000001", 2)
 
 
-def test_a_checkpoint_is_loaded_under_the_name_of_its_iteration(tmp_path):
+def test_a_folder_that_is_not_named_after_its_iteration_is_an_error(tmp_path):
     assert place_of(tmp_path / "iter_0000012") == place_of(tmp_path / ".old-iter_0000012") == (tmp_path, 12)
     with pytest.raises(CheckpointError, match=r"best: is not named after its iteration, such as iter_0000100\. Rename"):
         place_of(tmp_path / "best")

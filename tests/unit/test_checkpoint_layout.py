@@ -1,4 +1,4 @@
-"""layout.json: what it says comes back, and no damage to it gets past the reader."""
+"""layout.json: its content is read back exactly, and any damage is an error."""
 
 import json
 import zlib
@@ -26,8 +26,8 @@ def folder(tmp_path_factory):
     return save(tmp_path_factory.mktemp("layout"), 1, one_process())
 
 
-def test_layout_survives_its_text(folder):
-    """Floats, cuts with fused parts and the grid read back exactly."""
+def test_a_layout_is_read_back_exactly(folder):
+    """Floats, shards with fused parts and the grid included."""
     layout = read_layout(folder)
     text = dump_layout(layout)
     assert parse_layout(text.encode(), folder) == layout
@@ -37,8 +37,8 @@ def test_layout_survives_its_text(folder):
     assert '"shape": [4, 12], "shard": {"dim": 1, "parts": []}' in line
 
 
-def test_checksums_are_those_of_zlib():
-    """Whoever reads the files without our code has it; so do checkpoints written before."""
+def test_checksums_equal_those_of_zlib():
+    """Other programs can compute them, and older checkpoints contain them."""
     assert checksum(b"123456789") == "cbf43926"  # the check value of CRC-32/ISO-HDLC
     data = memoryview(bytes(range(256)) * 4097)
     for part in (data[:0], data[1:8], data[3:], data):
@@ -61,8 +61,7 @@ def test_checksums_are_those_of_zlib():
         (lambda text: text.replace(b'"iteration": 1', b'"iteration": 2', 1), "does not have its checksum"),
     ],
 )
-def test_damage_is_told_with_the_path_and_what_to_do(tmp_path, folder, damage, message):
-    """Each says which file it is and how to go on."""
+def test_the_error_of_a_damaged_layout_names_the_path_and_the_remedy(tmp_path, folder, damage, message):
     path = tmp_path / "layout.json"
     path.write_bytes(damage((folder / "layout.json").read_bytes()))
     with pytest.raises(CheckpointError, match=message) as caught:
@@ -70,8 +69,8 @@ def test_damage_is_told_with_the_path_and_what_to_do(tmp_path, folder, damage, m
     assert str(caught.value).startswith(str(path)) and "latest_checkpointed_iteration.txt" in str(caught.value)
 
 
-def test_what_was_written_like_that_is_no_damage(folder):
-    """Its checksum says so: it is another version's, and setting it aside would cost a good checkpoint."""
+def test_an_unknown_field_with_a_correct_checksum_is_not_damage(folder):
+    """Another version wrote it, so renaming it as damaged would lose a good checkpoint."""
     text = json.loads(dump_layout(read_layout(folder)))
     text.pop("crc32")
     content = {**text, "surprise": 1}
@@ -81,13 +80,13 @@ def test_what_was_written_like_that_is_no_damage(folder):
 
 
 def tensor(**changes) -> dict:
-    """The description of a tensor that is in the file, but for the changes."""
-    piece = {"file": "mp_rank_00/model.safetensors", "key": "embedding.word_embeddings.weight"}
-    piece |= {"tp": 0, "pp": 0, "start": 0, "end": 32} | {
+    """The description of a tensor in the checkpoint, with changes."""
+    slice_ = {"file": "mp_rank_00/model.safetensors", "key": "embedding.word_embeddings.weight"}
+    slice_ |= {"tp": 0, "pp": 0, "start": 0, "end": 32} | {
         key: changes.pop(key) for key in ("tp", "end") if key in changes
     }
-    whole = {"shape": [8, 4], "shard": {"dim": 0, "parts": []}}
-    return {**whole, "values": {"weight": {"dtype": "BF16", "pieces": [piece]}}, **changes}
+    full = {"shape": [8, 4], "shard": {"dim": 0, "parts": []}}
+    return {**full, "values": {"weight": {"dtype": "BF16", "pieces": [slice_]}}, **changes}
 
 
 @pytest.mark.parametrize(
@@ -112,8 +111,8 @@ def tensor(**changes) -> dict:
         ({"surprise": 1}, "surprise: Extra inputs are not permitted"),
     ],
 )
-def test_what_this_version_cannot_use_is_refused(folder, changes, message):
-    """A description with a valid checksum can still be one that we do not understand."""
+def test_an_invalid_description_is_an_error(folder, changes, message):
+    """A description with a correct checksum can still have unknown or inconsistent content."""
     text = json.loads(dump_layout(read_layout(folder)))
     text.pop("crc32")
     content = {**text, **changes}
@@ -122,8 +121,8 @@ def test_what_this_version_cannot_use_is_refused(folder, changes, message):
         parse_layout(raw, folder / "layout.json")
 
 
-def test_a_folder_without_layout_is_foreign(tmp_path):
-    """Megatron-LM's folders have the same names; with our files in them, it is one of ours that has lost it."""
+def test_the_error_of_a_folder_without_layout_distinguishes_damage_from_another_program(tmp_path):
+    """Megatron-LM's folders have the same names. A folder with safetensors files has lost its layout.json."""
     (tmp_path / "mp_rank_00").mkdir()
     with pytest.raises(CheckpointError, match=r"has no layout\.json, so it is not a checkpoint of megatron_lite"):
         read_layout(tmp_path)
@@ -132,7 +131,7 @@ def test_a_folder_without_layout_is_foreign(tmp_path):
         read_layout(tmp_path)
 
 
-def test_a_layout_that_cannot_be_opened_says_why(tmp_path):
+def test_the_error_of_a_layout_that_cannot_be_opened_names_the_reason(tmp_path):
     (tmp_path / "layout.json").mkdir()
     with pytest.raises(CheckpointError, match=r"layout\.json: cannot be read: Is a directory"):
         read_layout(tmp_path)
@@ -140,15 +139,15 @@ def test_a_layout_that_cannot_be_opened_says_why(tmp_path):
 
 @settings(max_examples=300, deadline=None)
 @given(data=st.data())
-def test_no_damage_to_the_text_passes(folder, data):
-    """Flipped, lost or added bytes: the same layout (whitespace changed) or a CheckpointError, never anything else."""
+def test_any_damage_to_the_text_is_an_error(folder, data):
+    """Flipped, deleted or inserted bytes give a CheckpointError, or the same layout if only whitespace changed."""
     text = bytearray((folder / "layout.json").read_bytes())
     for _ in range(data.draw(st.integers(1, 4))):
         place = data.draw(st.integers(0, len(text) - 1))
-        kind = data.draw(st.sampled_from(["flip", "cut", "insert", "delete"]))
+        kind = data.draw(st.sampled_from(["flip", "truncate", "insert", "delete"]))
         if kind == "flip":
             text[place] ^= data.draw(st.integers(1, 255))
-        elif kind == "cut" and place:
+        elif kind == "truncate" and place:
             del text[place:]
         elif kind == "insert":
             text[place:place] = data.draw(st.binary(min_size=1, max_size=8))
@@ -161,15 +160,15 @@ def test_no_damage_to_the_text_passes(folder, data):
 
 
 def test_folders_have_megatrons_names():
-    """Scripts look for them."""
+    """Scripts search for these names."""
     assert mp_rank_folder(3, 0, Grid(tp=4)) == "mp_rank_03"
     assert mp_rank_folder(3, 12, Grid(tp=4, pp=16)) == "mp_rank_03_012"
     assert iteration_of("iter_0000100") == 100 and iteration_of("iter_12345678") == 12345678
     assert iteration_of("iter_100") is None and iteration_of(".new-iter_0000100") is None
 
 
-def test_a_folder_under_the_name_of_another_iteration_is_refused(tmp_path):
-    """The log would have the one iteration, and the counters the other."""
+def test_a_folder_named_after_another_iteration_is_an_error(tmp_path):
+    """The log and the counters would show different iterations."""
     folder = save(tmp_path, 4, one_process()).rename(tmp_path / "iter_0000006")
     with pytest.raises(CheckpointError) as caught:
         read_layout(folder)

@@ -12,8 +12,8 @@ from megatron_lite.parallel.context import solo
 from tests.helpers.locks import other_run
 
 
-def test_a_second_run_is_told_who_holds_the_directory_until_that_one_has_ended(tmp_path):
-    """However it ends: after kill -9 a restart must not have to wait."""
+def test_the_error_of_a_second_run_names_the_process_that_uses_the_directory(tmp_path):
+    """After kill -9 of that process, a restart must get the lock at once."""
     holder = other_run(tmp_path / "run")
     assert holder.stdout is not None and holder.stdout.readline() == "mine\n"
     with (
@@ -34,10 +34,10 @@ def test_a_second_run_is_told_who_holds_the_directory_until_that_one_has_ended(t
 
 
 def test_file_systems_without_locks_do_not_stop_a_run(tmp_path, monkeypatch, capsys):
-    def refuse(descriptor, operation):
+    def raise_no_locks(descriptor, operation):
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
-    monkeypatch.setattr(fcntl, "lockf", refuse)
+    monkeypatch.setattr(fcntl, "lockf", raise_no_locks)
     with locked(tmp_path, world=solo()):
         pass
     assert capsys.readouterr().out == (

@@ -1,4 +1,4 @@
-"""A checkpoint of another model or run is refused before any tensor is touched, with the keys to look at."""
+"""A checkpoint of another model is an error that names the keys to compare, before any tensor changes."""
 
 from dataclasses import replace
 
@@ -20,8 +20,8 @@ def root(tmp_path_factory):
     return root
 
 
-def refused(root, table=TABLE, **changes) -> str:
-    """The message, for a run with this table; the run's tensors stay as they were."""
+def message_of_load(root, table=TABLE, **changes) -> str:
+    """The error message of loading with this table, after a check that no tensor changed."""
     into = contents(one_process(), -1, table=table)
     with pytest.raises(CheckpointError) as caught:
         load(root, 1, one_process(), **{**into, "table": table, **changes})
@@ -30,10 +30,10 @@ def refused(root, table=TABLE, **changes) -> str:
     return str(caught.value)
 
 
-def test_other_shapes_are_named_with_both_and_the_keys_to_look_at(root):
+def test_the_error_of_other_shapes_names_both_and_the_keys_to_compare(root):
     table = {**TABLE, FC2: replace(TABLE[FC2], shape=(4, 24))}
     config = {"model": {"hidden_size": 4, "num_layers": 1, "ffn_hidden_size": 6}}
-    message = refused(root, table, config={**config, "model": {**config["model"], "hidden_size": 8}})
+    message = message_of_load(root, table, config={**config, "model": {**config["model"], "hidden_size": 8}})
     assert message == (
         f"{root}/iter_0000001: belongs to another model; {FC2} is [4, 12] in the checkpoint and [4, 24] in this model. "
         "Look at model.hidden_size (checkpoint: 4, config: 8), or choose another run.dir"
@@ -41,17 +41,17 @@ def test_other_shapes_are_named_with_both_and_the_keys_to_look_at(root):
 
 
 def test_other_fused_parts_are_another_model(root):
-    """The same shape with other query groups would load, and be nonsense."""
+    """With other query groups, the shape is the same and the result nonsense."""
     table = {**TABLE, QKV: replace(TABLE[QKV], shard=Shard(0, (12, 2, 2)))}
     assert (
         "linear_qkv.weight is [16, 4] fused of [8, 4, 4] in the checkpoint and [16, 4] fused of "
-        "[12, 2, 2] in this model. Look at the " in (refused(root, table))
+        "[12, 2, 2] in this model. Look at the " in (message_of_load(root, table))
     )
 
 
-def test_missing_tensors_are_named(root):
+def test_the_error_of_missing_tensors_names_them(root):
     table = {**TABLE, **{f"decoder.layers.{n}.bias": ParamMeta((4,), Shard(), "zeros") for n in range(1, 6)}}
-    message = refused(root, table, config={"model": {**CONFIG["model"], "num_layers": 6}})
+    message = message_of_load(root, table, config={"model": {**CONFIG["model"], "num_layers": 6}})
     assert (
         "missing in the checkpoint: decoder.layers.1.bias, decoder.layers.2.bias, decoder.layers.3.bias and 2 more"
         in message
@@ -59,40 +59,40 @@ def test_missing_tensors_are_named(root):
     assert "Look at model.num_layers (checkpoint: 1, config: 6)" in message
 
 
-def test_left_over_tensors_are_named(root):
-    """Half of a deeper model is not this model."""
+def test_the_error_of_unused_tensors_names_them(root):
+    """Half of a deeper model is another model."""
     table = {name: meta for name, meta in TABLE.items() if name != FC2}
-    assert f"belongs to another model; only in the checkpoint: {FC2}. Look at" in refused(root, table)
+    assert f"belongs to another model; only in the checkpoint: {FC2}. Look at" in message_of_load(root, table)
 
 
-def test_another_precision_is_named(root):
-    """bf16 moments in an fp32 run, or the reverse, would go unnoticed."""
+def test_the_error_of_another_precision_names_both(root):
+    """bf16 moments in an fp32 run, or the reverse, would raise no other error."""
     into = contents(one_process(), -1, torch.float16)
     config = {**CONFIG, "train": {"precision": "fp16"}}
-    assert refused(root, **into, config=config).endswith(
+    assert message_of_load(root, **into, config=config).endswith(
         "weight of embedding.word_embeddings.weight is BF16, this run needs F16. Restore train.precision (checkpoint: "
         "bf16, config: fp16), or load the weights alone with checkpoint.load_weights"
     )
     into = contents(one_process(), -1, torch.float32)
     config = {**CONFIG, "train": {"precision": "fp32"}}
-    assert refused(root, **into, config=config).endswith(
+    assert message_of_load(root, **into, config=config).endswith(
         "embedding.word_embeddings.weight has exp_avg, exp_avg_sq, master, weight, this run needs exp_avg, exp_avg_sq, "
         "weight. Restore train.precision (checkpoint: bf16, config: fp32), or load the weights alone with "
         "checkpoint.load_weights"
     )
 
 
-def test_tensors_of_another_size_than_described_are_refused(root):
-    """A caller's mistake, found before half of a tensor is filled."""
+def test_a_tensor_of_another_size_than_its_description_is_an_error(root):
+    """A mistake of the caller, found before a tensor is partly filled."""
     into = contents(one_process(), -1)
     into["weights"][FC2] = torch.zeros(6, 12, dtype=torch.bfloat16)
-    assert (f"weight of {FC2} has 48 of the 72 elements that tensor-parallel rank 0 of 1 needs") in refused(
+    assert (f"weight of {FC2} has 48 of the 72 elements that tensor-parallel rank 0 of 1 needs") in message_of_load(
         root, **into
     )
 
 
-def test_what_follows_from_other_fields_is_the_same_model_when_it_is_said(root, tmp_path):
-    """A model from Hugging Face states all of it; its user's config does not."""
+def test_derived_fields_may_be_given_or_left_out(root, tmp_path):
+    """A converted Hugging Face model has all fields; a user's config has few."""
     short = {"hidden_size": 4, "num_layers": 1, "num_heads": 2, "num_query_groups": 0, "head_dim": 0, "vocab_size": 7}
     long = short | {"num_query_groups": 2, "head_dim": 2}
     save(tmp_path, 1, one_process(), config={"model": long})
@@ -102,7 +102,7 @@ def test_what_follows_from_other_fields_is_the_same_model_when_it_is_said(root, 
 
 
 def test_rotary_positions_may_be_more_than_in_training(tmp_path):
-    """They have no weights. Learned ones have, and a longer table is another model."""
+    """Rotary positions have no weights. A longer table of learned positions is another model."""
     rotary = {"position": "rotary", "max_position_embeddings": 16}
     save(tmp_path, 1, one_process(), config={"model": rotary})
     load(tmp_path, 1, one_process(), config={"model": rotary | {"max_position_embeddings": 32}})
@@ -112,7 +112,7 @@ def test_rotary_positions_may_be_more_than_in_training(tmp_path):
 
 
 def test_the_checkpoint_of_a_custom_model_needs_a_custom_model(tmp_path):
-    """The built-in model would load tensors of the same names, and compute something else with them."""
+    """The built-in model would load tensors of the same names and compute something else."""
     save(tmp_path, 1, one_process(), origin={"model_provider": "mine.py:build"})
     with pytest.raises(CheckpointError) as caught:
         load(tmp_path, 1, one_process())
@@ -125,9 +125,9 @@ def test_the_checkpoint_of_a_custom_model_needs_a_custom_model(tmp_path):
     load(tmp_path, 2, one_process())
 
 
-def test_names_with_a_prefix_hint_at_a_custom_model(tmp_path):
-    """As a module around the built-in one gives them, in a checkpoint without a record of it."""
+def test_the_error_of_names_with_a_prefix_suggests_a_custom_model(tmp_path):
+    """A module around the built-in model gives such names. This checkpoint has no record of it."""
     table = {f"inner.{name}": meta for name, meta in TABLE.items()}
     save(tmp_path, 1, one_process(), table=table, **contents(one_process(), 1, table=table))
-    message = refused(tmp_path)
+    message = message_of_load(tmp_path)
     assert "its names have a prefix, so a custom model may have built it: load it with --model FILE.py:NAME" in message
