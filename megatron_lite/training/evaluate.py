@@ -1,7 +1,7 @@
 """Loss on validation and test data.
 
-Every evaluation of a run reads the same samples, the first of the split, so that all points of its curve compare and a
-resumed run needs no position.
+Every evaluation reads the same samples, the first of the split, so all points of the curve are comparable and a resumed
+run needs no position.
 """
 
 import math
@@ -28,7 +28,7 @@ def evaluation_samples(run: Run) -> int:
 
 
 def loader(run: Run, dataset: Dataset, eod: int) -> PrefetchingLoader:
-    """A reader of this rank's micro-batches of a dataset, one step ahead."""
+    """A loader of this rank's micro-batches of a dataset, one step ahead."""
     return PrefetchingLoader(
         dataset,
         run.config.train.micro_batch_size,
@@ -43,8 +43,8 @@ def loader(run: Run, dataset: Dataset, eod: int) -> PrefetchingLoader:
 def evaluate(run: Run, dataset: Dataset, eod: int, stop: StopRequest | None = None) -> float | None:
     """Mean loss over the target tokens of the split's first `evaluation_samples`, in nats, equal on every rank.
 
-    The model is that of a checkpoint: under local SGD the common one. A stop request is looked for before each global
-    batch, and the result of an interrupted evaluation is None.
+    Under local SGD the common model is evaluated. Before each global batch, a stop request ends the evaluation, whose
+    result is then None.
     Communicates: what the forwards do, a value over pp for each global batch, and two values over dp.
     """
     totals = torch.zeros(2, dtype=torch.float64, device=run.ctx.device)
@@ -82,14 +82,13 @@ class Evaluation:
         self._splits = {name: split for name, split in named.items() if wanted and split is not None}
 
     def where_due(self, stop: StopRequest) -> None:
-        """Logs the validation loss after every `train.eval_interval` iterations, unless a stop is requested."""
+        """Log the validation loss after every `train.eval_interval` iterations, unless a stop is requested."""
         iteration = self._run.state.iteration
         if iteration and due(iteration, self._run.config.train.eval_interval) and self._is_missing("validation"):
             self._evaluate("validation", f"iteration {iteration}", stop)
 
     def of_finished_model(self, stop: StopRequest | None = None) -> None:
-        """Logs the losses of the finished model that are missing. Raises StoppedEarly when a stop request
-        interrupts."""
+        """Log the missing losses of the finished model. Raise StoppedEarly after a stop request."""
         run, log = self._run, self._log
         for name in filter(self._is_missing, self._splits):
             loss = self._evaluate(name, f"the end of training, iteration {run.state.iteration}", stop)

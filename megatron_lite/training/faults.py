@@ -33,7 +33,7 @@ class Verdict(NamedTuple):
 
 
 def step_unless_bad(run: Run, loss: float, lr: float) -> Verdict:
-    """The optimizer step, without effect where loss or gradients are bad. Collective over the world.
+    """Run the optimizer step, without effect where loss or gradients are bad. Collective over the world.
 
     An overflow that a smaller loss scale can mend is skipped and is not bad.
     """
@@ -50,15 +50,14 @@ def step_unless_bad(run: Run, loss: float, lr: float) -> Verdict:
 
 
 def ranks_with_bad_loss(own: torch.Tensor, world: Group) -> str:
-    """Names the ranks whose own loss `[1]` is not finite. Communicates: one value per rank over the world."""
+    """The ranks whose own loss `[1]` is not finite. Communicates: one value per rank over the world."""
     losses = all_gather(own, world, dim=0).tolist()
     bad = [str(rank) for rank, loss in enumerate(losses) if not math.isfinite(loss)]
     return f" (the loss of rank {', '.join(bad)} is not finite)" if bad and world.size > 1 else ""
 
 
 def answer_bad_values(run: Run, report: StepReport, say: Say) -> None:
-    """Applies `faults` to a bad iteration: stop (raises TrainingError), skip or roll back. Collective over the
-    world."""
+    """Apply `faults` to a bad iteration: raise TrainingError, skip or roll back. Collective over the world."""
     faults, state = run.config.faults, run.state
     if not report.bad:
         if not report.skipped:  # an overflow skip does not reset the counter
@@ -104,7 +103,7 @@ def advice(run: Run, report: StepReport) -> str:
 
 
 def roll_back(run: Run, report: StepReport, what: str, say: Say) -> None:
-    """Loads the newest checkpoint and continues with the data after the bad iteration. Collective over the world."""
+    """Load the newest checkpoint, and continue with the data after the bad iteration. Collective over the world."""
     bad, root = run.state, checkpoints_of(run.config.run.dir)
     run.saver.wait(say)
     newest = find_latest(root, world=run.ctx.world)

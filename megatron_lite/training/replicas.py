@@ -1,4 +1,4 @@
-"""Checks that replicated parameters are still equal: equal start values and equal gradients keep them so."""
+"""Checks that replicas of parameters are equal: equal initial values and equal gradients keep them equal."""
 
 from collections import Counter
 
@@ -13,8 +13,7 @@ from megatron_lite.training.state import due
 
 @torch.no_grad()
 def check_copies_if_debug(run: Run) -> None:
-    """Under `train.debug`, raises TrainingError on every rank when the two copies of a tied embedding differ in any
-    bit.
+    """Under `train.debug`, raise TrainingError on every rank where the copies of a tied embedding differ in any bit.
 
     Communicates: the copies over embd, and one value over the world.
     """
@@ -28,16 +27,15 @@ def check_copies_if_debug(run: Run) -> None:
             num_different += not torch.equal(first, last)
     if all_reduce(torch.tensor(float(num_different), device=run.ctx.device), run.ctx.world, "max").item():
         raise TrainingError(
-            "train.debug: the word embedding of the first pipeline stage and its copy on the last stage, the head, "
-            "differ; a hook, a custom model or a broken device changed one of them. The newest checkpoint is from "
-            "before this iteration"
+            "train.debug: the word embedding of the first pipeline stage and its copy on the last stage differ; a "
+            "hook, a custom model or a broken device changed one. The newest checkpoint is from before this iteration"
         )
 
 
 def check_replicas_if_due(run: Run) -> None:
-    """Calls `check_replicas_equal` every `faults.check_replicas` iterations.
+    """Call `check_replicas_equal` every `faults.check_replicas` iterations, before the optimizer.
 
-    It runs before the optimizer, which would overwrite a damaged low-precision weight with its fp32 master.
+    The optimizer would overwrite a damaged low-precision weight with its fp32 master.
     """
     if due(run.state.iteration + 1, run.config.faults.check_replicas):
         with run.progress.during("check_replicas"):
@@ -46,7 +44,7 @@ def check_replicas_if_due(run: Run) -> None:
 
 @torch.no_grad()
 def check_replicas_equal(run: Run) -> None:
-    """Raises TrainingError on every rank where data-parallel replicas of a weight differ in any bit.
+    """Raise TrainingError on every rank where data-parallel replicas of a weight differ in any bit.
 
     Communicates: one value per parameter over dp, and one over the world.
     """
@@ -68,14 +66,13 @@ def check_replicas_equal(run: Run) -> None:
 
 
 def bit_sum(parameter: torch.Tensor) -> torch.Tensor:
-    """The sum of all values' bits as integers, modulo 2**64, a scalar in int64. Any one changed value changes it."""
+    """The sum of all values' bits as integers, modulo 2**64, an int64 scalar. A change of one value changes it."""
     as_integers = {2: torch.int16, 4: torch.int32, 8: torch.int64}[parameter.element_size()]
     return parameter.contiguous().view(as_integers).sum(dtype=torch.int64)
 
 
 def differing_ranks(run: Run, sums: list[int], name: str, count: int) -> str:
-    """Names the ranks that differ from the majority in the parameter `name`, one of `count`; without a majority,
-    all."""
+    """A message about the ranks that differ from the majority in `name`, the first of `count` parameters."""
     (common, frequency), *_ = Counter(sums).most_common()
     ranks = run.ctx.dp.ranks
     odd = [rank for rank, value in zip(ranks, sums, strict=True) if value != common]

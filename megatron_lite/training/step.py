@@ -48,8 +48,7 @@ def train_step(run: Run, microbatches: list[Batch]) -> StepReport:
 
 
 def mean_loss(run: Run, loss_sum: Tensor, target_tokens: float) -> float:
-    """Mean loss per target token of the global batch, in nats; bitwise equal on all ranks, which must agree on a bad
-    one.
+    """The mean loss per target token of the global batch, in nats, bitwise equal on all ranks.
 
     loss_sum  [1]  of this data-parallel rank, equal on all of its model-parallel ranks
     Communicates: one value over the world.
@@ -94,8 +93,8 @@ def forward_of(run: Run, microbatches: list[Batch], module: Callable[[int], nn.M
 
 
 def message_of(config: Config, tokens: Tensor, device: torch.device) -> Message:
-    """Shape and dtype of the hidden state that stages send for micro-batches like `tokens` [b, s]: [s, b, h], under
-    sequence parallelism [s/tp, b, h]."""
+    """The hidden state that stages send for micro-batches like `tokens` [b, s]: [s, b, h], or [s/tp, b, h] under
+    sequence parallelism."""
     batch, length = tokens.shape
     if config.parallel.sequence:
         length //= config.parallel.tensor
@@ -138,7 +137,7 @@ def count_target_tokens(microbatches: list[Batch], dp: Group) -> float:
 
 
 def advance(run: Run, microbatches: list[Batch], loss: float, skipped: bool) -> None:
-    """Advances the counters; a skipped step consumes its samples but is not an optimizer step."""
+    """Advance the counters; a skipped step consumes its samples but is not an optimizer step."""
     run.state.iteration += 1
     run.state.consumed_samples += len(microbatches) * run.config.train.micro_batch_size * run.ctx.dp.size
     run.state.optimizer_steps += not skipped

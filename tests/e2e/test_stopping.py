@@ -164,7 +164,7 @@ def test_a_signal_during_a_save_that_takes_long_ends_it_and_leaves_the_checkpoin
     assert process.returncode == 1
     assert re.fullmatch(
         r"(?s).*\[20..-..-.. ..:..:..\] SIGTERM: the run will save a checkpoint and stop\n"
-        r"SIGTERM came again after \d+ s of saving: the run stops without this checkpoint\. Run the same command "
+        r"SIGTERM again after \d+ s of saving: the run stops without this checkpoint; run the same command "
         r"again to continue from the one before\n",
         err,
     )

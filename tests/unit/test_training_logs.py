@@ -162,7 +162,7 @@ def test_a_run_whose_folder_is_deleted_reports_it_once_and_loses_no_row(make_log
         assert rows(tmp_path) == [1, 2, 3, 4, 5]
         assert points(tmp_path / "tensorboard")["lm loss"] == [4, 5]
         assert (tmp_path / "config.yaml").exists()
-        assert capsys.readouterr().out.count(f"DELETED: {tmp_path} was deleted during iteration 4; it is created again") == 1
+        assert capsys.readouterr().out.count(f"DELETED: {tmp_path} was deleted during iteration 4; it is created") == 1
         _, problem = other_run(tmp_path).communicate()
         assert "is in use by process" in problem
 
