@@ -75,8 +75,8 @@ class StopRequest:
                         )
                     elif not is_first and taken > PATIENCE_SECONDS:
                         _print_now(
-                            f"{name} again after {taken:.0f} s of saving: the run stops without this checkpoint; run the "
-                            "same command again to continue from the one before"
+                            f"{name} again after {taken:.0f} s of saving: the run stops without this checkpoint; run "
+                            "the same command again to continue from the one before"
                         )
                         os._exit(1)
                     is_first = False
