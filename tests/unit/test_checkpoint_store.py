@@ -1,4 +1,4 @@
-"""Saving and loading in one process: bits, messages, and what remains after a failure at any step."""
+"""Saving and loading in one process: bits, messages, and checkpoints after a failure at any step."""
 
 import contextlib
 import errno
@@ -35,8 +35,8 @@ NAME = "decoder.layers.0.mlp.linear_fc2.weight"
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
-def test_what_was_saved_comes_back_bit_for_bit(tmp_path, dtype):
-    """A moment or master rounded on the way would change the run after every resume."""
+def test_a_saved_checkpoint_is_loaded_bit_for_bit(tmp_path, dtype):
+    """A rounded moment or master would change the run after every resume."""
     ctx = one_process()
     saved, into = contents(ctx, 3, dtype), contents(ctx, -1, dtype)
     saved["weights"][NAME][0, :3] = torch.tensor([float("nan"), float("inf"), -0.0])
@@ -49,7 +49,7 @@ def test_what_was_saved_comes_back_bit_for_bit(tmp_path, dtype):
     assert (loaded.iteration, loaded.state["loss_scale"], loaded.config) == (3, 0.1, CONFIG)
 
 
-def test_weights_load_into_parameters_and_alone(tmp_path):
+def test_weights_load_into_parameters_without_optimizer_state(tmp_path):
     """Generation has no optimizer; a parameter that requires gradients is filled in place."""
     ctx = one_process()
     save(tmp_path, 1, ctx)
@@ -73,7 +73,7 @@ def test_weights_are_a_plain_safetensors_file_by_name(tmp_path):
     assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == "1"
 
 
-def test_a_state_that_json_cannot_hold_is_refused_before_the_tracker_moves(tmp_path):
+def test_a_state_that_json_cannot_represent_is_an_error_before_the_tracker_changes(tmp_path):
     """Otherwise the newest checkpoint would be one that cannot be read."""
     save(tmp_path, 1, one_process())
     with pytest.raises(TypeError, match="not JSON serializable"):
@@ -82,7 +82,7 @@ def test_a_state_that_json_cannot_hold_is_refused_before_the_tracker_moves(tmp_p
 
 
 def test_saving_an_iteration_again_replaces_it(tmp_path):
-    """A run taken back to an older checkpoint comes to the same iteration with other numbers."""
+    """A run reset to an older checkpoint saves the same iteration with other values."""
     ctx = one_process()
     for iteration, version in ((1, 1), (2, 2), (2, 7)):
         save(tmp_path, iteration, ctx, version=version)
@@ -91,8 +91,7 @@ def test_saving_an_iteration_again_replaces_it(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir() if path.is_dir()) == ["iter_0000001", "iter_0000002"]
 
 
-def test_the_newest_stay_and_0_keeps_all(tmp_path):
-    """Deleting one too many loses a checkpoint, one too few fills the disk."""
+def test_keep_is_the_number_of_newest_checkpoints_and_0_keeps_all(tmp_path):
     for iteration in (1, 2, 3, 4):
         save(tmp_path / "two", iteration, one_process(), keep=2)
         save(tmp_path / "all", iteration, one_process(), keep=0)
@@ -100,8 +99,8 @@ def test_the_newest_stay_and_0_keeps_all(tmp_path):
     assert iterations(tmp_path / "all") == [1, 2, 3, 4]
 
 
-def test_later_checkpoints_of_an_abandoned_run_never_displace_the_one_just_saved(tmp_path):
-    """After going back to 1, "newest" by number would delete what was saved now."""
+def test_pruning_never_deletes_the_saved_checkpoint_for_later_ones_of_an_abandoned_run(tmp_path):
+    """After a reset to iteration 1, pruning by number alone would delete iteration 2."""
     ctx = one_process()
     for iteration in (1, 5, 6):
         save(tmp_path, iteration, ctx, keep=0)
@@ -110,11 +109,11 @@ def test_later_checkpoints_of_an_abandoned_run_never_displace_the_one_just_saved
 
 
 class Killed(BaseException):
-    """Stands for the end of the process: no handler for ordinary errors runs."""
+    """The simulated end of the process, which handlers of Exception do not catch."""
 
 
 class Faults:
-    """Counts the system calls of a save that change the disk, and lets one of them fail, before or after its effect."""
+    """Counts the calls of a save that change the disk, and makes one fail before or after its effect."""
 
     def __init__(self, patch: pytest.MonkeyPatch, fail_at: int, error: BaseException, after: bool):
         self.calls, self.fail_at, self.error, self.after = 0, fail_at, error, after
@@ -136,7 +135,7 @@ class Faults:
             if self.calls - 1 != self.fail_at:
                 return call(*args, **kwargs)
             if self.after:
-                with contextlib.suppress(OSError):  # a folder that exists, which the caller allows
+                with contextlib.suppress(OSError):  # an existing folder, which the caller allows
                     call(*args, **kwargs)
             raise self.error
 
@@ -144,7 +143,7 @@ class Faults:
 
 
 def steps_of_a_save(tmp_path: Path, iteration: int) -> int:
-    """How many calls a save makes that `Faults` counts."""
+    """The number of calls of a save that `Faults` counts."""
     save(tmp_path / "count", 1, one_process())
     with pytest.MonkeyPatch.context() as patch:
         faults = Faults(patch, -1, Killed(), after=False)
@@ -155,8 +154,8 @@ def steps_of_a_save(tmp_path: Path, iteration: int) -> int:
 
 @pytest.mark.parametrize("iteration", [1, 2], ids=["same iteration", "next iteration"])
 @pytest.mark.parametrize("reason", [errno.ENOSPC, errno.EACCES, errno.EIO])
-def test_an_error_at_any_step_of_a_save_is_told_and_loses_nothing(tmp_path, iteration, reason):
-    """Whatever fails, what was there or what was being saved can be loaded, and the next save works."""
+def test_an_error_at_any_step_of_a_save_is_raised_and_loses_nothing(tmp_path, iteration, reason):
+    """After any failure, the previous or the new checkpoint can be loaded, and the next save succeeds."""
     ctx, raised = one_process(), 0
     for step in range(steps_of_a_save(tmp_path, iteration)):
         root = tmp_path / f"{step}"
@@ -179,8 +178,8 @@ def test_an_error_at_any_step_of_a_save_is_told_and_loses_nothing(tmp_path, iter
 
 @pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
 @pytest.mark.parametrize("iteration", [1, 2], ids=["same iteration", "next iteration"])
-def test_a_process_that_ends_at_any_step_of_a_save_leaves_a_whole_checkpoint(tmp_path, iteration, after):
-    """Every instant between two changes of the disk, one by one; signals at random instants are in tests/dist."""
+def test_a_process_killed_at_any_step_of_a_save_leaves_a_complete_checkpoint(tmp_path, iteration, after):
+    """Every step between two changes of the disk is tried; tests/dist kills processes at random times."""
     ctx = one_process()
     for step in range(steps_of_a_save(tmp_path, iteration)):
         root = tmp_path / f"{step}"
@@ -197,8 +196,8 @@ def test_a_process_that_ends_at_any_step_of_a_save_leaves_a_whole_checkpoint(tmp
         assert [path.name for path in root.iterdir() if path.is_dir()] == ["iter_0000003"]
 
 
-def test_a_process_that_ends_in_its_first_save_leaves_nothing_or_a_whole_checkpoint(tmp_path):
-    """Without a tracker, half a checkpoint must not be taken for one."""
+def test_a_process_killed_in_its_first_save_leaves_no_or_a_complete_checkpoint(tmp_path):
+    """Without a tracker, an incomplete checkpoint must not be loaded."""
     ctx = one_process()
     for step in range(steps_of_a_save(tmp_path, 2)):
         root = tmp_path / f"{step}"
@@ -210,8 +209,8 @@ def test_a_process_that_ends_in_its_first_save_leaves_nothing_or_a_whole_checkpo
             assert_holds(root, ctx, 1)
 
 
-def test_everything_is_on_the_disk_before_it_counts(tmp_path, monkeypatch):
-    """After a power failure, a name may have reached the disk and its content not, unless it was waited for."""
+def test_files_are_synced_before_the_tracker_names_them(tmp_path, monkeypatch):
+    """After a power failure, the disk may have a name without its content unless the content was synced."""
     events: list[tuple[str, str]] = []
     fsync, rename, replace = os.fsync, os.rename, os.replace
     monkeypatch.setattr(
@@ -231,8 +230,8 @@ def test_everything_is_on_the_disk_before_it_counts(tmp_path, monkeypatch):
     assert events[counts + 1] == ("sync", str(tmp_path))
 
 
-def test_a_full_disk_is_told_and_its_space_given_back(tmp_path):
-    """Half a checkpoint that stays would keep the disk full for good."""
+def test_a_full_disk_is_an_error_and_the_incomplete_save_is_deleted(tmp_path):
+    """An incomplete checkpoint would keep the disk full."""
     ctx, root = one_process(), tmp_path / "small"
     root.mkdir()
     mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", root], capture_output=True)
@@ -250,16 +249,15 @@ def test_a_full_disk_is_told_and_its_space_given_back(tmp_path):
         subprocess.run(["umount", root], check=True)
 
 
-def test_a_checkpoint_of_a_killed_replacement_counts_until_it_is_replaced(tmp_path):
-    """Between its stepping aside and the new one's appearance, the old folder has another name."""
+def test_the_previous_checkpoint_of_a_killed_replacement_is_loaded(tmp_path):
+    """While a save replaces an iteration, the previous folder has another name."""
     ctx = one_process()
     save(tmp_path, 1, ctx)
     os.rename(tmp_path / "iter_0000001", tmp_path / ".old-iter_0000001")
     assert read_latest(tmp_path) == 1 and assert_holds(tmp_path, ctx, 1) == 1
 
 
-def test_verify_names_every_damaged_file(tmp_path):
-    """One message for each, so that one look shows the whole damage."""
+def test_verify_lists_every_damaged_file(tmp_path):
     folder = save(tmp_path, 1, one_process())
     layout = read_layout(folder)
     assert store.verify(folder, layout) == []
@@ -273,8 +271,8 @@ def test_verify_names_every_damaged_file(tmp_path):
     assert "model.safetensors: tensor decoder.final_layernorm.weight has checksum" in damaged
 
 
-def test_a_checkpoint_that_another_run_prunes_while_it_is_read_is_not_damaged(tmp_path):
-    """It was whole, and there is a newer one."""
+def test_a_checkpoint_that_is_pruned_while_it_is_read_is_not_damaged(tmp_path):
+    """The checkpoint was complete, and a newer one exists."""
     folder = save(tmp_path, 1, one_process())
     layout = read_layout(folder)
     shutil.rmtree(folder)
@@ -287,12 +285,12 @@ def test_a_checkpoint_that_another_run_prunes_while_it_is_read_is_not_damaged(tm
 
 
 def test_nothing_is_copied_after_an_error(tmp_path, monkeypatch):
-    """A reader that came late would write the damaged checkpoint's numbers over those of the one before it."""
+    """A late reader would overwrite values of the previous checkpoint with those of the damaged one."""
     layout = read_layout(save(tmp_path, 1, one_process()))
     tensor = layout.tensors[NAME]
     (stored,) = tensor.values["weight"].slices
-    (whole,) = rectangles(tensor.shape, tensor.shard, 0, 1)
-    flat, started = torch.zeros(whole.numel, dtype=torch.bfloat16), []
+    (full,) = rectangles(tensor.shape, tensor.shard, 0, 1)
+    flat, started = torch.zeros(full.numel, dtype=torch.bfloat16), []
     wait, cancelled = store.wait, threading.Event()
 
     def wait_after_cancelling(copies):
@@ -300,48 +298,48 @@ def test_nothing_is_copied_after_an_error(tmp_path, monkeypatch):
         return wait(copies)
 
     with store.Opened(tmp_path / "iter_0000001", layout) as opened:
-        submit, numbers = opened._readers.submit, itertools.count()
+        submit, indices = opened._readers.submit, itertools.count()
 
         def submit_numbered(copy, *arguments):
-            def first_fails_others_wait(number):
-                started.append(number)
-                if number == 0:
+            def first_fails_others_wait(index):
+                started.append(index)
+                if index == 0:
                     raise DamagedCheckpoint("the first block")
                 assert cancelled.wait(PATIENCE)
                 copy(*arguments)
 
-            return submit(first_fails_others_wait, next(numbers))
+            return submit(first_fails_others_wait, next(indices))
 
         monkeypatch.setattr(opened._readers, "submit", submit_numbered)
         monkeypatch.setattr(store, "wait", wait_after_cancelling)
         with pytest.raises(DamagedCheckpoint, match="the first block"):
-            opened.fill(flat, [Move(stored, whole, whole)] * 20)
+            opened.fill(flat, [Move(stored, full, full)] * 20)
         count, filled = len(started), flat.clone()
-        cancelled.set()  # a fill that does not wait for its readers would let them copy from here on
+        cancelled.set()  # readers that `fill` did not wait for would copy from now on
     assert len(started) == count and torch.equal(flat, filled)
-    assert count <= store.READERS + 1, "one block failed, and each reader had one more when the others were cancelled"
+    assert count <= store.READERS + 1, "one block failed and each reader had at most one more"
 
 
 LARGE = {name: ParamMeta((8192, 8192), Shard(dim), "normal") for dim, name in enumerate(("rows", "columns"))}
 
 
 def load_a_quarter(root: Path, results) -> None:
-    """As one of four tensor-parallel ranks: the bytes of what it holds, and how far memory rises to fill that."""
+    """Load one of four tensor-parallel shards; put its bytes and the rise of peak memory into `results`."""
     ctx = replace(ParallelContext.at(Grid(tp=4), 3), world=solo())
     weights = {name: LocalShard(torch.ones(meta.shard.local_shape(meta.shape, 4))) for name, meta in LARGE.items()}
     Path("/proc/self/clear_refs").write_text("5")
     before = status("VmRSS")
     store.load(root, 1, ctx=ctx, table=LARGE, contents=Contents(weights), config=CONFIG)
-    results.put((sum(held.values.nbytes for held in weights.values()), status("VmHWM") - before))
+    results.put((sum(local.values.nbytes for local in weights.values()), status("VmHWM") - before))
 
 
 def status(line: str) -> int:
     return int(Path("/proc/self/status").read_text().split(f"{line}:")[1].split()[0]) << 10
 
 
-def test_a_rank_needs_little_memory_beside_its_own_cut(tmp_path):
-    """A fifth, where the file is four times as large as the cut: else what fits in training does not fit at its start.
-    Of a process of its own, since this one has freed memory to use again."""
+def test_loading_needs_little_memory_beside_the_local_shard(tmp_path):
+    """At most a fifth of the shard, although the file is four times as large. A new process is measured, because this
+    one could reuse freed memory."""
     weights = {name: LocalShard(torch.zeros(meta.shape)) for name, meta in LARGE.items()}
     rest = {"state": {}, "config": CONFIG, "origin": {}}
     store.save(tmp_path, 1, ctx=one_process(), table=LARGE, contents=Contents(weights), keep=1, **rest)
@@ -349,14 +347,14 @@ def test_a_rank_needs_little_memory_beside_its_own_cut(tmp_path):
     results = processes.Queue()
     process = processes.Process(target=load_a_quarter, args=(tmp_path, results))
     process.start()
-    own, rise = results.get(timeout=PATIENCE)
+    shard_bytes, rise = results.get(timeout=PATIENCE)
     process.join()
-    assert own == 2 * 8192 * 8192 and rise < 0.2 * own
+    assert shard_bytes == 2 * 8192 * 8192 and rise < 0.2 * shard_bytes
 
 
 @pytest.mark.parametrize("file", ["model", "optimizer_dp_000", "rng_dp_000"])
-def test_loading_a_damaged_file_names_it_and_what_to_do(tmp_path, file):
-    """Training on with a flipped bit would go unnoticed."""
+def test_the_error_of_a_damaged_file_names_it_and_the_remedy(tmp_path, file):
+    """Training with a flipped bit would raise no other error."""
     folder = save(tmp_path, 1, one_process())
     path = folder / "mp_rank_00" / f"{file}.safetensors"
     data = bytearray(path.read_bytes())
@@ -366,13 +364,13 @@ def test_loading_a_damaged_file_names_it_and_what_to_do(tmp_path, file):
         load(tmp_path, 1, one_process())
 
 
-def test_an_iteration_that_is_not_there_lists_those_that_are(tmp_path):
+def test_the_error_of_a_missing_iteration_lists_the_present_ones(tmp_path):
     save(tmp_path, 4, one_process())
     with pytest.raises(CheckpointError, match="iter_0000005: does not exist on this rank; iterations here: 4"):
         load(tmp_path, 5, one_process())
 
 
-def test_pipeline_stages_get_folders_of_their_own(tmp_path):
+def test_each_pipeline_stage_has_its_own_folder(tmp_path):
     """Two stages that wrote into one folder would overwrite each other."""
     ctx = ParallelContext.at(Grid(tp=2, pp=2), 3)
     alone = ParallelContext(**{**vars(ctx), "world": one_process().world})
@@ -386,15 +384,15 @@ def test_pipeline_stages_get_folders_of_their_own(tmp_path):
     assert (stored.tp, stored.pp, stored.start, stored.end) == (1, 1, 0, 24)
 
 
-def test_a_checkpoint_spread_over_several_pieces_is_joined(tmp_path):
-    """What a sharded optimizer writes: runs of one cut, in several files."""
+def test_a_tensor_in_slices_of_several_files_is_joined(tmp_path):
+    """A sharded optimizer writes ranges of one shard into several files."""
     ctx = one_process()
     folder = save(tmp_path, 1, ctx)
     layout = json.loads(dump_layout(read_layout(folder)))
-    numbers = layout["tensors"][NAME]["values"]["exp_avg"]["pieces"]
-    first, second = dict(numbers[0]), dict(numbers[0])
-    for piece, key, start, end in ((first, "a", 0, 20), (second, "b", 20, 48)):
-        piece.update(file="mp_rank_00/optimizer_dp_001.safetensors", key=key, start=start, end=end)
+    slices = layout["tensors"][NAME]["values"]["exp_avg"]["pieces"]
+    first, second = dict(slices[0]), dict(slices[0])
+    for slice_, key, start, end in ((first, "a", 0, 20), (second, "b", 20, 48)):
+        slice_.update(file="mp_rank_00/optimizer_dp_001.safetensors", key=key, start=start, end=end)
     flat = contents(ctx, 1)["optimizer_state"][NAME]["exp_avg"].view(-1)
     info = write_tensors(folder / first["file"], {"b": flat[20:], "a": flat[:20]})
     layout["tensors"][NAME]["values"]["exp_avg"]["pieces"] = [second, first]
@@ -404,7 +402,7 @@ def test_a_checkpoint_spread_over_several_pieces_is_joined(tmp_path):
     assert assert_holds(tmp_path, ctx, 1) == 1
 
 
-def test_every_parameter_must_be_described(tmp_path):
-    """A name that the table lacks cannot be cut again later."""
+def test_a_parameter_without_description_is_an_error(tmp_path):
+    """A tensor that the table lacks could not be resharded."""
     with pytest.raises(KeyError):
         save(tmp_path, 1, one_process(), table={name: TABLE[name] for name in list(TABLE)[1:]})

@@ -1,4 +1,4 @@
-"""Our safetensors files: the library reads them, we check every byte of them."""
+"""safetensors files: the library reads them, and every byte is checked."""
 
 import errno
 import json
@@ -37,8 +37,8 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     return a.dtype == b.dtype and a.shape == b.shape and torch.equal(*plain)
 
 
-def test_every_dtype_and_shape_comes_back_bit_for_bit(tmp_path):
-    """Also through the library's own reader, so that the files open everywhere."""
+def test_every_dtype_and_shape_is_read_back_bit_for_bit(tmp_path):
+    """Also by the safetensors library, so that other programs can open the files."""
     tensors = TENSORS | {name: torch.tensor([1, 0, 1]).to(dtype) for name, dtype in SAFETENSORS_DTYPES.items()}
     path = tmp_path / "a.safetensors"
     info = write_tensors(path, tensors)
@@ -49,8 +49,8 @@ def test_every_dtype_and_shape_comes_back_bit_for_bit(tmp_path):
     assert info.bytes == path.stat().st_size
 
 
-def test_a_file_larger_than_its_flushes_is_whole(tmp_path, monkeypatch):
-    """Chunks and background flushes must neither lose nor reorder bytes."""
+def test_a_file_larger_than_its_flushes_is_complete(tmp_path, monkeypatch):
+    """Chunks and background flushes must not lose or reorder bytes."""
     monkeypatch.setattr(tensor_file, "CHUNK_BYTES", 1000)
     monkeypatch.setattr(tensor_file, "FLUSH_BYTES", 3000)
     synced = []
@@ -63,8 +63,8 @@ def test_a_file_larger_than_its_flushes_is_whole(tmp_path, monkeypatch):
     assert threading.main_thread() in synced and len(set(synced)) == 2
 
 
-def test_an_error_of_a_background_flush_is_not_lost(tmp_path, monkeypatch):
-    """The disk's error must not disappear with its thread: the checkpoint would be taken for safe."""
+def test_an_error_of_a_background_flush_is_raised(tmp_path, monkeypatch):
+    """An error lost with its thread would make the checkpoint look complete."""
     monkeypatch.setattr(tensor_file, "FLUSH_BYTES", 1000)
 
     def fail(descriptor):
@@ -76,8 +76,8 @@ def test_an_error_of_a_background_flush_is_not_lost(tmp_path, monkeypatch):
         write_tensors(tmp_path / "a.safetensors", {"a": torch.zeros(4000)})
 
 
-def test_a_disk_that_cannot_read_is_told(tmp_path, monkeypatch):
-    """A bad block is damage, for which there is the checkpoint before; a lost connection is not."""
+def test_a_read_error_of_the_disk_is_damage_and_a_lost_connection_is_not(tmp_path, monkeypatch):
+    """After damage, a run resumes from the checkpoint before."""
     path = tmp_path / "a.safetensors"
     file = TensorFile(path, write_tensors(path, {"a": torch.zeros(10)}))
     for number, kind in ((errno.EIO, DamagedCheckpoint), (errno.ESTALE, CheckpointError)):
@@ -107,8 +107,7 @@ def test_a_disk_that_cannot_read_is_told(tmp_path, monkeypatch):
         (lambda path: (path.unlink(), path.mkdir()), "cannot be read|the file was cut off or changed"),
     ],
 )
-def test_damage_is_told_with_the_path_and_what_to_do(tmp_path, damage, message):
-    """A flipped byte, a missing or a truncated file: which file, which tensor, how to go on."""
+def test_the_error_of_a_damaged_file_names_the_path_and_the_remedy(tmp_path, damage, message):
     path = tmp_path / "a.safetensors"
     info = write_tensors(path, TENSORS)
     damage(path)
@@ -117,17 +116,17 @@ def test_damage_is_told_with_the_path_and_what_to_do(tmp_path, damage, message):
     assert str(caught.value).startswith(str(path)) and "resume from another checkpoint" in str(caught.value)
 
 
-def test_who_needs_a_slice_checks_just_that(tmp_path, monkeypatch):
-    """A rank of many would else read the whole tensor to use a small part; what it does not check, it must not need."""
+def test_reading_a_slice_checks_only_the_chunks_of_that_slice(tmp_path, monkeypatch):
+    """Otherwise each of many ranks would read the full tensor to use a small slice."""
     monkeypatch.setattr(tensor_file, "CHUNK_BYTES", 64)
-    path, numbers = tmp_path / "a.safetensors", torch.arange(100.0)
-    info = write_tensors(path, {"a": numbers})
+    path, values = tmp_path / "a.safetensors", torch.arange(100.0)
+    info = write_tensors(path, {"a": values})
     assert len(info.crc32["a"]) == 7
     flip(path, -1)
     flip(path, info.bytes - 400 + 70)
     file = TensorFile(path, info)
-    assert torch.equal(file.read("a", 100, 0, 16), numbers[:16])
-    assert torch.equal(file.read("a", 100, 37, 96), numbers[37:96])
+    assert torch.equal(file.read("a", 100, 0, 16), values[:16])
+    assert torch.equal(file.read("a", 100, 37, 96), values[37:96])
     for start, end, place in ((15, 17, 64), (96, 97, 384)):
         with pytest.raises(DamagedCheckpoint, match=f"tensor a has checksum .* from its byte {place} on"):
             file.read("a", 100, start, end)
@@ -156,12 +155,12 @@ def test_who_needs_a_slice_checks_just_that(tmp_path, monkeypatch):
         ]
     ],
 )
-def test_a_header_that_lies_is_damage(tmp_path, header):
-    """Its checksum may be right: then someone has made it up. Never another error, nor numbers from outside."""
+def test_a_wrong_header_with_a_correct_checksum_is_damage(tmp_path, header):
+    """A forged header must give no other error and no values from outside of the file."""
     path = tmp_path / "a.safetensors"
-    whole = struct.pack("<Q", len(header)) + header
-    path.write_bytes(whole + bytes(8))
-    info = FileInfo(bytes=len(whole) + 8, header_crc32=checksum(whole), crc32={"a": (checksum(bytes(8)),)})
+    full_header = struct.pack("<Q", len(header)) + header
+    path.write_bytes(full_header + bytes(8))
+    info = FileInfo(bytes=len(full_header) + 8, header_crc32=checksum(full_header), crc32={"a": (checksum(bytes(8)),)})
     with pytest.raises(DamagedCheckpoint, match=r"does not describe the tensors that layout\.json"):
         TensorFile(path, info).get("a")
 
@@ -173,14 +172,14 @@ def flip(path, place: int) -> None:
 
 
 @settings(max_examples=200, deadline=None)
-@given(place=st.integers(0, 10_000), value=st.integers(1, 255), cut=st.booleans())
-def test_no_damage_to_the_file_passes(tmp_path_factory, place, value, cut):
-    """Any one byte changed, or the end cut off anywhere: always a CheckpointError, nothing else, never silence."""
+@given(place=st.integers(0, 10_000), value=st.integers(1, 255), truncate=st.booleans())
+def test_any_damage_to_the_file_is_an_error(tmp_path_factory, place, value, truncate):
+    """Any changed byte and any truncation give a CheckpointError."""
     path = tmp_path_factory.getbasetemp() / "damaged.safetensors"
     info = write_tensors(path, TENSORS)
     data = bytearray(path.read_bytes())
     place %= len(data)
-    if cut:
+    if truncate:
         del data[place:]
     else:
         data[place] ^= value
@@ -189,8 +188,8 @@ def test_no_damage_to_the_file_passes(tmp_path_factory, place, value, cut):
         TensorFile(path, info).get_all()
 
 
-def test_a_disk_that_takes_no_more_is_told(tmp_path):
-    """A real failure in the middle of a large write: the limit on file sizes."""
+def test_a_failed_write_to_the_disk_is_an_error(tmp_path):
+    """The limit on file sizes makes a large write fail in the middle."""
     message = r"a.safetensors: writing failed: File too large"
     with files_of_at_most(1 << 20), pytest.raises(CheckpointError, match=message):
         write_tensors(tmp_path / "a.safetensors", {"a": torch.zeros(1 << 20)})
@@ -208,14 +207,14 @@ def test_a_disk_that_takes_no_more_is_told(tmp_path):
         (errno.EIO, "Input/output error. Check the disk, or write to another one"),
     ],
 )
-def test_errors_of_the_system_say_what_to_do(tmp_path, number, advice):
+def test_errors_of_the_system_name_the_remedy(tmp_path, number, advice):
     with pytest.raises(CheckpointError, match=advice) as caught, save_errors("writing", tmp_path):
         raise OSError(number, os.strerror(number))
     assert str(caught.value).startswith(f"{tmp_path}: writing failed: ")
 
 
 def test_file_systems_that_cannot_sync_folders_are_tolerated(tmp_path, monkeypatch):
-    """Some network file systems answer EINVAL; other errors count."""
+    """Some network file systems return EINVAL; other errors are raised."""
 
     def fail(number):
         def fsync(descriptor):
@@ -230,8 +229,8 @@ def test_file_systems_that_cannot_sync_folders_are_tolerated(tmp_path, monkeypat
         sync_folder(tmp_path)
 
 
-def test_data_starts_at_a_cache_line(tmp_path):
-    """The map's tensors are then aligned, whatever their names are."""
+def test_data_starts_at_a_multiple_of_64_bytes(tmp_path):
+    """The mapped tensors are then aligned for names of any length."""
     path = tmp_path / "a.safetensors"
     for length in range(1, 70):
         write_tensors(path, {"x" * length: torch.ones(2)})
@@ -241,8 +240,8 @@ def test_data_starts_at_a_cache_line(tmp_path):
             assert file.get_tensor("x" * length).tolist() == [1, 1]
 
 
-def test_writing_is_progress(tmp_path):
-    """Or the watchdog would take a large file on a slow disk for a hang."""
+def test_writing_is_counted_as_progress(tmp_path):
+    """Otherwise the watchdog would take a large file on a slow disk for a hang."""
     _, before = current_wait()
     write_tensors(tmp_path / "file", {"a": torch.zeros(3 * CHUNK_BYTES, dtype=torch.uint8).view(torch.float32)})
     assert current_wait()[1] >= before + 3

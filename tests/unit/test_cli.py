@@ -1,4 +1,4 @@
-"""The command line starts fast; errors have a message and the right exit code."""
+"""The command line starts fast, and errors have a message and the right exit code."""
 
 import re
 
@@ -22,7 +22,7 @@ from tests.helpers.command import ROOT, make_corpus, run_here, run_listing_modul
     "arguments", [["--help"], ["pretrain", "--help"], ["generate", "--help"], ["inspect", "--help"]]
 )
 def test_help_loads_nothing_heavy(arguments):
-    """Loading torch takes seconds; help has to answer at once."""
+    """Loading torch takes seconds."""
     done = run_listing_modules(*arguments)
     assert done.returncode == 0, done.stderr
     assert "Usage:" in done.stdout
@@ -91,7 +91,7 @@ def test_a_wrong_config_exits_with_2_and_every_message_before_any_rank_starts(tm
     assert done.stdout == "loaded []\n"
 
 
-def test_a_layout_that_needs_more_processes_names_the_command():
+def test_the_error_of_a_layout_that_needs_more_processes_names_the_command():
     done = run_listing_modules(
         "pretrain", "--config", str(ROOT / "configs/quickstart.yaml"), "run.dir=a b", "optim.min_lr=1"
     )
@@ -175,7 +175,7 @@ def test_a_field_or_file_in_the_wrong_form_gets_a_hint(given, wanted, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["pretrain", "run", "submit", "presets", "doctor", "generate", "schedule", "convert"])
-def test_help_has_no_types_of_python(name, tmp_path):
+def test_help_has_no_python_types(name, tmp_path):
     """`<list[Path]>` and `<int range>` mean nothing to users."""
     done = run_here(name, "--help", cwd=tmp_path)
     assert done.returncode == 0
@@ -212,7 +212,7 @@ def test_a_wrong_world_size_variable_is_an_error(given):
 
 
 def messages_of(world_sizes: list[int], *overrides: str) -> list[str]:
-    """The messages of `check` for a config that trains on bytes, with these overrides."""
+    """The messages of `check` for a config with a bytes tokenizer and these overrides."""
     given = ["data.paths=corpus", "data.tokenizer=bytes", "train.global_batch_size=12", *overrides]
     try:
         check(load_config(None, given), world_sizes, command="megatron-lite pretrain")
@@ -221,11 +221,11 @@ def messages_of(world_sizes: list[int], *overrides: str) -> list[str]:
     return []
 
 
-def test_a_good_config_is_good_for_each_number_of_processes():
+def test_a_valid_config_has_no_error_for_several_numbers_of_processes():
     assert messages_of([1]) == messages_of([6]) == messages_of([6, 4, 2]) == []
 
 
-def test_an_error_of_fewer_machines_names_their_number():
+def test_an_error_for_fewer_machines_names_the_number_of_processes():
     """The error would stop an elastic run at the first lost machine."""
     three, one = messages_of([4, 3, 2, 1], "parallel.tensor=2")
     start = "parallel.tensor * parallel.pipeline * parallel.context is 2 (2 * 1 * 1), which does not divide"
@@ -235,13 +235,13 @@ def test_an_error_of_fewer_machines_names_their_number():
     assert message.startswith("with 8 processes: train.global_batch_size is 12")
 
 
-def test_an_error_of_every_number_of_machines_appears_once():
+def test_an_error_for_every_number_of_machines_appears_once():
     assert messages_of([4, 3, 2], "optim.lr=1e-4", "optim.min_lr=1") == [
         "optim.min_lr is 1, more than optim.lr (0.0001)"
     ]
 
 
-def test_a_changing_number_of_machines_needs_a_batch_that_does_not_change():
+def test_a_varying_number_of_machines_needs_a_global_batch_size():
     assert messages_of([4, 2], "train.global_batch_size=0") == [
         "train.global_batch_size is not given, so it would change with the number of machines (--nnodes); give it"
     ]

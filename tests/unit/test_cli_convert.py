@@ -22,7 +22,7 @@ def source(tmp_path_factory):
 
 
 def exit_code(monkeypatch, *arguments: str | Path) -> int:
-    """Of the command in this process."""
+    """The exit code of `convert`, run in this process."""
     monkeypatch.setattr(sys, "argv", ["megatron-lite", "convert", *map(str, arguments)])
     with pytest.raises(SystemExit) as raised:
         main()
@@ -35,29 +35,29 @@ def test_help_loads_nothing_heavy():
     assert done.stdout.splitlines()[-1] == "loaded []"
 
 
-def test_it_converts_and_says_so(source, tmp_path, monkeypatch, capsys):
-    """Every option arrives where it should."""
+def test_convert_converts_and_prints_a_summary(source, tmp_path, monkeypatch, capsys):
+    """Every option has its effect."""
     options = ["--from", "huggingface", "--to", "megatron-lite", "--tensor", "2", "--pipeline", "3", "--dtype", "bf16"]
     assert exit_code(monkeypatch, source, tmp_path / "out", *options, "--verify", "data.tokenizer=bytes") == 0
     out, err = capsys.readouterr()
     assert out.splitlines()[0].startswith("verified: logits of 2 x 24 random tokens differ by at most ")
     assert out.splitlines()[1].startswith(f"{source} (huggingface) -> {tmp_path}/out (megatron-lite, tp=2 pp=3): ")
-    assert "B/s" not in err  # no bar where there is no terminal
+    assert "B/s" not in err  # no progress bar without a terminal
     layout = read_layout(tmp_path / "out" / "checkpoints" / "iter_0000000")
     assert (layout.grid.tp, layout.grid.pp, layout.config["data"]["tokenizer"]) == (2, 3, "bytes")
     assert {value.dtype for tensor in layout.tensors.values() for value in tensor.values.values()} == {"BF16"}
     assert exit_code(monkeypatch, tmp_path / "out", tmp_path / "moved", "--weights-only") == 0
 
 
-def test_a_terminal_gets_a_bar_in_bytes(source, tmp_path, monkeypatch, capsys):
-    """Large models take minutes."""
+def test_a_terminal_shows_a_progress_bar_in_bytes(source, tmp_path, monkeypatch, capsys):
+    """The conversion of a large model takes minutes."""
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
     assert exit_code(monkeypatch, source, tmp_path / "out") == 0
     assert "B/s]" in capsys.readouterr().err
 
 
-def test_failures_end_with_1_and_bad_usage_with_2(source, tmp_path, monkeypatch, capsys):
-    """A script that converts in the night reads nothing but the exit code."""
+def test_failures_exit_with_1_and_wrong_usage_with_2(source, tmp_path, monkeypatch, capsys):
+    """Scripts read the exit code."""
     assert exit_code(monkeypatch, tmp_path, tmp_path / "out") == 1
     assert "is not a checkpoint of" in capsys.readouterr().err
     assert exit_code(monkeypatch, source, tmp_path / "out", "--tensor", "3") == 2
@@ -72,7 +72,7 @@ def use_tool(monkeypatch, *arguments: str | Path) -> None:
 
 
 def test_the_tool_takes_megatrons_flags(source, tmp_path, monkeypatch, capsys):
-    """Scripts keep working."""
+    """Scripts for Megatron's tool need no change."""
     sizes = ["--target-tensor-parallel-size", "2", "--target-pipeline-parallel-size", "1"]
     places = ["--load-dir", source, "--save-dir", tmp_path / "out"]
     use_tool(monkeypatch, "--loader", "llama_mistral", "--saver", "megatron-lite", *places, *sizes)
@@ -81,11 +81,11 @@ def test_the_tool_takes_megatrons_flags(source, tmp_path, monkeypatch, capsys):
     places = ["--load-dir", tmp_path / "out", "--save-dir", tmp_path / "back"]
     use_tool(monkeypatch, "--loader", "megatron-lite", "--saver", "hf", *places)
     assert (tmp_path / "back" / "model.safetensors").exists()
-    places[-1] = tmp_path / "kept"
+    places[-1] = tmp_path / "mcore"
     use_tool(monkeypatch, "--loader", "megatron-lite", "--saver", "mcore", *places)
-    assert len(list((tmp_path / "kept").glob("*/mp_rank_*"))) == 2  # the source's sizes are the defaults
+    assert len(list((tmp_path / "mcore").glob("*/mp_rank_*"))) == 2  # the source's sizes are the defaults
     vocabulary = ["--true-vocab-size", "250"]
-    places = ["--load-dir", tmp_path / "kept", "--save-dir", tmp_path / "again"]
+    places = ["--load-dir", tmp_path / "mcore", "--save-dir", tmp_path / "again"]
     use_tool(monkeypatch, "--loader", "mcore", "--saver", "megatron-lite", *places, *vocabulary)
     layout = read_layout(tmp_path / "again" / "checkpoints" / "iter_0000000")
     assert (layout.grid.tp, layout.config["model"]["vocab_size"]) == (2, 250)

@@ -15,8 +15,8 @@ def files(folder):
     return sorted(path.name for path in (folder / "cache").iterdir() if path.suffix != ".lock")
 
 
-def test_training_finds_its_index_files(indexed):
-    """A job on many machines would wait for the first one to write them."""
+def test_training_writes_no_index_file_after_the_command(indexed):
+    """Otherwise a job on many machines would wait for the first one to write them."""
     folder, config = indexed
     done = run_here("index", "--config", config, cwd=folder)
     assert done.returncode == 0, done.stderr

@@ -56,7 +56,7 @@ def flip_last_byte(path) -> None:
     path.write_bytes(data)
 
 
-def test_verify_reads_everything_and_fails_on_damage(run_dir):
+def test_verify_reads_all_files_and_fails_on_damage(run_dir):
     """A backup must be checked before it is needed."""
     result = CliRunner().invoke(app, [str(run_dir / "checkpoints"), "--verify"])
     assert result.exit_code == 0 and "verified: all 3 files have the checksums in layout.json" in result.output
@@ -69,8 +69,8 @@ def test_verify_reads_everything_and_fails_on_damage(run_dir):
     )
 
 
-def test_a_damaged_tensor_is_named_and_the_others_shown(run_dir):
-    """A damaged file may be the only one left."""
+def test_a_damaged_tensor_is_named_and_the_others_are_printed(run_dir):
+    """The damaged file may be the only copy."""
     flip_last_byte(run_dir / "checkpoints" / "iter_0000002" / "mp_rank_00" / "model.safetensors")
     result = CliRunner().invoke(app, [str(run_dir)])
     assert "tensor decoder.final_layernorm.weight has checksum" in str(result.exception)

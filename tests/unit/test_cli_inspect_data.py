@@ -22,6 +22,7 @@ def prefix(tmp_path):
 
 
 def inspected(*words, code=0):
+    """The output of `inspect`, or its error output if `code` is not 0."""
     done = run_here("inspect", *words, cwd="/")
     assert done.returncode == code, done.stderr
     return done.stdout if code == 0 else done.stderr
@@ -65,7 +66,7 @@ def test_text_of_a_corpus_without_info_needs_a_tokenizer(tmp_path):
     assert inspected(prefix, "--tokenizer", "bytes").splitlines()[-1] == "  0  (not in the vocabulary)"
 
 
-def test_another_tokenizer_than_that_of_the_corpus_is_marked(tmp_path, prefix):
+def test_a_tokenizer_other_than_that_of_the_corpus_is_marked(tmp_path, prefix):
     (tmp_path / "t.txt").write_text("alpha beta\n" * 100)
     model = train_sentencepiece([tmp_path / "t.txt"], tmp_path / "t", 280)
     line = inspected(prefix, "--tokenizer", f"sentencepiece:{model}").splitlines()[1]
@@ -78,7 +79,7 @@ def test_another_tokenizer_than_that_of_the_corpus_is_marked(tmp_path, prefix):
 
 
 def test_inspect_reads_a_sample_of_a_large_corpus(prefix, monkeypatch):
-    """A terabyte of tokens must not take hours."""
+    """Reading a terabyte of tokens would take hours."""
     for name, most in (("MOST_LENGTHS", 2), ("MOST_ENDS", 2), ("MOST_TOKENS", 40), ("BLOCK", 10)):
         monkeypatch.setattr(examine, name, most)
     text = "\n".join(examine.corpus_lines(IndexedDataset(prefix), None))
