@@ -1,4 +1,4 @@
-"""Rules for data-parallel engines, sync modes and memory settings: each message, and allowed settings beside it."""
+"""Rules for data-parallel engines, sync modes and memory settings: their messages, and allowed settings."""
 
 import pytest
 
@@ -14,7 +14,7 @@ def failing(*overrides: str) -> list[str]:
 
 
 # By case: overrides, the start of the message with key and value, and its end with the remedy.
-REFUSED = {
+CASES = {
     "zb-h1 with torch": (
         ["parallel.schedule=zb-h1", "parallel.ddp=torch"],
         "parallel.schedule is zb-h1",
@@ -142,7 +142,7 @@ REFUSED = {
         "sync.fragments is 8",
         "use at most 4",
     ),
-    "a delay as long as a fragment's turn": (
+    "a delay as long as the interval of a fragment": (
         [*DILOCO, "sync.fragments=2", "sync.delay=4"],
         "sync.delay is 4",
         "use less than 4",
@@ -157,7 +157,7 @@ REFUSED = {
         "train.recompute is full:7",
         "use full",
     ),
-    "activation offload where nothing is kept": (
+    "activation offload with full recomputation": (
         ["train.offload_activations=true", "train.recompute=full"],
         "train.offload_activations has nothing to move with train.recompute: full",
         "use none, selective or full:n, or leave train.offload_activations false",
@@ -167,7 +167,7 @@ REFUSED = {
         "train.offload_activations moves activations to the host, but run.device is cpu",
         "leave it false",
     ),
-    "two places to start from": (
+    "two checkpoints to load": (
         ["checkpoint.load=runs/a", "checkpoint.load_weights=runs/b"],
         "checkpoint.load (runs/a) and checkpoint.load_weights (runs/b) are both given",
         "keep the first to resume a run, or the second to start from its weights",
@@ -175,9 +175,9 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("case", REFUSED)
-def test_settings_that_exclude_each_other_are_refused_with_a_remedy(case):
-    overrides, start, remedy = REFUSED[case]
+@pytest.mark.parametrize("case", CASES)
+def test_incompatible_settings_are_an_error_with_a_remedy(case):
+    overrides, start, remedy = CASES[case]
     (message,) = failing(*overrides)
     assert message.startswith(start)
     assert message.endswith(remedy)
@@ -207,5 +207,5 @@ def test_settings_that_exclude_each_other_are_refused_with_a_remedy(case):
     ],
     ids=" ".join,
 )
-def test_settings_that_fit_together_are_accepted(overrides):
+def test_compatible_settings_are_accepted(overrides):
     assert failing(*overrides, "train.global_batch_size=16") == []

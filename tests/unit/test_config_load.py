@@ -1,4 +1,4 @@
-"""Reading configs: what a user may write, and what each mistake says."""
+"""Configs from files and the command line: accepted forms, and the message of each mistake."""
 
 import json
 from pathlib import Path
@@ -19,8 +19,8 @@ def write(folder: Path, text: str) -> Path:
     return path
 
 
-def mistakes(path: Path | None, *overrides: str) -> list[str]:
-    """The lines of the error, with the file's folder taken out."""
+def messages_of(path: Path | None, *overrides: str) -> list[str]:
+    """The lines of the error, without the folder of the file."""
     with pytest.raises(ConfigError) as caught:
         load_config(path, overrides)
     assert caught.value.exit_code == 2
@@ -38,26 +38,26 @@ def test_file_and_overrides_make_a_config(tmp_path):
     assert config.model.hidden_size == ModelConfig().hidden_size
 
 
-def test_no_file_is_the_defaults():
+def test_without_a_file_a_config_has_the_defaults():
     assert load_config(None) == Config()
 
 
-@pytest.mark.parametrize("written", ["969,30,1", "[969, 30, 1]", '"969,30,1"', "969.0,30,1"])
-def test_split_reads_as_megatron_users_write_it(written):
-    assert load_config(None, [f"data.split={written}"]).data.split == (969.0, 30.0, 1.0)
+@pytest.mark.parametrize("given_text", ["969,30,1", "[969, 30, 1]", '"969,30,1"', "969.0,30,1"])
+def test_split_is_read_in_megatrons_form(given_text):
+    assert load_config(None, [f"data.split={given_text}"]).data.split == (969.0, 30.0, 1.0)
 
 
 @pytest.mark.parametrize(
-    "written", ["1,2", "1,2,3,4", "1,2,-3", "a,b,c", "[1,2]", "[1,2,x]", "5", "", "true", "1,2,nan"]
+    "given_text", ["1,2", "1,2,3,4", "1,2,-3", "a,b,c", "[1,2]", "[1,2,x]", "5", "", "true", "1,2,nan"]
 )
-def test_split_that_is_not_three_numbers_is_refused(written):
-    (line,) = mistakes(None, f"data.split={written}")
+def test_a_split_that_is_not_three_numbers_is_an_error(given_text):
+    (line,) = messages_of(None, f"data.split={given_text}")
     assert line.startswith("command line: data.split ")
     assert line.endswith("it must be exactly three non-negative numbers, such as 969,30,1")
 
 
 def test_every_mistake_is_reported_at_once_with_its_line(tmp_path):
-    """A user who fixes one mistake a run, in a queue, loses a day to five of them."""
+    """In a queue, fixing one mistake per job would take days."""
     path = write(
         tmp_path,
         "model:\n"
@@ -81,7 +81,7 @@ def test_every_mistake_is_reported_at_once_with_its_line(tmp_path):
         "log:\n"
         "  - interval\n",
     )
-    assert mistakes(path, "parallel.tensor=two", "log.interval=0") == [
+    assert messages_of(path, "parallel.tensor=two", "log.interval=0") == [
         "gpt.yaml:2: unknown field model.hidden_sise; did you mean model.hidden_size?",
         "gpt.yaml:3: model.num_layers is 'twelve'; it must be an integer above 0",
         "gpt.yaml:5: model.num_heads is given twice, on line 4 already; keep one",
@@ -130,8 +130,8 @@ def test_every_mistake_is_reported_at_once_with_its_line(tmp_path):
         ("optim.lr={a: 1}", "optim.lr is a section; it must be a number above 0"),
     ],
 )
-def test_a_wrong_override_says_what_is_wrong(override, message):
-    (line,) = mistakes(None, override)
+def test_the_error_of_a_wrong_override_names_the_mistake(override, message):
+    (line,) = messages_of(None, override)
     assert line.startswith(f"command line: {message}")
 
 
@@ -156,52 +156,52 @@ def test_a_wrong_override_says_what_is_wrong(override, message):
         ),
     ],
 )
-def test_a_file_that_is_no_config_says_so(tmp_path, text, message):
-    assert mistakes(write(tmp_path, text))[0].startswith(message)
+def test_a_file_that_is_not_a_config_is_an_error(tmp_path, text, message):
+    assert messages_of(write(tmp_path, text))[0].startswith(message)
 
 
-def test_a_file_that_cannot_be_read_says_so(tmp_path, monkeypatch):
+def test_a_file_that_cannot_be_read_is_an_error(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert mistakes(Path("no.yaml")) == [
+    assert messages_of(Path("no.yaml")) == [
         f"no.yaml: no such file in {tmp_path}; --config needs a YAML file",
     ]
-    assert mistakes(tmp_path)[0].endswith(f"Is a directory: '{tmp_path.name}'")
+    assert messages_of(tmp_path)[0].endswith(f"Is a directory: '{tmp_path.name}'")
     (tmp_path / "latin.yaml").write_bytes(b"run:\n  dir: caf\xe9\n")
-    assert "latin.yaml: cannot be read as a text file: 'utf-8' codec" in mistakes(tmp_path / "latin.yaml")[0]
+    assert "latin.yaml: cannot be read as a text file: 'utf-8' codec" in messages_of(tmp_path / "latin.yaml")[0]
 
 
-def test_a_tag_constructs_nothing(tmp_path):
-    """A config from somebody else must not be able to run code."""
+def test_a_yaml_tag_is_an_error_and_runs_no_code(tmp_path):
+    """A config from another author must not run code."""
     path = write(tmp_path, f"run:\n  dir: !!python/object/apply:os.mkdir ['{tmp_path}/made']\n")
-    assert mistakes(path)[0].startswith("gpt.yaml:2: run.dir is [")
+    assert messages_of(path)[0].startswith("gpt.yaml:2: run.dir is [")
     assert not (tmp_path / "made").exists()
 
 
-def test_an_empty_section_is_its_defaults(tmp_path):
-    """Somebody comments out the lines of a section one by one, and the last one must not break it."""
+def test_an_empty_section_has_the_defaults(tmp_path):
+    """A user may comment out all lines of a section."""
     assert load_config(write(tmp_path, "model:\n  num_layers: 3\noptim:\n#  lr: 1e-3\n")).optim == OptimConfig()
 
 
-@pytest.mark.parametrize("written", ["on", "1e5", "007", "2024-01-01", "1:30", "true", "a: b", "[x"])
-def test_text_is_taken_as_it_is_written(written):
-    """YAML would read these as something else, and a folder may be called so."""
-    assert load_config(None, [f"run.dir={written}"]).run.dir == written
+@pytest.mark.parametrize("given_text", ["on", "1e5", "007", "2024-01-01", "1:30", "true", "a: b", "[x"])
+def test_text_fields_keep_the_given_text(given_text):
+    """YAML would read these names of folders as numbers, dates or booleans."""
+    assert load_config(None, [f"run.dir={given_text}"]).run.dir == given_text
 
 
-def test_words_of_yaml_are_accepted_where_a_field_lists_them(tmp_path):
-    """`on` is a boolean to YAML 1.1."""
+def test_yaml_booleans_are_accepted_as_words_where_a_field_lists_them(tmp_path):
+    """`on` is a boolean in YAML 1.1."""
     assert load_config(write(tmp_path, "model:\n  fusion: on\n")).model.fusion == "on"
 
 
-def test_preset_fills_what_nobody_gives(tmp_path):
+def test_a_preset_sets_only_fields_that_are_not_given(tmp_path):
     path = write(tmp_path, "model:\n  num_layers: 2\n")
     model = load_config(path, ["model.preset=llama-70b", "model.ffn_hidden_size=512"]).model
     assert (model.num_layers, model.ffn_hidden_size) == (2, 512)
     assert (model.hidden_size, model.num_query_groups, model.norm) == (8192, 8, "rmsnorm")
 
 
-def test_lists_of_a_checkpoint_read_back_as_the_same_config():
-    """Checkpoints keep the config as JSON, which has no tuples."""
+def test_a_config_of_a_checkpoint_is_read_back_with_tuples():
+    """Checkpoints store the config as JSON, which has no tuples."""
     config = load_config(None, ["data.paths=[a]", "train.ramp_up=[2,2,8]"])
     assert Config.model_validate(json.loads(json.dumps(config.model_dump(mode="json")))) == config
 
@@ -218,8 +218,8 @@ numbers = st.floats(min_value=0, max_value=1e300, exclude_min=True)
     scale=numbers,
     preset=st.sampled_from(["", "llama-7b"]),
 )
-def test_a_dumped_config_loads_back_to_the_same_config(tmp_path_factory, directory, paths, lr, scale, preset):
-    """`config.yaml` of a run is how somebody repeats it."""
+def test_a_dumped_config_is_read_back_exactly(tmp_path_factory, directory, paths, lr, scale, preset):
+    """A user repeats a run with its `config.yaml`."""
     config = Config(
         run=RunConfig(dir=directory),
         model=ModelConfig(preset=preset),
@@ -236,8 +236,8 @@ def test_a_dumped_config_loads_back_to_the_same_config(tmp_path_factory, directo
 @pytest.mark.parametrize(
     "field", ["run.dir", "data.cache_dir", "data.tokenizer", "data.paths", "checkpoint.load", "checkpoint.load_weights"]
 )
-def test_a_path_with_a_control_character_is_a_mistake_in_the_config(tmp_path, field, character):
-    """NUL is a traceback of the file system hours later; a newline ends a line of a job script."""
+def test_a_path_with_a_control_character_is_an_error(tmp_path, field, character):
+    """NUL would cause a traceback in the file system hours later; a newline would end a line of a job script."""
     section, name = field.split(".")
     (tmp_path / "a.yaml").write_text(yaml.safe_dump({section: {name: f"runs/a{character}b"}}))
     with pytest.raises(ConfigError, match=rf"a.yaml:2: {field} is .*; it must be .* without control characters"):

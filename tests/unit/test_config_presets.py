@@ -1,4 +1,4 @@
-"""Presets have the sizes that are published."""
+"""Presets have the published sizes."""
 
 import pytest
 
@@ -13,7 +13,7 @@ PUBLISHED = {
     "gpt-1.3b": 1_315_723_264,  # cerebras/Cerebras-GPT-1.3B there: the same shape
     "gpt-175b": 174_604_259_328,  # 174.6B in Narayanan et al., arXiv 2104.04473, table 2
     "codegeex-13b": 12_873_943_040,  # the released checkpoint, 25.75 GB in fp16
-    "codegeex-mini": 4_080_384,  # ours, without a vocabulary
+    "codegeex-mini": 4_080_384,  # of this package, without a vocabulary
     "llama-160m": 162_417_408,  # JackFram/llama-160m on the Hugging Face hub
     "llama-7b": 6_738_415_616,  # meta-llama/Llama-2-7b-hf there
     "llama-70b": 68_976_648_192,  # meta-llama/Llama-2-70b-hf there

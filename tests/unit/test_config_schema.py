@@ -1,4 +1,4 @@
-"""Derived values of a config, and what its sections refuse."""
+"""Derived values of a config, and errors of its sections."""
 
 import pytest
 from pydantic import ValidationError
@@ -6,7 +6,7 @@ from pydantic import ValidationError
 from megatron_lite.config.schema import Config, DataConfig, ModelConfig, ParallelConfig, TrainConfig
 
 
-def test_sections_are_frozen_and_refuse_unknown_fields():
+def test_sections_are_frozen_and_unknown_fields_are_an_error():
     with pytest.raises(ValidationError, match="frozen"):
         Config().model.num_layers = 3  # type: ignore[misc]
     with pytest.raises(ValidationError, match="hidden_sise"):
@@ -15,7 +15,7 @@ def test_sections_are_frozen_and_refuse_unknown_fields():
         ModelConfig(num_layers="3")  # type: ignore[arg-type]
 
 
-def test_zero_follows_from_the_other_fields():
+def test_zero_fields_are_derived_from_other_fields():
     model = ModelConfig(hidden_size=4096, num_heads=32, vocab_size=50257)
     assert (model.head_size, model.query_groups, model.ffn_size, model.padded_vocab) == (128, 32, 16384, 50304)
     assert ModelConfig(hidden_size=4096, num_heads=32, activation="swiglu").ffn_size == 10880  # Megatron's formula
@@ -26,7 +26,7 @@ def test_zero_follows_from_the_other_fields():
     assert TrainConfig(micro_batch_size=3, global_batch_size=24).global_batch(data_parallel_size=4) == 24
 
 
-def test_unknown_preset_names_the_known_ones():
+def test_the_error_of_an_unknown_preset_lists_the_presets():
     with pytest.raises(ValidationError, match=r"unknown preset 'gpt-9'; use one of gpt-125m, gpt-345m"):
         ModelConfig(preset="gpt-9")
 

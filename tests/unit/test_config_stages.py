@@ -1,4 +1,4 @@
-"""Which layers are in which stage: every layout, checked against lists written by hand."""
+"""The layers of each stage in every layout, compared with lists written by hand."""
 
 import pytest
 
@@ -16,7 +16,7 @@ def counts(*overrides: str) -> list[int]:
     "layers, stages, layout, wanted",
     [
         (12, 4, "even", [3, 3, 3, 3]),
-        (7, 3, "even", [3, 2, 2]),  # the first stages get one more
+        (7, 3, "even", [3, 2, 2]),  # the first stages have one more
         (2, 3, "even", [1, 1, 0]),  # the last one has the head
         (14, 4, "balanced", [3, 4, 4, 3]),  # 16 with embedding and head
         (15, 4, "balanced", [4, 4, 4, 3]),
@@ -42,6 +42,6 @@ def test_stages_are_consecutive_over_ranks_and_chunks():
     assert stage_layers(config.model, config.parallel) == [range(2), range(2, 4), range(4, 5), range(5, 6)]
 
 
-def test_what_is_no_layout_says_what_one_looks_like():
+def test_the_error_of_an_unknown_layout_names_the_valid_ones():
     with pytest.raises(ConfigError, match=r"pipeline_layout is 'evn'; it must be even, balanced, or a list with the"):
         load_config(None, ["parallel.pipeline_layout=evn"])

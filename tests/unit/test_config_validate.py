@@ -1,4 +1,4 @@
-"""Rules that join fields: each one's message, and that all of them are reported together."""
+"""Rules for several fields: their messages, and the report of all failures at once."""
 
 import pytest
 
@@ -10,15 +10,15 @@ INTERLEAVED = ["parallel.pipeline=2", "parallel.virtual_pipeline=2", "parallel.s
 
 
 @pytest.mark.parametrize("number", [1, 2, 12, 36, 97, 5040])
-def test_divisors_are_all_and_in_order(number):
+def test_divisors_are_complete_and_sorted(number):
     assert divisors(number) == [n for n in range(1, number + 1) if number % n == 0]
 
 
 @pytest.mark.parametrize(
     ("heads", "advice"), [(2_000_000_000, "use one of [1, 2, 4, 5, 8, 10, 16,"), (10**29, "use a divisor")]
 )
-def test_a_typing_error_of_many_digits_is_answered_at_once(heads, advice):
-    """Counted up to the number itself, the divisors in a message would keep the command busy for minutes."""
+def test_the_error_of_a_number_with_many_digits_takes_no_time(heads, advice):
+    """A search for divisors up to the number itself would take minutes."""
     (message,) = failing(3, "parallel.tensor=3", f"model.num_heads={heads}", f"model.hidden_size={3 * heads}")
     assert message.startswith(f"parallel.tensor is 3, which does not divide model.num_heads ({heads}); {advice}")
 
@@ -212,13 +212,13 @@ def test_the_defaults_are_valid_on_any_number_of_processes():
         (1, ["train.hang_timeout=0.5"], "train.hang_timeout is 0.5 seconds", "use at least 1, or 0 for no limit"),
     ],
 )
-def test_a_broken_rule_is_reported_with_key_value_and_remedy(world_size, overrides, start, remedy):
+def test_the_message_of_a_broken_rule_has_key_value_and_remedy(world_size, overrides, start, remedy):
     (message,) = failing(world_size, *overrides)
     assert message.startswith(start)
     assert message.endswith(remedy)
 
 
-def test_a_sequence_divides_over_ranks():
+def test_a_sequence_that_does_not_divide_over_ranks_is_an_error():
     assert failing(2, "parallel.tensor=2", "parallel.sequence=true", "data.seq_length=33") == [
         "data.seq_length is 33, which parallel.sequence splits over parallel.tensor (2) ranks; use a multiple of 2"
     ]
@@ -238,16 +238,16 @@ def test_all_broken_rules_are_reported_at_once():
     assert caught.value.exit_code == 2
 
 
-def test_batches_are_not_judged_by_a_data_parallel_size_that_does_not_exist():
-    """With 3 processes for tensor 2 there is none, and advice about it would mislead."""
+def test_batch_rules_are_skipped_without_a_valid_data_parallel_size():
+    """3 processes with tensor 2 have no data-parallel size, and advice about it would mislead."""
     assert len(failing(3, "parallel.tensor=2", "train.global_batch_size=5")) == 1
 
 
-def test_the_tokenizer_gives_the_vocabulary():
+def test_the_tokenizer_sets_the_vocabulary_size():
     config = load_config(None, ["data.tokenizer=bytes"])
     assert with_vocab_size(config, 257).model.vocab_size == 257
     given = load_config(None, ["data.tokenizer=bytes", "model.vocab_size=300"])
-    assert with_vocab_size(given, 257).model.vocab_size == 300, "a larger one that is given stays"
+    assert with_vocab_size(given, 257).model.vocab_size == 300, "a larger given value is kept"
 
 
 @pytest.mark.parametrize(
@@ -261,7 +261,7 @@ def test_the_tokenizer_gives_the_vocabulary():
         (["parallel.tensor=5"], "parallel.tensor is 5, which does not divide the padded vocabulary (384); set"),
     ],
 )
-def test_a_vocabulary_that_does_not_fit_its_tokenizer_is_refused(overrides, message):
+def test_a_vocabulary_size_that_does_not_fit_the_tokenizer_is_an_error(overrides, message):
     with pytest.raises(ConfigError) as caught:
         with_vocab_size(load_config(None, overrides), 257)
     assert str(caught.value).startswith(message)
