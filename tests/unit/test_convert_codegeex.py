@@ -1,4 +1,4 @@
-"""CodeGeeX's files, against its own rules for cutting them and its forward pass, both written down here once more."""
+"""CodeGeeX's files, compared with a transcription of its sharding and of its forward pass."""
 
 import re
 
@@ -26,14 +26,14 @@ GIVEN = {"num_heads": 4, "vocab_size": 101}
 
 
 def exported(path, tensor=1, weights=None):
-    """Writes the model, and returns its weights."""
+    """Write the model and return its weights."""
     weights = weights or random_weights(CONFIG, torch.float32)
     path.mkdir(exist_ok=True)
-    written = []
+    written_bytes = []
     checkpoint = checkpoint_of(CONFIG, weights)
-    codegeex.write(path, checkpoint, tensor=tensor, pipeline=1, progress=written.append)
-    sizes = [whole.nbytes for whole in weights.values()]
-    assert sum(written) >= sum(sizes) and (tensor > 1 or sum(written) == sum(sizes))
+    codegeex.write(path, checkpoint, tensor=tensor, pipeline=1, progress=written_bytes.append)
+    sizes = [tensor.nbytes for tensor in weights.values()]
+    assert sum(written_bytes) >= sum(sizes) and (tensor > 1 or sum(written_bytes) == sum(sizes))
     return weights
 
 
@@ -42,7 +42,7 @@ def language_model(file):
 
 
 def flat(model):
-    """Their dicts as one, by the last key."""
+    """The tensors of CodeGeeX's nested dicts in one dict, by the last key."""
     return {
         "word": model["embedding"]["word_embeddings"]["weight"],
         "position": model["embedding"]["position_embeddings"]["weight"],
@@ -51,33 +51,33 @@ def flat(model):
     }
 
 
-def cut_like_codegeex(model, size, rank):
-    """By the rules of its convert_ckpt_parallel.py: names say what is cut, and along which dimension."""
+def shard_like_codegeex(model, size, rank):
+    """Shard a model as CodeGeeX's convert_ckpt_parallel.py does, along dimensions that depend on the names."""
 
-    def cut(tensor, dim):
+    def chunk(tensor, dim):
         return torch.chunk(tensor, size, dim=dim)[rank].clone()
 
     transformer = {}
     for name, tensor in model["transformer"].items():
         if "dense_h_to_4h" in name or re.search(r"attention\.(query|key|value)\.", name):
-            tensor = cut(tensor, 0)
+            tensor = chunk(tensor, 0)
         elif name.endswith(("attention.dense.weight", "dense_4h_to_h.weight")):
-            tensor = cut(tensor, 1)
+            tensor = chunk(tensor, 1)
         transformer[name] = tensor
     return {
         "embedding": {
-            "word_embeddings": {"weight": cut(model["embedding"]["word_embeddings"]["weight"], 0)},
+            "word_embeddings": {"weight": chunk(model["embedding"]["word_embeddings"]["weight"], 0)},
             "position_embeddings": {"weight": model["embedding"]["position_embeddings"]["weight"]},
         },
         "topQueryEmbedding": {
-            "top_query_embeddings": {"weight": cut(model["topQueryEmbedding"]["top_query_embeddings"]["weight"], 0)}
+            "top_query_embeddings": {"weight": chunk(model["topQueryEmbedding"]["top_query_embeddings"]["weight"], 0)}
         },
         "transformer": transformer,
     }
 
 
 def stacked(transformer):
-    """By its get_ckpt_qkv.py: query, key and value in one matrix, of the top block key and value."""
+    """Join query, key and value (key and value in the top block) as CodeGeeX's get_ckpt_qkv.py does."""
     made = dict(transformer)
     for name in transformer:
         if ".attention.query." in name and "topQuery" not in name:
@@ -90,7 +90,7 @@ def stacked(transformer):
 
 
 def their_logits(w, tokens, num_layers, num_heads):
-    """Their forward pass over their tensors."""
+    """CodeGeeX's forward pass with its tensors."""
 
     def norm(x, name):
         return F.layer_norm(x, x.shape[-1:], w[f"{name}.weight"], w[f"{name}.bias"], 1e-5)
@@ -119,7 +119,7 @@ def their_logits(w, tokens, num_layers, num_heads):
 
 
 @pytest.mark.parametrize("tensor", [1, 2, 4])
-def test_what_was_written_is_read_back(tmp_path, tensor):
+def test_a_written_checkpoint_is_read_back(tmp_path, tensor):
     weights = exported(tmp_path, tensor)
     ranks = [f"mp_rank_0{rank}_model_states.pt" for rank in range(tensor)]
     assert files_in(tmp_path) == (["codegeex.pt"] if tensor == 1 else ranks)
@@ -136,42 +136,42 @@ def test_one_file_is_read_without_its_folder(tmp_path):
 
 
 @pytest.mark.parametrize("size", [1, 2, 4, 8])
-def test_files_cut_by_codegeex_are_ours_again(tmp_path, size):
-    """Position queries are cut there and whole here: read as whole, each rank's would be taken for all."""
-    weights = exported(tmp_path / "whole")
-    model = language_model(tmp_path / "whole" / "codegeex.pt")
-    (tmp_path / "cut").mkdir()
+def test_files_sharded_by_codegeex_are_read(tmp_path, size):
+    """CodeGeeX shards the position queries, which this package replicates."""
+    weights = exported(tmp_path / "full")
+    model = language_model(tmp_path / "full" / "codegeex.pt")
+    (tmp_path / "sharded").mkdir()
     for rank in range(size):
-        piece = {"module": {"language_model": cut_like_codegeex(model, size, rank)}}
-        torch.save(piece, tmp_path / "cut" / f"mp_rank_{rank:02d}_model_states.pt")
-    assert_identical(weights_of(codegeex.read(tmp_path / "cut", GIVEN)), weights)
+        shard = {"module": {"language_model": shard_like_codegeex(model, size, rank)}}
+        torch.save(shard, tmp_path / "sharded" / f"mp_rank_{rank:02d}_model_states.pt")
+    assert_identical(weights_of(codegeex.read(tmp_path / "sharded", GIVEN)), weights)
 
 
 @pytest.mark.parametrize("size", [2, 4])
-def test_we_cut_as_codegeex_does(tmp_path, size):
-    """Or its own scripts could not load what we write."""
-    exported(tmp_path / "whole")
-    exported(tmp_path / "cut", size)
-    model = language_model(tmp_path / "whole" / "codegeex.pt")
+def test_written_shards_equal_those_of_codegeex(tmp_path, size):
+    """Otherwise CodeGeeX's scripts could not load the files."""
+    exported(tmp_path / "full")
+    exported(tmp_path / "sharded", size)
+    model = language_model(tmp_path / "full" / "codegeex.pt")
     for rank in range(size):
-        ours = language_model(tmp_path / "cut" / f"mp_rank_{rank:02d}_model_states.pt")
-        assert_identical(flat(ours), flat(cut_like_codegeex(model, size, rank)))
+        ours = language_model(tmp_path / "sharded" / f"mp_rank_{rank:02d}_model_states.pt")
+        assert_identical(flat(ours), flat(shard_like_codegeex(model, size, rank)))
 
 
 @pytest.mark.parametrize("size", [1, 2])
 def test_stacked_matrices_and_a_root_without_module_are_read(tmp_path, size):
-    weights = exported(tmp_path / "whole")
-    model = language_model(tmp_path / "whole" / "codegeex.pt")
+    weights = exported(tmp_path / "full")
+    model = language_model(tmp_path / "full" / "codegeex.pt")
     (tmp_path / "stacked").mkdir()
     for rank in range(size):
-        piece = cut_like_codegeex(model, size, rank)
-        piece["transformer"] = stacked(piece["transformer"])
-        torch.save({"language_model": piece}, tmp_path / "stacked" / f"mp_rank_{rank:02d}_model_states.pt")
+        shard = shard_like_codegeex(model, size, rank)
+        shard["transformer"] = stacked(shard["transformer"])
+        torch.save({"language_model": shard}, tmp_path / "stacked" / f"mp_rank_{rank:02d}_model_states.pt")
     assert_identical(weights_of(codegeex.read(tmp_path / "stacked", GIVEN)), weights)
 
 
-def test_each_tensor_keeps_its_number_format_and_a_stack_the_wider_one(tmp_path):
-    """Released norms may be fp32 among fp16: cast to fp16 they would lose what they have."""
+def test_each_tensor_keeps_its_dtype_and_a_stack_has_the_wider_one(tmp_path):
+    """Released norms may be fp32 among fp16 matrices, and a cast to fp16 would lose precision."""
     weights = random_weights(CONFIG, torch.float16)
     weights = {name: x.float() if "layernorm" in name else x for name, x in weights.items()}
     exported(tmp_path, 2, weights)
@@ -187,8 +187,8 @@ def test_each_tensor_keeps_its_number_format_and_a_stack_the_wider_one(tmp_path)
     assert_close(weights_of(codegeex.read(tmp_path, GIVEN))[name], weights[name].float(), rtol=0, atol=0)
 
 
-def test_exported_tensors_compute_what_ours_do(tmp_path):
-    """fp32 rounding. Queries and keys in another order, or a norm in another's place, are off by more than 0.01."""
+def test_exported_tensors_give_equal_logits_in_codegeexs_forward_pass(tmp_path):
+    """Up to fp32 rounding. Swapped queries and keys, or swapped norms, are off by more than 0.01."""
     weights = exported(tmp_path)
     tokens, _ = random_tokens(CONFIG)
     theirs = their_logits(flat(language_model(tmp_path / "codegeex.pt")), tokens, 2, 4)[..., :101]
@@ -217,8 +217,8 @@ def test_the_released_model_has_645_tensors(tmp_path):
     assert shapes == want
 
 
-def test_sizes_of_the_released_model_say_its_heads_and_vocabulary(tmp_path):
-    """A file with the released tensors' shapes, of which no number is there: nothing else is needed."""
+def test_heads_and_vocabulary_of_the_released_model_follow_from_its_sizes(tmp_path):
+    """The file has the shapes of the released tensors and no values."""
     model = {}
     table = full_table(ModelConfig(preset="codegeex-13b", num_layers=1))
     with torch.serialization.skip_data():
@@ -243,8 +243,8 @@ def test_sizes_of_the_released_model_say_its_heads_and_vocabulary(tmp_path):
         (lambda m: m.pop("embedding"), "has no embedding tables and layers like CodeGeeX's"),
     ],
 )
-def test_tensors_that_do_not_fit_are_named(tmp_path, spoil, message):
-    """Padding or cutting a table in silence gives a model that says nonsense at some positions."""
+def test_the_error_of_tensors_that_do_not_fit_names_them(tmp_path, spoil, message):
+    """A silently padded or truncated table would give nonsense at some positions."""
     exported(tmp_path)
     state = torch.load(tmp_path / "codegeex.pt", weights_only=True)
     spoil(state["module"]["language_model"])
@@ -253,13 +253,13 @@ def test_tensors_that_do_not_fit_are_named(tmp_path, spoil, message):
         codegeex.read(tmp_path, GIVEN)
 
 
-def test_heads_of_other_sizes_must_be_given(tmp_path):
+def test_an_unknown_hidden_size_without_num_heads_is_an_error(tmp_path):
     exported(tmp_path)
     with pytest.raises(CheckpointError, match=r"hidden size 32 .*; give model.num_heads"):
         codegeex.read(tmp_path, {})
 
 
-def test_a_vocabulary_that_is_not_given_is_all_rows(tmp_path):
+def test_without_a_given_vocabulary_all_rows_are_tokens(tmp_path):
     exported(tmp_path)
     assert codegeex.read(tmp_path, {"num_heads": 4}).model.vocab_size == 128
 
@@ -273,13 +273,13 @@ def test_a_vocabulary_that_is_not_given_is_all_rows(tmp_path):
         ({"num_heads": 100}, r"query.weight is \[32, 32\], expected \[0, 32\]"),
     ],
 )
-def test_given_fields_must_fit(tmp_path, given, message):
+def test_given_fields_that_do_not_fit_are_an_error(tmp_path, given, message):
     exported(tmp_path)
     with pytest.raises(CheckpointError, match=message):
         codegeex.read(tmp_path, given)
 
 
-def test_ranks_must_all_be_there_and_agree(tmp_path):
+def test_missing_or_inconsistent_ranks_are_an_error(tmp_path):
     exported(tmp_path, 4)
     file = tmp_path / "mp_rank_01_model_states.pt"
     state = torch.load(file, weights_only=True)
@@ -302,7 +302,7 @@ def test_ranks_must_all_be_there_and_agree(tmp_path):
         codegeex.read(tmp_path, GIVEN)
 
 
-def test_what_is_not_codegeex_is_not_taken_for_it(tmp_path):
+def test_other_files_are_not_recognised_as_codegeex(tmp_path):
     assert not codegeex.recognise(tmp_path / "nothing")
     with pytest.raises(CheckpointError, match="give the file, or the folder of the ranks' files"):
         codegeex.read(tmp_path, GIVEN)
@@ -324,7 +324,7 @@ def test_what_is_not_codegeex_is_not_taken_for_it(tmp_path):
         ({}, {"tensor": 3}, r"tensor is 3, which does not divide .* \(4, 128, 24\); use one of \[1, 2, 4\]"),
     ],
 )
-def test_what_codegeex_cannot_hold_is_refused(tmp_path, changes, layout, message):
+def test_a_model_that_codegeex_cannot_represent_is_an_error(tmp_path, changes, layout, message):
     config = tiny(**{**CONFIG.model.model_dump(exclude_unset=True), **changes})
     checkpoint = checkpoint_of(config, random_weights(config, torch.float32))
     with pytest.raises(ConfigError, match=message):

@@ -1,4 +1,4 @@
-"""The target appears whole or not at all, the source is told by its looks, and what differs is not kept."""
+"""Conversion writes a complete target or none, recognises the source, and deletes a target that differs."""
 
 import json
 import re
@@ -40,8 +40,8 @@ def lines_of(request: Request) -> list[str]:
     return said
 
 
-def test_it_says_what_it_did(source, tmp_path):
-    """One line, for people and for grep; what was recognised is said where nothing was given. Then what to do next."""
+def test_the_summary_names_source_target_and_the_next_command(source, tmp_path):
+    """One line that grep can find, with the recognised format; then the next command."""
     recognised_line, summary, next_step = lines_of(Request(source, tmp_path / "out", tensor=2))
     assert recognised_line == f"{source} is a checkpoint of huggingface"
     parameters = read_parameters(source)
@@ -56,17 +56,17 @@ def test_it_says_what_it_did(source, tmp_path):
 
 
 def read_parameters(folder: Path) -> int:
-    """Of ours: five rows of padding are counted."""
+    """The number of parameters after the conversion of a model, five rows of padding included."""
     return sum(tensor.numel() for tensor in load_file(folder / "model.safetensors").values()) + 5 * 32
 
 
-@pytest.mark.parametrize("there", ["nothing", "an empty folder", "what a kill left", "a deep place"])
-def test_the_target_appears_with_nothing_beside_it(source, tmp_path, there):
-    """What was left under the temporary name would otherwise be in the way for ever."""
-    target = tmp_path / ("a/b/out" if there == "a deep place" else "out")
+@pytest.mark.parametrize("there", ["nothing", "an empty folder", "a killed conversion", "missing parents"])
+def test_conversion_leaves_the_target_and_no_temporary_folder(source, tmp_path, there):
+    """A temporary folder of a killed conversion would otherwise prevent all later ones."""
+    target = tmp_path / ("a/b/out" if there == "missing parents" else "out")
     if there == "an empty folder":
         target.mkdir()
-    if there == "what a kill left":
+    if there == "a killed conversion":
         (tmp_path / ".new-out" / "checkpoints").mkdir(parents=True)
         (tmp_path / ".new-out" / "junk").write_text("")
     lines_of(Request(source, target))
@@ -75,21 +75,21 @@ def test_the_target_appears_with_nothing_beside_it(source, tmp_path, there):
 
 
 @pytest.mark.parametrize("error", [OSError(28, "No space left on device"), KeyboardInterrupt(), RuntimeError("?")])
-def test_after_any_failure_nothing_is_there(source, tmp_path, error):
-    """Half of a checkpoint under the target's name would be taken for a whole one."""
+def test_a_failed_conversion_leaves_no_target(source, tmp_path, error):
+    """An incomplete target would look like a complete checkpoint."""
     with mock.patch.object(native, "write_grid", side_effect=error), pytest.raises(BaseException) as raised:
         lines_of(Request(source, tmp_path / "out"))
     assert raised.value is error and list(tmp_path.iterdir()) == []
 
 
-def test_a_place_that_cannot_be_written_is_said(source, tmp_path):
+def test_an_unwritable_target_is_an_error(source, tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(CheckpointError, match=r"file/.new-out: creating the folder failed: Not a directory"):
         lines_of(Request(source, tmp_path / "file" / "out"))
 
 
 @pytest.mark.parametrize("there", ["a file", "a folder"])
-def test_what_is_there_is_never_overwritten(source, tmp_path, there):
+def test_an_existing_target_is_never_overwritten(source, tmp_path, there):
     target = tmp_path / "out"
     (target if there == "a file" else tmp_path / "x").write_text("precious")
     if there == "a folder":
@@ -121,14 +121,14 @@ def test_what_is_there_is_never_overwritten(source, tmp_path, there):
         ({"overrides": ["model.hidden_sise=2"]}, ConfigError, "unknown field model.hidden_sise"),
     ],
 )
-def test_bad_usage_is_said_before_anything_is_written(source, tmp_path, changes, error, message):
+def test_wrong_usage_is_an_error_before_anything_is_written(source, tmp_path, changes, error, message):
     with pytest.raises(error) as raised:
         lines_of(Request(**{"source": source, "target": tmp_path / "out", **changes}))
     assert message in str(raised.value) and list(tmp_path.iterdir()) == []
 
 
-def test_what_looks_like_nothing_is_said_and_a_given_format_takes_a_closer_look(tmp_path):
-    """With --from the reader says what is missing."""
+def test_an_unrecognised_source_is_an_error_and_a_given_format_names_the_missing_file(tmp_path):
+    """With --from, the reader's error names the missing file."""
     (tmp_path / "empty").mkdir()
     with pytest.raises(CheckpointError, match="empty: is not a checkpoint of megatron-lite, huggingface"):
         lines_of(Request(tmp_path / "empty", tmp_path / "out"))
@@ -141,7 +141,7 @@ def test_what_looks_like_nothing_is_said_and_a_given_format_takes_a_closer_look(
 @pytest.mark.parametrize("build", [gpt2, llama])
 @pytest.mark.parametrize("dtype", ["", "bf16", "fp16"])
 def test_verify_compares_logits_with_transformers(tmp_path, build, dtype):
-    """Both ways; rounding to 16 bits is no difference."""
+    """In both directions; rounding to 16 bits is not a difference."""
     build().save_pretrained(tmp_path / "hf")
     for request in (
         Request(tmp_path / "hf", tmp_path / "ours", tensor=2, pipeline=2, verify=True, dtype=dtype),
@@ -154,8 +154,8 @@ def test_verify_compares_logits_with_transformers(tmp_path, build, dtype):
 
 
 @pytest.mark.parametrize("between", ["megatron-lite", "huggingface", "megatron"])
-def test_every_format_is_recognised_and_leads_to_every_other(source, tmp_path, between):
-    """Two readers that take the same folder for theirs would make it a matter of luck who reads it."""
+def test_every_format_is_recognised_and_converts_to_every_other(source, tmp_path, between):
+    """Exactly one reader may recognise a folder."""
     lines_of(Request(source, tmp_path / "between", target_format=between, verify=True))
     assert [name for name, module in FORMATS.items() if module.recognise(tmp_path / "between")] == [between]
     for target_format in ("megatron-lite", "huggingface", "megatron"):
@@ -165,8 +165,8 @@ def test_every_format_is_recognised_and_leads_to_every_other(source, tmp_path, b
     assert back.keys() == first.keys() and all(torch.equal(back[name], first[name]) for name in first)
 
 
-def test_codegeex_goes_there_and_back(tmp_path):
-    """Its files do not say how many heads there are: the user does, and --verify knows."""
+def test_conversion_to_codegeex_and_back_keeps_the_weights(tmp_path):
+    """CodeGeeX's files lack the number of heads, which the user gives; --verify uses it."""
     model = ModelConfig(
         num_layers=2, hidden_size=32, num_heads=4, vocab_size=VOCAB, activation="quick_gelu", top_query_layer=True
     )
@@ -185,8 +185,8 @@ def test_codegeex_goes_there_and_back(tmp_path):
 @pytest.mark.parametrize("dtype", ["", "bf16", "fp16"])
 @pytest.mark.parametrize("wrong", ["a number", "nan", "a little"])
 @pytest.mark.parametrize("target_format", ["megatron-lite", "huggingface"])
-def test_a_target_that_computes_something_else_is_not_kept(source, tmp_path, wrong, target_format, dtype):
-    """Text that a model writes does not show that one matrix is transposed."""
+def test_a_target_with_other_logits_is_deleted(source, tmp_path, wrong, target_format, dtype):
+    """Generated text would not show a transposed matrix."""
     read = huggingface.read
 
     def spoiled(path: Path, overrides):
@@ -205,16 +205,16 @@ def test_a_target_that_computes_something_else_is_not_kept(source, tmp_path, wro
 
 
 def test_every_weight_is_compared_to_the_bit(source):
-    """Logits of 128 tokens do not show a number that none of them reaches, and hardly one that is small."""
+    """The logits of 128 tokens do not depend on every value, and hardly on small ones."""
     first, second = (huggingface.read(source, {}) for _ in range(2))
     assert verify.check_weights(first, second) == f"all {len(first.tensors)} tensors are equal to the bit"
     words, bias = "embedding.word_embeddings.weight", "decoder.layers.1.mlp.linear_fc1.bias"
 
     def spoiled(name: str) -> torch.Tensor:
-        whole = second.read(name)
+        tensor = second.read(name)
         if name in (words, bias):
-            whole.view(-1)[-1] += 1  # of the embedding, that is padding
-        return whole
+            tensor.view(-1)[-1] += 1  # a row of padding in the embedding
+        return tensor
 
     with pytest.raises(CheckpointError, match=rf"^{bias}: the target differs from the source and was removed"):
         verify.check_weights(first, replace(second, read=spoiled))
@@ -224,8 +224,8 @@ def test_every_weight_is_compared_to_the_bit(source):
 
 
 @pytest.mark.parametrize("target_format", ["megatron-lite", "huggingface", "megatron"])
-def test_a_number_that_the_format_cannot_hold_is_named(source, tmp_path, target_format):
-    """It would be written as infinity, and every logit would be nan."""
+def test_the_error_of_a_value_outside_the_dtype_names_the_tensor(source, tmp_path, target_format):
+    """The value would become infinite, and every logit NaN."""
     file = Path(shutil.copytree(source, tmp_path / "hf")) / "model.safetensors"
     tensors = load_file(file)
     tensors["transformer.h.1.mlp.c_fc.bias"][3] = -70000.0
@@ -235,19 +235,19 @@ def test_a_number_that_the_format_cannot_hold_is_named(source, tmp_path, target_
         lines_of(request)
     assert not (tmp_path / "out").exists()
     lines_of(replace(request, dtype="bf16"))
-    tensors["transformer.h.1.mlp.c_fc.bias"][3] = float("inf")  # the source's own
+    tensors["transformer.h.1.mlp.c_fc.bias"][3] = float("inf")  # infinite in the source
     save_file(tensors, file)
     lines_of(replace(request, target=tmp_path / "inf"))
 
 
-def test_verify_without_transformers_is_bad_usage(source, tmp_path):
+def test_verify_without_transformers_is_wrong_usage(source, tmp_path):
     with mock.patch.dict(sys.modules, {"transformers": None}):
         with pytest.raises(ConfigError, match=r"compares with transformers, which cannot be imported .*pip install"):
             lines_of(Request(source, tmp_path / "out", verify=True))
         lines_of(Request(source, tmp_path / "out"))
 
 
-def test_what_transformers_cannot_load_is_said(source, tmp_path):
+def test_an_error_of_transformers_is_reported(source, tmp_path):
     shutil.copytree(source, tmp_path / "hf")
     save_file({}, tmp_path / "hf" / "model.safetensors")
     (tmp_path / "hf" / "config.json").write_text("{}")
@@ -255,8 +255,8 @@ def test_what_transformers_cannot_load_is_said(source, tmp_path):
         verify.of_transformers(tmp_path / "hf", None)
 
 
-def test_a_vocabulary_of_merges_goes_along(source, tmp_path):
-    """Converted weights without their tokenizer write nothing that anyone can read."""
+def test_the_files_of_a_gpt2_tokenizer_are_copied(source, tmp_path):
+    """Without the tokenizer, the text of the model cannot be decoded."""
     folder = tmp_path / "hf"
     shutil.copytree(source, folder)
     (folder / "vocab.json").write_text(json.dumps({"<|endoftext|>": 0, "a": 1, "b": 2, "ab": 3}))
@@ -285,7 +285,7 @@ def test_an_export_without_tokenizer_files_names_its_end_token(tmp_path):
 
 
 def test_a_start_from_weights_has_a_warm_up(source, tmp_path):
-    """The moments of a fresh optimizer are noise at first, and the weights are not."""
+    """The first moments of a new optimizer are noise, which would damage trained weights."""
     for out, overrides, expected in (("a", [], 100), ("b", ["train.iterations=40"], 4)):
         lines_of(Request(source, tmp_path / out, overrides=overrides))
         assert load_config(tmp_path / out / "config.yaml").optim.warmup_iterations == expected
@@ -293,8 +293,8 @@ def test_a_start_from_weights_has_a_warm_up(source, tmp_path):
     assert load_config(tmp_path / "c" / "config.yaml").optim.warmup_iterations == 7
 
 
-def test_a_tokenizer_of_hugging_face_goes_along(source, tmp_path):
-    """Most models have this one; what it knows of its end token is in a file beside it."""
+def test_the_files_of_a_hugging_face_tokenizer_are_copied(source, tmp_path):
+    """Most models have one. Its end token is in a second file."""
     folder = tmp_path / "hf"
     shutil.copytree(source, folder)
     model = Tokenizer(models.BPE(vocab={"x": 0, "a": 1, "[END]": 2}, merges=[]))
@@ -310,8 +310,8 @@ def test_a_tokenizer_of_hugging_face_goes_along(source, tmp_path):
     assert all((tmp_path / "back" / name).read_bytes() == (folder / name).read_bytes() for name in carried)
 
 
-def test_other_tokenizers_have_their_spec_and_one_that_does_not_fit_is_only_carried(source, tmp_path):
-    """A config whose tokenizer has more tokens than the model would not start."""
+def test_the_config_names_a_copied_tokenizer_only_if_it_fits_the_model(source, tmp_path):
+    """A config whose tokenizer has more tokens than the model is an error."""
     folder = tmp_path / "hf"
     shutil.copytree(source, folder)
     (tmp_path / "text").write_text("a b c d e f g\n" * 100)
@@ -336,8 +336,8 @@ def test_other_tokenizers_have_their_spec_and_one_that_does_not_fit_is_only_carr
     assert tokenizer_files.files_of("bytes") == {} == tokenizer_files.files_of("")
 
 
-def test_fields_that_the_source_does_not_say_can_be_given(source, tmp_path):
-    """The larger padding is what three tensor-parallel ranks of another program need."""
+def test_fields_that_the_source_lacks_can_be_given(source, tmp_path):
+    """Three tensor-parallel ranks of another program need the larger padding."""
     overrides = [
         "model.padded_vocab_size=384",
         "data.tokenizer=bytes",

@@ -1,4 +1,4 @@
-"""What `inspect` counts and compares, against plain arithmetic on whole tensors."""
+"""The statistics and differences of `inspect`, compared with plain arithmetic on full tensors."""
 
 import math
 
@@ -22,14 +22,14 @@ def opened(root, version, **changes) -> Opened:
 
 
 def changed(version: int) -> dict:
-    """Weights with one number moved, one NaN and a zero of the other sign."""
+    """Weights with one changed value, one NaN and one negative zero."""
     weights = contents(one_process(), version)["weights"]
     weights[FC2][1, 2] += 1.0
     weights[NORM][0] = math.nan
     return weights
 
 
-def test_norm_and_what_is_not_finite(tmp_path):
+def test_norm_and_number_of_non_finite_values(tmp_path):
     weights = contents(one_process(), 1)["weights"]
     weights[FC2][0, :3] = torch.tensor([math.nan, math.inf, -math.inf])
     with opened(tmp_path, 1, weights=weights) as checkpoint:
@@ -40,7 +40,7 @@ def test_norm_and_what_is_not_finite(tmp_path):
         assert numbers(checkpoint, FC2, "exp_avg").norm == pytest.approx(float(moment.norm()), rel=1e-12)
 
 
-def test_equal_checkpoints_have_no_difference_and_others_the_largest(tmp_path):
+def test_the_difference_of_equal_checkpoints_is_none_and_of_others_the_largest(tmp_path):
     with opened(tmp_path / "a", 1) as a, opened(tmp_path / "b", 1, weights=changed(1)) as b:
         found = {(name, kind): difference(a, b, name, kind) for name, kind in names_and_kinds(a.layout, b.layout)}
         assert len(found) == 4 * len(TABLE)
@@ -49,7 +49,7 @@ def test_equal_checkpoints_have_no_difference_and_others_the_largest(tmp_path):
         assert differing[FC2, "weight"].differing == 1
         assert differing[FC2, "weight"].largest == pytest.approx(1.0, rel=0.01)
         assert differing[NORM, "weight"].largest == math.inf
-        # a NaN with the same bits is the same, also where another number differs
+        # NaN with the same bits is equal, also when another value differs
         both = changed(1)
         both[NORM][1] += 1.0
         with opened(tmp_path / "c", 1, weights=both) as c:
@@ -58,14 +58,14 @@ def test_equal_checkpoints_have_no_difference_and_others_the_largest(tmp_path):
         assert difference(b, b, NORM, "weight").differing == 0
 
 
-def test_what_is_on_one_side_only_is_said(tmp_path):
+def test_tensors_of_only_one_checkpoint_are_reported(tmp_path):
     with opened(tmp_path / "a", 1) as a, opened(tmp_path / "b", 1, optimizer_state={}) as b:
         assert difference(a, b, FC2, "exp_avg") == "not in B"
         assert difference(b, a, "other", "weight") == "not in A and B"
 
 
-def test_what_only_some_ranks_have_is_said(tmp_path):
-    """As of local SGD: nothing compared must not pass for equal."""
+def test_tensors_of_only_some_ranks_are_reported(tmp_path):
+    """Local SGD saves such tensors; tensors that were not compared must not count as equal."""
     with opened(tmp_path / "a", 1) as a:
         content = a.layout.model_dump()
         for stored in content["tensors"][FC2]["values"]["exp_avg"]["slices"]:
@@ -80,7 +80,7 @@ def test_what_only_some_ranks_have_is_said(tmp_path):
             assert difference(a, b, FC2, "exp_avg_sq") == "only 47 of 48 elements are in both"
 
 
-def test_another_shape_is_said(tmp_path):
+def test_another_shape_is_reported(tmp_path):
     table = {**TABLE, FC2: TABLE["embedding.word_embeddings.weight"]}
     with (
         opened(tmp_path / "a", 1) as a,
@@ -91,21 +91,21 @@ def test_another_shape_is_said(tmp_path):
         )
 
 
-def save_cut(root, size: int) -> None:
+def save_sharded(root, size: int) -> None:
     ctx = ParallelContext.create(Grid(tp=size), torch.device("cpu"), 60)
-    save(root, 1, ctx, version=1, weights=changed_cut(ctx) if size == 4 else contents(ctx, 1)["weights"])
+    save(root, 1, ctx, version=1, weights=changed_shard(ctx) if size == 4 else contents(ctx, 1)["weights"])
 
 
-def changed_cut(ctx: ParallelContext) -> dict:
+def changed_shard(ctx: ParallelContext) -> dict:
     weights = contents(ctx, 1)["weights"]
     if ctx.rank == 3:
         weights[FC2][1, 2] += 1.0
     return weights
 
 
-def test_checkpoints_of_different_layouts_are_compared_number_by_number(ranks, tmp_path):
+def test_checkpoints_of_different_layouts_are_compared_value_by_value(ranks, tmp_path):
     for size in (2, 4):
-        ranks(size, save_cut, tmp_path / str(size), size)
+        ranks(size, save_sharded, tmp_path / str(size), size)
     folders = [tmp_path / str(size) / "iter_0000001" for size in (2, 4)]
     with Opened(folders[0], read_layout(folders[0])) as a, Opened(folders[1], read_layout(folders[1])) as b:
         found = {(name, kind): difference(a, b, name, kind) for name, kind in names_and_kinds(a.layout, b.layout)}

@@ -1,4 +1,4 @@
-"""GPT-2 and Llama of transformers become ours and come back, in any layout; what is not the same model is refused."""
+"""Conversion of GPT-2 and Llama from and to transformers, in any layout; other models are an error."""
 
 import json
 
@@ -33,7 +33,7 @@ LAYOUTS = [(1, 1), (2, 1), (4, 1), (1, 2), (2, 2), (4, 2)]
 
 @pytest.fixture(scope="module", params=MODELS)
 def model(request, tmp_path_factory):
-    """A model of transformers and the folder that it saved itself in."""
+    """A model of transformers and its folder."""
     folder = tmp_path_factory.mktemp("hf")
     made = MODELS[request.param]()
     made.save_pretrained(folder)
@@ -42,37 +42,37 @@ def model(request, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    """Folders of one GPT-2 and one Llama, to be copied."""
+    """Folders of one GPT-2 and one Llama, for tests to copy."""
     root = tmp_path_factory.mktemp("hf")
     gpt2().save_pretrained(root / "gpt2")
     llama().save_pretrained(root / "llama")
     return root
 
 
-def quiet(line: str) -> None:
-    """Nothing is said."""
+def print_nothing(line: str) -> None:
+    """Print nothing."""
 
 
 @pytest.mark.parametrize("tensor, pipeline", LAYOUTS)
-def test_it_computes_what_transformers_computes_and_comes_back_the_same(model, tmp_path, tensor, pipeline):
-    """fp32: 1e-4 on logits of size about 5 is the order of sums. A query's row in the wrong head, a bias added twice, a
-    gate taken for an up, or a copy of the head that was forgotten would each be as large as the logits."""
+def test_logits_equal_those_of_transformers_and_weights_are_exported_exactly(model, tmp_path, tensor, pipeline):
+    """1e-4: the order of fp32 sums, on logits of about 5. A row in the wrong head, a bias added twice, swapped gate
+    and up, or a missing copy of the head would be off by the size of the logits."""
     theirs, folder = model
-    convert(Request(folder, tmp_path / "ours", tensor=tensor, pipeline=pipeline), quiet)
+    convert(Request(folder, tmp_path / "ours", tensor=tensor, pipeline=pipeline), print_nothing)
     checkpoint = native.read(tmp_path / "ours", {})
     ids, vocab = tokens(), theirs.config.vocab_size
     assert_close(verify.ours(checkpoint)(ids)[..., :vocab], logits(theirs, ids), rtol=0, atol=1e-4)
     for name in ("embedding.word_embeddings.weight", "output_layer.weight"):
         if name in checkpoint.tensors:
             assert checkpoint.read(name).shape[0] == 256 and not checkpoint.read(name)[vocab:].any()
-    convert(Request(tmp_path / "ours", tmp_path / "back", target_format="huggingface"), quiet)
+    convert(Request(tmp_path / "ours", tmp_path / "back", target_format="huggingface"), print_nothing)
     assert_same_tensors(tmp_path / "back", folder)
     if (tensor, pipeline) == (2, 2):
         assert_close(logits(transformers_without_warnings(tmp_path / "back"), ids), logits(theirs, ids), rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "llama"])
-def test_names_without_a_prefix_and_buffers_of_old_versions_are_understood(saved, tmp_path, kind):
+def test_names_without_a_prefix_and_buffers_of_old_versions_are_read(saved, tmp_path, kind):
     """The published GPT-2 has `h.0...` and masks; Llamas of 2023 have rotary frequencies."""
     folder = copy(saved / kind, tmp_path / "src")
     plain = {name.removeprefix("transformer.").removeprefix("model."): x for name, x in tensors_of(folder).items()}
@@ -85,16 +85,16 @@ def test_names_without_a_prefix_and_buffers_of_old_versions_are_understood(saved
     assert all(torch.equal(got.read(name), want.read(name)) for name in want.tensors)
 
 
-def test_a_tensor_under_two_names_is_refused(saved, tmp_path):
-    """One of them would be taken, and nobody would know which."""
+def test_a_tensor_under_two_names_is_an_error(saved, tmp_path):
+    """Otherwise one of them would be read at random."""
     folder = copy(saved / "gpt2", tmp_path / "src")
     save_file({**tensors_of(folder), "wpe.weight": torch.ones(24, 32)}, folder / "model.safetensors")
     with pytest.raises(CheckpointError, match=r"has both transformer\.wpe\.weight and wpe\.weight; remove one"):
         read(folder, {})
 
 
-def test_a_tied_head_may_be_stored_but_not_differ(saved, tmp_path):
-    """With a head of its own under a config that says it is tied, one of the two is wrong."""
+def test_a_stored_copy_of_a_tied_head_that_differs_is_an_error(saved, tmp_path):
+    """Either the head or the config, in which it is tied, is wrong."""
     folder = copy(saved / "gpt2", tmp_path / "src")
     tensors = tensors_of(folder)
     head = tensors["transformer.wte.weight"].clone()
@@ -108,8 +108,8 @@ def test_a_tied_head_may_be_stored_but_not_differ(saved, tmp_path):
     assert torch.equal(untied.read("output_layer.weight")[:VOCAB], head)
 
 
-def test_configs_of_version_4_are_understood(saved, tmp_path):
-    """transformers 4 has rope_theta and torch_dtype, leaves out what is a default, and says much about generation."""
+def test_configs_of_version_4_are_read(saved, tmp_path):
+    """transformers 4 writes rope_theta, torch_dtype and generation fields, and omits defaults."""
     folder = copy(saved / "llama", tmp_path / "src")
     edit_config(
         folder, rope_parameters=None, rope_theta=500.0, dtype=None, torch_dtype="float32", head_dim=None, mlp_bias=None
@@ -155,8 +155,8 @@ REFUSED = [
 
 
 @pytest.mark.parametrize("kind, changes, message", REFUSED)
-def test_what_our_model_does_not_compute_is_refused_by_name(saved, tmp_path, kind, changes, message):
-    """A field that is passed over in silence is a model that writes nonsense."""
+def test_the_error_of_an_unsupported_field_names_it(saved, tmp_path, kind, changes, message):
+    """A model with an ignored field would compute something else."""
     folder = copy(saved / kind, tmp_path / "src")
     edit_config(folder, **changes)
     with pytest.raises(CheckpointError, match=message) as raised:
@@ -164,16 +164,16 @@ def test_what_our_model_does_not_compute_is_refused_by_name(saved, tmp_path, kin
     assert str(folder) in str(raised.value)
 
 
-def test_what_a_user_gives_may_not_make_another_kind_of_model_of_it(saved):
-    """There would be parameters that no file holds."""
+def test_a_given_field_that_changes_the_architecture_is_an_error(saved):
+    """Such a model would have parameters that no file contains."""
     with pytest.raises(CheckpointError, match=r"no model that computes the same: model.top_query_layer is True"):
         read(saved / "gpt2", {"top_query_layer": True})
     with pytest.raises(CheckpointError, match=r"model.head_size is 4 .nearest: gpt2"):
         read(saved / "gpt2", {"head_dim": 4})
 
 
-def test_what_the_config_says_is_not_taken_back(saved):
-    """Other weights than these have another activation, whose tensors look the same. Dropout is the user's affair."""
+def test_a_given_field_that_contradicts_the_config_is_an_error(saved):
+    """Another activation has tensors of the same names and shapes. Dropout may be given."""
     message = r"config.json: model.activation is gelu, not the gelu_tanh.* model.num_heads is 8, not the 4"
     with pytest.raises(ConfigError, match=message):
         read(saved / "gpt2", {"num_heads": 8, "activation": "gelu"})
@@ -199,8 +199,8 @@ PUBLISHED = {
 
 
 @pytest.mark.parametrize("kind", PUBLISHED)
-def test_configs_of_published_models_are_understood(saved, tmp_path, kind):
-    """The strictest reader is of no use if it refuses these."""
+def test_configs_of_published_models_are_read(saved, tmp_path, kind):
+    """A strict reader must accept these."""
     folder = copy(saved / kind, tmp_path / "src")
     (folder / "config.json").write_text(PUBLISHED[kind])
     got, want = read(folder, {}).model, read(saved / kind, {}).model
@@ -217,18 +217,18 @@ def test_configs_of_published_models_are_understood(saved, tmp_path, kind):
         ({"position": "rotary", "activation": "swiglu"}, "model.norm is layernorm .nearest: llama"),
     ],
 )
-def test_models_that_neither_can_express_are_refused_with_what_stands_in_the_way(changes, message):
-    """A model exported without its last block would load, and write something."""
+def test_the_error_of_a_model_that_neither_format_can_represent_names_the_field(changes, message):
+    """A model exported without its last block would load without an error."""
     with pytest.raises(CheckpointError, match=f"no model that computes the same: {message}"):
         from_model(ModelConfig(vocab_size=VOCAB, **changes))
 
 
-def test_presets_of_gpt_and_llama_are_expressed():
+def test_presets_of_gpt_and_llama_can_be_represented():
     for name in PRESETS:
         if not name.startswith("codegeex"):
             assert from_model(ModelConfig(preset=name))["vocab_size"] in (50257, 32000)
 
 
-def test_a_layout_for_hugging_face_is_bad_usage(saved, tmp_path):
+def test_a_layout_for_hugging_face_is_wrong_usage(saved, tmp_path):
     with pytest.raises(ConfigError, match="--tensor is 2 and --pipeline 1, but huggingface has no ranks; leave"):
-        convert(Request(saved / "gpt2", tmp_path / "out", target_format="huggingface", tensor=2), quiet)
+        convert(Request(saved / "gpt2", tmp_path / "out", target_format="huggingface", tensor=2), print_nothing)

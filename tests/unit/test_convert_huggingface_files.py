@@ -1,4 +1,4 @@
-"""Files of Hugging Face's models: one or many, of any age; what is wrong with them is said, whoever made them."""
+"""Files of Hugging Face models: one or many, safetensors or torch files, and errors for damaged ones."""
 
 import json
 import os
@@ -25,7 +25,7 @@ from tests.helpers.huggingface import (
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    """Folders of one GPT-2 and one Llama, to be copied."""
+    """Folders of one GPT-2 and one Llama, for tests to copy."""
     root = tmp_path_factory.mktemp("hf")
     gpt2().save_pretrained(root / "gpt2")
     llama().save_pretrained(root / "llama")
@@ -33,7 +33,7 @@ def saved(tmp_path_factory):
 
 
 def test_several_files_are_read_and_written(saved, tmp_path):
-    """Every model of more than a few billion parameters is in several."""
+    """Models of more than a few billion parameters have several files."""
     from transformers import AutoModelForCausalLM
 
     theirs = AutoModelForCausalLM.from_pretrained(saved / "llama")
@@ -56,34 +56,34 @@ def test_several_files_are_read_and_written(saved, tmp_path):
 @pytest.mark.parametrize("legacy", [True, False])
 @pytest.mark.parametrize("sharded", [True, False])
 def test_torch_files_are_read(saved, tmp_path, legacy, sharded):
-    """Older models have no safetensors."""
+    """Older models have no safetensors files."""
     folder = copy(saved / "gpt2", tmp_path / "src")
     tensors = tensors_of(folder)
     (folder / "model.safetensors").unlink()
     names = list(tensors)
     groups = {"a.bin": names[:9], "b.bin": names[9:]} if sharded else {"pytorch_model.bin": names}
-    for file, held in groups.items():
-        content = {name: tensors[name] for name in held}
+    for file, names in groups.items():
+        content = {name: tensors[name] for name in names}
         torch.save(content, folder / file, _use_new_zipfile_serialization=not legacy)
     if sharded:
-        weight_map = {name: file for file, held in groups.items() for name in held}
+        weight_map = {name: file for file, names in groups.items() for name in names}
         (folder / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": weight_map}))
     got, want = read(folder, {}), read(saved / "gpt2", {})
     assert got.tensors == want.tensors
     assert all(torch.equal(got.read(name), want.read(name)) for name in want.tensors)
 
 
-def broken(folder: Path, name: str) -> None:
-    """Damages a folder in the way that the name says."""
+def damage(folder: Path, name: str) -> None:
+    """Damage a folder in the named way."""
     weights, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
     tensors = tensors_of(folder)
     if name == "no config":
         (folder / "config.json").unlink()
     elif name == "config is a list":
         (folder / "config.json").write_text("[]")
-    elif name == "config is cut off":
+    elif name == "truncated config":
         (folder / "config.json").write_text('{"model_type": ')
-    elif name == "cut off":
+    elif name == "truncated file":
         weights.write_bytes(weights.read_bytes()[:-1])
     elif name in ("float8_e4m3fn", "int8"):
         save_file({**tensors, "lm_head.weight": tensors["lm_head.weight"].to(getattr(torch, name))}, weights)
@@ -109,8 +109,8 @@ def broken(folder: Path, name: str) -> None:
     [
         ("no config", "config.json: cannot be read: No such file"),
         ("config is a list", "holds a list, expected a JSON object"),
-        ("config is cut off", "config.json: cannot be read as JSON"),
-        ("cut off", "model.safetensors: is damaged, or not a safetensors file"),
+        ("truncated config", "config.json: cannot be read as JSON"),
+        ("truncated file", "model.safetensors: is damaged, or not a safetensors file"),
         ("float8_e4m3fn", r"lm_head.weight has the unsupported dtype F8_E4M3; save it as"),
         ("int8", r"lm_head.weight has the unsupported dtype I8; save it as"),
         ("outside", r"lists \S+ in '../a.safetensors', which is not a .safetensors file of this folder"),
@@ -125,14 +125,14 @@ def broken(folder: Path, name: str) -> None:
     ],
 )
 def test_broken_folders_are_an_error_that_names_the_file(saved, tmp_path, name, message):
-    """Files come from strangers, over networks; an index must not lead out of its folder."""
+    """Downloaded files can be damaged or malicious: an index must not name files outside its folder."""
     folder = copy(saved / "llama", tmp_path / "src")
-    broken(folder, name)
+    damage(folder, name)
     with pytest.raises(CheckpointError, match=message):
         read(folder, {})
 
 
-def test_a_file_is_no_folder_and_a_torch_file_may_hold_anything(saved, tmp_path):
+def test_a_file_instead_of_a_folder_and_a_torch_file_without_tensors_are_errors(saved, tmp_path):
     with pytest.raises(CheckpointError, match=r"config.json: is not a folder; give the one of config.json"):
         read(saved / "gpt2" / "config.json", {})
     folder = copy(saved / "gpt2", tmp_path / "src")
@@ -157,8 +157,8 @@ def fuzzed(saved, tmp_path_factory):
     return folder
 
 
-def survives(folder: Path) -> None:
-    """The folder is read, or there is an error of ours."""
+def read_or_fail_cleanly(folder: Path) -> None:
+    """Read the folder; only errors of this package may occur."""
     recognise(folder)
     try:
         checkpoint = read(folder, {})
@@ -170,31 +170,31 @@ def survives(folder: Path) -> None:
 
 @settings(max_examples=60)
 @given(st.data())
-def test_any_config_is_read_or_refused(fuzzed, data):
-    """Also sizes that no machine could hold."""
+def test_any_config_is_read_or_an_error(fuzzed, data):
+    """Also sizes larger than any memory."""
     kind = data.draw(st.sampled_from(["gpt2", "llama"]))
     path = fuzzed / kind / "config.json"
-    whole = path.read_text()
-    names = [*sorted(json.loads(whole)), "rope_theta", "rope_scaling", "n_ctx", "x"]
+    original = path.read_text()
+    names = [*sorted(json.loads(original)), "rope_theta", "rope_scaling", "n_ctx", "x"]
     changes = data.draw(st.dictionaries(st.sampled_from(names), values, min_size=1, max_size=3))
     try:
-        path.write_text(json.dumps(json.loads(whole) | changes))
-        survives(fuzzed / kind)
+        path.write_text(json.dumps(json.loads(original) | changes))
+        read_or_fail_cleanly(fuzzed / kind)
     finally:
-        path.write_text(whole)
+        path.write_text(original)
 
 
 @settings(max_examples=60)
 @given(st.data())
-def test_any_bytes_in_a_header_or_an_index_are_read_or_refused(fuzzed, data):
-    """Of a header, one byte or the whole; of an index, whatever JSON says."""
+def test_any_bytes_in_a_header_or_an_index_are_read_or_an_error(fuzzed, data):
+    """One byte or all of a header is changed, or an index is any JSON."""
     folder = fuzzed / "gpt2"
     weights, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
-    whole = weights.read_bytes()
-    length = 8 + int.from_bytes(whole[:8], "little")
+    original = weights.read_bytes()
+    length = 8 + int.from_bytes(original[:8], "little")
     try:
         if data.draw(st.booleans()):
-            changed = bytearray(whole)
+            changed = bytearray(original)
             for place in data.draw(st.lists(st.integers(0, length - 1), min_size=1, max_size=3)):
                 changed[place] = data.draw(st.integers(0, 255))
             weights.write_bytes(changed)
@@ -203,16 +203,16 @@ def test_any_bytes_in_a_header_or_an_index_are_read_or_refused(fuzzed, data):
             files = values | st.just("a.safetensors")
             maps = st.dictionaries(st.sampled_from(["transformer.wte.weight", "x"]), files) | values
             index.write_text(json.dumps({"weight_map": data.draw(maps)}))
-        survives(folder)
+        read_or_fail_cleanly(folder)
     finally:
         index.unlink(missing_ok=True)
         (folder / "a.safetensors").unlink(missing_ok=True)
-        weights.write_bytes(whole)
+        weights.write_bytes(original)
 
 
 @pytest.mark.parametrize("kind", ["safetensors", "zip", "legacy"])
 def test_large_tensors_are_read_in_blocks(tmp_path, monkeypatch, kind):
-    """A block could go to the wrong rows, or be left out."""
+    """A block must not be skipped or copied to the wrong rows."""
     monkeypatch.setattr(huggingface_files, "BLOCK_BYTES", 100)
     tensors = {"a": torch.randn(7, 9), "b": torch.randn(301), "wide": torch.randn(2, 3, 50)}
     if kind == "safetensors":

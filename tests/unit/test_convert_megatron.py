@@ -1,4 +1,4 @@
-"""Megatron-LM's checkpoints of every age and layout, as plain loops and megatron-core's own model have them."""
+"""Megatron-LM's checkpoints of every version and layout, compared with plain loops and megatron-core's model."""
 
 import argparse
 
@@ -44,8 +44,8 @@ from tests.helpers.models_in_memory import (
         (LLAMA, {"tp": 2, "pp": 2, "chunks": 2, "spelling": "transformer-engine"}),
     ],
 )  # fmt: skip
-def test_every_age_and_layout_is_read(tmp_path, config, layout):
-    """A head's rows taken for another's, a layer of the next stage for this one's: the model would still load."""
+def test_every_version_and_layout_is_read(tmp_path, config, layout):
+    """A model with swapped heads or layers would also load."""
     weights = random_weights(config, torch.float32)
     written(tmp_path, config, weights=weights, rows=512, **layout)
     assert megatron.recognise(tmp_path)
@@ -57,7 +57,7 @@ def test_every_age_and_layout_is_read(tmp_path, config, layout):
 
 @pytest.mark.parametrize("config", [GPT, LLAMA])
 @pytest.mark.parametrize("tensor, pipeline", [(1, 1), (4, 1), (2, 2), (1, 4)])
-def test_what_was_written_is_read_back(tmp_path, config, tensor, pipeline):
+def test_a_written_checkpoint_is_read_back(tmp_path, config, tensor, pipeline):
     weights = random_weights(config, torch.float32)
     exported(tmp_path, config, weights, tensor=tensor, pipeline=pipeline, iteration=12)
     checkpoint = megatron.read(tmp_path, {})
@@ -69,8 +69,8 @@ def test_what_was_written_is_read_back(tmp_path, config, tensor, pipeline):
 
 @pytest.mark.parametrize("config", [GPT, LLAMA])
 @pytest.mark.parametrize("tensor, pipeline", [(1, 1), (2, 1), (4, 2)])
-def test_we_write_what_megatron_would(tmp_path, config, tensor, pipeline):
-    """All files, number by number; rows of padding are zero."""
+def test_written_files_equal_those_of_megatron(tmp_path, config, tensor, pipeline):
+    """All values of all files are compared; rows of padding are zero."""
     weights = random_weights(config, torch.float32)
     ours = exported(tmp_path / "ours", config, weights, tensor=tensor, pipeline=pipeline) / "release"
     rows = 128 * tensor
@@ -91,7 +91,7 @@ def test_we_write_what_megatron_would(tmp_path, config, tensor, pipeline):
     assert tracker.read_text() == "release"
 
 
-def test_the_number_format_is_said_in_the_arguments(tmp_path):
+def test_the_arguments_contain_the_dtype(tmp_path):
     weights = random_weights(GPT, torch.float32)
     want = {name: tensor.bfloat16() for name, tensor in weights.items()}
     exported(tmp_path, GPT, want)
@@ -101,8 +101,8 @@ def test_the_number_format_is_said_in_the_arguments(tmp_path):
 
 
 @pytest.mark.parametrize("rows", [104, 128, 384])
-def test_padding_of_the_vocabulary_becomes_ours(tmp_path, rows):
-    """Theirs grows with tp; rows past the vocabulary are no part of the model."""
+def test_padding_of_the_vocabulary_is_changed_to_that_of_this_package(tmp_path, rows):
+    """Megatron's padding grows with tp. Rows past the vocabulary are not part of the model."""
     weights = random_weights(GPT, torch.float32)
     weights[WORDS][101:] = 0
     written(tmp_path, GPT, weights=weights, tp=2, rows=rows)
@@ -113,8 +113,8 @@ def test_padding_of_the_vocabulary_becomes_ours(tmp_path, rows):
     assert list(megatron.read(tmp_path, {}).notes) == (left_out if rows == 384 else [])
 
 
-def test_a_vocabulary_that_is_not_padded_to_the_rows_is_not_believed(tmp_path):
-    """--vocab-size says nothing where the tokenizer has a size of its own: rows of tokens would be lost."""
+def test_a_vocabulary_size_that_does_not_pad_to_the_rows_is_an_error(tmp_path):
+    """Megatron ignores --vocab-size if the tokenizer has a size. Rows of tokens would be lost."""
     weights = random_weights(GPT, torch.float32)
     folder = written(tmp_path, GPT, weights=weights, tp=2, rows=512, make_vocab_size_divisible_by=128)
     message = r"vocab_size 101, .* padding to 128 x 2 ranks does not make the 512 rows of its tensors; give"
@@ -130,7 +130,7 @@ def test_a_vocabulary_that_is_not_padded_to_the_rows_is_not_believed(tmp_path):
 
 @pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16])
 def test_a_tied_head_on_the_last_stage_must_be_a_copy(tmp_path, kind):
-    """One that has gone its own way is another model's, whatever the arguments say."""
+    """A head that differs is not tied, whatever the arguments are."""
     folder = written(tmp_path, GPT, weights=random_weights(GPT, torch.float32), tp=2, pp=2)
 
     def change(content):
@@ -148,8 +148,8 @@ def test_a_tied_head_on_the_last_stage_must_be_a_copy(tmp_path, kind):
 
 @needs_core
 @pytest.mark.parametrize("config", [GPT, LLAMA], ids=["gpt", "llama"])
-def test_megatron_cores_model_computes_the_same(tmp_path, ranks, config):
-    """fp32 rounding through four layers, on logits of about 3. The other reading of any rule is off by 0.01 or more."""
+def test_logits_equal_those_of_megatron_cores_model(tmp_path, ranks, config):
+    """Up to fp32 rounding in four layers, on logits of about 3. Any wrong rule is off by 0.01 or more."""
     weights = random_weights(config, torch.float32)
     exported(tmp_path, config, weights)
     tokens, _ = random_tokens(config)
@@ -159,8 +159,8 @@ def test_megatron_cores_model_computes_the_same(tmp_path, ranks, config):
 
 @needs_core
 @pytest.mark.parametrize("config", [GPT, LLAMA], ids=["gpt", "llama"])
-def test_megatron_cores_own_state_is_read(tmp_path, ranks, config):
-    """Its names, shapes and what it saves beside tensors, from its own model."""
+def test_the_state_dict_of_megatron_cores_model_is_read(tmp_path, ranks, config):
+    """The model saves its own names, shapes and objects beside tensors."""
     tokens, _ = random_tokens(config)
     ((state, theirs),) = ranks(1, core_state, config.model, tokens)
     args = args_for(config.model, tensor=1, pipeline=1, iteration=3, dtype=torch.float32)
