@@ -49,8 +49,7 @@ def check_same_run(source: Config, target: Config) -> None:
     changed += differing(before, after, [*ORDER, "train.precision", *sync])
     if changed:
         raise ConfigError(
-            f"{listed(changed)}: with optimizer state the target is the same run in another layout; add "
-            "--weights-only for a new start"
+            f"{listed(changed)}: optimizer state belongs to the same run; add --weights-only for a new start"
         )
     if changed := differing(before, after, _pending(source)):
         raise ConfigError(f"{', '.join(changed)}: {OTHER_SUMS}; restore it, or add --weights-only for a new start")

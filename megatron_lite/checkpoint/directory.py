@@ -43,15 +43,13 @@ def read_latest(root: Path) -> int | None:
         text = tracker.read_text(encoding="utf-8", errors="replace").strip() if tracker.exists() else None
     except OSError as error:
         raise CheckpointError(
-            f"{error.filename or root}: cannot be read: {error.strerror}. Give this user permission, or choose "
-            "another run.dir"
+            f"{error.filename or root}: cannot be read: {error.strerror}. Give permission, or choose another run.dir"
         ) from error
     if text is None:
         foreign = [path.name for path in _iteration_folders(root, "") if not (path / LAYOUT_FILE).exists()]
         if foreign:
             raise CheckpointError(
-                f"{root}: {foreign[0]} has no {LAYOUT_FILE}, so megatron_lite did not write it. Choose another "
-                "run.dir, or move that folder away"
+                f"{root}: {foreign[0]} has no {LAYOUT_FILE}. Choose another run.dir, or move that folder away"
             )
         return max(present, default=None)
     remedy = f"{_present(root)}. Write one of them into the file, or delete the file to use the newest"
@@ -107,8 +105,7 @@ def resolve(path: Path, iteration: int | None = None) -> Path:
     newest = read_latest(root) if iteration is None else max(iterations(root), default=None)
     if newest is None:
         raise CheckpointError(
-            f"{path}: {'has no checkpoint' if path.is_dir() else 'is not a folder'}. Give a run's folder, its "
-            "checkpoints/ folder or one iter_... folder in it"
+            f"{path}: {'has no checkpoint' if path.is_dir() else 'is not a folder'}. Give a run.dir or iter_... folder"
         )
     if iteration is None:
         return locate(root, newest)

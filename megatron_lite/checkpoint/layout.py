@@ -38,10 +38,7 @@ VERSION = 2
 LAYOUT_FILE = "layout.json"
 WEIGHT = "weight"  # the kind of a parameter itself, beside the optimizer's kinds
 CHUNK_BYTES = 1 << 20  # bytes of a tensor for each checksum
-USE_ANOTHER = (
-    "Restore it from a copy, or resume from another checkpoint: write its iteration into "
-    "latest_checkpointed_iteration.txt"
-)
+USE_ANOTHER = "Restore a copy, or write the iteration of another checkpoint into latest_checkpointed_iteration.txt"
 
 # The pattern keeps a damaged or foreign layout.json from naming files outside of its folder.
 FileName = Annotated[str, Field(pattern=r"^mp_rank_\d{2,}(_\d{3,})?/[a-z0-9_]+\.safetensors$")]
@@ -164,20 +161,17 @@ def parse_layout(text: bytes, path: Path) -> Layout:
         raise DamagedCheckpoint(f"{path}: does not describe a megatron_lite checkpoint, or damaged. {USE_ANOTHER}")
     expected = content.pop("crc32")
     if expected != content_checksum(content):
-        raise DamagedCheckpoint(
-            f"{path}: damaged or edited, its content does not have its checksum {expected!r}. {USE_ANOTHER}"
-        )
+        raise DamagedCheckpoint(f"{path}: damaged or edited, its checksum is not {expected!r}. {USE_ANOTHER}")
     if content.get("format") != FORMAT or content.get("version") != VERSION:
         raise CheckpointError(
-            f"{path}: has format {content.get('format')!r}, version {content.get('version')!r}; this megatron_lite "
-            f"reads {FORMAT!r}, version {VERSION}. Use the megatron_lite that wrote it, or a newer one"
+            f"{path}: has format {content.get('format')!r}, version {content.get('version')!r}; expected {FORMAT!r}, "
+            f"version {VERSION}. Use the megatron_lite that wrote it, or a newer one"
         )
     try:
         return Layout.model_validate(content)
     except ValidationError as error:
         raise CheckpointError(
-            f"{path}: {_first_error(error)}. Its checksum is right, so another version or an edit wrote it. "
-            f"{USE_ANOTHER}"
+            f"{path}: {_first_error(error)}; another version or an edit wrote it. {USE_ANOTHER}"
         ) from None
 
 
@@ -195,8 +189,7 @@ def read_layout(folder: Path) -> Layout:
         if any(folder.glob("mp_rank_*/*.safetensors")):
             raise DamagedCheckpoint(f"{folder}: has tensors but no {LAYOUT_FILE}. {USE_ANOTHER}") from None
         raise CheckpointError(
-            f"{folder}: has no {LAYOUT_FILE}, so it is not a checkpoint of megatron_lite; `megatron-lite convert` "
-            "imports those of Hugging Face, Megatron-LM and CodeGeeX"
+            f"{folder}: has no {LAYOUT_FILE}; `megatron-lite convert` imports Hugging Face, Megatron-LM and CodeGeeX"
         ) from None
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from error
@@ -214,8 +207,7 @@ def parse_config(fields: dict[str, Any], folder: Path) -> Config:
         return Config.model_validate(fields, strict=False)
     except ValidationError as error:
         raise CheckpointError(
-            f"{folder}: the config in its {LAYOUT_FILE} is not one of megatron_lite: {_first_error(error)}. Another "
-            "version or an edit wrote it"
+            f"{folder}: config in {LAYOUT_FILE}: {_first_error(error)}; another version or an edit wrote it"
         ) from None
 
 

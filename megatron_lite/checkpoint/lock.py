@@ -68,8 +68,7 @@ def _acquire(folder: Path) -> int:
         holder = os.pread(descriptor, 200, 0).decode(errors="replace").strip()
         os.close(descriptor)
         raise CheckpointError(
-            f"run.dir {folder} is in use by {holder or 'another run'}; wait for that run, end it, or choose another "
-            "run.dir"
+            f"run.dir {folder} is in use by {holder or 'another run'}; wait for that run, or choose another run.dir"
         ) from None
     os.ftruncate(descriptor, 0)
     since = datetime.now(timezone.utc).isoformat(timespec="seconds")

@@ -25,10 +25,7 @@ def check_provider(layout: Layout, folder: Path, provider: str) -> None:
     """
     built_by = layout.origin.get(MODEL_PROVIDER, BUILT_IN)
     if built_by != BUILT_IN and not provider:
-        raise CheckpointError(
-            f"{folder}: a custom model built it, {built_by}; load it with --model {built_by}, or from a script with "
-            "that model_provider"
-        )
+        raise CheckpointError(f"{folder}: a custom model built it, {built_by}; load it with --model {built_by}")
 
 
 def check_model(layout: Layout, folder: Path, *, table: ParamTable, names: Collection[str], config: Fields) -> None:
@@ -59,9 +56,7 @@ def check_model(layout: Layout, folder: Path, *, table: ParamTable, names: Colle
     if extra:
         problems.append("only in the checkpoint: " + listed(extra))
     if missing and any(name.endswith(f".{missing[0]}") for name in extra):
-        problems.append(
-            "its names have a prefix, so a custom model may have built it: load it with --model FILE.py:NAME"
-        )
+        problems.append("its names have a prefix; load the model of a custom provider with --model FILE.py:NAME")
     if changed and not problems:
         problems.append("its tensors have the same shapes, but another meaning")
     if problems:
@@ -88,8 +83,7 @@ def plan(
         tensor = layout.tensors[stored_name(name, table, layout)]
         if name in contents.optimizer_state and set(tensor.values) == {WEIGHT}:
             raise CheckpointError(
-                f"{folder}: holds weights alone, so training cannot resume from it; start from it with "
-                "checkpoint.load_weights and another run.dir"
+                f"{folder}: has weights alone; start from it with checkpoint.load_weights and another run.dir"
             )
         if name in contents.optimizer_state and set(targets) != set(tensor.values):
             raise CheckpointError(
@@ -104,17 +98,15 @@ def plan(
                 )
             if shard.across_dp == "local" and layout.grid.dp != ctx.dp.size:
                 raise CheckpointError(
-                    f"{folder}: each of {layout.grid.dp} data-parallel ranks had its own {kind}, this run has "
-                    f"{ctx.dp.size}. Start {layout.grid.dp} data-parallel ranks, or load the weights alone with "
-                    "checkpoint.load_weights"
+                    f"{folder}: {kind} differs on {layout.grid.dp} data-parallel ranks, this run has {ctx.dp.size}; "
+                    f"start {layout.grid.dp}, or load the weights alone with checkpoint.load_weights"
                 )
             slices = value.slices_for(tensor.shard, ctx.tp.rank, ctx.pp.rank, replica_of(ctx), layout.grid.tp)
             wanted = rectangles(tensor.shape, tensor.shard, ctx.tp.rank, ctx.tp.size, shard.start, shard.end)
             planned = moves(tensor, slices, layout.grid.tp, wanted)
             if (count := sum(move.target.numel for move in planned)) != shard.values.numel():
                 raise CheckpointError(
-                    f"{folder}: {kind} of {name} has {count:,} of the {shard.values.numel():,} elements that "
-                    f"tensor-parallel rank {ctx.tp.rank} of {ctx.tp.size} needs"
+                    f"{folder}: {kind} of {name} has {count:,} of the {shard.values.numel():,} elements of this rank"
                 )
             found.append((shard, planned))
     return found

@@ -184,6 +184,6 @@ def _versions(contents: Contents) -> dict[tuple[str, str], int]:
 def _check_unchanged(before: dict[tuple[str, str], int], after: dict[tuple[str, str], int]) -> None:
     if changed := [f"{kind} of {name}" for name, kind in before if before[name, kind] != after[name, kind]]:
         raise CheckpointError(
-            f"{changed[0]} was changed while it was copied, before Saver.wait_for_copy, which train_step calls for the "
-            "optimizer; if the model changes its parameters in forward, set checkpoint.async_save: false"
+            f"{changed[0]} changed while it was copied; a model that changes parameters in forward needs "
+            "checkpoint.async_save: false"
         )

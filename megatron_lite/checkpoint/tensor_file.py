@@ -136,8 +136,7 @@ class TensorFile:
             self._entries = dict(_entries(header, info))
         except (ValueError, TypeError, LookupError, AttributeError, AssertionError, RecursionError) as error:
             raise DamagedCheckpoint(
-                f"{path}: its header does not describe the tensors that layout.json lists "
-                f"({type(error).__name__}: {error}). {USE_ANOTHER}"
+                f"{path}: header and layout.json differ ({type(error).__name__}: {error}). {USE_ANOTHER}"
             ) from None
 
     def _checked_header(self) -> bytes:
@@ -147,13 +146,10 @@ class TensorFile:
             header = length + file.read(min(struct.unpack("<Q", length)[0], size)) if len(length) == 8 else b""
         if size != self._info.bytes:
             raise DamagedCheckpoint(
-                f"{self.path}: has {size:,} bytes, layout.json lists {self._info.bytes:,}; the file was cut off or "
-                f"changed. {USE_ANOTHER}"
+                f"{self.path}: has {size:,} bytes, layout.json lists {self._info.bytes:,}. {USE_ANOTHER}"
             )
         if checksum(header) != self._info.header_crc32:
-            raise DamagedCheckpoint(
-                f"{self.path}: its header does not have the checksum in layout.json; the file is damaged. {USE_ANOTHER}"
-            )
+            raise DamagedCheckpoint(f"{self.path}: its header does not have the checksum in layout.json. {USE_ANOTHER}")
         return header
 
     @contextmanager
@@ -166,8 +162,7 @@ class TensorFile:
             folder = self.path.parents[1]
             if not folder.exists():
                 raise CheckpointError(
-                    f"{folder}: was deleted while it was read, perhaps because a run that trains there saved a newer "
-                    "checkpoint (checkpoint.keep); restart from that one"
+                    f"{folder}: was deleted while it was read, perhaps by a newer save (checkpoint.keep); restart"
                 ) from None
             raise DamagedCheckpoint(f"{self.path}: is listed in layout.json but missing. {USE_ANOTHER}") from None
         except OSError as error:
@@ -179,8 +174,7 @@ class TensorFile:
         entry, expected = self._entries[key], self._info.crc32[key]
         if entry.numel != numel:
             raise DamagedCheckpoint(
-                f"{self.path}: tensor {key} has {entry.numel:,} elements, layout.json lists {numel:,}; one of them "
-                f"is damaged. {USE_ANOTHER}"
+                f"{self.path}: tensor {key} has {entry.numel:,} elements, layout.json lists {numel:,}. {USE_ANOTHER}"
             )
         size = entry.dtype.itemsize
         first_chunk = start * size // CHUNK_BYTES
@@ -198,7 +192,7 @@ class TensorFile:
             if found != expected[number]:
                 raise DamagedCheckpoint(
                     f"{self.path}: tensor {key} has checksum {found} from its byte {number * CHUNK_BYTES:,} on, "
-                    f"layout.json lists {expected[number]}; the file is damaged. {USE_ANOTHER}"
+                    f"layout.json lists {expected[number]}. {USE_ANOTHER}"
                 )
         return buffer[start * size - offset : end * size - offset].view(entry.dtype)
 

@@ -79,8 +79,7 @@ def parse_paths(paths: Sequence[str]) -> Blend:
     if not in_pairs:
         if stray := [text for text, w in zip(paths, weights, strict=True) if w is not None]:
             raise ConfigError(
-                f"data.paths is {list(paths)}: {stray[0]!r} is a weight, but weights must stand before every prefix"
-                " or before none"
+                f"data.paths is {list(paths)}: {stray[0]!r} is a weight; put one before every prefix or before none"
             )
         return Blend([text.strip() for text in paths], None)
     values = np.array(weights[::2], dtype=np.float64)
@@ -110,10 +109,7 @@ def _as_weight(text: str) -> float | None:
 def split_bounds(split: Sequence[float], num_documents: int) -> list[tuple[int, int] | None]:
     """First and one-past-last document of train, valid and test; None where the fraction is zero."""
     if len(split) != 3 or not all(math.isfinite(part) and part >= 0 for part in split) or sum(split) <= 0:
-        raise ConfigError(
-            f"data.split is {list(split)}; give three numbers, none negative and not all zero, "
-            "for train, validation and test, such as 969,30,1"
-        )
+        raise ConfigError(f"data.split is {list(split)}; give three numbers of at least 0, not all 0, such as 969,30,1")
     fractions = (np.array(split, dtype=np.float64) / np.sum(np.array(split, dtype=np.float64))).tolist()
     edges = [round(edge * num_documents) for edge in accumulate(fractions, initial=0.0)]
     return [

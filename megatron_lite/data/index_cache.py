@@ -45,8 +45,7 @@ def cached_arrays(
                 arrays = _load(stem)
     except OSError as error:
         raise DataError(
-            f"{stem.parent}: the dataset index cannot be written ({error.strerror or error}); "
-            "free some space or set data.cache_dir to a writable folder"
+            f"{stem.parent}: index cannot be written ({error.strerror or error}); set data.cache_dir to another folder"
         ) from error
     assert arrays is not None, f"{stem}: an index that was just written cannot be read"
     return arrays
@@ -61,8 +60,7 @@ def memory_for(owner: str, *, num_samples: int, num_entries: int) -> Iterator[No
         yield
     except MemoryError as error:
         raise DataError(
-            f"{owner}: the index of {num_samples:,} samples does not fit into memory ({error}); "
-            "lower train.iterations or train.global_batch_size"
+            f"{owner}: no memory for the index of {num_samples:,} samples ({error}); lower train.iterations"
         ) from error
 
 

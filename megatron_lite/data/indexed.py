@@ -162,8 +162,7 @@ def _read_header(path: Path) -> tuple[np.dtype, int, int]:
         head = file.read(HEADER.size)
     if head[: len(MAGIC)] != MAGIC:
         raise DataError(
-            f"{path}: not a Megatron index: it starts with {head[: len(MAGIC)]!r}, expected {MAGIC!r}; "
-            "write the corpus with megatron-lite preprocess or Megatron's preprocess_data.py"
+            f"{path}: starts with {head[: len(MAGIC)]!r}, expected {MAGIC!r}; write the corpus with preprocess"
         )
     if len(head) < HEADER.size:
         raise DataError(f"{path}: truncated inside its {HEADER.size}-byte header; copy it again")

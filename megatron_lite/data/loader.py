@@ -27,8 +27,7 @@ class Batch(NamedTuple):
 def _token_to_mask(eod: int | None, eod_mask_loss: bool) -> int | None:
     if eod_mask_loss and eod is None:
         raise ConfigError(
-            "data.eod_mask_loss is true, but without data.tokenizer the end-of-document id is unknown; "
-            "set data.tokenizer or data.eod_mask_loss=false"
+            "data.eod_mask_loss needs the end-of-document id; set data.tokenizer or data.eod_mask_loss=false"
         )
     return eod if eod_mask_loss else None
 
@@ -42,8 +41,7 @@ def _to_device(batches: list[Batch], device: torch.device) -> list[Batch]:
 def _read(dataset: Dataset, rows: Sequence[int], masked_token: int | None, *, pin: bool) -> Batch:
     if rows[-1] >= len(dataset):
         raise DataError(
-            f"sample {rows[-1]:,} is past the end of the dataset ({len(dataset):,} samples); "
-            "build it with the number of samples of the full run"
+            f"sample {rows[-1]:,} is past the {len(dataset):,} samples of the dataset; build it for the full run"
         )
     text = torch.from_numpy(np.stack([dataset[row] for row in rows]))
     tokens, labels = text[:, :-1].contiguous(), text[:, 1:].contiguous()

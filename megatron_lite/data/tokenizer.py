@@ -47,8 +47,7 @@ def build_tokenizer(spec: str) -> Tokenizer:
         return BytesTokenizer()
     if kind not in builders or not place:
         raise ConfigError(
-            f"tokenizer {spec!r} is unknown; use bytes, sentencepiece:FILE, gpt2:VOCAB,MERGES, hf:tokenizer.json "
-            "or codegeex:FOLDER"
+            f"unknown tokenizer {spec!r}; use bytes, sentencepiece:FILE, gpt2:VOCAB,MERGES, hf:FILE or codegeex:FOLDER"
         )
     return builders[kind](spec, place)
 

@@ -138,7 +138,7 @@ def test_generate_continues_the_prompt_alike_on_any_number_of_processes(finished
 def test_generate_without_a_checkpoint_says_where_it_looked(tmp_path):
     refused = run_here("generate", "--load", "nowhere", "--prompt", "x", cwd=tmp_path)
     assert refused.returncode == 1
-    assert "nowhere: is not a folder. Give a run's folder, its checkpoints/ folder or one iter_" in refused.stderr
+    assert "nowhere: is not a folder. Give a run.dir or iter_... folder iter_" in refused.stderr
 
 
 @pytest.mark.parametrize("ranks_wanted", [1, 2])

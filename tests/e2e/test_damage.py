@@ -24,8 +24,8 @@ def cut_off(folder: Path) -> None:
 
 
 DAMAGES = {
-    "cut off": (cut_off, "the file was cut off or changed"),
-    "flipped bit": (flip_a_bit, "the file is damaged"),
+    "cut off": (cut_off, "bytes, layout.json lists"),
+    "flipped bit": (flip_a_bit, "has checksum"),
     "no shard": (
         lambda folder: (folder / "mp_rank_00/model.safetensors").unlink(),
         "listed in layout.json but missing",
@@ -80,7 +80,7 @@ def test_without_fallback_or_another_one_training_stops(whole, tmp_path):
     shutil.copytree(whole, folder)
     root = folder / "checkpoints"
     cut_off(root / "iter_0000006")
-    with pytest.raises(DamagedCheckpoint, match=r"cut off .*checkpoint.fallback would use iteration 4$"):
+    with pytest.raises(DamagedCheckpoint, match=r"bytes, layout.json lists .*checkpoint.fallback would use iteration 4$"):
         run_to_the_end(folder, "codegeex", **COMMON, train__iterations=6, checkpoint__fallback="false")
     for iteration in (2, 4):
         shutil.rmtree(root / f"iter_{iteration:07d}")

@@ -28,7 +28,7 @@ def test_the_error_of_a_second_run_names_the_process_that_uses_the_directory(tmp
     with locked(tmp_path / "run", world=solo()):
         out, err = other_run(tmp_path / "run").communicate()
         assert out == "" and f"run.dir {tmp_path}/run is in use by process {os.getpid()} on " in err
-        assert "; wait for that run, end it, or choose another run.dir" in err
+        assert "; wait for that run, or choose another run.dir" in err
     out, err = other_run(tmp_path / "run").communicate()
     assert (out, err) == ("mine\n", "")
 

@@ -86,9 +86,7 @@ def test_a_tensor_of_another_size_than_its_description_is_an_error(root):
     """A mistake of the caller, found before a tensor is partly filled."""
     into = contents(one_process(), -1)
     into["weights"][FC2] = torch.zeros(6, 12, dtype=torch.bfloat16)
-    assert (f"weight of {FC2} has 48 of the 72 elements that tensor-parallel rank 0 of 1 needs") in message_of_load(
-        root, **into
-    )
+    assert (f"weight of {FC2} has 48 of the 72 elements of this rank") in message_of_load(root, **into)
 
 
 def test_derived_fields_may_be_given_or_left_out(root, tmp_path):
@@ -116,10 +114,7 @@ def test_the_checkpoint_of_a_custom_model_needs_a_custom_model(tmp_path):
     save(tmp_path, 1, one_process(), origin={"model_provider": "mine.py:build"})
     with pytest.raises(CheckpointError) as caught:
         load(tmp_path, 1, one_process())
-    assert str(caught.value) == (
-        f"{tmp_path}/iter_0000001: a custom model built it, mine.py:build; load it with --model mine.py:build, or from "
-        "a script with that model_provider"
-    )
+    assert "a custom model built it, mine.py:build; load it with --model mine.py:build" in str(caught.value)
     load(tmp_path, 1, one_process(), provider="elsewhere/mine.py:build")
     save(tmp_path, 2, one_process(), origin={"model_provider": "megatron_lite.model.build:get_model"})
     load(tmp_path, 2, one_process())
@@ -130,4 +125,4 @@ def test_the_error_of_names_with_a_prefix_suggests_a_custom_model(tmp_path):
     table = {f"inner.{name}": meta for name, meta in TABLE.items()}
     save(tmp_path, 1, one_process(), table=table, **contents(one_process(), 1, table=table))
     message = message_of_load(tmp_path)
-    assert "its names have a prefix, so a custom model may have built it: load it with --model FILE.py:NAME" in message
+    assert "its names have a prefix; load the model of a custom provider with --model FILE.py:NAME" in message

@@ -95,16 +95,16 @@ def test_a_read_error_of_the_disk_is_damage_and_a_lost_connection_is_not(tmp_pat
     ("damage", "message"),
     [
         (lambda path: path.unlink(), "is listed in layout.json but missing"),
-        (lambda path: path.write_bytes(path.read_bytes()[:-1]), "layout.json lists .* the file was cut off or changed"),
+        (lambda path: path.write_bytes(path.read_bytes()[:-1]), "has 480 bytes, layout.json lists 481"),
         (lambda path: path.write_bytes(b""), "has 0 bytes, layout.json lists"),
-        (lambda path: path.write_bytes(path.read_bytes() + b"x"), "the file was cut off or changed"),
+        (lambda path: path.write_bytes(path.read_bytes() + b"x"), "has 482 bytes, layout.json lists 481"),
         (lambda path: flip(path, 20), "its header does not have the checksum in layout.json"),
         (lambda path: flip(path, 0), "its header does not have the checksum in layout.json"),
         (
             lambda path: flip(path, -1),
             "tensor bytes has checksum [0-9a-f]{8} from its byte 0 on, layout.json lists [0-9a-f]{8}",
         ),
-        (lambda path: (path.unlink(), path.mkdir()), "cannot be read|the file was cut off or changed"),
+        (lambda path: (path.unlink(), path.mkdir()), "cannot be read|bytes, layout.json lists"),
     ],
 )
 def test_the_error_of_a_damaged_file_names_the_path_and_the_remedy(tmp_path, damage, message):
@@ -113,7 +113,7 @@ def test_the_error_of_a_damaged_file_names_the_path_and_the_remedy(tmp_path, dam
     damage(path)
     with pytest.raises(CheckpointError, match=message) as caught:
         TensorFile(path, info).get_all()
-    assert str(caught.value).startswith(str(path)) and "resume from another checkpoint" in str(caught.value)
+    assert str(caught.value).startswith(str(path)) and "write the iteration of another checkpoint" in str(caught.value)
 
 
 def test_reading_a_slice_checks_only_the_chunks_of_that_slice(tmp_path, monkeypatch):
@@ -130,9 +130,7 @@ def test_reading_a_slice_checks_only_the_chunks_of_that_slice(tmp_path, monkeypa
     for start, end, place in ((15, 17, 64), (96, 97, 384)):
         with pytest.raises(DamagedCheckpoint, match=f"tensor a has checksum .* from its byte {place} on"):
             file.read("a", 100, start, end)
-    with pytest.raises(
-        DamagedCheckpoint, match=r"tensor a has 100 elements, layout\.json lists 99; one of them is damaged"
-    ):
+    with pytest.raises(DamagedCheckpoint, match=r"tensor a has 100 elements, layout\.json lists 99. Restore a copy"):
         file.read("a", 99, 0, 1)
 
 
@@ -161,7 +159,7 @@ def test_a_wrong_header_with_a_correct_checksum_is_damage(tmp_path, header):
     full_header = struct.pack("<Q", len(header)) + header
     path.write_bytes(full_header + bytes(8))
     info = FileInfo(bytes=len(full_header) + 8, header_crc32=checksum(full_header), crc32={"a": (checksum(bytes(8)),)})
-    with pytest.raises(DamagedCheckpoint, match=r"does not describe the tensors that layout\.json"):
+    with pytest.raises(DamagedCheckpoint, match=r"header and layout\.json differ"):
         TensorFile(path, info).get("a")
 
 

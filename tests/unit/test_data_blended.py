@@ -112,7 +112,7 @@ def test_a_corpus_without_documents_for_a_split_is_left_out_of_that_split(tmp_pa
 
 @pytest.mark.parametrize("split", [(1, 1), (1, 1, 1, 1), (-1, 1, 1), (0, 0, 0), (math.nan, 1, 1), (math.inf, 1, 1)])
 def test_a_split_that_is_not_three_shares_is_an_error(split):
-    with pytest.raises(ConfigError, match="give three numbers, none negative and not all zero"):
+    with pytest.raises(ConfigError, match="give three numbers of at least 0, not all 0"):
         split_bounds(split, 10)
 
 
@@ -136,9 +136,9 @@ def test_paths_are_read_in_all_of_megatrons_forms(paths, prefixes, weights):
     ("paths", "message"),
     [
         ([], "data.paths is empty"),
-        (["1", "a", "b"], "'1' is a weight, but weights must stand before every prefix"),
-        (["1", "a", "b", "c"], "'1' is a weight, but weights must stand before every prefix"),
-        (["a", "1", "b", "2"], "'1' is a weight, but weights must stand before every prefix"),
+        (["1", "a", "b"], "'1' is a weight; put one before every prefix"),
+        (["1", "a", "b", "c"], "'1' is a weight; put one before every prefix"),
+        (["a", "1", "b", "2"], "'1' is a weight; put one before every prefix"),
         (["0", "a", "1", "b"], r"the weights \[0.0, 1.0\]; each must be a number above 0"),
         (["nan", "a", "1", "b"], r"the weights \[nan, 1.0\]; each must be a number above 0"),
     ],
@@ -204,6 +204,6 @@ def test_a_blend_index_larger_than_memory_is_an_error(tmp_path, corpora, monkeyp
         raise MemoryError("Unable to allocate 1.82 TiB")
 
     monkeypatch.setattr("megatron_lite.data.blended.weighted_blend", too_large)
-    message = r"the blend of .*: train split: the index of 150 samples does not fit into memory \(Unable to allocate"
+    message = r"the blend of .*: train split: no memory for the index of 150 samples \(Unable to allocate"
     with pytest.raises(DataError, match=message):
         build(tmp_path, ["0.5", corpora[0], "0.5", corpora[1]])

@@ -198,6 +198,7 @@ def test_a_split_without_documents_is_an_error(tmp_path):
 def test_more_samples_than_memory_can_index_are_an_error(tmp_path, num_samples):
     """More than an address space, more than NumPy's largest array, and more than its integers."""
     with pytest.raises(
-        DataError, match=f"corpus: train split: the index of {num_samples:,} samples does not fit into memory .* lower"
+        DataError,
+        match=f"corpus: train split: no memory for the index of {num_samples:,} samples .*; lower train.iterations",
     ):
         dataset_of(tmp_path, [5, 3, 7], num_samples, 4)

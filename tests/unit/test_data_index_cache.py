@@ -107,7 +107,7 @@ def test_without_file_locks_the_entry_is_still_correct(tmp_path, monkeypatch):
 
 def test_the_error_of_a_path_below_a_file_names_the_folder(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(DataError, match=r"file/cache: the dataset index cannot be written .*set data.cache_dir"):
+    with pytest.raises(DataError, match=r"file/cache: index cannot be written .*set data.cache_dir"):
         cached_arrays(tmp_path / "file" / "cache", "x", {}, Builder())
 
 
@@ -121,8 +121,8 @@ def test_the_error_of_a_folder_without_write_permission_names_it(mode):
             f"cached_arrays('{folder}/closed/cache', 'x', {{}}, lambda: {{'a': numpy.arange(9)}})",
         )
     assert done.stdout == (
-        f"DataError: {folder}/closed/cache: the dataset index cannot be written (Permission denied); "
-        "free some space or set data.cache_dir to a writable folder\n"
+        f"DataError: {folder}/closed/cache: index cannot be written (Permission denied); set "
+        "data.cache_dir to another folder\n"
     ), done.stderr
 
 

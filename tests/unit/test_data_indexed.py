@@ -125,8 +125,8 @@ def overwrite(at, values):
     [
         ("idx", truncate(60), "c.idx: truncated: 3 sequences and 4 document ends need 102 bytes, the file has 60"),
         ("idx", truncate(20), "c.idx: truncated inside its 34-byte header"),
-        ("idx", truncate(0), "not a Megatron index: it starts with b''"),
-        ("idx", set_byte(0, 88), r"not a Megatron index: it starts with b'XMIDIDX"),
+        ("idx", truncate(0), "starts with b''"),
+        ("idx", set_byte(0, 88), r"starts with b'XMIDIDX"),
         ("idx", set_byte(9, 2), "index format version 2; this reads version 1"),
         ("idx", set_byte(17, 99), r"c.idx: token dtype code 99; token ids have one of \[1, 2, 3, 4, 5, 8\]"),
         ("idx", set_byte(17, 6), "c.idx: token dtype code 6; token ids have one of"),  # float64

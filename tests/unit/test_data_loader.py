@@ -104,7 +104,7 @@ def test_a_step_past_the_end_of_the_data_is_an_error_and_prefetching_past_it_is_
     """On the last step of every run, the loader prefetches past the end."""
     with PrefetchingLoader(Counting(size=4), 2, **options()) as loader:
         loader.get(0, 2)
-        with pytest.raises(DataError, match=r"sample 5 is past the end of the dataset .4 samples"):
+        with pytest.raises(DataError, match=r"sample 5 is past the 4 samples of the dataset; build it for"):
             loader.get(4, 1)
 
 
@@ -117,5 +117,5 @@ def test_closing_ends_the_thread():
 
 
 def test_eod_mask_loss_without_the_token_id_is_an_error():
-    with pytest.raises(ConfigError, match=r"data.eod_mask_loss is true, but without data.tokenizer"):
+    with pytest.raises(ConfigError, match=r"data.eod_mask_loss needs the end-of-document id; set data.tokenizer"):
         step(Counting(), 0, 1, 1, **options(eod=None, eod_mask_loss=True))

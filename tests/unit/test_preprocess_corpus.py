@@ -197,7 +197,7 @@ def test_input_without_any_text_is_refused(tmp_path):
 
 
 def test_an_unknown_tokenizer_is_told_before_anything_is_written(tmp_path):
-    with pytest.raises(ConfigError, match="is unknown"):
+    with pytest.raises(ConfigError, match="unknown tokenizer 'klingon'"):
         run([write_lines(tmp_path / "c.jsonl", ["x"])], tmp_path / "new" / "out", "klingon")
     assert not (tmp_path / "new").exists()
 
