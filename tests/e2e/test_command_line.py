@@ -138,7 +138,7 @@ def test_generate_continues_the_prompt_alike_on_any_number_of_processes(finished
 def test_generate_without_a_checkpoint_says_where_it_looked(tmp_path):
     refused = run_here("generate", "--load", "nowhere", "--prompt", "x", cwd=tmp_path)
     assert refused.returncode == 1
-    assert "nowhere: is not a folder. Give a run.dir or iter_... folder iter_" in refused.stderr
+    assert "nowhere: is not a folder. Give a run.dir or iter_... folder" in refused.stderr
 
 
 @pytest.mark.parametrize("ranks_wanted", [1, 2])
@@ -227,7 +227,7 @@ def test_what_changed_since_the_checkpoint_is_told(alone, tmp_path):
 def test_nothing_to_load_is_named(tmp_path, corpus):
     done = run_here("pretrain", "--config", str(tiny_yaml(tmp_path, corpus)), "checkpoint.load=nowhere", cwd=tmp_path)
     assert done.returncode == 1
-    assert "checkpoint.load: nowhere: is not a folder. Give a run's folder" in done.stderr
+    assert "checkpoint.load: nowhere: is not a folder. Give a run.dir" in done.stderr
 
 
 def test_a_damaged_checkpoint_names_the_file(finished, tmp_path):

@@ -80,7 +80,7 @@ def test_without_fallback_or_another_one_training_stops(whole, tmp_path):
     shutil.copytree(whole, folder)
     root = folder / "checkpoints"
     cut_off(root / "iter_0000006")
-    with pytest.raises(DamagedCheckpoint, match=r"bytes, layout.json lists .*checkpoint.fallback would use iteration 4$"):
+    with pytest.raises(DamagedCheckpoint, match=r"layout.json lists .*checkpoint.fallback would use iteration 4$"):
         run_to_the_end(folder, "codegeex", **COMMON, train__iterations=6, checkpoint__fallback="false")
     for iteration in (2, 4):
         shutil.rmtree(root / f"iter_{iteration:07d}")
