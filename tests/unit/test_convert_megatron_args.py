@@ -1,4 +1,4 @@
-"""What Megatron-LM's arguments and tensors tell of a model, and what is said where that is not enough or not right."""
+"""Model fields from Megatron-LM's arguments and tensors, and errors where both are missing or inconsistent."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ from tests.helpers.models_in_memory import (
 )
 
 
-def test_without_arguments_what_tensors_do_not_tell_must_be_given(tmp_path):
+def test_without_arguments_fields_that_tensors_lack_must_be_given(tmp_path):
     weights = random_weights(GPT, torch.float32)
     written(tmp_path, GPT, weights=weights, args=False, spelling="oldest", version=0)
     with pytest.raises(
@@ -32,7 +32,7 @@ def test_without_arguments_what_tensors_do_not_tell_must_be_given(tmp_path):
     assert_same_sizes(checkpoint.model, GPT.model)
 
 
-def test_without_arguments_a_llama_is_known_by_its_tensors(tmp_path):
+def test_without_arguments_a_llama_is_recognised_by_its_tensors(tmp_path):
     weights = random_weights(LLAMA, torch.float32)
     written(tmp_path, LLAMA, weights=weights, args=False, tp=2, pp=2)
     needed = "model.num_heads, model.norm_eps, model.max_position_embeddings, model.tie_embeddings, model.rotary_base"
@@ -62,8 +62,8 @@ def test_arguments_become_fields(tmp_path, changes, fields):
     assert {field: getattr(model, field) for field in fields} == fields
 
 
-def test_what_is_given_goes_before_the_arguments(tmp_path):
-    """The true vocabulary is often not in a file, and a file may be wrong about the activation."""
+def test_given_fields_override_the_arguments(tmp_path):
+    """Files often lack the unpadded vocabulary size, and the activation in a file can be wrong."""
     written(tmp_path, GPT, weights=random_weights(GPT, torch.float32), vocab_size=None)
     assert megatron.read(tmp_path, {}).model.vocab_size == 128
     model = megatron.read(tmp_path, {"vocab_size": 99, "activation": "gelu_tanh"}).model
@@ -92,8 +92,8 @@ def test_what_is_given_goes_before_the_arguments(tmp_path):
     ],
     ids=lambda changes: next(iter(changes)),
 )
-def test_what_we_do_not_compute_is_refused_by_name(tmp_path, changes):
-    """The tensors of some of these have the same names and shapes: the model would load, and be another."""
+def test_the_error_of_an_unsupported_argument_names_it(tmp_path, changes):
+    """Some of these models have tensors of the same names and shapes, and would load as another model."""
     written(tmp_path, GPT, weights=random_weights(GPT, torch.float32), **changes)
     name, value = next(iter(changes.items()))
     with pytest.raises(CheckpointError) as raised:
@@ -136,14 +136,14 @@ def test_what_we_do_not_compute_is_refused_by_name(tmp_path, changes):
         ),
     ],
 )
-def test_what_does_not_fit_is_named(tmp_path, change, message):
+def test_the_error_of_inconsistent_tensors_names_them(tmp_path, change, message):
     folder = written(tmp_path, GPT, weights=random_weights(GPT, torch.float32))
     changed(folder, change)
     with pytest.raises(CheckpointError, match=message):
         megatron.read(tmp_path, {})
 
 
-def test_groups_with_an_order_from_before_them_are_refused(tmp_path):
+def test_query_groups_in_an_older_checkpoint_version_are_an_error(tmp_path):
     folder = written(tmp_path, LLAMA, weights=random_weights(LLAMA, torch.float32))
     changed(folder, lambda content: content.update(checkpoint_version=1.0))
     with pytest.raises(CheckpointError, match=r"checkpoint_version 1.0 has no query groups"):
@@ -151,7 +151,7 @@ def test_groups_with_an_order_from_before_them_are_refused(tmp_path):
 
 
 def test_copies_on_tensor_parallel_ranks_must_be_equal(tmp_path):
-    """A bias that is summed over ranks in another code base differs here; the first rank's alone would be wrong."""
+    """Another code base may sum a bias over ranks, so that the first rank's alone would be wrong."""
     folder = written(tmp_path, GPT, weights=random_weights(GPT, torch.float32), tp=2)
     name = "decoder.layers.1.self_attention.linear_proj.bias"
     changed(folder, lambda content: content["model"][name].add_(1e-3), "mp_rank_01")
@@ -159,7 +159,7 @@ def test_copies_on_tensor_parallel_ranks_must_be_equal(tmp_path):
         megatron.read(tmp_path, {}).read(name)
 
 
-def test_missing_ranks_are_named(tmp_path):
+def test_the_error_of_missing_ranks_names_them(tmp_path):
     folder = written(tmp_path, GPT, weights=random_weights(GPT, torch.float32), tp=2, pp=2)
     file = folder / "mp_rank_01_000" / "model_optim_rng.pt"
     file.unlink()
@@ -170,8 +170,8 @@ def test_missing_ranks_are_named(tmp_path):
         megatron.read(tmp_path, {})
 
 
-def test_files_of_a_distributed_optimizer_of_2022_are_passed_over(tmp_path):
-    """Then the model was in model_rng.pt, and folders of data-parallel ranks looked like more of its ranks."""
+def test_files_of_a_distributed_optimizer_of_2022_are_ignored(tmp_path):
+    """In 2022 the model was in model_rng.pt, and data-parallel ranks had folders like those of model ranks."""
     weights = random_weights(GPT, torch.float32)
     folder = written(tmp_path, GPT, weights=weights, tp=2, pp=2)
     for place in sorted(folder.iterdir()):
@@ -198,7 +198,7 @@ def test_files_of_a_distributed_optimizer_of_2022_are_passed_over(tmp_path):
         ({"mp_rank_00_000_001/model_optim_rng.pt": ""}, "is not named mp_rank_XX or .*experts are not supported"),
     ],
 )
-def test_what_is_no_checkpoint_of_megatron_is_said(tmp_path, files, message):
+def test_other_files_are_not_a_checkpoint_of_megatron(tmp_path, files, message):
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(text)
@@ -207,14 +207,14 @@ def test_what_is_no_checkpoint_of_megatron_is_said(tmp_path, files, message):
         megatron.read(tmp_path, {})
 
 
-def test_a_file_without_a_dict_is_said(tmp_path):
+def test_a_file_without_a_dict_is_an_error(tmp_path):
     folder = written(tmp_path, GPT, weights=random_weights(GPT, torch.float32))
     torch.save([1, 2], folder / "mp_rank_00" / "model_optim_rng.pt")
     with pytest.raises(CheckpointError, match="is not a dict, so it is not of Megatron-LM"):
         megatron.read(tmp_path, {})
 
 
-def test_an_optimizer_is_left_out_and_that_is_said(tmp_path):
+def test_an_ignored_optimizer_is_reported(tmp_path):
     folder = written(tmp_path, GPT, weights=random_weights(GPT, torch.float32))
     changed(folder, lambda content: content.update(optimizer={"state": {0: {"exp_avg": torch.ones(3)}}}))
     assert list(megatron.read(tmp_path, {}).notes) == ["its optimizer state is left out"]
@@ -233,15 +233,15 @@ def test_an_optimizer_is_left_out_and_that_is_said(tmp_path):
         ({"num_query_groups": 2}, {"tensor": 4}, r"tensor is 4, which does not divide model.num_query_groups \(2\)"),
     ],
 )
-def test_what_megatron_cannot_hold_is_refused(tmp_path, changes, layout, message):
+def test_a_model_that_megatron_cannot_represent_is_an_error(tmp_path, changes, layout, message):
     config = tiny(num_layers=4, **changes)
     with pytest.raises(ConfigError, match=message):
         exported(tmp_path, config, random_weights(config, torch.float32), **layout)
     assert not files_in(tmp_path)
 
 
-def test_arguments_are_those_that_megatron_reads(tmp_path):
-    """Names from its load_args_from_checkpoint and check_checkpoint_args; one that is not there would end its run."""
+def test_written_arguments_are_those_that_megatron_reads(tmp_path):
+    """The names of load_args_from_checkpoint and check_checkpoint_args. Megatron exits if one is missing."""
     exported(tmp_path, LLAMA, random_weights(LLAMA, torch.float32), tensor=2, pipeline=2, iteration=5)
     content = torch.load(tmp_path / "iter_0000005/mp_rank_01_001/model_optim_rng.pt", weights_only=False)
     args = vars(content["args"])

@@ -1,4 +1,4 @@
-"""Pickles of untrusted files: none of them runs code, and none takes forever or fills the memory."""
+"""Pickles of untrusted files run no code, take no unlimited time and allocate no unlimited memory."""
 
 import argparse
 import copyreg
@@ -54,7 +54,7 @@ class Setter:
 
 
 class TouchesFromState:
-    """An object whose `__setstate__` does what the file says."""
+    """An object whose `__setstate__` is controlled by the file."""
 
     def __setstate__(self, state):
         touch(state)
@@ -70,7 +70,7 @@ def pickled(value, protocol=2):
 
 
 def with_state(state):
-    """BUILD of an object of this file."""
+    """A pickle that sets the state of an object by BUILD."""
     touches = pickle.dumps(TouchesFromState(), protocol=2)
     return touches[:-1] + pickle.dumps(state, protocol=2)[2:-1] + b"b."
 
@@ -82,12 +82,12 @@ def text(value):
 
 
 def stack_global(module, name):
-    """A name that can have dots in it, which the newer protocols follow."""
+    """A global name, in which newer protocols follow dots."""
     return text(module) + text(name) + pickle.STACK_GLOBAL
 
 
 def hostile_pickles(marker):
-    """Pickles that would create the marker if they were loaded by pickle."""
+    """Pickles that create the marker file when pickle loads them."""
     command = f"import pathlib; pathlib.Path({marker!r}).touch()"
     expression = f"__import__('pathlib').Path({marker!r}).touch()"
     with_names = CallsWithNames()
@@ -161,13 +161,13 @@ ACTIVE = (
 
 
 def with_head(data, keys=()):
-    """A file from before torch 1.6 whose content is this pickle."""
+    """A file in the format before torch 1.6 with this pickle."""
     parts = (torch.serialization.MAGIC_NUMBER, 1001, {"little_endian": True})
     return b"".join(pickle.dumps(part, 2) for part in parts) + data + pickle.dumps(list(keys), 2)
 
 
 def with_pickle(path, data, form):
-    """A file of torch whose content is this pickle."""
+    """A torch file with this pickle."""
     if form == "legacy":
         path.write_bytes(with_head(data))
         return path
@@ -180,7 +180,7 @@ def with_pickle(path, data, form):
 
 @pytest.fixture
 def extension():
-    """`touch` under a short code, which pickle has resolved before."""
+    """`touch` under an extension code that pickle has already resolved."""
     copyreg.add_extension(HERE, "touch", 0xF1)
     pickle.loads(b"\x80\x02\x82\xf1.")
     yield
@@ -233,7 +233,7 @@ def test_the_list_of_hostile_pickles_is_complete(tmp_path):
 
 @pytest.mark.parametrize("name", ACTIVE)
 def test_a_hostile_pickle_runs_code_in_pickle_itself(tmp_path, extension, name):
-    """The test above would prove nothing with a pickle that is harmless."""
+    """Harmless pickles would make the test above meaningless."""
     marker = tmp_path / "marker"
     with suppress(TypeError):  # the result of the call is not a key, or not an item
         pickle.loads(hostile_pickles(str(marker))[name])
@@ -309,7 +309,7 @@ class Trusting(pickle._Unpickler):  # type: ignore[name-defined]
 
 
 def test_random_pickles_run_code_in_pickle_itself(tmp_path, extension, monkeypatch):
-    """The test below would prove nothing with pickles that are harmless."""
+    """Harmless pickles would make the test below meaningless."""
     monkeypatch.chdir(tmp_path)  # for files of other names
     marker = tmp_path / "marker"
     ran = 0
@@ -323,7 +323,7 @@ def test_random_pickles_run_code_in_pickle_itself(tmp_path, extension, monkeypat
 
 @pytest.mark.parametrize("first, last", [(0, 300), pytest.param(300, 20_000, marks=pytest.mark.soak)])
 def test_no_random_pickle_runs_code(tmp_path, extension, first, last):
-    """An instruction, or two in a row, would reach a function by a way that no list of examples has."""
+    """Instructions could reach a function in a way that the list of examples lacks."""
     marker = tmp_path / "marker"
     read = 0
     for seed in range(first, last):
@@ -345,9 +345,9 @@ def test_no_random_pickle_runs_code(tmp_path, extension, first, last):
     [
         (b"\x80\x02cos\nsystem\n)R)R.", "'Inert' object is not callable"),
         (b"ctorch._utils\n_rebuild_tensor_v2\n}S'a'\nI1\nsb.", "it would change a function"),
-        (b"\x80\x05\x96\xff\xff\xff\xff\xff\x00\x00\x00.", "KeyError: 150"),  # asks for a terabyte
+        (b"\x80\x05\x96\xff\xff\xff\xff\xff\x00\x00\x00.", "KeyError: 150"),  # allocates a terabyte
         (b"\x80\x02\x8b\x01\x00\x00\x00\x07.", "KeyError: 139"),  # an integer of any size
-        (b"\x80\x02r\xff\xff\xff\xff.", "IndexError"),  # for four billion places
+        (b"\x80\x02r\xff\xff\xff\xff.", "IndexError"),  # memo index of four billion
         (b"ctorch._utils\n_rebuild_tensor_v2\n(NI0\n(I2\nt(I1\ntI00\nNtR.", "a tensor has no storage, or no shape"),
         (b"(S'storage'\nctorch\nFloatStorage\nS'0'\nS'cpu'\nI-1\ntQ.", "is not a plain storage"),
         (b"Pname\n.", "KeyError: 80"),
@@ -384,7 +384,7 @@ def doubled(times: int, container: type) -> Any:
         (lambda: doubled(101, lambda pair=(): list(pair[:1])), "its containers nest more than 100 deep"),
     ],
 )
-def test_a_small_file_that_would_take_forever_is_an_error(tmp_path, monkeypatch, make, message, form):
+def test_a_small_file_that_would_take_unlimited_time_is_an_error(tmp_path, monkeypatch, make, message, form):
     """A hash of nested tuples, or a message with nested lists in it, would keep the command busy for days."""
     monkeypatch.setattr(safe_pickle, "MAX_ITEMS", 1 << 15)
     path = with_pickle(tmp_path / "a.pt", pickle.dumps(make(), protocol=2), form)
@@ -394,15 +394,15 @@ def test_a_small_file_that_would_take_forever_is_an_error(tmp_path, monkeypatch,
 
 @pytest.mark.parametrize("protocol", [0, 2, 4])
 def test_keys_and_sets_of_torch_files_are_read(tmp_path, protocol):
-    """Megatron-LM's distributed optimizer has tuples of dtypes as keys; newer protocols have sets of their own."""
+    """Megatron-LM's distributed optimizer has tuples of dtypes as keys; newer protocols have instructions for sets."""
     content = {None: 1, 2: "a", ("x", 3): {True: 0.5}, "sets": [{1, 2}, frozenset({(1, (2, 3))})]}
     found = TorchFile(with_pickle(tmp_path / "a.pt", pickle.dumps(content, protocol), "zip")).content
     assert len(found.pop("sets")) == 2
     assert found == {None: 1, 2: "a", ("x", 3): {True: 0.5}}
 
 
-def test_the_key_of_a_storage_is_a_string(tmp_path):
-    """Of what else it could be, the message or the hash would take forever."""
+def test_the_key_of_a_storage_must_be_a_string(tmp_path):
+    """The text or the hash of another key could take unlimited time."""
     nested = pickle.dumps(doubled(30, tuple), protocol=2)[2:-1]
     data = b"(S'storage'\nctorch\nFloatStorage\n" + nested + b"S'cpu'\nI1\ntQ."
     with pytest.raises(CheckpointError, match="a storage has no name"):

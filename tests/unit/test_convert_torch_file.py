@@ -32,7 +32,7 @@ from tests.helpers.torch_files import DTYPES, FORMATS, saved, storage_of, tensor
 
 
 @pytest.mark.parametrize("form", FORMATS)
-def test_tensors_are_those_that_torch_saved(tmp_path, form):
+def test_tensors_equal_those_that_torch_saved(tmp_path, form):
     base = torch.randn(6, 8)
     tensors = {str(dtype): (base * 40).to(dtype) for dtype in (*DTYPES, torch.int8, torch.uint8, torch.bool)}
     tensors |= {
@@ -84,7 +84,7 @@ def archived(path, entries, method=zipfile.ZIP_STORED):
         ((0, (4, 1), (1,)), "a tensor has no storage, or no shape"),
     ],
 )
-def test_a_tensor_must_lie_in_its_storage(tmp_path, tensor, message):
+def test_a_tensor_outside_its_storage_is_an_error(tmp_path, tensor, message):
     """The bytes beside it in the file would be read as its values."""
     values = np.arange(4, dtype=np.float32).tobytes()
     path = archived(tmp_path / "a.pt", {"a/data.pkl": tensor_of(storage_of(4), *tensor) + b".", "a/data/0": values})
@@ -138,7 +138,7 @@ def test_torch_cannot_run_a_program_of_torchscript(tmp_path):
         torch.load(path, _keep, weights_only=False)
 
 
-def test_a_record_must_lie_in_the_file(tmp_path):
+def test_a_record_outside_the_file_is_an_error(tmp_path):
     """The sizes of records in an archive can be wrong."""
     path = tmp_path / "a.pt"
     with zipfile.ZipFile(path, "w") as archive:
@@ -163,7 +163,7 @@ def test_an_archive_with_two_directories_is_an_error(tmp_path):
 
 
 @pytest.mark.parametrize("form", FORMATS)
-def test_storages_cannot_claim_more_bytes_than_the_file_has(tmp_path, form):
+def test_storages_with_more_bytes_than_the_file_are_an_error(tmp_path, form):
     """A file of a few bytes would reserve terabytes."""
     if form == "zip":
         path = archived(tmp_path / "a.pt", {"a/data.pkl": storage_of(1 << 40) + b".", "a/data/0": bytes(16)})
@@ -177,7 +177,7 @@ def test_storages_cannot_claim_more_bytes_than_the_file_has(tmp_path, form):
 
 
 def test_a_tar_archive_is_an_error_and_not_extracted(tmp_path, monkeypatch):
-    """torch extracts files of its first versions, and would follow a link in them."""
+    """torch extracts tar archives of its first versions, and would follow a link in them."""
     legacy = saved(tmp_path / "legacy.pt", {}, "legacy").read_bytes()[:15]  # the magic number, as a file name
     data = BytesIO()
     with tarfile.open(fileobj=data, mode="w", format=tarfile.GNU_FORMAT) as archive:
@@ -203,7 +203,7 @@ def test_repeated_dicts_and_names_are_errors(tmp_path):
 
 
 def test_every_storage_of_an_old_file_has_values(tmp_path):
-    """torch leaves a storage that is not in the list of keys as it finds the memory."""
+    """torch leaves the memory of a storage outside the list of keys uninitialized."""
     path = saved(tmp_path / "a.pt", {"a": torch.ones(4)}, "legacy")
     keys = path.read_bytes().rindex(b"\x80\x02]")
     path.write_bytes(path.read_bytes()[:keys] + b"\x80\x02].")
@@ -229,7 +229,7 @@ def test_a_file_that_is_missing_or_shrinks_is_an_error(tmp_path, form):
 
 @pytest.fixture(scope="module")
 def intact_files(tmp_path_factory):
-    """The bytes of checkpoints in each form, and how each is read."""
+    """The bytes of checkpoints in each form, and their readers."""
     config = tiny(hidden_size=8, num_heads=2, vocab_size=5, padded_vocab_size=8, max_position_embeddings=3)
     weights = random_weights(config, torch.float16)
     args = args_for(config.model, tensor=1, pipeline=1, iteration=1, dtype=torch.float16)
@@ -244,7 +244,7 @@ def intact_files(tmp_path_factory):
 
 
 def read_everything(place):
-    """All of a Megatron checkpoint."""
+    """Read all tensors of a Megatron checkpoint."""
     checkpoint = megatron.read(place.parent, {})
     for name in checkpoint.tensors:
         checkpoint.read(name)
@@ -253,7 +253,7 @@ def read_everything(place):
 @pytest.mark.parametrize("form", FORMATS)
 @given(data=st.data())
 def test_a_damaged_checkpoint_is_an_error_or_has_other_values(intact_files, form, data):
-    """Flipped bits or a short copy would give a traceback, or fill the memory."""
+    """Flipped bits or truncation must give no traceback and allocate no unlimited memory."""
     place, files = intact_files
     damaged = bytearray(files[form])
     # The structure is in the first and the last bytes, the values between them.
@@ -293,7 +293,7 @@ print(peak_of("VmPeak") - before)
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="the peak of memory is known on Linux alone")
 @pytest.mark.parametrize("first, last", [(0, 400), pytest.param(400, 20_000, marks=pytest.mark.soak)])
 def test_a_damaged_file_has_its_tensors_or_is_an_error(tmp_path, first, last):
-    """Damage would crash the process, raise another error, reserve memory without end, or change tensors unnoticed."""
+    """Damage must not crash the process, raise another error, allocate unlimited memory or change tensors."""
     command = [sys.executable, "-c", FUZZ, str(tmp_path), str(first), str(last)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE)
     assert done.returncode == 0, done.stderr[-3000:]

@@ -1,4 +1,4 @@
-"""torch's files as we write them: torch reads them, and no more than a tensor is in memory."""
+"""Written torch files: torch reads them, and writing keeps one tensor in memory."""
 
 import argparse
 import errno
@@ -22,8 +22,8 @@ def reserved(tensors):
     return {name: torch.empty(tensor.shape, dtype=tensor.dtype) for name, tensor in tensors.items()}
 
 
-def test_torch_reads_what_was_written(tmp_path, monkeypatch):
-    """In any order, with what is beside the tensors, and with torch's own reader at its strictest."""
+def test_torch_reads_written_files(tmp_path, monkeypatch):
+    """Tensors in any order, other objects beside them, and torch's strictest reader."""
     monkeypatch.setattr(torch_file, "CHUNK_BYTES", 64)
     tensors = {str(dtype): (torch.randn(5, 7) * 40).to(dtype) for dtype in DTYPES}
     path = tmp_path / "ä b.pt"
@@ -38,14 +38,14 @@ def test_torch_reads_what_was_written(tmp_path, monkeypatch):
     assert_identical(tensors_of(path), {f"model.of.it.{name}": tensor for name, tensor in tensors.items()})
 
 
-def test_a_namespace_is_written_as_megatron_wants_it(tmp_path):
+def test_a_namespace_is_written_as_megatron_reads_it(tmp_path):
     with TorchWriter(tmp_path / "a.pt", {"args": argparse.Namespace(a=1, dtype=torch.bfloat16)}) as writer:
         writer.close()
     args = torch.load(tmp_path / "a.pt", weights_only=False)["args"]
     assert args == argparse.Namespace(a=1, dtype=torch.bfloat16)
 
 
-def test_a_tensor_that_did_not_come_is_noticed(tmp_path):
+def test_a_missing_tensor_is_an_error(tmp_path):
     with TorchWriter(tmp_path / "a.pt", {"a": torch.empty(3), "b": torch.empty(3)}) as writer:
         writer.write("a", torch.ones(3))
         with pytest.raises(AssertionError, match="1 tensors did not come"):
@@ -54,19 +54,19 @@ def test_a_tensor_that_did_not_come_is_noticed(tmp_path):
             writer.write("b", torch.ones(4))
 
 
-def test_a_file_that_cannot_be_made_is_said(tmp_path):
+def test_a_file_that_cannot_be_created_is_an_error(tmp_path):
     with pytest.raises(CheckpointError, match=r"no/a.pt: writing failed: No such file or directory"):
         TorchWriter(tmp_path / "no" / "a.pt", {"a": torch.empty(3)})
 
 
-def test_a_file_that_grows_too_large_for_the_disk_is_said(tmp_path):
-    """torch 2.8 says nothing then, and leaves the file without its end."""
+def test_a_file_that_exceeds_the_size_limit_is_an_error(tmp_path):
+    """torch 2.8 raises no error then and leaves a truncated file."""
     message = r"a.pt: writing failed: torch cannot lay out a file of this size"
     with files_of_at_most(1 << 16), pytest.raises(CheckpointError, match=message):
         TorchWriter(tmp_path / "a.pt", {"a": torch.empty(1 << 20)})
 
 
-def test_a_full_disk_is_said(tmp_path):
+def test_a_full_disk_is_an_error(tmp_path):
     class Full:
         def seek(self, where):
             pass
