@@ -21,3 +21,7 @@ class LocalShard:
     @property
     def end(self) -> int:
         return self.start + self.values.numel()
+
+
+Shards = dict[str, LocalShard]  # by parameter name, or by kind of value
+State = dict[str, Shards]  # of the optimizer: by parameter name and kind, such as "exp_avg"

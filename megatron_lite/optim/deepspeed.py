@@ -39,7 +39,7 @@ from megatron_lite.ddp.data_parallel import DataParallel, check_gradients
 from megatron_lite.ddp.local_shard import LocalShard
 from megatron_lite.errors import ConfigError
 from megatron_lite.optim.clip import clip_coefficient, global_grad_norm
-from megatron_lite.optim.mixed_precision import StepOutcome, count_bytes
+from megatron_lite.optim.mixed_precision import Optimizer, StepOutcome, count_bytes
 from megatron_lite.optim.param_groups import MOMENTS, allocate_moments, build_adam
 from megatron_lite.optim.scaler import build_scaler
 from megatron_lite.parallel.collectives import broadcast
@@ -129,7 +129,7 @@ class _Range(NamedTuple):
         return LocalShard(flat.detach().narrow(0, self.offset, self.numel), self.start, "sharded")
 
 
-class DeepSpeedOptimizer(DataParallel):
+class DeepSpeedOptimizer(DataParallel, Optimizer):
     """AdamW inside DeepSpeed's engine, for a model of one chunk. Its gradients are visible to nobody else."""
 
     can_skip = False

@@ -1,8 +1,8 @@
-"""The learning rate of a step, as a pure function of how many optimizer steps were taken before it.
+"""The learning rate of a step, as a pure function of the number of optimizer steps before it.
 
-Nothing is remembered, so a resumed run needs nothing. A step skipped for overflow does not count.
-With warmup the rate grows linearly from 0, and the very first step trains at the rate 0: it moves no weight
-and only fills Adam's moments. That is Megatron-LM's rule, kept so that curves can be laid over each other.
+A resumed run therefore needs no state. A step skipped for overflow does not count.
+With warmup the rate grows linearly from 0, and the first step trains at the rate 0: it changes no weight and only fills
+Adam's moments. This is Megatron-LM's rule, so that loss curves can be compared.
 Sources: Megatron-LM's optimizer_param_scheduler.py; inverse square root: Vaswani et al., arXiv 1706.03762,
 section 5.3; cosine: Loshchilov and Hutter, arXiv 1608.03983; wsd (warmup, stable, decay): Hu et al., arXiv 2404.06395.
 """
@@ -13,9 +13,9 @@ from megatron_lite.config.schema import OptimConfig
 
 
 def learning_rate(optim: OptimConfig, steps_done: int, total: int) -> float:
-    """Rate of the step that follows `steps_done` others, in a run of `total` iterations.
+    """Rate of the step after `steps_done` others, in a run of `total` iterations.
 
-    After warmup, `optim.lr` sinks to `optim.min_lr` at step `optim.decay_iterations` (0: `total`) and stays there;
+    After warmup, `optim.lr` decays to `optim.min_lr` at step `optim.decay_iterations` (0: `total`) and stays there;
     `constant` stays at `optim.lr`.
     """
     peak, floor, warmup = optim.lr, optim.min_lr, optim.warmup_iterations
@@ -28,14 +28,13 @@ def learning_rate(optim: OptimConfig, steps_done: int, total: int) -> float:
         return floor
     if optim.schedule == "inverse-square-root":
         return max(floor, peak * math.sqrt(max(warmup, 1) / max(steps_done, 1)))
-    return floor + (peak - floor) * _share_left(optim, steps_done, end)
+    return floor + (peak - floor) * _remaining(optim, steps_done, end)
 
 
-def _share_left(optim: OptimConfig, steps_done: int, end: int) -> float:
-    """1 right after warmup, 0 at `end`."""
+def _remaining(optim: OptimConfig, steps_done: int, end: int) -> float:
+    """The remaining fraction of the decay: 1 right after warmup, 0 at `end`."""
     if optim.schedule == "wsd":
-        length = optim.wsd_length(end)
-        return min(1.0, (end - steps_done) / length)
+        return min(1.0, (end - steps_done) / optim.wsd_length(end))
     progress = (steps_done - optim.warmup_iterations) / (end - optim.warmup_iterations)
     if optim.schedule == "linear":
         return 1 - progress

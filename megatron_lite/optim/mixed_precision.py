@@ -1,8 +1,8 @@
-"""AdamW on fp32 masters: what turns summed gradients into new weights, or leaves everything alone.
+"""AdamW on fp32 masters, and the interface of every optimizer.
 
 bf16 keeps 8 bits of a weight, and an update is often smaller than the last of them, so low-precision weights are
 rounded copies of fp32 masters; fp32 and fp64 weights are their own masters. A step whose gradients are not finite
-changes nothing, on any rank: no weight, master, moment or step count.
+changes nothing on any rank: no weight, master, moment or step count.
 Source: Micikevicius et al., Mixed Precision Training, arXiv 1710.03740, section 3.1; AdamW: arXiv 1711.05101.
 """
 
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from megatron_lite.config.schema import OptimConfig
 from megatron_lite.ddp.data_parallel import DataParallel
-from megatron_lite.ddp.local_shard import LocalShard
+from megatron_lite.ddp.local_shard import Shards, State
 from megatron_lite.optim.clip import clip_coefficient, global_grad_norm
 from megatron_lite.optim.param_groups import MOMENTS, allocate_moments, build_adam
 from megatron_lite.optim.scaler import LossScaler
@@ -26,81 +26,77 @@ from megatron_lite.parallel.shard import ParamTable
 
 @dataclass(frozen=True)
 class StepOutcome:
-    """What a step did. All ranks skip or none does, and the norm is finite on all or on none.
+    """The result of a step. All ranks skip or none does, and the norm is finite on all or on none.
 
-    A norm that is not finite in a step that was not skipped: something is wrong that no loss scale mends.
-    Then, too, nothing was changed; what follows is for the training loop to decide.
+    A norm that is not finite, in a step that was not skipped, is an error that no loss scale mends. That step also
+    changed nothing, and the training loop decides what to do.
     """
 
-    grad_norm: float  # L2 over the whole model, without loss scale, before clipping; inf or nan if any gradient is
+    grad_norm: float  # L2 over the full model, without loss scale, before clipping; inf or nan if any gradient is
     skipped: bool  # nothing was changed: an overflow that a smaller loss scale may mend, or no gradient yet
 
 
 class Optimizer(Protocol):
-    """What training asks of an optimizer, and a checkpoint of its state."""
+    """The interface that every optimizer offers to training and to checkpoints."""
 
     scaler: LossScaler
 
-    @property
-    def copies_at_save(self) -> bool:
-        """See DataParallel.copies_at_save."""
-        ...
+    step_count: int
+    """Steps taken, without the skipped ones."""
+
+    copies_at_save: bool
+    """See DataParallel.copies_at_save."""
 
     def common_model(self) -> AbstractContextManager[None]:
-        """Inside, the parameters are those of a checkpoint; they differ from this rank's own under local SGD."""
-        ...
+        """A context in which the parameters are those of a checkpoint; under local SGD each rank's own ones differ."""
+        return nullcontext()
 
     def step(self, lr: float) -> StepOutcome:
         """One step at this rate on the gradients of the global batch. Collective over the world."""
         ...
 
     def skip(self) -> StepOutcome:
-        """In place of a step: changes nothing, and gives the norm of the gradients. Collective over the world."""
+        """The outcome, with the norm of the gradients, of a step that changes nothing. Collective over the world."""
+        raise AssertionError(f"{type(self).__name__} cannot skip a step; the config forbids faults.spike_factor")
+
+    def weights(self) -> Shards:
+        """The weights of a checkpoint, in the dtype of `train.precision`."""
         ...
 
-    @property
-    def step_count(self) -> int:
-        """Steps taken, without the skipped ones."""
+    def state(self) -> State:
+        """The tensors that a resumed run needs beyond the weights: moments, and fp32 masters of low-precision
+        weights."""
         ...
 
-    def weights(self) -> dict[str, LocalShard]:
-        """By parameter name, the weights as a checkpoint holds them, in the dtype of `train.precision`."""
-        ...
-
-    def state(self) -> dict[str, dict[str, LocalShard]]:
-        """By parameter name and kind, what a resumed run needs beyond the weights: moments, and fp32 masters where
-        the precision is lower."""
-        ...
-
-    def load(
-        self, weights: dict[str, LocalShard], state: dict[str, dict[str, LocalShard]], steps: int, iteration: int
-    ) -> None:
-        """Goes on from what `weights` and `state` handed out, after their tensors were filled with those of a run that
-        had taken this many steps in this many iterations. An empty state: from weights alone, at step 0."""
-        ...
+    def load(self, weights: Shards, state: State, steps: int, iteration: int) -> None:
+        """Resume from the tensors of `weights` and `state`, which were filled with those of a run that had taken this
+        many steps in this many iterations. With an empty state, start from the weights at step 0."""
 
     def bytes_held(self) -> dict[str, int]:
         """Bytes of live tensors on this rank: parameters, gradients, optimizer, buckets."""
         ...
 
 
-class MixedPrecisionOptimizer:
-    """AdamW over what this rank owns of the parameters, with masters and moments in the dtype of `main_grads`.
+class MixedPrecisionOptimizer(Optimizer):
+    """AdamW over the parameters or ranges that this rank owns; masters and moments have the dtype of `main_grads`.
 
-    One fused call for each group, tensor by tensor: about as fast as a single flat tensor would be, and every
-    piece of state keeps its parameter's name and shape. The gradients are scaled in a pass of their own, which costs
-    what folding the factor into the fused kernel does and is exact in fp64, where that factor would be rounded.
+    One fused call for each group, tensor by tensor: about as fast as a single flat tensor, and the state keeps the name
+    and shape of its parameter. A separate pass scales the gradients. It costs no more than the factor of the fused
+    kernel and is exact in fp64, where that factor would be rounded.
 
-    Where the ranks of dp own different runs of the parameters, this is the distributed optimizer (ZeRO-1): the same
-    arithmetic on fewer numbers.
+    Where the ranks of dp own different ranges, this is the distributed optimizer (ZeRO-1).
     """
 
     def __init__(
         self, table: ParamTable, ddp: DataParallel, scaler: LossScaler, optim: OptimConfig, ctx: ParallelContext
     ):
         self.scaler = scaler
-        self.masters = {name: _master_of(held.values) for name, held in ddp.owned.items()}
+        self.masters = {  # weights of low precision in fp32, others themselves
+            name: shard.values.to(torch.promote_types(shard.values.dtype, torch.float32))
+            for name, shard in ddp.owned.items()
+        }
         self.step_count = 0
+        self.copies_at_save = ddp.copies_at_save
         self._table = table
         self._ddp = ddp
         self._clip_grad = optim.clip_grad
@@ -108,38 +104,30 @@ class MixedPrecisionOptimizer:
         self._adam = build_adam(self.masters, table, optim)
         allocate_moments(self._adam, self.masters.values())
 
-    @property
-    def copies_at_save(self) -> bool:
-        return self._ddp.copies_at_save
-
-    def common_model(self) -> AbstractContextManager[None]:
-        return nullcontext()
-
     def step(self, lr: float) -> StepOutcome:
-        """One AdamW step at this rate on `ddp.main_grads`, which hold scaled sums and are used up.
+        """One AdamW step at this rate on `ddp.main_grads`, which hold scaled sums and are modified.
 
-        Nothing happens as long as there are none, in the first steps of delayed gradients.
+        The first steps of delayed gradients have none and change nothing.
         Collective over the world: see `global_grad_norm`.
         """
         if not self._ddp.has_grads:
             return StepOutcome(0.0, skipped=True)
-        grads = self._ddp.main_grads
         scale = self.scaler.scale
         grad_norm = self._grad_norm()
         overflow = not math.isfinite(grad_norm)
         skipped = overflow and self.scaler.can_shrink
         self.scaler.update(overflow)
         if not overflow:
-            self._apply(grads, lr, clip_coefficient(grad_norm, self._clip_grad) / scale)
+            self._apply(self._ddp.main_grads, lr, clip_coefficient(grad_norm, self._clip_grad) / scale)
         return StepOutcome(grad_norm, skipped)
 
     def skip(self) -> StepOutcome:
         return StepOutcome(self._grad_norm(), skipped=True)
 
     def _grad_norm(self) -> float:
-        """Of the gradients without their loss scale."""
+        """The norm of the gradients without their loss scale."""
         grads, is_sharded = self._ddp.main_grads, self._ddp.is_sharded
-        return global_grad_norm(grads, self._table, self._ctx, shared_out=is_sharded) / self.scaler.scale
+        return global_grad_norm(grads, self._table, self._ctx, is_sharded=is_sharded) / self.scaler.scale
 
     @torch.no_grad()
     def _apply(self, grads: dict[str, Tensor], lr: float, factor: float) -> None:
@@ -157,7 +145,7 @@ class MixedPrecisionOptimizer:
 
     @torch.no_grad()
     def publish_masters(self) -> None:
-        """Makes the parameters what the masters are, rounded; where they are shared out, starts to gather them."""
+        """Round the masters into the parameters; where they are sharded, start to gather them."""
         owned = self._ddp.owned
         low = [name for name, master in self.masters.items() if master is not owned[name].values]
         if low:
@@ -165,13 +153,13 @@ class MixedPrecisionOptimizer:
             torch._foreach_copy_(values, masters)  # pyright: ignore[reportPrivateImportUsage]
         self._ddp.gather_params()
 
-    def weights(self) -> dict[str, LocalShard]:
+    def weights(self) -> Shards:
         return self._ddp.weights()
 
-    def state(self) -> dict[str, dict[str, LocalShard]]:
-        """The tensors themselves, not copies: of the shapes that this rank owns, in the dtype of the masters."""
-        state: dict[str, dict[str, LocalShard]] = {}
-        low = self._ddp.weight_dtype in (torch.bfloat16, torch.float16)
+    def state(self) -> State:
+        """Live tensors of the shapes that this rank owns, in the dtype of the masters."""
+        state: State = {}
+        low = self._ddp.weight_dtype.itemsize < torch.float32.itemsize
         pending = self._ddp.pending_grads()
         for name, master in self.masters.items():
             kinds = {moment: self._adam.state[master][moment] for moment in MOMENTS}
@@ -183,15 +171,12 @@ class MixedPrecisionOptimizer:
         return state
 
     @torch.no_grad()
-    def load(
-        self, weights: dict[str, LocalShard], state: dict[str, dict[str, LocalShard]], steps: int, iteration: int
-    ) -> None:
+    def load(self, weights: Shards, state: State, steps: int, iteration: int) -> None:
         for name, master in self.masters.items():
-            owned = self._ddp.owned[name]
             if "master" not in state.get(name, {}):
-                offset = owned.start - weights[name].start
-                run = weights[name].values.reshape(-1)[offset : offset + master.numel()]
-                master.copy_(run.view_as(master))
+                offset = self._ddp.owned[name].start - weights[name].start
+                values = weights[name].values.reshape(-1)[offset : offset + master.numel()]
+                master.copy_(values.view_as(master))
         for values in self._adam.state.values():
             values["step"].fill_(steps)
         self.step_count = steps
@@ -210,17 +195,12 @@ class MixedPrecisionOptimizer:
 
 
 def count_bytes(tensors: dict[str, list[Tensor]]) -> dict[str, int]:
-    """Bytes of the memory behind each list of tensors; memory that several share counts once, for the first."""
+    """Bytes of the memory behind each list of tensors; memory in several lists counts once, for the first."""
     seen: set[int] = set()
     counts = dict.fromkeys(tensors, 0)
-    for what, held in tensors.items():
-        for storage in (tensor.untyped_storage() for tensor in held):
+    for key, listed in tensors.items():
+        for storage in (tensor.untyped_storage() for tensor in listed):
             if storage.data_ptr() not in seen:
                 seen.add(storage.data_ptr())
-                counts[what] += storage.nbytes()
+                counts[key] += storage.nbytes()
     return counts
-
-
-def _master_of(weights: Tensor) -> Tensor:
-    """Weights of low precision in fp32, others themselves."""
-    return weights.float() if weights.dtype in (torch.bfloat16, torch.float16) else weights

@@ -1,16 +1,15 @@
-"""Local SGD and DiLoCo: data-parallel ranks step on their own, and meet every H iterations in a common model.
+"""Local SGD and DiLoCo: data-parallel ranks step independently and synchronize their weights every H iterations.
 
-How far the ranks have drifted from the common model, in the mean, is the gradient of an outer SGD step that moves it;
-from there they go on. With outer rate 1 and no momentum it goes to the mean of their weights: local SGD. What travels
-between ranks falls to an H-th.
+All ranks of dp share a common model. The mean distance of their weights from it, the drift, is the gradient of an outer
+SGD step on the common model, from which the ranks continue. Outer rate 1 without momentum gives the mean of their
+weights: local SGD. The bytes between ranks fall to 1/H.
 
-Streaming DiLoCo spreads this over the H iterations: the model is cut into fragments, which meet in turn. And with a
-delay the ranks step on while the mean is on its way. What a rank does meanwhile is not in it, so the rank keeps a part
-of its own weights: mix * own + (1 - mix) * common.
+Streaming DiLoCo spreads this over the H iterations: fragments of the model synchronize in turn. With a delay the ranks
+continue while the mean is in flight, and then keep a part of their new weights: mix * local + (1 - mix) * common.
 
-How old can what a rank knows of the others get? A meeting at the end of iteration t brings their steps up to t - delay,
-and until the end of iteration t + H no other comes: that one lacks the H + delay - 1 iterations before it. So a step is
-in the weights that other ranks use at most H + delay iterations later; it is 1 where every gradient is summed.
+The age of a step in other ranks' weights: a synchronization at the end of iteration t has all steps up to t - delay,
+and the next one comes at t + H. So other ranks use a step at most H + delay iterations later (1 where every gradient is
+summed).
 Sources: Stich, Local SGD, arXiv 1805.09767; Douillard et al., DiLoCo, arXiv 2311.08105, and Streaming DiLoCo, arXiv
 2501.18512, algorithm 2; torch.optim.SGD for the outer arithmetic.
 """
@@ -21,37 +20,39 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from megatron_lite.config.schema import SyncConfig
 from megatron_lite.ddp.buffer import GradBuffer
-from megatron_lite.ddp.local_shard import LocalShard
-from megatron_lite.optim.mixed_precision import MixedPrecisionOptimizer, StepOutcome
+from megatron_lite.ddp.data_parallel import Params
+from megatron_lite.ddp.local_shard import LocalShard, Shards, State
+from megatron_lite.optim.mixed_precision import MixedPrecisionOptimizer, Optimizer, StepOutcome
 from megatron_lite.parallel.collectives import all_reduce_async
 from megatron_lite.parallel.context import Group
 from megatron_lite.parallel.shard import ParamTable
 
 
 @dataclass
-class Meeting:
-    """A fragment's drift on its way: summed over dp once all waits have returned."""
+class PendingDrift:
+    """A fragment's drift in flight: summed over dp once all waits have returned."""
 
     buffer: GradBuffer
     waits: list[Callable[[], object]]
 
-    def drift(self) -> dict[str, Tensor]:
-        """By parameter name, the sum over dp of `common - master`."""
+    def wait(self) -> dict[str, Tensor]:
+        """The sum over dp of `common - master` by parameter name."""
         while self.waits:
             self.waits.pop()()
         return self.buffer.views
 
 
-class OuterOptimizer:
-    """Steps of `inner`, which sees this rank's gradients alone, and outer steps on `common`, the model all ranks share.
+class OuterOptimizer(Optimizer):
+    """Steps of `inner` on this rank's gradients, and outer steps on `common`, the model that all ranks of dp share.
 
     common    name -> like the master, and equal on all ranks of dp
 
-    Of F fragments one meets at the end of every (H/F)-th iteration, the last at multiples of H; skipped steps count.
+    Of F fragments one synchronizes at the end of every (H/F)-th iteration, the last at multiples of H; skipped steps
+    count.
     """
 
     copies_at_save = True  # an outer step in flight changes the common model
@@ -59,7 +60,7 @@ class OuterOptimizer:
     def __init__(
         self,
         inner: MixedPrecisionOptimizer,
-        params: dict[str, nn.Parameter],
+        params: Params,
         table: ParamTable,
         sync: SyncConfig,
         dp: Group,
@@ -80,73 +81,66 @@ class OuterOptimizer:
         self._lr, self._momentum = (1.0, 0.0) if sync.mode == "local_sgd" else (sync.outer_lr, sync.outer_momentum)
         self._velocity = {name: torch.zeros_like(common) for name, common in self.common.items() if self._momentum}
         self._iteration = 0
-        self._meeting: Meeting | None = None
+        self._pending: PendingDrift | None = None
 
     def step(self, lr: float) -> StepOutcome:
-        """An inner step, then what is due of an outer one. The norm is of this rank's own gradient: each rank of dp
-        has another, and clips by it.
+        """An inner step, then the outer step of a fragment that is due. The norm is of this rank's gradient: each rank
+        of dp has a different one, and clips by it.
 
-        Communicates: as the inner step; now and then a fragment over dp.
+        Communicates: as the inner step; at the start of an outer step a fragment over dp.
         """
         outcome = self._inner.step(lr)
         self._iteration += 1
         if fragment := self._due(self._iteration + self._sync.delay):
-            self._set_out(fragment)
-        if self._meeting is not None and self._due(self._iteration):
-            self._arrive(self._meeting.drift())
-            self._meeting = None
+            self._start_sum(fragment)
+        if self._pending is not None and self._due(self._iteration):
+            self._outer_step(self._pending.wait())
+            self._pending = None
         return outcome
-
-    def skip(self) -> StepOutcome:
-        raise AssertionError("the config refuses faults.spike_factor where ranks step on their own")
 
     @property
     def step_count(self) -> int:
         return self._inner.step_count
 
-    def weights(self) -> dict[str, LocalShard]:
+    def weights(self) -> Shards:
         """The common model."""
         return {name: LocalShard(common.to(self._params[name].dtype)) for name, common in self.common.items()}
 
-    def state(self) -> dict[str, dict[str, LocalShard]]:
-        """The inner optimizer's, which each rank of dp has for itself, and of the common model what `weights` do not
-        say. Drift that is on its way is waited for: it comes in as late as if nobody had."""
-        drift = self._meeting.drift() if self._meeting is not None else {}
-        state: dict[str, dict[str, LocalShard]] = {}
+    def state(self) -> State:
+        """The inner state, local to each rank of dp, and the replicated state of outer steps. Waits for drift in
+        flight; the outer step still applies it in its iteration."""
+        drift = self._pending.wait() if self._pending is not None else {}
+        state: State = {}
         for name, kinds in self._inner.state().items():
-            own = {kind: held.values for kind, held in kinds.items()} | {"master": self._inner.masters[name]}
-            same: dict[str, Tensor] = {}
+            local = {kind: shard.values for kind, shard in kinds.items()} | {"master": self._inner.masters[name]}
+            state[name] = {kind: LocalShard(values, across_dp="local") for kind, values in local.items()}
             if self.common[name].dtype != self._params[name].dtype:
-                same["common"] = self.common[name]
+                state[name]["common"] = LocalShard(self.common[name])
             if self._velocity:
-                same["outer_momentum"] = self._velocity[name]
+                state[name]["outer_momentum"] = LocalShard(self._velocity[name])
             if self._sync.delay:
-                same["drift"] = drift[name] if name in drift else torch.zeros_like(self.common[name])
-            state[name] = {kind: LocalShard(values, across_dp="local") for kind, values in own.items()}
-            state[name] |= {kind: LocalShard(values) for kind, values in same.items()}
+                state[name]["drift"] = LocalShard(drift[name] if name in drift else torch.zeros_like(self.common[name]))
         return state
 
     @torch.no_grad()
-    def load(
-        self, weights: dict[str, LocalShard], state: dict[str, dict[str, LocalShard]], steps: int, iteration: int
-    ) -> None:
+    def load(self, weights: Shards, state: State, steps: int, iteration: int) -> None:
         self._inner.load(weights, state, steps, iteration)
         for name, common in self.common.items():
             if "common" not in state.get(name, {}):
                 common.copy_(weights[name].values)
         self._iteration = iteration
-        self._meeting = None
-        coming = range(iteration + 1, iteration + 1 + self._sync.delay)
-        if state and (names := [name for meeting in coming for name in self._due(meeting)]):
-            self._meeting = Meeting(self._buffer(names), [])
-            for name, drift in self._meeting.buffer.views.items():
+        self._pending = None
+        later = range(iteration + 1, iteration + 1 + self._sync.delay)
+        if state and (names := [name for number in later for name in self._due(number)]):
+            self._pending = PendingDrift(self._buffer(names), [])
+            for name, drift in self._pending.buffer.views.items():
                 drift.copy_(state[name]["drift"].values)
 
     def bytes_held(self) -> dict[str, int]:
-        held = self._inner.bytes_held()
-        held["optimizer"] += sum(tensor.nbytes for tensor in (*self.common.values(), *self._velocity.values()))
-        held["buckets"] = self._meeting.buffer.flat.nbytes if self._meeting is not None else 0
-        return held
+        counts = self._inner.bytes_held()
+        counts["optimizer"] += sum(tensor.nbytes for tensor in (*self.common.values(), *self._velocity.values()))
+        counts["buckets"] = self._pending.buffer.flat.nbytes if self._pending is not None else 0
+        return counts
 
     @contextmanager
     def common_model(self) -> Iterator[None]:
@@ -158,38 +152,34 @@ class OuterOptimizer:
 
     @torch.no_grad()
     def _exchange(self) -> None:
-        """Swaps the common model and the masters; a second call undoes the first."""
+        """Swap the common model and the masters; a second call undoes the first."""
         for name, master in self._inner.masters.items():
-            aside = master.clone()
+            copy = master.clone()
             master.copy_(self.common[name])
-            self.common[name].copy_(aside)
+            self.common[name].copy_(copy)
         self._inner.publish_masters()
 
     def _due(self, iteration: int) -> list[str]:
-        """The fragment that meets at the end of this iteration."""
-        number, others = divmod(iteration, self._sync.interval // self._sync.fragments)
-        return [] if others else self._fragments[(number - 1) % self._sync.fragments]
+        """The parameters of the fragment that synchronizes at the end of this iteration."""
+        number, remainder = divmod(iteration, self._sync.interval // self._sync.fragments)
+        return [] if remainder else self._fragments[(number - 1) % self._sync.fragments]
 
     def _buffer(self, names: list[str]) -> GradBuffer:
-        # The same buckets on both stages that hold a tied embedding, so that the sums have the same bits.
-        return GradBuffer(
-            {name: self._params[name] for name in names},
-            bucket_bytes=self._bucket_bytes,
-            dtype=self.common[names[0]].dtype,
-            alone=self._tied,
-        )
+        # Both stages of a tied embedding give it a bucket with nothing else, so that the sums have the same bits.
+        params, dtype = {name: self._params[name] for name in names}, self.common[names[0]].dtype
+        return GradBuffer(params, bucket_bytes=self._bucket_bytes, dtype=dtype, alone=self._tied)
 
     @torch.no_grad()
-    def _set_out(self, names: list[str]) -> None:
-        """Starts to sum over dp how far each rank has drifted from the common model."""
+    def _start_sum(self, names: list[str]) -> None:
+        """Start to sum the drift of these parameters over dp."""
         buffer = self._buffer(names)
         for name, drift in buffer.views.items():
             torch.sub(self.common[name], self._inner.masters[name], out=drift)
-        self._meeting = Meeting(buffer, [all_reduce_async(bucket.flat, self._dp)[1] for bucket in buffer.buckets])
+        self._pending = PendingDrift(buffer, [all_reduce_async(bucket.flat, self._dp)[1] for bucket in buffer.buckets])
 
     @torch.no_grad()
-    def _arrive(self, total: dict[str, Tensor]) -> None:
-        """The outer step, as torch.optim.SGD does it, and on from there; uses the sums up."""
+    def _outer_step(self, total: dict[str, Tensor]) -> None:
+        """The step of torch.optim.SGD on the common model; then this rank continues from it. Modifies the sums."""
         for name, drift in total.items():
             drift.div_(self._dp.size)
             if self._momentum:
@@ -204,7 +194,7 @@ class OuterOptimizer:
 
 
 def fragment_of(name: str, fragments: int) -> int:
-    """Layers are dealt out in turn, so that every pipeline stage has a part of each fragment; what is in no layer goes
-    to the first, an embedding and its tied copy for one."""
+    """The fragment of a parameter. Layers go to the fragments in turn, so that every pipeline stage has a part of each;
+    other parameters go to the first, such as an embedding and its tied copy."""
     layer = re.search(r"\.(\d+)\.", name)
     return int(layer[1]) % fragments if layer else 0

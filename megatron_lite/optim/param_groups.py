@@ -27,7 +27,7 @@ def build_adam(params: dict[str, Tensor], table: ParamTable, optim: OptimConfig)
 
 
 def allocate_moments(adam: torch.optim.AdamW, params: Iterable[Tensor]) -> None:
-    """Makes the state that AdamW would make in its first step, so that it can be saved or loaded before."""
+    """Allocate the state that AdamW would allocate in its first step, so that it can be saved or loaded before."""
     for param in params:
         step = torch.zeros((), dtype=torch.float32, device=param.device)
         adam.state[param] = {"step": step, **{moment: torch.zeros_like(param) for moment in MOMENTS}}

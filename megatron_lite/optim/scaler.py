@@ -1,39 +1,22 @@
 """Loss scaling: keep fp16 gradients inside fp16's range, where anything under 6e-8 is zero.
 
-The loss is multiplied by `scale` before backward and the gradients divided by it after. The scale doubles after
-`growth_interval` clean steps in a row and halves when gradients overflow. `hysteresis` forgives the first
-overflows, but once they are used up every further one halves the scale, until a whole clean interval has passed:
-Megatron-LM's rule, which falls fast when a run is in trouble.
+The loss is multiplied by `scale` before backward, and the gradients are divided by it after. The scale doubles after
+`growth_interval` clean steps in a row and halves when gradients overflow. `hysteresis` tolerates the first overflows;
+then each one halves the scale until a full clean interval has passed. This is Megatron-LM's rule.
 Source: Micikevicius et al., Mixed Precision Training, arXiv 1710.03740, section 3.2; Megatron-LM, grad_scaler.py.
 """
-
-from typing import Protocol
 
 from megatron_lite.config.schema import OptimConfig
 
 
-class LossScaler(Protocol):
-    """All ranks hold the same scale because all call `update` with the same, agreed, overflow."""
+class LossScaler:
+    """A constant scale of one: bf16, fp32 and fp64 reach far below and above any gradient.
 
-    scale: float
-
-    @property
-    def can_shrink(self) -> bool:
-        """Whether a smaller scale can still help against an overflow."""
-        ...
-
-    def update(self, overflow: bool) -> None: ...
-
-    def state_dict(self) -> dict[str, float]: ...
-
-    def load_state_dict(self, state: dict[str, float]) -> None: ...
-
-
-class ConstantScaler:
-    """A scale of one: bf16, fp32 and fp64 reach far below and above any gradient."""
+    All ranks have the same scale, because all call `update` after every step with the same overflow.
+    """
 
     scale = 1.0
-    can_shrink = False
+    can_shrink = False  # whether a smaller scale can still help against an overflow
 
     def update(self, overflow: bool) -> None:
         pass
@@ -45,7 +28,7 @@ class ConstantScaler:
         pass
 
 
-class DynamicLossScaler:
+class DynamicLossScaler(LossScaler):
     """The largest scale, by powers of two, under which gradients do not overflow."""
 
     def __init__(self, initial_scale: float, *, min_scale: float, growth_interval: int, hysteresis: int):
@@ -61,7 +44,6 @@ class DynamicLossScaler:
         return self.scale > self.min_scale
 
     def update(self, overflow: bool) -> None:
-        """After every step, skipped or not."""
         if overflow:
             self.clean_steps = 0
             self.overflows_left -= 1
@@ -86,7 +68,7 @@ class DynamicLossScaler:
 def build_scaler(optim: OptimConfig, precision: str) -> LossScaler:
     """The scaler of `train.precision`."""
     if precision != "fp16":
-        return ConstantScaler()
+        return LossScaler()
     return DynamicLossScaler(
         optim.initial_loss_scale,
         min_scale=optim.min_loss_scale,

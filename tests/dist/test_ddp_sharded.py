@@ -14,7 +14,7 @@ from megatron_lite.ddp.sharded import ShardedDDP
 from megatron_lite.ddp.wrap import wrap_ddp
 from megatron_lite.launch.pool import RanksFailed
 from megatron_lite.optim.mixed_precision import MixedPrecisionOptimizer
-from megatron_lite.optim.scaler import ConstantScaler
+from megatron_lite.optim.scaler import LossScaler
 from megatron_lite.parallel.context import ParallelContext
 from megatron_lite.parallel.grid import Grid
 from megatron_lite.parallel.shard import ParamMeta, ParamTable, Shard
@@ -109,7 +109,7 @@ def step_with_late_gathers(model: nn.Module) -> dict[str, Any]:
     """What happened after a step whose gathers happen only when somebody waits for them."""
     ctx = ParallelContext.create(Grid(dp=2), torch.device("cpu"), timeout_seconds=60)
     ddp = engine_of(model, ctx)
-    optimizer = MixedPrecisionOptimizer(table_of(model), ddp, ConstantScaler(), load_config(None).optim, ctx)
+    optimizer = MixedPrecisionOptimizer(table_of(model), ddp, LossScaler(), load_config(None).optim, ctx)
     waited: list[int] = []
     started: list[int] = []
     groups = []

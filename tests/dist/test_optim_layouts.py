@@ -12,7 +12,7 @@ from megatron_lite.ddp.finalize import finalize_grads
 from megatron_lite.ddp.wrap import wrap_ddp
 from megatron_lite.optim.clip import global_grad_norm
 from megatron_lite.optim.mixed_precision import MixedPrecisionOptimizer, StepOutcome
-from megatron_lite.optim.scaler import ConstantScaler, DynamicLossScaler, LossScaler
+from megatron_lite.optim.scaler import DynamicLossScaler, LossScaler
 from megatron_lite.parallel.context import ParallelContext
 from megatron_lite.parallel.grid import Grid
 from megatron_lite.parallel.shard import ParamMeta, Shard
@@ -67,7 +67,7 @@ class Training:
 
 
 def train(grid: Grid, kind: str) -> tuple[list[float], dict[str, Tensor]]:
-    training = Training(grid, kind, torch.float64, ConstantScaler())
+    training = Training(grid, kind, torch.float64, LossScaler())
     norms = [training.step(number).grad_norm for number in range(STEPS)]
     return norms, {name: parameter.detach().clone() for name, parameter in training.params.items()}
 
@@ -139,7 +139,7 @@ def test_the_norm_counts_every_parameter_once(ranks, grid):
 
 def overflow_on_one_rank(grid: Grid, spoil: tuple[str, int], dtype: torch.dtype) -> dict[str, object]:
     scaler = DynamicLossScaler(1024.0, min_scale=1.0, growth_interval=100, hysteresis=1)
-    training = Training(grid, "local", dtype, scaler if dtype == torch.float16 else ConstantScaler())
+    training = Training(grid, "local", dtype, scaler if dtype == torch.float16 else LossScaler())
     training.step(0)
     before = training.everything()
     outcome = training.step(1, spoil)

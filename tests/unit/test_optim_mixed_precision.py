@@ -9,7 +9,7 @@ from torch import Tensor
 from megatron_lite.config.schema import OptimConfig
 from megatron_lite.ddp.local import LocalDDP
 from megatron_lite.optim.mixed_precision import MixedPrecisionOptimizer, StepOutcome
-from megatron_lite.optim.scaler import ConstantScaler, DynamicLossScaler, LossScaler
+from megatron_lite.optim.scaler import DynamicLossScaler, LossScaler
 from megatron_lite.parallel.context import ParallelContext
 from megatron_lite.parallel.grid import Grid
 from tests.helpers.toy import TABLE, ToyModel
@@ -27,7 +27,7 @@ class Training:
         self.params = self.model.named()
         grad_dtype = torch.float64 if dtype == torch.float64 else torch.float32
         self.ddp = LocalDDP([self.model], self.params, TABLE, CTX.dp, bucket_mb=25.0, grad_dtype=grad_dtype)
-        self.scaler = scaler or ConstantScaler()
+        self.scaler = scaler or LossScaler()
         self.optimizer = MixedPrecisionOptimizer(TABLE, self.ddp, self.scaler, optim, CTX)
 
     def step(self, number: int, lr: float = 1e-2, spoil: float | None = None) -> StepOutcome:

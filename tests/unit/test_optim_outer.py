@@ -10,7 +10,7 @@ from megatron_lite.config.sizes import state_bytes
 from megatron_lite.ddp.local import LocalDDP
 from megatron_lite.optim.mixed_precision import MixedPrecisionOptimizer
 from megatron_lite.optim.outer import OuterOptimizer, fragment_of
-from megatron_lite.optim.scaler import ConstantScaler, DynamicLossScaler, LossScaler
+from megatron_lite.optim.scaler import DynamicLossScaler, LossScaler
 from megatron_lite.parallel.context import ParallelContext
 from megatron_lite.parallel.grid import Grid
 from megatron_lite.training.announce import sync_line
@@ -31,7 +31,7 @@ class Training:
         table = {NUMBERED[name]: meta for name, meta in TABLE.items()}
         grad_dtype = torch.float64 if dtype == torch.float64 else torch.float32
         self.ddp = LocalDDP([self.model], self.params, table, CTX.dp, bucket_mb=25.0, grad_dtype=grad_dtype)
-        self.inner = MixedPrecisionOptimizer(table, self.ddp, scaler or ConstantScaler(), OPTIM, CTX)
+        self.inner = MixedPrecisionOptimizer(table, self.ddp, scaler or LossScaler(), OPTIM, CTX)
         self.optimizer = OuterOptimizer(self.inner, self.params, table, sync, CTX.dp, bucket_mb=25.0)
         self.iteration = 0
 
