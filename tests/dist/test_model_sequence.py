@@ -51,7 +51,7 @@ def kept_on_two_ranks():
 def test_a_rank_keeps_its_share_of_all_that_a_block_keeps(ranks):
     """Korthikanti et al., table 2, with selective recomputation: 10 + 24/t bytes, and 34/t under sequence parallelism.
 
-    Here the 10 are 12 and a statistic of each norm, as `test_a_block_keeps_what_the_paper_counts` explains.
+    Here the 10 are 12 and a statistic of each norm, as `test_a_block_keeps_the_bytes_that_the_paper_counts` explains.
     """
     alone = kept_bytes(selective_recompute=True)
     for split, sequence in ranks(TP, kept_on_two_ranks):

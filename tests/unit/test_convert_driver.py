@@ -35,9 +35,9 @@ def source(tmp_path_factory):
 
 
 def lines_of(request: Request) -> list[str]:
-    said: list[str] = []
-    convert(request, said.append)
-    return said
+    lines: list[str] = []
+    convert(request, lines.append)
+    return lines
 
 
 def test_the_summary_names_source_target_and_the_next_command(source, tmp_path):
@@ -148,9 +148,9 @@ def test_verify_compares_logits_with_transformers(tmp_path, build, dtype):
         Request(tmp_path / "ours", tmp_path / "back", target_format="huggingface", verify=True),
         Request(tmp_path / "ours", tmp_path / "moved", verify=True),
     ):
-        said = lines_of(request)[1]
-        assert said.startswith("verified: logits of 2 x 24 random tokens differ by at most ")
-        assert re.search(r"; all \d+ tensors are equal to the bit$", said)
+        summary = lines_of(request)[1]
+        assert summary.startswith("verified: logits of 2 x 24 random tokens differ by at most ")
+        assert re.search(r"; all \d+ tensors are equal to the bit$", summary)
 
 
 @pytest.mark.parametrize("between", ["megatron-lite", "huggingface", "megatron"])
@@ -318,8 +318,8 @@ def test_the_config_names_a_copied_tokenizer_only_if_it_fits_the_model(source, t
     model = train_sentencepiece([tmp_path / "text"], tmp_path / "tokenizer", 270)
     shutil.copy(model, folder / "tokenizer.model")
     assert tokenizer_files.spec_in(folder) == f"sentencepiece:{folder}/tokenizer.model"
-    said = lines_of(Request(folder, tmp_path / "ours"))
-    assert said[-2].endswith("; the tokenizer is copied, but megatron_lite cannot read it for 251 tokens")
+    lines = lines_of(Request(folder, tmp_path / "ours"))
+    assert lines[-2].endswith("; the tokenizer is copied, but megatron_lite cannot read it for 251 tokens")
     assert (tmp_path / "ours" / "tokenizer" / "tokenizer.model").exists()
     assert load_config(tmp_path / "ours" / "config.yaml").data.tokenizer == ""
     for name in ("vocab.json", "merges.txt", "added_tokens.json"):
