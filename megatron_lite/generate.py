@@ -82,9 +82,7 @@ def generate_text(folder: Path, prompt: str, max_new_tokens: int, temperature: f
     config = config_of(folder, int(os.environ.get("WORLD_SIZE", "1")), model)
     if not config.data.tokenizer:
         raise ConfigError(f"{folder}: trained without data.tokenizer, which the prompt needs")
-    prompt = prompt.encode("utf-8", "surrogateescape").decode(
-        "utf-8", "replace"
-    )  # from a shell: any bytes
+    prompt = prompt.encode("utf-8", "surrogateescape").decode("utf-8", "replace")  # from a shell: any bytes
     provider = NamedProvider(model) if model else get_model
     try:
         text = prompt + continuation(folder, config, provider, prompt, max_new_tokens, temperature, seed)

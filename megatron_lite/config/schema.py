@@ -347,3 +347,10 @@ class Config(Section):
     checkpoint: CheckpointConfig = CheckpointConfig()
     faults: FaultsConfig = FaultsConfig()
     log: LogConfig = LogConfig()
+
+    @property
+    def engine(self) -> str:
+        """The data-parallel engine, for messages."""
+        stage = f" stage {self.deepspeed.zero_stage}" if self.parallel.ddp == "deepspeed" else ""
+        zero = " with a distributed optimizer" if self.optim.distributed else ""
+        return f"ddp {self.parallel.ddp}{stage}{zero}"

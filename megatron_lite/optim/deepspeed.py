@@ -1,18 +1,17 @@
 """ZeRO 0 to 3 by DeepSpeed: the data-parallel engine and the optimizer of a run in one object.
 
-DeepSpeed usually owns a run: launcher, process group, loss scale, learning rate, logging. Here our loop stays in
-charge, and every setting of DeepSpeed is derived from our config. DeepSpeed reduces gradients in fp32, clips and steps.
+DeepSpeed reduces gradients in fp32, clips and steps. Launcher, process group, loss scale, learning rate and logging
+stay with this framework, and every setting of DeepSpeed is derived from the config.
 
-Stages 1 and 2 lay the weights of each weight-decay group end to end in one flat tensor and give every rank an equal
-range of it; stage 3 gives every rank an equal range of each parameter. Master and moments of a parameter have the same
-range, so a checkpoint has the form of any other engine. At stage 0 DeepSpeed only reduces, after the last backward, and
-has no norm over tensor-parallel ranks; clipping is ours there.
+Stages 1 and 2 put the weights of each weight-decay group into one flat tensor and give every rank an equal range of it;
+stage 3 gives every rank an equal range of each parameter. Master and moments have the same range, so checkpoints are
+those of any other engine. At stage 0 DeepSpeed only reduces, after the last backward; the norm and clipping are here.
 
-Stage 3 must shard each parameter as soon as it has its values, or the full model would exist on every rank. Our models
-get their parameters one by one, so a hook at their registration does it.
+Stage 3 must shard each parameter as soon as it has values, or every rank would hold the full model. A hook at the
+registration of parameters does this.
 
-Every parameter must be used in every micro-batch, on every rank. A step whose gradients are not finite changes nothing,
-and its norm is reported as inf (or nan, at stage 0). The loss scale of fp16 is that of our own scaler.
+Every parameter must be used in every micro-batch on every rank. A step whose gradients are not finite changes nothing,
+and its norm is inf (or nan, at stage 0).
 Source: Rajbhandari et al., ZeRO, arXiv 1910.02054; DeepSpeed 0.19.8, deepspeed/__init__.py and runtime/zero.
 """
 
@@ -22,7 +21,7 @@ import re
 import sys
 import warnings
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stdout
+from contextlib import contextmanager, redirect_stdout
 from importlib import metadata
 from io import StringIO
 from types import SimpleNamespace
@@ -36,7 +35,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from megatron_lite.config.schema import Config
 from megatron_lite.ddp.data_parallel import DataParallel, check_gradients
-from megatron_lite.ddp.local_shard import LocalShard
+from megatron_lite.ddp.local_shard import LocalShard, Shards, State
 from megatron_lite.errors import ConfigError
 from megatron_lite.optim.clip import clip_coefficient, global_grad_norm
 from megatron_lite.optim.mixed_precision import Optimizer, StepOutcome, count_bytes
@@ -55,7 +54,7 @@ _engines: WeakSet[Any] = WeakSet()
 
 
 class DeepSpeed:
-    """The library, prepared for one run: `while_building` around the model provider, then `wrap`."""
+    """The library for one run: `while_building` is the context of the model provider, then `wrap`."""
 
     def __init__(self, config: Config, ctx: ParallelContext):
         check_support(config, ctx.device)
@@ -64,10 +63,10 @@ class DeepSpeed:
         os.environ.setdefault("LOCAL_RANK", str(ctx.device.index or 0))  # read in every forward of stage 3
         import deepspeed
 
-        deepspeed.logger.setLevel("ERROR")  # it warns of every skipped step
-        # torch 2.13 renames what DeepSpeed calls, with a warning on every rank.
+        deepspeed.logger.setLevel("ERROR")  # warnings about every skipped step are not useful
+        # torch 2.13 deprecates functions that DeepSpeed calls.
         warnings.filterwarnings("ignore", r"`torch.distributed.\w+_tensor` is deprecated", FutureWarning)
-        deepspeed.ops.__dict__["__compatible_ops__"] = {}  # or it compiles ops for inference on a CPU: 30 s
+        deepspeed.ops.__dict__["__compatible_ops__"] = {}  # otherwise DeepSpeed compiles inference ops on a CPU: 30 s
         if not dist.is_initialized():  # a run of one process
             backend = "cpu:gloo,cuda:nccl" if ctx.device.type == "cuda" else "gloo"
             use_loopback()
@@ -82,7 +81,7 @@ class DeepSpeed:
 
     @contextmanager
     def while_building(self) -> Iterator[None]:
-        """Inside, stage 3 shards each parameter over dp as soon as it has its name and values.
+        """A context in which stage 3 shards each parameter over dp as soon as it has its name and values.
 
         Communicates, at stage 3: each parameter over dp, and over tp where it is replicated, so that replicas start
         equal.
@@ -110,7 +109,7 @@ class DeepSpeed:
     def wrap(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
         """DeepSpeed's engine around both. Collective over the world."""
         given = {"model": model, "optimizer": optimizer, "mpu": self._mpu, "config": self._settings}
-        with redirect_stdout(StringIO()):  # reports of memory that no setting turns off; warnings come by a logger
+        with redirect_stdout(StringIO()):  # no setting turns off its memory reports
             engine, *_ = self._library.initialize(**given)
         _engines.add(engine)
         return engine
@@ -130,7 +129,7 @@ class _Range(NamedTuple):
 
 
 class DeepSpeedOptimizer(DataParallel, Optimizer):
-    """AdamW inside DeepSpeed's engine, for a model of one chunk. Its gradients are visible to nobody else."""
+    """AdamW inside DeepSpeed's engine, for a model of one chunk. Gradients exist inside the engine only."""
 
     can_skip = False
     copies_at_save = True
@@ -154,7 +153,8 @@ class DeepSpeedOptimizer(DataParallel, Optimizer):
         self._stage = deepspeed.stage
         self._clip_grad = optim.clip_grad
         self._precision = precision
-        for name, parameter in params.items():  # without this mark the norm counts it on the first rank of tp only
+        self._place = " (in host memory)" if config.deepspeed.offload_optimizer else ""
+        for name, parameter in params.items():  # for DeepSpeed's norm: shards count on every rank of tp
             parameter.tensor_model_parallel = table[name].shard.is_split  # type: ignore[attr-defined]
             parameter.register_hook(lambda _, name=name, arrived=self._arrived: arrived.add(name))
         self._adam = build_adam(dict(params), table, optim)
@@ -170,7 +170,7 @@ class DeepSpeedOptimizer(DataParallel, Optimizer):
         return [flat for group in self._adam.param_groups for flat in group["params"]] if self._stage else []
 
     def _find_ranges(self) -> Iterator[tuple[str, _Range]]:
-        """By name, this rank's ranges; a parameter without one is left out."""
+        """This rank's ranges by name, without parameters of which it has none."""
         zero: Any = self._engine.optimizer
         for name, parameter in self._params.items():
             if self._stage in (1, 2) and (mapping := parameter._hp_mapping) is not None:  # type: ignore[attr-defined]
@@ -180,7 +180,7 @@ class DeepSpeedOptimizer(DataParallel, Optimizer):
                 group, offset, share = zero.grad_position[zero.get_param_id(parameter)]
                 start = share * self._ctx.dp.rank
                 numel = min(share, parameter.ds_numel - start)  # type: ignore[attr-defined]
-                if numel > 0:  # else it is all padding
+                if numel > 0:  # otherwise all padding
                     yield name, _Range(self._flat[group], offset, start, numel)
 
     def module(self, chunk: int) -> nn.Module:
@@ -192,9 +192,8 @@ class DeepSpeedOptimizer(DataParallel, Optimizer):
     def forward_backward(
         self, engine: PipelineEngine, schedule: Schedule, forward: Forward, message: Message, loss_grad: float, progress
     ) -> list[Tensor]:
-        """As the base class, but DeepSpeed runs each backward. Communicates: gradients over dp, at stage 3 weights
-        too."""
-        factor = loss_grad / self.scaler.scale  # DeepSpeed multiplies by the scale itself
+        """The base class's, with DeepSpeed's backward. Communicates: gradients over dp, at stage 3 also weights."""
+        factor = loss_grad / self.scaler.scale  # DeepSpeed multiplies by the scale
         if self._stage == 3 or self._precision == "fp16":
             self._engine.optimizer.override_loss_scale(self.scaler.scale)
         losses = []
@@ -215,7 +214,7 @@ class DeepSpeedOptimizer(DataParallel, Optimizer):
             group["lr"] = lr
         if self._stage == 0:
             return self._step_unsharded()
-        if self._stage == 3:  # it took the mean over dp, not the sum; multiplying the loss would overflow fp16 sooner
+        if self._stage == 3:  # from the mean over dp to the sum; a larger loss would overflow fp16 sooner
             self._engine.optimizer.override_loss_scale(self.scaler.scale / self._ctx.dp.size)
         self._engine.step()
         overflow = not self._engine.was_step_applied()
@@ -224,9 +223,6 @@ class DeepSpeedOptimizer(DataParallel, Optimizer):
         skipped = overflow and self.scaler.can_shrink
         self.scaler.update(overflow)
         return StepOutcome(float(self._engine.get_global_grad_norm()), skipped)
-
-    def skip(self) -> StepOutcome:
-        raise AssertionError("the config refuses faults.spike_factor under DeepSpeed, which would keep the gradients")
 
     def _step_unsharded(self) -> StepOutcome:
         grads: dict[str, Tensor] = {name: parameter.grad for name, parameter in self._params.items()}  # type: ignore[misc]
@@ -240,8 +236,7 @@ class DeepSpeedOptimizer(DataParallel, Optimizer):
         return StepOutcome(grad_norm, skipped=False)
 
     def _forget_gradients(self) -> None:
-        """Clears the sums of DeepSpeed 0.19.8's offloaded 16-bit optimizer, which would keep values that are not
-        finite."""
+        """Clear the sums of DeepSpeed 0.19.8's offloaded 16-bit optimizer, which would stay not finite."""
         sums: dict[int, Any] = getattr(self._engine.optimizer, "averaged_gradients", {})
         sums.update(dict.fromkeys(sums))
 
@@ -250,7 +245,7 @@ class DeepSpeedOptimizer(DataParallel, Optimizer):
         """Steps taken, without the skipped ones."""
         return int(next(iter(self._adam.state.values()))["step"].item())
 
-    def weights(self) -> dict[str, LocalShard]:
+    def weights(self) -> Shards:
         """The live tensors: full, or at stage 3 this rank's ranges."""
         if self._stage < 3:
             return {name: LocalShard(parameter.detach()) for name, parameter in self._params.items()}
@@ -259,7 +254,7 @@ class DeepSpeedOptimizer(DataParallel, Optimizer):
             for name, part in self._ranges.items()
         }
 
-    def state(self) -> dict[str, dict[str, LocalShard]]:
+    def state(self) -> State:
         """The live tensors: full at stage 0, else this rank's ranges."""
         if not self._flat:
             moments = {name: self._adam.state[parameter] for name, parameter in self._params.items()}
@@ -271,21 +266,15 @@ class DeepSpeedOptimizer(DataParallel, Optimizer):
                 state[name]["master"] = part.of(part.flat)
         return state
 
-    def load(
-        self, weights: dict[str, LocalShard], state: dict[str, dict[str, LocalShard]], steps: int, iteration: int
-    ) -> None:
+    def load(self, weights: Shards, state: State, steps: int, iteration: int) -> None:
         if self._flat and not any("master" in kinds for kinds in state.values()):
             self._engine.optimizer.refresh_fp32_params()
         for values in self._adam.state.values():
             values["step"].fill_(steps)
-        self.release_params()  # stage 3 keeps small parameters full; this makes it gather them again
-
-    def common_model(self) -> AbstractContextManager[None]:
-        return nullcontext()
+        self.release_params()  # stage 3 gathers the small parameters again, which it keeps full
 
     def bytes_held(self) -> dict[str, int]:
-        """Bytes of live tensors on this rank, offloaded ones included. Few gradients and buckets exist between
-        steps."""
+        """The bytes of live tensors on this rank, with offloaded ones. Few gradients and buckets exist after a step."""
         zero = vars(self._engine.optimizer) if self._flat else {}
         params = list(self._params.values())
         moments = [tensor for values in self._adam.state.values() for tensor in values.values()]
@@ -293,7 +282,7 @@ class DeepSpeedOptimizer(DataParallel, Optimizer):
         return count_bytes(
             {
                 "parameters": [*params, *_tensors([getattr(parameter, "ds_tensor", None) for parameter in params])],
-                "optimizer": [*self._flat, *moments],
+                f"optimizer{self._place}": [*self._flat, *moments],
                 "buckets": _tensors([bucket.buffer for bucket in zero.get("ipg_buckets", {}).values()]),
                 "gradients": _tensors([sums, [tensor.grad for tensor in [*params, *self._flat]]]),
             }
@@ -309,9 +298,9 @@ def _tensors(nested: object) -> list[Tensor]:
 
 
 def model_parallel_unit(ctx: ParallelContext) -> SimpleNamespace:
-    """Our groups under the names that DeepSpeed asks for, as process groups of torch even for one rank.
+    """The groups under DeepSpeed's names, as process groups of torch even for one rank.
 
-    It must not have `initialize_sequence_parallel`: its presence alone turns off DeepSpeed's tensor parallelism.
+    It has no `initialize_sequence_parallel`, whose presence would turn off DeepSpeed's tensor parallelism.
     """
     alone: Any = dist.new_group([ctx.rank], use_local_synchronization=True) if 1 in (ctx.dp.size, ctx.mp.size) else None
     return SimpleNamespace(
@@ -326,13 +315,13 @@ def model_parallel_unit(ctx: ParallelContext) -> SimpleNamespace:
 
 
 def check_support(config: Config, device: torch.device) -> None:
-    """Raises ConfigError where DeepSpeed is missing, is not a tested version, or has no fp16."""
+    """Raise ConfigError where DeepSpeed is missing, is not a tested version, or has no fp16."""
     advice = f"install it (pip install 'deepspeed>={TESTED},<0.20'), or use parallel.ddp: fsdp"
     try:
         found = metadata.version("deepspeed")
     except metadata.PackageNotFoundError:
         raise ConfigError(f"parallel.ddp is deepspeed, which is not installed; {advice}") from None
-    if not _version(TESTED) <= _version(found) < [0, 20]:  # this file reads some of its private state
+    if not _version(TESTED) <= _version(found) < [0, 20]:  # this file reads private state
         raise ConfigError(f"parallel.ddp is deepspeed; got version {found}, wants {TESTED} or a later 0.19; {advice}")
     if config.train.precision == "fp16" and device.type == "cpu":
         where = "parallel.ddp is deepspeed with train.precision fp16, and run.device: auto found no GPU"
@@ -344,19 +333,19 @@ def _version(text: str) -> list[int]:
 
 
 def settings(config: Config, device: torch.device) -> dict[str, Any]:
-    """DeepSpeed's own config. It gives every setting whose default might change or that this project decides itself."""
+    """DeepSpeed's config, with every setting that must not be left to its defaults."""
     ours, precision = config.deepspeed, config.train.precision
-    elements = max(2, 2 * int(config.parallel.bucket_mb * 2**20 / 8))  # of fp32; even, as DeepSpeed wants them
+    elements = max(2, 2 * int(config.parallel.bucket_mb * 2**20 / 8))  # of fp32; an even number, which DeepSpeed needs
     host = {"device": "cpu", "pin_memory": device.type == "cuda"}
     return {
         "train_micro_batch_size_per_gpu": config.train.micro_batch_size,
-        # It would divide the loss by this; `forward_backward` marks the last micro-batch before each backward.
+        # DeepSpeed would divide the loss by this; `forward_backward` marks the last micro-batch.
         "gradient_accumulation_steps": 1,
-        # Our loss is already divided by the target tokens of the global batch. Stage 3 has the mean only.
+        # The loss is divided by the target tokens of the global batch. Stage 3 has only the mean.
         "gradient_allreduce_op": "mean" if ours.zero_stage == 3 else "sum",
-        "gradient_clipping": config.optim.clip_grad if ours.zero_stage else 0.0,  # stage 0 clips below
+        "gradient_clipping": config.optim.clip_grad if ours.zero_stage else 0.0,  # at stage 0 `step` clips
         "bf16": {"enabled": precision == "bf16", "check_grad_overflow": True},
-        "fp16": {"enabled": precision == "fp16", "loss_scale": 1.0},  # overridden by our scaler's before each step
+        "fp16": {"enabled": precision == "fp16", "loss_scale": 1.0},  # replaced before each step
         "data_types": {"grad_accum_dtype": "fp32"},
         "communication_data_type": "fp32",
         "zero_optimization": {
@@ -371,16 +360,16 @@ def settings(config: Config, device: torch.device) -> dict[str, Any]:
             **({"offload_optimizer": host} if ours.offload_optimizer else {}),
             **({"offload_param": host} if ours.offload_param else {}),
         },
-        "zero_force_ds_cpu_optimizer": False,  # torch's own AdamW, also where its state is in the host's memory
+        "zero_force_ds_cpu_optimizer": False,  # torch's AdamW, also for state in host memory
         "steps_per_print": None,
-        "timers": {"throughput": {"enabled": False}},  # it waits for the GPU, twice a step
+        "timers": {"throughput": {"enabled": False}},  # it would wait for the GPU twice a step
     }
 
 
 def release() -> None:
-    """Frees the state that DeepSpeed keeps for a whole process, so that another run can follow.
+    """Free the state that DeepSpeed keeps in a process, so that another run can follow.
 
-    DeepSpeed numbers modules and parameters through the life of a process, and wants the same numbers on every rank.
+    DeepSpeed numbers modules and parameters of a process, and needs equal numbers on every rank.
     """
     if "deepspeed" in sys.modules:
         from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
@@ -388,7 +377,7 @@ def release() -> None:
         from deepspeed.utils import groups
 
         for engine in _engines:
-            engine.destroy()  # the garbage collector does not see its hooks
+            engine.destroy()  # its hooks are not garbage-collected
         _engines.clear()
         groups._release_process_group_references()
         Init.param_id = 0

@@ -34,8 +34,7 @@ def save_run(run: Run, say: Callable[[str], None], *, must_be_done: bool = True)
     """Write a checkpoint from which the run resumes exactly. Collective over the world.
 
     With `checkpoint.async_save` it is written in the background, unless it must be done at return: `train_step` waits
-    for the copy before it changes saved tensors. Everything is copied at return where collectives or DeepSpeed may
-    change it sooner, or where rounded weights take memory that the next forward needs.
+    for the copy before it changes saved tensors.
     """
     check_pending_grads(run)
     if run.config.faults.check_replicas:
@@ -245,15 +244,13 @@ def with_full_config(loaded: store.Loaded, folder: Path, run: Run) -> store.Load
 def moved_line(loaded: store.Loaded, run: Run) -> str:
     """The old and the new layout of a resharded run, and whether its random streams restart; empty without changes."""
 
-    def described(grid: Grid, config: dict[str, Any]) -> str:
-        parallel = config["parallel"]
-        virtual = f" x {parallel['virtual_pipeline']} chunks" if parallel["virtual_pipeline"] > 1 else ""
-        stage = f" stage {config['deepspeed']['zero_stage']}" if parallel["ddp"] == "deepspeed" else ""
-        zero = " with a distributed optimizer" if config["optim"]["distributed"] else ""
-        return f"tp={grid.tp} cp={grid.cp} dp={grid.dp} pp={grid.pp}{virtual}, ddp {parallel['ddp']}{stage}{zero}"
+    def described(grid: Grid, config: Config) -> str:
+        chunks = config.parallel.virtual_pipeline
+        virtual = f" x {chunks} chunks" if chunks > 1 else ""
+        return f"tp={grid.tp} cp={grid.cp} dp={grid.dp} pp={grid.pp}{virtual}, {config.engine}"
 
-    before = described(loaded.grid, loaded.config)
-    after = described(run.ctx.grid, run.config.model_dump(mode="json"))
+    before = described(loaded.grid, Config.model_validate(loaded.config, strict=False))
+    after = described(run.ctx.grid, run.config)
     lines = []
     if before != after:
         lines.append(f"moved from {before} to {after}: rank 0 has read {loaded.bytes_read / 1e6:,.1f} MB")

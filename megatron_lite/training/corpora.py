@@ -1,6 +1,6 @@
-"""The data of a run: how many samples it reads, the sets that give them, and what there is to know of them.
+"""The data of a run: the number of samples, the datasets, and a description.
 
-Nothing here needs a model or torch, so that `megatron-lite index` makes the same index files before a job.
+This file needs neither model nor torch, so `megatron-lite index` builds the same index files before a job.
 """
 
 from collections.abc import Iterator, Sequence
@@ -15,22 +15,22 @@ from megatron_lite.text import counted
 from megatron_lite.training.state import samples_for
 
 LOSS_OF = {"train": "training", "valid": "validation", "test": "test"}
-ENOUGH_CHOICES = 1_000_000  # of a blend: every stretch of it has the shares of the whole
+ENOUGH_CHOICES = 1_000_000  # of a blend; every range of it has the same shares
 
 
 def samples_of_evaluation(train: TrainConfig, data_parallel_size: int) -> int:
-    """Samples that one evaluation reads, over all ranks."""
+    """The samples of one evaluation, over all ranks."""
     return train.eval_iterations * train.global_batch(data_parallel_size)
 
 
 def wanted_samples(train: TrainConfig, data_parallel_size: int) -> tuple[int, int, int]:
-    """Samples that a run reads of the training, validation and test data."""
+    """The samples of a run from the training, validation and test data."""
     evaluation = samples_of_evaluation(train, data_parallel_size)
     return samples_for(train, data_parallel_size), evaluation, evaluation
 
 
 def open_splits(config: Config, wanted: tuple[int, int, int], tokenizer_hash: str) -> Splits:
-    """The datasets of `data.paths`; index files that are missing are written. An empty hash is an unknown tokenizer."""
+    """The datasets of `data.paths`; missing index files are written. An empty hash stands for no tokenizer."""
     data = config.data
     return build_datasets(
         list(data.paths),
@@ -45,7 +45,7 @@ def open_splits(config: Config, wanted: tuple[int, int, int], tokenizer_hash: st
 
 
 def data_lines(config: Config, splits: Splits, wanted: tuple[int, int, int]) -> Iterator[str]:
-    """What the corpora hold, how often the run reads them, and what is missing; of custom datasets nothing."""
+    """The sizes of the corpora, the epochs that a run reads, and what is missing; nothing about custom datasets."""
     parts: dict[str, dict[str, tuple[GPTDataset, float]]] = {}
     for name, split, count in zip(SPLIT_NAMES, splits, wanted, strict=True):
         for dataset, num_samples in _members(split, count):
@@ -69,11 +69,11 @@ def data_lines(config: Config, splits: Splits, wanted: tuple[int, int, int]) -> 
                 )
     if unknown := [prefix for prefix, of_split in parts.items() if not next(iter(of_split.values()))[0].indexed.info]:
         others = f" and {counted(len(unknown) - 1, 'other')}" if len(unknown) > 1 else ""
-        yield f"the tokenizer of {unknown[0]}{others} cannot be checked: there is no {info_path(unknown[0]).name}"
+        yield f"the tokenizer of {unknown[0]}{others} cannot be checked without {info_path(unknown[0]).name}"
 
 
 def _members(split: Dataset | None, num_samples: int) -> Sequence[tuple[GPTDataset, float]]:
-    """The corpora of a split, each with the number of samples that are read of it."""
+    """The corpora of a split, each with the number of samples from it."""
     if isinstance(split, GPTDataset):
         return [(split, num_samples)]
     if not isinstance(split, BlendedDataset):

@@ -1,7 +1,7 @@
-"""From a process to a member of a training run: device, process groups, random numbers.
+"""The start of a rank: device, process groups and random streams.
 
-The launcher (`megatron-lite --nproc-per-node`, torchrun or a cluster) tells a process its place through
-RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT; without them it is a run of one.
+The launcher (`megatron-lite --nproc-per-node`, torchrun or a cluster) sets RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR
+and MASTER_PORT; without them the run has one process.
 """
 
 import ctypes
@@ -27,19 +27,19 @@ from megatron_lite.parallel.agreement import all_gather_objects
 from megatron_lite.parallel.context import Group, ParallelContext
 from megatron_lite.parallel.grid import Grid
 from megatron_lite.parallel.random import RngTracker, seed_everything
+from megatron_lite.text import counted
 from megatron_lite.training.provider import check_not_loading
 
-M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # names and numbers of glibc's malloc.h
-# Fields that say where a machine keeps things, in which machines may differ.
+M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # of glibc's malloc.h
+# Paths, which may differ between machines.
 PLACES = ("run.dir", "data.paths", "data.tokenizer", "data.cache_dir", "checkpoint.load", "checkpoint.load_weights")
 
 
 def initialize_megatron(config: Config) -> tuple[ParallelContext, RngTracker]:
-    """Joins the process group, builds every group of the layout and seeds the random streams.
+    """Join the process group, build every group of the layout, and seed the random streams.
 
-    Collective over the world. Raises ConfigError where the config does not fit the number of processes or is not the
-    same in all of them, and TrainingError where they cannot meet. The context is also registered for
-    `megatron_lite.mpu`.
+    Collective over the world. Raise ConfigError where the config does not fit the number of processes or differs
+    between them, and TrainingError where they cannot connect. The context is also registered for `megatron_lite.mpu`.
     """
     check_not_loading()
     world_size = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
@@ -70,8 +70,8 @@ def choose_device(wanted: str, local_rank: int) -> torch.device:
     count = torch.cuda.device_count()
     if local_rank >= count:
         raise ConfigError(
-            f"this machine has {count} GPU{'s' * (count > 1)} for at least {local_rank + 1} processes; "
-            f"start at most {count} (--nproc-per-node {count}), or train on the CPU with run.device=cpu"
+            f"this machine has {counted(count, 'GPU')} for at least {local_rank + 1} processes; start at most {count} "
+            f"(--nproc-per-node {count}), or train on the CPU with run.device=cpu"
         )
     device = torch.device("cuda", local_rank)
     torch.cuda.set_device(device)
@@ -79,20 +79,19 @@ def choose_device(wanted: str, local_rank: int) -> torch.device:
 
 
 def join_process_group(device: torch.device, timeout_seconds: float) -> None:
-    """NCCL for GPUs and Gloo for the CPU; raises TrainingError when the ranks cannot meet, ConfigError where torchrun
-    could not start them again."""
+    """Join over NCCL on GPUs, over Gloo on the CPU. Raise TrainingError where ranks cannot connect."""
     where = f"{os.environ.get('MASTER_ADDR', '(unset)')}:{os.environ.get('MASTER_PORT', '(unset)')}"
     try:
-        store = store_of_this_start(timeout_seconds)
+        store = store_under_torchrun(timeout_seconds)
         dist.init_process_group(
-            # Without device_id: bound to a device, new groups are split from the world, and so collective over it.
+            # No device_id: with one, each new group would be split from the world, which is collective.
             backend="cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
             timeout=timedelta(seconds=timeout_seconds),
             store=store,
             rank=int(os.environ["RANK"]) if store else -1,
             world_size=int(os.environ["WORLD_SIZE"]) if store else -1,
         )
-    except (RuntimeError, ValueError) as error:  # torch's network and store errors are RuntimeErrors
+    except (RuntimeError, ValueError) as error:  # torch's network errors
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         advice = (
             "the port is in use: set MASTER_PORT to a free one"
@@ -100,14 +99,13 @@ def join_process_group(device: torch.device, timeout_seconds: float) -> None:
             else "check MASTER_ADDR, MASTER_PORT, RANK and WORLD_SIZE, and that all ranks were started"
         )
         raise TrainingError(
-            f"rank {os.environ.get('RANK', '?')} of {os.environ.get('WORLD_SIZE', '?')} could not meet the others "
+            f"rank {os.environ.get('RANK', '?')} of {os.environ.get('WORLD_SIZE', '?')} cannot connect to the others "
             f"at {where}: {reason}; {advice}"
         ) from error
 
 
 def check_same_config(config: Config, world: Group) -> None:
-    """Raises ConfigError on every rank where ranks were given different configs, as by a file that was edited on one
-    machine only. Communicates: the config, over the world."""
+    """Raise ConfigError on every rank where configs differ. Communicates: the config over the world."""
     of_ranks = all_gather_objects((socket.gethostname(), config.model_dump(mode="json")), world)
     first_host, first = of_ranks[0]
     for rank, (host, other) in enumerate(of_ranks):
@@ -119,16 +117,16 @@ def check_same_config(config: Config, world: Group) -> None:
         ]
         if different:
             raise ConfigError(
-                f"rank 0 on {first_host} and rank {rank} on {host} were given different configs ("
+                f"rank 0 on {first_host} and rank {rank} on {host} have different configs ("
                 f"{', '.join(different)}); give every machine the same file and the same overrides"
             )
 
 
-def store_of_this_start(timeout_seconds: float) -> Store | None:
-    """Where ranks meet that torchrun may start again; None: where torch has them meet.
+def store_under_torchrun(timeout_seconds: float) -> Store | None:
+    """The store of ranks that torchrun may restart; None for torch's default.
 
-    torchrun keeps its store through restarts, in which ranks would find the addresses of those before them. On one
-    machine the number of starts tells them apart; of several, each counts its own.
+    torchrun keeps its store through restarts, with the addresses of the previous ranks. On one machine the number of
+    the start as a prefix separates them; several machines count differently.
     See https://github.com/pytorch/pytorch/issues/135712.
     """
     shared = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
@@ -136,29 +134,29 @@ def store_of_this_start(timeout_seconds: float) -> Store | None:
         return None
     if os.environ.get("GROUP_WORLD_SIZE", "1") != "1":
         raise ConfigError(
-            "torchrun --max-restarts on several machines cannot start ranks again: they would look for each other "
-            "where those before them were. Use `megatron-lite pretrain --nnodes MIN:MAX --max-restarts N`, or set "
-            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 on every machine and give torchrun --rdzv-backend c10d"
+            "torchrun --max-restarts on several machines keeps old addresses; use `megatron-lite pretrain --nnodes "
+            "MIN:MAX --max-restarts N`, or TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 on every machine with torchrun "
+            "--rdzv-backend c10d"
         )
     store, _, _ = next(rendezvous("env://", timeout=timedelta(seconds=timeout_seconds)))
     return PrefixStore(f"start {os.environ['TORCHELASTIC_RESTART_COUNT']}", store)
 
 
 def set_determinism(wanted: bool) -> None:
-    """Makes torch use algorithms that give the same bits on every run, where `train.deterministic` asks for it."""
+    """Set torch to deterministic algorithms, or back."""
     if wanted:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    if wanted != torch.are_deterministic_algorithms_enabled():  # to set it imports torch's compiler: a second
+    if wanted != torch.are_deterministic_algorithms_enabled():  # the call imports torch's compiler: a second
         torch.use_deterministic_algorithms(wanted)
     torch.backends.cudnn.deterministic = wanted
     torch.backends.cudnn.benchmark = False
 
 
 def keep_freed_memory() -> None:
-    """Lets glibc reuse large freed blocks instead of handing them back to the kernel; elsewhere it does nothing.
+    """Set glibc to reuse large freed blocks; without glibc, do nothing.
 
-    A step allocates and frees the same large activations every time. By default each becomes a new mapping, whose
-    pages are faulted in and zeroed one by one. The price is that memory stays at its peak.
+    By default the large activations of each step are new mappings, whose pages the kernel zeroes one by one. With
+    reuse, memory stays at its peak.
     """
     if not sys.platform.startswith("linux"):
         return
@@ -169,13 +167,13 @@ def keep_freed_memory() -> None:
 
 
 def finalize_megatron() -> None:
-    """Leaves the process group, whoever joined it; the counterpart of `initialize_megatron`.
+    """Leave the process group; the inverse of `initialize_megatron`.
 
-    Call it when the context and what holds it are out of scope: a Gloo group ends its threads only with its last
-    reference, and one of them that meets a finalizing interpreter aborts the process.
+    Nothing may refer to the context any more: a Gloo group ends its threads with its last reference, and a thread that
+    lives until the interpreter exits aborts the process.
     """
     mpu.unregister()
     release_engines()
     if dist.is_initialized():
-        gc.collect()  # models and their gradient hooks form cycles that hold groups
+        gc.collect()  # cycles of models and gradient hooks refer to groups
         dist.destroy_process_group()

@@ -25,9 +25,9 @@ from megatron_lite.training.watchdog import Watchdog
 
 
 def train(run: Run, train_set: Dataset, eod: int, log: RunLog, evaluation: Evaluation, stop: StopRequest) -> None:
-    """Runs iterations from `run.state` to `train.iterations`; saves at intervals and at the end, then evaluates.
+    """Run iterations from `run.state` to `train.iterations`, save at intervals and at the end, then evaluate.
 
-    Raises StoppedEarly, after saving, for a stop request, and TrainingError for bad values or lost ranks.
+    Raise StoppedEarly after a stop request and a save, TrainingError for bad values or lost ranks.
     """
     config = run.config
     iterate = Iterations(run, log)
@@ -69,7 +69,7 @@ def reason_to_stop(run: Run, stop: StopRequest) -> str:
 
 
 class Iterations:
-    """Trains on one global batch per call, logs it, and looks for bad values and stragglers."""
+    """A call trains on one global batch, logs it, and checks for bad values and stragglers."""
 
     def __init__(self, run: Run, log: RunLog) -> None:
         self._run, self._log = run, log
@@ -103,7 +103,7 @@ class Iterations:
 
 @contextmanager
 def errors_with_place(run: Run) -> Iterator[None]:
-    """Adds the current place in the iteration to errors, so the launcher can tell a repeated failure from a new one."""
+    """Add the current place in the iteration to errors; the launcher compares failures by it."""
     try:
         yield
     except LostRanks as error:

@@ -35,8 +35,7 @@ def memory_line(run: Run) -> str:
     expected = state_bytes(run.config, run.ctx.dp.size)
     parts = ", ".join(f"{what} {size / 1e6:,.1f} MB" for what, size in held.items() if size)
     beside = f", and buckets {buckets / 1e6:,.1f} MB" if buckets else ""
-    offloaded = " (offloaded ones are in the host's memory)" if run.config.deepspeed.offload_optimizer else ""
     return (
-        f"memory of rank {run.ctx.rank}: {parts}{offloaded}; {total / count:.2f} bytes for each of its {count:,} "
+        f"memory of rank {run.ctx.rank}: {parts}; {total / count:.2f} bytes for each of its {count:,} "
         f"parameters, {sum(expected.values()):.2f} expected{beside}; at most {most.item() / 1e6:,.1f} MB on a rank"
     )

@@ -33,7 +33,7 @@ from megatron_lite.training.signals import StopRequest
 from megatron_lite.training.state import TrainState
 
 DatasetsProvider = Callable[[Run], Splits]
-NO_TOKEN = -1  # equals no id; `validate` has made sure that data.eod_mask_loss comes with a tokenizer
+NO_TOKEN = -1  # equals no token id; `validate` checks that data.eod_mask_loss has a tokenizer
 
 
 def pretrain(
@@ -43,32 +43,32 @@ def pretrain(
     *,
     hint: Callable[[Config], str] | None = None,
 ) -> TrainState:
-    """Trains to `train.iterations` and returns the final counters; resumes from the newest checkpoint of the run.
+    """Train to `train.iterations`, from the newest checkpoint of the run if there is one; return the final counters.
 
-    Collective: every process of the launch calls it with the same config. Raises a MegatronLiteError whose text is for
-    the user; StoppedEarly means that a signal stopped the run after a checkpoint was saved. `hint` explains a folder to
-    load from that is not a checkpoint; its text follows the error's.
+    Collective: every process calls it with the same config. Raise a MegatronLiteError with a message for the user;
+    StoppedEarly follows a request to stop, after a checkpoint was saved. `hint` explains a folder that is not a
+    checkpoint, after the message about it.
     """
     try:
         return run_to_end(config, model_provider, datasets_provider)
     except NoCheckpoint as error:
         raise NoCheckpoint(f"{error}{hint(config) if hint else ''}") from error
     except BaseException as error:
-        traceback.clear_frames(error.__traceback__)  # their locals hold groups
+        traceback.clear_frames(error.__traceback__)  # local variables refer to groups
         raise
     finally:
         finalize_megatron()
 
 
 def run_to_end(config: Config, model_provider: ModelProvider, datasets_provider: DatasetsProvider | None) -> TrainState:
-    """The run between joining the process group and leaving it."""
+    """The run, from joining the process group to its end."""
     began, started = time.monotonic(), launch_time()
     ctx, rng = initialize_megatron(config)
     with ExitStack() as at_the_end:
         lock = at_the_end.enter_context(locked(Path(config.run.dir), world=ctx.world))
         if ctx.world.is_first:
             Path(config.run.exit_code_file).unlink(missing_ok=True)  # of an earlier start
-        if os.environ.get("LOCAL_RANK", "0") == "0":  # once per machine: machines may not share the folder
+        if os.environ.get("LOCAL_RANK", "0") == "0":  # machines may not share the folder
             shutil.rmtree(Path(config.run.dir) / "heartbeat", ignore_errors=True)
         run = setup_model_and_optimizer(config, ctx, rng, model_provider)
         log = RunLog(run.config, ctx, run.state, lock)
@@ -83,7 +83,7 @@ def run_to_end(config: Config, model_provider: ModelProvider, datasets_provider:
 
 
 def launch_time() -> float:
-    """The start of this run on the monotonic clock; under our launcher the first start, which restarts keep."""
+    """The start of this run on the monotonic clock; the launcher keeps the first start through restarts."""
     launched = os.environ.get("MEGATRON_LITE_LAUNCHED")
     return time.monotonic() - (time.time() - float(launched) if launched else 0.0)
 
@@ -91,8 +91,7 @@ def launch_time() -> float:
 def build_splits(run: Run) -> Splits:
     """Training, validation and test data of `data.paths`, with as many samples as the run needs.
 
-    The first rank of each machine writes the index files while the others wait; then all map them. Collective over the
-    world: an error of one rank is raised on every rank.
+    The first rank of each machine writes missing index files; then all ranks map them. Collective over the world.
     """
     config, state = run.config, run.state
     raise_any(missing_corpora_paths(config))
@@ -123,7 +122,7 @@ def train_and_evaluate(run: Run, datasets: Splits, log: RunLog, started: float) 
     state.evaluated_at = on_first(log.evaluated_at, run.ctx.world)
     evaluation = Evaluation(run, datasets, eod, log)
     if state.iteration >= train_config.iterations:
-        evaluation.of_finished_model()  # the run may have ended between its last save and this evaluation
+        evaluation.of_finished_model()  # an earlier start may have ended before its evaluation
         announce_end(run, log)
         return state
     if datasets.train is None:

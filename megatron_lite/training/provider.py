@@ -1,7 +1,7 @@
-"""Which function built a model, under a name that `--model` takes: FILE.py:NAME or module:NAME.
+"""Names of model providers, as `--model` accepts them: FILE.py:NAME or module:NAME.
 
-A checkpoint has tensors by name, and a custom model may compute something else with the same tensors. So a checkpoint
-records what built its model, and the built-in model does not take its place without a word.
+A custom model may use tensors of the same names for another computation. So a checkpoint records the provider of its
+model, and no other model loads it unnoticed.
 """
 
 import importlib.util
@@ -18,12 +18,12 @@ from typing import Any
 from megatron_lite.checkpoint.match import BUILT_IN
 from megatron_lite.errors import ConfigError
 
-_loading: list[str] = []  # names of providers whose files run at this moment
+_loading: list[str] = []  # names of the providers whose modules are being imported
 
 
 @dataclass(frozen=True)
 class NamedProvider:
-    """A model provider that is loaded where it is called, so it can be sent to other processes."""
+    """A model provider that is imported at its first call, so it can be sent to other processes."""
 
     name: str
 
@@ -32,13 +32,13 @@ class NamedProvider:
         if not (place and attribute):
             raise ConfigError(f"--model is {self.name!r}; give FILE.py:NAME or module:NAME")
         if place.endswith(".py") and not Path(place).is_file():
-            raise ConfigError(f"--model is {self.name}, but there is no file {place}")
+            raise ConfigError(f"--model is {self.name}, but {place} does not exist")
 
     def __call__(self, *args: Any, **options: Any) -> Any:
         return self.load()(*args, **options)
 
     def load(self) -> Callable[..., Any]:
-        """The function itself. Raises ConfigError where the name leads to none; errors of its file are its own."""
+        """The function. Raise ConfigError where the name has none; errors of its module pass through."""
         place, _, attribute = self.name.rpartition(":")
         _loading.append(self.name)
         try:
@@ -55,7 +55,7 @@ class NamedProvider:
 
 
 def _module_of(place: str) -> ModuleType:
-    """The module of a file or of a dotted name, which may import its neighbours as a script does."""
+    """The module of a file or of a dotted name; it may import its neighbours like a script."""
     is_file = place.endswith(".py")
     folder = str(Path(place).resolve().parent) if is_file else str(Path.cwd())
     if folder not in sys.path:
@@ -76,7 +76,7 @@ def _module_of(place: str) -> ModuleType:
 
 
 def provider_name(provider: Callable[..., Any]) -> str:
-    """The provider's name for `--model`; empty for the built-in `get_model`."""
+    """The name of a provider for `--model`; empty for the built-in `get_model`."""
     if isinstance(provider, NamedProvider):
         return provider.name
     while isinstance(provider, partial):
@@ -91,7 +91,7 @@ def provider_name(provider: Callable[..., Any]) -> str:
 
 
 def check_not_loading() -> None:
-    """Raises ConfigError in the file of a provider that starts a run when it is loaded."""
+    """Raise ConfigError in a provider's module that starts a run during its import."""
     if _loading:
         raise ConfigError(
             f"--model is {_loading[-1]}: its file starts a run while it is imported; put that under "

@@ -1,4 +1,4 @@
-"""All that a training run consists of on one rank."""
+"""The parts of a training run on one rank."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -21,7 +21,7 @@ from megatron_lite.training.state import TrainState
 
 @dataclass
 class Run:
-    """Everything that one rank needs to train; `state` is all that changes besides tensors."""
+    """The parts; only `state`, `progress` and tensors change."""
 
     config: Config
     ctx: ParallelContext
@@ -33,7 +33,7 @@ class Run:
     optimizer: Optimizer
     engine: PipelineEngine
     saver: Saver
-    origin: dict[str, Any]  # what checkpoints record beside the config: what built the model, the tokenizer's hash
+    origin: dict[str, Any]  # saved beside the config: the model provider and the tokenizer's hash
     tokenizer: Tokenizer | None = None  # of data.tokenizer
     state: TrainState = field(default_factory=TrainState)
     progress: Progress = field(default_factory=Progress)

@@ -28,10 +28,10 @@ def setup_model_and_optimizer(
 ) -> Run:
     """A new run, or one resumed from its newest checkpoint; its config has the size of the vocabulary.
 
-    `model_provider` is called like `get_model` and returns this rank's chunks. A chunk is called with `(tokens [b, s],
-    labels [b, s])`, and after the first stage also with the previous stage's hidden state, `[s, b, h]`, or `[s/tp, b,
-    h]` under sequence parallelism. The last stage returns the loss of every token, `[s, b]`, the others their hidden
-    state. Collective over the world.
+    `model_provider` has the arguments of `get_model` and returns this rank's chunks. The arguments of a chunk are
+    `(tokens [b, s], labels [b, s])`, and after the first stage the previous stage's hidden state, `[s, b, h]`, or
+    `[s/tp, b, h]` under sequence parallelism. The last stage returns the loss of every token, `[s, b]`, the others
+    their hidden state. Collective over the world.
     """
     tokenizer = build_tokenizer(config.data.tokenizer) if config.data.tokenizer else None
     config = settle_vocabulary(config, tokenizer)
@@ -59,13 +59,13 @@ def setup_model_and_optimizer(
 
 
 def settle_vocabulary(config: Config, tokenizer: Tokenizer | None) -> Config:
-    """The config with a vocabulary size. Raises ConfigError where neither config nor tokenizer has one."""
+    """The config with a vocabulary size. Raise ConfigError where neither config nor tokenizer has one."""
     raise_any(missing_vocabulary(config))
     return config if tokenizer is None else with_vocab_size(config, tokenizer.vocab_size)
 
 
 def check_num_chunks(model: Sequence[nn.Module], config: Config) -> None:
-    """Raises TrainingError for a model with more or fewer chunks than the config has."""
+    """Raise TrainingError for a model with more or fewer chunks than the config has."""
     if len(model) != config.parallel.virtual_pipeline:
         raise TrainingError(
             f"the model provider returned {len(model)} chunks, and parallel.virtual_pipeline is "
@@ -74,11 +74,11 @@ def check_num_chunks(model: Sequence[nn.Module], config: Config) -> None:
 
 
 def check_buffers(model: Sequence[nn.Module]) -> None:
-    """Raises TrainingError for state that checkpoints would lack, so that a resumed run would differ."""
+    """Raise TrainingError for state that checkpoints would not save."""
     for chunk in model:
         parameters = {name for name, _ in chunk.named_parameters(remove_duplicate=False)}
         if extra := sorted(set(chunk.state_dict()) - parameters):
             raise TrainingError(
-                f"the model has buffers, which checkpoints do not hold: {', '.join(extra[:3])}; register them with "
-                "persistent=False if they follow from the config, or make them parameters"
+                f"checkpoints do not save the model's buffers {', '.join(extra[:3])}; make them parameters, or "
+                "persistent=False if they follow from the config"
             )

@@ -25,9 +25,7 @@ class StepReport:
     lr: float
     loss_scale: float
     skipped: bool  # no weight changed
-    bad: str = (
-        ""  # nan: loss or gradient norm is not finite, and a smaller loss scale cannot help; spike: loss too high
-    )
+    bad: str = ""  # nan: not finite, and a smaller loss scale cannot help; spike: a loss that is too high
     bad_ranks: str = ""  # the ranks whose own loss is not finite, for a message
 
 
@@ -52,7 +50,7 @@ class TrainState:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "TrainState":
-        """Raises CheckpointError for unknown counters."""
+        """Raise CheckpointError for unknown counters."""
         counters = {counter.name: counter for counter in fields(cls) if counter.name != "evaluated_at"}
         if unknown := sorted(set(values) - set(counters)):
             raise CheckpointError(
@@ -65,7 +63,7 @@ class TrainState:
         return cls(**values)
 
     def remember(self, loss: float) -> None:
-        """Adds a loss to the running mean, in which older losses fade."""
+        """Add a loss to the running mean, in which older losses decay."""
         self.losses = min(self.losses + 1, RECENT_LOSSES)
         self.loss_mean += (loss - self.loss_mean) / self.losses
 

@@ -42,4 +42,4 @@ def test_a_custom_model_is_loaded_by_its_name_only(tmp_path, corpus):
     forced = run_here(*generate, "--model", "megatron_lite.model.build:get_model", cwd=tmp_path)
     assert forced.returncode == 0
     mistake = run_here(*generate, "--model", "nowhere.py:build", cwd=tmp_path)
-    assert mistake.returncode == 2 and "but there is no file nowhere.py" in mistake.stderr
+    assert mistake.returncode == 2 and "but nowhere.py does not exist" in mistake.stderr

@@ -74,7 +74,7 @@ def test_a_checkpoint_without_a_hash_and_data_without_a_record_are_read(made, tm
     (resolve(tmp_path / "run") / LAYOUT_FILE).write_text(old)
     done = pretrain(made, tmp_path, f"data.paths=[{tmp_path}/a_text_document]", "train.iterations=3")
     assert done.returncode == 0, done.stderr
-    line = f" > the tokenizer of {tmp_path}/a_text_document cannot be checked: there is no a_text_document.info.json\n"
+    line = f" > the tokenizer of {tmp_path}/a_text_document cannot be checked without a_text_document.info.json\n"
     assert line in done.stdout
     assert read_layout(resolve(tmp_path / "run")).origin == layout.origin
 

@@ -286,7 +286,7 @@ def with_a_buffer() -> None:
         (undescribed, r"parameter mix\.weight, shape \[32, 32\], has no description; create it as"),
         (
             with_a_buffer,
-            "the model has buffers, which checkpoints do not hold: steps; register them with persistent=False",
+            "checkpoints do not save the model's buffers steps; make them parameters, or persistent=False",
         ),
     ],
 )

@@ -275,9 +275,7 @@ def test_another_model_than_the_tensors_is_refused(small, tmp_path):
 def test_a_config_that_is_not_ours_is_refused(small, tmp_path):
     folder = copied(small, tmp_path)
     edited(folder, config={"model": {"colour": "blue"}})
-    with pytest.raises(
-        CheckpointError, match=r"config in layout.json: model.colour"
-    ):
+    with pytest.raises(CheckpointError, match=r"config in layout.json: model.colour"):
         native.read(folder, {})
 
 

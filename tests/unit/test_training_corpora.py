@@ -24,7 +24,7 @@ def test_a_corpus_is_counted_with_the_epochs_that_are_read(tmp_path):
     assert lines_of([prefix], tmp_path) == [
         f"corpus {prefix}: 10 documents, 330 tokens; train split 264 tokens, this run reads 2.4 epochs; "
         "valid split 33 tokens, an evaluation reads 1.9 epochs; test split 33 tokens, an evaluation reads 1.9 epochs",
-        f"the tokenizer of {prefix} cannot be checked: there is no c.info.json",
+        f"the tokenizer of {prefix} cannot be checked without c.info.json",
     ]
 
 

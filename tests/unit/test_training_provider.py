@@ -64,7 +64,7 @@ def test_a_file_is_loaded_with_its_neighbours(tmp_path, monkeypatch):
     ("name", "message"),
     [
         ("mine.py", "--model is 'mine.py'; give FILE.py:NAME or module:NAME"),
-        ("nowhere.py:build", "--model is nowhere.py:build, but there is no file nowhere.py"),
+        ("nowhere.py:build", "--model is nowhere.py:build, but nowhere.py does not exist"),
         ("mine.py:built", "--model is mine.py:built: module .*mine.py' has no attribute 'built'"),
         ("mine.py:CHUNKS", "--model is mine.py:CHUNKS, a list; give a function like get_model"),
         ("nothing_here:build", "--model is nothing_here:build: No module named 'nothing_here'"),

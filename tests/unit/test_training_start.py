@@ -104,9 +104,7 @@ def test_a_tracker_of_an_older_iteration_is_reported(made):
 def test_an_iteration_of_no_run_is_a_mistake():
     """A user may take it for a way to roll run.dir back."""
     config = load_config(None, ["checkpoint.load_iteration=50"])
-    with pytest.raises(
-        ConfigError, match=r"load_iteration is 50 without checkpoint.load or checkpoint.load_w"
-    ):
+    with pytest.raises(ConfigError, match=r"load_iteration is 50 without checkpoint.load or checkpoint.load_w"):
         validate(config, 1)
 
 

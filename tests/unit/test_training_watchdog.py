@@ -87,10 +87,7 @@ def test_ranks_that_hang_say_where_name_the_one_that_works_on_and_end(tmp_path):
         f"s: iteration 7, B2.0, waiting in all_reduce over dp (ranks 0 and 1); Python stacks in {stacks}\n" in said[0]
     )
     assert "s: iteration 7, optimizer, in no known collective; Python stacks in" in said[1]
-    assert (
-        f"(process {processes[1].pid}) is in no known collective, and in iteration 7, optimizer for "
-        in together
-    )
+    assert f"(process {processes[1].pid}) is in no known collective, and in iteration 7, optimizer for " in together
     assert f"(process {processes[0].pid})" not in together
     assert together.count("training hangs: no progress for train.hang_timeout (3 s);") == 1
     for rank in (0, 1):
