@@ -249,7 +249,7 @@ class OptimConfig(Section):
     beta1: Probability = 0.9
     beta2: Probability = 0.999
     eps: PositiveFloat = 1e-8
-    clip_grad: NonNegativeFloat = 1.0  # L2 over the whole model; 0 turns clipping off
+    clip_grad: NonNegativeFloat = 1.0  # L2 over the full model; 0 turns clipping off
     distributed: bool = False  # ZeRO-1: each data-parallel rank holds and updates a shard of masters and moments
     # 2**16 is just above fp16's largest number (65504): a first step or two may be skipped, each skip halves the
     # scale, and a lower start would take thousands of steps to grow back.
@@ -289,7 +289,7 @@ class SyncConfig(Section):
     outer_momentum: Probability = 0.9
     outer_nesterov: bool = True
     mix: Annotated[float, Field(ge=0.0, lt=1.0)] = (
-        0.5  # share of its own weights that a rank keeps at a delayed outer step
+        0.5  # share of its local weights that a rank keeps at a delayed outer step
     )
 
     @property

@@ -1,4 +1,4 @@
-"""Which layers are in which pipeline stage, by arithmetic.
+"""The layers of each pipeline stage, by arithmetic.
 
 Stages are numbered along the model. With virtual stages, rank r of p holds stages r, p + r, 2p + r and so on.
 """
@@ -14,11 +14,10 @@ def num_stages(parallel: ParallelConfig) -> int:
 
 
 def layer_counts(model: ModelConfig, parallel: ParallelConfig) -> list[int]:
-    """Layers of each stage, as `parallel.pipeline_layout` says.
+    """The number of layers of each stage by `parallel.pipeline_layout`.
 
-    `even` gives the first stages one more when layers do not divide. `balanced` does so after counting the embedding,
-    the head and a top-query block as a layer each, so that the stages that hold them get fewer others; a negative
-    count means that there are too few layers, which `validate` reports.
+    `even` gives the first stages one layer more where layers do not divide. `balanced` counts the embedding, the head
+    and a top-query block as a layer each, so their stages get fewer others. `validate` reports negative numbers.
     """
     layout, stages = parallel.pipeline_layout, num_stages(parallel)
     if isinstance(layout, tuple):
@@ -32,12 +31,12 @@ def layer_counts(model: ModelConfig, parallel: ParallelConfig) -> list[int]:
 
 
 def _ends(model: ModelConfig, layout: Literal["even", "balanced"]) -> tuple[int, int]:
-    """What the first and the last stage hold beside their layers, in layers."""
+    """The other modules of the first and the last stage, counted as layers."""
     return (0, 0) if layout == "even" else (1, 1 + int(model.top_query_layer))
 
 
 def stage_layers(model: ModelConfig, parallel: ParallelConfig) -> list[range]:
-    """Global numbers of the layers of each stage; consecutive, and each layer once."""
+    """The global numbers of the layers of each stage."""
     starts, end = [], 0
     for count in layer_counts(model, parallel):
         starts.append(range(end, end + count))

@@ -1,4 +1,4 @@
-"""YAML with places: composes a document into nodes, which know their lines, and reads their values.
+"""YAML with line numbers: a document becomes nodes with lines, and a node becomes a value.
 
 PyYAML follows YAML 1.1, where `3e-4` is text, `on` is a boolean and `1:30` is 90. Scalars are read here by the
 rules of YAML 1.2 (its core schema, https://yaml.org/spec/1.2.2/, section 10.3), which users expect.
@@ -36,7 +36,7 @@ def line_of(node: yaml.Node) -> int:
 
 
 def value_of(node: yaml.Node, text: bool) -> Any:
-    """A node's value: None, bool, int, float, str, a tuple of these, or {} for what no field can hold.
+    """A node's value: None, bool, int, float, str, a tuple of these, or {} for any other node.
 
     `text` keeps plain scalars as they are written, for fields that want text.
     """

@@ -36,7 +36,7 @@ class Numbers(Protocol):
         """Kind -> dtype of each value of a parameter, the weight first."""
         ...
 
-    def cut(self, name: str, kind: str, shard: Shard, rank: int, size: int) -> Tensor:
+    def shard_of(self, name: str, kind: str, shard: Shard, rank: int, size: int) -> Tensor:
         """The shard of one value that belongs to tensor-parallel rank `rank` of `size`."""
         ...
 
@@ -112,7 +112,7 @@ def _write_side_by_side(
                     name, kind = entries[key]
                     meta = table[name]
                     for rank, writer in enumerate(writers):
-                        writer.add(numbers.cut(meta.tied_to or name, kind, meta.shard, rank, len(ranks)))
+                        writer.add(numbers.shard_of(meta.tied_to or name, kind, meta.shard, rank, len(ranks)))
                     progress(prod(meta.shape) * specs[key].dtype.itemsize)
                 infos |= {path: writer.close() for path, writer in zip(paths, writers, strict=True)}
         for rank in ranks:

@@ -81,7 +81,7 @@ class Stored:
         """Kind -> dtype of each value of a parameter, the weight first."""
         return {kind: SAFETENSORS_DTYPES[value.dtype] for kind, value in self.layout.tensors[name].values.items()}
 
-    def cut(self, name: str, kind: str, shard: Shard, rank: int, size: int) -> Tensor:
+    def shard_of(self, name: str, kind: str, shard: Shard, rank: int, size: int) -> Tensor:
         """The shard of one value that belongs to tensor-parallel rank `rank` of `size`."""
         tensor, tp = self.layout.tensors[name], self.layout.grid.tp
         value = tensor.values[kind]
@@ -110,7 +110,7 @@ class WeightsOf:
         """Kind -> dtype of each value of a parameter, the weight first."""
         return {WEIGHT: self._checkpoint.tensors[name].dtype}
 
-    def cut(self, name: str, kind: str, shard: Shard, rank: int, size: int) -> Tensor:
+    def shard_of(self, name: str, kind: str, shard: Shard, rank: int, size: int) -> Tensor:
         """The shard of one value that belongs to tensor-parallel rank `rank` of `size`."""
         if name != self._name:
             self._full = torch.empty(0)  # frees the last tensor before this one is read
@@ -127,7 +127,7 @@ def read(path: Path, overrides: Mapping[str, Any]) -> Checkpoint:
     return Checkpoint(
         model=config.model,
         tensors={name: Spec(stored.kinds(name)[WEIGHT], meta.shape) for name, meta in table.items()},
-        read=lambda name: stored.cut(name, WEIGHT, table[name].shard, 0, 1),
+        read=lambda name: stored.shard_of(name, WEIGHT, table[name].shard, 0, 1),
         iteration=stored.layout.iteration,
         tokenizer=tokenizer_files.files_of(config.data.tokenizer),
         tokenizer_spec=config.data.tokenizer,

@@ -29,7 +29,7 @@ class CorpusInfo:
     source_bytes: int  # UTF-8 text that the tokens stand for
     options: dict  # of preprocess
     megatron_lite: str  # version
-    idx_crc32: str  # of the whole .idx
+    idx_crc32: str  # of the full .idx
 
 
 def info_path(prefix: str | os.PathLike[str]) -> Path:
@@ -37,7 +37,7 @@ def info_path(prefix: str | os.PathLike[str]) -> Path:
 
 
 def checksum(*parts: np.ndarray | bytes | memoryview) -> str:
-    """CRC-32 of a whole `.idx`, in hexadecimal; 10 million documents take a tenth of a second."""
+    """CRC-32 of a full `.idx`, in hexadecimal; 10 million documents take a tenth of a second."""
     value = 0
     for part in parts:
         value = zlib_ng.crc32(part, value)

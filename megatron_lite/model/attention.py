@@ -114,7 +114,7 @@ class SelfAttention(nn.Module):
             mixed, _ = self.linear_qkv(x)
             query, key, value = mixed.split(self.local_sizes, dim=-1)
         else:
-            query = self.linear_q(query_input)[0].expand(s, b, -1)  # [s', 1, h] serves the whole batch
+            query = self.linear_q(query_input)[0].expand(s, b, -1)  # [s', 1, h] serves the full batch
             key, value = self.linear_kv(x)[0].split(self.local_sizes[1:], dim=-1)
         query, key, value = (y.view(s, b, -1, self.head_dim) for y in (query, key, value))
         if rotary is not None:

@@ -5,7 +5,7 @@
 
     none        34 + 5 n s / h   all activations that backward reads
     selective   34               all but the scores; core attention is recomputed, 2.7% more work at the sizes of GPT-3
-    full        2                the inputs; the whole forward is recomputed, a third more work
+    full        2                the inputs; the full forward is recomputed, a third more work
     full:n                       full in the first n blocks of a pipeline stage, none in the others
 
 A fused attention kernel stores no scores, so selective saves little with it. A split backward keeps the inputs of

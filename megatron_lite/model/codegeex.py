@@ -16,7 +16,7 @@ class TopQueryEmbeddings(PositionTable):
     """The query vectors, replicated over tp."""
 
     def queries(self, length: int, batch: int) -> Tensor:
-        """Query inputs `[s', b, h]`; without dropout `[s', 1, h]` for the whole batch."""
+        """Query inputs `[s', b, h]`; without dropout `[s', 1, h]` for the full batch."""
         rows = self(length)
         if not self.training or self.dropout == 0:
             return rows

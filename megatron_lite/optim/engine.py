@@ -74,5 +74,5 @@ def check_engine(config: Config, device: torch.device) -> None:
 
 
 def release_engines() -> None:
-    """Frees the state that an engine's library keeps for the whole process."""
+    """Free the state that an engine's library keeps in a process."""
     deepspeed.release()

@@ -124,7 +124,7 @@ def _linear(x: Tensor, weight: nn.Parameter, bias: Tensor | None, tp: Group, seq
 class ColumnParallelLinear(nn.Module):
     """Y = XA + b with columns of A on each rank: `out_features / tp` of the outputs.
 
-    `parts` are the full sizes of blocks fused along the output, such as query, key and value, each sharded by itself.
+    `parts` are the full sizes of blocks fused along the output, such as query, key and value, each sharded alone.
     With `sequence_parallel` the input is this rank's slice of the sequence and the output has the full sequence.
     """
 

@@ -79,7 +79,7 @@ class ParamMeta:
     init: Literal["normal", "zeros", "ones"]
     std: float = 0.0  # of init="normal"
     decay: bool = True  # weight decay applies
-    tied: bool = False  # held by two pipeline stages, like a tied embedding; their gradients are summed
+    tied: bool = False  # on two pipeline stages, like a tied embedding; their gradients are summed
     tied_to: str = ""  # name of the original, on the copy only; copies are not counted
     sequence_parallel: bool = False  # replicated over tp, with a gradient from s/tp tokens
     name: str = ""  # set by get_model; layers are numbered over the full model

@@ -1,9 +1,7 @@
 """The parts of a run that a checkpoint saves, and how a run resumes from one."""
 
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -14,7 +12,7 @@ from megatron_lite.checkpoint.directory import iterations, locate, set_aside
 from megatron_lite.checkpoint.layout import parse_config, read_layout
 from megatron_lite.checkpoint.match import MODEL_PROVIDER
 from megatron_lite.config.load import FIELDS
-from megatron_lite.config.schema import Config, OptimConfig
+from megatron_lite.config.schema import Config
 from megatron_lite.errors import CheckpointError, ConfigError, DamagedCheckpoint, TrainingError
 from megatron_lite.optim.lr import learning_rate
 from megatron_lite.parallel.agreement import on_first
@@ -80,22 +78,19 @@ def load_newest(run: Run) -> None:
     start = on_first(lambda: find_start(run.config), run.ctx.world)
     if start is None:
         return
-    if run.ctx.rank == 0 and start.notice:
-        print(f" {start.notice}", flush=True)
+    _report(run, start.notice)
     load = load_weights if start.key == "checkpoint.load_weights" else load_run
     root = local_root(run.config, start)
     if start.is_chosen:  # no other checkpoint may replace one that the user has chosen
         load(run, root, start.iteration)
     else:
-        load_or_fall_back(run, load, root, start.iteration, is_own=start.key == "run.dir")
+        load_or_fall_back(run, load, root, start.iteration)
 
 
-def load_or_fall_back(
-    run: Run, load: Callable[[Run, Path, int], None], root: Path, iteration: int, *, is_own: bool
-) -> None:
+def load_or_fall_back(run: Run, load: Callable[[Run, Path, int], None], root: Path, iteration: int) -> None:
     """Load this checkpoint or, where it is damaged and `checkpoint.fallback` is set, the one before it.
 
-    A damaged checkpoint is set aside where the folder is the run's own. Collective over the world.
+    A damaged checkpoint in the folder of this run is set aside. Collective over the world.
     """
     try:
         load(run, root, iteration)
@@ -109,11 +104,10 @@ def load_or_fall_back(
         if problem := on_first(lambda: _unconfirmed(root, iteration), run.ctx.world):
             raise CheckpointError(f"{damage}. But {problem}") from damage
         where = ""
-        if is_own:
+        if root == checkpoints_of(run.config.run.dir):
             where = f"; it is now {on_first(lambda: set_aside(root, iteration, before), run.ctx.world).name}"
-        if run.ctx.rank == 0:
-            print(f" DAMAGED checkpoint: {damage}{where}. Falling back to iteration {before}", flush=True)
-    load_or_fall_back(run, load, root, before, is_own=is_own)
+        _report(run, f"DAMAGED checkpoint: {damage}{where}. Falling back to iteration {before}")
+    load_or_fall_back(run, load, root, before)
 
 
 def _unconfirmed(root: Path, iteration: int) -> str:
@@ -135,8 +129,7 @@ def load_weights(run: Run, root: Path, iteration: int) -> None:
 
     Collective over the world.
     """
-    if run.ctx.rank == 0:
-        print(f" loading weights from {root} at iteration {iteration}; training starts at iteration 0", flush=True)
+    _report(run, f"loading weights from {root} at iteration {iteration}; training starts at iteration 0")
     contents = Contents(run.optimizer.weights())
     _load(run, root, iteration, contents)
     run.optimizer.load(contents.weights, {}, 0, 0)
@@ -147,24 +140,26 @@ def load_run(run: Run, root: Path, iteration: int) -> None:
 
     Rank 0 prints the source and the changes of the config. Collective over the world.
     """
-    if run.ctx.rank == 0:
-        print(f" loading checkpoint from {root} at iteration {iteration}", flush=True)
+    _report(run, f"loading checkpoint from {root} at iteration {iteration}")
     contents = Contents(run.optimizer.weights(), run.optimizer.state())
-    loaded = with_full_config(_load(run, root, iteration, contents), locate(root, iteration), run)
-    check_resumable(loaded.config, run.config)
-    if run.ctx.rank == 0 and (changes := changed_fields(loaded.config, run.config.model_dump(mode="json"))):
-        print(f" changed since that checkpoint: {', '.join(changes)}", flush=True)
-    if run.ctx.rank == 0 and (moved := moved_line(loaded, run)):
-        print(f" {moved}", flush=True)
+    loaded = _load(run, root, iteration, contents)
+    saved = saved_config(loaded, locate(root, iteration), run)
+    check_resumable(saved.model_dump(mode="json"), run.config)
     run.state = TrainState.from_dict(loaded.state["train"])
+    _report(run, changes_line(saved, run.config), moved_line(loaded, saved, run), learning_rate_line(saved, run))
     run.optimizer.load(contents.weights, contents.optimizer_state, loaded.state["adam_steps"], run.state.iteration)
     run.optimizer.scaler.load_state_dict(loaded.state["loss_scaler"])
-    if run.ctx.rank == 0 and (line := learning_rate_line(loaded.config, run)):
-        print(f" {line}", flush=True)
     rng = loaded.rng
     if rng is None:  # another grid: new streams, which must differ from those of the run's start
         rng = seed_everything(run.config.run.seed + run.state.iteration, run.ctx).state_dict()
     run.rng.load_state_dict(rng)
+
+
+def _report(run: Run, *lines: str) -> None:
+    """Print the lines that are not empty, on rank 0."""
+    for line in lines:
+        if line and run.ctx.rank == 0:
+            print(f" {line}", flush=True)
 
 
 def _load(run: Run, root: Path, iteration: int, contents: Contents) -> store.Loaded:
@@ -198,38 +193,11 @@ def check_tokenizer(folder: Path, loaded: store.Loaded, run: Run) -> None:
         )
 
 
-def learning_rate_line(saved: dict[str, Any], run: Run) -> str:
-    """The next learning rate under the saved and the new config, and settings that keep the saved curve.
-
-    Empty where both rates are nearly equal.
-    """
-    before = OptimConfig(**{key: value for key, value in saved["optim"].items() if key in OptimConfig.model_fields})
-    after = run.config.optim
-    totals = saved["train"]["iterations"], run.config.train.iterations
-    old, new = (learning_rate(o, run.state.optimizer_steps, n) for o, n in zip((before, after), totals, strict=True))
-    if abs(new - old) <= max(0.01 * max(old, new), 1e-3 * before.lr):
-        return ""
-    before, after = (
-        o.model_copy(update={"decay_iterations": o.decay_iterations or n})
-        for o, n in zip((before, after), totals, strict=True)
-    )
-    settings = [f"optim.{key}={getattr(before, key)}" for key in CURVE if getattr(before, key) != getattr(after, key)]
-    return (
-        f"learning rate at iteration {run.state.iteration + 1}: {old:.1e} -> {new:.1e}; {' '.join(settings)} "
-        f"{'keeps' if len(settings) == 1 else 'keep'} the saved curve"
-    )
-
-
-def with_full_config(loaded: store.Loaded, folder: Path, run: Run) -> store.Loaded:
-    """The same values, with exactly the fields of this version's config.
+def saved_config(loaded: store.Loaded, folder: Path, run: Run) -> Config:
+    """The checkpoint's config, with the fields of this version.
 
     Raise CheckpointError where state or config are not those of a run, for example after an edit by hand.
     """
-    known = {
-        section: {key: value for key, value in fields.items() if f"{section}.{key}" in FIELDS}
-        for section, fields in loaded.config.items()
-        if section in Config.model_fields
-    }
     state, scaler = loaded.state, run.optimizer.scaler.state_dict()
     if not (
         isinstance(state.get("train"), dict)
@@ -238,10 +206,27 @@ def with_full_config(loaded: store.Loaded, folder: Path, run: Run) -> store.Load
         and all(isinstance(state["loss_scaler"].get(key), int | float) for key in scaler)
     ):
         raise CheckpointError(f"{folder}: its state {str(state)[:80]} is not that of a run. Load another checkpoint")
-    return replace(loaded, config=parse_config(known, folder).model_dump(mode="json"))
+    fields = {
+        section: {key: value for key, value in values.items() if f"{section}.{key}" in FIELDS}
+        for section, values in loaded.config.items()
+        if section in Config.model_fields
+    }
+    return parse_config(fields, folder)
 
 
-def moved_line(loaded: store.Loaded, run: Run) -> str:
+def changes_line(saved: Config, now: Config) -> str:
+    """`section.field old -> new` for every setting that differs, except run.dir; empty without changes."""
+    before, after = saved.model_dump(mode="json"), now.model_dump(mode="json")
+    changes = [
+        f"{section}.{key} {before[section][key]} -> {value}"
+        for section, fields in after.items()
+        for key, value in fields.items()
+        if (section, key) != ("run", "dir") and before[section][key] != value
+    ]
+    return f"changed since that checkpoint: {', '.join(changes)}" if changes else ""
+
+
+def moved_line(loaded: store.Loaded, saved: Config, run: Run) -> str:
     """The old and the new layout of a resharded run, and whether its random streams restart; empty without changes."""
 
     def described(grid: Grid, config: Config) -> str:
@@ -249,8 +234,7 @@ def moved_line(loaded: store.Loaded, run: Run) -> str:
         virtual = f" x {chunks} chunks" if chunks > 1 else ""
         return f"tp={grid.tp} cp={grid.cp} dp={grid.dp} pp={grid.pp}{virtual}, {config.engine}"
 
-    before = described(loaded.grid, Config.model_validate(loaded.config, strict=False))
-    after = described(run.ctx.grid, run.config)
+    before, after = described(loaded.grid, saved), described(run.ctx.grid, run.config)
     lines = []
     if before != after:
         lines.append(f"moved from {before} to {after}: rank 0 has read {loaded.bytes_read / 1e6:,.1f} MB")
@@ -259,11 +243,20 @@ def moved_line(loaded: store.Loaded, run: Run) -> str:
     return "; ".join(lines)
 
 
-def changed_fields(saved: dict[str, Any], wanted: dict[str, Any]) -> list[str]:
-    """`section.field old -> new` for every setting that differs, except run.dir."""
-    return [
-        f"{section}.{key} {saved[section][key]} -> {value}"
-        for section, fields in wanted.items()
-        for key, value in fields.items()
-        if (section, key) != ("run", "dir") and key in saved.get(section, {}) and saved[section][key] != value
-    ]
+def learning_rate_line(saved: Config, run: Run) -> str:
+    """The next learning rate under the saved and the new config, and settings that keep the saved curve.
+
+    Empty where both rates are nearly equal.
+    """
+    before, after = (
+        c.optim.model_copy(update={"decay_iterations": c.optim.decay_iterations or c.train.iterations})
+        for c in (saved, run.config)
+    )
+    old, new = (learning_rate(optim, run.state.optimizer_steps, optim.decay_iterations) for optim in (before, after))
+    if abs(new - old) <= max(0.01 * max(old, new), 1e-3 * before.lr):
+        return ""
+    settings = [f"optim.{key}={getattr(before, key)}" for key in CURVE if getattr(before, key) != getattr(after, key)]
+    return (
+        f"learning rate at iteration {run.state.iteration + 1}: {old:.1e} -> {new:.1e}; {' '.join(settings)} "
+        f"{'keeps' if len(settings) == 1 else 'keep'} the saved curve"
+    )

@@ -117,7 +117,7 @@ def roll_back(run: Run, report: StepReport, what: str, say: Say) -> None:
         )
     say(f" ROLLING BACK from {what}")
     with run.progress.during("rolling back"):
-        load_or_fall_back(run, load_run, root, newest, is_own=True)
+        load_or_fall_back(run, load_run, root, newest)
     state = run.state
     state.skipped += bad.iteration - state.iteration
     say(

@@ -25,15 +25,15 @@ def memory_line(run: Run) -> str:
 
     Communicates: one number over the world.
     """
-    held = run.optimizer.bytes_held()
-    buckets = held.pop("buckets", 0)
+    counts = run.optimizer.bytes_held()
+    buckets = counts.pop("buckets", 0)
     count = num_local_parameters(run)
-    total = sum(held.values())
+    total = sum(counts.values())
     most = all_reduce(
         torch.tensor(float(total + buckets), dtype=torch.float64, device=run.ctx.device), run.ctx.world, "max"
     )
     expected = state_bytes(run.config, run.ctx.dp.size)
-    parts = ", ".join(f"{what} {size / 1e6:,.1f} MB" for what, size in held.items() if size)
+    parts = ", ".join(f"{what} {size / 1e6:,.1f} MB" for what, size in counts.items() if size)
     beside = f", and buckets {buckets / 1e6:,.1f} MB" if buckets else ""
     return (
         f"memory of rank {run.ctx.rank}: {parts}; {total / count:.2f} bytes for each of its {count:,} "

@@ -30,15 +30,15 @@ class Stragglers:
     @contextmanager
     def measured(self) -> Iterator[None]:
         """A context for the measured step."""
-        whole, waits = Timeline(self._run.ctx.device), Timeline(self._run.ctx.device)
-        whole.begin("step")
+        step, waits = Timeline(self._run.ctx.device), Timeline(self._run.ctx.device)
+        step.begin("step")
         record_waits(waits)
         try:
             yield
         finally:
             record_waits(None)
-        whole.end("step")
-        self._work = _total(whole) - _total(waits)
+        step.end("step")
+        self._work = _total(step) - _total(waits)
 
     def line(self) -> str:
         """The message about stragglers in the newest measurements; empty without one.

@@ -17,7 +17,7 @@ def line(changes: list[str], steps: int = 160, old: list[str] = OLD) -> str:
     run = SimpleNamespace(
         config=load_config(None, [*old, *changes]), state=TrainState(iteration=steps, optimizer_steps=steps)
     )
-    return learning_rate_line(load_config(None, old).model_dump(mode="json"), run)  # type: ignore[arg-type]
+    return learning_rate_line(load_config(None, old), run)  # type: ignore[arg-type]
 
 
 def test_a_longer_run_prints_where_its_learning_rate_jumps_to():
