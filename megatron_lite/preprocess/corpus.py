@@ -1,7 +1,7 @@
 """Text to `.bin/.idx`: tokenize every document once, on many processes, in the order of the inputs.
 
-One process reads and writes, the others tokenize pieces of about a megabyte; pieces are written in the order they
-were cut, so the files are the same for any number of workers. They appear under their names only when complete.
+One process reads and writes; the others tokenize chunks of about a megabyte. Chunks are written in input order, so the
+files do not depend on the number of workers. Only complete files get their final names.
 """
 
 import contextlib
@@ -21,20 +21,20 @@ from megatron_lite.data.tokenizer import Tokenizer, build_tokenizer, tokenizer_h
 from megatron_lite.errors import ConfigError, DataError
 from megatron_lite.preprocess.builder import IndexedDatasetBuilder, optimal_dtype
 from megatron_lite.preprocess.sources import (
+    Chunk,
     Found,
-    Piece,
     SplitOn,
-    cut_into_pieces,
     file_bytes,
     find_files,
     read_documents,
+    split_into_chunks,
 )
 from megatron_lite.preprocess.workers import map_in_order
 from megatron_lite.text import counted
 
 
 class PreprocessReport(NamedTuple):
-    """`prefix` is what data.paths takes; `text_bytes` is the UTF-8 text that was tokenized."""
+    """`prefix` is the value for data.paths; `text_bytes` is the size of the tokenized UTF-8 text."""
 
     prefix: Path
     num_documents: int
@@ -46,7 +46,7 @@ class PreprocessReport(NamedTuple):
 
 
 class _Tokens(NamedTuple):
-    """What became of one piece: its documents' ids in one array, and their lengths."""
+    """The token ids of a chunk's documents in one array, and their lengths."""
 
     ids: np.ndarray
     lengths: np.ndarray
@@ -56,7 +56,7 @@ class _Tokens(NamedTuple):
 
 
 class _Work(NamedTuple):
-    """What every worker is told once."""
+    """The options of every worker."""
 
     tokenizer_spec: str
     json_key: str
@@ -77,17 +77,17 @@ def preprocess(
     split_on: SplitOn = "file",
     progress: bool = True,
 ) -> PreprocessReport:
-    """Write `{output_prefix}_{json_key}_document.bin` and `.idx`, and the record `.info.json` of what made them.
+    """Write `{output_prefix}_{json_key}_document.bin` and `.idx`, and their record `.info.json`.
 
-    Empty documents and those that are not UTF-8 are left out and counted. With `language_tag`, code starts with
-    CodeGeeX's comment line that names its language. `split_on` makes documents of plain text files. `progress` shows a
-    bar on a terminal.
+    Empty documents and those that are not UTF-8 are skipped and counted. With `language_tag`, the first line of code is
+    CodeGeeX's comment with its language. `split_on` splits plain text into documents. `progress` shows a bar on a
+    terminal.
     """
     if workers < 1:
         raise ConfigError(f"--workers is {workers}; tokenizing needs at least 1 process")
     found = find_files(inputs)
     work = _Work(tokenizer_spec, json_key, append_eod, language_tag, split_on)
-    tokenizer = build_tokenizer(tokenizer_spec)  # a mistake in it is told before any process starts
+    tokenizer = build_tokenizer(tokenizer_spec)  # a wrong spec is an error before any process starts
     prefix = Path(f"{os.fspath(output_prefix)}_{json_key}_document")
     mark = f".{os.getpid()}.tmp"
     temporary_bin, temporary_idx = Path(f"{bin_path(prefix)}{mark}"), Path(f"{idx_path(prefix)}{mark}")
@@ -96,9 +96,11 @@ def preprocess(
         prefix.parent.mkdir(parents=True, exist_ok=True)
         builder = IndexedDatasetBuilder(temporary_bin, optimal_dtype(tokenizer.vocab_size))
         try:
-            # Closed at once, whatever happens: else an error kept for its traceback would keep the workers too.
-            with contextlib.closing(_tokenized_pieces(cut_into_pieces(found.files, split_on), work, workers)) as pieces:
-                report = _write_pieces(pieces, builder, prefix, found, progress)
+            # Closed at once after an error too, whose traceback would keep the workers alive.
+            with contextlib.closing(
+                _tokenized_chunks(split_into_chunks(found.files, split_on), work, workers)
+            ) as chunks:
+                report = _write_chunks(chunks, builder, prefix, found, progress)
         except BaseException:
             builder.abandon()
             raise
@@ -109,7 +111,7 @@ def preprocess(
                 f"{counted(report.num_undecodable, 'document')} not in UTF-8"
             )
         builder.finalize(temporary_idx, _info(report, work, tokenizer))
-        # An old index or record must never stay beside a new .bin, wherever this is interrupted.
+        # Even after an interruption, no old index or record may be beside a new .bin.
         for old in (idx_path(prefix), info_path(prefix)):
             old.unlink(missing_ok=True)
         os.replace(temporary_bin, bin_path(prefix))
@@ -122,7 +124,7 @@ def preprocess(
         ) from error
     finally:
         for temporary in (temporary_bin, temporary_idx, temporary_info):
-            # Where the folder itself is the trouble, deleting fails as creating did, and that was reported.
+            # In a folder without write permission deleting fails too; the error above has reported it.
             with contextlib.suppress(OSError):
                 temporary.unlink()
     return report
@@ -140,12 +142,12 @@ def _info(report: PreprocessReport, work: _Work, tokenizer: Tokenizer) -> Corpus
         source_bytes=report.text_bytes,
         options=options,
         megatron_lite=__version__,
-        idx_crc32="",  # the builder knows it
+        idx_crc32="",  # set by the builder
     )
 
 
-def _write_pieces(
-    pieces: Iterator[tuple[Piece, _Tokens]],
+def _write_chunks(
+    chunks: Iterator[tuple[Chunk, _Tokens]],
     builder: IndexedDatasetBuilder,
     prefix: Path,
     found: Found,
@@ -159,36 +161,36 @@ def _write_pieces(
         desc="preprocess",
         disable=None if progress else True,
     ) as bar:
-        for piece, tokens in pieces:
+        for chunk, tokens in chunks:
             builder.add_documents(tokens.ids, tokens.lengths)
             num_documents += len(tokens.lengths)
             num_tokens += len(tokens.ids)
             text_bytes += tokens.text_bytes
             num_empty += tokens.num_empty
             num_undecodable += tokens.num_undecodable
-            bar.update(piece.input_bytes)
+            bar.update(chunk.input_bytes)
             seconds = bar.format_dict["elapsed"]
             bar.set_postfix_str(f"{num_documents / seconds:,.0f} documents/s" if seconds else "", refresh=False)
     return PreprocessReport(prefix, num_documents, num_tokens, text_bytes, num_empty, num_undecodable, found)
 
 
-def _tokenized_pieces(
-    pieces: Iterator[Piece], work: _Work, workers: int
-) -> Generator[tuple[Piece, _Tokens], None, None]:
-    """Each piece with its tokens, in the order of `pieces`."""
+def _tokenized_chunks(
+    chunks: Iterator[Chunk], work: _Work, workers: int
+) -> Generator[tuple[Chunk, _Tokens], None, None]:
+    """Each chunk with its tokens, in the order of `chunks`."""
     make_function = partial(_make_function, work)
     if workers == 1:
         tokenize = make_function()
-        return ((piece, tokenize(piece)) for piece in pieces)
-    return map_in_order(make_function, pieces, workers)
+        return ((chunk, tokenize(chunk)) for chunk in chunks)
+    return map_in_order(make_function, chunks, workers)
 
 
-def _make_function(work: _Work) -> Callable[[Piece], _Tokens]:
+def _make_function(work: _Work) -> Callable[[Chunk], _Tokens]:
     return partial(_tokenize, work=work, tokenizer=build_tokenizer(work.tokenizer_spec))
 
 
-def _tokenize(piece: Piece, work: _Work, tokenizer: Tokenizer) -> _Tokens:
-    documents = read_documents(piece, json_key=work.json_key, with_language_tag=work.with_language_tag)
+def _tokenize(chunk: Chunk, work: _Work, tokenizer: Tokenizer) -> _Tokens:
+    documents = read_documents(chunk, json_key=work.json_key, with_language_tag=work.with_language_tag)
     dtype = optimal_dtype(tokenizer.vocab_size)
     ids: list[np.ndarray] = []
     text_bytes = 0

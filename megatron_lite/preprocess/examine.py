@@ -1,6 +1,6 @@
-"""What a corpus holds, in bounded time: lengths, ends of documents and tokens, counted or from an even sample.
+"""A description of a corpus in bounded time: lengths, ends of documents and tokens, counted or from an even sample.
 
-A corpus may have a billion documents on a slow disk, so that what reads `.bin` reads a few thousand places of it.
+A corpus may have a billion documents on a slow disk, so only a few thousand places of `.bin` are read.
 """
 
 from collections.abc import Iterator
@@ -12,13 +12,13 @@ from megatron_lite.data.tokenizer import Tokenizer
 from megatron_lite.text import counted
 
 MOST_LENGTHS, MOST_ENDS = 10_000_000, 10_000  # documents
-MOST_TOKENS, BLOCK = 20_000_000, 10_000  # in blocks of so many
+MOST_TOKENS, BLOCK = 20_000_000, 10_000  # tokens, and tokens in each block of them
 SHOWN_DOCUMENTS, SHOWN_TOKENS, SHOWN_CHARACTERS = 3, 20, 200
 DECILES = range(10, 100, 10)
 
 
 def corpus_lines(data: IndexedDataset, tokenizer: Tokenizer | None) -> Iterator[str]:
-    """Lines for a reader; with a tokenizer also ends of documents and text."""
+    """The lines to print; with a tokenizer also ends of documents and text."""
     sequences, documents = len(data), len(data.document_indices) - 1
     more = "" if sequences == documents else f" in {documents:,} groups (training reads each sequence as a document)"
     yield f"  documents   {sequences:,}{more}"
@@ -48,7 +48,7 @@ def corpus_lines(data: IndexedDataset, tokenizer: Tokenizer | None) -> Iterator[
 
 
 def token_counts(data: IndexedDataset) -> tuple[np.ndarray, str]:
-    """How often each id occurs, negative ones left out, and words for the sample if not all were counted."""
+    """The count of each id of at least 0, and a note about the sample if not all were counted."""
     tokens = data.tokens
     starts = range(0, len(tokens), BLOCK)
     if is_sample := len(tokens) > MOST_TOKENS:
@@ -63,7 +63,7 @@ def token_counts(data: IndexedDataset) -> tuple[np.ndarray, str]:
 
 
 def _ends_line(data: IndexedDataset, eod: int) -> str:
-    """How many documents end with the end-of-document token."""
+    """The number of documents that end with the end-of-document token."""
     numbers = range(0, len(data), _step(len(data), MOST_ENDS))
     ended = sum(data.get(n, max(0, int(data.sequence_lengths[n]) - 1)).tolist() == [eod] for n in numbers)
     hint = "" if ended else "; preprocess --append-eod writes it"
@@ -72,7 +72,7 @@ def _ends_line(data: IndexedDataset, eod: int) -> str:
 
 
 def _step(count: int, most: int) -> int:
-    """The distance at which at most `most` of so many are taken."""
+    """The step that selects at most `most` of `count` items."""
     return -(-count // most)
 
 
@@ -81,7 +81,7 @@ def _sampled(count: int, noun: str) -> str:
 
 
 def _text_of(tokenizer: Tokenizer, tokens: list[int]) -> str:
-    """What the tokens decode to, quoted; ids beyond the vocabulary cannot be decoded."""
+    """The decoded tokens, quoted; ids beyond the vocabulary cannot be decoded."""
     if any(not 0 <= token < tokenizer.vocab_size for token in tokens):
         return "(not in the vocabulary)"
     return repr(tokenizer.decode(tokens))

@@ -1,4 +1,4 @@
-"""CodeGeeX's first line of a code document, a comment that names the language, and the suffixes that mean it.
+"""CodeGeeX's first line of a code document, a comment with the language, and the file suffixes of each language.
 
 Source: CodeGeeX, codegeex/data/data_utils.py (the wording of each tag).
 """
@@ -50,7 +50,7 @@ _LANGUAGES = [  # name, comment, suffixes
     ("Vue", "<!--{}-->", ".vue"),
 ]
 
-# The list above says it shortest; a reader of one file asks by suffix, a JSON record by name.
+# Files are looked up by suffix, JSON records by name.
 LANGUAGE_TAGS: dict[str, str] = {
     suffix: comment.format(f"language: {name}") + "\n"
     for name, comment, suffixes in _LANGUAGES

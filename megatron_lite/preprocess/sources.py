@@ -1,9 +1,9 @@
-"""Raw text: which files a corpus is made of, cut into pieces of work, and the documents in each piece.
+"""Raw text: the files of a corpus, chunks of them as units of work, and the documents in each chunk.
 
-A `.jsonl` file (also `.json`, `.ndjson`, and compressed as `.gz` or `.zst`) holds a document a line; any other file
-is plain text: one document, or several between its lines or blank lines. Folders are searched for both, in sorted
-order; what lies in hidden folders or in those of installed packages is not part of a project's own text. Pieces are
-about a megabyte and come in the order of the inputs, so the documents keep their order on any number of processes.
+A `.jsonl` file (also `.json`, `.ndjson`, and compressed as `.gz` or `.zst`) has one document per line. Any other file
+is plain text: one document, or several that lines or blank lines separate. Folders are searched for both in sorted
+order, without hidden folders and folders of installed packages. Chunks are about a megabyte and keep the order of the
+inputs, so the order of documents does not depend on the number of processes.
 """
 
 import gzip
@@ -23,22 +23,22 @@ from megatron_lite.preprocess.languages import LANGUAGE_TAGS, TEXT_SUFFIXES, lan
 
 SplitOn = Literal["file", "blank-line", "line"]
 BLANK_LINE = re.compile(rb"(?m)^[ \t\r\f\v]*\n")
-PIECE_BYTES = 1 << 20  # large beside the cost of handing it to a process, small beside a corpus
+CHUNK_BYTES = 1 << 20  # large relative to the cost of sending it to a process, small relative to a corpus
 COMPRESSED = (".gz", ".zst")
 JSON_LINES = (".jsonl", ".ndjson", ".json")
-NOT_ONES_OWN = ("site-packages", "dist-packages", "node_modules", "__pycache__")  # installed or made, not written
+SKIPPED_FOLDERS = ("site-packages", "dist-packages", "node_modules", "__pycache__")  # of installed or generated files
 
 
 class Found(NamedTuple):
-    """The files of some inputs, and what of the inputs was passed over."""
+    """The files of some inputs, and the skipped parts."""
 
     files: list[Path]
-    unknown: Counter[str]  # files in folders, by a suffix that is not known
-    empty_folders: list[Path]  # without a known file
+    unknown: Counter[str]  # skipped files in folders, by suffix
+    empty_folders: list[Path]  # without a file of a known suffix
 
 
-class Piece(NamedTuple):
-    """Whole files, or complete lines of one file; `input_bytes` counts them as they lie on disk."""
+class Chunk(NamedTuple):
+    """Complete files, or complete lines of one file; `input_bytes` is their size on disk."""
 
     files: tuple[str, ...]
     lines: bytes
@@ -48,21 +48,21 @@ class Piece(NamedTuple):
 
 
 class Documents(NamedTuple):
-    """The texts of a piece, and how many more documents are not UTF-8 text."""
+    """The texts of a chunk, and the number of documents that are not UTF-8."""
 
     texts: list[str]
     num_undecodable: int
 
 
 def find_files(inputs: Sequence[str | os.PathLike[str]]) -> Found:
-    """Every file that the inputs name or that lies, with a known suffix, in a folder they name."""
+    """The input files, and every file with a known suffix in the input folders."""
     files: list[Path] = []
     unknown: Counter[str] = Counter()
     empty_folders = []
     for path in map(Path, inputs):
         if path.is_dir():
             names = (Path(folder, name) for folder, names in _walk(path) for name in names if not name.startswith("."))
-            present = [name for name in names if name.is_file()]  # a link may lead nowhere
+            present = [name for name in names if name.is_file()]  # without dead links
             known = [name for name in present if _is_known(name)]
             unknown.update(name.suffix or "none" for name in present if not _is_known(name))
             files += known
@@ -82,7 +82,7 @@ def find_files(inputs: Sequence[str | os.PathLike[str]]) -> Found:
 
 def _walk(folder: Path) -> Iterator[tuple[str, list[str]]]:
     for parent, folders, names in os.walk(folder):
-        folders[:] = sorted(name for name in folders if not name.startswith(".") and name not in NOT_ONES_OWN)
+        folders[:] = sorted(name for name in folders if not name.startswith(".") and name not in SKIPPED_FOLDERS)
         yield parent, sorted(names)
 
 
@@ -100,57 +100,54 @@ def _is_json_lines(path: Path) -> bool:
 
 
 def file_bytes(path: Path) -> int:
-    """Size of an input file, which may have gone since it was found."""
+    """The size of an input file."""
     try:
         return path.stat().st_size
     except OSError as error:
         raise DataError(f"{path}: cannot be read: {error.strerror}") from error
 
 
-def cut_into_pieces(files: Sequence[Path], split_on: SplitOn) -> Iterator[Piece]:
-    """Pieces of about `PIECE_BYTES`, in order; compressed files are unpacked here.
-
-    A file that may be split, and is larger, is never read whole.
-    """
-    whole: list[str] = []
-    whole_bytes = 0
+def split_into_chunks(files: Sequence[Path], split_on: SplitOn) -> Iterator[Chunk]:
+    """Chunks of about `CHUNK_BYTES`, in order and uncompressed. Large files that can be split are read in blocks."""
+    complete: list[str] = []
+    files_bytes = 0
     for path in files:
-        is_cut = _is_json_lines(path) or (split_on != "file" and file_bytes(path) > PIECE_BYTES)
-        if not is_cut:
-            whole.append(str(path))
-            whole_bytes += file_bytes(path)
-        if whole and (is_cut or whole_bytes >= PIECE_BYTES):
-            yield Piece(tuple(whole), b"", 0, whole_bytes, split_on)
-            whole, whole_bytes = [], 0
-        if is_cut:
-            yield from _cut_lines(path, split_on)
-    if whole:
-        yield Piece(tuple(whole), b"", 0, whole_bytes, split_on)
+        is_split = _is_json_lines(path) or (split_on != "file" and file_bytes(path) > CHUNK_BYTES)
+        if not is_split:
+            complete.append(str(path))
+            files_bytes += file_bytes(path)
+        if complete and (is_split or files_bytes >= CHUNK_BYTES):
+            yield Chunk(tuple(complete), b"", 0, files_bytes, split_on)
+            complete, files_bytes = [], 0
+        if is_split:
+            yield from _line_chunks(path, split_on)
+    if complete:
+        yield Chunk(tuple(complete), b"", 0, files_bytes, split_on)
 
 
-def _cut_lines(path: Path, split_on: SplitOn) -> Iterator[Piece]:
-    """Pieces of complete lines; of plain text that is split on blank lines, each but the last ends with one."""
+def _line_chunks(path: Path, split_on: SplitOn) -> Iterator[Chunk]:
+    """Chunks of complete lines; with a split on blank lines, each one but the last ends with a blank line."""
     line, position = 1, 0
     rest: list[bytes] = []  # of a document that continues in the next block
     can_end = _last_blank_line if split_on == "blank-line" and not _is_json_lines(path) else _last_line
     try:
         with open(path, "rb") as raw:
-            for block in _whole_lines(_unpacked_blocks(path, raw)):
+            for block in _complete_lines(_unpacked_blocks(path, raw)):
                 end = can_end(block)
                 rest.append(block[:end])
                 if end:
                     lines, rest = b"".join(rest), []
-                    yield Piece((str(path),), lines, line, raw.tell() - position, split_on)
+                    yield Chunk((str(path),), lines, line, raw.tell() - position, split_on)
                     line += lines.count(b"\n")
                     position = raw.tell()
                 rest.append(block[end:])
             if lines := b"".join(rest):
-                yield Piece((str(path),), lines, line, raw.tell() - position, split_on)
+                yield Chunk((str(path),), lines, line, raw.tell() - position, split_on)
     except (OSError, EOFError, zlib.error, zstandard.ZstdError) as error:
         raise DataError(f"{path}: cannot be read after line {line - 1:,}: {error}") from error
 
 
-def _whole_lines(blocks: Iterable[bytes]) -> Iterator[bytes]:
+def _complete_lines(blocks: Iterable[bytes]) -> Iterator[bytes]:
     """The same bytes in blocks of complete lines; the last one may lack its newline."""
     rest: list[bytes] = []
     for block in blocks:
@@ -167,7 +164,7 @@ def _last_line(lines: bytes) -> int:
 
 
 def _last_blank_line(lines: bytes) -> int:
-    """Where the last blank line of some complete lines ends; 0 without one."""
+    """The end of the last blank line in complete lines; 0 without one."""
     return max((match.end() for match in BLANK_LINE.finditer(lines)), default=0)
 
 
@@ -176,14 +173,14 @@ def _unpacked_blocks(path: Path, raw: BinaryIO) -> Iterator[bytes]:
         yield from _zstd_blocks(raw)
         return
     stream = gzip.GzipFile(fileobj=raw) if path.suffix == ".gz" else raw
-    while block := stream.read(PIECE_BYTES):
+    while block := stream.read(CHUNK_BYTES):
         yield block
 
 
 def _zstd_blocks(raw: BinaryIO) -> Iterator[bytes]:
-    # The library's file-like reader takes an archive that breaks off for one that ends.
+    # The library's file-like reader does not detect a truncated archive.
     frame = None
-    while packed := raw.read(PIECE_BYTES // 8):
+    while packed := raw.read(CHUNK_BYTES // 8):
         while packed:
             frame = frame or zstandard.ZstdDecompressor().decompressobj()
             yield frame.decompress(packed)
@@ -191,18 +188,18 @@ def _zstd_blocks(raw: BinaryIO) -> Iterator[bytes]:
             if frame.eof:
                 frame = None
     if frame is not None:
-        raise EOFError("the compressed data breaks off")
+        raise EOFError("the compressed data is truncated")
 
 
-def read_documents(piece: Piece, *, json_key: str, with_language_tag: bool) -> Documents:
-    """The documents of one piece; with the tag, code starts with a line that names its language."""
-    if _is_json_lines(Path(piece.files[0])):
-        return Documents(list(_read_lines(piece, json_key, with_language_tag)), 0)
+def read_documents(chunk: Chunk, *, json_key: str, with_language_tag: bool) -> Documents:
+    """The documents of a chunk; with the tag, the first line of code is a comment with its language."""
+    if _is_json_lines(Path(chunk.files[0])):
+        return Documents(list(_read_lines(chunk, json_key, with_language_tag)), 0)
     texts: list[str] = []
     num_undecodable = 0
-    for path in piece.files:
+    for path in chunk.files:
         tag = language_tag(Path(path).suffix) if with_language_tag else ""
-        for document in _split(piece.lines or _content(path), piece.split_on):
+        for document in _split(chunk.lines or _content(path), chunk.split_on):
             try:
                 texts.append((tag if document else "") + document.decode())
             except UnicodeDecodeError:
@@ -218,7 +215,7 @@ def _content(path: str) -> bytes:
 
 
 def _split(text: bytes, split_on: SplitOn) -> list[bytes]:
-    """The documents of plain text; blank lines, and the newline at a document's end, belong to none."""
+    """The documents of plain text, without blank lines and without the newline at the end of a document."""
     if split_on == "file":
         return [text]
     if split_on == "line":
@@ -226,11 +223,11 @@ def _split(text: bytes, split_on: SplitOn) -> list[bytes]:
     return [part.rstrip(b"\r\n") for part in BLANK_LINE.split(text + b"\n") if part.strip()]
 
 
-def _read_lines(piece: Piece, json_key: str, with_language_tag: bool) -> Iterator[str]:
-    for number, line in enumerate(piece.lines.split(b"\n"), piece.first_line):
+def _read_lines(chunk: Chunk, json_key: str, with_language_tag: bool) -> Iterator[str]:
+    for number, line in enumerate(chunk.lines.split(b"\n"), chunk.first_line):
         if not line.strip():
             continue
-        where = f"{piece.files[0]}:{number}"
+        where = f"{chunk.files[0]}:{number}"
         try:
             record = json.loads(line)
         except ValueError as error:
@@ -243,6 +240,6 @@ def _read_lines(piece: Piece, json_key: str, with_language_tag: bool) -> Iterato
         text = record[json_key]
         if not isinstance(text, str):
             raise DataError(f"{where}: {json_key!r} is {type(text).__name__}, expected a string")
-        # JSON can spell half a surrogate pair, which is no text and which no tokenizer takes.
+        # JSON can contain half a surrogate pair, which is not text.
         text = text.encode("utf-8", "replace").decode()
         yield (language_tag(str(record.get("language", ""))) if with_language_tag and text else "") + text

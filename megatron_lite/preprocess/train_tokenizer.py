@@ -1,7 +1,7 @@
 """Train a sentencepiece BPE vocabulary that keeps source code exactly.
 
-Indentation carries meaning, so nothing is normalised, runs of spaces may become pieces, newline and tab are pieces of
-their own, and a character that is no piece falls back to its bytes: decoding gives back every text.
+Indentation has a meaning in code. So text is not normalised, several spaces may form a piece, newline and tab are
+pieces, and a character without a piece becomes its bytes. Decoding restores every text.
 Source: Sennrich et al., arXiv 1508.07909 (BPE); Kudo and Richardson, arXiv 1808.06226 (sentencepiece).
 """
 
@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from megatron_lite.errors import DataError
-from megatron_lite.preprocess.sources import cut_into_pieces, file_bytes, find_files, read_documents
+from megatron_lite.preprocess.sources import file_bytes, find_files, read_documents, split_into_chunks
 
 LONGEST_LINE = 4096  # characters; longer ones are data (base64, tables), not language
 
@@ -28,7 +28,7 @@ def train_sentencepiece(
 ) -> Path:
     """Write `output_prefix.model` with `vocab_size` pieces; the same inputs give the same bytes.
 
-    Of inputs larger than `max_bytes` an even share of the lines is read: more text hardly changes the pieces.
+    From inputs larger than `max_bytes` an even sample of the lines is read; more text hardly changes the pieces.
     """
     import sentencepiece
 
@@ -47,7 +47,7 @@ def train_sentencepiece(
             allow_whitespace_only_pieces=True,
             split_digits=True,
             byte_fallback=True,
-            character_coverage=0.9999,  # rarer characters go by their bytes and leave room for longer pieces
+            character_coverage=0.9999,  # rarer characters become bytes, which leaves room for longer pieces
             user_defined_symbols=["\n", "\t"],
             unk_id=0,
             eos_id=1,
@@ -73,7 +73,7 @@ def train_sentencepiece(
 
 
 def _reason(text: str, vocab_size: int) -> str:
-    """Why sentencepiece cannot train; its own advice names options that are not here."""
+    """The reason why sentencepiece cannot train, without its advice on options that do not exist here."""
     if small := re.search(r"smaller than required_chars. \d+ vs (\d+)", text):
         return (
             f"--vocab-size is {vocab_size:,}; the single bytes and characters of this text take {int(small[1]):,} "
@@ -83,14 +83,14 @@ def _reason(text: str, vocab_size: int) -> str:
         return (
             f"--vocab-size is {vocab_size:,}; this text gives at most {int(large[1]):,} tokens: use fewer, or more text"
         )
-    reason = text.rpartition("] ")[2].strip() or "there is no text in it"
+    reason = text.rpartition("] ")[2].strip() or "the input has no text"
     return f"a vocabulary of {vocab_size:,} tokens cannot be trained: {reason}"
 
 
 def _lines(files: Sequence[Path], json_key: str, share: float) -> Iterator[str]:
     credit = 0.0
-    for piece in cut_into_pieces(files, "file"):
-        for text in read_documents(piece, json_key=json_key, with_language_tag=False).texts:
+    for chunk in split_into_chunks(files, "file"):
+        for text in read_documents(chunk, json_key=json_key, with_language_tag=False).texts:
             for line in text.split("\n"):
                 credit += share
                 if credit >= 1.0:

@@ -1,8 +1,8 @@
-"""A map over many processes that keeps the order and notices when one of them dies.
+"""A map over several processes that keeps the order and detects a dead process.
 
-Every process has its own pipe and gets every n-th item. So there is no shared queue whose lock a killed process can
-take with it (`concurrent.futures` waits for ever then, when items are larger than a pipe's buffer), and the end of a
-process is simply the end of its pipe.
+Every process has its own pipe and gets every n-th item. There is no shared queue, whose lock a killed process would
+keep (`concurrent.futures` then waits for ever if items are larger than a pipe's buffer). A process and its pipe end
+together.
 """
 
 import contextlib
@@ -20,7 +20,7 @@ from megatron_lite.errors import DataError
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
-IN_FLIGHT = 4  # items a process: enough that none waits for another, few enough that memory stays small
+IN_FLIGHT = 4  # items per process: enough to keep each busy, few enough to save memory
 
 
 def map_in_order(
@@ -30,7 +30,7 @@ def map_in_order(
 
     An exception of the function is raised here, in its place in the order.
     """
-    # Started afresh: a fork would copy the locks of whatever threads this process has.
+    # A fork would copy the locks of other threads.
     context = get_context("spawn")
     pipes: list[Connection] = []
     processes = []
@@ -40,7 +40,7 @@ def map_in_order(
             ours, theirs = context.Pipe()
             process = context.Process(target=_work, args=(theirs, make_function), daemon=True)
             process.start()
-            theirs.close()  # else this process would hold open what should end with the other
+            theirs.close()  # otherwise the pipe would not end with the other process
             pipes.append(ours)
             processes.append(process)
         for number, item in enumerate(items):
@@ -71,8 +71,8 @@ def _talk(call: Callable, *args: object):
         return call(*args)
     except (OSError, EOFError) as error:
         raise DataError(
-            "a worker process died; if the system stopped it for want of memory, use fewer --workers. "
-            "(A script that starts workers needs an `if __name__ == '__main__':` around what it does.)"
+            "a worker process died; if it ran out of memory, use fewer --workers. "
+            "(A script that starts workers needs `if __name__ == '__main__':`.)"
         ) from error
 
 
@@ -80,7 +80,7 @@ def _work(pipe: Connection, make_function: Callable[[], Callable]) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes; the first one ends the others
     function = make_function()
     items: queue.SimpleQueue = queue.SimpleQueue()
-    # The sender must never wait for this process to finish an item: it may be what this process waits for.
+    # The sender must not wait for this process, which may wait for the sender.
     threading.Thread(target=_drain, args=(pipe, items), daemon=True).start()
     for item in iter(items.get, None):
         try:
@@ -92,7 +92,7 @@ def _work(pipe: Connection, make_function: Callable[[], Callable]) -> None:
 
 
 def _drain(pipe: Connection, items: queue.SimpleQueue) -> None:
-    # The pipe ends when the process that reads and writes does, killed or not.
+    # The pipe ends with the process at its other end.
     with contextlib.suppress(EOFError, OSError):
         while True:
             items.put(pipe.recv())

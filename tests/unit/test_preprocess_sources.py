@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 
 from megatron_lite.errors import DataError
 from megatron_lite.preprocess import sources
-from megatron_lite.preprocess.sources import cut_into_pieces, find_files, read_documents
+from megatron_lite.preprocess.sources import find_files, read_documents, split_into_chunks
 
 
 def texts_of(inputs, json_key="text", tag=False, split_on="file"):
-    pieces = list(cut_into_pieces(find_files(inputs).files, split_on))
+    pieces = list(split_into_chunks(find_files(inputs).files, split_on))
     return [text for piece in pieces for text in read_documents(piece, json_key=json_key, with_language_tag=tag).texts]
 
 
@@ -82,8 +82,8 @@ def test_pieces_of_any_size_hold_every_line_once(tmp_path_factory, texts, piece_
     content = "\n".join(json.dumps({"text": text}) for text in texts) + "\n" * last_newline
     path.write_text(content)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sources, "PIECE_BYTES", piece_bytes)
-        pieces = list(cut_into_pieces([path], "file"))
+        patch.setattr(sources, "CHUNK_BYTES", piece_bytes)
+        pieces = list(split_into_chunks([path], "file"))
         assert texts_of([path]) == texts
     assert sum(piece.input_bytes for piece in pieces) == len(content.encode())  # the progress bar ends at 100 %
     first_lines = [piece.first_line for piece in pieces]
@@ -96,7 +96,7 @@ def test_small_files_share_a_piece_and_keep_their_order(tmp_path):
     for name in names:
         name.write_text(name.stem * 50_000)
     write_lines(tmp_path / "05b.jsonl", [{"text": "between"}])
-    pieces = list(cut_into_pieces(find_files([tmp_path]).files, "file"))
+    pieces = list(split_into_chunks(find_files([tmp_path]).files, "file"))
     assert [text[:2] for text in texts_of([tmp_path])] == [
         *["00", "01", "02", "03", "04", "05", "be"],
         *(n.stem for n in names[6:]),
@@ -108,7 +108,7 @@ def test_small_files_share_a_piece_and_keep_their_order(tmp_path):
 def test_files_that_are_not_text_are_counted(tmp_path):
     (tmp_path / "a.py").write_bytes(b"x = '\xe9'")
     (tmp_path / "b.py").write_text("x = 'é'\r\n")
-    (piece,) = cut_into_pieces(find_files([tmp_path]).files, "file")
+    (piece,) = split_into_chunks(find_files([tmp_path]).files, "file")
     documents = read_documents(piece, json_key="text", with_language_tag=False)
     assert documents.texts == ["x = 'é'\r\n"] and documents.num_undecodable == 1
 
@@ -187,12 +187,12 @@ def test_a_folder_without_text_is_named(tmp_path):
 
 def test_a_file_that_went_away_is_named(tmp_path):
     (tmp_path / "a.py").write_text("x")
-    (piece,) = cut_into_pieces(find_files([tmp_path]).files, "file")
+    (piece,) = split_into_chunks(find_files([tmp_path]).files, "file")
     (tmp_path / "a.py").unlink()
     with pytest.raises(DataError, match=r"a.py: cannot be read: No such file"):
         read_documents(piece, json_key="text", with_language_tag=False)
     with pytest.raises(DataError, match=r"a.py: cannot be read: No such file"):
-        list(cut_into_pieces([tmp_path / "a.py"], "file"))
+        list(split_into_chunks([tmp_path / "a.py"], "file"))
 
 
 def split(text, split_on):
@@ -221,8 +221,8 @@ def test_plain_text_is_split_alike_in_pieces_of_any_size(tmp_path_factory, lines
     content = "\n".join(lines)
     path.write_bytes(content.encode())
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sources, "PIECE_BYTES", piece_bytes)
-        pieces = list(cut_into_pieces([path], split_on))
+        patch.setattr(sources, "CHUNK_BYTES", piece_bytes)
+        pieces = list(split_into_chunks([path], split_on))
         assert texts_of([path], split_on=split_on) == split(content, split_on)
     assert sum(piece.input_bytes for piece in pieces) == len(content.encode())
 
@@ -232,14 +232,14 @@ def test_a_large_text_is_not_read_whole(tmp_path, split_on):
     """A file may be larger than memory."""
     with open(tmp_path / "c.txt", "w") as file:
         file.writelines(f"line {k} {'x' * 60}\n\n" for k in range(60_000))
-    pieces = list(cut_into_pieces([tmp_path / "c.txt"], split_on))
-    assert len(pieces) > 3 and max(len(piece.lines) for piece in pieces) < 2 * sources.PIECE_BYTES
+    pieces = list(split_into_chunks([tmp_path / "c.txt"], split_on))
+    assert len(pieces) > 3 and max(len(piece.lines) for piece in pieces) < 2 * sources.CHUNK_BYTES
     assert len(texts_of([tmp_path / "c.txt"], split_on=split_on)) == 60_000
 
 
 def test_in_a_split_text_single_documents_that_are_not_utf8_are_counted(tmp_path):
     """One bad byte would cost a whole book."""
     (tmp_path / "a.txt").write_bytes(b"one\n\xff\nthree\n")
-    (piece,) = cut_into_pieces([tmp_path / "a.txt"], "line")
+    (piece,) = split_into_chunks([tmp_path / "a.txt"], "line")
     documents = read_documents(piece, json_key="text", with_language_tag=False)
     assert documents.texts == ["one", "three"] and documents.num_undecodable == 1

@@ -50,7 +50,7 @@ def test_an_even_share_of_a_large_input_is_read(tmp_path):
             100,
             r"--vocab-size is 100; the single bytes and .* of this text take 26\d tokens: use a larger",
         ),
-        ("", 300, "a vocabulary of 300 tokens cannot be trained: there is no text in it"),
+        ("", 300, "a vocabulary of 300 tokens cannot be trained: the input has no text"),
     ],
 )
 def test_a_vocabulary_that_does_not_fit_the_text_is_refused(tmp_path, text, vocab_size, message):

@@ -32,7 +32,7 @@ def test_an_error_comes_in_its_place():
 @pytest.mark.parametrize("dies_at", [0, 7, 49])
 def test_a_process_that_dies_is_told_and_the_others_end(dies_at):
     """At once, in the middle, on the last item; with nobody left to answer, waiting would last for ever."""
-    with pytest.raises(DataError, match="a worker process died; if the system stopped it for want of memory"):
+    with pytest.raises(DataError, match="a worker process died; if it ran out of memory, use fewer"):
         list(map_in_order(functools.partial(Doubler, dies_at=dies_at), range(50), 2))
     assert not workers_alive()
 
