@@ -1,6 +1,6 @@
-"""`doctor`: what would make a long run fail or crawl, found in seconds, a line for each check.
+"""`doctor`: checks for problems that would stop or slow down a long run, in seconds, with a line for each check.
 
-Ranks meet over Gloo alone, whatever they would train with, so that a GPU or NCCL that does not work can be told of.
+Ranks communicate over Gloo, so that a broken GPU or NCCL can be reported.
 """
 
 import os
@@ -30,20 +30,20 @@ from megatron_lite.training.initialize import (
     join_process_group,
 )
 
-LONGEST_TIMEOUT = 60.0  # nothing that is checked takes as long
+LONGEST_TIMEOUT = 60.0  # no check takes as long
 
 
 def examine(config: Config) -> None:
-    """Prints what was found on the first rank; raises TrainingError on all of them where training would fail.
+    """Print the findings on the first rank; raise TrainingError on every rank where training would fail.
 
-    Collective: every process of the launch calls it with the same config. Without data.paths only the machines and
-    the network between them are examined, and run.dir where it is given.
+    Collective: every process calls it with the same config. Without data.paths it checks machines and network alone,
+    and run.dir where it is given.
     """
     world_size = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
     validate(config, world_size)
     timeout = min(config.train.comm_timeout, LONGEST_TIMEOUT)
     try:
-        world = meet(world_size, timeout)
+        world = rendezvous(world_size, timeout)
         check_same_config(config, world)
         found = []
         for finding in checks(config, world, timeout):
@@ -52,18 +52,18 @@ def examine(config: Config) -> None:
                 print(finding, flush=True)
         conclude(found, world)
     except BaseException as error:
-        traceback.clear_frames(error.__traceback__)  # their locals hold groups
+        traceback.clear_frames(error.__traceback__)  # local variables refer to groups
         raise
     finally:
         finalize_megatron()
 
 
-def meet(world_size: int, timeout_seconds: float) -> Group:
-    """All ranks, over Gloo; raises TrainingError where they cannot meet."""
+def rendezvous(world_size: int, timeout_seconds: float) -> Group:
+    """The group of all ranks over Gloo; raise TrainingError where they cannot connect."""
     if world_size == 1:
         return Group("world", (0,), 0)
     pg: Any = None
-    if dist.is_initialized():  # by a script, which may have chosen another backend and time
+    if dist.is_initialized():  # by a script, perhaps with another backend and timeout
         pg = dist.new_group(None, timedelta(seconds=timeout_seconds), "gloo")
     else:
         try:
@@ -74,7 +74,7 @@ def meet(world_size: int, timeout_seconds: float) -> Group:
 
 
 def _hint_of_name() -> str:
-    """Gloo tells the others the address of the host's own name, unless it is given an interface."""
+    """Advice where the host's name has a local address, which Gloo publishes unless an interface is given."""
     host = socket.gethostname()
     try:
         address = socket.gethostbyname(host)
@@ -91,7 +91,7 @@ def _hint_of_name() -> str:
 def checks(config: Config, world: Group, timeout_seconds: float) -> Iterator[Finding]:
     """Every finding, in order, the same on every rank. Collective over the world."""
     if world.size > 1:
-        yield from guarded("meeting", lambda: meeting(world))
+        yield from guarded("rendezvous", lambda: connected(world))
     yield from guarded("versions", lambda: machine.versions(world))
     machines = ask(lambda: machine.look_around(config), world)
     devices = list(guarded("devices", lambda: machine.devices(machines)))
@@ -104,18 +104,18 @@ def checks(config: Config, world: Group, timeout_seconds: float) -> Iterator[Fin
     yield from storage_checks(config, world, machines)
 
 
-def meeting(world: Group) -> list[Finding]:
+def connected(world: Group) -> list[Finding]:
     hosts = hosts_of(ask(lambda: None, world))
     place = f" at {os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}" if "MASTER_PORT" in os.environ else ""
     interface = os.environ.get("GLOO_SOCKET_IFNAME")
     through = f", Gloo through {interface}" if interface else ""
-    return [Finding("ok", "meeting", f"{world.size} ranks on {listed(hosts)} have met{place}{through}")]
+    return [Finding("ok", "rendezvous", f"{world.size} ranks on {listed(hosts)} are connected{place}{through}")]
 
 
 def device_checks(
     config: Config, world: Group, timeout_seconds: float, machines: list[Answer[machine.Machine]]
 ) -> Iterator[Finding]:
-    """What needs a device on every rank."""
+    """The checks that need a device on every rank."""
     device = choose_device(config.run.device, local_rank())
     parallel = config.parallel
     grid = Grid(tp=parallel.tensor, cp=parallel.context, dp=parallel.data(world.size), pp=parallel.pipeline)
@@ -123,12 +123,12 @@ def device_checks(
     yield from guarded("deepspeed", lambda: machine.deepspeed(config, device, world))
     yield from guarded("arithmetic", lambda: machine.arithmetic(config, device, world))
     yield from guarded("clocks", lambda: machine.clocks(world))
-    # Those who wait here for a group that hangs must not give up before it does.
+    # A group that hangs must time out before the ranks that wait for it.
     yield from guarded("network", lambda: network(config, grid, device, world, timeout_seconds / 2))
 
 
 def storage_checks(config: Config, world: Group, machines: list[Answer[machine.Machine]]) -> Iterator[Finding]:
-    """What is read and written, and whether the model fits; only what is given."""
+    """The checks of files and memory, as far as the config gives them."""
     if not config.data.paths:
         yield Finding("skip", "tokenizer, data, index files", "data.paths is not given")
         if "dir" in config.run.model_fields_set:
@@ -136,7 +136,7 @@ def storage_checks(config: Config, world: Group, machines: list[Answer[machine.M
         return
     found, config = storage.tokenizer(config, world)
     yield from found
-    if machines:  # without the tokenizer the embeddings are left out: what is too large without them stays so
+    if machines:  # without the tokenizer this counts no embeddings
         yield from guarded("memory", lambda: machine.memory(config, machines))
     yield from guarded("data", lambda: storage.data(config, world))
     yield from guarded("index files", lambda: storage.index_cache(config, world))
@@ -152,24 +152,24 @@ def storage_checks(config: Config, world: Group, machines: list[Answer[machine.M
 
 
 def guarded(what: str, check: Callable[[], Iterable[Finding]]) -> Iterator[Finding]:
-    """What a check finds; an error, which is the same on every rank, is a finding too."""
+    """The findings of a check. An error, equal on every rank, becomes a finding."""
     try:
         yield from check()
     except LostRanks as error:
         yield Finding("FAIL", what, described(error))
-        raise  # there is nobody to go on with
+        raise  # no rank is left to continue with
     except Exception as error:
         yield Finding("FAIL", what, described(error))
 
 
 def conclude(found: list[Finding], world: Group) -> None:
-    """Raises TrainingError where training would fail."""
+    """Raise TrainingError where training would fail."""
     levels = [finding.level for finding in found if finding.level != "skip"]
     failed, warned = levels.count("FAIL"), levels.count("warn")
     if failed:
         raise TrainingError(
             f"{failed} of {counted(len(levels), 'check')} failed, so training would fail; the FAIL lines in the "
-            "output of rank 0 name the causes and what to do"
+            "output of rank 0 name the causes and the remedies"
         )
     if world.is_first:
         print(f"{counted(len(levels), 'check')} passed{f', {warned} with a warning' if warned else ''}", flush=True)

@@ -1,7 +1,7 @@
-"""What `doctor` finds: a line for each check, made from what every rank answered.
+"""The findings of `doctor`: a line for each check, from the answers of all ranks.
 
-What may fail on one rank alone is a question to all of them: its error is an answer too, and everybody goes on to the
-next check. Whatever follows from the answers is the same on every rank.
+A check that may fail on one rank is a question to all of them, and an error is an answer, so all ranks continue with
+the next check. Conclusions from the answers are equal on every rank.
 """
 
 import os
@@ -32,16 +32,16 @@ class Finding:
 
 @dataclass(frozen=True)
 class Answer(Generic[T]):
-    """What a rank has found, or why it found nothing."""
+    """The value that a rank has found, or the reason why it found none."""
 
     rank: int
     host: str
     value: T | None
-    problem: str  # empty where there is none
+    problem: str  # empty without one
 
 
 def ask(question: Callable[[], T], world: Group) -> "list[Answer[T]]":
-    """Every rank's answer, in rank order, on every rank; an error is the answer of one rank, not the end.
+    """Every rank's answer in rank order, on every rank; an error on one rank is its answer.
 
     Communicates: one all-gather of a small object.
     """
@@ -63,7 +63,7 @@ def described(error: Exception) -> str:
 
 
 def problems(what: str, answers: Iterable[Answer], advice: str = "") -> list[Finding]:
-    """A line for each different problem, with the ranks that have it."""
+    """A finding for each different problem, with the ranks that have it."""
     whose: dict[str, list[Answer]] = {}
     for answer in answers:
         if answer.problem:
@@ -81,7 +81,7 @@ def where(answers: Sequence[Answer]) -> str:
 
 
 def readable(size: float) -> str:
-    """Bytes, to read: `0.5 MiB`, `47.3 GiB`."""
+    """A size such as `0.5 MiB` or `47.3 GiB`."""
     return f"{size / 2**30:,.1f} GiB" if size >= 2**29 else f"{size / 2**20:,.1f} MiB"
 
 

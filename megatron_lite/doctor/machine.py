@@ -1,4 +1,4 @@
-"""Whether the machines of a run are alike and fit for it: versions, devices, arithmetic, limits, clocks."""
+"""Checks of the machines of a run: versions, devices, arithmetic, limits, memory and clocks."""
 
 import hashlib
 import platform
@@ -27,19 +27,19 @@ from megatron_lite.plan.sizes import activation_bytes, largest_rank_parameters
 from megatron_lite.text import counted, listed
 from megatron_lite.training.initialize import choose_device
 
-MUST_BE_EQUAL = ("torch", "megatron_lite", "deepspeed", "NCCL")  # ranks of others may not understand each other
-TILE = 256  # 16-bit numbers hold every integer up to 256, so with entries -1, 0 and 1 every partial sum is exact
-REPEATS = {"cpu": 1, "cuda": 16}  # of the tile along both sides of the product: a GPU is busy with all of its parts
+MUST_BE_EQUAL = ("torch", "megatron_lite", "deepspeed", "NCCL")  # different versions may not communicate
+TILE = 256  # 16-bit dtypes have every integer up to 256, so with entries -1, 0 and 1 every partial sum is exact
+REPEATS = {"cpu": 1, "cuda": 16}  # of the tile along both sides of the product, to use all units of a GPU
 CLOCK_ROUNDS, LARGEST_SKEW_SECONDS = 3, 1.0
 # Gloo and NCCL have sockets and files for each group and peer.
 FILES_OF_A_RUN, FILES_OF_A_PEER = 1024, 8
-SHM_OF_A_RANK_BYTES = 128 << 20  # what ranks of one host share with NCCL; Docker gives all of them 64 MiB
+SHM_OF_A_RANK_BYTES = 128 << 20  # for NCCL within a host; Docker gives all ranks together 64 MiB
 LESS_MEMORY = "use more ranks with parallel.tensor, parallel.pipeline, optim.distributed or parallel.ddp: fsdp"
 PACKAGE = Path(__file__).resolve().parents[1]
 
 
 def versions(world: Group) -> list[Finding]:
-    """Of what computes; FAIL where ranks differ in what must be equal."""
+    """The versions of libraries; FAIL where they must be equal and differ."""
     answers = ask(installed, world)
     if found := problems("versions", answers):
         return found
@@ -51,19 +51,19 @@ def versions(world: Group) -> list[Finding]:
             text = listed([f"{version} on {where(those)}" for version, those in whose.items()])
             level = "FAIL" if name in MUST_BE_EQUAL else "warn"
             found.append(Finding(level, "versions", f"{name} is {text}; install the same everywhere"))
-    said = ", ".join(f"{name} {version}" for name, version in (answers[0].value or {}).items())
+    text = ", ".join(f"{name} {version}" for name, version in (answers[0].value or {}).items())
     alike = "; the same on every rank" * (world.size > 1)
-    return found or [Finding("ok", "versions", f"{said}{alike}")]
+    return found or [Finding("ok", "versions", f"{text}{alike}")]
 
 
 def installed() -> dict[str, str]:
-    """Versions by name. Of this package also a number that changes with its sources: checkouts drift apart."""
+    """Versions by name, and a checksum of this package's sources."""
     versions = {"python": platform.python_version(), "torch": str(torch.__version__)}
     sources = hashlib.md5(usedforsecurity=False)
     for file in sorted(PACKAGE.rglob("*.py")):
         sources.update(file.read_bytes())
     for name in ("megatron_lite", "deepspeed"):
-        with suppress(metadata.PackageNotFoundError):  # a checkout that is not installed, or a package nobody needs
+        with suppress(metadata.PackageNotFoundError):  # not installed
             versions[name] = metadata.version(name)
     versions["megatron_lite"] = f"{versions.get('megatron_lite', '')} (sources {sources.hexdigest()[:8]})".strip()
     if torch.cuda.is_available():
@@ -74,9 +74,9 @@ def installed() -> dict[str, str]:
 
 @dataclass(frozen=True)
 class Machine:
-    """What a rank sees of its host."""
+    """The host of a rank."""
 
-    device: str  # this rank's: cpu or cuda
+    device: str  # of this rank: cpu or cuda
     cores: int
     memory_bytes: float
     gpus: tuple[tuple[str, int], ...]  # name, bytes
@@ -86,7 +86,7 @@ class Machine:
 
 
 def look_around(config: Config) -> Machine:
-    """This rank's machine, with the rank's GPU chosen; raises ConfigError where there is none for it."""
+    """This rank's machine; selects the rank's GPU. Raise ConfigError where there is none for it."""
     device = choose_device(config.run.device, local_rank())
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     properties = [torch.cuda.get_device_properties(n) for n in range(count)]
@@ -103,7 +103,7 @@ def look_around(config: Config) -> Machine:
 
 
 def devices(machines: list[Answer[Machine]]) -> list[Finding]:
-    """What each host has; FAIL where a rank has no device, or devices are of two kinds."""
+    """The hardware of each host; FAIL where a rank has no device, or some ranks have GPUs and others not."""
     if found := problems("devices", machines):
         return found
     kinds: dict[str, list[Answer]] = {}
@@ -129,7 +129,7 @@ def devices(machines: list[Answer[Machine]]) -> list[Finding]:
 
 
 def descriptions(machines: list[Answer[Machine]]) -> Iterator[str]:
-    """Each kind of host once, with the names of those that are like that."""
+    """Each kind of host once, with the names of the hosts."""
     alike: dict[str, list[str]] = {}
     for host, machine, ranks in by_host(machines):
         gpus: dict[tuple[str, int], int] = {}
@@ -150,7 +150,7 @@ def descriptions(machines: list[Answer[Machine]]) -> Iterator[str]:
 
 
 def by_host(machines: list[Answer[Machine]]) -> Iterator[tuple[str, Machine, int]]:
-    """Each host, what its first rank sees, and how many ranks it has."""
+    """Each host, its description by its first rank, and its number of ranks."""
     for host in hosts_of(machines):
         those = [answer for answer in machines if answer.host == host]
         assert those[0].value is not None
@@ -158,7 +158,7 @@ def by_host(machines: list[Answer[Machine]]) -> Iterator[tuple[str, Machine, int
 
 
 def limits(machines: list[Answer[Machine]]) -> list[Finding]:
-    """Of open files, shared memory and cores: warnings, for a run may be small enough."""
+    """The limits of open files, shared memory and cores; only warnings, because a run may be small enough."""
     enough = max(FILES_OF_A_RUN, FILES_OF_A_PEER * len(machines))
     found: dict[str, list[str]] = {}
     for host, machine, ranks in by_host(machines):
@@ -186,7 +186,7 @@ def limits(machines: list[Answer[Machine]]) -> list[Finding]:
 
 
 def memory(config: Config, machines: list[Answer[Machine]]) -> list[Finding]:
-    """Whether the training state fits the memory; FAIL where it cannot, whatever the activations take."""
+    """The training state against the memory; FAIL where it does not fit even without activations."""
     dp = config.parallel.data(len(machines))
     of_a_parameter, parameters = state_bytes(config, dp), largest_rank_parameters(config)
     state = {what: size * parameters for what, size in of_a_parameter.items()}
@@ -217,7 +217,7 @@ def _fewer_threads(ranks: int, cores: int) -> str:
 
 
 def deepspeed(config: Config, device: torch.device, world: Group) -> list[Finding]:
-    """Whether the installed one can run this config; nothing where it is not asked to."""
+    """The installed DeepSpeed, if the config uses it."""
     if config.parallel.ddp != "deepspeed":
         return []
     found = problems("deepspeed", ask(lambda: check_engine(config, device), world))
@@ -225,7 +225,7 @@ def deepspeed(config: Config, device: torch.device, world: Group) -> list[Findin
 
 
 def arithmetic(config: Config, device: torch.device, world: Group) -> list[Finding]:
-    """A product of two matrices on every device, in the precision of the run, against what it is exactly."""
+    """A product of two matrices on every device in the precision of the run, against the exact result."""
     precision = config.train.precision
     answers = ask(lambda: multiply(device, PRECISIONS[precision]), world)
     advice = "take that host out of the run and have its memory and device tested"
@@ -237,14 +237,14 @@ def arithmetic(config: Config, device: torch.device, world: Group) -> list[Findi
 
 
 def multiply(device: torch.device, dtype: torch.dtype) -> None:
-    """Raises TrainingError unless a product is right, to the last bit."""
+    """Raise TrainingError unless a product is exact."""
     rows, columns = torch.arange(TILE)[:, None], torch.arange(TILE)[None]
     left, right = (rows * columns + rows) % 5 % 3 - 1, (rows * columns + columns) % 7 % 3 - 1  # -1, 0 and 1
     times = REPEATS[device.type]
     found = product(left.repeat(times, 1).to(device, dtype), right.repeat(1, times).to(device, dtype))
     wrong = (found != (left @ right).repeat(times, times).to(device, dtype)).sum().item()
     if wrong:
-        raise TrainingError(f"{wrong:,} of {found.numel():,} numbers of a matrix product on {device} are wrong")
+        raise TrainingError(f"{wrong:,} of {found.numel():,} values of a matrix product on {device} are wrong")
 
 
 def product(left: Tensor, right: Tensor) -> Tensor:
@@ -252,25 +252,25 @@ def product(left: Tensor, right: Tensor) -> Tensor:
 
 
 def clocks(world: Group) -> list[Finding]:
-    """How far the hosts' clocks are apart; nothing where there is one host."""
-    apart: dict[str, float] = {}
+    """The differences between the clocks of the hosts; nothing for one host."""
+    skews: dict[str, float] = {}
     for _ in range(CLOCK_ROUNDS):
-        barrier(world)  # after it all ranks go on within milliseconds
+        barrier(world)  # all ranks return within milliseconds
         answers = ask(time.time, world)
         for answer in answers:
             ahead = (answer.value or 0.0) - (answers[0].value or 0.0)
-            if answer.host not in apart or abs(ahead) < abs(apart[answer.host]):
-                apart[answer.host] = ahead
-    if len(apart) == 1:
+            if answer.host not in skews or abs(ahead) < abs(skews[answer.host]):
+                skews[answer.host] = ahead
+    if len(skews) == 1:
         return []
-    first = next(iter(apart))
+    first = next(iter(skews))
     off = [
         f"{host} is {abs(ahead):.1f} s {'ahead of' if ahead > 0 else 'behind'} {first}"
-        for host, ahead in apart.items()
+        for host, ahead in skews.items()
         if abs(ahead) > LARGEST_SKEW_SECONDS
     ]
     if off:
         text = f"{listed(off)}; set them by NTP, or times in logs and of files mislead"
         return [Finding("warn", "clocks", text)]
-    most = max(map(abs, apart.values()))
-    return [Finding("ok", "clocks", f"{len(apart)} hosts agree to {max(most, 0.001):.3f} s")]
+    most = max(map(abs, skews.values()))
+    return [Finding("ok", "clocks", f"{len(skews)} hosts agree to {max(most, 0.001):.3f} s")]

@@ -1,8 +1,8 @@
-"""Whether ranks reach each other, add right, and how fast: each group of the layout, and pipeline neighbours.
+"""Connections, sums and speed: of each group of the layout, and of pipeline neighbours.
 
-All groups of a kind are measured at the same time, as training uses them, in process groups of their own, which give
-up before the one does in which answers are gathered: so a group that hangs is told of.
-Bandwidth is bus bandwidth, 2 (n-1) / n times the bytes of an all-reduce in a second, to compare groups of any size.
+All groups of a kind are measured at the same time, as in training. Their process groups are separate and time out
+before the one that gathers the answers, so a group that hangs is reported.
+Bandwidth is bus bandwidth: 2 (n-1) / n times the bytes of an all-reduce per second, comparable for groups of any size.
 """
 
 import os
@@ -27,10 +27,10 @@ from megatron_lite.parallel.grid import Grid
 from megatron_lite.parallel.waiting import LostRanks
 from megatron_lite.text import listed, named_ranks
 
-SMALL, LARGE = 1024, {"cpu": 2 << 20, "cuda": 16 << 20}  # fp32 numbers: 4 KiB; 8 or 64 MiB
+SMALL, LARGE = 1024, {"cpu": 2 << 20, "cuda": 16 << 20}  # fp32 values: 4 KiB; 8 or 64 MiB
 BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
 SMALL_ROUNDS, LARGE_ROUNDS = 20, 3
-SLOW = 1 / 3  # of the median of its kind: a link or a host is not what the others are
+SLOW = 1 / 3  # of the median of its kind; below, a link or a host is slow
 ADVICE = "look at those hosts and what lies between them (firewall, cables, NCCL_SOCKET_IFNAME, GLOO_SOCKET_IFNAME)"
 
 Ranks = tuple[int, ...]
@@ -38,7 +38,7 @@ Ranks = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Speed:
-    """Of one group, as one of its ranks saw it."""
+    """The speed of one group, measured by one of its ranks."""
 
     ranks: Ranks
     latency: float  # seconds
@@ -50,23 +50,23 @@ def network(
 ) -> Iterator[Finding]:
     """A finding for each kind of group that has more than one rank. Collective over the world."""
     kinds = used_groups(config, grid)
-    own: dict[str, Group] = {}  # of the kinds that this rank has a group of
+    local: dict[str, Group] = {}  # this rank's groups by kind
 
-    def make() -> None:
+    def create() -> None:
         for names, groups in kinds.items():
             for ranks in groups:
                 pg = new_group(ranks, device, timeout_seconds)
                 if world.rank in ranks:
-                    own[names] = Group(names, ranks, ranks.index(world.rank), pg)
+                    local[names] = Group(names, ranks, ranks.index(world.rank), pg)
 
-    if found := problems("groups", ask(make, world), ADVICE):
+    if found := problems("groups", ask(create, world), ADVICE):
         yield from found
         return
     for names, groups in kinds.items():
-        group = own.get(names)
+        group = local.get(names)
         answers = ask(lambda group=group: [all_reduce_speed(group, device)] if group is not None else [], world)
         yield from summary(f"all-reduce over {names}", f"groups of {len(groups[0])} ranks", answers)
-    stages = next((group for names, group in own.items() if grid.pp > 1 and "pp" in names.split(", ")), None)
+    stages = next((group for names, group in local.items() if grid.pp > 1 and "pp" in names.split(", ")), None)
     if stages is not None:
         wraps = config.parallel.virtual_pipeline > 1
         answers = ask(lambda: neighbour_speeds(stages, device, wraps=wraps), world)
@@ -74,14 +74,14 @@ def network(
 
 
 def new_group(ranks: Ranks, device: torch.device, timeout_seconds: float) -> Any:
-    """A process group whose late collectives raise an error. Collective over the world, members or not."""
-    if device.type == "cuda":  # NCCL would end the process
+    """A process group whose collectives raise an error after the timeout. Collective over the world."""
+    if device.type == "cuda":  # otherwise NCCL ends the process
         os.environ.setdefault("TORCH_NCCL_BLOCKING_WAIT", "1")
     return dist.new_group(list(ranks), timedelta(seconds=timeout_seconds), BACKENDS[device.type])
 
 
 def used_groups(config: Config, grid: Grid) -> dict[str, list[Ranks]]:
-    """All groups by kind, those of several ranks that this config communicates in; kinds that are the same as one."""
+    """The groups of several ranks that this config uses, by kind; kinds with equal groups are one."""
     kinds = {"tp": grid.groups("tp"), "dp": grid.groups("dp"), "pp": grid.groups("pp")}
     if config.model.tie_embeddings:
         kinds["embd"] = grid.embedding_groups()
@@ -94,21 +94,21 @@ def used_groups(config: Config, grid: Grid) -> dict[str, list[Ranks]]:
 
 
 def all_reduce_speed(group: Group, device: torch.device) -> Speed:
-    """What this rank measures in a group; raises TrainingError where a sum is wrong. Collective over the group."""
+    """This rank's measurement of a group; raise TrainingError where a sum is wrong. Collective over the group."""
     large = LARGE[device.type]
-    with explained(group):
-        # And nothing is slow below because it is the first time.
+    with lost_ranks(group):
+        # This also warms up the measurements below.
         wrong = [num_wrong_sums(group, device, size) for size in (SMALL, large)]
         latency = timed(group, device, SMALL, SMALL_ROUNDS)
         seconds = timed(group, device, large, LARGE_ROUNDS)
-    if any(wrong):  # not before: the others would wait
+    if any(wrong):  # after the collectives, for which other ranks wait
         raise TrainingError(f"{sum(wrong):,} of {SMALL + large:,} sums over {named_ranks(group.ranks)} are wrong")
     return Speed(group.ranks, latency, 2 * (group.size - 1) / group.size * 4 * large / seconds)
 
 
 @contextmanager
-def explained(group: Group) -> Iterator[None]:
-    """What torch says when ranks do not answer becomes a TrainingError that names them, with its first line."""
+def lost_ranks(group: Group) -> Iterator[None]:
+    """Raise torch's errors about ranks that do not answer as a TrainingError with the ranks and the first line."""
     try:
         yield
     except (RuntimeError, LostRanks) as error:
@@ -117,7 +117,7 @@ def explained(group: Group) -> Iterator[None]:
 
 
 def num_wrong_sums(group: Group, device: torch.device, size: int) -> int:
-    """Each rank has the numbers 0 to 7 in another order: their sums are exact."""
+    """The number of wrong sums. Ranks have the values 0 to 7 in different orders, so sums are exact."""
     places = torch.arange(size, device=device)
     expected = torch.zeros(size, device=device)
     for rank in range(group.size):
@@ -127,23 +127,23 @@ def num_wrong_sums(group: Group, device: torch.device, size: int) -> int:
 
 
 def timed(group: Group, device: torch.device, size: int, rounds: int) -> float:
-    """Seconds of one all-reduce of `size` numbers."""
-    zeros = torch.zeros(size, device=device)  # whose sums stay finite
-    all_reduce(zeros[:1], group)  # all begin at the same time
+    """The seconds of one all-reduce of `size` values."""
+    zeros = torch.zeros(size, device=device)  # sums of zeros stay finite
+    all_reduce(zeros[:1], group)  # all ranks begin at the same time
     start = time.perf_counter()
     for done in range(1, rounds + 1):
         _, wait = all_reduce_async(zeros, group)
-        # Gloo would run several at once; NCCL runs them in order, and a wait for each would be most of the time.
+        # Gloo would run several at once. NCCL runs them in order, and each wait would cost more than the collective.
         if device.type == "cpu" or done == rounds:
             wait()
     return (time.perf_counter() - start) / rounds
 
 
 def neighbour_speeds(stages: Group, device: torch.device, *, wraps: bool) -> list[Speed]:
-    """What this rank, where it is the earlier of two neighbours, measures with the later one. Collective over stages.
+    """This rank's measurements with the next stage. Collective over stages.
 
-    All even stages with the next one at the same time, then the odd ones, then the last with the first where it
-    `wraps`. Raises TrainingError where what comes back is not what was sent.
+    Even stages and their next ones are measured at the same time, then odd ones, then the last and the first if the
+    pipeline `wraps`. Raise TrainingError where a message comes back changed.
     """
     last = stages.size - 1
     pairs = [(stage, stage + 1) for stage in (*range(0, last, 2), *range(1, last, 2))]
@@ -152,32 +152,32 @@ def neighbour_speeds(stages: Group, device: torch.device, *, wraps: bool) -> lis
     for pair in pairs:
         if stages.rank in pair:
             two = replace(stages, ranks=(stages.ranks[pair[0]], stages.ranks[pair[1]]), rank=pair.index(stages.rank))
-            with explained(two):
+            with lost_ranks(two):
                 latency, intact = bounced(two, device, SMALL, SMALL_ROUNDS)
                 seconds, all_intact = bounced(two, device, LARGE[device.type], LARGE_ROUNDS)
             if two.is_first:
                 speeds.append(Speed(two.ranks, latency, 4 * LARGE[device.type] / seconds))
             if not (intact and all_intact):
                 changed.append(named_ranks(two.ranks))
-    if changed:  # not before: the next neighbour would wait
-        raise TrainingError(f"what went between {listed(changed)} came changed")
+    if changed:  # after all messages, for which neighbours wait
+        raise TrainingError(f"messages between {listed(changed)} came back changed")
     return speeds
 
 
 def bounced(two: Group, device: torch.device, size: int, rounds: int) -> tuple[float, bool]:
-    """Seconds that `size` numbers take from one rank to the other, and whether they come back as they were."""
+    """The seconds of a message of `size` values, and True where it comes back unchanged."""
     message = torch.arange(size, device=device, dtype=torch.float32)
     got = torch.empty_like(message)
     start = 0.0
     for done in range(rounds + 1):
-        # NCCL runs them in order, and a wait for each would be most of the time; not the first, which connects the two.
+        # With NCCL a wait for each would cost most of the time; only the first one connects the two ranks.
         bounce(message, got, two, must_wait=device.type == "cpu" or done in (0, rounds))
         start = start or time.perf_counter()
     return (time.perf_counter() - start) / rounds / 2, torch.equal(got, message)
 
 
 def bounce(message: Tensor, got: Tensor, two: Group, *, must_wait: bool) -> None:
-    """The first rank sends a message, the second one sends back what it got."""
+    """Send a message from the first rank to the second one and back."""
     peer = two.ranks[1 - two.rank]
     for is_sending in (two.is_first, not two.is_first):
         tensor = message if two.is_first and is_sending else got
@@ -187,10 +187,10 @@ def bounce(message: Tensor, got: Tensor, two: Group, *, must_wait: bool) -> None
 
 
 def summary(what: str, kind: str, answers: list[Answer[list[Speed]]]) -> list[Finding]:
-    """The slowest of all groups of a kind; a warning where one is much slower than the others."""
+    """The slowest group of a kind; a warning where it is much slower than the others."""
     if found := problems(what, answers, ADVICE):
         others = sum(1 for answer in answers if answer.problem) - 1
-        more = f" ({others} more ranks had trouble)" if others else ""
+        more = f" ({others} more ranks have a problem)" if others else ""
         return [Finding("FAIL", what, found[0].text + more)]
     seen: dict[Ranks, list[Speed]] = {}
     for answer in answers:

@@ -1,7 +1,7 @@
-"""Whether every rank finds what a run reads, and can write what it writes: tokenizer, data, index files, run.dir.
+"""Checks of files on every rank: tokenizer, data, index files and run.dir.
 
-Files are written as checkpoints are: under another name, to the disk, renamed. They are gone at the end, and so are
-folders that were made for them.
+Test files are written like checkpoints: under another name, to the disk, then renamed. They are deleted at the end,
+with the folders that were created for them.
 """
 
 import errno
@@ -35,14 +35,14 @@ from megatron_lite.plan.sizes import num_parameters
 from megatron_lite.text import listed
 from megatron_lite.training.start import checkpoints_of, find_start
 
-# How long a network file system may take to show one host what another wrote.
+# A network file system may take this long to show a new file to other hosts.
 SHOWN_SECONDS = 5.0
-END_BYTES = 1 << 16  # at both ends of a file, to tell whether two are the same
+END_BYTES = 1 << 16  # at both ends of a file, to compare files
 SAMPLE = "def f(x):\n    return 'Ünïcode 你好', x + 1\n"
 
 
 def tokenizer(config: Config, world: Group) -> tuple[list[Finding], Config]:
-    """Whether it loads, and is the same on every rank; the config with its vocabulary."""
+    """The findings about the tokenizer, and the config with its vocabulary."""
     spec = config.data.tokenizer
     if not spec:
         return [], config
@@ -68,7 +68,7 @@ def tokenizer(config: Config, world: Group) -> tuple[list[Finding], Config]:
 
 @dataclass(frozen=True)
 class Stamp:
-    """What tells two files apart, without reading all of them."""
+    """A file's size and checksum of its ends, to compare files without reading all of them."""
 
     size: int
     ends: int  # checksum of the first and the last bytes
@@ -76,16 +76,16 @@ class Stamp:
 
 @dataclass(frozen=True)
 class Corpora:
-    """What a rank sees of data.paths."""
+    """The files of data.paths, as a rank sees them."""
 
     files: dict[str, Stamp]
-    num_tokens: int  # 0 on ranks that did not count
+    num_tokens: int  # 0 on all but the first rank of a host
 
 
 def data(config: Config, world: Group) -> list[Finding]:
-    """Whether every rank can read the same corpora; their index is checked by one rank of each host."""
+    """The corpora, which every rank must read alike; one rank of each host checks their index."""
     answers = ask(lambda: read_corpora(config), world)
-    # Of each host the first, for its others miss the same.
+    # One answer per host is enough.
     if found := problems("data", {answer.host: answer for answer in reversed(answers) if answer.problem}.values()):
         return found
     first = answers[0].value
@@ -112,7 +112,7 @@ def data(config: Config, world: Group) -> list[Finding]:
 
 
 def read_corpora(config: Config) -> Corpora:
-    """Raises DataError for what is missing or damaged, ConfigError for corpora of another tokenizer."""
+    """Raise DataError for missing or damaged files, ConfigError for corpora of another tokenizer."""
     files, num_tokens, infos = {}, 0, []
     for prefix in parse_paths(config.data.paths).prefixes:
         if local_rank() == 0:
@@ -134,7 +134,7 @@ def read_corpora(config: Config) -> Corpora:
 
 
 def index_cache(config: Config, world: Group) -> list[Finding]:
-    """Where the first rank of each host writes index files for its others; hosts may share them or not."""
+    """The folder for index files, which the first rank of each host writes; hosts may share it."""
     folder = Path(config.data.cache_dir or Path(parse_paths(config.data.paths).prefixes[0]).parent / "cache")
     name = on_first(_new_name, world)
     with ExitStack() as folders:
@@ -143,43 +143,45 @@ def index_cache(config: Config, world: Group) -> list[Finding]:
             def write() -> None:
                 if local_rank() != 0:
                     return
-                with explained(folder, {}, "Set data.cache_dir to a folder that can be"):
-                    folders.enter_context(made(folder))
-                    files.enter_context(written(folder / f"{name}-{world.rank}"))
+                with folder_errors(folder, {}, "Set data.cache_dir to a folder that can be"):
+                    folders.enter_context(existing(folder))
+                    files.enter_context(temporary_file(folder / f"{name}-{world.rank}"))
 
             wrote = ask(write, world)
-            refused = [answer for answer in wrote if answer.problem]
-            sees = ask(lambda: not refused and shows(folder / f"{name}-0", SHOWN_SECONDS), world)
+            failed = [answer for answer in wrote if answer.problem]
+            sees = ask(lambda: not failed and appears(folder / f"{name}-0", SHOWN_SECONDS), world)
             has_files = ask(lambda: any(folder.glob("*.npy")), world)
         barrier(world)
-    if refused and all(has_files[answer.rank].value for answer in refused):
-        text = f"{folder} cannot be written on {where(refused)}: enough only if the index of this run is there already"
+    if failed and all(has_files[answer.rank].value for answer in failed):
+        text = f"{folder} cannot be written on {where(failed)}: enough only if the index of this run exists"
         return [Finding("warn", "index files", f"{text}; otherwise set data.cache_dir to a folder that can")]
-    if refused:
+    if failed:
         return problems("index files", wrote)
     hosts = hosts_of(wrote)
-    apart = hosts_of(answer for answer in sees if not answer.value and answer.host != wrote[0].host)
+    separate = hosts_of(answer for answer in sees if not answer.value and answer.host != wrote[0].host)
     text = f"{folder}: can be written"
-    if apart:
-        text += f" on every host; {listed(apart)} {'do' if len(apart) > 1 else 'does'} not share it, and will build "
-        text += f"{'their' if len(apart) > 1 else 'its'} own"
+    if separate:
+        text += (
+            f" on every host; {listed(separate)} {'do' if len(separate) > 1 else 'does'} not share it, and will build "
+        )
+        text += f"{'their' if len(separate) > 1 else 'its'} own"
     elif len(hosts) > 1:
         text += ", and all hosts share it"
     return [Finding("ok", "index files", text)]
 
 
 def run_dir(config: Config, world: Group) -> list[Finding]:
-    """Whether every rank can write there and sees what others write, and whether no other run trains there."""
+    """The run directory, which every rank must be able to write and share, and no other run may use."""
     folder = Path(config.run.dir)
     name = on_first(_new_name, world)
     with ExitStack() as folders:
         with ExitStack() as files:
 
             def write() -> None:
-                with explained(folder, ADVICE, "Choose another run.dir"):
+                with folder_errors(folder, ADVICE, "Choose another run.dir"):
                     if world.is_first:
-                        folders.enter_context(made(folder))
-                    files.enter_context(written(folder / f"{name}-{world.rank}"))
+                        folders.enter_context(existing(folder))
+                    files.enter_context(temporary_file(folder / f"{name}-{world.rank}"))
 
             found = _shared(folder, folder / f"{name}-0", write, world)
             found = found or on_first(lambda: [_locks(folder, folder / f"{name}-0", alone=world.size == 1)], world)
@@ -188,10 +190,10 @@ def run_dir(config: Config, world: Group) -> list[Finding]:
 
 
 def _shared(folder: Path, first_file: Path, write: Callable[[], None], world: Group) -> list[Finding]:
-    """What is wrong; in the end every rank has written."""
+    """The problems; afterwards every rank has written its file."""
     if found := problems("run.dir", ask(lambda: write() if world.is_first else None, world)):
         return found
-    sees = ask(lambda: shows(first_file, SHOWN_SECONDS), world)
+    sees = ask(lambda: appears(first_file, SHOWN_SECONDS), world)
     if unseen := [answer for answer in sees if not answer.value]:
         text = f"what {where(sees[:1])} writes to {folder} is not seen by {where(unseen)}"
         return [Finding("FAIL", "run.dir", f"{text}; put run.dir on a disk that all hosts have under the same path")]
@@ -199,7 +201,7 @@ def _shared(folder: Path, first_file: Path, write: Callable[[], None], world: Gr
 
 
 def _locks(folder: Path, file: Path, *, alone: bool) -> Finding:
-    """Whether a lock would keep a second run out, and whether one keeps us out; of a folder that can be written."""
+    """The finding about file locks: another run may use the folder, or the file system may have no locks."""
     if holder := lock_problem(folder / LOCK_FILE):
         text = f"another run is training in {folder} ({holder}); wait until it has ended, end it, or choose another"
         return Finding("FAIL", "run.dir", text)
@@ -211,7 +213,7 @@ def _locks(folder: Path, file: Path, *, alone: bool) -> Finding:
 
 
 def lock_problem(path: Path) -> str:
-    """Why the file cannot be locked: who has locked it, or that nobody can; empty where nothing is in the way."""
+    """The reason why the file cannot be locked, such as the process that has locked it; empty without one."""
     try:
         with open(path, "r+b") as file:
             try:
@@ -226,7 +228,7 @@ def lock_problem(path: Path) -> str:
 
 
 def start(config: Config, world: Group) -> list[Finding]:
-    """Where training would begin; raises CheckpointError where checkpoint.load leads to no checkpoint."""
+    """The start of training; raise CheckpointError where checkpoint.load has no checkpoint."""
     return [Finding("ok", "start", on_first(lambda: _start(config), world))]
 
 
@@ -238,7 +240,7 @@ def _start(config: Config) -> str:
 
 
 def disk(config: Config, world: Group) -> list[Finding]:
-    """Whether the checkpoints fit; the config has a vocabulary size."""
+    """The disk space for checkpoints; the config has a vocabulary size."""
     folder = Path(config.run.dir)
     present = on_first(lambda: len(iterations(checkpoints_of(config.run.dir))), world)
     free = on_first(lambda: free_bytes(folder), world)
@@ -262,20 +264,20 @@ def disk(config: Config, world: Group) -> list[Finding]:
 
 
 def checkpoint_bytes(config: Config) -> float:
-    """Of one checkpoint, about: weights, masters and moments of all parameters, padding included."""
+    """The approximate size of a checkpoint: weights, masters and moments of all parameters, with padding."""
     of_a_parameter = state_bytes(config, dp=1)
     padded = config.model.model_copy(update={"padded_vocab_size": config.model.padded_vocab})
     return num_parameters(padded) * (of_a_parameter["parameters"] + of_a_parameter["optimizer"])
 
 
 def free_bytes(folder: Path) -> int:
-    """What this user can still write there; the folder may not be there yet."""
+    """The free space for this user; the folder may not exist yet."""
     return shutil.disk_usage(next(path for path in (folder, *folder.absolute().parents) if path.exists())).free
 
 
 @contextmanager
-def made(folder: Path) -> Iterator[None]:
-    """Inside, the folder is there; at the end those that were made for it are gone, if nothing is in them."""
+def existing(folder: Path) -> Iterator[None]:
+    """A context in which the folder exists; empty folders that were created for it are deleted at the end."""
     missing = [path for path in (folder, *folder.parents) if not path.exists()]
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -287,8 +289,8 @@ def made(folder: Path) -> Iterator[None]:
 
 
 @contextmanager
-def written(path: Path) -> Iterator[None]:
-    """Inside, a small file is there, written to the disk under another name and renamed."""
+def temporary_file(path: Path) -> Iterator[None]:
+    """A context in which a small file exists, written under another name and renamed."""
     new = path.with_suffix(".new")
     try:
         with open(new, "wb") as file:
@@ -305,8 +307,8 @@ def written(path: Path) -> Iterator[None]:
 
 
 @contextmanager
-def explained(folder: Path, advice: Mapping[int, str], otherwise: str) -> Iterator[None]:
-    """An error of the system becomes one that says of which folder, and what to do about errors of its number."""
+def folder_errors(folder: Path, advice: Mapping[int, str], otherwise: str) -> Iterator[None]:
+    """Raise an OSError as CheckpointError with the folder, the reason and the remedy."""
     try:
         yield
     except OSError as error:
@@ -314,8 +316,8 @@ def explained(folder: Path, advice: Mapping[int, str], otherwise: str) -> Iterat
         raise CheckpointError(f"{text}. {advice.get(error.errno or 0, otherwise)}") from error
 
 
-def shows(path: Path, seconds: float) -> bool:
-    """Whether a file is there, or appears in time."""
+def appears(path: Path, seconds: float) -> bool:
+    """True where a file exists or appears in time."""
     deadline = time.monotonic() + seconds
     while not path.exists():
         if time.monotonic() > deadline:

@@ -41,7 +41,7 @@ def test_the_command_examines_what_a_run_uses_and_leaves_nothing_behind(tmp_path
     assert_lines(
         done.stdout.splitlines(),
         [
-            rf" ok    meeting: 2 ranks on {host} have met at 127.0.0.1:\d+, Gloo through lo",
+            rf" ok    rendezvous: 2 ranks on {host} are connected at 127.0.0.1:\d+, Gloo through lo",
             rf" ok    versions: python 3\S+, torch {re.escape(torch.__version__)}, megatron_lite .*"
             r"\(sources [0-9a-f]{8}\).*; the same on every rank",
             rf" ok    devices: {host}: 2 ranks, \d+ cores?, [0-9.]+ GiB of memory, .*GPU.*",
@@ -70,7 +70,7 @@ def test_without_a_config_the_machines_alone_are_examined(doctor):
     assert_lines(
         lines[:-2],
         [
-            r" ok    meeting: 2 ranks on host-a and host-b have met",
+            r" ok    rendezvous: 2 ranks on host-a and host-b are connected",
             r" ok    versions: .*; the same on every rank",
             r" ok    devices: host-a and host-b, each: 1 rank, .*",
             r" ok    limits: [0-9,]+ open files, 1 thread for each rank, /dev/shm with .* free",
@@ -115,7 +115,7 @@ def test_a_machine_that_is_not_like_the_other_is_named_with_all_that_differs(doc
             rf" FAIL  versions: torch is {torch_here} on {A} and 2.0 on {B}; install the same everywhere",
             r" warn  limits: host-b: a process may open 256 files; start it after ulimit -n 4096",
             r" warn  limits: host-b: 4 threads of 1 rank on 1 core wait for each other; set OMP_NUM_THREADS=1",
-            rf" FAIL  arithmetic: {B}: 1 of 65,536 numbers of a matrix product on cpu are wrong; take that host out of "
+            rf" FAIL  arithmetic: {B}: 1 of 65,536 values of a matrix product on cpu are wrong; take that host out of "
             "the run and have its memory and device tested",
             r" warn  clocks: host-b is 90.\d s behind host-a; set them by NTP, or times in logs and of files mislead",
             rf" FAIL  all-reduce over dp, world: {B}: 1,024 of 5,120 sums over ranks 0 and 1 are wrong; "
@@ -200,7 +200,7 @@ def test_what_raises_is_a_line_too(doctor):
     assert doctor.complaints("parallel.pipeline=2", illness=broken) == [
         f" FAIL  arithmetic: {B}: RuntimeError: illegal instruction in line 2; take that host out of the run and have "
         "its memory and device tested",
-        f" FAIL  pipeline neighbours: {A}: what went between ranks 0 and 1 came changed; {ADVICE}",
+        f" FAIL  pipeline neighbours: {A}: messages between ranks 0 and 1 came back changed; {ADVICE}",
         " skip  tokenizer, data, index files: data.paths is not given",
         failed(2, 8),
     ]

@@ -123,8 +123,7 @@ def test_folders_that_cannot_be_written_and_files_that_are_not_there_are_told(do
         "can be",
         f" FAIL  run.dir: {A}: {x} cannot be written: Not a directory. Choose another run.dir",
         " skip  disk: without the tokenizer the size of the model is not known",
-        f" FAIL  start: rank 0: checkpoint.load_weights: {away}: is not a folder. Give a run's folder, its "
-        "checkpoints/ folder or one iter_... folder in it",
+        f" FAIL  start: rank 0: checkpoint.load_weights: {away}: is not a folder. Give a run.dir or iter_... folder",
         failed(4, 13),
     ]
 
@@ -138,7 +137,7 @@ def refused():
         yield
 
     return patched(
-        (doctor_storage, "written", written),
+        (doctor_storage, "temporary_file", written),
         (doctor_storage, "build_tokenizer", lambda spec: mock.Mock(vocab_size=257, encode=lambda text: [0])),
     )
 
@@ -161,7 +160,7 @@ def test_an_index_that_is_there_already_may_need_no_permission(doctor):
     cache.mkdir()
     (cache / "x.npy").touch()
     assert doctor.complaints(f"data.cache_dir={cache}", illness=refused)[1] == (
-        f" warn  index files: {cache} cannot be written on {B}: enough only if the index of this run is there already; "
+        f" warn  index files: {cache} cannot be written on {B}: enough only if the index of this run exists; "
         "otherwise set data.cache_dir to a folder that can"
     )
 

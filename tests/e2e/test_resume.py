@@ -179,8 +179,7 @@ def test_a_warm_start_from_nothing_is_refused(tmp_path):
     with pytest.raises(CheckpointError) as raised:
         run_to_the_end(tmp_path, "gpt", checkpoint__load_weights=tmp_path / "nowhere")
     assert str(raised.value) == (
-        f"checkpoint.load_weights: {tmp_path}/nowhere: is not a folder. Give a run's folder, its checkpoints/ "
-        "folder or one iter_... folder in it"
+        f"checkpoint.load_weights: {tmp_path}/nowhere: is not a folder. Give a run.dir or iter_... folder"
     )
 
 
@@ -245,8 +244,8 @@ def test_a_foreign_checkpoint_has_to_be_converted(tmp_path):
     with pytest.raises(CheckpointError) as raised:
         run_to_the_end(tmp_path / "run", "gpt", hint=convert_hint, checkpoint__load_weights=tmp_path / "hf")
     assert str(raised.value) == (
-        f"checkpoint.load_weights: {tmp_path}/hf: has no checkpoint. Give a run's folder, its checkpoints/ folder or "
-        f"one iter_... folder in it. It is a checkpoint of huggingface: run `megatron-lite convert {tmp_path}/hf "
+        f"checkpoint.load_weights: {tmp_path}/hf: has no checkpoint. Give a run.dir or iter_... folder. "
+        f"It is a checkpoint of huggingface: run `megatron-lite convert {tmp_path}/hf "
         "NEW_FOLDER`, and load NEW_FOLDER"
     )
 

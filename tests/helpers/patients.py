@@ -82,5 +82,5 @@ class Doctor:
 def failed(failures: int, checks: int) -> str:
     return (
         f"{failures} of {checks} checks failed, so training would fail; the FAIL lines in the output of rank 0 name "
-        "the causes and what to do"
+        "the causes and the remedies"
     )

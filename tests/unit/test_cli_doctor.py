@@ -111,7 +111,7 @@ def test_ranks_that_cannot_meet_are_told_of_a_name_that_leads_nowhere(monkeypatc
     monkeypatch.setattr(socket, "gethostbyname", lambda name: "127.0.1.1")
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
     with pytest.raises(TrainingError) as told:
-        doctor.meet(2, 1.0)
+        doctor.rendezvous(2, 1.0)
     assert str(told.value) == (
         "rank 1 of 2 could not meet the others at a:29500: connection refused. The name of this machine (box) leads to "
         "127.0.1.1, where other machines cannot reach it: set GLOO_SOCKET_IFNAME to the interface that `ip route get "
@@ -119,7 +119,7 @@ def test_ranks_that_cannot_meet_are_told_of_a_name_that_leads_nowhere(monkeypatc
     )
     monkeypatch.setattr(socket, "gethostbyname", lambda name: "10.0.0.7")
     with pytest.raises(TrainingError, match=r"connection refused$"):
-        doctor.meet(2, 1.0)
+        doctor.rendezvous(2, 1.0)
 
 
 def test_hosts_that_are_alike_are_told_once():
@@ -202,7 +202,7 @@ def test_the_slowest_group_is_named_and_a_warning_where_it_is_much_slower():
     ]
     failed = [Answer(0, "a", None, "no answer"), Answer(1, "b", None, "no answer"), Answer(2, "c", None, "closed")]
     assert lines(summary("tp", "groups of 2 ranks", failed)) == [
-        f" FAIL  tp: rank 0 on a and rank 1 on b: no answer; {ADVICE} (2 more ranks had trouble)"
+        f" FAIL  tp: rank 0 on a and rank 1 on b: no answer; {ADVICE} (2 more ranks have a problem)"
     ]
     assert pace(Speed((0, 1), 0.0123, 1e8)) == "latency 12.3 ms, 100.0 MB/s"
 
