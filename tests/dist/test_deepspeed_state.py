@@ -175,7 +175,8 @@ def test_a_run_survives_evaluation_overflow_and_restart_to_the_bit(ranks, tmp_pa
     a counter of the first run in the second one of the process."""
     for numel, held in ranks(2, life, tmp_path, changes):
         assert held["parameters"] == pytest.approx(bytes_of[0] * numel, rel=0.01)
-        assert held["optimizer"] == pytest.approx(bytes_of[1] * numel, rel=0.01)
+        offloaded = " (in host memory)" if "deepspeed__offload_optimizer" in changes else ""
+        assert held[f"optimizer{offloaded}"] == pytest.approx(bytes_of[1] * numel, rel=0.01)
         if changes["deepspeed__zero_stage"] == 3:  # others make them anew in each backward
             bucket = 4 * 2**20 * changes.get("parallel__bucket_mb", 25.0) / 4
             assert held["buckets"] == pytest.approx(bucket, abs=8)

@@ -169,10 +169,7 @@ def test_weights_alone_are_no_run_to_go_on_from(ranks, tmp_path):
     (folder / "layout.json").write_text(dump_layout(Layout.model_validate(content)))
     with pytest.raises(CheckpointError) as raised:
         run_to_the_end(tmp_path, "gpt", train__iterations=4)
-    assert str(raised.value) == (
-        f"{folder}: holds weights alone, so training cannot resume from it; start from it with "
-        "checkpoint.load_weights and another run.dir"
-    )
+    assert re.search(rf"{folder}: has weights alone; start from it with checkpoint\.load_weights", str(raised.value))
 
 
 def test_a_warm_start_from_nothing_is_refused(tmp_path):
@@ -222,7 +219,7 @@ def test_a_layout_that_was_edited_by_hand_is_refused(tmp_path):
         (
             layout.state,
             {"parallel": {"ddp": 5}},
-            f"{folder}: the config in its layout.json is not one of megatron_lite",
+            f"{folder}: config in layout.json: parallel.ddp: ",
         ),
     ):
         edited = layout.model_copy(update={"state": state, "config": {**layout.config, **config}})
@@ -257,7 +254,7 @@ def test_replicas_of_their_own_cannot_become_more_or_fewer(ranks, tmp_path):
     with pytest.raises(RanksFailed) as raised:
         ranks(4, run_to_the_end, tmp_path, "gpt", **diloco)
     assert re.search(
-        r"each of 2 data-parallel ranks had its own \w+, this run has 4\. Start 2 data-parallel ranks, or load the "
+        r"differs on 2 data-parallel ranks, this run has 4; start 2, or load the "
         r"weights alone with checkpoint\.load_weights",
         str(raised.value),
     )
