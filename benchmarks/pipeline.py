@@ -60,9 +60,9 @@ def make_batches(shape: dict[str, int], count: int) -> list[Any]:
 
 def measure_bubbles(shape: dict[str, int], rounds: int, microbatches: int) -> None:
     """Prints measured and predicted bubbles of every schedule."""
+    from megatron_lite.plan.trace import bubbles, gather_timelines
     from megatron_lite.training.step import train_step
     from megatron_lite.training.timeline import Timeline
-    from megatron_lite.training.trace import bubbles, gather_timelines
 
     runs = {name: make_run(shape, name) for name in SCHEDULES}
     found: dict[str, list[Any]] = {name: [] for name in SCHEDULES}
@@ -71,7 +71,7 @@ def measure_bubbles(shape: dict[str, int], rounds: int, microbatches: int) -> No
         for name, run in runs.items():
             batches = make_batches(shape, microbatches)
             dist.barrier()
-            run.timeline = timeline = Timeline(run.ctx.device)
+            run.progress.timeline = timeline = Timeline(run.ctx.device)
             start = time.perf_counter()
             train_step(run, batches)
             seconds[name].append(time.perf_counter() - start)

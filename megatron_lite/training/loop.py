@@ -20,8 +20,9 @@ from megatron_lite.training.signals import StopRequest
 from megatron_lite.training.state import due, global_batch_size, num_microbatches
 from megatron_lite.training.step import train_step
 from megatron_lite.training.stragglers import Stragglers
-from megatron_lite.training.trace import TRACED_ITERATION, traced_step
 from megatron_lite.training.watchdog import Watchdog
+
+TRACED_ITERATION = 3  # of this start; the first two also allocate memory and compile
 
 
 def train(run: Run, train_set: Dataset, eod: int, log: RunLog, evaluation: Evaluation, stop: StopRequest) -> None:
@@ -75,7 +76,7 @@ class Iterations:
         self._run, self._log = run, log
         self._first = run.state.iteration + 1
         self._traced = 0
-        if run.config.log.trace:
+        if run.traced_step is not None:
             self._traced = min(run.state.iteration + TRACED_ITERATION, run.config.train.iterations)
         self._stragglers = Stragglers(run)
 
@@ -88,8 +89,8 @@ class Iterations:
         samples = global_batch_size(config.train, dp, state.consumed_samples)
         portion = batches.get(state.consumed_samples, num_microbatches(config.train, dp, state.consumed_samples))
         is_compared = due(number, config.log.interval) and run.ctx.world.size > 1 and number != self._traced
-        if number == self._traced:
-            report = traced_step(run, portion, log.say)
+        if run.traced_step is not None and number == self._traced:
+            report = run.traced_step(run, portion, log.say)
         else:
             with self._stragglers.measured() if is_compared else nullcontext():
                 report = train_step(run, portion)

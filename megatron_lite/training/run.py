@@ -1,6 +1,6 @@
 """The parts of a training run on one rank."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -8,6 +8,7 @@ from torch import nn
 
 from megatron_lite.checkpoint.saver import Saver
 from megatron_lite.config.schema import Config
+from megatron_lite.data.loader import Batch
 from megatron_lite.data.tokenizer import Tokenizer
 from megatron_lite.ddp.data_parallel import DataParallel
 from megatron_lite.optim.mixed_precision import Optimizer
@@ -16,7 +17,7 @@ from megatron_lite.parallel.random import RngTracker
 from megatron_lite.parallel.shard import ParamTable
 from megatron_lite.pipeline.engine import PipelineEngine
 from megatron_lite.training.progress import Progress
-from megatron_lite.training.state import TrainState
+from megatron_lite.training.state import StepReport, TrainState
 
 
 @dataclass
@@ -37,3 +38,7 @@ class Run:
     tokenizer: Tokenizer | None = None  # of data.tokenizer
     state: TrainState = field(default_factory=TrainState)
     progress: Progress = field(default_factory=Progress)
+    traced_step: "TracedStep | None" = None  # replaces `train_step` in one iteration, with `log.trace`
+
+
+TracedStep = Callable[[Run, list[Batch], Callable[[str], None]], StepReport]

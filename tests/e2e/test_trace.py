@@ -10,8 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from megatron_lite.errors import ConfigError
 from megatron_lite.launch.pool import RanksFailed
 from megatron_lite.model.build import get_model
+from megatron_lite.plan.trace import traced_step
 from megatron_lite.training.initialize import finalize_megatron, initialize_megatron
 from megatron_lite.training.pretrain import pretrain
 from megatron_lite.training.setup import setup_model_and_optimizer
@@ -26,7 +28,7 @@ def printed(folder: Path, **changes) -> str:
     """What this rank prints while it trains."""
     config = tiny_config("gpt", run__dir=str(folder), log__trace="true", **PIPELINE, **changes)
     with contextlib.redirect_stdout(io.StringIO()) as out:
-        pretrain(config, datasets_provider=counting_splits)
+        pretrain(config, datasets_provider=counting_splits, traced_step=traced_step)
     return out.getvalue()
 
 
@@ -62,6 +64,13 @@ def test_a_pipelined_run_tells_its_schedule_and_records_one_iteration(ranks, tmp
 def test_a_run_shorter_than_the_traced_iteration_traces_its_last(ranks, tmp_path):
     text, _ = ranks(2, printed, tmp_path, train__iterations=2, parallel__schedule="zb-h1")
     assert "pipeline of iteration 2, zb-h1" in text
+
+
+def test_the_core_alone_raises_for_a_trace(tmp_path):
+    """A run without its trace would be noticed only when it has ended."""
+    config = tiny_config("gpt", run__dir=str(tmp_path), log__trace="true")
+    with pytest.raises(ConfigError, match=r"log\.trace is true, .*; call megatron_lite\.pretrain"):
+        pretrain(config, datasets_provider=counting_splits)
 
 
 def train_with_a_broken_copy(break_it: bool, **changes) -> None:

@@ -1,16 +1,17 @@
-"""The timeline of one iteration on every rank, with its measured and its simulated bubble.
+"""`log.trace`: the timeline of one iteration on every rank, with its measured and its simulated bubble.
 
 Each timeline begins when its rank leaves a barrier, so clocks of different machines may differ. The file has the format
 of Chrome's trace viewer; https://ui.perfetto.dev opens it.
 """
 
 import json
+import platform
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -22,14 +23,19 @@ from megatron_lite.parallel.context import Group, ParallelContext
 from megatron_lite.pipeline.actions import Action
 from megatron_lite.pipeline.schedules import build_schedule
 from megatron_lite.pipeline.simulate import Span, bubble, idle_share
+from megatron_lite.training.announce import EQUAL_STAGES
 from megatron_lite.training.metrics import write_errors
 from megatron_lite.training.run import Run
 from megatron_lite.training.state import StepReport
 from megatron_lite.training.step import train_step
-from megatron_lite.training.timeline import Timed, Timeline, together
+from megatron_lite.training.timeline import Timed, Timeline
 
-TRACED_ITERATION = 3  # of this start; the first two also allocate memory and compile
-EQUAL_STAGES = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}  # the assumption of the published formulas
+
+class Clock(NamedTuple):
+    """The machine whose clock a timeline was measured with, and the origin on that clock, in seconds."""
+
+    machine: str
+    origin: float
 
 
 def traced_step(run: Run, microbatches: list[Batch], say: Callable[[str], None]) -> StepReport:
@@ -56,7 +62,29 @@ def traced_step(run: Run, microbatches: list[Batch], say: Callable[[str], None])
 
 def gather_timelines(timeline: Timeline, world: Group) -> list[list[Timed]]:
     """The spans of all ranks by one clock on rank 0, an empty list elsewhere."""
-    return together(gather_objects((timeline.clock, timeline.seconds()), world))
+    return together(gather_objects((Clock(_machine(), timeline.origin), timeline.seconds()), world))
+
+
+def together(timelines: list[tuple[Clock, list[Timed]]]) -> list[list[Timed]]:
+    """The spans of all ranks on one timeline, whose origin is the earliest one.
+
+    The processes of a machine share a clock (`perf_counter` is Linux's CLOCK_MONOTONIC). Clocks of different machines
+    cannot be compared, so on each machine the rank that left the barrier first has its origin at 0.
+    """
+    zero: dict[str, float] = {}
+    for clock, _ in timelines:
+        zero[clock.machine] = min(clock.origin, zero.get(clock.machine, clock.origin))
+    late = [clock.origin - zero[clock.machine] for clock, _ in timelines]
+    return [
+        [(what, start + delay, end + delay) for what, start, end in spans]
+        for delay, (_, spans) in zip(late, timelines, strict=True)
+    ]
+
+
+def _machine() -> str:
+    """A name of this machine; the kernel's random boot id, because host names are not always unique."""
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    return boot.read_text() if boot.exists() else platform.node()
 
 
 def chrome_trace(timelines: list[list[Timed]], ctx: ParallelContext) -> dict[str, Any]:
