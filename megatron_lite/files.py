@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from megatron_lite.errors import CheckpointError, MegatronLiteError
+from megatron_lite.errors import MegatronLiteError
 
 ADVICE = {
     errno.ENOSPC: "Free some space, lower checkpoint.keep, or write to another disk (run.dir)",
@@ -20,9 +20,7 @@ ADVICE = {
 
 
 @contextmanager
-def disk_errors(
-    action: str, path: Path, kind: type[MegatronLiteError] = CheckpointError, note: str = ""
-) -> Iterator[None]:
+def disk_errors(action: str, path: Path, kind: type[MegatronLiteError], note: str = "") -> Iterator[None]:
     """Raise an OSError as a `kind` that names the path, the reason and the remedy; `note` ends its message."""
     try:
         yield

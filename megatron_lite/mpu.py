@@ -9,26 +9,21 @@ import torch.distributed as dist
 from megatron_lite.errors import MegatronLiteError
 from megatron_lite.parallel.context import Group, ParallelContext
 
-
-class _Registered:
-    def __init__(self, ctx: ParallelContext):
-        self.ctx = ctx
-        self.single: dist.ProcessGroup | None = None  # created on the first request for a group of one rank
-
-
-_registered: _Registered | None = None  # the only global of the package
+# The only globals of the package.
+_registered: ParallelContext | None = None
+_group_of_one: dist.ProcessGroup | None = None  # created on the first request for a group of one rank
 
 
 def register(context: ParallelContext) -> None:
     """Set the context of the functions below, in place of an earlier one."""
-    global _registered
-    _registered = _Registered(context)
+    global _registered, _group_of_one
+    _registered, _group_of_one = context, None
 
 
 def unregister() -> None:
     """Remove the context."""
-    global _registered
-    _registered = None
+    global _registered, _group_of_one
+    _registered, _group_of_one = None, None
 
 
 def model_parallel_is_initialized() -> bool:
@@ -36,16 +31,13 @@ def model_parallel_is_initialized() -> bool:
 
 
 def _context() -> ParallelContext:
-    return _current().ctx
-
-
-def _current() -> _Registered:
     if _registered is None:
         raise MegatronLiteError("mpu is not initialized; call initialize_megatron(config) first")
     return _registered
 
 
 def _process_group(group: Group) -> dist.ProcessGroup:
+    global _group_of_one
     if group.pg is not None:
         return group.pg
     if group.rank < 0:
@@ -59,12 +51,11 @@ def _process_group(group: Group) -> dist.ProcessGroup:
             "the group first, or start the script with torchrun"
         )
     # torch reads None as the world group, so a group of one rank needs a real process group.
-    current = _current()
-    if current.single is None:
-        single = dist.new_group([dist.get_rank()], use_local_synchronization=True)
-        assert isinstance(single, dist.ProcessGroup)
-        current.single = single
-    return current.single
+    if _group_of_one is None:
+        created = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+        assert isinstance(created, dist.ProcessGroup)
+        _group_of_one = created
+    return _group_of_one
 
 
 def get_model_parallel_group() -> dist.ProcessGroup:

@@ -15,19 +15,13 @@ def engine_failures(config: Config) -> Iterator[str]:
 def _data_parallel_failures(config: Config) -> Iterator[str]:
     parallel, ddp = config.parallel, config.parallel.ddp
     if parallel.schedule == "zb-h1" and ddp != "local":
-        yield (
-            f"parallel.schedule is zb-h1, whose separate weight gradients parallel.ddp: {ddp} cannot sum; use "
-            "parallel.ddp: local"
-        )
+        yield f"parallel.schedule is zb-h1, whose weight gradients ddp {ddp} cannot sum; use parallel.ddp: local"
     if config.optim.distributed and ddp != "local":
-        yield (
-            f"optim.distributed is true with parallel.ddp: {ddp}, but only local has a distributed optimizer; use "
-            "parallel.ddp: local, or leave optim.distributed false"
-        )
+        yield f"optim.distributed is true with parallel.ddp: {ddp}, but needs local; use local, or leave it false"
     if ddp == "fsdp" and parallel.pipeline > 1:
         yield (
             f"parallel.ddp is fsdp with parallel.pipeline {parallel.pipeline}, so every micro-batch would gather all "
-            "weights again; use parallel.pipeline: 1, or parallel.ddp: local with optim.distributed: true"
+            "weights; use parallel.pipeline: 1, or parallel.ddp: local with optim.distributed: true"
         )
 
 
@@ -36,26 +30,14 @@ def _deepspeed_failures(config: Config) -> Iterator[str]:
     stage, given = deepspeed.zero_stage, "parallel.ddp is deepspeed with"
     if parallel.ddp != "deepspeed":
         if deepspeed != DeepSpeedConfig():
-            yield (
-                f"the deepspeed section is given with parallel.ddp: {parallel.ddp}; use parallel.ddp: deepspeed, or "
-                "leave the section out"
-            )
+            yield f"the deepspeed section is given with parallel.ddp: {parallel.ddp}; use deepspeed, or leave it out"
         return
     if parallel.pipeline > 1:
-        yield (
-            f"{given} parallel.pipeline {parallel.pipeline}, and DeepSpeed cannot run our schedules; use "
-            "parallel.pipeline: 1, or parallel.ddp: local"
-        )
+        yield f"{given} parallel.pipeline {parallel.pipeline}, which it cannot run; use 1, or parallel.ddp: local"
     if parallel.schedule not in ("1f1b", "zb-h1"):  # zb-h1 has its own message
-        yield (
-            f"{given} parallel.schedule {parallel.schedule}, but DeepSpeed runs each backward right after its forward; "
-            "use parallel.schedule: 1f1b"
-        )
+        yield f"{given} parallel.schedule {parallel.schedule}, which it cannot run; use 1f1b"
     if parallel.sequence:
-        yield (
-            f"{given} parallel.sequence, whose norm gradients DeepSpeed would average too early; use "
-            "parallel.sequence: false, or parallel.ddp: fsdp"
-        )
+        yield f"{given} parallel.sequence, whose norm gradients it averages too early; use false, or parallel.ddp: fsdp"
     if stage == 0 and precision in ("bf16", "fp16"):
         yield (
             f"deepspeed.zero_stage is 0 with train.precision {precision}, where DeepSpeed's gradient norm is wrong "
@@ -102,20 +84,14 @@ def _sync_failures(config: Config) -> Iterator[str]:
     if ddp != "local":
         yield f"{given} parallel.ddp: {ddp}, which sums gradients in every step; use parallel.ddp: local"
     if config.optim.distributed:
-        yield (f"{given} optim.distributed, but every rank needs the full optimizer; leave optim.distributed false")
+        yield f"{given} optim.distributed, but every rank needs the full optimizer; leave optim.distributed false"
     if sync.is_local:
         yield from _outer_step_failures(config)
         return
     if sync.delay >= iterations:
-        yield (
-            f"sync.delay is {sync.delay}, so train.iterations ({iterations}) end before the first gradient is applied; "
-            "use less"
-        )
+        yield f"sync.delay is {sync.delay}, so no gradient is applied in train.iterations ({iterations}); use less"
     if sync.delay and config.train.precision == "fp16":
-        yield (
-            f"sync.delay is {sync.delay} with train.precision fp16: all steps until an overflow is seen overflow too; "
-            "use bf16"
-        )
+        yield f"sync.delay is {sync.delay} with train.precision fp16, so an overflow repeats until it is seen; use bf16"
 
 
 def _outer_step_failures(config: Config) -> Iterator[str]:
@@ -123,14 +99,9 @@ def _outer_step_failures(config: Config) -> Iterator[str]:
     sync, layers, iterations = config.sync, config.model.num_layers, config.train.iterations
     distance = sync.interval // sync.fragments
     if sync.fragments > layers:
-        yield (
-            f"sync.fragments is {sync.fragments}, and each fragment needs a layer of model.num_layers ({layers}); use "
-            f"at most {layers}"
-        )
+        yield f"sync.fragments is {sync.fragments}, more than model.num_layers; use at most {layers}"
     if sync.interval % sync.fragments:
-        yield (
-            f"sync.interval is {sync.interval}, which sync.fragments ({sync.fragments}) does not divide; use a multiple"
-        )
+        yield f"sync.interval is {sync.interval}, not a multiple of sync.fragments ({sync.fragments}); use a multiple"
     if sync.delay and sync.delay >= distance:
         yield (
             f"sync.delay is {sync.delay}, and the next outer step begins after sync.interval / sync.fragments = "

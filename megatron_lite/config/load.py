@@ -5,23 +5,21 @@ command line override those of the file, and both override `model.preset`. Nothi
 paths are kept as written, so they start at the current directory.
 """
 
+import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args, get_origin
+from typing import Annotated, Any, Literal, NamedTuple, get_args, get_origin
 
 import yaml
 from annotated_types import Ge, Gt, Lt
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
-from megatron_lite.config.presets import PRESETS
 from megatron_lite.config.schema import Config, Section
+from megatron_lite.config.validate import raise_any
 from megatron_lite.config.yaml_file import compose, line_of, value_of
 from megatron_lite.errors import ConfigError
-
-COMMAND_LINE = "command line"
 
 SECTIONS: dict[str, type[Section]] = {
     name: info.annotation  # type: ignore[misc]
@@ -32,27 +30,16 @@ FIELDS: dict[str, FieldInfo] = {
 }
 
 
-@dataclass(frozen=True)
-class _Given:
-    """A value and its place."""
+class _Place(NamedTuple):
+    """The source of a value: a line of the file, or the command line, whose messages are last."""
 
-    value: Any
-    where: str
-    line: int  # for the order of messages; 0 on the command line
+    line: float  # infinite on the command line
+    name: str
 
 
-class _Mistakes:
-    """Messages, raised together in the order of the file, with those of the command line last."""
-
-    def __init__(self) -> None:
-        self._messages: list[tuple[bool, int, str]] = []
-
-    def add(self, where: str, line: int, message: str) -> None:
-        self._messages.append((where == COMMAND_LINE, line, f"{where}: {message}"))
-
-    def raise_any(self) -> None:
-        if self._messages:
-            raise ConfigError("\n".join(message for _, _, message in sorted(self._messages, key=lambda m: m[:2])))
+_COMMAND_LINE = _Place(math.inf, "command line")
+_Given = dict[str, tuple[Any, _Place]]  # by section.field
+_Mistakes = list[tuple[_Place, str]]
 
 
 def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> Config:
@@ -61,13 +48,12 @@ def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> Confi
     Raises one ConfigError that lists every unknown field, wrong type and duplicate. `validate` checks the rules that
     join fields or need the number of processes.
     """
-    mistakes = _Mistakes()
+    mistakes: _Mistakes = []
     given = _read_file(Path(path), mistakes) if path is not None else {}
     for override in overrides:
         _read_override(override, given, mistakes)
-    _check_preset(given, mistakes)
     sections = {name: _build(name, section, given, mistakes) for name, section in SECTIONS.items()}
-    mistakes.raise_any()
+    raise_any(f"{place.name}: {message}" for place, message in sorted(mistakes, key=lambda mistake: mistake[0].line))
     return Config(**sections)  # type: ignore[arg-type]
 
 
@@ -86,20 +72,18 @@ def resolved(config: Config, world_size: int) -> Config:
         "ffn_hidden_size": model.ffn_size,
         "padded_vocab_size": model.padded_vocab,
     }
-    steps = {"decay_iterations": decay}
-    if optim.schedule == "wsd":
-        steps["wsd_decay_iterations"] = optim.wsd_length(decay)
+    wsd = {"wsd_decay_iterations": optim.wsd_length(decay)} if optim.schedule == "wsd" else {}
     batch = {"global_batch_size": train.global_batch(config.parallel.data(world_size))}
     return config.model_copy(
         update={
             "model": model.model_copy(update=sizes),
             "train": train.model_copy(update=batch),
-            "optim": optim.model_copy(update=steps),
+            "optim": optim.model_copy(update={"decay_iterations": decay, **wsd}),
         }
     )
 
 
-def _read_file(path: Path, mistakes: _Mistakes) -> dict[str, _Given]:
+def _read_file(path: Path, mistakes: _Mistakes) -> _Given:
     """Every known `section.field` of a file; unknown and repeated ones become mistakes."""
     try:
         text = path.read_text(encoding="utf-8")
@@ -110,88 +94,77 @@ def _read_file(path: Path, mistakes: _Mistakes) -> dict[str, _Given]:
     root = compose(text, str(path))
     if root is None:
         raise ConfigError(f"{path}: the file is empty; add sections such as model: and train:")
-    given: dict[str, _Given] = {}
-    for section, node, line in _entries(root, str(path), "the file", mistakes):
-        where = f"{path}:{line}"
+    given: _Given = {}
+    for section, node, place in _entries("", root, path, mistakes):
         if section not in SECTIONS:
-            mistakes.add(where, line, _unknown(section))
-        elif not _is_empty(node):
-            for field, value, field_line in _entries(node, str(path), section, mistakes):
-                _record(f"{section}.{field}", value, _Given(None, f"{path}:{field_line}", field_line), given, mistakes)
+            mistakes.append((place, _unknown(section)))
+        elif value_of(node, text=False) is not None:  # None: all lines of the section are comments
+            for name, value, place_of_value in _entries(section, node, path, mistakes):
+                _record(name, value, place_of_value, given, mistakes)
     return given
 
 
-def _entries(node: yaml.Node, path: str, what: str, mistakes: _Mistakes) -> Iterable[tuple[str, yaml.Node, int]]:
-    """Key, value node and line of a mapping's entries, each key once."""
+def _entries(section: str, node: yaml.Node, path: Path, mistakes: _Mistakes) -> Iterable[tuple[str, yaml.Node, _Place]]:
+    """Full name, value node and place of each entry of a section (of the file for ""), each name once."""
     if not isinstance(node, yaml.MappingNode):
-        wanted = "sections such as `model:`" if what == "the file" else f"indented fields such as `{_example(what)}`"
-        mistakes.add(f"{path}:{line_of(node)}", line_of(node), f"{what} must hold {wanted}")
+        fields = f"indented fields such as `{_example(section)}`" if section else "sections such as `model:`"
+        place = _Place(line_of(node), f"{path}:{line_of(node)}")
+        mistakes.append((place, f"{section or 'the file'} must hold {fields}"))
         return
     lines: dict[str, int] = {}
     for key_node, value_node in node.value:
-        key, line = str(key_node.value), line_of(key_node)
-        if key in lines:
-            name = key if what == "the file" else f"{what}.{key}"
-            mistakes.add(f"{path}:{line}", line, f"{name} is given twice, on line {lines[key]} already; keep one")
+        line = line_of(key_node)
+        name = f"{section}.{key_node.value}" if section else str(key_node.value)
+        place = _Place(line, f"{path}:{line}")
+        if name in lines:
+            mistakes.append((place, f"{name} is given twice, on line {lines[name]} already; keep one"))
         else:
-            lines[key] = line
-            yield key, value_node, line
+            lines[name] = line
+            yield name, value_node, place
 
 
-def _record(name: str, node: yaml.Node, place: _Given, given: dict[str, _Given], mistakes: _Mistakes) -> None:
+def _record(name: str, node: yaml.Node, place: _Place, given: _Given, mistakes: _Mistakes) -> None:
     """Adds a field's value to `given`; an unknown field becomes a mistake."""
-    if name not in FIELDS:
-        mistakes.add(place.where, place.line, _unknown(name))
+    if name in FIELDS:
+        given[name] = (value_of(node, text=_wants_text(FIELDS[name].annotation)), place)
     else:
-        value = value_of(node, text=_wants_text(FIELDS[name].annotation))
-        given[name] = _Given(value, place.where, place.line)
+        mistakes.append((place, _unknown(name)))
 
 
-def _read_override(override: str, given: dict[str, _Given], mistakes: _Mistakes) -> None:
+def _read_override(override: str, given: _Given, mistakes: _Mistakes) -> None:
     """Adds `section.field=value` to `given`; the value is YAML, or plain text for a text field."""
     name, equals, value = override.partition("=")
     if not equals:
         is_file = override.endswith((".yaml", ".yml"))
         advice = f"; a file is given as --config {override}" if is_file else ""
-        mistakes.add(COMMAND_LINE, 0, f"{override!r} is not of the form section.field=value{advice}")
+        mistakes.append((_COMMAND_LINE, f"{override!r} is not of the form section.field=value{advice}"))
         return
     if name in FIELDS and _is_text(FIELDS[name].annotation) and value[:1] not in ("'", '"'):
-        given[name] = _Given(None if value in ("", "null", "~") else value, COMMAND_LINE, 0)
+        given[name] = (None if value in ("", "null", "~") else value, _COMMAND_LINE)
         return
     try:
-        node = compose(value, COMMAND_LINE)
+        node = compose(value, _COMMAND_LINE.name)
     except ConfigError as error:
-        mistakes.add(COMMAND_LINE, 0, f"{override}: {str(error).removeprefix('command line:1: ')}")
+        mistakes.append((_COMMAND_LINE, f"{override}: {str(error).removeprefix('command line:1: ')}"))
         return
-    _record(name, node or yaml.ScalarNode("", ""), _Given(None, COMMAND_LINE, 0), given, mistakes)
+    _record(name, node or yaml.ScalarNode("", ""), _COMMAND_LINE, given, mistakes)
 
 
-def _check_preset(given: dict[str, _Given], mistakes: _Mistakes) -> None:
-    """Removes an unknown preset, so that the other fields are checked too."""
-    preset = given.get("model.preset")
-    if preset is not None and isinstance(preset.value, str) and preset.value and preset.value not in PRESETS:
-        near = _question(_nearest(preset.value, PRESETS))
-        mistakes.add(
-            preset.where, preset.line, f"unknown model.preset {preset.value}{near}; use one of {_list(PRESETS)}"
-        )
-        del given["model.preset"]
-
-
-def _build(name: str, section: type[Section], given: dict[str, _Given], mistakes: _Mistakes) -> Section | None:
+def _build(name: str, section: type[Section], given: _Given, mistakes: _Mistakes) -> Section | None:
     """One section from its given fields; None when a field is wrong, which becomes a mistake."""
     values = {}
-    for key, item in given.items():
+    for key, (value, _) in given.items():
         if key.startswith(name + "."):
-            empty_text = item.value is None and _is_text(FIELDS[key].annotation)
-            values[key.removeprefix(name + ".")] = "" if empty_text else item.value
+            empty_text = value is None and _is_text(FIELDS[key].annotation)
+            values[key.removeprefix(name + ".")] = "" if empty_text else value
     try:
         return section(**values)
     except ValidationError as error:
         for field in dict.fromkeys(str(problem["loc"][0]) for problem in error.errors()):
             key = f"{name}.{field}"
-            item = given[key]
-            got = "is empty" if item.value is None else f"is {_show(item.value)}"
-            mistakes.add(item.where, item.line, f"{key} {got}; it must be {_wanted(FIELDS[key], item.value)}")
+            value, place = given[key]
+            got = "empty" if value is None else _show(value)
+            mistakes.append((place, f"{key} is {got}; it must be {_wanted(FIELDS[key], value)}"))
         return None
 
 
@@ -205,18 +178,13 @@ def _wants_text(annotation: Any) -> bool:
     return _is_text(get_args(annotation)[0] if get_origin(annotation) is tuple else annotation)
 
 
-def _is_empty(node: yaml.Node) -> bool:
-    """True for a section whose lines are all commented out."""
-    return isinstance(node, yaml.ScalarNode) and value_of(node, text=False) is None
-
-
 def _wanted(info: FieldInfo, value: Any) -> str:
     """The accepted values of a field, in words."""
     if info.description:
         return info.description
     if get_origin(info.annotation) is Literal:
-        choices = [str(choice) for choice in get_args(info.annotation)]
-        return f"one of {_list(choices)}{_question(_nearest(str(value), choices))}"
+        choices = list(filter(None, get_args(info.annotation)))  # an empty preset is none
+        return f"one of {', '.join(choices)}{_question(_nearest(str(value), choices))}"
     words = {bool: "true or false", str: "text", int: "an integer", float: "a number"}[info.annotation]  # type: ignore
     bounds = [f"above {bound.gt}" for bound in info.metadata if isinstance(bound, Gt)]
     bounds += [f"of at least {bound.ge:.12g}" for bound in info.metadata if isinstance(bound, Ge)]  # type: ignore[str-bytes-safe]
@@ -233,14 +201,14 @@ def _unknown(name: str) -> str:
         return f"{name} is a section; name one of its fields, such as {name}.{_example(name)}"
     if not dot:
         near = _question(every.get(name) or _nearest(name, SECTIONS))
-        return f"unknown section {name}{near}; sections are {_list(SECTIONS)}"
+        return f"unknown section {name}{near}; sections are {', '.join(SECTIONS)}"
     elsewhere = every.get(_nearest(field, every), "")
     if section not in SECTIONS:
         return f"unknown section {section} in {name}{_question(elsewhere or _nearest(section, SECTIONS))}"
     own = SECTIONS[section].model_fields
     here = "" if field in every else _nearest(field, own)
     near = _question(f"{section}.{here}" if here else elsewhere)
-    return f"unknown field {name}{near or f'; {section} has {_list(own)}'}"
+    return f"unknown field {name}{near}" if near else f"unknown field {name}; {section} has {', '.join(own)}"
 
 
 def _question(name: str) -> str:
@@ -254,10 +222,6 @@ def _nearest(word: str, words: Iterable[str]) -> str:
 
 def _example(section: str) -> str:
     return next(iter(SECTIONS[section].model_fields))
-
-
-def _list(words: Iterable[str]) -> str:
-    return ", ".join(words)
 
 
 def _show(value: Any) -> str:

@@ -25,48 +25,22 @@ _CODEGEEX: dict[str, Any] = {
     "mlp_dropout": False,
 }
 
-PRESETS: dict[str, dict[str, Any]] = {
-    "gpt-125m": _GPT | {"num_layers": 12, "hidden_size": 768, "num_heads": 12, "max_position_embeddings": 1024},
-    "gpt-345m": _GPT | {"num_layers": 24, "hidden_size": 1024, "num_heads": 16, "max_position_embeddings": 1024},
-    "gpt-1.3b": _GPT | {"num_layers": 24, "hidden_size": 2048, "num_heads": 16, "max_position_embeddings": 2048},
-    "gpt-175b": _GPT | {"num_layers": 96, "hidden_size": 12288, "num_heads": 96, "max_position_embeddings": 2048},
-    "codegeex-13b": _CODEGEEX
-    | {
-        "num_layers": 39,
-        "hidden_size": 5120,
-        "num_heads": 40,
-        "max_position_embeddings": 2048,
-        "vocab_size": 50400,
-        "padded_vocab_size": 52224,  # 51 * 1024, as released
-    },
+
+def _sizes(layers: int, hidden: int, heads: int, positions: int, **others: Any) -> dict[str, Any]:
+    sizes = {"num_layers": layers, "hidden_size": hidden, "num_heads": heads, "max_position_embeddings": positions}
+    return sizes | others
+
+
+PRESETS: dict[str, dict[str, Any]] = {  # layers, hidden size, heads, positions
+    "gpt-125m": _GPT | _sizes(12, 768, 12, 1024),
+    "gpt-345m": _GPT | _sizes(24, 1024, 16, 1024),
+    "gpt-1.3b": _GPT | _sizes(24, 2048, 16, 2048),
+    "gpt-175b": _GPT | _sizes(96, 12288, 96, 2048),
+    # 52,224 is 51 * 1024, as released.
+    "codegeex-13b": _CODEGEEX | _sizes(39, 5120, 40, 2048, vocab_size=50400, padded_vocab_size=52224),
     # Small enough to learn on a laptop's CPU; its vocabulary is the tokenizer's.
-    "codegeex-mini": _CODEGEEX | {"num_layers": 4, "hidden_size": 256, "num_heads": 4, "max_position_embeddings": 256},
-    "llama-160m": _LLAMA
-    | {
-        "num_layers": 12,
-        "hidden_size": 768,
-        "num_heads": 12,
-        "ffn_hidden_size": 3072,
-        "max_position_embeddings": 2048,
-        "norm_eps": 1e-6,
-    },
-    "llama-7b": _LLAMA
-    | {
-        "num_layers": 32,
-        "hidden_size": 4096,
-        "num_heads": 32,
-        "ffn_hidden_size": 11008,
-        "max_position_embeddings": 4096,
-        "norm_eps": 1e-5,
-    },
-    "llama-70b": _LLAMA
-    | {
-        "num_layers": 80,
-        "hidden_size": 8192,
-        "num_heads": 64,
-        "num_query_groups": 8,
-        "ffn_hidden_size": 28672,
-        "max_position_embeddings": 4096,
-        "norm_eps": 1e-5,
-    },
+    "codegeex-mini": _CODEGEEX | _sizes(4, 256, 4, 256),
+    "llama-160m": _LLAMA | _sizes(12, 768, 12, 2048, ffn_hidden_size=3072, norm_eps=1e-6),
+    "llama-7b": _LLAMA | _sizes(32, 4096, 32, 4096, ffn_hidden_size=11008, norm_eps=1e-5),
+    "llama-70b": _LLAMA | _sizes(80, 8192, 64, 4096, num_query_groups=8, ffn_hidden_size=28672, norm_eps=1e-5),
 }

@@ -6,7 +6,7 @@ follow from others are properties here.
 """
 
 import math
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import (
     BaseModel,
@@ -72,6 +72,10 @@ Recompute = Annotated[
         description="none, selective, full, or full:n for the first n layers of each stage",
     ),
 ]
+if TYPE_CHECKING:
+    Preset = str
+else:  # a type checker cannot read the names from a table
+    Preset = Literal[("", *PRESETS)]
 Probability = Annotated[float, Field(ge=0.0, lt=1.0)]
 Seed = Annotated[int, Field(ge=0, lt=2**32)]  # what NumPy's generators take
 Folder = Annotated[
@@ -108,7 +112,7 @@ class ModelConfig(Section):
     A 0 means "follows from other fields" where the comment names them; the properties give the value.
     """
 
-    preset: str = ""  # a name from presets.py, with values for all fields that are not given
+    preset: Preset = ""  # the values of all fields that are not given
     num_layers: PositiveInt = 12  # without the top-query block
     hidden_size: PositiveInt = 768
     num_heads: PositiveInt = 12
@@ -138,10 +142,8 @@ class ModelConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _fill_from_preset(cls, given: Any) -> Any:
-        if isinstance(given, dict) and given.get("preset"):
-            if given["preset"] not in PRESETS:
-                raise ValueError(f"unknown preset {given['preset']!r}; use one of {', '.join(PRESETS)}")
-            return PRESETS[given["preset"]] | given
+        if isinstance(given, dict) and isinstance(given.get("preset"), str):
+            return PRESETS.get(given["preset"], {}) | given
         return given
 
     @property
@@ -288,9 +290,7 @@ class SyncConfig(Section):
     outer_lr: PositiveFloat = 0.7  # diloco's SGD; for short intervals about 1 - outer_momentum
     outer_momentum: Probability = 0.9
     outer_nesterov: bool = True
-    mix: Annotated[float, Field(ge=0.0, lt=1.0)] = (
-        0.5  # share of its local weights that a rank keeps at a delayed outer step
-    )
+    mix: Probability = 0.5  # share of its local weights that a rank keeps at a delayed outer step
 
     @property
     def is_local(self) -> bool:

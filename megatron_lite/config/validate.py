@@ -1,11 +1,11 @@
 """The rules that join fields of a config. All broken rules are reported in one ConfigError; nothing is repaired."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from megatron_lite.config.engines import engine_failures
 from megatron_lite.config.schema import Config, ModelConfig
-from megatron_lite.config.stages import layer_counts, num_stages
+from megatron_lite.config.stages import layer_counts
 from megatron_lite.errors import ConfigError
 
 
@@ -32,10 +32,10 @@ def failures(config: Config, world_size: int) -> list[str]:
     ]
 
 
-def raise_any(messages: list[str]) -> None:
+def raise_any(messages: Iterable[str]) -> None:
     """Raise one ConfigError with all messages, if there are any."""
-    if messages:
-        raise ConfigError("\n".join(messages))
+    if text := "\n".join(messages):
+        raise ConfigError(text)
 
 
 def with_vocab_size(config: Config, tokenizer_size: int) -> Config:
@@ -43,11 +43,11 @@ def with_vocab_size(config: Config, tokenizer_size: int) -> Config:
     given = config.model.vocab_size
     if given and given < tokenizer_size:
         raise ConfigError(
-            f"model.vocab_size is {given}, less than the {tokenizer_size} tokens of data.tokenizer "
-            f"({config.data.tokenizer}); use at least {tokenizer_size}, or 0 for the tokenizer's size"
+            f"model.vocab_size is {given}, less than data.tokenizer ({config.data.tokenizer}) has; use at least "
+            f"{tokenizer_size}, or 0 for the tokenizer's size"
         )
     model = config.model.model_copy(update={"vocab_size": given or tokenizer_size})
-    raise_any([*_vocabulary_failures(model, config.parallel.tensor)])
+    raise_any(_vocabulary_failures(model, config.parallel.tensor))
     return config.model_copy(update={"model": model})
 
 
@@ -60,8 +60,8 @@ def missing_vocabulary(config: Config) -> list[str]:
 
 def missing_corpora_paths(config: Config) -> list[str]:
     """The message for a config without data."""
-    wanted = "give the prefix of a .bin/.idx pair that `megatron-lite preprocess` writes"
-    return [] if config.data.paths else [f"data.paths is empty; {wanted}"]
+    message = "data.paths is empty; give the prefix of a .bin/.idx pair that `megatron-lite preprocess` writes"
+    return [] if config.data.paths else [message]
 
 
 def divisors(number: int) -> list[int]:
@@ -84,8 +84,7 @@ def _layout_failures(config: Config, world_size: int) -> Iterator[str]:
         yield (
             f"parallel.tensor * parallel.pipeline * parallel.context is {size} "
             f"({parallel.tensor} * {parallel.pipeline} * {parallel.context}), which does not divide the number of "
-            f"processes ({world_size}); start {size}, or a multiple, with --nproc-per-node (a script: megatron-lite "
-            f"run --nproc-per-node {size} SCRIPT, or torchrun)"
+            f"processes ({world_size}); start a multiple of {size} with --nproc-per-node (scripts: megatron-lite run)"
         )
     if parallel.context > 1:
         yield f"parallel.context is {parallel.context}, and this version has no context parallelism; use 1"
@@ -98,40 +97,28 @@ def _pipeline_failures(config: Config) -> Iterator[str]:
     if virtual > 1 and schedule != "interleaved":
         yield f"{given}, which needs parallel.schedule: interleaved; with {schedule} use 1"
     if virtual == 1 and schedule == "interleaved":
-        yield (
-            "parallel.schedule is interleaved, which needs several chunks per rank; set parallel.virtual_pipeline to 2 "
-            "or more, or use 1f1b"
-        )
+        yield "parallel.schedule is interleaved with parallel.virtual_pipeline 1; use 2 or more chunks, or use 1f1b"
     if virtual > 1 and pipeline == 1:
         yield f"{given} with parallel.pipeline 1, which has nothing to interleave; use 1"
-    counts, stages = layer_counts(config.model, parallel), num_stages(parallel)
+    counts, stages = layer_counts(config.model, parallel), pipeline * virtual
     layout = parallel.pipeline_layout if isinstance(parallel.pipeline_layout, str) else counts
-    given = f"parallel.pipeline_layout is {layout}"
-    fits = f"parallel.pipeline * parallel.virtual_pipeline ({pipeline} * {virtual})"
+    given, remedy = f"parallel.pipeline_layout is {layout}", "use fewer stages or another layout"
     if len(counts) != stages:
-        yield f"{given}, {len(counts)} stages; {fits} needs {stages}"
+        needs = f"parallel.pipeline * parallel.virtual_pipeline ({pipeline} * {virtual}) needs {stages}"
+        yield f"{given}, {len(counts)} stages; {needs}"
         return
     if sum(counts) != layers:
         yield f"{given}, together {sum(counts)} layers; model.num_layers is {layers}"
     if min(counts) < 0:
-        yield (
-            f"{given}: embedding and head count as layers, and {layers} layers are too few for the stages of {fits}; "
-            "use fewer stages or another layout"
-        )
+        yield f"{given}, and {layers} layers, embedding and head do not fill {stages} stages; {remedy}"
     elif not all(counts[1:-1]):
-        yield (
-            f"{given}: the stages of {fits} get {counts} of {layers} layers, and every middle stage needs one; "
-            "use fewer stages or another layout"
-        )
+        yield f"{given}: its stages have {counts} layers, and every middle stage needs one; {remedy}"
 
 
 def _model_failures(model: ModelConfig) -> Iterator[str]:
-    heads = model.num_heads
-    if not model.head_dim and model.hidden_size % heads:
-        yield (
-            f"model.hidden_size is {model.hidden_size}, which model.num_heads ({heads}) does not divide; "
-            "change one of them, or give model.head_dim"
-        )
+    heads, hidden = model.num_heads, model.hidden_size
+    if not model.head_dim and hidden % heads:
+        yield f"model.hidden_size is {hidden}, not a multiple of model.num_heads ({heads}); give model.head_dim"
     yield from _division("model.num_query_groups", model.query_groups, "model.num_heads", heads)
     if model.position == "rotary" and model.head_size % 2:
         yield f"the head size (model.head_dim) is {model.head_size}; rotary embeddings need an even head size"
@@ -147,10 +134,7 @@ def _tensor_parallel_failures(config: Config) -> Iterator[str]:
     multiple = f"a multiple of {tensor} for model.ffn_hidden_size"
     yield from _division("parallel.tensor", tensor, "model.ffn_hidden_size", model.ffn_size, multiple)
     if config.parallel.sequence and length % tensor:
-        yield (
-            f"data.seq_length is {length}, which parallel.sequence splits over parallel.tensor ({tensor}) ranks; use a "
-            f"multiple of {tensor}"
-        )
+        yield f"data.seq_length is {length}, but parallel.sequence splits it {tensor} ways; use a multiple of {tensor}"
 
 
 def _vocabulary_failures(model: ModelConfig, tensor: int) -> Iterator[str]:
@@ -178,16 +162,10 @@ def _batch_failures(config: Config, world_size: int) -> Iterator[str]:
     portion, full = train.micro_batch_size * data_parallel, train.global_batch(data_parallel)
     factors = f"train.micro_batch_size * data-parallel size ({train.micro_batch_size} * {data_parallel} = {portion})"
     if full % portion:
-        yield (
-            f"train.global_batch_size is {full}, which is not a multiple of {factors}; "
-            f"use for example {-(-full // portion) * portion}"
-        )
-    pipeline = config.parallel.pipeline
-    group = portion * pipeline
-    needs = (
-        f"parallel.schedule: interleaved runs micro-batches in groups of parallel.pipeline ({pipeline}), so the global "
-        f"batch must be a multiple of {factors} * {pipeline} = {group}"
-    )
+        smallest = -(-full // portion) * portion
+        yield f"train.global_batch_size is {full}, not a multiple of {factors}; use for example {smallest}"
+    group = portion * config.parallel.pipeline
+    needs = f"parallel.schedule: interleaved needs multiples of {factors} * parallel.pipeline = {group}"
     interleaved = config.parallel.schedule == "interleaved"
     if interleaved and full % portion == 0 and full % group:
         yield f"train.global_batch_size is {full}; {needs}; use for example {-(-full // group) * group}"
@@ -195,12 +173,9 @@ def _batch_failures(config: Config, world_size: int) -> Iterator[str]:
         start, increment, _ = train.ramp_up
         given = f"train.ramp_up has start {start} and increment {increment}"
         if interleaved and (start % group or increment % group):
-            yield f"{given}; {needs}, and both of them too"
+            yield f"{given}; {needs}"
         if start > full or (full - start) % increment:
-            yield (
-                f"train.ramp_up starts at {start} and grows by {increment}, which does not reach "
-                f"train.global_batch_size ({full}) exactly"
-            )
+            yield f"{given}, which do not reach train.global_batch_size ({full}) exactly"
         if start % portion or increment % portion:
             yield f"{given}; both must be multiples of {factors}"
 
@@ -208,10 +183,7 @@ def _batch_failures(config: Config, world_size: int) -> Iterator[str]:
 def _data_failures(config: Config) -> Iterator[str]:
     data, positions = config.data, config.model.max_position_embeddings
     if data.seq_length > positions:
-        yield (
-            f"data.seq_length is {data.seq_length}, more than model.max_position_embeddings ({positions}); lower it, "
-            "or raise model.max_position_embeddings"
-        )
+        yield f"data.seq_length is {data.seq_length}; use at most model.max_position_embeddings ({positions})"
     if not sum(data.split):
         yield "data.split has only zeros; use for example 969,30,1"
     if data.eod_mask_loss and not data.tokenizer:
@@ -237,9 +209,8 @@ def _optim_failures(config: Config) -> Iterator[str]:
 
 
 def _checkpoint_failures(config: Config) -> Iterator[str]:
-    load, weights, iteration = (
-        getattr(config.checkpoint, f"load{suffix}") for suffix in ("", "_weights", "_iteration")
-    )
+    load, weights = config.checkpoint.load, config.checkpoint.load_weights
+    iteration = config.checkpoint.load_iteration
     if iteration and not (load or weights):
         yield (
             f"checkpoint.load_iteration is {iteration} without checkpoint.load or checkpoint.load_weights; "
@@ -258,26 +229,19 @@ def _recompute_failures(config: Config) -> Iterator[str]:
     if train.recompute != "full" and train.full_recompute_layers > most > 0:
         yield f"train.recompute is {train.recompute}, but no pipeline stage has more than {most} layers; use full"
     if train.offload_activations and train.recompute == "full":
-        yield (
-            "train.offload_activations has nothing to move with train.recompute: full; use none, selective or full:n, "
-            "or leave train.offload_activations false"
-        )
+        yield "train.offload_activations has nothing to move with train.recompute: full; use only one of them"
     if train.offload_activations and config.run.device == "cpu":
         yield "train.offload_activations moves activations to the host, but run.device is cpu; leave it false"
 
 
 def _fault_failures(config: Config) -> Iterator[str]:
     faults, mode, ddp, hang = config.faults, config.sync.mode, config.parallel.ddp, config.train.hang_timeout
-    spike, replicas = (
-        f"faults.spike_factor is {faults.spike_factor:g}",
-        f"faults.check_replicas is {faults.check_replicas}",
-    )
-    dropping = [f"faults.on_nan: {faults.on_nan}"] if faults.on_nan != "stop" else []
-    dropping += [f"faults.spike_factor: {faults.spike_factor:g}"] if faults.spike_factor else []
-    if dropping and mode != "every_step":
+    spike = f"faults.spike_factor is {faults.spike_factor:g}"
+    replicas = f"faults.check_replicas is {faults.check_replicas}"
+    if mode != "every_step" and (faults.on_nan != "stop" or faults.spike_factor):
         yield (
-            f"{' and '.join(dropping)} with sync.mode {mode}, where a bad gradient is seen too late to drop it; use "
-            "faults.on_nan: stop and faults.spike_factor: 0"
+            f"faults.on_nan is {faults.on_nan} and {spike} with sync.mode {mode}, which sees bad gradients too late to "
+            "drop them; use faults.on_nan: stop and faults.spike_factor: 0"
         )
     if faults.spike_factor and ddp == "deepspeed":
         yield f"{spike}, but DeepSpeed cannot drop gradients; use 0, or another parallel.ddp"
@@ -288,4 +252,4 @@ def _fault_failures(config: Config) -> Iterator[str]:
     if faults.check_replicas and config.sync.is_local:
         yield f"{replicas}, but replicas differ with sync.mode: {mode}; use 0"
     if 0 < hang < 1:
-        yield (f"train.hang_timeout is {hang:g} seconds, less than an iteration; use at least 1, or 0 for no limit")
+        yield f"train.hang_timeout is {hang:g} seconds, less than an iteration; use at least 1, or 0 for no limit"

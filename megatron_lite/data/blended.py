@@ -20,6 +20,7 @@ from megatron_lite.data.gpt_dataset import Epochs, GPTDataset, epochs_needed
 from megatron_lite.data.index_cache import cached_arrays, memory_for
 from megatron_lite.data.indexed import IndexedDataset, check_exists
 from megatron_lite.errors import ConfigError, DataError
+from megatron_lite.text import counted
 
 SPLIT_NAMES = ("train", "valid", "test")
 
@@ -78,9 +79,7 @@ def parse_paths(paths: Sequence[str]) -> Blend:
     in_pairs = len(paths) % 2 == 0 and all(w is not None for w in weights[::2])
     if not in_pairs:
         if stray := [text for text, w in zip(paths, weights, strict=True) if w is not None]:
-            raise ConfigError(
-                f"data.paths is {list(paths)}: {stray[0]!r} is a weight; put one before every prefix or before none"
-            )
+            raise ConfigError(f"data.paths: {stray[0]!r} is a weight; put one before every prefix or before none")
         return Blend([text.strip() for text in paths], None)
     values = np.array(weights[::2], dtype=np.float64)
     if not (np.isfinite(values).all() and (values > 0).all()):
@@ -110,7 +109,8 @@ def split_bounds(split: Sequence[float], num_documents: int) -> list[tuple[int, 
     """First and one-past-last document of train, valid and test; None where the fraction is zero."""
     if len(split) != 3 or not all(math.isfinite(part) and part >= 0 for part in split) or sum(split) <= 0:
         raise ConfigError(f"data.split is {list(split)}; give three numbers of at least 0, not all 0, such as 969,30,1")
-    fractions = (np.array(split, dtype=np.float64) / np.sum(np.array(split, dtype=np.float64))).tolist()
+    shares = np.array(split, dtype=np.float64)
+    fractions = (shares / shares.sum()).tolist()
     edges = [round(edge * num_documents) for edge in accumulate(fractions, initial=0.0)]
     return [
         (first, last) if fraction > 0 else None
@@ -189,8 +189,8 @@ def _cached_blend_index(
     weights = blend.weights
     if weights is None and wanted > sizes.sum():
         raise DataError(
-            f"data.paths has no weights, so the {name} split is one epoch of each corpus, {sizes.sum():,} samples, but "
-            f"{wanted:,} are needed; put a weight before each prefix to read more epochs, or train for fewer iterations"
+            f"data.paths has no weights, so the {name} split is one epoch of each corpus, {sizes.sum():,} samples; "
+            f"{wanted:,} are needed; put a weight before each prefix, or lower train.iterations"
         )
     parts = {"weights": weights.tolist()} if weights is not None else {"sizes": sizes.tolist()}
     with memory_for(f"the blend of {', '.join(blend.prefixes)}: {name} split", num_samples=wanted, num_entries=wanted):
@@ -222,7 +222,10 @@ def check_order_is_kept(
     blend = parse_paths(paths)
     if blend.weights is None and len(blend.prefixes) > 1:
         return  # one epoch of each for every number of samples
-    consumed_of_member = None
+
+    def has_read_from(member: int) -> bool:
+        return blend.weights is None or member in weighted_blend(blend.weights, consumed).dataset
+
     for member, prefix in enumerate(blend.prefixes):
         corpus = IndexedDataset(prefix)
         bounds = split_bounds(split, len(corpus))[0]
@@ -233,22 +236,13 @@ def check_order_is_kept(
             epochs_needed(tokens, _member_samples(blend, member, wanted), seq_length)
             for wanted in (old_num_samples, new_num_samples)
         )
-        if old == new:
-            continue
-        if blend.weights is not None:
-            if consumed_of_member is None:
-                consumed_of_member = np.bincount(
-                    weighted_blend(blend.weights, consumed).dataset, minlength=len(blend.prefixes)
-                )
-            if consumed_of_member[member] == 0:
-                continue
-        raise ConfigError(
-            f"{prefix}: {old_num_samples:,} training samples are {_describe(old)}, {new_num_samples:,} are "
-            f"{_describe(new)}, in another order, which repeats and omits some of the {consumed:,} consumed samples; "
-            "start a new run with another run.dir, or restore the number of iterations"
-        )
+        if old != new and has_read_from(member):
+            raise ConfigError(
+                f"{prefix}: {old_num_samples:,} training samples are {_describe(old)}, {new_num_samples:,} are "
+                f"{_describe(new)}, in another order, which repeats and omits some of the {consumed:,} consumed "
+                "samples; start a new run with another run.dir, or restore train.iterations"
+            )
 
 
 def _describe(epochs: Epochs) -> str:
-    plural = "epoch" if epochs.count == 1 else "epochs"
-    return f"{epochs.count} {plural}{', the last shuffled separately' if epochs.last_separate else ''}"
+    return f"{counted(epochs.count, 'epoch')}{', the last shuffled separately' if epochs.last_separate else ''}"

@@ -76,6 +76,5 @@ def check_tokenizers(infos: Iterable[tuple[str, CorpusInfo | None]], wanted: str
         if info.tokenizer_hash != wanted:
             raise ConfigError(
                 f"{prefix}: was written with the tokenizer {info.tokenizer} (hash {info.tokenizer_hash[:12]}), but "
-                f"{other} (hash {wanted[:12]}); use the tokenizer of the corpus, run preprocess again, or set "
-                "data.tokenizer_check=false if both give the same ids"
+                f"{other} (hash {wanted[:12]}); use it, or data.tokenizer_check=false if both give the same ids"
             )

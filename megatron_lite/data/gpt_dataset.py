@@ -127,9 +127,8 @@ class GPTDataset:
         wanted_tokens = seq_length + 1 if num_samples is None else 1
         if self.tokens_per_epoch < wanted_tokens:
             raise DataError(
-                f"{indexed.prefix}: the {split_name} split has {len(document_ids):,} of {len(indexed):,} documents "
-                f"with {self.tokens_per_epoch:,} tokens and needs at least {wanted_tokens:,}; give it a larger part of "
-                "data.split (0: no split) or use a larger corpus"
+                f"{indexed.prefix}: the {split_name} split has {len(document_ids):,} of {len(indexed):,} documents, "
+                f"{self.tokens_per_epoch:,} tokens, and needs {wanted_tokens:,}; give it a larger part of data.split"
             )
         self.epochs = epochs_needed(self.tokens_per_epoch, num_samples, seq_length)
         index_file = idx_path(indexed.prefix).stat()
@@ -169,17 +168,14 @@ class GPTDataset:
         tokens = np.concatenate(parts, dtype=np.int64)
         # Read as unsigned, a negative id is a huge one: one comparison finds both.
         if self.vocab_size is not None and int(tokens.view(np.uint64).max()) >= self.vocab_size:
-            raise self._foreign_token(documents, parts, self.vocab_size)
+            document, token = next(
+                (document, token)
+                for document, part in zip(documents, parts, strict=True)
+                for token in part.tolist()
+                if not 0 <= token < self.vocab_size
+            )
+            raise DataError(
+                f"{bin_path(self.indexed.prefix)}: document {document} contains token id {token}, but the vocabulary "
+                f"has {self.vocab_size} ids; run preprocess with data.tokenizer, or correct model.vocab_size"
+            )
         return tokens
-
-    def _foreign_token(self, documents: list[int], parts: list[np.ndarray], vocab_size: int) -> DataError:
-        document, token = next(
-            (document, token)
-            for document, part in zip(documents, parts, strict=True)
-            for token in part.tolist()
-            if not 0 <= token < vocab_size
-        )
-        return DataError(
-            f"{bin_path(self.indexed.prefix)}: document {document} contains token id {token}, but the vocabulary has "
-            f"{vocab_size} ids; run preprocess with data.tokenizer, or correct model.vocab_size"
-        )

@@ -38,7 +38,10 @@ def cached_arrays(
         return arrays
     try:
         stem.parent.mkdir(parents=True, exist_ok=True)
-        with _only_one_builder(stem):
+        with open(f"{stem}.lock", "w") as lock:
+            # Some network file systems have no locks; then several processes build the same bytes.
+            with contextlib.suppress(OSError):
+                fcntl.flock(lock, fcntl.LOCK_EX)
             # Another process may have built it during the wait for the lock.
             if (arrays := _load(stem)) is None:
                 _save(stem, text, build())
@@ -62,15 +65,6 @@ def memory_for(owner: str, *, num_samples: int, num_entries: int) -> Iterator[No
         raise DataError(
             f"{owner}: no memory for the index of {num_samples:,} samples ({error}); lower train.iterations"
         ) from error
-
-
-@contextlib.contextmanager
-def _only_one_builder(stem: Path) -> Iterator[None]:
-    with open(f"{stem}.lock", "w") as lock:
-        # Some network file systems have no locks; then several processes build the same bytes.
-        with contextlib.suppress(OSError):
-            fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
 
 
 def _save(stem: Path, description: str, arrays: Mapping[str, np.ndarray]) -> None:

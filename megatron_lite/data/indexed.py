@@ -50,16 +50,14 @@ class IndexedDataset:
     def __init__(self, prefix: str | os.PathLike[str]) -> None:
         self.prefix = os.fspath(prefix)
         index = idx_path(prefix)
-        _require(index, prefix)
-        _require(bin_path(prefix), prefix)
+        check_exists(prefix)
         self.dtype, num_sequences, num_ends = _read_header(index)
         expected_bytes = HEADER.size + 12 * num_sequences + 8 * num_ends
         found_bytes = index.stat().st_size
         if found_bytes != expected_bytes:
-            raise DataError(
-                f"{index}: {'truncated' if found_bytes < expected_bytes else 'too long'}: {num_sequences:,} sequences "
-                f"and {num_ends:,} document ends need {expected_bytes:,} bytes, the file has {found_bytes:,}; "
-                "copy it again or run preprocess again"
+            raise _damaged(
+                f"{index}: has {found_bytes:,} bytes, but {num_sequences:,} sequences and {num_ends:,} document ends "
+                f"need {expected_bytes:,}"
             )
         if num_sequences == 0:
             raise DataError(f"{index}: the corpus is empty; run preprocess on files that contain text")
@@ -74,9 +72,7 @@ class IndexedDataset:
         path = bin_path(prefix)
         found_bytes = path.stat().st_size
         if found_bytes != self.num_bytes:
-            raise DataError(
-                f"{path}: has {found_bytes:,} bytes, but its .idx describes {self.num_bytes:,}; copy both files again"
-            )
+            raise _damaged(f"{path}: has {found_bytes:,} bytes, but its .idx describes {self.num_bytes:,}")
         # The operating system cannot map an empty file.
         self._bytes: np.ndarray = np.memmap(path, mode="r", dtype=np.uint8) if found_bytes else np.empty(0, np.uint8)
 
@@ -105,18 +101,17 @@ class IndexedDataset:
 
 def check_exists(prefix: str | os.PathLike[str]) -> None:
     """Raise DataError if the `.idx` or the `.bin` of a corpus is missing."""
-    for path in (idx_path(prefix), bin_path(prefix)):
-        _require(path, prefix)
+    missing = [path for path in (idx_path(prefix), bin_path(prefix)) if not path.is_file()]
+    if missing:
+        text = os.fspath(prefix)
+        stem = text.removesuffix(".bin").removesuffix(".idx")
+        near = sorted(path.with_suffix("") for path in Path(stem).parent.glob(f"{Path(stem).name}*.idx"))
+        hint = f"; did you mean {near[0]}?" if near and os.fspath(near[0]) != text else ""
+        raise DataError(f"{missing[0]}: no such file; give the prefix of a corpus, its path without .bin or .idx{hint}")
 
 
-def _require(path: Path, prefix: str | os.PathLike[str]) -> None:
-    if path.is_file():
-        return
-    text = os.fspath(prefix)
-    stem = text.removesuffix(".bin").removesuffix(".idx")
-    near = sorted(p.with_suffix("") for p in Path(stem).parent.glob(f"{Path(stem).name}*.idx"))
-    hint = f"; did you mean {near[0]}?" if near and os.fspath(near[0]) != text else ""
-    raise DataError(f"{path}: no such file; give the prefix of a corpus, its path without .bin or .idx{hint}")
+def _damaged(problem: str) -> DataError:
+    return DataError(f"{problem}; copy both files again, or run preprocess again")
 
 
 def _check_pointers(index: Path, lengths: np.ndarray, pointers: np.ndarray, itemsize: int) -> int:
@@ -131,10 +126,9 @@ def _check_pointers(index: Path, lengths: np.ndarray, pointers: np.ndarray, item
         bad = (lengths[part] < 0) | (pointers[part] != expected)
         if bad.any():
             first = int(bad.argmax())
-            raise DataError(
+            raise _damaged(
                 f"{index}: sequence {start + first:,} has length {lengths[start + first]:,} at byte "
-                f"{pointers[start + first]:,}, but the previous one ends at byte {expected[first]:,}; "
-                "the file is damaged: copy it again or run preprocess again"
+                f"{pointers[start + first]:,}, but the previous one ends at byte {expected[first]:,}"
             )
         end = int(ends[-1])
     return end
@@ -154,18 +148,16 @@ def _check_document_ends(index: Path, ends: np.ndarray, num_sequences: int) -> N
             document = start + int(decreases.argmax())
             problem = f"document {document:,} ends at sequence {ends[document + 1]:,}, before its start"
     if problem:
-        raise DataError(f"{index}: {problem}; the file is damaged: copy it again or run preprocess again")
+        raise _damaged(f"{index}: {problem}")
 
 
 def _read_header(path: Path) -> tuple[np.dtype, int, int]:
     with open(path, "rb") as file:
         head = file.read(HEADER.size)
     if head[: len(MAGIC)] != MAGIC:
-        raise DataError(
-            f"{path}: starts with {head[: len(MAGIC)]!r}, expected {MAGIC!r}; write the corpus with preprocess"
-        )
+        raise DataError(f"{path}: starts with {head[: len(MAGIC)]!r}, not {MAGIC!r}; write the corpus with preprocess")
     if len(head) < HEADER.size:
-        raise DataError(f"{path}: truncated inside its {HEADER.size}-byte header; copy it again")
+        raise _damaged(f"{path}: has {len(head)} bytes, less than its header of {HEADER.size}")
     _, version, code, num_sequences, num_ends = HEADER.unpack(head)
     if version != VERSION:
         raise DataError(f"{path}: index format version {version}; this reads version {VERSION}")

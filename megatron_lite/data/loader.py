@@ -13,7 +13,7 @@ import torch
 
 from megatron_lite.data.blended import Dataset
 from megatron_lite.data.samplers import microbatch_indices
-from megatron_lite.errors import ConfigError, DataError
+from megatron_lite.errors import DataError
 
 
 class Batch(NamedTuple):
@@ -24,14 +24,6 @@ class Batch(NamedTuple):
     loss_mask: torch.Tensor
 
 
-def _token_to_mask(eod: int | None, eod_mask_loss: bool) -> int | None:
-    if eod_mask_loss and eod is None:
-        raise ConfigError(
-            "data.eod_mask_loss needs the end-of-document id; set data.tokenizer or data.eod_mask_loss=false"
-        )
-    return eod if eod_mask_loss else None
-
-
 def _to_device(batches: list[Batch], device: torch.device) -> list[Batch]:
     if device.type == "cpu":
         return batches
@@ -40,9 +32,7 @@ def _to_device(batches: list[Batch], device: torch.device) -> list[Batch]:
 
 def _read(dataset: Dataset, rows: Sequence[int], masked_token: int | None, *, pin: bool) -> Batch:
     if rows[-1] >= len(dataset):
-        raise DataError(
-            f"sample {rows[-1]:,} is past the {len(dataset):,} samples of the dataset; build it for the full run"
-        )
+        raise DataError(f"the dataset has {len(dataset):,} samples, not sample {rows[-1]:,}; build it for the full run")
     text = torch.from_numpy(np.stack([dataset[row] for row in rows]))
     tokens, labels = text[:, :-1].contiguous(), text[:, 1:].contiguous()
     loss_mask = torch.ones(tokens.shape, dtype=torch.float32)
@@ -55,9 +45,9 @@ def _read(dataset: Dataset, rows: Sequence[int], masked_token: int | None, *, pi
 class PrefetchingLoader:
     """Micro-batches of data-parallel rank `dp_rank`; a thread reads the next step while the caller computes.
 
-    With `eod_mask_loss` the loss mask is 0 where the input token is `eod`, because the start of the next document is
-    not predictable. The thread expects the next step to have as many micro-batches. It reads and pins; the caller's
-    stream copies to the device. `get` raises an error of the thread for the step that it concerns.
+    The loss mask is 0 where the input token is `masked_token` (None: nowhere). After the end of a document, the start
+    of the next one is not predictable. The thread expects as many micro-batches in the next step. It reads and pins;
+    the caller's stream copies to the device. `get` raises an error of the thread for the step that it concerns.
     """
 
     def __init__(
@@ -67,14 +57,13 @@ class PrefetchingLoader:
         *,
         dp_rank: int,
         dp_size: int,
-        eod: int | None,
-        eod_mask_loss: bool,
+        masked_token: int | None,
         device: torch.device,
     ) -> None:
         self.dataset = dataset
         self.micro_batch_size = micro_batch_size
         self.dp_rank, self.dp_size = dp_rank, dp_size
-        self.masked_token = _token_to_mask(eod, eod_mask_loss)
+        self.masked_token = masked_token
         self.device = device
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="prefetch")
         self._prefetched: tuple[tuple[int, int], Future[list[Batch]]] | None = None

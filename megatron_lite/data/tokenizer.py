@@ -214,10 +214,10 @@ def _codegeex(spec: str, place: str) -> Tokenizer:
         extra = _read_object(added_file)
         if not all(type(token) is int and 0 <= token < 1 << 31 for token in extra.values()):
             raise DataError(f"{added_file}: each added token needs an id from 0 to 2**31 - 1")
-    missing = [name for name in (f"<|extratoken_{8 + spaces}|>" for spaces in range(2, 11)) if name not in extra]
-    if missing:
+    names = {" " * spaces: f"<|extratoken_{8 + spaces}|>" for spaces in range(2, 11)}
+    if missing := [name for name in names.values() if name not in extra]:
         raise DataError(f"{added_file}: has no {missing[0]}, a token of spaces; use the file of GPT-J")
-    spaces_ids = {" " * spaces: extra.pop(f"<|extratoken_{8 + spaces}|>") for spaces in range(2, 11)}
+    spaces_ids = {spaces: extra.pop(name) for spaces, name in names.items()}
     model = _byte_level(place, {**vocab, **extra, **spaces_ids}, merges)
     model.add_tokens([AddedToken(text, normalized=False) for text in spaces_ids])
     return BPETokenizer(spec, model, vocab[END_OF_TEXT])

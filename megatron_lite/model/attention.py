@@ -50,8 +50,7 @@ def _short_attention(query: Tensor, key: Tensor, value: Tensor, dropout: float) 
 
 def math_attention(query: Tensor, key: Tensor, value: Tensor, dropout: float) -> Tensor:
     """softmax(q k^T / sqrt(d)) v, with the softmax in fp32. Shapes as in `sdpa_attention`."""
-    repeats = query.shape[1] // key.shape[1]
-    key, value = (x.repeat_interleave(repeats, dim=1) for x in (key, value))
+    key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], dim=1) for x in (key, value))
     scores = (query @ key.transpose(-2, -1)).to(torch.promote_types(query.dtype, torch.float32))
     length = query.shape[2]
     future = torch.ones(length, length, dtype=torch.bool, device=query.device).triu(1)
@@ -85,15 +84,14 @@ class SelfAttention(nn.Module):
         h = config.hidden_size
         query_size = config.num_heads * self.head_dim
         group_size = config.query_groups * self.head_dim
-        self.local_sizes = tuple(size // options.tp.size for size in (query_size, group_size, group_size))
+        parts = (query_size, group_size, group_size)
+        self.local_sizes = tuple(size // options.tp.size for size in parts)
         common = {"bias": config.bias, **options.layer_kwargs}
         std = config.init_std
         if separate_query:
             self.linear_q = ColumnParallelLinear(h, query_size, init_std=std, **common)
-            parts = (group_size, group_size)
-            self.linear_kv = ColumnParallelLinear(h, sum(parts), init_std=std, parts=parts, **common)
+            self.linear_kv = ColumnParallelLinear(h, 2 * group_size, init_std=std, parts=parts[1:], **common)
         else:
-            parts = (query_size, group_size, group_size)
             self.linear_qkv = ColumnParallelLinear(h, sum(parts), init_std=std, parts=parts, **common)
         out_std = std / sqrt(2 * config.num_layers)
         self.linear_proj = RowParallelLinear(query_size, h, init_std=out_std, skip_bias_add=options.fused, **common)

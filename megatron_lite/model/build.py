@@ -34,8 +34,7 @@ def get_model(config: Config, ctx: ParallelContext, rng: RngTracker, *, dtype: t
         raise ConfigError("model.vocab_size is not set; give it, or data.tokenizer to take it from")
     if config.train.offload_activations and ctx.device.type == "cpu":
         raise ConfigError(
-            "train.offload_activations needs a GPU, but run.device auto found none on this machine; "
-            "set train.offload_activations=false"
+            "train.offload_activations needs a GPU, and run.device auto found none; set train.offload_activations=false"
         )
     options = LayerOptions(
         tp=ctx.tp,
@@ -89,8 +88,7 @@ def param_table(chunks: Sequence[nn.Module]) -> ParamTable:
         if not hasattr(parameter, "meta"):
             raise TrainingError(
                 f"parameter {name}, shape {list(parameter.shape)}, has no description; create it as "
-                "parallel.shard.declare(parameter, ParamMeta(shape=..., shard=..., init=...)), like the layers of "
-                "megatron_lite.parallel"
+                "parallel.shard.declare(parameter, ParamMeta(shape=..., shard=..., init=...))"
             )
         table[name] = replace(parameter.meta, name=name)  # type: ignore[attr-defined]
     return table

@@ -25,8 +25,7 @@ class PositionTable(nn.Module):
         """The vectors of this rank's slice of positions 0..s-1, `[s', 1, h]`."""
         if length > self.weight.shape[0]:
             raise ConfigError(
-                f"a sequence has {length} tokens, but model.max_position_embeddings is {self.weight.shape[0]}; "
-                "shorten the sequence"
+                f"a sequence has {length} tokens, model.max_position_embeddings is {len(self.weight)}; shorten it"
             )
         return self.options.sequence_slice(self.weight[:length]).unsqueeze(1)
 

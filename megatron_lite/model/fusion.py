@@ -5,7 +5,7 @@ except that in bf16 and fp16 a compiled chain rounds once and every eager operat
 """
 
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 
 import torch
 import torch.nn.functional as F
@@ -23,14 +23,9 @@ def swiglu(x: Tensor) -> Tensor:
     return F.silu(gate) * up
 
 
-def gelu_tanh(x: Tensor) -> Tensor:
-    """The tanh form of gelu, GPT-2's."""
-    return F.gelu(x, approximate="tanh")
-
-
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": F.gelu,
-    "gelu_tanh": gelu_tanh,
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),  # GPT-2's
     "quick_gelu": quick_gelu,
     "swiglu": swiglu,
 }

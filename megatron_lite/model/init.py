@@ -19,18 +19,14 @@ from megatron_lite.parallel.shard import ParamMeta
 BLOCK = 2**20
 
 
-def _block_seed(seed: int, name: str, block: int) -> int:
-    # 4 bytes, because torch's CPU generator reads only 32 bits of a seed.
-    digest = hashlib.blake2b(f"{seed}/{name}/{block}".encode(), digest_size=4).digest()
-    return int.from_bytes(digest, "little")
-
-
 def _normal_values(seed: int, name: str, numel: int) -> Callable[[int, int], Tensor]:
     """A function (start, stop) -> that slice of the tensor's `numel` standard normal values, in fp32."""
 
     @lru_cache(maxsize=1)  # neighbouring slices share a block
     def draw(block: int) -> Tensor:
-        generator = torch.Generator("cpu").manual_seed(_block_seed(seed, name, block))
+        # 4 bytes, because torch's CPU generator reads only 32 bits of a seed.
+        digest = hashlib.blake2b(f"{seed}/{name}/{block}".encode(), digest_size=4).digest()
+        generator = torch.Generator("cpu").manual_seed(int.from_bytes(digest, "little"))
         return torch.randn(min(BLOCK, numel - block * BLOCK), generator=generator, dtype=torch.float32)
 
     def values(start: int, stop: int) -> Tensor:
@@ -40,11 +36,18 @@ def _normal_values(seed: int, name: str, numel: int) -> Callable[[int, int], Ten
     return values
 
 
-def _fill_normal(out: Tensor, meta: ParamMeta, seed: int, name: str, tp: Group) -> None:
-    """Write this rank's rows and columns of N(0, std), some rows at a time.
+@torch.no_grad()
+def fill(parameter: Tensor, meta: ParamMeta, *, seed: int, name: str, tp: Group) -> None:
+    """Set the initial values of this rank's shard of a parameter, some rows at a time.
 
-    out   [rows/tp, columns] or [rows, columns/tp], as `meta.shard` shards the full [rows, columns]
+    parameter   [rows/tp, columns] or [rows, columns/tp], as `meta.shard` shards the full [rows, columns]
+    name        the global name; for a tied copy that of its original
+
+    Values are drawn in fp32, so that every precision starts from the same model.
     """
+    if meta.init != "normal":
+        parameter.fill_(1.0 if meta.init == "ones" else 0.0)
+        return
     num_rows, num_columns = meta.shape[0], prod(meta.shape[1:])
     values = _normal_values(seed, name, num_rows * num_columns)
     rows, columns = [(0, num_rows)], [(0, num_columns)]
@@ -53,26 +56,11 @@ def _fill_normal(out: Tensor, meta: ParamMeta, seed: int, name: str, tp: Group) 
     elif meta.shard.dim == 1:
         columns = meta.shard.ranges(num_columns, tp.rank, tp.size)
     step = max(1, BLOCK // num_columns)
-    position = 0  # in out
+    position = 0  # in parameter
     for first, last in rows:
         for row in range(first, last, step):
             stop = min(row + step, last)
             full = values(row * num_columns, stop * num_columns).view(stop - row, num_columns)
             local = torch.cat([full[:, a:b] for a, b in columns], dim=1)
-            out[position : position + stop - row] = (local * meta.std).view(stop - row, *out.shape[1:])
+            parameter[position : position + stop - row] = (local * meta.std).view(stop - row, *parameter.shape[1:])
             position += stop - row
-
-
-@torch.no_grad()
-def fill(parameter: Tensor, meta: ParamMeta, *, seed: int, name: str, tp: Group) -> None:
-    """Set the initial values of this rank's shard of a parameter.
-
-    They are drawn in fp32, so that every precision starts from the same model. `name` is the global name, for a tied
-    copy that of its original.
-    """
-    if meta.init == "zeros":
-        parameter.zero_()
-    elif meta.init == "ones":
-        parameter.fill_(1.0)
-    else:
-        _fill_normal(parameter, meta, seed, name, tp)

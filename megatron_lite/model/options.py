@@ -28,8 +28,7 @@ class LayerOptions:
     @property
     def layer_kwargs(self) -> dict[str, Any]:
         """Keyword arguments of the layers of `megatron_lite.parallel`."""
-        sequence_parallel = self.sequence_parallel
-        return {"tp": self.tp, "sequence_parallel": sequence_parallel, "dtype": self.dtype, "device": self.device}
+        return {"tp": self.tp, "sequence_parallel": self.sequence_parallel, "dtype": self.dtype, "device": self.device}
 
     @property
     def sequence_parallel(self) -> bool:

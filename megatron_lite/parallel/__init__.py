@@ -1,5 +1,1 @@
-"""Ranks, groups, collectives and the layers that tensor parallelism shards.
-
-Notation for shapes, everywhere in this package and in `model`: `s` sequence, `b` micro-batch, `h` hidden,
-`n` heads, `g` key/value groups, `d` head size, `f` MLP width, `v` padded vocabulary, `/tp` this rank's share.
-"""
+"""Ranks, groups, collectives and tensor-parallel layers. `megatron_lite.model` defines the letters of shapes."""

@@ -57,9 +57,8 @@ def on_all(work: Callable[[], T], group: Group) -> T:
     # Another checkpoint helps against damage only, so other errors come first.
     problems = sorted(filter(None, gathered), key=lambda problem: problem[0] is DamagedCheckpoint)
     if problems:
-        kind, text = problems[0]
-        others = len(problems) - 1
-        more = f" ({counted(others, 'more rank')} failed)" if others else ""
+        (kind, text), *others = problems
+        more = f" ({counted(len(others), 'more rank')} failed)" if others else ""
         raise kind(text + more) from cause
     return result  # type: ignore[return-value]
 

@@ -66,8 +66,7 @@ def reduce_scatter_async(x: Tensor, group: Group) -> tuple[Tensor, Callable[[], 
         return x, lambda: None
     if x.shape[0] % group.size:
         raise ValueError(
-            f"the first dimension of {tuple(x.shape)} does not divide over {group.size} ranks; with parallel.sequence "
-            "it is the sequence, so use a length that divides, or parallel.sequence=false"
+            f"dim 0 of {tuple(x.shape)} does not divide over {group.size} ranks; pad it or set parallel.sequence=false"
         )
     share = x.new_empty(x.shape[0] // group.size, *x.shape[1:])
     work = reduce_scatter_single(share, x.contiguous(), group=group.pg, async_op=True)
@@ -93,8 +92,7 @@ def barrier(group: Group) -> None:
 
 def split_last_dim(x: Tensor, group: Group) -> Tensor:
     """This rank's slice of the last dimension."""
-    size = x.shape[-1]
-    if size % group.size:
+    if x.shape[-1] % group.size:
         raise ValueError(f"the last dimension of {tuple(x.shape)} does not divide over {group.size} ranks")
     return x.chunk(group.size, dim=-1)[group.rank].contiguous()
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_lite.parallel.grid import Grid
+from megatron_lite.parallel.grid import AXES, Grid
 
 
 @dataclass(frozen=True)
@@ -81,11 +81,9 @@ class ParallelContext:
 
         A grid of several ranks needs an initialized torch.distributed.
         """
-        world_size = dist.get_world_size() if dist.is_initialized() else 1
+        rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         if world_size != grid.world_size:
             raise ValueError(f"{grid} needs {grid.world_size} ranks, torch.distributed has {world_size}")
-        if world_size == 1:
-            return cls._build(grid, 0, device, lambda ranks: None)
         timeout = timedelta(seconds=timeout_seconds)
         created: dict[tuple[int, ...], Any] = {}  # torch returns an int to ranks outside of the group
 
@@ -97,15 +95,11 @@ class ParallelContext:
                 created[ranks] = dist.group.WORLD if is_world else dist.new_group(list(ranks), timeout=timeout)
             return created[ranks]
 
-        return cls._build(grid, dist.get_rank(), device, new_group)
+        return cls._build(grid, rank, device, new_group)
 
     @classmethod
     def _build(cls, grid: Grid, rank: int, device: torch.device, new_group) -> "ParallelContext":
-        ranks_of = {
-            "tp": grid.groups("tp"),
-            "cp": grid.groups("cp"),
-            "dp": grid.groups("dp"),
-            "pp": grid.groups("pp"),
+        ranks_of = {axis: grid.groups(axis) for axis in AXES} | {
             "mp": grid.groups("tp", "cp", "pp"),
             "embd": grid.embedding_groups(),
             "pos_embd": grid.position_embedding_groups(),

@@ -4,8 +4,8 @@ Tensor parallelism varies fastest and the pipeline slowest: tensor-parallel rank
 Source: Narayanan et al., arXiv 2104.04473, section 3; Megatron-LM's default order `tp-cp-ep-dp-pp` without experts.
 """
 
+from collections import defaultdict
 from dataclasses import dataclass
-from itertools import product
 
 AXES = ("tp", "cp", "dp", "pp")  # fastest to slowest
 
@@ -37,15 +37,12 @@ class Grid:
         return tp + self.tp * (cp + self.cp * (dp + self.dp * pp))
 
     def groups(self, *along: str) -> list[tuple[int, ...]]:
-        """All groups whose members differ only along these axes; each rank is in one of them."""
-        moving = [range(getattr(self, axis)) if axis in along else range(1) for axis in reversed(AXES)]
-        fixed = [range(1) if axis in along else range(getattr(self, axis)) for axis in reversed(AXES)]
-        names = tuple(reversed(AXES))
-
-        def at(base: tuple[int, ...], offset: tuple[int, ...]) -> int:
-            return self.rank(**{name: b + o for name, b, o in zip(names, base, offset, strict=True)})
-
-        return [tuple(at(base, offset) for offset in product(*moving)) for base in product(*fixed)]
+        """All groups whose members differ only along these axes; each rank is in one of them, in ascending order."""
+        groups: dict[tuple[int, ...], list[int]] = defaultdict(list)
+        for rank in range(self.world_size):
+            place = self.coordinates(rank)
+            groups[tuple(place[axis] for axis in AXES if axis not in along)].append(rank)
+        return [tuple(ranks) for ranks in groups.values()]
 
     def embedding_groups(self) -> list[tuple[int, ...]]:
         """The first and last stage of each pipeline, which hold a tied word embedding."""

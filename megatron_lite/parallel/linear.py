@@ -74,13 +74,9 @@ class _SplitLinear(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        ctx, x: Tensor, weight: tuple[Tensor], bias: Tensor | None, tp: Group, sequence_parallel: bool
-    ) -> Tensor:
+    def forward(ctx, x: Tensor, weight: tuple[Tensor], *others) -> Tensor:
         (ctx.leaf,) = weight
-        ctx.save_for_backward(x, ctx.leaf.detach())  # saved so that torch detects a changed weight
-        ctx.tp, ctx.sequence = tp, tp if sequence_parallel else solo()
-        return F.linear(all_gather(x, ctx.sequence, dim=0), ctx.leaf, bias)
+        return _ColumnLinear.forward(ctx, x, ctx.leaf.detach(), *others)
 
     @staticmethod
     def backward(ctx, grad: Tensor):  # type: ignore[override]
@@ -145,10 +141,7 @@ class ColumnParallelLinear(nn.Module):
     ):
         super().__init__()
         if gather_output and (skip_bias_add or len(parts) > 1):
-            raise ValueError(
-                f"ColumnParallelLinear({in_features}, {out_features}): gather_output returns all outputs in "
-                "order, which a skipped bias, sharded over tp, and fused parts are not; leave one of them out"
-            )
+            raise ValueError("gather_output does not go with skip_bias_add or fused parts; leave one of them out")
         shard = Shard(0, parts)
         self.tp, self.sequence_parallel = tp, sequence_parallel
         self.gather_output, self.skip_bias_add = gather_output, skip_bias_add

@@ -19,6 +19,7 @@ from torch import Tensor
 from megatron_lite.errors import CheckpointError
 from megatron_lite.parallel.context import ParallelContext
 
+_STREAMS = ("default", "tensor_parallel")
 _Stream = dict[str, Tensor]  # state of each kind of generator: "cpu", and "cuda" on a GPU rank
 
 
@@ -49,21 +50,18 @@ class RngTracker:
     def state_dict(self) -> dict[str, Tensor]:
         """Both streams as byte tensors on the CPU, the same inside and outside of a fork."""
         live, resting = self._read(), self._resting
-        default, tensor_parallel = (resting, live) if self._in_fork else (live, resting)
-        states = {f"default.{kind}": state for kind, state in default.items()}
-        return states | {f"tensor_parallel.{kind}": state for kind, state in tensor_parallel.items()}
+        streams = zip(_STREAMS, (resting, live) if self._in_fork else (live, resting), strict=True)
+        return {f"{name}.{kind}": state for name, stream in streams for kind, state in stream.items()}
 
     def load_state_dict(self, states: dict[str, Tensor]) -> None:
         """Continue both streams from `state_dict`, inside or outside of a fork."""
-        kinds = tuple(self._resting)
-        names = {f"{stream}.{kind}" for stream in ("default", "tensor_parallel") for kind in kinds}
+        names = {f"{name}.{kind}" for name in _STREAMS for kind in self._resting}
         if names != set(states):
             raise CheckpointError(
                 f"the random state holds {sorted(states)}, this rank on {self._device.type} needs {sorted(names)}; "
                 "resume on the kind of device that saved the state"
             )
-        default = {kind: states[f"default.{kind}"] for kind in kinds}
-        tensor_parallel = {kind: states[f"tensor_parallel.{kind}"] for kind in kinds}
+        default, tensor_parallel = ({kind: states[f"{name}.{kind}"] for kind in self._resting} for name in _STREAMS)
         live, self._resting = (tensor_parallel, default) if self._in_fork else (default, tensor_parallel)
         self._write(live)
 

@@ -44,10 +44,5 @@ def recompute(function: Callable[..., Result], *args: object, rng: RngTracker) -
     """
     if not torch.is_grad_enabled():
         return function(*args)
-    return checkpoint(
-        function,
-        *args,
-        use_reentrant=False,
-        preserve_rng_state=False,
-        context_fn=lambda: (nullcontext(), _AsInForward(rng)),
-    )
+    contexts = lambda: (nullcontext(), _AsInForward(rng))  # of the first and the second call
+    return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False, context_fn=contexts)

@@ -28,11 +28,10 @@ class Shard:
 
     def local_shape(self, full: Sequence[int], size: int) -> tuple[int, ...]:
         """The shape of one rank's shard of a tensor of shape `full` over `size` ranks."""
-        shape = tuple(full)
         if self.dim is None:
-            return shape
-        self._check(shape, size)
-        return (*shape[: self.dim], shape[self.dim] // size, *shape[self.dim + 1 :])
+            return tuple(full)
+        self._check(tuple(full), size)
+        return (*full[: self.dim], full[self.dim] // size, *full[self.dim + 1 :])
 
     def ranges(self, full_size: int, rank: int, size: int) -> list[tuple[int, int]]:
         """The half-open ranges along `dim` of the full tensor that form this rank's shard, in order."""
@@ -61,8 +60,6 @@ class Shard:
 
     def _check(self, full: tuple[int, ...], size: int) -> None:
         assert self.dim is not None
-        if not 0 <= self.dim < len(full):
-            raise ValueError(f"there is no dim {self.dim} in {full}")
         if self.parts and sum(self.parts) != full[self.dim]:
             raise ValueError(f"parts {self.parts} of dim {self.dim} do not add up to its size in {full}")
         for part in self.parts or (full[self.dim],):

@@ -4,7 +4,6 @@ There is one wait at a time, that of training. A background thread calls `ignore
 """
 
 import threading
-from types import TracebackType
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -29,8 +28,7 @@ class Recorder(Protocol[What]):
 
 
 class _Training:
-    op: str = ""  # empty outside of a wait
-    group: Group | None = None
+    wait: "waiting | None" = None
     count: int = 0  # waits so far, and other progress
     recorder: Recorder[str] | None = None
 
@@ -50,26 +48,22 @@ class waiting:
 
     def __enter__(self) -> None:
         if _this_thread.is_training:
-            _training.op, _training.group = self.op, self.group
+            _training.wait = self
             _training.count += 1
             if _training.recorder is not None:
                 _training.recorder.begin(self.op)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if _this_thread.is_training:
             if _training.recorder is not None:
                 _training.recorder.end(self.op)
-            _training.op = ""
+            _training.wait = None
 
 
 class communicating(waiting):
     """`waiting`, and an error of torch, which names neither group nor ranks, becomes LostRanks, which does."""
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         super().__exit__(kind, error, trace)
         if isinstance(error, RuntimeError) and not isinstance(error, torch.OutOfMemoryError):
             rank, reason = self.group.ranks[self.group.rank], str(error).splitlines()[0]
@@ -86,8 +80,8 @@ def describe(op: str, group: Group) -> str:
 
 def current_wait() -> tuple[str, int]:
     """The wait of training, empty for none, and a count that grows with progress; callable from any thread."""
-    op, group = _training.op, _training.group
-    return describe(op, group) if op and group is not None else "", _training.count
+    wait = _training.wait
+    return describe(wait.op, wait.group) if wait else "", _training.count
 
 
 def note_progress() -> None:

@@ -36,8 +36,7 @@ class Job:
         with torch.enable_grad():
             scalar = _WeightGrad.apply(self.weight, self.sequence, *products)
         del products
-        assert isinstance(scalar, Tensor)
-        scalar.backward()
+        scalar.backward()  # type: ignore[union-attr]
 
 
 _split = False

@@ -37,13 +37,10 @@ class _Live:
 
 
 class PipelineEngine:
-    """This rank's part of a pipeline of `pp.size` ranks with `num_chunks` model chunks on each.
-
-    It waits up to `timeout_seconds` for a neighbour.
-    """
+    """This rank's part of a pipeline of `pp.size` ranks with `num_chunks` model chunks on each."""
 
     def __init__(self, ctx: ParallelContext, *, num_chunks: int, timeout_seconds: float):
-        """Collective over the world."""
+        """Collective over the world. A run waits up to `timeout_seconds` for a neighbour."""
         self.pp, self.timeout_seconds = ctx.pp, timeout_seconds
         self.last_stage = ctx.pp.size * num_chunks - 1
         self.pipes = connect(ctx, wraps=num_chunks > 1, timeout_seconds=timeout_seconds)
@@ -71,10 +68,7 @@ class PipelineEngine:
         Communicates: point to point with the neighbours in pp, one message for each action and border of its stage.
         """
         if self.failed:
-            raise TrainingError(
-                "the last run of this pipeline failed and its pipes may still contain messages; "
-                "restart from the newest checkpoint"
-            )
+            raise TrainingError("the pipes may contain messages of a failed run; restart from the newest checkpoint")
         self.failed = True
         results = _Run(self, schedule, forward, message, begin_backward, loss_grad, recorder).execute()
         self.failed = False
@@ -106,18 +100,11 @@ class _Run:
         """The results of `PipelineEngine.run`; returns after the neighbours have received every message."""
         self._expect()
         self.engine.peak_live = 0
+        run = {"F": self._forward, "B": self._backward, "I": self._backward, "W": self._weights}
         for index, action in enumerate(self.actions):
-            stage = action.stage(self.engine.pp.rank, self.engine.pp.size)
-            if action.op == "F":
-                self._forward(action, stage)
-                continue
-            grad = self._output_grad(action, stage) if action.op != "W" else None
-            if self.begin_backward is not None:
+            if action.op != "F" and self.begin_backward is not None:
                 self.begin_backward(action.chunk, is_last=self.last_of[action.op, action.chunk] == index)
-            if grad is None:
-                self._weights(action)
-            else:
-                self._backward(action, grad)
+            run[action.op](action)
         for pipe in (self.engine.pipes.forward_out, self.engine.pipes.backward_out):
             if pipe is not None:
                 with (
@@ -149,14 +136,14 @@ class _Run:
             with self._explain_errors(self.actions[0], f"a connection to rank {pipe.peer}"):
                 pipe.expect(received, self.message, back)
 
-    def _forward(self, action: Action, stage: int) -> None:
-        hidden = None
+    def _forward(self, action: Action) -> None:
+        stage, hidden = self._stage(action), None
         if stage > 0:
             hidden = self._receive(self.engine.pipes.forward_in, action, "the activation")
             hidden.requires_grad_(self.trains)
         with self._recorded(action), weight_grads.split_backward(self.splits):
             output = self.forward(action.chunk, action.microbatch, hidden)
-        self._check(output, action, stage)
+        self._check(output, action)
         if self.trains:
             self.live[action.chunk, action.microbatch] = _Live(hidden, get_gradient_edge(output))
             self.engine.peak_live = max(self.engine.peak_live, len(self.live))
@@ -165,24 +152,21 @@ class _Run:
         else:
             self._send(self.engine.pipes.forward_out, action, output, "the activation")
 
-    def _output_grad(self, action: Action, stage: int) -> Tensor:
-        if stage == self.engine.last_stage:
-            return torch.full_like(self.results[action.microbatch], self.loss_grad)
-        return self._receive(self.engine.pipes.backward_in, action, "the gradient")
-
-    def _backward(self, action: Action, grad: Tensor) -> None:
+    def _backward(self, action: Action) -> None:
+        if self._stage(action) == self.engine.last_stage:
+            grad = torch.full_like(self.results[action.microbatch], self.loss_grad)
+        else:
+            grad = self._receive(self.engine.pipes.backward_in, action, "the gradient")
         live = self.live[action.chunk, action.microbatch]
-        assert live.output is not None
         with (
             self._recorded(action),
             weight_grads.deferred() if action.op == "I" else nullcontext({}) as live.weight_jobs,
         ):
-            torch.autograd.backward(live.output, grad)
+            torch.autograd.backward(live.output, grad)  # type: ignore[arg-type]
         if live.hidden is not None:
             if live.hidden.grad is None:
                 raise TrainingError(
-                    f"{self._place(action)}: the output of the chunk does not depend on the hidden state, so the "
-                    "previous stages get no gradient; use `hidden` in the chunk's forward"
+                    f"{self._place(action)}: the output does not depend on `hidden`; use it in the chunk's forward"
                 )
             self._send(self.engine.pipes.backward_out, action, live.hidden.grad, "the gradient")
         # W needs only the deferred products of I. The graph would keep `hidden` alive too.
@@ -216,21 +200,15 @@ class _Run:
         ):
             return pipe.receive()
 
-    def _check(self, output: Tensor, action: Action, stage: int) -> None:
+    def _check(self, output: Tensor, action: Action) -> None:
         """Raise TrainingError if the output of a chunk cannot be the output of a stage."""
-        message = self.message
+        wanted, is_last = self.message, self._stage(action) == self.engine.last_stage
         if not isinstance(output, Tensor):
             problem = f"a {type(output).__name__}; a chunk returns one tensor"
-        elif stage < self.engine.last_stage and (output.shape, output.dtype) != (message.shape, message.dtype):
-            problem = (
-                f"{list(output.shape)} {output.dtype}; stages exchange {list(message.shape)} {message.dtype}, "
-                "and a chunk that is not the last one returns its hidden state"
-            )
+        elif not is_last and (output.shape, output.dtype) != (wanted.shape, wanted.dtype):
+            problem = f"{list(output.shape)} {output.dtype}; the next stage needs {list(wanted.shape)} {wanted.dtype}"
         elif self.trains and not output.requires_grad:
-            problem = (
-                "a tensor that needs no gradient; in training a stage has trainable parameters and its forward does "
-                "not run under torch.no_grad"
-            )
+            problem = "a tensor that needs no gradient; a stage has trainable parameters and no torch.no_grad"
         else:
             return
         raise TrainingError(f"{self._place(action)}: the chunk returned {problem}")
@@ -251,6 +229,9 @@ class _Run:
                 "raise train.comm_timeout if a stage computes for that long"
             ) from error
 
+    def _stage(self, action: Action) -> int:
+        return action.stage(self.engine.pp.rank, self.engine.pp.size)
+
     def _place(self, action: Action) -> str:
-        pp, stage = self.engine.pp, action.stage(self.engine.pp.rank, self.engine.pp.size)
-        return f"rank {pp.ranks[pp.rank]}, pipeline stage {stage} of 0..{self.engine.last_stage}, in {action}"
+        rank, last = self.engine.pp.ranks[self.engine.pp.rank], self.engine.last_stage
+        return f"rank {rank}, pipeline stage {self._stage(action)} of 0..{last}, in {action}"

@@ -38,13 +38,9 @@ def interleaved(pp: int, microbatches: int, chunks: int) -> Schedule:
     Source: Megatron-LM, arXiv 2104.04473, section 2.2 and Fig. 4 (bottom).
     """
     if chunks < 2:
-        raise ConfigError(
-            f"schedule interleaved needs 2 or more model chunks on each rank, got {chunks}; use 1f1b for 1"
-        )
+        raise ConfigError(f"schedule interleaved needs 2 or more model chunks per rank, got {chunks}; use 1f1b for 1")
     if microbatches % pp:
-        raise ConfigError(
-            f"schedule interleaved needs a multiple of {pp} micro-batches (the pipeline ranks), got {microbatches}"
-        )
+        raise ConfigError(f"schedule interleaved needs a multiple of pp ({pp}) micro-batches, got {microbatches}")
     forwards = _in_groups("F", pp, microbatches, range(chunks))
     backwards = _in_groups("B", pp, microbatches, reversed(range(chunks)))
     return [_alternate(forwards, backwards, warmup=2 * (pp - 1 - rank) + (chunks - 1) * pp) for rank in range(pp)]

@@ -9,7 +9,7 @@ also connect the last rank with the first. All chunks share a pipe, which delive
 
 from collections import Counter
 from collections.abc import Callable, Iterator
-from itertools import accumulate, pairwise, product
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 from megatron_lite.errors import ConfigError
@@ -135,9 +135,7 @@ def _stuck(left: list[list[Action]], ends: dict[_Result, float], stages: int) ->
 def _check_names(rank: int, order: list[Action], microbatches: int, chunks: int) -> None:
     for action, times in Counter(order).items():
         if action.op not in _MAKES:
-            raise ConfigError(
-                f"rank {rank}: {action} is not an F, B (backward), I (inputs of a B) or W (weights of a B)"
-            )
+            raise ConfigError(f"rank {rank}: {action} is not an F, B, I or W")
         if not 0 <= action.microbatch < microbatches:
             raise ConfigError(f"rank {rank}: {action} has micro-batch {action.microbatch}, not 0..{microbatches - 1}")
         if not 0 <= action.chunk < chunks:
@@ -149,25 +147,18 @@ def _check_names(rank: int, order: list[Action], microbatches: int, chunks: int)
 def _check_passes(rank: int, order: list[Action], microbatches: int, chunks: int, *, evaluates: bool) -> None:
     """Raise ConfigError unless every micro-batch has, in every chunk, F then B, F then I then W, or F in evaluation."""
     position = {action: index for index, action in enumerate(order)}
-    for microbatch, chunk in product(range(microbatches), range(chunks)):
-        forward, backward, inputs, weights = (Action(op, microbatch, chunk) for op in "FBIW")
-        halves = [half for half in (inputs, weights) if half in position]
-        if halves and backward in position:
-            raise ConfigError(f"rank {rank}: {halves[0]} is part of {backward}; use {backward} or both halves")
-        wanted = [forward] if evaluates else [forward, inputs, weights] if halves else [forward, backward]
-        for action in wanted:
-            if action not in position:
-                raise ConfigError(f"rank {rank}: {action} is missing")
-        for earlier, later in pairwise(wanted):
-            if position[later] < position[earlier]:
-                raise ConfigError(f"rank {rank}: {later} comes before {earlier}, which it needs")
-    # The engine announces the last gradient of a chunk by op, so a chunk has either B or I and W.
     for chunk in range(chunks):
         full, half = (next((a for a in order if a.op in ops and a.chunk == chunk), None) for ops in ("B", "IW"))
-        if full and half:
-            raise ConfigError(
-                f"rank {rank}: chunk {chunk} has the full {full} and the split {half}; split all its backwards or none"
-            )
+        if full and half:  # the engine announces the last gradient of a chunk by op
+            raise ConfigError(f"rank {rank}: chunk {chunk} has both {full} and {half}; split all its backwards or none")
+        for microbatch in range(microbatches):
+            wanted = [Action(op, microbatch, chunk) for op in ("F" if evaluates else "FIW" if half else "FB")]
+            for action in wanted:
+                if action not in position:
+                    raise ConfigError(f"rank {rank}: {action} is missing")
+            for earlier, later in pairwise(wanted):
+                if position[later] < position[earlier]:
+                    raise ConfigError(f"rank {rank}: {later} comes before {earlier}, which it needs")
 
 
 def _check_pipe(schedule: Schedule, rank: int, kind: str, step: int) -> None:
@@ -183,6 +174,5 @@ def _check_pipe(schedule: Schedule, rank: int, kind: str, step: int) -> None:
     for expected, action in zip(in_order_of_sending, in_order_of_receiving, strict=True):
         if action != expected:
             raise ConfigError(
-                f"rank {neighbour}: {action} receives the {kind} that rank {rank} sent for {expected}; "
-                "both ranks must use one order"
+                f"rank {neighbour}: {action} receives the {kind} that rank {rank} sent for {expected}; use one order"
             )

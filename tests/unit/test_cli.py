@@ -1,6 +1,7 @@
 """The command line starts fast, and errors have a message and the right exit code."""
 
 import re
+import sys
 
 import pytest
 from typer.testing import CliRunner
@@ -146,6 +147,9 @@ def test_version_prints_the_version_of_the_package(tmp_path):
 
 
 def test_shell_completion_can_be_printed(tmp_path, monkeypatch):
+    # The name of the program would be pytest's.
+    monkeypatch.setattr(sys.modules["__main__"], "__package__", None)
+    monkeypatch.setattr(sys, "argv", ["megatron-lite"])
     monkeypatch.setenv("_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION", "1")
     done = run_here("--show-completion", "bash", cwd=tmp_path)
     assert (done.returncode, done.stderr) == (0, "")

@@ -33,12 +33,12 @@ CASES = {
     "distributed optimizer with torch": (
         ["optim.distributed=true", "parallel.ddp=torch"],
         "optim.distributed is true with parallel.ddp: torch",
-        "use parallel.ddp: local, or leave optim.distributed false",
+        "use local, or leave it false",
     ),
     "distributed optimizer with fsdp": (
         ["optim.distributed=true", "parallel.ddp=fsdp"],
         "optim.distributed is true with parallel.ddp: fsdp",
-        "use parallel.ddp: local, or leave optim.distributed false",
+        "use local, or leave it false",
     ),
     "fsdp with a pipeline": (
         ["parallel.ddp=fsdp", "parallel.pipeline=2"],
@@ -48,17 +48,17 @@ CASES = {
     "deepspeed with a pipeline": (
         [*DEEPSPEED, "parallel.pipeline=2"],
         "parallel.ddp is deepspeed with parallel.pipeline 2",
-        "use parallel.pipeline: 1, or parallel.ddp: local",
+        "use 1, or parallel.ddp: local",
     ),
     "deepspeed with gpipe": (
         [*DEEPSPEED, "parallel.schedule=gpipe"],
         "parallel.ddp is deepspeed with parallel.schedule gpipe",
-        "use parallel.schedule: 1f1b",
+        "use 1f1b",
     ),
     "deepspeed with sequence parallelism": (
         [*DEEPSPEED, "parallel.tensor=2", "parallel.sequence=true"],
         "parallel.ddp is deepspeed with parallel.sequence",
-        "use parallel.sequence: false, or parallel.ddp: fsdp",
+        "use false, or parallel.ddp: fsdp",
     ),
     "stage 0 with bf16": (
         [*DEEPSPEED, "deepspeed.zero_stage=0", "train.precision=bf16"],
@@ -103,7 +103,7 @@ CASES = {
     "a deepspeed section without deepspeed": (
         ["deepspeed.zero_stage=3"],
         "the deepspeed section is given with parallel.ddp: local",
-        "use parallel.ddp: deepspeed, or leave the section out",
+        "use deepspeed, or leave it out",
     ),
     "a delay with every_step": (["sync.delay=3"], "sync.delay", "leave out, or choose another mode"),
     "fragments and a delay with local_sgd": (
@@ -160,7 +160,7 @@ CASES = {
     "activation offload with full recomputation": (
         ["train.offload_activations=true", "train.recompute=full"],
         "train.offload_activations has nothing to move with train.recompute: full",
-        "use none, selective or full:n, or leave train.offload_activations false",
+        "use only one of them",
     ),
     "activation offload on the CPU": (
         ["train.offload_activations=true", "run.device=cpu"],

@@ -113,7 +113,8 @@ def test_every_mistake_is_reported_at_once_with_its_line(tmp_path):
         ("parallel.tensor=", "parallel.tensor is empty; it must be an integer above 0"),
         ("parallel.tensor=2.0", "parallel.tensor is 2.0; it must be an integer above 0"),
         ("parallel.sequence=yes", "parallel.sequence is 'yes'; it must be true or false"),
-        ("model.preset=gpt-120m", "unknown model.preset gpt-120m; did you mean gpt-125m?; use one of gpt-125m,"),
+        ("model.preset=5", "model.preset is '5'; it must be one of gpt-125m, gpt-345m, gpt-1.3b,"),
+        ("model.preset=[{a: 1}]", "model.preset is '[{a: 1}]'; it must be one of gpt-125m,"),
         ("train.ramp_up=[1,2]", "train.ramp_up is [1, 2]; it must be three integers [start, increment, samples]"),
         ("run.dir=", "run.dir is empty; it must be the path of a folder"),
         ("run.dir=''", "run.dir is ''; it must be the path of a folder"),
@@ -135,6 +136,12 @@ def test_the_error_of_a_wrong_override_names_the_mistake(override, message):
     assert line.startswith(f"command line: {message}")
 
 
+def test_the_error_of_an_unknown_preset_suggests_a_similar_one():
+    (line,) = messages_of(None, "model.preset=gpt-120m")
+    assert line.startswith("command line: model.preset is 'gpt-120m'; it must be one of gpt-125m, gpt-345m,")
+    assert line.endswith("; did you mean gpt-125m?")
+
+
 @pytest.mark.parametrize(
     "text, message",
     [
@@ -146,6 +153,7 @@ def test_the_error_of_a_wrong_override_names_the_mistake(override, message):
         ("model: {num_layers: 4\n", "gpt.yaml:2: not valid YAML:"),
         ("model: {}\n---\nmodel: {}\n", "gpt.yaml:2: not valid YAML:"),
         ("model: {}\nmodel: {}\n", "gpt.yaml:2: model is given twice, on line 1 already; keep one"),
+        ("model: {preset: [{a: 1}]}\n", "gpt.yaml:1: model.preset is [...]; it must be one of gpt-125m,"),
         (
             "data: &a\n  paths: *a\n",
             "gpt.yaml:2: data.paths is a section; it must be a list of path prefixes, without control characters",

@@ -39,12 +39,17 @@ def test_the_defaults_are_valid_on_any_number_of_processes():
             3,
             ["parallel.tensor=2"],
             "parallel.tensor * parallel.pipeline * parallel.context is 2 (2 * 1 * 1)",
-            "with --nproc-per-node (a script: megatron-lite run --nproc-per-node 2 SCRIPT, or torchrun)",
+            "start a multiple of 2 with --nproc-per-node (scripts: megatron-lite run)",
         ),
         (8, ["parallel.tensor=8"], "parallel.tensor is 8", "use one of [1, 2, 3, 4, 6, 12]"),
         (4, ["parallel.tensor=4", "model.num_query_groups=2"], "parallel.tensor is 4", "use one of [1, 2]"),
         (1, ["model.num_query_groups=5"], "model.num_query_groups is 5", "use one of [1, 2, 3, 4, 6, 12]"),
-        (1, ["model.num_heads=7"], "model.hidden_size is 768", "change one of them, or give model.head_dim"),
+        (
+            1,
+            ["model.num_heads=7"],
+            "model.hidden_size is 768",
+            "not a multiple of model.num_heads (7); give model.head_dim",
+        ),
         (
             1,
             ["model.position=rotary", "model.head_dim=63"],
@@ -75,7 +80,7 @@ def test_the_defaults_are_valid_on_any_number_of_processes():
             "model.padded_vocab_size is 96",
             "use at least 100, or 0 for the next multiple of 128",
         ),
-        (1, ["data.seq_length=2048"], "data.seq_length is 2048", "lower it, or raise model.max_position_embeddings"),
+        (1, ["data.seq_length=2048"], "data.seq_length is 2048", "use at most model.max_position_embeddings (1024)"),
         (1, ["data.split=0,0,0"], "data.split has only zeros", "use for example 969,30,1"),
         (
             1,
@@ -92,14 +97,14 @@ def test_the_defaults_are_valid_on_any_number_of_processes():
         (
             1,
             ["train.global_batch_size=16", "train.ramp_up=[4,5,100]"],
-            "train.ramp_up starts at 4 and grows by 5",
-            "which does not reach train.global_batch_size (16) exactly",
+            "train.ramp_up has start 4 and increment 5",
+            "which do not reach train.global_batch_size (16) exactly",
         ),
         (
             1,
             ["train.global_batch_size=16", "train.ramp_up=[32,4,100]"],
-            "train.ramp_up starts at 32 and grows by 4",
-            "which does not reach train.global_batch_size (16) exactly",
+            "train.ramp_up has start 32 and increment 4",
+            "which do not reach train.global_batch_size (16) exactly",
         ),
         (
             1,
@@ -155,7 +160,7 @@ def test_the_defaults_are_valid_on_any_number_of_processes():
             2,
             ["parallel.pipeline=2", "parallel.schedule=interleaved", "train.global_batch_size=2"],
             "parallel.schedule is interleaved",
-            "set parallel.virtual_pipeline to 2 or more, or use 1f1b",
+            "use 2 or more chunks, or use 1f1b",
         ),
         (
             1,
@@ -192,12 +197,12 @@ def test_the_defaults_are_valid_on_any_number_of_processes():
             4,
             [*INTERLEAVED, "train.global_batch_size=8", "train.ramp_up=[4,2,10]"],
             "train.ramp_up has start 4 and increment 2",
-            "a multiple of train.micro_batch_size * data-parallel size (1 * 2 = 2) * 2 = 4, and both of them too",
+            "multiples of train.micro_batch_size * data-parallel size (1 * 2 = 2) * parallel.pipeline = 4",
         ),
         (
             1,
             ["faults.on_nan=skip", "faults.spike_factor=3", "sync.mode=delayed", "sync.delay=1"],
-            "faults.on_nan: skip and faults.spike_factor: 3 with sync.mode delayed",
+            "faults.on_nan is skip and faults.spike_factor is 3 with sync.mode delayed",
             "use faults.on_nan: stop and faults.spike_factor: 0",
         ),
         (
@@ -220,7 +225,7 @@ def test_the_message_of_a_broken_rule_has_key_value_and_remedy(world_size, overr
 
 def test_a_sequence_that_does_not_divide_over_ranks_is_an_error():
     assert failing(2, "parallel.tensor=2", "parallel.sequence=true", "data.seq_length=33") == [
-        "data.seq_length is 33, which parallel.sequence splits over parallel.tensor (2) ranks; use a multiple of 2"
+        "data.seq_length is 33, but parallel.sequence splits it 2 ways; use a multiple of 2"
     ]
 
 
@@ -255,7 +260,7 @@ def test_the_tokenizer_sets_the_vocabulary_size():
     [
         (
             ["model.vocab_size=256", "data.tokenizer=bytes"],
-            "model.vocab_size is 256, less than the 257 tokens of data.tokenizer (bytes); use at least 257",
+            "model.vocab_size is 256, less than data.tokenizer (bytes) has; use at least 257",
         ),
         (["model.padded_vocab_size=128"], "model.padded_vocab_size is 128, less than the vocabulary (257); use at"),
         (["parallel.tensor=5"], "parallel.tensor is 5, which does not divide the padded vocabulary (384); set"),

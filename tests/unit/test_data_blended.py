@@ -59,7 +59,7 @@ def test_unweighted_corpora_give_every_target_once(tmp_path, corpora):
 
 
 def test_more_samples_than_unweighted_corpora_have_are_an_error(tmp_path, corpora):
-    with pytest.raises(DataError, match=r"one epoch of each corpus, \d+ samples, but 100,000 are needed; put a weight"):
+    with pytest.raises(DataError, match=r"one epoch of each corpus, \d+ samples; 100,000 are needed; put a weight"):
         build(tmp_path, corpora, num_samples=(100_000, 1, 1))
 
 

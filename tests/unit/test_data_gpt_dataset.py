@@ -179,8 +179,8 @@ def test_the_largest_id_of_the_vocabulary_is_allowed(tmp_path):
 @pytest.mark.parametrize(
     ("lengths", "num_samples", "message"),
     [
-        ([0, 0], 5, "the train split has 2 of 2 documents with 0 tokens and needs at least 1;"),
-        ([3, 2], None, "the train split has 2 of 2 documents with 5 tokens and needs at least 9;"),
+        ([0, 0], 5, "the train split has 2 of 2 documents, 0 tokens, and needs 1;"),
+        ([3, 2], None, "the train split has 2 of 2 documents, 5 tokens, and needs 9;"),
     ],
 )
 def test_a_split_with_too_few_tokens_is_an_error(tmp_path, lengths, num_samples, message):
@@ -190,7 +190,9 @@ def test_a_split_with_too_few_tokens_is_an_error(tmp_path, lengths, num_samples,
 
 
 def test_a_split_without_documents_is_an_error(tmp_path):
-    with pytest.raises(DataError, match=r"the train split has 0 of 2 documents .* give it a larger part of data.split"):
+    with pytest.raises(
+        DataError, match=r"the train split has 0 of 2 documents, .* give it a larger part of data.split"
+    ):
         dataset_of(tmp_path, [30, 30], 5, 8, first=1, last=1)
 
 

@@ -123,18 +123,26 @@ def overwrite(at, values):
 @pytest.mark.parametrize(
     ("suffix", "change", "message"),
     [
-        ("idx", truncate(60), "c.idx: truncated: 3 sequences and 4 document ends need 102 bytes, the file has 60"),
-        ("idx", truncate(20), "c.idx: truncated inside its 34-byte header"),
+        (
+            "idx",
+            truncate(60),
+            "c.idx: has 60 bytes, but 3 sequences and 4 document ends need 102; copy both files again",
+        ),
+        ("idx", truncate(20), "c.idx: has 20 bytes, less than its header of 34"),
         ("idx", truncate(0), "starts with b''"),
         ("idx", set_byte(0, 88), r"starts with b'XMIDIDX"),
         ("idx", set_byte(9, 2), "index format version 2; this reads version 1"),
         ("idx", set_byte(17, 99), r"c.idx: token dtype code 99; token ids have one of \[1, 2, 3, 4, 5, 8\]"),
         ("idx", set_byte(17, 6), "c.idx: token dtype code 6; token ids have one of"),  # float64
         ("idx", set_byte(17, 7), "c.idx: token dtype code 7; token ids have one of"),  # float32
-        ("idx", lambda content: content.append(0), "c.idx: too long: 3 sequences and 4 document ends need 102 bytes"),
+        (
+            "idx",
+            lambda content: content.append(0),
+            "c.idx: has 103 bytes, but 3 sequences and 4 document ends need 102",
+        ),
         ("idx", set_byte(37, 0x7F), "sequence 1 has length 4 at byte 12, but the previous one ends at byte 8,522,8"),
         ("idx", set_byte(42, 6), "c.bin: has 48 bytes, but its .idx describes 52; copy both files again"),
-        ("idx", set_byte(41, 0xFF), "c.idx: sequence 1 has length -16,777,212 at byte 12, .*; the file is damaged"),
+        ("idx", set_byte(41, 0xFF), "c.idx: sequence 1 has length -16,777,212 at byte 12, .*; copy both files again"),
         (
             "idx",
             overwrite(54, (10**12).to_bytes(8, "little")),
@@ -146,7 +154,7 @@ def overwrite(at, values):
             "c.idx: sequence 1 has length 4 at byte -9,223,372,036,854,775,796, but the previous",
         ),
         ("idx", set_byte(70, 1), "the first document starts at sequence 1, not at 0"),
-        ("idx", set_byte(78, 3), "c.idx: document 1 ends at sequence 2, before its start; the file is damaged"),
+        ("idx", set_byte(78, 3), "c.idx: document 1 ends at sequence 2, before its start; copy both files again"),
         ("idx", set_byte(94, 2), "the last document does not end at sequence 3"),
         ("bin", truncate(30), "c.bin: has 30 bytes, but its .idx describes 48; copy both files again"),
         ("bin", lambda content: content.append(0), "c.bin: has 49 bytes, but its .idx describes 48; copy both"),

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megatron_lite.data.loader import PrefetchingLoader
-from megatron_lite.errors import ConfigError, DataError
+from megatron_lite.errors import DataError
 from tests.helpers.limits import PATIENCE
 
 CPU = torch.device("cpu")
@@ -33,7 +33,7 @@ class Counting:
 
 
 def options(**overrides):
-    return {"dp_rank": 0, "dp_size": 1, "eod": EOD, "eod_mask_loss": False, "device": CPU, **overrides}
+    return {"dp_rank": 0, "dp_size": 1, "masked_token": None, "device": CPU, **overrides}
 
 
 def step(dataset, consumed_samples, num_microbatches, micro_batch_size, **kwargs):
@@ -52,8 +52,8 @@ def test_labels_are_the_tokens_shifted_by_one():
     assert all(tensor.is_contiguous() for tensor in batch)
 
 
-def test_eod_mask_loss_masks_the_prediction_after_the_end_of_a_document():
-    (batch,) = step(Counting(), 2, 1, 2, **options(eod_mask_loss=True))
+def test_the_prediction_after_a_masked_token_has_no_loss():
+    (batch,) = step(Counting(), 2, 1, 2, **options(masked_token=EOD))
     assert batch.tokens.tolist() == [[2, 3, 4, 5], [3, 4, 5, 6]]
     assert batch.loss_mask.tolist() == [[1, 0, 1, 1], [0, 1, 1, 1]]
 
@@ -73,7 +73,7 @@ def equal(left, right):
 
 def test_reading_ahead_gives_the_same_batches():
     """Consecutive steps, a repeated step, a jump (resume) and another number of micro-batches (ramp-up)."""
-    kwargs = options(dp_rank=1, dp_size=2, eod_mask_loss=True)
+    kwargs = options(dp_rank=1, dp_size=2, masked_token=EOD)
     with PrefetchingLoader(Counting(), 3, **kwargs) as loader:
         for consumed, count in [(0, 2), (12, 2), (24, 2), (24, 2), (60, 2), (72, 3), (0, 1)]:
             assert equal(loader.get(consumed, count), step(Counting(), consumed, count, 3, **kwargs))
@@ -104,7 +104,7 @@ def test_a_step_past_the_end_of_the_data_is_an_error_and_prefetching_past_it_is_
     """On the last step of every run, the loader prefetches past the end."""
     with PrefetchingLoader(Counting(size=4), 2, **options()) as loader:
         loader.get(0, 2)
-        with pytest.raises(DataError, match=r"sample 5 is past the 4 samples of the dataset; build it for"):
+        with pytest.raises(DataError, match=r"the dataset has 4 samples, not sample 5; build it for"):
             loader.get(4, 1)
 
 
@@ -114,8 +114,3 @@ def test_closing_ends_the_thread():
         loader.get(0, 1)
         assert threading.active_count() == before + 1
     assert threading.active_count() == before
-
-
-def test_eod_mask_loss_without_the_token_id_is_an_error():
-    with pytest.raises(ConfigError, match=r"data.eod_mask_loss needs the end-of-document id; set data.tokenizer"):
-        step(Counting(), 0, 1, 1, **options(eod=None, eod_mask_loss=True))

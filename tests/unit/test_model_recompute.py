@@ -14,7 +14,7 @@ from megatron_lite.parallel.grid import Grid
 from megatron_lite.parallel.random import seed_everything
 from tests.helpers.model_runs import context, random_tokens, tiny
 from tests.helpers.plain_codegeex import CODEGEEX
-from tests.helpers.recomputed_models import DROPOUT, HEADS, KINDS, B, H, S, assert_same_bits, kept_bytes, train
+from tests.helpers.recomputed_models import DROPOUT, HEADS, KINDS, B, H, S, assert_same_bits, saved_bytes, train
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -87,7 +87,7 @@ def test_a_block_keeps_the_bytes_that_the_paper_counts():
     attention takes 2 bytes on the CPU instead of the paper's 1. In core attention, the paper has as/h times
     2 (softmax), 1 (mask) and 2 (dropped softmax); the fp32 softmax adds 2, the mask 1, and the causal mask is s*s.
     """
-    assert kept_bytes(full_recompute_layers=1) == 2
-    selective = kept_bytes(selective_recompute=True)
+    assert saved_bytes(full_recompute_layers=1) == 2
+    selective = saved_bytes(selective_recompute=True)
     assert selective == 34 + 2 + 2 * 2 * 2 / H
-    assert kept_bytes() == selective + 8 * HEADS * S / H + S / (B * H)
+    assert saved_bytes() == selective + 8 * HEADS * S / H + S / (B * H)

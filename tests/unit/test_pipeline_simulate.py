@@ -206,16 +206,16 @@ def broken(name, pp, microbatches, chunks, rank, old, new):
         (("1f1b", 2, 4, 1), 1, " B3.0", "", "rank 1: B3.0 is missing"),
         (("1f1b", 2, 4, 1), 0, "F2.0 ", "", "rank 0: F2.0 is missing"),
         (("gpipe", 2, 4, 1), 0, "B2.0", "B2.0 B2.0", "rank 0: B2.0 occurs 2 times"),
-        (("zb-h1", 2, 4, 1), 0, "W2.0", "B2.0", "rank 0: I2.0 is part of B2.0; use B2.0 or both halves"),
-        (("zb-h1", 2, 4, 1), 0, "I2.0", "B2.0", "rank 0: W2.0 is part of B2.0; use B2.0 or both halves"),
-        (("zb-h1", 2, 2, 1), 0, "I1.0 W1.0", "B1.0", "rank 0: chunk 0 has the full B1.0 and the split I0.0"),
+        (("zb-h1", 2, 4, 1), 0, "W2.0", "B2.0", "rank 0: chunk 0 has both B2.0 and I0.0; split all its backwards"),
+        (("zb-h1", 2, 4, 1), 0, "I2.0", "B2.0", "rank 0: chunk 0 has both B2.0 and I0.0; split all its backwards"),
+        (("zb-h1", 2, 2, 1), 0, "I1.0 W1.0", "B1.0", "rank 0: chunk 0 has both B1.0 and I0.0; split all"),
         # an action outside the model or the batch
         (("interleaved", 2, 4, 2), 1, "F2.1", "F2.2", "rank 1: F2.2 has model chunk 2, not 0..1"),
         (("interleaved", 2, 4, 2), 1, "F2.1", "F2.0", "rank 1: F2.0 occurs 2 times"),
         (("1f1b", 2, 4, 1), 1, "B3.0", "B4.0", "rank 1: B4.0 has micro-batch 4, not 0..3"),
         (("1f1b", 2, 4, 1), 1, "B3.0", "B3.0 F-1.0", "rank 1: F-1.0 has micro-batch -1, not 0..3"),
         (("1f1b", 2, 4, 1), 1, "B3.0", "B3.0 F3.-1", "rank 1: F3.-1 has model chunk -1, not 0..0"),
-        (("1f1b", 2, 4, 1), 1, "B3.0", "S3.0", "rank 1: S3.0 is not an F, B (backward), I (inputs of a B) or W"),
+        (("1f1b", 2, 4, 1), 1, "B3.0", "S3.0", "rank 1: S3.0 is not an F, B, I or W"),
         # a backward in an evaluation, and a missing forward
         (("forward-only", 2, 4, 1), 0, "F3.0", "F3.0 B0.0", "rank 0: B1.0 is missing"),
         (("forward-only", 2, 4, 2), 1, " F3.1", "", "rank 1: F3.1 is missing"),
@@ -236,7 +236,9 @@ def test_the_error_of_a_broken_schedule_names_rank_and_action(shape, rank, old, 
 
 def test_the_order_of_sends_from_the_last_rank_to_the_first_is_checked():
     """Two ranks send activations in both directions; here only the order from rank 1 to rank 0 is wrong."""
-    with pytest.raises(ConfigError, match=r"^rank 0: F1\.1 receives the output that rank 1 sent for F0\.1; both"):
+    with pytest.raises(
+        ConfigError, match=r"^rank 0: F1\.1 receives the output that rank 1 sent for F0\.1; use one order$"
+    ):
         check([order("F0.0 F1.0 F1.1 F0.1"), order("F0.0 F1.0 F1.1 F0.1")], 2, 2)
 
 
