@@ -5,13 +5,13 @@
 # docker run --rm -v megatron-runs:/megatron_lite/runs -v /my/data:/megatron_lite/data:ro --gpus all --ipc host \
 #     megatron-lite:cuda megatron-lite pretrain --config configs/gpt.yaml ...
 #
-# Runs are written to the volume; a folder of yours in its place must be writable for user 1000. NCCL wants the shared
-# memory of --ipc host. A stopped run saves first: docker stop --time 600.
+# Runs are written to the volume. A mounted folder in its place must be writable for user 1000. NCCL needs the shared
+# memory of --ipc host. A stopped run saves a checkpoint: docker stop --time 600.
 FROM python:3.12-slim-trixie
 
-# g++ is for what torch and DeepSpeed compile when they first need it; Triton wants the gcc that comes with it. tini
-# passes a stop on to commands that, as process 1, would not hear it.
-# No versions: Debian's mirrors drop a package's old one with each update, and the tag above names the release.
+# torch and DeepSpeed compile some code at run time with g++; Triton needs gcc, which g++ installs. tini forwards
+# signals: as process 1, a command without a handler would ignore a stop.
+# Packages have no versions, because Debian's mirrors drop old versions. The tag above names the release.
 # hadolint ignore=DL3008
 RUN apt-get update \
     && apt-get install --yes --no-install-recommends g++ make tini \
@@ -20,12 +20,12 @@ RUN apt-get update \
     && install --directory --owner megatron --group megatron /megatron_lite/runs
 
 WORKDIR /megatron_lite
-# What make and pip read, and nothing that a change to the sources touches: pip looks for a package to point at and for
-# the text that a package index would show, and empty ones do for both.
+# Only the files that make and pip need, so a change to the sources does not repeat the installation. pip also needs a
+# package and a README; empty files are enough.
 COPY Makefile pyproject.toml constraints.txt LICENSE ./
 ARG DEVICE=cpu
-# constraints.txt pins torch without +cpu or +cu130, so both satisfy it, and pip prefers them to PyPI's build. It only
-# warns when the index cannot be reached, hence the look at what was installed.
+# constraints.txt pins torch without +cpu or +cu130, so both builds satisfy it, and pip prefers them to PyPI's build. If
+# the index cannot be reached, pip only warns, so the installed version is checked.
 RUN case $DEVICE in \
         cpu) index=https://download.pytorch.org/whl/cpu ;; \
         cuda) index=https://download.pytorch.org/whl/cu130 ;; \
@@ -35,13 +35,13 @@ RUN case $DEVICE in \
     && PIP_NO_CACHE_DIR=1 PIP_EXTRA_INDEX_URL=$index make .venv/.installed-base \
     && .venv/bin/python -c "import torch; assert torch.__version__.endswith('+${index##*/}'), torch.__version__"
 
-# The installation points here, so the sources are not installed. pyproject.toml and constraints.txt must not come again:
-# newer than the installation, they would make `make quickstart` install once more.
+# The installation points to this folder, so the sources need no installation. Copies of pyproject.toml and
+# constraints.txt would be newer than the installation, and `make quickstart` would repeat it.
 COPY README.md launch.sh ./
 COPY configs configs
 COPY tools tools
 COPY megatron_lite megatron_lite
-# A checkout made under a strict umask is for its owner only, who is root here.
+# After a checkout with a strict umask, only root could read the files.
 RUN chmod -R a+rX Makefile README.md launch.sh configs tools megatron_lite \
     && .venv/bin/python -m compileall -q megatron_lite \
     && .venv/bin/megatron-lite --help >/dev/null

@@ -1,5 +1,5 @@
-# Each target makes .venv when it is missing and installs again when pyproject.toml or constraints.txt changed.
-# On a machine without a GPU, PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu saves a large download.
+# Targets create .venv if it is missing, and install again after a change of pyproject.toml or constraints.txt.
+# On a machine without a GPU, PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu avoids a large download.
 
 PYTHON ?= python3
 JOBS ?= 3
@@ -15,13 +15,13 @@ unexport PYTHONPATH
 
 help:
 	@echo "make quickstart  train a small CodeGeeX on this machine's Python sources and let it write code"
-	@echo "make test        the tests, without the long lists, in three processes, which often wait (JOBS=2: in two)"
-	@echo "make soak        the long lists: many kills, faults and moves"
+	@echo "make test        the tests without the long ones, in three processes (JOBS=2: in two)"
+	@echo "make soak        the long tests: many kills, faults and moves"
 	@echo "make lint        formatting, lint, types, shell scripts and the Dockerfile"
 	@echo "make format      let ruff rewrite the sources"
-	@echo "make bench       tables of ratios against other implementations"
+	@echo "make bench       speed and memory compared with other implementations"
 	@echo "make docker      the image megatron-lite:cpu (DEVICE=cuda: megatron-lite:cuda, for NVIDIA GPUs)"
-	@echo "make clean       remove .venv and caches; runs/ stays"
+	@echo "make clean       remove .venv and caches, but not runs/"
 
 quickstart: $(BASE)
 	sh tools/quickstart.sh

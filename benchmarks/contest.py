@@ -1,5 +1,8 @@
-"""What benchmarks share: a GPT by its sizes, and contestants that take turns on one machine, each in processes of its
-own, so that noise is the same for all."""
+"""Code that the benchmarks share: the config of a GPT, and contestants that take turns on one machine.
+
+Taking turns makes the machine's noise the same for all contestants. A `Contestant` has its own processes, one for each
+rank; `timed_in_turns` calls functions in this process.
+"""
 
 import argparse
 import os
@@ -15,7 +18,7 @@ from typing import Any
 import torch
 import torch.multiprocessing as mp
 
-THREADS = 2  # of the machine, shared by the ranks of a contestant
+THREADS = 2  # divided among the ranks of a contestant
 
 
 def _resident_mb() -> float:
@@ -23,7 +26,10 @@ def _resident_mb() -> float:
 
 
 def _serve(make: Callable[[], Callable[[], float]], rank: int, ranks: int, port: int, pipe: Any) -> None:
-    """One rank of a contestant; takes a step whenever it is asked, and tells the loss; at the end its peak memory."""
+    """One rank of a contestant. On each True from the pipe, it takes a step and sends the loss.
+
+    On False it sends its peak memory and ends.
+    """
     warnings.filterwarnings("ignore")
     place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     os.environ.update({key: str(value) for key, value in place.items()})
@@ -35,7 +41,7 @@ def _serve(make: Callable[[], Callable[[], float]], rank: int, ranks: int, port:
 
 
 class Contestant:
-    """`make`, called in each of `ranks` processes, returns a step, which returns its loss."""
+    """Processes that take training steps on request. Each of them calls `make` for its step, which returns a loss."""
 
     def __init__(self, make: Callable[[], Callable[[], float]], ranks: int, port: int) -> None:
         ctx = mp.get_context("spawn")
@@ -44,43 +50,46 @@ class Contestant:
             ours, theirs = ctx.Pipe()
             process = ctx.Process(target=_serve, args=(make, rank, ranks, port, theirs), daemon=True)
             process.start()
-            theirs.close()  # or the end of a rank that dies would not be seen
+            theirs.close()  # otherwise the death of a rank would go unnoticed
             self.pipes.append(ours)
             self.processes.append(process)
         self.seconds: list[float] = []
 
     def step(self) -> float:
-        """One step; its seconds are kept, its loss returned."""
+        """Take one step and record its seconds; return the first rank's loss."""
         start = time.perf_counter()
         loss = self._ask(True)
         self.seconds.append(time.perf_counter() - start)
         return loss
 
     def stop(self) -> float:
-        """Ends the processes; returns the most memory that the first of them held, MB."""
+        """End the processes; return the first rank's peak memory in MB."""
         peak = self._ask(False)
         for process in self.processes:
             process.join()
         return peak
 
-    def _ask(self, go_on: bool) -> float:
+    def _ask(self, take_step: bool) -> float:
         for pipe in self.pipes:
-            pipe.send(go_on)
+            pipe.send(take_step)
         answers = [pipe.recv() for pipe in self.pipes]
         return answers[0]
 
 
 def arguments(description: str | None) -> argparse.Namespace:
-    """`--rounds`, `--only` and `--small` of the command line."""
+    """The options `--rounds`, `--only` and `--small` of the command line."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=8, help="timed steps of each contestant")
-    parser.add_argument("--only", default="", help="contestants whose name matches this regular expression")
+    parser.add_argument("--only", default="", help="regular expression; run only contestants whose name matches")
     parser.add_argument("--small", action="store_true", help="a tiny model, to try the script itself")
     return parser.parse_args()
 
 
 def take_turns(contestants: dict[str, Contestant], rounds: int) -> None:
-    """Steps of all, in turn; of the first two, which allocate and warm up, the loss is shown and the time forgotten."""
+    """Run the steps of all contestants in turn.
+
+    The first two steps allocate and warm up: their losses are printed, and their times are dropped.
+    """
     for round_number in range(rounds + 2):
         for name, contestant in contestants.items():
             loss = contestant.step()
@@ -90,8 +99,10 @@ def take_turns(contestants: dict[str, Contestant], rounds: int) -> None:
 
 
 def timed_in_turns(contestants: dict[str, Callable[[], object]], rounds: int) -> dict[str, list[float]]:
-    """Seconds of each contestant in each round, in this process; in another order every round, because one that fills
-    the disk's caches makes the next one slow."""
+    """The seconds of each contestant in each round, in this process.
+
+    Every round has another order, because a contestant that fills the disk's caches slows the next one down.
+    """
     seconds: dict[str, list[float]] = {name: [] for name in contestants}
     order = random.Random(0)
     for _ in range(rounds):
@@ -102,13 +113,13 @@ def timed_in_turns(contestants: dict[str, Callable[[], object]], rounds: int) ->
     return seconds
 
 
-def resident(line: str) -> int:
-    """Bytes of this process's memory, as VmRSS (now) or VmHWM (at most) of Linux."""
-    return int(Path("/proc/self/status").read_text().split(f"{line}:")[1].split()[0]) << 10
+def resident_bytes(field: str) -> int:
+    """This process's resident memory by Linux: VmRSS (now) or VmHWM (peak)."""
+    return int(Path("/proc/self/status").read_text().split(f"{field}:")[1].split()[0]) << 10
 
 
-def forget(folder: Path) -> None:
-    """Drops the folder's files from the page cache."""
+def drop_from_page_cache(folder: Path) -> None:
+    """Drop the folder's files from the page cache."""
     for path in filter(Path.is_file, folder.rglob("*")):
         descriptor = os.open(path, os.O_RDONLY)
         os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
@@ -116,12 +127,12 @@ def forget(folder: Path) -> None:
 
 
 def print_table(title: str, first: str, seconds: dict[str, list[float]]) -> None:
-    """The median and the least of each contestant's seconds, and both as ratios to the first's."""
-    print(f"\n{title}\n{'':34}{'median s':>10}{'/ first':>9}{'least s':>10}{'/ first':>9}")
+    """Print the median and the minimum of each contestant's seconds, and their ratios to those of `first`."""
+    print(f"\n{title}\n{'':34}{'median s':>10}{'/ first':>9}{'min s':>10}{'/ first':>9}")
     for name, values in seconds.items():
         print(f"{name:34}", end="")
-        for of in (statistics.median, min):
-            print(f"{of(values):10.4f}{of(values) / of(seconds[first]):9.3f}", end="")
+        for summary in (statistics.median, min):
+            print(f"{summary(values):10.4f}{summary(values) / summary(seconds[first]):9.3f}", end="")
         print()
 
 

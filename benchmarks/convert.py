@@ -1,10 +1,10 @@
-"""What conversion takes: memory beside the size of one tensor, and time beside that of copying the bytes.
+"""Peak memory of conversions compared with one tensor, and their time compared with a copy of the bytes.
 
-A GPT whose word embedding is by far its largest tensor, in fp32, is converted between formats and layouts; from our
-format to ours with two moments, as a run goes on. Each conversion is a process of its own, and takes turns with `dd`,
-which copies as many bytes as the target has, waiting for the disk as conversion does. Sources are dropped from the page
-cache before. Memory is the most that was resident (VmHWM: anonymous, and pages of mapped files) beyond what there was
-after imports; it is to stay below 2 times the largest tensor.
+A GPT in fp32 is converted between formats and layouts; its word embedding is by far its largest tensor. From our format
+to ours, two moments are converted too, so that the run can resume. Each conversion has its own process and takes turns
+with `dd`, which copies as many bytes as the target has. Both wait for the disk, and sources are first dropped from the
+page cache. Memory is the peak of resident memory (VmHWM: anonymous memory and pages of mapped files) above that after
+imports; the bar is 2 times the largest tensor.
 
     python benchmarks/convert.py [--rounds 3] [--mb 400] [--folder .]
 """
@@ -19,7 +19,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from contest import forget, resident
+from contest import drop_from_page_cache, resident_bytes
 
 HIDDEN = 1024
 CONVERSIONS = {  # name -> source, format, layout
@@ -33,13 +33,13 @@ CONVERSIONS = {  # name -> source, format, layout
 
 
 def make_sources(folder: Path, megabytes: int) -> None:
-    """A run's checkpoint with random weights and moments, and the same in each format."""
+    """Write a run's checkpoint with random weights and moments, and convert it to each format."""
     import torch
 
     from megatron_lite.config.schema import Config, DataConfig, ModelConfig
     from megatron_lite.convert.driver import Request, convert
     from megatron_lite.convert.grid_files import write_grid
-    from megatron_lite.convert.recipe import full_table
+    from megatron_lite.convert.recipe import stage_tables
     from megatron_lite.parallel.shard import Shard
 
     model = ModelConfig(
@@ -50,19 +50,26 @@ def make_sources(folder: Path, megabytes: int) -> None:
         vocab_size=int(megabytes * 1e6) // (4 * HIDDEN),
         activation="gelu_tanh",
     )
+    (table,) = tables = stage_tables(model, None, tensor=1, pipeline=1)
 
-    table = full_table(model)
-
-    class Drawn:
+    class RandomValues:
         def kinds(self, name: str) -> dict[str, torch.dtype]:
             return dict.fromkeys(("weight", "exp_avg", "exp_avg_sq"), torch.float32)
 
-        def cut(self, name: str, kind: str, shard: Shard, rank: int, size: int) -> torch.Tensor:
+        def shard_of(self, name: str, kind: str, shard: Shard, rank: int, size: int) -> torch.Tensor:
             return torch.randn(table[name].shape)
 
     config = Config(model=model, data=DataConfig(seq_length=512))
-    state: dict[str, Any] = {"train": {}}
-    write_grid(folder / "ours" / "checkpoints", 1, Drawn(), config=config, state=state, progress=lambda count: None)
+    write_grid(
+        folder / "ours" / "checkpoints",
+        1,
+        RandomValues(),
+        tables=tables,
+        config=config,
+        state={"train": {}},
+        origin={},
+        progress=lambda count: None,
+    )
     for target, to, tensor, pipeline in (
         ("wide", "megatron-lite", 4, 2),
         ("hf", "huggingface", 1, 1),
@@ -73,20 +80,20 @@ def make_sources(folder: Path, megabytes: int) -> None:
 
 
 def convert_once(folder: Path, source: str, to: str, tensor: int, pipeline: int, results: Any) -> None:
-    """In a process of its own; seconds and peak go into the queue."""
+    """Convert in this process; put the seconds and the rise of peak memory into the queue."""
     from megatron_lite.convert.driver import Request, convert
 
     request = Request(folder / source, folder / "target", target_format=to, tensor=tensor, pipeline=pipeline)
-    before = resident("VmRSS")
+    before = resident_bytes("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")
     started = time.perf_counter()
     convert(request, lambda line: None)
-    results.put((time.perf_counter() - started, resident("VmHWM") - before))
+    results.put((time.perf_counter() - started, resident_bytes("VmHWM") - before))
 
 
 def copy_once(folder: Path, count: int) -> float:
-    """Seconds that dd takes for so many bytes."""
-    forget(folder)
+    """Seconds that dd takes to copy `count` bytes."""
+    drop_from_page_cache(folder)
     started = time.perf_counter()
     arguments = [f"if={folder / 'blob'}", f"of={folder / 'copy'}", f"count={count}", "iflag=count_bytes", "conv=fsync"]
     subprocess.run(["dd", "bs=8M", *arguments], check=True, capture_output=True)
@@ -98,7 +105,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--mb", type=int, default=400, help="size of the word embedding")
-    parser.add_argument("--folder", default=".", help="a folder on the disk to measure")
+    parser.add_argument("--folder", default=".", help="a folder on the measured disk")
     options = parser.parse_args()
     processes = mp.get_context("spawn")
     with tempfile.TemporaryDirectory(dir=options.folder) as name:
@@ -107,7 +114,7 @@ def main() -> None:
         maker.start()
         maker.join()
         (file,) = (folder / "hf").glob("*.safetensors")
-        for _ in range(4):  # the largest target: weights, two moments and a second copy of each tied embedding
+        for _ in range(4):  # as large as the largest target: weights, two moments and second copies of tied embeddings
             subprocess.run(f"cat {file} >> {folder / 'blob'}", shell=True, check=True)
         print(f"word embedding of {options.mb} MB, {options.rounds} rounds\n")
         print(
@@ -116,7 +123,7 @@ def main() -> None:
         for title, (source, to, tensor, pipeline) in CONVERSIONS.items():
             seconds, copies, peaks, size = [], [], [], 0
             for _ in range(options.rounds):
-                forget(folder)
+                drop_from_page_cache(folder)
                 results = processes.Queue()
                 process = processes.Process(target=convert_once, args=(folder, source, to, tensor, pipeline, results))
                 process.start()

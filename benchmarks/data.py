@@ -1,9 +1,9 @@
-"""Two questions about data: what does an index without a compiler cost, and do more workers tokenize faster?
+"""Time to build Megatron's sample index without a compiler, and time of `preprocess` with one and two workers.
 
-The contestants of a table take turns in one run, so that a noisy machine is noisy for all; a ratio is of the medians.
-The index is Megatron's sample index of two million documents, against megatron-core's compiled helper (bar: at most
-3 times its time), and with the two shuffles around it, which both do in numpy. `preprocess` tokenizes the Python
-standard library with a sentencepiece model trained on it (bar: two workers at least 1.5 times as fast as one).
+The contestants of a table take turns, so the machine's noise is the same for all. The sample index of two million
+documents is compared with megatron-core's compiled helper (bar: at most 3 times its time). A second table adds the two
+shuffles, for which both use numpy. `preprocess` tokenizes the Python standard library with a sentencepiece model
+trained on it (bar: two workers are at least 1.5 times as fast as one).
 
     python benchmarks/data.py [--rounds 5] [--small]
 """
@@ -40,12 +40,12 @@ def index_tables(num_documents: int, rounds: int) -> None:
         def numpy_only(document=document, lengths=lengths, seq_length=seq_length) -> np.ndarray:
             return build_sample_index(lengths, document, seq_length)
 
-        def whole_theirs(ids=ids, compiled=compiled) -> None:
+        def all_theirs(ids=ids, compiled=compiled) -> None:
             random = np.random.RandomState(SEED)
             sample = compiled(document=_build_document_index(ids, 1, random, False))
             _build_shuffle_index(len(sample) - 1, len(sample) - 1, random)
 
-        def whole_ours(ids=ids, lengths=lengths, seq_length=seq_length) -> None:
+        def all_ours(ids=ids, lengths=lengths, seq_length=seq_length) -> None:
             build_index(lengths, ids, Epochs(1, False), seq_length, SEED)
 
         assert np.array_equal(compiled(), numpy_only())
@@ -53,7 +53,7 @@ def index_tables(num_documents: int, rounds: int) -> None:
         first = "sample index, megatron-core"
         print_table(title, first, timed_in_turns({first: compiled, "sample index, ours": numpy_only}, rounds))
         first = "all three indices, megatron-core"
-        print_table(title, first, timed_in_turns({first: whole_theirs, "all three indices, ours": whole_ours}, rounds))
+        print_table(title, first, timed_in_turns({first: all_theirs, "all three indices, ours": all_ours}, rounds))
 
 
 def preprocess_table(copies: int, rounds: int) -> None:
@@ -91,7 +91,7 @@ def preprocess_table(copies: int, rounds: int) -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--small", action="store_true", help="a hundredth of the size: does it run at all")
+    parser.add_argument("--small", action="store_true", help="a hundredth of the documents, to try the script itself")
     args = parser.parse_args()
     index_tables(20_000 if args.small else 2_000_000, args.rounds)
     preprocess_table(1 if args.small else 3, args.rounds)

@@ -1,9 +1,9 @@
 """Step time and peak memory of every data-parallel engine on the same model: two ranks of one thread each.
 
-All of them train the same GPT with gradient clipping and AdamW. They take turns in one run, so that a noisy machine is
-noisy for all; a ratio is of the medians. Two peers train the very same modules in a plain loop: torch's
-DistributedDataParallel with AdamW, and with its ZeroRedundancyOptimizer around AdamW. Memory is the most that a rank's
-process held above one that has only imported everything and built nothing.
+All contestants train the same GPT with gradient clipping and AdamW. They take turns, so the machine's noise is the same
+for all. Ratios are of medians. Two peers train the same modules in a plain loop: torch's DistributedDataParallel with
+AdamW, and with ZeroRedundancyOptimizer around AdamW. Memory is the peak of the first rank's process, above that of a
+process that only imports everything.
 
     python benchmarks/engines.py [--rounds 8] [--only REGEX] [--small]
 """
@@ -30,7 +30,7 @@ def microbatch(shape: dict[str, int], rank: int):
 
 
 def imports() -> None:
-    """What some contestant needs, in all of them, so that memory compares."""
+    """Import the packages of all contestants in each of them, so that their memory can be compared."""
     import deepspeed  # noqa: F401
     from torch.distributed.fsdp import fully_shard  # noqa: F401
     from torch.distributed.optim import ZeroRedundancyOptimizer  # noqa: F401
@@ -38,7 +38,8 @@ def imports() -> None:
     import megatron_lite.training.pretrain  # noqa: F401
 
 
-def nothing(shape: dict[str, int]) -> Callable[[], float]:
+def only_imports(shape: dict[str, int]) -> Callable[[], float]:
+    """A contestant without a model; its memory is the baseline."""
     imports()
     return lambda: 0.0
 
@@ -57,7 +58,7 @@ def ours(shape: dict[str, int], precision: str, changes: list[str]) -> Callable[
 
 
 def plain_torch(shape: dict[str, int], zero: bool) -> Callable[[], float]:
-    """Forward, backward, clip and AdamW as torch's tutorials have them."""
+    """Forward, backward, clipping and AdamW, as in torch's tutorials."""
     imports()
     from torch.distributed.optim import ZeroRedundancyOptimizer
     from torch.nn.parallel import DistributedDataParallel
@@ -88,7 +89,7 @@ def plain_torch(shape: dict[str, int], zero: bool) -> Callable[[], float]:
 
 
 def deepspeed_stage(stage: int) -> list[str]:
-    # No parameter stays whole at stage 3: the state is shared out as the formula says.
+    # With a threshold of 0, stage 3 shards all parameters, as the formula of its memory assumes.
     return ["parallel.ddp=deepspeed", f"deepspeed.zero_stage={stage}", "deepspeed.stage3_param_persistence_threshold=0"]
 
 
@@ -104,10 +105,10 @@ ENGINES: dict[str, list[str]] = {
 
 
 def contestants(precision: str) -> dict[str, Callable[..., Callable[[], float]]]:
-    """By name: what is compared with each other, after what has only been imported."""
-    made: dict[str, Callable[..., Callable[[], float]]] = {"nothing": nothing}
+    """Name -> contestant for one precision, the baseline first."""
+    made: dict[str, Callable[..., Callable[[], float]]] = {"only imports": only_imports}
     for name, changes in ENGINES.items():
-        if (precision, name) != ("bf16", "deepspeed, stage 0"):  # which is refused
+        if (precision, name) != ("bf16", "deepspeed, stage 0"):  # not a valid config
             made[name] = partial(ours, precision=precision, changes=changes)
     if precision == "fp32":
         made["torch's own DDP and AdamW"] = partial(plain_torch, zero=False)
@@ -123,18 +124,18 @@ def main() -> None:
         running = {
             name: Contestant(partial(make, shape), RANKS, first_port + number)
             for number, (name, make) in enumerate(contestants(precision).items())
-            if name in ("nothing", "local") or re.search(args.only, name)
+            if name in ("only imports", "local") or re.search(args.only, name)
         }
         take_turns(running, args.rounds)
         peaks = {name: contestant.stop() for name, contestant in running.items()}
-        floor = peaks.pop("nothing")
+        baseline = peaks.pop("only imports")
         local = statistics.median(running["local"].seconds)
         print(f"{precision + ' engine':44} {'median ms':>10} {'min ms':>8} {'time / local':>13} {'peak MB':>8}")
         for name, peak in peaks.items():
             seconds = running[name].seconds
             median = statistics.median(seconds)
             times = f"{1000 * median:10.1f} {1000 * min(seconds):8.1f} {median / local:13.2f}"
-            print(f"{name:44} {times} {peak - floor:8.0f}", flush=True)
+            print(f"{name:44} {times} {peak - baseline:8.0f}", flush=True)
 
 
 if __name__ == "__main__":

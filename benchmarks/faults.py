@@ -1,11 +1,11 @@
-"""What looking for faults costs in every step, and how long a run stands still after one.
+"""Cost of fault detection in every step, and time to recover from a killed rank.
 
-Overhead: two data-parallel ranks of one thread train a GPT with the watchdog, the record of waits, the search for
-stragglers (in each 10th step, as by default) and the comparison of replicas (in each 100th), and without any of them,
-in turns. A ratio of steps is no better than the machine's noise, so what each part takes is also taken alone.
+Overhead: two data-parallel ranks of one thread train a GPT with and without fault detection, in turns. Fault detection
+is the watchdog, the record of waits, the search for stragglers (in each 10th step, the default) and the comparison of
+replicas (in each 100th step). The machine's noise hides such small differences, so each part is also timed alone.
 
-Recovery: a run of four ranks, of which one is killed; the time from there to the end of the next iteration, under our
-launcher and under torchrun --max-restarts, beside the time that the same command takes from its start.
+Recovery: one of four ranks is killed. The time from there to the end of the next iteration is compared with the time of
+the same command from its start, under our launcher and under torchrun --max-restarts.
 
     python benchmarks/faults.py [--rounds 60] [--kills 3] [--small]
 """
@@ -34,11 +34,11 @@ from engines import SHAPE, SMALL, microbatch
 
 ROOT = Path(__file__).resolve().parents[1]
 RANKS = 2
-PATIENCE_SECONDS = 180.0  # for a launcher to go on after a kill
+PATIENCE_SECONDS = 180.0  # for a launcher to resume training after a kill
 
 
 def trainer(shape: dict[str, int], watched: bool) -> Callable[[], float]:
-    """Steps as the training loop takes them, with what looks for faults or without."""
+    """A step as in the training loop, with or without fault detection."""
     from megatron_lite.training.initialize import initialize_megatron
     from megatron_lite.training.setup import setup_model_and_optimizer
     from megatron_lite.training.state import due
@@ -69,7 +69,7 @@ def trainer(shape: dict[str, int], watched: bool) -> Callable[[], float]:
 
 
 def parts(shape: dict[str, int]) -> Callable[[], float]:
-    """The milliseconds of each part alone, printed by the first rank; the number of waits in a step."""
+    """A step that measures each part of fault detection alone; the first rank prints the milliseconds."""
     from megatron_lite.parallel.context import Group
     from megatron_lite.parallel.waiting import communicating, current_wait
     from megatron_lite.training.initialize import initialize_megatron
@@ -114,13 +114,13 @@ def parts(shape: dict[str, int]) -> Callable[[], float]:
             (f"record of {waits} waits", waits * milliseconds(one_wait, 1000), 1.0, "in each step"),
             ("heartbeat", milliseconds(lambda: watchdog._beat("training", 0.0), 100), step / 5000, "every 5 s"),
             ("search for stragglers", milliseconds(straggling, 20), 0.1, "in each 10th step"),
-            ("comparison of replicas", milliseconds(lambda: check_replicas_equal(run), 10), 0.01, "in each 100th"),
+            ("comparison of replicas", milliseconds(lambda: check_replicas_equal(run), 10), 0.01, "in each 100th step"),
         ]
         if ctx.rank == 0:
             print(f"\nOf a step of {step:.1f} ms\n{'':32}{'ms':>8}{'share of a step':>18}")
             for name, cost, share, when in rows:
                 print(f"{name:32}{cost:8.3f}{cost * share / step:17.3%}  {when}")
-            print(f"{'together':32}{'':8}{sum(cost * share for _, cost, share, _ in rows) / step:17.3%}")
+            print(f"{'total':32}{'':8}{sum(cost * share for _, cost, share, _ in rows) / step:17.3%}")
         return 0.0
 
     return measure
@@ -128,19 +128,19 @@ def parts(shape: dict[str, int]) -> Callable[[], float]:
 
 def overhead(shape: dict[str, int], rounds: int) -> None:
     contestants = {
-        "nothing looks for faults": Contestant(partial(trainer, shape, False), RANKS, 29611),
-        "as by default, and replicas": Contestant(partial(trainer, shape, True), RANKS, 29612),
+        "without fault detection": Contestant(partial(trainer, shape, False), RANKS, 29611),
+        "defaults and replica checks": Contestant(partial(trainer, shape, True), RANKS, 29612),
     }
     take_turns(contestants, rounds)
-    print(f"{'':32}{'median ms':>10}{'/ first':>10}{'least ms':>10}{'/ first':>10}")
-    median, least = {}, {}
+    print(f"{'':32}{'median ms':>10}{'/ first':>10}{'min ms':>10}{'/ first':>10}")
+    median, minimum = {}, {}
     for name, contestant in contestants.items():
         times = contestant.seconds
-        median[name], least[name] = 1000 * statistics.median(times), 1000 * min(times)
+        median[name], minimum[name] = 1000 * statistics.median(times), 1000 * min(times)
         first = next(iter(median))
         print(
             f"{name:32}{median[name]:10.1f}{median[name] / median[first]:10.3f}"
-            f"{least[name]:10.1f}{least[name] / least[first]:10.3f}"
+            f"{minimum[name]:10.1f}{minimum[name] / minimum[first]:10.3f}"
         )
         contestant.stop()
     alone = Contestant(partial(parts, shape), RANKS, 29613)
@@ -149,11 +149,11 @@ def overhead(shape: dict[str, int], rounds: int) -> None:
 
 
 def recovery(kills: int) -> None:
-    """Kills a rank again and again, and waits for the next iteration each time."""
+    """Kill a rank `kills` times under each launcher, and print the times to the next iteration."""
     sys.path.insert(0, str(ROOT))
     from tests.helpers.command import environment, make_corpus, tiny_yaml
 
-    print(f"\nSeconds to the end of the next iteration, four ranks\n{'':32}{'median':>8}{'least':>8}{'/ start':>9}")
+    print(f"\nSeconds to the end of the next iteration, four ranks\n{'':32}{'median':>8}{'min':>8}{'/ start':>9}")
     pretrain = ["-m", "megatron_lite", "pretrain"]
     launchers = {
         "our launcher": [sys.executable, *pretrain, "--nproc-per-node", "4", "--max-restarts", "100"],
@@ -190,10 +190,10 @@ def recovery(kills: int) -> None:
                 if not wait_for_iteration(process, after="training from iteration"):
                     break
                 times.append(time.perf_counter() - began)
-            told = f"  did not go on within {PATIENCE_SECONDS:g} s"
+            result = f"  did not resume within {PATIENCE_SECONDS:g} s"
             if times:
-                told = f"{statistics.median(times):8.1f}{min(times):8.1f}{statistics.median(times) / start:9.2f}"
-            print(f"{f'after a killed rank, {name}':32}{told}  {len(times)} of {kills} kills survived")
+                result = f"{statistics.median(times):8.1f}{min(times):8.1f}{statistics.median(times) / start:9.2f}"
+            print(f"{f'after a killed rank, {name}':32}{result}  {len(times)} of {kills} kills survived")
         finally:
             end(process)
             process.wait()
@@ -201,7 +201,10 @@ def recovery(kills: int) -> None:
 
 
 def wait_for_iteration(process: subprocess.Popen, after: str = "") -> bool:
-    """Reads the output up to the line of an iteration; False where it ends before, or patience does."""
+    """Read the output up to the line of an iteration; skip lines before one that contains `after`.
+
+    Returns False if the output ends first. After PATIENCE_SECONDS the process is killed.
+    """
     assert process.stdout is not None
     end_it = threading.Timer(PATIENCE_SECONDS, end, (process,))
     end_it.start()
@@ -217,7 +220,7 @@ def wait_for_iteration(process: subprocess.Popen, after: str = "") -> bool:
 
 
 def ranks_of(launcher: int) -> list[int]:
-    """The processes of its ranks."""
+    """The process ids of a launcher's ranks."""
     tasks = Path(f"/proc/{launcher}/task").iterdir()
     children = [int(pid) for task in tasks for pid in (task / "children").read_text().split()]
     commands = {pid: Path(f"/proc/{pid}/cmdline").read_bytes() for pid in children}
@@ -225,7 +228,7 @@ def ranks_of(launcher: int) -> list[int]:
 
 
 def end(process: subprocess.Popen) -> None:
-    """A launcher and its ranks, which torchrun puts in sessions of their own."""
+    """Kill a launcher and its ranks, which torchrun puts in other sessions."""
     with contextlib.suppress(OSError):
         ranks = ranks_of(process.pid)
         os.killpg(process.pid, signal.SIGKILL)

@@ -1,11 +1,11 @@
-"""What pipeline schedules cost on two ranks of this machine: bubbles, the engine itself, peers, and memory.
+"""Pipeline schedules on two ranks of this machine: bubbles, peers, overhead of the engine, and memory.
 
-1. The measured bubble of traced iterations against the simulated one, for a model whose stages compute for tens of
-   milliseconds. Schedules take turns, so that a noisy machine is noisy for all; medians are shown.
-2. Forward and backward of the same stages by torch.distributed.pipelining, taking turns with ours. Ours also sums
-   gradients into fp32 `main_grad`.
-3. The engine's own time for one action: a stage that does next to nothing, with and without the engine.
-4. Peak memory of GPipe and 1F1B with 16 micro-batches, each in new processes, with and without recomputation.
+1. The measured bubble of traced iterations and the simulated one, for a model whose stages compute for tens of
+   milliseconds. Schedules take turns, so the machine's noise is the same for all. The table has medians.
+2. Forward and backward of the same stages, in turns with torch.distributed.pipelining. Ours also sums gradients into
+   fp32 `main_grad`.
+3. The engine's time for one action: a stage with almost no work, with and without the engine.
+4. Peak memory of GPipe and 1F1B with 16 micro-batches, with and without recomputation, each in new processes.
 
     python benchmarks/pipeline.py [--rounds 9] [--small]
 """
@@ -28,7 +28,7 @@ SHAPE = {"layers": 8, "hidden": 384, "heads": 6, "vocab": 4096, "sequence": 256,
 SMALL = {"layers": 4, "hidden": 64, "heads": 4, "vocab": 512, "sequence": 64, "batch": 2}
 SCHEDULES = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zb-h1": 1}  # name -> model chunks on a rank
 RANKS = 2
-NEAR_NOTHING = 8  # numbers in the hidden state of a stage that does next to nothing
+TINY = 8  # elements in the hidden state of a stage with almost no work
 
 
 def make_run(shape: dict[str, int], schedule: str, recompute: str = "none") -> Any:
@@ -59,7 +59,7 @@ def make_batches(shape: dict[str, int], count: int) -> list[Any]:
 
 
 def measure_bubbles(shape: dict[str, int], rounds: int, microbatches: int) -> None:
-    """Prints measured and predicted bubbles of every schedule."""
+    """Print measured and predicted bubbles of every schedule."""
     from megatron_lite.plan.trace import bubbles, gather_timelines
     from megatron_lite.training.step import train_step
     from megatron_lite.training.timeline import Timeline
@@ -76,7 +76,7 @@ def measure_bubbles(shape: dict[str, int], rounds: int, microbatches: int) -> No
             train_step(run, batches)
             seconds[name].append(time.perf_counter() - start)
             timelines = gather_timelines(timeline, run.ctx.world)
-            if timelines and round_number:  # the first round allocates
+            if timelines and round_number:  # the first round allocates memory
                 found[name].append(bubbles(run, timelines, microbatches))
     if dist.get_rank() == 0:
         print(f"\n{microbatches} micro-batches, medians of {rounds} iterations")
@@ -88,19 +88,19 @@ def measure_bubbles(shape: dict[str, int], rounds: int, microbatches: int) -> No
 
 
 def torch_pipelining(run: Any, name: str, microbatches: int, shape: dict[str, int]) -> Callable[[], None]:
-    """Forward and backward of this run's chunks under torch's own schedule of that name."""
+    """Forward and backward of this run's chunks under torch's schedule of that name."""
     from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 
     from megatron_lite.parallel.context import solo
     from megatron_lite.parallel.loss import vocab_parallel_cross_entropy
 
     class Stage(torch.nn.Module):
-        """A chunk whose input is what torch hands over: tokens on the first stage, hidden states on the others."""
+        """A chunk with one input: tokens on the first stage, hidden states on the others."""
 
         def __init__(self, chunk: Any, is_first: bool):
             super().__init__()
             self.chunk, self.is_first = chunk, is_first
-            self.tokens = make_batches(shape, 1)[0].tokens  # only its shape matters beyond the embedding
+            self.tokens = make_batches(shape, 1)[0].tokens  # later stages use only their shape
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return self.chunk(x) if self.is_first else self.chunk(self.tokens, None, x)
@@ -134,7 +134,7 @@ def torch_pipelining(run: Any, name: str, microbatches: int, shape: dict[str, in
 
 
 def against_peers(shape: dict[str, int], rounds: int, microbatches: int) -> None:
-    """Prints how long forward and backward take beside torch.distributed.pipelining."""
+    """Print the time of forward and backward, and that of torch.distributed.pipelining."""
     from megatron_lite.training.step import forward_backward
 
     batches = make_batches(shape, microbatches)
@@ -170,7 +170,7 @@ def against_peers(shape: dict[str, int], rounds: int, microbatches: int) -> None
 
 
 def overhead(rounds: int, microbatches: int = 64) -> None:
-    """Prints the time of an action whose stage does next to nothing, alone and through the engine."""
+    """Print the time of an action with almost no work, with and without the engine."""
     from megatron_lite.parallel.context import ParallelContext
     from megatron_lite.parallel.grid import Grid
     from megatron_lite.pipeline.engine import PipelineEngine
@@ -180,12 +180,12 @@ def overhead(rounds: int, microbatches: int = 64) -> None:
     cpu = torch.device("cpu")
     alone = ParallelContext.at(Grid(), 0)
     both = ParallelContext.create(Grid(pp=dist.get_world_size()), cpu, timeout_seconds=60)
-    weight = torch.ones(NEAR_NOTHING, requires_grad=True)
-    message = Message((NEAR_NOTHING,), torch.float32, cpu)
+    weight = torch.ones(TINY, requires_grad=True)
+    message = Message((TINY,), torch.float32, cpu)
 
     def bare() -> None:
         for _ in range(microbatches):
-            x = torch.ones(NEAR_NOTHING, requires_grad=True)
+            x = torch.ones(TINY, requires_grad=True)
             (x * weight).sum().backward()
 
     def through(ctx: ParallelContext) -> Callable[[], None]:
@@ -193,7 +193,7 @@ def overhead(rounds: int, microbatches: int = 64) -> None:
         schedule = build_schedule("1f1b", ctx.pp.size, microbatches, 1)
 
         def forward(chunk: int, number: int, hidden: torch.Tensor | None) -> torch.Tensor:
-            x = torch.ones(NEAR_NOTHING, requires_grad=True) if hidden is None else hidden
+            x = torch.ones(TINY, requires_grad=True) if hidden is None else hidden
             return (x * weight).sum() if ctx.pp.is_last else x * weight
 
         return lambda: engine.run(schedule, forward, message)  # type: ignore[return-value,func-returns-value]
@@ -208,19 +208,19 @@ def overhead(rounds: int, microbatches: int = 64) -> None:
             seconds[name].append((time.perf_counter() - start) / (2 * microbatches))
     if dist.get_rank() == 0:
         middle = {name: 1000 * statistics.median(values[1:]) for name, values in seconds.items()}
-        print(f"\none action of a stage that does next to nothing, {microbatches} micro-batches of 1F1B")
-        print(f"{'':18} {'ms an action':>13} {'of these the engine':>20}")
+        print(f"\none action of a stage with almost no work, {microbatches} micro-batches of 1F1B")
+        print(f"{'':18} {'ms per action':>13} {'ms in the engine':>20}")
         for name, value in middle.items():
             print(f"{name:18} {value:13.4f} {value - middle['bare loop']:20.4f}")
 
 
 def peak_memory(shape: dict[str, int], schedule: str, recompute: str, microbatches: int) -> None:
-    """Prints how far this rank's resident memory rises above that before the step, and what the engine held."""
+    """Print the rise of each rank's peak memory in a step, and the most micro-batches in flight."""
     from megatron_lite.training.step import train_step
     from megatron_lite.training.throughput import peak_memory_gb
 
     run = make_run(shape, schedule, recompute)
-    train_step(run, make_batches(shape, 1))  # gradients, moments and code are there from now on
+    train_step(run, make_batches(shape, 1))  # allocates gradients and moments, and loads code
     before = peak_memory_gb(run.ctx.device)
     train_step(run, make_batches(shape, microbatches))
     row = torch.tensor([1000 * (peak_memory_gb(run.ctx.device) - before), float(run.engine.peak_live)])
@@ -232,7 +232,7 @@ def peak_memory(shape: dict[str, int], schedule: str, recompute: str, microbatch
 
 
 def in_ranks(rank: int, port: int, function: Callable[..., None], *arguments: Any) -> None:
-    """What each process does."""
+    """Run the function in one of the processes."""
     warnings.filterwarnings("ignore")
     place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": RANKS, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     os.environ.update({key: str(value) for key, value in place.items()})
@@ -256,8 +256,11 @@ def main() -> None:
         start(measure_bubbles, shape, args.rounds, microbatches)
     start(against_peers, shape, args.rounds, 8)
     start(overhead, args.rounds)
-    print("\npeak memory of 16 micro-batches above that of a step with one, MB, and micro-batches held")
-    print(f"{'schedule':8} {'recompute':10}{'rank 0 MB':>18} {'held':>12}{'rank 1 MB':>18} {'held':>12}", flush=True)
+    print("\npeak memory of a step with 16 micro-batches above one with a single one, MB, and micro-batches in flight")
+    print(
+        f"{'schedule':8} {'recompute':10}{'rank 0 MB':>18} {'in flight':>12}{'rank 1 MB':>18} {'in flight':>12}",
+        flush=True,
+    )
     for recompute in ("none", "full"):
         for schedule in ("gpipe", "1f1b"):
             start(peak_memory, shape, schedule, recompute, 16)

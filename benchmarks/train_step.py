@@ -1,9 +1,9 @@
-"""How long a training step takes against transformers' GPT-2 and megatron-core's GPTModel, on the CPU.
+"""Time of a training step, compared with transformers' GPT-2 and megatron-core's GPTModel, on the CPU.
 
 All contestants train the same GPT (6 layers, hidden 384, 6 heads, vocabulary 50,304, sequence 256, micro-batch 8) with
-gradient clipping and fused AdamW. They take turns in one run, so that a noisy machine is noisy for all; a ratio is of
-the medians. In bf16 the peers run under torch.autocast with fp32 weights, as their users train; the pure bf16 rows
-hold their weights in bf16 and have no fp32 masters, which is less work and another result.
+gradient clipping and fused AdamW. They take turns, so the machine's noise is the same for all. Ratios are of medians.
+In bf16 the peers run under torch.autocast with fp32 weights, as their users train. The pure bf16 rows have bf16 weights
+without fp32 masters, which is less work and gives another result.
 
     python benchmarks/train_step.py [--rounds 8] [--only REGEX] [--small]
 """
@@ -28,7 +28,7 @@ def batch(shape: dict[str, int]) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def ours(shape: dict[str, int], precision: str, tensor: int = 1) -> Callable[[], float]:
-    """A step of megatron_lite: everything that `train_step` does."""
+    """A full `train_step` of megatron_lite."""
     from megatron_lite.data.loader import Batch
     from megatron_lite.training.initialize import initialize_megatron
     from megatron_lite.training.setup import setup_model_and_optimizer
@@ -46,9 +46,9 @@ def ours(shape: dict[str, int], precision: str, tensor: int = 1) -> Callable[[],
 def peer_step(
     model: torch.nn.Module, loss_fn: Callable[[], torch.Tensor], autocast: bool, backward_too: bool = False
 ) -> Callable[[], float]:
-    """Forward, backward, clip and AdamW of a peer's model, with torch's fastest CPU kernels for each.
+    """A training step of a peer: forward, backward, clipping and AdamW, with torch's fastest CPU kernels.
 
-    megatron-core's linear layers remember autocast for CUDA only, so their backward needs to be inside it here.
+    megatron-core's linear layers remember autocast for CUDA only, so here their backward must run inside it.
     """
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, fused=True)
 
@@ -99,13 +99,13 @@ def megatron_core_gpt(shape: dict[str, int], autocast: bool, dtype: torch.dtype)
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    torch.distributed.init_process_group("gloo")  # it needs one even alone
+    torch.distributed.init_process_group("gloo")  # megatron-core needs one even for a single process
 
     class NoTracker:
         def fork(self, name: str = "") -> contextlib.nullcontext:
             return contextlib.nullcontext()
 
-    # Its CUDA-only calls: the random state, which without dropout is not used, and the current device.
+    # megatron-core's CUDA-only calls: the random state (unused without dropout) and the current device.
     tensor_parallel.get_cuda_rng_tracker = NoTracker  # type: ignore[attr-defined]
     torch.cuda.current_device = lambda: torch.device("cpu")  # type: ignore[assignment,return-value]
     if not parallel_state.model_parallel_is_initialized():

@@ -5,7 +5,7 @@ from hypothesis import settings
 
 from megatron_lite.launch.pool import Ranks
 
-# The same examples on every run, and no deadline: a busy machine is no failure.
+# The same examples on every run, and no deadline, because a busy machine is not a failure.
 settings.register_profile("megatron_lite", deadline=None, derandomize=True)
 settings.load_profile("megatron_lite")
 

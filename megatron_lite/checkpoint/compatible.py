@@ -26,33 +26,30 @@ FREE = {"preset", "hidden_dropout", "mlp_dropout", "attention_dropout", "init_st
 ORDER = ("run.seed", "data.seq_length", "data.split", "data.paths")
 # Fields that decide which optimizer state there is, and in which dtype.
 STATE = ("train.precision", "sync.mode", "sync.delay", "sync.outer_momentum")
-OTHER_ORDER = "the order of the samples would change, so training would repeat some and skip others"
-OTHER_SUMS = "the sums that sync.delay has in flight belong to the old value"
+OTHER_SUMS = "the sums that sync.delay has in flight belong to the old value; restore it, or"
 
 
 def check_resumable(before: Fields, now: Config) -> None:
     """Raise ConfigError where `now` would continue with other samples or other pending sums than the checkpoint's."""
     after = now.model_dump(mode="json")
-    if changed := differing(before, after, ORDER):
-        raise ConfigError(f"{', '.join(changed)}: {OTHER_ORDER}; restore these values, or start a new run.dir")
-    if changed := differing(before, after, _pending(now)):
-        raise ConfigError(
-            f"{', '.join(changed)}: {OTHER_SUMS}; restore it, or load the weights alone with checkpoint.load_weights"
-        )
+    order = "the order of the samples would change; restore these values, or start a new run.dir"
+    _raise_where(differing(before, after, ORDER), order)
+    sums = f"{OTHER_SUMS} load the weights alone with checkpoint.load_weights"
+    _raise_where(differing(before, after, _pending(now)), sums)
 
 
 def check_same_run(source: Config, target: Config) -> None:
     """Raise ConfigError where the optimizer state of `source` has another meaning in a conversion to `target`."""
     before, after = source.model_dump(mode="json"), target.model_dump(mode="json")
     sync = [f"sync.{name}" for name in before["sync"]]
-    changed = changed_model(before, after)
-    changed += differing(before, after, [*ORDER, "train.precision", *sync])
+    changed = changed_model(before, after) + differing(before, after, [*ORDER, "train.precision", *sync])
+    _raise_where(changed, "optimizer state belongs to the same run; add --weights-only for a new start")
+    _raise_where(differing(before, after, _pending(source)), f"{OTHER_SUMS} add --weights-only for a new start")
+
+
+def _raise_where(changed: list[str], reason: str) -> None:
     if changed:
-        raise ConfigError(
-            f"{listed(changed)}: optimizer state belongs to the same run; add --weights-only for a new start"
-        )
-    if changed := differing(before, after, _pending(source)):
-        raise ConfigError(f"{', '.join(changed)}: {OTHER_SUMS}; restore it, or add --weights-only for a new start")
+        raise ConfigError(f"{listed(changed)}: {reason}")
 
 
 def changed_model(before: Fields, now: Fields) -> list[str]:
@@ -69,14 +66,12 @@ def differing(before: Fields, now: Fields, fields: Sequence[str]) -> list[str]:
         section, _, key = field.partition(".")
         saved, wanted = before.get(section, {}), now.get(section, {})
         if key in saved and key in wanted:
-            old, new = (_comparable(field, values[key]) for values in (saved, wanted))
+            old, new = saved[key], wanted[key]
+            if field == "data.paths":
+                old, new = ([Path(path).name for path in paths] for paths in (old, new))
             if old != new:
                 changed.append(f"{field} (checkpoint: {old}, config: {new})")
     return changed
-
-
-def _comparable(field: str, value: Any) -> Any:
-    return [Path(path).name for path in value] if field == "data.paths" else value
 
 
 def _pending(config: Config) -> list[str]:

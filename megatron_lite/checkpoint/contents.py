@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from megatron_lite.checkpoint.layout import WEIGHT, StoredSlice, TensorLayout, Value, mp_rank_folder
-from megatron_lite.ddp.local_shard import LocalShard
+from megatron_lite.ddp.local_shard import LocalShard, Shards, State
 from megatron_lite.parallel.context import ParallelContext
 from megatron_lite.parallel.dtypes import SAFETENSORS_NAMES
 from megatron_lite.parallel.shard import ParamTable
@@ -16,42 +16,34 @@ from megatron_lite.parallel.shard import ParamTable
 class Contents:
     """The tensors that one rank saves, or fills from a checkpoint."""
 
-    weights: dict[str, LocalShard]  # by name
-    # name -> kind ("master", "exp_avg", ...) -> shard; empty for weights alone
-    optimizer_state: dict[str, dict[str, LocalShard]] = field(default_factory=dict)
+    weights: Shards  # by name
+    optimizer_state: State = field(default_factory=dict)  # by name and kind: "master", "exp_avg", ...; may be empty
     rng: Mapping[str, Tensor] = field(default_factory=dict)  # states of random generators, under any names
 
-    def by_kind(self) -> dict[str, dict[str, LocalShard]]:
-        """name -> kind -> shard, with the weight as one of the kinds."""
-        return {
-            name: {
-                **({WEIGHT: self.weights[name]} if name in self.weights else {}),
-                **self.optimizer_state.get(name, {}),
-            }
-            for name in {**self.weights, **self.optimizer_state}
-        }
+    def by_kind(self) -> State:
+        """All shards by name and kind; the weight is the first kind."""
+        kinds = {name: {WEIGHT: shard} for name, shard in self.weights.items()}
+        return kinds | {name: kinds.get(name, {}) | state for name, state in self.optimizer_state.items()}
 
     def saved_by(self, ctx: ParallelContext) -> "Contents":
-        """The part that this rank writes: of replicated shards, the first data-parallel rank writes all."""
+        """The shards that this rank writes. The first data-parallel rank alone writes replicated ones."""
+
+        def own(shards: Shards) -> Shards:
+            return {key: shard for key, shard in shards.items() if shard.across_dp != "replicated"}
+
         if replica_of(ctx) == 0:
             return self
-        weights = {name: shard for name, shard in self.weights.items() if shard.across_dp != "replicated"}
-        state = {
-            name: {kind: shard for kind, shard in kinds.items() if shard.across_dp != "replicated"}
-            for name, kinds in self.optimizer_state.items()
-        }
-        return Contents(weights, {name: kinds for name, kinds in state.items() if kinds}, self.rng)
+        state = {name: own(kinds) for name, kinds in self.optimizer_state.items()}
+        return Contents(own(self.weights), {name: kinds for name, kinds in state.items() if kinds}, self.rng)
 
     def map(self, convert: Callable[[str, str, LocalShard], LocalShard]) -> "Contents":
         """The same contents with each shard replaced by `convert(name, kind, shard)`."""
-        return Contents(
-            {name: convert(name, WEIGHT, shard) for name, shard in self.weights.items()},
-            {
-                name: {kind: convert(name, kind, shard) for kind, shard in kinds.items()}
-                for name, kinds in self.optimizer_state.items()
-            },
-            self.rng,
-        )
+        weights = {name: convert(name, WEIGHT, shard) for name, shard in self.weights.items()}
+        state = {
+            name: {kind: convert(name, kind, shard) for kind, shard in kinds.items()}
+            for name, kinds in self.optimizer_state.items()
+        }
+        return Contents(weights, state, self.rng)
 
 
 @dataclass(frozen=True)
@@ -78,15 +70,9 @@ def describe(ctx: ParallelContext, table: ParamTable, shards: Mapping[str, Mappi
                 stem, key = "model" if shard.across_dp == "replicated" else f"model_dp_{replica:03d}", name
             file = f"{folder}/{stem}.safetensors"
             described.files.setdefault(file, {})[key] = (name, kind)
-            stored = StoredSlice(
-                file=file,
-                key=key,
-                tp=ctx.tp.rank,
-                pp=ctx.pp.rank,
-                start=shard.start,
-                end=shard.end,
-                dp=replica if shard.across_dp == "local" else None,
-            )
+            dp = replica if shard.across_dp == "local" else None
+            ranks = {"tp": ctx.tp.rank, "pp": ctx.pp.rank, "dp": dp}
+            stored = StoredSlice(file=file, key=key, start=shard.start, end=shard.end, **ranks)
             values[kind] = Value(dtype=SAFETENSORS_NAMES[shard.values.dtype], slices=(stored,))
         described.tensors[name] = TensorLayout(shape=meta.shape, shard=meta.shard, values=values, copy_of=meta.tied_to)
     return described

@@ -14,32 +14,22 @@ can be killed at any time and a loadable checkpoint remains. The next save remov
 import os
 import shutil
 import warnings
-from itertools import chain, count
+from itertools import count
 from pathlib import Path
 
 from megatron_lite.checkpoint.layout import LAYOUT_FILE, iteration_folder, iteration_of
 from megatron_lite.checkpoint.tensor_file import save_errors
 from megatron_lite.errors import CheckpointError
 from megatron_lite.files import atomic_write, sync_folder
-from megatron_lite.parallel.agreement import on_first
-from megatron_lite.parallel.context import Group
 
 TRACKER_FILE = "latest_checkpointed_iteration.txt"
 
 
-def find_latest(root: Path, *, world: Group) -> int | None:
-    """The iteration to resume from, the same on every rank; None before the first save.
-
-    Communicates: the first rank's answer over `world`.
-    """
-    return on_first(lambda: read_latest(root), world)
-
-
 def read_latest(root: Path) -> int | None:
-    """The iteration in the tracker; without a tracker the newest iteration, or None."""
+    """The iteration to resume from: that of the tracker, else the newest; None before the first save."""
     tracker = root / TRACKER_FILE
     try:
-        present = iterations(root)
+        newest = max(iterations(root), default=None)
         text = tracker.read_text(encoding="utf-8", errors="replace").strip() if tracker.exists() else None
     except OSError as error:
         raise CheckpointError(
@@ -48,23 +38,20 @@ def read_latest(root: Path) -> int | None:
     if text is None:
         foreign = [path.name for path in _iteration_folders(root, "") if not (path / LAYOUT_FILE).exists()]
         if foreign:
-            raise CheckpointError(
-                f"{root}: {foreign[0]} has no {LAYOUT_FILE}. Choose another run.dir, or move that folder away"
-            )
-        return max(present, default=None)
-    remedy = f"{_present(root)}. Write one of them into the file, or delete the file to use the newest"
+            raise CheckpointError(f"{root}: {foreign[0]} has no {LAYOUT_FILE}. Choose another run.dir, or move it away")
+        return newest
+    remedy = f"{describe_iterations(root)}. Write one of them into the file, or delete the file to use the newest"
     if not (text.isascii() and text.isdigit()):
         raise CheckpointError(f"{tracker}: {text[:40]!r} is not an iteration. {remedy}")
     if not locate(root, int(text)).exists():
-        raise CheckpointError(
-            f"{tracker}: names iteration {text}, but {iteration_folder(int(text))} is missing. {remedy}"
-        )
+        raise CheckpointError(f"{tracker}: names iteration {text}, which is missing. {remedy}")
     return int(text)
 
 
-def _present(root: Path) -> str:
-    present = iterations(root)
-    return f"There are iterations {', '.join(map(str, present))}" if present else "There are no iterations"
+def describe_iterations(root: Path) -> str:
+    """The iterations of all complete checkpoints, as a sentence for messages."""
+    found = iterations(root)
+    return f"There are iterations {', '.join(map(str, found))}" if found else "There are no iterations"
 
 
 def iterations(root: Path) -> list[int]:
@@ -95,32 +82,25 @@ def resolve(path: Path, iteration: int | None = None) -> Path:
     """The checkpoint for an iter_ folder, or the newest or given one in a run's folder or its checkpoints/ folder."""
     if is_checkpoint(path):
         if not path.is_dir():
-            raise CheckpointError(f"{path}: does not exist. {_present(path.parent)}")
+            raise CheckpointError(f"{path}: does not exist. {describe_iterations(path.parent)}")
         if iteration not in (None, iteration_of(path.name)):
-            raise CheckpointError(
-                f"{path}: is one checkpoint, not iteration {iteration}. Give the run's folder to choose an iteration"
-            )
+            raise CheckpointError(f"{path}: is not iteration {iteration}. Give the run's folder to choose an iteration")
         return path
     root = root_of(path)
-    newest = read_latest(root) if iteration is None else max(iterations(root), default=None)
-    if newest is None:
-        raise CheckpointError(
-            f"{path}: {'has no checkpoint' if path.is_dir() else 'is not a folder'}. Give a run.dir or iter_... folder"
-        )
-    if iteration is None:
-        return locate(root, newest)
-    if iteration not in iterations(root):
-        raise CheckpointError(f"{path}: has no checkpoint of iteration {iteration}. {_present(root)}")
-    return locate(root, iteration)
+    wanted = read_latest(root) if iteration is None else iteration
+    if wanted is None or not path.is_dir():
+        problem = "has no checkpoint" if path.is_dir() else "is not a folder"
+        raise CheckpointError(f"{path}: {problem}. Give a run.dir or iter_... folder")
+    if iteration is not None and iteration not in iterations(root):
+        raise CheckpointError(f"{path}: has no checkpoint of iteration {iteration}. {describe_iterations(root)}")
+    return locate(root, wanted)
 
 
 def place_of(folder: Path) -> tuple[Path, int]:
     """The parent folder of a checkpoint, and its iteration."""
     iteration = iteration_of(folder.name.removeprefix(".old-"))
     if iteration is None:
-        raise CheckpointError(
-            f"{folder}: is not named after its iteration, such as {iteration_folder(100)}. Rename it to load it"
-        )
+        raise CheckpointError(f"{folder}: is not named after its iteration. Rename it like {iteration_folder(100)}")
     return folder.parent, iteration
 
 
@@ -179,8 +159,9 @@ def prune(root: Path, newest: int, keep: int, keep_every: int) -> None:
 def set_aside(root: Path, iteration: int, before: int) -> Path:
     """Rename a damaged checkpoint, name the one of iteration `before` in the tracker, and return the new path."""
     folder = locate(root, iteration)
-    names = (f"damaged-{iteration_folder(iteration)}{suffix}" for suffix in chain([""], (f".{n}" for n in count(2))))
-    damaged = next(root / name for name in names if not (root / name).exists())
+    damaged, numbers = root / f"damaged-{iteration_folder(iteration)}", count(2)
+    while damaged.exists():
+        damaged = damaged.with_suffix(f".{next(numbers)}")
     write_durably(root / TRACKER_FILE, str(before).encode())
     with save_errors("setting the damaged checkpoint aside", folder):
         os.rename(folder, damaged)
@@ -189,11 +170,11 @@ def set_aside(root: Path, iteration: int, before: int) -> Path:
 
 
 def remove(folder: Path) -> None:
-    """Delete a checkpoint, renamed first so that an incomplete folder never looks like one.
+    """Delete a checkpoint. It is renamed first, so that an incomplete folder never looks like a checkpoint.
 
     A failure is a warning: the checkpoint that was just saved is safe, and the next save tries again.
     """
-    deleted = _unfinished(folder.parent, "deleted", int(folder.name[folder.name.index("iter_") + 5 :]))
+    deleted = folder.parent / f".deleted-{folder.name[folder.name.index('iter_') :]}"
     try:
         if deleted != folder:
             if deleted.exists():

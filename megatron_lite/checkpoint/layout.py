@@ -163,16 +163,13 @@ def parse_layout(text: bytes, path: Path) -> Layout:
     if expected != content_checksum(content):
         raise DamagedCheckpoint(f"{path}: damaged or edited, its checksum is not {expected!r}. {USE_ANOTHER}")
     if content.get("format") != FORMAT or content.get("version") != VERSION:
-        raise CheckpointError(
-            f"{path}: has format {content.get('format')!r}, version {content.get('version')!r}; expected {FORMAT!r}, "
-            f"version {VERSION}. Use the megatron_lite that wrote it, or a newer one"
-        )
+        found = f"has format {content.get('format')!r}, version {content.get('version')!r}"
+        wants = f"wants {FORMAT!r}, version {VERSION}; use the megatron_lite that wrote it, or a newer one"
+        raise CheckpointError(f"{path}: {found}; {wants}")
     try:
         return Layout.model_validate(content)
     except ValidationError as error:
-        raise CheckpointError(
-            f"{path}: {_first_error(error)}; another version or an edit wrote it. {USE_ANOTHER}"
-        ) from None
+        raise CheckpointError(f"{path}: {_first_error(error)}; not of this version. {USE_ANOTHER}") from None
 
 
 def _first_error(error: ValidationError) -> str:
@@ -188,16 +185,12 @@ def read_layout(folder: Path) -> Layout:
     except FileNotFoundError:
         if any(folder.glob("mp_rank_*/*.safetensors")):
             raise DamagedCheckpoint(f"{folder}: has tensors but no {LAYOUT_FILE}. {USE_ANOTHER}") from None
-        raise CheckpointError(
-            f"{folder}: has no {LAYOUT_FILE}; `megatron-lite convert` imports Hugging Face, Megatron-LM and CodeGeeX"
-        ) from None
+        raise CheckpointError(f"{folder}: has no {LAYOUT_FILE}; import it with `megatron-lite convert`") from None
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from error
     layout = parse_layout(text, path)
     if iteration_of(folder.name.removeprefix(".old-")) not in (None, layout.iteration):
-        raise CheckpointError(
-            f"{folder}: holds iteration {layout.iteration}. Rename it to {iteration_folder(layout.iteration)}"
-        )
+        raise CheckpointError(f"{folder}: is of another iteration. Rename it to {iteration_folder(layout.iteration)}")
     return layout
 
 

@@ -18,13 +18,13 @@ LOCK_FILE = ".lock"
 
 
 class Lock:
-    """The lock on a run's folder. Only the first rank has a descriptor."""
+    """The lock on a run's folder. Only the first rank has a descriptor; other ranks have -1."""
 
     def __init__(self, folder: Path, descriptor: int) -> None:
         self._folder, self._descriptor = folder, descriptor
 
     def take_again(self) -> None:
-        """Lock the folder that has replaced a deleted one. Raise CheckpointError where another run has locked it."""
+        """Lock the folder after it was deleted and created again. CheckpointError: another run has locked it."""
         self.release()
         self._descriptor = _acquire(self._folder)
 
@@ -54,9 +54,7 @@ def _acquire(folder: Path) -> int:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise CheckpointError(
-            f"run.dir is {folder}, which cannot be created: {error.strerror}; choose another run.dir"
-        ) from error
+        raise CheckpointError(f"run.dir {folder}: cannot be created: {error.strerror}; choose another one") from error
     with save_errors("locking", path):
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
     try:
@@ -65,11 +63,9 @@ def _acquire(folder: Path) -> int:
         if error.errno not in (errno.EACCES, errno.EAGAIN):
             print(f" cannot lock {folder} ({error.strerror}): make sure that no other run trains there", flush=True)
             return descriptor
-        holder = os.pread(descriptor, 200, 0).decode(errors="replace").strip()
+        holder = os.pread(descriptor, 200, 0).decode(errors="replace").strip() or "another run"
         os.close(descriptor)
-        raise CheckpointError(
-            f"run.dir {folder} is in use by {holder or 'another run'}; wait for that run, or choose another run.dir"
-        ) from None
+        raise CheckpointError(f"run.dir {folder} is in use by {holder}; wait for it, or choose another one") from None
     os.ftruncate(descriptor, 0)
     since = datetime.now(timezone.utc).isoformat(timespec="seconds")
     os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()} since {since}\n".encode(), 0)

@@ -1,6 +1,6 @@
 """Checks that a checkpoint belongs to this model, and a plan of which stored slices fill a rank's local shards."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from megatron_lite.checkpoint.compatible import STATE, Fields, changed_model, differing
@@ -42,28 +42,20 @@ def check_model(layout: Layout, folder: Path, *, table: ParamTable, names: Colle
         if saved is None:
             missing.append(name)
         elif (saved.shape, saved.shard) != (tuple(meta.shape), meta.shard):
-            differing_shapes.append(
-                f"{name} is {_described(saved.shape, saved.shard)} in the checkpoint and "
-                f"{_described(tuple(meta.shape), meta.shard)} in this model"
-            )
+            here, there = _described(meta.shape, meta.shard), _described(saved.shape, saved.shard)
+            differing_shapes.append(f"{name} is {there} in the checkpoint and {here} in this model")
     extra = [name for name, saved in layout.tensors.items() if name not in names and not saved.copy_of]
     changed = changed_model(layout.config, config)
-    problems = []
-    if differing_shapes:
-        problems.append(listed(differing_shapes))
-    if missing:
-        problems.append("missing in the checkpoint: " + listed(missing))
-    if extra:
-        problems.append("only in the checkpoint: " + listed(extra))
+    found = {"": differing_shapes, "missing in the checkpoint: ": missing, "only in the checkpoint: ": extra}
+    problems = [label + listed(names) for label, names in found.items() if names]
     if missing and any(name.endswith(f".{missing[0]}") for name in extra):
         problems.append("its names have a prefix; load the model of a custom provider with --model FILE.py:NAME")
     if changed and not problems:
         problems.append("its tensors have the same shapes, but another meaning")
     if problems:
-        raise CheckpointError(
-            f"{folder}: belongs to another model; {'; '.join(problems)}. Look at "
-            f"{', '.join(changed) or 'the model section of the config'}, or choose another run.dir"
-        )
+        keys = ", ".join(changed) or "the model section of the config"
+        problem = f"{folder}: belongs to another model; {'; '.join(problems)}"
+        raise CheckpointError(f"{problem}. Look at {keys}, or choose another run.dir")
 
 
 def stored_name(name: str, table: ParamTable, layout: Layout) -> str:
@@ -78,24 +70,22 @@ def plan(
 
     Raise CheckpointError where the optimizer state has other kinds or dtypes. Weights alone are converted.
     """
+    keys = " and ".join(differing(layout.config, config, STATE)) or "the optimizer's settings"
+    remedy = f"Restore {keys}, or load the weights alone with checkpoint.load_weights"
     found = []
     for name, targets in contents.by_kind().items():
         tensor = layout.tensors[stored_name(name, table, layout)]
-        if name in contents.optimizer_state and set(tensor.values) == {WEIGHT}:
-            raise CheckpointError(
-                f"{folder}: has weights alone; start from it with checkpoint.load_weights and another run.dir"
-            )
         if name in contents.optimizer_state and set(targets) != set(tensor.values):
-            raise CheckpointError(
-                f"{folder}: {name} has {', '.join(sorted(tensor.values))}, this run needs "
-                f"{', '.join(sorted(targets))}. {_remedy(layout, config)}"
-            )
+            if set(tensor.values) == {WEIGHT}:
+                raise CheckpointError(
+                    f"{folder}: has weights alone; start from it with checkpoint.load_weights and another run.dir"
+                )
+            saved, needed = (", ".join(sorted(kinds)) for kinds in (tensor.values, targets))
+            raise CheckpointError(f"{folder}: {name} has {saved}, this run needs {needed}. {remedy}")
         for kind, shard in targets.items():
             value, dtype = tensor.values[kind], SAFETENSORS_NAMES[shard.values.dtype]
             if contents.optimizer_state and value.dtype != dtype:
-                raise CheckpointError(
-                    f"{folder}: {kind} of {name} is {value.dtype}, this run needs {dtype}. {_remedy(layout, config)}"
-                )
+                raise CheckpointError(f"{folder}: {kind} of {name} is {value.dtype}, this run needs {dtype}. {remedy}")
             if shard.across_dp == "local" and layout.grid.dp != ctx.dp.size:
                 raise CheckpointError(
                     f"{folder}: {kind} differs on {layout.grid.dp} data-parallel ranks, this run has {ctx.dp.size}; "
@@ -112,10 +102,5 @@ def plan(
     return found
 
 
-def _remedy(layout: Layout, config: Fields) -> str:
-    keys = " and ".join(differing(layout.config, config, STATE)) or "the optimizer's settings"
-    return f"Restore {keys}, or load the weights alone with checkpoint.load_weights"
-
-
-def _described(shape: tuple[int, ...], shard: Shard) -> str:
+def _described(shape: Sequence[int], shard: Shard) -> str:
     return str(list(shape)) + (f" fused of {list(shard.parts)}" if shard.parts else "")

@@ -1,9 +1,9 @@
 """Copies between a checkpoint of any layout and a rank of any other: intersections of rectangles.
 
-A tensor is seen as a matrix. The dimensions before the sharded one are its rows, the sharded one and the rest its
-columns. A tensor-parallel shard has all rows of a few column ranges, one for each fused part. A range of a flattened
-shard, the share of one data-parallel rank, is at most three rectangles: the rest of a first row, full rows, the start
-of a last row. So every local shard and every stored slice is a few rectangles of the same matrix.
+A tensor is seen as a matrix. Its rows are the dimensions before the sharded one; its columns are the sharded one and
+the rest. A tensor-parallel shard has all rows of a few column ranges, one for each fused part. A range of a flattened
+shard, which one data-parallel rank owns, is at most three rectangles: the rest of a first row, full rows, the start of
+a last row. So every local shard and every stored slice is a few rectangles of the same matrix.
 """
 
 from collections.abc import Iterator, Sequence
@@ -38,10 +38,10 @@ class Rectangle:
         """The offset after the last element."""
         return self.offset + (self.bottom - self.top - 1) * self.stride + self.right - self.left
 
-    def within(self, top: int, bottom: int, left: int, right: int) -> "Rectangle":
-        """The intersection with these rows and columns; it may be empty."""
-        top, bottom = max(top, self.top), min(bottom, self.bottom)
-        left, right = max(left, self.left), min(right, self.right)
+    def within(self, other: "Rectangle") -> "Rectangle":
+        """The intersection with the rows and columns of `other`, in this memory; it may be empty."""
+        top, bottom = max(other.top, self.top), min(other.bottom, self.bottom)
+        left, right = max(other.left, self.left), min(other.right, self.right)
         if top >= bottom or left >= right:
             return replace(self, bottom=self.top, right=self.left)
         offset = self.offset + (top - self.top) * self.stride + left - self.left
@@ -94,8 +94,8 @@ class Move:
         rows = max(1, BLOCK // full.stride)
         for top in range(full.top, full.bottom, rows):
             for left in range(full.left, full.right, BLOCK):
-                bounds = (top, min(top + rows, full.bottom), left, min(left + BLOCK, full.right))
-                yield Move(self.stored, self.source.within(*bounds), self.target.within(*bounds))
+                block = full.within(replace(full, top=top, bottom=top + rows, left=left, right=left + BLOCK))
+                yield Move(self.stored, block, self.target.within(block))
 
 
 def moves(
@@ -106,8 +106,6 @@ def moves(
     for stored in slices:
         for source in rectangles(tensor.shape, tensor.shard, stored.tp, tp_size, stored.start, stored.end):
             for target in targets:
-                shared = source.within(target.top, target.bottom, target.left, target.right)
-                if shared.numel:
-                    bounds = (shared.top, shared.bottom, shared.left, shared.right)
-                    found.append(Move(stored, shared, target.within(*bounds)))
+                if (shared := source.within(target)).numel:
+                    found.append(Move(stored, shared, target.within(shared)))
     return found

@@ -36,7 +36,6 @@ class Saver:
         self._in_background = in_background
         self._in_flight: Future[tuple[float, float]] | None = None
         self._label = ""  # of the save in flight
-        self._failed = False
         self._is_copied = threading.Event()
         self._is_copied.set()
         self._waited_seconds = 0.0  # by training, for the save in flight
@@ -48,9 +47,8 @@ class Saver:
             self._copies: dict[tuple[str, str], Tensor] = {}
 
     def _connect(self) -> None:
-        self._background = replace(
-            self._ctx, world=duplicate_group(self._ctx.world, self._timeout_seconds, backend="gloo")
-        )
+        world = duplicate_group(self._ctx.world, self._timeout_seconds, backend="gloo")
+        self._background = replace(self._ctx, world=world)
         self._failed = False
 
     def save(
@@ -81,7 +79,10 @@ class Saver:
             self._report_success(say, time.perf_counter() - started)
             return
         original: Contents | None = contents.saved_by(self._ctx)
-        before, ready, is_copied = _versions(original), self._ready_event(), threading.Event()
+        before, is_copied = _versions(original), threading.Event()
+        ready = torch.cuda.Event() if self._ctx.device.type == "cuda" else None
+        if ready is not None:
+            ready.record(torch.cuda.current_stream(self._ctx.device))  # after all work that has been launched
         self._waited_seconds = 0.0
 
         def copy() -> Contents:
@@ -89,7 +90,7 @@ class Saver:
             assert original is not None
             try:
                 copies = self._copied(original, ready)
-                _check_unchanged(before, _versions(original))
+                _check_unchanged(original, before)
                 return copies
             finally:
                 original = None  # tensors that exist for this save alone are freed here
@@ -143,28 +144,17 @@ class Saver:
     def _report_success(self, say: Say, seconds: float, more: str = "") -> None:
         say(f"  successfully saved {self._label} ({seconds:.1f} s{more})")
 
-    def _ready_event(self) -> "torch.cuda.Event | None":
-        """On a GPU, the end of all work that has been launched."""
-        if self._ctx.device.type != "cuda":
-            return None
-        ready = torch.cuda.Event()
-        ready.record(torch.cuda.current_stream(self._ctx.device))
-        return ready
-
-    def _copied(self, contents: Contents, ready: "torch.cuda.Event | None") -> Contents:
+    def _copied(self, contents: Contents, ready: torch.cuda.Event | None) -> Contents:
         """Copies in host memory of the values at the event `ready`; a GPU computes meanwhile."""
         if ready is None:
-            return self._copies_of(contents)
+            return contents.map(self._copy_of)
         # One stream for all saves: torch has a pool of 32 and also gives them to others.
         self._stream = self._stream or torch.cuda.Stream(self._ctx.device)
         self._stream.wait_event(ready)
         with torch.cuda.stream(self._stream):
-            copies = self._copies_of(contents)
+            copies = contents.map(self._copy_of)
         self._stream.synchronize()
         return copies
-
-    def _copies_of(self, contents: Contents) -> Contents:
-        return contents.map(self._copy_of)
 
     def _copy_of(self, name: str, kind: str, shard: LocalShard) -> LocalShard:
         values, on_gpu = shard.values.detach(), shard.values.is_cuda
@@ -181,9 +171,10 @@ def _versions(contents: Contents) -> dict[tuple[str, str], int]:
     return {(name, kind): shard.values._version for name, kinds in kinds_of for kind, shard in kinds.items()}
 
 
-def _check_unchanged(before: dict[tuple[str, str], int], after: dict[tuple[str, str], int]) -> None:
-    if changed := [f"{kind} of {name}" for name, kind in before if before[name, kind] != after[name, kind]]:
-        raise CheckpointError(
-            f"{changed[0]} changed while it was copied; a model that changes parameters in forward needs "
-            "checkpoint.async_save: false"
-        )
+def _check_unchanged(contents: Contents, before: dict[tuple[str, str], int]) -> None:
+    for (name, kind), version in _versions(contents).items():
+        if version != before[name, kind]:
+            raise CheckpointError(
+                f"{kind} of {name} changed while it was copied; for a model that changes parameters in forward, set "
+                "checkpoint.async_save: false"
+            )

@@ -5,7 +5,6 @@ renames the folder and replaces the tracker, so the tracker names a complete che
 """
 
 import shutil
-import threading
 from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
@@ -33,7 +32,6 @@ from megatron_lite.errors import CheckpointError, MegatronLiteError
 from megatron_lite.files import sync_folder
 from megatron_lite.parallel.agreement import all_gather_objects, gather_objects, on_all, on_first
 from megatron_lite.parallel.context import ParallelContext
-from megatron_lite.parallel.grid import Grid
 from megatron_lite.parallel.shard import ParamTable
 from megatron_lite.parallel.waiting import note_progress
 
@@ -42,15 +40,11 @@ READERS = 2  # threads; one waits for the disk while the other one checks and co
 
 @dataclass(frozen=True)
 class Loaded:
-    """The values in a checkpoint beside the tensors."""
+    """The content of a checkpoint without weights and optimizer state."""
 
-    iteration: int
-    state: dict[str, Any]
-    config: dict[str, Any]
-    origin: dict[str, Any]
-    grid: Grid
-    # None where the grid changed or training has not begun: the caller seeds new generators, from seed and iteration so
-    # that the random values of the run's start are not repeated.
+    layout: Layout
+    # States of random generators. None where the grid changed or training has not begun: the caller seeds new ones from
+    # seed and iteration, so that the random values of the run's start are not repeated.
     rng: dict[str, Tensor] | None
     bytes_read: int  # by this rank
 
@@ -131,19 +125,17 @@ def load(
     def read() -> Loaded:
         folder = directory.locate(root, iteration)
         if not folder.is_dir():
-            present = ", ".join(map(str, directory.iterations(root))) or "none"
-            raise CheckpointError(f"{folder}: does not exist on this rank; iterations here: {present}")
+            raise CheckpointError(f"{folder}: does not exist on this rank. {directory.describe_iterations(root)}")
         layout = read_layout(folder)
         match.check_provider(layout, folder, provider)
         match.check_model(layout, folder, table=table, names=names, config=config)
         plan = match.plan(layout, folder, ctx=ctx, table=table, contents=contents, config=config)
         with Opened(folder, layout) as opened:
-            opened.fill_all((shard.values.detach().view(-1), moves) for shard, moves in plan)
+            opened.fill((shard.values.detach().view(-1), moves) for shard, moves in plan)
             rng = None
             if layout.grid == ctx.grid and rng_file(ctx) in layout.files:
                 rng = {key: tensor.clone() for key, tensor in opened.file(rng_file(ctx)).get_all().items()}
-        bytes_read = sum(shard.values.nbytes for shard, _ in plan)
-        return Loaded(layout.iteration, layout.state, layout.config, layout.origin, layout.grid, rng, bytes_read)
+        return Loaded(layout, rng, bytes_read=sum(shard.values.nbytes for shard, _ in plan))
 
     return on_all(read, ctx.world)
 
@@ -165,13 +157,12 @@ def _write(
     """Write this rank's files, and describe them."""
     shards = contents.saved_by(ctx).by_kind()
     described = describe(ctx, table, shards)
-    with save_errors("creating the folder", folder / described.folder):
-        (folder / described.folder).mkdir(exist_ok=True)
-    files = {rng_file(ctx): write_tensors(folder / rng_file(ctx), contents.rng)} if contents.rng else {}
-    for file, entries in described.files.items():
-        tensors = {key: shards[name][kind].values for key, (name, kind) in entries.items()}
-        files[file] = write_tensors(folder / file, tensors)
     with save_errors("writing", folder / described.folder):
+        (folder / described.folder).mkdir(exist_ok=True)
+        files = {rng_file(ctx): write_tensors(folder / rng_file(ctx), contents.rng)} if contents.rng else {}
+        for file, entries in described.files.items():
+            tensors = {key: shards[name][kind].values for key, (name, kind) in entries.items()}
+            files[file] = write_tensors(folder / file, tensors)
         sync_folder(folder / described.folder)
     return described.tensors, files
 
@@ -184,7 +175,7 @@ class Opened:
         self._folder = folder
         self._files: dict[str, TensorFile] = {}
         self._readers = ThreadPoolExecutor(READERS)
-        self._of_reader = threading.local()
+        self._memory = Memory()
 
     def __enter__(self) -> "Opened":
         return self
@@ -204,12 +195,11 @@ class Opened:
         flat = file.read(stored.key, numel, rectangle.offset, rectangle.end, memory)
         return replace(rectangle, offset=0).of(flat)
 
-    def fill(self, flat: Tensor, moves: Iterable[Move]) -> None:
-        """Copy the rectangles of the moves into flat memory."""
-        self.fill_all([(flat, moves)])
+    def fill(self, targets: Iterable[tuple[Tensor, Iterable[Move]]]) -> None:
+        """Copy the rectangles of the moves into each target's flat memory. Nothing is copied after an error.
 
-    def fill_all(self, targets: Iterable[tuple[Tensor, Iterable[Move]]]) -> None:
-        """`fill` for several targets, with READERS blocks of extra memory. Nothing is copied after an error."""
+        Needs READERS blocks of extra memory.
+        """
         copies: list[Future[None]] = []
         try:
             for flat, moves in targets:
@@ -227,6 +217,4 @@ class Opened:
 
     def _copy(self, flat: Tensor, block: Move) -> None:
         """Fill a block, in a reader thread."""
-        if not hasattr(self._of_reader, "memory"):
-            self._of_reader.memory = Memory()
-        block.target.of(flat).copy_(self.view(block.stored, block.source, self._of_reader.memory))
+        block.target.of(flat).copy_(self.view(block.stored, block.source, self._memory))

@@ -9,6 +9,7 @@ import errno
 import json
 import os
 import struct
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -110,8 +111,8 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> FileInfo:
         return writer.close()
 
 
-class Memory:
-    """Host memory that is used again for every read: new pages cost more than copying."""
+class Memory(threading.local):
+    """Each thread's host memory for reads. It is used again, because new pages cost more than copying."""
 
     def __init__(self) -> None:
         self._bytes = torch.empty(0, dtype=torch.uint8)
@@ -131,26 +132,19 @@ class TensorFile:
 
     def __init__(self, path: Path, info: FileInfo):
         self.path, self._info = path, info
-        header = self._checked_header()
-        try:
-            self._entries = dict(_entries(header, info))
-        except (ValueError, TypeError, LookupError, AttributeError, AssertionError, RecursionError) as error:
-            raise DamagedCheckpoint(
-                f"{path}: header and layout.json differ ({type(error).__name__}: {error}). {USE_ANOTHER}"
-            ) from None
-
-    def _checked_header(self) -> bytes:
         with self._open() as file:
             size = os.fstat(file.fileno()).st_size
             length = file.read(8)
             header = length + file.read(min(struct.unpack("<Q", length)[0], size)) if len(length) == 8 else b""
-        if size != self._info.bytes:
-            raise DamagedCheckpoint(
-                f"{self.path}: has {size:,} bytes, layout.json lists {self._info.bytes:,}. {USE_ANOTHER}"
-            )
-        if checksum(header) != self._info.header_crc32:
-            raise DamagedCheckpoint(f"{self.path}: its header does not have the checksum in layout.json. {USE_ANOTHER}")
-        return header
+        if size != info.bytes:
+            raise DamagedCheckpoint(f"{path}: has {size:,} bytes, layout.json lists {info.bytes:,}. {USE_ANOTHER}")
+        if checksum(header) != info.header_crc32:
+            raise DamagedCheckpoint(f"{path}: its header does not have the checksum in layout.json. {USE_ANOTHER}")
+        try:
+            self._entries = dict(_entries(header, info))
+        except (ValueError, TypeError, LookupError, AttributeError, AssertionError, RecursionError) as error:
+            problem = f"{type(error).__name__}: {error}"
+            raise DamagedCheckpoint(f"{path}: header and layout.json differ ({problem}). {USE_ANOTHER}") from None
 
     @contextmanager
     def _open(self) -> Iterator[Any]:
@@ -161,9 +155,7 @@ class TensorFile:
         except FileNotFoundError:
             folder = self.path.parents[1]
             if not folder.exists():
-                raise CheckpointError(
-                    f"{folder}: was deleted while it was read, perhaps by a newer save (checkpoint.keep); restart"
-                ) from None
+                raise CheckpointError(f"{folder}: deleted while it was read (checkpoint.keep); restart") from None
             raise DamagedCheckpoint(f"{self.path}: is listed in layout.json but missing. {USE_ANOTHER}") from None
         except OSError as error:
             kind = DamagedCheckpoint if error.errno == errno.EIO else CheckpointError
@@ -171,16 +163,15 @@ class TensorFile:
 
     def read(self, key: str, numel: int, start: int, end: int, memory: Memory | None = None) -> Tensor:
         """Elements `start` to `end` of a flattened tensor of `numel` elements, in new memory or in `memory`."""
-        entry, expected = self._entries[key], self._info.crc32[key]
+        entry, expected, where = self._entries[key], self._info.crc32[key], f"{self.path}: tensor {key}"
         if entry.numel != numel:
-            raise DamagedCheckpoint(
-                f"{self.path}: tensor {key} has {entry.numel:,} elements, layout.json lists {numel:,}. {USE_ANOTHER}"
-            )
+            raise DamagedCheckpoint(f"{where} has {entry.numel:,} elements, layout.json lists {numel:,}. {USE_ANOTHER}")
         size = entry.dtype.itemsize
         first_chunk = start * size // CHUNK_BYTES
         offset = first_chunk * CHUNK_BYTES
         stop = min(-(-end * size // CHUNK_BYTES) * CHUNK_BYTES, entry.numel * size)
-        buffer = (memory or Memory()).of(max(0, stop - offset))
+        num_bytes = max(0, stop - offset)
+        buffer = memory.of(num_bytes) if memory else torch.empty(num_bytes, dtype=torch.uint8)
         data = buffer.numpy().data
         with self._open() as file:
             file.seek(entry.start + offset)
@@ -188,12 +179,9 @@ class TensorFile:
             while done < len(data) and (count := file.readinto(data[done:])):
                 done += count
         for number, place in enumerate(range(0, len(data), CHUNK_BYTES), first_chunk):
-            found = checksum(data[place : min(place + CHUNK_BYTES, done)])
-            if found != expected[number]:
-                raise DamagedCheckpoint(
-                    f"{self.path}: tensor {key} has checksum {found} from its byte {number * CHUNK_BYTES:,} on, "
-                    f"layout.json lists {expected[number]}. {USE_ANOTHER}"
-                )
+            if (found := checksum(data[place : min(place + CHUNK_BYTES, done)])) != expected[number]:
+                problem = f"checksum {found} from byte {number * CHUNK_BYTES:,}, layout.json lists {expected[number]}"
+                raise DamagedCheckpoint(f"{where} has {problem}. {USE_ANOTHER}")
         return buffer[start * size - offset : end * size - offset].view(entry.dtype)
 
     def get(self, key: str) -> Tensor:
@@ -231,9 +219,8 @@ def _entries(header: bytes, info: FileInfo) -> Iterator[tuple[str, _Entry]]:
     for key, expected in info.crc32.items():
         start, end = (len(header) + offset for offset in described[key]["data_offsets"])
         entry = _Entry(SAFETENSORS_DTYPES[described[key]["dtype"]], tuple(described[key]["shape"]), start)
-        assert (
-            all(type(n) is int and n >= 0 for n in (start, *entry.shape)) and len(header) <= start <= end <= info.bytes
-        ), "outside of the file"
+        assert all(type(n) is int and n >= 0 for n in (start, *entry.shape)), "not a size"
+        assert len(header) <= start <= end <= info.bytes, "outside of the file"
         assert entry.numel * entry.dtype.itemsize == end - start, "size and shape differ"
         assert len(expected) == -(-(end - start) // CHUNK_BYTES), "number of checksums"
         yield key, entry

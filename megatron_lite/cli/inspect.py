@@ -146,11 +146,11 @@ def progress(items: Collection[T]) -> Iterable[T]:
 def _statistics(opened: "Opened", name: str, problems: list[str]) -> tuple[str, str]:
     """The norm of a weight and the count of its NaN or infinite elements."""
     from megatron_lite.checkpoint.layout import WEIGHT
-    from megatron_lite.convert.examine import numbers
+    from megatron_lite.convert.examine import statistics
     from megatron_lite.errors import CheckpointError
 
     try:
-        found = numbers(opened, name, WEIGHT)
+        found = statistics(opened, name, WEIGHT)
     except CheckpointError as error:
         problems.append(str(error))
         return "damaged", ""

@@ -21,7 +21,7 @@ from megatron_lite.checkpoint.tensor_file import Spec, save_errors
 from megatron_lite.config.load import load_config
 from megatron_lite.config.schema import Config
 from megatron_lite.convert import codegeex, huggingface, megatron, native, verify
-from megatron_lite.convert.grid_files import Numbers
+from megatron_lite.convert.grid_files import Values
 from megatron_lite.convert.native import Settings, WeightsOf
 from megatron_lite.convert.recipe import Checkpoint, Format, Readable, in_dtype
 from megatron_lite.errors import CheckpointError, ConfigError
@@ -191,10 +191,10 @@ def _write(
     return progress.written
 
 
-def _total_bytes(numbers: Numbers, tensors: Mapping[str, Spec]) -> int:
+def _total_bytes(values: Values, tensors: Mapping[str, Spec]) -> int:
     """The bytes of all values of all tensors."""
     return sum(
-        prod(spec.shape) * dtype.itemsize for name, spec in tensors.items() for dtype in numbers.kinds(name).values()
+        prod(spec.shape) * dtype.itemsize for name, spec in tensors.items() for dtype in values.kinds(name).values()
     )
 
 

@@ -14,7 +14,7 @@ from megatron_lite.checkpoint.store import Opened
 
 
 @dataclass
-class Numbers:
+class Statistics:
     """The L2 norm of a tensor's finite elements, and the count of the others."""
 
     norm: float = 0.0
@@ -33,9 +33,9 @@ class Difference:
     scale: float = 0.0
 
 
-def numbers(opened: Opened, name: str, kind: str) -> Numbers:
-    """The numbers of a full tensor, and of the first data-parallel rank's where the ranks' values differ."""
-    total, found = 0.0, Numbers()
+def statistics(opened: Opened, name: str, kind: str) -> Statistics:
+    """The statistics of a full tensor. Where values differ between data-parallel ranks, those of the first rank."""
+    total, found = 0.0, Statistics()
     tensor = opened.layout.tensors[name]
     for stored in _slices(opened.layout, tensor, kind, 0):
         for block in _blocks(opened.layout, tensor, stored):

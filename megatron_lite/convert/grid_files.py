@@ -29,7 +29,7 @@ Progress = Callable[[int], None]
 """A function that gets the number of bytes of each tensor that was written."""
 
 
-class Numbers(Protocol):
+class Values(Protocol):
     """The values that fill a checkpoint's files."""
 
     def kinds(self, name: str) -> Mapping[str, torch.dtype]:
@@ -44,7 +44,7 @@ class Numbers(Protocol):
 def write_grid(
     root: Path,
     iteration: int,
-    numbers: Numbers,
+    values: Values,
     *,
     tables: Sequence[ParamTable],
     config: Config,
@@ -61,11 +61,11 @@ def write_grid(
     tensors: list[dict[str, TensorLayout]] = []
     files: dict[str, FileInfo] = {}
     for stage, table in enumerate(tables):
-        shards = {name: _shapes(name, table, numbers, grid) for name in table}
+        shards = {name: _shapes(name, table, values, grid) for name in table}
         contexts = [ParallelContext.at(grid, grid.rank(tp=rank, pp=stage)) for rank in range(grid.tp)]
         ranks = [describe(ctx, table, shards) for ctx in contexts]
         tensors += [rank.tensors for rank in ranks]
-        files |= _write_side_by_side(folder, ranks, table, shards, numbers, progress)
+        files |= _write_side_by_side(folder, ranks, table, shards, values, progress)
     layout = Layout(
         iteration=iteration,
         saved_at=datetime.now(timezone.utc).isoformat(timespec="seconds"),
@@ -80,11 +80,11 @@ def write_grid(
     directory.publish(folder, root, iteration)
 
 
-def _shapes(name: str, table: ParamTable, numbers: Numbers, grid: Grid) -> dict[str, LocalShard]:
+def _shapes(name: str, table: ParamTable, values: Values, grid: Grid) -> dict[str, LocalShard]:
     """The shards of a parameter on one rank, without memory."""
     meta = table[name]
     shape = meta.shard.local_shape(meta.shape, grid.tp)
-    kinds = numbers.kinds(meta.tied_to or name)
+    kinds = values.kinds(meta.tied_to or name)
     return {kind: LocalShard(torch.empty(shape, dtype=dtype, device="meta")) for kind, dtype in kinds.items()}
 
 
@@ -93,7 +93,7 @@ def _write_side_by_side(
     ranks: Sequence[RankFiles],
     table: ParamTable,
     shards: Mapping[str, Mapping[str, LocalShard]],
-    numbers: Numbers,
+    values: Values,
     progress: Progress,
 ) -> dict[str, FileInfo]:
     """Write the files of a stage's tensor-parallel ranks; all ranks have the same keys."""
@@ -104,15 +104,15 @@ def _write_side_by_side(
         for paths, entries in zip(
             zip(*(rank.files for rank in ranks), strict=True), ranks[0].files.values(), strict=True
         ):
-            values = {key: shards[name][kind].values for key, (name, kind) in entries.items()}
-            specs = {key: Spec(value.dtype, value.shape) for key, value in values.items()}
+            tensors = {key: shards[name][kind].values for key, (name, kind) in entries.items()}
+            specs = {key: Spec(tensor.dtype, tensor.shape) for key, tensor in tensors.items()}
             with ExitStack() as stack:
                 writers = [stack.enter_context(TensorWriter(folder / path, specs)) for path in paths]
                 for key in writers[0].keys:
                     name, kind = entries[key]
                     meta = table[name]
                     for rank, writer in enumerate(writers):
-                        writer.add(numbers.shard_of(meta.tied_to or name, kind, meta.shard, rank, len(ranks)))
+                        writer.add(values.shard_of(meta.tied_to or name, kind, meta.shard, rank, len(ranks)))
                     progress(prod(meta.shape) * specs[key].dtype.itemsize)
                 infos |= {path: writer.close() for path, writer in zip(paths, writers, strict=True)}
         for rank in ranks:

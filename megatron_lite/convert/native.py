@@ -22,7 +22,7 @@ from megatron_lite.config.load import dump_config
 from megatron_lite.config.schema import Config, DataConfig, ModelConfig, TrainConfig
 from megatron_lite.config.validate import failures, raise_any
 from megatron_lite.convert import tokenizer_files
-from megatron_lite.convert.grid_files import Progress, write_grid
+from megatron_lite.convert.grid_files import Progress, Values, write_grid
 from megatron_lite.convert.recipe import Checkpoint, full_table, stage_tables
 from megatron_lite.data.tokenizer import tokenizer_hash
 from megatron_lite.errors import CheckpointError
@@ -95,7 +95,7 @@ class Stored:
         if (count := sum(move.target.numel for move in moved)) != local.numel():
             raise CheckpointError(f"{self.folder}: {kind} of {name} has {count:,} of its {local.numel():,} elements")
         for move in moved:
-            self._opened.fill(local.view(-1), [move])
+            self._opened.fill([(local.view(-1), [move])])
         return local
 
 
@@ -150,7 +150,7 @@ def write(
 
     `home` is the final path of the folder; `settings` are for its config.
     """
-    numbers, origin = WeightsOf(checkpoint), dict(checkpoint.origin)
+    weights, origin = WeightsOf(checkpoint), dict(checkpoint.origin)
     precision = PRECISION_NAMES[next(iter(checkpoint.tensors.values())).dtype]
     iterations = settings.get("train", {}).get("iterations", TrainConfig().iterations)
     seq_length = min(DataConfig().seq_length, checkpoint.model.max_position_embeddings)
@@ -170,7 +170,7 @@ def write(
             origin["tokenizer"] = tokenizer_hash(spec)
     config = _config(fields, settings, tensor, pipeline)
     tables = stage_tables(config.model, checkpoint.custom, tensor=tensor, pipeline=pipeline)
-    _write_run(path, checkpoint.iteration, numbers, tables, config, state={}, origin=origin, progress=progress)
+    _write_run(path, checkpoint.iteration, weights, tables, config, state={}, origin=origin, progress=progress)
 
 
 def copy(
@@ -212,7 +212,7 @@ def _config(fields: dict[str, dict[str, Any]], settings: Settings, tensor: int, 
 def _write_run(
     path: Path,
     iteration: int,
-    numbers: Any,
+    values: Values,
     tables: Sequence[ParamTable],
     config: Config,
     *,
@@ -221,5 +221,5 @@ def _write_run(
     progress: Progress,
 ) -> None:
     root = path / "checkpoints"
-    write_grid(root, iteration, numbers, tables=tables, config=config, state=state, origin=origin, progress=progress)
+    write_grid(root, iteration, values, tables=tables, config=config, state=state, origin=origin, progress=progress)
     directory.write_durably(path / "config.yaml", dump_config(config).encode())

@@ -25,7 +25,7 @@ class Bucket:
     """Gradients that are reduced in one call."""
 
     flat: Tensor  # [numel], a range of the buffer; its padding stays zero
-    ranges: dict[str, slice]  # of each parameter in `flat`, in buffer order
+    ranges: dict[str, slice]  # parameter name -> its range in `flat`, in buffer order
     missing: set[str] = field(default_factory=set)  # parameters whose last gradient has not arrived
 
     def shard(self, rank: int, size: int) -> slice:

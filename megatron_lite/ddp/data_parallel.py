@@ -46,9 +46,11 @@ class DataParallel:
     """True where a checkpoint must be copied before the save returns: the next step or a collective may change the
     saved tensors, or saved weights are rounded copies that would take memory from the next forward."""
 
+    _chunks: Chunks
+
     def module(self, chunk: int) -> nn.Module:
         """The callable through which this chunk's forward must go."""
-        raise NotImplementedError
+        return self._chunks[chunk]
 
     def zero_grad(self) -> None:
         """Start a step."""
@@ -107,8 +109,8 @@ def only_dtype(params: Params, key: str) -> torch.dtype:
     dtypes = {parameter.dtype for parameter in params.values()}
     if len(dtypes) > 1:
         raise TrainingError(
-            f"{key}: the model has parameters of {sorted(map(str, dtypes))}; this engine needs one dtype; use "
-            "parallel.ddp: local without optim.distributed"
+            f"{key}: got parameters of {sorted(map(str, dtypes))}; needs one dtype; use parallel.ddp: local without "
+            "optim.distributed"
         )
     return dtypes.pop()
 

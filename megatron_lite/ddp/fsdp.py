@@ -43,7 +43,7 @@ class FullyShardedDDP(DataParallel):
     is_sharded = True
 
     def __init__(self, chunks: Chunks, params: Params, dp: Group, *, grad_dtype: torch.dtype):
-        self._chunks = list(chunks)
+        self._chunks = chunks
         self.weight_dtype = only_dtype(params, "parallel.ddp: fsdp")
         self.copies_at_save = self.weight_dtype != grad_dtype
         assert dp.pg is not None
@@ -74,9 +74,6 @@ class FullyShardedDDP(DataParallel):
                 self.owned[name] = LocalShard(local, row_start * parameter.numel() // rows, "sharded")
         self.zero_grad()
 
-    def module(self, chunk: int) -> nn.Module:
-        return self._chunks[chunk]
-
     def zero_grad(self) -> None:
         for parameter in self._params.values():
             parameter.grad = None
@@ -85,7 +82,7 @@ class FullyShardedDDP(DataParallel):
     def finish_grad_sync(self) -> None:
         missing = [name for name, parameter in self._params.items() if parameter.grad is None]
         check_gradients("fsdp", missing, len(self._params))
-        self.main_grads = {name: _local_grad(self._params[name]) for name in self.owned}
+        self.main_grads = {name: self._params[name].grad.to_local() for name in self.owned}  # type: ignore[union-attr]
 
     def weights(self) -> dict[str, LocalShard]:
         return {name: replace(shard, values=shard.values.to(self.weight_dtype)) for name, shard in self.owned.items()}
@@ -108,11 +105,6 @@ def _free_root(chunk: nn.Module, args: object, output: object) -> None:
     if not torch.is_grad_enabled():
         assert isinstance(chunk, FSDPModule)
         chunk.reshard()
-
-
-def _local_grad(parameter: DTensor) -> Tensor:
-    assert isinstance(parameter.grad, DTensor)
-    return parameter.grad.to_local()
 
 
 def _sharded_params(chunks: Chunks, params: Params) -> dict[str, DTensor]:

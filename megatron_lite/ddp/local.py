@@ -14,7 +14,7 @@ from functools import partial
 from weakref import proxy
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from megatron_lite.ddp.buffer import Bucket, GradBuffer
 from megatron_lite.ddp.data_parallel import Chunks, DataParallel, Params, names_by_chunk
@@ -55,28 +55,21 @@ class LocalDDP(DataParallel):
     def __init__(
         self, chunks: Chunks, params: Params, table: ParamTable, dp: Group, *, bucket_mb: float, grad_dtype: torch.dtype
     ):
-        self._chunks = list(chunks)
+        self._chunks = chunks
         self._params = params
         self._dp = dp
         self.weight_dtype = next(iter(params.values())).dtype
         tied = {name for name in params if table[name].tied}
         of_chunks = [{name: params[name] for name in names} for names in names_by_chunk(chunks, params)]
-
-        def new_buffers() -> GradBuffers:
-            settings = {"bucket_bytes": bucket_mb * 2**20, "dtype": grad_dtype, "num_shards": dp.size, "alone": tied}
-            return GradBuffers([GradBuffer(of_chunk, **settings) for of_chunk in of_chunks])
-
-        self._new_buffers = new_buffers
-        self._current = new_buffers()
+        settings = {"bucket_bytes": bucket_mb * 2**20, "dtype": grad_dtype, "num_shards": dp.size, "alone": tied}
+        self._new_buffers = lambda: GradBuffers([GradBuffer(of_chunk, **settings) for of_chunk in of_chunks])
+        self._current = self._new_buffers()
         self.owned = {name: LocalShard(parameter.detach()) for name, parameter in params.items()}
         ddp = proxy(self)  # a hook is invisible to the garbage collector: the cycle would never be freed
         for name, parameter in params.items():
             parameter.register_post_accumulate_grad_hook(partial(LocalDDP._accumulate, ddp, name))
         self.main_grads = self._owned_grads(self._current)
         self.zero_grad()
-
-    def module(self, chunk: int) -> nn.Module:
-        return self._chunks[chunk]
 
     def zero_grad(self) -> None:
         self._current.clear()
@@ -106,8 +99,8 @@ class LocalDDP(DataParallel):
         assert parameter.grad is not None
         if self._is_last and name not in missing:
             raise TrainingError(
-                f"{name} got another gradient after its last one, which may already be summed over data-parallel "
-                "ranks; call begin_backward before every backward, with is_last in a chunk's last one only"
+                f"{name} got another gradient after its last one, when its sum over dp may have started; "
+                "call begin_backward before every backward, with is_last in a chunk's last one only"
             )
         if name in step.filled:
             main_grad.add_(parameter.grad)
@@ -121,7 +114,7 @@ class LocalDDP(DataParallel):
                 self._start_next_bucket()
 
     def _start_all_buckets(self) -> None:
-        """Start the buckets with unused parameters, in the same order on every rank, whichever parameters it used."""
+        """Start all other buckets: those with unused parameters and those after them, in the order of every rank."""
         while len(self._current.waits) < len(self._current.buckets):
             self._start_next_bucket()
 
@@ -134,5 +127,4 @@ class LocalDDP(DataParallel):
 
     def _reduce(self, bucket: Bucket) -> Callable[[], object]:
         """Start the sum of a bucket over dp; return a function that waits for it."""
-        _, wait = all_reduce_async(bucket.flat, self._dp)
-        return wait
+        return all_reduce_async(bucket.flat, self._dp)[1]

@@ -18,7 +18,7 @@ from weakref import proxy
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed import GradBucket  # pyright: ignore[reportPrivateImportUsage]
 from torch.nn.parallel import DistributedDataParallel
 
@@ -48,6 +48,7 @@ class TorchDDP(DataParallel):
                 )
                 for chunk in chunks
             ]
+        self._chunks = self._wrapped
         self.weight_dtype = next(iter(params.values())).dtype
         self.owned = {name: LocalShard(parameter.detach()) for name, parameter in params.items()}
         self._names_by_chunk = names_by_chunk(chunks, params)
@@ -56,9 +57,6 @@ class TorchDDP(DataParallel):
             wrapped.require_backward_grad_sync = False  # as in `no_sync()`
         self.zero_grad()
 
-    def module(self, chunk: int) -> nn.Module:
-        return self._wrapped[chunk]
-
     def zero_grad(self) -> None:
         for parameter in self._params.values():
             parameter.grad = None
@@ -66,7 +64,15 @@ class TorchDDP(DataParallel):
         self._earlier: dict[str, Tensor] = {}  # low-precision gradients of earlier micro-batches, in fp32
 
     def begin_backward(self, chunk: int, *, is_last: bool) -> None:
-        self._keep_low_precision_grads(self._names_by_chunk[chunk])
+        for name in self._names_by_chunk[chunk]:
+            parameter = self._params[name]
+            if parameter.grad is not None and parameter.grad.dtype != self._grad_dtype:
+                # Autograd would add the next micro-batch's gradient in low precision.
+                if name in self._earlier:
+                    self._earlier[name].add_(parameter.grad)
+                else:
+                    self._earlier[name] = parameter.grad.to(self._grad_dtype)
+                parameter.grad = None
         if is_last:
             self._wrapped[chunk].reducer.prepare_for_backward([])
 
@@ -75,23 +81,12 @@ class TorchDDP(DataParallel):
         absent = [name for name in self._params if name not in self.main_grads]
         unused = [name for name in absent if self._params[name].grad is None]
         check_gradients("torch", unused or absent, len(self._params))
-        # In a fixed order, for the norm is a sum over them; the order of the buckets changes.
+        # In a fixed order, because the norm is a sum over them and DDP changes the order of its buckets.
         self.main_grads = {name: self.main_grads[name] for name in self._params}
 
     def grad_memory(self) -> list[Tensor]:
         grads = [parameter.grad for parameter in self._params.values() if parameter.grad is not None]
         return [*grads, *self.main_grads.values(), *self._earlier.values()]
-
-    def _keep_low_precision_grads(self, names: list[str]) -> None:
-        """Move low-precision gradients to fp32 sums, because autograd would add the next ones in low precision."""
-        for name in names:
-            parameter = self._params[name]
-            if parameter.grad is not None and parameter.grad.dtype != self._grad_dtype:
-                if name in self._earlier:
-                    self._earlier[name].add_(parameter.grad)
-                else:
-                    self._earlier[name] = parameter.grad.to(self._grad_dtype)
-                parameter.grad = None
 
     def _sum_bucket(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         """Start the sum over dp of a complete bucket; `main_grads` become views of the result. DDP calls this hook."""

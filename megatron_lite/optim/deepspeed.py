@@ -34,7 +34,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from megatron_lite.config.schema import Config
-from megatron_lite.ddp.data_parallel import DataParallel, check_gradients
+from megatron_lite.ddp.data_parallel import DataParallel, Params, check_gradients
 from megatron_lite.ddp.local_shard import LocalShard, Shards, State
 from megatron_lite.errors import ConfigError
 from megatron_lite.optim.clip import clip_coefficient, global_grad_norm
@@ -72,9 +72,8 @@ class DeepSpeed:
             use_loopback()
             store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
             dist.init_process_group(backend, store=store, rank=0, world_size=1)
-        self.stage = config.deepspeed.zero_stage
+        self.config, self.ctx = config, ctx
         self._library = deepspeed
-        self._ctx = ctx
         self._settings = settings(config, ctx.device)
         self._mpu = model_parallel_unit(ctx)
         deepspeed.init_distributed()
@@ -86,7 +85,7 @@ class DeepSpeed:
         Communicates, at stage 3: each parameter over dp, and over tp where it is replicated, so that replicas start
         equal.
         """
-        if self.stage < 3:
+        if self.config.deepspeed.zero_stage < 3:
             yield
             return
         group = self._mpu.get_data_parallel_group()
@@ -97,7 +96,7 @@ class DeepSpeed:
             if parameter is None or meta is None or not meta.name or parameter.is_meta:
                 return  # a layer under construction; it has no values yet
             if not meta.shard.is_split:
-                parameter.data.copy_(broadcast(parameter.data.clone(), self._ctx.tp, src=0))
+                parameter.data.copy_(broadcast(parameter.data.clone(), self.ctx.tp, src=0))
             init._convert_to_zero_parameters([parameter])
 
         hook = register_module_parameter_registration_hook(shard)
@@ -134,40 +133,30 @@ class DeepSpeedOptimizer(DataParallel, Optimizer):
     can_skip = False
     copies_at_save = True
 
-    def __init__(
-        self,
-        deepspeed: DeepSpeed,
-        model: nn.Module,
-        params: dict[str, nn.Parameter],
-        table: ParamTable,
-        ctx: ParallelContext,
-        config: Config,
-    ):
-        optim, precision = config.optim, config.train.precision
+    def __init__(self, library: DeepSpeed, model: nn.Module, params: Params, table: ParamTable):
+        optim, precision = library.config.optim, library.config.train.precision
         self.owned, self.main_grads = {}, {}
         self._arrived: set[str] = set()  # parameters with a gradient in this micro-batch
         self.scaler = build_scaler(optim, precision)
         self._params = params
         self._table = table
-        self._ctx = ctx
-        self._stage = deepspeed.stage
+        self._ctx = library.ctx
+        self._stage = library.config.deepspeed.zero_stage
         self._clip_grad = optim.clip_grad
         self._precision = precision
-        self._place = " (in host memory)" if config.deepspeed.offload_optimizer else ""
+        self._place = " (in host memory)" if library.config.deepspeed.offload_optimizer else ""
         for name, parameter in params.items():  # for DeepSpeed's norm: shards count on every rank of tp
             parameter.tensor_model_parallel = table[name].shard.is_split  # type: ignore[attr-defined]
             parameter.register_hook(lambda _, name=name, arrived=self._arrived: arrived.add(name))
         self._adam = build_adam(dict(params), table, optim)
-        self._engine = deepspeed.wrap(model, self._adam)
-        self._flat = self._flat_masters()
+        self._engine = library.wrap(model, self._adam)
+        self._flat: list[Tensor] = []  # fp32 tensors that AdamW updates in place of the parameters; none at stage 0
+        if self._stage == 3:
+            self._flat = self._engine.optimizer.fp32_partitioned_groups_flat
+        elif self._stage:
+            self._flat = [flat for group in self._adam.param_groups for flat in group["params"]]
         self._ranges = dict(self._find_ranges())
         allocate_moments(self._adam, self._flat or params.values())
-
-    def _flat_masters(self) -> list[Tensor]:
-        """The fp32 tensors that AdamW updates in place of the parameters; none at stage 0."""
-        if self._stage == 3:
-            return self._engine.optimizer.fp32_partitioned_groups_flat
-        return [flat for group in self._adam.param_groups for flat in group["params"]] if self._stage else []
 
     def _find_ranges(self) -> Iterator[tuple[str, _Range]]:
         """This rank's ranges by name, without parameters of which it has none."""
@@ -218,8 +207,9 @@ class DeepSpeedOptimizer(DataParallel, Optimizer):
             self._engine.optimizer.override_loss_scale(self.scaler.scale / self._ctx.dp.size)
         self._engine.step()
         overflow = not self._engine.was_step_applied()
-        if overflow:
-            self._forget_gradients()
+        if overflow:  # DeepSpeed 0.19.8's offloaded 16-bit optimizer would keep sums that are not finite
+            sums: dict[int, Any] = getattr(self._engine.optimizer, "averaged_gradients", {})
+            sums.update(dict.fromkeys(sums))
         skipped = overflow and self.scaler.can_shrink
         self.scaler.update(overflow)
         return StepOutcome(float(self._engine.get_global_grad_norm()), skipped)
@@ -234,11 +224,6 @@ class DeepSpeedOptimizer(DataParallel, Optimizer):
         else:
             self._engine.zero_grad()
         return StepOutcome(grad_norm, skipped=False)
-
-    def _forget_gradients(self) -> None:
-        """Clear the sums of DeepSpeed 0.19.8's offloaded 16-bit optimizer, which would stay not finite."""
-        sums: dict[int, Any] = getattr(self._engine.optimizer, "averaged_gradients", {})
-        sums.update(dict.fromkeys(sums))
 
     @property
     def step_count(self) -> int:

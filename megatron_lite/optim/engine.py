@@ -61,9 +61,9 @@ def _deepspeed_engine(config: Config, ctx: ParallelContext, make_model: Callable
         model = make_model()
     params, table = named_params(model), param_table(model)
     check_every_parameter_is_trained(model, params, table)
-    if library.stage < 3:  # stage 3 has sharded equal values
+    if config.deepspeed.zero_stage < 3:  # stage 3 has sharded equal values
         start_equal(params, table, ctx)
-    engine = deepspeed.DeepSpeedOptimizer(library, model[0], params, table, ctx, config)
+    engine = deepspeed.DeepSpeedOptimizer(library, model[0], params, table)
     return Engine(model, params, table, engine, engine)
 
 

@@ -28,14 +28,11 @@ def learning_rate(optim: OptimConfig, steps_done: int, total: int) -> float:
         return floor
     if optim.schedule == "inverse-square-root":
         return max(floor, peak * math.sqrt(max(warmup, 1) / max(steps_done, 1)))
-    return floor + (peak - floor) * _remaining(optim, steps_done, end)
-
-
-def _remaining(optim: OptimConfig, steps_done: int, end: int) -> float:
-    """The remaining fraction of the decay: 1 right after warmup, 0 at `end`."""
+    progress = (steps_done - warmup) / (end - warmup)
     if optim.schedule == "wsd":
-        return min(1.0, (end - steps_done) / optim.wsd_length(end))
-    progress = (steps_done - optim.warmup_iterations) / (end - optim.warmup_iterations)
-    if optim.schedule == "linear":
-        return 1 - progress
-    return (1 + math.cos(math.pi * progress)) / 2
+        remaining = min(1.0, (end - steps_done) / optim.wsd_length(end))
+    elif optim.schedule == "linear":
+        remaining = 1 - progress
+    else:
+        remaining = (1 + math.cos(math.pi * progress)) / 2
+    return floor + (peak - floor) * remaining  # remaining: 1 right after warmup, 0 at `end`

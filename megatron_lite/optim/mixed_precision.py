@@ -28,12 +28,12 @@ from megatron_lite.parallel.shard import ParamTable
 class StepOutcome:
     """The result of a step. All ranks skip or none does, and the norm is finite on all or on none.
 
-    A norm that is not finite, in a step that was not skipped, is an error that no loss scale mends. That step also
-    changed nothing, and the training loop decides what to do.
+    A norm that is not finite, in a step that was not skipped, is an error that no smaller loss scale can fix. That step
+    also changed nothing, and the training loop decides what to do.
     """
 
     grad_norm: float  # L2 over the full model, without loss scale, before clipping; inf or nan if any gradient is
-    skipped: bool  # nothing was changed: an overflow that a smaller loss scale may mend, or no gradient yet
+    skipped: bool  # nothing was changed: an overflow that a smaller loss scale may fix, or no gradient yet
 
 
 class Optimizer(Protocol):
@@ -80,9 +80,9 @@ class Optimizer(Protocol):
 class MixedPrecisionOptimizer(Optimizer):
     """AdamW over the parameters or ranges that this rank owns; masters and moments have the dtype of `main_grads`.
 
-    One fused call for each group, tensor by tensor: about as fast as a single flat tensor, and the state keeps the name
-    and shape of its parameter. A separate pass scales the gradients. It costs no more than the factor of the fused
-    kernel and is exact in fp64, where that factor would be rounded.
+    A fused call for each group updates tensor by tensor. It is about as fast as on a single flat tensor, and the state
+    keeps the name and shape of its parameter. A separate pass scales the gradients. It costs no more than the factor of
+    the fused kernel and is exact in fp64, where that factor would be rounded.
 
     Where the ranks of dp own different ranges, this is the distributed optimizer (ZeRO-1).
     """

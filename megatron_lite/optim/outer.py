@@ -7,9 +7,8 @@ weights: local SGD. The bytes between ranks fall to 1/H.
 Streaming DiLoCo spreads this over the H iterations: fragments of the model synchronize in turn. With a delay the ranks
 continue while the mean is in flight, and then keep a part of their new weights: mix * local + (1 - mix) * common.
 
-The age of a step in other ranks' weights: a synchronization at the end of iteration t has all steps up to t - delay,
-and the next one comes at t + H. So other ranks use a step at most H + delay iterations later (1 where every gradient is
-summed).
+How late other ranks use a step: a synchronization at the end of iteration t has all steps up to t - delay, and the
+next one comes at t + H. So other ranks use a step at most H + delay iterations later (without local steps: 1).
 Sources: Stich, Local SGD, arXiv 1805.09767; Douillard et al., DiLoCo, arXiv 2311.08105, and Streaming DiLoCo, arXiv
 2501.18512, algorithm 2; torch.optim.SGD for the outer arithmetic.
 """
@@ -165,7 +164,7 @@ class OuterOptimizer(Optimizer):
         return [] if remainder else self._fragments[(number - 1) % self._sync.fragments]
 
     def _buffer(self, names: list[str]) -> GradBuffer:
-        # Both stages of a tied embedding give it a bucket with nothing else, so that the sums have the same bits.
+        # A tied embedding has its own bucket on both of its stages, so that both compute the same bits.
         params, dtype = {name: self._params[name] for name in names}, self.common[names[0]].dtype
         return GradBuffer(params, bucket_bytes=self._bucket_bytes, dtype=dtype, alone=self._tied)
 

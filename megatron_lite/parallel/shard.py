@@ -60,6 +60,8 @@ class Shard:
 
     def _check(self, full: tuple[int, ...], size: int) -> None:
         assert self.dim is not None
+        if not 0 <= self.dim < len(full):
+            raise ValueError(f"there is no dim {self.dim} in {full}")
         if self.parts and sum(self.parts) != full[self.dim]:
             raise ValueError(f"parts {self.parts} of dim {self.dim} do not add up to its size in {full}")
         for part in self.parts or (full[self.dim],):

@@ -145,10 +145,11 @@ def load_run(run: Run, root: Path, iteration: int) -> None:
     loaded = _load(run, root, iteration, contents)
     saved = saved_config(loaded, locate(root, iteration), run)
     check_resumable(saved.model_dump(mode="json"), run.config)
-    run.state = TrainState.from_dict(loaded.state["train"])
+    state = loaded.layout.state
+    run.state = TrainState.from_dict(state["train"])
     _report(run, changes_line(saved, run.config), moved_line(loaded, saved, run), learning_rate_line(saved, run))
-    run.optimizer.load(contents.weights, contents.optimizer_state, loaded.state["adam_steps"], run.state.iteration)
-    run.optimizer.scaler.load_state_dict(loaded.state["loss_scaler"])
+    run.optimizer.load(contents.weights, contents.optimizer_state, state["adam_steps"], run.state.iteration)
+    run.optimizer.scaler.load_state_dict(state["loss_scaler"])
     rng = loaded.rng
     if rng is None:  # another grid: new streams, which must differ from those of the run's start
         rng = seed_everything(run.config.run.seed + run.state.iteration, run.ctx).state_dict()
@@ -181,7 +182,7 @@ def check_tokenizer(folder: Path, loaded: store.Loaded, run: Run) -> None:
 
     A run without a tokenizer takes over the checkpoint's record; a checkpoint may have none.
     """
-    trained = loaded.origin.get("tokenizer")
+    trained = loaded.layout.origin.get("tokenizer")
     if trained is None:
         return
     wanted = run.origin.setdefault("tokenizer", trained)
@@ -198,7 +199,7 @@ def saved_config(loaded: store.Loaded, folder: Path, run: Run) -> Config:
 
     Raise CheckpointError where state or config are not those of a run, for example after an edit by hand.
     """
-    state, scaler = loaded.state, run.optimizer.scaler.state_dict()
+    state, scaler = loaded.layout.state, run.optimizer.scaler.state_dict()
     if not (
         isinstance(state.get("train"), dict)
         and isinstance(state.get("adam_steps"), int)
@@ -208,7 +209,7 @@ def saved_config(loaded: store.Loaded, folder: Path, run: Run) -> Config:
         raise CheckpointError(f"{folder}: its state {str(state)[:80]} is not that of a run. Load another checkpoint")
     fields = {
         section: {key: value for key, value in values.items() if f"{section}.{key}" in FIELDS}
-        for section, values in loaded.config.items()
+        for section, values in loaded.layout.config.items()
         if section in Config.model_fields
     }
     return parse_config(fields, folder)
@@ -234,7 +235,7 @@ def moved_line(loaded: store.Loaded, saved: Config, run: Run) -> str:
         virtual = f" x {chunks} chunks" if chunks > 1 else ""
         return f"tp={grid.tp} cp={grid.cp} dp={grid.dp} pp={grid.pp}{virtual}, {config.engine}"
 
-    before, after = described(loaded.grid, saved), described(run.ctx.grid, run.config)
+    before, after = described(loaded.layout.grid, saved), described(run.ctx.grid, run.config)
     lines = []
     if before != after:
         lines.append(f"moved from {before} to {after}: rank 0 has read {loaded.bytes_read / 1e6:,.1f} MB")

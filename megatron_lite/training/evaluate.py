@@ -34,8 +34,7 @@ def loader(run: Run, dataset: Dataset, eod: int) -> PrefetchingLoader:
         run.config.train.micro_batch_size,
         dp_rank=run.ctx.dp.rank,
         dp_size=run.ctx.dp.size,
-        eod=eod,
-        eod_mask_loss=run.config.data.eod_mask_loss,
+        masked_token=eod if run.config.data.eod_mask_loss else None,
         device=run.ctx.device,
     )
 

@@ -13,9 +13,10 @@ from typing import NamedTuple
 
 import torch
 
-from megatron_lite.checkpoint.directory import find_latest
+from megatron_lite.checkpoint.directory import read_latest
 from megatron_lite.checkpoint.saver import Say
 from megatron_lite.errors import TrainingError
+from megatron_lite.parallel.agreement import on_first
 from megatron_lite.parallel.collectives import all_gather
 from megatron_lite.parallel.context import Group
 from megatron_lite.training.checkpointing import load_or_fall_back, load_run
@@ -106,7 +107,7 @@ def roll_back(run: Run, report: StepReport, what: str, say: Say) -> None:
     """Load the newest checkpoint, and continue with the data after the bad iteration. Collective over the world."""
     bad, root = run.state, checkpoints_of(run.config.run.dir)
     run.saver.wait(say)
-    newest = find_latest(root, world=run.ctx.world)
+    newest = on_first(lambda: read_latest(root), run.ctx.world)
     if newest is None:
         raise TrainingError(f"{what}; no checkpoint exists to roll back to; training stops. {advice(run, report)}")
     rollbacks = bad.rollbacks + 1 if newest == bad.rolled_back_to else 1

@@ -1,4 +1,4 @@
-"""Two hosts on one cable, without SLURM: for what torchrun and its ranks do when the network fails."""
+"""Two hosts with a cable between them, without SLURM: for tests of torchrun and its ranks when the network fails."""
 
 import subprocess
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ ADDRESSES = {"host-a": "10.78.0.1", "host-b": "10.78.0.2"}
 
 
 class TwoHosts:
-    """Hosts "a" and "b", named host-a and host-b; at the end all that runs on them is killed."""
+    """Hosts "a" and "b", named host-a and host-b. At the end, all their processes are killed."""
 
     def __enter__(self) -> "TwoHosts":
         with ExitStack() as stack:
@@ -26,12 +26,12 @@ class TwoHosts:
         self._stack.close()
 
     def popen(self, host: str, command: Sequence[str], **options) -> subprocess.Popen:
-        """`subprocess.Popen(command, **options)` on a host, in a session of its own."""
+        """`subprocess.Popen(command, **options)` on a host, in a new session."""
         return self.hosts[host].popen(command, **options)
 
-    def cut(self, host: str) -> None:
-        """Pulls the cable out of a host: its open connections get no error, only silence."""
+    def disconnect(self, host: str) -> None:
+        """Pull the cable out of a host. Its open connections get no error and no data."""
         self.hosts[host].ip("link", "set", "eth0", "down")
 
-    def mend(self, host: str) -> None:
+    def reconnect(self, host: str) -> None:
         self.hosts[host].ip("link", "set", "eth0", "up")

@@ -1,7 +1,7 @@
-"""Emulated hosts: machines of their own to what runs on them, in Linux namespaces of this one.
+"""Emulated hosts: Linux namespaces of this machine, each of which looks like a separate machine to its processes.
 
-A host has its own network, hostname, processes, /dev/shm, /run and /etc/hosts, and no DNS. Files are shared with the
-machine, as on a cluster with one file system; the machine's own network and /etc stay as they are.
+A host has its own network, hostname, processes, /dev/shm, /run and /etc/hosts, and no DNS. All hosts use the files of
+the machine, as on a cluster with one file system. The network and the /etc of the machine do not change.
 """
 
 import contextlib
@@ -25,8 +25,8 @@ _PID = 0x20000000
 _MOUNT_UTS_IPC_NET = 0x00020000 | 0x04000000 | 0x08000000 | 0x40000000
 
 # Run as process 1 of the host. Without "hosts: files" every reverse look-up would wait for a DNS server's time-out.
-# A process 1 that ignores SIGCHLD leaves no zombies. Once the other end of its standard input is closed it ends, and
-# all that runs on the host with it: a test process that is killed leaves nothing behind.
+# A process 1 that ignores SIGCHLD leaves no zombies. It exits when the other end of its standard input is closed, which
+# ends all processes of the host: a test process that is killed leaves none of them.
 _BOOT = """
 set -e
 read -r pid_outside rest < /proc/self/stat
@@ -45,7 +45,7 @@ exec env --ignore-signal=CHLD cat > /dev/null 2>&1
 
 
 class Host:
-    """With `Host(name, {"other-host": "10.0.0.2"}) as host:` commands run on it; at the end they are all killed."""
+    """An emulated host: `with Host(name, {"other-host": "10.0.0.2"}) as host`. At the end, its processes are killed."""
 
     def __init__(self, name: str, addresses: Mapping[str, str]):
         self.name = name
@@ -65,7 +65,7 @@ class Host:
         )
         answer = self._unshare.stdout.readline()
         if not answer.strip().isdigit():
-            raise OSError(f"cannot make a host of its own namespaces: {answer}{self._unshare.communicate()[0]}")
+            raise OSError(f"cannot create the namespaces of a host: {answer}{self._unshare.communicate()[0]}")
         self.pid = int(answer)
         self._pidfd = os.pidfd_open(self.pid)
         return self
@@ -75,24 +75,24 @@ class Host:
         os.close(self._pidfd)
 
     def kill(self) -> None:
-        """Ends every process on the host, and with the last one its network; returns when they are gone."""
+        """Kill every process on the host, wait for their exit, and so delete the host's network."""
         with contextlib.suppress(ProcessLookupError):
             signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
-        for process in self._processes:  # process 1 ends after all others have been waited for
+        for process in self._processes:  # process 1 exits only when all others have been waited for
             process.wait()
         self._unshare.communicate()
 
     def popen(self, command: Sequence[str], **options) -> subprocess.Popen:
-        """The process is the command itself, in a session of its own: signals and exit code are the command's."""
+        """`subprocess.Popen` on the host. Signals reach the command itself, and the exit code is the command's."""
         cwd = os.path.abspath(options.pop("cwd", "."))
 
         def enter():
             _setns(self._pidfd, _MOUNT_UTS_IPC_NET)
-            os.chdir(cwd)  # joining a mount namespace leads to /
+            os.chdir(cwd)  # joining a mount namespace changes the folder to /
 
         self._processes = [process for process in self._processes if process.poll() is None]
-        here = os.pidfd_open(os.getpid())
-        _setns(self._pidfd, _PID)  # for children, not for this process
+        own_pidfd = os.pidfd_open(os.getpid())
+        _setns(self._pidfd, _PID)  # applies to children, not to this process
         try:
             process = subprocess.Popen(
                 command,
@@ -101,13 +101,13 @@ class Host:
                 preexec_fn=enter,
             )
         finally:
-            _setns(here, _PID)
-            os.close(here)
+            _setns(own_pidfd, _PID)
+            os.close(own_pidfd)
         self._processes.append(process)
         return process
 
     def run(self, *command: str, timeout: float = 60, **options) -> subprocess.CompletedProcess[str]:
-        """The same to its end, with its output."""
+        """The exit code and output of a command on the host."""
         process = self.popen(command, **{"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **options})
         try:
             out, err = process.communicate(timeout=timeout)
@@ -117,14 +117,14 @@ class Host:
         return subprocess.CompletedProcess(command, process.returncode, out, err)
 
     def ip(self, *arguments: str) -> None:
-        """`ip ARGUMENTS` in the host's network, where the machine's process ids name other hosts."""
+        """Run `ip ARGUMENTS` in the host's network, but with the machine's process ids, which can name other hosts."""
         command = ["nsenter", "--target", str(self.pid), "--net", "ip", *arguments]
         done = subprocess.run(command, env={"PATH": PATH}, capture_output=True, text=True, timeout=PATIENCE)
         if done.returncode:
             raise OSError(f"on {self.name}: {' '.join(command[4:])}: {done.stderr}")
 
     def connect(self, device: str, other: "Host") -> None:
-        """A cable from `device` here to eth0 of another host, which gets the address that its name has."""
+        """Lay a cable from `device` of this host to eth0 of another host, and set the address of eth0."""
         self.ip("link", "add", device, "type", "veth", "peer", "name", "eth0", "netns", str(other.pid))
         self.ip("link", "set", device, "up")
         other.set_address("eth0")
@@ -135,7 +135,7 @@ class Host:
 
 
 def _setns(pidfd: int, namespaces: int) -> None:
-    """Joins namespaces of that process; Python has os.setns since 3.12."""
+    """Join namespaces of the process of `pidfd`. Python has os.setns only since 3.12."""
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.setns(pidfd, namespaces):
         raise OSError(ctypes.get_errno(), f"setns: {os.strerror(ctypes.get_errno())}")
@@ -143,7 +143,7 @@ def _setns(pidfd: int, namespaces: int) -> None:
 
 @functools.cache
 def why_not() -> str:
-    """Why there can be no hosts here, or nothing."""
+    """The reason why this machine cannot emulate hosts, or an empty string."""
     if not hasattr(os, "pidfd_open") or os.geteuid() != 0:
         return "emulated hosts need Linux and root"
     missing = [command for command in ("unshare", "nsenter", "ip", "hostname") if not shutil.which(command, path=PATH)]

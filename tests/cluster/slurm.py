@@ -1,7 +1,8 @@
 """A real SLURM cluster on one machine: slurmctld on the host `ctl`, slurmd on node1, node2 and so on.
 
-Only the nodes are emulated. The switch between them is a bridge in the network of `ctl`, sockets and spool lie in each
-host's own /run, all else in one folder, so clusters do not meet each other or a SLURM that the machine belongs to.
+Only the nodes are emulated. The switch between them is a bridge in the network of `ctl`. Sockets and spool are in the
+/run of each host and all other files in one folder, so a cluster does not disturb another one, or a SLURM that the
+machine belongs to.
 """
 
 import os
@@ -18,8 +19,9 @@ from tests.cluster import namespaces
 from tests.cluster.namespaces import PATH, Host
 from tests.helpers.limits import PATIENCE
 
-# Neither systemd nor usable cgroups are needed: ProctrackType, TaskPlugin and JobAcctGatherType keep away from both.
-# A requeued job waits for cred_expire, by default two minutes. config_overrides: a node may have more than the machine.
+# ProctrackType, TaskPlugin and JobAcctGatherType are chosen so that SLURM needs neither systemd nor usable cgroups.
+# A requeued job waits for cred_expire, by default two minutes.
+# config_overrides: a node may have more CPUs and memory than the machine.
 _SLURM_CONF = """\
 ClusterName=test
 SlurmctldHost=ctl
@@ -60,7 +62,7 @@ PartitionName=high Nodes=ALL PriorityTier=10 PreemptMode=OFF
 
 
 def why_not() -> str:
-    """Why there can be no cluster here, or nothing."""
+    """The reason why this machine cannot run a cluster, or an empty string."""
     commands = ("slurmctld", "slurmd", "sbatch", "munged")
     missing = [command for command in commands if not shutil.which(command, path=PATH)]
     if missing:
@@ -69,7 +71,7 @@ def why_not() -> str:
 
 
 class Slurm:
-    """A cluster of nodes with 4 CPUs each; a job in partition `high` pre-empts those in `main`, the default."""
+    """A cluster of nodes with 4 CPUs each. Jobs in partition `high` pre-empt those in `main`, the default."""
 
     def __init__(self, folder: Path, num_nodes: int = 2, kill_wait_seconds: int = 120):
         self.folder = folder.resolve()
@@ -101,8 +103,8 @@ class Slurm:
         (self.folder / "state").mkdir(parents=True)
         text = _SLURM_CONF.format(folder=self.folder, num_nodes=len(self.nodes), kill_wait=self._kill_wait_seconds)
         (self.folder / "slurm.conf").write_text(text)
-        # slurmd loads a cgroup plugin even if nothing uses it, and what it chooses by itself ends it where cgroups are
-        # absent, hybrid, or v2 without systemd. cgroup/v1 touches nothing until used; 24.05 and later can go without.
+        # slurmd loads a cgroup plugin even if nothing uses it. With its default plugin, slurmd exits where cgroups are
+        # absent, hybrid, or v2 without systemd. cgroup/v1 does nothing until used; 24.05 and later need no plugin.
         version = subprocess.check_output(["slurmd", "-V"], env={"PATH": PATH}, text=True)
         year, month = (int(part) for part in re.findall(r"\d+", version)[:2])
         plugin = "disabled" if (year, month) >= (24, 5) else "cgroup/v1"
@@ -130,12 +132,12 @@ class Slurm:
     def on(
         self, host: str, *command: str, env: Mapping[str, str] | None = None, cwd: Path | None = None, **options
     ) -> subprocess.CompletedProcess[str]:
-        """The completed process of a command on a node or `ctl`; `env` adds to an environment without the caller's."""
+        """Run a command on a node or `ctl`. `env` is added to a minimal environment, not to the caller's."""
         environment = {**self._environment, **(env or {})}
         return self.hosts[host].run(*command, env=environment, cwd=cwd or self.folder, **options)
 
     def run(self, *command: str, **options) -> subprocess.CompletedProcess[str]:
-        """The same on `ctl`, where users submit."""
+        """Run a command on `ctl`, where users submit jobs."""
         return self.on("ctl", *command, **options)
 
     @staticmethod
@@ -144,11 +146,11 @@ class Slurm:
         return done.stdout
 
     def sbatch(self, *arguments: str, env: Mapping[str, str] | None = None, cwd: Path | None = None) -> str:
-        """Submits; returns the job's id. `env` and `cwd` are those of sbatch, and so by default the job's."""
+        """Submit a job; returns its id. The job inherits `env` and `cwd` from sbatch unless it sets its own."""
         return self._checked(self.run("sbatch", "--parsable", *arguments, env=env, cwd=cwd)).strip()
 
     def scontrol(self, *arguments: str) -> str:
-        """Tried again after SIGPIPE: munged closes a connection that is silent for 2 s, as on a busy machine."""
+        """Run scontrol, again after SIGPIPE: on a busy machine, munged closes a connection that is silent for 2 s."""
         for _ in range(10):
             if (done := self.run("scontrol", *arguments)).returncode != -signal.SIGPIPE:
                 break
@@ -166,7 +168,7 @@ class Slurm:
         return self.show(job)["JobState"]
 
     def wait(self, job: str, *states: str, timeout: float = PATIENCE) -> str:
-        """The first of these states that is seen, by a look each 0.2 s."""
+        """Poll the job every 0.2 s until it is in one of these states; returns that state."""
         deadline = time.monotonic() + timeout
         while (state := self.state(job)) not in states:
             if time.monotonic() > deadline:

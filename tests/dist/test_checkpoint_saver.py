@@ -1,4 +1,4 @@
-"""Saves in the background: what they hold, what training may do meanwhile, and what happens when they fail."""
+"""Background saves: which values they write, how long training waits for them, and how failures are reported."""
 
 import errno
 import os
@@ -20,18 +20,18 @@ from megatron_lite.checkpoint.saver import Saver
 from megatron_lite.errors import CheckpointError
 from megatron_lite.parallel.context import ParallelContext
 from megatron_lite.parallel.grid import Grid
-from tests.helpers.checkpoints import CONFIG, TABLE, as_contents, assert_holds, contents
+from tests.helpers.checkpoints import CONFIG, TABLE, assert_complete, contents, join_contents
 
 FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 class Training:
-    """Tensors that change after every save, as training changes them."""
+    """A saver and tensors that change after every save, as in training."""
 
     def __init__(self, root: Path, tp: int, dp: int):
         self.ctx = ParallelContext.create(Grid(tp=tp, dp=dp), torch.device("cpu"), 60)
         self.saver = Saver(self.ctx, in_background=True, timeout_seconds=60)
-        self.root, self.said = root, []
+        self.root, self.lines = root, []
         self.live = contents(self.ctx, 0)
 
     def save(self, version: int, *, must_be_done: bool = False) -> None:
@@ -44,10 +44,10 @@ class Training:
         self.saver.save(
             self.root,
             version,
-            self.said.append,
+            self.lines.append,
             must_be_done=must_be_done,
             copy_at_once=False,
-            **as_contents(
+            **join_contents(
                 {**self.live, "rng": {"cpu": torch.full((5,), 10 * version + self.ctx.rank, dtype=torch.uint8)}}
             ),
             table=TABLE,
@@ -57,14 +57,15 @@ class Training:
             keep=2,
         )
 
-    def train_on(self) -> None:
+    def overwrite_weights(self) -> None:
+        """What an optimizer step does while a save is in flight."""
         self.saver.wait_for_copy()
         for weight in self.live["weights"].values():
             weight.fill_(-1.0)
 
 
 class Gate:
-    """Lets no tensor file be written until it is opened."""
+    """A `write_tensors` whose background calls wait until `open`, and then fail if there is an error."""
 
     def __init__(self, error: OSError | None = None):
         self._open, self._error, self._write = threading.Event(), error, store.write_tensors
@@ -85,26 +86,26 @@ def save_while_training(root: Path, tp: int, dp: int) -> list[str]:
     training, gate = Training(root, tp, dp), Gate()
     with mock.patch.object(store, "write_tensors", gate):
         training.save(1)
-        training.train_on()
-        training.saver.report(training.said.append)
-        assert read_latest(root) is None, "it was waited for"
+        training.overwrite_weights()
+        training.saver.report(training.lines.append)
+        assert read_latest(root) is None, "training waited for the save"
         gate.open()
-        training.save(2)  # waits for the first
+        training.save(2)  # waits for the first save
         assert read_latest(root) is not None
-        training.train_on()
+        training.overwrite_weights()
         training.save(3, must_be_done=True)
     assert (read_latest(root), iterations(root)) == (3, [2, 3])
-    assert [assert_holds(root, training.ctx, n) for n in (2, 3)] == [2, 3]
-    training.saver.close(training.said.append)
-    return training.said
+    assert [assert_complete(root, training.ctx, n) for n in (2, 3)] == [2, 3]
+    training.saver.close(training.lines.append)
+    return training.lines
 
 
 @pytest.mark.parametrize(("tp", "dp"), [(1, 1), (2, 1), (1, 2)])
-def test_what_is_saved_is_what_was_there_when_training_went_on(ranks, tmp_path, tp, dp):
-    """A tensor that is written while the next step changes it would be of neither iteration."""
-    for said in ranks(tp * dp, save_while_training, tmp_path, tp, dp):
-        text = "\n".join(said)
-        assert [line.split(" (")[0] for line in said if "successfully" in line] == [
+def test_a_background_save_has_the_values_at_its_start(ranks, tmp_path, tp, dp):
+    """A tensor that the next step changes while it is written would be of neither iteration."""
+    for lines in ranks(tp * dp, save_while_training, tmp_path, tp, dp):
+        text = "\n".join(lines)
+        assert [line.split(" (")[0] for line in lines if "successfully" in line] == [
             f"  successfully saved checkpoint from iteration       {n} to {tmp_path}" for n in (1, 2, 3)
         ]
         assert text.count("it is copied and written while training continues") == 2
@@ -118,29 +119,30 @@ def fail_while_training(root: Path, failing: int) -> list[str]:
     gate.open()
     with mock.patch.object(store, "write_tensors", gate):
         training.save(2)
-        training.saver.wait(training.said.append)
-        assert read_latest(root) == 1 and assert_holds(root, training.ctx, 1) == 1
-        # the next one is waited for, and here succeeds; from then on saves are in the background again
+        training.saver.wait(training.lines.append)
+        assert read_latest(root) == 1 and assert_complete(root, training.ctx, 1) == 1
+        # After a failure, training waits for the next save. It succeeds, so later saves are in the background again.
         training.save(3)
-        assert read_latest(root) == 3 and assert_holds(root, training.ctx, 3) == 3
+        assert read_latest(root) == 3 and assert_complete(root, training.ctx, 3) == 3
         gate._error = None
         training.save(4)
-        training.saver.close(training.said.append)
+        training.saver.close(training.lines.append)
     assert read_latest(root) == 4
-    return training.said
+    return training.lines
 
 
 @pytest.mark.parametrize("failing", [0, 1])
-def test_a_save_that_fails_is_told_and_loses_nothing(ranks, tmp_path, failing):
-    """On every rank, or the ranks would not agree on how to save next."""
-    for said in ranks(2, fail_while_training, tmp_path, failing):
-        (line,) = [line for line in said if "FAILED" in line]
+def test_a_failed_save_is_reported_and_the_previous_checkpoint_remains(ranks, tmp_path, failing):
+    """Every rank must know of the failure; otherwise ranks would disagree on how to save next."""
+    for lines in ranks(2, fail_while_training, tmp_path, failing):
+        (line,) = [line for line in lines if "FAILED" in line]
         assert line.startswith(f"  FAILED to save checkpoint from iteration       2 to {tmp_path}: rank {failing}: ")
         assert "No space left on device. Free some space" in line
         assert line.endswith("Training continues, and stops if the next save fails too")
-        kept = [line.split(" from")[0].strip() for line in said if not line.startswith(" saving")]
-        copied = kept[1]
-        assert "written while training continues" in copied and kept[3:] == [kept[0], copied, kept[0]]
+        outcomes = [line.split(" from")[0].strip() for line in lines if not line.startswith(" saving")]
+        in_background = outcomes[1]
+        assert "written while training continues" in in_background
+        assert outcomes[3:] == [outcomes[0], in_background, outcomes[0]]
 
 
 def fail_to_copy(root: Path, failing: int) -> list[str]:
@@ -149,148 +151,151 @@ def fail_to_copy(root: Path, failing: int) -> list[str]:
     no_memory = mock.Mock(side_effect=RuntimeError("out of memory") if training.ctx.rank == failing else None)
     with mock.patch.object(Saver, "_copy_of", no_memory):
         training.save(2)
-        training.train_on()
-        training.saver.wait(training.said.append)
+        training.overwrite_weights()
+        training.saver.wait(training.lines.append)
     assert no_memory.called and read_latest(root) == 1 and iterations(root) == [1]
     training.save(3)
-    assert read_latest(root) == 3 and assert_holds(root, training.ctx, 3) == 3
-    training.saver.close(training.said.append)
-    return training.said
+    assert read_latest(root) == 3 and assert_complete(root, training.ctx, 3) == 3
+    training.saver.close(training.lines.append)
+    return training.lines
 
 
 @pytest.mark.parametrize("failing", [0, 1])
-def test_a_copy_that_fails_is_told_like_a_save_that_fails(ranks, tmp_path, failing):
-    """And no rank waits for it for ever: neither its own training nor the other ranks' saves."""
-    for said in ranks(2, fail_to_copy, tmp_path, failing):
-        (line,) = [line for line in said if "FAILED" in line]
+def test_a_failed_copy_is_reported_like_a_failed_save(ranks, tmp_path, failing):
+    """Training on that rank, or a save on another rank, would otherwise wait for the copy forever."""
+    for lines in ranks(2, fail_to_copy, tmp_path, failing):
+        (line,) = [line for line in lines if "FAILED" in line]
         assert f"from iteration       2 to {tmp_path}: rank {failing}: " in line and "out of memory" in line
         assert line.endswith("Training continues, and stops if the next save fails too")
-        assert sum("successfully saved" in line for line in said) == 2
+        assert sum("successfully saved" in line for line in lines) == 2
 
 
-def change_while_copying(root: Path) -> list[str]:
+def change_before_copy(root: Path) -> list[str]:
     training, may_copy, copy_of = Training(root, 2, 1), threading.Event(), Saver._copy_of
 
-    def late(self, *what):
+    def delayed_copy(self, *arguments):
         assert may_copy.wait(30)
-        return copy_of(self, *what)
+        return copy_of(self, *arguments)
 
-    with mock.patch.object(Saver, "_copy_of", late):
+    with mock.patch.object(Saver, "_copy_of", delayed_copy):
         training.save(1)
         if training.ctx.rank == 1:
             next(iter(training.live["weights"].values())).add_(1)
         may_copy.set()
-        training.saver.close(training.said.append)
+        training.saver.close(training.lines.append)
     assert read_latest(root) is None
-    return training.said
+    return training.lines
 
 
-def test_what_was_changed_before_it_was_copied_is_not_saved(ranks, tmp_path):
-    """As running statistics that a model keeps as parameters: the checkpoint would be of two iterations."""
-    for said in ranks(2, change_while_copying, tmp_path):
-        (line,) = [line for line in said if "FAILED" in line]
+def test_a_tensor_changed_before_its_copy_makes_the_save_fail(ranks, tmp_path):
+    """A model may update running statistics in forward; the checkpoint would mix two iterations."""
+    for lines in ranks(2, change_before_copy, tmp_path):
+        (line,) = [line for line in lines if "FAILED" in line]
         assert f": rank 1: weight of {next(iter(TABLE))} changed while it was copied" in line
         assert "checkpoint.async_save: false" in line
 
 
 def copy_slowly(root: Path) -> list[str]:
-    training, copy_of = Training(root, 2, 1), Saver._copies_of
+    training, copied = Training(root, 2, 1), Saver._copied
 
-    def slow(self, mine):
+    def slow_copy(self, contents, ready):
         time.sleep(0.5 * training.ctx.rank)
-        return copy_of(self, mine)
+        return copied(self, contents, ready)
 
-    with mock.patch.object(Saver, "_copies_of", slow):
+    with mock.patch.object(Saver, "_copied", slow_copy):
         training.save(1)
-        training.train_on()
-        while "successfully" not in training.said[-1]:
+        training.overwrite_weights()
+        while "successfully" not in training.lines[-1]:
             time.sleep(0.01)
-            training.saver.report(training.said.append)
-    training.saver.close(training.said.append)
-    return training.said
+            training.saver.report(training.lines.append)
+    training.saver.close(training.lines.append)
+    return training.lines
 
 
-def test_training_waits_as_long_as_its_slowest_rank(ranks, tmp_path):
-    """The other ranks stand in the optimizer's collectives meanwhile."""
-    for said in ranks(2, copy_slowly, tmp_path):
-        (line,) = [line for line in said if "successfully saved" in line]
+def test_the_reported_wait_is_that_of_the_slowest_rank(ranks, tmp_path):
+    """The other ranks wait in the optimizer's collectives while the slowest rank copies."""
+    for lines in ranks(2, copy_slowly, tmp_path):
+        (line,) = [line for line in lines if "successfully saved" in line]
         waited = re.search(r"of which training waited ([0-9.]+) s", line)
         assert waited and float(waited[1]) >= 0.5
 
 
-def test_what_was_made_for_a_save_lives_until_it_is_copied(ranks, tmp_path):
-    """Its memory is needed by the next forward, and a disk may be slow."""
-    assert ranks(1, how_many_live_while_written, tmp_path) == [0]
+def test_temporary_tensors_of_a_save_are_freed_after_the_copy(ranks, tmp_path):
+    """Until the disk is done would be too long: the next forward needs their memory."""
+    assert ranks(1, count_tensors_alive_during_write, tmp_path) == [0]
 
 
-def how_many_live_while_written(root: Path) -> int:
+def count_tensors_alive_during_write(root: Path) -> int:
     training, gate = Training(root, 1, 1), Gate()
     with mock.patch.object(store, "write_tensors", gate):
         training.save(1)
         training.saver.wait_for_copy()
-        made = [weakref.ref(value) for kinds in training.live["optimizer_state"].values() for value in kinds.values()]
+        references = [
+            weakref.ref(value) for kinds in training.live["optimizer_state"].values() for value in kinds.values()
+        ]
         training.live = {}
-        living = sum(value() is not None for value in made)
+        num_alive = sum(value() is not None for value in references)
         gate.open()
-        training.saver.close(training.said.append)
+        training.saver.close(training.lines.append)
     assert read_latest(root) == 1
-    return living
+    return num_alive
 
 
 def save_after_close(root: Path) -> None:
     training = Training(root, 1, 1)
-    training.saver.close(training.said.append)
+    training.saver.close(training.lines.append)
     with pytest.raises(RuntimeError, match="after shutdown"):
         training.save(1)
     training.saver.wait_for_copy()
 
 
-def test_a_save_that_could_not_begin_is_not_waited_for(ranks, tmp_path):
+def test_waiting_after_a_save_that_could_not_start_returns(ranks, tmp_path):
+    """The next step waits for the copy; it would wait forever for one that no thread makes."""
     ranks(1, save_after_close, tmp_path)
 
 
-def time_out(root: Path) -> list[str]:
+def save_with_timeout(root: Path) -> list[str]:
     training = Training(root, 2, 1)
-    _set_pg_timeout(timedelta(seconds=1), training.saver._background.world.pg)  # of this connection, not of the next
-    slow, is_late = store.write_tensors, root / "rank 0 has waited for too long"
+    _set_pg_timeout(timedelta(seconds=1), training.saver._background.world.pg)  # of this group, not of its replacement
+    write_tensors, timed_out = store.write_tensors, root / "rank 0 has timed out"
 
     def write(path, tensors):
-        while training.ctx.rank == 1 and not is_late.exists():
+        while training.ctx.rank == 1 and not timed_out.exists():
             time.sleep(0.01)
-        return slow(path, tensors)
+        return write_tensors(path, tensors)
 
     with mock.patch.object(store, "write_tensors", write):
         training.save(1)
         if training.ctx.rank == 0:
-            training.saver.wait(training.said.append)
-            is_late.touch()
-        training.saver.wait(training.said.append)
+            training.saver.wait(training.lines.append)
+            timed_out.touch()
+        training.saver.wait(training.lines.append)
     for version in (2, 3, 4):
         training.save(version)
-    training.saver.close(training.said.append)
-    assert read_latest(root) == 4 and assert_holds(root, training.ctx, 4) == 4
-    return training.said
+    training.saver.close(training.lines.append)
+    assert read_latest(root) == 4 and assert_complete(root, training.ctx, 4) == 4
+    return training.lines
 
 
-def test_after_a_time_out_saves_go_on_in_the_background(ranks, tmp_path):
-    """A connection that has timed out stays broken: every second save would fail for the rest of the run."""
-    for said in ranks(2, time_out, tmp_path):
-        assert sum("FAILED" in line for line in said) == 1
-        assert sum("written while training continues" in line for line in said) == 3
+def test_after_a_timeout_saves_continue_in_the_background(ranks, tmp_path):
+    """A group that has timed out stays broken. Were it not replaced, every second save of the run would fail."""
+    for lines in ranks(2, save_with_timeout, tmp_path):
+        assert sum("FAILED" in line for line in lines) == 1
+        assert sum("written while training continues" in line for line in lines) == 3
 
 
 def fail_twice(root: Path) -> str:
     training = Training(root, 2, 1)
     with mock.patch("os.fsync", side_effect=FULL):
         training.save(1)
-        training.saver.wait(training.said.append)
+        training.saver.wait(training.lines.append)
         with pytest.raises(CheckpointError) as caught:
             training.save(2)
-        training.saver.close(training.said.append)
+        training.saver.close(training.lines.append)
     return str(caught.value)
 
 
-def test_a_second_failure_ends_training(ranks, tmp_path):
-    """A run without checkpoints for days would lose them all."""
+def test_a_second_failed_save_in_a_row_stops_training(ranks, tmp_path):
+    """A run that trained on for days without checkpoints would lose those days in a crash."""
     first, second = ranks(2, fail_twice, tmp_path)
     assert first == second and "No space left on device" in first

@@ -1,4 +1,4 @@
-"""The distributed optimizer on real ranks: LocalDDP's training to the bit, with every parameter updated by one rank."""
+"""The distributed optimizer on real ranks trains bitwise as LocalDDP does; one rank updates each parameter element."""
 
 from typing import Any
 from unittest import mock
@@ -43,12 +43,13 @@ LAYOUTS = {
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_ten_steps_are_those_of_plain_adam_to_the_bit(ranks, name):
-    """Clipping in every step, two decay groups, sizes that no number of ranks divides, biases smaller than dp: gloo
-    adds up both ways in the same order, and elements are cut where the vector kernel has a border anyway.
+def test_ten_steps_equal_those_of_the_replicated_optimizer_bitwise(ranks, name):
+    """A wrong shard border, decay group or clip coefficient would change a weight. Sizes do not divide by dp, and some
+    biases have fewer elements than ranks. Exact: gloo sums in the same order either way, and shards end where vector
+    kernels end.
 
-    The norm is a sum in fp64 of other pieces, so it may differ in its last bits; the clip coefficient then rounds to
-    the same fp32.
+    The norm is an fp64 sum over other slices, so it may differ in its last bits; the clip coefficient rounds to the
+    same fp32 value.
     """
     size, changes = LAYOUTS[name]
     changes = {
@@ -58,16 +59,16 @@ def test_ten_steps_are_those_of_plain_adam_to_the_bit(ranks, name):
         "optim__hysteresis": 1,
     } | changes
     results = [ranks(size, train_tiny, optim__distributed=choice, **changes) for choice in ("false", "true")]
-    for plain, shared_out in zip(*results, strict=True):
-        assert torch.equal(shared_out["loss"], plain["loss"])
-        assert (shared_out["grad_norm"] / plain["grad_norm"] - 1).abs().nan_to_num().max() < 1e-13
+    for plain, sharded_run in zip(*results, strict=True):
+        assert torch.equal(sharded_run["loss"], plain["loss"])
+        assert (sharded_run["grad_norm"] / plain["grad_norm"] - 1).abs().nan_to_num().max() < 1e-13
         assert plain["grad_norm"].isfinite().sum() >= 3 and (plain["grad_norm"].isfinite().all() or "fp16" in name)
         for key, weight in plain["weights"].items():
-            assert torch.equal(shared_out["weights"][key], weight), key
+            assert torch.equal(sharded_run["weights"][key], weight), key
 
 
-class ReadFromOutside(nn.Module):
-    """Reads a parameter of a module that it calls later or, with `calls` off, never."""
+class ReadsForeignParameter(nn.Module):
+    """Reads a parameter of a submodule that it calls afterwards or, without `calls`, never."""
 
     def __init__(self, calls: bool) -> None:
         super().__init__()
@@ -79,8 +80,8 @@ class ReadFromOutside(nn.Module):
         return self.second(x) if self.calls else x
 
 
-class Later:
-    """A gather that happens when it is waited for, and never before."""
+class DeferredGather:
+    """A gather that runs in `wait`, and not before."""
 
     def __init__(self, log: list[int], flat: Tensor, own: Tensor, group):
         self.log, self.flat, self.own, self.group = log, flat, own, group
@@ -105,8 +106,8 @@ def table_of(model: nn.Module) -> ParamTable:
     return {name: ParamMeta(tuple(p.shape), Shard(), "normal") for name, p in model.named_parameters()}
 
 
-def step_with_late_gathers(model: nn.Module) -> dict[str, Any]:
-    """What happened after a step whose gathers happen only when somebody waits for them."""
+def step_with_deferred_gathers(model: nn.Module) -> dict[str, Any]:
+    """The order of events after a step whose gathers run only when they are waited for."""
     ctx = ParallelContext.create(Grid(dp=2), torch.device("cpu"), timeout_seconds=60)
     ddp = engine_of(model, ctx)
     optimizer = MixedPrecisionOptimizer(table_of(model), ddp, LossScaler(), load_config(None).optim, ctx)
@@ -114,13 +115,13 @@ def step_with_late_gathers(model: nn.Module) -> dict[str, Any]:
     started: list[int] = []
     groups = []
 
-    def late(flat: Tensor, own: Tensor, group: Any, async_op: bool) -> Later:
+    def defer(flat: Tensor, own: Tensor, group: Any, async_op: bool) -> DeferredGather:
         started.append(flat.numel())
         groups.append(group)
-        return Later(waited, flat, own, group)
+        return DeferredGather(waited, flat, own, group)
 
     x = torch.ones(2, 32)
-    with mock.patch.object(sharded, "all_gather_single", late):
+    with mock.patch.object(sharded, "all_gather_single", defer):
         ddp.zero_grad()
         ddp.begin_backward(0, is_last=True)
         ddp.module(0)(x).sum().backward()
@@ -132,49 +133,48 @@ def step_with_late_gathers(model: nn.Module) -> dict[str, Any]:
         output = ddp.module(0)(x)
         hook.remove()
         optimizer.step(lr=0.1)
-        saved = {name: held.values.clone() for name, held in optimizer.weights().items()}
+        saved = {name: local.values.clone() for name, local in optimizer.weights().items()}
     return {
         "started": started,
         "at_return": at_return,
         "by_first": by_first,
         "output": output.detach(),
         "saved": saved,
-        "own_connection": all(group is not ctx.dp.pg for group in groups),
+        "separate_group": all(group is not ctx.dp.pg for group in groups),
     }
 
 
-def late_layers() -> dict[str, Any]:
+def step_of_two_layers() -> dict[str, Any]:
     torch.manual_seed(0)
-    return step_with_late_gathers(nn.Sequential(nn.Linear(32, 32, bias=False), nn.Linear(32, 64, bias=False)))
+    return step_with_deferred_gathers(nn.Sequential(nn.Linear(32, 32, bias=False), nn.Linear(32, 64, bias=False)))
 
 
-def late_reading(calls: bool) -> dict[str, Any]:
+def step_with_foreign_read(calls: bool) -> dict[str, Any]:
     torch.manual_seed(0)
-    return step_with_late_gathers(ReadFromOutside(calls))
+    return step_with_deferred_gathers(ReadsForeignParameter(calls))
 
 
-def test_the_next_forward_waits_for_a_parameter_only_just_before_it_uses_it(ranks):
-    """Waiting for all of them first would hide no communication. They start in the order of use, and on a connection
-    where the numbers that ranks agree on do not queue up behind them."""
-    for got in ranks(2, late_layers):
+def test_forward_waits_for_a_parameter_just_before_its_use(ranks):
+    """Waiting for all gathers first would hide no communication. Gathers start in the order of use, in a separate
+    group, so that small all-reduces do not queue behind them."""
+    for got in ranks(2, step_of_two_layers):
         assert got["at_return"] == [] and got["by_first"] == [1024]
-        assert got["started"][:2] == [1024, 2048] and got["own_connection"]
+        assert got["started"][:2] == [1024, 2048] and got["separate_group"]
 
 
 @pytest.mark.parametrize("calls", [True, False])
-def test_a_parameter_read_from_outside_of_its_module_is_up_to_date(ranks, calls):
-    """Also before the module is called, where a hook would come too late: it would train on weights of the step
-    before, and nobody would know."""
-    for got in ranks(2, late_reading, calls):
+def test_a_parameter_read_outside_its_module_is_up_to_date(ranks, calls):
+    """The forward hook of its module runs too late or never: training would use the previous step's weights."""
+    for got in ranks(2, step_with_foreign_read, calls):
         assert got["at_return"] == []
-        fresh = ranks(1, one_step_alone, calls)[0]
+        fresh = ranks(1, adamw_step_in_one_process, calls)[0]
         torch.testing.assert_close(got["output"], fresh, rtol=1e-6, atol=1e-6)
 
 
-def one_step_alone(calls: bool) -> Tensor:
+def adamw_step_in_one_process(calls: bool) -> Tensor:
     """The output after one step of plain AdamW on the two ranks' summed gradient."""
     torch.manual_seed(0)
-    model, optim = ReadFromOutside(calls), load_config(None).optim
+    model, optim = ReadsForeignParameter(calls), load_config(None).optim
     adam = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=optim.weight_decay, betas=(0.9, 0.999))
     (2 * model(torch.ones(2, 32)).sum()).backward()
     torch.nn.utils.clip_grad_norm_(model.parameters(), optim.clip_grad)
@@ -182,18 +182,19 @@ def one_step_alone(calls: bool) -> Tensor:
     return model(torch.ones(2, 32)).detach()
 
 
-def test_weights_that_are_saved_are_up_to_date(ranks):
-    """A checkpoint written while they are on their way would hold one share of new weights, the rest of old."""
-    first, second = ranks(2, late_layers)
+def test_saved_weights_are_those_after_the_step_on_all_ranks(ranks):
+    """A checkpoint written while gathers are in flight would mix new weights with old ones."""
+    first, second = ranks(2, step_of_two_layers)
     for name, weight in first["saved"].items():
         assert torch.equal(weight, second["saved"][name])
 
 
-def mix_number_formats() -> None:
+def mix_dtypes() -> None:
     ctx = ParallelContext.create(Grid(dp=2), torch.device("cpu"), timeout_seconds=60)
     engine_of(nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False).double()), ctx)
 
 
-def test_parameters_of_several_number_formats_are_refused(ranks):
-    with pytest.raises(RanksFailed, match=r"optim.distributed: the model has parameters of "):
-        ranks(2, mix_number_formats)
+def test_parameters_of_several_dtypes_raise_an_error(ranks):
+    """A bucket has one dtype; parameters of another dtype would be converted silently."""
+    with pytest.raises(RanksFailed, match=r"optim.distributed: got parameters of .*; needs one dtype; use "):
+        ranks(2, mix_dtypes)

@@ -1,4 +1,4 @@
-"""LocalDDP and torch's DDP on real ranks, against one process and plain autograd."""
+"""Gradients of LocalDDP and torch's DDP on real ranks, compared with plain autograd in one process."""
 
 import pytest
 import torch
@@ -34,7 +34,7 @@ def wrap(model: nn.Module, ctx: ParallelContext, kind, bucket_mb: float, grad_dt
 
 
 class TinyLanguageModel(nn.Module):
-    """Embedding used twice, a norm, a linear layer: gradients arrive in several ways."""
+    """A tied embedding, a norm and a linear layer; the embedding gets gradients twice."""
 
     def __init__(self, dtype: torch.dtype):
         super().__init__()
@@ -64,7 +64,7 @@ def masked_loss(module: nn.Module, tokens: torch.Tensor, mask: torch.Tensor, ste
 
 
 def gradients_of_steps(kind: str, num_microbatches: int, bucket_mb: float, dtype: torch.dtype, steps: int):
-    """main_grads of each step, this rank's share of the batch in that many portions."""
+    """main_grads after each step; this rank's part of the batch is split into `num_microbatches`."""
     dp = torch.distributed.get_world_size()
     ctx = on_cpu(Grid(dp=dp))
     model = TinyLanguageModel(dtype)
@@ -84,10 +84,10 @@ def gradients_of_steps(kind: str, num_microbatches: int, bucket_mb: float, dtype
 
 @pytest.mark.parametrize("kind", ["local", "torch"])
 @pytest.mark.parametrize(("dp", "num_microbatches", "bucket_mb"), [(2, 1, 25.0), (2, 3, 1e-4), (4, 3, 1e-4)])
-def test_spread_and_accumulated_gradients_equal_one_big_batch(ranks, kind, dp, num_microbatches, bucket_mb):
-    """A mean instead of a sum, a gradient left over or a bucket reduced twice would all show.
+def test_summed_gradients_equal_those_of_one_large_batch(ranks, kind, dp, num_microbatches, bucket_mb):
+    """A mean instead of a sum, a gradient left from the previous step or a bucket reduced twice would change the sums.
 
-    fp64: only the order of additions differs. Three steps, because torch's DDP moves its buckets after the first.
+    fp64: only the order of additions differs. Three steps, because torch's DDP rebuilds its buckets after the first.
     """
     model = TinyLanguageModel(torch.float64)
     results = ranks(dp, gradients_of_steps, kind, num_microbatches, bucket_mb, torch.float64, 3)
@@ -102,7 +102,7 @@ def test_spread_and_accumulated_gradients_equal_one_big_batch(ranks, kind, dp, n
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_both_engines_give_the_same_low_precision_gradients(ranks, dtype):
-    """Two ranks and one portion: both add the same two low-precision numbers in fp32."""
+    """With two ranks and one micro-batch, both engines add the same two low-precision values in fp32."""
     local, torchs = (ranks(2, gradients_of_steps, kind, 1, 25.0, dtype, 2)[0] for kind in ("local", "torch"))
     for step in range(2):
         for name, grad in local[step].items():
@@ -135,12 +135,12 @@ def sum_small_onto_large(kind: str) -> list[float]:
 
 @pytest.mark.parametrize("kind", ["local", "torch"])
 def test_bf16_gradients_are_summed_over_microbatches_and_ranks_in_fp32(ranks, kind):
-    """In bf16, 256 + 1 is 256 and 256 + 3 is 260: both sums would miss 261, which bf16 cannot even hold."""
+    """In bf16, 256 + 1 is 256 and 256 + 3 is 260; a sum in bf16 could not give 261."""
     assert ranks(2, sum_small_onto_large, kind) == [[261.0] * 3] * 2
 
 
-def leave_out_different_parameters(dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """Each rank leaves out another parameter, and the gradients of the rest arrive in another order."""
+def use_different_parameters(dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """Gradients of two backward passes; each rank skips a different parameter and uses the others in another order."""
     ctx = on_cpu(Grid(dp=2))
     model = nn.ParameterDict({name: torch.ones(size, dtype=dtype) for size, name in enumerate("abcd", start=1)})
     ddp = wrap(model, ctx, "local", 1e-9)
@@ -156,14 +156,14 @@ def leave_out_different_parameters(dtype: torch.dtype) -> dict[str, torch.Tensor
     return found
 
 
-def test_a_parameter_unused_on_one_rank_neither_hangs_nor_spoils_the_sum(ranks):
-    """Buckets of different size started in different order would hang or add up other parameters' gradients."""
-    for found in ranks.within(30)(2, leave_out_different_parameters, torch.float64):
+def test_a_parameter_unused_on_one_rank_gets_the_sum_of_the_others(ranks):
+    """Buckets reduced in different orders would hang or add gradients of different parameters."""
+    for found in ranks.within(30)(2, use_different_parameters, torch.float64):
         for name, expected in {"a": 21.0, "b": 10.0, "c": 21.0, "d": 11.0}.items():
             assert (found[name] == expected).all(), name
 
 
-def leave_out_a_parameter_of_torch_ddp() -> None:
+def train_torch_ddp_with_an_unused_parameter() -> None:
     ctx = on_cpu(Grid(dp=2))
     model = TinyLanguageModel(torch.float32)
     model.extra = nn.Linear(2, 2)
@@ -174,14 +174,14 @@ def leave_out_a_parameter_of_torch_ddp() -> None:
     ddp.finish_grad_sync()
 
 
-def test_torch_ddp_names_a_parameter_that_got_no_gradient(ranks):
-    """Its bucket never completes: training on would use gradients that nobody summed."""
+def test_torch_ddp_raises_an_error_that_names_an_unused_parameter(ranks):
+    """The bucket of an unused parameter never completes, so the optimizer would use gradients that are not summed."""
     with pytest.raises(RanksFailed, match=r"parallel\.ddp=torch: \d of 7 .* extra\.weight; use every parameter in"):
-        ranks(2, leave_out_a_parameter_of_torch_ddp)
+        ranks(2, train_torch_ddp_with_an_unused_parameter)
 
 
 def sum_sequence_parallel() -> dict[str, torch.Tensor]:
-    """Gradients rank + 1 everywhere."""
+    """main_grads over two tp ranks when every local gradient is rank + 1."""
     ctx = on_cpu(Grid(tp=2))
     model = nn.ParameterDict({"norm": torch.ones(2, 3), "bias": torch.ones(4), "matrix": torch.ones(5)})
     params, table = dict(model.named_parameters()), full_table(model, sequence_parallel=("norm", "bias"))
@@ -192,8 +192,8 @@ def sum_sequence_parallel() -> dict[str, torch.Tensor]:
     return {name: grad.clone() for name, grad in ddp.main_grads.items()}
 
 
-def test_sequence_parallel_gradients_are_summed_over_tp_and_others_are_not(ranks):
-    """Each rank saw its part of the sequence; without the sum, norms would drift apart between tp ranks."""
+def test_only_sequence_parallel_gradients_are_summed_over_tp(ranks):
+    """Each rank computes its slice of the sequence; without the sum, norms would drift apart between tp ranks."""
     for rank, found in enumerate(ranks(2, sum_sequence_parallel)):
         assert (found["norm"] == 3).all() and (found["bias"] == 3).all()
         assert (found["matrix"] == rank + 1).all()

@@ -1,4 +1,4 @@
-"""What ranks find out about each other before the first group of the layout is made."""
+"""Ranks compare their configs before they create the first process group of the layout."""
 
 import socket
 
@@ -12,7 +12,7 @@ from tests.helpers.tiny import tiny_config
 
 
 def initialized(changes_of_last: dict) -> str:
-    """What a rank is told when the last one was given another config than the others."""
+    """The config error of this rank when the last rank has a different config, or `initialized`."""
     is_last = dist.get_rank() == dist.get_world_size() - 1
     try:
         initialize_megatron(tiny_config("gpt", **(changes_of_last if is_last else {})))
@@ -23,8 +23,8 @@ def initialized(changes_of_last: dict) -> str:
         finalize_megatron()
 
 
-def test_a_config_that_differs_on_one_machine_is_refused_on_all(ranks):
-    """A layout that only one of them has would hang where the groups are made."""
+def test_a_config_that_differs_on_one_rank_is_an_error_on_all_ranks(ranks):
+    """A layout that only one rank has would hang in the creation of groups."""
     here = socket.gethostname()
     assert ranks(2, initialized, {"optim__lr": 0.5, "parallel__tensor": 2}) == 2 * [
         f"rank 0 on {here} and rank 1 on {here} have different configs (parallel.tensor: 1 and 2, "
@@ -33,14 +33,15 @@ def test_a_config_that_differs_on_one_machine_is_refused_on_all(ranks):
 
 
 @pytest.mark.parametrize("place", ["run__dir", "data__cache_dir", "checkpoint__load"])
-def test_machines_may_keep_things_in_other_places(ranks, place):
+def test_paths_in_the_config_may_differ_between_machines(ranks, place):
+    """Machines may mount run, cache and checkpoint folders in different places."""
     assert ranks(2, initialized, {place: "/elsewhere"}) == 2 * ["initialized"]
 
 
-def test_torchrun_is_told_what_it_needs_to_start_ranks_of_several_machines_again(monkeypatch):
-    """Otherwise the first lost rank would leave the others looking for its address, for hours."""
-    given = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_MAX_RESTARTS": "3", "GROUP_WORLD_SIZE": "2"}
-    for name, value in given.items():
+def test_restarts_by_torchrun_on_several_machines_raise_an_error(monkeypatch):
+    """After the first lost rank, the others would try to connect to its old address for hours."""
+    variables = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_MAX_RESTARTS": "3", "GROUP_WORLD_SIZE": "2"}
+    for name, value in variables.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(ConfigError) as raised:
         join_process_group(torch.device("cpu"), 1.0)

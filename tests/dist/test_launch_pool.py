@@ -1,4 +1,4 @@
-"""The pool of ranks when a rank fails, hangs or dies."""
+"""The pool of ranks reuses its processes, and reports a rank that fails, hangs or dies."""
 
 import os
 import time
@@ -18,7 +18,7 @@ def sum_of_ranks(x):
 
 def fails_on_one_rank():
     if dist.get_rank() == 1:
-        raise ValueError("rank 1 refuses")
+        raise ValueError("rank 1 fails")
     dist.barrier()
 
 
@@ -41,6 +41,7 @@ def pool():
 
 
 def test_smaller_calls_reuse_the_first_processes(pool):
+    """New processes for every test would cost seconds each."""
     four = pool(4, sum_of_ranks, "a")
     two = pool(2, sum_of_ranks, x="b")
     assert [r[:4] for r in four] == [("a", rank, 4, 6.0) for rank in range(4)]
@@ -48,13 +49,15 @@ def test_smaller_calls_reuse_the_first_processes(pool):
     assert [r[4] for r in two] == [r[4] for r in four][:2]
 
 
-def test_a_failure_shows_the_traceback_of_its_rank_and_the_pool_continues(pool):
-    with pytest.raises(RanksFailed, match=r"--- rank 1 ---(.|\n)*ValueError: rank 1 refuses"):
+def test_a_failure_shows_the_traceback_of_its_rank(pool):
+    """The next call must work, or one failed test would fail all later ones."""
+    with pytest.raises(RanksFailed, match=r"--- rank 1 ---(.|\n)*ValueError: rank 1 fails"):
         pool(2, fails_on_one_rank)
     assert [r[3] for r in pool(2, sum_of_ranks, 0)] == [1.0, 1.0]
 
 
-def test_a_time_out_shows_the_rank_and_its_stack_and_processes_are_replaced(pool):
+def test_a_timeout_shows_the_stack_of_the_rank_and_replaces_processes(pool):
+    """A process that hangs can run no further test."""
     first = pool(2, sum_of_ranks, 0)
     with pytest.raises(RanksFailed) as failure:
         pool.within(1.0)(2, hangs_on_one_rank)
@@ -66,12 +69,14 @@ def test_a_time_out_shows_the_rank_and_its_stack_and_processes_are_replaced(pool
 
 
 def test_a_dead_rank_is_reported_with_its_exit_code(pool):
+    """Without a report, the caller would wait for the result until the timeout."""
     with pytest.raises(RanksFailed, match="rank 1 ---\nthe process died, exit code 3"):
         pool(2, dies_on_one_rank)
     assert [r[3] for r in pool(2, sum_of_ranks, 0)] == [1.0, 1.0]
 
 
-def test_nothing_is_left_in_the_temporary_folder():
+def test_a_closed_pool_leaves_no_temporary_files():
+    """A store file per call would fill the disk in a long session."""
     pool = Ranks()
     pool(2, sum_of_ranks, 0)
     assert not list(pool._folder.glob("store-*"))

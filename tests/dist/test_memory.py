@@ -1,4 +1,4 @@
-"""What the training state takes: tensors alive in the process after a step, beside the formulas."""
+"""Memory of the training state: tensors alive in the process after a step, compared with the formulas."""
 
 import gc
 import re
@@ -13,14 +13,14 @@ from megatron_lite.training.memory import memory_line, num_local_parameters
 from megatron_lite.training.setup import setup_model_and_optimizer
 from megatron_lite.training.step import train_step
 from tests.helpers.engines import ENGINES, LARGE_MODEL
-from tests.helpers.tiny import portion, tiny_config
+from tests.helpers.tiny import next_microbatches, tiny_config
 
 
 def alive() -> dict[int, torch.UntypedStorage]:
-    """Every storage that some tensor refers to, by address; no other can come there as long as one holds these."""
+    """The storages of all live tensors by address. While the caller keeps them, no new storage reuses an address."""
     gc.collect()
     found = [item for item in gc.get_objects() if isinstance(item, torch.Tensor) and not item.is_meta]
-    tensors = [tensor for tensor in found if not isinstance(tensor, DTensor)]  # its local tensor is there too
+    tensors = [tensor for tensor in found if not isinstance(tensor, DTensor)]  # its local tensor is in the list too
     return {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in tensors}
 
 
@@ -29,11 +29,11 @@ def measure(**changes) -> dict:
     ctx, rng = initialize_megatron(config)
     before = alive()
     run = setup_model_and_optimizer(config, ctx, rng)
-    train_step(run, portion(run))
-    held, line = run.optimizer.bytes_held(), memory_line(run)
+    train_step(run, next_microbatches(run))
+    state_sizes, line = run.optimizer.bytes_held(), memory_line(run)
     result = {
         "parameters": num_local_parameters(run),
-        "held": held,
+        "state": state_sizes,
         "alive": sum(storage.nbytes() for address, storage in alive().items() if address not in before),
         "expected": state_bytes(config, ctx.dp.size),
         "line": line,
@@ -47,16 +47,16 @@ CASES = [
     for engine in ENGINES
     for size in (1, 2, 4)
     for precision in ("bf16", "fp32")
-    if (engine, precision) != ("deepspeed 0", "bf16")  # which is refused
+    if (engine, precision) != ("deepspeed 0", "bf16")  # not supported
     and (precision == "bf16" or size == 2 or engine == "deepspeed 0")
 ]
 
 
 @pytest.mark.parametrize(("engine", "size", "precision"), CASES)
 def test_live_tensors_take_the_bytes_of_the_formula(ranks, engine, size, precision):
-    """A second copy of anything, kept alive somewhere, would take the memory that sharing out has saved.
+    """A forgotten second copy of a tensor would use the memory that sharding saves.
 
-    2%: padding to whole shares, the vectors of a step that gradients pass through, counters.
+    2%: padding of shards, small buffers of the optimizer step, counters.
     """
     changes = ENGINES[engine] | {
         "train__precision": precision,
@@ -64,17 +64,20 @@ def test_live_tensors_take_the_bytes_of_the_formula(ranks, engine, size, precisi
         "train__micro_batch_size": 1,
     }
     for got in ranks(size, measure, **changes):
-        buckets = got["held"].pop("buckets", 0)  # DeepSpeed's, of `parallel.bucket_mb`
+        buckets = got["state"].pop("buckets", 0)  # DeepSpeed's, of `parallel.bucket_mb`
         assert buckets <= 2**20 + 1024
-        assert got["held"].keys() == got["expected"].keys()
-        for what, size_each in got["expected"].items():
-            assert got["held"][what] == pytest.approx(size_each * got["parameters"], rel=0.02), what
+        assert got["state"].keys() == got["expected"].keys()
+        for kind, bytes_each in got["expected"].items():
+            assert got["state"][kind] == pytest.approx(bytes_each * got["parameters"], rel=0.02), kind
         assert got["alive"] - buckets == pytest.approx(sum(got["expected"].values()) * got["parameters"], rel=0.02)
 
 
-def test_the_formulas_are_those_of_the_papers(ranks):
-    """18 bytes a parameter, 6 + 12/d with the distributed optimizer (Megatron-LM), (2 + 4 + K)/d with K = 12 at ZeRO's
-    stage 3, where FSDP needs no 16-bit weights between steps; whatever the code computes."""
+def test_the_memory_formulas_equal_those_of_the_papers(ranks):
+    """A wrong formula would make `plan` recommend a layout that does not fit.
+
+    18 bytes per parameter; 6 + 12/d with the distributed optimizer (Megatron-LM); (2 + 4 + K)/d with K = 12 at stage 3
+    of ZeRO. FSDP needs no 16-bit weights between steps.
+    """
     for dp in (2, 4, 8):
         config = tiny_config("gpt", train__precision="bf16")
         assert sum(state_bytes(config, dp).values()) == 18
@@ -86,12 +89,13 @@ def test_the_formulas_are_those_of_the_papers(ranks):
         assert sum(state_bytes(config, dp).values()) == 18 / dp
 
 
-def test_the_line_at_the_start_says_what_is_held_and_what_was_expected(ranks):
+def test_the_memory_line_shows_measured_and_expected_bytes(ranks):
+    """Users read from this line whether the state takes the memory that was planned."""
     got = ranks(2, measure, optim__distributed="true", train__precision="bf16")[0]
-    held = {what: f"{size / 1e6:,.1f} MB" for what, size in got["held"].items()}
+    shown = {kind: f"{size / 1e6:,.1f} MB" for kind, size in got["state"].items()}
     assert re.fullmatch(
-        rf"memory of rank 0: parameters {held['parameters']}, gradients {held['gradients']}, optimizer "
-        rf"{held['optimizer']}; 12\.0\d bytes for each of its {got['parameters']:,} parameters, 12\.00 expected; at "
-        rf"most {sum(got['held'].values()) / 1e6:,.1f} MB on a rank",
+        rf"memory of rank 0: parameters {shown['parameters']}, gradients {shown['gradients']}, optimizer "
+        rf"{shown['optimizer']}; 12\.0\d bytes for each of its {got['parameters']:,} parameters, 12\.00 expected; at "
+        rf"most {sum(got['state'].values()) / 1e6:,.1f} MB on a rank",
         got["line"],
     )

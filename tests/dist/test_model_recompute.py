@@ -1,4 +1,4 @@
-"""Recomputation and split backward change no bit on two tensor-parallel ranks either."""
+"""On two tensor-parallel ranks, recomputation and split backward give bitwise equal losses and gradients."""
 
 import pytest
 import torch
@@ -10,8 +10,8 @@ from tests.helpers.recomputed_models import KINDS, assert_same_bits, train
     ("dtype", "sequence"), [(torch.float32, False), (torch.bfloat16, False), (torch.float32, True)]
 )
 @pytest.mark.parametrize("kind", KINDS)
-def test_recomputation_and_halves_change_no_bit_on_two_ranks(ranks, kind, dtype, sequence):
-    """Core attention's dropout differs over tp, so a second run from the wrong stream is off on one rank at least."""
+def test_recomputation_and_split_backward_change_no_bit_on_two_ranks(ranks, kind, dtype, sequence):
+    """Attention dropout differs over tp; recomputed from the wrong random stream, it would be wrong on some rank."""
     layout = {"tp": 2, "sequence": sequence}
     want = ranks(2, train, KINDS[kind], recompute="none", dtype=dtype, **layout)
     assert not torch.equal(want[0].draws[1], want[1].draws[1])  # the tensor-parallel streams

@@ -1,4 +1,4 @@
-"""Sequence parallelism of a model on two tensor-parallel ranks: who drops what, and what a block keeps."""
+"""Sequence parallelism of a model on two tensor-parallel ranks: dropout masks and activation memory."""
 
 import torch
 
@@ -7,7 +7,7 @@ from megatron_lite.model.codegeex import TopQueryEmbeddings
 from megatron_lite.model.embedding import Embedding
 from megatron_lite.parallel.context import solo
 from tests.helpers.model_runs import context, layer_options, tiny
-from tests.helpers.recomputed_models import kept_bytes
+from tests.helpers.recomputed_models import saved_bytes
 
 S, B, H, TP = 16, 3, 32, 2
 
@@ -17,8 +17,8 @@ def options(sequence):
     return layer_options(torch.float64, ctx, tp=ctx.tp, sequence=ctx.tp if sequence else solo())
 
 
-def ones_dropped(sequence):
-    """Ones, or sums of two, after every dropout between tensor-parallel regions."""
+def dropout_outputs(sequence):
+    """Outputs of every dropout outside of tensor-parallel regions, for inputs of ones or sums of two ones."""
     config, common = tiny(hidden_dropout=0.5, max_position_embeddings=S).model, options(sequence)
     embedding, queries = Embedding(config, common), TopQueryEmbeddings(config, common)
     block = TransformerBlock(config, common, place=0)
@@ -32,28 +32,30 @@ def ones_dropped(sequence):
     return x.detach(), queries.queries(S, B).detach(), block(stream).detach()
 
 
-def test_ranks_drop_other_units_of_their_own_tokens_and_the_same_units_of_common_ones(ranks):
-    """One mask on every run of the sequence would be correlated noise; two masks on one stream, two streams."""
-    for first, second in zip(*ranks(TP, ones_dropped, True), strict=True):
+def test_dropout_masks_differ_between_sequence_shards_and_only_there(ranks):
+    """Equal masks on all sequence shards would be correlated noise. Different masks on a replicated residual stream
+    would make the replicas differ."""
+    for first, second in zip(*ranks(TP, dropout_outputs, True), strict=True):
         assert first.shape == (S // TP, B, H)
         assert len(first.unique()) > 1 and not torch.equal(first, second)
-    for first, second in zip(*ranks(TP, ones_dropped, False), strict=True):
+    for first, second in zip(*ranks(TP, dropout_outputs, False), strict=True):
         assert first.shape == (S, B, H)
         assert len(first.unique()) > 1 and torch.equal(first, second)
 
 
-def kept_on_two_ranks():
+def saved_bytes_of_this_rank():
     ctx = context(TP)
     common = {"tp": ctx.tp, "selective_recompute": True}
-    return kept_bytes(ctx, **common), kept_bytes(ctx, **common, sequence=ctx.tp)
+    return saved_bytes(ctx, **common), saved_bytes(ctx, **common, sequence=ctx.tp)
 
 
-def test_a_rank_keeps_its_share_of_all_that_a_block_keeps(ranks):
-    """Korthikanti et al., table 2, with selective recomputation: 10 + 24/t bytes, and 34/t under sequence parallelism.
+def test_a_rank_saves_the_bytes_of_the_formula_for_backward(ranks):
+    """An activation that is saved unsharded would use tp times its memory. Korthikanti et al., table 2, with selective
+    recomputation: 10 + 24/t bytes, and 34/t under sequence parallelism.
 
     Here the 10 are 12 and a statistic of each norm, as `test_a_block_keeps_the_bytes_that_the_paper_counts` explains.
     """
-    alone = kept_bytes(selective_recompute=True)
-    for split, sequence in ranks(TP, kept_on_two_ranks):
-        assert split == alone - 24 + 24 / TP
-        assert sequence == alone / TP
+    on_one_rank = saved_bytes(selective_recompute=True)
+    for split, sequence in ranks(TP, saved_bytes_of_this_rank):
+        assert split == on_one_rank - 24 + 24 / TP
+        assert sequence == on_one_rank / TP

@@ -62,12 +62,12 @@ def llama():
 
 
 def padded(x):
-    """With zero rows up to the padded vocabulary."""
+    """`x` with zero rows appended up to the padded vocabulary."""
     return torch.cat([x, torch.zeros(128 - VOCAB, x.shape[1])])
 
 
 def from_gpt2(tensors):
-    """Names and shapes of ours from transformers', for weights and gradients alike; its Conv1D is transposed."""
+    """GPT-2 weights or gradients of transformers under our names and shapes; transformers' Conv1D is transposed."""
     ours = {
         "embedding.word_embeddings.weight": padded(tensors["transformer.wte.weight"]),
         "embedding.position_embeddings.weight": tensors["transformer.wpe.weight"],
@@ -91,6 +91,7 @@ def from_gpt2(tensors):
 
 
 def from_llama(tensors):
+    """Llama weights or gradients of transformers under our names and shapes."""
     ours = {
         "embedding.word_embeddings.weight": padded(tensors["model.embed_tokens.weight"]),
         "decoder.final_layernorm.weight": tensors["model.norm.weight"],
@@ -135,15 +136,15 @@ def reference(request):
     weights = mapping({name: p.detach() for name, p in theirs.named_parameters()})
     for name in ("embedding.word_embeddings.weight", "output_layer.weight"):
         if name in weights:
-            weights[name][VOCAB:] = 10.0  # nobody looks these rows up, and no probability may go to them
+            weights[name][VOCAB:] = 10.0  # no token has these rows, and they must get no probability
     grads = mapping({name: p.grad for name, p in theirs.named_parameters()})
     return config, weights, tokens, labels, logits.detach(), loss.detach(), grads
 
 
 @pytest.mark.parametrize("tp", [1, 2])
 def test_model_equals_transformers(ranks, reference, tp):
-    """fp32: 1e-4 on logits of size about 5; gradients within 1e-5 of each tensor's largest number, which is what
-    sums of a few hundred fp32 numbers in another order differ by."""
+    """A converted checkpoint would give other outputs than its source. fp32: 1e-4 on logits of about 5, and 1e-5 of
+    each gradient's largest value, the difference of sums of a few hundred values in another order."""
     config, weights, tokens, labels, logits, loss, grads = reference
     if tp == 1:
         runs = [run_model(config, weights, tokens, labels, tp=1)]

@@ -1,4 +1,4 @@
-"""Process groups from mpu go straight into torch.distributed, groups of one included."""
+"""Process groups from mpu can be passed to torch.distributed, also groups of one rank."""
 
 import torch
 import torch.distributed as dist
@@ -8,7 +8,7 @@ from megatron_lite.parallel.context import ParallelContext
 from megatron_lite.parallel.grid import Grid
 
 
-def sums_as_a_ported_script_takes_them():
+def sums_over_mpu_groups():
     mpu.register(ParallelContext.create(Grid(tp=2, dp=2), torch.device("cpu"), timeout_seconds=30))
     got = []
     for name in ("tensor_model", "data", "model", "context", "pipeline_model"):
@@ -23,9 +23,9 @@ def sums_as_a_ported_script_takes_them():
     return got, total.item()
 
 
-def test_groups_sum_over_their_members_and_a_group_of_one_over_itself(ranks):
-    """None for a group of one would sum over the whole world."""
-    for rank, (got, embedding) in enumerate(ranks(4, sums_as_a_ported_script_takes_them)):
+def test_an_all_reduce_over_an_mpu_group_sums_over_its_members(ranks):
+    """If mpu returned None for a group of one, torch would sum over all ranks."""
+    for rank, (got, embedding) in enumerate(ranks(4, sums_over_mpu_groups)):
         tensor = 3 if rank < 2 else 12
         data = 5 if rank % 2 == 0 else 10
         assert got == [(tensor, 2), (data, 2), (tensor, 2), (2**rank, 1), (2**rank, 1)]

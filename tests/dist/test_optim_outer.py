@@ -1,4 +1,4 @@
-"""Data-parallel ranks that meet seldom or late: against one process that does the same on whole tensors."""
+"""Data-parallel ranks that synchronize rarely or late, compared with a simulation in one process on full tensors."""
 
 import math
 from collections import deque
@@ -30,7 +30,7 @@ from megatron_lite.training.setup import setup_model_and_optimizer
 from megatron_lite.training.state import StepReport
 from megatron_lite.training.step import train_step
 from tests.helpers.runs import CountingDataset, run_to_the_end
-from tests.helpers.tiny import gather, model_with_biases, portion, sample, tiny_config
+from tests.helpers.tiny import gather_weights, model_with_biases, next_microbatches, sample, tiny_config
 
 # AdamW without moments and with an eps beside which the gradient vanishes is SGD with rate lr / eps.
 PLAIN_SGD = {
@@ -41,7 +41,10 @@ PLAIN_SGD = {
     "optim__weight_decay": 0.0,
     "optim__clip_grad": 0.0,
 }
-PRECISE = {"train__precision": "fp64", "optim__eps": 1e-3}  # the usual eps would blow rounding up where gradients are 0
+PRECISE = {
+    "train__precision": "fp64",
+    "optim__eps": 1e-3,
+}  # the usual eps would amplify rounding errors of gradients that are 0
 BATCH = 8
 ITERATIONS = 12
 
@@ -57,18 +60,18 @@ def set_up(config: Config) -> Run:
 
 
 def train(**changes: Any) -> dict[str, Any]:
-    """Losses, and the whole weights of the common model; all ranks of dp have the same one, to the bit, throughout.
+    """Losses and full weights of the common model; checks that it is bitwise equal on all dp ranks after every step.
 
-    `train.debug` compares the copies of the tied embedding that each rank trains.
+    `train.debug` compares the tied copies of the embedding on each rank.
     """
     run = set_up(config_of(**changes))
     reports: list[StepReport] = []
     for _ in range(run.config.train.iterations):
-        reports.append(train_step(run, portion(run)))
-        for name, held in run.optimizer.weights().items():
-            copies = all_gather(held.values[None], run.ctx.dp, dim=0)
+        reports.append(train_step(run, next_microbatches(run)))
+        for name, local in run.optimizer.weights().items():
+            copies = all_gather(local.values[None], run.ctx.dp, dim=0)
             assert all(torch.equal(copy, copies[0]) for copy in copies), name
-    weights = gather(run)
+    weights = gather_weights(run)
     finalize_megatron()
     return {"loss": torch.tensor([report.loss for report in reports], dtype=torch.float64), "weights": weights}
 
@@ -81,7 +84,7 @@ def assert_same_training(found: dict[str, Any], expected: dict[str, Any], tolera
 
 
 class Replica:
-    """One rank's model, whole, with torch's own AdamW."""
+    """One data-parallel rank's full model with torch's AdamW."""
 
     def __init__(self, config: Config, ctx: ParallelContext, rng: RngTracker):
         self.config = config
@@ -112,14 +115,14 @@ class Replica:
 
 
 def samples_of(iteration: int, dp: int) -> list[list[int]]:
-    """The samples of each rank."""
+    """The sample numbers of each data-parallel rank in this iteration."""
     first, count = (iteration - 1) * BATCH, BATCH // 2 // dp
     return [[n for numbers in microbatch_indices(first, count, 2, rank, dp) for n in numbers] for rank in range(dp)]
 
 
-def target_tokens(config: Config, numbers: list[list[int]]) -> float:
+def count_target_tokens(config: Config, numbers: list[list[int]]) -> float:
     masks = [
-        sample(number, config.data.seq_length, config.model.vocab_size)[1] for share in numbers for number in share
+        sample(number, config.data.seq_length, config.model.vocab_size)[1] for of_rank in numbers for number in of_rank
     ]
     return float(torch.stack(masks).sum())
 
@@ -139,56 +142,59 @@ def simulate_outer(dp: int, **changes: Any) -> dict[str, Any]:
     losses = []
     for iteration in range(1, config.train.iterations + 1):
         numbers = samples_of(iteration, dp)
-        tokens = target_tokens(config, numbers)
-        sums = [replica.loss_sum(share) for replica, share in zip(replicas, numbers, strict=True)]
+        tokens = count_target_tokens(config, numbers)
+        sums = [replica.loss_sum(of_rank) for replica, of_rank in zip(replicas, numbers, strict=True)]
         losses.append(sum(sums).item() / tokens)
         for replica, loss in zip(replicas, sums, strict=True):
             replica.apply(replica.gradient(dp * loss / tokens))
         with torch.no_grad():
             for name, shared in common.items():
-                meets = sync.interval // sync.fragments * (1 + fragment_of(name, sync.fragments))
-                if (iteration + sync.delay - meets) % sync.interval == 0:
+                offset = sync.interval // sync.fragments * (1 + fragment_of(name, sync.fragments))
+                if (iteration + sync.delay - offset) % sync.interval == 0:
                     drift[name] = shared - sum(replica.params[name] for replica in replicas) / dp
-                shared.grad = drift[name] if (iteration - meets) % sync.interval == 0 else None
+                shared.grad = drift[name] if (iteration - offset) % sync.interval == 0 else None
             outer.step()
             for name, shared in common.items():
                 if shared.grad is not None:
                     for parameter in (replica.params[name] for replica in replicas):
-                        kept = sync.mix * parameter if sync.delay else 0.0
-                        parameter.copy_(kept + (1.0 - sync.mix if sync.delay else 1.0) * shared)
+                        local = sync.mix * parameter if sync.delay else 0.0
+                        parameter.copy_(local + (1.0 - sync.mix if sync.delay else 1.0) * shared)
     finalize_megatron()
     return {"loss": torch.tensor(losses, dtype=torch.float64), "weights": common}
 
 
 def simulate_delayed(**changes: Any) -> dict[str, Any]:
-    """In one process: every gradient waits as many iterations as the delay says."""
+    """Training in one process that applies every gradient `sync.delay` iterations late."""
     config = config_of(**changes)
     ctx, rng = initialize_megatron(config)
-    alone = Replica(config, ctx, rng)
-    waiting: deque[list[Tensor]] = deque()
+    replica = Replica(config, ctx, rng)
+    pending: deque[list[Tensor]] = deque()
     losses = []
     for iteration in range(1, config.train.iterations + 1):
         numbers = samples_of(iteration, 1)
-        loss = alone.loss_sum(numbers[0]) / target_tokens(config, numbers)
+        loss = replica.loss_sum(numbers[0]) / count_target_tokens(config, numbers)
         losses.append(loss.item())
-        waiting.append(alone.gradient(loss))
-        if len(waiting) > config.sync.delay:
-            alone.apply(waiting.popleft())
+        pending.append(replica.gradient(loss))
+        if len(pending) > config.sync.delay:
+            replica.apply(pending.popleft())
     finalize_megatron()
-    weights = {name: parameter.detach() for name, parameter in alone.params.items()}
+    weights = {name: parameter.detach() for name, parameter in replica.params.items()}
     return {"loss": torch.tensor(losses, dtype=torch.float64), "weights": weights}
 
 
 LAYOUTS = [(2, {}), (4, {}), (4, {"parallel__pipeline": 2}), (4, {"parallel__tensor": 2})]
-MEETINGS = [*((*layout, "fp64", 1e-12) for layout in LAYOUTS), *((*layout, "fp32", 1e-6) for layout in LAYOUTS[::2])]
+PLAIN_SGD_CASES = [
+    *((*layout, "fp64", 1e-12) for layout in LAYOUTS),
+    *((*layout, "fp32", 1e-6) for layout in LAYOUTS[::2]),
+]
 
 
-@pytest.mark.parametrize(("size", "layout", "precision", "tolerance"), MEETINGS)
-def test_a_meeting_after_every_plain_step_is_training_with_summed_gradients(ranks, size, layout, precision, tolerance):
-    """Each rank weighs its share as the whole batch: with unequal masks, a mean over its own tokens would differ."""
+@pytest.mark.parametrize(("size", "layout", "precision", "tolerance"), PLAIN_SGD_CASES)
+def test_averaging_weights_every_sgd_step_equals_summing_gradients(ranks, size, layout, precision, tolerance):
+    """Each rank scales its loss to the global batch: with unequal masks, a mean over its local tokens would differ."""
     changes = PLAIN_SGD | layout | {"train__precision": precision, "train__iterations": 4}
-    meeting = {"sync__mode": "diloco", "sync__interval": 1, "sync__outer_lr": 1.0, "sync__outer_momentum": 0.0}
-    found = ranks(size, train, **changes, **meeting)[0]
+    averaging = {"sync__mode": "diloco", "sync__interval": 1, "sync__outer_lr": 1.0, "sync__outer_momentum": 0.0}
+    found = ranks(size, train, **changes, **averaging)[0]
     expected = ranks(size, train, **changes)[0]
     assert expected["loss"][-1] < expected["loss"][0] - 0.05
     assert_same_training(found, expected, tolerance)
@@ -202,7 +208,7 @@ SEQUENCE = {"parallel__tensor": 2, "parallel__sequence": True}
     ("size", "dp", "changes"),
     [
         (2, 2, {"sync__mode": "local_sgd", "sync__interval": 3}),
-        (4, 2, STREAMING | {"parallel__pipeline": 2}),  # the first stage has nothing of the second fragment
+        (4, 2, STREAMING | {"parallel__pipeline": 2}),  # the first stage has no parameter of the second fragment
         (4, 4, {"sync__mode": "diloco", "sync__interval": 2, "sync__delay": 1, "sync__mix": 0.2}),
         (
             4,
@@ -211,8 +217,8 @@ SEQUENCE = {"parallel__tensor": 2, "parallel__sequence": True}
         ),
     ],
 )
-def test_ranks_that_step_on_their_own_do_what_one_process_simulates(ranks, size, dp, changes):
-    """Meetings, delay, momentum, mixing, clipping by each rank's own norm: exact but for the order of sums."""
+def test_local_steps_of_all_ranks_equal_the_simulation_in_one_process(ranks, size, dp, changes):
+    """A wrong interval, delay, momentum, mixing or clipping would differ; only the order of sums does."""
     expected = simulate_outer(dp, **PRECISE, **{key: value for key, value in changes.items() if "parallel" not in key})
     found = ranks(size, train, **PRECISE, **changes)[0]
     assert_same_training(found, expected, 1e-12)
@@ -220,19 +226,21 @@ def test_ranks_that_step_on_their_own_do_what_one_process_simulates(ranks, size,
 
 @pytest.mark.parametrize("layout", [{"parallel__pipeline": 2}, SEQUENCE])
 @pytest.mark.parametrize("delay", [1, 2])
-def test_a_delayed_step_applies_the_gradient_of_steps_before(ranks, layout, delay):
-    """The embedding's and the norms' gradients are summed over stages and sequence parts once, when they are used."""
+def test_a_delayed_step_applies_the_gradient_of_an_earlier_step(ranks, layout, delay):
+    """Gradients of embedding and norms must be summed over stages and sequence shards once, when they are applied."""
     changes = PRECISE | {"sync__mode": "delayed", "sync__delay": delay, "train__iterations": 6}
     assert_same_training(ranks(4, train, **changes, **layout)[0], simulate_delayed(**changes), 1e-12)
 
 
-def test_a_delay_of_nothing_is_no_delay(ranks):
+def test_a_delay_of_zero_equals_synchronous_training_bitwise(ranks):
+    """Otherwise the delayed mode would differ from the default in more than its delay."""
     expected, found = ranks(2, train)[0], ranks(2, train, sync__mode="delayed", sync__delay=0)[0]
     assert_same_training(found, expected, 0.0)
 
 
 def bytes_summed(iterations: int, **changes: Any) -> tuple[int, int]:
-    """Bytes of gradients or drift that this rank has all-reduced, and of other things, in the largest iteration."""
+    """Bytes of gradients or weight differences that this rank all-reduces in total, and of small tensors in the largest
+    iteration."""
     run = set_up(config_of(train__debug=False, **changes))
     large, small = 0, [0]
     original = dist.all_reduce
@@ -249,7 +257,7 @@ def bytes_summed(iterations: int, **changes: Any) -> tuple[int, int]:
     try:
         for _ in range(iterations):
             small.append(0)
-            train_step(run, portion(run))
+            train_step(run, next_microbatches(run))
     finally:
         dist.all_reduce = original
     finalize_megatron()
@@ -257,18 +265,18 @@ def bytes_summed(iterations: int, **changes: Any) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize("changes", [STREAMING, {"sync__mode": "local_sgd", "sync__interval": 6}])
-def test_what_travels_falls_to_one_part_in_the_interval(ranks, changes):
-    """Over two intervals; buckets are filled up to multiples of a cache line, which may differ by some percent."""
+def test_synchronizing_every_n_steps_sends_one_nth_of_the_bytes(ranks, changes):
+    """The modes exist to save communication. 3%: padding of buckets to multiples of a cache line."""
     interval = changes["sync__interval"]
-    everything, numbers = ranks(2, bytes_summed, 2 * interval)[0]
-    seldom, others = ranks(2, bytes_summed, 2 * interval, **changes)[0]
-    assert everything / seldom == pytest.approx(interval, rel=0.03)
-    assert others == numbers < 100
+    every_step, small_every_step = ranks(2, bytes_summed, 2 * interval)[0]
+    at_intervals, small_at_intervals = ranks(2, bytes_summed, 2 * interval, **changes)[0]
+    assert every_step / at_intervals == pytest.approx(interval, rel=0.03)
+    assert small_at_intervals == small_every_step < 100
 
 
-def ages(**changes: Any) -> list[int]:
-    """At the start of each iteration, how many iterations of the other rank, this one counted in, this rank knows
-    nothing of: the most over all parameters. The first rank's weights say how often it has stepped."""
+def staleness_by_iteration(**changes: Any) -> list[int]:
+    """For each iteration, the number of the first rank's steps, including the current one, that are not yet in this
+    rank's weights; the maximum over parameters. The first rank sets its weights to its number of steps."""
     run = set_up(config_of(sync__outer_lr=1.0, sync__outer_momentum=0.0, **changes))
     optimizer, first = run.optimizer, run.ctx.dp.is_first
     assert isinstance(optimizer, OuterOptimizer)
@@ -285,72 +293,74 @@ def ages(**changes: Any) -> list[int]:
         inner.step = step
         optimizer.step(0.0)
         for name, master in inner.masters.items():
-            if not first and master.abs().max() > 0.0:  # a meeting: of its own 0 and the mean of 0 and the first rank's
+            if not first and master.abs().max() > 0.0:  # a mix of this rank's 0 and the mean over ranks
                 known[name] = round(2.0 * master.flatten()[0].item() / (1.0 - run.config.sync.mix))
     finalize_megatron()
     return found
 
 
 @pytest.mark.parametrize(("interval", "fragments", "delay"), [(8, 2, 3), (4, 1, 3), (6, 3, 1)])
-def test_a_rank_learns_of_the_others_as_late_as_announced(ranks, interval, fragments, delay):
+def test_updates_reach_other_ranks_as_late_as_announced(ranks, interval, fragments, delay):
+    """The log line at the start promises users this bound on staleness."""
     sync = {"sync__interval": interval, "sync__fragments": fragments, "sync__delay": delay, "sync__mode": "diloco"}
     sync |= {"model__num_layers": 3}
-    found = ranks(2, ages, train__iterations=24, **sync)[1]
+    found = ranks(2, staleness_by_iteration, train__iterations=24, **sync)[1]
     assert max(found) == max(found[interval + delay :]) == interval + delay
     announced = sync_line(config_of(train__iterations=24, **sync), dp=2, parameters=1)
     assert f"reach the other ranks at most {interval + delay} iterations later" in announced
 
 
-def evaluations(**changes: Any) -> None:
-    """Before the first meeting the common model is the one at the start."""
+def check_evaluations(**changes: Any) -> None:
+    """Before the first synchronization, the common model is the initial one."""
     run = set_up(config_of(sync__mode="local_sgd", sync__interval=4, **changes))
     data = CountingDataset(100, run.config.data.seq_length, run.config.model.vocab_size)
     at_start = evaluate(run, data, eod=-1)
     for _ in range(3):
-        train_step(run, portion(run))
+        train_step(run, next_microbatches(run))
     before = {name: parameter.detach().clone() for name, parameter in run.params.items()}
     assert evaluate(run, data, eod=-1) == at_start
     for name, parameter in run.params.items():
         assert torch.equal(parameter, before[name]), name
     with run.optimizer.common_model():
         assert not all(torch.equal(parameter, before[name]) for name, parameter in run.params.items())
-    train_step(run, portion(run))
+    train_step(run, next_microbatches(run))
     assert evaluate(run, data, eod=-1) != at_start
     finalize_megatron()
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_an_evaluation_is_of_the_common_model_and_leaves_each_rank_its_own(ranks, precision):
-    ranks(2, evaluations, train__precision=precision, train__eval_iterations=2)
+def test_evaluation_uses_the_common_model_and_restores_local_weights(ranks, precision):
+    """A loss of local weights would belong to no checkpoint; training on common weights would lose the local steps."""
+    ranks(2, check_evaluations, train__precision=precision, train__eval_iterations=2)
 
 
-def weights_of(**changes: Any) -> dict[str, Tensor]:
-    """The whole weights of a run that has just been set up, as the model has them."""
+def weights_after_setup(**changes: Any) -> dict[str, Tensor]:
+    """The full weights of the model right after setup."""
     run = set_up(config_of(**changes))
-    weights = gather(run)
-    for name, held in run.optimizer.weights().items():
-        assert torch.equal(held.values, run.params[name])
+    weights = gather_weights(run)
+    for name, local in run.optimizer.weights().items():
+        assert torch.equal(local.values, run.params[name])
     finalize_megatron()
     return weights
 
 
-def test_any_number_of_ranks_may_start_from_the_common_model(ranks, tmp_path):
-    """A resumed run is another matter: each rank's moments are its own."""
+def test_any_number_of_ranks_can_start_from_the_common_model(ranks, tmp_path):
+    """A resumed run, in contrast, needs the same sync settings, because each rank has its own moments."""
     changes = {"sync__mode": "diloco", "sync__interval": 3, "train__iterations": 3, "train__precision": "bf16"}
     ranks(2, run_to_the_end, tmp_path, "gpt", train__micro_batch_size=2, **changes)
     with pytest.raises(RanksFailed, match=r"Restore sync\.mode \(checkpoint: diloco, config: every_step\)"):
-        ranks(2, weights_of, run__dir=str(tmp_path), train__precision="bf16")
+        ranks(2, weights_after_setup, run__dir=str(tmp_path), train__precision="bf16")
     with pytest.raises(RanksFailed, match=r"Restore sync\.outer_momentum \(checkpoint: 0\.9, config: 0\.0\)"):
-        ranks(2, weights_of, run__dir=str(tmp_path), **changes, sync__outer_momentum=0.0)
-    here = ranks(2, weights_of, run__dir=str(tmp_path), **changes)[0]
+        ranks(2, weights_after_setup, run__dir=str(tmp_path), **changes, sync__outer_momentum=0.0)
+    here = ranks(2, weights_after_setup, run__dir=str(tmp_path), **changes)[0]
     start = {"run__dir": str(tmp_path / "new"), "checkpoint__load_weights": str(tmp_path)}
     for size in (1, 4):
-        warm = ranks(size, weights_of, **start, **changes)[0]
+        warm = ranks(size, weights_after_setup, **start, **changes)[0]
         assert all(torch.equal(warm[name], weight) for name, weight in here.items())
 
 
-def two_orders() -> float:
-    """The second rank comes to the numbers first, the first one to the large sum."""
+def all_reduce_in_different_orders() -> float:
+    """Rank 0 starts the large all-reduce first, rank 1 the small one."""
     config = config_of()
     ctx, _ = initialize_megatron(config)
     other = duplicate_group(ctx.dp, config.train.comm_timeout)
@@ -363,22 +373,22 @@ def two_orders() -> float:
     return calls[0][0].max().item() + calls[1][0].item()
 
 
-def test_what_is_apart_waits_for_nothing_else(ranks):
-    """In one communicator the k-th call of a rank meets the k-th of the others."""
-    assert ranks(2, two_orders) == [6.0, 6.0]
+def test_collectives_of_a_duplicate_group_need_no_common_order(ranks):
+    """Within one group, the k-th call of a rank is matched with the k-th call of the others."""
+    assert ranks(2, all_reduce_in_different_orders) == [6.0, 6.0]
 
 
-def learn(**changes: Any) -> float:
-    """The loss on samples never trained on."""
+def train_and_evaluate(**changes: Any) -> float:
+    """The loss after training, on samples that were not trained on."""
     run = set_up(config_of(**changes))
     for _ in range(run.config.train.iterations):
-        train_step(run, portion(run))
-    loss = evaluate(run, Unseen(80, run.config.data.seq_length, run.config.model.vocab_size), eod=-1)
+        train_step(run, next_microbatches(run))
+    loss = evaluate(run, UnseenSamples(80, run.config.data.seq_length, run.config.model.vocab_size), eod=-1)
     finalize_megatron()
     return loss
 
 
-class Unseen(CountingDataset):
+class UnseenSamples(CountingDataset):
     def __getitem__(self, number: int) -> np.ndarray:
         return super().__getitem__(number + 10**6)
 
@@ -392,14 +402,14 @@ EASY = {
 }
 
 
-def test_late_and_seldom_meetings_learn_as_well(ranks):
-    """Within 5 % of the loss with every gradient summed, on the same tokens, and far below the start.
+def test_delayed_and_diloco_training_reach_the_synchronous_loss(ranks):
+    """Within 5% of the loss with synchronous gradients on the same tokens, and far below the initial loss.
 
-    The usual outer momentum remembers ten outer steps and carries on with them: too long for twenty in all.
+    The usual outer momentum averages over ten outer steps, too many for a run of twenty.
     """
-    every_step = ranks(2, learn, **EASY)[0]
-    delayed = ranks(2, learn, **EASY, sync__mode="delayed", sync__delay=1)[0]
-    diloco = ranks(2, learn, **EASY, sync__mode="diloco", sync__interval=8, sync__outer_momentum=0.5)[0]
+    every_step = ranks(2, train_and_evaluate, **EASY)[0]
+    delayed = ranks(2, train_and_evaluate, **EASY, sync__mode="delayed", sync__delay=1)[0]
+    diloco = ranks(2, train_and_evaluate, **EASY, sync__mode="diloco", sync__interval=8, sync__outer_momentum=0.5)[0]
     assert every_step < 0.6 * math.log(16)
     assert delayed < 1.05 * every_step
     assert diloco < 1.05 * every_step

@@ -1,4 +1,4 @@
-"""What dropout draws where: alike on what ranks hold alike, different on what they split, the same when recomputed."""
+"""Random streams: equal over tp for replicated tensors, different for split ones, and restored by forks and states."""
 
 import itertools
 
@@ -19,22 +19,23 @@ def tracker() -> RngTracker:
     return RngTracker(CPU, default_seed=1, tensor_parallel_seed=2)
 
 
-def dropped() -> torch.Tensor:
+def dropout_mask() -> torch.Tensor:
     return F.dropout(torch.ones(64), 0.5)
 
 
-def draws(grid):
+def draw_masks(grid):
+    """Dropout masks before, inside and after a fork."""
     ctx = ParallelContext.create(grid, CPU, timeout_seconds=30)
     rng = seed_everything(1234, ctx)
-    first = dropped()
+    first = dropout_mask()
     with rng.fork():
-        split = dropped()
-    return first, split, dropped()
+        split = dropout_mask()
+    return first, split, dropout_mask()
 
 
 def test_dropout_is_equal_over_tp_outside_a_fork_and_differs_inside(ranks):
     """Ranks 0, 1 are one tensor-parallel group and 2, 3 the other; the two are data-parallel replicas."""
-    first, split, after = zip(*ranks(4, draws, Grid(tp=2, dp=2)), strict=True)
+    first, split, after = zip(*ranks(4, draw_masks, Grid(tp=2, dp=2)), strict=True)
     for drawn in (first, after):
         assert torch.equal(drawn[0], drawn[1]) and torch.equal(drawn[2], drawn[3])
         assert not torch.equal(drawn[0], drawn[2]), "replicas drop the same units: their noise is correlated"
@@ -44,8 +45,8 @@ def test_dropout_is_equal_over_tp_outside_a_fork_and_differs_inside(ranks):
 
 
 @pytest.mark.parametrize("grid", [Grid(tp=4, cp=2, dp=3, pp=2), Grid(dp=12, pp=12)], ids=str)
-def test_seeds_of_all_places_differ_except_the_default_over_tp(grid):
-    """Sums like seed + 100 * pp + 10 * dp collide at dp 10."""
+def test_stream_seeds_differ_between_ranks_except_the_default_over_tp(grid):
+    """Equal seeds mean correlated dropout. Sums such as seed + 100 * pp + 10 * dp collide at dp 10."""
     default, split = set(), set()
     for rank in range(grid.world_size):
         rng = seed_everything(7, ParallelContext.at(grid, rank))
@@ -55,14 +56,16 @@ def test_seeds_of_all_places_differ_except_the_default_over_tp(grid):
     assert len(split) == grid.world_size
 
 
-def test_seeds_do_not_change_between_releases():
+def test_stream_seeds_do_not_change_between_releases():
+    """Another seed would make runs of older releases irreproducible."""
     assert (
         stream_seed(1234, "default", dp=1, cp=0, pp=0) == stream_seed(1234, "default", pp=0, cp=0, dp=1) == 1185818046
     )
     assert stream_seed(1235, "default", dp=1, cp=0, pp=0) != 1185818046
 
 
-def test_fork_leaves_the_default_stream_where_it_was():
+def test_a_fork_does_not_advance_the_default_stream():
+    """Otherwise replicated dropout would depend on how much the forks draw."""
     rng = tracker()
     expected = torch.Generator().manual_seed(1)
     assert torch.equal(torch.rand(5), torch.rand(5, generator=expected))
@@ -71,8 +74,8 @@ def test_fork_leaves_the_default_stream_where_it_was():
     assert torch.equal(torch.rand(5), torch.rand(5, generator=expected))
 
 
-def test_forks_go_on_in_one_stream():
-    """A fork that starts anew each time would give every layer the same mask."""
+def test_later_forks_continue_the_same_stream():
+    """A fork that restarted its stream would give every layer the same mask."""
     rng = tracker()
     expected = torch.Generator().manual_seed(2)
     for _ in range(3):
@@ -81,7 +84,8 @@ def test_forks_go_on_in_one_stream():
         torch.rand(3)
 
 
-def test_fork_restores_the_default_stream_after_an_error():
+def test_a_fork_restores_the_default_stream_after_an_error():
+    """Code that catches the error would draw from the wrong stream from then on."""
     rng = tracker()
     expected = torch.Generator().manual_seed(1)
     with pytest.raises(RuntimeError, match="in the region"), rng.fork():
@@ -90,7 +94,8 @@ def test_fork_restores_the_default_stream_after_an_error():
     assert torch.equal(torch.rand(5), torch.rand(5, generator=expected))
 
 
-def test_a_fork_in_a_fork_changes_nothing():
+def test_a_nested_fork_has_no_effect():
+    """A nested fork that swapped the streams back would use the default stream inside the outer one."""
     rng = tracker()
     expected = torch.Generator().manual_seed(2)
     with rng.fork():
@@ -106,7 +111,8 @@ def some_draws(rng):
         return torch.cat([first, torch.rand(3), torch.rand(3)])
 
 
-def test_a_loaded_state_goes_on_exactly():
+def test_a_loaded_random_state_continues_bitwise():
+    """A resumed run would drop other units than the uninterrupted one."""
     rng = tracker()
     some_draws(rng)
     saved = {name: state.clone() for name, state in rng.state_dict().items()}
@@ -118,7 +124,8 @@ def test_a_loaded_state_goes_on_exactly():
     assert all(state.dtype == torch.uint8 and state.device == CPU for state in saved.values())
 
 
-def test_a_state_saved_inside_a_fork_is_the_same_one():
+def test_a_state_saved_inside_a_fork_equals_one_saved_outside():
+    """Inside a fork the streams are swapped; a state with swapped names would exchange them when loaded."""
     rng = tracker()
     with rng.fork():
         torch.rand(3)
@@ -131,7 +138,8 @@ def test_a_state_saved_inside_a_fork_is_the_same_one():
     assert all(torch.equal(rng.state_dict()[name], inside[name]) for name in inside)
 
 
-def test_a_state_of_another_device_is_refused():
+def test_loading_a_random_state_of_another_device_raises_an_error():
+    """A CUDA generator's state means nothing to a CPU generator."""
     states = tracker().state_dict()
     states["default.cuda"] = states["tensor_parallel.cuda"] = torch.zeros(16, dtype=torch.uint8)
     with pytest.raises(CheckpointError, match=r"holds \['default.cpu', 'default.cuda', .* this rank on cpu needs"):
@@ -147,6 +155,7 @@ def replicated_gradient():
     return weight.grad
 
 
-def test_gradients_of_replicated_weights_are_equal_without_communication(ranks):
+def test_gradients_of_replicated_weights_under_dropout_are_equal_over_tp(ranks):
+    """These gradients are not communicated; different masks would let the replicas drift apart."""
     one, two = ranks(2, replicated_gradient)
     assert torch.equal(one, two)

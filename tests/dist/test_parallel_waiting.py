@@ -1,4 +1,4 @@
-"""Collectives that get no answer: who waited for whom, in which group."""
+"""A collective that times out reports its operation, its group and the ranks of the group."""
 
 import re
 import threading
@@ -42,31 +42,31 @@ COLLECTIVES = {
 }
 
 
-def left_alone() -> dict[str, str]:
-    """Rank 0 calls collectives that rank 1 never comes to, each in a group of its own."""
-    said, store = {}, _get_default_store()
+def collectives_without_a_peer() -> dict[str, str]:
+    """Call each collective on one of two ranks, in a new group; return this rank's errors by name."""
+    errors, store = {}, _get_default_store()
     for name, call in {**COLLECTIVES, "broadcast of an object": None}.items():
         pg = dist.new_group([0, 1])
-        _set_pg_timeout(timedelta(seconds=0.3), pg)  # only now: on a busy machine, connecting takes longer
+        _set_pg_timeout(timedelta(seconds=0.3), pg)  # after connecting, which takes longer on a busy machine
         group = Group("dp", (0, 1), dist.get_rank(), pg)
-        waits = 1 if call is None else 0  # the first rank of on_first need not wait
-        if group.rank != waits:
+        waiting_rank = 1 if call is None else 0  # rank 0 of on_first does not wait
+        if group.rank != waiting_rank:
             store.wait([name])
             continue
         with pytest.raises(LostRanks) as raised:
             call(torch.zeros(2), group) if call else on_first(lambda: 1, group)
-        said[name] = str(raised.value)
+        errors[name] = str(raised.value)
         store.set(name, "")
         assert current_wait()[0] == ""
-    return said
+    return errors
 
 
-def test_a_collective_that_gets_no_answer_names_its_group_and_its_ranks(ranks):
-    """torch's own error says an address."""
-    of_first, of_second = ranks(2, left_alone)
+def test_a_collective_that_times_out_names_its_group_and_ranks(ranks):
+    """torch's error names only an address, which does not show where to look for the cause."""
+    of_first, of_second = ranks(2, collectives_without_a_peer)
     assert len(of_first) == len(COLLECTIVES)
-    for rank, said in enumerate((of_first, of_second)):
-        for name, text in said.items():
+    for rank, errors in enumerate((of_first, of_second)):
+        for name, text in errors.items():
             op = re.split("[, ]", name)[0]
             assert re.fullmatch(
                 rf"rank {rank} got no answer in {op} over dp \(ranks 0 and 1\): .*[Tt]imed out.*\. Look at the output "
@@ -75,7 +75,8 @@ def test_a_collective_that_gets_no_answer_names_its_group_and_its_ranks(ranks):
             ), f"{name}: {text}"
 
 
-def test_what_is_no_failure_of_communication_stays_as_it_is():
+def test_errors_other_than_of_communication_are_not_replaced():
+    """A bug or a lack of memory must not be reported as a lost rank."""
     group = Group("tp", (0, 1), 0)
     for error in (ValueError("a bug"), torch.OutOfMemoryError("no memory"), KeyboardInterrupt()):
         with pytest.raises(type(error)), communicating("all_reduce", group):
@@ -83,24 +84,25 @@ def test_what_is_no_failure_of_communication_stays_as_it_is():
         assert current_wait()[0] == ""
 
 
-def test_a_message_lists_the_ranks_of_small_groups_and_the_ends_of_large_ones():
+def test_a_description_lists_small_groups_and_abbreviates_large_ones():
+    """A list of a thousand ranks would hide the rest of the message."""
     assert describe("all_reduce", Group("tp", (4, 6), 0)) == "all_reduce over tp (ranks 4 and 6)"
     assert describe("barrier", Group("dp", (0, 2, 4), 0)) == "barrier over dp (ranks 0, 2 and 4)"
     assert describe("barrier", Group("world", tuple(range(1000)), 0)) == "barrier over world (ranks 0 to 999)"
 
 
-def test_waits_are_counted_and_timed_but_not_those_of_other_threads():
-    """A save in the background is no progress of training, and no wait of it."""
-    group, told = Group("pp", (0, 1), 0), []
+def test_waits_are_counted_and_recorded_except_those_of_ignored_threads():
+    """The watchdog would mistake the waits of a background save for progress of training."""
+    group, recorded = Group("pp", (0, 1), 0), []
 
     class Recorder:
         def begin(self, what: str) -> None:
-            told.append(("begin", what))
+            recorded.append(("begin", what))
 
         def end(self, what: str) -> None:
-            told.append(("end", what))
+            recorded.append(("end", what))
 
-    def aside() -> None:
+    def wait_in_an_ignored_thread() -> None:
         ignore_this_thread()
         with waiting("barrier", group):
             seen.append(current_wait())
@@ -111,7 +113,7 @@ def test_waits_are_counted_and_timed_but_not_those_of_other_threads():
     try:
         with waiting("receive from rank 1", group):
             assert current_wait() == ("receive from rank 1 over pp (ranks 0 and 1)", before + 1)
-        thread = threading.Thread(target=aside)
+        thread = threading.Thread(target=wait_in_an_ignored_thread)
         thread.start()
         thread.join()
     finally:
@@ -120,4 +122,4 @@ def test_waits_are_counted_and_timed_but_not_those_of_other_threads():
         pass
     assert seen == [("", before + 1)]
     assert current_wait() == ("", before + 2)
-    assert told == [("begin", "receive from rank 1"), ("end", "receive from rank 1")]
+    assert recorded == [("begin", "receive from rank 1"), ("end", "receive from rank 1")]

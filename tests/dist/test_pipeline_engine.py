@@ -1,7 +1,7 @@
-"""The engine runs every schedule to the losses and gradients of one process, to the bit, and frees what it can.
+"""The engine computes the losses and gradients of one process bitwise under every schedule, and frees memory early.
 
-The chunks are a few layers in fp64. Truth is plain autograd: all stages in one process, one micro-batch after the
-other, which is the order in which every schedule adds up a parameter's gradients too.
+The chunks are a few layers in fp64. The reference is plain autograd: all stages in one process, one micro-batch after
+the other. Every schedule sums a parameter's gradients in that order too.
 """
 
 from functools import partial
@@ -33,18 +33,18 @@ from tests.helpers.small_pipelines import (
 
 
 class Watch:
-    """Writes down what the engine does, and when a parameter's gradients come."""
+    """Records the actions of the engine, and when the gradients of each parameter are accumulated."""
 
     def __init__(self, modules: dict[int, nn.Module]):
         self.events: list[tuple[str, Action]] = []
-        self.begun: list[tuple[int, bool]] = []  # begin_backward: chunk, is_last
+        self.backwards: list[tuple[int, bool]] = []  # begin_backward: chunk, is_last
         self.is_last = False
-        self.under_is_last: dict[str, list[bool]] = {}  # of each gradient of a parameter, in order
+        self.under_is_last: dict[str, list[bool]] = {}  # one flag per gradient of a parameter, in order
         for stage, module in modules.items():
             for name, parameter in module.named_parameters():
-                parameter.register_post_accumulate_grad_hook(partial(self._came, f"{stage}.{name}"))
+                parameter.register_post_accumulate_grad_hook(partial(self._gradient_accumulated, f"{stage}.{name}"))
 
-    def _came(self, name: str, parameter: Tensor) -> None:
+    def _gradient_accumulated(self, name: str, parameter: Tensor) -> None:
         self.under_is_last.setdefault(name, []).append(self.is_last)
 
     def begin(self, action: Action) -> None:
@@ -54,7 +54,7 @@ class Watch:
         self.events.append(("end", action))
 
     def begin_backward(self, chunk: int, *, is_last: bool) -> None:
-        self.begun.append((chunk, is_last))
+        self.backwards.append((chunk, is_last))
         self.is_last = is_last
 
 
@@ -62,7 +62,7 @@ Case = tuple[str, int, int]  # schedule, chunks, micro-batches
 
 
 def run_cases(layers: str, cases: list[Case]) -> list[dict[str, Any]]:
-    """Every case with new modules on one engine for each number of chunks, so that runs follow each other."""
+    """Run every case with new modules; cases with the same number of chunks share an engine."""
     engines = {chunks: engine_of(chunks) for chunks in sorted({chunks for _, chunks, _ in cases})}
     results = []
     for name, chunks, microbatches in cases:
@@ -79,7 +79,7 @@ def run_cases(layers: str, cases: list[Case]) -> list[dict[str, Any]]:
                 "gradients": gradients(modules),
                 "peak_live": engine.peak_live,
                 "events": watch.events,
-                "begun": watch.begun,
+                "backwards": watch.backwards,
                 "under_is_last": watch.under_is_last,
             }
         )
@@ -87,7 +87,7 @@ def run_cases(layers: str, cases: list[Case]) -> list[dict[str, Any]]:
 
 
 def cases_of(pp: int) -> list[Case]:
-    """Fewer micro-batches than stages, as many, and more, also numbers that do not divide by the stages."""
+    """Cases with fewer, as many and more micro-batches than stages, also counts that the stages do not divide."""
     counts = {1: (1, 3), 2: (1, 2, 3, 5), 4: (1, 3, 4, 6, 9)}[pp]
     cases = [(name, 1, count) for name in ("gpipe", "1f1b", "zb-h1") for count in counts]
     if pp > 1:
@@ -98,29 +98,30 @@ def cases_of(pp: int) -> list[Case]:
 
 @pytest.fixture(scope="module", params=[(pp, layers) for pp in (1, 2, 4) for layers in LAYERS], ids=str)
 def runs(request, ranks):
-    """[(number of ranks, layers, case, what each rank returned)], run once for all tests below."""
+    """[(number of ranks, layers, case, results of all ranks)], computed once for all tests below."""
     pp, layers = request.param
     by_rank = ranks(pp, run_cases, layers, cases_of(pp))
     return [(pp, layers, case, got) for case, *got in zip(cases_of(pp), *by_rank, strict=True)]
 
 
-def test_losses_and_gradients_are_those_of_one_process_to_the_bit(runs, ranks):
-    """An activation handed to the wrong micro-batch, a gradient missed, added twice or in another order would show."""
+def test_pipeline_losses_and_gradients_equal_one_process_bitwise(runs, ranks):
+    """An activation of another micro-batch, or a gradient lost, added twice or in another order would differ."""
     for pp, layers, (name, chunks, microbatches), got in runs:
-        # In a rank too: torch adds up in another order when it has more threads.
-        [(losses, truth)] = ranks(1, one_process, layers, pp * chunks, microbatches)
+        # The reference also runs in a rank: with more threads, torch sums in another order.
+        [(losses, expected_gradients)] = ranks(1, one_process, layers, pp * chunks, microbatches)
         assert [rank["losses"] for rank in got[:-1]] == [[]] * (pp - 1)
         assert torch.equal(torch.stack(got[-1]["losses"]), torch.stack(losses)), (name, microbatches)
         found = {key: gradient for rank in got for key, gradient in rank["gradients"].items()}
         if name == "forward-only":
             assert not found
             continue
-        assert sum(len(rank["gradients"]) for rank in got) == len(truth)
-        for key, gradient in truth.items():
+        assert sum(len(rank["gradients"]) for rank in got) == len(expected_gradients)
+        for key, gradient in expected_gradients.items():
             assert torch.equal(found[key], gradient), (name, chunks, microbatches, key)
 
 
-def test_as_many_micro_batches_are_held_as_the_papers_say(runs):
+def test_micro_batches_in_flight_are_those_of_the_papers(runs):
+    """One more micro-batch in flight costs the memory of its activations on every rank."""
     for pp, _, (name, chunks, microbatches), got in runs:
         found = [rank["peak_live"] for rank in got]
         if name == "gpipe":
@@ -133,16 +134,17 @@ def test_as_many_micro_batches_are_held_as_the_papers_say(runs):
             assert found == peak_live(build_schedule(name, pp, microbatches, chunks))
 
 
-def test_each_rank_does_its_list_in_order_and_says_so(runs):
+def test_each_rank_runs_and_records_its_schedule_in_order(runs):
+    """Timelines and the simulation assume that the engine follows the schedule."""
     for pp, _, (name, chunks, microbatches), got in runs:
         for rank, order in zip(got, build_schedule(name, pp, microbatches, chunks), strict=True):
             assert rank["events"] == [(what, action) for action in order for what in ("begin", "end")]
-            backwards = [action.chunk for action in order if action.op != "F"]
-            assert [chunk for chunk, _ in rank["begun"]] == backwards
+            expected = [action.chunk for action in order if action.op != "F"]
+            assert [chunk for chunk, _ in rank["backwards"]] == expected
 
 
-def test_the_last_gradient_of_a_parameter_is_announced_and_no_earlier_one(runs):
-    """Too early an announcement would sum a gradient over dp before it is whole, a missing one never."""
+def test_is_last_is_set_only_for_the_last_gradient_of_a_parameter(runs):
+    """Set too early, a gradient would be summed over dp before it is complete; never set, it would not be summed."""
     for _, _, (name, _, microbatches), got in runs:
         for rank in got:
             for key, flags in rank["under_is_last"].items():
@@ -150,22 +152,22 @@ def test_the_last_gradient_of_a_parameter_is_announced_and_no_earlier_one(runs):
 
 
 class Storages:
-    """Counts, at the start of every action, which tensors' memory is still held by anyone."""
+    """Counts the outputs, inputs and gradients whose memory is still allocated at the start of every action."""
 
     def __init__(self) -> None:
-        self.kept: dict[str, list[StorageWeakRef]] = {"outputs": [], "inputs": [], "gradients": []}
-        self.counts: dict[str, list[int]] = {kind: [] for kind in self.kept}
+        self.references: dict[str, list[StorageWeakRef]] = {"outputs": [], "inputs": [], "gradients": []}
+        self.counts: dict[str, list[int]] = {kind: [] for kind in self.references}
         self.actions: list[Action] = []
 
     def add(self, kind: str, tensor: Tensor) -> None:
-        self.kept[kind].append(StorageWeakRef(tensor.untyped_storage()))
+        self.references[kind].append(StorageWeakRef(tensor.untyped_storage()))
 
     def add_gradient(self, hidden: Tensor) -> None:
         assert hidden.grad is not None
         self.add("gradients", hidden.grad)
 
     def alive(self, kind: str) -> int:
-        return sum(not reference.expired() for reference in self.kept[kind])
+        return sum(not reference.expired() for reference in self.references[kind])
 
     def begin(self, action: Action) -> None:
         self.actions.append(action)
@@ -195,30 +197,30 @@ def storages(cases: list[Case]) -> list[dict[str, Any]]:
         engine, watch = engine_of(chunks), Storages()
         forward = watched(forward_of(modules_of("split", engine), engine), watch, engine)
         engine.run(build_schedule(name, engine.pp.size, microbatches, chunks), forward, MESSAGE, recorder=watch)
-        left = {kind: watch.alive(kind) for kind in watch.kept}
+        left = {kind: watch.alive(kind) for kind in watch.references}
         results.append({"counts": watch.counts, "actions": watch.actions, "left": left, "peak_live": engine.peak_live})
     return results
 
 
-HELD = [("gpipe", 1, 12), ("1f1b", 1, 12), ("zb-h1", 1, 12), ("interleaved", 2, 12)]
+MEMORY_CASES = [("gpipe", 1, 12), ("1f1b", 1, 12), ("zb-h1", 1, 12), ("interleaved", 2, 12)]
 
 
 @pytest.mark.parametrize("pp", [2, 4])
-def test_what_was_sent_is_held_no_longer_than_until_a_neighbour_is_heard_to_have_it(ranks, pp):
-    """A run of many micro-batches would else grow with their number, in 1F1B too.
+def test_sent_tensors_are_freed_when_the_neighbour_has_received_them(ranks, pp):
+    """Otherwise memory would grow with the number of micro-batches, in 1F1B too.
 
-    Gloo tells nobody that a message has left; what the neighbour sends back does. In GPipe that begins with the first
-    gradient, in the others the micro-batches in flight are the bound, with one more message on its way.
+    Gloo does not report that a message has been sent; the answer of the neighbour shows it. In GPipe the first answer
+    is the first gradient. In the other schedules the bound is the micro-batches in flight, plus one message in flight.
     """
-    for rank, got in enumerate(ranks(pp, storages, HELD)):
-        for (name, _, microbatches), run in zip(HELD, got, strict=True):
+    for rank, got in enumerate(ranks(pp, storages, MEMORY_CASES)):
+        for (name, _, microbatches), run in zip(MEMORY_CASES, got, strict=True):
             counts, bound, actions = run["counts"], run["peak_live"], run["actions"]
             assert len(actions) >= 2 * microbatches
-            # An input is there from its forward to the gradient that goes back for it; a W does without.
+            # An input is allocated from its forward until its gradient is sent; a W needs no input.
             changes = [(a.op == "F") - (a.op in "BI") if a.stage(rank, pp) > 0 else 0 for a in actions]
             assert counts["inputs"] == [0, *accumulate(changes)][:-1], name
             if name == "gpipe":
-                assert {held for a, held in zip(actions, counts["outputs"], strict=True) if a.op == "B"} == {0}
+                assert {count for a, count in zip(actions, counts["outputs"], strict=True) if a.op == "B"} == {0}
             else:
                 assert max(counts["outputs"]) <= bound, name
                 assert max(counts["gradients"]) <= bound + 1, name
@@ -226,7 +228,7 @@ def test_what_was_sent_is_held_no_longer_than_until_a_neighbour_is_heard_to_have
 
 
 class OpenReceives:
-    """Counts the receives that have been started when an action begins."""
+    """Counts the receives that have been started before each action."""
 
     def __init__(self) -> None:
         self.started = 0
@@ -246,7 +248,7 @@ class OpenReceives:
 irecv = torch.distributed.irecv
 
 
-def receives_as_on_a_gpu(cases: list[Case]) -> list[tuple[list[int], list[Tensor], dict[str, Tensor]]]:
+def count_receives_as_on_a_gpu(cases: list[Case]) -> list[tuple[list[int], list[Tensor], dict[str, Tensor]]]:
     found = []
     for name, chunks, microbatches in cases:
         engine, watch = engine_of(chunks), OpenReceives()
@@ -261,17 +263,17 @@ def receives_as_on_a_gpu(cases: list[Case]) -> list[tuple[list[int], list[Tensor
     return found
 
 
-def test_while_an_action_computes_on_a_gpu_no_receive_is_open(ranks):
-    """There an open receive is a running kernel. What waits for the whole device in an action, such as a kernel that is
-    being tuned, would wait for a message that may need this action first. Gloo cannot show that hang."""
+def test_no_receive_is_open_while_an_action_computes_on_a_gpu(ranks):
+    """On a GPU an open receive is a running kernel. An action that synchronizes the device, such as one that tunes a
+    kernel, would wait for a message that may depend on this action. Gloo cannot show that hang."""
     assert p2p.may_open_ahead(CPU["device"]) and not p2p.may_open_ahead(torch.device("cuda"))
     last_stage = {1: 3, 2: 7}
-    for rank, got in enumerate(ranks(4, receives_as_on_a_gpu, HELD)):
-        for (name, chunks, microbatches), (started, losses, found) in zip(HELD, got, strict=True):
-            [(true_losses, truth)] = ranks(1, one_process, "plain", 4 * chunks, microbatches)
+    for rank, got in enumerate(ranks(4, count_receives_as_on_a_gpu, MEMORY_CASES)):
+        for (name, chunks, microbatches), (started, losses, found) in zip(MEMORY_CASES, got, strict=True):
+            [(true_losses, expected_gradients)] = ranks(1, one_process, "plain", 4 * chunks, microbatches)
             assert [*map(float, losses)] == ([*map(float, true_losses)] if rank == 3 else [])
-            assert found and all(torch.equal(gradient, truth[name]) for name, gradient in found.items())
+            assert found and all(torch.equal(gradient, expected_gradients[name]) for name, gradient in found.items())
             order = build_schedule(name, 4, microbatches, chunks)[rank]
-            ends = {"F": 0, "B": last_stage[chunks], "I": last_stage[chunks]}  # there is nothing to hear
+            ends = {"F": 0, "B": last_stage[chunks], "I": last_stage[chunks]}  # the end stages receive nothing
             needed = accumulate(a.op != "W" and a.stage(rank, 4) != ends[a.op] for a in order)
             assert started == list(needed), name

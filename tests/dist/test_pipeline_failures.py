@@ -1,4 +1,4 @@
-"""The errors of every rank when a chunk is invalid and when a stage fails or hangs; no rank waits for ever."""
+"""Every rank raises an error when a chunk is invalid, or when a stage fails or hangs; no rank waits forever."""
 
 import re
 import time
@@ -19,10 +19,10 @@ from tests.helpers.small_pipelines import BATCH, MESSAGE, WIDTH, engine_of, forw
 def run_with(mistake: str, schedule: str, rank: int, timeout_seconds: float) -> None:
     """Run six micro-batches; `rank` makes a mistake in the third."""
     engine = engine_of(1, timeout_seconds)
-    right = forward_of(modules_of("split", engine), engine)
+    correct = forward_of(modules_of("split", engine), engine)
 
     def forward(chunk: int, microbatch: int, hidden: Tensor | None) -> Any:
-        output = right(chunk, microbatch, hidden)
+        output = correct(chunk, microbatch, hidden)
         if (engine.pp.rank, microbatch) != (rank, 2):
             return output
         if mistake == "it raises":
@@ -34,7 +34,7 @@ def run_with(mistake: str, schedule: str, rank: int, timeout_seconds: float) -> 
             "another dtype": lambda: output.float(),
             "no gradient": output.detach,
             "two outputs": lambda: (output, None),
-            "independent of its input": lambda: right(chunk, microbatch, torch.ones(BATCH, WIDTH).double()),
+            "independent of its input": lambda: correct(chunk, microbatch, torch.ones(BATCH, WIDTH).double()),
         }
         return mistaken.get(mistake, lambda: output)()
 
@@ -43,7 +43,7 @@ def run_with(mistake: str, schedule: str, rank: int, timeout_seconds: float) -> 
 
 
 def errors_of(ranks, size: int, *arguments: Any) -> list[str]:
-    """The last line of each rank's output."""
+    """The error of each rank: the last line of its traceback."""
     with pytest.raises(RanksFailed) as raised:
         ranks(size, run_with, *arguments)
     parts = str(raised.value).split("--- rank ")[1:]
@@ -52,17 +52,17 @@ def errors_of(ranks, size: int, *arguments: Any) -> list[str]:
 
 
 MISTAKES = {
-    "another shape": "in F2.0: the chunk returned [2, 6] torch.float64; stages exchange [3, 6] torch.float64, ",
-    "another dtype": "in F2.0: the chunk returned [3, 6] torch.float32; stages exchange [3, 6] torch.float64, ",
-    "no gradient": "in F2.0: the chunk returned a tensor that needs no gradient; in training a stage has trainable ",
+    "another shape": "in F2.0: the chunk returned [2, 6] torch.float64; the next stage needs [3, 6] torch.float64",
+    "another dtype": "in F2.0: the chunk returned [3, 6] torch.float32; the next stage needs [3, 6] torch.float64",
+    "no gradient": "in F2.0: the chunk returned a tensor that needs no gradient; a stage has trainable ",
     "two outputs": "in F2.0: the chunk returned a tuple; a chunk returns one tensor",
-    "independent of its input": "in B2.0: the output of the chunk does not depend on the hidden state, so the previous "
-    "stages get no gradient; use `hidden` in the chunk's forward",
+    "independent of its input": "in B2.0: the output does not depend on `hidden`; use it in the chunk's forward",
 }
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_the_error_of_an_invalid_chunk_names_stage_action_and_mistake(ranks, mistake):
+    """Without the check, the neighbour would receive wrong bytes or wait until the timeout."""
     errors = errors_of(ranks, 3, mistake, "1f1b", 1, 60.0)
     assert errors[1].startswith(f"TrainingError: rank 1, pipeline stage 1 of 0..2, {MISTAKES[mistake]}")
 
@@ -71,7 +71,7 @@ def run_after_a_failure() -> str:
     engine = engine_of(1)
     forward, schedule = forward_of(modules_of("plain", engine), engine), build_schedule("1f1b", engine.pp.size, 2, 1)
     for _ in range(2):
-        engine.run(schedule, forward, MESSAGE)  # whole runs may follow each other
+        engine.run(schedule, forward, MESSAGE)  # successful runs can follow each other
     with pytest.raises(ValueError):
         engine.run(schedule, mock.Mock(side_effect=ValueError), MESSAGE)
     with pytest.raises(TrainingError) as raised:
@@ -79,15 +79,14 @@ def run_after_a_failure() -> str:
     return str(raised.value)
 
 
-def test_an_engine_that_failed_is_not_run_again(ranks):
-    """The next run would receive the messages of the failed run."""
+def test_an_engine_that_failed_raises_an_error_in_the_next_run(ranks):
+    """Otherwise the next run would receive messages of the failed run."""
     assert ranks(1, run_after_a_failure) == [
-        "the last run of this pipeline failed and its pipes may still contain messages; restart from the newest "
-        "checkpoint"
+        "the pipes may contain messages of a failed run; restart from the newest checkpoint"
     ]
 
 
-def first_stage_without_a_second() -> None:
+def run_without_the_second_stage() -> None:
     """Rank 1 fails after the engine is built and before the run; torch closes its connections."""
     engine = engine_of(1)
     if engine.pp.rank == 1:
@@ -97,9 +96,10 @@ def first_stage_without_a_second() -> None:
     engine.run(build_schedule("1f1b", engine.pp.size, 2, 1), run, MESSAGE)
 
 
-def test_a_neighbour_that_exits_before_the_run_is_named(ranks):
+def test_the_error_names_a_neighbour_that_exits_before_the_run(ranks):
+    """torch's error would not show which rank to look at."""
     with pytest.raises(RanksFailed) as raised:
-        ranks(2, first_stage_without_a_second)
+        ranks(2, run_without_the_second_stage)
     assert (
         "TrainingError: rank 0, pipeline stage 0 of 0..1, in F0.0 waited for a connection to rank 1, and the "
         "connection broke ("
@@ -117,18 +117,20 @@ def run_out_of_memory() -> None:
 
 
 def test_out_of_memory_is_not_reported_as_a_broken_connection(ranks):
+    """The user would search the network for the cause."""
     with pytest.raises(RanksFailed) as raised:
         ranks(2, run_out_of_memory)
     assert str(raised.value).strip().endswith("torch.OutOfMemoryError: CUDA out of memory")
 
 
 @pytest.mark.parametrize("mistake", ["no gradient", "two outputs"])
-def test_a_last_chunk_that_returns_no_loss_is_named(ranks, mistake):
+def test_a_last_chunk_that_returns_no_loss_raises_an_error(ranks, mistake):
+    """The last stage sends nothing, so no neighbour would detect the mistake."""
     assert MISTAKES[mistake] in errors_of(ranks, 2, mistake, "1f1b", 1, 60.0)[1]
 
 
-def test_when_a_stage_fails_the_other_ranks_report_the_message_and_the_peer(ranks):
-    """The connections to the failed rank break long before the timeout."""
+def test_when_a_stage_fails_the_errors_of_other_ranks_name_message_and_peer(ranks):
+    """The user must find the failed rank. Connections to it break long before the timeout."""
     errors = errors_of(ranks, 4, "it raises", "1f1b", 1, 60.0)
     assert errors.pop(1) == "ValueError: a mistake in the chunk"
     for rank, error in zip((0, 2, 3), errors, strict=True):
@@ -145,7 +147,8 @@ def test_when_a_stage_fails_the_other_ranks_report_the_message_and_the_peer(rank
         ("forward-only", ["F5.0 waited for rank 1 to receive all messages", "F2.0 waited for the activation"]),
     ],
 )
-def test_the_wait_for_a_stage_that_hangs_is_the_configured_timeout(ranks, schedule, waits):
+def test_ranks_wait_for_a_hanging_stage_until_the_configured_timeout(ranks, schedule, waits):
+    """A rank without a timeout would use a cluster for hours without progress."""
     errors = errors_of(ranks, 3, "it sleeps", schedule, 1, 1.5)
     for rank, wait in zip((0, 2), waits, strict=True):
         assert errors[rank].startswith(f"TrainingError: rank {rank}, pipeline stage {rank} of 0..2, in {wait}")
@@ -153,4 +156,4 @@ def test_the_wait_for_a_stage_that_hangs_is_the_configured_timeout(ranks, schedu
         assert "raise train.comm_timeout" in errors[rank]
     assert re.search(
         r"rank 1, .* (waited for|to receive) .*, and the connection broke", errors[1]
-    )  # it woke up too late
+    )  # its peers exited during its sleep

@@ -1,4 +1,4 @@
-"""Pipes between pipeline ranks: whom they lead to, in what order they deliver, and what they hold on to."""
+"""Pipes between pipeline ranks: their peers, the order of messages, and the memory of sent messages."""
 
 import time
 from pathlib import Path
@@ -23,8 +23,8 @@ def context(**sizes: int) -> ParallelContext:
     return ParallelContext.create(Grid(**sizes), CPU, timeout_seconds=60)
 
 
-def two_ends() -> tuple[Pipe, Pipe]:
-    """On each of two ranks, the pipe out to the other and the pipe in from it."""
+def pipes_to_the_other_rank() -> tuple[Pipe, Pipe]:
+    """The outgoing and the incoming pipe of this rank, on two ranks."""
     pipes = connect(context(pp=2), wraps=False, timeout_seconds=10)
     out, back = (
         (pipes.forward_out, pipes.backward_in) if dist.get_rank() == 0 else (pipes.backward_out, pipes.forward_in)
@@ -33,114 +33,120 @@ def two_ends() -> tuple[Pipe, Pipe]:
     return out, back
 
 
-def number(value: int) -> Tensor:
-    """A message that says which one it is; not contiguous."""
+def make_message(value: int) -> Tensor:
+    """A message that contains `value`; not contiguous."""
     return torch.arange(6, dtype=torch.float64).view(3, 2).t() + 10 * value
 
 
-def peers(layouts: list[tuple[dict[str, int], bool]]) -> list[dict[str, int | None]]:
+def peers_of_pipes(layouts: list[tuple[dict[str, int], bool]]) -> list[dict[str, int | None]]:
     found = []
     for sizes, wraps in layouts:
         pipes = connect(context(**sizes), wraps=wraps, timeout_seconds=60)
         ends = {end: getattr(pipes, end) for end in ENDS}
         found.append({end: pipe and pipe.peer for end, pipe in ends.items()})
         groups = [pipe._pg for pipe in ends.values() if pipe is not None]
-        assert len(set(groups)) == len(groups)  # or NCCL would let two directions wait for each other
+        assert len(set(groups)) == len(groups)  # in a common group, two directions would wait for each other on NCCL
     return found
 
 
-def test_pipes_lead_to_the_neighbours_in_the_same_pipeline(ranks):
-    """Activations go up by one stage and gradients down; with several chunks also round from the last to the first."""
+def test_pipes_connect_neighbours_of_the_same_pipeline(ranks):
+    """Activations go to the next stage and gradients to the previous one; with several chunks, the last stage is also
+    connected to the first. A wrong peer would mix replicas."""
     layouts = [({"pp": 4}, False), ({"pp": 4}, True), ({"pp": 2, "dp": 2}, False), ({"pp": 2, "tp": 2}, True)]
-    for rank, found in enumerate(ranks(4, peers, layouts)):
+    for rank, found in enumerate(ranks(4, peers_of_pipes, layouts)):
         for (sizes, wraps), ends in zip(layouts, found, strict=True):
             step, pp = 4 // sizes["pp"], sizes["pp"]
             place = rank // step
-            before = (rank - step) % 4 if wraps or place > 0 else None
-            after = (rank + step) % 4 if wraps or place < pp - 1 else None
-            assert ends == dict(zip(ENDS, (before, after, after, before), strict=True)), (sizes, wraps)
+            previous = (rank - step) % 4 if wraps or place > 0 else None
+            following = (rank + step) % 4 if wraps or place < pp - 1 else None
+            assert ends == dict(zip(ENDS, (previous, following, following, previous), strict=True)), (sizes, wraps)
 
 
-def test_one_stage_has_no_pipes():
+def test_a_single_stage_has_no_pipes():
+    """A stage that sent to itself would hang."""
     assert connect(context(), wraps=True, timeout_seconds=60) == Pipes()
 
 
-def both_ways(count: int) -> list[Tensor]:
-    """Both ranks send everything before they receive anything; twice, as in two runs."""
-    out, back = two_ends()
+def exchange_messages(count: int) -> list[Tensor]:
+    """Both ranks send `count` messages before they receive any; twice, as in two runs. Returns the received ones."""
+    out, back = pipes_to_the_other_rank()
     received = []
     for first in (0, 100):
         back.expect([0] * count, MESSAGE, out)
         for value in range(count):
-            out.send(number(first + 1000 * dist.get_rank() + value))
+            out.send(make_message(first + 1000 * dist.get_rank() + value))
         received += [back.receive() for _ in range(count)]
         out.drain()
     return received
 
 
-def test_messages_come_in_the_order_in_which_they_were_sent(ranks):
-    for rank, received in enumerate(ranks(2, both_ways, 5)):
+def test_messages_arrive_in_the_order_of_sending(ranks):
+    """Messages have no tags: out of order, an activation would go to another micro-batch."""
+    for rank, received in enumerate(ranks(2, exchange_messages, 5)):
         base = 1000 * (1 - rank)
-        wanted = [number(base + value) for value in (*range(5), *range(100, 105))]
+        wanted = [make_message(base + value) for value in (*range(5), *range(100, 105))]
         assert torch.equal(torch.stack(received), torch.stack(wanted))
 
 
-def too_many() -> str:
-    out, back = two_ends()
+def receive_more_than_expected() -> str:
+    out, back = pipes_to_the_other_rank()
     back.expect([0], MESSAGE, out)
-    out.send(number(1))
+    out.send(make_message(1))
     back.receive()
     with pytest.raises(AssertionError) as raised:
         back.receive()
     return str(raised.value)
 
 
-def test_a_message_that_nobody_announced_is_no_silent_wait(ranks):
-    assert ranks(2, too_many) == ["more messages are received than were expected"] * 2
+def test_receiving_more_messages_than_expected_raises_an_error(ranks):
+    """Without the error, the rank would wait until the timeout for a message that is never sent."""
+    assert ranks(2, receive_more_than_expected) == ["more messages are received than were expected"] * 2
 
 
-def held(references: list[StorageWeakRef]) -> list[bool]:
+def are_allocated(references: list[StorageWeakRef]) -> list[bool]:
     return [not reference.expired() for reference in references]
 
 
-def letting_go() -> list[list[bool]]:
-    """Rank 0 sends three messages and gets two answers: the first when rank 1 has one of them, the second after two.
+def send_and_get_answers() -> list[list[bool]]:
+    """On rank 0, which messages are still allocated after sending, after each answer, and after the drain.
 
-    Once more afterwards: the count starts anew with each run.
+    Rank 0 sends three messages and gets two answers: the first after rank 1 has received one message, the second after
+    two. All this happens twice, because counts must be reset between runs.
     """
-    out, back = two_ends()
+    out, back = pipes_to_the_other_rank()
     found = []
     for _ in range(2):
         if dist.get_rank() == 0:
             back.expect([1, 2], MESSAGE, out)
-            messages = [number(value).contiguous() for value in range(3)]
+            messages = [make_message(value).contiguous() for value in range(3)]
             references = [StorageWeakRef(message.untyped_storage()) for message in messages]
             for message in messages:
                 out.send(message)
             del messages, message
-            found.append(held(references))
+            found.append(are_allocated(references))
             for _ in range(2):
                 back.receive()
-                found.append(held(references))
+                found.append(are_allocated(references))
             out.drain()
-            found.append(held(references))
+            found.append(are_allocated(references))
         else:
             back.expect([0, 0, 0], MESSAGE, out)
             for value in range(3):
-                assert torch.equal(back.receive(), number(value))
+                assert torch.equal(back.receive(), make_message(value))
                 if value < 2:
-                    out.send(number(value))
+                    out.send(make_message(value))
             out.drain()
     return found
 
 
-def test_a_message_is_held_until_an_answer_says_that_it_has_come(ranks):
+def test_a_sent_message_stays_allocated_until_its_answer(ranks):
+    """Freed earlier, its memory could be overwritten before it is sent; freed later, memory would grow."""
     one_run = [[True, True, True], [False, True, True], [False, False, True], [False, False, False]]
-    assert ranks(2, letting_go) == [one_run * 2, []]
+    assert ranks(2, send_and_get_answers) == [one_run * 2, []]
 
 
-class Sent:
-    """What `isend` returns on a back end that tells when a message has left, as NCCL does."""
+class FakeWork:
+    """The result of `isend` on a backend that reports when a message has been sent, as NCCL does."""
 
     def __init__(self) -> None:
         self.done = False
@@ -152,32 +158,34 @@ class Sent:
         self.done = True
 
 
-def test_a_message_that_has_left_goes_with_the_next_one():
-    works = [Sent(), Sent(), Sent(), Sent()]
+def test_a_completed_message_is_freed_when_the_next_one_is_sent():
+    """On NCCL a message need not wait for an answer; but messages are freed only in order."""
+    works = [FakeWork(), FakeWork(), FakeWork(), FakeWork()]
     returned = iter(works)
     pipe = Pipe(1, mock.Mock())
     references = []
     with mock.patch.object(dist, "isend", lambda tensor, peer, group: next(returned)):
         for _ in range(3):
-            message = number(0).contiguous()
+            message = make_message(0).contiguous()
             references.append(StorageWeakRef(message.untyped_storage()))
             pipe.send(message)
             del message
-        works[0].done = works[2].done = True  # the second is still on its way
-        pipe.send(number(0))
-        assert held(references) == [False, True, True]
-        pipe.release(1)  # an answer to a message that has left already
-        assert held(references) == [False, True, True]
+        works[0].done = works[2].done = True  # the second is still in flight
+        pipe.send(make_message(0))
+        assert are_allocated(references) == [False, True, True]
+        pipe.release(1)  # an answer to a message that is already freed
+        assert are_allocated(references) == [False, True, True]
         pipe.drain()
-    assert held(references) == [False, False, False]
+    assert are_allocated(references) == [False, False, False]
     assert all(work.done for work in works)
 
 
-def slow_reader(file: Path) -> bool:
-    out, back = two_ends()
+def drain_with_slow_receiver(file: Path) -> bool:
+    """Whether rank 1 had started to receive when the drain of rank 0 returned."""
+    out, back = pipes_to_the_other_rank()
     if dist.get_rank() == 0:
         for value in range(3):
-            out.send(number(value))
+            out.send(make_message(value))
         out.drain()
         return file.exists()
     time.sleep(0.3)
@@ -188,38 +196,39 @@ def slow_reader(file: Path) -> bool:
     return True
 
 
-def test_drain_waits_for_the_reader(ranks, tmp_path):
-    assert ranks(2, slow_reader, tmp_path / "reads") == [True, True]
+def test_drain_waits_for_the_receiver(ranks, tmp_path):
+    """A rank that exits before its last message is received would break the connection."""
+    assert ranks(2, drain_with_slow_receiver, tmp_path / "receiving") == [True, True]
 
 
 def all_send_first(sizes: dict[str, int], wraps: bool) -> None:
-    """Each rank sends to both neighbours before it receives anything.
+    """Send to both neighbours on every rank before any receive.
 
-    As on NCCL, a rank's first message through a group waits in its call until the other end has called too.
+    As on NCCL, the first call of a rank in a group blocks until the other rank has called too.
     """
-    met: set[dist.ProcessGroup] = set()
+    connected: set[dist.ProcessGroup] = set()
 
-    def meeting(function):
+    def block_in_first_call(function):
         def call(tensor, *args, group, **kwargs):
-            if group not in met:
-                met.add(group)
+            if group not in connected:
+                connected.add(group)
                 dist.barrier(group=group)
             return function(tensor, *args, group=group, **kwargs)
 
         return call
 
     names = ("send", "recv", "isend", "irecv")
-    with mock.patch.multiple(dist, **{name: meeting(getattr(dist, name)) for name in names}):
+    with mock.patch.multiple(dist, **{name: block_in_first_call(getattr(dist, name)) for name in names}):
         pipes = connect(context(**sizes), wraps=wraps, timeout_seconds=5)
         for pipe, back in ((pipes.forward_in, pipes.backward_out), (pipes.backward_in, pipes.forward_out)):
             if pipe is not None and back is not None:
                 pipe.expect([0], MESSAGE, back)
         for pipe in (pipes.forward_out, pipes.backward_out):
             if pipe is not None:
-                pipe.send(number(1))
+                pipe.send(make_message(1))
         for pipe in (pipes.forward_in, pipes.backward_in):
             if pipe is not None:
-                assert torch.equal(pipe.receive(), number(1))
+                assert torch.equal(pipe.receive(), make_message(1))
         for pipe in (pipes.forward_out, pipes.backward_out):
             if pipe is not None:
                 pipe.drain()
@@ -227,7 +236,7 @@ def all_send_first(sizes: dict[str, int], wraps: bool) -> None:
 
 @pytest.mark.parametrize("wraps", [False, True])
 @pytest.mark.parametrize("sizes", [{"pp": 4}, {"pp": 2, "dp": 2}], ids=str)
-def test_the_first_message_of_a_pipe_meets_its_reader(ranks, sizes, wraps):
-    """NCCL connects the ends of a group in its first message, and there each waits for the other: were that left to a
-    run, in which all ranks may send first, none would ever read."""
+def test_connect_prevents_a_deadlock_of_first_messages(ranks, sizes, wraps):
+    """NCCL connects the two ranks of a group in their first calls, which block until both have called. In a run all
+    ranks may send first, so without a connection before it none would ever receive."""
     ranks(4, all_send_first, sizes, wraps)

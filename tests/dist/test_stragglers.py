@@ -1,4 +1,4 @@
-"""A rank that computes longer than others is named; noise, waiting and other stages are not."""
+"""The straggler line names a rank that computes longer than others, and ignores noise, waits and other stages."""
 
 import time
 from types import SimpleNamespace
@@ -14,32 +14,33 @@ from megatron_lite.training.stragglers import Stragglers
 
 
 def lines_of(seconds_by_step: list[list[float]], pp: int) -> list[str]:
-    """What is said after each step, in which the ranks work so long and then wait for each other."""
+    """The straggler line after each step, in which every rank sleeps for its seconds and then waits in a barrier."""
     grid = Grid(tp=1, cp=1, dp=dist.get_world_size() // pp, pp=pp)
     ctx = ParallelContext.create(grid, torch.device("cpu"), 60.0)
     stragglers = Stragglers(SimpleNamespace(ctx=ctx))  # type: ignore[arg-type]
-    said = []
+    lines = []
     for seconds in seconds_by_step:
         with stragglers.measured():
             time.sleep(seconds[ctx.rank])
             barrier(ctx.world)
-        said.append(stragglers.line())
-    return said
+        lines.append(stragglers.line())
+    return lines
 
 
 @pytest.mark.parametrize(
     "steps, pp, expected",
     [
         ([[0.3, 0.02, 0.02, 0.02]] * 4, 1, [None, None, 0, 0]),
-        ([[0.02, 0.3, 0.02, 0.02]] * 2 + [[0.02, 0.02, 0.3, 0.02]], 1, [None] * 3),  # another rank the third time
+        ([[0.02, 0.3, 0.02, 0.02]] * 2 + [[0.02, 0.02, 0.3, 0.02]], 1, [None] * 3),  # another rank in the third step
         ([[0.3, 0.3, 0.02, 0.02]] * 3, 2, [None] * 3),  # stages differ by design
         ([[0.02, 0.02, 0.02, 0.3]] * 3, 2, [None, None, 3]),
         ([[0.015, 0.0, 0.0, 0.0]] * 3, 1, [None] * 3),  # too little time to matter
     ],
 )
-def test_only_a_rank_that_is_late_three_times_in_a_row_is_named(ranks, steps, pp, expected):
-    (said, *_) = ranks(4, lines_of, steps, pp)
-    for line, rank in zip(said, expected, strict=True):
+def test_only_a_rank_that_is_slow_three_times_in_a_row_is_named(ranks, steps, pp, expected):
+    """Warnings about noise would hide a machine that is really slow."""
+    (lines, *_) = ranks(4, lines_of, steps, pp)
+    for line, rank in zip(lines, expected, strict=True):
         if rank is None:
             assert line == ""
         else:

@@ -1,4 +1,4 @@
-"""Bytes on the wire of one training step, by parallelism and engine, beside the formulas."""
+"""Bytes that one training step communicates, by parallelism and engine, compared with the formulas."""
 
 import pytest
 
@@ -7,24 +7,26 @@ from megatron_lite.training.memory import num_local_parameters
 from megatron_lite.training.setup import setup_model_and_optimizer
 from megatron_lite.training.step import train_step
 from tests.helpers.engines import ENGINES, LARGE_MODEL
-from tests.helpers.tiny import portion, tiny_config
+from tests.helpers.tiny import next_microbatches, tiny_config
 from tests.helpers.wire import Wire
 
-NOTHING_STAYS = {"deepspeed__stage3_max_live_parameters": 0, "deepspeed__stage3_max_reuse_distance": 0}
+RESHARD_EVERYTHING = {"deepspeed__stage3_max_live_parameters": 0, "deepspeed__stage3_max_reuse_distance": 0}
 LAYERS, HIDDEN, LENGTH, BATCH = LARGE_MODEL["num_layers"], LARGE_MODEL["hidden_size"], 16, 4
 
 
-def step_on_the_wire(**changes) -> tuple[dict[str, float], dict[str, int], int]:
-    """Of the third step (before it, torch's DDP agrees on its buckets): bytes and calls by kind, and how many
-    parameters this rank has."""
+def measure_step(**changes) -> tuple[dict[str, float], dict[str, int], int]:
+    """Bytes and calls of the third step by kind of collective, and the number of this rank's parameters.
+
+    Before the third step, torch's DDP communicates to rebuild its buckets.
+    """
     changes |= {f"model__{name}": size for name, size in LARGE_MODEL.items()} | {"train__global_batch_size": BATCH}
     config = tiny_config("gpt", **changes)
     ctx, rng = initialize_megatron(config)
     run = setup_model_and_optimizer(config, ctx, rng)
     for _ in range(2):
-        train_step(run, portion(run))
-    with Wire(at_least=LENGTH * BATCH + 1) as wire:  # the loss agrees on [s, b] numbers
-        train_step(run, portion(run))
+        train_step(run, next_microbatches(run))
+    with Wire(at_least=LENGTH * BATCH + 1) as wire:  # the loss all-reduces [s, b] values
+        train_step(run, next_microbatches(run))
         run.ddp.wait_for_params()
     count = num_local_parameters(run)
     finalize_megatron()
@@ -32,17 +34,18 @@ def step_on_the_wire(**changes) -> tuple[dict[str, float], dict[str, int], int]:
 
 
 @pytest.mark.parametrize("size", [2, 4])
-def test_data_parallelism_sends_two_times_all_gradients_and_sharing_the_optimizer_out_no_more(ranks, size):
-    """2 (n-1)/n of 4 bytes a parameter; ZeRO-1 sends the second half as weights, in bf16 half of it.
+def test_the_distributed_optimizer_sends_no_more_bytes_than_an_all_reduce(ranks, size):
+    """A second reduction of the same gradients would double the communication.
 
-    2% for padding.
+    2 (n-1)/n of 4 bytes per parameter. The distributed optimizer (ZeRO-1) sends the second half as weights, which are
+    half as large in bf16. 2%: padding.
     """
     each = (size - 1) / size * 4
     for engine in ("local", "torch"):
-        for sent, _, count in ranks(size, step_on_the_wire, parallel__ddp=engine):
+        for sent, _, count in ranks(size, measure_step, parallel__ddp=engine):
             assert sent == {"all-reduce": pytest.approx(2 * each * count, rel=0.02)}
     for precision, gathered in (("fp32", 1.0), ("bf16", 0.5)):
-        for sent, _, count in ranks(size, step_on_the_wire, optim__distributed="true", train__precision=precision):
+        for sent, _, count in ranks(size, measure_step, optim__distributed="true", train__precision=precision):
             assert sent == {
                 "reduce-scatter": pytest.approx(each * count, rel=0.02),
                 "all-gather": pytest.approx(gathered * each * count, rel=0.02),
@@ -50,33 +53,35 @@ def test_data_parallelism_sends_two_times_all_gradients_and_sharing_the_optimize
 
 
 @pytest.mark.parametrize("size", [2, 4])
-def test_sharing_the_weights_out_sends_one_and_a_half_times_as_much(ranks, size):
-    """Weights are gathered for forward and again for backward, gradients reduce-scattered: 3 (n-1)/n of 4 bytes a
-    parameter, with one micro-batch. What FSDP's root holds, embeddings and final norm, is gathered once."""
+def test_sharded_weights_send_one_and_a_half_times_the_bytes(ranks, size):
+    """Weights are gathered for forward and again for backward, gradients are reduce-scattered: 3 (n-1)/n of 4 bytes per
+    parameter with one micro-batch. FSDP gathers its root unit (embeddings, final norm) once."""
     each, portion = (size - 1) / size * 4, {"train__micro_batch_size": BATCH // size}
     root = HIDDEN * (2048 + LENGTH + 2)  # rows of the padded vocabulary, positions, norm
-    for sent, _, count in ranks(size, step_on_the_wire, parallel__ddp="fsdp", **portion):
+    for sent, _, count in ranks(size, measure_step, parallel__ddp="fsdp", **portion):
         assert sent == {
             "all-gather": pytest.approx(each * (2 * count - root), rel=0.02),
             "reduce-scatter": pytest.approx(each * count, rel=0.02),
         }
-    # Small models would stay whole by its thresholds.
-    for sent, _, count in ranks(size, step_on_the_wire, **ENGINES["deepspeed 3"], **NOTHING_STAYS, **portion):
+    # With its default thresholds, DeepSpeed would keep a small model gathered.
+    for sent, _, count in ranks(size, measure_step, **ENGINES["deepspeed 3"], **RESHARD_EVERYTHING, **portion):
         assert sum(sent.values()) == pytest.approx(3 * each * count, rel=0.02)
 
 
 @pytest.mark.parametrize("size", [2, 4])
-def test_tensor_parallelism_sends_four_all_reduces_a_layer_and_sequence_parallelism_the_same_in_halves(ranks, size):
-    """Two more stand at the ends of the model: embedding and head. Under sequence parallelism, linear layers whose
-    input is cut gather it again for backward instead of keeping it: two a layer and the head, on a line of their own.
+def test_tensor_parallelism_sends_four_all_reduces_per_layer(ranks, size):
+    """One more collective per layer would be the largest cost of tensor parallelism.
+
+    Embedding and head add one all-reduce each. Sequence parallelism sends the same bytes as reduce-scatters and
+    all-gathers. It gathers the inputs of column-parallel layers again for backward: two per layer and the head.
     """
-    activation = (size - 1) / size * 4 * LENGTH * BATCH * HIDDEN  # what one half of an all-reduce sends
+    activation = (size - 1) / size * 4 * LENGTH * BATCH * HIDDEN  # bytes of one half of an all-reduce
     pairs, inputs = 4 * LAYERS + 2, 2 * LAYERS + 1
     changes = {"parallel__tensor": size, "train__micro_batch_size": BATCH}
-    for sent, calls, _ in ranks(size, step_on_the_wire, **changes):
+    for sent, calls, _ in ranks(size, measure_step, **changes):
         assert calls == {"all-reduce": pairs} and sent == {"all-reduce": 2 * activation * pairs}
-    for sent, calls, _ in ranks(size, step_on_the_wire, parallel__sequence="true", **changes):
-        norms = sent.pop("all-reduce")  # their gradients, in one call
+    for sent, calls, _ in ranks(size, measure_step, parallel__sequence="true", **changes):
+        norms = sent.pop("all-reduce")  # gradients of norms and row biases, in one call
         assert calls == {"reduce-scatter": pairs, "all-gather": pairs + inputs, "all-reduce": 1}
         assert sent == {"reduce-scatter": activation * pairs, "all-gather": activation * (pairs + inputs)}
         vectors = (4 * LAYERS + 2) * HIDDEN + 2 * LAYERS * HIDDEN + 16 * HIDDEN  # norms, row biases, positions

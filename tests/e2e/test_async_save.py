@@ -1,4 +1,4 @@
-"""A save in the background holds what there was when it was asked for, whatever training does meanwhile."""
+"""A save in the background contains the state at the time of its call, although training continues meanwhile."""
 
 import os
 import threading
@@ -12,13 +12,13 @@ from megatron_lite.training.checkpointing import save_run
 from megatron_lite.training.initialize import finalize_megatron, initialize_megatron
 from megatron_lite.training.setup import setup_model_and_optimizer
 from megatron_lite.training.step import train_step
-from tests.helpers.checkpoints import tensors_of_newest
-from tests.helpers.tiny import portion, tiny_config
+from tests.helpers.checkpoints import newest_tensor_files
+from tests.helpers.tiny import next_microbatches, tiny_config
 
 LAYOUTS = {
-    "one": (1, {}),
+    "one rank": (1, {}),
     "tp 2": (2, {"parallel__tensor": 2, "train__precision": "bf16"}),
-    "pp 3, of which the middle stage has no embedding": (3, {"parallel__pipeline": 3, "model__num_layers": 3}),
+    "pp 3 with a middle stage without embedding": (3, {"parallel__pipeline": 3, "model__num_layers": 3}),
     "dp 2 distributed": (2, {"optim__distributed": "true", "train__precision": "bf16"}),
     "dp 2 torch": (2, {"parallel__ddp": "torch"}),
     "dp 2 fsdp": (2, {"parallel__ddp": "fsdp"}),
@@ -29,33 +29,33 @@ LAYOUTS = {
 }
 
 
-COPIES_OF = Saver._copies_of
+COPIED = Saver._copied
 
 
 def save_and_train_on(folder: str, changes: dict, how: str) -> list[str]:
-    """Three steps, a save and three more; in which order the save returned, all was copied, and the next step came."""
+    """Take three steps, save, take three more; returns the order of the save's return, the copy and the next step."""
     os.environ["TORCH_EXTENSIONS_DIR"] = folder + "-extensions"
     config = tiny_config("codegeex", run__dir=folder, checkpoint__async_save="true", train__iterations=8, **changes)
     ctx, rng = initialize_megatron(config)
     run = setup_model_and_optimizer(config, ctx, rng)
     for _ in range(3):
-        train_step(run, portion(run))
+        train_step(run, next_microbatches(run))
     events, may_copy = [], threading.Event()
 
-    def late(self, mine):
+    def copy_late(self, contents, ready):
         assert may_copy.wait(60)
-        copies = COPIES_OF(self, mine)
+        copies = COPIED(self, contents, ready)
         events.append("copied")
         return copies
 
     if how == "copied at once":
         may_copy.set()
-    with mock.patch.object(Saver, "_copies_of", late):
+    with mock.patch.object(Saver, "_copied", copy_late):
         save_run(run, lambda line: None, must_be_done=how == "plain")
         events.append("saved")
         threading.Timer(1.0, may_copy.set).start()  # much longer than a step
         for _ in range(3):
-            train_step(run, portion(run))
+            train_step(run, next_microbatches(run))
             events.append("stepped")
         run.saver.close(lambda line: None)
     del run
@@ -65,12 +65,12 @@ def save_and_train_on(folder: str, changes: dict, how: str) -> list[str]:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_what_is_copied_late_is_what_there_was(ranks, tmp_path, layout):
-    """The step after it would change weights and moments under the copy."""
+def test_a_background_save_equals_a_plain_save(ranks, tmp_path, layout):
+    """The step after the save must not change weights and moments before they are copied."""
     size, changes = LAYOUTS[layout]
     ranks(size, save_and_train_on, str(tmp_path / "plain"), changes, "plain")
     at_once = any(word in layout for word in ("deepspeed", "delayed", "diloco", "fsdp bf16"))
     events = ["copied", "saved", "stepped"] if at_once else ["saved", "copied", "stepped"]
     how = "copied at once" if at_once else "copied meanwhile"
     assert ranks(size, save_and_train_on, str(tmp_path / "background"), changes, how) == [events] * size
-    assert tensors_of_newest(tmp_path / "background") == tensors_of_newest(tmp_path / "plain")
+    assert newest_tensor_files(tmp_path / "background") == newest_tensor_files(tmp_path / "plain")

@@ -1,4 +1,4 @@
-"""The emulated hosts and the SLURM cluster that other tests stand on."""
+"""The emulated hosts and the SLURM cluster that other tests use."""
 
 import contextlib
 import os
@@ -20,18 +20,18 @@ needs_slurm = pytest.mark.skipif(bool(slurm.why_not()), reason=slurm.why_not())
 LISTEN = """
 import signal, socket
 server = socket.create_server(("host-b", 5000))
-print("listens", flush=True)
+print("listening", flush=True)
 signal.pause()
 """
 CONNECT = "import socket; socket.create_connection(('host-b', 5000), timeout=5); print(socket.gethostname())"
 
 
 def processes(of: Iterable[Host]) -> dict[int, str]:
-    """The commands of all processes on the hosts, each by a descriptor, which never means another process."""
+    """The commands of all processes on the hosts, by pidfd: unlike a pid, it is never reused for another process."""
     networks = [os.readlink(f"/proc/{host.pid}/ns/net") for host in of]
     found = {}
     for folder in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):  # it has just ended
+        with contextlib.suppress(OSError):  # the process has just exited
             if os.readlink(folder / "ns" / "net") in networks:
                 found[os.pidfd_open(int(folder.name))] = (folder / "comm").read_text().strip()
     return found
@@ -47,7 +47,7 @@ def is_alive(process: int) -> bool:
 
 @needs_slurm
 def test_a_job_of_two_nodes_runs_on_both(tmp_path):
-    """COMPLETED alone would say little: SLURM without its process tracking says so of jobs that never ran."""
+    """COMPLETED alone is no proof: without process tracking, SLURM reports it for jobs that never ran."""
     with slurm.Slurm(tmp_path) as cluster:
         good = cluster.sbatch("--nodes=2", "--output=good.out", "--wrap=srun hostname; echo $WORD", env={"WORD": "yes"})
         bad = cluster.sbatch("--wrap=exit 3")
@@ -61,7 +61,7 @@ def test_a_job_of_two_nodes_runs_on_both(tmp_path):
 
 @needs_slurm
 def test_an_error_in_a_test_leaves_no_process_of_its_cluster(tmp_path):
-    """Daemons leave the session that started them: only their namespace still tells whose they are."""
+    """Daemons leave the session that started them, so only their namespace shows which cluster they belong to."""
     with pytest.raises(ZeroDivisionError), slurm.Slurm(tmp_path, num_nodes=1) as cluster:
         inside = processes(of=cluster.hosts.values())
         assert {"slurmctld", "slurmd", "munged"} <= set(inside.values())
@@ -70,18 +70,18 @@ def test_an_error_in_a_test_leaves_no_process_of_its_cluster(tmp_path):
 
 
 @needs_hosts
-def test_a_cut_cable_separates_two_hosts_until_it_is_mended():
+def test_disconnected_hosts_cannot_connect_until_they_are_reconnected():
     with hosts.TwoHosts() as two:
         listener = two.popen("b", [sys.executable, "-c", LISTEN], stdout=subprocess.PIPE)
-        assert listener.stdout.readline() == "listens\n"
+        assert listener.stdout.readline() == "listening\n"
 
         def connect() -> subprocess.CompletedProcess[str]:
             return two.hosts["a"].run(sys.executable, "-c", CONNECT)
 
         assert connect().stdout == "host-a\n"
-        two.cut("b")
+        two.disconnect("b")
         assert "Error" in connect().stderr
-        two.mend("b")
+        two.reconnect("b")
         assert connect().stdout == "host-a\n"
         inside = processes(of=two.hosts.values())
     assert listener.returncode == -signal.SIGKILL
@@ -89,7 +89,7 @@ def test_a_cut_cable_separates_two_hosts_until_it_is_mended():
 
 
 @needs_hosts
-def test_a_process_on_a_host_gets_its_signals_and_gives_its_exit_code():
+def test_signals_and_exit_codes_of_a_process_on_a_host_are_its_own():
     with hosts.TwoHosts() as two:
         script = "trap 'exit 7' TERM; echo ready; while :; do sleep 0.05; done"
         process = two.popen("a", ["sh", "-c", script], stdout=subprocess.PIPE)

@@ -1,4 +1,4 @@
-"""The commands as users type them: what they write, how they end, and what they say when something is wrong."""
+"""The commands as users type them: their files, exit codes and error messages."""
 
 import json
 import math
@@ -35,21 +35,21 @@ def finished(tmp_path_factory, corpus) -> tuple[Path, subprocess.CompletedProces
 
 
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory, corpus) -> Path:
+def one_process(tmp_path_factory, corpus) -> Path:
     """The folder of a finished run of one process. Tests only read it."""
-    folder = tmp_path_factory.mktemp("alone")
+    folder = tmp_path_factory.mktemp("one_process")
     assert run_here("pretrain", "--config", str(tiny_yaml(folder, corpus)), cwd=folder).returncode == 0
     return folder
 
 
-def test_a_run_leaves_everything_in_its_folder(finished):
+def test_a_run_writes_all_its_files_into_its_folder(finished):
     folder, process = finished
     assert process.returncode == 0, process.stderr
     produced = {path.name for path in (folder / "run").iterdir()}
     assert {"metrics.jsonl", "config.yaml", "tensorboard", "checkpoints"} <= produced
     assert list((folder / "run" / "tensorboard").glob("events*"))
     resolved = yaml.safe_load((folder / "run" / "config.yaml").read_text())
-    assert resolved["model"]["vocab_size"] == 257  # of the byte tokenizer
+    assert resolved["model"]["vocab_size"] == 257  # the size of the byte tokenizer
 
 
 def test_metrics_have_a_row_for_every_iteration_and_evaluation(finished):
@@ -68,7 +68,7 @@ def test_metrics_have_a_row_for_every_iteration_and_evaluation(finished):
     assert validation["validation_ppl"] == pytest.approx(math.exp(validation["validation_loss"]))
 
 
-def test_the_iteration_line_has_megatrons_words_in_its_order(finished):
+def test_the_iteration_line_has_the_fields_of_megatron_in_its_order(finished):
     _, process = finished
     (line,) = [line for line in process.stdout.splitlines() if " iteration        8/       8 |" in line]
     fields = [field.split(":")[0].strip() for field in line.split(" |")[1:-1]]
@@ -87,22 +87,22 @@ def test_the_iteration_line_has_megatrons_words_in_its_order(finished):
     assert "bits per byte of source text" in process.stdout
 
 
-def test_a_finished_run_says_so_and_changes_nothing(alone):
-    before = (alone / "run" / "metrics.jsonl").read_bytes()
-    again = run_here("pretrain", "--config", str(alone / "tiny.yaml"), cwd=alone)
-    assert again.returncode == 0
-    assert "training is done at iteration 8 of 8" in again.stdout
-    assert (alone / "run" / "metrics.jsonl").read_bytes() == before
+def test_a_second_start_of_a_finished_run_changes_nothing(one_process):
+    before = (one_process / "run" / "metrics.jsonl").read_bytes()
+    second = run_here("pretrain", "--config", str(one_process / "tiny.yaml"), cwd=one_process)
+    assert second.returncode == 0
+    assert "training is done at iteration 8 of 8" in second.stdout
+    assert (one_process / "run" / "metrics.jsonl").read_bytes() == before
 
 
-def test_three_ways_to_start_train_the_same(tmp_path, corpus):
-    """Our launcher, torchrun and one plain process are one code path."""
+def test_the_launcher_torchrun_and_one_plain_process_give_the_same_losses(tmp_path, corpus):
+    """All three must use one code path."""
     losses = {}
     for way in ("launcher", "torchrun", "plain"):
         folder = tmp_path / way
         folder.mkdir()
         tensor = 1 if way == "plain" else 2
-        dropout = {"hidden_dropout": 0.0, "attention_dropout": 0.0}  # whose streams depend on the layout
+        dropout = {"hidden_dropout": 0.0, "attention_dropout": 0.0}  # random streams depend on the layout
         config = tiny_yaml(folder, corpus, parallel={"tensor": tensor}, train={"iterations": 3}, model=dropout)
         arguments = ["pretrain", "--config", str(config)]
         if way == "torchrun":
@@ -123,26 +123,26 @@ def test_three_ways_to_start_train_the_same(tmp_path, corpus):
     assert losses["plain"] == pytest.approx(losses["launcher"], rel=1e-5)  # fp32, another order of sums
 
 
-def test_generate_continues_the_prompt_alike_on_any_number_of_processes(finished):
-    """Of a run on two: a model that one has trained on many is looked at on one."""
+def test_generate_writes_the_same_text_on_one_process_and_on_two(finished):
+    """A user who trained on many processes can look at the model on one."""
     folder, _ = finished
     command = ("generate", "--load", str(folder / "run"), "--prompt", "def ", "--max-new-tokens", "8")
-    alone = run_here(*command, "--seed", "3", cwd=folder)
-    assert alone.returncode == 0, alone.stderr
-    assert alone.stdout.startswith("def ") and len(alone.stdout) > len("def \n")
-    assert run(*command, "--seed", "3", "--nproc-per-node", "2", cwd=folder).stdout == alone.stdout
-    refused = run_here(*command, "--nproc-per-node", "3", cwd=folder)
-    assert refused.returncode == 2 and "parallel.tensor is 3" in refused.stderr
+    one = run_here(*command, "--seed", "3", cwd=folder)
+    assert one.returncode == 0, one.stderr
+    assert one.stdout.startswith("def ") and len(one.stdout) > len("def \n")
+    assert run(*command, "--seed", "3", "--nproc-per-node", "2", cwd=folder).stdout == one.stdout
+    three = run_here(*command, "--nproc-per-node", "3", cwd=folder)
+    assert three.returncode == 2 and "parallel.tensor is 3" in three.stderr
 
 
-def test_generate_without_a_checkpoint_says_where_it_looked(tmp_path):
-    refused = run_here("generate", "--load", "nowhere", "--prompt", "x", cwd=tmp_path)
-    assert refused.returncode == 1
-    assert "nowhere: is not a folder. Give a run.dir or iter_... folder" in refused.stderr
+def test_the_error_of_generate_without_a_checkpoint_names_the_folder(tmp_path):
+    done = run_here("generate", "--load", "nowhere", "--prompt", "x", cwd=tmp_path)
+    assert done.returncode == 1
+    assert "nowhere: is not a folder. Give a run.dir or iter_... folder" in done.stderr
 
 
 @pytest.mark.parametrize("ranks_wanted", [1, 2])
-def test_sigterm_saves_and_exits_75_and_the_next_start_goes_on(tmp_path, corpus, ranks_wanted):
+def test_a_run_saves_and_exits_75_on_sigterm_and_the_next_start_resumes(tmp_path, corpus, ranks_wanted):
     settings = {"parallel": {"tensor": ranks_wanted}, "train": {"iterations": 60, "eval_iterations": 0}}
     config = tiny_yaml(tmp_path, corpus, **settings, checkpoint={"interval": 0})
     command = ["pretrain", "--config", str(config)]
@@ -155,14 +155,14 @@ def test_sigterm_saves_and_exits_75_and_the_next_start_goes_on(tmp_path, corpus,
     assert "exiting program after receiving SIGTERM" in err
     done = int((tmp_path / "run/checkpoints/latest_checkpointed_iteration.txt").read_text())
     assert 0 < done < 60
-    last, sooner = (60, []) if ranks_wanted == 1 else (done + 2, [f"train.iterations={done + 2}"])
-    finished = run(*command, *sooner, cwd=tmp_path)
+    last, overrides = (60, []) if ranks_wanted == 1 else (done + 2, [f"train.iterations={done + 2}"])
+    finished = run(*command, *overrides, cwd=tmp_path)
     assert finished.returncode == 0, finished.stderr
     assert [row["iteration"] for row in rows(tmp_path / "run")] == list(range(1, last + 1))
 
 
-def test_more_iterations_are_refused_when_the_order_would_change(tmp_path, corpus):
-    """Megatron's sample order depends on how many epochs are asked for; silently seeing other data is no resume."""
+def test_more_iterations_are_an_error_if_the_sample_order_would_change(tmp_path, corpus):
+    """Megatron's sample order depends on the number of epochs. A resumed run must not repeat or omit samples."""
     config = tiny_yaml(tmp_path, corpus, train={"iterations": 2, "eval_iterations": 0})
     assert run_here("pretrain", "--config", str(config), cwd=tmp_path).returncode == 0
     longer = run_here("pretrain", "--config", str(config), "train.iterations=3", cwd=tmp_path)
@@ -172,21 +172,22 @@ def test_more_iterations_are_refused_when_the_order_would_change(tmp_path, corpu
     assert "omits some of the 12 consumed samples; start a new run" in much_longer.stderr
 
 
+# name -> overrides, exit code and words of the error message
 MISTAKES = {
     "misspelt key": (["model.hidden_sise=32"], 2, "did you mean model.hidden_size?"),
     "wrong type": (["train.iterations=many"], 2, "train.iterations"),
     "heads not divisible": (["model.num_heads=5"], 2, "model.num_heads"),
-    "split of two numbers": (["data.split=[90,10]"], 2, "data.split"),
+    "split of two weights": (["data.split=[90,10]"], 2, "data.split"),
     "missing corpus": (["data.paths=[nowhere]"], 2, "nowhere.idx"),
     "too few documents": (["data.split=[1,100000,1]"], 1, "the train split has 0 of"),
-    "a vocabulary too small": (["model.vocab_size=100"], 2, "model.vocab_size"),
+    "vocabulary too small": (["model.vocab_size=100"], 2, "model.vocab_size"),
     "no data": (["data.paths=[]"], 2, "data.paths is empty; give the prefix"),
     "no vocabulary": (["data.tokenizer="], 2, "data.tokenizer and model.vocab_size are both missing"),
 }
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_a_mistake_is_named_and_exits_with_its_code(tmp_path, corpus, mistake):
+def test_a_mistake_in_the_config_has_its_message_and_exit_code(tmp_path, corpus, mistake):
     overrides, code, words = MISTAKES[mistake]
     config = tiny_yaml(tmp_path, corpus)
     done = run_here("pretrain", "--config", str(config), *overrides, cwd=tmp_path)
@@ -195,7 +196,7 @@ def test_a_mistake_is_named_and_exits_with_its_code(tmp_path, corpus, mistake):
     assert done.returncode == code
 
 
-def test_a_layout_that_needs_more_processes_names_the_command(tmp_path, corpus):
+def test_the_error_of_a_layout_with_too_few_processes_names_the_command(tmp_path, corpus):
     config = tiny_yaml(tmp_path, corpus, parallel={"tensor": 2})
     done = run_here("pretrain", "--config", str(config), cwd=tmp_path)
     assert done.returncode == 2
@@ -203,34 +204,34 @@ def test_a_layout_that_needs_more_processes_names_the_command(tmp_path, corpus):
 
 
 @pytest.mark.parametrize("change", ["model.hidden_size=64", "model.num_heads=2"])
-def test_a_checkpoint_of_another_model_is_refused(alone, tmp_path, change):
-    """Another number of heads has the same shapes, and would go on as another model without a word."""
-    shutil.copytree(alone / "run", tmp_path / "run")
+def test_a_checkpoint_of_another_model_is_an_error(one_process, tmp_path, change):
+    """With another number of heads, the shapes are equal: without this check, another model would resume silently."""
+    shutil.copytree(one_process / "run", tmp_path / "run")
     arguments = (f"run.dir={tmp_path / 'run'}", change, "train.iterations=9")
-    done = run_here("pretrain", "--config", str(alone / "tiny.yaml"), *arguments, cwd=tmp_path)
+    done = run_here("pretrain", "--config", str(one_process / "tiny.yaml"), *arguments, cwd=tmp_path)
     assert done.returncode == 1
     assert "belongs to another model" in done.stderr
     assert change.split("=")[0] in done.stderr
     assert yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())["train"]["iterations"] == 8
 
 
-def test_what_changed_since_the_checkpoint_is_told(alone, tmp_path):
+def test_config_changes_since_the_checkpoint_are_printed(one_process, tmp_path):
     arguments = (f"run.dir={tmp_path / 'run'}", "train.iterations=9", "optim.lr=0.002")
-    load = f"checkpoint.load={alone / 'run'}"
-    done = run_here("pretrain", "--config", str(alone / "tiny.yaml"), *arguments, load, cwd=tmp_path)
+    load = f"checkpoint.load={one_process / 'run'}"
+    done = run_here("pretrain", "--config", str(one_process / "tiny.yaml"), *arguments, load, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    assert f"loading checkpoint from {alone / 'run' / 'checkpoints'} at iteration 8" in done.stdout
+    assert f"loading checkpoint from {one_process / 'run' / 'checkpoints'} at iteration 8" in done.stdout
     assert "changed since that checkpoint: train.iterations 8 -> 9, optim.lr 0.003 -> 0.002" in done.stdout
     assert [row["iteration"] for row in rows(tmp_path / "run")] == [9]
 
 
-def test_nothing_to_load_is_named(tmp_path, corpus):
+def test_the_error_of_a_missing_checkpoint_names_the_key_and_the_folder(tmp_path, corpus):
     done = run_here("pretrain", "--config", str(tiny_yaml(tmp_path, corpus)), "checkpoint.load=nowhere", cwd=tmp_path)
     assert done.returncode == 1
     assert "checkpoint.load: nowhere: is not a folder. Give a run.dir" in done.stderr
 
 
-def test_a_damaged_checkpoint_names_the_file(finished, tmp_path):
+def test_the_error_of_a_damaged_checkpoint_names_the_file(finished, tmp_path):
     folder, _ = finished
     shutil.copytree(folder / "run", tmp_path / "run")
     (file,) = (tmp_path / "run/checkpoints/iter_0000008/mp_rank_01").glob("model.safetensors")
@@ -241,18 +242,18 @@ def test_a_damaged_checkpoint_names_the_file(finished, tmp_path):
     assert "mp_rank_01/model.safetensors: is listed in layout.json but missing" in done.stderr
 
 
-def test_a_run_folder_that_cannot_be_written_is_named(tmp_path, corpus):
+def test_the_error_of_a_run_folder_that_is_a_file_names_it(tmp_path, corpus):
     (tmp_path / "run").write_text("a file where the folder should be")
     done = run_here("pretrain", "--config", str(tiny_yaml(tmp_path, corpus)), cwd=tmp_path)
     assert done.returncode == 1
     assert str(tmp_path / "run") in done.stderr
-    assert "which cannot be created: File exists; choose another run.dir" in done.stderr
+    assert "cannot be created: File exists; choose another one" in done.stderr
     assert "Traceback" not in done.stderr
 
 
 @contextmanager
 def small_disk(folder: Path, size: str):
-    """A file system of its own, so small that it fills up."""
+    """Mount a file system on `folder`, so small that a run fills it."""
     folder.mkdir()
     subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder)], check=True)
     try:
@@ -261,7 +262,7 @@ def small_disk(folder: Path, size: str):
         subprocess.run(["umount", str(folder)], check=True)
 
 
-def test_a_full_disk_is_named_and_the_checkpoint_before_it_stays(tmp_path, corpus):
+def test_a_full_disk_is_an_error_and_the_previous_checkpoint_stays_valid(tmp_path, corpus):
     with small_disk(tmp_path / "disk", "3m") as disk:
         config = tiny_yaml(tmp_path, corpus, run={"dir": str(disk / "run")}, checkpoint={"interval": 1, "keep": 0})
         done = run("pretrain", "--config", str(config), "train.iterations=100", cwd=tmp_path)
@@ -275,58 +276,55 @@ def test_a_full_disk_is_named_and_the_checkpoint_before_it_stays(tmp_path, corpu
 
 
 @pytest.mark.parametrize("tensorboard", [False, True])
-def test_a_disk_too_full_for_metrics_is_named(tmp_path, corpus, tensorboard):
+def test_the_error_of_a_disk_too_full_for_metrics_names_the_reason(tmp_path, corpus, tensorboard):
     with small_disk(tmp_path / "disk", "32k") as disk:
         sections = {"log": {"tensorboard": tensorboard, "interval": 100}, "checkpoint": {"interval": 0}}
         config = tiny_yaml(tmp_path, corpus, run={"dir": str(disk / "run")}, **sections)
         done = run("pretrain", "--config", str(config), "train.iterations=180", cwd=tmp_path)
     assert done.returncode == 1
     assert "writing failed: No space left on device. Free some space" in done.stderr
-    assert tensorboard or "Traceback" not in done.stderr  # TensorBoard's own thread shows its own
+    assert tensorboard or "Traceback" not in done.stderr  # TensorBoard's writer thread prints a traceback
 
 
-def test_a_run_folder_without_permission_is_named(tmp_path, corpus):
-    """A read-only file system, because root may write anywhere else."""
+def test_the_error_of_a_run_folder_on_a_read_only_disk_names_it(tmp_path, corpus):
+    """File permissions would not stop root, who may run the tests."""
     with small_disk(tmp_path / "disk", "1m") as disk:
         subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)
         config = tiny_yaml(tmp_path, corpus, run={"dir": str(disk / "run")})
         done = run("pretrain", "--config", str(config), cwd=tmp_path)
     assert done.returncode == 1
-    assert (
-        f"run.dir is {disk / 'run'}, which cannot be created: Read-only file system; choose another run.dir"
-        in done.stderr
-    )
+    assert f"run.dir {disk / 'run'}: cannot be created: Read-only file system; choose another one" in done.stderr
     assert "Traceback" not in done.stderr
 
 
-def test_a_port_in_use_is_named(tmp_path, corpus):
+def test_the_error_of_a_port_in_use_names_the_port(tmp_path, corpus):
     config = tiny_yaml(tmp_path, corpus, parallel={"tensor": 2})
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        port = taken.getsockname()[1]
-        place = {
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        variables = {
             "RANK": "0",
             "WORLD_SIZE": "2",
             "LOCAL_RANK": "0",
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(port),
         }
-        done = run("pretrain", "--config", str(config), cwd=tmp_path, env=place)
+        done = run("pretrain", "--config", str(config), cwd=tmp_path, env=variables)
     assert done.returncode == 1
     assert f"127.0.0.1:{port}" in done.stderr
     assert "the port is in use" in done.stderr
 
 
-def test_a_user_script_trains_its_own_model(tmp_path, corpus):
-    """The documented call order, from the package's own names, with a model provider of the user's."""
+def test_a_script_trains_a_custom_model(tmp_path, corpus):
+    """It uses the documented calls, the public names of the package and a custom model provider."""
     script = tmp_path / "mine.py"
     script.write_text(
         "import sys\n"
         "from megatron_lite import get_model, pretrain\n"
         "from megatron_lite.config.load import load_config\n"
         "def provider(config, ctx, rng, **options):\n"
-        "    print('my own provider')\n"
+        "    print('custom provider')\n"
         "    return get_model(config, ctx, rng, **options)\n"
         "state = pretrain(load_config(sys.argv[1], ['train.iterations=2']), provider)\n"
         "print('iterations', state.iteration)\n"
@@ -334,5 +332,5 @@ def test_a_user_script_trains_its_own_model(tmp_path, corpus):
     command = [sys.executable, str(script), str(tiny_yaml(tmp_path, corpus))]
     done = subprocess.run(command, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=PATIENCE)
     assert done.returncode == 0, done.stderr
-    assert "my own provider" in done.stdout
+    assert "custom provider" in done.stdout
     assert "iterations 2" in done.stdout

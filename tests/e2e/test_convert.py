@@ -1,4 +1,4 @@
-"""Converted checkpoints are what training and generation go on from."""
+"""Training and generation from converted checkpoints."""
 
 from pathlib import Path
 
@@ -23,16 +23,16 @@ from megatron_lite.parallel.collectives import all_gather
 from megatron_lite.parallel.context import ParallelContext
 from megatron_lite.parallel.grid import Grid
 from megatron_lite.parallel.random import seed_everything
-from tests.helpers.checkpoints import tensors_of_newest
+from tests.helpers.checkpoints import newest_tensor_files
 from tests.helpers.command import make_corpus, run, run_here
 from tests.helpers.huggingface import VOCAB, gpt2, llama, logits, tokens
-from tests.helpers.tiny import visit
+from tests.helpers.tiny import resume_and_save
 
 TP2_PP2 = {"parallel__tensor": 2, "parallel__pipeline": 2}
 
 
 def quiet(line: str) -> None:
-    """Nothing is said."""
+    """A `report` callback that prints nothing."""
 
 
 @pytest.mark.parametrize(
@@ -43,26 +43,24 @@ def quiet(line: str) -> None:
         ("llama", "fp32", (2, {"parallel__ddp": "fsdp"})),
     ],
 )
-def test_a_run_converted_on_the_disk_goes_on_as_one_that_is_resharded_on_load(
-    ranks, tmp_path, model, precision, before
-):
-    """The same bits in every file, so the same losses: what was shared out over replicas, or cut, is whole again."""
+def test_a_converted_run_resumes_like_one_that_is_resharded_on_load(ranks, tmp_path, model, precision, before):
+    """Both must join sharded weights and optimizer state to the same bits, and so give the same losses."""
     size, changes = before
     changes = {**changes, "train__precision": precision}
-    ranks(size, visit, model, str(tmp_path / "run"), "", 2, changes)
+    ranks(size, resume_and_save, model, str(tmp_path / "run"), "", 2, changes)
     local = ["parallel.ddp=local", "optim.distributed=false"]
     convert(Request(tmp_path / "run", tmp_path / "disk", tensor=2, pipeline=2, overrides=local), quiet)
     after = {**TP2_PP2, "train__precision": precision}
-    ranks(4, visit, model, str(tmp_path / "a"), str(tmp_path / "run"), 0, after)
-    assert tensors_of_newest(tmp_path / "disk") == tensors_of_newest(tmp_path / "a")
-    on_load = ranks(4, visit, model, str(tmp_path / "b"), str(tmp_path / "run"), 2, after)
-    assert ranks(4, visit, model, str(tmp_path / "c"), str(tmp_path / "disk"), 2, after) == on_load
+    ranks(4, resume_and_save, model, str(tmp_path / "a"), str(tmp_path / "run"), 0, after)
+    assert newest_tensor_files(tmp_path / "disk") == newest_tensor_files(tmp_path / "a")
+    on_load = ranks(4, resume_and_save, model, str(tmp_path / "b"), str(tmp_path / "run"), 2, after)
+    assert ranks(4, resume_and_save, model, str(tmp_path / "c"), str(tmp_path / "disk"), 2, after) == on_load
 
 
-def test_replicas_that_differ_give_their_common_weights(ranks, tmp_path):
-    """Local SGD between two meetings."""
+def test_differing_local_sgd_replicas_convert_only_with_weights_only(ranks, tmp_path):
+    """Between two synchronizations, moments differ on each rank; the common weights are those of the last one."""
     changes = {"sync__mode": "local_sgd", "sync__interval": 2}
-    ranks(2, visit, "gpt", str(tmp_path / "run"), "", 1, changes)
+    ranks(2, resume_and_save, "gpt", str(tmp_path / "run"), "", 1, changes)
     with pytest.raises(CheckpointError, match=r"exp_avg differs on 2 data-parallel ranks .* --weights-only"):
         convert(Request(tmp_path / "run", tmp_path / "out"), quiet)
     convert(Request(tmp_path / "run", tmp_path / "out", weights_only=True, tensor=2), quiet)
@@ -71,7 +69,7 @@ def test_replicas_that_differ_give_their_common_weights(ranks, tmp_path):
 
 
 def logits_of_ranks(folder: str) -> torch.Tensor:
-    """Logits `[b, s, v]` of the model in a run's folder, loaded by the tensor-parallel ranks that it is for."""
+    """Logits `[b, s, v]` of the model in a run's folder, loaded by as many tensor-parallel ranks as its layout has."""
     newest = resolve(Path(folder))
     config = Config.model_validate(read_layout(newest).config, strict=False)
     ctx = ParallelContext.create(read_layout(newest).grid, torch.device("cpu"), 60)
@@ -91,8 +89,8 @@ def logits_of_ranks(folder: str) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("build, size", [(gpt2, 4), (llama, 2)])
-def test_ranks_that_load_a_model_of_transformers_compute_what_it_computes(ranks, tmp_path, build, size):
-    """fp32: 1e-4 on logits of size about 5 is the order of sums."""
+def test_a_converted_transformers_model_gives_the_logits_of_transformers(ranks, tmp_path, build, size):
+    """The order of sums in fp32 allows a difference of 1e-4 on logits of about 5."""
     theirs = build()
     theirs.save_pretrained(tmp_path / "hf")
     convert(Request(tmp_path / "hf", tmp_path / "ours", tensor=size), quiet)
@@ -100,12 +98,13 @@ def test_ranks_that_load_a_model_of_transformers_compute_what_it_computes(ranks,
         assert_close(got, logits(theirs, tokens()), rtol=0, atol=1e-4)
 
 
-def resident(line: str) -> int:
+def memory_bytes(line: str) -> int:
+    """The value of a line of /proc/self/status."""
     return int(Path("/proc/self/status").read_text().split(f"{line}:")[1].split()[0]) << 10
 
 
-def test_one_tensor_at_a_time_is_in_memory(tmp_path):
-    """A model that fits on no machine must be convertible on a small one. Pages of mapped files count as memory."""
+def test_conversion_has_one_tensor_at_a_time_in_memory(tmp_path):
+    """Otherwise a large model could not be converted on a small machine. Pages of mapped files count as memory."""
     model = ModelConfig(num_layers=1, hidden_size=1024, num_heads=8, vocab_size=32768, max_position_embeddings=8)
     largest = 32768 * 1024 * 4
     tensors = {name: Spec(torch.float32, meta.shape) for name, meta in full_table(model).items()}
@@ -121,13 +120,13 @@ def test_one_tensor_at_a_time_is_in_memory(tmp_path):
     }
     for name, request in requests.items():
         Path("/proc/self/clear_refs").write_text("5")
-        before = resident("VmRSS")
+        before = memory_bytes("VmRSS")
         convert(request, quiet)
-        assert resident("VmHWM") - before < 2 * largest, name
+        assert memory_bytes("VmHWM") - before < 2 * largest, name
 
 
-def test_the_command_line_from_transformers_to_training_and_back(tmp_path):
-    """What a user does with a published model: convert it, generate, train on, give it back, take it to more GPUs."""
+def test_the_commands_take_a_transformers_model_to_training_and_back(tmp_path):
+    """A user converts a published model, generates, trains, exports, and resumes on more GPUs."""
     gpt2(vocab_size=257, n_positions=32).save_pretrained(tmp_path / "hf")
 
     def command(*arguments: str) -> str:

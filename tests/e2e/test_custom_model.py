@@ -1,4 +1,4 @@
-"""A model of the user's, from the command line: what trains it, resumes it and lets it write."""
+"""A custom model on the command line: training, resuming and generation."""
 
 import pytest
 
@@ -21,8 +21,8 @@ def corpus(tmp_path_factory) -> str:
     return make_corpus(tmp_path_factory.mktemp("corpus"))
 
 
-def test_a_custom_model_is_loaded_by_its_name_only(tmp_path, corpus):
-    """Its tensors have the built-in model's names: get_model would compute something else with them."""
+def test_a_checkpoint_of_a_custom_model_needs_the_model_option(tmp_path, corpus):
+    """Its tensors have the names of the built-in model, which would compute something else with them."""
     (tmp_path / "mine.py").write_text(DOUBLED)
     config = tiny_yaml(tmp_path, corpus, train={"iterations": 2, "eval_iterations": 0})
     command = ("pretrain", "--config", str(config))

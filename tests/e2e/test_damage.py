@@ -1,4 +1,4 @@
-"""A run whose newest checkpoint is damaged goes on from the one before it, or stops and says so."""
+"""A run whose newest checkpoint is damaged resumes from the previous one, or stops with an error."""
 
 import os
 import shutil
@@ -18,15 +18,15 @@ from tests.helpers.runs import rows, run_to_the_end, tensor_files
 COMMON = {"checkpoint__interval": 2, "checkpoint__keep": 0, "train__micro_batch_size": 2}
 
 
-def cut_off(folder: Path) -> None:
+def truncate(folder: Path) -> None:
     path = folder / "mp_rank_00" / "model.safetensors"
     os.truncate(path, path.stat().st_size - 100)
 
 
 DAMAGES = {
-    "cut off": (cut_off, "bytes, layout.json lists"),
+    "truncated": (truncate, "bytes, layout.json lists"),
     "flipped bit": (flip_a_bit, "has checksum"),
-    "no shard": (
+    "no model file": (
         lambda folder: (folder / "mp_rank_00/model.safetensors").unlink(),
         "listed in layout.json but missing",
     ),
@@ -36,20 +36,21 @@ DAMAGES = {
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("whole")
+def finished(tmp_path_factory) -> Path:
+    """The folder of a finished run. Tests copy it."""
+    folder = tmp_path_factory.mktemp("finished")
     run_to_the_end(folder, "codegeex", **COMMON, train__iterations=6)
     return folder
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_the_one_before_is_loaded_and_the_damaged_one_set_aside(whole, tmp_path, capsys, damage):
-    """And the run comes to the same end, to the bit."""
+def test_a_damaged_checkpoint_is_renamed_and_the_previous_one_resumed(finished, tmp_path, capsys, damage):
+    """The result is bit for bit that of the undamaged run."""
     folder = tmp_path / "run"
-    shutil.copytree(whole, folder)
+    shutil.copytree(finished, folder)
     root = folder / "checkpoints"
-    spoil, words = DAMAGES[damage]
-    spoil(root / "iter_0000006")
+    inflict, words = DAMAGES[damage]
+    inflict(root / "iter_0000006")
     run_to_the_end(folder, "codegeex", **COMMON, train__iterations=6)
     out = capsys.readouterr().out
     (line,) = [line for line in out.splitlines() if line.startswith(" DAMAGED checkpoint: ")]
@@ -59,27 +60,27 @@ def test_the_one_before_is_loaded_and_the_damaged_one_set_aside(whole, tmp_path,
         "damaged-iter_0000006",
         *(f"iter_000000{n}" for n in (2, 4, 6)),
     ]
-    assert rows(folder) == rows(whole)
+    assert rows(folder) == rows(finished)
     newest = "checkpoints/iter_0000006"
-    assert tensor_files(folder / newest) == tensor_files(whole / newest)
+    assert tensor_files(folder / newest) == tensor_files(finished / newest)
 
 
-def test_several_damaged_ones_are_passed_by(whole, tmp_path, capsys):
+def test_the_newest_valid_checkpoint_is_resumed_after_several_damaged_ones(finished, tmp_path, capsys):
     folder = tmp_path / "run"
-    shutil.copytree(whole, folder)
+    shutil.copytree(finished, folder)
     for iteration in (4, 6):
-        cut_off(folder / f"checkpoints/iter_{iteration:07d}")
+        truncate(folder / f"checkpoints/iter_{iteration:07d}")
     run_to_the_end(folder, "codegeex", **COMMON, train__iterations=6)
     assert capsys.readouterr().out.count(" DAMAGED checkpoint: ") == 2
-    assert rows(folder) == rows(whole)
+    assert rows(folder) == rows(finished)
 
 
-def test_without_fallback_or_another_one_training_stops(whole, tmp_path):
-    """Silently starting anew would write over the run."""
+def test_damage_is_an_error_without_fallback_or_another_checkpoint(finished, tmp_path):
+    """A start at iteration 0 would overwrite the run."""
     folder = tmp_path / "run"
-    shutil.copytree(whole, folder)
+    shutil.copytree(finished, folder)
     root = folder / "checkpoints"
-    cut_off(root / "iter_0000006")
+    truncate(root / "iter_0000006")
     with pytest.raises(DamagedCheckpoint, match=r"layout.json lists .*checkpoint.fallback would use iteration 4$"):
         run_to_the_end(folder, "codegeex", **COMMON, train__iterations=6, checkpoint__fallback="false")
     for iteration in (2, 4):
@@ -89,11 +90,11 @@ def test_without_fallback_or_another_one_training_stops(whole, tmp_path):
     assert [path.name for path in root.glob("*iter_*")] == ["iter_0000006"]
 
 
-def test_a_folder_of_another_run_is_left_as_it_is(whole, tmp_path, capsys):
-    """checkpoint.load reads it; to tidy it up is not this run's business."""
+def test_a_fallback_does_not_change_the_folder_of_another_run(finished, tmp_path, capsys):
+    """A run that reads checkpoint.load must not rename the checkpoints there."""
     other = tmp_path / "other"
-    shutil.copytree(whole, other)
-    cut_off(other / "checkpoints/iter_0000006")
+    shutil.copytree(finished, other)
+    truncate(other / "checkpoints/iter_0000006")
     before = sorted(str(path) for path in other.rglob("*"))
     run_to_the_end(tmp_path / "run", "codegeex", **COMMON, train__iterations=6, checkpoint__load=other)
     (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith(" DAMAGED")]
@@ -101,37 +102,37 @@ def test_a_folder_of_another_run_is_left_as_it_is(whole, tmp_path, capsys):
     assert sorted(str(path) for path in other.rglob("*")) == before
 
 
-def test_another_model_is_no_damage(whole, tmp_path):
-    """Falling back would only hide the mistake, and set good checkpoints aside."""
+def test_a_checkpoint_of_another_model_is_not_damage(finished, tmp_path):
+    """A fallback would hide the mistake and rename valid checkpoints."""
     folder = tmp_path / "run"
-    shutil.copytree(whole, folder)
+    shutil.copytree(finished, folder)
     with pytest.raises(CheckpointError, match="belongs to another model"):
         run_to_the_end(folder, "codegeex", **COMMON, train__iterations=6, model__num_heads=2)
     assert not list(folder.glob("checkpoints/damaged*"))
 
 
-def fall_back(folder: str) -> None:
+def train_tp2(folder: str) -> None:
     run_to_the_end(Path(folder), "codegeex", **COMMON, train__iterations=6, parallel__tensor=2)
 
 
-def blind(folder: str, first_may_read: bool) -> None:
-    """As `fall_back`, where the second rank's machine does not see one file."""
+def train_tp2_with_a_missing_mount(folder: str, first_may_read: bool) -> None:
+    """Train where rank 1 does not find one file. Rank 0 reads it, or gets an error if `first_may_read` is false."""
     if dist.get_rank() == 1:
         patch = mock.patch.object(TensorFile, "__init__", lose_one_file)
     else:
-        patch = nullcontext() if first_may_read else mock.patch.object(TensorFile, "check", refuse)
+        patch = nullcontext() if first_may_read else mock.patch.object(TensorFile, "check", raise_permission_denied)
     with patch:
-        fall_back(folder)
+        train_tp2(folder)
 
 
 INIT = TensorFile.__init__
 
 
 def lose_one_file(self, path, info):
-    INIT(self, path.with_name("not there") if path.parent.name == "mp_rank_00" else path, info)
+    INIT(self, path.with_name("missing") if path.parent.name == "mp_rank_00" else path, info)
 
 
-def refuse(self):
+def raise_permission_denied(self):
     raise CheckpointError(f"{self.path}: cannot be read: Permission denied")
 
 
@@ -142,25 +143,25 @@ def refuse(self):
         (False, ("But the first rank cannot confirm it", "cannot be read: Permission denied")),
     ],
 )
-def test_a_file_that_one_machine_does_not_see_is_no_damage(ranks, whole, tmp_path, first_may_read, words):
-    """A missing mount would else cost a good checkpoint."""
+def test_a_file_that_only_one_machine_misses_is_not_damage(ranks, finished, tmp_path, first_may_read, words):
+    """Otherwise a missing mount would cost a valid checkpoint."""
     folder = tmp_path / "run"
-    shutil.copytree(whole, folder)
+    shutil.copytree(finished, folder)
     with pytest.raises(RanksFailed) as raised:
-        ranks(2, blind, str(folder), first_may_read)
+        ranks(2, train_tp2_with_a_missing_mount, str(folder), first_may_read)
     assert all(word in str(raised.value) for word in words)
     assert not list(folder.glob("checkpoints/damaged*"))
 
 
-def test_damage_that_one_rank_meets_takes_all_of_them_back(ranks, whole, tmp_path):
-    """Ranks that went on from different iterations would train nonsense."""
+def test_all_ranks_fall_back_from_damage_that_one_rank_finds(ranks, finished, tmp_path):
+    """Ranks that resumed from different iterations would train nonsense."""
     folder = tmp_path / "run"
-    shutil.copytree(whole, folder)
-    ranks(2, fall_back, str(folder))
+    shutil.copytree(finished, folder)
+    ranks(2, train_tp2, str(folder))
     path = folder / "checkpoints" / "iter_0000006" / "mp_rank_00" / "model.safetensors"
     data = bytearray(path.read_bytes())
     data[-8] ^= 1
     path.write_bytes(data)
-    ranks(2, fall_back, str(folder))
+    ranks(2, train_tp2, str(folder))
     assert (folder / "checkpoints/damaged-iter_0000006").exists()
     assert [row["iteration"] for row in rows(folder)] == [1, 2, 3, 4, 5, 6]

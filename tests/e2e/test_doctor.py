@@ -1,4 +1,4 @@
-"""`doctor` names machines that are not fit for a run, or not like the others, and a network that loses what is sent."""
+"""`doctor` names machines that are unfit for a run or differ from the others, and faults of the network."""
 
 import platform
 import re
@@ -16,12 +16,12 @@ from megatron_lite.doctor import network as doctor_network
 from megatron_lite.doctor.network import ADVICE
 from megatron_lite.parallel.dtypes import PRECISIONS
 from tests.helpers.command import make_corpus, run, tiny_yaml
-from tests.helpers.patients import A, B, Doctor, examined, failed, patched
+from tests.helpers.doctor_ranks import A, B, Doctor, examine_rank, failed, patched
 
 
 @pytest.fixture
 def doctor(ranks, tmp_path) -> Doctor:
-    """Of machines alone."""
+    """A doctor without a config, which examines only the machines."""
     return Doctor(ranks, tmp_path, None)
 
 
@@ -30,8 +30,8 @@ def assert_lines(lines: list[str], patterns: list[str]) -> None:
         assert re.fullmatch(pattern, line), line
 
 
-def test_the_command_examines_what_a_run_uses_and_leaves_nothing_behind(tmp_path):
-    """What it prints is what a user reads before a long run."""
+def test_the_command_examines_all_that_a_run_uses_and_leaves_no_files(tmp_path):
+    """A user relies on these lines before a long run."""
     (tmp_path / "data").mkdir()
     config = tiny_yaml(tmp_path, make_corpus(tmp_path / "data"), parallel={"pipeline": 2})
     before = sorted(tmp_path.rglob("*"))
@@ -65,7 +65,7 @@ def test_the_command_examines_what_a_run_uses_and_leaves_nothing_behind(tmp_path
     assert sorted(tmp_path.rglob("*")) == before
 
 
-def test_without_a_config_the_machines_alone_are_examined(doctor):
+def test_without_a_config_only_the_machines_are_examined(doctor):
     lines = doctor()
     assert_lines(
         lines[:-2],
@@ -83,14 +83,14 @@ def test_without_a_config_the_machines_alone_are_examined(doctor):
 
 
 def another_machine():
-    """With other packages, few files, threads for everybody, a memory that flips bits and a clock that is wrong."""
+    """A machine with other packages, few open files, many threads, memory that flips bits and a wrong clock."""
     installed, look_around = doctor_machine.installed(), doctor_machine.look_around
     now, all_reduce = time.time, doctor_network.all_reduce
 
-    def flips(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-        found = left @ right
-        found[3, 5] += 1
-        return found
+    def wrong_product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+        product = left @ right
+        product[3, 5] += 1
+        return product
 
     return patched(
         (doctor_machine, "installed", lambda: {**installed, "torch": "2.0", "python": "3.9"}),
@@ -99,17 +99,17 @@ def another_machine():
             "look_around",
             lambda config: replace(look_around(config), open_files=256, cores=1, threads=4),
         ),
-        (doctor_machine, "product", flips),
+        (doctor_machine, "product", wrong_product),
         (time, "time", lambda: now() - 90),
         (doctor_network, "all_reduce", lambda x, group: all_reduce(x, group) + (x.numel() == 1024)),
     )
 
 
-def test_a_machine_that_is_not_like_the_other_is_named_with_all_that_differs(doctor):
-    """And nobody waits for it: both ranks go on to the next check."""
+def test_all_differences_of_a_machine_are_reported(doctor):
+    """After each failed check, both ranks must continue with the next one."""
     torch_here, python_here = re.escape(torch.__version__), re.escape(platform.python_version())
     assert_lines(
-        doctor.complaints(illness=another_machine),
+        doctor.not_ok(fault=another_machine),
         [
             rf" warn  versions: python is {python_here} on {A} and 3.9 on {B}; install the same everywhere",
             rf" FAIL  versions: torch is {torch_here} on {A} and 2.0 on {B}; install the same everywhere",
@@ -127,42 +127,42 @@ def test_a_machine_that_is_not_like_the_other_is_named_with_all_that_differs(doc
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16", "fp64"])
-def test_the_product_is_exact_in_every_precision(precision):
-    """Were it not, a machine that is well would be taken out of a run."""
+def test_the_tested_product_is_exact_in_every_precision(precision):
+    """Otherwise a rounding difference would make a healthy machine fail."""
     dtype = PRECISIONS[precision]
     seen: list[torch.Tensor] = []
 
-    def remembered(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    def record(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
         seen.append(left @ right)
         return seen[0]
 
-    with patched((doctor_machine, "product", remembered)):
+    with patched((doctor_machine, "product", record)):
         doctor_machine.multiply(torch.device("cpu"), dtype)
-    assert seen[0].unique().numel() > 10  # or rows in another order would be right too
+    assert seen[0].unique().numel() > 10  # with equal values, rows in another order would pass too
 
 
 def without_deepspeed():
     version = metadata.version
 
-    def found(name: str) -> str:
+    def version_without_deepspeed(name: str) -> str:
         if name == "deepspeed":
             raise metadata.PackageNotFoundError
         return version(name)
 
-    return patched((metadata, "version", found))
+    return patched((metadata, "version", version_without_deepspeed))
 
 
-def test_deepspeed_is_missed_only_where_it_is_needed(doctor):
-    assert doctor.complaints("parallel.ddp=deepspeed", illness=without_deepspeed)[1:2] == [
+def test_missing_deepspeed_is_a_failure_only_if_the_config_uses_it(doctor):
+    assert doctor.not_ok("parallel.ddp=deepspeed", fault=without_deepspeed)[1:2] == [
         f" FAIL  deepspeed: {B}: parallel.ddp is deepspeed, which is not installed; install it (pip install "
         "'deepspeed>=0.19.8,<0.20'), or use parallel.ddp: fsdp"
     ]
-    lines = doctor(illness=without_deepspeed, ill=(0, 1))
+    lines = doctor(fault=without_deepspeed, faulty_ranks=(0, 1))
     assert "deepspeed" not in "".join(lines) and lines[-1] == "7 checks passed"
 
 
 def one_gpu():
-    """This is the second rank of a host with one."""
+    """The second rank of a host with one GPU."""
     installed = doctor_machine.installed()
     return patched(
         (doctor_machine, "installed", lambda: installed),
@@ -172,9 +172,9 @@ def one_gpu():
     )
 
 
-def test_a_rank_without_a_gpu_of_its_own_is_named_and_nothing_is_tried_on_devices(doctor):
-    """The other ranks would wait for it in NCCL."""
-    assert doctor.complaints(illness=one_gpu) == [
+def test_a_rank_without_a_gpu_fails_and_checks_on_devices_are_skipped(doctor):
+    """In NCCL, the other ranks would wait for that rank."""
+    assert doctor.not_ok(fault=one_gpu) == [
         f" FAIL  devices: {B}: this machine has 1 GPU for at least 2 processes; start at most 1 (--nproc-per-node 1), "
         "or train on the CPU with run.device=cpu",
         " skip  arithmetic, network: every rank needs a device for them",
@@ -184,7 +184,7 @@ def test_a_rank_without_a_gpu_of_its_own_is_named_and_nothing_is_tried_on_device
 
 
 def broken():
-    """A device that does not compute, and messages that change on their way."""
+    """A device whose matrix product raises, and messages that change in transit."""
 
     def product(left, right):
         raise RuntimeError("illegal instruction\nin line 2")
@@ -196,8 +196,8 @@ def broken():
     )
 
 
-def test_what_raises_is_a_line_too(doctor):
-    assert doctor.complaints("parallel.pipeline=2", illness=broken) == [
+def test_a_check_that_raises_is_reported_as_a_failure(doctor):
+    assert doctor.not_ok("parallel.pipeline=2", fault=broken) == [
         f" FAIL  arithmetic: {B}: RuntimeError: illegal instruction in line 2; take that host out of the run and have "
         "its memory and device tested",
         f" FAIL  pipeline neighbours: {A}: messages between ranks 0 and 1 came back changed; {ADVICE}",
@@ -207,14 +207,14 @@ def test_what_raises_is_a_line_too(doctor):
 
 
 def silent():
-    """A rank that does not take part in what is measured."""
+    """A rank that does not take part in the measured all-reduce."""
     return patched((doctor_network, "all_reduce_speed", lambda group, device: None))
 
 
-def test_a_rank_that_does_not_answer_is_told_and_the_others_go_on(doctor):
-    complaints = doctor.complaints("train.comm_timeout=8", illness=silent)
+def test_a_rank_that_does_not_answer_is_reported_and_the_checks_continue(doctor):
+    lines = doctor.not_ok("train.comm_timeout=8", fault=silent)
     assert_lines(
-        complaints,
+        lines,
         [
             rf" FAIL  all-reduce over dp, world: {A}: ranks 0 and 1 did not hear from each other: .*Timed out waiting "
             rf"4000ms.*; {re.escape(ADVICE)}",
@@ -229,23 +229,25 @@ def stuck():
     return patched((doctor_machine, "multiply", lambda device, dtype: time.sleep(8)))
 
 
-def test_a_rank_that_is_stuck_is_told_with_what_it_was_to_do(ranks, tmp_path):
-    """As one is in a file system that hangs; without a line, nobody would know in which check."""
+def test_the_check_in_which_a_rank_hangs_is_reported(ranks, tmp_path):
+    """A rank can hang in a file system. Without this line, the user would not know in which check."""
     folders, given = (tmp_path, tmp_path), ["train.comm_timeout=5"]
-    (said, error), (nothing, other_error) = ranks(2, examined, folders, None, given, stuck, (1,))
-    told = r"rank 0 got no answer in all_gather over world \(ranks 0 and 1\): .*Timed out waiting 5000ms"
-    assert re.match(f" FAIL  arithmetic: {told}", said[-1]) and re.match(told, error)
-    assert nothing == [] and other_error.startswith("rank 1 got no answer in ")
+    (lines, error), (other_lines, other_error) = ranks(2, examine_rank, folders, None, given, stuck, (1,))
+    message = r"rank 0 got no answer in all_gather over world \(ranks 0 and 1\): .*Timed out waiting 5000ms"
+    assert re.match(f" FAIL  arithmetic: {message}", lines[-1]) and re.match(message, error)
+    assert other_lines == [] and other_error.startswith("rank 1 got no answer in ")
 
 
-def refused():
+def without_groups():
+    """No process group can be created."""
+
     def new_group(ranks, device, timeout_seconds):
         raise RuntimeError("no interface eth7")
 
     return patched((doctor_network, "new_group", new_group))
 
 
-def test_groups_that_cannot_be_made_are_told_and_not_measured(doctor):
-    complaints = doctor.complaints(illness=refused, ill=(0, 1))
-    assert complaints[0] == f" FAIL  groups: {A} and {B}: RuntimeError: no interface eth7; {ADVICE}"
-    assert complaints[-1] == failed(1, 7)
+def test_groups_that_cannot_be_created_fail_and_are_not_measured(doctor):
+    lines = doctor.not_ok(fault=without_groups, faulty_ranks=(0, 1))
+    assert lines[0] == f" FAIL  groups: {A} and {B}: RuntimeError: no interface eth7; {ADVICE}"
+    assert lines[-1] == failed(1, 7)

@@ -1,4 +1,4 @@
-"""`doctor` finds out whether all hosts have what a run reads, and can write what it writes."""
+"""`doctor` checks that every host can read the files that a run reads, and can write those that it writes."""
 
 import errno
 import fcntl
@@ -22,7 +22,7 @@ from megatron_lite.doctor import storage as doctor_storage
 from megatron_lite.parallel.context import solo
 from megatron_lite.preprocess.builder import IndexedDatasetBuilder
 from tests.helpers.command import make_corpus, tiny_yaml
-from tests.helpers.patients import A, B, Doctor, failed, patched
+from tests.helpers.doctor_ranks import A, B, Doctor, failed, patched
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +35,7 @@ def doctor(ranks, tmp_path, corpus) -> Doctor:
     return Doctor(ranks, tmp_path, tiny_yaml(tmp_path, corpus))
 
 
-def test_a_run_dir_is_examined_without_data_too(ranks, tmp_path):
+def test_run_dir_is_examined_also_without_data(ranks, tmp_path):
     lines = Doctor(ranks, tmp_path, None)(f"run.dir={tmp_path}/x/y")
     assert lines[-3:] == [
         " skip  tokenizer, data, index files: data.paths is not given",
@@ -45,8 +45,8 @@ def test_a_run_dir_is_examined_without_data_too(ranks, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_hosts_that_share_no_disk_are_told_what_must_be_shared(doctor, corpus):
-    """With relative paths each host has files of its own."""
+def test_hosts_without_a_shared_disk_fail_for_data_and_run_dir(doctor, corpus):
+    """With relative paths, each host has separate files."""
     folders = [doctor.folder / "a", doctor.folder / "b"]
     for folder in folders:
         shutil.copytree(Path(corpus).parent, folder)
@@ -73,78 +73,78 @@ def test_hosts_that_share_no_disk_are_told_what_must_be_shared(doctor, corpus):
     assert kept == [{"bin", "idx", "info.json"}, {"bin", "idx"}]
 
 
-def test_hosts_that_share_the_index_are_told_so(doctor):
+def test_a_shared_folder_of_index_files_is_reported(doctor):
     cache = doctor.folder / "cache"
     assert f" ok    index files: {cache}: can be written, and all hosts share it" in doctor(f"data.cache_dir={cache}")
 
 
-def second():
-    """The second rank of the other's host."""
+def same_host():
+    """The second rank of the other rank's host."""
     return patched((socket, "gethostname", lambda: "host-a"), (doctor_storage, "local_rank", lambda: 1))
 
 
-def test_a_host_without_the_data_is_named(doctor, corpus):
+def test_a_host_without_the_data_fails(doctor, corpus):
     with_data, without = doctor.folder / "with", doctor.folder / "without"
     shutil.copytree(Path(corpus).parent, with_data)
     without.mkdir()
     given = ("data.paths=[corpus_text_document]",)
-    told = (
+    failure = (
         f" FAIL  data: {B}: corpus_text_document.idx: no such file; give the prefix of a corpus, its path without "
         ".bin or .idx"
     )
-    assert doctor.complaints(*given, folders=(with_data, without))[0] == told
-    # Two ranks of one host miss the same, each in its own words.
-    assert [
-        line for line in doctor.complaints(*given, illness=second, folders=(without, without)) if "data:" in line
-    ] == [told.replace(B, "rank 0 on host-a")]
+    assert doctor.not_ok(*given, folders=(with_data, without))[0] == failure
+    # Two ranks of one host with the same failure are one line.
+    assert [line for line in doctor.not_ok(*given, fault=same_host, folders=(without, without)) if "data:" in line] == [
+        failure.replace(B, "rank 0 on host-a")
+    ]
 
 
-def test_data_of_another_tokenizer_is_named(doctor, corpus):
-    """A long run with the wrong tokenizer would be found out at its end."""
+def test_data_of_another_tokenizer_fails(doctor, corpus):
+    """Otherwise a long run would use the wrong tokenizer."""
     info = info_path(doctor.folder / "corpus_text_document")
     for file in Path(corpus).parent.iterdir():
         if file.is_file():
             shutil.copy(file, doctor.folder)
     info.write_text(info.read_text().replace('"tokenizer_hash": "', '"tokenizer_hash": "0'))
-    (line, *_) = doctor.complaints(f"data.paths=[{doctor.folder}/corpus_text_document]")
+    (line, *_) = doctor.not_ok(f"data.paths=[{doctor.folder}/corpus_text_document]")
     assert line.startswith(" FAIL  data: ")
     assert f"{doctor.folder}/corpus_text_document: was written with the tokenizer bytes (hash 0277" in line
     given = (f"data.paths=[{doctor.folder}/corpus_text_document]", "data.tokenizer_check=false")
-    assert not any("tokenizer" in line for line in doctor.complaints(*given))
+    assert not any("tokenizer" in line for line in doctor.not_ok(*given))
 
 
-def test_folders_that_cannot_be_written_and_files_that_are_not_there_are_told(doctor):
+def test_unwritable_folders_and_missing_files_fail(doctor):
     (doctor.folder / "file").touch()
-    x, away = f"{doctor.folder}/file/x", doctor.folder / "away"
-    given = (f"run.dir={x}", f"data.cache_dir={x}", "data.tokenizer=hf:none.json", f"checkpoint.load_weights={away}")
-    assert doctor.complaints(*given) == [
+    x, missing = f"{doctor.folder}/file/x", doctor.folder / "missing"
+    given = (f"run.dir={x}", f"data.cache_dir={x}", "data.tokenizer=hf:none.json", f"checkpoint.load_weights={missing}")
+    assert doctor.not_ok(*given) == [
         f" FAIL  tokenizer: {A} and {B}: none.json: no such tokenizer file",
         f" FAIL  index files: {A} and {B}: {x} cannot be written: Not a directory. Set data.cache_dir to a folder that "
         "can be",
         f" FAIL  run.dir: {A}: {x} cannot be written: Not a directory. Choose another run.dir",
         " skip  disk: without the tokenizer the size of the model is not known",
-        f" FAIL  start: rank 0: checkpoint.load_weights: {away}: is not a folder. Give a run.dir or iter_... folder",
+        f" FAIL  start: rank 0: checkpoint.load_weights: {missing}: is not a folder. Give a run.dir or iter_... folder",
         failed(4, 13),
     ]
 
 
-def refused():
-    """No permission to write anything, and another tokenizer."""
+def without_permission():
+    """No permission to write any file, and another tokenizer."""
 
     @contextmanager
-    def written(path: Path) -> Iterator[None]:
+    def raise_permission_denied(path: Path) -> Iterator[None]:
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
         yield
 
     return patched(
-        (doctor_storage, "temporary_file", written),
+        (doctor_storage, "temporary_file", raise_permission_denied),
         (doctor_storage, "build_tokenizer", lambda spec: mock.Mock(vocab_size=257, encode=lambda text: [0])),
     )
 
 
-def test_one_host_without_permission_and_with_another_tokenizer_is_named(doctor, corpus):
+def test_a_host_without_permission_and_with_another_tokenizer_fails(doctor, corpus):
     cache = Path(corpus).parent / "cache"
-    assert doctor.complaints(illness=refused) == [
+    assert doctor.not_ok(fault=without_permission) == [
         f" FAIL  tokenizer: bytes on {B} is not the one on {A}; copy its files to every host",
         f" FAIL  index files: {B}: {cache} cannot be written: Permission denied. Set data.cache_dir to a folder "
         "that can be",
@@ -155,64 +155,64 @@ def test_one_host_without_permission_and_with_another_tokenizer_is_named(doctor,
     ]
 
 
-def test_an_index_that_is_there_already_may_need_no_permission(doctor):
+def test_an_unwritable_folder_with_index_files_is_only_a_warning(doctor):
     cache = doctor.folder / "cache"
     cache.mkdir()
     (cache / "x.npy").touch()
-    assert doctor.complaints(f"data.cache_dir={cache}", illness=refused)[1] == (
+    assert doctor.not_ok(f"data.cache_dir={cache}", fault=without_permission)[1] == (
         f" warn  index files: {cache} cannot be written on {B}: enough only if the index of this run exists; "
         "otherwise set data.cache_dir to a folder that can"
     )
 
 
 def without_locks():
-    def refuse(descriptor: int, operation: int) -> None:
+    def raise_no_locks(descriptor: int, operation: int) -> None:
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
-    return patched((fcntl, "lockf", refuse), (doctor_storage, "free_bytes", lambda folder: 1_500_000))
+    return patched((fcntl, "lockf", raise_no_locks), (doctor_storage, "free_bytes", lambda folder: 1_500_000))
 
 
 def nearly_full():
     return patched((doctor_storage, "free_bytes", lambda folder: 1_000_000))
 
 
-def test_a_disk_without_locks_or_space_is_told(doctor):
+def test_a_disk_without_locks_or_space_is_reported(doctor):
     folder = doctor.folder / "run"
     about = "a checkpoint takes about 0.6 MiB"
-    assert doctor.complaints(illness=without_locks, ill=(0,)) == [
+    assert doctor.not_ok(fault=without_locks, faulty_ranks=(0,)) == [
         f" warn  run.dir: {folder} has no file locks (No locks available), which would keep a second run out; see that "
         "none trains there",
         f" warn  disk: 1.4 MiB free for {folder}; {about}; checkpoint.keep 3 needs room for 4: free some space, "
         "or keep fewer",
         "14 checks passed, 2 with a warning",
     ]
-    assert doctor.complaints(illness=nearly_full, ill=(0,)) == [
+    assert doctor.not_ok(fault=nearly_full, faulty_ranks=(0,)) == [
         f" FAIL  disk: 1.0 MiB free for {folder}; {about}, and there must be room for two; free some space, or set "
         "run.dir to another disk",
         failed(1, 14),
     ]
 
 
-def test_a_run_that_trains_in_the_same_place_is_told(doctor):
+def test_another_run_in_the_same_folder_is_a_failure(doctor):
     folder = doctor.folder / "run"
     with locked(folder, world=solo()):
-        complaints = doctor.complaints()
+        lines = doctor.not_ok()
     assert re.fullmatch(
         rf" FAIL  run.dir: another run is training in {folder} \(process {os.getpid()} on .*\); wait until it has "
         "ended, end it, or choose another",
-        complaints[0],
+        lines[0],
     )
-    assert complaints[1:] == [" skip  disk: run.dir must be right first", failed(1, 13)]
+    assert lines[1:] == [" skip  disk: run.dir must be right first", failed(1, 13)]
 
 
-@pytest.mark.parametrize("precision, of_a_parameter", [("fp32", 12), ("bf16", 14), ("fp64", 24)])
-def test_the_size_of_a_checkpoint_is_that_of_weights_masters_and_moments(doctor, precision, of_a_parameter):
+@pytest.mark.parametrize("precision, bytes_per_parameter", [("fp32", 12), ("bf16", 14), ("fp64", 24)])
+def test_checkpoint_bytes_count_weights_masters_and_moments(doctor, precision, bytes_per_parameter):
     config = with_vocab_size(load_config(doctor.config, [f"train.precision={precision}"]), 257)
-    parameters = 52_512  # what the run itself says: 384 rows of 32, and so on
-    assert doctor_storage.checkpoint_bytes(config) == parameters * of_a_parameter
+    parameters = 52_512  # as printed by the run: 384 rows of 32 in the embedding, and so on
+    assert doctor_storage.checkpoint_bytes(config) == parameters * bytes_per_parameter
 
 
-def test_a_checkpoint_that_is_there_is_where_training_starts_and_needs_no_more_space(doctor):
+def test_a_present_checkpoint_is_resumed_and_its_space_not_counted_again(doctor):
     layout = doctor.folder / "run/checkpoints/iter_0000007/layout.json"
     layout.parent.mkdir(parents=True)
     layout.touch()

@@ -1,4 +1,4 @@
-"""Faults of every kind, under a launcher that starts ranks again: the weights at the end are those without faults."""
+"""Faults of every kind, under a launcher that restarts ranks: the final weights equal those without faults."""
 
 import json
 import os
@@ -20,7 +20,7 @@ from tests.helpers.limits import PATIENCE
 from tests.helpers.runs import rows, run_to_the_end, tensor_files
 
 HANG_SECONDS = 6.0
-# What somebody who reads the output has to find there, of the rank that it was.
+# The line of the error output that names the fault and its rank.
 CAUSES = {
     "kill": r"^rank {rank} was killed by SIGKILL",
     "term": r"^exiting program after receiving SIGTERM: stopped at iteration",
@@ -44,10 +44,10 @@ if __name__ == "__main__":
 
 
 def run_with(folder: Path, faults: list[Fault], size: int, changes: dict) -> str:
-    """Runs to the end, again where it ends with 75; returns all that was said to the error stream."""
+    """Train to the end, with a new launch after each exit code 75; returns the error output of all launches."""
     folder.mkdir()
     arguments = [str(folder), json.dumps([asdict(fault) for fault in faults]), json.dumps(changes)]
-    said = ""
+    errors = ""
     for _ in range(1 + len(faults)):
         done = subprocess.run(
             [sys.executable, "-c", LAUNCH, str(size), *arguments],
@@ -57,11 +57,11 @@ def run_with(folder: Path, faults: list[Fault], size: int, changes: dict) -> str
             text=True,
             timeout=PATIENCE * (1 + len(faults)),
         )
-        said += done.stderr
+        errors += done.stderr
         if done.returncode != StoppedEarly.exit_code:
             break
-    assert done.returncode == 0, said
-    return said
+    assert done.returncode == 0, errors
+    return errors
 
 
 def check_faults(folder: Path, kinds: list[str], seed: int, size: int, **changes) -> None:
@@ -69,7 +69,7 @@ def check_faults(folder: Path, kinds: list[str], seed: int, size: int, **changes
     faults, iteration = [], 2
     for kind in kinds:
         faults.append(Fault(kind, iteration, random_.randrange(size), random_.uniform(0, 0.05)))
-        iteration += random_.randint(3, 6)  # so that one is over before the next
+        iteration += random_.randint(3, 6)  # the run has recovered from one fault before the next
     changes |= {
         "train__iterations": iteration + 2,
         "train__hang_timeout": HANG_SECONDS,
@@ -79,26 +79,26 @@ def check_faults(folder: Path, kinds: list[str], seed: int, size: int, **changes
         "checkpoint__interval": 2,
         "train__micro_batch_size": 2,
     }
-    said = run_with(folder / "disturbed", faults, size, changes)
+    errors = run_with(folder / "disturbed", faults, size, changes)
     for number, fault in enumerate(faults):
         assert (folder / "disturbed" / f"fault_{number}").exists(), f"{fault} did not happen"
-        assert re.search(CAUSES[fault.kind].format(rank=fault.rank), said, re.MULTILINE), f"{fault} in\n{said}"
-    assert run_with(folder / "whole", [], size, changes) == ""
-    assert rows(folder / "disturbed") == rows(folder / "whole")
+        assert re.search(CAUSES[fault.kind].format(rank=fault.rank), errors, re.MULTILINE), f"{fault} in\n{errors}"
+    assert run_with(folder / "undisturbed", [], size, changes) == ""
+    assert rows(folder / "disturbed") == rows(folder / "undisturbed")
     newest = f"checkpoints/iter_{changes['train__iterations']:07d}"
-    assert tensor_files(folder / "disturbed" / newest) == tensor_files(folder / "whole" / newest)
+    assert tensor_files(folder / "disturbed" / newest) == tensor_files(folder / "undisturbed" / newest)
 
 
-def test_a_run_with_faults_of_every_kind_ends_with_the_weights_of_an_undisturbed_one(tmp_path):
-    """Otherwise a fault costs the run, or changes it without a word."""
+def test_a_run_with_faults_of_every_kind_gives_the_undisturbed_weights(tmp_path):
+    """Otherwise a fault would end the run, or change it silently."""
     check_faults(tmp_path, list(CAUSES), seed=1, size=2)
 
 
 TRAIN = "import sys; from tests.helpers.faults import train_with_faults; train_with_faults(*sys.argv[1:])"
 
 
-def test_torchrun_starts_ranks_again_too(tmp_path):
-    """It keeps its store, and in it the addresses of the ranks before."""
+def test_a_run_under_torchrun_survives_a_restart(tmp_path):
+    """After a restart, torchrun's store still has the addresses of the previous ranks."""
     changes = {"train__iterations": 6, "checkpoint__interval": 2, "train__micro_batch_size": 2, "parallel__tensor": 2}
     (tmp_path / "train.py").write_text(TRAIN)
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4", "--max-restarts=1"]
@@ -119,8 +119,8 @@ def test_torchrun_starts_ranks_again_too(tmp_path):
 
 
 @pytest.mark.soak
-def test_a_run_with_very_many_faults_ends_with_the_weights_of_an_undisturbed_one(tmp_path):
-    """The same with tensor parallelism; MEGATRON_LITE_SOAK_FAULTS and _SEED choose others."""
+def test_a_run_with_many_faults_gives_the_undisturbed_weights(tmp_path):
+    """Faults under tensor parallelism; MEGATRON_LITE_SOAK_FAULTS and MEGATRON_LITE_SOAK_SEED vary them."""
     count = int(os.environ.get("MEGATRON_LITE_SOAK_FAULTS", "100"))
     seed = int(os.environ.get("MEGATRON_LITE_SOAK_SEED", "1"))
     kinds = [list(CAUSES)[number % len(CAUSES)] for number in range(count)]
@@ -129,21 +129,21 @@ def test_a_run_with_very_many_faults_ends_with_the_weights_of_an_undisturbed_one
 
 
 @pytest.mark.parametrize("changes", [{}, {"optim__distributed": "true"}], ids=["replicas", "distributed"])
-def test_with_fewer_data_parallel_ranks_and_then_more_the_losses_are_the_same(ranks, tmp_path, changes):
-    """The global batch stays, and with it what each iteration sees and does."""
+def test_losses_do_not_depend_on_changes_of_the_data_parallel_size(ranks, tmp_path, changes):
+    """The global batch size is constant, so each iteration has the same samples and the same update."""
     changes = changes | {"train__micro_batch_size": 2, "train__iterations": 12, "optim__schedule": "constant"}
-    ranks(2, run_to_the_end, tmp_path / "whole", "codegeex", **changes)
+    ranks(2, run_to_the_end, tmp_path / "constant", "codegeex", **changes)
     for size, stop in ((2, 4), (1, 8), (2, 12)):
         ranks(size, run_to_the_end, tmp_path / "shrunk", "codegeex", **(changes | {"train__iterations": stop}))
-    whole, shrunk = rows(tmp_path / "whole"), rows(tmp_path / "shrunk")
-    assert [row["consumed_samples"] for row in shrunk] == [row["consumed_samples"] for row in whole]
+    constant, shrunk = rows(tmp_path / "constant"), rows(tmp_path / "shrunk")
+    assert [row["consumed_samples"] for row in shrunk] == [row["consumed_samples"] for row in constant]
     for key in ("loss", "grad_norm"):
-        assert [row[key] for row in shrunk] == pytest.approx([row[key] for row in whole], rel=1e-5)
+        assert [row[key] for row in shrunk] == pytest.approx([row[key] for row in constant], rel=1e-5)
 
 
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="exceptions have no notes before Python 3.11")
-def test_an_error_that_nobody_has_foreseen_says_where_it_happened(tmp_path):
-    """The launcher takes the same text twice for a failure that no restart would mend."""
+def test_an_unexpected_error_has_a_note_with_its_iteration_and_phase(tmp_path):
+    """The launcher stops restarts after the same text twice, so the text must differ between iterations."""
 
     def step(run, microbatches):
         if run.state.iteration == 2:

@@ -1,4 +1,4 @@
-"""kill -9 at a random instant, of all ranks or of one, leaves a run that goes on, to the bit."""
+"""A run resumes bit for bit after kill -9 of one rank or of all ranks at a random instant."""
 
 import os
 import random
@@ -23,7 +23,7 @@ from tests.helpers.runs import rows, run_to_the_end, tensor_files
 
 SIZE = 2
 FOREVER = 1_000_000
-# A checkpoint after every iteration, so that most of the time one is being written.
+# A checkpoint after every iteration, so that most kills interrupt a save.
 COMMON = {
     "checkpoint__interval": 1,
     "train__micro_batch_size": 2,
@@ -40,13 +40,13 @@ LAYOUTS = {
 
 
 def train(rank: int, folder: Path, store: Path, changes: dict) -> None:
-    """One rank of a run that goes on from what it finds."""
+    """One rank of a run, which resumes from its newest checkpoint."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=SIZE)
     run_to_the_end(folder, "codegeex", **COMMON, **changes)
 
 
-def started(folder: Path, changes: dict) -> list[BaseProcess]:
+def start_ranks(folder: Path, changes: dict) -> list[BaseProcess]:
     mp = get_context("forkserver")
     mp.set_forkserver_preload(["tests.helpers.runs"])
     store = folder.with_name(f"store-{time.monotonic_ns()}")
@@ -57,15 +57,15 @@ def started(folder: Path, changes: dict) -> list[BaseProcess]:
 
 
 def kill_at_random(folder: Path, changes: dict, random_: random.Random) -> None:
-    """Starts a run, waits for a new checkpoint, and kills all ranks, or one and later the rest, after a random time."""
+    """Start a run, wait for a new checkpoint and a random time, then kill all ranks, or one and later the rest."""
     root = folder / "checkpoints"
     before = read_latest(root)
-    processes = started(folder, changes)
+    processes = start_ranks(folder, changes)
     try:
         deadline = time.monotonic() + PATIENCE
         while read_latest(root) == before:
-            assert all(process.is_alive() for process in processes), "a rank could not go on from what remained"
-            assert time.monotonic() < deadline, "the run did not get anywhere"
+            assert all(process.is_alive() for process in processes), "a rank could not resume"
+            assert time.monotonic() < deadline, "the run made no progress"
             time.sleep(0.005)
         time.sleep(random_.uniform(0, 0.15))
         random_.shuffle(processes)
@@ -84,31 +84,31 @@ def check_kills(folder: Path, kills: int, seed: int, changes: dict) -> None:
     for _ in range(kills):
         kill_at_random(folder / "killed", changes | {"train__iterations": FOREVER}, random_)
         latest = read_latest(root)
-        assert latest is not None and latest > before, "an older checkpoint than before the kill"
+        assert latest is not None and latest > before, "no newer checkpoint than before the kill"
         before = latest
-        for iteration in iterations(root):  # every folder with the name of a checkpoint is a whole one
+        for iteration in iterations(root):  # every folder with the name of a checkpoint is a valid checkpoint
             path = root / f"iter_{iteration:07d}"
             assert not path.exists() or verify(path, read_layout(path)) == []
-    for name in ("killed", "whole"):
-        processes = started(folder / name, changes | {"train__iterations": before + 5})
+    for name in ("killed", "expected"):
+        processes = start_ranks(folder / name, changes | {"train__iterations": before + 5})
         for process in processes:
             process.join()
             assert process.exitcode == 0
-    assert rows(folder / "killed") == rows(folder / "whole")
+    assert rows(folder / "killed") == rows(folder / "expected")
     newest = f"checkpoints/iter_{before + 5:07d}"
-    assert tensor_files(folder / "killed" / newest) == tensor_files(folder / "whole" / newest)
+    assert tensor_files(folder / "killed" / newest) == tensor_files(folder / "expected" / newest)
 
 
 @pytest.mark.parametrize(("layout", "kills"), [("tp 2", 1), ("dp 2 distributed, in the background", 2)])
-def test_ranks_killed_at_random_go_on_to_the_bit(tmp_path, layout, kills):
-    """Otherwise a crash at the wrong moment costs the whole run, or changes it without a word."""
+def test_ranks_killed_at_random_resume_bit_for_bit(tmp_path, layout, kills):
+    """Otherwise a crash at the wrong moment could end the run, or change it silently."""
     check_kills(tmp_path, kills, seed=5, changes=LAYOUTS[layout])
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_ranks_killed_many_times_go_on_to_the_bit(tmp_path, layout):
-    """The same at many more instants; MEGATRON_LITE_SOAK_KILLS and _SEED choose others."""
+def test_ranks_killed_many_times_resume_bit_for_bit(tmp_path, layout):
+    """Kills at many instants; MEGATRON_LITE_SOAK_KILLS and MEGATRON_LITE_SOAK_SEED vary them."""
     kills = int(os.environ.get("MEGATRON_LITE_SOAK_KILLS", "50"))
     check_kills(tmp_path, kills, int(os.environ.get("MEGATRON_LITE_SOAK_SEED", "1")), LAYOUTS[layout])
 
@@ -117,8 +117,8 @@ def train_from(config: str) -> None:
     pretrain(load_config(Path(config)))
 
 
-def test_a_killed_command_goes_on_to_the_bit(ranks, tmp_path):
-    """With its launcher, on files, and from skipped steps of fp16."""
+def test_a_killed_command_resumes_bit_for_bit(ranks, tmp_path):
+    """The kill includes the launcher. The data are files, and fp16 has skipped steps before the kill."""
     prefix = make_corpus(tmp_path)
     settings = {
         "train": {"iterations": 12, "precision": "fp16"},
@@ -127,8 +127,8 @@ def test_a_killed_command_goes_on_to_the_bit(ranks, tmp_path):
         "checkpoint": {"interval": 1},
         "log": {"interval": 1000},  # little output, so that no pipe fills
     }
-    whole = tiny_yaml(tmp_path, prefix, **settings, run={"dir": str(tmp_path / "whole")})
-    ranks(2, train_from, str(whole))
+    expected = tiny_yaml(tmp_path, prefix, **settings, run={"dir": str(tmp_path / "expected")})
+    ranks(2, train_from, str(expected))
 
     config = tiny_yaml(tmp_path, prefix, **settings, run={"dir": str(tmp_path / "killed")})
     command = ("pretrain", "--config", str(config), "--nproc-per-node", "2")
@@ -138,6 +138,6 @@ def test_a_killed_command_goes_on_to_the_bit(ranks, tmp_path):
     process.communicate()
     finished = run(*command, cwd=tmp_path)
     assert finished.returncode == 0, finished.stderr
-    assert rows(tmp_path / "killed") == rows(tmp_path / "whole")
+    assert rows(tmp_path / "killed") == rows(tmp_path / "expected")
     newest = "checkpoints/iter_0000012"
-    assert tensor_files(tmp_path / "killed" / newest) == tensor_files(tmp_path / "whole" / newest)
+    assert tensor_files(tmp_path / "killed" / newest) == tensor_files(tmp_path / "expected" / newest)

@@ -133,8 +133,8 @@ def test_one_rank_runs_in_this_process(tmp_path, monkeypatch):
         run_ranks(f"{HERE}:raise_config_error", (), None)
 
 
-def test_after_a_signal_to_all_processes_the_exit_code_is_75_and_only_the_message_is_printed(tmp_path):
-    """A batch system sends it so: ranks get it twice, and Python's resource tracker gets it too."""
+def test_a_signal_to_all_processes_gives_exit_code_75_and_one_message(tmp_path):
+    """A batch system signals all processes: ranks get the signal twice, and Python's resource tracker too."""
     process = start("stop_after_signal", str(tmp_path))
     wait_for(tmp_path, "ready_0", "ready_1")
     os.killpg(process.pid, signal.SIGUSR1)

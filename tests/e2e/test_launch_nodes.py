@@ -73,7 +73,7 @@ def never() -> None:
     raise AssertionError("a rank was started")
 
 
-def test_a_node_without_others_exits_in_time_with_a_remedy(tmp_path):
+def test_a_node_without_others_exits_after_the_join_timeout_with_a_remedy(tmp_path):
     """The first and the second node, fixed and elastic, all at once because each takes seconds."""
     combinations = [(node_rank, is_elastic) for node_rank in (0, 1) for is_elastic in (False, True)]
     nodes = [node(node_rank, free_port(), is_elastic=is_elastic) for node_rank, is_elastic in combinations]

@@ -1,4 +1,4 @@
-"""A run trains to its end although its output is lost."""
+"""A run trains to its end although its output cannot be written."""
 
 import subprocess
 import sys
@@ -15,7 +15,7 @@ from tests.helpers.runs import rows
     [("", "| head -1", "Broken pipe"), ("--nproc-per-node 2", "> /dev/full", "No space")],
 )
 def test_a_run_without_standard_output_trains_to_its_end(tmp_path, ranks, output, reason):
-    """All that was trained since the last checkpoint would be lost for want of a log line."""
+    """A log line that cannot be written must not cost the iterations since the last checkpoint."""
     config = tiny_yaml(tmp_path, make_corpus(tmp_path), train={"eval_iterations": 0})
     command = f"{sys.executable} -m megatron_lite pretrain --config {config} {ranks}"
     done = subprocess.run(

@@ -18,7 +18,7 @@ BATCH = 12  # sequences in one optimizer step
 
 
 def layout(tensor: int = 1, data: int = 1, pipeline: int = 1, micro: int = BATCH, **others: Any) -> dict[str, Any]:
-    """Changes to the config for this layout, and how many ranks it takes. Others are of `parallel` or `train__name`."""
+    """The config changes of a layout and its number of ranks. `others` are keys of `parallel`, or `section__key`."""
     changes = {name if "__" in name else f"parallel__{name}": value for name, value in others.items()}
     changes |= {"parallel__tensor": tensor, "parallel__pipeline": pipeline, "train__micro_batch_size": micro}
     return {"ranks": tensor * data * pipeline, "changes": changes}
@@ -41,7 +41,7 @@ FLAT = [
     layout(micro=2, schedule="zb-h1"),
     layout(micro=2, tensor=2, schedule="zb-h1"),
 ]
-# Micro-batches: 12 / micro. Fewer than stages, as many, and more, also where they do not divide by the stages.
+# 12 / micro micro-batches: fewer than stages, as many, and more, also numbers that the stages do not divide.
 PIPELINES = [
     *(layout(pipeline=2, micro=micro, schedule=name) for name in ("gpipe", "1f1b", "zb-h1") for micro in (12, 6, 4)),
     *(layout(pipeline=4, micro=micro, schedule=name) for name in ("gpipe", "1f1b", "zb-h1") for micro in (6, 3, 2)),
@@ -85,7 +85,7 @@ NAMES = [name_of(layout) for layout, _ in CASES]
 
 @cache
 def one_process(model: str, precision: str, num_layers: int) -> dict:
-    """The reference: the whole global batch at once, on one rank."""
+    """The reference: the global batch as one micro-batch, on one rank."""
     changes = {"train__micro_batch_size": BATCH, "train__global_batch_size": BATCH, "model__num_layers": num_layers}
     return train_tiny(model, train__precision=precision, **changes)
 
@@ -99,24 +99,24 @@ def relative(a: torch.Tensor, b: torch.Tensor) -> float:
     return float(((a - b).abs() / b.abs()).max())
 
 
-def turns(index: int) -> str:
-    """A model for each layout in fp32; neighbours have different ones."""
+def model_of(index: int) -> str:
+    """The model for the fp32 test of one layout; neighbouring layouts have different ones."""
     return list(MODELS)[(index + index // len(MODELS)) % len(MODELS)]
 
 
 @pytest.mark.parametrize(
     ("layout", "num_layers", "model"),
-    [(*case, turns(index)) for index, case in enumerate(CASES[::2])],
+    [(*case, model_of(index)) for index, case in enumerate(CASES[::2])],
     ids=NAMES[::2],
 )
-def test_losses_and_gradient_norms_in_fp32_are_those_of_one_process(ranks, layout, num_layers, model):
-    """Every second layout; fp64, where a mistake cannot hide behind rounding, has them all.
+def test_fp32_losses_and_gradient_norms_equal_those_of_one_process(ranks, layout, num_layers, model):
+    """Every second layout; the fp64 test, where rounding cannot hide a mistake, has all of them.
 
-    Rounding differs with the order of sums, by far less than 1e-5 in five steps.
+    Rounding depends on the order of sums. In five steps, the differences stay far below 1e-5.
     """
     truth = one_process(model, "fp32", num_layers)
     assert len(truth["loss"]) == STEPS
-    assert truth["loss"].std() > 0.01  # the batches differ, so that equal losses say something
+    assert truth["loss"].std() > 0.01  # the batches differ, so equal losses are no coincidence
     for got in on_layout(ranks, layout, model, "fp32", num_layers):
         assert relative(got["loss"], truth["loss"]) < 1e-5
         assert relative(got["grad_norm"], truth["grad_norm"]) < 1e-5
@@ -124,20 +124,20 @@ def test_losses_and_gradient_norms_in_fp32_are_those_of_one_process(ranks, layou
 
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize(("layout", "num_layers"), CASES, ids=NAMES)
-def test_losses_and_final_weights_in_fp64_are_those_of_one_process(ranks, model, layout, num_layers):
-    """Only the order of sums differs, so whatever is larger than 1e-10 is a mistake.
+def test_fp64_losses_and_final_weights_equal_those_of_one_process(ranks, model, layout, num_layers):
+    """Only the order of sums differs, so a difference above 1e-10 is a mistake.
 
-    Key biases are compared absolutely: softmax does not see them, so their true gradient is zero, and Adam makes
-    its rounding as large as any other step.
+    Key biases have an absolute tolerance. They do not change the softmax, so their exact gradient is zero, and Adam
+    scales its rounding error to the size of a normal step.
     """
     truth = one_process(model, "fp64", num_layers)
     for got in on_layout(ranks, layout, model, "fp64", num_layers):
         assert relative(got["loss"], truth["loss"]) < 1e-10
         assert relative(got["grad_norm"], truth["grad_norm"]) < 1e-10
         assert got["weights"].keys() == truth["weights"].keys()
-        for name, whole in truth["weights"].items():
-            difference = (got["weights"][name] - whole).abs()
+        for name, want in truth["weights"].items():
+            difference = (got["weights"][name] - want).abs()
             if name.endswith(("linear_qkv.bias", "linear_kv.bias")):
-                assert difference.max() < 1e-10 * whole.abs().max() or difference.max() < 1e-12, name
+                assert difference.max() < 1e-10 * want.abs().max() or difference.max() < 1e-12, name
             else:
-                assert difference.max() <= 1e-10 * whole.abs().max(), name
+                assert difference.max() <= 1e-10 * want.abs().max(), name

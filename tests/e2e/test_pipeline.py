@@ -1,4 +1,4 @@
-"""Whole runs on pipelines: tied embeddings, evaluation, text, broken schedules, and stages that fail."""
+"""Runs on pipelines: tied embeddings, evaluation, generation, broken schedules, and stages that fail."""
 
 import os
 import signal
@@ -31,13 +31,13 @@ from megatron_lite.training.step import train_step
 from tests.helpers.command import environment, make_corpus, start, tiny_yaml, wait_for
 from tests.helpers.limits import PATIENCE
 from tests.helpers.runs import CountingDataset, counting_splits
-from tests.helpers.tiny import model_with_biases, portion, tiny_config
+from tests.helpers.tiny import model_with_biases, next_microbatches, tiny_config
 
 FOUR_LAYERS = {"model__num_layers": 4, "train__micro_batch_size": 1}
 VIRTUAL = {"parallel__pipeline": 2, "parallel__schedule": "interleaved", "parallel__virtual_pipeline": 2}
 
 
-def run_of(model: str, **changes: Any) -> Run:
+def set_up(model: str, **changes: Any) -> Run:
     config = tiny_config(model, **changes)
     ctx, rng = initialize_megatron(config)
     return setup_model_and_optimizer(config, ctx, rng, model_with_biases)
@@ -47,7 +47,7 @@ STEPS, POISONED = 20, 15
 
 
 def poison(run: Run, name: str) -> None:
-    """Makes this gradient overflow in one iteration on one data-parallel rank, where there is such a parameter."""
+    """Make a gradient overflow in one iteration on the last data-parallel rank of the stage that has the parameter."""
     if name in run.params and run.ctx.dp.is_last:
 
         def overflow(grad: Tensor) -> Tensor:
@@ -56,27 +56,27 @@ def poison(run: Run, name: str) -> None:
         run.params[name].register_hook(overflow)
 
 
-def tied(**changes: Any) -> dict[str, Any]:
-    """Trains; after every step the copies of the word embedding on all stages and data-parallel ranks are compared."""
-    run = run_of("gpt", train__iterations=STEPS, **changes)
+def train_tied(**changes: Any) -> dict[str, Any]:
+    """Train, and after every step compare the copies of the word embedding on all stages and data-parallel ranks."""
+    run = set_up("gpt", train__iterations=STEPS, **changes)
     if run.config.train.precision == "fp16":
         poison(run, "decoder.final_layernorm.weight")
     names = [name for name in run.params if run.table[name].tied]
-    losses, skipped, apart = [], [], []
+    losses, skipped, iterations_that_differ = [], [], []
     for iteration in range(1, STEPS + 1):
         before = {name: tensor.detach().clone() for name, tensor in run.params.items()}
-        report = train_step(run, portion(run))
+        report = train_step(run, next_microbatches(run))
         losses.append(report.loss)
         skipped.append(report.skipped)
         unchanged = [torch.equal(before[name], tensor) for name, tensor in run.params.items()]
-        assert all(unchanged) == (report.skipped or report.lr == 0)  # 0: the warm-up's first step
+        assert all(unchanged) == (report.skipped or report.lr == 0)  # lr is 0 in the first step of the warmup
         for name in names:
             copies = all_gather(all_gather(run.params[name].detach()[None], run.ctx.dp, dim=0), run.ctx.embd, dim=0)
             assert len(copies) == 4
             if not all(torch.equal(copy, copies[0]) for copy in copies):
-                apart.append(iteration)
+                iterations_that_differ.append(iteration)
     finalize_megatron()
-    return {"names": names, "losses": torch.tensor(losses), "skipped": skipped, "apart": apart}
+    return {"names": names, "losses": torch.tensor(losses), "skipped": skipped, "differ": iterations_that_differ}
 
 
 TIED = {
@@ -86,30 +86,30 @@ TIED = {
     "interleaved torch": VIRTUAL | {"parallel__ddp": "torch"},
     "zb-h1": {"parallel__pipeline": 2, "parallel__schedule": "zb-h1"},
 }
-# fp16 begins with overflows of its own.
+# precision -> tolerance and config changes; the initial loss scale of fp16 is so large that the first steps overflow
 PRECISIONS = {"fp32": (1e-5, {}), "bf16": (1e-2, {}), "fp16": (1e-2, {"optim__initial_loss_scale": 2.0**24})}
 
 
 @cache
 def one_process(precision: str) -> dict[str, Any]:
-    return tied(train__precision=precision, **PRECISIONS[precision][1], **FOUR_LAYERS)
+    return train_tied(train__precision=precision, **PRECISIONS[precision][1], **FOUR_LAYERS)
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("case", TIED)
-def test_both_copies_of_a_tied_embedding_stay_one_tensor(ranks, case, precision):
-    """Two copies that part train two models. A step that overflows on one stage alone is no step on any.
+def test_both_copies_of_a_tied_embedding_stay_equal(ranks, case, precision):
+    """Copies that differ would train two models. All stages must skip a step that overflows on one of them.
 
-    fp32: only the order of sums differs from one process. bf16 and fp16: there autograd adds up the gradients of
-    embedding and head in the format itself.
+    In fp32, only the order of sums differs from one process. In bf16 and fp16, one process sums the gradients of
+    embedding and head in that dtype.
     """
     tolerance, changes = PRECISIONS[precision]
     truth = one_process(precision)
-    results = ranks(4, tied, train__precision=precision, **changes, **FOUR_LAYERS, **TIED[case])
+    results = ranks(4, train_tied, train__precision=precision, **changes, **FOUR_LAYERS, **TIED[case])
     first, last = ["embedding.word_embeddings.weight"], ["output_layer.weight"]
     assert [found["names"] for found in results] == [first, first, last, last]
     for found in results:
-        assert found["apart"] == []
+        assert found["differ"] == []
         assert found["skipped"] == truth["skipped"]
         assert ((found["losses"] - truth["losses"]) / truth["losses"]).abs().max() < tolerance
     if precision == "fp16":
@@ -133,11 +133,11 @@ def break_rank_1(base: Schedule, how: Any, *actions: Action) -> Schedule:
     return [how(order, *actions) if rank == 1 else order for rank, order in enumerate(base)]
 
 
-# Two stages, four micro-batches; what is wrong is in rank 1's list.
+# Two stages and four micro-batches; the mistake is in rank 1's list.
 BROKEN = {
-    "two forwards change places": (
+    "two forwards swapped": (
         lambda: break_rank_1(gpipe(2, 4), swapped, Action("F", 1), Action("F", 2)),
-        "rank 1: F2.0 receives the output that rank 0 sent for F1.0; both ranks must use one order",
+        "rank 1: F2.0 receives the output that rank 0 sent for F1.0; use one order",
     ),
     "a backward before its forward": (
         lambda: break_rank_1(one_f_one_b(2, 4), swapped, Action("F", 0), Action("B", 0)),
@@ -160,13 +160,13 @@ BROKEN = {
 }
 
 
-def refusals() -> dict[str, str]:
-    """The message for each broken schedule; the run works before and after, and no chunk runs in between."""
-    run = run_of("gpt", parallel__pipeline=2, train__micro_batch_size=2)
+def errors_of_broken_schedules() -> dict[str, str]:
+    """The error of each broken schedule. No forward runs before the errors, and a normal step works after them."""
+    run = set_up("gpt", parallel__pipeline=2, train__micro_batch_size=2)
     forwards = []
     for chunk in run.model:
         chunk.register_forward_pre_hook(lambda module, inputs: forwards.append(1))
-    batch, messages = portion(run), {}
+    batch, messages = next_microbatches(run), {}
     for name, (make, _) in BROKEN.items():
         build_schedule.cache_clear()
         try:
@@ -184,19 +184,19 @@ def refusals() -> dict[str, str]:
 
 
 def test_a_broken_schedule_is_an_error_on_every_rank_before_any_forward(ranks):
-    for messages in ranks(2, refusals):
+    for messages in ranks(2, errors_of_broken_schedules):
         assert messages.keys() == BROKEN.keys()
         for name, (_, words) in BROKEN.items():
             assert messages[name].startswith(words), (name, messages[name])
 
 
-def interrupted_training(**changes: Any) -> list[float]:
+def train_and_evaluate(**changes: Any) -> list[float]:
     """Loss of a step, validation loss, loss of the next step, validation loss."""
-    run = run_of("gpt", train__precision="fp64", train__eval_iterations=2, train__global_batch_size=12, **changes)
+    run = set_up("gpt", train__precision="fp64", train__eval_iterations=2, train__global_batch_size=12, **changes)
     data = CountingDataset(40, run.config.data.seq_length, run.config.model.vocab_size)
     found = []
     for _ in range(2):
-        found += [train_step(run, portion(run)).loss, evaluate(run, data, -1)]
+        found += [train_step(run, next_microbatches(run)).loss, evaluate(run, data, -1)]
         assert all(chunk.training for chunk in run.model)
     finalize_megatron()
     return found
@@ -214,29 +214,29 @@ EVALUATED = {
 
 
 @pytest.mark.parametrize("case", EVALUATED)
-def test_evaluation_is_that_of_one_process_and_leaves_training_alone(ranks, case):
-    """In fp64 only the order of sums differs."""
+def test_evaluation_equals_that_of_one_process_and_does_not_change_training(ranks, case):
+    """In fp64, only the order of sums differs."""
     size, changes = EVALUATED[case]
-    truth = interrupted_training(model__num_layers=4, train__micro_batch_size=12)
+    truth = train_and_evaluate(model__num_layers=4, train__micro_batch_size=12)
     assert len(set(truth)) == 4
-    for found in ranks(size, interrupted_training, model__num_layers=4, **changes):
+    for found in ranks(size, train_and_evaluate, model__num_layers=4, **changes):
         assert found == pytest.approx(truth, rel=1e-12)
 
 
 PROMPT = [7, 12, 17, 22]
 
 
-def texts(**changes: Any) -> dict[str, Any]:
-    """What the model at its start writes after a prompt, and the logits that this follows from."""
+def generate_texts(**changes: Any) -> dict[str, Any]:
+    """The tokens that an untrained model generates after a prompt, and the first logits."""
     config = tiny_config("codegeex", train__precision="fp64", **changes)
     ctx, rng = initialize_megatron(config)
     chunks = [chunk.eval() for chunk in model_with_biases(config, ctx, rng, dtype=torch.float64)]
     next_logits = logits_function(chunks, config, ctx)
-    options = {"config": config, "max_new_tokens": 20, "eod": -1}  # beyond the 16 positions, where it ends
+    options = {"config": config, "max_new_tokens": 20, "eod": -1}  # more than the 16 positions allow
     found = {
         "logits": next_logits(PROMPT).detach(),
         "likeliest": generate(next_logits, PROMPT, temperature=0.0, seed=1, **options),
-        "drawn": generate(next_logits, PROMPT, temperature=1.0, seed=1, **options),
+        "sampled": generate(next_logits, PROMPT, temperature=1.0, seed=1, **options),
     }
     finalize_megatron()
     return found
@@ -251,32 +251,32 @@ WRITING = {
 
 
 @pytest.mark.parametrize("case", WRITING)
-def test_a_pipeline_writes_what_one_process_writes(ranks, case):
+def test_a_pipeline_generates_the_text_of_one_process(ranks, case):
     size, changes = WRITING[case]
-    truth = texts(model__num_layers=4)
-    assert len(truth["likeliest"]) == len(truth["drawn"]) == 13
-    assert truth["likeliest"] != truth["drawn"]
-    for found in ranks(size, texts, model__num_layers=4, **changes):
-        if "tp" in case:  # another order of sums
+    truth = generate_texts(model__num_layers=4)
+    assert len(truth["likeliest"]) == len(truth["sampled"]) == 13
+    assert truth["likeliest"] != truth["sampled"]
+    for found in ranks(size, generate_texts, model__num_layers=4, **changes):
+        if "tp" in case:  # the order of sums differs
             torch.testing.assert_close(found["logits"], truth["logits"], rtol=1e-5, atol=1e-6)
         else:
             assert torch.equal(found["logits"], truth["logits"])
         assert found["likeliest"] == truth["likeliest"]
-        assert found["drawn"] == truth["drawn"]
+        assert found["sampled"] == truth["sampled"]
 
 
 def hanging_stage(folder: str) -> None:
-    """A run of two stages, of which the second one hangs in its third iteration."""
+    """Train on two stages; the second one hangs in its third iteration."""
     config = tiny_config("gpt", run__dir=folder, parallel__pipeline=2, train__micro_batch_size=2)
     engine = setup.PipelineEngine
-    # The engine alone: the ranks may start further apart than that.
+    # A short timeout only for the engine: the start of the ranks can differ by more than 8 s.
     setup.PipelineEngine = lambda *args, **options: engine(*args, **{**options, "timeout_seconds": 8.0})
     forwards = []
 
     def hang(module: torch.nn.Module, inputs: tuple) -> None:
         forwards.append(1)
         if len(forwards) == 2 * 4 + 2:  # the second micro-batch
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)  # or torch waits half a minute until it sends SIGKILL
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)  # otherwise torch waits half a minute until it sends SIGKILL
             time.sleep(600)
 
     def provider(config, ctx, rng, **options):
@@ -296,7 +296,7 @@ sys.exit(launch("tests.e2e.test_pipeline:hanging_stage", (sys.argv[1],), Nodes(2
 """
 
 
-def test_a_stage_that_hangs_ends_the_run_and_its_neighbour_reports_where_it_waited(tmp_path):
+def test_the_error_of_a_hanging_stage_names_the_waiting_rank_and_action(tmp_path):
     command = [sys.executable, "-c", LAUNCH, str(tmp_path / "run")]
     done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=PATIENCE)
     assert done.returncode == 1
@@ -315,7 +315,7 @@ def ranks_of(launcher: int) -> list[int]:
     return [pid for pid in pids if "spawn_main" in Path(f"/proc/{pid}/cmdline").read_text()]
 
 
-def test_a_run_of_which_one_stage_is_killed_ends_at_once(tmp_path):
+def test_a_run_exits_at_once_when_one_stage_is_killed(tmp_path):
     settings = {"parallel": {"pipeline": 2}, "train": {"iterations": 100_000}, "log": {"interval": 1000}}
     config = tiny_yaml(tmp_path, make_corpus(tmp_path), **settings, checkpoint={"interval": 0})
     process = start("pretrain", "--config", str(config), "--nproc-per-node", "2", cwd=tmp_path)

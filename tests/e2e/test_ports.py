@@ -17,7 +17,7 @@ from tests.helpers.limits import PATIENCE
 from tests.helpers.ports import listening
 
 LOOPBACK = "0100007F"
-# Runs the words that follow on a host with another name, which the folder's file `hosts` gives an address.
+# Runs the following command on a host with another name, whose address is in the file `hosts` of the folder.
 RENAMED = [
     "unshare",
     "--mount",
@@ -62,8 +62,8 @@ def corpus(tmp_path_factory):
     return make_corpus(tmp_path_factory.mktemp("corpus"))
 
 
-def test_a_run_on_one_machine_listens_on_the_loopback_alone(tmp_path, corpus):
-    """At a port of the network other users and machines would reach the launcher and its ranks."""
+def test_a_run_on_one_machine_listens_only_on_the_loopback(tmp_path, corpus):
+    """Otherwise other machines could connect to the launcher and its ranks."""
     config = tiny_yaml(tmp_path, corpus, train={"iterations": 100_000})
     process = start("pretrain", "--config", str(config), "--nproc-per-node", "2", cwd=tmp_path)
     assert process.stdout is not None
@@ -78,23 +78,23 @@ def test_a_run_on_one_machine_listens_on_the_loopback_alone(tmp_path, corpus):
     assert process.returncode == 75
 
 
-def test_one_process_without_a_launcher_listens_nowhere(tmp_path, corpus, monkeypatch):
+def test_one_process_without_a_launcher_opens_no_port(tmp_path, corpus, monkeypatch):
     before, during = listening(os.getpid()), []
     real = pretrain_module.train_and_evaluate
 
-    def look(*args):
-        end = real(*args)
+    def train_and_record_ports(*args):
+        result = real(*args)
         during.append(listening(os.getpid()))
-        return end
+        return result
 
-    monkeypatch.setattr(pretrain_module, "train_and_evaluate", look)
+    monkeypatch.setattr(pretrain_module, "train_and_evaluate", train_and_record_ports)
     config = tiny_yaml(tmp_path, corpus, train={"iterations": 1, "eval_iterations": 0})
     assert run_here("pretrain", "--config", str(config), cwd=tmp_path).returncode == 0
     assert during == [before]
 
 
-def of_the_network() -> str:
-    """An address of this machine that others can reach; empty without one."""
+def network_address() -> str:
+    """An address of this machine that other machines can reach, or an empty string."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect(("192.0.2.1", 9))  # sends nothing
@@ -104,9 +104,9 @@ def of_the_network() -> str:
 
 
 @pytest.mark.skipif(os.geteuid() != 0 or not shutil.which("unshare"), reason="only root can give a host another name")
-def test_deepspeed_in_one_process_listens_on_the_loopback_alone(tmp_path, corpus):
-    """DeepSpeed needs a process group. Gloo would open its port at the address of the host's name."""
-    if not (address := of_the_network()):
+def test_deepspeed_in_one_process_listens_only_on_the_loopback(tmp_path, corpus):
+    """DeepSpeed needs a process group, and by default Gloo listens at the address of the host name."""
+    if not (address := network_address()):
         pytest.skip("this machine has no network")
     (tmp_path / "hosts").write_text(f"127.0.0.1 localhost\n{address} elsewhere\n")
     config = tiny_yaml(tmp_path, corpus, train={"iterations": 100_000}, parallel={"ddp": "deepspeed"})
@@ -132,8 +132,8 @@ def write_script(folder: Path, text: str) -> None:
     (folder / "beside.py").touch()
 
 
-def test_a_script_runs_on_all_ranks_as_python_would_run_it(tmp_path):
-    """Also one that calls torch's init_process_group itself, which would listen on every interface."""
+def test_a_script_runs_on_all_ranks_as_under_python(tmp_path):
+    """This script calls torch's init_process_group, which by default listens on every interface."""
     write_script(tmp_path, SCRIPT)
     done = run("run", "--nproc-per-node", "2", "mine.py", "--steps", "3", "--help", cwd=tmp_path, timeout=PATIENCE)
     assert (done.returncode, done.stderr) == (0, "")
@@ -154,15 +154,15 @@ def test_a_script_runs_on_all_ranks_as_python_would_run_it(tmp_path):
         ("", 0, ""),
     ],
 )
-def test_a_script_ends_as_a_run_does(tmp_path, end, code, text, monkeypatch):
+def test_the_exit_code_and_message_of_a_script_are_those_of_a_run(tmp_path, end, code, text, monkeypatch):
     monkeypatch.setattr(sys, "path", list(sys.path))
     write_script(tmp_path, f"import sys\nfrom megatron_lite.errors import *\n{end}\n")
     done = run_here("run", "mine.py", cwd=tmp_path)
     assert (done.returncode, done.stderr) == (code, text)
 
 
-def test_a_script_without_its_processes_names_the_command_that_starts_them(tmp_path, monkeypatch):
-    """The script itself has no option for it."""
+def test_the_error_of_a_script_with_too_few_processes_names_the_command(tmp_path, monkeypatch):
+    """The script itself has no option that starts them."""
     monkeypatch.setattr(sys, "path", list(sys.path))
     write_script(
         tmp_path,
@@ -171,7 +171,7 @@ def test_a_script_without_its_processes_names_the_command_that_starts_them(tmp_p
     )
     done = run_here("run", "mine.py", cwd=tmp_path)
     assert done.returncode == 2
-    assert "a script: megatron-lite run --nproc-per-node 2 SCRIPT, or torchrun" in done.stderr
+    assert "start a multiple of 2 with --nproc-per-node (scripts: megatron-lite run)" in done.stderr
 
 
 def test_a_script_that_does_not_exist_is_a_config_error(tmp_path):

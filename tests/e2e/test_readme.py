@@ -1,4 +1,4 @@
-"""What the README says can be done, done."""
+"""The commands, scripts, keys and file names of the README work as printed."""
 
 import re
 import runpy
@@ -19,8 +19,8 @@ def blocks(language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```", README, flags=re.M | re.S)
 
 
-def test_the_tour_and_what_follows_run_as_printed(tmp_path):
-    """In a folder that looks like a checkout with its .venv, since the tests may run from another environment."""
+def test_the_shell_commands_of_the_tour_run_as_printed(tmp_path):
+    """They run in a folder that looks like a checkout with a .venv, because tests can run in another environment."""
     tour, *others = [block for block in blocks("sh") if "runs/tour" in block]
     assert len(others) == 4
     for name in ("megatron_lite", "README.md"):
@@ -64,15 +64,15 @@ def test_the_tour_and_what_follows_run_as_printed(tmp_path):
         assert words in done.stdout
 
 
-def test_the_drawing_of_a_schedule_is_what_the_command_prints():
+def test_the_drawing_of_a_schedule_equals_the_output_of_the_command():
     (command,) = [block for block in blocks("sh") if block.startswith("megatron-lite schedule")]
     words = command.split()
     done = subprocess.run([sys.executable, "-m", "megatron_lite", *words[1:]], env=environment(), capture_output=True)
     assert f"\n```\n{done.stdout.decode()}```\n" in README
 
 
-def test_the_scripts_of_ones_own_run(tmp_path, monkeypatch, capsys):
-    """Their names and arguments are those of the code; the model has the tokenizer's vocabulary without being told."""
+def test_the_scripts_with_a_custom_model_loop_and_data_run(tmp_path, monkeypatch, capsys):
+    """They name no vocabulary size, so the model must get it from the tokenizer."""
     with_model, with_loop, with_data = blocks("python")
     monkeypatch.chdir(tmp_path)
     prefix = make_corpus(tmp_path)
@@ -81,16 +81,16 @@ def test_the_scripts_of_ones_own_run(tmp_path, monkeypatch, capsys):
     config = config.replace("micro_batch_size: 16", "micro_batch_size: 2").replace("iterations: 20}", "iterations: 1}")
     config = config.replace("iterations: 200", "iterations: 2").replace("eval_interval: 100", "eval_iterations: 1")
     (tmp_path / "tour.yaml").write_text(config)
-    load_config(ROOT / "configs" / "gpt.yaml", ["train.iterations=100"])  # of the first one
+    load_config(ROOT / "configs" / "gpt.yaml", ["train.iterations=100"])  # the config of the first script
     small = with_model.replace("configs/gpt.yaml", "tour.yaml").replace('"train.iterations=100"', '"parallel.tensor=1"')
-    for script, said in ((small, "runs/tour"), (with_loop, "\n2 "), (with_data, "runs/counting")):
+    for script, output in ((small, "runs/tour"), (with_loop, "\n2 "), (with_data, "runs/counting")):
         (tmp_path / "mine.py").write_text(script.replace("train.iterations=20", "train.iterations=2"))
         runpy.run_path("mine.py", run_name="__main__")
-        assert said in capsys.readouterr().out
+        assert output in capsys.readouterr().out
 
 
 def test_the_keys_of_the_flag_table_exist():
-    """A table that names a key which is gone sends every newcomer the wrong way."""
+    """A removed key in the table would mislead users of Megatron-LM."""
     table = README[README.index("| Megatron-LM | megatron_lite |") : README.index("What differs on purpose")]
     named = set(re.findall(r"`((?:run|model|parallel|data|train|optim|checkpoint|log)\.[a-z0-9_]+)", table))
     assert len(named) > 40
@@ -98,9 +98,9 @@ def test_the_keys_of_the_flag_table_exist():
 
 
 @pytest.mark.parametrize("name", re.findall(r"`((?:\w+/)+\w+\.(?:py|md|sh|yaml))`", README))
-def test_files_that_are_named_exist(name):
+def test_a_file_named_in_the_readme_exists(name):
     assert any((folder / name).exists() for folder in (ROOT, ROOT / "megatron_lite"))
 
 
-def test_nothing_is_left_to_fill_in():
+def test_the_readme_has_no_placeholders():
     assert "@@" not in README

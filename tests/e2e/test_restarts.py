@@ -117,10 +117,10 @@ def talk() -> None:
 
 @pytest.fixture
 def ranks_here(capsys):
-    """`ranks_here(number, function, *arguments, **nodes)`: the exit code and stderr of a launch in this process."""
+    """`ranks_here(count, function, *arguments, **nodes)`: the exit code and stderr of a launch in this process."""
 
-    def launch_here(number: int, target, *arguments: str, **nodes) -> tuple[int, str]:
-        code = launch(f"{HERE}:{target.__name__}", arguments, Nodes(number, **nodes))
+    def launch_here(count: int, target, *arguments: str, **nodes) -> tuple[int, str]:
+        code = launch(f"{HERE}:{target.__name__}", arguments, Nodes(count, **nodes))
         return code, capsys.readouterr().err
 
     with mock.patch.dict(os.environ), forked_ranks("megatron_lite.training.pretrain"):

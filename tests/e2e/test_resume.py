@@ -1,4 +1,4 @@
-"""A run that was stopped and started again is the run that was never stopped, to the bit."""
+"""A resumed run is bit for bit the run that was not interrupted."""
 
 import json
 import math
@@ -20,9 +20,9 @@ from megatron_lite.training.faults import answer_bad_values
 from megatron_lite.training.initialize import finalize_megatron, initialize_megatron
 from megatron_lite.training.setup import setup_model_and_optimizer
 from megatron_lite.training.step import train_step
-from tests.helpers.checkpoints import tensors_of_newest
+from tests.helpers.checkpoints import newest_tensor_files
 from tests.helpers.runs import rows, run_to_the_end, tensor_files
-from tests.helpers.tiny import portion, tiny_config
+from tests.helpers.tiny import next_microbatches, tiny_config
 
 VIRTUAL = {
     "parallel__pipeline": 2,
@@ -36,14 +36,14 @@ CASES = {
     "bf16 tp 2": (2, {"train__precision": "bf16", "parallel__tensor": 2}),
     "fp16 tp 2, after skipped steps": (
         2,
-        # Far too large a scale: the first steps overflow, before and after the halves meet.
+        # The scale is so large that steps overflow before and after the restart.
         {"train__precision": "fp16", "parallel__tensor": 2, "optim__initial_loss_scale": 2.0**34},
     ),
     "fp32 dp 2": (2, {"train__precision": "fp32"}),
     "bf16 dp 2 torch": (2, {"train__precision": "bf16", "parallel__ddp": "torch"}),
     "fp16 dp 2, after skipped steps": (2, {"train__precision": "fp16", "optim__initial_loss_scale": 2.0**34}),
     "fp32 tp 2 dp 2": (4, {"train__precision": "fp32", "parallel__tensor": 2}),
-    "bf16 alone": (1, {"train__precision": "bf16"}),
+    "bf16 one rank": (1, {"train__precision": "bf16"}),
     "fp32 pp 2": (2, {"parallel__pipeline": 2}),
     "bf16 pp 2 x v 2": (2, VIRTUAL | {"train__precision": "bf16"}),
     "fp16 pp 2 tp 2, after skipped steps": (
@@ -79,7 +79,7 @@ CASES = {
         },
     ),
     "bf16 dp 2 delayed by 2": (2, {"train__precision": "bf16", "sync__mode": "delayed", "sync__delay": 2}),
-    "bf16 pp 2 dp 2 diloco, with a meeting under way": (
+    "bf16 pp 2 dp 2 diloco, with a synchronization in flight": (
         4,
         {
             "train__precision": "bf16",
@@ -89,14 +89,14 @@ CASES = {
             "sync__delay": 3,
         },
     ),
-    "fp32 dp 2 local_sgd, between meetings": (2, {"sync__mode": "local_sgd", "sync__interval": 4}),
+    "fp32 dp 2 local_sgd, between synchronizations": (2, {"sync__mode": "local_sgd", "sync__interval": 4}),
     "fp32 pp 2 dp 2 torch": (4, {"parallel__pipeline": 2, "parallel__ddp": "torch"}),
 }
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_ten_and_ten_iterations_are_twenty(ranks, tmp_path, case):
-    """Weights, masters, moments, scaler, random streams, learning rate and data position all have to come back."""
+def test_ten_and_ten_resumed_iterations_equal_twenty(ranks, tmp_path, case):
+    """A resume must restore weights, masters, moments, scaler, random streams, learning rate and data position."""
     size, changes = CASES[case]
     changes = changes | {
         "train__iterations": 20,
@@ -104,29 +104,29 @@ def test_ten_and_ten_iterations_are_twenty(ranks, tmp_path, case):
         "checkpoint__interval": 10,
         "model__hidden_dropout": 0.1,  # so that random streams matter
         "model__attention_dropout": 0.1,
-        "train__ramp_up": "[4,4,30]",  # the batch grows while the run is stopped
+        "train__ramp_up": "[4,4,30]",  # the batch size grows at the restart
     }
-    whole, halves = tmp_path / "whole", tmp_path / "halves"
-    ranks(size, run_to_the_end, whole, "codegeex", **changes)
-    shutil.copytree(whole, halves)
+    uninterrupted, halves = tmp_path / "uninterrupted", tmp_path / "halves"
+    ranks(size, run_to_the_end, uninterrupted, "codegeex", **changes)
+    shutil.copytree(uninterrupted, halves)
     shutil.rmtree(halves / "checkpoints" / "iter_0000020")
     (halves / "checkpoints" / "latest_checkpointed_iteration.txt").write_text("10")
     ranks(size, run_to_the_end, halves, "codegeex", **changes)
 
-    truth = rows(whole)
+    truth = rows(uninterrupted)
     assert [row["iteration"] for row in truth] == list(range(1, 21))
     if "fp16" in case:
         assert any(row["skipped"] for row in truth[:10])
     assert rows(halves) == truth
     newest = "checkpoints/iter_0000020"
-    stored = tensor_files(whole / newest)
+    stored = tensor_files(uninterrupted / newest)
     assert any("optimizer" in name for name in stored)
     assert any("rng" in name for name in stored)
     assert tensor_files(halves / newest) == stored
 
 
 def weights_of(folder: Path) -> dict[str, torch.Tensor]:
-    """Of the newest checkpoint, by name; tensor-parallel cuts joined."""
+    """The full weights in the newest checkpoint, by name."""
     layout = read_layout(newest := next((folder / "checkpoints").glob("iter_*")))
     return {
         name: tensor.shard.join([load_file(newest / p.file)[p.key] for p in tensor.values["weight"].slices])
@@ -134,9 +134,11 @@ def weights_of(folder: Path) -> dict[str, torch.Tensor]:
     }
 
 
-def test_a_warm_start_takes_the_weights_of_a_run_and_nothing_else(ranks, tmp_path):
-    """As one starts from a published model: in another precision, with another optimizer and another engine. The rate
-    of the first step is 0 under warmup, so that one step leaves the weights as they came."""
+def test_a_warm_start_loads_only_the_weights_of_a_run(ranks, tmp_path):
+    """Another precision, optimizer and engine are allowed, as for the start from a published model.
+
+    Under warmup, the learning rate of the first step is 0, so one step does not change the weights.
+    """
     common = {"train__micro_batch_size": 2, "parallel__tensor": 2}
     ranks(2, run_to_the_end, tmp_path / "source", "gpt", train__iterations=5, **common)
     source = weights_of(tmp_path / "source")
@@ -152,15 +154,15 @@ def test_a_warm_start_takes_the_weights_of_a_run_and_nothing_else(ranks, tmp_pat
         assert rows(folder)[0]["loss"] == rows(tmp_path / "0")[0]["loss"]
 
 
-def test_a_warm_start_says_so(tmp_path, capsys):
+def test_a_warm_start_prints_the_loaded_checkpoint(tmp_path, capsys):
     run_to_the_end(tmp_path / "source", "gpt", train__iterations=2)
     run_to_the_end(tmp_path / "run", "gpt", train__iterations=2, checkpoint__load_weights=tmp_path / "source")
     root = tmp_path / "source" / "checkpoints"
     assert f" loading weights from {root} at iteration 2; training starts at iteration 0\n" in capsys.readouterr().out
 
 
-def test_weights_alone_are_no_run_to_go_on_from(ranks, tmp_path):
-    """As a converted checkpoint: moments that start at zero would change the run without a word."""
+def test_a_run_cannot_resume_from_weights_alone(ranks, tmp_path):
+    """A converted checkpoint has no moments. Moments that restart at zero would change the run silently."""
     run_to_the_end(tmp_path, "gpt", train__iterations=2)
     (folder,) = (tmp_path / "checkpoints").glob("iter_*")
     content = read_layout(folder).model_dump()
@@ -172,7 +174,7 @@ def test_weights_alone_are_no_run_to_go_on_from(ranks, tmp_path):
     assert re.search(rf"{folder}: has weights alone; start from it with checkpoint\.load_weights", str(raised.value))
 
 
-def test_a_warm_start_from_nothing_is_refused(tmp_path):
+def test_a_warm_start_from_a_missing_folder_is_an_error(tmp_path):
     with pytest.raises(CheckpointError) as raised:
         run_to_the_end(tmp_path, "gpt", checkpoint__load_weights=tmp_path / "nowhere")
     assert str(raised.value) == (
@@ -181,22 +183,22 @@ def test_a_warm_start_from_nothing_is_refused(tmp_path):
 
 
 def test_a_run_branches_off_an_older_iteration_of_another(tmp_path, capsys):
-    """With its counters; the same command resumes the branch."""
+    """The branch has the counters of that iteration. A second start of the same command resumes the branch."""
     run_to_the_end(tmp_path / "source", "gpt", train__iterations=3, checkpoint__interval=1)
-    before = tensors_of_newest(tmp_path / "source")
+    before = newest_tensor_files(tmp_path / "source")
     branch = {"checkpoint__load": tmp_path / "source", "checkpoint__load_iteration": 1, "train__iterations": 3}
     run_to_the_end(tmp_path / "branch", "gpt", **branch)
     root = tmp_path / "source" / "checkpoints"
     assert f" loading checkpoint from {root} at iteration 1\n" in capsys.readouterr().out
     assert [row["iteration"] for row in rows(tmp_path / "branch")] == [2, 3]
-    assert tensors_of_newest(tmp_path / "branch") == before
+    assert newest_tensor_files(tmp_path / "branch") == before
     run_to_the_end(tmp_path / "branch", "gpt", **branch)
-    said = capsys.readouterr().out
-    assert " checkpoint.load is not used: run.dir has checkpoints\n" in said and "at iteration 3\n" in said
+    out = capsys.readouterr().out
+    assert " checkpoint.load is not used: run.dir has checkpoints\n" in out and "at iteration 3\n" in out
 
 
-def test_a_chosen_iteration_that_is_damaged_has_no_substitute(tmp_path):
-    """Who asks for iteration 2 does not want iteration 1."""
+def test_there_is_no_fallback_from_damage_in_a_chosen_iteration(tmp_path):
+    """A user who gives iteration 2 does not want iteration 1."""
     run_to_the_end(tmp_path / "source", "gpt", train__iterations=2, checkpoint__interval=1)
     (damaged,) = (tmp_path / "source/checkpoints/iter_0000002").glob("*/model.safetensors")
     damaged.write_bytes(damaged.read_bytes()[:-1])
@@ -205,8 +207,8 @@ def test_a_chosen_iteration_that_is_damaged_has_no_substitute(tmp_path):
     assert damaged.exists()
 
 
-def test_a_layout_that_was_edited_by_hand_is_refused(tmp_path):
-    """With a checksum that is right. A traceback would say nothing of the file."""
+def test_a_layout_with_invalid_edits_is_an_error_that_names_it(tmp_path):
+    """The edits have a correct checksum. A traceback would not name the file."""
     run_to_the_end(tmp_path, "gpt", train__iterations=2)
     (folder,) = (tmp_path / "checkpoints").glob("iter_*")
     layout = read_layout(folder)
@@ -234,8 +236,7 @@ def test_a_layout_that_was_edited_by_hand_is_refused(tmp_path):
         run_to_the_end(tmp_path, "gpt", train__iterations=4)
 
 
-def test_a_foreign_checkpoint_has_to_be_converted(tmp_path):
-    """The message names the command."""
+def test_the_error_of_a_foreign_checkpoint_names_the_convert_command(tmp_path):
     (tmp_path / "hf").mkdir()
     (tmp_path / "hf" / "config.json").write_text('{"model_type": "gpt2"}')
     with pytest.raises(CheckpointError) as raised:
@@ -247,8 +248,8 @@ def test_a_foreign_checkpoint_has_to_be_converted(tmp_path):
     )
 
 
-def test_replicas_of_their_own_cannot_become_more_or_fewer(ranks, tmp_path):
-    """A third replica would have no moments, and a lost one would take what it has learnt with it."""
+def test_diloco_replicas_need_the_saved_number_of_ranks(ranks, tmp_path):
+    """An additional replica would have no moments, and with a missing one, its updates would be lost."""
     diloco = {"sync__mode": "diloco", "sync__interval": 2, "train__iterations": 2, "train__micro_batch_size": 1}
     ranks(2, run_to_the_end, tmp_path, "gpt", **diloco)
     with pytest.raises(RanksFailed) as raised:
@@ -264,28 +265,28 @@ STAGES = {"parallel__tensor": 1, "parallel__pipeline": 2}
 DELAYED = {"sync__mode": "delayed", "train__micro_batch_size": 2}
 
 
-def test_a_run_stopped_before_its_first_delayed_gradient_goes_on(ranks, tmp_path):
-    """Then fewer gradients wait than later on, and one more would be applied out of nothing."""
+def test_a_run_that_stops_before_its_first_delayed_update_resumes(ranks, tmp_path):
+    """At that time fewer gradients are pending than later. The resumed run must not apply an additional one."""
     changes = DELAYED | {"sync__delay": 3, "train__iterations": 6, "checkpoint__interval": 1, "checkpoint__keep": 0}
-    whole, halves = tmp_path / "whole", tmp_path / "halves"
-    ranks(2, run_to_the_end, whole, "gpt", **changes)
-    shutil.copytree(whole, halves)
+    uninterrupted, halves = tmp_path / "uninterrupted", tmp_path / "halves"
+    ranks(2, run_to_the_end, uninterrupted, "gpt", **changes)
+    shutil.copytree(uninterrupted, halves)
     for number in range(3, 7):
         shutil.rmtree(halves / f"checkpoints/iter_{number:07d}")
     (halves / "checkpoints" / "latest_checkpointed_iteration.txt").write_text("2")
     ranks(2, run_to_the_end, halves, "gpt", **changes)
-    assert rows(halves) == rows(whole)
-    assert tensor_files(halves / "checkpoints/iter_0000006") == tensor_files(whole / "checkpoints/iter_0000006")
+    assert rows(halves) == rows(uninterrupted)
+    assert tensor_files(halves / "checkpoints/iter_0000006") == tensor_files(uninterrupted / "checkpoints/iter_0000006")
 
 
-def test_a_bad_gradient_that_waits_is_not_saved(tmp_path):
-    """It would come out after every restart from there, and older checkpoints would be gone by then."""
+def test_a_pending_gradient_that_is_not_finite_is_not_saved(tmp_path):
+    """The run would fail after every restart from that checkpoint, with older checkpoints already deleted."""
     config = tiny_config("gpt", run__dir=str(tmp_path), **DELAYED, sync__delay=2)
     ctx, rng = initialize_megatron(config)
     run = setup_model_and_optimizer(config, ctx, rng)
     for number in range(2):
         save_run(run, print)
-        train_step(run, portion(run))
+        train_step(run, next_microbatches(run))
         if number == 1:
             run.ddp.pending_grads()[1]["decoder.final_layernorm.bias"][3] = math.nan
     with pytest.raises(TrainingError) as raised:
@@ -295,8 +296,8 @@ def test_a_bad_gradient_that_waits_is_not_saved(tmp_path):
         "lower optim.lr, lengthen optim.warmup_iterations or look at the data of these iterations"
     )
     assert sorted(path.name for path in (tmp_path / "checkpoints").glob("iter_*")) == ["iter_0000000", "iter_0000001"]
-    train_step(run, portion(run))
-    report = train_step(run, portion(run))
+    train_step(run, next_microbatches(run))
+    report = train_step(run, next_microbatches(run))
     with pytest.raises(
         TrainingError, match=r"iteration 4: .* look at the data of iteration 2, which computed that gradient"
     ):
@@ -305,11 +306,11 @@ def test_a_bad_gradient_that_waits_is_not_saved(tmp_path):
 
 
 def test_a_loss_that_is_not_finite_stops_a_delayed_run_in_its_first_step():
-    """No weight moves there, which must not pass for an overflow that a loss scaler mends."""
+    """That step updates no weight, which must not be mistaken for an overflow that the loss scaler handles."""
     config = tiny_config("gpt", **DELAYED, sync__delay=2)
     ctx, rng = initialize_megatron(config)
     run = setup_model_and_optimizer(config, ctx, rng)
-    report = train_step(run, portion(run))
+    report = train_step(run, next_microbatches(run))
     assert report.skipped
     answer_bad_values(run, report, print)
     with pytest.raises(TrainingError, match="the loss is nan"):
@@ -317,9 +318,12 @@ def test_a_loss_that_is_not_finite_stops_a_delayed_run_in_its_first_step():
     finalize_megatron()
 
 
-def test_sums_under_way_are_not_taken_for_those_of_another_way_of_summing(ranks, tmp_path):
-    """Gradients that wait are saved before the sum over tensor-parallel ranks, which only sequence parallelism has, and
-    before that over both stages of a tied embedding; and of another schedule other weights would be under way."""
+def test_sums_in_flight_cannot_be_resumed_under_another_layout_or_interval(ranks, tmp_path):
+    """Pending gradients are saved before some of their sums, and those depend on the layout.
+
+    Only sequence parallelism sums over tensor-parallel ranks, and only a pipeline over the stages of a tied embedding.
+    With another interval, other weights would be in flight.
+    """
     delayed = DELAYED | {"sync__delay": 1, "parallel__tensor": 2}
     diloco = DELAYED | {"sync__mode": "diloco", "sync__interval": 2, "sync__delay": 1}
     for name, before, change, words in (

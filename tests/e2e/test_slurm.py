@@ -1,4 +1,4 @@
-"""Training as a job of a real SLURM: pre-empted, cancelled, failed, on two nodes of two ranks each."""
+"""Training as a job of a real SLURM, on two nodes of two ranks each: pre-emption, cancellation and failure."""
 
 import sys
 import time
@@ -6,11 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from megatron_lite.checkpoint.directory import find_latest
+from megatron_lite.checkpoint.directory import read_latest
 from megatron_lite.checkpoint.layout import read_layout
 from megatron_lite.checkpoint.store import verify
 from megatron_lite.config.load import load_config
-from megatron_lite.parallel.context import solo
 from megatron_lite.training.pretrain import pretrain
 from tests.cluster.slurm import Slurm, why_not
 from tests.helpers.command import ROOT, make_corpus
@@ -33,7 +32,7 @@ def corpus(tmp_path_factory):
 
 
 def changes(folder: Path, corpus: str, **more: object) -> list[str]:
-    """The quickstart's model on a small corpus of bytes."""
+    """The overrides for the quickstart's model on a small corpus of bytes."""
     values = {
         "run.dir": folder,
         "data.paths": corpus,
@@ -71,8 +70,8 @@ def train(arguments: list[str]) -> None:
     pretrain(load_config(QUICKSTART, arguments))
 
 
-def test_a_preempted_job_goes_on_to_the_bit_and_completes(ranks, cluster, corpus, tmp_path):
-    """Whoever loses work, or has to submit again, at each pre-emption pays for it on every shared cluster."""
+def test_a_preempted_job_resumes_bit_for_bit_and_completes(ranks, cluster, corpus, tmp_path):
+    """Otherwise each pre-emption on a shared cluster would cost training time or a manual resubmission."""
     length = {"train.iterations": 16, "checkpoint.interval": 100}
     job = submit(cluster, *changes(tmp_path / "job", corpus, **length))
     wait_for_rows(tmp_path / "job", 3)
@@ -88,18 +87,18 @@ def test_a_preempted_job_goes_on_to_the_bit_and_completes(ranks, cluster, corpus
     assert sorted(path.name for path in (tmp_path / "job" / f"job-{job}").iterdir()) == [
         f"rank_0000{rank}.log" for rank in (1, 2, 3)
     ]
-    ranks(4, train, changes(tmp_path / "whole", corpus, **length))
-    assert rows(tmp_path / "job") == rows(tmp_path / "whole")
+    ranks(4, train, changes(tmp_path / "expected", corpus, **length))
+    assert rows(tmp_path / "job") == rows(tmp_path / "expected")
 
 
-def test_a_cancelled_job_leaves_a_good_checkpoint(cluster, corpus, tmp_path):
-    """SLURM sends TERM to everything at once, the script too, and gives it KillWait."""
+def test_a_cancelled_job_leaves_a_valid_checkpoint(cluster, corpus, tmp_path):
+    """SLURM sends TERM to all processes at once, the batch script included, and kills them after KillWait."""
     job = submit(cluster, *changes(tmp_path / "job", corpus))
     wait_for_rows(tmp_path / "job", 2)
     cluster.scancel(job)
     root = tmp_path / "job" / "checkpoints"
-    deadline = time.monotonic() + PATIENCE  # the state is CANCELLED at once
-    while (iteration := find_latest(root, world=solo())) is None:
+    deadline = time.monotonic() + PATIENCE  # SLURM shows CANCELLED before the job has saved
+    while (iteration := read_latest(root)) is None:
         assert time.monotonic() < deadline, output_of(cluster, job)
         time.sleep(0.1)
     cluster.wait(job, "CANCELLED")
@@ -108,8 +107,8 @@ def test_a_cancelled_job_leaves_a_good_checkpoint(cluster, corpus, tmp_path):
     assert verify(path, read_layout(path)) == []
 
 
-def test_a_job_whose_training_fails_is_failed(cluster, corpus, tmp_path):
-    """COMPLETED, or queued again for ever, would hide it."""
+def test_a_job_whose_training_fails_ends_as_failed(cluster, corpus, tmp_path):
+    """The state COMPLETED, or an endless requeue, would hide the failure."""
     job = submit(cluster, *changes(tmp_path / "job", corpus, **{"data.tokenizer": "bytes", "optim.lr": 1e30}))
     assert cluster.wait(job, "COMPLETED", "FAILED") == "FAILED"
     assert cluster.show(job)["ExitCode"] == "1:0"

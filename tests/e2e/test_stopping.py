@@ -1,4 +1,4 @@
-"""A run that is asked to stop, by a signal, a time or an iteration: saved, with exit code 75, and never hanging."""
+"""A run that must stop because of a signal, a time or an iteration saves and exits with code 75."""
 
 import json
 import os
@@ -14,9 +14,9 @@ from unittest import mock
 import pytest
 import torch
 
-from megatron_lite.checkpoint.directory import find_latest
+from megatron_lite.checkpoint.directory import read_latest
 from megatron_lite.errors import STOP_SIGNALS, StoppedEarly
-from megatron_lite.parallel.context import ParallelContext, solo
+from megatron_lite.parallel.context import ParallelContext
 from megatron_lite.parallel.grid import Grid
 from megatron_lite.training.signals import StopRequest
 from megatron_lite.training.step import train_step
@@ -30,7 +30,7 @@ def corpus(tmp_path_factory):
     return make_corpus(tmp_path_factory.mktemp("corpus"))
 
 
-def test_a_run_stops_after_an_iteration_once_and_then_goes_on(tmp_path, corpus):
+def test_a_run_stops_once_at_exit_iteration_and_then_resumes(tmp_path, corpus):
     config = tiny_yaml(tmp_path, corpus, train={"exit_iteration": 3})
     done = run_here("pretrain", "--config", str(config), cwd=tmp_path)
     assert done.returncode == 75
@@ -38,24 +38,24 @@ def test_a_run_stops_after_an_iteration_once_and_then_goes_on(tmp_path, corpus):
         "exiting program because train.exit_iteration is reached: stopped at iteration 3 of 8, and saved a checkpoint; "
         "run the same command again to continue\n"
     )
-    assert find_latest(tmp_path / "run" / "checkpoints", world=solo()) == 3
+    assert read_latest(tmp_path / "run" / "checkpoints") == 3
     assert run_here("pretrain", "--config", str(config), cwd=tmp_path).returncode == 0
     assert [row["iteration"] for row in rows(tmp_path / "run")] == list(range(1, 9))
 
 
-def test_a_run_stops_when_its_time_is_up(tmp_path, corpus):
-    """In time to save, before a batch system ends it."""
+def test_a_run_stops_after_exit_duration(tmp_path, corpus):
+    """It must save before a batch system kills it."""
     config = tiny_yaml(tmp_path, corpus, train={"exit_duration": 0.001})
     done = run_here("pretrain", "--config", str(config), cwd=tmp_path)
     assert done.returncode == 75
     assert (
         "exiting program because train.exit_duration has passed: stopped at iteration 1 of 8, and saved" in done.stderr
     )
-    assert find_latest(tmp_path / "run" / "checkpoints", world=solo()) == 1
+    assert read_latest(tmp_path / "run" / "checkpoints") == 1
 
 
-def test_the_time_of_a_run_goes_on_through_restarts(tmp_path, corpus, monkeypatch):
-    """Of a batch job there is no more, however often its ranks were started."""
+def test_exit_duration_counts_from_the_launch_and_not_from_a_restart(tmp_path, corpus, monkeypatch):
+    """Restarts of the ranks do not extend the time limit of a batch job."""
     monkeypatch.setenv("MEGATRON_LITE_LAUNCHED", str(time.time() - 1000))
     for duration, code in ((500, 75), (5000, 0)):
         config = tiny_yaml(tmp_path, corpus, train={"exit_duration": duration, "iterations": 2})
@@ -71,48 +71,51 @@ STOPPED = "stopped at iteration 2 of 4, and saved a checkpoint; run the same com
 DONE = "training is done at iteration 4, and saved, but not its final evaluation; run the same command again for that"
 
 
-# Each evaluation has three batches: after iteration 2, and at the end on validation and test data.
-@pytest.mark.parametrize("ask, words, done_before", [(3, STOPPED, 0), (8, DONE, 1), (11, DONE, 2)])
-def test_an_evaluation_that_a_signal_interrupts_is_made_at_the_next_start(tmp_path, corpus, ask, words, done_before):
-    """It may take longer than a batch system waits."""
+# Each evaluation has three batches. Evaluations come after iteration 2, and at the end on validation and test data.
+@pytest.mark.parametrize("signal_at_call, words, done_before", [(3, STOPPED, 0), (8, DONE, 1), (11, DONE, 2)])
+def test_an_evaluation_interrupted_by_a_signal_runs_at_the_next_start(
+    tmp_path, corpus, signal_at_call, words, done_before
+):
+    """An evaluation can take longer than a batch system waits after a signal."""
     train = {"iterations": 4, "eval_interval": 2, "eval_iterations": 3, "global_batch_size": 4}
-    (tmp_path / "whole").mkdir()
-    config = tiny_yaml(tmp_path / "whole", corpus, train=train)
-    assert run_here("pretrain", "--config", str(config), cwd=tmp_path / "whole").returncode == 0
+    (tmp_path / "uninterrupted").mkdir()
+    config = tiny_yaml(tmp_path / "uninterrupted", corpus, train=train)
+    assert run_here("pretrain", "--config", str(config), cwd=tmp_path / "uninterrupted").returncode == 0
     config = tiny_yaml(tmp_path, corpus, train=train)
-    asked = []
+    calls = []
     agreed = StopRequest.agreed
 
-    def counting(self, ctx):
-        asked.append(1)
-        if len(asked) == ask:
+    def agreed_with_a_signal(self, ctx):
+        calls.append(1)
+        if len(calls) == signal_at_call:
             os.kill(os.getpid(), signal.SIGTERM)
         return agreed(self, ctx)
 
-    with mock.patch.object(StopRequest, "agreed", counting):
+    with mock.patch.object(StopRequest, "agreed", agreed_with_a_signal):
         done = run_here("pretrain", "--config", str(config), cwd=tmp_path)
     assert done.returncode == 75
     assert done.stderr.endswith(f"exiting program after receiving SIGTERM: {words}\n")
-    assert evaluations(tmp_path) == evaluations(tmp_path / "whole")[:done_before]
+    assert evaluations(tmp_path) == evaluations(tmp_path / "uninterrupted")[:done_before]
     assert run_here("pretrain", "--config", str(config), cwd=tmp_path).returncode == 0
-    assert evaluations(tmp_path) == evaluations(tmp_path / "whole")
-    assert rows(tmp_path / "run") == rows(tmp_path / "whole" / "run")
+    assert evaluations(tmp_path) == evaluations(tmp_path / "uninterrupted")
+    assert rows(tmp_path / "run") == rows(tmp_path / "uninterrupted" / "run")
 
 
-def stop_all(folder: str, duration: float) -> str:
+def train_for(folder: str, duration: float) -> str:
+    """Train until `train.exit_duration` has passed; returns the message."""
     with pytest.raises(StoppedEarly) as raised:
         run_to_the_end(Path(folder), "gpt", train__exit_duration=duration, train__iterations=100_000)
     return str(raised.value)
 
 
-def test_all_ranks_stop_after_the_same_iteration_when_time_is_up(ranks, tmp_path):
-    """Their clocks are never quite the same."""
-    said = ranks(2, stop_all, str(tmp_path), 0.3)
-    assert said[0] == said[1]
-    assert "train.exit_duration has passed: stopped at iteration" in said[0]
+def test_all_ranks_stop_after_the_same_iteration_at_exit_duration(ranks, tmp_path):
+    """Ranks must agree, because their clocks differ."""
+    first, second = ranks(2, train_for, str(tmp_path), 0.3)
+    assert first == second
+    assert "train.exit_duration has passed: stopped at iteration" in first
 
 
-# A run whose last save hangs in a write.
+# A run whose last save hangs in a system call.
 SLOW_SAVE = """
 import os, sys, time
 from pathlib import Path
@@ -125,7 +128,7 @@ save = store.save
 
 def slow(root, iteration, **rest):
     if iteration > 2:
-        print("saves", flush=True)
+        print("saving", flush=True)
         reader, writer = os.pipe()
         os.read(reader, 1)
     save(root, iteration, **rest)
@@ -135,7 +138,8 @@ run_to_the_end(Path(sys.argv[1]), "gpt", checkpoint__interval=2, train__iteratio
 """
 
 
-def slow_save(folder: Path, patience: float) -> subprocess.Popen[str]:
+def start_slow_save(folder: Path, patience: float) -> subprocess.Popen[str]:
+    """Start a run and return when its last save hangs; `patience` replaces PATIENCE_SECONDS of signals.py."""
     process = subprocess.Popen(
         [sys.executable, "-c", SLOW_SAVE, str(folder), str(patience)],
         env=environment(),
@@ -146,15 +150,17 @@ def slow_save(folder: Path, patience: float) -> subprocess.Popen[str]:
     )
     assert process.stdout is not None
     for line in process.stdout:
-        if line == "saves\n":
+        if line == "saving\n":
             return process
     raise AssertionError(process.communicate()[1])
 
 
-def test_a_signal_during_a_save_that_takes_long_ends_it_and_leaves_the_checkpoint_before(tmp_path):
-    """Python's own handlers would wait until the write returns, which may be never. The first signal that a run gets
-    asks it to save, though it saves already."""
-    process = slow_save(tmp_path, patience=0.5)
+def test_a_second_signal_in_a_long_save_stops_the_run_without_that_checkpoint(tmp_path):
+    """Plain Python handlers would wait for the system call, possibly forever.
+
+    The first signal during a save only asks for a save and a stop, so the run continues to save.
+    """
+    process = start_slow_save(tmp_path, patience=0.5)
     time.sleep(0.7)
     os.kill(process.pid, signal.SIGTERM)
     with pytest.raises(subprocess.TimeoutExpired):
@@ -168,12 +174,12 @@ def test_a_signal_during_a_save_that_takes_long_ends_it_and_leaves_the_checkpoin
         r"again to continue from the one before\n",
         err,
     )
-    assert find_latest(tmp_path / "checkpoints", world=solo()) == 2
+    assert read_latest(tmp_path / "checkpoints") == 2
 
 
-def test_signals_in_the_first_moments_of_a_save_change_nothing(tmp_path):
-    """SLURM and launchers both deliver every signal."""
-    process = slow_save(tmp_path, patience=30.0)
+def test_signals_at_the_start_of_a_save_do_not_stop_it(tmp_path):
+    """SLURM and the launcher both send each signal, so a rank gets it twice."""
+    process = start_slow_save(tmp_path, patience=30.0)
     for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGTERM):
         os.kill(process.pid, number)
     time.sleep(0.7)
@@ -183,8 +189,8 @@ def test_signals_in_the_first_moments_of_a_save_change_nothing(tmp_path):
 
 
 @pytest.mark.parametrize("rank, ignored", [("1", True), (None, False)])
-def test_a_rank_that_has_stopped_is_deaf_to_the_second_signal_but_a_notebook_is_not(monkeypatch, rank, ignored):
-    """It would end a rank that has saved before it could say so; a notebook's Ctrl-C has to work again."""
+def test_only_ranks_of_a_launcher_ignore_signals_after_a_stop(monkeypatch, rank, ignored):
+    """A second signal would kill a rank before it has reported its save. In a notebook, Ctrl-C must work again."""
     monkeypatch.delenv("RANK", raising=False)
     if rank:
         monkeypatch.setenv("RANK", rank)
@@ -201,23 +207,23 @@ def test_a_rank_that_has_stopped_is_deaf_to_the_second_signal_but_a_notebook_is_
             signal.signal(number, handler)
 
 
-def test_the_first_signal_is_the_reason(tmp_path):
-    """A second one, of another kind, comes from a scheduler that has lost patience."""
+def test_the_first_signal_is_the_reported_reason(tmp_path):
+    """A scheduler sends a second, different signal some time after the first one."""
     with StopRequest() as stop:
         os.kill(os.getpid(), signal.SIGUSR1)
         os.kill(os.getpid(), signal.SIGTERM)
         assert stop.agreed(ParallelContext.create(Grid(), torch.device("cpu"), 1.0)) == "after receiving SIGUSR1"
 
 
-def test_a_run_in_a_thread_trains_and_leaves_signals_alone(tmp_path):
-    """As in a server, or a notebook that goes on: Python lets only the main thread handle signals."""
+def test_a_run_in_a_thread_trains_without_signal_handlers(tmp_path):
+    """Servers and notebooks use threads, and Python lets only the main thread install signal handlers."""
     with ThreadPoolExecutor(1) as executor:
         executor.submit(run_to_the_end, tmp_path, "gpt", train__iterations=2).result()
     assert len(rows(tmp_path)) == 2
 
 
-def test_a_signal_in_the_last_iteration_of_a_run_without_evaluation_changes_nothing(tmp_path):
-    """All of it is done: nothing is left for another start."""
+def test_a_signal_in_the_last_iteration_without_evaluation_has_no_effect(tmp_path):
+    """The run is complete, so exit code 75 would cause a useless restart."""
 
     def step(run, microbatches):
         if run.state.iteration == 2:
@@ -229,8 +235,8 @@ def test_a_signal_in_the_last_iteration_of_a_run_without_evaluation_changes_noth
     assert len(rows(tmp_path)) == 3
 
 
-def test_what_a_run_before_has_left_ends_no_other(tmp_path):
-    """Its alarm, for one, and an exit code that some other program reads."""
+def test_files_of_an_earlier_run_do_not_stop_a_run(tmp_path):
+    """A hang file of its watchdog would stop the new run, and another program would read the old exit code."""
     (tmp_path / "heartbeat").mkdir()
     (tmp_path / "heartbeat" / "hang").touch()
     (tmp_path / "exit_code").write_text("75\n")
@@ -239,8 +245,8 @@ def test_what_a_run_before_has_left_ends_no_other(tmp_path):
     assert not (tmp_path / "exit_code").exists()
 
 
-def test_a_run_of_very_many_samples_prints_what_takes_long(tmp_path, corpus):
-    """Minutes of silence look like a hang."""
+def test_a_run_prints_a_line_before_the_slow_order_of_many_samples(tmp_path, corpus):
+    """Minutes without output would look like a hang."""
     config = tiny_yaml(tmp_path, corpus, train={"iterations": 1})
     with mock.patch("megatron_lite.training.announce.MANY_SAMPLES", 3):
         out = run_here("pretrain", "--config", str(config), cwd=tmp_path).stdout

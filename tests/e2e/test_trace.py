@@ -1,4 +1,4 @@
-"""What a pipelined run says about its pipeline: the line at its start, `log.trace` and `train.debug`."""
+"""Reports of a pipelined run on its pipeline: the line at its start, `log.trace` and `train.debug`."""
 
 import contextlib
 import io
@@ -19,22 +19,22 @@ from megatron_lite.training.pretrain import pretrain
 from megatron_lite.training.setup import setup_model_and_optimizer
 from megatron_lite.training.step import train_step
 from tests.helpers.runs import counting_splits
-from tests.helpers.tiny import portion, tiny_config
+from tests.helpers.tiny import next_microbatches, tiny_config
 
 PIPELINE = {"parallel__pipeline": 2, "model__num_layers": 3, "train__micro_batch_size": 2}
 
 
 def printed(folder: Path, **changes) -> str:
-    """What this rank prints while it trains."""
+    """Train; returns the output of this rank."""
     config = tiny_config("gpt", run__dir=str(folder), log__trace="true", **PIPELINE, **changes)
     with contextlib.redirect_stdout(io.StringIO()) as out:
         pretrain(config, datasets_provider=counting_splits, traced_step=traced_step)
     return out.getvalue()
 
 
-def test_a_pipelined_run_tells_its_schedule_and_records_one_iteration(ranks, tmp_path):
-    text, silent = ranks(2, printed, tmp_path, train__iterations=4)
-    assert silent == ""
+def test_a_pipelined_run_prints_its_schedule_and_traces_one_iteration(ranks, tmp_path):
+    text, text_of_rank_1 = ranks(2, printed, tmp_path, train__iterations=4)
+    assert text_of_rank_1 == ""
     assert (
         " > pipeline schedule 1f1b with 4 micro-batches, layers of each stage: 2 1; bubble 0.200 if stages were equal"
         in text
@@ -48,46 +48,46 @@ def test_a_pipelined_run_tells_its_schedule_and_records_one_iteration(ranks, tmp
     trace = json.loads(Path(found[3]).read_text())
     events = [event for event in trace["traceEvents"] if event["ph"] == "X"]
     for rank, last in ((0, "B3.0"), (1, "B3.0")):
-        own = [event for event in events if event["pid"] == rank]
-        names = [event["name"] for event in own]
+        events_of_rank = [event for event in events if event["pid"] == rank]
+        names = [event["name"] for event in events_of_rank]
         assert names[0] == "F0.0" and names[-3:] == [last, "finalize_grads", "optimizer"]
         assert sorted(names[:-2]) == sorted(f"{op}{number}.0" for op in "FB" for number in range(4))
-        for event, following in pairwise(own):
+        for event, following in pairwise(events_of_rank):
             assert event["dur"] > 0 and event["ts"] >= 0
             assert event["ts"] + event["dur"] <= following["ts"]
     start = {(event["pid"], event["name"]): event["ts"] for event in events}
     end = {(event["pid"], event["name"]): event["ts"] + event["dur"] for event in events}
-    # Ranks of one machine share a clock, so the file shows who waits for whom.
+    # Ranks of one machine share a clock, so the order of events on different ranks is known.
     assert start[1, "F0.0"] > end[0, "F0.0"] and start[0, "B0.0"] > end[1, "B0.0"]
 
 
-def test_a_run_shorter_than_the_traced_iteration_traces_its_last(ranks, tmp_path):
+def test_a_run_shorter_than_the_traced_iteration_traces_its_last_one(ranks, tmp_path):
     text, _ = ranks(2, printed, tmp_path, train__iterations=2, parallel__schedule="zb-h1")
     assert "pipeline of iteration 2, zb-h1" in text
 
 
 def test_the_core_alone_raises_for_a_trace(tmp_path):
-    """A run without its trace would be noticed only when it has ended."""
+    """Otherwise a user would notice the missing trace only at the end of the run."""
     config = tiny_config("gpt", run__dir=str(tmp_path), log__trace="true")
     with pytest.raises(ConfigError, match=r"log\.trace is true, .*; call megatron_lite\.pretrain"):
         pretrain(config, datasets_provider=counting_splits)
 
 
 def train_with_a_broken_copy(break_it: bool, **changes) -> None:
-    """Two steps, with one bit of the last stage's copy changed before the second."""
+    """Take two steps; if `break_it`, change one element of the last stage's embedding copy before the second."""
     config = tiny_config("gpt", train__debug="true", **changes)
     ctx, rng = initialize_megatron(config)
     run = setup_model_and_optimizer(config, ctx, rng)
-    train_step(run, portion(run))
+    train_step(run, next_microbatches(run))
     if break_it and ctx.pp.is_last:
         run.params["output_layer.weight"].data.view(-1)[7] += 1e-6
-    train_step(run, portion(run))
+    train_step(run, next_microbatches(run))
     finalize_megatron()
 
 
 @pytest.mark.parametrize("pipeline", [2, 4])
-def test_debug_refuses_copies_of_the_embedding_that_differ_in_one_bit(ranks, pipeline):
-    """On every rank, the middle stages that hold no copy too: a rank that went on would wait for the others."""
+def test_debug_raises_on_all_ranks_if_copies_of_the_embedding_differ(ranks, pipeline):
+    """Middle stages have no copy, but must raise too. A rank that continued would wait for the others."""
     changes = {"parallel__pipeline": pipeline, "model__num_layers": 4}
     ranks(pipeline, train_with_a_broken_copy, False, **PIPELINE | changes)
     with pytest.raises(RanksFailed, match=r"word embedding .* and its copy on the last stage.* differ") as caught:
@@ -95,8 +95,8 @@ def test_debug_refuses_copies_of_the_embedding_that_differ_in_one_bit(ranks, pip
     assert f"failed on {pipeline} of {pipeline} ranks" in str(caught.value)
 
 
-def own_model(config, ctx, rng, **options):
-    """Draws its weights from the rank's own stream, as a script may."""
+def custom_model(config, ctx, rng, **options):
+    """A model whose weights are drawn from another random stream on each rank, as in a custom script."""
     chunks = get_model(config, ctx, rng, **options)
     torch.manual_seed(100 + ctx.rank)
     for chunk in chunks:
@@ -105,17 +105,18 @@ def own_model(config, ctx, rng, **options):
     return chunks
 
 
-def first_values() -> torch.Tensor:
+def initial_embedding() -> torch.Tensor:
+    """The initial values of this stage's copy of the word embedding."""
     config = tiny_config("gpt", **PIPELINE)
     ctx, rng = initialize_megatron(config)
-    run = setup_model_and_optimizer(config, ctx, rng, own_model)
+    run = setup_model_and_optimizer(config, ctx, rng, custom_model)
     name = "embedding.word_embeddings.weight" if ctx.pp.is_first else "output_layer.weight"
     values = run.params[name].detach().clone()
     finalize_megatron()
     return values
 
 
-def test_a_tied_copy_starts_as_the_original_in_a_model_that_draws_at_random(ranks):
-    """Copies that start apart never meet: only their gradients are summed."""
-    first, last = ranks(2, first_values)
+def test_tied_copies_start_equal_in_a_custom_model(ranks):
+    """Copies with different initial values would stay different, because only their gradients are summed."""
+    first, last = ranks(2, initial_embedding)
     assert torch.equal(first, last)

@@ -1,4 +1,4 @@
-"""Properties of whole runs besides parity and resume."""
+"""Properties of training runs other than parity and resume."""
 
 import math
 import os
@@ -26,17 +26,17 @@ from megatron_lite.training.setup import setup_model_and_optimizer
 from megatron_lite.training.signals import StopRequest
 from megatron_lite.training.step import train_step
 from tests.helpers.runs import CountingDataset, counting_splits, rows
-from tests.helpers.tiny import MODELS, portion, tiny_config, train_tiny
+from tests.helpers.tiny import MODELS, next_microbatches, tiny_config, train_tiny
 
 
-def run_of(model: str, **changes):
+def set_up(model: str, **changes):
     config = tiny_config(model, **changes)
     ctx, rng = initialize_megatron(config)
     return setup_model_and_optimizer(config, ctx, rng)
 
 
-def test_deterministic_runs_give_the_same_bits(ranks):
-    """Repeatability: two runs of one command, with dropout, are equal to the bit."""
+def test_two_deterministic_runs_are_equal_bit_for_bit(ranks):
+    """A user could not repeat a run, here one with dropout."""
     changes = {"parallel__tensor": 2, "train__deterministic": "true", "model__hidden_dropout": 0.1}
     first, second = (ranks(2, train_tiny, "codegeex", **changes)[0] for _ in range(2))
     assert torch.equal(first["loss"], second["loss"])
@@ -44,20 +44,22 @@ def test_deterministic_runs_give_the_same_bits(ranks):
         assert torch.equal(weight, second["weights"][name]), name
 
 
-def determinism_set() -> bool:
+def is_torch_deterministic() -> bool:
     initialize_megatron(tiny_config("gpt", train__deterministic="true"))
     finalize_megatron()
     return torch.are_deterministic_algorithms_enabled()
 
 
-def test_deterministic_asks_torch_for_it(ranks):
-    assert ranks(1, determinism_set) == [True]
+def test_train_deterministic_sets_deterministic_algorithms_of_torch(ranks):
+    assert ranks(1, is_torch_deterministic) == [True]
 
 
-def is_gone_after_training(**changes) -> bool:
+def is_engine_freed(**changes) -> bool:
+    """True if the data-parallel engine is garbage-collected after a training step."""
+
     def train() -> weakref.ref:
-        run = run_of("gpt", train__micro_batch_size=2, **changes)
-        train_step(run, portion(run))
+        run = set_up("gpt", train__micro_batch_size=2, **changes)
+        train_step(run, next_microbatches(run))
         return weakref.ref(run.ddp)
 
     engine = train()
@@ -75,44 +77,44 @@ def is_gone_after_training(**changes) -> bool:
         {"parallel__ddp": "deepspeed", "deepspeed__zero_stage": 1},
     ],
 )
-def test_a_run_that_ended_leaves_nothing_behind(ranks, changes):
-    """A second run in the same process would have to make do with the memory and the threads that it leaves.
+def test_a_finished_run_frees_its_engine(ranks, changes):
+    """Otherwise a second run in the same process would have less memory and fewer threads.
 
-    DeepSpeed's stage 3 does leave them: its own closures and parameters hold each other where no collector looks.
+    Stage 3 of DeepSpeed is not tested: reference cycles that the garbage collector cannot find keep it alive.
     """
-    assert all(ranks(2, is_gone_after_training, **changes))
+    assert all(ranks(2, is_engine_freed, **changes))
 
 
 def losses_of(seed: int) -> list[float]:
-    run = run_of("gpt", run__seed=seed)
-    losses = [train_step(run, portion(run)).loss for _ in range(2)]
+    run = set_up("gpt", run__seed=seed)
+    losses = [train_step(run, next_microbatches(run)).loss for _ in range(2)]
     finalize_megatron()
     return losses
 
 
-def test_another_seed_is_another_model(ranks):
+def test_another_seed_gives_other_losses(ranks):
     (one,), (two,) = ranks(1, losses_of, 1), ranks(1, losses_of, 2)
     assert one != two
 
 
 def overfit(model: str) -> tuple[float, float]:
-    run = run_of(model, train__micro_batch_size=8, train__iterations=60, optim__lr=0.01, optim__clip_grad=1.0)
-    batch = portion(run)
+    run = set_up(model, train__micro_batch_size=8, train__iterations=60, optim__lr=0.01, optim__clip_grad=1.0)
+    batch = next_microbatches(run)
     losses = [train_step(run, batch).loss for _ in range(60)]
     finalize_megatron()
     return losses[0], losses[-1]
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_every_model_learns_a_batch_by_heart(ranks, model):
-    """What trains must be able to overfit: from ln 250 = 5.5 nats to almost nothing."""
+def test_every_model_overfits_one_batch(ranks, model):
+    """A model that trains correctly gets from ln 250 = 5.5 nats to almost zero."""
     ((first, last),) = ranks(1, overfit, model)
     assert first > 5
     assert last < 0.5
 
 
 def evaluation_twice() -> list[float]:
-    run = run_of("codegeex", model__hidden_dropout=0.1, train__eval_iterations=2, train__micro_batch_size=4)
+    run = set_up("codegeex", model__hidden_dropout=0.1, train__eval_iterations=2, train__micro_batch_size=4)
     before = {name: state.clone() for name, state in run.rng.state_dict().items()}
     data = CountingDataset(100, run.config.data.seq_length, run.config.model.vocab_size)
     found = [evaluate(run, data, -1) for _ in range(2)]
@@ -122,20 +124,21 @@ def evaluation_twice() -> list[float]:
     return found
 
 
-def test_evaluation_repeats_itself_and_disturbs_nothing(ranks):
-    """Dropout is off, the same samples are read, and the random streams of training stay where they were."""
+def test_two_evaluations_are_equal_and_do_not_change_random_streams(ranks):
+    """Evaluation has no dropout and always reads the same samples."""
     ((first, second),) = ranks(1, evaluation_twice)
     assert first == second
     ((split_first, _), _) = ranks(2, evaluation_twice)  # two data-parallel ranks read the same samples together
     assert split_first == pytest.approx(first, rel=1e-5)
 
 
-def poisoned() -> str:
-    run = run_of("gpt")
+def error_of_a_nan_weight() -> str:
+    """Check that a step with a nan weight changes no parameter; returns its error."""
+    run = set_up("gpt")
     with torch.no_grad():
         run.params["decoder.final_layernorm.weight"].fill_(math.nan)
     before = {name: tensor.detach().clone() for name, tensor in run.params.items()}
-    report = train_step(run, portion(run))
+    report = train_step(run, next_microbatches(run))
     assert math.isnan(report.loss)
     for name, tensor in run.params.items():
         assert torch.equal(tensor.isnan(), before[name].isnan()), name  # the step was not applied
@@ -145,14 +148,15 @@ def poisoned() -> str:
     return str(raised.value)
 
 
-def test_a_loss_that_is_no_number_stops_training(ranks):
-    (message,) = ranks(1, poisoned)
+def test_a_nan_loss_stops_training(ranks):
+    (message,) = ranks(1, error_of_a_nan_weight)
     assert message.startswith("iteration 1: the loss is nan and the gradient norm nan; training stops")
 
 
-def skipping() -> list[tuple[bool, float, float]]:
-    run = run_of("gpt", train__precision="fp16", optim__initial_loss_scale=2.0**40, optim__hysteresis=1)
-    reports = [train_step(run, portion(run)) for _ in range(3)]
+def overflowing_steps() -> list[tuple[bool, float, float]]:
+    """(skipped, loss scale, learning rate) of three steps that overflow."""
+    run = set_up("gpt", train__precision="fp16", optim__initial_loss_scale=2.0**40, optim__hysteresis=1)
+    reports = [train_step(run, next_microbatches(run)) for _ in range(3)]
     assert run.state.skipped == 3
     assert run.state.optimizer_steps == 0
     assert run.state.consumed_samples == 24
@@ -160,15 +164,15 @@ def skipping() -> list[tuple[bool, float, float]]:
     return [(report.skipped, report.loss_scale, report.lr) for report in reports]
 
 
-def test_a_skipped_step_consumes_data_but_is_no_step(ranks):
-    (found,) = ranks(1, skipping)
+def test_a_skipped_step_consumes_data_but_is_not_an_optimizer_step(ranks):
+    (found,) = ranks(1, overflowing_steps)
     assert found == [(True, 2.0**40, 0.0), (True, 2.0**39, 0.0), (True, 2.0**38, 0.0)]
 
 
 @pytest.mark.parametrize("engine", ["local", "torch"])
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
-def test_low_precision_follows_fp32(ranks, precision, engine):
-    """A layout in bf16 or fp16 trains the model that fp32 trains, to the 3 digits or so that the format has."""
+def test_losses_in_bf16_and_fp16_follow_fp32(ranks, precision, engine):
+    """These dtypes have about three digits, so losses must agree to 1 %."""
     exact = ranks(1, train_tiny, "codegeex", train__micro_batch_size=8)[0]["loss"]
     scale = {"optim__initial_loss_scale": 128.0}
     changes = {"train__precision": precision, "parallel__ddp": engine, "train__micro_batch_size": 2, **scale}
@@ -195,34 +199,34 @@ def no_training_split() -> None:
         (no_training_split, "data.split.0. is 0, so there is no training data"),
     ],
 )
-def test_a_run_without_its_needs_says_so(ranks, tmp_path, monkeypatch, mistake, words):
+def test_the_error_of_a_run_without_vocabulary_or_data_names_the_key(ranks, tmp_path, monkeypatch, mistake, words):
     with pytest.raises(AssertionError, match=words):
         ranks(1, mistake)
 
 
-def test_a_gpu_that_is_not_there_is_named(monkeypatch):
+def test_device_cuda_without_a_gpu_is_an_error(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(ConfigError, match=r"run\.device is cuda, but torch sees no GPU"):
         choose_device("cuda", 0)
 
 
-def test_more_ranks_than_gpus_are_refused(monkeypatch):
+def test_more_ranks_than_gpus_are_an_error(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     with pytest.raises(ConfigError, match="this machine has 1 GPU for at least 2 processes; start at most 1"):
         choose_device("auto", 1)
 
 
-class OwnModel(nn.Module):
-    """A model of a user's: a split layer of ours, a plain layer described by hand, and no layout in its forward."""
+class CustomModel(nn.Module):
+    """A custom model: a split layer of this package, a plain layer with a ParamMeta, and a forward without layout."""
 
     def __init__(self, config, ctx, dtype, describe: bool = True):
         super().__init__()
         h, v = config.model.hidden_size, config.model.padded_vocab
-        where = {"dtype": dtype, "device": ctx.device}
+        factory = {"dtype": dtype, "device": ctx.device}
         self.tp = ctx.tp
-        self.embedding = VocabParallelEmbedding(v, h, tp=ctx.tp, init_std=0.2, **where)
-        self.mix = nn.Linear(h, h, **where)
+        self.embedding = VocabParallelEmbedding(v, h, tp=ctx.tp, init_std=0.2, **factory)
+        self.mix = nn.Linear(h, h, **factory)
         if describe:
             declare(self.mix.weight, ParamMeta(shape=(h, h), shard=Shard(), init="normal", std=0.2))
             declare(self.mix.bias, ParamMeta(shape=(h,), shard=Shard(), init="zeros", decay=False))
@@ -233,40 +237,40 @@ class OwnModel(nn.Module):
         return vocab_parallel_cross_entropy(logits, labels.t(), self.tp)
 
 
-def own_provider(config, ctx, rng, dtype, fill: bool = True, **options):
-    model = OwnModel(config, ctx, dtype, **options)
+def custom_provider(config, ctx, rng, dtype, fill: bool = True, **options):
+    model = CustomModel(config, ctx, dtype, **options)
     if fill:
         initialize_parameters([model], ctx, config.run.seed)
     return [model]
 
 
-def train_own(fill: bool = True, **changes) -> tuple[list[float], dict]:
+def train_custom(fill: bool = True, **changes) -> tuple[list[float], dict]:
     config = tiny_config("gpt", train__micro_batch_size=2, **changes)
     ctx, rng = initialize_megatron(config)
-    run = setup_model_and_optimizer(config, ctx, rng, partial(own_provider, fill=fill))
-    losses = [train_step(run, portion(run)).loss for _ in range(5)]
+    run = setup_model_and_optimizer(config, ctx, rng, partial(custom_provider, fill=fill))
+    losses = [train_step(run, next_microbatches(run)).loss for _ in range(5)]
     weights = {name: parameter.detach().clone() for name, parameter in run.params.items()}
     finalize_megatron()
     return losses, weights
 
 
-def test_a_model_of_ones_own_trains_the_same_on_any_layout(ranks):
-    ((alone, _),) = ranks(1, train_own)
-    for losses, _ in ranks(4, train_own, parallel__tensor=2):
-        assert losses == pytest.approx(alone, rel=1e-5)
+def test_a_custom_model_has_the_same_losses_on_any_layout(ranks):
+    ((expected, _),) = ranks(1, train_custom)
+    for losses, _ in ranks(4, train_custom, parallel__tensor=2):
+        assert losses == pytest.approx(expected, rel=1e-5)
 
 
-def test_replicas_that_drew_their_own_first_values_start_alike(ranks):
-    """Gradients are summed, weights are not: replicas that start apart would never meet."""
-    (_, first), (_, second) = ranks(2, train_own, fill=False)
+def test_replicas_of_a_custom_model_start_with_equal_weights(ranks):
+    """Only gradients are summed, so replicas with different initial weights would stay different."""
+    (_, first), (_, second) = ranks(2, train_custom, fill=False)
     assert torch.equal(first["mix.weight"], second["mix.weight"])
     assert torch.equal(first["mix.bias"], second["mix.bias"])
 
 
-def undescribed() -> None:
+def without_description() -> None:
     config = tiny_config("gpt")
     ctx, rng = initialize_megatron(config)
-    setup_model_and_optimizer(config, ctx, rng, partial(own_provider, fill=False, describe=False))
+    setup_model_and_optimizer(config, ctx, rng, partial(custom_provider, fill=False, describe=False))
 
 
 def with_a_buffer() -> None:
@@ -283,47 +287,48 @@ def with_a_buffer() -> None:
 @pytest.mark.parametrize(
     ("mistake", "words"),
     [
-        (undescribed, r"parameter mix\.weight, shape \[32, 32\], has no description; create it as"),
+        (without_description, r"parameter mix\.weight, shape \[32, 32\], has no description; create it as"),
         (
             with_a_buffer,
             "checkpoints do not save the model's buffers steps; make them parameters, or persistent=False",
         ),
     ],
 )
-def test_a_model_that_could_not_be_saved_or_cut_is_refused(ranks, mistake, words):
+def test_a_model_that_cannot_be_saved_or_resharded_is_an_error(ranks, mistake, words):
     with pytest.raises(AssertionError, match=words):
         ranks(1, mistake)
 
 
-def with_a_loss_of_its_own(returned: str) -> None:
+def train_with_another_output(returned: str) -> None:
     config = tiny_config("gpt")
     ctx, rng = initialize_megatron(config)
-    run = setup_model_and_optimizer(config, ctx, rng, own_provider)
+    run = setup_model_and_optimizer(config, ctx, rng, custom_provider)
     make = {"mean": lambda losses: losses.mean(), "transposed": lambda losses: losses.t(), "pair": lambda x: (x, None)}
     run.model[0].register_forward_hook(lambda module, inputs, losses: make[returned](losses))
-    train_step(run, portion(run))
+    train_step(run, next_microbatches(run))
 
 
 @pytest.mark.parametrize(("returned", "got"), [("mean", r"\[\]"), ("transposed", r"\[1, 16\]"), ("pair", "a tuple")])
-def test_a_model_that_returns_no_loss_of_every_token_is_refused(ranks, returned, got):
-    """Its mean over a micro-batch would train, with tokens weighted by how many others are beside them."""
+def test_a_model_that_does_not_return_the_loss_of_every_token_is_an_error(ranks, returned, got):
+    """The mean over a micro-batch would train, but weight each token by the number of others in its micro-batch."""
     with pytest.raises(
         RanksFailed, match=rf"the model.s last stage returned {got}; it must return the loss of every token"
     ):
-        ranks(1, with_a_loss_of_its_own, returned)
+        ranks(1, train_with_another_output, returned)
 
 
-def go_on(folder: str, **changes) -> None:
+def train_in(folder: str, **changes) -> None:
+    """Train in `folder`, from its newest checkpoint if it has one."""
     config = tiny_config("gpt", run__dir=folder, train__micro_batch_size=1, checkpoint__interval=1, **changes)
     pretrain(config, datasets_provider=counting_splits)
 
 
-def test_another_data_parallel_size_goes_on_with_the_same_losses(ranks, tmp_path):
-    """Which samples come next, and what the optimizer knows, does not depend on the number of replicas."""
-    ranks(1, go_on, str(tmp_path / "alone"), train__iterations=4)
-    ranks(2, go_on, str(tmp_path / "moved"), train__iterations=2, optim__decay_iterations=4)
-    ranks(1, go_on, str(tmp_path / "moved"), train__iterations=4)
-    expected, found = ([row["loss"] for row in rows(tmp_path / name)] for name in ("alone", "moved"))
+def test_a_run_resumes_under_another_data_parallel_size_with_the_same_losses(ranks, tmp_path):
+    """The next samples and the optimizer state must not depend on the number of replicas."""
+    ranks(1, train_in, str(tmp_path / "one_rank"), train__iterations=4)
+    ranks(2, train_in, str(tmp_path / "moved"), train__iterations=2, optim__decay_iterations=4)
+    ranks(1, train_in, str(tmp_path / "moved"), train__iterations=4)
+    expected, found = ([row["loss"] for row in rows(tmp_path / name)] for name in ("one_rank", "moved"))
     assert len(found) == 4
     assert found == pytest.approx(expected, rel=1e-5)
 
@@ -340,19 +345,19 @@ def test_another_data_parallel_size_goes_on_with_the_same_losses(ranks, tmp_path
         ({"data__paths": "[elsewhere/b]"}, r"data\.paths \(checkpoint: \[\], config: \['b'\]\)"),
     ],
 )
-def test_a_change_that_moves_the_data_is_refused(ranks, tmp_path, change, words):
-    ranks(1, go_on, str(tmp_path), train__iterations=2)
+def test_a_config_change_that_reorders_the_samples_is_an_error(ranks, tmp_path, change, words):
+    ranks(1, train_in, str(tmp_path), train__iterations=2)
     with pytest.raises(AssertionError, match=rf"{words}: the order of the samples would change"):
-        ranks(1, go_on, str(tmp_path), train__iterations=3, **change)
+        ranks(1, train_in, str(tmp_path), train__iterations=3, **change)
 
 
-def test_an_evaluation_that_was_killed_comes_at_the_next_start(ranks, tmp_path):
+def test_a_killed_evaluation_runs_at_the_next_start(ranks, tmp_path):
     ranks(1, evaluated_run, str(tmp_path))
     metrics = tmp_path / "metrics.jsonl"
     complete = metrics.read_text()
     assert "validation_loss" in complete
     metrics.write_text("".join(line for line in complete.splitlines(True) if "validation_loss" not in line))
-    for _ in range(2):  # the second start finds it
+    for _ in range(2):  # the second start finds the evaluation in metrics.jsonl
         ranks(1, evaluated_run, str(tmp_path))
         assert metrics.read_text().splitlines()[-1] == complete.splitlines()[-1]
         assert len(metrics.read_text().splitlines()) == len(complete.splitlines())
@@ -367,25 +372,27 @@ def evaluated_run(folder: str) -> None:
     pretrain(config, datasets_provider=provider)
 
 
-def one_rank_is_asked() -> str:
+def signal_rank_1() -> str:
+    """Send stop signals to rank 1; returns the reason that all ranks agree on."""
     config = tiny_config("gpt")
     ctx, _ = initialize_megatron(config)
     with StopRequest() as stop:
         assert stop.agreed(ctx) == ""
         if ctx.rank == 1:
             os.kill(os.getpid(), signal.SIGTERM)
-            os.kill(os.getpid(), signal.SIGUSR1)  # a second signal changes nothing
+            os.kill(os.getpid(), signal.SIGUSR1)  # a second signal has no effect
         found = stop.agreed(ctx)
     finalize_megatron()
     return found
 
 
-def test_a_signal_to_one_rank_stops_all(ranks):
-    assert ranks(2, one_rank_is_asked) == ["after receiving SIGTERM"] * 2
+def test_a_signal_to_one_rank_stops_all_ranks(ranks):
+    assert ranks(2, signal_rank_1) == ["after receiving SIGTERM"] * 2
 
 
-def evaluation_with_ends(masked: bool) -> float:
-    run = run_of("gpt", train__eval_iterations=1, train__micro_batch_size=4, data__eod_mask_loss=str(masked).lower(),
+def evaluate_with_eod(masked: bool) -> float:
+    """The validation loss of data with many end-of-document tokens; `masked` sets data.eod_mask_loss."""
+    run = set_up("gpt", train__eval_iterations=1, train__micro_batch_size=4, data__eod_mask_loss=str(masked).lower(),
                  model__vocab_size=257, data__tokenizer="bytes")  # fmt: skip
     data = CountingDataset(20, run.config.data.seq_length, 8)  # ids below 8, so that id 3 is frequent
     loss = evaluate(run, data, 3)
@@ -393,5 +400,5 @@ def evaluation_with_ends(masked: bool) -> float:
     return loss
 
 
-def test_evaluation_leaves_out_what_training_leaves_out(ranks):
-    assert ranks(1, evaluation_with_ends, True) != ranks(1, evaluation_with_ends, False)
+def test_evaluation_respects_eod_mask_loss(ranks):
+    assert ranks(1, evaluate_with_eod, True) != ranks(1, evaluate_with_eod, False)

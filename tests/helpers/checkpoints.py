@@ -1,4 +1,4 @@
-"""A few small tensors, cut in every way there is, with values that tell which save they are from."""
+"""A few small tensors, sharded in every way, whose values identify the save that they are from."""
 
 import warnings
 import zlib
@@ -30,24 +30,28 @@ def one_process() -> ParallelContext:
     return ParallelContext.create(Grid(), torch.device("cpu"), 10)
 
 
-def whole(name: str, kind: str, version: int, dtype: torch.dtype, table: ParamTable = TABLE) -> Tensor:
-    """The tensor of all ranks together, different for every name, kind and version."""
+def full_tensor(name: str, kind: str, version: int, dtype: torch.dtype, table: ParamTable = TABLE) -> Tensor:
+    """The unsharded tensor, different for every name, kind and version."""
     generator = torch.Generator().manual_seed(zlib.crc32(f"{name} {kind} {version}".encode()))
     return torch.randn(table[name].shape, generator=generator, dtype=torch.float64).to(dtype)
 
 
 def contents(ctx: ParallelContext, version: int, dtype: torch.dtype = torch.bfloat16, table: ParamTable = TABLE):
-    """What this rank hands to `save`: version -1 is all zeros, to be loaded into."""
+    """This rank's shards of weights and optimizer state; version -1 is all zeros, a target for `load`."""
 
-    def cut(name: str, kind: str, dtype: torch.dtype) -> Tensor:
-        full = whole(name, kind, version, dtype, table) if version >= 0 else torch.zeros(table[name].shape, dtype=dtype)
+    def shard(name: str, kind: str, dtype: torch.dtype) -> Tensor:
+        full = (
+            full_tensor(name, kind, version, dtype, table)
+            if version >= 0
+            else torch.zeros(table[name].shape, dtype=dtype)
+        )
         return table[name].shard.split(full, ctx.tp.rank, ctx.tp.size).contiguous()
 
     masters = MASTER_DTYPES.get(dtype)
     kinds = ("master", "exp_avg", "exp_avg_sq") if masters else ("exp_avg", "exp_avg_sq")
     return {
-        "weights": {name: cut(name, "weight", dtype) for name in table},
-        "optimizer_state": {name: {kind: cut(name, kind, masters or dtype) for kind in kinds} for name in table},
+        "weights": {name: shard(name, "weight", dtype) for name in table},
+        "optimizer_state": {name: {kind: shard(name, kind, masters or dtype) for kind in kinds} for name in table},
     }
 
 
@@ -68,22 +72,22 @@ def save(
     }
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
-        return store.save(root, iteration, **as_contents({**given, **changes}))
+        return store.save(root, iteration, **join_contents({**given, **changes}))
 
 
 def load(root: Path, iteration: int, ctx: ParallelContext, **changes: Any) -> tuple[store.Loaded, dict[str, Any]]:
-    """What `load` returns, and the tensors that it filled."""
+    """The result of `store.load`, and the tensors that it filled."""
     into = contents(ctx, -1)
     given = {"ctx": ctx, "table": TABLE, **into, "config": CONFIG}
-    return store.load(root, iteration, **as_contents({**given, **changes})), into
+    return store.load(root, iteration, **join_contents({**given, **changes})), into
 
 
-def bytes_of(values: Any) -> int:
-    """Of all tensors of nested dicts."""
-    return values.nbytes if isinstance(values, Tensor) else sum(map(bytes_of, values.values()))
+def total_bytes(values: Any) -> int:
+    """Total bytes of all tensors in nested dicts."""
+    return values.nbytes if isinstance(values, Tensor) else sum(map(total_bytes, values.values()))
 
 
-def as_contents(given: dict[str, Any]) -> dict[str, Any]:
+def join_contents(given: dict[str, Any]) -> dict[str, Any]:
     """The arguments with plain tensors of weights, optimizer_state and rng joined in one `contents`."""
     rest = dict(given)
     weights, state, rng = (rest.pop(key, {}) for key in ("weights", "optimizer_state", "rng"))
@@ -96,7 +100,7 @@ def as_contents(given: dict[str, Any]) -> dict[str, Any]:
 
 
 def assert_same(got: dict[str, Any], want: dict[str, Any]) -> None:
-    """Bitwise, names and number formats included."""
+    """Names, dtypes and bits are equal."""
     assert got.keys() == want.keys()
     for name, value in want.items():
         if isinstance(value, dict):
@@ -105,23 +109,23 @@ def assert_same(got: dict[str, Any], want: dict[str, Any]) -> None:
             assert got[name].dtype == value.dtype and torch.equal(got[name], value), name
 
 
-def assert_holds(root: Path, ctx: ParallelContext, iteration: int) -> int:
-    """The checkpoint of this iteration is whole: all its tensors are of one version, which is returned."""
+def assert_complete(root: Path, ctx: ParallelContext, iteration: int) -> int:
+    """Load this iteration's checkpoint, check that all its tensors are of one version, and return that version."""
     loaded, tensors = load(root, iteration, ctx)
-    version = loaded.state["version"]
+    version = loaded.layout.state["version"]
     assert_same(tensors, contents(ctx, version))
     assert loaded.rng is not None and loaded.rng["cpu"].tolist() == [10 * version + ctx.rank] * 5
     return version
 
 
-def tensors_of_newest(folder: Path) -> dict[str, bytes]:
-    """The tensor files of a run's newest checkpoint by name, without the random streams'."""
+def newest_tensor_files(folder: Path) -> dict[str, bytes]:
+    """The tensor files of a run's newest checkpoint by name, without those of the random streams."""
     newest = resolve(folder)
     return {str(path.relative_to(newest)): path.read_bytes() for path in newest.glob("*/[mo]*.safetensors")}
 
 
 def flip_a_bit(folder: Path) -> None:
-    """Damage one optimizer file of the checkpoint in `folder`, without a change of its size."""
+    """Flip one bit of an optimizer file of the checkpoint in `folder`."""
     path = folder / "mp_rank_00" / "optimizer_dp_000.safetensors"
     data = bytearray(path.read_bytes())
     data[-1000] ^= 4

@@ -1,4 +1,4 @@
-"""Runs the command line as a user does, in processes of its own."""
+"""Run the command line as a user does, in separate processes or in this one."""
 
 import io
 import os
@@ -16,14 +16,14 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def environment() -> dict[str, str]:
-    """The caller's environment, without what a launcher may have left in it and with one thread a process."""
+    """The caller's environment with one thread per process, without the variables that a launcher sets."""
     unwanted = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-    kept = {name: value for name, value in os.environ.items() if name not in unwanted}
-    return kept | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    base = {name: value for name, value in os.environ.items() if name not in unwanted}
+    return base | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
 
 
 def start(*arguments: str, cwd: Path, **options) -> subprocess.Popen[str]:
-    """`megatron-lite ARGUMENTS`, in a process group of its own."""
+    """Start `megatron-lite ARGUMENTS` in a new session: a signal reaches only its processes."""
     return subprocess.Popen(
         [sys.executable, "-m", "megatron_lite", *arguments],
         cwd=cwd,
@@ -38,7 +38,7 @@ def start(*arguments: str, cwd: Path, **options) -> subprocess.Popen[str]:
 
 
 def wait_for(words: str, process: subprocess.Popen[str]) -> None:
-    """Read the output up to a line with these words, or to its end."""
+    """Read the output of `process` up to a line that contains `words`, or to its end."""
     assert process.stdout is not None
     for line in process.stdout:
         if words in line:
@@ -46,14 +46,14 @@ def wait_for(words: str, process: subprocess.Popen[str]) -> None:
 
 
 def run(*arguments: str, cwd: Path, timeout: float = PATIENCE, **options) -> subprocess.CompletedProcess[str]:
-    """The same, to its end."""
+    """Run `megatron-lite ARGUMENTS` in a new process until it exits."""
     process = start(*arguments, cwd=cwd, **options)
     out, err = process.communicate(timeout=timeout)
     return subprocess.CompletedProcess(arguments, process.returncode, out, err)
 
 
 def run_listing_modules(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    """The same in the caller's folder; the last line of its output lists the heavy modules that it loaded."""
+    """Run `megatron-lite ARGUMENTS` here; the last output line lists the heavy modules that it loaded."""
     code = (
         "import atexit, runpy, sys\n"
         "heavy = ('torch', 'numpy', 'transformers', 'rich')\n"
@@ -70,7 +70,7 @@ def run_listing_modules(*arguments: str, **variables: str) -> subprocess.Complet
 
 
 def run_here(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    """The same in this process, which saves the seconds that imports take; for what needs no others."""
+    """Run `megatron-lite ARGUMENTS` in this process, which saves seconds of imports, if it starts no process."""
     out, err, before = io.StringIO(), io.StringIO(), os.getcwd()
     os.chdir(cwd)
     try:
@@ -85,17 +85,17 @@ def run_here(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
         return subprocess.CompletedProcess(arguments, int(end.code or 0), out.getvalue(), err.getvalue())
     finally:
         os.chdir(before)
-    raise AssertionError("a command ends with an exit code")
+    raise AssertionError("the command raised no SystemExit")
 
 
 def make_corpus(folder: Path) -> str:
-    """A small byte-level corpus of this project's own sources; returns its prefix."""
+    """Make a small byte-level corpus of this project's source files; return its prefix."""
     preprocess([str(ROOT / "megatron_lite" / "parallel")], str(folder / "corpus"), "bytes", workers=1, append_eod=True)
     return str(folder / "corpus_text_document")
 
 
 def tiny_yaml(folder: Path, prefix: str, **sections: dict) -> Path:
-    """A config file of a tiny CodeGeeX on that corpus; `sections` override single fields."""
+    """Write a config file of a tiny CodeGeeX on the corpus `prefix`; `sections` override single fields."""
     import yaml
 
     config = {

@@ -9,7 +9,7 @@ from megatron_lite.preprocess.builder import IndexedDatasetBuilder
 
 
 def write_corpus(prefix: str | os.PathLike[str], lengths, dtype=np.int32, first_token: int = 0) -> str:
-    """One document for each length; its tokens go on counting where the one before stopped."""
+    """Write one document for each length; tokens count up through all documents."""
     builder = IndexedDatasetBuilder(bin_path(prefix), dtype)
     total = int(sum(lengths))
     tokens = np.arange(first_token, first_token + total)

@@ -1,4 +1,4 @@
-"""Settings of the data-parallel engines, as changes of `tiny_config`."""
+"""Settings of the data-parallel engines, as arguments of `tiny_config`."""
 
 from typing import Any
 
@@ -17,7 +17,7 @@ ENGINES: dict[str, dict[str, Any]] = {
         for stage in range(4)
     },
 }
-# A model so large that a batch and the padding of buckets are small beside it.
+# A model large enough that a batch and the padding of buckets are small in comparison.
 LARGE_MODEL = {"hidden_size": 128, "num_layers": 4, "num_heads": 4, "vocab_size": 2000, "ffn_hidden_size": 500}
 
 # Four steps: one micro-batch in each of the first two, two in the others.

@@ -1,4 +1,4 @@
-"""Faults that strike a training run at a given iteration and rank, and the entry point of such a run's ranks."""
+"""Faults injected into a training run at a given iteration and rank, and the function that the run's ranks execute."""
 
 import contextlib
 import json
@@ -22,13 +22,13 @@ SIGNALS = {"kill": signal.SIGKILL, "term": signal.SIGTERM, "stop": signal.SIGSTO
 @dataclass(frozen=True)
 class Fault:
     kind: str  # a key of SIGNALS, "nan", "weight" or "disk"
-    iteration: int  # in which it happens
+    iteration: int
     rank: int
     delay: float  # seconds into the iteration, for signals
 
 
-def cause(fault: Fault, run, microbatches) -> None:
-    """Make `fault` happen to this rank."""
+def inject(fault: Fault, run, microbatches) -> None:
+    """Inject `fault` into this rank."""
     if fault.kind in SIGNALS:
         threading.Timer(fault.delay, os.kill, (os.getpid(), SIGNALS[fault.kind])).start()
     elif fault.kind == "nan":
@@ -36,18 +36,18 @@ def cause(fault: Fault, run, microbatches) -> None:
     elif fault.kind == "weight":
         name = random.Random(fault.iteration).choice(sorted(run.params))
         bits = run.params[name].detach().view(-1).view(torch.int32)
-        bits[-1] ^= 1 << 20  # of the mantissa: only a comparison of replicas notices
+        bits[-1] ^= 1 << 20  # a mantissa bit: only a comparison of replicas detects it
     elif fault.kind == "disk":
         resource.setrlimit(resource.RLIMIT_FSIZE, (1000, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
 
 
 def faulty_step(run, microbatches, *, folder: Path, faults: list[Fault]):
-    """`train_step` with the faults of this rank and iteration; each happens once, also over restarts."""
+    """`train_step` with the faults of this rank and iteration; restarts do not repeat a fault."""
     for number, fault in enumerate(faults):
         if fault.rank == run.ctx.rank and fault.iteration == run.state.iteration + 1:
             with contextlib.suppress(FileExistsError):
                 (folder / f"fault_{number}").touch(exist_ok=False)
-                cause(fault, run, microbatches)
+                inject(fault, run, microbatches)
     return train_step(run, microbatches)
 
 

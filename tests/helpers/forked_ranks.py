@@ -1,4 +1,4 @@
-"""Launchers in tests start their ranks as forks of a server that has loaded torch, which takes each of them seconds."""
+"""Launchers in tests fork their ranks from a server that has already loaded torch; loading takes seconds per rank."""
 
 import threading
 from collections.abc import Iterator
@@ -13,16 +13,16 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 _poll, _lock = Popen.poll, threading.Lock()
 
 
-def _poll_alone(self: Popen, *arguments: int) -> int | None:
-    """A launcher polls its ranks in two threads; of two that do so at once, one takes 255 for the exit code."""
+def _poll_with_lock(self: Popen, *arguments: int) -> int | None:
+    """Poll under a lock: a launcher polls in two threads, and without the lock one may read 255 as the exit code."""
     with _lock:
         return _poll(self, *arguments)
 
 
 @contextmanager
 def forked_ranks(*modules: str) -> Iterator[None]:
-    """For launchers of this process; the server imports these modules."""
+    """Make launchers of this process fork their ranks from a server that has imported `modules`."""
     get_context("forkserver").set_forkserver_preload([*modules, "torch._dynamo"])
     quick = partialmethod(LocalElasticAgent.__init__, start_method="forkserver")
-    with mock.patch.object(LocalElasticAgent, "__init__", quick), mock.patch.object(Popen, "poll", _poll_alone):
+    with mock.patch.object(LocalElasticAgent, "__init__", quick), mock.patch.object(Popen, "poll", _poll_with_lock):
         yield

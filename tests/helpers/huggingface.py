@@ -1,4 +1,4 @@
-"""Small random models of transformers, saved as it saves them: every bias and norm is a number of its own."""
+"""Small transformers models with random weights, biases and norms, saved by transformers."""
 
 import json
 import logging
@@ -68,14 +68,14 @@ def tokens(vocab_size: int = VOCAB) -> torch.Tensor:
 
 
 def edit_config(folder: Path, **changes: Any) -> None:
-    """Sets fields of a config.json; None removes one."""
+    """Set fields of a config.json; None removes a field."""
     path = folder / "config.json"
     content = json.loads(path.read_text()) | changes
     path.write_text(json.dumps({name: value for name, value in content.items() if value is not None}))
 
 
 def copy(source: Path, target: Path) -> Path:
-    """A folder that may be changed."""
+    """Copy `source` to `target`, a folder that a test may change."""
     shutil.copytree(source, target)
     return target
 
@@ -85,7 +85,7 @@ def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def assert_same_tensors(got: Path, want: Path) -> None:
-    """Bitwise; of tied ones the head is not stored."""
+    """Tensor names, dtypes and bits of two folders are equal; tied models store no head."""
     first, second = tensors_of(got), tensors_of(want)
     assert first.keys() == second.keys()
     for name, tensor in second.items():
@@ -93,13 +93,13 @@ def assert_same_tensors(got: Path, want: Path) -> None:
 
 
 def transformers_without_warnings(folder: Path) -> Any:
-    """The model that transformers loads; anything it has to say is a failure."""
+    """The model that transformers loads from `folder`; any warning or log message is a failure."""
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging as theirs
 
-    said = []
+    messages = []
     handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
     theirs.set_verbosity_warning()
     theirs.add_handler(handler)
     try:
@@ -108,5 +108,5 @@ def transformers_without_warnings(folder: Path) -> Any:
             loaded = AutoModelForCausalLM.from_pretrained(folder)
     finally:
         theirs.remove_handler(handler)
-    assert said == []
+    assert messages == []
     return loaded.eval()

@@ -1,4 +1,4 @@
-"""Another run that wants the same directory."""
+"""A second process that takes the lock of a run directory."""
 
 import subprocess
 import sys
@@ -10,13 +10,13 @@ from pathlib import Path
 from megatron_lite.checkpoint.lock import locked
 from megatron_lite.parallel.context import solo
 with locked(Path(sys.argv[1]), world=solo()):
-    print("mine", flush=True)
+    print("locked", flush=True)
     sys.stdin.read()
 """
 
 
 def other_run(folder: Path) -> "subprocess.Popen[str]":
-    """A process that holds the lock until its input ends, or fails to get it."""
+    """Start a process that prints `locked` and keeps the lock until its input ends, or fails to take it."""
     return subprocess.Popen(
         [sys.executable, "-c", TRY, str(folder)],
         stdin=subprocess.PIPE,

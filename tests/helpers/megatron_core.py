@@ -12,15 +12,15 @@ import torch.nn.functional as F
 
 
 def helpers():
-    """Its compiled index helpers (part of its wheels)."""
+    """megatron-core's compiled index helpers (part of its wheels)."""
     return pytest.importorskip("megatron.core.datasets.helpers_cpp")
 
 
 def build_splits(paths, split, num_samples, seq_length, seed):
-    """Its train, valid and test datasets, as `--data-path paths --split split` would build them."""
+    """megatron-core's train, valid and test datasets for `--data-path paths --split split`."""
     helpers()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # transformer_engine and apex are not there
+        warnings.simplefilter("ignore")  # transformer_engine and apex are not installed
         from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
         from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
         from megatron.core.datasets.utils import get_blend_from_list
@@ -29,7 +29,7 @@ def build_splits(paths, split, num_samples, seq_length, seed):
         sequence_length=seq_length,
         blend=get_blend_from_list(list(paths)),
         split=",".join(map(str, split)),
-        # It asks a tokenizer for its size, its end token and a pad token that no document holds.
+        # megatron-core reads the tokenizer's size, end token and pad token; no document contains this pad token.
         tokenizer=SimpleNamespace(vocab_size=1 << 30, eod=-2, pad=-1, unique_identifiers={}),
         reset_position_ids=False,
         reset_attention_mask=False,
@@ -41,7 +41,7 @@ def build_splits(paths, split, num_samples, seq_length, seed):
 
 
 def sample_of(dataset, number):
-    """Sample `number` in our form: its tokens and one label more."""
+    """Sample `number` in our form: its tokens and the last label."""
     import numpy as np
 
     sample = dataset[number]
@@ -50,9 +50,9 @@ def sample_of(dataset, number):
 
 @contextlib.contextmanager
 def core_model(model):
-    """Its GPTModel of our sizes, in a process group of one; what it asks of CUDA is answered for it."""
+    """megatron-core's GPTModel with the sizes of `model`, in a process group of one; CUDA calls are replaced."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # transformer_engine and apex are not there
+        warnings.simplefilter("ignore")  # transformer_engine and apex are not installed
         from megatron.core import parallel_state
         from megatron.core.models.gpt import GPTModel
         from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
@@ -105,14 +105,14 @@ def _logits(core, tokens):
 
 
 def core_logits(model, file, tokens):
-    """[b, s, v], of a file of Megatron-LM's, loaded as Megatron-LM does."""
+    """Logits [b, s, v] of a Megatron-LM checkpoint file, loaded as Megatron-LM does."""
     with core_model(model) as core:
         core.load_state_dict(torch.load(file, weights_only=False)["model"], strict=True)
         return _logits(core, tokens)
 
 
 def core_state(model, tokens):
-    """Of a model of its own, with values that are not those it starts with, what it saves, and its logits."""
+    """The saved state of a megatron-core model with randomly changed weights, and its logits."""
     generator = torch.Generator().manual_seed(4)
     with core_model(model) as core, torch.no_grad():
         for parameter in core.parameters():

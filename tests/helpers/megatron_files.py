@@ -1,4 +1,4 @@
-"""Megatron-LM's checkpoints of two tiny models, written down once more with plain loops."""
+"""Checkpoints of two tiny models in Megatron-LM's format, written by plain loops without the code of convert/."""
 
 import argparse
 import random
@@ -27,7 +27,7 @@ LLAMA = tiny(
     bias=False,
     tie_embeddings=False,
 )
-# In front of layers, attention, the two norms of a layer and the final one, by age.
+# Names of the trunk, the attention, the two norms of a layer and the final norm, by age of Megatron-LM.
 LEGACY = {
     "oldest": ("transformer", "attention", "input_layernorm", "post_attention_layernorm", "final_layernorm"),
     "old": ("encoder", "self_attention", "input_layernorm", "post_attention_layernorm", "final_layernorm"),
@@ -38,7 +38,7 @@ WORDS, HEAD = "embedding.word_embeddings.weight", "output_layer.weight"
 
 
 def rows_of_heads(part, count):
-    """Of a stack of heads, each head's rows."""
+    """The rows of each head of a stack of heads."""
     size = part.shape[0] // count
     return [part[i * size : (i + 1) * size] for i in range(count)]
 
@@ -52,25 +52,25 @@ def qkv_in_order(tensor, model, version, tp):
     keys, values = rows_of_heads(key, groups), rows_of_heads(value, groups)
     ranks = []
     for rank in range(tp):
-        mine = range(rank * groups // tp, (rank + 1) * groups // tp)
+        local_groups = range(rank * groups // tp, (rank + 1) * groups // tp)
         if version == 0:
-            rows = [queries[g * each + i] for g in mine for i in range(each)]
-            rows += [keys[g] for g in mine] + [values[g] for g in mine]
+            rows = [queries[g * each + i] for g in local_groups for i in range(each)]
+            rows += [keys[g] for g in local_groups] + [values[g] for g in local_groups]
         elif version == 1.0:
             rows = [
                 part[row : row + 1]
-                for g in mine
+                for g in local_groups
                 for row in range(model.head_size)
                 for part in (queries[g], keys[g], values[g])
             ]
         else:
-            rows = [x for g in mine for x in (*queries[g * each : (g + 1) * each], keys[g], values[g])]
+            rows = [x for g in local_groups for x in (*queries[g * each : (g + 1) * each], keys[g], values[g])]
         ranks.append(torch.cat(rows))
     return ranks
 
 
-def pieces_of(name, tensor, model, version, tp, rows):
-    """What each tensor-parallel rank's file has."""
+def shards_of(name, tensor, model, version, tp, rows):
+    """The shard of a tensor in each tensor-parallel rank's file."""
     if name in (WORDS, HEAD):
         noise = torch.randn(max(0, rows - len(tensor)), tensor.shape[1], generator=torch.Generator().manual_seed(5))
         return torch.cat([tensor, noise])[:rows].chunk(tp)
@@ -86,18 +86,18 @@ def pieces_of(name, tensor, model, version, tp, rows):
     return [tensor] * tp
 
 
-def respelled(state, spelling):
-    """megatron-core's names in another time's, in its nested dicts."""
+def rename_as(state, spelling):
+    """Rename megatron-core's tensors to those of another Megatron-LM version, in its nested dicts."""
     if spelling == "core":
         return state
     if spelling == "transformer-engine":
-        made = {}
+        renamed = {}
         for name, tensor in state.items():
             name = name.replace("input_layernorm.", "self_attention.linear_qkv.layer_norm_")
-            made[name.replace("pre_mlp_layernorm.", "mlp.linear_fc1.layer_norm_")] = tensor
+            renamed[name.replace("pre_mlp_layernorm.", "mlp.linear_fc1.layer_norm_")] = tensor
             if name.endswith("linear_qkv.weight"):
-                made[name.replace("weight", "_extra_state")] = torch.ones(7, dtype=torch.uint8)
-        return made
+                renamed[name.replace("weight", "_extra_state")] = torch.ones(7, dtype=torch.uint8)
+        return renamed
     trunk, attention, first_norm, second_norm, final_norm = LEGACY[spelling]
     language_model, model = {}, {"language_model": {}}
     for name, tensor in state.items():
@@ -117,13 +117,13 @@ def respelled(state, spelling):
     return {**model, "language_model": language_model}
 
 
-def written(
+def write_megatron(
     root, config, *, weights, tp=1, pp=1, chunks=1, spelling="core", version=3.0, rows=128, args=True, **changes
 ):
-    """Writes what Megatron-LM would have."""
+    """Write the checkpoint that Megatron-LM would write; return its folder."""
     model = config.model
     names = list(weights) + ([HEAD + " tied"] if model.tie_embeddings and pp > 1 else [])
-    share = model.num_layers // (pp * chunks)
+    layers_per_stage = model.num_layers // (pp * chunks)
     folder = root / "iter_0000007"
     for stage in range(pp):
         for rank in range(tp):
@@ -131,26 +131,26 @@ def written(
             if version:
                 content["checkpoint_version"] = version
             if args:
-                given = vars(args_for(model, tensor=tp, pipeline=pp, iteration=7, dtype=torch.float32))
-                given |= {"padded_vocab_size": rows, "make_vocab_size_divisible_by": rows // tp}
-                content["args"] = argparse.Namespace(**{**given, **changes})
+                arguments = vars(args_for(model, tensor=tp, pipeline=pp, iteration=7, dtype=torch.float32))
+                arguments |= {"padded_vocab_size": rows, "make_vocab_size_divisible_by": rows // tp}
+                content["args"] = argparse.Namespace(**{**arguments, **changes})
             for chunk in range(chunks):
-                first = chunk * (model.num_layers // chunks) + stage * share
+                first = chunk * (model.num_layers // chunks) + stage * layers_per_stage
                 state = {}
                 for name in names:
                     tensor = weights[WORDS if "tied" in name else name]
                     local = name
                     if name.startswith("decoder.layers."):
                         _, _, number, rest = name.split(".", 3)
-                        if not first <= int(number) < first + share:
+                        if not first <= int(number) < first + layers_per_stage:
                             continue
                         local = f"decoder.layers.{int(number) - first}.{rest}"
                     elif (chunk, stage) != ((0, 0) if "embedding" in name else (chunks - 1, pp - 1)):
                         continue
-                    piece = pieces_of(name.removesuffix(" tied"), tensor, model, version, tp, rows)[rank]
+                    shard = shards_of(name.removesuffix(" tied"), tensor, model, version, tp, rows)[rank]
                     local = local.removesuffix(" tied") if spelling in ("core", "transformer-engine") else local
-                    state[local] = piece.clone()
-                content["model" if chunks == 1 else f"model{chunk}"] = respelled(state, spelling)
+                    state[local] = shard.clone()
+                content["model" if chunks == 1 else f"model{chunk}"] = rename_as(state, spelling)
             place = folder / (f"mp_rank_{rank:02d}" + (f"_{stage:03d}" if pp > 1 else ""))
             place.mkdir(parents=True)
             torch.save(content, place / "model_optim_rng.pt")
@@ -158,15 +158,16 @@ def written(
     return folder
 
 
-def changed(folder, change, place="mp_rank_00"):
-    """Rewrites one rank's file."""
+def edit_file(folder, change, place="mp_rank_00"):
+    """Rewrite one rank's file after `change` has modified its content."""
     file = folder / place / "model_optim_rng.pt"
     content = torch.load(file, weights_only=False)
     change(content)
     torch.save(content, file)
 
 
-def exported(path, config, weights, *, tensor=1, pipeline=1, iteration=0):
+def export_megatron(path, config, weights, *, tensor=1, pipeline=1, iteration=0):
+    """Export `weights` into `path` with the converter under test; return `path`."""
     path.mkdir(exist_ok=True)
     checkpoint = checkpoint_of(config, weights, iteration)
     megatron.write(path, checkpoint, tensor=tensor, pipeline=pipeline, progress=lambda count: None)

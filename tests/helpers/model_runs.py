@@ -17,7 +17,7 @@ from megatron_lite.parallel.shard import ParamTable
 
 @dataclass
 class ModelRun:
-    """What one rank saw: its share of the logits, the whole per-token loss, its share of each gradient."""
+    """Results on one rank: its shard of the logits, the per-token loss, and its shard of each gradient."""
 
     logits: Tensor  # [s, b, v/tp]
     loss: Tensor  # [s, b]
@@ -41,13 +41,13 @@ def context(tp: int) -> ParallelContext:
 
 
 def layer_options(dtype: torch.dtype, ctx: ParallelContext | None = None, **changes) -> LayerOptions:
-    """Options of a layer with memory; on one rank unless changes give it groups."""
+    """Options of a layer on a real device (not meta); on one rank unless `changes` pass groups."""
     plain = {"tp": solo(), "sequence": solo(), "rng": seed_everything(3, ctx or context(1)), "fused": False}
     return LayerOptions(**{**plain, "dtype": dtype, "device": torch.device("cpu"), **changes})
 
 
 def random_weights(config: Config, dtype: torch.dtype, seed: int = 0, std: float = 0.2) -> dict[str, Tensor]:
-    """Whole tensors by name; biases and norms are random too, because zeros and ones would hide mistakes."""
+    """Full tensors by name; biases and norms are random too, because zeros and ones would hide mistakes."""
     ctx = ParallelContext.at(Grid(), 0)
     table = param_table(get_model(config, ctx, seed_everything(0, ctx), dtype=dtype))
     generator = torch.Generator().manual_seed(seed)
@@ -62,7 +62,7 @@ def random_tokens(config: Config, batch: int = 3, length: int = 17) -> tuple[Ten
 
 
 def loss_weights(loss: Tensor) -> Tensor:
-    """A different weight for each token, so that a gradient that ignores its token is seen."""
+    """A different weight for each token; with equal weights, a gradient of the wrong token would go unnoticed."""
     generator = torch.Generator().manual_seed(2)
     return torch.rand(loss.shape, generator=generator, dtype=torch.float64).to(loss.dtype)
 
@@ -70,7 +70,7 @@ def loss_weights(loss: Tensor) -> Tensor:
 def run_model(
     config: Config, weights: dict[str, Tensor], tokens: Tensor, labels: Tensor, *, tp: int, train: bool = False
 ) -> ModelRun:
-    """Forward and backward of sum(loss * loss_weights), on this rank of tp."""
+    """Forward and backward of sum(loss * loss_weights) on this rank of `tp` ranks."""
     ctx = context(tp)
     dtype = next(iter(weights.values())).dtype
     chunks = get_model(config, ctx, seed_everything(5, ctx), dtype=dtype)
@@ -88,7 +88,7 @@ def run_model(
 
 
 def joined_grads(runs: list[ModelRun]) -> dict[str, Tensor]:
-    """Whole gradients from every rank's share; what is held whole must be the same on every rank."""
+    """Full gradients from every rank's shards; those of replicated parameters must be equal on every rank."""
     for name, meta in runs[0].table.items():
         if not meta.shard.is_split:
             for run in runs[1:]:
@@ -101,7 +101,7 @@ def joined_logits(runs: list[ModelRun]) -> Tensor:
 
 
 def assert_grads_close(got: dict[str, Tensor], want: dict[str, Tensor], tolerance: float) -> None:
-    """Every name in both, and each tensor within `tolerance` of the reference's largest number."""
+    """The names agree, and each error is at most `tolerance` times the largest value of its reference."""
     assert set(got) == set(want)
     for name, reference in want.items():
         error = (got[name] - reference).abs().max().item()

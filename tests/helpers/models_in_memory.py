@@ -1,4 +1,4 @@
-"""Models that are a dict of weights, as a source for the converter; and what was read, as such a dict."""
+"""Conversion between a dict of weights and the converter's `Checkpoint`, and comparisons of both."""
 
 from pathlib import Path
 
@@ -21,7 +21,7 @@ def checkpoint_of(config: Config, weights: dict[str, Tensor], iteration: int = 0
 
 
 def weights_of(checkpoint: Checkpoint) -> dict[str, Tensor]:
-    """Every tensor, which must be as the checkpoint says."""
+    """Every tensor by name; dtypes and shapes must be those that the checkpoint lists."""
     weights = {name: checkpoint.read(name) for name in checkpoint.tensors}
     for name, tensor in weights.items():
         assert (tensor.dtype, tuple(tensor.shape)) == (checkpoint.tensors[name].dtype, checkpoint.tensors[name].shape)
@@ -35,7 +35,7 @@ def assert_identical(got: dict[str, Tensor], want: dict[str, Tensor]) -> None:
 
 
 def assert_same_sizes(got: ModelConfig, want: ModelConfig, *besides: str) -> None:
-    """The models compute the same: all fields agree, but those that only matter to training or to speed."""
+    """Two model configs agree in all fields, except those that matter only to training or to speed."""
     ignored = {"preset", "hidden_dropout", "attention_dropout", "mlp_dropout", "init_std", *besides}
     sizes = ("query_groups", "head_size", "ffn_size", "padded_vocab")
     derived = {"num_query_groups", "head_dim", "ffn_hidden_size", "padded_vocab_size"}
@@ -44,7 +44,7 @@ def assert_same_sizes(got: ModelConfig, want: ModelConfig, *besides: str) -> Non
 
 
 def our_logits(config: Config, weights: dict[str, Tensor], tokens: Tensor) -> Tensor:
-    """[b, s, v], over the real vocabulary."""
+    """Our model's logits [b, s, v], without the padded columns of the vocabulary."""
     run = run_model(config, weights, tokens, random_tokens(config)[1], tp=1)
     return run.logits.transpose(0, 1)[..., : config.model.vocab_size]
 

@@ -1,4 +1,4 @@
-"""Ports that a process listens on, from the kernel's lists.
+"""Addresses on which a process listens, from the kernel's tables.
 
 The listening sockets of /proc/net/tcp and tcp6 are those whose inodes are among the process's descriptors.
 """
@@ -9,7 +9,7 @@ from pathlib import Path
 
 
 def listening(pid: int) -> set[str]:
-    """The addresses, in the kernel's hexadecimal, at which a process listens."""
+    """The addresses, in the kernel's hexadecimal notation, on which process `pid` listens."""
     inodes = set()
     for descriptor in Path(f"/proc/{pid}/fd").iterdir():
         try:

@@ -1,4 +1,4 @@
-"""Models that are trained with and without recomputation, and the bytes that a block keeps for backward."""
+"""Training with and without recomputation, and the bytes that a block saves for backward."""
 
 from typing import Any, NamedTuple
 
@@ -60,9 +60,9 @@ def train(
         with split_backward(halves):
             losses.append(model(tokens, labels).mean())
     for loss in losses:
-        with deferred() as some:
+        with deferred() as new_jobs:
             loss.backward()
-        jobs += some.values()
+        jobs += new_jobs.values()
     for job in jobs:
         job()
     grads = {name: parameter.grad for name, parameter in named_params([model]).items()}
@@ -83,20 +83,20 @@ def assert_same_bits(got: Trained, want: Trained) -> None:
 S, B, H, HEADS = 64, 2, 64, 4
 
 
-def kept_bytes(ctx: ParallelContext | None = None, **options: Any) -> float:
-    """Bytes that one block of size S, B, H keeps for backward besides its parameters, divided by S * B * H."""
+def saved_bytes(ctx: ParallelContext | None = None, **options: Any) -> float:
+    """Bytes that one block of size S, B, H saves for backward besides its parameters, divided by S * B * H."""
     config = tiny(hidden_size=H, num_heads=HEADS, max_position_embeddings=S, attention="math", **DROPOUT)
     common = layer_options(torch.bfloat16, ctx, **options)
     block = TransformerBlock(config.model, common, place=0)
     parameters = {parameter.untyped_storage().data_ptr() for parameter in block.parameters()}
-    kept = {}
+    saved = {}
 
-    def keep(x):
-        kept.setdefault(x.untyped_storage().data_ptr(), x)
+    def save(x):
+        saved.setdefault(x.untyped_storage().data_ptr(), x)
         return x
 
     x = torch.randn(S // common.sequence.size, B, H, dtype=torch.bfloat16, requires_grad=True)
-    with saved_tensors_hooks(keep, lambda x: x):
+    with saved_tensors_hooks(save, lambda x: x):
         y = block(x)
     assert y.requires_grad
-    return sum(t.untyped_storage().nbytes() for at, t in kept.items() if at not in parameters) / (S * B * H)
+    return sum(t.untyped_storage().nbytes() for at, t in saved.items() if at not in parameters) / (S * B * H)

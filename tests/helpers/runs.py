@@ -1,4 +1,4 @@
-"""Training runs of tiny models in a folder, and the results that a finished run left there."""
+"""Training runs of tiny models in a folder, and the results that a run wrote there."""
 
 import json
 from pathlib import Path
@@ -37,9 +37,9 @@ def run_to_the_end(folder: Path, model: str, *, hint=None, **changes) -> None:
 
 def rows(folder: Path) -> list[dict]:
     """The metrics of each iteration of a run, without timings and without evaluations."""
-    kept = ("iteration", "consumed_samples", "loss", "lr", "grad_norm", "loss_scale", "skipped")
+    columns = ("iteration", "consumed_samples", "loss", "lr", "grad_norm", "loss_scale", "skipped")
     lines = (folder / "metrics.jsonl").read_text().splitlines()
-    return [{key: row[key] for key in kept} for row in map(json.loads, lines) if "loss" in row]
+    return [{key: row[key] for key in columns} for row in map(json.loads, lines) if "loss" in row]
 
 
 def tensor_files(folder: Path) -> dict[str, bytes]:

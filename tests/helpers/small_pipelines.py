@@ -55,7 +55,7 @@ def stage_of(layers: str, stage: int) -> nn.Module:
 
 
 def run_stage(module: nn.Module, x: Tensor, microbatch: int, *, is_last: bool) -> Tensor:
-    """The stage's output, through a residual branch so that backward keeps no output; on the last stage the loss."""
+    """The stage's output, the loss on the last stage. Its residual branch needs no output for backward."""
     x = x + module(x)
     return (x - draw(BATCH, WIDTH, seed=5000 + microbatch)).square().sum() if is_last else x
 

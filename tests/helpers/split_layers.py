@@ -1,4 +1,4 @@
-"""Tensors and linear layers, split over a tensor-parallel group, for comparison with full ones."""
+"""Random tensors and linear layers sharded over a tensor-parallel group, for comparison with full layers."""
 
 from typing import Any
 

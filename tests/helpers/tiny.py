@@ -1,7 +1,7 @@
-"""Tiny models and a synthetic task, for tests that train whole runs under many layouts.
+"""Tiny models and a synthetic task, for tests that train under many layouts.
 
-Every sample is made from its number alone, its loss mask too, and the masks differ in length, so that a mean of
-means would show.
+A sample and its loss mask depend only on the sample's number. The masks differ in length, so that a mean of means
+would differ from the mean.
 """
 
 import os
@@ -86,74 +86,76 @@ def sample(number: int, seq_length: int, vocab_size: int) -> tuple[torch.Tensor,
     return tokens, (torch.arange(seq_length) < length).float()
 
 
-def portion(run: Run) -> list[Batch]:
+def next_microbatches(run: Run) -> list[Batch]:
     """This rank's micro-batches of the next iteration."""
     train, dp, config = run.config.train, run.ctx.dp, run.config
     count = num_microbatches(train, dp.size, run.state.consumed_samples)
-    made = []
+    batches = []
     for numbers in microbatch_indices(run.state.consumed_samples, count, train.micro_batch_size, dp.rank, dp.size):
         pairs = [sample(number, config.data.seq_length, config.model.vocab_size) for number in numbers]
         tokens = torch.stack([tokens for tokens, _ in pairs])
-        made.append(Batch(tokens[:, :-1], tokens[:, 1:], torch.stack([mask for _, mask in pairs])))
-    return made
+        batches.append(Batch(tokens[:, :-1], tokens[:, 1:], torch.stack([mask for _, mask in pairs])))
+    return batches
 
 
-def gather(run: Run) -> dict[str, torch.Tensor]:
-    """Whole weights from every rank's runs and pieces and every stage, by name.
+def gather_weights(run: Run) -> dict[str, torch.Tensor]:
+    """Full weights of all stages by name, gathered from the shards of every rank.
 
-    What each tensor-parallel rank holds whole must be equal on all, and a tied copy to the original, to the bit.
+    Replicated weights must be bitwise equal on all tensor-parallel ranks, and a tied copy to its original.
     """
     weights, dp = run.optimizer.weights(), run.ctx.dp
-    shared_out = {
-        name: (held.start, held.values.clone()) for name, held in weights.items() if held.across_dp != "replicated"
+    sharded = {
+        name: (local.start, local.values.clone()) for name, local in weights.items() if local.across_dp != "replicated"
     }
-    of_ranks = [shared_out for _ in range(dp.size)]
+    by_rank = [sharded for _ in range(dp.size)]
     if dp.size > 1:
-        dist.all_gather_object(of_ranks, shared_out, group=dp.pg)
-    whole = {}
+        dist.all_gather_object(by_rank, sharded, group=dp.pg)
+    full = {}
     for name, meta in run.table.items():
-        if runs := sorted((runs[name] for runs in of_ranks if name in runs), key=lambda run: run[0]):
-            cut = torch.cat([values.flatten() for _, values in runs])
-            cut = cut.view(meta.shard.local_shape(meta.shape, run.ctx.tp.size))
+        if slices := sorted((shards[name] for shards in by_rank if name in shards), key=lambda item: item[0]):
+            tp_shard = torch.cat([values.flatten() for _, values in slices])
+            tp_shard = tp_shard.view(meta.shard.local_shape(meta.shape, run.ctx.tp.size))
         else:
-            cut = weights[name].values
-        pieces = all_gather(cut[None], run.ctx.tp, dim=0)
-        assert meta.shard.is_split or all(torch.equal(piece, pieces[0]) for piece in pieces), f"{name} differs over tp"
-        whole[name] = meta.shard.join(list(pieces)).detach().clone()
+            tp_shard = weights[name].values
+        shards = all_gather(tp_shard[None], run.ctx.tp, dim=0)
+        assert meta.shard.is_split or all(torch.equal(shard, shards[0]) for shard in shards), f"{name} differs over tp"
+        full[name] = meta.shard.join(list(shards)).detach().clone()
     if run.ctx.pp.size > 1:
         stages: list[dict[str, torch.Tensor]] = [{} for _ in range(run.ctx.pp.size)]
-        dist.all_gather_object(stages, whole, group=run.ctx.pp.pg)
-        assert sum(map(len, stages)) == len(set().union(*stages)), "two stages hold the same tensor"
-        whole = {name: tensor for stage in stages for name, tensor in stage.items()}
+        dist.all_gather_object(stages, full, group=run.ctx.pp.pg)
+        assert sum(map(len, stages)) == len(set().union(*stages)), "two stages have the same tensor"
+        full = {name: tensor for stage in stages for name, tensor in stage.items()}
         if run.config.model.tie_embeddings:
-            assert torch.equal(whole.pop("output_layer.weight"), whole[WORD_EMBEDDINGS])
-    return whole
+            assert torch.equal(full.pop("output_layer.weight"), full[WORD_EMBEDDINGS])
+    return full
 
 
-def fill_biases_too(parameter: torch.Tensor, meta: ParamMeta, *, seed: int, name: str, tp: Group) -> None:
-    """`fill`, with other values for every parameter that starts at zero or one, the same for any layout."""
+def fill_with_random_biases(parameter: torch.Tensor, meta: ParamMeta, *, seed: int, name: str, tp: Group) -> None:
+    """`fill`, plus random values for parameters that start at zero or one; the values do not depend on the layout."""
     fill(parameter, meta, seed=seed, name=name, tp=tp)
     if meta.init != "normal":
         generator = torch.Generator().manual_seed(sum(name.encode()))
-        whole = 0.3 * torch.randn(meta.shape, generator=generator)
-        parameter.data += meta.shard.split(whole, tp.rank, tp.size).to(parameter.dtype)
+        full = 0.3 * torch.randn(meta.shape, generator=generator)
+        parameter.data += meta.shard.split(full, tp.rank, tp.size).to(parameter.dtype)
 
 
-@wraps(get_model)  # what it computes is the same, so it goes by the same name
+@wraps(get_model)  # with the same name: the model computes the same function
 def model_with_biases(config: Config, ctx: ParallelContext, rng: RngTracker, **options: Any) -> list:
     """`get_model`, with biases and norms that are neither zero nor one."""
-    with mock.patch("megatron_lite.model.build.fill", fill_biases_too):
+    with mock.patch("megatron_lite.model.build.fill", fill_with_random_biases):
         return get_model(config, ctx, rng, **options)
 
 
-def visit(model: str, folder: str, source: str, steps: int, changes: dict[str, Any]) -> list[tuple[float, float]]:
-    """A run of four layers in `folder` that goes on from `source`, takes some steps and saves; losses and norms."""
+def resume_and_save(
+    model: str, folder: str, source: str, steps: int, changes: dict[str, Any]
+) -> list[tuple[float, float]]:
+    """Resume a four-layer model from `source`, train `steps` steps, save into `folder`; return losses and norms."""
     os.environ["TORCH_EXTENSIONS_DIR"] = folder + "-extensions"
     sizes = {"train__global_batch_size": 12, "model__num_layers": 4, "train__iterations": 100}
     config = tiny_config(model, run__dir=folder, checkpoint__load=source, **sizes, **changes)
     ctx, rng = initialize_megatron(config)
     run = setup_model_and_optimizer(config, ctx, rng, model_with_biases)
-    reports = [train_step(run, portion(run)) for _ in range(steps)]
+    reports = [train_step(run, next_microbatches(run)) for _ in range(steps)]
     run.ddp.wait_for_params()
     save_run(run, lambda line: None)
     del run
@@ -163,13 +165,13 @@ def visit(model: str, folder: str, source: str, steps: int, changes: dict[str, A
 
 
 def train_tiny(model: str, **changes: Any) -> dict[str, Any]:
-    """Trains on this layout; returns losses, gradient norms and the final whole weights."""
+    """Train on this layout; return losses, gradient norms and the final full weights."""
     config = tiny_config(model, **changes)
     ctx, rng = initialize_megatron(config)
     run = setup_model_and_optimizer(config, ctx, rng, model_with_biases)
-    reports = [train_step(run, portion(run)) for _ in range(config.train.iterations)]
+    reports = [train_step(run, next_microbatches(run)) for _ in range(config.train.iterations)]
     run.ddp.wait_for_params()
-    weights = gather(run)
+    weights = gather_weights(run)
     finalize_megatron()
     return {
         "loss": torch.tensor([report.loss for report in reports], dtype=torch.float64),

@@ -1,4 +1,4 @@
-"""Files of torch.save: small ones, pickles of storages and tensors by hand, and damaged copies."""
+"""Small files of torch.save, handwritten pickles of storages and tensors, and damaged copies of files."""
 
 import argparse
 import random
@@ -16,8 +16,8 @@ DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int
 FORMATS = {"zip": True, "legacy": False}
 
 
-def saved(path: Path, content: Any, form: str = "zip") -> Path:
-    """A file of torch.save, in one of FORMATS."""
+def save_file(path: Path, content: Any, form: str = "zip") -> Path:
+    """Save `content` with torch.save in one of FORMATS; return `path`."""
     torch.save(content, path, _use_new_zipfile_serialization=FORMATS[form])
     return path
 
@@ -28,7 +28,7 @@ def tensors_of(path: Path) -> dict[str, Tensor]:
 
 
 def storage_of(numel: int, kind: str = "FloatStorage", view: str = "", key: str = "0") -> bytes:
-    """A persistent id of a storage, in pickle's oldest protocol with a binary instruction."""
+    """The pickle of a storage's persistent id: protocol 0 plus one binary opcode."""
     return f"(S'storage'\nctorch\n{kind}\nS'{key}'\nS'cpu'\nI{numel}\n{view}tQ".encode()
 
 
@@ -45,8 +45,8 @@ def tensor_of(storage: bytes, offset: int, shape: tuple[int, ...], stride: tuple
 def read_damaged_copies(folder: Path, seeds: range) -> int:
     """Read a truncated or changed copy of a small file for each seed; return how many were read without an error.
 
-    A changed zip archive has its tensors or is an error, unless the change is in the values, which have no checksum, or
-    in the header of their record. Older files have no checksums at all: theirs is another object or an error.
+    Reading a changed zip archive gives its tensors or an error, unless the change is in the values, which have no
+    checksum, or in the header of their record. Legacy files have no checksums: reading gives any object or an error.
     """
     tensors = {"a": torch.arange(6.0).view(2, 3), "b": {"c": torch.ones(5, dtype=torch.bfloat16)}}
     content = {**tensors, "args": argparse.Namespace(x=1), "steps": [1, 2], "name": "run"}
@@ -54,7 +54,7 @@ def read_damaged_copies(folder: Path, seeds: range) -> int:
     path = folder / "damaged.pt"
     read = 0
     for form in FORMATS:
-        intact = saved(folder / f"{form}.pt", content, form).read_bytes()
+        intact = save_file(folder / f"{form}.pt", content, form).read_bytes()
         records = TorchFile(folder / f"{form}.pt").records
         unchecked = [range(record.start - 80, record.start + record.size) for record in records.values()]
         for seed in seeds:
@@ -80,5 +80,5 @@ def read_damaged_copies(folder: Path, seeds: range) -> int:
 
 
 def peak_of(line: str) -> int:
-    """A peak of this process's memory in bytes, from this line of /proc/self/status."""
+    """A peak of this process's memory in bytes: the value of `line` in /proc/self/status."""
     return int(Path("/proc/self/status").read_text().split(f"{line}:")[1].split()[0]) << 10

@@ -1,7 +1,7 @@
-"""A model small enough to check by hand, with parameters of every kind: cut, fused and cut, whole.
+"""A model small enough to check by hand, with sharded, fused and sharded, and replicated parameters.
 
-Its loss is separable: sum over samples and parameters of 0.5 * |w - target|^2 * strength. So the gradient of a piece is
-the piece of the gradient, and any layout can be compared with plain PyTorch on the whole tensors.
+Its loss is separable: sum over samples and parameters of 0.5 * |w - target|^2 * strength. So the gradient of a shard is
+the shard of the gradient, and any layout can be compared with plain PyTorch on the full tensors.
 """
 
 from collections.abc import Sequence
@@ -22,32 +22,32 @@ TABLE: ParamTable = {
 }
 
 
-def whole(name: str, seed: int) -> Tensor:
-    """Any values for the whole tensor, fp64."""
+def full_tensor(name: str, seed: int) -> Tensor:
+    """Random fp64 values for the full tensor."""
     generator = torch.Generator().manual_seed(1000 * seed + sum(name.encode()))
     return torch.randn(TABLE[name].shape, generator=generator, dtype=torch.float64)
 
 
 class ToyModel(nn.Module):
-    """This rank's pieces of the parameters in TABLE."""
+    """This rank's shards of the parameters in TABLE."""
 
     def __init__(self, ctx: ParallelContext, dtype: torch.dtype):
         super().__init__()
         self.tp = ctx.tp
-        self.pieces = nn.ParameterList(
-            declare(nn.Parameter(self.cut(name, seed=0).to(dtype)), meta) for name, meta in TABLE.items()
+        self.shards = nn.ParameterList(
+            declare(nn.Parameter(self.shard_of(name, seed=0).to(dtype)), meta) for name, meta in TABLE.items()
         )
 
-    def cut(self, name: str, seed: int) -> Tensor:
-        return TABLE[name].shard.split(whole(name, seed), self.tp.rank, self.tp.size).clone()
+    def shard_of(self, name: str, seed: int) -> Tensor:
+        return TABLE[name].shard.split(full_tensor(name, seed), self.tp.rank, self.tp.size).clone()
 
     def named(self) -> dict[str, nn.Parameter]:
-        return dict(zip(TABLE, self.pieces, strict=True))
+        return dict(zip(TABLE, self.shards, strict=True))
 
     def forward(self, samples: Sequence[int], strength: float) -> Tensor:
         """Scalar: this rank's share of the loss over the samples."""
         losses = [
-            (parameter - self.cut(name, seed=1 + sample).to(parameter.dtype)).square().sum()
+            (parameter - self.shard_of(name, seed=1 + sample).to(parameter.dtype)).square().sum()
             for sample in samples
             for name, parameter in self.named().items()
         ]

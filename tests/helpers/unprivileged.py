@@ -1,4 +1,4 @@
-"""Code run as a user whom the system can refuse something, which it never does to root."""
+"""Code run as an unprivileged user; root would pass every permission check."""
 
 import contextlib
 import os
@@ -15,14 +15,14 @@ NOBODY = 65534
 
 @contextlib.contextmanager
 def open_folder() -> Iterator[Path]:
-    """A folder that every user can reach; those of `tmp_path` are their owner's alone."""
+    """A temporary folder that every user can reach; only its owner can reach a `tmp_path`."""
     with tempfile.TemporaryDirectory() as folder:
         os.chmod(folder, 0o777)
         yield Path(folder)
 
 
 def run_unprivileged(imports: str, statement: str) -> subprocess.CompletedProcess[str]:
-    """The statement in a new process, as nobody where this one is root; it prints the error that ended it."""
+    """Run the statement in a new process, as user `nobody` if this one is root; the process prints its error."""
     code = (
         f"import os, warnings\n{imports}\n"
         f"if os.getuid() == 0:\n    os.setuid({NOBODY})\n"

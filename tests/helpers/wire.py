@@ -1,6 +1,6 @@
-"""Counts what collectives put on the wire, whoever calls them: ours, torch's FSDP or DeepSpeed.
+"""Counts the bytes that collectives send, also those of torch's FSDP and DeepSpeed.
 
-They all pass through torch's dispatcher as operators of `c10d`. Bytes that a rank sends are those of ring algorithms:
+All collectives pass through torch's dispatcher as operators of `c10d`. A rank sends the bytes of ring algorithms:
 (n - 1)/n of a tensor for a reduce-scatter or an all-gather, twice that for an all-reduce, whatever the backend does.
 """
 
@@ -12,7 +12,7 @@ import torch
 from torch.distributed import ProcessGroup
 from torch.utils._python_dispatch import TorchDispatchMode
 
-# Of each operator: the argument with the whole tensors, and how often (n - 1)/n of them travel.
+# For each operator: its kind, the argument with the full tensors, and how many times (n - 1)/n of them is sent.
 COSTS = {
     "allreduce_": ("all-reduce", 0, 2),
     "allreduce_coalesced_": ("all-reduce", 0, 2),
@@ -25,9 +25,9 @@ COSTS = {
 
 
 class Wire(TorchDispatchMode):
-    """Inside, `sent` adds up the bytes that this rank sends by kind of collective, and `calls` their number.
+    """Inside, `sent` counts the bytes that this rank sends, and `calls` the collectives, each by kind of collective.
 
-    Tensors of fewer than `at_least` elements are left out: numbers that ranks agree on.
+    Tensors of fewer than `at_least` elements, such as losses and norms, are not counted.
     """
 
     def __init__(self, at_least: int):
@@ -45,14 +45,14 @@ class Wire(TorchDispatchMode):
             )
             size = ProcessGroup.unbox(group).size()
             if sum(tensor.numel() for tensor in tensors) >= self.at_least:
-                whole = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-                self.sent[kind] += times * whole * (size - 1) / size
+                full_bytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+                self.sent[kind] += times * full_bytes * (size - 1) / size
                 self.calls[kind] += 1
         return func(*args, **(kwargs or {}))
 
 
 def _tensors(arg: Any) -> Iterator[torch.Tensor]:
-    """Those of a tensor, or of lists of them."""
+    """All tensors of a tensor or of nested lists."""
     if isinstance(arg, torch.Tensor):
         yield arg
     else:

@@ -1,4 +1,4 @@
-"""Work for the worker processes of `map_in_order`, and the list of those that still run."""
+"""A task for the worker processes of `map_in_order`, and the list of workers that are alive."""
 
 import multiprocessing
 import os
@@ -11,12 +11,12 @@ from megatron_lite.errors import DataError
 
 
 def workers_alive() -> list[BaseProcess]:
-    """The worker processes of this process. Workers are spawned; the ranks of distributed tests are not."""
+    """The live worker processes of this process. Workers are spawned; the ranks of distributed tests are not."""
     return [child for child in multiprocessing.active_children() if isinstance(child, SpawnProcess)]
 
 
 class Doubler:
-    """Doubles its items, even ones slowly, and returns the id of its process with each; can fail or die at an item."""
+    """Returns twice the item and the process id; even items take longer. Fails or dies at a given item."""
 
     def __init__(self, fails_at: int | None = None, dies_at: int | None = None):
         self.fails_at, self.dies_at, self.pid = fails_at, dies_at, os.getpid()

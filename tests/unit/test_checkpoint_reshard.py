@@ -1,4 +1,4 @@
-"""Rectangles locate every element of a tensor in the files of any layout."""
+"""checkpoint/reshard.py: any layout's files fill the shards of any other layout."""
 
 from math import prod
 
@@ -35,8 +35,8 @@ def ranges(draw, numel: int) -> list[tuple[int, int]]:
 
 @settings(max_examples=300)
 @given(tensor=tensors(), source=st.sampled_from(SIZES), target=st.sampled_from(SIZES), data=st.data())
-def test_any_slice_of_any_layout_is_filled_from_any_slices_of_any_other(tensor, source, target, data):
-    """Compared with plain slicing of the full tensor."""
+def test_any_range_of_any_layout_is_filled_from_the_slices_of_any_other_layout(tensor, source, target, data):
+    """The reference is plain slicing of the full tensor. A wrong place would mix weights without an error."""
     full = torch.arange(prod(tensor.shape)).view(tensor.shape)
     stored: dict[tuple[int, int], torch.Tensor] = {}
     slices = []
@@ -54,7 +54,7 @@ def test_any_slice_of_any_layout_is_filled_from_any_slices_of_any_other(tensor, 
             for move in found:
                 move.target.of(filled).copy_(move.source.of(stored[move.stored.tp, move.stored.start]))
             assert torch.equal(filled, shard[start:end])
-            assert sum(move.target.numel for move in found) == end - start, "something was copied twice"
+            assert sum(move.target.numel for move in found) == end - start, "an element was copied twice"
 
 
 def test_a_large_move_is_divided_into_blocks_of_few_bytes(monkeypatch):

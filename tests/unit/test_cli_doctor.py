@@ -1,4 +1,4 @@
-"""`doctor` before ranks start, and the lines that it makes of what ranks answer."""
+"""`doctor` before ranks start, and the lines that it prints for the answers of ranks."""
 
 import errno
 import os
@@ -25,7 +25,7 @@ H100, A100 = ("NVIDIA H100 80GB HBM3", 80 << 30), ("NVIDIA A100-SXM4-40GB", 40 <
 
 
 def machines(*hosts: tuple[str, int, dict]) -> list[Answer[Machine]]:
-    """Answers of so many ranks of each host, with what is special about it."""
+    """Answers of ranks, given as (host, number of ranks, changes to a plain Machine)."""
     plain = Machine("cpu", 64, memory_bytes=2.0**39, gpus=(), open_files=65536, shm_bytes=1 << 35, threads=1)
     each = [(host, replace(plain, **special)) for host, ranks, special in hosts for _ in range(ranks)]
     return [Answer(rank, host, machine, "") for rank, (host, machine) in enumerate(each)]
@@ -84,36 +84,36 @@ def test_the_rendezvous_port_is_checked_first(tmp_path, launched):
             f":{port}'` shows it), or give another --master-port on every machine\n",
         )
         assert not launched
-        assert run_here("doctor", *several, "1", cwd=tmp_path).returncode == 0  # it is another machine's port
+        assert run_here("doctor", *several, "1", cwd=tmp_path).returncode == 0  # node 1 does not open the port
     done = run_here("doctor", *several, "0", cwd=tmp_path)
     assert (done.returncode, done.stdout) == (0, f" ok    port: {port} of {socket.gethostname()} is free\n")
     assert launched == 2 * [f"localhost:{port}"]
 
 
 def test_a_port_without_permission_is_reported(monkeypatch, capsys):
-    def refuse(self, address):
+    def raise_permission_denied(self, address):
         raise OSError(errno.EACCES, os.strerror(errno.EACCES))
 
-    monkeypatch.setattr(socket, "socket", type("Socket", (socket.socket,), {"bind": refuse}))
+    monkeypatch.setattr(socket, "socket", type("Socket", (socket.socket,), {"bind": raise_permission_denied}))
     with pytest.raises(BaseException, match="1"):
         check_port(Nodes(1, 2, 2, master_port=80))
     assert "cannot be opened: Permission denied; give another --master-port" in capsys.readouterr().out
 
 
-def test_ranks_that_cannot_meet_are_told_of_a_name_that_leads_nowhere(monkeypatch):
-    """The usual reason on a new machine, and Gloo says nothing of it."""
+def test_a_failed_rendezvous_reports_a_host_name_with_a_loopback_address(monkeypatch):
+    """This is the most frequent cause on a new machine, and Gloo's error does not mention it."""
 
-    def refuse(device, seconds):
-        raise TrainingError("rank 1 of 2 could not meet the others at a:29500: connection refused")
+    def raise_connection_refused(device, seconds):
+        raise TrainingError("rank 1 of 2 cannot connect to the others at a:29500: connection refused")
 
-    monkeypatch.setattr(doctor, "join_process_group", refuse)
+    monkeypatch.setattr(doctor, "join_process_group", raise_connection_refused)
     monkeypatch.setattr(socket, "gethostname", lambda: "box")
     monkeypatch.setattr(socket, "gethostbyname", lambda name: "127.0.1.1")
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
-    with pytest.raises(TrainingError) as told:
+    with pytest.raises(TrainingError) as raised:
         doctor.rendezvous(2, 1.0)
-    assert str(told.value) == (
-        "rank 1 of 2 could not meet the others at a:29500: connection refused. The name of this machine (box) leads to "
+    assert str(raised.value) == (
+        "rank 1 of 2 cannot connect to the others at a:29500: connection refused. The name of this machine (box) leads to "
         "127.0.1.1, where other machines cannot reach it: set GLOO_SOCKET_IFNAME to the interface that `ip route get "
         "MASTER_ADDR` names"
     )
@@ -122,7 +122,7 @@ def test_ranks_that_cannot_meet_are_told_of_a_name_that_leads_nowhere(monkeypatc
         doctor.rendezvous(2, 1.0)
 
 
-def test_hosts_that_are_alike_are_told_once():
+def test_equal_hosts_share_one_line():
     found = devices(
         machines(*[(f"n{n}", 8, {"device": "cuda", "gpus": 8 * (H100,)}) for n in range(6)], ("login", 1, {}))
     )
@@ -135,7 +135,7 @@ def test_hosts_that_are_alike_are_told_once():
     ]
 
 
-def test_gpus_that_differ_and_those_that_nobody_uses_are_told():
+def test_different_gpus_and_unused_gpus_are_reported():
     new, old = {"device": "cuda", "gpus": 4 * (H100,)}, {"device": "cuda", "gpus": (A100, A100)}
     assert lines(devices(machines(("a", 2, new), ("b", 2, old)))) == [
         " warn  devices: GPUs differ: NVIDIA H100 80GB HBM3 on a and NVIDIA A100-SXM4-40GB on b; the slowest sets the "
@@ -145,7 +145,7 @@ def test_gpus_that_differ_and_those_that_nobody_uses_are_told():
     ]
 
 
-def test_limits_of_a_host_are_told_where_they_are_too_low_for_its_ranks():
+def test_limits_that_are_too_low_for_the_ranks_of_a_host_are_reported():
     gpus = {"device": "cuda", "gpus": 8 * (H100,)}
     assert lines(limits(machines(("a", 8, {**gpus, "shm_bytes": 64 << 20}), ("b", 8, {**gpus, "threads": 16})))) == [
         " warn  limits: a: /dev/shm has 64.0 MiB free, through which 8 ranks may talk; make it larger (docker run "
@@ -158,33 +158,33 @@ def test_limits_of_a_host_are_told_where_they_are_too_low_for_its_ranks():
     assert (
         "a process may open 1,500 files; start it after ulimit -n 8192"
         in lines(limits(machines(("a", 256, {"open_files": 1500, "cores": 256}))))[0]
-    )  # many ranks need many
+    )  # the limit depends on the number of ranks
 
 
 def test_limits_of_a_container_count(tmp_path, monkeypatch):
     monkeypatch.setattr("megatron_lite.launch.available.CGROUP", tmp_path)
-    whole = available_cores(), available_memory()
+    unlimited = available_cores(), available_memory()
     (tmp_path / "cpu.max").write_text("max 100000\n")
     (tmp_path / "memory.max").write_text("max\n")
-    assert (available_cores(), available_memory()) == whole
+    assert (available_cores(), available_memory()) == unlimited
     (tmp_path / "cpu.max").write_text("100000 100000\n")
     (tmp_path / "memory.max").write_text("1048576\n")
     assert (available_cores(), available_memory()) == (1, 1 << 20)
 
 
-def test_the_groups_are_those_that_the_config_uses():
+def test_only_groups_that_the_config_uses_are_measured():
     config = load_config(None)
-    apart = load_config(None, ["model.tie_embeddings=false"])
+    untied = load_config(None, ["model.tie_embeddings=false"])
     assert list(used_groups(config, Grid())) == []
     assert list(used_groups(config, Grid(dp=4))) == ["dp, world"]
     assert list(used_groups(config, Grid(tp=2, dp=2, pp=3))) == ["tp", "dp", "pp", "embd", "world"]
     assert list(used_groups(config, Grid(tp=2, pp=2))) == ["tp", "pp, embd", "world"]
-    assert list(used_groups(apart, Grid(tp=2, pp=2))) == ["tp", "pp", "world"]
+    assert list(used_groups(untied, Grid(tp=2, pp=2))) == ["tp", "pp", "world"]
     assert used_groups(config, Grid(tp=2, dp=2))["dp"] == [(0, 2), (1, 3)]
 
 
-def test_the_slowest_group_is_named_and_a_warning_where_it_is_much_slower():
-    """One bad cable among hundreds makes all wait."""
+def test_the_slowest_group_is_named_and_is_a_warning_if_much_slower():
+    """One bad cable among hundreds slows down all ranks."""
 
     def answers(slow: float) -> list[Answer[list[Speed]]]:
         speeds = {(0, 1): 4e9, (2, 3): slow, (4, 5): 4.1e9}
@@ -207,7 +207,7 @@ def test_the_slowest_group_is_named_and_a_warning_where_it_is_much_slower():
     assert pace(Speed((0, 1), 0.0123, 1e8)) == "latency 12.3 ms, 100.0 MB/s"
 
 
-def test_words():
+def test_texts_of_ranks_hosts_sizes_and_errors():
     assert [named_ranks(ranks) for ranks in ([3], [0, 1], [0, 2], [0, 1, 2], [0, 2, 4])] == [
         "rank 3",
         "ranks 0 and 1",

@@ -7,7 +7,7 @@ from typer.testing import CliRunner
 
 from megatron_lite.cli.inspect import _joined, inspect
 from megatron_lite.errors import CheckpointError, ConfigError
-from tests.helpers.checkpoints import one_process, save, whole
+from tests.helpers.checkpoints import full_tensor, one_process, save
 
 QKV = "decoder.layers.0.self_attention.linear_qkv.weight"
 app = typer.Typer()
@@ -34,7 +34,7 @@ def test_inspect_prints_the_contents_of_the_newest_checkpoint(run_dir):
     assert lines[4][:3] == ["files", "3,", "together"]
     assert lines[5] == ["state", "version=2,", "loss.scale=0.1"]
     row = next(line for line in result.output.splitlines() if "linear_qkv" in line)
-    norm = f"{whole(QKV, 'weight', 2, torch.bfloat16).double().norm():.6g}"
+    norm = f"{full_tensor(QKV, 'weight', 2, torch.bfloat16).double().norm():.6g}"
     assert (
         f"[16, 4]  BF16   dim 0 in parts [8, 4, 4]  {norm.ljust(7)}  0           master:F32 exp_avg:F32 exp_avg_sq:F32"
     ) in (row)

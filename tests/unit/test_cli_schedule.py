@@ -85,7 +85,7 @@ def test_the_title_of_a_picture_has_the_name_and_the_bubble(command, tmp_path, m
         (
             ["--name", "interleaved", "--microbatches", "6"],
             2,
-            "interleaved needs a multiple of 4 micro-batches (the pipeline ranks), got 6",
+            "interleaved needs a multiple of pp (4) micro-batches, got 6",
         ),
         (["--name", "1f1b", "--cost", "F=1,B"], 2, "--cost F=1,B: 'B' is not OP=DURATION; give each of F, B, I and W"),
         (["--name", "1f1b", "--cost", "F=1,F=2"], 2, "--cost F=1,F=2: 'F=2' is not OP=DURATION"),

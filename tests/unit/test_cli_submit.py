@@ -19,9 +19,9 @@ from tests.helpers.limits import PATIENCE
 
 ROOT = Path(__file__).resolve().parents[2]
 SHELLCHECK = shutil.which("shellcheck", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
-# A config that is right for any number of ranks.
+# A config that is valid for any number of ranks.
 GOOD = ("data.paths=corpus", "data.tokenizer=bytes", "run.dir=runs/mine")
-# Ends with the code that scancel, or the test, gives it.
+# Exits with the code that scancel or the test writes into a file.
 SRUN = """
 case $1 in
 --overlap) exit "$(cat "$RECORDS/nodes")" ;; # whether all nodes answer
@@ -39,16 +39,16 @@ echo "$*" >> "$RECORDS/scancel"
 mv "$RECORDS/code_when_asked" "$RECORDS/code"
 for ((i = 0; i < 3000; i++)); do kill -0 "$(cat "$RECORDS/pid")" || break; sleep 0.01; done 2>/dev/null
 """
-# Queueing a job again ends its script.
+# A requeue kills the script of the job.
 SCONTROL = (
-    'echo "$*" >> "$RECORDS/scontrol"; [ ! -e "$RECORDS/refuses" ] || exit 1; '
+    'echo "$*" >> "$RECORDS/scontrol"; [ ! -e "$RECORDS/no_requeue" ] || exit 1; '
     'rm "$RECORDS/busy" 2>/dev/null && exit 1; kill -KILL "$PPID"'
 )
 
 
 @pytest.fixture
 def commands(tmp_path, monkeypatch):
-    """`commands(name=shell text)` puts commands into PATH; $RECORDS is the folder for what they write down."""
+    """`commands(name=shell text)` puts commands into PATH. They write records into the folder $RECORDS."""
     folder = tmp_path / "bin"
     (tmp_path / "records").mkdir()
     monkeypatch.setenv("PATH", f"{folder}:/usr/bin:/bin")
@@ -82,7 +82,7 @@ def job_arguments(script: str) -> list[str]:
 
 
 def test_the_script_has_the_options_after_those_of_its_template(tmp_path):
-    """sbatch takes the last of two."""
+    """Of two values of an option, sbatch uses the last one."""
     options = ["--nodes", "2", "--gpus-per-node", "8", "--time", "24:00:00", "--partition", "long", "--account", "me"]
     done = submit(*options, "--sbatch=--constraint=h100", "--sbatch=--nodes=3", "--dry-run", *GOOD, cwd=tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
@@ -101,7 +101,7 @@ def test_the_script_has_the_options_after_those_of_its_template(tmp_path):
         "--nodes=3",
     ]
     before, _, after = done.stdout.partition("\nset -- ")
-    assert "#SBATCH" not in after  # nothing counts behind the first command
+    assert "#SBATCH" not in after  # sbatch ignores options after the first command
     assert f"\nexport MEGATRON_LITE_HOME={ROOT} PYTHON={sys.executable}\ncd {tmp_path} || exit 2" in before
     assert not (tmp_path / "runs").exists()
 
@@ -118,13 +118,13 @@ def test_ranks_on_cpus_get_a_core_each(tmp_path):
 
 
 @pytest.mark.parametrize("ranks", [["--gpus-per-node", "8"], ["--nproc-per-node", "8"]])
-def test_a_machine_may_be_asked_for_more_cores(tmp_path, ranks):
+def test_a_job_can_get_more_cores_than_the_default(tmp_path, ranks):
     done = submit(*ranks, "--cpus-per-task", "96", "--dry-run", *GOOD, cwd=tmp_path)
     assert [option for option in directives(done.stdout) if "cpus" in option] == ["--cpus-per-task=96"]
 
 
-def test_arguments_arrive_as_they_were_given(tmp_path):
-    """The job starts in another shell, maybe in another folder."""
+def test_arguments_with_spaces_and_quotes_reach_the_job_unchanged(tmp_path):
+    """The job runs in another shell, possibly in another folder."""
     folder = tmp_path / "it's 50% here"
     folder.mkdir()
     config = folder / "my config.yaml"
@@ -142,7 +142,7 @@ def test_arguments_arrive_as_they_were_given(tmp_path):
     assert f"cd '{here}' || exit 2" in lines
 
 
-def test_an_array_has_a_folder_of_its_own_and_its_numbers_may_be_in_any_argument(tmp_path):
+def test_an_array_has_a_separate_folder_and_task_numbers_in_its_arguments(tmp_path):
     changes = ["data.paths=corpus", "data.tokenizer=bytes", "run.dir=runs/seed_%a", "run.seed=%a"]
     done = submit("--nproc-per-node", "2", "--array", "3-5", "--dry-run", *changes, cwd=tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
@@ -166,7 +166,7 @@ def test_an_array_in_one_folder_is_an_error(tmp_path, run_dir):
 
 
 @pytest.mark.parametrize("given", [[], ["--gpus-per-node", "8", "--nproc-per-node", "8"]])
-def test_ranks_are_counted_by_gpus_or_without(tmp_path, given):
+def test_the_number_of_ranks_is_given_by_exactly_one_option(tmp_path, given):
     done = submit(*given, *GOOD, cwd=tmp_path)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == "give --gpus-per-node, or --nproc-per-node for training on CPUs; not both\n"
@@ -249,7 +249,7 @@ def test_the_script_is_good_bash(tmp_path, more):
 
 
 class Job:
-    """The generated script, as SLURM runs it on the first node; its step ends with `when_asked` after scancel."""
+    """The generated script, as SLURM runs it on the first node. After scancel, its step exits with `when_asked`."""
 
     def __init__(self, tmp_path: Path, commands, *more: str, output="my runs/x.out", when_asked=75, **variables: str):
         self.records = commands(srun=SRUN, scancel=SCANCEL, scontrol=SCONTROL)
@@ -268,14 +268,14 @@ class Job:
             assert time.monotonic() < deadline and self.process.poll() is None, self.printed()
             time.sleep(0.01)
 
-    def ends(self, code: int) -> int:
-        """The step ends; returns how the script does."""
+    def end_step(self, code: int) -> int:
+        """Let the step exit with `code`; returns the exit code of the script."""
         (self.records / "code_when_asked").write_text(str(code))
         (self.records / "code_when_asked").rename(self.records / "code")
         return self.process.wait(timeout=PATIENCE)
 
-    def is_asked(self) -> int:
-        """What SLURM sends to the script alone before time is up; returns how the script ends."""
+    def signal_time_limit(self) -> int:
+        """Send the signal that SLURM sends to the script before the time limit; returns the script's exit code."""
         self.process.send_signal(signal.SIGUSR1)
         return self.process.wait(timeout=PATIENCE)
 
@@ -293,7 +293,7 @@ REQUEUED = -signal.SIGKILL
 @pytest.mark.parametrize("code", [0, 1, 2])
 def test_a_finished_or_failed_job_exits_with_the_code_of_its_ranks(tmp_path, commands, code):
     job = Job(tmp_path, commands)
-    assert job.ends(code) == code
+    assert job.end_step(code) == code
     assert job.recorded("srun") == [
         *("--ntasks-per-node=1", "--export=ALL", "--wait=60"),
         *(f"{ROOT}/launch.sh", "--log-dir", f"{tmp_path}/my runs/x", "--nproc-per-node", "2", *GOOD),
@@ -304,16 +304,16 @@ def test_a_finished_or_failed_job_exits_with_the_code_of_its_ranks(tmp_path, com
 
 def test_a_job_that_stopped_with_a_checkpoint_requeues_itself(tmp_path, commands):
     job = Job(tmp_path, commands, SLURM_RESTART_COUNT="3")
-    assert job.ends(75) == REQUEUED
+    assert job.end_step(75) == REQUEUED
     assert job.recorded("scontrol") == ["requeue 7"]
     assert job.printed() == ["job 7, start 4, on n1", "requeueing this job to resume training"]
 
 
 def test_a_job_that_lost_a_node_requeues_itself(tmp_path, commands):
-    """SLURM finds that out after minutes, when the ranks that are left have long given up."""
+    """SLURM notices a lost node only after minutes, when the other ranks have exited long ago."""
     job = Job(tmp_path, commands)
     (job.records / "nodes").write_text("1")
-    assert job.ends(1) == REQUEUED
+    assert job.end_step(1) == REQUEUED
     assert job.recorded("scontrol") == ["requeue 7"]
     assert job.printed()[1:] == ["a node does not respond", "requeueing this job to resume training"]
 
@@ -321,15 +321,15 @@ def test_a_job_that_lost_a_node_requeues_itself(tmp_path, commands):
 def test_a_job_with_a_wrong_config_is_not_requeued_for_a_lost_node(tmp_path, commands):
     job = Job(tmp_path, commands)
     (job.records / "nodes").write_text("1")
-    assert job.ends(2) == 2
+    assert job.end_step(2) == 2
     assert job.recorded("scontrol") == []
 
 
 @pytest.mark.parametrize("code", [75, 1, 138])
 def test_a_job_at_its_time_limit_saves_and_requeues_itself(tmp_path, commands, code):
-    """Ranks that still start have nothing to save, and end in another way."""
+    """Ranks that are still starting have no checkpoint to save and exit with another code."""
     job = Job(tmp_path, commands, when_asked=code)
-    assert job.is_asked() == REQUEUED
+    assert job.signal_time_limit() == REQUEUED
     assert (job.recorded("scancel"), job.recorded("scontrol")) == (["--signal=USR1 7"], ["requeue 7"])
     assert job.printed()[1:] == [
         "time limit or preemption: saving a checkpoint",
@@ -345,42 +345,42 @@ def test_a_job_forwards_a_preemption_before_its_ranks_start(tmp_path, commands):
     assert (job.recorded("scancel"), job.recorded("scontrol")) == (["--signal=USR1 7"], ["requeue 7"])
 
 
-def test_a_job_that_finishes_when_its_time_is_up_is_done(tmp_path, commands):
-    """Its code is that of the ranks, not that of the signal, also when they are gone before scancel returns."""
+def test_a_job_that_finishes_at_its_time_limit_is_not_requeued(tmp_path, commands):
+    """Its exit code is that of the ranks and not of the signal, also if the ranks exit before scancel returns."""
     job = Job(tmp_path, commands, when_asked=0)
-    assert job.is_asked() == 0
+    assert job.signal_time_limit() == 0
     assert (job.recorded("scancel"), job.recorded("scontrol")) == (["--signal=USR1 7"], [])
 
 
 def test_a_task_of_an_array_requeues_only_itself(tmp_path, commands):
-    """One of the tasks has the number of the whole array: with that it would stop, and queue again, all of them."""
+    """One task has the job number of the array, and a command with that number would requeue all tasks."""
     task = {"SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "2"}
     job = Job(tmp_path, commands, "--array", "1-2", "run.dir=runs/a %a", "run.seed=%a", **task)
     assert job.recorded("srun")[-2:] == ["run.dir=runs/a 2", "run.seed=2"]
-    assert job.is_asked() == REQUEUED
+    assert job.signal_time_limit() == REQUEUED
     assert (job.recorded("scancel"), job.recorded("scontrol")) == (["--signal=USR1 7_2"], ["requeue 7_2"])
 
 
 def test_a_requeue_is_repeated_while_the_controller_is_busy(tmp_path, commands):
-    """It answers nothing for some seconds, and the job would stay stopped."""
+    """A busy controller does not answer for some seconds. Without a retry, the job would not resume."""
     job = Job(tmp_path, commands)
     (job.records / "busy").touch()
-    assert job.ends(75) == REQUEUED
+    assert job.end_step(75) == REQUEUED
     assert job.recorded("scontrol") == ["requeue 7"] * 2
 
 
 def test_a_job_that_cannot_be_requeued_reports_it(tmp_path, commands):
     job = Job(tmp_path, commands)
-    (job.records / "refuses").touch()
-    assert job.ends(75) == 75
+    (job.records / "no_requeue").touch()
+    assert job.end_step(75) == 75
     assert job.printed()[-1] == "this job cannot be requeued; submit it again"
 
 
 @pytest.mark.parametrize("output, logs", [("all.txt", ["--log-dir", "all.txt.ranks"]), ("/dev/null", [])])
-def test_the_ranks_output_is_beside_that_of_the_job(tmp_path, commands, output, logs):
-    """In the file itself it would be a mess of all ranks; a folder in its place cannot be made."""
+def test_the_output_of_ranks_is_in_a_folder_beside_that_of_the_job(tmp_path, commands, output, logs):
+    """In one file, the lines of all ranks would be mixed. Beside /dev/null, no folder can be created."""
     job = Job(tmp_path, commands, output=output)
-    job.ends(0)
+    job.end_step(0)
     arguments = job.recorded("srun")
     found = arguments[arguments.index(f"{ROOT}/launch.sh") + 1 : arguments.index("--nproc-per-node")]
     assert found == [word.replace("all", f"{tmp_path}/all") for word in logs]
@@ -388,12 +388,12 @@ def test_the_ranks_output_is_beside_that_of_the_job(tmp_path, commands, output, 
 
 def test_the_cores_of_a_task_reach_srun(tmp_path, commands):
     job = Job(tmp_path, commands, SLURM_CPUS_PER_TASK="6")
-    job.ends(0)
+    job.end_step(0)
     assert "--cpus-per-task=6" in job.recorded("srun")[:4]
 
 
-def test_a_script_without_its_launch_sh_ends_with_2(tmp_path, commands):
-    """As when sbatch is given the template itself, from another folder."""
+def test_a_script_without_its_launch_sh_exits_with_2(tmp_path, commands):
+    """A user can submit the template itself from another folder."""
     done = subprocess.run(
         ["bash", str(ROOT / "tools/slurm/pretrain.sbatch"), "x"],
         env=dict(os.environ) | {"SLURM_SUBMIT_DIR": str(tmp_path)},
@@ -420,7 +420,7 @@ def test_a_script_without_its_launch_sh_ends_with_2(tmp_path, commands):
     ],
 )
 def test_a_control_character_in_a_job_script_is_an_error(tmp_path, more, what):
-    """What follows a newline would be a command of the job, and sbatch would read no option after it."""
+    """Text after a newline would be a command of the job, and sbatch would ignore the following options."""
     (tmp_path / "a\nb.yaml").write_text("log: {interval: 1}\n")
     done = submit("--nproc-per-node", "2", "--dry-run", *GOOD, *more, cwd=tmp_path)
     assert (done.returncode, done.stdout) == (2, "")

@@ -7,10 +7,10 @@ import torch
 
 from megatron_lite.checkpoint.layout import Layout, read_layout
 from megatron_lite.checkpoint.store import Opened
-from megatron_lite.convert.examine import difference, names_and_kinds, numbers
+from megatron_lite.convert.examine import difference, names_and_kinds, statistics
 from megatron_lite.parallel.context import ParallelContext
 from megatron_lite.parallel.grid import Grid
-from tests.helpers.checkpoints import TABLE, contents, one_process, save, whole
+from tests.helpers.checkpoints import TABLE, contents, full_tensor, one_process, save
 
 FC2 = "decoder.layers.0.mlp.linear_fc2.weight"
 NORM = "decoder.final_layernorm.weight"
@@ -33,11 +33,11 @@ def test_norm_and_number_of_non_finite_values(tmp_path):
     weights = contents(one_process(), 1)["weights"]
     weights[FC2][0, :3] = torch.tensor([math.nan, math.inf, -math.inf])
     with opened(tmp_path, 1, weights=weights) as checkpoint:
-        found = numbers(checkpoint, FC2, "weight")
+        found = statistics(checkpoint, FC2, "weight")
         rest = weights[FC2].double().flatten()[3:]
         assert found.not_finite == 3 and found.norm == pytest.approx(float(rest.norm()), rel=1e-12)
-        moment = whole(FC2, "exp_avg", 1, torch.float32).double()
-        assert numbers(checkpoint, FC2, "exp_avg").norm == pytest.approx(float(moment.norm()), rel=1e-12)
+        moment = full_tensor(FC2, "exp_avg", 1, torch.float32).double()
+        assert statistics(checkpoint, FC2, "exp_avg").norm == pytest.approx(float(moment.norm()), rel=1e-12)
 
 
 def test_the_difference_of_equal_checkpoints_is_none_and_of_others_the_largest(tmp_path):
@@ -111,4 +111,4 @@ def test_checkpoints_of_different_layouts_are_compared_value_by_value(ranks, tmp
         found = {(name, kind): difference(a, b, name, kind) for name, kind in names_and_kinds(a.layout, b.layout)}
         assert {key for key, value in found.items() if value.differing} == {(FC2, "weight")}
         assert found[FC2, "weight"].differing == 1
-        assert numbers(a, FC2, "exp_avg").norm == pytest.approx(numbers(b, FC2, "exp_avg").norm, rel=1e-12)
+        assert statistics(a, FC2, "exp_avg").norm == pytest.approx(statistics(b, FC2, "exp_avg").norm, rel=1e-12)

@@ -15,10 +15,10 @@ from tests.helpers.megatron_files import (
     HEAD,
     LLAMA,
     WORDS,
-    changed,
-    exported,
+    edit_file,
+    export_megatron,
     needs_core,
-    written,
+    write_megatron,
 )
 from tests.helpers.model_runs import random_tokens, random_weights
 from tests.helpers.models_in_memory import (
@@ -47,7 +47,7 @@ from tests.helpers.models_in_memory import (
 def test_every_version_and_layout_is_read(tmp_path, config, layout):
     """A model with swapped heads or layers would also load."""
     weights = random_weights(config, torch.float32)
-    written(tmp_path, config, weights=weights, rows=512, **layout)
+    write_megatron(tmp_path, config, weights=weights, rows=512, **layout)
     assert megatron.recognise(tmp_path)
     checkpoint = megatron.read(tmp_path, {})
     assert_identical(weights_of(checkpoint), weights)
@@ -59,7 +59,7 @@ def test_every_version_and_layout_is_read(tmp_path, config, layout):
 @pytest.mark.parametrize("tensor, pipeline", [(1, 1), (4, 1), (2, 2), (1, 4)])
 def test_a_written_checkpoint_is_read_back(tmp_path, config, tensor, pipeline):
     weights = random_weights(config, torch.float32)
-    exported(tmp_path, config, weights, tensor=tensor, pipeline=pipeline, iteration=12)
+    export_megatron(tmp_path, config, weights, tensor=tensor, pipeline=pipeline, iteration=12)
     checkpoint = megatron.read(tmp_path, {})
     assert_identical(weights_of(checkpoint), weights)
     assert_same_sizes(checkpoint.model, config.model)
@@ -72,9 +72,9 @@ def test_a_written_checkpoint_is_read_back(tmp_path, config, tensor, pipeline):
 def test_written_files_equal_those_of_megatron(tmp_path, config, tensor, pipeline):
     """All values of all files are compared; rows of padding are zero."""
     weights = random_weights(config, torch.float32)
-    ours = exported(tmp_path / "ours", config, weights, tensor=tensor, pipeline=pipeline) / "release"
+    ours = export_megatron(tmp_path / "ours", config, weights, tensor=tensor, pipeline=pipeline) / "release"
     rows = 128 * tensor
-    theirs = written(tmp_path, config, weights=weights, tp=tensor, pp=pipeline, rows=rows)
+    theirs = write_megatron(tmp_path, config, weights=weights, tp=tensor, pp=pipeline, rows=rows)
     assert files_in(ours) == files_in(theirs)
     for file in files_in(ours):
         got, want = (torch.load(folder / file, weights_only=False) for folder in (ours, theirs))
@@ -94,7 +94,7 @@ def test_written_files_equal_those_of_megatron(tmp_path, config, tensor, pipelin
 def test_the_arguments_contain_the_dtype(tmp_path):
     weights = random_weights(GPT, torch.float32)
     want = {name: tensor.bfloat16() for name, tensor in weights.items()}
-    exported(tmp_path, GPT, want)
+    export_megatron(tmp_path, GPT, want)
     assert_identical(weights_of(megatron.read(tmp_path, {})), want)
     args = torch.load(tmp_path / "release/mp_rank_00/model_optim_rng.pt", weights_only=False)["args"]
     assert args.bf16 and args.params_dtype == torch.bfloat16
@@ -105,7 +105,7 @@ def test_padding_of_the_vocabulary_is_changed_to_that_of_this_package(tmp_path, 
     """Megatron's padding grows with tp. Rows past the vocabulary are not part of the model."""
     weights = random_weights(GPT, torch.float32)
     weights[WORDS][101:] = 0
-    written(tmp_path, GPT, weights=weights, tp=2, rows=rows)
+    write_megatron(tmp_path, GPT, weights=weights, tp=2, rows=rows)
     read = weights_of(megatron.read(tmp_path, {}))
     assert_identical({WORDS: read[WORDS][:101]}, {WORDS: weights[WORDS][:101]})
     assert read[WORDS].shape == (128, 32) and (rows > 128 or not read[WORDS][101:].any())
@@ -116,7 +116,7 @@ def test_padding_of_the_vocabulary_is_changed_to_that_of_this_package(tmp_path, 
 def test_a_vocabulary_size_that_does_not_pad_to_the_rows_is_an_error(tmp_path):
     """Megatron ignores --vocab-size if the tokenizer has a size. Rows of tokens would be lost."""
     weights = random_weights(GPT, torch.float32)
-    folder = written(tmp_path, GPT, weights=weights, tp=2, rows=512, make_vocab_size_divisible_by=128)
+    folder = write_megatron(tmp_path, GPT, weights=weights, tp=2, rows=512, make_vocab_size_divisible_by=128)
     message = r"vocab_size 101, .* padding to 128 x 2 ranks does not make the 512 rows of its tensors; give"
     with pytest.raises(CheckpointError, match=message):
         megatron.read(tmp_path, {})
@@ -124,21 +124,21 @@ def test_a_vocabulary_size_that_does_not_pad_to_the_rows_is_an_error(tmp_path):
     assert checkpoint.model.vocab_size == 500
     assert list(checkpoint.notes) == ["model.vocab_size is 500 as given, its arguments have 101"]
     for place in ("mp_rank_00", "mp_rank_01"):
-        changed(folder, lambda content: setattr(content["args"], "vocab_size", 512), place)
+        edit_file(folder, lambda content: setattr(content["args"], "vocab_size", 512), place)
     assert megatron.read(tmp_path, {}).model.vocab_size == 512
 
 
 @pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16])
 def test_a_tied_head_on_the_last_stage_must_be_a_copy(tmp_path, kind):
     """A head that differs is not tied, whatever the arguments are."""
-    folder = written(tmp_path, GPT, weights=random_weights(GPT, torch.float32), tp=2, pp=2)
+    folder = write_megatron(tmp_path, GPT, weights=random_weights(GPT, torch.float32), tp=2, pp=2)
 
     def change(content):
         head = content["model"][HEAD]
         head[-1] += 1
         content["model"][HEAD] = head.to(kind)
 
-    changed(folder, change, "mp_rank_01_001")
+    edit_file(folder, change, "mp_rank_01_001")
     message = f"mp_rank_01_001/.*: {HEAD} differs from the tied {WORDS} in .*mp_rank_01_000/.* give model.tie_emb"
     with pytest.raises(CheckpointError, match=message):
         megatron.read(tmp_path, {})
@@ -151,7 +151,7 @@ def test_a_tied_head_on_the_last_stage_must_be_a_copy(tmp_path, kind):
 def test_logits_equal_those_of_megatron_cores_model(tmp_path, ranks, config):
     """Up to fp32 rounding in four layers, on logits of about 3. Any wrong rule is off by 0.01 or more."""
     weights = random_weights(config, torch.float32)
-    exported(tmp_path, config, weights)
+    export_megatron(tmp_path, config, weights)
     tokens, _ = random_tokens(config)
     (theirs,) = ranks(1, core_logits, config.model, tmp_path / "release/mp_rank_00/model_optim_rng.pt", tokens)
     assert_close(our_logits(config, weights, tokens), theirs[..., :101], rtol=1e-4, atol=1e-4)

@@ -5,7 +5,7 @@ import torch
 
 from megatron_lite.convert import megatron
 from megatron_lite.errors import CheckpointError, ConfigError
-from tests.helpers.megatron_files import GPT, HEAD, LLAMA, WORDS, changed, exported, written
+from tests.helpers.megatron_files import GPT, HEAD, LLAMA, WORDS, edit_file, export_megatron, write_megatron
 from tests.helpers.model_runs import random_weights, tiny
 from tests.helpers.models_in_memory import (
     assert_identical,
@@ -17,7 +17,7 @@ from tests.helpers.models_in_memory import (
 
 def test_without_arguments_fields_that_tensors_lack_must_be_given(tmp_path):
     weights = random_weights(GPT, torch.float32)
-    written(tmp_path, GPT, weights=weights, args=False, spelling="oldest", version=0)
+    write_megatron(tmp_path, GPT, weights=weights, args=False, spelling="oldest", version=0)
     with pytest.raises(
         CheckpointError,
         match=r"nor its tensors have model.num_heads, model.activation, model.norm_eps; give",
@@ -34,7 +34,7 @@ def test_without_arguments_fields_that_tensors_lack_must_be_given(tmp_path):
 
 def test_without_arguments_a_llama_is_recognised_by_its_tensors(tmp_path):
     weights = random_weights(LLAMA, torch.float32)
-    written(tmp_path, LLAMA, weights=weights, args=False, tp=2, pp=2)
+    write_megatron(tmp_path, LLAMA, weights=weights, args=False, tp=2, pp=2)
     needed = "model.num_heads, model.norm_eps, model.max_position_embeddings, model.tie_embeddings, model.rotary_base"
     with pytest.raises(CheckpointError, match=needed):
         megatron.read(tmp_path, {})
@@ -57,14 +57,14 @@ def test_without_arguments_a_llama_is_recognised_by_its_tensors(tmp_path):
     ],
 )
 def test_arguments_become_fields(tmp_path, changes, fields):
-    written(tmp_path, GPT, weights=random_weights(GPT, torch.float32), **changes)
+    write_megatron(tmp_path, GPT, weights=random_weights(GPT, torch.float32), **changes)
     model = megatron.read(tmp_path, {}).model
     assert {field: getattr(model, field) for field in fields} == fields
 
 
 def test_given_fields_override_the_arguments(tmp_path):
     """Files often lack the unpadded vocabulary size, and the activation in a file can be wrong."""
-    written(tmp_path, GPT, weights=random_weights(GPT, torch.float32), vocab_size=None)
+    write_megatron(tmp_path, GPT, weights=random_weights(GPT, torch.float32), vocab_size=None)
     assert megatron.read(tmp_path, {}).model.vocab_size == 128
     model = megatron.read(tmp_path, {"vocab_size": 99, "activation": "gelu_tanh"}).model
     assert (model.vocab_size, model.activation) == (99, "gelu_tanh")
@@ -94,7 +94,7 @@ def test_given_fields_override_the_arguments(tmp_path):
 )
 def test_the_error_of_an_unsupported_argument_names_it(tmp_path, changes):
     """Some of these models have tensors of the same names and shapes, and would load as another model."""
-    written(tmp_path, GPT, weights=random_weights(GPT, torch.float32), **changes)
+    write_megatron(tmp_path, GPT, weights=random_weights(GPT, torch.float32), **changes)
     name, value = next(iter(changes.items()))
     with pytest.raises(CheckpointError) as raised:
         megatron.read(tmp_path, {})
@@ -137,30 +137,30 @@ def test_the_error_of_an_unsupported_argument_names_it(tmp_path, changes):
     ],
 )
 def test_the_error_of_inconsistent_tensors_names_them(tmp_path, change, message):
-    folder = written(tmp_path, GPT, weights=random_weights(GPT, torch.float32))
-    changed(folder, change)
+    folder = write_megatron(tmp_path, GPT, weights=random_weights(GPT, torch.float32))
+    edit_file(folder, change)
     with pytest.raises(CheckpointError, match=message):
         megatron.read(tmp_path, {})
 
 
 def test_query_groups_in_an_older_checkpoint_version_are_an_error(tmp_path):
-    folder = written(tmp_path, LLAMA, weights=random_weights(LLAMA, torch.float32))
-    changed(folder, lambda content: content.update(checkpoint_version=1.0))
+    folder = write_megatron(tmp_path, LLAMA, weights=random_weights(LLAMA, torch.float32))
+    edit_file(folder, lambda content: content.update(checkpoint_version=1.0))
     with pytest.raises(CheckpointError, match=r"checkpoint_version 1.0 has no query groups"):
         megatron.read(tmp_path, {})
 
 
 def test_copies_on_tensor_parallel_ranks_must_be_equal(tmp_path):
     """Another code base may sum a bias over ranks, so that the first rank's alone would be wrong."""
-    folder = written(tmp_path, GPT, weights=random_weights(GPT, torch.float32), tp=2)
+    folder = write_megatron(tmp_path, GPT, weights=random_weights(GPT, torch.float32), tp=2)
     name = "decoder.layers.1.self_attention.linear_proj.bias"
-    changed(folder, lambda content: content["model"][name].add_(1e-3), "mp_rank_01")
+    edit_file(folder, lambda content: content["model"][name].add_(1e-3), "mp_rank_01")
     with pytest.raises(CheckpointError, match=f"mp_rank_01.*{name} must be the same on all tensor-parallel ranks"):
         megatron.read(tmp_path, {}).read(name)
 
 
 def test_the_error_of_missing_ranks_names_them(tmp_path):
-    folder = written(tmp_path, GPT, weights=random_weights(GPT, torch.float32), tp=2, pp=2)
+    folder = write_megatron(tmp_path, GPT, weights=random_weights(GPT, torch.float32), tp=2, pp=2)
     file = folder / "mp_rank_01_000" / "model_optim_rng.pt"
     file.unlink()
     with pytest.raises(CheckpointError, match=r"mp_rank_01_000/model_optim_rng.pt: cannot be read: No such file"):
@@ -173,7 +173,7 @@ def test_the_error_of_missing_ranks_names_them(tmp_path):
 def test_files_of_a_distributed_optimizer_of_2022_are_ignored(tmp_path):
     """In 2022 the model was in model_rng.pt, and data-parallel ranks had folders like those of model ranks."""
     weights = random_weights(GPT, torch.float32)
-    folder = written(tmp_path, GPT, weights=weights, tp=2, pp=2)
+    folder = write_megatron(tmp_path, GPT, weights=weights, tp=2, pp=2)
     for place in sorted(folder.iterdir()):
         (place / "model_optim_rng.pt").rename(place / "model_rng.pt")
         (folder / f"{place.name}_000").mkdir()
@@ -208,15 +208,15 @@ def test_other_files_are_not_a_checkpoint_of_megatron(tmp_path, files, message):
 
 
 def test_a_file_without_a_dict_is_an_error(tmp_path):
-    folder = written(tmp_path, GPT, weights=random_weights(GPT, torch.float32))
+    folder = write_megatron(tmp_path, GPT, weights=random_weights(GPT, torch.float32))
     torch.save([1, 2], folder / "mp_rank_00" / "model_optim_rng.pt")
     with pytest.raises(CheckpointError, match="is not a dict, so it is not of Megatron-LM"):
         megatron.read(tmp_path, {})
 
 
 def test_an_ignored_optimizer_is_reported(tmp_path):
-    folder = written(tmp_path, GPT, weights=random_weights(GPT, torch.float32))
-    changed(folder, lambda content: content.update(optimizer={"state": {0: {"exp_avg": torch.ones(3)}}}))
+    folder = write_megatron(tmp_path, GPT, weights=random_weights(GPT, torch.float32))
+    edit_file(folder, lambda content: content.update(optimizer={"state": {0: {"exp_avg": torch.ones(3)}}}))
     assert list(megatron.read(tmp_path, {}).notes) == ["its optimizer state is left out"]
 
 
@@ -236,13 +236,13 @@ def test_an_ignored_optimizer_is_reported(tmp_path):
 def test_a_model_that_megatron_cannot_represent_is_an_error(tmp_path, changes, layout, message):
     config = tiny(num_layers=4, **changes)
     with pytest.raises(ConfigError, match=message):
-        exported(tmp_path, config, random_weights(config, torch.float32), **layout)
+        export_megatron(tmp_path, config, random_weights(config, torch.float32), **layout)
     assert not files_in(tmp_path)
 
 
 def test_written_arguments_are_those_that_megatron_reads(tmp_path):
     """The names of load_args_from_checkpoint and check_checkpoint_args. Megatron exits if one is missing."""
-    exported(tmp_path, LLAMA, random_weights(LLAMA, torch.float32), tensor=2, pipeline=2, iteration=5)
+    export_megatron(tmp_path, LLAMA, random_weights(LLAMA, torch.float32), tensor=2, pipeline=2, iteration=5)
     content = torch.load(tmp_path / "iter_0000005/mp_rank_01_001/model_optim_rng.pt", weights_only=False)
     args = vars(content["args"])
     want = {

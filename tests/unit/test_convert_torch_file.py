@@ -28,7 +28,7 @@ from megatron_lite.errors import CheckpointError
 from tests.helpers.limits import PATIENCE
 from tests.helpers.model_runs import random_weights, tiny
 from tests.helpers.models_in_memory import assert_identical
-from tests.helpers.torch_files import DTYPES, FORMATS, saved, storage_of, tensor_of, tensors_of
+from tests.helpers.torch_files import DTYPES, FORMATS, save_file, storage_of, tensor_of, tensors_of
 
 
 @pytest.mark.parametrize("form", FORMATS)
@@ -45,7 +45,7 @@ def test_tensors_equal_those_that_torch_saved(tmp_path, form):
     }
     content = {"nested": {"in.dots": {**tensors}, "parameter": torch.nn.Parameter(base)}, "list": [1], "text": "x"}
     want = {f"nested.in.dots.{name}": tensor for name, tensor in tensors.items()} | {"nested.parameter": base}
-    path = saved(tmp_path / "a.pt", content, form)
+    path = save_file(tmp_path / "a.pt", content, form)
     assert_identical(tensors_of(path), want)
     assert TorchFile(path).content["text"] == "x"
 
@@ -60,7 +60,7 @@ def test_objects_of_classes_are_read_without_their_code(tmp_path):
         "set": {1, 2},
         "size": torch.Size([2, 3]),
     }
-    content = TorchFile(saved(tmp_path / "a.pt", state)).content
+    content = TorchFile(save_file(tmp_path / "a.pt", state)).content
     assert content["args"]["rank"] == 1 and content["args"]["nested"] == {"deeper": 2}
     assert content["size"] == (2, 3) and isinstance(content["cuda"][0], StoredTensor)
     assert type(content["args"]["dtype"]).__name__ == "type" and not isinstance(content["enum"], int)
@@ -168,7 +168,7 @@ def test_storages_with_more_bytes_than_the_file_are_an_error(tmp_path, form):
     if form == "zip":
         path = archived(tmp_path / "a.pt", {"a/data.pkl": storage_of(1 << 40) + b".", "a/data/0": bytes(16)})
     else:
-        path = saved(tmp_path / "a.pt", {"a": torch.ones(4), "b": torch.ones(4)}, form)
+        path = save_file(tmp_path / "a.pt", {"a": torch.ones(4), "b": torch.ones(4)}, form)
         data = path.read_bytes()
         assert data.count(b"K\x04N") == 2  # four elements, and no view
         path.write_bytes(data.replace(b"K\x04N", b"J\x00\x00\x00\x40N"))
@@ -178,7 +178,7 @@ def test_storages_with_more_bytes_than_the_file_are_an_error(tmp_path, form):
 
 def test_a_tar_archive_is_an_error_and_not_extracted(tmp_path, monkeypatch):
     """torch extracts tar archives of its first versions, and would follow a link in them."""
-    legacy = saved(tmp_path / "legacy.pt", {}, "legacy").read_bytes()[:15]  # the magic number, as a file name
+    legacy = save_file(tmp_path / "legacy.pt", {}, "legacy").read_bytes()[:15]  # the magic number, as a file name
     data = BytesIO()
     with tarfile.open(fileobj=data, mode="w", format=tarfile.GNU_FORMAT) as archive:
         for name in ("x" * len(legacy), "storages", "tensors", "pickle"):
@@ -194,17 +194,17 @@ def test_repeated_dicts_and_names_are_errors(tmp_path):
     content: dict = {"model": {}}
     content["model"]["again"] = content
     with pytest.raises(CheckpointError, match="its containers nest more than 100 deep, or repeat each other"):
-        tensors_of(saved(tmp_path / "a.pt", content))
+        tensors_of(save_file(tmp_path / "a.pt", content))
     content = {"model": (shared := {"w": 1}), "again": shared}
     with pytest.raises(CheckpointError, match="the dict again is in the file more than once"):
-        tensors_of(saved(tmp_path / "a.pt", content))
+        tensors_of(save_file(tmp_path / "a.pt", content))
     with pytest.raises(CheckpointError, match=r"has two tensors a.b"):
-        tensors_of(saved(tmp_path / "a.pt", {"a.b": torch.ones(1), "a": {"b": torch.ones(1)}}))
+        tensors_of(save_file(tmp_path / "a.pt", {"a.b": torch.ones(1), "a": {"b": torch.ones(1)}}))
 
 
 def test_every_storage_of_an_old_file_has_values(tmp_path):
     """torch leaves the memory of a storage outside the list of keys uninitialized."""
-    path = saved(tmp_path / "a.pt", {"a": torch.ones(4)}, "legacy")
+    path = save_file(tmp_path / "a.pt", {"a": torch.ones(4)}, "legacy")
     keys = path.read_bytes().rindex(b"\x80\x02]")
     path.write_bytes(path.read_bytes()[:keys] + b"\x80\x02].")
     with pytest.raises(CheckpointError, match="the keys of its storages are not those of its tensors"):
@@ -216,7 +216,7 @@ def test_a_file_that_is_missing_or_shrinks_is_an_error(tmp_path, form):
     """Reading a mapped file past its end kills the process."""
     with pytest.raises(CheckpointError, match=r"a.pt: cannot be read: No such file"):
         TorchFile(tmp_path / "a.pt")
-    path = saved(tmp_path / "a.pt", {"a": torch.ones(1000)}, form)
+    path = save_file(tmp_path / "a.pt", {"a": torch.ones(1000)}, form)
     file = TorchFile(path)
     file.check_size()
     os.truncate(path, 900)
@@ -239,7 +239,7 @@ def intact_files(tmp_path_factory):
     files = {}
     for form in FORMATS:
         args.padded_vocab_size = args.make_vocab_size_divisible_by = 8
-        files[form] = saved(place / f"{form}.pt", content, form).read_bytes()
+        files[form] = save_file(place / f"{form}.pt", content, form).read_bytes()
     return place, files
 
 

@@ -1,4 +1,4 @@
-"""ddp/buffer.py: every gradient has its own place, in the order in which gradients arrive."""
+"""ddp/buffer.py: the places of gradients in the buffer, and the buckets and shards that cover it."""
 
 import pytest
 import torch
@@ -11,14 +11,14 @@ from megatron_lite.ddp.buffer import ALIGNMENT, GradBuffer
 shapes = st.lists(st.lists(st.integers(1, 5), min_size=0, max_size=3), min_size=1, max_size=8)
 
 
-def make(shapes: list[list[int]], bucket_numel: float, **cuts) -> tuple[dict[str, nn.Parameter], GradBuffer]:
+def make(shapes: list[list[int]], bucket_numel: float, **options) -> tuple[dict[str, nn.Parameter], GradBuffer]:
     params = {f"p{number}": nn.Parameter(torch.zeros(shape)) for number, shape in enumerate(shapes)}
-    return params, GradBuffer(params, bucket_bytes=4 * bucket_numel, dtype=torch.float32, **cuts)
+    return params, GradBuffer(params, bucket_bytes=4 * bucket_numel, dtype=torch.float32, **options)
 
 
 @given(shapes, st.floats(0.1, 300.0))
-def test_views_lie_one_after_another_in_reverse_order_of_registration(shapes, bucket_numel):
-    """An overlap would mix two gradients, another order would reduce later than possible."""
+def test_views_are_consecutive_in_reverse_order_of_registration(shapes, bucket_numel):
+    """An overlap would mix two gradients. In another order, buckets would be reduced later than possible."""
     params, buffer = make(shapes, bucket_numel)
     buffer.flat.copy_(torch.arange(buffer.flat.numel()))
     end = 0
@@ -32,7 +32,7 @@ def test_views_lie_one_after_another_in_reverse_order_of_registration(shapes, bu
 
 
 @given(shapes, st.floats(0.1, 300.0))
-def test_buckets_cover_the_buffer_and_only_a_single_parameter_exceeds_the_limit(shapes, bucket_numel):
+def test_buckets_cover_the_buffer_and_only_a_bucket_of_one_parameter_exceeds_the_limit(shapes, bucket_numel):
     """A gradient outside every bucket would never be reduced."""
     params, buffer = make(shapes, bucket_numel)
     buffer.flat.copy_(torch.arange(buffer.flat.numel()))
@@ -43,8 +43,8 @@ def test_buckets_cover_the_buffer_and_only_a_single_parameter_exceeds_the_limit(
 
 
 @given(shapes, st.floats(0.1, 300.0), st.integers(1, 5))
-def test_shares_of_a_bucket_are_equal_aligned_and_together_hold_every_element_once(shapes, bucket_numel, size):
-    """An element in no share would never be trained, one in two by two ranks."""
+def test_shards_of_a_bucket_are_equal_and_aligned_and_contain_every_element_once(shapes, bucket_numel, size):
+    """An element in no shard would never be trained; two ranks would train an element in two shards."""
     params, buffer = make(shapes, bucket_numel, num_shards=size, alone={"p1"})
     buffer.flat.copy_(torch.arange(buffer.flat.numel()))
     found: dict[str, list[float]] = {name: [] for name in params}
@@ -61,26 +61,27 @@ def test_shares_of_a_bucket_are_equal_aligned_and_together_hold_every_element_on
 
 
 def test_bucket_size_is_counted_in_bytes_of_the_gradient_dtype():
+    """Counted in bf16, the dtype of the parameters, buckets would have twice the configured size."""
     params = {f"p{number}": nn.Parameter(torch.zeros(64, dtype=torch.bfloat16)) for number in range(4)}
     assert len(GradBuffer(params, bucket_bytes=512, dtype=torch.float32).buckets) == 2
     assert len(GradBuffer(params, bucket_bytes=512, dtype=torch.float64).buckets) == 4
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_adam_updates_shares_cut_at_the_alignment_to_the_same_bits_as_the_whole(dtype):
-    """Cut anywhere, an element that a vector instruction updated in the whole tensor is one of the last few of a share,
-    which are updated one by one, and a few of thousands round otherwise: ZeRO-1 would train another model."""
+def test_adam_updates_aligned_shards_to_the_same_bits_as_the_full_tensor(dtype):
+    """A kernel updates the last few elements of a shard one by one, and some of them round differently than in a vector
+    instruction. With shards of any size, ZeRO-1 would train another model."""
     torch.manual_seed(0)
     start, grads = torch.randn(10_007, dtype=dtype), torch.randn(5, 10_007, dtype=dtype)
 
     def trained(size: int) -> torch.Tensor:
-        pieces = [piece.clone() for piece in start.split(size)]
-        adam = torch.optim.AdamW(pieces, lr=1e-2, weight_decay=0.1, fused=True)
+        shards = [shard.clone() for shard in start.split(size)]
+        adam = torch.optim.AdamW(shards, lr=1e-2, weight_decay=0.1, fused=True)
         for grad in grads:
-            for piece, of_piece in zip(pieces, grad.split(size), strict=True):
-                piece.grad = of_piece.clone()
+            for shard, shard_grad in zip(shards, grad.split(size), strict=True):
+                shard.grad = shard_grad.clone()
             adam.step()
-        return torch.cat(pieces)
+        return torch.cat(shards)
 
     assert torch.equal(trained(ALIGNMENT), trained(10_007))
-    assert not torch.equal(trained(7), trained(10_007))  # or the alignment is not needed any more
+    assert not torch.equal(trained(7), trained(10_007)), "the alignment is no longer needed"

@@ -1,4 +1,4 @@
-"""ddp/local.py in one process: what hooks add up, and when buckets start."""
+"""ddp/local.py in one process: the sums of gradients over micro-batches, and the start of buckets."""
 
 import pytest
 import torch
@@ -12,11 +12,11 @@ from megatron_lite.errors import TrainingError
 from megatron_lite.parallel.context import solo
 from megatron_lite.parallel.shard import ParamMeta, Shard
 
-EVERY_PARAMETER_ALONE = 1e-9  # MiB
+ONE_PARAMETER_PER_BUCKET = 1e-9  # MiB
 
 
 class Tied(nn.Module):
-    """Uses its embedding twice, as a language model with a tied head does."""
+    """A model that uses its embedding twice, as a language model with a tied head does."""
 
     def __init__(self, dtype: torch.dtype):
         super().__init__()
@@ -34,7 +34,7 @@ class Tied(nn.Module):
 MICROBATCHES = [torch.tensor([0, 1, 1]), torch.tensor([3, 6, 2]), torch.tensor([5, 0, 3])]
 
 
-def wrap(model: nn.Module, grad_dtype: torch.dtype = torch.float32, bucket_mb: float = EVERY_PARAMETER_ALONE):
+def wrap(model: nn.Module, grad_dtype: torch.dtype = torch.float32, bucket_mb: float = ONE_PARAMETER_PER_BUCKET):
     return engine_of([model], dict(model.named_parameters()), bucket_mb, grad_dtype)
 
 
@@ -51,9 +51,9 @@ def run_step(ddp: LocalDDP, microbatches: list[torch.Tensor]) -> None:
     ddp.finish_grad_sync()
 
 
-@pytest.mark.parametrize("bucket_mb", [EVERY_PARAMETER_ALONE, 25.0])
+@pytest.mark.parametrize("bucket_mb", [ONE_PARAMETER_PER_BUCKET, 25.0])
 def test_accumulated_main_grads_equal_autograd(bucket_mb):
-    """Bitwise: the same additions in the same order. Twice, so that what zero_grad leaves behind would show."""
+    """Bitwise, because both add in the same order. The second step finds values that zero_grad did not reset."""
     model, plain = Tied(torch.float64), Tied(torch.float64)
     ddp = wrap(model, torch.float64, bucket_mb)
     for _ in range(2):
@@ -67,6 +67,7 @@ def test_accumulated_main_grads_equal_autograd(bucket_mb):
 
 
 def test_gradients_are_freed_and_main_grad_is_a_view_of_the_buffer():
+    """Otherwise a step would need the memory of the gradients twice."""
     model = Tied(torch.bfloat16)
     ddp = wrap(model)
     run_step(ddp, MICROBATCHES)
@@ -78,7 +79,7 @@ def test_gradients_are_freed_and_main_grad_is_a_view_of_the_buffer():
 
 
 def test_a_parameter_that_stops_being_used_has_a_zero_gradient():
-    """Nothing is filled with zeros at the start of a step, so the step before could shine through."""
+    """A step does not start with zeros, so the gradient of the previous step could remain."""
     model = nn.ParameterDict({"a": torch.tensor([2.0]), "b": torch.tensor([3.0])})
     ddp = wrap(model)
     ddp.zero_grad()
@@ -93,8 +94,8 @@ def test_a_parameter_that_stops_being_used_has_a_zero_gradient():
     assert [ddp.main_grads[name].item() for name in "ab"] == [4.0, 0.0]
 
 
-def test_bf16_gradients_add_up_in_fp32():
-    """In bf16, 256 + 1 is 256: hundreds of micro-batches would add nothing."""
+def test_bf16_gradients_are_summed_in_fp32():
+    """In bf16, 256 + 1 is 256: most of hundreds of micro-batches would change nothing."""
     weight = nn.ParameterDict({"w": torch.ones(2, dtype=torch.bfloat16)})
     ddp = wrap(weight)
     ddp.zero_grad()
@@ -107,8 +108,7 @@ def test_bf16_gradients_add_up_in_fp32():
 
 @pytest.fixture
 def events(monkeypatch):
-    """What happened: the size of each bucket, in units of the alignment, when its reduction starts, and what a test
-    adds."""
+    """A log of the test: each started bucket's size in units of the alignment, each wait, and entries of the test."""
     log: list[object] = []
 
     def record(flat, group):
@@ -120,7 +120,7 @@ def events(monkeypatch):
 
 
 def chain(events: list[object]) -> tuple[nn.Module, LocalDDP]:
-    """Layers of 1, 2 and 3 units, the last of them first in backward; each says when its backward runs."""
+    """A model of layers with 1, 2 and 3 units of the alignment, which log their backward, and its engine."""
 
     class Chain(nn.Module):
         def __init__(self):
@@ -138,8 +138,8 @@ def chain(events: list[object]) -> tuple[nn.Module, LocalDDP]:
     return model, wrap(model)
 
 
-def test_a_bucket_starts_while_earlier_layers_still_run_backward(events):
-    """If buckets waited for the end of backward, communication would hide behind nothing."""
+def test_a_bucket_starts_before_the_backward_of_earlier_layers(events):
+    """If buckets started after backward, no computation would hide their communication."""
     model, ddp = chain(events)
     ddp.begin_backward(0, is_last=True)
     model().backward()
@@ -148,7 +148,7 @@ def test_a_bucket_starts_while_earlier_layers_still_run_backward(events):
     assert events[6:] == ["waited"] * 3
 
 
-def test_only_the_last_microbatch_communicates_and_finishing_twice_reduces_once(events):
+def test_only_the_last_microbatch_communicates_and_a_second_finish_reduces_nothing(events):
     """A second reduction would multiply the gradient by dp."""
     model, ddp = chain(events)
     ddp.begin_backward(0, is_last=False)
@@ -161,18 +161,19 @@ def test_only_the_last_microbatch_communicates_and_finishing_twice_reduces_once(
     assert [event for event in events if isinstance(event, float)] == [3, 2, 1]
 
 
-def test_buckets_start_in_their_own_order_when_gradients_do_not(events):
-    """Ranks whose gradients arrive in different order would otherwise pair different buckets."""
+def test_buckets_start_in_buffer_order_when_gradients_arrive_in_another(events):
+    """Otherwise ranks whose gradients arrive in different orders would sum different buckets."""
     model = nn.ParameterDict({"first": torch.ones(1), "second": torch.ones(ALIGNMENT + 1)})
     ddp = wrap(model)
     ddp.begin_backward(0, is_last=True)
-    model["first"].sum().backward()  # "second" lies before it in the buffer
+    model["first"].sum().backward()  # "second" is before it in the buffer
     assert events == []
     model["second"].sum().backward()
     assert events == [2, 1]
 
 
-def test_a_gradient_after_the_last_one_is_refused():
+def test_a_gradient_after_the_last_one_is_an_error():
+    """It would be added to memory that a collective may be summing."""
     model = Tied(torch.float32)
     ddp = wrap(model)
     ddp.begin_backward(0, is_last=True)
@@ -181,7 +182,8 @@ def test_a_gradient_after_the_last_one_is_refused():
         model(MICROBATCHES[1]).backward()
 
 
-def test_chunks_have_buffers_of_their_own_and_the_last_chunk_starts_first(events):
+def test_each_chunk_has_its_own_buffer_and_the_last_chunk_starts_first(events):
+    """The last chunk's backward runs first, so its buckets are complete first."""
     first, second = nn.Linear(2, 1), nn.Linear(ALIGNMENT, 2)
     params = {f"first.{n}": p for n, p in first.named_parameters()}
     params |= {f"second.{n}": p for n, p in second.named_parameters()}
@@ -191,7 +193,7 @@ def test_chunks_have_buffers_of_their_own_and_the_last_chunk_starts_first(events
 
 
 def test_chunks_may_have_their_last_backward_at_different_times(events):
-    """In an interleaved schedule one chunk is done while another still has backwards to come."""
+    """In an interleaved schedule, one chunk has finished its last backward while another chunk still runs some."""
     chunks = [nn.ParameterDict({"w": torch.ones(size)}) for size in (1, ALIGNMENT + 1)]
     params = {f"{number}.w": chunk["w"] for number, chunk in enumerate(chunks)}
     ddp = engine_of(chunks, params)
@@ -203,8 +205,8 @@ def test_chunks_may_have_their_last_backward_at_different_times(events):
     assert (ddp.main_grads["0.w"] == 3.0).all() and (ddp.main_grads["1.w"] == 2.0).all()
 
 
-def test_weight_gradients_may_come_after_other_last_gradients(events):
-    """Zero-bubble: norms have their last gradient while weights of earlier micro-batches are still to come."""
+def test_the_last_weight_gradients_may_come_after_other_last_gradients(events):
+    """In zero-bubble schedules, norms have their last gradient before the weight gradients of earlier micro-batches."""
     model = nn.ParameterDict({"norm": torch.ones(1), "weight": torch.ones(ALIGNMENT + 1)})
     ddp = wrap(model)
     for name, is_last in (("norm", False), ("norm", True), ("weight", False), ("weight", True)):
@@ -214,8 +216,8 @@ def test_weight_gradients_may_come_after_other_last_gradients(events):
     assert (ddp.main_grads["norm"] == 2.0).all() and (ddp.main_grads["weight"] == 2.0).all()
 
 
-def test_a_delayed_gradient_comes_out_that_many_steps_later_and_whole():
-    """An engine that mixed up its rounds would add two steps' gradients, or apply one twice."""
+def test_a_delayed_gradient_is_applied_that_many_steps_later():
+    """An engine that mixed up its buffers would add the gradients of two steps, or apply one twice."""
     model = nn.ParameterDict({"w": torch.ones(2)})
     ddp = engine_of([model], dict(model.named_parameters()), kind=DelayedDDP, delay=2)
     found = []

@@ -1,4 +1,4 @@
-"""ddp/wrap.py: which engine, and over which parameters."""
+"""ddp/wrap.py: the choice of the engine, and checks of a custom model's parameters."""
 
 import pytest
 import torch
@@ -22,14 +22,15 @@ def config_of(kind: str) -> Config:
 
 @pytest.mark.parametrize("kind", ["local", "torch", "fsdp", "distributed"])
 def test_one_data_parallel_rank_needs_no_process_group(kind):
+    """A run of one process must not depend on torch.distributed."""
     model = ToyModel(CTX, torch.float32)
     ddp = wrap_ddp(config_of(kind), [model], model.named(), TABLE, CTX, grad_dtype=torch.float32)
     assert type(ddp) is LocalDDP
     assert ddp.main_grads.keys() == TABLE.keys()
 
 
-def test_a_parameter_outside_the_table_is_refused():
-    """A user's own model with an undeclared parameter would train all but that one."""
+def test_a_parameter_outside_the_table_is_an_error():
+    """Otherwise all parameters of a custom model but that one would be trained."""
     model = ToyModel(CTX, torch.float32)
     params = model.named()
     model.extra = nn.Linear(2, 3)
@@ -38,8 +39,8 @@ def test_a_parameter_outside_the_table_is_refused():
 
 
 @pytest.mark.parametrize("kind", ["local", "torch"])
-def test_a_frozen_parameter_is_refused_by_name(kind):
-    """torch would say that it cannot hook a tensor, and not which."""
+def test_the_error_of_a_frozen_parameter_names_it(kind):
+    """torch's error about a hook would not name the parameter."""
     model = ToyModel(CTX, torch.float32)
     name = next(iter(dict(model.named_parameters())))
     model.get_parameter(name).requires_grad_(False)

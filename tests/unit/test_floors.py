@@ -1,6 +1,6 @@
-"""The borders of the package: which folder may import which, and how large core, files and functions may grow.
+"""The floors of the package: which folder may import which, and the size limits of core, files and functions.
 
-Tests have one border: what two test modules share is a helper.
+Tests have one rule: code that two test modules need is in tests/helpers/.
 """
 
 import ast
@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 PACKAGE = Path(__file__).resolve().parents[2] / "megatron_lite"
-# What one reads to understand training, from the lowest floor to the highest.
+# The folders that one reads to understand training, from the lowest floor to the highest.
 CORE = [
     {"__version__", "errors", "files", "text", "config"},
     {"parallel"},
@@ -20,12 +20,12 @@ CORE = [
     {"checkpoint"},
     {"training"},
 ]
-# What serves users around it: it imports the core, and the core reaches it through hooks that `cli` passes in.
+# The folders with features for users. They import the core; the core reaches them through hooks that `cli` passes.
 RING = [{"plan"}, {"convert", "preprocess", "launch", "generate"}, {"doctor"}, {"cli"}]
 FLOOR_OF = {name: floor for floor, names in enumerate(CORE + RING) for name in names}
-# They only give other files' names, lazily or at the edge.
+# These files only re-export names of other files.
 EXEMPT = {"__init__.py", "__main__.py", "mpu.py"}
-# The one file that tells `mpu` which context to answer for.
+# The one file that registers its context with `mpu`.
 REGISTERS_MPU = "training/initialize.py"
 # Non-blank lines of the core, docstrings included.
 BUDGET = 13_000
@@ -107,17 +107,17 @@ def test_a_file_imports_only_from_lower_floors_and_its_own_package(name):
         ("convert/driver.py", "import megatron_lite.launch.nodes"),
     ],
 )
-def test_the_check_sees_wrong_imports(name, source):
-    """A check that accepts everything would keep no border."""
+def test_the_check_finds_wrong_imports(name, source):
+    """A check that accepts every import would be useless."""
     assert len(violations(name, source)) == 1
 
 
 def test_the_core_stays_within_its_budget():
-    """Past it, one person no longer reads the core; move a feature to the ring or simplify."""
+    """A larger core would be too long for one person to read. Move a feature to the ring, or simplify."""
     assert excess({name: (PACKAGE / name).read_text(encoding="utf-8") for name in NAMES}) == []
 
 
-def test_the_budget_counts_the_core_alone():
+def test_the_budget_counts_only_non_blank_lines_of_the_core():
     """Blank lines and the ring do not count; code, comments and docstrings do."""
     lines = "x = 1\n\n# why\n" * (BUDGET // 2)
     assert excess({"model/gpt.py": lines, "cli/run.py": lines}) == []
@@ -128,7 +128,7 @@ def test_the_budget_counts_the_core_alone():
 
 @pytest.mark.parametrize("name", NAMES)
 def test_files_stay_under_400_lines_and_functions_under_80(name):
-    """Past that, there is a second idea in it that wants a file or a function of its own."""
+    """A longer one has a second idea, which belongs in another file or function."""
     source = (PACKAGE / name).read_text(encoding="utf-8")
     functions = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.FunctionDef)]
     long = [f"{node.name}: {_lines(node)} lines" for node in functions if _lines(node) > 80]
@@ -142,7 +142,7 @@ def _lines(node: ast.FunctionDef) -> int:
 
 
 def imported_test_modules(name: str, source: str) -> list[str]:
-    """Test modules that the file `name` (relative to tests/) imports, also in programs that it holds as text.
+    """Test modules that the file `name` (relative to tests/) imports, also in programs within its strings.
 
     A file may name itself as the place of a function that ranks run. Relative imports count as wrong.
     """
@@ -174,13 +174,15 @@ def test_no_test_module_is_imported(name):
         "preload(['tests.dist.{other}'])",
     ],
 )
-def test_the_check_sees_an_imported_test_module(source):
-    """A check that accepts everything would keep no border."""
+def test_the_check_finds_an_imported_test_module(source):
+    """A check that accepts every import would be useless."""
     source = source.format(other="test_memory", own="test_floors")
     assert len(imported_test_modules("unit/test_floors.py", source)) == 1
 
 
-@pytest.mark.parametrize("source", ["from tests.helpers.tiny import portion", "launch('tests.unit.{own}:hang')"])
+@pytest.mark.parametrize(
+    "source", ["from tests.helpers.tiny import next_microbatches", "launch('tests.unit.{own}:hang')"]
+)
 def test_a_test_module_may_import_helpers_and_name_its_own_functions(source):
     """Ranks import the functions that they run from the module of their test."""
     assert imported_test_modules("unit/test_floors.py", source.format(own="test_floors")) == []

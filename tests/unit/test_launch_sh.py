@@ -1,4 +1,4 @@
-"""launch.sh: its numbers of ranks and threads, its environment variables and the command that it starts."""
+"""launch.sh: the numbers of ranks and threads, the environment variables, and the command that it starts."""
 
 import os
 import subprocess

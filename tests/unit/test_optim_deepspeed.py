@@ -1,4 +1,4 @@
-"""What DeepSpeed is told, and where it is refused."""
+"""The settings that DeepSpeed gets, and the errors where it cannot run."""
 
 import ast
 from importlib import metadata
@@ -20,7 +20,7 @@ def config(*fields: str) -> Config:
     return load_config(None, ["parallel.ddp=deepspeed", *fields])
 
 
-def version_is(monkeypatch, answer: str | Exception) -> None:
+def set_version(monkeypatch, answer: str | Exception) -> None:
     def version(package: str) -> str:
         assert package == "deepspeed"
         if isinstance(answer, Exception):
@@ -30,8 +30,9 @@ def version_is(monkeypatch, answer: str | Exception) -> None:
     monkeypatch.setattr(metadata, "version", version)
 
 
-def test_a_missing_deepspeed_is_named_with_what_to_install(monkeypatch):
-    version_is(monkeypatch, metadata.PackageNotFoundError())
+def test_the_error_of_a_missing_deepspeed_names_the_command_to_install_it(monkeypatch):
+    """An ImportError would not name the version that is needed."""
+    set_version(monkeypatch, metadata.PackageNotFoundError())
     with pytest.raises(ConfigError) as raised:
         check_support(config(), CPU)
     assert str(raised.value) == (
@@ -41,28 +42,31 @@ def test_a_missing_deepspeed_is_named_with_what_to_install(monkeypatch):
 
 
 @pytest.mark.parametrize("found", ["0.19.7", "0.9.10", "0.18.12+cu128", "0.20", "1.0.0"])
-def test_another_deepspeed_than_the_tested_series_is_refused(monkeypatch, found):
-    """Its private state, which checkpoints are made of, may look otherwise there."""
-    version_is(monkeypatch, found)
+def test_an_untested_series_of_deepspeed_is_an_error(monkeypatch, found):
+    """Checkpoints are made from its private state, which may differ there."""
+    set_version(monkeypatch, found)
     with pytest.raises(ConfigError, match=r"wants 0\.19\.8 or a later 0\.19; install it") as raised:
         check_support(config(), CPU)
     assert f"got version {found}" in str(raised.value)
 
 
 @pytest.mark.parametrize("found", [TESTED, "0.19.8+unknown", "0.19.12"])
-def test_a_later_one_of_the_series_is_not(monkeypatch, found):
-    version_is(monkeypatch, found)
+def test_a_later_version_of_the_tested_series_is_supported(monkeypatch, found):
+    """A bug-fix release must not stop a run."""
+    set_version(monkeypatch, found)
     check_support(config(), CPU)
 
 
-def test_fp16_is_refused_where_no_gpu_was_found():
+def test_fp16_without_a_gpu_is_an_error():
+    """DeepSpeed's own error would not name the config keys."""
     fp16 = config("train.precision=fp16")
     check_support(fp16, torch.device("cuda"))
     with pytest.raises(ConfigError, match=r"run\.device: auto found no GPU; .* use train\.precision: bf16"):
         check_support(fp16, CPU)
 
 
-def test_settings_say_what_deepspeed_would_decide_by_defaults_that_moved():
+def test_settings_do_not_depend_on_defaults_of_deepspeed():
+    """Its defaults have changed between versions."""
     given = settings(config("optim.clip_grad=0.3", "parallel.bucket_mb=1", "train.precision=bf16"), CPU)
     assert given["gradient_clipping"] == 0.3  # its default was 0 once, and is 1 now
     assert given["gradient_accumulation_steps"] == 1
@@ -74,13 +78,15 @@ def test_settings_say_what_deepspeed_would_decide_by_defaults_that_moved():
     assert "offload_optimizer" not in zero and "offload_param" not in zero
 
 
-def test_stage_0_leaves_clipping_to_us_and_stage_3_knows_means_only():
+def test_stage_0_does_not_clip_and_stage_3_computes_a_mean():
+    """The optimizer clips at stage 0; stage 3 has no sum, so `step` scales the mean by dp."""
     ops = [settings(config(f"deepspeed.zero_stage={stage}"), CPU)["gradient_allreduce_op"] for stage in range(4)]
     assert ops == ["sum", "sum", "sum", "mean"]
     assert settings(config("deepspeed.zero_stage=0"), CPU)["gradient_clipping"] == 0.0
 
 
-def test_offloading_pins_the_memory_that_a_gpu_copies_from():
+def test_offloaded_state_is_in_pinned_memory_on_a_gpu():
+    """Copies from memory that is not pinned are slower and cannot overlap with computation."""
     both = config("deepspeed.zero_stage=3", "deepspeed.offload_optimizer=true", "deepspeed.offload_param=true")
     for device, pinned in ((CPU, False), (torch.device("cuda"), True)):
         zero = settings(both, device)["zero_optimization"]
@@ -88,15 +94,15 @@ def test_offloading_pins_the_memory_that_a_gpu_copies_from():
 
 
 def test_buckets_are_even_and_never_empty():
-    """DeepSpeed asserts the one, and would not end with the other."""
+    """DeepSpeed asserts that sizes are even, and loops forever with an empty bucket."""
     sizes = [settings(config(f"parallel.bucket_mb={size}"), CPU) for size in (1e-9, 1.3e-5, 0.1, 25)]
     for size in sizes:
         zero = size["zero_optimization"]
         assert zero["reduce_bucket_size"] >= 2 and zero["reduce_bucket_size"] % 2 == 0
 
 
-def test_deepspeed_is_imported_only_where_it_is_used():
-    """It takes a second, and many do without it."""
+def test_no_module_imports_deepspeed_at_its_top():
+    """The import takes a second, and most runs do not need it."""
     for path in Path(megatron_lite.__path__[0]).rglob("*.py"):
         for node in ast.parse(path.read_text()).body:
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []

@@ -1,4 +1,4 @@
-"""optim/mixed_precision.py in one process."""
+"""optim/mixed_precision.py in one process: steps, skipped steps, and state that is saved and restored."""
 
 import math
 
@@ -39,11 +39,11 @@ class Training:
             self.ddp.main_grads["norm.weight"][2] = spoil
         return self.optimizer.step(lr)
 
-    def take_over(self, other: "Training") -> None:
-        """What a checkpoint does: the other's weights and state are copied into this one's tensors."""
+    def load_from(self, other: "Training") -> None:
+        """Copy the weights and state of `other` into this one's tensors, as a checkpoint does."""
         weights, state = self.optimizer.weights(), self.optimizer.state()
-        for name, held in other.optimizer.weights().items():
-            weights[name].values.copy_(held.values)
+        for name, shard in other.optimizer.weights().items():
+            weights[name].values.copy_(shard.values)
             for kind, saved in other.optimizer.state()[name].items():
                 state[name][kind].values.copy_(saved.values)
         self.optimizer.load(weights, state, other.optimizer.step_count, other.optimizer.step_count)
@@ -51,9 +51,9 @@ class Training:
     def everything(self) -> dict[str, Tensor]:
         """A copy of all that a step may change, apart from the scaler."""
         state = {
-            f"{name} {kind}": held.values
+            f"{name} {kind}": shard.values
             for name, kinds in self.optimizer.state().items()
-            for kind, held in kinds.items()
+            for kind, shard in kinds.items()
         }
         state |= {f"{name} parameter": parameter.detach() for name, parameter in self.params.items()}
         state["steps"] = torch.tensor(self.optimizer.step_count)
@@ -72,7 +72,7 @@ def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_steps_equal_torch_adamw_with_clipping(dtype):
-    """Against the unfused AdamW and torch's clip: rounding only, a few units in the last place a step."""
+    """The reference is the unfused AdamW with torch's clip; they differ by rounding, a few last places in a step."""
     training, plain = Training(dtype), ToyModel(CTX, dtype)
     decayed = [p for name, p in plain.named().items() if TABLE[name].decay]
     others = [p for name, p in plain.named().items() if not TABLE[name].decay]
@@ -84,7 +84,7 @@ def test_steps_equal_torch_adamw_with_clipping(dtype):
         adam.zero_grad()
         plain([number, number + 1], strength=0.1).backward()
         norm = torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.5)
-        assert norm > 0.5, "clipping must have something to do"
+        assert norm > 0.5, "this step would not be clipped"
         assert outcome == StepOutcome(pytest.approx(norm.item(), rel=1e-6), skipped=False)
         for group in adam.param_groups:
             group["lr"] = lr
@@ -95,8 +95,8 @@ def test_steps_equal_torch_adamw_with_clipping(dtype):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_low_precision_parameters_are_rounded_masters(dtype):
-    """Updates far below the last bit of a weight must not be lost: ten of them have to move the master."""
+def test_low_precision_parameters_are_rounded_copies_of_masters(dtype):
+    """Updates far below the last bit of a weight would be lost without a master; here ten of them move it."""
     training = Training(dtype, OPTIM.model_copy(update={"weight_decay": 0.0}))
     start = training.everything()
     for _ in range(10):
@@ -110,7 +110,7 @@ def test_low_precision_parameters_are_rounded_masters(dtype):
 
 
 def test_a_loss_scale_changes_no_bit_of_a_step():
-    """It is a power of two. Clipping and the norm see the unscaled gradient."""
+    """The scale is a power of two, and the norm and clipping use the unscaled gradient."""
     scaled, plain = Training(torch.float32, scaler=dynamic(2.0**13)), Training(torch.float32)
     for number in range(3):
         assert scaled.step(number) == plain.step(number)
@@ -119,6 +119,7 @@ def test_a_loss_scale_changes_no_bit_of_a_step():
 
 @pytest.mark.parametrize("spoil", [math.inf, math.nan])
 def test_an_overflow_skips_the_step_and_halves_the_scale(spoil):
+    """An applied inf or nan would destroy every weight."""
     training = Training(torch.float16, scaler=dynamic())
     training.step(0)
     before = training.everything()
@@ -130,8 +131,8 @@ def test_an_overflow_skips_the_step_and_halves_the_scale(spoil):
 
 
 @pytest.mark.parametrize("scaler", [None, DynamicLossScaler(1.0, min_scale=1.0, growth_interval=9, hysteresis=1)])
-def test_a_bad_gradient_that_no_loss_scale_mends_is_reported_and_not_applied(scaler):
-    """Skipping it silently could go on for ever; applying it would ruin every weight."""
+def test_a_bad_gradient_that_no_smaller_loss_scale_can_fix_is_reported_and_not_applied(scaler):
+    """Training could skip such steps forever; an applied gradient would destroy every weight."""
     training = Training(torch.float32, scaler=scaler)
     training.step(0)
     before = training.everything()
@@ -143,14 +144,15 @@ def test_a_bad_gradient_that_no_loss_scale_mends_is_reported_and_not_applied(sca
 @pytest.mark.parametrize(
     ("precision", "after_skip"), [("fp32", False), ("bf16", False), ("fp64", False), ("fp16", False), ("fp16", True)]
 )
-def test_a_restored_optimizer_continues_bitwise(precision, after_skip):
+def test_a_restored_optimizer_continues_bit_for_bit(precision, after_skip):
+    """A lost moment, master or step count would change the run after every resume."""
     dtype = PRECISIONS[precision]
     first, restored = (Training(dtype, scaler=dynamic() if precision == "fp16" else None) for _ in range(2))
     for number in range(3):
         first.step(number)
     if after_skip:
         assert first.step(3, spoil=math.inf).skipped
-    restored.take_over(first)
+    restored.load_from(first)
     restored.scaler.load_state_dict(first.scaler.state_dict())
     for number in range(4, 7):
         assert restored.step(number) == first.step(number)
@@ -158,18 +160,19 @@ def test_a_restored_optimizer_continues_bitwise(precision, after_skip):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_nothing_but_the_engine_holds_gradients_after_a_step(dtype):
-    """Another owner would keep the last step's gradients in memory through the next forward."""
+def test_only_the_engine_keeps_gradients_after_a_step(dtype):
+    """Any other reference would keep the gradients in memory during the next forward."""
     training = Training(dtype)
     training.step(0)
     assert all(parameter.grad is None for parameter in training.params.values())
     for kinds in training.optimizer.state().values():
-        assert all(held.values.grad is None for held in kinds.values())
+        assert all(shard.values.grad is None for shard in kinds.values())
 
 
 def test_state_before_the_first_step_can_be_saved_and_restored():
+    """torch's AdamW allocates its state in the first step only."""
     first, restored = Training(torch.bfloat16), Training(torch.bfloat16)
-    restored.take_over(first)
+    restored.load_from(first)
     assert first.optimizer.step_count == 0
     assert first.step(0) == restored.step(0)
     assert_same(restored.everything(), first.everything())

@@ -1,4 +1,4 @@
-"""optim/outer.py on one rank, which meets nobody and still takes outer steps."""
+"""optim/outer.py on one data-parallel rank, which takes outer steps without other ranks."""
 
 import pytest
 import torch
@@ -23,7 +23,7 @@ NUMBERED = {name: f"layers.{number}.{name}" for number, name in enumerate(TABLE)
 
 
 class Training:
-    """The toy model whose parameters are a layer each, and its optimizers."""
+    """The toy model, with each parameter named as a layer, and its optimizers."""
 
     def __init__(self, sync: SyncConfig, dtype: torch.dtype = torch.float32, scaler: LossScaler | None = None):
         self.model = ToyModel(CTX, dtype)
@@ -45,24 +45,24 @@ class Training:
         assert self.optimizer.step(1e-2).skipped == spoiled
         self.iteration += 1
 
-    def take_over(self, other: "Training", *, state_too: bool = True) -> None:
-        """What a checkpoint does: the other's weights and state are copied into this one's tensors."""
-        weights, state = self.optimizer.weights(), self.optimizer.state() if state_too else {}
-        for name, held in other.optimizer.weights().items():
-            weights[name].values.copy_(held.values)
+    def load_from(self, other: "Training", *, with_state: bool = True) -> None:
+        """Copy weights, and with `with_state` state, of `other` into this one's tensors, as a checkpoint does."""
+        weights, state = self.optimizer.weights(), self.optimizer.state() if with_state else {}
+        for name, shard in other.optimizer.weights().items():
+            weights[name].values.copy_(shard.values)
         saved = other.optimizer.state()
         for name, kinds in state.items():
             assert kinds.keys() == saved[name].keys()
-            for kind, held in kinds.items():
-                held.values.copy_(saved[name][kind].values)
-        self.iteration = other.iteration if state_too else 0
-        self.optimizer.load(weights, state, other.optimizer.step_count if state_too else 0, self.iteration)
+            for kind, shard in kinds.items():
+                shard.values.copy_(saved[name][kind].values)
+        self.iteration = other.iteration if with_state else 0
+        self.optimizer.load(weights, state, other.optimizer.step_count if with_state else 0, self.iteration)
 
     def everything(self) -> dict[str, Tensor]:
         """A copy of all that a step may change."""
-        found = {f"{name} weight": held.values for name, held in self.optimizer.weights().items()}
+        found = {f"{name} weight": shard.values for name, shard in self.optimizer.weights().items()}
         for name, kinds in self.optimizer.state().items():
-            found |= {f"{name} {kind}": held.values for kind, held in kinds.items()}
+            found |= {f"{name} {kind}": shard.values for kind, shard in kinds.items()}
         found |= {f"{name} parameter": parameter.detach() for name, parameter in self.params.items()}
         return {name: tensor.clone() for name, tensor in found.items()}
 
@@ -73,31 +73,32 @@ def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
         assert found[name].dtype == tensor.dtype and torch.equal(found[name], tensor), name
 
 
-def test_every_fragment_meets_once_in_an_interval_and_the_last_at_its_end():
+def test_every_fragment_synchronizes_once_in_an_interval_and_the_last_at_its_end():
+    """A fragment that did not synchronize would drift apart on all ranks."""
     sync = SyncConfig(mode="diloco", interval=6, fragments=3)
     training = Training(sync)
-    meetings: dict[int, list[str]] = {}
+    synchronized: dict[int, list[str]] = {}
     for iteration in range(1, 13):
         before = {name: common.clone() for name, common in training.optimizer.common.items()}
         training.step()
         moved = [name for name, common in training.optimizer.common.items() if not torch.equal(common, before[name])]
         if moved:
-            meetings[iteration] = moved
-    dealt = [[name for name in training.params if fragment_of(name, 3) == number] for number in range(3)]
-    assert all(dealt)
-    assert meetings == dict(zip([2, 4, 6, 8, 10, 12], dealt * 2, strict=True))
+            synchronized[iteration] = moved
+    fragments = [[name for name in training.params if fragment_of(name, 3) == number] for number in range(3)]
+    assert all(fragments)
+    assert synchronized == dict(zip([2, 4, 6, 8, 10, 12], fragments * 2, strict=True))
 
 
-def test_layers_are_dealt_out_and_the_rest_goes_to_the_first_fragment():
-    """The two copies of a tied embedding, on two stages, must meet at once."""
+def test_layers_go_to_fragments_in_turn_and_other_parameters_to_the_first():
+    """The two copies of a tied embedding, on two stages, must synchronize in the same iteration."""
     names = [f"decoder.layers.{layer}.mlp.linear_fc1.weight" for layer in range(12)]
     assert [fragment_of(name, 4) for name in names] == [0, 1, 2, 3] * 3
     rest = ["embedding.word_embeddings.weight", "output_layer.weight", "decoder.final_layernorm.bias"]
     assert [fragment_of(name, 4) for name in rest] == [0, 0, 0]
 
 
-def test_a_skipped_step_is_an_iteration_too():
-    """Ranks would else meet at different iterations than a resumed run, whose count starts from iterations."""
+def test_a_skipped_step_counts_as_an_iteration():
+    """A resumed run counts iterations. Without skipped ones, it would synchronize at other iterations."""
     scaler = DynamicLossScaler(1024.0, min_scale=1.0, growth_interval=100, hysteresis=1)
     training = Training(SyncConfig(mode="local_sgd", interval=2), scaler=scaler)
     start = {name: common.clone() for name, common in training.optimizer.common.items()}
@@ -109,47 +110,52 @@ def test_a_skipped_step_is_an_iteration_too():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-@pytest.mark.parametrize("stop", [4, 6, 7])  # at a meeting's end, between, and with one under way
-def test_a_resumed_run_is_the_same_to_the_bit(stop, dtype):
+@pytest.mark.parametrize("stop", [4, 6, 7])  # after an outer step, between two, and with one in flight
+def test_a_resumed_run_is_equal_bit_for_bit(stop, dtype):
+    """Lost momentum or drift in flight would change the common model."""
     sync = SyncConfig(mode="diloco", interval=8, fragments=2, delay=2)
-    whole, resumed = Training(sync, dtype), Training(sync, dtype)
+    unstopped, resumed = Training(sync, dtype), Training(sync, dtype)
     for _ in range(stop):
-        whole.step()
-    resumed.take_over(whole)
-    assert_same(resumed.everything(), whole.everything())
+        unstopped.step()
+    resumed.load_from(unstopped)
+    assert_same(resumed.everything(), unstopped.everything())
     for _ in range(9):
-        whole.step()
+        unstopped.step()
         resumed.step()
-    assert_same(resumed.everything(), whole.everything())
+    assert_same(resumed.everything(), unstopped.everything())
 
 
 @pytest.mark.parametrize("sync", [DILOCO, SyncConfig(mode="local_sgd", interval=4)])
-def test_what_is_saved_of_each_rank_and_what_once(sync):
-    """What all ranks share is written once; local SGD has no momentum, and fp32 weights are the common model."""
+def test_inner_state_is_saved_for_each_rank_and_outer_state_once(sync):
+    """State that is equal on all ranks is written once. Local SGD has no momentum; fp32 weights need no copy."""
     for dtype, low in ((torch.float32, False), (torch.bfloat16, True)):
         kinds = Training(sync, dtype).optimizer.state()["layers.0.embedding.weight"]
-        own = {"exp_avg", "exp_avg_sq", "master"}
-        same = {"common"} if low else set()
-        same |= {"outer_momentum"} if sync is DILOCO else set()
-        assert {kind for kind, held in kinds.items() if held.across_dp == "local"} == own
-        assert {kind for kind, held in kinds.items() if held.across_dp == "replicated"} == same
+        local = {"exp_avg", "exp_avg_sq", "master"}
+        replicated = {"common"} if low else set()
+        replicated |= {"outer_momentum"} if sync is DILOCO else set()
+        assert {kind for kind, shard in kinds.items() if shard.across_dp == "local"} == local
+        assert {kind for kind, shard in kinds.items() if shard.across_dp == "replicated"} == replicated
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_weights_alone_start_the_common_model_and_the_rank_alike(dtype):
+def test_loading_weights_alone_sets_the_common_model_and_the_masters(dtype):
+    """The first outer step would otherwise pull the weights back to the random start."""
     trained, fresh = Training(DILOCO, dtype), Training(DILOCO, dtype)
     for _ in range(5):
         trained.step()
-    fresh.take_over(trained, state_too=False)
-    for name, held in trained.optimizer.weights().items():
-        assert torch.equal(fresh.params[name], held.values)
-        assert torch.equal(fresh.optimizer.common[name], held.values.to(fresh.optimizer.common[name].dtype))
+    fresh.load_from(trained, with_state=False)
+    for name, shard in trained.optimizer.weights().items():
+        assert torch.equal(fresh.params[name], shard.values)
+        assert torch.equal(fresh.optimizer.common[name], shard.values.to(fresh.optimizer.common[name].dtype))
         assert torch.equal(fresh.inner.masters[name], fresh.optimizer.common[name])
-    assert not torch.equal(trained.params[name], fresh.params[name]), "a step after the meeting is the rank's own"
+    assert not torch.equal(trained.params[name], fresh.params[name]), (
+        "the local step after the outer step must not be loaded"
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_common_model_is_in_the_parameters_only_inside(dtype):
+def test_the_parameters_are_the_common_model_only_inside_its_context(dtype):
+    """Evaluation uses the common model; training must continue with the local weights, also after an error."""
     training = Training(DILOCO, dtype)
     for _ in range(5):
         training.step()
@@ -164,7 +170,8 @@ def test_the_common_model_is_in_the_parameters_only_inside(dtype):
         assert_same(training.everything(), before)
 
 
-def test_bytes_are_those_of_the_common_model_its_momentum_and_what_is_under_way():
+def test_bytes_count_the_common_model_its_momentum_and_the_drift_in_flight():
+    """The memory line of a run would be too small."""
     training = Training(SyncConfig(mode="diloco", interval=4, delay=1))
     count = sum(parameter.numel() for parameter in training.params.values())
     inner = training.inner.bytes_held()
@@ -174,7 +181,7 @@ def test_bytes_are_those_of_the_common_model_its_momentum_and_what_is_under_way(
     assert found == inner | {"optimizer": inner["optimizer"] + 8 * count, "buckets": 0}
     for _ in range(3):
         training.step()
-    assert 4 * count <= training.optimizer.bytes_held()["buckets"] < 4 * count + 1600  # each filled up to 256 bytes
+    assert 4 * count <= training.optimizer.bytes_held()["buckets"] < 4 * count + 1600  # each padded to 256 bytes
     training.step()
     assert training.optimizer.bytes_held() == found
 
@@ -199,7 +206,7 @@ def test_bytes_are_those_of_the_common_model_its_momentum_and_what_is_under_way(
         ),
     ],
 )
-def test_a_run_says_how_late_its_ranks_learn_of_each_other(sync, line):
+def test_a_run_prints_the_age_of_other_ranks_steps_and_the_bytes_of_a_step(sync, line):
     """A ring of 4 ranks sends 2 * 3/4 of 4 bytes for each of a million parameters."""
     config = load_config(None, [f"sync.{setting}" for setting in sync])
     assert sync_line(config, dp=4, parameters=10**6) == line

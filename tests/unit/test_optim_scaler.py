@@ -1,4 +1,4 @@
-"""optim/scaler.py: Megatron-LM's state machine, step by step."""
+"""optim/scaler.py: Megatron-LM's rule for the loss scale."""
 
 import math
 
@@ -14,8 +14,8 @@ def scaler(initial: float = 65536.0, min_scale: float = 1.0) -> DynamicLossScale
     return DynamicLossScaler(initial, min_scale=min_scale, growth_interval=3, hysteresis=2)
 
 
-def test_scales_follow_megatrons_sequence():
-    """The second overflow halves, and so does every further one: hysteresis comes back with a clean interval only."""
+def test_scales_equal_those_of_megatron():
+    """The second overflow halves the scale, and so does each further one until a full clean interval has passed."""
     made, scales = scaler(), []
     for overflow in (1, 1, 1, 0, 1, 0, 0, 0, 1):
         made.update(bool(overflow))
@@ -23,7 +23,8 @@ def test_scales_follow_megatrons_sequence():
     assert scales == [65536, 32768, 16384, 16384, 8192, 8192, 8192, 16384, 16384]
 
 
-def test_scale_stops_at_its_minimum():
+def test_the_scale_stops_at_its_minimum():
+    """Below it, a smaller scale cannot fix an overflow, and the run must report it."""
     made = scaler(initial=8.0, min_scale=4.0)
     for _ in range(5):
         made.update(True)
@@ -31,7 +32,8 @@ def test_scale_stops_at_its_minimum():
 
 
 @given(st.lists(st.booleans(), max_size=40), st.lists(st.booleans(), max_size=40))
-def test_a_restored_scaler_goes_on_as_if_never_stopped(before, after):
+def test_a_restored_scaler_continues_like_one_that_was_not_stopped(before, after):
+    """Another scale after a resume would skip other steps."""
     first, restored = scaler(), scaler(initial=2.0)
     for overflow in before:
         first.update(overflow)
@@ -44,7 +46,7 @@ def test_a_restored_scaler_goes_on_as_if_never_stopped(before, after):
 
 @given(st.lists(st.booleans(), max_size=60))
 def test_the_scale_stays_a_power_of_two(overflows):
-    """Then scaling and unscaling lose no bit."""
+    """Scaling and unscaling then change no bit of a gradient."""
     made = scaler()
     for overflow in overflows:
         made.update(overflow)
@@ -53,6 +55,7 @@ def test_the_scale_stays_a_power_of_two(overflows):
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp64"])
 def test_only_fp16_is_scaled(precision):
+    """A scale in another precision would only add work."""
     made = build_scaler(OptimConfig(), precision)
     made.update(True)
     assert type(made) is LossScaler and made.scale == 1.0 and not made.can_shrink
@@ -60,7 +63,8 @@ def test_only_fp16_is_scaled(precision):
     assert made.scale == 1.0
 
 
-def test_fp16_takes_its_scaler_from_the_config():
+def test_the_settings_of_the_fp16_scaler_come_from_the_config():
+    """A default in place of a setting would be silent."""
     made = build_scaler(
         OptimConfig(initial_loss_scale=1024.0, loss_scale_window=2, hysteresis=1, min_loss_scale=256.0), "fp16"
     )

@@ -1,4 +1,4 @@
-"""Text to .bin/.idx: the same files from any number of workers, all or nothing on disk."""
+"""Preprocessing of text into .bin/.idx: the same files with any number of workers, and no partial files."""
 
 import gzip
 import json
@@ -37,7 +37,7 @@ def documents_of(prefix):
     return [data[k].tolist() for k in range(len(data))]
 
 
-def test_documents_are_written_in_order_with_their_end(tmp_path):
+def test_documents_are_written_in_order_with_an_eod_token(tmp_path):
     path = write_lines(tmp_path / "c.jsonl", ["ab", "", "é"])
     report = run([path], tmp_path / "out", append_eod=True)
     assert report[:6] == (tmp_path / "out_text_document", 2, 6, 4, 1, 0)
@@ -46,12 +46,12 @@ def test_documents_are_written_in_order_with_their_end(tmp_path):
     assert data.dtype == np.uint16 and data.document_indices.tolist() == [0, 1, 2]
 
 
-def test_without_append_eod_no_end_is_written(tmp_path):
+def test_without_append_eod_documents_have_no_eod_token(tmp_path):
     report = run([write_lines(tmp_path / "c.jsonl", ["ab"])], tmp_path / "out")
     assert documents_of(report.prefix) == [[97, 98]]
 
 
-def test_the_json_key_names_the_text_and_the_files(tmp_path):
+def test_the_json_key_selects_the_text_and_is_in_the_file_names(tmp_path):
     (tmp_path / "c.jsonl").write_text('{"code": "x", "text": "y"}\n')
     report = run([tmp_path / "c.jsonl"], tmp_path / "out", json_key="code")
     assert report.prefix.name == "out_code_document" and documents_of(report.prefix) == [[ord("x")]]
@@ -64,10 +64,10 @@ def test_the_language_tag_is_tokenized_with_the_code(tmp_path):
 
 
 def test_any_number_of_workers_writes_the_same_files(tmp_path):
-    """Pieces finish in any order; the corpus, and so every run on it, must not show it."""
+    """Chunks finish in any order. The corpus must not depend on it, and neither must a run on that corpus."""
     folder = tmp_path / "in"
     folder.mkdir()
-    write_lines(folder / "a.jsonl", [f"{k} " * (k % 700) for k in range(9000)])  # several pieces
+    write_lines(folder / "a.jsonl", [f"{k} " * (k % 700) for k in range(9000)])  # several chunks
     (folder / "b.jsonl.gz").write_bytes(gzip.compress((folder / "a.jsonl").read_bytes()[::-1][:0] + b'{"text": "z"}\n'))
     for k in range(30):
         (folder / f"c{k}.py").write_text(f"x = {k}\n" * (k * 1000))
@@ -78,7 +78,7 @@ def test_any_number_of_workers_writes_the_same_files(tmp_path):
         assert len({report.prefix.with_suffix(f".{suffix}").read_bytes() for report in reports}) == 1
 
 
-def test_any_number_of_workers_splits_a_text_alike(tmp_path):
+def test_any_number_of_workers_splits_a_text_into_the_same_documents(tmp_path):
     (tmp_path / "a.txt").write_text("".join(f"line {k} {'x' * 60}\n" * (k % 5) + "\n" for k in range(20_000)))
     reports = [run([tmp_path / "a.txt"], tmp_path / f"w{n}", workers=n, split_on="blank-line") for n in (1, 2)]
     assert reports[0][1:6] == reports[1][1:6] and reports[0].num_documents == 16_000
@@ -91,7 +91,7 @@ def leftovers(folder):
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-def test_a_bad_line_leaves_nothing_behind(tmp_path, workers):
+def test_a_bad_line_is_an_error_that_leaves_no_files(tmp_path, workers):
     path = write_lines(tmp_path / "c.jsonl", ["x" * 1000] * 3000)
     with open(path, "a") as file:
         file.write("{bad\n")
@@ -100,7 +100,7 @@ def test_a_bad_line_leaves_nothing_behind(tmp_path, workers):
     assert leftovers(tmp_path) == []
 
 
-def test_a_failed_run_leaves_the_corpus_before_it_alone(tmp_path):
+def test_a_failed_preprocessing_does_not_change_the_previous_corpus(tmp_path):
     good = write_lines(tmp_path / "good.jsonl", ["good"])
     (tmp_path / "bad.jsonl").write_text("{bad\n")
     prefix = run([good], tmp_path / "out").prefix
@@ -116,25 +116,25 @@ def test_a_new_corpus_replaces_the_old_one(tmp_path):
     assert leftovers(tmp_path) == ["out_text_document.bin", "out_text_document.idx", "out_text_document.info.json"]
 
 
-def test_an_old_index_never_meets_a_new_bin(tmp_path, monkeypatch):
-    """Killed between the two renames: better no index than one of other documents."""
+def test_an_old_idx_never_exists_beside_a_new_bin(tmp_path, monkeypatch):
+    """After a kill between the two renames, no index is better than one of other documents."""
     run([write_lines(tmp_path / "c.jsonl", ["old text"])], tmp_path / "out")
     rename = os.replace
 
-    def killed(source, target):
+    def rename_all_but_the_idx(source, target):
         if str(target).endswith(".idx"):
             raise KeyboardInterrupt
         rename(source, target)
 
-    monkeypatch.setattr(os, "replace", killed)
+    monkeypatch.setattr(os, "replace", rename_all_but_the_idx)
     with pytest.raises(KeyboardInterrupt):
         run([write_lines(tmp_path / "c.jsonl", ["new"])], tmp_path / "out")
     assert leftovers(tmp_path) == ["out_text_document.bin", "out_text_document.info.json"]
     assert json.loads((tmp_path / "out_text_document.info.json").read_bytes())["source_bytes"] == len("new")
 
 
-def test_a_full_disk_is_named_and_leaves_nothing_behind(tmp_path):
-    """The limit on a file's size fails in the same place, with the same kind of error, as a disk that is full."""
+def test_a_full_disk_is_an_error_that_leaves_no_files(tmp_path):
+    """The limit on the file size fails in the same call as a full disk, with the same kind of error."""
     path = write_lines(tmp_path / "c.jsonl", ["x" * 1000] * 3000)
     message = r"out_text_document: cannot be written: File too large; nothing was kept"
     with files_of_at_most(1 << 20), pytest.raises(DataError, match=message):
@@ -142,15 +142,15 @@ def test_a_full_disk_is_named_and_leaves_nothing_behind(tmp_path):
     assert leftovers(tmp_path) == []
 
 
-def test_a_place_that_cannot_be_written_is_named(tmp_path):
+def test_the_error_of_an_output_folder_that_cannot_be_created_names_it(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(DataError, match=r"file/out_text_document: cannot be written: .* --output-prefix"):
         run([write_lines(tmp_path / "c.jsonl", ["x"])], tmp_path / "file" / "out")
 
 
 @pytest.mark.parametrize("mode", [0o555, 0o444, 0o000])
-def test_a_folder_that_may_not_be_written_is_named(mode):
-    """Where the folder may not even be searched, looking for leftovers fails too and must not hide the reason."""
+def test_the_error_of_a_folder_without_permission_names_the_reason(mode):
+    """Without search permission, the removal of partial files fails too. That error must not hide the reason."""
     with open_folder() as folder:
         write_lines(folder / "c.jsonl", ["x"])
         (folder / "closed").mkdir(mode=mode)
@@ -165,19 +165,19 @@ def test_a_folder_that_may_not_be_written_is_named(mode):
 
 
 @pytest.mark.parametrize("workers", [0, -1])
-def test_no_workers_are_refused(tmp_path, workers):
+def test_fewer_than_one_worker_is_an_error(tmp_path, workers):
     with pytest.raises(ConfigError, match=f"--workers is {workers}; tokenizing needs at least 1 process"):
         run([write_lines(tmp_path / "c.jsonl", ["x"])], tmp_path / "out", workers=workers)
 
 
-def test_a_link_to_nothing_in_a_folder_is_passed_over(tmp_path):
+def test_a_broken_link_in_a_folder_is_skipped(tmp_path):
     (tmp_path / "in").mkdir()
     (tmp_path / "in" / "a.py").write_text("x")
     (tmp_path / "in" / "b.py").symlink_to(tmp_path / "nowhere")
     assert run([tmp_path / "in"], tmp_path / "out").num_documents == 1
 
 
-def test_an_input_that_went_away_is_not_blamed_on_the_output(tmp_path, monkeypatch):
+def test_the_error_of_a_deleted_input_file_names_that_file(tmp_path, monkeypatch):
     path = write_lines(tmp_path / "c.jsonl", ["x"])
     monkeypatch.setattr(
         "megatron_lite.preprocess.corpus.find_files", lambda inputs: Found([path, tmp_path / "gone.py"], Counter(), [])
@@ -187,7 +187,7 @@ def test_an_input_that_went_away_is_not_blamed_on_the_output(tmp_path, monkeypat
     assert leftovers(tmp_path) == []
 
 
-def test_input_without_any_text_is_refused(tmp_path):
+def test_input_without_text_is_an_error(tmp_path):
     (tmp_path / "b.py").write_bytes(b"\xff")
     (tmp_path / "c.py").write_text("")
     message = "nothing to write: 1 empty document, 1 document not in UTF-8"
@@ -196,14 +196,14 @@ def test_input_without_any_text_is_refused(tmp_path):
     assert leftovers(tmp_path) == []
 
 
-def test_an_unknown_tokenizer_is_told_before_anything_is_written(tmp_path):
+def test_an_unknown_tokenizer_is_an_error_before_a_file_is_written(tmp_path):
     with pytest.raises(ConfigError, match="unknown tokenizer 'klingon'"):
         run([write_lines(tmp_path / "c.jsonl", ["x"])], tmp_path / "new" / "out", "klingon")
     assert not (tmp_path / "new").exists()
 
 
-def test_a_worker_that_dies_ends_the_run_with_a_message(tmp_path):
-    """The system kills the largest process when memory ends; a pool that waits for it would hang for ever."""
+def test_a_killed_worker_is_an_error(tmp_path):
+    """Without memory, the kernel kills the largest process. A pool that waited for it would hang forever."""
     path = write_lines(tmp_path / "c.jsonl", ["x" * 1000] * 60_000)
 
     def kill_the_first_worker():
@@ -227,7 +227,7 @@ import time
 from megatron_lite.preprocess.corpus import preprocess
 from megatron_lite.data.tokenizer import BytesTokenizer
 encode = BytesTokenizer.encode
-BytesTokenizer.encode = lambda self, text: time.sleep(0.002) or encode(self, text)  # or it is done before the signal
+BytesTokenizer.encode = lambda self, text: time.sleep(0.002) or encode(self, text)  # still busy at the signal
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where a shell runs the tests in the background
     try:
@@ -237,8 +237,8 @@ if __name__ == "__main__":
 """
 
 
-def test_an_interrupt_ends_all_workers_quietly_and_leaves_nothing_behind(tmp_path):
-    """Ctrl-C reaches every process of the terminal; a traceback of each would hide what matters."""
+def test_an_interrupt_stops_all_workers_without_traceback_or_files(tmp_path):
+    """Ctrl-C reaches every process of the terminal, and a traceback of each would hide the message."""
     path = write_lines(tmp_path / "c.jsonl", ["x" * 1000] * 60_000)
     (tmp_path / "script.py").write_text(INTERRUPTED)
     words = [sys.executable, str(tmp_path / "script.py"), str(path), str(tmp_path / "out")]
@@ -255,8 +255,8 @@ def test_an_interrupt_ends_all_workers_quietly_and_leaves_nothing_behind(tmp_pat
     assert leftovers(tmp_path) == []
 
 
-def test_the_bar_shows_documents_and_bytes_a_second(tmp_path, capsys, monkeypatch):
-    """On a terminal; in a log file its carriage returns are noise."""
+def test_the_progress_bar_is_shown_only_on_a_terminal(tmp_path, capsys, monkeypatch):
+    """In a log file, its carriage returns would be noise."""
     run([write_lines(tmp_path / "c.jsonl", ["some text"] * 1000)], tmp_path / "out", progress=True)
     assert capsys.readouterr().err == ""
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
@@ -266,13 +266,13 @@ def test_the_bar_shows_documents_and_bytes_a_second(tmp_path, capsys, monkeypatc
 
 
 def test_preprocessing_loads_no_torch():
-    """It would cost every worker seconds and hundreds of megabytes."""
+    """Torch would cost every worker seconds and hundreds of megabytes."""
     code = "import sys, megatron_lite.preprocess.corpus, megatron_lite.data.tokenizer; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 
 def test_ids_of_a_large_vocabulary_are_stored_in_four_bytes(tmp_path, monkeypatch):
-    """In two, id 70,000 would become 4,464 in silence."""
+    """In two bytes, id 70,000 would silently become 4,464."""
 
     class Large(BytesTokenizer):
         vocab_size = 70_001

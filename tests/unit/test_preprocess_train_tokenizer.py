@@ -1,4 +1,4 @@
-"""Training a vocabulary: repeatable, of the asked size, and from as much text as is useful."""
+"""Training of a tokenizer: repeatable, of the given size, from an even sample of the input."""
 
 import json
 import sysconfig
@@ -14,7 +14,7 @@ SOURCE = Path(sysconfig.get_paths()["stdlib"]) / "ast.py"
 
 
 def test_the_same_text_gives_the_same_bytes(tmp_path):
-    """Else two machines could not agree on what an id means."""
+    """Otherwise ids would have different meanings on two machines."""
     first, second = (train_sentencepiece([SOURCE], tmp_path / name, 500) for name in ("new/a", "b"))
     assert first.read_bytes() == second.read_bytes()
     assert build_tokenizer(f"sentencepiece:{first}").vocab_size == 500
@@ -22,14 +22,14 @@ def test_the_same_text_gives_the_same_bytes(tmp_path):
 
 
 def test_indentation_is_one_token(tmp_path):
-    """Code is a tenth indentation; a token for each space would fill the context with it."""
+    """A tenth of code is indentation, and one token for each space would waste the context length."""
     tokenizer = build_tokenizer(f"sentencepiece:{train_sentencepiece([SOURCE], tmp_path / 'm', 500)}")
     assert len(tokenizer.encode("        ")) == 1
     assert len(tokenizer.encode("\n")) == 1
 
 
-def test_an_even_share_of_a_large_input_is_read(tmp_path):
-    """The first bytes alone would leave the second language out."""
+def test_an_even_sample_of_a_large_input_is_read(tmp_path):
+    """The first bytes alone would have no text of the second language."""
     (tmp_path / "a.txt").write_text("alpha beta\n" * 3000)
     (tmp_path / "b.txt").write_text("omega gamma\n" * 3000)
     model = train_sentencepiece([tmp_path], tmp_path / "m", 285, max_bytes=7000)
@@ -53,26 +53,26 @@ def test_an_even_share_of_a_large_input_is_read(tmp_path):
         ("", 300, "a vocabulary of 300 tokens cannot be trained: the input has no text"),
     ],
 )
-def test_a_vocabulary_that_does_not_fit_the_text_is_refused(tmp_path, text, vocab_size, message):
+def test_a_vocabulary_size_that_the_text_cannot_give_is_an_error(tmp_path, text, vocab_size, message):
     (tmp_path / "a.txt").write_text(text)
     with pytest.raises(DataError, match=message):
         train_sentencepiece([tmp_path / "a.txt"], tmp_path / "m", vocab_size)
 
 
-def test_bad_input_met_while_training_is_told(tmp_path):
-    """The trainer pulls the lines through C++, which could swallow the error and train on half the text."""
+def test_a_bad_line_during_training_is_an_error(tmp_path):
+    """The trainer reads lines through C++, which could ignore the error and train on half of the text."""
     (tmp_path / "a.jsonl").write_text(json.dumps({"text": "hello world"}) + "\n{bad\n")
     with pytest.raises(DataError, match=r"a.jsonl:2: not valid JSON"):
         train_sentencepiece([tmp_path / "a.jsonl"], tmp_path / "m", 300)
 
 
-def test_a_link_to_nothing_in_a_folder_is_passed_over(tmp_path):
+def test_a_broken_link_in_a_folder_is_skipped(tmp_path):
     (tmp_path / "a.txt").write_text("hello world\n" * 100)
     (tmp_path / "b.txt").symlink_to(tmp_path / "nowhere")
     assert train_sentencepiece([tmp_path], tmp_path / "m", 280).is_file()
 
 
-def test_a_place_that_cannot_be_written_is_named(tmp_path):
+def test_the_error_of_a_model_file_that_cannot_be_written_names_it(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(DataError, match=r"file/m.model: cannot be written: .*"):
         train_sentencepiece([SOURCE], tmp_path / "file" / "m", 400)

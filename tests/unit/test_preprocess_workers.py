@@ -1,4 +1,4 @@
-"""The ordered map over processes: order, errors in their place, and an end in every case."""
+"""The ordered map over processes: the order of results and errors, and the exit of every worker."""
 
 import functools
 import os
@@ -21,7 +21,7 @@ def test_results_keep_the_order_of_the_items(workers):
     assert len(pids) == workers and os.getpid() not in pids
 
 
-def test_an_error_comes_in_its_place():
+def test_an_error_is_raised_in_the_order_of_the_items():
     results = map_in_order(functools.partial(Doubler, fails_at=7), range(50), 2)
     assert [next(results)[0] for _ in range(7)] == list(range(7))
     with pytest.raises(DataError, match="item 7 is bad"):
@@ -30,20 +30,20 @@ def test_an_error_comes_in_its_place():
 
 
 @pytest.mark.parametrize("dies_at", [0, 7, 49])
-def test_a_process_that_dies_is_told_and_the_others_end(dies_at):
-    """At once, in the middle, on the last item; with nobody left to answer, waiting would last for ever."""
+def test_a_dead_worker_is_an_error_and_the_others_exit(dies_at):
+    """On the first, a middle or the last item, a wait for the answer of a dead process would never end."""
     with pytest.raises(DataError, match="a worker process died; if it ran out of memory, use fewer"):
         list(map_in_order(functools.partial(Doubler, dies_at=dies_at), range(50), 2))
     assert not workers_alive()
 
 
-def test_items_larger_than_a_pipe_holds_do_not_lock_both_sides():
-    """Both may be sending a megabyte to each other at the same moment."""
+def test_items_larger_than_a_pipe_buffer_cause_no_deadlock():
+    """Both sides can send megabytes to each other at the same time."""
     results = map_in_order(functools.partial(functools.partial, bytes.swapcase), [b"a" * (1 << 21)] * 12, 2)
     assert all(answer == b"A" * (1 << 21) for _, answer in results)
 
 
-def test_nobody_reading_on_ends_the_processes():
+def test_workers_exit_when_the_iterator_is_closed():
     results = map_in_order(Doubler, range(50), 2)
     next(results)
     results.close()
@@ -59,8 +59,8 @@ if __name__ == "__main__":
 """
 
 
-def test_workers_end_when_their_parent_is_killed(tmp_path):
-    """Else every run that is killed leaves processes that hold its memory."""
+def test_workers_exit_when_their_parent_is_killed(tmp_path):
+    """Otherwise a killed parent would leave workers that use memory."""
     (tmp_path / "script.py").write_text(KILLED)
     process = subprocess.Popen(
         [sys.executable, str(tmp_path / "script.py")],
@@ -72,5 +72,5 @@ def test_workers_end_when_their_parent_is_killed(tmp_path):
     assert process.stdout is not None
     pids = {int(process.stdout.readline()) for _ in range(4)}
     process.kill()
-    _, err = process.communicate(timeout=PATIENCE)  # ends when the last process that holds its output has
+    _, err = process.communicate(timeout=PATIENCE)  # returns when all processes with this output have exited
     assert len(pids) == 2 and "Traceback" not in err

@@ -1,4 +1,4 @@
-"""What a resumed run prints about its learning rate."""
+"""The line of a resumed run about its learning rate."""
 
 from types import SimpleNamespace
 
@@ -13,15 +13,15 @@ OLD = ["train.iterations=160", "optim.lr=0.005", "optim.warmup_iterations=20"]
 
 
 def line(changes: list[str], steps: int = 160, old: list[str] = OLD) -> str:
-    """What a run prints that resumes after `steps` with these changes."""
+    """The line of a run that resumes after `steps` with these changes."""
     run = SimpleNamespace(
         config=load_config(None, [*old, *changes]), state=TrainState(iteration=steps, optimizer_steps=steps)
     )
     return learning_rate_line(load_config(None, old), run)  # type: ignore[arg-type]
 
 
-def test_a_longer_run_prints_where_its_learning_rate_jumps_to():
-    """The cosine is stretched over more iterations: the rate rises again, and with it the loss."""
+def test_a_longer_run_prints_the_jump_of_its_learning_rate():
+    """The cosine is stretched over more iterations, so the learning rate rises again, and with it the loss."""
     assert line(["train.iterations=400"]) == (
         "learning rate at iteration 161: 0.0e+00 -> 3.5e-03; optim.decay_iterations=160 keeps the saved curve"
     )
@@ -43,7 +43,7 @@ def test_the_printed_settings_keep_the_saved_curve(changes):
 
 
 @pytest.mark.parametrize("changes", [[], ["train.iterations=161"], ["optim.weight_decay=0.5"], ["log.interval=3"]])
-def test_a_learning_rate_that_stays_nearly_the_same_is_not_mentioned(changes):
+def test_a_nearly_unchanged_learning_rate_is_not_mentioned(changes):
     assert line(changes, steps=80) == ""
 
 

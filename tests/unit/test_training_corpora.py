@@ -1,4 +1,4 @@
-"""What a run prints of its data, and how much of it is read."""
+"""The lines of a run about its data, and the number of samples that it reads."""
 
 import numpy as np
 import pytest
@@ -18,8 +18,8 @@ def lines_of(paths, tmp_path, split="80,10,10", **changes):
     return list(data_lines(config, open_splits(config, wanted, ""), wanted))
 
 
-def test_a_corpus_is_counted_with_the_epochs_that_are_read(tmp_path):
-    """Fifteen epochs of a hundred tokens look like any other run."""
+def test_the_line_of_a_corpus_has_its_tokens_and_epochs(tmp_path):
+    """Otherwise many epochs of a tiny corpus would look like any other run."""
     prefix = write_corpus(tmp_path / "c", [33] * 10)
     assert lines_of([prefix], tmp_path) == [
         f"corpus {prefix}: 10 documents, 330 tokens; train split 264 tokens, this run reads 2.4 epochs; "
@@ -39,8 +39,8 @@ def test_an_empty_split_is_reported(tmp_path):
 
 
 @pytest.mark.parametrize("form", ["weighted", "unweighted"])
-def test_each_corpus_of_a_blend_is_counted(tmp_path, form):
-    """Of 40 samples, 30 are of a and 10 of b; an epoch of a has 20 samples, of b 30."""
+def test_each_corpus_of_a_blend_has_a_line(tmp_path, form):
+    """Of 40 samples, 30 are from a and 10 from b. An epoch of a has 20 samples, and one of b has 30."""
     a, b = write_corpus(tmp_path / "a", [17] * 19), write_corpus(tmp_path / "b", [17] * 29)
     paths = ["3", a, "1", b] if form == "weighted" else [a, b]
     found = lines_of(paths, tmp_path, "1,0,0")
@@ -49,6 +49,6 @@ def test_each_corpus_of_a_blend_is_counted(tmp_path, form):
     assert epochs == (["1.5 epochs", "0.32 epochs"] if form == "weighted" else ["0.79 epochs", "0.78 epochs"])
 
 
-def test_custom_datasets_are_passed_over(tmp_path):
+def test_custom_datasets_have_no_line(tmp_path):
     config = load_config(None, [])
     assert list(data_lines(config, Splits([np.zeros(2)], None, None), (1, 1, 1))) == []  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""What a run prints and records, without a run."""
+"""The lines that a run prints and the metrics that it records."""
 
 import json
 import math
@@ -35,8 +35,8 @@ def report(loss: float, skipped: bool = False) -> StepReport:
     return StepReport(loss=loss, grad_norm=2.0, lr=1e-3, loss_scale=1.0, skipped=skipped)
 
 
-def test_a_loss_that_is_no_number_is_printed_as_nan(make_log, capsys):
-    """Megatron-LM leaves the field out, and a broken run looks like a quiet one."""
+def test_a_nan_loss_is_printed(make_log, capsys):
+    """Megatron-LM omits the field, which can hide a broken run."""
     log = make_log()
     log.iteration(TrainState(iteration=1, consumed_samples=8), report(math.nan), 8, 0.5)
     log.evaluation(TrainState(iteration=1), math.nan, "iteration 1")
@@ -47,14 +47,14 @@ def test_a_loss_that_is_no_number_is_printed_as_nan(make_log, capsys):
     assert "lm loss PPL: nan" in printed
 
 
-def test_a_line_averages_what_came_since_the_last_one(make_log, capsys):
+def test_a_line_averages_the_iterations_since_the_previous_line(make_log, capsys):
     log = make_log(0, "log.interval=4")
     for number, (loss, skipped) in enumerate([(9.0, False), (4.0, False), (100.0, True), (2.0, False)], start=1):
         log.iteration(TrainState(iteration=number), report(loss, skipped), 8, number / 10)
     log.close()
     first, second = [line for line in capsys.readouterr().out.splitlines() if " iteration " in line]
     assert " lm loss: 9.000000E+00 |" in first
-    assert " lm loss: 3.000000E+00 |" in second  # the skipped one does not count
+    assert " lm loss: 3.000000E+00 |" in second  # without the skipped iteration
     assert " number of skipped iterations:   1 |" in second
     assert " elapsed time per iteration (ms): 300.0 |" in second
 
@@ -73,7 +73,7 @@ def fields_of(line: str) -> dict[str, str]:
 
 
 def test_a_line_has_no_field_without_information(make_log, capsys):
-    """Zeros and ones in every line hide what changes."""
+    """Constant zeros and ones would distract from the fields that change."""
     log = make_log()
     log.iteration(TrainState(iteration=990, consumed_samples=8), report(2.0), 8, 0.5)
     log.close()
@@ -96,15 +96,15 @@ def test_the_loss_scale_of_fp16_and_skipped_iterations_are_printed(make_log, cap
     assert "number of nan iterations" not in fields
 
 
-def test_the_first_line_promises_no_remaining_time(make_log, capsys):
-    """The first iteration also compiles; a hundred thousand times its duration would be nonsense."""
+def test_the_first_line_has_no_remaining_time(make_log, capsys):
+    """The first iteration includes compilation, so an estimate from it would be far too long."""
     log = make_log()
     log.iteration(TrainState(iteration=1), report(2.0), 8, 30.0)
     log.close()
     assert "remaining time" not in capsys.readouterr().out
 
 
-def test_megatrons_line_has_its_fields_in_its_order(make_log, capsys):
+def test_the_megatron_line_has_the_fields_of_megatron_in_order(make_log, capsys):
     log = make_log(0, "log.megatron_line=true")
     log.iteration(TrainState(iteration=10), report(2.0), 8, 0.5)
     log.close()
@@ -112,13 +112,13 @@ def test_megatrons_line_has_its_fields_in_its_order(make_log, capsys):
 
 
 def points(folder: Path) -> dict[str, list[int]]:
-    """Steps of every scalar, as TensorBoard shows them."""
+    """The steps of every scalar in TensorBoard's files."""
     events = EventAccumulator(str(folder), size_guidance={"scalars": 0}).Reload()
     return {tag: [event.step for event in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
 
 
-def test_a_resume_loses_no_point_of_any_curve(make_log, tmp_path):
-    """One purge for both kinds of steps would delete all points whose samples are above the iteration."""
+def test_a_resume_keeps_all_points_of_every_curve(make_log, tmp_path):
+    """If one purge handled both kinds of steps, it would delete all points with more samples than iterations."""
     on = "log.tensorboard=true"
     for first, end in ((1, 4), (3, 6)):  # the second start is from the checkpoint of iteration 2
         log = make_log(first - 1, on, consumed=8 * (first - 1))
@@ -147,15 +147,15 @@ def rows(folder: Path) -> list[int]:
     return [json.loads(line)["iteration"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
-# TensorBoard's thread may flush just after the folder is gone.
+# TensorBoard's thread can flush just after the folder is deleted.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_run_whose_folder_is_deleted_reports_it_once_and_loses_no_row(make_log, tmp_path, capsys):
-    """Rows would go to a file without a name, and a second run could begin in the same place unnoticed."""
+    """Rows would be written to an unlinked file, and a second run could start in the folder unnoticed."""
     with locked(tmp_path, world=solo()) as lock:
         log = make_log(0, "log.interval=100", "log.tensorboard=true", lock=lock)
         for number in range(1, 6):
             log.iteration(TrainState(iteration=number, consumed_samples=8 * number), report(2.0), 8, 0.5)
-            if number == 3:  # at once, where rmtree would compete with TensorBoard's thread
+            if number == 3:  # a rename is atomic; rmtree would race with TensorBoard's thread
                 tmp_path.rename(tmp_path.with_name("deleted"))
         assert log.evaluated_at() == {}
         log.close()
@@ -167,13 +167,13 @@ def test_a_run_whose_folder_is_deleted_reports_it_once_and_loses_no_row(make_log
         assert "is in use by process" in problem
 
 
-def test_a_run_ends_when_another_one_has_begun_in_its_deleted_folder(make_log, tmp_path):
+def test_a_run_stops_if_another_one_has_started_in_its_deleted_folder(make_log, tmp_path):
     with locked(tmp_path, world=solo()) as lock:
         log = make_log(lock=lock)
         log.iteration(TrainState(iteration=1), report(2.0), 8, 0.5)
         shutil.rmtree(tmp_path)
         other = other_run(tmp_path)
-        assert other.stdout is not None and other.stdout.readline() == "mine\n"
+        assert other.stdout is not None and other.stdout.readline() == "locked\n"
         with pytest.raises(CheckpointError, match=rf"is in use by process {other.pid} on"):
             log.iteration(TrainState(iteration=2), report(2.0), 8, 0.5)
         other.communicate()
@@ -181,25 +181,25 @@ def test_a_run_ends_when_another_one_has_begun_in_its_deleted_folder(make_log, t
 
 
 def test_rows_after_the_loaded_iteration_are_dropped(make_log, tmp_path):
-    """They belong to a future that the resumed run will write again; a line cut by a kill is no row."""
+    """The resumed run writes those iterations again. A line that a kill has truncated is dropped too."""
     kept = {"iteration": 1, "loss": 3.0}
     (tmp_path / "metrics.jsonl").write_text(f'{json.dumps(kept)}\n{{"iteration": 2, "loss": 2.0}}\n{{"iter')
     make_log(iteration=1).close()
     assert [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()] == [kept]
 
 
-def test_a_first_run_has_no_rows_to_keep(tmp_path):
+def test_keep_rows_creates_no_file(tmp_path):
     keep_rows(tmp_path / "metrics.jsonl", 0)
     assert not (tmp_path / "metrics.jsonl").exists()
 
 
-def test_an_error_of_the_disk_names_the_place(tmp_path):
+def test_the_error_of_a_failed_write_names_the_file(tmp_path):
     words = r"no/such: writing failed: No such file or directory. Every rank"
     with pytest.raises(TrainingError, match=words), write_errors(tmp_path):
         (tmp_path / "no" / "such").write_text("")
 
 
-def test_a_row_has_unrounded_numbers(make_log, tmp_path):
+def test_a_row_has_unrounded_values(make_log, tmp_path):
     log = make_log()
     log.iteration(TrainState(iteration=1, consumed_samples=8), report(1 / 3), 8, 0.5)
     log.close()

@@ -1,4 +1,4 @@
-"""What built a model, by a name under which another command finds it again."""
+"""Names of model providers, under which another command can import them."""
 
 import pickle
 import runpy
@@ -13,15 +13,15 @@ from megatron_lite.training.provider import NamedProvider, provider_name
 from tests.helpers.tiny import tiny_config
 
 
-class Builds:
+class CallableProvider:
     """A provider that is an object."""
 
     def __call__(self, *args, **options):
         return []
 
 
-def test_the_built_in_model_has_no_name_to_record():
-    """Every checkpoint of get_model would need --model otherwise; by its full name it loads any checkpoint."""
+def test_the_built_in_model_is_recorded_without_a_name():
+    """Otherwise every checkpoint of get_model would need --model. Given by name, get_model loads any checkpoint."""
     assert provider_name(get_model) == ""
     assert provider_name(partial(get_model, dtype=None)) == ""
     named = NamedProvider("megatron_lite.model.build:get_model")
@@ -29,13 +29,13 @@ def test_the_built_in_model_has_no_name_to_record():
 
 
 def test_a_provider_is_named_by_its_module_or_as_on_the_command_line():
-    assert provider_name(Builds()) == f"{__name__}:Builds"
+    assert provider_name(CallableProvider()) == f"{__name__}:CallableProvider"
     assert provider_name(partial(tiny_config, "gpt")) == "tests.helpers.tiny:tiny_config"
-    assert NamedProvider(f"{__name__}:Builds.__call__").load() is Builds.__call__
+    assert NamedProvider(f"{__name__}:CallableProvider.__call__").load() is CallableProvider.__call__
 
 
 def test_a_script_is_named_by_its_file(tmp_path, monkeypatch, capsys):
-    """Below the current folder by the path from there, which is what a user types."""
+    """The path of a file below the current folder is relative, as a user types it."""
     (tmp_path / "project").mkdir()
     (tmp_path / "other").mkdir()
     script = tmp_path / "project" / "mine.py"
@@ -50,14 +50,14 @@ def test_a_script_is_named_by_its_file(tmp_path, monkeypatch, capsys):
         assert capsys.readouterr().out == f"{name}:build {name}:<lambda>\n"
 
 
-def test_a_file_is_loaded_with_its_neighbours(tmp_path, monkeypatch):
+def test_a_loaded_file_can_import_modules_beside_it(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
     (tmp_path / "folder").mkdir()
     (tmp_path / "folder" / "neighbour_of_mine.py").write_text("CHUNKS = ['a chunk']")
     (tmp_path / "folder" / "mine.py").write_text("import neighbour_of_mine as n\ndef build(**o): return n.CHUNKS\n")
-    sent = pickle.dumps(NamedProvider("folder/mine.py:build"))  # as to the ranks of a launch, each of which loads it
-    assert pickle.loads(sent)() == ["a chunk"]
+    pickled = pickle.dumps(NamedProvider("folder/mine.py:build"))  # a launch pickles it, and each rank loads the file
+    assert pickle.loads(pickled)() == ["a chunk"]
 
 
 @pytest.mark.parametrize(
@@ -74,7 +74,7 @@ def test_a_file_is_loaded_with_its_neighbours(tmp_path, monkeypatch):
         ),
     ],
 )
-def test_a_name_that_leads_to_no_provider_is_a_mistake(tmp_path, monkeypatch, name, message):
+def test_a_name_without_a_provider_is_a_config_error(tmp_path, monkeypatch, name, message):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
     (tmp_path / "mine.py").write_text("CHUNKS = []")

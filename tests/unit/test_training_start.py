@@ -1,4 +1,4 @@
-"""Which checkpoint a run starts from, by run.dir, checkpoint.load, checkpoint.load_weights and load_iteration."""
+"""The checkpoint that a run starts from: run.dir, checkpoint.load, checkpoint.load_weights and load_iteration."""
 
 from pathlib import Path
 
@@ -11,13 +11,13 @@ from megatron_lite.training.start import Start, find_start, local_root
 
 
 @pytest.fixture
-def made(tmp_path, monkeypatch):
-    """A function that makes the checkpoints of a run in the current folder."""
+def make(tmp_path, monkeypatch):
+    """`make(run, *iterations, tracker=...)` creates the checkpoints of a run in the current folder."""
     monkeypatch.chdir(tmp_path)
 
-    def make(run: str, *made: int, tracker: int) -> None:
+    def make(run: str, *iterations: int, tracker: int) -> None:
         root = tmp_path / run / "checkpoints"
-        for iteration in made:
+        for iteration in iterations:
             (root / f"iter_{iteration:07d}").mkdir(parents=True)
             (root / f"iter_{iteration:07d}" / "layout.json").write_text("{}")
         (root / "latest_checkpointed_iteration.txt").write_text(str(tracker))
@@ -29,33 +29,33 @@ def start(*overrides: str) -> Start | None:
     return find_start(load_config(None, ["run.dir=new", *overrides]))
 
 
-def found(*overrides: str) -> tuple[str, str, int, bool]:
+def fields_of_start(*overrides: str) -> tuple[str, str, int, bool]:
     got = start(*overrides)
     assert got is not None
     return got.key, str(got.root), got.iteration, got.is_chosen
 
 
-def test_a_run_without_checkpoints_starts_with_its_first_weights(made):
+def test_a_run_without_checkpoints_starts_with_initial_weights(make):
     assert start() is None
 
 
 @pytest.mark.parametrize("key", ["checkpoint.load", "checkpoint.load_weights"])
-def test_an_older_iteration_of_another_run_can_be_chosen(made, key):
-    """By its number, or by the path that a listing of the folder shows."""
-    made("old", 50, 100, tracker=100)
-    assert found(f"{key}=old") == (key, "old/checkpoints", 100, False)
-    assert found(f"{key}=old/checkpoints") == (key, "old/checkpoints", 100, False)
+def test_an_older_iteration_of_another_run_can_be_chosen(make, key):
+    """It is given by its number or by the path of its folder."""
+    make("old", 50, 100, tracker=100)
+    assert fields_of_start(f"{key}=old") == (key, "old/checkpoints", 100, False)
+    assert fields_of_start(f"{key}=old/checkpoints") == (key, "old/checkpoints", 100, False)
     for chosen in ([f"{key}=old", "checkpoint.load_iteration=50"], [f"{key}=old/checkpoints/iter_0000050"]):
-        assert found(*chosen) == (key, "old/checkpoints", 50, True)
+        assert fields_of_start(*chosen) == (key, "old/checkpoints", 50, True)
     with pytest.raises(CheckpointError) as raised:
         start(f"{key}=old", "checkpoint.load_iteration=70")
     assert str(raised.value) == f"{key}: old: has no checkpoint of iteration 70. There are iterations 50, 100"
 
 
-def test_run_dir_comes_first_and_says_so(made):
-    """The command that branched a run off resumes it too; a user who changed checkpoint.load has to know."""
-    made("old", 50, 100, tracker=100)
-    made("new", 70, tracker=70)
+def test_run_dir_takes_precedence_over_checkpoint_load_with_a_notice(make):
+    """The command that branched a run off also resumes it. A user who changed checkpoint.load must know."""
+    make("old", 50, 100, tracker=100)
+    make("new", 70, tracker=70)
     got = start("checkpoint.load=old", "checkpoint.load_iteration=50")
     assert got is not None
     assert (got.key, got.iteration) == ("run.dir", 70)
@@ -70,9 +70,9 @@ def test_run_dir_comes_first_and_says_so(made):
         ["checkpoint.load_weights=../{here}/new/checkpoints", "checkpoint.load_iteration=50"],
     ],
 )
-def test_a_run_does_not_branch_off_into_itself(made, tmp_path, chosen):
-    """To resume from 100 would ignore the choice; to resume from 50 would do so after every restart."""
-    made("new", 50, 100, tracker=100)
+def test_a_run_does_not_branch_off_into_itself(make, tmp_path, chosen):
+    """A resume from 100 would ignore the choice, and a resume from 50 would repeat it after every restart."""
+    make("new", 50, 100, tracker=100)
     with pytest.raises(
         CheckpointError, match=r"chooses an iteration of new, which is run.dir: it resumes from its new"
     ):
@@ -81,17 +81,17 @@ def test_a_run_does_not_branch_off_into_itself(made, tmp_path, chosen):
     assert got is not None and got.iteration == 100
 
 
-def test_a_run_may_lie_beside_the_one_that_it_comes_from(made):
-    """A folder of runs is not their run.dir."""
-    made("new", 10, tracker=10)
-    made("new/inner", 50, tracker=50)
+def test_a_run_can_branch_off_a_run_inside_its_folder(make):
+    """The folder of the other run is below run.dir, but is not run.dir."""
+    make("new", 10, tracker=10)
+    make("new/inner", 50, tracker=50)
     got = start("checkpoint.load=new/inner/checkpoints/iter_0000050")
     assert got is not None and (got.key, got.iteration) == ("run.dir", 10)
 
 
-def test_a_tracker_of_an_older_iteration_is_reported(made):
-    """After an edit that is what the user wants; after a damaged digit it would drop iterations without a word."""
-    made("new", 50, 100, tracker=50)
+def test_a_tracker_of_an_older_iteration_is_reported(make):
+    """A user can write an older iteration into it. After damage, the notice shows that iterations would be lost."""
+    make("new", 50, 100, tracker=50)
     got = start()
     tracker = "new/checkpoints/latest_checkpointed_iteration.txt"
     assert got is not None and got.iteration == 50
@@ -101,18 +101,18 @@ def test_a_tracker_of_an_older_iteration_is_reported(made):
     )
 
 
-def test_an_iteration_of_no_run_is_a_mistake():
-    """A user may take it for a way to roll run.dir back."""
+def test_load_iteration_without_a_folder_to_load_is_a_config_error():
+    """A user could expect that it rolls run.dir back."""
     config = load_config(None, ["checkpoint.load_iteration=50"])
     with pytest.raises(ConfigError, match=r"load_iteration is 50 without checkpoint.load or checkpoint.load_w"):
         validate(config, 1)
 
 
-def test_each_machine_has_its_own_path_to_the_checkpoints(made):
-    """The first rank looks, and says where; another machine may have mounted the same folder elsewhere."""
-    made("mounted", 50, 100, tracker=100)
+def test_each_machine_uses_its_local_path_to_the_checkpoints(make):
+    """The first rank finds the checkpoint, but another machine can have mounted the folder under another path."""
+    make("mounted", 50, 100, tracker=100)
     for name in ("mounted", "mounted/checkpoints", "mounted/checkpoints/iter_0000050"):
         config = load_config(None, ["run.dir=mounted_new", f"checkpoint.load={name}"])
-        of_the_first = Start("checkpoint.load", Path("/first/old/checkpoints"), 50)
-        assert local_root(config, of_the_first) == Path("mounted/checkpoints")
+        start_of_rank_0 = Start("checkpoint.load", Path("/first/old/checkpoints"), 50)
+        assert local_root(config, start_of_rank_0) == Path("mounted/checkpoints")
         assert local_root(config, Start("run.dir", Path("/first/new"), 1)) == Path("mounted_new/checkpoints")

@@ -1,4 +1,4 @@
-"""Batch sizes and counters, and the arithmetic that turns them into what a run shows."""
+"""Batch sizes, counters, FLOPs and memory of a training run."""
 
 import pytest
 import torch
@@ -14,13 +14,13 @@ from megatron_lite.training.throughput import measured_peak_tflops, peak_memory_
 @pytest.mark.parametrize(
     ("consumed", "size"), [(0, 16), (61_677, 16), (61_678, 32), (1_000_000, 272), (5_859_375, 1536), (9_000_000, 1536)]
 )
-def test_the_ramp_is_megatrons(consumed, size):
+def test_the_batch_size_ramp_equals_that_of_megatron(consumed, size):
     """The values of Megatron-LM's `--rampup-batch-size 16 16 5859375` at a global batch of 1536."""
     train = TrainConfig(global_batch_size=1536, micro_batch_size=16, ramp_up=(16, 16, 5_859_375))
     assert global_batch_size(train, 1, consumed) == size
 
 
-def test_a_ramp_that_starts_at_its_end_is_no_ramp():
+def test_a_ramp_that_starts_at_the_final_batch_size_is_constant():
     """Megatron-LM divides by zero here."""
     train = TrainConfig(global_batch_size=16, micro_batch_size=2, ramp_up=(16, 4, 100))
     assert global_batch_size(train, 1, 0) == 16
@@ -32,8 +32,8 @@ def test_a_ramp_that_starts_at_its_end_is_no_ramp():
     samples=st.integers(0, 2000),
     iterations=st.integers(1, 200),
 )
-def test_samples_of_a_run_are_those_its_iterations_consume(start, steps, samples, iterations):
-    """The index is built for this many samples; one too few and the last iterations would find no data."""
+def test_samples_for_a_run_equal_the_samples_of_its_iterations(start, steps, samples, iterations):
+    """The index has this many samples. With one too few, the last iteration would have no data."""
     train = TrainConfig(
         global_batch_size=4 * (start + steps),
         micro_batch_size=2,
@@ -48,31 +48,33 @@ def test_samples_of_a_run_are_those_its_iterations_consume(start, steps, samples
     assert samples_for(train, 2) == consumed
 
 
-def test_samples_of_the_longest_ramp_are_counted_at_once():
-    """A loop over the iterations would hang for hours, before anything watches for hangs."""
+def test_samples_for_a_very_long_ramp_are_computed_without_a_loop():
+    """A loop over the iterations would take hours, and no watchdog runs yet."""
     train = TrainConfig(global_batch_size=4, ramp_up=(2, 2, 10**15), iterations=10**14)
     assert samples_for(train, 1) == 2 * 10**14
 
 
-def test_a_state_survives_its_dictionary():
+def test_a_train_state_equals_its_copy_through_a_dictionary():
     state = TrainState(iteration=3, consumed_samples=24, optimizer_steps=2, skipped=1, train_samples=80)
     assert TrainState.from_dict(state.to_dict()) == state
 
 
-def test_flops_are_the_papers():
-    """Narayanan et al. 2021, Table 1, 1.7B row: 1.547e16 an iteration of 512 sequences of 2048, with the forward run
-    twice. Without recomputation it is 72 B s l h^2 (1 + s/(6h) + V/(12lh)); the paper counts all of the attention
-    square, we half of it."""
+def test_flops_per_token_equal_those_of_the_paper():
+    """Narayanan et al. 2021, Table 1, 1.7B row: 1.547e16 FLOPs for an iteration of 512 sequences of 2048 tokens.
+
+    That includes a second forward. Without recomputation it is 72 B s l h^2 (1 + s/(6h) + V/(12lh)). The paper counts
+    the full attention matrix; flops_per_token counts the causal half of it.
+    """
     h, layers, s, v, batch = 2304, 24, 2048, 51200, 512
     model = ModelConfig(hidden_size=h, num_layers=layers, num_heads=24, vocab_size=v, max_position_embeddings=s)
     paper = 72 * batch * s * layers * h**2 * (1 + s / (6 * h) + v / (12 * layers * h))
-    half_square = 6 * batch * s * layers * h * s
-    assert flops_per_token(model, s) * batch * s == pytest.approx(paper - half_square, rel=1e-12)
+    half_attention = 6 * batch * s * layers * h * s
+    assert flops_per_token(model, s) * batch * s == pytest.approx(paper - half_attention, rel=1e-12)
 
 
-def test_a_peak_is_positive_and_memory_grows_with_what_is_held():
+def test_peak_tflops_are_positive_and_peak_memory_grows_with_a_tensor():
     assert measured_peak_tflops(torch.float32, size=64) > 0
     before = peak_memory_gb(torch.device("cpu"))
-    held = torch.ones(int((before + 0.1) * 1e9) // 4)
+    tensor = torch.ones(int((before + 0.1) * 1e9) // 4)
     assert peak_memory_gb(torch.device("cpu")) > before
-    del held
+    del tensor

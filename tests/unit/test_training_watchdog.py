@@ -1,4 +1,4 @@
-"""A rank that hangs ends, after it and the others have said where they are."""
+"""The watchdog: all ranks report their place in the iteration and exit when one of them hangs."""
 
 import json
 import os
@@ -19,7 +19,7 @@ from megatron_lite.training.watchdog import Watchdog
 from tests.helpers.command import ROOT, environment
 from tests.helpers.limits import PATIENCE
 
-# A rank of two: it works for a while, and then stays where the argument says.
+# One rank of two. It makes progress for a while, and then hangs in the way that the argument names.
 RANK = """
 import ctypes, sys, time
 from pathlib import Path
@@ -50,7 +50,7 @@ with Watchdog(progress, folder, rank=rank, world_size=2, hang_timeout=hang_timeo
     elif what == "work":
         with progress.during("optimizer"):
             time.sleep(600)
-    elif what == "hold":  # the interpreter's lock, in one call
+    elif what == "hold":  # the GIL, in one call
         ctypes.PyDLL(None).sleep(600)
     elif what == "train":
         for iteration in range(8, 60):
@@ -65,7 +65,7 @@ print("ended")
 
 
 def start(folder: Path, rank: int, what: str, hang_timeout: float = 3.0, alone: bool = False) -> subprocess.Popen[str]:
-    """Rank 0 or 1; unless it is alone, it waits until the other one has started too."""
+    """Start rank 0 or 1. Unless it is alone, it waits until the other rank has started too."""
     return subprocess.Popen(
         [sys.executable, "-c", RANK, str(folder), str(rank), str(hang_timeout), what, "1" if alone else "2"],
         env=environment(),
@@ -76,32 +76,32 @@ def start(folder: Path, rank: int, what: str, hang_timeout: float = 3.0, alone: 
     )
 
 
-def test_ranks_that_hang_say_where_name_the_one_that_works_on_and_end(tmp_path):
-    """Whoever waits is not the one to look at."""
+def test_hanging_ranks_exit_and_report_the_rank_that_is_in_no_collective(tmp_path):
+    """The cause is not in a rank that waits in a collective."""
     processes = [start(tmp_path, 0, "wait"), start(tmp_path, 1, "work")]
-    said = [process.communicate(timeout=PATIENCE)[1] for process in processes]
+    errors = [process.communicate(timeout=PATIENCE)[1] for process in processes]
     assert [process.returncode for process in processes] == [1, 1]
-    together = "".join(said)
+    joined = "".join(errors)
     stacks = tmp_path / "heartbeat" / "stacks_00000.txt"
     assert (
-        f"s: iteration 7, B2.0, waiting in all_reduce over dp (ranks 0 and 1); Python stacks in {stacks}\n" in said[0]
+        f"s: iteration 7, B2.0, waiting in all_reduce over dp (ranks 0 and 1); Python stacks in {stacks}\n" in errors[0]
     )
-    assert "s: iteration 7, optimizer, in no known collective; Python stacks in" in said[1]
-    assert f"(process {processes[1].pid}) is in no known collective, and in iteration 7, optimizer for " in together
-    assert f"(process {processes[0].pid})" not in together
-    assert together.count("training hangs: no progress for train.hang_timeout (3 s);") == 1
+    assert "s: iteration 7, optimizer, in no known collective; Python stacks in" in errors[1]
+    assert f"(process {processes[1].pid}) is in no known collective, and in iteration 7, optimizer for " in joined
+    assert f"(process {processes[0].pid})" not in joined
+    assert joined.count("training hangs: no progress for train.hang_timeout (3 s);") == 1
     for rank in (0, 1):
         assert 'File "<string>", line' in (tmp_path / "heartbeat" / f"stacks_0000{rank}.txt").read_text()
 
 
-def test_a_rank_that_is_stopped_is_named_by_the_others(tmp_path):
-    """It cannot speak for itself."""
-    stopped, waits = start(tmp_path, 1, "wait"), start(tmp_path, 0, "wait")
+def test_a_stopped_rank_is_reported_by_the_others(tmp_path):
+    """A stopped process cannot report anything itself."""
+    stopped, waiting = start(tmp_path, 1, "wait"), start(tmp_path, 0, "wait")
     assert stopped.stdout is not None and stopped.stdout.readline() == "hangs\n"
     os.kill(stopped.pid, signal.SIGSTOP)
     try:
-        _, err = waits.communicate(timeout=PATIENCE)
-        assert waits.returncode == 1
+        _, err = waiting.communicate(timeout=PATIENCE)
+        assert waiting.returncode == 1
         assert f"(process {stopped.pid}) has sent no heartbeat for" in err
         assert re.search(r"s, since iteration \d.*: it is stopped or gone\n", err)
     finally:
@@ -109,24 +109,24 @@ def test_a_rank_that_is_stopped_is_named_by_the_others(tmp_path):
         stopped.communicate()
 
 
-def test_a_rank_that_holds_the_interpreter_for_ever_leaves_its_stacks_and_is_named_by_the_others(tmp_path):
-    """Its own threads cannot run either. What has started the ranks ends it, when the others have ended."""
-    holds, waits = start(tmp_path, 1, "hold"), start(tmp_path, 0, "wait")
+def test_a_rank_that_never_releases_the_gil_is_reported_and_writes_its_stacks(tmp_path):
+    """No Python thread of that rank can run. When the other ranks have exited, the launcher kills it."""
+    holding, waiting = start(tmp_path, 1, "hold"), start(tmp_path, 0, "wait")
     try:
-        _, err = waits.communicate(timeout=PATIENCE)
-        assert waits.returncode == 1
-        assert f"(process {holds.pid}) has sent no heartbeat for" in err
+        _, err = waiting.communicate(timeout=PATIENCE)
+        assert waiting.returncode == 1
+        assert f"(process {holding.pid}) has sent no heartbeat for" in err
         stacks, until = tmp_path / "heartbeat" / "stacks_00001.txt", time.monotonic() + PATIENCE
         while 'File "<string>", line' not in stacks.read_text():
             assert time.monotonic() < until
             time.sleep(0.05)
     finally:
-        holds.kill()
-        holds.communicate()
+        holding.kill()
+        holding.communicate()
 
 
-def test_a_process_that_was_stopped_and_goes_on_is_no_hang(tmp_path):
-    """As by Ctrl-Z, a paused container, or a batch system that lets another job run for a while."""
+def test_a_process_that_is_stopped_and_continued_is_not_a_hang(tmp_path):
+    """Ctrl-Z, a paused container or a batch system that suspends a job must not end the run."""
     process = start(tmp_path, 0, "train", alone=True)
     assert process.stdout is not None and process.stdout.readline() == "hangs\n"
     os.kill(process.pid, signal.SIGSTOP)
@@ -135,13 +135,13 @@ def test_a_process_that_was_stopped_and_goes_on_is_no_hang(tmp_path):
     assert (process.communicate(timeout=PATIENCE), process.returncode) == (("ended\n", ""), 0)
 
 
-def test_a_disk_that_is_slow_to_take_the_heartbeat_hides_no_hang(tmp_path):
+def test_a_slow_write_of_the_heartbeat_does_not_hide_a_hang(tmp_path):
     process = start(tmp_path, 0, "slow disk", alone=True)
     assert process.wait(timeout=PATIENCE) == 1
     process.communicate()
 
 
-def test_a_rank_whose_own_time_is_not_up_ends_with_the_others(tmp_path):
+def test_a_rank_exits_with_the_others_before_its_own_hang_timeout(tmp_path):
     process, patient = start(tmp_path, 0, "wait"), start(tmp_path, 1, "work", hang_timeout=12.0)
     assert process.wait(timeout=PATIENCE) == 1
     _, err = patient.communicate(timeout=PATIENCE)
@@ -150,17 +150,17 @@ def test_a_rank_whose_own_time_is_not_up_ends_with_the_others(tmp_path):
     process.communicate()
 
 
-def test_of_ranks_that_may_be_waited_for_the_one_that_came_least_far_is_named_first(tmp_path):
-    """Those that wait in a collective of torch's own look as if they worked."""
+def test_of_ranks_in_no_known_collective_the_least_advanced_is_reported_first(tmp_path):
+    """A rank that waits in a collective of torch itself looks like one that computes."""
     processes = [start(tmp_path, rank, what) for rank, what in ((0, "work"), (1, "sleep"))]
-    said = "".join(process.communicate(timeout=PATIENCE)[1] for process in processes)
-    first, second = re.findall(r"rank (\d) on \S+ \(process \d+\) is in no known collective", said)
+    errors = "".join(process.communicate(timeout=PATIENCE)[1] for process in processes)
+    first, second = re.findall(r"rank (\d) on \S+ \(process \d+\) is in no known collective", errors)
     assert (first, second) == ("1", "0")
-    assert "the least advanced one first, or raise train.hang_timeout" in said
+    assert "the least advanced one first, or raise train.hang_timeout" in errors
 
 
-def test_progress_of_any_kind_is_no_hang_and_the_heartbeat_tells_it(tmp_path):
-    """A collective that returns counts, as in an evaluation or a save."""
+def test_a_collective_that_returns_is_progress_and_the_heartbeat_shows_it(tmp_path):
+    """An evaluation or a save completes no action of the schedule, and must not be taken for a hang."""
     progress, began = Progress(), time.time()
     path = tmp_path / "heartbeat" / "rank_00003.json"
     with Watchdog(progress, tmp_path, rank=3, world_size=4, hang_timeout=3.0):
@@ -183,7 +183,7 @@ def test_progress_of_any_kind_is_no_hang_and_the_heartbeat_tells_it(tmp_path):
     assert sorted(file.name for file in path.parent.iterdir()) == [path.name]
 
 
-def test_without_a_time_out_a_rank_may_wait_for_ever(tmp_path):
+def test_without_a_hang_timeout_a_rank_can_wait_forever(tmp_path):
     progress = Progress()
     watchdog = Watchdog(progress, tmp_path, rank=0, world_size=1, hang_timeout=0.0)
     watchdog._period = 0.05
@@ -195,7 +195,7 @@ def test_without_a_time_out_a_rank_may_wait_for_ever(tmp_path):
 @pytest.mark.parametrize(
     "what, words", [(Action("F", 3, 1), "iteration 2, F3.1"), ("optimizer", "iteration 2, optimizer")]
 )
-def test_a_place_is_named_as_in_the_schedule(what, words):
+def test_progress_names_an_action_as_the_schedule_does(what, words):
     progress = Progress()
     progress.iteration = 2
     assert progress.where() == "iteration 2"
@@ -205,11 +205,11 @@ def test_a_place_is_named_as_in_the_schedule(what, words):
     assert progress.where() == "iteration 2"
 
 
-def test_a_disk_that_takes_nothing_does_not_keep_a_rank_hanging(tmp_path):
-    """Where the one fault is the reason of the other."""
+def test_a_hanging_rank_exits_although_no_file_can_be_written(tmp_path):
+    """A broken disk can be the cause of the hang."""
     (tmp_path / "heartbeat").mkdir()
     for name in ("stacks_00000.txt", ".new-rank_00000.json", "hang"):
-        (tmp_path / "heartbeat" / name).symlink_to("/proc/nowhere/file")  # so that even root cannot write it
+        (tmp_path / "heartbeat" / name).symlink_to("/proc/nowhere/file")  # even root cannot write it
     process = start(tmp_path, 0, "wait", alone=True)
     _, err = process.communicate(timeout=PATIENCE)
     assert process.returncode == 1

@@ -1,4 +1,4 @@
-"""Two ranks for `doctor`, which are two hosts to themselves and can be ill."""
+"""`doctor` on two ranks that report different host names; a fault can be injected into either."""
 
 import io
 import os
@@ -17,26 +17,26 @@ from megatron_lite.doctor.checks import examine
 from megatron_lite.errors import TrainingError
 
 A, B = "rank 0 on host-a", "rank 1 on host-b"
-Illness = Callable[[], AbstractContextManager[None]]
+Fault = Callable[[], AbstractContextManager[None]]
 
 
 @contextmanager
 def patched(*patches: tuple[object, str, object]) -> Iterator[None]:
-    """Inside, names of modules are something else."""
+    """Inside, the given attributes of modules are replaced."""
     with ExitStack() as stack:
         for where, name, new in patches:
             stack.enter_context(mock.patch.object(where, name, new))
         yield
 
 
-def examined(
+def examine_rank(
     folder_of: Sequence[Path],
     config: Path | None,
     overrides: Sequence[str],
-    illness: Illness | None,
-    ill: Sequence[int],
+    fault: Fault | None,
+    faulty_ranks: Sequence[int],
 ) -> tuple[list[str], str]:
-    """What this rank, in its folder, prints, and the error that it ends with."""
+    """Run `doctor` on this rank in its folder; return the lines that it prints and the message of its error."""
     rank, out, before = dist.get_rank(), io.StringIO(), os.getcwd()
     os.chdir(folder_of[rank])
     with ExitStack() as stack:
@@ -45,8 +45,8 @@ def examined(
         stack.enter_context(mock.patch.object(socket, "gethostname", lambda: f"host-{'ab'[rank]}"))
         stack.enter_context(mock.patch.dict(doctor_network.LARGE, {"cpu": 4096}))
         stack.enter_context(mock.patch.object(doctor_storage, "SHOWN_SECONDS", 0.2))
-        if illness is not None and rank in ill:
-            stack.enter_context(illness())
+        if fault is not None and rank in faulty_ranks:
+            stack.enter_context(fault())
         stack.enter_context(redirect_stdout(out))
         try:
             examine(load_config(config, overrides))
@@ -56,7 +56,7 @@ def examined(
 
 
 class Doctor:
-    """Examines two ranks of the pool."""
+    """Runs `doctor` on two ranks of the pool."""
 
     def __init__(self, ranks, folder: Path, config: Path | None):
         self.ranks, self.folder, self.config = ranks, folder, config
@@ -64,22 +64,23 @@ class Doctor:
     def __call__(
         self,
         *overrides: str,
-        illness: Illness | None = None,
-        ill: Sequence[int] = (1,),
+        fault: Fault | None = None,
+        faulty_ranks: Sequence[int] = (1,),
         folders: Sequence[Path] | None = None,
     ) -> list[str]:
-        """Rank 0's lines and its error. Rank 1 has to end with the same one and prints nothing."""
+        """The lines that rank 0 prints and its error. Rank 1 must print nothing and raise the same error."""
         folders = folders or (self.folder, self.folder)
-        first, second = self.ranks(2, examined, folders, self.config, overrides, illness, ill)
+        first, second = self.ranks(2, examine_rank, folders, self.config, overrides, fault, faulty_ranks)
         assert second == ([], first[1])
         return [*first[0], *filter(None, [first[1]])]
 
-    def complaints(self, *overrides: str, **options) -> list[str]:
-        """Only what is not ok."""
+    def not_ok(self, *overrides: str, **options) -> list[str]:
+        """The lines of `__call__` that do not report ok."""
         return [line for line in self(*overrides, **options) if not line.startswith(" ok ")]
 
 
 def failed(failures: int, checks: int) -> str:
+    """The last line of a `doctor` that found failures."""
     return (
         f"{failures} of {checks} checks failed, so training would fail; the FAIL lines in the output of rank 0 name "
         "the causes and the remedies"

@@ -1,4 +1,4 @@
-"""A loss that is not finite, or far above the others: skipped, rolled back from, or the end, as the config says."""
+"""A loss that is not finite, or far above the recent ones: the run skips it, rolls back or stops, as configured."""
 
 import math
 import time
@@ -24,10 +24,10 @@ from megatron_lite.training.state import ENOUGH_LOSSES, StepReport, TrainState
 from megatron_lite.training.step import advance, sum_over_pipeline, train_step
 from tests.helpers.checkpoints import flip_a_bit
 from tests.helpers.runs import rows, run_to_the_end, tensor_files
-from tests.helpers.tiny import gather, model_with_biases, portion, tiny_config
+from tests.helpers.tiny import gather_weights, model_with_biases, next_microbatches, tiny_config
 
 ENGINES = {
-    "alone": (1, {}),
+    "one rank": (1, {}),
     "tp 2": (2, {"parallel__tensor": 2}),
     "dp 2 distributed bf16": (2, {"optim__distributed": "true", "train__precision": "bf16"}),
     "dp 2 fsdp": (2, {"parallel__ddp": "fsdp"}),
@@ -49,7 +49,7 @@ LENGTH = {
 
 @contextmanager
 def bad_data(iteration: int, kind: str):
-    """Inside, one iteration has a loss that is not finite on one rank, or data that nothing could predict on all."""
+    """In the block, one iteration has a nan loss on one rank, or (kind "spike") unpredictable labels on all ranks."""
 
     def step(run: Run, microbatches):
         if run.state.iteration + 1 == iteration:
@@ -65,24 +65,24 @@ def bad_data(iteration: int, kind: str):
         yield
 
 
-def train_over(folder: str, iteration: int, kind: str, changes: dict[str, Any]) -> None:
+def train_with_bad_data(folder: str, iteration: int, kind: str, changes: dict[str, Any]) -> None:
     with bad_data(iteration, kind):
         run_to_the_end(Path(folder), "gpt", **(LENGTH | changes))
 
 
 def weights_and_state(folder: str, at: int, changes: dict[str, Any]) -> tuple[dict[str, torch.Tensor], TrainState]:
-    """What a checkpoint holds."""
+    """The weights and the train state in the checkpoint of iteration `at`."""
     config = tiny_config("gpt", run__dir=folder, **(LENGTH | changes))
     ctx, rng = initialize_megatron(config)
     run = setup_model_and_optimizer(config, ctx, rng)
     load_run(run, checkpoints_of(folder), at)
-    found = gather(run), run.state
+    found = gather_weights(run), run.state
     finalize_megatron()
     return found
 
 
-def train_but_leave_out(folder: str, left_out: range, changes: dict[str, Any]) -> None:
-    """The same run, in which nothing but the counters moves in some iterations."""
+def train_without_iterations(folder: str, left_out: range, changes: dict[str, Any]) -> None:
+    """Train, but in the iterations `left_out` advance only the counters."""
 
     def step(run: Run, microbatches):
         if run.state.iteration + 1 not in left_out:
@@ -95,12 +95,12 @@ def train_but_leave_out(folder: str, left_out: range, changes: dict[str, Any]) -
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_a_rollback_goes_on_from_the_checkpoint_with_the_data_after(ranks, tmp_path, engine):
-    """To the bit: weights, moments, learning rate and random streams of the checkpoint, and none of the bad data."""
+def test_a_rollback_resumes_from_the_checkpoint_with_the_data_after(ranks, tmp_path, engine):
+    """Weights, moments, learning rate and random streams are bit for bit those of the checkpoint."""
     size, changes = ENGINES[engine]
     changes = changes | {"faults__on_nan": "rollback", "model__hidden_dropout": 0.1}
-    ranks(size, train_over, str(tmp_path / "bad"), 7, "nan", changes)
-    ranks(size, train_but_leave_out, str(tmp_path / "expected"), range(5, 8), changes)
+    ranks(size, train_with_bad_data, str(tmp_path / "bad"), 7, "nan", changes)
+    ranks(size, train_without_iterations, str(tmp_path / "expected"), range(5, 8), changes)
     newest = "checkpoints/iter_0000009"
     assert tensor_files(tmp_path / "bad" / newest) == tensor_files(tmp_path / "expected" / newest)
     state, expected = (read_layout(tmp_path / name / newest).state for name in ("bad", "expected"))
@@ -110,9 +110,9 @@ def test_a_rollback_goes_on_from_the_checkpoint_with_the_data_after(ranks, tmp_p
     assert [row["iteration"] for row in rows(tmp_path / "bad")] == list(range(1, 10))
 
 
-@pytest.mark.parametrize("engine", ["alone", "dp 2 distributed bf16", "pp 2 dp 2"])
+@pytest.mark.parametrize("engine", ["one rank", "dp 2 distributed bf16", "pp 2 dp 2"])
 @pytest.mark.parametrize("kind", ["nan", "spike"])
-def test_a_skipped_step_changes_nothing_but_the_place_in_the_data(ranks, tmp_path, engine, kind):
+def test_a_skipped_step_changes_only_the_data_position(ranks, tmp_path, engine, kind):
     size, changes = ENGINES[engine]
     bad = ENOUGH_LOSSES + 3
     changes = changes | {
@@ -123,7 +123,7 @@ def test_a_skipped_step_changes_nothing_but_the_place_in_the_data(ranks, tmp_pat
         "faults__on_spike": "skip",
         "faults__spike_factor": 1.01,
     }
-    ranks(size, train_over, str(tmp_path), bad, kind, changes)
+    ranks(size, train_with_bad_data, str(tmp_path), bad, kind, changes)
     (before, _), *_ = ranks(size, weights_and_state, str(tmp_path), bad - 1, changes)
     (weights, state), *_ = ranks(size, weights_and_state, str(tmp_path), bad, changes)
     assert all(torch.equal(weights[name], before[name]) for name in before)
@@ -154,14 +154,14 @@ def test_a_skipped_step_changes_nothing_but_the_place_in_the_data(ranks, tmp_pat
         ),
     ],
 )
-def test_a_run_that_stops_says_why(ranks, tmp_path, kind, changes, words):
+def test_the_error_of_a_bad_loss_names_its_reason_and_the_remedy(ranks, tmp_path, kind, changes, words):
     with pytest.raises(RanksFailed) as raised:
-        ranks(2, train_over, str(tmp_path), 7, kind, changes)
+        ranks(2, train_with_bad_data, str(tmp_path), 7, kind, changes)
     assert words in str(raised.value)
 
 
-def test_a_run_in_which_nothing_but_bad_iterations_come_stops(tmp_path):
-    """For ever skipped, it would look as if it trained."""
+def test_a_run_with_only_bad_iterations_stops(tmp_path):
+    """If it skipped all of them, it would seem to train."""
 
     def step(run: Run, microbatches):
         microbatches[0].loss_mask[0, 0] = math.nan
@@ -185,7 +185,7 @@ FP16 = {"train__precision": "fp16", "optim__min_loss_scale": 1, "optim__hysteres
     "is_bad, precision, words",
     [
         (lambda iteration: iteration > 4, {}, "iteration 8: .*; 4 bad iterations in a row exceed faults.patience"),
-        # The scale of the checkpoint comes back each time, and is tried down to the least one each time.
+        # Each rollback restores the scale of the checkpoint, which then falls to the minimum again.
         (
             lambda iteration: iteration > 4,
             FP16 | {"optim__initial_loss_scale": 4},
@@ -198,8 +198,8 @@ FP16 = {"train__precision": "fp16", "optim__min_loss_scale": 1, "optim__hysteres
         ),
     ],
 )
-def test_a_run_that_goes_back_again_and_again_stops(tmp_path, is_bad, precision, words):
-    """It would end as if it had trained."""
+def test_a_run_that_rolls_back_too_often_stops(tmp_path, is_bad, precision, words):
+    """If it skipped all these iterations, it would seem to train."""
 
     def step(run: Run, microbatches):
         if is_bad(run.state.iteration + 1):
@@ -216,7 +216,7 @@ def test_a_run_that_goes_back_again_and_again_stops(tmp_path, is_bad, precision,
 
 
 def infinite_loss_at(iteration: int):
-    """A step whose loss is infinite in that iteration, by a summand that no gradient knows."""
+    """Patch the loss of one iteration to be infinite, with finite gradients."""
 
     def step(run: Run, microbatches):
         def masked_sum(losses, mask):
@@ -228,7 +228,7 @@ def infinite_loss_at(iteration: int):
     return mock.patch("megatron_lite.training.loop.train_step", step)
 
 
-def test_a_bad_loss_with_good_gradients_changes_nothing_either(tmp_path, capsys):
+def test_a_bad_loss_with_finite_gradients_changes_no_weight(tmp_path, capsys):
     with infinite_loss_at(3):
         run_to_the_end(tmp_path, "gpt", train__iterations=3, checkpoint__interval=1, faults__on_nan="skip")
     assert " SKIPPED iteration 3: the loss is inf and the gradient norm " in capsys.readouterr().out
@@ -237,8 +237,8 @@ def test_a_bad_loss_with_good_gradients_changes_nothing_either(tmp_path, capsys)
     assert read_layout(tmp_path / "checkpoints/iter_0000003").state["train"]["optimizer_steps"] == 2
 
 
-def test_the_least_loss_scale_is_tried_before_an_overflow_is_bad(tmp_path):
-    """Gradients that overflow at any scale above it."""
+def test_an_overflow_counts_as_bad_only_at_the_minimum_loss_scale(tmp_path):
+    """These gradients overflow at any larger scale."""
 
     def step(run: Run, microbatches):
         def finalize_grads(ddp, table, ctx):
@@ -254,13 +254,13 @@ def test_the_least_loss_scale_is_tried_before_an_overflow_is_bad(tmp_path):
 
 
 def train_with_two_losses(folder: str) -> tuple[list[float], list[str]]:
-    """In one iteration a tensor-parallel rank gets a wrong loss, as from broken memory."""
+    """Train with a wrong loss on one tensor-parallel rank in one iteration, as from broken memory."""
 
     def step(run: Run, microbatches):
-        def damaged(run, losses):
+        def damaged_sum(run, losses):
             return sum_over_pipeline(run, losses) * (3 if run.ctx.rank and run.state.iteration == 12 else 1)
 
-        with mock.patch("megatron_lite.training.step.sum_over_pipeline", damaged):
+        with mock.patch("megatron_lite.training.step.sum_over_pipeline", damaged_sum):
             report = train_step(run, microbatches)
         reports.append(report)
         return report
@@ -271,27 +271,27 @@ def train_with_two_losses(folder: str) -> tuple[list[float], list[str]]:
     return [report.loss for report in reports], [report.bad for report in reports]
 
 
-def test_a_loss_that_one_rank_alone_has_is_answered_by_all_alike(ranks, tmp_path):
-    """One that steps while another skips would train half of another model, and nobody would know."""
+def test_all_ranks_skip_the_step_of_a_bad_loss_on_one_rank(ranks, tmp_path):
+    """If one rank stepped while another skipped, their halves of the model would differ without an error."""
     first, second = ranks(2, train_with_two_losses, str(tmp_path))
     assert first == second
     assert first[1] == [""] * 12 + ["spike", ""]
 
 
 def test_a_rollback_waits_for_the_checkpoint_that_is_being_saved(tmp_path, capsys):
-    def slow(*args, **given):
+    def slow_save(*args, **options):
         time.sleep(0.3)
-        return save(*args, **given)
+        return save(*args, **options)
 
     save = store.save
     changes = {"faults__on_nan": "rollback", "checkpoint__async_save": "true", "checkpoint__interval": 3}
-    with mock.patch.object(store, "save", slow):
-        train_over(str(tmp_path), 7, "nan", changes)
+    with mock.patch.object(store, "save", slow_save):
+        train_with_bad_data(str(tmp_path), 7, "nan", changes)
     assert " weights and optimizer are those of iteration 6; the data of iterations 7 to 7" in capsys.readouterr().out
 
 
-def test_a_rollback_sets_a_damaged_checkpoint_aside(tmp_path, capsys):
-    """It would be tried at every start."""
+def test_a_rollback_renames_a_damaged_checkpoint(tmp_path, capsys):
+    """Otherwise every start would try to load it."""
 
     def step(run: Run, microbatches):
         if run.state.iteration + 1 == 7:
@@ -302,33 +302,33 @@ def test_a_rollback_sets_a_damaged_checkpoint_aside(tmp_path, capsys):
     changes = {"faults__on_nan": "rollback", "checkpoint__fallback": "true", "checkpoint__interval": 3}
     with mock.patch("megatron_lite.training.loop.train_step", step):
         run_to_the_end(tmp_path, "gpt", train__iterations=8, **changes)
-    said = capsys.readouterr().out
-    assert "DAMAGED checkpoint" in said and " weights and optimizer are those of iteration 3; the data of" in said
+    out = capsys.readouterr().out
+    assert "DAMAGED checkpoint" in out and " weights and optimizer are those of iteration 3; the data of" in out
     assert not (tmp_path / "checkpoints/iter_0000006").exists()
 
 
-def test_a_rollback_keeps_the_place_in_the_data_of_a_longer_run(tmp_path):
-    """The checkpoint was made when fewer samples were asked for."""
+def test_a_rollback_keeps_the_data_position_of_a_longer_run(tmp_path):
+    """The checkpoint is from a run with fewer iterations, and so with fewer samples."""
     run_to_the_end(tmp_path, "gpt", train__iterations=4)
     changes = {"faults__on_nan": "rollback", "train__iterations": 9, "checkpoint__interval": 1000}
-    train_over(str(tmp_path), 7, "nan", changes)
+    train_with_bad_data(str(tmp_path), 7, "nan", changes)
     state = read_layout(tmp_path / "checkpoints/iter_0000009").state["train"]
     assert (state["iteration"], state["consumed_samples"], state["rollbacks"]) == (9, 9 * 8, 1)
 
 
-def test_what_was_done_about_a_bad_loss_is_said(tmp_path, capsys):
+def test_rollbacks_and_skipped_steps_are_printed(tmp_path, capsys):
     changes = {"faults__on_nan": "rollback", "faults__spike_factor": 1.01, "train__iterations": ENOUGH_LOSSES + 6}
-    train_over(str(tmp_path / "nan"), 7, "nan", changes)
-    train_over(str(tmp_path / "spike"), ENOUGH_LOSSES + 3, "spike", changes | {"optim__lr": 2e-2})
-    said = capsys.readouterr().out
-    assert " ROLLING BACK from iteration 7: the loss is nan and the gradient norm nan\n" in said
-    assert "the data of iterations 5 to 7 is skipped, and training continues at iteration 8\n" in said
-    assert " SKIPPED iteration 13: the loss is " in said
-    assert "times the mean of recent ones (" in said and "): no weight changes\n" in said
+    train_with_bad_data(str(tmp_path / "nan"), 7, "nan", changes)
+    train_with_bad_data(str(tmp_path / "spike"), ENOUGH_LOSSES + 3, "spike", changes | {"optim__lr": 2e-2})
+    out = capsys.readouterr().out
+    assert " ROLLING BACK from iteration 7: the loss is nan and the gradient norm nan\n" in out
+    assert "the data of iterations 5 to 7 is skipped, and training continues at iteration 8\n" in out
+    assert " SKIPPED iteration 13: the loss is " in out
+    assert "times the mean of recent ones (" in out and "): no weight changes\n" in out
 
 
 def test_a_spike_is_far_above_the_mean_of_recent_losses():
-    """Of few losses there is no mean to speak of, and those of long ago say little."""
+    """The mean of a few losses is no reliable reference, and old losses must lose their influence."""
     faults = tiny_config("gpt", faults__spike_factor=2).faults
     state = TrainState()
     for _ in range(ENOUGH_LOSSES - 1):
@@ -336,25 +336,25 @@ def test_a_spike_is_far_above_the_mean_of_recent_losses():
         assert not state.is_spike(1000.0, faults)
     state.remember(10.0)
     assert state.is_spike(20.1, faults) and not state.is_spike(19.9, faults)
-    assert not state.is_spike(math.inf, faults)  # that is for faults.on_nan
+    assert not state.is_spike(math.inf, faults)  # faults.on_nan handles infinite losses
     assert not state.is_spike(1000.0, tiny_config("gpt").faults)
     for _ in range(300):
         state.remember(1.0)
     assert state.loss_mean == pytest.approx(1.0, abs=0.05)
     assert TrainState.from_dict(state.to_dict()) == state
-    assert TrainState.from_dict({"iteration": 3}).iteration == 3  # of a version with fewer counters
+    assert TrainState.from_dict({"iteration": 3}).iteration == 3  # from a version with fewer counters
     with pytest.raises(CheckpointError, match=r"unknown counters \(epochs\) of a newer"):
         TrainState.from_dict({"iteration": 3, "epochs": 1})
 
 
-def one_damaged(folder: str, rank: int, changes: dict[str, Any]) -> list[str]:
-    """What every rank says after a bit of a weight has changed on one."""
+def errors_after_a_bit_flip(folder: str, rank: int, changes: dict[str, Any]) -> list[str]:
+    """This rank's errors of a save and of a step, after one bit of a weight has changed on `rank`."""
     config = tiny_config("gpt", run__dir=folder, faults__check_replicas=1, **changes)
     ctx, rng = initialize_megatron(config)
     run = setup_model_and_optimizer(config, ctx, rng, model_with_biases)
-    said = []
+    errors = []
     for _ in range(2):
-        train_step(run, portion(run))
+        train_step(run, next_microbatches(run))
     check_replicas_equal(run)
     if ctx.rank == rank:
         parameter = run.params["decoder.layers.1.mlp.linear_fc1.weight"].detach().view(-1)
@@ -362,18 +362,18 @@ def one_damaged(folder: str, rank: int, changes: dict[str, Any]) -> list[str]:
         bits[5] ^= 1
     for attempt in (
         lambda: save_run(run, lambda line: None),
-        lambda: train_step(run, portion(run)),
+        lambda: train_step(run, next_microbatches(run)),
     ):
         try:
             attempt()
         except TrainingError as error:
-            said.append(str(error))
+            errors.append(str(error))
     finalize_megatron()
-    return said
+    return errors
 
 
 @pytest.mark.parametrize(
-    "size, rank, changes, who",
+    "size, rank, changes, words",
     [
         (4, 2, {}, "rank 2 differs from the other replicas in decoder.layers.1.mlp.linear_fc1.weight"),
         (
@@ -391,13 +391,12 @@ def one_damaged(folder: str, rank: int, changes: dict[str, Any]) -> list[str]:
         (4, 2, {"parallel__pipeline": 2, "train__precision": "bf16"}, "ranks 2, 3 differ in decoder.layers.1.mlp"),
     ],
 )
-def test_a_replica_in_which_a_bit_has_changed_is_named_before_it_is_saved_or_learned_from(
-    ranks, tmp_path, size, rank, changes, who
-):
-    """Gradients of a damaged replica would be summed into all others, and no later check would see them. Of low
-    precision the next step would even mend the weight."""
-    for said in ranks(size, one_damaged, str(tmp_path), rank, changes):
-        saving, training = said
+def test_a_bit_flip_in_a_replica_is_an_error_before_a_save_or_a_step(ranks, tmp_path, size, rank, changes, words):
+    """Gradients of a damaged replica would enter all others, where no later check could find them.
+
+    In low precision, the next step would overwrite the damaged weight.
+    """
+    for saving, training in ranks(size, errors_after_a_bit_flip, str(tmp_path), rank, changes):
         for text in (saving, training):
-            assert f"data-parallel replicas differ: {who}" in text
+            assert f"data-parallel replicas differ: {words}" in text
         assert "check_replicas: data" in training
