@@ -165,7 +165,7 @@ def test_sequence_parallelism_over_one_rank_changes_nothing():
 
 def test_offload_without_a_gpu_is_an_error():
     config = tiny().model_copy(update={"train": TrainConfig(offload_activations=True)})
-    with pytest.raises(ConfigError, match=r"offload_activations needs a GPU, .* found none; set train\.offload_activations=false"):
+    with pytest.raises(ConfigError, match=r"needs a GPU, .* found none; set train\.offload_activations=false"):
         build(config, context(tp=1))
     build(config, ParallelContext.at(Grid(), 0))  # the context of another machine, which may have a GPU
 
