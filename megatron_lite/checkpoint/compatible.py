@@ -1,6 +1,6 @@
 """Which settings a run and its checkpoint must agree on, and why.
 
-A config is here a dict, section -> field -> value, as in layout.json.
+`Fields` is a config as a nested dict, section -> field -> value, as in layout.json.
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,38 +13,45 @@ from megatron_lite.text import listed
 
 Fields = Mapping[str, Mapping[str, Any]]
 
-DERIVED = {  # fields whose 0 stands for a property of ModelConfig
+DERIVED = {  # a model field whose 0 means "derived" -> the property of ModelConfig with the derived value
     "num_query_groups": "query_groups",
     "head_dim": "head_size",
     "ffn_hidden_size": "ffn_size",
     "padded_vocab_size": "padded_vocab",
 }
-# Model fields that do not change the meaning of the weights.
-FREE = {"preset", "hidden_dropout", "mlp_dropout", "attention_dropout", "init_std", "attention", "fusion"}
+NOT_OF_WEIGHTS = {
+    "preset",
+    "hidden_dropout",
+    "mlp_dropout",
+    "attention_dropout",
+    "init_std",
+    "attention",
+    "fusion",
+}
 
-# Fields that decide which samples come next. The folders of data.paths may change.
+# Fields that determine the order of the samples. Of data.paths only file names count, so a corpus may move.
 ORDER = ("run.seed", "data.seq_length", "data.split", "data.paths")
-# Fields that decide which optimizer state there is, and in which dtype.
+# Fields that determine which optimizer tensors exist, and their dtypes.
 STATE = ("train.precision", "sync.mode", "sync.delay", "sync.outer_momentum")
-OTHER_SUMS = "the sums that sync.delay has in flight belong to the old value; restore it, or"
+OTHER_SUMS = "the sums that sync.delay has in flight need the old values; restore them, or"
 
 
 def check_resumable(before: Fields, now: Config) -> None:
-    """Raise ConfigError where `now` would continue with other samples or other pending sums than the checkpoint's."""
+    """Raise ConfigError if resuming with `now` would change the sample order or invalidate pending sums."""
     after = now.model_dump(mode="json")
-    order = "the order of the samples would change; restore these values, or start a new run.dir"
+    order = "the order of the samples would change; restore these values, or start a new run in another run.dir"
     _raise_where(differing(before, after, ORDER), order)
     sums = f"{OTHER_SUMS} load the weights alone with checkpoint.load_weights"
     _raise_where(differing(before, after, _pending(now)), sums)
 
 
 def check_same_run(source: Config, target: Config) -> None:
-    """Raise ConfigError where the optimizer state of `source` has another meaning in a conversion to `target`."""
+    """Raise ConfigError if the optimizer state of a run `source` would be invalid after a conversion to `target`."""
     before, after = source.model_dump(mode="json"), target.model_dump(mode="json")
     sync = [f"sync.{name}" for name in before["sync"]]
     changed = changed_model(before, after) + differing(before, after, [*ORDER, "train.precision", *sync])
-    _raise_where(changed, "optimizer state belongs to the same run; add --weights-only for a new start")
-    _raise_where(differing(before, after, _pending(source)), f"{OTHER_SUMS} add --weights-only for a new start")
+    _raise_where(changed, "the optimizer state needs the old values; restore them, or convert with --weights-only")
+    _raise_where(differing(before, after, _pending(source)), f"{OTHER_SUMS} convert with --weights-only")
 
 
 def _raise_where(changed: list[str], reason: str) -> None:
@@ -53,14 +60,15 @@ def _raise_where(changed: list[str], reason: str) -> None:
 
 
 def changed_model(before: Fields, now: Fields) -> list[str]:
-    """The model's fields that differ and change the meaning of its weights. Rotary positions have no weights."""
+    """A message for each model field that differs and affects what the weights mean."""
     saved, wanted = (_with_derived_sizes(config.get("model", {})) for config in (before, now))
-    free = FREE | ({"max_position_embeddings"} if saved.get("position") == "rotary" else set())
+    # With rotary positions no weight depends on the number of positions.
+    free = NOT_OF_WEIGHTS | ({"max_position_embeddings"} if saved.get("position") == "rotary" else set())
     return differing({"model": saved}, {"model": wanted}, [f"model.{key}" for key in saved if key not in free])
 
 
 def differing(before: Fields, now: Fields, fields: Sequence[str]) -> list[str]:
-    """`section.field (checkpoint: old, config: new)` for each of these fields that both have and that differs."""
+    """A message `section.field (checkpoint: old, config: new)` for each of `fields` that both have and that differs."""
     changed = []
     for field in fields:
         section, _, key = field.partition(".")
@@ -75,17 +83,20 @@ def differing(before: Fields, now: Fields, fields: Sequence[str]) -> list[str]:
 
 
 def _pending(config: Config) -> list[str]:
-    """Fields that decide what the pending sums of `sync.delay` mean."""
+    """The fields that must keep their values while sums of `sync.delay` are pending."""
     if not config.sync.delay:
         return []
     if config.sync.is_local:
         return ["sync.interval", "sync.fragments"]
-    # Each stage with a tied embedding has a part of its gradient.
-    return ["parallel.sequence", *(["parallel.pipeline"] if config.model.tie_embeddings else [])]
+    # Delayed gradients are saved before `finalize_grads`. Those of norms are partial sums over tp under sequence
+    # parallelism, and that of a tied embedding is a partial sum over the first and last stage.
+    tensor = ["parallel.tensor"] if config.parallel.sequence else []
+    pipeline = ["parallel.pipeline"] if config.model.tie_embeddings else []
+    return ["parallel.sequence", *tensor, *pipeline]
 
 
 def _with_derived_sizes(model: Mapping[str, Any]) -> dict[str, Any]:
-    """The model section with sizes in place of 0: a converted model states them, a config seldom does."""
+    """The model section, with each 0 that means "derived" replaced by its value."""
     try:
         config = ModelConfig.model_validate(model)
     except ValueError:  # another version's fields

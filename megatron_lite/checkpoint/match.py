@@ -14,27 +14,27 @@ from megatron_lite.parallel.dtypes import SAFETENSORS_NAMES
 from megatron_lite.parallel.shard import ParamTable, Shard
 from megatron_lite.text import listed
 
-# The key in a checkpoint's origin that names its model provider, and the name of get_model, which needs none.
-MODEL_PROVIDER, BUILT_IN = "model_provider", "megatron_lite.model.build:get_model"
+MODEL_PROVIDER = "model_provider"  # key in a checkpoint's origin; absent for the built-in model
+BUILT_IN = "megatron_lite.model.build:get_model"  # name of the built-in provider
 
 
 def check_provider(layout: Layout, folder: Path, provider: str) -> None:
-    """Raise CheckpointError where the built-in model (an empty `provider`) would load a custom model's checkpoint.
+    """Raise CheckpointError if the built-in model, whose `provider` is empty, would load a custom model's checkpoint.
 
-    Tensors of the same names and shapes may be used in another way.
+    Equal names and shapes do not suffice: a custom model may compute something else with these tensors.
     """
     built_by = layout.origin.get(MODEL_PROVIDER, BUILT_IN)
     if built_by != BUILT_IN and not provider:
-        raise CheckpointError(f"{folder}: a custom model built it, {built_by}; load it with --model {built_by}")
+        raise CheckpointError(f"{folder}: a custom model, {built_by}, wrote it; load it with --model {built_by}")
 
 
 def check_model(layout: Layout, folder: Path, *, table: ParamTable, names: Collection[str], config: Fields) -> None:
-    """Raise CheckpointError where the checkpoint is not one of this model.
+    """Raise CheckpointError if the checkpoint belongs to another model.
 
-        table    this rank's parameters; global shapes and shards must be equal in the checkpoint
-        names    every parameter of the model; the checkpoint must have no other
+        table    this rank's parameters; the checkpoint must have each, with the same global shape and shard
+        names    every parameter of the model; apart from tied copies, the checkpoint must have no others
 
-    Tensors of equal shapes may belong to another number of heads, activation or norm, so the configs are compared too.
+    Models with another number of heads, activation or norm can have equal shapes, so the configs are compared too.
     """
     missing, differing_shapes = [], []
     for name, meta in table.items():
@@ -47,11 +47,11 @@ def check_model(layout: Layout, folder: Path, *, table: ParamTable, names: Colle
     extra = [name for name, saved in layout.tensors.items() if name not in names and not saved.copy_of]
     changed = changed_model(layout.config, config)
     found = {"": differing_shapes, "missing in the checkpoint: ": missing, "only in the checkpoint: ": extra}
-    problems = [label + listed(names) for label, names in found.items() if names]
+    problems = [label + listed(wrong) for label, wrong in found.items() if wrong]
     if missing and any(name.endswith(f".{missing[0]}") for name in extra):
-        problems.append("its names have a prefix; load the model of a custom provider with --model FILE.py:NAME")
+        problems.append("its names have a prefix, as those of a custom model may; load it with --model FILE.py:NAME")
     if changed and not problems:
-        problems.append("its tensors have the same shapes, but another meaning")
+        problems.append("names and shapes agree, but settings of the model differ")
     if problems:
         keys = ", ".join(changed) or "the model section of the config"
         problem = f"{folder}: belongs to another model; {'; '.join(problems)}"
@@ -59,18 +59,19 @@ def check_model(layout: Layout, folder: Path, *, table: ParamTable, names: Colle
 
 
 def stored_name(name: str, table: ParamTable, layout: Layout) -> str:
-    """The name in the checkpoint: the original's for a tied copy that the saving layout did not have."""
+    """The name of a parameter in the checkpoint. A tied copy that the checkpoint lacks is read from its original."""
     return name if name in layout.tensors else table[name].tied_to or name
 
 
 def plan(
     layout: Layout, folder: Path, *, ctx: ParallelContext, table: ParamTable, contents: Contents, config: Fields
 ) -> list[tuple[LocalShard, list[Move]]]:
-    """The moves that fill each local shard of this rank completely.
+    """For each local shard of this rank, the moves out of stored slices that fill it completely.
 
-    Raise CheckpointError where the optimizer state has other kinds or dtypes. Weights alone are converted.
+    Raise CheckpointError if the optimizer state has other kinds or dtypes or another data-parallel size, or elements
+    are missing. Without optimizer state, weights may have another dtype.
     """
-    keys = " and ".join(differing(layout.config, config, STATE)) or "the optimizer's settings"
+    keys = " and ".join(differing(layout.config, config, STATE)) or "the settings of the optimizer state"
     remedy = f"Restore {keys}, or load the weights alone with checkpoint.load_weights"
     found = []
     for name, targets in contents.by_kind().items():
@@ -78,7 +79,7 @@ def plan(
         if name in contents.optimizer_state and set(targets) != set(tensor.values):
             if set(tensor.values) == {WEIGHT}:
                 raise CheckpointError(
-                    f"{folder}: has weights alone; start from it with checkpoint.load_weights and another run.dir"
+                    f"{folder}: has weights alone; start from them with checkpoint.load_weights, in another run.dir"
                 )
             saved, needed = (", ".join(sorted(kinds)) for kinds in (tensor.values, targets))
             raise CheckpointError(f"{folder}: {name} has {saved}, this run needs {needed}. {remedy}")
@@ -89,7 +90,7 @@ def plan(
             if shard.across_dp == "local" and layout.grid.dp != ctx.dp.size:
                 raise CheckpointError(
                     f"{folder}: {kind} differs on {layout.grid.dp} data-parallel ranks, this run has {ctx.dp.size}; "
-                    f"start {layout.grid.dp}, or load the weights alone with checkpoint.load_weights"
+                    f"use {layout.grid.dp}, or load the weights alone with checkpoint.load_weights"
                 )
             slices = value.slices_for(tensor.shard, ctx.tp.rank, ctx.pp.rank, replica_of(ctx), layout.grid.tp)
             wanted = rectangles(tensor.shape, tensor.shard, ctx.tp.rank, ctx.tp.size, shard.start, shard.end)

@@ -1,7 +1,7 @@
-"""YAML with line numbers: a document becomes nodes with lines, and a node becomes a value.
+"""Parse YAML into nodes that keep their line numbers, and convert nodes to Python values.
 
-PyYAML follows YAML 1.1, where `3e-4` is text, `on` is a boolean and `1:30` is 90. Scalars are read here by the
-rules of YAML 1.2 (its core schema, https://yaml.org/spec/1.2.2/, section 10.3), which users expect.
+PyYAML follows YAML 1.1, where `3e-4` is text, `on` is a boolean and `1:30` is 90. Here null, booleans and decimal
+numbers follow the core schema of YAML 1.2 (https://yaml.org/spec/1.2.2/, section 10.3); all else stays text.
 """
 
 import re
@@ -11,7 +11,7 @@ import yaml
 
 from megatron_lite.errors import ConfigError
 
-# Python reads no integer of more than 4,300 digits; one that is longer than any setting is read as a float.
+# An integer of more than 30 digits, which no setting needs, becomes a float: int() fails above 4,300 digits.
 _INTEGER = re.compile(r"[-+]?[0-9]{1,30}")
 _NUMBER = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?")
 _NULL = ("", "~", "null", "Null", "NULL")
@@ -19,9 +19,9 @@ _BOOLEAN = {"true": True, "True": True, "TRUE": True, "false": False, "False": F
 
 
 def compose(text: str, where: str) -> yaml.Node | None:
-    """The document's root node, None for an empty one. `where` is the file's name for messages."""
+    """The root node of a YAML document; None if it is empty. `where` names the source in messages."""
     try:
-        return yaml.compose(text, Loader=yaml.BaseLoader)  # the base loader gives no scalar a type
+        return yaml.compose(text, Loader=yaml.BaseLoader)  # BaseLoader leaves every scalar a string
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         place = f"{where}:{mark.line + 1}" if mark else where
@@ -36,9 +36,9 @@ def line_of(node: yaml.Node) -> int:
 
 
 def value_of(node: yaml.Node, text: bool) -> Any:
-    """A node's value: None, bool, int, float, str, a tuple of these, or {} for any other node.
+    """The Python value of a scalar, or a tuple for a sequence; {}, which no field accepts, for any other node.
 
-    `text` keeps plain scalars as they are written, for fields that want text.
+    With `text` a plain scalar stays a string as written, except null.
     """
     if isinstance(node, yaml.SequenceNode):
         return tuple(_scalar(item, text) if isinstance(item, yaml.ScalarNode) else {} for item in node.value)

@@ -11,7 +11,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from megatron_lite.checkpoint.compatible import DERIVED, FREE
+from megatron_lite.checkpoint.compatible import DERIVED, NOT_OF_WEIGHTS
 from megatron_lite.config.schema import Config, DataConfig, ModelConfig
 from megatron_lite.config.validate import failures
 from megatron_lite.errors import CheckpointError, ConfigError
@@ -124,7 +124,7 @@ def to_model(path: Path, content: Mapping[str, Any], overrides: Mapping[str, Any
         problems = error.errors() if isinstance(error, ValidationError) else []
         values = [f"{'.'.join(map(str, problem['loc']))} {problem['input']!r}" for problem in problems]
         raise CheckpointError(f"{path}: has invalid values: {listed(values) if values else error}") from None
-    names = [name for name in ours.keys() & overrides.keys() if name not in FREE | {"tie_embeddings"}]
+    names = [name for name in ours.keys() & overrides.keys() if name not in NOT_OF_WEIGHTS | {"tie_embeddings"}]
     pairs = [(name, *(getattr(each, DERIVED.get(name, name)) for each in (model, stated))) for name in sorted(names)]
     if other := [f"model.{name} is {given}, not the {value}" for name, given, value in pairs if given != value]:
         raise ConfigError(f"{path}: {listed(other)} of this file; leave out fields of another model")

@@ -1,7 +1,8 @@
-"""`PREFIX.info.json` beside a `.bin/.idx` pair: the origin of the corpus, above all its tokenizer.
+"""`PREFIX.info.json` beside a `.bin/.idx` pair: the record of how a corpus was made, above all with which tokenizer.
 
 Token ids mean nothing without their tokenizer. So `preprocess` records a hash of its tokenizer, and training compares
-it. A checksum of the `.idx` detects the record of another corpus. Corpora of Megatron have no record and are valid too.
+it. A checksum of the `.idx` detects the record of another corpus. Corpora written by Megatron-LM have no record; they
+are accepted without a check.
 """
 
 import json
@@ -18,7 +19,7 @@ from megatron_lite.errors import ConfigError, DataError
 
 @dataclass(frozen=True)
 class CorpusInfo:
-    """The content of the file; other keys, of later versions, are ignored."""
+    """The content of `PREFIX.info.json`. Unknown keys, such as those of later versions, are ignored."""
 
     tokenizer: str  # the SPEC given to preprocess
     tokenizer_hash: str
@@ -26,10 +27,10 @@ class CorpusInfo:
     eod: int
     documents: int
     tokens: int
-    source_bytes: int  # UTF-8 text that the tokens stand for
-    options: dict  # of preprocess
-    megatron_lite: str  # version
-    idx_crc32: str  # of the full .idx
+    source_bytes: int  # bytes of the UTF-8 text that was tokenized
+    options: dict  # settings of the preprocess command, by name
+    megatron_lite: str  # version that wrote the corpus
+    idx_crc32: str  # CRC-32 of the full .idx file, in hexadecimal
 
 
 def info_path(prefix: str | os.PathLike[str]) -> Path:
@@ -37,7 +38,7 @@ def info_path(prefix: str | os.PathLike[str]) -> Path:
 
 
 def checksum(*parts: np.ndarray | bytes | memoryview) -> str:
-    """CRC-32 of a full `.idx`, in hexadecimal; 10 million documents take a tenth of a second."""
+    """The CRC-32 of the joined parts, in hexadecimal."""
     value = 0
     for part in parts:
         value = zlib_ng.crc32(part, value)
@@ -45,7 +46,10 @@ def checksum(*parts: np.ndarray | bytes | memoryview) -> str:
 
 
 def read_info(prefix: str | os.PathLike[str], index: np.ndarray) -> CorpusInfo | None:
-    """The record of a corpus whose `.idx` has the bytes `index`; None without one."""
+    """The record of the corpus, or None if it has no record. `index` is the content of its `.idx`.
+
+    Raise DataError if the record cannot be read or describes another `.idx`.
+    """
     path = info_path(prefix)
     advice = "run preprocess again, or delete this file to disable the tokenizer check"
     try:
@@ -58,23 +62,23 @@ def read_info(prefix: str | os.PathLike[str], index: np.ndarray) -> CorpusInfo |
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise DataError(f"{path}: cannot be read ({error!r}); {advice}") from error
     if values["idx_crc32"] != checksum(index):
-        raise DataError(f"{path}: describes another .idx; {advice}")
+        raise DataError(f"{path}: does not belong to this .idx (checksums differ); {advice}")
     return CorpusInfo(**values)
 
 
 def check_tokenizers(infos: Iterable[tuple[str, CorpusInfo | None]], wanted: str) -> None:
-    """Raise ConfigError if the tokenizer of a corpus has another hash than `wanted` (empty: that of the first corpus).
+    """Raise ConfigError unless all records have the tokenizer hash `wanted` or, if that is empty, the same hash.
 
-    `infos` has the prefix and the record of each corpus.
+    `infos` has pairs of prefix and record; corpora without a record are skipped.
     """
-    other = "data.tokenizer differs"
+    other = "data.tokenizer"
     for prefix, info in infos:
         if info is None:
             continue
         if not wanted:
-            wanted, other = info.tokenizer_hash, f"{prefix} with {info.tokenizer}"
+            wanted, other = info.tokenizer_hash, f"{prefix} ({info.tokenizer})"
         if info.tokenizer_hash != wanted:
             raise ConfigError(
                 f"{prefix}: was written with the tokenizer {info.tokenizer} (hash {info.tokenizer_hash[:12]}), but "
-                f"{other} (hash {wanted[:12]}); use it, or data.tokenizer_check=false if both give the same ids"
+                f"{other} has hash {wanted[:12]}; use one tokenizer, or data.tokenizer_check=false for equal token ids"
             )

@@ -1,8 +1,8 @@
 """Index arrays built once and memory-mapped by every process of a machine.
 
-The description determines the bytes of an index, and an atomic rename creates each file. So several processes may build
-at once, also on machines that share a disk; a file lock only saves the double work. A small .json with the checksums is
-written last; a missing or damaged index is built again.
+File names contain a hash of everything that the arrays depend on, and an atomic rename creates each file. So several
+processes may build at once, also on machines that share a disk; the lock only avoids duplicate work. A .json file with
+checksums is written last. If it is missing, or an array does not match it, the index is built again.
 """
 
 import contextlib
@@ -19,7 +19,7 @@ import numpy as np
 
 from megatron_lite.errors import DataError
 
-MAX_ENTRIES = 1 << 58  # NumPy overflows when it counts the bytes of more
+MAX_ENTRIES = 1 << 58  # for more entries, NumPy's count of bytes overflows
 
 
 def cached_arrays(
@@ -42,7 +42,7 @@ def cached_arrays(
             # Some network file systems have no locks; then several processes build the same bytes.
             with contextlib.suppress(OSError):
                 fcntl.flock(lock, fcntl.LOCK_EX)
-            # Another process may have built it during the wait for the lock.
+            # Another process may have built the index while this one waited for the lock.
             if (arrays := _load(stem)) is None:
                 _save(stem, text, build())
                 arrays = _load(stem)
@@ -56,14 +56,15 @@ def cached_arrays(
 
 @contextlib.contextmanager
 def memory_for(owner: str, *, num_samples: int, num_entries: int) -> Iterator[None]:
-    """Raise DataError with `owner` and the number of samples if an index of `num_entries` exceeds the memory."""
+    """A context that builds an index of `num_entries`; a lack of memory becomes a DataError that names `owner`."""
     try:
         if num_entries > MAX_ENTRIES:
             raise MemoryError(f"{num_entries:,} entries")
         yield
     except MemoryError as error:
         raise DataError(
-            f"{owner}: no memory for the index of {num_samples:,} samples ({error}); lower train.iterations"
+            f"{owner}: no memory for the index of {num_samples:,} samples ({error}); lower train.iterations or, for an "
+            "evaluation, train.eval_iterations"
         ) from error
 
 

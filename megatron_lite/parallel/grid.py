@@ -1,6 +1,7 @@
-"""The ranks of each group, by arithmetic alone, so that layouts of thousands of ranks are tested without a process.
+"""The ranks of each group, by arithmetic alone: one process can compute the layout of thousands of ranks.
 
-Tensor parallelism varies fastest and the pipeline slowest: tensor-parallel ranks communicate most and share a node.
+The tensor-parallel index varies fastest and the pipeline index slowest. So tensor-parallel ranks, which communicate
+most, are adjacent and usually share a node.
 Source: Narayanan et al., arXiv 2104.04473, section 3; Megatron-LM's default order `tp-cp-ep-dp-pp` without experts.
 """
 
@@ -12,7 +13,7 @@ AXES = ("tp", "cp", "dp", "pp")  # fastest to slowest
 
 @dataclass(frozen=True)
 class Grid:
-    """rank = tp + TP * (cp + CP * (dp + DP * pp))."""
+    """The sizes of the axes. A rank is tp + TP * (cp + CP * (dp + DP * pp)), where capitals are sizes."""
 
     tp: int = 1
     cp: int = 1
@@ -27,17 +28,17 @@ class Grid:
         """The index of a rank on each axis: `Grid(tp=2, dp=2, pp=4).coordinates(5)` is tp 1, cp 0, dp 0, pp 1."""
         if not 0 <= rank < self.world_size:
             raise ValueError(f"rank {rank} is not in 0..{self.world_size - 1} of {self}")
-        place = {}
+        rest, coordinates = rank, {}
         for axis in AXES:
-            rank, place[axis] = divmod(rank, getattr(self, axis))
-        return place
+            rest, coordinates[axis] = divmod(rest, getattr(self, axis))
+        return coordinates
 
     def rank(self, *, tp: int = 0, cp: int = 0, dp: int = 0, pp: int = 0) -> int:
         """The rank at these coordinates."""
         return tp + self.tp * (cp + self.cp * (dp + self.dp * pp))
 
     def groups(self, *along: str) -> list[tuple[int, ...]]:
-        """All groups whose members differ only along these axes; each rank is in one of them, in ascending order."""
+        """All groups of ranks that differ only along these axes. Each rank is in one group; ranks of a group ascend."""
         groups: dict[tuple[int, ...], list[int]] = defaultdict(list)
         for rank in range(self.world_size):
             place = self.coordinates(rank)
@@ -45,9 +46,9 @@ class Grid:
         return [tuple(ranks) for ranks in groups.values()]
 
     def embedding_groups(self) -> list[tuple[int, ...]]:
-        """The first and last stage of each pipeline, which hold a tied word embedding."""
+        """The first and last rank of each pipeline, which share a tied word embedding; one rank if pp is 1."""
         return [tuple(dict.fromkeys((ranks[0], ranks[-1]))) for ranks in self.groups("pp")]
 
     def position_embedding_groups(self) -> list[tuple[int, ...]]:
-        """The first stage of each pipeline, which holds the position embedding."""
+        """The rank of the first stage of each pipeline, which has the position embedding."""
         return [ranks[:1] for ranks in self.groups("pp")]

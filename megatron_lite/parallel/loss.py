@@ -1,8 +1,8 @@
 """Cross entropy over a vocabulary sharded over tensor-parallel ranks.
 
-The full logits never exist: ranks exchange tensors of [s, b] only. Logits are the largest activation, so passes over
-memory and, on the CPU, the first touch of new memory dominate the time. The only new tensor of their size is the
-gradient. Backward computes the softmax again, and both directions process a few rows at a time, which stay in cache.
+The full logits never exist: ranks exchange only tensors of shape [s, b]. Logits are the largest activation, so memory
+traffic dominates the time. Therefore the gradient is the only new tensor of their size. Backward computes the softmax
+again. Both directions process chunks of rows, which on the CPU stay in cache.
 Source: Shoeybi et al., Megatron-LM, arXiv 1909.08053, section 3.
 """
 
@@ -14,39 +14,39 @@ from torch import Tensor
 from megatron_lite.parallel.collectives import all_reduce
 from megatron_lite.parallel.context import Group
 
-# Elements of a temporary: 2 MiB of fp32 fit a CPU's second-level cache; a GPU needs more to keep every kernel busy.
+# Elements of a chunk: on the CPU 2 MiB of fp32, to stay in the L2 cache; on a GPU more, so that each kernel fills it.
 CHUNK_ELEMENTS = {"cpu": 2**19, "cuda": 2**27}
 
 
 class _VocabParallelCrossEntropy(torch.autograd.Function):
-    """Forward: log of the sum of exp, minus the target logit. Backward: softmax minus one at the target."""
+    """Forward: logsumexp(logits) - target logit. Backward: (softmax(logits) - one_hot(target)) * grad."""
 
     @staticmethod
     def forward(ctx, logits: Tensor, labels: Tensor, tp: Group, num_valid: int, overwrite: bool) -> Tensor:
         rows = logits.reshape(-1, logits.shape[-1])
         local = labels.reshape(-1) - tp.rank * logits.shape[-1]
-        elsewhere = (local < 0) | (local >= num_valid)
-        index = local.masked_fill(elsewhere, 0).unsqueeze(-1)
+        not_local = (local < 0) | (local >= num_valid)
+        index = local.masked_fill(not_local, 0).unsqueeze(-1)
 
         local_max, local_sum = _max_and_sum_of_exp(rows, num_valid)
         highest = all_reduce(local_max.clone(), tp, "max")
-        # Subtracting the maximum here keeps the digits of two logits near 1e4.
+        # Without this subtraction, log(total) + maximum - target would lose digits for logits near 1e4.
         target = rows.gather(-1, index).squeeze(-1).to(highest.dtype) - highest
-        target = all_reduce(target.masked_fill(elsewhere, 0), tp)
+        target = all_reduce(target.masked_fill(not_local, 0), tp)
         local_sum = local_sum * (local_max - highest).exp()
         total = all_reduce(local_sum.clone(), tp)
 
-        ctx.save_for_backward(logits, index, elsewhere, local_sum / total)
+        ctx.save_for_backward(logits, index, not_local, local_sum / total)
         ctx.num_valid, ctx.overwrite = num_valid, overwrite
         return total.log().view(labels.shape) - target.view(labels.shape)
 
     @staticmethod
     def backward(ctx, grad: Tensor):  # type: ignore[override]
-        logits, index, elsewhere, share = ctx.saved_tensors
+        logits, index, not_local, share = ctx.saved_tensors
         rows = logits.reshape(-1, logits.shape[-1])
         grad = grad.reshape(-1, 1).to(share.dtype)
         scale = grad * share.unsqueeze(-1)
-        at_target = (-grad).masked_fill(elsewhere.unsqueeze(-1), 0)
+        at_target = (-grad).masked_fill(not_local.unsqueeze(-1), 0)
         grad_rows = rows if ctx.overwrite else torch.empty_like(rows, memory_format=torch.contiguous_format)
         grad_rows[:, ctx.num_valid :] = 0
         if ctx.num_valid > 0:
@@ -59,13 +59,13 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
 
 
 def _row_slices(rows: Tensor) -> Iterator[slice]:
-    """Slices of rows of at most CHUNK_ELEMENTS elements."""
+    """Slices that divide the rows into chunks of at most CHUNK_ELEMENTS elements, but at least one row."""
     step = max(1, CHUNK_ELEMENTS.get(rows.device.type, 2**27) // rows.shape[-1])
     return (slice(start, start + step) for start in range(0, rows.shape[0], step))
 
 
 def _max_and_sum_of_exp(rows: Tensor, num_valid: int) -> tuple[Tensor, Tensor]:
-    """The maximum of each row's first `num_valid` columns, and their sum of exp(logit - maximum)."""
+    """For each row, the maximum and the sum of exp(logit - maximum) of its first `num_valid` columns; or -inf and 0."""
     work_dtype = torch.float64 if rows.dtype == torch.float64 else torch.float32
     highest = rows.new_full(rows.shape[:1], float("-inf"), dtype=work_dtype)
     total = torch.zeros_like(highest)
@@ -73,7 +73,7 @@ def _max_and_sum_of_exp(rows: Tensor, num_valid: int) -> tuple[Tensor, Tensor]:
         for part in _row_slices(rows):
             chunk = rows[part, :num_valid].to(work_dtype)
             highest[part] = chunk.amax(-1)
-            # The largest probability is 1 / sum; torch's softmax is several times faster than its logsumexp.
+            # The largest softmax value is exp(0) / sum. On the CPU, torch's softmax is faster than its logsumexp.
             total[part] = chunk.softmax(-1).amax(-1).reciprocal()
     return highest, total
 
@@ -81,14 +81,14 @@ def _max_and_sum_of_exp(rows: Tensor, num_valid: int) -> tuple[Tensor, Tensor]:
 def vocab_parallel_cross_entropy(
     logits: Tensor, labels: Tensor, tp: Group, *, vocab_size: int | None = None, overwrite_logits: bool = False
 ) -> Tensor:
-    """Per-token loss when each rank of `tp` holds a slice of the vocabulary.
+    """Per-token cross entropy of logits that are sharded over the vocabulary.
 
-        logits   [s, b, v/tp]   any float dtype; computed in fp32 (fp64 for fp64), not modified
+        logits   [s, b, v/tp]   any float dtype; computed in fp32 (fp64 for fp64)
         labels   [s, b]         token ids in 0..vocab_size-1, the same on every rank of tp
         returns  [s, b]         nats, in fp32 or fp64, the same on every rank of tp
 
-    Columns from `vocab_size` on are padding, without probability or gradient. With `overwrite_logits` backward writes
-    the gradient over the logits.
+    Token ids from `vocab_size` on are padding, without probability or gradient. Backward writes the gradient over the
+    logits with `overwrite_logits`; otherwise they are not modified.
     Communicates: three all-reduces of [s, b] over tp (max, target logit, sum of exp).
     """
     num_valid = num_columns = logits.shape[-1]

@@ -1,7 +1,7 @@
 """Loss on validation and test data.
 
-Every evaluation reads the same samples, the first of the split, so all points of the curve are comparable and a resumed
-run needs no position.
+Every evaluation reads the same samples, the first ones of the split. So all losses are comparable, and a resumed run
+needs no position in the data.
 """
 
 import math
@@ -28,7 +28,7 @@ def evaluation_samples(run: Run) -> int:
 
 
 def loader(run: Run, dataset: Dataset, eod: int) -> PrefetchingLoader:
-    """A loader of this rank's micro-batches of a dataset, one step ahead."""
+    """A loader that prefetches this rank's micro-batches of `dataset`, one step ahead."""
     return PrefetchingLoader(
         dataset,
         run.config.train.micro_batch_size,
@@ -40,11 +40,12 @@ def loader(run: Run, dataset: Dataset, eod: int) -> PrefetchingLoader:
 
 
 def evaluate(run: Run, dataset: Dataset, eod: int, stop: StopRequest | None = None) -> float | None:
-    """Mean loss over the target tokens of the split's first `evaluation_samples`, in nats, equal on every rank.
+    """Mean loss per target token, in nats, over the first `evaluation_samples` of `dataset`; the same on every rank.
 
-    Under local SGD the common model is evaluated. Before each global batch, a stop request ends the evaluation, whose
-    result is then None.
-    Communicates: what the forwards do, a value over pp for each global batch, and two values over dp.
+    Under local SGD this is the loss of the common model, not of each rank's own weights. A stop request before a global
+    batch ends the evaluation, which then returns None.
+    Communicates: as the forward passes; for each global batch one value over pp and, with `stop`, one over the world;
+    at the end two values over dp.
     """
     totals = torch.zeros(2, dtype=torch.float64, device=run.ctx.device)
     batch_size = run.config.train.global_batch(run.ctx.dp.size)
@@ -62,7 +63,7 @@ def evaluate(run: Run, dataset: Dataset, eod: int, stop: StopRequest | None = No
             message = message_of(run.config, portion[0].tokens, run.ctx.device)
             totals[:1] += sum_over_pipeline(run, run.engine.run(schedule, forward, message, recorder=run.progress))
             totals[1] += sum(batch.loss_mask.sum(dtype=torch.float64) for batch in portion)
-    run.ddp.release_params()
+    run.ddp.release_params()  # that the forwards gathered; no backward releases them
     for chunk in run.model:
         chunk.train()
     if totals is None:
@@ -72,7 +73,7 @@ def evaluate(run: Run, dataset: Dataset, eod: int, stop: StopRequest | None = No
 
 
 class Evaluation:
-    """The evaluations of a run on its validation and test data; `run.state.evaluated_at` records them."""
+    """Evaluates a run on validation and test data; `run.state.evaluated_at` has the iteration of each last loss."""
 
     def __init__(self, run: Run, datasets: Splits, eod: int, log: RunLog) -> None:
         self._run, self._eod, self._log = run, eod, log
@@ -80,14 +81,14 @@ class Evaluation:
         named = {"validation": datasets.valid, "test": datasets.test}
         self._splits = {name: split for name, split in named.items() if wanted and split is not None}
 
-    def where_due(self, stop: StopRequest) -> None:
-        """Log the validation loss after every `train.eval_interval` iterations, unless a stop is requested."""
+    def evaluate_if_due(self, stop: StopRequest) -> None:
+        """Log the validation loss if `train.eval_interval` asks for it at this iteration and it is not logged yet."""
         iteration = self._run.state.iteration
         if iteration and due(iteration, self._run.config.train.eval_interval) and self._is_missing("validation"):
             self._evaluate("validation", f"iteration {iteration}", stop)
 
-    def of_finished_model(self, stop: StopRequest | None = None) -> None:
-        """Log the missing losses of the finished model. Raise StoppedEarly after a stop request."""
+    def evaluate_finished_model(self, stop: StopRequest | None = None) -> None:
+        """Log the validation and test loss of the finished model, where missing. A stop request raises StoppedEarly."""
         run, log = self._run, self._log
         for name in filter(self._is_missing, self._splits):
             loss = self._evaluate(name, f"the end of training, iteration {run.state.iteration}", stop)
@@ -95,13 +96,13 @@ class Evaluation:
                 reason = stop.agreed(run.ctx) if stop is not None else ""
                 raise StoppedEarly(
                     f"exiting program {reason}: training is done at iteration {run.state.iteration}, and saved, but "
-                    "not its final evaluation; run the same command again for that"
+                    "not its final evaluation; run the same command again to evaluate"
                 )
             if name == "validation" and log.active:
-                log.say(in_context(run, loss, self._splits[name]))
+                log.say(comparison_line(run, loss, self._splits[name]))
 
     def _is_missing(self, name: str) -> bool:
-        """True where the split has data and no logged loss at the current iteration."""
+        """True if this split is evaluated and has no logged loss at the current iteration."""
         state = self._run.state
         return name in self._splits and state.evaluated_at.get(name) != state.iteration
 
@@ -113,8 +114,8 @@ class Evaluation:
         return loss
 
 
-def in_context(run: Run, loss: float, split: Dataset) -> str:
-    """The validation loss beside the entropy of token frequencies, in nats per token, and in bits per source byte."""
+def comparison_line(run: Run, loss: float, split: Dataset) -> str:
+    """A line with the validation loss, the unigram entropy, and the loss in bits per byte of source text."""
     samples = evaluation_samples(run)
     entropy = unigram_entropy(split, samples)
     text = f"validation loss {loss:.3f} nats/token, unigram entropy {entropy:.3f} nats/token"

@@ -40,13 +40,13 @@ def train(run: Run, train_set: Dataset, eod: int, log: RunLog, evaluation: Evalu
         hang_timeout=config.train.hang_timeout,
     )
     with watchdog, loader(run, train_set, eod) as batches, errors_with_place(run):
-        evaluation.where_due(stop)  # an evaluation that a stop request interrupted
+        evaluation.evaluate_if_due(stop)  # an evaluation that a stop request interrupted
         while run.state.iteration < config.train.iterations:
             iterate(batches)
             is_last = run.state.iteration == config.train.iterations
             reason = ""
             if not is_last:
-                evaluation.where_due(stop)
+                evaluation.evaluate_if_due(stop)
                 reason = reason_to_stop(run, stop)
             run.saver.report(log.say)
             if is_last or reason or due(run.state.iteration, config.checkpoint.interval):
@@ -58,7 +58,7 @@ def train(run: Run, train_set: Dataset, eod: int, log: RunLog, evaluation: Evalu
                     f"{config.train.iterations}, and saved a checkpoint; run the same command again to continue"
                 )
         with run.progress.during("the final evaluation"):
-            evaluation.of_finished_model(stop)
+            evaluation.evaluate_finished_model(stop)
 
 
 def reason_to_stop(run: Run, stop: StopRequest) -> str:

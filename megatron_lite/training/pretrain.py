@@ -131,7 +131,7 @@ def train_and_evaluate(run: Run, datasets: Splits, log: RunLog, started: float) 
     state.evaluated_at = on_first(log.evaluated_at, run.ctx.world)
     evaluation = Evaluation(run, datasets, eod, log)
     if state.iteration >= train_config.iterations:
-        evaluation.of_finished_model()  # an earlier start may have ended before its evaluation
+        evaluation.evaluate_finished_model()  # an earlier start may have ended before its evaluation
         announce_end(run, log)
         return state
     if datasets.train is None:

@@ -1,7 +1,7 @@
 """Names of model providers, as `--model` accepts them: FILE.py:NAME or module:NAME.
 
-A custom model may use tensors of the same names for another computation. So a checkpoint records the provider of its
-model, and no other model loads it unnoticed.
+A custom model may use tensors of the same names for another computation. So a checkpoint records its provider, and the
+built-in model refuses a custom model's checkpoint. Custom providers are not compared with each other.
 """
 
 import importlib.util
@@ -23,7 +23,7 @@ _loading: list[str] = []  # names of the providers whose modules are being impor
 
 @dataclass(frozen=True)
 class NamedProvider:
-    """A model provider that is imported at its first call, so it can be sent to other processes."""
+    """A model provider known by its name, so it can be pickled; its module is imported at the first call."""
 
     name: str
 
@@ -38,7 +38,7 @@ class NamedProvider:
         return self.load()(*args, **options)
 
     def load(self) -> Callable[..., Any]:
-        """The function. Raise ConfigError where the name has none; errors of its module pass through."""
+        """Import the function. Raise ConfigError if a module or attribute is missing; other errors propagate."""
         place, _, attribute = self.name.rpartition(":")
         _loading.append(self.name)
         try:
@@ -50,12 +50,12 @@ class NamedProvider:
         finally:
             _loading.pop()
         if not callable(found):
-            raise ConfigError(f"--model is {self.name}, a {type(found).__name__}; give a function like get_model")
+            raise ConfigError(f"--model is {self.name}, of type {type(found).__name__}; give a function like get_model")
         return found
 
 
 def _module_of(place: str) -> ModuleType:
-    """The module of a file or of a dotted name; it may import its neighbours like a script."""
+    """Import a file or a dotted module name. Its folder is put on sys.path, so it can import modules next to it."""
     is_file = place.endswith(".py")
     folder = str(Path(place).resolve().parent) if is_file else str(Path.cwd())
     if folder not in sys.path:
@@ -76,7 +76,7 @@ def _module_of(place: str) -> ModuleType:
 
 
 def provider_name(provider: Callable[..., Any]) -> str:
-    """The name of a provider for `--model`; empty for the built-in `get_model`."""
+    """The name of a provider, of a top-level function as `--model` accepts it; empty for the built-in `get_model`."""
     if isinstance(provider, NamedProvider):
         return provider.name
     while isinstance(provider, partial):
@@ -91,7 +91,7 @@ def provider_name(provider: Callable[..., Any]) -> str:
 
 
 def check_not_loading() -> None:
-    """Raise ConfigError in a provider's module that starts a run during its import."""
+    """Raise ConfigError while a provider's module is imported: its top-level code would start a run."""
     if _loading:
         raise ConfigError(
             f"--model is {_loading[-1]}: its file starts a run while it is imported; put that under "

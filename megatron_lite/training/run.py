@@ -22,23 +22,23 @@ from megatron_lite.training.state import StepReport, TrainState
 
 @dataclass
 class Run:
-    """The parts; only `state`, `progress` and tensors change."""
+    """All parts of a training run on this rank, built by `setup_model_and_optimizer`."""
 
     config: Config
     ctx: ParallelContext
     rng: RngTracker
     model: Sequence[nn.Module]  # chunks of this pipeline rank
-    params: dict[str, nn.Parameter]  # this rank's, by global name
+    params: dict[str, nn.Parameter]  # of this rank, by their name in the full model
     table: ParamTable
     ddp: DataParallel
     optimizer: Optimizer
     engine: PipelineEngine
     saver: Saver
     origin: dict[str, Any]  # saved beside the config: the model provider and the tokenizer's hash
-    tokenizer: Tokenizer | None = None  # of data.tokenizer
+    tokenizer: Tokenizer | None = None  # built from data.tokenizer; None if that is empty
     state: TrainState = field(default_factory=TrainState)
     progress: Progress = field(default_factory=Progress)
-    traced_step: "TracedStep | None" = None  # replaces `train_step` in one iteration, with `log.trace`
+    traced_step: "TracedStep | None" = None  # called instead of `train_step` in one iteration if `log.trace` is set
 
 
 TracedStep = Callable[[Run, list[Batch], Callable[[str], None]], StepReport]

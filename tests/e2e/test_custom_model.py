@@ -30,7 +30,7 @@ def test_a_checkpoint_of_a_custom_model_needs_the_model_option(tmp_path, corpus)
     assert run_here(*command, *custom, cwd=tmp_path).returncode == 0
     layout = read_layout(tmp_path / "run" / "checkpoints" / "iter_0000002")
     assert layout.origin["model_provider"] == "mine.py:build"
-    message = "iter_0000002: a custom model built it, mine.py:build; load it with --model mine.py:build"
+    message = "iter_0000002: a custom model, mine.py:build, wrote it; load it with --model mine.py:build"
     generate = ("generate", "--load", "run", "--prompt", "x", "--max-new-tokens", "4")
     warm = (*command, "run.dir=warm", "checkpoint.load_weights=run")
     for without in (generate, (*command, "train.iterations=3"), warm):

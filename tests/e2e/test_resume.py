@@ -171,7 +171,7 @@ def test_a_run_cannot_resume_from_weights_alone(ranks, tmp_path):
     (folder / "layout.json").write_text(dump_layout(Layout.model_validate(content)))
     with pytest.raises(CheckpointError) as raised:
         run_to_the_end(tmp_path, "gpt", train__iterations=4)
-    assert re.search(rf"{folder}: has weights alone; start from it with checkpoint\.load_weights", str(raised.value))
+    assert re.search(rf"{folder}: has weights alone; start from them with checkpoint\.load_weights", str(raised.value))
 
 
 def test_a_warm_start_from_a_missing_folder_is_an_error(tmp_path):
@@ -255,7 +255,7 @@ def test_diloco_replicas_need_the_saved_number_of_ranks(ranks, tmp_path):
     with pytest.raises(RanksFailed) as raised:
         ranks(4, run_to_the_end, tmp_path, "gpt", **diloco)
     assert re.search(
-        r"differs on 2 data-parallel ranks, this run has 4; start 2, or load the "
+        r"differs on 2 data-parallel ranks, this run has 4; use 2, or load the "
         r"weights alone with checkpoint\.load_weights",
         str(raised.value),
     )
@@ -328,6 +328,12 @@ def test_sums_in_flight_cannot_be_resumed_under_another_layout_or_interval(ranks
     diloco = DELAYED | {"sync__mode": "diloco", "sync__interval": 2, "sync__delay": 1}
     for name, before, change, words in (
         ("delayed", delayed, {"parallel__sequence": "true"}, "parallel.sequence (checkpoint: False, config: True)"),
+        (
+            "norms",
+            delayed | {"parallel__sequence": "true"},
+            {"parallel__tensor": 1},
+            "parallel.tensor (checkpoint: 2, config: 1)",
+        ),
         ("stages", delayed, STAGES, "parallel.pipeline (checkpoint: 1, config: 2)"),
         ("diloco", diloco, {"sync__interval": 4}, "sync.interval (checkpoint: 2, config: 4)"),
     ):
@@ -335,6 +341,6 @@ def test_sums_in_flight_cannot_be_resumed_under_another_layout_or_interval(ranks
         with pytest.raises(RanksFailed) as raised:
             ranks(2, run_to_the_end, tmp_path / name, "gpt", train__iterations=8, **(before | change))
         assert (
-            f"{words}: the sums that sync.delay has in flight belong to the old value; restore it, or load the weights "
+            f"{words}: the sums that sync.delay has in flight need the old values; restore them, or load the weights "
             "alone with checkpoint.load_weights"
         ) in str(raised.value)

@@ -44,7 +44,7 @@ def test_data_of_another_tokenizer_are_an_error(finished, tmp_path):
         f"{finished}/a_text_document: was written with the tokenizer sentencepiece:{finished}/a.model (hash"
         in done.stderr
     )
-    assert "data.tokenizer_check=false if both give the same ids" in done.stderr
+    assert "data.tokenizer_check=false" in done.stderr
     assert pretrain(finished, tmp_path, other, "data.tokenizer_check=false").returncode == 0
     shutil.copy(finished / "a.model", tmp_path / "moved.model")
     same = f"data.tokenizer=sentencepiece:{tmp_path}/moved.model"

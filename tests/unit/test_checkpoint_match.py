@@ -114,7 +114,7 @@ def test_the_checkpoint_of_a_custom_model_needs_a_custom_model(tmp_path):
     save(tmp_path, 1, one_process(), origin={"model_provider": "mine.py:build"})
     with pytest.raises(CheckpointError) as caught:
         load(tmp_path, 1, one_process())
-    assert "a custom model built it, mine.py:build; load it with --model mine.py:build" in str(caught.value)
+    assert "a custom model, mine.py:build, wrote it; load it with --model mine.py:build" in str(caught.value)
     load(tmp_path, 1, one_process(), provider="elsewhere/mine.py:build")
     save(tmp_path, 2, one_process(), origin={"model_provider": "megatron_lite.model.build:get_model"})
     load(tmp_path, 2, one_process())
@@ -125,4 +125,4 @@ def test_the_error_of_names_with_a_prefix_suggests_a_custom_model(tmp_path):
     table = {f"inner.{name}": meta for name, meta in TABLE.items()}
     save(tmp_path, 1, one_process(), table=table, **contents(one_process(), 1, table=table))
     message = message_of_load(tmp_path)
-    assert "its names have a prefix; load the model of a custom provider with --model FILE.py:NAME" in message
+    assert "its names have a prefix, as those of a custom model may; load it with --model FILE.py:NAME" in message

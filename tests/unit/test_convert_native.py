@@ -27,7 +27,7 @@ MODELS = {"gpt": "fp32", "codegeex": "bf16", "llama": "fp16"}
 
 
 def quiet(line: str) -> None:
-    """Nothing is said."""
+    """Discards what `convert` prints."""
 
 
 def train(folder: Path, model: str, **changes) -> Path:
@@ -130,7 +130,7 @@ def test_fields_of_the_config_can_be_set(small, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "override, said",
+    "override, message",
     [
         ("model.activation=gelu_tanh", r"model.activation \(checkpoint: gelu, config: gelu_tanh\)"),
         ("model.num_heads=8", r"model.num_heads \(checkpoint: 4, config: 8\)"),
@@ -142,9 +142,11 @@ def test_fields_of_the_config_can_be_set(small, tmp_path):
         ("train.precision=fp32", r"train.precision \(checkpoint: bf16, config: fp32\)"),
     ],
 )
-def test_what_would_make_it_another_run_is_refused(small, tmp_path, override, said):
-    """The target's own config is what training compares with: it would find nothing changed."""
-    with pytest.raises(ConfigError, match=said + r".*: optimizer state .* add --weights-only for a new start"):
+def test_optimizer_state_is_not_converted_into_another_run(small, tmp_path, override, message):
+    """Training compares the checkpoint with the config in it, which would hide the change."""
+    with pytest.raises(
+        ConfigError, match=message + r".*: the optimizer state .*; restore them, or convert with --weights-only"
+    ):
         convert(Request(small, tmp_path / "out", overrides=override.split()), quiet)
     assert not (tmp_path / "out").exists()
 
@@ -230,7 +232,7 @@ def test_other_folders_are_not_ours(small, tmp_path):
     assert not native.recognise(small / "checkpoints" / "iter_0000002" / LAYOUT_FILE)
 
 
-def test_numbers_of_each_replica_are_refused(small, tmp_path):
+def test_values_that_differ_between_replicas_are_an_error(small, tmp_path):
     """Local SGD: one of four Adam states is not the run's."""
     folder = copied(small, tmp_path)
     layout = read_layout(resolve(folder))
@@ -250,7 +252,7 @@ def copied(source: Path, target: Path) -> Path:
     return Path(shutil.copytree(source, target / "copy"))
 
 
-def test_a_tensor_with_a_gap_is_refused(small, tmp_path):
+def test_a_tensor_with_a_gap_is_an_error(small, tmp_path):
     """Memory that nobody filled would become weights."""
     folder = copied(small, tmp_path)
     layout = read_layout(resolve(folder))
@@ -263,7 +265,7 @@ def test_a_tensor_with_a_gap_is_refused(small, tmp_path):
         convert(Request(folder, tmp_path / "out"), quiet)
 
 
-def test_another_model_than_the_tensors_is_refused(small, tmp_path):
+def test_a_config_of_another_model_is_an_error(small, tmp_path):
     with pytest.raises(
         CheckpointError, match=r"decoder.layers.4.* differ from the model section of the config; leave out"
     ):
@@ -272,7 +274,7 @@ def test_another_model_than_the_tensors_is_refused(small, tmp_path):
         convert(Request(small, tmp_path / "out", weights_only=True, overrides=["model.num_query_groups=2"]), quiet)
 
 
-def test_a_config_that_is_not_ours_is_refused(small, tmp_path):
+def test_a_config_with_unknown_fields_is_an_error(small, tmp_path):
     folder = copied(small, tmp_path)
     edited(folder, config={"model": {"colour": "blue"}})
     with pytest.raises(CheckpointError, match=r"config in layout.json: model.colour"):

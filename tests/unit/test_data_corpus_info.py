@@ -58,7 +58,10 @@ def test_preprocess_records_the_tokenizer_and_its_options(tmp_path):
         ("[]", "cannot be read"),
         ("{}", r"cannot be read \(KeyError\('tokenizer'\)\)"),
         ('"eod": "x"', r"cannot be read \(TypeError\(\"eod is 'x'"),
-        ('"idx_crc32": "00000000"', "c_text_document.info.json: describes another .idx; run"),
+        (
+            '"idx_crc32": "00000000"',
+            r"c_text_document.info.json: does not belong to this .idx \(checksums differ\); run",
+        ),
     ],
 )
 def test_a_damaged_record_or_one_of_another_corpus_is_an_error(tmp_path, content, message):
@@ -103,7 +106,9 @@ def test_corpora_of_two_tokenizers_are_an_error(tmp_path, specs):
     infos = [(prefix, IndexedDataset(prefix).info) for prefix in prefixes]
     check_tokenizers([infos[0], ("plain", None)], "")
     check_tokenizers(infos[1:], tokenizer_hash(specs[1]))
-    with pytest.raises(ConfigError, match=r"b_text_document: was written .* but .*a_text_document with sentencepiece:"):
+    with pytest.raises(
+        ConfigError, match=r"b_text_document: was written .* but .*a_text_document \(sentencepiece:.*\) has hash"
+    ):
         check_tokenizers(infos, "")
-    with pytest.raises(ConfigError, match=r"a_text_document: was written with .* but data.tokenizer differs"):
+    with pytest.raises(ConfigError, match=r"a_text_document: was written with .* but data.tokenizer has hash"):
         check_tokenizers(infos, tokenizer_hash(specs[1]))

@@ -66,7 +66,7 @@ def test_a_loaded_file_can_import_modules_beside_it(tmp_path, monkeypatch):
         ("mine.py", "--model is 'mine.py'; give FILE.py:NAME or module:NAME"),
         ("nowhere.py:build", "--model is nowhere.py:build, but nowhere.py does not exist"),
         ("mine.py:built", "--model is mine.py:built: module .*mine.py' has no attribute 'built'"),
-        ("mine.py:CHUNKS", "--model is mine.py:CHUNKS, a list; give a function like get_model"),
+        ("mine.py:CHUNKS", "--model is mine.py:CHUNKS, of type list; give a function like get_model"),
         ("nothing_here:build", "--model is nothing_here:build: No module named 'nothing_here'"),
         (
             "starts.py:build",
