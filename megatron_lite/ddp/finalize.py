@@ -1,7 +1,7 @@
 """The sums of gradients over tp and embd, after every micro-batch has run.
 
 A word embedding that is also the head is on two pipeline stages, and its gradient is the sum of both stages' gradients.
-The sum of two numbers has the same bits in either order, so both copies stay equal.
+The sum of two values has the same bits in either order, so both copies stay equal.
 
 A parameter that is replicated over tp gets its full gradient on each rank, except under sequence parallelism: there a
 norm has only its rank's s/tp of the sequence, and its gradients must be summed (not averaged: the loss is a sum over

@@ -160,7 +160,7 @@ def _rendezvous_error(error: Exception, nodes: Nodes, had_ranks: bool) -> str:
 
 
 def quiet_torch_logs() -> None:
-    """Silence torch's agent, which logs a traceback of its own for each failure."""
+    """Silence torch's agent, which logs a traceback for each failure."""
     for name in ("torch.distributed.elastic", "torch.multiprocessing"):
         logger = logging.getLogger(name)
         logger.addHandler(logging.NullHandler())

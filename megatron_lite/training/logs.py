@@ -175,8 +175,8 @@ class RunLog:
         perplexity = math.exp(min(loss, 20.0))  # in this order min keeps a nan
         row = {"iteration": state.iteration, f"{split}_loss": loss, f"{split}_ppl": perplexity}
         self._record(row, {f"lm loss {split}": loss, f"lm loss {split} ppl": perplexity}, state)
-        numbers = f"lm loss value: {scientific(loss)} | lm loss PPL: {scientific(perplexity)}"
-        self.say(f"{BAR}\n {split} loss at {where} | {numbers} | \n{BAR}")
+        values = f"lm loss value: {scientific(loss)} | lm loss PPL: {scientific(perplexity)}"
+        self.say(f"{BAR}\n {split} loss at {where} | {values} | \n{BAR}")
 
     def evaluated_at(self) -> dict[str, int]:
         """The iteration of the last evaluation in metrics.jsonl, by split."""

@@ -1,7 +1,7 @@
 """Names of model providers, as `--model` accepts them: FILE.py:NAME or module:NAME.
 
 A custom model may use tensors of the same names for another computation. So a checkpoint records its provider, and the
-built-in model refuses a custom model's checkpoint. Custom providers are not compared with each other.
+built-in model does not load a custom model's checkpoint. Custom providers are not compared with each other.
 """
 
 import importlib.util
