@@ -24,7 +24,7 @@ from megatron_lite.training.initialize import finalize_megatron, initialize_mega
 from megatron_lite.training.run import Run
 from megatron_lite.training.setup import setup_model_and_optimizer
 from megatron_lite.training.step import forward_backward, train_step
-from tests.helpers.runs import CountingDataset, rows, run_to_the_end, tensor_files
+from tests.helpers.runs import CountingDataset, rows, tensor_files, train_to_end
 from tests.helpers.tiny import gather_weights, model_with_biases, next_microbatches, tiny_config, train_tiny
 
 
@@ -322,11 +322,11 @@ def test_fsdp_resumes_bitwise_and_other_engines_load_its_checkpoint(ranks, tmp_p
     resumed run. Another engine must read the same model from the checkpoint."""
     full, resumed = tmp_path / "full", tmp_path / "resumed"
     changes = {**FSDP, "model__hidden_dropout": 0.1, "checkpoint__interval": 2}
-    ranks(2, run_to_the_end, full, "codegeex", **changes)
+    ranks(2, train_to_end, full, "codegeex", **changes)
     shutil.copytree(full, resumed)
     shutil.rmtree(resumed / "checkpoints" / "iter_0000004")
     (resumed / "checkpoints" / "latest_checkpointed_iteration.txt").write_text("2")
-    ranks(2, run_to_the_end, resumed, "codegeex", **changes)
+    ranks(2, train_to_end, resumed, "codegeex", **changes)
     assert [row["iteration"] for row in rows(full)] == [1, 2, 3, 4]
     assert rows(resumed) == rows(full)
     stored = tensor_files(full / "checkpoints/iter_0000004")

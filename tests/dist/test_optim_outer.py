@@ -29,7 +29,7 @@ from megatron_lite.training.run import Run
 from megatron_lite.training.setup import setup_model_and_optimizer
 from megatron_lite.training.state import StepReport
 from megatron_lite.training.step import train_step
-from tests.helpers.runs import CountingDataset, run_to_the_end
+from tests.helpers.runs import CountingDataset, train_to_end
 from tests.helpers.tiny import gather_weights, model_with_biases, next_microbatches, sample, tiny_config
 
 # AdamW without moments and with an eps beside which the gradient vanishes is SGD with rate lr / eps.
@@ -347,7 +347,7 @@ def weights_after_setup(**changes: Any) -> dict[str, Tensor]:
 def test_any_number_of_ranks_can_start_from_the_common_model(ranks, tmp_path):
     """A resumed run, in contrast, needs the same sync settings, because each rank has its own moments."""
     changes = {"sync__mode": "diloco", "sync__interval": 3, "train__iterations": 3, "train__precision": "bf16"}
-    ranks(2, run_to_the_end, tmp_path, "gpt", train__micro_batch_size=2, **changes)
+    ranks(2, train_to_end, tmp_path, "gpt", train__micro_batch_size=2, **changes)
     with pytest.raises(RanksFailed, match=r"Restore sync\.mode \(checkpoint: diloco, config: every_step\)"):
         ranks(2, weights_after_setup, run__dir=str(tmp_path), train__precision="bf16")
     with pytest.raises(RanksFailed, match=r"Restore sync\.outer_momentum \(checkpoint: 0\.9, config: 0\.0\)"):

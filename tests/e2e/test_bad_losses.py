@@ -23,7 +23,7 @@ from megatron_lite.training.start import checkpoints_of
 from megatron_lite.training.state import ENOUGH_LOSSES, StepReport, TrainState
 from megatron_lite.training.step import advance, sum_over_pipeline, train_step
 from tests.helpers.checkpoints import flip_a_bit
-from tests.helpers.runs import rows, run_to_the_end, tensor_files
+from tests.helpers.runs import rows, tensor_files, train_to_end
 from tests.helpers.tiny import gather_weights, model_with_biases, next_microbatches, tiny_config
 
 ENGINES = {
@@ -67,7 +67,7 @@ def bad_data(iteration: int, kind: str):
 
 def train_with_bad_data(folder: str, iteration: int, kind: str, changes: dict[str, Any]) -> None:
     with bad_data(iteration, kind):
-        run_to_the_end(Path(folder), "gpt", **(LENGTH | changes))
+        train_to_end(Path(folder), "gpt", **(LENGTH | changes))
 
 
 def weights_and_state(folder: str, at: int, changes: dict[str, Any]) -> tuple[dict[str, torch.Tensor], TrainState]:
@@ -91,7 +91,7 @@ def train_without_iterations(folder: str, left_out: range, changes: dict[str, An
         return StepReport(0.0, 0.0, 0.0, 1.0, skipped=True)
 
     with mock.patch("megatron_lite.training.loop.train_step", step):
-        run_to_the_end(Path(folder), "gpt", **(LENGTH | changes))
+        train_to_end(Path(folder), "gpt", **(LENGTH | changes))
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -175,7 +175,7 @@ def test_a_run_with_only_bad_iterations_stops(tmp_path):
             match=r"^iteration 4: .*; 4 bad iterations in a row exceed faults.patience \(3\); training stops",
         ),
     ):
-        run_to_the_end(tmp_path, "gpt", **changes)
+        train_to_end(tmp_path, "gpt", **changes)
 
 
 FP16 = {"train__precision": "fp16", "optim__min_loss_scale": 1, "optim__hysteresis": 1}
@@ -207,12 +207,12 @@ def test_a_run_that_rolls_back_too_often_stops(tmp_path, is_bad, precision, word
         return train_step(run, microbatches)
 
     changes = {"train__iterations": 60, "faults__on_nan": "rollback", "faults__patience": 3, **precision}
-    run_to_the_end(tmp_path, "gpt", **changes | {"train__iterations": 4})
+    train_to_end(tmp_path, "gpt", **changes | {"train__iterations": 4})
     with (
         mock.patch("megatron_lite.training.loop.train_step", step),
         pytest.raises(TrainingError, match=f"^{words}.*Lower optim.lr"),
     ):
-        run_to_the_end(tmp_path, "gpt", **changes, checkpoint__interval=1000)
+        train_to_end(tmp_path, "gpt", **changes, checkpoint__interval=1000)
 
 
 def infinite_loss_at(iteration: int):
@@ -230,7 +230,7 @@ def infinite_loss_at(iteration: int):
 
 def test_a_bad_loss_with_finite_gradients_changes_no_weight(tmp_path, capsys):
     with infinite_loss_at(3):
-        run_to_the_end(tmp_path, "gpt", train__iterations=3, checkpoint__interval=1, faults__on_nan="skip")
+        train_to_end(tmp_path, "gpt", train__iterations=3, checkpoint__interval=1, faults__on_nan="skip")
     assert " SKIPPED iteration 3: the loss is inf and the gradient norm " in capsys.readouterr().out
     before, after = (tensor_files(tmp_path / f"checkpoints/iter_000000{iteration}") for iteration in (2, 3))
     assert before == after
@@ -249,7 +249,7 @@ def test_an_overflow_counts_as_bad_only_at_the_minimum_loss_scale(tmp_path):
             return train_step(run, microbatches)
 
     with mock.patch("megatron_lite.training.loop.train_step", step):
-        run_to_the_end(tmp_path, "gpt", train__iterations=4, **FP16, optim__initial_loss_scale=4)
+        train_to_end(tmp_path, "gpt", train__iterations=4, **FP16, optim__initial_loss_scale=4)
     assert [row["skipped"] for row in rows(tmp_path)] == [True, True, False, False]
 
 
@@ -267,7 +267,7 @@ def train_with_two_losses(folder: str) -> tuple[list[float], list[str]]:
 
     reports: list[StepReport] = []
     with mock.patch("megatron_lite.training.loop.train_step", step):
-        run_to_the_end(Path(folder), "gpt", train__iterations=14, parallel__tensor=2, faults__spike_factor=1.9)
+        train_to_end(Path(folder), "gpt", train__iterations=14, parallel__tensor=2, faults__spike_factor=1.9)
     return [report.loss for report in reports], [report.bad for report in reports]
 
 
@@ -301,7 +301,7 @@ def test_a_rollback_renames_a_damaged_checkpoint(tmp_path, capsys):
 
     changes = {"faults__on_nan": "rollback", "checkpoint__fallback": "true", "checkpoint__interval": 3}
     with mock.patch("megatron_lite.training.loop.train_step", step):
-        run_to_the_end(tmp_path, "gpt", train__iterations=8, **changes)
+        train_to_end(tmp_path, "gpt", train__iterations=8, **changes)
     out = capsys.readouterr().out
     assert "DAMAGED checkpoint" in out and " weights and optimizer are those of iteration 3; the data of" in out
     assert not (tmp_path / "checkpoints/iter_0000006").exists()
@@ -309,7 +309,7 @@ def test_a_rollback_renames_a_damaged_checkpoint(tmp_path, capsys):
 
 def test_a_rollback_keeps_the_data_position_of_a_longer_run(tmp_path):
     """The checkpoint is from a run with fewer iterations, and so with fewer samples."""
-    run_to_the_end(tmp_path, "gpt", train__iterations=4)
+    train_to_end(tmp_path, "gpt", train__iterations=4)
     changes = {"faults__on_nan": "rollback", "train__iterations": 9, "checkpoint__interval": 1000}
     train_with_bad_data(str(tmp_path), 7, "nan", changes)
     state = read_layout(tmp_path / "checkpoints/iter_0000009").state["train"]

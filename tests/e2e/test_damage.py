@@ -13,7 +13,7 @@ from megatron_lite.checkpoint.tensor_file import TensorFile
 from megatron_lite.errors import CheckpointError, DamagedCheckpoint
 from megatron_lite.launch.pool import RanksFailed
 from tests.helpers.checkpoints import flip_a_bit
-from tests.helpers.runs import rows, run_to_the_end, tensor_files
+from tests.helpers.runs import rows, tensor_files, train_to_end
 
 COMMON = {"checkpoint__interval": 2, "checkpoint__keep": 0, "train__micro_batch_size": 2}
 
@@ -39,7 +39,7 @@ DAMAGES = {
 def finished(tmp_path_factory) -> Path:
     """The folder of a finished run. Tests copy it."""
     folder = tmp_path_factory.mktemp("finished")
-    run_to_the_end(folder, "codegeex", **COMMON, train__iterations=6)
+    train_to_end(folder, "codegeex", **COMMON, train__iterations=6)
     return folder
 
 
@@ -51,7 +51,7 @@ def test_a_damaged_checkpoint_is_renamed_and_the_previous_one_resumed(finished, 
     root = folder / "checkpoints"
     inflict, words = DAMAGES[damage]
     inflict(root / "iter_0000006")
-    run_to_the_end(folder, "codegeex", **COMMON, train__iterations=6)
+    train_to_end(folder, "codegeex", **COMMON, train__iterations=6)
     out = capsys.readouterr().out
     (line,) = [line for line in out.splitlines() if line.startswith(" DAMAGED checkpoint: ")]
     assert words in line and line.endswith("; it is now damaged-iter_0000006. Falling back to iteration 4")
@@ -70,7 +70,7 @@ def test_the_newest_valid_checkpoint_is_resumed_after_several_damaged_ones(finis
     shutil.copytree(finished, folder)
     for iteration in (4, 6):
         truncate(folder / f"checkpoints/iter_{iteration:07d}")
-    run_to_the_end(folder, "codegeex", **COMMON, train__iterations=6)
+    train_to_end(folder, "codegeex", **COMMON, train__iterations=6)
     assert capsys.readouterr().out.count(" DAMAGED checkpoint: ") == 2
     assert rows(folder) == rows(finished)
 
@@ -82,11 +82,11 @@ def test_damage_is_an_error_without_fallback_or_another_checkpoint(finished, tmp
     root = folder / "checkpoints"
     truncate(root / "iter_0000006")
     with pytest.raises(DamagedCheckpoint, match=r"layout.json lists .*checkpoint.fallback would use iteration 4$"):
-        run_to_the_end(folder, "codegeex", **COMMON, train__iterations=6, checkpoint__fallback="false")
+        train_to_end(folder, "codegeex", **COMMON, train__iterations=6, checkpoint__fallback="false")
     for iteration in (2, 4):
         shutil.rmtree(root / f"iter_{iteration:07d}")
     with pytest.raises(DamagedCheckpoint, match=f"There is no checkpoint before it in {root}$"):
-        run_to_the_end(folder, "codegeex", **COMMON, train__iterations=6)
+        train_to_end(folder, "codegeex", **COMMON, train__iterations=6)
     assert [path.name for path in root.glob("*iter_*")] == ["iter_0000006"]
 
 
@@ -96,7 +96,7 @@ def test_a_fallback_does_not_change_the_folder_of_another_run(finished, tmp_path
     shutil.copytree(finished, other)
     truncate(other / "checkpoints/iter_0000006")
     before = sorted(str(path) for path in other.rglob("*"))
-    run_to_the_end(tmp_path / "run", "codegeex", **COMMON, train__iterations=6, checkpoint__load=other)
+    train_to_end(tmp_path / "run", "codegeex", **COMMON, train__iterations=6, checkpoint__load=other)
     (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith(" DAMAGED")]
     assert line.endswith("latest_checkpointed_iteration.txt. Falling back to iteration 4")
     assert sorted(str(path) for path in other.rglob("*")) == before
@@ -107,12 +107,12 @@ def test_a_checkpoint_of_another_model_is_not_damage(finished, tmp_path):
     folder = tmp_path / "run"
     shutil.copytree(finished, folder)
     with pytest.raises(CheckpointError, match="belongs to another model"):
-        run_to_the_end(folder, "codegeex", **COMMON, train__iterations=6, model__num_heads=2)
+        train_to_end(folder, "codegeex", **COMMON, train__iterations=6, model__num_heads=2)
     assert not list(folder.glob("checkpoints/damaged*"))
 
 
 def train_tp2(folder: str) -> None:
-    run_to_the_end(Path(folder), "codegeex", **COMMON, train__iterations=6, parallel__tensor=2)
+    train_to_end(Path(folder), "codegeex", **COMMON, train__iterations=6, parallel__tensor=2)
 
 
 def train_tp2_with_a_missing_mount(folder: str, first_may_read: bool) -> None:

@@ -17,7 +17,7 @@ from megatron_lite.training.loop import train_step
 from tests.helpers.command import ROOT, environment
 from tests.helpers.faults import Fault
 from tests.helpers.limits import PATIENCE
-from tests.helpers.runs import rows, run_to_the_end, tensor_files
+from tests.helpers.runs import rows, tensor_files, train_to_end
 
 HANG_SECONDS = 6.0
 # The line of the error output that names the fault and its rank.
@@ -132,9 +132,9 @@ def test_a_run_with_many_faults_gives_the_undisturbed_weights(tmp_path):
 def test_losses_do_not_depend_on_changes_of_the_data_parallel_size(ranks, tmp_path, changes):
     """The global batch size is constant, so each iteration has the same samples and the same update."""
     changes = changes | {"train__micro_batch_size": 2, "train__iterations": 12, "optim__schedule": "constant"}
-    ranks(2, run_to_the_end, tmp_path / "constant", "codegeex", **changes)
+    ranks(2, train_to_end, tmp_path / "constant", "codegeex", **changes)
     for size, stop in ((2, 4), (1, 8), (2, 12)):
-        ranks(size, run_to_the_end, tmp_path / "shrunk", "codegeex", **(changes | {"train__iterations": stop}))
+        ranks(size, train_to_end, tmp_path / "shrunk", "codegeex", **(changes | {"train__iterations": stop}))
     constant, shrunk = rows(tmp_path / "constant"), rows(tmp_path / "shrunk")
     assert [row["consumed_samples"] for row in shrunk] == [row["consumed_samples"] for row in constant]
     for key in ("loss", "grad_norm"):
@@ -152,5 +152,5 @@ def test_an_unexpected_error_has_a_note_with_its_iteration_and_phase(tmp_path):
         return train_step(run, microbatches)
 
     with mock.patch("megatron_lite.training.loop.train_step", step), pytest.raises(ZeroDivisionError) as raised:
-        run_to_the_end(tmp_path, "gpt")
+        train_to_end(tmp_path, "gpt")
     assert raised.value.__notes__ == ["in iteration 3, optimizer"]

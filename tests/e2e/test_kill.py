@@ -19,7 +19,7 @@ from megatron_lite.config.load import load_config
 from megatron_lite.training.pretrain import pretrain
 from tests.helpers.command import make_corpus, run, start, tiny_yaml, wait_for
 from tests.helpers.limits import PATIENCE
-from tests.helpers.runs import rows, run_to_the_end, tensor_files
+from tests.helpers.runs import rows, tensor_files, train_to_end
 
 SIZE = 2
 FOREVER = 1_000_000
@@ -43,7 +43,7 @@ def train(rank: int, folder: Path, store: Path, changes: dict) -> None:
     """One rank of a run, which resumes from its newest checkpoint."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=SIZE)
-    run_to_the_end(folder, "codegeex", **COMMON, **changes)
+    train_to_end(folder, "codegeex", **COMMON, **changes)
 
 
 def start_ranks(folder: Path, changes: dict) -> list[BaseProcess]:

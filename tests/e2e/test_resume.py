@@ -21,7 +21,7 @@ from megatron_lite.training.initialize import finalize_megatron, initialize_mega
 from megatron_lite.training.setup import setup_model_and_optimizer
 from megatron_lite.training.step import train_step
 from tests.helpers.checkpoints import newest_tensor_files
-from tests.helpers.runs import rows, run_to_the_end, tensor_files
+from tests.helpers.runs import rows, tensor_files, train_to_end
 from tests.helpers.tiny import next_microbatches, tiny_config
 
 VIRTUAL = {
@@ -107,11 +107,11 @@ def test_ten_and_ten_resumed_iterations_equal_twenty(ranks, tmp_path, case):
         "train__ramp_up": "[4,4,30]",  # the batch size grows at the restart
     }
     uninterrupted, halves = tmp_path / "uninterrupted", tmp_path / "halves"
-    ranks(size, run_to_the_end, uninterrupted, "codegeex", **changes)
+    ranks(size, train_to_end, uninterrupted, "codegeex", **changes)
     shutil.copytree(uninterrupted, halves)
     shutil.rmtree(halves / "checkpoints" / "iter_0000020")
     (halves / "checkpoints" / "latest_checkpointed_iteration.txt").write_text("10")
-    ranks(size, run_to_the_end, halves, "codegeex", **changes)
+    ranks(size, train_to_end, halves, "codegeex", **changes)
 
     truth = rows(uninterrupted)
     assert [row["iteration"] for row in truth] == list(range(1, 21))
@@ -140,13 +140,13 @@ def test_a_warm_start_loads_only_the_weights_of_a_run(ranks, tmp_path):
     Under warmup, the learning rate of the first step is 0, so one step does not change the weights.
     """
     common = {"train__micro_batch_size": 2, "parallel__tensor": 2}
-    ranks(2, run_to_the_end, tmp_path / "source", "gpt", train__iterations=5, **common)
+    ranks(2, train_to_end, tmp_path / "source", "gpt", train__iterations=5, **common)
     source = weights_of(tmp_path / "source")
     start = {"checkpoint__load_weights": tmp_path / "source", "train__precision": "bf16", "train__iterations": 1}
     engines = {"optim__distributed": "true"}, {"parallel__ddp": "fsdp"}, {"parallel__ddp": "deepspeed"}
     for number, engine in enumerate(({}, *engines)):
         folder = tmp_path / str(number)
-        ranks(4, run_to_the_end, folder, "gpt", **common, **start, **engine, optim__warmup_iterations=1)
+        ranks(4, train_to_end, folder, "gpt", **common, **start, **engine, optim__warmup_iterations=1)
         assert [row["iteration"] for row in rows(folder)] == [1]
         if not engine:
             for name, weight in weights_of(folder).items():
@@ -155,28 +155,28 @@ def test_a_warm_start_loads_only_the_weights_of_a_run(ranks, tmp_path):
 
 
 def test_a_warm_start_prints_the_loaded_checkpoint(tmp_path, capsys):
-    run_to_the_end(tmp_path / "source", "gpt", train__iterations=2)
-    run_to_the_end(tmp_path / "run", "gpt", train__iterations=2, checkpoint__load_weights=tmp_path / "source")
+    train_to_end(tmp_path / "source", "gpt", train__iterations=2)
+    train_to_end(tmp_path / "run", "gpt", train__iterations=2, checkpoint__load_weights=tmp_path / "source")
     root = tmp_path / "source" / "checkpoints"
     assert f" loading weights from {root} at iteration 2; training starts at iteration 0\n" in capsys.readouterr().out
 
 
 def test_a_run_cannot_resume_from_weights_alone(ranks, tmp_path):
     """A converted checkpoint has no moments. Moments that restart at zero would change the run silently."""
-    run_to_the_end(tmp_path, "gpt", train__iterations=2)
+    train_to_end(tmp_path, "gpt", train__iterations=2)
     (folder,) = (tmp_path / "checkpoints").glob("iter_*")
     content = read_layout(folder).model_dump()
     for tensor in content["tensors"].values():
         tensor["values"] = {"weight": tensor["values"]["weight"]}
     (folder / "layout.json").write_text(dump_layout(Layout.model_validate(content)))
     with pytest.raises(CheckpointError) as raised:
-        run_to_the_end(tmp_path, "gpt", train__iterations=4)
+        train_to_end(tmp_path, "gpt", train__iterations=4)
     assert re.search(rf"{folder}: has weights alone; start from them with checkpoint\.load_weights", str(raised.value))
 
 
 def test_a_warm_start_from_a_missing_folder_is_an_error(tmp_path):
     with pytest.raises(CheckpointError) as raised:
-        run_to_the_end(tmp_path, "gpt", checkpoint__load_weights=tmp_path / "nowhere")
+        train_to_end(tmp_path, "gpt", checkpoint__load_weights=tmp_path / "nowhere")
     assert str(raised.value) == (
         f"checkpoint.load_weights: {tmp_path}/nowhere: is not a folder. Give a run.dir or iter_... folder"
     )
@@ -184,32 +184,32 @@ def test_a_warm_start_from_a_missing_folder_is_an_error(tmp_path):
 
 def test_a_run_branches_off_an_older_iteration_of_another(tmp_path, capsys):
     """The branch has the counters of that iteration. A second start of the same command resumes the branch."""
-    run_to_the_end(tmp_path / "source", "gpt", train__iterations=3, checkpoint__interval=1)
+    train_to_end(tmp_path / "source", "gpt", train__iterations=3, checkpoint__interval=1)
     before = newest_tensor_files(tmp_path / "source")
     branch = {"checkpoint__load": tmp_path / "source", "checkpoint__load_iteration": 1, "train__iterations": 3}
-    run_to_the_end(tmp_path / "branch", "gpt", **branch)
+    train_to_end(tmp_path / "branch", "gpt", **branch)
     root = tmp_path / "source" / "checkpoints"
     assert f" loading checkpoint from {root} at iteration 1\n" in capsys.readouterr().out
     assert [row["iteration"] for row in rows(tmp_path / "branch")] == [2, 3]
     assert newest_tensor_files(tmp_path / "branch") == before
-    run_to_the_end(tmp_path / "branch", "gpt", **branch)
+    train_to_end(tmp_path / "branch", "gpt", **branch)
     out = capsys.readouterr().out
     assert " checkpoint.load is not used: run.dir has checkpoints\n" in out and "at iteration 3\n" in out
 
 
 def test_there_is_no_fallback_from_damage_in_a_chosen_iteration(tmp_path):
     """A user who gives iteration 2 does not want iteration 1."""
-    run_to_the_end(tmp_path / "source", "gpt", train__iterations=2, checkpoint__interval=1)
+    train_to_end(tmp_path / "source", "gpt", train__iterations=2, checkpoint__interval=1)
     (damaged,) = (tmp_path / "source/checkpoints/iter_0000002").glob("*/model.safetensors")
     damaged.write_bytes(damaged.read_bytes()[:-1])
     with pytest.raises(DamagedCheckpoint, match=f"^{damaged}: "):
-        run_to_the_end(tmp_path / "run", "gpt", checkpoint__load=tmp_path / "source", checkpoint__load_iteration=2)
+        train_to_end(tmp_path / "run", "gpt", checkpoint__load=tmp_path / "source", checkpoint__load_iteration=2)
     assert damaged.exists()
 
 
 def test_a_layout_with_invalid_edits_is_an_error_that_names_it(tmp_path):
     """The edits have a correct checksum. A traceback would not name the file."""
-    run_to_the_end(tmp_path, "gpt", train__iterations=2)
+    train_to_end(tmp_path, "gpt", train__iterations=2)
     (folder,) = (tmp_path / "checkpoints").glob("iter_*")
     layout = read_layout(folder)
     train = layout.state["train"]
@@ -227,20 +227,20 @@ def test_a_layout_with_invalid_edits_is_an_error_that_names_it(tmp_path):
         edited = layout.model_copy(update={"state": state, "config": {**layout.config, **config}})
         (folder / "layout.json").write_text(dump_layout(edited))
         with pytest.raises(CheckpointError, match=re.escape(message)):
-            run_to_the_end(tmp_path, "gpt", train__iterations=4)
+            train_to_end(tmp_path, "gpt", train__iterations=4)
     content = layout.model_dump()
     content["config"]["model"] = 5
     content = {"crc32": content_checksum(content), **content}
     (folder / "layout.json").write_text(json.dumps(content))
     with pytest.raises(CheckpointError, match=r"layout.json: config.model: Input should be a valid dictionary"):
-        run_to_the_end(tmp_path, "gpt", train__iterations=4)
+        train_to_end(tmp_path, "gpt", train__iterations=4)
 
 
 def test_the_error_of_a_foreign_checkpoint_names_the_convert_command(tmp_path):
     (tmp_path / "hf").mkdir()
     (tmp_path / "hf" / "config.json").write_text('{"model_type": "gpt2"}')
     with pytest.raises(CheckpointError) as raised:
-        run_to_the_end(tmp_path / "run", "gpt", hint=convert_hint, checkpoint__load_weights=tmp_path / "hf")
+        train_to_end(tmp_path / "run", "gpt", hint=convert_hint, checkpoint__load_weights=tmp_path / "hf")
     assert str(raised.value) == (
         f"checkpoint.load_weights: {tmp_path}/hf: has no checkpoint. Give a run.dir or iter_... folder. "
         f"It is a checkpoint of huggingface: run `megatron-lite convert {tmp_path}/hf "
@@ -251,9 +251,9 @@ def test_the_error_of_a_foreign_checkpoint_names_the_convert_command(tmp_path):
 def test_diloco_replicas_need_the_saved_number_of_ranks(ranks, tmp_path):
     """An additional replica would have no moments, and with a missing one, its updates would be lost."""
     diloco = {"sync__mode": "diloco", "sync__interval": 2, "train__iterations": 2, "train__micro_batch_size": 1}
-    ranks(2, run_to_the_end, tmp_path, "gpt", **diloco)
+    ranks(2, train_to_end, tmp_path, "gpt", **diloco)
     with pytest.raises(RanksFailed) as raised:
-        ranks(4, run_to_the_end, tmp_path, "gpt", **diloco)
+        ranks(4, train_to_end, tmp_path, "gpt", **diloco)
     assert re.search(
         r"differs on 2 data-parallel ranks, this run has 4; use 2, or load the "
         r"weights alone with checkpoint\.load_weights",
@@ -269,12 +269,12 @@ def test_a_run_that_stops_before_its_first_delayed_update_resumes(ranks, tmp_pat
     """At that time fewer gradients are pending than later. The resumed run must not apply an additional one."""
     changes = DELAYED | {"sync__delay": 3, "train__iterations": 6, "checkpoint__interval": 1, "checkpoint__keep": 0}
     uninterrupted, halves = tmp_path / "uninterrupted", tmp_path / "halves"
-    ranks(2, run_to_the_end, uninterrupted, "gpt", **changes)
+    ranks(2, train_to_end, uninterrupted, "gpt", **changes)
     shutil.copytree(uninterrupted, halves)
     for number in range(3, 7):
         shutil.rmtree(halves / f"checkpoints/iter_{number:07d}")
     (halves / "checkpoints" / "latest_checkpointed_iteration.txt").write_text("2")
-    ranks(2, run_to_the_end, halves, "gpt", **changes)
+    ranks(2, train_to_end, halves, "gpt", **changes)
     assert rows(halves) == rows(uninterrupted)
     assert tensor_files(halves / "checkpoints/iter_0000006") == tensor_files(uninterrupted / "checkpoints/iter_0000006")
 
@@ -337,9 +337,9 @@ def test_sums_in_flight_cannot_be_resumed_under_another_layout_or_interval(ranks
         ("stages", delayed, STAGES, "parallel.pipeline (checkpoint: 1, config: 2)"),
         ("diloco", diloco, {"sync__interval": 4}, "sync.interval (checkpoint: 2, config: 4)"),
     ):
-        ranks(2, run_to_the_end, tmp_path / name, "gpt", train__iterations=4, **before)
+        ranks(2, train_to_end, tmp_path / name, "gpt", train__iterations=4, **before)
         with pytest.raises(RanksFailed) as raised:
-            ranks(2, run_to_the_end, tmp_path / name, "gpt", train__iterations=8, **(before | change))
+            ranks(2, train_to_end, tmp_path / name, "gpt", train__iterations=8, **(before | change))
         assert (
             f"{words}: the sums that sync.delay has in flight need the old values; restore them, or load the weights "
             "alone with checkpoint.load_weights"

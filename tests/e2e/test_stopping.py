@@ -22,7 +22,7 @@ from megatron_lite.training.signals import StopRequest
 from megatron_lite.training.step import train_step
 from tests.helpers.command import ROOT, environment, make_corpus, run_here, tiny_yaml
 from tests.helpers.limits import PATIENCE
-from tests.helpers.runs import rows, run_to_the_end
+from tests.helpers.runs import rows, train_to_end
 
 
 @pytest.fixture(scope="module")
@@ -104,7 +104,7 @@ def test_an_evaluation_interrupted_by_a_signal_runs_at_the_next_start(
 def train_for(folder: str, duration: float) -> str:
     """Train until `train.exit_duration` has passed; returns the message."""
     with pytest.raises(StoppedEarly) as raised:
-        run_to_the_end(Path(folder), "gpt", train__exit_duration=duration, train__iterations=100_000)
+        train_to_end(Path(folder), "gpt", train__exit_duration=duration, train__iterations=100_000)
     return str(raised.value)
 
 
@@ -121,7 +121,7 @@ import os, sys, time
 from pathlib import Path
 from megatron_lite.checkpoint import store
 from megatron_lite.training import signals
-from tests.helpers.runs import run_to_the_end
+from tests.helpers.runs import train_to_end
 
 signals.PATIENCE_SECONDS = float(sys.argv[2])
 save = store.save
@@ -134,7 +134,7 @@ def slow(root, iteration, **rest):
     save(root, iteration, **rest)
 
 store.save = slow
-run_to_the_end(Path(sys.argv[1]), "gpt", checkpoint__interval=2, train__iterations=1000, train__exit_iteration=3)
+train_to_end(Path(sys.argv[1]), "gpt", checkpoint__interval=2, train__iterations=1000, train__exit_iteration=3)
 """
 
 
@@ -218,7 +218,7 @@ def test_the_first_signal_is_the_reported_reason(tmp_path):
 def test_a_run_in_a_thread_trains_without_signal_handlers(tmp_path):
     """Servers and notebooks use threads, and Python lets only the main thread install signal handlers."""
     with ThreadPoolExecutor(1) as executor:
-        executor.submit(run_to_the_end, tmp_path, "gpt", train__iterations=2).result()
+        executor.submit(train_to_end, tmp_path, "gpt", train__iterations=2).result()
     assert len(rows(tmp_path)) == 2
 
 
@@ -231,7 +231,7 @@ def test_a_signal_in_the_last_iteration_without_evaluation_has_no_effect(tmp_pat
         return train_step(run, microbatches)
 
     with mock.patch("megatron_lite.training.loop.train_step", step):
-        run_to_the_end(tmp_path, "gpt", train__iterations=3)
+        train_to_end(tmp_path, "gpt", train__iterations=3)
     assert len(rows(tmp_path)) == 3
 
 
@@ -240,7 +240,7 @@ def test_files_of_an_earlier_run_do_not_stop_a_run(tmp_path):
     (tmp_path / "heartbeat").mkdir()
     (tmp_path / "heartbeat" / "hang").touch()
     (tmp_path / "exit_code").write_text("75\n")
-    run_to_the_end(tmp_path, "gpt", train__iterations=2)
+    train_to_end(tmp_path, "gpt", train__iterations=2)
     assert sorted(path.name for path in (tmp_path / "heartbeat").iterdir()) == ["rank_00000.json"]
     assert not (tmp_path / "exit_code").exists()
 

@@ -14,7 +14,7 @@ from unittest import mock
 import torch
 
 from megatron_lite.training.loop import train_step
-from tests.helpers.runs import run_to_the_end
+from tests.helpers.runs import train_to_end
 
 SIGNALS = {"kill": signal.SIGKILL, "term": signal.SIGTERM, "stop": signal.SIGSTOP}
 
@@ -60,4 +60,4 @@ def train_with_faults(folder: str, faults: str, changes: str) -> None:
         return faulty_step(run, microbatches, folder=Path(folder), faults=all_faults)
 
     with mock.patch("megatron_lite.training.loop.train_step", step):
-        run_to_the_end(Path(folder), "codegeex", **json.loads(changes))
+        train_to_end(Path(folder), "codegeex", **json.loads(changes))

@@ -30,7 +30,7 @@ def counting_splits(run: Run) -> Splits:
     return Splits(train=data, valid=None, test=None)
 
 
-def run_to_the_end(folder: Path, model: str, *, hint=None, **changes) -> None:
+def train_to_end(folder: Path, model: str, *, hint=None, **changes) -> None:
     """Train `model` in `folder` until its last iteration; a run that has checkpoints there resumes."""
     pretrain(tiny_config(model, run__dir=str(folder), **changes), datasets_provider=counting_splits, hint=hint)
 

@@ -114,7 +114,7 @@ def test_a_failed_rendezvous_reports_a_host_name_with_a_loopback_address(monkeyp
     with pytest.raises(TrainingError) as raised:
         doctor.rendezvous(2, 1.0)
     assert re.search(
-        r"at a:29500: connection refused\. The name of this machine \(box\) leads to 127\.0\.1\.1, .*"
+        r"at a:29500: connection refused\. The name of this machine \(box\) resolves to 127\.0\.1\.1, .*"
         r"set GLOO_SOCKET_IFNAME to the interface that `ip route get MASTER_ADDR` names$",
         str(raised.value),
     )
