@@ -83,7 +83,7 @@ def _hint_of_name() -> str:
     if "GLOO_SOCKET_IFNAME" in os.environ or not (address == "nowhere" or address.startswith("127.")):
         return ""
     return (
-        f". The name of this machine ({host}) leads to {address}, where other machines cannot reach it: set "
+        f". The name of this machine ({host}) resolves to {address}, where other machines cannot reach it: set "
         "GLOO_SOCKET_IFNAME to the interface that `ip route get MASTER_ADDR` names"
     )
 
