@@ -27,8 +27,8 @@ FLOOR_OF = {name: floor for floor, names in enumerate(CORE + RING) for name in n
 EXEMPT = {"__init__.py", "__main__.py", "mpu.py"}
 # The one file that registers its context with `mpu`.
 REGISTERS_MPU = "training/initialize.py"
-# Non-blank lines of the core, docstrings included.
-BUDGET = 13_000
+# Non-blank lines of the core, docstrings included. A new feature may raise it, never above 13,000.
+BUDGET = 9_600
 
 TESTS = Path(__file__).resolve().parents[1]
 FILES = sorted(PACKAGE.rglob("*.py"))
