@@ -68,7 +68,9 @@ def evaluations(folder: Path) -> list[dict]:
 
 
 STOPPED = "stopped at iteration 2 of 4, and saved a checkpoint; run the same command again to continue"
-DONE = "iteration 4, and saved, but not its final evaluation; run the same command again to evaluate"
+DONE = (
+    "training is done at iteration 4, and saved, but not its final evaluation; run the same command again to evaluate"
+)
 
 
 # Each evaluation has three batches. Evaluations come after iteration 2, and at the end on validation and test data.
