@@ -32,7 +32,7 @@ def check_model(layout: Layout, folder: Path, *, table: ParamTable, names: Colle
     """Raise CheckpointError if the checkpoint belongs to another model.
 
         table    this rank's parameters; the checkpoint must have each, with the same global shape and shard
-        names    every parameter of the model; apart from tied copies, the checkpoint must have no others
+        names    every parameter of the model; except for tied copies, the checkpoint must have no others
 
     Models with another number of heads, activation or norm can have equal shapes, so the configs are compared too.
     """

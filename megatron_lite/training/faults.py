@@ -81,6 +81,7 @@ def answer_bad_values(run: Run, report: StepReport, say: Say) -> None:
 
 
 def description(run: Run, report: StepReport) -> str:
+    """The iteration and its bad value, for messages."""
     if report.bad == "spike":
         mean = run.state.loss_mean
         return (
@@ -94,6 +95,7 @@ def description(run: Run, report: StepReport) -> str:
 
 
 def advice(run: Run, report: StepReport) -> str:
+    """What a user can do about a bad value, for messages. A delayed gradient names the iteration that computed it."""
     late = run.config.sync.mode == "delayed" and math.isfinite(report.loss)
     delay = run.config.sync.delay if late else 0
     source = f"iteration {run.state.iteration - delay}, which computed that gradient" if delay else "this iteration"

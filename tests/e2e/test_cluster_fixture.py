@@ -47,7 +47,7 @@ def is_alive(process: int) -> bool:
 
 @needs_slurm
 def test_a_job_of_two_nodes_runs_on_both(tmp_path):
-    """COMPLETED alone is no proof: without process tracking, SLURM reports it for jobs that never ran."""
+    """COMPLETED alone proves nothing: without process tracking, SLURM reports it for jobs that never ran."""
     with slurm.Slurm(tmp_path) as cluster:
         good = cluster.sbatch("--nodes=2", "--output=good.out", "--wrap=srun hostname; echo $WORD", env={"WORD": "yes"})
         bad = cluster.sbatch("--wrap=exit 3")
