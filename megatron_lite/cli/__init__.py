@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from megatron_lite import __version__
+from megatron_lite.cli.config import config
 from megatron_lite.cli.convert import convert
 from megatron_lite.cli.doctor import doctor
 from megatron_lite.cli.generate import generate
@@ -31,7 +32,20 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,  # rich would double the time of --help
 )
-COMMANDS = (pretrain, preprocess, train_tokenizer, index, inspect, convert, generate, schedule, presets, doctor, submit)
+COMMANDS = (
+    pretrain,
+    preprocess,
+    train_tokenizer,
+    index,
+    inspect,
+    convert,
+    generate,
+    schedule,
+    presets,
+    config,
+    doctor,
+    submit,
+)
 for command in COMMANDS:
     app.command(cls=Command)(command)
 # Options after SCRIPT belong to the script.

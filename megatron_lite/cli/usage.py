@@ -6,6 +6,8 @@ from typing import Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
+from megatron_lite.cli.config import first_line
+
 UsageError: Any = typer.BadParameter.__base__  # of click, which some versions of Typer include
 
 
@@ -29,13 +31,26 @@ class Command(TyperCommand):
             if parameter.param_type_name == "argument":  # its Python type would be in the help
                 parameter.display_type_rich = lambda ctx: None  # type: ignore[attr-defined]
 
+    def format_epilog(self, ctx: Any, formatter: Any) -> None:
+        """The sections of a config, after the options of a command that takes overrides."""
+        super().format_epilog(ctx, formatter)
+        if not self.takes_fields():
+            return
+        from megatron_lite.config.load import SECTIONS
+
+        with formatter.section("Sections of the config; `megatron-lite config SECTION` describes the fields"):
+            formatter.write_dl([(name, first_line(section)) for name, section in SECTIONS.items()])
+
+    def takes_fields(self) -> bool:
+        """True for commands with arguments of the form section.field=value."""
+        return any(parameter.name == "overrides" for parameter in self.params)
+
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         given = list(args)
         try:
             return super().parse_args(ctx, args)
         except UsageError as error:
-            takes_fields = any(parameter.name == "overrides" for parameter in self.params)
-            if takes_fields and (fields := fields_for(getattr(error, "option_name", ""), given)):
+            if self.takes_fields() and (fields := fields_for(getattr(error, "option_name", ""), given)):
                 error.possibilities = None
                 error.message += f"; give a field of the config without dashes: {' or '.join(fields)}"
             raise

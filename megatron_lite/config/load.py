@@ -17,6 +17,7 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
 from megatron_lite.config.schema import Config, Section
+from megatron_lite.config.types import Accepts
 from megatron_lite.config.validate import raise_any
 from megatron_lite.config.yaml_file import compose, line_of, value_of
 from megatron_lite.errors import ConfigError
@@ -97,7 +98,7 @@ def _read_file(path: Path, mistakes: _Mistakes) -> _Given:
     given: _Given = {}
     for section, node, place in _entries("", root, path, mistakes):
         if section not in SECTIONS:
-            mistakes.append((place, _unknown(section)))
+            mistakes.append((place, unknown_name(section)))
         elif value_of(node, text=False) is not None:  # None: all lines of the section are comments
             for name, value, place_of_value in _entries(section, node, path, mistakes):
                 _record(name, value, place_of_value, given, mistakes)
@@ -128,7 +129,7 @@ def _record(name: str, node: yaml.Node, place: _Place, given: _Given, mistakes: 
     if name in FIELDS:
         given[name] = (value_of(node, text=_wants_text(FIELDS[name].annotation)), place)
     else:
-        mistakes.append((place, _unknown(name)))
+        mistakes.append((place, unknown_name(name)))
 
 
 def _read_override(override: str, given: _Given, mistakes: _Mistakes) -> None:
@@ -163,8 +164,9 @@ def _build(name: str, section: type[Section], given: _Given, mistakes: _Mistakes
         for field in dict.fromkeys(str(problem["loc"][0]) for problem in error.errors()):
             key = f"{name}.{field}"
             value, place = given[key]
-            got = "empty" if value is None else _show(value)
-            mistakes.append((place, f"{key} is {got}; it must be {_wanted(FIELDS[key], value)}"))
+            got = "empty" if value is None else show_value(value)
+            near = _question(_nearest(str(value), choices(FIELDS[key])))
+            mistakes.append((place, f"{key} is {got}; it must be {accepted_values(FIELDS[key])}{near}"))
         return None
 
 
@@ -178,13 +180,13 @@ def _wants_text(annotation: Any) -> bool:
     return _is_text(get_args(annotation)[0] if get_origin(annotation) is tuple else annotation)
 
 
-def _wanted(info: FieldInfo, value: Any) -> str:
+def accepted_values(info: FieldInfo) -> str:
     """The accepted values of a field, in words."""
-    if info.description:
-        return info.description
-    if get_origin(info.annotation) is Literal:
-        choices = list(filter(None, get_args(info.annotation)))  # an empty preset is none
-        return f"one of {', '.join(choices)}{_question(_nearest(str(value), choices))}"
+    for accepts in info.metadata:
+        if isinstance(accepts, Accepts):
+            return accepts.words
+    if names := choices(info):
+        return f"one of {', '.join(names)}"
     words = {bool: "true or false", str: "text", int: "an integer", float: "a number"}[info.annotation]  # type: ignore
     bounds = [f"above {bound.gt}" for bound in info.metadata if isinstance(bound, Gt)]
     bounds += [f"of at least {bound.ge:.12g}" for bound in info.metadata if isinstance(bound, Ge)]  # type: ignore[str-bytes-safe]
@@ -192,7 +194,12 @@ def _wanted(info: FieldInfo, value: Any) -> str:
     return " ".join([words, " and ".join(bounds)]).strip()
 
 
-def _unknown(name: str) -> str:
+def choices(info: FieldInfo) -> list[str]:
+    """The names that a field accepts, without the empty one; an empty list for a field that takes other values."""
+    return list(filter(None, get_args(info.annotation))) if get_origin(info.annotation) is Literal else []
+
+
+def unknown_name(name: str) -> str:
     """The message for an unknown section or field, with the most similar name."""
     section, dot, field = name.partition(".")
     # Only the field's name is compared: a common section would make any two names similar.
@@ -224,7 +231,7 @@ def _example(section: str) -> str:
     return next(iter(SECTIONS[section].model_fields))
 
 
-def _show(value: Any) -> str:
+def show_value(value: Any) -> str:
     """A value in YAML."""
     if isinstance(value, dict):
         return "a section"

@@ -3,14 +3,16 @@
 Sections are frozen pydantic models: a config never changes after it was read, and `TrainState` has the values that
 change while training. The type of a field checks the field; rules that join fields are in `validate.py`; values that
 follow from others are properties here.
+
+The text under a field is its only description: `megatron-lite config`, `configs/schema.json` and
+`docs/configuration.md` print it.
 """
 
 import math
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import (
     BaseModel,
-    BeforeValidator,
     ConfigDict,
     Field,
     NonNegativeFloat,
@@ -21,67 +23,18 @@ from pydantic import (
 )
 
 from megatron_lite.config.presets import PRESETS
-
-
-def _paths(value: Any) -> Any:
-    """A single prefix is a list of one."""
-    return (value,) if isinstance(value, str) else _tuple(value)
-
-
-def _split(value: Any) -> Any:
-    """Accepts Megatron's spelling too, the text `969,30,1`; other text is left to the type."""
-    if isinstance(value, str):
-        try:
-            return tuple(float(part) for part in value.split(","))
-        except ValueError:
-            return value
-    return _tuple(value)
-
-
-def _tuple(value: Any) -> Any:
-    """JSON and YAML have lists where a frozen section has tuples."""
-    return tuple(value) if isinstance(value, list) else value
-
-
-# A file name may hold a newline, which would end a line of a job script; nothing accepts NUL.
-PRINTABLE = r"^[^\x00-\x1f\x7f-\x9f]*$"
-Paths = Annotated[
-    tuple[Annotated[str, Field(pattern=PRINTABLE)], ...],
-    BeforeValidator(_paths),
-    Field(description="a list of path prefixes, without control characters"),
-]
-Split = Annotated[
-    tuple[NonNegativeFloat, NonNegativeFloat, NonNegativeFloat],
-    BeforeValidator(_split),
-    Field(description="exactly three non-negative numbers, such as 969,30,1"),
-]
-RampUp = Annotated[
-    tuple[PositiveInt, PositiveInt, NonNegativeInt] | None,
-    BeforeValidator(_tuple),
-    Field(description="three integers [start, increment, samples], the first two above 0"),
-]
-StageLayers = Annotated[
-    Literal["even", "balanced"] | tuple[NonNegativeInt, ...],
-    BeforeValidator(_tuple),
-    Field(description="even, balanced, or a list with the number of layers of each stage, such as [3, 4, 4, 3]"),
-]
-Recompute = Annotated[
-    str,
-    Field(
-        pattern=r"^(none|selective|full|full:[1-9][0-9]*)$",
-        description="none, selective, full, or full:n for the first n layers of each stage",
-    ),
-]
-if TYPE_CHECKING:
-    Preset = str
-else:  # a type checker cannot read the names from a table
-    Preset = Literal[("", *PRESETS)]
-Probability = Annotated[float, Field(ge=0.0, lt=1.0)]
-Seed = Annotated[int, Field(ge=0, lt=2**32)]  # what NumPy's generators take
-Folder = Annotated[
-    str, Field(min_length=1, pattern=PRINTABLE, description="the path of a folder, without control characters")
-]
-OptionalPath = Annotated[str, Field(pattern=PRINTABLE, description="a path without control characters, or empty")]
+from megatron_lite.config.types import (
+    Folder,
+    OptionalPath,
+    Paths,
+    Preset,
+    Probability,
+    RampUp,
+    Recompute,
+    Seed,
+    Split,
+    StageLayers,
+)
 
 # Logits are computed for a padded vocabulary whose size does not depend on the layout.
 VOCAB_PADDING = 128
@@ -90,15 +43,25 @@ VOCAB_PADDING = 128
 class Section(BaseModel):
     """One section of the YAML file: frozen, and strict about names and types."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=())
+    model_config = ConfigDict(
+        frozen=True,
+        extra="forbid",
+        strict=True,
+        allow_inf_nan=False,
+        protected_namespaces=(),
+        use_attribute_docstrings=True,
+    )
 
 
 class RunConfig(Section):
     """The folder of a run, its random seed and its device."""
 
-    dir: Folder = "runs/default"  # holds metrics.jsonl, config.yaml, tensorboard/ and checkpoints/
+    dir: Folder = "runs/default"
+    """Folder of the run. It holds `metrics.jsonl`, `config.yaml`, `tensorboard/` and `checkpoints/`."""
     seed: Seed = 1234
-    device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: GPUs if torch sees any
+    """Seed of initial weights, of the order of the data and of dropout."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """`auto` takes GPUs if torch sees any, else CPUs."""
 
     @property
     def exit_code_file(self) -> str:
@@ -109,35 +72,61 @@ class RunConfig(Section):
 class ModelConfig(Section):
     """Sizes and kinds of the transformer; GPT, CodeGeeX and Llama are values of these fields.
 
-    A 0 means "follows from other fields" where the comment names them; the properties give the value.
+    A field that is 0 by default follows from the fields that its text names.
     """
 
-    preset: Preset = ""  # the values of all fields that are not given
-    num_layers: PositiveInt = 12  # without the top-query block
+    preset: Preset = ""
+    """Name of a preset, which sets all fields that are not given; `megatron-lite presets` lists them."""
+    num_layers: PositiveInt = 12
+    """Number of transformer blocks, without the top-query block."""
     hidden_size: PositiveInt = 768
+    """Width of the residual stream."""
     num_heads: PositiveInt = 12
-    num_query_groups: NonNegativeInt = 0  # key/value heads; 0: one for each query head
-    head_dim: NonNegativeInt = 0  # 0: hidden_size / num_heads
-    ffn_hidden_size: NonNegativeInt = 0  # 0: 4 * hidden_size; for swiglu the multiple of 64 at or below 8/3 of it
+    """Number of query heads."""
+    num_query_groups: NonNegativeInt = 0
+    """Number of key/value heads (grouped-query attention); 0: one for each query head."""
+    head_dim: NonNegativeInt = 0
+    """Size of a head; 0: `hidden_size / num_heads`."""
+    ffn_hidden_size: NonNegativeInt = 0
+    """Width of the MLP; 0: `4 * hidden_size`, and for `swiglu` the multiple of 64 at or below 8/3 of `hidden_size`."""
     max_position_embeddings: PositiveInt = 1024
-    vocab_size: NonNegativeInt = 0  # 0: taken from data.tokenizer
-    padded_vocab_size: NonNegativeInt = 0  # 0: the next multiple of 128
+    """Largest number of positions; the size of the table of learned positions."""
+    vocab_size: NonNegativeInt = 0
+    """Number of tokens; 0: taken from `data.tokenizer`."""
+    padded_vocab_size: NonNegativeInt = 0
+    """Rows of the word embedding and of the head; 0: the next multiple of 128 from `vocab_size` on."""
     norm: Literal["layernorm", "rmsnorm"] = "layernorm"
+    """Kind of normalization."""
     norm_eps: PositiveFloat = 1e-5
+    """Added to the variance (for `rmsnorm` to the mean square) before the square root."""
     activation: Literal["gelu", "gelu_tanh", "quick_gelu", "swiglu"] = "gelu"
+    """Activation of the MLP. `gelu_tanh` is the tanh approximation, `quick_gelu` is x * sigmoid(1.702 x)."""
     position: Literal["learned", "rotary"] = "learned"
+    """`learned`: a table of positions is added to the word embedding; `rotary`: queries and keys are rotated."""
     rotary_base: PositiveFloat = 10000.0
-    bias: bool = True  # in every linear layer
-    tie_embeddings: bool = True  # the output head shares the word embedding
-    top_query_layer: bool = False  # CodeGeeX's last block, whose queries are learned positions
-    post_norm: bool = False  # Megatron's --apply-residual-connection-post-layernorm
-    fp32_residual: bool = False  # Megatron's --fp32-residual-connection
+    """Base of the rotary frequencies."""
+    bias: bool = True
+    """Biases in all linear layers."""
+    tie_embeddings: bool = True
+    """The output head shares the weights of the word embedding."""
+    top_query_layer: bool = False
+    """CodeGeeX's last block, whose queries are learned positions."""
+    post_norm: bool = False
+    """Residual branches start after the norm: Megatron's `--apply-residual-connection-post-layernorm`."""
+    fp32_residual: bool = False
+    """Residual stream in fp32: Megatron's `--fp32-residual-connection`."""
     hidden_dropout: Probability = 0.1
-    mlp_dropout: bool = True  # hidden_dropout after the MLP too; CodeGeeX has none there
+    """Dropout probability after the embedding, the attention and the MLP."""
+    mlp_dropout: bool = True
+    """Apply `hidden_dropout` after the MLP too; CodeGeeX has no dropout there."""
     attention_dropout: Probability = 0.1
+    """Dropout probability of attention weights."""
     init_std: PositiveFloat = 0.02
-    attention: Literal["sdpa", "math"] = "sdpa"  # math is the plain reference, slow and large
-    fusion: Literal["auto", "on", "off"] = "auto"  # torch.compile bias+activation and bias+dropout+add; auto: on CUDA
+    """Standard deviation of initial weights; output layers of residual branches divide it by sqrt(2 * num_layers)."""
+    attention: Literal["sdpa", "math"] = "sdpa"
+    """`sdpa` is torch's scaled_dot_product_attention; `math` is the plain reference, slow and large."""
+    fusion: Literal["auto", "on", "off"] = "auto"
+    """Compile bias+activation and bias+dropout+add with torch.compile; `auto`: on GPUs only."""
 
     @model_validator(mode="before")
     @classmethod
@@ -168,20 +157,33 @@ class ModelConfig(Section):
 
 
 class ParallelConfig(Section):
-    """How model and batch are split over ranks; the data-parallel size is the number of ranks / `model_size`."""
+    """How model and batch are split over ranks.
+
+    The data-parallel size is the number of ranks / (`tensor` * `pipeline` * `context`). The engines `local` and `torch`
+    replicate the training state over data-parallel ranks; with `optim.distributed`, `local` shards the optimizer state.
+    `fsdp` shards everything. What `deepspeed` shards depends on `deepspeed.zero_stage`.
+    """
 
     tensor: PositiveInt = 1
+    """Tensor-parallel size: ranks that share each layer."""
     pipeline: PositiveInt = 1
-    virtual_pipeline: PositiveInt = 1  # model chunks per pipeline rank; above 1 needs schedule: interleaved
-    # balanced counts embedding and head as one layer each; a list gives the number of layers of each stage
+    """Pipeline-parallel size: ranks among which the layers are divided."""
+    virtual_pipeline: PositiveInt = 1
+    """Model chunks per pipeline rank; above 1 needs `schedule: interleaved`."""
     pipeline_layout: StageLayers = "even"
+    """Layers of each stage. `balanced` counts embedding and head as one layer each; a list gives the number for each
+    stage.
+    """
     context: PositiveInt = 1
-    sequence: bool = False  # norms, dropout and residuals on s/tp of the sequence; same result
-    schedule: Literal["gpipe", "1f1b", "interleaved", "zb-h1"] = "1f1b"  # order of forwards and backwards
-    # The engine that sums gradients over data-parallel ranks. local and torch replicate everything (local with
-    # optim.distributed shards the optimizer state), fsdp shards everything, deepspeed depends on its stage.
+    """Context-parallel size; only 1 works today."""
+    sequence: bool = False
+    """Sequence parallelism: norms, dropout and residuals on s/tp of the sequence. The result is the same."""
+    schedule: Literal["gpipe", "1f1b", "interleaved", "zb-h1"] = "1f1b"
+    """Order of forwards and backwards on the pipeline ranks."""
     ddp: Literal["local", "torch", "fsdp", "deepspeed"] = "local"
-    bucket_mb: PositiveFloat = 25.0  # MiB of gradients that are reduced in one call
+    """Engine that sums gradients over data-parallel ranks."""
+    bucket_mb: PositiveFloat = 25.0
+    """MiB of gradients that are reduced in one call."""
 
     @property
     def model_size(self) -> int:
@@ -196,37 +198,59 @@ class ParallelConfig(Section):
 class DataConfig(Section):
     """The corpora, their tokenizer and the sequence length."""
 
-    paths: Paths = ()  # prefixes of .bin/.idx, or weight, prefix, weight, prefix ...
-    split: Split = (969.0, 30.0, 1.0)  # train, valid, test
-    tokenizer: OptionalPath = ""  # bytes | sentencepiece:FILE | gpt2:VOCAB,MERGES | hf:FILE | codegeex:FOLDER
-    tokenizer_check: bool = True  # raise unless this tokenizer wrote the corpora and trained the checkpoint
+    paths: Paths = ()
+    """Corpora: prefixes of `.bin`/`.idx` pairs, or weight, prefix, weight, prefix ..."""
+    split: Split = (969.0, 30.0, 1.0)
+    """Shares of the documents for training, validation and test."""
+    tokenizer: OptionalPath = ""
+    """`bytes`, `sentencepiece:FILE`, `gpt2:VOCAB,MERGES`, `hf:FILE` or `codegeex:FOLDER`."""
+    tokenizer_check: bool = True
+    """Raise an error unless this tokenizer wrote the corpora and trained the checkpoint."""
     seq_length: PositiveInt = 1024
-    cache_dir: OptionalPath = ""  # folder of index files; empty: cache/ beside the data
-    eod_mask_loss: bool = False  # no loss where the input token is end-of-document
+    """Tokens in a sequence."""
+    cache_dir: OptionalPath = ""
+    """Folder of the index files; empty: `cache/` beside the data."""
+    eod_mask_loss: bool = False
+    """No loss where the input token is end-of-document."""
 
 
 class TrainConfig(Section):
     """Length of training, batch sizes, dtype and time limits."""
 
     iterations: PositiveInt = 1000
+    """Optimizer steps of the run."""
     micro_batch_size: PositiveInt = 1
-    global_batch_size: NonNegativeInt = 0  # sequences in one optimizer step; 0: micro_batch_size * data-parallel size
-    ramp_up: RampUp = None  # start, increment, samples
+    """Sequences in one forward on a data-parallel rank."""
+    global_batch_size: NonNegativeInt = 0
+    """Sequences in one optimizer step; 0: `micro_batch_size` * data-parallel size."""
+    ramp_up: RampUp = None
+    """Batch-size ramp: start, increment, and number of samples until `global_batch_size` is reached."""
     precision: Literal["fp32", "bf16", "fp16", "fp64"] = "fp32"
-    # Activations that backward computes again: selective: attention scores; full: all blocks; full:n: the first n
-    # blocks of each pipeline stage.
+    """dtype of weights and activations. `bf16` and `fp16` keep fp32 masters."""
     recompute: Recompute = "none"
-    offload_activations: bool = False  # from GPU to host memory between forward and backward
-    eval_interval: NonNegativeInt = 1000  # iterations; 0: only at the end
-    eval_iterations: NonNegativeInt = 10  # global batches in one evaluation; 0: none
-    deterministic: bool = False  # the same bits on every run
-    debug: bool = False  # check after every step that copies of the tied embedding are bitwise equal
-    comm_timeout: PositiveFloat = 600.0  # seconds that a collective or a message between stages may take
-    # Seconds without progress after which all ranks report their stacks and exit; 0: no limit. It must be longer than
-    # the first step, which compiles, and than a save.
+    """Activations that backward computes again. `selective`: attention scores; `full`: all blocks; `full:n`: the first
+    n blocks of each pipeline stage.
+    """
+    offload_activations: bool = False
+    """Move activations from GPU to host memory between forward and backward."""
+    eval_interval: NonNegativeInt = 1000
+    """Iterations between evaluations; 0: only at the end."""
+    eval_iterations: NonNegativeInt = 10
+    """Global batches in one evaluation; 0: none."""
+    deterministic: bool = False
+    """Use only deterministic kernels, so that every run gives the same bits."""
+    debug: bool = False
+    """Check after every step that the copies of the tied embedding are equal to the bit."""
+    comm_timeout: PositiveFloat = 600.0
+    """Seconds that a collective or a message between stages may take."""
     hang_timeout: NonNegativeFloat = 300.0
-    exit_duration: NonNegativeFloat = 0.0  # seconds after which the run saves and exits with 75; 0: none
-    exit_iteration: NonNegativeInt = 0  # iteration after which the run saves and exits with 75; 0: none
+    """Seconds without progress after which all ranks report their stacks and exit; 0: no limit. It must be longer than
+    the first step, which compiles, and than a save.
+    """
+    exit_duration: NonNegativeFloat = 0.0
+    """Seconds after which the run saves and exits with code 75; 0: none."""
+    exit_iteration: NonNegativeInt = 0
+    """Iteration after which the run saves and exits with code 75; 0: none."""
 
     @property
     def full_recompute_layers(self) -> float:
@@ -241,24 +265,40 @@ class TrainConfig(Section):
 class OptimConfig(Section):
     """AdamW with warmup and decay, global-norm clipping and fp16's loss scale."""
 
-    lr: PositiveFloat = 3e-4  # peak
+    lr: PositiveFloat = 3e-4
+    """Peak learning rate."""
     min_lr: NonNegativeFloat = 0.0
+    """Learning rate at the end of the decay."""
     schedule: Literal["constant", "linear", "cosine", "inverse-square-root", "wsd"] = "cosine"
-    warmup_iterations: NonNegativeInt = 0  # optimizer steps
-    decay_iterations: NonNegativeInt = 0  # optimizer steps until min_lr; 0: train.iterations
-    wsd_decay_iterations: NonNegativeInt = 0  # length of wsd's last phase; 0: a tenth of decay_iterations
-    weight_decay: NonNegativeFloat = 0.01  # not for norms and biases
+    """Shape of the decay. `wsd` is warmup, stable, decay: constant until its last phase."""
+    warmup_iterations: NonNegativeInt = 0
+    """Optimizer steps of linear warmup."""
+    decay_iterations: NonNegativeInt = 0
+    """Optimizer steps until `min_lr`; 0: `train.iterations`."""
+    wsd_decay_iterations: NonNegativeInt = 0
+    """Optimizer steps of the last phase of `wsd`; 0: a tenth of `decay_iterations`."""
+    weight_decay: NonNegativeFloat = 0.01
+    """AdamW's decoupled weight decay, not applied to norms and biases."""
     beta1: Probability = 0.9
+    """Decay rate of AdamW's first moment."""
     beta2: Probability = 0.999
+    """Decay rate of AdamW's second moment."""
     eps: PositiveFloat = 1e-8
-    clip_grad: NonNegativeFloat = 1.0  # L2 over the full model; 0 turns clipping off
-    distributed: bool = False  # ZeRO-1: each data-parallel rank holds and updates a shard of masters and moments
+    """Added to AdamW's denominator."""
+    clip_grad: NonNegativeFloat = 1.0
+    """Largest L2 norm of the gradient of the full model; 0: no clipping."""
+    distributed: bool = False
+    """Distributed optimizer (ZeRO-1): each data-parallel rank holds and updates a shard of masters and moments."""
     # 2**16 is just above fp16's largest number (65504): a first step or two may be skipped, each skip halves the
     # scale, and a lower start would take thousands of steps to grow back.
     initial_loss_scale: PositiveFloat = 65536.0
-    loss_scale_window: PositiveInt = 1000  # clean steps until the scale doubles
-    hysteresis: PositiveInt = 2  # overflows until the scale is halved
+    """First loss scale of fp16."""
+    loss_scale_window: PositiveInt = 1000
+    """Steps without overflow until the loss scale doubles."""
+    hysteresis: PositiveInt = 2
+    """Overflows until the loss scale is halved."""
     min_loss_scale: PositiveFloat = 1.0
+    """Smallest loss scale."""
 
     def wsd_length(self, decay_iterations: int) -> int:
         """Optimizer steps of wsd's last phase, which ends after `decay_iterations`."""
@@ -268,29 +308,44 @@ class OptimConfig(Section):
 class DeepSpeedConfig(Section):
     """How DeepSpeed shards the training state, for `parallel.ddp: deepspeed`."""
 
-    zero_stage: Annotated[int, Field(ge=0, lt=4)] = 1  # sharded: 1 optimizer state, 2 also gradients, 3 also weights
-    offload_optimizer: bool = False  # masters and moments in host memory; stages 1 to 3
-    offload_param: bool = False  # weights too; stage 3
-    # Stage 3, in elements.
-    stage3_param_persistence_threshold: NonNegativeInt = 100_000  # smaller parameters stay unsharded
-    stage3_max_live_parameters: NonNegativeInt = 1_000_000_000  # gathered at a time
-    stage3_max_reuse_distance: NonNegativeInt = 1_000_000_000  # a parameter needed again sooner stays gathered
+    zero_stage: Annotated[int, Field(ge=0, lt=4)] = 1
+    """State that is sharded over data-parallel ranks: 1 optimizer state, 2 also gradients, 3 also weights; 0: none."""
+    offload_optimizer: bool = False
+    """Keep masters and moments in host memory; stages 1 to 3."""
+    offload_param: bool = False
+    """Keep weights in host memory too; stage 3."""
+    stage3_param_persistence_threshold: NonNegativeInt = 100_000
+    """Elements; smaller parameters stay unsharded in stage 3."""
+    stage3_max_live_parameters: NonNegativeInt = 1_000_000_000
+    """Elements that stage 3 gathers at a time."""
+    stage3_max_reuse_distance: NonNegativeInt = 1_000_000_000
+    """Elements; a parameter that is needed again sooner stays gathered in stage 3."""
 
 
 class SyncConfig(Section):
-    """How often data-parallel ranks synchronize. All modes but every_step trade exactness for a slow network."""
+    """How often data-parallel ranks synchronize. All modes but `every_step` trade exactness for a slow network.
 
-    # delayed: a step applies the gradient of `delay` steps before, and needs a lower optim.lr. local_sgd, diloco: each
-    # rank applies its own gradients; every `interval` steps all continue from the mean of their weights (local_sgd) or
-    # from an outer optimizer's step towards it (diloco).
+    With `delayed`, a step applies the gradient of `delay` steps before, which needs a lower `optim.lr`. With
+    `local_sgd` and `diloco`, each rank applies its own gradients. Every `interval` steps all ranks continue from the
+    mean of their weights (`local_sgd`), or from an outer optimizer's step towards that mean (`diloco`).
+    """
+
     mode: Literal["every_step", "delayed", "local_sgd", "diloco"] = "every_step"
-    delay: NonNegativeInt = 0  # steps that the all-reduce of gradients (delayed) or of an outer step (diloco) may take
-    interval: PositiveInt = 50  # steps between two outer steps on the same weights
-    fragments: PositiveInt = 1  # parts of the model, with outer steps spread over the interval
-    outer_lr: PositiveFloat = 0.7  # diloco's SGD; for short intervals about 1 - outer_momentum
+    """When gradients or weights are summed over data-parallel ranks."""
+    delay: NonNegativeInt = 0
+    """Steps that the all-reduce of gradients (`delayed`) or of an outer step (`diloco`) may take."""
+    interval: PositiveInt = 50
+    """Optimizer steps between two outer steps on the same weights."""
+    fragments: PositiveInt = 1
+    """Parts of the model whose outer steps are spread over the interval."""
+    outer_lr: PositiveFloat = 0.7
+    """Learning rate of DiLoCo's outer SGD; for short intervals about 1 - `outer_momentum`."""
     outer_momentum: Probability = 0.9
+    """Momentum of DiLoCo's outer SGD."""
     outer_nesterov: bool = True
-    mix: Probability = 0.5  # share of its local weights that a rank keeps at a delayed outer step
+    """Nesterov momentum in DiLoCo's outer SGD."""
+    mix: Probability = 0.5
+    """Share of its local weights that a rank keeps at a delayed outer step."""
 
     @property
     def is_local(self) -> bool:
@@ -301,36 +356,56 @@ class SyncConfig(Section):
 class CheckpointConfig(Section):
     """When to save, which checkpoints to keep and which one to start from."""
 
-    interval: NonNegativeInt = 1000  # iterations; 0: only at the end
-    keep: NonNegativeInt = 3  # number of newest checkpoints that stay; 0: all
-    keep_every: NonNegativeInt = 0  # older checkpoints at multiples of this iteration stay too; 0: none
-    async_save: bool = False  # a thread copies and writes; the next optimizer step waits for the copy
-    fallback: bool = True  # from a damaged newest checkpoint to the one before; false: training stops
-    # A run directory or one of its checkpoints, to resume from when run.dir has no checkpoint.
+    interval: NonNegativeInt = 1000
+    """Iterations between saves; 0: only at the end."""
+    keep: NonNegativeInt = 3
+    """Number of newest checkpoints that stay; 0: all."""
+    keep_every: NonNegativeInt = 0
+    """Older checkpoints at multiples of this iteration stay too; 0: none."""
+    async_save: bool = False
+    """Copy and write in a background thread. The next optimizer step waits for the copy."""
+    fallback: bool = True
+    """Load the checkpoint before a damaged newest one; `false`: training stops."""
     load: OptionalPath = ""
-    load_weights: OptionalPath = ""  # likewise, for its weights alone: iteration 0, fresh optimizer and data
-    load_iteration: NonNegativeInt = 0  # checkpoint of `load` or `load_weights`; 0: the newest
+    """Run directory, or one of its checkpoints, to resume from when `run.dir` has no checkpoint."""
+    load_weights: OptionalPath = ""
+    """Likewise, for its weights alone: iteration 0, fresh optimizer and data."""
+    load_iteration: NonNegativeInt = 0
+    """Iteration of the checkpoint of `load` or `load_weights`; 0: the newest."""
 
 
 class FaultsConfig(Section):
-    """What to do about bad values."""
+    """What to do about bad values.
 
-    # stop: training ends; skip: the step changes no weight; rollback: to the newest checkpoint, with the next data.
-    on_nan: Literal["stop", "skip", "rollback"] = "stop"  # loss or gradient norm is not finite
+    `stop` ends training. `skip` leaves all weights as they are. `rollback` continues from the newest checkpoint with
+    the next data.
+    """
+
+    on_nan: Literal["stop", "skip", "rollback"] = "stop"
+    """Action when the loss or the gradient norm is not finite."""
     on_spike: Literal["stop", "skip", "rollback"] = "skip"
-    spike_factor: NonNegativeFloat = 0.0  # loss > spike_factor * mean of the last 50 is a spike; 0: off
-    patience: PositiveInt = 10  # training stops after more bad iterations in a row, or rollbacks to one checkpoint
-    check_replicas: NonNegativeInt = 0  # iterations between checks that data-parallel replicas are equal; 0: none
+    """Action when the loss is a spike."""
+    spike_factor: NonNegativeFloat = 0.0
+    """A loss above `spike_factor` * mean of the last 50 is a spike; 0: off."""
+    patience: PositiveInt = 10
+    """Training stops after more bad iterations in a row, or more rollbacks to one checkpoint."""
+    check_replicas: NonNegativeInt = 0
+    """Iterations between checks that data-parallel replicas are equal; 0: none."""
 
 
 class LogConfig(Section):
     """Printed lines, files and measurements."""
 
-    interval: PositiveInt = 10  # iterations between printed lines; metrics.jsonl has every iteration
-    megatron_line: bool = False  # exactly Megatron-LM's fields, for its parsers
+    interval: PositiveInt = 10
+    """Iterations between printed lines; `metrics.jsonl` has every iteration."""
+    megatron_line: bool = False
+    """Print exactly Megatron-LM's fields, for its parsers."""
     tensorboard: bool = True
-    trace: bool = False  # write the timeline of one iteration to run.dir/trace.json, for Perfetto
-    peak_tflops: NonNegativeFloat = 0.0  # of one device, for MFU; 0: from a table of device names, or measured on CPU
+    """Write `tensorboard/` in `run.dir`."""
+    trace: bool = False
+    """Write the timeline of one iteration to `trace.json` in `run.dir`, for Perfetto."""
+    peak_tflops: NonNegativeFloat = 0.0
+    """Peak TFLOP/s of one device, for MFU; 0: from a table of device names, or measured on CPU."""
 
 
 class Config(Section):

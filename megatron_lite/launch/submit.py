@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from megatron_lite.config.schema import PRINTABLE
+from megatron_lite.config.types import PRINTABLE
 from megatron_lite.errors import ConfigError, TrainingError
 
 HOME = Path(__file__).resolve().parents[2]  # the checkout

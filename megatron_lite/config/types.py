@@ -1,0 +1,75 @@
+"""Types of config fields that need more than a bound: lists with short forms, names from a table, paths.
+
+`Accepts` has the accepted values in words, because pydantic's own messages name patterns and Python types.
+"""
+
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
+
+from pydantic import BeforeValidator, Field, NonNegativeFloat, NonNegativeInt, PositiveInt
+
+from megatron_lite.config.presets import PRESETS
+
+
+class Accepts(NamedTuple):
+    """The accepted values of a type in words, for the error message."""
+
+    words: str
+
+
+def _paths(value: Any) -> Any:
+    """A single prefix is a list of one."""
+    return (value,) if isinstance(value, str) else _tuple(value)
+
+
+def _split(value: Any) -> Any:
+    """Accepts Megatron's spelling too, the text `969,30,1`; other text is left to the type."""
+    if isinstance(value, str):
+        try:
+            return tuple(float(part) for part in value.split(","))
+        except ValueError:
+            return value
+    return _tuple(value)
+
+
+def _tuple(value: Any) -> Any:
+    """JSON and YAML have lists where a frozen section has tuples."""
+    return tuple(value) if isinstance(value, list) else value
+
+
+# A file name may hold a newline, which would end a line of a job script; nothing accepts NUL.
+PRINTABLE = r"^[^\x00-\x1f\x7f-\x9f]*$"
+Paths = Annotated[
+    tuple[Annotated[str, Field(pattern=PRINTABLE)], ...],
+    BeforeValidator(_paths, json_schema_input_type=str | tuple[str | NonNegativeFloat, ...]),
+    Accepts("a list of path prefixes, without control characters"),
+]
+Split = Annotated[
+    tuple[NonNegativeFloat, NonNegativeFloat, NonNegativeFloat],
+    BeforeValidator(_split, json_schema_input_type=str | tuple[NonNegativeFloat, NonNegativeFloat, NonNegativeFloat]),
+    Accepts("exactly three non-negative numbers, such as 969,30,1"),
+]
+RampUp = Annotated[
+    tuple[PositiveInt, PositiveInt, NonNegativeInt] | None,
+    BeforeValidator(_tuple),
+    Accepts("three integers [start, increment, samples], the first two above 0"),
+]
+StageLayers = Annotated[
+    Literal["even", "balanced"] | tuple[NonNegativeInt, ...],
+    BeforeValidator(_tuple),
+    Accepts("even, balanced, or a list with the number of layers of each stage, such as [3, 4, 4, 3]"),
+]
+Recompute = Annotated[
+    str,
+    Field(pattern=r"^(none|selective|full|full:[1-9][0-9]*)$"),
+    Accepts("none, selective, full, or full:n for the first n layers of each stage"),
+]
+if TYPE_CHECKING:
+    Preset = str
+else:  # a type checker cannot read the names from a table
+    Preset = Literal[("", *PRESETS)]
+Probability = Annotated[float, Field(ge=0.0, lt=1.0)]
+Seed = Annotated[int, Field(ge=0, lt=2**32)]  # what NumPy's generators take
+Folder = Annotated[
+    str, Field(min_length=1, pattern=PRINTABLE), Accepts("the path of a folder, without control characters")
+]
+OptionalPath = Annotated[str, Field(pattern=PRINTABLE), Accepts("a path without control characters, or empty")]
