@@ -7,12 +7,14 @@ from typing import Annotated
 import typer
 
 from megatron_lite import __version__
+from megatron_lite.cli.compare import compare
 from megatron_lite.cli.config import config
 from megatron_lite.cli.convert import convert
 from megatron_lite.cli.doctor import doctor
 from megatron_lite.cli.generate import generate
 from megatron_lite.cli.index import index
 from megatron_lite.cli.inspect import inspect
+from megatron_lite.cli.plot import plot
 from megatron_lite.cli.preprocess import preprocess
 from megatron_lite.cli.presets import presets
 from megatron_lite.cli.pretrain import pretrain
@@ -40,6 +42,8 @@ COMMANDS = (
     inspect,
     convert,
     generate,
+    plot,
+    compare,
     schedule,
     presets,
     config,

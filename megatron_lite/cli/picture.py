@@ -13,12 +13,15 @@ from megatron_lite.pipeline.simulate import Cost, Span, timeline
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 _MEANINGS = {"F": "forward", "B": "backward", "I": "backward to the inputs", "W": "backward to the weights"}
 _MAX_COLUMNS = 4000  # of the text drawing; longer schedules get narrower labels without numbers
 
 # The palette of Okabe and Ito, which colour-blind people can distinguish.
-_COLOURS = {"F": "#56a0d3", "B": "#2a9d78", "I": "#e69f00", "W": "#cc79a7"}
+_SKY, _GREEN, _ORANGE, _PURPLE = "#56a0d3", "#2a9d78", "#e69f00", "#cc79a7"
+_COLOURS = {"F": _SKY, "B": _GREEN, "I": _ORANGE, "W": _PURPLE}
+LINE_COLOURS = ("#0072b2", "#d55e00", _GREEN, _PURPLE, _ORANGE, _SKY, "#000000")  # strong ones first
 _IDLE = "#e9e9e9"
 _ROW = 0.86  # height of a rank's row, of the 1 between two ranks
 _SUFFIXES = (".png", ".svg")
@@ -53,8 +56,7 @@ def draw(schedule: Schedule, cost: Cost) -> str:
 
 def save_picture(path: Path, spans: list[Span], *, num_ranks: int, title: str) -> None:
     """Write a timeline as .png or .svg: a row per rank, a colour per op, a shade per model chunk."""
-    if path.suffix not in _SUFFIXES:
-        raise ConfigError(f"{path}: unknown picture format; use a name that ends in {' or '.join(_SUFFIXES)}")
+    check_format(path)
     from matplotlib.figure import Figure
 
     begin, end = min(span.start for span in spans), max(span.end for span in spans)
@@ -75,6 +77,17 @@ def save_picture(path: Path, spans: list[Span], *, num_ranks: int, title: str) -
     axes.spines[:].set_visible(False)
     columns = _num_chunks(spans) if _num_chunks(spans) > 1 else len(_ops(spans))
     figure.legend(loc="outside lower center", ncols=columns, frameon=False, fontsize=letters)
+    write_picture(figure, path)
+
+
+def check_format(path: Path) -> None:
+    """Raise ConfigError for a path that does not end in .png or .svg."""
+    if path.suffix not in _SUFFIXES:
+        raise ConfigError(f"{path}: unknown picture format; use a name that ends in {' or '.join(_SUFFIXES)}")
+
+
+def write_picture(figure: "Figure", path: Path) -> None:
+    """Write a figure in the format of the path's suffix, and create its folder."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path)

@@ -1,0 +1,167 @@
+"""Reads training runs for `plot` and `compare`: metrics.jsonl and config.yaml of a run.dir.
+
+A run that is still training can be read. An incomplete last line is a row that is being written, and is left out.
+"""
+
+import json
+import math
+import os
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate, takewhile
+from pathlib import Path
+from typing import Any
+
+from megatron_lite.errors import ConfigError, MegatronLiteError
+from megatron_lite.text import listed
+
+COLUMNS = ("iteration", "consumed_samples", "loss", "lr", "grad_norm", "tokens_per_second", "seconds")
+X_AXES = ("steps", "samples", "tokens", "hours")
+
+
+@dataclass(frozen=True)
+class TrainedRun:
+    """The metrics of one run; `name` distinguishes it from the other runs of a command."""
+
+    folder: Path
+    name: str
+    columns: dict[str, list[float]]  # one value for each iteration
+    evaluations: list[tuple[float, float]]  # iteration and validation loss
+
+    @property
+    def num_iterations(self) -> int:
+        return len(self.columns["iteration"])
+
+    @cached_property
+    def config(self) -> dict[str, Any]:
+        """The values of config.yaml by section.field. Fields of other versions of megatron_lite stay as they are."""
+        return _read_config(self.folder / "config.yaml")
+
+    @property
+    def seq_length(self) -> int:
+        value = self.config.get("data.seq_length")
+        if not isinstance(value, int) or value < 1:
+            raise ConfigError(
+                f"{self.folder / 'config.yaml'}: data.seq_length is {value}; the number of tokens needs an integer "
+                "above 0, as pretrain wrote it"
+            )
+        return value
+
+    def x_values(self, axis: str) -> list[float]:
+        """The position of each iteration on one of X_AXES. Hours are the sum of the durations of iterations."""
+        if axis == "steps":
+            return self.columns["iteration"]
+        if axis == "hours":
+            return [seconds / 3600 for seconds in accumulate(self.columns["seconds"])]
+        factor = self.seq_length if axis == "tokens" else 1
+        return [samples * factor for samples in self.columns["consumed_samples"]]
+
+    def validation(self, axis: str) -> tuple[list[float], list[float]]:
+        """Positions and validation losses; an evaluation is at the position of the iteration before it."""
+        x, iterations = self.x_values(axis), self.columns["iteration"]
+        # The first index is -1 for an evaluation before all iterations, which has no position.
+        found = [(bisect_right(iterations, iteration) - 1, loss) for iteration, loss in self.evaluations]
+        return [x[index] for index, _ in found if index >= 0], [loss for index, loss in found if index >= 0]
+
+
+def read_runs(folders: Sequence[Path]) -> list[TrainedRun]:
+    """The runs in these folders, in their order. Raises ConfigError for a folder that is not a run.dir."""
+    seen: dict[str, Path] = {}
+    for folder in folders:
+        path = os.path.realpath(folder)
+        if path in seen:
+            raise ConfigError(f"{folder}: the run is given twice, also as {seen[path]}; give each run once")
+        seen[path] = folder
+    return [_read_run(folder, name) for folder, name in zip(folders, distinct_names(folders), strict=True)]
+
+
+def distinct_names(folders: Sequence[Path]) -> list[str]:
+    """The part of each path that distinguishes it; the last folder of a single path."""
+    paths = [Path(os.path.abspath(folder)).parts for folder in folders]
+    paths = [parts[_num_common(paths) :] for parts in paths]
+    num_last = _num_common([parts[::-1] for parts in paths])
+    return [str(Path(*parts[: len(parts) - num_last])) for parts in paths]
+
+
+def _num_common(paths: list[tuple[str, ...]]) -> int:
+    """The number of first parts that all paths share, smaller than the length of each path."""
+    shared = takewhile(lambda parts: len(set(parts)) == 1, zip(*paths, strict=False))
+    return min(len(list(shared)), min(map(len, paths)) - 1)
+
+
+def finite(values: Sequence[float]) -> list[float]:
+    return [value for value in values if math.isfinite(value)]
+
+
+def _read_run(folder: Path, name: str) -> TrainedRun:
+    path = folder / "metrics.jsonl"
+    if not folder.is_dir():
+        problem = "is not a folder" if folder.exists() else "no such folder"
+        raise ConfigError(f"{folder}: {problem}; give the run.dir of a run, a folder with metrics.jsonl")
+    if not path.exists():
+        runs = sorted(str(child.parent) for child in folder.glob("*/metrics.jsonl"))
+        advice = f"; give one of its runs: {listed(runs)}" if runs else "; give the run.dir of a run that trained"
+        raise ConfigError(f"{folder}: the folder has no metrics.jsonl{advice}")
+    lines = _read(path).split(b"\n")
+    columns: dict[str, list[float]] = {name: [] for name in COLUMNS}
+    evaluations = []
+    for number, line in enumerate(lines, start=1):
+        row = _row(line, f"{path}:{number}", is_complete=number < len(lines))
+        if "loss" in row:
+            for column, value in _numbers(row, COLUMNS, f"{path}:{number}").items():
+                columns[column].append(value)
+        elif "validation_loss" in row:
+            values = _numbers(row, ("iteration", "validation_loss"), f"{path}:{number}")
+            evaluations.append((values["iteration"], values["validation_loss"]))
+    return TrainedRun(folder, name, columns, evaluations)
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise MegatronLiteError(
+            f"{path}: cannot be read: {error.strerror}; make it a file that this user may read"
+        ) from error
+
+
+def _row(line: bytes, place: str, *, is_complete: bool) -> dict[str, Any]:
+    """The JSON object of a line; {} for a line that is not complete."""
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError):
+        row = None
+    if isinstance(row, dict):
+        return row
+    if not is_complete:
+        return {}
+    excerpt = line[:40].decode(errors="replace")
+    raise MegatronLiteError(f"{place}: damaged line {excerpt!r}; each line must be a JSON object; remove this line")
+
+
+def _numbers(row: dict[str, Any], names: Sequence[str], place: str) -> dict[str, float]:
+    """The values of these names in a row, which can be nan."""
+    for name in names:
+        if not isinstance(row.get(name), (int, float)):
+            got = f"{name} is {row[name]!r}" if name in row else f"{name} is missing"
+            raise MegatronLiteError(f"{place}: damaged line: {got}; it must be a number; remove this line")
+    return {name: float(row[name]) for name in names}
+
+
+def _read_config(path: Path) -> dict[str, Any]:
+    import yaml
+
+    from megatron_lite.config.yaml_file import compose, value_of
+
+    if not path.exists():
+        raise ConfigError(f"{path}: no such file; pretrain writes it beside metrics.jsonl, so copy both files of a run")
+    root = compose(_read(path).decode(errors="replace"), str(path))
+    sections = root.value if isinstance(root, yaml.MappingNode) else []
+    return {
+        f"{section.value}.{field.value}": value_of(node, text=False)
+        for section, fields in sections
+        if isinstance(fields, yaml.MappingNode)
+        for field, node in fields.value
+    }
