@@ -24,7 +24,7 @@ help:
 	@echo "make clean       remove .venv and caches, but not runs/"
 
 quickstart: $(BASE)
-	sh tools/quickstart.sh
+	$(BIN)/python tools/quickstart.py
 
 test: $(DEV)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not soak" -n $(JOBS) --dist worksteal
@@ -37,7 +37,7 @@ lint: $(DEV)
 	$(BIN)/ruff check .
 	$(BIN)/pyright
 	$(BIN)/hadolint Dockerfile
-	$(BIN)/shellcheck launch.sh tools/quickstart.sh tools/slurm/pretrain.sbatch .ci/run
+	$(BIN)/shellcheck launch.sh megatron_lite/launch/launch.sh megatron_lite/launch/pretrain.sbatch .ci/run
 
 format: $(DEV)
 	$(BIN)/ruff format .

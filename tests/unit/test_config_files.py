@@ -33,4 +33,4 @@ def test_quickstart_is_small_enough_for_a_laptop():
     path = next(path for path in CONFIGS if path.name == "quickstart.yaml")
     config = load_config(path)
     assert config.parallel.model_size == 2
-    assert config.train.global_batch_size * config.data.seq_length == 4096, "tokens of a step"
+    assert config.train.global_batch_size * config.data.seq_length == 1024, "tokens of a step"

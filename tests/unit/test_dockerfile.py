@@ -109,8 +109,8 @@ def test_make_installs_from_what_is_copied_and_then_has_nothing_left_to_install(
         (tmp_path / ".venv" / name).touch()
         os.utime(tmp_path / ".venv" / name, (hour_ago, hour_ago))
     lay_out(tmp_path, after)
-    assert make(tmp_path, "-n", "quickstart").stdout == "sh tools/quickstart.sh\n"
-    for name in ("tools/quickstart.sh", "configs/quickstart.yaml", "megatron_lite/__main__.py", "launch.sh"):
+    assert make(tmp_path, "-n", "quickstart").stdout == ".venv/bin/python tools/quickstart.py\n"
+    for name in ("tools/quickstart.py", "configs/quickstart.yaml", "megatron_lite/__main__.py", "launch.sh"):
         assert (tmp_path / name).is_file()
 
 
