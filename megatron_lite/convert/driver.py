@@ -23,7 +23,7 @@ from megatron_lite.config.schema import Config
 from megatron_lite.convert import codegeex, huggingface, megatron, native, verify
 from megatron_lite.convert.grid_files import Values
 from megatron_lite.convert.native import Settings, WeightsOf
-from megatron_lite.convert.recipe import Checkpoint, Format, Readable, in_dtype
+from megatron_lite.convert.recipe import Checkpoint, Format, Readable, check_fields, in_dtype
 from megatron_lite.errors import CheckpointError, ConfigError
 from megatron_lite.files import sync_folder
 from megatron_lite.parallel.dtypes import PRECISIONS
@@ -170,6 +170,7 @@ def _write(
     layout = {"tensor": request.tensor, "pipeline": request.pipeline}
     tensors = checkpoint.tensors
     if request.target_format != NATIVE:
+        check_fields(checkpoint.model, request.target_format)
         with _Progress(_total_bytes(WeightsOf(checkpoint), tensors)) as progress:
             FOREIGN[request.target_format].write(folder, checkpoint, **layout, progress=progress)
         return progress.written

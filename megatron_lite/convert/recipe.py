@@ -27,6 +27,14 @@ from megatron_lite.text import listed
 HEAD = "output_layer.weight"
 VOCABULARY_TABLES = (WORD_EMBEDDINGS, HEAD)  # a row for each token, and rows of padding
 BLOCK = 1 << 20  # values compared at a time
+# The model fields that each foreign format maps, checks or need not know. A new field is an error in every export until
+# it is listed here: without a check, another program would compute another model from the same weights.
+HANDLED_FIELDS = {
+    "preset", "num_layers", "hidden_size", "num_heads", "num_query_groups", "head_dim", "ffn_hidden_size",
+    "max_position_embeddings", "vocab_size", "padded_vocab_size", "norm", "norm_eps", "activation", "position",
+    "rotary_base", "bias", "tie_embeddings", "top_query_layer", "post_norm", "fp32_residual", "hidden_dropout",
+    "mlp_dropout", "attention_dropout", "init_std", "attention", "fusion",
+}  # fmt: skip
 
 Progress = Callable[[int], None]
 """A function that gets the bytes of each tensor that was written."""
@@ -68,6 +76,19 @@ class Format(Readable, Protocol):
     def write(self, path: Path, checkpoint: Checkpoint, *, tensor: int, pipeline: int, progress: Progress) -> None:
         """Write a checkpoint into the folder `path` for `tensor` x `pipeline` ranks."""
         ...
+
+
+def check_fields(model: ModelConfig, target_format: str) -> None:
+    """Raise CheckpointError for a value, other than the default, of a field that no foreign format handles."""
+    unhandled = [
+        f"model.{name} is {getattr(model, name)}"
+        for name, field in ModelConfig.model_fields.items()
+        if name not in HANDLED_FIELDS and getattr(model, name) != field.default
+    ]
+    if unhandled:
+        raise CheckpointError(
+            f"{', '.join(unhandled)}, which conversion to {target_format} does not handle; use --to megatron-lite"
+        )
 
 
 def in_dtype(checkpoint: Checkpoint, dtype: torch.dtype) -> Checkpoint:

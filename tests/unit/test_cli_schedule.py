@@ -6,6 +6,7 @@ import sys
 import pytest
 
 from megatron_lite.cli import main
+from megatron_lite.pipeline.schedules import SCHEDULES
 from tests.helpers.limits import PATIENCE
 
 
@@ -75,7 +76,7 @@ def test_the_title_of_a_picture_has_the_name_and_the_bubble(command, tmp_path, m
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [
-        (["--name", "2f2b"], 2, "no schedule '2f2b'; use one of gpipe, 1f1b, interleaved, zb-h1, forward-only"),
+        (["--name", "2f2b"], 2, f"no schedule '2f2b'; use one of {', '.join([*SCHEDULES, 'forward-only'])}"),
         (["--name", "1f1b", "--chunks", "2"], 2, "schedule 1f1b runs 1 model chunk on each rank, got 2"),
         (
             ["--name", "1f1b", "--pp", "1000", "--microbatches", "201"],

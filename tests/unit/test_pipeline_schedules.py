@@ -142,7 +142,7 @@ def test_evaluation_keeps_one_forward_and_waits_only_to_fill(pp, microbatches, c
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("2f2b", 2, 4, 1), "no schedule '2f2b'; use one of gpipe, 1f1b, interleaved, zb-h1, forward-only"),
+        (("2f2b", 2, 4, 1), f"no schedule '2f2b'; use one of {', '.join([*SCHEDULES, 'forward-only'])}"),
         (("1f1b", 0, 4, 1), "schedule 1f1b needs 1 or more pipeline ranks, got 0"),
         (("gpipe", 2, 0, 1), "schedule gpipe needs 1 or more micro-batches, got 0"),
         (("forward-only", 2, 4, 0), "schedule forward-only needs 1 or more model chunks, got 0"),
