@@ -11,7 +11,7 @@ BIN := $(VENV)/bin
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 unexport PYTHONPATH
 
-.PHONY: help quickstart test lint format bench soak docker clean
+.PHONY: help quickstart test lint format docs docs-serve bench soak docker clean
 
 help:
 	@echo "make quickstart  train a small CodeGeeX on this machine's Python sources and let it write code"
@@ -19,6 +19,7 @@ help:
 	@echo "make soak        the long tests: many kills, faults and moves"
 	@echo "make lint        formatting, lint, types, shell scripts and the Dockerfile"
 	@echo "make format      let ruff rewrite the sources"
+	@echo "make docs        build the site of docs/ into site/; docs-serve shows it and follows changes"
 	@echo "make bench       speed and memory compared with other implementations"
 	@echo "make docker      the image megatron-lite:cpu (DEVICE=cuda: megatron-lite:cuda, for NVIDIA GPUs)"
 	@echo "make clean       remove .venv and caches, but not runs/"
@@ -43,6 +44,12 @@ format: $(DEV)
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
+docs: $(DEV)
+	$(BIN)/mkdocs build --strict
+
+docs-serve: $(DEV)
+	$(BIN)/mkdocs serve
+
 bench: $(DEV)
 	set -e; for script in benchmarks/*.py; do echo "== $$script"; $(BIN)/python "$$script"; done
 
@@ -50,7 +57,7 @@ docker:
 	docker build --build-arg DEVICE=$(DEVICE) --tag megatron-lite:$(DEVICE) .
 
 clean:
-	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis *.egg-info
+	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis *.egg-info site
 
 $(VENV)/.made:
 	@$(PYTHON) -c 'import sys; sys.exit("python3 is %d.%d; megatron-lite needs 3.10 or newer: make PYTHON=/path/to/python" % sys.version_info[:2] if sys.version_info < (3, 10) else 0)'

@@ -27,19 +27,29 @@ PROMPT = 'def read_lines(path):\n    """Return the lines of a file."""\n'
 LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "encodings", "pydoc_data"}
 
 TOTAL_SECONDS = 225.0  # a reserve of 15 seconds to four minutes
-AFTER_TRAINING_SECONDS = 25.0  # start of the ranks, evaluations, generation, picture
-FEWEST, MOST = 10, 2000  # iterations; the most are about half a pass over the data
+AFTER_TRAINING_SECONDS = 30.0  # start of the ranks, evaluations, generation, picture
+FEWEST, MOST = 10, 4000  # iterations of 1,024 tokens; the most are one and a half passes over the data
 
 
 class Choice(NamedTuple):
-    """Width and learning rate of a model, and the fewest iterations after which its text looks like code."""
+    """Sizes and learning rate of a model, and the iterations from which on it has a lower loss than the one before."""
 
+    num_layers: int
     hidden_size: int
     lr: float
     fewest_iterations: int
 
 
-CHOICES = (Choice(256, 2e-3, 220), Choice(192, 3e-3, 250), Choice(128, 4e-3, 0))
+class Plan(NamedTuple):
+    """A model, its precision and its iterations, with the time of one of them on this machine."""
+
+    choice: Choice
+    precision: str
+    iterations: int
+    step_seconds: float
+
+
+CHOICES = (Choice(2, 128, 4e-3, 0), Choice(3, 192, 3e-3, 2000), Choice(4, 256, 2e-3, 3000))
 
 
 def main() -> None:
@@ -113,24 +123,34 @@ def num_ranks() -> int:
 
 def choose(ranks: int, seconds: float) -> list[str]:
     """The overrides with which training takes about this many seconds, printed with the estimate."""
+    plan = plan_for(CHOICES[0], seconds)
+    for choice in CHOICES[1:]:
+        wider = plan_for(choice, seconds)
+        if wider.iterations < choice.fewest_iterations:
+            break
+        plan = wider
+    minutes = plan.iterations * plan.step_seconds / 60
+    print(
+        f"3/5 training on {ranks} process(es) in {plan.precision}, hidden size {plan.choice.hidden_size}: a step takes "
+        f"{plan.step_seconds:.2f} s, {plan.iterations} steps about {minutes:.1f} minutes",
+        flush=True,
+    )
+    return [*overrides_of(plan.choice, plan.precision), *lengths(plan.iterations), f"parallel.tensor={ranks}"]
+
+
+def plan_for(choice: Choice, seconds: float) -> Plan:
+    """The faster precision for this model, and the iterations that take about this many seconds."""
     from megatron_lite.training.throughput import faster_precision
 
     precisions = dict.fromkeys(["fp32", faster_precision()])  # in small models bf16 can be slower all the same
-    for choice in CHOICES:
-        step_seconds, precision = min((measured_step(choice, precision), precision) for precision in precisions)
-        iterations = max(FEWEST, min(MOST, int(seconds / step_seconds) // 10 * 10))
-        if iterations >= choice.fewest_iterations:
-            break
-    print(
-        f"3/5 training on {ranks} process(es) in {precision}, hidden size {choice.hidden_size}: one step takes "
-        f"{step_seconds:.2f} s, {iterations} steps about {iterations * step_seconds / 60:.1f} minutes",
-        flush=True,
-    )
-    return [*overrides_of(choice, precision), *lengths(iterations), f"parallel.tensor={ranks}"]
+    step_seconds, precision = min((measured_step(choice, precision), precision) for precision in precisions)
+    iterations = max(FEWEST, min(MOST, int(seconds / step_seconds) // 10 * 10))
+    return Plan(choice, precision, iterations, step_seconds)
 
 
 def overrides_of(choice: Choice, precision: str) -> list[str]:
     return [
+        f"model.num_layers={choice.num_layers}",
         f"model.hidden_size={choice.hidden_size}",
         f"optim.lr={choice.lr}",
         f"optim.min_lr={choice.lr / 10}",
@@ -145,12 +165,12 @@ def lengths(iterations: int) -> list[str]:
         f"train.iterations={iterations}",
         f"train.eval_interval={quarter}",
         f"checkpoint.interval={quarter}",
-        f"optim.warmup_iterations={iterations // 10}",
+        f"optim.warmup_iterations={iterations // 20}",
     ]
 
 
 def measured_step(choice: Choice, precision: str) -> float:
-    """Seconds of one training step with all cores, or on one GPU: the faster of two after a first one."""
+    """Mean seconds of a training step with all cores, or on one GPU: of two steps or more, in about two seconds."""
     import torch
 
     from megatron_lite import initialize_megatron, load_config, setup_model_and_optimizer, train_step
@@ -163,12 +183,12 @@ def measured_step(choice: Choice, precision: str) -> float:
         shape = config.train.micro_batch_size, config.data.seq_length
         tokens = torch.ones(shape, dtype=torch.int64, device=run.ctx.device)
         batch = Batch(tokens, tokens, torch.ones(shape, device=run.ctx.device))
-        seconds = []
-        for _ in range(3):
-            start = time.perf_counter()
+        train_step(run, [batch])  # allocates memory
+        start, count = time.perf_counter(), 0
+        while count < 2 or time.perf_counter() - start < 2.0:
             train_step(run, [batch])  # reads the loss, so it waits for the device
-            seconds.append(time.perf_counter() - start)
-    return min(seconds[1:])
+            count += 1
+        return (time.perf_counter() - start) / count
 
 
 def saved_config() -> "Config":

@@ -15,9 +15,7 @@ MAX_PASSES = 200_000  # takes seconds to draw
 
 
 def schedule(
-    name: Annotated[
-        str, typer.Option("--name", metavar="NAME", help="A value of parallel.schedule, or forward-only.")
-    ],
+    name: Annotated[str, typer.Option("--name", metavar="NAME", help="A value of parallel.schedule, or forward-only.")],
     pp: Annotated[int, typer.Option("--pp", min=1, metavar="N", help="Number of pipeline ranks.")],
     microbatches: Annotated[
         int, typer.Option("--microbatches", min=1, metavar="N", help="Number of micro-batches per optimizer step.")

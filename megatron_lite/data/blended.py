@@ -245,4 +245,4 @@ def check_order_is_kept(
 
 
 def _describe(epochs: Epochs) -> str:
-    return f"{counted(epochs.count, 'epoch')}{', the last shuffled separately' if epochs.last_separate else ''}"
+    return f"{counted(epochs.number, 'epoch')}{', the last shuffled separately' if epochs.last_separate else ''}"

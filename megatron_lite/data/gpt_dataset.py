@@ -22,7 +22,7 @@ SHARE_OF_LAST_EPOCH = 0.80  # Megatron's threshold; another value is another sam
 class Epochs(NamedTuple):
     """The number of passes over the documents; with the seed and the documents it fixes the order."""
 
-    count: int
+    number: int
     last_separate: bool  # the last epoch is shuffled separately
 
 
@@ -58,12 +58,12 @@ def build_index(lengths: np.ndarray, document_ids: np.ndarray, epochs: Epochs, s
     num_mixed = num_samples
     if epochs.last_separate:
         tokens_per_epoch = int(lengths[document_ids].sum(dtype=np.int64))
-        num_mixed = ((epochs.count - 1) * tokens_per_epoch - 1) // seq_length
+        num_mixed = ((epochs.number - 1) * tokens_per_epoch - 1) // seq_length
     return GPTIndex(document, sample, _shuffle_index(num_mixed, num_samples, random))
 
 
 def _document_index(document_ids: np.ndarray, epochs: Epochs, random: np.random.RandomState) -> np.ndarray:
-    mixed = np.tile(document_ids.astype(np.int32), epochs.count - epochs.last_separate)
+    mixed = np.tile(document_ids.astype(np.int32), epochs.number - epochs.last_separate)
     random.shuffle(mixed)
     if not epochs.last_separate:
         return mixed
@@ -142,7 +142,7 @@ class GPTDataset:
             "seed": seed,
         }
         asked = self.tokens_per_epoch // seq_length if num_samples is None else num_samples
-        entries = self.epochs.count * len(document_ids) + asked
+        entries = self.epochs.number * len(document_ids) + asked
         with memory_for(f"{indexed.prefix}: {split_name} split", num_samples=asked, num_entries=entries):
             arrays = cached_arrays(
                 cache_dir,

@@ -34,6 +34,8 @@ class Agent(LocalElasticAgent):
     endpoint     address and port of the rendezvous, for messages
     reports      folder for the reports of this machine's ranks
     stop_signal  returns the number of the stop signal that the launcher received, or 0
+
+    Torch's decorator `prof` hides the types of the methods that are overridden.
     """
 
     def __init__(self, spec: WorkerSpec, endpoint: str, reports: Path, stop_signal: Callable[[], int]):
@@ -45,7 +47,7 @@ class Agent(LocalElasticAgent):
         self._reports = reports
         self._stop_signal = stop_signal
 
-    def _rendezvous(self, worker_group: WorkerGroup) -> None:
+    def _rendezvous(self, worker_group: WorkerGroup) -> None:  # type: ignore[override]
         try:
             super()._rendezvous(worker_group)  # type: ignore[call-arg]
         except (ValueError, KeyError, TypeError) as error:  # raised for text that no launcher writes
@@ -54,7 +56,7 @@ class Agent(LocalElasticAgent):
                 "give another --master-port on every machine, and let no other program reach it"
             ) from error
 
-    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:  # type: ignore[override]
         try:
             os.getcwd()
         except FileNotFoundError:
@@ -64,7 +66,7 @@ class Agent(LocalElasticAgent):
         self.had_ranks = True
         return super()._start_workers(worker_group)  # type: ignore[call-arg]
 
-    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:  # type: ignore[override]
         assert self._pcontext is not None
         processes = self._pcontext._pc.processes  # type: ignore[attr-defined]
         ranks = [worker.global_rank for worker in worker_group.workers]
@@ -93,7 +95,7 @@ class Agent(LocalElasticAgent):
         print(*lines, sep="\n", file=sys.stderr, flush=True)
         self.exit_code, self._last_failure = failure.exit_code, failure
 
-    def _stop_workers(self, worker_group: WorkerGroup) -> None:
+    def _stop_workers(self, worker_group: WorkerGroup) -> None:  # type: ignore[override]
         if self._pcontext is not None and worker_group.state == WorkerState.HEALTHY:
             print("nodes joined or left: restarting with the present ones", file=sys.stderr, flush=True)
             self._pcontext.close(signal.SIGTERM, JOINED_GRACE_SECONDS)

@@ -11,8 +11,7 @@ from pathlib import Path
 from megatron_lite.config.types import PRINTABLE
 from megatron_lite.errors import ConfigError, TrainingError
 
-HOME = Path(__file__).resolve().parents[2]  # the checkout
-SCRIPT = HOME / "tools" / "slurm" / "pretrain.sbatch"
+SCRIPT = Path(__file__).with_name("pretrain.sbatch")
 
 
 def task_overrides(array: str | None, overrides: list[str]) -> list[str]:
@@ -28,15 +27,12 @@ def sets_run_dir(override: str) -> bool:
 
 
 def job_script(options: list[str], arguments: list[str]) -> str:
-    """`tools/slurm/pretrain.sbatch` with these arguments, and these options last: sbatch takes the last of two."""
-    if not SCRIPT.exists():
-        raise ConfigError(f"{SCRIPT} is missing; submit needs a checkout of megatron_lite, with its tools/")
+    """`pretrain.sbatch` with these arguments, and these options last: sbatch takes the last of two."""
     first, *rest = SCRIPT.read_text(encoding="utf-8").splitlines(keepends=True)
     end = next(number for number, line in enumerate(rest) if line.startswith("set -u"))
     header = [f"#SBATCH {quoted('an option of sbatch', option)}\n" for option in options]
-    home, python = quoted("the folder of megatron_lite", str(HOME)), quoted("the path of Python", sys.executable)
     fixed = [
-        f"export MEGATRON_LITE_HOME={home} PYTHON={python}\n",
+        f"PYTHON={quoted('the path of Python', sys.executable)}\n",
         f"cd {quoted('the current folder', os.getcwd())} || exit 2\n",
         f"set -- {' '.join(quoted('an argument', argument) for argument in arguments)}\n",
     ]

@@ -41,8 +41,10 @@ class Optimizer(Protocol):
 
     scaler: LossScaler
 
-    step_count: int
-    """Steps taken, without the skipped ones."""
+    @property
+    def step_count(self) -> int:
+        """Steps taken, without the skipped ones."""
+        ...
 
     copies_at_save: bool
     """See DataParallel.copies_at_save."""
@@ -95,7 +97,7 @@ class MixedPrecisionOptimizer(Optimizer):
             name: shard.values.to(torch.promote_types(shard.values.dtype, torch.float32))
             for name, shard in ddp.owned.items()
         }
-        self.step_count = 0
+        self._steps = 0
         self.copies_at_save = ddp.copies_at_save
         self._table = table
         self._ddp = ddp
@@ -140,7 +142,7 @@ class MixedPrecisionOptimizer(Optimizer):
         self._adam.step()
         for master in self.masters.values():
             master.grad = None  # it would keep the memory of gradients that the engine drops
-        self.step_count += 1
+        self._steps += 1
         self.publish_masters()
 
     @torch.no_grad()
@@ -152,6 +154,10 @@ class MixedPrecisionOptimizer(Optimizer):
             values, masters = [owned[name].values for name in low], [self.masters[name] for name in low]
             torch._foreach_copy_(values, masters)  # pyright: ignore[reportPrivateImportUsage]
         self._ddp.gather_params()
+
+    @property
+    def step_count(self) -> int:
+        return self._steps
 
     def weights(self) -> Shards:
         return self._ddp.weights()
@@ -179,7 +185,7 @@ class MixedPrecisionOptimizer(Optimizer):
                 master.copy_(values.view_as(master))
         for values in self._adam.state.values():
             values["step"].fill_(steps)
-        self.step_count = steps
+        self._steps = steps
         self._ddp.resume_pending_grads(iteration)
         self.publish_masters()
 

@@ -27,7 +27,7 @@ def evaluation_samples(run: Run) -> int:
     return samples_of_evaluation(run.config.train, run.ctx.dp.size)
 
 
-def loader(run: Run, dataset: Dataset, eod: int) -> PrefetchingLoader:
+def build_loader(run: Run, dataset: Dataset, eod: int) -> PrefetchingLoader:
     """A loader that prefetches this rank's micro-batches of `dataset`, one step ahead."""
     return PrefetchingLoader(
         dataset,
@@ -53,7 +53,7 @@ def evaluate(run: Run, dataset: Dataset, eod: int, stop: StopRequest | None = No
     schedule = build_schedule("forward-only", run.ctx.pp.size, count, len(run.model))
     for chunk in run.model:
         chunk.eval()
-    with torch.no_grad(), run.optimizer.common_model(), loader(run, dataset, eod) as batches:
+    with torch.no_grad(), run.optimizer.common_model(), build_loader(run, dataset, eod) as batches:
         for consumed in range(0, evaluation_samples(run), batch_size):
             if stop is not None and stop.agreed(run.ctx):
                 totals = None

@@ -11,7 +11,7 @@ from megatron_lite.data.loader import PrefetchingLoader
 from megatron_lite.errors import MegatronLiteError, StoppedEarly
 from megatron_lite.parallel.waiting import LostRanks
 from megatron_lite.training.checkpointing import save_run
-from megatron_lite.training.evaluate import Evaluation, loader
+from megatron_lite.training.evaluate import Evaluation, build_loader
 from megatron_lite.training.faults import answer_bad_values
 from megatron_lite.training.logs import RunLog
 from megatron_lite.training.memory import memory_line
@@ -39,7 +39,7 @@ def train(run: Run, train_set: Dataset, eod: int, log: RunLog, evaluation: Evalu
         world_size=run.ctx.grid.world_size,
         hang_timeout=config.train.hang_timeout,
     )
-    with watchdog, loader(run, train_set, eod) as batches, errors_with_place(run):
+    with watchdog, build_loader(run, train_set, eod) as batches, errors_with_place(run):
         evaluation.evaluate_if_due(stop)  # an evaluation that a stop request interrupted
         while run.state.iteration < config.train.iterations:
             iterate(batches)

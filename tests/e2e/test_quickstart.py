@@ -42,7 +42,7 @@ def test_a_slow_machine_gets_a_narrow_model_and_a_fast_one_the_widest(quickstart
     assert (slow.model.hidden_size, slow.train.iterations) == (min(widths), 20)
     fast = chosen(quickstart, monkeypatch, 200.0, lambda width, precision: 1e-4)
     assert (fast.model.hidden_size, fast.train.iterations) == (max(widths), quickstart.MOST)
-    assert "one step takes 10.00 s, 20 steps about 3.3 minutes" in capsys.readouterr().out
+    assert "a step takes 10.00 s, 20 steps about 3.3 minutes" in capsys.readouterr().out
     between = chosen(quickstart, monkeypatch, 200.0, lambda width, precision: width / 1000)
     assert 150 < between.train.iterations * between.model.hidden_size / 1000 <= 200
 

@@ -10,21 +10,29 @@ import pytest
 import torch
 from torch import nn
 
-from megatron_lite.data.blended import Splits
-from megatron_lite.errors import ConfigError, TrainingError
+from megatron_lite import (
+    ConfigError,
+    ParamMeta,
+    Shard,
+    Splits,
+    declare,
+    evaluate,
+    finalize_megatron,
+    get_model,
+    initialize_megatron,
+    initialize_parameters,
+    pretrain,
+    setup_model_and_optimizer,
+    train_step,
+)
+from megatron_lite.errors import TrainingError
 from megatron_lite.launch.pool import RanksFailed
-from megatron_lite.model.build import get_model, initialize_parameters
 from megatron_lite.parallel.embedding import VocabParallelEmbedding
 from megatron_lite.parallel.linear import column_parallel_linear
 from megatron_lite.parallel.loss import vocab_parallel_cross_entropy
-from megatron_lite.parallel.shard import ParamMeta, Shard, declare
-from megatron_lite.training.evaluate import evaluate
 from megatron_lite.training.faults import answer_bad_values
-from megatron_lite.training.initialize import choose_device, finalize_megatron, initialize_megatron
-from megatron_lite.training.pretrain import pretrain
-from megatron_lite.training.setup import setup_model_and_optimizer
+from megatron_lite.training.initialize import choose_device
 from megatron_lite.training.signals import StopRequest
-from megatron_lite.training.step import train_step
 from tests.helpers.runs import CountingDataset, counting_splits, rows
 from tests.helpers.tiny import MODELS, next_microbatches, tiny_config, train_tiny
 

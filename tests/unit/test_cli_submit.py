@@ -9,15 +9,16 @@ import signal
 import subprocess
 import sys
 import time
-from importlib import import_module
 from pathlib import Path
 
 import pytest
 
+import megatron_lite
 from tests.helpers.command import run_here
 from tests.helpers.limits import PATIENCE
 
-ROOT = Path(__file__).resolve().parents[2]
+TEMPLATE = Path(megatron_lite.__file__).parent / "launch" / "pretrain.sbatch"
+LAUNCH = [sys.executable, "-m", "megatron_lite.launch"]
 SHELLCHECK = shutil.which("shellcheck", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
 # A config that is valid for any number of ranks.
 GOOD = ("data.paths=corpus", "data.tokenizer=bytes", "run.dir=runs/mine")
@@ -86,7 +87,7 @@ def test_the_script_has_the_options_after_those_of_its_template(tmp_path):
     options = ["--nodes", "2", "--gpus-per-node", "8", "--time", "24:00:00", "--partition", "long", "--account", "me"]
     done = submit(*options, "--sbatch=--constraint=h100", "--sbatch=--nodes=3", "--dry-run", *GOOD, cwd=tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
-    template = directives((ROOT / "tools/slurm/pretrain.sbatch").read_text())
+    template = directives(TEMPLATE.read_text())
     assert "--signal=B:USR1@120" in template
     assert directives(done.stdout) == [
         *template,
@@ -102,7 +103,7 @@ def test_the_script_has_the_options_after_those_of_its_template(tmp_path):
     ]
     before, _, after = done.stdout.partition("\nset -- ")
     assert "#SBATCH" not in after  # sbatch ignores options after the first command
-    assert f"\nexport MEGATRON_LITE_HOME={ROOT} PYTHON={sys.executable}\ncd {tmp_path} || exit 2" in before
+    assert f"\nPYTHON={sys.executable}\ncd {tmp_path} || exit 2" in before
     assert not (tmp_path / "runs").exists()
 
 
@@ -179,15 +180,6 @@ def test_a_wrong_config_is_an_error_before_the_job_is_queued(tmp_path):
     done = submit("--nproc-per-node", "1", "parallel.tensor=2", *GOOD, cwd=tmp_path)
     assert "Start 2 with: megatron-lite submit parallel.tensor=2 " in done.stderr
     assert done.stderr.endswith(" run.dir=runs/mine --nproc-per-node 2\n")
-
-
-def test_without_a_checkout_there_is_no_template(tmp_path, monkeypatch):
-    monkeypatch.setattr(import_module("megatron_lite.launch.submit"), "SCRIPT", tmp_path / "pretrain.sbatch")
-    done = submit("--nproc-per-node", "2", "--dry-run", *GOOD, cwd=tmp_path)
-    assert done.returncode == 2
-    assert done.stderr == (
-        f"{tmp_path}/pretrain.sbatch is missing; submit needs a checkout of megatron_lite, with its tools/\n"
-    )
 
 
 def test_a_folder_that_cannot_be_written_is_a_config_error(tmp_path):
@@ -296,7 +288,7 @@ def test_a_finished_or_failed_job_exits_with_the_code_of_its_ranks(tmp_path, com
     assert job.end_step(code) == code
     assert job.recorded("srun") == [
         *("--ntasks-per-node=1", "--export=ALL", "--wait=60"),
-        *(f"{ROOT}/launch.sh", "--log-dir", f"{tmp_path}/my runs/x", "--nproc-per-node", "2", *GOOD),
+        *(*LAUNCH, "--log-dir", f"{tmp_path}/my runs/x", "--nproc-per-node", "2", *GOOD),
     ]
     assert job.recorded("scancel") == job.recorded("scontrol") == []
     assert job.printed() == ["job 7, start 1, on n1"]
@@ -354,8 +346,8 @@ def test_a_job_that_finishes_at_its_time_limit_is_not_requeued(tmp_path, command
 
 def test_a_task_of_an_array_requeues_only_itself(tmp_path, commands):
     """One task has the job number of the array, and a command with that number would requeue all tasks."""
-    task = {"SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "2"}
-    job = Job(tmp_path, commands, "--array", "1-2", "run.dir=runs/a %a", "run.seed=%a", **task)
+    words = ("--array", "1-2", "run.dir=runs/a %a", "run.seed=%a")
+    job = Job(tmp_path, commands, *words, SLURM_ARRAY_JOB_ID="7", SLURM_ARRAY_TASK_ID="2")
     assert job.recorded("srun")[-2:] == ["run.dir=runs/a 2", "run.seed=2"]
     assert job.signal_time_limit() == REQUEUED
     assert (job.recorded("scancel"), job.recorded("scontrol")) == (["--signal=USR1 7_2"], ["requeue 7_2"])
@@ -382,7 +374,7 @@ def test_the_output_of_ranks_is_in_a_folder_beside_that_of_the_job(tmp_path, com
     job = Job(tmp_path, commands, output=output)
     job.end_step(0)
     arguments = job.recorded("srun")
-    found = arguments[arguments.index(f"{ROOT}/launch.sh") + 1 : arguments.index("--nproc-per-node")]
+    found = arguments[arguments.index(LAUNCH[-1]) + 1 : arguments.index("--nproc-per-node")]
     assert found == [word.replace("all", f"{tmp_path}/all") for word in logs]
 
 
@@ -392,18 +384,18 @@ def test_the_cores_of_a_task_reach_srun(tmp_path, commands):
     assert "--cpus-per-task=6" in job.recorded("srun")[:4]
 
 
-def test_a_script_without_its_launch_sh_exits_with_2(tmp_path, commands):
-    """A user can submit the template itself from another folder."""
+@pytest.mark.parametrize("given, expected", [({}, "python3"), ({"PYTHON": "/opt/mine/python"}, "/opt/mine/python")])
+def test_the_template_without_submit_uses_python3_or_the_given_python(tmp_path, commands, given, expected):
+    """SLURM runs a copy in its own folder, so the template cannot find its package by its own place."""
+    records = commands(srun='printf "%s\\n" "$@" > "$RECORDS/srun"')
+    shutil.copy(TEMPLATE, tmp_path / "slurm_script")
+    job = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n1", **given}
+    variables = {name: value for name, value in os.environ.items() if name != "PYTHON"}
     done = subprocess.run(
-        ["bash", str(ROOT / "tools/slurm/pretrain.sbatch"), "x"],
-        env=dict(os.environ) | {"SLURM_SUBMIT_DIR": str(tmp_path)},
-        capture_output=True,
-        text=True,
+        ["bash", str(tmp_path / "slurm_script"), "x"], env=variables | job, cwd=tmp_path, capture_output=True, text=True
     )
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == (
-        f"{tmp_path}/launch.sh is missing; submit from the folder of launch.sh, or set MEGATRON_LITE_HOME to it\n"
-    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert (records / "srun").read_text().splitlines()[3:] == [expected, "-m", "megatron_lite.launch", "x"]
 
 
 @pytest.mark.parametrize(

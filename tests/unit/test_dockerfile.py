@@ -4,6 +4,7 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -112,6 +113,20 @@ def test_make_installs_from_what_is_copied_and_then_has_nothing_left_to_install(
     assert make(tmp_path, "-n", "quickstart").stdout == ".venv/bin/python tools/quickstart.py\n"
     for name in ("tools/quickstart.py", "configs/quickstart.yaml", "megatron_lite/__main__.py", "launch.sh"):
         assert (tmp_path / name).is_file()
+
+
+def test_the_package_can_be_installed_before_its_sources_are_copied(tmp_path):
+    """Metadata that is read from a source, such as the version, would end the build."""
+    before, install, _ = split_at_install()
+    assert "mkdir megatron_lite && touch megatron_lite/__init__.py README.md" in install
+    lay_out(tmp_path, before)
+    (tmp_path / "megatron_lite").mkdir()
+    for name in ("megatron_lite/__init__.py", "README.md"):
+        (tmp_path / name).touch()
+    code = "from setuptools import build_meta; print(build_meta.prepare_metadata_for_build_editable('.'))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1].startswith("megatron_lite-")
 
 
 def test_no_source_is_copied_before_the_dependencies_are_installed():

@@ -1,6 +1,7 @@
 """launch.sh: the numbers of ranks and threads, the environment variables, and the command that it starts."""
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -182,11 +183,12 @@ def test_outside_a_slurm_step_srun_starts_it_on_every_node(slurm, given, cores):
     """srun ignores SLURM_CPUS_PER_TASK and would give the ranks of each node one core."""
     job = {"SLURM_NNODES": "2", "SLURM_JOB_ID": "1", **given}
     options = ["--ntasks-per-node=1", "--export=ALL", "--wait=60", *cores]
-    command = [*options, str(ROOT / "launch.sh"), "--nproc-per-node", "2", "a  b", "c"]
+    launched = ["python", "-m", "megatron_lite.launch"]
+    command = [*options, *launched, "--nproc-per-node", "2", "a  b", "c"]
     done = launch("a  b", "--nproc-per-node=2", "c", PATH=slurm, **job)
     assert (done.returncode, done.stdout.splitlines()) == (7, [f"srun {' '.join(command)}", *command])
     dry = launch("--dry-run", "x", PATH=slurm, **job)
-    assert (dry.returncode, dry.stdout) == (0, f"srun {' '.join(options)} {ROOT}/launch.sh x\n")
+    assert (dry.returncode, dry.stdout) == (0, f"srun {' '.join([*options, *launched])} x\n")
 
 
 def test_one_node_of_slurm_needs_no_srun(slurm):
@@ -221,6 +223,40 @@ def test_other_arguments_keep_their_order_and_quoting(tmp_path):
     done = launch(*words[:3], "--nproc-per-node", "2", *words[3:], PYTHON=str(interpreter))
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == str(["-m", "megatron_lite", "pretrain", "--nproc-per-node", "2", *words])
+
+
+def test_the_package_starts_launch_sh_with_its_own_interpreter(tmp_path):
+    """A wheel has no checkout beside it. Another interpreter, from PYTHON, may not have the package."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(READ)}
+    done = subprocess.run(
+        [sys.executable, "-m", "megatron_lite.launch", "--dry-run", "--nproc-per-node", "2", "a  b", "c"],
+        env=kept | {"PYTHON": "elsewhere", "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.splitlines()[-1] == f"{sys.executable} -m megatron_lite pretrain --nproc-per-node 2 a  b c"
+
+
+@pytest.mark.parametrize(
+    "has_venv, given, expected",
+    [(True, {}, "{here}/.venv/bin/python"), (True, {"PYTHON": "mine"}, "mine"), (False, {}, "python3")],
+)
+def test_launch_sh_prefers_the_python_of_its_checkout(tmp_path, has_venv, given, expected):
+    """`make` installs into .venv; another python3 may lack the package."""
+    (tmp_path / "megatron_lite/launch").mkdir(parents=True)
+    for name in ("launch.sh", "megatron_lite/launch/launch.sh"):
+        shutil.copy(ROOT / name, tmp_path / name)
+    if has_venv:
+        (tmp_path / ".venv/bin").mkdir(parents=True)
+        (tmp_path / ".venv/bin/python").symlink_to(sys.executable)
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(READ)}
+    words = ["sh", str(tmp_path / "launch.sh"), "--dry-run", "--nproc-per-node", "2", "x"]
+    done = subprocess.run(words, env=kept | given, capture_output=True, text=True, timeout=PATIENCE)
+    python = expected.format(here=tmp_path)
+    assert done.stdout.splitlines()[-1] == f"{python} -m megatron_lite pretrain --nproc-per-node 2 x"
 
 
 def test_launch_sh_is_replaced_by_its_command_and_returns_its_exit_code(tmp_path):
