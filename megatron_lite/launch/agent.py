@@ -95,7 +95,8 @@ class Agent(LocalElasticAgent):
         print(*lines, sep="\n", file=sys.stderr, flush=True)
         self.exit_code, self._last_failure = failure.exit_code, failure
 
-    def _stop_workers(self, worker_group: WorkerGroup) -> None:  # type: ignore[override]
+    # Some versions of torch pass `is_restart`.
+    def _stop_workers(self, worker_group: WorkerGroup, is_restart: bool = False) -> None:  # type: ignore[override]
         if self._pcontext is not None and worker_group.state == WorkerState.HEALTHY:
             print("nodes joined or left: restarting with the present ones", file=sys.stderr, flush=True)
             self._pcontext.close(signal.SIGTERM, JOINED_GRACE_SECONDS)

@@ -100,7 +100,7 @@ def test_the_error_of_a_layout_that_needs_more_processes_names_the_command():
     assert done.stderr.splitlines() == [
         "this layout needs 2 processes, or a multiple of 2; got 1. Start 2 with: megatron-lite pretrain "
         f"--config {ROOT}/configs/quickstart.yaml 'run.dir=a b' optim.min_lr=1 --nproc-per-node 2",
-        "optim.min_lr is 1, more than optim.lr (0.004)",
+        "optim.min_lr is 1, more than optim.lr (0.0025)",
     ]
 
 
