@@ -49,7 +49,7 @@ class Plan(NamedTuple):
     step_seconds: float
 
 
-CHOICES = (Choice(2, 128, 2.5e-3, 0), Choice(3, 192, 2e-3, 2000), Choice(4, 256, 1.5e-3, 3000))
+CHOICES = [Choice(2, 128, 2.5e-3, 0), Choice(3, 192, 2e-3, 2000), Choice(4, 256, 1.5e-3, 3000)]
 
 
 def main() -> None:

@@ -67,7 +67,9 @@ def initialize_parameters(chunks: Sequence[nn.Module], ctx: ParallelContext, see
             module = chunk.get_submodule(path)
             parameter = declare(getattr(module, key), meta)
             if ctx.device.type != "meta":
-                parameter = declare(nn.Parameter(torch.empty_like(parameter, device=ctx.device)), meta)
+                # `empty_like` of a meta tensor would load sympy, which takes half a second.
+                empty = torch.empty(parameter.shape, dtype=parameter.dtype, device=ctx.device)
+                parameter = declare(nn.Parameter(empty), meta)
                 # A tied copy is drawn under the original's name, so both stages start equal.
                 fill(parameter, meta, seed=seed, name=meta.tied_to or name, tp=ctx.tp)
                 setattr(module, key, parameter)

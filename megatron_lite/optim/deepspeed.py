@@ -148,7 +148,7 @@ class DeepSpeedOptimizer(DataParallel, Optimizer):
         for name, parameter in params.items():  # for DeepSpeed's norm: shards count on every rank of tp
             parameter.tensor_model_parallel = table[name].shard.is_split  # type: ignore[attr-defined]
             parameter.register_hook(lambda _, name=name, arrived=self._arrived: arrived.add(name))
-        self._adam = build_adam(dict(params), table, optim)
+        self._adam = build_adam(dict(params), table, optim, torch.optim.AdamW)
         self._engine = library.wrap(model, self._adam)
         self._flat: list[Tensor] = []  # fp32 tensors that AdamW updates in place of the parameters; none at stage 0
         if self._stage == 3:

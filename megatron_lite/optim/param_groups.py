@@ -1,5 +1,6 @@
 """AdamW and its parameter groups: weight decay acts on matrices and embeddings, not on norms and biases."""
 
+import inspect
 from collections.abc import Iterable
 from typing import Any
 
@@ -20,10 +21,22 @@ def decay_groups(weights: dict[str, Tensor], table: ParamTable, weight_decay: fl
     ]
 
 
-def build_adam(params: dict[str, Tensor], table: ParamTable, optim: OptimConfig) -> torch.optim.AdamW:
-    """AdamW over named tensors, with the settings of `optim`."""
+class AdamW(torch.optim.AdamW):
+    """torch's AdamW without the decorators that load torch's compiler, which takes a second of each rank's start.
+
+    They exclude the optimizer from compilation, and nothing here compiles it.
+    """
+
+    add_param_group = inspect.unwrap(torch.optim.Optimizer.add_param_group)
+    step = torch.no_grad()(inspect.unwrap(torch.optim.AdamW.step))
+
+
+def build_adam(
+    params: dict[str, Tensor], table: ParamTable, optim: OptimConfig, kind: type[torch.optim.AdamW] = AdamW
+) -> torch.optim.AdamW:
+    """AdamW over named tensors, with the settings of `optim`; DeepSpeed accepts only torch's own class as `kind`."""
     groups = decay_groups(params, table, optim.weight_decay)
-    return torch.optim.AdamW(groups, lr=optim.lr, betas=(optim.beta1, optim.beta2), eps=optim.eps, fused=True)
+    return kind(groups, lr=optim.lr, betas=(optim.beta1, optim.beta2), eps=optim.eps, fused=True)
 
 
 def allocate_moments(adam: torch.optim.AdamW, params: Iterable[Tensor]) -> None:
