@@ -60,11 +60,17 @@ def _raise_where(changed: list[str], reason: str) -> None:
 
 
 def changed_model(before: Fields, now: Fields) -> list[str]:
-    """A message for each model field that differs and affects what the weights mean."""
+    """A message for each model field that differs and affects what the weights mean.
+
+    A checkpoint from before a field existed has its default, and fields that this version lacks differ.
+    """
     saved, wanted = (_with_derived_sizes(config.get("model", {})) for config in (before, now))
     # With rotary positions no weight depends on the number of positions.
     free = NOT_OF_WEIGHTS | ({"max_position_embeddings"} if saved.get("position") == "rotary" else set())
-    return differing({"model": saved}, {"model": wanted}, [f"model.{key}" for key in saved if key not in free])
+    unknown = [f"model.{key} (checkpoint: {saved[key]}, unknown here)" for key in saved if key not in wanted]
+    return unknown + differing(
+        {"model": saved}, {"model": wanted}, [f"model.{key}" for key in saved if key not in free]
+    )
 
 
 def differing(before: Fields, now: Fields, fields: Sequence[str]) -> list[str]:
@@ -96,9 +102,10 @@ def _pending(config: Config) -> list[str]:
 
 
 def _with_derived_sizes(model: Mapping[str, Any]) -> dict[str, Any]:
-    """The model section, with each 0 that means "derived" replaced by its value."""
+    """The model section with the defaults of fields that it lacks, and each 0 that means "derived" replaced."""
     try:
-        config = ModelConfig.model_validate(model)
-    except ValueError:  # another version's fields
+        config = ModelConfig.model_validate({name: model[name] for name in model if name in ModelConfig.model_fields})
+    except ValueError:  # another version's values
         return dict(model)
-    return {**model, **{field: getattr(config, size) for field, size in DERIVED.items() if field in model}}
+    sizes = {field: getattr(config, size) for field, size in DERIVED.items()}
+    return {**model, **config.model_dump(mode="json"), **sizes}

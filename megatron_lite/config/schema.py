@@ -72,7 +72,7 @@ class RunConfig(Section):
 class ModelConfig(Section):
     """Sizes and kinds of the transformer; GPT, CodeGeeX and Llama are values of these fields.
 
-    A field that is 0 by default follows from the fields that its text names.
+    A size that is 0 by default follows from the fields that its text names.
     """
 
     preset: Preset = ""

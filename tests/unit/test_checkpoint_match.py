@@ -5,6 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 
+from megatron_lite.checkpoint.compatible import changed_model
+from megatron_lite.config.schema import ModelConfig
 from megatron_lite.errors import CheckpointError
 from megatron_lite.parallel.shard import ParamMeta, Shard
 from tests.helpers.checkpoints import CONFIG, TABLE, contents, load, one_process, save
@@ -36,7 +38,8 @@ def test_the_error_of_other_shapes_names_both_and_the_keys_to_compare(root):
     message = message_of_load(root, table, config={**config, "model": {**config["model"], "hidden_size": 8}})
     assert message == (
         f"{root}/iter_0000001: belongs to another model; {FC2} is [4, 12] in the checkpoint and [4, 24] in this model. "
-        "Look at model.hidden_size (checkpoint: 4, config: 8), or choose another run.dir"
+        "Look at model.hidden_size (checkpoint: 4, config: 8), model.ffn_hidden_size (checkpoint: 16, config: 6), or "
+        "choose another run.dir"
     )
 
 
@@ -126,3 +129,17 @@ def test_the_error_of_names_with_a_prefix_suggests_a_custom_model(tmp_path):
     save(tmp_path, 1, one_process(), table=table, **contents(one_process(), 1, table=table))
     message = message_of_load(tmp_path)
     assert "its names have a prefix, as those of a custom model may; load it with --model FILE.py:NAME" in message
+
+
+def test_a_field_that_a_checkpoint_lacks_has_its_default():
+    """A checkpoint from before a field existed would otherwise resume with any value of it."""
+    saved = {"hidden_size": 64, "num_heads": 4}
+    now = {**ModelConfig(hidden_size=64, num_heads=4).model_dump(mode="json"), "bias": False}
+    assert changed_model({"model": saved}, {"model": now}) == ["model.bias (checkpoint: True, config: False)"]
+    assert changed_model({"model": saved}, {"model": {**now, "bias": True}}) == []
+
+
+def test_a_field_of_another_version_is_named():
+    """Its absence must not let derived sizes such as head_dim look changed."""
+    now = ModelConfig(hidden_size=64, num_heads=4).model_dump(mode="json")
+    assert changed_model({"model": {**now, "new": 3}}, {"model": now}) == ["model.new (checkpoint: 3, unknown here)"]

@@ -28,7 +28,7 @@ EXEMPT = {"__init__.py", "__main__.py", "mpu.py"}
 # The one file that registers its context with `mpu`.
 REGISTERS_MPU = "training/initialize.py"
 # Non-blank lines of the core, docstrings included. A new feature may raise it, never above 13,000.
-BUDGET = 9_700
+BUDGET = 9_800
 
 TESTS = Path(__file__).resolve().parents[1]
 FILES = sorted(PACKAGE.rglob("*.py"))
