@@ -2,7 +2,7 @@
 # On a machine without a GPU, PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu avoids a large download.
 
 PYTHON ?= python3
-JOBS ?= 4
+JOBS ?= 3
 DEVICE ?= cpu
 VENV := .venv
 BASE := $(VENV)/.installed-base
@@ -15,7 +15,7 @@ unexport PYTHONPATH
 
 help:
 	@echo "make quickstart  train a small CodeGeeX on this machine's Python sources and let it write code"
-	@echo "make test        the tests without the long ones, in four processes, which mostly wait (JOBS=2: in two)"
+	@echo "make test        the tests without the long ones, in three processes (JOBS=2: in two)"
 	@echo "make soak        the long tests: many kills, faults and moves"
 	@echo "make lint        formatting, lint, types, shell scripts and the Dockerfile"
 	@echo "make format      let ruff rewrite the sources"
