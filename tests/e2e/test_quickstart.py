@@ -75,7 +75,10 @@ def test_a_short_quickstart_trains_writes_code_and_draws_its_curves(tmp_path):
     (tmp_path / "sources" / "tests").mkdir(parents=True)
     (tmp_path / "sources" / "tests" / "left_out.py").write_text("x = 1\n")
     shutil.copytree(ROOT / "megatron_lite", tmp_path / "sources" / "package")
-    smallest = "import sys; sys.path[0] = 'tools'; import quickstart; del quickstart.CHOICES[1:]; quickstart.main()"
+    smallest = (
+        "import sys; sys.path[0] = 'tools'; import quickstart; "
+        "del quickstart.CHOICES[1:]; quickstart.num_ranks = lambda: 1; quickstart.main()"
+    )
     command = [sys.executable, "-c", smallest, "--seconds", "1", "--sources", "sources"]
     options = {"cwd": tmp_path, "env": environment(), "text": True}
     first = subprocess.Popen(command, stdout=subprocess.PIPE, start_new_session=True, **options)
