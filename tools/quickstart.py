@@ -27,7 +27,7 @@ LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2t
 
 TOTAL_SECONDS = 220.0  # a reserve of 20 seconds to four minutes
 AFTER_TRAINING_SECONDS = 30.0  # start of the ranks, evaluations, generation, picture
-TENSOR_PARALLEL_SLOWDOWN = 1.6  # a step of two ranks with a thread each, over one of a process with two: 1.3 to 1.6
+TENSOR_PARALLEL_SLOWDOWN = 2.1  # a step of two ranks with a thread each, over one of a process with two: 1.3 to 2.1
 FEWEST, MOST = 10, 4000  # iterations of 1,024 tokens; the most are one and a half passes over the data
 
 
