@@ -1,10 +1,11 @@
 """Trains a small CodeGeeX on the Python standard library's own sources, in about four minutes on two cores.
 
 Nothing is downloaded. Each step is one megatron-lite command, and steps with existing output are skipped. The time of
-one training step on this machine decides the precision, the width of the model and the number of iterations.
+some training steps on this machine decides the precision, the size of the model and the number of iterations.
 """
 
 import argparse
+import json
 import os
 import signal
 import subprocess
@@ -13,6 +14,7 @@ import sysconfig
 import tempfile
 import time
 from pathlib import Path
+from statistics import mean
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
@@ -25,14 +27,14 @@ PROMPT = 'class Reader:\n    """Read lines of a file."""\n\n    def __init__(sel
 # Folders of the standard library with other text than its code: packages, tests, tables.
 LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "encodings", "pydoc_data"}
 
-TOTAL_SECONDS = 220.0  # a reserve of 20 seconds to four minutes
+TOTAL_SECONDS = 215.0  # a reserve of 25 seconds to four minutes
 AFTER_TRAINING_SECONDS = 30.0  # start of the ranks, evaluations, generation, picture
-TENSOR_PARALLEL_SLOWDOWN = 2.1  # a step of two ranks with a thread each, over one of a process with two: 1.3 to 2.1
+WARM_UP, TIMED = 5, 20  # iterations of a measurement
 FEWEST, MOST = 10, 4000  # iterations of 1,024 tokens; the most are one and a half passes over the data
 
 
 class Choice(NamedTuple):
-    """Sizes and learning rate of a model, and the fewest iterations for which it is chosen: few suit a small model."""
+    """Sizes and learning rate of a model, and the fewest iterations for which a run has this model."""
 
     num_layers: int
     hidden_size: int
@@ -63,7 +65,7 @@ def main() -> None:
         print("3/5 resuming the run with its config", flush=True)
     else:
         config, ranks = CONFIG, num_ranks()
-        overrides = choose(ranks, options.seconds - AFTER_TRAINING_SECONDS - (time.monotonic() - started))
+        overrides = choose(ranks, started + options.seconds - AFTER_TRAINING_SECONDS)
     megatron_lite("pretrain", "--config", config, "--nproc-per-node", str(ranks), *overrides)
     print("4/5 writing some code", flush=True)
     generate = ["generate", "--load", str(RUN), "--nproc-per-node", str(ranks), "--prompt", PROMPT]
@@ -83,9 +85,9 @@ def parser() -> argparse.ArgumentParser:
     return parser
 
 
-def megatron_lite(*words: str) -> None:
+def megatron_lite(*words: str, stdout: int | None = None) -> None:
     """Run one command; exit with its code if it fails or is stopped."""
-    command = subprocess.Popen([sys.executable, "-m", "megatron_lite", *words])
+    command = subprocess.Popen([sys.executable, "-m", "megatron_lite", *words], stdout=stdout)
     # A terminal sends SIGINT to the command too, which saves and exits; SIGTERM is passed on.
     before = [signal.signal(signal.SIGINT, lambda *_: None)]
     before.append(signal.signal(signal.SIGTERM, lambda *_: command.terminate()))
@@ -98,8 +100,7 @@ def megatron_lite(*words: str) -> None:
 
 def prepare_data(folder: Path) -> None:
     """Train the tokenizer and tokenize the sources, unless both exist."""
-    files = (path for path in sorted(folder.rglob("*.py")) if not LEFT_OUT & set(path.relative_to(folder).parts))
-    sources = [str(path) for path in files]
+    sources = python_sources(folder)
     if not sources:
         sys.exit(f"{folder} has no Python sources; give a folder that has them: --sources FOLDER")
     tokenizer = DATA / "tokenizer.model"
@@ -113,6 +114,11 @@ def prepare_data(folder: Path) -> None:
         megatron_lite("preprocess", *words, "--append-eod", "--language-tag", "--input", *sources)
 
 
+def python_sources(folder: Path) -> list[str]:
+    """The .py files below a folder, in order, without those below a folder of LEFT_OUT."""
+    return [str(path) for path in sorted(folder.rglob("*.py")) if not LEFT_OUT & set(path.relative_to(folder).parts)]
+
+
 def num_ranks() -> int:
     """Two tensor-parallel ranks, or one on a single GPU or a single core."""
     import torch
@@ -121,32 +127,34 @@ def num_ranks() -> int:
     return min(2, devices)
 
 
-def choose(ranks: int, seconds: float) -> list[str]:
-    """The overrides with which training takes about this many seconds, printed with the estimate."""
-    slowdown = TENSOR_PARALLEL_SLOWDOWN if ranks > 1 else 1.0
-    plan = plan_for(CHOICES[0], seconds, slowdown)
-    for choice in CHOICES[1:]:
-        wider = plan_for(choice, seconds, slowdown)
-        if wider.iterations < choice.fewest_iterations:
-            break
-        plan = wider
-    minutes = plan.iterations * plan.step_seconds / 60
-    print(
-        f"3/5 training on {ranks} process(es) in {plan.precision}, hidden size {plan.choice.hidden_size}: a step takes "
-        f"{plan.step_seconds:.2f} s, {plan.iterations} steps about {minutes:.1f} minutes",
-        flush=True,
-    )
-    return [*overrides_of(plan.choice, plan.precision), *lengths(plan.iterations), f"parallel.tensor={ranks}"]
-
-
-def plan_for(choice: Choice, seconds: float, slowdown: float) -> Plan:
-    """The faster precision for this model, and the iterations that take about this many seconds."""
+def choose(ranks: int, deadline: float) -> list[str]:
+    """The overrides with which training ends about at `deadline`, a time of `time.monotonic`; prints the estimate."""
     from megatron_lite.training.throughput import faster_precision
 
+    print("3/5 timing some steps", flush=True)
     precisions = dict.fromkeys(["fp32", faster_precision()])  # in small models bf16 can be slower all the same
-    step_seconds, precision = min((slowdown * measured_step(choice, precision), precision) for precision in precisions)
-    iterations = max(FEWEST, min(MOST, int(seconds / step_seconds) // 10 * 10))
-    return Plan(choice, precision, iterations, step_seconds)
+    step_seconds, precision = min((measured_step(CHOICES[0], precision, ranks), precision) for precision in precisions)
+    plan = Plan(CHOICES[0], precision, iterations_until(deadline, step_seconds), step_seconds)
+    for choice in CHOICES[1:]:
+        if plan.iterations < choice.fewest_iterations:
+            break  # a larger model has fewer iterations still
+        step_seconds = measured_step(choice, precision, ranks)
+        iterations = iterations_until(deadline, step_seconds)
+        if iterations < choice.fewest_iterations:
+            break
+        plan = Plan(choice, precision, iterations, step_seconds)
+    iterations = iterations_until(deadline, plan.step_seconds)  # measurements take time too
+    print(
+        f"3/5 training on {ranks} process(es) in {precision}, hidden size {plan.choice.hidden_size}: a step takes "
+        f"{plan.step_seconds:.2f} s, {iterations} steps about {iterations * plan.step_seconds / 60:.1f} minutes",
+        flush=True,
+    )
+    return [*overrides_of(plan.choice, precision), *lengths(iterations), f"parallel.tensor={ranks}"]
+
+
+def iterations_until(deadline: float, step_seconds: float) -> int:
+    """The number of steps until `deadline`, a multiple of ten."""
+    return max(FEWEST, min(MOST, int((deadline - time.monotonic()) / step_seconds) // 10 * 10))
 
 
 def overrides_of(choice: Choice, precision: str) -> list[str]:
@@ -170,26 +178,15 @@ def lengths(iterations: int) -> list[str]:
     ]
 
 
-def measured_step(choice: Choice, precision: str) -> float:
-    """Mean seconds of a training step with all cores, or on one GPU: of two steps or more, in about two seconds."""
-    import torch
-
-    from megatron_lite import initialize_megatron, load_config, setup_model_and_optimizer, train_step
-    from megatron_lite.data.loader import Batch
-
+def measured_step(choice: Choice, precision: str, ranks: int) -> float:
+    """Mean seconds of a step in a short run with these ranks."""
     with tempfile.TemporaryDirectory() as folder:
-        changes = [*overrides_of(choice, precision), "parallel.tensor=1", f"run.dir={folder}"]
-        config = load_config(CONFIG, changes)
-        run = setup_model_and_optimizer(config, *initialize_megatron(config))
-        shape = config.train.micro_batch_size, config.data.seq_length
-        tokens = torch.ones(shape, dtype=torch.int64, device=run.ctx.device)
-        batch = Batch(tokens, tokens, torch.ones(shape, device=run.ctx.device))
-        train_step(run, [batch])  # allocates memory
-        start, count = time.perf_counter(), 0
-        while count < 2 or time.perf_counter() - start < 2.0:
-            train_step(run, [batch])  # reads the loss, so it waits for the device
-            count += 1
-        return (time.perf_counter() - start) / count
+        overrides = [*overrides_of(choice, precision), *lengths(WARM_UP + TIMED), f"parallel.tensor={ranks}"]
+        files = [f"run.dir={folder}", "checkpoint.interval=0", "log.tensorboard=false", "train.eval_iterations=0"]
+        words = ["pretrain", "--config", CONFIG, "--nproc-per-node", str(ranks), *overrides, *files]
+        megatron_lite(*words, stdout=subprocess.DEVNULL)
+        rows = [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
+    return mean(row["seconds"] for row in rows[WARM_UP:])
 
 
 def saved_config() -> "Config":

@@ -41,6 +41,7 @@ class TrainedRun:
 
     @property
     def seq_length(self) -> int:
+        """Tokens in a sequence. Raises ConfigError if config.yaml has no such number."""
         value = self.config.get("data.seq_length")
         if not isinstance(value, int) or value < 1:
             raise ConfigError(

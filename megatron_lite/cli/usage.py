@@ -46,6 +46,7 @@ class Command(TyperCommand):
         return any(parameter.name == "overrides" for parameter in self.params)
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """The arguments that are left; the error for an unknown option suggests the config field of its name."""
         given = list(args)
         try:
             return super().parse_args(ctx, args)

@@ -34,8 +34,6 @@ class Agent(LocalElasticAgent):
     endpoint     address and port of the rendezvous, for messages
     reports      folder for the reports of this machine's ranks
     stop_signal  returns the number of the stop signal that the launcher received, or 0
-
-    Torch's decorator `prof` hides the types of the methods that are overridden.
     """
 
     def __init__(self, spec: WorkerSpec, endpoint: str, reports: Path, stop_signal: Callable[[], int]):
@@ -47,6 +45,7 @@ class Agent(LocalElasticAgent):
         self._reports = reports
         self._stop_signal = stop_signal
 
+    # Torch's decorator `prof` hides the types of the methods below, so a type checker sees no override.
     def _rendezvous(self, worker_group: WorkerGroup) -> None:  # type: ignore[override]
         try:
             super()._rendezvous(worker_group)  # type: ignore[call-arg]
