@@ -123,8 +123,16 @@ class ModelConfig(Section):
     """Dropout probability of attention weights."""
     init_std: PositiveFloat = 0.02
     """Standard deviation of initial weights; output layers of residual branches divide it by sqrt(2 * num_layers)."""
-    attention: Literal["sdpa", "math"] = "sdpa"
-    """`sdpa` is torch's scaled_dot_product_attention; `math` is the plain reference, slow and large."""
+    attention: Literal["auto", "math", "tiled", "triton", "sdpa", "flex", "flash"] = "auto"
+    """Implementation; `auto` takes the fastest here. `sdpa`, `flex`: torch's; `flash`: the flash-attn package;
+    `triton`, `tiled`: our FlashAttention; `math`: the plain reference.
+    """
+    attention_softcap: NonNegativeFloat = 0.0
+    """Scores become softcap * tanh(score / softcap), as in Gemma 2; 0: they stay."""
+    window_size: NonNegativeInt = 0
+    """Keys that a query sees, its own included (sliding window attention); 0: all before it."""
+    window_attn_skip_freq: NonNegativeInt = 0
+    """Every n-th block has no window, as Megatron's argument of this name; 0: all blocks have it."""
     fusion: Literal["auto", "on", "off"] = "auto"
     """Compile bias+activation and bias+dropout+add with torch.compile; `auto`: on GPUs only."""
 
@@ -134,6 +142,11 @@ class ModelConfig(Section):
         if isinstance(given, dict) and isinstance(given.get("preset"), str):
             return PRESETS.get(given["preset"], {}) | given
         return given
+
+    def window_of(self, layer: int) -> int:
+        """The window of a layer, numbered from 0 over the full model; 0: none."""
+        skipped = self.window_attn_skip_freq and (layer + 1) % self.window_attn_skip_freq == 0
+        return 0 if skipped else self.window_size
 
     @property
     def query_groups(self) -> int:
@@ -212,6 +225,10 @@ class DataConfig(Section):
     """Folder of the index files; empty: `cache/` beside the data."""
     eod_mask_loss: bool = False
     """No loss where the input token is end-of-document."""
+    reset_position_ids: bool = False
+    """Positions start at 0 after each end-of-document token."""
+    reset_attention_mask: bool = False
+    """A token sees only tokens of its own document; a document ends with its end-of-document token."""
 
 
 class TrainConfig(Section):
@@ -228,8 +245,8 @@ class TrainConfig(Section):
     precision: Literal["fp32", "bf16", "fp16", "fp64"] = "fp32"
     """dtype of weights and activations. `bf16` and `fp16` keep fp32 masters."""
     recompute: Recompute = "none"
-    """Activations that backward computes again. `selective`: attention scores; `full`: all blocks; `full:n`: the first
-    n blocks of each pipeline stage.
+    """Activations that backward recomputes: `selective` attention scores, `full` each block, `full:n` the first n of a
+    stage, `uniform:n` groups of n blocks, `stage` the full stage at once.
     """
     offload_activations: bool = False
     """Move activations from GPU to host memory between forward and backward."""
@@ -254,9 +271,15 @@ class TrainConfig(Section):
 
     @property
     def full_recompute_layers(self) -> float:
-        """The number of fully recomputed blocks of a stage, counted from its first."""
+        """The number of blocks of a stage that are recomputed one at a time, counted from its first."""
         kind, _, count = self.recompute.partition(":")
         return (int(count) if count else math.inf) if kind == "full" else 0
+
+    @property
+    def recompute_group(self) -> int:
+        """The number of blocks that are recomputed together with `uniform:n`, else 0."""
+        kind, _, count = self.recompute.partition(":")
+        return int(count) if kind == "uniform" else 0
 
     def global_batch(self, data_parallel_size: int) -> int:
         return self.global_batch_size or self.micro_batch_size * data_parallel_size

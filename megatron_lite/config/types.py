@@ -60,8 +60,8 @@ StageLayers = Annotated[
 ]
 Recompute = Annotated[
     str,
-    Field(pattern=r"^(none|selective|full|full:[1-9][0-9]*)$"),
-    Accepts("none, selective, full, or full:n for the first n layers of each stage"),
+    Field(pattern=r"^(none|selective|full|stage|(full|uniform):[1-9][0-9]*)$"),
+    Accepts("none, selective, full, full:n for the first n layers of each stage, uniform:n, or stage"),
 ]
 if TYPE_CHECKING:
     Preset = str

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterable, Iterator
 
+from megatron_lite.config.attention import request_of, select
 from megatron_lite.config.engines import engine_failures
 from megatron_lite.config.schema import Config, ModelConfig
 from megatron_lite.config.stages import layer_counts
@@ -28,6 +29,7 @@ def failures(config: Config, world_size: int) -> list[str]:
         *_fault_failures(config),
         *_checkpoint_failures(config),
         *_recompute_failures(config),
+        *_attention_failures(config),
         *engine_failures(config),
     ]
 
@@ -186,8 +188,9 @@ def _data_failures(config: Config) -> Iterator[str]:
         yield f"data.seq_length is {data.seq_length}; use at most model.max_position_embeddings ({positions})"
     if not sum(data.split):
         yield "data.split has only zeros; use for example 969,30,1"
-    if data.eod_mask_loss and not data.tokenizer:
-        yield "data.eod_mask_loss needs the end-of-document token of data.tokenizer; give data.tokenizer"
+    for name in ("eod_mask_loss", "reset_position_ids", "reset_attention_mask"):
+        if getattr(data, name) and not data.tokenizer:
+            yield f"data.{name} needs the end-of-document token of data.tokenizer; give data.tokenizer"
 
 
 def _optim_failures(config: Config) -> Iterator[str]:
@@ -228,10 +231,29 @@ def _recompute_failures(config: Config) -> Iterator[str]:
     most = max([*counts, counts[-1] + config.model.top_query_layer]) if counts else 0
     if train.recompute != "full" and train.full_recompute_layers > most > 0:
         yield f"train.recompute is {train.recompute}, but no pipeline stage has more than {most} layers; use full"
-    if train.offload_activations and train.recompute == "full":
-        yield "train.offload_activations has nothing to move with train.recompute: full; use only one of them"
+    if train.recompute_group > most > 0:
+        yield f"train.recompute is {train.recompute}, but no pipeline stage has more than {most} layers; use stage"
+    recomputes_all = train.recompute in ("full", "stage") or train.recompute_group > 0
+    if train.offload_activations and recomputes_all:
+        yield (
+            f"train.offload_activations has nothing to move with train.recompute: {train.recompute}; use only one of "
+            "them"
+        )
     if train.offload_activations and config.run.device == "cpu":
         yield "train.offload_activations moves activations to the host, but run.device is cpu; leave it false"
+
+
+def _attention_failures(config: Config) -> Iterator[str]:
+    model = config.model
+    if model.window_attn_skip_freq and not model.window_size:
+        yield (
+            f"model.window_attn_skip_freq is {model.window_attn_skip_freq} without model.window_size, so there is no "
+            "window to leave out; give model.window_size, or leave it 0"
+        )
+    try:
+        select(model.attention, request_of(config, config.run.device, trains=True))
+    except ConfigError as error:
+        yield str(error)
 
 
 def _fault_failures(config: Config) -> Iterator[str]:

@@ -29,8 +29,11 @@ SPLIT_NAMES = ("train", "valid", "test")
 SURPLUS = 0.005
 
 
+PADDING = -1
+
+
 class Dataset(Protocol):
-    """Samples by number: int64 [s + 1] token ids."""
+    """Samples by number: int64 [s + 1] token ids. A custom dataset may end a short sample with PADDING."""
 
     def __len__(self) -> int: ...
 

@@ -4,50 +4,72 @@
 are the same as without prefetching.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from megatron_lite.data.blended import Dataset
+from megatron_lite.config.schema import DataConfig
+from megatron_lite.data.blended import PADDING, Dataset
 from megatron_lite.data.samplers import microbatch_indices
 from megatron_lite.errors import DataError
 
 
 class Batch(NamedTuple):
-    """One micro-batch: tokens int64 [b, s], labels int64 [b, s], loss_mask float32 [b, s] (1 where a target counts)."""
+    """One micro-batch, with None for what the config and the samples do not ask for."""
 
-    tokens: torch.Tensor
-    labels: torch.Tensor
-    loss_mask: torch.Tensor
+    tokens: torch.Tensor  # int64 [b, s]
+    labels: torch.Tensor  # int64 [b, s]
+    loss_mask: torch.Tensor  # float32 [b, s], 1 where a target counts
+    position_ids: torch.Tensor | None = None  # int64 [b, s]; None: 0..s-1
+    documents: torch.Tensor | None = None  # int32 [b, s], a number for each document of a row, which do not decrease
+    lengths: torch.Tensor | None = None  # int32 [b], the tokens of each row before its padding
+
+    def map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "Batch":
+        """The batch with every tensor changed."""
+        return Batch(*(None if tensor is None else change(tensor) for tensor in self))  # type: ignore[arg-type]
 
 
-def _to_device(batches: list[Batch], device: torch.device) -> list[Batch]:
-    if device.type == "cpu":
-        return batches
-    return [Batch(*(tensor.to(device, non_blocking=True) for tensor in batch)) for batch in batches]
+def make_batch(text: torch.Tensor, data: DataConfig, eod: int) -> Batch:
+    """The batch of samples `text`, int64 [b, s + 1]. PADDING at the end of a row is seen by no token and has no loss.
 
-
-def _read(dataset: Dataset, rows: Sequence[int], masked_token: int | None, *, pin: bool) -> Batch:
-    if rows[-1] >= len(dataset):
-        raise DataError(f"the dataset has {len(dataset):,} samples, not sample {rows[-1]:,}; build it for the full run")
-    text = torch.from_numpy(np.stack([dataset[row] for row in rows]))
+    A document ends with its end-of-document token, which sees its document and has its last position.
+    Source: Megatron-LM, megatron/training/utils.py, get_ltor_masks_and_position_ids.
+    """
     tokens, labels = text[:, :-1].contiguous(), text[:, 1:].contiguous()
     loss_mask = torch.ones(tokens.shape, dtype=torch.float32)
-    if masked_token is not None:
-        loss_mask[tokens == masked_token] = 0.0
-    batch = Batch(tokens, labels, loss_mask)
-    return Batch(*(tensor.pin_memory() for tensor in batch)) if pin else batch
+    position_ids = documents = lengths = None
+    is_end = tokens == eod
+    if data.eod_mask_loss:  # the start of the next document is not predictable
+        loss_mask[is_end] = 0.0
+    is_start = torch.nn.functional.pad(is_end[:, :-1], (1, 0))
+    if data.reset_position_ids:
+        position = torch.arange(tokens.shape[1])
+        position_ids = position - torch.where(is_start, position, 0).cummax(dim=1).values
+    if data.reset_attention_mask:
+        documents = is_start.cumsum(dim=1, dtype=torch.int32)
+    if (text == PADDING).any():
+        loss_mask[labels == PADDING] = 0.0
+        lengths = (tokens != PADDING).sum(dim=1, dtype=torch.int32)
+        tokens, labels = tokens.clamp(min=0), labels.clamp(min=0)
+    return Batch(tokens, labels, loss_mask, position_ids, documents, lengths)
+
+
+def _read(dataset: Dataset, rows: Sequence[int], data: DataConfig, eod: int, *, pin: bool) -> Batch:
+    if rows[-1] >= len(dataset):
+        raise DataError(f"the dataset has {len(dataset):,} samples, not sample {rows[-1]:,}; build it for the full run")
+    batch = make_batch(torch.from_numpy(np.stack([dataset[row] for row in rows])), data, eod)
+    return batch.map(torch.Tensor.pin_memory) if pin else batch
 
 
 class PrefetchingLoader:
     """Micro-batches of data-parallel rank `dp_rank`; a thread reads the next step while the caller computes.
 
-    The loss mask is 0 where the input token is `masked_token` (None: nowhere). After the end of a document, the start
-    of the next one is not predictable. The thread expects as many micro-batches in the next step. It reads and pins;
-    the caller's stream copies to the device. `get` raises an error of the thread for the step that it concerns.
+    `eod` is the end-of-document token for the settings of `data`. The thread expects as many micro-batches in the next
+    step. It reads and pins; the caller's stream copies to the device. `get` raises an error of the thread for the step
+    that it concerns.
     """
 
     def __init__(
@@ -57,13 +79,14 @@ class PrefetchingLoader:
         *,
         dp_rank: int,
         dp_size: int,
-        masked_token: int | None,
+        data: DataConfig,
+        eod: int,
         device: torch.device,
     ) -> None:
         self.dataset = dataset
         self.micro_batch_size = micro_batch_size
         self.dp_rank, self.dp_size = dp_rank, dp_size
-        self.masked_token = masked_token
+        self.data, self.eod = data, eod
         self.device = device
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="prefetch")
         self._prefetched: tuple[tuple[int, int], Future[list[Batch]]] | None = None
@@ -77,7 +100,9 @@ class PrefetchingLoader:
         batches = self._prefetched[1].result()
         global_batch = num_microbatches * self.micro_batch_size * self.dp_size
         self._start((consumed_samples + global_batch, num_microbatches))
-        return _to_device(batches, self.device)
+        if self.device.type == "cpu":
+            return batches
+        return [batch.map(lambda tensor: tensor.to(self.device, non_blocking=True)) for batch in batches]
 
     def close(self) -> None:
         self._thread.shutdown(wait=True, cancel_futures=True)
@@ -96,4 +121,5 @@ class PrefetchingLoader:
         indices = microbatch_indices(
             consumed_samples, num_microbatches, self.micro_batch_size, self.dp_rank, self.dp_size
         )
-        return [_read(self.dataset, rows, self.masked_token, pin=self.device.type == "cuda") for rows in indices]
+        pin = self.device.type == "cuda"
+        return [_read(self.dataset, rows, self.data, self.eod, pin=pin) for rows in indices]

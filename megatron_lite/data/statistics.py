@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from megatron_lite.data.blended import Dataset
+from megatron_lite.data.blended import PADDING, Dataset
 from megatron_lite.data.tokenizer import Tokenizer
 
 
@@ -14,7 +14,7 @@ def unigram_entropy(dataset: Dataset, num_samples: int) -> float:
     """
     counts = np.zeros(0, dtype=np.int64)
     for sample in range(num_samples):
-        found = np.bincount(dataset[sample][1:], minlength=len(counts))
+        found = np.bincount(_targets(dataset, sample), minlength=len(counts))
         found[: len(counts)] += counts
         counts = found
     shares = counts[counts > 0] / counts.sum()
@@ -29,7 +29,12 @@ def bytes_per_token(dataset: Dataset, num_samples: int, tokenizer: Tokenizer) ->
     """
     num_tokens = num_bytes = 0
     for sample in range(num_samples):
-        labels = dataset[sample][1:]
+        labels = _targets(dataset, sample)
         num_tokens += len(labels)
         num_bytes += len(tokenizer.decode(labels[labels != tokenizer.eod].tolist()).encode())
     return num_bytes / num_tokens
+
+
+def _targets(dataset: Dataset, sample: int) -> np.ndarray:
+    labels = dataset[sample][1:]
+    return labels[labels != PADDING]

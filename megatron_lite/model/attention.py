@@ -1,64 +1,22 @@
-"""Causal self-attention on this rank's heads.
+"""Self-attention on this rank's heads.
 
 Heads are independent, so each rank has n/tp of them: the matrix of query, key and value is column-parallel, the output
 projection row-parallel, and nothing is communicated between.
 With fewer key/value groups than heads, n/g neighbouring queries share a group (Ainslie et al., arXiv 2305.13245).
 """
 
+from contextlib import nullcontext
 from math import sqrt
 
-import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron_lite.config.schema import ModelConfig
+from megatron_lite.model.core_attention import IMPLEMENTATIONS
+from megatron_lite.model.masks import CAUSAL, Mask
 from megatron_lite.model.options import LayerOptions
 from megatron_lite.model.rotary import apply_rotary
 from megatron_lite.parallel.linear import ColumnParallelLinear, RowParallelLinear
 from megatron_lite.parallel.recompute import recompute
-
-# On the CPU torch's fused bf16 kernel takes up to four times as long as plain products, until the scores, which grow
-# with s*s, dominate. Measured at head size 64: equal at 1,024 tokens.
-SHORT_BF16 = 512
-
-
-def sdpa_attention(query: Tensor, key: Tensor, value: Tensor, dropout: float) -> Tensor:
-    """Causal attention through torch's fused kernels.
-
-    query         [b, n/tp, s, d]
-    key, value    [b, g/tp, s, d]
-    returns       [b, n/tp, s, d]
-    """
-    grouped = key.shape[1] != query.shape[1]
-    if query.device.type == "cpu" and query.dtype == torch.bfloat16 and query.shape[2] <= SHORT_BF16 and not grouped:
-        return _short_attention(query, key, value, dropout)
-    if grouped and query.is_cuda and query.dtype not in (torch.float16, torch.bfloat16):
-        # Only the 16-bit flash kernel supports groups; otherwise torch would store all s*s scores.
-        key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], dim=1) for x in (key, value))
-        grouped = False
-    return F.scaled_dot_product_attention(query, key, value, dropout_p=dropout, is_causal=True, enable_gqa=grouped)
-
-
-def _short_attention(query: Tensor, key: Tensor, value: Tensor, dropout: float) -> Tensor:
-    """Causal attention by two batched products, with scores in bf16 and the softmax in fp32."""
-    length, head_dim = query.shape[2:]
-    future = query.new_full((length, length), -torch.inf).triu(1)
-    q, k, v = (x.flatten(0, 1) for x in (query, key, value))
-    scores = torch.baddbmm(future, q, k.transpose(1, 2), alpha=1 / sqrt(head_dim))
-    return (F.dropout(scores.softmax(dim=-1), dropout) @ v).view_as(query)
-
-
-def math_attention(query: Tensor, key: Tensor, value: Tensor, dropout: float) -> Tensor:
-    """softmax(q k^T / sqrt(d)) v, with the softmax in fp32. Shapes as in `sdpa_attention`."""
-    key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], dim=1) for x in (key, value))
-    scores = (query @ key.transpose(-2, -1)).to(torch.promote_types(query.dtype, torch.float32))
-    length = query.shape[2]
-    future = torch.ones(length, length, dtype=torch.bool, device=query.device).triu(1)
-    scores = (scores / sqrt(query.shape[-1])).masked_fill(future, -torch.inf)
-    return F.dropout(scores.softmax(dim=-1).to(value.dtype), dropout) @ value
-
-
-ATTENTION = {"sdpa": sdpa_attention, "math": math_attention}
 
 
 def _heads_first(x: Tensor) -> Tensor:
@@ -80,7 +38,9 @@ class SelfAttention(nn.Module):
         self.options = options
         self.head_dim = config.head_size
         self.dropout = config.attention_dropout
-        self.attend = ATTENTION[config.attention]
+        self.softcap = config.attention_softcap
+        assert config.attention != "auto", "get_model replaces auto by an implementation"
+        self.attend = IMPLEMENTATIONS[config.attention]
         h = config.hidden_size
         query_size = config.num_heads * self.head_dim
         group_size = config.query_groups * self.head_dim
@@ -97,13 +57,13 @@ class SelfAttention(nn.Module):
         self.linear_proj = RowParallelLinear(query_size, h, init_std=out_std, skip_bias_add=options.fused, **common)
 
     def forward(
-        self, x: Tensor, query_input: Tensor | None, rotary: tuple[Tensor, Tensor] | None
+        self, x: Tensor, query_input: Tensor | None, rotary: tuple[Tensor, Tensor] | None, mask: Mask = CAUSAL
     ) -> tuple[Tensor, Tensor | None]:
         """Attention output before the residual add, and the bias if the caller adds it.
 
         x             [s', b, h]
         query_input   [s', b, h]   or [s', 1, h]; the separate query input, not normalised
-        rotary        cosine and sine, [s, 1, 1, d/2]
+        rotary        cosine and sine, [s, 1, 1, d/2] or [s, b, 1, d/2]
         returns       [s', b, h], bias [h] or None
         Communicates: forward one all-reduce of [s, b, h] over tp, backward one more.
         """
@@ -119,14 +79,16 @@ class SelfAttention(nn.Module):
             query, key = apply_rotary(query, *rotary), apply_rotary(key, *rotary)
         query, key, value = _heads_first(query), _heads_first(key), _heads_first(value)
         if self.options.selective_recompute:
-            context = recompute(self._core, query, key, value, rng=self.options.rng)
+            context = recompute(self._core, query, key, value, mask, rng=self.options.rng)
         else:
-            context = self._core(query, key, value)
+            context = self._core(query, key, value, mask)
         return self.linear_proj(context.permute(2, 0, 1, 3).reshape(s, b, -1))
 
-    def _core(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Attention of this rank's heads, without communication. Shapes as in `sdpa_attention`."""
-        if self.training and self.dropout > 0:
-            with self.options.rng.fork():  # ranks of tp have different heads and drop different scores
-                return self.attend(query, key, value, self.dropout)
-        return self.attend(query, key, value, 0.0)
+    def _core(self, query: Tensor, key: Tensor, value: Tensor, mask: Mask) -> Tensor:
+        """Core attention, without communication. Shapes as of `Attention`."""
+        dropout = self.dropout if self.training else 0.0
+        # Ranks of tp have different heads and drop different scores.
+        with self.options.rng.fork() if dropout > 0 else nullcontext():
+            scale = 1 / sqrt(self.head_dim)
+            out, _ = self.attend(query, key, value, mask=mask, scale=scale, dropout=dropout, softcap=self.softcap)
+        return out

@@ -10,6 +10,7 @@ from dataclasses import replace
 import torch
 from torch import nn
 
+from megatron_lite.config.attention import request_of, select
 from megatron_lite.config.schema import Config
 from megatron_lite.config.stages import stage_layers
 from megatron_lite.errors import ConfigError, TrainingError
@@ -36,6 +37,8 @@ def get_model(config: Config, ctx: ParallelContext, rng: RngTracker, *, dtype: t
         raise ConfigError(
             "train.offload_activations needs a GPU, and run.device auto found none; set train.offload_activations=false"
         )
+    attention, _ = select(config.model.attention, request_of(config, ctx.device.type, trains=False))
+    model = config.model.model_copy(update={"attention": attention})
     options = LayerOptions(
         tp=ctx.tp,
         sequence=ctx.tp if config.parallel.sequence else solo(),
@@ -45,11 +48,13 @@ def get_model(config: Config, ctx: ParallelContext, rng: RngTracker, *, dtype: t
         fused=fusion_on(config.model.fusion, ctx.device),
         selective_recompute=config.train.recompute == "selective",
         full_recompute_layers=config.train.full_recompute_layers,
+        recompute_group=config.train.recompute_group,
+        recompute_stage=config.train.recompute == "stage",
         offload_activations=config.train.offload_activations,
     )
     layers = stage_layers(config.model, config.parallel)
     chunks = [
-        GPTModel(config.model, layers[stage], options, pre_process=stage == 0, post_process=stage == len(layers) - 1)
+        GPTModel(model, layers[stage], options, pre_process=stage == 0, post_process=stage == len(layers) - 1)
         for stage in range(ctx.pp.rank, len(layers), ctx.pp.size)
     ]
     initialize_parameters(chunks, ctx, config.run.seed)

@@ -15,9 +15,9 @@ from megatron_lite.model.embedding import PositionTable
 class TopQueryEmbeddings(PositionTable):
     """The query vectors, replicated over tp."""
 
-    def queries(self, length: int, batch: int) -> Tensor:
-        """Query inputs `[s', b, h]`; without dropout `[s', 1, h]` for the full batch."""
-        rows = self(length)
+    def queries(self, length: int, batch: int, position_ids: Tensor | None) -> Tensor:
+        """Query inputs `[s', b, h]`; without dropout and position ids `[s', 1, h]` for the full batch."""
+        rows = self(length, position_ids)
         if not self.training or self.dropout == 0:
             return rows
         with self.options.dropout_stream(self.dropout):

@@ -5,7 +5,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron_lite.config.schema import ModelConfig
-from megatron_lite.errors import ConfigError
+from megatron_lite.errors import ConfigError, DataError
 from megatron_lite.model.options import LayerOptions
 from megatron_lite.parallel.embedding import VocabParallelEmbedding
 from megatron_lite.parallel.shard import ParamMeta, Shard, allocate
@@ -21,13 +21,24 @@ class PositionTable(nn.Module):
         meta = ParamMeta(shape, Shard(), "normal", std=config.init_std, sequence_parallel=options.sequence_parallel)
         self.weight = allocate(meta, 1, dtype=options.dtype, device=options.device)
 
-    def forward(self, length: int) -> Tensor:
-        """The vectors of this rank's slice of positions 0..s-1, `[s', 1, h]`."""
+    def forward(self, length: int, position_ids: Tensor | None) -> Tensor:
+        """The vectors of this rank's slice of the positions `[b, s]`, `[s', b, h]`; of 0..s-1 if None, `[s', 1, h]`."""
+        if position_ids is not None:
+            return F.embedding(self.options.sequence_slice(position_ids.t()), self.weight)
         if length > self.weight.shape[0]:
             raise ConfigError(
                 f"a sequence has {length} tokens, model.max_position_embeddings is {len(self.weight)}; shorten it"
             )
         return self.options.sequence_slice(self.weight[:length]).unsqueeze(1)
+
+
+def check_positions(position_ids: Tensor, limit: int) -> None:
+    """Raise DataError for a position outside 0..limit-1. On a GPU torch's lookup checks; a comparison would wait."""
+    if position_ids.device.type == "cpu" and not 0 <= position_ids.min() <= position_ids.max() < limit:
+        raise DataError(
+            f"position ids are {int(position_ids.min())} to {int(position_ids.max())}; model.max_position_embeddings "
+            f"({limit}) allows 0 to {limit - 1}; correct the data, or raise it"
+        )
 
 
 class Embedding(nn.Module):
@@ -42,17 +53,18 @@ class Embedding(nn.Module):
         )
         self.position_embeddings = PositionTable(config, options) if config.position == "learned" else None
 
-    def forward(self, tokens: Tensor) -> Tensor:
+    def forward(self, tokens: Tensor, position_ids: Tensor | None) -> Tensor:
         """Word plus position vectors, with dropout.
 
-            tokens    [b, s]
-            returns   [s', b, h]   the same on every rank of tp if s' is s; fp32 with `fp32_residual`
+            tokens        [b, s]
+            position_ids  [b, s]       None: 0..s-1
+            returns       [s', b, h]   the same on every rank of tp if s' is s; fp32 with `fp32_residual`
 
         Communicates: forward, one all-reduce of [s, b, h] over tp.
         """
         x = self.word_embeddings(tokens.t())
         if self.position_embeddings is not None:
-            x = x + self.position_embeddings(tokens.shape[1])
+            x = x + self.position_embeddings(tokens.shape[1], position_ids)
         x = x.to(self.stream_dtype)
         with self.options.dropout_stream(self.dropout):
             return F.dropout(x, self.dropout, self.training) if self.dropout > 0 else x

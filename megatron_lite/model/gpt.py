@@ -4,7 +4,7 @@ Parameters have megatron-core's names, and layers are numbered over the full mod
 rank and in every layout.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from torch import Tensor, nn
@@ -12,12 +12,14 @@ from torch import Tensor, nn
 from megatron_lite.config.schema import ModelConfig
 from megatron_lite.model.block import TransformerBlock
 from megatron_lite.model.codegeex import TopQueryEmbeddings
-from megatron_lite.model.embedding import Embedding
+from megatron_lite.model.embedding import Embedding, check_positions
+from megatron_lite.model.masks import CAUSAL, Mask
 from megatron_lite.model.norms import build_norm
 from megatron_lite.model.options import LayerOptions
 from megatron_lite.model.rotary import RotaryTable
 from megatron_lite.parallel.linear import ColumnParallelLinear, column_parallel_linear
 from megatron_lite.parallel.loss import vocab_parallel_cross_entropy
+from megatron_lite.parallel.recompute import recompute
 from megatron_lite.parallel.shard import declare
 
 WORD_EMBEDDINGS = "embedding.word_embeddings.weight"
@@ -32,28 +34,48 @@ class Decoder(nn.Module):
 
     def __init__(self, config: ModelConfig, layers: Iterable[int], options: LayerOptions, *, post_process: bool):
         super().__init__()
-        self.options = options
+        self.options, self.max_positions = options, config.max_position_embeddings
         self.layers = nn.ModuleDict(
-            {str(number): TransformerBlock(config, options, place=place) for place, number in enumerate(layers)}
+            {
+                str(number): TransformerBlock(config, options, place=place, window=config.window_of(number))
+                for place, number in enumerate(layers)
+            }
         )
         self.final_layernorm = build_norm(config, options) if post_process else None
         self.top_query_layer = None
         if post_process and config.top_query_layer:
-            self.top_query_layer = TransformerBlock(config, options, place=len(self.layers), separate_query=True)
+            window = config.window_of(config.num_layers)
+            self.top_query_layer = TransformerBlock(
+                config, options, place=len(self.layers), window=window, separate_query=True
+            )
         self.rotary = RotaryTable(config.head_size, config.rotary_base) if config.position == "rotary" else None
 
-    def forward(self, x: Tensor, top_queries: Tensor | None) -> Tensor:
+    def forward(self, x: Tensor, top_queries: Tensor | None, position_ids: Tensor | None, mask: Mask) -> Tensor:
         """The stream `[s', b, h]` after this stage's blocks; on the last stage in the weights' dtype."""
         rotary = None
-        if self.rotary is not None:
+        if self.rotary is not None and position_ids is None:
             rotary = self.rotary(x.shape[0] * self.options.sequence.size, device=x.device, dtype=x.dtype)
-        for block in self.layers.values():
-            x = block(x, rotary=rotary)
+        elif self.rotary is not None and position_ids is not None:
+            cos, sin = self.rotary(self.max_positions, device=x.device, dtype=x.dtype)
+            rotary = cos[position_ids.t()].squeeze(2), sin[position_ids.t()].squeeze(2)
+        blocks = list(self.layers.values())
+        size = self.options.recompute_group
+        for start in range(0, len(blocks), size or len(blocks) or 1):
+            if size:
+                x = recompute(_run, blocks[start : start + size], x, rotary, mask, rng=self.options.rng)
+            else:
+                x = _run(blocks, x, rotary, mask)
         if self.final_layernorm is not None:
             x = self.final_layernorm(x)
         if self.top_query_layer is not None:
-            x = self.top_query_layer(x, query_input=top_queries, rotary=rotary).to(self.options.dtype)
+            x = self.top_query_layer(x, query_input=top_queries, rotary=rotary, mask=mask).to(self.options.dtype)
         return x
+
+
+def _run(blocks: Sequence[nn.Module], x: Tensor, rotary: tuple[Tensor, Tensor] | None, mask: Mask) -> Tensor:
+    for block in blocks:
+        x = block(x, rotary=rotary, mask=mask)
+    return x
 
 
 class GPTModel(nn.Module):
@@ -87,25 +109,46 @@ class GPTModel(nn.Module):
             if has_copy:
                 _mark_tied(self.output_layer.weight, WORD_EMBEDDINGS)
 
-    def forward(self, tokens: Tensor, labels: Tensor | None = None, hidden: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        tokens: Tensor,
+        labels: Tensor | None = None,
+        hidden: Tensor | None = None,
+        *,
+        position_ids: Tensor | None = None,
+        mask: Mask = CAUSAL,
+    ) -> Tensor:
         """The output of this stage: loss, logits or hidden state.
 
-            tokens    [b, s]       the same on every rank of tp
-            labels    [b, s]       next tokens, for the loss
-            hidden    [s', b, h]   the previous stage's output, if this one has no embedding
-            returns   [s, b]       loss in fp32 nats, with labels on the last stage
-                      [s, b, v/tp] logits, without labels on the last stage
-                      [s', b, h]   hidden state, on other stages
+            tokens        [b, s]       the same on every rank of tp
+            labels        [b, s]       next tokens, for the loss
+            hidden        [s', b, h]   the previous stage's output, if this one has no embedding
+            position_ids  [b, s]       None: 0..s-1
+            mask          the keys that a query sees; each block adds its window
+            returns       [s, b]       loss in fp32 nats, with labels on the last stage
+                          [s, b, v/tp] logits, without labels on the last stage
+                          [s', b, h]   hidden state, on other stages
+
+        All arguments are the same on every rank of tp, and except `hidden` on every stage.
 
         Communicates: over tp, in forward one all-reduce of [s, b, h] for the embedding and two for each block,
         and three of [s, b] for the loss; in backward two for each block and one for the head.
         """
-        x = hidden if self.embedding is None else self.embedding(tokens)
+        if position_ids is not None:
+            check_positions(position_ids, self.config.max_position_embeddings)
+        if self.options.recompute_stage:
+            return recompute(self._forward, tokens, labels, hidden, position_ids, mask, rng=self.options.rng)
+        return self._forward(tokens, labels, hidden, position_ids, mask)
+
+    def _forward(
+        self, tokens: Tensor, labels: Tensor | None, hidden: Tensor | None, position_ids: Tensor | None, mask: Mask
+    ) -> Tensor:
+        x = hidden if self.embedding is None else self.embedding(tokens, position_ids)
         assert x is not None, "a stage without the embedding needs the previous stage's output"
         top_queries = None
         if self.top_query_embeddings is not None:
-            top_queries = self.top_query_embeddings.queries(tokens.shape[1], tokens.shape[0])
-        x = self.decoder(x, top_queries)
+            top_queries = self.top_query_embeddings.queries(tokens.shape[1], tokens.shape[0], position_ids)
+        x = self.decoder(x, top_queries, position_ids, mask)
         if not self.post_process:
             return x
         logits = self._logits(x)

@@ -23,6 +23,8 @@ class LayerOptions:
     fused: bool  # compile elementwise chains
     selective_recompute: bool = False  # core attention
     full_recompute_layers: float = 0  # in the first blocks of a stage
+    recompute_group: int = 0  # blocks that are recomputed together; 0: none
+    recompute_stage: bool = False  # the full stage
     offload_activations: bool = False
 
     @property

@@ -1,5 +1,6 @@
 """The lines that a run prints at its start and end."""
 
+from megatron_lite.config.attention import DESCRIPTIONS, request_of, select
 from megatron_lite.config.schema import Config
 from megatron_lite.config.stages import layer_counts
 from megatron_lite.data.blended import Splits
@@ -33,6 +34,8 @@ def announce(run: Run, log: RunLog, seconds: float, *, builds_splits: bool) -> N
     log.say(f" > number of parameters on (tensor, pipeline) model parallel rank (0, 0): {count}")
     if grid.pp > 1:
         log.say(f" > {pipeline_line(run)}")
+    attention, why = select(model.attention, request_of(config, run.ctx.device.type, trains=True))
+    log.say(f" > attention: {attention}, {DESCRIPTIONS[attention]} ({why})")
     if config.sync.is_local or config.sync.delay:
         log.say(f" > sync: {sync_line(config, grid.dp, count)}")
     log.say(f"time to initialize megatron (seconds): {seconds:.1f}")

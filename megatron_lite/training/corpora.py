@@ -11,6 +11,7 @@ from megatron_lite.config.schema import Config, TrainConfig
 from megatron_lite.data.blended import SPLIT_NAMES, BlendedDataset, Dataset, Splits, build_datasets, split_bounds
 from megatron_lite.data.corpus_info import info_path
 from megatron_lite.data.gpt_dataset import GPTDataset
+from megatron_lite.errors import DataError
 from megatron_lite.text import counted
 from megatron_lite.training.state import samples_for
 
@@ -42,6 +43,21 @@ def open_splits(config: Config, wanted: tuple[int, int, int], tokenizer_hash: st
         vocab_size=config.model.vocab_size or None,
         tokenizer_hash=tokenizer_hash if data.tokenizer_check else None,
     )
+
+
+def check_documents_end(config: Config, split: Dataset | None, eod: int) -> None:
+    """Raise DataError if a corpus's documents do not end with the end-of-document token that `data` asks for."""
+    names = ("eod_mask_loss", "reset_position_ids", "reset_attention_mask")
+    wanted = [f"data.{name}" for name in names if getattr(config.data, name)]
+    for dataset, _ in _members(split, 1) if wanted else ():
+        corpus = dataset.indexed
+        size = int(corpus.document_indices[1])  # sequences of the first document
+        last = corpus.get(size - 1)[-1:].tolist() if size else [eod]
+        if last != [eod]:
+            raise DataError(
+                f"{corpus.prefix}: its first document ends with {last or 'no token'}, not with the end-of-document "
+                f"token {eod}, at which {' and '.join(wanted)} separate documents; run preprocess with --append-eod"
+            )
 
 
 def data_lines(config: Config, splits: Splits, wanted: tuple[int, int, int]) -> Iterator[str]:

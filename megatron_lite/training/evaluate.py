@@ -34,7 +34,8 @@ def build_loader(run: Run, dataset: Dataset, eod: int) -> PrefetchingLoader:
         run.config.train.micro_batch_size,
         dp_rank=run.ctx.dp.rank,
         dp_size=run.ctx.dp.size,
-        masked_token=eod if run.config.data.eod_mask_loss else None,
+        data=run.config.data,
+        eod=eod,
         device=run.ctx.device,
     )
 

@@ -1,11 +1,13 @@
 """The parts of a run, built in Megatron's order: model, gradient reduction, optimizer, then the newest checkpoint."""
 
+import inspect
 from collections.abc import Callable, Sequence
 
 from torch import nn
 
 from megatron_lite.checkpoint.match import MODEL_PROVIDER
 from megatron_lite.checkpoint.saver import Saver
+from megatron_lite.config.attention import request_of, select
 from megatron_lite.config.schema import Config
 from megatron_lite.config.validate import missing_vocabulary, raise_any, with_vocab_size
 from megatron_lite.data.tokenizer import Tokenizer, build_tokenizer, tokenizer_hash
@@ -31,16 +33,19 @@ def setup_model_and_optimizer(
     `model_provider` has the arguments of `get_model` and returns this rank's chunks. The arguments of a chunk are
     `(tokens [b, s], labels [b, s])`, and after the first stage the previous stage's hidden state, `[s, b, h]`, or
     `[s/tp, b, h]` under sequence parallelism. The last stage returns the loss of every token, `[s, b]`, the others
-    their hidden state. Collective over the world.
+    their hidden state. With packed documents a chunk also gets `position_ids` [b, s] and `mask`, as keywords.
+    Collective over the world.
     """
     tokenizer = build_tokenizer(config.data.tokenizer) if config.data.tokenizer else None
     config = settle_vocabulary(config, tokenizer)
+    select(config.model.attention, request_of(config, ctx.device.type, trains=True))  # raises ConfigError if it cannot
     dtype = PRECISIONS[config.train.precision]
 
     def make_model() -> Sequence[nn.Module]:
         model = model_provider(config, ctx, rng, dtype=dtype)
         check_num_chunks(model, config)
         check_buffers(model)
+        check_takes_documents(model, config)
         return model
 
     parts = build_data_parallel(config, ctx, make_model, dtype)
@@ -71,6 +76,22 @@ def check_num_chunks(model: Sequence[nn.Module], config: Config) -> None:
             f"the model provider returned {len(model)} chunks, and parallel.virtual_pipeline is "
             f"{config.parallel.virtual_pipeline}; return that many, for stages pp.rank, pp.rank + pp.size, and so on"
         )
+
+
+def check_takes_documents(model: Sequence[nn.Module], config: Config) -> None:
+    """Raise TrainingError for a custom model whose forward lacks the arguments for packed documents."""
+    data = config.data
+    wanted = {"position_ids": data.reset_position_ids, "mask": data.reset_attention_mask}
+    for chunk in model:
+        arguments = inspect.signature(chunk.forward).parameters.values()
+        if any(argument.kind is argument.VAR_KEYWORD for argument in arguments):
+            continue
+        names = {argument.name for argument in arguments}
+        if missing := [name for name, is_wanted in wanted.items() if is_wanted and name not in names]:
+            raise TrainingError(
+                f"the forward of {type(chunk).__name__} has no argument {' and '.join(missing)}, which it gets with "
+                "data.reset_position_ids and data.reset_attention_mask; add it, or leave these settings false"
+            )
 
 
 def check_buffers(model: Sequence[nn.Module]) -> None:

@@ -6,6 +6,7 @@ parallelism, nor unequal masks change the result.
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +15,7 @@ from megatron_lite.config.schema import Config
 from megatron_lite.data.loader import Batch
 from megatron_lite.ddp.finalize import finalize_grads
 from megatron_lite.errors import TrainingError
+from megatron_lite.model.masks import Mask
 from megatron_lite.optim.lr import learning_rate
 from megatron_lite.parallel.collectives import all_reduce
 from megatron_lite.parallel.context import Group
@@ -81,15 +83,26 @@ def forward_backward(run: Run, microbatches: list[Batch], loss_grad: float) -> T
 def forward_of(run: Run, microbatches: list[Batch], module: Callable[[int], nn.Module]) -> Forward:
     """A function that runs one micro-batch through one chunk; on the last stage it returns the sum of the token
     losses."""
+    packing = [packing_of(batch) for batch in microbatches]
 
     def forward(chunk: int, number: int, hidden: Tensor | None) -> Tensor:
         batch = microbatches[number]
         given = (batch.tokens, batch.labels) if hidden is None else (batch.tokens, batch.labels, hidden)
-        output = module(chunk)(*given)
+        output = module(chunk)(*given, **packing[number])
         is_last = chunk * run.ctx.pp.size + run.ctx.pp.rank == run.engine.last_stage
         return masked_sum(output, batch.loss_mask) if is_last else output
 
     return forward
+
+
+def packing_of(batch: Batch) -> dict[str, Any]:
+    """The keyword arguments of a chunk that describe documents and padding in this micro-batch; none without them."""
+    given: dict[str, Any] = {}
+    if batch.position_ids is not None:
+        given["position_ids"] = batch.position_ids
+    if batch.documents is not None or batch.lengths is not None:
+        given["mask"] = Mask(documents=batch.documents, lengths=batch.lengths)
+    return given
 
 
 def message_of(config: Config, tokens: Tensor, device: torch.device) -> Message:

@@ -19,7 +19,7 @@ def options(sequence):
 
 def dropout_outputs(sequence):
     """Outputs of every dropout outside of tensor-parallel regions, for inputs of ones or sums of two ones."""
-    config, common = tiny(hidden_dropout=0.5, max_position_embeddings=S).model, options(sequence)
+    config, common = tiny(hidden_dropout=0.5, max_position_embeddings=S, attention="sdpa").model, options(sequence)
     embedding, queries = Embedding(config, common), TopQueryEmbeddings(config, common)
     block = TransformerBlock(config, common, place=0)
     with torch.no_grad():
@@ -27,9 +27,9 @@ def dropout_outputs(sequence):
             parameter.zero_()
         for ones in (queries, embedding.position_embeddings, block.self_attention.linear_proj, block.mlp.linear_fc2):
             (ones.weight if hasattr(ones, "options") else ones.bias).fill_(1.0)
-    x = embedding(torch.zeros(B, S, dtype=torch.long))
+    x = embedding(torch.zeros(B, S, dtype=torch.long), None)
     stream = torch.zeros_like(x)
-    return x.detach(), queries.queries(S, B).detach(), block(stream).detach()
+    return x.detach(), queries.queries(S, B, None).detach(), block(stream).detach()
 
 
 def test_dropout_masks_differ_between_sequence_shards_and_only_there(ranks):

@@ -7,12 +7,16 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_lite.data.loader import PrefetchingLoader
+from megatron_lite.config.schema import DataConfig
+from megatron_lite.data.blended import PADDING
+from megatron_lite.data.loader import PrefetchingLoader, make_batch
 from megatron_lite.errors import DataError
+from megatron_lite.model.masks import Mask
 from tests.helpers.limits import PATIENCE
 
 CPU = torch.device("cpu")
 EOD = 3
+ALL = DataConfig(eod_mask_loss=True, reset_position_ids=True, reset_attention_mask=True)
 
 
 class Counting:
@@ -33,7 +37,7 @@ class Counting:
 
 
 def options(**overrides):
-    return {"dp_rank": 0, "dp_size": 1, "masked_token": None, "device": CPU, **overrides}
+    return {"dp_rank": 0, "dp_size": 1, "data": DataConfig(), "eod": EOD, "device": CPU, **overrides}
 
 
 def step(dataset, consumed_samples, num_microbatches, micro_batch_size, **kwargs):
@@ -49,13 +53,53 @@ def test_labels_are_the_tokens_shifted_by_one():
     assert batch.labels.tolist() == [[3, 4, 5, 6], [4, 5, 6, 0], [5, 6, 0, 1]]
     assert batch.loss_mask.tolist() == [[1.0] * 4] * 3
     assert (batch.tokens.dtype, batch.labels.dtype, batch.loss_mask.dtype) == (torch.int64, torch.int64, torch.float32)
-    assert all(tensor.is_contiguous() for tensor in batch)
+    assert all(tensor.is_contiguous() for tensor in batch[:3]) and batch[3:] == (None, None, None)
 
 
 def test_the_prediction_after_a_masked_token_has_no_loss():
-    (batch,) = step(Counting(), 2, 1, 2, **options(masked_token=EOD))
+    (batch,) = step(Counting(), 2, 1, 2, **options(data=DataConfig(eod_mask_loss=True)))
     assert batch.tokens.tolist() == [[2, 3, 4, 5], [3, 4, 5, 6]]
     assert batch.loss_mask.tolist() == [[1, 0, 1, 1], [0, 1, 1, 1]]
+
+
+TEXT = [[1, EOD, 2, 2, EOD, EOD, 1, 2], [EOD, 1, 2, 1, 2, 1, EOD, 1], [1, 2, 1, 2, 1, 2, 1, EOD]]
+
+
+def test_a_document_ends_with_its_end_of_document_token():
+    """Megatron's meaning: the token belongs to the document before it, and two in a row enclose an empty document."""
+    batch = make_batch(torch.tensor(TEXT), ALL, EOD)
+    assert batch.documents.tolist() == [[0, 0, 1, 1, 1, 2, 3], [0, 1, 1, 1, 1, 1, 1], [0] * 7]
+    assert batch.position_ids.tolist() == [[0, 1, 0, 1, 2, 0, 0], [0, 0, 1, 2, 3, 4, 5], list(range(7))]
+    assert batch.loss_mask.tolist() == [[1, 0, 1, 1, 0, 0, 1], [0, 1, 1, 1, 1, 1, 0], [1] * 7]
+    assert batch.documents.dtype == torch.int32 and batch.position_ids.dtype == torch.int64
+
+
+@pytest.mark.parametrize("field", ["eod_mask_loss", "reset_position_ids", "reset_attention_mask"])
+def test_documents_are_those_of_megatron_core(field):
+    """Its function gives the masks that users compare with; it masks the loss at the same tokens."""
+    from megatron.core.datasets.gpt_dataset import _get_ltor_masks_and_position_ids
+
+    tokens = torch.tensor(TEXT)[:, :-1]
+    batch = make_batch(torch.tensor(TEXT), DataConfig(**{field: True}), EOD)
+    for row, data in enumerate(tokens):
+        resets = (field == "reset_position_ids", field == "reset_attention_mask", field == "eod_mask_loss")
+        masked, loss_mask, position_ids = _get_ltor_masks_and_position_ids(data, EOD, *resets, True)
+        assert torch.equal(batch.loss_mask[row], loss_mask)
+        ours = torch.arange(7) if batch.position_ids is None else batch.position_ids[row]
+        assert torch.equal(ours, position_ids)
+        documents = None if batch.documents is None else batch.documents[row : row + 1]
+        assert torch.equal(~Mask(documents=documents).dense(7, 7, CPU)[0, 0], masked[0])
+
+
+def test_padding_has_no_loss_and_its_tokens_are_hidden():
+    """A custom dataset may have short samples; an id of -1 would be no row of the embedding."""
+    text = torch.tensor([[1, 2, 1, PADDING, PADDING], [1, 2, 1, 2, 1]])
+    batch = make_batch(text, DataConfig(), EOD)
+    assert batch.tokens.tolist() == [[1, 2, 1, 0], [1, 2, 1, 2]] and batch.labels.tolist() == [
+        [2, 1, 0, 0],
+        [2, 1, 2, 1],
+    ]
+    assert batch.loss_mask.tolist() == [[1, 1, 0, 0], [1, 1, 1, 1]] and batch.lengths.tolist() == [3, 4]
 
 
 @pytest.mark.parametrize("dp_size", [1, 2, 4])
@@ -67,13 +111,15 @@ def test_the_global_batch_is_the_same_for_every_data_parallel_size(dp_size):
 
 def equal(left, right):
     return all(
-        torch.equal(a, b) for one, other in zip(left, right, strict=True) for a, b in zip(one, other, strict=True)
+        a is b or torch.equal(a, b)
+        for one, other in zip(left, right, strict=True)
+        for a, b in zip(one, other, strict=True)
     )
 
 
 def test_reading_ahead_gives_the_same_batches():
     """Consecutive steps, a repeated step, a jump (resume) and another number of micro-batches (ramp-up)."""
-    kwargs = options(dp_rank=1, dp_size=2, masked_token=EOD)
+    kwargs = options(dp_rank=1, dp_size=2, data=ALL)
     with PrefetchingLoader(Counting(), 3, **kwargs) as loader:
         for consumed, count in [(0, 2), (12, 2), (24, 2), (24, 2), (60, 2), (72, 3), (0, 1)]:
             assert equal(loader.get(consumed, count), step(Counting(), consumed, count, 3, **kwargs))

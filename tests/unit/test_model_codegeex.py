@@ -31,8 +31,8 @@ def test_each_sequence_has_its_own_dropout_of_query_vectors():
     config = tiny(**CODEGEEX, hidden_dropout=0.5)
     table = TopQueryEmbeddings(config.model, layer_options(torch.float32))
     torch.nn.init.ones_(table.weight)
-    queries = table.train().queries(6, 3)
+    queries = table.train().queries(6, 3, None)
     assert queries.shape == (6, 3, 32)
     assert not torch.equal(queries[:, 0], queries[:, 1])
     assert set(queries.unique().tolist()) == {0.0, 2.0}
-    assert torch.equal(table.eval().queries(6, 3), torch.ones(6, 1, 32))
+    assert torch.equal(table.eval().queries(6, 3, None), torch.ones(6, 1, 32))

@@ -24,12 +24,12 @@ def test_recomputation_changes_no_bit(kind, attention, dtype):
     """Other dropout masks in backward would give gradients of another network."""
     fields = KINDS[kind] | {"attention": attention}
     want = train(fields, recompute="none", dtype=dtype)
-    for recompute in ("selective", "full", "full:1"):
+    for recompute in ("selective", "full", "full:1", "uniform:2", "stage"):
         assert_same_bits(train(fields, recompute=recompute, dtype=dtype), want)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+@pytest.mark.parametrize("recompute", ["none", "selective", "full", "uniform:2", "stage"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_split_backward_changes_no_bit_and_defers_a_job_for_every_linear_layer(kind, recompute, dtype):
     """A split graph defers every weight gradient except those of the embeddings and of a tied head."""
@@ -44,7 +44,7 @@ def test_recomputation_works_with_fused_chains():
     """The second forward also recreates the tensors that a compiled chain keeps for backward."""
     fields = {"fusion": "on"}
     want = train(fields, recompute="none", dtype=torch.float32)
-    for recompute in ("selective", "full"):
+    for recompute in ("selective", "full", "stage"):
         assert_same_bits(train(fields, recompute=recompute, dtype=torch.float32, halves=True), want)
 
 
@@ -57,7 +57,19 @@ def test_evaluation_is_not_recomputed(monkeypatch):
         assert model(*random_tokens(config)).isfinite().all()
 
 
-ATTENTION_CALLS = {"none": [1] * 5, "selective": [2] * 5, "full": [2] * 5, "full:1": [2, 1, 2, 1, 1], "full:3": [2] * 5}
+ATTENTION_CALLS = {
+    "none": [1] * 5,
+    "full:1": [2, 1, 2, 1, 1],
+    **dict.fromkeys(("selective", "full", "full:3", "uniform:1", "uniform:2", "uniform:3", "stage"), [2] * 5),
+}
+
+
+def counted(attend, calls):
+    def attend_and_count(*args, **options):
+        calls.append(True)
+        return attend(*args, **options)
+
+    return attend_and_count
 
 
 @pytest.mark.parametrize("recompute", ATTENTION_CALLS)
@@ -73,8 +85,7 @@ def test_recompute_option_sets_how_often_core_attention_runs(recompute):
         model = get_model(config, ctx, seed_everything(7, ctx), dtype=torch.float32)[0].train()
         for block in (module for module in model.modules() if isinstance(module, TransformerBlock)):
             counts.append([])
-            attend = block.self_attention.attend
-            block.self_attention.attend = lambda *args, a=attend, calls=counts[-1]: calls.append(True) or a(*args)
+            block.self_attention.attend = counted(block.self_attention.attend, counts[-1])
         x = model(tokens, labels, x)
     x.mean().backward()
     assert [len(calls) for calls in counts] == ATTENTION_CALLS[recompute]

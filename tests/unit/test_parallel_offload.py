@@ -17,7 +17,7 @@ def change_nothing(resident, x):
 def gradients(*, split=False, between=change_nothing, **options):
     """The output and gradients of a block with dropout; `between` is called between forward and backward."""
     torch.manual_seed(0)
-    config = tiny(hidden_dropout=0.1, attention_dropout=0.1, position="rotary").model
+    config = tiny(hidden_dropout=0.1, attention_dropout=0.1, position="rotary", attention="sdpa").model
     block = TransformerBlock(config, layer_options(torch.float32, **options), place=0)
     for parameter in block.parameters():
         torch.nn.init.normal_(parameter, std=0.3)

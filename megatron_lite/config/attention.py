@@ -1,0 +1,147 @@
+"""Which implementation of attention can compute a model, and the choice of `model.attention: auto`.
+
+The same table serves the check of a config, the choice at the start of a run, and the check of each call. A request
+leaves out what is not known yet.
+"""
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib.util import find_spec
+
+from megatron_lite.config.schema import Config
+from megatron_lite.errors import ConfigError
+
+# Up to this length an s x s tensor is small, and torch's kernels may build one.
+SHORT = 1024
+# `auto` takes the first that can compute the request. The order on GPUs is that of speed. The math reference would
+# store all scores, and the tiled loops are slow on a GPU, so `auto` never takes them there.
+ON_CPU = ("sdpa", "tiled")
+ON_GPU = ("flash", "sdpa", "flex", "triton")
+# With documents, sdpa makes one call for each, and with a window it needs a mask.
+ON_GPU_WITH_RANGES = ("flash", "flex", "triton", "sdpa")
+DESCRIPTIONS = {
+    "math": "the plain reference, which stores all scores",
+    "tiled": "FlashAttention 2 in plain torch",
+    "triton": "FlashAttention 2 in Triton",
+    "sdpa": "torch's scaled_dot_product_attention",
+    "flex": "torch's flex_attention, compiled",
+    "flash": "the flash-attn package",
+}
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a model asks of attention on a device. `mask` has the names of `Mask.kinds`."""
+
+    tokens: int
+    head_size: int
+    mask: tuple[str, ...]
+    dropout: float
+    softcap: float
+    precision: str
+    device: str = ""  # cpu or cuda; empty: not known yet
+    trains: bool = False  # with a backward
+
+
+def request_of(config: Config, device: str, *, trains: bool) -> Request:
+    """The request of a config; of its layers, the one with the most conditions."""
+    model = config.model
+    mask = ["causal"]
+    mask += ["window"] if 0 < model.window_size < config.data.seq_length else []
+    mask += ["documents"] if config.data.reset_attention_mask else []
+    return Request(
+        tokens=config.data.seq_length,
+        head_size=model.head_size,
+        mask=tuple(mask),
+        dropout=model.attention_dropout,
+        softcap=model.attention_softcap,
+        precision=config.train.precision,
+        device=device if device in ("cpu", "cuda") else "",
+        trains=trains,
+    )
+
+
+def select(attention: str, request: Request) -> tuple[str, str]:
+    """The implementation for `model.attention`, and the reason in a few words. Raises ConfigError where none can."""
+    if attention != "auto":
+        check(attention, request)
+        return attention, f"model.attention is {attention}"
+    with_ranges = {"window", "documents"} & set(request.mask)
+    order = ON_CPU if request.device != "cuda" else ON_GPU_WITH_RANGES if with_ranges else ON_GPU
+    found = next((name for name in order if not any(refusals(name, request))), None)
+    if found is None:
+        reasons = "; ".join(f"{name}: {next(refusals(name, request))}" for name in order)
+        raise ConfigError(f"model.attention is auto, and no implementation computes this model here ({reasons})")
+    passed = [f"{name}: {next(refusals(name, request))}" for name in order[: order.index(found)]]
+    place = {"cpu": " on a CPU", "cuda": " on a GPU"}.get(request.device, "")
+    return found, f"auto{place}, mask: {', '.join(request.mask)}" + "".join(f"; not {reason}" for reason in passed)
+
+
+def check(name: str, request: Request) -> None:
+    """Raise ConfigError, with the implementations to use instead, if `name` cannot compute the request."""
+    if reasons := list(refusals(name, request)):
+        others = [other for other in DESCRIPTIONS if other != name and not any(refusals(other, request))]
+        raise ConfigError(f"model.attention is {name}: {'; '.join(reasons)}; use {' or '.join(others)}")
+
+
+def refusals(name: str, request: Request) -> Iterator[str]:
+    """Each reason why the implementation cannot compute the request."""
+    if name == "sdpa":
+        yield from _sdpa_refusals(request)
+    elif name == "triton":
+        yield from _triton_refusals(request)
+    elif name == "flex":
+        yield from _flex_refusals(request)
+    elif name == "flash":
+        yield from _flash_refusals(request)
+
+
+def _sdpa_refusals(request: Request) -> Iterator[str]:
+    if request.softcap:
+        yield "torch's kernels have no softcap"
+    if "window" in request.mask and request.tokens > SHORT:
+        yield f"a window needs a mask of s x s elements, which is made up to {SHORT:,} tokens; got {request.tokens:,}"
+    if request.dropout and request.device == "cpu" and request.tokens > SHORT:
+        stored = "with dropout torch's CPU kernel stores all scores"
+        yield f"{stored}, which is allowed up to {SHORT:,} tokens; got {request.tokens:,}"
+
+
+def _triton_refusals(request: Request) -> Iterator[str]:
+    if find_spec("triton") is None:
+        yield "Python cannot import triton (pip install triton)"
+    if request.dropout:
+        yield f"our kernels have no dropout, and it is {request.dropout:g}"
+    if not 16 <= request.head_size <= 256:
+        yield f"our kernels need a head size of 16 to 256; it is {request.head_size}"
+    if request.precision == "fp64":
+        yield "our kernels compute in fp32, bf16 or fp16, not in fp64"
+    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+    if request.device == "cpu" and not interpreted:
+        yield "it needs a GPU (TRITON_INTERPRET=1 runs it in Triton's slow interpreter)"
+    if interpreted and request.precision == "bf16":
+        yield "Triton's interpreter computes wrong results in bf16"
+
+
+def _flex_refusals(request: Request) -> Iterator[str]:
+    if request.dropout:
+        yield f"flex_attention has no dropout, and it is {request.dropout:g}"
+    if request.precision == "fp64":
+        yield "flex_attention does not compute in fp64"
+    if request.device == "cpu" and request.trains:
+        yield "on a CPU flex_attention has no backward"
+
+
+def _flash_refusals(request: Request) -> Iterator[str]:
+    if find_spec("flash_attn") is None and find_spec("flash_attn_interface") is None:
+        yield "Python cannot import flash_attn (pip install flash-attn) or flash_attn_interface"
+    if request.device == "cpu":
+        yield "it needs a GPU"
+    if request.precision not in ("bf16", "fp16"):
+        yield f"flash-attn computes in bf16 or fp16, not in {request.precision}"
+    if request.head_size > 256:
+        yield f"flash-attn needs a head size up to 256; it is {request.head_size}"
+    if request.softcap and request.dropout:
+        yield "flash-attn has no dropout with a softcap"
+    if "lengths" in request.mask:
+        yield "flash-attn has no padding"
