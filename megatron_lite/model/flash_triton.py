@@ -65,22 +65,23 @@ def _load_vector(x, start, num_rows, ROWS: tl.constexpr):
 
 @triton.jit
 def _columns(first, end, start, num_rows, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """The tiles of columns of a tile of rows. Some rows see those from `low` to `high`, and all rows those from
-    `full` to `full_end`. Of the others, `num_left` are on the left of `full` and `num_border` on both sides."""
+    """The tiles of columns that a tile of rows needs: the first column, and the numbers of tiles on the left of those
+    that all rows see, of those that all rows see, and of those on both sides."""
     last = tl.minimum(start + ROWS, num_rows) - 1
-    low, high = tl.load(first + start) // COLUMNS * COLUMNS, tl.load(end + last)
-    full = tl.cdiv(tl.load(first + last), COLUMNS) * COLUMNS
-    full_end = tl.load(end + start) // COLUMNS * COLUMNS
-    has_full = full < full_end
-    full, full_end = tl.where(has_full, full, low), tl.where(has_full, full_end, low)
-    num_left = (full - low) // COLUMNS
-    return low, num_left, num_left + tl.cdiv(high - full_end, COLUMNS), full, full_end
+    low, high = tl.load(first + start) // COLUMNS, tl.cdiv(tl.load(end + last), COLUMNS)
+    full, full_end = tl.cdiv(tl.load(first + last), COLUMNS), tl.load(end + start) // COLUMNS
+    num_full = tl.maximum(full_end - full, 0)
+    num_left = tl.where(num_full > 0, full - low, 0)
+    return low * COLUMNS, num_left, num_full, high - low - num_full
 
 
 @triton.jit
-def _border(step, low, num_left, full_end, COLUMNS: tl.constexpr):
-    """The first column of a tile on the left or on the right of the full ones."""
-    return tl.where(step < num_left, low + step * COLUMNS, full_end + (step - num_left) * COLUMNS)
+def _column(step, low, num_left, num_full, COLUMNS: tl.constexpr, MASKED: tl.constexpr):
+    """The first column of a tile: one that all rows see, or else one on the left or on the right of those."""
+    skipped = num_left
+    if MASKED:
+        skipped = tl.where(step < num_left, 0, num_full)
+    return low + (step + skipped) * COLUMNS
 
 
 @triton.jit
@@ -97,30 +98,12 @@ def _dot(a, b, c):
 
 
 @triton.jit
-def _scores(a, b, scale, softcap: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+def _scores(a, b, scale, softcap: tl.constexpr):
     """S = scale a b^T in base 2, with a softcap but without a mask."""
-    S = _dot(a, tl.trans(b), tl.zeros([ROWS, COLUMNS], tl.float32)) * scale
+    S = _dot(a, tl.trans(b), None) * scale
     if softcap > 0:
         S = softcap * (1 - 2 / (1 + tl.exp2(S * (2 / (softcap * LN_2)))))  # tanh x = 1 - 2 / (1 + exp 2x)
     return S
-
-
-@triton.jit
-def _forward_step(
-    O_i, l_i, m_i, Q_i, K, V, k_stride, v_stride, k0, N_k, first_i, end_i, scale, softcap: tl.constexpr,
-    d: tl.constexpr, WIDTH: tl.constexpr, B_r: tl.constexpr, B_c: tl.constexpr, MASKED: tl.constexpr,
-):  # fmt: skip
-    """Lines 7 to 10 of algorithm 1: one tile of keys."""
-    K_j = _load(K, k_stride, k0, N_k, d, WIDTH, B_c, MASKED)
-    V_j = _load(V, v_stride, k0, N_k, d, WIDTH, B_c, MASKED)
-    S = _scores(Q_i, K_j, scale, softcap, B_r, B_c)
-    if MASKED:
-        S = tl.where(_visible(first_i, end_i, k0, B_c), S, float("-inf"))
-    m_new = tl.maximum(m_i, tl.max(S, 1))
-    P, old = tl.exp2(S - m_new[:, None]), tl.exp2(m_i - m_new)
-    l_i = old * l_i + tl.sum(P, 1)
-    O_i = _dot(P.to(V_j.dtype), V_j, O_i * old[:, None])
-    return O_i, l_i, m_new
 
 
 @triton.jit
@@ -131,40 +114,250 @@ def _forward(
     """Algorithm 1 for one tile of queries: the steps of its outer loop are programs."""
     i = tl.num_programs(0) - 1 - tl.program_id(0)  # last queries first: with a causal mask they have the most keys
     head, batch = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
-    q0, group = i * B_r, head // r
-    K += batch * k_strides[0] + group * k_strides[1]
-    V += batch * v_strides[0] + group * v_strides[1]
-    first, end = first + batch * range_stride, end + batch * range_stride
-    first_i, end_i = _load_vector(first, q0, N_q, B_r), _load_vector(end, q0, N_q, B_r)
-    low, num_left, num_border, full, full_end = _columns(first, end, q0, N_q, B_r, B_c)
+    q0, first, end = i * B_r, first + batch * range_stride, end + batch * range_stride
+    K += batch * k_strides[0] + head // r * k_strides[1]
+    V += batch * v_strides[0] + head // r * v_strides[1]
     Q_i = _load(Q + batch * q_strides[0] + head * q_strides[1], q_strides[2], q0, N_q, d, WIDTH, B_r, True)
+    first_i, end_i = _load_vector(first, q0, N_q, B_r), _load_vector(end, q0, N_q, B_r)
+    low, num_left, num_full, num_border = _columns(first, end, q0, N_q, B_r, B_c)
     O_i, l_i = tl.zeros([B_r, WIDTH], tl.float32), tl.zeros([B_r], tl.float32)
     m_i = tl.full([B_r], LOWEST, tl.float32)
-    for step in range(num_border):
-        k0 = _border(step, low, num_left, full_end, B_c)
-        O_i, l_i, m_i = _forward_step(
-            O_i, l_i, m_i, Q_i, K, V, k_strides[2], v_strides[2], k0, N_k, first_i, end_i, scale, softcap, d, WIDTH,
-            B_r, B_c, True,
-        )  # fmt: skip
-    for k0 in range(full, full_end, B_c):
-        O_i, l_i, m_i = _forward_step(
-            O_i, l_i, m_i, Q_i, K, V, k_strides[2], v_strides[2], k0, N_k, first_i, end_i, scale, softcap, d, WIDTH,
-            B_r, B_c, False,
-        )  # fmt: skip
-    O_i /= tl.where(l_i == 0, 1.0, l_i)[:, None]  # a query without keys
+    for MASKED in tl.static_range(2):  # two loops: tiles that all rows see, then the others
+        for step in range(num_border if MASKED else num_full):
+            k0 = _column(step, low, num_left, num_full, B_c, MASKED)
+            K_j = _load(K, k_strides[2], k0, N_k, d, WIDTH, B_c, MASKED)
+            V_j = _load(V, v_strides[2], k0, N_k, d, WIDTH, B_c, MASKED)
+            S = _scores(Q_i, K_j, scale, softcap)
+            if MASKED:
+                S = tl.where(_visible(first_i, end_i, k0, B_c), S, float("-inf"))
+            m_new = tl.maximum(m_i, tl.max(S, 1))
+            P, old = tl.exp2(S - m_new[:, None]), tl.exp2(m_i - m_new)
+            l_i = old * l_i + tl.sum(P, 1)
+            O_i = _dot(P.to(V_j.dtype), V_j, O_i * old[:, None])
+            m_i = m_new
+    has_keys = l_i > 0
+    O_i /= tl.where(has_keys, l_i, 1.0)[:, None]
+    L_i = tl.where(has_keys, (m_i + tl.log2(l_i)) * LN_2, float("-inf"))
     _store(O + batch * o_strides[0] + head * o_strides[1], o_strides[2], q0, N_q, O_i, d, WIDTH, B_r)
-    L_i = tl.where(l_i == 0, float("-inf"), (m_i + tl.log2(l_i)) * LN_2)
     row = q0 + tl.arange(0, B_r)
     tl.store(L + (batch * tl.num_programs(1) + head) * N_q + row, L_i, mask=row < N_q)
 
 
 @triton.jit
 def _p_and_ds(S, dP, L, D, visible, softcap: tl.constexpr, MASKED: tl.constexpr):
-    """Lines 11 and 14 of algorithm 2: P and dS, for a tile or its transpose."""
+    """Lines 11 and 14 of algorithm 2: P and dS of a tile, or of its transpose."""
     P = tl.exp2(S - L / LN_2)
     if MASKED:
-        P = tl.where(visible, P, 0.0)  # also where L is -inf
+        P = tl.where(visible, P, 0.0)  # L may be -inf where nothing is visible
     dS = P * (dP - D)
     if softcap > 0:  # the derivative of tanh is 1 - tanh^2
         dS *= 1 - (S / softcap) * (S / softcap)
     return P, dS
+
+
+@triton.jit
+def _dk_dv(
+    Q, K, V, dO, L, D, dK, dV, first, end, q_strides, k_strides, v_strides, do_strides, dk_strides, range_stride,
+    N_q, N_k, r, scale,
+    softcap: tl.constexpr, d: tl.constexpr, WIDTH: tl.constexpr, B_r: tl.constexpr, B_c: tl.constexpr,
+):  # fmt: skip
+    """Algorithm 2 without dQ, for one tile of keys and the r heads of its group. `first` and `end` are the range of
+    queries of each key. S, P, dP and dS are transposed, so that keys are rows."""
+    group, batch = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
+    k0, first, end = tl.program_id(0) * B_c, first + batch * range_stride, end + batch * range_stride
+    K_j = _load(K + batch * k_strides[0] + group * k_strides[1], k_strides[2], k0, N_k, d, WIDTH, B_c, True)
+    V_j = _load(V + batch * v_strides[0] + group * v_strides[1], v_strides[2], k0, N_k, d, WIDTH, B_c, True)
+    first_j, end_j = _load_vector(first, k0, N_k, B_c), _load_vector(end, k0, N_k, B_c)
+    low, num_left, num_full, num_border = _columns(first, end, k0, N_k, B_c, B_r)
+    dK_j, dV_j = tl.zeros([B_c, WIDTH], tl.float32), tl.zeros([B_c, WIDTH], tl.float32)
+    for member in range(r):
+        head = group * r + member
+        Q_h = Q + batch * q_strides[0] + head * q_strides[1]
+        dO_h = dO + batch * do_strides[0] + head * do_strides[1]
+        vector = (batch * tl.num_programs(1) * r + head) * N_q
+        for MASKED in tl.static_range(2):
+            for step in range(num_border if MASKED else num_full):
+                q0 = _column(step, low, num_left, num_full, B_r, MASKED)
+                Q_i = _load(Q_h, q_strides[2], q0, N_q, d, WIDTH, B_r, MASKED)
+                dO_i = _load(dO_h, do_strides[2], q0, N_q, d, WIDTH, B_r, MASKED)
+                L_i, D_i = _load_vector(L + vector, q0, N_q, B_r), _load_vector(D + vector, q0, N_q, B_r)
+                S, dP = _scores(K_j, Q_i, scale, softcap), _dot(V_j, tl.trans(dO_i), None)
+                visible = _visible(first_j, end_j, q0, B_r)
+                P, dS = _p_and_ds(S, dP, L_i[None, :], D_i[None, :], visible, softcap, MASKED)
+                dV_j = _dot(P.to(dO_i.dtype), dO_i, dV_j)
+                dK_j = _dot(dS.to(Q_i.dtype), Q_i, dK_j)
+    at = batch * dk_strides[0] + group * dk_strides[1]
+    _store(dK + at, dk_strides[2], k0, N_k, dK_j * (scale * LN_2), d, WIDTH, B_c)
+    _store(dV + at, dk_strides[2], k0, N_k, dV_j, d, WIDTH, B_c)
+
+
+@triton.jit
+def _dq(
+    Q, K, V, dO, L, D, dQ, first, end, q_strides, k_strides, v_strides, do_strides, dq_strides, range_stride,
+    N_q, N_k, r, scale,
+    softcap: tl.constexpr, d: tl.constexpr, WIDTH: tl.constexpr, B_r: tl.constexpr, B_c: tl.constexpr,
+):  # fmt: skip
+    """Line 15 of algorithm 2 for one tile of queries. It computes S and dP again, which is cheaper than sums of dQ
+    in memory."""
+    i = tl.num_programs(0) - 1 - tl.program_id(0)
+    head, batch = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
+    q0, first, end = i * B_r, first + batch * range_stride, end + batch * range_stride
+    K += batch * k_strides[0] + head // r * k_strides[1]
+    V += batch * v_strides[0] + head // r * v_strides[1]
+    Q_i = _load(Q + batch * q_strides[0] + head * q_strides[1], q_strides[2], q0, N_q, d, WIDTH, B_r, True)
+    dO_i = _load(dO + batch * do_strides[0] + head * do_strides[1], do_strides[2], q0, N_q, d, WIDTH, B_r, True)
+    vector = (batch * tl.num_programs(1) + head) * N_q
+    L_i, D_i = _load_vector(L + vector, q0, N_q, B_r), _load_vector(D + vector, q0, N_q, B_r)
+    first_i, end_i = _load_vector(first, q0, N_q, B_r), _load_vector(end, q0, N_q, B_r)
+    low, num_left, num_full, num_border = _columns(first, end, q0, N_q, B_r, B_c)
+    dQ_i = tl.zeros([B_r, WIDTH], tl.float32)
+    for MASKED in tl.static_range(2):
+        for step in range(num_border if MASKED else num_full):
+            k0 = _column(step, low, num_left, num_full, B_c, MASKED)
+            K_j = _load(K, k_strides[2], k0, N_k, d, WIDTH, B_c, MASKED)
+            V_j = _load(V, v_strides[2], k0, N_k, d, WIDTH, B_c, MASKED)
+            S, dP = _scores(Q_i, K_j, scale, softcap), _dot(dO_i, tl.trans(V_j), None)
+            visible = _visible(first_i, end_i, k0, B_c)
+            _, dS = _p_and_ds(S, dP, L_i[:, None], D_i[:, None], visible, softcap, MASKED)
+            dQ_i = _dot(dS.to(K_j.dtype), K_j, dQ_i)
+    at = batch * dq_strides[0] + head * dq_strides[1]
+    _store(dQ + at, dq_strides[2], q0, N_q, dQ_i * (scale * LN_2), d, WIDTH, B_r)
+
+
+class Tiles(NamedTuple):
+    """The sides of tiles, and how many warps compute one and how many steps ahead the loop loads."""
+
+    B_r: int
+    B_c: int
+    num_warps: int = 4
+    num_stages: int = 2
+
+
+class Plan(NamedTuple):
+    """The tiles of each kernel."""
+
+    forward: Tiles
+    dk_dv: Tiles
+    dq: Tiles
+
+
+# For the bytes of a value and a head size up to the second number.
+PLANS = {
+    (2, 64): Plan(Tiles(128, 64, 4, 3), Tiles(64, 64, 4, 2), Tiles(64, 64, 4, 2)),
+    (2, 128): Plan(Tiles(128, 64, 8, 2), Tiles(32, 64, 4, 2), Tiles(64, 32, 4, 2)),
+    (2, 256): Plan(Tiles(64, 32, 4, 2), Tiles(32, 32, 4, 1), Tiles(32, 32, 4, 1)),
+    (4, 64): Plan(Tiles(64, 32, 4, 2), Tiles(32, 32, 4, 1), Tiles(32, 32, 4, 1)),
+    (4, 128): Plan(Tiles(64, 32, 4, 1), Tiles(16, 32, 4, 1), Tiles(32, 16, 4, 1)),
+    (4, 256): Plan(Tiles(32, 16, 4, 1), Tiles(16, 16, 4, 1), Tiles(16, 16, 4, 1)),
+}
+
+
+class _Call(NamedTuple):
+    """All arguments but the tensors."""
+
+    mask: Mask
+    scale: float
+    softcap: float
+    plan: Plan
+
+    def launch(self, kernel: Any, tiles: Tiles, grid: tuple, ranges: KeyRanges, tensors: tuple, strided: tuple) -> None:
+        """Start a program for each element of `grid`. `tensors` begin with Q and K; kernels need strides of some."""
+        Q, K, range_stride = tensors[0], tensors[1], ranges.first.stride(0) if len(ranges.first) > 1 else 0
+        sizes = Q.shape[2], K.shape[2], Q.shape[1] // K.shape[1]
+        factors = self.scale / log(2), self.softcap / log(2)
+        d = Q.shape[3]
+        strides = [x.stride()[:3] for x in strided]
+        widths = d, triton.next_power_of_2(d), tiles.B_r, tiles.B_c
+        options = {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages}
+        kernel[grid](*tensors, *ranges, *strides, range_stride, *sizes, *factors, *widths, **options)
+
+
+class FlashAttention(torch.autograd.Function):
+    """Output and log-sum-exp; the second has no gradient."""
+
+    @staticmethod
+    def forward(ctx, query: Tensor, key: Tensor, value: Tensor, call: _Call) -> tuple[Tensor, Tensor]:
+        """Algorithm 1."""
+        Q, K, V = (_with_plain_rows(x) for x in (query, key, value))
+        (b, n, N_q, _), tiles = Q.shape, call.plan.forward
+        O, L = _new(Q), Q.new_empty(b, n, N_q, dtype=torch.float32)
+        ranges = call.mask.ranges(N_q, K.shape[2], Q.device)
+        call.launch(_forward, tiles, (triton.cdiv(N_q, tiles.B_r), n, b), ranges, (Q, K, V, O, L), (Q, K, V, O))
+        ctx.call = call
+        ctx.save_for_backward(Q, K, V, O, L)
+        ctx.mark_non_differentiable(L)
+        return O, L
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        """Algorithm 2."""
+        Q, K, V, O, L = ctx.saved_tensors
+        (b, n, N_q, _), (g, N_k), (_, dk_dv, dq) = Q.shape, K.shape[1:3], ctx.call.plan
+        dO, dQ, dK, dV = _with_plain_rows(grad), _new(Q), _new(K), _new(K)
+        D = (dO.float() * O).sum(-1).contiguous()
+        ranges = ctx.call.mask.ranges(N_q, N_k, Q.device)
+        inputs, strided = (Q, K, V, dO, L, D), (Q, K, V, dO)
+        grid = triton.cdiv(N_k, dk_dv.B_c), g, b
+        ctx.call.launch(_dk_dv, dk_dv, grid, _transposed(ranges, N_k), (*inputs, dK, dV), (*strided, dK))
+        ctx.call.launch(_dq, dq, (triton.cdiv(N_q, dq.B_r), n, b), ranges, (*inputs, dQ), (*strided, dQ))
+        return dQ, dK, dV, None
+
+
+def _new(x: Tensor) -> Tensor:
+    """A new [b, n, s, d] tensor that is [s, b, n, d] in memory, the order of the model's activations."""
+    b, n, s, d = x.shape
+    return x.new_empty(s, b, n, d).permute(1, 2, 0, 3)
+
+
+def _with_plain_rows(x: Tensor) -> Tensor:
+    """The tensor, or a copy if the elements of a row of d are not neighbours."""
+    return x if x.stride(3) == 1 else x.contiguous()
+
+
+def _transposed(ranges: KeyRanges, num_keys: int) -> KeyRanges:
+    """The range of queries that see each key: those with end > key and first <= key."""
+    key = torch.arange(num_keys, dtype=torch.int32, device=ranges.first.device).repeat(len(ranges.first), 1)
+    first, end = (torch.searchsorted(x, key, right=True, out_int32=True) for x in (ranges.end, ranges.first))
+    return KeyRanges(first, end)
+
+
+def is_interpreted() -> bool:
+    """Whether Triton's interpreter runs the kernels, on the CPU."""
+    return not isinstance(_forward, triton.JITFunction)
+
+
+def _check(query: Tensor, dropout: float) -> None:
+    """Raise ConfigError if the kernels cannot compute this call."""
+    prefix, d, dtype = "model.attention is triton", query.shape[3], str(query.dtype).removeprefix("torch.")
+    if dropout > 0:
+        raise ConfigError(f"{prefix}: its kernels have no dropout, and it is {dropout:g}; use sdpa, tiled or math")
+    if not 16 <= d <= 256:
+        raise ConfigError(f"{prefix}: the head size is {d}; its kernels need 16 to 256; use sdpa, tiled or math")
+    if query.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+        raise ConfigError(f"{prefix}: its kernels compute in float32, float16 or bfloat16, not in {dtype}; use sdpa")
+    if query.device.type == "cpu" and not is_interpreted():
+        raise ConfigError(
+            f"{prefix}, and triton needs a GPU; on the CPU use model.attention sdpa or tiled, or set "
+            "TRITON_INTERPRET=1 in the environment to run its interpreter, which is slow"
+        )
+    if query.dtype == torch.bfloat16 and is_interpreted():
+        raise ConfigError(f"{prefix}: Triton's interpreter gives wrong results in bfloat16; use float32 or float16")
+
+
+def triton_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    mask: Mask,
+    scale: float,
+    dropout: float,
+    softcap: float,
+    tiles: tuple[int, int] | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Arguments as of `core_attention.Attention`; B_r and B_c of all kernels, or None for those of `PLANS`."""
+    _check(query, dropout)
+    width = max(64, triton.next_power_of_2(query.shape[3]))
+    plan = PLANS[query.element_size(), width] if tiles is None else Plan(*3 * (Tiles(*tiles),))
+    return FlashAttention.apply(query, key, value, _Call(mask, scale, softcap, plan))

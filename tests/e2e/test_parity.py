@@ -75,24 +75,61 @@ SEQUENCE_PIPELINES = [
 ]
 
 
+# Packed documents with positions of their own, no loss at their ends, and a window in every second block.
+PACKING = {
+    "data__reset_position_ids": "true",
+    "data__reset_attention_mask": "true",
+    "data__eod_mask_loss": "true",
+    "data__tokenizer": "bytes",
+    "model__vocab_size": 300,
+    "model__window_size": 3,
+    "model__window_attn_skip_freq": 2,
+}
+PACKED = [
+    layout(micro=3, train__recompute="uniform:2"),
+    layout(micro=4, model__attention="math"),
+    layout(micro=4, model__attention="tiled"),
+    layout(tensor=2, micro=4, sequence=True),
+    layout(tensor=2, micro=4, sequence=True, train__recompute="stage"),
+    layout(pipeline=2, micro=4, train__recompute="full"),
+    layout(pipeline=2, micro=3, schedule="interleaved", virtual_pipeline=2),
+    layout(pipeline=2, micro=4, schedule="zb-h1", train__recompute="stage"),
+    layout(tensor=2, pipeline=2, micro=4, schedule="zb-h1", sequence=True, train__recompute="uniform:2"),
+    layout(data=2, micro=2, optim__distributed="true"),
+    layout(data=2, pipeline=2, micro=2, optim__distributed="true", train__recompute="stage"),
+    layout(data=2, micro=2, ddp="torch", train__recompute="uniform:2"),
+    layout(data=2, micro=2, ddp="fsdp"),
+    layout(data=2, micro=2, ddp="fsdp", train__recompute="full"),
+    layout(data=2, micro=2, ddp="fsdp", train__recompute="uniform:2"),
+    layout(data=2, micro=2, ddp="fsdp", train__recompute="stage"),
+    layout(tensor=2, data=2, micro=2, ddp="fsdp", sequence=True),
+]
+
+
 def name_of(layout: dict[str, Any]) -> str:
     return " ".join(f"{key.rpartition('__')[2]}={value}" for key, value in layout["changes"].items())
 
 
 CASES = [*((layout, 2) for layout in FLAT + SEQUENCE), *((layout, 6) for layout in PIPELINES + SEQUENCE_PIPELINES)]
+PACKED_CASES = [({**layout, "changes": layout["changes"] | PACKING}, 4) for layout in PACKED]
+PACKED_NAMES = [f"packed {name_of(layout)}" for layout in PACKED]
 NAMES = [name_of(layout) for layout, _ in CASES]
 
 
 @cache
-def one_process(model: str, precision: str, num_layers: int) -> dict:
+def one_process(model: str, precision: str, num_layers: int, packed: bool) -> dict:
     """The reference: the global batch as one micro-batch, on one rank."""
     changes = {"train__micro_batch_size": BATCH, "train__global_batch_size": BATCH, "model__num_layers": num_layers}
-    return train_tiny(model, train__precision=precision, **changes)
+    return train_tiny(model, train__precision=precision, **changes, **(PACKING if packed else {}))
 
 
 def on_layout(ranks, layout: dict[str, Any], model: str, precision: str, num_layers: int) -> list[dict]:
     changes = layout["changes"] | {"train__global_batch_size": BATCH, "model__num_layers": num_layers}
     return ranks(layout["ranks"], train_tiny, model, train__precision=precision, **changes)
+
+
+def is_packed(layout: dict[str, Any]) -> bool:
+    return layout["changes"].items() >= PACKING.items()
 
 
 def relative(a: torch.Tensor, b: torch.Tensor) -> float:
@@ -106,15 +143,15 @@ def model_of(index: int) -> str:
 
 @pytest.mark.parametrize(
     ("layout", "num_layers", "model"),
-    [(*case, model_of(index)) for index, case in enumerate(CASES[::2])],
-    ids=NAMES[::2],
+    [(*case, model_of(index)) for index, case in enumerate(CASES[::2] + PACKED_CASES)],
+    ids=NAMES[::2] + PACKED_NAMES,
 )
 def test_fp32_losses_and_gradient_norms_equal_those_of_one_process(ranks, layout, num_layers, model):
-    """Every second layout; the fp64 test, where rounding cannot hide a mistake, has all of them.
+    """Every second layout without packing; the fp64 test, where rounding cannot hide a mistake, has all of them.
 
     Rounding depends on the order of sums. In five steps, the differences stay far below 1e-5.
     """
-    truth = one_process(model, "fp32", num_layers)
+    truth = one_process(model, "fp32", num_layers, is_packed(layout))
     assert len(truth["loss"]) == STEPS
     assert truth["loss"].std() > 0.01  # the batches differ, so equal losses are no coincidence
     for got in on_layout(ranks, layout, model, "fp32", num_layers):
@@ -123,14 +160,14 @@ def test_fp32_losses_and_gradient_norms_equal_those_of_one_process(ranks, layout
 
 
 @pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize(("layout", "num_layers"), CASES, ids=NAMES)
+@pytest.mark.parametrize(("layout", "num_layers"), CASES + PACKED_CASES, ids=NAMES + PACKED_NAMES)
 def test_fp64_losses_and_final_weights_equal_those_of_one_process(ranks, model, layout, num_layers):
     """Only the order of sums differs, so a difference above 1e-10 is a mistake.
 
     Key biases have an absolute tolerance. They do not change the softmax, so their exact gradient is zero, and Adam
     scales its rounding error to the size of a normal step.
     """
-    truth = one_process(model, "fp64", num_layers)
+    truth = one_process(model, "fp64", num_layers, is_packed(layout))
     for got in on_layout(ranks, layout, model, "fp64", num_layers):
         assert relative(got["loss"], truth["loss"]) < 1e-10
         assert relative(got["grad_norm"], truth["grad_norm"]) < 1e-10

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from megatron_lite.config.load import load_config
 from megatron_lite.config.schema import Config
-from megatron_lite.data.loader import Batch
+from megatron_lite.data.loader import Batch, make_batch
 from megatron_lite.data.samplers import microbatch_indices
 from megatron_lite.model.build import get_model
 from megatron_lite.model.gpt import WORD_EMBEDDINGS
@@ -86,6 +86,18 @@ def sample(number: int, seq_length: int, vocab_size: int) -> tuple[torch.Tensor,
     return tokens, (torch.arange(seq_length) < length).float()
 
 
+EOD = 256  # of the tokenizer `bytes`
+
+
+def packed(numbers: list[int], pairs: list[tuple[torch.Tensor, torch.Tensor]], config: Config) -> Batch:
+    """A micro-batch of these samples with an end-of-document token in place of about every fourth token."""
+    text = torch.stack([tokens for tokens, _ in pairs])
+    for number, row in zip(numbers, text, strict=True):
+        row[torch.rand(row.shape, generator=torch.Generator().manual_seed(number)) < 0.25] = EOD
+    batch = make_batch(text, config.data, EOD)
+    return batch._replace(loss_mask=batch.loss_mask * torch.stack([mask for _, mask in pairs]))
+
+
 def next_microbatches(run: Run) -> list[Batch]:
     """This rank's micro-batches of the next iteration."""
     train, dp, config = run.config.train, run.ctx.dp, run.config
@@ -93,6 +105,9 @@ def next_microbatches(run: Run) -> list[Batch]:
     batches = []
     for numbers in microbatch_indices(run.state.consumed_samples, count, train.micro_batch_size, dp.rank, dp.size):
         pairs = [sample(number, config.data.seq_length, config.model.vocab_size) for number in numbers]
+        if config.data.reset_position_ids or config.data.reset_attention_mask:
+            batches.append(packed(numbers, pairs, config))
+            continue
         tokens = torch.stack([tokens for tokens, _ in pairs])
         batches.append(Batch(tokens[:, :-1], tokens[:, 1:], torch.stack([mask for _, mask in pairs])))
     return batches
