@@ -118,11 +118,31 @@ LLAMA_LAYER += [f"mlp.{x}_proj" for x in ("gate", "up", "down")]
 MODELS = {"gpt2": (gpt2, from_gpt2, {"activation": "gelu_tanh"}), "llama": (llama, from_llama, LLAMA)}
 
 
-@pytest.fixture(scope="module", params=MODELS)
+# Rows of 17 tokens: one document, two, and one of a single token between others.
+DOCUMENTS = torch.tensor([[0] * 17, [0] * 5 + [1] * 12, [0] * 7 + [1] + [2] * 9])
+POSITIONS = torch.stack([torch.cat([torch.arange(n) for n in row.bincount()]) for row in DOCUMENTS])
+WINDOW = 6
+
+
+def packed_arguments(window: int) -> dict:
+    """transformers' arguments for these documents: a 4D mask that is added to the scores, and position ids."""
+    query, key = torch.arange(17)[:, None], torch.arange(17)
+    seen = (DOCUMENTS[:, :, None] == DOCUMENTS[:, None, :]) & (key <= query) & (query - key < window)
+    mask = torch.zeros(seen.shape).masked_fill(~seen, torch.finfo(torch.float32).min)
+    return {"attention_mask": mask[:, None], "position_ids": POSITIONS}
+
+
+@pytest.fixture(scope="module", params=[(name, kind) for name in MODELS for kind in ("plain", "packed", "window")])
 def reference(request):
-    """Config, weights by our names, tokens, labels, and transformers' logits, loss and gradients."""
-    build, mapping, fields = MODELS[request.param]
-    config = tiny(**fields)
+    """Config, weights by our names, tokens, labels, and transformers' logits, loss and gradients; our arguments for
+    documents."""
+    name, kind = request.param
+    build, mapping, fields = MODELS[name]
+    config = tiny(**fields, window_size=WINDOW if kind == "window" else 0)
+    packing, arguments = {}, {}
+    if kind != "plain":
+        packing = {"documents": DOCUMENTS, "position_ids": POSITIONS}
+        arguments = packed_arguments(WINDOW if kind == "window" else 17)
     theirs = build().train()
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
@@ -130,7 +150,7 @@ def reference(request):
             around = 1.0 if parameter.ndim == 1 and name.endswith("weight") else 0.0
             parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.2 + around)
     tokens, labels = random_tokens(config)
-    logits = theirs(input_ids=tokens, use_cache=False).logits
+    logits = theirs(input_ids=tokens, use_cache=False, **arguments).logits
     loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none").view(labels.shape).T
     (loss * loss_weights(loss)).sum().backward()
     weights = mapping({name: p.detach() for name, p in theirs.named_parameters()})
@@ -138,18 +158,19 @@ def reference(request):
         if name in weights:
             weights[name][VOCAB:] = 10.0  # no token has these rows, and they must get no probability
     grads = mapping({name: p.grad for name, p in theirs.named_parameters()})
-    return config, weights, tokens, labels, logits.detach(), loss.detach(), grads
+    return config, weights, tokens, labels, packing, logits.detach(), loss.detach(), grads
 
 
 @pytest.mark.parametrize("tp", [1, 2])
 def test_model_equals_transformers(ranks, reference, tp):
-    """A converted checkpoint would give other outputs than its source. fp32: 1e-4 on logits of about 5, and 1e-5 of
+    """A converted checkpoint would give other outputs than its source; with packed documents transformers gets a 4D
+    mask of blocks. fp32: 1e-4 on logits of about 5, and 1e-5 of
     each gradient's largest value, the difference of sums of a few hundred values in another order."""
-    config, weights, tokens, labels, logits, loss, grads = reference
+    config, weights, tokens, labels, packing, logits, loss, grads = reference
     if tp == 1:
-        runs = [run_model(config, weights, tokens, labels, tp=1)]
+        runs = [run_model(config, weights, tokens, labels, tp=1, **packing)]
     else:
-        runs = ranks(tp, run_model, config, weights, tokens, labels, tp=tp)
+        runs = ranks(tp, run_model, config, weights, tokens, labels, tp=tp, **packing)
     assert_close(joined_logits(runs)[..., :VOCAB].transpose(0, 1), logits, rtol=0, atol=1e-4)
     for run in runs:
         assert_close(run.loss, loss, rtol=0, atol=1e-4)

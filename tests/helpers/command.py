@@ -88,9 +88,10 @@ def run_here(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     raise AssertionError("the command raised no SystemExit")
 
 
-def make_corpus(folder: Path) -> str:
+def make_corpus(folder: Path, *, append_eod: bool = True) -> str:
     """Make a small byte-level corpus of this project's source files; return its prefix."""
-    preprocess([str(ROOT / "megatron_lite" / "parallel")], str(folder / "corpus"), "bytes", workers=1, append_eod=True)
+    source = str(ROOT / "megatron_lite" / "parallel")
+    preprocess([source], str(folder / "corpus"), "bytes", workers=1, append_eod=append_eod)
     return str(folder / "corpus_text_document")
 
 

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from megatron_lite.config.schema import Config, ModelConfig, ParallelConfig
 from megatron_lite.model.build import get_model, named_params, param_table
+from megatron_lite.model.masks import Mask
 from megatron_lite.model.options import LayerOptions
 from megatron_lite.parallel.collectives import all_reduce
 from megatron_lite.parallel.context import ParallelContext, solo
@@ -68,7 +69,15 @@ def loss_weights(loss: Tensor) -> Tensor:
 
 
 def run_model(
-    config: Config, weights: dict[str, Tensor], tokens: Tensor, labels: Tensor, *, tp: int, train: bool = False
+    config: Config,
+    weights: dict[str, Tensor],
+    tokens: Tensor,
+    labels: Tensor,
+    *,
+    tp: int,
+    train: bool = False,
+    documents: Tensor | None = None,
+    position_ids: Tensor | None = None,
 ) -> ModelRun:
     """Forward and backward of sum(loss * loss_weights) on this rank of `tp` ranks."""
     ctx = context(tp)
@@ -79,8 +88,9 @@ def run_model(
         for name, parameter in params.items():
             parameter.copy_(table[name].shard.split(weights[name], ctx.tp.rank, ctx.tp.size))
     model = chunks[0].train(train)
-    logits = model(tokens).detach()
-    loss = model(tokens, labels)
+    packing = {"position_ids": position_ids, "mask": Mask(documents=documents)}
+    logits = model(tokens, **packing).detach()
+    loss = model(tokens, labels, **packing)
     (loss * loss_weights(loss)).sum().backward()
     grads = {name: parameter.grad for name, parameter in params.items() if parameter.grad is not None}
     grads = {name: all_reduce(x, ctx.tp) if table[name].sequence_parallel else x for name, x in grads.items()}
