@@ -51,7 +51,8 @@ def largest_rank_parameters(config: Config) -> float:
 def activation_bytes(config: Config, dp: int) -> float:
     """An estimate of the bytes that the first stage keeps between forward and backward.
 
-    They are the activations of its layers for every micro-batch in flight, and the logits.
+    They are the activations of its layers for every micro-batch in flight, those that backward recomputes at a time
+    for one micro-batch, and the logits.
 
     Source: Korthikanti et al., arXiv 2205.05198, section 4.1, without the scores that sdpa does not keep.
     """
@@ -60,10 +61,17 @@ def activation_bytes(config: Config, dp: int) -> float:
     tokens, wide = length * train.micro_batch_size, {"fp64": 4, "fp32": 2}.get(train.precision, 1)
     count = train.global_batch(dp) // (train.micro_batch_size * dp)
     in_flight = count if parallel.schedule == "gpipe" else min(count, parallel.pipeline)
-    layers = max(layer_counts(model, parallel)) * parallel.virtual_pipeline
+    chunk = max(layer_counts(model, parallel))
+    layers = chunk * parallel.virtual_pipeline
     block = tokens * model.hidden_size * wide * ((10 / tensor if parallel.sequence else 10) + 24 / tensor)
-    if model.attention == "math" and train.recompute == "none":
+    if model.attention == "math" and train.recompute != "selective":
         block += 5 * model.num_heads * length * tokens * wide / tensor
-    recomputed = min(layers, train.full_recompute_layers)
-    kept = (layers - recomputed) * block + recomputed * 2 * wide * tokens * model.hidden_size
-    return kept * in_flight + 2 * 4 * tokens * model.padded_vocab / tensor
+    stream = 2 * wide * tokens * model.hidden_size
+    group = chunk if train.recompute == "stage" else min(train.recompute_group, chunk)
+    if group:
+        kept, recomputed = -(-chunk // group) * parallel.virtual_pipeline * stream, group
+    else:
+        recomputed = min(layers, train.full_recompute_layers)
+        kept = (layers - recomputed) * block + recomputed * stream
+        recomputed = min(1, recomputed)
+    return kept * in_flight + recomputed * block + 2 * 4 * tokens * model.padded_vocab / tensor

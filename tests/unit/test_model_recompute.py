@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch.autograd.graph import saved_tensors_hooks
 
 from megatron_lite.config.schema import ParallelConfig, TrainConfig
 from megatron_lite.model.block import TransformerBlock
@@ -89,6 +90,33 @@ def test_recompute_option_sets_how_often_core_attention_runs(recompute):
         x = model(tokens, labels, x)
     x.mean().backward()
     assert [len(calls) for calls in counts] == ATTENTION_CALLS[recompute]
+
+
+@pytest.mark.parametrize(
+    ("recompute", "inputs"), [("stage", 1), ("uniform:2", 3), ("uniform:3", 2), ("uniform:6", 1), ("full", 6)]
+)
+def test_a_stage_keeps_only_the_inputs_of_what_it_recomputes_together(recompute, inputs):
+    """GPipe's O(N + L/K * N/M): N inputs of the stage in all micro-batches, and the L/K blocks of one micro-batch that
+    backward recomputes. A stage between others, with 6 of 18 layers and 4 micro-batches."""
+    ctx = replace(ParallelContext.at(Grid(pp=3), 1), device=torch.device("cpu"))
+    sections = {"train": TrainConfig(recompute=recompute), "parallel": ParallelConfig(pipeline=3)}
+    config = tiny(num_layers=18).model_copy(update=sections)
+    model = get_model(config, ctx, seed_everything(7, ctx), dtype=torch.float32)[0].train()
+    weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    tokens, _ = random_tokens(config)
+    saved = {}
+
+    def save(x):
+        saved[x.untyped_storage().data_ptr()] = x
+        return x
+
+    hidden = [torch.randn(17, 3, 32, requires_grad=True) for _ in range(4)]
+    with saved_tensors_hooks(save, lambda x: x):
+        outputs = [model(tokens, None, x) for x in hidden]
+    kept = sum(x.untyped_storage().nbytes() for at, x in saved.items() if at not in weights)
+    own = tokens.untyped_storage().nbytes() if recompute == "stage" else 0  # an argument too, here of all micro-batches
+    assert kept == 4 * inputs * hidden[0].nbytes + own
+    assert all(output.requires_grad for output in outputs)
 
 
 def test_a_block_keeps_the_bytes_that_the_paper_counts():

@@ -62,12 +62,16 @@ def test_activations_shrink_by_what_saves_them():
     logits, stream = 2 * 4 * 2 * 128 * 1024, 2 * 128 * 64
     assert of() == 4 * 34 * stream + logits
     assert of("parallel.tensor=2", "parallel.sequence=true") == (4 * 34 * stream + logits) / 2
-    assert of("train.recompute=full") == 4 * 2 * stream + logits
-    assert of("train.recompute=full:1") == 3 * 34 * stream + 2 * stream + logits
+    assert of("train.recompute=full") == 4 * 2 * stream + 34 * stream + logits
+    assert of("train.recompute=full:1") == 3 * 34 * stream + 2 * stream + 34 * stream + logits
+    assert of("train.recompute=uniform:2") == 2 * 2 * stream + 2 * 34 * stream + logits
+    assert of("train.recompute=uniform:3") == 2 * 2 * stream + 3 * 34 * stream + logits
+    assert of("train.recompute=stage") == 2 * stream + 4 * 34 * stream + logits
     assert of("model.attention=math") == 4 * (34 * stream + 5 * 4 * 128 * 128 * 2) + logits
     four = ["parallel.pipeline=2", "train.global_batch_size=8"]  # micro-batches, of which 1F1B keeps two at once
     assert of(*four) == 2 * 2 * 34 * stream + logits
     assert of(*four, "parallel.schedule=gpipe") == 4 * 2 * 34 * stream + logits
+    assert of(*four, "train.recompute=stage") == 2 * 2 * stream + 2 * 34 * stream + logits
 
 
 @pytest.mark.parametrize("name", ["gpt", "llama_7b", "codegeex_13b"])

@@ -72,6 +72,16 @@ def test_flops_per_token_equal_those_of_the_paper():
     assert flops_per_token(model, s) * batch * s == pytest.approx(paper - half_attention, rel=1e-12)
 
 
+def test_a_window_needs_the_flops_of_the_keys_in_it():
+    """A model whose second block has a window of a quarter: 1/4 - 1/32 of a square of scores instead of 1/2."""
+    sizes = {"hidden_size": 64, "num_layers": 2, "num_heads": 4, "vocab_size": 128}
+    full = flops_per_token(ModelConfig(**sizes), 1024)
+    windowed = flops_per_token(ModelConfig(**sizes, window_size=256, window_attn_skip_freq=2), 1024)
+    square = 3 * 2 * 2 * 64 * 1024  # forward and backward, two products, multiply and add
+    assert full - windowed == pytest.approx(square * (1 / 2 - (1 / 4 - 1 / 32)), rel=1e-12)
+    assert flops_per_token(ModelConfig(**sizes, window_size=2048), 1024) == full
+
+
 def test_peak_tflops_are_positive_and_peak_memory_grows_with_a_tensor():
     assert measured_peak_tflops(torch.float32, size=64) > 0
     before = peak_memory_gb(torch.device("cpu"))
