@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from megatron_lite.config.attention import Request, refusals
+from megatron_lite.config.attention import Request, obstacles
 from megatron_lite.model.core_attention import IMPLEMENTATIONS
 from megatron_lite.model.masks import Mask
 from megatron_lite.parallel.dtypes import PRECISIONS
@@ -46,7 +46,7 @@ def contestants(args: argparse.Namespace, length: int) -> list[str]:
         interpreted = name == "triton" and DEVICE.type == "cpu"
         # The reference stores scores, probabilities, their gradients and masks: about 30 bytes for each score.
         too_large = name == "math" and 30 * args.heads * length**2 > 0.7 * _memory()
-        if re.search(args.only, name) and not interpreted and not too_large and not any(refusals(name, request)):
+        if re.search(args.only, name) and not interpreted and not too_large and not any(obstacles(name, request)):
             found.append(name)
     return found
 

@@ -54,10 +54,11 @@ def config_of(folder: Path, world_size: int, model: str = "") -> Config:
     train = trained.train.model_dump(include={"precision", "comm_timeout", "deterministic"})
     fields = {
         "run": {"dir": str(folder), "seed": trained.run.seed},
-        "model": trained.model.model_dump(),
+        # This device may lack the implementation of training, and there is no dropout.
+        "model": trained.model.model_dump() | {"attention": "auto", "attention_dropout": 0.0},
         "parallel": parallel,
-        # The sequence length is that of the prompt. The interleaved schedule needs a batch of `pipeline` at least.
-        "data": trained.data.model_dump() | {"seq_length": 1},
+        # The longest prompt determines the attention. The interleaved schedule needs a batch of `pipeline` at least.
+        "data": trained.data.model_dump() | {"seq_length": trained.model.max_position_embeddings},
         "train": train | {"global_batch_size": parallel.get("pipeline", 1)},
     }
     return Config.model_validate(fields)

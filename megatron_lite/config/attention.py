@@ -1,7 +1,7 @@
 """Which implementation of attention can compute a model, and the choice of `model.attention: auto`.
 
-The same table serves the check of a config, the choice at the start of a run, and the check of each call. A request
-leaves out what is not known yet.
+The same table serves the check of a config, the choice at the start of a run, and the check of each call. Fields of a
+request that are unknown before a run starts are empty.
 """
 
 import os
@@ -26,7 +26,7 @@ DESCRIPTIONS = {
     "triton": "FlashAttention 2 in Triton",
     "sdpa": "torch's scaled_dot_product_attention",
     "flex": "torch's flex_attention, compiled",
-    "flash": "the flash-attn package",
+    "flash": "the flash-attn package, or FlashAttention 3 or 4 through torch",
 }
 
 
@@ -40,7 +40,7 @@ class Request:
     dropout: float
     softcap: float
     precision: str
-    device: str = ""  # cpu or cuda; empty: not known yet
+    device: str = ""  # cpu or cuda; empty: unknown, and so are the packages of the machine
     trains: bool = False  # with a backward
 
 
@@ -69,35 +69,38 @@ def select(attention: str, request: Request) -> tuple[str, str]:
         return attention, f"model.attention is {attention}"
     with_ranges = {"window", "documents"} & set(request.mask)
     order = ON_CPU if request.device != "cuda" else ON_GPU_WITH_RANGES if with_ranges else ON_GPU
-    found = next((name for name in order if not any(refusals(name, request))), None)
+    found = next((name for name in order if not any(obstacles(name, request))), None)
     if found is None:
-        reasons = "; ".join(f"{name}: {next(refusals(name, request))}" for name in order)
-        raise ConfigError(f"model.attention is auto, and no implementation computes this model here ({reasons})")
-    passed = [f"{name}: {next(refusals(name, request))}" for name in order[: order.index(found)]]
+        reasons = "; ".join(f"{name}: {next(obstacles(name, request))}" for name in order)
+        raise ConfigError(
+            f"model.attention is auto, and no fast implementation computes this model here ({reasons}); change one of "
+            "these settings, such as model.attention_dropout: 0, or choose model.attention: tiled, which is slow"
+        )
+    passed = [f"{name}: {next(obstacles(name, request))}" for name in order[: order.index(found)]]
     place = {"cpu": " on a CPU", "cuda": " on a GPU"}.get(request.device, "")
     return found, f"auto{place}, mask: {', '.join(request.mask)}" + "".join(f"; not {reason}" for reason in passed)
 
 
 def check(name: str, request: Request) -> None:
     """Raise ConfigError, with the implementations to use instead, if `name` cannot compute the request."""
-    if reasons := list(refusals(name, request)):
-        others = [other for other in DESCRIPTIONS if other != name and not any(refusals(other, request))]
+    if reasons := list(obstacles(name, request)):
+        others = [other for other in DESCRIPTIONS if other != name and not any(obstacles(other, request))]
         raise ConfigError(f"model.attention is {name}: {'; '.join(reasons)}; use {' or '.join(others)}")
 
 
-def refusals(name: str, request: Request) -> Iterator[str]:
+def obstacles(name: str, request: Request) -> Iterator[str]:
     """Each reason why the implementation cannot compute the request."""
     if name == "sdpa":
-        yield from _sdpa_refusals(request)
+        yield from _sdpa_obstacles(request)
     elif name == "triton":
-        yield from _triton_refusals(request)
+        yield from _triton_obstacles(request)
     elif name == "flex":
-        yield from _flex_refusals(request)
+        yield from _flex_obstacles(request)
     elif name == "flash":
-        yield from _flash_refusals(request)
+        yield from _flash_obstacles(request)
 
 
-def _sdpa_refusals(request: Request) -> Iterator[str]:
+def _sdpa_obstacles(request: Request) -> Iterator[str]:
     if request.softcap:
         yield "torch's kernels have no softcap"
     if "window" in request.mask and request.tokens > SHORT:
@@ -107,8 +110,8 @@ def _sdpa_refusals(request: Request) -> Iterator[str]:
         yield f"{stored}, which is allowed up to {SHORT:,} tokens; got {request.tokens:,}"
 
 
-def _triton_refusals(request: Request) -> Iterator[str]:
-    if find_spec("triton") is None:
+def _triton_obstacles(request: Request) -> Iterator[str]:
+    if request.device and find_spec("triton") is None:
         yield "Python cannot import triton (pip install triton)"
     if request.dropout:
         yield f"our kernels have no dropout, and it is {request.dropout:g}"
@@ -123,25 +126,42 @@ def _triton_refusals(request: Request) -> Iterator[str]:
         yield "Triton's interpreter computes wrong results in bf16"
 
 
-def _flex_refusals(request: Request) -> Iterator[str]:
+def _flex_obstacles(request: Request) -> Iterator[str]:
     if request.dropout:
         yield f"flex_attention has no dropout, and it is {request.dropout:g}"
     if request.precision == "fp64":
         yield "flex_attention does not compute in fp64"
     if request.device == "cpu" and request.trains:
         yield "on a CPU flex_attention has no backward"
+    if request.device == "cuda" and request.head_size < 16:
+        yield f"flex_attention needs a head size of at least 16; it is {request.head_size}"
 
 
-def _flash_refusals(request: Request) -> Iterator[str]:
-    if find_spec("flash_attn") is None and find_spec("flash_attn_interface") is None:
+def flash_version() -> int:
+    """The version of FlashAttention that Python can import: 2 is the flash-attn package, 0 is none.
+
+    torch calls versions 3 (for Hopper) and 4 (for Hopper and Blackwell).
+    """
+    if find_spec("flash_attn") is not None and find_spec("flash_attn.flash_attn_interface") is not None:
+        return 2
+    if find_spec("flash_attn_interface") is not None:
+        return 3
+    return 4 if find_spec("flash_attn") is not None else 0
+
+
+def _flash_obstacles(request: Request) -> Iterator[str]:
+    version = flash_version() if request.device else 2
+    if not version:
         yield "Python cannot import flash_attn (pip install flash-attn) or flash_attn_interface"
     if request.device == "cpu":
         yield "it needs a GPU"
     if request.precision not in ("bf16", "fp16"):
-        yield f"flash-attn computes in bf16 or fp16, not in {request.precision}"
+        yield f"FlashAttention computes in bf16 or fp16, not in {request.precision}"
     if request.head_size > 256:
-        yield f"flash-attn needs a head size up to 256; it is {request.head_size}"
+        yield f"FlashAttention needs a head size up to 256; it is {request.head_size}"
     if request.softcap and request.dropout:
-        yield "flash-attn has no dropout with a softcap"
+        yield "FlashAttention has no dropout with a softcap"
     if "lengths" in request.mask:
-        yield "flash-attn has no padding"
+        yield "FlashAttention has no padding"
+    if version > 2 and (request.softcap or request.dropout or "window" in request.mask):
+        yield f"FlashAttention {version} has no softcap, dropout or window through torch (pip install flash-attn)"

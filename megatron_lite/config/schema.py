@@ -124,15 +124,15 @@ class ModelConfig(Section):
     init_std: PositiveFloat = 0.02
     """Standard deviation of initial weights; output layers of residual branches divide it by sqrt(2 * num_layers)."""
     attention: Literal["auto", "math", "tiled", "triton", "sdpa", "flex", "flash"] = "auto"
-    """Implementation; `auto` takes the fastest here. `sdpa`, `flex`: torch's; `flash`: the flash-attn package;
-    `triton`, `tiled`: our FlashAttention; `math`: the plain reference.
+    """Implementation; `auto` takes the fastest one that computes the model on this device. `sdpa`, `flex`: torch's;
+    `triton`, `tiled`: our FlashAttention; `flash`: flash-attn; `math`: the reference.
     """
     attention_softcap: NonNegativeFloat = 0.0
-    """Scores become softcap * tanh(score / softcap), as in Gemma 2; 0: they stay."""
+    """Scores become softcap * tanh(score / softcap), as in Gemma 2; 0 turns this off."""
     window_size: NonNegativeInt = 0
-    """Keys that a query sees, its own included (sliding window attention); 0: all before it."""
+    """Keys that a query sees, its own included (sliding window attention); 0: no window."""
     window_attn_skip_freq: NonNegativeInt = 0
-    """Every n-th block has no window, as Megatron's argument of this name; 0: all blocks have it."""
+    """Every n-th block has no window, as with Megatron's argument of this name; 0: all blocks have it."""
     fusion: Literal["auto", "on", "off"] = "auto"
     """Compile bias+activation and bias+dropout+add with torch.compile; `auto`: on GPUs only."""
 

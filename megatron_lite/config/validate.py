@@ -232,7 +232,10 @@ def _recompute_failures(config: Config) -> Iterator[str]:
     if train.recompute != "full" and train.full_recompute_layers > most > 0:
         yield f"train.recompute is {train.recompute}, but no pipeline stage has more than {most} layers; use full"
     if train.recompute_group > most > 0:
-        yield f"train.recompute is {train.recompute}, but no pipeline stage has more than {most} layers; use stage"
+        yield (
+            f"train.recompute is {train.recompute}, but no pipeline stage has more than {most} layers; use "
+            f"uniform:{most}, or stage"
+        )
     recomputes_all = train.recompute in ("full", "stage") or train.recompute_group > 0
     if train.offload_activations and recomputes_all:
         yield (
@@ -250,6 +253,8 @@ def _attention_failures(config: Config) -> Iterator[str]:
             f"model.window_attn_skip_freq is {model.window_attn_skip_freq} without model.window_size, so there is no "
             "window to leave out; give model.window_size, or leave it 0"
         )
+    if model.window_attn_skip_freq == 1:
+        yield "model.window_attn_skip_freq is 1, so no block has a window; use at least 2, or model.window_size: 0"
     try:
         select(model.attention, request_of(config, config.run.device, trains=True))
     except ConfigError as error:

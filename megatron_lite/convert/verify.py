@@ -76,7 +76,7 @@ def ours(checkpoint: Checkpoint) -> Logits:
     """The logits of our model with the checkpoint's weights."""
     with torch.random.fork_rng(devices=[]):
         rng = RngTracker(torch.device("cpu"), default_seed=0, tensor_parallel_seed=0)
-    model = checkpoint.model.model_copy(update={"fusion": "off"})
+    model = checkpoint.model.model_copy(update={"fusion": "off", "attention": "auto"})
     (chunk,) = get_model(Config(model=model), ParallelContext.at(Grid(), 0), rng, dtype=torch.float32)
     weights = {name: checkpoint.read(name).float() for name in checkpoint.tensors}
 

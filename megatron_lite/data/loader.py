@@ -25,7 +25,7 @@ class Batch(NamedTuple):
     loss_mask: torch.Tensor  # float32 [b, s], 1 where a target counts
     position_ids: torch.Tensor | None = None  # int64 [b, s]; None: 0..s-1
     documents: torch.Tensor | None = None  # int32 [b, s], a number for each document of a row, which do not decrease
-    lengths: torch.Tensor | None = None  # int32 [b], the tokens of each row before its padding
+    lengths: torch.Tensor | None = None  # int32 [b], the tokens of each row before its padding; None: all
 
     def map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "Batch":
         """The batch with every tensor changed."""
@@ -50,11 +50,24 @@ def make_batch(text: torch.Tensor, data: DataConfig, eod: int) -> Batch:
         position_ids = position - torch.where(is_start, position, 0).cummax(dim=1).values
     if data.reset_attention_mask:
         documents = is_start.cumsum(dim=1, dtype=torch.int32)
-    if (text == PADDING).any():
+    if (text < 0).any():
+        check_padding(text)
         loss_mask[labels == PADDING] = 0.0
         lengths = (tokens != PADDING).sum(dim=1, dtype=torch.int32)
         tokens, labels = tokens.clamp(min=0), labels.clamp(min=0)
     return Batch(tokens, labels, loss_mask, position_ids, documents, lengths)
+
+
+def check_padding(text: torch.Tensor) -> None:
+    """Raise DataError unless the negative ids of samples [b, s + 1] are PADDING at their ends."""
+    is_real = text >= 0
+    wrong = ((text < 0) & (text != PADDING)).any(dim=1) | (~is_real[:, :-1] & is_real[:, 1:]).any(dim=1)
+    if wrong.any():
+        row = wrong.int().argmax()
+        raise DataError(
+            f"a sample has the ids {text[row].tolist()[:20]}; a negative id must be {PADDING}, and only at the end as "
+            "padding; correct the dataset"
+        )
 
 
 def _read(dataset: Dataset, rows: Sequence[int], data: DataConfig, eod: int, *, pin: bool) -> Batch:

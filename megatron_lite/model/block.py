@@ -7,8 +7,8 @@
     selective   34               all but the scores; core attention is recomputed, 2.7% more work at the sizes of GPT-3
     full        2                the inputs; the full forward is recomputed, a third more work
     full:n                       full in the first n blocks of a pipeline stage, none in the others
-    uniform:n                    2 for n blocks together; a group of n blocks is recomputed at a time
-    stage                        2 for all blocks of the stage together, with its embedding or head
+    uniform:n                    2 for each group of n blocks, which backward recomputes together
+    stage                        2 for the stage, which backward recomputes with its embedding or head
 
 A fused attention kernel stores no scores, so selective saves little with it. A split backward keeps the inputs of
 linear layers from I to W in any case. Sequence parallelism divides all of it by tp; without it 10 of the 34 bytes are
@@ -34,7 +34,7 @@ from megatron_lite.parallel.recompute import recompute
 class TransformerBlock(nn.Module):
     """The residual is the stream before the norm, or with `post_norm` the norm's output.
 
-    `place` is the block's index in its stage; `window` limits the keys of a query, 0: not.
+    `place` is the block's index in its stage. A query sees at most `window` keys; 0 means all.
     """
 
     is_sharding_unit = True  # parallel.ddp: fsdp gathers each block alone
@@ -76,12 +76,12 @@ class TransformerBlock(nn.Module):
         x             [s', b, h]   the residual stream; fp32 with `fp32_residual`
         query_input   [s', b, h]   only with `separate_query`
         rotary        cosine and sine, [s, 1, 1, d/2] or [s, b, 1, d/2]
-        mask          without a window, which the block adds
+        mask          the keys that a query sees; the block's window narrows it
         returns       [s', b, h]
         Communicates: forward two all-reduces of [s, b, h] over tp, backward two more; with full recomputation
         backward repeats those of forward.
         """
-        mask = mask.with_window(self.window)
+        mask = mask.narrowed(self.window)
         if self.full_recompute:
             return recompute(self._forward, x, query_input, rotary, mask, rng=self.options.rng)
         with offloaded([*self.parameters(), *(rotary or ())]) if self.options.offload_activations else nullcontext():

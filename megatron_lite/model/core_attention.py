@@ -1,8 +1,8 @@
 """Core attention, softmax(q k^T) v, in every implementation that `model.attention` names.
 
 All have one signature, apply every mask exactly or raise ConfigError, and need no communication: each rank has its own
-heads. Only `math`, and `sdpa` up to 1,024 tokens, allocate s x s values. `config/attention.py` has the table of what
-each one computes.
+heads. Only `math`, and `sdpa` up to 1,024 tokens, allocate s x s values, besides `sdpa` in fp64 on a GPU, where torch
+has no other kernel. `config/attention.py` has the table of what each one computes.
 """
 
 import warnings
@@ -10,7 +10,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from functools import cache
 from importlib import import_module
-from importlib.util import find_spec
+from itertools import pairwise
 from typing import Any, Protocol
 
 import torch
@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from megatron_lite.config.attention import SHORT, Request, check
+from megatron_lite.config.attention import SHORT, Request, check, flash_version
 from megatron_lite.errors import ConfigError
 from megatron_lite.model.masks import Mask, Rectangle
 from megatron_lite.parallel.dtypes import PRECISION_NAMES
@@ -30,7 +30,7 @@ FLEX_BLOCK = 128  # the block size of flex_attention's block mask
 
 
 class Attention(Protocol):
-    """An implementation."""
+    """The signature of every implementation of core attention."""
 
     def __call__(
         self, query: Tensor, key: Tensor, value: Tensor, *, mask: Mask, scale: float, dropout: float, softcap: float
@@ -52,7 +52,8 @@ def math_attention(
 ) -> tuple[Tensor, Tensor]:
     """The reference: all scores at once, the softmax in fp32 or fp64. Arguments as of `Attention`."""
     key, value = _repeated(query, key, value)
-    scores = scale * (query @ key.transpose(-2, -1)).to(torch.promote_types(query.dtype, torch.float32))
+    # Products of unscaled queries can be too large for fp16.
+    scores = (scale * query @ key.transpose(-2, -1)).to(torch.promote_types(query.dtype, torch.float32))
     if softcap:
         scores = softcap * torch.tanh(scores / softcap)
     visible = mask.dense(query.shape[2], key.shape[2], query.device)
@@ -81,21 +82,25 @@ def sdpa_attention(
     query: Tensor, key: Tensor, value: Tensor, *, mask: Mask, scale: float, dropout: float, softcap: float
 ) -> tuple[Tensor, None]:
     """torch's scaled_dot_product_attention, one call for each document. Arguments as of `Attention`."""
+    _check("sdpa", query, mask=mask, dropout=dropout, softcap=softcap)
+    return _sdpa_by_document(query, key, value, mask=mask, scale=scale, dropout=dropout), None
+
+
+def _sdpa_by_document(query: Tensor, key: Tensor, value: Tensor, *, mask: Mask, **options: Any) -> Tensor:
     num_queries, num_keys = query.shape[2], key.shape[2]
     if mask.window >= num_keys:
         mask = mask.with_window(0)
-    _check("sdpa", query, mask=mask, dropout=dropout, softcap=softcap)
     if query.is_cuda and query.dtype not in (torch.float16, torch.bfloat16):
         # Only the 16-bit flash kernel supports groups; otherwise torch would store all s*s scores.
         key, value = _repeated(query, key, value)
 
     def call(q: Tensor, k: Tensor, v: Tensor, **masked: Any) -> Tensor:
-        return _sdpa(q, k, v, scale=scale, dropout=dropout, **masked)
+        return _sdpa(q, k, v, **options, **masked)
 
     if mask.window:
-        return call(query, key, value, attn_mask=mask.dense(num_queries, num_keys, query.device)), None
+        return call(query, key, value, attn_mask=mask.dense(num_queries, num_keys, query.device))
     if mask.kinds in (("causal",), ("full",)):
-        return call(query, key, value, is_causal=mask.causal), None
+        return call(query, key, value, is_causal=mask.causal)
 
     def part(row: slice, area: Rectangle) -> Tensor:
         q, k, v = query[row, :, area.q0 : area.q1], key[row, :, area.k0 : area.k1], value[row, :, area.k0 : area.k1]
@@ -107,7 +112,7 @@ def sdpa_attention(
     rows = mask.rectangles(num_queries, num_keys)
     slices = [slice(at, at + 1) for at in range(len(query))] if len(rows) > 1 else [slice(None)]
     outs = [torch.cat([part(at, area) for area in row], dim=2) for at, row in zip(slices, rows, strict=True)]
-    return torch.cat(outs), None
+    return torch.cat(outs)
 
 
 def _sdpa(
@@ -119,6 +124,7 @@ def _sdpa(
     dropout: float,
     is_causal: bool = False,
     attn_mask: Tensor | None = None,
+    backends: list[SDPBackend] | None = None,
 ) -> Tensor:
     grouped, on_cpu = key.shape[1] != query.shape[1], query.device.type == "cpu"
     if is_causal and on_cpu and query.dtype == torch.bfloat16 and query.shape[2] <= SHORT_BF16 and not grouped:
@@ -129,7 +135,7 @@ def _sdpa(
             query, key, value, attn_mask, dropout, is_causal, scale=scale, enable_gqa=grouped
         )
 
-    return call() if on_cpu else with_fused_kernel(call, gpu_backends(query.dtype, key.shape[2]))
+    return call() if on_cpu else with_fused_kernel(call, backends or gpu_backends(query.dtype, key.shape[2]))
 
 
 def _short_attention(query: Tensor, key: Tensor, value: Tensor, scale: float, dropout: float) -> Tensor:
@@ -144,12 +150,12 @@ def _short_attention(query: Tensor, key: Tensor, value: Tensor, scale: float, dr
 def gpu_backends(dtype: torch.dtype, length: int) -> list[SDPBackend]:
     """The backends of torch on a GPU, in a fixed order, so that speed and last bits do not change with its version.
 
-    The s x s path is excluded in 16 bits above 1,024 tokens, and cuDNN where only deterministic kernels may run.
+    The s x s path is excluded above 1,024 tokens except in fp64, and cuDNN where only deterministic kernels may run.
     """
     fused = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]
     if torch.are_deterministic_algorithms_enabled():
         fused.remove(SDPBackend.CUDNN_ATTENTION)
-    long = length > SHORT and dtype in (torch.float16, torch.bfloat16)
+    long = length > SHORT and dtype != torch.float64
     return fused if long else [*fused, SDPBackend.MATH]
 
 
@@ -180,111 +186,142 @@ def flex_attention(
 ) -> tuple[Tensor, Tensor | None]:
     """torch's flex_attention, compiled; on the CPU without backward and log-sum-exp. Arguments as of `Attention`."""
     _check("flex", query, mask=mask, dropout=dropout, softcap=softcap)
-    from torch.nn.attention.flex_attention import BlockMask
+    options = {"mask": mask, "scale": scale, "softcap": softcap}
+    return call_flex(_compiled_flex(), query, key, value, with_lse=query.is_cuda, **options)
 
+
+def call_flex(
+    flex: Callable[..., Any],
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    mask: Mask,
+    scale: float,
+    softcap: float,
+    with_lse: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """Output and log-sum-exp of `flex`, which is torch's function, compiled or not."""
     num_queries, num_keys = query.shape[2], key.shape[2]
-    first, end = mask.ranges(num_queries, num_keys, query.device)
-    # Padding to full blocks avoids a compilation for every length; padded queries are cut from the result.
+    sizes = (len(query), num_queries, num_keys, query.device)
+    options = {
+        "block_mask": mask.cached("flex", sizes, lambda: _block_mask(mask, *sizes)),
+        "scale": scale,
+        "enable_gqa": key.shape[1] != query.shape[1],
+    }
+    if softcap:
+        options["score_mod"] = lambda score, row, head, q, k: softcap * torch.tanh(score / softcap)
+    if with_lse:
+        options |= _request_lse()
+    # Padding to full blocks avoids a compilation for every length; padded queries are removed from the result.
     query = F.pad(query, (0, 0, 0, -num_queries % FLEX_BLOCK))
     key, value = (F.pad(x, (0, 0, 0, -num_keys % FLEX_BLOCK)) for x in (key, value))
-    extra = query.shape[2] - num_queries
+    result = flex(query, key, value, **options)
+    if not with_lse:
+        return result[:, :, :num_queries], None
+    out, lse = result
+    return out[:, :, :num_queries], getattr(lse, "lse", lse)[:, :, :num_queries].detach()
+
+
+def _block_mask(mask: Mask, batch: int, num_queries: int, num_keys: int, device: torch.device) -> Any:
+    """The mask for flex_attention, from ranges of keys, without s x s values."""
+    from torch.nn.attention.flex_attention import BlockMask
+
+    extra = -num_queries % FLEX_BLOCK
     first, end = (
-        torch.cat((x, x[:, -1:].expand(-1, extra)), 1).expand(len(query), -1).contiguous() for x in (first, end)
+        torch.cat((x, x[:, -1:].expand(-1, extra)), dim=1).expand(batch, -1).contiguous()
+        for x in mask.ranges(num_queries, num_keys, device)
     )
 
     def sees(row: Tensor, head: Tensor, q: Tensor, k: Tensor) -> Tensor:
         return (first[row, q] <= k) & (k < end[row, q])
 
-    def capped(score: Tensor, row: Tensor, head: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        return softcap * torch.tanh(score / softcap)
-
     # A block of queries needs the blocks of keys between its smallest `first` and its largest `end`, and no mask in
     # those between its largest `first` and its smallest `end`. Both do not decrease.
-    block = torch.arange(key.shape[2] // FLEX_BLOCK, device=query.device)
+    block = torch.arange(-(-num_keys // FLEX_BLOCK), device=device)
     firsts, ends = (x.unflatten(1, (-1, FLEX_BLOCK))[:, None] for x in (first, end))
     needed = (block >= firsts[..., :1] // FLEX_BLOCK) & (block * FLEX_BLOCK < ends[..., -1:])
     unmasked = (block * FLEX_BLOCK >= firsts[..., -1:]) & ((block + 1) * FLEX_BLOCK <= ends[..., :1])
-    block_mask = BlockMask.from_kv_blocks(
-        *_block_list(needed & ~unmasked), *_block_list(unmasked), BLOCK_SIZE=FLEX_BLOCK, mask_mod=sees
-    )
-    options = {"block_mask": block_mask, "scale": scale, "enable_gqa": key.shape[1] != query.shape[1]}
-    if softcap:
-        options["score_mod"] = capped
-    if query.device.type == "cpu":
-        return _compiled_flex()(query, key, value, **options)[:, :, :num_queries], None
-    out, lse = _compiled_flex()(query, key, value, return_lse=True, **options)
-    return out[:, :, :num_queries], lse[:, :, :num_queries].detach()
+    lists = [
+        (chosen.sum(-1, dtype=torch.int32), chosen.int().argsort(dim=-1, descending=True, stable=True).int())
+        for chosen in (needed & ~unmasked, unmasked)
+    ]
+    return BlockMask.from_kv_blocks(*lists[0], *lists[1], BLOCK_SIZE=FLEX_BLOCK, mask_mod=sees)
 
 
-def _block_list(chosen: Tensor) -> tuple[Tensor, Tensor]:
-    """The number and the ascending indices of the chosen blocks of each block of queries."""
-    return chosen.sum(-1, dtype=torch.int32), chosen.int().argsort(dim=-1, descending=True, stable=True).int()
+def _request_lse() -> dict[str, Any]:
+    """The argument that makes flex_attention return the log-sum-exp; torch 2.9 renamed it."""
+    request = getattr(import_module("torch.nn.attention.flex_attention"), "AuxRequest", None)
+    return {"return_lse": True} if request is None else {"return_aux": request(lse=True)}
 
 
 @cache
 def _compiled_flex() -> Callable[..., Any]:
-    from torch.nn.attention.flex_attention import flex_attention as eager
-
-    return torch.compile(eager)
+    return torch.compile(import_module("torch.nn.attention.flex_attention").flex_attention)
 
 
 def flash_attention(
     query: Tensor, key: Tensor, value: Tensor, *, mask: Mask, scale: float, dropout: float, softcap: float
 ) -> tuple[Tensor, Tensor | None]:
-    """The flash-attn package, or its third or fourth version through torch. Arguments as of `Attention`."""
+    """The flash-attn package, or FlashAttention 3 or 4 through torch, which returns no log-sum-exp. Arguments as of
+    `Attention`."""
     _check("flash", query, mask=mask, dropout=dropout, softcap=softcap)
-    if find_spec("flash_attn") is None or find_spec("flash_attn.flash_attn_interface") is None:
-        return _flash_through_torch(query, key, value, mask=mask, scale=scale, dropout=dropout, softcap=softcap)
+    if flash_version() == 2:
+        return call_flash(query, key, value, mask=mask, scale=scale, dropout=dropout, softcap=softcap)
+    _activate_flash(flash_version())
+    options = {"scale": scale, "dropout": 0.0, "backends": [SDPBackend.FLASH_ATTENTION]}
+    return _sdpa_by_document(query, key, value, mask=mask, **options), None
+
+
+def call_flash(
+    query: Tensor, key: Tensor, value: Tensor, *, mask: Mask, scale: float, dropout: float, softcap: float
+) -> tuple[Tensor, Tensor | None]:
+    """Output and log-sum-exp of the flash-attn package, with dropout no log-sum-exp. Arguments as of `Attention`."""
     flash = import_module("flash_attn.flash_attn_interface")
     b, s = query.shape[0], query.shape[2]
-    right = 0 if mask.causal else mask.window - 1 if mask.window else -1
+    reach = mask.window - 1 if mask.window else -1
     options = {
         "dropout_p": dropout,
         "softmax_scale": scale,
         "causal": mask.causal,
-        "window_size": (mask.window - 1 if mask.window else -1, right),
+        "window_size": (reach, 0 if mask.causal else reach),
         "softcap": softcap,
         "deterministic": torch.are_deterministic_algorithms_enabled(),
-        "return_attn_probs": True,
+        "return_attn_probs": dropout == 0,  # with dropout, the package would return all probabilities too
     }
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     if mask.documents is None:
-        out, lse, _ = flash.flash_attn_func(q, k, v, **options)
-        return out.transpose(1, 2), lse
-    ends = [0] + [row * s + area.q1 for row, areas in enumerate(_documents(mask, s)) for area in areas]
-    borders = torch.tensor(ends, dtype=torch.int32, device=query.device)
-    longest = int(borders.diff().max())
-    out, lse, _ = flash.flash_attn_varlen_func(
-        *(x.flatten(0, 1) for x in (q, k, v)), borders, borders, longest, longest, **options
-    )
-    return out.unflatten(0, (b, s)).transpose(1, 2), lse.unflatten(1, (b, s)).transpose(0, 1)
+        result = flash.flash_attn_func(q, k, v, **options)
+        out, lse = result[:2] if dropout == 0 else (result, None)
+    else:
+        borders, longest = mask.cached("borders", (s, query.device), lambda: _borders(mask, s, query.device))
+        flat = (x.flatten(0, 1) for x in (q, k, v))
+        result = flash.flash_attn_varlen_func(*flat, borders, borders, longest, longest, **options)
+        out, lse = result[:2] if dropout == 0 else (result, None)
+        out, lse = out.unflatten(0, (b, s)), None if lse is None else lse.unflatten(1, (b, s)).transpose(0, 1)
+    return out.transpose(1, 2), None if lse is None else lse.detach()
 
 
-def _documents(mask: Mask, length: int) -> list[list[Rectangle]]:
-    return Mask(causal=mask.causal, documents=mask.documents).rectangles(length, length)
-
-
-def _flash_through_torch(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> tuple[Tensor, None]:
-    _activate_flash()
-    if options["dropout"] or options["mask"].window:
-        raise ConfigError(
-            "model.attention is flash: without the flash-attn package, its version for Hopper has neither dropout nor "
-            "a window here; install flash-attn, or use sdpa"
-        )
-    return sdpa_attention(query, key, value, **options)
+def _borders(mask: Mask, length: int, device: torch.device) -> tuple[Tensor, int]:
+    """The ends of all documents of all rows in one sequence, int32 after a 0, and the length of the longest."""
+    rows = mask.with_window(0).rectangles(length, length)
+    ends = [0] + [row * length + area.q1 for row, areas in enumerate(rows) for area in areas]
+    longest = max(end - start for start, end in pairwise(ends))
+    return torch.tensor(ends, dtype=torch.int32, device=device), longest
 
 
 @cache
-def _activate_flash() -> None:
-    """Route torch's flash backend to FlashAttention 3 (Hopper) or 4 (Blackwell). Raises ConfigError on older GPUs."""
-    major = torch.cuda.get_device_capability()[0]
+def _activate_flash(version: int) -> None:
+    """Route torch's flash backend to FlashAttention 3 or 4. Raises ConfigError for a GPU or a torch without it."""
+    major = torch.cuda.get_device_capability()[0] if torch.cuda.is_available() else 0
     activate = getattr(torch.nn.attention, "activate_flash_attention_impl", None)
-    if major < 9 or activate is None:
+    if activate is None or major < 9 or (version == 3 and major > 9):
         raise ConfigError(
-            "model.attention is flash: FlashAttention 3 and 4 need a Hopper or Blackwell GPU and a torch that offers "
-            f"them; got compute capability {major} and torch {torch.__version__}; install flash-attn, or use sdpa"
+            f"model.attention is flash: FlashAttention {version} needs a Hopper{' or Blackwell' * (version == 4)} GPU "
+            f"and a torch that calls it; got compute capability {major}.x and torch {torch.__version__}; install "
+            "flash-attn, or use sdpa"
         )
-    activate("FA3" if find_spec("flash_attn_interface") is not None else "FA4")
+    activate(f"FA{version}")
 
 
 IMPLEMENTATIONS: dict[str, Attention] = {

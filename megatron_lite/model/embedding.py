@@ -37,7 +37,7 @@ def check_positions(position_ids: Tensor, limit: int) -> None:
     if position_ids.device.type == "cpu" and not 0 <= position_ids.min() <= position_ids.max() < limit:
         raise DataError(
             f"position ids are {int(position_ids.min())} to {int(position_ids.max())}; model.max_position_embeddings "
-            f"({limit}) allows 0 to {limit - 1}; correct the data, or raise it"
+            f"({limit}) allows 0 to {limit - 1}; correct the data, or raise that setting"
         )
 
 

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from math import ceil
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -157,12 +157,12 @@ class FlashAttention1(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         """Algorithm 4. Each step loads O, l and m, and computes D again."""
-        _, key, _, out, l, m = ctx.saved_tensors
+        query, key, value, out, l, m = ctx.saved_tensors  # once: recomputation allows no second access
 
         def probabilities(S: Tensor, dO_i: Tensor, O_i: Tensor, l_i: Tensor, m_i: Tensor) -> tuple[Tensor, Tensor]:
             return torch.exp(S - m_i) / l_i.clamp(min=1), (dO_i * O_i).sum(-1, keepdim=True)
 
-        return _backward(ctx, grad, (*_grouped(key, out), l, m), probabilities)
+        return _backward(ctx.call, query, key, value, grad, (*_grouped(key, out), l, m), probabilities)
 
 
 class FlashAttention2(torch.autograd.Function):
@@ -196,7 +196,7 @@ class FlashAttention2(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         """Algorithm 2. D = rowsum(dO * O) is computed once, so that no step loads O."""
-        _, key, _, out, L = ctx.saved_tensors
+        query, key, value, out, L = ctx.saved_tensors
         load, store = ctx.call.traffic.load, ctx.call.traffic.store
         O, dO = _grouped(key, out, grad)
         D = torch.empty_like(L)
@@ -206,16 +206,21 @@ class FlashAttention2(torch.autograd.Function):
         def probabilities(S: Tensor, _: Tensor, L_i: Tensor, D_i: Tensor) -> tuple[Tensor, Tensor]:
             return torch.exp(S - L_i.clamp(min=torch.finfo(L_i.dtype).min)), D_i
 
-        return _backward(ctx, grad, (L, D), probabilities)
+        return _backward(ctx.call, query, key, value, grad, (L, D), probabilities)
 
 
 def _backward(
-    ctx: Any, grad: Tensor, saved: tuple[Tensor, ...], probabilities: Callable[..., tuple[Tensor, Tensor]]
+    call: _Call,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    grad: Tensor,
+    saved: tuple[Tensor, ...],
+    probabilities: Callable[..., tuple[Tensor, Tensor]],
 ) -> tuple[Tensor | None, ...]:
     """The loops of both backwards. The outer one is over keys, so dK and dV stay in fast memory, and dQ does not. Each
     step computes S again. `probabilities` returns P and D from S, dO and the saved values of the step's queries."""
-    query, key, value = ctx.saved_tensors[:3]
-    call, grid, load, store = ctx.call, ctx.call.grid, ctx.call.traffic.load, ctx.call.traffic.store
+    grid, load, store = call.grid, call.traffic.load, call.traffic.store
     Q, K, V, dO = _grouped(key, query, key, value, grad)
     (dQ,), dK, dV = _accumulators(Q, Q.shape[-1]), torch.empty_like(K), torch.empty_like(V)
     store(dQ, 0.0)

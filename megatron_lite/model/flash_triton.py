@@ -1,21 +1,20 @@
 # ruff: noqa: E741 - O and l are letters of the paper
-"""FlashAttention 2 as Triton kernels: forward, dK and dV, and dQ.
+# Triton's annotations describe its compiler, where True is a constexpr and static_range is a loop.
+# pyright: reportArgumentType=false, reportGeneralTypeIssues=false
+"""FlashAttention 2 as three Triton kernels: forward, dK with dV, and dQ.
 
-A program of a kernel owns a tile of one head and loops over the tiles that it needs: forward and dQ own queries and
-loop over keys, dK and dV own keys and loop over queries. What a program owns stays in registers until it is final. No
-other program writes it, so there are no atomic operations and results are the same bits in every run.
+A program owns a tile of queries and loops over keys (forward, dQ), or owns a tile of keys and loops over queries (dK,
+dV). Its results stay in registers until they are final. No other program adds to them, so two runs give the same bits.
 
-A mask is a range of columns for each row. Queries have ranges of keys (`Mask.ranges`), and since those do not decrease,
-keys have ranges of queries. The first and the last row of a tile bound the columns of all its rows. Tiles of columns
-that all rows see need no mask arithmetic, so they have a loop of their own.
+A mask is a range of columns for each row. Queries have ranges of keys (`Mask.ranges`). These do not decrease, so keys
+have ranges of queries. The first and the last row of a tile bound the columns of all its rows. Tiles of columns that
+all rows see need no mask arithmetic, and have a loop without it.
 
-The letters are those of the paper: tiles of B_r queries, numbered by i, and of B_c keys, numbered by j; maximum m, sum l,
-log-sum-exp L, and D = rowsum(dO * O). Scores, softcap and m are in base 2, that is divided by ln 2, because GPUs have an
-instruction for exp2; L is natural. Everything between inputs and results is fp32.
+The letters are those of the paper: tiles of B_r queries, numbered by i, and of B_c keys, numbered by j; maximum m, sum
+l, log-sum-exp L, D = rowsum(dO * O). GPUs compute exp2 but not exp, so scores, softcap and m are divided by ln 2.
 Source: FlashAttention-2, arXiv 2307.08691, algorithms 1 and 2.
 """
 
-from collections.abc import Callable
 from math import log
 from typing import Any, NamedTuple
 
@@ -31,8 +30,7 @@ try:
     import triton.language as tl
 except ImportError as error:
     raise ConfigError(
-        "model.attention is triton: Python cannot import triton; install it (pip install triton) or choose another "
-        "model.attention"
+        "model.attention is triton, and Python cannot import it; pip install triton, or choose another model.attention"
     ) from error
 
 LN_2 = tl.constexpr(log(2))
@@ -41,7 +39,7 @@ LOWEST = tl.constexpr(-3.4e38)  # about the smallest fp32; differences of -inf w
 
 @triton.jit
 def _load(X, stride, start, num_rows, d: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, CHECKED: tl.constexpr):
-    """Rows `start` to `start + ROWS` of X, zeros after its last row and after column d."""
+    """ROWS rows of X from row `start`, with zeros after the last row and after column d."""
     row, column = start + tl.arange(0, ROWS), tl.arange(0, WIDTH)
     pointers = X + row.to(tl.int64)[:, None] * stride + column[None, :]
     if not CHECKED and d == WIDTH:
@@ -51,6 +49,7 @@ def _load(X, stride, start, num_rows, d: tl.constexpr, WIDTH: tl.constexpr, ROWS
 
 @triton.jit
 def _store(X, stride, start, num_rows, value, d: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr):
+    """The counterpart of `_load`."""
     row, column = start + tl.arange(0, ROWS), tl.arange(0, WIDTH)
     pointers = X + row.to(tl.int64)[:, None] * stride + column[None, :]
     tl.store(pointers, value.to(X.dtype.element_ty), mask=(row < num_rows)[:, None] & (column < d)[None, :])
@@ -58,15 +57,15 @@ def _store(X, stride, start, num_rows, value, d: tl.constexpr, WIDTH: tl.constex
 
 @triton.jit
 def _load_vector(x, start, num_rows, ROWS: tl.constexpr):
-    """Elements `start` to `start + ROWS` of x, zeros after its last: a row without columns, if x is `end`."""
+    """ROWS elements of x from `start`, with zeros after the last. So rows after the last have an empty range."""
     row = start + tl.arange(0, ROWS)
     return tl.load(x + row, mask=row < num_rows, other=0)
 
 
 @triton.jit
 def _columns(first, end, start, num_rows, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """The tiles of columns that a tile of rows needs: the first column, and the numbers of tiles on the left of those
-    that all rows see, of those that all rows see, and of those on both sides."""
+    """The tiles of columns that a tile of rows needs. All rows see the full tiles, some rows see those at the borders.
+    Returns the first column, and the numbers of tiles on the left of the full ones, of full ones, and at borders."""
     last = tl.minimum(start + ROWS, num_rows) - 1
     low, high = tl.load(first + start) // COLUMNS, tl.cdiv(tl.load(end + last), COLUMNS)
     full, full_end = tl.cdiv(tl.load(first + last), COLUMNS), tl.load(end + start) // COLUMNS
@@ -77,10 +76,8 @@ def _columns(first, end, start, num_rows, ROWS: tl.constexpr, COLUMNS: tl.conste
 
 @triton.jit
 def _column(step, low, num_left, num_full, COLUMNS: tl.constexpr, MASKED: tl.constexpr):
-    """The first column of a tile: one that all rows see, or else one on the left or on the right of those."""
-    skipped = num_left
-    if MASKED:
-        skipped = tl.where(step < num_left, 0, num_full)
+    """The first column of the tile of a step: a tile at the borders if MASKED, else a full one."""
+    skipped = tl.where(step < num_left, 0, num_full) if MASKED else num_left
     return low + (step + skipped) * COLUMNS
 
 
@@ -99,7 +96,7 @@ def _dot(a, b, c):
 
 @triton.jit
 def _scores(a, b, scale, softcap: tl.constexpr):
-    """S = scale a b^T in base 2, with a softcap but without a mask."""
+    """S / ln 2, without the mask; `scale` and `softcap` are divided by ln 2."""
     S = _dot(a, tl.trans(b), None) * scale
     if softcap > 0:
         S = softcap * (1 - 2 / (1 + tl.exp2(S * (2 / (softcap * LN_2)))))  # tanh x = 1 - 2 / (1 + exp 2x)
@@ -111,7 +108,7 @@ def _forward(
     Q, K, V, O, L, first, end, q_strides, k_strides, v_strides, o_strides, range_stride, N_q, N_k, r, scale,
     softcap: tl.constexpr, d: tl.constexpr, WIDTH: tl.constexpr, B_r: tl.constexpr, B_c: tl.constexpr,
 ):  # fmt: skip
-    """Algorithm 1 for one tile of queries: the steps of its outer loop are programs."""
+    """One step of the outer loop of algorithm 1: a tile of queries."""
     i = tl.num_programs(0) - 1 - tl.program_id(0)  # last queries first: with a causal mask they have the most keys
     head, batch = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     q0, first, end = i * B_r, first + batch * range_stride, end + batch * range_stride
@@ -122,7 +119,7 @@ def _forward(
     low, num_left, num_full, num_border = _columns(first, end, q0, N_q, B_r, B_c)
     O_i, l_i = tl.zeros([B_r, WIDTH], tl.float32), tl.zeros([B_r], tl.float32)
     m_i = tl.full([B_r], LOWEST, tl.float32)
-    for MASKED in tl.static_range(2):  # two loops: tiles that all rows see, then the others
+    for MASKED in tl.static_range(2):  # unrolled: a loop over full tiles, then one over those at the borders
         for step in range(num_border if MASKED else num_full):
             k0 = _column(step, low, num_left, num_full, B_c, MASKED)
             K_j = _load(K, k_strides[2], k0, N_k, d, WIDTH, B_c, MASKED)
@@ -135,10 +132,10 @@ def _forward(
             l_i = old * l_i + tl.sum(P, 1)
             O_i = _dot(P.to(V_j.dtype), V_j, O_i * old[:, None])
             m_i = m_new
-    has_keys = l_i > 0
-    O_i /= tl.where(has_keys, l_i, 1.0)[:, None]
+    has_keys = l_i != 0
+    l_i = tl.where(has_keys, l_i, 1.0)
     L_i = tl.where(has_keys, (m_i + tl.log2(l_i)) * LN_2, float("-inf"))
-    _store(O + batch * o_strides[0] + head * o_strides[1], o_strides[2], q0, N_q, O_i, d, WIDTH, B_r)
+    _store(O + batch * o_strides[0] + head * o_strides[1], o_strides[2], q0, N_q, O_i / l_i[:, None], d, WIDTH, B_r)
     row = q0 + tl.arange(0, B_r)
     tl.store(L + (batch * tl.num_programs(1) + head) * N_q + row, L_i, mask=row < N_q)
 
@@ -161,8 +158,8 @@ def _dk_dv(
     N_q, N_k, r, scale,
     softcap: tl.constexpr, d: tl.constexpr, WIDTH: tl.constexpr, B_r: tl.constexpr, B_c: tl.constexpr,
 ):  # fmt: skip
-    """Algorithm 2 without dQ, for one tile of keys and the r heads of its group. `first` and `end` are the range of
-    queries of each key. S, P, dP and dS are transposed, so that keys are rows."""
+    """One step of the outer loop of algorithm 2, without dQ: a tile of keys, with the r query heads of its group.
+    `first` and `end` are ranges of queries, and S, P, dP and dS are transposed: keys are rows."""
     group, batch = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     k0, first, end = tl.program_id(0) * B_c, first + batch * range_stride, end + batch * range_stride
     K_j = _load(K + batch * k_strides[0] + group * k_strides[1], k_strides[2], k0, N_k, d, WIDTH, B_c, True)
@@ -197,8 +194,7 @@ def _dq(
     N_q, N_k, r, scale,
     softcap: tl.constexpr, d: tl.constexpr, WIDTH: tl.constexpr, B_r: tl.constexpr, B_c: tl.constexpr,
 ):  # fmt: skip
-    """Line 15 of algorithm 2 for one tile of queries. It computes S and dP again, which is cheaper than sums of dQ
-    in memory."""
+    """dQ of algorithm 2, for a tile of queries. The paper adds to dQ in memory; this computes S and dP once more."""
     i = tl.num_programs(0) - 1 - tl.program_id(0)
     head, batch = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     q0, first, end = i * B_r, first + batch * range_stride, end + batch * range_stride
@@ -225,7 +221,7 @@ def _dq(
 
 
 class Tiles(NamedTuple):
-    """The sides of tiles, and how many warps compute one and how many steps ahead the loop loads."""
+    """The sides of a tile of scores, the warps of a program, and the buffers for tiles that the loop loads ahead."""
 
     B_r: int
     B_c: int
@@ -233,22 +229,15 @@ class Tiles(NamedTuple):
     num_stages: int = 2
 
 
-class Plan(NamedTuple):
-    """The tiles of each kernel."""
-
-    forward: Tiles
-    dk_dv: Tiles
-    dq: Tiles
-
-
-# For the bytes of a value and a head size up to the second number.
-PLANS = {
-    (2, 64): Plan(Tiles(128, 64, 4, 3), Tiles(64, 64, 4, 2), Tiles(64, 64, 4, 2)),
-    (2, 128): Plan(Tiles(128, 64, 8, 2), Tiles(32, 64, 4, 2), Tiles(64, 32, 4, 2)),
-    (2, 256): Plan(Tiles(64, 32, 4, 2), Tiles(32, 32, 4, 1), Tiles(32, 32, 4, 1)),
-    (4, 64): Plan(Tiles(64, 32, 4, 2), Tiles(32, 32, 4, 1), Tiles(32, 32, 4, 1)),
-    (4, 128): Plan(Tiles(64, 32, 4, 1), Tiles(16, 32, 4, 1), Tiles(32, 16, 4, 1)),
-    (4, 256): Plan(Tiles(32, 16, 4, 1), Tiles(16, 16, 4, 1), Tiles(16, 16, 4, 1)),
+# By bytes of a value and largest head size: the tiles of _forward, _dk_dv and _dq. They are chosen by compilation for
+# A100 and H100: few values leave the registers, and shared memory is below the 99 KB of smaller GPUs.
+TILES = {
+    (2, 64): (Tiles(128, 64, 4, 3), Tiles(64, 128, 8, 2), Tiles(128, 64, 8, 2)),
+    (2, 128): (Tiles(128, 64, 8, 2), Tiles(32, 128, 8, 2), Tiles(128, 32, 8, 2)),
+    (2, 256): (Tiles(64, 32, 4, 2), Tiles(16, 64, 8, 2), Tiles(64, 16, 8, 2)),
+    (4, 64): (Tiles(64, 32, 8, 2), Tiles(32, 32, 4, 2), Tiles(32, 32, 4, 2)),
+    (4, 128): (Tiles(32, 16, 4, 2), Tiles(16, 32, 8, 2), Tiles(32, 16, 4, 1)),
+    (4, 256): (Tiles(32, 16, 8, 1), Tiles(16, 16, 4, 1), Tiles(16, 16, 4, 1)),
 }
 
 
@@ -258,18 +247,16 @@ class _Call(NamedTuple):
     mask: Mask
     scale: float
     softcap: float
-    plan: Plan
+    tiles: tuple[Tiles, Tiles, Tiles]  # of _forward, _dk_dv and _dq
 
     def launch(self, kernel: Any, tiles: Tiles, grid: tuple, ranges: KeyRanges, tensors: tuple, strided: tuple) -> None:
-        """Start a program for each element of `grid`. `tensors` begin with Q and K; kernels need strides of some."""
-        Q, K, range_stride = tensors[0], tensors[1], ranges.first.stride(0) if len(ranges.first) > 1 else 0
-        sizes = Q.shape[2], K.shape[2], Q.shape[1] // K.shape[1]
-        factors = self.scale / log(2), self.softcap / log(2)
-        d = Q.shape[3]
-        strides = [x.stride()[:3] for x in strided]
-        widths = d, triton.next_power_of_2(d), tiles.B_r, tiles.B_c
-        options = {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages}
-        kernel[grid](*tensors, *ranges, *strides, range_stride, *sizes, *factors, *widths, **options)
+        """Start a program for each element of `grid`. `tensors` begin with Q and K; `strided` are in kernel order."""
+        (_, n, N_q, d), (_, g, N_k, _) = tensors[0].shape, tensors[1].shape
+        strides, range_stride = [x.stride()[:3] for x in strided], ranges.first.stride(0) * (len(ranges.first) > 1)
+        numbers = range_stride, N_q, N_k, n // g, self.scale / log(2), self.softcap / log(2), d
+        widths = triton.next_power_of_2(d), tiles.B_r, tiles.B_c
+        options = {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages, "enable_fp_fusion": True}
+        kernel[grid](*tensors, *ranges, *strides, *numbers, *widths, **options)
 
 
 class FlashAttention(torch.autograd.Function):
@@ -279,10 +266,10 @@ class FlashAttention(torch.autograd.Function):
     def forward(ctx, query: Tensor, key: Tensor, value: Tensor, call: _Call) -> tuple[Tensor, Tensor]:
         """Algorithm 1."""
         Q, K, V = (_with_plain_rows(x) for x in (query, key, value))
-        (b, n, N_q, _), tiles = Q.shape, call.plan.forward
+        (b, n, N_q, _), tiles = Q.shape, call.tiles[0]
         O, L = _new(Q), Q.new_empty(b, n, N_q, dtype=torch.float32)
-        ranges = call.mask.ranges(N_q, K.shape[2], Q.device)
-        call.launch(_forward, tiles, (triton.cdiv(N_q, tiles.B_r), n, b), ranges, (Q, K, V, O, L), (Q, K, V, O))
+        grid, ranges = (triton.cdiv(N_q, tiles.B_r), n, b), call.mask.ranges(N_q, K.shape[2], Q.device)
+        call.launch(_forward, tiles, grid, ranges, (Q, K, V, O, L), (Q, K, V, O))
         ctx.call = call
         ctx.save_for_backward(Q, K, V, O, L)
         ctx.mark_non_differentiable(L)
@@ -293,14 +280,15 @@ class FlashAttention(torch.autograd.Function):
     def backward(ctx, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         """Algorithm 2."""
         Q, K, V, O, L = ctx.saved_tensors
-        (b, n, N_q, _), (g, N_k), (_, dk_dv, dq) = Q.shape, K.shape[1:3], ctx.call.plan
+        (b, n, N_q, _), (_, g, N_k, _) = Q.shape, K.shape
         dO, dQ, dK, dV = _with_plain_rows(grad), _new(Q), _new(K), _new(K)
         D = (dO.float() * O).sum(-1).contiguous()
-        ranges = ctx.call.mask.ranges(N_q, N_k, Q.device)
         inputs, strided = (Q, K, V, dO, L, D), (Q, K, V, dO)
-        grid = triton.cdiv(N_k, dk_dv.B_c), g, b
-        ctx.call.launch(_dk_dv, dk_dv, grid, _transposed(ranges, N_k), (*inputs, dK, dV), (*strided, dK))
-        ctx.call.launch(_dq, dq, (triton.cdiv(N_q, dq.B_r), n, b), ranges, (*inputs, dQ), (*strided, dQ))
+        call, (_, tiles_dk_dv, tiles_dq) = ctx.call, ctx.call.tiles
+        ranges = call.mask.ranges(N_q, N_k, Q.device)
+        grid = triton.cdiv(N_k, tiles_dk_dv.B_c), g, b
+        call.launch(_dk_dv, tiles_dk_dv, grid, _transposed(ranges, N_k), (*inputs, dK, dV), (*strided, dK))
+        call.launch(_dq, tiles_dq, (triton.cdiv(N_q, tiles_dq.B_r), n, b), ranges, (*inputs, dQ), (*strided, dQ))
         return dQ, dK, dV, None
 
 
@@ -311,15 +299,14 @@ def _new(x: Tensor) -> Tensor:
 
 
 def _with_plain_rows(x: Tensor) -> Tensor:
-    """The tensor, or a copy if the elements of a row of d are not neighbours."""
+    """The tensor, or a copy if the last axis is not contiguous."""
     return x if x.stride(3) == 1 else x.contiguous()
 
 
 def _transposed(ranges: KeyRanges, num_keys: int) -> KeyRanges:
     """The range of queries that see each key: those with end > key and first <= key."""
     key = torch.arange(num_keys, dtype=torch.int32, device=ranges.first.device).repeat(len(ranges.first), 1)
-    first, end = (torch.searchsorted(x, key, right=True, out_int32=True) for x in (ranges.end, ranges.first))
-    return KeyRanges(first, end)
+    return KeyRanges(*(torch.searchsorted(x, key, right=True, out_int32=True) for x in (ranges.end, ranges.first)))
 
 
 def is_interpreted() -> bool:
@@ -331,18 +318,18 @@ def _check(query: Tensor, dropout: float) -> None:
     """Raise ConfigError if the kernels cannot compute this call."""
     prefix, d, dtype = "model.attention is triton", query.shape[3], str(query.dtype).removeprefix("torch.")
     if dropout > 0:
-        raise ConfigError(f"{prefix}: its kernels have no dropout, and it is {dropout:g}; use sdpa, tiled or math")
+        raise ConfigError(f"{prefix}: the kernels have no dropout, and it is {dropout:g}; use sdpa, tiled or math")
     if not 16 <= d <= 256:
-        raise ConfigError(f"{prefix}: the head size is {d}; its kernels need 16 to 256; use sdpa, tiled or math")
+        raise ConfigError(f"{prefix}: the head size is {d}; the kernels need 16 to 256; use sdpa, tiled or math")
     if query.dtype not in (torch.float32, torch.float16, torch.bfloat16):
-        raise ConfigError(f"{prefix}: its kernels compute in float32, float16 or bfloat16, not in {dtype}; use sdpa")
+        raise ConfigError(f"{prefix}: got {dtype}; the kernels compute in float32, float16 or bfloat16; use tiled")
     if query.device.type == "cpu" and not is_interpreted():
         raise ConfigError(
             f"{prefix}, and triton needs a GPU; on the CPU use model.attention sdpa or tiled, or set "
-            "TRITON_INTERPRET=1 in the environment to run its interpreter, which is slow"
+            "TRITON_INTERPRET=1 before Python starts to run its interpreter, which is slow"
         )
     if query.dtype == torch.bfloat16 and is_interpreted():
-        raise ConfigError(f"{prefix}: Triton's interpreter gives wrong results in bfloat16; use float32 or float16")
+        raise ConfigError(f"{prefix}: its interpreter computes wrong results in bfloat16; use float32 or float16")
 
 
 def triton_attention(
@@ -356,8 +343,8 @@ def triton_attention(
     softcap: float,
     tiles: tuple[int, int] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Arguments as of `core_attention.Attention`; B_r and B_c of all kernels, or None for those of `PLANS`."""
+    """Arguments as of `core_attention.Attention`; B_r and B_c of all kernels, or None for those of `TILES`."""
     _check(query, dropout)
     width = max(64, triton.next_power_of_2(query.shape[3]))
-    plan = PLANS[query.element_size(), width] if tiles is None else Plan(*3 * (Tiles(*tiles),))
-    return FlashAttention.apply(query, key, value, _Call(mask, scale, softcap, plan))
+    chosen = TILES[query.element_size(), width] if tiles is None else 3 * (Tiles(*tiles),)
+    return FlashAttention.apply(query, key, value, _Call(mask, scale, softcap, chosen))

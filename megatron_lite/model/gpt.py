@@ -124,7 +124,7 @@ class GPTModel(nn.Module):
             labels        [b, s]       next tokens, for the loss
             hidden        [s', b, h]   the previous stage's output, if this one has no embedding
             position_ids  [b, s]       None: 0..s-1
-            mask          the keys that a query sees; each block adds its window
+            mask          the keys that a query sees; the window of a block narrows it
             returns       [s, b]       loss in fp32 nats, with labels on the last stage
                           [s, b, v/tp] logits, without labels on the last stage
                           [s', b, h]   hidden state, on other stages
@@ -134,6 +134,7 @@ class GPTModel(nn.Module):
         Communicates: over tp, in forward one all-reduce of [s, b, h] for the embedding and two for each block,
         and three of [s, b] for the loss; in backward two for each block and one for the head.
         """
+        mask.check_batch(len(tokens))
         if position_ids is not None:
             check_positions(position_ids, self.config.max_position_embeddings)
         if self.options.recompute_stage:

@@ -2,8 +2,9 @@
 
 With each mask of this project a query sees one range of keys. A causal mask ends the range at the query, a sliding
 window begins it near the query, documents begin and end it at their borders, and padding ends it at the last real
-token. The intersection of ranges is a range, so all masks compose. An implementation of attention needs two numbers
-for each query. Both grow along the sequence, so it can skip the keys outside the ranges of a block of queries.
+token. The intersection of ranges is a range, so all masks compose. An implementation of attention needs the start and
+the end of each query's range. Both grow along the sequence, so it can skip the keys outside the ranges of a block of
+queries.
 """
 
 from collections.abc import Callable, Iterator
@@ -13,7 +14,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from megatron_lite.errors import DataError
+from megatron_lite.errors import ConfigError, DataError
 
 Cached = TypeVar("Cached")
 
@@ -44,7 +45,7 @@ class Mask:
     """The keys that a query sees: those that every given condition allows.
 
         causal      not after the query
-        window      0, or the largest number of keys on each side of the query, the query's own key included
+        window      the largest number of keys on each side of the query, the query's own key included; 0: no limit
         lengths     int [b]: only the first `lengths[row]` keys of a row; the others are padding
         documents   int [b, s]: only keys of the query's document; ids do not decrease along a row
 
@@ -56,9 +57,11 @@ class Mask:
     window: int = 0
     lengths: Tensor | None = None
     documents: Tensor | None = None
-    _cache: dict[Any, Any] = field(default_factory=dict, init=False, repr=False)  # results of the methods
+    _cache: dict[str, tuple[Any, Any]] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
+        if self.window < 0:
+            raise ConfigError(f"the window of a mask is {self.window}; use 0 for none, or a positive number of keys")
         documents = self.documents
         # On a GPU the comparison would wait for all kernels in the queue.
         if documents is not None and documents.device.type == "cpu" and (documents.diff(dim=1) < 0).any():
@@ -76,15 +79,19 @@ class Mask:
         return tuple(name for name, is_given in given.items() if is_given) or ("full",)
 
     def with_window(self, window: int) -> "Mask":
-        """This mask with another window, always the same object."""
+        """This mask with another window, the same object in every call."""
         if window == self.window:
             return self
-        return self._cached(("window", window), lambda: replace(self, window=window))
+        return self.cached(f"window {window}", (), lambda: replace(self, window=window))
+
+    def narrowed(self, window: int) -> "Mask":
+        """This mask with this window too; 0 is none."""
+        return self if window == 0 or 0 < self.window <= window else self.with_window(window)
 
     def ranges(self, num_queries: int, num_keys: int, device: torch.device) -> KeyRanges:
         """The range of keys of each query. It is computed once for all layers that share this mask."""
-        key = ("ranges", num_queries, num_keys, device)
-        return self._cached(key, lambda: self._ranges(num_queries, num_keys, device))
+        key = (num_queries, num_keys, device)
+        return self.cached("ranges", key, lambda: self._ranges(num_queries, num_keys, device))
 
     def _ranges(self, num_queries: int, num_keys: int, device: torch.device) -> KeyRanges:
         self._check_sizes(num_queries, num_keys)
@@ -117,7 +124,8 @@ class Mask:
         On a GPU the first call waits for the document ids.
         """
         assert not self.window
-        return self._cached(("rectangles", num_queries, num_keys), lambda: self._rectangles(num_queries, num_keys))
+        key = (num_queries, num_keys)
+        return self.cached("rectangles", key, lambda: self._rectangles(num_queries, num_keys))
 
     def _rectangles(self, num_queries: int, num_keys: int) -> list[list[Rectangle]]:
         self._check_sizes(num_queries, num_keys)
@@ -140,17 +148,26 @@ class Mask:
                 yield Rectangle(middle, stop, start, max(start, last_key), False)
             start = stop
 
-    def _cached(self, key: tuple[object, ...], compute: Callable[[], Cached]) -> Cached:
-        if key not in self._cache:
-            self._cache[key] = compute()
-        return self._cache[key]
+    def cached(self, name: str, key: tuple[object, ...], compute: Callable[[], Cached]) -> Cached:
+        """The result of `compute`, which follows from this mask and `key`. The newest result of each name is kept."""
+        if name not in self._cache or self._cache[name][0] != key:
+            self._cache[name] = (key, compute())
+        return self._cache[name][1]
 
     def _check_sizes(self, num_queries: int, num_keys: int) -> None:
         if num_queries != num_keys and self.kinds not in (("full",), ("lengths",)):
             kinds = ", ".join(self.kinds)
             raise DataError(f"a mask with {kinds} needs as many queries as keys; got {num_queries} and {num_keys}")
         if self.documents is not None and self.documents.shape[1] != num_queries:
-            raise DataError(f"a sequence has {num_queries} tokens, and {self.documents.shape[1]} document ids")
+            raise DataError(
+                f"a sequence has {num_queries} tokens, and {self.documents.shape[1]} document ids; give one for each"
+            )
+
+    def check_batch(self, batch: int) -> None:
+        """Raise DataError unless documents and lengths are those of this many rows."""
+        for name, given in (("document ids", self.documents), ("lengths", self.lengths)):
+            if given is not None and len(given) != batch:
+                raise DataError(f"a batch has {batch} rows, and its mask has {name} for {len(given)}; give all rows")
 
 
 def _sizes(documents: Tensor) -> list[int]:

@@ -46,7 +46,7 @@ def open_splits(config: Config, wanted: tuple[int, int, int], tokenizer_hash: st
 
 
 def check_documents_end(config: Config, split: Dataset | None, eod: int) -> None:
-    """Raise DataError if a corpus's documents do not end with the end-of-document token that `data` asks for."""
+    """Raise DataError if documents of a corpus have no end-of-document token although settings of `data` need it."""
     names = ("eod_mask_loss", "reset_position_ids", "reset_attention_mask")
     wanted = [f"data.{name}" for name in names if getattr(config.data, name)]
     for dataset, _ in _members(split, 1) if wanted else ():

@@ -96,12 +96,15 @@ def forward_of(run: Run, microbatches: list[Batch], module: Callable[[int], nn.M
 
 
 def packing_of(batch: Batch) -> dict[str, Any]:
-    """The keyword arguments of a chunk that describe documents and padding in this micro-batch; none without them."""
+    """The keyword arguments of a chunk that describe the documents of this micro-batch; none without documents.
+
+    A causal mask needs no lengths: padding is at the end, where no token sees it.
+    """
     given: dict[str, Any] = {}
     if batch.position_ids is not None:
         given["position_ids"] = batch.position_ids
-    if batch.documents is not None or batch.lengths is not None:
-        given["mask"] = Mask(documents=batch.documents, lengths=batch.lengths)
+    if batch.documents is not None:
+        given["mask"] = Mask(documents=batch.documents)
     return given
 
 

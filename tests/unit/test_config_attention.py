@@ -5,11 +5,12 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_lite.config.attention import Request, check, refusals, request_of, select
+from megatron_lite.config.attention import Request, check, obstacles, request_of, select
 from megatron_lite.config.load import load_config
 from megatron_lite.config.validate import failures
 from megatron_lite.errors import ConfigError
 
+FLASH_2 = ["flash_attn", "flash_attn.flash_attn_interface"]
 PLAIN = Request(2048, 64, ("causal",), dropout=0.0, softcap=0.0, precision="bf16", device="cpu", trains=True)
 
 
@@ -50,12 +51,12 @@ def packages(monkeypatch):
             "auto on a GPU, mask: causal; not flash: Python cannot import "
             "flash_attn (pip install flash-attn) or flash_attn_interface",
         ),
-        ({"device": "cuda"}, ["flash_attn"], "flash", "auto on a GPU, mask: causal"),
+        ({"device": "cuda"}, FLASH_2, "flash", "auto on a GPU, mask: causal"),
         (
             {"device": "cuda", "precision": "fp32"},
-            ["flash_attn"],
+            FLASH_2,
             "sdpa",
-            "auto on a GPU, mask: causal; not flash: flash-attn computes in bf16 or fp16, not in fp32",
+            "auto on a GPU, mask: causal; not flash: FlashAttention computes in bf16 or fp16, not in fp32",
         ),
         ({"device": "cuda", "mask": ("causal", "documents")}, [], "flex", None),
         ({"device": "cuda", "mask": ("causal", "documents"), "dropout": 0.1}, ["triton"], "sdpa", None),
@@ -78,7 +79,7 @@ def test_a_named_implementation_is_not_replaced():
 
 def test_auto_without_any_implementation_lists_every_reason():
     """On a GPU the tiled loops would be a silent slow path."""
-    message = r"no implementation computes this model here \(flash: .*; flex: .*; triton: .*; sdpa: .* no softcap"
+    message = r"no fast implementation computes this model here \(flash: .*; sdpa: .* no softcap.*; change one"
     with pytest.raises(ConfigError, match=message):
         select("auto", replace(PLAIN, device="cuda", mask=("causal", "window"), dropout=0.1, softcap=1.0))
 
@@ -110,27 +111,40 @@ def test_auto_without_any_implementation_lists_every_reason():
         ("flex", {"device": "cuda", "dropout": 0.1}, [], "flex_attention has no dropout, and it is 0.1"),
         ("flex", {"device": "cuda", "precision": "fp64"}, [], "flex_attention does not compute in fp64"),
         ("flex", {}, [], "on a CPU flex_attention has no backward"),
-        ("flash", {}, ["flash_attn"], "it needs a GPU"),
+        ("flash", {}, FLASH_2, "it needs a GPU"),
+        ("flex", {"device": "cuda", "head_size": 8}, [], "flex_attention needs a head size of at least 16; it is 8"),
+        (
+            "flash",
+            {"device": "cuda", "dropout": 0.1},
+            ["flash_attn_interface"],
+            "FlashAttention 3 has no softcap, dropout or window through torch (pip install flash-attn)",
+        ),
+        (
+            "flash",
+            {"device": "cuda", "mask": ("causal", "window")},
+            ["flash_attn"],
+            "FlashAttention 4 has no softcap, dropout or window through torch (pip install flash-attn)",
+        ),
         (
             "flash",
             {"device": "cuda", "head_size": 320},
-            ["flash_attn"],
-            "flash-attn needs a head size up to 256; it is 320",
+            FLASH_2,
+            "FlashAttention needs a head size up to 256; it is 320",
         ),
         (
             "flash",
             {"device": "cuda", "softcap": 1.0, "dropout": 0.1},
-            ["flash_attn"],
-            "flash-attn has no dropout with a softcap",
+            FLASH_2,
+            "FlashAttention has no dropout with a softcap",
         ),
-        ("flash", {"device": "cuda", "mask": ("causal", "lengths")}, ["flash_attn"], "flash-attn has no padding"),
+        ("flash", {"device": "cuda", "mask": ("causal", "lengths")}, FLASH_2, "FlashAttention has no padding"),
     ],
 )
 def test_each_reason_against_an_implementation_is_given(packages, name, changes, installed, reason):
     """A wrong result or a late failure inside a kernel would be the alternative."""
     packages.update(installed)
     request = replace(PLAIN, **changes)
-    assert list(refusals(name, request)) == [reason]
+    assert list(obstacles(name, request)) == [reason]
     with pytest.raises(ConfigError, match=re.escape(f"model.attention is {name}: {reason}; use math or ")):
         check(name, request)
 
@@ -139,12 +153,18 @@ def test_the_interpreter_of_triton_needs_no_gpu_and_refuses_bf16(packages, monke
     """Its results in bf16 are silently wrong."""
     packages.add("triton")
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    assert list(refusals("triton", replace(PLAIN, precision="fp32"))) == []
-    assert list(refusals("triton", PLAIN)) == ["Triton's interpreter computes wrong results in bf16"]
+    assert list(obstacles("triton", replace(PLAIN, precision="fp32"))) == []
+    assert list(obstacles("triton", PLAIN)) == ["Triton's interpreter computes wrong results in bf16"]
+
+
+@pytest.mark.parametrize("name", ["triton", "flash"])
+def test_the_packages_of_a_login_node_do_not_matter(name):
+    """A job is submitted, and a checkpoint converted, on machines without the packages of the nodes."""
+    assert list(obstacles(name, replace(PLAIN, device=""))) == []
 
 
 def test_a_request_follows_from_the_config():
-    """A window that reaches over the full sequence is none."""
+    """A window as long as the sequence hides nothing."""
     words = ["model.window_size=100", "data.seq_length=64", "model.attention_dropout=0.2", "train.precision=bf16"]
     config = load_config(None, words)
     assert request_of(config, "meta", trains=False) == Request(
@@ -166,11 +186,15 @@ def test_a_request_follows_from_the_config():
             ["model.window_attn_skip_freq=2"],
             "model.window_attn_skip_freq is 2 without model.window_size, so there is no",
         ),
+        (
+            ["model.window_attn_skip_freq=1", "model.window_size=8"],
+            "model.window_attn_skip_freq is 1, so no block has a window; use at least 2, or model.window_size: 0",
+        ),
         (["data.reset_position_ids=true"], "data.reset_position_ids needs the end-of-document token of data.tokenizer"),
         (["data.reset_attention_mask=true"], "data.reset_attention_mask needs the end-of-document token of data.token"),
         (
             ["train.recompute=uniform:13"],
-            "train.recompute is uniform:13, but no pipeline stage has more than 12 layers; use stage",
+            "train.recompute is uniform:13, but no pipeline stage has more than 12 layers; use uniform:12, or stage",
         ),
         (
             ["train.recompute=stage", "train.offload_activations=true"],

@@ -102,6 +102,14 @@ def test_padding_has_no_loss_and_its_tokens_are_hidden():
     assert batch.loss_mask.tolist() == [[1, 1, 0, 0], [1, 1, 1, 1]] and batch.lengths.tolist() == [3, 4]
 
 
+@pytest.mark.parametrize("text", [[PADDING, 1, 2], [1, PADDING, 2], [1, 2, -100]])
+def test_negative_ids_that_are_no_padding_at_the_end_are_an_error(text):
+    """They would train as token 0, or end a sample too early."""
+    message = rf"a sample has the ids \[{', '.join(map(str, text))}\]; a negative id must be -1, and only at the end"
+    with pytest.raises(DataError, match=message):
+        make_batch(torch.tensor([[1, 2, 1], text]), DataConfig(), EOD)
+
+
 @pytest.mark.parametrize("dp_size", [1, 2, 4])
 def test_the_global_batch_is_the_same_for_every_data_parallel_size(dp_size):
     per_rank = [step(Counting(), 8, 4 // dp_size, 2, **options(dp_rank=r, dp_size=dp_size)) for r in range(dp_size)]

@@ -1,6 +1,8 @@
 """Every implementation of core attention that computes on this device against a loop over queries and the reference."""
 
+import subprocess
 import sys
+import types
 import warnings
 
 import pytest
@@ -8,11 +10,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn.attention import SDPBackend
+from torch.nn.attention.flex_attention import flex_attention as eager_flex
 from torch.testing import assert_close
 
 from megatron_lite.errors import ConfigError
 from megatron_lite.model.core_attention import (
     IMPLEMENTATIONS,
+    _activate_flash,
+    call_flash,
+    call_flex,
     flash_attention,
     flex_attention,
     gpu_backends,
@@ -181,7 +187,7 @@ def call(attend, tensors, **changes):
         (sdpa_attention, SHORT, {"softcap": 1.0}, "is sdpa: torch's kernels have no softcap; use math or tiled or"),
         (flex_attention, SHORT, {"dropout": 0.1}, "is flex: flex_attention has no dropout, and it is 0.1; use math"),
         (flash_attention, SHORT, {}, r"Python cannot import flash_attn \(pip install flash-attn\) or flash_attn_inter"),
-        (flash_attention, SHORT, {}, "it needs a GPU; flash-attn computes in bf16 or fp16, not in fp32; use math or"),
+        (flash_attention, SHORT, {}, "it needs a GPU; FlashAttention computes in bf16 or fp16, not in fp32; use math"),
         (triton_attention, SHORT, {"dropout": 0.1}, "is triton: our kernels have no dropout, and it is 0.1; our kern"),
         (triton_attention, SHORT, {}, "need a head size of 16 to 256; it is 8; it needs a GPU"),
     ],
@@ -222,7 +228,8 @@ def test_the_backends_on_a_gpu_have_a_fixed_order_and_no_slow_path_for_long_sequ
     names = [backend.name for backend in gpu_backends(torch.bfloat16, 1024)]
     assert names == ["CUDNN_ATTENTION", "FLASH_ATTENTION", "EFFICIENT_ATTENTION", "MATH"]
     assert SDPBackend.MATH not in gpu_backends(torch.bfloat16, 1025)
-    assert SDPBackend.MATH in gpu_backends(torch.float32, 1025)
+    assert SDPBackend.MATH not in gpu_backends(torch.float32, 1025)
+    assert SDPBackend.MATH in gpu_backends(torch.float64, 1025)  # torch has no other
     torch.use_deterministic_algorithms(True)
     try:
         assert SDPBackend.CUDNN_ATTENTION not in gpu_backends(torch.bfloat16, 1025)
@@ -230,6 +237,108 @@ def test_the_backends_on_a_gpu_have_a_fixed_order_and_no_slow_path_for_long_sequ
         torch.use_deterministic_algorithms(False)
 
 
-def test_the_package_does_not_import_triton_or_flash_attn_for_other_implementations():
-    """Both are optional."""
-    assert "flash_attn" not in sys.modules
+def test_the_package_does_not_import_triton_for_other_implementations():
+    """It is optional."""
+    code = "import sys, megatron_lite.model.core_attention; assert 'triton' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize(
+    ("kinds", "softcap"),
+    [(("causal",), 0.0), (("causal", "window", "documents"), 2.0), (("lengths", "documents"), 0.0), (("window",), 0.0)],
+)
+def test_flex_attention_returns_the_log_sum_exp_of_the_reference(kinds, softcap):
+    """On a GPU, compiled flex_attention returns it; not compiled, it does so here too."""
+    mask = make_mask(kinds, batch=2, length=150, window=40)
+    *leaves, _ = attention_inputs(2, 150, 2, 16, seed=0, dtype=torch.float32)
+    options = {"mask": mask, "scale": 0.25, "softcap": softcap}
+    with torch.no_grad():
+        got = call_flex(eager_flex, *leaves, with_lse=True, **options)
+        assert_close(got, math_attention(*leaves, dropout=0.0, **options), rtol=0, atol=1e-5)
+
+
+class FlashPackage(types.ModuleType):
+    """The functions of flash-attn, with its meaning of each argument as documented, computed by a dense mask."""
+
+    def flash_attn_func(
+        self, q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, deterministic, return_attn_probs
+    ):
+        places = torch.arange(q.shape[1])
+        ids = torch.zeros_like(places)
+        return self.result(
+            q, k, v, places, ids, dropout_p, softmax_scale, causal, window_size, softcap, return_attn_probs
+        )
+
+    def flash_attn_varlen_func(
+        self, q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale, causal,
+        window_size, softcap, deterministic, return_attn_probs,
+    ):  # fmt: skip
+        assert cu_seqlens_q is cu_seqlens_k and max_seqlen_q == max_seqlen_k == cu_seqlens_q.diff().max()
+        ids = torch.arange(len(cu_seqlens_q) - 1).repeat_interleave(cu_seqlens_q.diff())
+        places, tensors = torch.arange(len(ids)), (x[None] for x in (q, k, v))
+        options = (dropout_p, softmax_scale, causal, window_size, softcap, return_attn_probs)
+        result = self.result(*tensors, places, ids, *options)
+        return (result[0][0], result[1][0], None) if return_attn_probs else result[0]
+
+    def result(self, q, k, v, places, ids, dropout, scale, causal, window, softcap, probabilities):
+        left, right = (float("inf") if side < 0 else side for side in window)
+        distance = places[:, None] - places
+        seen = (distance <= left) & (-distance <= (0 if causal else right)) & (ids[:, None] == ids)
+        heads = [x.transpose(1, 2) for x in (q, k, v)]
+        out, lse = math_attention(*heads, mask=Dense(seen), scale=scale, dropout=0.0, softcap=softcap)
+        assert probabilities == (dropout == 0)
+        return (out.transpose(1, 2), lse, None) if probabilities else out.transpose(1, 2)
+
+
+class Dense(Mask):
+    """A mask given as a tensor [s, s]."""
+
+    def __init__(self, seen):
+        super().__init__(causal=False)
+        object.__setattr__(self, "seen", seen)
+
+    def dense(self, num_queries, num_keys, device):
+        return self.seen[None, None]
+
+
+@pytest.fixture
+def flash_package(monkeypatch):
+    """flash-attn's functions in their place; it cannot be installed without a GPU."""
+    package = FlashPackage("flash_attn.flash_attn_interface")
+    monkeypatch.setitem(sys.modules, "flash_attn", types.ModuleType("flash_attn"))
+    monkeypatch.setitem(sys.modules, "flash_attn.flash_attn_interface", package)
+
+
+@pytest.mark.parametrize(
+    "kinds",
+    [
+        ("causal",),
+        (),
+        ("window",),
+        ("causal", "window"),
+        ("causal", "documents"),
+        ("documents", "window"),
+        ("documents",),
+    ],
+)
+@pytest.mark.parametrize("softcap", [0.0, 2.0])
+def test_the_arguments_for_flash_attn_mean_our_mask(flash_package, kinds, softcap):
+    """Its window has the keys to the left and right without the query's own, and its documents are one sequence."""
+    mask = make_mask(kinds, batch=2, length=20)
+    *leaves, grad = attention_inputs(2, 20, 2, 8, seed=0, dtype=torch.float64)
+    options = {"mask": mask, "scale": 0.3, "dropout": 0.0, "softcap": softcap}
+    want = with_gradients(math_attention, leaves, grad, **options)
+    assert_close(with_gradients(call_flash, leaves, grad, **options), want, rtol=0, atol=1e-12)
+    out, lse = call_flash(*leaves, **{**options, "dropout": 0.5})
+    assert_close(out, want[0], rtol=0, atol=1e-12)  # the functions here drop nothing
+    assert lse is None  # the package would return all probabilities with it
+
+
+def test_flash_attention_through_torch_needs_a_gpu_that_has_it(monkeypatch):
+    """torch would run its own version instead."""
+    _activate_flash.cache_clear()
+    message = (
+        "FlashAttention 3 needs a Hopper GPU and a torch that calls it; got compute capability 0.x and torch .*; inst"
+    )
+    with pytest.raises(ConfigError, match=message):
+        _activate_flash(3)

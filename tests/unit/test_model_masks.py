@@ -4,7 +4,7 @@ import pytest
 import torch
 from hypothesis import given
 
-from megatron_lite.errors import DataError
+from megatron_lite.errors import ConfigError, DataError
 from megatron_lite.model.masks import Mask
 from tests.helpers.masks import make_mask, masks_and_sizes
 
@@ -76,12 +76,33 @@ def test_a_mask_names_its_conditions(mask, kinds):
     assert mask.kinds == kinds
 
 
+def test_a_mask_keeps_only_its_newest_result():
+    """The causal mask lives as long as the program, and generation has a length for every token."""
+    mask = Mask()
+    for length in range(1, 20):
+        assert mask.ranges(length, length, CPU).end.shape == (1, length)
+    assert len(mask._cache) == 1
+
+
+def test_a_window_narrows_a_mask_and_never_widens_it():
+    """A caller's window and that of a block both hold."""
+    mask = Mask(window=4)
+    assert [mask.narrowed(window).window for window in (0, 2, 4, 9)] == [4, 2, 4, 4]
+    assert [Mask().narrowed(window).window for window in (0, 2)] == [0, 2]
+
+
 def test_wrong_masks_are_reported():
     """A document number that comes back would join two documents silently."""
     with pytest.raises(DataError, match="document ids decrease along a sequence; number the documents of a row in"):
         Mask(documents=torch.tensor([[0, 1, 0]]))
     with pytest.raises(DataError, match="a mask with causal needs as many queries as keys; got 3 and 4"):
         Mask().ranges(3, 4, CPU)
-    with pytest.raises(DataError, match="a sequence has 4 tokens, and 3 document ids"):
+    with pytest.raises(ConfigError, match="the window of a mask is -1; use 0 for none, or a positive number of keys"):
+        Mask(window=-1)
+    with pytest.raises(DataError, match="a batch has 3 rows, and its mask has document ids for 1; give all rows"):
+        Mask(documents=torch.zeros(1, 4)).check_batch(3)
+    with pytest.raises(DataError, match="a batch has 3 rows, and its mask has lengths for 2; give all rows"):
+        Mask(lengths=torch.ones(2)).check_batch(3)
+    with pytest.raises(DataError, match="a sequence has 4 tokens, and 3 document ids; give one for each"):
         Mask(documents=torch.tensor([[0, 1, 1]])).ranges(4, 4, CPU)
     assert Mask(causal=False).ranges(3, 4, CPU).end.tolist() == [[4, 4, 4]]

@@ -5,8 +5,10 @@ import torch
 
 from megatron_lite.errors import DataError
 from megatron_lite.model.build import get_model
+from megatron_lite.model.core_attention import IMPLEMENTATIONS
 from megatron_lite.model.masks import Mask
 from megatron_lite.parallel.random import seed_everything
+from tests.helpers.masks import loop_attention
 from tests.helpers.model_runs import context, random_tokens, tiny
 from tests.helpers.recomputed_models import KINDS
 
@@ -87,6 +89,29 @@ def test_a_window_hides_the_tokens_before_it():
     with torch.no_grad():
         differs = (model(tokens) != model(changed)).any(dim=-1)[:, 0]
     assert differs.nonzero().flatten().tolist() == [5, 6, 7]
+
+
+def test_the_window_of_a_mask_and_that_of_a_block_both_hold():
+    """The narrower one decides, whoever gives it."""
+    config, model = build(num_layers=1, window_size=6)
+    tokens = random_tokens(config, batch=1, length=LENGTH)[0]
+    with torch.no_grad():
+        narrow, wide = (model(tokens, mask=Mask(window=window)) for window in (2, 9))
+        assert torch.equal(wide, model(tokens)) and not torch.equal(narrow, wide)
+        assert torch.equal(narrow, build(num_layers=1, window_size=2)[1](tokens))
+
+
+@pytest.mark.parametrize("attention", ["math", "tiled"])
+def test_the_softcap_of_the_config_reaches_every_block(monkeypatch, attention):
+    """Scores after tanh differ; the reference is a model whose attention is a loop over queries with that softcap."""
+    config, model = build(attention=attention, attention_softcap=0.5)
+    tokens = random_tokens(config, batch=2, length=LENGTH)[0]
+    loop = lambda q, k, v, **o: loop_attention(q, k, v, o["mask"], scale=o["scale"], softcap=0.5)
+    with torch.no_grad():
+        got, plain = model(tokens), build(attention=attention)[1](tokens)
+        monkeypatch.setitem(IMPLEMENTATIONS, "math", loop)
+        torch.testing.assert_close(got, build(attention="math")[1](tokens), rtol=0, atol=1e-5)
+    assert (got - plain).abs().max() > 0.01
 
 
 @pytest.mark.parametrize("kind", KINDS)

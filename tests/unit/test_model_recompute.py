@@ -19,7 +19,7 @@ from tests.helpers.recomputed_models import DROPOUT, HEADS, KINDS, B, H, S, asse
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("attention", ["sdpa", "math"])
+@pytest.mark.parametrize("attention", ["sdpa", "math", "tiled"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_recomputation_changes_no_bit(kind, attention, dtype):
     """Other dropout masks in backward would give gradients of another network."""

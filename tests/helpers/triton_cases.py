@@ -1,0 +1,154 @@
+"""Attention cases for the Triton kernels, computed in a process of their own.
+
+Triton reads TRITON_INTERPRET when Python imports it, and another test may have imported it without. So a new process
+computes all cases: in the interpreter, or it compiles the kernels for a GPU that is not there.
+"""
+
+import pickle
+import subprocess
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_lite.errors import ConfigError
+from megatron_lite.model.masks import Mask
+from tests.helpers.command import ROOT, environment
+from tests.helpers.masks import make_mask
+
+
+@dataclass(frozen=True)
+class Case:
+    """A call of `triton_attention` and its backward."""
+
+    kinds: tuple[str, ...] = ("causal",)
+    length: int = 100
+    num_keys: int = 0  # 0: as many as queries
+    batch: int = 1
+    heads: int = 1
+    groups: int = 1
+    head_size: int = 16
+    dtype: torch.dtype = torch.float32
+    softcap: float = 0.0
+    scale: float = 0.0  # 0: 1 / sqrt(d)
+    window: int = 20
+    lengths: tuple[int, ...] = ()  # given, not drawn
+    tiles: tuple[int, int] | None = (32, 32)
+    layout: str = "contiguous"  # or fused, transposed, expanded
+
+    def mask(self) -> Mask:
+        mask = make_mask(self.kinds, batch=self.batch, length=self.length, window=self.window)
+        return Mask(mask.causal, mask.window, torch.tensor(self.lengths), mask.documents) if self.lengths else mask
+
+    def inputs(self) -> list[Tensor]:
+        """Query, key and value that need gradients, and a gradient of the output."""
+        generator = torch.Generator().manual_seed(self.length)
+        num_keys, d = self.num_keys or self.length, self.head_size
+        shapes = [(self.length, self.heads)] + 2 * [(num_keys, self.groups)] + [(self.length, self.heads)]
+        drawn = [torch.randn(s, self.batch, n, d, generator=generator).to(self.dtype) for s, n in shapes]
+        if self.layout == "fused":  # slices of one [s, b, heads, d] matrix
+            drawn[:3] = torch.cat(drawn[:3], 2).split([n for _, n in shapes[:3]], 2)
+        if self.layout == "expanded":  # one query for all rows, as of a top-query block, and a gradient of a sum
+            drawn[0], drawn[3] = drawn[0][:, :1].expand_as(drawn[0]), drawn[3][:1, :1, :1, :1].expand_as(drawn[3])
+        drawn = [x.permute(1, 2, 0, 3) for x in drawn]
+        if self.layout == "transposed":
+            drawn = [x.mT.contiguous().mT for x in drawn]
+        if self.layout == "contiguous":
+            drawn = [x.contiguous() for x in drawn]
+        return [*(x.detach().requires_grad_() for x in drawn[:3]), drawn[3]]
+
+    def options(self) -> dict[str, Any]:
+        return {"mask": self.mask(), "scale": self.scale or self.head_size**-0.5, "softcap": self.softcap}
+
+
+def with_gradients(attend: Any, leaves: list[Tensor], grad: Tensor, **options: Any) -> list[Tensor]:
+    """Output, log-sum-exp and the gradients of query, key and value."""
+    out, lse = attend(*leaves, **options)
+    return [out, lse, *torch.autograd.grad(out, leaves, grad)]
+
+
+def interpreted(cases: dict[str, Case], folder: Path) -> dict[str, list[Tensor] | str]:
+    """The results of each case, or the message of its ConfigError, from the kernels in Triton's interpreter."""
+    return _in_a_new_process("interpret", {name: asdict(case) for name, case in cases.items()}, folder)
+
+
+def compiled(case: Case, folder: Path) -> dict[str, tuple[int, str]]:
+    """The bytes of shared memory and the PTX of each kernel that the case starts, compiled for an H100."""
+    return _in_a_new_process("compile", asdict(case), folder)
+
+
+def _in_a_new_process(mode: str, work: Any, folder: Path) -> Any:
+    (folder / "work.pickle").write_bytes(pickle.dumps(work))
+    variables = {"TRITON_INTERPRET": "01"[mode == "interpret"], "TRITON_CACHE_DIR": str(folder / "cache")}
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-m", "tests.helpers.triton_cases", mode, str(folder)],
+        env=environment() | variables,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    return torch.load(folder / "results.pt", weights_only=False)
+
+
+def _interpret(work: dict[str, dict[str, Any]]) -> dict[str, list[Tensor] | str]:
+    from megatron_lite.model.flash_triton import is_interpreted, triton_attention
+
+    assert is_interpreted()
+    results: dict[str, list[Tensor] | str] = {}
+    for name, fields in work.items():
+        case = Case(**fields)
+        *leaves, grad = case.inputs()
+        try:
+            results[name] = with_gradients(
+                triton_attention, leaves, grad, dropout=0.0, tiles=case.tiles, **case.options()
+            )
+        except ConfigError as error:
+            results[name] = str(error)
+    return results
+
+
+def _compile(work: dict[str, Any]) -> dict[str, tuple[int, str]]:
+    import triton
+    from triton.backends.compiler import GPUTarget
+
+    from megatron_lite.model import flash_triton
+
+    class H100:
+        """What Triton asks of the driver of a GPU before it compiles."""
+
+        def get_current_target(self) -> GPUTarget:
+            return GPUTarget("cuda", 90, 32)
+
+        def get_current_device(self) -> int:
+            return 0
+
+        def get_current_stream(self, device: int) -> int:
+            return 0
+
+    results = {}
+
+    def compile_only(kernel: Any, grid: tuple[int, ...]) -> Any:
+        def start(*arguments: Any, **options: Any) -> None:
+            binary = kernel.warmup(*arguments, grid=grid, **options)
+            results[kernel.fn.__name__] = binary.metadata.shared, binary.asm["ptx"]
+
+        return start
+
+    triton.runtime.driver.set_active(H100())
+    triton.JITFunction.__getitem__ = compile_only
+    assert not flash_triton.is_interpreted()
+    flash_triton._check = lambda query, dropout: None  # the tensors are on the CPU, and no kernel starts
+    case = Case(**work)
+    *leaves, grad = case.inputs()
+    with_gradients(flash_triton.triton_attention, leaves, grad, dropout=0.0, **case.options())
+    return results
+
+
+if __name__ == "__main__":
+    path = Path(sys.argv[2])
+    work = pickle.loads((path / "work.pickle").read_bytes())
+    torch.save({"interpret": _interpret, "compile": _compile}[sys.argv[1]](work), path / "results.pt")

@@ -1,0 +1,184 @@
+"""FlashAttention in Triton: results of the interpreter against the dense reference in fp64, errors, and compilation."""
+
+import sys
+from dataclasses import replace
+from importlib import import_module
+from importlib.metadata import version
+from importlib.util import find_spec
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+from megatron_lite.errors import ConfigError
+from megatron_lite.model.core_attention import math_attention
+from megatron_lite.model.flash_tiled import tiled_attention
+from megatron_lite.model.masks import CAUSAL
+from tests.helpers.triton_cases import Case, compiled, interpreted, with_gradients
+
+pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
+
+# Tiles are small where a case needs several of all kinds: full ones, and ones on the left and on the right.
+MASKS = {
+    "full": Case(()),
+    "causal": Case(("causal",), length=130),
+    "window": Case(("window",), length=130, window=50),
+    "causal window": Case(("causal", "window"), length=130, window=80, tiles=(16, 32)),
+    "narrow window": Case(("causal", "window"), window=3),
+    "lengths": Case(("lengths",), batch=3, lengths=(100, 41, 0)),
+    "causal lengths": Case(("causal", "lengths"), batch=2, lengths=(77, 1)),
+    "window lengths": Case(("causal", "window", "lengths"), batch=2, window=9, lengths=(30, 90)),
+    "documents": Case(("documents",), batch=2),
+    "causal documents": Case(("causal", "documents"), batch=2),
+    "all conditions": Case(("causal", "window", "lengths", "documents"), batch=2, heads=2, window=5, lengths=(60, 100)),
+}
+SHAPES = {
+    "2 groups of 2 heads": Case(heads=4, groups=2),
+    "as many groups as heads": Case(heads=3, groups=3),
+    "1 query": Case((), length=1, num_keys=50),
+    "fewer queries": Case((), length=37, num_keys=150, heads=2),
+    "more queries": Case(("lengths",), length=150, num_keys=37, batch=2, lengths=(20, 37)),
+    "tokens fill the tiles": Case(length=96),
+    "head size 40": Case(head_size=40),
+    "head size 64, tiles of the table": Case(length=130, head_size=64, tiles=None),
+    "head size 80": Case(length=150, head_size=80, tiles=(64, 64)),
+    "head size 128": Case(length=150, head_size=128, tiles=(64, 64)),
+    "head size 256": Case(length=150, head_size=256, tiles=(64, 64)),
+    "512 tokens": Case(("causal", "documents"), length=512, head_size=64, tiles=(128, 64)),
+}
+LAYOUTS = {layout: Case(length=70, batch=2, heads=2, layout=layout) for layout in ("fused", "transposed", "expanded")}
+SOFTCAPS = {
+    "softcap": Case(softcap=1.5),
+    "large softcap": Case(softcap=50.0),
+    "saturated softcap": Case(("lengths",), softcap=0.5, scale=3.0, batch=2, lengths=(0, 70)),
+}
+FP32 = MASKS | SHAPES | LAYOUTS | SOFTCAPS
+FP16 = {
+    f"{name} fp16": replace(FP32[name], dtype=torch.float16)
+    for name in ("causal", "all conditions", "2 groups of 2 heads", "head size 80", "head size 256", "softcap")
+} | {"tiles of the table fp16": Case(length=300, head_size=128, tiles=None, dtype=torch.float16)}
+OTHERS = {
+    "causal again": FP32["causal"],
+    "2 groups of 2 heads again": FP32["2 groups of 2 heads"],
+    "large scores": Case(scale=300.0),
+    "bf16": Case(dtype=torch.bfloat16),
+}
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    """The results of all cases by name."""
+    triton, numpy = (tuple(map(int, version(name).split(".")[:2])) for name in ("triton", "numpy"))
+    if triton < (3, 7) and numpy >= (2, 4):
+        pytest.skip("before 3.7, the interpreter of triton needs numpy before 2.4 for loops with computed bounds")
+    return interpreted(FP32 | FP16 | OTHERS, tmp_path_factory.mktemp("triton"))
+
+
+def reference(case):
+    """The dense results in fp64."""
+    *leaves, grad = case.inputs()
+    exact = [x.detach().double().requires_grad_() for x in leaves]
+    return with_gradients(math_attention, exact, grad.double(), dropout=0.0, **case.options())
+
+
+@pytest.mark.parametrize("name", FP32)
+def test_the_kernels_give_the_dense_result(results, name):
+    """Output, log-sum-exp and gradients. Sums of up to 150 or 512 terms of order 1 round by 2e-6 in fp32."""
+    got, want = results[name], reference(FP32[name])
+    assert all(x.dtype == torch.float32 for x in got)
+    assert_close([x.double() for x in got], want, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", FP16)
+def test_fp16_results_are_the_exact_ones_rounded(results, name):
+    """Kernels round P or dS, O, which enters D, and the results, each by half an eps of its size. With sums in fp16,
+    errors would grow with the number of tiles. The log-sum-exp has no rounding to fp16."""
+    got, want = results[name], reference(FP16[name])
+    assert [x.dtype for x in got] == [torch.float16, torch.float32, *3 * [torch.float16]]
+    assert_close(got[1].double(), want[1], rtol=0, atol=1e-5)
+    for ours, exact in zip((got[0], *got[2:]), (want[0], *want[2:]), strict=True):
+        assert_close(ours.double(), exact, rtol=0, atol=1.5 * 2**-10 * exact.abs().max().item())
+
+
+@pytest.mark.parametrize("name", ["causal", "all conditions", "2 groups of 2 heads", "more queries", "softcap"])
+def test_the_kernels_and_the_tiled_loops_agree(results, name):
+    """They are the same algorithm twice; a reader may compare them line by line."""
+    *leaves, grad = FP32[name].inputs()
+    want = with_gradients(tiled_attention, leaves, grad, dropout=0.0, **FP32[name].options())
+    assert_close(results[name], want, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["lengths", "window lengths", "saturated softcap"])
+def test_a_query_without_keys_has_zeros_and_no_nan(results, name):
+    """exp(-inf - -inf) is nan, and one nan in dK would end a training."""
+    out, lse, *gradients = results[name]
+    mask, (num_queries, num_keys) = FP32[name].mask(), (out.shape[2], gradients[1].shape[2])
+    visible = mask.dense(num_queries, num_keys, torch.device("cpu"))[:, 0]
+    without_keys, without_queries = ~visible.any(2), ~visible.any(1)
+    assert without_keys.any() and without_queries.any()
+    assert torch.equal(lse == -torch.inf, without_keys[:, None].expand_as(lse))
+    for x, empty in zip((out, *gradients), [*2 * [without_keys], *2 * [without_queries]], strict=True):
+        assert (x[empty[:, None].expand(x.shape[:3])] == 0).all() and x.isfinite().all()
+
+
+@pytest.mark.parametrize("name", ["causal", "2 groups of 2 heads"])
+def test_two_runs_give_the_same_bits(results, name):
+    """Atomic additions would sum in another order each time."""
+    assert all(torch.equal(x, y) for x, y in zip(results[name], results[f"{name} again"], strict=True))
+
+
+def test_large_scores_do_not_overflow(results):
+    """exp(88) is the largest in fp32, so the maximum must be subtracted, also when it changes between tiles."""
+    out, lse, *gradients = results["large scores"]
+    assert lse.max() > 500 and all(x.isfinite().all() for x in (out, lse, *gradients))
+    want = reference(OTHERS["large scores"])
+    assert_close(lse.double(), want[1], rtol=1e-6, atol=0)
+    assert_close(out.double(), want[0], rtol=0, atol=1e-2)  # scores of 5,000 are rounded by 2e-4, and so is log P
+
+
+def test_the_interpreter_reports_bf16(results):
+    """Its products in bf16 are wrong, without an error."""
+    assert results["bf16"] == (
+        "model.attention is triton: its interpreter computes wrong results in bfloat16; use float32 or float16"
+    )
+
+
+@pytest.mark.parametrize(
+    ("case", "dropout", "message"),
+    [
+        (Case(), 0.1, "the kernels have no dropout, and it is 0.1; use sdpa, tiled or math"),
+        (Case(head_size=8), 0.0, "the head size is 8; the kernels need 16 to 256; use sdpa, tiled or math"),
+        (Case(head_size=264), 0.0, "the head size is 264; the kernels need 16 to 256"),
+        (Case(dtype=torch.float64), 0.0, "got float64; the kernels compute in float32, float16 or bfloat16; use tiled"),
+        (
+            Case(),
+            0.0,
+            "triton needs a GPU; on the CPU use model.attention sdpa or tiled, or set TRITON_INTERPRET=1 b",
+        ),
+    ],
+)
+def test_a_call_that_the_kernels_cannot_compute_is_an_error(monkeypatch, case, dropout, message):
+    """Triton would stop with an error from its compiler, or compute something else."""
+    flash_triton = import_module("megatron_lite.model.flash_triton")
+    monkeypatch.setattr(flash_triton, "is_interpreted", lambda: False)
+    *leaves, _ = case.inputs()
+    with pytest.raises(ConfigError, match=rf"^model\.attention is triton.*{message}"):
+        flash_triton.triton_attention(*leaves, mask=CAUSAL, scale=1.0, dropout=dropout, softcap=0.0)
+
+
+def test_a_missing_triton_is_an_error_of_the_config(monkeypatch):
+    """An ImportError would not name the option."""
+    monkeypatch.setitem(sys.modules, "triton", None)
+    monkeypatch.delitem(sys.modules, "megatron_lite.model.flash_triton", raising=False)
+    with pytest.raises(ConfigError, match=r"Python cannot import it; pip install triton, or choose another model\."):
+        import_module("megatron_lite.model.flash_triton")
+
+
+def test_the_kernels_compile_for_an_h100(tmp_path):
+    """The interpreter accepts Python that the compiler does not. More shared memory would not fit on smaller GPUs."""
+    case = Case(length=64, head_size=128, heads=4, groups=2, dtype=torch.bfloat16, layout="fused")
+    kernels = compiled(case, tmp_path)
+    assert sorted(kernels) == ["_dk_dv", "_dq", "_forward"]
+    for shared, ptx in kernels.values():
+        assert 0 < shared <= 99 * 1024
+        assert "wgmma.mma_async" in ptx  # the products run on tensor cores
