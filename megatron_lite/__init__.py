@@ -5,8 +5,8 @@ The public names:
     training      pretrain, load_config, Config
     custom loop   initialize_megatron, setup_model_and_optimizer, build_splits, build_loader, num_microbatches,
                   train_step, evaluate, save_run, finalize_megatron
-    custom model  get_model, declare, ParamMeta, Shard, initialize_parameters; layers are in megatron_lite.parallel:
-                  linear, embedding, loss
+    custom model  get_model, Mask, declare, ParamMeta, Shard, initialize_parameters; layers are in
+                  megatron_lite.parallel: linear, embedding, loss
     custom data   Splits, IndexedDataset, build_tokenizer
     errors        MegatronLiteError and its subclasses ConfigError and StoppedEarly
     ported code   megatron_lite.mpu, with functions of Megatron's names
@@ -26,6 +26,7 @@ if _typing.TYPE_CHECKING:
     from megatron_lite.errors import ConfigError, MegatronLiteError, StoppedEarly
     from megatron_lite.launch.pretrain import pretrain
     from megatron_lite.model.build import get_model, initialize_parameters
+    from megatron_lite.model.masks import Mask
     from megatron_lite.parallel.shard import ParamMeta, Shard, declare
     from megatron_lite.training.checkpointing import save_run
     from megatron_lite.training.evaluate import build_loader, evaluate
@@ -41,6 +42,7 @@ __all__ = [
     "Config",
     "ConfigError",
     "IndexedDataset",
+    "Mask",
     "MegatronLiteError",
     "ParamMeta",
     "Shard",
@@ -72,6 +74,7 @@ _NAMES = {
     "errors": "ConfigError MegatronLiteError StoppedEarly",
     "launch.pretrain": "pretrain",
     "model.build": "get_model initialize_parameters",
+    "model.masks": "Mask",
     "parallel.shard": "ParamMeta Shard declare",
     "training.checkpointing": "save_run",
     "training.evaluate": "build_loader evaluate",

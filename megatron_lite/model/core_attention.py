@@ -74,7 +74,7 @@ def tiled_attention(query: Tensor, key: Tensor, value: Tensor, **options: Any) -
 
 def triton_attention(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
     """FlashAttention 2 in Triton. Arguments as of `Attention`."""
-    _check("triton", query, **options)
+    _check("triton", query, **{name: options[name] for name in ("mask", "dropout", "softcap")})
     return import_module("megatron_lite.model.flash_triton").triton_attention(query, key, value, **options)
 
 
@@ -340,7 +340,7 @@ def _repeated(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor
     return (key, value) if count == 1 else (key.repeat_interleave(count, 1), value.repeat_interleave(count, 1))
 
 
-def _check(name: str, query: Tensor, *, mask: Mask, dropout: float, softcap: float, scale: float = 1.0) -> None:
+def _check(name: str, query: Tensor, *, mask: Mask, dropout: float, softcap: float) -> None:
     """Raise ConfigError if the implementation cannot compute this call."""
     request = Request(
         tokens=query.shape[2],

@@ -287,7 +287,8 @@ class FlashAttention(torch.autograd.Function):
         call, (_, tiles_dk_dv, tiles_dq) = ctx.call, ctx.call.tiles
         ranges = call.mask.ranges(N_q, N_k, Q.device)
         grid = triton.cdiv(N_k, tiles_dk_dv.B_c), g, b
-        call.launch(_dk_dv, tiles_dk_dv, grid, _transposed(ranges, N_k), (*inputs, dK, dV), (*strided, dK))
+        of_keys = call.mask.cached("ranges of keys", (N_q, N_k, Q.device), lambda: _transposed(ranges, N_k))
+        call.launch(_dk_dv, tiles_dk_dv, grid, of_keys, (*inputs, dK, dV), (*strided, dK))
         call.launch(_dq, tiles_dq, (triton.cdiv(N_q, tiles_dq.B_r), n, b), ranges, (*inputs, dQ), (*strided, dQ))
         return dQ, dK, dV, None
 
@@ -309,29 +310,6 @@ def _transposed(ranges: KeyRanges, num_keys: int) -> KeyRanges:
     return KeyRanges(*(torch.searchsorted(x, key, right=True, out_int32=True) for x in (ranges.end, ranges.first)))
 
 
-def is_interpreted() -> bool:
-    """Whether Triton's interpreter runs the kernels, on the CPU."""
-    return not isinstance(_forward, triton.JITFunction)
-
-
-def _check(query: Tensor, dropout: float) -> None:
-    """Raise ConfigError if the kernels cannot compute this call."""
-    prefix, d, dtype = "model.attention is triton", query.shape[3], str(query.dtype).removeprefix("torch.")
-    if dropout > 0:
-        raise ConfigError(f"{prefix}: the kernels have no dropout, and it is {dropout:g}; use sdpa, tiled or math")
-    if not 16 <= d <= 256:
-        raise ConfigError(f"{prefix}: the head size is {d}; the kernels need 16 to 256; use sdpa, tiled or math")
-    if query.dtype not in (torch.float32, torch.float16, torch.bfloat16):
-        raise ConfigError(f"{prefix}: got {dtype}; the kernels compute in float32, float16 or bfloat16; use tiled")
-    if query.device.type == "cpu" and not is_interpreted():
-        raise ConfigError(
-            f"{prefix}, and triton needs a GPU; on the CPU use model.attention sdpa or tiled, or set "
-            "TRITON_INTERPRET=1 before Python starts to run its interpreter, which is slow"
-        )
-    if query.dtype == torch.bfloat16 and is_interpreted():
-        raise ConfigError(f"{prefix}: its interpreter computes wrong results in bfloat16; use float32 or float16")
-
-
 def triton_attention(
     query: Tensor,
     key: Tensor,
@@ -343,8 +321,9 @@ def triton_attention(
     softcap: float,
     tiles: tuple[int, int] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Arguments as of `core_attention.Attention`; B_r and B_c of all kernels, or None for those of `TILES`."""
-    _check(query, dropout)
+    """Arguments as of `core_attention.Attention`, which checks them, and the tables of `config/attention.py` have the
+    limits. `tiles` are B_r and B_c of all kernels, or None for those of `TILES`."""
+    assert dropout == 0
     width = max(64, triton.next_power_of_2(query.shape[3]))
     chosen = TILES[query.element_size(), width] if tiles is None else 3 * (Tiles(*tiles),)
     return FlashAttention.apply(query, key, value, _Call(mask, scale, softcap, chosen))

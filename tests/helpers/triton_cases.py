@@ -95,9 +95,8 @@ def _in_a_new_process(mode: str, work: Any, folder: Path) -> Any:
 
 
 def _interpret(work: dict[str, dict[str, Any]]) -> dict[str, list[Tensor] | str]:
-    from megatron_lite.model.flash_triton import is_interpreted, triton_attention
+    from megatron_lite.model.core_attention import triton_attention
 
-    assert is_interpreted()
     results: dict[str, list[Tensor] | str] = {}
     for name, fields in work.items():
         case = Case(**fields)
@@ -140,8 +139,6 @@ def _compile(work: dict[str, Any]) -> dict[str, tuple[int, str]]:
 
     triton.runtime.driver.set_active(H100())
     triton.JITFunction.__getitem__ = compile_only
-    assert not flash_triton.is_interpreted()
-    flash_triton._check = lambda query, dropout: None  # the tensors are on the CPU, and no kernel starts
     case = Case(**work)
     *leaves, grad = case.inputs()
     with_gradients(flash_triton.triton_attention, leaves, grad, dropout=0.0, **case.options())
