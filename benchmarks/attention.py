@@ -126,11 +126,11 @@ def main() -> None:
                 start = time.perf_counter()
                 step()
                 times[name].append(1e3 * (time.perf_counter() - start))
-        base = statistics.median(times["sdpa"]) if "sdpa" in times else float("nan")
+        base = statistics.median(times["sdpa"]) if "sdpa" in times else None
         for name in names:
             median = statistics.median(times[name])
-            peak = peak_mb(args, name, length)
-            print(f"{length:6}  {name:8} {median:10.1f} {min(times[name]):10.1f} {median / base:12.2f} {peak:9.1f}")
+            ratio, peak = f"{median / base:.2f}" if base else "-", peak_mb(args, name, length)
+            print(f"{length:6}  {name:8} {median:10.1f} {min(times[name]):10.1f} {ratio:>12} {peak:9.1f}")
 
 
 def parse() -> argparse.Namespace:
