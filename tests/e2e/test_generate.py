@@ -1,11 +1,13 @@
 """Generation from any checkpoint of a run, within the context length of the model."""
 
 import io
+import json
 import sys
 from pathlib import Path
 
 import pytest
 
+from megatron_lite.checkpoint.layout import content_checksum
 from tests.helpers.command import make_corpus, run_here, tiny_yaml
 
 
@@ -45,3 +47,20 @@ def test_generate_stops_with_a_message_at_the_context_length(finished):
     assert nearly_full.stderr == (
         "stopped after 3 of 9 new tokens: the context is full (model.max_position_embeddings is 32)\n"
     )
+
+
+def test_generate_chooses_its_own_attention(tmp_path):
+    """The machine may lack what training used, here flash-attn. The prompt is longer than the trained sequences, and
+    sdpa makes no window of 1,050 tokens."""
+    sizes = {"max_position_embeddings": 1100, "window_size": 8, "attention_dropout": 0.1}
+    train = {"iterations": 1, "eval_iterations": 0}
+    config = tiny_yaml(tmp_path, make_corpus(tmp_path), model=sizes, train=train)
+    assert run_here("pretrain", "--config", str(config), cwd=tmp_path).returncode == 0
+    path = tmp_path / "run" / "checkpoints" / "iter_0000001" / "layout.json"
+    content = json.loads(path.read_text())
+    del content["crc32"]
+    content["config"]["model"]["attention"] = "flash"
+    path.write_text(json.dumps({"crc32": content_checksum(content), **content}))
+    done = run_here("generate", "--load", "run", "--prompt", "x" * 1050, "--max-new-tokens", "2", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert len(done.stdout) > 1050
