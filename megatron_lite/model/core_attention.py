@@ -97,7 +97,7 @@ def _sdpa_by_document(query: Tensor, key: Tensor, value: Tensor, *, mask: Mask, 
     def call(q: Tensor, k: Tensor, v: Tensor, **masked: Any) -> Tensor:
         return _sdpa(q, k, v, **options, **masked)
 
-    if mask.window:
+    if mask.window or mask.is_part:
         return call(query, key, value, attn_mask=mask.dense(num_queries, num_keys, query.device))
     if mask.kinds in (("causal",), ("full",)):
         return call(query, key, value, is_causal=mask.causal)
@@ -109,7 +109,7 @@ def _sdpa_by_document(query: Tensor, key: Tensor, value: Tensor, *, mask: Mask, 
         # No keys: zeros, which depend on all three tensors with a gradient of zero.
         return F.pad(q[..., :0], (0, q.shape[-1])) + k[..., :0].sum() + v[..., :0].sum()
 
-    rows = mask.rectangles(num_queries, num_keys)
+    rows = mask.rectangles(num_queries, num_keys, query.device)
     slices = [slice(at, at + 1) for at in range(len(query))] if len(rows) > 1 else [slice(None)]
     outs = [torch.cat([part(at, area) for area in row], dim=2) for at, row in zip(slices, rows, strict=True)]
     return torch.cat(outs)
@@ -304,7 +304,7 @@ def call_flash(
 
 def _borders(mask: Mask, length: int, device: torch.device) -> tuple[Tensor, int]:
     """The ends of all documents of all rows in one sequence, int32 after a 0, and the length of the longest."""
-    rows = mask.with_window(0).rectangles(length, length)
+    rows = mask.with_window(0).rectangles(length, length, device)
     ends = [0] + [row * length + area.q1 for row, areas in enumerate(rows) for area in areas]
     longest = max(end - start for start, end in pairwise(ends))
     return torch.tensor(ends, dtype=torch.int32, device=device), longest

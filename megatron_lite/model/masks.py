@@ -7,6 +7,7 @@ the end of each query's range. Both grow along the sequence, so it can skip the 
 queries.
 """
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, TypeVar
@@ -20,8 +21,8 @@ Cached = TypeVar("Cached")
 
 
 class Rectangle(NamedTuple):
-    """Queries `q0 <= query < q1` of a sequence and the keys `k0 <= key < k1` that they see; if `causal`, the two ranges
-    are equal and a query sees no later key."""
+    """Queries `q0 <= query < q1` and the keys `k0 <= key < k1` that they see. If `causal`, both ranges have one length,
+    and the first query sees one key, the next one two, and so on."""
 
     q0: int
     q1: int
@@ -50,13 +51,15 @@ class Mask:
         documents   int [b, s]: only keys of the query's document; ids do not decrease along a row
 
     A query without any key has output 0 and a log-sum-exp of -inf.
-    `causal`, `window` and `documents` compare positions, so they need as many queries as keys.
+    `causal`, `window` and `documents` compare positions, so without `part` they need as many queries as keys.
     """
 
     causal: bool = True
     window: int = 0
     lengths: Tensor | None = None
     documents: Tensor | None = None
+    queries: Tensor | None = None  # of `part`
+    keys: Tensor | None = None
     _cache: dict[str, tuple[Any, Any]] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -66,6 +69,19 @@ class Mask:
         # On a GPU the comparison would wait for all kernels in the queue.
         if documents is not None and documents.device.type == "cpu" and (documents.diff(dim=1) < 0).any():
             raise DataError("document ids decrease along a sequence; number the documents of a row in their order")
+
+    def part(self, queries: Tensor, keys: Tensor | None = None) -> "Mask":
+        """The mask of some queries and keys of the sequence, given by their positions.
+
+        queries   int32 [b, s_q] or [1, s_q]; they do not decrease along s_q
+        keys      int32 [s_k], increasing; None: the first keys of the sequence
+        """
+        return replace(self, queries=queries, keys=keys)
+
+    @property
+    def is_part(self) -> bool:
+        """Whether this is the mask of some queries and keys of a sequence."""
+        return self.queries is not None
 
     @property
     def kinds(self) -> tuple[str, ...]:
@@ -96,7 +112,9 @@ class Mask:
     def _ranges(self, num_queries: int, num_keys: int, device: torch.device) -> KeyRanges:
         self._check_sizes(num_queries, num_keys)
         query = torch.arange(num_queries, dtype=torch.int32, device=device)[None]
-        first, end = torch.zeros_like(query), torch.full_like(query, num_keys)
+        if self.queries is not None:
+            query = self.queries.to(device)
+        first, end = torch.zeros_like(query), torch.full_like(query, torch.iinfo(torch.int32).max)
         if self.causal:
             end = query + 1
         if self.window:
@@ -105,10 +123,15 @@ class Mask:
         if self.documents is not None:
             # Document ids do not decrease, so a search finds the borders of each query's document.
             documents = self.documents.contiguous()
-            first = first.maximum(torch.searchsorted(documents, documents, out_int32=True))
-            end = end.minimum(torch.searchsorted(documents, documents, out_int32=True, right=True))
+            of_query = documents.gather(1, query.long().expand(len(documents), -1)) if self.is_part else documents
+            first = first.maximum(torch.searchsorted(documents, of_query, out_int32=True))
+            end = end.minimum(torch.searchsorted(documents, of_query, out_int32=True, right=True))
         if self.lengths is not None:
             end = end.minimum(self.lengths.to(torch.int32)[:, None])
+        if self.keys is not None:  # from positions in the sequence to numbers of keys
+            keys = self.keys.to(device)
+            first, end = (torch.searchsorted(keys, x.contiguous(), out_int32=True) for x in (first, end))
+        end = end.clamp(max=num_keys)
         rows = max(len(first), len(end))
         return KeyRanges(first.expand(rows, -1).contiguous(), end.expand(rows, -1).contiguous())
 
@@ -118,35 +141,18 @@ class Mask:
         key = torch.arange(num_keys, dtype=torch.int32, device=device)
         return ((first[..., None] <= key) & (key < end[..., None]))[:, None]
 
-    def rectangles(self, num_queries: int, num_keys: int) -> list[list[Rectangle]]:
-        """The rectangles of a mask without a window, in order of the queries: a list for each row.
+    def rectangles(self, num_queries: int, num_keys: int, device: torch.device) -> list[list[Rectangle]]:
+        """The rectangles of a mask without a window, in order of the queries: a list for each row. A query is in two of
+        them where earlier keys precede the causal square of its neighbours.
 
-        On a GPU the first call waits for the document ids.
+        On a GPU the first call waits for the ranges.
         """
-        assert not self.window
         key = (num_queries, num_keys)
-        return self.cached("rectangles", key, lambda: self._rectangles(num_queries, num_keys))
+        return self.cached("rectangles", key, lambda: self._rectangles(num_queries, num_keys, device))
 
-    def _rectangles(self, num_queries: int, num_keys: int) -> list[list[Rectangle]]:
-        self._check_sizes(num_queries, num_keys)
-        documents = [[num_queries]] if self.documents is None else [_sizes(row) for row in self.documents.cpu()]
-        lengths = [num_keys] if self.lengths is None else self.lengths.tolist()
-        return [
-            list(self._rectangles_of(documents[row % len(documents)], num_keys, lengths[row % len(lengths)]))
-            for row in range(max(len(documents), len(lengths)))
-        ]
-
-    def _rectangles_of(self, document_sizes: list[int], num_keys: int, length: int) -> Iterator[Rectangle]:
-        start = 0
-        for size in document_sizes:
-            stop = start + size
-            last_key = min(stop if self.documents is not None else num_keys, length)
-            middle = max(start, min(stop, last_key)) if self.causal else start
-            if middle > start:
-                yield Rectangle(start, middle, start, middle, True)
-            if stop > middle:  # padding sees all keys of its document, in a causal mask too
-                yield Rectangle(middle, stop, start, max(start, last_key), False)
-            start = stop
+    def _rectangles(self, num_queries: int, num_keys: int, device: torch.device) -> list[list[Rectangle]]:
+        first, end = (x.cpu() for x in self.ranges(num_queries, num_keys, device))
+        return [list(_rectangles_of(*row)) for row in zip(first, end, strict=True)]
 
     def cached(self, name: str, key: tuple[object, ...], compute: Callable[[], Cached]) -> Cached:
         """The result of `compute`, which follows from this mask and `key`. The newest result of each name is kept."""
@@ -155,6 +161,8 @@ class Mask:
         return self._cache[name][1]
 
     def _check_sizes(self, num_queries: int, num_keys: int) -> None:
+        if self.is_part:
+            return
         if num_queries != num_keys and self.kinds not in (("full",), ("lengths",)):
             kinds = ", ".join(self.kinds)
             raise DataError(f"a mask with {kinds} needs as many queries as keys; got {num_queries} and {num_keys}")
@@ -170,9 +178,31 @@ class Mask:
                 raise DataError(f"a batch has {batch} rows, and its mask has {name} for {len(given)}; give all rows")
 
 
-def _sizes(documents: Tensor) -> list[int]:
-    """The number of tokens of each document of a row."""
-    return documents.unique_consecutive(return_counts=True)[1].tolist()
+def _rectangles_of(first: Tensor, end: Tensor) -> Iterator[Rectangle]:
+    """The rectangles of the ranges [s] of one row."""
+    num_queries = len(first)
+    # Queries whose ranges begin together and end at one key, or each one key later, form a rectangle.
+    same_first = first.diff() == 0
+    is_constant, grows = same_first & (end.diff() == 0), same_first & (end.diff() == 1)
+    start = 0
+    starts, ends = first.tolist(), end.tolist()
+    breaks = {name: (~x).nonzero().flatten().tolist() for name, x in (("constant", is_constant), ("grows", grows))}
+    while start < num_queries:
+        causal = start + 1 < num_queries and bool(grows[start])
+        borders = breaks["grows" if causal else "constant"]
+        at = bisect_left(borders, start)
+        stop = borders[at] + 1 if at < len(borders) else num_queries
+        k0, k1 = starts[start], max(ends[start], starts[start])
+        if not causal:
+            yield Rectangle(start, stop, k0, k1, False)
+        elif k1 <= k0:  # the first query sees nothing, so the square would begin one key early
+            stop = start + 1
+            yield Rectangle(start, stop, k0, k0, False)
+        else:
+            if k1 - 1 > k0:
+                yield Rectangle(start, stop, k0, k1 - 1, False)
+            yield Rectangle(start, stop, k1 - 1, k1 - 1 + stop - start, True)
+        start = stop
 
 
 CAUSAL = Mask()

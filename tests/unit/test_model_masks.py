@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, strategies
 
 from megatron_lite.errors import ConfigError, DataError
 from megatron_lite.model.masks import Mask
@@ -43,7 +43,7 @@ def test_the_rectangles_of_a_mask_cover_exactly_the_keys_that_a_query_sees(sizes
     batch, length = sizes["batch"], sizes["length"]
     kinds = tuple(kind for kind in sizes["kinds"] if kind != "window")
     mask = make_mask(kinds, batch=batch, length=length, seed=sizes["seed"])
-    rows = mask.rectangles(length, length)
+    rows = mask.rectangles(length, length, CPU)
     seen = torch.zeros(len(rows), length, length, dtype=torch.bool)
     for row, areas in enumerate(rows):
         assert [area.q0 for area in areas] + [length] == [0] + [area.q1 for area in areas]  # all queries, in order
@@ -52,6 +52,36 @@ def test_the_rectangles_of_a_mask_cover_exactly_the_keys_that_a_query_sees(sizes
             seen[row, q0:q1, k0:k1] = block.tril() if causal else block
             assert not causal or (q0, q1) == (k0, k1)
     assert torch.equal(seen.expand(batch, -1, -1), definition(mask, batch, length))
+
+
+@given(masks_and_sizes(), strategies.integers(1, 4))
+def test_a_part_of_a_mask_has_the_rows_and_columns_of_the_full_mask(sizes, count):
+    """Ring attention computes parts, and generation computes the newest queries."""
+    batch, length, seed = sizes["batch"], sizes["length"], sizes["seed"]
+    mask = make_mask(sizes["kinds"], batch=batch, length=length, seed=seed, window=sizes["window"])
+    generator = torch.Generator().manual_seed(seed)
+    queries, keys = (torch.randperm(length, generator=generator)[:count].sort().values.int() for _ in range(2))
+    full = definition(mask, batch, length)
+    some = mask.part(queries[None], keys)
+    dense = some.dense(len(queries), len(keys), CPU)[:, 0].expand(batch, -1, -1)
+    assert torch.equal(dense, full[:, queries.long()][:, :, keys.long()])
+    assert torch.equal(mask.part(queries[None]).dense(len(queries), length, CPU)[:, 0].expand(batch, -1, -1),
+                       full[:, queries.long()])  # fmt: skip
+    if mask.window:
+        return
+    for row, areas in enumerate(some.rectangles(len(queries), len(keys), CPU)):
+        seen = torch.zeros(len(queries), len(keys), dtype=torch.int)
+        for q0, q1, k0, k1, causal in areas:
+            block = torch.ones(q1 - q0, k1 - k0, dtype=torch.int)
+            seen[q0:q1, k0:k1] += block.tril() if causal else block
+        assert torch.equal(seen, dense[row].int())  # each pair once
+
+
+def test_each_row_of_a_part_can_have_other_queries():
+    """In a batch of texts of unequal length, the newest tokens have different positions."""
+    mask = Mask(window=3).part(torch.tensor([[1], [4]], dtype=torch.int32))
+    assert mask.dense(1, 5, CPU)[:, 0, 0].int().tolist() == [[1, 1, 0, 0, 0], [0, 0, 1, 1, 1]]
+    assert mask.narrowed(2).dense(1, 5, CPU)[:, 0, 0].int().tolist() == [[1, 1, 0, 0, 0], [0, 0, 0, 1, 1]]
 
 
 def test_a_window_of_a_mask_is_made_once():
