@@ -98,4 +98,4 @@ def rng_file(ctx: ParallelContext) -> str:
 
 def replica_of(ctx: ParallelContext) -> int:
     """This rank's number among the ranks with the same weights: the data-parallel and context-parallel ones."""
-    return ctx.dp.rank * ctx.cp.size + ctx.cp.rank
+    return ctx.dp_cp.rank

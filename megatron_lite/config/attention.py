@@ -42,6 +42,7 @@ class Request:
     precision: str
     device: str = ""  # cpu or cuda; empty: unknown, and so are the packages of the machine
     trains: bool = False  # with a backward
+    context_mode: str = ""  # of context parallelism; empty: a rank has the full sequence
 
 
 def request_of(config: Config, device: str, *, trains: bool) -> Request:
@@ -59,6 +60,7 @@ def request_of(config: Config, device: str, *, trains: bool) -> Request:
         precision=config.train.precision,
         device=device if device in ("cpu", "cuda") else "",
         trains=trains,
+        context_mode=config.parallel.context_mode if config.parallel.context > 1 else "",
     )
 
 
@@ -90,6 +92,8 @@ def check(name: str, request: Request) -> None:
 
 def obstacles(name: str, request: Request) -> Iterator[str]:
     """Each reason why the implementation cannot compute the request."""
+    if request.context_mode in ("ring", "all_gather"):
+        yield from _context_obstacles(name, request)
     if name == "sdpa":
         yield from _sdpa_obstacles(request)
     elif name == "triton":
@@ -98,6 +102,20 @@ def obstacles(name: str, request: Request) -> Iterator[str]:
         yield from _flex_obstacles(request)
     elif name == "flash":
         yield from _flash_obstacles(request)
+
+
+def _context_obstacles(name: str, request: Request) -> Iterator[str]:
+    given = f"with parallel.context_mode: {request.context_mode}"
+    if name in ("flex", "flash"):
+        yield f"{given} it has no backward for some of the keys (ulysses needs none)"
+    if request.dropout:
+        yield f"{given} attention has no dropout, and it is {request.dropout:g} (ulysses has it)"
+    if name == "sdpa" and "window" in request.mask:
+        yield f"{given} torch's kernels have no window"
+    if name == "sdpa" and request.device == "cuda" and request.precision not in ("bf16", "fp16"):
+        yield f"{given} torch's kernel computes in bf16 or fp16, not in {request.precision}"
+    if name == "sdpa" and request.device == "cuda" and request.head_size % 8:
+        yield f"{given} torch's kernel needs a head size that is a multiple of 8; it is {request.head_size}"
 
 
 def _sdpa_obstacles(request: Request) -> Iterator[str]:

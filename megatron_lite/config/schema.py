@@ -188,7 +188,11 @@ class ParallelConfig(Section):
     stage.
     """
     context: PositiveInt = 1
-    """Context-parallel size; only 1 works today."""
+    """Context-parallel size: ranks that share each sequence, for long ones."""
+    context_mode: Literal["ring", "all_gather", "ulysses"] = "ring"
+    """How context-parallel ranks compute attention: keys travel around a ring or are gathered; with ulysses, the heads
+    are split.
+    """
     sequence: bool = False
     """Sequence parallelism: norms, dropout and residuals on s/tp of the sequence. The result is the same."""
     schedule: Literal["gpipe", "1f1b", "interleaved", "zb-h1"] = "1f1b"
@@ -200,7 +204,7 @@ class ParallelConfig(Section):
 
     @property
     def model_size(self) -> int:
-        """Ranks that hold one copy of the model."""
+        """Ranks that compute a micro-batch together."""
         return self.tensor * self.pipeline * self.context
 
     def data(self, world_size: int) -> int:

@@ -22,6 +22,7 @@ def failures(config: Config, world_size: int) -> list[str]:
         *_pipeline_failures(config),
         *_model_failures(config.model),
         *_tensor_parallel_failures(config),
+        *_context_parallel_failures(config),
         *_vocabulary_failures(config.model, config.parallel.tensor),
         *_batch_failures(config, world_size),
         *_data_failures(config),
@@ -88,8 +89,6 @@ def _layout_failures(config: Config, world_size: int) -> Iterator[str]:
             f"({parallel.tensor} * {parallel.pipeline} * {parallel.context}), which does not divide the number of "
             f"processes ({world_size}); start a multiple of {size} with --nproc-per-node (scripts: megatron-lite run)"
         )
-    if parallel.context > 1:
-        yield f"parallel.context is {parallel.context}, and this version has no context parallelism; use 1"
 
 
 def _pipeline_failures(config: Config) -> Iterator[str]:
@@ -137,6 +136,30 @@ def _tensor_parallel_failures(config: Config) -> Iterator[str]:
     yield from _division("parallel.tensor", tensor, "model.ffn_hidden_size", model.ffn_size, multiple)
     if config.parallel.sequence and length % tensor:
         yield f"data.seq_length is {length}, but parallel.sequence splits it {tensor} ways; use a multiple of {tensor}"
+
+
+def _context_parallel_failures(config: Config) -> Iterator[str]:
+    parallel, model, length = config.parallel, config.model, config.data.seq_length
+    tensor, context = parallel.tensor, parallel.context
+    if context == 1:
+        return
+    given, multiple = f"parallel.context is {context}", 2 * context * (tensor if parallel.sequence else 1)
+    if length % multiple:
+        by = f"2 * {context}" + (f" * {tensor} with parallel.sequence" if parallel.sequence else "")
+        yield f"{given}, which divides data.seq_length ({length}) into {by} chunks; use a multiple of {multiple}"
+    if parallel.context_mode == "ulysses" and model.num_heads % (tensor * context):
+        yield (
+            f"parallel.context_mode is ulysses, and parallel.tensor * parallel.context ({tensor} * {context}) does not "
+            f"divide model.num_heads ({model.num_heads}); use fewer ranks, or parallel.context_mode: ring"
+        )
+    groups = max(1, model.query_groups // tensor)
+    if parallel.context_mode == "ulysses" and groups % context and context % groups:
+        yield (
+            f"parallel.context_mode is ulysses with {groups} of model.num_query_groups on a tensor-parallel rank, and "
+            f"parallel.context {context}; one must divide the other; use parallel.context_mode: ring"
+        )
+    if config.sync.is_local:
+        yield f"{given} with sync.mode: {config.sync.mode}, whose outer steps have no context parallelism; use 1"
 
 
 def _vocabulary_failures(model: ModelConfig, tensor: int) -> Iterator[str]:

@@ -19,12 +19,12 @@ def wrap_ddp(
 ) -> DataParallel:
     """The engine of `parallel.ddp`, `optim.distributed` and `sync` for this rank's chunks.
 
-    One data-parallel rank needs LocalDDP only. `fsdp` gives the chunks new parameters. Collective over dp.
+    One data-parallel rank needs LocalDDP only. `fsdp` gives the chunks new parameters. Collective over dp_cp.
     """
     check_every_parameter_is_trained(chunks, params, table)
     parallel, sync = config.parallel, config.sync
     common = {"bucket_mb": parallel.bucket_mb, "grad_dtype": grad_dtype}
-    dp = solo("dp") if sync.is_local else ctx.dp  # every rank trains alone between outer steps
+    dp = solo("dp") if sync.is_local else ctx.dp_cp  # every rank trains alone between outer steps
     if sync.mode == "delayed":
         dp = duplicate_group(dp, config.train.comm_timeout)
         return DelayedDDP(chunks, params, table, dp, delay=sync.delay, **common)
@@ -59,11 +59,11 @@ def start_equal(params: Params, table: ParamTable, ctx: ParallelContext) -> None
     """Copy the values of a parameter's first replica to all its replicas.
 
     A custom model may draw different values on each rank, and these would stay different: only gradients are summed.
-    Communicates: each parameter over dp, over tp where it is not sharded, and a tied embedding over embd.
+    Communicates: each parameter over dp_cp, over tp where it is not sharded, and a tied embedding over embd.
     """
     for name, parameter in params.items():
         if not table[name].shard.is_split:
             parameter.copy_(broadcast(parameter.clone(), ctx.tp, src=0))
-        parameter.copy_(broadcast(parameter.clone(), ctx.dp, src=0))
+        parameter.copy_(broadcast(parameter.clone(), ctx.dp_cp, src=0))
         if table[name].tied:
             parameter.copy_(broadcast(parameter.clone(), ctx.embd, src=0))

@@ -11,6 +11,7 @@ from math import sqrt
 from torch import Tensor, nn
 
 from megatron_lite.config.schema import ModelConfig
+from megatron_lite.model.context_attention import context_attention
 from megatron_lite.model.core_attention import IMPLEMENTATIONS
 from megatron_lite.model.masks import CAUSAL, Mask
 from megatron_lite.model.options import LayerOptions
@@ -41,6 +42,8 @@ class SelfAttention(nn.Module):
         self.softcap = config.attention_softcap
         assert config.attention != "auto", "get_model replaces auto by an implementation"
         self.attend = IMPLEMENTATIONS[config.attention]
+        if options.context.size > 1:
+            self.attend = context_attention(options.context_mode, config.attention, options.context)
         h = config.hidden_size
         query_size = config.num_heads * self.head_dim
         group_size = config.query_groups * self.head_dim
@@ -65,7 +68,7 @@ class SelfAttention(nn.Module):
         query_input   [s', b, h]   or [s', 1, h]; the separate query input, not normalised
         rotary        cosine and sine, [s, 1, 1, d/2] or [s, b, 1, d/2]
         returns       [s', b, h], bias [h] or None
-        Communicates: forward one all-reduce of [s, b, h] over tp, backward one more.
+        Communicates: forward one all-reduce of [s, b, h] over tp, backward one more; over cp keys and values.
         """
         s, b = x.shape[0] * self.options.sequence.size, x.shape[1]
         if query_input is None:
@@ -85,7 +88,7 @@ class SelfAttention(nn.Module):
         return self.linear_proj(context.permute(2, 0, 1, 3).reshape(s, b, -1))
 
     def _core(self, query: Tensor, key: Tensor, value: Tensor, mask: Mask) -> Tensor:
-        """Core attention, without communication. Shapes as of `Attention`."""
+        """Core attention. Shapes as of `Attention`. Communicates: over cp, as `context_attention`."""
         dropout = self.dropout if self.training else 0.0
         # Ranks of tp have different heads and drop different scores.
         with self.options.rng.fork() if dropout > 0 else nullcontext():

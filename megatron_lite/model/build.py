@@ -42,6 +42,8 @@ def get_model(config: Config, ctx: ParallelContext, rng: RngTracker, *, dtype: t
     options = LayerOptions(
         tp=ctx.tp,
         sequence=ctx.tp if config.parallel.sequence else solo(),
+        context=ctx.cp,
+        context_mode=config.parallel.context_mode,
         rng=rng,
         dtype=dtype,
         device=torch.device("meta"),

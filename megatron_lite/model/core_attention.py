@@ -51,7 +51,7 @@ def math_attention(
     query: Tensor, key: Tensor, value: Tensor, *, mask: Mask, scale: float, dropout: float, softcap: float
 ) -> tuple[Tensor, Tensor]:
     """The reference: all scores at once, the softmax in fp32 or fp64. Arguments as of `Attention`."""
-    key, value = _repeated(query, key, value)
+    key, value = repeated(query, key, value)
     # Products of unscaled queries can be too large for fp16.
     scores = (scale * query @ key.transpose(-2, -1)).to(torch.promote_types(query.dtype, torch.float32))
     if softcap:
@@ -59,7 +59,7 @@ def math_attention(
     visible = mask.dense(query.shape[2], key.shape[2], query.device)
     scores = scores.masked_fill(~visible, -torch.inf)
     lse = scores.detach().logsumexp(dim=-1)
-    if mask.lengths is None:  # each query sees its own key at least
+    if mask.lengths is None and not mask.is_part:  # each query sees its own key at least
         probabilities = scores.softmax(dim=-1)
     else:
         empty = ~visible.any(dim=-1, keepdim=True)
@@ -92,7 +92,7 @@ def _sdpa_by_document(query: Tensor, key: Tensor, value: Tensor, *, mask: Mask, 
         mask = mask.with_window(0)
     if query.is_cuda and query.dtype not in (torch.float16, torch.bfloat16):
         # Only the 16-bit flash kernel supports groups; otherwise torch would store all s*s scores.
-        key, value = _repeated(query, key, value)
+        key, value = repeated(query, key, value)
 
     def call(q: Tensor, k: Tensor, v: Tensor, **masked: Any) -> Tensor:
         return _sdpa(q, k, v, **options, **masked)
@@ -334,7 +334,7 @@ IMPLEMENTATIONS: dict[str, Attention] = {
 }
 
 
-def _repeated(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+def repeated(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
     """Key and value for every query head."""
     count = query.shape[1] // key.shape[1]
     return (key, value) if count == 1 else (key.repeat_interleave(count, 1), value.repeat_interleave(count, 1))

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from math import ceil
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -162,7 +162,7 @@ class FlashAttention1(torch.autograd.Function):
         def probabilities(S: Tensor, dO_i: Tensor, O_i: Tensor, l_i: Tensor, m_i: Tensor) -> tuple[Tensor, Tensor]:
             return torch.exp(S - m_i) / l_i.clamp(min=1), (dO_i * O_i).sum(-1, keepdim=True)
 
-        return _backward(ctx.call, query, key, value, grad, (*_grouped(key, out), l, m), probabilities)
+        return *_backward(ctx.call, query, key, value, grad, (*_grouped(key, out), l, m), probabilities), None
 
 
 class FlashAttention2(torch.autograd.Function):
@@ -195,18 +195,23 @@ class FlashAttention2(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        """Algorithm 2. D = rowsum(dO * O) is computed once, so that no step loads O."""
-        query, key, value, out, L = ctx.saved_tensors
-        load, store = ctx.call.traffic.load, ctx.call.traffic.store
-        O, dO = _grouped(key, out, grad)
-        D = torch.empty_like(L)
-        for rows in ctx.call.grid.rows:
-            store(D[..., rows, :], (load(dO[..., rows, :]) * load(O[..., rows, :])).sum(-1, keepdim=True))
+        return *_backward_2(ctx.call, grad, *ctx.saved_tensors), None
 
-        def probabilities(S: Tensor, _: Tensor, L_i: Tensor, D_i: Tensor) -> tuple[Tensor, Tensor]:
-            return torch.exp(S - L_i.clamp(min=torch.finfo(L_i.dtype).min)), D_i
 
-        return _backward(ctx.call, query, key, value, grad, (L, D), probabilities)
+def _backward_2(
+    call: _Call, grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, L: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Algorithm 2. D = rowsum(dO * O) is computed once, so that no step loads O."""
+    load, store = call.traffic.load, call.traffic.store
+    O, dO = _grouped(key, out, grad)
+    D = torch.empty_like(L)
+    for rows in call.grid.rows:
+        store(D[..., rows, :], (load(dO[..., rows, :]) * load(O[..., rows, :])).sum(-1, keepdim=True))
+
+    def probabilities(S: Tensor, _: Tensor, L_i: Tensor, D_i: Tensor) -> tuple[Tensor, Tensor]:
+        return torch.exp(S - L_i.clamp(min=torch.finfo(L_i.dtype).min)), D_i
+
+    return _backward(call, query, key, value, grad, (L, D), probabilities)
 
 
 def _backward(
@@ -217,7 +222,7 @@ def _backward(
     grad: Tensor,
     saved: tuple[Tensor, ...],
     probabilities: Callable[..., tuple[Tensor, Tensor]],
-) -> tuple[Tensor | None, ...]:
+) -> tuple[Tensor, Tensor, Tensor]:
     """The loops of both backwards. The outer one is over keys, so dK and dV stay in fast memory, and dQ does not. Each
     step computes S again. `probabilities` returns P and D from S, dO and the saved values of the step's queries."""
     grid, load, store = call.grid, call.traffic.load, call.traffic.store
@@ -241,7 +246,7 @@ def _backward(
             dK_j += call.scale * (dS.mT @ Q_i).sum(2, keepdim=True)
         store(dK[..., columns, :], dK_j)
         store(dV[..., columns, :], dV_j)
-    return _rounded(dQ, query, call.traffic), dK.flatten(1, 2), dV.flatten(1, 2), None
+    return _rounded(dQ, query, call.traffic), dK.flatten(1, 2), dV.flatten(1, 2)
 
 
 def _grouped(key: Tensor, *tensors: Tensor) -> list[Tensor]:
@@ -307,6 +312,14 @@ class Sizes(NamedTuple):
         return forward, 4 * N_k * d * e + r * backward
 
 
+def _call(query: Tensor, key: Tensor, version: int, fast_bytes: int, mask: Mask, **rest: Any) -> _Call:
+    """The tiles of a call. `fast_bytes` is M, or 0 for DEFAULT_TILE rows."""
+    d, e = query.shape[3], query.element_size()
+    M, r = fast_bytes or 4 * DEFAULT_TILE * d * e, query.shape[1] // key.shape[1]
+    sizes = Sizes(query.shape[2], key.shape[2], d, r=r, e=e, a=max(e, 4), M=M, causal=mask.causal)
+    return _Call(TileGrid(mask, sizes.N_q, sizes.N_k, *sizes.tiles(version), query.device), **rest)
+
+
 def _attend(
     version: int,
     query: Tensor,
@@ -321,14 +334,29 @@ def _attend(
     traffic: Traffic | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Arguments as of `core_attention.Attention`; M, or 0 for DEFAULT_TILE rows; a counter of bytes."""
-    d, e = query.shape[3], query.element_size()
-    M, r = fast_bytes or 4 * DEFAULT_TILE * d * e, query.shape[1] // key.shape[1]
-    sizes = Sizes(query.shape[2], key.shape[2], d, r=r, e=e, a=max(e, 4), M=M, causal=mask.causal)
-    grid = TileGrid(mask, sizes.N_q, sizes.N_k, *sizes.tiles(version), query.device)
     seed = int(torch.randint(2**32, ())) if dropout else 0
-    call = _Call(grid, scale, dropout, softcap, seed, traffic or Traffic())
+    options = {"scale": scale, "dropout": dropout, "softcap": softcap, "seed": seed, "traffic": traffic or Traffic()}
+    call = _call(query, key, version, fast_bytes, mask, **options)
     out, lse = (FlashAttention1 if version == 1 else FlashAttention2).apply(query, key, value, call)
     return out, lse.detach().squeeze(-1).flatten(1, 2)
+
+
+def backward_of_part(
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    *,
+    mask: Mask,
+    scale: float,
+    softcap: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The backward of `attention_parts.Part`."""
+    call = _call(query, key, 2, 0, mask, scale=scale, dropout=0.0, softcap=softcap, seed=0, traffic=Traffic())
+    (L,) = _grouped(key, lse[..., None])
+    return _backward_2(call, grad, query, key, value, out, L)
 
 
 tiled_attention = partial(_attend, 2)  # what `model.attention: tiled` runs

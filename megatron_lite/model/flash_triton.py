@@ -278,19 +278,24 @@ class FlashAttention(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        """Algorithm 2."""
-        Q, K, V, O, L = ctx.saved_tensors
-        (b, n, N_q, _), (_, g, N_k, _) = Q.shape, K.shape
-        dO, dQ, dK, dV = _with_plain_rows(grad), _new(Q), _new(K), _new(K)
-        D = (dO.float() * O).sum(-1).contiguous()
-        inputs, strided = (Q, K, V, dO, L, D), (Q, K, V, dO)
-        call, (_, tiles_dk_dv, tiles_dq) = ctx.call, ctx.call.tiles
-        ranges = call.mask.ranges(N_q, N_k, Q.device)
-        grid = triton.cdiv(N_k, tiles_dk_dv.B_c), g, b
-        of_keys = call.mask.cached("ranges of keys", (N_q, N_k, Q.device), lambda: _transposed(ranges, N_k))
-        call.launch(_dk_dv, tiles_dk_dv, grid, of_keys, (*inputs, dK, dV), (*strided, dK))
-        call.launch(_dq, tiles_dq, (triton.cdiv(N_q, tiles_dq.B_r), n, b), ranges, (*inputs, dQ), (*strided, dQ))
-        return dQ, dK, dV, None
+        return *_backward(ctx.call, grad, *ctx.saved_tensors), None
+
+
+def _backward(
+    call: _Call, grad: Tensor, Q: Tensor, K: Tensor, V: Tensor, O: Tensor, L: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Algorithm 2."""
+    (b, n, N_q, _), (_, g, N_k, _) = Q.shape, K.shape
+    dO, dQ, dK, dV = _with_plain_rows(grad), _new(Q), _new(K), _new(K)
+    D = (dO.float() * O).sum(-1).contiguous()
+    inputs, strided = (Q, K, V, dO, L, D), (Q, K, V, dO)
+    _, tiles_dk_dv, tiles_dq = call.tiles
+    ranges = call.mask.ranges(N_q, N_k, Q.device)
+    grid = triton.cdiv(N_k, tiles_dk_dv.B_c), g, b
+    of_keys = call.mask.cached("ranges of keys", (N_q, N_k, Q.device), lambda: _transposed(ranges, N_k))
+    call.launch(_dk_dv, tiles_dk_dv, grid, of_keys, (*inputs, dK, dV), (*strided, dK))
+    call.launch(_dq, tiles_dq, (triton.cdiv(N_q, tiles_dq.B_r), n, b), ranges, (*inputs, dQ), (*strided, dQ))
+    return dQ, dK, dV
 
 
 def _new(x: Tensor) -> Tensor:
@@ -324,6 +329,26 @@ def triton_attention(
     """Arguments as of `core_attention.Attention`, which checks them, and the tables of `config/attention.py` have the
     limits. `tiles` are B_r and B_c of all kernels, or None for those of `TILES`."""
     assert dropout == 0
+    return FlashAttention.apply(query, key, value, _call(query, mask, scale, softcap, tiles))
+
+
+def _call(query: Tensor, mask: Mask, scale: float, softcap: float, tiles: tuple[int, int] | None) -> _Call:
     width = max(64, triton.next_power_of_2(query.shape[3]))
-    chosen = TILES[query.element_size(), width] if tiles is None else 3 * (Tiles(*tiles),)
-    return FlashAttention.apply(query, key, value, _Call(mask, scale, softcap, chosen))
+    return _Call(mask, scale, softcap, TILES[query.element_size(), width] if tiles is None else 3 * (Tiles(*tiles),))
+
+
+def backward_of_part(
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    *,
+    mask: Mask,
+    scale: float,
+    softcap: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The backward of `attention_parts.Part`."""
+    Q, K, V = (_with_plain_rows(x) for x in (query, key, value))
+    return _backward(_call(query, mask, scale, softcap, None), grad, Q, K, V, out, lse.contiguous())

@@ -17,10 +17,12 @@ class LayerOptions:
 
     tp: Group
     sequence: Group  # tp under sequence parallelism, else a group of one
+    context: Group  # cp: its ranks have different tokens of a sequence
     rng: RngTracker
     dtype: torch.dtype
     device: torch.device
     fused: bool  # compile elementwise chains
+    context_mode: str = "ring"
     selective_recompute: bool = False  # core attention
     full_recompute_layers: float = 0  # in the first blocks of a stage
     recompute_group: int = 0  # blocks that are recomputed together; 0: none

@@ -1,7 +1,7 @@
 """The L2 norm of the full model's gradient, the same value for every layout.
 
-Each parameter counts once: shards are summed over tensor-parallel ranks; a parameter that is replicated over tp (or cp)
-counts on the first rank; copies of a tied tensor do not count.
+Each parameter counts once: shards are summed over tensor-parallel ranks; a parameter that is replicated over tp counts
+on the first rank; copies of a tied tensor do not count.
 Source: Pascanu et al., arXiv 1211.5063; Megatron-LM's clip_grads.py.
 """
 
@@ -23,7 +23,7 @@ SLICE_NUMEL = 2**16
 
 def counts_here(meta: ParamMeta, ctx: ParallelContext) -> bool:
     """Whether this rank's shard or copy of the parameter counts."""
-    return not meta.tied_to and ctx.cp.is_first and (meta.shard.is_split or ctx.tp.is_first)
+    return not meta.tied_to and (meta.shard.is_split or ctx.tp.is_first)
 
 
 def global_grad_norm(
@@ -31,7 +31,7 @@ def global_grad_norm(
 ) -> float:
     """Norm of the gradient of the full model; not finite if any rank has inf or nan.
 
-    `grads` are summed over dp. With `is_sharded` each rank of dp has different ranges of them. The norm is finite on
+    `grads` are summed over dp_cp. With `is_sharded` each rank of it has different ranges of them. The norm is finite on
     every rank of the world or on none, so that all take the same decision.
     Communicates: two values over mp, or the world with `is_sharded`, and one over the world.
     """
@@ -43,7 +43,7 @@ def global_grad_norm(
         squares = torch.stack(norms).square()
         sums = torch.stack([squares[: len(counted)].sum(), squares.sum()])
     sums = all_reduce(sums, ctx.world if is_sharded else ctx.mp)
-    # The only inf can be in a copy that does not count. Ranks of dp have equal sums, except after a hardware fault.
+    # The only inf can be in a copy that does not count. Ranks of dp_cp have equal sums, except after a hardware fault.
     broken = all_reduce((~sums.isfinite().all()).double(), ctx.world, "max")
     total, broken = torch.stack([sums[0], broken]).tolist()
     return math.nan if broken and math.isfinite(total) else math.sqrt(total)

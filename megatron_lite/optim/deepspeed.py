@@ -167,7 +167,7 @@ class DeepSpeedOptimizer(DataParallel, Optimizer):
                 yield name, _Range(self._flat[mapping.param_group_index], high.start, low.start, low.numel)
             elif self._stage == 3:
                 group, offset, share = zero.grad_position[zero.get_param_id(parameter)]
-                start = share * self._ctx.dp.rank
+                start = share * self._ctx.dp_cp.rank
                 numel = min(share, parameter.ds_numel - start)  # type: ignore[attr-defined]
                 if numel > 0:  # otherwise all padding
                     yield name, _Range(self._flat[group], offset, start, numel)
@@ -204,7 +204,7 @@ class DeepSpeedOptimizer(DataParallel, Optimizer):
         if self._stage == 0:
             return self._step_unsharded()
         if self._stage == 3:  # from the mean over dp to the sum; a larger loss would overflow fp16 sooner
-            self._engine.optimizer.override_loss_scale(self.scaler.scale / self._ctx.dp.size)
+            self._engine.optimizer.override_loss_scale(self.scaler.scale / self._ctx.dp_cp.size)
         self._engine.step()
         overflow = not self._engine.was_step_applied()
         if overflow:  # DeepSpeed 0.19.8's offloaded 16-bit optimizer would keep sums that are not finite
@@ -287,10 +287,12 @@ def model_parallel_unit(ctx: ParallelContext) -> SimpleNamespace:
 
     It has no `initialize_sequence_parallel`, whose presence would turn off DeepSpeed's tensor parallelism.
     """
-    alone: Any = dist.new_group([ctx.rank], use_local_synchronization=True) if 1 in (ctx.dp.size, ctx.mp.size) else None
+    alone: Any = (
+        dist.new_group([ctx.rank], use_local_synchronization=True) if 1 in (ctx.dp_cp.size, ctx.mp.size) else None
+    )
     return SimpleNamespace(
-        get_data_parallel_group=lambda: ctx.dp.pg or alone,
-        get_data_parallel_world_size=lambda: ctx.dp.size,
+        get_data_parallel_group=lambda: ctx.dp_cp.pg or alone,
+        get_data_parallel_world_size=lambda: ctx.dp_cp.size,
         get_model_parallel_group=lambda: ctx.mp.pg or alone,
         get_model_parallel_world_size=lambda: ctx.mp.size,
         get_model_parallel_rank=lambda: ctx.mp.rank,

@@ -73,6 +73,31 @@ def reduce_scatter_async(x: Tensor, group: Group) -> tuple[Tensor, Callable[[], 
     return share, partial(finished, work, "reduce_scatter", group)
 
 
+def all_to_all(x: Tensor, group: Group) -> Tensor:
+    """Dim 0 of x, in equal blocks, one for each rank of the group; returns the blocks that all ranks have for this one,
+    in group order."""
+    if group.size == 1:
+        return x
+    received = torch.empty_like(x, memory_format=torch.contiguous_format)
+    with communicating("all_to_all", group):
+        dist.all_to_all_single(received, x.contiguous(), group=group.pg)
+    return received
+
+
+def shift_async(x: Tensor, group: Group, tag: int) -> tuple[Tensor, Callable[[], object]]:
+    """Start to send x to the next rank of a ring; the tensor holds the previous rank's after a call of the returned
+    function. Messages with another `tag` may be in flight."""
+    received = torch.empty_like(x)
+    peers = [group.ranks[(group.rank + step) % group.size] for step in (1, -1)]
+    works = dist.batch_isend_irecv(
+        [
+            dist.P2POp(dist.isend, x, peers[0], group=group.pg, tag=tag),
+            dist.P2POp(dist.irecv, received, peers[1], group=group.pg, tag=tag),
+        ]
+    )
+    return received, lambda: [finished(work, "shift", group) for work in works]
+
+
 def broadcast(x: Tensor, group: Group, src: int) -> Tensor:
     """The x of member `src` of the group, on every rank. Use the returned tensor."""
     if group.size == 1:
@@ -150,6 +175,11 @@ def reduce_scatter_to_sequence_parallel_region(x: Tensor, tp: Group) -> Tensor:
     Communicates: forward, one reduce-scatter of x's size; backward, one all-gather of it.
     """
     return _conjugate(x, tp, _reduce_scatter, partial(all_gather, dim=0))
+
+
+def all_to_all_between_regions(x: Tensor, group: Group) -> Tensor:
+    """`all_to_all` in forward and, on the gradient, in backward. Communicates: x's size, once in each direction."""
+    return _conjugate(x, group, all_to_all, all_to_all)
 
 
 def output_reduction(sequence_parallel: bool) -> Collective:

@@ -64,8 +64,9 @@ class ParallelContext:
     tp: Group
     cp: Group
     dp: Group
+    dp_cp: Group  # the ranks with equal weights and different tokens: their gradients are summed
     pp: Group
-    mp: Group  # tp x pp (x cp): the ranks that together hold one model
+    mp: Group  # tp x pp: the ranks that together hold one model
     embd: Group  # first and last stage
     pos_embd: Group  # first stage
     world: Group
@@ -100,7 +101,8 @@ class ParallelContext:
     @classmethod
     def _build(cls, grid: Grid, rank: int, device: torch.device, new_group) -> "ParallelContext":
         ranks_of = {axis: grid.groups(axis) for axis in AXES} | {
-            "mp": grid.groups("tp", "cp", "pp"),
+            "dp_cp": grid.groups("cp", "dp"),
+            "mp": grid.groups("tp", "pp"),
             "embd": grid.embedding_groups(),
             "pos_embd": grid.position_embedding_groups(),
             "world": [tuple(range(grid.world_size))],

@@ -19,7 +19,7 @@ from megatron_lite.training.logs import RunLog
 from megatron_lite.training.run import Run
 from megatron_lite.training.signals import StopRequest
 from megatron_lite.training.state import due
-from megatron_lite.training.step import forward_of, message_of, sum_over_pipeline
+from megatron_lite.training.step import forward_of, local_batches, message_of, sum_over_pipeline
 
 
 def evaluation_samples(run: Run) -> int:
@@ -46,7 +46,7 @@ def evaluate(run: Run, dataset: Dataset, eod: int, stop: StopRequest | None = No
     Under local SGD this is the loss of the common model, not of each rank's own weights. A stop request before a global
     batch ends the evaluation, which then returns None.
     Communicates: as the forward passes; for each global batch one value over pp and, with `stop`, one over the world;
-    at the end two values over dp.
+    at the end two values over dp_cp.
     """
     totals = torch.zeros(2, dtype=torch.float64, device=run.ctx.device)
     batch_size = run.config.train.global_batch(run.ctx.dp.size)
@@ -59,7 +59,7 @@ def evaluate(run: Run, dataset: Dataset, eod: int, stop: StopRequest | None = No
             if stop is not None and stop.agreed(run.ctx):
                 totals = None
                 break
-            portion = batches.get(consumed, count)
+            portion = local_batches(batches.get(consumed, count), run.ctx.cp)
             forward = forward_of(run, portion, run.model.__getitem__)
             message = message_of(run.config, portion[0].tokens, run.ctx.device)
             totals[:1] += sum_over_pipeline(run, run.engine.run(schedule, forward, message, recorder=run.progress))
@@ -69,7 +69,7 @@ def evaluate(run: Run, dataset: Dataset, eod: int, stop: StopRequest | None = No
         chunk.train()
     if totals is None:
         return None
-    loss_sum, tokens = all_reduce(totals, run.ctx.dp).tolist()
+    loss_sum, tokens = all_reduce(totals, run.ctx.dp_cp).tolist()
     return loss_sum / max(tokens, 1.0)
 
 

@@ -18,7 +18,7 @@ from megatron_lite.training.memory import memory_line
 from megatron_lite.training.run import Run
 from megatron_lite.training.signals import StopRequest
 from megatron_lite.training.state import due, global_batch_size, num_microbatches
-from megatron_lite.training.step import train_step
+from megatron_lite.training.step import local_batches, train_step
 from megatron_lite.training.stragglers import Stragglers
 from megatron_lite.training.watchdog import Watchdog
 
@@ -87,7 +87,8 @@ class Iterations:
         run.progress.iteration = number
         started = time.perf_counter()
         samples = global_batch_size(config.train, dp, state.consumed_samples)
-        portion = batches.get(state.consumed_samples, num_microbatches(config.train, dp, state.consumed_samples))
+        count = num_microbatches(config.train, dp, state.consumed_samples)
+        portion = local_batches(batches.get(state.consumed_samples, count), run.ctx.cp)
         is_compared = due(number, config.log.interval) and run.ctx.world.size > 1 and number != self._traced
         if run.traced_step is not None and number == self._traced:
             report = run.traced_step(run, portion, log.say)

@@ -32,7 +32,7 @@ def memory_line(run: Run) -> str:
     most = all_reduce(
         torch.tensor(float(total + buckets), dtype=torch.float64, device=run.ctx.device), run.ctx.world, "max"
     )
-    expected = state_bytes(run.config, run.ctx.dp.size)
+    expected = state_bytes(run.config, run.ctx.dp_cp.size)
     parts = ", ".join(f"{what} {size / 1e6:,.1f} MB" for what, size in counts.items() if size)
     beside = f", and buckets {buckets / 1e6:,.1f} MB" if buckets else ""
     return (

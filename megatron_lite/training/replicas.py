@@ -44,14 +44,14 @@ def check_replicas_if_due(run: Run) -> None:
 
 @torch.no_grad()
 def check_replicas_equal(run: Run) -> None:
-    """Raise TrainingError on every rank where data-parallel replicas of a weight differ in any bit.
+    """Raise TrainingError on every rank where replicas of a weight on ranks of dp and cp differ in any bit.
 
-    Communicates: one value per parameter over dp, and one over the world.
+    Communicates: one value per parameter over dp_cp, and one over the world.
     """
     run.ddp.wait_for_params()
     names = list(run.params)
     sums = torch.stack([bit_sum(run.params[name].detach()) for name in names])
-    of_ranks = all_gather(sums[None], run.ctx.dp, dim=0)
+    of_ranks = all_gather(sums[None], run.ctx.dp_cp, dim=0)
     differs = (of_ranks != of_ranks[0]).any(dim=0)
     found = ""
     if differs.any():
@@ -74,7 +74,7 @@ def bit_sum(parameter: torch.Tensor) -> torch.Tensor:
 def differing_ranks(run: Run, sums: list[int], name: str, count: int) -> str:
     """A message about the ranks that differ from the majority in `name`, the first of `count` parameters."""
     (common, frequency), *_ = Counter(sums).most_common()
-    ranks = run.ctx.dp.ranks
+    ranks = run.ctx.dp_cp.ranks
     odd = [rank for rank, value in zip(ranks, sums, strict=True) if value != common]
     more = f" and {count - 1} more" if count > 1 else ""
     if 2 * frequency > len(sums):

@@ -2,7 +2,7 @@
 
 The loss of every token is divided by the number of target tokens in the global batch, counted before any forward.
 Gradients are sums over tokens, micro-batches and ranks. So neither micro-batch size, nor accumulation, nor data
-parallelism, nor unequal masks change the result.
+or context parallelism, nor unequal masks change the result.
 """
 
 from collections.abc import Callable
@@ -20,6 +20,7 @@ from megatron_lite.optim.lr import learning_rate
 from megatron_lite.parallel.collectives import all_reduce
 from megatron_lite.parallel.context import Group
 from megatron_lite.parallel.dtypes import PRECISIONS
+from megatron_lite.parallel.zigzag import local_tokens, positions
 from megatron_lite.pipeline.engine import Forward
 from megatron_lite.pipeline.p2p import Message
 from megatron_lite.pipeline.schedules import build_schedule
@@ -30,8 +31,8 @@ from megatron_lite.training.state import StepReport
 
 
 def train_step(run: Run, microbatches: list[Batch]) -> StepReport:
-    """One optimizer step over the global batch, of which `microbatches` are this data-parallel rank's share."""
-    target_tokens = count_target_tokens(microbatches, run.ctx.dp)
+    """One optimizer step over the global batch, of which `microbatches` are the share of this rank of dp and cp."""
+    target_tokens = count_target_tokens(microbatches, run.ctx.dp_cp)
     lr = learning_rate(run.config.optim, run.state.optimizer_steps, run.config.train.iterations)
     loss_scale = run.optimizer.scaler.scale
     run.ddp.zero_grad()
@@ -52,10 +53,10 @@ def train_step(run: Run, microbatches: list[Batch]) -> StepReport:
 def mean_loss(run: Run, loss_sum: Tensor, target_tokens: float) -> float:
     """The mean loss per target token of the global batch, in nats, bitwise equal on all ranks.
 
-    loss_sum  [1]  of this data-parallel rank, equal on all of its model-parallel ranks
+    loss_sum  [1]  of this rank's tokens, equal on all ranks of mp
     Communicates: one value over the world.
     """
-    copies = run.ctx.world.size / run.ctx.dp.size
+    copies = run.ctx.mp.size
     return all_reduce(loss_sum.clone(), run.ctx.world).item() / copies / target_tokens
 
 
@@ -63,7 +64,7 @@ def forward_backward(run: Run, microbatches: list[Batch], loss_grad: float) -> T
     """The sum of all token losses of `microbatches`, `[1]`, on every rank of pp; leaves gradients in `run.ddp`.
 
     loss_grad  the gradient of that sum: the loss scale over the target tokens of the global batch
-    Communicates: hidden states over pp, gradients over dp, and one value over pp.
+    Communicates: hidden states over pp, keys and values over cp, gradients over dp_cp, and one value over pp.
     """
     if run.config.sync.is_local:
         # Under local SGD a rank uses its own gradients. Their mean over dp is the gradient of the global batch.
@@ -108,9 +109,24 @@ def packing_of(batch: Batch) -> dict[str, Any]:
     return given
 
 
+def local_batches(microbatches: list[Batch], cp: Group) -> list[Batch]:
+    """The tokens of this context-parallel rank: [b, s/cp], with their positions in the sequence. Documents and lengths,
+    from which masks are made, remain those of the full sequence."""
+    return microbatches if cp.size == 1 else [_local_batch(batch, cp) for batch in microbatches]
+
+
+def _local_batch(batch: Batch, cp: Group) -> Batch:
+    tokens, labels, loss_mask = (local_tokens(x, cp, dim=1) for x in batch[:3])
+    if batch.position_ids is not None:
+        position_ids = local_tokens(batch.position_ids, cp, dim=1)
+    else:
+        position_ids = positions(batch.tokens.shape[1], cp.rank, cp.size).to(tokens.device)[None].long()
+    return Batch(tokens, labels, loss_mask, position_ids, batch.documents, batch.lengths)
+
+
 def message_of(config: Config, tokens: Tensor, device: torch.device) -> Message:
-    """The hidden state that stages send for micro-batches like `tokens` [b, s]: [s, b, h], or [s/tp, b, h] under
-    sequence parallelism."""
+    """The hidden state that stages send for micro-batches like `tokens` [b, s], this rank's: [s, b, h], or [s/tp, b, h]
+    under sequence parallelism."""
     batch, length = tokens.shape
     if config.parallel.sequence:
         length //= config.parallel.tensor
@@ -143,13 +159,13 @@ def masked_sum(losses: Tensor, loss_mask: Tensor) -> Tensor:
     return (losses * loss_mask.t()).sum()
 
 
-def count_target_tokens(microbatches: list[Batch], dp: Group) -> float:
+def count_target_tokens(microbatches: list[Batch], dp_cp: Group) -> float:
     """The number of target tokens in the global batch, at least 1: an empty batch has a loss of 0, not nan.
 
-    Communicates: one value over dp.
+    Communicates: one value over dp_cp.
     """
     here = torch.stack([batch.loss_mask.sum(dtype=torch.float64) for batch in microbatches]).sum()
-    return max(1.0, all_reduce(here.reshape(1), dp).item())
+    return max(1.0, all_reduce(here.reshape(1), dp_cp).item())
 
 
 def advance(run: Run, microbatches: list[Batch], loss: float, skipped: bool) -> None:

@@ -21,7 +21,7 @@ def layout(tensor: int = 1, data: int = 1, pipeline: int = 1, micro: int = BATCH
     """The config changes of a layout and its number of ranks. `others` are keys of `parallel`, or `section__key`."""
     changes = {name if "__" in name else f"parallel__{name}": value for name, value in others.items()}
     changes |= {"parallel__tensor": tensor, "parallel__pipeline": pipeline, "train__micro_batch_size": micro}
-    return {"ranks": tensor * data * pipeline, "changes": changes}
+    return {"ranks": tensor * data * pipeline * changes.get("parallel__context", 1), "changes": changes}
 
 
 FLAT = [
@@ -106,13 +106,60 @@ PACKED = [
 ]
 
 
+def context(size: int, mode: str = "ring", **others: Any) -> dict[str, Any]:
+    return layout(**{"micro": 4, "context": size, "context_mode": mode, **others})
+
+
+MODES = ("ring", "all_gather", "ulysses")
+CONTEXT = [
+    *(context(size, mode) for size in (2, 4) for mode in MODES),
+    *(context(2, mode, micro=1) for mode in MODES),  # some ranks have no target token in a micro-batch
+    context(4, "ring", model__attention="math", micro=12),
+    *(context(2, mode, tensor=2) for mode in MODES),
+    *(context(2, mode, tensor=2, sequence=True, micro=6) for mode in MODES),
+    *(context(2, mode, data=2, micro=3, optim__distributed="true") for mode in MODES),
+    *(context(2, mode, ddp="fsdp") for mode in MODES),
+    context(2, "ring", data=2, ddp="fsdp", train__recompute="full", micro=3),
+    context(2, "all_gather", ddp="torch"),
+    context(4, "ulysses", ddp="torch", train__recompute="uniform:2"),
+    *(
+        context(2, mode, train__recompute=kind)
+        for mode, kind in zip(MODES, ("selective", "full", "stage"), strict=True)
+    ),
+    context(2, "ulysses", train__recompute="selective"),
+    context(8, "ring", micro=12),
+]
+CONTEXT_PIPELINES = [
+    context(2, "ring", pipeline=2, schedule="gpipe"),
+    context(2, "all_gather", pipeline=2, micro=3),
+    context(2, "ulysses", pipeline=2, micro=3),
+    context(2, "ring", pipeline=2, micro=3),
+    context(2, "ring", pipeline=2, schedule="zb-h1"),
+    context(2, "ulysses", pipeline=2, schedule="zb-h1"),
+    context(2, "ring", pipeline=2, schedule="interleaved", virtual_pipeline=2, micro=3),
+    context(2, "all_gather", pipeline=2, schedule="interleaved", virtual_pipeline=2, micro=3),
+    context(2, "ring", tensor=2, pipeline=2, sequence=True, schedule="zb-h1"),
+    context(2, "all_gather", data=2, pipeline=2, micro=2, optim__distributed="true", train__recompute="stage"),
+]
+CONTEXT_PACKED = [
+    *(context(size, mode) for size in (2, 4) for mode in MODES),
+    context(2, "ring", tensor=2, sequence=True, train__recompute="uniform:2"),
+    context(2, "all_gather", tensor=2, pipeline=2, schedule="zb-h1", model__attention="math"),
+    context(2, "ring", data=2, micro=3, ddp="fsdp"),
+    context(2, "all_gather", data=2, micro=3, optim__distributed="true", train__recompute="selective"),
+]
+
+
 def name_of(layout: dict[str, Any]) -> str:
     return " ".join(f"{key.rpartition('__')[2]}={value}" for key, value in layout["changes"].items())
 
 
-CASES = [*((layout, 2) for layout in FLAT + SEQUENCE), *((layout, 6) for layout in PIPELINES + SEQUENCE_PIPELINES)]
-PACKED_CASES = [({**layout, "changes": layout["changes"] | PACKING}, 4) for layout in PACKED]
-PACKED_NAMES = [f"packed {name_of(layout)}" for layout in PACKED]
+CASES = [
+    *((layout, 2) for layout in FLAT + SEQUENCE + CONTEXT),
+    *((layout, 6) for layout in PIPELINES + SEQUENCE_PIPELINES + CONTEXT_PIPELINES),
+]
+PACKED_CASES = [({**layout, "changes": layout["changes"] | PACKING}, 4) for layout in PACKED + CONTEXT_PACKED]
+PACKED_NAMES = [f"packed {name_of(layout)}" for layout in PACKED + CONTEXT_PACKED]
 NAMES = [name_of(layout) for layout, _ in CASES]
 
 

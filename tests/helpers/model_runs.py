@@ -43,7 +43,13 @@ def context(tp: int) -> ParallelContext:
 
 def layer_options(dtype: torch.dtype, ctx: ParallelContext | None = None, **changes) -> LayerOptions:
     """Options of a layer on a real device (not meta); on one rank unless `changes` pass groups."""
-    plain = {"tp": solo(), "sequence": solo(), "rng": seed_everything(3, ctx or context(1)), "fused": False}
+    plain = {
+        "tp": solo(),
+        "sequence": solo(),
+        "context": solo(),
+        "rng": seed_everything(3, ctx or context(1)),
+        "fused": False,
+    }
     return LayerOptions(**{**plain, "dtype": dtype, "device": torch.device("cpu"), **changes})
 
 

@@ -29,7 +29,7 @@ from megatron_lite.training.initialize import finalize_megatron, initialize_mega
 from megatron_lite.training.run import Run
 from megatron_lite.training.setup import setup_model_and_optimizer
 from megatron_lite.training.state import num_microbatches
-from megatron_lite.training.step import train_step
+from megatron_lite.training.step import local_batches, train_step
 
 SIZES = {
     "num_layers": 2,
@@ -99,7 +99,7 @@ def packed(numbers: list[int], pairs: list[tuple[torch.Tensor, torch.Tensor]], c
 
 
 def next_microbatches(run: Run) -> list[Batch]:
-    """This rank's micro-batches of the next iteration."""
+    """This rank's micro-batches of the next iteration, with its tokens under context parallelism."""
     train, dp, config = run.config.train, run.ctx.dp, run.config
     count = num_microbatches(train, dp.size, run.state.consumed_samples)
     batches = []
@@ -110,7 +110,7 @@ def next_microbatches(run: Run) -> list[Batch]:
             continue
         tokens = torch.stack([tokens for tokens, _ in pairs])
         batches.append(Batch(tokens[:, :-1], tokens[:, 1:], torch.stack([mask for _, mask in pairs])))
-    return batches
+    return local_batches(batches, run.ctx.cp)
 
 
 def gather_weights(run: Run) -> dict[str, torch.Tensor]:
@@ -118,7 +118,7 @@ def gather_weights(run: Run) -> dict[str, torch.Tensor]:
 
     Replicated weights must be bitwise equal on all tensor-parallel ranks, and a tied copy to its original.
     """
-    weights, dp = run.optimizer.weights(), run.ctx.dp
+    weights, dp = run.optimizer.weights(), run.ctx.dp_cp
     sharded = {
         name: (local.start, local.values.clone()) for name, local in weights.items() if local.across_dp != "replicated"
     }
