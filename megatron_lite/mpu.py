@@ -36,6 +36,10 @@ def _context() -> ParallelContext:
     return _registered
 
 
+def _data_parallel(with_context_parallel: bool) -> Group:
+    return _context().dp_cp if with_context_parallel else _context().dp
+
+
 def _process_group(group: Group) -> dist.ProcessGroup:
     global _group_of_one
     if group.pg is not None:
@@ -88,16 +92,17 @@ def get_tensor_model_parallel_src_rank() -> int:
     return _context().tp.ranks[0]
 
 
-def get_data_parallel_group() -> dist.ProcessGroup:
-    return _process_group(_context().dp)
+def get_data_parallel_group(with_context_parallel: bool = False) -> dist.ProcessGroup:
+    """Process group of the ranks with other samples; or also other tokens, over which gradients are summed."""
+    return _process_group(_data_parallel(with_context_parallel))
 
 
-def get_data_parallel_world_size() -> int:
-    return _context().dp.size
+def get_data_parallel_world_size(with_context_parallel: bool = False) -> int:
+    return _data_parallel(with_context_parallel).size
 
 
-def get_data_parallel_rank() -> int:
-    return _context().dp.rank
+def get_data_parallel_rank(with_context_parallel: bool = False) -> int:
+    return _data_parallel(with_context_parallel).rank
 
 
 def get_data_parallel_src_rank() -> int:

@@ -90,7 +90,9 @@ def compare(a: "Opened", b: "Opened", folder_a: Path, folder_b: Path) -> int:
             rows.append((name, kind, f"{found.largest:.3e}", f"{found.scale:.3e}", f"{found.differing:,}"))
     for side, folder, layout in (("A", folder_a, a.layout), ("B", folder_b, b.layout)):
         grid = layout.grid
-        typer.echo(f"{side}  {folder}, iteration {layout.iteration}, tp={grid.tp} dp={grid.dp} pp={grid.pp}")
+        typer.echo(
+            f"{side}  {folder}, iteration {layout.iteration}, tp={grid.tp} cp={grid.cp} dp={grid.dp} pp={grid.pp}"
+        )
     differing = len(rows) - 1
     typer.echo(f"{values} values of {len(a.layout.tensors)} tensors: {values - differing} identical, {differing} not")
     if differing:

@@ -135,7 +135,7 @@ def description(config: "Config", world_size: int) -> str:
     train, length = config.train, config.data.seq_length
     lines = ["the number of parameters depends on the tokenizer"]
     if config.model.vocab_size:
-        state = sum(state_bytes(config, dp).values()) * largest_rank_parameters(config)
+        state = sum(state_bytes(config, dp * config.parallel.context).values()) * largest_rank_parameters(config)
         lines = [
             f"{num_parameters(config.model):,} parameters, padding included; the training state takes "
             f"{state / 1e9:,.3g} GB on the largest of {counted(world_size, 'rank')}"

@@ -74,9 +74,10 @@ def select(attention: str, request: Request) -> tuple[str, str]:
     found = next((name for name in order if not any(obstacles(name, request))), None)
     if found is None:
         reasons = "; ".join(f"{name}: {next(obstacles(name, request))}" for name in order)
+        slow = "" if any(obstacles("tiled", request)) else ", or choose model.attention: tiled, which is slow"
         raise ConfigError(
             f"model.attention is auto, and no fast implementation computes this model here ({reasons}); change one of "
-            "these settings, such as model.attention_dropout: 0, or choose model.attention: tiled, which is slow"
+            f"these settings, such as model.attention_dropout: 0{slow}"
         )
     passed = [f"{name}: {next(obstacles(name, request))}" for name in order[: order.index(found)]]
     place = {"cpu": " on a CPU", "cuda": " on a GPU"}.get(request.device, "")

@@ -4,7 +4,8 @@ from megatron_lite.config.schema import Config
 
 
 def state_bytes(config: Config, dp: int) -> dict[str, float]:
-    """The bytes of the weight, gradient and optimizer state of one parameter of a rank, with `dp` data-parallel ranks.
+    """The bytes of the weight, gradient and optimizer state of one parameter of a rank. `dp` data- and context-parallel
+    ranks have this parameter.
 
     The optimizer has two moments, and fp32 masters of 16-bit weights: 2 + 4 + 12 bytes are Megatron-LM's 18.
     Source: Rajbhandari et al., ZeRO, arXiv 1910.02054, section 3.1, with gradients in fp32.

@@ -143,6 +143,7 @@ def _context_parallel_failures(config: Config) -> Iterator[str]:
     tensor, context = parallel.tensor, parallel.context
     if context == 1:
         return
+    groups = max(1, model.query_groups // tensor)
     given, multiple = f"parallel.context is {context}", 2 * context * (tensor if parallel.sequence else 1)
     if length % multiple:
         by = f"2 * {context}" + (f" * {tensor} with parallel.sequence" if parallel.sequence else "")
@@ -152,8 +153,7 @@ def _context_parallel_failures(config: Config) -> Iterator[str]:
             f"parallel.context_mode is ulysses, and parallel.tensor * parallel.context ({tensor} * {context}) does not "
             f"divide model.num_heads ({model.num_heads}); use fewer ranks, or parallel.context_mode: ring"
         )
-    groups = max(1, model.query_groups // tensor)
-    if parallel.context_mode == "ulysses" and groups % context and context % groups:
+    elif parallel.context_mode == "ulysses" and groups % context and context % groups:
         yield (
             f"parallel.context_mode is ulysses with {groups} of model.num_query_groups on a tensor-parallel rank, and "
             f"parallel.context {context}; one must divide the other; use parallel.context_mode: ring"

@@ -188,7 +188,7 @@ def limits(machines: list[Answer[Machine]]) -> list[Finding]:
 def memory(config: Config, machines: list[Answer[Machine]]) -> list[Finding]:
     """The training state against the memory; FAIL where it does not fit even without activations."""
     dp = config.parallel.data(len(machines))
-    of_a_parameter, parameters = state_bytes(config, dp), largest_rank_parameters(config)
+    of_a_parameter, parameters = state_bytes(config, dp * config.parallel.context), largest_rank_parameters(config)
     state = {what: size * parameters for what, size in of_a_parameter.items()}
     on_host = state["optimizer"] if config.deepspeed.offload_optimizer else 0.0
     activations = 0.0 if config.train.offload_activations else activation_bytes(config, dp)

@@ -123,16 +123,18 @@ class GPTModel(nn.Module):
             tokens        [b, s]       the same on every rank of tp
             labels        [b, s]       next tokens, for the loss
             hidden        [s', b, h]   the previous stage's output, if this one has no embedding
-            position_ids  [b, s]       None: 0..s-1
-            mask          the keys that a query sees; the window of a block narrows it
+            position_ids  [b, s]       or [1, s]; None: 0..s-1
+            mask          the keys of the full sequence that a query sees; the window of a block narrows it
             returns       [s, b]       loss in fp32 nats, with labels on the last stage
                           [s, b, v/tp] logits, without labels on the last stage
                           [s', b, h]   hidden state, on other stages
 
-        All arguments are the same on every rank of tp, and except `hidden` on every stage.
+        All arguments are the same on every rank of tp, and except `hidden` on every stage. Ranks of cp have different
+        tokens of the same sequences: s is their number on this rank, and `position_ids` their positions.
 
         Communicates: over tp, in forward one all-reduce of [s, b, h] for the embedding and two for each block,
-        and three of [s, b] for the loss; in backward two for each block and one for the head.
+        and three of [s, b] for the loss; in backward two for each block and one for the head. Over cp, keys and values
+        of each block (`context_attention`).
         """
         mask.check_batch(len(tokens))
         if position_ids is not None:

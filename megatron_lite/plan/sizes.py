@@ -58,13 +58,14 @@ def activation_bytes(config: Config, dp: int) -> float:
     """
     model, parallel, train = config.model, config.parallel, config.train
     tensor, length = parallel.tensor, config.data.seq_length
-    tokens, wide = length * train.micro_batch_size, {"fp64": 4, "fp32": 2}.get(train.precision, 1)
+    tokens, wide = length * train.micro_batch_size / parallel.context, {"fp64": 4, "fp32": 2}.get(train.precision, 1)
     count = train.global_batch(dp) // (train.micro_batch_size * dp)
     in_flight = count if parallel.schedule == "gpipe" else min(count, parallel.pipeline)
     chunk = max(layer_counts(model, parallel))
     layers = chunk * parallel.virtual_pipeline
     block = tokens * model.hidden_size * wide * ((10 / tensor if parallel.sequence else 10) + 24 / tensor)
-    if model.attention == "math" and train.recompute != "selective":
+    keeps_scores = parallel.context == 1 or parallel.context_mode == "ulysses"
+    if model.attention == "math" and keeps_scores and train.recompute != "selective":
         block += 5 * model.num_heads * length * tokens * wide / tensor
     stream = 2 * wide * tokens * model.hidden_size
     group = chunk if train.recompute == "stage" else min(train.recompute_group, chunk)

@@ -23,7 +23,7 @@ def announce(run: Run, log: RunLog, seconds: float, *, builds_splits: bool) -> N
     count = num_local_parameters(run)
     model = config.model
     log.say(
-        f"using world size: {grid.world_size}, data-parallel size: {grid.dp}, "
+        f"using world size: {grid.world_size}, data-parallel size: {grid.dp}, context-parallel size: {grid.cp}, "
         f"tensor-model-parallel size: {grid.tp}, pipeline-model-parallel size: {grid.pp}, "
         f"device: {run.ctx.device.type}, precision: {config.train.precision}"
     )

@@ -33,7 +33,8 @@ def setup_model_and_optimizer(
     `model_provider` has the arguments of `get_model` and returns this rank's chunks. The arguments of a chunk are
     `(tokens [b, s], labels [b, s])`, and after the first stage the previous stage's hidden state, `[s, b, h]`, or
     `[s/tp, b, h]` under sequence parallelism. The last stage returns the loss of every token, `[s, b]`, the others
-    their hidden state. With packed documents a chunk also gets `position_ids` [b, s] and `mask`, as keywords.
+    their hidden state. With packed documents a chunk also gets `position_ids` [b, s] and `mask`, as keywords; under
+    context parallelism s is that of this rank, `position_ids` can be [1, s], and `mask` is that of the full sequence.
     Collective over the world.
     """
     tokenizer = build_tokenizer(config.data.tokenizer) if config.data.tokenizer else None
@@ -79,9 +80,9 @@ def check_num_chunks(model: Sequence[nn.Module], config: Config) -> None:
 
 
 def check_takes_documents(model: Sequence[nn.Module], config: Config) -> None:
-    """Raise TrainingError for a custom model whose forward lacks the arguments for packed documents."""
-    data = config.data
-    wanted = {"position_ids": data.reset_position_ids, "mask": data.reset_attention_mask}
+    """Raise TrainingError for a custom model whose forward lacks an argument for documents or context parallelism."""
+    data, context = config.data, config.parallel.context > 1
+    wanted = {"position_ids": data.reset_position_ids or context, "mask": data.reset_attention_mask}
     for chunk in model:
         arguments = inspect.signature(chunk.forward).parameters.values()
         if any(argument.kind is argument.VAR_KEYWORD for argument in arguments):
@@ -90,7 +91,7 @@ def check_takes_documents(model: Sequence[nn.Module], config: Config) -> None:
         if missing := [name for name, is_wanted in wanted.items() if is_wanted and name not in names]:
             raise TrainingError(
                 f"the forward of {type(chunk).__name__} has no argument {' and '.join(missing)}, which it gets with "
-                "data.reset_position_ids and data.reset_attention_mask; add it, or leave these settings false"
+                "data.reset_position_ids, data.reset_attention_mask and parallel.context; add it, or change these"
             )
 
 

@@ -44,7 +44,7 @@ DRAWING = "rank 0 |"
 # Output of a page in which a number is the point, and which the comparison with its text blocks would not notice.
 EXACT_OUTPUT = {
     "docs/quickstart.md": (
-        "using world size: 2, data-parallel size: 1, tensor-model-parallel size: 2",
+        "using world size: 2, data-parallel size: 1, context-parallel size: 1, tensor-model-parallel size: 2",
         "tp=1 cp=1 dp=1 pp=2",
     ),
     "docs/converting.md": (

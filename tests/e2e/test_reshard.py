@@ -36,6 +36,8 @@ LAYOUTS = {
     "dp 2 deepspeed 1": (2, {**DEEPSPEED, "deepspeed__zero_stage": 1}),
     "tp 2 dp 2 distributed": (4, {"parallel__tensor": 2, "optim__distributed": "true"}),
     "dp 4 torch": (4, {"parallel__ddp": "torch"}),
+    "cp 2 dp 2 distributed": (4, {"parallel__context": 2, "optim__distributed": "true"}),
+    "cp 4 fsdp": (4, {"parallel__context": 4, "parallel__context_mode": "all_gather", "parallel__ddp": "fsdp"}),
 }
 OTHERS = {"dp 2": (2, {}), "tp 2 dp 2": (4, {"parallel__tensor": 2})}
 MODELS = {"codegeex": "gpt with a top-query block, tied", "llama": "grouped queries, gate and up, untied"}

@@ -149,7 +149,64 @@ def test_the_defaults_are_valid_on_any_number_of_processes():
             "model.fp32_residual needs train.precision bf16 or fp16",
             "with fp32 leave it out",
         ),
-        (2, ["parallel.context=2"], "parallel.context is 2", "use 1"),
+        (
+            2,
+            ["parallel.context=2", "data.seq_length=30", "model.attention_dropout=0"],
+            "parallel.context is 2, which divides data.seq_length (30) into 2 * 2 chunks",
+            "use a multiple of 4",
+        ),
+        (
+            8,
+            [
+                "parallel.context=2",
+                "parallel.tensor=4",
+                "parallel.sequence=true",
+                "data.seq_length=24",
+                "model.attention_dropout=0",
+            ],
+            "parallel.context is 2, which divides data.seq_length (24) into 2 * 2 * 4 with parallel.sequence chunks",
+            "use a multiple of 16",
+        ),
+        (
+            6,
+            [
+                "parallel.context=3",
+                "parallel.tensor=2",
+                "data.seq_length=24",
+                "parallel.context_mode=ulysses",
+                "model.num_heads=8",
+                "model.hidden_size=64",
+            ],
+            "parallel.context_mode is ulysses, and parallel.tensor * parallel.context (2 * 3) does not divide "
+            "model.num_heads (8)",
+            "use fewer ranks, or parallel.context_mode: ring",
+        ),
+        (
+            4,
+            [
+                "model.num_heads=12",
+                "model.hidden_size=96",
+                "model.num_query_groups=3",
+                "parallel.context=4",
+                "data.seq_length=24",
+                "parallel.context_mode=ulysses",
+            ],
+            "parallel.context_mode is ulysses with 3 of model.num_query_groups on a tensor-parallel rank, and "
+            "parallel.context 4; one must divide the other",
+            "use parallel.context_mode: ring",
+        ),
+        (
+            4,
+            [
+                "parallel.context=2",
+                "data.seq_length=24",
+                "sync.mode=local_sgd",
+                "sync.interval=2",
+                "model.attention_dropout=0",
+            ],
+            "parallel.context is 2 with sync.mode: local_sgd, whose outer steps have no context parallelism",
+            "use 1",
+        ),
         (
             2,
             ["parallel.pipeline=2", "parallel.virtual_pipeline=2"],

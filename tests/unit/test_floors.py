@@ -28,7 +28,7 @@ EXEMPT = {"__init__.py", "__main__.py", "mpu.py"}
 # The one file that registers its context with `mpu`.
 REGISTERS_MPU = "training/initialize.py"
 # Non-blank lines of the core, docstrings included. A new feature may raise it, never above 13,000.
-BUDGET = 10_600
+BUDGET = 11_100
 # These files explain an algorithm of the papers; training does not need them to be read.
 TEACHING = {"model/flash_tiled.py", "model/flash_triton.py"}
 

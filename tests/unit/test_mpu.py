@@ -56,6 +56,15 @@ def test_functions_at_rank_five_of_sixteen(at_rank, name, value):
     assert getattr(mpu, name)() == value
 
 
+def test_the_data_parallel_group_can_include_context_parallel_ranks():
+    """Code that averages a value over all tokens of a batch needs both."""
+    mpu.register(ParallelContext.at(Grid(tp=2, cp=2, dp=2), 6))  # tp 0, cp 1, dp 1
+    sizes = [mpu.get_data_parallel_world_size(with_context_parallel=with_cp) for with_cp in (False, True)]
+    ranks = [mpu.get_data_parallel_rank(with_context_parallel=with_cp) for with_cp in (False, True)]
+    mpu.unregister()
+    assert sizes == [2, 4] and ranks == [1, 3]
+
+
 @pytest.mark.parametrize(("rank", "previous", "following"), [(1, 13, 5), (13, 9, 1)])
 def test_previous_and_next_pipeline_ranks_form_a_ring(rank, previous, following):
     mpu.register(ParallelContext.at(Grid(tp=2, dp=2, pp=4), rank))

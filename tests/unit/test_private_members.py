@@ -7,6 +7,7 @@ import ast
 import inspect
 import pkgutil
 import re
+from functools import reduce
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
@@ -71,6 +72,10 @@ MEMBERS = [
         "_register_deepspeed_module",
         "self module count",
     ),
+    *(
+        Member("model/attention_parts.py", "torch:ops.aten", f"_scaled_dot_product_flash_attention{name}")
+        for name in ("", "_backward", "_for_cpu", "_for_cpu_backward")
+    ),
     Member("convert/safe_pickle.py", "torch._utils", "_rebuild_tensor", "storage storage_offset size stride"),
     Member("convert/safe_pickle.py", "pickle", "_Unpickler", "file fix_imports encoding errors buffers"),
 ]
@@ -92,7 +97,7 @@ def problem(member: Member) -> str:
     version = getattr(import_module(library), "__version__", "of Python")
     try:
         owner: Any = import_module(module)
-        owner = getattr(owner, name) if name else owner
+        owner = reduce(getattr, name.split("."), owner) if name else owner
     except (ImportError, AttributeError):
         return f"{where}, but {library} {version} has no {member.owner.replace(':', '.')}"
     if not hasattr(owner, member.name):
