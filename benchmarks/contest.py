@@ -33,7 +33,7 @@ def _serve(make: Callable[[], Callable[[], float]], rank: int, ranks: int, port:
     warnings.filterwarnings("ignore")
     place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     os.environ.update({key: str(value) for key, value in place.items()})
-    torch.set_num_threads(THREADS // ranks)
+    torch.set_num_threads(max(1, THREADS // ranks))
     step = make()
     while pipe.recv():
         pipe.send(step())

@@ -15,7 +15,6 @@ Sources: Liu et al., Ring Attention, arXiv 2310.01889; Dubey et al., Llama 3, ar
 all_gather; Jacobs et al., DeepSpeed Ulysses, arXiv 2309.14509, section 3.
 """
 
-from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
@@ -50,27 +49,45 @@ class _Call(NamedTuple):
     scale: float
     softcap: float
 
-    def options(self, mask: Mask) -> dict[str, object]:
-        """Keyword arguments of the functions of a part."""
-        return {"mask": mask, "scale": self.scale, "softcap": self.softcap}
-
-    def mask_of(self, length: int, source: int | None) -> Mask:
-        """The mask of local queries and the keys of one rank, or None for all keys. `length` is s/cp."""
+    def mask_of(self, source: int, length: int) -> Mask:
+        """The mask of local queries and the keys of one rank. `length` is s/cp."""
+        rank, size = self.cp.rank, self.cp.size
 
         def part() -> Mask:
-            full, size = length * self.cp.size, self.cp.size
-            keys = None if source is None else positions(full, source, size)
-            return self.mask.part(positions(full, self.cp.rank, size)[None], keys)
+            queries, keys = (positions(length * size, of, size) for of in (rank, source))
+            return self.mask.part(queries[None], keys)
 
-        return self.mask.cached(f"keys of rank {source}", (length, self.cp), part)
+        return self.mask.cached(f"keys of rank {source}", (length, rank, size), part)
 
-    def sees(self, mask: Mask, length: int, device: torch.device) -> bool:
-        """Whether a local query sees a key of this part. The answer can be True for nothing: on a GPU it would have to
-        wait for the document ids."""
-        if mask.documents is not None and device.type != "cpu":
-            return True
+    def forward(self, total: Sum, query: Tensor, block: Tensor, source: int) -> None:
+        """Add attention to the keys and values of one rank."""
+        mask = self.mask_of(source, query.shape[2])
+        if _sees(mask, query):
+            total.add(*self.part.forward(query, *block, mask=mask, scale=self.scale, softcap=self.softcap))
+
+    def backward(self, saved: tuple[Tensor, ...], block: Tensor, source: int, grad_query: Tensor, grad: Tensor) -> None:
+        """Add the gradients of queries, and of the keys and values of one rank."""
+        mask = self.mask_of(source, saved[1].shape[2])
+        if _sees(mask, saved[1]):
+            before, after = saved[:2], saved[2:]  # gradient of the output and queries; output and lse
+            options = {"mask": mask, "scale": self.scale, "softcap": self.softcap}
+            of_query, *of_block = self.part.backward(*before, *block, *after, **options)
+            grad_query += of_query
+            for place, found in zip(grad, of_block, strict=True):
+                place += found
+
+
+def _sees(mask: Mask, query: Tensor) -> bool:
+    """Whether a query sees a key. True is a safe answer; on a GPU the right one would have to wait for document ids."""
+    if mask.documents is not None and query.device.type != "cpu":
+        return True
+    length = query.shape[2]
+
+    def some() -> bool:
         first, end = mask.ranges(length, length, torch.device("cpu"))
-        return mask.cached("sees", (length,), lambda: bool((end > first).any()))
+        return bool((end > first).any())
+
+    return mask.cached("sees", (length,), some)
 
 
 def _by_parts(
@@ -96,80 +113,64 @@ class _Ring(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, query: Tensor, key: Tensor, value: Tensor, call: _Call) -> tuple[Tensor, Tensor]:
-        length, cp, total = query.shape[2], call.cp, Sum(query)
-        block = torch.stack((key, value))
+        cp, total, block = call.cp, Sum(query), torch.stack((key, value))
         for step in range(cp.size):
-            mask = call.mask_of(length, (cp.rank - step) % cp.size)
             following, wait = shift_async(block, cp, tag=0) if step < cp.size - 1 else (block, lambda: None)
-            if call.sees(mask, length, query.device):
-                total.add(*call.part.forward(query, *block, **call.options(mask)))
+            call.forward(total, query, block, (cp.rank - step) % cp.size)
             wait()
             block = following
-        out = total.out.to(query.dtype)
-        ctx.call = call
-        ctx.save_for_backward(query, key, value, out, total.lse)
-        ctx.mark_non_differentiable(total.lse)
-        return out, total.lse
+        return _saved(ctx, call, query, key, value, total)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad: Tensor, _: Tensor):  # type: ignore[override]
         """The same ring. The gradient of a block follows it, one step behind, and ends at the block's own rank."""
         call, (query, key, value, out, lse) = ctx.call, ctx.saved_tensors
-        length, cp = query.shape[2], call.cp
-        block = torch.stack((key, value))
-        grad_query, grad_block = torch.zeros_like(query, dtype=lse.dtype), torch.zeros_like(block, dtype=lse.dtype)
-        wait_for_grad: Callable[[], object] = lambda: None
+        cp, block = call.cp, torch.stack((key, value))
+        grad_query, arriving = torch.zeros_like(query, dtype=lse.dtype), torch.zeros_like(block, dtype=lse.dtype)
+        wait_for_grad = lambda: None
         for step in range(cp.size):
-            mask = call.mask_of(length, (cp.rank - step) % cp.size)
             following, wait = shift_async(block, cp, tag=0) if step < cp.size - 1 else (block, lambda: None)
-            found = None
-            if call.sees(mask, length, query.device):
-                found = call.part.backward(grad, query, *block, out, lse, **call.options(mask))
+            own = torch.zeros_like(arriving)
+            call.backward((grad, query, out, lse), block, (cp.rank - step) % cp.size, grad_query, own)
             wait_for_grad()
-            if found is not None:
-                grad_query += found[0]
-                grad_block[0] += found[1]
-                grad_block[1] += found[2]
-            grad_block, wait_for_grad = shift_async(grad_block, cp, tag=1)
+            arriving, wait_for_grad = shift_async(own.add_(arriving), cp, tag=1)
             wait()
             block = following
         wait_for_grad()
-        return grad_query.to(query.dtype), *grad_block.to(key.dtype), None
+        return grad_query.to(query.dtype), *arriving.to(key.dtype), None
 
 
 class _AllGather(torch.autograd.Function):
-    """All keys at once; backward gathers them again."""
+    """The keys of all ranks at once, block by block; backward gathers them again."""
 
     @staticmethod
     def forward(ctx, query: Tensor, key: Tensor, value: Tensor, call: _Call) -> tuple[Tensor, Tensor]:
-        options = call.options(call.mask_of(query.shape[2], None))
-        out, lse = call.part.forward(query, *_gathered(key, value, call.cp), **options)
-        out = out.to(query.dtype)
-        ctx.call = call
-        ctx.save_for_backward(query, key, value, out, lse)
-        ctx.mark_non_differentiable(lse)
-        return out, lse
+        total = Sum(query)
+        for source, block in enumerate(all_gather(torch.stack((key, value))[None], call.cp, dim=0)):
+            call.forward(total, query, block, source)
+        return _saved(ctx, call, query, key, value, total)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad: Tensor, _: Tensor):  # type: ignore[override]
         call, (query, key, value, out, lse) = ctx.call, ctx.saved_tensors
-        options = call.options(call.mask_of(query.shape[2], None))
-        keys = _gathered(key, value, call.cp)
-        grad_query, *of_keys = call.part.backward(grad, query, *keys, out, lse, **options)
-        full = torch.stack(of_keys).to(lse.dtype).permute(3, 0, 1, 2, 4)
-        local, wait = reduce_scatter_async(in_rank_order(full, call.cp.size, 0), call.cp)
+        blocks = all_gather(torch.stack((key, value))[None], call.cp, dim=0)
+        grad_query, grad_blocks = torch.zeros_like(query, dtype=lse.dtype), torch.zeros_like(blocks, dtype=lse.dtype)
+        for source, block in enumerate(blocks):
+            call.backward((grad, query, out, lse), block, source, grad_query, grad_blocks[source])
+        (local,), wait = reduce_scatter_async(grad_blocks, call.cp)
         wait()
-        grad_key, grad_value = local.permute(1, 2, 3, 0, 4).to(key.dtype)
-        return grad_query.to(query.dtype), grad_key, grad_value, None
+        return grad_query.to(query.dtype), *local.to(key.dtype), None
 
 
-def _gathered(key: Tensor, value: Tensor, cp: Group) -> tuple[Tensor, Tensor]:
-    """Keys and values of the full sequence, [b, g, s, d], in its order."""
-    local = torch.stack((key, value)).permute(3, 0, 1, 2, 4)
-    full = in_sequence_order(all_gather(local, cp, dim=0), cp.size, dim=0).permute(1, 2, 3, 0, 4)
-    return full[0], full[1]
+def _saved(ctx, call: _Call, query: Tensor, key: Tensor, value: Tensor, total: Sum) -> tuple[Tensor, Tensor]:
+    """Output and lse of a forward; local tensors are kept for backward."""
+    out = total.out.to(query.dtype)
+    ctx.call = call
+    ctx.save_for_backward(query, key, value, out, total.lse)
+    ctx.mark_non_differentiable(total.lse)
+    return out, total.lse
 
 
 def _ulysses(

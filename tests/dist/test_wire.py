@@ -69,6 +69,30 @@ def test_sharded_weights_send_one_and_a_half_times_the_bytes(ranks, size):
 
 
 @pytest.mark.parametrize("size", [2, 4])
+def test_context_parallelism_sends_the_bytes_of_each_modes_formula(ranks, size):
+    """The formulas are in model/context_attention.py. Keys that went around the ring once more would double them.
+
+    In bf16 only the gradients of keys are fp32.
+    """
+    for precision, width in (("fp32", 4), ("bf16", 2)):
+        queries = width * LENGTH * BATCH * HIDDEN / size  # bytes on a rank
+        keys, grads = 2 * queries, 2 * 4 / width * queries
+        expected = {
+            "ring": {"send": LAYERS * (2 * (size - 1) * keys + size * grads)},
+            "all_gather": {
+                "all-gather": LAYERS * 2 * (size - 1) * keys,
+                "reduce-scatter": LAYERS * (size - 1) * grads,
+            },
+            "ulysses": {"all-to-all": LAYERS * 2 * (size - 1) / size * 4 * queries},
+        }
+        for mode, of_mode in expected.items():
+            changes = {"parallel__context": size, "parallel__context_mode": mode, "train__precision": precision}
+            for sent, _, _ in ranks(size, measure_step, train__micro_batch_size=BATCH, **changes):
+                del sent["all-reduce"]  # gradients of weights
+                assert sent == of_mode, mode
+
+
+@pytest.mark.parametrize("size", [2, 4])
 def test_tensor_parallelism_sends_four_all_reduces_per_layer(ranks, size):
     """One more collective per layer would be the largest cost of tensor parallelism.
 

@@ -1,7 +1,8 @@
 """Counts the bytes that collectives send, also those of torch's FSDP and DeepSpeed.
 
-All collectives pass through torch's dispatcher as operators of `c10d`. A rank sends the bytes of ring algorithms:
-(n - 1)/n of a tensor for a reduce-scatter or an all-gather, twice that for an all-reduce, whatever the backend does.
+All collectives and messages pass through torch's dispatcher as operators of `c10d`. A rank sends the bytes of ring
+algorithms: (n - 1)/n of a tensor for a reduce-scatter, an all-gather or an all-to-all, twice that for an all-reduce,
+whatever the backend does.
 """
 
 from collections import defaultdict
@@ -21,6 +22,7 @@ COSTS = {
     "allgather_into_tensor_coalesced_": ("all-gather", 0, 1),
     "_reduce_scatter_base_": ("reduce-scatter", 1, 1),
     "reduce_scatter_tensor_coalesced_": ("reduce-scatter", 1, 1),
+    "alltoall_base_": ("all-to-all", 1, 1),
 }
 
 
@@ -37,7 +39,11 @@ class Wire(TorchDispatchMode):
         self.calls: dict[str, int] = defaultdict(int)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace == "c10d" and (name := func.__name__.split(".")[0]) not in ("barrier", "wait_tensor"):
+        name = func.__name__.split(".")[0] if func.namespace == "c10d" else ""
+        if name == "send":
+            self.sent["send"] += sum(tensor.nbytes for tensor in _tensors(args[0]))
+            self.calls["send"] += 1
+        elif name and name not in ("barrier", "wait_tensor", "recv_"):
             kind, place, times = COSTS[name]
             tensors = list(_tensors(args[place]))
             (group,) = (
