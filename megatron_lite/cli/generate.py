@@ -1,12 +1,17 @@
 """`megatron-lite generate`: text from a checkpoint."""
 
+import json
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from megatron_lite.cli.options import Model
+from megatron_lite.errors import ConfigError
+
+if TYPE_CHECKING:
+    from megatron_lite.generate.run import Prompt
 
 
 def generate(
@@ -14,7 +19,18 @@ def generate(
         Path,
         typer.Option("--load", metavar="FOLDER", help="A run.dir, its checkpoints/ folder or one iter_... folder."),
     ],
-    prompt: Annotated[str, typer.Option("--prompt", metavar="TEXT", help="Start of the text; - reads it from stdin.")],
+    prompt: Annotated[
+        list[str] | None,
+        typer.Option("--prompt", metavar="TEXT", help="Start of a text; - reads it from stdin. Repeat it for several."),
+    ] = None,
+    prompt_file: Annotated[
+        str,
+        typer.Option(
+            "--prompt-file",
+            metavar="FILE",
+            help='A prompt on each line, or with .jsonl an object with "prompt" on each; - reads lines from stdin.',
+        ),
+    ] = "",
     iteration: Annotated[
         int | None,
         typer.Option("--iteration", min=0, metavar="N", help="Iteration of the checkpoint; default: the newest."),
@@ -22,13 +38,38 @@ def generate(
     max_new_tokens: Annotated[
         int, typer.Option("--max-new-tokens", min=0, metavar="N", help="Most tokens to add.")
     ] = 64,
+    num_samples: Annotated[
+        int, typer.Option("--num-samples", min=1, metavar="N", help="Number of texts for each prompt.")
+    ] = 1,
     temperature: Annotated[
         float,
         typer.Option("--temperature", min=0.0, metavar="T", help="Randomness; 0 always picks the likeliest token."),
     ] = 1.0,
+    top_k: Annotated[
+        int, typer.Option("--top-k", min=0, metavar="K", help="Choose among the K likeliest tokens; 0: all.")
+    ] = 0,
+    top_p: Annotated[
+        float,
+        typer.Option("--top-p", metavar="P", help="Choose among the likeliest tokens with probability P together."),
+    ] = 1.0,
+    repetition_penalty: Annotated[
+        float,
+        typer.Option("--repetition-penalty", metavar="X", help="Above 1, tokens that the text has become less likely."),
+    ] = 1.0,
+    stop: Annotated[
+        list[str] | None,
+        typer.Option("--stop", metavar="TEXT", help="The text ends before this one. Repeat it for several."),
+    ] = None,
     seed: Annotated[
         int, typer.Option("--seed", min=0, max=2**63 - 1, metavar="N", help="The same seed gives the same text.")
     ] = 1234,
+    batch_size: Annotated[
+        int, typer.Option("--batch-size", min=1, metavar="N", help="Number of texts that are computed together.")
+    ] = 8,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object for each text.")] = False,
+    no_cache: Annotated[
+        bool, typer.Option("--no-cache", help="Compute the full text for each token, for comparison.")
+    ] = False,
     no_tokenizer_check: Annotated[
         bool, typer.Option("--no-tokenizer-check", help="Accept a tokenizer whose files changed since training.")
     ] = False,
@@ -38,22 +79,81 @@ def generate(
         typer.Option("--nproc-per-node", min=1, metavar="N", help="Number of processes that share the model."),
     ] = None,
 ) -> None:
-    """Continue a prompt with the model of a checkpoint, on any number of processes.
+    """Continue prompts with the model of a checkpoint, on any number of processes.
 
-    This is for a look at a model, not for serving it: each token takes a forward pass over the full text.
+    A single text is printed as it is made, several when they are complete. A report about speed follows on stderr.
     """
     from megatron_lite.checkpoint.directory import resolve
     from megatron_lite.config.validate import validate
-    from megatron_lite.generate import check_tokenizer_of, config_of
+    from megatron_lite.generate.run import Request, check_tokenizer_of, config_of
+    from megatron_lite.generate.sampling import Sampling
     from megatron_lite.launch.launcher import launched_world_size, run_ranks
     from megatron_lite.launch.nodes import nodes_from
 
+    if not 0 < top_p <= 1:
+        raise ConfigError(f"--top-p is {top_p:g}; use a probability above 0, such as 0.9, or 1 for all tokens")
+    if repetition_penalty <= 0:
+        raise ConfigError(f"--repetition-penalty is {repetition_penalty:g}; use a number above 0, or 1 for none")
+    if "" in (stop or []):
+        raise ConfigError("--stop is empty, so every text would end at once; give a text, or leave it out")
     nodes = nodes_from(nproc_per_node)
     world_size = launched_world_size(nodes)
     folder = resolve(load, iteration)
     validate(config_of(folder, world_size, model), world_size)
     if not no_tokenizer_check:
         check_tokenizer_of(folder)
-    text = sys.stdin.read() if prompt == "-" else prompt
-    arguments = (folder, text, max_new_tokens, temperature, seed, model)
-    raise typer.Exit(run_ranks("megatron_lite.generate:generate_text", arguments, nodes))
+    request = Request(
+        tuple(read_prompts(prompt or [], prompt_file)),
+        Sampling(temperature, top_k, top_p, repetition_penalty),
+        max_new_tokens=max_new_tokens,
+        num_samples=num_samples,
+        batch_size=batch_size,
+        stop=tuple(stop or ()),
+        seed=seed,
+        cache=not no_cache,
+        json=as_json,
+    )
+    raise typer.Exit(run_ranks("megatron_lite.generate.run:generate_texts", (folder, request, model), nodes))
+
+
+def read_prompts(given: list[str], file: str) -> "list[Prompt]":
+    """All prompts, in the order of the command line. Raise ConfigError without one, and for an empty one."""
+    from megatron_lite.generate.run import Prompt
+
+    if given.count("-") + (file == "-") > 1:
+        raise ConfigError("--prompt and --prompt-file read standard input more than once; give - once")
+    if not (given or file):
+        raise ConfigError("--prompt and --prompt-file are both missing; give a prompt, or a file of them")
+    prompts = [Prompt(sys.stdin.read() if text == "-" else text) for text in given]
+    if file:
+        lines = _lines_of(file)
+        parse = _prompt_of_object if file.endswith(".jsonl") else lambda line, _: line
+        prompts += [Prompt(parse(line, f"{file}:{at}"), f"{file}:{at}") for at, line in enumerate(lines, start=1)]
+    for prompt in prompts:
+        if not prompt.text:
+            raise ConfigError(f"{prompt.origin}: the prompt is empty; give at least one character")
+    if not prompts:
+        raise ConfigError(f"{file}: the file is empty; write a prompt on each line")
+    # From a shell, an argument can have any bytes.
+    return [Prompt(prompt.text.encode("utf-8", "surrogateescape").decode("utf-8", "replace"), prompt.origin)
+            for prompt in prompts]  # fmt: skip
+
+
+def _lines_of(file: str) -> list[str]:
+    try:
+        text = sys.stdin.read() if file == "-" else Path(file).read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{file}: byte {error.start:,} is not UTF-8; convert the file to UTF-8") from None
+    except OSError as error:
+        raise ConfigError(f"{file}: cannot be read: {error.strerror}; give a text file") from None
+    return text.removesuffix("\n").split("\n") if text else []
+
+
+def _prompt_of_object(line: str, where: str) -> str:
+    try:
+        found = json.loads(line)
+    except ValueError as error:
+        raise ConfigError(f'{where}: not JSON ({error}); write {{"prompt": "..."}} on each line') from None
+    if not isinstance(found, dict) or not isinstance(found.get("prompt"), str):
+        raise ConfigError(f'{where}: no text "prompt" in this line; write {{"prompt": "..."}} on each line')
+    return found["prompt"]

@@ -6,11 +6,13 @@ With fewer key/value groups than heads, n/g neighbouring queries share a group (
 """
 
 from contextlib import nullcontext
+from functools import partial
 from math import sqrt
 
 from torch import Tensor, nn
 
 from megatron_lite.config.schema import ModelConfig
+from megatron_lite.model.cache import KeyValueCache
 from megatron_lite.model.context_attention import context_attention
 from megatron_lite.model.core_attention import IMPLEMENTATIONS
 from megatron_lite.model.masks import CAUSAL, Mask
@@ -44,6 +46,7 @@ class SelfAttention(nn.Module):
         self.attend = IMPLEMENTATIONS[config.attention]
         if options.context.size > 1:
             self.attend = context_attention(options.context_mode, config.attention, options.context)
+        self.cache: KeyValueCache | None = None  # in generation
         h = config.hidden_size
         query_size = config.num_heads * self.head_dim
         group_size = config.query_groups * self.head_dim
@@ -92,6 +95,7 @@ class SelfAttention(nn.Module):
         dropout = self.dropout if self.training else 0.0
         # Ranks of tp have different heads and drop different scores.
         with self.options.rng.fork() if dropout > 0 else nullcontext():
+            attend = self.attend if self.cache is None else partial(self.cache.attend, self.attend)
             scale = 1 / sqrt(self.head_dim)
-            out, _ = self.attend(query, key, value, mask=mask, scale=scale, dropout=dropout, softcap=self.softcap)
+            out, _ = attend(query, key, value, mask=mask, scale=scale, dropout=dropout, softcap=self.softcap)
         return out

@@ -7,6 +7,7 @@ rank and in every layout.
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
+import torch
 from torch import Tensor, nn
 
 from megatron_lite.config.schema import ModelConfig
@@ -117,6 +118,7 @@ class GPTModel(nn.Module):
         *,
         position_ids: Tensor | None = None,
         mask: Mask = CAUSAL,
+        last: Tensor | None = None,
     ) -> Tensor:
         """The output of this stage: loss, logits or hidden state.
 
@@ -125,8 +127,9 @@ class GPTModel(nn.Module):
             hidden        [s', b, h]   the previous stage's output, if this one has no embedding
             position_ids  [b, s]       or [1, s]; None: 0..s-1
             mask          the keys of the full sequence that a query sees; the window of a block narrows it
+            last          [b]          only the logits of this token of each row are computed; None: of all
             returns       [s, b]       loss in fp32 nats, with labels on the last stage
-                          [s, b, v/tp] logits, without labels on the last stage
+                          [s, b, v/tp] logits, without labels on the last stage; [1, b, v/tp] with `last`
                           [s', b, h]   hidden state, on other stages
 
         All arguments are the same on every rank of tp, and except `hidden` on every stage. Ranks of cp have different
@@ -140,11 +143,17 @@ class GPTModel(nn.Module):
         if position_ids is not None:
             check_positions(position_ids, self.config.max_position_embeddings)
         if self.options.recompute_stage:
-            return recompute(self._forward, tokens, labels, hidden, position_ids, mask, rng=self.options.rng)
-        return self._forward(tokens, labels, hidden, position_ids, mask)
+            return recompute(self._forward, tokens, labels, hidden, position_ids, mask, last, rng=self.options.rng)
+        return self._forward(tokens, labels, hidden, position_ids, mask, last)
 
     def _forward(
-        self, tokens: Tensor, labels: Tensor | None, hidden: Tensor | None, position_ids: Tensor | None, mask: Mask
+        self,
+        tokens: Tensor,
+        labels: Tensor | None,
+        hidden: Tensor | None,
+        position_ids: Tensor | None,
+        mask: Mask,
+        last: Tensor | None,
     ) -> Tensor:
         x = hidden if self.embedding is None else self.embedding(tokens, position_ids)
         assert x is not None, "a stage without the embedding needs the previous stage's output"
@@ -154,6 +163,8 @@ class GPTModel(nn.Module):
         x = self.decoder(x, top_queries, position_ids, mask)
         if not self.post_process:
             return x
+        if last is not None:
+            x = x[last, torch.arange(len(last), device=x.device)][None]
         logits = self._logits(x)
         if labels is None:
             return logits

@@ -2,13 +2,18 @@
 
 import io
 import json
+import re
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from megatron_lite.checkpoint.layout import content_checksum
-from tests.helpers.command import make_corpus, run_here, tiny_yaml
+from tests.helpers.command import make_corpus, run, run_here, tiny_yaml
+from tests.helpers.huggingface import gpt2, llama, randomized
+
+SIZES = {gpt2: "n_positions", llama: "max_position_embeddings"}
 
 
 @pytest.fixture(scope="module")
@@ -44,9 +49,149 @@ def test_generate_stops_with_a_message_at_the_context_length(finished):
     assert "--prompt has 33 tokens, more than model.max_position_embeddings (32); shorten it" in too_long.stderr
     nearly_full = run_here(*command, "x" * 30, cwd=finished)
     assert nearly_full.returncode == 0 and nearly_full.stdout.startswith("x" * 30)
-    assert nearly_full.stderr == (
-        "stopped after 3 of 9 new tokens: the context is full (model.max_position_embeddings is 32)\n"
+    assert nearly_full.stderr.splitlines()[0] == (
+        "stopped after 3 of 9 new tokens: the context is full (model.max_position_embeddings is 32)"
     )
+    several = run_here(*command, "x" * 30, "--prompt", "x", "--num-samples", "2", cwd=finished)
+    assert [line.split(":")[0] for line in several.stderr.splitlines()[:2]] == [
+        "prompt 1, sample 1",
+        "prompt 1, sample 2",
+    ]
+
+
+SPEED = r"generated (\d+) tokens(, [\d,.]+ tokens/s \(prompts\))?(, [\d,.]+ tokens/s \(new tokens\))?"
+
+
+def texts(folder: Path, *options: str, ranks: int = 1) -> list[dict]:
+    """The objects that `generate --json` prints."""
+    command = ("generate", "--load", str(folder / "run"), "--json", *options)
+    done = run_here(*command, cwd=folder) if ranks == 1 else run(*command, "--nproc-per-node", str(ranks), cwd=folder)
+    assert done.returncode == 0, done.stderr
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def test_prompts_come_from_options_and_files_in_any_batches(finished, tmp_path, monkeypatch):
+    """A text must not depend on the texts that are computed with it, nor on the number of ranks."""
+    prompts = ["def ", "x", "return a + b"]
+    (tmp_path / "lines.txt").write_text("\n".join(prompts) + "\n")
+    (tmp_path / "objects.jsonl").write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts))
+    options = ("--num-samples", "2", "--max-new-tokens", "6", "--top-k", "9", "--top-p", "0.9")
+    want = texts(finished, *(word for prompt in prompts for word in ("--prompt", prompt)), *options)
+    assert [(text["prompt"], text["sample"]) for text in want] == [(p, n) for p in prompts for n in (1, 2)]
+    assert len({text["text"] for text in want}) == 6
+    for file in ("lines.txt", "objects.jsonl"):
+        assert texts(finished, "--prompt-file", str(tmp_path / file), *options, "--batch-size", "4") == want
+    monkeypatch.setattr(sys, "stdin", io.StringIO("\n".join(prompts)))
+    assert texts(finished, "--prompt-file", "-", *options, "--batch-size", "1") == want
+    assert texts(finished, "--prompt-file", str(tmp_path / "lines.txt"), *options, "--no-cache") == want
+    assert texts(finished, "--prompt-file", str(tmp_path / "lines.txt"), *options, ranks=2) == want
+
+
+def test_one_text_is_printed_bare_and_several_with_headers(finished):
+    command = ("generate", "--load", str(finished / "run"), "--max-new-tokens", "4", "--temperature", "0", "--prompt")
+    one = run_here(*command, "ab", cwd=finished)
+    several = run_here(*command, "ab", "--prompt", "c\nd", cwd=finished)
+    assert one.stdout.startswith("ab") and re.fullmatch(SPEED, one.stderr.strip())
+    first, second = several.stdout.removeprefix("--- prompt 1, sample 1\n").split("--- prompt 2, sample 1\n")
+    assert first == one.stdout and second.startswith("c\nd")
+    nothing = run_here(*command, "ab", "--max-new-tokens", "0", cwd=finished)
+    assert nothing.stdout == "ab\n" and nothing.stderr == "generated 0 tokens\n"
+
+
+def test_a_stop_text_ends_the_text_before_it(finished):
+    options = ("--prompt", "def ", "--max-new-tokens", "20", "--seed", "2")
+    (full,) = texts(finished, *options)
+    stop = full["text"][5:7]
+    (stopped,) = texts(finished, *options, "--stop", "never", "--stop", stop)
+    assert stopped["text"] == full["text"][: full["text"].index(stop)] and stopped["finish"] == "stop"
+    command = ("generate", "--load", str(finished / "run"), *options, "--stop", stop)
+    assert run_here(*command, cwd=finished).stdout == f"def {stopped['text']}\n"
+
+
+def test_a_text_is_printed_while_it_is_made(finished, monkeypatch):
+    """On a large model a user would wait for minutes in front of an empty terminal."""
+    written = []
+    monkeypatch.setattr("megatron_lite.generate.run.write", written.append)
+    command = ("generate", "--load", str(finished / "run"), "--prompt", "def ", "--max-new-tokens", "9")
+    run_here(*command, "--top-k", "1", cwd=finished)
+    assert written[0] == "def " and len(written) == 11 and written[-1] == "\n"
+
+
+BAD = {
+    "an empty prompt": (["--prompt", ""], "--prompt: the prompt is empty; give at least one character"),
+    "an empty line": (
+        ["--prompt-file", "gap.txt"],
+        "gap.txt:2: the prompt is empty; give at least one character",
+    ),
+    "an empty file": (["--prompt-file", "empty.txt"], "empty.txt: the file is empty; write a prompt on each line"),
+    "no prompt": ([], "--prompt and --prompt-file are both missing; give a prompt, or a file of them"),
+    "standard input twice": (
+        ["--prompt", "-", "--prompt-file", "-"],
+        "--prompt and --prompt-file read standard input more than once; give - once",
+    ),
+    "a file that is missing": (
+        ["--prompt-file", "nowhere.txt"],
+        "nowhere.txt: cannot be read: No such file or directory; give a text file",
+    ),
+    "a file of bytes": (
+        ["--prompt-file", "bytes.txt"],
+        "bytes.txt: byte 1 is not UTF-8; convert the file to UTF-8",
+    ),
+    "no JSON": (["--prompt-file", "bad.jsonl"], "bad.jsonl:1: not JSON ("),
+    "no prompt in JSON": (
+        ["--prompt-file", "other.jsonl"],
+        'other.jsonl:1: no text "prompt" in this line; write {"prompt": "..."} on each line',
+    ),
+    "a long line": (
+        ["--prompt-file", "long.txt"],
+        "long.txt:2 has 33 tokens, more than model.max_position_embeddings (32); shorten it",
+    ),
+    "top-p 0": (
+        ["--prompt", "a", "--top-p", "0"],
+        "--top-p is 0; use a probability above 0, such as 0.9, or 1 for all tokens",
+    ),
+    "top-p 1.5": (["--prompt", "a", "--top-p", "1.5"], "--top-p is 1.5; use a probability above 0"),
+    "a penalty of 0": (
+        ["--prompt", "a", "--repetition-penalty", "0"],
+        "--repetition-penalty is 0; use a number above 0, or 1 for none",
+    ),
+    "an empty stop text": (
+        ["--prompt", "a", "--stop", ""],
+        "--stop is empty, so every text would end at once; give a text, or leave it out",
+    ),
+    "top-k below 0": (["--prompt", "a", "--top-k", "-1"], "-1 is not in the range x>=0"),
+    "a negative temperature": (["--prompt", "a", "--temperature", "-1"], "-1.0 is not in the range x>=0.0"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_a_wrong_option_is_reported(finished, tmp_path, case):
+    (tmp_path / "gap.txt").write_text("a\n\nb\n")
+    (tmp_path / "empty.txt").write_text("")
+    (tmp_path / "bytes.txt").write_bytes(b"a\xff")
+    (tmp_path / "bad.jsonl").write_text("{'prompt': 1}\n")
+    (tmp_path / "other.jsonl").write_text('{"text": "a"}\n')
+    (tmp_path / "long.txt").write_text("a\n" + "x" * 33)
+    options, message = BAD[case]
+    done = run_here("generate", "--load", str(finished / "run"), *options, cwd=tmp_path)
+    assert done.returncode == 2 and not done.stdout
+    assert message in done.stderr, done.stderr
+
+
+@pytest.mark.parametrize("family", [gpt2, llama])
+def test_greedy_text_equals_that_of_transformers_on_converted_weights(tmp_path, family):
+    """Prompts of unequal length in one batch, with the cache, on two tensor-parallel ranks."""
+    model = randomized(family(vocab_size=257, **{SIZES[family]: 48})).eval()
+    model.save_pretrained(tmp_path / "hf")
+    done = run_here("convert", "hf", "run", "--tensor", "2", "data.tokenizer=bytes", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    prompts = ["def f(x):", "a", "for i in"]
+    found = texts(tmp_path, *(word for prompt in prompts for word in ("--prompt", prompt)), "--temperature", "0",
+                  "--max-new-tokens", "24", ranks=2)  # fmt: skip
+    for text in found:
+        ids = torch.tensor([list(text["prompt"].encode())])
+        want = model.generate(ids, do_sample=False, max_new_tokens=24, eos_token_id=256, pad_token_id=256)[0]
+        assert text["text"] == bytes(int(i) for i in want[ids.shape[1] :] if i < 256).decode(errors="replace")
 
 
 def test_generate_chooses_its_own_attention(tmp_path):

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from megatron_lite.errors import ConfigError
-from megatron_lite.generate import generate, logits_function
 from megatron_lite.model.build import get_model
 from megatron_lite.parallel.collectives import all_gather
 from megatron_lite.pipeline import schedules
@@ -31,6 +30,7 @@ from megatron_lite.training.step import train_step
 from tests.helpers.command import environment, make_corpus, start, tiny_yaml, wait_for
 from tests.helpers.limits import PATIENCE
 from tests.helpers.runs import CountingDataset, counting_splits
+from tests.helpers.texts import all_texts
 from tests.helpers.tiny import model_with_biases, next_microbatches, tiny_config
 
 FOUR_LAYERS = {"model__num_layers": 4, "train__micro_batch_size": 1}
@@ -223,46 +223,24 @@ def test_evaluation_equals_that_of_one_process_and_does_not_change_training(rank
         assert found == pytest.approx(truth, rel=1e-12)
 
 
-PROMPT = [7, 12, 17, 22]
-
-
-def generate_texts(**changes: Any) -> dict[str, Any]:
-    """The tokens that an untrained model generates after a prompt, and the first logits."""
-    config = tiny_config("codegeex", train__precision="fp64", **changes)
-    ctx, rng = initialize_megatron(config)
-    chunks = [chunk.eval() for chunk in model_with_biases(config, ctx, rng, dtype=torch.float64)]
-    next_logits = logits_function(chunks, config, ctx)
-    options = {"config": config, "max_new_tokens": 20, "eod": -1}  # more than the 16 positions allow
-    found = {
-        "logits": next_logits(PROMPT).detach(),
-        "likeliest": generate(next_logits, PROMPT, temperature=0.0, seed=1, **options),
-        "sampled": generate(next_logits, PROMPT, temperature=1.0, seed=1, **options),
-    }
-    finalize_megatron()
-    return found
-
-
 WRITING = {
-    "pp 2": (2, {"parallel__pipeline": 2}),
-    "pp 2 x v 2": (2, VIRTUAL | {"train__global_batch_size": 2}),
-    "pp 4": (4, {"parallel__pipeline": 4}),
-    "tp 2 x pp 2": (4, {"parallel__tensor": 2, "parallel__pipeline": 2}),
+    "tp 2": ("gpt", 2, {"parallel__tensor": 2}),
+    "tp 2, llama": ("llama", 2, {"parallel__tensor": 2}),
+    "pp 2": ("codegeex", 2, {"parallel__pipeline": 2}),
+    "pp 2, window": ("llama", 2, {"parallel__pipeline": 2, "model__window_size": 4}),
+    "pp 2 x v 2": ("codegeex", 2, VIRTUAL | {"train__global_batch_size": 2}),
+    "pp 4": ("gpt", 4, {"parallel__pipeline": 4}),
+    "tp 2 x pp 2": ("codegeex", 4, {"parallel__tensor": 2, "parallel__pipeline": 2}),
 }
 
 
 @pytest.mark.parametrize("case", WRITING)
-def test_a_pipeline_generates_the_text_of_one_process(ranks, case):
-    size, changes = WRITING[case]
-    truth = generate_texts(model__num_layers=4)
-    assert len(truth["likeliest"]) == len(truth["sampled"]) == 13
-    assert truth["likeliest"] != truth["sampled"]
-    for found in ranks(size, generate_texts, model__num_layers=4, **changes):
-        if "tp" in case:  # the order of sums differs
-            torch.testing.assert_close(found["logits"], truth["logits"], rtol=1e-5, atol=1e-6)
-        else:
-            assert torch.equal(found["logits"], truth["logits"])
-        assert found["likeliest"] == truth["likeliest"]
-        assert found["sampled"] == truth["sampled"]
+def test_any_layout_generates_the_texts_of_one_process_with_and_without_a_cache(ranks, case):
+    model, size, changes = WRITING[case]
+    truth = all_texts(model, 12, **{name: value for name, value in changes.items() if "window" in name})
+    assert truth["greedy, cache"] == truth["greedy, no cache"] != truth["sampled, no cache"]
+    for found in ranks(size, all_texts, model, 12, **changes):
+        assert found == truth
 
 
 def hanging_stage(folder: str) -> None:

@@ -70,7 +70,7 @@ def _serve(address: str) -> None:
     from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 
     import megatron_lite.convert.driver
-    import megatron_lite.generate
+    import megatron_lite.generate.run
     import megatron_lite.launch.agent
     import megatron_lite.training.pretrain  # noqa: F401
 

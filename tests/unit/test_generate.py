@@ -1,65 +1,151 @@
-"""Which token comes next, by a model whose answers are known."""
+"""Generation with a cache, against generation without and against transformers."""
+
+from dataclasses import replace
 
 import pytest
 import torch
 
 from megatron_lite.checkpoint.directory import resolve
-from megatron_lite.config.load import load_config
 from megatron_lite.config.validate import validate
-from megatron_lite.generate import config_of, generate, pick
+from megatron_lite.data.tokenizer import BytesTokenizer
+from megatron_lite.errors import ConfigError
+from megatron_lite.generate.model import Speed, continue_texts
+from megatron_lite.generate.run import Prompt, Request, config_of, texts_of
+from megatron_lite.generate.sampling import Sampling
+from megatron_lite.model.masks import CAUSAL
+from megatron_lite.training.initialize import finalize_megatron
 from tests.helpers.checkpoints import one_process, save
+from tests.helpers.texts import PROMPTS, all_texts, generate, language_model
 from tests.helpers.tiny import tiny_config
 
-CONFIG = load_config(None, ["model.vocab_size=10", "model.max_position_embeddings=4"])
+MODELS = {
+    "gpt": ("gpt", {}),
+    "codegeex": ("codegeex", {}),
+    "llama": ("llama", {}),
+    "one group of keys": ("llama", {"model__num_query_groups": 1}),
+    "window in every second block": ("gpt", {"model__window_size": 4, "model__window_attn_skip_freq": 2}),
+    "softcap": ("llama", {"model__attention_softcap": 1.0, "model__attention": "tiled"}),
+    "tiled": ("codegeex", {"model__attention": "tiled"}),
+}
 
 
-class Counter:
-    """Finds the next number likeliest and the one after it second; a padded column would beat both."""
+@pytest.mark.parametrize("name", MODELS)
+def test_texts_with_a_cache_equal_those_without(name):
+    """Greedy and sampled, for prompts of unequal length; a wrong position, mask or column would change them.
 
-    def __init__(self) -> None:
-        self.lengths: list[int] = []
-
-    def __call__(self, ids: list[int]) -> torch.Tensor:
-        self.lengths.append(len(ids))
-        logits = torch.zeros(CONFIG.model.padded_vocab)
-        logits[(ids[-1] + 1) % 10], logits[(ids[-1] + 2) % 10], logits[100] = 5.0, 4.0, 50.0
-        return logits
-
-
-def write(prompt: list[int], **changes) -> tuple[list[int], Counter]:
-    model = Counter()
-    options = {"config": CONFIG, "max_new_tokens": 6, "temperature": 0.0, "seed": 1, "eod": -1} | changes
-    return generate(model, prompt, **options), model
+    14 new tokens: the longest prompt fills the context of 24 positions with its last one.
+    """
+    model, changes = MODELS[name]
+    found = all_texts(model, 16, **changes)
+    for kind in ("greedy", "sampled"):
+        assert found[f"{kind}, cache"] == found[f"{kind}, no cache"]
+    assert [len(ids) - len(prompt) for ids, prompt in zip(found["greedy, cache"], PROMPTS, strict=True)] == [16, 16, 16]
+    assert found["greedy, cache"] != found["sampled, cache"]
 
 
-def test_temperature_zero_takes_the_likeliest_and_never_a_padded_column():
-    assert write([1, 2])[0] == [3, 4, 5]
+@pytest.mark.parametrize("name", MODELS)
+def test_logits_with_a_cache_equal_those_without(name):
+    """In fp64 only the order of sums differs."""
+    model_name, changes = MODELS[name]
+    sizes = {"model__max_position_embeddings": 24, "train__precision": "fp64"}
+    model = language_model(tiny_config(model_name, **sizes, **changes))
+    texts = [list(ids) for ids in PROMPTS]
+    with model.caching(24):
+        model.logits(texts)
+        for new in ((1, 2, 3), (4, 5, 6), (7, 8, 9)):
+            texts = [[*ids, token] for ids, token in zip(texts, new, strict=True)]
+            found = model.next_logits(new, [len(ids) - 1 for ids in texts])
+            caches, model._caches = model._caches, []
+            layers = [layer for layer in model._chunks[0].modules() if getattr(layer, "cache", None) is not None]
+            for layer in layers:
+                layer.cache = None
+            torch.testing.assert_close(found, model.logits(texts), rtol=1e-6, atol=1e-6)  # of fp32, which is returned
+            model._caches = caches
+            for layer, cache in zip(layers, caches, strict=True):
+                layer.cache = cache
+    finalize_megatron()
 
 
-def test_the_text_ends_at_the_end_of_document():
-    assert write([1, 2], eod=5)[0] == [3, 4]
+def test_a_text_does_not_depend_on_its_batch():
+    """A prompt alone, and beside others that are longer and shorter."""
+    model = language_model(tiny_config("llama", model__max_position_embeddings=24))
+    sampling = Sampling(temperature=2.0)
+    together = generate(model, 12, sampling, cache=True)
+    assert generate(model, 12, sampling, cache=True, prompts=PROMPTS[:1]) == together[:1]
+    finalize_megatron()
 
 
 def test_a_text_ends_with_the_context():
-    """Positions beyond it were never trained; a window that slides would forget the prompt without a word."""
-    found, model = write([1, 2, 3])
-    assert found == [4, 5]
-    assert model.lengths == [3, 4]
+    """Positions beyond it were never trained. The last token follows 24 others, and other texts go on."""
+    model = language_model(tiny_config("codegeex", model__max_position_embeddings=24))
+    for cache in (True, False):
+        lengths = [len(ids) for ids in generate(model, 22, Sampling(), cache=cache)]
+        assert lengths == [25, 23, 25]
+    finalize_megatron()
 
 
-def test_a_seed_gives_its_text_again_and_another_seed_another():
-    long = CONFIG.model_copy(update={"model": CONFIG.model.model_copy(update={"max_position_embeddings": 50})})
-    options = {"config": long, "temperature": 2.0, "max_new_tokens": 40}
-    texts = [write([1], **options, seed=seed)[0] for seed in (1, 1, 2)]
-    assert texts[0] == texts[1] != texts[2]
+def test_a_padded_column_of_the_vocabulary_never_comes():
+    """250 of 256 columns are tokens."""
+    model = language_model(tiny_config("gpt"))
+    logits = model.logits([[1, 2]])
+    assert logits is not None and logits.shape == (1, 250)
+    finalize_megatron()
 
 
-@pytest.mark.parametrize(("temperature", "share"), [(0.25, 0.982), (1.0, 0.731), (1e-300, 1.0)])
-def test_a_lower_temperature_keeps_closer_to_the_likeliest(temperature, share):
-    """Two logits one apart: their odds are exp(1 / temperature). 4,000 draws are within 0.03 of it."""
-    generator = torch.Generator().manual_seed(0)
-    draws = [pick(torch.tensor([2.0, 3.0]), temperature, generator) for _ in range(4000)]
-    assert sum(draws) / 4000 == pytest.approx(share, abs=0.03)
+def test_no_cache_is_left_after_generation():
+    """Training would attend to the texts of an earlier generation."""
+    model = language_model(tiny_config("gpt"))
+    want = model.logits([[1, 2, 3]])
+    with model.caching(8):
+        model.logits([[5, 6]])
+    assert torch.equal(model.logits([[1, 2, 3]]), want)
+    finalize_megatron()
+
+
+def test_unused_columns_of_the_cache_do_not_change_logits(monkeypatch):
+    """Memory of freed tensors can have nan; it must not reach the text that is shorter than the others."""
+    monkeypatch.setattr(torch.Tensor, "new_empty", lambda x, *size: x.new_full(size, torch.nan))
+    model = language_model(tiny_config("gpt"))
+    with model.caching(16):
+        model.logits([[1, 2, 3, 4], [5]])
+        logits = model.next_logits([6, 7], [4, 1])
+    assert logits is not None and logits.isfinite().all()
+    finalize_megatron()
+
+
+def test_a_query_of_each_text_sees_its_own_tokens_only():
+    """Columns after a text's newest token hold padding or nothing."""
+    mask = CAUSAL.part(torch.tensor([[2], [0]], dtype=torch.int32))
+    assert mask.dense(1, 4, torch.device("cpu"))[:, 0, 0].tolist() == [[True] * 3 + [False], [True] + [False] * 3]
+
+
+def test_seed_prompt_and_sample_determine_the_random_numbers():
+    """Two samples of one prompt must differ, and the same command must give the same texts."""
+    request = Request((Prompt("a"), Prompt("b")), Sampling(), num_samples=2, seed=3)
+
+    def numbers(request: Request) -> list[int]:
+        return [text.generator.initial_seed() for text in texts_of(request, BytesTokenizer(), 10)]
+
+    assert numbers(request) == numbers(request) and len(set(numbers(request))) == 4
+    assert not set(numbers(request)) & set(numbers(replace(request, seed=4)))
+
+
+def test_a_prompt_longer_than_the_context_is_reported_with_its_place():
+    request = Request((Prompt("abc"), Prompt("abcdef", "prompts.txt:2")), Sampling())
+    message = r"^prompts.txt:2 has 6 tokens, more than model.max_position_embeddings \(5\); shorten it$"
+    with pytest.raises(ConfigError, match=message):
+        texts_of(request, BytesTokenizer(), 5)
+
+
+def test_speed_counts_prompts_and_new_tokens_apart():
+    """The first token of a text belongs to the time of its prompt."""
+    model = language_model(tiny_config("gpt"))
+    texts = texts_of(Request((Prompt("ab"), Prompt("c")), Sampling(), max_new_tokens=3), BytesTokenizer(), 16)
+    speed = Speed()
+    continue_texts(model, texts, Sampling(), cache=True, speed=speed)
+    assert (speed.prompt_tokens, speed.new_tokens) == (3, 4)
+    assert speed.prompt_seconds > 0 and speed.new_seconds > 0
+    finalize_megatron()
 
 
 @pytest.mark.parametrize(
