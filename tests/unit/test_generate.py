@@ -1,19 +1,21 @@
 """Generation with a cache, against generation without and against transformers."""
 
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 import torch
+from torch import nn
 
 from megatron_lite.checkpoint.directory import resolve
 from megatron_lite.config.validate import validate
 from megatron_lite.data.tokenizer import BytesTokenizer
 from megatron_lite.errors import ConfigError
-from megatron_lite.generate.model import Speed, continue_texts
-from megatron_lite.generate.run import Prompt, Request, config_of, texts_of
+from megatron_lite.generate.model import LanguageModel, Speed, continue_texts
+from megatron_lite.generate.run import Prompt, Request, config_of, report, texts_of
 from megatron_lite.generate.sampling import Sampling
 from megatron_lite.model.masks import CAUSAL
-from megatron_lite.training.initialize import finalize_megatron
+from megatron_lite.training.initialize import finalize_megatron, initialize_megatron
 from tests.helpers.checkpoints import one_process, save
 from tests.helpers.texts import PROMPTS, all_texts, generate, language_model
 from tests.helpers.tiny import tiny_config
@@ -135,6 +137,35 @@ def test_a_prompt_longer_than_the_context_is_reported_with_its_place():
     message = r"^prompts.txt:2 has 6 tokens, more than model.max_position_embeddings \(5\); shorten it$"
     with pytest.raises(ConfigError, match=message):
         texts_of(request, BytesTokenizer(), 5)
+
+
+class Bigram(nn.Module):
+    """A custom model: a token determines the logits of the next."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.table = nn.Embedding(config.model.vocab_size, config.model.padded_vocab)
+
+    def forward(self, tokens, labels, hidden=None):
+        return self.table(tokens.t())
+
+
+def test_a_custom_model_without_a_cache_generates_and_the_report_names_the_reason():
+    """Its attention, if it has any, is unknown; to call it with single tokens would give other texts."""
+    config = tiny_config("gpt")
+    ctx, _ = initialize_megatron(config)
+    model = LanguageModel([Bigram(config)], config, ctx)
+    request = Request((Prompt("ab"), Prompt("c")), Sampling(temperature=0), max_new_tokens=5)
+    texts, speed = texts_of(request, BytesTokenizer(), 16), Speed()
+    assert not model.has_cache
+    continue_texts(model, texts, request.sampling, cache=False, speed=speed)
+    table = model._chunks[0].table.weight[:, :250].argmax(1).tolist()
+    for text in texts:
+        assert all(table[before] == after for before, after in pairwise(text.ids[text.num_prompt_tokens - 1 :]))
+    line = "the custom model has no key/value cache, so each token computes the full text"
+    assert line in report(texts, request, model, speed)
+    assert line not in report(texts, replace(request, cache=False), model, speed)
+    finalize_megatron()
 
 
 def test_speed_counts_prompts_and_new_tokens_apart():
