@@ -93,7 +93,7 @@ def plan(
                     f"use {layout.grid.dp}, or load the weights alone with checkpoint.load_weights"
                 )
             slices = value.slices_for(tensor.shard, ctx.tp.rank, ctx.pp.rank, replica_of(ctx), layout.grid.tp)
-            wanted = rectangles(tensor.shape, tensor.shard, ctx.tp.rank, ctx.tp.size, shard.start, shard.end)
+            wanted = rectangles(tensor.shape, table[name].shard, ctx.tp.rank, ctx.tp.size, shard.start, shard.end)
             planned = moves(tensor, slices, layout.grid.tp, wanted)
             if (count := sum(move.target.numel for move in planned)) != shard.values.numel():
                 raise CheckpointError(

@@ -54,9 +54,20 @@ class Rectangle:
 
 
 def rectangles(
-    shape: Sequence[int], shard: Shard, tp_rank: int, tp_size: int, start: int = 0, end: int | None = None
+    shape: Sequence[int],
+    shard: Shard,
+    tp_rank: int,
+    tp_size: int,
+    start: int = 0,
+    end: int | None = None,
+    *,
+    copies: bool = True,
 ) -> list[Rectangle]:
-    """Elements `start` to `end` of a tensor-parallel rank's flattened shard, in memory that begins at `start`."""
+    """Elements `start` to `end` of a tensor-parallel rank's flattened shard, in memory that begins at `start`.
+
+    Without `copies`, ranges that an earlier rank holds too are left out.
+    """
+    left_out = [] if copies else [(c.start, c.end) for c in shard.copied(shape, tp_rank, tp_size) if not c.is_first]
     if shard.dim is None:
         rows, ranges = 1, [(0, prod(shape))]
     else:
@@ -72,7 +83,7 @@ def rectangles(
         column = 0  # of the shard, where a range begins
         for a, b in ranges:
             first, last = max(left, column), min(right, column + b - a)
-            if first < last:
+            if first < last and not any(begin <= row * width + first < stop for begin, stop in left_out):
                 offset = row * width + first - start
                 found.append(Rectangle(row, bottom, a + first - column, a + last - column, offset, width))
             column += b - a
@@ -104,7 +115,8 @@ def moves(
     """The moves that fill the targets from slices that `tp_size` tensor-parallel ranks have saved."""
     found = []
     for stored in slices:
-        for source in rectangles(tensor.shape, tensor.shard, stored.tp, tp_size, stored.start, stored.end):
+        place = stored.tp, tp_size, stored.start, stored.end
+        for source in rectangles(tensor.shape, tensor.shard, *place, copies=False):
             for target in targets:
                 if (shared := source.within(target)).numel:
                     found.append(Move(stored, shared, target.within(shared)))

@@ -130,8 +130,12 @@ def _model_failures(model: ModelConfig) -> Iterator[str]:
 def _tensor_parallel_failures(config: Config) -> Iterator[str]:
     model, tensor, length = config.model, config.parallel.tensor, config.data.seq_length
     yield from _division("parallel.tensor", tensor, "model.num_heads", model.num_heads)
-    if model.query_groups != model.num_heads:
-        yield from _division("parallel.tensor", tensor, "model.num_query_groups", model.query_groups)
+    groups = model.query_groups
+    if groups != model.num_heads and groups % tensor and tensor % groups:
+        yield (
+            f"parallel.tensor is {tensor}, and model.num_query_groups {groups}; one must divide the other; use one of "
+            f"{divisors(groups)} for parallel.tensor, or a multiple of {groups}"
+        )
     multiple = f"a multiple of {tensor} for model.ffn_hidden_size"
     yield from _division("parallel.tensor", tensor, "model.ffn_hidden_size", model.ffn_size, multiple)
     if config.parallel.sequence and length % tensor:

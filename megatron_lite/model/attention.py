@@ -3,6 +3,8 @@
 Heads are independent, so each rank has n/tp of them: the matrix of query, key and value is column-parallel, the output
 projection row-parallel, and nothing is communicated between.
 With fewer key/value groups than heads, n/g neighbouring queries share a group (Ainslie et al., arXiv 2305.13245).
+With fewer groups than ranks, tp/g neighbouring ranks hold copies of a group. Each computes the gradient for its own
+heads, and `ddp/finalize.py` sums them.
 """
 
 from contextlib import nullcontext
@@ -20,6 +22,7 @@ from megatron_lite.model.options import LayerOptions
 from megatron_lite.model.rotary import apply_rotary
 from megatron_lite.parallel.linear import ColumnParallelLinear, RowParallelLinear
 from megatron_lite.parallel.recompute import recompute
+from megatron_lite.parallel.shard import Shard
 
 
 def _heads_first(x: Tensor) -> Tensor:
@@ -51,14 +54,19 @@ class SelfAttention(nn.Module):
         query_size = config.num_heads * self.head_dim
         group_size = config.query_groups * self.head_dim
         parts = (query_size, group_size, group_size)
-        self.local_sizes = tuple(size // options.tp.size for size in parts)
+        # Without grouped queries every part divides by heads, and a checkpoint needs no units.
+        groups = config.query_groups
+        units = () if groups == config.num_heads else (config.num_heads, groups, groups)
+        shares = Shard(0, parts, units).ranges(sum(parts), options.tp.rank, options.tp.size)
+        self.local_sizes = tuple(end - start for start, end in shares)
         common = {"bias": config.bias, **options.layer_kwargs}
         std = config.init_std
         if separate_query:
             self.linear_q = ColumnParallelLinear(h, query_size, init_std=std, **common)
-            self.linear_kv = ColumnParallelLinear(h, 2 * group_size, init_std=std, parts=parts[1:], **common)
+            of_groups = {"parts": parts[1:], "units": units[1:]}
+            self.linear_kv = ColumnParallelLinear(h, 2 * group_size, init_std=std, **of_groups, **common)
         else:
-            self.linear_qkv = ColumnParallelLinear(h, sum(parts), init_std=std, parts=parts, **common)
+            self.linear_qkv = ColumnParallelLinear(h, sum(parts), init_std=std, parts=parts, units=units, **common)
         out_std = std / sqrt(2 * config.num_layers)
         self.linear_proj = RowParallelLinear(query_size, h, init_std=out_std, skip_bias_add=options.fused, **common)
 

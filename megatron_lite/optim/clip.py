@@ -1,12 +1,12 @@
 """The L2 norm of the full model's gradient, the same value for every layout.
 
 Each parameter counts once: shards are summed over tensor-parallel ranks; a parameter that is replicated over tp counts
-on the first rank; copies of a tied tensor do not count.
+on the first rank, and so does a copied range of a shard; copies of a tied tensor do not count.
 Source: Pascanu et al., arXiv 1211.5063; Megatron-LM's clip_grads.py.
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 from torch import Tensor
@@ -27,16 +27,24 @@ def counts_here(meta: ParamMeta, ctx: ParallelContext) -> bool:
 
 
 def global_grad_norm(
-    grads: dict[str, Tensor], table: ParamTable, ctx: ParallelContext, *, is_sharded: bool = False
+    grads: dict[str, Tensor],
+    table: ParamTable,
+    ctx: ParallelContext,
+    *,
+    starts: Mapping[str, int] | None = None,
+    is_sharded: bool = False,
 ) -> float:
     """Norm of the gradient of the full model; not finite if any rank has inf or nan.
 
-    `grads` are summed over dp_cp. With `is_sharded` each rank of it has different ranges of them. The norm is finite on
-    every rank of the world or on none, so that all take the same decision.
+    `grads` are summed over dp_cp. With `is_sharded` each rank of it has different ranges of them, which begin
+    at `starts` in the flattened shards; 0 where absent. The norm is finite on every rank of the world or on none, so
+    that all take the same decision.
     Communicates: two values over mp, or the world with `is_sharded`, and one over the world.
     """
-    counted = _slices(grad for name, grad in grads.items() if counts_here(table[name], ctx))
-    others = _slices(grad for name, grad in grads.items() if not counts_here(table[name], ctx))
+    parts = [
+        part for name, grad in grads.items() for part in _parts(grad, (starts or {}).get(name, 0), table[name], ctx)
+    ]
+    counted, others = (_slices(part for part, counts in parts if counts is kind) for kind in (True, False))
     sums = torch.zeros(2, dtype=torch.float64, device=ctx.device)
     if counted or others:
         norms = torch._foreach_norm(counted + others, 2, torch.float64)  # pyright: ignore[reportPrivateImportUsage]
@@ -52,6 +60,19 @@ def global_grad_norm(
 def clip_coefficient(grad_norm: float, clip_grad: float) -> float:
     """The factor that reduces the norm of gradients to at most `clip_grad`; 0 turns clipping off."""
     return min(1.0, clip_grad / (grad_norm + 1e-6)) if clip_grad else 1.0
+
+
+def _parts(grad: Tensor, start: int, meta: ParamMeta, ctx: ParallelContext) -> Iterator[tuple[Tensor, bool]]:
+    """The gradient from element `start` of the flattened shard on, in parts that count here or do not."""
+    counts, position = counts_here(meta, ctx), 0
+    for copied in meta.shard.copied(meta.shape, ctx.tp.rank, ctx.tp.size):
+        first, last = (min(max(at - start, 0), grad.numel()) for at in (copied.start, copied.end))
+        if not copied.is_first and first < last:
+            flat = grad.reshape(-1)
+            yield flat[position:first], counts
+            yield flat[first:last], False
+            position = last
+    yield grad if position == 0 else grad.reshape(-1)[position:], counts
 
 
 def _slices(grads: Iterable[Tensor]) -> list[Tensor]:

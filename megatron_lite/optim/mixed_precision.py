@@ -128,8 +128,9 @@ class MixedPrecisionOptimizer(Optimizer):
 
     def _grad_norm(self) -> float:
         """The norm of the gradients without their loss scale."""
-        grads, is_sharded = self._ddp.main_grads, self._ddp.is_sharded
-        return global_grad_norm(grads, self._table, self._ctx, is_sharded=is_sharded) / self.scaler.scale
+        grads, owned = self._ddp.main_grads, self._ddp.owned
+        options = {"starts": {name: owned[name].start for name in grads}, "is_sharded": self._ddp.is_sharded}
+        return global_grad_norm(grads, self._table, self._ctx, **options) / self.scaler.scale
 
     @torch.no_grad()
     def _apply(self, grads: dict[str, Tensor], lr: float, factor: float) -> None:

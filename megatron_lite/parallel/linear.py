@@ -120,7 +120,8 @@ def _linear(x: Tensor, weight: nn.Parameter, bias: Tensor | None, tp: Group, seq
 class ColumnParallelLinear(nn.Module):
     """Y = XA + b with columns of A on each rank: `out_features / tp` of the outputs.
 
-    `parts` are the full sizes of blocks fused along the output, such as query, key and value, each sharded alone.
+    `parts` are the full sizes of blocks fused along the output, such as query, key and value, each sharded alone. With
+    more ranks than `units` of a part, such as key/value groups, neighbouring ranks hold copies (`Shard`).
     With `sequence_parallel` the input is this rank's slice of the sequence and the output has the full sequence.
     """
 
@@ -136,13 +137,14 @@ class ColumnParallelLinear(nn.Module):
         skip_bias_add: bool = False,
         sequence_parallel: bool = False,
         parts: tuple[int, ...] = (),
+        units: tuple[int, ...] = (),
         dtype: torch.dtype,
         device: torch.device,
     ):
         super().__init__()
         if gather_output and (skip_bias_add or len(parts) > 1):
             raise ValueError("gather_output does not go with skip_bias_add or fused parts; leave one of them out")
-        shard = Shard(0, parts)
+        shard = Shard(0, parts, units)
         self.tp, self.sequence_parallel = tp, sequence_parallel
         self.gather_output, self.skip_bias_add = gather_output, skip_bias_add
         meta = ParamMeta((out_features, in_features), shard, "normal", std=init_std)

@@ -5,22 +5,37 @@ the queries, of the keys and of the values. Equal slices of the stack would give
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
+
+
+class Copied(NamedTuple):
+    """A range of a rank's flattened shard that neighbouring ranks hold too."""
+
+    start: int
+    end: int
+    slot: int  # the number of this range among the `num_slots` different ones
+    num_slots: int
+    is_first: bool  # no earlier rank holds it
 
 
 @dataclass(frozen=True)
 class Shard:
     """A tensor sharded along `dim`; `parts` are the full sizes of fused blocks along it, empty for one block.
 
+    A part consists of `units`, such as key/value groups, which are not divided. With more ranks than units,
+    neighbouring ranks hold copies of one unit. Without `units` every part divides over all ranks.
+
     `Shard()` is a replicated tensor.
     """
 
     dim: int | None = None
     parts: tuple[int, ...] = ()
+    units: tuple[int, ...] = field(default=(), compare=False)  # for each part; older checkpoints do not have them
 
     @property
     def is_split(self) -> bool:
@@ -31,16 +46,30 @@ class Shard:
         if self.dim is None:
             return tuple(full)
         self._check(tuple(full), size)
-        return (*full[: self.dim], full[self.dim] // size, *full[self.dim + 1 :])
+        local = sum(part // ways for part, ways in self._ways(full[self.dim], size))
+        return (*full[: self.dim], local, *full[self.dim + 1 :])
 
     def ranges(self, full_size: int, rank: int, size: int) -> list[tuple[int, int]]:
         """The half-open ranges along `dim` of the full tensor that form this rank's shard, in order."""
         ranges, start = [], 0
-        for part in self.parts or (full_size,):
-            share = part // size
-            ranges.append((start + rank * share, start + (rank + 1) * share))
+        for part, ways in self._ways(full_size, size):
+            share, slot = part // ways, rank * ways // size
+            ranges.append((start + slot * share, start + (slot + 1) * share))
             start += part
         return ranges
+
+    def copied(self, full: Sequence[int], rank: int, size: int) -> list[Copied]:
+        """The ranges of a rank's flattened shard, of a tensor of shape `full`, that other ranks hold too."""
+        if self.dim is None or not self.units:
+            return []
+        assert self.dim == 0, "only column-parallel layers have units"
+        found, start, row = [], 0, prod(full[1:])
+        for part, ways in self._ways(full[0], size):
+            end = start + part // ways * row
+            if ways < size:
+                found.append(Copied(start, end, rank * ways // size, ways, is_first=rank % (size // ways) == 0))
+            start = end
+        return found
 
     def split(self, full: Tensor, rank: int, size: int) -> Tensor:
         """This rank's shard of the full tensor; a view if it is one range."""
@@ -52,11 +81,18 @@ class Shard:
 
     def join(self, shards: Sequence[Tensor]) -> Tensor:
         """The full tensor from every rank's shard, in rank order; the inverse of `split`."""
-        if self.dim is None or len(shards) == 1:
+        size = len(shards)
+        if self.dim is None or size == 1:
             return shards[0]
-        sizes = [part // len(shards) for part in self.parts] or [shards[0].shape[self.dim]]
-        by_part = zip(*(shard.split(sizes, dim=self.dim) for shard in shards), strict=True)
-        return torch.cat([block for part in by_part for block in part], dim=self.dim)
+        by_part = self._ways(shards[0].shape[self.dim] * size, size)
+        of_ranks = [shard.split([part // ways for part, ways in by_part], dim=self.dim) for shard in shards]
+        joined = [ranks[index] for index, (_, ways) in enumerate(by_part) for ranks in of_ranks[:: size // ways]]
+        return torch.cat(joined, dim=self.dim)
+
+    def _ways(self, full_size: int, size: int) -> list[tuple[int, int]]:
+        """The size of each part, and the number of different shards that `size` ranks hold of it."""
+        parts = self.parts or (full_size,)
+        return [(part, min(size, units)) for part, units in zip(parts, self.units or (size,) * len(parts), strict=True)]
 
     def _check(self, full: tuple[int, ...], size: int) -> None:
         assert self.dim is not None
@@ -64,8 +100,8 @@ class Shard:
             raise ValueError(f"there is no dim {self.dim} in {full}")
         if self.parts and sum(self.parts) != full[self.dim]:
             raise ValueError(f"parts {self.parts} of dim {self.dim} do not add up to its size in {full}")
-        for part in self.parts or (full[self.dim],):
-            if part % size:
+        for part, ways in self._ways(full[self.dim], size):
+            if part % ways or size % ways:
                 raise ValueError(f"a block of {part} along dim {self.dim} of {full} does not divide over {size} ranks")
 
 

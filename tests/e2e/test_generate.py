@@ -11,9 +11,7 @@ import torch
 
 from megatron_lite.checkpoint.layout import content_checksum
 from tests.helpers.command import make_corpus, run, run_here, tiny_yaml
-from tests.helpers.huggingface import gpt2, llama, randomized
-
-SIZES = {gpt2: "n_positions", llama: "max_position_embeddings"}
+from tests.helpers.huggingface import assert_same_tensors, gpt2, llama
 
 
 @pytest.fixture(scope="module")
@@ -182,13 +180,23 @@ def test_a_wrong_option_is_reported(finished, tmp_path, case):
     assert message in done.stderr, done.stderr
 
 
-@pytest.mark.parametrize("family", [gpt2, llama])
+FAMILIES = {
+    "gpt2": lambda: gpt2(vocab_size=257, n_positions=48),
+    "llama": lambda: llama(vocab_size=257, max_position_embeddings=48),
+    "llama, one key/value group": lambda: llama(vocab_size=257, max_position_embeddings=48, num_key_value_heads=1),
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
 def test_greedy_text_equals_that_of_transformers_on_converted_weights(tmp_path, family):
     """Prompts of unequal length in one batch, with the cache, on two tensor-parallel ranks."""
-    model = randomized(family(vocab_size=257, **{SIZES[family]: 48})).eval()
+    model = FAMILIES[family]()
     model.save_pretrained(tmp_path / "hf")
     done = run_here("convert", "hf", "run", "--tensor", "2", "data.tokenizer=bytes", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
+    back = run_here("convert", "run", "back", "--to", "huggingface", cwd=tmp_path)
+    assert back.returncode == 0, back.stderr
+    assert_same_tensors(tmp_path / "back", tmp_path / "hf")
     prompts = ["def f(x):", "a", "for i in"]
     found = texts(tmp_path, *(word for prompt in prompts for word in ("--prompt", prompt)), "--temperature", "0",
                   "--max-new-tokens", "24", ranks=2)  # fmt: skip

@@ -150,6 +150,19 @@ CONTEXT_PACKED = [
 ]
 
 
+# Fewer key/value groups than tensor-parallel ranks; all of them are for llama.
+GROUPS = [
+    *(layout(tensor=4, micro=4, model__num_query_groups=groups, sequence=groups == 1) for groups in (1, 2)),
+    layout(tensor=2, data=2, micro=3, model__num_query_groups=1, optim__distributed="true"),
+    layout(tensor=2, data=2, micro=3, model__num_query_groups=1, ddp="fsdp", sequence=True),
+    layout(tensor=2, data=2, micro=3, model__num_query_groups=1, ddp="torch"),
+    layout(tensor=4, pipeline=2, micro=4, model__num_query_groups=2, schedule="zb-h1", sequence=True),
+    *(context(2, "ring", tensor=4, model__num_query_groups=groups) for groups in (1, 2)),
+    context(2, "all_gather", tensor=4, model__num_query_groups=2, sequence=True),
+    context(2, "ulysses", tensor=4, model__num_query_groups=1, model__num_heads=8),
+]
+
+
 def name_of(layout: dict[str, Any]) -> str:
     return " ".join(f"{key.rpartition('__')[2]}={value}" for key, value in layout["changes"].items())
 
@@ -159,20 +172,28 @@ CASES = [
     *((layout, 6) for layout in PIPELINES + SEQUENCE_PIPELINES + CONTEXT_PIPELINES),
 ]
 PACKED_CASES = [({**layout, "changes": layout["changes"] | PACKING}, 4) for layout in PACKED + CONTEXT_PACKED]
+GROUP_CASES = [(layout, 4) for layout in GROUPS]
+GROUP_NAMES = [f"groups {name_of(layout)}" for layout in GROUPS]
 PACKED_NAMES = [f"packed {name_of(layout)}" for layout in PACKED + CONTEXT_PACKED]
 NAMES = [name_of(layout) for layout, _ in CASES]
 
 
 @cache
-def one_process(model: str, precision: str, num_layers: int, packed: bool) -> dict:
+def one_process(model: str, precision: str, num_layers: int, packed: bool, groups: int = 0) -> dict:
     """The reference: the global batch as one micro-batch, on one rank."""
-    changes = {"train__micro_batch_size": BATCH, "train__global_batch_size": BATCH, "model__num_layers": num_layers}
+    changes = {"model__num_query_groups": groups} if groups else {}
+    changes |= {"train__micro_batch_size": BATCH, "train__global_batch_size": BATCH, "model__num_layers": num_layers}
     return train_tiny(model, train__precision=precision, **changes, **(PACKING if packed else {}))
 
 
 def on_layout(ranks, layout: dict[str, Any], model: str, precision: str, num_layers: int) -> list[dict]:
     changes = layout["changes"] | {"train__global_batch_size": BATCH, "model__num_layers": num_layers}
     return ranks(layout["ranks"], train_tiny, model, train__precision=precision, **changes)
+
+
+def reference(layout: dict[str, Any], model: str, precision: str, num_layers: int) -> dict:
+    groups = layout["changes"].get("model__num_query_groups", 0)
+    return one_process(model, precision, num_layers, is_packed(layout), groups)
 
 
 def is_packed(layout: dict[str, Any]) -> bool:
@@ -190,15 +211,18 @@ def model_of(index: int) -> str:
 
 @pytest.mark.parametrize(
     ("layout", "num_layers", "model"),
-    [(*case, model_of(index)) for index, case in enumerate(CASES[::2] + PACKED_CASES)],
-    ids=NAMES[::2] + PACKED_NAMES,
+    [
+        *((*case, model_of(index)) for index, case in enumerate(CASES[::2] + PACKED_CASES)),
+        *((*case, "llama") for case in GROUP_CASES[:2]),
+    ],
+    ids=NAMES[::2] + PACKED_NAMES + GROUP_NAMES[:2],
 )
 def test_fp32_losses_and_gradient_norms_equal_those_of_one_process(ranks, layout, num_layers, model):
     """Every second layout without packing; the fp64 test, where rounding cannot hide a mistake, has all of them.
 
     Rounding depends on the order of sums. In five steps, the differences stay far below 1e-5.
     """
-    truth = one_process(model, "fp32", num_layers, is_packed(layout))
+    truth = reference(layout, model, "fp32", num_layers)
     assert len(truth["loss"]) == STEPS
     assert truth["loss"].std() > 0.01  # the batches differ, so equal losses are no coincidence
     for got in on_layout(ranks, layout, model, "fp32", num_layers):
@@ -206,15 +230,21 @@ def test_fp32_losses_and_gradient_norms_equal_those_of_one_process(ranks, layout
         assert relative(got["grad_norm"], truth["grad_norm"]) < 1e-5
 
 
-@pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize(("layout", "num_layers"), CASES + PACKED_CASES, ids=NAMES + PACKED_NAMES)
+@pytest.mark.parametrize(
+    ("layout", "num_layers", "model"),
+    [
+        *((*case, model) for case in CASES + PACKED_CASES for model in MODELS),
+        *((*case, "llama") for case in GROUP_CASES),
+    ],
+    ids=[*(f"{name} {model}" for name in NAMES + PACKED_NAMES for model in MODELS), *GROUP_NAMES],
+)
 def test_fp64_losses_and_final_weights_equal_those_of_one_process(ranks, model, layout, num_layers):
     """Only the order of sums differs, so a difference above 1e-10 is a mistake.
 
     Key biases have an absolute tolerance. They do not change the softmax, so their exact gradient is zero, and Adam
     scales its rounding error to the size of a normal step.
     """
-    truth = one_process(model, "fp64", num_layers, is_packed(layout))
+    truth = reference(layout, model, "fp64", num_layers)
     for got in on_layout(ranks, layout, model, "fp64", num_layers):
         assert relative(got["loss"], truth["loss"]) < 1e-10
         assert relative(got["grad_norm"], truth["grad_norm"]) < 1e-10

@@ -65,6 +65,21 @@ def assert_round_trip(move: Mover, source: str, target: str, checkpoint: Path) -
     assert newest_tensor_files(back) == newest_tensor_files(checkpoint)
 
 
+def test_copies_of_a_key_value_group_move_between_layouts(ranks, tmp_path):
+    """With one group, every tensor-parallel rank saves a copy. A load takes each element from one of them."""
+    move = Mover(ranks, tmp_path, "llama", model__num_query_groups=1)
+    layouts = ["tp 4, sequence parallel", "one rank", "tp 2 dp 2 distributed", "tp 2 dp 2 fsdp", "tp 2"]
+    _, expected = move("one rank", "", 2 * len(layouts) + 2)
+    checkpoint, reports = move("tp 2", "", 2)
+    found, source = [reports], "tp 2"
+    for target in layouts:
+        assert_round_trip(move, source, target, checkpoint)
+        checkpoint, reports = move(target, checkpoint, 2)
+        found.append(reports)
+        source = target
+    torch.testing.assert_close(torch.cat(found), expected, rtol=1e-5, atol=0)
+
+
 @pytest.mark.parametrize("model", MODELS)
 def test_a_run_with_a_new_layout_at_every_save_has_the_losses_of_one_layout(ranks, tmp_path, model):
     """A wrong slice of a weight, a lost moment or another data position would change the losses."""

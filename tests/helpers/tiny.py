@@ -133,6 +133,9 @@ def gather_weights(run: Run) -> dict[str, torch.Tensor]:
         else:
             tp_shard = weights[name].values
         shards = all_gather(tp_shard[None], run.ctx.tp, dim=0)
+        for rank, shard in enumerate(shards):
+            own = meta.shard.split(meta.shard.join(list(shards)), rank, len(shards))
+            assert torch.equal(shard, own), f"copies of {name} differ over tp"
         assert meta.shard.is_split or all(torch.equal(shard, shards[0]) for shard in shards), f"{name} differs over tp"
         full[name] = meta.shard.join(list(shards)).detach().clone()
     if run.ctx.pp.size > 1:

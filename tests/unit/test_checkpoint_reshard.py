@@ -24,7 +24,10 @@ def tensors(draw) -> TensorLayout:
     dim = draw(st.integers(0, len(shape) - 1))
     parts = draw(st.lists(st.sampled_from([PARTS, 2 * PARTS]), min_size=1, max_size=3))
     shape[dim] = sum(parts)
-    return TensorLayout(shape=tuple(shape), shard=Shard(dim, tuple(parts) if len(parts) > 1 else ()), values={})
+    parts = tuple(parts) if len(parts) > 1 else ()
+    # One unit: every rank holds a copy of the part.
+    units = tuple(draw(st.sampled_from([1, PARTS])) for _ in parts) if dim == 0 and draw(st.booleans()) else ()
+    return TensorLayout(shape=tuple(shape), shard=Shard(dim, parts, units), values={})
 
 
 def ranges(draw, numel: int) -> list[tuple[int, int]]:

@@ -27,6 +27,10 @@ def failing(world_size: int, *overrides: str) -> list[str]:
     return failures(load_config(None, overrides), world_size)
 
 
+def test_a_group_of_keys_can_have_copies_on_several_ranks():
+    assert failing(4, "parallel.tensor=4", "model.num_query_groups=2") == []
+
+
 def test_the_defaults_are_valid_on_any_number_of_processes():
     for world_size in (1, 2, 3, 64):
         validate(load_config(None), world_size)
@@ -42,7 +46,12 @@ def test_the_defaults_are_valid_on_any_number_of_processes():
             "start a multiple of 2 with --nproc-per-node (scripts: megatron-lite run)",
         ),
         (8, ["parallel.tensor=8"], "parallel.tensor is 8", "use one of [1, 2, 3, 4, 6, 12]"),
-        (4, ["parallel.tensor=4", "model.num_query_groups=2"], "parallel.tensor is 4", "use one of [1, 2]"),
+        (
+            4,
+            ["parallel.tensor=4", "model.num_query_groups=6"],
+            "parallel.tensor is 4, and model.num_query_groups 6; one must divide the other",
+            "use one of [1, 2, 3, 6] for parallel.tensor, or a multiple of 6",
+        ),
         (1, ["model.num_query_groups=5"], "model.num_query_groups is 5", "use one of [1, 2, 3, 4, 6, 12]"),
         (
             1,

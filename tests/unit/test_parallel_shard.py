@@ -21,7 +21,8 @@ def sharded_tensors(draw):
     else:
         shape[dim] = sum(parts) if parts else size * shape[dim]
     full = torch.arange(torch.Size(shape).numel()).view(shape)
-    return full, Shard(dim, parts), size
+    units = tuple(draw(st.sampled_from([u for u in (1, size, part) if not (size % u and u % size)])) for part in parts)
+    return full, Shard(dim, parts, units if dim == 0 and draw(st.booleans()) else ()), size
 
 
 @given(sharded_tensors())
@@ -49,6 +50,28 @@ def test_fused_query_key_value_gives_each_rank_heads_of_all_three():
     rows = torch.arange(8)
     slices = [Shard(0, (4, 2, 2)).split(rows, rank, 2) for rank in range(2)]
     assert [[names[i] for i in rank] for rank in slices] == [["q0", "q1", "k0", "v0"], ["q2", "q3", "k1", "v1"]]
+
+
+def test_ranks_beyond_the_number_of_groups_hold_copies_of_their_neighbours():
+    """Rank r's query heads belong to the group that it holds; another group would be attention to other keys."""
+    names = [f"q{i}" for i in range(4)] + ["k0", "k1", "v0", "v1"]
+    shard, rows = Shard(0, (4, 2, 2), (4, 2, 2)), torch.arange(8)
+    slices = [shard.split(rows, rank, 4) for rank in range(4)]
+    assert [[names[i] for i in rank] for rank in slices] == [
+        ["q0", "k0", "v0"], ["q1", "k0", "v0"], ["q2", "k1", "v1"], ["q3", "k1", "v1"]
+    ]  # fmt: skip
+    found = [[tuple(copied) for copied in shard.copied((8,), rank, 4)] for rank in range(4)]
+    assert found[0] == [(1, 2, 0, 2, True), (2, 3, 0, 2, True)]
+    assert found[1] == [(1, 2, 0, 2, False), (2, 3, 0, 2, False)]
+    assert found[2] == [(1, 2, 1, 2, True), (2, 3, 1, 2, True)]
+    assert shard.copied((8, 10), 3, 4)[1] == (20, 30, 1, 2, False)
+    assert not any(shard.copied((8,), rank, 2) for rank in range(2))
+    assert not Shard(0, (4, 2, 2)).copied((8,), 0, 2)
+
+
+def test_a_checkpoint_from_before_units_has_the_same_shards():
+    """Its layout.json does not have them; a run must not take it for another model."""
+    assert Shard(0, (4, 2, 2)) == Shard(0, (4, 2, 2), (4, 2, 2))
 
 
 def test_an_unsharded_tensor_is_full_on_every_rank():
