@@ -13,24 +13,48 @@ from megatron_lite.errors import ConfigError
 if TYPE_CHECKING:
     from megatron_lite.generate.run import Prompt
 
+Load = Annotated[
+    Path,
+    typer.Option("--load", metavar="FOLDER", help="A run.dir, its checkpoints/ folder or one iter_... folder."),
+]
+Prompts = Annotated[
+    list[str] | None,
+    typer.Option("--prompt", metavar="TEXT", help="Start of a text; - reads it from stdin. Repeat it for several."),
+]
+PromptFile = Annotated[
+    str,
+    typer.Option(
+        "--prompt-file",
+        metavar="FILE",
+        help='A prompt on each line, or with .jsonl an object with "prompt" on each; - reads lines from stdin.',
+    ),
+]
+TopK = Annotated[int, typer.Option("--top-k", min=0, metavar="K", help="Choose among the K likeliest tokens; 0: all.")]
+TopP = Annotated[
+    float,
+    typer.Option("--top-p", metavar="P", help="Choose among the likeliest tokens with probability P together."),
+]
+RepetitionPenalty = Annotated[
+    float,
+    typer.Option("--repetition-penalty", metavar="X", help="Above 1, tokens that the text has become less likely."),
+]
+Stop = Annotated[
+    list[str] | None,
+    typer.Option("--stop", metavar="TEXT", help="The text ends before this one. Repeat it for several."),
+]
+BatchSize = Annotated[
+    int, typer.Option("--batch-size", min=1, metavar="N", help="Number of texts that are computed together.")
+]
+Temperature = Annotated[
+    float,
+    typer.Option("--temperature", min=0.0, metavar="T", help="Randomness; 0 always picks the likeliest token."),
+]
+
 
 def generate(
-    load: Annotated[
-        Path,
-        typer.Option("--load", metavar="FOLDER", help="A run.dir, its checkpoints/ folder or one iter_... folder."),
-    ],
-    prompt: Annotated[
-        list[str] | None,
-        typer.Option("--prompt", metavar="TEXT", help="Start of a text; - reads it from stdin. Repeat it for several."),
-    ] = None,
-    prompt_file: Annotated[
-        str,
-        typer.Option(
-            "--prompt-file",
-            metavar="FILE",
-            help='A prompt on each line, or with .jsonl an object with "prompt" on each; - reads lines from stdin.',
-        ),
-    ] = "",
+    load: Load,
+    prompt: Prompts = None,
+    prompt_file: PromptFile = "",
     iteration: Annotated[
         int | None,
         typer.Option("--iteration", min=0, metavar="N", help="Iteration of the checkpoint; default: the newest."),
@@ -41,31 +65,15 @@ def generate(
     num_samples: Annotated[
         int, typer.Option("--num-samples", min=1, metavar="N", help="Number of texts for each prompt.")
     ] = 1,
-    temperature: Annotated[
-        float,
-        typer.Option("--temperature", min=0.0, metavar="T", help="Randomness; 0 always picks the likeliest token."),
-    ] = 1.0,
-    top_k: Annotated[
-        int, typer.Option("--top-k", min=0, metavar="K", help="Choose among the K likeliest tokens; 0: all.")
-    ] = 0,
-    top_p: Annotated[
-        float,
-        typer.Option("--top-p", metavar="P", help="Choose among the likeliest tokens with probability P together."),
-    ] = 1.0,
-    repetition_penalty: Annotated[
-        float,
-        typer.Option("--repetition-penalty", metavar="X", help="Above 1, tokens that the text has become less likely."),
-    ] = 1.0,
-    stop: Annotated[
-        list[str] | None,
-        typer.Option("--stop", metavar="TEXT", help="The text ends before this one. Repeat it for several."),
-    ] = None,
+    temperature: Temperature = 1.0,
+    top_k: TopK = 0,
+    top_p: TopP = 1.0,
+    repetition_penalty: RepetitionPenalty = 1.0,
+    stop: Stop = None,
     seed: Annotated[
         int, typer.Option("--seed", min=0, max=2**63 - 1, metavar="N", help="The same seed gives the same text.")
     ] = 1234,
-    batch_size: Annotated[
-        int, typer.Option("--batch-size", min=1, metavar="N", help="Number of texts that are computed together.")
-    ] = 8,
+    batch_size: BatchSize = 8,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object for each text.")] = False,
     no_cache: Annotated[
         bool, typer.Option("--no-cache", help="Compute the full text for each token, for comparison.")

@@ -70,7 +70,7 @@ def difference(a: Opened, b: Opened, name: str, kind: str) -> Difference | str:
                 in_b,
                 slices_of_b,
                 b.layout.grid.tp,
-                rectangles(in_a.shape, in_a.shard, stored.tp, a.layout.grid.tp, stored.start, stored.end),
+                rectangles(in_a.shape, in_a.shard, stored.tp, a.layout.grid.tp, stored.start, stored.end, copies=False),
             )
         ]
         if (common := sum(move.target.numel for _, move in pairs)) != prod(in_a.shape):
@@ -111,5 +111,6 @@ def _slices(layout: Layout, tensor: TensorLayout, kind: str, dp: int) -> list[St
 
 
 def _blocks(layout: Layout, tensor: TensorLayout, stored: StoredSlice) -> Iterator[Move]:
-    for rectangle in rectangles(tensor.shape, tensor.shard, stored.tp, layout.grid.tp, stored.start, stored.end):
+    place = stored.tp, layout.grid.tp, stored.start, stored.end
+    for rectangle in rectangles(tensor.shape, tensor.shard, *place, copies=False):
         yield from Move(stored, rectangle, rectangle).blocks()

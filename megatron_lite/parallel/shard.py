@@ -35,7 +35,9 @@ class Shard:
 
     dim: int | None = None
     parts: tuple[int, ...] = ()
-    units: tuple[int, ...] = field(default=(), compare=False)  # for each part; older checkpoints do not have them
+    units: tuple[int, ...] = field(
+        default=(), compare=False, repr=False
+    )  # for each part; older checkpoints do not have them
 
     @property
     def is_split(self) -> bool:

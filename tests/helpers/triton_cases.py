@@ -16,6 +16,7 @@ from torch import Tensor
 
 from megatron_lite.errors import ConfigError
 from megatron_lite.model.masks import Mask
+from tests.helpers.attention_parts import in_parts
 from tests.helpers.command import ROOT, environment
 from tests.helpers.masks import make_mask
 
@@ -38,6 +39,7 @@ class Case:
     lengths: tuple[int, ...] = ()  # given, not drawn
     tiles: tuple[int, int] | None = (32, 32)
     layout: str = "contiguous"  # or fused, transposed, expanded
+    parts: int = 0  # that compute the attention, with keys by turns; 0: one call
 
     def mask(self) -> Mask:
         mask = make_mask(self.kinds, batch=self.batch, length=self.length, window=self.window)
@@ -101,6 +103,10 @@ def _interpret(work: dict[str, dict[str, Any]]) -> dict[str, list[Tensor] | str]
     for name, fields in work.items():
         case = Case(**fields)
         *leaves, grad = case.inputs()
+        if case.parts:
+            owner = torch.arange(case.length) % case.parts
+            results[name] = in_parts("triton", [*leaves, grad], owner=owner, **case.options())
+            continue
         try:
             results[name] = with_gradients(
                 triton_attention, leaves, grad, dropout=0.0, tiles=case.tiles, **case.options()

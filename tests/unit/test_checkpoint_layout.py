@@ -34,7 +34,7 @@ def test_a_layout_is_read_back_exactly(folder):
     assert layout.state["loss_scale"] == 0.1
     assert layout.tensors["decoder.layers.0.self_attention.linear_qkv.weight"].shard.parts == (8, 4, 4)
     line = next(line for line in text.splitlines() if "linear_fc2" in line)
-    assert '"shape": [4, 12], "shard": {"dim": 1, "parts": []}' in line
+    assert '"shape": [4, 12], "shard": {"dim": 1, "parts": [], "units": []}' in line
 
 
 def test_checksums_equal_those_of_zlib():
@@ -85,7 +85,7 @@ def tensor(**changes) -> dict:
     slice_ |= {"tp": 0, "pp": 0, "start": 0, "end": 32} | {
         key: changes.pop(key) for key in ("tp", "end") if key in changes
     }
-    full = {"shape": [8, 4], "shard": {"dim": 0, "parts": []}}
+    full = {"shape": [8, 4], "shard": {"dim": 0, "parts": [], "units": []}}
     return {**full, "values": {"weight": {"dtype": "BF16", "pieces": [slice_]}}, **changes}
 
 
@@ -103,7 +103,7 @@ def tensor(**changes) -> dict:
             "a has the unknown dtype F8",
         ),
         ({"tensors": {"a": tensor(shape=[-1])}}, "tensors.a.shape.0: Input should be greater than or equal to 0"),
-        ({"tensors": {"a": tensor(shard={"dim": 7, "parts": []})}}, "there is no dim 7 in"),
+        ({"tensors": {"a": tensor(shard={"dim": 7, "parts": [], "units": []})}}, "there is no dim 7 in"),
         ({"tensors": {"a": tensor(shard={"dim": 0, "parts": [3]})}}, r"parts \(3,\) of dim 0 do not add up"),
         ({"tensors": {"a": tensor(tp=5)}}, "a has a slice of tp 5, pp 0, outside of the grid"),
         ({"tensors": {"a": tensor(end=33)}}, "a has elements 0 to 33, its shard has 32"),

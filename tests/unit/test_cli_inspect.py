@@ -87,8 +87,8 @@ def test_two_checkpoints_are_compared(run_dir):
     result = CliRunner().invoke(app, [first, str(run_dir)])
     lines = result.output.splitlines()
     assert result.exit_code == 1 and lines[:2] == [
-        f"A  {first}, iteration 1, tp=1 dp=1 pp=1",
-        f"B  {second}, iteration 2, tp=1 dp=1 pp=1",
+        f"A  {first}, iteration 1, tp=1 cp=1 dp=1 pp=1",
+        f"B  {second}, iteration 2, tp=1 cp=1 dp=1 pp=1",
     ]
     assert lines[2] == "16 values of 4 tensors: 0 identical, 16 not" and len(lines) == 5 + 16
     result = CliRunner().invoke(app, [first, second, "--verify"])

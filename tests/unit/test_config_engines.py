@@ -60,6 +60,11 @@ CASES = {
         "parallel.ddp is deepspeed with parallel.sequence",
         "use false, or parallel.ddp: fsdp",
     ),
+    "deepspeed with copies of key/value groups": (
+        [*DEEPSPEED, "parallel.tensor=2", "model.num_query_groups=1"],
+        "parallel.ddp is deepspeed with model.num_query_groups 1 below parallel.tensor 2",
+        "use parallel.tensor: 1, or parallel.ddp: fsdp",
+    ),
     "stage 0 with bf16": (
         [*DEEPSPEED, "deepspeed.zero_stage=0", "train.precision=bf16"],
         "deepspeed.zero_stage is 0 with train.precision bf16",

@@ -51,7 +51,11 @@ SOFTCAPS = {
     "large softcap": Case(softcap=50.0),
     "saturated softcap": Case(("lengths",), softcap=0.5, scale=3.0, batch=2, lengths=(0, 70)),
 }
-FP32 = MASKS | SHAPES | LAYOUTS | SOFTCAPS
+PARTS = {
+    "causal in 2 parts": Case(heads=4, groups=2, parts=2),
+    "documents and a window in 3 parts": Case(("causal", "window", "documents"), batch=2, softcap=1.5, parts=3),
+}
+FP32 = MASKS | SHAPES | LAYOUTS | SOFTCAPS | PARTS
 FP16 = {
     f"{name} fp16": replace(FP32[name], dtype=torch.float16)
     for name in ("causal", "all conditions", "2 groups of 2 heads", "head size 80", "head size 256", "softcap")
