@@ -109,8 +109,6 @@ def _context_obstacles(name: str, request: Request) -> Iterator[str]:
     given = f"with parallel.context_mode: {request.context_mode}"
     if name in ("flex", "flash"):
         yield f"{given} it has no backward for some of the keys (ulysses needs none)"
-    if request.dropout:
-        yield f"{given} attention has no dropout, and it is {request.dropout:g} (ulysses has it)"
     if name == "sdpa" and "window" in request.mask:
         yield f"{given} torch's kernels have no window"
     if name == "sdpa" and request.device == "cuda" and request.precision not in ("bf16", "fp16"):

@@ -162,6 +162,11 @@ def _context_parallel_failures(config: Config) -> Iterator[str]:
             f"parallel.context_mode is ulysses with {groups} of model.num_query_groups on a tensor-parallel rank, and "
             f"parallel.context {context}; one must divide the other; use parallel.context_mode: ring"
         )
+    if parallel.context_mode != "ulysses" and model.attention_dropout:
+        yield (
+            f"parallel.context_mode is {parallel.context_mode}, which has no attention dropout; got "
+            f"model.attention_dropout {model.attention_dropout:g}; use 0, or parallel.context_mode: ulysses"
+        )
     if config.sync.is_local:
         yield f"{given} with sync.mode: {config.sync.mode}, whose outer steps have no context parallelism; use 1"
 

@@ -103,7 +103,7 @@ def _by_parts(
     dropout: float,
     softcap: float,
 ) -> tuple[Tensor, Tensor | None]:
-    assert dropout == 0, "config/attention.py excludes it"
+    assert dropout == 0, "config/validate.py excludes it"
     out, lse = function.apply(query, key, value, _Call(part, cp, mask, scale, softcap))  # type: ignore[misc]
     return out, lse
 

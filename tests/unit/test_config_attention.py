@@ -138,6 +138,36 @@ def test_auto_without_any_implementation_lists_every_reason():
             "FlashAttention has no dropout with a softcap",
         ),
         ("flash", {"device": "cuda", "mask": ("causal", "lengths")}, FLASH_2, "FlashAttention has no padding"),
+        (
+            "flash",
+            {"device": "cuda", "context_mode": "ring"},
+            FLASH_2,
+            "with parallel.context_mode: ring it has no backward for some of the keys (ulysses needs none)",
+        ),
+        (
+            "flex",
+            {"device": "cuda", "context_mode": "all_gather"},
+            [],
+            "with parallel.context_mode: all_gather it has no backward for some of the keys (ulysses needs none)",
+        ),
+        (
+            "sdpa",
+            {"context_mode": "ring", "mask": ("causal", "window"), "tokens": 1024},
+            [],
+            "with parallel.context_mode: ring torch's kernels have no window",
+        ),
+        (
+            "sdpa",
+            {"context_mode": "ring", "device": "cuda", "precision": "fp32"},
+            [],
+            "with parallel.context_mode: ring torch's kernel computes in bf16 or fp16, not in fp32",
+        ),
+        (
+            "sdpa",
+            {"context_mode": "ring", "device": "cuda", "head_size": 36},
+            [],
+            "with parallel.context_mode: ring torch's kernel needs a head size that is a multiple of 8; it is 36",
+        ),
     ],
 )
 def test_each_reason_against_an_implementation_is_given(packages, name, changes, installed, reason):

@@ -205,6 +205,12 @@ def test_the_defaults_are_valid_on_any_number_of_processes():
             "use parallel.context_mode: ring",
         ),
         (
+            2,
+            ["parallel.context=2", "data.seq_length=24", "model.attention_dropout=0.1"],
+            "parallel.context_mode is ring, which has no attention dropout; got model.attention_dropout 0.1",
+            "use 0, or parallel.context_mode: ulysses",
+        ),
+        (
             4,
             [
                 "parallel.context=2",
