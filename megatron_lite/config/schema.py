@@ -84,7 +84,9 @@ class ModelConfig(Section):
     num_heads: PositiveInt = 12
     """Number of query heads."""
     num_query_groups: NonNegativeInt = 0
-    """Number of key/value heads (grouped-query attention); 0: one for each query head."""
+    """Number of key/value heads (grouped-query attention); 0: one for each query head. With fewer than
+    `parallel.tensor`, ranks hold copies.
+    """
     head_dim: NonNegativeInt = 0
     """Size of a head; 0: `hidden_size / num_heads`."""
     ffn_hidden_size: NonNegativeInt = 0

@@ -37,6 +37,8 @@ def _norm_parameters(model: ModelConfig) -> int:
 def largest_rank_parameters(config: Config) -> float:
     """The parameters of the rank with the most: its layers, and the embedding or head of the first and last stage."""
     model, parallel = config.model, config.parallel
+    if model.query_groups < parallel.tensor:  # each rank holds a copy of one group
+        model = model.model_copy(update={"num_query_groups": parallel.tensor})
     word, positions = model.padded_vocab * model.hidden_size, model.max_position_embeddings * model.hidden_size
     stages = [count * block_parameters(model) for count in layer_counts(model, parallel)]
     stages[0] += word + positions * (model.position == "learned")

@@ -52,6 +52,13 @@ def test_the_largest_of_several_ranks_holds_its_layers_and_an_embedding():
     assert largest_rank_parameters(config) == (2 * block_parameters(config.model) + 2 * 1024 * 64) / 2
 
 
+def test_copies_of_a_key_value_group_count_on_every_rank():
+    """With one group and two ranks, each has all keys and values of the four heads' group, and half of the rest."""
+    config = load_config(None, [*GPT, "model.num_query_groups=1", "parallel.tensor=2"])
+    half_of_keys_and_values = 4 * (64 + 1) * 2 * 16 / 2  # in 4 layers, weights and biases of 2 * 16 rows
+    assert largest_rank_parameters(config) == num_parameters(config.model) / 2 + half_of_keys_and_values
+
+
 def test_activations_shrink_by_what_saves_them():
     """The published 34 bytes for each value of the residual stream, arXiv 2205.05198, equation 1, and the logits."""
     half = ["train.precision=bf16", "data.seq_length=128", "train.micro_batch_size=2"]
@@ -62,6 +69,11 @@ def test_activations_shrink_by_what_saves_them():
     logits, stream = 2 * 4 * 2 * 128 * 1024, 2 * 128 * 64
     assert of() == 4 * 34 * stream + logits
     assert of("parallel.tensor=2", "parallel.sequence=true") == (4 * 34 * stream + logits) / 2
+    assert of("parallel.context=2") == (4 * 34 * stream + logits) / 2
+    scores = 5 * 4 * 128 * 128 * 2
+    assert of("parallel.context=2", "model.attention=math") == (4 * 34 * stream + logits) / 2  # in parts, which go
+    ulysses = ["parallel.context=2", "model.attention=math", "parallel.context_mode=ulysses"]
+    assert of(*ulysses) == (4 * (34 * stream + scores) + logits) / 2
     assert of("train.recompute=full") == 4 * 2 * stream + 34 * stream + logits
     assert of("train.recompute=full:1") == 3 * 34 * stream + 2 * stream + 34 * stream + logits
     assert of("train.recompute=uniform:2") == 2 * 2 * stream + 2 * 34 * stream + logits
