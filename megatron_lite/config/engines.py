@@ -36,13 +36,13 @@ def _deepspeed_failures(config: Config) -> Iterator[str]:
         yield f"{given} parallel.pipeline {parallel.pipeline}, which it cannot run; use 1, or parallel.ddp: local"
     if parallel.schedule not in ("1f1b", "zb-h1"):  # zb-h1 has its own message
         yield f"{given} parallel.schedule {parallel.schedule}, which it cannot run; use 1f1b"
+    if parallel.sequence:
+        yield f"{given} parallel.sequence, whose norm gradients it averages too early; use false, or parallel.ddp: fsdp"
     if (groups := config.model.query_groups) < parallel.tensor:
         yield (
             f"{given} model.num_query_groups {groups} below parallel.tensor {parallel.tensor}, and would count copies "
             f"of a group in the gradient norm; use parallel.tensor: {groups}, or parallel.ddp: fsdp"
         )
-    if parallel.sequence:
-        yield f"{given} parallel.sequence, whose norm gradients it averages too early; use false, or parallel.ddp: fsdp"
     if stage == 0 and precision in ("bf16", "fp16"):
         yield (
             f"deepspeed.zero_stage is 0 with train.precision {precision}, where DeepSpeed's gradient norm is wrong "
