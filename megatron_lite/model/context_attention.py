@@ -78,8 +78,8 @@ class _Call(NamedTuple):
 
 
 def _sees(mask: Mask, query: Tensor) -> bool:
-    """Whether a query sees a key. True is a safe answer; on a GPU the right one would have to wait for document ids."""
-    if mask.documents is not None and query.device.type != "cpu":
+    """Whether a query sees a key. True is a safe answer; on a GPU the right one would have to wait for the ids."""
+    if {"documents", "lengths"} & set(mask.kinds) and query.device.type != "cpu":
         return True
     length = query.shape[2]
 

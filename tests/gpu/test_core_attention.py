@@ -10,6 +10,7 @@ from megatron_lite.config.attention import Request, obstacles
 from megatron_lite.errors import ConfigError
 from megatron_lite.model.core_attention import IMPLEMENTATIONS, math_attention, sdpa_attention
 from megatron_lite.model.masks import Mask
+from tests.helpers.attention_parts import in_parts
 from tests.helpers.masks import attention_inputs, random_documents
 from tests.helpers.triton_cases import with_gradients
 
@@ -54,3 +55,24 @@ def test_a_fall_back_to_stored_scores_is_an_error():
     x = torch.zeros(1, 2, 2048, 520, device="cuda", dtype=torch.bfloat16)
     with pytest.raises(ConfigError, match="torch has no fused kernel for it, so it would store all scores"):
         sdpa_attention(x, x, x, mask=Mask(), scale=1.0, dropout=0.0, softcap=0.0)
+
+
+@pytest.mark.parametrize("mask", ["full", "causal", "documents"])
+@pytest.mark.parametrize("name", ["sdpa", "triton"])
+def test_the_sum_of_parts_gives_the_dense_result_and_gradients(name, mask):
+    """Ring attention on GPUs calls these kernels with their log-sum-exp; bf16 rounds each part's output once more."""
+    if name == "triton":
+        pytest.importorskip("triton")
+    chosen = MASKS[mask]
+    if chosen.documents is not None:
+        chosen = replace(chosen, documents=chosen.documents.cuda())
+    drawn = attention_inputs(2, LENGTH, 2, 64, seed=0, dtype=torch.bfloat16)
+    *leaves, grad = (x.detach().cuda() for x in drawn)
+    exact = [x.double().requires_grad_() for x in leaves]
+    options = {"scale": 0.125, "softcap": 0.0}
+    out, lse, *gradients = in_parts(name, [*leaves, grad], chosen, torch.arange(LENGTH) // 500, **options)
+    want, want_lse, *wanted = with_gradients(math_attention, exact, grad.double(), mask=chosen, dropout=0.0, **options)
+    assert_close(lse.double(), want_lse, rtol=0, atol=1e-3)
+    for ours, exact_result in zip((out, *gradients), (want, *wanted), strict=True):
+        bound = 5 * torch.finfo(torch.bfloat16).eps * exact_result.abs().max().item()
+        assert_close(ours.double(), exact_result, rtol=0, atol=bound)

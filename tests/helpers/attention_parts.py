@@ -22,6 +22,6 @@ def in_parts(name: str, tensors: list[Tensor], mask: Mask, owner: Tensor, **opti
             grad, query, key[:, :, place], value[:, :, place], out, total.lse, mask=part, **options
         )
         grads[0] += found[0].to(query.dtype)
-        for whole, share in zip(grads[1:], found[1:], strict=True):
-            whole[:, :, place] = share.to(query.dtype)
+        for full, share in zip(grads[1:], found[1:], strict=True):
+            full[:, :, place] = share.to(query.dtype)
     return [total.out, total.lse, *grads]

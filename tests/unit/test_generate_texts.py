@@ -48,9 +48,9 @@ def test_a_text_ends_before_a_stop_text_and_nothing_of_it_is_printed():
 
 
 def test_a_stop_text_can_lie_across_tokens_but_not_in_the_prompt():
-    text = text_of("abEN", stop=("ENDE",))
-    assert printed(text, b"DE") == ["D", ""] or text.new == "DE"
-    assert not text.finish
+    text = text_of("abEN", stop=("ENDX",))
+    assert printed(text, b"DX") == ["D", "X"] and not text.finish
+    assert printed(text, b"ENDX") == ["", "", "", ""] and text.finish == "stop"
 
 
 def test_each_reason_to_end():
