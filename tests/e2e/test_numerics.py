@@ -44,4 +44,4 @@ def test_the_commands_for_a_comparison_show_only_rounding(tmp_path):
     lines = done.stdout.splitlines()
     first = next(number for number, line in enumerate(lines) if line.startswith("A  one/checkpoints/iter_"))
     assert float(lines[first - 1]) == pytest.approx(0.0, abs=1e-5), done.stderr
-    assert lines[first + 1].endswith("tp=2 dp=1 pp=1") and " identical, " in lines[first + 2]
+    assert lines[first + 1].endswith("tp=2 cp=1 dp=1 pp=1") and " identical, " in lines[first + 2]
