@@ -113,6 +113,7 @@ class _Ring(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, query: Tensor, key: Tensor, value: Tensor, call: _Call) -> tuple[Tensor, Tensor]:
+        """Output and lse [b, n/tp, s/cp] of queries [b, n/tp, s/cp, d] and keys and values [b, g/tp, s/cp, d]."""
         cp, total, block = call.cp, Sum(query), torch.stack((key, value))
         for step in range(cp.size):
             following, wait = shift_async(block, cp, tag=0) if step < cp.size - 1 else (block, lambda: None)
@@ -142,10 +143,11 @@ class _Ring(torch.autograd.Function):
 
 
 class _AllGather(torch.autograd.Function):
-    """The keys of all ranks at once, block by block; backward gathers them again."""
+    """One all-gather brings the keys of all ranks; a rank computes with them block by block."""
 
     @staticmethod
     def forward(ctx, query: Tensor, key: Tensor, value: Tensor, call: _Call) -> tuple[Tensor, Tensor]:
+        """As `_Ring.forward`."""
         total = Sum(query)
         for source, block in enumerate(all_gather(torch.stack((key, value))[None], call.cp, dim=0)):
             call.forward(total, query, block, source)
@@ -154,6 +156,7 @@ class _AllGather(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, grad: Tensor, _: Tensor):  # type: ignore[override]
+        """Gathers the keys again, and sums their gradients to the ranks that own them."""
         call, (query, key, value, out, lse) = ctx.call, ctx.saved_tensors
         blocks = all_gather(torch.stack((key, value))[None], call.cp, dim=0)
         grad_query, grad_blocks = torch.zeros_like(query, dtype=lse.dtype), torch.zeros_like(blocks, dtype=lse.dtype)
