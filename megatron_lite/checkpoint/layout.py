@@ -194,10 +194,11 @@ def read_layout(folder: Path) -> Layout:
     return layout
 
 
-def parse_config(fields: dict[str, Any], folder: Path) -> Config:
-    """The config in the layout of the checkpoint in `folder`."""
+def parse_config(fields: dict[str, Any], folder: Path, config_type: type[Config] = Config) -> Config:
+    """The config in the layout of the checkpoint in `folder`, without sections of a script that `config_type` lacks."""
+    known = {section: values for section, values in fields.items() if section in config_type.model_fields}
     try:
-        return Config.model_validate(fields, strict=False)
+        return config_type.model_validate(known, strict=False)
     except ValidationError as error:
         raise CheckpointError(
             f"{folder}: config in {LAYOUT_FILE}: {_first_error(error)}; another version or an edit wrote it"

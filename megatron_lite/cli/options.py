@@ -39,6 +39,15 @@ Model = Annotated[
         "--model", metavar="FILE.py:NAME", help="A function that builds a custom model; same call as get_model."
     ),
 ]
+ForwardStep = Annotated[
+    str,
+    typer.Option(
+        "--forward-step", metavar="FILE.py:NAME", help="A function (batch, model) that returns the loss and scalars."
+    ),
+]
+Data = Annotated[
+    str, typer.Option("--data", metavar="FILE.py:NAME", help="A function of the run that returns its datasets, Splits.")
+]
 ConfigFile = Annotated[Path | None, typer.Option("--config", metavar="FILE", help="YAML file: configs/gpt.yaml")]
 
 
@@ -97,8 +106,12 @@ def takes_nodes(*, without: tuple[str, ...] = ()) -> Callable[[Callable[..., Non
     return decorate
 
 
-def command_line(command: str, config: Path | None, overrides: list[str], model: str = "") -> str:
-    """The command with its config, model and overrides, for messages."""
-    options = {"--config": config, "--model": model}
-    words = [word for option, value in options.items() if value for word in (option, str(value))]
-    return shlex.join(["megatron-lite", command, *words, *overrides])
+def command_line(command: str, config: Path | None, overrides: list[str], **functions: str) -> str:
+    """The command with its config, the functions of a script and overrides, for messages."""
+    words = ["--config", str(config)] if config else []
+    return shlex.join(["megatron-lite", command, *words, *function_words(**functions), *overrides])
+
+
+def function_words(**functions: str) -> list[str]:
+    """The options that name functions of a script, without those that are not given."""
+    return [word for name, value in functions.items() if value for word in (f"--{name.replace('_', '-')}", value)]

@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from megatron_lite.cli.options import ConfigFile, Model, Overrides, command_line, takes_nodes
+from megatron_lite.cli.options import ConfigFile, Data, ForwardStep, Model, Overrides, command_line, takes_nodes
 from megatron_lite.launch.nodes import Nodes
 
 if TYPE_CHECKING:
     from megatron_lite.config.schema import Config
     from megatron_lite.errors import StoppedEarly
-    from megatron_lite.training.provider import NamedProvider
+    from megatron_lite.training.provider import NamedFunction
 
 
 @takes_nodes()
@@ -21,6 +21,8 @@ def pretrain(
     overrides: Overrides = None,
     config: ConfigFile = None,
     model: Model = "",
+    forward_step: ForwardStep = "",
+    data: Data = "",
     nodes: Nodes | None = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Check config and data, print the full config, and exit.")
@@ -34,20 +36,21 @@ def pretrain(
     from megatron_lite.launch.streams import survive_lost_output
 
     settings = load_config(config, overrides or [])
-    providers = _providers(model)
+    names = {"model": model, "forward_step": forward_step, "data": data}
+    functions = _functions(names)
     sizes = [launched_world_size(nodes), *(nodes.world_sizes[1:] if nodes else [])]
-    check(settings, sizes, command=command_line("pretrain", config, overrides or [], model))
+    check(settings, sizes, has_data=bool(data), command=command_line("pretrain", config, overrides or [], **names))
     if dry_run:
-        settings, missing = with_data(settings)
+        settings, missing = with_data(settings, has_data=bool(data))
         typer.echo(description(settings, sizes[0]), nl=False)
         raise_any(missing)
         return
     # On several machines, one that exits here would leave the others waiting for it.
     if "RANK" not in os.environ and not (nodes and nodes.several):
-        raise_any(with_data(settings)[1])
+        raise_any(with_data(settings, has_data=bool(data))[1])
     survive_lost_output(Path(settings.run.dir))
     try:
-        exit_code = run_ranks("megatron_lite.cli.pretrain:train", (settings, *providers), nodes)
+        exit_code = run_ranks("megatron_lite.cli.pretrain:train", (settings, functions), nodes)
     except StoppedEarly as stop:
         if "RANK" not in os.environ:
             raise
@@ -56,11 +59,12 @@ def pretrain(
     raise typer.Exit(exit_code)
 
 
-def train(config: "Config", *providers: "NamedProvider") -> None:
+def train(config: "Config", functions: "dict[str, NamedFunction]") -> None:
     """Train on one rank, with a hint that converts other formats, which training itself cannot import."""
     from megatron_lite.launch.pretrain import pretrain
 
-    pretrain(config, *providers, hint=_convert_hint)
+    given = {_PARAMETERS[name]: function for name, function in functions.items()}
+    pretrain(config, **given, hint=_convert_hint)
 
 
 def _convert_hint(config: "Config") -> str:
@@ -69,16 +73,19 @@ def _convert_hint(config: "Config") -> str:
     return convert_hint(config)
 
 
-def _providers(model: str) -> "tuple[NamedProvider, ...]":
-    """The provider of a custom model, or an empty tuple for the built-in one."""
-    if not model:
-        return ()
-    from megatron_lite.training.provider import NamedProvider  # loads torch
-
-    return (NamedProvider(model),)
+_PARAMETERS = {"model": "model_provider", "forward_step": "forward_step", "data": "datasets_provider"}
 
 
-def check(config: "Config", world_sizes: list[int], command: str) -> None:
+def _functions(names: dict[str, str]) -> "dict[str, NamedFunction]":
+    """The functions of a script, by option, without those that are not given."""
+    if not any(names.values()):
+        return {}
+    from megatron_lite.training.provider import NamedFunction  # loads torch
+
+    return {key: NamedFunction(name, f"--{key.replace('_', '-')}") for key, name in names.items() if name}
+
+
+def check(config: "Config", world_sizes: list[int], command: str, *, has_data: bool = False) -> None:
     """Raise one ConfigError with all mistakes for each possible number of processes, the largest first.
 
     This runs before any rank starts.
@@ -86,7 +93,7 @@ def check(config: "Config", world_sizes: list[int], command: str) -> None:
     from megatron_lite.config.validate import failures, missing_corpora_paths, missing_vocabulary, raise_any
 
     needed = config.parallel.model_size
-    missing = [*missing_corpora_paths(config), *missing_vocabulary(config)]
+    missing = [*([] if has_data else missing_corpora_paths(config)), *missing_vocabulary(config)]
     if len(world_sizes) > 1 and not config.train.global_batch_size:
         missing.append(
             "train.global_batch_size is not given, so it would change with the number of machines (--nnodes); give it"
@@ -107,14 +114,14 @@ def check(config: "Config", world_sizes: list[int], command: str) -> None:
     raise_any([*with_most, *with_fewer, *missing])
 
 
-def with_data(config: "Config") -> tuple["Config", list[str]]:
+def with_data(config: "Config", *, has_data: bool) -> tuple["Config", list[str]]:
     """The config with the vocabulary size of its tokenizer, and a message for each missing data file."""
     from megatron_lite.config.validate import with_vocab_size
     from megatron_lite.data.blended import missing_corpora
     from megatron_lite.data.tokenizer import build_tokenizer
     from megatron_lite.errors import DataError
 
-    missing = [f"data.paths: {message}" for message in missing_corpora(config.data.paths)]
+    missing = [] if has_data else [f"data.paths: {message}" for message in missing_corpora(config.data.paths)]
     if config.data.tokenizer:
         try:
             config = with_vocab_size(config, build_tokenizer(config.data.tokenizer).vocab_size)

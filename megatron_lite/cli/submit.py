@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from megatron_lite.cli.options import ConfigFile, Model, Overrides
+from megatron_lite.cli.options import ConfigFile, Data, ForwardStep, Model, Overrides, function_words
 from megatron_lite.errors import ConfigError
 
 
@@ -14,6 +14,8 @@ def submit(
     overrides: Overrides = None,
     config: ConfigFile = None,
     model: Model = "",
+    forward_step: ForwardStep = "",
+    data: Data = "",
     nodes: Annotated[int, typer.Option("--nodes", min=1, metavar="N", help="Number of nodes.")] = 1,
     gpus_per_node: Annotated[
         int | None, typer.Option("--gpus-per-node", min=1, metavar="N", help="Number of GPUs, and ranks, per node.")
@@ -58,9 +60,10 @@ def submit(
         raise ConfigError("give --gpus-per-node, or --nproc-per-node for training on CPUs; not both")
     ranks = gpus_per_node or nproc_per_node or 1
     words = ["--config", str(config.absolute())] if config else []
-    words += ["--model", model] if model else []
+    words += function_words(model=model, forward_step=forward_step, data=data)
     settings = load_config(config, task_overrides(array, overrides or []))
-    check(settings, [nodes * ranks], command=shlex.join(["megatron-lite", "submit", *words, *(overrides or [])]))
+    command = shlex.join(["megatron-lite", "submit", *words, *(overrides or [])])
+    check(settings, [nodes * ranks], command, has_data=bool(data))
     run_dir = settings.run.dir
     if array and not any(override.startswith("run.dir=") and "%a" in override for override in overrides or []):
         raise ConfigError(

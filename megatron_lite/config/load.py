@@ -8,8 +8,9 @@ paths are kept as written, so they start at the current directory.
 import math
 from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
+from functools import cache
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple, get_args, get_origin
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar, get_args, get_origin, overload
 
 import yaml
 from annotated_types import Ge, Gt, Lt
@@ -22,13 +23,22 @@ from megatron_lite.config.validate import raise_any
 from megatron_lite.config.yaml_file import compose, line_of, value_of
 from megatron_lite.errors import ConfigError
 
-SECTIONS: dict[str, type[Section]] = {
-    name: info.annotation  # type: ignore[misc]
-    for name, info in Config.model_fields.items()
-}
-FIELDS: dict[str, FieldInfo] = {
-    f"{name}.{field}": info for name, section in SECTIONS.items() for field, info in section.model_fields.items()
-}
+AnyConfig = TypeVar("AnyConfig", bound=Config)
+
+
+def sections_of(config_type: type[Config]) -> dict[str, type[Section]]:
+    """The sections of a config by name."""
+    return {name: info.annotation for name, info in config_type.model_fields.items()}  # type: ignore[misc]
+
+
+@cache
+def fields_of(config_type: type[Config]) -> dict[str, FieldInfo]:
+    """All fields of a config as `section.field`."""
+    sections = sections_of(config_type)
+    return {f"{name}.{key}": info for name, section in sections.items() for key, info in section.model_fields.items()}
+
+
+SECTIONS, FIELDS = sections_of(Config), fields_of(Config)
 
 
 class _Place(NamedTuple):
@@ -39,23 +49,27 @@ class _Place(NamedTuple):
 
 
 _COMMAND_LINE = _Place(math.inf, "command line")
-_Given = dict[str, tuple[Any, _Place]]  # by section.field
-_Mistakes = list[tuple[_Place, str]]
 
 
-def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> Config:
+@overload
+def load_config(path: str | Path | None, overrides: Sequence[str] = ...) -> Config: ...
+@overload
+def load_config(path: str | Path | None, overrides: Sequence[str], config_type: type[AnyConfig]) -> AnyConfig: ...
+def load_config(path: str | Path | None, overrides: Sequence[str] = (), config_type: type[Config] = Config) -> Config:
     """The config of a file, or the default one, with overrides such as `optim.lr=3e-4`.
 
-    Raises one ConfigError that lists every unknown field, wrong type and duplicate. `validate` checks the rules that
-    join fields or need the number of processes.
+    A subclass as `config_type` adds sections. Raises one ConfigError that lists every unknown field, wrong type and
+    duplicate. `validate` checks the rules that join fields or need the number of processes.
     """
-    mistakes: _Mistakes = []
-    given = _read_file(Path(path), mistakes) if path is not None else {}
+    reader = _Reader(config_type)
+    if path is not None:
+        reader.read_file(Path(path))
     for override in overrides:
-        _read_override(override, given, mistakes)
-    sections = {name: _build(name, section, given, mistakes) for name, section in SECTIONS.items()}
-    raise_any(f"{place.name}: {message}" for place, message in sorted(mistakes, key=lambda mistake: mistake[0].line))
-    return Config(**sections)  # type: ignore[arg-type]
+        reader.read_override(override)
+    sections = {name: reader.build(name, section) for name, section in sections_of(config_type).items()}
+    mistakes = sorted(reader.mistakes, key=lambda mistake: mistake[0].line)
+    raise_any(f"{place.name}: {message}" for place, message in mistakes)
+    return config_type(**sections)  # type: ignore[arg-type]
 
 
 def dump_config(config: Config) -> str:
@@ -84,90 +98,103 @@ def resolved(config: Config, world_size: int) -> Config:
     )
 
 
-def _read_file(path: Path, mistakes: _Mistakes) -> _Given:
-    """Every known `section.field` of a file; unknown and repeated ones become mistakes."""
-    try:
-        text = path.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        raise ConfigError(f"{path}: no such file in {Path.cwd()}; --config needs a YAML file") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: cannot be read as a text file: {error}") from error
-    root = compose(text, str(path))
-    if root is None:
-        raise ConfigError(f"{path}: the file is empty; add sections such as model: and train:")
-    given: _Given = {}
-    for section, node, place in _entries("", root, path, mistakes):
-        if section not in SECTIONS:
-            mistakes.append((place, unknown_name(section)))
-        elif value_of(node, text=False) is not None:  # None: all lines of the section are comments
-            for name, value, place_of_value in _entries(section, node, path, mistakes):
-                _record(name, value, place_of_value, given, mistakes)
-    return given
+class _Reader:
+    """The given values of a config, by `section.field`, and the mistakes in them."""
 
+    def __init__(self, config_type: type[Config]):
+        self.config_type = config_type
+        self.fields = fields_of(config_type)
+        self.given: dict[str, tuple[Any, _Place]] = {}
+        self.mistakes: list[tuple[_Place, str]] = []
 
-def _entries(section: str, node: yaml.Node, path: Path, mistakes: _Mistakes) -> Iterable[tuple[str, yaml.Node, _Place]]:
-    """Full name, value node and place of each entry of a section (of the file for ""), each name once."""
-    if not isinstance(node, yaml.MappingNode):
-        fields = f"indented fields such as `{_example(section)}`" if section else "sections such as `model:`"
-        place = _Place(line_of(node), f"{path}:{line_of(node)}")
-        mistakes.append((place, f"{section or 'the file'} must hold {fields}"))
-        return
-    lines: dict[str, int] = {}
-    for key_node, value_node in node.value:
-        line = line_of(key_node)
-        name = f"{section}.{key_node.value}" if section else str(key_node.value)
-        place = _Place(line, f"{path}:{line}")
-        if name in lines:
-            mistakes.append((place, f"{name} is given twice, on line {lines[name]} already; keep one"))
+    def read_file(self, path: Path) -> None:
+        """Every known `section.field` of a file; unknown and repeated ones become mistakes."""
+        try:
+            text = path.read_text(encoding="utf-8")
+        except FileNotFoundError:
+            raise ConfigError(f"{path}: no such file in {Path.cwd()}; --config needs a YAML file") from None
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"{path}: cannot be read as a text file: {error}") from error
+        root = compose(text, str(path))
+        if root is None:
+            raise ConfigError(f"{path}: the file is empty; add sections such as model: and train:")
+        for section, node, place in self._entries("", root, path):
+            if section not in self.config_type.model_fields:
+                self._unknown(section, place)
+            elif value_of(node, text=False) is not None:  # None: all lines of the section are comments
+                for name, value, place_of_value in self._entries(section, node, path):
+                    self._record(name, value, place_of_value)
+
+    def read_override(self, override: str) -> None:
+        """Adds `section.field=value`; the value is YAML, or plain text for a text field."""
+        name, equals, value = override.partition("=")
+        if not equals:
+            is_file = override.endswith((".yaml", ".yml"))
+            advice = f"; a file is given as --config {override}" if is_file else ""
+            self.mistakes.append((_COMMAND_LINE, f"{override!r} is not of the form section.field=value{advice}"))
+            return
+        if name in self.fields and _is_text(self.fields[name].annotation) and value[:1] not in ("'", '"'):
+            self.given[name] = (None if value in ("", "null", "~") else value, _COMMAND_LINE)
+            return
+        try:
+            node = compose(value, _COMMAND_LINE.name)
+        except ConfigError as error:
+            message = str(error).removeprefix("command line:1: ")
+            self.mistakes.append((_COMMAND_LINE, f"{override}: {message}"))
+            return
+        self._record(name, node or yaml.ScalarNode("", ""), _COMMAND_LINE)
+
+    def build(self, name: str, section: type[Section]) -> Section | None:
+        """One section from its given fields; None when a field is wrong, which becomes a mistake."""
+        values = {}
+        for key, (value, _) in self.given.items():
+            if key.startswith(name + "."):
+                empty_text = value is None and _is_text(self.fields[key].annotation)
+                values[key.removeprefix(name + ".")] = "" if empty_text else value
+        try:
+            return section(**values)
+        except ValidationError as error:
+            problems = {str(problem["loc"][0]) if problem["loc"] else "": problem["msg"] for problem in error.errors()}
+            for field, message in problems.items():
+                key = f"{name}.{field}"
+                if key not in self.given:  # a validator of a script
+                    self.mistakes.append((_Place(math.inf, name), message))
+                    continue
+                value, place = self.given[key]
+                got = "empty" if value is None else show_value(value)
+                near = _question(_nearest(str(value), choices(self.fields[key])))
+                wanted = accepted_values(self.fields[key])
+                self.mistakes.append((place, f"{key} is {got}; it must be {wanted}{near}"))
+            return None
+
+    def _entries(self, section: str, node: yaml.Node, path: Path) -> Iterable[tuple[str, yaml.Node, _Place]]:
+        """Full name, value node and place of each entry of a section (of the file for ""), each name once."""
+        if not isinstance(node, yaml.MappingNode):
+            example = next(iter(sections_of(self.config_type)[section].model_fields)) if section else ""
+            fields = f"indented fields such as `{example}`" if section else "sections such as `model:`"
+            place = _Place(line_of(node), f"{path}:{line_of(node)}")
+            self.mistakes.append((place, f"{section or 'the file'} must hold {fields}"))
+            return
+        lines: dict[str, int] = {}
+        for key_node, value_node in node.value:
+            line = line_of(key_node)
+            name = f"{section}.{key_node.value}" if section else str(key_node.value)
+            place = _Place(line, f"{path}:{line}")
+            if name in lines:
+                self.mistakes.append((place, f"{name} is given twice, on line {lines[name]} already; keep one"))
+            else:
+                lines[name] = line
+                yield name, value_node, place
+
+    def _record(self, name: str, node: yaml.Node, place: _Place) -> None:
+        """Adds a field's value; an unknown field becomes a mistake."""
+        if name in self.fields:
+            self.given[name] = (value_of(node, text=_wants_text(self.fields[name].annotation)), place)
         else:
-            lines[name] = line
-            yield name, value_node, place
+            self._unknown(name, place)
 
-
-def _record(name: str, node: yaml.Node, place: _Place, given: _Given, mistakes: _Mistakes) -> None:
-    """Adds a field's value to `given`; an unknown field becomes a mistake."""
-    if name in FIELDS:
-        given[name] = (value_of(node, text=_wants_text(FIELDS[name].annotation)), place)
-    else:
-        mistakes.append((place, unknown_name(name)))
-
-
-def _read_override(override: str, given: _Given, mistakes: _Mistakes) -> None:
-    """Adds `section.field=value` to `given`; the value is YAML, or plain text for a text field."""
-    name, equals, value = override.partition("=")
-    if not equals:
-        is_file = override.endswith((".yaml", ".yml"))
-        advice = f"; a file is given as --config {override}" if is_file else ""
-        mistakes.append((_COMMAND_LINE, f"{override!r} is not of the form section.field=value{advice}"))
-        return
-    if name in FIELDS and _is_text(FIELDS[name].annotation) and value[:1] not in ("'", '"'):
-        given[name] = (None if value in ("", "null", "~") else value, _COMMAND_LINE)
-        return
-    try:
-        node = compose(value, _COMMAND_LINE.name)
-    except ConfigError as error:
-        mistakes.append((_COMMAND_LINE, f"{override}: {str(error).removeprefix('command line:1: ')}"))
-        return
-    _record(name, node or yaml.ScalarNode("", ""), _COMMAND_LINE, given, mistakes)
-
-
-def _build(name: str, section: type[Section], given: _Given, mistakes: _Mistakes) -> Section | None:
-    """One section from its given fields; None when a field is wrong, which becomes a mistake."""
-    values = {}
-    for key, (value, _) in given.items():
-        if key.startswith(name + "."):
-            empty_text = value is None and _is_text(FIELDS[key].annotation)
-            values[key.removeprefix(name + ".")] = "" if empty_text else value
-    try:
-        return section(**values)
-    except ValidationError as error:
-        for field in dict.fromkeys(str(problem["loc"][0]) for problem in error.errors()):
-            key = f"{name}.{field}"
-            value, place = given[key]
-            got = "empty" if value is None else show_value(value)
-            near = _question(_nearest(str(value), choices(FIELDS[key])))
-            mistakes.append((place, f"{key} is {got}; it must be {accepted_values(FIELDS[key])}{near}"))
-        return None
+    def _unknown(self, name: str, place: _Place) -> None:
+        self.mistakes.append((place, unknown_name(name, self.config_type)))
 
 
 def _is_text(annotation: Any) -> bool:
@@ -187,7 +214,8 @@ def accepted_values(info: FieldInfo) -> str:
             return accepts.words
     if names := choices(info):
         return f"one of {', '.join(names)}"
-    words = {bool: "true or false", str: "text", int: "an integer", float: "a number"}[info.annotation]  # type: ignore
+    plain = {bool: "true or false", str: "text", int: "an integer", float: "a number"}
+    words = plain.get(info.annotation, str(info.annotation))  # type: ignore[call-overload]
     bounds = [f"above {bound.gt}" for bound in info.metadata if isinstance(bound, Gt)]
     bounds += [f"of at least {bound.ge:.12g}" for bound in info.metadata if isinstance(bound, Ge)]  # type: ignore[str-bytes-safe]
     bounds += [f"below {bound.lt:.12g}" for bound in info.metadata if isinstance(bound, Lt)]  # type: ignore[str-bytes-safe]
@@ -199,20 +227,22 @@ def choices(info: FieldInfo) -> list[str]:
     return list(filter(None, get_args(info.annotation))) if get_origin(info.annotation) is Literal else []
 
 
-def unknown_name(name: str) -> str:
+def unknown_name(name: str, config_type: type[Config] = Config) -> str:
     """The message for an unknown section or field, with the most similar name."""
+    sections = sections_of(config_type)
     section, dot, field = name.partition(".")
     # Only the field's name is compared: a common section would make any two names similar.
-    every = {key.partition(".")[2]: key for key in FIELDS}
-    if not dot and name in SECTIONS:
-        return f"{name} is a section; name one of its fields, such as {name}.{_example(name)}"
+    every = {key.partition(".")[2]: key for key in fields_of(config_type)}
+    if not dot and name in sections:
+        example = next(iter(sections[name].model_fields))
+        return f"{name} is a section; name one of its fields, such as {name}.{example}"
     if not dot:
-        near = _question(every.get(name) or _nearest(name, SECTIONS))
-        return f"unknown section {name}{near}; sections are {', '.join(SECTIONS)}"
+        near = _question(every.get(name) or _nearest(name, sections))
+        return f"unknown section {name}{near}; sections are {', '.join(sections)}"
     elsewhere = every.get(_nearest(field, every), "")
-    if section not in SECTIONS:
-        return f"unknown section {section} in {name}{_question(elsewhere or _nearest(section, SECTIONS))}"
-    own = SECTIONS[section].model_fields
+    if section not in sections:
+        return f"unknown section {section} in {name}{_question(elsewhere or _nearest(section, sections))}"
+    own = sections[section].model_fields
     here = "" if field in every else _nearest(field, own)
     near = _question(f"{section}.{here}" if here else elsewhere)
     return f"unknown field {name}{near}" if near else f"unknown field {name}; {section} has {', '.join(own)}"
@@ -225,10 +255,6 @@ def _question(name: str) -> str:
 def _nearest(word: str, words: Iterable[str]) -> str:
     """The most similar of `words`; empty when none is similar."""
     return next(iter(get_close_matches(word, list(words), n=1, cutoff=0.6)), "")
-
-
-def _example(section: str) -> str:
-    return next(iter(SECTIONS[section].model_fields))
 
 
 def show_value(value: Any) -> str:

@@ -42,6 +42,9 @@ class DataParallel:
     can_skip = True
     """False where the gradients of a step cannot be dropped once they are computed."""
 
+    can_rescale = True
+    """False where `main_grads` are not the gradients of the current step, or not available."""
+
     copies_at_save = False
     """True where a checkpoint must be copied before the save returns: the next step or a collective may change the
     saved tensors, or saved weights are rounded copies that would take memory from the next forward."""

@@ -12,6 +12,7 @@ from megatron_lite.ddp.local import GradBuffers, LocalDDP
 class DelayedDDP(LocalDDP):
     """LocalDDP with `delay` steps between a gradient and its use; `main_grads` are those of the oldest pending step."""
 
+    can_rescale = False
     copies_at_save = True  # collectives continue to sum pending gradients during a save
 
     def __init__(self, *arguments, delay: int, **settings):

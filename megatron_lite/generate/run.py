@@ -28,8 +28,7 @@ from megatron_lite.parallel.context import ParallelContext
 from megatron_lite.parallel.dtypes import PRECISIONS
 from megatron_lite.parallel.random import RngTracker, stream_seed
 from megatron_lite.training.initialize import finalize_megatron, initialize_megatron
-from megatron_lite.training.provider import NamedProvider, provider_name
-from megatron_lite.training.setup import ModelProvider
+from megatron_lite.training.provider import ModelProvider, NamedFunction, build_chunks, function_name
 
 
 @dataclass(frozen=True)
@@ -102,7 +101,7 @@ def generate_texts(folder: Path, request: Request, model: str) -> None:
         raise ConfigError(f"{folder}: trained without data.tokenizer, which the prompt needs")
     tokenizer = build_tokenizer(config.data.tokenizer)
     texts = texts_of(request, tokenizer, config.model.max_position_embeddings)
-    provider = NamedProvider(model) if model else get_model
+    provider = NamedFunction(model) if model else get_model
     try:
         ctx, rng = initialize_megatron(config)
         loaded = LanguageModel(load_model(folder, config, ctx, rng, provider), config, ctx)
@@ -140,7 +139,7 @@ def load_model(
     folder: Path, config: Config, ctx: ParallelContext, rng: RngTracker, provider: ModelProvider
 ) -> Sequence[nn.Module]:
     """This rank's chunks of the model of a checkpoint, weights only."""
-    chunks = provider(config, ctx, rng, dtype=PRECISIONS[config.train.precision])
+    chunks = build_chunks(provider, config, ctx, rng, PRECISIONS[config.train.precision])
     root, iteration = place_of(folder)
     store.load(
         root,
@@ -149,7 +148,7 @@ def load_model(
         table=param_table(chunks),
         contents=Contents({name: LocalShard(param.detach()) for name, param in named_params(chunks).items()}),
         config=config.model_dump(mode="json"),
-        provider=provider_name(provider),
+        provider=function_name(provider),
     )
     return [chunk.eval() for chunk in chunks]
 

@@ -6,9 +6,12 @@ from pathlib import Path
 from megatron_lite.config.schema import Config
 from megatron_lite.launch.streams import survive_lost_output
 from megatron_lite.model.build import get_model
+from megatron_lite.optim import lr
 from megatron_lite.plan.trace import traced_step
 from megatron_lite.training import pretrain as core
-from megatron_lite.training.setup import ModelProvider
+from megatron_lite.training.forward_step import ForwardStep, next_token_loss
+from megatron_lite.training.provider import ModelProvider
+from megatron_lite.training.run import AfterStep, Hooks, LearningRate
 from megatron_lite.training.state import TrainState
 
 
@@ -16,17 +19,34 @@ def pretrain(
     config: Config,
     model_provider: ModelProvider = get_model,
     datasets_provider: core.DatasetsProvider | None = None,
+    forward_step: ForwardStep = next_token_loss,
+    valid_forward_step: ForwardStep | None = None,
     *,
+    learning_rate: LearningRate = lr.learning_rate,
+    after_step: AfterStep | None = None,
     hint: Callable[[Config], str] | None = None,
 ) -> TrainState:
     """Train to `train.iterations`, from the newest checkpoint of the run if there is one; return the final counters.
 
-        model_provider     called as `get_model`; returns this rank's chunks, see `setup_model_and_optimizer`
-        datasets_provider  called with the run; returns its `Splits`. Default: those of `data.paths`
-        hint               explains a folder that is not a checkpoint, after the message about it
+        model_provider      called as `get_model`, or with Megatron's `pre_process` and `post_process`; returns this
+                            rank's chunks, see `setup_model_and_optimizer`
+        datasets_provider   called with the run; returns its `Splits`. Default: those of `data.paths`
+        forward_step        called with a micro-batch and the model; returns (sum of the losses, number of targets,
+                            scalars for the logs), see `megatron_lite.training.forward_step`
+        valid_forward_step  likewise, for evaluations; None: `forward_step`
+        learning_rate       (config.optim, optimizer steps before, train.iterations) -> rate, equal on every rank
+        after_step          called with the run and its `StepReport` on every rank, after each iteration
+        hint                explains a folder that is not a checkpoint, after the message about it
 
     Collective: every process calls it with the same config. Raises a MegatronLiteError with a message for the user;
     StoppedEarly follows a request to stop, after a checkpoint was saved.
     """
     survive_lost_output(Path(config.run.dir))
-    return core.pretrain(config, model_provider, datasets_provider, hint=hint, traced_step=traced_step)
+    hooks = Hooks(
+        forward_step=forward_step,
+        valid_forward_step=valid_forward_step or forward_step,
+        learning_rate=learning_rate,
+        after_step=after_step,
+        traced_step=traced_step,
+    )
+    return core.pretrain(config, model_provider, datasets_provider, hooks=hooks, hint=hint)

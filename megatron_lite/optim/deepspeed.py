@@ -131,6 +131,7 @@ class DeepSpeedOptimizer(DataParallel, Optimizer):
     """AdamW inside DeepSpeed's engine, for a model of one chunk. Gradients exist inside the engine only."""
 
     can_skip = False
+    can_rescale = False
     copies_at_save = True
 
     def __init__(self, library: DeepSpeed, model: nn.Module, params: Params, table: ParamTable):

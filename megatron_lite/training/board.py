@@ -12,7 +12,10 @@ from megatron_lite.config.load import dump_config
 from megatron_lite.config.schema import Config
 from megatron_lite.training.state import TrainState
 
-FOR_SAMPLES = ("lm loss", "learning-rate", "grad-norm", "batch-size", "lm loss validation", "lm loss test")
+FOR_SAMPLES = (
+    *(f"{loss}{split}" for loss in ("lm loss", "loss") for split in ("", " validation", " test")),
+    *("learning-rate", "grad-norm", "batch-size"),
+)
 
 
 class Board:

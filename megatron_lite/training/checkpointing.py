@@ -11,10 +11,9 @@ from megatron_lite.checkpoint.contents import Contents
 from megatron_lite.checkpoint.directory import iterations, locate, set_aside
 from megatron_lite.checkpoint.layout import parse_config, read_layout
 from megatron_lite.checkpoint.match import MODEL_PROVIDER
-from megatron_lite.config.load import FIELDS
+from megatron_lite.config.load import fields_of
 from megatron_lite.config.schema import Config
 from megatron_lite.errors import CheckpointError, ConfigError, DamagedCheckpoint, TrainingError
-from megatron_lite.optim.lr import learning_rate
 from megatron_lite.parallel.agreement import on_first
 from megatron_lite.parallel.collectives import all_reduce
 from megatron_lite.parallel.grid import Grid
@@ -25,6 +24,7 @@ from megatron_lite.training.start import checkpoints_of, find_start, local_root
 from megatron_lite.training.state import TrainState
 
 # Fields of `optim` that shape the learning rate.
+FORWARD_STEP = "forward_step"  # key of `origin`: the name of a custom one
 CURVE = ("lr", "min_lr", "schedule", "warmup_iterations", "decay_iterations", "wsd_decay_iterations")
 
 
@@ -148,6 +148,7 @@ def load_run(run: Run, root: Path, iteration: int) -> None:
     state = loaded.layout.state
     run.state = TrainState.from_dict(state["train"])
     _report(run, changes_line(saved, run.config), moved_line(loaded, saved, run), learning_rate_line(saved, run))
+    _report(run, forward_step_line(loaded, run))
     run.optimizer.load(contents.weights, contents.optimizer_state, state["adam_steps"], run.state.iteration)
     run.optimizer.scaler.load_state_dict(state["loss_scaler"])
     rng = loaded.rng
@@ -207,12 +208,14 @@ def saved_config(loaded: store.Loaded, folder: Path, run: Run) -> Config:
         and all(isinstance(state["loss_scaler"].get(key), int | float) for key in scaler)
     ):
         raise CheckpointError(f"{folder}: its state {str(state)[:80]} is not that of a run. Load another checkpoint")
+    config_type = type(run.config)  # with the sections of a script
+    known = fields_of(config_type)
     fields = {
-        section: {key: value for key, value in values.items() if f"{section}.{key}" in FIELDS}
+        section: {key: value for key, value in values.items() if f"{section}.{key}" in known}
         for section, values in loaded.layout.config.items()
-        if section in Config.model_fields
+        if section in config_type.model_fields
     }
-    return parse_config(fields, folder)
+    return parse_config(fields, folder, config_type)
 
 
 def changes_line(saved: Config, now: Config) -> str:
@@ -244,6 +247,12 @@ def moved_line(loaded: store.Loaded, saved: Config, run: Run) -> str:
     return "; ".join(lines)
 
 
+def forward_step_line(loaded: store.Loaded, run: Run) -> str:
+    """The forward steps of the checkpoint and of this run; empty where they have the same name."""
+    before, now = (origin.get(FORWARD_STEP) or "the built-in one" for origin in (loaded.layout.origin, run.origin))
+    return f"forward step: {now}; the checkpoint was trained with {before}" if before != now else ""
+
+
 def learning_rate_line(saved: Config, run: Run) -> str:
     """The next learning rate under the saved and the new config, and settings that keep the saved curve.
 
@@ -253,7 +262,8 @@ def learning_rate_line(saved: Config, run: Run) -> str:
         c.optim.model_copy(update={"decay_iterations": c.optim.decay_iterations or c.train.iterations})
         for c in (saved, run.config)
     )
-    old, new = (learning_rate(optim, run.state.optimizer_steps, optim.decay_iterations) for optim in (before, after))
+    rate, steps = run.hooks.learning_rate, run.state.optimizer_steps
+    old, new = (rate(optim, steps, optim.decay_iterations) for optim in (before, after))
     if abs(new - old) <= max(0.01 * max(old, new), 1e-3 * before.lr):
         return ""
     settings = [f"optim.{key}={getattr(before, key)}" for key in CURVE if getattr(before, key) != getattr(after, key)]

@@ -15,11 +15,12 @@ from megatron_lite.errors import StoppedEarly
 from megatron_lite.parallel.collectives import all_reduce
 from megatron_lite.pipeline.schedules import build_schedule
 from megatron_lite.training.corpora import samples_of_evaluation
+from megatron_lite.training.forward_step import Means, Sums, forward_of, means_of, sum_over_pipeline
 from megatron_lite.training.logs import RunLog
 from megatron_lite.training.run import Run
 from megatron_lite.training.signals import StopRequest
 from megatron_lite.training.state import due
-from megatron_lite.training.step import forward_of, local_batches, message_of, sum_over_pipeline
+from megatron_lite.training.step import local_batches, message_of
 
 
 def evaluation_samples(run: Run) -> int:
@@ -40,15 +41,26 @@ def build_loader(run: Run, dataset: Dataset, eod: int) -> PrefetchingLoader:
     )
 
 
-def evaluate(run: Run, dataset: Dataset, eod: int, stop: StopRequest | None = None) -> float | None:
-    """Mean loss per target token, in nats, over the first `evaluation_samples` of `dataset`; the same on every rank.
+def evaluate(run: Run, dataset: Dataset, eod: int) -> float:
+    """Mean loss per target, in nats, over the first `evaluation_samples` of `dataset`; the same on every rank.
 
-    Under local SGD this is the loss of the common model, not of each rank's own weights. A stop request before a global
-    batch ends the evaluation, which then returns None.
-    Communicates: as the forward passes; for each global batch one value over pp and, with `stop`, one over the world;
-    at the end two values over dp_cp.
+    Communicates: as `mean_results`.
     """
-    totals = torch.zeros(2, dtype=torch.float64, device=run.ctx.device)
+    means = mean_results(run, dataset, eod)
+    assert means is not None, "only a stop request ends an evaluation"
+    return means.loss
+
+
+def mean_results(run: Run, dataset: Dataset, eod: int, stop: StopRequest | None = None) -> Means | None:
+    """The means of the forward step's results over the first `evaluation_samples` of `dataset`; the same on every rank.
+
+    Under local SGD these are results of the common model, not of each rank's own weights. A stop request before a
+    global batch ends the evaluation, which then returns None.
+    Communicates: as the forward passes; for each global batch, with `stop`, one value over the world; at the end the
+    sums over pp and over dp_cp.
+    """
+    step = run.hooks.valid_forward_step
+    sums: Sums | None = Sums(run.scalar_names.get(step), run.ctx.device)
     batch_size = run.config.train.global_batch(run.ctx.dp.size)
     count = batch_size // (run.config.train.micro_batch_size * run.ctx.dp.size)
     schedule = build_schedule("forward-only", run.ctx.pp.size, count, len(run.model))
@@ -57,20 +69,19 @@ def evaluate(run: Run, dataset: Dataset, eod: int, stop: StopRequest | None = No
     with torch.no_grad(), run.optimizer.common_model(), build_loader(run, dataset, eod) as batches:
         for consumed in range(0, evaluation_samples(run), batch_size):
             if stop is not None and stop.agreed(run.ctx):
-                totals = None
+                sums = None
                 break
             portion = local_batches(batches.get(consumed, count), run.ctx.cp)
-            forward = forward_of(run, portion, run.model.__getitem__)
+            forward = forward_of(run, portion, run.model.__getitem__, step, sums)
             message = message_of(run.config, portion[0].tokens, run.ctx.device)
-            totals[:1] += sum_over_pipeline(run, run.engine.run(schedule, forward, message, recorder=run.progress))
-            totals[1] += sum(batch.loss_mask.sum(dtype=torch.float64) for batch in portion)
+            run.engine.run(schedule, forward, message, recorder=run.progress)
     run.ddp.release_params()  # that the forwards gathered; no backward releases them
     for chunk in run.model:
         chunk.train()
-    if totals is None:
+    if sums is None:
         return None
-    loss_sum, tokens = all_reduce(totals, run.ctx.dp_cp).tolist()
-    return loss_sum / max(tokens, 1.0)
+    total = all_reduce(sum_over_pipeline(run, step, sums), run.ctx.dp_cp)
+    return means_of(total, run.scalar_names[step])
 
 
 class Evaluation:
@@ -92,27 +103,30 @@ class Evaluation:
         """Log the validation and test loss of the finished model, where missing. A stop request raises StoppedEarly."""
         run, log = self._run, self._log
         for name in filter(self._is_missing, self._splits):
-            loss = self._evaluate(name, f"the end of training, iteration {run.state.iteration}", stop)
-            if loss is None:
+            losses = self._evaluate(name, f"the end of training, iteration {run.state.iteration}", stop)
+            if losses is None:
                 reason = stop.agreed(run.ctx) if stop is not None else ""
                 raise StoppedEarly(
                     f"exiting program {reason}: training is done at iteration {run.state.iteration}, and saved, but "
                     "not its final evaluation; run the same command again to evaluate"
                 )
-            if name == "validation" and log.active:
-                log.say(comparison_line(run, loss, self._splits[name]))
+            if name == "validation" and log.active and "lm loss" in losses:
+                log.say(comparison_line(run, losses["lm loss"], self._splits[name]))
 
     def _is_missing(self, name: str) -> bool:
         """True if this split is evaluated and has no logged loss at the current iteration."""
         state = self._run.state
         return name in self._splits and state.evaluated_at.get(name) != state.iteration
 
-    def _evaluate(self, name: str, where: str, stop: StopRequest | None) -> float | None:
-        loss = evaluate(self._run, self._splits[name], self._eod, stop)
-        if loss is not None:
-            self._log.evaluation(self._run.state, loss, where, name)
-            self._run.state.evaluated_at[name] = self._run.state.iteration
-        return loss
+    def _evaluate(self, name: str, where: str, stop: StopRequest | None) -> dict[str, float] | None:
+        """The losses by name; None after a stop request."""
+        means = mean_results(self._run, self._splits[name], self._eod, stop)
+        if means is None:
+            return None
+        losses = means.named(self._run.hooks.valid_forward_step)
+        self._log.evaluation(self._run.state, losses, where, name)
+        self._run.state.evaluated_at[name] = self._run.state.iteration
+        return losses
 
 
 def comparison_line(run: Run, loss: float, split: Dataset) -> str:

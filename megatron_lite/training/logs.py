@@ -39,6 +39,7 @@ class RunLog:
         self.config, self.ctx = config, ctx
         self.active = ctx.rank == 0
         self._recent: dict[str, float] = defaultdict(float)
+        self._losses: dict[str, float] = defaultdict(float)  # sums over recent iterations that were not skipped
         if not self.active:
             return
         self.peak = config.log.peak_tflops or peak_tflops(ctx.device, PRECISIONS[config.train.precision])
@@ -79,10 +80,11 @@ class RunLog:
             "mfu": tflops / self.peak if self.peak else 0.0,
             "memory_gb": peak_memory_gb(self.ctx.device),
             "seconds": seconds,
+            **{name: value for name, value in report.losses.items() if name != total_name(report.losses)},
         }
         speed = {"mfu": row["mfu"]} if self._on_gpu else {"gflops-per-second": 1000 * tflops}
         scalars = {
-            "lm loss": report.loss,
+            **report.losses,
             "learning-rate": report.lr,
             "grad-norm": report.grad_norm,
             "loss-scale": report.loss_scale,
@@ -100,6 +102,7 @@ class RunLog:
         if state.iteration % self.config.log.interval == 0 or state.iteration == 1:
             self.say(self._line(state, report, global_batch))
             self._recent.clear()
+            self._losses.clear()
 
     @property
     def _on_gpu(self) -> bool:
@@ -140,12 +143,14 @@ class RunLog:
         recent["skipped"] += report.skipped
         recent["nan"] += not math.isfinite(report.loss)
         if not report.skipped:
-            recent["loss"] += report.loss
             recent["losses"] += 1
+            for name, value in report.losses.items():
+                self._losses[name] += value
 
     def _line(self, state: TrainState, report: StepReport, global_batch: int) -> str:
         recent, total = self._recent, self.config.train.iterations
-        loss = recent["loss"] / recent["losses"] if recent["losses"] else report.loss
+        count = recent["losses"]
+        losses = {name: self._losses[name] / count if count else value for name, value in report.losses.items()}
         seconds, tflops = recent["seconds"] / recent["iterations"], recent["tflop_seconds"] / recent["seconds"]
         now = f"{datetime.now():%Y-%m-%d %H:%M:%S.%f}"
         everything, is_fp16 = self.config.log.megatron_line, self.config.train.precision == "fp16"
@@ -158,7 +163,7 @@ class RunLog:
             *[f" tokens per second: {recent['tokens'] / recent['seconds']:.0f}"] * (not everything),
             f" learning rate: {report.lr:.6E}",
             f" global batch size: {global_batch:5d}",
-            f" lm loss: {scientific(loss)}",
+            *[f" {name}: {scientific(value)}" for name, value in losses.items()],
             *[f" loss scale: {report.loss_scale:.1f}"] * (everything or is_fp16),
             f" grad norm: {report.grad_norm:.3f}",
             *[f" number of skipped iterations: {recent['skipped']:3.0f}"] * (everything or recent["skipped"] > 0),
@@ -168,15 +173,23 @@ class RunLog:
             fields.append(f" remaining time: {tqdm.format_interval(seconds * (total - state.iteration))}")
         return " |".join(fields) + " |"
 
-    def evaluation(self, state: TrainState, loss: float, where: str, split: str = "validation") -> None:
-        """Record and print a validation or test loss."""
+    def evaluation(self, state: TrainState, losses: dict[str, float], where: str, split: str = "validation") -> None:
+        """Record and print the losses of validation or test data."""
         if not self.active:
             return
-        perplexity = math.exp(min(loss, 20.0))  # in this order min keeps a nan
-        row = {"iteration": state.iteration, f"{split}_loss": loss, f"{split}_ppl": perplexity}
-        self._record(row, {f"lm loss {split}": loss, f"lm loss {split} ppl": perplexity}, state)
-        values = f"lm loss value: {scientific(loss)} | lm loss PPL: {scientific(perplexity)}"
-        self.say(f"{BAR}\n {split} loss at {where} | {values} | \n{BAR}")
+        row: dict[str, float] = {"iteration": state.iteration}
+        scalars, text = {}, ""
+        for name, value in losses.items():
+            row[f"{split}_loss" if name == total_name(losses) else f"{split}_{name}"] = scalars[f"{name} {split}"] = (
+                value
+            )
+            text += f" {name} value: {scientific(value)} |"
+            if name == "lm loss":
+                perplexity = math.exp(min(value, 20.0))  # in this order min keeps a nan
+                row[f"{split}_ppl"] = scalars[f"{name} {split} ppl"] = perplexity
+                text += f" {name} PPL: {scientific(perplexity)} |"
+        self._record(row, scalars, state)
+        self.say(f"{BAR}\n {split} loss at {where} |{text} \n{BAR}")
 
     def evaluated_at(self) -> dict[str, int]:
         """The iteration of the last evaluation in metrics.jsonl, by split."""
@@ -201,6 +214,11 @@ def write_config(config: Config) -> None:
     path = Path(config.run.dir) / "config.yaml"
     with write_errors(path.parent):
         atomic_write(path, dump_config(config))
+
+
+def total_name(losses: dict[str, float]) -> str:
+    """The name of the loss that training minimizes."""
+    return "loss" if "loss" in losses else "lm loss"
 
 
 def scientific(value: float) -> str:

@@ -76,7 +76,8 @@ class Iterations:
         self._run, self._log = run, log
         self._first = run.state.iteration + 1
         self._traced = 0
-        if run.traced_step is not None:
+        self._traced_step = run.hooks.traced_step if run.config.log.trace else None
+        if self._traced_step is not None:
             self._traced = min(run.state.iteration + TRACED_ITERATION, run.config.train.iterations)
         self._stragglers = Stragglers(run)
 
@@ -90,8 +91,8 @@ class Iterations:
         count = num_microbatches(config.train, dp, state.consumed_samples)
         portion = local_batches(batches.get(state.consumed_samples, count), run.ctx.cp)
         is_compared = due(number, config.log.interval) and run.ctx.world.size > 1 and number != self._traced
-        if run.traced_step is not None and number == self._traced:
-            report = run.traced_step(run, portion, log.say)
+        if self._traced_step is not None and number == self._traced:
+            report = self._traced_step(run, portion, log.say)
         else:
             with self._stragglers.measured() if is_compared else nullcontext():
                 report = train_step(run, portion)
@@ -101,6 +102,8 @@ class Iterations:
         if is_compared and (line := self._stragglers.line()):
             log.say(line)
         answer_bad_values(run, report, log.say)
+        if run.hooks.after_step is not None:
+            run.hooks.after_step(run, report)
 
 
 @contextmanager

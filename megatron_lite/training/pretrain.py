@@ -27,8 +27,9 @@ from megatron_lite.training.evaluate import Evaluation
 from megatron_lite.training.initialize import finalize_megatron, initialize_megatron
 from megatron_lite.training.logs import RunLog, write_config
 from megatron_lite.training.loop import train
-from megatron_lite.training.run import Run, TracedStep
-from megatron_lite.training.setup import ModelProvider, setup_model_and_optimizer
+from megatron_lite.training.provider import ModelProvider
+from megatron_lite.training.run import Hooks, Run
+from megatron_lite.training.setup import setup_model_and_optimizer
 from megatron_lite.training.signals import StopRequest
 from megatron_lite.training.state import TrainState
 
@@ -41,19 +42,20 @@ def pretrain(
     model_provider: ModelProvider = get_model,
     datasets_provider: DatasetsProvider | None = None,
     *,
+    hooks: Hooks | None = None,
     hint: Callable[[Config], str] | None = None,
-    traced_step: TracedStep | None = None,
 ) -> TrainState:
     """Train to `train.iterations`, from the newest checkpoint of the run if there is one; return the final counters.
 
     Collective: every process calls it with the same config. Raise a MegatronLiteError with a message for the user;
-    StoppedEarly follows a request to stop, after a checkpoint was saved. Two features come from outside the core:
-    `hint` explains a folder that is not a checkpoint, after the message about it; `traced_step` serves `log.trace`.
+    StoppedEarly follows a request to stop, after a checkpoint was saved. `hint` explains a folder that is not a
+    checkpoint, after the message about it.
     """
-    if config.log.trace and traced_step is None:
+    hooks = hooks or Hooks()
+    if config.log.trace and hooks.traced_step is None:
         raise ConfigError("log.trace is true, which training.pretrain alone cannot do; call megatron_lite.pretrain")
     try:
-        return run_to_end(config, model_provider, datasets_provider, traced_step if config.log.trace else None)
+        return run_to_end(config, model_provider, datasets_provider, hooks)
     except NoCheckpoint as error:
         raise NoCheckpoint(f"{error}{hint(config) if hint else ''}") from error
     except BaseException as error:
@@ -67,7 +69,7 @@ def run_to_end(
     config: Config,
     model_provider: ModelProvider,
     datasets_provider: DatasetsProvider | None,
-    traced_step: TracedStep | None,
+    hooks: Hooks,
 ) -> TrainState:
     """The run, from joining the process group to its end."""
     began, started = time.monotonic(), launch_time()
@@ -78,8 +80,7 @@ def run_to_end(
             Path(config.run.exit_code_file).unlink(missing_ok=True)  # of an earlier start
         if os.environ.get("LOCAL_RANK", "0") == "0":  # machines may not share the folder
             shutil.rmtree(Path(config.run.dir) / "heartbeat", ignore_errors=True)
-        run = setup_model_and_optimizer(config, ctx, rng, model_provider)
-        run.traced_step = traced_step
+        run = setup_model_and_optimizer(config, ctx, rng, model_provider, hooks)
         log = RunLog(run.config, ctx, run.state, lock)
         at_the_end.callback(log.close)
         at_the_end.callback(run.saver.close, log.say)

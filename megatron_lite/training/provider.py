@@ -1,4 +1,4 @@
-"""Names of model providers, as `--model` accepts them: FILE.py:NAME or module:NAME.
+"""A script's functions, named as the command line accepts them, FILE.py:NAME or module:NAME; and its model.
 
 A custom model may use tensors of the same names for another computation. So a checkpoint records its provider, and the
 built-in model does not load a custom model's checkpoint. Custom providers are not compared with each other.
@@ -7,32 +7,45 @@ built-in model does not load a custom model's checkpoint. Custom providers are n
 import importlib.util
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, cast
+
+import torch
+from torch import nn
 
 from megatron_lite.checkpoint.match import BUILT_IN
+from megatron_lite.config.schema import Config
 from megatron_lite.errors import ConfigError
+from megatron_lite.parallel.context import ParallelContext
+from megatron_lite.parallel.random import RngTracker
 
-_loading: list[str] = []  # names of the providers whose modules are being imported
+ModelProvider = Callable[..., Sequence[nn.Module]]
+WANTED = {  # by option
+    "--model": "a function like get_model",
+    "--forward-step": "a function of a micro-batch and the model",
+    "--data": "a function of the run, which returns Splits",
+}
+_loading: list[str] = []  # options and names of the functions whose modules are being imported
 
 
 @dataclass(frozen=True)
-class NamedProvider:
-    """A model provider known by its name, so it can be pickled; its module is imported at the first call."""
+class NamedFunction:
+    """A function known by its name, so it can be pickled; its module is imported at the first call."""
 
     name: str
+    option: str = "--model"
 
     def __post_init__(self) -> None:
         place, _, attribute = self.name.rpartition(":")
         if not (place and attribute):
-            raise ConfigError(f"--model is {self.name!r}; give FILE.py:NAME or module:NAME")
+            raise ConfigError(f"{self.option} is {self.name!r}; give FILE.py:NAME or module:NAME")
         if place.endswith(".py") and not Path(place).is_file():
-            raise ConfigError(f"--model is {self.name}, but {place} does not exist")
+            raise ConfigError(f"{self.option} is {self.name}, but {place} does not exist")
 
     def __call__(self, *args: Any, **options: Any) -> Any:
         return self.load()(*args, **options)
@@ -40,17 +53,18 @@ class NamedProvider:
     def load(self) -> Callable[..., Any]:
         """Import the function. Raise ConfigError if a module or attribute is missing; other errors propagate."""
         place, _, attribute = self.name.rpartition(":")
-        _loading.append(self.name)
+        _loading.append(f"{self.option} is {self.name}")
         try:
             found: Any = _module_of(place)
             for part in attribute.split("."):
                 found = getattr(found, part)
         except (AttributeError, ModuleNotFoundError) as error:
-            raise ConfigError(f"--model is {self.name}: {error}") from error
+            raise ConfigError(f"{self.option} is {self.name}: {error}") from error
         finally:
             _loading.pop()
         if not callable(found):
-            raise ConfigError(f"--model is {self.name}, of type {type(found).__name__}; give a function like get_model")
+            kind = type(found).__name__
+            raise ConfigError(f"{self.option} is {self.name}, of type {kind}; give {WANTED[self.option]}")
         return found
 
 
@@ -75,9 +89,29 @@ def _module_of(place: str) -> ModuleType:
     return sys.modules[name]
 
 
-def provider_name(provider: Callable[..., Any]) -> str:
-    """The name of a provider, of a top-level function as `--model` accepts it; empty for the built-in `get_model`."""
-    if isinstance(provider, NamedProvider):
+def build_chunks(
+    provider: ModelProvider, config: Config, ctx: ParallelContext, rng: RngTracker, dtype: torch.dtype
+) -> Sequence[nn.Module]:
+    """This rank's chunks of the model, from a provider like `get_model`, or from Megatron's.
+
+    Megatron's is known by the names of its parameters, `pre_process` and `post_process`. It is called once for each
+    chunk, with mpu's virtual rank set, and its parameters are converted to `dtype`.
+    """
+    function = provider.load() if isinstance(provider, NamedFunction) else provider
+    if not {"pre_process", "post_process"} <= set(inspect.signature(function).parameters):
+        return function(config, ctx, rng, dtype=dtype)
+    function = cast(Callable[..., nn.Module], function)
+    chunks, num_chunks = [], config.parallel.virtual_pipeline
+    for chunk in range(num_chunks):
+        stage = chunk * ctx.pp.size + ctx.pp.rank
+        last = num_chunks * ctx.pp.size - 1
+        chunks.append(function(pre_process=stage == 0, post_process=stage == last).to(dtype))
+    return chunks
+
+
+def function_name(provider: Callable[..., Any]) -> str:
+    """The name of a function, of a top-level one as the command line accepts it; empty for the built-in `get_model`."""
+    if isinstance(provider, NamedFunction):
         return provider.name
     while isinstance(provider, partial):
         provider = provider.func
@@ -94,6 +128,5 @@ def check_not_loading() -> None:
     """Raise ConfigError while a provider's module is imported: its top-level code would start a run."""
     if _loading:
         raise ConfigError(
-            f"--model is {_loading[-1]}: its file starts a run while it is imported; put that under "
-            'if __name__ == "__main__":'
+            f'{_loading[-1]}: its file starts a run while it is imported; put that under if __name__ == "__main__":'
         )

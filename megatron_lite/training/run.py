@@ -7,15 +7,17 @@ from typing import Any
 from torch import nn
 
 from megatron_lite.checkpoint.saver import Saver
-from megatron_lite.config.schema import Config
+from megatron_lite.config.schema import Config, OptimConfig
 from megatron_lite.data.loader import Batch
 from megatron_lite.data.tokenizer import Tokenizer
 from megatron_lite.ddp.data_parallel import DataParallel
+from megatron_lite.optim.lr import learning_rate
 from megatron_lite.optim.mixed_precision import Optimizer
 from megatron_lite.parallel.context import ParallelContext
 from megatron_lite.parallel.random import RngTracker
 from megatron_lite.parallel.shard import ParamTable
 from megatron_lite.pipeline.engine import PipelineEngine
+from megatron_lite.training.forward_step import ForwardStep, next_token_loss
 from megatron_lite.training.progress import Progress
 from megatron_lite.training.state import StepReport, TrainState
 
@@ -38,7 +40,23 @@ class Run:
     tokenizer: Tokenizer | None = None  # built from data.tokenizer; None if that is empty
     state: TrainState = field(default_factory=TrainState)
     progress: Progress = field(default_factory=Progress)
+    hooks: "Hooks" = field(default_factory=lambda: Hooks())
+    scalar_names: dict[ForwardStep, tuple[str, ...]] = field(default_factory=lambda: {next_token_loss: ()})
+
+
+@dataclass(frozen=True)
+class Hooks:
+    """Functions of a script, and of packages that training cannot import, which a run calls."""
+
+    forward_step: ForwardStep = next_token_loss
+    valid_forward_step: ForwardStep = next_token_loss  # of evaluations
+    learning_rate: "LearningRate" = learning_rate
+    after_step: "AfterStep | None" = None
     traced_step: "TracedStep | None" = None  # called instead of `train_step` in one iteration if `log.trace` is set
 
 
+LearningRate = Callable[[OptimConfig, int, int], float]
+"""(config.optim, optimizer steps before, train.iterations) -> the rate of a step, equal on every rank."""
+AfterStep = Callable[[Run, StepReport], None]
+"""Called on every rank after each iteration."""
 TracedStep = Callable[[Run, list[Batch], Callable[[str], None]], StepReport]

@@ -1,7 +1,7 @@
 """The parts of a run, built in Megatron's order: model, gradient reduction, optimizer, then the newest checkpoint."""
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from torch import nn
 
@@ -18,23 +18,28 @@ from megatron_lite.parallel.context import ParallelContext
 from megatron_lite.parallel.dtypes import PRECISIONS
 from megatron_lite.parallel.random import RngTracker
 from megatron_lite.pipeline.engine import PipelineEngine
-from megatron_lite.training.checkpointing import load_newest
-from megatron_lite.training.provider import provider_name
-from megatron_lite.training.run import Run
-
-ModelProvider = Callable[..., Sequence[nn.Module]]
+from megatron_lite.training.checkpointing import FORWARD_STEP, load_newest
+from megatron_lite.training.forward_step import next_token_loss
+from megatron_lite.training.provider import ModelProvider, build_chunks, function_name
+from megatron_lite.training.run import Hooks, Run
 
 
 def setup_model_and_optimizer(
-    config: Config, ctx: ParallelContext, rng: RngTracker, model_provider: ModelProvider = get_model
+    config: Config,
+    ctx: ParallelContext,
+    rng: RngTracker,
+    model_provider: ModelProvider = get_model,
+    hooks: Hooks | None = None,
 ) -> Run:
     """A new run, or one resumed from its newest checkpoint; its config has the size of the vocabulary.
 
-    `model_provider` has the arguments of `get_model` and returns this rank's chunks. The arguments of a chunk are
+    `model_provider` has the arguments of `get_model` and returns this rank's chunks; or it is Megatron's, with
+    `pre_process` and `post_process`, and returns one chunk (`build_chunks`). The arguments of a chunk are
     `(tokens [b, s], labels [b, s])`, and after the first stage the previous stage's hidden state, `[s, b, h]`, or
-    `[s/tp, b, h]` under sequence parallelism. The last stage returns the loss of every token, `[s, b]`, the others
-    their hidden state. With packed documents a chunk also gets `position_ids` [b, s] and `mask`, as keywords; under
-    context parallelism s is that of this rank, `position_ids` can be [1, s], and `mask` is that of the full sequence.
+    `[s/tp, b, h]` under sequence parallelism. The last stage returns the loss of every token, `[s, b]`, or what
+    `hooks.forward_step` takes; the others return their hidden state. With packed documents a chunk also gets
+    `position_ids` [b, s] and `mask`, as keywords; under context parallelism s is that of this rank, `position_ids` can
+    be [1, s], and `mask` is that of the full sequence.
     Collective over the world.
     """
     tokenizer = build_tokenizer(config.data.tokenizer) if config.data.tokenizer else None
@@ -43,7 +48,7 @@ def setup_model_and_optimizer(
     dtype = PRECISIONS[config.train.precision]
 
     def make_model() -> Sequence[nn.Module]:
-        model = model_provider(config, ctx, rng, dtype=dtype)
+        model = build_chunks(model_provider, config, ctx, rng, dtype)
         check_num_chunks(model, config)
         check_buffers(model)
         check_takes_documents(model, config)
@@ -56,8 +61,11 @@ def setup_model_and_optimizer(
         config, ctx, rng, parts.model, parts.params, parts.table, parts.ddp, parts.optimizer, pipeline, saver, origin={}
     )
     run.tokenizer = tokenizer
-    if name := provider_name(model_provider):
+    run.hooks = hooks or Hooks()
+    if name := function_name(model_provider):
         run.origin[MODEL_PROVIDER] = name
+    if run.hooks.forward_step is not next_token_loss:
+        run.origin[FORWARD_STEP] = function_name(run.hooks.forward_step)
     if tokenizer is not None:
         run.origin["tokenizer"] = tokenizer_hash(config.data.tokenizer)  # each rank reads its files
     load_newest(run)

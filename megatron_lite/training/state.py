@@ -27,6 +27,7 @@ class StepReport:
     skipped: bool  # no weight changed
     bad: str = ""  # nan: not finite, and a smaller loss scale cannot help; spike: a loss that is too high
     bad_ranks: str = ""  # the ranks whose own loss is not finite, for a message
+    losses: dict[str, float] = field(default_factory=dict)  # the loss by its name in logs, and a forward step's scalars
 
 
 @dataclass

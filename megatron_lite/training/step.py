@@ -5,26 +5,21 @@ Gradients are sums over tokens, micro-batches and ranks. So neither micro-batch 
 or context parallelism, nor unequal masks change the result.
 """
 
-from collections.abc import Callable
-from typing import Any
-
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from megatron_lite.config.schema import Config
 from megatron_lite.data.loader import Batch
 from megatron_lite.ddp.finalize import finalize_grads
 from megatron_lite.errors import TrainingError
-from megatron_lite.model.masks import Mask
-from megatron_lite.optim.lr import learning_rate
 from megatron_lite.parallel.collectives import all_reduce
 from megatron_lite.parallel.context import Group
 from megatron_lite.parallel.dtypes import PRECISIONS
 from megatron_lite.parallel.zigzag import local_tokens, positions
-from megatron_lite.pipeline.engine import Forward
 from megatron_lite.pipeline.p2p import Message
 from megatron_lite.pipeline.schedules import build_schedule
 from megatron_lite.training.faults import ranks_with_bad_loss, step_unless_bad
+from megatron_lite.training.forward_step import ForwardStep, Means, Sums, forward_of, means_of, sum_over_pipeline
 from megatron_lite.training.replicas import check_copies_if_debug, check_replicas_if_due
 from megatron_lite.training.run import Run
 from megatron_lite.training.state import StepReport
@@ -33,80 +28,73 @@ from megatron_lite.training.state import StepReport
 def train_step(run: Run, microbatches: list[Batch]) -> StepReport:
     """One optimizer step over the global batch, of which `microbatches` are the share of this rank of dp and cp."""
     target_tokens = count_target_tokens(microbatches, run.ctx.dp_cp)
-    lr = learning_rate(run.config.optim, run.state.optimizer_steps, run.config.train.iterations)
+    lr = run.hooks.learning_rate(run.config.optim, run.state.optimizer_steps, run.config.train.iterations)
     loss_scale = run.optimizer.scaler.scale
     run.ddp.zero_grad()
-    loss_sum = forward_backward(run, microbatches, loss_scale / target_tokens)
+    sums = forward_backward(run, microbatches, loss_scale / target_tokens)
     with run.progress.during("finalize_grads"):
         finalize_grads(run.ddp, run.table, run.ctx)
-    loss = mean_loss(run, loss_sum, target_tokens)
+    means = mean_over_ranks(run, sums, run.hooks.forward_step)
+    rescale_grads(run, target_tokens, means.targets)
     check_replicas_if_due(run)
     run.saver.wait_for_copy()  # the optimizer overwrites what a background save copies
     with run.progress.during("optimizer"):
-        verdict = step_unless_bad(run, loss, lr)
+        verdict = step_unless_bad(run, means.loss, lr)
     check_copies_if_debug(run)
-    advance(run, microbatches, loss, skipped=verdict.skipped)
-    bad_ranks = ranks_with_bad_loss(loss_sum, run.ctx.world) if verdict.bad == "nan" else ""
-    return StepReport(loss, verdict.grad_norm, lr, loss_scale, verdict.skipped, verdict.bad, bad_ranks)
+    advance(run, microbatches, means.loss, skipped=verdict.skipped)
+    bad_ranks = ranks_with_bad_loss(sums[:1], run.ctx.world) if verdict.bad == "nan" else ""
+    losses = means.named(run.hooks.forward_step)
+    return StepReport(means.loss, verdict.grad_norm, lr, loss_scale, verdict.skipped, verdict.bad, bad_ranks, losses)
 
 
-def mean_loss(run: Run, loss_sum: Tensor, target_tokens: float) -> float:
-    """The mean loss per target token of the global batch, in nats, bitwise equal on all ranks.
+def mean_over_ranks(run: Run, total: Tensor, step: ForwardStep) -> Means:
+    """The means of the global batch, bitwise equal on all ranks.
 
-    loss_sum  [1]  of this rank's tokens, equal on all ranks of mp
-    Communicates: one value over the world.
+    total  [2 + 2 * scalars]  the sums of this rank's tokens, equal on all ranks of mp
+    Communicates: these values over the world.
     """
-    copies = run.ctx.mp.size
-    return all_reduce(loss_sum.clone(), run.ctx.world).item() / copies / target_tokens
+    return means_of(all_reduce(total.clone(), run.ctx.world) / run.ctx.mp.size, run.scalar_names[step])
+
+
+def rescale_grads(run: Run, target_tokens: float, targets: float) -> None:
+    """Divide the gradients by the targets that the forward step has counted, where they are not the target tokens.
+
+    Raises TrainingError where the engine cannot.
+    """
+    if targets in (target_tokens, 0.0):
+        return
+    if not run.ddp.can_rescale:
+        raise TrainingError(
+            f"the forward step returned {targets:g} targets, and the loss mask of the batch has {target_tokens:g}; "
+            f"{run.config.engine} with sync.mode {run.config.sync.mode} needs them equal; use parallel.ddp: local or "
+            "fsdp, with sync.mode: every_step"
+        )
+    if run.ddp.main_grads:
+        grads = list(run.ddp.main_grads.values())
+        torch._foreach_mul_(grads, target_tokens / targets)  # pyright: ignore[reportPrivateImportUsage]
 
 
 def forward_backward(run: Run, microbatches: list[Batch], loss_grad: float) -> Tensor:
-    """The sum of all token losses of `microbatches`, `[1]`, on every rank of pp; leaves gradients in `run.ddp`.
+    """The sums of the forward step over `microbatches`, as `Sums.total` has them, on every rank of pp; leaves gradients
+    in `run.ddp`.
 
-    loss_grad  the gradient of that sum: the loss scale over the target tokens of the global batch
-    Communicates: hidden states over pp, keys and values over cp, gradients over dp_cp, and one value over pp.
+    loss_grad  the gradient of the sum of losses: the loss scale over the target tokens of the global batch
+    Communicates: hidden states over pp, keys and values over cp, gradients over dp_cp, and the sums over pp.
     """
     if run.config.sync.is_local:
         # Under local SGD a rank uses its own gradients. Their mean over dp is the gradient of the global batch.
         loss_grad *= run.ctx.dp.size
-    parallel = run.config.parallel
-    losses = run.ddp.forward_backward(
+    parallel, step = run.config.parallel, run.hooks.forward_step
+    sums = Sums(run.scalar_names.get(step), run.ctx.device)
+    run.ddp.forward_backward(
         run.engine,
         build_schedule(parallel.schedule, run.ctx.pp.size, len(microbatches), len(run.model)),
-        forward_of(run, microbatches, run.ddp.module),
+        forward_of(run, microbatches, run.ddp.module, step, sums),
         message_of(run.config, microbatches[0].tokens, run.ctx.device),
         loss_grad,
         run.progress,
     )
-    return sum_over_pipeline(run, losses)
-
-
-def forward_of(run: Run, microbatches: list[Batch], module: Callable[[int], nn.Module]) -> Forward:
-    """A function that runs one micro-batch through one chunk; on the last stage it returns the sum of the token
-    losses."""
-    packing = [packing_of(batch) for batch in microbatches]
-
-    def forward(chunk: int, number: int, hidden: Tensor | None) -> Tensor:
-        batch = microbatches[number]
-        given = (batch.tokens, batch.labels) if hidden is None else (batch.tokens, batch.labels, hidden)
-        output = module(chunk)(*given, **packing[number])
-        is_last = chunk * run.ctx.pp.size + run.ctx.pp.rank == run.engine.last_stage
-        return masked_sum(output, batch.loss_mask) if is_last else output
-
-    return forward
-
-
-def packing_of(batch: Batch) -> dict[str, Any]:
-    """The keyword arguments of a chunk that describe the documents of this micro-batch; none without documents.
-
-    A causal mask needs no lengths: padding is at the end, where no token sees it.
-    """
-    given: dict[str, Any] = {}
-    if batch.position_ids is not None:
-        given["position_ids"] = batch.position_ids
-    if batch.documents is not None:
-        given["mask"] = Mask(documents=batch.documents)
-    return given
+    return sum_over_pipeline(run, step, sums)
 
 
 def local_batches(microbatches: list[Batch], cp: Group) -> list[Batch]:
@@ -134,29 +122,6 @@ def message_of(config: Config, tokens: Tensor, device: torch.device) -> Message:
     if config.model.fp32_residual:
         dtype = torch.promote_types(dtype, torch.float32)
     return Message((length, batch, config.model.hidden_size), dtype, device)
-
-
-def sum_over_pipeline(run: Run, losses: list[Tensor]) -> Tensor:
-    """The sum of losses that only the last stage has, [1], on every rank of pp, in fp64."""
-    total = torch.zeros(1, dtype=torch.float64, device=run.ctx.device)
-    for loss in losses:
-        total += loss
-    return all_reduce(total, run.ctx.pp)
-
-
-def masked_sum(losses: Tensor, loss_mask: Tensor) -> Tensor:
-    """The sum of the losses of target tokens. Raises TrainingError for losses of another shape.
-
-    losses     [s, b]  as the model's last stage returned them
-    loss_mask  [b, s]  1 for target tokens, 0 for others
-    """
-    if not isinstance(losses, Tensor) or losses.shape != loss_mask.t().shape:
-        got = list(losses.shape) if isinstance(losses, Tensor) else f"a {type(losses).__name__}"
-        raise TrainingError(
-            f"the model's last stage returned {got}; it must return the loss of every token, [s, b] = "
-            f"{list(loss_mask.t().shape)}"
-        )
-    return (losses * loss_mask.t()).sum()
 
 
 def count_target_tokens(microbatches: list[Batch], dp_cp: Group) -> float:

@@ -17,13 +17,15 @@ from megatron_lite.ddp.local_shard import LocalShard
 from megatron_lite.launch.pool import RanksFailed
 from megatron_lite.model import build
 from megatron_lite.optim import deepspeed as deepspeed_file
+from megatron_lite.parallel.collectives import all_reduce
 from megatron_lite.parallel.embedding import VocabParallelEmbedding
 from megatron_lite.parallel.linear import ColumnParallelLinear
+from megatron_lite.training.forward_step import Sums, forward_of, next_token_loss
 from megatron_lite.training.initialize import finalize_megatron, initialize_megatron
 from megatron_lite.training.run import Run
 from megatron_lite.training.setup import setup_model_and_optimizer
 from megatron_lite.training.state import TrainState
-from megatron_lite.training.step import forward_backward, forward_of, sum_over_pipeline, train_step
+from megatron_lite.training.step import forward_backward, train_step
 from tests.helpers.engines import FOUR_STEPS, OFFLOAD_ALL, OFFLOAD_OPTIMIZER, SMALL_BUCKETS, deepspeed
 from tests.helpers.tiny import gather_weights, model_with_biases, next_microbatches, tiny_config, train_tiny
 
@@ -124,16 +126,13 @@ def evaluation_loss(run: Run) -> float:
     batches = next_microbatches(run)
     run.model[0].eval()
     with torch.no_grad():
-        forward = forward_of(run, batches, run.model.__getitem__)
-        sums = torch.stack(
-            [
-                sum_over_pipeline(run, [forward(0, number, None) for number in range(len(batches))])[0],
-                torch.stack([batch.loss_mask.sum() for batch in batches]).sum().double(),
-            ]
-        )
+        sums = Sums((), run.ctx.device)
+        forward = forward_of(run, batches, run.model.__getitem__, next_token_loss, sums)
+        for number in range(len(batches)):
+            forward(0, number, None)
     run.model[0].train()
-    dist.all_reduce(sums, group=run.ctx.dp.pg)
-    return (sums[0] / sums[1]).item()
+    loss, targets = all_reduce(sums.total(), run.ctx.dp).tolist()
+    return loss / targets
 
 
 def check_that_a_step_with_an_infinite_gradient_changes_nothing(run: Run) -> None:

@@ -15,13 +15,14 @@ from megatron_lite.checkpoint.layout import read_layout
 from megatron_lite.errors import CheckpointError, TrainingError
 from megatron_lite.launch.pool import RanksFailed
 from megatron_lite.training.checkpointing import load_run, save_run
+from megatron_lite.training.forward_step import sum_over_pipeline
 from megatron_lite.training.initialize import finalize_megatron, initialize_megatron
 from megatron_lite.training.replicas import check_replicas_equal
 from megatron_lite.training.run import Run
 from megatron_lite.training.setup import setup_model_and_optimizer
 from megatron_lite.training.start import checkpoints_of
 from megatron_lite.training.state import ENOUGH_LOSSES, StepReport, TrainState
-from megatron_lite.training.step import advance, sum_over_pipeline, train_step
+from megatron_lite.training.step import advance, train_step
 from tests.helpers.checkpoints import flip_a_bit
 from tests.helpers.runs import rows, tensor_files, train_to_end
 from tests.helpers.tiny import gather_weights, model_with_biases, next_microbatches, tiny_config
@@ -257,8 +258,10 @@ def train_with_two_losses(folder: str) -> tuple[list[float], list[str]]:
     """Train with a wrong loss on one tensor-parallel rank in one iteration, as from broken memory."""
 
     def step(run: Run, microbatches):
-        def damaged_sum(run, losses):
-            return sum_over_pipeline(run, losses) * (3 if run.ctx.rank and run.state.iteration == 12 else 1)
+        def damaged_sum(run, forward_step, sums):
+            total = sum_over_pipeline(run, forward_step, sums)
+            total[0] *= 3 if run.ctx.rank and run.state.iteration == 12 else 1
+            return total
 
         with mock.patch("megatron_lite.training.step.sum_over_pipeline", damaged_sum):
             report = train_step(run, microbatches)

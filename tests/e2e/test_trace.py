@@ -16,6 +16,7 @@ from megatron_lite.model.build import get_model
 from megatron_lite.plan.trace import traced_step
 from megatron_lite.training.initialize import finalize_megatron, initialize_megatron
 from megatron_lite.training.pretrain import pretrain
+from megatron_lite.training.run import Hooks
 from megatron_lite.training.setup import setup_model_and_optimizer
 from megatron_lite.training.step import train_step
 from tests.helpers.runs import counting_splits
@@ -28,7 +29,7 @@ def printed(folder: Path, **changes) -> str:
     """Train; returns the output of this rank."""
     config = tiny_config("gpt", run__dir=str(folder), log__trace="true", **PIPELINE, **changes)
     with contextlib.redirect_stdout(io.StringIO()) as out:
-        pretrain(config, datasets_provider=counting_splits, traced_step=traced_step)
+        pretrain(config, datasets_provider=counting_splits, hooks=Hooks(traced_step=traced_step))
     return out.getvalue()
 
 

@@ -7,6 +7,7 @@ import pytest
 from megatron_lite.config.load import load_config
 from megatron_lite.optim.lr import learning_rate
 from megatron_lite.training.checkpointing import learning_rate_line
+from megatron_lite.training.run import Hooks
 from megatron_lite.training.state import TrainState
 
 OLD = ["train.iterations=160", "optim.lr=0.005", "optim.warmup_iterations=20"]
@@ -15,7 +16,9 @@ OLD = ["train.iterations=160", "optim.lr=0.005", "optim.warmup_iterations=20"]
 def line(changes: list[str], steps: int = 160, old: list[str] = OLD) -> str:
     """The line of a run that resumes after `steps` with these changes."""
     run = SimpleNamespace(
-        config=load_config(None, [*old, *changes]), state=TrainState(iteration=steps, optimizer_steps=steps)
+        hooks=Hooks(),
+        config=load_config(None, [*old, *changes]),
+        state=TrainState(iteration=steps, optimizer_steps=steps),
     )
     return learning_rate_line(load_config(None, old), run)  # type: ignore[arg-type]
 

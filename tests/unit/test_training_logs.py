@@ -32,14 +32,14 @@ def make_log(tmp_path):
 
 
 def report(loss: float, skipped: bool = False) -> StepReport:
-    return StepReport(loss=loss, grad_norm=2.0, lr=1e-3, loss_scale=1.0, skipped=skipped)
+    return StepReport(loss=loss, grad_norm=2.0, lr=1e-3, loss_scale=1.0, skipped=skipped, losses={"lm loss": loss})
 
 
 def test_a_nan_loss_is_printed(make_log, capsys):
     """Megatron-LM omits the field, which can hide a broken run."""
     log = make_log()
     log.iteration(TrainState(iteration=1, consumed_samples=8), report(math.nan), 8, 0.5)
-    log.evaluation(TrainState(iteration=1), math.nan, "iteration 1")
+    log.evaluation(TrainState(iteration=1), {"lm loss": math.nan}, "iteration 1")
     log.close()
     printed = capsys.readouterr().out
     assert "| lm loss: nan |" in printed
@@ -125,7 +125,7 @@ def test_a_resume_keeps_all_points_of_every_curve(make_log, tmp_path):
         for number in range(first, end + 1):
             state = TrainState(iteration=number, consumed_samples=8 * number)
             log.iteration(state, report(2.0), 8, 0.5)
-        log.evaluation(state, 2.0, "the end")
+        log.evaluation(state, {"lm loss": 2.0}, "the end")
         log.close()
     by_iteration, by_samples = points(tmp_path / "tensorboard"), points(tmp_path / "tensorboard" / "samples")
     assert by_iteration.pop("lm loss validation") == by_iteration.pop("lm loss validation ppl") == [6]

@@ -9,7 +9,7 @@ import pytest
 
 from megatron_lite.errors import ConfigError
 from megatron_lite.model.build import get_model
-from megatron_lite.training.provider import NamedProvider, provider_name
+from megatron_lite.training.provider import NamedFunction, function_name
 from tests.helpers.tiny import tiny_config
 
 
@@ -22,16 +22,16 @@ class CallableProvider:
 
 def test_the_built_in_model_is_recorded_without_a_name():
     """Otherwise every checkpoint of get_model would need --model. Given by name, get_model loads any checkpoint."""
-    assert provider_name(get_model) == ""
-    assert provider_name(partial(get_model, dtype=None)) == ""
-    named = NamedProvider("megatron_lite.model.build:get_model")
-    assert named.load() is get_model and provider_name(named) == "megatron_lite.model.build:get_model"
+    assert function_name(get_model) == ""
+    assert function_name(partial(get_model, dtype=None)) == ""
+    named = NamedFunction("megatron_lite.model.build:get_model")
+    assert named.load() is get_model and function_name(named) == "megatron_lite.model.build:get_model"
 
 
 def test_a_provider_is_named_by_its_module_or_as_on_the_command_line():
-    assert provider_name(CallableProvider()) == f"{__name__}:CallableProvider"
-    assert provider_name(partial(tiny_config, "gpt")) == "tests.helpers.tiny:tiny_config"
-    assert NamedProvider(f"{__name__}:CallableProvider.__call__").load() is CallableProvider.__call__
+    assert function_name(CallableProvider()) == f"{__name__}:CallableProvider"
+    assert function_name(partial(tiny_config, "gpt")) == "tests.helpers.tiny:tiny_config"
+    assert NamedFunction(f"{__name__}:CallableProvider.__call__").load() is CallableProvider.__call__
 
 
 def test_a_script_is_named_by_its_file(tmp_path, monkeypatch, capsys):
@@ -40,9 +40,9 @@ def test_a_script_is_named_by_its_file(tmp_path, monkeypatch, capsys):
     (tmp_path / "other").mkdir()
     script = tmp_path / "project" / "mine.py"
     script.write_text(
-        "from megatron_lite.training.provider import provider_name\n"
+        "from megatron_lite.training.provider import function_name\n"
         "def build(): pass\n"
-        "print(provider_name(build), provider_name(lambda: 1))\n"
+        "print(function_name(build), function_name(lambda: 1))\n"
     )
     for folder, name in (("project", "mine.py"), (".", "project/mine.py"), ("other", str(script))):
         monkeypatch.chdir(tmp_path / folder)
@@ -56,7 +56,7 @@ def test_a_loaded_file_can_import_modules_beside_it(tmp_path, monkeypatch):
     (tmp_path / "folder").mkdir()
     (tmp_path / "folder" / "neighbour_of_mine.py").write_text("CHUNKS = ['a chunk']")
     (tmp_path / "folder" / "mine.py").write_text("import neighbour_of_mine as n\ndef build(**o): return n.CHUNKS\n")
-    pickled = pickle.dumps(NamedProvider("folder/mine.py:build"))  # a launch pickles it, and each rank loads the file
+    pickled = pickle.dumps(NamedFunction("folder/mine.py:build"))  # a launch pickles it, and each rank loads the file
     assert pickle.loads(pickled)() == ["a chunk"]
 
 
@@ -80,4 +80,4 @@ def test_a_name_without_a_provider_is_a_config_error(tmp_path, monkeypatch, name
     (tmp_path / "mine.py").write_text("CHUNKS = []")
     (tmp_path / "starts.py").write_text("from megatron_lite import initialize_megatron\ninitialize_megatron(None)\n")
     with pytest.raises(ConfigError, match=message):
-        NamedProvider(name).load()
+        NamedFunction(name).load()
