@@ -150,7 +150,7 @@ def test_the_options_of_the_command_line_train_with_a_scripts_functions(tmp_path
     wrong = run_here(*command, "run.dir=other", "--forward-step", "mine.py:wrong", cwd=tmp_path)
     assert wrong.returncode == 1
     assert "the forward step returned a tensor of shape [] and torch.float32; it must return (sum of" in wrong.stderr
-    missing = run_here(*command, "--forward-step", "mine.py:nothing", cwd=tmp_path)
+    missing = run_here(*command, "run.dir=third", "--forward-step", "mine.py:nothing", cwd=tmp_path)
     assert missing.returncode == 2 and "--forward-step is mine.py:nothing: module" in missing.stderr
 
 
