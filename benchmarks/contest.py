@@ -58,22 +58,22 @@ class Contestant:
     def step(self) -> float:
         """Take one step and record its seconds; return the first rank's loss."""
         start = time.perf_counter()
-        loss = self._ask(True)
+        loss, *_ = self.answers(True)
         self.seconds.append(time.perf_counter() - start)
         return loss
 
     def stop(self) -> float:
         """End the processes; return the first rank's peak memory in MB."""
-        peak = self._ask(False)
+        peak, *_ = self.answers(False)
         for process in self.processes:
             process.join()
         return peak
 
-    def _ask(self, take_step: bool) -> float:
+    def answers(self, take_step: bool) -> list[float]:
+        """Of all ranks: the result of a step, or the peak memory at the end."""
         for pipe in self.pipes:
             pipe.send(take_step)
-        answers = [pipe.recv() for pipe in self.pipes]
-        return answers[0]
+        return [pipe.recv() for pipe in self.pipes]
 
 
 def arguments(description: str | None) -> argparse.Namespace:

@@ -109,6 +109,11 @@ class Saver:
             is_copied.wait()
         self._waited_seconds = time.perf_counter() - started
 
+    @property
+    def is_copying(self) -> bool:
+        """True while the tensors of a save in flight may not change."""
+        return not self._is_copied.is_set()
+
     def wait_for_copy(self) -> None:
         """Return when the tensors of a save in flight may change. The optimizer's step calls this first."""
         started = time.perf_counter()

@@ -429,6 +429,8 @@ class LogConfig(Section):
     """Iterations between printed lines; `metrics.jsonl` has every iteration."""
     megatron_line: bool = False
     """Print exactly Megatron-LM's fields, for its parsers."""
+    timers: bool = True
+    """At each interval, log the seconds of each phase on the fastest and the slowest rank."""
     tensorboard: bool = True
     """Write `tensorboard/` in `run.dir`."""
     trace: bool = False

@@ -45,7 +45,7 @@ from megatron_lite.parallel.collectives import broadcast
 from megatron_lite.parallel.context import ParallelContext
 from megatron_lite.parallel.interfaces import use_loopback
 from megatron_lite.parallel.shard import ParamTable
-from megatron_lite.pipeline.actions import Schedule
+from megatron_lite.pipeline.actions import Action, Schedule
 from megatron_lite.pipeline.engine import Forward, PipelineEngine
 from megatron_lite.pipeline.p2p import Message
 
@@ -191,8 +191,12 @@ class DeepSpeedOptimizer(DataParallel, Optimizer):
         for number in range(num_microbatches):
             self._arrived.clear()
             self._engine.set_gradient_accumulation_boundary(number == num_microbatches - 1)
+            progress.begin(Action("F", 0, number))
             loss = forward(0, number, None)
+            progress.end(Action("F", 0, number))
+            progress.begin(Action("B", 0, number))
             self._engine.backward(loss * factor)
+            progress.end(Action("B", 0, number))
             losses.append(loss.detach())
         missing = [name for name in self._params if name not in self._arrived]
         check_gradients("deepspeed", missing, len(self._params))

@@ -55,7 +55,7 @@ class PipelineEngine:
         *,
         begin_backward: Callable[..., None] | None = None,
         loss_grad: float = 1.0,
-        recorder: Recorder[Action] | None = None,
+        recorder: Recorder[Action | str] | None = None,
     ) -> list[Tensor]:
         """The results of all micro-batches, in order, on the rank of the last stage; an empty list on the others.
 
@@ -85,7 +85,7 @@ class _Run:
     message: Message
     begin_backward: Callable[..., None] | None
     loss_grad: float
-    recorder: Recorder[Action] | None
+    recorder: Recorder[Action | str] | None
 
     def __post_init__(self) -> None:
         self.actions = self.schedule[self.engine.pp.rank]
@@ -108,6 +108,7 @@ class _Run:
         for pipe in (self.engine.pipes.forward_out, self.engine.pipes.backward_out):
             if pipe is not None:
                 with (
+                    self._recorded("pipeline wait"),
                     self._explain_errors(self.actions[-1], f"rank {pipe.peer} to receive all messages"),
                     waiting(f"send to rank {pipe.peer}", self.engine.pp),
                 ):
@@ -133,7 +134,10 @@ class _Run:
                     num_received += action.op in receives
                     if action.op in sends:
                         received.append(num_received)
-            with self._explain_errors(self.actions[0], f"a connection to rank {pipe.peer}"):
+            with (
+                self._recorded("pipeline wait"),
+                self._explain_errors(self.actions[0], f"a connection to rank {pipe.peer}"),
+            ):
                 pipe.expect(received, self.message, back)
 
     def _forward(self, action: Action) -> None:
@@ -180,21 +184,25 @@ class _Run:
                 job()
 
     @contextmanager
-    def _recorded(self, action: Action) -> Iterator[None]:
+    def _recorded(self, what: Action | str) -> Iterator[None]:
         if self.recorder is not None:
-            self.recorder.begin(action)
+            self.recorder.begin(what)
         yield
         if self.recorder is not None:
-            self.recorder.end(action)
+            self.recorder.end(what)
 
     def _send(self, pipe: Pipe | None, action: Action, tensor: Tensor, what: str) -> None:
         assert pipe is not None
-        with self._explain_errors(action, f"rank {pipe.peer} to receive {what} of micro-batch {action.microbatch}"):
+        with (
+            self._recorded("pipeline wait"),
+            self._explain_errors(action, f"rank {pipe.peer} to receive {what} of micro-batch {action.microbatch}"),
+        ):
             pipe.send(tensor.detach())
 
     def _receive(self, pipe: Pipe | None, action: Action, what: str) -> Tensor:
         assert pipe is not None
         with (
+            self._recorded("pipeline wait"),
             self._explain_errors(action, f"{what} of micro-batch {action.microbatch} from rank {pipe.peer}"),
             waiting(f"receive from rank {pipe.peer}", self.engine.pp),
         ):

@@ -92,6 +92,7 @@ def sync_line(config: Config, dp: int, parameters: int) -> str:
 
 
 def announce_start(run: Run, log: RunLog) -> None:
+    log.date("before the start of training step")
     train = run.config.train
     log.say(
         f"training from iteration {run.state.iteration} to {train.iterations}, "

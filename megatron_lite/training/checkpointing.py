@@ -81,10 +81,11 @@ def load_newest(run: Run) -> None:
     _report(run, start.notice)
     load = load_weights if start.key == "checkpoint.load_weights" else load_run
     root = local_root(run.config, start)
-    if start.is_chosen:  # no other checkpoint may replace one that the user has chosen
-        load(run, root, start.iteration)
-    else:
-        load_or_fall_back(run, load, root, start.iteration)
+    with run.progress.during("loading a checkpoint"):
+        if start.is_chosen:  # no other checkpoint may replace one that the user has chosen
+            load(run, root, start.iteration)
+        else:
+            load_or_fall_back(run, load, root, start.iteration)
 
 
 def load_or_fall_back(run: Run, load: Callable[[Run, Path, int], None], root: Path, iteration: int) -> None:

@@ -120,7 +120,8 @@ class Evaluation:
 
     def _evaluate(self, name: str, where: str, stop: StopRequest | None) -> dict[str, float] | None:
         """The losses by name; None after a stop request."""
-        means = mean_results(self._run, self._splits[name], self._eod, stop)
+        with self._run.progress.during("evaluation"):
+            means = mean_results(self._run, self._splits[name], self._eod, stop)
         if means is None:
             return None
         losses = means.named(self._run.hooks.valid_forward_step)

@@ -10,15 +10,17 @@ import math
 import sys
 import threading
 from collections import defaultdict
+from collections.abc import Mapping
 from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 from tqdm import tqdm
 
 from megatron_lite.checkpoint.lock import Lock
 from megatron_lite.config.flops import flops_per_token
 from megatron_lite.config.load import dump_config
-from megatron_lite.config.schema import Config
+from megatron_lite.config.schema import Config, LogConfig
 from megatron_lite.files import atomic_write
 from megatron_lite.parallel.context import ParallelContext
 from megatron_lite.parallel.dtypes import PRECISIONS
@@ -26,6 +28,7 @@ from megatron_lite.training.board import Board
 from megatron_lite.training.metrics import MetricsFile, write_errors
 from megatron_lite.training.state import StepReport, TrainState
 from megatron_lite.training.throughput import peak_memory_gb, peak_tflops
+from megatron_lite.training.timers import PhaseTime, timers_line
 
 BAR = "-" * 100
 # tqdm's default lock is a semaphore of the system, which would outlive a killed rank.
@@ -62,13 +65,24 @@ class RunLog:
             tqdm.write(text, file=sys.stdout)
             sys.stdout.flush()
 
-    def iteration(self, state: TrainState, report: StepReport, global_batch: int, seconds: float) -> None:
-        """Record a finished iteration; print the first one and every `log.interval`-th."""
+    def date(self, place: str, at: datetime | None = None) -> None:
+        """Print the date at a place between two phases of the run, as Megatron-LM does; `at`: an earlier one."""
+        self.say(f"[{place}] datetime: {at or datetime.now():%Y-%m-%d %H:%M:%S}")
+
+    def iteration(
+        self,
+        state: TrainState,
+        report: StepReport,
+        global_batch: int,
+        seconds: float,
+        times: Mapping[str, PhaseTime] | None = None,
+    ) -> None:
+        """Record a finished iteration; print the first one and every `log.interval`-th, then `times`."""
         if not self.active:
             return
         tokens = global_batch * self.config.data.seq_length
         tflops = tokens * self.flops_per_token / seconds / self.ctx.grid.world_size / 1e12
-        row = {
+        row: dict[str, Any] = {
             "iteration": state.iteration,
             "consumed_samples": state.consumed_samples,
             "loss": report.loss,
@@ -82,6 +96,8 @@ class RunLog:
             "seconds": seconds,
             **{name: value for name, value in report.losses.items() if name != total_name(report.losses)},
         }
+        if times:
+            row["timers"] = {name: time._asdict() for name, time in times.items()}
         speed = {"mfu": row["mfu"]} if self._on_gpu else {"gflops-per-second": 1000 * tflops}
         scalars = {
             **report.losses,
@@ -95,20 +111,29 @@ class RunLog:
             "memory-gb": row["memory_gb"],
             "skipped-iterations": state.skipped,
         }
-        self._record(row, scalars | speed, state)
+        self._record(row, scalars | speed | times_for_board(times or {}), state)
         self._bar.set_postfix_str(f"loss {report.loss:.3f}, {row['tokens_per_second']:,.0f} tokens/s", refresh=False)
         self._bar.update(state.iteration - self._bar.n)
         self._collect(report, tokens, seconds, tflops)
-        if state.iteration % self.config.log.interval == 0 or state.iteration == 1:
+        if is_printed(state.iteration, self.config.log):
             self.say(self._line(state, report, global_batch))
+            if times:
+                self.say(timers_line(times, self.ctx.world.size))
             self._recent.clear()
             self._losses.clear()
+
+    def times(self, state: TrainState, times: Mapping[str, PhaseTime]) -> None:
+        """Record and print the times of phases after the last printed iteration."""
+        if self.active and times:
+            row = {"iteration": state.iteration, "timers": {name: time._asdict() for name, time in times.items()}}
+            self._record(row, times_for_board(times), state)
+            self.say(timers_line(times, self.ctx.world.size))
 
     @property
     def _on_gpu(self) -> bool:
         return self.ctx.device.type == "cuda"
 
-    def _record(self, row: dict[str, float], scalars: dict[str, float], state: TrainState) -> None:
+    def _record(self, row: dict[str, Any], scalars: dict[str, float], state: TrainState) -> None:
         with write_errors(self.folder):
             self._restore_folder(state)
             self._metrics.add(row)
@@ -214,6 +239,16 @@ def write_config(config: Config) -> None:
     path = Path(config.run.dir) / "config.yaml"
     with write_errors(path.parent):
         atomic_write(path, dump_config(config))
+
+
+def is_printed(iteration: int, log: LogConfig) -> bool:
+    """True for an iteration with a printed line: the first one and every `log.interval`-th."""
+    return iteration == 1 or iteration % log.interval == 0
+
+
+def times_for_board(times: Mapping[str, PhaseTime]) -> dict[str, float]:
+    """The seconds of the slowest rank under Megatron-LM's tags."""
+    return {f"{name}-time": time.max_seconds for name, time in times.items()}
 
 
 def total_name(losses: dict[str, float]) -> str:

@@ -13,13 +13,14 @@ from megatron_lite.parallel.waiting import LostRanks
 from megatron_lite.training.checkpointing import save_run
 from megatron_lite.training.evaluate import Evaluation, build_loader
 from megatron_lite.training.faults import answer_bad_values
-from megatron_lite.training.logs import RunLog
+from megatron_lite.training.logs import RunLog, is_printed
 from megatron_lite.training.memory import memory_line
 from megatron_lite.training.run import Run
 from megatron_lite.training.signals import StopRequest
 from megatron_lite.training.state import due, global_batch_size, num_microbatches
 from megatron_lite.training.step import local_batches, train_step
 from megatron_lite.training.stragglers import Stragglers
+from megatron_lite.training.timers import PhaseTime
 from megatron_lite.training.watchdog import Watchdog
 
 TRACED_ITERATION = 3  # of this start; the first two also allocate memory and compile
@@ -57,8 +58,11 @@ def train(run: Run, train_set: Dataset, eod: int, log: RunLog, evaluation: Evalu
                     f"exiting program {reason}: stopped at iteration {run.state.iteration} of "
                     f"{config.train.iterations}, and saved a checkpoint; run the same command again to continue"
                 )
-        with run.progress.during("the final evaluation"):
-            evaluation.evaluate_finished_model(stop)
+        log.date("after training is done")
+        evaluation.evaluate_finished_model(stop)
+        log.date("after the final evaluation")
+    if run.progress.timers is not None:
+        log.times(run.state, run.progress.timers.compared(run.ctx.world))
 
 
 def reason_to_stop(run: Run, stop: StopRequest) -> str:
@@ -89,14 +93,15 @@ class Iterations:
         started = time.perf_counter()
         samples = global_batch_size(config.train, dp, state.consumed_samples)
         count = num_microbatches(config.train, dp, state.consumed_samples)
-        portion = local_batches(batches.get(state.consumed_samples, count), run.ctx.cp)
+        with run.progress.during("data"):
+            portion = local_batches(batches.get(state.consumed_samples, count), run.ctx.cp)
         is_compared = due(number, config.log.interval) and run.ctx.world.size > 1 and number != self._traced
         if self._traced_step is not None and number == self._traced:
             report = self._traced_step(run, portion, log.say)
         else:
             with self._stragglers.measured() if is_compared else nullcontext():
                 report = train_step(run, portion)
-        log.iteration(state, report, samples, time.perf_counter() - started)
+        log.iteration(state, report, samples, time.perf_counter() - started, self._times(number))
         if number == self._first:  # all long-lived memory is allocated by now
             log.say(f" > {memory_line(run)}")
         if is_compared and (line := self._stragglers.line()):
@@ -104,6 +109,14 @@ class Iterations:
         answer_bad_values(run, report, log.say)
         if run.hooks.after_step is not None:
             run.hooks.after_step(run, report)
+
+    def _times(self, number: int) -> dict[str, PhaseTime]:
+        """The times of the phases, in an iteration whose line is printed. Then collective over the world."""
+        timers = self._run.progress.timers
+        if timers is None:
+            return {}
+        timers.end_iteration()
+        return timers.compared(self._run.ctx.world) if is_printed(number, self._run.config.log) else {}
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""The current place of a rank in its iteration, for messages about failures and hangs, and for traces."""
+"""The current place of a rank in its iteration, for messages about failures and hangs, timers and traces."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from megatron_lite.parallel.waiting import current_wait
 from megatron_lite.pipeline.actions import Action
 from megatron_lite.training.timeline import Timeline
+from megatron_lite.training.timers import Timers
 
 
 class Progress:
@@ -13,6 +14,7 @@ class Progress:
 
     def __init__(self) -> None:
         self.iteration = 0  # the current one
+        self.timers: Timers | None = None
         self.timeline: Timeline | None = None  # of a traced iteration
         self._doing: Action | str = ""
         self._count = 0
@@ -20,11 +22,15 @@ class Progress:
     def begin(self, what: Action | str) -> None:
         self._doing = what
         self._count += 1
+        if self.timers is not None:
+            self.timers.begin(what)
         if self.timeline is not None:
             self.timeline.begin(what)
 
     def end(self, what: Action | str) -> None:
         self._doing = ""
+        if self.timers is not None:
+            self.timers.end(what)
         if self.timeline is not None:
             self.timeline.end(what)
 

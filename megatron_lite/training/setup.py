@@ -22,6 +22,7 @@ from megatron_lite.training.checkpointing import FORWARD_STEP, load_newest
 from megatron_lite.training.forward_step import next_token_loss
 from megatron_lite.training.provider import ModelProvider, build_chunks, function_name
 from megatron_lite.training.run import Hooks, Run
+from megatron_lite.training.timers import Timers
 
 
 def setup_model_and_optimizer(
@@ -68,6 +69,8 @@ def setup_model_and_optimizer(
         run.origin[FORWARD_STEP] = function_name(run.hooks.forward_step)
     if tokenizer is not None:
         run.origin["tokenizer"] = tokenizer_hash(config.data.tokenizer)  # each rank reads its files
+    if config.log.timers:
+        run.progress.timers = Timers(ctx.device)
     load_newest(run)
     return run
 

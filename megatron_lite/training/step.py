@@ -27,17 +27,22 @@ from megatron_lite.training.state import StepReport
 
 def train_step(run: Run, microbatches: list[Batch]) -> StepReport:
     """One optimizer step over the global batch, of which `microbatches` are the share of this rank of dp and cp."""
-    target_tokens = count_target_tokens(microbatches, run.ctx.dp_cp)
+    with run.progress.during("loss over all ranks"):
+        target_tokens = count_target_tokens(microbatches, run.ctx.dp_cp)
     lr = run.hooks.learning_rate(run.config.optim, run.state.optimizer_steps, run.config.train.iterations)
     loss_scale = run.optimizer.scaler.scale
-    run.ddp.zero_grad()
+    with run.progress.during("optimizer"):
+        run.ddp.zero_grad()
     sums = forward_backward(run, microbatches, loss_scale / target_tokens)
     with run.progress.during("finalize_grads"):
         finalize_grads(run.ddp, run.table, run.ctx)
-    means = mean_over_ranks(run, sums, run.hooks.forward_step)
+    with run.progress.during("loss over all ranks"):
+        means = mean_over_ranks(run, sums, run.hooks.forward_step)
     rescale_grads(run, target_tokens, means.targets)
     check_replicas_if_due(run)
-    run.saver.wait_for_copy()  # the optimizer overwrites what a background save copies
+    if run.saver.is_copying:
+        with run.progress.during("saving a checkpoint"):
+            run.saver.wait_for_copy()  # the optimizer overwrites what a background save copies
     with run.progress.during("optimizer"):
         verdict = step_unless_bad(run, means.loss, lr)
     check_copies_if_debug(run)
@@ -94,7 +99,8 @@ def forward_backward(run: Run, microbatches: list[Batch], loss_grad: float) -> T
         loss_grad,
         run.progress,
     )
-    return sum_over_pipeline(run, step, sums)
+    with run.progress.during("loss over all ranks"):
+        return sum_over_pipeline(run, step, sums)
 
 
 def local_batches(microbatches: list[Batch], cp: Group) -> list[Batch]:

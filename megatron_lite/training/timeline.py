@@ -30,8 +30,8 @@ class Timeline:
 
     def seconds(self) -> list[Timed]:
         """All spans, in seconds since the origin."""
-        if self._on_gpu:
-            torch.cuda.synchronize()
+        if self._on_gpu and self._marks:
+            self._marks[-1][-1].synchronize()
         return [(what, self._since_origin(start), self._since_origin(end)) for what, start, end in self._marks]
 
     def _now(self) -> Any:

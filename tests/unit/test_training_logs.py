@@ -17,6 +17,7 @@ from megatron_lite.training.initialize import choose_device
 from megatron_lite.training.logs import RunLog
 from megatron_lite.training.metrics import keep_rows, write_errors
 from megatron_lite.training.state import StepReport, TrainState
+from megatron_lite.training.timers import PhaseTime
 from tests.helpers.locks import other_run
 
 
@@ -207,3 +208,20 @@ def test_a_row_has_unrounded_values(make_log, tmp_path):
     assert row["loss"] == 1 / 3
     assert row["tokens_per_second"] == 8 * 1024 / 0.5
     assert row["mfu"] == pytest.approx(8 * 1024 * log.flops_per_token / 0.5 / 1e12)
+
+
+def test_timers_follow_the_line_of_their_iteration_and_are_in_its_row(make_log, capsys, tmp_path):
+    """Times after the last line, such as those of the last save, get a row of their own."""
+    log = make_log()
+    times = {"forward-compute": PhaseTime(0.01, 0.02, 3)}
+    log.iteration(TrainState(iteration=1), report(2.0), 8, 0.5, times)
+    log.times(TrainState(iteration=1), {"save-checkpoint": PhaseTime(1.0, 1.0, 0)})
+    log.times(TrainState(iteration=1), {})
+    log.close()
+    lines = capsys.readouterr().out.splitlines()
+    at = lines.index(" timers (ms per iteration): forward-compute 20.0")
+    assert "| lm loss: " in lines[at - 1]
+    assert lines[at + 1] == " outside of iterations (ms in all): save-checkpoint 1000.0"
+    first, second = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert first["timers"] == {"forward-compute": {"min_seconds": 0.01, "max_seconds": 0.02, "slowest_rank": 3}}
+    assert list(second) == ["iteration", "timers"] and list(second["timers"]) == ["save-checkpoint"]
