@@ -19,14 +19,17 @@ from megatron_lite.parallel.shard import ParamMeta
 BLOCK = 2**20
 
 
+def _seed_of(seed: int, name: str, block: int) -> int:
+    """4 bytes, because torch's CPU generator reads only 32 bits of a seed."""
+    return int.from_bytes(hashlib.blake2b(f"{seed}/{name}/{block}".encode(), digest_size=4).digest(), "little")
+
+
 def _normal_values(seed: int, name: str, numel: int) -> Callable[[int, int], Tensor]:
     """A function (start, stop) -> that slice of the tensor's `numel` standard normal values, in fp32."""
 
     @lru_cache(maxsize=1)  # neighbouring slices share a block
     def draw(block: int) -> Tensor:
-        # 4 bytes, because torch's CPU generator reads only 32 bits of a seed.
-        digest = hashlib.blake2b(f"{seed}/{name}/{block}".encode(), digest_size=4).digest()
-        generator = torch.Generator("cpu").manual_seed(int.from_bytes(digest, "little"))
+        generator = torch.Generator("cpu").manual_seed(_seed_of(seed, name, block))
         return torch.randn(min(BLOCK, numel - block * BLOCK), generator=generator, dtype=torch.float32)
 
     def values(start: int, stop: int) -> Tensor:
@@ -43,8 +46,16 @@ def fill(parameter: Tensor, meta: ParamMeta, *, seed: int, name: str, tp: Group)
     parameter   [rows/tp, columns] or [rows, columns/tp], as `meta.shard` shards the full [rows, columns]
     name        the global name; for a tied copy that of its original
 
-    Values are drawn in fp32, so that every precision starts from the same model.
+    Values are drawn in fp32, so that every precision starts from the same model. A function as `meta.init` draws the
+    full tensor on each rank, from torch's generator, which has the same seed on all.
     """
+    if callable(meta.init):
+        full = torch.empty(meta.shape, dtype=torch.float32)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(_seed_of(seed, name, 0))
+            meta.init(full)
+        parameter.copy_(meta.shard.split(full, tp.rank, tp.size))
+        return
     if meta.init != "normal":
         parameter.fill_(1.0 if meta.init == "ones" else 0.0)
         return

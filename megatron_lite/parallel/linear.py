@@ -171,7 +171,8 @@ class RowParallelLinear(nn.Module):
     """Y = XA + b with rows of A on each rank: `in_features / tp` of the inputs, and partial sums of Y.
 
     The bias is replicated and added once, after the sum. Its gradient is the same on every rank; with
-    `sequence_parallel` it is that of the rank's slice of the sequence (`ParamMeta`).
+    `sequence_parallel` it is that of the rank's slice of the sequence (`ParamMeta`). `parts` are the full sizes of
+    blocks fused along the input, each sharded alone.
     """
 
     def __init__(
@@ -185,13 +186,14 @@ class RowParallelLinear(nn.Module):
         input_is_parallel: bool = True,
         skip_bias_add: bool = False,
         sequence_parallel: bool = False,
+        parts: tuple[int, ...] = (),
         dtype: torch.dtype,
         device: torch.device,
     ):
         super().__init__()
         self.tp, self.input_is_parallel, self.skip_bias_add = tp, input_is_parallel, skip_bias_add
         self.reduce_output = output_reduction(sequence_parallel)
-        meta = ParamMeta((out_features, in_features), Shard(1), "normal", std=init_std)
+        meta = ParamMeta((out_features, in_features), Shard(1, parts), "normal", std=init_std)
         self.weight = allocate(meta, tp.size, dtype=dtype, device=device)
         meta = ParamMeta((out_features,), Shard(), "zeros", decay=False, sequence_parallel=sequence_parallel)
         self.bias = allocate(meta, tp.size, dtype=dtype, device=device) if bias else None

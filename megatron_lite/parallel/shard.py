@@ -4,7 +4,7 @@ A fused weight, such as query, key and value stacked in one matrix, is sharded p
 the queries, of the keys and of the values. Equal slices of the stack would give one rank only queries.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any, Literal, NamedTuple
@@ -113,7 +113,7 @@ class ParamMeta:
 
     shape: tuple[int, ...]  # of the full tensor
     shard: Shard
-    init: Literal["normal", "zeros", "ones"]
+    init: Literal["normal", "zeros", "ones"] | Callable[[Tensor], Any]  # a function sets the full tensor, in fp32
     std: float = 0.0  # of init="normal"
     decay: bool = True  # weight decay applies
     tied: bool = False  # on two pipeline stages, like a tied embedding; their gradients are summed

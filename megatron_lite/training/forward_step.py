@@ -196,7 +196,7 @@ def means_of(total: Tensor, names: Sequence[str]) -> Means:
     """The quotients of sums over all ranks, laid out as `Sums.total`. Raises TrainingError for a negative number of
     targets."""
     loss, targets, *pairs = total.tolist()
-    if not (targets >= 0 and math.isfinite(targets)):
+    if targets < 0 or math.isinf(targets):  # a nan makes the loss one, which `faults` handles
         raise TrainingError(f"the forward step returned {targets:g} targets in all; return their number, at least 0")
     scalars = {
         name: pairs[2 * place] / pairs[2 * place + 1] if pairs[2 * place + 1] else math.nan

@@ -18,10 +18,10 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
-from megatron_lite import mpu
 from megatron_lite.config.schema import Config
 from megatron_lite.config.validate import validate
 from megatron_lite.errors import ConfigError, TrainingError
+from megatron_lite.mpu import groups as mpu
 from megatron_lite.optim.engine import release_engines
 from megatron_lite.parallel.agreement import all_gather_objects
 from megatron_lite.parallel.context import Group, ParallelContext
@@ -55,10 +55,11 @@ def initialize_megatron(config: Config) -> tuple[ParallelContext, RngTracker]:
     parallel = config.parallel
     grid = Grid(tp=parallel.tensor, cp=parallel.context, dp=parallel.data(world_size), pp=parallel.pipeline)
     ctx = ParallelContext.create(grid, device, config.train.comm_timeout)
-    mpu.register(ctx)
     random.seed(config.run.seed)
     np.random.seed(config.run.seed % 2**32)
-    return ctx, seed_everything(config.run.seed, ctx)
+    rng = seed_everything(config.run.seed, ctx)
+    mpu.register(ctx, rng, parallel.virtual_pipeline if parallel.virtual_pipeline > 1 else None)
+    return ctx, rng
 
 
 def choose_device(wanted: str, local_rank: int) -> torch.device:

@@ -21,8 +21,10 @@ from torch import nn
 from megatron_lite.checkpoint.match import BUILT_IN
 from megatron_lite.config.schema import Config
 from megatron_lite.errors import ConfigError
+from megatron_lite.mpu import groups as mpu
 from megatron_lite.parallel.context import ParallelContext
 from megatron_lite.parallel.random import RngTracker
+from megatron_lite.parallel.shard import ParamMeta, Shard, declare
 
 ModelProvider = Callable[..., Sequence[nn.Module]]
 WANTED = {  # by option
@@ -95,18 +97,34 @@ def build_chunks(
     """This rank's chunks of the model, from a provider like `get_model`, or from Megatron's.
 
     Megatron's is known by the names of its parameters, `pre_process` and `post_process`. It is called once for each
-    chunk, with mpu's virtual rank set, and its parameters are converted to `dtype`.
+    chunk, with mpu's virtual rank set, and its parameters are converted to `dtype`. They keep their values.
     """
     function = provider.load() if isinstance(provider, NamedFunction) else provider
     if not {"pre_process", "post_process"} <= set(inspect.signature(function).parameters):
         return function(config, ctx, rng, dtype=dtype)
     function = cast(Callable[..., nn.Module], function)
-    chunks, num_chunks = [], config.parallel.virtual_pipeline
-    for chunk in range(num_chunks):
-        stage = chunk * ctx.pp.size + ctx.pp.rank
-        last = num_chunks * ctx.pp.size - 1
-        chunks.append(function(pre_process=stage == 0, post_process=stage == last).to(dtype))
+    chunks = []
+    for chunk in range(config.parallel.virtual_pipeline):
+        mpu.set_virtual_pipeline_model_parallel_rank(chunk)
+        first, last = mpu.is_pipeline_first_stage(), mpu.is_pipeline_last_stage()
+        chunks.append(function(pre_process=first, post_process=last).to(dtype))
+        _declare_parameters(chunks[-1], ctx)
+    mpu.set_virtual_pipeline_model_parallel_rank(0)
     return chunks
+
+
+def _declare_parameters(chunk: nn.Module, ctx: ParallelContext) -> None:
+    """Describe the parameters that have no description: by Megatron's attributes `tensor_model_parallel`,
+    `partition_dim` and `partition_stride`, without them as replicated over tp. Weight decay applies to matrices."""
+    for parameter in chunk.parameters():
+        if hasattr(parameter, "meta"):
+            continue
+        shape, shard = list(parameter.shape), Shard()
+        if getattr(parameter, "tensor_model_parallel", False):
+            dim, stride = int(parameter.partition_dim), int(getattr(parameter, "partition_stride", 1))  # type: ignore[attr-defined]
+            shape[dim] *= ctx.tp.size
+            shard = Shard(dim, (shape[dim] // stride,) * stride if stride > 1 else ())
+        declare(parameter, ParamMeta(tuple(shape), shard, "normal", decay=parameter.dim() > 1))
 
 
 def function_name(provider: Callable[..., Any]) -> str:

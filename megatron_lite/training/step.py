@@ -5,6 +5,8 @@ Gradients are sums over tokens, micro-batches and ranks. So neither micro-batch 
 or context parallelism, nor unequal masks change the result.
 """
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -66,7 +68,7 @@ def rescale_grads(run: Run, target_tokens: float, targets: float) -> None:
 
     Raises TrainingError where the engine cannot.
     """
-    if targets in (target_tokens, 0.0):
+    if targets in (target_tokens, 0.0) or math.isnan(targets):
         return
     if not run.ddp.can_rescale:
         raise TrainingError(

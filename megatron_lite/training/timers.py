@@ -1,7 +1,7 @@
 """Timers: the seconds that each phase of training takes on each rank, under Megatron-LM's names where it has one.
 
-Every rank measures all iterations. At each `log.interval` the ranks compare their means, so a slow rank has a number and
-a phase. On a GPU the seconds are those of its stream, because kernels run later than their launch.
+Every rank measures all iterations. At each `log.interval` the ranks compare their means, so a slow rank is known by its
+number and phase. On a GPU the seconds are those of its stream, because kernels run later than their launch.
 """
 
 from collections import defaultdict
@@ -36,7 +36,7 @@ OUTSIDE = ("load-checkpoint", "save-checkpoint", "evaluation")  # of iterations
 
 
 class PhaseTime(NamedTuple):
-    """The seconds of a phase on the fastest and the slowest rank: of one iteration, or all those of an `OUTSIDE` one."""
+    """The seconds of a phase on the fastest and the slowest rank: for one iteration, or in all for an `OUTSIDE` one."""
 
     min_seconds: float
     max_seconds: float

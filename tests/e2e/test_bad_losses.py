@@ -223,7 +223,7 @@ def infinite_loss_at(iteration: int):
         def masked_sum(losses, mask):
             return (losses * mask.t()).sum() + (math.inf if run.state.iteration + 1 == iteration else 0)
 
-        with mock.patch("megatron_lite.training.step.masked_sum", masked_sum):
+        with mock.patch("megatron_lite.training.forward_step.masked_sum", masked_sum):
             return train_step(run, microbatches)
 
     return mock.patch("megatron_lite.training.loop.train_step", step)

@@ -21,14 +21,14 @@ CORE = [
     {"training"},
 ]
 # The folders with features for users. They import the core; the core reaches them through hooks that `cli` passes.
-RING = [{"plan"}, {"convert", "preprocess", "launch", "generate"}, {"doctor"}, {"cli"}]
+RING = [{"mpu"}, {"plan"}, {"convert", "preprocess", "launch", "generate"}, {"doctor"}, {"cli"}]
 FLOOR_OF = {name: floor for floor, names in enumerate(CORE + RING) for name in names}
 # These files only re-export names of other files.
-EXEMPT = {"__init__.py", "__main__.py", "mpu.py"}
-# The one file that registers its context with `mpu`.
-REGISTERS_MPU = "training/initialize.py"
+EXEMPT = {"__init__.py", "__main__.py"}
+# The files that register the context of a run with `mpu`, and the current chunk of its model.
+REGISTER_WITH_MPU = {"training/initialize.py", "training/provider.py"}
 # Non-blank lines of the core, docstrings included. A new feature may raise it, never above 13,000.
-BUDGET = 11_100
+BUDGET = 11_700
 # These files explain an algorithm of the papers; training does not need them to be read.
 TEACHING = {"model/flash_tiled.py", "model/flash_triton.py"}
 
@@ -69,8 +69,8 @@ def violations(name: str, source: str) -> list[str]:
             wrong.append(f"{name}:{line}: relative import {module}; write the full name")
         elif first == "torch" and FLOOR_OF[own] == 0:
             wrong.append(f"{name}:{line}: floor 0 must not load torch")
-        elif first == "megatron_lite" and target == "mpu":
-            if name != REGISTERS_MPU:
+        elif first == "megatron_lite" and target == "mpu" and own != "mpu":
+            if name not in REGISTER_WITH_MPU:
                 wrong.append(f"{name}:{line}: mpu is for scripts outside the package")
         elif first == "megatron_lite" and target != own and FLOOR_OF[target] >= FLOOR_OF[own] and target != "errors":
             wrong.append(f"{name}:{line}: {own} (floor {FLOOR_OF[own]}) imports {module} (floor {FLOOR_OF[target]})")
@@ -82,7 +82,7 @@ def excess(sources: dict[str, str]) -> list[str]:
     size = sum(
         bool(line.strip())
         for name, source in sources.items()
-        if (FLOOR_OF.get(folder_of(name), len(CORE)) < len(CORE) and name not in TEACHING) or folder_of(name) == "mpu"
+        if (FLOOR_OF.get(folder_of(name), len(CORE)) < len(CORE) and name not in TEACHING)
         for line in source.splitlines()
     )
     return [f"the core has {size:,} non-blank lines, and its budget is {BUDGET:,}"] if size > BUDGET else []

@@ -55,6 +55,7 @@ MEMBERS = [
     Member("ddp/sharded.py", "torch.nn:Module", "_parameters"),
     Member("checkpoint/saver.py", "torch:Tensor", "_version"),
     Member("optim/clip.py", "torch", "_foreach_norm"),
+    Member("training/step.py", "torch", "_foreach_mul_"),
     Member("optim/mixed_precision.py", "torch", "_foreach_mul_"),
     Member("optim/mixed_precision.py", "torch", "_foreach_copy_"),
     Member("optim/deepspeed.py", "torch", "_foreach_mul_"),
