@@ -12,8 +12,14 @@ from megatron_lite.parallel.grid import Grid
 def sums_over_mpu_groups():
     groups.register(ParallelContext.create(Grid(tp=2, dp=2), torch.device("cpu"), timeout_seconds=30))
     got = []
-    for name in ("tensor_model", "data", "model", "context", "pipeline_model"):
-        group = getattr(mpu, f"get_{name}_parallel_group" if name != "model" else "get_model_parallel_group")()
+    for get_group in (
+        mpu.get_tensor_model_parallel_group,
+        mpu.get_data_parallel_group,
+        mpu.get_model_parallel_group,
+        mpu.get_context_parallel_group,
+        mpu.get_pipeline_model_parallel_group,
+    ):
+        group = get_group()
         total = torch.tensor([2 ** dist.get_rank()])
         dist.all_reduce(total, group=group)
         got.append((total.item(), dist.get_world_size(group)))

@@ -124,7 +124,8 @@ def one_rank():
 
 
 def test_model_parallelism_is_initialized_once(one_rank):
-    assert mpu.model_parallel_is_initialized() and mpu.get_tensor_model_parallel_world_size() == 1
+    assert mpu.model_parallel_is_initialized()
+    assert mpu.get_tensor_model_parallel_world_size() == mpu.get_pipeline_model_parallel_world_size() == 1
     with pytest.raises(MegatronLiteError, match=r"already initialized; call mpu.destroy_model_parallel\(\) first"):
         mpu.initialize_model_parallel()
     mpu.destroy_model_parallel()
