@@ -11,6 +11,7 @@ from megatron_lite.cli.compare import compare
 from megatron_lite.cli.config import config
 from megatron_lite.cli.convert import convert
 from megatron_lite.cli.doctor import doctor
+from megatron_lite.cli.evaluate import evaluate
 from megatron_lite.cli.generate import generate
 from megatron_lite.cli.index import index
 from megatron_lite.cli.inspect import inspect
@@ -42,6 +43,7 @@ COMMANDS = (
     inspect,
     convert,
     generate,
+    evaluate,
     plot,
     compare,
     schedule,

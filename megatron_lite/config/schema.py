@@ -260,6 +260,10 @@ class TrainConfig(Section):
     """Iterations between evaluations; 0: only at the end."""
     eval_iterations: NonNegativeInt = 10
     """Global batches in one evaluation; 0: none."""
+    tasks: Paths = ()
+    """Task files (questions in JSON lines) on which the model is evaluated."""
+    tasks_interval: NonNegativeInt = 0
+    """Iterations between evaluations of `train.tasks`; 0: only at the end."""
     deterministic: bool = False
     """Use only deterministic kernels, so that every run gives the same bits."""
     debug: bool = False

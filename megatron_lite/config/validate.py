@@ -223,6 +223,8 @@ def _data_failures(config: Config) -> Iterator[str]:
     for name in ("eod_mask_loss", "reset_position_ids", "reset_attention_mask"):
         if getattr(data, name) and not data.tokenizer:
             yield f"data.{name} needs the end-of-document token of data.tokenizer; give data.tokenizer"
+    if config.train.tasks and not data.tokenizer:
+        yield "train.tasks has texts, which need data.tokenizer; give data.tokenizer, or leave train.tasks out"
 
 
 def _optim_failures(config: Config) -> Iterator[str]:

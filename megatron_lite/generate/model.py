@@ -9,32 +9,48 @@ import torch
 from torch import Tensor, nn
 
 from megatron_lite.config.schema import Config
+from megatron_lite.data.loader import Batch
 from megatron_lite.generate.sampling import Sampling, pick
 from megatron_lite.generate.texts import Text
 from megatron_lite.model.attention import SelfAttention
 from megatron_lite.model.cache import KeyValueCache
 from megatron_lite.model.gpt import GPTModel
 from megatron_lite.model.masks import CAUSAL
-from megatron_lite.parallel.collectives import all_gather, broadcast
+from megatron_lite.parallel.collectives import all_gather, all_reduce, broadcast
 from megatron_lite.parallel.context import ParallelContext
 from megatron_lite.pipeline.engine import PipelineEngine
 from megatron_lite.pipeline.schedules import build_schedule
-from megatron_lite.training.step import message_of
+from megatron_lite.training.step import local_batches, message_of
 
 
 class LanguageModel:
-    """This rank's chunks, which give the logits of the tokens that follow texts. Collective over the world."""
+    """This rank's chunks, which give the logits of the tokens that follow texts. Collective over the world.
 
-    def __init__(self, chunks: Sequence[nn.Module], config: Config, ctx: ParallelContext):
+    `engine` is that of a training run; without one the model builds its own.
+    """
+
+    def __init__(
+        self, chunks: Sequence[nn.Module], config: Config, ctx: ParallelContext, engine: PipelineEngine | None = None
+    ):
         self.config, self.ctx, self._chunks = config, ctx, chunks
-        self._engine = PipelineEngine(ctx, num_chunks=len(chunks), timeout_seconds=config.train.comm_timeout)
+        self._engine = engine or PipelineEngine(ctx, num_chunks=len(chunks), timeout_seconds=config.train.comm_timeout)
         self._schedule = build_schedule("forward-only", ctx.pp.size, 1, len(chunks))
         self._caches: list[KeyValueCache] = []
 
     @property
+    def limit(self) -> int:
+        """The most tokens of a text: ranks of cp, and of tp under sequence parallelism, take equal numbers of them."""
+        return self.config.model.max_position_embeddings // self._unit * self._unit
+
+    @property
+    def _unit(self) -> int:
+        context = 2 * self.ctx.cp.size if self.ctx.cp.size > 1 else 1
+        return context * (self.ctx.tp.size if self.config.parallel.sequence else 1)
+
+    @property
     def has_cache(self) -> bool:
         """Whether the chunks can use `caching`. A custom model may have attention of another kind."""
-        return all(isinstance(chunk, GPTModel) for chunk in self._chunks)
+        return self._unit == 1 and all(isinstance(chunk, GPTModel) for chunk in self._chunks)
 
     @contextmanager
     def caching(self, capacity: int) -> Iterator[None]:
@@ -54,20 +70,49 @@ class LanguageModel:
     def logits(self, texts: Sequence[Sequence[int]]) -> Tensor | None:
         """Logits [b, v] of the next token of each text, in fp32 on the CPU; None on ranks without the last stage."""
         last = torch.tensor([len(ids) - 1 for ids in texts], device=self.ctx.device)
-        width = int(last.max()) + 1
-        # Padding is at the end, where no token of the text sees it.
-        tokens = torch.tensor([[*ids, *[0] * (width - len(ids))] for ids in texts], device=self.ctx.device)
+        batch = self.batch(texts)
+        if not self.has_cache:
+            return self._gathered(self.run(batch, lambda logits: self._at(last, logits, batch)))
 
         def forward(chunk: int, number: int, hidden: Tensor | None) -> Tensor:
-            if self.has_cache:
-                return self._chunks[chunk](tokens, None, hidden, last=last)
-            logits = (
-                self._chunks[chunk](tokens, None, hidden) if hidden is not None else self._chunks[chunk](tokens, None)
-            )
-            is_last = chunk * self.ctx.pp.size + self.ctx.pp.rank == self._engine.last_stage
-            return logits[last, torch.arange(len(last))][None] if is_last else logits
+            return self._chunks[chunk](batch.tokens, None, hidden, last=last)
 
-        return self._run(forward, tokens)
+        return self._gathered(self._run(forward, batch.tokens))
+
+    def batch(self, texts: Sequence[Sequence[int]], labels: Sequence[Sequence[int]] = ()) -> Batch:
+        """The texts as a micro-batch of this rank, with a label for each token, -1 for none.
+
+        Padding is at the end, where no token of a text sees it.
+        """
+        width = -(-max(len(ids) for ids in texts) // self._unit) * self._unit
+
+        def padded(rows: Sequence[Sequence[int]], padding: int) -> Tensor:
+            return torch.tensor([[*row, *[padding] * (width - len(row))] for row in rows], device=self.ctx.device)
+
+        wanted = padded(labels or [[]] * len(texts), -1)
+        (batch,) = local_batches([Batch(padded(texts, 0), wanted.clamp(min=0), (wanted >= 0).float())], self.ctx.cp)
+        return batch
+
+    @torch.no_grad()
+    def run(self, batch: Batch, finish: Callable[[Tensor], Tensor]) -> Tensor | None:
+        """`finish` of the logits [s, b, v/tp] of a micro-batch, on ranks with the last stage; None on others."""
+        options = {} if batch.position_ids is None else {"position_ids": batch.position_ids}
+
+        def forward(chunk: int, number: int, hidden: Tensor | None) -> Tensor:
+            inputs = (batch.tokens, None) if hidden is None else (batch.tokens, None, hidden)
+            output = self._chunks[chunk](*inputs, **options)
+            is_last = chunk * self.ctx.pp.size + self.ctx.pp.rank == self._engine.last_stage
+            return finish(output) if is_last else output
+
+        return self._run(forward, batch.tokens)
+
+    def _at(self, last: Tensor, logits: Tensor, batch: Batch) -> Tensor:
+        """The logits [1, b, v/tp] of the tokens at these positions [b], of which each is on one rank of cp."""
+        if batch.position_ids is None:
+            return logits[last, torch.arange(len(last), device=last.device)][None]
+        here = batch.position_ids[0] == last[:, None]  # [b, s]
+        rows = logits[here.int().argmax(1), torch.arange(len(last), device=last.device)]
+        return all_reduce(rows * here.any(1)[:, None], self.ctx.cp)[None]
 
     @torch.no_grad()
     def next_logits(self, new: Sequence[int], positions: Sequence[int]) -> Tensor | None:
@@ -80,13 +125,17 @@ class LanguageModel:
         def forward(chunk: int, number: int, hidden: Tensor | None) -> Tensor:
             return self._chunks[chunk](tokens[:, None], None, hidden, position_ids=at[:, None], mask=mask)
 
-        return self._run(forward, tokens[:, None])
+        return self._gathered(self._run(forward, tokens[:, None]))
+
+    def _gathered(self, logits: Tensor | None) -> Tensor | None:
+        """[1, b, v/tp] to [b, v] in fp32 on the CPU, without padding."""
+        if logits is None:
+            return None
+        return all_gather(logits[0], self.ctx.tp, dim=-1)[:, : self.config.model.vocab_size].float().cpu()
 
     def _run(self, forward: Callable[[int, int, Tensor | None], Tensor], tokens: Tensor) -> Tensor | None:
         results = self._engine.run(self._schedule, forward, message_of(self.config, tokens, self.ctx.device))
-        if not results:
-            return None
-        return all_gather(results[0][0], self.ctx.tp, dim=-1)[:, : self.config.model.vocab_size].float().cpu()
+        return results[0] if results else None
 
 
 @dataclass

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from megatron_lite.config.schema import Config
+from megatron_lite.evaluation.run import check_tasks, task_results
 from megatron_lite.launch.streams import survive_lost_output
 from megatron_lite.model.build import get_model
 from megatron_lite.optim import lr
@@ -42,11 +43,13 @@ def pretrain(
     StoppedEarly follows a request to stop, after a checkpoint was saved.
     """
     survive_lost_output(Path(config.run.dir))
+    check_tasks(config)
     hooks = Hooks(
         forward_step=forward_step,
         valid_forward_step=valid_forward_step or forward_step,
         learning_rate=learning_rate,
         after_step=after_step,
+        tasks=task_results,
         traced_step=traced_step,
     )
     return core.pretrain(config, model_provider, datasets_provider, hooks=hooks, hint=hint)

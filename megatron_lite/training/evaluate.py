@@ -51,8 +51,11 @@ def evaluate(run: Run, dataset: Dataset, eod: int) -> float:
     return means.loss
 
 
-def mean_results(run: Run, dataset: Dataset, eod: int, stop: StopRequest | None = None) -> Means | None:
-    """The means of the forward step's results over the first `evaluation_samples` of `dataset`; the same on every rank.
+def mean_results(
+    run: Run, dataset: Dataset, eod: int, stop: StopRequest | None = None, *, num_samples: int | None = None
+) -> Means | None:
+    """The means of the forward step's results over the first `num_samples` of `dataset`, a multiple of the global batch
+    (None: `evaluation_samples`); the same on every rank.
 
     Under local SGD these are results of the common model, not of each rank's own weights. A stop request before a
     global batch ends the evaluation, which then returns None.
@@ -67,7 +70,7 @@ def mean_results(run: Run, dataset: Dataset, eod: int, stop: StopRequest | None 
     for chunk in run.model:
         chunk.eval()
     with torch.no_grad(), run.optimizer.common_model(), build_loader(run, dataset, eod) as batches:
-        for consumed in range(0, evaluation_samples(run), batch_size):
+        for consumed in range(0, evaluation_samples(run) if num_samples is None else num_samples, batch_size):
             if stop is not None and stop.agreed(run.ctx):
                 sums = None
                 break
@@ -94,13 +97,16 @@ class Evaluation:
         self._splits = {name: split for name, split in named.items() if wanted and split is not None}
 
     def evaluate_if_due(self, stop: StopRequest) -> None:
-        """Log the validation loss if `train.eval_interval` asks for it at this iteration and it is not logged yet."""
-        iteration = self._run.state.iteration
-        if iteration and due(iteration, self._run.config.train.eval_interval) and self._is_missing("validation"):
+        """Log the validation loss, and the results of tasks, if their intervals ask for them at this iteration and they
+        are not logged yet."""
+        iteration, train = self._run.state.iteration, self._run.config.train
+        if iteration and due(iteration, train.eval_interval) and self._is_missing("validation"):
             self._evaluate("validation", f"iteration {iteration}", stop)
+        if iteration and due(iteration, train.tasks_interval):
+            self._answer_tasks(f"iteration {iteration}")
 
     def evaluate_finished_model(self, stop: StopRequest | None = None) -> None:
-        """Log the validation and test loss of the finished model, where missing. A stop request raises StoppedEarly."""
+        """Log what is missing of the finished model: its losses and results. A stop request raises StoppedEarly."""
         run, log = self._run, self._log
         for name in filter(self._is_missing, self._splits):
             losses = self._evaluate(name, f"the end of training, iteration {run.state.iteration}", stop)
@@ -112,11 +118,25 @@ class Evaluation:
                 )
             if name == "validation" and log.active and "lm loss" in losses:
                 log.say(comparison_line(run, losses["lm loss"], self._splits[name]))
+        self._answer_tasks(f"the end of training, iteration {run.state.iteration}")
 
     def _is_missing(self, name: str) -> bool:
         """True if this split is evaluated and has no logged loss at the current iteration."""
         state = self._run.state
         return name in self._splits and state.evaluated_at.get(name) != state.iteration
+
+    def _answer_tasks(self, where: str) -> None:
+        """Log the results of `train.tasks`, unless those of this iteration are logged."""
+        run = self._run
+        if not run.config.train.tasks or run.state.evaluated_at.get("tasks") == run.state.iteration:
+            return
+        assert run.hooks.tasks is not None, "pretrain checks it"
+        results: dict[str, dict[str, float]] = {}
+        with run.progress.during("evaluation"):
+            for path in run.config.train.tasks:
+                results |= run.hooks.tasks(run, path)
+        self._log.tasks(run.state, results, where)
+        run.state.evaluated_at["tasks"] = run.state.iteration
 
     def _evaluate(self, name: str, where: str, stop: StopRequest | None) -> dict[str, float] | None:
         """The losses by name; None after a stop request."""

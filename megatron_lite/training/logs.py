@@ -216,12 +216,22 @@ class RunLog:
         self._record(row, scalars, state)
         self.say(f"{BAR}\n {split} loss at {where} |{text} \n{BAR}")
 
+    def tasks(self, state: TrainState, results: Mapping[str, Mapping[str, float]], where: str) -> None:
+        """Record and print the results of tasks."""
+        if not self.active:
+            return
+        scalars = {f"{task} {name}": value for task, values in results.items() for name, value in values.items()}
+        self._record({"iteration": state.iteration, "tasks": results}, scalars, state)
+        for task, values in results.items():
+            text = " |".join(f" {name.replace('_', ' ')}: {value:.6g}" for name, value in values.items())
+            self.say(f" task {task} at {where} |{text} |")
+
     def evaluated_at(self) -> dict[str, int]:
         """The iteration of the last evaluation in metrics.jsonl, by split."""
         with write_errors(self.folder):
             rows = self._metrics.rows()
-        names = ("validation", "test")
-        return {name: row["iteration"] for row in rows for name in names if f"{name}_loss" in row}
+        keys = {"validation_loss": "validation", "test_loss": "test", "tasks": "tasks"}
+        return {name: row["iteration"] for row in rows for key, name in keys.items() if key in row}
 
     def close(self) -> None:
         """Close all outputs. An error here was reported by an earlier write."""

@@ -14,7 +14,7 @@ from megatron_lite.files import atomic_write, disk_errors
 
 RESERVED = {
     *("iteration", "consumed_samples", "loss", "lr", "grad_norm", "loss_scale", "skipped", "tokens_per_second", "mfu"),
-    *("memory_gb", "seconds", "timers", "validation_loss", "validation_ppl", "test_loss", "test_ppl"),
+    *("memory_gb", "seconds", "timers", "tasks", "validation_loss", "validation_ppl", "test_loss", "test_ppl"),
     *("learning-rate", "grad-norm", "loss-scale", "batch-size", "iteration-time", "throughput", "tokens-per-second"),
     *("memory-gb", "skipped-iterations", "gflops-per-second"),
 }  # names of values in the logs, which no scalar of a custom forward step may have

@@ -55,6 +55,8 @@ def pretrain(
     hooks = hooks or Hooks()
     if config.log.trace and hooks.traced_step is None:
         raise ConfigError("log.trace is true, which training.pretrain alone cannot do; call megatron_lite.pretrain")
+    if config.train.tasks and hooks.tasks is None:
+        raise ConfigError("train.tasks is given, which training.pretrain alone cannot do; call megatron_lite.pretrain")
     try:
         return run_to_end(config, model_provider, datasets_provider, hooks)
     except NoCheckpoint as error:

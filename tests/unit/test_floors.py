@@ -21,7 +21,7 @@ CORE = [
     {"training"},
 ]
 # The folders with features for users. They import the core; the core reaches them through hooks that `cli` passes.
-RING = [{"mpu"}, {"plan"}, {"convert", "preprocess", "launch", "generate"}, {"doctor"}, {"cli"}]
+RING = [{"mpu"}, {"plan"}, {"convert", "preprocess", "generate"}, {"evaluation"}, {"launch"}, {"doctor"}, {"cli"}]
 FLOOR_OF = {name: floor for floor, names in enumerate(CORE + RING) for name in names}
 # These files only re-export names of other files.
 EXEMPT = {"__init__.py", "__main__.py"}

@@ -1,0 +1,111 @@
+"""Mean losses over the evaluation data of a run, and over all tokens of other corpora."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from megatron_lite.config.schema import Config
+from megatron_lite.data.blended import PADDING, Dataset
+from megatron_lite.data.corpus_info import check_tokenizers
+from megatron_lite.data.indexed import IndexedDataset, bin_path
+from megatron_lite.data.statistics import bytes_per_token
+from megatron_lite.errors import ConfigError, DataError
+from megatron_lite.parallel.agreement import on_all
+from megatron_lite.training.corpora import check_documents_end, open_splits
+from megatron_lite.training.evaluate import evaluation_samples, mean_results
+from megatron_lite.training.forward_step import next_token_loss
+from megatron_lite.training.pretrain import NO_TOKEN
+from megatron_lite.training.run import Run
+
+
+class Windows:
+    """A corpus as consecutive samples of `seq_length + 1` tokens, in which each token but the first is a label once.
+
+    The last sample ends with padding; more samples, up to a multiple of `multiple_of`, consist of it.
+    """
+
+    def __init__(self, prefix: str, config: Config, tokenizer_hash: str, *, multiple_of: int, limit: int = 0):
+        """Raises DataError for a corpus that is missing, or of another tokenizer."""
+        self.prefix, self._corpus = prefix, IndexedDataset(prefix)
+        if config.data.tokenizer_check and tokenizer_hash:
+            check_tokenizers([(prefix, self._corpus.info)], tokenizer_hash)
+        self._length, self._vocab_size = config.data.seq_length, config.model.vocab_size
+        count = -(-(self._corpus.num_tokens - 1) // self._length)
+        if count < 1:
+            raise DataError(f"{prefix}: the corpus has one token, and a loss needs two; give another corpus")
+        self._size = -(-min(count, limit or count) // multiple_of) * multiple_of
+        self._num_real = min(count, limit or count)
+
+    def __len__(self) -> int:
+        return self._size
+
+    def __getitem__(self, sample: int) -> np.ndarray:
+        window = np.full(self._length + 1, PADDING, dtype=np.int64)
+        if sample < self._num_real:
+            start = sample * self._length
+            tokens = self._corpus.tokens[start : start + self._length + 1]
+            if int(tokens.max()) >= self._vocab_size:
+                raise DataError(
+                    f"{bin_path(self.prefix)}: contains token id {int(tokens.max())}, but the vocabulary has "
+                    f"{self._vocab_size} ids; run preprocess with data.tokenizer of the run"
+                )
+            window[: len(tokens)] = tokens
+        return window
+
+
+Losses = dict[str, dict[str, float]]  # by corpus or split, values by name
+
+
+def losses_of_run(run: Run) -> Losses:
+    """The validation and test loss of the run, over the samples that its own evaluations read.
+
+    Raises ConfigError where it has none. Collective over the world.
+    """
+    config = run.config
+    samples = evaluation_samples(run)
+    if not (samples and config.data.paths):
+        why = "train.eval_iterations is 0" if config.data.paths else "data.paths is empty"
+        raise ConfigError(
+            f"{config.run.dir}: the run has no evaluation data ({why}); give --data PREFIX or --tasks FILE"
+        )
+    splits = on_all(lambda: open_splits(config, (0, samples, samples), _hash(run)), run.ctx.world)
+    named = {"validation": splits.valid, "test": splits.test}
+    found = {name: split for name, split in named.items() if split is not None}
+    if not found:
+        raise ConfigError(
+            f"{config.run.dir}: data.split is {list(config.data.split)}, without validation and test data; give "
+            "--data PREFIX or --tasks FILE"
+        )
+    return {name: _losses(run, split, samples) for name, split in found.items()}
+
+
+def losses_of_corpora(run: Run, prefixes: Sequence[str], limit: int) -> Losses:
+    """The loss over all tokens of each corpus, or over its first `limit` samples. Collective over the world."""
+    batch = run.config.train.global_batch(run.ctx.dp.size)
+    windows = on_all(
+        lambda: [Windows(prefix, run.config, _hash(run), multiple_of=batch, limit=limit) for prefix in prefixes],
+        run.ctx.world,
+    )
+    return {corpus.prefix: _losses(run, corpus, len(corpus)) for corpus in windows}
+
+
+def _hash(run: Run) -> str:
+    return run.origin.get("tokenizer", "")
+
+
+def _losses(run: Run, dataset: Dataset, samples: int) -> dict[str, float]:
+    """Loss in nats per token, its perplexity, bits per byte of source text, and the number of target tokens; of a
+    custom forward step, its loss and scalars."""
+    eod = run.tokenizer.eod if run.tokenizer is not None else NO_TOKEN
+    check_documents_end(run.config, dataset, eod)
+    step = run.hooks.valid_forward_step
+    means: Any = mean_results(run, dataset, eod, num_samples=samples)
+    if step is not next_token_loss:
+        return means.named(step) | {"targets": means.targets}
+    result = {"loss": means.loss, "perplexity": math.exp(min(means.loss, 20.0)), "targets": means.targets}
+    if run.tokenizer is not None:
+        # Every rank reads the text, so that none waits for rank 0.
+        result["bits_per_byte"] = means.loss / math.log(2) / bytes_per_token(dataset, samples, run.tokenizer)
+    return result

@@ -1,0 +1,152 @@
+"""The tasks of lm-evaluation-harness, through its Python interface.
+
+Rank 0 runs the harness. For each of its requests, which concern all ranks, it sends the token ids to the others, and
+all of them compute. So ranks cannot read other data or another order.
+Source: https://github.com/EleutherAI/lm-evaluation-harness, docs/model_guide.md.
+"""
+
+from collections.abc import Callable, Sequence
+from importlib import import_module
+from typing import Any
+
+import torch
+
+from megatron_lite.data.tokenizer import Tokenizer
+from megatron_lite.errors import ConfigError
+from megatron_lite.evaluation.scores import Row, score
+from megatron_lite.evaluation.tasks import encode_pair
+from megatron_lite.generate.model import LanguageModel, Speed, continue_texts
+from megatron_lite.generate.sampling import Sampling
+from megatron_lite.generate.texts import Text
+from megatron_lite.parallel.agreement import on_first
+
+MAX_NEW_TOKENS = 256  # the harness's default, `max_gen_toks`
+Results = dict[str, dict[str, float]]
+
+
+class Requests:
+    """The two kinds of work that all ranks do together."""
+
+    def __init__(self, model: LanguageModel, tokenizer: Tokenizer, batch_size: int):
+        self.model, self.tokenizer, self.batch_size = model, tokenizer, batch_size
+
+    def scores(self, pairs: Sequence[tuple[list[int], int]]) -> list[tuple[float, bool]]:
+        """The log-likelihood of the tokens from a start on, and whether they are the likeliest ones."""
+        found = score(self.model, [Row(ids, start) for ids, start in pairs], self.batch_size)
+        return [(value.log_likelihood, value.is_greedy) for value in found]
+
+    def texts(self, prompts: Sequence[tuple[str, tuple[str, ...], int]]) -> list[str]:
+        """The greedy continuations of prompts, each with its stop texts and its largest number of tokens."""
+        results = []
+        for start in range(0, len(prompts), self.batch_size):
+            texts = []
+            for prompt, stop, count in prompts[start : start + self.batch_size]:
+                ids = self.tokenizer.encode(prompt) or [self.tokenizer.eod]
+                ids = ids[-max(1, self.model.limit - count) :]  # the harness keeps the end of a long prompt
+                texts.append(Text(self.tokenizer, prompt, ids, torch.Generator(), count, self.model.limit, stop))
+            continue_texts(self.model, texts, Sampling(temperature=0.0), cache=self.model.has_cache, speed=Speed())
+            results += [text.new for text in texts]
+        return results
+
+
+def results(model: LanguageModel, tokenizer: Tokenizer, tasks: Sequence[str], include: str, batch_size: int) -> Results:
+    """The metrics of each task, equal on every rank. Raises ConfigError for an unknown task. Collective over the world.
+
+    include  a folder with more tasks, as the harness's `--include_path`; empty for none
+    """
+    requests, world = Requests(model, tokenizer, batch_size), model.ctx.world
+
+    def next_request() -> Any:
+        """Called on the other ranks, which get what rank 0 sends."""
+
+    if not model.ctx.world.is_first:
+        while (request := on_first(next_request, world)) is not None:
+            kind, arguments = request
+            getattr(requests, kind)(arguments)
+        return on_first(dict, world)
+
+    def together(kind: str, arguments: Any) -> Any:
+        on_first(lambda: (kind, arguments), world)
+        return getattr(requests, kind)(arguments)
+
+    outcome: Results | ConfigError
+    try:
+        outcome = _evaluate(_harness_model(requests, together), tasks, include)
+    except ConfigError as error:
+        outcome = error
+    on_first(lambda: None, world)
+
+    def answer() -> Results:
+        if isinstance(outcome, ConfigError):
+            raise outcome
+        return outcome
+
+    return on_first(answer, world)
+
+
+def check_installed() -> None:
+    """Raise ConfigError where the harness is missing."""
+    try:
+        import_module("lm_eval")
+    except ModuleNotFoundError as error:
+        if error.name != "lm_eval":
+            raise
+        raise ConfigError("--lm-eval needs the package lm-eval, which is not installed; pip install lm-eval") from None
+
+
+def _evaluate(model: Any, tasks: Sequence[str], include: str) -> Results:
+    from lm_eval.evaluator import simple_evaluate
+    from lm_eval.tasks import TaskManager
+
+    manager = TaskManager(include_path=include or None)
+    if unknown := [task for task in tasks if not manager.match_tasks([task])]:
+        where = f" or in {include}" if include else ""
+        raise ConfigError(
+            f"--lm-eval: no task {', '.join(unknown)} in lm-eval{where}; `lm-eval ls tasks` lists its tasks"
+        )
+    found: Any = simple_evaluate(
+        model=model, tasks=list(tasks), task_manager=manager, bootstrap_iters=0, log_samples=False, verbosity="ERROR"
+    )
+    return {
+        task: {name.removesuffix(",none"): value for name, value in values.items() if isinstance(value, int | float)}
+        for task, values in found["results"].items()
+    }
+
+
+def _harness_model(requests: Requests, together: Callable[[str, Any], Any]) -> Any:
+    """The model as the harness calls it; its base class exists only where the harness is installed."""
+    from lm_eval.api.model import LM
+
+    tokenizer, limit = requests.tokenizer, requests.model.limit
+
+    class HarnessModel(LM):
+        def loglikelihood(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
+            pairs = []
+            for request in requests:
+                ids, start = encode_pair(tokenizer, *request.args)
+                dropped = max(0, len(ids) - 1 - limit)  # the harness keeps the end of a long context
+                pairs.append((ids[dropped:], max(1, start - dropped)))
+            return together("scores", pairs)
+
+        def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
+            windows, owners = [], []
+            for number, request in enumerate(requests):
+                ids = [tokenizer.eod, *tokenizer.encode(request.args[0])]
+                for start in range(0, len(ids) - 1, limit):
+                    windows.append((ids[start : start + limit + 1], 1))
+                    owners.append(number)
+            totals = [0.0] * len(requests)
+            for owner, (value, _) in zip(owners, together("scores", windows), strict=True):
+                totals[owner] += value
+            return totals
+
+        def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
+            prompts = []
+            for request in requests:
+                prompt, options = request.args
+                stop = options.get("until", [])
+                stop = (stop,) if isinstance(stop, str) else tuple(filter(None, stop))
+                prompts.append((prompt, stop, int(options.get("max_gen_toks", MAX_NEW_TOKENS))))
+            return together("texts", prompts)
+
+    return HarnessModel()

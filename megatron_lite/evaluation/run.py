@@ -1,0 +1,222 @@
+"""`megatron-lite evaluate` on one rank: load a checkpoint under any layout, evaluate it, print the results."""
+
+import json
+import os
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+from megatron_lite.checkpoint.directory import place_of
+from megatron_lite.checkpoint.layout import parse_config, read_layout
+from megatron_lite.checkpoint.match import check_provider
+from megatron_lite.config.load import dump_config, load_config
+from megatron_lite.config.schema import Config
+from megatron_lite.config.validate import raise_any
+from megatron_lite.data.blended import missing_corpora
+from megatron_lite.data.tokenizer import build_tokenizer
+from megatron_lite.ddp.data_parallel import DataParallel
+from megatron_lite.errors import ConfigError
+from megatron_lite.evaluation import lm_eval
+from megatron_lite.evaluation.corpora import losses_of_corpora, losses_of_run
+from megatron_lite.evaluation.tasks import answer_questions, check_lengths, parse_questions, read_task_file
+from megatron_lite.generate.model import LanguageModel
+from megatron_lite.generate.run import load_model
+from megatron_lite.model.build import get_model, named_params, param_table
+from megatron_lite.parallel.agreement import on_first
+from megatron_lite.pipeline.engine import PipelineEngine
+from megatron_lite.training.forward_step import next_token_loss
+from megatron_lite.training.initialize import finalize_megatron, initialize_megatron
+from megatron_lite.training.provider import NamedFunction
+from megatron_lite.training.run import Hooks, Run
+
+KEPT = ("tensor", "context", "context_mode", "pipeline", "virtual_pipeline", "pipeline_layout", "schedule", "sequence")
+BATCH_SIZE = 8  # texts in a forward, while a model is in training
+
+
+@dataclass(frozen=True)
+class Request:
+    """What to evaluate; without all of it, the validation and test data of the run."""
+
+    corpora: tuple[str, ...] = ()
+    tasks: tuple[str, ...] = ()
+    lm_eval: tuple[str, ...] = ()
+    lm_eval_include: str = ""
+    samples: int = 0  # of each corpus; 0: all
+    batch_size: int = 8
+    json: bool = False
+    model: str = ""
+    forward_step: str = ""
+
+
+def config_of(folder: Path, world_size: int, overrides: Sequence[str] = (), model: str = "") -> Config:
+    """The config to evaluate a checkpoint: that of the run, for as many ranks.
+
+    The layout is that of training, with other data-parallel ranks, where `world_size` allows it, else tensor
+    parallelism over all ranks; `overrides` choose another. The samples of an evaluation stay the same.
+    """
+    layout = read_layout(folder)
+    check_provider(layout, folder, model)
+    trained = parse_config(layout.config, folder)
+    fits = world_size % trained.parallel.model_size == 0
+    parallel = trained.parallel.model_dump(include=set(KEPT)) if fits else {"tensor": world_size}
+    batch = trained.train.global_batch(layout.grid.dp)
+    kept = {"precision", "comm_timeout", "deterministic", "eval_iterations", "micro_batch_size"}
+    fields = {
+        "run": {"dir": str(folder), "seed": trained.run.seed},
+        # This device may lack the implementation of training, and there is no dropout.
+        "model": trained.model.model_dump() | {"attention": "auto", "attention_dropout": 0.0, "hidden_dropout": 0.0},
+        "parallel": parallel,
+        "data": trained.data.model_dump(),
+        "train": trained.train.model_dump(include=kept) | {"global_batch_size": batch},
+    }
+    config = _overridden(Config.model_validate(fields), overrides)
+    return _with_fitting_micro_batch(config, world_size)
+
+
+def _overridden(config: Config, overrides: Sequence[str]) -> Config:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "config.yaml"
+        path.write_text(dump_config(config), encoding="utf-8")
+        return load_config(path, overrides)
+
+
+def _with_fitting_micro_batch(config: Config, world_size: int) -> Config:
+    """The largest micro-batch, up to that of training, into which the global batch divides on this many ranks."""
+    train, parallel = config.train, config.parallel
+    if world_size % parallel.model_size:
+        return config  # `validate` reports it
+    dp = world_size // parallel.model_size
+    batch = train.global_batch(dp)
+    if batch % dp:
+        raise ConfigError(
+            f"one step of an evaluation has {batch} sequences, which {dp} data-parallel ranks cannot share equally; "
+            "change --nproc-per-node or train.global_batch_size"
+        )
+    multiple = parallel.pipeline if parallel.virtual_pipeline > 1 else 1
+    fits = [size for size in range(1, train.micro_batch_size + 1) if batch % (size * dp * multiple) == 0]
+    size = max(fits, default=1)
+    return config.model_copy(update={"train": train.model_copy(update={"micro_batch_size": size})})
+
+
+def check_files(request: Request) -> None:
+    """Raise ConfigError for a corpus or a task file that is missing or wrong, before any rank starts."""
+    if request.corpora:
+        raise_any(f"--data: {problem}" for problem in missing_corpora(request.corpora))
+    for path in request.tasks:
+        parse_questions(read_task_file(Path(path)), path)
+
+
+def check_tasks(config: Config) -> None:
+    """Raise ConfigError for wrong questions in `train.tasks`, before a run starts."""
+    if config.train.tasks and config.data.tokenizer:
+        tokenizer, limit = build_tokenizer(config.data.tokenizer), config.model.max_position_embeddings
+        for path in config.train.tasks:
+            check_lengths(parse_questions(read_task_file(Path(path)), path), tokenizer, limit)
+
+
+def evaluate_checkpoint(folder: Path, request: Request, overrides: tuple[str, ...]) -> None:
+    """Evaluate the model of a checkpoint; rank 0 prints the results. Collective over the world."""
+    config = config_of(folder, int(os.environ.get("WORLD_SIZE", "1")), overrides, request.model)
+    try:
+        run = _load(folder, config, request)
+        results = {"checkpoint": str(folder), "iteration": place_of(folder)[1]}
+        results |= evaluated(run, request)
+        if run.ctx.rank == 0:
+            print(json.dumps(results) if request.json else "\n".join(table(results)), flush=True)
+    finally:
+        finalize_megatron()
+
+
+def _load(folder: Path, config: Config, request: Request) -> Run:
+    """A run with the weights of a checkpoint, which can be evaluated and not trained."""
+    provider = NamedFunction(request.model) if request.model else get_model
+    ctx, rng = initialize_megatron(config)
+    chunks = load_model(folder, config, ctx, rng, provider)
+    engine = PipelineEngine(ctx, num_chunks=len(chunks), timeout_seconds=config.train.comm_timeout)
+    step = NamedFunction(request.forward_step, "--forward-step") if request.forward_step else next_token_loss
+    return Run(
+        config,
+        ctx,
+        rng,
+        chunks,
+        named_params(chunks),
+        param_table(chunks),
+        DataParallel(),
+        cast(Any, SimpleNamespace(common_model=nullcontext)),  # it is not trained
+        engine,
+        saver=cast(Any, None),
+        origin=read_layout(folder).origin,
+        tokenizer=build_tokenizer(config.data.tokenizer) if config.data.tokenizer else None,
+        hooks=Hooks(valid_forward_step=step),
+        scalar_names={next_token_loss: ()},
+    )
+
+
+def evaluated(run: Run, request: Request) -> dict[str, Any]:
+    """The results of a request by kind: corpora, tasks, lm_eval. Collective over the world."""
+    results: dict[str, Any] = {}
+    if request.corpora:
+        results["corpora"] = losses_of_corpora(run, request.corpora, request.samples)
+    if request.tasks:
+        results["tasks"] = {}
+        for path in request.tasks:
+            results["tasks"] |= task_results(run, path, request.batch_size)
+    if request.lm_eval:
+        with evaluating(run) as model:
+            tokenizer = tokenizer_of(run)
+            results["lm_eval"] = lm_eval.results(
+                model, tokenizer, request.lm_eval, request.lm_eval_include, request.batch_size
+            )
+    return results or {"corpora": losses_of_run(run)}
+
+
+def tokenizer_of(run: Run) -> Any:
+    if run.tokenizer is None:
+        raise ConfigError(f"{run.config.run.dir}: the run has no data.tokenizer, which the texts of tasks need")
+    return run.tokenizer
+
+
+@contextmanager
+def evaluating(run: Run) -> Iterator[LanguageModel]:
+    """The model of a run, without dropout and with the weights that a checkpoint would have.
+
+    A run in training continues after it as if nothing had happened.
+    """
+    modes = [chunk.training for chunk in run.model]
+    for chunk in run.model:
+        chunk.eval()
+    with run.optimizer.common_model():
+        yield LanguageModel(run.model, run.config, run.ctx, run.engine)
+    run.ddp.release_params()  # that the forwards gathered
+    for chunk, mode in zip(run.model, modes, strict=True):
+        chunk.train(mode)
+
+
+def task_results(run: Run, path: str, batch_size: int = BATCH_SIZE) -> dict[str, dict[str, float]]:
+    """The results of each task of a file, equal on every rank, for a run in training too. Collective over the world."""
+    questions = parse_questions(on_first(lambda: read_task_file(Path(path)), run.ctx.world), path)
+    with evaluating(run) as model:
+        return answer_questions(model, tokenizer_of(run), questions, batch_size)
+
+
+def table(results: dict[str, Any]) -> list[str]:
+    """The results for a terminal."""
+    lines = [f"{results['checkpoint']}, iteration {results['iteration']}"]
+    for kind, title in (("corpora", "corpus"), ("tasks", "task"), ("lm_eval", "lm-eval task")):
+        if kind not in results:
+            continue
+        width = max(len(title), *map(len, results[kind]))
+        lines += ["", f"{title:{width}}  {'value':24}{'':>12}"]
+        for name, values in results[kind].items():
+            for label, value in values.items():
+                lines.append(f"{name:{width}}  {label.replace('_', ' '):24}{_shown(value):>12}")
+                name = ""
+    return lines
+
+
+def _shown(value: float) -> str:
+    return f"{value:,.0f}" if value == int(value) and abs(value) > 1 else f"{value:.6f}"
