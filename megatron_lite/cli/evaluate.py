@@ -8,52 +8,61 @@ import typer
 from megatron_lite.cli.options import ForwardStep, Model
 from megatron_lite.errors import ConfigError
 
+Words = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="SECTION.FIELD=VALUE",
+        help="Config fields that replace those of the run, such as parallel.tensor=2; and more prefixes of --data.",
+    ),
+]
+Load = Annotated[
+    Path, typer.Option("--load", metavar="FOLDER", help="A run.dir, its checkpoints/ folder or one iter_... folder.")
+]
+Iteration = Annotated[
+    int | None, typer.Option("--iteration", min=1, metavar="N", help="Iteration to load; default: the newest.")
+]
+Corpora = Annotated[
+    list[str] | None,
+    typer.Option("--data", metavar="PREFIX...", help="Corpora, of which every token is predicted once."),
+]
+Samples = Annotated[
+    int, typer.Option("--samples", min=0, metavar="N", help="Sequences of each corpus of --data; 0: all.")
+]
+Tasks = Annotated[
+    list[str] | None,
+    typer.Option("--tasks", metavar="FILE.jsonl", help="Questions: multiple choice, cloze or exact match."),
+]
+LmEval = Annotated[
+    str, typer.Option("--lm-eval", metavar="TASK,...", help="Tasks of the package lm-eval, which must be installed.")
+]
+LmEvalInclude = Annotated[
+    str, typer.Option("--lm-eval-include", metavar="FOLDER", help="A folder with more tasks for --lm-eval.")
+]
+BatchSize = Annotated[int, typer.Option("--batch-size", min=1, metavar="N", help="Texts of tasks in one forward.")]
+NoTokenizerCheck = Annotated[
+    bool, typer.Option("--no-tokenizer-check", help="Accept a tokenizer whose files changed since training.")
+]
+NprocPerNode = Annotated[
+    int | None,
+    typer.Option("--nproc-per-node", min=1, metavar="N", help="Number of processes that share the work."),
+]
+
 
 def evaluate(
-    words: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="SECTION.FIELD=VALUE",
-            help="Config fields that replace those of the run, such as parallel.tensor=2; and more prefixes of --data.",
-        ),
-    ] = None,
-    load: Annotated[
-        Path, typer.Option("--load", metavar="FOLDER", help="run.dir of a training run, or one checkpoint of it.")
-    ] = ...,  # type: ignore[assignment]
-    iteration: Annotated[
-        int | None, typer.Option("--iteration", min=1, metavar="N", help="Iteration to load; default: the newest.")
-    ] = None,
-    data: Annotated[
-        list[str] | None,
-        typer.Option("--data", metavar="PREFIX...", help="Corpora whose tokens are all predicted once."),
-    ] = None,
-    samples: Annotated[
-        int, typer.Option("--samples", min=0, metavar="N", help="Sequences of each corpus of --data; 0: all.")
-    ] = 0,
-    tasks: Annotated[
-        list[str] | None,
-        typer.Option("--tasks", metavar="FILE.jsonl", help="Questions: multiple choice, cloze or exact match."),
-    ] = None,
-    lm_eval: Annotated[
-        str,
-        typer.Option("--lm-eval", metavar="TASK,...", help="Tasks of the package lm-eval, which must be installed."),
-    ] = "",
-    lm_eval_include: Annotated[
-        str, typer.Option("--lm-eval-include", metavar="FOLDER", help="A folder with more tasks for --lm-eval.")
-    ] = "",
-    batch_size: Annotated[
-        int, typer.Option("--batch-size", min=1, metavar="N", help="Texts of tasks in one forward.")
-    ] = 8,
+    load: Load,
+    words: Words = None,
+    iteration: Iteration = None,
+    data: Corpora = None,
+    samples: Samples = 0,
+    tasks: Tasks = None,
+    lm_eval: LmEval = "",
+    lm_eval_include: LmEvalInclude = "",
+    batch_size: BatchSize = 8,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
-    no_tokenizer_check: Annotated[
-        bool, typer.Option("--no-tokenizer-check", help="Accept a tokenizer whose files changed since training.")
-    ] = False,
+    no_tokenizer_check: NoTokenizerCheck = False,
     model: Model = "",
     forward_step: ForwardStep = "",
-    nproc_per_node: Annotated[
-        int | None,
-        typer.Option("--nproc-per-node", min=1, metavar="N", help="Number of processes that share the work."),
-    ] = None,
+    nproc_per_node: NprocPerNode = None,
 ) -> None:
     """Evaluate a checkpoint: losses, perplexities and tasks.
 
@@ -63,7 +72,7 @@ def evaluate(
     from megatron_lite.checkpoint.directory import resolve
     from megatron_lite.config.validate import validate
     from megatron_lite.evaluation.lm_eval import check_installed
-    from megatron_lite.evaluation.run import Request, check_files, config_of
+    from megatron_lite.evaluation.run import Request, check_files, config_of, trained_batch
     from megatron_lite.generate.run import check_tokenizer_of
     from megatron_lite.launch.launcher import launched_world_size, run_ranks
     from megatron_lite.launch.nodes import nodes_from
@@ -90,6 +99,7 @@ def evaluate(
         json=as_json,
         model=model,
         forward_step=forward_step,
+        trained_batch=trained_batch(folder),
     )
     check_files(request)
     raise typer.Exit(run_ranks("megatron_lite.evaluation.run:evaluate_checkpoint", (folder, request, overrides), nodes))

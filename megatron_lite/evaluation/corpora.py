@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 
@@ -14,7 +13,7 @@ from megatron_lite.data.statistics import bytes_per_token
 from megatron_lite.errors import ConfigError, DataError
 from megatron_lite.parallel.agreement import on_all
 from megatron_lite.training.corpora import check_documents_end, open_splits
-from megatron_lite.training.evaluate import evaluation_samples, mean_results
+from megatron_lite.training.evaluate import mean_results
 from megatron_lite.training.forward_step import next_token_loss
 from megatron_lite.training.pretrain import NO_TOKEN
 from megatron_lite.training.run import Run
@@ -23,10 +22,10 @@ from megatron_lite.training.run import Run
 class Windows:
     """A corpus as consecutive samples of `seq_length + 1` tokens, in which each token but the first is a label once.
 
-    The last sample ends with padding; more samples, up to a multiple of `multiple_of`, consist of it.
+    The last sample ends with padding. With `limit` above 0 it has at most as many samples.
     """
 
-    def __init__(self, prefix: str, config: Config, tokenizer_hash: str, *, multiple_of: int, limit: int = 0):
+    def __init__(self, prefix: str, config: Config, tokenizer_hash: str, limit: int):
         """Raises DataError for a corpus that is missing, or of another tokenizer."""
         self.prefix, self._corpus = prefix, IndexedDataset(prefix)
         if config.data.tokenizer_check and tokenizer_hash:
@@ -35,36 +34,49 @@ class Windows:
         count = -(-(self._corpus.num_tokens - 1) // self._length)
         if count < 1:
             raise DataError(f"{prefix}: the corpus has one token, and a loss needs two; give another corpus")
-        self._size = -(-min(count, limit or count) // multiple_of) * multiple_of
-        self._num_real = min(count, limit or count)
+        self._size = min(count, limit or count)
 
     def __len__(self) -> int:
         return self._size
 
     def __getitem__(self, sample: int) -> np.ndarray:
+        start = sample * self._length
+        tokens = self._corpus.tokens[start : start + self._length + 1]
+        if int(tokens.max()) >= self._vocab_size:
+            raise DataError(
+                f"{bin_path(self.prefix)}: contains token id {int(tokens.max())}, but the vocabulary has "
+                f"{self._vocab_size} ids; run preprocess with data.tokenizer of the run"
+            )
         window = np.full(self._length + 1, PADDING, dtype=np.int64)
-        if sample < self._num_real:
-            start = sample * self._length
-            tokens = self._corpus.tokens[start : start + self._length + 1]
-            if int(tokens.max()) >= self._vocab_size:
-                raise DataError(
-                    f"{bin_path(self.prefix)}: contains token id {int(tokens.max())}, but the vocabulary has "
-                    f"{self._vocab_size} ids; run preprocess with data.tokenizer of the run"
-                )
-            window[: len(tokens)] = tokens
+        window[: len(tokens)] = tokens
         return window
+
+
+class Padded:
+    """The first `num_samples` of a dataset, then samples of padding up to a multiple of the global batch."""
+
+    def __init__(self, dataset: Dataset, num_samples: int, global_batch: int):
+        self._dataset, self._num_samples = dataset, num_samples
+        self._size = -(-num_samples // global_batch) * global_batch
+
+    def __len__(self) -> int:
+        return self._size
+
+    def __getitem__(self, sample: int) -> np.ndarray:
+        return self._dataset[sample] if sample < self._num_samples else np.full_like(self._dataset[0], PADDING)
 
 
 Losses = dict[str, dict[str, float]]  # by corpus or split, values by name
 
 
-def losses_of_run(run: Run) -> Losses:
-    """The validation and test loss of the run, over the samples that its own evaluations read.
+def losses_of_run(run: Run, trained_batch: int) -> Losses:
+    """The validation and test loss of the run, over the samples that its own evaluations read: `train.eval_iterations`
+    times `trained_batch`.
 
     Raises ConfigError where it has none. Collective over the world.
     """
     config = run.config
-    samples = evaluation_samples(run)
+    samples = config.train.eval_iterations * trained_batch
     if not (samples and config.data.paths):
         why = "train.eval_iterations is 0" if config.data.paths else "data.paths is empty"
         raise ConfigError(
@@ -83,9 +95,8 @@ def losses_of_run(run: Run) -> Losses:
 
 def losses_of_corpora(run: Run, prefixes: Sequence[str], limit: int) -> Losses:
     """The loss over all tokens of each corpus, or over its first `limit` samples. Collective over the world."""
-    batch = run.config.train.global_batch(run.ctx.dp.size)
     windows = on_all(
-        lambda: [Windows(prefix, run.config, _hash(run), multiple_of=batch, limit=limit) for prefix in prefixes],
+        lambda: [Windows(prefix, run.config, _hash(run), limit) for prefix in prefixes],
         run.ctx.world,
     )
     return {corpus.prefix: _losses(run, corpus, len(corpus)) for corpus in windows}
@@ -101,7 +112,9 @@ def _losses(run: Run, dataset: Dataset, samples: int) -> dict[str, float]:
     eod = run.tokenizer.eod if run.tokenizer is not None else NO_TOKEN
     check_documents_end(run.config, dataset, eod)
     step = run.hooks.valid_forward_step
-    means: Any = mean_results(run, dataset, eod, num_samples=samples)
+    padded = Padded(dataset, samples, run.config.train.global_batch(run.ctx.dp.size))
+    means = mean_results(run, padded, eod, num_samples=len(padded))
+    assert means is not None, "only a stop request ends an evaluation"
     if step is not next_token_loss:
         return means.named(step) | {"targets": means.targets}
     result = {"loss": means.loss, "perplexity": math.exp(min(means.loss, 20.0)), "targets": means.targets}

@@ -50,20 +50,20 @@ class Request:
     json: bool = False
     model: str = ""
     forward_step: str = ""
+    trained_batch: int = 1  # sequences in a global batch of training
 
 
 def config_of(folder: Path, world_size: int, overrides: Sequence[str] = (), model: str = "") -> Config:
-    """The config to evaluate a checkpoint: that of the run, for as many ranks.
+    """The config to evaluate a checkpoint: that of the run, for `world_size` ranks.
 
     The layout is that of training, with other data-parallel ranks, where `world_size` allows it, else tensor
-    parallelism over all ranks; `overrides` choose another. The samples of an evaluation stay the same.
+    parallelism over all ranks; `overrides` choose another.
     """
     layout = read_layout(folder)
     check_provider(layout, folder, model)
     trained = parse_config(layout.config, folder)
     fits = world_size % trained.parallel.model_size == 0
     parallel = trained.parallel.model_dump(include=set(KEPT)) if fits else {"tensor": world_size}
-    batch = trained.train.global_batch(layout.grid.dp)
     kept = {"precision", "comm_timeout", "deterministic", "eval_iterations", "micro_batch_size"}
     fields = {
         "run": {"dir": str(folder), "seed": trained.run.seed},
@@ -71,10 +71,16 @@ def config_of(folder: Path, world_size: int, overrides: Sequence[str] = (), mode
         "model": trained.model.model_dump() | {"attention": "auto", "attention_dropout": 0.0, "hidden_dropout": 0.0},
         "parallel": parallel,
         "data": trained.data.model_dump(),
-        "train": trained.train.model_dump(include=kept) | {"global_batch_size": batch},
+        "train": trained.train.model_dump(include=kept) | {"global_batch_size": trained_batch(folder)},
     }
     config = _overridden(Config.model_validate(fields), overrides)
-    return _with_fitting_micro_batch(config, world_size)
+    return _with_fitting_batch(config, world_size)
+
+
+def trained_batch(folder: Path) -> int:
+    """The sequences in a global batch of the run that saved this checkpoint."""
+    layout = read_layout(folder)
+    return parse_config(layout.config, folder).train.global_batch(layout.grid.dp)
 
 
 def _overridden(config: Config, overrides: Sequence[str]) -> Config:
@@ -84,22 +90,15 @@ def _overridden(config: Config, overrides: Sequence[str]) -> Config:
         return load_config(path, overrides)
 
 
-def _with_fitting_micro_batch(config: Config, world_size: int) -> Config:
-    """The largest micro-batch, up to that of training, into which the global batch divides on this many ranks."""
-    train, parallel = config.train, config.parallel
+def _with_fitting_batch(config: Config, world_size: int) -> Config:
+    """The config with a global batch that divides over this many ranks."""
+    parallel, size = config.parallel, config.train.micro_batch_size
     if world_size % parallel.model_size:
         return config  # `validate` reports it
-    dp = world_size // parallel.model_size
-    batch = train.global_batch(dp)
-    if batch % dp:
-        raise ConfigError(
-            f"one step of an evaluation has {batch} sequences, which {dp} data-parallel ranks cannot share equally; "
-            "change --nproc-per-node or train.global_batch_size"
-        )
-    multiple = parallel.pipeline if parallel.virtual_pipeline > 1 else 1
-    fits = [size for size in range(1, train.micro_batch_size + 1) if batch % (size * dp * multiple) == 0]
-    size = max(fits, default=1)
-    return config.model_copy(update={"train": train.model_copy(update={"micro_batch_size": size})})
+    multiple = world_size // parallel.model_size * (parallel.pipeline if parallel.virtual_pipeline > 1 else 1)
+    steps = max(1, config.train.global_batch_size // (size * multiple))
+    train = config.train.model_copy(update={"global_batch_size": steps * size * multiple})
+    return config.model_copy(update={"train": train})
 
 
 def check_files(request: Request) -> None:
@@ -122,7 +121,7 @@ def evaluate_checkpoint(folder: Path, request: Request, overrides: tuple[str, ..
     """Evaluate the model of a checkpoint; rank 0 prints the results. Collective over the world."""
     config = config_of(folder, int(os.environ.get("WORLD_SIZE", "1")), overrides, request.model)
     try:
-        run = _load(folder, config, request)
+        run = run_of(folder, config, request)
         results = {"checkpoint": str(folder), "iteration": place_of(folder)[1]}
         results |= evaluated(run, request)
         if run.ctx.rank == 0:
@@ -131,7 +130,7 @@ def evaluate_checkpoint(folder: Path, request: Request, overrides: tuple[str, ..
         finalize_megatron()
 
 
-def _load(folder: Path, config: Config, request: Request) -> Run:
+def run_of(folder: Path, config: Config, request: Request) -> Run:
     """A run with the weights of a checkpoint, which can be evaluated and not trained."""
     provider = NamedFunction(request.model) if request.model else get_model
     ctx, rng = initialize_megatron(config)
@@ -171,7 +170,7 @@ def evaluated(run: Run, request: Request) -> dict[str, Any]:
             results["lm_eval"] = lm_eval.results(
                 model, tokenizer, request.lm_eval, request.lm_eval_include, request.batch_size
             )
-    return results or {"corpora": losses_of_run(run)}
+    return results or {"corpora": losses_of_run(run, request.trained_batch)}
 
 
 def tokenizer_of(run: Run) -> Any:

@@ -97,6 +97,7 @@ def test_the_defaults_are_valid_on_any_number_of_processes():
             "data.eod_mask_loss needs the end-of-document token of data.tokenizer",
             "give data.tokenizer",
         ),
+        (1, ["train.tasks=[a.jsonl]"], "train.tasks has texts, which need data.tokenizer", "or leave train.tasks out"),
         (
             2,
             ["train.micro_batch_size=4", "train.global_batch_size=20"],

@@ -1,0 +1,250 @@
+"""`evaluate` gives the run's own losses and transformers' log-likelihoods, under every layout."""
+
+import json
+import math
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_lite.data.tokenizer import build_tokenizer
+from megatron_lite.evaluation.run import Request, config_of, evaluating, run_of
+from megatron_lite.evaluation.scores import Row, Score, score
+from megatron_lite.evaluation.tasks import encode_pair
+from megatron_lite.training.initialize import finalize_megatron
+from tests.helpers.command import ROOT, make_corpus, run, run_here, tiny_yaml
+from tests.helpers.huggingface import gpt2, llama
+
+QUESTIONS = ROOT / "configs" / "tasks" / "python.jsonl"
+FAMILIES = {"gpt2": lambda: gpt2(vocab_size=257), "llama": lambda: llama(vocab_size=257)}
+SHORT = [
+    {"question": "if x", "choices": [" is", " == 3:", " in y"], "answer": 1},
+    {"question": "a = ", "choices": ["[]", "b"], "answer": 0},
+    {"prompt": "def f", "completion": "(x)"},
+    {"prompt": "", "completion": "def "},
+    {"prompt": "return", "answer": " x", "stop": "q", "max_new_tokens": 6},
+]
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory) -> Path:
+    """The folder of a finished run of one process, with validation and test data. Tests only read it."""
+    folder = tmp_path_factory.mktemp("evaluated")
+    config = tiny_yaml(
+        folder,
+        make_corpus(folder),
+        train={"iterations": 4, "eval_iterations": 2, "global_batch_size": 8, "micro_batch_size": 2},
+        data={"split": [70, 20, 10]},
+        checkpoint={"interval": 4},
+    )
+    done = run_here("pretrain", "--config", str(config), cwd=folder)
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+def evaluate(folder: Path, *options: str, ranks: int = 1, load: str = "run") -> dict[str, Any]:
+    """The object that `evaluate --json` prints."""
+    command = ("evaluate", "--load", load, "--json", *options)
+    done = run_here(*command, cwd=folder) if ranks == 1 else run(*command, "--nproc-per-node", str(ranks), cwd=folder)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+LAYOUTS = {  # dp 3 does not divide the global batch
+    "one rank": (1, ()),
+    "tp 2": (2, ("parallel.tensor=2", "parallel.sequence=true")),
+    "pp 2": (2, ("parallel.pipeline=2", "parallel.tensor=1")),
+    "cp 2": (2, ("parallel.context=2", "parallel.tensor=1")),
+    "dp 3": (3, ("parallel.tensor=1",)),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_losses_are_those_that_the_run_has_logged(finished, layout):
+    """Other samples, another mask or a lost token would give another loss."""
+    count, overrides = LAYOUTS[layout]
+    rows = [json.loads(line) for line in (finished / "run" / "metrics.jsonl").read_text().splitlines()]
+    found = evaluate(finished, *overrides, ranks=count)
+    for name in ("validation", "test"):
+        (logged,) = (row[f"{name}_loss"] for row in rows if f"{name}_loss" in row)
+        assert found["corpora"][name]["loss"] == pytest.approx(logged, abs=1e-6)
+    assert found["iteration"] == 4 and found["corpora"]["validation"]["targets"] == 2 * 8 * 32
+
+
+@pytest.mark.parametrize("layout", ["one rank", "pp 2", "dp 3"])
+def test_the_loss_of_a_corpus_counts_every_token_once(finished, layout):
+    """The last window is shorter than the others, and dp 3 needs windows of padding."""
+    count, overrides = LAYOUTS[layout]
+    prefix = str(next(finished.glob("*.idx")).with_suffix(""))
+    found = evaluate(finished, *overrides, "--data", prefix, ranks=count)["corpora"][prefix]
+    tokens = (finished / f"{prefix}.bin").stat().st_size // 2
+    assert found["targets"] == tokens - 1
+    limited = evaluate(finished, "--data", prefix, "--samples", "8")["corpora"][prefix]
+    assert limited["targets"] == 8 * 32
+    twice = evaluate(finished, "--data", prefix, prefix)["corpora"][prefix]
+    assert found["loss"] == pytest.approx(twice["loss"], abs=1e-6)
+    text = build_tokenizer("bytes")
+    assert found["bits_per_byte"] >= found["loss"] / math.log(2) * 0.99 and text.vocab_size == 257
+
+
+@pytest.fixture(scope="module")
+def converted(tmp_path_factory) -> dict[str, tuple[Path, Any]]:
+    """Models of transformers, each with the folder of the checkpoint that convert made of it, and of questions."""
+    found = {}
+    for family, make in FAMILIES.items():
+        folder, model = tmp_path_factory.mktemp(family), make()
+        model.save_pretrained(folder / "hf")
+        done = run_here("convert", "hf", "run", "data.tokenizer=bytes", cwd=folder)
+        assert done.returncode == 0, done.stderr
+        (folder / "short.jsonl").write_text("".join(json.dumps(question) + "\n" for question in SHORT))
+        found[family] = folder, model
+    return found
+
+
+def scores_here(folder: str, overrides: tuple[str, ...], rows: list[tuple[list[int], int]], world: int) -> list[Score]:
+    from megatron_lite.checkpoint.directory import resolve
+
+    place = resolve(Path(folder), None)
+    loaded = run_of(place, config_of(place, world, overrides), Request())
+    with evaluating(loaded) as model:
+        scores = score(model, [Row(ids, start) for ids, start in rows], batch_size=3)
+    del loaded, model
+    finalize_megatron()
+    return scores
+
+
+def transformers_score(model: Any, ids: list[int], start: int) -> Score:
+    with torch.no_grad():
+        log_probs = model(input_ids=torch.tensor([ids[:-1]]), use_cache=False).logits[0].double().log_softmax(-1)
+    chosen = log_probs[range(start - 1, len(ids) - 1), ids[start:]]
+    return Score(chosen.sum().item(), log_probs[start - 1 :].argmax(-1).tolist() == ids[start:])
+
+
+@pytest.mark.parametrize("layout", [*LAYOUTS, "tp 2 pp 2"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_log_likelihoods_equal_those_of_transformers(ranks, converted, family, layout):
+    """Rows of several lengths in a batch; some continuations are the likeliest text, so `is_greedy` is tested too."""
+    folder, model = converted[family]
+    count, overrides = LAYOUTS.get(layout, (4, ("parallel.tensor=2", "parallel.pipeline=2")))
+    tokenizer = build_tokenizer("bytes")
+    rows = [
+        encode_pair(tokenizer, context, text) for context, text in (("if x ", "is"), ("", "a"), ("while", " True:"))
+    ]
+    prompt = list(b"def f")
+    likely = model.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=6, eos_token_id=None)[0].tolist()
+    rows += [(likely, 5), ([*likely[:-1], 7], 5), (likely[:6], 5), (list(range(24)), 1)]
+    for found in ranks(count, scores_here, str(folder / "run"), overrides, rows, count):
+        for got, (ids, start) in zip(found, rows, strict=True):
+            want = transformers_score(model, ids, start)
+            assert got.log_likelihood == pytest.approx(want.log_likelihood, abs=1e-5 * len(ids)), (ids, start)
+            assert got.is_greedy == want.is_greedy
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_results_of_tasks_do_not_depend_on_the_layout(converted, family):
+    """Generated answers equal transformers' greedy text."""
+    folder, model = converted[family]
+    one = evaluate(folder, "--tasks", "short.jsonl")["tasks"]["short"]
+    for count, overrides in ((2, ("parallel.tensor=2",)), (2, ("parallel.pipeline=2", "parallel.tensor=1")),
+                             (2, ("parallel.context=2", "parallel.tensor=1"))):  # fmt: skip
+        found = evaluate(folder, "--tasks", "short.jsonl", *overrides, ranks=count)["tasks"]["short"]
+        assert found == pytest.approx(one, rel=1e-5)
+    ids = torch.tensor([list(b"return")])
+    text = model.generate(ids, do_sample=False, max_new_tokens=6, eos_token_id=256, pad_token_id=256)[0, 6:]
+    answer = bytes(int(i) for i in text if i < 256).decode(errors="replace").partition("q")[0]
+    (folder / "exact.jsonl").write_text(json.dumps({**SHORT[-1], "answer": answer}) + "\n" + json.dumps(SHORT[-1]))
+    assert evaluate(folder, "--tasks", "exact.jsonl")["tasks"]["exact"] == {"exact_match": 0.5, "questions": 2}
+    scores = [
+        [
+            transformers_score(model, *encode_pair(build_tokenizer("bytes"), q["question"], text))
+            for text in q["choices"]
+        ]
+        for q in SHORT[:2]
+    ]
+    right = [[s.log_likelihood for s in of].index(max(s.log_likelihood for s in of)) for of in scores]
+    assert one["accuracy"] == sum(r == q["answer"] for r, q in zip(right, SHORT[:2], strict=True)) / 2
+
+
+def test_tasks_in_training_change_nothing_and_equal_those_of_the_checkpoint(finished, tmp_path):
+    """They are logged at their interval, also in TensorBoard's tags; a resumed run does not repeat them."""
+    for name in ("plain", "tasks"):
+        config = tiny_yaml(tmp_path, make_corpus(tmp_path), train={"iterations": 4, "eval_iterations": 0},
+                           model={"hidden_dropout": 0.1, "max_position_embeddings": 128})  # fmt: skip
+        options = (f"train.tasks=[{QUESTIONS}]", "train.tasks_interval=2") if name == "tasks" else ()
+        command = ("pretrain", "--config", str(config), f"run.dir={name}", *options)
+        done = run_here(*command, cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+    assert " task python cloze at iteration 2 | cloze accuracy: " in done.stdout
+    rows = {
+        name: [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
+        for name in ("plain", "tasks")
+    }
+    losses = {name: [row["loss"] for row in found if "loss" in row] for name, found in rows.items()}
+    assert losses["plain"] == losses["tasks"]
+    answered = {row["iteration"]: row["tasks"] for row in rows["tasks"] if "tasks" in row}
+    assert set(answered) == {2, 4}
+    found = evaluate(tmp_path, "--tasks", str(QUESTIONS), load="tasks")["tasks"]
+    assert set(found) == {"python choice", "python cloze", "python exact"} == set(answered[4])
+    for task, values in found.items():
+        assert values == pytest.approx(answered[4][task], rel=1e-6)
+    assert run_here(*command, cwd=tmp_path).returncode == 0
+    again = (tmp_path / "tasks" / "metrics.jsonl").read_text().splitlines()
+    assert len(again) == len(rows["tasks"])
+
+
+def test_a_local_task_of_lm_eval_has_our_accuracy(converted, tmp_path, monkeypatch):
+    """The same questions through the harness, on two ranks: its own metrics, our log-likelihoods."""
+    pytest.importorskip("lm_eval")
+    folder, _ = converted["gpt2"]
+    monkeypatch.setenv("HF_DATASETS_OFFLINE", "1")
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
+    questions = [
+        {"question": f"{word} ", "choices": ["is", "= 3", ":"], "answer": number % 3}
+        for number, word in enumerate(("if x", "y", "def", "else", "a b", "for", "in"))
+    ]
+    (tmp_path / "ours.jsonl").write_text("".join(json.dumps(question) + "\n" for question in questions))
+    (tmp_path / "local.yaml").write_text(
+        f"task: local\ndataset_path: json\ndataset_kwargs:\n  data_files: {{test: {tmp_path}/ours.jsonl}}\n"
+        "test_split: test\noutput_type: multiple_choice\ndoc_to_text: '{{question}}'\ntarget_delimiter: ''\n"
+        "doc_to_choice: '{{choices}}'\ndoc_to_target: answer\nmetric_list:\n  - metric: acc\n"
+    )
+    for count in (1, 2):
+        options = ("--lm-eval", "local", "--lm-eval-include", str(tmp_path), "--tasks", str(tmp_path / "ours.jsonl"))
+        command = ("evaluate", "--load", "run", "--json", *options, "--nproc-per-node", str(count), "parallel.tensor=1")
+        done = run(*command, cwd=folder)
+        assert done.returncode == 0, done.stderr
+        found = json.loads(done.stdout.splitlines()[-1])
+        assert found["lm_eval"]["local"]["acc"] == pytest.approx(found["tasks"]["ours"]["accuracy"])
+    unknown = run("evaluate", "--load", "run", "--lm-eval", "no_such_task", cwd=folder)
+    assert unknown.returncode == 2
+    assert "--lm-eval: no task no_such_task in lm-eval; `lm-eval ls tasks` lists its tasks" in unknown.stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    {
+        ("--tasks", "none.jsonl"): "none.jsonl: cannot be read: No such file or directory; give a file of questions",
+        ("--tasks", "long.jsonl"): "long.jsonl:1: it has 40 tokens, and the context has 32 (model.max_position_embed",
+        ("--data", "nothing"): "--data: nothing.idx: no such file",
+        ("words",): "words is neither SECTION.FIELD=VALUE nor a prefix after --data",
+        ("train.eval_iterations=0",): "the run has no evaluation data (train.eval_iterations is 0); give --data PREFIX",
+        ("data.split=[1,0,0]",): "data.split is [1.0, 0.0, 0.0], without validation and test data; give --data PREFIX",
+    }.items(),
+)
+def test_wrong_requests_are_explained(finished, tmp_path, options, message):
+    (tmp_path / "long.jsonl").write_text(json.dumps({"prompt": "x" * 40, "answer": "y"}) + "\n")
+    done = run_here("evaluate", "--load", str(finished / "run"), *options, cwd=tmp_path)
+    assert done.returncode == 2 and message in done.stderr, done.stderr
+
+
+def test_a_corpus_of_another_tokenizer_and_a_run_without_one_are_explained(finished, tmp_path):
+    """The ids of another tokenizer would give a loss without meaning."""
+    prefix = next(finished.glob("*.idx")).with_suffix("")
+    for file in finished.glob(f"{prefix.name}.*"):
+        shutil.copy(file, tmp_path / file.name)
+    info = next(tmp_path.glob("*.json"))
+    info.write_text(json.dumps(json.loads(info.read_text()) | {"tokenizer": "gpt2", "tokenizer_hash": "0" * 64}))
+    done = run_here("evaluate", "--load", str(finished / "run"), "--data", str(tmp_path / prefix.name), cwd=finished)
+    assert done.returncode == 2 and "gpt2" in done.stderr, done.stderr
