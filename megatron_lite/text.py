@@ -5,9 +5,9 @@ from collections.abc import Sequence
 MOST_NAMES, MOST_RANKS = 4, 8  # that a message lists
 
 
-def counted(count: int, noun: str) -> str:
+def counted(count: int, noun: str, plural: str = "") -> str:
     """`1 document`, `2,000 documents`."""
-    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
+    return f"{count:,} {noun}" if count == 1 else f"{count:,} {plural or noun + 's'}"
 
 
 def listed(words: Sequence[str], most: int = MOST_NAMES) -> str:

@@ -59,10 +59,21 @@ def _deepspeed_failures(config: Config) -> Iterator[str]:
         yield f"{given} train.precision fp64, which DeepSpeed lacks; use parallel.ddp: local"
     if precision == "fp16" and config.run.device == "cpu":
         yield f"{given} train.precision fp16, which DeepSpeed lacks on the CPU; use train.precision: bf16"
-    if deepspeed.offload_optimizer and stage == 0:
+    yield from _offload_failures(deepspeed)
+
+
+def _offload_failures(deepspeed: DeepSpeedConfig) -> Iterator[str]:
+    stage, optimizer, param = deepspeed.zero_stage, deepspeed.offload_optimizer, deepspeed.offload_param
+    if optimizer == "cpu" and stage == 0:
         yield f"deepspeed.offload_optimizer needs deepspeed.zero_stage 1, 2 or 3; it is {stage}"
-    if deepspeed.offload_param and stage != 3:
+    if optimizer == "nvme" and stage != 3:
+        yield f"deepspeed.offload_optimizer nvme needs deepspeed.zero_stage 3; it is {stage}"
+    if param != "none" and stage != 3:
         yield f"deepspeed.offload_param needs deepspeed.zero_stage 3; it is {stage}"
+    if "nvme" in (optimizer, param) and not deepspeed.nvme_path:
+        yield "deepspeed.nvme_path is empty, and nvme needs it; give a folder on the local disk of each machine"
+    if deepspeed.nvme_path and "nvme" not in (optimizer, param):
+        yield "deepspeed.nvme_path is given without nvme; set an offload to nvme, or leave it out"
 
 
 FIELDS_OF_MODE = {

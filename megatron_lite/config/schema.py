@@ -25,6 +25,7 @@ from pydantic import (
 from megatron_lite.config.presets import PRESETS
 from megatron_lite.config.types import (
     Folder,
+    Offload,
     OptionalPath,
     Paths,
     Preset,
@@ -62,6 +63,8 @@ class RunConfig(Section):
     """Seed of initial weights, of the order of the data and of dropout."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """`auto` takes GPUs if torch sees any, else CPUs."""
+    backend: Literal["auto", "gloo", "nccl"] = "auto"
+    """Library of the collectives; `auto` takes NCCL for tensors on GPUs and Gloo for others."""
 
     @property
     def exit_code_file(self) -> str:
@@ -101,7 +104,7 @@ class ModelConfig(Section):
     """Kind of normalization."""
     norm_eps: PositiveFloat = 1e-5
     """Added to the variance (for `rmsnorm` to the mean square) before the square root."""
-    activation: Literal["gelu", "gelu_tanh", "quick_gelu", "swiglu"] = "gelu"
+    activation: Literal["gelu", "gelu_tanh", "quick_gelu", "relu", "swiglu"] = "gelu"
     """Activation of the MLP. `gelu_tanh` is the tanh approximation, `quick_gelu` is x * sigmoid(1.702 x)."""
     position: Literal["learned", "rotary"] = "learned"
     """`learned`: a table of positions is added to the word embedding; `rotary`: queries and keys are rotated."""
@@ -343,10 +346,14 @@ class DeepSpeedConfig(Section):
 
     zero_stage: Annotated[int, Field(ge=0, lt=4)] = 1
     """State that is sharded over data-parallel ranks: 1 optimizer state, 2 also gradients, 3 also weights; 0: none."""
-    offload_optimizer: bool = False
-    """Keep masters and moments in host memory; stages 1 to 3."""
-    offload_param: bool = False
-    """Keep weights in host memory too; stage 3."""
+    offload_optimizer: Offload = "none"
+    """Keep masters and moments in host memory (`cpu`, also written true), in stages 1 to 3; or on a disk (`nvme`), in
+    stage 3.
+    """
+    offload_param: Offload = "none"
+    """Keep weights in host memory or on a disk too; stage 3."""
+    nvme_path: OptionalPath = ""
+    """Folder on the local disk of each machine, for `nvme`."""
     stage3_param_persistence_threshold: NonNegativeInt = 100_000
     """Elements; smaller parameters stay unsharded in stage 3."""
     stage3_max_live_parameters: NonNegativeInt = 1_000_000_000

@@ -36,6 +36,12 @@ def _tuple(value: Any) -> Any:
     return tuple(value) if isinstance(value, list) else value
 
 
+def _offload(value: Any) -> Any:
+    """Accepts the booleans of older configs."""
+    known = {"false": "none", "true": "cpu"}
+    return known.get(str(value).lower(), value)
+
+
 # A file name may hold a newline, which would end a line of a job script; nothing accepts NUL.
 PRINTABLE = r"^[^\x00-\x1f\x7f-\x9f]*$"
 Paths = Annotated[
@@ -57,6 +63,11 @@ StageLayers = Annotated[
     Literal["even", "balanced"] | tuple[NonNegativeInt, ...],
     BeforeValidator(_tuple),
     Accepts("even, balanced, or a list with the number of layers of each stage, such as [3, 4, 4, 3]"),
+]
+Offload = Annotated[
+    Literal["none", "cpu", "nvme"],
+    BeforeValidator(_offload, json_schema_input_type=bool | Literal["none", "cpu", "nvme"]),
+    Accepts("false, true (= cpu), cpu or nvme"),
 ]
 Recompute = Annotated[
     str,

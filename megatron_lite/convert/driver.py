@@ -113,6 +113,23 @@ def convert_hint(config: Config) -> str:
     return ""
 
 
+def convert_weights(config: Config) -> str:
+    """Convert the folder that `checkpoint.load_weights` names into `run.dir/converted`, and return that path; empty
+    where it is a checkpoint of ours, or none. Fields that the config gives must fit the model in the folder."""
+    source = Path(config.checkpoint.load_weights)
+    name = recognised(source)
+    if name not in FOREIGN:
+        return ""
+    target = (Path(config.run.dir) / "converted").resolve()
+    shutil.rmtree(target, ignore_errors=True)  # of a start that was killed
+    given = {field: getattr(config.model, field) for field in config.model.model_fields_set - {"preset"}}
+    with _appearing(target) as folder:
+        checkpoint = FORMATS[name].read(source, given)
+        with _Progress(_total_bytes(WeightsOf(checkpoint), checkpoint.tensors)) as progress:
+            native.write(folder, checkpoint, tensor=1, pipeline=1, progress=progress, home=target, settings={})
+    return str(target)
+
+
 def _source_format(request: Request) -> str:
     looks_like, given = recognised(request.source), request.source_format
     if given and looks_like and not FORMATS[given].recognise(request.source):

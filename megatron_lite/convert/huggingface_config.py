@@ -23,6 +23,7 @@ ACTIVATIONS = {
     "gelu": "gelu",
     "gelu_python": "gelu",
     "quick_gelu": "quick_gelu",
+    "relu": "relu",
 }
 ARCHITECTURES = {"gpt2": "GPT2LMHeadModel", "llama": "LlamaForCausalLM"}
 
@@ -214,7 +215,7 @@ def from_model(model: ModelConfig) -> dict[str, Any]:
             model,
             norm=("layernorm",),
             position=("learned",),
-            activation=("gelu", "gelu_tanh", "quick_gelu"),
+            activation=("gelu", "gelu_tanh", "quick_gelu", "relu"),
             bias=(True,),
             query_groups=(model.num_heads,),
             head_size=(model.hidden_size / model.num_heads,),

@@ -124,7 +124,7 @@ def check_model(model: ModelConfig, tensor: int, pipeline: int) -> None:
     others = []
     if model.top_query_layer:
         others.append("model.top_query_layer is True")
-    if model.activation == "quick_gelu" or (model.activation == "gelu_tanh" and not model.bias):
+    if model.activation in ("quick_gelu", "relu") or (model.activation == "gelu_tanh" and not model.bias):
         others.append(f"model.activation is {model.activation}" + ("" if model.bias else " without model.bias"))
     if others:
         raise ConfigError(f"Megatron-LM has no arguments for this model: {', '.join(others)}; choose another format")

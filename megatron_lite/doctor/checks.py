@@ -67,7 +67,7 @@ def rendezvous(world_size: int, timeout_seconds: float) -> Group:
         pg = dist.new_group(None, timedelta(seconds=timeout_seconds), "gloo")
     else:
         try:
-            join_process_group(torch.device("cpu"), timeout_seconds)
+            join_process_group(torch.device("cpu"), timeout_seconds, "gloo")
         except TrainingError as error:
             raise TrainingError(f"{error}{_hint_of_name()}") from error
     return Group("world", tuple(range(world_size)), dist.get_rank(), pg or dist.group.WORLD)

@@ -190,13 +190,15 @@ def memory(config: Config, machines: list[Answer[Machine]]) -> list[Finding]:
     dp = config.parallel.data(len(machines))
     of_a_parameter, parameters = state_bytes(config, dp * config.parallel.context), largest_rank_parameters(config)
     state = {what: size * parameters for what, size in of_a_parameter.items()}
-    on_host = state["optimizer"] if config.deepspeed.offload_optimizer else 0.0
+    offload = config.deepspeed.offload_optimizer
+    off_gpu = state["optimizer"] if offload != "none" else 0.0
+    on_host = off_gpu if offload == "cpu" else 0.0
     activations = 0.0 if config.train.offload_activations else activation_bytes(config, dp)
     found, texts = [], []
     for host, machine, ranks in by_host(machines):
         if machine.device == "cuda":
             places = [
-                (f"the smallest GPU of {host}", min(size for _, size in machine.gpus), sum(state.values()) - on_host),
+                (f"the smallest GPU of {host}", min(size for _, size in machine.gpus), sum(state.values()) - off_gpu),
                 *[(f"{host}", machine.memory_bytes, ranks * on_host)] * (on_host > 0),
             ]
             working = activations

@@ -49,7 +49,14 @@ def pretrain(
         valid_forward_step=valid_forward_step or forward_step,
         learning_rate=learning_rate,
         after_step=after_step,
+        convert_weights=_convert_weights,
         tasks=task_results,
         traced_step=traced_step,
     )
     return core.pretrain(config, model_provider, datasets_provider, hooks=hooks, hint=hint)
+
+
+def _convert_weights(config: Config) -> str:
+    from megatron_lite.convert.driver import convert_weights  # takes 0.1 s to import
+
+    return convert_weights(config)

@@ -27,6 +27,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": F.gelu,
     "gelu_tanh": partial(F.gelu, approximate="tanh"),  # GPT-2's
     "quick_gelu": quick_gelu,
+    "relu": F.relu,  # of the original transformer
     "swiglu": swiglu,
 }
 

@@ -50,6 +50,8 @@ from megatron_lite.pipeline.engine import Forward, PipelineEngine
 from megatron_lite.pipeline.p2p import Message
 
 TESTED = "0.19.8"
+# By `deepspeed.offload_optimizer`, for the memory report.
+OFFLOADED = {"none": "", "cpu": " (in host memory)", "nvme": " (on disk)"}
 _engines: WeakSet[Any] = WeakSet()
 
 
@@ -145,7 +147,7 @@ class DeepSpeedOptimizer(DataParallel, Optimizer):
         self._stage = library.config.deepspeed.zero_stage
         self._clip_grad = optim.clip_grad
         self._precision = precision
-        self._place = " (in host memory)" if library.config.deepspeed.offload_optimizer else ""
+        self._place = OFFLOADED[library.config.deepspeed.offload_optimizer]
         for name, parameter in params.items():  # for DeepSpeed's norm: shards count on every rank of tp
             parameter.tensor_model_parallel = table[name].shard.is_split  # type: ignore[attr-defined]
             parameter.register_hook(lambda _, name=name, arrived=self._arrived: arrived.add(name))
@@ -307,7 +309,7 @@ def model_parallel_unit(ctx: ParallelContext) -> SimpleNamespace:
 
 
 def check_support(config: Config, device: torch.device) -> None:
-    """Raise ConfigError where DeepSpeed is missing, is not a tested version, or has no fp16."""
+    """Raise ConfigError where DeepSpeed is missing, is not a tested version, or has no fp16 or no op for nvme."""
     advice = f"install it (pip install 'deepspeed>={TESTED},<0.20'), or use parallel.ddp: fsdp"
     try:
         found = metadata.version("deepspeed")
@@ -318,6 +320,15 @@ def check_support(config: Config, device: torch.device) -> None:
     if config.train.precision == "fp16" and device.type == "cpu":
         where = "parallel.ddp is deepspeed with train.precision fp16, and run.device: auto found no GPU"
         raise ConfigError(f"{where}; DeepSpeed has no fp16 on the CPU; use train.precision: bf16")
+    ours = config.deepspeed
+    if "nvme" in (ours.offload_optimizer, ours.offload_param):
+        from deepspeed.ops.op_builder import AsyncIOBuilder
+
+        if not AsyncIOBuilder().is_compatible(verbose=False):
+            raise ConfigError(
+                "deepspeed: nvme needs DeepSpeed's op async_io, which cannot be built here without libaio; install it "
+                "(apt-get install libaio-dev), or offload to cpu"
+            )
 
 
 def _version(text: str) -> list[int]:
@@ -328,7 +339,13 @@ def settings(config: Config, device: torch.device) -> dict[str, Any]:
     """DeepSpeed's config, with every setting that must not be left to its defaults."""
     ours, precision = config.deepspeed, config.train.precision
     elements = max(2, 2 * int(config.parallel.bucket_mb * 2**20 / 8))  # of fp32; an even number, which DeepSpeed needs
-    host = {"device": "cpu", "pin_memory": device.type == "cuda"}
+    places = {"offload_optimizer": ours.offload_optimizer, "offload_param": ours.offload_param}
+    offload = {
+        name: {"device": place, "pin_memory": device.type == "cuda"}
+        | ({"nvme_path": ours.nvme_path} if place == "nvme" else {})
+        for name, place in places.items()
+        if place != "none"
+    }
     return {
         "train_micro_batch_size_per_gpu": config.train.micro_batch_size,
         # DeepSpeed would divide the loss by this; `forward_backward` marks the last micro-batch.
@@ -349,8 +366,7 @@ def settings(config: Config, device: torch.device) -> dict[str, Any]:
             "stage3_max_live_parameters": ours.stage3_max_live_parameters,
             "stage3_max_reuse_distance": ours.stage3_max_reuse_distance,
             "overlap_comm": True,
-            **({"offload_optimizer": host} if ours.offload_optimizer else {}),
-            **({"offload_param": host} if ours.offload_param else {}),
+            **offload,
         },
         "zero_force_ds_cpu_optimizer": False,  # torch's AdamW, also for state in host memory
         "steps_per_print": None,

@@ -1,12 +1,18 @@
 """The lines that a run prints at its start and end."""
 
+import math
+import socket
+from collections import Counter
+from collections.abc import Iterator
+
 from megatron_lite.config.attention import DESCRIPTIONS, request_of, select
 from megatron_lite.config.schema import Config
 from megatron_lite.config.stages import layer_counts
 from megatron_lite.data.blended import Splits
+from megatron_lite.parallel.agreement import all_gather_objects
 from megatron_lite.pipeline.schedules import build_schedule
 from megatron_lite.pipeline.simulate import bubble
-from megatron_lite.text import counted
+from megatron_lite.text import counted, listed, named_ranks
 from megatron_lite.training.corpora import data_lines, wanted_samples
 from megatron_lite.training.logs import RunLog
 from megatron_lite.training.memory import num_local_parameters, num_parameters_of_model
@@ -14,6 +20,7 @@ from megatron_lite.training.run import Run
 from megatron_lite.training.state import num_microbatches
 
 EQUAL_STAGES = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}  # durations, as the published formulas assume
+ENOUGH_MICROBATCHES = 4  # for each stage; Huang et al., GPipe, arXiv 1811.06965, section 2.3
 MANY_SAMPLES = 20_000_000  # building an order of this length takes seconds
 
 
@@ -34,6 +41,8 @@ def announce(run: Run, log: RunLog, seconds: float, *, builds_splits: bool) -> N
     log.say(f" > number of parameters on (tensor, pipeline) model parallel rank (0, 0): {count}")
     if grid.pp > 1:
         log.say(f" > {pipeline_line(run)}")
+    for line in slow_layout_lines(run):
+        log.say(f" > {line}")
     attention, why = select(model.attention, request_of(config, run.ctx.device.type, trains=True))
     log.say(f" > attention: {attention}, {DESCRIPTIONS[attention]} ({why})")
     if config.sync.is_local or config.sync.delay:
@@ -67,6 +76,32 @@ def pipeline_line(run: Run) -> str:
         f"pipeline schedule {parallel.schedule} with {count} micro-batches, layers of each stage: "
         f"{' '.join(map(str, counts))}; bubble {idle:.3f} if stages were equal"
     )
+
+
+def slow_layout_lines(run: Run) -> Iterator[str]:
+    """Lines about a layout that waits much: few micro-batches for each stage, tensor parallelism between machines.
+
+    Communicates: with tensor parallelism the host names over the world.
+    """
+    config, grid = run.config, run.ctx.grid
+    count = num_microbatches(config.train, grid.dp, run.state.consumed_samples)
+    wanted = ENOUGH_MICROBATCHES * grid.pp
+    if grid.pp > 1 and count < wanted:
+        yield (
+            f"{counted(count, 'micro-batch', 'micro-batches')} for {grid.pp} pipeline stages; the bubble is small with "
+            f"{wanted} or more: raise train.global_batch_size, or lower train.micro_batch_size"
+        )
+    if grid.tp == 1:
+        return
+    hosts = all_gather_objects(socket.gethostname(), run.ctx.world)
+    apart = next((ranks for ranks in grid.groups("tp") if len({hosts[rank] for rank in ranks}) > 1), None)
+    if apart is not None:
+        machines = listed(sorted({hosts[rank] for rank in apart}))
+        fits = math.gcd(grid.tp, *Counter(hosts).values())
+        yield (
+            f"the tensor-parallel group of {named_ranks(apart)} spans {machines}, so every layer waits for the "
+            f"network; parallel.tensor: {fits} fits into a machine"
+        )
 
 
 def sync_line(config: Config, dp: int, parameters: int) -> str:

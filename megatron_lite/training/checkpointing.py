@@ -1,5 +1,6 @@
 """The parts of a run that a checkpoint saves, and how a run resumes from one."""
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -8,7 +9,7 @@ import torch
 from megatron_lite.checkpoint import store
 from megatron_lite.checkpoint.compatible import check_resumable
 from megatron_lite.checkpoint.contents import Contents
-from megatron_lite.checkpoint.directory import iterations, locate, set_aside
+from megatron_lite.checkpoint.directory import iterations, locate, read_latest, set_aside
 from megatron_lite.checkpoint.layout import parse_config, read_layout
 from megatron_lite.checkpoint.match import MODEL_PROVIDER
 from megatron_lite.config.load import fields_of
@@ -75,17 +76,33 @@ def check_pending_grads(run: Run) -> None:
 
 def load_newest(run: Run) -> None:
     """Continue from the checkpoint of `find_start`, if there is one. Collective over the world."""
-    start = on_first(lambda: find_start(run.config), run.ctx.world)
+    config, converted = run.config, ""
+    if config.checkpoint.load_weights and run.hooks.convert_weights is not None:
+        converted = on_first(lambda: _converted(run), run.ctx.world)
+    if converted:
+        _report(run, f"converted {config.checkpoint.load_weights} to {converted}, which is removed once it is loaded")
+        changed = config.checkpoint.model_copy(update={"load_weights": converted})
+        config = config.model_copy(update={"checkpoint": changed})
+    start = on_first(lambda: find_start(config), run.ctx.world)
     if start is None:
         return
     _report(run, start.notice)
     load = load_weights if start.key == "checkpoint.load_weights" else load_run
-    root = local_root(run.config, start)
+    root = local_root(config, start)
     with run.progress.during("loading a checkpoint"):
         if start.is_chosen:  # no other checkpoint may replace one that the user has chosen
             load(run, root, start.iteration)
         else:
             load_or_fall_back(run, load, root, start.iteration)
+    if converted:
+        on_first(lambda: shutil.rmtree(converted), run.ctx.world)
+
+
+def _converted(run: Run) -> str:
+    """The folder of the converted weights; empty where the run has checkpoints, or the weights need no conversion."""
+    assert run.hooks.convert_weights is not None
+    has_checkpoints = read_latest(checkpoints_of(run.config.run.dir)) is not None
+    return "" if has_checkpoints else run.hooks.convert_weights(run.config)
 
 
 def load_or_fall_back(run: Run, load: Callable[[Run, Path, int], None], root: Path, iteration: int) -> None:

@@ -49,7 +49,7 @@ def initialize_megatron(config: Config) -> tuple[ParallelContext, RngTracker]:
     if device.type == "cpu":
         keep_freed_memory()
     if world_size > 1 and not dist.is_initialized():
-        join_process_group(device, config.train.comm_timeout)
+        join_process_group(device, config.train.comm_timeout, backend_of(config.run.backend, device))
     if world_size > 1:
         check_same_config(config, Group("world", tuple(range(world_size)), dist.get_rank(), dist.group.WORLD))
     parallel = config.parallel
@@ -79,14 +79,25 @@ def choose_device(wanted: str, local_rank: int) -> torch.device:
     return device
 
 
-def join_process_group(device: torch.device, timeout_seconds: float) -> None:
-    """Join over NCCL on GPUs, over Gloo on the CPU. Raise TrainingError where ranks cannot connect."""
+def backend_of(wanted: str, device: torch.device) -> str:
+    """The backend for torch. Raise ConfigError for NCCL without a GPU."""
+    if wanted == "auto":
+        return "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    if wanted == "nccl" and device.type != "cuda":
+        raise ConfigError(
+            f"run.backend is nccl, which needs GPUs, and this rank is on the {device.type}; use auto or gloo"
+        )
+    return wanted
+
+
+def join_process_group(device: torch.device, timeout_seconds: float, backend: str) -> None:
+    """Join the other ranks. Raise TrainingError where they cannot connect."""
     where = f"{os.environ.get('MASTER_ADDR', '(unset)')}:{os.environ.get('MASTER_PORT', '(unset)')}"
     try:
         store = store_under_torchrun(timeout_seconds)
         dist.init_process_group(
             # No device_id: with one, each new group would be split from the world, which is collective.
-            backend="cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
+            backend=backend,
             timeout=timedelta(seconds=timeout_seconds),
             store=store,
             rank=int(os.environ["RANK"]) if store else -1,

@@ -52,6 +52,7 @@ class Hooks:
     valid_forward_step: ForwardStep = next_token_loss  # of evaluations
     learning_rate: "LearningRate" = learning_rate
     after_step: "AfterStep | None" = None
+    convert_weights: "ConvertWeights | None" = None
     tasks: "Tasks | None" = None  # for `train.tasks`
     traced_step: "TracedStep | None" = None  # called instead of `train_step` in one iteration if `log.trace` is set
 
@@ -60,6 +61,8 @@ LearningRate = Callable[[OptimConfig, int, int], float]
 """(config.optim, optimizer steps before, train.iterations) -> the rate of a step, equal on every rank."""
 AfterStep = Callable[[Run, StepReport], None]
 """Called on every rank after each iteration."""
+ConvertWeights = Callable[[Config], str]
+"""Converts a folder of another format that `checkpoint.load_weights` names; returns the new folder, empty for ours."""
 Tasks = Callable[[Run, str], dict[str, dict[str, float]]]
 """(run, task file) -> by task the values by name, equal on every rank."""
 TracedStep = Callable[[Run, list[Batch], Callable[[str], None]], StepReport]

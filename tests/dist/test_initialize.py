@@ -44,7 +44,7 @@ def test_restarts_by_torchrun_on_several_machines_raise_an_error(monkeypatch):
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(ConfigError) as raised:
-        join_process_group(torch.device("cpu"), 1.0)
+        join_process_group(torch.device("cpu"), 1.0, "gloo")
     message = str(raised.value)
     assert message.startswith("torchrun --max-restarts on several machines keeps old addresses; use `megatron-lite")
     assert "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 on every machine" in message

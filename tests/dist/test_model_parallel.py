@@ -30,6 +30,7 @@ FIELDS = {
         "num_query_groups": 2,
         "head_dim": 6,
     },
+    "relu": {"activation": "relu"},
     "wide residual": {"fp32_residual": True, "post_norm": True, "activation": "gelu_tanh"},
 }
 

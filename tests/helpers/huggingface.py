@@ -40,6 +40,7 @@ def llama(**changes: Any) -> Any:
 MODELS = {
     "gpt2": gpt2,
     "gpt2 quick_gelu": lambda: gpt2(activation_function="quick_gelu", n_inner=64, vocab_size=256),
+    "gpt2 relu": lambda: gpt2(activation_function="relu"),
     "gpt2 untied, gelu": lambda: gpt2(tie_word_embeddings=False, activation_function="gelu"),
     "llama": llama,
     "llama tied, with biases": lambda: llama(tie_word_embeddings=True, attention_bias=True, mlp_bias=True),

@@ -105,6 +105,21 @@ CASES = {
         "deepspeed.offload_param needs deepspeed.zero_stage 3",
         "it is 2",
     ),
+    "optimizer on a disk at stage 2": (
+        [*DEEPSPEED, "deepspeed.zero_stage=2", "deepspeed.offload_optimizer=nvme", "deepspeed.nvme_path=/local"],
+        "deepspeed.offload_optimizer nvme needs deepspeed.zero_stage 3",
+        "it is 2",
+    ),
+    "a disk without a folder": (
+        [*DEEPSPEED, "deepspeed.zero_stage=3", "deepspeed.offload_param=nvme"],
+        "deepspeed.nvme_path is empty, and nvme needs it",
+        "give a folder on the local disk of each machine",
+    ),
+    "a folder without a disk": (
+        [*DEEPSPEED, "deepspeed.nvme_path=/local"],
+        "deepspeed.nvme_path is given without nvme",
+        "or leave it out",
+    ),
     "a deepspeed section without deepspeed": (
         ["deepspeed.zero_stage=3"],
         "the deepspeed section is given with parallel.ddp: local",

@@ -142,7 +142,7 @@ REFUSED = [
     ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx is True; ours computes with"),
     ("gpt2", {"scale_attn_weights": False}, "scale_attn_weights is False; ours computes with True"),
     ("gpt2", {"add_cross_attention": True}, "add_cross_attention is True"),
-    ("gpt2", {"activation_function": "relu"}, "activation_function is 'relu'; ours are gelu_new"),
+    ("gpt2", {"activation_function": "silu"}, "activation_function is 'silu'; ours are gelu_new"),
     ("gpt2", {"embd_pdrop": 0.5}, "embd_pdrop is 0.5; resid_pdrop is 0.1, and ours has one hidden_dropout"),
     ("gpt2", {"n_ctx": 12}, "n_ctx is 12; ours computes with 24"),
     ("gpt2", {"a_new_field": 3}, "has the unknown a_new_field = 3; remove"),

@@ -228,6 +228,7 @@ def test_an_ignored_optimizer_is_reported(tmp_path):
             {},
             "top_query_layer is True, model.activation is quick",
         ),
+        ({"activation": "relu"}, {}, "model.activation is relu; choose another format"),
         ({"activation": "gelu_tanh", "bias": False}, {}, "model.activation is gelu_tanh without model.bias"),
         ({}, {"pipeline": 3}, r"pipeline is 3, which does not divide model.num_layers \(4\)"),
         ({"num_query_groups": 2}, {"tensor": 4}, r"tensor is 4, which does not divide model.num_query_groups \(2\)"),

@@ -93,6 +93,28 @@ def test_offloaded_state_is_in_pinned_memory_on_a_gpu():
         assert zero["offload_optimizer"] == zero["offload_param"] == {"device": "cpu", "pin_memory": pinned}
 
 
+def test_state_on_a_disk_has_its_folder():
+    """DeepSpeed's own default is no folder, and its error comes after the model is built."""
+    fields = ("deepspeed.zero_stage=3", "deepspeed.offload_optimizer=cpu", "deepspeed.offload_param=nvme")
+    zero = settings(config(*fields, "deepspeed.nvme_path=/local"), CPU)["zero_optimization"]
+    assert zero["offload_optimizer"] == {"device": "cpu", "pin_memory": False}
+    assert zero["offload_param"] == {"device": "nvme", "pin_memory": False, "nvme_path": "/local"}
+
+
+@pytest.mark.parametrize(("given", "place"), [("false", "none"), ("true", "cpu"), ("cpu", "cpu"), ("none", "none")])
+def test_offload_takes_the_booleans_of_older_configs(given, place):
+    assert config(f"deepspeed.offload_optimizer={given}").deepspeed.offload_optimizer == place
+
+
+def test_nvme_without_its_op_names_the_library(monkeypatch):
+    """DeepSpeed's own error comes from a compiler."""
+    op_builder = pytest.importorskip("deepspeed.ops.op_builder")
+    monkeypatch.setattr(op_builder.AsyncIOBuilder, "is_compatible", lambda self, verbose=False: False)
+    nvme = config("deepspeed.zero_stage=3", "deepspeed.offload_param=nvme", "deepspeed.nvme_path=/local")
+    with pytest.raises(ConfigError, match=r"nvme needs DeepSpeed's op async_io, .* \(apt-get install libaio-dev\)"):
+        check_support(nvme, CPU)
+
+
 def test_buckets_are_even_and_never_empty():
     """DeepSpeed asserts that sizes are even, and loops forever with an empty bucket."""
     sizes = [settings(config(f"parallel.bucket_mb={size}"), CPU) for size in (1e-9, 1.3e-5, 0.1, 25)]
