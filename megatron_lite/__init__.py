@@ -2,14 +2,14 @@
 
 The public names:
 
-    training      pretrain, load_config, Config
-    custom loop   initialize_megatron, setup_model_and_optimizer, build_splits, build_loader, num_microbatches,
-                  train_step, evaluate, save_run, finalize_megatron
+    training      pretrain, load_config, Config, Section
+    custom loop   initialize_megatron, setup_model_and_optimizer, Hooks, build_splits, build_loader,
+                  num_microbatches, train_step, evaluate, save_run, finalize_megatron
     custom model  get_model, Mask, declare, ParamMeta, Shard, initialize_parameters; layers are in
                   megatron_lite.parallel: linear, embedding, loss
     custom data   Splits, IndexedDataset, build_tokenizer
     errors        MegatronLiteError and its subclasses ConfigError and StoppedEarly
-    ported code   megatron_lite.mpu, with functions of Megatron's names
+    ported code   megatron_lite.mpu, with functions and layers of Megatron's names
 
 Everything else is private and may change without notice. Names are resolved on first use, so that importing the package
 does not load torch.
@@ -19,7 +19,7 @@ import typing as _typing
 
 if _typing.TYPE_CHECKING:
     from megatron_lite.config.load import load_config
-    from megatron_lite.config.schema import Config
+    from megatron_lite.config.schema import Config, Section
     from megatron_lite.data.blended import Splits
     from megatron_lite.data.indexed import IndexedDataset
     from megatron_lite.data.tokenizer import build_tokenizer
@@ -32,6 +32,7 @@ if _typing.TYPE_CHECKING:
     from megatron_lite.training.evaluate import build_loader, evaluate
     from megatron_lite.training.initialize import finalize_megatron, initialize_megatron
     from megatron_lite.training.pretrain import build_splits
+    from megatron_lite.training.run import Hooks
     from megatron_lite.training.setup import setup_model_and_optimizer
     from megatron_lite.training.state import num_microbatches
     from megatron_lite.training.step import train_step
@@ -41,10 +42,12 @@ __version__ = "0.2.0"
 __all__ = [
     "Config",
     "ConfigError",
+    "Hooks",
     "IndexedDataset",
     "Mask",
     "MegatronLiteError",
     "ParamMeta",
+    "Section",
     "Shard",
     "Splits",
     "StoppedEarly",
@@ -67,7 +70,7 @@ __all__ = [
 
 _NAMES = {
     "config.load": "load_config",
-    "config.schema": "Config",
+    "config.schema": "Config Section",
     "data.blended": "Splits",
     "data.indexed": "IndexedDataset",
     "data.tokenizer": "build_tokenizer",
@@ -80,6 +83,7 @@ _NAMES = {
     "training.evaluate": "build_loader evaluate",
     "training.initialize": "finalize_megatron initialize_megatron",
     "training.pretrain": "build_splits",
+    "training.run": "Hooks",
     "training.setup": "setup_model_and_optimizer",
     "training.state": "num_microbatches",
     "training.step": "train_step",
