@@ -22,6 +22,7 @@ import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout
+from dataclasses import replace
 from importlib import metadata
 from io import StringIO
 from types import SimpleNamespace
@@ -148,6 +149,7 @@ class DeepSpeedOptimizer(DataParallel, Optimizer):
         self._clip_grad = optim.clip_grad
         self._precision = precision
         self._place = OFFLOADED[library.config.deepspeed.offload_optimizer]
+        self._on_disk = library.config.deepspeed.offload_optimizer == "nvme"
         for name, parameter in params.items():  # for DeepSpeed's norm: shards count on every rank of tp
             parameter.tensor_model_parallel = table[name].shard.is_split  # type: ignore[attr-defined]
             parameter.register_hook(lambda _, name=name, arrived=self._arrived: arrived.add(name))
@@ -159,7 +161,9 @@ class DeepSpeedOptimizer(DataParallel, Optimizer):
         elif self._stage:
             self._flat = [flat for group in self._adam.param_groups for flat in group["params"]]
         self._ranges = dict(self._find_ranges())
-        allocate_moments(self._adam, self._flat or params.values())
+        for flat in self._flat or params.values():
+            with self._in_memory(flat):
+                allocate_moments(self._adam, [flat])
 
     def _find_ranges(self) -> Iterator[tuple[str, _Range]]:
         """This rank's ranges by name, without parameters of which it has none."""
@@ -174,6 +178,18 @@ class DeepSpeedOptimizer(DataParallel, Optimizer):
                 numel = min(share, parameter.ds_numel - start)  # type: ignore[attr-defined]
                 if numel > 0:  # otherwise all padding
                     yield name, _Range(self._flat[group], offset, start, numel)
+
+    @contextmanager
+    def _in_memory(self, flat: Tensor) -> Iterator[None]:
+        """Inside, this flat tensor and its moments are in memory, also where DeepSpeed keeps them on a disk."""
+        zero: Any = self._engine.optimizer
+        number = next((number for number, own in enumerate(self._flat) if own is flat), -1)
+        if not self._on_disk or not zero._swappable_optimizer_subgroup(number):
+            yield
+            return
+        zero._optimizer_states_and_gradient_swap_in(number)
+        yield
+        zero._optimizer_states_and_gradient_swap_out(number)
 
     def module(self, chunk: int) -> nn.Module:
         return self._engine
@@ -247,23 +263,52 @@ class DeepSpeedOptimizer(DataParallel, Optimizer):
         }
 
     def state(self) -> State:
-        """The live tensors: full at stage 0, else this rank's ranges."""
+        """The live tensors: full at stage 0, else this rank's ranges; copies of those on a disk."""
         if not self._flat:
             moments = {name: self._adam.state[parameter] for name, parameter in self._params.items()}
             return {name: {moment: LocalShard(own[moment]) for moment in MOMENTS} for name, own in moments.items()}
         state = {}
-        for name, part in self._ranges.items():
-            state[name] = {moment: part.of(self._adam.state[part.flat][moment]) for moment in MOMENTS}
-            if self._precision != "fp32":
-                state[name]["master"] = part.of(part.flat)
+        for flat in self._flat:
+            with self._in_memory(flat):
+                for name, part in self._ranges.items():
+                    if part.flat is flat:
+                        state[name] = {kind: self._kept(shard) for kind, shard in self._live(part).items()}
         return state
+
+    def _live(self, part: _Range) -> dict[str, LocalShard]:
+        live = {moment: part.of(self._adam.state[part.flat][moment]) for moment in MOMENTS}
+        return live if self._precision == "fp32" else live | {"master": part.of(part.flat)}
+
+    def _kept(self, shard: LocalShard) -> LocalShard:
+        """A copy of what returns to the disk."""
+        return replace(shard, values=shard.values.clone()) if self._on_disk else shard
 
     def load(self, weights: Shards, state: State, steps: int, iteration: int) -> None:
         if self._flat and not any("master" in kinds for kinds in state.values()):
-            self._engine.optimizer.refresh_fp32_params()
+            self._refresh_masters()
+        if self._on_disk:
+            for flat in self._flat:
+                with self._in_memory(flat):
+                    for name, part in self._ranges.items():
+                        if part.flat is flat:
+                            for kind, shard in self._live(part).items():
+                                if kind in state.get(name, {}):
+                                    shard.values.copy_(state[name][kind].values)
         for values in self._adam.state.values():
             values["step"].fill_(steps)
         self.release_params()  # stage 3 gathers the small parameters again, which it keeps full
+
+    def _refresh_masters(self) -> None:
+        """Copy the loaded weights into the fp32 tensors that AdamW updates."""
+        if not self._on_disk:
+            self._engine.optimizer.refresh_fp32_params()
+            return
+        weights = self.weights()
+        for flat in self._flat:
+            with self._in_memory(flat):
+                for name, part in self._ranges.items():
+                    if part.flat is flat:
+                        part.of(flat).values.copy_(weights[name].values)
 
     def bytes_held(self) -> dict[str, int]:
         """The bytes of live tensors on this rank, with offloaded ones. Few gradients and buckets exist after a step."""
