@@ -17,13 +17,11 @@ Source: Rajbhandari et al., ZeRO, arXiv 1910.02054; DeepSpeed 0.19.8, deepspeed/
 
 import math
 import os
-import re
 import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import replace
-from importlib import metadata
 from io import StringIO
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -39,6 +37,7 @@ from megatron_lite.ddp.data_parallel import DataParallel, Params, check_gradient
 from megatron_lite.ddp.local_shard import LocalShard, Shards, State
 from megatron_lite.errors import ConfigError
 from megatron_lite.optim.clip import clip_coefficient, global_grad_norm
+from megatron_lite.optim.deepspeed_settings import check_support, settings
 from megatron_lite.optim.mixed_precision import Optimizer, StepOutcome, count_bytes
 from megatron_lite.optim.param_groups import MOMENTS, allocate_moments, build_adam
 from megatron_lite.optim.scaler import build_scaler
@@ -50,7 +49,6 @@ from megatron_lite.pipeline.actions import Action, Schedule
 from megatron_lite.pipeline.engine import Forward, PipelineEngine
 from megatron_lite.pipeline.p2p import Message
 
-TESTED = "0.19.8"
 # By `deepspeed.offload_optimizer`, for the memory report.
 OFFLOADED = {"none": "", "cpu": " (in host memory)", "nvme": " (on disk)"}
 _engines: WeakSet[Any] = WeakSet()
@@ -160,10 +158,26 @@ class DeepSpeedOptimizer(DataParallel, Optimizer):
             self._flat = self._engine.optimizer.fp32_partitioned_groups_flat
         elif self._stage:
             self._flat = [flat for group in self._adam.param_groups for flat in group["params"]]
+        self._check_weights_are_in_memory()
         self._ranges = dict(self._find_ranges())
         for flat in self._flat or params.values():
             with self._in_memory(flat):
                 allocate_moments(self._adam, [flat])
+
+    def _check_weights_are_in_memory(self) -> None:
+        """Raise ConfigError where DeepSpeed has moved weights to the disk, from which checkpoints do not read them.
+
+        It keeps the first billion elements of a rank in host memory.
+        """
+        if self._stage < 3:
+            return
+        given: dict[str, Any] = self._params  # type: ignore[assignment]
+        statuses = {name: parameter.ds_tensor.status.name for name, parameter in given.items()}
+        if moved := [name for name, status in statuses.items() if status != "AVAILABLE"]:
+            raise ConfigError(
+                f"deepspeed.offload_param is nvme, and {len(moved)} weights of this rank, such as {moved[0]}, are only "
+                "on the disk, where checkpoints cannot read them; use deepspeed.offload_param: cpu, or more ranks"
+            )
 
     def _find_ranges(self) -> Iterator[tuple[str, _Range]]:
         """This rank's ranges by name, without parameters of which it has none."""
@@ -351,72 +365,6 @@ def model_parallel_unit(ctx: ParallelContext) -> SimpleNamespace:
         get_tensor_model_parallel_rank=lambda: ctx.tp.rank,
         get_tensor_model_parallel_world_size=lambda: ctx.tp.size,
     )
-
-
-def check_support(config: Config, device: torch.device) -> None:
-    """Raise ConfigError where DeepSpeed is missing, is not a tested version, or has no fp16 or no op for nvme."""
-    advice = f"install it (pip install 'deepspeed>={TESTED},<0.20'), or use parallel.ddp: fsdp"
-    try:
-        found = metadata.version("deepspeed")
-    except metadata.PackageNotFoundError:
-        raise ConfigError(f"parallel.ddp is deepspeed, which is not installed; {advice}") from None
-    if not _version(TESTED) <= _version(found) < [0, 20]:  # this file reads private state
-        raise ConfigError(f"parallel.ddp is deepspeed; got version {found}, wants {TESTED} or a later 0.19; {advice}")
-    if config.train.precision == "fp16" and device.type == "cpu":
-        where = "parallel.ddp is deepspeed with train.precision fp16, and run.device: auto found no GPU"
-        raise ConfigError(f"{where}; DeepSpeed has no fp16 on the CPU; use train.precision: bf16")
-    ours = config.deepspeed
-    if "nvme" in (ours.offload_optimizer, ours.offload_param):
-        from deepspeed.ops.op_builder import AsyncIOBuilder
-
-        if not AsyncIOBuilder().is_compatible(verbose=False):
-            raise ConfigError(
-                "deepspeed: nvme needs DeepSpeed's op async_io, which cannot be built here without libaio; install it "
-                "(apt-get install libaio-dev), or offload to cpu"
-            )
-
-
-def _version(text: str) -> list[int]:
-    return [int(number) for number in re.findall(r"\d+", text)[:3]]
-
-
-def settings(config: Config, device: torch.device) -> dict[str, Any]:
-    """DeepSpeed's config, with every setting that must not be left to its defaults."""
-    ours, precision = config.deepspeed, config.train.precision
-    elements = max(2, 2 * int(config.parallel.bucket_mb * 2**20 / 8))  # of fp32; an even number, which DeepSpeed needs
-    places = {"offload_optimizer": ours.offload_optimizer, "offload_param": ours.offload_param}
-    offload = {
-        name: {"device": place, "pin_memory": device.type == "cuda"}
-        | ({"nvme_path": ours.nvme_path} if place == "nvme" else {})
-        for name, place in places.items()
-        if place != "none"
-    }
-    return {
-        "train_micro_batch_size_per_gpu": config.train.micro_batch_size,
-        # DeepSpeed would divide the loss by this; `forward_backward` marks the last micro-batch.
-        "gradient_accumulation_steps": 1,
-        # The loss is divided by the target tokens of the global batch. Stage 3 has only the mean.
-        "gradient_allreduce_op": "mean" if ours.zero_stage == 3 else "sum",
-        "gradient_clipping": config.optim.clip_grad if ours.zero_stage else 0.0,  # at stage 0 `step` clips
-        "bf16": {"enabled": precision == "bf16", "check_grad_overflow": True},
-        "fp16": {"enabled": precision == "fp16", "loss_scale": 1.0},  # replaced before each step
-        "data_types": {"grad_accum_dtype": "fp32"},
-        "communication_data_type": "fp32",
-        "zero_optimization": {
-            "stage": ours.zero_stage,
-            "reduce_bucket_size": elements,
-            "allgather_bucket_size": elements,
-            "stage3_prefetch_bucket_size": elements,
-            "stage3_param_persistence_threshold": ours.stage3_param_persistence_threshold,
-            "stage3_max_live_parameters": ours.stage3_max_live_parameters,
-            "stage3_max_reuse_distance": ours.stage3_max_reuse_distance,
-            "overlap_comm": True,
-            **offload,
-        },
-        "zero_force_ds_cpu_optimizer": False,  # torch's AdamW, also for state in host memory
-        "steps_per_print": None,
-        "timers": {"throughput": {"enabled": False}},  # it would wait for the GPU twice a step
-    }
 
 
 def release() -> None:

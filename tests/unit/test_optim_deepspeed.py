@@ -3,6 +3,7 @@
 import ast
 from importlib import metadata
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,7 +12,8 @@ import megatron_lite
 from megatron_lite.config.load import load_config
 from megatron_lite.config.schema import Config
 from megatron_lite.errors import ConfigError
-from megatron_lite.optim.deepspeed import TESTED, check_support, settings
+from megatron_lite.optim.deepspeed import DeepSpeedOptimizer
+from megatron_lite.optim.deepspeed_settings import TESTED, check_support, settings
 
 CPU = torch.device("cpu")
 
@@ -130,3 +132,14 @@ def test_no_module_imports_deepspeed_at_its_top():
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
             assert not any(name.split(".")[0] == "deepspeed" for name in names), path
+
+
+def test_weights_on_a_disk_are_an_error_at_the_start():
+    """A checkpoint would be made of empty tensors, after hours of training."""
+
+    def parameter(status: str) -> SimpleNamespace:
+        return SimpleNamespace(ds_tensor=SimpleNamespace(status=SimpleNamespace(name=status)))
+
+    optimizer = SimpleNamespace(_stage=3, _params={"a": parameter("AVAILABLE"), "b": parameter("NOT_AVAILABLE")})
+    with pytest.raises(ConfigError, match=r"nvme, and 1 weights of this rank, such as b, are only on the disk, where"):
+        DeepSpeedOptimizer._check_weights_are_in_memory(optimizer)  # type: ignore[arg-type]

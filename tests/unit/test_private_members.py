@@ -66,6 +66,14 @@ MEMBERS = [
         "_convert_to_zero_parameters",
         "self param_list",
     ),
+    *(
+        Member("optim/deepspeed.py", "deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3", name, arguments)
+        for name, arguments in {
+            "_swappable_optimizer_subgroup": "self sub_group_id",
+            "_optimizer_states_and_gradient_swap_in": "self sub_group_id timer_names",
+            "_optimizer_states_and_gradient_swap_out": "self sub_group_id timer_names",
+        }.items()
+    ),
     Member("optim/deepspeed.py", "deepspeed.utils.groups", "_release_process_group_references", "group"),
     Member(
         "optim/deepspeed.py",
