@@ -123,10 +123,10 @@ class RunLog:
             self._losses.clear()
 
     def times(self, state: TrainState, times: Mapping[str, PhaseTime]) -> None:
-        """Record and print the times of phases after the last printed iteration."""
+        """Print the times of phases after the last printed iteration, which TensorBoard has too."""
         if self.active and times:
-            row = {"iteration": state.iteration, "timers": {name: time._asdict() for name, time in times.items()}}
-            self._record(row, times_for_board(times), state)
+            if self._board is not None:
+                self._board.add(times_for_board(times), state)
             self.say(timers_line(times, self.ctx.world.size))
 
     @property

@@ -47,11 +47,13 @@ class Watch:
     def _gradient_accumulated(self, name: str, parameter: Tensor) -> None:
         self.under_is_last.setdefault(name, []).append(self.is_last)
 
-    def begin(self, action: Action) -> None:
-        self.events.append(("begin", action))
+    def begin(self, what: Action | str) -> None:
+        if isinstance(what, Action):
+            self.events.append(("begin", what))
 
-    def end(self, action: Action) -> None:
-        self.events.append(("end", action))
+    def end(self, what: Action | str) -> None:
+        if isinstance(what, Action):
+            self.events.append(("end", what))
 
     def begin_backward(self, chunk: int, *, is_last: bool) -> None:
         self.backwards.append((chunk, is_last))
@@ -169,12 +171,14 @@ class Storages:
     def alive(self, kind: str) -> int:
         return sum(not reference.expired() for reference in self.references[kind])
 
-    def begin(self, action: Action) -> None:
-        self.actions.append(action)
+    def begin(self, what: Action | str) -> None:
+        if isinstance(what, str):  # a wait
+            return
+        self.actions.append(what)
         for kind, counts in self.counts.items():
             counts.append(self.alive(kind))
 
-    def end(self, action: Action) -> None:
+    def end(self, what: Action | str) -> None:
         pass
 
 
@@ -238,10 +242,11 @@ class OpenReceives:
         self.started += 1
         return irecv(*args, **kwargs)
 
-    def begin(self, action: Action) -> None:
-        self.at_begin.append(self.started)
+    def begin(self, what: Action | str) -> None:
+        if isinstance(what, Action):
+            self.at_begin.append(self.started)
 
-    def end(self, action: Action) -> None:
+    def end(self, what: Action | str) -> None:
         pass
 
 

@@ -59,7 +59,7 @@ def test_metrics_have_a_row_for_every_iteration_and_evaluation(finished):
     assert [row["iteration"] for row in iterations] == list(range(1, 9))
     assert set(iterations[0]) == {
         *("iteration", "consumed_samples", "loss", "lr", "grad_norm", "loss_scale", "skipped"),
-        *("tokens_per_second", "mfu", "memory_gb", "seconds"),
+        *("tokens_per_second", "mfu", "memory_gb", "seconds", "timers"),
     }
     assert iterations[-1]["consumed_samples"] == 8 * 4
     assert iterations[-1]["loss"] < iterations[0]["loss"]

@@ -383,7 +383,7 @@ def evaluated_run(folder: str) -> None:
         train = counting_splits(run).train
         return Splits(train=train, valid=train, test=None)
 
-    config = tiny_config("gpt", run__dir=folder, train__iterations=2, train__eval_iterations=1, log__timers="false")
+    config = tiny_config("gpt", run__dir=folder, train__iterations=2, train__eval_iterations=1)
     pretrain(config, datasets_provider=provider)
 
 

@@ -104,7 +104,7 @@ def test_a_port_without_permission_is_reported(monkeypatch, capsys):
 def test_a_failed_rendezvous_reports_a_host_name_with_a_loopback_address(monkeypatch):
     """This is the most frequent cause on a new machine, and Gloo's error does not mention it."""
 
-    def raise_connection_refused(device, seconds):
+    def raise_connection_refused(device, seconds, backend):
         raise TrainingError("rank 1 of 2 cannot connect to the others at a:29500: connection refused")
 
     monkeypatch.setattr(doctor, "join_process_group", raise_connection_refused)

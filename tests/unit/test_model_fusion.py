@@ -14,6 +14,8 @@ def formula(activation, x):
         return x * 0.5 * (1 + torch.tanh((2 / torch.pi) ** 0.5 * (x + 0.044715 * x**3)))
     if activation == "quick_gelu":
         return x / (1 + torch.exp(-1.702 * x))
+    if activation == "relu":
+        return x * (x > 0)
     gate, up = x.chunk(2, dim=-1)
     return gate / (1 + torch.exp(-gate)) * up
 
