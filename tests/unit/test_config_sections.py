@@ -38,8 +38,8 @@ def test_a_custom_section_is_read_from_file_and_command_line(tmp_path):
     [
         ("penalty.weight=-1", "penalty.weight is -1; it must be a number of at least 0"),
         ("penalty.kind=cubic", "penalty.kind is 'cubic'; it must be one of square, absolute"),
-        ("penalty.wieght=1", "unknown field penalty.wieght; did you mean penalty.weight?"),
-        ("penality.weight=1", "unknown section penality in penality.weight; did you mean penalty.weight?"),
+        ("penalty.weights=1", "unknown field penalty.weights; did you mean penalty.weight?"),
+        ("penalties.weight=1", "unknown section penalties in penalties.weight; did you mean penalty.weight?"),
     ],
 )
 def test_mistakes_in_a_custom_section_are_explained(override, message):
