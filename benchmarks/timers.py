@@ -9,6 +9,7 @@ timed as the training loop does it, from the request for data to the end of the 
 
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from functools import partial
@@ -53,6 +54,7 @@ def make(parallel: dict[str, int], sizes: dict[str, int], rounds: int) -> Callab
     overrides = [f"parallel.{key}={value}" for key, value in {"tensor": 1, **parallel}.items()]
     overrides += [f"model.hidden_size={sizes['hidden']}", f"data.seq_length={sizes['sequence']}"]
     overrides += ["data.tokenizer=bytes", "data.paths=[]", "model.vocab_size=0", "train.precision=fp32"]
+    overrides.append(f"run.dir={tempfile.gettempdir()}/no_run_to_resume")
     overrides += ["train.micro_batch_size=1"] if "pipeline" in parallel else []
     config = load_config("configs/quickstart.yaml", overrides)
     run = setup_model_and_optimizer(config, *initialize_megatron(config))
