@@ -41,6 +41,7 @@ def test_an_all_reduce_over_an_mpu_group_sums_over_its_members(ranks):
 
 def rooted_collectives() -> dict[str, list[float]]:
     """The results of each collective over pairs of ranks, {0, 1} and {2, 3}; a rank's value is its global rank."""
+    mpu.destroy_model_parallel()  # of an earlier test in this process
     mpu.initialize_model_parallel(tensor_model_parallel_size=2)
     rank, at = torch.tensor([float(dist.get_rank())]), mpu.get_tensor_model_parallel_rank()
     got = {

@@ -108,6 +108,7 @@ def with_bias(layer: nn.Module, x: Tensor) -> Tensor:
 
 
 def run_layers(tp: int) -> dict[str, dict[str, Any]]:
+    mpu.destroy_model_parallel()  # of an earlier test in this process
     mpu.initialize_model_parallel(tensor_model_parallel_size=tp)
     mpu.model_parallel_cuda_manual_seed(11)
     config = tiny(attention="math").model
@@ -162,6 +163,7 @@ def test_the_articles_layers_compute_what_ours_compute(ranks, tp):
 
 def run_products(tp: int) -> list[Tensor]:
     """Products by region functions and by layers: outputs, and the gradient of the input of each."""
+    mpu.destroy_model_parallel()  # of an earlier test in this process
     mpu.initialize_model_parallel(tensor_model_parallel_size=tp)
     mpu.model_parallel_cuda_manual_seed(3)
     column = mpu.ColumnParallelLinear(

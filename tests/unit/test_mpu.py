@@ -19,6 +19,7 @@ def at_rank():
 
 
 def test_each_function_is_an_error_before_initialization():
+    mpu.destroy_model_parallel()  # of an earlier test
     names = [name for name in mpu.__all__ if name.startswith(("get_", "is_"))]
     assert len(names) > 28
     for name in names:
@@ -118,6 +119,7 @@ def test_without_an_interleaved_schedule_there_is_no_virtual_rank(at_rank):
 @pytest.fixture
 def one_rank():
     """The groups of this process alone."""
+    mpu.destroy_model_parallel()  # of an earlier test
     mpu.initialize_model_parallel()
     yield
     mpu.destroy_model_parallel()
