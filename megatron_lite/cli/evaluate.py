@@ -1,11 +1,10 @@
 """`megatron-lite evaluate`: losses of corpora and results of tasks for a checkpoint."""
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from megatron_lite.cli.options import ForwardStep, Model
+from megatron_lite.cli.options import ForwardStep, Iteration, Load, Model, NoTokenizerCheck, NumProcesses
 from megatron_lite.errors import ConfigError
 
 Words = Annotated[
@@ -14,12 +13,6 @@ Words = Annotated[
         metavar="SECTION.FIELD=VALUE",
         help="Config fields that replace those of the run, such as parallel.tensor=2; and more prefixes of --data.",
     ),
-]
-Load = Annotated[
-    Path, typer.Option("--load", metavar="FOLDER", help="A run.dir, its checkpoints/ folder or one iter_... folder.")
-]
-Iteration = Annotated[
-    int | None, typer.Option("--iteration", min=1, metavar="N", help="Iteration to load; default: the newest.")
 ]
 Corpora = Annotated[
     list[str] | None,
@@ -39,13 +32,6 @@ LmEvalInclude = Annotated[
     str, typer.Option("--lm-eval-include", metavar="FOLDER", help="A folder with more tasks for --lm-eval.")
 ]
 BatchSize = Annotated[int, typer.Option("--batch-size", min=1, metavar="N", help="Texts of tasks in one forward.")]
-NoTokenizerCheck = Annotated[
-    bool, typer.Option("--no-tokenizer-check", help="Accept a tokenizer whose files changed since training.")
-]
-NprocPerNode = Annotated[
-    int | None,
-    typer.Option("--nproc-per-node", min=1, metavar="N", help="Number of processes that share the work."),
-]
 
 
 def evaluate(
@@ -62,7 +48,7 @@ def evaluate(
     no_tokenizer_check: NoTokenizerCheck = False,
     model: Model = "",
     forward_step: ForwardStep = "",
-    nproc_per_node: NprocPerNode = None,
+    nproc_per_node: NumProcesses = None,
 ) -> None:
     """Evaluate a checkpoint: losses, perplexities and tasks.
 

@@ -7,16 +7,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from megatron_lite.cli.options import Model
+from megatron_lite.cli.options import Iteration, Load, Model, NoTokenizerCheck, NumProcesses
 from megatron_lite.errors import ConfigError
 
 if TYPE_CHECKING:
     from megatron_lite.generate.run import Prompt
 
-Load = Annotated[
-    Path,
-    typer.Option("--load", metavar="FOLDER", help="A run.dir, its checkpoints/ folder or one iter_... folder."),
-]
 Prompts = Annotated[
     list[str] | None,
     typer.Option("--prompt", metavar="TEXT", help="Start of a text; - reads it from stdin. Repeat it for several."),
@@ -55,10 +51,7 @@ def generate(
     load: Load,
     prompt: Prompts = None,
     prompt_file: PromptFile = "",
-    iteration: Annotated[
-        int | None,
-        typer.Option("--iteration", min=0, metavar="N", help="Iteration of the checkpoint; default: the newest."),
-    ] = None,
+    iteration: Iteration = None,
     max_new_tokens: Annotated[
         int, typer.Option("--max-new-tokens", min=0, metavar="N", help="Most tokens to add.")
     ] = 64,
@@ -78,14 +71,9 @@ def generate(
     no_cache: Annotated[
         bool, typer.Option("--no-cache", help="Compute the full text for each token, for comparison.")
     ] = False,
-    no_tokenizer_check: Annotated[
-        bool, typer.Option("--no-tokenizer-check", help="Accept a tokenizer whose files changed since training.")
-    ] = False,
+    no_tokenizer_check: NoTokenizerCheck = False,
     model: Model = "",
-    nproc_per_node: Annotated[
-        int | None,
-        typer.Option("--nproc-per-node", min=1, metavar="N", help="Number of processes that share the model."),
-    ] = None,
+    nproc_per_node: NumProcesses = None,
 ) -> None:
     """Continue prompts with the model of a checkpoint, on any number of processes.
 

@@ -48,6 +48,21 @@ ForwardStep = Annotated[
 Data = Annotated[
     str, typer.Option("--data", metavar="FILE.py:NAME", help="A function of the run that returns its datasets, Splits.")
 ]
+Load = Annotated[
+    Path,
+    typer.Option("--load", metavar="FOLDER", help="A run.dir, its checkpoints/ folder or one iter_... folder."),
+]
+Iteration = Annotated[
+    int | None,
+    typer.Option("--iteration", min=0, metavar="N", help="Iteration of the checkpoint; default: the newest."),
+]
+NoTokenizerCheck = Annotated[
+    bool, typer.Option("--no-tokenizer-check", help="Accept a tokenizer whose files changed since training.")
+]
+NumProcesses = Annotated[
+    int | None,
+    typer.Option("--nproc-per-node", min=1, metavar="N", help="Number of processes that share the model."),
+]
 ConfigFile = Annotated[Path | None, typer.Option("--config", metavar="FILE", help="YAML file: configs/gpt.yaml")]
 
 

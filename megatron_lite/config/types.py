@@ -67,7 +67,7 @@ StageLayers = Annotated[
 Offload = Annotated[
     Literal["none", "cpu", "nvme"],
     BeforeValidator(_offload, json_schema_input_type=bool | Literal["none", "cpu", "nvme"]),
-    Accepts("false, true (= cpu), cpu or nvme"),
+    Accepts("none, cpu or nvme; false is none, and true is cpu"),
 ]
 Recompute = Annotated[
     str,

@@ -114,13 +114,13 @@ def convert_hint(config: Config) -> str:
 
 
 def convert_weights(config: Config) -> str:
-    """Convert the folder that `checkpoint.load_weights` names into `run.dir/converted`, and return that path; empty
+    """Convert the folder that `checkpoint.load_weights` names into a folder of `run.dir`, and return that path; empty
     where it is a checkpoint of ours, or none. Fields that the config gives must fit the model in the folder."""
     source = Path(config.checkpoint.load_weights)
     name = recognised(source)
     if name not in FOREIGN:
         return ""
-    target = (Path(config.run.dir) / "converted").resolve()
+    target = (Path(config.run.dir) / ".converted_weights").resolve()  # no user's folder has this name
     shutil.rmtree(target, ignore_errors=True)  # of a start that was killed
     given = {field: getattr(config.model, field) for field in config.model.model_fields_set - {"preset"}}
     with _appearing(target) as folder:

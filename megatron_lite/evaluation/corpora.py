@@ -12,7 +12,7 @@ from megatron_lite.data.indexed import IndexedDataset, bin_path
 from megatron_lite.data.statistics import bytes_per_token
 from megatron_lite.errors import ConfigError, DataError
 from megatron_lite.parallel.agreement import on_all
-from megatron_lite.training.corpora import check_documents_end, open_splits
+from megatron_lite.training.corpora import check_corpora_end, check_documents_end, open_splits
 from megatron_lite.training.evaluate import mean_results
 from megatron_lite.training.forward_step import next_token_loss
 from megatron_lite.training.pretrain import NO_TOKEN
@@ -27,11 +27,11 @@ class Windows:
 
     def __init__(self, prefix: str, config: Config, tokenizer_hash: str, limit: int):
         """Raises DataError for a corpus that is missing, or of another tokenizer."""
-        self.prefix, self._corpus = prefix, IndexedDataset(prefix)
+        self.prefix, self.corpus = prefix, IndexedDataset(prefix)
         if config.data.tokenizer_check and tokenizer_hash:
-            check_tokenizers([(prefix, self._corpus.info)], tokenizer_hash)
+            check_tokenizers([(prefix, self.corpus.info)], tokenizer_hash)
         self._length, self._vocab_size = config.data.seq_length, config.model.vocab_size
-        count = -(-(self._corpus.num_tokens - 1) // self._length)
+        count = -(-(self.corpus.num_tokens - 1) // self._length)
         if count < 1:
             raise DataError(f"{prefix}: the corpus has one token, and a loss needs two; give another corpus")
         self._size = min(count, limit or count)
@@ -41,7 +41,7 @@ class Windows:
 
     def __getitem__(self, sample: int) -> np.ndarray:
         start = sample * self._length
-        tokens = self._corpus.tokens[start : start + self._length + 1]
+        tokens = self.corpus.tokens[start : start + self._length + 1]
         if int(tokens.max()) >= self._vocab_size:
             raise DataError(
                 f"{bin_path(self.prefix)}: contains token id {int(tokens.max())}, but the vocabulary has "
@@ -90,6 +90,8 @@ def losses_of_run(run: Run, trained_batch: int) -> Losses:
             f"{config.run.dir}: data.split is {list(config.data.split)}, without validation and test data; give "
             "--data PREFIX or --tasks FILE"
         )
+    for split in found.values():
+        check_documents_end(config, split, _eod(run))
     return {name: _losses(run, split, samples) for name, split in found.items()}
 
 
@@ -99,21 +101,24 @@ def losses_of_corpora(run: Run, prefixes: Sequence[str], limit: int) -> Losses:
         lambda: [Windows(prefix, run.config, _hash(run), limit) for prefix in prefixes],
         run.ctx.world,
     )
-    return {corpus.prefix: _losses(run, corpus, len(corpus)) for corpus in windows}
+    check_corpora_end(run.config, [dataset.corpus for dataset in windows], _eod(run))
+    return {dataset.prefix: _losses(run, dataset, len(dataset)) for dataset in windows}
 
 
 def _hash(run: Run) -> str:
     return run.origin.get("tokenizer", "")
 
 
+def _eod(run: Run) -> int:
+    return run.tokenizer.eod if run.tokenizer is not None else NO_TOKEN
+
+
 def _losses(run: Run, dataset: Dataset, samples: int) -> dict[str, float]:
     """Loss in nats per token, its perplexity, bits per byte of source text, and the number of target tokens; of a
     custom forward step, its loss and scalars."""
-    eod = run.tokenizer.eod if run.tokenizer is not None else NO_TOKEN
-    check_documents_end(run.config, dataset, eod)
     step = run.hooks.valid_forward_step
     padded = Padded(dataset, samples, run.config.train.global_batch(run.ctx.dp.size))
-    means = mean_results(run, padded, eod, num_samples=len(padded))
+    means = mean_results(run, padded, _eod(run), num_samples=len(padded))
     assert means is not None, "only a stop request ends an evaluation"
     if step is not next_token_loss:
         return means.named(step) | {"targets": means.targets}

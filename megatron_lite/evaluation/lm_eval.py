@@ -121,6 +121,7 @@ def _harness_model(requests: Requests, together: Callable[[str, Any], Any]) -> A
 
     class HarnessModel(LM):
         def loglikelihood(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
+            """For each (context, continuation): its log-likelihood, and whether it is the likeliest text."""
             pairs = []
             for request in requests:
                 ids, start = encode_pair(tokenizer, *request.args)
@@ -129,6 +130,7 @@ def _harness_model(requests: Requests, together: Callable[[str, Any], Any]) -> A
             return together("scores", pairs)
 
         def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
+            """For each text: its log-likelihood from its start, in windows that do not overlap."""
             windows, owners = [], []
             for number, request in enumerate(requests):
                 ids = [tokenizer.eod, *tokenizer.encode(request.args[0])]
@@ -141,6 +143,7 @@ def _harness_model(requests: Requests, together: Callable[[str, Any], Any]) -> A
             return totals
 
         def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
+            """For each (prompt, options): the greedy continuation."""
             prompts = []
             for request in requests:
                 prompt, options = request.args

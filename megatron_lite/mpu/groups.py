@@ -87,7 +87,9 @@ def model_parallel_is_initialized() -> bool:
 def context() -> ParallelContext:
     """The registered context. Raises MegatronLiteError without one."""
     if _Registered.context is None:
-        raise MegatronLiteError("mpu is not initialized; call initialize_megatron(config) first")
+        raise MegatronLiteError(
+            "mpu is not initialized; call initialize_megatron(config) or mpu.initialize_model_parallel() first"
+        )
     return _Registered.context
 
 

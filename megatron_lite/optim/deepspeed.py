@@ -205,6 +205,12 @@ class DeepSpeedOptimizer(DataParallel, Optimizer):
         yield
         zero._optimizer_states_and_gradient_swap_out(number)
 
+    def _ranges_in_memory(self) -> Iterator[tuple[str, _Range]]:
+        """This rank's ranges by name; each is in memory until the next one is asked for."""
+        for flat in self._flat:
+            with self._in_memory(flat):
+                yield from ((name, part) for name, part in self._ranges.items() if part.flat is flat)
+
     def module(self, chunk: int) -> nn.Module:
         return self._engine
 
@@ -281,13 +287,10 @@ class DeepSpeedOptimizer(DataParallel, Optimizer):
         if not self._flat:
             moments = {name: self._adam.state[parameter] for name, parameter in self._params.items()}
             return {name: {moment: LocalShard(own[moment]) for moment in MOMENTS} for name, own in moments.items()}
-        state = {}
-        for flat in self._flat:
-            with self._in_memory(flat):
-                for name, part in self._ranges.items():
-                    if part.flat is flat:
-                        state[name] = {kind: self._kept(shard) for kind, shard in self._live(part).items()}
-        return state
+        return {
+            name: {kind: self._kept(shard) for kind, shard in self._live(part).items()}
+            for name, part in self._ranges_in_memory()
+        }
 
     def _live(self, part: _Range) -> dict[str, LocalShard]:
         live = {moment: part.of(self._adam.state[part.flat][moment]) for moment in MOMENTS}
@@ -298,16 +301,14 @@ class DeepSpeedOptimizer(DataParallel, Optimizer):
         return replace(shard, values=shard.values.clone()) if self._on_disk else shard
 
     def load(self, weights: Shards, state: State, steps: int, iteration: int) -> None:
+        """Continue from `weights()` and `state()`, filled by a load. Without masters, those follow from the weights."""
         if self._flat and not any("master" in kinds for kinds in state.values()):
             self._refresh_masters()
         if self._on_disk:
-            for flat in self._flat:
-                with self._in_memory(flat):
-                    for name, part in self._ranges.items():
-                        if part.flat is flat:
-                            for kind, shard in self._live(part).items():
-                                if kind in state.get(name, {}):
-                                    shard.values.copy_(state[name][kind].values)
+            for name, part in self._ranges_in_memory():
+                for kind, shard in self._live(part).items():
+                    if kind in state.get(name, {}):
+                        shard.values.copy_(state[name][kind].values)
         for values in self._adam.state.values():
             values["step"].fill_(steps)
         self.release_params()  # stage 3 gathers the small parameters again, which it keeps full
@@ -318,11 +319,8 @@ class DeepSpeedOptimizer(DataParallel, Optimizer):
             self._engine.optimizer.refresh_fp32_params()
             return
         weights = self.weights()
-        for flat in self._flat:
-            with self._in_memory(flat):
-                for name, part in self._ranges.items():
-                    if part.flat is flat:
-                        part.of(flat).values.copy_(weights[name].values)
+        for name, part in self._ranges_in_memory():
+            part.of(part.flat).values.copy_(weights[name].values)
 
     def bytes_held(self) -> dict[str, int]:
         """The bytes of live tensors on this rank, with offloaded ones. Few gradients and buckets exist after a step."""

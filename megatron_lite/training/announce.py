@@ -94,12 +94,12 @@ def slow_layout_lines(run: Run) -> Iterator[str]:
     if grid.tp == 1:
         return
     hosts = all_gather_objects(socket.gethostname(), run.ctx.world)
-    apart = next((ranks for ranks in grid.groups("tp") if len({hosts[rank] for rank in ranks}) > 1), None)
-    if apart is not None:
-        machines = listed(sorted({hosts[rank] for rank in apart}))
+    spanning = next((ranks for ranks in grid.groups("tp") if len({hosts[rank] for rank in ranks}) > 1), None)
+    if spanning is not None:
+        machines = listed(sorted({hosts[rank] for rank in spanning}))
         fits = math.gcd(grid.tp, *Counter(hosts).values())
         yield (
-            f"the tensor-parallel group of {named_ranks(apart)} spans {machines}, so every layer waits for the "
+            f"the tensor-parallel group of {named_ranks(spanning)} spans {machines}, so every layer waits for the "
             f"network; parallel.tensor: {fits} fits into a machine"
         )
 

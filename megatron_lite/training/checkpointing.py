@@ -24,8 +24,8 @@ from megatron_lite.training.run import Run
 from megatron_lite.training.start import checkpoints_of, find_start, local_root
 from megatron_lite.training.state import TrainState
 
-# Fields of `optim` that shape the learning rate.
 FORWARD_STEP = "forward_step"  # key of `origin`: the name of a custom one
+# Fields of `optim` that shape the learning rate.
 CURVE = ("lr", "min_lr", "schedule", "warmup_iterations", "decay_iterations", "wsd_decay_iterations")
 
 

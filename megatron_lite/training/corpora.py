@@ -11,6 +11,7 @@ from megatron_lite.config.schema import Config, TrainConfig
 from megatron_lite.data.blended import SPLIT_NAMES, BlendedDataset, Dataset, Splits, build_datasets, split_bounds
 from megatron_lite.data.corpus_info import info_path
 from megatron_lite.data.gpt_dataset import GPTDataset
+from megatron_lite.data.indexed import IndexedDataset
 from megatron_lite.errors import DataError
 from megatron_lite.text import counted
 from megatron_lite.training.state import samples_for
@@ -47,10 +48,14 @@ def open_splits(config: Config, wanted: tuple[int, int, int], tokenizer_hash: st
 
 def check_documents_end(config: Config, split: Dataset | None, eod: int) -> None:
     """Raise DataError if documents of a corpus have no end-of-document token although settings of `data` need it."""
+    check_corpora_end(config, [dataset.indexed for dataset, _ in _members(split, 1)], eod)
+
+
+def check_corpora_end(config: Config, corpora: Sequence[IndexedDataset], eod: int) -> None:
+    """`check_documents_end` for corpora."""
     names = ("eod_mask_loss", "reset_position_ids", "reset_attention_mask")
     wanted = [f"data.{name}" for name in names if getattr(config.data, name)]
-    for dataset, _ in _members(split, 1) if wanted else ():
-        corpus = dataset.indexed
+    for corpus in corpora if wanted else ():
         size = int(corpus.document_indices[1])  # sequences of the first document
         last = corpus.get(size - 1)[-1:].tolist() if size else [eod]
         if last != [eod]:

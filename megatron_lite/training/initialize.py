@@ -32,7 +32,10 @@ from megatron_lite.training.provider import check_not_loading
 
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # of glibc's malloc.h
 # Paths, which may differ between machines.
-PLACES = ("run.dir", "data.paths", "data.tokenizer", "data.cache_dir", "checkpoint.load", "checkpoint.load_weights")
+PLACES = (
+    *("run.dir", "data.paths", "data.tokenizer", "data.cache_dir", "train.tasks"),
+    *("checkpoint.load", "checkpoint.load_weights", "deepspeed.nvme_path"),
+)
 
 
 def initialize_megatron(config: Config) -> tuple[ParallelContext, RngTracker]:
@@ -48,8 +51,9 @@ def initialize_megatron(config: Config) -> tuple[ParallelContext, RngTracker]:
     set_determinism(config.train.deterministic)
     if device.type == "cpu":
         keep_freed_memory()
+    backend = backend_of(config.run.backend, device)
     if world_size > 1 and not dist.is_initialized():
-        join_process_group(device, config.train.comm_timeout, backend_of(config.run.backend, device))
+        join_process_group(device, config.train.comm_timeout, backend)
     if world_size > 1:
         check_same_config(config, Group("world", tuple(range(world_size)), dist.get_rank(), dist.group.WORLD))
     parallel = config.parallel

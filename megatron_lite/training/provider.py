@@ -124,6 +124,7 @@ def _declare_parameters(chunk: nn.Module, ctx: ParallelContext) -> None:
             dim, stride = int(parameter.partition_dim), int(getattr(parameter, "partition_stride", 1))  # type: ignore[attr-defined]
             shape[dim] *= ctx.tp.size
             shard = Shard(dim, (shape[dim] // stride,) * stride if stride > 1 else ())
+        # Its values are those of the provider; nothing draws them again.
         declare(parameter, ParamMeta(tuple(shape), shard, "normal", decay=parameter.dim() > 1))
 
 

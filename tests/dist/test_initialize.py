@@ -32,6 +32,12 @@ def test_a_config_that_differs_on_one_rank_is_an_error_on_all_ranks(ranks):
     ]
 
 
+def test_nccl_without_a_gpu_is_an_error_on_one_rank_too():
+    """Otherwise the setting would have no effect there, and fail on the cluster."""
+    with pytest.raises(ConfigError, match=r"run\.backend is nccl, which needs GPUs, and this rank is on the cpu"):
+        initialize_megatron(tiny_config("gpt", run__backend="nccl", run__device="cpu"))
+
+
 @pytest.mark.parametrize("place", ["run__dir", "data__cache_dir", "checkpoint__load"])
 def test_paths_in_the_config_may_differ_between_machines(ranks, place):
     """Machines may mount run, cache and checkpoint folders in different places."""

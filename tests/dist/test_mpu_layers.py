@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 
 from megatron_lite import mpu
+from megatron_lite.launch.pool import RanksFailed
 from megatron_lite.launch.pretrain import pretrain
 from megatron_lite.model.attention import SelfAttention
 from megatron_lite.model.mlp import MLP
@@ -247,6 +248,26 @@ def test_megatrons_provider_builds_each_pipeline_stage(ranks, tmp_path):
     ranks(2, train, str(tmp_path), parallel__pipeline=2, model__hidden_size=16)
     losses = [row["loss"] for row in rows(tmp_path)]
     assert losses[-1] < losses[0]
+
+
+class SameNames(ArticleModel):
+    """Both stages call their layer `layer`, as code that numbers layers by stage does."""
+
+    def __init__(self, pre_process: bool, post_process: bool):
+        super().__init__({"h": 16, "n": 4, "f": 32, "v": 256}, pre_process, post_process)
+        self.layer = nn.Linear(16, 16)
+
+
+def train_same_names(folder: str) -> None:
+    config = tiny_config("gpt", run__dir=folder, parallel__pipeline=2, model__hidden_size=16)
+    pretrain(config, lambda pre_process, post_process: SameNames(pre_process, post_process), splits)
+
+
+def test_two_stages_with_one_parameter_name_are_an_error(ranks, tmp_path):
+    """A checkpoint would hold one of them, and a resumed run would give its values to both stages."""
+    message = "stages 0 and 1 both have a parameter layer.weight, and a checkpoint would keep one of them; number"
+    with pytest.raises(RanksFailed, match=message):
+        ranks(2, train_same_names, str(tmp_path))
 
 
 def test_every_name_of_the_documents_exists_is_documented_and_is_used_here():

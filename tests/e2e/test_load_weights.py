@@ -37,8 +37,10 @@ def test_training_starts_from_a_folder_of_another_format(tmp_path, form, model):
     direct = ("run.dir=direct", "checkpoint.load_weights=theirs", "parallel.tensor=2")
     done = run(*pretrain, *direct, "--nproc-per-node", "2", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    assert f"converted theirs to {tmp_path}/direct/converted, which is removed once it is loaded" in done.stdout
-    assert not (tmp_path / "direct" / "converted").exists()
+    assert (
+        f"converted theirs to {tmp_path}/direct/.converted_weights, which is removed once it is loaded" in done.stdout
+    )
+    assert not (tmp_path / "direct" / ".converted_weights").exists()
     losses = [first_loss(tmp_path / name) for name in ("by_hand", "direct")]
     assert losses[1] == pytest.approx(losses[0], rel=1e-6)
     more = run_here(*pretrain, *direct, "parallel.tensor=1", "train.iterations=3", cwd=tmp_path)

@@ -6,10 +6,16 @@ import sys
 from functools import partial
 
 import pytest
+import torch
+from torch import nn
 
 from megatron_lite.errors import ConfigError
-from megatron_lite.model.build import get_model
-from megatron_lite.training.provider import NamedFunction, function_name
+from megatron_lite.model.build import get_model, param_table
+from megatron_lite.mpu import groups
+from megatron_lite.parallel.context import ParallelContext
+from megatron_lite.parallel.grid import Grid
+from megatron_lite.parallel.shard import Shard
+from megatron_lite.training.provider import NamedFunction, build_chunks, function_name
 from tests.helpers.tiny import tiny_config
 
 
@@ -81,3 +87,39 @@ def test_a_name_without_a_provider_is_a_config_error(tmp_path, monkeypatch, name
     (tmp_path / "starts.py").write_text("from megatron_lite import initialize_megatron\ninitialize_megatron(None)\n")
     with pytest.raises(ConfigError, match=message):
         NamedFunction(name).load()
+
+
+def marked(shape: tuple[int, ...], **attributes: object) -> nn.Parameter:
+    parameter = nn.Parameter(torch.zeros(shape))
+    for name, value in attributes.items():
+        setattr(parameter, name, value)
+    return parameter
+
+
+class MarkedLayer(nn.Module):
+    """Parameters as Megatron-LM's code marks them, on one of two tensor-parallel ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        by_row = {"tensor_model_parallel": True, "partition_dim": 1}
+        fused = {"tensor_model_parallel": True, "partition_dim": 0, "partition_stride": 3}
+        self.qkv, self.dense, self.norm = marked((6, 4), **fused), marked((4, 2), **by_row), marked((4,))
+
+
+def test_parameters_with_megatrons_attributes_get_their_shards():
+    """A shard that counts as replicated would be counted twice in the gradient norm, and saved as the full tensor."""
+    ctx = ParallelContext.at(Grid(tp=2), 0)
+    groups.register(ctx)
+    config = tiny_config("gpt")
+
+    def provider(pre_process: bool, post_process: bool) -> nn.Module:
+        assert pre_process and post_process
+        return MarkedLayer()
+
+    (chunk,) = build_chunks(provider, config, ctx, None, torch.float64)  # type: ignore[arg-type]
+    groups.unregister()
+    table = param_table([chunk])
+    assert (table["qkv"].shape, table["qkv"].shard, table["qkv"].decay) == ((12, 4), Shard(0, (4, 4, 4)), True)
+    assert (table["dense"].shape, table["dense"].shard) == ((4, 4), Shard(1))
+    assert (table["norm"].shape, table["norm"].shard, table["norm"].decay) == ((4,), Shard(), False)
+    assert chunk.qkv.dtype == torch.float64
