@@ -108,7 +108,11 @@ def _evaluate(model: Any, tasks: Sequence[str], include: str) -> Results:
         model=model, tasks=list(tasks), task_manager=manager, bootstrap_iters=0, log_samples=False, verbosity="ERROR"
     )
     return {
-        task: {name.removesuffix(",none"): value for name, value in values.items() if isinstance(value, int | float)}
+        task: {
+            name.removesuffix(",none"): float(value)  # some are NumPy's, which ranks do not send each other
+            for name, value in values.items()
+            if isinstance(value, int | float)
+        }
         for task, values in found["results"].items()
     }
 

@@ -199,7 +199,6 @@ def test_tasks_in_training_change_nothing_and_equal_those_of_the_checkpoint(fini
 
 def test_a_local_task_of_lm_eval_has_our_accuracy(converted, tmp_path, monkeypatch):
     """The same questions through the harness, on two ranks: its own metrics, our log-likelihoods."""
-    pytest.importorskip("lm_eval")
     folder, _ = converted["gpt2"]
     monkeypatch.setenv("HF_DATASETS_OFFLINE", "1")
     monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
@@ -223,6 +222,38 @@ def test_a_local_task_of_lm_eval_has_our_accuracy(converted, tmp_path, monkeypat
     unknown = run("evaluate", "--load", "run", "--lm-eval", "no_such_task", cwd=folder)
     assert unknown.returncode == 2
     assert "--lm-eval: no task no_such_task in lm-eval; `lm-eval ls tasks` lists its tasks" in unknown.stderr
+
+
+def test_generation_and_perplexity_of_lm_eval_are_ours(converted, tmp_path, monkeypatch):
+    """Its two other kinds of request: greedy text, and the likelihood of a text that is longer than the context."""
+    folder, model = converted["gpt2"]
+    monkeypatch.setenv("HF_DATASETS_OFFLINE", "1")
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
+    ids = model.generate(torch.tensor([[*b"return"]]), do_sample=False, max_new_tokens=6, eos_token_id=None)[0, 6:]
+    answer = bytes(int(i) for i in ids if i < 256).decode(errors="replace")
+    texts = ["def f(x):\n    return x + 1\n", "while True: pass"]  # the first is longer than the 24 positions
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps({"p": "return", "a": a}) + "\n" for a in (answer, "no")))
+    (tmp_path / "texts.jsonl").write_text("".join(json.dumps({"t": text}) + "\n" for text in texts))
+    head = "task: {0}\ndataset_path: json\ndataset_kwargs:\n  data_files: {{test: {1}}}\ntest_split: test\n"
+    (tmp_path / "written.yaml").write_text(
+        head.format("written", tmp_path / "prompts.jsonl") + "output_type: generate_until\ndoc_to_text: '{{p}}'\n"
+        "doc_to_target: '{{a}}'\ngeneration_kwargs: {until: [], max_gen_toks: 6}\n"
+        "metric_list:\n  - metric: exact_match\n"
+    )
+    (tmp_path / "rolling.yaml").write_text(
+        head.format("rolling", tmp_path / "texts.jsonl") + "output_type: loglikelihood_rolling\ndoc_to_text: ''\n"
+        "doc_to_target: '{{t}}'\nmetric_list:\n  - metric: bits_per_byte\n"
+    )
+    options = ("--lm-eval", "written,rolling", "--lm-eval-include", str(tmp_path), "parallel.pipeline=2")
+    done = run(
+        "evaluate", "--load", "run", "--json", *options, "parallel.tensor=1", "--nproc-per-node", "2", cwd=folder
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])["lm_eval"]
+    assert found["written"]["exact_match"] == 0.5
+    windows = [[256, *text.encode()][at : at + 25] for text in texts for at in range(0, len(text), 24)]
+    total = sum(transformers_score(model, window, 1).log_likelihood for window in windows if len(window) > 1)
+    assert found["rolling"]["bits_per_byte"] == pytest.approx(-total / math.log(2) / len("".join(texts)), rel=1e-5)
 
 
 @pytest.mark.parametrize(
