@@ -29,8 +29,11 @@ NOT_OF_WEIGHTS = {
     "fusion",
 }
 
-# Fields that determine the order of the samples. Of data.paths only file names count, so a corpus may move.
-ORDER = ("run.seed", "data.seq_length", "data.split", "data.paths")
+# Fields that determine the samples and their order. Of data.paths only file names count, so a corpus may move.
+ORDER = (
+    *("run.seed", "data.seq_length", "data.split", "data.paths"),
+    *("data.mask_prob", "data.mean_span", "data.decoder_seq_length", "data.vocab_extra_ids"),
+)
 # Fields that determine which optimizer tensors exist, and their dtypes.
 STATE = ("train.precision", "sync.mode", "sync.delay", "sync.outer_momentum")
 OTHER_SUMS = "the sums that sync.delay has in flight need the old values; restore them, or"
@@ -39,7 +42,7 @@ OTHER_SUMS = "the sums that sync.delay has in flight need the old values; restor
 def check_resumable(before: Fields, now: Config) -> None:
     """Raise ConfigError if resuming with `now` would change the sample order or invalidate pending sums."""
     after = now.model_dump(mode="json")
-    order = "the order of the samples would change; restore these values, or start a new run in another run.dir"
+    order = "the samples or their order would change; restore these values, or start a new run in another run.dir"
     _raise_where(differing(before, after, ORDER), order)
     sums = f"{OTHER_SUMS} load the weights alone with checkpoint.load_weights"
     _raise_where(differing(before, after, _pending(now)), sums)

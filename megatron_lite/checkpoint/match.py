@@ -18,6 +18,11 @@ MODEL_PROVIDER = "model_provider"  # key in a checkpoint's origin; absent for th
 BUILT_IN = "megatron_lite.model.build:get_model"  # name of the built-in provider
 
 
+# Tensors that a checkpoint may lack where only weights are loaded: they start from their initial values, as with
+# Megatron-LM's `add_tokentype_embeddings` before fine-tuning.
+ADDED_AT_FINE_TUNING = {"embedding.tokentype_embeddings.weight": "model.num_tokentypes (checkpoint: 0, "}
+
+
 def check_provider(layout: Layout, folder: Path, provider: str) -> None:
     """Raise CheckpointError if the built-in model, whose `provider` is empty, would load a custom model's checkpoint.
 
@@ -28,11 +33,14 @@ def check_provider(layout: Layout, folder: Path, provider: str) -> None:
         raise CheckpointError(f"{folder}: a custom model, {built_by}, wrote it; load it with --model {built_by}")
 
 
-def check_model(layout: Layout, folder: Path, *, table: ParamTable, names: Collection[str], config: Fields) -> None:
+def check_model(
+    layout: Layout, folder: Path, *, table: ParamTable, names: Collection[str], config: Fields, only_weights: bool
+) -> None:
     """Raise CheckpointError if the checkpoint belongs to another model.
 
         table    this rank's parameters; the checkpoint must have each, with the same global shape and shard
         names    every parameter of the model; except for tied copies, the checkpoint must have no others
+        only_weights   those of ADDED_AT_FINE_TUNING may be missing
 
     Models with another number of heads, activation or norm can have equal shapes, so the configs are compared too.
     """
@@ -46,6 +54,9 @@ def check_model(layout: Layout, folder: Path, *, table: ParamTable, names: Colle
             differing_shapes.append(f"{name} is {there} in the checkpoint and {here} in this model")
     extra = [name for name, saved in layout.tensors.items() if name not in names and not saved.copy_of]
     changed = changed_model(layout.config, config)
+    for name, change in ADDED_AT_FINE_TUNING.items() if only_weights else ():
+        missing = [other for other in missing if other != name]
+        changed = [message for message in changed if not message.startswith(change)]
     found = {"": differing_shapes, "missing in the checkpoint: ": missing, "only in the checkpoint: ": extra}
     problems = [label + listed(wrong) for label, wrong in found.items() if wrong]
     if missing and any(name.endswith(f".{missing[0]}") for name in extra):
@@ -75,6 +86,8 @@ def plan(
     remedy = f"Restore {keys}, or load the weights alone with checkpoint.load_weights"
     found = []
     for name, targets in contents.by_kind().items():
+        if name in ADDED_AT_FINE_TUNING and name not in layout.tensors:
+            continue
         tensor = layout.tensors[stored_name(name, table, layout)]
         if name in contents.optimizer_state and set(targets) != set(tensor.values):
             if set(tensor.values) == {WEIGHT}:

@@ -128,7 +128,8 @@ def load(
             raise CheckpointError(f"{folder}: does not exist on this rank. {directory.describe_iterations(root)}")
         layout = read_layout(folder)
         match.check_provider(layout, folder, provider)
-        match.check_model(layout, folder, table=table, names=names, config=config)
+        only_weights = not contents.optimizer_state
+        match.check_model(layout, folder, table=table, names=names, config=config, only_weights=only_weights)
         plan = match.plan(layout, folder, ctx=ctx, table=table, contents=contents, config=config)
         with Opened(folder, layout) as opened:
             opened.fill((shard.values.detach().view(-1), moves) for shard, moves in plan)

@@ -29,7 +29,7 @@ from megatron_lite.launch.streams import exit_on_lost_output
 
 app = typer.Typer(
     name="megatron-lite",
-    help="Pretrain GPT, CodeGeeX and Llama on any layout with the same result.",
+    help="Pretrain GPT, CodeGeeX, Llama, BERT and T5 on any layout with the same result.",
     cls=Commands,
     no_args_is_help=True,
     pretty_exceptions_enable=False,

@@ -41,12 +41,13 @@ def index(
     world_size = nproc_per_node * (nnodes or 1) if nproc_per_node else needed
     check(settings, [world_size], command=command_line("index", config, overrides or []))
     spec = settings.data.tokenizer
-    if spec:
-        settings = with_vocab_size(settings, build_tokenizer(spec).vocab_size)
+    tokenizer = build_tokenizer(spec) if spec else None
+    if tokenizer is not None:
+        settings = with_vocab_size(settings, tokenizer.vocab_size)
     folder = cache_folder(settings.data.paths, settings.data.cache_dir)
     before = _files(folder)
     wanted = wanted_samples(settings.train, settings.parallel.data(world_size))
-    splits = open_splits(settings, wanted, tokenizer_hash(spec) if spec else "")
+    splits = open_splits(settings, wanted, tokenizer, tokenizer_hash(spec) if spec else "")
     new_files = sorted(_files(folder) - before)
     for path in new_files:
         typer.echo(f"wrote {path}")

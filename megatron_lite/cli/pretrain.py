@@ -115,16 +115,23 @@ def check(config: "Config", world_sizes: list[int], command: str, *, has_data: b
 
 
 def with_data(config: "Config", *, has_data: bool) -> tuple["Config", list[str]]:
-    """The config with the vocabulary size of its tokenizer, and a message for each missing data file."""
+    """The config with the vocabulary size of its tokenizer, and a message for each missing data file.
+
+    Raises ConfigError for a tokenizer that lacks special tokens of the samples.
+    """
     from megatron_lite.config.validate import with_vocab_size
     from megatron_lite.data.blended import missing_corpora
+    from megatron_lite.data.samples import sample_maker
     from megatron_lite.data.tokenizer import build_tokenizer
     from megatron_lite.errors import DataError
 
     missing = [] if has_data else [f"data.paths: {message}" for message in missing_corpora(config.data.paths)]
     if config.data.tokenizer:
         try:
-            config = with_vocab_size(config, build_tokenizer(config.data.tokenizer).vocab_size)
+            tokenizer = build_tokenizer(config.data.tokenizer)
+            config = with_vocab_size(config, tokenizer.vocab_size)
+            if not has_data:
+                sample_maker(config, tokenizer)  # raises without the special tokens
         except DataError as error:
             missing.append(f"data.tokenizer: {error}")
     return config, missing

@@ -43,12 +43,14 @@ class Request:
     device: str = ""  # cpu or cuda; empty: unknown, and so are the packages of the machine
     trains: bool = False  # with a backward
     context_mode: str = ""  # of context parallelism; empty: a rank has the full sequence
+    bias: bool = False  # of scores, for relative positions
 
 
 def request_of(config: Config, device: str, *, trains: bool) -> Request:
     """The request of a config; of its layers, the one with the most conditions."""
     model = config.model
-    mask = ["causal"]
+    # The decoder of an encoder_decoder has a causal mask, which asks less than padding does.
+    mask = ["causal"] if model.architecture == "decoder" else ["lengths"]
     mask += ["window"] if 0 < model.window_size < config.data.seq_length else []
     mask += ["documents"] if config.data.reset_attention_mask else []
     return Request(
@@ -61,6 +63,7 @@ def request_of(config: Config, device: str, *, trains: bool) -> Request:
         device=device if device in ("cpu", "cuda") else "",
         trains=trains,
         context_mode=config.parallel.context_mode if config.parallel.context > 1 else "",
+        bias=model.position == "relative",
     )
 
 
@@ -95,6 +98,8 @@ def obstacles(name: str, request: Request) -> Iterator[str]:
     """Each reason why the implementation cannot compute the request."""
     if request.context_mode in ("ring", "all_gather"):
         yield from _context_obstacles(name, request)
+    if request.bias and name not in ("math", "sdpa"):
+        yield "it has no biases of scores, which model.position: relative needs"
     if name == "sdpa":
         yield from _sdpa_obstacles(request)
     elif name == "triton":

@@ -9,26 +9,17 @@ The text under a field is its only description: `megatron-lite config`, `configs
 """
 
 import math
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    Field,
-    NonNegativeFloat,
-    NonNegativeInt,
-    PositiveFloat,
-    PositiveInt,
-    model_validator,
-)
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
-from megatron_lite.config.presets import PRESETS
+from megatron_lite.config.model import ModelConfig, Section
+from megatron_lite.config.spans import lengths_of, longest_text
 from megatron_lite.config.types import (
     Folder,
     Offload,
     OptionalPath,
     Paths,
-    Preset,
     Probability,
     RampUp,
     Recompute,
@@ -36,22 +27,6 @@ from megatron_lite.config.types import (
     Split,
     StageLayers,
 )
-
-# Logits are computed for a padded vocabulary whose size does not depend on the layout.
-VOCAB_PADDING = 128
-
-
-class Section(BaseModel):
-    """One section of the YAML file: frozen, and strict about names and types."""
-
-    model_config = ConfigDict(
-        frozen=True,
-        extra="forbid",
-        strict=True,
-        allow_inf_nan=False,
-        protected_namespaces=(),
-        use_attribute_docstrings=True,
-    )
 
 
 class RunConfig(Section):
@@ -72,108 +47,6 @@ class RunConfig(Section):
         return f"{self.dir}/exit_code"
 
 
-class ModelConfig(Section):
-    """Sizes and kinds of the transformer; GPT, CodeGeeX and Llama are values of these fields.
-
-    A size that is 0 by default follows from the fields that its text names.
-    """
-
-    preset: Preset = ""
-    """Name of a preset, which sets all fields that are not given; `megatron-lite presets` lists them."""
-    num_layers: PositiveInt = 12
-    """Number of transformer blocks, without the top-query block."""
-    hidden_size: PositiveInt = 768
-    """Width of the residual stream."""
-    num_heads: PositiveInt = 12
-    """Number of query heads."""
-    num_query_groups: NonNegativeInt = 0
-    """Number of key/value heads (grouped-query attention); 0: one for each query head. With fewer than
-    `parallel.tensor`, ranks hold copies.
-    """
-    head_dim: NonNegativeInt = 0
-    """Size of a head; 0: `hidden_size / num_heads`."""
-    ffn_hidden_size: NonNegativeInt = 0
-    """Width of the MLP; 0: `4 * hidden_size`, and for `swiglu` the multiple of 64 at or below 8/3 of `hidden_size`."""
-    max_position_embeddings: PositiveInt = 1024
-    """Largest number of positions; the size of the table of learned positions."""
-    vocab_size: NonNegativeInt = 0
-    """Number of tokens; 0: taken from `data.tokenizer`."""
-    padded_vocab_size: NonNegativeInt = 0
-    """Rows of the word embedding and of the head; 0: the next multiple of 128 from `vocab_size` on."""
-    norm: Literal["layernorm", "rmsnorm"] = "layernorm"
-    """Kind of normalization."""
-    norm_eps: PositiveFloat = 1e-5
-    """Added to the variance (for `rmsnorm` to the mean square) before the square root."""
-    activation: Literal["gelu", "gelu_tanh", "quick_gelu", "relu", "swiglu"] = "gelu"
-    """Activation of the MLP. `gelu_tanh` is the tanh approximation, `quick_gelu` is x * sigmoid(1.702 x)."""
-    position: Literal["learned", "rotary"] = "learned"
-    """`learned`: a table of positions is added to the word embedding; `rotary`: queries and keys are rotated."""
-    rotary_base: PositiveFloat = 10000.0
-    """Base of the rotary frequencies."""
-    bias: bool = True
-    """Biases in all linear layers."""
-    tie_embeddings: bool = True
-    """The output head shares the weights of the word embedding."""
-    top_query_layer: bool = False
-    """CodeGeeX's last block, whose queries are learned positions."""
-    post_norm: bool = False
-    """Residual branches start after the norm: Megatron's `--apply-residual-connection-post-layernorm`."""
-    fp32_residual: bool = False
-    """Residual stream in fp32: Megatron's `--fp32-residual-connection`."""
-    hidden_dropout: Probability = 0.1
-    """Dropout probability after the embedding, the attention and the MLP."""
-    mlp_dropout: bool = True
-    """Apply `hidden_dropout` after the MLP too; CodeGeeX has no dropout there."""
-    attention_dropout: Probability = 0.1
-    """Dropout probability of attention weights."""
-    init_std: PositiveFloat = 0.02
-    """Standard deviation of initial weights; output layers of residual branches divide it by sqrt(2 * num_layers)."""
-    attention: Literal["auto", "math", "tiled", "triton", "sdpa", "flex", "flash"] = "auto"
-    """Implementation; `auto` takes the fastest one that computes the model on this device. `sdpa`, `flex`: torch's;
-    `triton`, `tiled`: our FlashAttention; `flash`: flash-attn; `math`: the reference.
-    """
-    attention_softcap: NonNegativeFloat = 0.0
-    """Scores become softcap * tanh(score / softcap), as in Gemma 2; 0 turns this off."""
-    window_size: NonNegativeInt = 0
-    """Keys that a query sees, its own included (sliding window attention); 0: no window."""
-    window_attn_skip_freq: NonNegativeInt = 0
-    """Every n-th block has no window, as with Megatron's argument of this name; 0: all blocks have it."""
-    fusion: Literal["auto", "on", "off"] = "auto"
-    """Compile bias+activation and bias+dropout+add with torch.compile; `auto`: on GPUs only."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _fill_from_preset(cls, given: Any) -> Any:
-        if isinstance(given, dict) and isinstance(given.get("preset"), str):
-            return PRESETS.get(given["preset"], {}) | given
-        return given
-
-    def window_of(self, layer: int) -> int:
-        """The window of a layer, numbered from 0 over the full model; 0: none."""
-        skipped = self.window_attn_skip_freq and (layer + 1) % self.window_attn_skip_freq == 0
-        return 0 if skipped else self.window_size
-
-    @property
-    def query_groups(self) -> int:
-        return self.num_query_groups or self.num_heads
-
-    @property
-    def head_size(self) -> int:
-        return self.head_dim or self.hidden_size // self.num_heads
-
-    @property
-    def ffn_size(self) -> int:
-        if self.ffn_hidden_size:
-            return self.ffn_hidden_size
-        if self.activation == "swiglu":
-            return max(64, int(8 * self.hidden_size / 3 / 64) * 64)
-        return 4 * self.hidden_size
-
-    @property
-    def padded_vocab(self) -> int:
-        return self.padded_vocab_size or -(-self.vocab_size // VOCAB_PADDING) * VOCAB_PADDING
-
-
 class ParallelConfig(Section):
     """How model and batch are split over ranks.
 
@@ -192,6 +65,8 @@ class ParallelConfig(Section):
     """Layers of each stage. `balanced` counts embedding and head as one layer each; a list gives the number for each
     stage.
     """
+    encoder_stages: NonNegativeInt = 0
+    """Pipeline stages of the encoder, the first ones, in an `encoder_decoder`; 0: in proportion to its layers."""
     context: PositiveInt = 1
     """Context-parallel size: ranks that share each sequence, for long ones."""
     context_mode: Literal["ring", "all_gather", "ulysses"] = "ring"
@@ -238,6 +113,29 @@ class DataConfig(Section):
     """Positions start at 0 after each end-of-document token."""
     reset_attention_mask: bool = False
     """A token sees only tokens of its own document; a document ends with its end-of-document token."""
+    mask_prob: Probability = 0.15
+    """Share of the tokens that an `encoder` predicts (masked tokens), and of those in the spans of an
+    `encoder_decoder`.
+    """
+    mean_span: PositiveFloat = 3.0
+    """Mean number of tokens in a span that an `encoder_decoder` predicts."""
+    decoder_seq_length: NonNegativeInt = 0
+    """Tokens in a sequence of the decoder of an `encoder_decoder`; 0: enough for the spans, a multiple of 8."""
+    vocab_extra_ids: NonNegativeInt = 0
+    """Ids after those of the tokenizer, for special tokens that it lacks: `[MASK]`, `[CLS]`, `[SEP]` of an `encoder`,
+    sentinels of an `encoder_decoder`.
+    """
+
+    @property
+    def text_length(self) -> int:
+        """The most tokens of a text in a sample of span corruption."""
+        return longest_text(self.seq_length, self.decoder_seq_length or math.inf, self.mask_prob, self.mean_span)
+
+    @property
+    def decoder_length(self) -> int:
+        """The tokens in a sequence of the decoder of an `encoder_decoder`."""
+        needed = lengths_of(self.text_length, self.mask_prob, self.mean_span)[1]
+        return self.decoder_seq_length or -(-needed // 8) * 8
 
 
 class TrainConfig(Section):

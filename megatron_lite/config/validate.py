@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterable, Iterator
 
+from megatron_lite.config.architectures import architecture_failures
 from megatron_lite.config.attention import request_of, select
 from megatron_lite.config.engines import engine_failures
 from megatron_lite.config.schema import Config, ModelConfig
@@ -21,6 +22,7 @@ def failures(config: Config, world_size: int) -> list[str]:
         *_layout_failures(config, world_size),
         *_pipeline_failures(config),
         *_model_failures(config.model),
+        *architecture_failures(config),
         *_tensor_parallel_failures(config),
         *_context_parallel_failures(config),
         *_vocabulary_failures(config.model, config.parallel.tensor),
@@ -42,14 +44,16 @@ def raise_any(messages: Iterable[str]) -> None:
 
 
 def with_vocab_size(config: Config, tokenizer_size: int) -> Config:
-    """The config with the vocabulary size of its tokenizer, unless it gives a larger one."""
-    given = config.model.vocab_size
-    if given and given < tokenizer_size:
+    """The config with the vocabulary size of its tokenizer and `data.vocab_extra_ids`, unless it gives a larger one."""
+    given, extra = config.model.vocab_size, config.data.vocab_extra_ids
+    size = tokenizer_size + extra
+    if given and given < size:
+        more = f" with data.vocab_extra_ids ({extra})" if extra else ""
         raise ConfigError(
-            f"model.vocab_size is {given}, less than data.tokenizer ({config.data.tokenizer}) has; use at least "
-            f"{tokenizer_size}, or 0 for the tokenizer's size"
+            f"model.vocab_size is {given}, less than data.tokenizer ({config.data.tokenizer}){more} has; use at least "
+            f"{size}, or 0 for this size"
         )
-    model = config.model.model_copy(update={"vocab_size": given or tokenizer_size})
+    model = config.model.model_copy(update={"vocab_size": given or size})
     raise_any(_vocabulary_failures(model, config.parallel.tensor))
     return config.model_copy(update={"model": model})
 
@@ -92,7 +96,7 @@ def _layout_failures(config: Config, world_size: int) -> Iterator[str]:
 
 
 def _pipeline_failures(config: Config) -> Iterator[str]:
-    parallel, layers = config.parallel, config.model.num_layers
+    parallel, layers = config.parallel, config.model.total_layers
     pipeline, virtual, schedule = parallel.pipeline, parallel.virtual_pipeline, parallel.schedule
     given = f"parallel.virtual_pipeline is {virtual}"
     if virtual > 1 and schedule != "interleaved":
@@ -109,7 +113,8 @@ def _pipeline_failures(config: Config) -> Iterator[str]:
         yield f"{given}, {len(counts)} stages; {needs}"
         return
     if sum(counts) != layers:
-        yield f"{given}, together {sum(counts)} layers; model.num_layers is {layers}"
+        name = "model.num_encoder_layers + model.num_layers" if config.model.encoder_layers else "model.num_layers"
+        yield f"{given}, together {sum(counts)} layers; {name} is {layers}"
     if min(counts) < 0:
         yield f"{given}, and {layers} layers, embedding and head do not fill {stages} stages; {remedy}"
     elif not all(counts[1:-1]):
@@ -121,10 +126,17 @@ def _model_failures(model: ModelConfig) -> Iterator[str]:
     if not model.head_dim and hidden % heads:
         yield f"model.hidden_size is {hidden}, not a multiple of model.num_heads ({heads}); give model.head_dim"
     yield from _division("model.num_query_groups", model.query_groups, "model.num_heads", heads)
+    if model.norm_placement != "pre":
+        for name in ("post_norm", "top_query_layer"):
+            if getattr(model, name):
+                yield f"model.{name} needs model.norm_placement: pre; it is {model.norm_placement}"
+    if model.norm_placement == "post" and model.fp32_residual:
+        yield "model.fp32_residual has no effect with model.norm_placement: post, whose stream is the output of norms"
     if model.position == "rotary" and model.head_size % 2:
         yield f"the head size (model.head_dim) is {model.head_size}; rotary embeddings need an even head size"
-    if model.top_query_layer and model.position != "learned":
-        yield "model.top_query_layer needs model.position: learned, whose positions are its queries; it is rotary"
+    position = model.position
+    if model.top_query_layer and position != "learned":
+        yield f"model.top_query_layer needs model.position: learned, whose positions are its queries; it is {position}"
 
 
 def _tensor_parallel_failures(config: Config) -> Iterator[str]:

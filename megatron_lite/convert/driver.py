@@ -222,11 +222,15 @@ def _verify(request: Request, source_format: str, checkpoint: Checkpoint, folder
         return f"verified: {verify.check_weights(checkpoint, native.read(folder, {}))}"
     from_theirs = source_format == "huggingface"
     dtype = DTYPES.get(request.dtype)
-    before = verify.of_transformers(request.source, dtype) if from_theirs else verify.ours(checkpoint)
+    before = verify.of_transformers(request.source, dtype, checkpoint.model) if from_theirs else verify.ours(checkpoint)
     # The format does not store it.
     overrides = {"num_heads": checkpoint.model.num_heads} if request.target_format == "codegeex" else {}
     target = FORMATS[request.target_format].read(folder, overrides)
-    after = verify.of_transformers(folder, None) if request.target_format == "huggingface" else verify.ours(target)
+    after = (
+        verify.of_transformers(folder, None, target.model)
+        if request.target_format == "huggingface"
+        else verify.ours(target)
+    )
     return f"{verify.check_logits(before, after, checkpoint)}; {verify.check_weights(checkpoint, target)}"
 
 

@@ -1,8 +1,9 @@
-"""Hugging Face's GPT-2 and Llama: config.json, model.safetensors and the tokenizer's files in one folder.
+"""Hugging Face's GPT-2, Llama, BERT and T5: config.json, model.safetensors and the tokenizer's files in one folder.
 
 A recipe's `split` gives views of our tensor, one for each of theirs. Reading fills the views from the files in blocks,
 so a tensor is in memory once; the vocabulary's padding, which is in no view, stays zero.
-GPT-2 stores its matrices as `[in, out]`; Llama has separate matrices for query, key, value, gate and up.
+GPT-2 stores its matrices as `[in, out]`; the others have separate
+matrices for query, key, value, gate and up.
 """
 
 import json
@@ -27,46 +28,23 @@ from megatron_lite.convert.huggingface_files import (
     plan_shards,
     read_json,
 )
+from megatron_lite.convert.huggingface_names import FAMILIES
 from megatron_lite.convert.recipe import VOCABULARY_TABLES, Checkpoint, Progress, Recipe, check_names, full_table
+from megatron_lite.data.special_tokens import start_of
 from megatron_lite.errors import CheckpointError, ConfigError
-from megatron_lite.model.gpt import WORD_EMBEDDINGS
+from megatron_lite.model.ends import WORD_EMBEDDINGS
 from megatron_lite.parallel.shard import ParamTable
 from megatron_lite.plan.sizes import num_parameters
 
 CONFIG_FILE, GENERATION_FILE = "config.json", "generation_config.json"
 SHARD_BYTES = 5_000_000_000  # the largest size of a file
-THEIR_HEAD = "lm_head.weight"
-EMBEDDING = {"gpt2": "transformer.wte.weight", "llama": "model.embed_tokens.weight"}
-# Constants that old versions saved with the weights.
-BUFFERS = re.compile(r"(.*\.)?(attn\.bias|attn\.masked_bias|rotary_emb\.inv_freq)")
-
-# Our name -> theirs, both without .weight or .bias at the end.
-NAMES = {
-    "gpt2": {
-        "embedding.word_embeddings": "transformer.wte",
-        "embedding.position_embeddings": "transformer.wpe",
-        "decoder.final_layernorm": "transformer.ln_f",
-        "input_layernorm": "ln_1",
-        "self_attention.linear_qkv": "attn.c_attn",
-        "self_attention.linear_proj": "attn.c_proj",
-        "pre_mlp_layernorm": "ln_2",
-        "mlp.linear_fc1": "mlp.c_fc",
-        "mlp.linear_fc2": "mlp.c_proj",
-        "output_layer": "lm_head",
-    },
-    "llama": {
-        "embedding.word_embeddings": "model.embed_tokens",
-        "decoder.final_layernorm": "model.norm",
-        "input_layernorm": "input_layernorm",
-        "self_attention.linear_qkv": "self_attn.q_proj self_attn.k_proj self_attn.v_proj",
-        "self_attention.linear_proj": "self_attn.o_proj",
-        "pre_mlp_layernorm": "post_attention_layernorm",
-        "mlp.linear_fc1": "mlp.gate_proj mlp.up_proj",
-        "mlp.linear_fc2": "mlp.down_proj",
-        "output_layer": "lm_head",
-    },
-}
-LAYERS = {"gpt2": "transformer.h.", "llama": "model.layers."}
+# Constants that old versions saved with the weights, and a table of T5 that no model reads.
+BUFFERS = re.compile(
+    r"(.*\.)?(attn\.bias|attn\.masked_bias|rotary_emb\.inv_freq|embeddings\.position_ids|"
+    r"EncDecAttention\.relative_attention_bias\.weight)"
+)
+# The names of a norm's parameters in the first models.
+OLD_NAMES = {"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm.bias"}
 
 
 def recognise(path: Path) -> bool:
@@ -85,10 +63,10 @@ def recipes(model_type: str, model: ModelConfig, table: ParamTable) -> dict[str,
 
 def _recipe(model_type: str, name: str, model: ModelConfig, table: ParamTable) -> Recipe:
     ours, _, kind = name.rpartition(".")
-    prefix = ""
-    if match := re.fullmatch(r"decoder\.layers\.(\d+)\.(.*)", ours):
-        prefix, ours = f"{LAYERS[model_type]}{match[1]}.", match[2]
-    names = tuple(f"{prefix}{theirs}.{kind}" for theirs in NAMES[model_type][ours].split())
+    match = re.fullmatch(r"(\w+\.layers\.)(\d+)(\..*)", ours)
+    pattern, number = (f"{match[1]}*{match[3]}", match[2]) if match else (ours, "")
+    found = FAMILIES[model_type].theirs(pattern, number, gated=model.has_gate)
+    names = tuple(f"{theirs}.{kind}" for theirs in found)
     if name in VOCABULARY_TABLES:
         return Recipe(names, split=lambda tensor: (tensor[: model.vocab_size],))
     if len(names) > 1:
@@ -102,11 +80,18 @@ def read(path: Path, overrides: Mapping[str, Any]) -> Checkpoint:
     """The model in a folder."""
     if not path.is_dir():
         raise CheckpointError(f"{path}: is not a folder; give the one of {CONFIG_FILE} and the weights")
-    model_type, model = to_model(path / CONFIG_FILE, read_json(path / CONFIG_FILE), overrides)
-    files = HuggingFaceFiles(path)
+    content, files = read_json(path / CONFIG_FILE), HuggingFaceFiles(path)
+    if content.get("model_type") == "bert":  # its config does not have this field
+        overrides = {"binary_head": "cls.seq_relationship.weight" in files.specs, **overrides}
+    model_type, model = to_model(path / CONFIG_FILE, content, overrides)
+    family = FAMILIES[model_type]
     found = {_full_name(model_type, name): name for name in files.specs if not BUFFERS.fullmatch(name)}
+    if model_type == "bert" and not model.binary_head:  # the pooler serves the binary head, or those of other models
+        left_out = ("bert.pooler.", "cls.seq_relationship.")
+        found = {name: theirs for name, theirs in found.items() if not name.startswith(left_out)}
+    counted = [name for name in files.specs if _full_name(model_type, name) in found]
     kept = set(found.values())
-    if twice := [name for name in files.specs if not BUFFERS.fullmatch(name) and name not in kept]:
+    if twice := [name for name in counted if name not in kept]:
         other = found[_full_name(model_type, twice[0])]
         raise CheckpointError(f"{path}: has both {twice[0]} and {other}; remove one of them")
     stored = sum(prod(files.specs[name].shape) for name in found.values())
@@ -118,13 +103,11 @@ def read(path: Path, overrides: Mapping[str, Any]) -> Checkpoint:
     table = full_table(model)
     ours = recipes(model_type, model, table)
     shapes = {name: tuple(files.specs[theirs].shape) for name, theirs in found.items()}
-    embedding = EMBEDDING[model_type]
-    tied_head = model.tie_embeddings and shapes.get(THEIR_HEAD) == shapes.get(embedding)
-    check_names(
-        path, ours, table, {name: shape for name, shape in shapes.items() if not tied_head or name != THEIR_HEAD}
-    )
-    if tied_head and THEIR_HEAD in found:
-        _check_equal(path, files, found[THEIR_HEAD], found[embedding])
+    copies = dict(family.copies) | ({family.head: family.embedding} if model.tie_embeddings else {})
+    copies = {copy: name for copy, name in copies.items() if copy in shapes and shapes[copy] == shapes.get(name)}
+    check_names(path, ours, table, {name: shape for name, shape in shapes.items() if name not in copies})
+    for copy, original in copies.items():
+        _check_equal(path, files, found[copy], found[original])
 
     def dtype_of(name: str) -> torch.dtype:
         dtypes = [files.specs[found[theirs]].dtype for theirs in ours[name].names]
@@ -185,6 +168,8 @@ def write(
     spec = tokenizer_files.spec_in(path) or checkpoint.tokenizer_spec
     tokenizer = tokenizer_files.readable(spec, checkpoint.model.vocab_size)
     ends = {"bos_token_id": None, "eos_token_id": tokenizer.eod if tokenizer else None, "pad_token_id": None}
+    if checkpoint.model.encoder_layers:  # the decoder starts with this token
+        ends["pad_token_id"] = ends["decoder_start_token_id"] = start_of(tokenizer) if tokenizer else 0
     if not (path / GENERATION_FILE).exists():  # else copied from the source
         _write_json(path / GENERATION_FILE, ends)
     type_name = str(checkpoint.tensors[WORD_EMBEDDINGS].dtype).removeprefix("torch.")
@@ -221,17 +206,21 @@ def _write_json(path: Path, content: Mapping[str, Any]) -> None:
 
 def _full_name(model_type: str, name: str) -> str:
     """The name of a tensor in the model with a head; a model without one saves names without the prefix."""
-    prefix = EMBEDDING[model_type].partition(".")[0] + "."
-    return name if name.startswith((prefix, "lm_head.")) else prefix + name
+    for old, new in OLD_NAMES.items():
+        name = name.replace(old, new)
+    prefix = FAMILIES[model_type].prefix
+    return name if name.startswith((prefix, "lm_head.", "cls.")) else prefix + name
 
 
-def _check_equal(path: Path, files: HuggingFaceFiles, head: str, embedding: str) -> None:
-    """Raise CheckpointError if a head that is stored although tied differs from the embedding."""
-    spec = files.specs[embedding]
+def _check_equal(path: Path, files: HuggingFaceFiles, copy: str, original: str) -> None:
+    """Raise CheckpointError if a tensor that is stored twice, such as a tied head, has two values."""
+    spec = files.specs[original]
     full = torch.empty(tuple(spec.shape), dtype=spec.dtype)
-    files.fill(full, embedding)
-    if not files.equals(full, head):
+    files.fill(full, original)
+    if not files.equals(full, copy):
+        is_head = any(copy == family.head for family in FAMILIES.values())
+        hint = f"{CONFIG_FILE} has tie_word_embeddings; if untied, give model.tie_embeddings=false"
         raise CheckpointError(
-            f"{path}: {CONFIG_FILE} has tie_word_embeddings, but {head} differs from {embedding}; if untied, "
-            "give model.tie_embeddings=false"
+            f"{path}: {copy} differs from {original}, which our model has as one tensor"
+            + (f" ({hint})" if is_head else "; fetch it again")
         )

@@ -1,11 +1,8 @@
-"""config.json of Hugging Face's GPT-2 and Llama, to our fields and back.
-
-A field of config.json is converted, or must have the value that our model computes, or is known not to change the
-model's output. Any other field is an error: ignored silently, it could make the converted model write nonsense.
-Source: transformers, `GPT2Config` and `LlamaConfig`, in the spellings of versions 4 and 5.
+"""config.json of Hugging Face's GPT-2, Llama, BERT and T5, to our fields and back.
+Source: transformers, `GPT2Config`, `LlamaConfig`, `BertConfig` and `T5Config`, in the spellings of versions 4 and 5.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +11,7 @@ from pydantic import ValidationError
 from megatron_lite.checkpoint.compatible import DERIVED, NOT_OF_WEIGHTS
 from megatron_lite.config.schema import Config, DataConfig, ModelConfig
 from megatron_lite.config.validate import failures
+from megatron_lite.convert.huggingface_fields import Fields
 from megatron_lite.errors import CheckpointError, ConfigError
 from megatron_lite.text import listed
 
@@ -25,95 +23,19 @@ ACTIVATIONS = {
     "quick_gelu": "quick_gelu",
     "relu": "relu",
 }
-ARCHITECTURES = {"gpt2": "GPT2LMHeadModel", "llama": "LlamaForCausalLM"}
-
-# Fields for files, generation, other heads than the language model's, or the speed of the computation.
-HARMLESS = {
-    *(
-        "_name_or_path",
-        "architectures",
-        "model_type",
-        "transformers_version",
-        "torch_dtype",
-        "dtype",
-        "tokenizer_class",
-    ),
-    *("bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "decoder_start_token_id", "task_specific_params"),
-    *("id2label", "label2id", "num_labels", "problem_type", "finetuning_task", "prefix", "use_cache", "use_bfloat16"),
-    *("output_attentions", "output_hidden_states", "output_scores", "return_dict", "return_dict_in_generate"),
-    *("torchscript", "tf_legacy_loss", "gradient_checkpointing", "reorder_and_upcast_attn", "pretraining_tp"),
-    *("summary_activation", "summary_first_dropout", "summary_proj_to_labels", "summary_type", "summary_use_proj"),
-    *("attn_implementation", "_attn_implementation", "_attn_implementation_autoset", "chunk_size_feed_forward"),
-    *(
-        "do_sample",
-        "early_stopping",
-        "max_length",
-        "min_length",
-        "num_beams",
-        "num_beam_groups",
-        "num_return_sequences",
-    ),
-    *("diversity_penalty", "temperature", "top_k", "top_p", "typical_p", "repetition_penalty", "length_penalty"),
-    *("no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "bad_words_ids", "begin_suppress_tokens"),
-    *("suppress_tokens", "exponential_decay_length_penalty", "forced_bos_token_id", "forced_eos_token_id"),
-    *("remove_invalid_values", "_from_model_config"),
-    *("_num_labels", "output_past", "is_llama_config", "transformers.js_config"),
+ARCHITECTURES = {
+    "gpt2": "GPT2LMHeadModel",
+    "llama": "LlamaForCausalLM",
+    "bert": "BertForMaskedLM",
+    "t5": "T5ForConditionalGeneration",
 }
-# Field -> values that our model computes; the first is the default.
-EXPECTED: dict[str, tuple[Any, ...]] = {
-    "add_cross_attention": (False,),
-    "cross_attention_hidden_size": (None,),
-    "is_decoder": (False, True),
-    "is_encoder_decoder": (False,),
-    "pruned_heads": ({},),
-    "tie_encoder_decoder": (False,),
-    "scale_attn_weights": (True,),
-    "scale_attn_by_inverse_layer_idx": (False,),
-    "rope_interleaved": (False,),
-    "sliding_window": (None,),
-    "use_sliding_window": (False,),
-    "quantization_config": (None,),
-}
-REQUIRED = object()
 
-
-class _Fields:
-    """The fields of a config.json, which are taken one by one."""
-
-    def __init__(self, path: Path, content: Mapping[str, Any]):
-        self._path, self._left = path, dict(content)
-
-    def take(self, name: str, default: Any = REQUIRED) -> Any:
-        """The value of a field; null stands for a missing field."""
-        value = self._left.pop(name, None)
-        if value is None and default is REQUIRED:
-            raise CheckpointError(f"{self._path}: has no {name}; give the config of these weights")
-        return default if value is None else value
-
-    def error(self, name: str, value: Any, reason: str) -> CheckpointError:
-        """An error for a value that our model does not compute."""
-        return CheckpointError(f"{self._path}: {name} is {value!r}; {reason}, so the converted model would differ")
-
-    def expect(self, name: str, value: Any, *allowed: Any) -> None:
-        """Raise CheckpointError unless the value is one of `allowed`."""
-        if not any(type(value) is type(other) and value == other for other in allowed):
-            raise self.error(name, value, f"ours computes with {' or '.join(map(repr, allowed))}")
-
-    def finish(self) -> None:
-        """Raise CheckpointError for fields that were not taken and could change the model."""
-        for name, allowed in EXPECTED.items():
-            if name in self._left:
-                self.expect(name, self._left.pop(name), *allowed)
-        if unknown := [name for name in self._left if name not in HARMLESS]:
-            values = listed([f"{name} = {self._left[name]!r}" for name in unknown])
-            raise CheckpointError(
-                f"{self._path}: has the unknown {values}; remove fields that do not change the model's output"
-            )
+T5_ACTIVATIONS = {"relu": "relu", "gated-gelu": "geglu"}
 
 
 def to_model(path: Path, content: Mapping[str, Any], overrides: Mapping[str, Any]) -> tuple[str, ModelConfig]:
     """The model type and our model section of a config.json; `path` is for messages."""
-    fields = _Fields(path, content)
+    fields = Fields(path, content)
     model_type = content.get("model_type")
     if not isinstance(model_type, str) or model_type not in _IMPORTS:
         raise CheckpointError(f"{path}: model_type is {model_type!r}; expected {' or '.join(_IMPORTS)}")
@@ -136,12 +58,9 @@ def to_model(path: Path, content: Mapping[str, Any], overrides: Mapping[str, Any
     return model_type, model
 
 
-def _from_gpt2(fields: _Fields) -> dict[str, Any]:
+def _from_gpt2(fields: Fields) -> dict[str, Any]:
     hidden, positions = fields.take("n_embd"), fields.take("n_positions")
     fields.expect("n_ctx", fields.take("n_ctx", positions), positions)
-    activation = fields.take("activation_function", "gelu_new")
-    if not isinstance(activation, str) or activation not in ACTIVATIONS:
-        raise fields.error("activation_function", activation, f"ours are {', '.join(ACTIVATIONS)}")
     residual = fields.take("resid_pdrop", 0.0)
     if (embedding := fields.take("embd_pdrop", residual)) != residual:
         raise fields.error("embd_pdrop", embedding, f"resid_pdrop is {residual!r}, and ours has one hidden_dropout")
@@ -153,7 +72,7 @@ def _from_gpt2(fields: _Fields) -> dict[str, Any]:
         "max_position_embeddings": positions,
         "vocab_size": fields.take("vocab_size"),
         "norm_eps": fields.take("layer_norm_epsilon", 1e-5),
-        "activation": ACTIVATIONS[activation],
+        "activation": _activation(fields, "activation_function", "gelu_new"),
         "tie_embeddings": fields.take("tie_word_embeddings", True),
         "hidden_dropout": residual,
         "attention_dropout": fields.take("attn_pdrop", 0.0),
@@ -161,7 +80,7 @@ def _from_gpt2(fields: _Fields) -> dict[str, Any]:
     }
 
 
-def _from_llama(fields: _Fields) -> dict[str, Any]:
+def _from_llama(fields: Fields) -> dict[str, Any]:
     fields.expect("hidden_act", fields.take("hidden_act", "silu"), "silu")
     bias = fields.take("attention_bias", False)
     mlp_bias = fields.take("mlp_bias", False)
@@ -191,7 +110,78 @@ def _from_llama(fields: _Fields) -> dict[str, Any]:
     }
 
 
-def _rotary_base(fields: _Fields) -> float:
+def _from_bert(fields: Fields) -> dict[str, Any]:
+    fields.expect("is_decoder", fields.take("is_decoder", False), False)
+    fields.expect("position_embedding_type", fields.take("position_embedding_type", "absolute"), "absolute")
+    return {
+        "architecture": "encoder",
+        "num_layers": fields.take("num_hidden_layers"),
+        "hidden_size": fields.take("hidden_size"),
+        "num_heads": fields.take("num_attention_heads"),
+        "ffn_hidden_size": fields.take("intermediate_size"),
+        "max_position_embeddings": fields.take("max_position_embeddings"),
+        "vocab_size": fields.take("vocab_size"),
+        "norm_eps": fields.take("layer_norm_eps", 1e-12),
+        "norm_placement": "post",
+        "embedding_norm": True,
+        "activation": _activation(fields, "hidden_act", "gelu"),
+        "num_tokentypes": fields.take("type_vocab_size", 2),
+        "tie_embeddings": fields.take("tie_word_embeddings", True),
+        "hidden_dropout": fields.take("hidden_dropout_prob", 0.1),
+        "attention_dropout": fields.take("attention_probs_dropout_prob", 0.1),
+        "init_std": fields.take("initializer_range", 0.02),
+    }
+
+
+def _from_t5(fields: Fields) -> dict[str, Any]:
+    fields.expect("is_encoder_decoder", fields.take("is_encoder_decoder", True), True)
+    kind = fields.take("feed_forward_proj", "relu")
+    if kind not in T5_ACTIVATIONS:
+        raise fields.error("feed_forward_proj", kind, f"ours are {', '.join(T5_ACTIVATIONS)}")
+    inner = {"relu": "relu", "gated-gelu": "gelu_new"}[kind]
+    fields.expect("dense_act_fn", fields.take("dense_act_fn", inner), inner)
+    fields.expect("is_gated_act", fields.take("is_gated_act", kind != "relu"), kind != "relu")
+    hidden, encoder_layers = fields.take("d_model"), fields.take("num_layers")
+    tied = fields.take("tie_word_embeddings", True)
+    # Version 5 has a field for what `tie_word_embeddings` meant before.
+    scaled = fields.take("scale_decoder_outputs", tied)
+    dropout = fields.take("dropout_rate", 0.1)
+    fields.take("initializer_factor", 1.0)
+    return {
+        "architecture": "encoder_decoder",
+        "num_encoder_layers": encoder_layers,
+        "num_layers": fields.take("num_decoder_layers", encoder_layers),
+        "hidden_size": hidden,
+        "num_heads": fields.take("num_heads"),
+        "head_dim": fields.take("d_kv"),
+        "ffn_hidden_size": fields.take("d_ff"),
+        "max_position_embeddings": fields.take("n_positions", 512),
+        "vocab_size": fields.take("vocab_size"),
+        "norm": "rmsnorm",
+        "norm_eps": fields.take("layer_norm_epsilon", 1e-6),
+        "activation": T5_ACTIVATIONS[kind],
+        "position": "relative",
+        "relative_buckets": fields.take("relative_attention_num_buckets", 32),
+        "relative_max_distance": fields.take("relative_attention_max_distance", 128),
+        "bias": False,
+        "attention_scale": 1.0,
+        "tie_embeddings": tied,
+        "logit_scale": hidden**-0.5 if scaled and isinstance(hidden, int) and hidden > 0 else 1.0,
+        "hidden_dropout": dropout,
+        "attention_dropout": dropout,
+        "embedding_init_std": 1.0,
+    }
+
+
+def _activation(fields: Fields, name: str, default: str) -> str:
+    """Our name of an activation without a gate."""
+    activation = fields.take(name, default)
+    if not isinstance(activation, str) or activation not in ACTIVATIONS:
+        raise fields.error(name, activation, f"ours are {', '.join(ACTIVATIONS)}")
+    return ACTIVATIONS[activation]
+
+
+def _rotary_base(fields: Fields) -> float:
     """The base from `rope_theta` and `rope_scaling` (version 4) or `rope_parameters` (version 5)."""
     base, scaling = fields.take("rope_theta", 10000.0), fields.take("rope_scaling", {})
     parameters = fields.take("rope_parameters", {})
@@ -205,23 +195,18 @@ def _rotary_base(fields: _Fields) -> float:
     return parameters.get("rope_theta", scaling.get("rope_theta", base))
 
 
-_IMPORTS: dict[str, Callable[[_Fields], dict[str, Any]]] = {"gpt2": _from_gpt2, "llama": _from_llama}
+_IMPORTS: dict[str, Callable[[Fields], dict[str, Any]]] = {
+    "gpt2": _from_gpt2,
+    "llama": _from_llama,
+    "bert": _from_bert,
+    "t5": _from_t5,
+}
 
 
 def from_model(model: ModelConfig) -> dict[str, Any]:
     """The config.json of the Hugging Face model that computes the same; CheckpointError if there is none."""
-    obstacles = {
-        "gpt2": _differing(
-            model,
-            norm=("layernorm",),
-            position=("learned",),
-            activation=("gelu", "gelu_tanh", "quick_gelu", "relu"),
-            bias=(True,),
-            query_groups=(model.num_heads,),
-            head_size=(model.hidden_size / model.num_heads,),
-        ),
-        "llama": _differing(model, norm=("rmsnorm",), position=("rotary",), activation=("swiglu",)),
-    }
+    candidates = {"decoder": ("gpt2", "llama"), "encoder": ("bert",), "encoder_decoder": ("t5",)}[model.architecture]
+    obstacles = {name: _obstacles(name, model) for name in candidates}
     common = _differing(model, top_query_layer=(False,), post_norm=(False,))
     nearest = min(obstacles, key=lambda name: len(obstacles[name]))
     if differing := [*obstacles[nearest], *common]:
@@ -229,18 +214,45 @@ def from_model(model: ModelConfig) -> dict[str, Any]:
             f"Hugging Face has no model that computes the same: {', '.join(differing)} (nearest: {nearest}); choose "
             "another format"
         )
-    exported = _to_gpt2(model) if nearest == "gpt2" else _to_llama(model)
+    exported = {"gpt2": _to_gpt2, "llama": _to_llama, "bert": _to_bert, "t5": _to_t5}[nearest](model)
+    architecture = "BertForPreTraining" if model.binary_head else ARCHITECTURES[nearest]
     return {
-        "architectures": [ARCHITECTURES[nearest]],
+        "architectures": [architecture],
         "model_type": nearest,
         **exported,
         "vocab_size": model.vocab_size,
-        "initializer_range": model.init_std,
         "tie_word_embeddings": model.tie_embeddings,
     }
 
 
-def _differing(model: ModelConfig, **wanted: tuple[Any, ...]) -> list[str]:
+def _obstacles(nearest: str, model: ModelConfig) -> list[str]:
+    """The fields of a model that this model type cannot compute."""
+    plain: dict[str, tuple[Any, ...]] = {
+        "query_groups": (model.num_heads,),
+        "head_size": (model.hidden_size / model.num_heads,),
+    }
+    if nearest == "bert":
+        wanted = {"norm": ("layernorm",), "position": ("learned",), "activation": ACTIVATIONS.values(), "bias": (True,)}
+        wanted |= {"norm_placement": ("post",), "embedding_norm": (True,), "logit_scale": (1.0,), **plain}
+        wanted["num_tokentypes"] = range(1, 1 << 20)
+        return _differing(model, **wanted, **_standard_scale(model))
+    if nearest == "t5":
+        wanted = {"norm": ("rmsnorm",), "position": ("relative",), "activation": T5_ACTIVATIONS.values()}
+        wanted |= {"bias": (False,), "norm_placement": ("pre",), "embedding_norm": (False,), "attention_scale": (1.0,)}
+        scales = (1.0, model.hidden_size**-0.5)
+        return _differing(model, **wanted, logit_scale=scales, query_groups=(model.num_heads,))
+    wanted = {"norm_placement": ("pre",), "embedding_norm": (False,), "logit_scale": (1.0,)} | _standard_scale(model)
+    if nearest == "llama":
+        return _differing(model, norm=("rmsnorm",), position=("rotary",), activation=("swiglu",), **wanted)
+    wanted |= {"norm": ("layernorm",), "position": ("learned",), "bias": (True,), **plain}
+    return _differing(model, activation=("gelu", "gelu_tanh", "quick_gelu", "relu"), **wanted)
+
+
+def _standard_scale(model: ModelConfig) -> dict[str, tuple[Any, ...]]:
+    return {"attention_scale": (0.0, model.head_size**-0.5)}
+
+
+def _differing(model: ModelConfig, **wanted: Iterable[Any]) -> list[str]:
     return [
         f"model.{field} is {getattr(model, field)}"
         for field, values in wanted.items()
@@ -261,6 +273,7 @@ def _to_gpt2(model: ModelConfig) -> dict[str, Any]:
         "resid_pdrop": model.hidden_dropout,
         "embd_pdrop": model.hidden_dropout,
         "attn_pdrop": model.attention_dropout,
+        "initializer_range": model.init_std,
     }
 
 
@@ -280,4 +293,40 @@ def _to_llama(model: ModelConfig) -> dict[str, Any]:
         "attention_bias": model.bias,
         "mlp_bias": model.bias,
         "attention_dropout": model.attention_dropout,
+        "initializer_range": model.init_std,
+    }
+
+
+def _to_bert(model: ModelConfig) -> dict[str, Any]:
+    return {
+        "num_hidden_layers": model.num_layers,
+        "hidden_size": model.hidden_size,
+        "num_attention_heads": model.num_heads,
+        "intermediate_size": model.ffn_size,
+        "max_position_embeddings": model.max_position_embeddings,
+        "type_vocab_size": model.num_tokentypes,
+        "layer_norm_eps": model.norm_eps,
+        "hidden_act": next(theirs for theirs, ours in ACTIVATIONS.items() if ours == model.activation),
+        "hidden_dropout_prob": model.hidden_dropout,
+        "attention_probs_dropout_prob": model.attention_dropout,
+        "initializer_range": model.init_std,
+    }
+
+
+def _to_t5(model: ModelConfig) -> dict[str, Any]:
+    return {
+        "num_layers": model.encoder_layers,
+        "num_decoder_layers": model.num_layers,
+        "d_model": model.hidden_size,
+        "num_heads": model.num_heads,
+        "d_kv": model.head_size,
+        "d_ff": model.ffn_size,
+        "n_positions": model.max_position_embeddings,
+        "layer_norm_epsilon": model.norm_eps,
+        "feed_forward_proj": next(theirs for theirs, ours in T5_ACTIVATIONS.items() if ours == model.activation),
+        "relative_attention_num_buckets": model.relative_buckets,
+        "relative_attention_max_distance": model.relative_max_distance,
+        "dropout_rate": model.hidden_dropout,
+        "is_encoder_decoder": True,
+        "scale_decoder_outputs": model.logit_scale != 1.0,
     }

@@ -35,7 +35,7 @@ from megatron_lite.convert.rank_files import ShardedTensor, sharded_tensors, wri
 from megatron_lite.convert.recipe import HEAD, VOCABULARY_TABLES, Checkpoint, Progress, Recipe, check_names, full_table
 from megatron_lite.convert.torch_file import TorchFile, TorchWriter
 from megatron_lite.errors import CheckpointError
-from megatron_lite.model.gpt import WORD_EMBEDDINGS
+from megatron_lite.model.ends import WORD_EMBEDDINGS
 from megatron_lite.parallel.grid import Grid
 from megatron_lite.parallel.shard import ParamTable, Shard
 from megatron_lite.text import listed

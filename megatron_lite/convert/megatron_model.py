@@ -14,7 +14,7 @@ from megatron_lite.convert.megatron_args import DIVISIBLE_BY, fields_of, padded_
 from megatron_lite.convert.rank_files import ShardedTensor, model_of
 from megatron_lite.convert.recipe import HEAD
 from megatron_lite.errors import CheckpointError
-from megatron_lite.model.gpt import WORD_EMBEDDINGS
+from megatron_lite.model.ends import WORD_EMBEDDINGS
 from megatron_lite.parallel.shard import Shard
 from megatron_lite.text import listed
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.func import functional_call
 
-from megatron_lite.config.schema import Config
+from megatron_lite.config.schema import Config, ModelConfig
 from megatron_lite.convert.recipe import VOCABULARY_TABLES, Checkpoint
 from megatron_lite.errors import CheckpointError, ConfigError
 from megatron_lite.model.build import get_model
@@ -24,6 +24,13 @@ from megatron_lite.text import listed
 SEQUENCES, LENGTH = 2, 64
 TOLERANCE = 1e-4  # of the largest logit: fp32 sums in another order
 
+# The class of transformers by architecture, and whether it has a binary head.
+_AUTO_CLASSES = {
+    ("decoder", False): "AutoModelForCausalLM",
+    ("encoder", False): "AutoModelForMaskedLM",
+    ("encoder", True): "AutoModelForPreTraining",
+    ("encoder_decoder", False): "AutoModelForSeq2SeqLM",
+}
 Logits = Callable[[Tensor], Tensor]
 """Tokens `[b, s]` -> logits `[b, s, v]` in fp32, with or without the vocabulary's padding."""
 
@@ -81,15 +88,28 @@ def ours(checkpoint: Checkpoint) -> Logits:
     weights = {name: checkpoint.read(name).float() for name in checkpoint.tensors}
 
     def logits(tokens: Tensor) -> Tensor:
-        return functional_call(chunk.eval(), weights, (tokens,)).transpose(0, 1)
+        # A decoder beside an encoder reads the same tokens.
+        options = {"decoder_tokens": tokens} if model.encoder_layers else {}
+        found = functional_call(chunk.eval(), weights, (tokens,), options)
+        if not isinstance(found, tuple):
+            return found.transpose(0, 1)
+        return with_order(found[0].transpose(0, 1), found[1])
 
     return logits
 
 
-def of_transformers(folder: Path, dtype: torch.dtype | None) -> Logits:
-    """The logits of transformers' model, with weights rounded to `dtype` if given."""
+def with_order(logits: Tensor, order: Tensor) -> Tensor:
+    """The logits [b, s, v] with those of the segments' order [b, 2] added to two tokens' of the first position, so that
+    both are compared."""
+    logits = logits.clone()
+    logits[:, 0, :2] += order
+    return logits
+
+
+def of_transformers(folder: Path, dtype: torch.dtype | None, model_config: ModelConfig) -> Logits:
+    """The logits of transformers' model, with weights rounded to `dtype` if given; `model_config` describes it."""
     try:
-        from transformers import AutoModelForCausalLM
+        import transformers
         from transformers.utils.logging import disable_progress_bar
     except ImportError as error:
         raise ConfigError(
@@ -98,11 +118,18 @@ def of_transformers(folder: Path, dtype: torch.dtype | None) -> Logits:
         ) from None
     disable_progress_bar()  # the converter has one
     try:
-        model = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        auto = getattr(transformers, _AUTO_CLASSES[model_config.architecture, model_config.binary_head])
+        model = auto.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # transformers raises many classes
         raise CheckpointError(f"{folder}: transformers cannot load it: {type(error).__name__}: {error}") from error
     if dtype:
         for parameter in model.parameters():  # buffers, such as angles, are computed and not stored
             parameter.data = parameter.data.to(dtype)
     model = model.float().eval()
+    if model_config.binary_head:
+        return lambda tokens: with_order(*model(input_ids=tokens).to_tuple()[:2])
+    if model_config.architecture == "encoder":
+        return lambda tokens: model(input_ids=tokens).logits
+    if model_config.architecture == "encoder_decoder":
+        return lambda tokens: model(input_ids=tokens, decoder_input_ids=tokens, use_cache=False).logits
     return lambda tokens: model(input_ids=tokens, use_cache=False).logits

@@ -10,7 +10,7 @@ import os
 from collections.abc import Sequence
 from itertools import accumulate
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -19,6 +19,7 @@ from megatron_lite.data.corpus_info import check_tokenizers
 from megatron_lite.data.gpt_dataset import Epochs, GPTDataset, epochs_needed
 from megatron_lite.data.index_cache import cached_arrays, memory_for
 from megatron_lite.data.indexed import IndexedDataset, check_exists
+from megatron_lite.data.text_dataset import Sample, SampleMaker, TextDataset, num_documents
 from megatron_lite.errors import ConfigError, DataError
 from megatron_lite.text import counted
 
@@ -33,11 +34,14 @@ PADDING = -1
 
 
 class Dataset(Protocol):
-    """Samples by number: int64 [s + 1] token ids. A custom dataset may end a short sample with PADDING."""
+    """Samples by number: int64 [s + 1] token ids, or the fields of a `Batch` for one row, by name.
+
+    A custom dataset may end a short sample of token ids with PADDING.
+    """
 
     def __len__(self) -> int: ...
 
-    def __getitem__(self, sample: int, /) -> np.ndarray: ...
+    def __getitem__(self, sample: int, /) -> np.ndarray | Sample: ...
 
 
 class Splits(NamedTuple):
@@ -70,7 +74,7 @@ class BlendedDataset:
     def __len__(self) -> int:
         return len(self.index.dataset)
 
-    def __getitem__(self, sample: int) -> np.ndarray:
+    def __getitem__(self, sample: int) -> np.ndarray | Sample:
         return self.members[self.index.dataset[sample]][int(self.index.sample[sample])]
 
 
@@ -131,8 +135,10 @@ def build_datasets(
     cache_dir: str | os.PathLike[str] | None,
     vocab_size: int | None,
     tokenizer_hash: str | None,
+    make_sample: SampleMaker | None = None,
 ) -> Splits:
-    """The three datasets of a run, each with at least its `num_samples`.
+    """The three datasets of a run, each with at least its `num_samples`; their samples are ranges of a token stream, or
+    those of `make_sample`.
 
     A validation or test set omits corpora without documents for it. `cache_dir` is for the index arrays; empty or None
     is `cache/` beside the first corpus. `vocab_size` bounds the token ids; None disables the check. `tokenizer_hash` is
@@ -146,25 +152,22 @@ def build_datasets(
     datasets: list[Dataset | None] = []
     for which, name in enumerate(SPLIT_NAMES):
         wanted = num_samples[which]
-        bounds = [split_bounds(split, len(corpus))[which] for corpus in corpora]
+        sizes = [len(corpus) if make_sample is None else num_documents(corpus) for corpus in corpora]
+        bounds = [split_bounds(split, size)[which] for size in sizes]
         ranges = {d: pair for d, pair in enumerate(bounds) if pair and (pair[0] < pair[1] or name == "train")}
         if wanted == 0 or not ranges:
             datasets.append(None)
             continue
         part = blend.only(list(ranges))
-        members = [
-            GPTDataset(
-                corpora[d],
-                np.arange(*pair, dtype=np.int32),
-                num_samples=_member_samples(part, member, wanted),
-                seq_length=seq_length,
-                seed=seed,
-                cache_dir=cache_dir,
-                split_name=name,
-                vocab_size=vocab_size,
-            )
-            for member, (d, pair) in enumerate(ranges.items())
-        ]
+        common: dict[str, Any] = {"seed": seed, "cache_dir": cache_dir, "split_name": name, "vocab_size": vocab_size}
+        members: list[Dataset] = []
+        for member, (d, pair) in enumerate(ranges.items()):
+            common["num_samples"] = _member_samples(part, member, wanted)
+            if make_sample is not None:
+                members.append(TextDataset(corpora[d], pair, make_sample=make_sample, **common))
+            else:
+                document_ids = np.arange(*pair, dtype=np.int32)
+                members.append(GPTDataset(corpora[d], document_ids, seq_length=seq_length, **common))
         if len(members) == 1 and part.weights is None:
             datasets.append(members[0])
         else:

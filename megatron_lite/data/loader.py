@@ -6,7 +6,7 @@ are the same as without prefetching.
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import numpy as np
 import torch
@@ -14,18 +14,22 @@ import torch
 from megatron_lite.config.schema import DataConfig
 from megatron_lite.data.blended import PADDING, Dataset
 from megatron_lite.data.samplers import microbatch_indices
+from megatron_lite.data.text_dataset import Sample
 from megatron_lite.errors import DataError
 
 
 class Batch(NamedTuple):
     """One micro-batch, with None for what the config and the samples do not ask for."""
 
-    tokens: torch.Tensor  # int64 [b, s]
-    labels: torch.Tensor  # int64 [b, s]
-    loss_mask: torch.Tensor  # float32 [b, s], 1 where a target counts
+    tokens: torch.Tensor  # int64 [b, s]; of the encoder in an encoder_decoder
+    labels: torch.Tensor  # int64 [b, s], or [b, t] for a decoder's sequence of t tokens
+    loss_mask: torch.Tensor  # float32, as labels; 1 where a target counts
     position_ids: torch.Tensor | None = None  # int64 [b, s]; None: 0..s-1
     documents: torch.Tensor | None = None  # int32 [b, s], a number for each document of a row, which do not decrease
     lengths: torch.Tensor | None = None  # int32 [b], the tokens of each row before its padding; None: all
+    token_types: torch.Tensor | None = None  # int64 [b, s]
+    exchanged: torch.Tensor | None = None  # int64 [b], 1 where the segments of a row are not in their order
+    decoder_tokens: torch.Tensor | None = None  # int64 [b, t]
 
     def map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "Batch":
         """The batch with every tensor changed."""
@@ -70,10 +74,28 @@ def check_padding(text: torch.Tensor) -> None:
         )
 
 
+def stacked(samples: Sequence[Sample]) -> Batch:
+    """The batch of samples that have its fields. Raises DataError where they have other fields or lengths."""
+    try:
+        batch = Batch(**{name: torch.from_numpy(np.stack([sample[name] for sample in samples])) for name in samples[0]})
+    except (TypeError, KeyError, ValueError) as error:
+        raise DataError(
+            f"the samples of a batch do not have its fields, equal in all of them: {error}; the fields are "
+            f"{', '.join(Batch._fields)}"
+        ) from error
+    if batch.lengths is not None and bool((batch.lengths == batch.tokens.shape[1]).all()):
+        batch = batch._replace(lengths=None)  # a mask without padding is computed faster
+    return batch
+
+
 def _read(dataset: Dataset, rows: Sequence[int], data: DataConfig, eod: int, *, pin: bool) -> Batch:
     if rows[-1] >= len(dataset):
         raise DataError(f"the dataset has {len(dataset):,} samples, not sample {rows[-1]:,}; build it for the full run")
-    batch = make_batch(torch.from_numpy(np.stack([dataset[row] for row in rows])), data, eod)
+    samples = [dataset[row] for row in rows]
+    if isinstance(samples[0], np.ndarray):
+        batch = make_batch(torch.from_numpy(np.stack(cast(list[np.ndarray], samples))), data, eod)
+    else:
+        batch = stacked(cast(list[Sample], samples))
     return batch.map(torch.Tensor.pin_memory) if pin else batch
 
 

@@ -24,7 +24,7 @@ def unigram_entropy(dataset: Dataset, num_samples: int) -> float:
 def bytes_per_token(dataset: Dataset, num_samples: int, tokenizer: Tokenizer) -> float:
     """Bytes of UTF-8 source text per target token of samples 0 to `num_samples - 1`.
 
-    The target tokens are all labels (`sample[1:]`); ends of documents count as tokens without bytes. A character on the
+    The target tokens are all labels with a loss; ends of documents count as tokens without bytes. A character on the
     border of a sample decodes to replacement characters, an error of a few bytes per sample.
     """
     num_tokens = num_bytes = 0
@@ -36,5 +36,7 @@ def bytes_per_token(dataset: Dataset, num_samples: int, tokenizer: Tokenizer) ->
 
 
 def _targets(dataset: Dataset, sample: int) -> np.ndarray:
-    labels = dataset[sample][1:]
-    return labels[labels != PADDING]
+    found = dataset[sample]
+    if not isinstance(found, np.ndarray):
+        return found["labels"][found["loss_mask"] > 0]
+    return found[1:][found[1:] != PADDING]

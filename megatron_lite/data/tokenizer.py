@@ -33,6 +33,10 @@ class Tokenizer(Protocol):
 
     def decode(self, ids: Sequence[int]) -> str: ...
 
+    def token_id(self, token: str) -> int | None:
+        """The id of a special token; None if there is none of this name."""
+        ...
+
 
 def build_tokenizer(spec: str) -> Tokenizer:
     """The tokenizer of `spec`."""
@@ -91,6 +95,9 @@ class BytesTokenizer:
     def decode(self, ids: Sequence[int]) -> str:
         return bytes(i for i in ids if i < 256).decode(errors="replace")
 
+    def token_id(self, token: str) -> int | None:
+        return None
+
 
 class SentencePieceTokenizer:
     """A sentencepiece model; its end-of-document id is the model's `</s>`.
@@ -128,6 +135,10 @@ class SentencePieceTokenizer:
     def decode(self, ids: Sequence[int]) -> str:
         return self._model.decode(list(ids))
 
+    def token_id(self, token: str) -> int | None:
+        found = self._model.piece_to_id(token)
+        return None if found == self._model.unk_id() else found
+
 
 class BPETokenizer:
     """A model of the `tokenizers` library with an end-of-document id."""
@@ -143,6 +154,9 @@ class BPETokenizer:
 
     def decode(self, ids: Sequence[int]) -> str:
         return self._model.decode(list(ids), skip_special_tokens=False)
+
+    def token_id(self, token: str) -> int | None:
+        return self._model.token_to_id(token)
 
 
 def _require_file(file: str | os.PathLike[str]) -> None:

@@ -6,10 +6,12 @@ from collections.abc import Sequence
 import numpy as np
 
 from megatron_lite.config.schema import Config
-from megatron_lite.data.blended import PADDING, Dataset
+from megatron_lite.data.blended import PADDING, Dataset, cache_folder
 from megatron_lite.data.corpus_info import check_tokenizers
 from megatron_lite.data.indexed import IndexedDataset, bin_path
+from megatron_lite.data.samples import sample_maker
 from megatron_lite.data.statistics import bytes_per_token
+from megatron_lite.data.text_dataset import Sample, SampleMaker, TextDataset, num_documents
 from megatron_lite.errors import ConfigError, DataError
 from megatron_lite.parallel.agreement import on_all
 from megatron_lite.training.corpora import check_corpora_end, check_documents_end, open_splits
@@ -62,8 +64,13 @@ class Padded:
     def __len__(self) -> int:
         return self._size
 
-    def __getitem__(self, sample: int) -> np.ndarray:
-        return self._dataset[sample] if sample < self._num_samples else np.full_like(self._dataset[0], PADDING)
+    def __getitem__(self, sample: int) -> np.ndarray | Sample:
+        if sample < self._num_samples:
+            return self._dataset[sample]
+        first = self._dataset[0]
+        if isinstance(first, np.ndarray):
+            return np.full_like(first, PADDING)
+        return {**first, "loss_mask": np.zeros_like(first["loss_mask"])}
 
 
 Losses = dict[str, dict[str, float]]  # by corpus or split, values by name
@@ -82,7 +89,7 @@ def losses_of_run(run: Run, trained_batch: int) -> Losses:
         raise ConfigError(
             f"{config.run.dir}: the run has no evaluation data ({why}); give --data PREFIX or --tasks FILE"
         )
-    splits = on_all(lambda: open_splits(config, (0, samples, samples), _hash(run)), run.ctx.world)
+    splits = on_all(lambda: open_splits(config, (0, samples, samples), run.tokenizer, _hash(run)), run.ctx.world)
     named = {"validation": splits.valid, "test": splits.test}
     found = {name: split for name, split in named.items() if split is not None}
     if not found:
@@ -97,12 +104,35 @@ def losses_of_run(run: Run, trained_batch: int) -> Losses:
 
 def losses_of_corpora(run: Run, prefixes: Sequence[str], limit: int) -> Losses:
     """The loss over all tokens of each corpus, or over its first `limit` samples. Collective over the world."""
+    make_sample = sample_maker(run.config, run.tokenizer)
+    if make_sample is not None:
+        texts = on_all(lambda: [_texts(prefix, run, make_sample) for prefix in prefixes], run.ctx.world)
+        return {
+            dataset.indexed.prefix: _losses(run, dataset, min(len(dataset), limit or len(dataset))) for dataset in texts
+        }
     windows = on_all(
         lambda: [Windows(prefix, run.config, _hash(run), limit) for prefix in prefixes],
         run.ctx.world,
     )
     check_corpora_end(run.config, [dataset.corpus for dataset in windows], _eod(run))
     return {dataset.prefix: _losses(run, dataset, len(dataset)) for dataset in windows}
+
+
+def _texts(prefix: str, run: Run, make_sample: SampleMaker) -> TextDataset:
+    """A corpus as samples of an encoder or an encoder_decoder, each text once."""
+    corpus, data = IndexedDataset(prefix), run.config.data
+    if data.tokenizer_check and _hash(run):
+        check_tokenizers([(prefix, corpus.info)], _hash(run))
+    return TextDataset(
+        corpus,
+        (0, num_documents(corpus)),
+        num_samples=None,
+        make_sample=make_sample,
+        seed=run.config.run.seed,
+        cache_dir=cache_folder([prefix], data.cache_dir),
+        split_name="all",
+        vocab_size=run.config.model.vocab_size,
+    )
 
 
 def _hash(run: Run) -> str:
@@ -120,10 +150,10 @@ def _losses(run: Run, dataset: Dataset, samples: int) -> dict[str, float]:
     padded = Padded(dataset, samples, run.config.train.global_batch(run.ctx.dp.size))
     means = mean_results(run, padded, _eod(run), num_samples=len(padded))
     assert means is not None, "only a stop request ends an evaluation"
-    if step is not next_token_loss:
+    if step is not next_token_loss:  # a custom one, or one with two losses
         return means.named(step) | {"targets": means.targets}
     result = {"loss": means.loss, "perplexity": math.exp(min(means.loss, 20.0)), "targets": means.targets}
-    if run.tokenizer is not None:
+    if run.tokenizer is not None and run.config.model.architecture == "decoder":
         # Every rank reads the text, so that none waits for rank 0.
         result["bits_per_byte"] = means.loss / math.log(2) / bytes_per_token(dataset, samples, run.tokenizer)
     return result

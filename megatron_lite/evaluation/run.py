@@ -23,12 +23,12 @@ from megatron_lite.errors import ConfigError
 from megatron_lite.evaluation import lm_eval
 from megatron_lite.evaluation.corpora import losses_of_corpora, losses_of_run
 from megatron_lite.evaluation.tasks import answer_questions, check_lengths, parse_questions, read_task_file
-from megatron_lite.generate.model import LanguageModel
+from megatron_lite.generate.model import LanguageModel, check_decoder
 from megatron_lite.generate.run import load_model
 from megatron_lite.model.build import get_model, named_params, param_table
 from megatron_lite.parallel.agreement import on_first
 from megatron_lite.pipeline.engine import PipelineEngine
-from megatron_lite.training.forward_step import next_token_loss
+from megatron_lite.training.forward_step import built_in_step
 from megatron_lite.training.initialize import finalize_megatron, initialize_megatron
 from megatron_lite.training.provider import NamedFunction
 from megatron_lite.training.run import Hooks, Run
@@ -120,6 +120,8 @@ def check_tasks(config: Config) -> None:
 def evaluate_checkpoint(folder: Path, request: Request, overrides: tuple[str, ...]) -> None:
     """Evaluate the model of a checkpoint; rank 0 prints the results. Collective over the world."""
     config = config_of(folder, int(os.environ.get("WORLD_SIZE", "1")), overrides, request.model)
+    if request.tasks or request.lm_eval:
+        check_decoder(config)
     try:
         run = run_of(folder, config, request)
         results = {"checkpoint": str(folder), "iteration": place_of(folder)[1]}
@@ -136,7 +138,8 @@ def run_of(folder: Path, config: Config, request: Request) -> Run:
     ctx, rng = initialize_megatron(config)
     chunks = load_model(folder, config, ctx, rng, provider)
     engine = PipelineEngine(ctx, num_chunks=len(chunks), timeout_seconds=config.train.comm_timeout)
-    step = NamedFunction(request.forward_step, "--forward-step") if request.forward_step else next_token_loss
+    built_in = built_in_step(config.model)
+    step = NamedFunction(request.forward_step, "--forward-step") if request.forward_step else built_in
     return Run(
         config,
         ctx,
@@ -151,7 +154,6 @@ def run_of(folder: Path, config: Config, request: Request) -> Run:
         origin=read_layout(folder).origin,
         tokenizer=build_tokenizer(config.data.tokenizer) if config.data.tokenizer else None,
         hooks=Hooks(valid_forward_step=step),
-        scalar_names={next_token_loss: ()},
     )
 
 

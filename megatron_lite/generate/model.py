@@ -10,9 +10,10 @@ from torch import Tensor, nn
 
 from megatron_lite.config.schema import Config
 from megatron_lite.data.loader import Batch
+from megatron_lite.errors import ConfigError
 from megatron_lite.generate.sampling import Sampling, pick
 from megatron_lite.generate.texts import Text
-from megatron_lite.model.attention import SelfAttention
+from megatron_lite.model.attention import ParallelAttention
 from megatron_lite.model.cache import KeyValueCache
 from megatron_lite.model.gpt import GPTModel
 from megatron_lite.model.masks import CAUSAL
@@ -21,6 +22,15 @@ from megatron_lite.parallel.context import ParallelContext
 from megatron_lite.pipeline.engine import PipelineEngine
 from megatron_lite.pipeline.schedules import build_schedule
 from megatron_lite.training.step import local_batches, message_of
+
+
+def check_decoder(config: Config) -> None:
+    """Raise ConfigError for a model that does not predict the next token of a text."""
+    if config.model.architecture != "decoder":
+        raise ConfigError(
+            f"{config.run.dir}: model.architecture is {config.model.architecture}, which does not continue a text; "
+            "generate, tasks and lm-eval need a decoder (evaluate without --tasks prints the losses of this model)"
+        )
 
 
 class LanguageModel:
@@ -32,6 +42,7 @@ class LanguageModel:
     def __init__(
         self, chunks: Sequence[nn.Module], config: Config, ctx: ParallelContext, engine: PipelineEngine | None = None
     ):
+        check_decoder(config)
         self.config, self.ctx, self._chunks = config, ctx, chunks
         self._engine = engine or PipelineEngine(ctx, num_chunks=len(chunks), timeout_seconds=config.train.comm_timeout)
         self._schedule = build_schedule("forward-only", ctx.pp.size, 1, len(chunks))
@@ -55,7 +66,7 @@ class LanguageModel:
     @contextmanager
     def caching(self, capacity: int) -> Iterator[None]:
         """Inside, `logits` stores keys and values, and `next_logits` continues from them."""
-        layers = [layer for chunk in self._chunks for layer in chunk.modules() if isinstance(layer, SelfAttention)]
+        layers = [layer for chunk in self._chunks for layer in chunk.modules() if isinstance(layer, ParallelAttention)]
         try:
             for layer in layers:
                 layer.cache = KeyValueCache(capacity)
@@ -77,7 +88,7 @@ class LanguageModel:
         def forward(chunk: int, number: int, hidden: Tensor | None) -> Tensor:
             return self._chunks[chunk](batch.tokens, None, hidden, last=last)
 
-        return self._gathered(self._run(forward, batch.tokens))
+        return self._gathered(self._run(forward, batch))
 
     def batch(self, texts: Sequence[Sequence[int]], labels: Sequence[Sequence[int]] = ()) -> Batch:
         """The texts as a micro-batch of this rank, with a label for each token, -1 for none.
@@ -104,7 +115,7 @@ class LanguageModel:
             is_last = chunk * self.ctx.pp.size + self.ctx.pp.rank == self._engine.last_stage
             return finish(output) if is_last else output
 
-        return self._run(forward, batch.tokens)
+        return self._run(forward, batch)
 
     def _at(self, last: Tensor, logits: Tensor, batch: Batch) -> Tensor:
         """The logits [1, b, v/tp] of the tokens at these positions [b], of which each is on one rank of cp."""
@@ -118,14 +129,15 @@ class LanguageModel:
     def next_logits(self, new: Sequence[int], positions: Sequence[int]) -> Tensor | None:
         """The same after one more token of each text, at these positions, within `caching`."""
         tokens, at = (torch.tensor(values, device=self.ctx.device) for values in (new, positions))
+        batch = Batch(tokens[:, None], tokens[:, None], torch.ones_like(tokens[:, None]))
         for cache in self._caches:
             cache.at, cache.num_columns = at, max(positions) + 1
         mask = CAUSAL.part(at[:, None].int())
 
         def forward(chunk: int, number: int, hidden: Tensor | None) -> Tensor:
-            return self._chunks[chunk](tokens[:, None], None, hidden, position_ids=at[:, None], mask=mask)
+            return self._chunks[chunk](batch.tokens, None, hidden, position_ids=at[:, None], mask=mask)
 
-        return self._gathered(self._run(forward, tokens[:, None]))
+        return self._gathered(self._run(forward, batch))
 
     def _gathered(self, logits: Tensor | None) -> Tensor | None:
         """[1, b, v/tp] to [b, v] in fp32 on the CPU, without padding."""
@@ -133,8 +145,8 @@ class LanguageModel:
             return None
         return all_gather(logits[0], self.ctx.tp, dim=-1)[:, : self.config.model.vocab_size].float().cpu()
 
-    def _run(self, forward: Callable[[int, int, Tensor | None], Tensor], tokens: Tensor) -> Tensor | None:
-        results = self._engine.run(self._schedule, forward, message_of(self.config, tokens, self.ctx.device))
+    def _run(self, forward: Callable[[int, int, Tensor | None], Tensor], batch: Batch) -> Tensor | None:
+        results = self._engine.run(self._schedule, forward, message_of(self.config, batch, self.ctx.device))
         return results[0] if results else None
 
 

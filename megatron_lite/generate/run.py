@@ -20,7 +20,7 @@ from megatron_lite.config.schema import Config
 from megatron_lite.data.tokenizer import Tokenizer, build_tokenizer, tokenizer_hash
 from megatron_lite.ddp.local_shard import LocalShard
 from megatron_lite.errors import ConfigError
-from megatron_lite.generate.model import LanguageModel, Speed, continue_texts
+from megatron_lite.generate.model import LanguageModel, Speed, check_decoder, continue_texts
 from megatron_lite.generate.sampling import Sampling
 from megatron_lite.generate.texts import Text, write
 from megatron_lite.model.build import get_model, named_params, param_table
@@ -77,7 +77,9 @@ def config_of(folder: Path, world_size: int, model: str = "") -> Config:
         "data": trained.data.model_dump() | {"seq_length": trained.model.max_position_embeddings},
         "train": train | {"global_batch_size": parallel.get("pipeline", 1)},
     }
-    return Config.model_validate(fields)
+    config = Config.model_validate(fields)
+    check_decoder(config)
+    return config
 
 
 def check_tokenizer_of(folder: Path) -> None:

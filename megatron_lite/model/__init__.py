@@ -1,4 +1,4 @@
-"""One rank's arithmetic of a transformer: GPT, CodeGeeX and Llama from the same blocks, by config fields.
+"""One rank's arithmetic of a transformer: GPT, CodeGeeX, Llama, BERT and T5 from the same blocks.
 
 Notation for shapes, in every docstring of this package: `s` sequence, `b` micro-batch, `h` hidden, `n` heads,
 `g` key/value groups, `d` head size, `f` MLP width, `v` padded vocabulary, `/tp` this rank's share. Activations are

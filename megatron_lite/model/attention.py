@@ -1,4 +1,4 @@
-"""Self-attention on this rank's heads.
+"""Attention on this rank's heads, with its projections.
 
 Heads are independent, so each rank has n/tp of them: the matrix of query, key and value is column-parallel, the output
 projection row-parallel, and nothing is communicated between.
@@ -10,6 +10,7 @@ heads, and `ddp/finalize.py` sums them.
 from contextlib import nullcontext
 from functools import partial
 from math import sqrt
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -32,17 +33,19 @@ def _heads_first(x: Tensor) -> Tensor:
     return x.contiguous() if x.device.type == "cpu" else x
 
 
-class SelfAttention(nn.Module):
+class ParallelAttention(nn.Module):
     """Projections, attention and output projection.
 
-    Query, key and value come from one fused matrix. With a separate query input (CodeGeeX's top-query block) the query
-    has its own matrix, and key and value a fused one.
+    Query, key and value come from one fused matrix. With a separate query input the query has its own matrix, and key
+    and value a fused one. Cross attention has its queries from the decoder, and CodeGeeX's top-query block from its
+    positions.
     """
 
     def __init__(self, config: ModelConfig, options: LayerOptions, *, separate_query: bool):
         super().__init__()
         self.options = options
         self.head_dim = config.head_size
+        self.scale = config.attention_scale
         self.dropout = config.attention_dropout
         self.softcap = config.attention_softcap
         assert config.attention != "auto", "get_model replaces auto by an implementation"
@@ -71,39 +74,49 @@ class SelfAttention(nn.Module):
         self.linear_proj = RowParallelLinear(query_size, h, init_std=out_std, skip_bias_add=options.fused, **common)
 
     def forward(
-        self, x: Tensor, query_input: Tensor | None, rotary: tuple[Tensor, Tensor] | None, mask: Mask = CAUSAL
+        self,
+        x: Tensor,
+        query_input: Tensor | None = None,
+        rotary: tuple[Tensor, Tensor] | None = None,
+        mask: Mask = CAUSAL,
+        bias: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """Attention output before the residual add, and the bias if the caller adds it.
 
-        x             [s', b, h]
-        query_input   [s', b, h]   or [s', 1, h]; the separate query input, not normalised
+        x             [s', b, h]   the input of keys and values, and of queries without a separate input
+        query_input   [q', b, h]   or [q', 1, h]; the separate query input
         rotary        cosine and sine, [s, 1, 1, d/2] or [s, b, 1, d/2]
-        returns       [s', b, h], bias [h] or None
-        Communicates: forward one all-reduce of [s, b, h] over tp, backward one more; over cp keys and values.
+        bias          [1, n/tp, q, s]   added to the scores, or None
+        returns       [q', b, h], bias [h] or None; q' is s' without a separate query input
+        Communicates: forward one all-reduce of [q, b, h] over tp, backward one more for each input; over cp keys and
+        values.
         """
-        s, b = x.shape[0] * self.options.sequence.size, x.shape[1]
+        b = x.shape[1]
         if query_input is None:
             mixed, _ = self.linear_qkv(x)
             query, key, value = mixed.split(self.local_sizes, dim=-1)
         else:
-            query = self.linear_q(query_input)[0].expand(s, b, -1)  # [s', 1, h] serves the full batch
+            query = self.linear_q(query_input)[0].expand(-1, b, -1)  # [q', 1, h] serves the full batch
             key, value = self.linear_kv(x)[0].split(self.local_sizes[1:], dim=-1)
-        query, key, value = (y.view(s, b, -1, self.head_dim) for y in (query, key, value))
+        query, key, value = (y.view(len(y), b, -1, self.head_dim) for y in (query, key, value))
         if rotary is not None:
             query, key = apply_rotary(query, *rotary), apply_rotary(key, *rotary)
         query, key, value = _heads_first(query), _heads_first(key), _heads_first(value)
         if self.options.selective_recompute:
-            context = recompute(self._core, query, key, value, mask, rng=self.options.rng)
+            context = recompute(self._core, query, key, value, mask, bias, rng=self.options.rng)
         else:
-            context = self._core(query, key, value, mask)
-        return self.linear_proj(context.permute(2, 0, 1, 3).reshape(s, b, -1))
+            context = self._core(query, key, value, mask, bias)
+        return self.linear_proj(context.permute(2, 0, 1, 3).flatten(2))
 
-    def _core(self, query: Tensor, key: Tensor, value: Tensor, mask: Mask) -> Tensor:
+    def _core(self, query: Tensor, key: Tensor, value: Tensor, mask: Mask, bias: Tensor | None) -> Tensor:
         """Core attention. Shapes as of `Attention`. Communicates: over cp, as `context_attention`."""
         dropout = self.dropout if self.training else 0.0
         # Ranks of tp have different heads and drop different scores.
         with self.options.rng.fork() if dropout > 0 else nullcontext():
             attend = self.attend if self.cache is None else partial(self.cache.attend, self.attend)
-            scale = 1 / sqrt(self.head_dim)
-            out, _ = attend(query, key, value, mask=mask, scale=scale, dropout=dropout, softcap=self.softcap)
+            scale = self.scale or 1 / sqrt(self.head_dim)
+            options: dict[str, Any] = {"mask": mask, "scale": scale, "dropout": dropout, "softcap": self.softcap}
+            if bias is not None:
+                options["bias"] = bias
+            out, _ = attend(query, key, value, **options)
         return out

@@ -15,15 +15,17 @@ linear layers from I to W in any case. Sequence parallelism divides all of it by
 replicated. `train.offload_activations` keeps activations in the host's memory.
 """
 
+from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from megatron_lite.config.schema import ModelConfig
-from megatron_lite.model.attention import SelfAttention
+from megatron_lite.model.attention import ParallelAttention
 from megatron_lite.model.fusion import bias_dropout_add, compiled
-from megatron_lite.model.masks import CAUSAL, Mask
+from megatron_lite.model.masks import CAUSAL, FULL, Mask
 from megatron_lite.model.mlp import MLP
 from megatron_lite.model.norms import build_norm
 from megatron_lite.model.options import LayerOptions
@@ -32,37 +34,56 @@ from megatron_lite.parallel.recompute import recompute
 
 
 class TransformerBlock(nn.Module):
-    """The residual is the stream before the norm, or with `post_norm` the norm's output.
+    """The residual branches of one layer: self attention, in the decoder of an encoder_decoder cross attention, MLP.
 
-    `place` is the block's index in its stage. A query sees at most `window` keys; 0 means all.
+    `place` is the block's index in its stage. A query sees at most `window` keys; 0 means all. The residual is the
+    stream before the norm, or with `post_norm` the norm's output. `model.norm_placement` selects the norms of a branch:
+
+        pre        x + branch(norm(x))         as in GPT, Llama, T5
+        post       norm(x + branch(x))         Vaswani et al., arXiv 1706.03762, section 5.4; BERT
+        output     x + norm(branch(x))         OLMo 2, arXiv 2501.00656, section 3.2
+        sandwich   x + norm(branch(norm(x)))   Ding et al., CogView, arXiv 2105.13290, section 2.3; Gemma 2
     """
 
     is_sharding_unit = True  # parallel.ddp: fsdp gathers each block alone
 
     def __init__(
-        self, config: ModelConfig, options: LayerOptions, *, place: int, window: int = 0, separate_query: bool = False
+        self,
+        config: ModelConfig,
+        options: LayerOptions,
+        *,
+        place: int,
+        window: int = 0,
+        separate_query: bool = False,
+        cross_attention: bool = False,
     ):
         super().__init__()
         self.options = options
         alone = separate_query and options.recompute_group > 0  # the top-query block belongs to no group
         self.full_recompute = alone or place < options.full_recompute_layers
         self.window = window
-        self.post_norm = config.post_norm
+        self.post_norm, self.norm_placement = config.post_norm, config.norm_placement
         self.attention_add_dropout = config.hidden_dropout
         self.mlp_add_dropout = config.hidden_dropout if config.mlp_dropout else 0.0
         dtype = options.dtype
         self.residual_dtype = torch.promote_types(dtype, torch.float32) if config.fp32_residual else dtype
         self.bias_dropout_add = compiled(bias_dropout_add) if options.fused else bias_dropout_add
-        self.input_layernorm = build_norm(config, options)
-        self.self_attention = SelfAttention(config, options, separate_query=separate_query)
-        self.pre_mlp_layernorm = build_norm(config, options)
-        self.mlp = MLP(config, options)
 
-    def _add(self, x: Tensor, bias: Tensor | None, stream: Tensor, normed: Tensor, dropout: float) -> Tensor:
-        residual = (normed if self.post_norm else stream).to(self.residual_dtype)
-        dropout = dropout if self.training else 0.0
-        with self.options.dropout_stream(dropout):
-            return self.bias_dropout_add(x, bias, residual, dropout)
+        def norm(*placements: str) -> nn.Module | None:
+            return build_norm(config, options) if config.norm_placement in placements else None
+
+        before, after = ("pre", "sandwich"), ("post", "output", "sandwich")
+        self.input_layernorm = norm(*before)
+        self.self_attention = ParallelAttention(config, options, separate_query=separate_query)
+        self.post_attention_layernorm = norm(*after)
+        self.cross_attention = None
+        if cross_attention:
+            self.pre_cross_attn_layernorm = norm(*before)
+            self.cross_attention = ParallelAttention(config, options, separate_query=True)
+            self.post_cross_attn_layernorm = norm(*after)
+        self.pre_mlp_layernorm = norm(*before)
+        self.mlp = MLP(config, options)
+        self.post_mlp_layernorm = norm(*after)
 
     def forward(
         self,
@@ -70,6 +91,9 @@ class TransformerBlock(nn.Module):
         query_input: Tensor | None = None,
         rotary: tuple[Tensor, Tensor] | None = None,
         mask: Mask = CAUSAL,
+        bias: Tensor | None = None,
+        memory: Tensor | None = None,
+        memory_mask: Mask = FULL,
     ) -> Tensor:
         """The residual stream after this block.
 
@@ -77,22 +101,57 @@ class TransformerBlock(nn.Module):
         query_input   [s', b, h]   only with `separate_query`
         rotary        cosine and sine, [s, 1, 1, d/2] or [s, b, 1, d/2]
         mask          the keys that a query sees; the block's window narrows it
+        bias          [1, n/tp, s, s]   added to the scores of self attention, or None
+        memory        [m', b, h]   the encoder's output, only with `cross_attention`; `memory_mask` is its mask
         returns       [s', b, h]
-        Communicates: forward two all-reduces of [s, b, h] over tp, backward two more; with full recomputation
-        backward repeats those of forward.
+        Communicates: forward two all-reduces of [s, b, h] over tp, backward two more; with cross attention one more of
+        [s, b, h] in forward, in backward one more of it and one of [m, b, h]. With full recomputation backward repeats
+        those of forward.
         """
-        mask = mask.narrowed(self.window)
+        inputs = (x, query_input, rotary, mask.narrowed(self.window), bias, memory, memory_mask)
         if self.full_recompute:
-            return recompute(self._forward, x, query_input, rotary, mask, rng=self.options.rng)
-        with offloaded([*self.parameters(), *(rotary or ())]) if self.options.offload_activations else nullcontext():
-            return self._forward(x, query_input, rotary, mask)
+            return recompute(self._forward, *inputs, rng=self.options.rng)
+        # Tensors that other blocks keep too.
+        shared = [*(rotary or ()), *(tensor for tensor in (bias, memory) if tensor is not None)]
+        with offloaded([*self.parameters(), *shared]) if self.options.offload_activations else nullcontext():
+            return self._forward(*inputs)
 
     def _forward(
-        self, x: Tensor, query_input: Tensor | None, rotary: tuple[Tensor, Tensor] | None, mask: Mask
+        self,
+        x: Tensor,
+        query_input: Tensor | None,
+        rotary: tuple[Tensor, Tensor] | None,
+        mask: Mask,
+        bias: Tensor | None,
+        memory: Tensor | None,
+        memory_mask: Mask,
     ) -> Tensor:
-        normed = self.input_layernorm(x)
-        attended, bias = self.self_attention(normed, query_input, rotary, mask)
-        x = self._add(attended, bias, x, normed, self.attention_add_dropout)
-        normed = self.pre_mlp_layernorm(x)
-        transformed, bias = self.mlp(normed)
-        return self._add(transformed, bias, x, normed, self.mlp_add_dropout)
+        def attend(normed: Tensor) -> tuple[Tensor, Tensor | None]:
+            return self.self_attention(normed, query_input, rotary, mask, bias)
+
+        dropout = self.attention_add_dropout
+        x = self._branch(x, self.input_layernorm, attend, self.post_attention_layernorm, dropout)
+        if self.cross_attention is not None:
+            cross = partial(self.cross_attention, memory, mask=memory_mask)
+            norms = self.pre_cross_attn_layernorm, self.post_cross_attn_layernorm
+            x = self._branch(x, norms[0], lambda normed: cross(query_input=normed), norms[1], dropout)
+        return self._branch(x, self.pre_mlp_layernorm, self.mlp, self.post_mlp_layernorm, self.mlp_add_dropout)
+
+    def _branch(
+        self,
+        x: Tensor,
+        before: nn.Module | None,
+        layer: Callable[[Tensor], tuple[Tensor, Tensor | None]],
+        after: nn.Module | None,
+        dropout: float,
+    ) -> Tensor:
+        """The stream after a residual branch, with its norms."""
+        normed = x if before is None else before(x)
+        out, bias = layer(normed)
+        if after is not None and self.norm_placement != "post":
+            out, bias = after(out if bias is None else out + bias), None
+        residual = (normed if self.post_norm else x).to(self.residual_dtype)
+        dropout = dropout if self.training else 0.0
+        with self.options.dropout_stream(dropout):
+            x = self.bias_dropout_add(out, bias, residual, dropout)
+        return x if after is None or self.norm_placement != "post" else after(x)

@@ -14,16 +14,21 @@ from megatron_lite.config.attention import request_of, select
 from megatron_lite.config.schema import Config
 from megatron_lite.config.stages import stage_layers
 from megatron_lite.errors import ConfigError, TrainingError
+from megatron_lite.model.bert import BertModel
+from megatron_lite.model.ends import TransformerModel
 from megatron_lite.model.fusion import fusion_on
 from megatron_lite.model.gpt import GPTModel
 from megatron_lite.model.init import fill
 from megatron_lite.model.options import LayerOptions
+from megatron_lite.model.t5 import T5Model
 from megatron_lite.parallel.context import ParallelContext, solo
 from megatron_lite.parallel.random import RngTracker
 from megatron_lite.parallel.shard import ParamTable, declare
 
+MODELS = {"decoder": GPTModel, "encoder": BertModel, "encoder_decoder": T5Model}
 
-def get_model(config: Config, ctx: ParallelContext, rng: RngTracker, *, dtype: torch.dtype) -> list[GPTModel]:
+
+def get_model(config: Config, ctx: ParallelContext, rng: RngTracker, *, dtype: torch.dtype) -> list[TransformerModel]:
     """This rank's part of the model: one chunk for each of its pipeline stages, in order.
 
     Rank r of p pipeline ranks has stage r; with `parallel.virtual_pipeline` also p + r, 2p + r and so on. The first
@@ -54,9 +59,9 @@ def get_model(config: Config, ctx: ParallelContext, rng: RngTracker, *, dtype: t
         recompute_stage=config.train.recompute == "stage",
         offload_activations=config.train.offload_activations,
     )
-    layers = stage_layers(config.model, config.parallel)
+    layers, model_type = stage_layers(config.model, config.parallel), MODELS[config.model.architecture]
     chunks = [
-        GPTModel(model, layers[stage], options, pre_process=stage == 0, post_process=stage == len(layers) - 1)
+        model_type(model, layers[stage], options, pre_process=stage == 0, post_process=stage == len(layers) - 1)
         for stage in range(ctx.pp.rank, len(layers), ctx.pp.size)
     ]
     initialize_parameters(chunks, ctx, config.run.seed)

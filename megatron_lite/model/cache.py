@@ -11,7 +11,7 @@ from megatron_lite.model.core_attention import Attention, math_attention
 
 
 class KeyValueCache:
-    """The keys and values of one `SelfAttention` on this rank: room for `capacity` tokens of each text.
+    """The keys and values of one `ParallelAttention` on this rank: room for `capacity` tokens of each text.
 
     The texts of a batch can have unequal lengths. The first call has all prompts, padded at the end. Each later one has
     one new token of each text, at the columns `at`; it replaces padding there.

@@ -41,6 +41,7 @@ class Attention(Protocol):
         key, value    [b, g/tp, s, d]   n/g neighbouring queries share a group
         scale         factor of the scores; softcap: then softcap * tanh(score / softcap), if it is not 0
         dropout       of the probabilities, drawn from torch's default generator
+        bias          [1, n/tp, s, s], added to the scaled scores; an option of `math` and `sdpa` alone
         returns       out [b, n/tp, s, d]; the log-sum-exp of each query's scores [b, n/tp, s], in fp32 or fp64, without
                       a gradient, or None where torch does not return it
         """
@@ -48,7 +49,15 @@ class Attention(Protocol):
 
 
 def math_attention(
-    query: Tensor, key: Tensor, value: Tensor, *, mask: Mask, scale: float, dropout: float, softcap: float
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    mask: Mask,
+    scale: float,
+    dropout: float,
+    softcap: float,
+    bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The reference: all scores at once, the softmax in fp32 or fp64. Arguments as of `Attention`."""
     key, value = repeated(query, key, value)
@@ -56,6 +65,8 @@ def math_attention(
     scores = (scale * query @ key.transpose(-2, -1)).to(torch.promote_types(query.dtype, torch.float32))
     if softcap:
         scores = softcap * torch.tanh(scores / softcap)
+    if bias is not None:
+        scores = scores + bias
     visible = mask.dense(query.shape[2], key.shape[2], query.device)
     scores = scores.masked_fill(~visible, -torch.inf)
     lse = scores.detach().logsumexp(dim=-1)
@@ -79,10 +90,22 @@ def triton_attention(query: Tensor, key: Tensor, value: Tensor, **options: Any) 
 
 
 def sdpa_attention(
-    query: Tensor, key: Tensor, value: Tensor, *, mask: Mask, scale: float, dropout: float, softcap: float
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    mask: Mask,
+    scale: float,
+    dropout: float,
+    softcap: float,
+    bias: Tensor | None = None,
 ) -> tuple[Tensor, None]:
     """torch's scaled_dot_product_attention, one call for each document. Arguments as of `Attention`."""
     _check("sdpa", query, mask=mask, dropout=dropout, softcap=softcap)
+    if bias is not None:  # as large as the scores, so the mask may be too
+        hidden = ~mask.dense(query.shape[2], key.shape[2], query.device)
+        options = {"scale": scale, "dropout": dropout, "attn_mask": bias.masked_fill(hidden, -torch.inf)}
+        return _sdpa(query, key, value, **options), None
     return _sdpa_by_document(query, key, value, mask=mask, scale=scale, dropout=dropout), None
 
 
@@ -97,7 +120,8 @@ def _sdpa_by_document(query: Tensor, key: Tensor, value: Tensor, *, mask: Mask, 
     def call(q: Tensor, k: Tensor, v: Tensor, **masked: Any) -> Tensor:
         return _sdpa(q, k, v, **options, **masked)
 
-    if mask.window or mask.is_part:
+    # Rows of unequal lengths would be a call each.
+    if mask.window or mask.is_part or (mask.kinds == ("lengths",) and num_keys <= SHORT):
         return call(query, key, value, attn_mask=mask.dense(num_queries, num_keys, query.device))
     if mask.kinds in (("causal",), ("full",)):
         return call(query, key, value, is_causal=mask.causal)

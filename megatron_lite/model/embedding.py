@@ -1,4 +1,4 @@
-"""The input of the first block: word vectors plus, with learned positions, position vectors."""
+"""The input of the first block: word vectors plus those of learned positions and of token types."""
 
 import torch
 import torch.nn.functional as F
@@ -6,6 +6,7 @@ from torch import Tensor, nn
 
 from megatron_lite.config.schema import ModelConfig
 from megatron_lite.errors import ConfigError, DataError
+from megatron_lite.model.norms import build_norm
 from megatron_lite.model.options import LayerOptions
 from megatron_lite.parallel.embedding import VocabParallelEmbedding
 from megatron_lite.parallel.shard import ParamMeta, Shard, allocate
@@ -32,6 +33,21 @@ class PositionTable(nn.Module):
         return self.options.sequence_slice(self.weight[:length]).unsqueeze(1)
 
 
+class TokenTypeTable(nn.Module):
+    """One learned vector for each token type, such as BERT's two segments; replicated over tp."""
+
+    def __init__(self, config: ModelConfig, options: LayerOptions):
+        super().__init__()
+        self.options = options
+        shape = (config.num_tokentypes, config.hidden_size)
+        meta = ParamMeta(shape, Shard(), "normal", std=config.init_std, sequence_parallel=options.sequence_parallel)
+        self.weight = allocate(meta, 1, dtype=options.dtype, device=options.device)
+
+    def forward(self, token_types: Tensor) -> Tensor:
+        """The vectors of this rank's slice of the types `[b, s]`, `[s', b, h]`."""
+        return F.embedding(self.options.sequence_slice(token_types.t()), self.weight)
+
+
 def check_positions(position_ids: Tensor, limit: int) -> None:
     """Raise DataError for a position outside 0..limit-1. On a GPU torch's lookup checks; a comparison would wait."""
     if position_ids.device.type == "cpu" and not 0 <= position_ids.min() <= position_ids.max() < limit:
@@ -49,15 +65,18 @@ class Embedding(nn.Module):
         self.options, self.dropout = options, config.hidden_dropout
         self.stream_dtype = torch.promote_types(options.dtype, torch.float32) if config.fp32_residual else options.dtype
         self.word_embeddings = VocabParallelEmbedding(
-            config.padded_vocab, config.hidden_size, init_std=config.init_std, **options.layer_kwargs
+            config.padded_vocab, config.hidden_size, init_std=config.embedding_std, **options.layer_kwargs
         )
         self.position_embeddings = PositionTable(config, options) if config.position == "learned" else None
+        self.tokentype_embeddings = TokenTypeTable(config, options) if config.num_tokentypes else None
+        self.layernorm = build_norm(config, options) if config.embedding_norm else None
 
-    def forward(self, tokens: Tensor, position_ids: Tensor | None) -> Tensor:
-        """Word plus position vectors, with dropout.
+    def forward(self, tokens: Tensor, position_ids: Tensor | None = None, token_types: Tensor | None = None) -> Tensor:
+        """The sum of a token's vectors, normalized if `embedding_norm` is set, with dropout.
 
             tokens        [b, s]
             position_ids  [b, s]       None: 0..s-1
+            token_types   [b, s]       None: zeros
             returns       [s', b, h]   the same on every rank of tp if s' is s; fp32 with `fp32_residual`
 
         Communicates: forward, one all-reduce of [s, b, h] over tp.
@@ -65,6 +84,10 @@ class Embedding(nn.Module):
         x = self.word_embeddings(tokens.t())
         if self.position_embeddings is not None:
             x = x + self.position_embeddings(tokens.shape[1], position_ids)
+        if self.tokentype_embeddings is not None:
+            x = x + self.tokentype_embeddings(torch.zeros_like(tokens) if token_types is None else token_types)
+        if self.layernorm is not None:
+            x = self.layernorm(x)
         x = x.to(self.stream_dtype)
         with self.options.dropout_stream(self.dropout):
             return F.dropout(x, self.dropout, self.training) if self.dropout > 0 else x

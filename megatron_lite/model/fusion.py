@@ -23,17 +23,24 @@ def swiglu(x: Tensor) -> Tensor:
     return F.silu(gate) * up
 
 
+def geglu(x: Tensor) -> Tensor:
+    """gelu_tanh(gate) * up of a fused `[..., 2f/tp]`; returns `[..., f/tp]`. Source: as `swiglu`."""
+    gate, up = x.chunk(2, dim=-1)
+    return F.gelu(gate, approximate="tanh") * up
+
+
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": F.gelu,
     "gelu_tanh": partial(F.gelu, approximate="tanh"),  # GPT-2's
     "quick_gelu": quick_gelu,
     "relu": F.relu,  # of the original transformer
     "swiglu": swiglu,
+    "geglu": geglu,
 }
 
 
 def bias_activation(x: Tensor, bias: Tensor | None, activation: str) -> Tensor:
-    """activation(x + bias); x `[s, b, f/tp]` (`2f/tp` for swiglu), bias of its last dimension or None."""
+    """activation(x + bias); x `[s, b, f/tp]` (`2f/tp` with a gate), bias of its last dimension or None."""
     return ACTIVATIONS[activation](x if bias is None else x + bias)
 
 

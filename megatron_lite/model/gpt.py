@@ -1,85 +1,23 @@
-"""The language model: embedding, blocks, final norm, head. A pipeline stage has some of them.
+"""The causal language model: embedding, blocks, final norm, head. A pipeline stage has some of them.
 
 Parameters have megatron-core's names, and layers are numbered over the full model, so a name means the same on every
 rank and in every layout.
 """
 
-from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from collections.abc import Iterable
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from megatron_lite.config.schema import ModelConfig
-from megatron_lite.model.block import TransformerBlock
 from megatron_lite.model.codegeex import TopQueryEmbeddings
-from megatron_lite.model.embedding import Embedding, check_positions
+from megatron_lite.model.ends import TransformerModel
 from megatron_lite.model.masks import CAUSAL, Mask
-from megatron_lite.model.norms import build_norm
 from megatron_lite.model.options import LayerOptions
-from megatron_lite.model.rotary import RotaryTable
-from megatron_lite.parallel.linear import ColumnParallelLinear, column_parallel_linear
-from megatron_lite.parallel.loss import vocab_parallel_cross_entropy
-from megatron_lite.parallel.recompute import recompute
-from megatron_lite.parallel.shard import declare
-
-WORD_EMBEDDINGS = "embedding.word_embeddings.weight"
+from megatron_lite.model.stack import TransformerStack
 
 
-def _mark_tied(weight: nn.Parameter, tied_to: str) -> None:
-    declare(weight, replace(weight.meta, tied=True, tied_to=tied_to))  # type: ignore[attr-defined]
-
-
-class Decoder(nn.Module):
-    """This stage's blocks, and on the last stage the final norm and the top-query block."""
-
-    def __init__(self, config: ModelConfig, layers: Iterable[int], options: LayerOptions, *, post_process: bool):
-        super().__init__()
-        self.options, self.max_positions = options, config.max_position_embeddings
-        self.layers = nn.ModuleDict(
-            {
-                str(number): TransformerBlock(config, options, place=place, window=config.window_of(number))
-                for place, number in enumerate(layers)
-            }
-        )
-        self.final_layernorm = build_norm(config, options) if post_process else None
-        self.top_query_layer = None
-        if post_process and config.top_query_layer:
-            window = config.window_of(config.num_layers)
-            self.top_query_layer = TransformerBlock(
-                config, options, place=len(self.layers), window=window, separate_query=True
-            )
-        self.rotary = RotaryTable(config.head_size, config.rotary_base) if config.position == "rotary" else None
-
-    def forward(self, x: Tensor, top_queries: Tensor | None, position_ids: Tensor | None, mask: Mask) -> Tensor:
-        """The stream `[s', b, h]` after this stage's blocks; on the last stage in the weights' dtype."""
-        rotary = None
-        if self.rotary is not None and position_ids is None:
-            rotary = self.rotary(x.shape[0] * self.options.sequence.size, device=x.device, dtype=x.dtype)
-        elif self.rotary is not None and position_ids is not None:
-            cos, sin = self.rotary(self.max_positions, device=x.device, dtype=x.dtype)
-            rotary = cos[position_ids.t()].squeeze(2), sin[position_ids.t()].squeeze(2)
-        blocks = list(self.layers.values())
-        size = self.options.recompute_group
-        for start in range(0, len(blocks), size or len(blocks) or 1):
-            if size:
-                x = recompute(_run, blocks[start : start + size], x, rotary, mask, rng=self.options.rng)
-            else:
-                x = _run(blocks, x, rotary, mask)
-        if self.final_layernorm is not None:
-            x = self.final_layernorm(x)
-        if self.top_query_layer is not None:
-            x = self.top_query_layer(x, query_input=top_queries, rotary=rotary, mask=mask).to(self.options.dtype)
-        return x
-
-
-def _run(blocks: Sequence[nn.Module], x: Tensor, rotary: tuple[Tensor, Tensor] | None, mask: Mask) -> Tensor:
-    for block in blocks:
-        x = block(x, rotary=rotary, mask=mask)
-    return x
-
-
-class GPTModel(nn.Module):
+class GPTModel(TransformerModel):
     """A causal language model, or one stage of it."""
 
     def __init__(
@@ -91,24 +29,10 @@ class GPTModel(nn.Module):
         pre_process: bool,
         post_process: bool,
     ):
-        super().__init__()
-        self.config, self.options = config, options
-        self.embedding = Embedding(config, options) if pre_process else None
-        self.decoder = Decoder(config, layers, options, post_process=post_process)
-        with_top_query = post_process and config.top_query_layer
-        self.top_query_embeddings = TopQueryEmbeddings(config, options) if with_top_query else None
-        self.post_process = post_process
-        # A tied head on another stage than the embedding is a copy, which must start and stay equal.
-        has_copy = config.tie_embeddings and pre_process != post_process
-        if self.embedding is not None and has_copy:
-            _mark_tied(self.embedding.word_embeddings.weight, "")
-        self.output_layer = None
-        if post_process and not (config.tie_embeddings and pre_process):
-            self.output_layer = ColumnParallelLinear(
-                config.hidden_size, config.padded_vocab, bias=False, init_std=config.init_std, **options.layer_kwargs
-            )
-            if has_copy:
-                _mark_tied(self.output_layer.weight, WORD_EMBEDDINGS)
+        super().__init__(config, options, pre_process=pre_process, post_process=post_process)
+        top_query = post_process and config.top_query_layer
+        self.decoder = TransformerStack(config, layers, options, final_norm=post_process, top_query=top_query)
+        self.top_query_embeddings = TopQueryEmbeddings(config, options) if top_query else None
 
     def forward(
         self,
@@ -139,12 +63,7 @@ class GPTModel(nn.Module):
         and three of [s, b] for the loss; in backward two for each block and one for the head. Over cp, keys and values
         of each block (`context_attention`).
         """
-        mask.check_batch(len(tokens))
-        if position_ids is not None:
-            check_positions(position_ids, self.config.max_position_embeddings)
-        if self.options.recompute_stage:
-            return recompute(self._forward, tokens, labels, hidden, position_ids, mask, last, rng=self.options.rng)
-        return self._forward(tokens, labels, hidden, position_ids, mask, last)
+        return self._run((tokens, labels, hidden, position_ids, mask, last), mask, position_ids)
 
     def _forward(
         self,
@@ -160,21 +79,10 @@ class GPTModel(nn.Module):
         top_queries = None
         if self.top_query_embeddings is not None:
             top_queries = self.top_query_embeddings.queries(tokens.shape[1], tokens.shape[0], position_ids)
-        x = self.decoder(x, top_queries, position_ids, mask)
+        x = self.decoder(x, position_ids=position_ids, mask=mask, top_queries=top_queries)
         if not self.post_process:
             return x
         if last is not None:
             x = x[last, torch.arange(len(last), device=x.device)][None]
         logits = self._logits(x)
-        if labels is None:
-            return logits
-        vocab_size, tp = self.config.vocab_size, self.options.tp
-        return vocab_parallel_cross_entropy(logits, labels.t(), tp, vocab_size=vocab_size, overwrite_logits=True)
-
-    def _logits(self, x: Tensor) -> Tensor:
-        """`[s', b, h]` to `[s, b, v/tp]`."""
-        if self.output_layer is not None:
-            return self.output_layer(x)[0]
-        assert self.embedding is not None
-        weight, options = self.embedding.word_embeddings.weight, self.options
-        return column_parallel_linear(x, weight, None, options.tp, options.sequence_parallel)
+        return logits if labels is None else self._losses(logits, labels)

@@ -206,3 +206,4 @@ def _rectangles_of(first: Tensor, end: Tensor) -> Iterator[Rectangle]:
 
 
 CAUSAL = Mask()
+FULL = Mask(causal=False)

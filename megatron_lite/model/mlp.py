@@ -15,14 +15,14 @@ from megatron_lite.parallel.linear import ColumnParallelLinear, RowParallelLinea
 
 
 class MLP(nn.Module):
-    """fc2(activation(fc1(x))); for swiglu fc1 is gate and up, fused."""
+    """fc2(activation(fc1(x))); with a gate fc1 is gate and up, fused."""
 
     def __init__(self, config: ModelConfig, options: LayerOptions):
         super().__init__()
         self.activation = config.activation
         self.bias_activation = compiled(bias_activation) if options.fused else bias_activation
         h, f = config.hidden_size, config.ffn_size
-        parts = (f, f) if config.activation == "swiglu" else ()
+        parts = (f, f) if config.has_gate else ()
         common = {"bias": config.bias, "skip_bias_add": options.fused, **options.layer_kwargs}
         self.linear_fc1 = ColumnParallelLinear(h, sum(parts) or f, init_std=config.init_std, parts=parts, **common)
         self.linear_fc2 = RowParallelLinear(f, h, init_std=config.init_std / sqrt(2 * config.num_layers), **common)

@@ -1,7 +1,7 @@
 """How many parameters a model has, and how many bytes its activations take, by arithmetic on the config."""
 
 from megatron_lite.config.schema import Config, ModelConfig
-from megatron_lite.config.stages import layer_counts
+from megatron_lite.config.stages import encoder_stages, layer_counts
 
 
 def num_parameters(model: ModelConfig) -> int:
@@ -10,24 +10,57 @@ def num_parameters(model: ModelConfig) -> int:
     Published counts include the rows of the vocabulary, or padded rows where a release fixes the padding. So
     `padded_vocab_size` counts when it is given; padding to a multiple does not.
     """
-    rows = model.padded_vocab_size or model.vocab_size
-    embeddings = rows * model.hidden_size * (1 if model.tie_embeddings else 2)
-    if model.position == "learned":
-        embeddings += model.max_position_embeddings * model.hidden_size
+    rows, norm = model.padded_vocab_size or model.vocab_size, _norm_parameters(model)
+    head = 0 if model.tie_embeddings else rows * model.hidden_size
+    if model.architecture == "encoder":
+        head += _encoder_head_parameters(model, rows)
     if model.top_query_layer:
-        embeddings += model.max_position_embeddings * model.hidden_size
-    blocks = model.num_layers + int(model.top_query_layer)
-    return embeddings + blocks * block_parameters(model) + _norm_parameters(model)
+        head += model.max_position_embeddings * model.hidden_size
+    blocks = model.total_layers + int(model.top_query_layer)
+    blocks = blocks * block_parameters(model) + model.num_layers * cross_parameters(model)
+    stacks = 2 if model.encoder_layers else 1
+    final_norms = 0 if model.norm_placement == "post" else stacks * norm
+    return rows * model.hidden_size + _other_embeddings(model) + blocks + final_norms + head
+
+
+def _other_embeddings(model: ModelConfig) -> int:
+    """The parameters at the model's start without the word embedding."""
+    tables = model.num_tokentypes + (model.max_position_embeddings if model.position == "learned" else 0)
+    relative = 2 * model.relative_buckets * model.num_heads if model.position == "relative" else 0
+    return tables * model.hidden_size + relative + model.embedding_norm * _norm_parameters(model)
+
+
+def _encoder_head_parameters(model: ModelConfig, rows: int) -> int:
+    """The parameters of BERT's heads without a matrix of the vocabulary."""
+    hidden = model.hidden_size
+    dense = hidden * hidden + hidden
+    return dense + _norm_parameters(model) + rows + model.binary_head * (dense + 2 * hidden + 2)
+
+
+def cross_parameters(model: ModelConfig) -> int:
+    """The parameters of the cross attention of a decoder's block, and its norms; 0 without an encoder."""
+    if not model.encoder_layers:
+        return 0
+    return _attention_parameters(model) + _norms_of_a_branch(model) * _norm_parameters(model)
+
+
+def _norms_of_a_branch(model: ModelConfig) -> int:
+    return 2 if model.norm_placement == "sandwich" else 1
+
+
+def _attention_parameters(model: ModelConfig) -> int:
+    hidden, query = model.hidden_size, model.num_heads * model.head_size
+    key_value = 2 * model.query_groups * model.head_size
+    weights = hidden * (query + key_value) + query * hidden
+    return weights + (query + key_value + hidden if model.bias else 0)
 
 
 def block_parameters(model: ModelConfig) -> int:
-    """The parameters of one transformer block: attention, MLP and two norms."""
+    """The parameters of one transformer block without cross attention: attention, MLP and norms."""
     hidden, ffn = model.hidden_size, model.ffn_size
-    query, key_value = model.num_heads * model.head_size, 2 * model.query_groups * model.head_size
-    up = 2 * ffn if model.activation == "swiglu" else ffn
-    weights = hidden * (query + key_value) + query * hidden + hidden * up + ffn * hidden
-    biases = (query + key_value) + hidden + up + hidden if model.bias else 0
-    return weights + biases + 2 * _norm_parameters(model)
+    up = 2 * ffn if model.has_gate else ffn
+    mlp = hidden * up + ffn * hidden + (up + hidden if model.bias else 0)
+    return _attention_parameters(model) + mlp + 2 * _norms_of_a_branch(model) * _norm_parameters(model)
 
 
 def _norm_parameters(model: ModelConfig) -> int:
@@ -40,12 +73,19 @@ def largest_rank_parameters(config: Config) -> float:
     if model.query_groups < parallel.tensor:  # each rank holds a copy of one group
         model = model.model_copy(update={"num_query_groups": parallel.tensor})
     word, positions = model.padded_vocab * model.hidden_size, model.max_position_embeddings * model.hidden_size
-    stages = [count * block_parameters(model) for count in layer_counts(model, parallel)]
-    stages[0] += word + positions * (model.position == "learned")
+    counts, block, cross = layer_counts(model, parallel), block_parameters(model), cross_parameters(model)
+    decoder_stages = len(counts) - encoder_stages(model, parallel)
+    if len(counts) > 1:
+        stages = [count * (block + cross * (len(counts) - at <= decoder_stages)) for at, count in enumerate(counts)]
+    else:
+        stages = [counts[0] * block + model.num_layers * cross]
+    stages[0] += word + _other_embeddings(model)
     if len(stages) > 1 or not model.tie_embeddings:
         stages[-1] += word
     if model.top_query_layer:
-        stages[-1] += block_parameters(model) + positions
+        stages[-1] += block + positions
+    if model.architecture == "encoder":
+        stages[-1] += _encoder_head_parameters(model, model.padded_vocab)
     stages[-1] += _norm_parameters(model)
     return max(sum(stages[rank :: parallel.pipeline]) for rank in range(parallel.pipeline)) / parallel.tensor
 

@@ -11,7 +11,7 @@ from megatron_lite.checkpoint.compatible import check_resumable
 from megatron_lite.checkpoint.contents import Contents
 from megatron_lite.checkpoint.directory import iterations, locate, read_latest, set_aside
 from megatron_lite.checkpoint.layout import parse_config, read_layout
-from megatron_lite.checkpoint.match import MODEL_PROVIDER
+from megatron_lite.checkpoint.match import ADDED_AT_FINE_TUNING, MODEL_PROVIDER
 from megatron_lite.config.load import fields_of
 from megatron_lite.config.schema import Config
 from megatron_lite.errors import CheckpointError, ConfigError, DamagedCheckpoint, TrainingError
@@ -149,7 +149,9 @@ def load_weights(run: Run, root: Path, iteration: int) -> None:
     """
     _report(run, f"loading weights from {root} at iteration {iteration}; training starts at iteration 0")
     contents = Contents(run.optimizer.weights())
-    _load(run, root, iteration, contents)
+    loaded = _load(run, root, iteration, contents)
+    if added := [name for name in ADDED_AT_FINE_TUNING if name in run.table and name not in loaded.layout.tensors]:
+        _report(run, f"the checkpoint has no {', '.join(added)}, which starts from its initial values")
     run.optimizer.load(contents.weights, {}, 0, 0)
 
 

@@ -12,11 +12,15 @@ from megatron_lite.data.blended import SPLIT_NAMES, BlendedDataset, Dataset, Spl
 from megatron_lite.data.corpus_info import info_path
 from megatron_lite.data.gpt_dataset import GPTDataset
 from megatron_lite.data.indexed import IndexedDataset
+from megatron_lite.data.samples import sample_maker
+from megatron_lite.data.text_dataset import TextDataset
+from megatron_lite.data.tokenizer import Tokenizer
 from megatron_lite.errors import DataError
 from megatron_lite.text import counted
 from megatron_lite.training.state import samples_for
 
 LOSS_OF = {"train": "training", "valid": "validation", "test": "test"}
+CorpusDataset = GPTDataset | TextDataset
 ENOUGH_CHOICES = 1_000_000  # of a blend; every range of it has the same shares
 
 
@@ -31,8 +35,13 @@ def wanted_samples(train: TrainConfig, data_parallel_size: int) -> tuple[int, in
     return samples_for(train, data_parallel_size), evaluation, evaluation
 
 
-def open_splits(config: Config, wanted: tuple[int, int, int], tokenizer_hash: str) -> Splits:
-    """The datasets of `data.paths`; missing index files are written. An empty hash stands for no tokenizer."""
+def open_splits(
+    config: Config, wanted: tuple[int, int, int], tokenizer: Tokenizer | None, tokenizer_hash: str
+) -> Splits:
+    """The datasets of `data.paths`; missing index files are written. An empty hash stands for no tokenizer.
+
+    Raises ConfigError for a tokenizer without the special tokens that the samples of the architecture need.
+    """
     data = config.data
     return build_datasets(
         list(data.paths),
@@ -43,6 +52,7 @@ def open_splits(config: Config, wanted: tuple[int, int, int], tokenizer_hash: st
         cache_dir=data.cache_dir or None,
         vocab_size=config.model.vocab_size or None,
         tokenizer_hash=tokenizer_hash if data.tokenizer_check else None,
+        make_sample=sample_maker(config, tokenizer),
     )
 
 
@@ -67,11 +77,10 @@ def check_corpora_end(config: Config, corpora: Sequence[IndexedDataset], eod: in
 
 def data_lines(config: Config, splits: Splits, wanted: tuple[int, int, int]) -> Iterator[str]:
     """The sizes of the corpora, the epochs that a run reads, and what is missing; nothing about custom datasets."""
-    parts: dict[str, dict[str, tuple[GPTDataset, float]]] = {}
+    parts: dict[str, dict[str, tuple[CorpusDataset, float]]] = {}
     for name, split, count in zip(SPLIT_NAMES, splits, wanted, strict=True):
         for dataset, num_samples in _members(split, count):
-            epochs = num_samples * dataset.seq_length / dataset.tokens_per_epoch
-            parts.setdefault(dataset.indexed.prefix, {})[name] = (dataset, epochs)
+            parts.setdefault(dataset.indexed.prefix, {})[name] = (dataset, dataset.epochs_of(num_samples))
     for prefix, of_split in parts.items():
         corpus = next(iter(of_split.values()))[0].indexed
         texts = [f"{counted(len(corpus), 'document')}, {counted(corpus.num_tokens, 'token')}"]
@@ -93,12 +102,12 @@ def data_lines(config: Config, splits: Splits, wanted: tuple[int, int, int]) -> 
         yield f"the tokenizer of {unknown[0]}{others} cannot be checked without {info_path(unknown[0]).name}"
 
 
-def _members(split: Dataset | None, num_samples: int) -> Sequence[tuple[GPTDataset, float]]:
+def _members(split: Dataset | None, num_samples: int) -> Sequence[tuple[CorpusDataset, float]]:
     """The corpora of a split, each with the number of samples from it."""
-    if isinstance(split, GPTDataset):
+    if isinstance(split, CorpusDataset):
         return [(split, num_samples)]
     if not isinstance(split, BlendedDataset):
         return []
     choices = split.index.dataset[:ENOUGH_CHOICES]
     counts = np.bincount(choices, minlength=len(split.members)) * (num_samples / len(choices))
-    return [(m, n) for m, n in zip(split.members, counts.tolist(), strict=True) if isinstance(m, GPTDataset)]
+    return [(m, n) for m, n in zip(split.members, counts.tolist(), strict=True) if isinstance(m, CorpusDataset)]

@@ -76,7 +76,7 @@ def mean_results(
                 break
             portion = local_batches(batches.get(consumed, count), run.ctx.cp)
             forward = forward_of(run, portion, run.model.__getitem__, step, sums)
-            message = message_of(run.config, portion[0].tokens, run.ctx.device)
+            message = message_of(run.config, portion[0], run.ctx.device)
             run.engine.run(schedule, forward, message, recorder=run.progress)
     run.ddp.release_params()  # that the forwards gathered; no backward releases them
     for chunk in run.model:
@@ -116,7 +116,8 @@ class Evaluation:
                     f"exiting program {reason}: training is done at iteration {run.state.iteration}, and saved, but "
                     "not its final evaluation; run the same command again to evaluate"
                 )
-            if name == "validation" and log.active and "lm loss" in losses:
+            is_decoder = run.config.model.architecture == "decoder"
+            if name == "validation" and log.active and "lm loss" in losses and is_decoder:
                 log.say(comparison_line(run, losses["lm loss"], self._splits[name]))
         self._answer_tasks(f"the end of training, iteration {run.state.iteration}")
 

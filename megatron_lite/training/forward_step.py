@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from megatron_lite.config.schema import Config
+from megatron_lite.config.schema import Config, ModelConfig
 from megatron_lite.data.loader import Batch
 from megatron_lite.errors import TrainingError
 from megatron_lite.model.masks import Mask
@@ -33,9 +33,39 @@ or a pair of a sum and its own count; logs have the quotient."""
 
 
 def next_token_loss(batch: Batch, model: "StageModel") -> tuple[Tensor, Number, Scalars]:
-    """The built-in forward step: the cross entropy of the next token, in nats."""
+    """The built-in forward step: the cross entropy of the target tokens, in nats. In a decoder a target is the next
+    token, in an encoder a masked one."""
     losses = model(batch.tokens, batch.labels)  # [s, b]
     return masked_sum(losses, batch.loss_mask), batch.loss_mask.sum(dtype=torch.float64), {}
+
+
+def masked_token_and_order_loss(batch: Batch, model: "StageModel") -> tuple[Tensor, Number, Scalars]:
+    """The built-in forward step with `model.binary_head`: the loss of masked tokens plus that of the segments' order.
+
+    The order loss of a row counts once for each of its targets. So one number of targets divides both sums, and with as
+    many targets in every row the result is the sum of both means, as in BERT and Megatron-LM.
+    """
+    losses, order_logits = model(batch.tokens, batch.labels)  # [s, b] and [b, 2]
+    if batch.exchanged is None:
+        raise TrainingError("model.binary_head is true, and a batch has no `exchanged`; give it in the samples")
+    of_tokens = masked_sum(losses, batch.loss_mask)
+    of_order = torch.nn.functional.cross_entropy(order_logits.to(losses.dtype), batch.exchanged, reduction="none")
+    targets = batch.loss_mask.sum(dim=1)
+    weighted, counted = (of_order * targets).sum(), targets > 0
+    scalars = {"lm loss": of_tokens, "sop loss": ((of_order * counted).sum(), counted.sum())}
+    return of_tokens + weighted, batch.loss_mask.sum(dtype=torch.float64), scalars
+
+
+def built_in_step(model: ModelConfig) -> ForwardStep:
+    """The built-in forward step of a model."""
+    return masked_token_and_order_loss if model.binary_head else next_token_loss
+
+
+# The built-in forward steps, and the names of their scalars, which are Megatron-LM's.
+BUILT_IN_STEPS: dict[ForwardStep, tuple[str, ...]] = {
+    next_token_loss: (),
+    masked_token_and_order_loss: ("lm loss", "sop loss"),
+}
 
 
 def masked_sum(losses: Tensor, loss_mask: Tensor) -> Tensor:
@@ -152,7 +182,7 @@ def forward_of(
 ) -> Forward:
     """A function that runs one micro-batch through one chunk; on the last stage it adds the results to `sums` and
     returns the sum of the losses."""
-    options = [_options_of(batch) for batch in microbatches]
+    options = [_options_of(batch, run.config.model) for batch in microbatches]
 
     def forward(chunk: int, number: int, hidden: Tensor | None) -> Tensor:
         is_last = chunk * run.ctx.pp.size + run.ctx.pp.rank == run.engine.last_stage
@@ -168,12 +198,17 @@ def forward_of(
     return forward
 
 
-def _options_of(batch: Batch) -> dict[str, Any]:
-    """The keyword arguments of a chunk that describe the documents of this micro-batch; none without documents.
+def _options_of(batch: Batch, model: ModelConfig) -> dict[str, Any]:
+    """The keyword arguments of a chunk that describe this micro-batch; none for a decoder without packed documents.
 
     A causal mask needs no lengths: padding is at the end, where no token sees it.
     """
     options: dict[str, Any] = {}
+    if model.architecture != "decoder":
+        options["mask"] = Mask(causal=False, lengths=batch.lengths)
+    for name in ("token_types", "decoder_tokens"):
+        if (given := getattr(batch, name)) is not None:
+            options[name] = given
     if batch.position_ids is not None:
         options["position_ids"] = batch.position_ids
     if batch.documents is not None:

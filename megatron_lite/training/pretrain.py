@@ -115,9 +115,9 @@ def build_splits(run: Run) -> Splits:
     wanted = wanted_samples(config.train, run.ctx.dp.size)
 
     def build() -> Splits:
-        return open_splits(config, wanted, run.origin.get("tokenizer", ""))
+        return open_splits(config, wanted, run.tokenizer, run.origin.get("tokenizer", ""))
 
-    if state.consumed_samples:
+    if state.consumed_samples and config.model.architecture == "decoder":
         check_order_is_kept(
             list(config.data.paths),
             config.data.split,

@@ -1,7 +1,7 @@
 """The parts of a training run on one rank."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import nn
@@ -17,7 +17,7 @@ from megatron_lite.parallel.context import ParallelContext
 from megatron_lite.parallel.random import RngTracker
 from megatron_lite.parallel.shard import ParamTable
 from megatron_lite.pipeline.engine import PipelineEngine
-from megatron_lite.training.forward_step import ForwardStep, next_token_loss
+from megatron_lite.training.forward_step import BUILT_IN_STEPS, ForwardStep, next_token_loss
 from megatron_lite.training.progress import Progress
 from megatron_lite.training.state import StepReport, TrainState
 
@@ -41,12 +41,15 @@ class Run:
     state: TrainState = field(default_factory=TrainState)
     progress: Progress = field(default_factory=Progress)
     hooks: "Hooks" = field(default_factory=lambda: Hooks())
-    scalar_names: dict[ForwardStep, tuple[str, ...]] = field(default_factory=lambda: {next_token_loss: ()})
+    scalar_names: dict[ForwardStep, tuple[str, ...]] = field(default_factory=lambda: dict(BUILT_IN_STEPS))
 
 
 @dataclass(frozen=True)
 class Hooks:
-    """Functions of a script, and of packages that training cannot import, which a run calls."""
+    """Functions of a script, and of packages that training cannot import, which a run calls.
+
+    `next_token_loss` stands for the built-in forward step of the model (`with_built_in`).
+    """
 
     forward_step: ForwardStep = next_token_loss
     valid_forward_step: ForwardStep = next_token_loss  # of evaluations
@@ -55,6 +58,13 @@ class Hooks:
     convert_weights: "ConvertWeights | None" = None
     tasks: "Tasks | None" = None  # for `train.tasks`
     traced_step: "TracedStep | None" = None  # called instead of `train_step` in one iteration if `log.trace` is set
+
+    def with_built_in(self, step: ForwardStep) -> "Hooks":
+        """These hooks with the built-in forward step of a model, where a script gave none."""
+        own, valid = (
+            step if given is next_token_loss else given for given in (self.forward_step, self.valid_forward_step)
+        )
+        return replace(self, forward_step=own, valid_forward_step=valid)
 
 
 LearningRate = Callable[[OptimConfig, int, int], float]

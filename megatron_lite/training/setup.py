@@ -20,7 +20,7 @@ from megatron_lite.parallel.dtypes import PRECISIONS
 from megatron_lite.parallel.random import RngTracker
 from megatron_lite.pipeline.engine import PipelineEngine
 from megatron_lite.training.checkpointing import FORWARD_STEP, load_newest
-from megatron_lite.training.forward_step import next_token_loss
+from megatron_lite.training.forward_step import BUILT_IN_STEPS, built_in_step
 from megatron_lite.training.provider import ModelProvider, build_chunks, function_name
 from megatron_lite.training.run import Hooks, Run
 from megatron_lite.training.timers import Timers
@@ -65,10 +65,10 @@ def setup_model_and_optimizer(
         config, ctx, rng, parts.model, parts.params, parts.table, parts.ddp, parts.optimizer, pipeline, saver, origin={}
     )
     run.tokenizer = tokenizer
-    run.hooks = hooks or Hooks()
+    run.hooks = (hooks or Hooks()).with_built_in(built_in_step(config.model))
     if name := function_name(model_provider):
         run.origin[MODEL_PROVIDER] = name
-    if run.hooks.forward_step is not next_token_loss:
+    if run.hooks.forward_step not in BUILT_IN_STEPS:
         run.origin[FORWARD_STEP] = function_name(run.hooks.forward_step)
     if tokenizer is not None:
         run.origin["tokenizer"] = tokenizer_hash(config.data.tokenizer)  # each rank reads its files

@@ -14,6 +14,7 @@ from megatron_lite.config.schema import Config
 from megatron_lite.data.loader import Batch
 from megatron_lite.ddp.finalize import finalize_grads
 from megatron_lite.errors import TrainingError
+from megatron_lite.model.t5 import table_rows
 from megatron_lite.parallel.collectives import all_reduce
 from megatron_lite.parallel.context import Group
 from megatron_lite.parallel.dtypes import PRECISIONS
@@ -97,7 +98,7 @@ def forward_backward(run: Run, microbatches: list[Batch], loss_grad: float) -> T
         run.engine,
         build_schedule(parallel.schedule, run.ctx.pp.size, len(microbatches), len(run.model)),
         forward_of(run, microbatches, run.ddp.module, step, sums),
-        message_of(run.config, microbatches[0].tokens, run.ctx.device),
+        message_of(run.config, microbatches[0], run.ctx.device),
         loss_grad,
         run.progress,
     )
@@ -117,15 +118,21 @@ def _local_batch(batch: Batch, cp: Group) -> Batch:
         position_ids = local_tokens(batch.position_ids, cp, dim=1)
     else:
         position_ids = positions(batch.tokens.shape[1], cp.rank, cp.size).to(tokens.device)[None].long()
-    return Batch(tokens, labels, loss_mask, position_ids, batch.documents, batch.lengths)
+    local = {"tokens": tokens, "labels": labels, "loss_mask": loss_mask, "position_ids": position_ids}
+    if batch.token_types is not None:
+        local["token_types"] = local_tokens(batch.token_types, cp, dim=1)
+    return batch._replace(**local)
 
 
-def message_of(config: Config, tokens: Tensor, device: torch.device) -> Message:
-    """The hidden state that stages send for micro-batches like `tokens` [b, s], this rank's: [s, b, h], or [s/tp, b, h]
-    under sequence parallelism."""
-    batch, length = tokens.shape
+def message_of(config: Config, like: Batch, device: torch.device) -> Message:
+    """The hidden state that stages send for micro-batches like this one of this rank: [s, b, h], or [s/tp, b, h] under
+    sequence parallelism; in an encoder_decoder both streams and the tables of relative positions (`model/t5.py`)."""
+    batch, length = like.tokens.shape
+    length += 0 if like.decoder_tokens is None else like.decoder_tokens.shape[1]
     if config.parallel.sequence:
         length //= config.parallel.tensor
+    if like.decoder_tokens is not None:
+        length += table_rows(config.model, batch, config.parallel.tensor)
     dtype = PRECISIONS[config.train.precision]
     if config.model.fp32_residual:
         dtype = torch.promote_types(dtype, torch.float32)

@@ -19,7 +19,7 @@ from megatron_lite.training.state import TrainState
 def data_error(overrides: list[str], local_ranks: list[int]) -> str:
     config = load_config(None, overrides)
     ctx = ParallelContext.create(Grid(dp=dist.get_world_size()), torch.device("cpu"), 60.0)
-    run = SimpleNamespace(config=config, ctx=ctx, state=TrainState(), origin={})
+    run = SimpleNamespace(config=config, ctx=ctx, state=TrainState(), origin={}, tokenizer=None)
     with (
         mock.patch.dict(os.environ, {"LOCAL_RANK": str(local_ranks[ctx.rank])}),
         pytest.raises(DataError) as raised,

@@ -11,7 +11,7 @@ from torch.testing import assert_close
 from megatron_lite import mpu
 from megatron_lite.launch.pool import RanksFailed
 from megatron_lite.launch.pretrain import pretrain
-from megatron_lite.model.attention import SelfAttention
+from megatron_lite.model import attention
 from megatron_lite.model.mlp import MLP
 from megatron_lite.mpu.groups import context, rng_tracker
 from megatron_lite.parallel import embedding
@@ -99,9 +99,7 @@ def both(theirs: nn.Module, ours: nn.Module, x: Tensor, names: dict[str, str]) -
 
 
 def with_bias(layer: nn.Module, x: Tensor) -> Tensor:
-    if isinstance(layer, SelfAttention):
-        out, bias = layer(x, None, None)
-    elif isinstance(layer, MLP):
+    if isinstance(layer, (attention.ParallelAttention, MLP)):
         out, bias = layer(x)
     else:
         return layer(x)
@@ -129,7 +127,7 @@ def run_layers(tp: int) -> dict[str, dict[str, Any]]:
         ),
         "attention": both(
             ParallelAttention(h, config.num_heads, 0.0, XAVIER, DOUBLE),
-            SelfAttention(config, options, separate_query=False),
+            attention.ParallelAttention(config, options, separate_query=False),
             inputs(7, 3, h),
             {
                 f"{name}.{part}": f"{article}.{part}"

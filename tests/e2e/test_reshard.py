@@ -8,7 +8,7 @@ import torch
 
 from megatron_lite.checkpoint.layout import dump_layout, read_layout
 from tests.helpers.checkpoints import newest_tensor_files
-from tests.helpers.tiny import resume_and_save
+from tests.helpers.tiny import ENCODERS, resume_and_save
 
 DEEPSPEED = {"parallel__ddp": "deepspeed"}
 # name -> number of ranks and config changes; neighbours differ much, because a run moves through them in this order
@@ -40,7 +40,12 @@ LAYOUTS = {
     "cp 4 fsdp": (4, {"parallel__context": 4, "parallel__context_mode": "all_gather", "parallel__ddp": "fsdp"}),
 }
 OTHERS = {"dp 2": (2, {}), "tp 2 dp 2": (4, {"parallel__tensor": 2})}
-MODELS = {"codegeex": "gpt with a top-query block, tied", "llama": "grouped queries, gate and up, untied"}
+# model -> the layouts that it moves through
+MODELS = {
+    "codegeex": list(LAYOUTS),
+    "llama": list(LAYOUTS)[::3],
+    **dict.fromkeys(ENCODERS, [name for name in LAYOUTS if "cp" not in name and "layers" not in name][::2]),
+}
 
 
 class Mover:
@@ -83,7 +88,7 @@ def test_copies_of_a_key_value_group_move_between_layouts(ranks, tmp_path):
 @pytest.mark.parametrize("model", MODELS)
 def test_a_run_with_a_new_layout_at_every_save_has_the_losses_of_one_layout(ranks, tmp_path, model):
     """A wrong slice of a weight, a lost moment or another data position would change the losses."""
-    layouts = list(LAYOUTS)[:: 1 if model == "codegeex" else 3]
+    layouts = MODELS[model]
     move, steps = Mover(ranks, tmp_path, model), 2
     _, expected = move("one rank", "", steps * (len(layouts) + 1))
     checkpoint, reports = move("one rank", "", steps)

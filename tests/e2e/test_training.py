@@ -362,7 +362,7 @@ def test_a_run_resumes_under_another_data_parallel_size_with_the_same_losses(ran
 )
 def test_a_config_change_that_reorders_the_samples_is_an_error(ranks, tmp_path, change, words):
     ranks(1, train_in, str(tmp_path), train__iterations=2)
-    with pytest.raises(AssertionError, match=rf"{words}: the order of the samples would change"):
+    with pytest.raises(AssertionError, match=rf"{words}: the samples or their order would change"):
         ranks(1, train_in, str(tmp_path), train__iterations=3, **change)
 
 

@@ -37,6 +37,38 @@ def llama(**changes: Any) -> Any:
     return randomized(LlamaForCausalLM(LlamaConfig(**{**sizes, **changes})))
 
 
+def bert(cls: str = "BertForPreTraining", **changes: Any) -> Any:
+    import transformers
+
+    sizes = {
+        "vocab_size": VOCAB,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "max_position_embeddings": 24,
+        "attn_implementation": "eager",
+    }
+    return randomized(getattr(transformers, cls)(transformers.BertConfig(**{**sizes, **changes})))
+
+
+def t5(**changes: Any) -> Any:
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    sizes = {
+        "vocab_size": VOCAB,
+        "d_model": 32,
+        "d_kv": 12,
+        "d_ff": 48,
+        "num_layers": 3,
+        "num_decoder_layers": 2,
+        "num_heads": 4,
+        "relative_attention_num_buckets": 8,
+        "relative_attention_max_distance": 12,
+    }
+    return randomized(T5ForConditionalGeneration(T5Config(**{**sizes, **changes})))
+
+
 MODELS = {
     "gpt2": gpt2,
     "gpt2 quick_gelu": lambda: gpt2(activation_function="quick_gelu", n_inner=64, vocab_size=256),
@@ -47,6 +79,12 @@ MODELS = {
     "llama rope, head_dim": lambda: llama(
         rope_parameters={"rope_type": "default", "rope_theta": 500.0}, head_dim=8, num_key_value_heads=8
     ),
+}
+ENCODERS = {
+    "bert": bert,
+    "bert without a binary head, relu": lambda: bert("BertForMaskedLM", hidden_act="relu"),
+    "t5": t5,
+    "t5 gated, not scaled": lambda: t5(feed_forward_proj="gated-gelu", tie_word_embeddings=False),
 }
 
 

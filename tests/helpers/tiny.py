@@ -9,15 +9,18 @@ from functools import wraps
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
 from megatron_lite.config.load import load_config
 from megatron_lite.config.schema import Config
-from megatron_lite.data.loader import Batch, make_batch
+from megatron_lite.data.loader import Batch, make_batch, stacked
 from megatron_lite.data.samplers import microbatch_indices
+from megatron_lite.data.samples import sample_maker
+from megatron_lite.data.text_dataset import Sample, SampleMaker
 from megatron_lite.model.build import get_model
-from megatron_lite.model.gpt import WORD_EMBEDDINGS
+from megatron_lite.model.ends import WORD_EMBEDDINGS
 from megatron_lite.model.init import fill
 from megatron_lite.optim import deepspeed as deepspeed_file
 from megatron_lite.parallel.collectives import all_gather
@@ -56,6 +59,33 @@ MODELS: dict[str, dict[str, Any]] = {
         "tie_embeddings": False,
     },
 }
+# Models whose samples are made from texts. They are in no list of the decoders' tests.
+ENCODERS: dict[str, dict[str, Any]] = {
+    "bert": {
+        **SIZES,
+        "architecture": "encoder",
+        "vocab_size": 300,
+        "norm_placement": "post",
+        "embedding_norm": True,
+        "num_tokentypes": 2,
+        "binary_head": True,
+    },
+    "t5": {
+        **SIZES,
+        "architecture": "encoder_decoder",
+        "vocab_size": 300,
+        "norm": "rmsnorm",
+        "activation": "geglu",
+        "ffn_hidden_size": 64,
+        "position": "relative",
+        "relative_buckets": 8,
+        "relative_max_distance": 12,
+        "bias": False,
+        "attention_scale": 1.0,
+        "logit_scale": 0.5,
+        "embedding_init_std": 0.3,
+    },
+}
 TRAIN = {
     "train.iterations": 5,
     "train.global_batch_size": 8,
@@ -71,7 +101,9 @@ TRAIN = {
 
 def tiny_config(model: str, **changes: Any) -> Config:
     """A config of one of MODELS; changes are written `train__precision="fp64"`."""
-    fields = {f"model.{name}": value for name, value in MODELS[model].items()} | TRAIN
+    fields = {f"model.{name}": value for name, value in (MODELS | ENCODERS)[model].items()} | TRAIN
+    if model in ENCODERS:
+        fields |= {"data.tokenizer": "bytes", "data.vocab_extra_ids": 8}
     fields |= {name.replace("__", "."): value for name, value in changes.items()}
     return load_config(None, [f"{name}={value}" for name, value in fields.items()])
 
@@ -84,6 +116,12 @@ def sample(number: int, seq_length: int, vocab_size: int) -> tuple[torch.Tensor,
     tokens = (start + 5 * torch.arange(seq_length + 1) + noise) % vocab_size
     length = int(torch.randint(1, seq_length + 1, (1,), generator=generator))
     return tokens, (torch.arange(seq_length) < length).float()
+
+
+def made_sample(number: int, make: SampleMaker) -> Sample:
+    """A sample of an encoder or an encoder_decoder, from the first part of a counting text."""
+    tokens, mask = sample(number, make.text_length, 250)
+    return make(tokens[: max(2, int(mask.sum()))].numpy(), np.random.RandomState(number))
 
 
 EOD = 256  # of the tokenizer `bytes`
@@ -102,8 +140,11 @@ def next_microbatches(run: Run) -> list[Batch]:
     """This rank's micro-batches of the next iteration, with its tokens under context parallelism."""
     train, dp, config = run.config.train, run.ctx.dp, run.config
     count = num_microbatches(train, dp.size, run.state.consumed_samples)
-    batches = []
+    batches, make_sample = [], sample_maker(config, run.tokenizer)
     for numbers in microbatch_indices(run.state.consumed_samples, count, train.micro_batch_size, dp.rank, dp.size):
+        if make_sample is not None:
+            batches.append(stacked([made_sample(number, make_sample) for number in numbers]))
+            continue
         pairs = [sample(number, config.data.seq_length, config.model.vocab_size) for number in numbers]
         if config.data.reset_position_ids or config.data.reset_attention_mask:
             batches.append(packed(numbers, pairs, config))

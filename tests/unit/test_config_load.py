@@ -108,7 +108,7 @@ def test_every_mistake_is_reported_at_once_with_its_line(tmp_path):
         ("hidden_size=5", "unknown section hidden_size; did you mean model.hidden_size?; sections are run,"),
         ("optim=5", "optim is a section; name one of its fields, such as optim.lr"),
         ("modl.hidden_size=5", "unknown section modl in modl.hidden_size; did you mean model.hidden_size?"),
-        ("model.zzz=5", "unknown field model.zzz; model has preset, num_layers,"),
+        ("model.zzz=5", "unknown field model.zzz; model has preset, architecture, num_layers,"),
         ("parallel.tensor=[", "parallel.tensor=[: not valid YAML:"),
         ("parallel.tensor=", "parallel.tensor is empty; it must be an integer above 0"),
         ("parallel.tensor=2.0", "parallel.tensor is 2.0; it must be an integer above 0"),

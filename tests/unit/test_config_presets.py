@@ -14,6 +14,10 @@ PUBLISHED = {
     "gpt-175b": 174_604_259_328,  # 174.6B in Narayanan et al., arXiv 2104.04473, table 2
     "codegeex-13b": 12_873_943_040,  # the released checkpoint, 25.75 GB in fp16
     "codegeex-mini": 4_080_384,  # of this package, without a vocabulary
+    "bert-base": 110_106_428,  # BertForPreTraining of google-bert/bert-base-uncased on the Hugging Face hub
+    "bert-large": 336_226_108,  # likewise of bert-large-uncased
+    "t5-small": 60_506_624,  # google-t5/t5-small there
+    "t5-base": 222_903_552,  # google-t5/t5-base there
     "llama-160m": 162_417_408,  # JackFram/llama-160m on the Hugging Face hub
     "llama-7b": 6_738_415_616,  # meta-llama/Llama-2-7b-hf there
     "llama-70b": 68_976_648_192,  # meta-llama/Llama-2-70b-hf there

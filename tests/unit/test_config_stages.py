@@ -29,6 +29,26 @@ def test_layers_of_each_stage(layers, stages, layout, wanted):
     assert counts(*options) == wanted
 
 
+@pytest.mark.parametrize(
+    "encoder, decoder, stages, layout, split, wanted",
+    [
+        (4, 4, 2, "even", 0, [4, 4]),
+        (6, 2, 4, "even", 0, [2, 2, 2, 2]),
+        (2, 6, 4, "even", 0, [2, 2, 2, 2]),
+        (1, 9, 2, "even", 0, [1, 9]),  # each has one stage at least
+        (4, 4, 4, "even", 1, [4, 2, 1, 1]),
+        (4, 4, 4, "balanced", 2, [2, 2, 3, 1]),  # 5 with the embedding, and 5 with the head
+        (5, 5, 4, "balanced", 2, [2, 3, 3, 2]),
+        (4, 4, 1, "even", 0, [8]),
+        (4, 4, 3, "[3,1,4]", 2, [3, 1, 4]),
+    ],
+)
+def test_no_stage_has_layers_of_encoder_and_decoder(encoder, decoder, stages, layout, split, wanted):
+    given = ["model.architecture=encoder_decoder", f"model.num_encoder_layers={encoder}", f"model.num_layers={decoder}"]
+    given += [f"parallel.pipeline={stages}", f"parallel.pipeline_layout={layout}", f"parallel.encoder_stages={split}"]
+    assert counts(*given) == wanted
+
+
 def test_balanced_counts_a_top_query_block_with_the_head():
     assert counts("model.preset=codegeex-13b", "parallel.pipeline=3", "parallel.pipeline_layout=balanced") == [
         13,

@@ -326,6 +326,8 @@ def test_the_tokenizer_sets_the_vocabulary_size():
     assert with_vocab_size(config, 257).model.vocab_size == 257
     given = load_config(None, ["data.tokenizer=bytes", "model.vocab_size=300"])
     assert with_vocab_size(given, 257).model.vocab_size == 300, "a larger given value is kept"
+    extra = load_config(None, ["data.tokenizer=bytes", "data.vocab_extra_ids=8"])
+    assert with_vocab_size(extra, 257).model.vocab_size == 265
 
 
 @pytest.mark.parametrize(
@@ -334,6 +336,10 @@ def test_the_tokenizer_sets_the_vocabulary_size():
         (
             ["model.vocab_size=256", "data.tokenizer=bytes"],
             "model.vocab_size is 256, less than data.tokenizer (bytes) has; use at least 257",
+        ),
+        (
+            ["model.vocab_size=260", "data.tokenizer=bytes", "data.vocab_extra_ids=8"],
+            "model.vocab_size is 260, less than data.tokenizer (bytes) with data.vocab_extra_ids (8) has; use at least",
         ),
         (["model.padded_vocab_size=128"], "model.padded_vocab_size is 128, less than the vocabulary (257); use at"),
         (["parallel.tensor=5"], "parallel.tensor is 5, which does not divide the padded vocabulary (384); set"),

@@ -252,7 +252,7 @@ def test_an_error_of_transformers_is_reported(source, tmp_path):
     save_file({}, tmp_path / "hf" / "model.safetensors")
     (tmp_path / "hf" / "config.json").write_text("{}")
     with pytest.raises(CheckpointError, match="hf: transformers cannot load it: "):
-        verify.of_transformers(tmp_path / "hf", None)
+        verify.of_transformers(tmp_path / "hf", None, ModelConfig())
 
 
 def test_the_files_of_a_gpt2_tokenizer_are_copied(source, tmp_path):

@@ -225,7 +225,7 @@ def test_the_error_of_a_model_that_neither_format_can_represent_names_the_field(
 
 def test_presets_of_gpt_and_llama_can_be_represented():
     for name in PRESETS:
-        if not name.startswith("codegeex"):
+        if name.startswith(("gpt", "llama")):
             assert from_model(ModelConfig(preset=name))["vocab_size"] in (50257, 32000)
 
 

@@ -28,7 +28,7 @@ EXEMPT = {"__init__.py", "__main__.py"}
 # The files that register the context of a run with `mpu`, and the current chunk of its model.
 REGISTER_WITH_MPU = {"training/initialize.py", "training/provider.py"}
 # Non-blank lines of the core, docstrings included. A new feature may raise it, never above 13,000.
-BUDGET = 11_700
+BUDGET = 12_900
 # These files explain an algorithm of the papers; training does not need them to be read.
 TEACHING = {"model/flash_tiled.py", "model/flash_triton.py"}
 

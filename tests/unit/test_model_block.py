@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from torch.testing import assert_close
 
 from megatron_lite.model.block import TransformerBlock
+from megatron_lite.model.masks import FULL
 from tests.helpers.model_runs import layer_options, random_tokens, random_weights, run_model, tiny
 
 
@@ -46,6 +47,46 @@ def test_block_equals_its_formula(post_norm, norm, activation):
     second = block.pre_mlp_layernorm(middle)
     want = (second if post_norm else middle) + mlp(second)
     assert_close(block(x), want, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("placement", ["pre", "post", "output", "sandwich"])
+@pytest.mark.parametrize("fused", [False, True])
+def test_the_norms_of_each_placement_are_where_its_formula_has_them(placement, fused):
+    """Of all three branches of a decoder beside an encoder. 1e-6: a compiled chain adds biases later."""
+    config = tiny(norm_placement=placement, attention="math")
+    block = TransformerBlock(config.model, layer_options(torch.float64, fused=fused), place=0, cross_attention=True)
+    with torch.no_grad():
+        for parameter in block.parameters():
+            parameter.copy_(torch.randn(parameter.shape) * 0.3)
+    x, memory = torch.randn(7, 2, 32, dtype=torch.float64), torch.randn(5, 2, 32, dtype=torch.float64)
+
+    def total(found):
+        out, bias = found
+        return out if bias is None else out + bias
+
+    layers = [
+        ("input_layernorm", "post_attention_layernorm", lambda y: total(block.self_attention(y))),
+        (
+            "pre_cross_attn_layernorm",
+            "post_cross_attn_layernorm",
+            lambda y: total(block.cross_attention(memory, y, mask=FULL)),
+        ),
+        ("pre_mlp_layernorm", "post_mlp_layernorm", lambda y: total(block.mlp(y))),
+    ]
+    want = x
+    for before, after, layer in layers:
+        first, second = getattr(block, before), getattr(block, after)
+        assert (first is not None) == (placement in ("pre", "sandwich"))
+        assert (second is not None) == (placement != "pre")
+        if placement == "pre":
+            want = want + layer(first(want))
+        elif placement == "post":
+            want = second(want + layer(want))
+        elif placement == "output":
+            want = want + second(layer(want))
+        else:
+            want = want + second(layer(first(want)))
+    assert_close(block(x, memory=memory), want, rtol=0, atol=1e-6)
 
 
 def test_fused_block_equals_eager():

@@ -17,6 +17,8 @@ def formula(activation, x):
     if activation == "relu":
         return x * (x > 0)
     gate, up = x.chunk(2, dim=-1)
+    if activation == "geglu":
+        return formula("gelu_tanh", gate) * up
     return gate / (1 + torch.exp(-gate)) * up
 
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from megatron_lite.config.schema import Config
 from megatron_lite.data.loader import Batch
 from megatron_lite.errors import TrainingError
 from megatron_lite.parallel.context import solo
@@ -78,7 +79,7 @@ class Stage(nn.Module):
 def run_of(last_stage: int = 0) -> Any:
     pp = SimpleNamespace(rank=0, size=last_stage + 1)
     ctx = SimpleNamespace(pp=pp, world=solo("world"))
-    return SimpleNamespace(config=None, ctx=ctx, engine=SimpleNamespace(last_stage=last_stage), scalar_names={})
+    return SimpleNamespace(config=Config(), ctx=ctx, engine=SimpleNamespace(last_stage=last_stage), scalar_names={})
 
 
 BATCH = Batch(*(torch.ones(1, 2, dtype=torch.long) for _ in range(3)), position_ids=torch.zeros(1, 2, dtype=torch.long))

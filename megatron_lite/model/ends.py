@@ -1,0 +1,74 @@
+"""The two ends of every model: the embedding on the first pipeline stage, the head and the loss on the last one."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor, nn
+
+from megatron_lite.config.schema import ModelConfig
+from megatron_lite.model.embedding import Embedding, check_positions
+from megatron_lite.model.masks import Mask
+from megatron_lite.model.options import LayerOptions
+from megatron_lite.parallel.linear import ColumnParallelLinear, column_parallel_linear
+from megatron_lite.parallel.loss import vocab_parallel_cross_entropy
+from megatron_lite.parallel.recompute import recompute
+from megatron_lite.parallel.shard import declare
+
+WORD_EMBEDDINGS = "embedding.word_embeddings.weight"
+
+
+def _mark_tied(weight: nn.Parameter, tied_to: str) -> None:
+    declare(weight, replace(weight.meta, tied=True, tied_to=tied_to))  # type: ignore[attr-defined]
+
+
+class TransformerModel(nn.Module):
+    """The ends of a model; a subclass has the blocks. A stage has the embedding if it is the first one
+    (`pre_process`), and the head if it is the last one (`post_process`)."""
+
+    _forward: Callable[..., Any]
+
+    def __init__(self, config: ModelConfig, options: LayerOptions, *, pre_process: bool, post_process: bool):
+        super().__init__()
+        self.config, self.options = config, options
+        self.post_process = post_process
+        self.embedding = Embedding(config, options) if pre_process else None
+        # A tied head on another stage than the embedding is a copy, which must start and stay equal.
+        has_copy = config.tie_embeddings and pre_process != post_process
+        if self.embedding is not None and has_copy:
+            _mark_tied(self.embedding.word_embeddings.weight, "")
+        self.output_layer = None
+        if post_process and not (config.tie_embeddings and pre_process):
+            std = config.embedding_std if config.tie_embeddings else config.init_std
+            self.output_layer = ColumnParallelLinear(
+                config.hidden_size, config.padded_vocab, bias=False, init_std=std, **options.layer_kwargs
+            )
+            if has_copy:
+                _mark_tied(self.output_layer.weight, WORD_EMBEDDINGS)
+
+    def _run(self, inputs: tuple[Any, ...], mask: Mask, *position_ids: Tensor | None) -> Any:
+        """`_forward(*inputs)` of the subclass; `inputs[0]` are the tokens [b, s]. With `train.recompute: stage`
+        backward calls it again. Raises DataError for a mask of another batch and for positions that are too large."""
+        mask.check_batch(len(inputs[0]))
+        for given in position_ids:
+            if given is not None:
+                check_positions(given, self.config.max_position_embeddings)
+        if self.options.recompute_stage:
+            return recompute(self._forward, *inputs, rng=self.options.rng)
+        return self._forward(*inputs)
+
+    def _logits(self, x: Tensor) -> Tensor:
+        """`[s', b, h]` to `[s, b, v/tp]`. Communicates: as `column_parallel_linear`."""
+        if self.config.logit_scale != 1:
+            x = x * self.config.logit_scale
+        if self.output_layer is not None:
+            return self.output_layer(x)[0]
+        assert self.embedding is not None
+        weight, options = self.embedding.word_embeddings.weight, self.options
+        return column_parallel_linear(x, weight, None, options.tp, options.sequence_parallel)
+
+    def _losses(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """The loss of every token `[s, b]`, in fp32 nats; overwrites the logits. Communicates: three all-reduces of
+        [s, b] over tp."""
+        vocab_size, tp = self.config.vocab_size, self.options.tp
+        return vocab_parallel_cross_entropy(logits, labels.t(), tp, vocab_size=vocab_size, overwrite_logits=True)

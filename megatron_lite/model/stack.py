@@ -1,0 +1,94 @@
+"""A stack of transformer blocks with its final norm: an encoder or a decoder, or what a pipeline stage has of it."""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from megatron_lite.config.schema import ModelConfig
+from megatron_lite.model.block import TransformerBlock
+from megatron_lite.model.masks import CAUSAL, FULL, Mask
+from megatron_lite.model.norms import build_norm
+from megatron_lite.model.options import LayerOptions
+from megatron_lite.model.rotary import RotaryTable
+from megatron_lite.parallel.recompute import recompute
+
+
+class TransformerStack(nn.Module):
+    """The blocks with the numbers `layers` of one stack, and on request its final norm and its top-query block.
+
+    `first_place` is the number of blocks before them on this stage. With `cross_attention` the blocks are those of a
+    decoder that sees an encoder's output.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        layers: Iterable[int],
+        options: LayerOptions,
+        *,
+        final_norm: bool,
+        top_query: bool = False,
+        first_place: int = 0,
+        cross_attention: bool = False,
+    ):
+        super().__init__()
+        self.options, self.max_positions = options, config.max_position_embeddings
+        common = {"cross_attention": cross_attention}
+        self.layers = nn.ModuleDict(
+            {
+                str(number): TransformerBlock(config, options, place=place, window=config.window_of(number), **common)
+                for place, number in enumerate(layers, start=first_place)
+            }
+        )
+        has_norm = final_norm and config.norm_placement != "post"  # whose blocks end with a norm
+        self.final_layernorm = build_norm(config, options) if has_norm else None
+        self.top_query_layer = None
+        if top_query:
+            window = config.window_of(config.num_layers)
+            self.top_query_layer = TransformerBlock(
+                config, options, place=len(self.layers), window=window, separate_query=True
+            )
+        self.rotary = RotaryTable(config.head_size, config.rotary_base) if config.position == "rotary" else None
+
+    def forward(
+        self,
+        x: Tensor,
+        *,
+        position_ids: Tensor | None = None,
+        mask: Mask = CAUSAL,
+        bias: Tensor | None = None,
+        memory: Tensor | None = None,
+        memory_mask: Mask = FULL,
+        top_queries: Tensor | None = None,
+    ) -> Tensor:
+        """The stream `[s', b, h]` after these blocks; after a final norm in the weights' dtype. Other arguments as of
+        `TransformerBlock`; `position_ids` [b, s] or [1, s], None: 0..s-1; `top_queries` of `TopQueryEmbeddings`."""
+        rotary = self._rotary(x, position_ids)
+        common = {"rotary": rotary, "mask": mask, "bias": bias, "memory": memory, "memory_mask": memory_mask}
+        blocks = list(self.layers.values())
+        size = self.options.recompute_group
+        for start in range(0, len(blocks), size or len(blocks) or 1):
+            if size:
+                x = recompute(_run, blocks[start : start + size], x, common, rng=self.options.rng)
+            else:
+                x = _run(blocks, x, common)
+        if self.final_layernorm is not None:
+            x = self.final_layernorm(x)
+        if self.top_query_layer is not None:
+            x = self.top_query_layer(x, query_input=top_queries, rotary=rotary, mask=mask).to(self.options.dtype)
+        return x
+
+    def _rotary(self, x: Tensor, position_ids: Tensor | None) -> tuple[Tensor, Tensor] | None:
+        if self.rotary is None:
+            return None
+        if position_ids is None:
+            return self.rotary(x.shape[0] * self.options.sequence.size, device=x.device, dtype=x.dtype)
+        cos, sin = self.rotary(self.max_positions, device=x.device, dtype=x.dtype)
+        return cos[position_ids.t()].squeeze(2), sin[position_ids.t()].squeeze(2)
+
+
+def _run(blocks: Sequence[nn.Module], x: Tensor, common: dict[str, Any]) -> Tensor:
+    for block in blocks:
+        x = block(x, **common)
+    return x
