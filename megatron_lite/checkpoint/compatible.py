@@ -25,6 +25,7 @@ NOT_OF_WEIGHTS = {
     "mlp_dropout",
     "attention_dropout",
     "init_std",
+    "embedding_init_std",
     "attention",
     "fusion",
 }
@@ -68,8 +69,8 @@ def changed_model(before: Fields, now: Fields) -> list[str]:
     A checkpoint from before a field existed has its default, and fields that this version lacks differ.
     """
     saved, wanted = (_with_derived_sizes(config.get("model", {})) for config in (before, now))
-    # With rotary positions no weight depends on the number of positions.
-    free = NOT_OF_WEIGHTS | ({"max_position_embeddings"} if saved.get("position") == "rotary" else set())
+    # Without a table of positions no weight depends on their number.
+    free = NOT_OF_WEIGHTS | (set() if saved.get("position", "learned") == "learned" else {"max_position_embeddings"})
     unknown = [f"model.{key} (checkpoint: {saved[key]}, unknown here)" for key in saved if key not in wanted]
     return unknown + differing(
         {"model": saved}, {"model": wanted}, [f"model.{key}" for key in saved if key not in free]

@@ -46,7 +46,8 @@ class RunLog:
         if not self.active:
             return
         self.peak = config.log.peak_tflops or peak_tflops(ctx.device, PRECISIONS[config.train.precision])
-        self.flops_per_token = flops_per_token(config.model, config.data.seq_length, config.data.decoder_length)
+        decoder_length = config.data.decoder_length if config.model.encoder_layers else 0
+        self.flops_per_token = flops_per_token(config.model, config.data.seq_length, decoder_length)
         self.folder, self._lock = Path(config.run.dir), lock
         with write_errors(self.folder):
             self.folder.mkdir(parents=True, exist_ok=True)

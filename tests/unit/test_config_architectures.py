@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from megatron_lite.checkpoint.compatible import changed_model
 from megatron_lite.config.flops import flops_per_token
 from megatron_lite.config.load import load_config
 from megatron_lite.config.schema import ModelConfig
@@ -178,3 +179,14 @@ def test_each_preset_of_an_encoder_is_valid():
     for name in ("bert-base", "bert-large", "t5-small", "t5-base"):
         assert failures(load_config(None, [f"model.preset={name}", "data.seq_length=512"]), 1) == []
         assert ModelConfig(preset=name).architecture != "decoder"
+
+
+@pytest.mark.parametrize("position, may_change", [("learned", False), ("rotary", True), ("relative", True)])
+def test_the_number_of_positions_may_change_where_no_table_has_them(position, may_change):
+    """As may the spread of initial weights, of which a checkpoint has none."""
+    saved, now = (
+        {"model": ModelConfig(architecture="encoder_decoder", position=position, **changes).model_dump()}
+        for changes in ({}, {"max_position_embeddings": 4096, "embedding_init_std": 1.0})
+    )
+    assert (changed_model(saved, now) == []) == may_change
+    assert "embedding_init_std" not in str(changed_model(saved, now))
