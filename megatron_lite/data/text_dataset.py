@@ -83,7 +83,8 @@ class TextDataset:
                 f"{indexed.prefix}: the {split_name} split has {count:,} of {num_documents(indexed):,} documents, none "
                 f"with {MIN_TOKENS} tokens; give it a larger part of data.split"
             )
-        self.tokens_per_epoch = int(np.diff(document_starts(indexed, self._first, last)).sum())
+        begin, end = (int(document_starts(indexed, border, border)[0]) for border in documents)
+        self.tokens_per_epoch = end - begin
         self._size = -(-(num_samples or 1) // self.samples_per_epoch) * self.samples_per_epoch
 
     def _count(self, last: int) -> np.ndarray:

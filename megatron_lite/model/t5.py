@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron_lite.config.schema import ModelConfig
+from megatron_lite.errors import DataError
 from megatron_lite.model.ends import TransformerModel
 from megatron_lite.model.masks import CAUSAL, FULL, Mask
 from megatron_lite.model.options import LayerOptions
@@ -78,7 +79,7 @@ class T5Model(TransformerModel):
         labels: Tensor | None = None,
         hidden: Tensor | None = None,
         *,
-        decoder_tokens: Tensor,
+        decoder_tokens: Tensor | None = None,
         position_ids: Tensor | None = None,
         decoder_position_ids: Tensor | None = None,
         mask: Mask = FULL,
@@ -89,7 +90,7 @@ class T5Model(TransformerModel):
             labels          [b, t]       next tokens of the decoder, for the loss
             hidden          [s' + t' + r, b, h]   the previous stage's output; the r rows have the tables of relative
                                          positions
-            decoder_tokens  [b, t]
+            decoder_tokens  [b, t]       always needed; DataError without them
             position_ids, decoder_position_ids   [b, s] and [b, t]; None: from 0 on
             mask            the tokens of the encoder that its queries, and those of the decoder, see
             returns         [t, b]       loss in fp32 nats, with labels on the last stage
@@ -99,6 +100,8 @@ class T5Model(TransformerModel):
         Arguments are the same on every rank of tp, and except `hidden` on every stage.
         Communicates: as `GPTModel`; three all-reduces for each block of the decoder, forward and backward.
         """
+        if decoder_tokens is None:
+            raise DataError("model.architecture is encoder_decoder, and a batch has no `decoder_tokens`; give them too")
         inputs = (tokens, labels, hidden, decoder_tokens, position_ids, decoder_position_ids, mask)
         return self._run(inputs, mask, position_ids, decoder_position_ids)
 

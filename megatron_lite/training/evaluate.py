@@ -6,16 +6,17 @@ needs no position in the data.
 
 import math
 
+import numpy as np
 import torch
 
 from megatron_lite.data.blended import Dataset, Splits
 from megatron_lite.data.loader import PrefetchingLoader
 from megatron_lite.data.statistics import bytes_per_token, unigram_entropy
-from megatron_lite.errors import StoppedEarly
+from megatron_lite.errors import DataError, StoppedEarly
 from megatron_lite.parallel.collectives import all_reduce
 from megatron_lite.pipeline.schedules import build_schedule
 from megatron_lite.training.corpora import samples_of_evaluation
-from megatron_lite.training.forward_step import Means, Sums, forward_of, means_of, sum_over_pipeline
+from megatron_lite.training.forward_step import BUILT_IN_STEPS, Means, Sums, forward_of, means_of, sum_over_pipeline
 from megatron_lite.training.logs import RunLog
 from megatron_lite.training.run import Run
 from megatron_lite.training.signals import StopRequest
@@ -29,7 +30,16 @@ def evaluation_samples(run: Run) -> int:
 
 
 def build_loader(run: Run, dataset: Dataset, eod: int) -> PrefetchingLoader:
-    """A loader that prefetches this rank's micro-batches of `dataset`, one step ahead."""
+    """A loader that prefetches this rank's micro-batches of `dataset`, one step ahead.
+
+    Raises DataError for token ids where the built-in loss needs masked tokens or spans.
+    """
+    architecture = run.config.model.architecture
+    if architecture != "decoder" and run.hooks.forward_step in BUILT_IN_STEPS and isinstance(dataset[0], np.ndarray):
+        raise DataError(
+            f"model.architecture is {architecture}, and the dataset has token ids, whose labels are the next tokens; "
+            "return dictionaries with the fields of a batch, or give a forward step"
+        )
     return PrefetchingLoader(
         dataset,
         run.config.train.micro_batch_size,

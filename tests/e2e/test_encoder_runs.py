@@ -110,6 +110,25 @@ def test_the_order_loss_needs_its_labels(tmp_path):
     assert "model.binary_head is true, and a batch has no `exchanged`; give it in the samples" in done.stderr
     done = run("pretrain", *words, "model.binary_head=false", f"run.dir={tmp_path / 'other'}", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
+    given = [*MODELS["t5"], *SIZES, f"run.dir={tmp_path / 't5'}", "--data", f"{tmp_path}/data.py:splits"]
+    done = run("pretrain", *given, cwd=tmp_path)
+    assert done.returncode == 1 and "a batch has no `decoder_tokens`; give them too" in done.stderr
+
+
+def test_token_ids_are_no_samples_of_an_encoder(tmp_path):
+    """An encoder sees the next token, so their loss would teach it to copy."""
+    (tmp_path / "data.py").write_text(
+        "import numpy as np\n"
+        "from megatron_lite import Splits\n"
+        "class Data:\n"
+        "    def __len__(self): return 1000\n"
+        "    def __getitem__(self, k): return np.arange(33) % 7 + k % 3\n"
+        "def splits(run): return Splits(Data(), None, None)\n"
+    )
+    words = [*MODELS["bert"], *SIZES, f"run.dir={tmp_path / 'run'}", "--data", f"{tmp_path}/data.py:splits"]
+    done = run("pretrain", *words, cwd=tmp_path)
+    assert done.returncode == 1
+    assert "model.architecture is encoder, and the dataset has token ids, whose labels are the next" in done.stderr
 
 
 def test_fine_tuning_adds_token_types_to_a_model_without_them(tmp_path, corpus):
