@@ -18,6 +18,7 @@ DERIVED = {  # a model field whose 0 means "derived" -> the property of ModelCon
     "head_dim": "head_size",
     "ffn_hidden_size": "ffn_size",
     "padded_vocab_size": "padded_vocab",
+    "num_encoder_layers": "encoder_layers",
 }
 NOT_OF_WEIGHTS = {
     "preset",

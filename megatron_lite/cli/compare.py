@@ -56,7 +56,7 @@ def result_rows(runs: "Sequence[TrainedRun]") -> list[tuple[str, ...]]:
 
 def _shown(config: dict[str, Any], field: str) -> str:
     """A value in YAML. Another version of megatron_lite may lack the field."""
-    from megatron_lite.config.load import show_value
+    from megatron_lite.config.yaml_file import show_value
 
     if field not in config:
         return "absent"

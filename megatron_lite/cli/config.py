@@ -114,7 +114,7 @@ def first_line(section: type) -> str:
 
 def _default(info: "FieldInfo") -> str:
     """The default value as a YAML file has it; an empty text for one that is empty."""
-    from megatron_lite.config.load import show_value
+    from megatron_lite.config.yaml_file import show_value
 
     return "" if info.default is None else show_value(info.default).strip("'")
 

@@ -13,6 +13,10 @@ FIELDS_OF_ARCHITECTURE = {
     "binary_head": ("encoder",),
     "top_query_layer": ("decoder",),
     "window_size": ("decoder", "encoder"),
+    "no_rope_freq": ("decoder", "encoder"),
+    "qk_norm": ("decoder", "encoder"),
+    "residual": ("decoder",),
+    "head_bias": ("decoder",),
 }
 
 
@@ -21,8 +25,8 @@ def architecture_failures(config: Config) -> Iterator[str]:
     model, data, parallel = config.model, config.data, config.parallel
     given = f"model.architecture is {model.architecture}"
     for name, architectures in FIELDS_OF_ARCHITECTURE.items():
-        if getattr(model, name) and model.architecture not in architectures:
-            default = ModelConfig.model_fields[name].default
+        default = ModelConfig.model_fields[name].default
+        if getattr(model, name) != default and model.architecture not in architectures:
             yield f"model.{name} needs model.architecture: {' or '.join(architectures)}; {given}; leave it {default}"
     if model.position == "relative" and model.architecture != "encoder_decoder":
         yield f"model.position: relative needs model.architecture: encoder_decoder; {given}; use learned or rotary"

@@ -20,7 +20,7 @@ from pydantic.fields import FieldInfo
 from megatron_lite.config.schema import Config, Section
 from megatron_lite.config.types import Accepts
 from megatron_lite.config.validate import raise_any
-from megatron_lite.config.yaml_file import compose, line_of, value_of
+from megatron_lite.config.yaml_file import compose, line_of, show_value, value_of
 from megatron_lite.errors import ConfigError
 
 AnyConfig = TypeVar("AnyConfig", bound=Config)
@@ -255,14 +255,3 @@ def _question(name: str) -> str:
 def _nearest(word: str, words: Iterable[str]) -> str:
     """The most similar of `words`; empty when none is similar."""
     return next(iter(get_close_matches(word, list(words), n=1, cutoff=0.6)), "")
-
-
-def show_value(value: Any) -> str:
-    """A value in YAML."""
-    if isinstance(value, dict):
-        return "a section"
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, tuple):
-        return "[" + ", ".join("..." if isinstance(item, dict) else str(item) for item in value) + "]"
-    return repr(value) if isinstance(value, str) else str(value)

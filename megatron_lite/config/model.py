@@ -1,10 +1,11 @@
 """The model section of a config: sizes and kinds of a transformer."""
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import (
     BaseModel,
     ConfigDict,
+    Field,
     NonNegativeFloat,
     NonNegativeInt,
     PositiveFloat,
@@ -13,7 +14,7 @@ from pydantic import (
 )
 
 from megatron_lite.config.presets import PRESETS
-from megatron_lite.config.types import Preset, Probability
+from megatron_lite.config.types import Bias, Numbers, Preset, Probability
 
 # Logits are computed for a padded vocabulary whose size does not depend on the layout.
 VOCAB_PADDING = 128
@@ -68,12 +69,24 @@ class ModelConfig(Section):
     """Kind of normalization."""
     norm_eps: PositiveFloat = 1e-5
     """Added to the variance (for `rmsnorm` to the mean square) before the square root."""
+    norm_bias: bool = True
+    """Biases of `layernorm`."""
+    zero_centered_norm: bool = False
+    """Norms multiply by 1 + weight, as in Gemma: Megatron's `--apply-layernorm-1p`."""
     norm_placement: Literal["pre", "post", "output", "sandwich"] = "pre"
     """Norms of a residual branch: `pre` before it, `output` after it, `sandwich` both; `post`: after the residual add,
     as in the original transformer, without a final norm.
     """
+    residual: Literal["sequential", "parallel", "parallel_shared_norm"] = "sequential"
+    """`parallel`: attention and MLP read the block's input, each after its norm, and are added to it together, as in
+    GPT-NeoX; `parallel_shared_norm`: after one norm, as in GPT-J.
+    """
+    residual_scale: PositiveFloat = 1.0
+    """Factor of the output of attention and MLP before the residual add."""
     embedding_norm: bool = False
     """A norm after the embedding, as in BERT."""
+    embedding_scale: PositiveFloat = 1.0
+    """Factor of the word embedding; Gemma has sqrt(`hidden_size`)."""
     activation: Literal["gelu", "gelu_tanh", "quick_gelu", "relu", "swiglu", "geglu"] = "gelu"
     """Activation of the MLP. `gelu_tanh` is the tanh approximation, `quick_gelu` is x * sigmoid(1.702 x); `swiglu` and
     `geglu` (with `gelu_tanh`) have a gate.
@@ -84,6 +97,28 @@ class ModelConfig(Section):
     """
     rotary_base: PositiveFloat = 10000.0
     """Base of the rotary frequencies."""
+    local_rotary_base: NonNegativeFloat = 0.0
+    """Base in blocks with a window, which have no `rotary_scaling` then, as in Gemma 3; 0: as in other blocks."""
+    rotary_percent: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Part of each head that is rotated, its first elements."""
+    rotary_scaling: Literal["none", "linear", "dynamic", "yarn", "llama3", "longrope"] = "none"
+    """Change of the frequencies for sequences longer than those of the first training; see `model/rotary.py`."""
+    rotary_scaling_factor: PositiveFloat = 1.0
+    """How many times longer the sequences are."""
+    rotary_original_positions: NonNegativeInt = 0
+    """Number of positions of the first training; 0: `max_position_embeddings`."""
+    rotary_ramp: Numbers = ()
+    """Rotations over the original positions from which `yarn` and `llama3` keep a part of a frequency, and all of it;
+    empty: [1, 32] and [1, 4].
+    """
+    rotary_attention_factor: NonNegativeFloat = 0.0
+    """Factor of rotated queries and keys with `yarn` and `longrope`; 0: that of their papers."""
+    rotary_short_factors: Numbers = ()
+    """Divisor of each frequency with `longrope`, in sequences up to the original positions."""
+    rotary_long_factors: Numbers = ()
+    """Divisor of each frequency with `longrope`, in longer sequences."""
+    no_rope_freq: NonNegativeInt = 0
+    """Every n-th block has no positions, as with Megatron's argument of this name; 0: none."""
     relative_buckets: PositiveInt = 32
     """Rows of a table of relative positions. A row serves one distance, or several far ones."""
     relative_max_distance: PositiveInt = 128
@@ -92,12 +127,20 @@ class ModelConfig(Section):
     """Token types of an `encoder`, such as BERT's first and second segment; 0: none."""
     binary_head: bool = False
     """BERT's second loss, of an `encoder`: whether two segments of a document are in their order."""
-    bias: bool = True
-    """Biases in all linear layers."""
+    bias: Bias = True
+    """Biases of linear layers: of all, of none, or of query, key and value (`qkv`), these and the output projection
+    (`attention`), or the `mlp` only.
+    """
+    head_bias: bool = False
+    """A bias of the logits, as in GPT-J; it needs an untied head."""
+    qk_norm: Literal["none", "head", "full"] = "none"
+    """Norms of queries and keys before the rotation: over each `head` as in Qwen3, or over all heads as in OLMo 2."""
     tie_embeddings: bool = True
     """The output head shares the weights of the word embedding."""
     logit_scale: PositiveFloat = 1.0
     """Factor of the head's input; a T5 with a tied head has 1 / sqrt(`hidden_size`)."""
+    logit_softcap: NonNegativeFloat = 0.0
+    """Logits become softcap * tanh(logit / softcap), as in Gemma 2; 0 turns this off."""
     top_query_layer: bool = False
     """CodeGeeX's last block, whose queries are learned positions."""
     post_norm: bool = False
@@ -140,6 +183,23 @@ class ModelConfig(Section):
         """The window of a layer, numbered from 0 over the full model; 0: none."""
         skipped = self.window_attn_skip_freq and (layer + 1) % self.window_attn_skip_freq == 0
         return 0 if skipped else self.window_size
+
+    def rotary_of(self, layer: int) -> Literal["", "full", "local"]:
+        """The rotation in a layer, numbered as in `window_of`: none, by `rotary_base`, or by `local_rotary_base`."""
+        skipped = self.no_rope_freq and (layer + 1) % self.no_rope_freq == 0
+        if self.position != "rotary" or skipped:
+            return ""
+        return "local" if self.local_rotary_base and self.window_of(layer) else "full"
+
+    def has_bias(self, layer: Literal["qkv", "proj", "mlp"]) -> bool:
+        """Whether these linear layers have a bias."""
+        wanted = {"qkv": ("qkv", "attention"), "proj": ("attention",), "mlp": ("mlp",)}[layer]
+        return self.bias if isinstance(self.bias, bool) else self.bias in wanted
+
+    @property
+    def rotary_size(self) -> int:
+        """The elements of a head that are rotated."""
+        return int(self.head_size * self.rotary_percent)
 
     @property
     def encoder_layers(self) -> int:

@@ -78,6 +78,13 @@ if TYPE_CHECKING:
     Preset = str
 else:  # a type checker cannot read the names from a table
     Preset = Literal[("", *PRESETS)]
+Bias = Annotated[
+    bool | Literal["qkv", "attention", "mlp"],
+    Accepts("true, false, qkv, attention or mlp"),
+]
+Numbers = Annotated[
+    tuple[Annotated[float, Field(gt=0)], ...], BeforeValidator(_tuple), Accepts("a list of numbers above 0")
+]
 Probability = Annotated[float, Field(ge=0.0, lt=1.0)]
 Seed = Annotated[int, Field(ge=0, lt=2**32)]  # what NumPy's generators take
 Folder = Annotated[

@@ -8,6 +8,7 @@ from megatron_lite.config.attention import request_of, select
 from megatron_lite.config.engines import engine_failures
 from megatron_lite.config.schema import Config, ModelConfig
 from megatron_lite.config.stages import layer_counts
+from megatron_lite.config.yaml_file import show_value
 from megatron_lite.errors import ConfigError
 
 
@@ -132,11 +133,47 @@ def _model_failures(model: ModelConfig) -> Iterator[str]:
                 yield f"model.{name} needs model.norm_placement: pre; it is {model.norm_placement}"
     if model.norm_placement == "post" and model.fp32_residual:
         yield "model.fp32_residual has no effect with model.norm_placement: post, whose stream is the output of norms"
-    if model.position == "rotary" and model.head_size % 2:
-        yield f"the head size (model.head_dim) is {model.head_size}; rotary embeddings need an even head size"
+    if model.residual != "sequential":
+        for name, wanted in (("norm_placement", "pre"), ("post_norm", False)):
+            if getattr(model, name) != wanted:
+                given = f"it is {show_value(getattr(model, name))}"
+                yield f"model.residual: {model.residual} needs model.{name}: {show_value(wanted)}; {given}"
+    if model.qk_norm == "full" and model.norm != "rmsnorm":
+        yield f"model.qk_norm: full needs model.norm: rmsnorm; it is {model.norm}"
+    if model.head_bias and model.tie_embeddings:
+        yield "model.head_bias needs a head of its own; give model.tie_embeddings: false"
+    yield from _rotary_failures(model)
     position = model.position
     if model.top_query_layer and position != "learned":
         yield f"model.top_query_layer needs model.position: learned, whose positions are its queries; it is {position}"
+
+
+def _rotary_failures(model: ModelConfig) -> Iterator[str]:
+    scaling, given = model.rotary_scaling, f"model.rotary_scaling is {model.rotary_scaling}"
+    if model.position != "rotary":
+        for name in ("rotary_scaling", "local_rotary_base", "no_rope_freq"):
+            if getattr(model, name) != ModelConfig.model_fields[name].default:
+                yield f"model.{name} needs model.position: rotary; it is {model.position}"
+        return
+    if (size := model.rotary_size) % 2 or size < 2:
+        yield (
+            f"{size} elements of a head of {model.head_size} (model.head_dim) are rotated (model.rotary_percent "
+            f"{model.rotary_percent:g}); rotary embeddings need an even number of them"
+        )
+    if model.local_rotary_base and not model.window_size:
+        yield "model.local_rotary_base is for blocks with a window; give model.window_size, or leave it 0"
+    if scaling in ("linear", "dynamic", "yarn", "llama3") and model.rotary_scaling_factor <= 1:
+        yield f"{given} with model.rotary_scaling_factor {model.rotary_scaling_factor:g}; use a factor above 1"
+    if scaling == "dynamic" and size == 2:
+        yield f"{given}, which needs more than 2 rotated elements of a head"
+    if model.rotary_ramp and (len(model.rotary_ramp) != 2 or model.rotary_ramp[0] >= model.rotary_ramp[1]):
+        yield f"model.rotary_ramp is {show_value(model.rotary_ramp)}; use two numbers, the smaller one first"
+    for name in ("rotary_short_factors", "rotary_long_factors"):
+        if scaling == "longrope" and len(getattr(model, name)) != size // 2:
+            yield (
+                f"model.{name} has {len(getattr(model, name))} numbers; longrope needs one for each of the {size // 2} "
+                "pairs of rotated elements"
+            )
 
 
 def _tensor_parallel_failures(config: Config) -> Iterator[str]:

@@ -58,3 +58,14 @@ def _scalar(node: yaml.ScalarNode, text: bool) -> Any:
     if _INTEGER.fullmatch(written):
         return int(written)
     return float(written) if _NUMBER.fullmatch(written) else written
+
+
+def show_value(value: Any) -> str:
+    """A value in YAML."""
+    if isinstance(value, dict):
+        return "a section"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, tuple):
+        return "[" + ", ".join("..." if isinstance(item, dict) else str(item) for item in value) + "]"
+    return repr(value) if isinstance(value, str) else str(value)

@@ -1,14 +1,14 @@
-"""Hugging Face's GPT-2, Llama, BERT and T5: config.json, model.safetensors and the tokenizer's files in one folder.
+"""Hugging Face's models: config.json, model.safetensors and the tokenizer's files in one folder.
 
-A recipe's `split` gives views of our tensor, one for each of theirs. Reading fills the views from the files in blocks,
-so a tensor is in memory once; the vocabulary's padding, which is in no view, stays zero.
-GPT-2 stores its matrices as `[in, out]`; the others have separate
-matrices for query, key, value, gate and up.
+Each of their tensors is a view of ours, whose rows can be in another order. Reading fills the views from the files in
+blocks, so a tensor is in memory once; the vocabulary's padding, which is in no view, stays zero. Writing takes one more
+copy of a tensor with another order.
 """
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -17,10 +17,12 @@ import torch
 from torch import Tensor
 
 from megatron_lite.checkpoint.directory import write_durably
+from megatron_lite.checkpoint.match import MODEL_TYPE
 from megatron_lite.checkpoint.tensor_file import Spec, TensorWriter
 from megatron_lite.config.schema import ModelConfig
 from megatron_lite.convert import tokenizer_files
 from megatron_lite.convert.huggingface_config import from_model, to_model
+from megatron_lite.convert.huggingface_families import FAMILIES
 from megatron_lite.convert.huggingface_files import (
     INDEX,
     SAFETENSORS,
@@ -28,13 +30,13 @@ from megatron_lite.convert.huggingface_files import (
     plan_shards,
     read_json,
 )
-from megatron_lite.convert.huggingface_names import FAMILIES
 from megatron_lite.convert.recipe import VOCABULARY_TABLES, Checkpoint, Progress, Recipe, check_names, full_table
 from megatron_lite.data.special_tokens import start_of
 from megatron_lite.errors import CheckpointError, ConfigError
 from megatron_lite.model.ends import WORD_EMBEDDINGS
 from megatron_lite.parallel.shard import ParamTable
 from megatron_lite.plan.sizes import num_parameters
+from megatron_lite.text import listed
 
 CONFIG_FILE, GENERATION_FILE = "config.json", "generation_config.json"
 SHARD_BYTES = 5_000_000_000  # the largest size of a file
@@ -56,24 +58,51 @@ def recognise(path: Path) -> bool:
     return isinstance(content, dict) and ("model_type" in content or "architectures" in content)
 
 
-def recipes(model_type: str, model: ModelConfig, table: ParamTable) -> dict[str, Recipe]:
-    """The recipe of each of our parameters; `split` gives views, and `join` is not used."""
-    return {name: _recipe(model_type, name, model, table) for name in table}
+@dataclass(frozen=True)
+class Pieces(Recipe):
+    """A recipe whose foreign tensors are `views` of ours, or the rows `orders` of our tensor; `join` is not used."""
+
+    views: Callable[[Tensor], Sequence[Tensor]] = lambda tensor: (tensor,)
+    orders: tuple[Tensor | None, ...] = ()
 
 
-def _recipe(model_type: str, name: str, model: ModelConfig, table: ParamTable) -> Recipe:
+def recipes(model_type: str, model: ModelConfig, table: ParamTable) -> dict[str, Pieces]:
+    """The recipe of each of our parameters."""
+    found = {name: _pieces(model_type, name, model, table) for name in table}
+    if missing := [name for name, pieces in found.items() if not pieces.names]:
+        raise AssertionError(f"the family {model_type} has no names for {listed(missing)}")
+    return found
+
+
+def _pieces(model_type: str, name: str, model: ModelConfig, table: ParamTable) -> Pieces:
     ours, _, kind = name.rpartition(".")
-    match = re.fullmatch(r"(\w+\.layers\.)(\d+)(\..*)", ours)
-    pattern, number = (f"{match[1]}*{match[3]}", match[2]) if match else (ours, "")
-    found = FAMILIES[model_type].theirs(pattern, number, gated=model.has_gate)
-    names = tuple(f"{theirs}.{kind}" for theirs in found)
-    if name in VOCABULARY_TABLES:
-        return Recipe(names, split=lambda tensor: (tensor[: model.vocab_size],))
-    if len(names) > 1:
-        return Recipe(names, split=lambda tensor: tensor.split(table[name].shard.parts))
-    if model_type == "gpt2" and ours.rpartition(".")[2].startswith("linear") and kind == "weight":
-        return Recipe(names, split=lambda tensor: (tensor.t(),))
-    return Recipe(names, split=lambda tensor: (tensor,))
+    match = re.fullmatch(r"(\w+\.layers\.)(\d+)\.(.*)", ours)
+    pattern, number = (f"{match[1]}*.{match[3]}", match[2]) if match else (ours, "")
+    family, module = FAMILIES[model_type], match[3] if match else ours
+    names = tuple(f"{theirs}.{kind}" for theirs in family.theirs(pattern, number, model))
+
+    def views(tensor: Tensor) -> Sequence[Tensor]:
+        if name in VOCABULARY_TABLES:
+            return (tensor[: model.vocab_size],)
+        if len(names) > 1:
+            return tensor.split(table[name].shard.parts)
+        return (tensor.t(),) if kind == "weight" and module in family.transposed else (tensor,)
+
+    orders = tuple(family.orders[module](model)) if module in family.orders else (None,) * len(names)
+
+    def split(tensor: Tensor) -> Sequence[Tensor]:
+        return [
+            view if order is None else _in_order(view, order) for view, order in zip(views(tensor), orders, strict=True)
+        ]
+
+    return Pieces(names, split=split, views=views, orders=orders)
+
+
+def _in_order(view: Tensor, order: Tensor) -> Tensor:
+    """The rows `order` of a tensor; zeros for -1."""
+    ordered = view[order.clamp(min=0).to(view.device)]
+    ordered[(order < 0).to(view.device)] = 0
+    return ordered
 
 
 def read(path: Path, overrides: Mapping[str, Any]) -> Checkpoint:
@@ -117,8 +146,9 @@ def read(path: Path, overrides: Mapping[str, Any]) -> Checkpoint:
 
     def read_tensor(name: str) -> Tensor:
         full = torch.zeros(tuple(tensors[name].shape), dtype=tensors[name].dtype)
-        for view, theirs in zip(ours[name].split(full), ours[name].names, strict=True):
-            files.fill(view, found[theirs])
+        pieces = ours[name]
+        for view, order, theirs in zip(pieces.views(full), pieces.orders, pieces.names, strict=True):
+            files.fill(view, found[theirs], order)
         return full
 
     notes = []
@@ -127,7 +157,8 @@ def read(path: Path, overrides: Mapping[str, Any]) -> Checkpoint:
     tokenizer = tokenizer_files.files_in(path)
     if tokenizer and not tokenizer_files.readable(tokenizer_files.spec_in(path), model.vocab_size):
         notes.append(f"the tokenizer is copied, but megatron_lite cannot read it for {model.vocab_size:,} tokens")
-    return Checkpoint(model, tensors, read_tensor, tokenizer=tokenizer, notes=notes)
+    origin = {MODEL_TYPE: model_type}
+    return Checkpoint(model, tensors, read_tensor, tokenizer=tokenizer, notes=notes, origin=origin)
 
 
 def write(
@@ -144,7 +175,7 @@ def write(
         raise ConfigError(
             f"--tensor is {tensor} and --pipeline {pipeline}, but huggingface has no ranks; leave them out"
         )
-    content = from_model(checkpoint.model)
+    content = from_model(checkpoint.model, checkpoint.origin.get(MODEL_TYPE, ""))
     table = full_table(checkpoint.model)
     ours = recipes(content["model_type"], checkpoint.model, table)
     groups = {
@@ -208,8 +239,9 @@ def _full_name(model_type: str, name: str) -> str:
     """The name of a tensor in the model with a head; a model without one saves names without the prefix."""
     for old, new in OLD_NAMES.items():
         name = name.replace(old, new)
-    prefix = FAMILIES[model_type].prefix
-    return name if name.startswith((prefix, "lm_head.", "cls.")) else prefix + name
+    family = FAMILIES[model_type]
+    head = family.head.rpartition(".")[0] + "."
+    return name if name.startswith((family.prefix, head, "cls.")) else family.prefix + name
 
 
 def _check_equal(path: Path, files: HuggingFaceFiles, copy: str, original: str) -> None:

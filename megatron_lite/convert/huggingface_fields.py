@@ -4,7 +4,7 @@ A field is converted, or must have the value that our model computes, or is know
 other field is an error: ignored silently, it could make the converted model write nonsense.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +41,7 @@ HARMLESS = {
     *("no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "bad_words_ids", "begin_suppress_tokens"),
     *("suppress_tokens", "exponential_decay_length_penalty", "forced_bos_token_id", "forced_eos_token_id"),
     *("remove_invalid_values", "_from_model_config"),
+    *("auto_map", "unsloth_fixed", "cache_implementation"),
     *("_num_labels", "output_past", "is_llama_config", "transformers.js_config", "classifier_dropout"),
 }
 # Field -> values that our model computes; the first is the default.
@@ -64,8 +65,12 @@ REQUIRED = object()
 class Fields:
     """The fields of a config.json, which are taken one by one."""
 
-    def __init__(self, path: Path, content: Mapping[str, Any]):
-        self._path, self._left = path, dict(content)
+    def __init__(self, path: Path, content: Mapping[str, Any], ignored: Collection[str] = ()):
+        self._path = path
+        self._left = {name: value for name, value in content.items() if name not in ignored}
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._left
 
     def take(self, name: str, default: Any = REQUIRED) -> Any:
         """The value of a field; null stands for a missing field."""
@@ -91,5 +96,6 @@ class Fields:
         if unknown := [name for name in self._left if name not in HARMLESS]:
             values = listed([f"{name} = {self._left[name]!r}" for name in unknown])
             raise CheckpointError(
-                f"{self._path}: has the unknown {values}; remove fields that do not change the model's output"
+                f"{self._path}: has the unknown {values}; give --ignore-field for a field that does not change the "
+                "model's output"
             )

@@ -51,10 +51,14 @@ class HuggingFaceFiles:
             for name in names or found:
                 self.specs[name], self._readers[name] = found[name]
 
-    def fill(self, target: Tensor, name: str) -> None:
-        """Copy a tensor into memory of its shape and any strides."""
+    def fill(self, target: Tensor, name: str, order: Tensor | None = None) -> None:
+        """Copy a tensor into memory of its shape and any strides, or its row i into row `order[i]`; -1 is left out."""
         for rows, values in self._blocks(name):
-            target[rows] = values
+            if order is None:
+                target[rows] = values
+            else:
+                kept = order[rows] >= 0
+                target[order[rows][kept]] = values if kept.all() else values[kept]
 
     def equals(self, full: Tensor, name: str) -> bool:
         """Whether a tensor has these values."""

@@ -1,27 +1,10 @@
-"""The names of tensors in Hugging Face's models, one `Family` for each model type.
+"""The names of tensors in Hugging Face's models: ours -> theirs.
 
 A name is without `.weight` or `.bias` at its end, and `*` stands for the number of a layer. Several names are fused
 parts of our tensor, in order.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-
-
-@dataclass(frozen=True)
-class Family:
-    """A model type. `embedding` is its word embedding; a model without a head has names without `prefix`."""
-
-    prefix: str
-    embedding: str
-    names: Mapping[str, str]  # ours -> theirs
-    head: str = "lm_head.weight"
-    copies: Mapping[str, str] = field(default_factory=dict)  # equal tensors that some files have -> the original
-
-    def theirs(self, ours: str, number: str, *, gated: bool) -> list[str]:
-        """The names of a parameter; `ours` has `*` for the number of its layer."""
-        found = self.names.get(f"{ours} with gate", "") if gated else ""
-        return (found or self.names[ours]).replace("*", number).split()
 
 
 def _layers(ours: str, theirs: str, names: Mapping[str, str]) -> dict[str, str]:
@@ -29,79 +12,136 @@ def _layers(ours: str, theirs: str, names: Mapping[str, str]) -> dict[str, str]:
     return {f"{ours}{name}": " ".join(theirs + part for part in parts.split()) for name, parts in names.items()}
 
 
-_GPT2 = Family(
-    prefix="transformer.",
-    embedding="transformer.wte.weight",
-    names={
-        "embedding.word_embeddings": "transformer.wte",
-        "embedding.position_embeddings": "transformer.wpe",
-        "decoder.final_layernorm": "transformer.ln_f",
-        "output_layer": "lm_head",
-        **_layers(
-            "decoder.layers.*.",
-            "transformer.h.*.",
-            {
-                "input_layernorm": "ln_1",
-                "self_attention.linear_qkv": "attn.c_attn",
-                "self_attention.linear_proj": "attn.c_proj",
-                "pre_mlp_layernorm": "ln_2",
-                "mlp.linear_fc1": "mlp.c_fc",
-                "mlp.linear_fc2": "mlp.c_proj",
-            },
-        ),
+def _decoder(prefix: str, ends: str, layers: Mapping[str, str]) -> dict[str, str]:
+    """The names of a decoder: `ends` are the word embedding, the positions or `-`, the final norm and the head."""
+    words, positions, norm, head = ends.split()
+    return {
+        "embedding.word_embeddings": prefix + words,
+        **({} if positions == "-" else {"embedding.position_embeddings": prefix + positions}),
+        "decoder.final_layernorm": prefix + norm,
+        "output_layer": head,
+        **_layers("decoder.layers.*.", f"{prefix}{'h' if prefix == 'transformer.' else 'layers'}.*.", layers),
+    }
+
+
+_QKV = "self_attn.q_proj self_attn.k_proj self_attn.v_proj"
+_LLAMA_ENDS = "embed_tokens - norm lm_head"
+_LLAMA_LAYER = {
+    "input_layernorm": "input_layernorm",
+    "self_attention.linear_qkv": _QKV,
+    "self_attention.q_layernorm": "self_attn.q_norm",
+    "self_attention.k_layernorm": "self_attn.k_norm",
+    "self_attention.linear_proj": "self_attn.o_proj",
+    "pre_mlp_layernorm": "post_attention_layernorm",
+    "mlp.linear_fc1": "mlp.gate_proj mlp.up_proj",
+    "mlp.linear_fc2": "mlp.down_proj",
+}
+LLAMA = _decoder("model.", _LLAMA_ENDS, _LLAMA_LAYER)
+_OUTPUT_NORMS = {
+    "post_attention_layernorm": "post_attention_layernorm",
+    "post_mlp_layernorm": "post_feedforward_layernorm",
+}
+OLMO2 = _decoder("model.", _LLAMA_ENDS, _LLAMA_LAYER | _OUTPUT_NORMS)
+GEMMA2 = _decoder(
+    "model.", _LLAMA_ENDS, _LLAMA_LAYER | _OUTPUT_NORMS | {"pre_mlp_layernorm": "pre_feedforward_layernorm"}
+)
+PHI3 = _decoder(
+    "model.",
+    _LLAMA_ENDS,
+    _LLAMA_LAYER | {"self_attention.linear_qkv": "self_attn.qkv_proj", "mlp.linear_fc1": "mlp.gate_up_proj"},
+)
+STARCODER2 = _decoder(
+    "model.", _LLAMA_ENDS, _LLAMA_LAYER | {"mlp.linear_fc1": "mlp.c_fc", "mlp.linear_fc2": "mlp.c_proj"}
+)
+PHI = _decoder(
+    "model.",
+    "embed_tokens - final_layernorm lm_head",
+    _LLAMA_LAYER
+    | {"self_attention.linear_proj": "self_attn.dense", "mlp.linear_fc1": "mlp.fc1", "mlp.linear_fc2": "mlp.fc2"},
+)
+OPT = _decoder(
+    "model.decoder.",
+    "embed_tokens embed_positions final_layer_norm lm_head",
+    {
+        "input_layernorm": "self_attn_layer_norm",
+        "self_attention.linear_qkv": _QKV,
+        "self_attention.linear_proj": "self_attn.out_proj",
+        "pre_mlp_layernorm": "final_layer_norm",
+        "mlp.linear_fc1": "fc1",
+        "mlp.linear_fc2": "fc2",
     },
 )
-_LLAMA = Family(
-    prefix="model.",
-    embedding="model.embed_tokens.weight",
-    names={
-        "embedding.word_embeddings": "model.embed_tokens",
-        "decoder.final_layernorm": "model.norm",
-        "output_layer": "lm_head",
-        **_layers(
-            "decoder.layers.*.",
-            "model.layers.*.",
-            {
-                "input_layernorm": "input_layernorm",
-                "self_attention.linear_qkv": "self_attn.q_proj self_attn.k_proj self_attn.v_proj",
-                "self_attention.linear_proj": "self_attn.o_proj",
-                "pre_mlp_layernorm": "post_attention_layernorm",
-                "mlp.linear_fc1": "mlp.gate_proj mlp.up_proj",
-                "mlp.linear_fc2": "mlp.down_proj",
-            },
-        ),
+_WIDE_MLP = {"mlp.linear_fc1": "mlp.dense_h_to_4h", "mlp.linear_fc2": "mlp.dense_4h_to_h"}
+GPT_NEOX = _decoder(
+    "gpt_neox.",
+    "embed_in - final_layer_norm embed_out",
+    {
+        "input_layernorm": "input_layernorm",
+        "self_attention.linear_qkv": "attention.query_key_value",
+        "self_attention.linear_proj": "attention.dense",
+        "pre_mlp_layernorm": "post_attention_layernorm",
+        **_WIDE_MLP,
     },
 )
-_BERT = Family(
-    prefix="bert.",
-    embedding="bert.embeddings.word_embeddings.weight",
-    head="cls.predictions.decoder.weight",
-    copies={"cls.predictions.decoder.bias": "cls.predictions.bias"},
-    names={
-        "embedding.word_embeddings": "bert.embeddings.word_embeddings",
-        "embedding.position_embeddings": "bert.embeddings.position_embeddings",
-        "embedding.tokentype_embeddings": "bert.embeddings.token_type_embeddings",
-        "embedding.layernorm": "bert.embeddings.LayerNorm",
-        "lm_head.dense": "cls.predictions.transform.dense",
-        "lm_head.layernorm": "cls.predictions.transform.LayerNorm",
-        "lm_head": "cls.predictions",  # its bias
-        "output_layer": "cls.predictions.decoder",
-        "pooler": "bert.pooler.dense",
-        "binary_head": "cls.seq_relationship",
-        **_layers(
-            "encoder.layers.*.",
-            "bert.encoder.layer.*.",
-            {
-                "self_attention.linear_qkv": "attention.self.query attention.self.key attention.self.value",
-                "self_attention.linear_proj": "attention.output.dense",
-                "post_attention_layernorm": "attention.output.LayerNorm",
-                "mlp.linear_fc1": "intermediate.dense",
-                "mlp.linear_fc2": "output.dense",
-                "post_mlp_layernorm": "output.LayerNorm",
-            },
-        ),
+FALCON = _decoder(
+    "transformer.",
+    "word_embeddings - ln_f lm_head",
+    {
+        "input_layernorm": "input_layernorm",
+        "input_layernorm of two norms": "ln_attn",
+        "self_attention.linear_qkv": "self_attention.query_key_value",
+        "self_attention.linear_proj": "self_attention.dense",
+        "pre_mlp_layernorm": "ln_mlp",
+        **_WIDE_MLP,
     },
 )
+GPT2 = _decoder(
+    "transformer.",
+    "wte wpe ln_f lm_head",
+    {
+        "input_layernorm": "ln_1",
+        "self_attention.linear_qkv": "attn.c_attn",
+        "self_attention.linear_proj": "attn.c_proj",
+        "pre_mlp_layernorm": "ln_2",
+        "mlp.linear_fc1": "mlp.c_fc",
+        "mlp.linear_fc2": "mlp.c_proj",
+    },
+)
+GPTJ = _decoder(
+    "transformer.",
+    "wte - ln_f lm_head",
+    {
+        "input_layernorm": "ln_1",
+        "self_attention.linear_qkv": "attn.q_proj attn.k_proj attn.v_proj",
+        "self_attention.linear_proj": "attn.out_proj",
+        "mlp.linear_fc1": "mlp.fc_in",
+        "mlp.linear_fc2": "mlp.fc_out",
+    },
+)
+BERT = {
+    "embedding.word_embeddings": "bert.embeddings.word_embeddings",
+    "embedding.position_embeddings": "bert.embeddings.position_embeddings",
+    "embedding.tokentype_embeddings": "bert.embeddings.token_type_embeddings",
+    "embedding.layernorm": "bert.embeddings.LayerNorm",
+    "lm_head.dense": "cls.predictions.transform.dense",
+    "lm_head.layernorm": "cls.predictions.transform.LayerNorm",
+    "lm_head": "cls.predictions",  # its bias
+    "output_layer": "cls.predictions.decoder",
+    "pooler": "bert.pooler.dense",
+    "binary_head": "cls.seq_relationship",
+    **_layers(
+        "encoder.layers.*.",
+        "bert.encoder.layer.*.",
+        {
+            "self_attention.linear_qkv": "attention.self.query attention.self.key attention.self.value",
+            "self_attention.linear_proj": "attention.output.dense",
+            "post_attention_layernorm": "attention.output.LayerNorm",
+            "mlp.linear_fc1": "intermediate.dense",
+            "mlp.linear_fc2": "output.dense",
+            "post_mlp_layernorm": "output.LayerNorm",
+        },
+    ),
+}
 
 
 def _t5_layers(stack: str, mlp: int) -> dict[str, str]:
@@ -122,29 +162,23 @@ def _t5_layers(stack: str, mlp: int) -> dict[str, str]:
     )
 
 
-_T5 = Family(
-    prefix="",
-    embedding="shared.weight",
-    copies={"encoder.embed_tokens.weight": "shared.weight", "decoder.embed_tokens.weight": "shared.weight"},
-    names={
-        "embedding.word_embeddings": "shared",
-        "encoder_relative_bias": "encoder.block.0.layer.0.SelfAttention.relative_attention_bias",
-        "decoder_relative_bias": "decoder.block.0.layer.0.SelfAttention.relative_attention_bias",
-        "encoder.final_layernorm": "encoder.final_layer_norm",
-        "decoder.final_layernorm": "decoder.final_layer_norm",
-        "output_layer": "lm_head",
-        **_t5_layers("encoder", mlp=1),
-        **_t5_layers("decoder", mlp=2),
-        **_layers(
-            "decoder.layers.*.",
-            "decoder.block.*.layer.1.",
-            {
-                "pre_cross_attn_layernorm": "layer_norm",
-                "cross_attention.linear_q": "EncDecAttention.q",
-                "cross_attention.linear_kv": "EncDecAttention.k EncDecAttention.v",
-                "cross_attention.linear_proj": "EncDecAttention.o",
-            },
-        ),
-    },
-)
-FAMILIES = {"gpt2": _GPT2, "llama": _LLAMA, "bert": _BERT, "t5": _T5}
+T5 = {
+    "embedding.word_embeddings": "shared",
+    "encoder_relative_bias": "encoder.block.0.layer.0.SelfAttention.relative_attention_bias",
+    "decoder_relative_bias": "decoder.block.0.layer.0.SelfAttention.relative_attention_bias",
+    "encoder.final_layernorm": "encoder.final_layer_norm",
+    "decoder.final_layernorm": "decoder.final_layer_norm",
+    "output_layer": "lm_head",
+    **_t5_layers("encoder", mlp=1),
+    **_t5_layers("decoder", mlp=2),
+    **_layers(
+        "decoder.layers.*.",
+        "decoder.block.*.layer.1.",
+        {
+            "pre_cross_attn_layernorm": "layer_norm",
+            "cross_attention.linear_q": "EncDecAttention.q",
+            "cross_attention.linear_kv": "EncDecAttention.k EncDecAttention.v",
+            "cross_attention.linear_proj": "EncDecAttention.o",
+        },
+    ),
+}

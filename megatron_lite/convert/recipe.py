@@ -25,7 +25,12 @@ from megatron_lite.parallel.shard import ParamTable, Shard
 from megatron_lite.text import listed
 
 HEAD = "output_layer.weight"
-VOCABULARY_TABLES = (WORD_EMBEDDINGS, HEAD, "lm_head.bias")  # a row for each token, and rows of padding
+VOCABULARY_TABLES = (
+    WORD_EMBEDDINGS,
+    HEAD,
+    "output_layer.bias",
+    "lm_head.bias",
+)  # a row for each token, and rows of padding
 BLOCK = 1 << 20  # values compared at a time
 # The model fields that each foreign format maps, checks or need not know. A new field is an error in every export until
 # it is listed here: without a check, another program would compute another model from the same weights.
@@ -78,20 +83,17 @@ class Format(Readable, Protocol):
         ...
 
 
-# The fields that Hugging Face's format handles besides.
-HANDLED_BY_HUGGINGFACE = {
-    "architecture", "num_encoder_layers", "norm_placement", "embedding_norm", "relative_buckets",
-    "relative_max_distance", "num_tokentypes", "binary_head", "logit_scale", "attention_scale", "embedding_init_std",
-}  # fmt: skip
-
-
 def check_fields(model: ModelConfig, target_format: str) -> None:
-    """Raise CheckpointError for a value, other than the default, of a field that the format does not handle."""
-    handled = HANDLED_FIELDS | (HANDLED_BY_HUGGINGFACE if target_format == "huggingface" else set())
+    """Raise CheckpointError for a value, other than the default, of a field that the format does not handle.
+
+    Hugging Face's format reads what it writes again, and compares every field.
+    """
+    if target_format == "huggingface":
+        return
     unhandled = [
         f"model.{name} is {getattr(model, name)}"
         for name, field in ModelConfig.model_fields.items()
-        if name not in handled and getattr(model, name) != field.default
+        if name not in HANDLED_FIELDS and getattr(model, name) != field.default
     ]
     if unhandled:
         raise CheckpointError(

@@ -19,6 +19,7 @@ from megatron_lite.model.cache import KeyValueCache
 from megatron_lite.model.context_attention import context_attention
 from megatron_lite.model.core_attention import IMPLEMENTATIONS
 from megatron_lite.model.masks import CAUSAL, Mask
+from megatron_lite.model.norms import build_head_norm
 from megatron_lite.model.options import LayerOptions
 from megatron_lite.model.rotary import apply_rotary
 from megatron_lite.parallel.linear import ColumnParallelLinear, RowParallelLinear
@@ -62,7 +63,7 @@ class ParallelAttention(nn.Module):
         units = () if groups == config.num_heads else (config.num_heads, groups, groups)
         shares = Shard(0, parts, units).ranges(sum(parts), options.tp.rank, options.tp.size)
         self.local_sizes = tuple(end - start for start, end in shares)
-        common = {"bias": config.bias, **options.layer_kwargs}
+        common = {"bias": config.has_bias("qkv"), **options.layer_kwargs}
         std = config.init_std
         if separate_query:
             self.linear_q = ColumnParallelLinear(h, query_size, init_std=std, **common)
@@ -71,7 +72,10 @@ class ParallelAttention(nn.Module):
         else:
             self.linear_qkv = ColumnParallelLinear(h, sum(parts), init_std=std, parts=parts, units=units, **common)
         out_std = std / sqrt(2 * config.num_layers)
+        common["bias"] = config.has_bias("proj")
         self.linear_proj = RowParallelLinear(query_size, h, init_std=out_std, skip_bias_add=options.fused, **common)
+        self.q_layernorm = build_head_norm(config, options, config.num_heads)
+        self.k_layernorm = build_head_norm(config, options, groups)
 
     def forward(
         self,
@@ -85,11 +89,11 @@ class ParallelAttention(nn.Module):
 
         x             [s', b, h]   the input of keys and values, and of queries without a separate input
         query_input   [q', b, h]   or [q', 1, h]; the separate query input
-        rotary        cosine and sine, [s, 1, 1, d/2] or [s, b, 1, d/2]
+        rotary        cosine and sine, [s, 1, 1, r/2] or [s, b, 1, r/2], of r rotated elements of a head
         bias          [1, n/tp, q, s]   added to the scores, or None
         returns       [q', b, h], bias [h] or None; q' is s' without a separate query input
         Communicates: forward one all-reduce of [q, b, h] over tp, backward one more for each input; over cp keys and
-        values.
+        values. With `qk_norm: full` two of [s, b] for the norms in forward, and two in backward.
         """
         b = x.shape[1]
         if query_input is None:
@@ -99,6 +103,8 @@ class ParallelAttention(nn.Module):
             query = self.linear_q(query_input)[0].expand(-1, b, -1)  # [q', 1, h] serves the full batch
             key, value = self.linear_kv(x)[0].split(self.local_sizes[1:], dim=-1)
         query, key, value = (y.view(len(y), b, -1, self.head_dim) for y in (query, key, value))
+        if self.q_layernorm is not None and self.k_layernorm is not None:
+            query, key = self.q_layernorm(query), self.k_layernorm(key)
         if rotary is not None:
             query, key = apply_rotary(query, *rotary), apply_rotary(key, *rotary)
         query, key, value = _heads_first(query), _heads_first(key), _heads_first(value)

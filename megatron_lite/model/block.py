@@ -36,13 +36,17 @@ from megatron_lite.parallel.recompute import recompute
 class TransformerBlock(nn.Module):
     """The residual branches of one layer: self attention, in the decoder of an encoder_decoder cross attention, MLP.
 
-    `place` is the block's index in its stage. A query sees at most `window` keys; 0 means all. The residual is the
-    stream before the norm, or with `post_norm` the norm's output. `model.norm_placement` selects the norms of a branch:
+    `place` is the block's index in its stage, `number` that in the model, which its window and its rotation follow
+    from. The residual is the stream before the norm, or with `post_norm` the norm's output. `model.norm_placement`
+    selects the norms of a branch:
 
         pre        x + branch(norm(x))         as in GPT, Llama, T5
         post       norm(x + branch(x))         Vaswani et al., arXiv 1706.03762, section 5.4; BERT
         output     x + norm(branch(x))         OLMo 2, arXiv 2501.00656, section 3.2
         sandwich   x + norm(branch(norm(x)))   Ding et al., CogView, arXiv 2105.13290, section 2.3; Gemma 2
+
+    With a parallel `model.residual` the block is x + attention(norm(x)) + mlp(norm(x)), as in GPT-NeoX (Black et al.,
+    arXiv 2204.06745, section 2.1), with two norms or one.
     """
 
     is_sharding_unit = True  # parallel.ddp: fsdp gathers each block alone
@@ -53,7 +57,7 @@ class TransformerBlock(nn.Module):
         options: LayerOptions,
         *,
         place: int,
-        window: int = 0,
+        number: int = 0,
         separate_query: bool = False,
         cross_attention: bool = False,
     ):
@@ -61,8 +65,9 @@ class TransformerBlock(nn.Module):
         self.options = options
         alone = separate_query and options.recompute_group > 0  # the top-query block belongs to no group
         self.full_recompute = alone or place < options.full_recompute_layers
-        self.window = window
+        self.window, self.rotary = config.window_of(number), config.rotary_of(number)
         self.post_norm, self.norm_placement = config.post_norm, config.norm_placement
+        self.is_parallel, self.residual_scale = config.residual != "sequential", config.residual_scale
         self.attention_add_dropout = config.hidden_dropout
         self.mlp_add_dropout = config.hidden_dropout if config.mlp_dropout else 0.0
         dtype = options.dtype
@@ -81,7 +86,7 @@ class TransformerBlock(nn.Module):
             self.pre_cross_attn_layernorm = norm(*before)
             self.cross_attention = ParallelAttention(config, options, separate_query=True)
             self.post_cross_attn_layernorm = norm(*after)
-        self.pre_mlp_layernorm = norm(*before)
+        self.pre_mlp_layernorm = norm(*before) if config.residual != "parallel_shared_norm" else None
         self.mlp = MLP(config, options)
         self.post_mlp_layernorm = norm(*after)
 
@@ -99,7 +104,7 @@ class TransformerBlock(nn.Module):
 
         x             [s', b, h]   the residual stream; fp32 with `fp32_residual`
         query_input   [s', b, h]   only with `separate_query`
-        rotary        cosine and sine, [s, 1, 1, d/2] or [s, b, 1, d/2]
+        rotary        cosine and sine, as of `ParallelAttention`
         mask          the keys that a query sees; the block's window narrows it
         bias          [1, n/tp, s, s]   added to the scores of self attention, or None
         memory        [m', b, h]   the encoder's output, only with `cross_attention`; `memory_mask` is its mask
@@ -130,6 +135,12 @@ class TransformerBlock(nn.Module):
             return self.self_attention(normed, query_input, rotary, mask, bias)
 
         dropout = self.attention_add_dropout
+        if self.is_parallel:
+            assert self.input_layernorm is not None
+            normed = self.input_layernorm(x)
+            for_mlp = normed if self.pre_mlp_layernorm is None else self.pre_mlp_layernorm(x)
+            x = self._add(x, attend(normed), dropout)
+            return self._add(x, self.mlp(for_mlp), self.mlp_add_dropout)
         x = self._branch(x, self.input_layernorm, attend, self.post_attention_layernorm, dropout)
         if self.cross_attention is not None:
             cross = partial(self.cross_attention, memory, mask=memory_mask)
@@ -150,8 +161,14 @@ class TransformerBlock(nn.Module):
         out, bias = layer(normed)
         if after is not None and self.norm_placement != "post":
             out, bias = after(out if bias is None else out + bias), None
-        residual = (normed if self.post_norm else x).to(self.residual_dtype)
+        x = self._add(normed if self.post_norm else x, (out, bias), dropout)
+        return x if after is None or self.norm_placement != "post" else after(x)
+
+    def _add(self, residual: Tensor, output: tuple[Tensor, Tensor | None], dropout: float) -> Tensor:
+        """The residual plus the output of a branch and its bias."""
+        out, bias = output
+        if self.residual_scale != 1:
+            out, bias = (out if bias is None else out + bias) * self.residual_scale, None
         dropout = dropout if self.training else 0.0
         with self.options.dropout_stream(dropout):
-            x = self.bias_dropout_add(out, bias, residual, dropout)
-        return x if after is None or self.norm_placement != "post" else after(x)
+            return self.bias_dropout_add(out, bias, residual.to(self.residual_dtype), dropout)

@@ -63,6 +63,7 @@ class Embedding(nn.Module):
     def __init__(self, config: ModelConfig, options: LayerOptions):
         super().__init__()
         self.options, self.dropout = options, config.hidden_dropout
+        self.scale = config.embedding_scale
         self.stream_dtype = torch.promote_types(options.dtype, torch.float32) if config.fp32_residual else options.dtype
         self.word_embeddings = VocabParallelEmbedding(
             config.padded_vocab, config.hidden_size, init_std=config.embedding_std, **options.layer_kwargs
@@ -82,6 +83,8 @@ class Embedding(nn.Module):
         Communicates: forward, one all-reduce of [s, b, h] over tp.
         """
         x = self.word_embeddings(tokens.t())
+        if self.scale != 1:
+            x = x * self.scale
         if self.position_embeddings is not None:
             x = x + self.position_embeddings(tokens.shape[1], position_ids)
         if self.tokentype_embeddings is not None:

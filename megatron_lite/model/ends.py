@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from megatron_lite.config.schema import ModelConfig
@@ -41,7 +42,7 @@ class TransformerModel(nn.Module):
         if post_process and not (config.tie_embeddings and pre_process):
             std = config.embedding_std if config.tie_embeddings else config.init_std
             self.output_layer = ColumnParallelLinear(
-                config.hidden_size, config.padded_vocab, bias=False, init_std=std, **options.layer_kwargs
+                config.hidden_size, config.padded_vocab, bias=config.head_bias, init_std=std, **options.layer_kwargs
             )
             if has_copy:
                 _mark_tied(self.output_layer.weight, WORD_EMBEDDINGS)
@@ -62,10 +63,13 @@ class TransformerModel(nn.Module):
         if self.config.logit_scale != 1:
             x = x * self.config.logit_scale
         if self.output_layer is not None:
-            return self.output_layer(x)[0]
-        assert self.embedding is not None
-        weight, options = self.embedding.word_embeddings.weight, self.options
-        return column_parallel_linear(x, weight, None, options.tp, options.sequence_parallel)
+            logits = self.output_layer(x)[0]
+        else:
+            assert self.embedding is not None
+            weight, options = self.embedding.word_embeddings.weight, self.options
+            logits = column_parallel_linear(x, weight, None, options.tp, options.sequence_parallel)
+        cap = self.config.logit_softcap
+        return cap * torch.tanh(logits / cap) if cap else logits
 
     def _losses(self, logits: Tensor, labels: Tensor) -> Tensor:
         """The loss of every token `[s, b]`, in fp32 nats; overwrites the logits. Communicates: three all-reduces of

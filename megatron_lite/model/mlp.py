@@ -23,7 +23,7 @@ class MLP(nn.Module):
         self.bias_activation = compiled(bias_activation) if options.fused else bias_activation
         h, f = config.hidden_size, config.ffn_size
         parts = (f, f) if config.has_gate else ()
-        common = {"bias": config.bias, "skip_bias_add": options.fused, **options.layer_kwargs}
+        common = {"bias": config.has_bias("mlp"), "skip_bias_add": options.fused, **options.layer_kwargs}
         self.linear_fc1 = ColumnParallelLinear(h, sum(parts) or f, init_std=config.init_std, parts=parts, **common)
         self.linear_fc2 = RowParallelLinear(f, h, init_std=config.init_std / sqrt(2 * config.num_layers), **common)
 

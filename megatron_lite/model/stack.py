@@ -13,6 +13,9 @@ from megatron_lite.model.options import LayerOptions
 from megatron_lite.model.rotary import RotaryTable
 from megatron_lite.parallel.recompute import recompute
 
+Rotation = tuple[Tensor, Tensor]
+"""Cosine and sine."""
+
 
 class TransformerStack(nn.Module):
     """The blocks with the numbers `layers` of one stack, and on request its final norm and its top-query block.
@@ -37,7 +40,7 @@ class TransformerStack(nn.Module):
         common = {"cross_attention": cross_attention}
         self.layers = nn.ModuleDict(
             {
-                str(number): TransformerBlock(config, options, place=place, window=config.window_of(number), **common)
+                str(number): TransformerBlock(config, options, place=place, number=number, **common)
                 for place, number in enumerate(layers, start=first_place)
             }
         )
@@ -45,11 +48,11 @@ class TransformerStack(nn.Module):
         self.final_layernorm = build_norm(config, options) if has_norm else None
         self.top_query_layer = None
         if top_query:
-            window = config.window_of(config.num_layers)
             self.top_query_layer = TransformerBlock(
-                config, options, place=len(self.layers), window=window, separate_query=True
+                config, options, place=len(self.layers), number=config.num_layers, separate_query=True
             )
-        self.rotary = RotaryTable(config.head_size, config.rotary_base) if config.position == "rotary" else None
+        kinds = {block.rotary for block in self.layers.values()} - {""}  # type: ignore[attr-defined]
+        self.rotary = {kind: RotaryTable(config, local=kind == "local") for kind in sorted(kinds)}  # type: ignore[type-var]
 
     def forward(
         self,
@@ -65,30 +68,37 @@ class TransformerStack(nn.Module):
         """The stream `[s', b, h]` after these blocks; after a final norm in the weights' dtype. Other arguments as of
         `TransformerBlock`; `position_ids` [b, s] or [1, s], None: 0..s-1; `top_queries` of `TopQueryEmbeddings`."""
         rotary = self._rotary(x, position_ids)
-        common = {"rotary": rotary, "mask": mask, "bias": bias, "memory": memory, "memory_mask": memory_mask}
+        common = {"mask": mask, "bias": bias, "memory": memory, "memory_mask": memory_mask}
         blocks = list(self.layers.values())
         size = self.options.recompute_group
         for start in range(0, len(blocks), size or len(blocks) or 1):
             if size:
-                x = recompute(_run, blocks[start : start + size], x, common, rng=self.options.rng)
+                x = recompute(_run, blocks[start : start + size], x, rotary, common, rng=self.options.rng)
             else:
-                x = _run(blocks, x, common)
+                x = _run(blocks, x, rotary, common)
         if self.final_layernorm is not None:
             x = self.final_layernorm(x)
         if self.top_query_layer is not None:
-            x = self.top_query_layer(x, query_input=top_queries, rotary=rotary, mask=mask).to(self.options.dtype)
+            x = self.top_query_layer(x, query_input=top_queries, mask=mask).to(self.options.dtype)
         return x
 
-    def _rotary(self, x: Tensor, position_ids: Tensor | None) -> tuple[Tensor, Tensor] | None:
-        if self.rotary is None:
-            return None
+    def _rotary(self, x: Tensor, position_ids: Tensor | None) -> dict[str, Rotation]:
+        """Cosine and sine of the tokens' positions, for each kind of rotation in these blocks."""
+        length = x.shape[0] * self.options.sequence.size
+        memory = {"device": x.device, "dtype": x.dtype}
         if position_ids is None:
-            return self.rotary(x.shape[0] * self.options.sequence.size, device=x.device, dtype=x.dtype)
-        cos, sin = self.rotary(self.max_positions, device=x.device, dtype=x.dtype)
-        return cos[position_ids.t()].squeeze(2), sin[position_ids.t()].squeeze(2)
+            return {kind: table(length, **memory) for kind, table in self.rotary.items()}
+        found = {}
+        for kind, table in self.rotary.items():
+            extent = length * self.options.context.size
+            if table.depends_on_extent and length == 1:  # generation of one token
+                extent = max(extent, 1 + int(position_ids.max()))
+            cos, sin = table(self.max_positions, extent=extent, **memory)
+            found[kind] = cos[position_ids.t()].squeeze(2), sin[position_ids.t()].squeeze(2)
+        return found
 
 
-def _run(blocks: Sequence[nn.Module], x: Tensor, common: dict[str, Any]) -> Tensor:
+def _run(blocks: Sequence[nn.Module], x: Tensor, rotary: dict[str, Rotation], common: dict[str, Any]) -> Tensor:
     for block in blocks:
-        x = block(x, **common)
+        x = block(x, rotary=rotary.get(block.rotary), **common)  # type: ignore[arg-type]
     return x

@@ -11,7 +11,7 @@ def num_parameters(model: ModelConfig) -> int:
     `padded_vocab_size` counts when it is given; padding to a multiple does not.
     """
     rows, norm = model.padded_vocab_size or model.vocab_size, _norm_parameters(model)
-    head = 0 if model.tie_embeddings else rows * model.hidden_size
+    head = 0 if model.tie_embeddings else rows * (model.hidden_size + model.head_bias)
     if model.architecture == "encoder":
         head += _encoder_head_parameters(model, rows)
     if model.top_query_layer:
@@ -52,19 +52,26 @@ def _attention_parameters(model: ModelConfig) -> int:
     hidden, query = model.hidden_size, model.num_heads * model.head_size
     key_value = 2 * model.query_groups * model.head_size
     weights = hidden * (query + key_value) + query * hidden
-    return weights + (query + key_value + hidden if model.bias else 0)
+    biases = model.has_bias("qkv") * (query + key_value) + model.has_bias("proj") * hidden
+    heads = {"none": 0, "head": 2, "full": model.num_heads + model.query_groups}[model.qk_norm]
+    return weights + biases + heads * model.head_size * _norm_vectors(model)
 
 
 def block_parameters(model: ModelConfig) -> int:
     """The parameters of one transformer block without cross attention: attention, MLP and norms."""
     hidden, ffn = model.hidden_size, model.ffn_size
     up = 2 * ffn if model.has_gate else ffn
-    mlp = hidden * up + ffn * hidden + (up + hidden if model.bias else 0)
-    return _attention_parameters(model) + mlp + 2 * _norms_of_a_branch(model) * _norm_parameters(model)
+    mlp = hidden * up + ffn * hidden + model.has_bias("mlp") * (up + hidden)
+    norms = 1 if model.residual == "parallel_shared_norm" else 2 * _norms_of_a_branch(model)
+    return _attention_parameters(model) + mlp + norms * _norm_parameters(model)
 
 
 def _norm_parameters(model: ModelConfig) -> int:
-    return model.hidden_size * (2 if model.norm == "layernorm" else 1)
+    return model.hidden_size * _norm_vectors(model)
+
+
+def _norm_vectors(model: ModelConfig) -> int:
+    return 2 if model.norm == "layernorm" and model.norm_bias else 1
 
 
 def largest_rank_parameters(config: Config) -> float:

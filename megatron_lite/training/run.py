@@ -1,6 +1,6 @@
 """The parts of a training run on one rank."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -57,6 +57,7 @@ class Hooks:
     after_step: "AfterStep | None" = None
     convert_weights: "ConvertWeights | None" = None
     tasks: "Tasks | None" = None  # for `train.tasks`
+    layout_lines: "LayoutLines" = lambda run: ()
     traced_step: "TracedStep | None" = None  # called instead of `train_step` in one iteration if `log.trace` is set
 
     def with_built_in(self, step: ForwardStep) -> "Hooks":
@@ -75,4 +76,6 @@ ConvertWeights = Callable[[Config], str]
 """Converts a folder of another format that `checkpoint.load_weights` names; returns the new folder, empty for ours."""
 Tasks = Callable[[Run, str], dict[str, dict[str, float]]]
 """(run, task file) -> by task the values by name, equal on every rank."""
+LayoutLines = Callable[[Run], Iterable[str]]
+"""Lines about the layout, which the first rank prints at the start; called on every rank."""
 TracedStep = Callable[[Run, list[Batch], Callable[[str], None]], StepReport]

@@ -22,7 +22,7 @@ from megatron_lite.parallel.collectives import all_gather, all_reduce_async
 from megatron_lite.parallel.context import ParallelContext, duplicate_group
 from megatron_lite.parallel.dtypes import PRECISIONS
 from megatron_lite.parallel.random import RngTracker
-from megatron_lite.training.announce import sync_line
+from megatron_lite.plan.layout_lines import sync_line
 from megatron_lite.training.evaluate import evaluate
 from megatron_lite.training.initialize import finalize_megatron, initialize_megatron
 from megatron_lite.training.run import Run

@@ -88,6 +88,115 @@ ENCODERS = {
 }
 
 
+# The sizes of tiny models: those of Llama in transformers' names. Three layers make windows and positions alternate.
+LLAMA_SIZES = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 24,
+}
+# All tokens of a test's vocabulary exist; a config's own ids could be larger than it.
+NO_IDS = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+LLAMA3 = {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 3.0}
+LONGROPE = {"rope_type": "longrope", "short_factor": [1.0, 1.5, 2.0, 3.0], "long_factor": [1.5, 2.0, 4.0, 8.0]}
+NEOX_SIZES = {name: size for name, size in LLAMA_SIZES.items() if name != "num_key_value_heads"}
+# Family and variant -> the prefix of the classes of transformers, and fields of its config.
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama 3": (
+        "Llama",
+        {"rope_parameters": {**LLAMA3, "rope_theta": 500.0, "original_max_position_embeddings": 12}},
+    ),
+    "llama linear": ("Llama", {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 100.0}}),
+    "llama dynamic": (
+        "Llama",
+        {
+            "rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 100.0},
+            "max_position_embeddings": 20,
+        },
+    ),
+    "llama yarn": (
+        "Llama",
+        {
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "factor": 4.0,
+                "rope_theta": 100.0,
+                "original_max_position_embeddings": 8,
+                "beta_fast": 4.0,
+                "beta_slow": 0.5,
+            },
+            "attention_bias": True,
+        },
+    ),
+    "mistral": ("Mistral", {"sliding_window": 7, "head_dim": 8}),
+    "qwen2": ("Qwen2", {}),
+    "qwen2 window": ("Qwen2", {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 0}),
+    "qwen3": ("Qwen3", {"head_dim": 12}),
+    "smollm3": ("SmolLM3", {"no_rope_layer_interval": 2}),
+    "olmo2": ("Olmo2", {}),
+    "olmo3": ("Olmo3", {"sliding_window": 6, "num_hidden_layers": 5}),
+    "phi3": ("Phi3", {"sliding_window": 9}),
+    "phi3 partial": (
+        "Phi3",
+        {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5, "rope_theta": 100.0}},
+    ),
+    "phi3 longrope": ("Phi3", {"rope_parameters": LONGROPE, "original_max_position_embeddings": 12}),
+    "starcoder2": ("Starcoder2", {"sliding_window": 9}),
+    "gpt_neox": ("GPTNeoX", NEOX_SIZES),
+    "gpt_neox sequential": ("GPTNeoX", {**NEOX_SIZES, "use_parallel_residual": False, "attention_bias": False}),
+    "gemma": ("Gemma", {"head_dim": 12}),
+    "gemma2": ("Gemma2", {"sliding_window": 5, "query_pre_attn_scalar": 20, "head_dim": 8}),
+    "gemma3_text": (
+        "Gemma3Text",
+        {
+            "sliding_window": 5,
+            "num_hidden_layers": 7,
+            "head_dim": 8,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1000.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+            },
+        },
+    ),
+    "granite": (
+        "Granite",
+        {
+            "embedding_multiplier": 6.0,
+            "residual_multiplier": 0.3,
+            "logits_scaling": 4.0,
+            "attention_multiplier": 0.2,
+        },
+    ),
+    "cohere": ("Cohere", {"logit_scale": 0.5}),
+    "cohere2": ("Cohere2", {"sliding_window": 5, "num_hidden_layers": 5, "logit_scale": 0.5}),
+    "falcon": ("Falcon", {"num_kv_heads": 1}),
+    "falcon of two norms": ("Falcon", {"num_kv_heads": 2, "new_decoder_architecture": True, "bias": True}),
+    "gptj": (
+        "GPTJ",
+        {"vocab_size": VOCAB, "n_positions": 24, "n_embd": 32, "n_layer": 3, "n_head": 2, "rotary_dim": 8},
+    ),
+    "phi": ("Phi", {}),
+    "opt": ("OPT", {**NEOX_SIZES, "ffn_dim": 48, "word_embed_proj_dim": 32}),
+}
+
+
+def of_family(name: str) -> Any:
+    """A tiny model of one of FAMILIES."""
+    import transformers
+
+    prefix, fields = FAMILIES[name]
+    config = getattr(transformers, f"{prefix}Config")
+    sizes = {} if prefix == "GPTJ" else LLAMA_SIZES
+    known = set(config().to_dict())
+    cls = getattr(transformers, f"{prefix.removesuffix('Text')}ForCausalLM")
+    given = {key: value for key, value in {**sizes, **NO_IDS}.items() if key in known} | fields
+    given = {key: value for key, value in given.items() if key in known or key == "head_dim"}
+    return randomized(cls(config(**given, attn_implementation="eager")))
+
+
 def randomized(model: Any) -> Any:
     generator = torch.Generator().manual_seed(7)
     with torch.no_grad():

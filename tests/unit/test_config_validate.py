@@ -62,8 +62,8 @@ def test_the_defaults_are_valid_on_any_number_of_processes():
         (
             1,
             ["model.position=rotary", "model.head_dim=63"],
-            "the head size (model.head_dim) is 63",
-            "rotary embeddings need an even head size",
+            "63 elements of a head of 63 (model.head_dim) are rotated (model.rotary_percent 1)",
+            "rotary embeddings need an even number of them",
         ),
         (
             1,

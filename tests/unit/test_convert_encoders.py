@@ -150,11 +150,14 @@ def test_the_config_of_a_preset_is_that_of_the_published_model(name):
     "changes, message",
     [
         ({"preset": "bert-base", "norm_placement": "pre"}, "model.norm_placement is pre .nearest: bert"),
-        ({"preset": "bert-base", "num_tokentypes": 0}, "model.num_tokentypes is 0 .nearest: bert"),
+        ({"preset": "bert-base", "num_tokentypes": 0}, "config.json: type_vocab_size is 0; expected at least 1"),
         ({"preset": "t5-small", "position": "learned"}, "model.position is learned .nearest: t5"),
         ({"preset": "t5-small", "attention_scale": 0.5}, "model.attention_scale is 0.5 .nearest: t5"),
         ({"preset": "gpt-125m", "norm_placement": "output"}, "model.norm_placement is output .nearest: gpt2"),
-        ({"preset": "llama-7b", "logit_scale": 0.5}, "model.logit_scale is 0.5 .nearest: llama"),
+        (
+            {"preset": "llama-7b", "embedding_scale": 0.5, "qk_norm": "head"},
+            "model.embedding_scale is 0.5 .nearest: qwen3",
+        ),
     ],
 )
 def test_the_error_of_a_model_that_transformers_cannot_compute_names_the_field(changes, message):

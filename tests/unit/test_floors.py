@@ -27,8 +27,8 @@ FLOOR_OF = {name: floor for floor, names in enumerate(CORE + RING) for name in n
 EXEMPT = {"__init__.py", "__main__.py"}
 # The files that register the context of a run with `mpu`, and the current chunk of its model.
 REGISTER_WITH_MPU = {"training/initialize.py", "training/provider.py"}
-# Non-blank lines of the core, docstrings included. A new feature may raise it, never above 13,000.
-BUDGET = 12_900
+# Non-blank lines of the core, docstrings included. It is not raised further: move a feature to the ring instead.
+BUDGET = 13_000
 # These files explain an algorithm of the papers; training does not need them to be read.
 TEACHING = {"model/flash_tiled.py", "model/flash_triton.py"}
 

@@ -4,12 +4,20 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from megatron_lite.model.norms import LayerNorm, RMSNorm
+from megatron_lite.config.schema import ModelConfig
+from megatron_lite.model.norms import Norm, SplitRMSNorm, build_head_norm
 from tests.helpers.model_runs import layer_options
+
+KINDS = {
+    "layernorm": {"norm": "layernorm"},
+    "layernorm without bias": {"norm": "layernorm", "norm_bias": False},
+    "rmsnorm": {"norm": "rmsnorm"},
+    "zero-centered rmsnorm": {"norm": "rmsnorm", "zero_centered_norm": True},
+}
 
 
 def with_random_weights(kind, dtype):
-    norm = kind(48, 1e-5, layer_options(dtype))
+    norm = Norm(ModelConfig(**KINDS[kind]), layer_options(dtype), 48, partial=False)
     with torch.no_grad():
         for parameter in norm.parameters():
             parameter.copy_(torch.randn(48))
@@ -18,14 +26,14 @@ def with_random_weights(kind, dtype):
 
 def by_formula(norm, x):
     """The norm, computed in fp64."""
-    x, weight = x.double(), norm.weight.double()
-    if isinstance(norm, LayerNorm):
+    x, weight = x.double(), norm.weight.double() + norm.zero_centered
+    if not norm.is_rms:
         x = x - x.mean(-1, keepdim=True)
     x = x / (x.pow(2).mean(-1, keepdim=True) + norm.eps).sqrt() * weight
-    return x + norm.bias.double() if isinstance(norm, LayerNorm) else x
+    return x + norm.bias.double() if norm.bias is not None else x
 
 
-@pytest.mark.parametrize("kind", [LayerNorm, RMSNorm])
+@pytest.mark.parametrize("kind", KINDS)
 def test_norm_follows_its_formula_in_fp64(kind):
     """1e-12: fp64 rounding of sums of 48 numbers. An fp32 step inside would be off by 1e-7."""
     norm = with_random_weights(kind, torch.float64)
@@ -33,7 +41,7 @@ def test_norm_follows_its_formula_in_fp64(kind):
     assert_close(norm(x), by_formula(norm, x), rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("kind", [LayerNorm, RMSNorm])
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_statistics_of_16_bit_input_are_not_computed_in_16_bits(kind, dtype):
     """With mean 30 and deviation 1/4, a bf16 variance would have no correct digit and an fp16 sum of squares would
@@ -45,7 +53,7 @@ def test_statistics_of_16_bit_input_are_not_computed_in_16_bits(kind, dtype):
     assert_close(norm(x).double(), want, rtol=2 * eps, atol=8 * eps)
 
 
-@pytest.mark.parametrize("kind", [LayerNorm, RMSNorm])
+@pytest.mark.parametrize("kind", KINDS)
 def test_wider_input_is_normalised_in_its_dtype_and_rounded_once(kind):
     """Rounding an fp32 residual stream before the norm would lose its precision."""
     norm = with_random_weights(kind, torch.bfloat16)
@@ -56,8 +64,29 @@ def test_wider_input_is_normalised_in_its_dtype_and_rounded_once(kind):
 
 
 def test_norms_are_not_decayed_and_start_as_identity():
-    meta = {key: p.meta for key, p in LayerNorm(8, 1e-5, layer_options(torch.float32)).named_parameters()}
+    norm = Norm(ModelConfig(), layer_options(torch.float32), 8, partial=False)
+    meta = {key: p.meta for key, p in norm.named_parameters()}
     assert {key: (m.init, m.decay, m.shard.is_split) for key, m in meta.items()} == {
         "weight": ("ones", False, False),
         "bias": ("zeros", False, False),
     }
+
+
+def test_a_zero_centered_norm_starts_as_identity():
+    """Its weight is what is added to 1."""
+    norm = Norm(ModelConfig(norm="rmsnorm", zero_centered_norm=True), layer_options(torch.float32), 8, partial=False)
+    assert norm.weight.meta.init == "zeros"
+
+
+@pytest.mark.parametrize("zero_centered", [False, True])
+def test_a_norm_over_all_heads_follows_its_formula(zero_centered):
+    """1e-12: fp64 rounding. A norm of each head would differ by the spread of the heads' sizes."""
+    config = ModelConfig(hidden_size=48, num_heads=6, qk_norm="full", norm="rmsnorm", zero_centered_norm=zero_centered)
+    norm = build_head_norm(config, layer_options(torch.float64), 6)
+    assert isinstance(norm, SplitRMSNorm)
+    with torch.no_grad():
+        norm.weight.copy_(torch.randn(48))
+    x = torch.randn(5, 3, 6, 8, dtype=torch.float64) * torch.arange(1, 7)[:, None]
+    flat = x.flatten(2)
+    want = flat / (flat.pow(2).mean(-1, keepdim=True) + norm.eps).sqrt() * (norm.weight + zero_centered)
+    assert_close(norm(x), want.view_as(x), rtol=0, atol=1e-12)

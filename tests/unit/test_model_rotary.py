@@ -5,16 +5,21 @@ import math
 import torch
 from torch.testing import assert_close
 
+from megatron_lite.config.schema import ModelConfig
 from megatron_lite.model.rotary import RotaryTable, apply_rotary
 
 CPU = torch.device("cpu")
+
+
+def table_of(head_dim=8, base=10000.0, **fields):
+    return RotaryTable(ModelConfig(position="rotary", head_dim=head_dim, rotary_base=base, **fields))
 
 
 def test_pairs_are_rotated_by_position_times_frequency():
     """Pairs are (i, i + d/2), as Llama weights need; other codes pair neighbours."""
     s, b, n, d, base = 7, 2, 3, 8, 100.0
     x = torch.randn(s, b, n, d, dtype=torch.float64)
-    got = apply_rotary(x, *RotaryTable(d, base)(s, device=CPU, dtype=torch.float64))
+    got = apply_rotary(x, *table_of(d, base)(s, device=CPU, dtype=torch.float64))
     want = torch.empty_like(x)
     for position in range(s):
         for i in range(d // 2):
@@ -26,7 +31,7 @@ def test_pairs_are_rotated_by_position_times_frequency():
 
 
 def test_scores_depend_on_the_distance_only():
-    d, table = 16, RotaryTable(16, 10000.0)
+    d, table = 16, table_of(16, 10000.0)
     query, key = torch.randn(1, 1, 1, d, dtype=torch.float64), torch.randn(1, 1, 1, d, dtype=torch.float64)
     tables = table(50, device=CPU, dtype=torch.float64)
     queries, keys = (apply_rotary(x.expand(50, 1, 1, d), *tables).squeeze() for x in (query, key))
@@ -38,7 +43,7 @@ def test_scores_depend_on_the_distance_only():
 
 
 def test_a_longer_sequence_extends_the_table_and_a_shorter_one_reads_its_start():
-    table = RotaryTable(8, 10000.0)
+    table = table_of(8, 10000.0)
     short = table(4, device=CPU, dtype=torch.float32)
     long = table(9, device=CPU, dtype=torch.float32)
     assert long[0].shape == (9, 1, 1, 4)
@@ -48,7 +53,7 @@ def test_a_longer_sequence_extends_the_table_and_a_shorter_one_reads_its_start()
 
 def test_16_bit_input_is_rotated_by_fp32_angles():
     """In bf16 the cosine of position 4001 would be off by up to 2^-9."""
-    table = RotaryTable(8, 10000.0)
+    table = table_of(8, 10000.0)
     x = torch.randn(4096, 1, 1, 8, dtype=torch.bfloat16)
     cos, sin = table(4096, device=CPU, dtype=torch.bfloat16)
     assert cos.dtype == torch.float32

@@ -13,7 +13,7 @@ from megatron_lite.optim.outer import OuterOptimizer, fragment_of
 from megatron_lite.optim.scaler import DynamicLossScaler, LossScaler
 from megatron_lite.parallel.context import ParallelContext
 from megatron_lite.parallel.grid import Grid
-from megatron_lite.training.announce import sync_line
+from megatron_lite.plan.layout_lines import sync_line
 from tests.helpers.toy import TABLE, ToyModel
 
 CTX = ParallelContext.create(Grid(), torch.device("cpu"), timeout_seconds=10)

@@ -9,17 +9,17 @@ from megatron_lite.config.load import load_config
 from megatron_lite.errors import ConfigError
 from megatron_lite.parallel.context import ParallelContext
 from megatron_lite.parallel.grid import Grid
-from megatron_lite.training import announce
+from megatron_lite.plan import layout_lines
 from megatron_lite.training.initialize import backend_of
 from megatron_lite.training.state import TrainState
 
 
 def lines(monkeypatch, grid: Grid, hosts: list[str], *overrides: str) -> list[str]:
     """The lines of a run on these hosts, one for each rank."""
-    monkeypatch.setattr(announce, "all_gather_objects", lambda own, group: hosts)
+    monkeypatch.setattr(layout_lines, "all_gather_objects", lambda own, group: hosts)
     config = load_config(None, list(overrides))
     run = SimpleNamespace(config=config, ctx=ParallelContext.at(grid, 0), state=TrainState())
-    return list(announce.slow_layout_lines(run))  # type: ignore[arg-type]
+    return list(layout_lines.slow_layout_lines(run))  # type: ignore[arg-type]
 
 
 def test_fewer_than_four_micro_batches_for_each_stage_are_named(monkeypatch):

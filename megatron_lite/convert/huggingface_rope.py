@@ -1,0 +1,149 @@
+"""Rotary positions in a config.json of Hugging Face, in the spellings of transformers 4 and 5.
+
+Version 4 has `rope_theta`, `rope_scaling` and `partial_rotary_factor`; version 5 has them in `rope_parameters`, for
+Gemma 3 and OLMo 3 once for each kind of layer.
+Source: transformers, modeling_rope_utils.py.
+"""
+
+from typing import Any
+
+from megatron_lite.config.schema import ModelConfig
+from megatron_lite.convert.huggingface_fields import Fields
+from megatron_lite.convert.huggingface_parts import FULL, SLIDING, Ours, Part
+from megatron_lite.model.rotary import RAMPS
+
+# The parameters of each type: theirs -> ours.
+_FACTOR = {"factor": "rotary_scaling_factor"}
+_ATTENTION = {"attention_factor": "rotary_attention_factor"}
+_ORIGINAL = {"original_max_position_embeddings": "rotary_original_positions"}
+TYPES: dict[str, dict[str, str]] = {
+    "linear": _FACTOR,
+    "dynamic": _FACTOR,
+    "llama3": {**_FACTOR, **_ORIGINAL, "low_freq_factor": "", "high_freq_factor": ""},
+    "yarn": {**_FACTOR, **_ORIGINAL, **_ATTENTION, "beta_fast": "", "beta_slow": ""},
+    "longrope": {
+        **_FACTOR,
+        **_ORIGINAL,
+        **_ATTENTION,
+        "short_factor": "rotary_short_factors",
+        "long_factor": "rotary_long_factors",
+    },
+}
+RAMP_NAMES = {"yarn": ("beta_slow", "beta_fast"), "llama3": ("low_freq_factor", "high_freq_factor")}
+OLD_TYPES = {"su": "longrope"}
+
+
+def rope(
+    *, partial: bool = False, percent: float = 1.0, local: bool = False, old: tuple[str, str] = ("rope_theta", "")
+) -> Part:
+    """The part of a family. `partial`: it can rotate a part of each head, by default `percent`. `local`: layers with a
+    window have other parameters. `old` are the names of version 4 for base and percent."""
+
+    def read(fields: Fields, so_far: Ours) -> Ours:
+        found = _read(fields, so_far, percent, local, old)
+        if not partial and found["rotary_percent"] != 1:
+            raise fields.error("partial_rotary_factor", found["rotary_percent"], "transformers ignores it here")
+        return {"position": "rotary", **found}
+
+    def write(model: ModelConfig) -> Ours:
+        return _write(model, local, old)
+
+    return Part(read, write)
+
+
+def _read(fields: Fields, so_far: Ours, percent: float, local: bool, old: tuple[str, str]) -> Ours:
+    base = fields.take(old[0], 1e6 if local else 10000.0)
+    given_percent = fields.take(old[1] or "partial_rotary_factor", percent)
+    scaling, parameters = fields.take("rope_scaling", {}), fields.take("rope_parameters", {})
+    for name, given in (("rope_scaling", scaling), ("rope_parameters", parameters)):
+        if not isinstance(given, dict):
+            raise fields.error(name, given, "expected an object")
+    found: Ours = {}
+    if local:
+        found["local_rotary_base"] = fields.take("rope_local_base_freq", 10000.0)
+        if SLIDING in parameters or FULL in parameters:
+            of_window, parameters = parameters.get(SLIDING) or {}, parameters.get(FULL) or {}
+            if of_window.get("rope_type", "default") != "default":
+                raise fields.error("rope_parameters", of_window, "ours has no scaling in layers with a window")
+            found["local_rotary_base"] = of_window.get("rope_theta", found["local_rotary_base"])
+        if not so_far.get("window_size"):
+            found["local_rotary_base"] = 0.0
+    left = {**parameters, **scaling}  # with both, transformers takes the first one
+    kind = left.pop("rope_type", left.pop("type", "default"))
+    left.pop("type", None)
+    kind = OLD_TYPES.get(kind, kind) if isinstance(kind, str) else kind
+    found["rotary_base"] = left.pop("rope_theta", base)
+    found["rotary_percent"] = left.pop("partial_rotary_factor", given_percent)
+    # Some configs have the original length beside the parameters, also without a scaling.
+    original = fields.take("original_max_position_embeddings", 0)
+    name = "rope_scaling" if scaling else "rope_parameters"
+    if kind == "default":
+        left.pop("original_max_position_embeddings", None)
+        if left:
+            raise fields.error(name, left, "ours has no such parameters without a type")
+        return found
+    if kind not in TYPES:
+        raise fields.error(name, {"rope_type": kind}, f"ours are default, {', '.join(TYPES)}")
+    return {**found, **_scaling(fields, name, kind, left, original or 0, so_far)}
+
+
+def _scaling(fields: Fields, name: str, kind: str, left: Ours, original: Any, so_far: Ours) -> Ours:
+    """Our fields of a scaling; `left` are its parameters."""
+    positions = so_far["max_position_embeddings"]
+    if kind == "yarn":
+        for key, value in (("truncate", True), ("mscale", None), ("mscale_all_dim", None)):
+            if (given := left.pop(key, value)) != value:
+                raise fields.error(name, {key: given}, f"ours computes with {value!r}")
+    if unknown := left.keys() - TYPES[kind].keys():
+        raise fields.error(name, {key: left[key] for key in sorted(unknown)}, f"ours has no such parameters of {kind}")
+    found: Ours = {"rotary_scaling": kind}
+    if "original_max_position_embeddings" in TYPES[kind]:
+        left["original_max_position_embeddings"] = original or left.get("original_max_position_embeddings") or positions
+    elif kind == "dynamic":
+        found["rotary_original_positions"] = positions
+    if kind == "longrope" and left.get("factor") is None:
+        try:
+            left["factor"] = max(1.0, positions / left["original_max_position_embeddings"])
+        except TypeError:
+            raise fields.error("max_position_embeddings", positions, "expected a number") from None
+    for theirs, ours in TYPES[kind].items():
+        if left.get(theirs) is None:
+            left.pop(theirs, None)
+            if theirs not in ("attention_factor", "beta_fast", "beta_slow"):
+                raise fields.error(name, kind, f"it needs {theirs}")
+        elif ours:
+            found[ours] = tuple(left[theirs]) if isinstance(left[theirs], list) else left[theirs]
+    if kind in RAMP_NAMES and left.keys() & set(RAMP_NAMES[kind]):
+        ramp = zip(RAMP_NAMES[kind], RAMPS[kind], strict=True)
+        found["rotary_ramp"] = tuple(left.get(key) or default for key, default in ramp)
+    return found
+
+
+def _write(model: ModelConfig, local: bool, old: tuple[str, str]) -> Ours:
+    kind = model.rotary_scaling
+    original = model.rotary_original_positions or model.max_position_embeddings
+    parameters: Ours = {}
+    for theirs, ours in TYPES.get(kind, {}).items():
+        if theirs == "original_max_position_embeddings":
+            parameters[theirs] = original
+        elif ours and (value := getattr(model, ours)):
+            parameters[theirs] = list(value) if isinstance(value, tuple) else value
+    if kind in RAMP_NAMES:
+        parameters |= dict(zip(RAMP_NAMES[kind], model.rotary_ramp or RAMPS[kind], strict=True))
+    ratio = model.max_position_embeddings / original
+    if kind == "longrope" and abs(parameters.get("factor", 1.0) - max(1.0, ratio)) < 1e-9:
+        parameters.pop("factor", None)  # transformers 4 knows no such parameter for Phi-3
+    theirs = {"rope_type": "default" if kind == "none" else kind, **parameters}
+    partial = {} if model.rotary_percent == 1 else {"partial_rotary_factor": model.rotary_percent}
+    content: Ours = {"rope_parameters": {**theirs, "rope_theta": model.rotary_base, **partial}}
+    if local:
+        of_window = {"rope_type": "default", "rope_theta": model.local_rotary_base or model.rotary_base}
+        content["rope_parameters"] = {FULL: content["rope_parameters"], SLIDING: of_window}
+        content["rope_local_base_freq"] = of_window["rope_theta"]
+    if kind == "longrope":
+        content["original_max_position_embeddings"] = parameters.pop("original_max_position_embeddings")
+    if kind != "none":
+        content["rope_scaling"] = {"rope_type": kind, "type": kind, **parameters}
+    if model.rotary_percent != 1:
+        content[old[1] or "partial_rotary_factor"] = model.rotary_percent
+    return {**content, old[0]: model.rotary_base}

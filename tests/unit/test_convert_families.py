@@ -1,0 +1,145 @@
+"""Every family of Hugging Face: in at (tp 2, pp 2) and out, with the logits and gradients of transformers."""
+
+import json
+
+import pytest
+import torch
+from torch.func import functional_call
+from torch.testing import assert_close
+
+from megatron_lite.config.schema import Config
+from megatron_lite.convert import native, verify
+from megatron_lite.convert.driver import Request, convert
+from megatron_lite.convert.huggingface import read, recipes
+from megatron_lite.convert.huggingface_families import FAMILIES as ROWS
+from megatron_lite.convert.recipe import full_table
+from megatron_lite.errors import CheckpointError
+from megatron_lite.model.build import get_model
+from megatron_lite.parallel.context import ParallelContext
+from megatron_lite.parallel.grid import Grid
+from tests.helpers.huggingface import (
+    ENCODERS,
+    FAMILIES,
+    MODELS,
+    VOCAB,
+    copy,
+    edit_config,
+    logits,
+    of_family,
+    tokens,
+    transformers_without_warnings,
+)
+from tests.helpers.model_runs import seed_everything
+
+
+def print_nothing(line: str) -> None:
+    """Print nothing."""
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def model(request, tmp_path_factory):
+    """A model of transformers, its folder, and its family."""
+    folder = tmp_path_factory.mktemp("hf")
+    made = of_family(request.param)
+    made.save_pretrained(folder)
+    return made, folder, request.param.split()[0]
+
+
+def test_every_family_is_tested():
+    """A row without a tiny model could have wrong names."""
+    tested = {name.split()[0] for name in {**FAMILIES, **MODELS, **ENCODERS}}
+    assert tested == set(ROWS)
+
+
+def test_logits_of_a_family_in_a_layout_and_back_equal_those_of_transformers(model, tmp_path):
+    """2e-6 of the largest logit: the order of fp32 sums. A window or a rotation of another layer, a norm over the wrong
+    dimension or rows of another head would be off by the size of the logits."""
+    theirs, folder, _ = model
+    layout = {"tensor": 2, "pipeline": 2}
+    lines: list[str] = []
+    convert(Request(folder, tmp_path / "ours", **layout, verify=True), lines.append)
+    assert any("verified: logits" in line and "equal to the bit" in line for line in lines)
+    checkpoint = native.read(tmp_path / "ours", {})
+    ids, want = tokens(), logits(theirs, tokens())
+    bound = 2e-6 * max(5.0, want.abs().max().item())
+    assert_close(verify.ours(checkpoint)(ids)[..., :VOCAB], want, rtol=0, atol=bound)
+    convert(Request(tmp_path / "ours", tmp_path / "back", target_format="huggingface", verify=True), print_nothing)
+    assert_close(logits(transformers_without_warnings(tmp_path / "back"), ids), want, rtol=0, atol=bound)
+
+
+def test_a_family_is_written_as_itself(model, tmp_path):
+    """Otherwise programs that know a model by its type would run another one."""
+    _, folder, family = model
+    convert(Request(folder, tmp_path / "back", target_format="huggingface"), print_nothing)
+    assert json.loads((tmp_path / "back" / "config.json").read_text())["model_type"] == family
+
+
+def test_gradients_of_a_family_equal_those_of_transformers(model):
+    """1e-4 of the largest gradient; a wrong backward of a norm over all heads or of a softcap would be off by its
+    size."""
+    theirs, folder, family = model
+    checkpoint, ids = read(folder, {}), tokens()
+    ctx = ParallelContext.at(Grid(), 0)
+    chunk = get_model(Config(model=checkpoint.model), ctx, seed_everything(0, ctx), dtype=torch.float32)[0].eval()
+    weights = {name: checkpoint.read(name).requires_grad_() for name in checkpoint.tensors}
+    found = functional_call(chunk, weights, (ids, ids.roll(-1, 1)))
+    theirs.zero_grad()
+    out = theirs(input_ids=ids, use_cache=False).logits
+    loss = torch.nn.functional.cross_entropy(out.flatten(0, 1), ids.roll(-1, 1).flatten(), reduction="sum")
+    assert_close(found.sum(), loss.detach(), rtol=1e-5, atol=0)
+    found.sum().backward()
+    loss.backward()
+    wanted = {name: parameter.grad for name, parameter in theirs.named_parameters()}
+    wanted.setdefault("embed_out.weight", theirs.get_output_embeddings().weight.grad)  # GPT-NeoX's name in files
+    scale = max(grad.abs().max().item() for grad in wanted.values())
+    for name, recipe in recipes(family, checkpoint.model, full_table(checkpoint.model)).items():
+        for foreign, grad in zip(recipe.names, recipe.split(weights[name].grad), strict=True):
+            want = wanted[foreign]
+            if "embed_positions" in foreign:  # rows that only a text with padding reads
+                grad, want = grad[2:], want[2:]
+            assert_close(grad, want, rtol=0, atol=1e-4 * scale, msg=lambda text, at=foreign: f"{at}: {text}")
+
+
+WINDOW = {"use_sliding_window": True, "sliding_window": 5}
+REFUSED = [
+    ("qwen2", {**WINDOW, "max_window_layers": 1, "layer_types": None}, "max_window_layers is 1"),
+    ("qwen3", {"attention_bias": "yes"}, "attention_bias is 'yes'; ours computes with True or False"),
+    ("mistral", {"sliding_window": 0.5}, "has invalid values: window_size 0.5"),
+    ("smollm3", {"no_rope_layers": [0, 1, 1]}, "no_rope_layers is .*ours has no positions in every n-th layer"),
+    ("olmo2", {"clip_qkv": 8.0}, "has the unknown clip_qkv = 8.0"),
+    ("olmo3", {"layer_types": ["full_attention", "sliding_attention"] * 2}, "layer_types is .*all but every n-th"),
+    ("phi3 longrope", {"rope_parameters": {"rope_type": "longrope", "short_factor": [1.0]}}, "it needs long_factor"),
+    ("starcoder2", {"mlp_type": "gated"}, "mlp_type is 'gated'; ours computes with 'default'"),
+    ("gpt_neox", {"hidden_act": "tanh"}, "hidden_act is 'tanh'; ours are gelu_new"),
+    ("gemma2", {"query_pre_attn_scalar": 0}, "query_pre_attn_scalar is 0; expected a number above 0"),
+    ("gemma3_text", {"use_bidirectional_attention": True}, "use_bidirectional_attention is True"),
+    ("granite", {"logits_scaling": -1.0}, "logits_scaling is -1.0; expected a number above 0"),
+    ("cohere", {"use_qk_norm": True}, "use_qk_norm is True; ours computes with False"),
+    ("falcon", {"alibi": True}, "alibi is True; ours computes with False"),
+    ("gptj", {"rotary_dim": "all"}, "rotary_dim is 'all'; expected a part of the head size"),
+    ("phi", {"qk_layernorm": True}, "qk_layernorm is True; ours computes with False"),
+    ("opt", {"do_layer_norm_before": False}, "do_layer_norm_before is False; ours computes with True"),
+    ("opt", {"word_embed_proj_dim": 16}, "word_embed_proj_dim is 16; ours computes with 32"),
+]
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """The folder of a family, made at its first use."""
+    made = {}
+
+    def folder_of(name: str):
+        if name not in made:
+            made[name] = tmp_path_factory.mktemp("hf")
+            of_family(name).save_pretrained(made[name])
+        return made[name]
+
+    return folder_of
+
+
+@pytest.mark.parametrize("name, changes, message", REFUSED)
+def test_the_error_of_a_field_that_our_model_does_not_compute_names_it(saved, tmp_path, name, changes, message):
+    folder = copy(saved(name), tmp_path / "src")
+    edit_config(folder, **changes)
+    with pytest.raises(CheckpointError, match=message):
+        read(folder, {})
