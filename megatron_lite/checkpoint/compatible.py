@@ -100,8 +100,8 @@ def _pending(config: Config) -> list[str]:
     if config.sync.is_local:
         return ["sync.interval", "sync.fragments"]
     # Delayed gradients are saved before `finalize_grads`. Those of norms are partial sums over tp under sequence
-    # parallelism, and that of a tied embedding is a partial sum over the first and last stage.
-    tensor = ["parallel.tensor"] if config.parallel.sequence else []
+    # parallelism, or of the heads of a rank, and that of a tied embedding is one over the first and last stage.
+    tensor = ["parallel.tensor"] if config.parallel.sequence or config.model.qk_norm == "head" else []
     pipeline = ["parallel.pipeline"] if config.model.tie_embeddings else []
     return ["parallel.sequence", *tensor, *pipeline]
 

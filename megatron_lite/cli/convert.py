@@ -24,6 +24,12 @@ def convert(
     dtype: Annotated[
         str, typer.Option("--dtype", metavar="TYPE", help="fp32, bf16 or fp16; default: dtype of SRC.")
     ] = "",
+    ignored: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--ignore-field", metavar="NAME", help="Field of SRC's config.json that does not change its output."
+        ),
+    ] = None,
     weights_only: Annotated[
         bool, typer.Option("--weights-only", help="Leave out the optimizer state; only between megatron-lite formats.")
     ] = False,
@@ -50,5 +56,6 @@ def convert(
         weights_only=weights_only,
         verify=verify,
         overrides=overrides or [],
+        ignored=ignored or [],
     )
     driver.convert(request, typer.echo)

@@ -36,6 +36,8 @@ def _deepspeed_failures(config: Config) -> Iterator[str]:
         yield f"{given} parallel.pipeline {parallel.pipeline}, which it cannot run; use 1, or parallel.ddp: local"
     if parallel.schedule not in ("1f1b", "zb-h1"):  # zb-h1 has its own message
         yield f"{given} parallel.schedule {parallel.schedule}, which it cannot run; use 1f1b"
+    if config.model.qk_norm == "head" and parallel.tensor > 1:
+        yield f"{given} model.qk_norm: head, whose gradients it does not sum over tensor ranks; use parallel.ddp: fsdp"
     if parallel.sequence:
         yield f"{given} parallel.sequence, whose norm gradients it averages too early; use false, or parallel.ddp: fsdp"
     if (groups := config.model.query_groups) < parallel.tensor:

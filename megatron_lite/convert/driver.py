@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -50,6 +51,7 @@ class Request:
     weights_only: bool = False
     verify: bool = False
     overrides: Sequence[str] = ()  # section.field=value
+    ignored: Sequence[str] = ()  # fields of a config.json of Hugging Face
 
 
 def convert(request: Request, report: Callable[[str], None]) -> None:
@@ -65,7 +67,7 @@ def convert(request: Request, report: Callable[[str], None]) -> None:
     if not request.source_format:
         report(f"{request.source} is a checkpoint of {source_format}")
     with _appearing(target) as folder:
-        checkpoint = FORMATS[source_format].read(request.source, settings.get("model", {}))
+        checkpoint = _reader(request, source_format)(request.source, settings.get("model", {}))
         provider = checkpoint.origin.get(MODEL_PROVIDER, "")
         if provider and request.target_format != NATIVE:
             raise CheckpointError(
@@ -85,6 +87,14 @@ def convert(request: Request, report: Callable[[str], None]) -> None:
     report("; ".join([summary, *checkpoint.notes]))
     if request.target_format == NATIVE:
         report(_next_step(request, target, provider))
+
+
+def _reader(request: Request, source_format: str) -> Callable[[Path, Mapping[str, Any]], Checkpoint]:
+    if not request.ignored:
+        return FORMATS[source_format].read
+    if source_format != "huggingface":
+        raise ConfigError(f"--ignore-field is for huggingface's config.json, and {request.source} is {source_format}")
+    return partial(huggingface.read, ignored=request.ignored)
 
 
 def _next_step(request: Request, target: Path, provider: str) -> str:
@@ -222,7 +232,11 @@ def _verify(request: Request, source_format: str, checkpoint: Checkpoint, folder
         return f"verified: {verify.check_weights(checkpoint, native.read(folder, {}))}"
     from_theirs = source_format == "huggingface"
     dtype = DTYPES.get(request.dtype)
-    before = verify.of_transformers(request.source, dtype, checkpoint.model) if from_theirs else verify.ours(checkpoint)
+    before = (
+        verify.of_transformers(huggingface.snapshot(request.source), dtype, checkpoint.model)
+        if from_theirs
+        else verify.ours(checkpoint)
+    )
     # The format does not store it.
     overrides = {"num_heads": checkpoint.model.num_heads} if request.target_format == "codegeex" else {}
     target = FORMATS[request.target_format].read(folder, overrides)

@@ -7,7 +7,7 @@ copy of a tensor with another order.
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -32,7 +32,7 @@ from megatron_lite.convert.huggingface_files import (
 )
 from megatron_lite.convert.recipe import VOCABULARY_TABLES, Checkpoint, Progress, Recipe, check_names, full_table
 from megatron_lite.data.special_tokens import start_of
-from megatron_lite.errors import CheckpointError, ConfigError
+from megatron_lite.errors import CheckpointError, ConfigError, DamagedCheckpoint
 from megatron_lite.model.ends import WORD_EMBEDDINGS
 from megatron_lite.parallel.shard import ParamTable
 from megatron_lite.plan.sizes import num_parameters
@@ -52,7 +52,7 @@ OLD_NAMES = {"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm
 def recognise(path: Path) -> bool:
     """Whether `path` is a folder with a config.json of Hugging Face."""
     try:
-        content = json.loads((path / CONFIG_FILE).read_bytes())
+        content = json.loads((snapshot(path) / CONFIG_FILE).read_bytes())
     except (OSError, ValueError, RecursionError):
         return False
     return isinstance(content, dict) and ("model_type" in content or "architectures" in content)
@@ -64,6 +64,24 @@ class Pieces(Recipe):
 
     views: Callable[[Tensor], Sequence[Tensor]] = lambda tensor: (tensor,)
     orders: tuple[Tensor | None, ...] = ()
+
+
+def snapshot(path: Path) -> Path:
+    """The files of a model in the hub's cache (`models--NAME`): those of its branch main, or of its only snapshot."""
+    if not path.name.startswith("models--") or not (path / "snapshots").is_dir():
+        return path
+    try:
+        commit = (path / "refs" / "main").read_text().strip()
+    except OSError:
+        commits = sorted(folder.name for folder in (path / "snapshots").iterdir())
+        if len(commits) != 1:
+            raise CheckpointError(
+                f"{path}: has no refs/main and {len(commits)} snapshots ({listed(commits)}); give the folder of one"
+            ) from None
+        (commit,) = commits
+    if Path(commit).name != commit:
+        raise DamagedCheckpoint(f"{path}: its refs/main is {commit[:80]!r}, not a commit; fetch it again")
+    return path / "snapshots" / commit
 
 
 def recipes(model_type: str, model: ModelConfig, table: ParamTable) -> dict[str, Pieces]:
@@ -105,14 +123,15 @@ def _in_order(view: Tensor, order: Tensor) -> Tensor:
     return ordered
 
 
-def read(path: Path, overrides: Mapping[str, Any]) -> Checkpoint:
-    """The model in a folder."""
+def read(path: Path, overrides: Mapping[str, Any], ignored: Collection[str] = ()) -> Checkpoint:
+    """The model in a folder, or in the cache of the hub; `ignored` fields of its config.json are not read."""
+    path = snapshot(path)
     if not path.is_dir():
         raise CheckpointError(f"{path}: is not a folder; give the one of {CONFIG_FILE} and the weights")
     content, files = read_json(path / CONFIG_FILE), HuggingFaceFiles(path)
     if content.get("model_type") == "bert":  # its config does not have this field
         overrides = {"binary_head": "cls.seq_relationship.weight" in files.specs, **overrides}
-    model_type, model = to_model(path / CONFIG_FILE, content, overrides)
+    model_type, model = to_model(path / CONFIG_FILE, content, overrides, ignored)
     family = FAMILIES[model_type]
     found = {_full_name(model_type, name): name for name in files.specs if not BUFFERS.fullmatch(name)}
     if model_type == "bert" and not model.binary_head:  # the pooler serves the binary head, or those of other models

@@ -9,7 +9,7 @@ import pytest
 from megatron_lite.checkpoint.layout import read_layout
 from megatron_lite.cli import main
 from tests.helpers.command import ROOT, run_listing_modules
-from tests.helpers.huggingface import gpt2
+from tests.helpers.huggingface import copy, edit_config, gpt2
 
 TOOL = ROOT / "tools" / "convert_checkpoint.py"
 
@@ -98,3 +98,34 @@ def test_the_tool_takes_megatrons_flags(source, tmp_path, monkeypatch, capsys):
     with pytest.raises(SystemExit) as raised:
         use_tool(monkeypatch, "--loader", "megatron-lite", "--saver", "hf", *places)
     assert raised.value.code == 2 and "back: exists already" in capsys.readouterr().err
+
+
+def test_ignore_field_leaves_out_a_field_that_is_known_to_be_harmless(source, tmp_path, monkeypatch, capsys):
+    """Only the user can know it, so an unknown field alone is an error."""
+    folder = copy(source, tmp_path / "src")
+    edit_config(folder, a_new_field=3)
+    assert exit_code(monkeypatch, folder, tmp_path / "out") == 1
+    assert "has the unknown a_new_field = 3; give --ignore-field" in capsys.readouterr().err
+    assert exit_code(monkeypatch, folder, tmp_path / "out", "--ignore-field", "a_new_field") == 0
+    assert exit_code(monkeypatch, folder, tmp_path / "other", "--ignore-field", "another") == 2
+    assert "has no another, which --ignore-field names; leave it out" in capsys.readouterr().err
+    assert exit_code(monkeypatch, tmp_path / "out", tmp_path / "other", "--ignore-field", "a_new_field") == 2
+    assert "--ignore-field is for huggingface's config.json, and" in capsys.readouterr().err
+    assert not (tmp_path / "other").exists()
+
+
+def test_a_model_in_the_cache_of_the_hub_is_read(source, tmp_path, monkeypatch, capsys):
+    """`models--NAME` has the branches' commits in refs/ and links to the files in snapshots/."""
+    cache = tmp_path / "models--org--gpt2"
+    copy(source, cache / "snapshots" / "abc")
+    (cache / "refs").mkdir()
+    (cache / "refs" / "main").write_text("abc")
+    assert exit_code(monkeypatch, cache, tmp_path / "out", "--verify") == 0
+    (cache / "refs" / "main").unlink()
+    assert exit_code(monkeypatch, cache, tmp_path / "out2") == 0  # of its only snapshot
+    copy(source, cache / "snapshots" / "def")
+    assert exit_code(monkeypatch, cache, tmp_path / "out3", "--from", "huggingface") == 1
+    assert "has no refs/main and 2 snapshots (abc and def); give the folder of one" in capsys.readouterr().err
+    (cache / "refs" / "main").write_text("../../other")
+    assert exit_code(monkeypatch, cache, tmp_path / "out4", "--from", "huggingface") == 1
+    assert "its refs/main is '../../other', not a commit; fetch it again" in capsys.readouterr().err

@@ -55,6 +55,11 @@ CASES = {
         "parallel.ddp is deepspeed with parallel.schedule gpipe",
         "use 1f1b",
     ),
+    "deepspeed with norms of heads": (
+        [*DEEPSPEED, "parallel.tensor=2", "model.qk_norm=head"],
+        "parallel.ddp is deepspeed with model.qk_norm: head, whose gradients it does not sum",
+        "use parallel.ddp: fsdp",
+    ),
     "deepspeed with sequence parallelism": (
         [*DEEPSPEED, "parallel.tensor=2", "parallel.sequence=true"],
         "parallel.ddp is deepspeed with parallel.sequence",
