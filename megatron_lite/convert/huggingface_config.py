@@ -14,7 +14,8 @@ from pydantic import ValidationError
 from megatron_lite.checkpoint.compatible import DERIVED, NOT_OF_WEIGHTS
 from megatron_lite.config.schema import Config, DataConfig, ModelConfig
 from megatron_lite.config.validate import failures
-from megatron_lite.convert.huggingface_families import FAMILIES, Family, read_model, write_model
+from megatron_lite.convert.huggingface_families import FAMILIES
+from megatron_lite.convert.huggingface_family import Family, read_model, write_model
 from megatron_lite.convert.huggingface_fields import Fields
 from megatron_lite.errors import CheckpointError, ConfigError
 from megatron_lite.model.rotary import RAMPS

@@ -2,23 +2,17 @@
 Source: transformers, the configuration_*.py and modeling_*.py of each model type.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from functools import partial
-from typing import Any
 
-from torch import Tensor
-
-from megatron_lite.config.schema import ModelConfig
 from megatron_lite.convert import huggingface_names as names_of
 from megatron_lite.convert import huggingface_special as special
-from megatron_lite.convert.huggingface_fields import Fields
+from megatron_lite.convert.huggingface_family import Family
 from megatron_lite.convert.huggingface_parts import (
     ACTIVATIONS,
     GATED,
     NO_ROPE,
     T5_ACTIVATIONS,
-    Ours,
     Part,
     biases,
     chosen,
@@ -35,34 +29,6 @@ from megatron_lite.convert.huggingface_parts import (
     window,
 )
 from megatron_lite.convert.huggingface_rope import rope
-
-Order = Callable[[ModelConfig], Sequence[Tensor | None]]
-"""For each foreign tensor of a parameter the number of each of its rows in ours, -1 for none; None: the same rows."""
-
-
-@dataclass(frozen=True)
-class Family:
-    """A model type. `embedding` is its word embedding; a model without a head has names without `prefix`."""
-
-    cls: str  # of transformers
-    parts: Sequence[Part]
-    names: Mapping[str, str]  # ours -> theirs, see `huggingface_names`
-    prefix: str = "model."
-    embedding: str = "model.embed_tokens.weight"
-    head: str = "lm_head.weight"
-    copies: Mapping[str, str] = field(default_factory=dict)  # equal tensors that some files have -> the original
-    orders: Mapping[str, Order] = field(default_factory=dict)  # ours -> the order of rows
-    transposed: Sequence[str] = ()  # ours, whose weights are [in, out]
-    tied: bool = False  # the default of tie_word_embeddings
-    architecture: str = "decoder"
-
-    def theirs(self, ours: str, number: str, model: ModelConfig) -> list[str]:
-        """The names of a parameter; `ours` has `*` for the number of its layer."""
-        variants = {"with gate": model.has_gate, "of two norms": model.residual == "parallel"}
-        keys = [f"{ours} {variant}" for variant, applies in variants.items() if applies]
-        found = next((self.names[key] for key in keys if key in self.names), None) or self.names.get(ours, "")
-        return found.replace("*", number).split()
-
 
 _SIZES = sizes(num_layers="num_hidden_layers", hidden_size="hidden_size", num_heads="num_attention_heads")
 _VOCABULARY = (*sizes(vocab_size="vocab_size"), same("init_std", "initializer_range", 0.02))
@@ -98,7 +64,12 @@ _GEMMA = (
     expected(use_bidirectional_attention=False),
     _ATTENTION_BIAS,
 )
-_GEMMA_2 = (*_GEMMA, fixed(norm_placement="sandwich"), scaled("attention_scale", "query_pre_attn_scalar", 256, -0.5))
+_GEMMA_2 = (
+    *_GEMMA,
+    fixed(norm_placement="sandwich"),
+    expected(hidden_act="gelu_pytorch_tanh"),
+    scaled("attention_scale", "query_pre_attn_scalar", 256, -0.5),
+)
 _COHERE = (
     fixed(norm_bias=False, residual="parallel_shared_norm"),
     same("logit_scale", "logit_scale", 0.0625),
@@ -131,7 +102,9 @@ _LLAMA_LIKE = partial(Family, names=names_of.LLAMA)
 FAMILIES: dict[str, Family] = {  # of two families that compute a model, an export takes the first
     "gpt2": _GPT2,
     "llama": _LLAMA_LIKE("LlamaForCausalLM", _modern(rope(), biases("attention_bias", "mlp_bias"))),
-    "qwen2": _LLAMA_LIKE("Qwen2ForCausalLM", _modern(rope(), fixed(bias="qkv"), _QWEN_WINDOW)),
+    "qwen2": _LLAMA_LIKE(
+        "Qwen2ForCausalLM", _modern(rope(), fixed(bias="qkv"), _QWEN_WINDOW, expected(use_mrope=False))
+    ),
     "qwen3": _LLAMA_LIKE("Qwen3ForCausalLM", _modern(rope(), _ATTENTION_BIAS, fixed(qk_norm="head"), _QWEN_WINDOW)),
     "mistral": _LLAMA_LIKE("MistralForCausalLM", _modern(rope(), fixed(bias=False), window())),
     "smollm3": _LLAMA_LIKE(
@@ -154,6 +127,7 @@ FAMILIES: dict[str, Family] = {  # of two families that compute a model, an expo
         _modern(
             rope(partial=True),
             fixed(bias=False),
+            expected(attention_bias=False, mlp_bias=False, lm_head_bias=False, full_attn_mod=1, interpolate_factor=1),
             window(),
             dropout=[dropouts("resid_pdrop", "embd_pdrop", "attention_dropout")],
         ),
@@ -267,6 +241,7 @@ FAMILIES: dict[str, Family] = {  # of two families that compute a model, an expo
             dropouts("hidden_dropout", "", "attention_dropout"),
             flag("bias", "bias", (False, True), False),
             rope(),
+            expected(apply_residual_connection_post_layernorm=False),
             Part(special.read_falcon, special.write_falcon),
         ),
         names_of.FALCON,
@@ -280,6 +255,7 @@ FAMILIES: dict[str, Family] = {  # of two families that compute a model, an expo
         (
             *_GPT2_SIZES,
             Part(special.read_rotary_dim, lambda model: {"rotary_dim": model.rotary_size}),
+            expected(rotary=True),
             fixed(bias="mlp", head_bias=True, residual="parallel_shared_norm"),
         ),
         names_of.GPTJ,
@@ -380,21 +356,3 @@ FAMILIES: dict[str, Family] = {  # of two families that compute a model, an expo
         architecture="encoder_decoder",
     ),
 }
-
-
-def read_model(family: Family, fields: Fields) -> dict[str, Any]:
-    """Our fields of a config.json."""
-    ours: Ours = {}
-    for part in family.parts:
-        ours |= part.read(fields, ours)
-    if "tie_embeddings" not in ours:
-        ours["tie_embeddings"] = fields.take("tie_word_embeddings", family.tied)
-    return ours
-
-
-def write_model(family: Family, model: ModelConfig) -> dict[str, Any]:
-    """Their fields of a model, of which `read_model` gives the same model if the family computes it."""
-    theirs: Ours = {}
-    for part in family.parts:
-        theirs |= part.write(model)
-    return {**theirs, "vocab_size": model.vocab_size, "tie_word_embeddings": model.tie_embeddings}

@@ -41,6 +41,7 @@ HARMLESS = {
     *("no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "bad_words_ids", "begin_suppress_tokens"),
     *("suppress_tokens", "exponential_decay_length_penalty", "forced_bos_token_id", "forced_eos_token_id"),
     *("remove_invalid_values", "_from_model_config"),
+    *("hidden_dropout_prob", "attention_probs_dropout_prob", "model_max_length"),
     *("auto_map", "unsloth_fixed", "cache_implementation"),
     *("_num_labels", "output_past", "is_llama_config", "transformers.js_config", "classifier_dropout"),
 }

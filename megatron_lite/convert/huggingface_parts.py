@@ -19,6 +19,7 @@ SLIDING, FULL = "sliding_attention", "full_attention"
 ACTIVATIONS = {
     "gelu_new": "gelu_tanh",
     "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu_fast": "gelu_tanh",
     "gelu": "gelu",
     "gelu_python": "gelu",
     "quick_gelu": "quick_gelu",
