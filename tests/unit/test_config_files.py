@@ -5,7 +5,9 @@ from pathlib import Path
 import pytest
 
 from megatron_lite.config.load import load_config
+from megatron_lite.config.sizes import state_bytes
 from megatron_lite.config.validate import validate
+from megatron_lite.plan.sizes import activation_bytes, largest_rank_parameters
 
 CONFIGS = sorted((Path(__file__).resolve().parents[2] / "configs").glob("*.yaml"))
 
@@ -34,3 +36,20 @@ def test_quickstart_is_small_enough_for_a_laptop():
     config = load_config(path)
     assert config.parallel.model_size == 2
     assert config.train.global_batch_size * config.data.seq_length == 1024, "tokens of a step"
+
+
+# One config for each family of presets that is trained today.
+ON_EIGHT_GPUS = (
+    *("llama_7b", "llama3_8b", "mistral_7b", "qwen2_5_7b", "qwen3_8b", "smollm2_1_7b", "olmo2_7b", "pythia_6_9b"),
+    *("gemma2_9b", "starcoder2_7b"),
+)
+
+
+@pytest.mark.parametrize("name", ON_EIGHT_GPUS)
+def test_a_family_fits_eight_gpus_of_80_gb(name):
+    """State and activations take at most 72 GB of a GPU's 80, by arithmetic; the rest is for kernels and buckets."""
+    config = load_config(CONFIGS[0].parent / f"{name}.yaml")
+    validate(config, 8)
+    dp = config.parallel.data(8)
+    state = sum(state_bytes(config, dp).values()) * largest_rank_parameters(config)
+    assert state + activation_bytes(config, dp) < 72e9

@@ -17,7 +17,8 @@ def findings(ranks: int, *overrides: str, host_gib: float, gpu_gib: float = 0.0)
     gpus = (("GPU", int(gpu_gib * GIB)),) * ranks * bool(gpu_gib)
     machine = Machine("cuda" if gpu_gib else "cpu", 8, host_gib * GIB, gpus, 1024, GIB, 1)
     machines = [Answer(rank, "a", machine, "") for rank in range(ranks)]
-    return memory(load_config(LLAMA_7B, ["model.vocab_size=32000", *overrides]), machines)
+    plain = ["model.vocab_size=32000", "parallel.tensor=4", "train.recompute=none", "optim.distributed=false"]
+    return memory(load_config(LLAMA_7B, [*plain, *overrides]), machines)
 
 
 def test_a_7b_model_that_does_not_fit_into_host_memory_is_a_failure():
