@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-FORMATS = "megatron-lite, huggingface, megatron or codegeex"
+FORMATS = "megatron-lite, huggingface, megatron, torch_dist or codegeex"
 
 
 def convert(

@@ -21,7 +21,7 @@ from megatron_lite.checkpoint.match import MODEL_PROVIDER
 from megatron_lite.checkpoint.tensor_file import Spec, save_errors
 from megatron_lite.config.load import load_config
 from megatron_lite.config.schema import Config
-from megatron_lite.convert import codegeex, huggingface, megatron, native, verify
+from megatron_lite.convert import codegeex, huggingface, megatron, native, torch_dist, verify
 from megatron_lite.convert.grid_files import Values
 from megatron_lite.convert.native import Settings, WeightsOf
 from megatron_lite.convert.recipe import Checkpoint, Format, Readable, check_fields, in_dtype
@@ -30,7 +30,12 @@ from megatron_lite.files import sync_folder
 from megatron_lite.parallel.dtypes import PRECISIONS
 
 NATIVE = "megatron-lite"
-FOREIGN: dict[str, Format] = {"huggingface": huggingface, "megatron": megatron, "codegeex": codegeex}
+FOREIGN: dict[str, Format] = {
+    "huggingface": huggingface,
+    "megatron": megatron,
+    "torch_dist": torch_dist,
+    "codegeex": codegeex,
+}
 # In the order in which they are tried.
 FORMATS: dict[str, Readable] = {NATIVE: native, **FOREIGN}
 DTYPES = {name: PRECISIONS[name] for name in ("fp32", "bf16", "fp16")}

@@ -18,6 +18,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from megatron_lite.checkpoint.tensor_file import Spec
+from megatron_lite.convert.distributed_files import METADATA, DistributedFiles
 from megatron_lite.convert.safe_pickle import StoredTensor
 from megatron_lite.convert.torch_file import TorchFile
 from megatron_lite.errors import CheckpointError, DamagedCheckpoint
@@ -39,6 +40,11 @@ class HuggingFaceFiles:
     def __init__(self, folder: Path):
         self.specs: dict[str, Spec] = {}
         self._readers: dict[str, Reader] = {}
+        if not _has_weights(folder) and (folder / METADATA).is_file():
+            stored = DistributedFiles(folder)
+            self.specs = dict(stored.specs)
+            self._readers = {name: partial(_part, stored, name) for name in stored.specs}
+            return
         for file, names in _files(folder).items():
             path = folder / file
             if not path.is_file():
@@ -71,6 +77,17 @@ class HuggingFaceFiles:
         for first in range(0, shape[0], step):
             rows = slice(first, first + step)
             yield rows, self._readers[name](rows)
+
+
+def _has_weights(folder: Path) -> bool:
+    return any((folder / (name + end)).exists() for name in (SAFETENSORS, TORCH) for end in ("", INDEX))
+
+
+def _part(stored: DistributedFiles, name: str, rows: slice) -> Tensor:
+    """Some rows of a tensor in files of torch.distributed.checkpoint."""
+    shape = stored.specs[name].shape
+    start, end, _ = rows.indices(shape[0])
+    return stored.read(name, (start, *(0 for _ in shape[1:])), (end - start, *shape[1:]))
 
 
 def _safetensors_file(path: Path) -> dict[str, tuple[Spec, Reader]]:

@@ -96,7 +96,7 @@ def read(path: Path, overrides: Mapping[str, Any]) -> Checkpoint:
         _check_copy(copy, tensors[WORD_EMBEDDINGS])
     table = full_table(model)
     rows = tensors[WORD_EMBEDDINGS].shape(Shard(0))[0]
-    recipes = {name: _recipe(name, table, model, folder, version, rows) for name in table}
+    recipes = {name: recipe(name, table, model, folder, version, rows) for name in table}
     shards = {name: recipe.shards[0] for name, recipe in recipes.items()}
     check_names(
         folder, recipes, table, {name: sharded.shape(shards.get(name, Shard())) for name, sharded in tensors.items()}
@@ -134,7 +134,7 @@ def write(path: Path, checkpoint: Checkpoint, *, tensor: int, pipeline: int, pro
     }
     for stage in range(pipeline):
         names = _stage_names(model, table, stage, pipeline)
-        recipes = {theirs: _recipe(ours, table, model, folder, WRITTEN_VERSION, rows) for theirs, ours in names.items()}
+        recipes = {theirs: recipe(ours, table, model, folder, WRITTEN_VERSION, rows) for theirs, ours in names.items()}
         tensors = {}
         for theirs, ours in names.items():
             (shape,) = recipes[theirs].foreign_shapes(table[ours].shape)
@@ -178,10 +178,7 @@ def _folder(path: Path) -> Path:
     if not folder.is_dir():
         raise CheckpointError(f"{path / TRACKER_FILE}: names {text}, but {folder.name} is missing")
     if (folder / ".metadata").exists() or (folder / "metadata.json").exists():
-        raise CheckpointError(
-            f"{folder}: is of --ckpt-format torch_dist; first let Megatron-LM load it and save it with "
-            "--ckpt-convert-format torch"
-        )
+        raise CheckpointError(f"{folder}: is of --ckpt-format torch_dist; give --from torch_dist, or leave out --from")
     return folder
 
 
@@ -220,6 +217,13 @@ def _rank_files(folder: Path) -> list[list[Path]]:
     return [[found[pp, tp] for tp in range(ranks)] for pp in range(stages)]
 
 
+def core_name(theirs: str) -> str:
+    """The name of megatron-core for a tensor, which is ours."""
+    for pattern, spelling in SPELLINGS:
+        theirs = pattern.sub(spelling, theirs)
+    return theirs
+
+
 def _all_tensors(folder: Path, stages: Sequence[Sequence[TorchFile]]) -> dict[str, ShardedTensor]:
     """Every tensor by our name, with layers numbered through the model."""
     tensors: dict[str, ShardedTensor] = {}
@@ -229,9 +233,7 @@ def _all_tensors(folder: Path, stages: Sequence[Sequence[TorchFile]]) -> dict[st
         for theirs, sharded in sharded_tensors(files, [file.content.get(key) for file in files]).items():
             if theirs.endswith("_extra_state"):  # TransformerEngine's fp8 state
                 continue
-            name = theirs
-            for pattern, spelling in SPELLINGS:
-                name = pattern.sub(spelling, name)
+            name = core_name(theirs)
             if match := LAYER.match(name):
                 layers = max(layers, 1 + int(match[1]))
                 name = f"decoder.layers.{first_layer + int(match[1])}.{name[match.end() :]}"
@@ -270,7 +272,7 @@ def _chunks(folder: Path, stages: Sequence[Sequence[TorchFile]]) -> Iterator[tup
             yield files, key
 
 
-def _recipe(name: str, table: ParamTable, model: ModelConfig, where: Path, version: float, rows: int) -> Recipe:
+def recipe(name: str, table: ParamTable, model: ModelConfig, where: Path, version: float, rows: int) -> Recipe:
     """The recipe of a parameter: the same name, and for most the same form."""
     if name in VOCABULARY_TABLES:  # only for shapes: values, the largest of all tensors, are resized by shards
         ours = table[name].shape[0]

@@ -11,7 +11,7 @@ from typing import Any
 
 from megatron_lite.config.schema import ModelConfig
 from megatron_lite.convert.megatron_args import DIVISIBLE_BY, fields_of, padded_rows
-from megatron_lite.convert.rank_files import ShardedTensor, model_of
+from megatron_lite.convert.rank_files import Shaped, model_of
 from megatron_lite.convert.recipe import HEAD
 from megatron_lite.errors import CheckpointError
 from megatron_lite.model.ends import WORD_EMBEDDINGS
@@ -23,7 +23,7 @@ LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")
 
 def model_from(
     folder: Path,
-    tensors: Mapping[str, ShardedTensor],
+    tensors: Mapping[str, Shaped],
     args: Mapping[str, Any],
     overrides: Mapping[str, Any],
     *,
@@ -73,7 +73,7 @@ def model_from(
     return model, notes
 
 
-def _check_sizes(folder: Path, model: ModelConfig, tensors: Mapping[str, ShardedTensor]) -> None:
+def _check_sizes(folder: Path, model: ModelConfig, tensors: Mapping[str, Shaped]) -> None:
     """Raise CheckpointError unless the sizes are those of the tensors: others could be too large to build a model."""
     from_shapes = _fields_of_shapes(tensors, pipelined=True)
     sizes = {"num_layers": model.num_layers, "hidden_size": model.hidden_size, "ffn_hidden_size": model.ffn_size}
@@ -99,7 +99,7 @@ def _check_sizes(folder: Path, model: ModelConfig, tensors: Mapping[str, Sharded
         raise CheckpointError(f"{folder}: its arguments or the given fields do not fit its tensors; {listed(problems)}")
 
 
-def _fields_of_shapes(tensors: Mapping[str, ShardedTensor], pipelined: bool) -> dict[str, Any]:
+def _fields_of_shapes(tensors: Mapping[str, Shaped], pipelined: bool) -> dict[str, Any]:
     """The fields of the model section that follow from tensors."""
     layers = {match[1] for name in tensors if (match := LAYER.match(name))}
     fields: dict[str, Any] = {

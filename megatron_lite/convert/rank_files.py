@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -15,6 +15,19 @@ from megatron_lite.convert.torch_file import TorchFile, TorchWriter, flatten
 from megatron_lite.errors import CheckpointError
 from megatron_lite.parallel.shard import Shard
 from megatron_lite.text import listed
+
+
+class Shaped(Protocol):
+    """A tensor in the files of tensor-parallel ranks, or for so many."""
+
+    @property
+    def shards(self) -> Sequence[Any]:
+        """One for each rank."""
+        ...
+
+    def shape(self, shard: Shard) -> tuple[int, ...]:
+        """The shape of the full tensor if `shard` describes its shards."""
+        ...
 
 
 class ShardedTensor:

@@ -1,6 +1,7 @@
 """megatron-core's datasets and model as references, on a CPU; datasets without a tokenizer or torch.distributed."""
 
 import contextlib
+import multiprocessing
 import warnings
 from types import SimpleNamespace
 from typing import Any
@@ -49,8 +50,8 @@ def sample_of(dataset, number):
 
 
 @contextlib.contextmanager
-def core_model(model):
-    """megatron-core's GPTModel with the sizes of `model`, in a process group of one; CUDA calls are replaced."""
+def core_model(model, tensor=1):
+    """megatron-core's GPTModel with the sizes of `model`, on `tensor` ranks; CUDA calls are replaced."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # transformer_engine and apex are not installed
         from megatron.core import parallel_state
@@ -71,22 +72,26 @@ def core_model(model):
         layernorm_epsilon=model.norm_eps,
         activation_func=F.silu if gated else F.gelu,
         gated_linear_unit=gated,
-        add_bias_linear=model.bias,
+        add_bias_linear=model.bias is True,
+        add_qkv_bias=model.bias == "qkv",
+        qk_layernorm=model.qk_norm == "head",
         hidden_dropout=0.0,
         attention_dropout=0.0,
         use_cpu_initialization=True,
         masked_softmax_fusion=False,
     )
     no_fork = SimpleNamespace(fork=contextlib.nullcontext)
-    parallel_state.initialize_model_parallel()
+    config.tensor_model_parallel_size = tensor
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=tensor)
     try:
         with (
+            mock.patch("torch.cuda.synchronize", lambda *device: None),
             mock.patch("torch.cuda.current_device", lambda: "cpu"),
             mock.patch("megatron.core.tensor_parallel.get_cuda_rng_tracker", lambda: no_fork),
         ):
             yield GPTModel(
                 config,
-                get_gpt_layer_local_spec(normalization=config.normalization),
+                get_gpt_layer_local_spec(normalization=config.normalization, qk_layernorm=config.qk_layernorm),
                 vocab_size=model.padded_vocab,
                 max_sequence_length=model.max_position_embeddings,
                 share_embeddings_and_output_weights=model.tie_embeddings,
@@ -118,3 +123,39 @@ def core_state(model, tokens):
         for parameter in core.parameters():
             parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.1)
         return core.state_dict_for_save_checkpoint(), _logits(core, tokens)
+
+
+def save_distributed(model, folder, args, tensor):
+    """Save one model of random weights as torch_dist, and as the files of ranks that `--ckpt-format torch` has."""
+    from argparse import Namespace
+    from pathlib import Path
+
+    from megatron.core import dist_checkpointing
+
+    rank, args = torch.distributed.get_rank(), Namespace(**args, tensor_model_parallel_size=tensor)
+    with core_model(model, tensor) as core, torch.no_grad():
+        generator = torch.Generator().manual_seed(4 + rank)
+        for parameter in core.parameters():
+            if getattr(parameter, "tensor_model_parallel", False):
+                parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.1)
+        common = {"args": args, "checkpoint_version": 3.0, "iteration": 7}
+        for name in ("dist/iter_0000007", f"ranks/iter_0000007/mp_rank_{rank:02d}"):
+            (Path(folder) / name).mkdir(parents=True, exist_ok=True)
+        state = core.sharded_state_dict()
+        # Its writer starts a process, which a daemon, such as a rank of a test, may not.
+        with mock.patch.dict(multiprocessing.current_process()._config, daemon=False):
+            dist_checkpointing.save({"model": state, **common}, f"{folder}/dist/iter_0000007")
+        content = {**common, "model": core.state_dict_for_save_checkpoint()}
+        torch.save(content, f"{folder}/ranks/iter_0000007/mp_rank_{rank:02d}/model_optim_rng.pt")
+    for kind in ("dist", "ranks"):
+        (Path(folder) / kind / "latest_checkpointed_iteration.txt").write_text("7")
+
+
+def logits_of_distributed(model, folder, tokens):
+    """The logits of a folder of torch_dist, loaded by megatron-core."""
+    from megatron.core import dist_checkpointing
+
+    with core_model(model) as core:
+        state = {"model": core.sharded_state_dict()}
+        core.load_state_dict(dist_checkpointing.load(state, str(folder))["model"])
+        return _logits(core, tokens)
