@@ -13,6 +13,7 @@ import torch
 
 from megatron_lite.config.schema import ModelConfig
 from megatron_lite.errors import CheckpointError, ConfigError
+from megatron_lite.model.rotary import RAMPS
 from megatron_lite.text import listed
 
 DIVISIBLE_BY = 128  # --make-vocab-size-divisible-by; its multiple grows with the tensor-parallel size
@@ -27,7 +28,8 @@ SAME = {
     "max_position_embeddings": "max_position_embeddings",
     "vocab_size": "vocab_size",
     "rotary_base": "rotary_base",
-    "bias": "add_bias_linear",
+    "rotary_percent": "rotary_percent",
+    "zero_centered_norm": "apply_layernorm_1p",
     "post_norm": "apply_residual_connection_post_layernorm",
     "fp32_residual": "fp32_residual_connection",
     "hidden_dropout": "hidden_dropout",
@@ -39,21 +41,14 @@ POSITIONS = {"learned_absolute": "learned", "rope": "rotary"}
 
 # Arguments that change the computation, with the value that we compute; None is such a value too.
 UNSUPPORTED: dict[str, Any] = {
-    "apply_layernorm_1p": False,
     "squared_relu": False,
     "quick_geglu": False,
     "glu_linear_offset": 0.0,
     "activation_func_clamp_value": None,
-    "rotary_percent": 1.0,
     "rotary_interleaved": False,
     "rotary_seq_len_interpolation_factor": None,
-    "use_rope_scaling": False,
-    "no_rope_freq": None,
-    "qk_layernorm": False,
     "qk_l2_norm": False,
     "softmax_type": "vanilla",
-    "softmax_scale": None,
-    "window_size": None,
     "multi_latent_attention": False,
     "attention_output_gate": False,
     "experimental_attention_variant": None,
@@ -74,12 +69,13 @@ def fields_of(args: Mapping[str, Any], where: Path) -> dict[str, Any]:
     unsupported = [
         f"{name} is {given[name]}" for name, ours in UNSUPPORTED.items() if given.get(name, ours) not in (ours, False)
     ]
-    if given.get("add_qkv_bias") and not given.get("add_bias_linear", True):
-        unsupported.append("add_qkv_bias is True without add_bias_linear")
     for name in ("vocab_size", "make_vocab_size_divisible_by"):
         if type(given.get(name, 1)) is not int or given.get(name, 1) < 1:
             raise CheckpointError(f"{where}: its argument {name} is {given[name]!r}; expected a positive integer")
     fields = {ours: given[theirs] for ours, theirs in SAME.items() if theirs in given}
+    attention, refused = _attention_fields(given)
+    fields |= attention
+    unsupported += refused
     for name, field, known in (("normalization", "norm", NORMS), ("position_embedding_type", "position", POSITIONS)):
         if name in given and str(given[name]) not in known:
             unsupported.append(f"{name} is {given[name]}")
@@ -105,12 +101,44 @@ def fields_of(args: Mapping[str, Any], where: Path) -> dict[str, Any]:
     return fields
 
 
+def _attention_fields(given: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """The fields of attention and its biases, and a message for each argument that we do not compute."""
+    fields: dict[str, Any] = {}
+    unsupported = []
+    if "add_bias_linear" in given:
+        of_qkv_alone = given.get("add_qkv_bias") and not given["add_bias_linear"]
+        fields["bias"] = "qkv" if of_qkv_alone else given["add_bias_linear"]
+    if given.get("qk_layernorm"):
+        fields["qk_norm"] = "head"
+    if given.get("softmax_scale"):
+        fields["attention_scale"] = given["softmax_scale"]
+    if given.get("use_rope_scaling"):
+        fields |= {**ROPE_SCALING, "rotary_scaling_factor": given.get("rope_scaling_factor", 8.0)}
+    if window := given.get("window_size"):  # tokens before a query, and after it
+        if isinstance(window, list | tuple) and [type(n) for n in window] == [int, int] and window[1] == 0:
+            fields["window_size"] = window[0] + 1
+        else:
+            unsupported.append(f"window_size is {window}")
+    for name in ("window_attn_skip_freq", "no_rope_freq"):
+        if type(given.get(name, 0)) is int:
+            fields[name] = given.get(name, 0)
+        else:
+            unsupported.append(f"{name} is {given[name]}")
+    if not fields.get("window_size"):
+        fields.pop("window_attn_skip_freq", None)
+    return fields, unsupported
+
+
 def _activation(args: Mapping[str, Any]) -> str:
     if args.get("swiglu"):
         return "swiglu"
     # The kernel that also adds the bias has the tanh form, the plain one does not.
     fused = args.get("bias_gelu_fusion", False) and args.get("add_bias_linear", True)
     return "gelu_tanh" if fused or args.get("openai_gelu") else "gelu"
+
+
+# What --use-rope-scaling computes.
+ROPE_SCALING = {"rotary_scaling": "llama3", "rotary_original_positions": 8192, "rotary_ramp": (1.0, 4.0)}
 
 
 def padded_rows(vocab_size: int, tensor: int, divisible_by: int = DIVISIBLE_BY) -> int:
@@ -124,8 +152,19 @@ def check_model(model: ModelConfig, tensor: int, pipeline: int) -> None:
     others = []
     if model.top_query_layer:
         others.append("model.top_query_layer is True")
-    if model.activation in ("quick_gelu", "relu") or (model.activation == "gelu_tanh" and not model.bias):
-        others.append(f"model.activation is {model.activation}" + ("" if model.bias else " without model.bias"))
+    if model.activation in ("quick_gelu", "relu") or (model.activation == "gelu_tanh" and model.bias is not True):
+        others.append(f"model.activation is {model.activation}" + ("" if model.bias is True else " without model.bias"))
+    if model.bias not in (True, False, "qkv"):
+        others.append(f"model.bias is {model.bias}")
+    if model.qk_norm == "full":
+        others.append("model.qk_norm is full")
+    if model.rotary_scaling != "none":
+        ramp = model.rotary_ramp or RAMPS.get(model.rotary_scaling, ())
+        found = {"rotary_scaling": model.rotary_scaling, "rotary_ramp": ramp}
+        found["rotary_original_positions"] = model.rotary_original_positions or model.max_position_embeddings
+        others += [f"model.{name} is {value}" for name, value in found.items() if ROPE_SCALING[name] != value]
+    if model.no_rope_freq and model.num_layers % model.no_rope_freq:
+        others.append(f"model.no_rope_freq is {model.no_rope_freq}, which does not divide model.num_layers")
     if others:
         raise ConfigError(f"Megatron-LM has no arguments for this model: {', '.join(others)}; choose another format")
     if model.num_layers % pipeline:
@@ -159,7 +198,15 @@ def args_for(
             "swiglu": model.activation == "swiglu",
             "bias_gelu_fusion": model.activation == "gelu_tanh",
             "openai_gelu": False,
-            "add_qkv_bias": model.bias,
+            "add_bias_linear": model.bias is True,
+            "add_qkv_bias": model.has_bias("qkv"),
+            "qk_layernorm": model.qk_norm == "head",
+            "softmax_scale": model.attention_scale or None,
+            "use_rope_scaling": model.rotary_scaling == "llama3",
+            "rope_scaling_factor": model.rotary_scaling_factor if model.rotary_scaling == "llama3" else 8.0,
+            "window_size": (model.window_size - 1, 0) if model.window_size else None,
+            "window_attn_skip_freq": model.window_attn_skip_freq or None,
+            "no_rope_freq": model.no_rope_freq or None,
             "position_embedding_type": {ours: theirs for theirs, ours in POSITIONS.items()}[model.position],
             "add_position_embedding": model.position == "learned",
             "use_rotary_position_embeddings": model.position == "rotary",

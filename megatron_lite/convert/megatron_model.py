@@ -99,6 +99,12 @@ def _check_sizes(folder: Path, model: ModelConfig, tensors: Mapping[str, Shaped]
         raise CheckpointError(f"{folder}: its arguments or the given fields do not fit its tensors; {listed(problems)}")
 
 
+def _bias(tensors: Mapping[str, Shaped]) -> bool | str:
+    if "decoder.layers.0.mlp.linear_fc1.bias" in tensors:
+        return True
+    return "qkv" if "decoder.layers.0.self_attention.linear_qkv.bias" in tensors else False
+
+
 def _fields_of_shapes(tensors: Mapping[str, Shaped], pipelined: bool) -> dict[str, Any]:
     """The fields of the model section that follow from tensors."""
     layers = {match[1] for name in tensors if (match := LAYER.match(name))}
@@ -106,7 +112,7 @@ def _fields_of_shapes(tensors: Mapping[str, Shaped], pipelined: bool) -> dict[st
         "num_layers": len(layers),
         "hidden_size": tensors[WORD_EMBEDDINGS].shape(Shard(0))[-1],
         "norm": "layernorm" if "decoder.final_layernorm.bias" in tensors else "rmsnorm",
-        "bias": "decoder.layers.0.mlp.linear_fc1.bias" in tensors,
+        "bias": _bias(tensors),
         "position": "rotary",
     }
     if "embedding.position_embeddings.weight" in tensors:

@@ -83,6 +83,13 @@ class Format(Readable, Protocol):
         ...
 
 
+# The fields that Megatron-LM's formats map besides; `megatron_args.check_model` refuses some values.
+HANDLED_BY_MEGATRON = {
+    "rotary_percent", "rotary_scaling", "rotary_scaling_factor", "rotary_original_positions", "rotary_ramp", "qk_norm",
+    "zero_centered_norm", "attention_scale", "window_size", "window_attn_skip_freq", "no_rope_freq",
+}  # fmt: skip
+
+
 def check_fields(model: ModelConfig, target_format: str) -> None:
     """Raise CheckpointError for a value, other than the default, of a field that the format does not handle.
 
@@ -90,10 +97,11 @@ def check_fields(model: ModelConfig, target_format: str) -> None:
     """
     if target_format == "huggingface":
         return
+    handled = HANDLED_FIELDS | (HANDLED_BY_MEGATRON if target_format in ("megatron", "torch_dist") else set())
     unhandled = [
         f"model.{name} is {getattr(model, name)}"
         for name, field in ModelConfig.model_fields.items()
-        if name not in HANDLED_FIELDS and getattr(model, name) != field.default
+        if name not in handled and getattr(model, name) != field.default
     ]
     if unhandled:
         raise CheckpointError(

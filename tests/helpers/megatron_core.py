@@ -49,6 +49,15 @@ def sample_of(dataset, number):
     return np.append(sample["tokens"].numpy(), sample["labels"][-1].item())
 
 
+def _on_cpu(queries, keys, window):
+    """megatron-core's mask of a window, which it makes on a GPU."""
+    from megatron.core.transformer.utils import get_sliding_window_causal_mask
+
+    ones = torch.ones
+    with mock.patch("torch.ones", lambda *sizes, dtype, device: ones(*sizes, dtype=dtype)):
+        return get_sliding_window_causal_mask(queries, keys, window)
+
+
 @contextlib.contextmanager
 def core_model(model, tensor=1):
     """megatron-core's GPTModel with the sizes of `model`, on `tensor` ranks; CUDA calls are replaced."""
@@ -75,6 +84,10 @@ def core_model(model, tensor=1):
         add_bias_linear=model.bias is True,
         add_qkv_bias=model.bias == "qkv",
         qk_layernorm=model.qk_norm == "head",
+        softmax_scale=model.attention_scale or None,
+        window_size=(model.window_size - 1, 0) if model.window_size else None,
+        window_attn_skip_freq=model.window_attn_skip_freq or None,
+        no_rope_freq=model.no_rope_freq or None,
         hidden_dropout=0.0,
         attention_dropout=0.0,
         use_cpu_initialization=True,
@@ -86,6 +99,7 @@ def core_model(model, tensor=1):
     try:
         with (
             mock.patch("torch.cuda.synchronize", lambda *device: None),
+            mock.patch("megatron.core.fusions.fused_softmax.get_sliding_window_causal_mask", _on_cpu),
             mock.patch("torch.cuda.current_device", lambda: "cpu"),
             mock.patch("megatron.core.tensor_parallel.get_cuda_rng_tracker", lambda: no_fork),
         ):
@@ -97,6 +111,9 @@ def core_model(model, tensor=1):
                 share_embeddings_and_output_weights=model.tie_embeddings,
                 position_embedding_type=positions[model.position],
                 rotary_base=model.rotary_base,
+                rotary_percent=model.rotary_percent,
+                rope_scaling=model.rotary_scaling == "llama3",
+                rope_scaling_factor=model.rotary_scaling_factor,
             ).eval()
     finally:
         parallel_state.destroy_model_parallel()

@@ -146,8 +146,36 @@ def test_a_tied_head_on_the_last_stage_must_be_a_copy(tmp_path, kind):
         assert not megatron.read(tmp_path, {"tie_embeddings": False}).model.tie_embeddings
 
 
+# Fields of newer models, for which Megatron-LM has arguments.
+MODERN = {
+    "qwen3": {"qk_norm": "head", "rotary_percent": 0.5, "attention_scale": 0.3},
+    "qwen2": {"bias": "qkv", "no_rope_freq": 2},
+    "llama 3": {
+        "rotary_scaling": "llama3",
+        "rotary_scaling_factor": 4.0,
+        "rotary_original_positions": 8192,
+        "window_size": 5,
+        "window_attn_skip_freq": 2,
+    },
+}
+MODERN_CONFIGS = [
+    LLAMA.model_copy(update={"model": LLAMA.model.model_copy(update=changes)}) for changes in MODERN.values()
+]
+
+
+@pytest.mark.parametrize("config", MODERN_CONFIGS, ids=MODERN)
+def test_fields_of_newer_models_are_arguments(tmp_path, config):
+    """An argument that is lost would make Megatron-LM train another model."""
+    export_megatron(tmp_path, config, random_weights(config, torch.float32), tensor=2)
+    got = megatron.read(tmp_path, {}).model
+    for name in ("qk_norm", "rotary_percent", "attention_scale", "bias", "no_rope_freq", "rotary_scaling"):
+        assert getattr(got, name) == getattr(config.model, name), name
+    assert [got.window_of(n) for n in range(4)] == [config.model.window_of(n) for n in range(4)]
+    assert got.rotary_scaling == "none" or got.rotary_scaling_factor == 4.0
+
+
 @needs_core
-@pytest.mark.parametrize("config", [GPT, LLAMA], ids=["gpt", "llama"])
+@pytest.mark.parametrize("config", [GPT, LLAMA, *MODERN_CONFIGS], ids=["gpt", "llama", *MODERN])
 def test_logits_equal_those_of_megatron_cores_model(tmp_path, ranks, config):
     """Up to fp32 rounding in four layers, on logits of about 3. Any wrong rule is off by 0.01 or more."""
     weights = random_weights(config, torch.float32)
