@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-FORMATS = "megatron-lite, huggingface, megatron, torch_dist or codegeex"
+FORMATS = "megatron-lite, huggingface, megatron, torch_dist, codegeex or (as a target) gguf"
 
 
 def convert(

@@ -21,7 +21,7 @@ from megatron_lite.checkpoint.match import MODEL_PROVIDER
 from megatron_lite.checkpoint.tensor_file import Spec, save_errors
 from megatron_lite.config.load import load_config
 from megatron_lite.config.schema import Config
-from megatron_lite.convert import codegeex, huggingface, megatron, native, torch_dist, verify
+from megatron_lite.convert import codegeex, gguf_file, huggingface, megatron, native, torch_dist, verify
 from megatron_lite.convert.grid_files import Values
 from megatron_lite.convert.native import Settings, WeightsOf
 from megatron_lite.convert.recipe import Checkpoint, Format, Readable, check_fields, in_dtype
@@ -35,6 +35,7 @@ FOREIGN: dict[str, Format] = {
     "megatron": megatron,
     "torch_dist": torch_dist,
     "codegeex": codegeex,
+    "gguf": gguf_file,
 }
 # In the order in which they are tried.
 FORMATS: dict[str, Readable] = {NATIVE: native, **FOREIGN}
@@ -66,6 +67,8 @@ def convert(request: Request, report: Callable[[str], None]) -> None:
             raise ConfigError(f"the format {given!r} is unknown; use one of {', '.join(FORMATS)}")
     if request.dtype and request.dtype not in DTYPES:
         raise ConfigError(f"--dtype is {request.dtype!r}; use one of {', '.join(DTYPES)}")
+    if request.verify and request.target_format == "gguf":
+        raise ConfigError("--verify cannot read gguf again; leave it out, or verify a conversion to huggingface")
     settings = _settings(request)
     target = _free(request.target)
     source_format = _source_format(request)
