@@ -1,8 +1,7 @@
 """Hugging Face's models: config.json, model.safetensors and the tokenizer's files in one folder.
 
 Each of their tensors is a view of ours, whose rows can be in another order. Reading fills the views from the files in
-blocks, so a tensor is in memory once; the vocabulary's padding, which is in no view, stays zero. Writing takes one more
-copy of a tensor with another order.
+blocks, so a tensor is in memory once; the vocabulary's padding, which is in no view, stays zero.
 """
 
 import json
@@ -30,7 +29,7 @@ from megatron_lite.convert.huggingface_files import (
     plan_shards,
     read_json,
 )
-from megatron_lite.convert.recipe import VOCABULARY_TABLES, Checkpoint, Progress, Recipe, check_names, full_table
+from megatron_lite.convert.recipe import BLOCK, VOCABULARY_TABLES, Checkpoint, Progress, Recipe, check_names, full_table
 from megatron_lite.data.special_tokens import start_of
 from megatron_lite.errors import CheckpointError, ConfigError, DamagedCheckpoint
 from megatron_lite.model.ends import WORD_EMBEDDINGS
@@ -64,6 +63,11 @@ class Pieces(Recipe):
 
     views: Callable[[Tensor], Sequence[Tensor]] = lambda tensor: (tensor,)
     orders: tuple[Tensor | None, ...] = ()
+
+    def taken_apart(self, full: Tensor) -> Sequence[Tensor]:
+        """The same as `split`, in the memory of the tensor where the sizes are equal."""
+        pairs = zip(self.views(full), self.orders, strict=True)
+        return [view if order is None else _in_order(view, order, in_place=True) for view, order in pairs]
 
 
 def snapshot(path: Path) -> Path:
@@ -116,8 +120,13 @@ def _pieces(model_type: str, name: str, model: ModelConfig, table: ParamTable) -
     return Pieces(names, split=split, views=views, orders=orders)
 
 
-def _in_order(view: Tensor, order: Tensor) -> Tensor:
+def _in_order(view: Tensor, order: Tensor, *, in_place: bool = False) -> Tensor:
     """The rows `order` of a tensor; zeros for -1."""
+    if in_place and len(order) == len(view) and view.ndim > 1:
+        width = max(1, BLOCK // len(view))
+        for columns in view.split(width, dim=1):
+            columns.copy_(columns[order])
+        return view
     ordered = view[order.clamp(min=0).to(view.device)]
     ordered[(order < 0).to(view.device)] = 0
     return ordered
@@ -231,7 +240,7 @@ def _write_file(
     path: Path,
     specs: Mapping[str, Spec],
     of_theirs: Mapping[str, str],
-    ours: Mapping[str, Recipe],
+    ours: Mapping[str, Pieces],
     checkpoint: Checkpoint,
     progress: Progress,
 ) -> None:
@@ -243,7 +252,7 @@ def _write_file(
                 name = of_theirs[theirs]
                 parts.clear()
                 full = checkpoint.read(name)
-                parts = dict(zip(ours[name].names, ours[name].split(full), strict=True))
+                parts = dict(zip(ours[name].names, ours[name].taken_apart(full), strict=True))
                 del full
             writer.add(parts.pop(theirs))
             progress(specs[theirs].dtype.itemsize * prod(specs[theirs].shape))

@@ -153,12 +153,12 @@ def test_verify_compares_logits_with_transformers(tmp_path, build, dtype):
         assert re.search(r"; all \d+ tensors are equal to the bit$", summary)
 
 
-@pytest.mark.parametrize("between", ["megatron-lite", "huggingface", "megatron"])
+@pytest.mark.parametrize("between", ["megatron-lite", "huggingface", "megatron", "torch_dist"])
 def test_every_format_is_recognised_and_converts_to_every_other(source, tmp_path, between):
     """Exactly one reader may recognise a folder."""
     lines_of(Request(source, tmp_path / "between", target_format=between, verify=True))
     assert [name for name, module in FORMATS.items() if module.recognise(tmp_path / "between")] == [between]
-    for target_format in ("megatron-lite", "huggingface", "megatron"):
+    for target_format in ("megatron-lite", "huggingface", "megatron", "torch_dist"):
         lines_of(Request(tmp_path / "between", tmp_path / target_format, target_format=target_format, verify=True))
     lines_of(Request(tmp_path / "megatron", tmp_path / "back", target_format="huggingface"))
     back, first = (load_file(folder / "model.safetensors") for folder in (tmp_path / "back", source))

@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch.func import functional_call
 from torch.testing import assert_close
 
@@ -26,6 +27,7 @@ from tests.helpers.huggingface import (
     edit_config,
     logits,
     of_family,
+    tensors_of,
     tokens,
     transformers_without_warnings,
 )
@@ -143,3 +145,24 @@ def test_the_error_of_a_field_that_our_model_does_not_compute_names_it(saved, tm
     edit_config(folder, **changes)
     with pytest.raises(CheckpointError, match=message):
         read(folder, {})
+
+
+def test_a_tensor_of_another_size_is_an_error_that_names_it(saved, tmp_path):
+    """A norm over all heads in place of one head is another model; nothing is written."""
+    folder = copy(saved("qwen3"), tmp_path / "src")
+    tensors = tensors_of(folder)
+    tensors["model.layers.1.self_attn.q_norm.weight"] = torch.ones(48)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    message = r"src: its tensors .*model.layers.1.self_attn.q_norm.weight is \[48\], expected \[12\]"
+    with pytest.raises(CheckpointError, match=message):
+        convert(Request(folder, tmp_path / "out"), print_nothing)
+    assert not (tmp_path / "out").exists() and not (tmp_path / ".new-out").exists()
+
+
+def test_a_missing_file_of_weights_is_an_error_that_names_it(tmp_path):
+    of_family("qwen2").save_pretrained(tmp_path / "src", max_shard_size="40KB")
+    (tmp_path / "src" / "model-00002-of-00005.safetensors").unlink()
+    message = r"model-00002-of-00005.safetensors: is missing, but the index lists tensors in it; fetch it again"
+    with pytest.raises(CheckpointError, match=message):
+        convert(Request(tmp_path / "src", tmp_path / "out"), print_nothing)
+    assert not (tmp_path / "out").exists()
