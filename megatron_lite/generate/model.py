@@ -63,6 +63,12 @@ class LanguageModel:
         """Whether the chunks can use `caching`. A custom model may have attention of another kind."""
         return self._unit == 1 and all(isinstance(chunk, GPTModel) for chunk in self._chunks)
 
+    def keeps_angles(self, length: int) -> bool:
+        """Whether keys of a text keep their angles until it has so many tokens, so that a cache can hold them."""
+        model = self.config.model
+        original = model.rotary_original_positions or model.max_position_embeddings
+        return model.rotary_scaling not in ("dynamic", "longrope") or length <= original
+
     @contextmanager
     def caching(self, capacity: int) -> Iterator[None]:
         """Inside, `logits` stores keys and values, and `next_logits` continues from them."""
@@ -175,6 +181,7 @@ def continue_texts(
     """
     longest = max((len(text.ids) + text.max_new_tokens for text in texts), default=0)
     capacity = min(longest, model.config.model.max_position_embeddings)
+    cache = cache and model.keeps_angles(capacity)
     started, is_first = time.perf_counter(), True
     with model.caching(capacity) if cache else nullcontext():
         while active := [text for text in texts if not text.finish]:

@@ -90,10 +90,7 @@ class TransformerStack(nn.Module):
             return {kind: table(length, **memory) for kind, table in self.rotary.items()}
         found = {}
         for kind, table in self.rotary.items():
-            extent = length * self.options.context.size
-            if table.depends_on_extent and length == 1:  # generation of one token
-                extent = max(extent, 1 + int(position_ids.max()))
-            cos, sin = table(self.max_positions, extent=extent, **memory)
+            cos, sin = table(self.max_positions, extent=length * self.options.context.size, **memory)
             found[kind] = cos[position_ids.t()].squeeze(2), sin[position_ids.t()].squeeze(2)
         return found
 

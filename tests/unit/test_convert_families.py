@@ -115,6 +115,23 @@ REFUSED = [
     ("gpt_neox", {"hidden_act": "tanh"}, "hidden_act is 'tanh'; ours are gelu_new"),
     ("gemma2", {"query_pre_attn_scalar": 0}, "query_pre_attn_scalar is 0; expected a number above 0"),
     ("gemma3_text", {"use_bidirectional_attention": True}, "use_bidirectional_attention is True"),
+    (
+        "gemma3_text",
+        {"rope_parameters": {"full_attention": {}, "sliding_attention": {"rope_type": "linear", "factor": 2.0}}},
+        "ours has no scaling in layers with a window",
+    ),
+    (
+        "llama linear",
+        {"rope_parameters": {"rope_type": "default", "factor": 2.0}},
+        "rope_parameters is {'factor': 2.0}; ours has no such parameters without a type",
+    ),
+    (
+        "llama yarn",
+        {"rope_parameters": {"rope_type": "yarn", "factor": 2.0, "truncate": False}},
+        "rope_parameters is {'truncate': False}; ours computes with True",
+    ),
+    ("phi3 longrope", {"max_position_embeddings": "many"}, "max_position_embeddings is 'many'; expected a number"),
+    ("mistral", {"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5; transformers ignores it here"),
     ("granite", {"logits_scaling": -1.0}, "logits_scaling is -1.0; expected a number above 0"),
     ("cohere", {"use_qk_norm": True}, "use_qk_norm is True; ours computes with False"),
     ("falcon", {"alibi": True}, "alibi is True; ours computes with False"),

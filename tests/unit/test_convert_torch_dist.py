@@ -14,7 +14,7 @@ from megatron_lite.convert.distributed_files import DistributedFiles
 from megatron_lite.convert.driver import Request, convert, recognised
 from megatron_lite.convert.huggingface import read as read_huggingface
 from megatron_lite.convert.megatron_args import args_for
-from megatron_lite.errors import CheckpointError, ConfigError
+from megatron_lite.errors import CheckpointError, ConfigError, DamagedCheckpoint
 from tests.helpers.huggingface import LLAMA_SIZES, gpt2, llama, of_family
 from tests.helpers.megatron_core import logits_of_distributed, save_distributed
 
@@ -171,6 +171,40 @@ def test_bad_folders_are_errors_that_name_the_file(saved, tmp_path, capsys):
     refused(r"names '../outside.distcp', which is not a file of this folder")
     dcp.save({"layers.0.attention.wq": torch.ones(2, 2)}, checkpoint_id=folder, no_dist=True)
     refused(r"has no word embeddings under a name of megatron-core.*layers.0.attention.wq. Put a config.json beside")
+
+
+def test_tensors_of_wrong_forms_are_errors_that_name_them(tmp_path):
+    words = {"embedding.word_embeddings.weight": torch.ones(128, 8)}
+    for number, (extra, message) in enumerate(
+        (
+            ({"decoder.layers.mlp.linear_fc2.weight": torch.tensor(1.0)}, "is a single value, which no parameter is"),
+            ({f"model.{name}": tensor for name, tensor in words.items()}, "is embedding.word_embeddings.weight, which"),
+        )
+    ):
+        dcp.save(words | extra, checkpoint_id=tmp_path / str(number), no_dist=True)
+        with pytest.raises(CheckpointError, match=message):
+            torch_dist.read(tmp_path / str(number), {})
+
+
+def test_a_part_without_all_its_values_is_an_error(saved):
+    """A rank's file can be of another save."""
+    _, folder = saved
+    files = DistributedFiles(folder / "dist" / "iter_0000007")
+    name = "decoder.layers.mlp.linear_fc2.weight"
+    files._stored[name].chunks.pop()
+    with pytest.raises(DamagedCheckpoint, match=r"has 0 of the 64 values of a part of decoder.layers.mlp.linear_fc2"):
+        files.read(name, (2, 0, files.specs[name].shape[2] - 2), (1, 32, 2))
+
+
+def test_a_tracker_file_that_names_no_checkpoint_is_an_error(saved, tmp_path):
+    _, folder = saved
+    shutil.copytree(folder / "dist", tmp_path / "src")
+    (tmp_path / "src" / "latest_checkpointed_iteration.txt").write_text("seven")
+    with pytest.raises(CheckpointError, match="has 'seven'; expected an iteration or release"):
+        torch_dist.read(tmp_path / "src", {})
+    (tmp_path / "src" / "latest_checkpointed_iteration.txt").write_text("8")
+    with pytest.raises(CheckpointError, match=r"iter_0000008/.metadata: cannot be read: No such file"):
+        torch_dist.read(tmp_path / "src", {})
 
 
 def test_a_layout_for_torch_dist_is_wrong_usage(saved, tmp_path):

@@ -28,6 +28,18 @@ MODELS = {
     "window in every second block": ("gpt", {"model__window_size": 4, "model__window_attn_skip_freq": 2}),
     "softcap": ("llama", {"model__attention_softcap": 1.0, "model__attention": "tiled"}),
     "tiled": ("codegeex", {"model__attention": "tiled"}),
+    "rotations of several kinds": (
+        "llama",
+        {
+            "model__window_size": 4,
+            "model__window_attn_skip_freq": 2,
+            "model__local_rotary_base": 50.0,
+            "model__no_rope_freq": 2,
+            "model__qk_norm": "head",
+            "model__rotary_percent": 0.5,
+            "model__num_layers": 3,
+        },
+    ),
 }
 
 
@@ -43,6 +55,19 @@ def test_texts_with_a_cache_equal_those_without(name):
         assert found[f"{kind}, cache"] == found[f"{kind}, no cache"]
     assert [len(ids) - len(prompt) for ids, prompt in zip(found["greedy, cache"], PROMPTS, strict=True)] == [16, 16, 16]
     assert found["greedy, cache"] != found["sampled, cache"]
+
+
+@pytest.mark.parametrize("original", [8, 24])
+def test_a_rotation_that_depends_on_the_length_is_not_cached_beyond_its_original_positions(original):
+    """The keys of a shorter text have other angles."""
+    scaling = {"scaling": "longrope", "short_factors": "[1, 1]", "long_factors": "[4, 8]", "scaling_factor": 2.0}
+    changes = {f"model__rotary_{name}": value for name, value in scaling.items()}
+    found = all_texts("llama", 16, model__rotary_original_positions=original, **changes)
+    assert found["greedy, cache"] == found["greedy, no cache"]
+    sizes = {"model__max_position_embeddings": 24, "model__rotary_original_positions": original}
+    model = language_model(tiny_config("llama", **sizes, **changes))
+    assert [model.keeps_angles(length) for length in (8, 9, 24)] == [True, original == 24, original == 24]
+    finalize_megatron()
 
 
 @pytest.mark.parametrize("name", MODELS)
