@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from megatron_lite.config.presets import PRESETS
 from megatron_lite.convert.huggingface import recipes
 from megatron_lite.convert.huggingface_config import from_model, to_model
 from megatron_lite.convert.recipe import full_table
@@ -62,3 +63,31 @@ def test_a_published_config_is_written_so_that_it_is_read_as_the_same_model(name
     assert written["architectures"] == PUBLISHED[name]["config"]["architectures"]
     again = to_model(Path("config.json"), written, {})[1]
     assert from_model(again, model_type) == written
+
+
+def preset_of(name: str) -> str:
+    """The preset of a published model; empty if there is none."""
+    known = {
+        **{f"meta-llama/Llama-{size.upper()}": f"llama-{size}" for size in ("3.1-8b", "3.1-70b", "3.1-405b")},
+        **{f"meta-llama/Llama-{size.upper()}": f"llama-{size}" for size in ("3.2-1b", "3.2-3b")},
+        **{f"allenai/OLMo-2-1124-{size}": f"olmo2-{size.lower()}" for size in ("7B", "13B")},
+        **{f"google/gemma-2-{size}": f"gemma2-{size}" for size in ("2b", "9b")},
+        "mistralai/Mistral-7B-v0.1": "mistral-7b",
+    }
+    plain = name.partition("/")[2].lower()
+    families = ("qwen2.5", "qwen3", "smollm2", "pythia", "starcoder2")
+    return known.get(name, plain if plain.startswith(families) else "")
+
+
+def test_every_preset_of_these_families_has_a_published_config():
+    found = {preset_of(name) for name in PUBLISHED} - {""}
+    starts = ("llama-3", "qwen", "smollm", "olmo", "pythia", "gemma", "mistral", "starcoder")
+    assert found == {name for name in PRESETS if name.startswith(starts)}
+
+
+@pytest.mark.parametrize("name", [name for name in PUBLISHED if preset_of(name)])
+def test_a_preset_is_the_published_model(name):
+    """A run with the preset can start from the published weights: no field contradicts their config."""
+    config, fields = PUBLISHED[name]["config"], PRESETS[preset_of(name)]
+    published, given = (to_model(Path("config.json"), config, changes)[1] for changes in ({}, fields))
+    assert from_model(published) == from_model(given)
