@@ -28,8 +28,9 @@ def index(
     from megatron_lite.data.blended import cache_folder
     from megatron_lite.data.tokenizer import build_tokenizer, tokenizer_hash
     from megatron_lite.errors import ConfigError
+    from megatron_lite.plan.data_lines import data_lines
     from megatron_lite.text import counted
-    from megatron_lite.training.corpora import data_lines, open_splits, wanted_samples
+    from megatron_lite.training.corpora import open_splits, wanted_samples
 
     settings = load_config(config, overrides or [])
     needed = settings.parallel.model_size

@@ -8,6 +8,7 @@ from megatron_lite.evaluation.run import check_tasks, task_results
 from megatron_lite.launch.streams import survive_lost_output
 from megatron_lite.model.build import get_model
 from megatron_lite.optim import lr
+from megatron_lite.plan.data_lines import data_lines
 from megatron_lite.plan.layout_lines import layout_lines
 from megatron_lite.plan.trace import traced_step
 from megatron_lite.training import pretrain as core
@@ -53,6 +54,7 @@ def pretrain(
         convert_weights=_convert_weights,
         tasks=task_results,
         layout_lines=layout_lines,
+        data_lines=data_lines,
         traced_step=traced_step,
     )
     return core.pretrain(config, model_provider, datasets_provider, hooks=hooks, hint=hint)

@@ -3,7 +3,7 @@
 from megatron_lite.config.attention import DESCRIPTIONS, request_of, select
 from megatron_lite.data.blended import Splits
 from megatron_lite.text import counted
-from megatron_lite.training.corpora import data_lines, wanted_samples
+from megatron_lite.training.corpora import wanted_samples
 from megatron_lite.training.logs import RunLog
 from megatron_lite.training.memory import num_local_parameters, num_parameters_of_model
 from megatron_lite.training.run import Run
@@ -44,7 +44,7 @@ def announce_data(run: Run, datasets: Splits, log: RunLog) -> None:
         f"{counted(data.seq_length, 'token')}, together {samples * data.seq_length:,}"
     )
     if log.active:
-        for line in data_lines(run.config, datasets, wanted_samples(run.config.train, run.ctx.dp.size)):
+        for line in run.hooks.data_lines(run.config, datasets, wanted_samples(run.config.train, run.ctx.dp.size)):
             log.say(f" > {line}")
 
 

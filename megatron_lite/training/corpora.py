@@ -1,25 +1,22 @@
-"""The data of a run: the number of samples, the datasets, and a description.
+"""The data of a run: the number of samples, and the datasets.
 
 This file needs neither model nor torch, so `megatron-lite index` builds the same index files before a job.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
 from megatron_lite.config.schema import Config, TrainConfig
-from megatron_lite.data.blended import SPLIT_NAMES, BlendedDataset, Dataset, Splits, build_datasets, split_bounds
-from megatron_lite.data.corpus_info import info_path
+from megatron_lite.data.blended import BlendedDataset, Dataset, Splits, build_datasets
 from megatron_lite.data.gpt_dataset import GPTDataset
 from megatron_lite.data.indexed import IndexedDataset
 from megatron_lite.data.samples import sample_maker
 from megatron_lite.data.text_dataset import TextDataset
 from megatron_lite.data.tokenizer import Tokenizer
 from megatron_lite.errors import DataError
-from megatron_lite.text import counted
 from megatron_lite.training.state import samples_for
 
-LOSS_OF = {"train": "training", "valid": "validation", "test": "test"}
 CorpusDataset = GPTDataset | TextDataset
 ENOUGH_CHOICES = 1_000_000  # of a blend; every range of it has the same shares
 
@@ -58,7 +55,7 @@ def open_splits(
 
 def check_documents_end(config: Config, split: Dataset | None, eod: int) -> None:
     """Raise DataError if documents of a corpus have no end-of-document token although settings of `data` need it."""
-    check_corpora_end(config, [dataset.indexed for dataset, _ in _members(split, 1)], eod)
+    check_corpora_end(config, [dataset.indexed for dataset, _ in members(split, 1)], eod)
 
 
 def check_corpora_end(config: Config, corpora: Sequence[IndexedDataset], eod: int) -> None:
@@ -75,34 +72,7 @@ def check_corpora_end(config: Config, corpora: Sequence[IndexedDataset], eod: in
             )
 
 
-def data_lines(config: Config, splits: Splits, wanted: tuple[int, int, int]) -> Iterator[str]:
-    """The sizes of the corpora, the epochs that a run reads, and what is missing; nothing about custom datasets."""
-    parts: dict[str, dict[str, tuple[CorpusDataset, float]]] = {}
-    for name, split, count in zip(SPLIT_NAMES, splits, wanted, strict=True):
-        for dataset, num_samples in _members(split, count):
-            parts.setdefault(dataset.indexed.prefix, {})[name] = (dataset, dataset.epochs_of(num_samples))
-    for prefix, of_split in parts.items():
-        corpus = next(iter(of_split.values()))[0].indexed
-        texts = [f"{counted(len(corpus), 'document')}, {counted(corpus.num_tokens, 'token')}"]
-        for name, (dataset, epochs) in of_split.items():
-            reader = "this run" if name == "train" else "an evaluation"
-            tokens = counted(dataset.tokens_per_epoch, "token")
-            texts.append(f"{name} split {tokens}, {reader} reads {epochs:.2g} epochs")
-        yield f"corpus {prefix}: {'; '.join(texts)}"
-        bounds = split_bounds(config.data.split, len(corpus))
-        for name, share, pair, count in zip(SPLIT_NAMES, config.data.split, bounds, wanted, strict=True):
-            if count and pair and pair[0] == pair[1]:
-                loss = "" if any(name in others for others in parts.values()) else f"; no {LOSS_OF[name]} loss"
-                yield (
-                    f"the {name} split is empty: {share:g} of {sum(config.data.split):g} of "
-                    f"{counted(len(corpus), 'document')} of {prefix}{loss}"
-                )
-    if unknown := [prefix for prefix, of_split in parts.items() if not next(iter(of_split.values()))[0].indexed.info]:
-        others = f" and {counted(len(unknown) - 1, 'other')}" if len(unknown) > 1 else ""
-        yield f"the tokenizer of {unknown[0]}{others} cannot be checked without {info_path(unknown[0]).name}"
-
-
-def _members(split: Dataset | None, num_samples: int) -> Sequence[tuple[CorpusDataset, float]]:
+def members(split: Dataset | None, num_samples: int) -> Sequence[tuple[CorpusDataset, float]]:
     """The corpora of a split, each with the number of samples from it."""
     if isinstance(split, CorpusDataset):
         return [(split, num_samples)]

@@ -8,6 +8,7 @@ from torch import nn
 
 from megatron_lite.checkpoint.saver import Saver
 from megatron_lite.config.schema import Config, OptimConfig
+from megatron_lite.data.blended import Splits
 from megatron_lite.data.loader import Batch
 from megatron_lite.data.tokenizer import Tokenizer
 from megatron_lite.ddp.data_parallel import DataParallel
@@ -58,6 +59,7 @@ class Hooks:
     convert_weights: "ConvertWeights | None" = None
     tasks: "Tasks | None" = None  # for `train.tasks`
     layout_lines: "LayoutLines" = lambda run: ()
+    data_lines: "DataLines" = lambda config, splits, wanted: ()
     traced_step: "TracedStep | None" = None  # called instead of `train_step` in one iteration if `log.trace` is set
 
     def with_built_in(self, step: ForwardStep) -> "Hooks":
@@ -78,4 +80,6 @@ Tasks = Callable[[Run, str], dict[str, dict[str, float]]]
 """(run, task file) -> by task the values by name, equal on every rank."""
 LayoutLines = Callable[[Run], Iterable[str]]
 """Lines about the layout, which the first rank prints at the start; called on every rank."""
+DataLines = Callable[[Config, Splits, tuple[int, int, int]], Iterable[str]]
+"""Lines about the corpora, from the numbers of samples that the splits need."""
 TracedStep = Callable[[Run, list[Batch], Callable[[str], None]], StepReport]

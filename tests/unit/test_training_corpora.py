@@ -5,8 +5,9 @@ import pytest
 
 from megatron_lite.config.load import load_config
 from megatron_lite.data.blended import Splits
+from megatron_lite.plan.data_lines import data_lines
 from megatron_lite.preprocess.corpus import preprocess
-from megatron_lite.training.corpora import data_lines, open_splits, wanted_samples
+from megatron_lite.training.corpora import open_splits, wanted_samples
 from tests.helpers.corpora import write_corpus
 
 

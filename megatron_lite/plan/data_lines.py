@@ -1,0 +1,38 @@
+"""Lines about the data of a run: its corpora, and how often a run reads them. It needs neither model nor torch."""
+
+from collections.abc import Iterator
+
+from megatron_lite.config.schema import Config
+from megatron_lite.data.blended import SPLIT_NAMES, Splits, split_bounds
+from megatron_lite.data.corpus_info import info_path
+from megatron_lite.text import counted
+from megatron_lite.training.corpora import CorpusDataset, members
+
+LOSS_OF = {"train": "training", "valid": "validation", "test": "test"}
+
+
+def data_lines(config: Config, splits: Splits, wanted: tuple[int, int, int]) -> Iterator[str]:
+    """The sizes of the corpora, the epochs that a run reads, and what is missing; nothing about custom datasets."""
+    parts: dict[str, dict[str, tuple[CorpusDataset, float]]] = {}
+    for name, split, count in zip(SPLIT_NAMES, splits, wanted, strict=True):
+        for dataset, num_samples in members(split, count):
+            parts.setdefault(dataset.indexed.prefix, {})[name] = (dataset, dataset.epochs_of(num_samples))
+    for prefix, of_split in parts.items():
+        corpus = next(iter(of_split.values()))[0].indexed
+        texts = [f"{counted(len(corpus), 'document')}, {counted(corpus.num_tokens, 'token')}"]
+        for name, (dataset, epochs) in of_split.items():
+            reader = "this run" if name == "train" else "an evaluation"
+            tokens = counted(dataset.tokens_per_epoch, "token")
+            texts.append(f"{name} split {tokens}, {reader} reads {epochs:.2g} epochs")
+        yield f"corpus {prefix}: {'; '.join(texts)}"
+        bounds = split_bounds(config.data.split, len(corpus))
+        for name, share, pair, count in zip(SPLIT_NAMES, config.data.split, bounds, wanted, strict=True):
+            if count and pair and pair[0] == pair[1]:
+                loss = "" if any(name in others for others in parts.values()) else f"; no {LOSS_OF[name]} loss"
+                yield (
+                    f"the {name} split is empty: {share:g} of {sum(config.data.split):g} of "
+                    f"{counted(len(corpus), 'document')} of {prefix}{loss}"
+                )
+    if unknown := [prefix for prefix, of_split in parts.items() if not next(iter(of_split.values()))[0].indexed.info]:
+        others = f" and {counted(len(unknown) - 1, 'other')}" if len(unknown) > 1 else ""
+        yield f"the tokenizer of {unknown[0]}{others} cannot be checked without {info_path(unknown[0]).name}"
