@@ -23,7 +23,7 @@ from megatron_lite.checkpoint.match import MODEL_TYPE
 from megatron_lite.checkpoint.tensor_file import save_errors
 from megatron_lite.config.schema import ModelConfig
 from megatron_lite.convert import tokenizer_files
-from megatron_lite.convert.huggingface import Pieces, recipes
+from megatron_lite.convert.huggingface import ViewRecipe, recipes
 from megatron_lite.convert.huggingface_config import from_model
 from megatron_lite.convert.huggingface_families import FAMILIES
 from megatron_lite.convert.recipe import Checkpoint, Progress, full_table
@@ -195,24 +195,24 @@ def _tensors(gguf: Any, architecture: Any, name: str, model_type: str, checkpoin
         plain = RotaryTable(model.model_copy(update={"rotary_scaling": "none"})).frequencies(0)
         factors = (plain / RotaryTable(model).frequencies(0)).float()
         found["rope_freqs.weight"] = tuple(factors.shape), torch.float32, lambda: factors
-    for ours, pieces in recipes(model_type, model, table).items():
+    for ours, recipe in recipes(model_type, model, table).items():
         is_transposed = any(module in ours for module in FAMILIES[model_type].transposed) and ours.endswith("weight")
-        shapes = pieces.foreign_shapes(table[ours].shape)
-        for part, (theirs, shape) in enumerate(zip(pieces.names, shapes, strict=True)):
+        shapes = recipe.foreign_shapes(table[ours].shape)
+        for part, (theirs, shape) in enumerate(zip(recipe.names, shapes, strict=True)):
             renamed = names.get_name(theirs, try_suffixes=(".weight", ".bias"))
             if renamed is None:
                 raise CheckpointError(f"gguf has no name for {theirs} of {name}; use --to huggingface")
             heads = (model.num_heads, model.query_groups)[part] if ".linear_qkv." in ours and part < 2 else 0
-            permuted = heads if name in INTERLEAVED and len(pieces.names) == 3 else 0
+            permuted = heads if name in INTERLEAVED and len(recipe.names) == 3 else 0
             kind = checkpoint.tensors[ours].dtype if len(shape) > 1 else torch.float32
-            take = partial(_values, checkpoint, pieces, ours, part, permuted=permuted, flip=is_transposed)
+            take = partial(_values, checkpoint, recipe, ours, part, permuted=permuted, flip=is_transposed)
             found[renamed] = (shape[::-1] if is_transposed else shape), kind, take
     return found
 
 
-def _values(checkpoint: Checkpoint, pieces: Pieces, ours: str, part: int, *, permuted: int, flip: bool) -> Tensor:
+def _values(checkpoint: Checkpoint, recipe: ViewRecipe, ours: str, part: int, *, permuted: int, flip: bool) -> Tensor:
     """A foreign tensor of one of ours, with neighbouring pairs in each of `permuted` heads."""
-    values = pieces.split(checkpoint.read(ours))[part]
+    values = recipe.split(checkpoint.read(ours))[part]
     values = values.t() if flip else values
     if permuted:
         values = values.unflatten(0, (permuted, 2, -1)).transpose(1, 2).flatten(0, 2)

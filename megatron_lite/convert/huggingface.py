@@ -58,13 +58,13 @@ def recognise(path: Path) -> bool:
 
 
 @dataclass(frozen=True)
-class Pieces(Recipe):
+class ViewRecipe(Recipe):
     """A recipe whose foreign tensors are `views` of ours, or the rows `orders` of our tensor; `join` is not used."""
 
     views: Callable[[Tensor], Sequence[Tensor]] = lambda tensor: (tensor,)
     orders: tuple[Tensor | None, ...] = ()
 
-    def taken_apart(self, full: Tensor) -> Sequence[Tensor]:
+    def split_in_place(self, full: Tensor) -> Sequence[Tensor]:
         """The same as `split`, in the memory of the tensor where the sizes are equal."""
         pairs = zip(self.views(full), self.orders, strict=True)
         return [view if order is None else _in_order(view, order, in_place=True) for view, order in pairs]
@@ -88,15 +88,15 @@ def snapshot(path: Path) -> Path:
     return path / "snapshots" / commit
 
 
-def recipes(model_type: str, model: ModelConfig, table: ParamTable) -> dict[str, Pieces]:
+def recipes(model_type: str, model: ModelConfig, table: ParamTable) -> dict[str, ViewRecipe]:
     """The recipe of each of our parameters."""
-    found = {name: _pieces(model_type, name, model, table) for name in table}
-    if missing := [name for name, pieces in found.items() if not pieces.names]:
+    found = {name: _recipe(model_type, name, model, table) for name in table}
+    if missing := [name for name, recipe in found.items() if not recipe.names]:
         raise AssertionError(f"the family {model_type} has no names for {listed(missing)}")
     return found
 
 
-def _pieces(model_type: str, name: str, model: ModelConfig, table: ParamTable) -> Pieces:
+def _recipe(model_type: str, name: str, model: ModelConfig, table: ParamTable) -> ViewRecipe:
     ours, _, kind = name.rpartition(".")
     match = re.fullmatch(r"(\w+\.layers\.)(\d+)\.(.*)", ours)
     pattern, number = (f"{match[1]}*.{match[3]}", match[2]) if match else (ours, "")
@@ -117,7 +117,7 @@ def _pieces(model_type: str, name: str, model: ModelConfig, table: ParamTable) -
             view if order is None else _in_order(view, order) for view, order in zip(views(tensor), orders, strict=True)
         ]
 
-    return Pieces(names, split=split, views=views, orders=orders)
+    return ViewRecipe(names, split=split, views=views, orders=orders)
 
 
 def _in_order(view: Tensor, order: Tensor, *, in_place: bool = False) -> Tensor:
@@ -174,8 +174,8 @@ def read(path: Path, overrides: Mapping[str, Any], ignored: Collection[str] = ()
 
     def read_tensor(name: str) -> Tensor:
         full = torch.zeros(tuple(tensors[name].shape), dtype=tensors[name].dtype)
-        pieces = ours[name]
-        for view, order, theirs in zip(pieces.views(full), pieces.orders, pieces.names, strict=True):
+        recipe = ours[name]
+        for view, order, theirs in zip(recipe.views(full), recipe.orders, recipe.names, strict=True):
             files.fill(view, found[theirs], order)
         return full
 
@@ -240,7 +240,7 @@ def _write_file(
     path: Path,
     specs: Mapping[str, Spec],
     of_theirs: Mapping[str, str],
-    ours: Mapping[str, Pieces],
+    ours: Mapping[str, ViewRecipe],
     checkpoint: Checkpoint,
     progress: Progress,
 ) -> None:
@@ -252,7 +252,7 @@ def _write_file(
                 name = of_theirs[theirs]
                 parts.clear()
                 full = checkpoint.read(name)
-                parts = dict(zip(ours[name].names, ours[name].taken_apart(full), strict=True))
+                parts = dict(zip(ours[name].names, ours[name].split_in_place(full), strict=True))
                 del full
             writer.add(parts.pop(theirs))
             progress(specs[theirs].dtype.itemsize * prod(specs[theirs].shape))

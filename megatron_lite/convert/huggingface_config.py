@@ -5,7 +5,7 @@ and every field of ours must come back.
 """
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +50,8 @@ def to_model(
     config = Config(model=model, data=DataConfig(seq_length=min(1024, model.max_position_embeddings)))
     if problems := failures(config, 1):
         raise CheckpointError(f"{path}: does not describe a model that megatron_lite has: {problems[0]}")
-    from_model(model)  # raises if the overrides have made a model that the format cannot hold
+    if obstacles := _obstacles(FAMILIES[model_type], model):  # of fields that were given
+        raise _no_family(model_type, obstacles)
     return model_type, model
 
 
@@ -63,13 +64,17 @@ def from_model(model: ModelConfig, preferred: str = "") -> dict[str, Any]:
     obstacles = {name: _obstacles(FAMILIES[name], model) for name in candidates}
     nearest = min(obstacles, key=lambda name: (len(obstacles[name]), name != preferred))
     if obstacles[nearest]:
-        raise CheckpointError(
-            f"Hugging Face has no model that computes the same: {', '.join(obstacles[nearest])} (nearest: {nearest}); "
-            "choose another format"
-        )
+        raise _no_family(nearest, obstacles[nearest])
     family = FAMILIES[nearest]
     cls = "BertForPreTraining" if model.binary_head else family.cls
     return {"architectures": [cls], "model_type": nearest, **write_model(family, model)}
+
+
+def _no_family(nearest: str, obstacles: Sequence[str]) -> CheckpointError:
+    return CheckpointError(
+        f"Hugging Face has no model that computes the same: {', '.join(obstacles)} (nearest: {nearest}); choose "
+        "another format"
+    )
 
 
 def _obstacles(family: Family, model: ModelConfig) -> list[str]:

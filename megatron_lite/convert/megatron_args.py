@@ -73,9 +73,9 @@ def fields_of(args: Mapping[str, Any], where: Path) -> dict[str, Any]:
         if type(given.get(name, 1)) is not int or given.get(name, 1) < 1:
             raise CheckpointError(f"{where}: its argument {name} is {given[name]!r}; expected a positive integer")
     fields = {ours: given[theirs] for ours, theirs in SAME.items() if theirs in given}
-    attention, refused = _attention_fields(given)
+    attention, not_ours = _attention_fields(given)
     fields |= attention
-    unsupported += refused
+    unsupported += not_ours
     for name, field, known in (("normalization", "norm", NORMS), ("position_embedding_type", "position", POSITIONS)):
         if name in given and str(given[name]) not in known:
             unsupported.append(f"{name} is {given[name]}")

@@ -83,7 +83,7 @@ class Format(Readable, Protocol):
         ...
 
 
-# The fields that Megatron-LM's formats map besides; `megatron_args.check_model` refuses some values.
+# The fields that Megatron-LM's formats map besides; `megatron_args.check_model` raises for some values.
 HANDLED_BY_MEGATRON = {
     "rotary_percent", "rotary_scaling", "rotary_scaling_factor", "rotary_original_positions", "rotary_ramp", "qk_norm",
     "zero_centered_norm", "attention_scale", "window_size", "window_attn_skip_freq", "no_rope_freq",
