@@ -41,7 +41,8 @@ CONFIG_FILE, GENERATION_FILE = "config.json", "generation_config.json"
 SHARD_BYTES = 5_000_000_000  # the largest size of a file
 # Constants that old versions saved with the weights, and a table of T5 that no model reads.
 BUFFERS = re.compile(
-    r"(.*\.)?(attn\.bias|attn\.masked_bias|rotary_emb\.inv_freq|embeddings\.position_ids|"
+    r"(.*\.)?((attn|attention)\.(bias|masked_bias|embed_positions)|(maybe_)?rotary(_emb)?\.inv_freq|"
+    r"embeddings\.position_ids|"
     r"EncDecAttention\.relative_attention_bias\.weight)"
 )
 # The names of a norm's parameters in the first models.

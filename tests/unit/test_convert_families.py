@@ -176,6 +176,18 @@ def test_a_tensor_of_another_size_is_an_error_that_names_it(saved, tmp_path):
     assert not (tmp_path / "out").exists() and not (tmp_path / ".new-out").exists()
 
 
+@pytest.mark.parametrize(
+    "name, prefix", [("gpt_neox", "gpt_neox.layers.0.attention."), ("gptj", "transformer.h.0.attn.")]
+)
+def test_buffers_of_old_files_are_left_out(saved, tmp_path, name, prefix):
+    """Pythia's files on the hub have masks and frequencies, and GPT-J's a table of angles."""
+    folder = copy(saved(name), tmp_path / "src")
+    tensors = tensors_of(folder) | {f"{prefix}bias": torch.ones(1, 1, 24, 24), f"{prefix}masked_bias": torch.ones(1)}
+    tensors |= {f"{prefix}rotary_emb.inv_freq": torch.ones(2), f"{prefix}embed_positions": torch.ones(24, 8)}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    assert read(folder, {}).tensors == read(saved(name), {}).tensors
+
+
 def test_a_missing_file_of_weights_is_an_error_that_names_it(tmp_path):
     of_family("qwen2").save_pretrained(tmp_path / "src", max_shard_size="40KB")
     (tmp_path / "src" / "model-00002-of-00005.safetensors").unlink()
