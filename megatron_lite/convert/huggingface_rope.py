@@ -52,8 +52,9 @@ def rope(
 
 
 def _read(fields: Fields, so_far: Ours, percent: float, local: bool, old: tuple[str, str]) -> Ours:
-    base = fields.take(old[0], 1e6 if local else 10000.0)
-    given_percent = fields.take(old[1] or "partial_rotary_factor", percent)
+    # GPT-NeoX has names of its own, and in some versions the common ones too.
+    base = fields.take(old[0], fields.take("rope_theta", 1e6 if local else 10000.0))
+    given_percent = fields.take(old[1] or "partial_rotary_factor", fields.take("partial_rotary_factor", percent))
     scaling, parameters = fields.take("rope_scaling", {}), fields.take("rope_parameters", {})
     for name, given in (("rope_scaling", scaling), ("rope_parameters", parameters)):
         if not isinstance(given, dict):
@@ -143,7 +144,9 @@ def _write(model: ModelConfig, local: bool, old: tuple[str, str]) -> Ours:
     if kind == "longrope":
         content["original_max_position_embeddings"] = parameters.pop("original_max_position_embeddings")
     if kind != "none":
-        content["rope_scaling"] = {"rope_type": kind, "type": kind, **parameters}
+        # Version 4 checks that Phi-3 has three fields here.
+        names = {"type": kind} if kind == "longrope" else {"type": kind, "rope_type": kind}
+        content["rope_scaling"] = {**names, **parameters}
     if model.rotary_percent != 1:
         content[old[1] or "partial_rotary_factor"] = model.rotary_percent
     return {**content, old[0]: model.rotary_base}

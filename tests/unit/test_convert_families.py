@@ -188,6 +188,15 @@ def test_buffers_of_old_files_are_left_out(saved, tmp_path, name, prefix):
     assert read(folder, {}).tensors == read(saved(name), {}).tensors
 
 
+def test_the_names_of_version_4_are_read(saved, tmp_path):
+    """It writes the fields of rotary positions under both names of GPT-NeoX."""
+    folder = copy(saved("gpt_neox"), tmp_path / "src")
+    common = {"rope_theta": 500.0, "partial_rotary_factor": 0.5}
+    edit_config(folder, rope_parameters=None, rotary_emb_base=500.0, rotary_pct=0.5, **common)
+    model = read(folder, {}).model
+    assert (model.rotary_base, model.rotary_percent) == (500.0, 0.5)
+
+
 def test_a_missing_file_of_weights_is_an_error_that_names_it(tmp_path):
     of_family("qwen2").save_pretrained(tmp_path / "src", max_shard_size="40KB")
     (tmp_path / "src" / "model-00002-of-00005.safetensors").unlink()
