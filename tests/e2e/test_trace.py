@@ -13,6 +13,7 @@ import torch
 from megatron_lite.errors import ConfigError
 from megatron_lite.launch.pool import RanksFailed
 from megatron_lite.model.build import get_model
+from megatron_lite.plan.layout_lines import layout_lines
 from megatron_lite.plan.trace import traced_step
 from megatron_lite.training.initialize import finalize_megatron, initialize_megatron
 from megatron_lite.training.pretrain import pretrain
@@ -29,7 +30,9 @@ def printed(folder: Path, **changes) -> str:
     """Train; returns the output of this rank."""
     config = tiny_config("gpt", run__dir=str(folder), log__trace="true", **PIPELINE, **changes)
     with contextlib.redirect_stdout(io.StringIO()) as out:
-        pretrain(config, datasets_provider=counting_splits, hooks=Hooks(traced_step=traced_step))
+        pretrain(
+            config, datasets_provider=counting_splits, hooks=Hooks(traced_step=traced_step, layout_lines=layout_lines)
+        )
     return out.getvalue()
 
 
