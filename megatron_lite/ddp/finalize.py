@@ -5,7 +5,8 @@ The sum of two values has the same bits in either order, so both copies stay equ
 
 A parameter that is replicated over tp gets its full gradient on each rank, except under sequence parallelism: there a
 norm has only its rank's s/tp of the sequence, and its gradients must be summed (not averaged: the loss is a sum over
-tokens). The same is true for copies of a key/value group: each rank has the gradient from its own heads.
+tokens). The same is true for copies of a key/value group, and for a norm of each head: each rank has the gradient from
+its own heads.
 """
 
 from collections.abc import Iterator

@@ -118,7 +118,7 @@ class ParamMeta:
     decay: bool = True  # weight decay applies
     tied: bool = False  # on two pipeline stages, like a tied embedding; their gradients are summed
     tied_to: str = ""  # name of the original, on the copy only; copies are not counted
-    sequence_parallel: bool = False  # replicated over tp, with a gradient from s/tp tokens
+    sequence_parallel: bool = False  # replicated over tp, with a gradient from s/tp tokens or n/tp heads
     name: str = ""  # set by get_model; layers are numbered over the full model
 
 
