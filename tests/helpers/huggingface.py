@@ -194,15 +194,18 @@ def of_family(name: str) -> Any:
     cls = getattr(transformers, f"{prefix.removesuffix('Text')}ForCausalLM")
     given = {key: value for key, value in {**sizes, **NO_IDS}.items() if key in known} | fields
     given = {key: value for key, value in given.items() if key in known or key == "head_dim"}
-    return randomized(cls(config(**given, attn_implementation="eager")))
+    # Logits stay below 6. Gemma adds 1 to the weights of norms.
+    norms = 0.0 if prefix.startswith("Gemma") else 1.0
+    return randomized(cls(config(**given, attn_implementation="eager")), std=0.15, norms=norms)
 
 
-def randomized(model: Any) -> Any:
+def randomized(model: Any, std: float = 0.2, norms: float = 1.0) -> Any:
+    """The model with normal weights; those of norms are around `norms`."""
     generator = torch.Generator().manual_seed(7)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            around = 1.0 if parameter.ndim == 1 and name.endswith("weight") else 0.0
-            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.2 + around)
+            around = norms if parameter.ndim == 1 and name.endswith("weight") else 0.0
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * std + around)
     return model.eval()
 
 
