@@ -5,7 +5,8 @@ from typing import Annotated
 
 import typer
 
-FORMATS = "megatron-lite, huggingface, megatron, torch_dist, codegeex or (as a target) gguf"
+SOURCES = "megatron-lite, huggingface, megatron, torch_dist or codegeex"
+TARGETS = "megatron-lite, huggingface, megatron, torch_dist, codegeex or gguf"
 
 
 def convert(
@@ -16,9 +17,9 @@ def convert(
         typer.Argument(metavar="SECTION.FIELD=VALUE", help="Config fields that SRC lacks: model.num_heads=12"),
     ] = None,
     source_format: Annotated[
-        str, typer.Option("--from", metavar="FORMAT", help=f"{FORMATS}; default: detected from SRC.")
+        str, typer.Option("--from", metavar="FORMAT", help=f"{SOURCES}; default: detected from SRC.")
     ] = "",
-    target_format: Annotated[str, typer.Option("--to", metavar="FORMAT", help=f"{FORMATS}.")] = "megatron-lite",
+    target_format: Annotated[str, typer.Option("--to", metavar="FORMAT", help=f"{TARGETS}.")] = "megatron-lite",
     tensor: Annotated[int, typer.Option("--tensor", min=1, metavar="T", help="Tensor-parallel size of DST.")] = 1,
     pipeline: Annotated[int, typer.Option("--pipeline", min=1, metavar="P", help="Pipeline stages of DST.")] = 1,
     dtype: Annotated[
