@@ -105,6 +105,8 @@ LONGROPE = {"rope_type": "longrope", "short_factor": [1.0, 1.5, 2.0, 3.0], "long
 NEOX_SIZES = {name: size for name, size in LLAMA_SIZES.items() if name != "num_key_value_heads"}
 # Family and variant -> the prefix of the classes of transformers, and fields of its config.
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "gpt2": ("GPT2", {"vocab_size": VOCAB, "n_positions": 24, "n_embd": 32, "n_layer": 3, "n_head": 4}),
+    "llama": ("Llama", {"mlp_bias": True}),
     "llama 3": (
         "Llama",
         {"rope_parameters": {**LLAMA3, "rope_theta": 500.0, "original_max_position_embeddings": 12}},
@@ -189,9 +191,10 @@ def of_family(name: str) -> Any:
 
     prefix, fields = FAMILIES[name]
     config = getattr(transformers, f"{prefix}Config")
-    sizes = {} if prefix == "GPTJ" else LLAMA_SIZES
+    sizes = {} if prefix in ("GPT2", "GPTJ") else LLAMA_SIZES
     known = set(config().to_dict())
-    cls = getattr(transformers, f"{prefix.removesuffix('Text')}ForCausalLM")
+    name = "GPT2LMHeadModel" if prefix == "GPT2" else f"{prefix.removesuffix('Text')}ForCausalLM"
+    cls = getattr(transformers, name)
     given = {key: value for key, value in {**sizes, **NO_IDS}.items() if key in known} | fields
     given = {key: value for key, value in given.items() if key in known or key == "head_dim"}
     # Logits stay below 6. Gemma adds 1 to the weights of norms.
