@@ -61,6 +61,8 @@ EXPECTED: dict[str, tuple[Any, ...]] = {
     "quantization_config": (None,),
 }
 REQUIRED = object()
+LIMIT = 1 << 48  # far above any size, and exact as a float
+NAMES = {int: "an integer", list: "a list", dict: "an object"}
 
 
 class Fields:
@@ -78,10 +80,20 @@ class Fields:
         value = self._left.pop(name, None)
         if value is None and default is REQUIRED:
             raise CheckpointError(f"{self._path}: has no {name}; give the config of these weights")
+        if isinstance(value, int) and abs(value) >= LIMIT:
+            raise self.error(name, value, "no size is so large")
         return default if value is None else value
+
+    def take_as(self, name: str, kind: type, default: Any) -> Any:
+        """The value of a field, which must be of this type."""
+        value = self.take(name, default)
+        if type(value) is not kind:
+            raise self.error(name, value, f"expected {NAMES[kind]}")
+        return value
 
     def error(self, name: str, value: Any, reason: str) -> CheckpointError:
         """An error for a value that our model does not compute."""
+        value = value if not isinstance(value, int) or abs(value) < LIMIT else "a huge integer"
         return CheckpointError(f"{self._path}: {name} is {value!r}; {reason}, so the converted model would differ")
 
     def expect(self, name: str, value: Any, *allowed: Any) -> None:

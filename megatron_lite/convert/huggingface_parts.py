@@ -43,7 +43,7 @@ def fixed(**ours: Any) -> Part:
 
 
 def expected(**theirs: Any) -> Part:
-    """Fields that must have one value; None and False are equal."""
+    """Fields that must have one value; null stands for a missing field."""
 
     def read(fields: Fields, so_far: Ours) -> Ours:
         for name, value in theirs.items():
@@ -83,7 +83,7 @@ def mapped(ours: str, theirs: str, names: Mapping[str, str], default: str) -> Pa
 
 
 def scaled(ours: str, theirs: str, default: float, power: float) -> Part:
-    """A field whose value to the power is ours; null stands for ours 0."""
+    """A field with a number whose power is ours: with `power` -0.5, ours is 1 / sqrt(theirs)."""
 
     def read(fields: Fields, so_far: Ours) -> Ours:
         value = fields.take(theirs, default)
@@ -152,14 +152,16 @@ def window(pattern: int | None = None, *, flag: bool = False) -> Part:
         size, layers = fields.take("sliding_window", 0), so_far["num_layers"]
         if flag:
             size = size if fields.take("use_sliding_window", False) else 0
-        every = fields.take("sliding_window_pattern", pattern) if pattern else 0
-        first = fields.take("max_window_layers", 0) if flag else 0
+        every = fields.take_as("sliding_window_pattern", int, pattern) if pattern else 0
+        first = fields.take_as("max_window_layers", int, 0) if flag else 0
         fields.take("_sliding_window_pattern", 0)
         if not isinstance(layers, int) or layers > 10_000:  # an error of another check
             return {"window_size": 0, "window_attn_skip_freq": 0}
         numbers = range(layers)
         types = [SLIDING if at >= first and not (every and (at + 1) % every == 0) else FULL for at in numbers]
-        types = fields.take("layer_types", types) if pattern is not None else types
+        types = fields.take_as("layer_types", list, types) if pattern is not None else types
+        if other := [kind for kind in types if kind not in (SLIDING, FULL)]:
+            raise fields.error("layer_types", other[0], f"ours are {SLIDING} and {FULL}")
         if not size or SLIDING not in types:
             return {"window_size": 0, "window_attn_skip_freq": 0}
         skipped = 1 + types.index(FULL) if FULL in types else 0
@@ -183,11 +185,13 @@ def window(pattern: int | None = None, *, flag: bool = False) -> Part:
 
 
 def _read_no_rope(fields: Fields, so_far: Ours) -> Ours:
-    every, layers = fields.take("no_rope_layer_interval", 4), so_far["num_layers"]
+    every, layers = fields.take_as("no_rope_layer_interval", int, 4), so_far["num_layers"]
+    if every < 1:
+        raise fields.error("no_rope_layer_interval", every, "expected at least 1")
     if not isinstance(layers, int) or layers > 10_000:
         return {"no_rope_freq": 0}
     regular = [int((at + 1) % every != 0) for at in range(layers)]
-    given = fields.take("no_rope_layers", regular)
+    given = fields.take_as("no_rope_layers", list, regular)
     skipped = 1 + given.index(0) if 0 in given else 0
     if given != [int(not skipped or (at + 1) % skipped != 0) for at in range(layers)]:
         raise fields.error("no_rope_layers", given, "ours has no positions in every n-th layer")
@@ -209,11 +213,6 @@ NO_ROPE = Part(
 def copied(ours: str, field: str) -> Part:
     """A field of ours with the value of another one: in Cohere 2 the layers without a window have no positions."""
     return Part(lambda fields, so_far: {ours: so_far[field]}, lambda model: {})
-
-
-def chosen(ours: str, read: Callable[[Fields], Any], write: Callable[[ModelConfig], Ours]) -> Part:
-    """One field of ours from fields of theirs."""
-    return Part(lambda fields, so_far: {ours: read(fields)}, write)
 
 
 def flag(ours: str, theirs: str, values: Sequence[Any], default: bool) -> Part:

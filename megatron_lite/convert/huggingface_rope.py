@@ -55,15 +55,14 @@ def _read(fields: Fields, so_far: Ours, percent: float, local: bool, old: tuple[
     # GPT-NeoX has names of its own, and in some versions the common ones too.
     base = fields.take(old[0], fields.take("rope_theta", 1e6 if local else 10000.0))
     given_percent = fields.take(old[1] or "partial_rotary_factor", fields.take("partial_rotary_factor", percent))
-    scaling, parameters = fields.take("rope_scaling", {}), fields.take("rope_parameters", {})
-    for name, given in (("rope_scaling", scaling), ("rope_parameters", parameters)):
-        if not isinstance(given, dict):
-            raise fields.error(name, given, "expected an object")
+    scaling, parameters = (fields.take_as(name, dict, {}) for name in ("rope_scaling", "rope_parameters"))
     found: Ours = {}
     if local:
         found["local_rotary_base"] = fields.take("rope_local_base_freq", 10000.0)
         if SLIDING in parameters or FULL in parameters:
             of_window, parameters = parameters.get(SLIDING) or {}, parameters.get(FULL) or {}
+            if not isinstance(of_window, dict) or not isinstance(parameters, dict):
+                raise fields.error("rope_parameters", [of_window, parameters], "expected objects")
             if of_window.get("rope_type", "default") != "default":
                 raise fields.error("rope_parameters", of_window, "ours has no scaling in layers with a window")
             found["local_rotary_base"] = of_window.get("rope_theta", found["local_rotary_base"])
@@ -83,7 +82,7 @@ def _read(fields: Fields, so_far: Ours, percent: float, local: bool, old: tuple[
         if left:
             raise fields.error(name, left, "ours has no such parameters without a type")
         return found
-    if kind not in TYPES:
+    if not isinstance(kind, str) or kind not in TYPES:
         raise fields.error(name, {"rope_type": kind}, f"ours are default, {', '.join(TYPES)}")
     return {**found, **_scaling(fields, name, kind, left, original or 0, so_far)}
 
@@ -105,8 +104,8 @@ def _scaling(fields: Fields, name: str, kind: str, left: Ours, original: Any, so
     if kind == "longrope" and left.get("factor") is None:
         try:
             left["factor"] = max(1.0, positions / left["original_max_position_embeddings"])
-        except TypeError:
-            raise fields.error("max_position_embeddings", positions, "expected a number") from None
+        except (TypeError, ZeroDivisionError):
+            raise fields.error("max_position_embeddings", positions, "expected a number above 0") from None
     for theirs, ours in TYPES[kind].items():
         if left.get(theirs) is None:
             left.pop(theirs, None)

@@ -39,10 +39,10 @@ def read_gemma_scale(fields: Fields, so_far: Ours) -> Ours:
     return {"embedding_scale": hidden**0.5 if isinstance(hidden, int) and hidden > 0 else 1.0}
 
 
-def read_neox_parallel(fields: Fields) -> str:
+def read_neox_parallel(fields: Fields, so_far: Ours) -> Ours:
     value = fields.take("use_parallel_residual", True)
     fields.expect("use_parallel_residual", value, True, False)
-    return "parallel" if value else "sequential"
+    return {"residual": "parallel" if value else "sequential"}
 
 
 def read_falcon(fields: Fields, so_far: Ours) -> Ours:
@@ -62,6 +62,7 @@ def read_falcon(fields: Fields, so_far: Ours) -> Ours:
 
 
 def write_falcon(model: ModelConfig) -> Ours:
+    """The fields of 40B, which also describe 7B."""
     return {
         "alibi": False,
         "parallel_attn": True,
@@ -82,6 +83,7 @@ def read_rotary_dim(fields: Fields, so_far: Ours) -> Ours:
 
 
 def read_t5(fields: Fields, so_far: Ours) -> Ours:
+    """The scale of T5's logits, and its one dropout."""
     kind, hidden, tied = so_far["activation"], so_far["hidden_size"], fields.take("tie_word_embeddings", True)
     inner = {"relu": "relu", "geglu": "gelu_new"}[kind]
     fields.expect("dense_act_fn", fields.take("dense_act_fn", inner), inner)
