@@ -32,16 +32,19 @@ from megatron_lite.model.ends import WORD_EMBEDDINGS
 from megatron_lite.model.rotary import RotaryTable
 
 FILE = "model.gguf"
-# Hugging Face's model type -> the architecture of gguf, and llama.cpp's name of the tokenizer's splitting rule.
+# Hugging Face's model type -> the architecture of gguf.
 ARCHITECTURES = {
-    "gpt2": ("GPT2", "gpt-2"),
-    "llama": ("LLAMA", "llama-bpe"),
-    "mistral": ("LLAMA", "default"),
-    "qwen2": ("QWEN2", "qwen2"),
-    "qwen3": ("QWEN3", "qwen2"),
-    "olmo2": ("OLMO2", "default"),
-    "starcoder2": ("STARCODER2", "starcoder"),
+    "gpt2": "GPT2",
+    "llama": "LLAMA",
+    "mistral": "LLAMA",
+    "qwen2": "QWEN2",
+    "qwen3": "QWEN3",
+    "olmo2": "OLMO2",
+    "starcoder2": "STARCODER2",
 }
+# The pattern by which a tokenizer splits a text into words -> llama.cpp's name of it.
+_WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+PATTERNS = {_WORDS % r"\p{N}{1,3}": "llama-bpe", _WORDS % r"\p{N}": "qwen2"}
 INTERLEAVED = ("LLAMA",)  # rotated pairs are neighbours
 FILE_TYPES = {torch.float32: "ALL_F32", torch.float16: "MOSTLY_F16", torch.bfloat16: "MOSTLY_BF16"}
 
@@ -68,14 +71,14 @@ def write(path: Path, checkpoint: Checkpoint, *, tensor: int, pipeline: int, pro
     gguf = _package()
     model, content = checkpoint.model, from_model(checkpoint.model, checkpoint.origin.get(MODEL_TYPE, ""))
     model_type = content["model_type"]
-    _check(model, model_type)
-    name, splitting = ARCHITECTURES[model_type]
-    architecture = gguf.MODEL_ARCH[name]
     dtype = checkpoint.tensors[WORD_EMBEDDINGS].dtype
+    _check(model, model_type, dtype)
+    name = ARCHITECTURES[model_type]
+    architecture = gguf.MODEL_ARCH[name]
     writer = gguf.GGUFWriter(path / FILE, gguf.MODEL_ARCH_NAMES[architecture])
     _add_sizes(gguf, writer, model)
     writer.add_file_type(gguf.LlamaFileType[FILE_TYPES[dtype]])
-    _add_tokenizer(gguf, writer, checkpoint, splitting)
+    _add_tokenizer(gguf, writer, checkpoint)
     tensors = _tensors(gguf, architecture, name, model_type, checkpoint)
     for theirs, (shape, kind, _) in tensors.items():
         _add_info(gguf, writer, theirs, shape, kind)
@@ -99,11 +102,13 @@ def _package() -> Any:
     return gguf
 
 
-def _check(model: ModelConfig, model_type: str) -> None:
+def _check(model: ModelConfig, model_type: str, dtype: torch.dtype) -> None:
     """Raise CheckpointError unless llama.cpp computes this model."""
     others = []
     if model_type not in ARCHITECTURES:
         others.append(f"{model_type} is not one of {', '.join(ARCHITECTURES)}")
+    if dtype not in FILE_TYPES:
+        others.append(f"its weights are {dtype} (--dtype fp32)")
     if 0 < model.window_size < model.max_position_embeddings:
         others.append(f"model.window_size is {model.window_size}")
     if model.rotary_scaling not in ("none", "linear", "yarn", "llama3"):
@@ -138,49 +143,81 @@ def _add_sizes(gguf: Any, writer: Any, model: ModelConfig) -> None:
         writer.add_rope_scaling_orig_ctx_len(model.rotary_original_positions or model.max_position_embeddings)
 
 
-def _add_tokenizer(gguf: Any, writer: Any, checkpoint: Checkpoint, splitting: str) -> None:
-    """The tokens by id, with their kinds, merges, special tokens and chat template."""
+def _add_tokenizer(gguf: Any, writer: Any, checkpoint: Checkpoint) -> None:
+    """The tokens by id, with their kinds, merges, special tokens and chat template; nothing without a tokenizer."""
     files = checkpoint.tokenizer or tokenizer_files.files_of(checkpoint.tokenizer_spec)
-    if not files:
+    if not {"tokenizer.model", "tokenizer.json", "vocab.json"} & files.keys():
         return
     size = checkpoint.model.vocab_size
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         tokenizer_files.carry(files, folder)
-        tokens, scores, kinds = _tokens(gguf, folder, size)
-        is_sentencepiece = scores is not None
+        is_sentencepiece = "tokenizer.model" in files  # a tokenizer.json beside it describes the same
+        try:
+            tokens = _sentencepiece(gguf, folder) if is_sentencepiece else _byte_level(gguf, writer, folder)
+        except CheckpointError:
+            raise
+        except Exception as error:  # the packages raise many classes for a damaged file
+            reason = str(error)[:200]
+            raise CheckpointError(f"the tokenizer cannot be read ({reason}); fetch {', '.join(files)} again") from error
+        unused = int(gguf.TokenType.UNUSED)
+        listed_tokens = [tokens.get(number, (f"[PAD{number}]".encode(), -1e4, unused)) for number in range(size)]
+        texts, scores, kinds = zip(*listed_tokens, strict=True)
         writer.add_tokenizer_model("llama" if is_sentencepiece else "gpt2")
-        writer.add_tokenizer_pre("default" if is_sentencepiece else splitting)
-        writer.add_token_list(tokens)
-        if scores is not None:
-            writer.add_token_scores(scores)
-        writer.add_token_types(kinds)
+        writer.add_token_list(list(texts))
+        if is_sentencepiece:
+            writer.add_tokenizer_pre("default")
+            writer.add_token_scores(list(scores))
+        writer.add_token_types(list(kinds))
         gguf.SpecialVocab(folder, load_merges=not is_sentencepiece, n_vocab=size).add_to_gguf(writer)
 
 
-def _tokens(gguf: Any, folder: Path, size: int) -> tuple[list[bytes], list[float] | None, list[int]]:
-    """The text, score and kind of each token; scores are of sentencepiece only. Ids without a token are unused."""
-    unused = int(gguf.TokenType.UNUSED)
-    tokens, scores, kinds = [f"[PAD{number}]".encode() for number in range(size)], [-1e4] * size, [unused] * size
-    if "tokenizer.json" not in tokenizer_files.files_in(folder) and (folder / "tokenizer.model").exists():
-        for number, (text, score, kind) in enumerate(gguf.vocab.SentencePieceVocab(folder).all_tokens()):
-            tokens[number], scores[number], kinds[number] = text, score, int(kind)
-        return tokens, scores, kinds
-    vocabulary, special = _vocabulary(folder)
-    for text, number in vocabulary.items():
-        if number < size:
-            kind = gguf.TokenType.CONTROL if number in special else gguf.TokenType.NORMAL
-            tokens[number], kinds[number] = text.encode(), int(kind)
-    return tokens, None, kinds
+Tokens = dict[int, tuple[bytes, float, int]]
+"""Id -> text, score and kind of a token."""
 
 
-def _vocabulary(folder: Path) -> tuple[dict[str, int], set[int]]:
-    """The ids of tokens, and which of them are special."""
+def _sentencepiece(gguf: Any, folder: Path) -> Tokens:
+    found = enumerate(gguf.vocab.SentencePieceVocab(folder).all_tokens())
+    return {number: (text, score, int(kind)) for number, (text, score, kind) in found}
+
+
+def _byte_level(gguf: Any, writer: Any, folder: Path) -> Tokens:
+    """The tokens of byte-level BPE; also writes llama.cpp's name of the pattern that splits a text."""
+    vocabulary, special, splitting = _vocabulary(folder)
+    writer.add_tokenizer_pre(splitting)
+    control, normal = int(gguf.TokenType.CONTROL), int(gguf.TokenType.NORMAL)
+    return {n: (text.encode(), 0.0, control if n in special else normal) for text, n in vocabulary.items()}
+
+
+def _vocabulary(folder: Path) -> tuple[dict[str, int], set[int], str]:
+    """The ids of tokens, which of them are special, and the name of the splitting pattern."""
     if not (folder / "tokenizer.json").exists():
-        return json.loads((folder / "vocab.json").read_text(encoding="utf-8")), set()
+        return json.loads((folder / "vocab.json").read_text(encoding="utf-8")), set(), "gpt-2"
+    content = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
     tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
     added = tokenizer.get_added_tokens_decoder()
-    return tokenizer.get_vocab(), {number for number, token in added.items() if token.special}
+    special = {number for number, token in added.items() if token.special}
+    return tokenizer.get_vocab(), special, _splitting(content)
+
+
+def _splitting(content: Mapping[str, Any]) -> str:
+    """llama.cpp's name of the rule by which a tokenizer.json splits a text. Another rule would give other tokens."""
+    rule = content.get("pre_tokenizer") or {}
+    rules = rule.get("pretokenizers", [rule])
+    *before, last = rules
+    if content.get("model", {}).get("type") == "BPE" and last.get("type") == "ByteLevel":
+        if not before and last.get("use_regex", True):
+            return "gpt-2"
+        is_digits = [each.get("type") for each in before] == ["Digits"] and before[0].get("individual_digits")
+        if is_digits and last.get("use_regex", True):
+            return "starcoder"
+        pattern = before[0].get("pattern", {}).get("Regex") if len(before) == 1 else None
+        if pattern in PATTERNS:
+            return PATTERNS[pattern]
+    raise CheckpointError(
+        "llama.cpp's name for the way in which tokenizer.json splits a text is not known here; use --to huggingface, "
+        "then llama.cpp's convert_hf_to_gguf.py"
+    )
 
 
 Tensors = dict[str, tuple[tuple[int, ...], torch.dtype, Callable[[], Tensor]]]

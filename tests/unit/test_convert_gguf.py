@@ -6,9 +6,12 @@ from unittest import mock
 import gguf
 import numpy as np
 import pytest
+import sentencepiece
 import tokenizers
 import torch
+from safetensors.torch import save_file
 
+from megatron_lite.convert import gguf_file
 from megatron_lite.convert.driver import Request, convert
 from megatron_lite.errors import CheckpointError, ConfigError
 from tests.helpers.huggingface import FAMILIES, MODELS, VOCAB, edit_config, of_family, tensors_of
@@ -89,6 +92,7 @@ def test_tokens_merges_special_tokens_and_chat_template_are_in_the_file(tmp_path
     source = made("qwen2", tmp_path / "hf")
     vocab = {letter: number for number, letter in enumerate("abcdef")} | {"ab": 6}
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocab, [("a", "b")]))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.add_special_tokens(["<|end|>"])
     tokenizer.save(str(source / "tokenizer.json"))
     settings = {"eos_token": "<|end|>", "chat_template": "{{ messages }}"}
@@ -102,7 +106,65 @@ def test_tokens_merges_special_tokens_and_chat_template_are_in_the_file(tmp_path
     assert field(reader, "tokenizer.ggml.merges") == ["a b"]
     assert field(reader, "tokenizer.ggml.eos_token_id") == 7
     assert field(reader, "tokenizer.chat_template") == "{{ messages }}"
-    assert field(reader, "tokenizer.ggml.pre") == "qwen2"
+    assert field(reader, "tokenizer.ggml.pre") == "gpt-2"
+
+
+def split_by(pattern: str) -> dict:
+    by_pattern = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
+    return {"type": "Sequence", "pretokenizers": [by_pattern, {"type": "ByteLevel", "use_regex": False}]}
+
+
+DIGITS = {"type": "Sequence", "pretokenizers": [{"type": "Digits", "individual_digits": True}, {"type": "ByteLevel"}]}
+SPLITTING = {
+    "gpt-2": {"type": "ByteLevel", "use_regex": True},
+    "starcoder": DIGITS,
+    **{name: split_by(pattern) for pattern, name in gguf_file.PATTERNS.items()},
+}
+
+
+@pytest.mark.parametrize("name", SPLITTING)
+def test_the_rule_that_splits_a_text_has_the_name_of_llama_cpp(name):
+    """It depends on the tokenizer, not on the model: a Llama can have any of them."""
+    assert gguf_file._splitting({"model": {"type": "BPE"}, "pre_tokenizer": SPLITTING[name]}) == name
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        {"model": {"type": "Unigram"}, "pre_tokenizer": SPLITTING["gpt-2"]},
+        {"model": {"type": "BPE"}, "pre_tokenizer": None},
+        {"model": {"type": "BPE"}, "pre_tokenizer": split_by("[a-z]+")},
+    ],
+)
+def test_a_rule_without_a_known_name_is_an_error(content):
+    """With another rule llama.cpp would read a text as other tokens."""
+    with pytest.raises(CheckpointError, match=r"splits a text is not known here; use --to huggingface, then llama.cpp"):
+        gguf_file._splitting(content)
+
+
+def test_a_sentencepiece_model_comes_before_its_tokenizer_json(tmp_path):
+    """Llama 2 has both, and llama.cpp reads the first."""
+    source = made("llama", tmp_path / "hf")
+    text = tmp_path / "text"
+    text.write_text("to be or not to be, that is the question\n" * 20)
+    options = {"vocab_size": 20, "model_prefix": str(source / "tokenizer"), "minloglevel": 2}
+    sentencepiece.SentencePieceTrainer.train(input=str(text), **options)
+    (source / "tokenizer.json").write_text("{}")
+    convert(Request(source, tmp_path / "out", target_format="gguf"), print_nothing)
+    reader = gguf.GGUFReader(tmp_path / "out" / "model.gguf")
+    assert field(reader, "tokenizer.ggml.model") == "llama"
+    assert len(field(reader, "tokenizer.ggml.scores")) == len(field(reader, "tokenizer.ggml.tokens")) == VOCAB
+    assert field(reader, "tokenizer.ggml.token_type")[0] == gguf.TokenType.UNKNOWN
+
+
+def test_a_tokenizer_that_cannot_be_read_is_an_error(tmp_path):
+    source = made("llama", tmp_path / "hf")
+    (source / "tokenizer_config.json").write_text("{}")  # alone it is not a tokenizer
+    convert(Request(source, tmp_path / "out", target_format="gguf"), print_nothing)
+    (source / "tokenizer.json").write_text("{")
+    with pytest.raises(CheckpointError, match=r"the tokenizer cannot be read \(.*\); fetch .*tokenizer.json.* again"):
+        convert(Request(source, tmp_path / "other", target_format="gguf"), print_nothing)
+    assert not (tmp_path / "other").exists()
 
 
 def test_models_that_llama_cpp_does_not_have_are_refused(tmp_path):
@@ -118,6 +180,15 @@ def test_models_that_llama_cpp_does_not_have_are_refused(tmp_path):
         assert not (tmp_path / "out").exists()
 
 
+def test_fp64_weights_need_a_dtype(tmp_path):
+    source = made("llama", tmp_path / "hf")
+    tensors = {name: tensor.double() for name, tensor in tensors_of(source).items()}
+    save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match=r"its weights are torch.float64 \(--dtype fp32\)"):
+        convert(Request(source, tmp_path / "out", target_format="gguf"), print_nothing)
+    convert(Request(source, tmp_path / "out", target_format="gguf", dtype="fp32"), print_nothing)
+
+
 def test_wrong_usage_says_what_to_do(tmp_path):
     source = made("llama", tmp_path / "hf")
     with pytest.raises(ConfigError, match="--verify cannot read gguf again; leave it out"):
@@ -129,3 +200,14 @@ def test_wrong_usage_says_what_to_do(tmp_path):
     convert(Request(source, tmp_path / "out", target_format="gguf"), print_nothing)
     with pytest.raises(CheckpointError, match="is a GGUF file, which can only be written; convert the model that"):
         convert(Request(tmp_path / "out", tmp_path / "back"), print_nothing)
+
+
+def test_the_patterns_are_those_of_transformers():
+    """Of Llama 3, whose tokenizer transformers makes with this default, and of Qwen 2."""
+    from inspect import signature
+
+    from transformers.convert_slow_tokenizer import TikTokenConverter
+    from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX
+
+    llama3 = signature(TikTokenConverter.__init__).parameters["pattern"].default
+    assert {llama3: "llama-bpe", PRETOKENIZE_REGEX: "qwen2"} == gguf_file.PATTERNS
