@@ -18,9 +18,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
     ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
@@ -30,10 +30,8 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import (
     LoadItemType,
     LoadPlan,
-    LoadPlanner,
     ReadItem,
     SavePlan,
-    SavePlanner,
     TensorWriteData,
     WriteItem,
     WriteItemType,
@@ -66,6 +64,16 @@ class _Unpickler(pickle.Unpickler):
         return getattr(importlib.import_module(module), name) if allowed else Inert
 
 
+def _spec(stored: TensorStorageMetadata) -> Spec:
+    """The dtype and shape of a tensor, whose chunks have as many dimensions."""
+    dtype, shape = stored.properties.dtype, tuple(stored.size)
+    if not isinstance(dtype, torch.dtype) or any(type(size) is not int or size < 0 for size in shape):
+        raise TypeError("a tensor has no dtype, or no shape")
+    if any(not len(chunk.offsets) == len(chunk.sizes) == len(shape) for chunk in stored.chunks):
+        raise ValueError("a chunk has not the dimensions of its tensor")
+    return Spec(dtype, shape)
+
+
 class DistributedFiles:
     """The tensors of a folder; `specs` has the dtype and shape of each by its name."""
 
@@ -74,28 +82,24 @@ class DistributedFiles:
         try:
             with (folder / METADATA).open("rb") as file:
                 metadata = _Unpickler(file).load()
+            if not isinstance(metadata, Metadata):
+                raise TypeError("it does not describe a checkpoint")
+            stored = metadata.state_dict_metadata.items()
+            self._stored = {str(name): item for name, item in stored if isinstance(item, TensorStorageMetadata)}
+            self.specs = {name: _spec(item) for name, item in self._stored.items()}
+            self._files = {str(info.relative_path) for info in (metadata.storage_data or {}).values()}
         except OSError as error:
             raise CheckpointError(f"{folder / METADATA}: cannot be read: {error.strerror or error}") from None
         except Exception as error:  # any bytes can be in a file, and fail in any way
-            raise DamagedCheckpoint(
-                f"{folder / METADATA}: is damaged ({type(error).__name__}); fetch it again"
-            ) from None
-        if not isinstance(metadata, Metadata):
-            raise DamagedCheckpoint(f"{folder / METADATA}: does not describe a checkpoint; fetch it again")
-        self._metadata = metadata
-        self._stored = {
-            str(name): stored
-            for name, stored in metadata.state_dict_metadata.items()
-            if isinstance(stored, TensorStorageMetadata)
-        }
-        self.specs = {name: Spec(stored.properties.dtype, tuple(stored.size)) for name, stored in self._stored.items()}
+            reason = f"{type(error).__name__}: {str(error)[:200]}"
+            raise DamagedCheckpoint(f"{folder / METADATA}: is damaged ({reason}); fetch it again") from None
         self._check_files()
         self._reader = FileSystemReader(folder)
         self._reader.set_up_storage_reader(metadata, is_coordinator=True)
 
     def _check_files(self) -> None:
         """Raise DamagedCheckpoint unless all files are in this folder."""
-        names = sorted({str(info.relative_path) for info in (self._metadata.storage_data or {}).values()})
+        names = sorted(self._files)
         if outside := [name for name in names if Path(name).name != name or "\0" in name]:
             raise CheckpointError(f"{self.folder / METADATA}: names {outside[0]!r}, which is not a file of this folder")
         if missing := [name for name in names if not (self.folder / name).is_file()]:
@@ -127,13 +131,15 @@ class DistributedFiles:
         return part
 
 
-class _Into(LoadPlanner):
+class _Into(DefaultLoadPlanner):
     """Where torch's reader puts what it reads: all items are of one tensor."""
 
     def __init__(self, part: Tensor):
+        super().__init__()
         self._part = part
 
     def resolve_tensor(self, read_item: ReadItem) -> Tensor:
+        """The memory of an item."""
         part = self._part
         for dim, (start, length) in enumerate(zip(read_item.dest_offsets, read_item.lengths, strict=True)):
             part = part.narrow(dim, start, length)
@@ -141,11 +147,6 @@ class _Into(LoadPlanner):
 
     def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
         """The tensor is the memory of `resolve_tensor` itself."""
-
-    def set_up_planner(self, *arguments: Any, **options: Any) -> None:
-        raise NotImplementedError
-
-    create_local_plan = create_global_plan = finish_plan = load_bytes = set_up_planner  # type: ignore[assignment]
 
 
 @dataclass(frozen=True)
@@ -169,16 +170,15 @@ def write_chunks(folder: Path, chunks: Iterable[Chunk], empty: Iterable[str] = (
         save({}, storage_writer=FileSystemWriter(folder), planner=planner, no_dist=True)
 
 
-class _Planner(SavePlanner):
+class _Planner(DefaultSavePlanner):
     """A plan for torch's writer, which asks for one chunk after the other."""
 
     def __init__(self, chunks: Mapping[MetadataIndex, Chunk], empty: Sequence[str]):
+        super().__init__(flatten_state_dict=False)
         self._chunks, self._empty = chunks, empty
 
-    def set_up_planner(self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False) -> None:
-        """Nothing: the chunks are known."""
-
     def create_local_plan(self) -> SavePlan:
+        """All chunks and objects."""
         items = [
             WriteItem(
                 MetadataIndex(chunk.name, torch.Size(chunk.start)),
@@ -194,21 +194,8 @@ class _Planner(SavePlanner):
         items += [WriteItem(MetadataIndex(name), WriteItemType.BYTE_IO) for name in self._empty]
         return SavePlan(items)
 
-    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        stored: dict[str, Any] = {}
-        for item in all_plans[0].items:
-            data = item.tensor_data
-            if data is None:
-                stored[item.index.fqn] = BytesStorageMetadata()
-                continue
-            tensor = stored.setdefault(item.index.fqn, TensorStorageMetadata(data.properties, data.size, []))
-            tensor.chunks.append(data.chunk)
-        return all_plans, Metadata(stored)
-
-    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
-        return new_plan
-
     def resolve_data(self, write_item: WriteItem) -> Tensor | io.BytesIO:
+        """The values of a chunk, or an object."""
         if write_item.type != WriteItemType.BYTE_IO:
             return self._chunks[write_item.index].read()
         content = io.BytesIO()

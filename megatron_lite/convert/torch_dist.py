@@ -40,6 +40,7 @@ from megatron_lite.parallel.shard import Shard
 from megatron_lite.text import listed
 
 COMMON = "common.pt"
+MAX_LAYERS = 10_000  # a damaged shape could ask for more names than memory has
 # Tensors that are not weights of the model.
 STATE = re.compile(r"^(optimizer|opt_param_scheduler|chained_\d+|rng_state|rerun_state|train_state|dataloader)\b")
 PREFIX = re.compile(r"^(model|module|state_dict|app)\.")
@@ -165,6 +166,10 @@ def _parts(folder: Path, files: DistributedFiles, args: Mapping[str, Any]) -> di
         if name.startswith("decoder.layers.") and not LAYER.match(name):
             if not spec.shape:
                 raise CheckpointError(f"{folder}: {stored} is a single value, which no parameter is")
+            if spec.shape[0] > MAX_LAYERS:
+                raise CheckpointError(
+                    f"{folder}: {stored} has {spec.shape[0]:,} layers, expected at most {MAX_LAYERS:,}"
+                )
             rest = name.removeprefix("decoder.layers.")
             found = {
                 f"decoder.layers.{layer}.{rest}": Part(stored, layer, tuple(spec.shape[1:]), ranks)

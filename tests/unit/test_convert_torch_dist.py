@@ -6,6 +6,7 @@ import shutil
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 from torch.testing import assert_close
 
 from megatron_lite.config.schema import ModelConfig
@@ -159,7 +160,7 @@ def test_bad_folders_are_errors_that_name_the_file(saved, tmp_path, capsys):
     refused(r"src: .* cannot be read .*; fetch it again")
     shutil.copytree(source / "dist" / "iter_0000007", folder)
     (folder / ".metadata").write_bytes(pickle.dumps(Surprise()))
-    refused(r".metadata: does not describe a checkpoint; fetch it again")
+    refused(r".metadata: is damaged \(TypeError: it does not describe a checkpoint\); fetch it again")
     assert "code of the file ran" not in capsys.readouterr().out
     shutil.copytree(source / "dist" / "iter_0000007", folder)
     (folder / ".metadata").write_bytes((folder / ".metadata").read_bytes()[:100])
@@ -169,6 +170,20 @@ def test_bad_folders_are_errors_that_name_the_file(saved, tmp_path, capsys):
     next(iter(content.storage_data.values())).relative_path = "../outside.distcp"
     (folder / ".metadata").write_bytes(pickle.dumps(content))
     refused(r"names '../outside.distcp', which is not a file of this folder")
+    for change, message in (
+        (lambda found: setattr(found.properties, "dtype", None), "a tensor has no dtype, or no shape"),
+        (lambda found: found.chunks.append(ChunkStorageMetadata(torch.Size([0]), torch.Size([1]))), "a chunk has not"),
+        (lambda found: setattr(found, "chunks", 7), "TypeError"),
+        (
+            lambda found: setattr(found, "size", torch.Size([10**9, *found.size[1:]])),
+            "has 1,000,000,000 layers, expect",
+        ),
+    ):
+        shutil.copytree(source / "dist" / "iter_0000007", folder)
+        content = pickle.loads((folder / ".metadata").read_bytes())
+        change(content.state_dict_metadata["decoder.layers.mlp.linear_fc2.weight"])
+        (folder / ".metadata").write_bytes(pickle.dumps(content))
+        refused(message)
     dcp.save({"layers.0.attention.wq": torch.ones(2, 2)}, checkpoint_id=folder, no_dist=True)
     refused(r"has no word embeddings under a name of megatron-core.*layers.0.attention.wq. Put a config.json beside")
 
