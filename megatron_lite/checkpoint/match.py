@@ -14,7 +14,7 @@ from megatron_lite.parallel.dtypes import SAFETENSORS_NAMES
 from megatron_lite.parallel.shard import ParamTable, Shard
 from megatron_lite.text import listed
 
-MODEL_TYPE = "model_type"  # key in a checkpoint's origin: the family that Hugging Face had the model as
+MODEL_TYPE = "model_type"  # key in a checkpoint's origin: the model_type that its config.json had
 MODEL_PROVIDER = "model_provider"  # key in a checkpoint's origin; absent for the built-in model
 BUILT_IN = "megatron_lite.model.build:get_model"  # name of the built-in provider
 

@@ -63,12 +63,27 @@ _GEMMA = (
     expected(use_bidirectional_attention=False),
     _ATTENTION_BIAS,
 )
-_GEMMA_2 = (
-    *_GEMMA,
-    fixed(norm_placement="sandwich"),
-    expected(hidden_act="gelu_pytorch_tanh"),
-    scaled("attention_scale", "query_pre_attn_scalar", 256, -0.5),
-)
+
+
+def _gemma_2(cls: str, softcaps: tuple[float | None, float | None], *parts: Part) -> Family:
+    """Gemma 2 and 3; `softcaps` are the defaults of attention's and of the logits'."""
+    return Family(
+        cls,
+        _modern(
+            *_GEMMA,
+            fixed(norm_placement="sandwich"),
+            expected(hidden_act="gelu_pytorch_tanh"),
+            scaled("attention_scale", "query_pre_attn_scalar", 256, -0.5),
+            *parts,
+            optional("attention_softcap", "attn_logit_softcapping", softcaps[0]),
+            optional("logit_softcap", "final_logit_softcapping", softcaps[1]),
+            activation="hidden_activation",
+        ),
+        names_of.GEMMA2,
+        tied=True,
+    )
+
+
 _COHERE = (
     fixed(norm_bias=False, residual="parallel_shared_norm"),
     same("logit_scale", "logit_scale", 0.0625),
@@ -135,33 +150,8 @@ FAMILIES: dict[str, Family] = {  # of two families that compute a model, an expo
     "gemma": _LLAMA_LIKE(
         "GemmaForCausalLM", _modern(rope(), *_GEMMA, expected(hidden_activation="gelu_pytorch_tanh")), tied=True
     ),
-    "gemma2": Family(
-        "Gemma2ForCausalLM",
-        _modern(
-            *_GEMMA_2,
-            rope(),
-            window(2),
-            optional("attention_softcap", "attn_logit_softcapping", 50.0),
-            optional("logit_softcap", "final_logit_softcapping", 30.0),
-            activation="hidden_activation",
-        ),
-        names_of.GEMMA2,
-        tied=True,
-    ),
-    "gemma3_text": Family(
-        "Gemma3ForCausalLM",
-        _modern(
-            *_GEMMA_2,
-            fixed(qk_norm="head"),
-            window(6),
-            rope(local=True),
-            optional("attention_softcap", "attn_logit_softcapping", None),
-            optional("logit_softcap", "final_logit_softcapping", None),
-            activation="hidden_activation",
-        ),
-        names_of.GEMMA2,
-        tied=True,
-    ),
+    "gemma2": _gemma_2("Gemma2ForCausalLM", (50.0, 30.0), rope(), window(2)),
+    "gemma3_text": _gemma_2("Gemma3ForCausalLM", (None, None), fixed(qk_norm="head"), window(6), rope(local=True)),
     "granite": _LLAMA_LIKE(
         "GraniteForCausalLM",
         _modern(

@@ -162,10 +162,8 @@ def write(path: Path, checkpoint: Checkpoint, *, tensor: int, pipeline: int, pro
     write_durably(path / TRACKER_FILE, (str(checkpoint.iteration) if checkpoint.iteration else "release").encode())
 
 
-def _folder(path: Path) -> Path:
-    """The folder that contains the ranks' folders."""
-    if any(path.glob("mp_rank_*")):
-        return path
+def tracked_folder(path: Path) -> Path:
+    """The folder that the tracker file of a run names."""
     try:
         text = (path / TRACKER_FILE).read_text(encoding="utf-8", errors="replace").strip()
     except OSError:
@@ -174,9 +172,16 @@ def _folder(path: Path) -> Path:
         ) from None
     if text != "release" and not (text.isascii() and text.isdigit()):
         raise CheckpointError(f"{path / TRACKER_FILE}: has {text[:40]!r}; expected an iteration or release")
-    folder = path / (text if text == "release" else iteration_folder(int(text)))
+    return path / (text if text == "release" else iteration_folder(int(text)))
+
+
+def _folder(path: Path) -> Path:
+    """The folder that contains the ranks' folders."""
+    if any(path.glob("mp_rank_*")):
+        return path
+    folder = tracked_folder(path)
     if not folder.is_dir():
-        raise CheckpointError(f"{path / TRACKER_FILE}: names {text}, but {folder.name} is missing")
+        raise CheckpointError(f"{path / TRACKER_FILE}: names {folder.name}, which is missing")
     if (folder / ".metadata").exists() or (folder / "metadata.json").exists():
         raise CheckpointError(f"{folder}: is of --ckpt-format torch_dist; give --from torch_dist, or leave out --from")
     return folder

@@ -29,7 +29,7 @@ from megatron_lite.checkpoint.directory import TRACKER_FILE, write_durably
 from megatron_lite.checkpoint.layout import iteration_folder
 from megatron_lite.checkpoint.tensor_file import Spec, save_errors
 from megatron_lite.convert.distributed_files import METADATA, Chunk, DistributedFiles, write_chunks
-from megatron_lite.convert.megatron import WRITTEN_VERSION, core_name, recipe
+from megatron_lite.convert.megatron import WRITTEN_VERSION, core_name, recipe, tracked_folder
 from megatron_lite.convert.megatron_args import args_for, check_model, padded_rows
 from megatron_lite.convert.megatron_model import LAYER, model_from
 from megatron_lite.convert.recipe import VOCABULARY_TABLES, Checkpoint, Progress, check_names, full_table
@@ -61,9 +61,11 @@ class Part:
 
     @property
     def shards(self) -> range:
+        """One for each rank."""
         return range(self.ranks)
 
     def shape(self, shard: Shard) -> tuple[int, ...]:
+        """The shape of the full tensor, which is stored."""
         return self.dims
 
 
@@ -99,8 +101,7 @@ def read(path: Path, overrides: Mapping[str, Any]) -> Checkpoint:
         part, wanted = parts[name], table[name].shape
         if name in VOCABULARY_TABLES:
             kept = min(rows, wanted[0])
-            found = _read(files, part, (kept, *part.dims[1:]))
-            return found if kept == wanted[0] else F.pad(found, (0, 0) * (found.ndim - 1) + (0, wanted[0] - kept))
+            return _resized(_read(files, part, (kept, *part.dims[1:])), wanted[0])
         return recipes[name].join([_read(files, part, part.dims)])
 
     iteration = common.get("iteration") if isinstance(common, dict) else 0
@@ -147,10 +148,7 @@ def _folder(path: Path) -> Path:
     """The folder with the files."""
     if (path / METADATA).is_file() or not (path / TRACKER_FILE).is_file():
         return path
-    text = (path / TRACKER_FILE).read_text(encoding="utf-8", errors="replace").strip()
-    if text != "release" and not (text.isascii() and text.isdigit()):
-        raise CheckpointError(f"{path / TRACKER_FILE}: has {text[:40]!r}; expected an iteration or release")
-    return path / (text if text == "release" else iteration_folder(int(text)))
+    return tracked_folder(path)
 
 
 def _parts(folder: Path, files: DistributedFiles, args: Mapping[str, Any]) -> dict[str, Part]:
@@ -201,8 +199,15 @@ def _chunks(checkpoint: Checkpoint, folder: Path, progress: Progress) -> Iterato
             theirs = f"decoder.layers.{module}.{kind}"
             if module in WITH_NORM:
                 theirs = f"decoder.layers.{WITH_NORM[module]}.layer_norm_{kind}"
-        take = partial(_foreign, checkpoint, name, shape, found.split, progress)
+        split = (lambda tensor: [_resized(tensor, rows)]) if name in VOCABULARY_TABLES else found.split
+        take = partial(_foreign, checkpoint, name, shape, split, progress)
         yield Chunk(theirs, full, start, shape, dtype, take)
+
+
+def _resized(table: Tensor, rows: int) -> Tensor:
+    """The first rows of a table, with zeros after its last one; no copy of a table that has so many."""
+    missing = rows - len(table)
+    return F.pad(table, (0, 0) * (table.ndim - 1) + (0, missing)) if missing > 0 else table[:rows]
 
 
 def _foreign(checkpoint: Checkpoint, name: str, shape: tuple[int, ...], split: Any, progress: Progress) -> Tensor:

@@ -41,6 +41,7 @@ class Norm(nn.Module):
         self.bias = allocate(replace(meta, init="zeros"), 1, **memory) if has_bias else None
 
     def forward(self, x: Tensor) -> Tensor:
+        """The norm of x, in the weights' dtype."""
         weight, bias, x = cast(x, self.weight, self.bias, zero_centered=self.zero_centered)
         if self.is_rms:
             return F.rms_norm(x, self.shape, weight, self.eps).to(self.weight.dtype)

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch.testing import assert_close
 
 from megatron_lite.checkpoint import store
@@ -106,16 +107,21 @@ def memory_bytes(line: str) -> int:
     return int(Path("/proc/self/status").read_text().split(f"{line}:")[1].split()[0]) << 10
 
 
+def saved_ones(model: ModelConfig, folder: Path, *, tensor: int) -> Path:
+    """The folder with a model of ones."""
+    tensors = {name: Spec(torch.float32, meta.shape) for name, meta in full_table(model).items()}
+    checkpoint = Checkpoint(model, tensors, lambda name: torch.ones(tuple(tensors[name].shape)))
+    folder.mkdir()
+    options: dict = {"tensor": tensor, "pipeline": 1, "progress": lambda count: None}
+    native.write(folder, checkpoint, home=folder, settings={}, **options)
+    return folder
+
+
 def test_conversion_has_one_tensor_at_a_time_in_memory(tmp_path):
     """Otherwise a large model could not be converted on a small machine. Pages of mapped files count as memory."""
     model = ModelConfig(num_layers=1, hidden_size=1024, num_heads=8, vocab_size=32768, max_position_embeddings=8)
     largest = 32768 * 1024 * 4
-    tensors = {name: Spec(torch.float32, meta.shape) for name, meta in full_table(model).items()}
-    checkpoint = Checkpoint(model, tensors, lambda name: torch.ones(tuple(tensors[name].shape)))
-    start = tmp_path / "start"
-    start.mkdir()
-    options: dict = {"tensor": 2, "pipeline": 1, "progress": lambda count: None}
-    native.write(start, checkpoint, home=start, settings={}, **options)
+    start = saved_ones(model, tmp_path / "start", tensor=2)
     requests = {
         "wide": Request(start, tmp_path / "wide", tensor=4, pipeline=2),
         "hf": Request(tmp_path / "wide", tmp_path / "hf", target_format="huggingface"),
@@ -128,6 +134,24 @@ def test_conversion_has_one_tensor_at_a_time_in_memory(tmp_path):
     }
     for name, request in requests.items():
         assert peak_of(request) < 2 * largest + SMALL, name
+
+
+def test_torch_files_are_read_in_parts_and_old_ones_once(tmp_path):
+    """Files from before torch 1.6 are read in full: the peak is twice the file at most."""
+    model = ModelConfig(num_layers=1, hidden_size=1024, num_heads=8, vocab_size=32768, max_position_embeddings=8)
+    largest = 32768 * 1024 * 4
+    start = saved_ones(model, tmp_path / "start", tensor=1)
+    convert(Request(start, tmp_path / "hf", target_format="huggingface"), quiet)
+    weights = load_file(tmp_path / "hf" / "model.safetensors")
+    (tmp_path / "hf" / "model.safetensors").unlink()
+    torch.save(weights, tmp_path / "hf" / "pytorch_model.bin")
+    del weights
+    assert peak_of(Request(tmp_path / "hf", tmp_path / "new")) < 2 * largest + SMALL
+    weights = torch.load(tmp_path / "hf" / "pytorch_model.bin")
+    torch.save(weights, tmp_path / "hf" / "pytorch_model.bin", _use_new_zipfile_serialization=False)
+    del weights
+    size = (tmp_path / "hf" / "pytorch_model.bin").stat().st_size
+    assert peak_of(Request(tmp_path / "hf", tmp_path / "old")) < 2 * size + SMALL
 
 
 def peak_of(request: Request) -> int:
@@ -154,12 +178,7 @@ def test_families_with_another_order_of_rows_have_one_tensor_at_a_time_in_memory
         max_position_embeddings=8,
     )
     largest = 3 * 2048 * 2048 * 4
-    tensors = {name: Spec(torch.float32, meta.shape) for name, meta in full_table(model).items()}
-    checkpoint = Checkpoint(model, tensors, lambda name: torch.ones(tuple(tensors[name].shape)))
-    start = tmp_path / "start"
-    start.mkdir()
-    options: dict = {"tensor": 1, "pipeline": 1, "progress": lambda count: None}
-    native.write(start, checkpoint, home=start, settings={}, **options)
+    start = saved_ones(model, tmp_path / "start", tensor=1)
     assert peak_of(Request(start, tmp_path / "hf", target_format="huggingface")) < 2 * largest + SMALL
     assert peak_of(Request(tmp_path / "hf", tmp_path / "back")) < 2 * largest + SMALL
 

@@ -184,7 +184,7 @@ def test_files_of_a_distributed_optimizer_of_2022_are_ignored(tmp_path):
     [
         ({}, "has neither latest_checkpointed_iteration.txt nor mp_rank_XX folders"),
         ({"latest_checkpointed_iteration.txt": "soon"}, "has 'soon'; expected an iteration or release"),
-        ({"latest_checkpointed_iteration.txt": "5"}, "names 5, but iter_0000005 is missing"),
+        ({"latest_checkpointed_iteration.txt": "5"}, "names iter_0000005, which is missing"),
         (
             {"latest_checkpointed_iteration.txt": "5", "iter_0000005/.metadata": "", "iter_0000005/common.pt": ""},
             "is of --ckpt-format torch_dist; give --from torch_dist",
