@@ -108,8 +108,8 @@ class ModelConfig(Section):
     rotary_original_positions: NonNegativeInt = 0
     """Number of positions of the first training; 0: `max_position_embeddings`."""
     rotary_ramp: Numbers = ()
-    """Rotations over the original positions: `yarn` and `llama3` divide a frequency by the factor below the first number,
-    and keep it above the second. Empty: [1, 32] and [1, 4].
+    """Rotations over the original positions: `yarn` and `llama3` divide a frequency by the factor below the first
+    number, and keep it above the second. Empty: [1, 32] and [1, 4].
     """
     rotary_attention_factor: NonNegativeFloat = 0.0
     """Factor of rotated queries and keys with `yarn` and `longrope`; 0: that of their papers."""
