@@ -9,6 +9,7 @@ The first gradient of a step overwrites the buffer, which is never filled with z
 one micro-batch. A `.grad` that is a view of the buffer was measured too: it saves no copy and needs the zeros.
 """
 
+from collections import defaultdict
 from collections.abc import Callable
 from functools import partial
 from weakref import proxy
@@ -23,6 +24,7 @@ from megatron_lite.errors import TrainingError
 from megatron_lite.parallel.collectives import all_reduce_async
 from megatron_lite.parallel.context import Group
 from megatron_lite.parallel.shard import ParamTable
+from megatron_lite.parallel.weight_grads import has_product_into, product_into
 
 
 class GradBuffers:
@@ -68,6 +70,10 @@ class LocalDDP(DataParallel):
         ddp = proxy(self)  # a hook is invisible to the garbage collector: the cycle would never be freed
         for name, parameter in params.items():
             parameter.register_post_accumulate_grad_hook(partial(LocalDDP._accumulate, ddp, name))
+            if parameter.dim() == 2 and has_product_into(grad_dtype, parameter):
+                parameter.add_product = partial(LocalDDP._add_product, ddp, name)  # type: ignore[attr-defined]
+        self._products: dict[str, list[int]] = defaultdict(list)  # addresses of the tensors of `_add_product`
+        self._vectors: dict[str, Tensor] = {}  # gradients of vectors that are not added yet
         self.main_grads = self._owned_grads(self._current)
         self.zero_grad()
 
@@ -79,6 +85,7 @@ class LocalDDP(DataParallel):
         self._is_last = False
 
     def begin_backward(self, chunk: int, *, is_last: bool) -> None:
+        self._add_vectors()
         self._is_last = is_last
 
     def finish_grad_sync(self) -> None:
@@ -102,7 +109,11 @@ class LocalDDP(DataParallel):
                 f"{name} got another gradient after its last one, when its sum over dp may have started; "
                 "call begin_backward before every backward, with is_last in a chunk's last one only"
             )
-        if name in step.filled:
+        if name in self._products:
+            self._check_product(name, parameter.grad)
+        elif parameter.dim() == 1:
+            self._vectors[name] = parameter.grad
+        elif name in step.filled:
             main_grad.add_(parameter.grad)
         else:
             main_grad.copy_(parameter.grad)
@@ -110,8 +121,42 @@ class LocalDDP(DataParallel):
         parameter.grad = None
         if self._is_last:
             missing.remove(name)
-            while len(step.waits) < len(step.buckets) and not step.buckets[len(step.waits)].missing:
+            while self._dp.size > 1 and len(step.waits) < len(step.buckets) and not step.buckets[len(step.waits)].missing:
                 self._start_next_bucket()
+
+    def _add_product(self, name: str, a: Tensor, b: Tensor) -> Tensor:
+        """Add the product a b to a gradient; returns a tensor without values, with which autograd calls `_accumulate`."""
+        step = self._current
+        product_into(step.grads[name], a, b, overwrite=name not in step.filled)
+        step.filled.add(name)
+        empty = torch.empty_like(self._params[name])
+        self._products[name].append(empty.data_ptr())
+        return empty
+
+    def _check_product(self, name: str, grad: Tensor) -> None:
+        """Raise TrainingError if autograd has added another gradient to the one without values."""
+        memory = self._products.pop(name)
+        if len(memory) == 1 and (grad.data_ptr() != memory[0] or grad._version > 0):
+            raise TrainingError(
+                f"{name} belongs to a parallel layer, and another operation uses it in the same forward; call "
+                "megatron_lite.parallel.linear.column_parallel_linear instead of the layer"
+            )
+
+    def _add_vectors(self) -> None:
+        """Add the gradients of biases and norms that have arrived. One kernel does it for many of them."""
+        step, vectors = self._current, self._vectors
+        if not vectors:
+            return
+        first = [name for name in vectors if name not in step.filled]
+        if first:
+            torch._foreach_copy_([step.grads[name] for name in first], [vectors.pop(name) for name in first])
+        if vectors:
+            totals = [step.grads[name] for name in vectors]
+            wide = [torch.empty_like(total) for total in totals]
+            torch._foreach_copy_(wide, list(vectors.values()))  # a list of two dtypes would be a kernel for each tensor
+            torch._foreach_add_(totals, wide)
+        step.filled.update(first)
+        vectors.clear()
 
     def _start_all_buckets(self) -> None:
         """Start all other buckets: those with unused parameters and those after them, in the order of every rank."""
@@ -119,6 +164,7 @@ class LocalDDP(DataParallel):
             self._start_next_bucket()
 
     def _start_next_bucket(self) -> None:
+        self._add_vectors()
         step = self._current
         bucket = step.buckets[len(step.waits)]
         for name in bucket.ranges.keys() - step.filled:

@@ -18,6 +18,7 @@ from megatron_lite.config.schema import ModelConfig
 from megatron_lite.model.cache import KeyValueCache
 from megatron_lite.model.context_attention import context_attention
 from megatron_lite.model.core_attention import IMPLEMENTATIONS
+from megatron_lite.model.fused import split_heads
 from megatron_lite.model.masks import CAUSAL, Mask
 from megatron_lite.model.norms import build_head_norm
 from megatron_lite.model.options import LayerOptions
@@ -73,7 +74,7 @@ class ParallelAttention(nn.Module):
             self.linear_qkv = ColumnParallelLinear(h, sum(parts), init_std=std, parts=parts, units=units, **common)
         out_std = std / sqrt(2 * config.num_layers)
         common["bias"] = config.has_bias("proj")
-        self.linear_proj = RowParallelLinear(query_size, h, init_std=out_std, skip_bias_add=options.fused, **common)
+        self.linear_proj = RowParallelLinear(query_size, h, init_std=out_std, skip_bias_add=options.adds_bias_later, **common)
         self.q_layernorm = build_head_norm(config, options, config.num_heads)
         self.k_layernorm = build_head_norm(config, options, groups)
 
@@ -96,6 +97,13 @@ class ParallelAttention(nn.Module):
         values. With `qk_norm: full` two of [s, b] for the norms in forward, and two in backward.
         """
         b = x.shape[1]
+        normalizes = self.q_layernorm is not None
+        if query_input is None and not normalizes and self.options.fusion == "triton":
+            mixed, _ = self.linear_qkv(x, detach_bias=True)
+            heads, groups, _ = (size // self.head_dim for size in self.local_sizes)
+            sizes = {"heads": heads, "groups": groups, "head_size": self.head_dim}
+            query, key, value = split_heads(mixed, self.linear_qkv.bias, rotary, **sizes)
+            return self._attend(query, key, value, mask, bias)
         if query_input is None:
             mixed, _ = self.linear_qkv(x)
             query, key, value = mixed.split(self.local_sizes, dim=-1)
@@ -107,6 +115,12 @@ class ParallelAttention(nn.Module):
             query, key = self.q_layernorm(query), self.k_layernorm(key)
         if rotary is not None:
             query, key = apply_rotary(query, *rotary), apply_rotary(key, *rotary)
+        return self._attend(query, key, value, mask, bias)
+
+    def _attend(
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Mask, bias: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """The output projection of core attention, of `[s, b, n/tp, d]`."""
         query, key, value = _heads_first(query), _heads_first(key), _heads_first(value)
         if self.options.selective_recompute:
             context = recompute(self._core, query, key, value, mask, bias, rng=self.options.rng)

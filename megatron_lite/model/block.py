@@ -15,7 +15,6 @@ linear layers from I to W in any case. Sequence parallelism divides all of it by
 replicated. `train.offload_activations` keeps activations in the host's memory.
 """
 
-from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 
@@ -24,13 +23,18 @@ from torch import Tensor, nn
 
 from megatron_lite.config.schema import ModelConfig
 from megatron_lite.model.attention import ParallelAttention
+from megatron_lite.model.fused import add_norm
 from megatron_lite.model.fusion import bias_dropout_add, compiled
 from megatron_lite.model.masks import CAUSAL, FULL, Mask
 from megatron_lite.model.mlp import MLP
-from megatron_lite.model.norms import build_norm
+from megatron_lite.model.norms import Norm, build_norm
 from megatron_lite.model.options import LayerOptions
 from megatron_lite.parallel.offload import offloaded
 from megatron_lite.parallel.recompute import recompute
+
+
+Pending = tuple[Tensor, Tensor | None, float]
+"""The output of a branch, its bias and its dropout, which are not added yet."""
 
 
 class TransformerBlock(nn.Module):
@@ -72,9 +76,9 @@ class TransformerBlock(nn.Module):
         self.mlp_add_dropout = config.hidden_dropout if config.mlp_dropout else 0.0
         dtype = options.dtype
         self.residual_dtype = torch.promote_types(dtype, torch.float32) if config.fp32_residual else dtype
-        self.bias_dropout_add = compiled(bias_dropout_add) if options.fused else bias_dropout_add
+        self.bias_dropout_add = compiled(bias_dropout_add) if options.fusion == "compiled" else bias_dropout_add
 
-        def norm(*placements: str) -> nn.Module | None:
+        def norm(*placements: str) -> Norm | None:
             return build_norm(config, options) if config.norm_placement in placements else None
 
         before, after = ("pre", "sandwich"), ("post", "output", "sandwich")
@@ -139,36 +143,38 @@ class TransformerBlock(nn.Module):
             assert self.input_layernorm is not None
             normed = self.input_layernorm(x)
             for_mlp = normed if self.pre_mlp_layernorm is None else self.pre_mlp_layernorm(x)
-            x = self._add(x, attend(normed), dropout)
-            return self._add(x, self.mlp(for_mlp), self.mlp_add_dropout)
-        x = self._branch(x, self.input_layernorm, attend, self.post_attention_layernorm, dropout)
+            x, _ = self._add_and_norm(x, (*attend(normed), dropout), None)
+            return self._add_and_norm(x, (*self.mlp(for_mlp), self.mlp_add_dropout), None)[0]
+        branches = [(self.input_layernorm, attend, self.post_attention_layernorm, dropout)]
         if self.cross_attention is not None:
             cross = partial(self.cross_attention, memory, mask=memory_mask)
             norms = self.pre_cross_attn_layernorm, self.post_cross_attn_layernorm
-            x = self._branch(x, norms[0], lambda normed: cross(query_input=normed), norms[1], dropout)
-        return self._branch(x, self.pre_mlp_layernorm, self.mlp, self.post_mlp_layernorm, self.mlp_add_dropout)
+            branches.append((norms[0], lambda normed: cross(query_input=normed), norms[1], dropout))
+        branches.append((self.pre_mlp_layernorm, self.mlp, self.post_mlp_layernorm, self.mlp_add_dropout))
+        pending = None
+        for before, layer, after, dropout in branches:
+            x, normed = self._add_and_norm(x, pending, before)
+            out, bias = layer(normed)
+            x = normed if self.post_norm else x
+            if self.norm_placement == "post":
+                _, x = self._add_and_norm(x, (out, bias, dropout), after)
+                continue
+            if after is not None:
+                out, bias = after(out if bias is None else out + bias), None
+            pending = out, bias, dropout
+        return x if pending is None else self._add_and_norm(x, pending, None)[0]
 
-    def _branch(
-        self,
-        x: Tensor,
-        before: nn.Module | None,
-        layer: Callable[[Tensor], tuple[Tensor, Tensor | None]],
-        after: nn.Module | None,
-        dropout: float,
-    ) -> Tensor:
-        """The stream after a residual branch, with its norms."""
-        normed = x if before is None else before(x)
-        out, bias = layer(normed)
-        if after is not None and self.norm_placement != "post":
-            out, bias = after(out if bias is None else out + bias), None
-        x = self._add(normed if self.post_norm else x, (out, bias), dropout)
-        return x if after is None or self.norm_placement != "post" else after(x)
-
-    def _add(self, residual: Tensor, output: tuple[Tensor, Tensor | None], dropout: float) -> Tensor:
-        """The residual plus the output of a branch and its bias."""
-        out, bias = output
-        if self.residual_scale != 1:
+    def _add_and_norm(self, x: Tensor, pending: Pending | None, norm: Norm | None) -> tuple[Tensor, Tensor]:
+        """The stream after a branch, and its norm; without a norm, the stream twice."""
+        out, bias, dropout = pending or (None, None, 0.0)
+        if out is not None and self.residual_scale != 1:
             out, bias = (out if bias is None else out + bias) * self.residual_scale, None
-        dropout = dropout if self.training else 0.0
+        dropout, dtype = dropout if self.training else 0.0, self.residual_dtype
         with self.options.dropout_stream(dropout):
-            return self.bias_dropout_add(out, bias, residual.to(self.residual_dtype), dropout)
+            if self.options.fusion == "triton" and (out is not None or norm is not None):
+                if norm is not None:
+                    return norm.after_add(x, out, bias, dropout, dtype)
+                stream, _ = add_norm(x, out, bias, None, None, spec=None, dropout=dropout, dtype=dtype)
+                return stream, stream
+            stream = x if out is None else self.bias_dropout_add(out, bias, x.to(dtype), dropout)
+        return stream, stream if norm is None else norm(stream)

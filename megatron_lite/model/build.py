@@ -16,7 +16,7 @@ from megatron_lite.config.stages import stage_layers
 from megatron_lite.errors import ConfigError, TrainingError
 from megatron_lite.model.bert import BertModel
 from megatron_lite.model.ends import TransformerModel
-from megatron_lite.model.fusion import fusion_on
+from megatron_lite.model.fusion import fusion_kind
 from megatron_lite.model.gpt import GPTModel
 from megatron_lite.model.init import fill
 from megatron_lite.model.options import LayerOptions
@@ -52,7 +52,7 @@ def get_model(config: Config, ctx: ParallelContext, rng: RngTracker, *, dtype: t
         rng=rng,
         dtype=dtype,
         device=torch.device("meta"),
-        fused=fusion_on(config.model.fusion, ctx.device),
+        fusion=fusion_kind(config.model.fusion, ctx.device, dtype),
         selective_recompute=config.train.recompute == "selective",
         full_recompute_layers=config.train.full_recompute_layers,
         recompute_group=config.train.recompute_group,

@@ -74,5 +74,6 @@ class TransformerModel(nn.Module):
     def _losses(self, logits: Tensor, labels: Tensor) -> Tensor:
         """The loss of every token `[s, b]`, in fp32 nats; overwrites the logits. Communicates: three all-reduces of
         [s, b] over tp."""
-        vocab_size, tp = self.config.vocab_size, self.options.tp
-        return vocab_parallel_cross_entropy(logits, labels.t(), tp, vocab_size=vocab_size, overwrite_logits=True)
+        fused = self.options.fusion == "triton"
+        options = {"vocab_size": self.config.vocab_size, "overwrite_logits": True, "fused": fused}
+        return vocab_parallel_cross_entropy(logits, labels.t(), self.options.tp, **options)

@@ -1,11 +1,15 @@
-"""Elementwise chains that are worth one kernel: bias + activation, and bias + dropout + residual add.
+"""Elementwise chains between matrix products: bias + activation, and bias + dropout + residual add.
 
-Eager operations each read and write an activation; a compiled chain does so once, bias included. The results are equal,
-except that in bf16 and fp16 a compiled chain rounds once and every eager operation rounds.
+Eager operations each read and write an activation. `model.fusion` replaces them: on a GPU by the Triton kernels of
+`fused.py`, on the CPU by chains that torch compiles. The results are equal, except that in bf16 and fp16 a chain
+rounds once and every eager operation rounds.
 """
 
+import os
 from collections.abc import Callable
 from functools import cache, partial
+from importlib.util import find_spec
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -60,9 +64,18 @@ def compiled(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return torch.compile(function, options={"fallback_random": True})
 
 
-def fusion_on(setting: str, device: torch.device) -> bool:
-    """Return True if `model.fusion` compiles chains on this device.
+Fusion = Literal["off", "compiled", "triton"]
 
-    `auto` is off on the CPU, where matrix products dominate and compilation takes longer than it saves.
+
+def fusion_kind(setting: str, device: torch.device, dtype: torch.dtype) -> Fusion:
+    """What `model.fusion` does on this device; the meta device stands for a GPU.
+
+    `auto` is off on the CPU, where matrix products dominate and compilation takes longer than it saves, and on a GPU
+    without Triton. The kernels compute in fp32, so they are off in fp64.
     """
-    return setting == "on" or (setting == "auto" and device.type == "cuda")
+    if setting == "off" or (device.type == "cpu" and setting == "auto") or dtype == torch.float64:
+        return "off"
+    if device.type == "cpu":
+        return "triton" if os.environ.get("TRITON_INTERPRET") == "1" else "compiled"
+    has_triton = device.type == "meta" or find_spec("triton") is not None
+    return "triton" if has_triton or setting == "on" else "off"

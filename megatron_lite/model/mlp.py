@@ -9,9 +9,17 @@ from math import sqrt
 from torch import Tensor, nn
 
 from megatron_lite.config.schema import ModelConfig
+from megatron_lite.model import fused
 from megatron_lite.model.fusion import bias_activation, compiled
 from megatron_lite.model.options import LayerOptions
 from megatron_lite.parallel.linear import ColumnParallelLinear, RowParallelLinear
+
+
+IMPLEMENTATIONS = {
+    "off": bias_activation,
+    "compiled": lambda *inputs: compiled(bias_activation)(*inputs),
+    "triton": fused.bias_activation,
+}
 
 
 class MLP(nn.Module):
@@ -20,10 +28,10 @@ class MLP(nn.Module):
     def __init__(self, config: ModelConfig, options: LayerOptions):
         super().__init__()
         self.activation = config.activation
-        self.bias_activation = compiled(bias_activation) if options.fused else bias_activation
+        self.bias_activation = IMPLEMENTATIONS[options.fusion]
         h, f = config.hidden_size, config.ffn_size
         parts = (f, f) if config.has_gate else ()
-        common = {"bias": config.has_bias("mlp"), "skip_bias_add": options.fused, **options.layer_kwargs}
+        common = {"bias": config.has_bias("mlp"), "skip_bias_add": options.adds_bias_later, **options.layer_kwargs}
         self.linear_fc1 = ColumnParallelLinear(h, sum(parts) or f, init_std=config.init_std, parts=parts, **common)
         self.linear_fc2 = RowParallelLinear(f, h, init_std=config.init_std / sqrt(2 * config.num_layers), **common)
 

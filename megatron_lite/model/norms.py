@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron_lite.config.schema import ModelConfig
+from megatron_lite.model.fused import NormSpec, add_norm
 from megatron_lite.model.options import LayerOptions
 from megatron_lite.parallel.collectives import (
     copy_to_tensor_model_parallel_region,
@@ -33,7 +34,7 @@ class Norm(nn.Module):
     def __init__(self, config: ModelConfig, options: LayerOptions, size: int, *, partial: bool):
         super().__init__()
         self.shape, self.eps, self.is_rms = (size,), config.norm_eps, config.norm == "rmsnorm"
-        self.zero_centered = config.zero_centered_norm
+        self.zero_centered, self.is_fused = config.zero_centered_norm, options.fusion == "triton"
         memory = {"dtype": options.dtype, "device": options.device}
         meta = ParamMeta((size,), Shard(), initial_value(config), decay=False, sequence_parallel=partial)
         self.weight = allocate(meta, 1, **memory)
@@ -42,10 +43,21 @@ class Norm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """The norm of x, in the weights' dtype."""
+        if self.is_fused:
+            return self.after_add(x, None, None, 0.0, x.dtype)[1]
         weight, bias, x = cast(x, self.weight, self.bias, zero_centered=self.zero_centered)
         if self.is_rms:
             return F.rms_norm(x, self.shape, weight, self.eps).to(self.weight.dtype)
         return F.layer_norm(x, self.shape, weight, bias, self.eps).to(self.weight.dtype)
+
+    def after_add(
+        self, x: Tensor, branch: Tensor | None, bias: Tensor | None, dropout: float, dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor]:
+        """The stream x + dropout(branch + bias) in `dtype`, and its norm, by one kernel."""
+        spec = NormSpec(self.eps, self.is_rms, self.zero_centered, self.weight.dtype)
+        stream, normed = add_norm(x, branch, bias, self.weight, self.bias, spec=spec, dropout=dropout, dtype=dtype)
+        assert normed is not None
+        return stream, normed
 
 
 class SplitRMSNorm(nn.Module):

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_lite.model.fusion import Fusion
 from megatron_lite.parallel.context import Group
 from megatron_lite.parallel.random import RngTracker
 
@@ -21,13 +22,18 @@ class LayerOptions:
     rng: RngTracker
     dtype: torch.dtype
     device: torch.device
-    fused: bool  # compile elementwise chains
+    fusion: Fusion  # of the operations between matrix products
     context_mode: str = "ring"
     selective_recompute: bool = False  # core attention
     full_recompute_layers: float = 0  # in the first blocks of a stage
     recompute_group: int = 0  # blocks that are recomputed together; 0: none
     recompute_stage: bool = False  # the full stage
     offload_activations: bool = False
+
+    @property
+    def adds_bias_later(self) -> bool:
+        """True where a kernel after a product adds its bias."""
+        return self.fusion != "off"
 
     @property
     def layer_kwargs(self) -> dict[str, Any]:

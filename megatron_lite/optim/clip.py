@@ -14,6 +14,7 @@ from torch import Tensor
 from megatron_lite.parallel.collectives import all_reduce
 from megatron_lite.parallel.context import ParallelContext
 from megatron_lite.parallel.shard import ParamMeta, ParamTable
+from megatron_lite.parallel.waiting import read
 
 # Squares are summed in fp64, so that the layout changes only bits that the rounding of the clip coefficient drops. (In
 # fp32 the CPU kernel lost 6e-4 of the norm over the 19 million elements of GPT-2's embedding.) Slices of this many
@@ -53,7 +54,7 @@ def global_grad_norm(
     sums = all_reduce(sums, ctx.world if is_sharded else ctx.mp)
     # The only inf can be in a copy that does not count. Ranks of dp_cp have equal sums, except after a hardware fault.
     broken = all_reduce((~sums.isfinite().all()).double(), ctx.world, "max")
-    total, broken = torch.stack([sums[0], broken]).tolist()
+    total, broken = read(torch.stack([sums[0], broken]), "the gradient norm", ctx.world)
     return math.nan if broken and math.isfinite(total) else math.sqrt(total)
 
 

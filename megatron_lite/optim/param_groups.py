@@ -36,7 +36,8 @@ def build_adam(
 ) -> torch.optim.AdamW:
     """AdamW over named tensors, with the settings of `optim`; DeepSpeed accepts only torch's own class as `kind`."""
     groups = decay_groups(params, table, optim.weight_decay)
-    return kind(groups, lr=optim.lr, betas=(optim.beta1, optim.beta2), eps=optim.eps, fused=True)
+    is_fused = all(param.device.type != "meta" for param in params.values())
+    return kind(groups, lr=optim.lr, betas=(optim.beta1, optim.beta2), eps=optim.eps, fused=is_fused)
 
 
 def allocate_moments(adam: torch.optim.AdamW, params: Iterable[Tensor]) -> None:

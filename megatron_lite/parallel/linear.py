@@ -26,7 +26,7 @@ from megatron_lite.parallel.collectives import (
 )
 from megatron_lite.parallel.context import Group, solo
 from megatron_lite.parallel.shard import ParamMeta, Shard, allocate
-from megatron_lite.parallel.weight_grads import backward_is_split, defer
+from megatron_lite.parallel.weight_grads import backward_is_split, defer, weight_gradient
 
 
 def _start_sum(grad_x: Tensor, ctx) -> tuple[Tensor, Callable[[], object]]:
@@ -41,8 +41,11 @@ class _ColumnLinear(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor | None, tp: Group, sequence_parallel: bool) -> Tensor:
+    def forward(
+        ctx, x: Tensor, weight: Tensor, bias: Tensor | None, tp: Group, sequence_parallel: bool, leaf: Tensor | None = None
+    ) -> Tensor:
         ctx.save_for_backward(x, weight)
+        ctx.leaf = weight.new_empty(0) if leaf is None else leaf
         ctx.tp, ctx.sequence = tp, tp if sequence_parallel else solo()
         return F.linear(all_gather(x, ctx.sequence, dim=0), weight, bias)
 
@@ -59,11 +62,11 @@ class _ColumnLinear(torch.autograd.Function):
             grad_x, wait_for_sum = _start_sum((by_token @ weight).view(*grad.shape[:-1], x.shape[-1]), ctx)
         if need_weight:
             wait_for_x()
-            grad_weight = by_token.t() @ x.reshape(-1, x.shape[-1])
+            grad_weight = weight_gradient(ctx.leaf, [(by_token, x)])
         if need_bias:
             grad_bias = by_token.sum(0)
         wait_for_sum()
-        return grad_x, grad_weight, grad_bias, None, None
+        return grad_x, grad_weight, grad_bias, None, None, None
 
 
 class _SplitLinear(torch.autograd.Function):
@@ -94,7 +97,7 @@ def column_parallel_linear(
 ) -> Tensor:
     """x times this rank's columns of A; also the head that shares the word embedding's weight.
 
-    The weight gradient is never deferred: the word embedding adds to it in the same backward.
+    The weight gradient is not deferred, and goes through autograd: the word embedding adds to it in the same backward.
 
         x        [..., i]      the same on every rank of tp; with sequence_parallel its slice of dim 0
         weight   [o/tp, i]
@@ -114,6 +117,8 @@ def _linear(x: Tensor, weight: nn.Parameter, bias: Tensor | None, tp: Group, seq
     # Without an input gradient, as for data, a split backward would have no graph.
     if backward_is_split() and x.requires_grad and weight.requires_grad:
         return _SplitLinear.apply(x, (weight,), bias, tp, sequence_parallel)  # type: ignore[return-value]
+    if hasattr(weight, "add_product"):
+        return _ColumnLinear.apply(x, weight, bias, tp, sequence_parallel, weight)  # type: ignore[return-value]
     return column_parallel_linear(x, weight, bias, tp, sequence_parallel)
 
 
@@ -152,8 +157,8 @@ class ColumnParallelLinear(nn.Module):
         meta = ParamMeta((out_features,), shard, "zeros", decay=False)
         self.bias = allocate(meta, tp.size, dtype=dtype, device=device) if bias else None
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        """The output, and the bias if the caller adds it.
+    def forward(self, x: Tensor, *, detach_bias: bool = False) -> tuple[Tensor, Tensor | None]:
+        """The output, and the bias if the caller adds it. With `detach_bias` the caller computes the bias's gradient.
 
             x        [s, b, i]      the same on every rank of tp; [s/tp, b, i] with sequence_parallel
             returns  [s, b, o/tp]   [s, b, o] with gather_output; and [o/tp] or None
@@ -161,6 +166,7 @@ class ColumnParallelLinear(nn.Module):
         Communicates: like `column_parallel_linear`; with gather_output one all-gather in forward.
         """
         bias = None if self.skip_bias_add else self.bias
+        bias = bias.detach() if detach_bias and bias is not None else bias
         y = _linear(x, self.weight, bias, self.tp, self.sequence_parallel)
         if self.gather_output:
             y = gather_from_tensor_model_parallel_region(y, self.tp)

@@ -7,6 +7,7 @@ import threading
 from typing import Any, Protocol, TypeVar
 
 import torch
+from torch import Tensor
 
 from megatron_lite.errors import TrainingError
 from megatron_lite.parallel.context import Group
@@ -98,6 +99,12 @@ def record_waits(recorder: Recorder[str] | None) -> None:
 def ignore_this_thread() -> None:
     """Leave out the waits of this thread, which does not train."""
     _this_thread.is_training = False
+
+
+def read(x: Tensor, what: str, group: Group) -> list[Any]:
+    """The values of a small tensor. On a GPU the host waits here for all work before it, and for its collectives."""
+    with waiting(what, group):
+        return x.tolist()
 
 
 def finished(work: Any, op: str, group: Group) -> None:

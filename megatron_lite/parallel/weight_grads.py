@@ -79,15 +79,44 @@ class _WeightGrad(torch.autograd.Function):
     @staticmethod
     def forward(ctx, weight: Tensor, sequence: Group, *products: Tensor) -> Tensor:
         ctx.save_for_backward(*products)
-        ctx.sequence = sequence
+        ctx.weight, ctx.sequence = weight, sequence
         return weight.new_empty(())
 
     @staticmethod
     def backward(ctx, _: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         saved = ctx.saved_tensors
-        pairs = zip(saved[::2], saved[1::2], strict=True)
-        grads = [grad.t() @ all_gather(x, ctx.sequence, dim=0).reshape(-1, x.shape[-1]) for grad, x in pairs]
-        return sum(grads[1:], start=grads[0]), None, *(None for _ in saved)
+        pairs = [(grad, all_gather(x, ctx.sequence, dim=0)) for grad, x in zip(saved[::2], saved[1::2], strict=True)]
+        return weight_gradient(ctx.weight, pairs), None, *(None for _ in saved)
+
+
+def weight_gradient(weight: Tensor, pairs: list[tuple[Tensor, Tensor]]) -> Tensor:
+    """The sum of grad^T x over the pairs of grad [tokens, o] and x [..., i], for autograd.
+
+    A data-parallel engine may set `weight.add_product`, which adds a product to `main_grad` at once. That saves a pass
+    over memory, and the rounding to the weight's dtype. Autograd then gets a tensor without values, for its hooks.
+    """
+    add_product = getattr(weight, "add_product", None)
+    products = [(grad.t(), x.reshape(-1, x.shape[-1])) for grad, x in pairs]
+    if add_product is not None:
+        return [add_product(*product) for product in products][-1]
+    grads = [a @ b for a, b in products]
+    return sum(grads[1:], start=grads[0])
+
+
+def has_product_into(total_dtype: torch.dtype, weight: Tensor) -> bool:
+    """Whether torch can add a product in the weight's dtype to a total in another one; on the CPU it cannot."""
+    if total_dtype == weight.dtype:
+        return True
+    return weight.device.type != "cpu" and hasattr(torch.ops.aten.addmm, "dtype_out")
+
+
+def product_into(total: Tensor, a: Tensor, b: Tensor, *, overwrite: bool) -> None:
+    """total [o, i] = a b, or total += a b; accumulated in the dtype of `total`."""
+    options = {} if total.dtype == a.dtype else {"out_dtype": total.dtype}
+    if overwrite:
+        torch.mm(a, b, out=total, **options)
+    else:
+        torch.addmm(total, a, b, out=total, **options)
 
 
 def defer(weight: Tensor, grad: Tensor, x: Tensor, sequence: Group) -> None:

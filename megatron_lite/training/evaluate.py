@@ -94,7 +94,7 @@ def mean_results(
     if sums is None:
         return None
     total = all_reduce(sum_over_pipeline(run, step, sums), run.ctx.dp_cp)
-    return means_of(total, run.scalar_names[step])
+    return means_of(total.tolist(), run.scalar_names[step])
 
 
 class Evaluation:

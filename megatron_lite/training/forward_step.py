@@ -227,10 +227,10 @@ def sum_over_pipeline(run: "Run", step: ForwardStep, sums: Sums) -> Tensor:
     return all_reduce(sums.total(), run.ctx.pp)
 
 
-def means_of(total: Tensor, names: Sequence[str]) -> Means:
+def means_of(total: Sequence[float], names: Sequence[str]) -> Means:
     """The quotients of sums over all ranks, laid out as `Sums.total`. Raises TrainingError for a negative number of
     targets."""
-    loss, targets, *pairs = total.tolist()
+    loss, targets, *pairs = total
     if targets < 0 or math.isinf(targets):  # a nan makes the loss one, which `faults` handles
         raise TrainingError(f"the forward step returned {targets:g} targets in all; return their number, at least 0")
     scalars = {

@@ -33,7 +33,20 @@ def setup_model_and_optimizer(
     model_provider: ModelProvider = get_model,
     hooks: Hooks | None = None,
 ) -> Run:
-    """A new run, or one resumed from its newest checkpoint; its config has the size of the vocabulary.
+    """A new run, or one resumed from its newest checkpoint; arguments as of `build_run`. Collective over the world."""
+    run = build_run(config, ctx, rng, model_provider, hooks)
+    load_newest(run)
+    return run
+
+
+def build_run(
+    config: Config,
+    ctx: ParallelContext,
+    rng: RngTracker,
+    model_provider: ModelProvider = get_model,
+    hooks: Hooks | None = None,
+) -> Run:
+    """A new run; its config has the size of the vocabulary. On the meta device its tensors have no values.
 
     `model_provider` has the arguments of `get_model` and returns this rank's chunks; or it is Megatron's, with
     `pre_process` and `post_process`, and returns one chunk (`build_chunks`). The arguments of a chunk are
@@ -74,7 +87,6 @@ def setup_model_and_optimizer(
         run.origin["tokenizer"] = tokenizer_hash(config.data.tokenizer)  # each rank reads its files
     if config.log.timers:
         run.progress.timers = Timers(ctx.device)
-    load_newest(run)
     return run
 
 

@@ -18,6 +18,7 @@ from megatron_lite.model.t5 import table_rows
 from megatron_lite.parallel.collectives import all_reduce
 from megatron_lite.parallel.context import Group
 from megatron_lite.parallel.dtypes import PRECISIONS
+from megatron_lite.parallel.waiting import read
 from megatron_lite.parallel.zigzag import local_tokens, positions
 from megatron_lite.pipeline.p2p import Message
 from megatron_lite.pipeline.schedules import build_schedule
@@ -61,7 +62,9 @@ def mean_over_ranks(run: Run, total: Tensor, step: ForwardStep) -> Means:
     total  [2 + 2 * scalars]  the sums of this rank's tokens, equal on all ranks of mp
     Communicates: these values over the world.
     """
-    return means_of(all_reduce(total.clone(), run.ctx.world) / run.ctx.mp.size, run.scalar_names[step])
+    world = run.ctx.world
+    values = read(all_reduce(total.clone(), world) / run.ctx.mp.size, "the loss", world)
+    return means_of(values, run.scalar_names[step])
 
 
 def rescale_grads(run: Run, target_tokens: float, targets: float) -> None:
@@ -145,7 +148,7 @@ def count_target_tokens(microbatches: list[Batch], dp_cp: Group) -> float:
     Communicates: one value over dp_cp.
     """
     here = torch.stack([batch.loss_mask.sum(dtype=torch.float64) for batch in microbatches]).sum()
-    return max(1.0, all_reduce(here.reshape(1), dp_cp).item())
+    return max(1.0, read(all_reduce(here.reshape(1), dp_cp), "the number of target tokens", dp_cp)[0])
 
 
 def advance(run: Run, microbatches: list[Batch], loss: float, skipped: bool) -> None:

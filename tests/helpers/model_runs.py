@@ -48,7 +48,7 @@ def layer_options(dtype: torch.dtype, ctx: ParallelContext | None = None, **chan
         "sequence": solo(),
         "context": solo(),
         "rng": seed_everything(3, ctx or context(1)),
-        "fused": False,
+        "fusion": "off",
     }
     return LayerOptions(**{**plain, "dtype": dtype, "device": torch.device("cpu"), **changes})
 

@@ -7,6 +7,8 @@ computes all cases: in the interpreter, or it compiles the kernels for a GPU tha
 import pickle
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -116,11 +118,11 @@ def _interpret(work: dict[str, dict[str, Any]]) -> dict[str, list[Tensor] | str]
     return results
 
 
-def _compile(work: dict[str, Any]) -> dict[str, tuple[int, str]]:
+@contextmanager
+def compile_kernels() -> Iterator[dict[str, tuple[int, str]]]:
+    """Kernels that are started inside are compiled for an H100, and do nothing: shared memory and PTX by name."""
     import triton
     from triton.backends.compiler import GPUTarget
-
-    from megatron_lite.model import flash_triton
 
     class H100:
         """What Triton asks of the driver of a GPU before it compiles."""
@@ -145,9 +147,16 @@ def _compile(work: dict[str, Any]) -> dict[str, tuple[int, str]]:
 
     triton.runtime.driver.set_active(H100())
     triton.JITFunction.__getitem__ = compile_only
+    yield results
+
+
+def _compile(work: dict[str, Any]) -> dict[str, tuple[int, str]]:
+    from megatron_lite.model import flash_triton
+
     case = Case(**work)
     *leaves, grad = case.inputs()
-    with_gradients(flash_triton.triton_attention, leaves, grad, dropout=0.0, **case.options())
+    with compile_kernels() as results:
+        with_gradients(flash_triton.triton_attention, leaves, grad, dropout=0.0, **case.options())
     return results
 
 

@@ -50,11 +50,11 @@ def test_block_equals_its_formula(post_norm, norm, activation):
 
 
 @pytest.mark.parametrize("placement", ["pre", "post", "output", "sandwich"])
-@pytest.mark.parametrize("fused", [False, True])
-def test_the_norms_of_each_placement_are_where_its_formula_has_them(placement, fused):
+@pytest.mark.parametrize("fusion", ["off", "compiled"])
+def test_the_norms_of_each_placement_are_where_its_formula_has_them(placement, fusion):
     """Of all three branches of a decoder beside an encoder. 1e-6: a compiled chain adds biases later."""
     config = tiny(norm_placement=placement, attention="math")
-    block = TransformerBlock(config.model, layer_options(torch.float64, fused=fused), place=0, cross_attention=True)
+    block = TransformerBlock(config.model, layer_options(torch.float64, fusion=fusion), place=0, cross_attention=True)
     with torch.no_grad():
         for parameter in block.parameters():
             parameter.copy_(torch.randn(parameter.shape) * 0.3)
@@ -92,7 +92,7 @@ def test_the_norms_of_each_placement_are_where_its_formula_has_them(placement, f
 def test_fused_block_equals_eager():
     """1e-5: fp32 rounding, as the bias is added before or after the product is rounded."""
     config = tiny()
-    eager, fused = build(config, torch.float32), build(config, torch.float32, fused=True)
+    eager, fused = build(config, torch.float32), build(config, torch.float32, fusion="compiled")
     fused.load_state_dict(eager.state_dict())
     x = torch.randn(7, 2, 32)
     outputs = []

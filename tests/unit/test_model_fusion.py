@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from megatron_lite.model.fusion import ACTIVATIONS, bias_activation, bias_dropout_add, compiled, fusion_on
+from megatron_lite.model.fusion import ACTIVATIONS, bias_activation, bias_dropout_add, compiled, fusion_kind
 
 
 def formula(activation, x):
@@ -63,7 +63,16 @@ def test_add_keeps_the_wider_dtype_and_adds_the_bias_once():
     assert torch.equal(bias_dropout_add(x, None, residual, 0.0), torch.full((2, 3), 2.0))
 
 
-def test_auto_compiles_on_cuda_only():
-    cpu, cuda = torch.device("cpu"), torch.device("cuda", 0)
-    assert [fusion_on(setting, cpu) for setting in ("auto", "on", "off")] == [False, True, False]
-    assert [fusion_on(setting, cuda) for setting in ("auto", "on", "off")] == [True, True, False]
+def test_auto_is_triton_on_cuda_only(monkeypatch):
+    monkeypatch.setattr("megatron_lite.model.fusion.find_spec", lambda name: object())
+    cpu, cuda, settings = torch.device("cpu"), torch.device("cuda", 0), ("auto", "on", "off")
+    assert [fusion_kind(setting, cpu, torch.float32) for setting in settings] == ["off", "compiled", "off"]
+    assert [fusion_kind(setting, cuda, torch.bfloat16) for setting in settings] == ["triton", "triton", "off"]
+    assert fusion_kind("on", cuda, torch.float64) == "off"  # the kernels compute in fp32
+
+
+def test_auto_is_eager_on_a_gpu_without_triton(monkeypatch):
+    """`on` is then an error when the first kernel starts."""
+    monkeypatch.setattr("megatron_lite.model.fusion.find_spec", lambda name: None)
+    kinds = [fusion_kind(setting, torch.device("cuda", 0), torch.bfloat16) for setting in ("auto", "on")]
+    assert kinds == ["off", "triton"]

@@ -23,13 +23,13 @@ def test_a_scalar_is_divided_by_the_targets_or_by_its_own_count():
     sums.add((LOSS, 2, {"a": 1.0, "b": (torch.tensor(3.0), 4)}))
     sums.add((LOSS, torch.tensor(4.0), {"b": (5.0, torch.tensor(12)), "a": torch.tensor([2.0])}))
     assert sums.names is not None
-    means = means_of(sums.total(), sums.names)
+    means = means_of(sums.total().tolist(), sums.names)
     assert (means.loss, means.targets, means.scalars) == (2.0, 6.0, {"a": 0.5, "b": 0.5})
 
 
 def test_a_step_without_targets_has_a_loss_of_zero_and_no_value_of_its_scalars():
     """A division by zero would stop a run at a batch that is masked as a whole."""
-    means = means_of(torch.zeros(4, dtype=torch.float64), ("a",))
+    means = means_of([0.0] * 4, ("a",))
     assert means.loss == 0.0 and math.isnan(means.scalars["a"])
 
 
@@ -66,7 +66,7 @@ def test_scalars_have_the_same_names_in_every_micro_batch():
 
 def test_a_negative_number_of_targets_is_an_error():
     with pytest.raises(TrainingError, match="the forward step returned -3 targets in all; return their number"):
-        means_of(torch.tensor([1.0, -3.0]).double(), ())
+        means_of([1.0, -3.0], ())
 
 
 class Stage(nn.Module):

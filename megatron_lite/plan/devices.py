@@ -1,0 +1,77 @@
+"""Profiles of devices for the roofline: how fast products, attention and memory really are.
+
+The rates are sustained ones, not those of data sheets. For the H100 they are a bf16 product of large matrices on a
+power-limited SXM card (640 of 989 TFLOP/s), memory at 2.7 of 3.35 TB/s, and FlashAttention 2 with a causal mask.
+cuDNN's and FlashAttention 3's kernels are about 1.7 times as fast there. Other GPUs are assumed to reach the same
+shares of their data sheets, so their predictions are rougher. The CPU is measured.
+"""
+
+import time
+from dataclasses import dataclass
+
+import torch
+
+from megatron_lite.errors import ConfigError
+from megatron_lite.training.throughput import measured_peak_tflops
+
+# Of the dense peak in bf16 and of the memory bandwidth in data sheets.
+PRODUCT_SHARE, MEMORY_SHARE = 640 / 989, 2.7 / 3.35
+ATTENTION_SHARES = {"flash2": (300 / 989, 230 / 989), "cudnn": (520 / 989, 400 / 989)}
+
+
+@dataclass(frozen=True)
+class Device:
+    """The rates of one device, in FLOP/s and bytes/s; `kernel_seconds` is the least time of a kernel."""
+
+    name: str
+    peak: float  # dense, of the data sheet
+    product: float
+    attention_forward: float
+    attention_backward: float
+    memory: float
+    memory_bytes: float  # its size
+    kernel_seconds: float = 3e-6
+
+
+# Dense bf16 TFLOP/s (fp16 for the V100), memory in TB/s and GB; from NVIDIA's data sheets.
+DATA_SHEETS = {
+    "h100": (989, 3.35, 80),
+    "h200": (989, 4.8, 141),
+    "b200": (2250, 8.0, 180),
+    "a100": (312, 2.04, 80),
+    "l40s": (362, 0.864, 48),
+    "4090": (165, 1.008, 24),
+    "v100": (125, 0.9, 32),
+}
+NAMES = (*DATA_SHEETS, "cpu")
+
+
+def device_of(name: str, *, attention: str = "cudnn", dtype: torch.dtype = torch.bfloat16) -> Device:
+    """The profile of a device. `attention` is a key of ATTENTION_SHARES. Raises ConfigError for unknown names."""
+    if name not in NAMES:
+        raise ConfigError(f"--device {name} is unknown; use {', '.join(NAMES[:-1])} or cpu")
+    if attention not in ATTENTION_SHARES:
+        raise ConfigError(f"--attention {attention} is unknown; use {' or '.join(ATTENTION_SHARES)}")
+    if name == "cpu":
+        return measured_cpu(dtype)
+    tflops, terabytes, gigabytes = DATA_SHEETS[name]
+    forward, backward = ATTENTION_SHARES[attention]
+    peak = tflops * 1e12
+    rates = {"product": peak * PRODUCT_SHARE, "attention_forward": peak * forward, "attention_backward": peak * backward}
+    return Device(name, peak, **rates, memory=terabytes * 1e12 * MEMORY_SHARE, memory_bytes=gigabytes * 1e9)
+
+
+def measured_cpu(dtype: torch.dtype) -> Device:
+    """This machine's CPU: a matrix product, and a sum of two tensors that no cache holds. Takes a second."""
+    product = measured_peak_tflops(dtype) * 1e12
+    a, b = torch.ones(2**25), torch.ones(2**25)
+    fastest = float("inf")
+    for _ in range(3):
+        start = time.perf_counter()
+        torch.add(a, b, out=a)
+        fastest = min(fastest, time.perf_counter() - start)
+    import os
+
+    pages = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    memory = 3 * a.numel() * a.element_size() / fastest
+    return Device("cpu", product, product, product / 2, product / 2, memory, pages, kernel_seconds=5e-6)

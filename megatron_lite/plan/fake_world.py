@@ -1,0 +1,62 @@
+"""One rank of any layout in one process: the real run over torch's fake process group, whose collectives do nothing.
+
+On the meta device tensors have no values and need no memory, so one process can build any rank of a large job. Where
+training reads a value on the host, it gets 0.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from megatron_lite.config.schema import Config
+from megatron_lite.data.loader import Batch
+from megatron_lite.parallel.context import ParallelContext
+from megatron_lite.parallel.grid import Grid
+from megatron_lite.parallel.random import seed_everything
+from megatron_lite.training.run import Run
+from megatron_lite.training.setup import build_run
+
+META = torch.device("meta")
+
+
+def grid_of(config: Config, world_size: int) -> Grid:
+    """The grid of a config on so many ranks."""
+    parallel = config.parallel
+    return Grid(tp=parallel.tensor, cp=parallel.context, dp=parallel.data(world_size), pp=parallel.pipeline)
+
+
+@contextmanager
+def fake_rank(config: Config, rank: int, world_size: int, device: torch.device = META) -> Iterator[Run]:
+    """The run of one rank, with its model, engine and optimizer. It ends with the context."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore  # takes 0.3 s to import
+
+    assert not dist.is_initialized(), "a process has one process group"
+    dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
+    try:
+        with ReadsZeros():
+            ctx = ParallelContext.create(grid_of(config, world_size), device, config.train.comm_timeout)
+            yield build_run(config, ctx, seed_everything(config.run.seed, ctx))
+    finally:
+        dist.destroy_process_group()
+
+
+def empty_batch(config: Config, device: torch.device = META) -> Batch:
+    """A micro-batch of this rank of dp; on the meta device without values."""
+    shape = (config.train.micro_batch_size, config.data.seq_length)
+    tokens = torch.zeros(shape, dtype=torch.int64, device=device)
+    return Batch(tokens, tokens, torch.ones(shape, device=device))
+
+
+class ReadsZeros(TorchFunctionMode):
+    """A read of a meta tensor on the host returns 0 for each element."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (Tensor.item, Tensor.tolist) and args[0].is_meta:
+            zeros = torch.zeros(args[0].shape, dtype=args[0].dtype)
+            return zeros.item() if func is Tensor.item else zeros.tolist()
+        return func(*args, **(kwargs or {}))

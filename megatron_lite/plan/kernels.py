@@ -1,0 +1,261 @@
+"""The kernels of a training step, recorded on meta tensors: their bytes, FLOPs and source lines.
+
+A dispatch mode sees each operation of torch. Views and allocations are free; every other operation is one kernel, which
+reads its inputs and writes its outputs once. Where the meta device computes otherwise than a GPU, the GPU's kernels are
+put in its place (`on_gpu`).
+"""
+
+import sys
+import warnings
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any, NamedTuple
+from unittest.mock import patch
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from megatron_lite.errors import ConfigError
+from megatron_lite.model import fused
+from megatron_lite.model.core_attention import IMPLEMENTATIONS
+from megatron_lite.model.masks import Mask
+from megatron_lite.optim.param_groups import AdamW
+from megatron_lite.parallel import loss
+from megatron_lite.training.progress import Progress
+
+VIEWS = {"view", "_unsafe_view", "_reshape_alias", "permute", "transpose", "t", "slice", "select", "split", "expand"}
+VIEWS |= {"split_with_sizes", "unsqueeze", "squeeze", "detach", "alias", "as_strided", "unbind", "lift_fresh", "diagonal"}
+ALLOCATIONS = {"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "_local_scalar_dense"}
+OVERWRITING = {"copy_", "fill_", "zero_"}
+BACKWARD_KERNELS = {"native_layer_norm_backward": 2}
+
+
+class Kernel(NamedTuple):
+    """An operation of one phase, as `count` kernels."""
+
+    phase: str  # an action of the schedule, such as F1.0, or a part of the step
+    is_backward: bool
+    op: str
+    kind: str  # product, attention forward, attention backward, memory
+    count: int
+    bytes: int
+    flops: int
+    line: str  # file:line in the package; in backward that of the operation's forward
+
+
+class Recorder(TorchDispatchMode):
+    """Records every kernel while it is active. `progress` replaces that of a run, and names the phases."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kernels: list[Kernel] = []
+        self.progress = _Phases()
+        self._pauses = 0
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """A context whose operations are not recorded."""
+        self._pauses += 1
+        try:
+            yield
+        finally:
+            self._pauses -= 1
+
+    def add(self, op: str, *, bytes: int, flops: int = 0, kind: str = "memory", count: int = 1) -> None:
+        """Record an operation of the current phase."""
+        node = torch._C._current_autograd_node()
+        line = _line_of_forward(node) if node is not None else None
+        where = line or _line_of_frame()
+        self.kernels.append(Kernel(self.progress.phase, node is not None, op, kind, count, bytes, flops, where))
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if self._pauses:
+            return out
+        op = func._schema.name.split("::")[1]
+        if op in VIEWS | ALLOCATIONS or func._schema.name.startswith(("c10d::", "prim::")):
+            return out
+        inputs, outputs = list(_tensors(args)), list(_tensors(out))
+        if not inputs and not outputs:
+            return out
+        is_in_place = func._schema.is_mutable and "out" not in (kwargs or {})
+        written = list(_tensors(args[0])) if is_in_place else outputs
+        read = [] if op in OVERWRITING else list({id(tensor): tensor for tensor in inputs}.values())
+        if op == "copy_":
+            read = [args[1]]
+        moved = sum(map(touched_bytes, read)) + sum(map(touched_bytes, written))
+        self.add(op, bytes=_corrected(op, moved, args, outputs), **_work(op, args), count=_count(op, args))
+        return out
+
+
+class _Phases(Progress):
+    """The progress of a run, as the name of the current phase."""
+
+    phase = ""
+
+    def begin(self, what: Any) -> None:
+        self.phase = str(what)
+
+    def end(self, what: Any) -> None:
+        self.phase = ""
+
+
+def touched_bytes(tensor: Tensor) -> int:
+    """The bytes of a tensor that a kernel reads or writes: an expanded dimension counts once."""
+    numel = 1
+    for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
+        numel *= size if stride else min(size, 1)
+    return numel * tensor.element_size()
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, dict):
+        yield from _tensors(list(value.values()))
+    elif isinstance(value, Iterable) and not isinstance(value, str):
+        for each in value:
+            yield from _tensors(each)
+
+
+def _count(op: str, args: Any) -> int:
+    """The number of kernels; one of a list has room for the addresses of about 30 tensors of each list."""
+    return -(-len(args[0]) // 30) if op.startswith("_foreach") else BACKWARD_KERNELS.get(op, 1)
+
+
+def _work(op: str, args: Any) -> dict[str, Any]:
+    """FLOPs and kind of an operation."""
+    if op in ("mm", "addmm", "addmm_", "bmm", "baddbmm"):
+        *_, a, b = _tensors(args)
+        return {"kind": "product", "flops": 2 * a.numel() * b.shape[-1]}
+    return {}
+
+
+def _corrected(op: str, moved: int, args: Any, outputs: list[Tensor]) -> int:
+    """The bytes of operations that do not read all of an input, or read one twice."""
+    if op == "embedding":
+        return 2 * touched_bytes(outputs[0])
+    if op == "embedding_dense_backward":
+        return 2 * touched_bytes(args[0]) + touched_bytes(outputs[0])
+    if op == "native_layer_norm_backward":  # the kernel of weight and bias reads gradient and input again
+        return moved + touched_bytes(args[0]) + touched_bytes(args[1])
+    if op in ("gather", "scatter_add_"):
+        return 3 * touched_bytes(next(tensor for tensor in _tensors(args) if tensor.dtype == torch.int64))
+    return moved
+
+
+def _line_of_frame() -> str:
+    frame = sys._getframe(2)
+    while frame is not None:
+        if line := _shown(frame.f_code.co_filename, frame.f_lineno):
+            return line
+        frame = frame.f_back
+    return ""
+
+
+def _line_of_forward(node: Any) -> str | None:
+    """The line that created a node of the graph, from the traceback of anomaly detection."""
+    for entry in reversed(node.metadata.get("traceback_", [])):
+        for text in reversed(entry.splitlines()):
+            if text.lstrip().startswith("File ") and "megatron_lite" in text:
+                file, number, *_ = text.strip().removeprefix("File ").split(", ")
+                if line := _shown(file.strip('"'), number.removeprefix("line ")):
+                    return line
+    return None
+
+
+def _shown(file: str, number: Any) -> str:
+    _, found, inside = file.rpartition("megatron_lite/")
+    return f"{inside}:{number}" if found and not inside.startswith("plan/") else ""
+
+
+@contextmanager
+def on_gpu(recorder: Recorder) -> Iterator[None]:
+    """Record as on a GPU: attention by a fused kernel, unless `model.attention` is math."""
+
+    def attention(query: Tensor, key: Tensor, value: Tensor, *, mask: Mask, **options: Any) -> tuple[Tensor, None]:
+        if options.get("bias") is not None:
+            raise ConfigError("model.position is relative: the roofline has no kernel for biases of scores")
+        return _FusedAttention.apply(recorder, mask, query, key, value), None  # type: ignore[return-value]
+
+    def rms_norm(x: Tensor, shape: Any, weight: Tensor, eps: float) -> Tensor:
+        return _FusedRMSNorm.apply(recorder, x, weight)  # type: ignore[return-value]
+
+    implementations = dict.fromkeys(set(IMPLEMENTATIONS) - {"math"}, attention)
+    graph = torch.autograd.set_detect_anomaly(True, check_nan=False)  # nodes know their forward's lines
+    def launch(kernel: str, grid: Any, reads: Any, writes: Any, *numbers: Any, **constants: Any) -> None:
+        recorder.add(kernel, bytes=sum(map(touched_bytes, _tensors([reads, writes]))))
+
+    replaced = (
+        patch.object(fused, "launch", launch),
+        patch.object(loss, "launch", launch),
+        patch.dict(IMPLEMENTATIONS, implementations),  # type: ignore[arg-type]
+        patch.object(F, "rms_norm", rms_norm),
+        patch.object(AdamW, "step", lambda adam: _adamw_step(recorder, adam)),
+    )
+    with ExitStack() as stack:
+        for context in (*replaced, warnings.catch_warnings(), graph, recorder):
+            stack.enter_context(context)
+        warnings.filterwarnings("ignore", "Anomaly Detection")
+        yield
+
+
+def _adamw_step(recorder: Recorder, adam: AdamW) -> None:
+    """torch's fused kernel reads weight, gradient and both moments, and writes all but the gradient."""
+    tensors = [param for group in adam.param_groups for param in group["params"] if param.grad is not None]
+    moved = sum(3 * 2 * touched_bytes(param) + touched_bytes(param.grad) for param in tensors)  # type: ignore[arg-type]
+    # A launch has room for the addresses of about 30 tensors of each list.
+    recorder.add("adamw", bytes=moved, count=-(-len(tensors) // 30))
+
+
+class _FusedRMSNorm(torch.autograd.Function):
+    """A kernel in forward (from torch 2.9 on), and in backward two: the second, for the weight, reads both again."""
+
+    @staticmethod
+    def forward(ctx: Any, recorder: Recorder, x: Tensor, weight: Tensor) -> Tensor:
+        with recorder.paused():
+            out = torch.empty_like(x)
+        ctx.save_for_backward(x, weight)
+        ctx.recorder = recorder
+        recorder.add("rms_norm", bytes=2 * touched_bytes(x))
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        x, weight = ctx.saved_tensors
+        with ctx.recorder.paused():
+            grads = torch.empty_like(x), torch.empty_like(weight)
+        ctx.recorder.add("rms_norm", bytes=5 * touched_bytes(x), count=2)
+        return None, *grads
+
+
+class _FusedAttention(torch.autograd.Function):
+    """A kernel in forward, and in backward three: the row sums of out * grad, the gradients, and a cast of query's."""
+
+    @staticmethod
+    def forward(ctx: Any, recorder: Recorder, mask: Mask, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        with recorder.paused():
+            out = torch.empty_like(query)  # as the kernel: strides in the order of the query's
+            lse = query.new_empty(query.shape[:3], dtype=torch.float32)
+        ctx.save_for_backward(query, key, value, out, lse)
+        ctx.recorder, ctx.products = recorder, 2 * query.numel() * _mean_keys(mask, key.shape[2])
+        moved = sum(map(touched_bytes, (query, key, value, out)))
+        recorder.add("attention", kind="attention forward", bytes=moved, flops=2 * ctx.products)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        query, key, value, out, _ = ctx.saved_tensors
+        with ctx.recorder.paused():
+            grads = [torch.empty_like(tensor) for tensor in (query, key, value)]
+        moved = sum(map(touched_bytes, (query, key, value, out, grad, *grads)))
+        ctx.recorder.add("attention", kind="attention backward", bytes=moved, flops=5 * ctx.products, count=3)
+        return None, None, *grads
+
+
+def _mean_keys(mask: Mask, num_keys: int) -> int:
+    """The mean number of keys that a query sees; documents are not known."""
+    width = min(mask.window or num_keys, num_keys)
+    return width - width * width // (2 * num_keys) if mask.causal else width

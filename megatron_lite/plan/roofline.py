@@ -1,0 +1,142 @@
+"""The roofline of a training step: each kernel takes as long as its products or its memory traffic need.
+
+The kernels are those of the real step on the meta device (`kernels.py`): one micro-batch through model, loss and the
+hooks of the data-parallel engine, then the optimizer. A kernel that computes f FLOPs on b bytes takes
+max(f / rate of products, b / rate of memory, the least time of a kernel). Communication and the host's time are left
+out: a GPU waits for neither where both are hidden.
+Source: Williams et al., Roofline, CACM 52(4), 2009.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from megatron_lite.config.flops import flops_per_token
+from megatron_lite.config.schema import Config
+from megatron_lite.plan.devices import Device
+from megatron_lite.plan.fake_world import empty_batch, fake_rank
+from megatron_lite.plan.kernels import Kernel, Recorder, on_gpu
+from megatron_lite.training.step import train_step
+
+
+class Trace(NamedTuple):
+    """The kernels of a step on one rank, and its model."""
+
+    forward: list[Kernel]  # of one micro-batch, after the first
+    backward: list[Kernel]
+    optimizer: list[Kernel]  # and everything else that a step does once
+    parameters: int  # on this rank
+
+
+def trace_step(config: Config, *, rank: int = 0, world_size: int | None = None) -> Trace:
+    """The kernels of one rank of a layout. `world_size`: that of one model, if None."""
+    parallel = config.parallel
+    smallest = parallel.tensor * parallel.context * parallel.pipeline
+    recorder, count = Recorder(), 2 * parallel.pipeline
+    with on_gpu(recorder), fake_rank(config, rank, world_size or smallest) as run:
+        recorder.kernels.clear()
+        run.progress = recorder.progress
+        train_step(run, [empty_batch(config)] * count)
+        parameters = sum(parameter.numel() for parameter in run.params.values())
+    last = {phase for phase in map(_phase, recorder.kernels) if phase[1:2] == (count - 1,)}
+    by_phase = [(kernel, _phase(kernel)) for kernel in recorder.kernels]
+    return Trace(
+        forward=[kernel for kernel, phase in by_phase if phase in last and phase[0] == "F"],
+        backward=[kernel for kernel, phase in by_phase if phase in last and phase[0] in "BIW"],
+        optimizer=[kernel for kernel, phase in by_phase if len(phase) == 1],
+        parameters=parameters,
+    )
+
+
+def _phase(kernel: Kernel) -> tuple[str, int] | tuple[str]:
+    """Operation and micro-batch of a kernel's action, or the name of another phase."""
+    op, number = kernel.phase[:1], kernel.phase[1:].partition(".")[0]
+    return (op, int(number)) if op in {*"FBIW"} and number.isdigit() else (kernel.phase,)
+
+
+def seconds(kernel: Kernel, device: Device) -> float:
+    """The time of a kernel on a device."""
+    rate = {
+        "product": device.product,
+        "attention forward": device.attention_forward,
+        "attention backward": device.attention_backward,
+    }.get(kernel.kind, device.product)
+    return max(kernel.flops / rate, kernel.bytes / device.memory, device.kernel_seconds * kernel.count)
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Times of one rank on a device, in seconds, and its utilisation."""
+
+    micro_batch: float
+    optimizer: float
+    by_kind: dict[str, float]  # of a micro-batch
+    kernels: int  # of a micro-batch
+    flops: float  # of the model on this rank, for one micro-batch
+    mfu: float  # of micro-batches alone, against the device's peak
+
+
+def predict(config: Config, trace: Trace, device: Device) -> Prediction:
+    """The prediction for the rank that was traced; the model's FLOPs are divided evenly over tp, cp and pp."""
+    by_kind: dict[str, float] = defaultdict(float)
+    kernels = [*trace.forward, *trace.backward]
+    for kernel in kernels:
+        by_kind[kernel.kind] += seconds(kernel, device)
+    parallel, length = config.parallel, config.data.seq_length
+    tokens = length * config.train.micro_batch_size
+    ranks = parallel.tensor * parallel.context * parallel.pipeline
+    flops = flops_per_token(config.model, length, config.data.decoder_seq_length) * tokens / ranks
+    total = sum(by_kind.values())
+    return Prediction(
+        micro_batch=total,
+        optimizer=sum(seconds(kernel, device) for kernel in trace.optimizer),
+        by_kind=dict(by_kind),
+        kernels=sum(kernel.count for kernel in kernels),
+        flops=flops,
+        mfu=flops / total / device.peak,
+    )
+
+
+class Layer(NamedTuple):
+    """What one more layer adds to a micro-batch."""
+
+    passes: float  # reads or writes of one [s, b, h] by kernels that memory bounds
+    kernels: int
+    rows: dict[tuple[str, bool, str, str], tuple[int, float]]  # by kind, direction, op and line: kernels and passes
+
+
+def per_layer(config: Config) -> Layer:
+    """The difference of the traces with three layers and with two."""
+    two, three = (_tally(config, layers) for layers in (2, 3))
+    unit = config.data.seq_length * config.train.micro_batch_size * config.model.hidden_size * two[1]
+    rows = {}
+    for key, (count, moved) in three[0].items():
+        before = two[0].get(key, (0, 0))
+        if (count, moved) != before:
+            rows[key] = count - before[0], (moved - before[1]) / unit
+    passes = sum(moved for (kind, *_), (_, moved) in rows.items() if kind == "memory")
+    return Layer(passes, sum(count for count, _ in rows.values()), rows)
+
+
+def _tally(config: Config, layers: int) -> tuple[dict[tuple[str, bool, str, str], tuple[int, int]], int]:
+    """Kernels and bytes by kind, direction, op and line; and the size of an element."""
+    fields = config.model.model_dump() | {"num_layers": layers, "preset": ""}
+    smaller = config.model_copy(update={"model": type(config.model).model_validate(fields)})
+    trace = trace_step(smaller)
+    tally: dict[tuple[str, bool, str, str], tuple[int, int]] = {}
+    for kernel in (*trace.forward, *trace.backward):
+        key = (kernel.kind, kernel.is_backward, kernel.op, kernel.line)
+        count, moved = tally.get(key, (0, 0))
+        tally[key] = count + kernel.count, moved + kernel.bytes
+    return tally, {"fp32": 4, "fp64": 8}.get(config.train.precision, 2)
+
+
+def by_line(kernels: Iterable[Kernel], device: Device) -> list[tuple[float, int, int, int, str, str]]:
+    """Seconds, kernels, bytes, FLOPs, operation and line of each pair of the last two, the slowest first."""
+    rows: dict[tuple[str, str], list[float]] = defaultdict(lambda: [0.0, 0, 0, 0])
+    for kernel in kernels:
+        row = rows[kernel.op, kernel.line]
+        for place, value in enumerate((seconds(kernel, device), kernel.count, kernel.bytes, kernel.flops)):
+            row[place] += value
+    return sorted(((*values, *key) for key, values in rows.items()), reverse=True)  # type: ignore[misc]

@@ -1,0 +1,103 @@
+"""The Triton kernels of `model/fused.py` and `parallel/loss.py`, in a process of their own.
+
+Triton reads TRITON_INTERPRET when Python imports it. So a new process computes all cases: in the interpreter, or it
+compiles the kernels for an H100 that is not there.
+"""
+
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tests.helpers.command import ROOT, environment
+from tests.helpers.model_runs import random_tokens, random_weights, run_model, tiny
+
+# Each kernel in each form, in models whose sizes are not powers of two.
+MODELS: dict[str, dict[str, Any]] = {
+    "gpt": {"activation": "gelu_tanh"},
+    "gpt with exact gelu": {"activation": "gelu", "post_norm": True},
+    "codegeex": {"activation": "quick_gelu", "top_query_layer": True},
+    "llama": {"norm": "rmsnorm", "activation": "swiglu", "position": "rotary", "bias": False, "tie_embeddings": False},
+    "grouped queries": {"norm": "rmsnorm", "activation": "geglu", "position": "rotary", "num_query_groups": 2},
+    "norms of heads": {"norm": "rmsnorm", "qk_norm": "head", "position": "rotary", "rotary_percent": 0.4},
+    "parallel": {"residual": "parallel_shared_norm", "position": "rotary", "rotary_percent": 0.4, "activation": "relu"},
+    "sandwich": {"norm_placement": "sandwich", "zero_centered_norm": True, "norm": "rmsnorm", "residual_scale": 0.5},
+    "post": {"norm_placement": "post", "fp32_residual": True},
+    "bert": {"architecture": "encoder", "norm_placement": "post"},
+}
+
+
+def run_both(fields: dict[str, Any]) -> list[list[Tensor]]:
+    """Loss, logits and gradients with `model.fusion` off and on."""
+    found = []
+    for fusion in ("off", "on"):
+        config = tiny(hidden_size=40, num_heads=4, vocab_size=101, **fields, fusion=fusion)
+        tokens, labels = random_tokens(config, batch=2, length=7)
+        run = run_model(config, random_weights(config, torch.float32), tokens, labels, tp=1)
+        found.append([run.loss, run.logits, *(run.grads[name] for name in sorted(run.grads))])
+    return found
+
+
+def drop() -> list[Tensor]:
+    """A stream of zeros plus a branch with dropout 0.25; the branch, and its gradients for a gradient of ones."""
+    from megatron_lite.model.fused import add_norm
+
+    branch, bias = (torch.rand(8, 4, 64) + 1).requires_grad_(), torch.zeros(64, requires_grad=True)
+    options = {"spec": None, "dropout": 0.25, "dtype": torch.float32}
+    stream, _ = add_norm(torch.zeros(8, 4, 64, requires_grad=True), branch, bias, None, None, **options)
+    return [stream.detach(), branch.detach(), *torch.autograd.grad(stream.sum(), [branch, bias])]
+
+
+def in_a_new_process(mode: str, folder: Path) -> Any:
+    """`interpret`: the results of `run_both` and `drop` by name; `compile`: those of `compile_for_h100`."""
+    variables = {"TRITON_INTERPRET": "01"[mode == "interpret"], "TRITON_CACHE_DIR": str(folder / "cache")}
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-m", "tests.helpers.fused_cases", mode, str(folder)],
+        env=environment() | variables,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    return pickle.loads((folder / "results.pickle").read_bytes())
+
+
+def compile_for_h100() -> dict[str, tuple[int, str]]:
+    """The bytes of shared memory and the PTX of each kernel, for bf16 activations of Llama-7B's and GPT's sizes."""
+    from megatron_lite.model import fused
+    from megatron_lite.model.norms import NormSpec
+    from megatron_lite.parallel import loss
+    from megatron_lite.parallel.context import solo
+    from tests.helpers.triton_cases import compile_kernels
+
+    def random(*shape: int) -> Tensor:
+        return torch.zeros(shape, dtype=torch.bfloat16, requires_grad=True)
+
+    with compile_kernels() as results:
+        for spec in (NormSpec(1e-5, True, False, torch.bfloat16), NormSpec(1e-5, False, False, torch.bfloat16)):
+            x, branch, bias, weight = random(4, 2, 4096), random(4, 2, 4096), random(4096), random(4096)
+            norm_bias = None if spec.is_rms else random(4096)
+            options = {"spec": spec, "dropout": 0.0 if spec.is_rms else 0.1, "dtype": torch.bfloat16}
+            stream, normed = fused.add_norm(x, branch, bias, weight, norm_bias, **options)
+            (stream.sum() + normed.sum()).backward()
+        for activation in ("swiglu", "geglu", "gelu", "gelu_tanh", "quick_gelu", "relu"):
+            fused.bias_activation(random(4, 2, 22016), random(22016), activation).sum().backward()
+        angles = torch.zeros(4, 1, 1, 64)
+        heads = fused.split_heads(random(4, 2, 6144).clone(), None, (angles, angles), heads=32, groups=8, head_size=128)
+        sum(x.sum() for x in heads).backward()
+        labels = torch.zeros(4, 2, dtype=torch.int64)
+        logits = random(4, 2, 32000)
+        loss.vocab_parallel_cross_entropy(logits, labels, solo(), fused=True).sum().backward()
+    return results
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "compile":
+        work: Any = compile_for_h100()
+    else:
+        work = {name: run_both(fields) for name, fields in MODELS.items()} | {"dropout": drop()}
+    (Path(sys.argv[2]) / "results.pickle").write_bytes(pickle.dumps(work))
