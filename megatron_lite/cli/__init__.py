@@ -19,6 +19,7 @@ from megatron_lite.cli.plot import plot
 from megatron_lite.cli.preprocess import preprocess
 from megatron_lite.cli.presets import presets
 from megatron_lite.cli.pretrain import pretrain
+from megatron_lite.cli.roofline import roofline
 from megatron_lite.cli.run import run
 from megatron_lite.cli.schedule import schedule
 from megatron_lite.cli.submit import submit
@@ -47,6 +48,7 @@ COMMANDS = (
     plot,
     compare,
     schedule,
+    roofline,
     presets,
     config,
     doctor,

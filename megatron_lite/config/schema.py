@@ -79,8 +79,8 @@ class ParallelConfig(Section):
     """Order of forwards and backwards on the pipeline ranks."""
     ddp: Literal["local", "torch", "fsdp", "deepspeed"] = "local"
     """Engine that sums gradients over data-parallel ranks."""
-    bucket_mb: PositiveFloat = 25.0
-    """MiB of gradients that are reduced in one call."""
+    bucket_mb: NonNegativeFloat = 0.0
+    """MiB of gradients that are reduced in one call. 0 is 25, or 4 for each data-parallel rank if that is more."""
 
     @property
     def model_size(self) -> int:

@@ -38,6 +38,10 @@ class GradBuffers:
         self.grads = {name: view for buffer in buffers for name, view in buffer.views.items()}
         self.clear()
 
+    def next_is_complete(self) -> bool:
+        """Whether the next bucket has all its gradients."""
+        return len(self.waits) < len(self.buckets) and not self.buckets[len(self.waits)].missing
+
     def wait(self) -> None:
         """Return once all gradients are summed over dp."""
         for wait in self.waits:
@@ -121,11 +125,11 @@ class LocalDDP(DataParallel):
         parameter.grad = None
         if self._is_last:
             missing.remove(name)
-            while self._dp.size > 1 and len(step.waits) < len(step.buckets) and not step.buckets[len(step.waits)].missing:
+            while step.next_is_complete():
                 self._start_next_bucket()
 
     def _add_product(self, name: str, a: Tensor, b: Tensor) -> Tensor:
-        """Add the product a b to a gradient; returns a tensor without values, with which autograd calls `_accumulate`."""
+        """Add the product a b to a gradient; returns a tensor without values, for which autograd calls the hook."""
         step = self._current
         product_into(step.grads[name], a, b, overwrite=name not in step.filled)
         step.filled.add(name)
@@ -147,14 +151,15 @@ class LocalDDP(DataParallel):
         step, vectors = self._current, self._vectors
         if not vectors:
             return
+        copy = torch._foreach_copy_  # pyright: ignore[reportPrivateImportUsage]
         first = [name for name in vectors if name not in step.filled]
         if first:
-            torch._foreach_copy_([step.grads[name] for name in first], [vectors.pop(name) for name in first])
+            copy([step.grads[name] for name in first], [vectors.pop(name) for name in first])
         if vectors:
             totals = [step.grads[name] for name in vectors]
             wide = [torch.empty_like(total) for total in totals]
-            torch._foreach_copy_(wide, list(vectors.values()))  # a list of two dtypes would be a kernel for each tensor
-            torch._foreach_add_(totals, wide)
+            copy(wide, list(vectors.values()))  # a list of two dtypes would be a kernel for each tensor
+            torch._foreach_add_(totals, wide)  # pyright: ignore[reportPrivateImportUsage]
         step.filled.update(first)
         vectors.clear()
 

@@ -1,13 +1,16 @@
 """The choice of the data-parallel engine, and checks of the model for every engine."""
 
+import math
+from importlib import import_module
+
 import torch
 
+from megatron_lite import ENGINES
 from megatron_lite.config.schema import Config
 from megatron_lite.ddp.data_parallel import Chunks, DataParallel, Params
 from megatron_lite.ddp.delayed import DelayedDDP
 from megatron_lite.ddp.local import LocalDDP
 from megatron_lite.ddp.sharded import ShardedDDP
-from megatron_lite.ddp.torch_ddp import TorchDDP
 from megatron_lite.errors import TrainingError
 from megatron_lite.parallel.collectives import broadcast
 from megatron_lite.parallel.context import ParallelContext, duplicate_group, solo
@@ -23,20 +26,27 @@ def wrap_ddp(
     """
     check_every_parameter_is_trained(chunks, params, table)
     parallel, sync = config.parallel, config.sync
-    common = {"bucket_mb": parallel.bucket_mb, "grad_dtype": grad_dtype}
     dp = solo("dp") if sync.is_local else ctx.dp_cp  # every rank trains alone between outer steps
+    common = {"bucket_mb": bucket_mb(parallel.bucket_mb, dp.size), "grad_dtype": grad_dtype}
     if sync.mode == "delayed":
         dp = duplicate_group(dp, config.train.comm_timeout)
         return DelayedDDP(chunks, params, table, dp, delay=sync.delay, **common)
-    if parallel.ddp == "torch" and dp.size > 1:
-        return TorchDDP(chunks, params, dp, **common)
-    if parallel.ddp == "fsdp" and dp.size > 1:
-        from megatron_lite.ddp.fsdp import FullyShardedDDP  # the import takes half a second
-
-        return FullyShardedDDP(chunks, params, dp, grad_dtype=grad_dtype)
+    if parallel.ddp in ("torch", "fsdp") and dp.size > 1:
+        return import_module(ENGINES[parallel.ddp]).wrap(config, chunks, params, dp, grad_dtype=grad_dtype)
     if config.optim.distributed and dp.size > 1:
         return ShardedDDP(chunks, params, table, dp, gather=duplicate_group(dp, config.train.comm_timeout), **common)
     return LocalDDP(chunks, params, table, dp, **common)
+
+
+def bucket_mb(setting: float, num_ranks: int) -> float:
+    """The size of a bucket of gradients for `parallel.bucket_mb` on these data-parallel ranks.
+
+    With many ranks a rank's share of a bucket becomes small, and its latency dominates. Megatron-LM also has 4 MB, a
+    million fp32 values, for each rank. A single rank has nothing to send early.
+    """
+    if num_ranks == 1:
+        return math.inf
+    return setting or max(25.0, 4.0 * num_ranks)
 
 
 def check_every_parameter_is_trained(chunks: Chunks, params: Params, table: ParamTable) -> None:

@@ -74,7 +74,8 @@ class ParallelAttention(nn.Module):
             self.linear_qkv = ColumnParallelLinear(h, sum(parts), init_std=std, parts=parts, units=units, **common)
         out_std = std / sqrt(2 * config.num_layers)
         common["bias"] = config.has_bias("proj")
-        self.linear_proj = RowParallelLinear(query_size, h, init_std=out_std, skip_bias_add=options.adds_bias_later, **common)
+        common["skip_bias_add"] = options.adds_bias_later
+        self.linear_proj = RowParallelLinear(query_size, h, init_std=out_std, **common)
         self.q_layernorm = build_head_norm(config, options, config.num_heads)
         self.k_layernorm = build_head_norm(config, options, groups)
 

@@ -32,7 +32,6 @@ from megatron_lite.model.options import LayerOptions
 from megatron_lite.parallel.offload import offloaded
 from megatron_lite.parallel.recompute import recompute
 
-
 Pending = tuple[Tensor, Tensor | None, float]
 """The output of a branch, its bias and its dropout, which are not added yet."""
 

@@ -185,10 +185,10 @@ class _SplitHeads(torch.autograd.Function):
         ctx: Any, mixed: Tensor, bias: Some, rotary: tuple[Tensor, Tensor] | None, heads: int, groups: int, d: int
     ) -> tuple[Tensor, ...]:
         s, b, width = mixed.shape
-        ctx.rotary = None if rotary is None else (*rotary, _angle_strides(rotary[0]))
-        if ctx.rotary is not None:
-            half = rotary[0].shape[-1]
-            numbers = s * b, b, width, ctx.rotary[2]
+        ctx.rotary = None
+        if rotary is not None:
+            half, angle_strides = rotary[0].shape[-1], _angle_strides(rotary[0])
+            ctx.rotary, numbers = (*rotary, angle_strides), (s * b, b, width, angle_strides)
             constants = {"NUM_HEADS": heads + groups, "d": d, "HALF": half, "ROWS": 16, "COLUMNS": _power_of_2(half)}
             turned = mixed[..., : (heads + groups) * d]
             launch("rotate_heads", (-(-s * b // 16),), [turned, *rotary], [turned], *numbers, **constants)

@@ -150,7 +150,7 @@ def _activation(x, KIND: tl.constexpr):
         half = _sigmoid(2.0 * inner)  # (1 + tanh(inner)) / 2
         slope = 0.7978845608028654 * (1.0 + 3.0 * 0.044715 * x * x)
         return x * half, half + 2.0 * x * half * (1.0 - half) * slope
-    scale: tl.constexpr = 1.702 if KIND == "quick_gelu" else 1.0  # else silu
+    scale: tl.constexpr = 1.702 if KIND == "quick_gelu" else 1.0  # pyright: ignore[reportAssignmentType] # or silu
     part = _sigmoid(scale * x)
     return x * part, part + scale * x * part * (1.0 - part)
 
@@ -178,7 +178,7 @@ def activation_backward(
     x, bias, grad, grad_x, sums, num_rows, width, KIND: tl.constexpr, IS_GATED: tl.constexpr, HAS_BIAS: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """The gradient of x for a block of columns in every n-th tile of rows, and its sums for the bias, [n, columns of x]."""
+    """The gradient of x for a block of columns in every n-th tile of rows, and its sums for the bias, [n, columns]."""
     program, step = tl.program_id(0), tl.num_programs(0)
     column = (tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS))[None, :]
     is_column, total = column < width, 2 * width if IS_GATED else width

@@ -68,14 +68,14 @@ Fusion = Literal["off", "compiled", "triton"]
 
 
 def fusion_kind(setting: str, device: torch.device, dtype: torch.dtype) -> Fusion:
-    """What `model.fusion` does on this device; the meta device stands for a GPU.
+    """What `model.fusion` does on this device; with `on` the meta device stands for a GPU.
 
     `auto` is off on the CPU, where matrix products dominate and compilation takes longer than it saves, and on a GPU
     without Triton. The kernels compute in fp32, so they are off in fp64.
     """
-    if setting == "off" or (device.type == "cpu" and setting == "auto") or dtype == torch.float64:
+    if setting == "off" or dtype == torch.float64:
         return "off"
-    if device.type == "cpu":
-        return "triton" if os.environ.get("TRITON_INTERPRET") == "1" else "compiled"
-    has_triton = device.type == "meta" or find_spec("triton") is not None
-    return "triton" if has_triton or setting == "on" else "off"
+    if setting == "auto":
+        return "triton" if device.type == "cuda" and find_spec("triton") is not None else "off"
+    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+    return "compiled" if device.type == "cpu" and not interpreted else "triton"

@@ -14,7 +14,6 @@ from megatron_lite.model.fusion import bias_activation, compiled
 from megatron_lite.model.options import LayerOptions
 from megatron_lite.parallel.linear import ColumnParallelLinear, RowParallelLinear
 
-
 IMPLEMENTATIONS = {
     "off": bias_activation,
     "compiled": lambda *inputs: compiled(bias_activation)(*inputs),

@@ -4,17 +4,19 @@
 Optimizer, and no engine's name.
 """
 
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from importlib import import_module
 
 import torch
 from torch import nn
 
+from megatron_lite import ENGINES
 from megatron_lite.config.schema import Config
 from megatron_lite.ddp.data_parallel import DataParallel
-from megatron_lite.ddp.wrap import check_every_parameter_is_trained, start_equal, wrap_ddp
+from megatron_lite.ddp.wrap import bucket_mb, start_equal, wrap_ddp
 from megatron_lite.model.build import named_params, param_table
-from megatron_lite.optim import deepspeed
 from megatron_lite.optim.mixed_precision import MixedPrecisionOptimizer, Optimizer
 from megatron_lite.optim.outer import OuterOptimizer
 from megatron_lite.optim.scaler import build_scaler
@@ -41,7 +43,7 @@ def build_data_parallel(
     Raises TrainingError for parameters that the engine cannot train, and ConfigError where its library is missing.
     """
     if config.parallel.ddp == "deepspeed":
-        return _deepspeed_engine(config, ctx, make_model)
+        return import_module(ENGINES["deepspeed"]).build(config, ctx, make_model)
     model = make_model()
     params, table = named_params(model), param_table(model)
     start_equal(params, table, ctx)
@@ -51,28 +53,18 @@ def build_data_parallel(
     optimizer = MixedPrecisionOptimizer(table, ddp, scaler, config.optim, ctx)
     if config.sync.is_local:
         dp = duplicate_group(ctx.dp, config.train.comm_timeout) if config.sync.delay else ctx.dp
-        optimizer = OuterOptimizer(optimizer, params, table, config.sync, dp, bucket_mb=config.parallel.bucket_mb)
+        size = bucket_mb(config.parallel.bucket_mb, dp.size)
+        optimizer = OuterOptimizer(optimizer, params, table, config.sync, dp, bucket_mb=size)
     return Engine(model, params, table, ddp, optimizer)
-
-
-def _deepspeed_engine(config: Config, ctx: ParallelContext, make_model: Callable[[], Sequence[nn.Module]]) -> Engine:
-    library = deepspeed.DeepSpeed(config, ctx)
-    with library.while_building():
-        model = make_model()
-    params, table = named_params(model), param_table(model)
-    check_every_parameter_is_trained(model, params, table)
-    if config.deepspeed.zero_stage < 3:  # stage 3 has sharded equal values
-        start_equal(params, table, ctx)
-    engine = deepspeed.DeepSpeedOptimizer(library, model[0], params, table)
-    return Engine(model, params, table, engine, engine)
 
 
 def check_engine(config: Config, device: torch.device) -> None:
     """Raises ConfigError where the library of the engine is missing, untested or cannot run on this device."""
     if config.parallel.ddp == "deepspeed":
-        deepspeed.check_support(config, device)
+        import_module(ENGINES["deepspeed"]).check_support(config, device)
 
 
 def release_engines() -> None:
     """Free the state that an engine's library keeps in a process."""
-    deepspeed.release()
+    if module := sys.modules.get(ENGINES["deepspeed"]):
+        module.release()

@@ -42,10 +42,10 @@ class _ColumnLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx, x: Tensor, weight: Tensor, bias: Tensor | None, tp: Group, sequence_parallel: bool, leaf: Tensor | None = None
+        ctx, x: Tensor, weight: Tensor, bias: Tensor | None, tp: Group, sequence_parallel: bool, of_layer: bool
     ) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.leaf = weight.new_empty(0) if leaf is None else leaf
+        ctx.add_product = getattr(weight, "add_product", None) if of_layer else None
         ctx.tp, ctx.sequence = tp, tp if sequence_parallel else solo()
         return F.linear(all_gather(x, ctx.sequence, dim=0), weight, bias)
 
@@ -62,7 +62,7 @@ class _ColumnLinear(torch.autograd.Function):
             grad_x, wait_for_sum = _start_sum((by_token @ weight).view(*grad.shape[:-1], x.shape[-1]), ctx)
         if need_weight:
             wait_for_x()
-            grad_weight = weight_gradient(ctx.leaf, [(by_token, x)])
+            grad_weight = weight_gradient(ctx.add_product, [(by_token, x)])
         if need_bias:
             grad_bias = by_token.sum(0)
         wait_for_sum()
@@ -89,7 +89,7 @@ class _SplitLinear(torch.autograd.Function):
         defer(ctx.leaf, by_token, x, ctx.sequence)
         grad_bias = by_token.sum(0) if ctx.needs_input_grad[2] else None
         wait_for_sum()
-        return grad_x, None, grad_bias, None, None
+        return grad_x, None, grad_bias, None, None, None
 
 
 def column_parallel_linear(
@@ -109,16 +109,16 @@ def column_parallel_linear(
     """
     if tp.size == 1:
         return F.linear(x, weight, bias)
-    return _ColumnLinear.apply(x, weight, bias, tp, sequence_parallel)  # type: ignore[return-value]
+    return _ColumnLinear.apply(x, weight, bias, tp, sequence_parallel, False)  # type: ignore[return-value]
 
 
 def _linear(x: Tensor, weight: nn.Parameter, bias: Tensor | None, tp: Group, sequence_parallel: bool) -> Tensor:
     """`column_parallel_linear` for a layer, whose weight gradient can be deferred."""
     # Without an input gradient, as for data, a split backward would have no graph.
     if backward_is_split() and x.requires_grad and weight.requires_grad:
-        return _SplitLinear.apply(x, (weight,), bias, tp, sequence_parallel)  # type: ignore[return-value]
+        return _SplitLinear.apply(x, (weight,), bias, tp, sequence_parallel, True)  # type: ignore[return-value]
     if hasattr(weight, "add_product"):
-        return _ColumnLinear.apply(x, weight, bias, tp, sequence_parallel, weight)  # type: ignore[return-value]
+        return _ColumnLinear.apply(x, weight, bias, tp, sequence_parallel, True)  # type: ignore[return-value]
     return column_parallel_linear(x, weight, bias, tp, sequence_parallel)
 
 

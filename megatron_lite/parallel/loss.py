@@ -24,9 +24,7 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
     """Forward: logsumexp(logits) - target logit. Backward: (softmax(logits) - one_hot(target)) * grad."""
 
     @staticmethod
-    def forward(
-        ctx, logits: Tensor, labels: Tensor, tp: Group, num_valid: int, overwrite: bool, fused: bool
-    ) -> Tensor:
+    def forward(ctx, logits: Tensor, labels: Tensor, tp: Group, num_valid: int, overwrite: bool, fused: bool) -> Tensor:
         rows = logits.reshape(-1, logits.shape[-1])
         local = labels.reshape(-1) - tp.rank * logits.shape[-1]
         not_local = (local < 0) | (local >= num_valid)
@@ -68,9 +66,9 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
         return grad_rows.view(logits.shape), None, None, None, None, None
 
 
-def launch(kernel: str, grid: tuple[int, int], reads: list[Tensor], writes: list[Tensor], *numbers: int, COLUMNS: int):
+def launch(kernel: str, grid: tuple[int, int], reads: list[Tensor], writes: list[Tensor], *numbers: int, **constants):
     """Start a kernel of `loss_triton.py`. The roofline replaces this function."""
-    import_module("megatron_lite.parallel.loss_triton").launch(kernel, grid, [*reads, *writes], *numbers, COLUMNS=COLUMNS)
+    import_module("megatron_lite.parallel.loss_triton").launch(kernel, grid, [*reads, *writes], *numbers, **constants)
 
 
 def _fused_statistics(rows: Tensor, num_valid: int) -> tuple[Tensor, Tensor]:

@@ -9,8 +9,9 @@ The state is global, because autograd calls backward functions of CUDA tensors i
 thread-locals and context variables are missing.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -79,23 +80,24 @@ class _WeightGrad(torch.autograd.Function):
     @staticmethod
     def forward(ctx, weight: Tensor, sequence: Group, *products: Tensor) -> Tensor:
         ctx.save_for_backward(*products)
-        ctx.weight, ctx.sequence = weight, sequence
+        ctx.add_product, ctx.sequence = getattr(weight, "add_product", None), sequence
         return weight.new_empty(())
 
     @staticmethod
     def backward(ctx, _: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         saved = ctx.saved_tensors
         pairs = [(grad, all_gather(x, ctx.sequence, dim=0)) for grad, x in zip(saved[::2], saved[1::2], strict=True)]
-        return weight_gradient(ctx.weight, pairs), None, *(None for _ in saved)
+        return weight_gradient(ctx.add_product, pairs), None, *(None for _ in saved)
 
 
-def weight_gradient(weight: Tensor, pairs: list[tuple[Tensor, Tensor]]) -> Tensor:
+def weight_gradient(
+    add_product: Callable[[Tensor, Tensor], Tensor] | None, pairs: list[tuple[Tensor, Tensor]]
+) -> Tensor:
     """The sum of grad^T x over the pairs of grad [tokens, o] and x [..., i], for autograd.
 
-    A data-parallel engine may set `weight.add_product`, which adds a product to `main_grad` at once. That saves a pass
-    over memory, and the rounding to the weight's dtype. Autograd then gets a tensor without values, for its hooks.
+    A data-parallel engine may set a weight's `add_product`, which adds a product to `main_grad` at once. That saves a
+    pass over memory, and the rounding to the weight's dtype. Autograd gets a tensor without values, for its hooks.
     """
-    add_product = getattr(weight, "add_product", None)
     products = [(grad.t(), x.reshape(-1, x.shape[-1])) for grad, x in pairs]
     if add_product is not None:
         return [add_product(*product) for product in products][-1]
@@ -112,7 +114,7 @@ def has_product_into(total_dtype: torch.dtype, weight: Tensor) -> bool:
 
 def product_into(total: Tensor, a: Tensor, b: Tensor, *, overwrite: bool) -> None:
     """total [o, i] = a b, or total += a b; accumulated in the dtype of `total`."""
-    options = {} if total.dtype == a.dtype else {"out_dtype": total.dtype}
+    options: dict[str, Any] = {} if total.dtype == a.dtype else {"out_dtype": total.dtype}
     if overwrite:
         torch.mm(a, b, out=total, **options)
     else:

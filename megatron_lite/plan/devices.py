@@ -6,6 +6,7 @@ cuDNN's and FlashAttention 3's kernels are about 1.7 times as fast there. Other 
 shares of their data sheets, so their predictions are rougher. The CPU is measured.
 """
 
+import os
 import time
 from dataclasses import dataclass
 
@@ -57,8 +58,9 @@ def device_of(name: str, *, attention: str = "cudnn", dtype: torch.dtype = torch
     tflops, terabytes, gigabytes = DATA_SHEETS[name]
     forward, backward = ATTENTION_SHARES[attention]
     peak = tflops * 1e12
-    rates = {"product": peak * PRODUCT_SHARE, "attention_forward": peak * forward, "attention_backward": peak * backward}
-    return Device(name, peak, **rates, memory=terabytes * 1e12 * MEMORY_SHARE, memory_bytes=gigabytes * 1e9)
+    of_attention = {"attention_forward": peak * forward, "attention_backward": peak * backward}
+    memory = terabytes * 1e12 * MEMORY_SHARE
+    return Device(name, peak, peak * PRODUCT_SHARE, **of_attention, memory=memory, memory_bytes=gigabytes * 1e9)
 
 
 def measured_cpu(dtype: torch.dtype) -> Device:
@@ -70,8 +72,6 @@ def measured_cpu(dtype: torch.dtype) -> Device:
         start = time.perf_counter()
         torch.add(a, b, out=a)
         fastest = min(fastest, time.perf_counter() - start)
-    import os
-
     pages = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     memory = 3 * a.numel() * a.element_size() / fastest
     return Device("cpu", product, product, product / 2, product / 2, memory, pages, kernel_seconds=5e-6)

@@ -36,6 +36,8 @@ def fake_rank(config: Config, rank: int, world_size: int, device: torch.device =
     from torch.testing._internal.distributed.fake_pg import FakeStore  # takes 0.3 s to import
 
     assert not dist.is_initialized(), "a process has one process group"
+    if config.model.vocab_size:  # the tokenizer's files may be elsewhere
+        config = config.model_copy(update={"data": config.data.model_copy(update={"tokenizer": ""})})
     dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
     try:
         with ReadsZeros():

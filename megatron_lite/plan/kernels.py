@@ -26,20 +26,21 @@ from megatron_lite.parallel import loss
 from megatron_lite.training.progress import Progress
 
 VIEWS = {"view", "_unsafe_view", "_reshape_alias", "permute", "transpose", "t", "slice", "select", "split", "expand"}
-VIEWS |= {"split_with_sizes", "unsqueeze", "squeeze", "detach", "alias", "as_strided", "unbind", "lift_fresh", "diagonal"}
+VIEWS |= {"split_with_sizes", "unsqueeze", "squeeze", "detach", "alias", "as_strided", "unbind", "lift_fresh"}
 ALLOCATIONS = {"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "_local_scalar_dense"}
+SHARED = ("parallel/linear.py", "parallel/collectives.py", "model/fused.py", "model/fusion.py", "model/norms.py")
 OVERWRITING = {"copy_", "fill_", "zero_"}
 BACKWARD_KERNELS = {"native_layer_norm_backward": 2}
 
 
 class Kernel(NamedTuple):
-    """An operation of one phase, as `count` kernels."""
+    """An operation of one phase, as a number of kernels."""
 
     phase: str  # an action of the schedule, such as F1.0, or a part of the step
     is_backward: bool
     op: str
     kind: str  # product, attention forward, attention backward, memory
-    count: int
+    launches: int
     bytes: int
     flops: int
     line: str  # file:line in the package; in backward that of the operation's forward
@@ -63,12 +64,11 @@ class Recorder(TorchDispatchMode):
         finally:
             self._pauses -= 1
 
-    def add(self, op: str, *, bytes: int, flops: int = 0, kind: str = "memory", count: int = 1) -> None:
+    def add(self, op: str, *, bytes: int, flops: int = 0, kind: str = "memory", launches: int = 1) -> None:
         """Record an operation of the current phase."""
         node = torch._C._current_autograd_node()
-        line = _line_of_forward(node) if node is not None else None
-        where = line or _line_of_frame()
-        self.kernels.append(Kernel(self.progress.phase, node is not None, op, kind, count, bytes, flops, where))
+        where = (_line_of_forward(node) if node is not None else "") or _line_of_frame()
+        self.kernels.append(Kernel(self.progress.phase, node is not None, op, kind, launches, bytes, flops, where))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
@@ -86,7 +86,7 @@ class Recorder(TorchDispatchMode):
         if op == "copy_":
             read = [args[1]]
         moved = sum(map(touched_bytes, read)) + sum(map(touched_bytes, written))
-        self.add(op, bytes=_corrected(op, moved, args, outputs), **_work(op, args), count=_count(op, args))
+        self.add(op, bytes=_corrected(op, moved, args, outputs), **_work(op, args), launches=_launches(op, args))
         return out
 
 
@@ -120,7 +120,7 @@ def _tensors(value: Any) -> Iterator[Tensor]:
             yield from _tensors(each)
 
 
-def _count(op: str, args: Any) -> int:
+def _launches(op: str, args: Any) -> int:
     """The number of kernels; one of a list has room for the addresses of about 30 tensors of each list."""
     return -(-len(args[0]) // 30) if op.startswith("_foreach") else BACKWARD_KERNELS.get(op, 1)
 
@@ -147,28 +147,30 @@ def _corrected(op: str, moved: int, args: Any, outputs: list[Tensor]) -> int:
 
 
 def _line_of_frame() -> str:
-    frame = sys._getframe(2)
+    """The line of the package that is running."""
+    frame, lines = sys._getframe(2), []
     while frame is not None:
-        if line := _shown(frame.f_code.co_filename, frame.f_lineno):
-            return line
+        lines.append((frame.f_code.co_filename, frame.f_lineno))
         frame = frame.f_back
-    return ""
+    return _first_shown(lines)
 
 
-def _line_of_forward(node: Any) -> str | None:
+def _line_of_forward(node: Any) -> str:
     """The line that created a node of the graph, from the traceback of anomaly detection."""
-    for entry in reversed(node.metadata.get("traceback_", [])):
-        for text in reversed(entry.splitlines()):
-            if text.lstrip().startswith("File ") and "megatron_lite" in text:
-                file, number, *_ = text.strip().removeprefix("File ").split(", ")
-                if line := _shown(file.strip('"'), number.removeprefix("line ")):
-                    return line
-    return None
+    lines = []
+    for text in reversed("".join(node.metadata.get("traceback_", [])).splitlines()):
+        if text.startswith('  File "'):
+            file, number, *_ = text.removeprefix('  File "').split(", ")
+            lines.append((file.rstrip('"'), int(number.removeprefix("line "))))
+    return _first_shown(lines)
 
 
-def _shown(file: str, number: Any) -> str:
-    _, found, inside = file.rpartition("megatron_lite/")
-    return f"{inside}:{number}" if found and not inside.startswith("plan/") else ""
+def _first_shown(lines: list[tuple[str, int]]) -> str:
+    """The innermost line of the package that calls no shared layer, else the innermost one."""
+    inside = [(file.rpartition("megatron_lite/")[2], number) for file, number in lines if "megatron_lite/" in file]
+    inside = [(file, number) for file, number in inside if not file.startswith("plan/")]
+    chosen = next((entry for entry in inside if entry[0] not in SHARED), inside[0] if inside else ("", 0))
+    return f"{chosen[0]}:{chosen[1]}" if chosen[0] else ""
 
 
 @contextmanager
@@ -185,6 +187,7 @@ def on_gpu(recorder: Recorder) -> Iterator[None]:
 
     implementations = dict.fromkeys(set(IMPLEMENTATIONS) - {"math"}, attention)
     graph = torch.autograd.set_detect_anomaly(True, check_nan=False)  # nodes know their forward's lines
+
     def launch(kernel: str, grid: Any, reads: Any, writes: Any, *numbers: Any, **constants: Any) -> None:
         recorder.add(kernel, bytes=sum(map(touched_bytes, _tensors([reads, writes]))))
 
@@ -207,7 +210,7 @@ def _adamw_step(recorder: Recorder, adam: AdamW) -> None:
     tensors = [param for group in adam.param_groups for param in group["params"] if param.grad is not None]
     moved = sum(3 * 2 * touched_bytes(param) + touched_bytes(param.grad) for param in tensors)  # type: ignore[arg-type]
     # A launch has room for the addresses of about 30 tensors of each list.
-    recorder.add("adamw", bytes=moved, count=-(-len(tensors) // 30))
+    recorder.add("adamw", bytes=moved, launches=-(-len(tensors) // 30))
 
 
 class _FusedRMSNorm(torch.autograd.Function):
@@ -227,7 +230,7 @@ class _FusedRMSNorm(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         with ctx.recorder.paused():
             grads = torch.empty_like(x), torch.empty_like(weight)
-        ctx.recorder.add("rms_norm", bytes=5 * touched_bytes(x), count=2)
+        ctx.recorder.add("rms_norm", bytes=5 * touched_bytes(x), launches=2)
         return None, *grads
 
 
@@ -251,7 +254,7 @@ class _FusedAttention(torch.autograd.Function):
         with ctx.recorder.paused():
             grads = [torch.empty_like(tensor) for tensor in (query, key, value)]
         moved = sum(map(touched_bytes, (query, key, value, out, grad, *grads)))
-        ctx.recorder.add("attention", kind="attention backward", bytes=moved, flops=5 * ctx.products, count=3)
+        ctx.recorder.add("attention", kind="attention backward", bytes=moved, flops=5 * ctx.products, launches=3)
         return None, None, *grads
 
 

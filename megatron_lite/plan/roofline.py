@@ -30,11 +30,11 @@ class Trace(NamedTuple):
 
 
 def trace_step(config: Config, *, rank: int = 0, world_size: int | None = None) -> Trace:
-    """The kernels of one rank of a layout. `world_size`: that of one model, if None."""
-    parallel = config.parallel
-    smallest = parallel.tensor * parallel.context * parallel.pipeline
-    recorder, count = Recorder(), 2 * parallel.pipeline
-    with on_gpu(recorder), fake_rank(config, rank, world_size or smallest) as run:
+    """The kernels of one rank of a layout, on a GPU. `world_size`: that of one model, if None."""
+    if config.model.fusion == "auto":
+        config = config.model_copy(update={"model": config.model.model_copy(update={"fusion": "on"})})
+    recorder, count = Recorder(), 2 * config.parallel.pipeline
+    with on_gpu(recorder), fake_rank(config, rank, world_size or size_of_model(config)) as run:
         recorder.kernels.clear()
         run.progress = recorder.progress
         train_step(run, [empty_batch(config)] * count)
@@ -47,6 +47,11 @@ def trace_step(config: Config, *, rank: int = 0, world_size: int | None = None) 
         optimizer=[kernel for kernel, phase in by_phase if len(phase) == 1],
         parameters=parameters,
     )
+
+
+def size_of_model(config: Config) -> int:
+    """The number of ranks that hold one model."""
+    return config.parallel.tensor * config.parallel.context * config.parallel.pipeline
 
 
 def _phase(kernel: Kernel) -> tuple[str, int] | tuple[str]:
@@ -62,7 +67,7 @@ def seconds(kernel: Kernel, device: Device) -> float:
         "attention forward": device.attention_forward,
         "attention backward": device.attention_backward,
     }.get(kernel.kind, device.product)
-    return max(kernel.flops / rate, kernel.bytes / device.memory, device.kernel_seconds * kernel.count)
+    return max(kernel.flops / rate, kernel.bytes / device.memory, device.kernel_seconds * kernel.launches)
 
 
 @dataclass(frozen=True)
@@ -83,16 +88,15 @@ def predict(config: Config, trace: Trace, device: Device) -> Prediction:
     kernels = [*trace.forward, *trace.backward]
     for kernel in kernels:
         by_kind[kernel.kind] += seconds(kernel, device)
-    parallel, length = config.parallel, config.data.seq_length
+    length = config.data.seq_length
     tokens = length * config.train.micro_batch_size
-    ranks = parallel.tensor * parallel.context * parallel.pipeline
-    flops = flops_per_token(config.model, length, config.data.decoder_seq_length) * tokens / ranks
+    flops = flops_per_token(config.model, length, config.data.decoder_seq_length) * tokens / size_of_model(config)
     total = sum(by_kind.values())
     return Prediction(
         micro_batch=total,
         optimizer=sum(seconds(kernel, device) for kernel in trace.optimizer),
         by_kind=dict(by_kind),
-        kernels=sum(kernel.count for kernel in kernels),
+        kernels=sum(kernel.launches for kernel in kernels),
         flops=flops,
         mfu=flops / total / device.peak,
     )
@@ -128,15 +132,35 @@ def _tally(config: Config, layers: int) -> tuple[dict[tuple[str, bool, str, str]
     for kernel in (*trace.forward, *trace.backward):
         key = (kernel.kind, kernel.is_backward, kernel.op, kernel.line)
         count, moved = tally.get(key, (0, 0))
-        tally[key] = count + kernel.count, moved + kernel.bytes
+        tally[key] = count + kernel.launches, moved + kernel.bytes
     return tally, {"fp32": 4, "fp64": 8}.get(config.train.precision, 2)
 
 
-def by_line(kernels: Iterable[Kernel], device: Device) -> list[tuple[float, int, int, int, str, str]]:
-    """Seconds, kernels, bytes, FLOPs, operation and line of each pair of the last two, the slowest first."""
-    rows: dict[tuple[str, str], list[float]] = defaultdict(lambda: [0.0, 0, 0, 0])
+class Row(NamedTuple):
+    """The kernels of one operation at one source line."""
+
+    seconds: float
+    op: str
+    line: str
+    kind: str
+    launches: int
+    bytes: int
+    flops: int
+    bound: str  # what takes the longest: products, memory or launches
+
+
+def by_line(kernels: Iterable[Kernel], device: Device) -> list[Row]:
+    """The operations by source line, the slowest first."""
+    groups: dict[tuple[str, str, str], list[Kernel]] = defaultdict(list)
     for kernel in kernels:
-        row = rows[kernel.op, kernel.line]
-        for place, value in enumerate((seconds(kernel, device), kernel.count, kernel.bytes, kernel.flops)):
-            row[place] += value
-    return sorted(((*values, *key) for key, values in rows.items()), reverse=True)  # type: ignore[misc]
+        groups[kernel.op, kernel.line, kernel.kind].append(kernel)
+    rows = []
+    for (op, line, kind), group in groups.items():
+        total, launches = sum(seconds(kernel, device) for kernel in group), sum(kernel.launches for kernel in group)
+        moved, flops = sum(kernel.bytes for kernel in group), sum(kernel.flops for kernel in group)
+        shares = {"memory": moved / device.memory, "launches": launches * device.kernel_seconds}
+        bound = max(shares, key=lambda name: shares[name])
+        rows.append(
+            Row(total, op, line, kind, launches, moved, flops, bound if shares[bound] > 0.99 * total else "products")
+        )
+    return sorted(rows, key=lambda row: -row.seconds)

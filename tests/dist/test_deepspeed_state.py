@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 from megatron_lite.config.schema import Config
 from megatron_lite.ddp.local_shard import LocalShard
+from megatron_lite.engines import deepspeed as deepspeed_file
 from megatron_lite.launch.pool import RanksFailed
 from megatron_lite.model import build
-from megatron_lite.optim import deepspeed as deepspeed_file
 from megatron_lite.parallel.collectives import all_reduce
 from megatron_lite.parallel.embedding import VocabParallelEmbedding
 from megatron_lite.parallel.linear import ColumnParallelLinear

@@ -7,7 +7,7 @@ from unittest import mock
 import pytest
 
 from megatron_lite.checkpoint.saver import Saver
-from megatron_lite.optim import deepspeed as deepspeed_file
+from megatron_lite.engines import deepspeed as deepspeed_file
 from megatron_lite.training.checkpointing import save_run
 from megatron_lite.training.initialize import finalize_megatron, initialize_megatron
 from megatron_lite.training.setup import setup_model_and_optimizer

@@ -19,10 +19,10 @@ from megatron_lite.data.loader import Batch, make_batch, stacked
 from megatron_lite.data.samplers import microbatch_indices
 from megatron_lite.data.samples import sample_maker
 from megatron_lite.data.text_dataset import Sample, SampleMaker
+from megatron_lite.engines import deepspeed as deepspeed_file
 from megatron_lite.model.build import get_model
 from megatron_lite.model.ends import WORD_EMBEDDINGS
 from megatron_lite.model.init import fill
-from megatron_lite.optim import deepspeed as deepspeed_file
 from megatron_lite.parallel.collectives import all_gather
 from megatron_lite.parallel.context import Group, ParallelContext
 from megatron_lite.parallel.random import RngTracker

@@ -53,5 +53,5 @@ def test_all_kernels_compile_for_an_h100(tmp_path):
 def test_a_missing_triton_is_an_error_of_the_config(monkeypatch):
     monkeypatch.setitem(sys.modules, "triton", None)
     monkeypatch.delitem(sys.modules, "megatron_lite.model.fused_triton", raising=False)
-    with pytest.raises(ConfigError, match="model.fusion is on, and Python cannot import triton"):
+    with pytest.raises(ConfigError, match=r"model\.fusion is on, and Python cannot import triton"):
         fused.bias_activation(torch.zeros(1, 1, 4), None, "relu")

@@ -55,28 +55,34 @@ MEMBERS = [
     Member("ddp/sharded.py", "torch.nn:Module", "_parameters"),
     Member("checkpoint/saver.py", "torch:Tensor", "_version"),
     Member("optim/clip.py", "torch", "_foreach_norm"),
+    Member("ddp/local.py", "torch", "_foreach_copy_"),
+    Member("ddp/local.py", "torch", "_foreach_add_"),
+    Member("plan/kernels.py", "torch", "_C"),
+    Member("plan/kernels.py", "torch._C", "_current_autograd_node"),
+    Member("plan/kernels.py", "torch._ops:OpOverload", "_schema"),
+    Member("plan/kernels.py", "sys", "_getframe"),
     Member("training/step.py", "torch", "_foreach_mul_"),
     Member("optim/mixed_precision.py", "torch", "_foreach_mul_"),
     Member("optim/mixed_precision.py", "torch", "_foreach_copy_"),
-    Member("optim/deepspeed.py", "torch", "_foreach_mul_"),
-    Member("optim/deepspeed.py", "deepspeed.utils.mixed_precision_linkage", "_hp_mapping"),
+    Member("engines/deepspeed.py", "torch", "_foreach_mul_"),
+    Member("engines/deepspeed.py", "deepspeed.utils.mixed_precision_linkage", "_hp_mapping"),
     Member(
-        "optim/deepspeed.py",
+        "engines/deepspeed.py",
         "deepspeed.runtime.zero.partition_parameters:Init",
         "_convert_to_zero_parameters",
         "self param_list",
     ),
     *(
-        Member("optim/deepspeed.py", "deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3", name, arguments)
+        Member("engines/deepspeed.py", "deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3", name, arguments)
         for name, arguments in {
             "_swappable_optimizer_subgroup": "self sub_group_id",
             "_optimizer_states_and_gradient_swap_in": "self sub_group_id timer_names",
             "_optimizer_states_and_gradient_swap_out": "self sub_group_id timer_names",
         }.items()
     ),
-    Member("optim/deepspeed.py", "deepspeed.utils.groups", "_release_process_group_references", "group"),
+    Member("engines/deepspeed.py", "deepspeed.utils.groups", "_release_process_group_references", "group"),
     Member(
-        "optim/deepspeed.py",
+        "engines/deepspeed.py",
         "deepspeed.runtime.zero.parameter_offload:DeepSpeedZeRoOffload",
         "_register_deepspeed_module",
         "self module count",

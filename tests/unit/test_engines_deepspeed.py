@@ -11,9 +11,9 @@ import torch
 import megatron_lite
 from megatron_lite.config.load import load_config
 from megatron_lite.config.schema import Config
+from megatron_lite.engines.deepspeed import DeepSpeedOptimizer
+from megatron_lite.engines.deepspeed_settings import TESTED, check_support, settings
 from megatron_lite.errors import ConfigError
-from megatron_lite.optim.deepspeed import DeepSpeedOptimizer
-from megatron_lite.optim.deepspeed_settings import TESTED, check_support, settings
 
 CPU = torch.device("cpu")
 

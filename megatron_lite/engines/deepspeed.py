@@ -19,7 +19,7 @@ import math
 import os
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import replace
 from io import StringIO
@@ -35,9 +35,12 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from megatron_lite.config.schema import Config
 from megatron_lite.ddp.data_parallel import DataParallel, Params, check_gradients
 from megatron_lite.ddp.local_shard import LocalShard, Shards, State
+from megatron_lite.ddp.wrap import check_every_parameter_is_trained, start_equal
+from megatron_lite.engines.deepspeed_settings import check_support, settings
 from megatron_lite.errors import ConfigError
+from megatron_lite.model.build import named_params, param_table
 from megatron_lite.optim.clip import clip_coefficient, global_grad_norm
-from megatron_lite.optim.deepspeed_settings import check_support, settings
+from megatron_lite.optim.engine import Engine
 from megatron_lite.optim.mixed_precision import Optimizer, StepOutcome, count_bytes
 from megatron_lite.optim.param_groups import MOMENTS, allocate_moments, build_adam
 from megatron_lite.optim.scaler import build_scaler
@@ -52,6 +55,19 @@ from megatron_lite.pipeline.p2p import Message
 # By `deepspeed.offload_optimizer`, for the memory report.
 OFFLOADED = {"none": "", "cpu": " (in host memory)", "nvme": " (on disk)"}
 _engines: WeakSet[Any] = WeakSet()
+
+
+def build(config: Config, ctx: ParallelContext, make_model: Callable[[], Sequence[nn.Module]]) -> Engine:
+    """The engine of `parallel.ddp: deepspeed`; see `build_data_parallel`. Collective over the world."""
+    library = DeepSpeed(config, ctx)
+    with library.while_building():
+        model = make_model()
+    params, table = named_params(model), param_table(model)
+    check_every_parameter_is_trained(model, params, table)
+    if config.deepspeed.zero_stage < 3:  # stage 3 has sharded equal values
+        start_equal(params, table, ctx)
+    engine = DeepSpeedOptimizer(library, model[0], params, table)
+    return Engine(model, params, table, engine, engine)
 
 
 class DeepSpeed:

@@ -46,7 +46,8 @@ def _version(text: str) -> list[int]:
 def settings(config: Config, device: torch.device) -> dict[str, Any]:
     """DeepSpeed's config, with every setting that must not be left to its defaults."""
     ours, precision = config.deepspeed, config.train.precision
-    elements = max(2, 2 * int(config.parallel.bucket_mb * 2**20 / 8))  # of fp32; an even number, which DeepSpeed needs
+    megabytes = config.parallel.bucket_mb or 25.0
+    elements = max(2, 2 * int(megabytes * 2**20 / 8))  # of fp32; an even number, which DeepSpeed needs
     places = {"offload_optimizer": ours.offload_optimizer, "offload_param": ours.offload_param}
     offload = {
         name: {"device": place, "pin_memory": device.type == "cuda"}

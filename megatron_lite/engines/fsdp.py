@@ -25,12 +25,18 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
+from megatron_lite.config.schema import Config
 from megatron_lite.ddp.data_parallel import Chunks, DataParallel, Params, check_gradients, only_dtype
 from megatron_lite.ddp.local_shard import LocalShard
 from megatron_lite.errors import TrainingError
 from megatron_lite.parallel.context import Group
 
 LISTS = (nn.ModuleList, nn.ModuleDict)
+
+
+def wrap(config: Config, chunks: Chunks, params: Params, dp: Group, *, grad_dtype: torch.dtype) -> "FullyShardedDDP":
+    """The engine of `parallel.ddp: fsdp`. Collective over dp."""
+    return FullyShardedDDP(chunks, params, dp, grad_dtype=grad_dtype)
 
 
 class FullyShardedDDP(DataParallel):

@@ -13,8 +13,8 @@ from torch.distributed.tensor import DTensor
 from megatron_lite.config.load import load_config
 from megatron_lite.ddp.data_parallel import DataParallel
 from megatron_lite.ddp.finalize import finalize_grads
-from megatron_lite.ddp.fsdp import FullyShardedDDP
 from megatron_lite.ddp.wrap import wrap_ddp
+from megatron_lite.engines.fsdp import FullyShardedDDP
 from megatron_lite.launch.pool import RanksFailed
 from megatron_lite.parallel.context import ParallelContext
 from megatron_lite.parallel.grid import Grid
