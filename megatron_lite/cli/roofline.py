@@ -69,6 +69,7 @@ def summary(trace: "Trace", prediction: "Prediction", device: "Device") -> list[
     return [
         f"device       {device.name}: {device.product / 1e12:.3g} TFLOP/s in products, {device.memory / 1e12:.3g} TB/s",
         f"this rank    {trace.parameters:,} parameters, {prediction.kernels:,} kernels in a micro-batch",
+        f"activations  {trace.kept_bytes / 1e9:.3g} GB kept by the last chunk's forward of a micro-batch",
         f"micro-batch  {prediction.micro_batch * 1e3:.4g} ms predicted: {times}",
         f"optimizer    {prediction.optimizer * 1e3:.4g} ms predicted, once per step",
         f"MFU          {prediction.mfu:.3f} predicted, of {device.peak / 1e12:.4g} TFLOP/s, without the optimizer",

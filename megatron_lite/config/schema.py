@@ -152,8 +152,8 @@ class TrainConfig(Section):
     precision: Literal["fp32", "bf16", "fp16", "fp64"] = "fp32"
     """dtype of weights and activations. `bf16` and `fp16` keep fp32 masters."""
     recompute: Recompute = "none"
-    """Activations that backward recomputes: `selective` attention scores, `full` each block, `full:n` the first n of a
-    stage, `uniform:n` groups of n blocks, `stage` the full stage at once.
+    """What backward recomputes: `activation` the MLP's activation, `selective` attention scores, `full` each block,
+    `full:n` the first n of a stage, `uniform:n` groups of n, `stage` the full stage.
     """
     offload_activations: bool = False
     """Move activations from GPU to host memory between forward and backward."""

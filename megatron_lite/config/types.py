@@ -71,8 +71,8 @@ Offload = Annotated[
 ]
 Recompute = Annotated[
     str,
-    Field(pattern=r"^(none|selective|full|stage|(full|uniform):[1-9][0-9]*)$"),
-    Accepts("none, selective, full, full:n for the first n layers of each stage, uniform:n, or stage"),
+    Field(pattern=r"^(none|activation|selective|full|stage|(full|uniform):[1-9][0-9]*)$"),
+    Accepts("none, activation, selective, full, full:n for the first n layers of each stage, uniform:n, or stage"),
 ]
 if TYPE_CHECKING:
     Preset = str

@@ -320,6 +320,8 @@ def _recompute_failures(config: Config) -> Iterator[str]:
             f"uniform:{most}, or stage"
         )
     recomputes_all = train.recompute in ("full", "stage") or train.recompute_group > 0
+    if train.offload_activations and train.recompute == "activation":
+        yield "train.offload_activations would not move what train.recompute: activation keeps; use only one of them"
     if train.offload_activations and recomputes_all:
         yield (
             f"train.offload_activations has nothing to move with train.recompute: {train.recompute}; use only one of "

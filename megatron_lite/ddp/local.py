@@ -24,7 +24,7 @@ from megatron_lite.errors import TrainingError
 from megatron_lite.parallel.collectives import all_reduce_async
 from megatron_lite.parallel.context import Group
 from megatron_lite.parallel.shard import ParamTable
-from megatron_lite.parallel.weight_grads import has_product_into, product_into
+from megatron_lite.parallel.weight_grads import has_product_into
 
 
 class GradBuffers:
@@ -75,8 +75,9 @@ class LocalDDP(DataParallel):
         for name, parameter in params.items():
             parameter.register_post_accumulate_grad_hook(partial(LocalDDP._accumulate, ddp, name))
             if parameter.dim() == 2 and has_product_into(grad_dtype, parameter):
-                parameter.add_product = partial(LocalDDP._add_product, ddp, name)  # type: ignore[attr-defined]
-        self._products: dict[str, list[int]] = defaultdict(list)  # addresses of the tensors of `_add_product`
+                parameter.add_grad = partial(LocalDDP._add_grad, ddp, name)  # type: ignore[attr-defined]
+        # For each tensor that `_add_grad` has returned, its address and whether it has values.
+        self._written: dict[str, list[tuple[int, bool]]] = defaultdict(list)
         self._vectors: dict[str, Tensor] = {}  # gradients of vectors that are not added yet
         self.main_grads = self._owned_grads(self._current)
         self.zero_grad()
@@ -113,8 +114,8 @@ class LocalDDP(DataParallel):
                 f"{name} got another gradient after its last one, when its sum over dp may have started; "
                 "call begin_backward before every backward, with is_last in a chunk's last one only"
             )
-        if name in self._products:
-            self._check_product(name, parameter.grad)
+        if self._is_written(name, parameter.grad):
+            pass
         elif parameter.dim() == 1:
             self._vectors[name] = parameter.grad
         elif name in step.filled:
@@ -128,23 +129,27 @@ class LocalDDP(DataParallel):
             while step.next_is_complete():
                 self._start_next_bucket()
 
-    def _add_product(self, name: str, a: Tensor, b: Tensor) -> Tensor:
-        """Add the product a b to a gradient; returns a tensor without values, for which autograd calls the hook."""
+    def _add_grad(
+        self, name: str, write: Callable[..., None], returned: Tensor | None = None, *, has_values: bool = False
+    ) -> Tensor | None:
+        """Let a layer write into a gradient; see `weight_grads.AddGrad`."""
         step = self._current
-        product_into(step.grads[name], a, b, overwrite=name not in step.filled)
+        write(step.grads[name], overwrite=name not in step.filled)
         step.filled.add(name)
-        empty = torch.empty_like(self._params[name])
-        self._products[name].append(empty.data_ptr())
-        return empty
+        if returned is not None:
+            self._written[name].append((returned.data_ptr(), has_values))
+        return returned
 
-    def _check_product(self, name: str, grad: Tensor) -> None:
-        """Raise TrainingError if autograd has added another gradient to the one without values."""
-        memory = self._products.pop(name)
-        if len(memory) == 1 and (grad.data_ptr() != memory[0] or grad._version > 0):
+    def _is_written(self, name: str, grad: Tensor) -> bool:
+        """Whether layers have written all of a gradient, and `grad` consists of the tensors that they returned."""
+        returned = self._written.pop(name, [])
+        if len(returned) == 1 and (grad.data_ptr() != returned[0][0] or grad._version > 0) and not returned[0][1]:
             raise TrainingError(
                 f"{name} belongs to a parallel layer, and another operation uses it in the same forward; call "
                 "megatron_lite.parallel.linear.column_parallel_linear instead of the layer"
             )
+        is_alone = len(returned) == 1 and grad.data_ptr() == returned[0][0] and grad._version == 0
+        return is_alone or any(not has_values for _, has_values in returned)
 
     def _add_vectors(self) -> None:
         """Add the gradients of biases and norms that have arrived. One kernel does it for many of them."""

@@ -4,6 +4,7 @@
 [s, b, h], at tp 1 with f = 4h (Korthikanti et al., arXiv 2205.05198, table 2):
 
     none        34 + 5 n s / h   all activations that backward reads
+    activation  26               all but the output of the MLP's activation, which is computed twice
     selective   34               all but the scores; core attention is recomputed, 2.7% more work at the sizes of GPT-3
     full        2                the inputs; the full forward is recomputed, a third more work
     full:n                       full in the first n blocks of a pipeline stage, none in the others

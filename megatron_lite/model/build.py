@@ -53,6 +53,7 @@ def get_model(config: Config, ctx: ParallelContext, rng: RngTracker, *, dtype: t
         dtype=dtype,
         device=torch.device("meta"),
         fusion=fusion_kind(config.model.fusion, ctx.device, dtype),
+        activation_recompute=config.train.recompute == "activation",
         selective_recompute=config.train.recompute == "selective",
         full_recompute_layers=config.train.full_recompute_layers,
         recompute_group=config.train.recompute_group,

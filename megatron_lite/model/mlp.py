@@ -4,6 +4,8 @@ The up matrix is column-parallel and the down matrix row-parallel, so each rank 
 all-reduce sums the result. Source: Shoeybi et al., arXiv 1909.08053, section 3.
 """
 
+from contextlib import nullcontext
+from functools import partial
 from math import sqrt
 
 from torch import Tensor, nn
@@ -13,6 +15,7 @@ from megatron_lite.model import fused
 from megatron_lite.model.fusion import bias_activation, compiled
 from megatron_lite.model.options import LayerOptions
 from megatron_lite.parallel.linear import ColumnParallelLinear, RowParallelLinear
+from megatron_lite.parallel.recompute import recomputed
 
 IMPLEMENTATIONS = {
     "off": bias_activation,
@@ -27,6 +30,7 @@ class MLP(nn.Module):
     def __init__(self, config: ModelConfig, options: LayerOptions):
         super().__init__()
         self.activation = config.activation
+        self.recomputes = options.activation_recompute
         self.bias_activation = IMPLEMENTATIONS[options.fusion]
         h, f = config.hidden_size, config.ffn_size
         parts = (f, f) if config.has_gate else ()
@@ -42,4 +46,7 @@ class MLP(nn.Module):
         Communicates: forward one all-reduce of [s, b, h] over tp, backward one more.
         """
         wide, bias = self.linear_fc1(x)
-        return self.linear_fc2(self.bias_activation(wide, bias, self.activation))
+        narrow = self.bias_activation(wide, bias, self.activation)
+        again = partial(self.bias_activation, wide.detach(), bias, self.activation)
+        with recomputed(narrow, again) if self.recomputes else nullcontext():
+            return self.linear_fc2(narrow)

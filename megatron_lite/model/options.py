@@ -24,6 +24,7 @@ class LayerOptions:
     device: torch.device
     fusion: Fusion  # of the operations between matrix products
     context_mode: str = "ring"
+    activation_recompute: bool = False  # the MLP's
     selective_recompute: bool = False  # core attention
     full_recompute_layers: float = 0  # in the first blocks of a stage
     recompute_group: int = 0  # blocks that are recomputed together; 0: none

@@ -5,6 +5,8 @@ Under sequence parallelism each rank gets its slice of the sum.
 Sources: Shoeybi et al., Megatron-LM, arXiv 1909.08053, section 3; Korthikanti et al., arXiv 2205.05198, section 4.2.2.
 """
 
+from functools import partial
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -12,6 +14,38 @@ from torch import Tensor, nn
 from megatron_lite.parallel.collectives import output_reduction
 from megatron_lite.parallel.context import Group
 from megatron_lite.parallel.shard import ParamMeta, Shard, allocate
+
+
+class _Lookup(torch.autograd.Function):
+    """A lookup whose backward adds the rows of the gradient to `main_grad`, without a gradient of the full table."""
+
+    @staticmethod
+    def forward(ctx, ids: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(ids)
+        ctx.weight = weight
+        return F.embedding(ids, weight)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[None, Tensor]:  # type: ignore[override]
+        (ids,) = ctx.saved_tensors
+        write = partial(_rows_into, ids=ids.reshape(-1), rows=grad.reshape(-1, grad.shape[-1]))
+        # Zeros, because another operation may use the table, and autograd adds its gradient.
+        return None, ctx.weight.add_grad(write, torch.zeros_like(ctx.weight), has_values=True)
+
+
+def _rows_into(total: Tensor, *, ids: Tensor, rows: Tensor, overwrite: bool) -> None:
+    """Add each row to that of its id in `total`, in an order that does not change between runs."""
+    if overwrite:
+        total.zero_()
+    if total.device.type != "cpu":
+        # On a GPU index_add_ adds rows of one id in any order. So these are summed first, as in torch's own backward.
+        ordered, _ = ids.sort()
+        number = (ordered != ordered.roll(1)).index_fill_(0, ids.new_zeros(1), True).cumsum(0) - 1  # of each id
+        place = torch.searchsorted(ordered, ids)
+        count = len(ids)
+        rows = torch.ops.aten.embedding_dense_backward(rows, number[place], count, -1, False)
+        ids = torch.zeros_like(ids).scatter_(0, number, ordered)  # after the last one zeros, and rows of zeros
+    total.index_add_(0, ids, rows.to(total.dtype))
 
 
 class VocabParallelEmbedding(nn.Module):
@@ -42,10 +76,11 @@ class VocabParallelEmbedding(nn.Module):
         Communicates: forward, one all-reduce of [..., h] over tp; with sequence_parallel a reduce-scatter, and an
         all-gather in backward.
         """
+        lookup = _Lookup.apply if hasattr(self.weight, "add_grad") else F.embedding
         if self.tp.size == 1:
-            return F.embedding(ids, self.weight)
+            return lookup(ids, self.weight)
         num_rows = self.weight.shape[0]
         local = ids - self.tp.rank * num_rows
         elsewhere = (local < 0) | (local >= num_rows)
-        rows = F.embedding(local.masked_fill(elsewhere, 0), self.weight)
+        rows = lookup(local.masked_fill(elsewhere, 0), self.weight)
         return self.reduce_output(rows.masked_fill(elsewhere.unsqueeze(-1), 0), self.tp)

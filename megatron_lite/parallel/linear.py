@@ -10,6 +10,7 @@ Sources: Shoeybi et al., Megatron-LM, arXiv 1909.08053, section 3; Korthikanti e
 """
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -26,7 +27,7 @@ from megatron_lite.parallel.collectives import (
 )
 from megatron_lite.parallel.context import Group, solo
 from megatron_lite.parallel.shard import ParamMeta, Shard, allocate
-from megatron_lite.parallel.weight_grads import backward_is_split, defer, weight_gradient
+from megatron_lite.parallel.weight_grads import backward_is_split, defer, product_into, weight_gradient
 
 
 def _start_sum(grad_x: Tensor, ctx) -> tuple[Tensor, Callable[[], object]]:
@@ -42,10 +43,10 @@ class _ColumnLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx, x: Tensor, weight: Tensor, bias: Tensor | None, tp: Group, sequence_parallel: bool, of_layer: bool
+        ctx, x: Tensor, weight: Tensor, bias: Tensor | None, tp: Group, sequence_parallel: bool, is_tied: bool
     ) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.add_product = getattr(weight, "add_product", None) if of_layer else None
+        ctx.add_grad, ctx.is_tied = getattr(weight, "add_grad", None), is_tied
         ctx.tp, ctx.sequence = tp, tp if sequence_parallel else solo()
         return F.linear(all_gather(x, ctx.sequence, dim=0), weight, bias)
 
@@ -62,7 +63,10 @@ class _ColumnLinear(torch.autograd.Function):
             grad_x, wait_for_sum = _start_sum((by_token @ weight).view(*grad.shape[:-1], x.shape[-1]), ctx)
         if need_weight:
             wait_for_x()
-            grad_weight = weight_gradient(ctx.add_product, [(by_token, x)])
+            if ctx.is_tied and ctx.add_grad is not None:  # the lookup, later in this backward, calls the hooks
+                ctx.add_grad(partial(product_into, a=by_token.t(), b=x.reshape(-1, x.shape[-1])))
+            else:
+                grad_weight = weight_gradient(weight, ctx.add_grad, [(by_token, x)])
         if need_bias:
             grad_bias = by_token.sum(0)
         wait_for_sum()
@@ -97,7 +101,7 @@ def column_parallel_linear(
 ) -> Tensor:
     """x times this rank's columns of A; also the head that shares the word embedding's weight.
 
-    The weight gradient is not deferred, and goes through autograd: the word embedding adds to it in the same backward.
+    The weight is that of an embedding, whose lookup is in the same forward; its gradient is never deferred.
 
         x        [..., i]      the same on every rank of tp; with sequence_parallel its slice of dim 0
         weight   [o/tp, i]
@@ -107,19 +111,23 @@ def column_parallel_linear(
     Communicates: backward, one all-reduce of x's gradient over tp, overlapped with the weight gradient. With
     sequence_parallel an all-gather of x in forward and backward, and a reduce-scatter of its gradient.
     """
-    if tp.size == 1:
+    return _column_linear(x, weight, bias, tp, sequence_parallel, is_tied=True)
+
+
+def _column_linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None, tp: Group, sequence_parallel: bool, *, is_tied: bool
+) -> Tensor:
+    if tp.size == 1 and not hasattr(weight, "add_grad"):
         return F.linear(x, weight, bias)
-    return _ColumnLinear.apply(x, weight, bias, tp, sequence_parallel, False)  # type: ignore[return-value]
+    return _ColumnLinear.apply(x, weight, bias, tp, sequence_parallel, is_tied)  # type: ignore[return-value]
 
 
 def _linear(x: Tensor, weight: nn.Parameter, bias: Tensor | None, tp: Group, sequence_parallel: bool) -> Tensor:
     """`column_parallel_linear` for a layer, whose weight gradient can be deferred."""
     # Without an input gradient, as for data, a split backward would have no graph.
     if backward_is_split() and x.requires_grad and weight.requires_grad:
-        return _SplitLinear.apply(x, (weight,), bias, tp, sequence_parallel, True)  # type: ignore[return-value]
-    if hasattr(weight, "add_product"):
-        return _ColumnLinear.apply(x, weight, bias, tp, sequence_parallel, True)  # type: ignore[return-value]
-    return column_parallel_linear(x, weight, bias, tp, sequence_parallel)
+        return _SplitLinear.apply(x, (weight,), bias, tp, sequence_parallel, False)  # type: ignore[return-value]
+    return _column_linear(x, weight, bias, tp, sequence_parallel, is_tied=False)
 
 
 class ColumnParallelLinear(nn.Module):

@@ -11,6 +11,8 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import TypeVar
 
 import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 from megatron_lite.parallel.random import RngTracker
@@ -35,6 +37,22 @@ class _AsInForward(AbstractContextManager):
 
     def __exit__(self, *error: object) -> None:
         self._leave.close()
+
+
+def recomputed(output: Tensor, compute: Callable[[], Tensor]) -> saved_tensors_hooks:
+    """A context around an operation that would keep `output` for backward: backward calls `compute` instead.
+
+    `compute` returns the same values without a graph. Megatron-core's CheckpointWithoutOutput does the same.
+    """
+    storage = output.untyped_storage()._cdata  # on the meta device all addresses are 0
+
+    def pack(x: Tensor) -> Tensor | torch.Size:
+        return x.shape if x.untyped_storage()._cdata == storage else x
+
+    def unpack(packed: Tensor | torch.Size) -> Tensor:
+        return packed if isinstance(packed, Tensor) else compute().view(packed)
+
+    return saved_tensors_hooks(pack, unpack)
 
 
 def recompute(function: Callable[..., Result], *args: object, rng: RngTracker) -> Result:

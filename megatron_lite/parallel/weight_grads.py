@@ -11,7 +11,8 @@ thread-locals and context variables are missing.
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from functools import partial
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -80,27 +81,39 @@ class _WeightGrad(torch.autograd.Function):
     @staticmethod
     def forward(ctx, weight: Tensor, sequence: Group, *products: Tensor) -> Tensor:
         ctx.save_for_backward(*products)
-        ctx.add_product, ctx.sequence = getattr(weight, "add_product", None), sequence
+        ctx.weight, ctx.sequence, ctx.add_grad = weight, sequence, getattr(weight, "add_grad", None)
         return weight.new_empty(())
 
     @staticmethod
     def backward(ctx, _: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         saved = ctx.saved_tensors
         pairs = [(grad, all_gather(x, ctx.sequence, dim=0)) for grad, x in zip(saved[::2], saved[1::2], strict=True)]
-        return weight_gradient(ctx.add_product, pairs), None, *(None for _ in saved)
+        return weight_gradient(ctx.weight, ctx.add_grad, pairs), None, *(None for _ in saved)
 
 
-def weight_gradient(
-    add_product: Callable[[Tensor, Tensor], Tensor] | None, pairs: list[tuple[Tensor, Tensor]]
-) -> Tensor:
-    """The sum of grad^T x over the pairs of grad [tokens, o] and x [..., i], for autograd.
+class AddGrad(Protocol):
+    """`weight.add_grad`, which a data-parallel engine may set. It saves a pass over memory, and the rounding to the
+    weight's dtype."""
 
-    A data-parallel engine may set a weight's `add_product`, which adds a product to `main_grad` at once. That saves a
-    pass over memory, and the rounding to the weight's dtype. Autograd gets a tensor without values, for its hooks.
-    """
+    def __call__(
+        self, write: Callable[..., None], returned: Tensor | None = None, *, has_values: bool = False
+    ) -> Tensor | None:
+        """Call `write(total, overwrite=)`, which writes a gradient into `main_grad` or adds it.
+
+        Returns `returned`, for autograd, which then calls the weight's hooks: zeros, or a tensor without values if all
+        uses of the weight add their gradients here.
+        """
+
+
+def weight_gradient(weight: Tensor, add_grad: AddGrad | None, pairs: list[tuple[Tensor, Tensor]]) -> Tensor | None:
+    """The sum of grad^T x over the pairs of grad [tokens, o] and x [..., i]. With `add_grad` it is in `main_grad`, and
+    autograd gets a tensor without values, for its hooks."""
     products = [(grad.t(), x.reshape(-1, x.shape[-1])) for grad, x in pairs]
-    if add_product is not None:
-        return [add_product(*product) for product in products][-1]
+    if add_grad is not None:
+        for a, b in products[1:]:
+            add_grad(partial(product_into, a=a, b=b))
+        a, b = products[0]
+        return add_grad(partial(product_into, a=a, b=b), torch.empty_like(weight))
     grads = [a @ b for a, b in products]
     return sum(grads[1:], start=grads[0])
 
@@ -112,7 +125,7 @@ def has_product_into(total_dtype: torch.dtype, weight: Tensor) -> bool:
     return weight.device.type != "cpu" and hasattr(torch.ops.aten.addmm, "dtype_out")
 
 
-def product_into(total: Tensor, a: Tensor, b: Tensor, *, overwrite: bool) -> None:
+def product_into(total: Tensor, *, a: Tensor, b: Tensor, overwrite: bool) -> None:
     """total [o, i] = a b, or total += a b; accumulated in the dtype of `total`."""
     options: dict[str, Any] = {} if total.dtype == a.dtype else {"out_dtype": total.dtype}
     if overwrite:

@@ -50,8 +50,11 @@ def fake_rank(config: Config, rank: int, world_size: int, device: torch.device =
 def empty_batch(config: Config, device: torch.device = META) -> Batch:
     """A micro-batch of this rank of dp; on the meta device without values."""
     shape = (config.train.micro_batch_size, config.data.seq_length)
-    tokens = torch.zeros(shape, dtype=torch.int64, device=device)
-    return Batch(tokens, tokens, torch.ones(shape, device=device))
+    tokens = labels = torch.zeros(shape, dtype=torch.int64, device=device)
+    if config.model.architecture != "encoder_decoder":
+        return Batch(tokens, labels, torch.ones(shape, device=device))
+    labels = torch.zeros(shape[0], config.data.decoder_length, dtype=torch.int64, device=device)
+    return Batch(tokens, labels, torch.ones(labels.shape, device=device), decoder_tokens=labels)
 
 
 class ReadsZeros(TorchFunctionMode):

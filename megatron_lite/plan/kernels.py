@@ -83,8 +83,8 @@ class Recorder(TorchDispatchMode):
         is_in_place = func._schema.is_mutable and "out" not in (kwargs or {})
         written = list(_tensors(args[0])) if is_in_place else outputs
         read = [] if op in OVERWRITING else list({id(tensor): tensor for tensor in inputs}.values())
-        if op == "copy_":
-            read = [args[1]]
+        if op in ("copy_", "_foreach_copy_"):
+            read = list(_tensors(args[1]))
         moved = sum(map(touched_bytes, read)) + sum(map(touched_bytes, written))
         self.add(op, bytes=_corrected(op, moved, args, outputs), **_work(op, args), launches=_launches(op, args))
         return out
@@ -141,6 +141,8 @@ def _corrected(op: str, moved: int, args: Any, outputs: list[Tensor]) -> int:
         return 2 * touched_bytes(args[0]) + touched_bytes(outputs[0])
     if op == "native_layer_norm_backward":  # the kernel of weight and bias reads gradient and input again
         return moved + touched_bytes(args[0]) + touched_bytes(args[1])
+    if op == "index_add_":  # reads and writes only the rows of the indices
+        return 3 * touched_bytes(args[3])
     if op in ("gather", "scatter_add_"):
         return 3 * touched_bytes(next(tensor for tensor in _tensors(args) if tensor.dtype == torch.int64))
     return moved

@@ -12,20 +12,27 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
 from megatron_lite.config.flops import flops_per_token
 from megatron_lite.config.schema import Config
+from megatron_lite.parallel.dtypes import PRECISIONS
 from megatron_lite.plan.devices import Device
-from megatron_lite.plan.fake_world import empty_batch, fake_rank
+from megatron_lite.plan.fake_world import META, empty_batch, fake_rank
 from megatron_lite.plan.kernels import Kernel, Recorder, on_gpu
-from megatron_lite.training.step import train_step
+from megatron_lite.training.run import Run
+from megatron_lite.training.step import message_of, train_step
 
 
 class Trace(NamedTuple):
-    """The kernels of a step on one rank, and its model."""
+    """The kernels of a step on one rank, what a forward keeps, and the model."""
 
     forward: list[Kernel]  # of one micro-batch, after the first
     backward: list[Kernel]
     optimizer: list[Kernel]  # and everything else that a step does once
+    kept_bytes: int  # by the forward of one micro-batch, for its backward
     parameters: int  # on this rank
 
 
@@ -38,15 +45,38 @@ def trace_step(config: Config, *, rank: int = 0, world_size: int | None = None) 
         recorder.kernels.clear()
         run.progress = recorder.progress
         train_step(run, [empty_batch(config)] * count)
+        kernels, kept = list(recorder.kernels), kept_bytes(run, config)
         parameters = sum(parameter.numel() for parameter in run.params.values())
-    last = {phase for phase in map(_phase, recorder.kernels) if phase[1:2] == (count - 1,)}
-    by_phase = [(kernel, _phase(kernel)) for kernel in recorder.kernels]
+    last = {phase for phase in map(_phase, kernels) if phase[1:2] == (count - 1,)}
+    by_phase = [(kernel, _phase(kernel)) for kernel in kernels]
     return Trace(
         forward=[kernel for kernel, phase in by_phase if phase in last and phase[0] == "F"],
         backward=[kernel for kernel, phase in by_phase if phase in last and phase[0] in "BIW"],
         optimizer=[kernel for kernel, phase in by_phase if len(phase) == 1],
+        kept_bytes=kept,
         parameters=parameters,
     )
+
+
+def kept_bytes(run: Run, config: Config) -> int:
+    """The bytes of the activations that the forward of the last chunk keeps, each storage once."""
+    own = {parameter.untyped_storage()._cdata for parameter in run.params.values()}
+    kept: dict[int, int] = {}
+
+    def pack(x: Tensor) -> Tensor:
+        storage = x.untyped_storage()
+        if storage._cdata not in own:
+            kept[storage._cdata] = storage.nbytes()
+            alive.append(x)  # a freed storage would give its number to another one
+        return x
+
+    alive: list[Tensor] = []
+    message, batch = message_of(config, empty_batch(config), META), empty_batch(config)
+    is_first = len(run.model) == run.ctx.pp.size == 1
+    hidden = () if is_first else (torch.empty(message.shape, dtype=message.dtype, device=META, requires_grad=True),)
+    with saved_tensors_hooks(pack, lambda x: x):
+        alive.append(run.ddp.module(len(run.model) - 1)(batch.tokens, batch.labels, *hidden))
+    return sum(kept.values())
 
 
 def size_of_model(config: Config) -> int:
@@ -90,7 +120,7 @@ def predict(config: Config, trace: Trace, device: Device) -> Prediction:
         by_kind[kernel.kind] += seconds(kernel, device)
     length = config.data.seq_length
     tokens = length * config.train.micro_batch_size
-    flops = flops_per_token(config.model, length, config.data.decoder_seq_length) * tokens / size_of_model(config)
+    flops = flops_per_token(config.model, length, config.data.decoder_length) * tokens / size_of_model(config)
     total = sum(by_kind.values())
     return Prediction(
         micro_batch=total,
@@ -107,6 +137,7 @@ class Layer(NamedTuple):
 
     passes: float  # reads or writes of one [s, b, h] by kernels that memory bounds
     kernels: int
+    kept: float  # bytes for each element of [s, b, h]
     rows: dict[tuple[str, bool, str, str], tuple[int, float]]  # by kind, direction, op and line: kernels and passes
 
 
@@ -120,11 +151,12 @@ def per_layer(config: Config) -> Layer:
         if (count, moved) != before:
             rows[key] = count - before[0], (moved - before[1]) / unit
     passes = sum(moved for (kind, *_), (_, moved) in rows.items() if kind == "memory")
-    return Layer(passes, sum(count for count, _ in rows.values()), rows)
+    elements = config.data.seq_length * config.train.micro_batch_size * config.model.hidden_size
+    return Layer(passes, sum(count for count, _ in rows.values()), (three[2] - two[2]) / elements, rows)
 
 
-def _tally(config: Config, layers: int) -> tuple[dict[tuple[str, bool, str, str], tuple[int, int]], int]:
-    """Kernels and bytes by kind, direction, op and line; and the size of an element."""
+def _tally(config: Config, layers: int) -> tuple[dict[tuple[str, bool, str, str], tuple[int, int]], int, int]:
+    """Kernels and bytes by kind, direction, op and line; the size of an element; and the bytes kept for backward."""
     fields = config.model.model_dump() | {"num_layers": layers, "preset": ""}
     smaller = config.model_copy(update={"model": type(config.model).model_validate(fields)})
     trace = trace_step(smaller)
@@ -133,7 +165,7 @@ def _tally(config: Config, layers: int) -> tuple[dict[tuple[str, bool, str, str]
         key = (kernel.kind, kernel.is_backward, kernel.op, kernel.line)
         count, moved = tally.get(key, (0, 0))
         tally[key] = count + kernel.launches, moved + kernel.bytes
-    return tally, {"fp32": 4, "fp64": 8}.get(config.train.precision, 2)
+    return tally, PRECISIONS[config.train.precision].itemsize, trace.kept_bytes
 
 
 class Row(NamedTuple):

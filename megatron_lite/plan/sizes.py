@@ -113,6 +113,8 @@ def activation_bytes(config: Config, dp: int) -> float:
     chunk = max(layer_counts(model, parallel))
     layers = chunk * parallel.virtual_pipeline
     block = tokens * model.hidden_size * wide * ((10 / tensor if parallel.sequence else 10) + 24 / tensor)
+    if train.recompute == "activation":
+        block -= 2 * tokens * model.ffn_size * wide / tensor
     keeps_scores = parallel.context == 1 or parallel.context_mode == "ulysses"
     if model.attention == "math" and keeps_scores and train.recompute != "selective":
         block += 5 * model.num_heads * length * tokens * wide / tensor

@@ -25,12 +25,12 @@ def test_recomputation_changes_no_bit(kind, attention, dtype):
     """Other dropout masks in backward would give gradients of another network."""
     fields = KINDS[kind] | {"attention": attention}
     want = train(fields, recompute="none", dtype=dtype)
-    for recompute in ("selective", "full", "full:1", "uniform:2", "stage"):
+    for recompute in ("activation", "selective", "full", "full:1", "uniform:2", "stage"):
         assert_same_bits(train(fields, recompute=recompute, dtype=dtype), want)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("recompute", ["none", "selective", "full", "uniform:2", "stage"])
+@pytest.mark.parametrize("recompute", ["none", "activation", "selective", "full", "uniform:2", "stage"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_split_backward_changes_no_bit_and_defers_a_job_for_every_linear_layer(kind, recompute, dtype):
     """A split graph defers every weight gradient except those of the embeddings and of a tied head."""

@@ -57,6 +57,8 @@ MEMBERS = [
     Member("optim/clip.py", "torch", "_foreach_norm"),
     Member("ddp/local.py", "torch", "_foreach_copy_"),
     Member("ddp/local.py", "torch", "_foreach_add_"),
+    Member("ddp/local.py", "torch:Tensor", "_version"),
+    Member("parallel/recompute.py", "torch.storage:UntypedStorage", "_cdata"),
     Member("plan/kernels.py", "torch", "_C"),
     Member("plan/kernels.py", "torch._C", "_current_autograd_node"),
     Member("plan/kernels.py", "torch._ops:OpOverload", "_schema"),

@@ -1,0 +1,195 @@
+"""The roofline of the real step: its arithmetic, and ceilings that a heavier step would exceed.
+
+A pass is one read or write of a bf16 tensor [s, b, h]. The rates of the H100 are those of `plan/devices.py`, with
+FlashAttention 2, so a faster attention kernel cannot hide other work.
+"""
+
+import pytest
+import torch
+
+from megatron_lite.config.flops import flops_per_token
+from megatron_lite.config.schema import Config
+from megatron_lite.errors import ConfigError
+from megatron_lite.plan.devices import NAMES, device_of
+from megatron_lite.plan.fake_world import empty_batch, fake_rank
+from megatron_lite.plan.kernels import Kernel, Recorder, on_gpu
+from megatron_lite.plan.roofline import by_line, per_layer, predict, seconds, trace_step
+from tests.helpers.command import run_here
+
+QUIET = {"hidden_dropout": 0.0, "attention_dropout": 0.0, "vocab_size": 50257, "activation": "gelu_tanh"}
+GPT = {"num_layers": 24, "hidden_size": 2048, "num_heads": 16, "max_position_embeddings": 2048, **QUIET}
+# Model, tokens of a sequence, sequences of a micro-batch.
+CASES = {
+    "llama-7b": ({"preset": "llama-7b", "vocab_size": 32000}, 4096, 1),
+    "gpt-1.3b": (GPT, 2048, 8),
+    "gpt-125m": ({"preset": "gpt-125m", **QUIET}, 1024, 8),
+}
+H100 = device_of("h100", attention="flash2")
+
+
+def case(name: str, recompute: str = "none", **fields) -> Config:
+    model, length, batch = CASES[name]
+    train = {"precision": "bf16", "micro_batch_size": batch, "recompute": recompute}
+    return Config.model_validate({"model": {**model, **fields}, "train": train, "data": {"seq_length": length}})
+
+
+@pytest.mark.parametrize(
+    ("name", "recompute", "passes", "kernels", "kept"),
+    [
+        ("llama-7b", "none", 50, 28, 32.5),
+        ("llama-7b", "activation", 58, 29, 27),
+        ("gpt-1.3b", "none", 45, 30, 32.5),
+        ("gpt-1.3b", "activation", 53, 31, 24.5),
+    ],
+)
+def test_a_layer_stays_below_its_ceilings(name, recompute, passes, kernels, kept):
+    """A new pass over activations, a new kernel or a tensor that backward keeps would exceed them."""
+    layer = per_layer(case(name, recompute))
+    assert passes - 2 < layer.passes <= passes, layer.rows
+    assert layer.kernels <= kernels, layer.rows
+    assert layer.kept <= kept
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_loss_moves_at_most_8_bytes_for_each_logit(name):
+    """6 of the two kernels: a read in forward, a read and a write in backward."""
+    config = case(name, num_layers=1)
+    trace = trace_step(config)
+    moved = sum(k.bytes for k in (*trace.forward, *trace.backward) if k.line.startswith("parallel/loss.py"))
+    logits = config.data.seq_length * config.train.micro_batch_size * config.model.padded_vocab
+    assert 6 <= moved / logits <= 8
+
+
+@pytest.mark.parametrize(("name", "mfu"), [("llama-7b", 0.525), ("gpt-1.3b", 0.50), ("gpt-125m", 0.42)])
+def test_the_predicted_utilisation_stays_above_its_floor(name, mfu):
+    config = case(name)
+    assert predict(config, trace_step(config), H100).mfu >= mfu
+
+
+def test_without_fusion_a_layer_moves_more():
+    """Otherwise the ceilings would not see what they are about."""
+    layer = per_layer(case("llama-7b", fusion="off"))
+    assert layer.passes > 150
+    assert layer.kernels > 60
+
+
+@pytest.mark.parametrize(("name", "layers"), [("llama-7b", 2), ("gpt-1.3b", 3)])
+def test_products_and_attention_have_the_flops_of_the_formula(name, layers):
+    """Backward computes five products of attention for forward's two, where the formula counts four."""
+    config = case(name, num_layers=layers)
+    trace = trace_step(config)
+    tokens = config.data.seq_length * config.train.micro_batch_size
+    kernels = [*trace.forward, *trace.backward]
+    attention = sum(k.flops for k in trace.forward if k.kind == "attention forward")
+    assert sum(k.flops for k in kernels) - attention / 2 == pytest.approx(
+        flops_per_token(config.model, config.data.seq_length) * tokens, rel=1e-12
+    )
+
+
+def test_tensor_parallel_ranks_share_the_work_of_products():
+    layout = {"parallel": {"tensor": 4}}
+    single = case("gpt-1.3b", num_layers=2)
+    sharded = Config.model_validate({**single.model_dump(exclude_defaults=True), **layout})
+    flops = [sum(k.flops for k in trace_step(config, rank=1 % n).forward) for config, n in ((single, 1), (sharded, 4))]
+    assert flops[0] == pytest.approx(4 * flops[1], rel=0.01)  # the vocabulary is padded
+
+
+def test_every_pipeline_stage_can_be_traced():
+    config = case("gpt-125m", num_layers=4)
+    staged = Config.model_validate({**config.model_dump(exclude_defaults=True), "parallel": {"pipeline": 2}})
+    traces = [trace_step(staged, rank=rank) for rank in range(2)]
+    lines = [{kernel.line.split(":")[0] for kernel in (*trace.forward, *trace.backward)} for trace in traces]
+    assert "parallel/embedding.py" in lines[0] - lines[1]
+    assert "parallel/loss.py" in lines[1] - lines[0]
+    assert traces[0].kept_bytes > 0
+
+
+def test_the_optimizer_moves_its_state_once():
+    """Bytes of a bf16 weight: norm 4, AdamW 28 (fp32 gradient, master and moments), rounding 6. Nothing is clipped."""
+    config = case("gpt-125m", num_layers=2)
+    trace = trace_step(config)
+    assert 38 <= sum(k.bytes for k in trace.optimizer) / trace.parameters <= 38.1
+
+
+def kernel(**fields) -> Kernel:
+    plain = {"phase": "F0.0", "is_backward": False, "op": "mm", "kind": "product", "launches": 1, "bytes": 0}
+    return Kernel(**{**plain, "flops": 0, "line": "a.py:1", **fields})
+
+
+def test_a_kernel_takes_as_long_as_its_slowest_resource():
+    assert seconds(kernel(flops=640 * 10**9), H100) == pytest.approx(1e-3)
+    assert seconds(kernel(flops=640 * 10**9, bytes=5_400_000_000), H100) == pytest.approx(2e-3)
+    assert seconds(kernel(kind="memory", launches=4), H100) == pytest.approx(12e-6)
+    assert seconds(kernel(kind="attention forward", flops=300 * 10**9), H100) == pytest.approx(1e-3)
+
+
+def test_rows_of_one_line_add_up_and_name_their_bound():
+    row, other = by_line([kernel(bytes=10**9), kernel(bytes=10**9), kernel(line="b.py:2", flops=10**9)], H100)
+    assert (row.launches, row.bytes, row.bound, row.line) == (2, 2 * 10**9, "memory", "a.py:1")
+    assert (other.bound, other.line) == ("launches", "b.py:2")
+
+
+def test_an_operation_counts_the_bytes_that_it_touches():
+    """An expanded dimension is read once; an operation in place reads and writes; a copy does not read its target."""
+    recorder = Recorder()
+    x, row = torch.empty(8, 4, device="meta"), torch.empty(1, 4, device="meta")
+    with recorder:
+        x + row.expand(8, 4)
+        x.add_(1)
+        x.copy_(row)
+        x.view(4, 8).t()
+        torch.mm(x.t(), x)
+    assert [(k.op, k.bytes // 4, k.flops) for k in recorder.kernels] == [
+        ("add", 32 + 4 + 32, 0),
+        ("add_", 64, 0),
+        ("copy_", 4 + 32, 0),
+        ("mm", 32 + 32 + 16, 2 * 4 * 8 * 4),
+    ]
+
+
+def test_a_step_on_the_meta_device_needs_no_memory_and_reads_zeros():
+    config = case("llama-7b")
+    with on_gpu(Recorder()), fake_rank(config, 0, 1) as run:
+        assert all(parameter.is_meta for parameter in run.params.values())
+        assert empty_batch(config).tokens.sum().item() == 0
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_device_has_a_profile(name):
+    device = device_of(name)
+    assert 0 < device.product <= device.peak
+    assert device.memory > 0
+    assert device.memory_bytes > 2**30
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--device", "h800"], "--device h800 is unknown; use h100, h200, b200, a100, l40s, 4090, v100 or cpu"),
+        (["--attention", "fast"], "--attention fast is unknown; use flash2 or cudnn"),
+        (["--rank", "2"], "--rank 2: one model of this layout has ranks 0 to 0; choose one of them"),
+        (["--out", "x.jpg"], "x.jpg: unknown picture format; use a name that ends in .png or .svg"),
+    ],
+)
+def test_wrong_options_are_explained(arguments, message, tmp_path):
+    done = run_here("roofline", "model.vocab_size=64", *arguments, cwd=tmp_path)
+    assert done.returncode == 2
+    assert message in done.stderr
+
+
+def test_relative_positions_have_no_kernel():
+    config = case("gpt-125m", num_layers=1, position="relative", architecture="encoder_decoder")
+    with pytest.raises(ConfigError, match=r"model\.position is relative: the roofline has no kernel for biases"):
+        trace_step(config)
+
+
+def test_the_command_prints_times_lines_and_draws_a_picture(tmp_path):
+    fields = ["model.preset=gpt-125m", "model.num_layers=2", "train.precision=bf16", "data.seq_length=256"]
+    done = run_here("roofline", *fields, "--device", "a100", "--lines", "3", "--out", "roof.png", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert lines[0].startswith("device       a100: 202 TFLOP/s in products, 1.64 TB/s")
+    assert any(line.startswith("MFU ") and "predicted" in line for line in lines)
+    header = next(at for at, line in enumerate(lines) if line.startswith("ms "))
+    assert len(lines) == header + 5
+    assert (tmp_path / "roof.png").stat().st_size > 10_000
