@@ -39,13 +39,6 @@ if _typing.TYPE_CHECKING:
 
 __version__ = "0.2.0"
 
-# By `parallel.ddp`, the engines that other libraries provide. torch and fsdp have `wrap`, deepspeed has `build`.
-ENGINES = {
-    "torch": "megatron_lite.engines.torch_ddp",
-    "fsdp": "megatron_lite.engines.fsdp",
-    "deepspeed": "megatron_lite.engines.deepspeed",
-}
-
 __all__ = [
     "Config",
     "ConfigError",

@@ -4,6 +4,14 @@ from collections.abc import Iterator
 
 from megatron_lite.config.schema import Config, DeepSpeedConfig, SyncConfig
 
+# The modules of the engines outside of the core, by `parallel.ddp`. They have `wrap`; deepspeed, which is the optimizer
+# too, has `build`.
+ENGINES = {
+    "torch": "megatron_lite.engines.torch_ddp",
+    "fsdp": "megatron_lite.engines.fsdp",
+    "deepspeed": "megatron_lite.engines.deepspeed",
+}
+
 
 def engine_failures(config: Config) -> Iterator[str]:
     """A message for each broken rule of this file."""

@@ -5,7 +5,7 @@ from importlib import import_module
 
 import torch
 
-from megatron_lite import ENGINES
+from megatron_lite.config.engines import ENGINES
 from megatron_lite.config.schema import Config
 from megatron_lite.ddp.data_parallel import Chunks, DataParallel, Params
 from megatron_lite.ddp.delayed import DelayedDDP
@@ -31,7 +31,7 @@ def wrap_ddp(
     if sync.mode == "delayed":
         dp = duplicate_group(dp, config.train.comm_timeout)
         return DelayedDDP(chunks, params, table, dp, delay=sync.delay, **common)
-    if parallel.ddp in ("torch", "fsdp") and dp.size > 1:
+    if parallel.ddp != "local" and dp.size > 1:
         return import_module(ENGINES[parallel.ddp]).wrap(config, chunks, params, dp, grad_dtype=grad_dtype)
     if config.optim.distributed and dp.size > 1:
         return ShardedDDP(chunks, params, table, dp, gather=duplicate_group(dp, config.train.comm_timeout), **common)

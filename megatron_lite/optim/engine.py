@@ -12,7 +12,7 @@ from importlib import import_module
 import torch
 from torch import nn
 
-from megatron_lite import ENGINES
+from megatron_lite.config.engines import ENGINES
 from megatron_lite.config.schema import Config
 from megatron_lite.ddp.data_parallel import DataParallel
 from megatron_lite.ddp.wrap import bucket_mb, start_equal, wrap_ddp

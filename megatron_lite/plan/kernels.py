@@ -9,6 +9,7 @@ import sys
 import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
+from types import FrameType
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
@@ -67,7 +68,7 @@ class Recorder(TorchDispatchMode):
     def add(self, op: str, *, bytes: int, flops: int = 0, kind: str = "memory", launches: int = 1) -> None:
         """Record an operation of the current phase."""
         node = torch._C._current_autograd_node()
-        where = (_line_of_forward(node) if node is not None else "") or _line_of_frame()
+        where = (_line_of_forward(node) if node is not None else "") or package_line(sys._getframe(1))
         self.kernels.append(Kernel(self.progress.phase, node is not None, op, kind, launches, bytes, flops, where))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -148,13 +149,13 @@ def _corrected(op: str, moved: int, args: Any, outputs: list[Tensor]) -> int:
     return moved
 
 
-def _line_of_frame() -> str:
-    """The line of the package that is running."""
-    frame, lines = sys._getframe(2), []
+def package_line(frame: FrameType | None, shared: tuple[str, ...] = SHARED) -> str:
+    """The innermost line of the package that a frame is in, or was called from, outside of the `shared` files."""
+    lines = []
     while frame is not None:
         lines.append((frame.f_code.co_filename, frame.f_lineno))
         frame = frame.f_back
-    return _first_shown(lines)
+    return _first_shown(lines, shared)
 
 
 def _line_of_forward(node: Any) -> str:
@@ -164,14 +165,14 @@ def _line_of_forward(node: Any) -> str:
         if text.startswith('  File "'):
             file, number, *_ = text.removeprefix('  File "').split(", ")
             lines.append((file.rstrip('"'), int(number.removeprefix("line "))))
-    return _first_shown(lines)
+    return _first_shown(lines, SHARED)
 
 
-def _first_shown(lines: list[tuple[str, int]]) -> str:
-    """The innermost line of the package that calls no shared layer, else the innermost one."""
+def _first_shown(lines: list[tuple[str, int]], shared: tuple[str, ...]) -> str:
+    """The innermost line of the package outside of the shared files, else the innermost one."""
     inside = [(file.rpartition("megatron_lite/")[2], number) for file, number in lines if "megatron_lite/" in file]
     inside = [(file, number) for file, number in inside if not file.startswith("plan/")]
-    chosen = next((entry for entry in inside if entry[0] not in SHARED), inside[0] if inside else ("", 0))
+    chosen = next((entry for entry in inside if entry[0] not in shared), inside[0] if inside else ("", 0))
     return f"{chosen[0]}:{chosen[1]}" if chosen[0] else ""
 
 

@@ -1,0 +1,164 @@
+"""The simulation of NCCL: every layout of the parity matrix passes, and planted mistakes are found."""
+
+import re
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_lite.config.load import load_config
+from megatron_lite.config.schema import Config
+from megatron_lite.config.validate import validate
+from megatron_lite.ddp.local import GradBuffers
+from megatron_lite.parallel import collectives, linear
+from megatron_lite.plan.communication import (
+    Communicator,
+    Operation,
+    agreement_problems,
+    memory_problems,
+    problems,
+    progress_problems,
+    record_rank,
+)
+from tests.helpers.command import ROOT
+from tests.helpers.layouts import (
+    BATCH,
+    CONTEXT,
+    CONTEXT_PACKED,
+    CONTEXT_PIPELINES,
+    FLAT,
+    GROUPS,
+    PACKED,
+    PACKING,
+    PIPELINES,
+    SEQUENCE,
+    SEQUENCE_PIPELINES,
+    name_of,
+)
+from tests.helpers.tiny import tiny_config
+
+MODELS = ("gpt", "codegeex", "llama")
+PACKED_LAYOUTS = [{**each, "changes": each["changes"] | PACKING} for each in PACKED + CONTEXT_PACKED]
+PLAIN = [*FLAT, *SEQUENCE, *PIPELINES, *SEQUENCE_PIPELINES, *CONTEXT, *CONTEXT_PIPELINES]
+LAYOUTS = {
+    " ".join((model, name_of(each), f"ranks={each['ranks']}")): (model, each)
+    for number, each in enumerate([*PLAIN, *PACKED_LAYOUTS, *GROUPS])
+    for model in [MODELS[number % 3] if each not in GROUPS else "llama"]
+    if each["ranks"] > 1
+}
+
+
+def record(config: Config, world_size: int) -> dict[int, list[Operation]]:
+    """One or two steps of every rank, on the meta device where torch supports it."""
+    validate(config, world_size)
+    parallel = config.parallel
+    device = "cpu" if parallel.context > 1 or parallel.ddp in ("fsdp", "torch") else "meta"
+    count = BATCH // (config.train.micro_batch_size * config.parallel.data(world_size))
+    steps = 1 if count > 4 else 2
+    return {
+        rank: record_rank(config, rank, world_size, num_microbatches=count, steps=steps, device=torch.device(device))
+        for rank in range(world_size)
+    }
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_layout_communicates_as_nccl_needs_it(name):
+    """Its members agree, its tensors are contiguous, and it ends even with one queue on each rank."""
+    model, each = LAYOUTS[name]
+    layers = 6 if each["changes"].get("parallel__pipeline", 1) > 1 else 2
+    changes = each["changes"] | {"train__global_batch_size": BATCH, "model__num_layers": layers}
+    ranks = record(tiny_config(model, train__precision="bf16", **changes), each["ranks"])
+    assert all(ranks.values())
+    assert problems(ranks) == []
+
+
+def small(**changes) -> Config:
+    return tiny_config("gpt", train__precision="bf16", train__global_batch_size=BATCH, **changes)
+
+
+def test_a_planted_other_order_is_found(monkeypatch):
+    """A rank that sums its buckets from the last to the first would add gradients of different parameters."""
+    config = small(parallel__bucket_mb=0.001, train__micro_batch_size=6)
+    ranks = record(config, 2)
+    real = GradBuffers.__init__
+
+    def reversed_buckets(self, buffers):
+        real(self, buffers)
+        self.buckets.reverse()
+
+    monkeypatch.setattr(GradBuffers, "__init__", reversed_buckets)
+    ranks[1] = record_rank(config, 1, 2, num_microbatches=1)
+    (found,) = problems(ranks)
+    assert re.match(r"ranks 0, 1 \(communicator 0\): operation \d+: rank 0 starts all_reduce of float32 \[", found)
+
+
+def test_a_planted_missing_rank_is_found(monkeypatch):
+    """One rank of tensor parallelism leaves out a sum."""
+    config = small(parallel__tensor=2, train__micro_batch_size=12)
+    ranks = record(config, 2)
+    monkeypatch.setattr(linear, "all_reduce_async", lambda x, group: (x, lambda: None))
+    ranks[1] = record_rank(config, 1, 2, num_microbatches=1)
+    (found,) = agreement_problems(ranks)
+    assert "rank 0 starts all_reduce of bfloat16 [16, 12, 32]" in found
+    assert "at parallel/linear.py:" in found
+    assert any("waits forever in all_reduce" in line for line in progress_problems(ranks))
+
+
+def test_a_planted_buffer_that_is_not_contiguous_is_found(monkeypatch):
+    config = small(parallel__tensor=2, train__micro_batch_size=12)
+
+    def transposed(x, group, op="sum"):
+        x = x.transpose(0, 1).contiguous().transpose(0, 1) if x.dim() > 1 else x
+        dist.all_reduce(x, group=group.pg)
+        return x
+
+    monkeypatch.setattr(collectives, "all_reduce", transposed)
+    operations = record_rank(config, 0, 2, num_microbatches=1)
+    found = memory_problems({0: operations})
+    assert found
+    assert all(
+        line.endswith("on rank 0: a tensor is not contiguous, and NCCL would send other memory") for line in found
+    )
+
+
+PAIR, OTHER = Communicator((0, 1), 1), Communicator((0, 1), 2)
+
+
+def operation(name: str, communicator: Communicator = PAIR, peer: int = -1, size: int = 4) -> Operation:
+    return Operation(name, communicator, (((size,), "float32"),), peer)
+
+
+def test_two_communicators_in_another_order_deadlock_with_one_queue():
+    """Each communicator alone agrees, so only the simulated queues show it."""
+    first, second = operation("all_reduce"), operation("all_reduce", OTHER)
+    ranks = {0: [first, second], 1: [second, first]}
+    assert agreement_problems(ranks) == []
+    assert [line.split(" of ")[0] for line in problems(ranks)] == [
+        "rank 0 waits forever in all_reduce",
+        "rank 1 waits forever in all_reduce",
+    ]
+
+
+def test_two_ranks_that_receive_before_they_send_deadlock():
+    there, back = operation("send", PAIR, 1), operation("recv", OTHER, 1)
+    other = operation("recv", PAIR, 0), operation("send", OTHER, 0)
+    assert progress_problems({0: [there, back], 1: list(other)}) == []
+    assert len(progress_problems({0: [back, there], 1: list(other)})) == 2
+
+
+def test_messages_of_another_size_or_number_are_found():
+    sent = operation("send", PAIR, 1)
+    for received in ([operation("recv", PAIR, 0, size=5)], [], 2 * [operation("recv", PAIR, 0)]):
+        (found,) = agreement_problems({0: [sent], 1: received})
+        assert "rank 0 (sends)" in found
+        assert "rank 1 (receives)" in found
+
+
+@pytest.mark.soak
+def test_512_ranks_of_codegeex_13b_communicate_as_nccl_needs_it():
+    """On the meta device, with the published tensor-parallel size 8."""
+    config = load_config(ROOT / "configs" / "codegeex_13b.yaml", ["train.global_batch_size=1024"])
+    validate(config, 512)
+    count = config.train.global_batch_size // (config.train.micro_batch_size * config.parallel.data(512))
+    ranks = {rank: record_rank(config, rank, 512, num_microbatches=min(count, 2), steps=1) for rank in range(512)}
+    assert problems(ranks) == []
