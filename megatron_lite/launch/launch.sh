@@ -114,12 +114,9 @@ if [ "$threads" -eq 0 ]; then threads=1; fi
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-$threads}"
 variables=OMP_NUM_THREADS
 if [ "$gpus" -gt 0 ]; then
-    # A hung collective becomes an error.
-    export TORCH_NCCL_ASYNC_ERROR_HANDLING="${TORCH_NCCL_ASYNC_ERROR_HANDLING:-1}"
-    # With one hardware queue, an input gradient's all-reduce starts before the weight gradient that overlaps it.
-    export CUDA_DEVICE_MAX_CONNECTIONS="${CUDA_DEVICE_MAX_CONNECTIONS:-1}"
+    # The ranks set the other variables of CUDA and NCCL, which follow from the config (launch/environment.py).
     export NCCL_DEBUG="${NCCL_DEBUG:-WARN}"
-    variables="$variables TORCH_NCCL_ASYNC_ERROR_HANDLING CUDA_DEVICE_MAX_CONNECTIONS NCCL_DEBUG"
+    variables="$variables NCCL_DEBUG"
 fi
 
 echo "gpus=$gpus cores=$cores ranks=$ranks"

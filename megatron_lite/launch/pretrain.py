@@ -5,6 +5,7 @@ from pathlib import Path
 
 from megatron_lite.config.schema import Config
 from megatron_lite.evaluation.run import check_tasks, task_results
+from megatron_lite.launch.environment import set_environment
 from megatron_lite.launch.streams import survive_lost_output
 from megatron_lite.model.build import get_model
 from megatron_lite.optim import lr
@@ -44,6 +45,7 @@ def pretrain(
     Collective: every process calls it with the same config. Raises a MegatronLiteError with a message for the user;
     StoppedEarly follows a request to stop, after a checkpoint was saved.
     """
+    set_environment(config)
     survive_lost_output(Path(config.run.dir))
     check_tasks(config)
     hooks = Hooks(

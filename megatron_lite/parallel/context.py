@@ -74,7 +74,7 @@ class ParallelContext:
     @classmethod
     def at(cls, grid: Grid, rank: int) -> "ParallelContext":
         """The view of any rank, on the meta device, without torch.distributed."""
-        return cls._build(grid, rank, torch.device("meta"), lambda ranks: None)
+        return cls._build(grid, rank, torch.device("meta"), lambda name, ranks: None)
 
     @classmethod
     def create(cls, grid: Grid, device: torch.device, timeout_seconds: float) -> "ParallelContext":
@@ -88,12 +88,12 @@ class ParallelContext:
         timeout = timedelta(seconds=timeout_seconds)
         created: dict[tuple[int, ...], Any] = {}  # torch returns an int to ranks outside of the group
 
-        def new_group(ranks: tuple[int, ...]) -> "dist.ProcessGroup | None":
+        def new_group(name: str, ranks: tuple[int, ...]) -> "dist.ProcessGroup | None":
             if len(ranks) == 1:
                 return None
             if ranks not in created:
                 is_world = len(ranks) == grid.world_size
-                created[ranks] = dist.group.WORLD if is_world else dist.new_group(list(ranks), timeout=timeout)
+                created[ranks] = dist.group.WORLD if is_world else dist.new_group(list(ranks), timeout, group_desc=name)
             return created[ranks]
 
         return cls._build(grid, rank, device, new_group)
@@ -110,7 +110,7 @@ class ParallelContext:
         local = {}
         for name, groups in ranks_of.items():
             for ranks in groups:  # new_group is collective: every rank creates every group, in one order
-                pg = new_group(ranks)
+                pg = new_group(name, ranks)
                 if rank in ranks:
                     local[name] = Group(name, ranks, ranks.index(rank), pg)
             if name not in local:  # a middle stage has no embedding group

@@ -5,7 +5,8 @@ The thread writes a heartbeat, `run.dir/heartbeat/rank_00000.json`, every few se
 rank the alarm has the same effect. The rank that raised it names the ranks that may block the others, the least
 advanced one first. Then each process ends with exit code 1.
 
-Collectives of torch's and DeepSpeed's own, and kernels on a GPU, are not visible here, so a rank outside of every known
+The first rank also compares the operations that all ranks have started (`flight_recorder.py`). Without a recorder,
+collectives of torch's and DeepSpeed's own, and kernels on a GPU, are not visible, so a rank outside of every known
 collective may still be waiting. Without a shared folder, only the ranks of one machine see each other.
 """
 
@@ -21,6 +22,7 @@ from typing import IO, Any
 
 from megatron_lite.files import atomic_write
 from megatron_lite.parallel.waiting import current_wait
+from megatron_lite.training.flight_recorder import last_operations, ranks_behind
 from megatron_lite.training.progress import Progress
 
 STDERR = 2  # in a notebook, sys.stderr has no number
@@ -94,6 +96,7 @@ class Watchdog:
             "waits_in": current_wait()[0],
             "begun": self._progress.count(),
             "seconds": round(seconds, 3),  # since the last progress
+            "operations": last_operations() if status == "hangs" else {},
         }
         with suppress(OSError):
             self._folder.mkdir(parents=True, exist_ok=True)  # run.dir may have been deleted
@@ -113,7 +116,9 @@ class Watchdog:
         ]
         if is_first:
             time.sleep(MISSED_HEARTBEATS * self._period)  # until the other ranks have dumped their stacks
-            least_first = sorted(self._beats(), key=lambda beat: (beat["iteration"], beat["begun"]))
+            beats = self._beats()
+            lines += ranks_behind({beat["rank"]: beat["operations"] for beat in beats})
+            least_first = sorted(beats, key=lambda beat: (beat["iteration"], beat["begun"]))
             lines += [suspect for beat in least_first if (suspect := self._suspicion(beat))]
             lines.append(
                 f"training hangs: no progress for train.hang_timeout ({self._hang_timeout:g} s); look at the ranks "

@@ -1,0 +1,41 @@
+"""The environment variables of CUDA, NCCL and torch that follow from a config, equal for every launcher.
+
+They are set before the first use of a GPU; a variable that the user has set stays. NCCL's error handling keeps torch's
+default: the value 1 aborts communicators first, which can hang itself.
+"""
+
+import os
+
+import torch
+
+from megatron_lite.config.schema import Config
+
+
+def environment(config: Config) -> dict[str, str]:
+    """The variables for this config, for ranks on GPUs.
+
+    CUDA_DEVICE_MAX_CONNECTIONS   1 makes an input gradient's all-reduce start before the weight gradient that overlaps
+                                  it. With FSDP or a pipeline it would put gathers and messages behind the computation.
+    TORCH_FR_BUFFER_SIZE          the operations that the flight recorder keeps, to explain a hang
+    PYTORCH_ALLOC_CONF            expandable segments, against fragmentation
+    """
+    parallel = config.parallel
+    variables = {"TORCH_FR_BUFFER_SIZE": "2000", "TORCH_NCCL_TRACE_BUFFER_SIZE": "2000"}  # the second until torch 2.9
+    if parallel.ddp in ("fsdp", "deepspeed"):
+        variables["CUDA_DEVICE_MAX_CONNECTIONS"] = "32"
+    elif parallel.tensor > 1 and parallel.pipeline == 1:
+        variables["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
+    allocator = "PYTORCH_ALLOC_CONF" if _version() >= (2, 9) else "PYTORCH_CUDA_ALLOC_CONF"
+    return variables | {allocator: "expandable_segments:True"}
+
+
+def set_environment(config: Config) -> None:
+    """Set the variables in this process, unless the run is on the CPU. The flight recorder is of use there too."""
+    for name, value in environment(config).items():
+        is_general = name.startswith("TORCH_")
+        if is_general or config.run.device != "cpu":
+            os.environ.setdefault(name, value)
+
+
+def _version() -> tuple[int, ...]:
+    return tuple(int(number) for number in torch.__version__.split("+")[0].split(".")[:2])
