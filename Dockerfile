@@ -3,18 +3,21 @@
 #
 # docker run --rm -v megatron-runs:/megatron_lite/runs megatron-lite:cpu make quickstart
 # docker run --rm -v megatron-runs:/megatron_lite/runs -v /my/data:/megatron_lite/data:ro --gpus all --ipc host \
+#     --network host --device /dev/infiniband --ulimit memlock=-1 --cap-add IPC_LOCK \
 #     megatron-lite:cuda megatron-lite pretrain --config configs/gpt.yaml ...
 #
+# The second line is for several machines with InfiniBand or RoCE: without it, NCCL uses TCP and does not say so.
 # Runs are written to the volume. A mounted folder in its place must be writable for user 1000. NCCL needs the shared
 # memory of --ipc host. A stopped run saves a checkpoint: docker stop --time 600.
 FROM python:3.12-slim-trixie
 
-# torch and DeepSpeed compile some code at run time with g++; Triton needs gcc, which g++ installs. tini forwards
+# NCCL opens the libraries of RDMA at run time. torch and DeepSpeed compile some code at run time with g++; Triton needs gcc, which g++ installs. tini forwards
 # signals: as process 1, a command without a handler would ignore a stop.
 # Packages have no versions, because Debian's mirrors drop old versions. The tag above names the release.
 # hadolint ignore=DL3008
 RUN apt-get update \
-    && apt-get install --yes --no-install-recommends g++ make tini \
+    && apt-get install --yes --no-install-recommends \
+        g++ ibverbs-providers libibverbs1 librdmacm1 make tini \
     && rm -rf /var/lib/apt/lists/* \
     && useradd --uid 1000 --create-home megatron \
     && install --directory --owner megatron --group megatron /megatron_lite/runs

@@ -7,6 +7,7 @@ import shutil
 import time
 from collections.abc import Iterator
 from contextlib import suppress
+from ctypes.util import find_library
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -83,6 +84,12 @@ class Machine:
     open_files: int
     shm_bytes: int  # free
     threads: int
+    lacks_rdma: bool = False  # it has RDMA adapters, and NCCL would not find their library
+
+
+def lacks_rdma(adapters: Path = Path("/sys/class/infiniband")) -> bool:
+    """Whether a machine with RDMA adapters lacks libibverbs; NCCL then uses TCP and does not report it."""
+    return adapters.is_dir() and any(adapters.iterdir()) and find_library("ibverbs") is None
 
 
 def look_around(config: Config) -> Machine:
@@ -99,6 +106,7 @@ def look_around(config: Config) -> Machine:
         open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
         shm_bytes=shutil.disk_usage(shm).free if shm.is_dir() else 0,
         threads=torch.get_num_threads(),
+        lacks_rdma=device.type == "cuda" and lacks_rdma(),
     )
 
 
@@ -169,6 +177,11 @@ def limits(machines: list[Answer[Machine]]) -> list[Finding]:
             texts.append(
                 f"/dev/shm has {readable(machine.shm_bytes)} free, through which {ranks} ranks may talk; make it "
                 "larger (docker run --shm-size=8g, or --ipc=host)"
+            )
+        if machine.lacks_rdma:
+            texts.append(
+                "NCCL finds no libibverbs for the RDMA adapters in /sys/class/infiniband, and would use TCP between "
+                "nodes; install libibverbs1, ibverbs-providers and librdmacm1"
             )
         if ranks * machine.threads > machine.cores:
             texts.append(

@@ -26,11 +26,21 @@ from megatron_lite.parallel.context import Group
 from megatron_lite.parallel.grid import Grid
 from megatron_lite.parallel.waiting import LostRanks
 from megatron_lite.text import listed, named_ranks
+from megatron_lite.training.throughput import known_gpu
 
 SMALL, LARGE = 1024, {"cpu": 2 << 20, "cuda": 16 << 20}  # fp32 values: 4 KiB; 8 or 64 MiB
 BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
 SMALL_ROUNDS, LARGE_ROUNDS = 20, 3
 SLOW = 1 / 3  # of the median of its kind; below, a link or a host is slow
+# Bytes a second of an all-reduce that every working machine of these GPUs exceeds: over NVLink in a node, over
+# InfiniBand or RoCE between nodes. A network where all links are equally slow has no slow one.
+FLOORS = {name: (100e9, 10e9) for name in ("H100", "H200", "H800", "GH200", "B200", "H100 NVL")}
+FLOORS["A100"] = FLOORS["A800"] = (60e9, 10e9)
+    "A100": (60e9, 10e9)
+}
+RDMA_ADVICE = (
+    "NCCL may use TCP: look for NET/IB in the output with NCCL_DEBUG=INFO, and see that containers have /dev/infiniband"
+)
 ADVICE = "look at those hosts and what lies between them (firewall, cables, NCCL_SOCKET_IFNAME, GLOO_SOCKET_IFNAME)"
 
 Ranks = tuple[int, ...]
@@ -65,12 +75,17 @@ def network(
     for names, groups in kinds.items():
         group = local.get(names)
         answers = ask(lambda group=group: [all_reduce_speed(group, device)] if group is not None else [], world)
-        yield from summary(f"all-reduce over {names}", f"groups of {len(groups[0])} ranks", answers)
+        yield from summary(f"all-reduce over {names}", f"groups of {len(groups[0])} ranks", answers, gpu=gpu_of(device))
     stages = next((group for names, group in local.items() if grid.pp > 1 and "pp" in names.split(", ")), None)
     if stages is not None:
         wraps = config.parallel.virtual_pipeline > 1
         answers = ask(lambda: neighbour_speeds(stages, device, wraps=wraps), world)
         yield from summary("pipeline neighbours", "pairs", answers)
+
+
+def gpu_of(device: torch.device) -> str:
+    """The short name of a GPU; empty for an unknown one and for the CPU."""
+    return known_gpu(torch.cuda.get_device_name(device)) if device.type == "cuda" else ""
 
 
 def new_group(ranks: Ranks, device: torch.device, timeout_seconds: float) -> Any:
@@ -186,8 +201,8 @@ def bounce(message: Tensor, got: Tensor, two: Group, *, must_wait: bool) -> None
             work.wait()
 
 
-def summary(what: str, kind: str, answers: list[Answer[list[Speed]]]) -> list[Finding]:
-    """The slowest group of a kind; a warning where it is much slower than the others."""
+def summary(what: str, kind: str, answers: list[Answer[list[Speed]]], *, gpu: str = "") -> list[Finding]:
+    """The slowest group of a kind; a warning where it is much slower than others, or than a working link of `gpu`."""
     if found := problems(what, answers, ADVICE):
         others = sum(1 for answer in answers if answer.problem) - 1
         more = f" ({others} more ranks have a problem)" if others else ""
@@ -207,6 +222,13 @@ def summary(what: str, kind: str, answers: list[Answer[list[Speed]]]) -> list[Fi
         hosts = listed(list(dict.fromkeys(answers[rank].host for rank in slowest.ranks)))
         text = f"{name} on {hosts}: {pace(slowest)}, where others have {bytes_a_second(usual)}"
         return [Finding("warn", what, f"{text}; {ADVICE}")]
+    for speed in speeds:
+        hosts = list(dict.fromkeys(answers[rank].host for rank in speed.ranks))
+        least = FLOORS.get(gpu, (0.0, 0.0))[len(hosts) > 1]
+        if speed.bandwidth < least:
+            cause = RDMA_ADVICE if len(hosts) > 1 else "look at nvidia-smi topo -m, and at NCCL_DEBUG=INFO"
+            text = f"{named_ranks(speed.ranks)} on {listed(hosts)}: {pace(speed)}, and {gpu} GPUs reach more than "
+            return [Finding("warn", what, f"{text}{bytes_a_second(least)} there; {cause}")]
     several = f"{len(speeds)} {kind}, the slowest " if len(speeds) > 1 else ""
     return [Finding("ok", what, f"{several}{name}: {pace(slowest)}")]
 

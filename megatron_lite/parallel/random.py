@@ -16,15 +16,14 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from megatron_lite.errors import CheckpointError
 from megatron_lite.parallel.context import ParallelContext
-
-_STREAMS = ("default", "tensor_parallel")
-_Stream = dict[str, Tensor]  # state of each kind of generator: "cpu", and "cuda" on a GPU rank
 
 
 class RngTracker:
-    """The default stream, in torch's generators, and the tensor-parallel one."""
+    """The default stream, in torch's generator of the device, and the tensor-parallel one.
+
+    On a GPU activations draw from its generator alone, so a fork exchanges only its state.
+    """
 
     def __init__(self, device: torch.device, *, default_seed: int, tensor_parallel_seed: int):
         self._device = device
@@ -48,38 +47,35 @@ class RngTracker:
             self._in_fork = False
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Both streams as byte tensors on the CPU, the same inside and outside of a fork."""
+        """Both streams as byte tensors on the CPU, the same inside and outside of a fork; on a GPU also the state of
+        the CPU's generator, which a script may use."""
         live, resting = self._read(), self._resting
-        streams = zip(_STREAMS, (resting, live) if self._in_fork else (live, resting), strict=True)
-        return {f"{name}.{kind}": state for name, stream in streams for kind, state in stream.items()}
+        default, tensor_parallel = (resting, live) if self._in_fork else (live, resting)
+        kind = "cuda" if self._device.type == "cuda" else "cpu"
+        host = {"host.cpu": torch.get_rng_state()} if kind == "cuda" else {}
+        return {f"default.{kind}": default, f"tensor_parallel.{kind}": tensor_parallel, **host}
 
     def load_state_dict(self, states: dict[str, Tensor]) -> None:
-        """Continue both streams from `state_dict`, inside or outside of a fork."""
-        names = {f"{name}.{kind}" for name in _STREAMS for kind in self._resting}
-        if names != set(states):
-            raise CheckpointError(
-                f"the random state holds {sorted(states)}, this rank on {self._device.type} needs {sorted(names)}; "
-                "resume on the kind of device that saved the state"
-            )
-        default, tensor_parallel = ({kind: states[f"{name}.{kind}"] for kind in self._resting} for name in _STREAMS)
+        """Continue both streams from the `state_dict` of the same kind of device, inside or outside of a fork."""
+        default, tensor_parallel, *host = (states[name] for name in self.state_dict())
         live, self._resting = (tensor_parallel, default) if self._in_fork else (default, tensor_parallel)
         self._write(live)
+        for state in host:
+            torch.set_rng_state(state)
 
     def _swap(self) -> None:
         live = self._read()
         self._write(self._resting)
         self._resting = live
 
-    def _read(self) -> _Stream:
-        stream = {"cpu": torch.get_rng_state()}
-        if self._device.type == "cuda":
-            stream["cuda"] = torch.cuda.get_rng_state(self._device)
-        return stream
+    def _read(self) -> Tensor:
+        return torch.cuda.get_rng_state(self._device) if self._device.type == "cuda" else torch.get_rng_state()
 
-    def _write(self, stream: _Stream) -> None:
-        torch.set_rng_state(stream["cpu"])
+    def _write(self, state: Tensor) -> None:
         if self._device.type == "cuda":
-            torch.cuda.set_rng_state(stream["cuda"], self._device)
+            torch.cuda.set_rng_state(state, self._device)
+        else:
+            torch.set_rng_state(state)
 
 
 def stream_seed(seed: int, stream: str, **place: int) -> int:

@@ -172,9 +172,15 @@ def load_run(run: Run, root: Path, iteration: int) -> None:
     run.optimizer.load(contents.weights, contents.optimizer_state, state["adam_steps"], run.state.iteration)
     run.optimizer.scaler.load_state_dict(state["loss_scaler"])
     rng = loaded.rng
-    if rng is None:  # another grid: new streams, which must differ from those of the run's start
+    if restarts_streams(loaded, run):  # the new streams must differ from those of the run's start
         rng = seed_everything(run.config.run.seed + run.state.iteration, run.ctx).state_dict()
+    assert rng is not None
     run.rng.load_state_dict(rng)
+
+
+def restarts_streams(loaded: store.Loaded, run: Run) -> bool:
+    """Whether the random streams of a checkpoint cannot continue: on another grid, or another kind of device."""
+    return loaded.rng is None or set(loaded.rng) != set(run.rng.state_dict())
 
 
 def _report(run: Run, *lines: str) -> None:
@@ -264,7 +270,7 @@ def moved_line(loaded: store.Loaded, saved: Config, run: Run) -> str:
     lines = []
     if before != after:
         lines.append(f"moved from {before} to {after}: rank 0 has read {loaded.bytes_read / 1e6:,.1f} MB")
-    if loaded.rng is None:
+    if restarts_streams(loaded, run):
         lines.append("random streams restart from run.seed, iteration and rank")
     return "; ".join(lines)
 

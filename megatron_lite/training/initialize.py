@@ -164,7 +164,12 @@ def set_determinism(wanted: bool) -> None:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     if wanted != torch.are_deterministic_algorithms_enabled():  # the call imports torch's compiler: a second
         torch.use_deterministic_algorithms(wanted)
+    # Deterministic algorithms would also fill each new tensor, a pass over memory that finds reads of unset values.
+    torch.utils.deterministic.fill_uninitialized_memory = False  # pyright: ignore[reportAttributeAccessIssue]
     torch.backends.cudnn.deterministic = wanted
+    # Partial sums of a bf16 product in bf16 would depend on the sizes of the layout.
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+    torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
     torch.backends.cudnn.benchmark = False
 
 

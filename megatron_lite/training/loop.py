@@ -1,5 +1,6 @@
 """The training loop: iterations until the end or a stop request, with evaluations and checkpoints."""
 
+import gc
 import sys
 import time
 from collections.abc import Iterator
@@ -23,6 +24,7 @@ from megatron_lite.training.stragglers import Stragglers
 from megatron_lite.training.timers import PhaseTime
 from megatron_lite.training.watchdog import Watchdog
 
+COLLECTION_INTERVAL = 50  # iterations between two collections of young garbage, the same ones on every rank
 TRACED_ITERATION = 3  # of this start; the first two also allocate memory and compile
 
 
@@ -40,10 +42,12 @@ def train(run: Run, train_set: Dataset, eod: int, log: RunLog, evaluation: Evalu
         world_size=run.ctx.grid.world_size,
         hang_timeout=config.train.hang_timeout,
     )
-    with watchdog, build_loader(run, train_set, eod) as batches, errors_with_place(run):
+    with watchdog, build_loader(run, train_set, eod) as batches, errors_with_place(run), garbage_collected_by_hand():
         evaluation.evaluate_if_due(stop)  # an evaluation that a stop request interrupted
         while run.state.iteration < config.train.iterations:
             iterate(batches)
+            if run.state.iteration % COLLECTION_INTERVAL == 0:
+                gc.collect(1)
             is_last = run.state.iteration == config.train.iterations
             reason = ""
             if not is_last:
@@ -117,6 +121,20 @@ class Iterations:
             return {}
         timers.end_iteration()
         return timers.compared(self._run.ctx.world) if is_printed(number, self._run.config.log) else {}
+
+
+@contextmanager
+def garbage_collected_by_hand() -> Iterator[None]:
+    """A context without automatic garbage collection: its pauses would come at another time on each rank, and all
+    others would wait. torchtitan does the same."""
+    was_on = gc.isenabled()
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
 
 
 @contextmanager

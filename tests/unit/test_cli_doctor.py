@@ -12,7 +12,7 @@ from megatron_lite.cli.doctor import check_port
 from megatron_lite.config.load import load_config
 from megatron_lite.doctor import checks as doctor
 from megatron_lite.doctor.findings import Answer, described, readable, where
-from megatron_lite.doctor.machine import Machine, devices, limits
+from megatron_lite.doctor.machine import Machine, devices, lacks_rdma, limits
 from megatron_lite.doctor.network import ADVICE, Speed, pace, summary, used_groups
 from megatron_lite.errors import TrainingError
 from megatron_lite.launch import launcher as launch
@@ -206,6 +206,37 @@ def test_the_slowest_group_is_named_and_is_a_warning_if_much_slower():
         f" FAIL  tp: rank 0 on a and rank 1 on b: no answer; {ADVICE} (2 more ranks have a problem)"
     ]
     assert pace(Speed((0, 1), 0.0123, 1e8)) == "latency 12.3 ms, 100.0 MB/s"
+
+
+@pytest.mark.parametrize(
+    ("hosts", "bandwidth", "warning"),
+    [
+        (("a", "a"), 300e9, ""),
+        (("a", "a"), 20e9, "20.0 GB/s, and H100 GPUs reach more than 100.0 GB/s there; look at nvidia-smi topo -m"),
+        (("a", "b"), 40e9, ""),
+        (("a", "b"), 2e9, "2.0 GB/s, and H100 GPUs reach more than 10.0 GB/s there; NCCL may use TCP"),
+    ],
+)
+def test_a_network_whose_links_are_all_slow_is_a_warning(hosts, bandwidth, warning):
+    """Groups compared with each other alone would pass where NCCL has silently chosen TCP."""
+    speed = [Speed((0, 1), 5e-5, bandwidth)]
+    answers = [Answer(rank, host, speed, "") for rank, host in enumerate(hosts)]
+    (line,) = lines(summary("tp", "groups of 2 ranks", answers, gpu="H100"))
+    assert line.startswith(" warn" if warning else " ok")
+    assert warning in line
+    (line,) = lines(summary("tp", "groups of 2 ranks", answers))
+    assert line.startswith(" ok")
+
+
+@pytest.mark.parametrize(
+    ("adapters", "library", "lacks"), [(1, None, True), (1, "libibverbs.so.1", False), (0, None, False)]
+)
+def test_rdma_adapters_without_their_library_are_found(tmp_path, monkeypatch, adapters, library, lacks):
+    for number in range(adapters):
+        (tmp_path / f"mlx5_{number}").mkdir()
+    monkeypatch.setattr("megatron_lite.doctor.machine.find_library", lambda name: library)
+    assert lacks_rdma(tmp_path) is lacks
+    assert lacks_rdma(tmp_path / "absent") is False
 
 
 def test_texts_of_ranks_hosts_sizes_and_errors():

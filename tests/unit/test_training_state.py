@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from megatron_lite.config.flops import flops_per_token
 from megatron_lite.config.schema import ModelConfig, TrainConfig
 from megatron_lite.training.state import TrainState, global_batch_size, num_microbatches, samples_for
-from megatron_lite.training.throughput import measured_peak_tflops, peak_memory_gb
+from megatron_lite.training.throughput import known_gpu, measured_peak_tflops, peak_memory_gb
 
 
 @pytest.mark.parametrize(
@@ -88,3 +88,25 @@ def test_peak_tflops_are_positive_and_peak_memory_grows_with_a_tensor():
     tensor = torch.ones(int((before + 0.1) * 1e9) // 4)
     assert peak_memory_gb(torch.device("cpu")) > before
     del tensor
+
+
+@pytest.mark.parametrize(
+    ("name", "key"),
+    [
+        ("NVIDIA H100 80GB HBM3", "H100"),
+        ("NVIDIA H100 PCIe", "H100 PCIe"),
+        ("NVIDIA H100 NVL", "H100 NVL"),
+        ("NVIDIA GH200 480GB", "GH200"),
+        ("NVIDIA H20", "H20"),
+        ("NVIDIA L40", "L40"),
+        ("NVIDIA L40S", "L40S"),
+        ("NVIDIA L4", "L4"),
+        ("NVIDIA A100-SXM4-80GB", "A100"),
+        ("Tesla V100-SXM2-16GB", "V100"),
+        ("NVIDIA GeForce RTX 4090", "RTX 4090"),
+        ("NVIDIA GeForce RTX 3060", ""),
+    ],
+)
+def test_a_gpu_is_known_by_the_words_of_its_name(name, key):
+    """L4 is a part of L40, whose peak is higher."""
+    assert known_gpu(name) == key
