@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from megatron_lite.config.schema import Config, DeepSpeedConfig, SyncConfig
 
 # The modules of the engines outside of the core, by `parallel.ddp`. They have `wrap`; deepspeed, which is the optimizer
-# too, has `build`.
+# too, has `build`. `engines/torch_ddp.py` is the shortest example.
 ENGINES = {
     "torch": "megatron_lite.engines.torch_ddp",
     "fsdp": "megatron_lite.engines.fsdp",

@@ -32,7 +32,7 @@ def wrap_ddp(
         dp = duplicate_group(dp, config.train.comm_timeout)
         return DelayedDDP(chunks, params, table, dp, delay=sync.delay, **common)
     if parallel.ddp != "local" and dp.size > 1:
-        return import_module(ENGINES[parallel.ddp]).wrap(config, chunks, params, dp, grad_dtype=grad_dtype)
+        return import_module(ENGINES[parallel.ddp]).wrap(config, chunks, params, table, ctx, dp, grad_dtype=grad_dtype)
     if config.optim.distributed and dp.size > 1:
         return ShardedDDP(chunks, params, table, dp, gather=duplicate_group(dp, config.train.comm_timeout), **common)
     return LocalDDP(chunks, params, table, dp, **common)

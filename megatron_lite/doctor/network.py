@@ -34,8 +34,8 @@ SMALL_ROUNDS, LARGE_ROUNDS = 20, 3
 SLOW = 1 / 3  # of the median of its kind; below, a link or a host is slow
 # Bytes a second of an all-reduce that every working machine of these GPUs exceeds: over NVLink in a node, over
 # InfiniBand or RoCE between nodes. A network where all links are equally slow has no slow one.
-FLOORS = dict.fromkeys(("H100", "H200", "H800", "GH200", "B200", "H100 NVL"), (100000000000.0, 10000000000.0))
-FLOORS["A100"] = FLOORS["A800"] = (60e9, 10e9)
+FLOORS: dict[str, tuple[float, float]] = {"A100": (60e9, 10e9), "A800": (60e9, 10e9)}
+FLOORS |= dict.fromkeys(("H100", "H100 NVL", "H200", "H800", "GH200", "B200"), (100000000000.0, 10000000000.0))
 RDMA_ADVICE = (
     "NCCL may use TCP: look for NET/IB in the output with NCCL_DEBUG=INFO, and see that containers have /dev/infiniband"
 )

@@ -11,12 +11,12 @@ Each micro-batch gathers every unit twice, for forward and for backward, and red
 single reduction after the last micro-batch, as in LocalDDP, would need full gradients in between.
 
 Gradients are summed where FSDP would average, 16-bit gradients in fp32. Every parameter must be used in every
-micro-batch, on every rank. Each rank builds the full model in the dtype of `train.precision`, then shards and frees it
-unit by unit.
+micro-batch, on every rank. A model of `get_model` is sharded on the meta device; then each rank allocates and draws its
+rows. A custom model, which has values, is sharded and freed unit by unit.
 Sources: Rajbhandari et al., ZeRO, arXiv 1910.02054, section 5.3; Zhao et al., PyTorch FSDP, arXiv 2304.11277.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import torch
@@ -29,31 +29,64 @@ from megatron_lite.config.schema import Config
 from megatron_lite.ddp.data_parallel import Chunks, DataParallel, Params, check_gradients, only_dtype
 from megatron_lite.ddp.local_shard import LocalShard
 from megatron_lite.errors import TrainingError
-from megatron_lite.parallel.context import Group
+from megatron_lite.model.init import fill, start
+from megatron_lite.parallel.context import Group, ParallelContext
+from megatron_lite.parallel.shard import ParamTable
 
 LISTS = (nn.ModuleList, nn.ModuleDict)
 
 
-def wrap(config: Config, chunks: Chunks, params: Params, dp: Group, *, grad_dtype: torch.dtype) -> "FullyShardedDDP":
+Draw = Callable[[str, Tensor, int], None]
+"""(name, this rank's rows of a parameter, the first of them) fills the rows with initial values."""
+
+
+def wrap(
+    config: Config,
+    chunks: Chunks,
+    params: Params,
+    table: ParamTable,
+    ctx: ParallelContext,
+    dp: Group,
+    *,
+    grad_dtype: torch.dtype,
+) -> "FullyShardedDDP":
     """The engine of `parallel.ddp: fsdp`. Collective over dp."""
-    return FullyShardedDDP(chunks, params, dp, grad_dtype=grad_dtype)
+    weight_dtype = only_dtype(params, "parallel.ddp: fsdp")
+
+    def draw(name: str, rows: Tensor, first_row: int) -> None:
+        meta = table[name]
+        options = {"seed": config.run.seed, "name": meta.tied_to or name, "tp": ctx.tp, "dtype": weight_dtype}
+        fill(rows, meta, first_row=first_row, **options)
+
+    values = {"device": ctx.device, "draw": draw if start() == "drawn" else None}
+    return FullyShardedDDP(chunks, params, dp, grad_dtype=grad_dtype, **values)
 
 
 class FullyShardedDDP(DataParallel):
     """The engine that shards the parameters of `chunks` over `dp`, which has more than one rank.
 
     The chunks get new parameters, under the same names; `params` lose their memory. `owned` are fp32 masters.
+    Parameters on the meta device are allocated on `device`, and `draw` fills them, unless a checkpoint will.
     Collective over dp.
     """
 
     is_sharded = True
 
-    def __init__(self, chunks: Chunks, params: Params, dp: Group, *, grad_dtype: torch.dtype):
+    def __init__(
+        self,
+        chunks: Chunks,
+        params: Params,
+        dp: Group,
+        *,
+        grad_dtype: torch.dtype,
+        device: torch.device,
+        draw: Draw | None,
+    ):
         self._chunks = chunks
         self.weight_dtype = only_dtype(params, "parallel.ddp: fsdp")
         self.copies_at_save = self.weight_dtype != grad_dtype
         assert dp.pg is not None
-        mesh = DeviceMesh.from_group(dp.pg, next(iter(params.values())).device.type)
+        mesh = DeviceMesh.from_group(dp.pg, device.type)
         # Inputs keep their dtype: the residual stream may be fp32 where weights are not.
         policy = MixedPrecisionPolicy(self.weight_dtype, grad_dtype, cast_forward_inputs=False)
         for chunk in chunks:
@@ -64,6 +97,13 @@ class FullyShardedDDP(DataParallel):
                 fully_shard(unit, mesh=mesh, mp_policy=policy)
                 for parameter in full:
                     parameter.data = parameter.data.new_empty(0)  # the caller still holds it
+        if next(iter(params.values())).device != device:
+            for chunk in chunks:
+                chunk.to_empty(device=device)
+            for name, parameter in _sharded_params(chunks, params).items() if draw is not None else ():
+                draw(name, parameter.to_local().detach(), dp.rank * -(-parameter.shape[0] // dp.size))  # type: ignore[misc]
+        for chunk in chunks:
+            for unit in (*_units(chunk), chunk):
                 assert isinstance(unit, FSDPModule)
                 unit.set_gradient_divide_factor(1.0)
                 unit.set_force_sum_reduction_for_comms(True)

@@ -18,7 +18,7 @@ from megatron_lite.model.bert import BertModel
 from megatron_lite.model.ends import TransformerModel
 from megatron_lite.model.fusion import fusion_kind
 from megatron_lite.model.gpt import GPTModel
-from megatron_lite.model.init import fill
+from megatron_lite.model.init import fill, start
 from megatron_lite.model.options import LayerOptions
 from megatron_lite.model.t5 import T5Model
 from megatron_lite.parallel.context import ParallelContext, solo
@@ -72,20 +72,22 @@ def get_model(config: Config, ctx: ParallelContext, rng: RngTracker, *, dtype: t
 def initialize_parameters(chunks: Sequence[nn.Module], ctx: ParallelContext, seed: int) -> None:
     """Name every declared parameter, allocate it on `ctx.device` and set its initial values; see `model/init.py`.
 
-    Custom models call it too: their layers have no values before. On the meta device it only sets names.
+    Custom models call it too: their layers have no values before. On the meta device, or where an engine allocates
+    parameters, it only sets names; where a checkpoint fills them, it only allocates.
     """
     for chunk in chunks:
         for name, meta in param_table([chunk]).items():
             path, _, key = name.rpartition(".")
             module = chunk.get_submodule(path)
             parameter = declare(getattr(module, key), meta)
-            if ctx.device.type != "meta":
+            if ctx.device.type != "meta" and start() != "meta":
                 # `empty_like` of a meta tensor would load sympy, which takes half a second.
                 empty = torch.empty(parameter.shape, dtype=parameter.dtype, device=ctx.device)
                 parameter = declare(nn.Parameter(empty), meta)
-                # A tied copy is drawn under the original's name, so both stages start equal.
-                fill(parameter, meta, seed=seed, name=meta.tied_to or name, tp=ctx.tp)
-                setattr(module, key, parameter)
+                if start() == "drawn":
+                    # A tied copy is drawn under the original's name, so both stages start equal.
+                    fill(parameter, meta, seed=seed, name=meta.tied_to or name, tp=ctx.tp)
+                setattr(module, key, parameter)  # DeepSpeed's stage 3 shards it here
 
 
 def named_params(chunks: Sequence[nn.Module]) -> dict[str, nn.Parameter]:

@@ -1,14 +1,16 @@
 """Initial weights: a function of the run's seed and the weight's name, independent of the layout.
 
-The full tensor is a sequence of normal values in blocks of 2^20. Each block is drawn on the CPU from a generator seeded
-by a hash of (seed, name, block). A rank draws the blocks of its shard, one at a time, so memory is bounded and every
-layout starts with the same model.
+The full tensor is a matrix of normal values in tiles of 1,024 x 1,024. Each tile is drawn on the CPU from a generator
+seeded by a hash of (seed, name, tile). A rank draws the tiles of its shard alone, so every layout starts with the same
+model, and the work is divided over ranks of tp, and of dp under FSDP.
 """
 
 import hashlib
-from collections.abc import Callable
-from functools import lru_cache
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from math import prod
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -16,62 +18,109 @@ from torch import Tensor
 from megatron_lite.parallel.context import Group
 from megatron_lite.parallel.shard import ParamMeta
 
-BLOCK = 2**20
+TILE = 1024
+
+Start = Literal["drawn", "empty", "meta"]
+_start: Start = "drawn"
 
 
-def _seed_of(seed: int, name: str, block: int) -> int:
+@contextmanager
+def starting(how: Start) -> Iterator[None]:
+    """A context in which `initialize_parameters` draws values, or leaves memory without values for a checkpoint to
+    fill, or leaves parameters on the meta device for an engine to allocate."""
+    global _start
+    before, _start = _start, how
+    try:
+        yield
+    finally:
+        _start = before
+
+
+def start() -> Start:
+    """How parameters start now."""
+    return _start
+
+
+def _seed_of(seed: int, name: str, *place: int) -> int:
     """4 bytes, because torch's CPU generator reads only 32 bits of a seed."""
-    return int.from_bytes(hashlib.blake2b(f"{seed}/{name}/{block}".encode(), digest_size=4).digest(), "little")
-
-
-def _normal_values(seed: int, name: str, numel: int) -> Callable[[int, int], Tensor]:
-    """A function (start, stop) -> that slice of the tensor's `numel` standard normal values, in fp32."""
-
-    @lru_cache(maxsize=1)  # neighbouring slices share a block
-    def draw(block: int) -> Tensor:
-        generator = torch.Generator("cpu").manual_seed(_seed_of(seed, name, block))
-        return torch.randn(min(BLOCK, numel - block * BLOCK), generator=generator, dtype=torch.float32)
-
-    def values(start: int, stop: int) -> Tensor:
-        blocks = range(start // BLOCK, (stop - 1) // BLOCK + 1)
-        return torch.cat([draw(i)[max(start - i * BLOCK, 0) : min(stop - i * BLOCK, BLOCK)] for i in blocks])
-
-    return values
+    text = "/".join(map(str, (seed, name, *place)))
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=4).digest(), "little")
 
 
 @torch.no_grad()
-def fill(parameter: Tensor, meta: ParamMeta, *, seed: int, name: str, tp: Group) -> None:
-    """Set the initial values of this rank's shard of a parameter, some rows at a time.
+def fill(
+    parameter: Tensor,
+    meta: ParamMeta,
+    *,
+    seed: int,
+    name: str,
+    tp: Group,
+    first_row: int = 0,
+    dtype: torch.dtype | None = None,
+) -> None:
+    """Set the initial values of this rank's shard of a parameter, or of some of its rows.
 
-    parameter   [rows/tp, columns] or [rows, columns/tp], as `meta.shard` shards the full [rows, columns]
+    parameter   [rows/tp, columns] or [rows, columns/tp], as `meta.shard` shards the full [rows, columns]; or the rows
+                of it from `first_row` on
     name        the global name; for a tied copy that of its original
+    dtype       that of the weight, if the parameter is a wider master of it
 
     Values are drawn in fp32, so that every precision starts from the same model. A function as `meta.init` draws the
     full tensor on each rank, from torch's generator, which has the same seed on all.
     """
+    dtype, rows = dtype or parameter.dtype, slice(first_row, first_row + len(parameter))
     if callable(meta.init):
         full = torch.empty(meta.shape, dtype=torch.float32)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(_seed_of(seed, name, 0))
             meta.init(full)
-        parameter.copy_(meta.shard.split(full, tp.rank, tp.size))
-        return
-    if meta.init != "normal":
+        parameter.copy_(meta.shard.split(full, tp.rank, tp.size)[rows].to(dtype))
+    elif meta.init != "normal":
         parameter.fill_(1.0 if meta.init == "ones" else 0.0)
-        return
+    else:
+        table, shape = parameter.view(len(parameter), -1), (meta.shape[0], prod(meta.shape[1:]))
+
+        def draw(area: tuple[Area, Area]) -> None:
+            (row, column), (r, c) = area
+            i, j = row.start // TILE, column.start // TILE
+            size = (min(TILE, shape[0] - i * TILE), min(TILE, shape[1] - j * TILE))
+            generator = torch.Generator("cpu").manual_seed(_seed_of(seed, name, i, j))
+            tile = torch.randn(size, generator=generator, dtype=torch.float32)
+            inside = tile[row.start - i * TILE : row.stop - i * TILE, column.start - j * TILE : column.stop - j * TILE]
+            with torch.no_grad():  # which is a setting of each thread
+                table[r, c] = (inside * meta.std).to(dtype).to(parameter.dtype)
+
+        with ThreadPoolExecutor(torch.get_num_threads()) as pool:
+            list(pool.map(draw, _tiles(meta, tp, rows)))
+
+
+Area = tuple[slice, slice]
+"""Rows and columns."""
+
+
+def _tiles(meta: ParamMeta, tp: Group, local_rows: slice) -> Iterator[tuple[Area, Area]]:
+    """The areas of single tiles that this rank's shard has: in the full tensor, and in the chosen rows of the shard."""
     num_rows, num_columns = meta.shape[0], prod(meta.shape[1:])
-    values = _normal_values(seed, name, num_rows * num_columns)
     rows, columns = [(0, num_rows)], [(0, num_columns)]
     if meta.shard.dim == 0:
         rows = meta.shard.ranges(num_rows, tp.rank, tp.size)
     elif meta.shard.dim == 1:
         columns = meta.shard.ranges(num_columns, tp.rank, tp.size)
-    step = max(1, BLOCK // num_columns)
-    position = 0  # in parameter
-    for first, last in rows:
-        for row in range(first, last, step):
-            stop = min(row + step, last)
-            full = values(row * num_columns, stop * num_columns).view(stop - row, num_columns)
-            local = torch.cat([full[:, a:b] for a, b in columns], dim=1)
-            parameter[position : position + stop - row] = (local * meta.std).view(stop - row, *parameter.shape[1:])
-            position += stop - row
+    for row, r in _by_tile(rows, local_rows):
+        for column, c in _by_tile(columns, slice(0, num_columns)):
+            yield (row, column), (r, c)
+
+
+def _by_tile(ranges: list[tuple[int, int]], chosen: slice) -> Iterator[tuple[slice, slice]]:
+    """Ranges of a dimension, joined in the shard, divided at the borders of tiles and restricted to `chosen` places of
+    the shard: each in the full tensor, and relative to the first chosen place."""
+    position = 0
+    for first, last in ranges:
+        here = max(first, first + chosen.start - position)
+        end = min(last, first + chosen.stop - position)
+        while here < end:
+            stop = min(end, (here // TILE + 1) * TILE)
+            place = position + here - first - chosen.start
+            yield slice(here, stop), slice(place, place + stop - here)
+            here = stop
+        position += last - first

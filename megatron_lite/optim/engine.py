@@ -46,7 +46,8 @@ def build_data_parallel(
         return import_module(ENGINES["deepspeed"]).build(config, ctx, make_model)
     model = make_model()
     params, table = named_params(model), param_table(model)
-    start_equal(params, table, ctx)
+    if next(iter(params.values())).device == ctx.device:  # else the engine allocates and draws them
+        start_equal(params, table, ctx)
     ddp = wrap_ddp(config, model, params, table, ctx, grad_dtype=torch.promote_types(dtype, torch.float32))
     params = named_params(model)  # parallel.ddp: fsdp has replaced them
     scaler = build_scaler(config.optim, config.train.precision)

@@ -34,18 +34,16 @@ class _Lookup(torch.autograd.Function):
 
 
 def _rows_into(total: Tensor, *, ids: Tensor, rows: Tensor, overwrite: bool) -> None:
-    """Add each row to that of its id in `total`, in an order that does not change between runs."""
+    """Add the rows to those of their ids in `total`. Rows of one id are summed first, as in torch's own backward: a GPU
+    would add them in any order."""
     if overwrite:
         total.zero_()
-    if total.device.type != "cpu":
-        # On a GPU index_add_ adds rows of one id in any order. So these are summed first, as in torch's own backward.
-        ordered, _ = ids.sort()
-        number = (ordered != ordered.roll(1)).index_fill_(0, ids.new_zeros(1), True).cumsum(0) - 1  # of each id
-        place = torch.searchsorted(ordered, ids)
-        count = len(ids)
-        rows = torch.ops.aten.embedding_dense_backward(rows, number[place], count, -1, False)
-        ids = torch.zeros_like(ids).scatter_(0, number, ordered)  # after the last one zeros, and rows of zeros
-    total.index_add_(0, ids, rows.to(total.dtype))
+    ordered, _ = ids.sort()
+    number = (ordered != ordered.roll(1)).index_fill_(0, ids.new_zeros(1), True).cumsum(0) - 1  # of each id
+    place = number[torch.searchsorted(ordered, ids)]
+    rows = torch.ops.aten.embedding_dense_backward(rows, place, len(ids), -1, False)
+    # After the last id zeros, and rows of zeros.
+    total.index_add_(0, torch.zeros_like(ids).scatter_(0, number, ordered), rows.to(total.dtype))
 
 
 class VocabParallelEmbedding(nn.Module):

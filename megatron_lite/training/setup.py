@@ -2,6 +2,7 @@
 
 import inspect
 from collections.abc import Sequence
+from contextlib import nullcontext
 
 from torch import nn
 
@@ -13,8 +14,9 @@ from megatron_lite.config.validate import missing_vocabulary, raise_any, with_vo
 from megatron_lite.data.tokenizer import Tokenizer, build_tokenizer, tokenizer_hash
 from megatron_lite.errors import TrainingError
 from megatron_lite.model.build import get_model
+from megatron_lite.model.init import starting
 from megatron_lite.optim.engine import build_data_parallel
-from megatron_lite.parallel.agreement import all_gather_objects
+from megatron_lite.parallel.agreement import all_gather_objects, on_first
 from megatron_lite.parallel.context import Group, ParallelContext
 from megatron_lite.parallel.dtypes import PRECISIONS
 from megatron_lite.parallel.random import RngTracker
@@ -23,6 +25,7 @@ from megatron_lite.training.checkpointing import FORWARD_STEP, load_newest
 from megatron_lite.training.forward_step import BUILT_IN_STEPS, built_in_step
 from megatron_lite.training.provider import ModelProvider, build_chunks, function_name
 from megatron_lite.training.run import Hooks, Run
+from megatron_lite.training.start import is_resumed
 from megatron_lite.training.timers import Timers
 
 
@@ -34,7 +37,8 @@ def setup_model_and_optimizer(
     hooks: Hooks | None = None,
 ) -> Run:
     """A new run, or one resumed from its newest checkpoint; arguments as of `build_run`. Collective over the world."""
-    run = build_run(config, ctx, rng, model_provider, hooks)
+    with starting("empty" if on_first(lambda: is_resumed(config), ctx.world) else "drawn"):
+        run = build_run(config, ctx, rng, model_provider, hooks)
     load_newest(run)
     return run
 
@@ -62,8 +66,12 @@ def build_run(
     select(config.model.attention, request_of(config, ctx.device.type, trains=True))  # raises ConfigError if it cannot
     dtype = PRECISIONS[config.train.precision]
 
+    # FSDP allocates and draws a rank's rows alone. A custom provider may set values, which the meta device would lose.
+    on_meta = config.parallel.ddp == "fsdp" and ctx.dp_cp.size > 1 and model_provider is get_model
+
     def make_model() -> Sequence[nn.Module]:
-        model = build_chunks(model_provider, config, ctx, rng, dtype)
+        with starting("meta") if on_meta else nullcontext():
+            model = build_chunks(model_provider, config, ctx, rng, dtype)
         check_num_chunks(model, config)
         if function_name(model_provider):
             check_names_differ(model, ctx.pp)

@@ -69,6 +69,11 @@ def find_start(config: Config) -> Start | None:
     return Start(key, root, iteration, is_chosen, "" if is_chosen else _older_than_newest(root, iteration))
 
 
+def is_resumed(config: Config) -> bool:
+    """Whether a checkpoint fills all weights of the run. A folder of weights may lack some."""
+    return not config.checkpoint.load_weights and find_start(config) is not None
+
+
 def _older_than_newest(root: Path, iteration: int) -> str:
     """A notice where the tracker does not name the newest iteration: a user has reset it, or a digit is damaged."""
     newest = max(iterations(root), default=iteration)

@@ -3,6 +3,7 @@
 import math
 import shutil
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from megatron_lite.config.load import load_config
 from megatron_lite.ddp.data_parallel import DataParallel
 from megatron_lite.ddp.finalize import finalize_grads
 from megatron_lite.ddp.wrap import wrap_ddp
+from megatron_lite.engines import fsdp as fsdp_file
 from megatron_lite.engines.fsdp import FullyShardedDDP
 from megatron_lite.launch.pool import RanksFailed
 from megatron_lite.parallel.context import ParallelContext
@@ -345,3 +347,33 @@ def test_fsdp_resumes_bitwise_and_other_engines_load_its_checkpoint(ranks, tmp_p
         for name, (start, master) in rank["masters"].items():
             weight = saved["weights"][name].flatten()[start : start + master.numel()]
             assert torch.equal(master.flatten(), weight.float()), f"the master of {name} is not its saved weight"
+
+
+def built_by_get_model(**changes: Any) -> tuple[dict[str, torch.Tensor], list[bool]]:
+    """The initial weights of a model of get_model, and for each tensor that FSDP shards whether it is on meta."""
+    seen: list[bool] = []
+    shard = fsdp_file.fully_shard
+
+    def noted(module, **options):
+        seen.extend(parameter.is_meta for parameter in module.parameters() if not hasattr(parameter, "placements"))
+        return shard(module, **options)
+
+    config = tiny_config("llama", **changes)
+    ctx, rng = initialize_megatron(config)
+    with mock.patch.object(fsdp_file, "fully_shard", noted):
+        run = setup_model_and_optimizer(config, ctx, rng)
+    weights = gather_weights(run)
+    finalize_megatron()
+    return weights, seen
+
+
+@pytest.mark.parametrize("changes", [{}, {"parallel__tensor": 2, "train__precision": "bf16"}])
+def test_no_rank_allocates_a_full_parameter_and_the_model_starts_as_under_any_engine(ranks, changes):
+    """A model of 70 billion parameters does not fit on one GPU before it is sharded."""
+    size = 2 * changes.get("parallel__tensor", 1)
+    local, _ = ranks(size, built_by_get_model, **changes)[0]
+    sharded, seen = ranks(size, built_by_get_model, parallel__ddp="fsdp", **changes)[0]
+    assert len(seen) > 10
+    assert all(seen)
+    for name, weight in local.items():
+        assert torch.equal(sharded[name], weight), name

@@ -15,6 +15,7 @@ from megatron_lite.checkpoint.layout import Layout, content_checksum, dump_layou
 from megatron_lite.convert.driver import convert_hint
 from megatron_lite.errors import CheckpointError, DamagedCheckpoint, TrainingError
 from megatron_lite.launch.pool import RanksFailed
+from megatron_lite.model import build
 from megatron_lite.training.checkpointing import save_run
 from megatron_lite.training.faults import answer_bad_values
 from megatron_lite.training.initialize import finalize_megatron, initialize_megatron
@@ -344,3 +345,17 @@ def test_sums_in_flight_cannot_be_resumed_under_another_layout_or_interval(ranks
             f"{words}: the sums that sync.delay has in flight need the old values; restore them, or load the weights "
             "alone with checkpoint.load_weights"
         ) in str(raised.value)
+
+
+def test_a_resumed_run_draws_no_initial_weights(tmp_path, monkeypatch):
+    """A restart of a large model would draw for minutes what the checkpoint overwrites."""
+    drawn: list[str] = []
+    real = build.fill
+    monkeypatch.setattr(build, "fill", lambda *args, **options: drawn.append(options["name"]) or real(*args, **options))
+    train_to_end(tmp_path, "gpt", checkpoint__interval=2, train__iterations=2)
+    assert "embedding.word_embeddings.weight" in drawn
+    drawn.clear()
+    train_to_end(tmp_path, "gpt", checkpoint__interval=2, train__iterations=4)
+    assert drawn == []
+    train_to_end(tmp_path / "warm", "gpt", checkpoint__load_weights=str(tmp_path), train__iterations=1)
+    assert drawn  # a folder of weights may lack some
