@@ -4,12 +4,14 @@ from collections.abc import Iterator
 
 from megatron_lite.config.schema import Config, DeepSpeedConfig, SyncConfig
 
-# The modules of the engines outside of the core, by `parallel.ddp`. They have `wrap`; deepspeed, which is the optimizer
-# too, has `build`. `engines/torch_ddp.py` is the shortest example.
+# The modules of the engines outside of the core, by `parallel.ddp` or sync mode. They have `wrap`; deepspeed, which is
+# the optimizer too, has `build`; outer wraps an optimizer. `engines/torch_ddp.py` is the shortest example.
 ENGINES = {
     "torch": "megatron_lite.engines.torch_ddp",
     "fsdp": "megatron_lite.engines.fsdp",
     "deepspeed": "megatron_lite.engines.deepspeed",
+    "delayed": "megatron_lite.engines.delayed",
+    "outer": "megatron_lite.engines.outer",
 }
 
 

@@ -8,7 +8,6 @@ import torch
 from megatron_lite.config.engines import ENGINES
 from megatron_lite.config.schema import Config
 from megatron_lite.ddp.data_parallel import Chunks, DataParallel, Params
-from megatron_lite.ddp.delayed import DelayedDDP
 from megatron_lite.ddp.local import LocalDDP
 from megatron_lite.ddp.sharded import ShardedDDP
 from megatron_lite.errors import TrainingError
@@ -29,10 +28,11 @@ def wrap_ddp(
     dp = solo("dp") if sync.is_local else ctx.dp_cp  # every rank trains alone between outer steps
     common = {"bucket_mb": bucket_mb(parallel.bucket_mb, dp.size), "grad_dtype": grad_dtype}
     if sync.mode == "delayed":
-        dp = duplicate_group(dp, config.train.comm_timeout)
-        return DelayedDDP(chunks, params, table, dp, delay=sync.delay, **common)
-    if parallel.ddp != "local" and dp.size > 1:
-        return import_module(ENGINES[parallel.ddp]).wrap(config, chunks, params, table, ctx, dp, grad_dtype=grad_dtype)
+        dp, kind = duplicate_group(dp, config.train.comm_timeout), "delayed"
+    else:
+        kind = parallel.ddp if dp.size > 1 else "local"
+    if kind != "local":
+        return import_module(ENGINES[kind]).wrap(config, chunks, params, table, ctx, dp, grad_dtype=grad_dtype)
     if config.optim.distributed and dp.size > 1:
         return ShardedDDP(chunks, params, table, dp, gather=duplicate_group(dp, config.train.comm_timeout), **common)
     return LocalDDP(chunks, params, table, dp, **common)

@@ -1,8 +1,8 @@
 """Initial weights: a function of the run's seed and the weight's name, independent of the layout.
 
-The full tensor is a matrix of normal values in tiles of 1,024 x 1,024. Each tile is drawn on the CPU from a generator
-seeded by a hash of (seed, name, tile). A rank draws the tiles of its shard alone, so every layout starts with the same
-model, and the work is divided over ranks of tp, and of dp under FSDP.
+The full tensor is a matrix of normal values in tiles of 2^20 values, up to 1,024 columns wide. Each tile is drawn on
+the CPU from a generator seeded by a hash of (seed, name, tile). A rank draws the tiles of its shard alone, so every
+layout starts with the same model, and the work is divided over ranks of tp, and of dp under FSDP.
 """
 
 import hashlib
@@ -18,7 +18,7 @@ from torch import Tensor
 from megatron_lite.parallel.context import Group
 from megatron_lite.parallel.shard import ParamMeta
 
-TILE = 1024
+TILE_NUMEL, TILE_COLUMNS = 2**20, 1024
 
 Start = Literal["drawn", "empty", "meta"]
 _start: Start = "drawn"
@@ -41,10 +41,9 @@ def start() -> Start:
     return _start
 
 
-def _seed_of(seed: int, name: str, *place: int) -> int:
+def _seed_of(seed: int, name: str, tile: int) -> int:
     """4 bytes, because torch's CPU generator reads only 32 bits of a seed."""
-    text = "/".join(map(str, (seed, name, *place)))
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=4).digest(), "little")
+    return int.from_bytes(hashlib.blake2b(f"{seed}/{name}/{tile}".encode(), digest_size=4).digest(), "little")
 
 
 @torch.no_grad()
@@ -78,27 +77,30 @@ def fill(
     elif meta.init != "normal":
         parameter.fill_(1.0 if meta.init == "ones" else 0.0)
     else:
-        table, shape = parameter.view(len(parameter), -1), (meta.shape[0], prod(meta.shape[1:]))
+        table, (height, width) = parameter.view(len(parameter), -1), (meta.shape[0], prod(meta.shape[1:]))
+        columns = min(width, TILE_COLUMNS)
+        tile_size = TILE_NUMEL // columns, columns
 
         def draw(area: tuple[Area, Area]) -> None:
-            (row, column), (r, c) = area
-            i, j = row.start // TILE, column.start // TILE
-            size = (min(TILE, shape[0] - i * TILE), min(TILE, shape[1] - j * TILE))
-            generator = torch.Generator("cpu").manual_seed(_seed_of(seed, name, i, j))
+            (row, column), local = area
+            i, j = row.start // tile_size[0], column.start // tile_size[1]
+            top, left = i * tile_size[0], j * tile_size[1]
+            size = min(tile_size[0], height - top), min(tile_size[1], width - left)
+            generator = torch.Generator("cpu").manual_seed(_seed_of(seed, name, i * -(-width // columns) + j))
             tile = torch.randn(size, generator=generator, dtype=torch.float32)
-            inside = tile[row.start - i * TILE : row.stop - i * TILE, column.start - j * TILE : column.stop - j * TILE]
+            inside = tile[row.start - top : row.stop - top, column.start - left : column.stop - left]
             with torch.no_grad():  # which is a setting of each thread
-                table[r, c] = (inside * meta.std).to(dtype).to(parameter.dtype)
+                table[local] = (inside * meta.std).to(dtype).to(parameter.dtype)
 
         with ThreadPoolExecutor(torch.get_num_threads()) as pool:
-            list(pool.map(draw, _tiles(meta, tp, rows)))
+            list(pool.map(draw, _tiles(meta, tp, rows, tile_size)))
 
 
 Area = tuple[slice, slice]
 """Rows and columns."""
 
 
-def _tiles(meta: ParamMeta, tp: Group, local_rows: slice) -> Iterator[tuple[Area, Area]]:
+def _tiles(meta: ParamMeta, tp: Group, local_rows: slice, tile: tuple[int, int]) -> Iterator[tuple[Area, Area]]:
     """The areas of single tiles that this rank's shard has: in the full tensor, and in the chosen rows of the shard."""
     num_rows, num_columns = meta.shape[0], prod(meta.shape[1:])
     rows, columns = [(0, num_rows)], [(0, num_columns)]
@@ -106,12 +108,12 @@ def _tiles(meta: ParamMeta, tp: Group, local_rows: slice) -> Iterator[tuple[Area
         rows = meta.shard.ranges(num_rows, tp.rank, tp.size)
     elif meta.shard.dim == 1:
         columns = meta.shard.ranges(num_columns, tp.rank, tp.size)
-    for row, r in _by_tile(rows, local_rows):
-        for column, c in _by_tile(columns, slice(0, num_columns)):
+    for row, r in _by_tile(rows, local_rows, tile[0]):
+        for column, c in _by_tile(columns, slice(0, num_columns), tile[1]):
             yield (row, column), (r, c)
 
 
-def _by_tile(ranges: list[tuple[int, int]], chosen: slice) -> Iterator[tuple[slice, slice]]:
+def _by_tile(ranges: list[tuple[int, int]], chosen: slice, tile: int) -> Iterator[tuple[slice, slice]]:
     """Ranges of a dimension, joined in the shard, divided at the borders of tiles and restricted to `chosen` places of
     the shard: each in the full tensor, and relative to the first chosen place."""
     position = 0
@@ -119,7 +121,7 @@ def _by_tile(ranges: list[tuple[int, int]], chosen: slice) -> Iterator[tuple[sli
         here = max(first, first + chosen.start - position)
         end = min(last, first + chosen.stop - position)
         while here < end:
-            stop = min(end, (here // TILE + 1) * TILE)
+            stop = min(end, (here // tile + 1) * tile)
             place = position + here - first - chosen.start
             yield slice(here, stop), slice(place, place + stop - here)
             here = stop

@@ -15,12 +15,11 @@ from torch import nn
 from megatron_lite.config.engines import ENGINES
 from megatron_lite.config.schema import Config
 from megatron_lite.ddp.data_parallel import DataParallel
-from megatron_lite.ddp.wrap import bucket_mb, start_equal, wrap_ddp
+from megatron_lite.ddp.wrap import start_equal, wrap_ddp
 from megatron_lite.model.build import named_params, param_table
 from megatron_lite.optim.mixed_precision import MixedPrecisionOptimizer, Optimizer
-from megatron_lite.optim.outer import OuterOptimizer
 from megatron_lite.optim.scaler import build_scaler
-from megatron_lite.parallel.context import ParallelContext, duplicate_group
+from megatron_lite.parallel.context import ParallelContext
 from megatron_lite.parallel.shard import ParamTable
 
 
@@ -53,9 +52,7 @@ def build_data_parallel(
     scaler = build_scaler(config.optim, config.train.precision)
     optimizer = MixedPrecisionOptimizer(table, ddp, scaler, config.optim, ctx)
     if config.sync.is_local:
-        dp = duplicate_group(ctx.dp, config.train.comm_timeout) if config.sync.delay else ctx.dp
-        size = bucket_mb(config.parallel.bucket_mb, dp.size)
-        optimizer = OuterOptimizer(optimizer, params, table, config.sync, dp, bucket_mb=size)
+        optimizer = import_module(ENGINES["outer"]).wrap(config, optimizer, params, table, ctx)
     return Engine(model, params, table, ddp, optimizer)
 
 

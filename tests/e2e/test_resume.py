@@ -352,10 +352,10 @@ def test_a_resumed_run_draws_no_initial_weights(tmp_path, monkeypatch):
     drawn: list[str] = []
     real = build.fill
     monkeypatch.setattr(build, "fill", lambda *args, **options: drawn.append(options["name"]) or real(*args, **options))
-    train_to_end(tmp_path, "gpt", checkpoint__interval=2, train__iterations=2)
+    train_to_end(tmp_path, "gpt", checkpoint__interval=2, train__iterations=3)
     assert "embedding.word_embeddings.weight" in drawn
     drawn.clear()
-    train_to_end(tmp_path, "gpt", checkpoint__interval=2, train__iterations=4)
+    train_to_end(tmp_path, "gpt", checkpoint__interval=2, train__iterations=5)
     assert drawn == []
-    train_to_end(tmp_path / "warm", "gpt", checkpoint__load_weights=str(tmp_path), train__iterations=1)
+    train_to_end(tmp_path / "warm", "gpt", checkpoint__load_weights=str(tmp_path), train__iterations=3)
     assert drawn  # a folder of weights may lack some

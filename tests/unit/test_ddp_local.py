@@ -6,8 +6,8 @@ from torch import nn
 
 from megatron_lite.ddp import local
 from megatron_lite.ddp.buffer import ALIGNMENT
-from megatron_lite.ddp.delayed import DelayedDDP
 from megatron_lite.ddp.local import LocalDDP
+from megatron_lite.engines.delayed import DelayedDDP
 from megatron_lite.errors import TrainingError
 from megatron_lite.parallel.context import solo
 from megatron_lite.parallel.shard import ParamMeta, Shard

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from megatron_lite.model.init import TILE, fill
+from megatron_lite.model.init import TILE_COLUMNS as TILE
+from megatron_lite.model.init import fill
 from megatron_lite.parallel.context import Group
 from megatron_lite.parallel.shard import ParamMeta, Shard
 

@@ -59,6 +59,8 @@ MEMBERS = [
     Member("ddp/local.py", "torch", "_foreach_add_"),
     Member("ddp/local.py", "torch:Tensor", "_version"),
     Member("parallel/recompute.py", "torch.storage:UntypedStorage", "_cdata"),
+    Member("training/flight_recorder.py", "torch", "_C"),
+    Member("training/flight_recorder.py", "torch._C", "_distributed_c10d"),
     Member("plan/communication.py", "torch._ops:OpOverload", "_schema"),
     Member("plan/communication.py", "sys", "_getframe"),
     Member("plan/roofline.py", "torch.storage:UntypedStorage", "_cdata"),

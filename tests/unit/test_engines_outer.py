@@ -1,4 +1,4 @@
-"""optim/outer.py on one data-parallel rank, which takes outer steps without other ranks."""
+"""engines/outer.py on one data-parallel rank, which takes outer steps without other ranks."""
 
 import pytest
 import torch
@@ -8,8 +8,8 @@ from megatron_lite.config.load import load_config
 from megatron_lite.config.schema import OptimConfig, SyncConfig
 from megatron_lite.config.sizes import state_bytes
 from megatron_lite.ddp.local import LocalDDP
+from megatron_lite.engines.outer import OuterOptimizer, fragment_of
 from megatron_lite.optim.mixed_precision import MixedPrecisionOptimizer
-from megatron_lite.optim.outer import OuterOptimizer, fragment_of
 from megatron_lite.optim.scaler import DynamicLossScaler, LossScaler
 from megatron_lite.parallel.context import ParallelContext
 from megatron_lite.parallel.grid import Grid

@@ -21,13 +21,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron_lite.config.schema import SyncConfig
+from megatron_lite.config.schema import Config, SyncConfig
 from megatron_lite.ddp.buffer import GradBuffer
 from megatron_lite.ddp.data_parallel import Params
 from megatron_lite.ddp.local_shard import LocalShard, Shards, State
+from megatron_lite.ddp.wrap import bucket_mb
 from megatron_lite.optim.mixed_precision import MixedPrecisionOptimizer, Optimizer, StepOutcome
 from megatron_lite.parallel.collectives import all_reduce_async
-from megatron_lite.parallel.context import Group
+from megatron_lite.parallel.context import Group, ParallelContext, duplicate_group
 from megatron_lite.parallel.shard import ParamTable
 
 
@@ -43,6 +44,15 @@ class PendingDrift:
         while self.waits:
             self.waits.pop()()
         return self.buffer.views
+
+
+def wrap(
+    config: Config, inner: MixedPrecisionOptimizer, params: Params, table: ParamTable, ctx: ParallelContext
+) -> "OuterOptimizer":
+    """The optimizer of `sync.mode: local_sgd` and `diloco` around `inner`. Collective over dp."""
+    dp = duplicate_group(ctx.dp, config.train.comm_timeout) if config.sync.delay else ctx.dp
+    size = bucket_mb(config.parallel.bucket_mb, dp.size)
+    return OuterOptimizer(inner, params, table, config.sync, dp, bucket_mb=size)
 
 
 class OuterOptimizer(Optimizer):

@@ -12,11 +12,11 @@ from torch import Tensor
 
 from megatron_lite.config.schema import Config
 from megatron_lite.data.samplers import microbatch_indices
+from megatron_lite.engines.outer import OuterOptimizer, fragment_of
 from megatron_lite.launch.pool import RanksFailed
 from megatron_lite.model.build import named_params, param_table
 from megatron_lite.optim.lr import learning_rate
 from megatron_lite.optim.mixed_precision import StepOutcome
-from megatron_lite.optim.outer import OuterOptimizer, fragment_of
 from megatron_lite.optim.param_groups import decay_groups
 from megatron_lite.parallel.collectives import all_gather, all_reduce_async
 from megatron_lite.parallel.context import ParallelContext, duplicate_group
