@@ -170,7 +170,9 @@ class ModelConfig(Section):
     window_attn_skip_freq: NonNegativeInt = 0
     """Every n-th block has no window, as with Megatron's argument of this name; 0: all blocks have it."""
     fusion: Literal["auto", "on", "off"] = "auto"
-    """Compile bias+activation and bias+dropout+add with torch.compile; `auto`: on GPUs only."""
+    """One kernel for the operations between products: by Triton on GPUs, by torch.compile on the CPU. `auto`: on GPUs
+    only.
+    """
 
     @model_validator(mode="before")
     @classmethod

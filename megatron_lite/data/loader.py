@@ -30,10 +30,11 @@ class Batch(NamedTuple):
     token_types: torch.Tensor | None = None  # int64 [b, s]
     exchanged: torch.Tensor | None = None  # int64 [b], 1 where the segments of a row are not in their order
     decoder_tokens: torch.Tensor | None = None  # int64 [b, t]
+    num_targets: float | None = None  # the sum of the full loss_mask, where it was counted on the host
 
     def map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "Batch":
         """The batch with every tensor changed."""
-        return Batch(*(None if tensor is None else change(tensor) for tensor in self))  # type: ignore[arg-type]
+        return Batch(*(change(field) if isinstance(field, torch.Tensor) else field for field in self))  # type: ignore[arg-type]
 
 
 def make_batch(text: torch.Tensor, data: DataConfig, eod: int) -> Batch:
@@ -77,7 +78,8 @@ def check_padding(text: torch.Tensor) -> None:
 def stacked(samples: Sequence[Sample]) -> Batch:
     """The batch of samples that have its fields. Raises DataError where they have other fields or lengths."""
     try:
-        batch = Batch(**{name: torch.from_numpy(np.stack([sample[name] for sample in samples])) for name in samples[0]})
+        fields = {name: torch.from_numpy(np.stack([sample[name] for sample in samples])) for name in samples[0]}
+        batch = Batch(**fields)  # type: ignore[arg-type]
     except (TypeError, KeyError, ValueError) as error:
         raise DataError(
             f"the samples of a batch do not have its fields, equal in all of them: {error}; the fields are "
@@ -96,6 +98,7 @@ def _read(dataset: Dataset, rows: Sequence[int], data: DataConfig, eod: int, *, 
         batch = make_batch(torch.from_numpy(np.stack(cast(list[np.ndarray], samples))), data, eod)
     else:
         batch = stacked(cast(list[Sample], samples))
+    batch = batch._replace(num_targets=batch.loss_mask.sum(dtype=torch.float64).item())  # a read from a GPU would wait
     return batch.map(torch.Tensor.pin_memory) if pin else batch
 
 

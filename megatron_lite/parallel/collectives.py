@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_lite.parallel.context import Group
-from megatron_lite.parallel.waiting import communicating, finished
+from megatron_lite.parallel.waiting import communicating, finished, read
 
 Collective = Callable[[Tensor, Group], Tensor]
 
@@ -31,6 +31,18 @@ def all_reduce(x: Tensor, group: Group, op: str = "sum") -> Tensor:
     with communicating("all_reduce", group):
         dist.all_reduce(x, op=OPS[op], group=group.pg)
     return x
+
+
+def reduce_on_host(value: float, group: Group, device: torch.device, op: str = "sum") -> float:
+    """The reduction of a number of each host. Over Gloo, if the group has it: the host does not wait for a GPU.
+
+    `device` is that of a group without Gloo (`run.backend: nccl`).
+    """
+    if group.size == 1:
+        return value
+    has_gloo = device.type == "cpu" or "cpu:" in str(dist.get_backend_config(group.pg))
+    here = torch.tensor([value], dtype=torch.float64, device="cpu" if has_gloo else device)
+    return read(all_reduce(here, group, op), "a value of all hosts", group)[0]
 
 
 def all_reduce_async(x: Tensor, group: Group) -> tuple[Tensor, Callable[[], object]]:

@@ -29,7 +29,7 @@ from megatron_lite.config.schema import Config
 from megatron_lite.optim.param_groups import AdamW
 from megatron_lite.pipeline import p2p
 from megatron_lite.plan.fake_world import META, empty_batch, fake_rank
-from megatron_lite.plan.kernels import package_line
+from megatron_lite.plan.source_lines import package_line
 from megatron_lite.training.step import train_step
 
 PROCESS_GROUP = "__torch__.torch.classes.c10d.ProcessGroup"

@@ -4,6 +4,7 @@ On the meta device tensors have no values and need no memory, so one process can
 training reads a value on the host, it gets 0.
 """
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -18,6 +19,7 @@ from megatron_lite.data.loader import Batch
 from megatron_lite.parallel.context import ParallelContext
 from megatron_lite.parallel.grid import Grid
 from megatron_lite.parallel.random import seed_everything
+from megatron_lite.plan.source_lines import package_line
 from megatron_lite.training.run import Run
 from megatron_lite.training.setup import build_run
 
@@ -52,16 +54,21 @@ def empty_batch(config: Config, device: torch.device = META) -> Batch:
     shape = (config.train.micro_batch_size, config.data.seq_length)
     tokens = labels = torch.zeros(shape, dtype=torch.int64, device=device)
     if config.model.architecture != "encoder_decoder":
-        return Batch(tokens, labels, torch.ones(shape, device=device))
+        return Batch(tokens, labels, torch.ones(shape, device=device), num_targets=float(shape[0] * shape[1]))
     labels = torch.zeros(shape[0], config.data.decoder_length, dtype=torch.int64, device=device)
     return Batch(tokens, labels, torch.ones(labels.shape, device=device), decoder_tokens=labels)
 
 
 class ReadsZeros(TorchFunctionMode):
-    """A read of a meta tensor on the host returns 0 for each element."""
+    """A read of a meta tensor on the host returns 0 for each element, and is noted with its line of the package."""
+
+    def __init__(self, lines: list[str] | None = None) -> None:
+        super().__init__()
+        self.lines = [] if lines is None else lines
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in (Tensor.item, Tensor.tolist) and args[0].is_meta:
+            self.lines.append(package_line(sys._getframe(1), ("parallel/waiting.py",)))
             zeros = torch.zeros(args[0].shape, dtype=args[0].dtype)
             return zeros.item() if func is Tensor.item else zeros.tolist()
         return func(*args, **(kwargs or {}))

@@ -9,7 +9,6 @@ import sys
 import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from types import FrameType
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
@@ -24,12 +23,12 @@ from megatron_lite.model.core_attention import IMPLEMENTATIONS
 from megatron_lite.model.masks import Mask
 from megatron_lite.optim.param_groups import AdamW
 from megatron_lite.parallel import loss
+from megatron_lite.plan.source_lines import SHARED, first_shown, package_line
 from megatron_lite.training.progress import Progress
 
 VIEWS = {"view", "_unsafe_view", "_reshape_alias", "permute", "transpose", "t", "slice", "select", "split", "expand"}
 VIEWS |= {"split_with_sizes", "unsqueeze", "squeeze", "detach", "alias", "as_strided", "unbind", "lift_fresh"}
 ALLOCATIONS = {"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "_local_scalar_dense"}
-SHARED = ("parallel/linear.py", "parallel/collectives.py", "model/fused.py", "model/fusion.py", "model/norms.py")
 OVERWRITING = {"copy_", "fill_", "zero_"}
 BACKWARD_KERNELS = {"native_layer_norm_backward": 2}
 
@@ -149,15 +148,6 @@ def _corrected(op: str, moved: int, args: Any, outputs: list[Tensor]) -> int:
     return moved
 
 
-def package_line(frame: FrameType | None, shared: tuple[str, ...] = SHARED) -> str:
-    """The innermost line of the package that a frame is in, or was called from, outside of the `shared` files."""
-    lines = []
-    while frame is not None:
-        lines.append((frame.f_code.co_filename, frame.f_lineno))
-        frame = frame.f_back
-    return _first_shown(lines, shared)
-
-
 def _line_of_forward(node: Any) -> str:
     """The line that created a node of the graph, from the traceback of anomaly detection."""
     lines = []
@@ -165,15 +155,7 @@ def _line_of_forward(node: Any) -> str:
         if text.startswith('  File "'):
             file, number, *_ = text.removeprefix('  File "').split(", ")
             lines.append((file.rstrip('"'), int(number.removeprefix("line "))))
-    return _first_shown(lines, SHARED)
-
-
-def _first_shown(lines: list[tuple[str, int]], shared: tuple[str, ...]) -> str:
-    """The innermost line of the package outside of the shared files, else the innermost one."""
-    inside = [(file.rpartition("megatron_lite/")[2], number) for file, number in lines if "megatron_lite/" in file]
-    inside = [(file, number) for file, number in inside if not file.startswith("plan/")]
-    chosen = next((entry for entry in inside if entry[0] not in shared), inside[0] if inside else ("", 0))
-    return f"{chosen[0]}:{chosen[1]}" if chosen[0] else ""
+    return first_shown(lines, SHARED)
 
 
 @contextmanager

@@ -16,12 +16,9 @@ from contextlib import contextmanager, suppress
 from datetime import datetime
 from types import FrameType
 
-import torch
-
 from megatron_lite.errors import STOP_SIGNALS
-from megatron_lite.parallel.collectives import all_reduce
+from megatron_lite.parallel.collectives import reduce_on_host
 from megatron_lite.parallel.context import ParallelContext
-from megatron_lite.parallel.waiting import read
 
 TIME_IS_UP = 1000  # above every signal's number
 PATIENCE_SECONDS = 30.0
@@ -95,8 +92,7 @@ class StopRequest:
         Communicates: one all-reduce of a number over the world.
         """
         request = self._received or (TIME_IS_UP if time.monotonic() > self._deadline else 0)
-        agreed = all_reduce(torch.tensor([request], device=ctx.device), ctx.world, op="max")
-        number = int(read(agreed, "requests to stop", ctx.world)[0])
+        number = int(reduce_on_host(request, ctx.world, ctx.device, "max"))
         if number == TIME_IS_UP:
             return "because train.exit_duration has passed"
         return f"after receiving {signal.Signals(number).name}" if number else ""

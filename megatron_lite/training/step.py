@@ -15,8 +15,8 @@ from megatron_lite.data.loader import Batch
 from megatron_lite.ddp.finalize import finalize_grads
 from megatron_lite.errors import TrainingError
 from megatron_lite.model.t5 import table_rows
-from megatron_lite.parallel.collectives import all_reduce
-from megatron_lite.parallel.context import Group
+from megatron_lite.parallel.collectives import all_reduce, reduce_on_host
+from megatron_lite.parallel.context import Group, ParallelContext
 from megatron_lite.parallel.dtypes import PRECISIONS
 from megatron_lite.parallel.waiting import read
 from megatron_lite.parallel.zigzag import local_tokens, positions
@@ -32,7 +32,7 @@ from megatron_lite.training.state import StepReport
 def train_step(run: Run, microbatches: list[Batch]) -> StepReport:
     """One optimizer step over the global batch, of which `microbatches` are the share of this rank of dp and cp."""
     with run.progress.during("loss over all ranks"):
-        target_tokens = count_target_tokens(microbatches, run.ctx.dp_cp)
+        target_tokens = count_target_tokens(microbatches, run.ctx)
     lr = run.hooks.learning_rate(run.config.optim, run.state.optimizer_steps, run.config.train.iterations)
     loss_scale = run.optimizer.scaler.scale
     with run.progress.during("optimizer"):
@@ -142,13 +142,16 @@ def message_of(config: Config, like: Batch, device: torch.device) -> Message:
     return Message((length, batch, config.model.hidden_size), dtype, device)
 
 
-def count_target_tokens(microbatches: list[Batch], dp_cp: Group) -> float:
+def count_target_tokens(microbatches: list[Batch], ctx: ParallelContext) -> float:
     """The number of target tokens in the global batch, at least 1: an empty batch has a loss of 0, not nan.
 
-    Communicates: one value over dp_cp.
+    Communicates: one value over dp, between hosts, if the loader has counted; else over dp_cp, between devices.
     """
+    counted = [batch.num_targets for batch in microbatches]
+    if None not in counted:
+        return max(1.0, reduce_on_host(sum(counted), ctx.dp, ctx.device))  # type: ignore[arg-type]
     here = torch.stack([batch.loss_mask.sum(dtype=torch.float64) for batch in microbatches]).sum()
-    return max(1.0, read(all_reduce(here.reshape(1), dp_cp), "the number of target tokens", dp_cp)[0])
+    return max(1.0, read(all_reduce(here.reshape(1), ctx.dp_cp), "the number of target tokens", ctx.dp_cp)[0])
 
 
 def advance(run: Run, microbatches: list[Batch], loss: float, skipped: bool) -> None:

@@ -53,7 +53,8 @@ def test_labels_are_the_tokens_shifted_by_one():
     assert batch.labels.tolist() == [[3, 4, 5, 6], [4, 5, 6, 0], [5, 6, 0, 1]]
     assert batch.loss_mask.tolist() == [[1.0] * 4] * 3
     assert (batch.tokens.dtype, batch.labels.dtype, batch.loss_mask.dtype) == (torch.int64, torch.int64, torch.float32)
-    assert all(tensor.is_contiguous() for tensor in batch[:3]) and set(batch[3:]) == {None}
+    assert all(tensor.is_contiguous() for tensor in batch[:3]) and set(batch[3:-1]) == {None}
+    assert batch.num_targets == 12.0  # counted on the host, before a GPU has the batch
 
 
 def test_the_prediction_after_a_masked_token_has_no_loss():

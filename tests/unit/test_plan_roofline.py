@@ -11,9 +11,11 @@ from megatron_lite.config.flops import flops_per_token
 from megatron_lite.config.schema import Config
 from megatron_lite.errors import ConfigError
 from megatron_lite.plan.devices import NAMES, device_of
-from megatron_lite.plan.fake_world import empty_batch, fake_rank
+from megatron_lite.plan.fake_world import ReadsZeros, empty_batch, fake_rank
 from megatron_lite.plan.kernels import Kernel, Recorder, on_gpu
 from megatron_lite.plan.roofline import by_line, per_layer, predict, seconds, trace_step
+from megatron_lite.training.signals import StopRequest
+from megatron_lite.training.step import train_step
 from tests.helpers.command import run_here
 
 QUIET = {"hidden_dropout": 0.0, "attention_dropout": 0.0, "vocab_size": 50257, "activation": "gelu_tanh"}
@@ -145,6 +147,19 @@ def test_an_operation_counts_the_bytes_that_it_touches():
         ("copy_", 4 + 32, 0),
         ("mm", 32 + 32 + 16, 2 * 4 * 8 * 4),
     ]
+
+
+@pytest.mark.parametrize(("layout", "world_size"), [({}, 1), ({"tensor": 2, "pipeline": 2}, 8)])
+def test_a_step_reads_values_from_the_gpu_in_two_places(layout, world_size):
+    """Each read waits for the GPU: that of the loss, and that of the gradients' norm. Target tokens are counted by the
+    loader and summed between hosts, as are requests to stop."""
+    config = case("gpt-125m", num_layers=2)
+    config = Config.model_validate({**config.model_dump(exclude_defaults=True), "parallel": layout})
+    lines: list[str] = []
+    with on_gpu(Recorder()), fake_rank(config, world_size - 1, world_size) as run, ReadsZeros(lines):
+        train_step(run, [empty_batch(config)] * 4)
+        assert StopRequest().agreed(run.ctx) == ""
+    assert [line.split(":")[0] for line in lines] == ["training/step.py", "optim/clip.py"]
 
 
 def test_a_step_on_the_meta_device_needs_no_memory_and_reads_zeros():

@@ -63,6 +63,7 @@ MEMBERS = [
     Member("training/flight_recorder.py", "torch._C", "_distributed_c10d"),
     Member("plan/communication.py", "torch._ops:OpOverload", "_schema"),
     Member("plan/communication.py", "sys", "_getframe"),
+    Member("plan/fake_world.py", "sys", "_getframe"),
     Member("plan/roofline.py", "torch.storage:UntypedStorage", "_cdata"),
     Member("plan/kernels.py", "torch", "_C"),
     Member("plan/kernels.py", "torch._C", "_current_autograd_node"),

@@ -1,0 +1,23 @@
+"""The line of the package that starts an operation."""
+
+from types import FrameType
+
+# Layers that many lines call; the caller tells more.
+SHARED = ("parallel/linear.py", "parallel/collectives.py", "model/fused.py", "model/fusion.py", "model/norms.py")
+
+
+def package_line(frame: FrameType | None, shared: tuple[str, ...] = SHARED) -> str:
+    """The innermost line of the package that a frame is in, or was called from, outside of the `shared` files."""
+    lines = []
+    while frame is not None:
+        lines.append((frame.f_code.co_filename, frame.f_lineno))
+        frame = frame.f_back
+    return first_shown(lines, shared)
+
+
+def first_shown(lines: list[tuple[str, int]], shared: tuple[str, ...]) -> str:
+    """The innermost line of the package outside of the shared files, else the innermost one."""
+    inside = [(file.rpartition("megatron_lite/")[2], number) for file, number in lines if "megatron_lite/" in file]
+    inside = [(file, number) for file, number in inside if not file.startswith("plan/")]
+    chosen = next((entry for entry in inside if entry[0] not in shared), inside[0] if inside else ("", 0))
+    return f"{chosen[0]}:{chosen[1]}" if chosen[0] else ""
