@@ -40,10 +40,8 @@ def main() -> None:
             config = Config.model_validate(fields)
             by_autograd = patch("megatron_lite.ddp.local.has_product_into", lambda *_: False)
             with nullcontext() if direct else by_autograd:
-                layer, found = (
-                    per_layer(config),
-                    predict(config, trace_step(config), device_of("h100", attention=attention)),
-                )
+                layer, trace = per_layer(config), trace_step(config)
+            found = predict(config, trace, device_of("h100", attention=attention))
             row = f"{found.micro_batch * 1e3:8.1f}{found.mfu:8.3f}{layer.passes:9.1f}{layer.kernels:9}{layer.kept:7.1f}"
             print(f"  {change:50}{row}")
 
