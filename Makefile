@@ -11,7 +11,7 @@ BIN := $(VENV)/bin
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 unexport PYTHONPATH
 
-.PHONY: help quickstart test lint format docs docs-serve bench soak docker clean
+.PHONY: help quickstart test lint format docs docs-serve bench gpu soak docker clean
 
 help:
 	@echo "make quickstart  train a small CodeGeeX on this machine's Python sources and let it write code"
@@ -21,6 +21,7 @@ help:
 	@echo "make format      let ruff rewrite the sources"
 	@echo "make docs        build the site of docs/ into site/; docs-serve shows it and follows changes"
 	@echo "make bench       speed and memory compared with other implementations"
+	@echo "make gpu         the tests and benchmarks that need one or more GPUs; the report is in runs/gpu_report.md"
 	@echo "make docker      the image megatron-lite:cpu (DEVICE=cuda: megatron-lite:cuda, for NVIDIA GPUs)"
 	@echo "make clean       remove .venv and caches, but not runs/"
 
@@ -52,6 +53,10 @@ docs-serve: $(DEV)
 
 bench: $(DEV)
 	set -e; for script in benchmarks/*.py; do echo "== $$script"; $(BIN)/python "$$script"; done
+
+gpu: $(DEV)
+	$(BIN)/python -m pytest tests/gpu -rs
+	$(BIN)/python benchmarks/gpu.py --out runs/gpu_report.md
 
 docker:
 	docker build --build-arg DEVICE=$(DEVICE) --tag megatron-lite:$(DEVICE) .

@@ -155,6 +155,8 @@ class TrainConfig(Section):
     """What backward recomputes: `activation` the MLP's activation, `selective` attention scores, `full` each block,
     `full:n` the first n of a stage, `uniform:n` groups of n, `stage` the full stage.
     """
+    head_chunk: NonNegativeInt = 0
+    """Positions of a sequence whose logits exist at a time, in a decoder; backward computes them again. 0: all."""
     offload_activations: bool = False
     """Move activations from GPU to host memory between forward and backward."""
     eval_interval: NonNegativeInt = 1000

@@ -58,6 +58,7 @@ def get_model(config: Config, ctx: ParallelContext, rng: RngTracker, *, dtype: t
         full_recompute_layers=config.train.full_recompute_layers,
         recompute_group=config.train.recompute_group,
         recompute_stage=config.train.recompute == "stage",
+        head_chunk=config.train.head_chunk,
         offload_activations=config.train.offload_activations,
     )
     layers, model_type = stage_layers(config.model, config.parallel), MODELS[config.model.architecture]

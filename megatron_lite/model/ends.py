@@ -58,16 +58,40 @@ class TransformerModel(nn.Module):
             return recompute(self._forward, *inputs, rng=self.options.rng)
         return self._forward(*inputs)
 
-    def _logits(self, x: Tensor) -> Tensor:
-        """`[s', b, h]` to `[s, b, v/tp]`. Communicates: as `column_parallel_linear`."""
+    def _losses_of(self, x: Tensor, labels: Tensor) -> Tensor:
+        """The loss of every token [s, b] from x [s', b, h] and labels [b, s], with `train.head_chunk` chunk by chunk.
+
+        Communicates: as `_logits` and `_losses`, for each chunk; with chunks twice, the second time in backward.
+        """
+        chunk, size = self.options.head_chunk, self.options.sequence.size
+        if not chunk:
+            return self._losses(self._logits(x), labels)
+        by_rank, losses = labels.t().unflatten(0, (size, -1)), []  # [sequence ranks, s', b]
+        for start in range(0, len(x), chunk):
+            own = by_rank[:, start : start + chunk].flatten(0, 1).t()
+            # Backward comes to the first chunk last; that one reports the gradient of the head's weight.
+            loss = recompute(self._chunk, x[start : start + chunk], own, start == 0, rng=self.options.rng)
+            losses.append(loss.unflatten(0, (size, -1)))
+        return torch.cat(losses, dim=1).flatten(0, 1)
+
+    def _chunk(self, x: Tensor, labels: Tensor, is_first: bool) -> Tensor:
+        return self._losses(self._logits(x, calls_hooks=is_first), labels)
+
+    def _logits(self, x: Tensor, *, calls_hooks: bool = True) -> Tensor:
+        """`[s', b, h]` to `[s, b, v/tp]`. Communicates: as `column_parallel_linear`.
+
+        Without `calls_hooks` the weight gradient is added to that of another use of the head in the same forward.
+        """
         if self.config.logit_scale != 1:
             x = x * self.config.logit_scale
-        if self.output_layer is not None:
-            logits = self.output_layer(x)[0]
+        layer, options = self.output_layer, self.options
+        if layer is not None and calls_hooks:
+            logits = layer(x)[0]
         else:
-            assert self.embedding is not None
-            weight, options = self.embedding.word_embeddings.weight, self.options
-            logits = column_parallel_linear(x, weight, None, options.tp, options.sequence_parallel)
+            assert self.embedding is not None or layer is not None
+            weight = self.embedding.word_embeddings.weight if layer is None else layer.weight  # type: ignore[union-attr]
+            bias = None if layer is None else layer.bias
+            logits = column_parallel_linear(x, weight, bias, options.tp, options.sequence_parallel)
         cap = self.config.logit_softcap
         return cap * torch.tanh(logits / cap) if cap else logits
 

@@ -84,5 +84,4 @@ class GPTModel(TransformerModel):
             return x
         if last is not None:
             x = x[last, torch.arange(len(last), device=x.device)][None]
-        logits = self._logits(x)
-        return logits if labels is None else self._losses(logits, labels)
+        return self._logits(x) if labels is None else self._losses_of(x, labels)

@@ -29,6 +29,7 @@ class LayerOptions:
     full_recompute_layers: float = 0  # in the first blocks of a stage
     recompute_group: int = 0  # blocks that are recomputed together; 0: none
     recompute_stage: bool = False  # the full stage
+    head_chunk: int = 0  # positions whose logits exist at a time; 0: all
     offload_activations: bool = False
 
     @property

@@ -54,6 +54,9 @@ PIPELINES = [
 SEQUENCE = [
     layout(tensor=2, micro=2, sequence=True, train__recompute="full"),
     layout(tensor=4, micro=6, sequence=True),
+    layout(tensor=2, micro=4, sequence=True, train__head_chunk=3),
+    layout(data=2, micro=3, train__head_chunk=5, optim__distributed="true"),
+    layout(tensor=2, micro=6, train__recompute="activation", train__head_chunk=16),
     layout(tensor=2, data=2, micro=3, sequence=True),
 ]
 SEQUENCE_PIPELINES = [

@@ -62,6 +62,16 @@ def test_the_loss_moves_at_most_8_bytes_for_each_logit(name):
     assert 6 <= moved / logits <= 8
 
 
+def test_a_chunked_head_never_has_all_logits():
+    """At the vocabulary of Qwen, logits are the largest tensor of a step by far."""
+    config = case("gpt-125m", num_layers=1, vocab_size=151_936)
+    logits = config.data.seq_length * config.train.micro_batch_size * config.model.padded_vocab
+    chunked = config.model_copy(update={"train": config.train.model_copy(update={"head_chunk": 128})})
+    of_losses = [k for k in trace_step(chunked).backward if k.op == "softmax_gradient"]
+    assert len(of_losses) == 8
+    assert all(k.bytes < 4.01 * logits / 8 for k in of_losses)
+
+
 @pytest.mark.parametrize(("name", "mfu"), [("llama-7b", 0.525), ("gpt-1.3b", 0.50), ("gpt-125m", 0.42)])
 def test_the_predicted_utilisation_stays_above_its_floor(name, mfu):
     config = case(name)
