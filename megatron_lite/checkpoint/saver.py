@@ -28,6 +28,27 @@ from megatron_lite.parallel.waiting import ignore_this_thread
 Say = Callable[[str], None]
 
 
+class PinnedMemory:
+    """Host memory for copies from a GPU. torch rounds each pinned tensor up to a power of two bytes, up to twice its
+    size; here tensors share blocks of such a size."""
+
+    BLOCK, ALIGNMENT = 2**28, 64  # bytes
+
+    def __init__(self, allocate: Callable[[int], Tensor] | None = None):
+        self._allocate = allocate or (lambda size: torch.empty(size, dtype=torch.uint8, pin_memory=True))
+        self._rest = torch.empty(0, dtype=torch.uint8)
+
+    def take(self, shape: torch.Size, *, dtype: torch.dtype) -> Tensor:
+        """An empty tensor; one that is larger than half a block has its own memory."""
+        size = shape.numel() * dtype.itemsize
+        if size > self.BLOCK // 2:
+            return self._allocate(size).view(dtype).view(shape)
+        if size > len(self._rest):
+            self._rest = self._allocate(self.BLOCK)
+        taken, self._rest = self._rest[:size], self._rest[-(-size // self.ALIGNMENT) * self.ALIGNMENT :]
+        return taken.view(dtype).view(shape)
+
+
 class Saver:
     """The saves of a run, one after another. All methods and the constructor are collective over the world."""
 
@@ -45,6 +66,7 @@ class Saver:
             self._connect()
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint", initializer=ignore_this_thread)
             self._copies: dict[tuple[str, str], Tensor] = {}
+            self._pinned = PinnedMemory()
 
     def _connect(self) -> None:
         world = duplicate_group(self._ctx.world, self._timeout_seconds, backend="gloo")
@@ -145,6 +167,7 @@ class Saver:
         if self._in_background:
             self._thread.shutdown()
             self._copies.clear()
+            self._pinned = PinnedMemory()
 
     def _report_success(self, say: Say, seconds: float, more: str = "") -> None:
         say(f"  successfully saved {self._label} ({seconds:.1f} s{more})")
@@ -165,7 +188,8 @@ class Saver:
         values, on_gpu = shard.values.detach(), shard.values.is_cuda
         copy = self._copies.get((name, kind))
         if copy is None or copy.shape != values.shape or copy.dtype != values.dtype:
-            copy = self._copies[name, kind] = torch.empty(values.shape, dtype=values.dtype, pin_memory=on_gpu)
+            empty = self._pinned.take if on_gpu else torch.empty
+            copy = self._copies[name, kind] = empty(values.shape, dtype=values.dtype)
         copy.copy_(values, non_blocking=on_gpu)
         return replace(shard, values=copy)
 

@@ -7,6 +7,7 @@ import threading
 import time
 import weakref
 from datetime import timedelta
+from itertools import pairwise
 from pathlib import Path
 from unittest import mock
 
@@ -16,7 +17,7 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from megatron_lite.checkpoint import store
 from megatron_lite.checkpoint.directory import iterations, read_latest
-from megatron_lite.checkpoint.saver import Saver
+from megatron_lite.checkpoint.saver import PinnedMemory, Saver
 from megatron_lite.errors import CheckpointError
 from megatron_lite.parallel.context import ParallelContext
 from megatron_lite.parallel.grid import Grid
@@ -299,3 +300,26 @@ def test_a_second_failed_save_in_a_row_stops_training(ranks, tmp_path):
     """A run that trained on for days without checkpoints would lose those days in a crash."""
     first, second = ranks(2, fail_twice, tmp_path)
     assert first == second and "No space left on device" in first
+
+
+def test_copies_of_a_gpu_share_blocks_of_pinned_memory():
+    """Each tensor alone would be rounded up to a power of two bytes."""
+    blocks: list[torch.Tensor] = []
+
+    def allocate(size):
+        blocks.append(torch.empty(size, dtype=torch.uint8))
+        return blocks[-1]
+
+    memory = PinnedMemory(allocate)
+    shapes = [
+        (torch.Size([1000, 1000]), torch.float32),
+        (torch.Size([]), torch.float32),
+        (torch.Size([3]), torch.bfloat16),
+    ]
+    taken = [memory.take(shape, dtype=dtype) for shape, dtype in shapes for _ in range(20)]
+    assert [(x.shape, x.dtype) for x in taken] == [entry for entry in shapes for _ in range(20)]
+    assert [len(block) for block in blocks] == [PinnedMemory.BLOCK]
+    ends = sorted((x.data_ptr(), x.data_ptr() + x.nbytes) for x in taken)
+    assert all(end <= start for (_, end), (start, _) in pairwise(ends))
+    memory.take(torch.Size([PinnedMemory.BLOCK]), dtype=torch.uint8)
+    assert len(blocks) == 2

@@ -10,7 +10,10 @@ from megatron_lite.ddp.local import LocalDDP
 from megatron_lite.engines.delayed import DelayedDDP
 from megatron_lite.errors import TrainingError
 from megatron_lite.parallel.context import solo
+from megatron_lite.parallel.embedding import VocabParallelEmbedding
+from megatron_lite.parallel.linear import ColumnParallelLinear, column_parallel_linear
 from megatron_lite.parallel.shard import ParamMeta, Shard
+from megatron_lite.parallel.weight_grads import has_product_into
 
 ONE_PARAMETER_PER_BUCKET = 1e-9  # MiB
 
@@ -230,3 +233,60 @@ def test_a_delayed_gradient_is_applied_that_many_steps_later():
         found.append(ddp.main_grads["w"][0].item() if ddp.has_grads else None)
     assert found == [None, None, 2.0, 20.0, 200.0, 2000.0]
     assert [grads["w"][0].item() for grads in ddp.pending_grads()] == [20000.0, 200000.0]
+
+
+class WithLayers(nn.Module):
+    """An embedding whose table a head of the given kind shares, around a parallel layer that runs `times` times."""
+
+    def __init__(self, head: str, times: int):
+        super().__init__()
+        memory = {"dtype": torch.float64, "device": torch.device("cpu")}
+        self.head, self.times = head, times
+        self.embedding = VocabParallelEmbedding(7, 4, tp=solo(), init_std=1.0, **memory)
+        self.layer = ColumnParallelLinear(4, 4, tp=solo(), bias=True, init_std=1.0, **memory)
+        for number, parameter in enumerate(self.parameters()):
+            nn.init.normal_(parameter, generator=torch.Generator().manual_seed(number))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens)
+        for _ in range(self.times):
+            x = torch.tanh(self.layer(x)[0])
+        if self.head == "parallel":
+            logits = column_parallel_linear(x, self.embedding.weight, None, solo())
+        elif self.head == "plain":
+            logits = x @ self.embedding.weight.t()
+        else:  # the layer's weight, by another operation
+            logits = x @ self.layer.weight.t()
+        return logits.logsumexp(-1).sum()
+
+
+@pytest.mark.parametrize(("head", "times"), [("parallel", 1), ("plain", 1), ("parallel", 3)])
+def test_gradients_that_layers_write_into_main_grad_equal_autograd(head, times):
+    """A tied table has the gradients of the lookup and of any head; a layer may run several times."""
+    model, plain = WithLayers(head, times), WithLayers(head, times)
+    ddp = wrap(model, torch.float64)
+    assert all(hasattr(parameter, "add_grad") for parameter in (model.embedding.weight, model.layer.weight))
+    for _ in range(2):
+        run_step(ddp, MICROBATCHES)
+        plain.zero_grad()
+        for tokens in MICROBATCHES:
+            plain(tokens).backward()
+        for name, parameter in plain.named_parameters():
+            torch.testing.assert_close(ddp.main_grads[name], parameter.grad, rtol=1e-13, atol=1e-13)
+
+
+def test_a_layers_weight_in_another_operation_is_an_error():
+    """Autograd would add its gradient to memory without values."""
+    ddp = wrap(WithLayers("of the layer", 1), torch.float64)
+    with pytest.raises(
+        TrainingError, match=r"layer\.weight belongs to a parallel layer, and another operation uses it"
+    ):
+        run_step(ddp, MICROBATCHES)
+
+
+def test_on_the_cpu_products_of_bf16_go_through_autograd():
+    """torch's product into fp32 exists on GPUs only; the meta device stands for one."""
+    weight = torch.zeros(2, 2, dtype=torch.bfloat16)
+    assert not has_product_into(torch.float32, weight)
+    assert has_product_into(torch.float32, weight.to("meta"))
+    assert has_product_into(torch.bfloat16, weight)
