@@ -76,13 +76,13 @@ class Contestant:
         return [pipe.recv() for pipe in self.pipes]
 
 
-def arguments(description: str | None) -> argparse.Namespace:
-    """The options `--rounds`, `--only` and `--small` of the command line."""
+def arguments(description: str | None) -> argparse.ArgumentParser:
+    """A command line with the options `--rounds`, `--only` and `--small`."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=8, help="timed steps of each contestant")
     parser.add_argument("--only", default="", help="regular expression; run only contestants whose name matches")
     parser.add_argument("--small", action="store_true", help="a tiny model, to try the script itself")
-    return parser.parse_args()
+    return parser
 
 
 def take_turns(contestants: dict[str, Contestant], rounds: int) -> None:

@@ -141,7 +141,7 @@ def layouts(sizes: tuple[int, ...]) -> dict[str, tuple[int, list[str]]]:
 
 
 def main() -> None:
-    args = arguments(__doc__)
+    args = arguments(__doc__).parse_args()
     shape: Any = SMALL if args.small else SHAPE
     torch.set_num_threads(1)
     print(f"torch {torch.__version__}, {args.rounds} rounds, fp32, {shape}", flush=True)

@@ -117,7 +117,7 @@ def contestants(precision: str) -> dict[str, Callable[..., Callable[[], float]]]
 
 
 def main() -> None:
-    args = arguments(__doc__)
+    args = arguments(__doc__).parse_args()
     shape = SMALL if args.small else SHAPE
     print(f"torch {torch.__version__}, {RANKS} ranks of 1 thread, {args.rounds} rounds, {shape}", flush=True)
     for first_port, precision in (29650, "fp32"), (29670, "bf16"):

@@ -53,7 +53,7 @@ def contestant(shape: dict[str, int], cache: bool, num_texts: int, layout: list[
 
 
 def main() -> None:
-    args = arguments(__doc__)
+    args = arguments(__doc__).parse_args()
     shape = SMALL if args.small else SHAPE
     print(f"torch {torch.__version__}, fp32, 2 threads together, {args.rounds} rounds, {shape}", flush=True)
     running = {

@@ -84,7 +84,7 @@ def make(parallel: dict[str, int], sizes: dict[str, int], rounds: int) -> Callab
 
 
 def main() -> None:
-    options = arguments(__doc__)
+    options = arguments(__doc__).parse_args()
     sizes = SMALL if options.small else QUICKSTART
     print(f"{'layout':8}{'step, ms':>10}{'cover':>16}{'calls':>8}{'a call, us':>12}{'cost / step':>14}")
     for port, (name, parallel) in enumerate(LAYOUTS.items(), start=29700):

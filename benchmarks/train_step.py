@@ -1,14 +1,17 @@
-"""Time of a training step, compared with transformers' GPT-2 and megatron-core's GPTModel, on the CPU.
+"""Time and memory of a training step on the CPU, compared with transformers and megatron-core, for several models.
 
-All contestants train the same GPT (6 layers, hidden 384, 6 heads, vocabulary 50,304, sequence 256, micro-batch 8) with
-gradient clipping and fused AdamW. They take turns, so the machine's noise is the same for all. Ratios are of medians.
-In bf16 the peers run under torch.autocast with fp32 weights, as their users train. The pure bf16 rows have bf16 weights
-without fp32 masters, which is less work and gives another result.
+All contestants of a cell train the same model on the same tokens, with gradient clipping and fused AdamW. They take
+turns, so the machine's noise is the same for all. Ratios are of medians. In bf16 the peers run under torch.autocast
+with fp32 weights, as their users train. The pure bf16 rows have bf16 weights without fp32 masters, which is less work
+and gives another result; `--pure` adds them. The share of the limit is that of the model's FLOPs in the rate of a large
+matrix product, which is measured before each cell.
 
-    python benchmarks/train_step.py [--rounds 8] [--only REGEX] [--small]
+    python benchmarks/train_step.py [--rounds 8] [--only REGEX] [--models gpt-30m,...] [--lengths 256,...] [--pure]
+        [--small]
 """
 
 import contextlib
+import math
 import re
 import statistics
 from collections.abc import Callable
@@ -18,24 +21,41 @@ from typing import Any
 import torch
 from contest import THREADS, Contestant, arguments, gpt_config, take_turns
 
-SHAPE = {"layers": 6, "hidden": 384, "heads": 6, "vocab": 50304, "sequence": 256, "batch": 8}
-SMALL = {"layers": 2, "hidden": 64, "heads": 4, "vocab": 512, "sequence": 64, "batch": 4}
+from megatron_lite.config.flops import flops_per_token
+from megatron_lite.training.throughput import measured_peak_tflops
+
+Shape = dict[str, Any]
+MODELS: dict[str, Shape] = {
+    "gpt-30m": {"kind": "gpt", "layers": 6, "hidden": 384, "heads": 6, "vocab": 50304},
+    "gpt-125m": {"kind": "gpt", "layers": 12, "hidden": 768, "heads": 12, "vocab": 50304},
+    "llama-160m": {"kind": "llama", "layers": 12, "hidden": 768, "heads": 12, "vocab": 32000, "ffn": 2048},
+    "small": {"kind": "gpt", "layers": 2, "hidden": 64, "heads": 4, "vocab": 512},
+    "small llama": {"kind": "llama", "layers": 2, "hidden": 64, "heads": 4, "vocab": 512, "ffn": 128},
+}
+TOKENS = 2048  # of a step, or one sequence if it is longer
 
 
-def batch(shape: dict[str, int]) -> tuple[torch.Tensor, torch.Tensor]:
+def batch(shape: Shape) -> tuple[torch.Tensor, torch.Tensor]:
     tokens = torch.randint(shape["vocab"], (shape["batch"], shape["sequence"] + 1), generator=torch.manual_seed(1))
     return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
 
-def ours(shape: dict[str, int], precision: str, tensor: int = 1) -> Callable[[], float]:
+def our_config(shape: Shape, *changes: str) -> Any:
+    if shape["kind"] == "gpt":
+        return gpt_config(shape, "model.activation=gelu_tanh", *changes)
+    llama = ["model.norm=rmsnorm", "model.activation=swiglu", "model.position=rotary", "model.bias=false"]
+    llama += ["model.tie_embeddings=false", f"model.ffn_hidden_size={shape['ffn']}"]
+    return gpt_config(shape, *llama, *changes)
+
+
+def ours(shape: Shape, precision: str, tensor: int = 1) -> Callable[[], float]:
     """A full `train_step` of megatron_lite."""
     from megatron_lite.data.loader import Batch
     from megatron_lite.training.initialize import initialize_megatron
     from megatron_lite.training.setup import setup_model_and_optimizer
     from megatron_lite.training.step import train_step
 
-    changes = f"train.precision={precision}", f"parallel.tensor={tensor}", "model.activation=gelu_tanh"
-    config = gpt_config(shape, *changes)
+    config = our_config(shape, f"train.precision={precision}", f"parallel.tensor={tensor}")
     ctx, rng = initialize_megatron(config)
     run = setup_model_and_optimizer(config, ctx, rng)
     tokens, labels = batch(shape)
@@ -67,22 +87,28 @@ def peer_step(
     return step
 
 
-def transformers_gpt2(shape: dict[str, int], autocast: bool, dtype: torch.dtype) -> Callable[[], float]:
-    from transformers import GPT2Config, GPT2LMHeadModel
+def transformers_model(shape: Shape, autocast: bool, dtype: torch.dtype) -> Callable[[], float]:
+    from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
-    config = GPT2Config(
-        vocab_size=shape["vocab"],
-        n_positions=shape["sequence"],
-        n_embd=shape["hidden"],
-        n_layer=shape["layers"],
-        n_head=shape["heads"],
-        resid_pdrop=0.0,
-        embd_pdrop=0.0,
-        attn_pdrop=0.0,
-        use_cache=False,
-    )
+    sizes: dict[str, Any] = {"vocab_size": shape["vocab"], "use_cache": False}
+    if shape["kind"] == "gpt":
+        layers = {"n_embd": shape["hidden"], "n_layer": shape["layers"], "n_head": shape["heads"]}
+        quiet = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+        config, kind = GPT2Config(n_positions=shape["sequence"], **layers, **quiet, **sizes), GPT2LMHeadModel
+    else:
+        config, kind = (
+            LlamaConfig(
+                hidden_size=shape["hidden"],
+                intermediate_size=shape["ffn"],
+                num_hidden_layers=shape["layers"],
+                num_attention_heads=shape["heads"],
+                max_position_embeddings=shape["sequence"],
+                **sizes,
+            ),
+            LlamaForCausalLM,
+        )
     config._attn_implementation = "sdpa"
-    model = GPT2LMHeadModel(config).to(dtype).train()
+    model = kind(config).to(dtype).train()
     tokens, labels = batch(shape)
 
     def loss() -> torch.Tensor:
@@ -93,7 +119,7 @@ def transformers_gpt2(shape: dict[str, int], autocast: bool, dtype: torch.dtype)
     return peer_step(model, loss, autocast)
 
 
-def megatron_core_gpt(shape: dict[str, int], autocast: bool, dtype: torch.dtype) -> Callable[[], float]:
+def megatron_core_gpt(shape: Shape, autocast: bool, dtype: torch.dtype) -> Callable[[], float]:
     from megatron.core import parallel_state, tensor_parallel
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
@@ -110,6 +136,18 @@ def megatron_core_gpt(shape: dict[str, int], autocast: bool, dtype: torch.dtype)
     torch.cuda.current_device = lambda: torch.device("cpu")  # type: ignore[assignment,return-value]
     if not parallel_state.model_parallel_is_initialized():
         parallel_state.initialize_model_parallel()
+    is_gpt = shape["kind"] == "gpt"
+    llama: dict[str, Any] = (
+        {}
+        if is_gpt
+        else {
+            "normalization": "RMSNorm",
+            "gated_linear_unit": True,
+            "activation_func": torch.nn.functional.silu,
+            "add_bias_linear": False,
+            "ffn_hidden_size": shape["ffn"],
+        }
+    )
     config = TransformerConfig(
         num_layers=shape["layers"],
         hidden_size=shape["hidden"],
@@ -121,14 +159,15 @@ def megatron_core_gpt(shape: dict[str, int], autocast: bool, dtype: torch.dtype)
         masked_softmax_fusion=False,
         bf16=dtype == torch.bfloat16,
         params_dtype=dtype,
+        **llama,
     )
     model = GPTModel(
         config,
-        get_gpt_layer_local_spec(),
+        get_gpt_layer_local_spec(normalization=None if is_gpt else "RMSNorm"),
         vocab_size=shape["vocab"],
         max_sequence_length=shape["sequence"],
-        position_embedding_type="learned_absolute",
-        share_embeddings_and_output_weights=True,
+        position_embedding_type="learned_absolute" if is_gpt else "rope",
+        share_embeddings_and_output_weights=is_gpt,
     ).to(dtype)
     tokens, labels = batch(shape)
     positions = torch.arange(shape["sequence"])[None].expand_as(tokens)
@@ -142,38 +181,66 @@ def megatron_core_gpt(shape: dict[str, int], autocast: bool, dtype: torch.dtype)
 
 CONTESTANTS: dict[str, tuple[Callable[..., Callable[[], float]], dict[str, Any]]] = {
     "fp32: megatron_lite": (ours, {"precision": "fp32"}),
-    "fp32: megatron_lite, 2 tensor-parallel processes of 1 thread": (ours, {"precision": "fp32", "tensor": 2}),
-    "fp32: transformers GPT-2": (transformers_gpt2, {"autocast": False, "dtype": torch.float32}),
-    "fp32: megatron-core GPTModel": (megatron_core_gpt, {"autocast": False, "dtype": torch.float32}),
+    "fp32: megatron_lite, 2 tensor-parallel processes": (ours, {"precision": "fp32", "tensor": 2}),
+    "fp32: transformers": (transformers_model, {"autocast": False, "dtype": torch.float32}),
+    "fp32: megatron-core": (megatron_core_gpt, {"autocast": False, "dtype": torch.float32}),
     "bf16: megatron_lite": (ours, {"precision": "bf16"}),
-    "bf16: megatron_lite, 2 tensor-parallel processes of 1 thread": (ours, {"precision": "bf16", "tensor": 2}),
-    "bf16: transformers GPT-2, autocast": (transformers_gpt2, {"autocast": True, "dtype": torch.float32}),
-    "bf16: megatron-core GPTModel, autocast": (megatron_core_gpt, {"autocast": True, "dtype": torch.float32}),
-    "bf16: transformers GPT-2, pure": (transformers_gpt2, {"autocast": False, "dtype": torch.bfloat16}),
-    "bf16: megatron-core GPTModel, pure": (megatron_core_gpt, {"autocast": False, "dtype": torch.bfloat16}),
+    "bf16: megatron_lite, 2 tensor-parallel processes": (ours, {"precision": "bf16", "tensor": 2}),
+    "bf16: transformers, autocast": (transformers_model, {"autocast": True, "dtype": torch.float32}),
+    "bf16: megatron-core, autocast": (megatron_core_gpt, {"autocast": True, "dtype": torch.float32}),
+    "bf16: transformers, pure": (transformers_model, {"autocast": False, "dtype": torch.bfloat16}),
+    "bf16: megatron-core, pure": (megatron_core_gpt, {"autocast": False, "dtype": torch.bfloat16}),
 }
+PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+def cell(name: str, length: int, names: list[str], rounds: int) -> dict[str, float]:
+    """Measure one model at one length, and print its table. Returns the speed of megatron_lite over the fastest peer's,
+    by precision."""
+    shape = MODELS[name] | {"sequence": length, "batch": max(1, TOKENS // length)}
+    limits = {precision: measured_peak_tflops(dtype) * 1e12 for precision, dtype in PRECISIONS.items()}
+    contestants = {}
+    for number, contestant in enumerate(names):
+        make, options = CONTESTANTS[contestant]
+        contestants[contestant] = Contestant(partial(make, shape, **options), options.get("tensor", 1), 29610 + number)
+    take_turns(contestants, rounds)
+    peak_mb = {contestant: each.stop() for contestant, each in contestants.items()}
+    median = {contestant: statistics.median(each.seconds) for contestant, each in contestants.items()}
+    tokens = length * shape["batch"]
+    flops = flops_per_token(our_config(shape).model, length) * tokens
+    print(
+        f"\n{name}, {shape['batch']} x {length} tokens, torch {torch.__version__}, {THREADS} threads, {rounds} rounds"
+    )
+    print(f"{'':52}{'median ms':>10}{'min ms':>9}{'of the limit':>14}{'peak MB':>9}{'ours / this':>13}")
+    for contestant, value in median.items():
+        precision = contestant[:4]
+        ratio = value / median.get(f"{precision}: megatron_lite", float("nan"))
+        share = flops / value / limits[precision]
+        times = f"{1000 * value:10.1f}{1000 * min(contestants[contestant].seconds):9.1f}"
+        print(f"{contestant:52}{times}{share:14.2f}{peak_mb[contestant]:9.0f}{ratio:13.2f}", flush=True)
+    ratios = {}
+    for precision in PRECISIONS:
+        peers = [value for each, value in median.items() if each.startswith(precision) and "lite" not in each]
+        if peers and f"{precision}: megatron_lite" in median:
+            ratios[precision] = min(peers) / median[f"{precision}: megatron_lite"]
+    return ratios
 
 
 def main() -> None:
-    args = arguments(__doc__)
-    shape = SMALL if args.small else SHAPE
-
-    names = [name for name in CONTESTANTS if re.search(args.only, name)]
-    contestants = {}
-    for number, name in enumerate(names):
-        make, options = CONTESTANTS[name]
-        ranks = options.get("tensor", 1)
-        contestants[name] = Contestant(partial(make, shape, **options), ranks, 29610 + number)
-    take_turns(contestants, args.rounds)
-    for contestant in contestants.values():
-        contestant.stop()
-
-    median = {name: statistics.median(contestant.seconds) for name, contestant in contestants.items()}
-    print(f"torch {torch.__version__}, {THREADS} threads, {args.rounds} rounds, {shape}")
-    print(f"{'contestant':64} {'median ms':>10} {'min ms':>8} {'speed of megatron_lite / this':>30}")
-    for name, value in median.items():
-        ratio = value / median.get(name[:4] + ": megatron_lite", float("nan"))
-        print(f"{name:64} {1000 * value:10.1f} {1000 * min(contestants[name].seconds):8.1f} {ratio:30.2f}")
+    parser = arguments(__doc__)
+    parser.add_argument("--models", default="gpt-30m", help="names of models, with commas")
+    parser.add_argument("--lengths", default="256", help="lengths of sequences, with commas")
+    parser.add_argument("--pure", action="store_true", help="also peers with bf16 weights alone")
+    args = parser.parse_args()
+    models, lengths = args.models.split(","), [int(length) for length in args.lengths.split(",")]
+    if args.small:
+        models, lengths = ["small", "small llama"], [64]
+    names = [name for name in CONTESTANTS if re.search(args.only, name) and (args.pure or "pure" not in name)]
+    found = [cell(model, length, names, args.rounds) for model in models for length in lengths]
+    for precision in PRECISIONS:
+        if ratios := [ratio[precision] for ratio in found if precision in ratio]:
+            mean = math.exp(statistics.fmean(map(math.log, ratios)))
+            print(f"{precision}: megatron_lite / fastest peer: geometric mean {mean:.2f}, lowest {min(ratios):.2f}")
 
 
 if __name__ == "__main__":
