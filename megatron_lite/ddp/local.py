@@ -108,14 +108,13 @@ class LocalDDP(DataParallel):
         """The hook that autograd calls once in a backward, when `parameter.grad` is complete."""
         step, main_grad = self._current, self._current.grads[name]
         missing = step.bucket_of[name].missing
-        assert parameter.grad is not None
         if self._is_last and name not in missing:
             raise TrainingError(
                 f"{name} got another gradient after its last one, when its sum over dp may have started; "
                 "call begin_backward before every backward, with is_last in a chunk's last one only"
             )
-        if self._is_written(name, parameter.grad):
-            pass
+        if parameter.grad is None or self._is_written(name, parameter.grad):
+            pass  # a tied head without a lookup returns None
         elif parameter.dim() == 1:
             self._vectors[name] = parameter.grad
         elif name in step.filled:

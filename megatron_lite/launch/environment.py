@@ -17,18 +17,20 @@ def environment(config: Config) -> dict[str, str]:
     CUDA_DEVICE_MAX_CONNECTIONS   1 makes an input gradient's all-reduce start before the weight gradient that overlaps
                                   it. With FSDP or a pipeline it would put gathers and messages behind the computation.
     NCCL_ALGO, NCCL_PROTO         fixed with `train.deterministic`
-    TORCH_FR_BUFFER_SIZE          the operations that the flight recorder keeps, to explain a hang
+    TORCH_FR_BUFFER_SIZE          the operations that the flight recorder keeps, to explain a hang; before torch 2.9
+                                  TORCH_NCCL_TRACE_BUFFER_SIZE
     PYTORCH_ALLOC_CONF            expandable segments, against fragmentation
     """
     parallel = config.parallel
-    variables = {"TORCH_FR_BUFFER_SIZE": "2000", "TORCH_NCCL_TRACE_BUFFER_SIZE": "2000"}  # the second until torch 2.9
+    is_recent = _version() >= (2, 9)
+    variables = {"TORCH_FR_BUFFER_SIZE" if is_recent else "TORCH_NCCL_TRACE_BUFFER_SIZE": "2000"}
     if parallel.ddp in ("fsdp", "deepspeed"):
         variables["CUDA_DEVICE_MAX_CONNECTIONS"] = "32"
     elif parallel.tensor > 1 and parallel.pipeline == 1:
         variables["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
     if config.train.deterministic:  # otherwise NCCL chooses by topology, and another order of a sum has other bits
         variables |= {"NCCL_ALGO": "Ring", "NCCL_PROTO": "Simple"}
-    allocator = "PYTORCH_ALLOC_CONF" if _version() >= (2, 9) else "PYTORCH_CUDA_ALLOC_CONF"
+    allocator = "PYTORCH_ALLOC_CONF" if is_recent else "PYTORCH_CUDA_ALLOC_CONF"
     return variables | {allocator: "expandable_segments:True"}
 
 

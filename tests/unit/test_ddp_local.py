@@ -278,9 +278,7 @@ def test_gradients_that_layers_write_into_main_grad_equal_autograd(head, times):
 def test_a_layers_weight_in_another_operation_is_an_error():
     """Autograd would add its gradient to memory without values."""
     ddp = wrap(WithLayers("of the layer", 1), torch.float64)
-    with pytest.raises(
-        TrainingError, match=r"layer\.weight belongs to a parallel layer, and another"
-    ):
+    with pytest.raises(TrainingError, match=r"layer\.weight belongs to a parallel layer, and another"):
         run_step(ddp, MICROBATCHES)
 
 
@@ -290,3 +288,23 @@ def test_on_the_cpu_products_of_bf16_go_through_autograd():
     assert not has_product_into(torch.float32, weight)
     assert has_product_into(torch.float32, weight.to("meta"))
     assert has_product_into(torch.bfloat16, weight)
+
+
+def test_a_tied_head_without_a_lookup_in_its_chunk_keeps_its_gradient():
+    """On the last stage of a custom model, nothing else uses the weight."""
+
+    class Head(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(
+                torch.randn(5, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+            )
+
+        def forward(self, x):
+            return column_parallel_linear(x, self.weight, None, solo()).square().sum()
+
+    model, plain, x = Head(), Head(), torch.randn(4, 3, dtype=torch.float64, requires_grad=True)
+    ddp = wrap(model, torch.float64)
+    run_step(ddp, [x, x])
+    (2 * plain(x)).backward()
+    torch.testing.assert_close(ddp.main_grads["weight"], plain.weight.grad, rtol=1e-13, atol=0)
