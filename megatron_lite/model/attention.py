@@ -18,9 +18,9 @@ from megatron_lite.config.schema import ModelConfig
 from megatron_lite.model.cache import KeyValueCache
 from megatron_lite.model.context_attention import context_attention
 from megatron_lite.model.core_attention import IMPLEMENTATIONS
-from megatron_lite.model.fused import split_heads
+from megatron_lite.model.fused import rotate, split_heads
 from megatron_lite.model.masks import CAUSAL, Mask
-from megatron_lite.model.norms import build_head_norm
+from megatron_lite.model.norms import Norm, build_head_norm
 from megatron_lite.model.options import LayerOptions
 from megatron_lite.model.rotary import apply_rotary
 from megatron_lite.parallel.linear import ColumnParallelLinear, RowParallelLinear
@@ -115,7 +115,9 @@ class ParallelAttention(nn.Module):
         if self.q_layernorm is not None and self.k_layernorm is not None:
             query, key = self.q_layernorm(query), self.k_layernorm(key)
         if rotary is not None:
-            query, key = apply_rotary(query, *rotary), apply_rotary(key, *rotary)
+            in_place = self.options.fusion == "triton" and isinstance(self.q_layernorm, Norm)
+            turn = rotate if in_place else apply_rotary
+            query, key = turn(query, *rotary), turn(key, *rotary)
         return self._attend(query, key, value, mask, bias)
 
     def _attend(

@@ -177,6 +177,35 @@ def bias_activation(x: Tensor, bias: Some, activation: str) -> Tensor:
     return _BiasActivation.apply(x.contiguous(), bias, *KINDS.get(activation, (activation, False)))  # type: ignore[return-value]
 
 
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor, heads: int, d: int) -> None:
+    """Rotate heads in place: x [s, b, heads * d], or the first columns of wider rows."""
+    (s, b, _), half = x.shape, cos.shape[-1]
+    numbers = s * b, b, x.stride(1), _angle_strides(cos)
+    constants = {"NUM_HEADS": heads, "d": d, "HALF": half, "ROWS": 16, "COLUMNS": _power_of_2(half)}
+    launch("rotate_heads", (-(-s * b // 16),), [x, cos, sin], [x], *numbers, **constants)
+
+
+class _Rotate(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        ctx.mark_dirty(x)
+        _rotate(x.flatten(2), cos, sin, *x.shape[2:])
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+        cos, sin = ctx.saved_tensors
+        grad = grad.clone(memory_format=torch.contiguous_format)
+        _rotate(grad.flatten(2), cos, -sin, *grad.shape[2:])
+        return grad, None, None
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """As `rotary.apply_rotary`, in place: x [s, b, n, d] is the output of a norm, which backward does not need."""
+    return _Rotate.apply(x, cos, sin)  # type: ignore[return-value]
+
+
 class _SplitHeads(torch.autograd.Function):
     """Views of the fused rows, which were rotated in place: the product that made them does not need its output."""
 
@@ -184,14 +213,11 @@ class _SplitHeads(torch.autograd.Function):
     def forward(
         ctx: Any, mixed: Tensor, bias: Some, rotary: tuple[Tensor, Tensor] | None, heads: int, groups: int, d: int
     ) -> tuple[Tensor, ...]:
-        s, b, width = mixed.shape
+        s, b, _ = mixed.shape
         ctx.rotary = None
         if rotary is not None:
-            half, angle_strides = rotary[0].shape[-1], _angle_strides(rotary[0])
-            ctx.rotary, numbers = (*rotary, angle_strides), (s * b, b, width, angle_strides)
-            constants = {"NUM_HEADS": heads + groups, "d": d, "HALF": half, "ROWS": 16, "COLUMNS": _power_of_2(half)}
-            turned = mixed[..., : (heads + groups) * d]
-            launch("rotate_heads", (-(-s * b // 16),), [turned, *rotary], [turned], *numbers, **constants)
+            ctx.rotary = (*rotary, _angle_strides(rotary[0]))
+            _rotate(mixed[..., : (heads + groups) * d], *rotary, heads + groups, d)
         ctx.sizes, ctx.bias = (heads, groups, d), bias
         rows = mixed.data.view(s, b, heads + 2 * groups, d)
         return rows[:, :, :heads], rows[:, :, heads : heads + groups], rows[:, :, heads + groups :]
@@ -234,7 +260,7 @@ def _angle_strides(angles: Tensor) -> tuple[int, int]:
 def _one_row(size: int) -> dict[str, int]:
     """A program's tile where it has a full row."""
     width = _power_of_2(size)
-    return {"WIDTH": width, "num_warps": min(max(width // 512, 4), 16)}
+    return {"WIDTH": width, "num_warps": min(max(width // 512, 4), 32)}
 
 
 def _power_of_2(number: int) -> int:
