@@ -1,5 +1,6 @@
 """Properties of training runs other than parity and resume."""
 
+import gc
 import math
 import os
 import signal
@@ -30,8 +31,9 @@ from megatron_lite.launch.pool import RanksFailed
 from megatron_lite.parallel.embedding import VocabParallelEmbedding
 from megatron_lite.parallel.linear import column_parallel_linear
 from megatron_lite.parallel.loss import vocab_parallel_cross_entropy
+from megatron_lite.training import loop
 from megatron_lite.training.faults import answer_bad_values
-from megatron_lite.training.initialize import choose_device
+from megatron_lite.training.initialize import choose_device, set_determinism
 from megatron_lite.training.signals import StopRequest
 from tests.helpers.runs import CountingDataset, counting_splits, rows
 from tests.helpers.tiny import MODELS, next_microbatches, tiny_config, train_tiny
@@ -417,3 +419,22 @@ def evaluate_with_eod(masked: bool) -> float:
 
 def test_evaluation_respects_eod_mask_loss(ranks):
     assert ranks(1, evaluate_with_eod, True) != ranks(1, evaluate_with_eod, False)
+
+
+def test_garbage_is_collected_at_fixed_iterations_only(tmp_path, monkeypatch):
+    """The pauses of automatic collections would come at another time on each rank, and all others would wait."""
+    seen: list[int | bool] = []
+    # Of what runs inside the loop: generations that were collected, and whether automatic collection is on.
+    monkeypatch.setattr(loop, "COLLECTION_INTERVAL", 2)
+    monkeypatch.setattr(loop.gc, "collect", lambda generation=2: seen.append(generation))
+    config = tiny_config("gpt", run__dir=str(tmp_path), train__iterations=5)
+    pretrain(config, datasets_provider=counting_splits, after_step=lambda run, report: seen.append(gc.isenabled()))
+    assert gc.isenabled()
+    first, last = seen.index(False), len(seen) - 1 - seen[::-1].index(False)
+    assert seen[first : last + 1] == [False, False, 1, False, False, 1, False]
+
+
+def test_determinism_costs_no_pass_over_new_memory_and_products_sum_in_fp32():
+    set_determinism(False)
+    assert torch.utils.deterministic.fill_uninitialized_memory is False
+    assert torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction is False

@@ -3,10 +3,12 @@
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from megatron_lite.config.load import load_config
 from megatron_lite.optim.lr import learning_rate
-from megatron_lite.training.checkpointing import learning_rate_line
+from megatron_lite.parallel.random import RngTracker
+from megatron_lite.training.checkpointing import learning_rate_line, restarts_streams
 from megatron_lite.training.run import Hooks
 from megatron_lite.training.state import TrainState
 
@@ -52,3 +54,17 @@ def test_a_nearly_unchanged_learning_rate_is_not_mentioned(changes):
 
 def test_a_longer_constant_schedule_is_not_mentioned():
     assert line(["train.iterations=400"], old=[*OLD, "optim.schedule=constant"]) == ""
+
+
+@pytest.mark.parametrize(
+    ("saved", "restarts"),
+    [
+        (None, True),  # another grid
+        ({"default.cpu": 0, "tensor_parallel.cpu": 0}, False),
+        ({"default.cuda": 0, "tensor_parallel.cuda": 0, "host.cpu": 0}, True),  # the state of a GPU means nothing here
+    ],
+)
+def test_random_streams_restart_on_another_kind_of_device(saved, restarts):
+    """A run on a laptop continues on a GPU, and the other way around."""
+    rng = RngTracker(torch.device("cpu"), default_seed=1, tensor_parallel_seed=2)
+    assert restarts_streams(SimpleNamespace(rng=saved), SimpleNamespace(rng=rng)) is restarts
