@@ -120,7 +120,7 @@ def test_the_global_batch_is_the_same_for_every_data_parallel_size(dp_size):
 
 def equal(left, right):
     return all(
-        a is b or torch.equal(a, b)
+        a is b or (torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b)
         for one, other in zip(left, right, strict=True)
         for a, b in zip(one, other, strict=True)
     )
