@@ -84,6 +84,8 @@ class LocalDDP(DataParallel):
 
     def zero_grad(self) -> None:
         self._current.clear()
+        self._written.clear()  # of a step that an error has ended
+        self._vectors.clear()
         for name, parameter in self._params.items():
             parameter.grad = None
             parameter.main_grad = self._current.grads[name]  # type: ignore[attr-defined]

@@ -169,12 +169,14 @@ class _BiasActivation(torch.autograd.Function):
         return grad_x, *sums.totals(), None, None
 
 
-KINDS = {"swiglu": ("silu", True), "geglu": ("gelu_tanh", True)}  # of a gated activation
+# For each activation the function of the kernel, and whether a gate follows it.
+KINDS = {name: (name, False) for name in ("gelu", "gelu_tanh", "quick_gelu", "relu")}
+KINDS |= {"swiglu": ("silu", True), "geglu": ("gelu_tanh", True)}
 
 
 def bias_activation(x: Tensor, bias: Some, activation: str) -> Tensor:
     """As `fusion.bias_activation`."""
-    return _BiasActivation.apply(x.contiguous(), bias, *KINDS.get(activation, (activation, False)))  # type: ignore[return-value]
+    return _BiasActivation.apply(x.contiguous(), bias, *KINDS[activation])  # type: ignore[return-value]
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor, heads: int, d: int) -> None:

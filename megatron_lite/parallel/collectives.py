@@ -33,16 +33,16 @@ def all_reduce(x: Tensor, group: Group, op: str = "sum") -> Tensor:
     return x
 
 
-def reduce_on_host(value: float, group: Group, device: torch.device, op: str = "sum") -> float:
-    """The reduction of a number of each host. Over Gloo, if the group has it: the host does not wait for a GPU.
+def reduce_on_host(value: float, group: Group, what: str, *, device: torch.device, op: str = "sum") -> float:
+    """The reduction of a value of each rank that its host knows; `what` names it in reports of hangs.
 
-    `device` is that of a group without Gloo (`run.backend: nccl`).
+    Over Gloo, if the group has it, so that the host does not wait for a GPU; else on `device` (`run.backend: nccl`).
     """
     if group.size == 1:
         return value
     has_gloo = device.type == "cpu" or "cpu:" in str(dist.get_backend_config(group.pg))
     here = torch.tensor([value], dtype=torch.float64, device="cpu" if has_gloo else device)
-    return read(all_reduce(here, group, op), "a value of all hosts", group)[0]
+    return read(all_reduce(here, group, op), what, group)[0]
 
 
 def all_reduce_async(x: Tensor, group: Group) -> tuple[Tensor, Callable[[], object]]:

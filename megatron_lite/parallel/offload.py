@@ -48,9 +48,8 @@ class _Offload:
 
     def __init__(self, resident: Iterable[Tensor]):
         self.resident = {tensor.untyped_storage().data_ptr() for tensor in resident}
-        self.stored: dict[
-            int, tuple[_Stored, torch.UntypedStorage | None]
-        ] = {}  # keeps addresses in use in the forward
+        # The storages keep their addresses in use during the forward.
+        self.stored: dict[int, tuple[_Stored, torch.UntypedStorage | None]] = {}
         global _latest
         self.before, _latest = _latest, ref(self)
 
@@ -92,7 +91,9 @@ def _copying(tensor: Tensor) -> AbstractContextManager[Any]:
     """A context in the stream of copies, after the work so far; `tensor` is in use there. Nothing on the CPU."""
     if not tensor.is_cuda:
         return nullcontext()
-    stream = _streams.setdefault(tensor.device, torch.cuda.Stream(tensor.device))
+    if tensor.device not in _streams:
+        _streams[tensor.device] = torch.cuda.Stream(tensor.device)
+    stream = _streams[tensor.device]
     stream.wait_stream(torch.cuda.current_stream(tensor.device))
     tensor.record_stream(stream)
     return torch.cuda.stream(stream)

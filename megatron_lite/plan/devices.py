@@ -2,7 +2,8 @@
 
 The rates are sustained ones, not those of data sheets. For the H100 they are a bf16 product of large matrices on a
 power-limited SXM card (640 of 989 TFLOP/s), memory at 2.7 of 3.35 TB/s, and FlashAttention 2 with a causal mask.
-cuDNN's and FlashAttention 3's kernels are about 1.7 times as fast there. Other GPUs are assumed to reach the same
+cuDNN's and FlashAttention 3's kernels are about 1.7 times as fast there (forward alone 631 and 329 TFLOP/s in
+https://github.com/pytorch/pytorch/issues/142132). Other GPUs are assumed to reach the same
 shares of their data sheets, so their predictions are rougher. The CPU is measured.
 """
 

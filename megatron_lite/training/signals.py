@@ -92,7 +92,7 @@ class StopRequest:
         Communicates: one all-reduce of a number over the world.
         """
         request = self._received or (TIME_IS_UP if time.monotonic() > self._deadline else 0)
-        number = int(reduce_on_host(request, ctx.world, ctx.device, "max"))
+        number = int(reduce_on_host(request, ctx.world, "requests to stop", device=ctx.device, op="max"))
         if number == TIME_IS_UP:
             return "because train.exit_duration has passed"
         return f"after receiving {signal.Signals(number).name}" if number else ""

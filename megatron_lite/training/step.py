@@ -147,11 +147,12 @@ def count_target_tokens(microbatches: list[Batch], ctx: ParallelContext) -> floa
 
     Communicates: one value over dp, between hosts, if the loader has counted; else over dp_cp, between devices.
     """
+    what = "the number of target tokens"
     counted = [batch.num_targets for batch in microbatches]
     if None not in counted:
-        return max(1.0, reduce_on_host(sum(counted), ctx.dp, ctx.device))  # type: ignore[arg-type]
+        return max(1.0, reduce_on_host(sum(counted), ctx.dp, what, device=ctx.device))  # type: ignore[arg-type]
     here = torch.stack([batch.loss_mask.sum(dtype=torch.float64) for batch in microbatches]).sum()
-    return max(1.0, read(all_reduce(here.reshape(1), ctx.dp_cp), "the number of target tokens", ctx.dp_cp)[0])
+    return max(1.0, read(all_reduce(here.reshape(1), ctx.dp_cp), what, ctx.dp_cp)[0])
 
 
 def advance(run: Run, microbatches: list[Batch], loss: float, skipped: bool) -> None:

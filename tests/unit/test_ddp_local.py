@@ -308,3 +308,20 @@ def test_a_tied_head_without_a_lookup_in_its_chunk_keeps_its_gradient():
     run_step(ddp, [x, x])
     (2 * plain(x)).backward()
     torch.testing.assert_close(ddp.main_grads["weight"], plain.weight.grad, rtol=1e-13, atol=0)
+
+
+def test_a_step_that_an_error_has_ended_leaves_nothing_for_the_next_one():
+    """A script may catch the error of one batch, such as one without memory, and train on."""
+    model, plain = WithLayers("parallel", 1), WithLayers("parallel", 1)
+    ddp = wrap(model, torch.float64)
+    ddp.zero_grad()
+    ddp.begin_backward(0, is_last=True)
+    handle = model.embedding.weight.register_hook(lambda grad: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        ddp.module(0)(MICROBATCHES[0]).backward()
+    handle.remove()
+    run_step(ddp, MICROBATCHES[1:])
+    for tokens in MICROBATCHES[1:]:
+        plain(tokens).backward()
+    for name, parameter in plain.named_parameters():
+        torch.testing.assert_close(ddp.main_grads[name], parameter.grad, rtol=1e-13, atol=1e-13)

@@ -10,6 +10,7 @@ import torch
 
 from megatron_lite.errors import ConfigError
 from megatron_lite.model import fused
+from megatron_lite.model.fusion import ACTIVATIONS
 from tests.helpers.fused_cases import MODELS, in_a_new_process
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="triton is installed on Linux only")
@@ -36,6 +37,11 @@ def test_dropout_keeps_the_expected_share_and_backward_drops_the_same_elements(r
     torch.testing.assert_close(stream, torch.where(kept, branch / 0.75, 0.0))
     torch.testing.assert_close(grad_branch, torch.where(kept, 1 / 0.75, 0.0))
     torch.testing.assert_close(grad_bias, grad_branch.sum((0, 1)))
+
+
+def test_every_activation_has_a_kernel():
+    """The kernel would compute silu for a name that it does not know."""
+    assert set(fused.KINDS) == set(ACTIVATIONS)
 
 
 def test_all_kernels_compile_for_an_h100(tmp_path):
