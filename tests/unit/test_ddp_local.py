@@ -315,7 +315,7 @@ def test_a_step_that_an_error_has_ended_leaves_nothing_for_the_next_one():
     model, plain = WithLayers("parallel", 1), WithLayers("parallel", 1)
     ddp = wrap(model, torch.float64)
     ddp.zero_grad()
-    ddp.begin_backward(0, is_last=True)
+    ddp.begin_backward(0, is_last=False)
     handle = model.embedding.weight.register_hook(lambda grad: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         ddp.module(0)(MICROBATCHES[0]).backward()
