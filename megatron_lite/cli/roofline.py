@@ -51,6 +51,8 @@ def roofline(
     validate(loaded, size)
     if rank >= size:
         raise ConfigError(f"--rank {rank}: one model of this layout has ranks 0 to {size - 1}; choose one of them")
+    if device == "cpu" and loaded.model.fusion == "auto":  # as a run chooses there
+        loaded = loaded.model_copy(update={"model": loaded.model.model_copy(update={"fusion": "off"})})
     profile = device_of(device, attention=attention, dtype=PRECISIONS[loaded.train.precision])
     trace = trace_step(loaded, rank=rank)
     prediction = predict(loaded, trace, profile)

@@ -35,30 +35,37 @@ class Device:
     kernel_seconds: float = 3e-6
 
 
-# Dense bf16 TFLOP/s (fp16 for the V100), memory in TB/s and GB; from NVIDIA's data sheets.
+# Dense TFLOP/s in bf16 (fp16 for the V100) and in fp32 without TF32, memory in TB/s and GB; from NVIDIA's data sheets.
 DATA_SHEETS = {
-    "h100": (989, 3.35, 80),
-    "h200": (989, 4.8, 141),
-    "b200": (2250, 8.0, 180),
-    "a100": (312, 2.04, 80),
-    "l40s": (362, 0.864, 48),
-    "4090": (165, 1.008, 24),
-    "v100": (125, 0.9, 32),
+    "h100": (989, 67, 3.35, 80),
+    "h200": (989, 67, 4.8, 141),
+    "b200": (2250, 80, 8.0, 180),
+    "a100": (312, 19.5, 2.04, 80),
+    "l40s": (362, 91.6, 0.864, 48),
+    "4090": (165, 82.6, 1.008, 24),
+    "v100": (125, 15.7, 0.9, 32),
 }
 NAMES = (*DATA_SHEETS, "cpu")
 
 
 def device_of(name: str, *, attention: str = "cudnn", dtype: torch.dtype = torch.bfloat16) -> Device:
-    """The profile of a device. `attention` is a key of ATTENTION_SHARES. Raises ConfigError for unknown names."""
+    """The profile of a device in a dtype. `attention` is a key of ATTENTION_SHARES.
+
+    Raises ConfigError for unknown names, and for fp64 on a GPU.
+    """
     if name not in NAMES:
         raise ConfigError(f"--device {name} is unknown; use {', '.join(NAMES[:-1])} or cpu")
     if attention not in ATTENTION_SHARES:
         raise ConfigError(f"--attention {attention} is unknown; use {' or '.join(ATTENTION_SHARES)}")
     if name == "cpu":
         return measured_cpu(dtype)
-    tflops, terabytes, gigabytes = DATA_SHEETS[name]
+    if dtype == torch.float64:
+        raise ConfigError(
+            f"--device {name} has no profile for train.precision fp64; use bf16, fp16, fp32 or --device cpu"
+        )
+    sixteen_bit, fp32, terabytes, gigabytes = DATA_SHEETS[name]
     forward, backward = ATTENTION_SHARES[attention]
-    peak = tflops * 1e12
+    peak = (fp32 if dtype == torch.float32 else sixteen_bit) * 1e12
     of_attention = {"attention_forward": peak * forward, "attention_backward": peak * backward}
     memory = terabytes * 1e12 * MEMORY_SHARE
     return Device(name, peak, peak * PRODUCT_SHARE, **of_attention, memory=memory, memory_bytes=gigabytes * 1e9)

@@ -54,7 +54,9 @@ def empty_batch(config: Config, device: torch.device = META) -> Batch:
     shape = (config.train.micro_batch_size, config.data.seq_length)
     tokens = labels = torch.zeros(shape, dtype=torch.int64, device=device)
     if config.model.architecture != "encoder_decoder":
-        return Batch(tokens, labels, torch.ones(shape, device=device), num_targets=float(shape[0] * shape[1]))
+        order = torch.zeros(shape[0], dtype=torch.int64, device=device) if config.model.binary_head else None
+        mask = torch.ones(shape, device=device)
+        return Batch(tokens, labels, mask, exchanged=order, num_targets=float(shape[0] * shape[1]))
     labels = torch.zeros(shape[0], config.data.decoder_length, dtype=torch.int64, device=device)
     return Batch(tokens, labels, torch.ones(labels.shape, device=device), decoder_tokens=labels)
 

@@ -18,6 +18,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from megatron_lite.config.flops import flops_per_token
 from megatron_lite.config.schema import Config
+from megatron_lite.errors import ConfigError
 from megatron_lite.parallel.dtypes import PRECISIONS
 from megatron_lite.plan.devices import Device
 from megatron_lite.plan.fake_world import META, empty_batch, fake_rank
@@ -37,10 +38,18 @@ class Trace(NamedTuple):
 
 
 def trace_step(config: Config, *, rank: int = 0, world_size: int | None = None) -> Trace:
-    """The kernels of one rank of a layout, on a GPU. `world_size`: that of one model, if None."""
+    """The kernels of one rank of a layout, on a GPU. `world_size`: that of one model, if None.
+
+    Raises ConfigError for DeepSpeed, and for ring attention, which the meta device cannot run.
+    """
+    parallel = config.parallel
+    if parallel.ddp == "deepspeed":
+        raise ConfigError("parallel.ddp is deepspeed, which cannot be traced; use local with optim.distributed=true")
+    if parallel.context > 1 and parallel.context_mode == "ring":
+        raise ConfigError("parallel.context_mode is ring, which cannot be traced; use all_gather or ulysses")
     if config.model.fusion == "auto":
         config = config.model_copy(update={"model": config.model.model_copy(update={"fusion": "on"})})
-    recorder, count = Recorder(), 2 * config.parallel.pipeline
+    recorder, count = Recorder(), 2 * parallel.pipeline
     with on_gpu(recorder), fake_rank(config, rank, world_size or size_of_model(config)) as run:
         recorder.kernels.clear()
         run.progress = recorder.progress

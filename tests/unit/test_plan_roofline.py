@@ -192,6 +192,15 @@ def test_every_device_has_a_profile(name):
     [
         (["--device", "h800"], "--device h800 is unknown; use h100, h200, b200, a100, l40s, 4090, v100 or cpu"),
         (["--attention", "fast"], "--attention fast is unknown; use flash2 or cudnn"),
+        (
+            ["parallel.ddp=deepspeed"],
+            "parallel.ddp is deepspeed, which cannot be traced; use local with optim.distributed",
+        ),
+        (
+            ["parallel.context=2", "model.attention_dropout=0"],
+            "parallel.context_mode is ring, which cannot be traced; use all_gather or ulysses",
+        ),
+        (["train.precision=fp64"], "--device h100 has no profile for train.precision fp64; use bf16, fp16, fp32"),
         (["--rank", "2"], "--rank 2: one model of this layout has ranks 0 to 0; choose one of them"),
         (["--out", "x.jpg"], "x.jpg: unknown picture format; use a name that ends in .png or .svg"),
     ],
@@ -200,6 +209,15 @@ def test_wrong_options_are_explained(arguments, message, tmp_path):
     done = run_here("roofline", "model.vocab_size=64", *arguments, cwd=tmp_path)
     assert done.returncode == 2
     assert message in done.stderr
+
+
+def test_products_in_fp32_have_no_tf32():
+    assert device_of("h100", dtype=torch.float32).peak == 67e12
+
+
+def test_an_encoder_with_both_losses_can_be_traced():
+    config = case("gpt-125m", num_layers=2, architecture="encoder", binary_head=True, norm_placement="post")
+    assert trace_step(config).kept_bytes > 0
 
 
 def test_relative_positions_have_no_kernel():
