@@ -1,18 +1,35 @@
 """The interface that every data-parallel engine offers to the training step and the optimizer."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
+from megatron_lite.config.schema import Config
 from megatron_lite.ddp.local_shard import LocalShard
 from megatron_lite.errors import TrainingError
+from megatron_lite.parallel.context import Group, ParallelContext
+from megatron_lite.parallel.shard import ParamTable
 from megatron_lite.pipeline.actions import Schedule
 from megatron_lite.pipeline.engine import Forward, PipelineEngine
 from megatron_lite.pipeline.p2p import Message
 
 Chunks = Sequence[nn.Module]  # this rank's chunks of the model
 Params = dict[str, nn.Parameter]  # by global name
+
+
+@dataclass(frozen=True)
+class ToWrap:
+    """This rank's chunks and what an engine needs to wrap them; the argument of `wrap` in `config.engines.ENGINES`."""
+
+    config: Config
+    chunks: Chunks
+    params: Params
+    table: ParamTable
+    ctx: ParallelContext
+    dp: Group  # the ranks whose gradients are summed
+    grad_dtype: torch.dtype  # of the sums
 
 
 class DataParallel:

@@ -7,7 +7,7 @@ import torch
 
 from megatron_lite.config.engines import ENGINES
 from megatron_lite.config.schema import Config
-from megatron_lite.ddp.data_parallel import Chunks, DataParallel, Params
+from megatron_lite.ddp.data_parallel import Chunks, DataParallel, Params, ToWrap
 from megatron_lite.ddp.local import LocalDDP
 from megatron_lite.ddp.sharded import ShardedDDP
 from megatron_lite.errors import TrainingError
@@ -32,7 +32,7 @@ def wrap_ddp(
     else:
         kind = parallel.ddp if dp.size > 1 else "local"
     if kind != "local":
-        return import_module(ENGINES[kind]).wrap(config, chunks, params, table, ctx, dp, grad_dtype=grad_dtype)
+        return import_module(ENGINES[kind]).wrap(ToWrap(config, chunks, params, table, ctx, dp, grad_dtype))
     if config.optim.distributed and dp.size > 1:
         return ShardedDDP(chunks, params, table, dp, gather=duplicate_group(dp, config.train.comm_timeout), **common)
     return LocalDDP(chunks, params, table, dp, **common)

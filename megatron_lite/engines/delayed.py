@@ -4,30 +4,18 @@ The sum over data-parallel ranks may take as long as these steps. It needs `dela
 `delay` steps of a run apply nothing.
 """
 
-import torch
 from torch import Tensor
 
-from megatron_lite.config.schema import Config
-from megatron_lite.ddp.data_parallel import Chunks, Params
+from megatron_lite.ddp.data_parallel import ToWrap
 from megatron_lite.ddp.local import GradBuffers, LocalDDP
 from megatron_lite.ddp.wrap import bucket_mb
-from megatron_lite.parallel.context import Group, ParallelContext
-from megatron_lite.parallel.shard import ParamTable
 
 
-def wrap(
-    config: Config,
-    chunks: Chunks,
-    params: Params,
-    table: ParamTable,
-    ctx: ParallelContext,
-    dp: Group,
-    *,
-    grad_dtype: torch.dtype,
-) -> "DelayedDDP":
+def wrap(given: ToWrap) -> "DelayedDDP":
     """The engine of `sync.mode: delayed`; `dp` has a communicator of its own."""
-    size = bucket_mb(config.parallel.bucket_mb, dp.size)
-    return DelayedDDP(chunks, params, table, dp, delay=config.sync.delay, bucket_mb=size, grad_dtype=grad_dtype)
+    settings = {"bucket_mb": bucket_mb(given.config.parallel.bucket_mb, given.dp.size), "grad_dtype": given.grad_dtype}
+    delay = given.config.sync.delay
+    return DelayedDDP(given.chunks, given.params, given.table, given.dp, delay=delay, **settings)
 
 
 class DelayedDDP(LocalDDP):

@@ -25,13 +25,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from megatron_lite.config.schema import Config
-from megatron_lite.ddp.data_parallel import Chunks, DataParallel, Params, check_gradients, only_dtype
+from megatron_lite.ddp.data_parallel import Chunks, DataParallel, Params, ToWrap, check_gradients, only_dtype
 from megatron_lite.ddp.local_shard import LocalShard
 from megatron_lite.errors import TrainingError
 from megatron_lite.model.init import fill, start
-from megatron_lite.parallel.context import Group, ParallelContext
-from megatron_lite.parallel.shard import ParamTable
+from megatron_lite.parallel.context import Group
 
 LISTS = (nn.ModuleList, nn.ModuleDict)
 
@@ -40,26 +38,17 @@ Draw = Callable[[str, Tensor, int], None]
 """(name, this rank's rows of a parameter, the first of them) fills the rows with initial values."""
 
 
-def wrap(
-    config: Config,
-    chunks: Chunks,
-    params: Params,
-    table: ParamTable,
-    ctx: ParallelContext,
-    dp: Group,
-    *,
-    grad_dtype: torch.dtype,
-) -> "FullyShardedDDP":
+def wrap(given: ToWrap) -> "FullyShardedDDP":
     """The engine of `parallel.ddp: fsdp`. Collective over dp."""
-    weight_dtype = only_dtype(params, "parallel.ddp: fsdp")
+    weight_dtype, seed = only_dtype(given.params, "parallel.ddp: fsdp"), given.config.run.seed
 
     def draw(name: str, rows: Tensor, first_row: int) -> None:
-        meta = table[name]
-        options = {"seed": config.run.seed, "name": meta.tied_to or name, "tp": ctx.tp, "dtype": weight_dtype}
+        meta = given.table[name]
+        options = {"seed": seed, "name": meta.tied_to or name, "tp": given.ctx.tp, "dtype": weight_dtype}
         fill(rows, meta, first_row=first_row, **options)
 
-    values = {"device": ctx.device, "draw": draw if start() == "drawn" else None}
-    return FullyShardedDDP(chunks, params, dp, grad_dtype=grad_dtype, **values)
+    values = {"device": given.ctx.device, "draw": draw if start() == "drawn" else None}
+    return FullyShardedDDP(given.chunks, given.params, given.dp, grad_dtype=given.grad_dtype, **values)
 
 
 class FullyShardedDDP(DataParallel):

@@ -22,26 +22,16 @@ from torch import Tensor
 from torch.distributed import GradBucket  # pyright: ignore[reportPrivateImportUsage]
 from torch.nn.parallel import DistributedDataParallel
 
-from megatron_lite.config.schema import Config
-from megatron_lite.ddp.data_parallel import Chunks, DataParallel, Params, check_gradients, names_by_chunk
+from megatron_lite.ddp.data_parallel import Chunks, DataParallel, Params, ToWrap, check_gradients, names_by_chunk
 from megatron_lite.ddp.local_shard import LocalShard
 from megatron_lite.ddp.wrap import bucket_mb
-from megatron_lite.parallel.context import Group, ParallelContext
-from megatron_lite.parallel.shard import ParamTable
+from megatron_lite.parallel.context import Group
 
 
-def wrap(
-    config: Config,
-    chunks: Chunks,
-    params: Params,
-    table: ParamTable,
-    ctx: ParallelContext,
-    dp: Group,
-    *,
-    grad_dtype: torch.dtype,
-) -> "TorchDDP":
+def wrap(given: ToWrap) -> "TorchDDP":
     """The engine of `parallel.ddp: torch`. Collective over dp."""
-    return TorchDDP(chunks, params, dp, bucket_mb=bucket_mb(config.parallel.bucket_mb, dp.size), grad_dtype=grad_dtype)
+    size = bucket_mb(given.config.parallel.bucket_mb, given.dp.size)
+    return TorchDDP(given.chunks, given.params, given.dp, bucket_mb=size, grad_dtype=given.grad_dtype)
 
 
 class TorchDDP(DataParallel):

@@ -5,7 +5,6 @@ compiles the kernels for an H100 that is not there.
 """
 
 import pickle
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.helpers.command import ROOT, environment
 from tests.helpers.model_runs import random_tokens, random_weights, run_model, tiny
+from tests.helpers.triton_cases import compile_kernels, start
 
 # Each kernel in each form, in models whose sizes are not powers of two.
 MODELS: dict[str, dict[str, Any]] = {
@@ -54,15 +53,7 @@ def drop() -> list[Tensor]:
 
 def in_a_new_process(mode: str, folder: Path) -> Any:
     """`interpret`: the results of `run_both` and `drop` by name; `compile`: those of `compile_for_h100`."""
-    variables = {"TRITON_INTERPRET": "01"[mode == "interpret"], "TRITON_CACHE_DIR": str(folder / "cache")}
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", "tests.helpers.fused_cases", mode, str(folder)],
-        env=environment() | variables,
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
+    start("tests.helpers.fused_cases", mode, folder)
     return pickle.loads((folder / "results.pickle").read_bytes())
 
 
@@ -72,7 +63,6 @@ def compile_for_h100() -> dict[str, tuple[int, str]]:
     from megatron_lite.model.norms import NormSpec
     from megatron_lite.parallel import loss
     from megatron_lite.parallel.context import solo
-    from tests.helpers.triton_cases import compile_kernels
 
     def random(*shape: int) -> Tensor:
         return torch.zeros(shape, dtype=torch.bfloat16, requires_grad=True)

@@ -86,16 +86,21 @@ def compiled(case: Case, folder: Path) -> dict[str, tuple[int, str]]:
 
 def _in_a_new_process(mode: str, work: Any, folder: Path) -> Any:
     (folder / "work.pickle").write_bytes(pickle.dumps(work))
+    start("tests.helpers.triton_cases", mode, folder)
+    return torch.load(folder / "results.pt", weights_only=False)
+
+
+def start(module: str, mode: str, folder: Path) -> None:
+    """Run the module in a new process, with Triton's interpreter for the mode `interpret`."""
     variables = {"TRITON_INTERPRET": "01"[mode == "interpret"], "TRITON_CACHE_DIR": str(folder / "cache")}
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", "tests.helpers.triton_cases", mode, str(folder)],
+        [sys.executable, "-W", "ignore", "-m", module, mode, str(folder)],
         env=environment() | variables,
         cwd=ROOT,
         capture_output=True,
         text=True,
     )
     assert done.returncode == 0, done.stderr
-    return torch.load(folder / "results.pt", weights_only=False)
 
 
 def _interpret(work: dict[str, dict[str, Any]]) -> dict[str, list[Tensor] | str]:
