@@ -9,7 +9,7 @@ import os
 from collections.abc import Callable
 from functools import cache, partial
 from importlib.util import find_spec
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -21,21 +21,43 @@ def quick_gelu(x: Tensor) -> Tensor:
     return F.silu(1.702 * x) * (1 / 1.702)
 
 
+gelu_tanh = partial(F.gelu, approximate="tanh")  # GPT-2's
+gelu_tanh_backward = partial(torch.ops.aten.gelu_backward, approximate="tanh")
+
+
+class _Gated(torch.autograd.Function):
+    """activation(gate) * up, of which backward needs the input alone: it computes the activation again."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, activation: Callable[..., Tensor], derivative: Callable[..., Tensor]) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.activation, ctx.derivative = activation, derivative
+        gate, up = x.chunk(2, dim=-1)
+        return activation(gate).mul_(up)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+        (x,) = ctx.saved_tensors
+        grad_x = torch.empty_like(x)
+        (gate, up), (grad_gate, grad_up) = x.chunk(2, dim=-1), grad_x.chunk(2, dim=-1)
+        torch.mul(grad, ctx.activation(gate), out=grad_up)
+        grad_gate.copy_(ctx.derivative(grad * up, gate))
+        return grad_x, None, None
+
+
 def swiglu(x: Tensor) -> Tensor:
     """silu(gate) * up of a fused `[..., 2f/tp]`; returns `[..., f/tp]`. Source: Shazeer, arXiv 2002.05202."""
-    gate, up = x.chunk(2, dim=-1)
-    return F.silu(gate) * up
+    return _Gated.apply(x, F.silu, torch.ops.aten.silu_backward)  # type: ignore[return-value]
 
 
 def geglu(x: Tensor) -> Tensor:
     """gelu_tanh(gate) * up of a fused `[..., 2f/tp]`; returns `[..., f/tp]`. Source: as `swiglu`."""
-    gate, up = x.chunk(2, dim=-1)
-    return F.gelu(gate, approximate="tanh") * up
+    return _Gated.apply(x, gelu_tanh, gelu_tanh_backward)  # type: ignore[return-value]
 
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": F.gelu,
-    "gelu_tanh": partial(F.gelu, approximate="tanh"),  # GPT-2's
+    "gelu_tanh": gelu_tanh,
     "quick_gelu": quick_gelu,
     "relu": F.relu,  # of the original transformer
     "swiglu": swiglu,

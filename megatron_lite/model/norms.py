@@ -7,7 +7,7 @@ arXiv 2010.04245.
 """
 
 from dataclasses import replace
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -21,6 +21,28 @@ from megatron_lite.parallel.collectives import (
     reduce_from_tensor_model_parallel_region,
 )
 from megatron_lite.parallel.shard import ParamMeta, Shard, allocate
+
+
+class _RMSNorm(torch.autograd.Function):
+    """x / rms(x) * weight in fp32, rounded once. Backward needs only x and one number per token; that of torch's CPU
+    kernels needs two fp32 tensors of the size of x."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        rstd = torch.linalg.vector_norm(wide, dim=-1, keepdim=True).square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+        ctx.save_for_backward(x, weight, rstd)
+        return (wide * rstd).mul_(weight).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:  # type: ignore[override]
+        x, weight, rstd = ctx.saved_tensors
+        normed = x * rstd
+        products = grad * normed
+        of_weight = products.flatten(0, -2).sum(0).to(weight.dtype)
+        mean = products.mul_(weight).mean(-1, keepdim=True)
+        grad_x = (grad * weight.to(rstd.dtype)).sub_(normed.mul_(mean)).mul_(rstd)
+        return grad_x.to(x.dtype), of_weight, None
 
 
 class Norm(nn.Module):
@@ -46,6 +68,8 @@ class Norm(nn.Module):
         if self.is_fused:
             return self.after_add(x, None, None, 0.0, x.dtype)[1]
         weight, bias, x = cast(x, self.weight, self.bias, zero_centered=self.zero_centered)
+        if self.is_rms and x.device.type == "cpu":
+            return _RMSNorm.apply(x, weight, self.eps).to(self.weight.dtype)  # type: ignore[union-attr]
         if self.is_rms:
             return F.rms_norm(x, self.shape, weight, self.eps).to(self.weight.dtype)
         return F.layer_norm(x, self.shape, weight, bias, self.eps).to(self.weight.dtype)

@@ -30,7 +30,7 @@ from megatron_lite.parallel.random import RngTracker, seed_everything
 from megatron_lite.text import counted
 from megatron_lite.training.provider import check_not_loading
 
-M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # of glibc's malloc.h
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
 # Paths, which may differ between machines.
 PLACES = (
     *("run.dir", "data.paths", "data.tokenizer", "data.cache_dir", "train.tasks"),
@@ -174,16 +174,16 @@ def set_determinism(wanted: bool) -> None:
 
 
 def keep_freed_memory() -> None:
-    """Set glibc to reuse large freed blocks; without glibc, do nothing.
+    """Set glibc to reuse freed blocks of less than 32 MiB; without glibc, do nothing.
 
-    By default the large activations of each step are new mappings, whose pages the kernel zeroes one by one. With
-    reuse, memory stays at its peak.
+    By default the activations of each step are new mappings, whose pages the kernel zeroes one by one. With reuse the
+    memory of these blocks stays at its peak. Larger blocks, such as logits, would leave holes that no later block fits.
     """
     if not sys.platform.startswith("linux"):
         return
     libc = ctypes.CDLL(None)
     if hasattr(libc, "gnu_get_libc_version"):
-        libc.mallopt(M_MMAP_MAX, 0)
+        libc.mallopt(M_MMAP_THRESHOLD, 2**25)  # glibc's largest
         libc.mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
 
 

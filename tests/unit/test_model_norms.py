@@ -41,6 +41,32 @@ def test_norm_follows_its_formula_in_fp64(kind):
     assert_close(norm(x), by_formula(norm, x), rtol=0, atol=1e-12)
 
 
+@pytest.mark.parametrize(
+    "kind, dtype", [*((kind, torch.float64) for kind in KINDS), ("rmsnorm", torch.float16), ("rmsnorm", torch.bfloat16)]
+)
+def test_gradients_of_a_norm_are_those_of_its_formula(kind, dtype):
+    """1e-12: fp64 rounding. In 16 bits the gradients of RMSNorm are rounded once, from fp32 sums."""
+    norm = with_random_weights(kind, dtype)
+    x = (torch.randn(5, 3, 48) * 3 + 2).to(dtype).requires_grad_()
+    grad = torch.randn(5, 3, 48).to(dtype)
+    inputs = [x, *norm.parameters()]
+    got = torch.autograd.grad(norm(x), inputs, grad)
+    want = torch.autograd.grad(by_formula(norm, x), inputs, grad.double())
+    eps = 1e-12 if dtype == torch.float64 else torch.finfo(dtype).eps
+    for ours, formula in zip(got, want, strict=True):
+        assert ours.dtype == dtype
+        assert_close(ours, formula, rtol=2 * eps, atol=2 * eps)
+
+
+def test_rmsnorm_on_the_cpu_keeps_its_input_and_one_number_per_token():
+    """torch's own keeps two fp32 tensors of the size of the input."""
+    norm, x = with_random_weights("rmsnorm", torch.bfloat16), torch.randn(5, 3, 48).bfloat16().requires_grad_()
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor):
+        norm(x)
+    assert sum(tensor.nbytes for tensor in kept) == x.nbytes + norm.weight.nbytes + 5 * 3 * 4
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_statistics_of_16_bit_input_are_not_computed_in_16_bits(kind, dtype):
