@@ -16,6 +16,7 @@ from megatron_lite.data.index_cache import cached_arrays, memory_for
 from megatron_lite.data.indexed import IndexedDataset, bin_path, idx_path
 from megatron_lite.errors import DataError
 
+BLOCK = 2**15  # documents
 SHARE_OF_LAST_EPOCH = 0.80  # Megatron's threshold; another value is another sample order
 
 
@@ -83,21 +84,30 @@ def _shuffle_index(num_mixed: int, num_samples: int, random: np.random.RandomSta
 def build_sample_index(lengths: np.ndarray, document: np.ndarray, seq_length: int) -> np.ndarray:
     """The start of each sample of the stream `document`: [N + 1, 2], the first row (0, 0).
 
-    Start k > 0 is token `k * s` of the stream, in the first document that ends after it. Document i contains the starts
-    up to `(end_i - 1) // s`, so repeating i that many times gives the document of every start.
+    Start k > 0 is token `k * s` of the stream, in the first document that ends after it. Blocks of documents stay in
+    cache. Within one, few starts are searched for; else document i contains the starts up to `(end_i - 1) // s`, so
+    repeating i that many times gives the document of every start.
     """
-    document_lengths = lengths[document]
-    ends = np.cumsum(document_lengths, dtype=np.int64)
-    num_samples = (int(ends[-1]) - 1) // seq_length
-    wide = len(document) > np.iinfo(np.int32).max
-    sample = np.zeros((num_samples + 1, 2), dtype=np.int64 if wide else np.int32)
-
-    last_start = (ends - 1) // seq_length
-    starts_inside = np.diff(np.maximum(last_start, 0), prepend=0)  # an empty first document gives -1
-    holder = np.repeat(np.arange(len(document), dtype=sample.dtype), starts_inside)
-    sample[1:, 0] = holder
-    sample[1:, 1] = np.arange(1, num_samples + 1) * seq_length - (ends - document_lengths)[holder]
-    return sample
+    dtype = np.int64 if len(document) > np.iinfo(np.int32).max else np.int32
+    parts, end, start = [np.zeros((1, 2), dtype)], 0, 1
+    for first in range(0, len(document), BLOCK):
+        block = lengths.take(document[first : first + BLOCK])
+        ends = block.cumsum(dtype=np.int64)
+        ends += end
+        end = int(ends[-1])
+        after = max(start, (end - 1) // seq_length + 1)
+        tokens = np.arange(start, after) * seq_length
+        if len(tokens) < len(block) // 8:
+            holder = ends.searchsorted(tokens, side="right")
+        else:
+            last_start = np.maximum((ends - 1) // seq_length, 0)  # an empty first document gives -1
+            holder = np.arange(len(block)).repeat(np.diff(last_start, prepend=start - 1))
+        part = np.empty((len(tokens), 2), dtype)
+        part[:, 0] = holder + first
+        part[:, 1] = tokens - (ends - block)[holder]
+        parts.append(part)
+        start = after
+    return np.concatenate(parts)
 
 
 class GPTDataset:

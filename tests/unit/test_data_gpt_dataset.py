@@ -1,10 +1,13 @@
 """Samples in Megatron's order, read through an index that numpy builds."""
 
+from unittest.mock import patch
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_lite.data import gpt_dataset
 from megatron_lite.data.gpt_dataset import Epochs, GPTDataset, build_index, build_sample_index, epochs_needed
 from megatron_lite.data.indexed import IndexedDataset
 from megatron_lite.errors import DataError
@@ -57,13 +60,20 @@ def plain_sample_index(lengths, document, seq_length):
     return [(0, 0), *(stream[k * seq_length] for k in range(1, num_samples + 1))]
 
 
-@given(lengths=lengths_strategy, seq_length=st.integers(1, 12), data=st.data())
-def test_sample_index_equals_a_walk_over_the_tokens(lengths, seq_length, data):
-    """The corner cases are empty documents and documents as long as many samples."""
+@given(
+    lengths=lengths_strategy,
+    seq_length=st.integers(1, 12) | st.integers(100, 200),
+    block=st.sampled_from([1, 2, 16, gpt_dataset.BLOCK]),
+    data=st.data(),
+)
+def test_sample_index_equals_a_walk_over_the_tokens(lengths, seq_length, block, data):
+    """The corner cases are empty documents, documents as long as many samples, samples as long as many documents, and
+    blocks of documents without a start."""
     document = np.array(data.draw(st.lists(st.integers(0, len(lengths) - 1), min_size=1, max_size=30)), dtype=np.int32)
     if sum(lengths[d] for d in document) == 0:
         document = np.array([int(np.argmax(lengths))], dtype=np.int32)
-    built = build_sample_index(np.array(lengths, dtype=np.int32), document, seq_length)
+    with patch.object(gpt_dataset, "BLOCK", block):
+        built = build_sample_index(np.array(lengths, dtype=np.int32), document, seq_length)
     assert built.tolist() == [list(row) for row in plain_sample_index(lengths, document, seq_length)]
 
 
