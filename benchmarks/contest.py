@@ -5,6 +5,7 @@ rank; `timed_in_turns` calls functions in this process.
 """
 
 import argparse
+import multiprocessing
 import os
 import random
 import resource
@@ -14,9 +15,6 @@ import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-
-import torch
-import torch.multiprocessing as mp
 
 THREADS = 2  # divided among the ranks of a contestant
 
@@ -30,6 +28,8 @@ def _serve(make: Callable[[], Callable[[], float]], rank: int, ranks: int, port:
 
     On False it sends its peak memory and ends.
     """
+    import torch  # not at the top, where workers of `preprocess` would import it too
+
     warnings.filterwarnings("ignore")
     place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     os.environ.update({key: str(value) for key, value in place.items()})
@@ -44,7 +44,7 @@ class Contestant:
     """Processes that take training steps on request. Each of them calls `make` for its step, which returns a loss."""
 
     def __init__(self, make: Callable[[], Callable[[], float]], ranks: int, port: int) -> None:
-        ctx = mp.get_context("spawn")
+        ctx = multiprocessing.get_context("spawn")
         self.pipes, self.processes = [], []
         for rank in range(ranks):
             ours, theirs = ctx.Pipe()
