@@ -18,6 +18,7 @@ replicated. `train.offload_activations` keeps activations in the host's memory.
 
 from contextlib import nullcontext
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -35,6 +36,13 @@ from megatron_lite.parallel.recompute import recompute
 
 Pending = tuple[Tensor, Tensor | None, float]
 """The output of a branch, its bias and its dropout, which are not added yet."""
+
+
+class Unadded(NamedTuple):
+    """A residual stream and its last branch. One kernel adds it and computes the norm of the next block."""
+
+    stream: Tensor
+    pending: Pending
 
 
 class TransformerBlock(nn.Module):
@@ -76,6 +84,7 @@ class TransformerBlock(nn.Module):
         self.mlp_add_dropout = config.hidden_dropout if config.mlp_dropout else 0.0
         dtype = options.dtype
         self.residual_dtype = torch.promote_types(dtype, torch.float32) if config.fp32_residual else dtype
+        self.leaves_last_add = options.fusion == "triton" and not self.full_recompute
         self.bias_dropout_add = compiled(bias_dropout_add) if options.fusion == "compiled" else bias_dropout_add
 
         def norm(*placements: str) -> Norm | None:
@@ -96,73 +105,85 @@ class TransformerBlock(nn.Module):
 
     def forward(
         self,
-        x: Tensor,
+        x: Tensor | Unadded,
         query_input: Tensor | None = None,
         rotary: tuple[Tensor, Tensor] | None = None,
         mask: Mask = CAUSAL,
         bias: Tensor | None = None,
         memory: Tensor | None = None,
         memory_mask: Mask = FULL,
-    ) -> Tensor:
+    ) -> Tensor | Unadded:
         """The residual stream after this block.
 
-        x             [s', b, h]   the residual stream; fp32 with `fp32_residual`
+        x             [s', b, h]   the residual stream; fp32 with `fp32_residual`; or of the previous block `Unadded`
         query_input   [s', b, h]   only with `separate_query`
         rotary        cosine and sine, as of `ParallelAttention`
         mask          the keys that a query sees; the block's window narrows it
         bias          [1, n/tp, s, s]   added to the scores of self attention, or None
         memory        [m', b, h]   the encoder's output, only with `cross_attention`; `memory_mask` is its mask
-        returns       [s', b, h]
+        returns       [s', b, h]   or with fused kernels `Unadded`
         Communicates: forward two all-reduces of [s, b, h] over tp, backward two more; with cross attention one more of
         [s, b, h] in forward, in backward one more of it and one of [m, b, h]. With full recomputation backward repeats
         those of forward.
         """
-        inputs = (x, query_input, rotary, mask.narrowed(self.window), bias, memory, memory_mask)
-        if self.full_recompute:
-            return recompute(self._forward, *inputs, rng=self.options.rng)
+        inputs = (query_input, rotary, mask.narrowed(self.window), bias, memory, memory_mask)
+        if self.full_recompute:  # backward needs only x, so x must be one tensor
+            return recompute(self._forward, self.added(x), *inputs, rng=self.options.rng)
         # Tensors that other blocks keep too.
         shared = [*(rotary or ()), *(tensor for tensor in (bias, memory) if tensor is not None)]
         with offloaded([*self.parameters(), *shared]) if self.options.offload_activations else nullcontext():
-            return self._forward(*inputs)
+            return self._forward(x, *inputs)
 
     def _forward(
         self,
-        x: Tensor,
+        x: Tensor | Unadded,
         query_input: Tensor | None,
         rotary: tuple[Tensor, Tensor] | None,
         mask: Mask,
         bias: Tensor | None,
         memory: Tensor | None,
         memory_mask: Mask,
-    ) -> Tensor:
+    ) -> Tensor | Unadded:
         def attend(normed: Tensor) -> tuple[Tensor, Tensor | None]:
             return self.self_attention(normed, query_input, rotary, mask, bias)
 
-        dropout = self.attention_add_dropout
+        dropout, pending = self.attention_add_dropout, None
+        if isinstance(x, Unadded):
+            x, pending = x
         if self.is_parallel:
             assert self.input_layernorm is not None
-            normed = self.input_layernorm(x)
+            x, normed = self._add_and_norm(x, pending, self.input_layernorm)
             for_mlp = normed if self.pre_mlp_layernorm is None else self.pre_mlp_layernorm(x)
             x, _ = self._add_and_norm(x, (*attend(normed), dropout), None)
-            return self._add_and_norm(x, (*self.mlp(for_mlp), self.mlp_add_dropout), None)[0]
+            return self._last_add(x, (*self.mlp(for_mlp), self.mlp_add_dropout))
         branches = [(self.input_layernorm, attend, self.post_attention_layernorm, dropout)]
         if self.cross_attention is not None:
             cross = partial(self.cross_attention, memory, mask=memory_mask)
             norms = self.pre_cross_attn_layernorm, self.post_cross_attn_layernorm
             branches.append((norms[0], lambda normed: cross(query_input=normed), norms[1], dropout))
         branches.append((self.pre_mlp_layernorm, self.mlp, self.post_mlp_layernorm, self.mlp_add_dropout))
-        pending = None
         for before, layer, after, dropout in branches:
             x, normed = self._add_and_norm(x, pending, before)
             out, bias = layer(normed)
             x = normed if self.post_norm else x
             if self.norm_placement == "post":
-                _, x = self._add_and_norm(x, (out, bias, dropout), after)
+                (_, x), pending = self._add_and_norm(x, (out, bias, dropout), after), None
                 continue
             if after is not None:
                 out, bias = after(out if bias is None else out + bias), None
             pending = out, bias, dropout
-        return x if pending is None else self._add_and_norm(x, pending, None)[0]
+        return x if pending is None else self._last_add(x, pending)
+
+    def _last_add(self, x: Tensor, pending: Pending) -> Tensor | Unadded:
+        """The sum, unless the next block adds. A bias is added here: an engine may free it after this block."""
+        _, bias, _ = pending
+        last = Unadded(x, pending)
+        return last if self.leaves_last_add and bias is None else self.added(last)
+
+    def added(self, x: Tensor | Unadded, norm: Norm | None = None) -> Tensor:
+        """The stream with its last branch; with a norm, its norm."""
+        stream, pending = x if isinstance(x, Unadded) else (x, None)
+        return self._add_and_norm(stream, pending, norm)[1]
 
     def _add_and_norm(self, x: Tensor, pending: Pending | None, norm: Norm | None) -> tuple[Tensor, Tensor]:
         """The stream after a branch, and its norm; without a norm, the stream twice."""

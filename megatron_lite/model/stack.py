@@ -6,9 +6,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from megatron_lite.config.schema import ModelConfig
-from megatron_lite.model.block import TransformerBlock
+from megatron_lite.model.block import TransformerBlock, Unadded
 from megatron_lite.model.masks import CAUSAL, FULL, Mask
-from megatron_lite.model.norms import build_norm
+from megatron_lite.model.norms import Norm, build_norm
 from megatron_lite.model.options import LayerOptions
 from megatron_lite.model.rotary import RotaryTable
 from megatron_lite.parallel.recompute import recompute
@@ -69,17 +69,13 @@ class TransformerStack(nn.Module):
         `TransformerBlock`; `position_ids` [b, s] or [1, s], None: 0..s-1; `top_queries` of `TopQueryEmbeddings`."""
         rotary = self._rotary(x, position_ids)
         common = {"mask": mask, "bias": bias, "memory": memory, "memory_mask": memory_mask}
-        blocks = list(self.layers.values())
+        blocks: list[TransformerBlock] = list(self.layers.values())  # type: ignore[arg-type]
         size = self.options.recompute_group
-        for start in range(0, len(blocks), size or len(blocks) or 1):
-            if size:
-                x = recompute(_run, blocks[start : start + size], x, rotary, common, rng=self.options.rng)
-            else:
-                x = _run(blocks, x, rotary, common)
-        if self.final_layernorm is not None:
-            x = self.final_layernorm(x)
-        if self.top_query_layer is not None:
-            x = self.top_query_layer(x, query_input=top_queries, mask=mask).to(self.options.dtype)
+        for start in range(0, len(blocks), size) if size else ():
+            x = recompute(_run, blocks[start : start + size], x, rotary, common, None, rng=self.options.rng)
+        x = _run([] if size else blocks, x, rotary, common, self.final_layernorm)
+        if (top := self.top_query_layer) is not None:
+            x = top.added(top(x, query_input=top_queries, mask=mask)).to(self.options.dtype)
         return x
 
     def _rotary(self, x: Tensor, position_ids: Tensor | None) -> dict[str, Rotation]:
@@ -95,7 +91,17 @@ class TransformerStack(nn.Module):
         return found
 
 
-def _run(blocks: Sequence[nn.Module], x: Tensor, rotary: dict[str, Rotation], common: dict[str, Any]) -> Tensor:
+def _run(
+    blocks: Sequence[TransformerBlock],
+    x: Tensor,
+    rotary: dict[str, Rotation],
+    common: dict[str, Any],
+    norm: Norm | None,
+) -> Tensor:
+    """The stream after the blocks; with a norm, its norm."""
+    stream: Tensor | Unadded = x
     for block in blocks:
-        x = block(x, rotary=rotary.get(block.rotary), **common)  # type: ignore[arg-type]
-    return x
+        stream = block(stream, rotary=rotary.get(block.rotary), **common)
+    if isinstance(stream, Unadded):
+        return blocks[-1].added(stream, norm)
+    return stream if norm is None else norm(stream)

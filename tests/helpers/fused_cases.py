@@ -24,6 +24,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "grouped queries": {"norm": "rmsnorm", "activation": "geglu", "position": "rotary", "num_query_groups": 2},
     "norms of heads": {"norm": "rmsnorm", "qk_norm": "head", "position": "rotary", "rotary_percent": 0.4},
     "parallel": {"residual": "parallel_shared_norm", "position": "rotary", "rotary_percent": 0.4, "activation": "relu"},
+    "parallel without biases": {"residual": "parallel", "bias": False, "top_query_layer": True},
     "sandwich": {"norm_placement": "sandwich", "zero_centered_norm": True, "norm": "rmsnorm", "residual_scale": 0.5},
     "post": {"norm_placement": "post", "fp32_residual": True},
     "bert": {"architecture": "encoder", "norm_placement": "post"},

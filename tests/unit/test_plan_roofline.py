@@ -38,8 +38,9 @@ def case(name: str, recompute: str = "none", **fields) -> Config:
 @pytest.mark.parametrize(
     ("name", "recompute", "passes", "kernels", "kept"),
     [
-        ("llama-7b", "none", 50, 28, 32.5),
-        ("llama-7b", "activation", 58, 29, 27),
+        ("llama-7b", "none", 49, 27, 32.5),
+        ("llama-7b", "activation", 57, 28, 27),
+        ("llama-7b", "full", 68, 37, 2.01),
         ("gpt-1.3b", "none", 45, 30, 32.5),
         ("gpt-1.3b", "activation", 53, 31, 24.5),
     ],
@@ -72,7 +73,7 @@ def test_a_chunked_head_never_has_all_logits():
     assert all(k.bytes < 4.01 * logits / 8 for k in of_losses)
 
 
-@pytest.mark.parametrize(("name", "mfu"), [("llama-7b", 0.525), ("gpt-1.3b", 0.50), ("gpt-125m", 0.42)])
+@pytest.mark.parametrize(("name", "mfu"), [("llama-7b", 0.527), ("gpt-1.3b", 0.50), ("gpt-125m", 0.42)])
 def test_the_predicted_utilisation_stays_above_its_floor(name, mfu):
     config = case(name)
     assert predict(config, trace_step(config), H100).mfu >= mfu
