@@ -83,8 +83,8 @@ class MixedPrecisionOptimizer(Optimizer):
     """AdamW over the parameters or ranges that this rank owns; masters and moments have the dtype of `main_grads`.
 
     A fused call for each group updates tensor by tensor. It is about as fast as on a single flat tensor, and the state
-    keeps the name and shape of its parameter. A separate pass scales the gradients. It costs no more than the factor of
-    the fused kernel and is exact in fp64, where that factor would be rounded.
+    keeps the name and shape of its parameter. The same kernel clips and removes the loss scale. In fp64 a separate pass
+    does it, because the kernel's factor is fp32.
 
     Where the ranks of dp own different ranges, this is the distributed optimizer (ZeRO-1).
     """
@@ -134,8 +134,12 @@ class MixedPrecisionOptimizer(Optimizer):
 
     @torch.no_grad()
     def _apply(self, grads: dict[str, Tensor], lr: float, factor: float) -> None:
-        if factor != 1.0 and grads:
+        divisor = None
+        if factor != 1.0 and self._ddp.weight_dtype == torch.float64:
             torch._foreach_mul_(list(grads.values()), factor)  # pyright: ignore[reportPrivateImportUsage]
+        elif factor != 1.0:
+            divisor = torch.full((), 1 / factor, dtype=torch.float32, device=self._ctx.device)
+        self._adam.grad_scale = divisor  # type: ignore[attr-defined]  # GradScaler sets it too
         for name, master in self.masters.items():
             master.grad = grads[name]
         for group in self._adam.param_groups:

@@ -191,9 +191,10 @@ def on_gpu(recorder: Recorder) -> Iterator[None]:
 
 
 def _adamw_step(recorder: Recorder, adam: AdamW) -> None:
-    """torch's fused kernel reads weight, gradient and both moments, and writes all but the gradient."""
+    """torch's fused kernel reads weight, gradient and both moments, and writes them; the gradient only if it scales."""
     tensors = [param for group in adam.param_groups for param in group["params"] if param.grad is not None]
-    moved = sum(3 * 2 * touched_bytes(param) + touched_bytes(param.grad) for param in tensors)  # type: ignore[arg-type]
+    times = 1 if getattr(adam, "grad_scale", None) is None else 2
+    moved = sum(6 * touched_bytes(param) + times * touched_bytes(param.grad) for param in tensors)  # type: ignore[arg-type]
     # A launch has room for the addresses of about 30 tensors of each list.
     recorder.add("adamw", bytes=moved, launches=-(-len(tensors) // 30))
 
