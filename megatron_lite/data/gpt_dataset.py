@@ -84,9 +84,9 @@ def _shuffle_index(num_mixed: int, num_samples: int, random: np.random.RandomSta
 def build_sample_index(lengths: np.ndarray, document: np.ndarray, seq_length: int) -> np.ndarray:
     """The start of each sample of the stream `document`: [N + 1, 2], the first row (0, 0).
 
-    Start k > 0 is token `k * s` of the stream, in the first document that ends after it. Blocks of documents stay in
-    cache. Within one, few starts are searched for; else document i contains the starts up to `(end_i - 1) // s`, so
-    repeating i that many times gives the document of every start.
+    Start k > 0 is token `k * s` of the stream, in the first document that ends after it. The index is built by blocks
+    of documents, which stay in cache. A block with few starts searches for each. In other blocks the starts in
+    document i are those up to `(end_i - 1) // s` that no earlier document has; i is repeated once for each.
     """
     dtype = np.int64 if len(document) > np.iinfo(np.int32).max else np.int32
     parts, end, start = [np.zeros((1, 2), dtype)], 0, 1

@@ -39,7 +39,8 @@ Pending = tuple[Tensor, Tensor | None, float]
 
 
 class Unadded(NamedTuple):
-    """A residual stream and its last branch. One kernel adds it and computes the norm of the next block."""
+    """A residual stream, and the output of its last branch, which is not added yet. The kernel of the next block's norm
+    adds it."""
 
     stream: Tensor
     pending: Pending
@@ -115,19 +116,19 @@ class TransformerBlock(nn.Module):
     ) -> Tensor | Unadded:
         """The residual stream after this block.
 
-        x             [s', b, h]   the residual stream; fp32 with `fp32_residual`; or of the previous block `Unadded`
+        x             [s', b, h]   the residual stream; fp32 with `fp32_residual`; or the previous block's `Unadded`
         query_input   [s', b, h]   only with `separate_query`
         rotary        cosine and sine, as of `ParallelAttention`
         mask          the keys that a query sees; the block's window narrows it
         bias          [1, n/tp, s, s]   added to the scores of self attention, or None
         memory        [m', b, h]   the encoder's output, only with `cross_attention`; `memory_mask` is its mask
-        returns       [s', b, h]   or with fused kernels `Unadded`
+        returns       [s', b, h]   or an `Unadded`, with Triton's kernels after a branch without a bias
         Communicates: forward two all-reduces of [s, b, h] over tp, backward two more; with cross attention one more of
         [s, b, h] in forward, in backward one more of it and one of [m, b, h]. With full recomputation backward repeats
         those of forward.
         """
         inputs = (query_input, rotary, mask.narrowed(self.window), bias, memory, memory_mask)
-        if self.full_recompute:  # backward needs only x, so x must be one tensor
+        if self.full_recompute:  # which keeps its inputs: one sum takes half the memory of its two parts
             return recompute(self._forward, self.added(x), *inputs, rng=self.options.rng)
         # Tensors that other blocks keep too.
         shared = [*(rotary or ()), *(tensor for tensor in (bias, memory) if tensor is not None)]
@@ -175,15 +176,15 @@ class TransformerBlock(nn.Module):
         return x if pending is None else self._last_add(x, pending)
 
     def _last_add(self, x: Tensor, pending: Pending) -> Tensor | Unadded:
-        """The sum, unless the next block adds. A bias is added here: an engine may free it after this block."""
+        """The stream with this branch, or both for the next block. A branch with a bias is added here, because FSDP and
+        DeepSpeed free the bias after the block."""
         _, bias, _ = pending
         last = Unadded(x, pending)
         return last if self.leaves_last_add and bias is None else self.added(last)
 
-    def added(self, x: Tensor | Unadded, norm: Norm | None = None) -> Tensor:
-        """The stream with its last branch; with a norm, its norm."""
-        stream, pending = x if isinstance(x, Unadded) else (x, None)
-        return self._add_and_norm(stream, pending, norm)[1]
+    def added(self, x: Tensor | Unadded) -> Tensor:
+        """The stream after its last branch."""
+        return self._add_and_norm(*x, None)[0] if isinstance(x, Unadded) else x
 
     def _add_and_norm(self, x: Tensor, pending: Pending | None, norm: Norm | None) -> tuple[Tensor, Tensor]:
         """The stream after a branch, and its norm; without a norm, the stream twice."""

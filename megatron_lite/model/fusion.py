@@ -14,6 +14,7 @@ from typing import Any, Literal
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 
 def quick_gelu(x: Tensor) -> Tensor:
@@ -26,7 +27,7 @@ gelu_tanh_backward = partial(torch.ops.aten.gelu_backward, approximate="tanh")
 
 
 class _Gated(torch.autograd.Function):
-    """activation(gate) * up, of which backward needs the input alone: it computes the activation again."""
+    """activation(gate) * up. Backward needs only the input, because it computes the activation again."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, activation: Callable[..., Tensor], derivative: Callable[..., Tensor]) -> Tensor:
@@ -36,6 +37,7 @@ class _Gated(torch.autograd.Function):
         return activation(gate).mul_(up)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
         (x,) = ctx.saved_tensors
         grad_x = torch.empty_like(x)
@@ -45,14 +47,21 @@ class _Gated(torch.autograd.Function):
         return grad_x, None, None
 
 
+def _gated(x: Tensor, activation: Callable[..., Tensor], derivative: Callable[..., Tensor]) -> Tensor:
+    if torch.compiler.is_compiling():  # the compiler chooses itself what to compute again
+        gate, up = x.chunk(2, dim=-1)
+        return activation(gate) * up
+    return _Gated.apply(x, activation, derivative)  # type: ignore[return-value]
+
+
 def swiglu(x: Tensor) -> Tensor:
     """silu(gate) * up of a fused `[..., 2f/tp]`; returns `[..., f/tp]`. Source: Shazeer, arXiv 2002.05202."""
-    return _Gated.apply(x, F.silu, torch.ops.aten.silu_backward)  # type: ignore[return-value]
+    return _gated(x, F.silu, torch.ops.aten.silu_backward)
 
 
 def geglu(x: Tensor) -> Tensor:
     """gelu_tanh(gate) * up of a fused `[..., 2f/tp]`; returns `[..., f/tp]`. Source: as `swiglu`."""
-    return _Gated.apply(x, gelu_tanh, gelu_tanh_backward)  # type: ignore[return-value]
+    return _gated(x, gelu_tanh, gelu_tanh_backward)
 
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -83,7 +92,7 @@ def bias_dropout_add(x: Tensor, bias: Tensor | None, residual: Tensor, dropout: 
 def compiled(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """The function as one kernel, compiled at its first call."""
     # With torch's random numbers fusion does not change the dropped units.
-    return torch.compile(function, options={"fallback_random": True})
+    return torch.compile(function, fullgraph=True, options={"fallback_random": True})
 
 
 Fusion = Literal["off", "compiled", "triton"]

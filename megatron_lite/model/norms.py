@@ -12,6 +12,7 @@ from typing import Any, Literal
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from megatron_lite.config.schema import ModelConfig
 from megatron_lite.model.fused import NormSpec, add_norm
@@ -24,8 +25,8 @@ from megatron_lite.parallel.shard import ParamMeta, Shard, allocate
 
 
 class _RMSNorm(torch.autograd.Function):
-    """x / rms(x) * weight in fp32, rounded once. Backward needs only x and one number per token; that of torch's CPU
-    kernels needs two fp32 tensors of the size of x."""
+    """x / rms(x) * weight in at least fp32, rounded once. Backward needs x and one value per token. The backward of
+    torch's CPU kernels needs two fp32 tensors of the size of x."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -35,11 +36,12 @@ class _RMSNorm(torch.autograd.Function):
         return (wide * rstd).mul_(weight).to(x.dtype)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:  # type: ignore[override]
         x, weight, rstd = ctx.saved_tensors
         normed = x * rstd
         products = grad * normed
-        of_weight = products.flatten(0, -2).sum(0).to(weight.dtype)
+        of_weight = products.reshape(-1, x.shape[-1]).sum(0).to(weight.dtype)
         mean = products.mul_(weight).mean(-1, keepdim=True)
         grad_x = (grad * weight.to(rstd.dtype)).sub_(normed.mul_(mean)).mul_(rstd)
         return grad_x.to(x.dtype), of_weight, None
@@ -67,12 +69,12 @@ class Norm(nn.Module):
         """The norm of x, in the weights' dtype."""
         if self.is_fused:
             return self.after_add(x, None, None, 0.0, x.dtype)[1]
-        weight, bias, x = cast(x, self.weight, self.bias, zero_centered=self.zero_centered)
+        weight, bias, wide = cast(x, self.weight, self.bias, zero_centered=self.zero_centered)
         if self.is_rms and x.device.type == "cpu":
             return _RMSNorm.apply(x, weight, self.eps).to(self.weight.dtype)  # type: ignore[union-attr]
         if self.is_rms:
-            return F.rms_norm(x, self.shape, weight, self.eps).to(self.weight.dtype)
-        return F.layer_norm(x, self.shape, weight, bias, self.eps).to(self.weight.dtype)
+            return F.rms_norm(wide, self.shape, weight, self.eps).to(self.weight.dtype)
+        return F.layer_norm(wide, self.shape, weight, bias, self.eps).to(self.weight.dtype)
 
     def after_add(
         self, x: Tensor, branch: Tensor | None, bias: Tensor | None, dropout: float, dtype: torch.dtype

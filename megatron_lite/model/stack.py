@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from megatron_lite.config.schema import ModelConfig
 from megatron_lite.model.block import TransformerBlock, Unadded
 from megatron_lite.model.masks import CAUSAL, FULL, Mask
-from megatron_lite.model.norms import Norm, build_norm
+from megatron_lite.model.norms import build_norm
 from megatron_lite.model.options import LayerOptions
 from megatron_lite.model.rotary import RotaryTable
 from megatron_lite.parallel.recompute import recompute
@@ -72,8 +72,10 @@ class TransformerStack(nn.Module):
         blocks: list[TransformerBlock] = list(self.layers.values())  # type: ignore[arg-type]
         size = self.options.recompute_group
         for start in range(0, len(blocks), size) if size else ():
-            x = recompute(_run, blocks[start : start + size], x, rotary, common, None, rng=self.options.rng)
-        x = _run([] if size else blocks, x, rotary, common, self.final_layernorm)
+            x = recompute(_run, blocks[start : start + size], x, rotary, common, rng=self.options.rng)
+        x = _run([] if size else blocks, x, rotary, common)
+        if self.final_layernorm is not None:
+            x = self.final_layernorm(x)
         if (top := self.top_query_layer) is not None:
             x = top.added(top(x, query_input=top_queries, mask=mask)).to(self.options.dtype)
         return x
@@ -91,17 +93,8 @@ class TransformerStack(nn.Module):
         return found
 
 
-def _run(
-    blocks: Sequence[TransformerBlock],
-    x: Tensor,
-    rotary: dict[str, Rotation],
-    common: dict[str, Any],
-    norm: Norm | None,
-) -> Tensor:
-    """The stream after the blocks; with a norm, its norm."""
+def _run(blocks: Sequence[TransformerBlock], x: Tensor, rotary: dict[str, Rotation], common: dict[str, Any]) -> Tensor:
     stream: Tensor | Unadded = x
     for block in blocks:
         stream = block(stream, rotary=rotary.get(block.rotary), **common)
-    if isinstance(stream, Unadded):
-        return blocks[-1].added(stream, norm)
-    return stream if norm is None else norm(stream)
+    return blocks[-1].added(stream) if isinstance(stream, Unadded) else stream

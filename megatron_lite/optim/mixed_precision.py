@@ -84,7 +84,7 @@ class MixedPrecisionOptimizer(Optimizer):
 
     A fused call for each group updates tensor by tensor. It is about as fast as on a single flat tensor, and the state
     keeps the name and shape of its parameter. The same kernel clips and removes the loss scale. In fp64 a separate pass
-    does it, because the kernel's factor is fp32.
+    does both, because the kernel's factor is fp32.
 
     Where the ranks of dp own different ranges, this is the distributed optimizer (ZeRO-1).
     """
@@ -138,8 +138,10 @@ class MixedPrecisionOptimizer(Optimizer):
         if factor != 1.0 and self._ddp.weight_dtype == torch.float64:
             torch._foreach_mul_(list(grads.values()), factor)  # pyright: ignore[reportPrivateImportUsage]
         elif factor != 1.0:
-            divisor = torch.full((), 1 / factor, dtype=torch.float32, device=self._ctx.device)
-        self._adam.grad_scale = divisor  # type: ignore[attr-defined]  # GradScaler sets it too
+            largest = torch.finfo(torch.float32).max  # the norm is fp64
+            divisor = torch.full((), min(1 / factor, largest), dtype=torch.float32, device=self._ctx.device)
+        # The fused kernel divides gradients by this attribute, which GradScaler also sets.
+        self._adam.grad_scale = divisor  # type: ignore[attr-defined]
         for name, master in self.masters.items():
             master.grad = grads[name]
         for group in self._adam.param_groups:

@@ -46,7 +46,7 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
     def backward(ctx, grad: Tensor):  # type: ignore[override]
         logits, index, not_local, share, highest, total = ctx.saved_tensors
         rows = logits.reshape(-1, logits.shape[-1])
-        grad = grad.reshape(-1, 1).to(share.dtype)
+        grad = grad.reshape(-1, 1).to(share.dtype).contiguous()  # for the kernel; that of a sum is expanded
         if ctx.fused:
             out = rows if ctx.overwrite else torch.empty_like(rows)
             target, width = index.masked_fill(not_local.unsqueeze(-1), -1), rows.shape[1]

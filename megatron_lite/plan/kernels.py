@@ -191,7 +191,7 @@ def on_gpu(recorder: Recorder) -> Iterator[None]:
 
 
 def _adamw_step(recorder: Recorder, adam: AdamW) -> None:
-    """torch's fused kernel reads weight, gradient and both moments, and writes them; the gradient only if it scales."""
+    """torch's fused kernel reads weight, gradient and moments. It writes the gradient only where it scales it."""
     tensors = [param for group in adam.param_groups for param in group["params"] if param.grad is not None]
     times = 1 if getattr(adam, "grad_scale", None) is None else 2
     moved = sum(6 * touched_bytes(param) + times * touched_bytes(param.grad) for param in tensors)  # type: ignore[arg-type]

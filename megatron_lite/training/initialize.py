@@ -177,7 +177,8 @@ def keep_freed_memory() -> None:
     """Set glibc to reuse freed blocks of less than 32 MiB; without glibc, do nothing.
 
     By default the activations of each step are new mappings, whose pages the kernel zeroes one by one. With reuse the
-    memory of these blocks stays at its peak. Larger blocks, such as logits, would leave holes that no later block fits.
+    memory of these blocks stays at its peak. Larger blocks, such as logits, would leave holes that later blocks do not
+    fit into.
     """
     if not sys.platform.startswith("linux"):
         return

@@ -42,6 +42,21 @@ def run_both(fields: dict[str, Any]) -> list[list[Tensor]]:
     return found
 
 
+def summed_loss() -> list[Tensor]:
+    """The gradient of logits by eager operations and by the kernels, for a sum of losses; its gradient is expanded."""
+    from megatron_lite.parallel.context import solo
+    from megatron_lite.parallel.loss import vocab_parallel_cross_entropy
+
+    found, labels = [], torch.randint(50, (8, 2))
+    logits = torch.randn(8, 2, 50)
+    for fused in (False, True):
+        leaf = logits.clone().requires_grad_()
+        vocab_parallel_cross_entropy(leaf, labels, solo(), fused=fused).sum().backward()
+        assert leaf.grad is not None
+        found.append(leaf.grad)
+    return found
+
+
 def drop() -> list[Tensor]:
     """A stream of zeros plus a branch with dropout 0.25; the branch, and its gradients for a gradient of ones."""
     from megatron_lite.model.fused import add_norm
@@ -90,5 +105,6 @@ if __name__ == "__main__":
     if sys.argv[1] == "compile":
         work: Any = compile_for_h100()
     else:
-        work = {name: run_both(fields) for name, fields in MODELS.items()} | {"dropout": drop()}
+        work = {name: run_both(fields) for name, fields in MODELS.items()}
+        work |= {"dropout": drop(), "summed loss": summed_loss()}
     (Path(sys.argv[2]) / "results.pickle").write_bytes(pickle.dumps(work))

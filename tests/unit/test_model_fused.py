@@ -39,6 +39,12 @@ def test_dropout_keeps_the_expected_share_and_backward_drops_the_same_elements(r
     torch.testing.assert_close(grad_bias, grad_branch.sum((0, 1)))
 
 
+def test_the_loss_takes_the_gradient_of_a_sum(results):
+    """Its gradient is one value that is expanded, and a kernel that took it for a full tensor would read beyond it."""
+    eager, kernels = results["summed loss"]
+    torch.testing.assert_close(kernels, eager, rtol=1e-5, atol=1e-6)
+
+
 def test_every_activation_has_a_kernel():
     """The kernel would compute silu for a name that it does not know."""
     assert set(fused.KINDS) == set(ACTIVATIONS)

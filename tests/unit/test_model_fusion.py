@@ -41,8 +41,8 @@ def test_activation_of_sum_with_bias_follows_its_formula(activation):
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("activation", ["swiglu", "geglu"])
 def test_a_gated_activation_keeps_its_input_alone_and_has_autograds_gradient(activation, dtype):
-    """Autograd would keep the activated gate too, which is a third of the memory of an MLP. Without a rounding of its
-    own, the gradient is that of autograd bit by bit."""
+    """Autograd would keep the activated gate too, which is a quarter of the memory of an MLP. The function
+    rounds where autograd rounds, so the gradients have the same bits."""
     x = (torch.randn(6, 2, 16) * 3).to(dtype).requires_grad_()
 
     def by_autograd(x):

@@ -42,7 +42,12 @@ def test_norm_follows_its_formula_in_fp64(kind):
 
 
 @pytest.mark.parametrize(
-    "kind, dtype", [*((kind, torch.float64) for kind in KINDS), ("rmsnorm", torch.float16), ("rmsnorm", torch.bfloat16)]
+    "kind, dtype",
+    [
+        *((kind, torch.float64) for kind in KINDS),
+        *(("rmsnorm", dtype) for dtype in (torch.float16, torch.bfloat16)),
+        ("zero-centered rmsnorm", torch.bfloat16),
+    ],
 )
 def test_gradients_of_a_norm_are_those_of_its_formula(kind, dtype):
     """1e-12: fp64 rounding. In 16 bits the gradients of RMSNorm are rounded once, from fp32 sums."""
@@ -58,13 +63,14 @@ def test_gradients_of_a_norm_are_those_of_its_formula(kind, dtype):
         assert_close(ours, formula, rtol=2 * eps, atol=2 * eps)
 
 
-def test_rmsnorm_on_the_cpu_keeps_its_input_and_one_number_per_token():
+@pytest.mark.parametrize(("kind", "weight_bytes"), [("rmsnorm", 2), ("zero-centered rmsnorm", 4)])
+def test_rmsnorm_on_the_cpu_keeps_its_input_and_one_value_per_token(kind, weight_bytes):
     """torch's own keeps two fp32 tensors of the size of the input."""
-    norm, x = with_random_weights("rmsnorm", torch.bfloat16), torch.randn(5, 3, 48).bfloat16().requires_grad_()
+    norm, x = with_random_weights(kind, torch.bfloat16), torch.randn(5, 3, 48).bfloat16().requires_grad_()
     kept = []
     with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor):
         norm(x)
-    assert sum(tensor.nbytes for tensor in kept) == x.nbytes + norm.weight.nbytes + 5 * 3 * 4
+    assert sum(tensor.nbytes for tensor in kept) == x.nbytes + 48 * weight_bytes + 5 * 3 * 4
 
 
 @pytest.mark.parametrize("kind", KINDS)

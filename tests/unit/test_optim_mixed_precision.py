@@ -176,3 +176,13 @@ def test_state_before_the_first_step_can_be_saved_and_restored():
     assert first.optimizer.step_count == 0
     assert first.step(0) == restored.step(0)
     assert_same(restored.everything(), first.everything())
+
+
+def test_a_norm_above_the_range_of_fp32_is_reported_without_an_error():
+    """Each gradient fits into fp32, and the factor of clipping does not."""
+    training = Training(torch.float32)
+    training.step(0)
+    training.ddp.main_grads["norm.weight"][1:3] = 3e38
+    outcome = training.optimizer.step(1e-2)
+    assert 4.2e38 < outcome.grad_norm < 4.3e38
+    assert all(values.isfinite().all() for values in training.everything().values())
