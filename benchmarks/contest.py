@@ -88,11 +88,17 @@ def arguments(description: str | None) -> argparse.ArgumentParser:
 def take_turns(contestants: dict[str, Contestant], rounds: int) -> None:
     """Run the steps of all contestants in turn.
 
-    The first two steps allocate and warm up: their losses are printed, and their times are dropped.
+    The first two steps allocate and warm up: their losses are printed, and their times are dropped. A contestant that
+    dies, as one that needs more memory than the machine has, is removed.
     """
     for round_number in range(rounds + 2):
-        for name, contestant in contestants.items():
-            loss = contestant.step()
+        for name, contestant in list(contestants.items()):
+            try:
+                loss = contestant.step()
+            except (EOFError, ConnectionError):
+                print(f"{name}: its process died in step {round_number + 1}", flush=True)
+                del contestants[name]
+                continue
             if round_number < 2:
                 contestant.seconds.clear()
                 print(f"{name}: loss {loss:.5f} in step {round_number + 1}", flush=True)

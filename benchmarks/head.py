@@ -1,10 +1,11 @@
 """Time and memory of head and loss for a large vocabulary: all logits at once, and in chunks (`train.head_chunk`).
 
 A step is forward and backward of the head and the loss of megatron_lite's model, or of a linear layer and torch's cross
-entropy, which transformers uses. The gradients of the weights exist before it. Memory is the peak of a step above what
-exists before it, so neither weights nor their gradients count.
+entropy, which transformers uses. The gradients of the weights are allocated before the step. Memory is the peak of a
+step above what exists before it, so neither weights nor their gradients count. Freed memory goes back to the system
+before each step, so times contain page faults.
 
-    python benchmarks/head.py [--rounds 8] [--only REGEX] [--small] [--vocab 151936] [--chunks 512,128]
+    python benchmarks/head.py [--rounds 8] [--only REGEX] [--small] [--vocab 151936] [--chunks 512,256,128]
 """
 
 import ctypes
@@ -62,7 +63,7 @@ def peak_mb(losses: Callable[[torch.Tensor], torch.Tensor], hidden: torch.Tensor
 def main() -> None:
     parser = arguments(__doc__)
     parser.add_argument("--vocab", type=int, default=151936)
-    parser.add_argument("--chunks", default="512,128", help="values of train.head_chunk, with commas")
+    parser.add_argument("--chunks", default="512,256,128", help="values of train.head_chunk, with commas")
     args = parser.parse_args()
     shape = SMALL | {"vocab": 4096} if args.small else SHAPE | {"vocab": args.vocab}
     chunks = [16] if args.small else [int(chunk) for chunk in args.chunks.split(",")]

@@ -3,11 +3,11 @@
 All contestants of a cell train the same model on the same tokens, with gradient clipping and fused AdamW. They take
 turns, so the machine's noise is the same for all. Ratios are of medians. In bf16 the peers run under torch.autocast
 with fp32 weights, as their users train. The pure bf16 rows have bf16 weights without fp32 masters, which is less work
-and gives another result; `--pure` adds them. The share of the limit is that of the model's FLOPs in the rate of a large
-matrix product, which is measured before each cell.
+and gives another result; `--pure` adds them. `--tensor` adds rows with two processes. The share of the limit is that of
+the model's FLOPs in the rate of a large matrix product, which is measured before each cell.
 
-    python benchmarks/train_step.py [--rounds 8] [--only REGEX] [--models gpt-30m,...] [--lengths 256,...] [--pure]
-        [--small]
+    python benchmarks/train_step.py [--rounds 8] [--only REGEX] [--models gpt-30m,...] [--lengths 256,...]
+        [--tensor] [--pure] [--small]
 """
 
 import contextlib
@@ -199,12 +199,16 @@ def cell(name: str, length: int, names: list[str], rounds: int) -> dict[str, flo
     by precision."""
     shape = MODELS[name] | {"sequence": length, "batch": max(1, TOKENS // length)}
     limits = {precision: measured_peak_tflops(dtype) * 1e12 for precision, dtype in PRECISIONS.items()}
-    contestants = {}
-    for number, contestant in enumerate(names):
-        make, options = CONTESTANTS[contestant]
-        contestants[contestant] = Contestant(partial(make, shape, **options), options.get("tensor", 1), 29610 + number)
-    take_turns(contestants, rounds)
-    peak_mb = {contestant: each.stop() for contestant, each in contestants.items()}
+    contestants: dict[str, Contestant] = {}
+    peak_mb: dict[str, float] = {}
+    for precision in PRECISIONS:  # one after the other, because all together may need too much memory
+        running = {}
+        for number, contestant in enumerate(name for name in names if name.startswith(precision)):
+            make, options = CONTESTANTS[contestant]
+            running[contestant] = Contestant(partial(make, shape, **options), options.get("tensor", 1), 29610 + number)
+        take_turns(running, rounds)
+        peak_mb |= {contestant: each.stop() for contestant, each in running.items()}
+        contestants |= running
     median = {contestant: statistics.median(each.seconds) for contestant, each in contestants.items()}
     tokens = length * shape["batch"]
     flops = flops_per_token(our_config(shape).model, length) * tokens
@@ -230,12 +234,14 @@ def main() -> None:
     parser = arguments(__doc__)
     parser.add_argument("--models", default="gpt-30m", help="names of models, with commas")
     parser.add_argument("--lengths", default="256", help="lengths of sequences, with commas")
+    parser.add_argument("--tensor", action="store_true", help="also two tensor-parallel processes")
     parser.add_argument("--pure", action="store_true", help="also peers with bf16 weights alone")
     args = parser.parse_args()
     models, lengths = args.models.split(","), [int(length) for length in args.lengths.split(",")]
     if args.small:
         models, lengths = ["small", "small llama"], [64]
-    names = [name for name in CONTESTANTS if re.search(args.only, name) and (args.pure or "pure" not in name)]
+    left_out = [word for word, wanted in (("tensor-parallel", args.tensor), ("pure", args.pure)) if not wanted]
+    names = [name for name in CONTESTANTS if re.search(args.only, name) and not any(word in name for word in left_out)]
     found = [cell(model, length, names, args.rounds) for model in models for length in lengths]
     for precision in PRECISIONS:
         if ratios := [ratio[precision] for ratio in found if precision in ratio]:
