@@ -71,9 +71,11 @@ class TransformerStack(nn.Module):
         common = {"mask": mask, "bias": bias, "memory": memory, "memory_mask": memory_mask}
         blocks: list[TransformerBlock] = list(self.layers.values())  # type: ignore[arg-type]
         size = self.options.recompute_group
-        for start in range(0, len(blocks), size) if size else ():
-            x = recompute(_run, blocks[start : start + size], x, rotary, common, rng=self.options.rng)
-        x = _run([] if size else blocks, x, rotary, common)
+        if size:
+            for start in range(0, len(blocks), size):
+                x = recompute(_run, blocks[start : start + size], x, rotary, common, rng=self.options.rng)
+        else:
+            x = _run(blocks, x, rotary, common)
         if self.final_layernorm is not None:
             x = self.final_layernorm(x)
         if (top := self.top_query_layer) is not None:

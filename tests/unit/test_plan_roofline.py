@@ -12,7 +12,7 @@ from megatron_lite.config.schema import Config
 from megatron_lite.errors import ConfigError
 from megatron_lite.plan.devices import NAMES, device_of
 from megatron_lite.plan.fake_world import ReadsZeros, empty_batch, fake_rank
-from megatron_lite.plan.kernels import Kernel, Recorder, on_gpu
+from megatron_lite.plan.kernels import Kernel, Recorder, _adamw_step, on_gpu
 from megatron_lite.plan.roofline import by_line, per_layer, predict, seconds, trace_step
 from megatron_lite.training.signals import StopRequest
 from megatron_lite.training.step import train_step
@@ -122,6 +122,16 @@ def test_the_optimizer_moves_its_state_once():
     config = case("gpt-125m", num_layers=2)
     trace = trace_step(config)
     assert 38 <= sum(k.bytes for k in trace.optimizer) / trace.parameters <= 38.1
+
+
+@pytest.mark.parametrize(("grad_scale", "passes"), [(None, 7), (torch.ones(()), 8)])
+def test_adamw_writes_gradients_only_where_it_scales_them(grad_scale, passes):
+    weight = torch.zeros(1000)
+    weight.grad = torch.zeros_like(weight)
+    adam, recorder = torch.optim.AdamW([weight]), Recorder()
+    adam.grad_scale = grad_scale
+    _adamw_step(recorder, adam)
+    assert sum(k.bytes for k in recorder.kernels) == passes * 4000
 
 
 def kernel(**fields) -> Kernel:
