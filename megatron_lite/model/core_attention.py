@@ -20,12 +20,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from megatron_lite.config.attention import SHORT, Request, check, flash_version
 from megatron_lite.errors import ConfigError
+from megatron_lite.model import bf16_attention
 from megatron_lite.model.masks import Mask, Rectangle
 from megatron_lite.parallel.dtypes import PRECISION_NAMES
 
-# On the CPU torch's fused bf16 kernel takes up to four times as long as plain products, until the scores, which grow
-# with s*s, dominate. Measured at head size 64: equal at 1,024 tokens.
-SHORT_BF16 = 512
 FLEX_BLOCK = 128  # the block size of flex_attention's block mask
 
 
@@ -151,8 +149,8 @@ def _sdpa(
     backends: list[SDPBackend] | None = None,
 ) -> Tensor:
     grouped, on_cpu = key.shape[1] != query.shape[1], query.device.type == "cpu"
-    if is_causal and on_cpu and query.dtype == torch.bfloat16 and query.shape[2] <= SHORT_BF16 and not grouped:
-        return _short_attention(query, key, value, scale, dropout)
+    if is_causal and bf16_attention.can_compute(query, dropout):
+        return bf16_attention.attention(query, *repeated(query, key, value), scale, dropout)
 
     def call() -> Tensor:
         return F.scaled_dot_product_attention(
@@ -160,15 +158,6 @@ def _sdpa(
         )
 
     return call() if on_cpu else with_fused_kernel(call, backends or gpu_backends(query.dtype, key.shape[2]))
-
-
-def _short_attention(query: Tensor, key: Tensor, value: Tensor, scale: float, dropout: float) -> Tensor:
-    """Causal attention by two batched products, with scores in bf16 and the softmax in fp32."""
-    length = query.shape[2]
-    future = query.new_full((length, length), -torch.inf).triu(1)
-    q, k, v = (x.flatten(0, 1) for x in (query, key, value))
-    scores = torch.baddbmm(future, q, k.transpose(1, 2), alpha=scale)
-    return (F.dropout(scores.softmax(dim=-1), dropout) @ v).view_as(query)
 
 
 def gpu_backends(dtype: torch.dtype, length: int) -> list[SDPBackend]:
