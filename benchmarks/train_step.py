@@ -4,10 +4,11 @@ All contestants of a cell train the same model on the same tokens, with gradient
 turns, so the machine's noise is the same for all. Ratios are of medians. In bf16 the peers run under torch.autocast
 with fp32 weights, as their users train. The pure bf16 rows have bf16 weights without fp32 masters, which is less work
 and gives another result; `--pure` adds them. `--tensor` adds rows with two processes. The share of the limit is that of
-the model's FLOPs in the rate of a large matrix product, which is measured before each cell.
+the model's FLOPs in the rate of a large matrix product, which is measured before each cell. `--kernels` profiles
+megatron_lite alone and prints the share of products and attention, which are torch's kernels in all contestants.
 
     python benchmarks/train_step.py [--rounds 8] [--only REGEX] [--models gpt-30m,...] [--lengths 256,...]
-        [--tensor] [--pure] [--small]
+        [--tensor] [--pure] [--kernels] [--small]
 """
 
 import contextlib
@@ -16,6 +17,7 @@ import re
 import statistics
 from collections.abc import Callable
 from functools import partial
+from itertools import product
 from typing import Any
 
 import torch
@@ -192,6 +194,7 @@ CONTESTANTS: dict[str, tuple[Callable[..., Callable[[], float]], dict[str, Any]]
     "bf16: megatron-core, pure": (megatron_core_gpt, {"autocast": False, "dtype": torch.bfloat16}),
 }
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16}
+KERNELS = {"::(add)?mm$": "products", "::(badd)?bmm$|flash_attention": "attention"}
 
 
 def cell(name: str, length: int, names: list[str], rounds: int) -> dict[str, float]:
@@ -230,16 +233,40 @@ def cell(name: str, length: int, names: list[str], rounds: int) -> dict[str, flo
     return ratios
 
 
+def print_kernel_share(name: str, length: int) -> None:
+    """Profile one step of megatron_lite in each precision."""
+    from megatron_lite.training.initialize import finalize_megatron
+
+    shape = MODELS[name] | {"sequence": length, "batch": max(1, TOKENS // length)}
+    for precision in PRECISIONS:
+        step = ours(shape, precision)
+        step()
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+            step()
+        events = profile.key_averages()
+        seconds = {kind: sum(e.self_cpu_time_total for e in events if re.search(kind, e.key)) / 1e6 for kind in KERNELS}
+        total = sum(event.self_cpu_time_total for event in events) / 1e6
+        shares = ", ".join(f"{KERNELS[kind]} {value:.2f} s" for kind, value in seconds.items())
+        print(f"{name}, {length} tokens, {precision}: {shares}, {sum(seconds.values()) / total:.2f} of {total:.2f} s")
+        del step
+        finalize_megatron()
+
+
 def main() -> None:
     parser = arguments(__doc__)
     parser.add_argument("--models", default="gpt-30m", help="names of models, with commas")
     parser.add_argument("--lengths", default="256", help="lengths of sequences, with commas")
     parser.add_argument("--tensor", action="store_true", help="also two tensor-parallel processes")
     parser.add_argument("--pure", action="store_true", help="also peers with bf16 weights alone")
+    parser.add_argument("--kernels", action="store_true", help="the share of products and attention in a step")
     args = parser.parse_args()
     models, lengths = args.models.split(","), [int(length) for length in args.lengths.split(",")]
     if args.small:
         models, lengths = ["small", "small llama"], [64]
+    if args.kernels:
+        for model, length in product(models, lengths):
+            print_kernel_share(model, length)
+        return
     left_out = [word for word, wanted in (("tensor-parallel", args.tensor), ("pure", args.pure)) if not wanted]
     names = [name for name in CONTESTANTS if re.search(args.only, name) and not any(word in name for word in left_out)]
     found = [cell(model, length, names, args.rounds) for model in models for length in lengths]

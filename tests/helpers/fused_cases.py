@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from tests.helpers.model_runs import random_tokens, random_weights, run_model, tiny
+from tests.helpers.tiny import train_tiny
 from tests.helpers.triton_cases import compile_kernels, start
 
 # Each kernel in each form, in models whose sizes are not powers of two.
@@ -67,8 +68,44 @@ def drop() -> list[Tensor]:
     return [stream.detach(), branch.detach(), *torch.autograd.grad(stream.sum(), [branch, bias])]
 
 
+# What may come between a block and the next one, which adds the last branch of the first.
+TRAINED: dict[str, dict[str, Any]] = {
+    "eager": {"model__fusion": "off"},
+    "kernels": {},
+    "recomputed block": {"train__recompute": "full:1"},
+    "recomputed groups": {"train__recompute": "uniform:1"},
+    "recomputed activation": {"train__recompute": "activation"},
+    "fsdp": {"parallel__ddp": "fsdp"},
+    "dropout": {"model__hidden_dropout": 0.2},
+    "dropout and recomputed block": {"model__hidden_dropout": 0.2, "train__recompute": "full:1"},
+}
+
+
+# The interpreter needs a second for two steps of this model, and minutes for tests.helpers.tiny's.
+SMALLEST = {
+    "model__num_layers": 3,
+    "model__hidden_size": 16,
+    "model__num_heads": 2,
+    "model__num_query_groups": 1,
+    "model__ffn_hidden_size": 24,
+    "model__vocab_size": 32,
+    "model__fusion": "on",
+    "data__seq_length": 8,
+    "train__micro_batch_size": 1,
+    "train__global_batch_size": 1,
+    "train__iterations": 2,
+    "train__precision": "fp32",
+}
+
+
+def train(changes: dict[str, Any]) -> Tensor:
+    """Losses and gradient norms of a Llama of three blocks."""
+    results = train_tiny("llama", **{**SMALLEST, **changes})
+    return torch.cat((results["loss"], results["grad_norm"]))
+
+
 def in_a_new_process(mode: str, folder: Path) -> Any:
-    """`interpret`: the results of `run_both` and `drop` by name; `compile`: those of `compile_for_h100`."""
+    """`interpret`: the results of `run_both`, `drop` and others by name; `compile`: those of `compile_for_h100`."""
     start("tests.helpers.fused_cases", mode, folder)
     return pickle.loads((folder / "results.pickle").read_bytes())
 
@@ -107,4 +144,5 @@ if __name__ == "__main__":
     else:
         work = {name: run_both(fields) for name, fields in MODELS.items()}
         work |= {"dropout": drop(), "summed loss": summed_loss()}
+        work |= {"trained": {name: train(changes) for name, changes in TRAINED.items()}}
     (Path(sys.argv[2]) / "results.pickle").write_bytes(pickle.dumps(work))

@@ -45,6 +45,24 @@ def test_the_loss_takes_the_gradient_of_a_sum(results):
     torch.testing.assert_close(kernels, eager, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize(
+    ("name", "like"),
+    [
+        *((name, "kernels") for name in ("recomputed block", "recomputed groups", "recomputed activation", "fsdp")),
+        ("dropout and recomputed block", "dropout"),
+    ],
+)
+def test_a_sum_over_two_blocks_is_that_of_one_block(results, name, like):
+    """The kernel of a block's first norm adds the last branch of the previous block, which recomputation and FSDP treat
+    as separate modules."""
+    assert torch.equal(results["trained"][name], results["trained"][like])
+
+
+def test_kernels_train_as_eager_operations(results):
+    torch.testing.assert_close(results["trained"]["kernels"], results["trained"]["eager"], rtol=1e-5, atol=0)
+    assert not torch.equal(results["trained"]["dropout"], results["trained"]["kernels"])
+
+
 def test_every_activation_has_a_kernel():
     """The kernel would compute silu for a name that it does not know."""
     assert set(fused.KINDS) == set(ACTIVATIONS)

@@ -63,6 +63,17 @@ def test_gradients_of_a_norm_are_those_of_its_formula(kind, dtype):
         assert_close(ours, formula, rtol=2 * eps, atol=2 * eps)
 
 
+def test_an_fp32_residual_stream_gets_fp32_gradients_and_16_bit_weights_get_theirs():
+    """1e-6 for x: fp32 rounding. Its gradient rounded to bf16 would be off by 2e-3."""
+    norm = with_random_weights("rmsnorm", torch.bfloat16)
+    x, grad = (torch.randn(5, 3, 48) * 3).requires_grad_(), torch.randn(5, 3, 48).bfloat16()
+    got = torch.autograd.grad(norm(x), [x, norm.weight], grad)
+    want = torch.autograd.grad(by_formula(norm, x), [x, norm.weight], grad.double())
+    assert [ours.dtype for ours in got] == [torch.float32, torch.bfloat16]
+    for ours, formula, tolerance in zip(got, want, (1e-6, 2**-8), strict=True):
+        assert_close(ours.double(), formula.double(), rtol=tolerance, atol=tolerance)
+
+
 @pytest.mark.parametrize(("kind", "weight_bytes"), [("rmsnorm", 2), ("zero-centered rmsnorm", 4)])
 def test_rmsnorm_on_the_cpu_keeps_its_input_and_one_value_per_token(kind, weight_bytes):
     """torch's own keeps two fp32 tensors of the size of the input."""
