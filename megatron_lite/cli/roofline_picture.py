@@ -1,6 +1,7 @@
 """The roofline of a micro-batch as a picture: the slowest operations as bars, and each one under the roof."""
 
 from collections.abc import Sequence
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,7 +16,8 @@ if TYPE_CHECKING:
 KINDS = ("product", "attention forward", "attention backward", "memory")
 COLOURS: dict[str, str] = dict(zip(KINDS, LINE_COLOURS, strict=False))
 NUM_BARS = 20
-LEFT = 1.0  # FLOPs per byte at which operations without products are drawn
+# Operations without products are drawn from here on, in FLOPs per byte, each STEP times further right than the last.
+LEFT, STEP = 1.0, 1.35
 
 
 def save_roofline(path: Path, kernels: Sequence[Kernel], device: Device, *, title: str) -> None:
@@ -56,10 +58,11 @@ def _draw_roof(axes: "Axes", rows: list[Row], device: Device) -> None:
     axes.loglog(ends, [min(device.product, device.memory * x) / 1e12 for x in ends], color="black")
     axes.axhline(device.peak / 1e12, color="grey", linestyle=":")
     axes.annotate("peak of the data sheet", (LEFT, device.peak / 1e12), size=8, va="bottom")
+    places = (LEFT * STEP**place for place in count())
     for number, row in enumerate(rows[:NUM_BARS], start=1):
-        # An operation without products is drawn at the left, below the roof if its launches take longer than its bytes.
-        x = max(row.flops / row.bytes, LEFT)
-        y = max(row.flops, LEFT * row.bytes) / row.seconds / 1e12
+        # An operation without products is below the roof if its launches take longer than its bytes.
+        x = row.flops / row.bytes if row.flops else next(places)
+        y = x * row.bytes / row.seconds / 1e12
         axes.plot(x, y, marker="o", markersize=13, color=COLOURS[row.kind], alpha=0.7, markeredgecolor="white")
         axes.annotate(str(number), (x, y), size=7, ha="center", va="center")
     share = {kind: sum(row.seconds for row in rows if row.kind == kind) for kind in KINDS}
@@ -67,5 +70,5 @@ def _draw_roof(axes: "Axes", rows: list[Row], device: Device) -> None:
     points = [Line2D([], [], marker="o", linestyle="", color=COLOURS[kind]) for kind in KINDS]
     labels = [f"{kind}, {share[kind] / total:.0%} of the time" for kind in KINDS]
     axes.legend(points, labels, loc="lower right", frameon=False)
-    axes.set(xlabel=f"FLOPs per byte (operations without products: at {LEFT:g})", ylabel="TFLOP/s")
+    axes.set(xlabel=f"FLOPs per byte (operations without products: side by side from {LEFT:g})", ylabel="TFLOP/s")
     axes.set_ylim(bottom=LEFT * device.memory / 4e12)

@@ -7,6 +7,7 @@ Sources: Shoeybi et al., Megatron-LM, arXiv 1909.08053, section 3; Korthikanti e
 
 from functools import partial
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -30,7 +31,14 @@ class _Lookup(torch.autograd.Function):
         (ids,) = ctx.saved_tensors
         write = partial(_rows_into, ids=ids.reshape(-1), rows=grad.reshape(-1, grad.shape[-1]))
         # Zeros, because another operation may use the table, and autograd adds its gradient.
-        return None, ctx.weight.add_grad(write, torch.zeros_like(ctx.weight), has_values=True)
+        return None, ctx.weight.add_grad(write, _zeros_like(ctx.weight), has_values=True)
+
+
+def _zeros_like(weight: Tensor) -> Tensor:
+    """Zeros; on the CPU the system makes them when they are first read."""
+    if weight.device.type != "cpu":
+        return torch.zeros_like(weight)
+    return torch.from_numpy(np.zeros(weight.nbytes, np.uint8)).view(weight.dtype).view(weight.shape)
 
 
 def _rows_into(total: Tensor, *, ids: Tensor, rows: Tensor, overwrite: bool) -> None:

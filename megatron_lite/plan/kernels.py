@@ -23,7 +23,7 @@ from megatron_lite.model.core_attention import IMPLEMENTATIONS
 from megatron_lite.model.masks import Mask
 from megatron_lite.optim.param_groups import AdamW
 from megatron_lite.parallel import loss
-from megatron_lite.plan.source_lines import SHARED, first_shown, package_line
+from megatron_lite.plan.source_lines import SHARED, first_shown, is_recomputed, package_line
 from megatron_lite.training.progress import Progress
 
 VIEWS = {"view", "_unsafe_view", "_reshape_alias", "permute", "transpose", "t", "slice", "select", "split", "expand"}
@@ -67,7 +67,9 @@ class Recorder(TorchDispatchMode):
     def add(self, op: str, *, bytes: int, flops: int = 0, kind: str = "memory", launches: int = 1) -> None:
         """Record an operation of the current phase."""
         node = torch._C._current_autograd_node()
-        where = (_line_of_forward(node) if node is not None else "") or package_line(sys._getframe(1))
+        frame = sys._getframe(1)
+        where = "" if node is None or is_recomputed(frame) else _line_of_forward(node)
+        where = where or package_line(frame)
         self.kernels.append(Kernel(self.progress.phase, node is not None, op, kind, launches, bytes, flops, where))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

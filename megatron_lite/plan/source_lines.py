@@ -6,6 +6,13 @@ from types import FrameType
 SHARED = ("parallel/linear.py", "parallel/collectives.py", "model/fused.py", "model/fusion.py", "model/norms.py")
 
 
+def is_recomputed(frame: FrameType | None) -> bool:
+    """Whether torch's checkpointing called this frame, to repeat a forward in backward."""
+    while frame is not None and not frame.f_code.co_filename.endswith("torch/utils/checkpoint.py"):
+        frame = frame.f_back
+    return frame is not None
+
+
 def package_line(frame: FrameType | None, shared: tuple[str, ...] = SHARED) -> str:
     """The innermost line of the package that a frame is in, or was called from, outside of the `shared` files."""
     lines = []

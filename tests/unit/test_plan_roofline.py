@@ -4,6 +4,8 @@ A pass is one read or write of a bf16 tensor [s, b, h]. The rates of the H100 ar
 FlashAttention 2, so a faster attention kernel cannot hide other work.
 """
 
+from collections import Counter
+
 import pytest
 import torch
 
@@ -77,6 +79,17 @@ def test_a_chunked_head_never_has_all_logits():
 def test_the_predicted_utilisation_stays_above_its_floor(name, mfu):
     config = case(name)
     assert predict(config, trace_step(config), H100).mfu >= mfu
+
+
+def test_recomputed_kernels_have_the_lines_of_forward():
+    """Otherwise the table would count all of them to the line whose backward starts the recomputation."""
+    trace = trace_step(case("llama-7b", "full", num_layers=1))
+    forward, backward = (
+        Counter((kernel.op, kernel.line) for kernel in kernels if kernel.kind in ("product", "attention forward"))
+        for kernels in (trace.forward, trace.backward)
+    )
+    of_block = Counter({key: number for key, number in forward.items() if "ends.py" not in key[1]})
+    assert len(of_block) >= 5 and of_block <= backward
 
 
 def test_without_fusion_a_layer_moves_more():
