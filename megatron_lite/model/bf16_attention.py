@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import dropout as drop
 
-SHORT = 512  # tokens; up to here all scores are one block, and its probabilities are kept
+SHORT = 512  # tokens; up to here all scores are one block
 CACHED_SCORES = 2**22  # elements of a block of scores, to stay in the L3 cache
 # P is stored as 2**4 P, from scores minus (lse - 4 log 2). bf16 rounds numbers near 0 least. The score of one key among
 # many is far below lse, and that of a dominant one equals it, so the shift is between both.
@@ -35,17 +35,42 @@ def has_bf16_units() -> bool:
 def attention(query: Tensor, key: Tensor, value: Tensor, scale: float, dropout: float) -> Tensor:
     """Attention of [b, n, s, d]; dropout only up to SHORT tokens."""
     Q, K, V = (x.flatten(0, 1) for x in (query, key, value))
+    if dropout:
+        assert query.shape[2] <= SHORT, "torch's attention has it"
+        return (drop(_scores(Q, K, scale).softmax(dim=-1), dropout) @ V).view_as(query)
     if query.shape[2] <= SHORT:
-        return _in_one_block(Q, K, V, scale, dropout).view_as(query)
-    assert dropout == 0, "torch's attention has it"
+        return _InOneBlock.apply(Q, K, V, scale).view_as(query)  # type: ignore[union-attr]
     return _InBlocks.apply(Q, K, V, scale).view_as(query)  # type: ignore[union-attr]
 
 
-def _in_one_block(query: Tensor, key: Tensor, value: Tensor, scale: float, dropout: float) -> Tensor:
-    """Two batched products, with scores in bf16 and the softmax in fp32."""
-    future = query.new_full((query.shape[1], key.shape[1]), -torch.inf).triu(1)
-    scores = torch.baddbmm(future, query, key.mT, alpha=scale)
-    return drop(scores.softmax(dim=-1), dropout) @ value
+def _scores(Q: Tensor, K: Tensor, scale: float) -> Tensor:
+    """Scores in bf16, -inf where a key is later than the query. Their softmax is computed in fp32, and rounded."""
+    future = Q.new_full((Q.shape[1], K.shape[1]), -torch.inf).triu(1)
+    return torch.baddbmm(future, Q, K.mT, alpha=scale)
+
+
+def _softmax_(scores: Tensor) -> Tensor:
+    return torch.softmax(scores, -1, out=scores)
+
+
+class _InOneBlock(torch.autograd.Function):
+    """Backward computes the probabilities again; kept, they would be the largest activation of a short sequence."""
+
+    @staticmethod
+    def forward(ctx: Any, Q: Tensor, K: Tensor, V: Tensor, scale: float) -> Tensor:
+        ctx.save_for_backward(Q, K, V)
+        ctx.scale = scale
+        return _softmax_(_scores(Q, K, scale)) @ V
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dO: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:  # type: ignore[override]
+        Q, K, V = ctx.saved_tensors
+        P, dP = _softmax_(_scores(Q, K, ctx.scale)), dO @ V.mT
+        dV = P.mT @ dO
+        dS = torch.ops.aten._softmax_backward_data.out(dP, P, -1, P.dtype, grad_input=dP)
+        dQ, dK = torch.empty(Q.shape, dtype=Q.dtype), torch.empty(K.shape, dtype=K.dtype)
+        return _multiply(dS, K, dQ, ctx.scale), _multiply(dS.mT, Q, dK, ctx.scale), dV, None
 
 
 class _InBlocks(torch.autograd.Function):
