@@ -1,7 +1,7 @@
-"""Causal attention in bf16 on the CPU, whose backward is batched products.
+"""Causal attention in bf16 on the CPU. Its forward is torch's fused kernel, and its backward is batched products.
 
-The backward of torch's fused kernel multiplies small tiles, at less than half of the rate of a large bf16 product. Here
-a block of keys and all queries that see them are one product.
+The backward of torch's kernel multiplies small tiles. Here one product has a block of keys and all queries that see
+them, which is closer to the rate of large bf16 products.
 Source: Dao, FlashAttention-2, arXiv 2307.08691, algorithm 2, with the letters of the paper.
 """
 
@@ -10,71 +10,44 @@ from functools import cache
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.nn.functional import dropout as drop
 
-SHORT = 512  # tokens; up to here all scores are one block
+LONGEST_WITH_DROPOUT = 512  # tokens, because all probabilities are kept
 CACHED_SCORES = 2**22  # elements of a block of scores, to stay in the L3 cache
-# P is stored as 2**4 P, from scores minus (lse - 4 log 2). bf16 rounds numbers near 0 least. The score of one key among
-# many is far below lse, and that of a dominant one equals it, so the shift is between both.
+# P is stored as 2**4 P, the exponential of the score - (lse - 4 log 2). bf16 rounds exponents near 0 least: without the
+# shift that is a key with all of a query's probability, with it one with a sixteenth.
 SHIFT = 4
 
 
 def can_compute(query: Tensor, dropout: float) -> bool:
     """Whether `attention` is for these tensors and this machine. Without bf16 units, torch's kernel is faster."""
-    kind = query.device.type, query.dtype
-    return kind == ("cpu", torch.bfloat16) and has_bf16_units() and (dropout == 0 or query.shape[2] <= SHORT)
+    is_short = query.shape[2] <= LONGEST_WITH_DROPOUT
+    return (
+        query.device.type == "cpu" and query.dtype == torch.bfloat16 and has_bf16_units() and (not dropout or is_short)
+    )
 
 
 @cache
 def has_bf16_units() -> bool:
+    """Whether this CPU multiplies bf16 numbers, as far as torch tells: on x86."""
     return torch.cpu._is_avx512_bf16_supported()
 
 
 def attention(query: Tensor, key: Tensor, value: Tensor, scale: float, dropout: float) -> Tensor:
-    """Attention of [b, n, s, d]; dropout only up to SHORT tokens."""
+    """Causal attention of [b, n, s, d], for which `can_compute` is true."""
     Q, K, V = (x.flatten(0, 1) for x in (query, key, value))
-    if dropout:
-        assert query.shape[2] <= SHORT, "torch's attention has it"
-        return (drop(_scores(Q, K, scale).softmax(dim=-1), dropout) @ V).view_as(query)
-    if query.shape[2] <= SHORT:
-        return _InOneBlock.apply(Q, K, V, scale).view_as(query)  # type: ignore[union-attr]
-    return _InBlocks.apply(Q, K, V, scale).view_as(query)  # type: ignore[union-attr]
-
-
-def _scores(Q: Tensor, K: Tensor, scale: float) -> Tensor:
-    """Scores in bf16, -inf where a key is later than the query. Their softmax is computed in fp32, and rounded."""
+    if not dropout:
+        return _Attention.apply(Q, K, V, scale).view_as(query)  # type: ignore[union-attr]
+    # As torch without a fused kernel, which takes longer: scores and probabilities in bf16, the softmax in fp32.
     future = Q.new_full((Q.shape[1], K.shape[1]), -torch.inf).triu(1)
-    return torch.baddbmm(future, Q, K.mT, alpha=scale)
+    scores = torch.baddbmm(future, Q, K.mT, alpha=scale)
+    return (F.dropout(scores.softmax(dim=-1), dropout) @ V).view_as(query)
 
 
-def _softmax_(scores: Tensor) -> Tensor:
-    return torch.softmax(scores, -1, out=scores)
-
-
-class _InOneBlock(torch.autograd.Function):
-    """Backward computes the probabilities again; kept, they would be the largest activation of a short sequence."""
-
-    @staticmethod
-    def forward(ctx: Any, Q: Tensor, K: Tensor, V: Tensor, scale: float) -> Tensor:
-        ctx.save_for_backward(Q, K, V)
-        ctx.scale = scale
-        return _softmax_(_scores(Q, K, scale)) @ V
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dO: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:  # type: ignore[override]
-        Q, K, V = ctx.saved_tensors
-        P, dP = _softmax_(_scores(Q, K, ctx.scale)), dO @ V.mT
-        dV = P.mT @ dO
-        dS = torch.ops.aten._softmax_backward_data.out(dP, P, -1, P.dtype, grad_input=dP)
-        dQ, dK = torch.empty(Q.shape, dtype=Q.dtype), torch.empty(K.shape, dtype=K.dtype)
-        return _multiply(dS, K, dQ, ctx.scale), _multiply(dS.mT, Q, dK, ctx.scale), dV, None
-
-
-class _InBlocks(torch.autograd.Function):
-    """Tensors are [b*n, s, d]. Forward is torch's kernel."""
+class _Attention(torch.autograd.Function):
+    """Tensors are [b*n, s, d]."""
 
     @staticmethod
     def forward(ctx: Any, Q: Tensor, K: Tensor, V: Tensor, scale: float) -> Tensor:
@@ -94,7 +67,8 @@ class _InBlocks(torch.autograd.Function):
         D = (dO.float() * out.float()).sum(-1)
         Q_lse, K_1 = _with_columns(Q, (lse - SHIFT * math.log(2)) / ctx.scale), _with_columns(K)
         dO_D, V_1 = _with_columns(dO, D), _with_columns(V)
-        block = min(256 if length <= 2048 else 512, length)
+        # Keys of a block: smaller ones skip more of the hidden scores, larger ones need fewer sums into dQ.
+        block = min(length, 128 if length <= 512 else 256 if length <= 2048 else 512)
         heads_at_once = min(count, max(torch.get_num_threads(), CACHED_SCORES // (block * length)))
         memory = Q.new_empty(2, heads_at_once * block * length)
         for first in range(0, count, heads_at_once):

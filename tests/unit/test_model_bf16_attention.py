@@ -1,4 +1,4 @@
-"""The bf16 attention of the CPU rounds little more than exact attention in bf16, on machines with and without units."""
+"""The bf16 attention of the CPU rounds as little as torch's kernel. Machines without bf16 units can compute it too."""
 
 import pytest
 import torch
@@ -38,11 +38,11 @@ def errors(attend, factor, length):
     return [((ours - x).norm() / x.norm()).item() for ours, x in zip(got, want, strict=True)]
 
 
-@pytest.mark.parametrize("length", [513, 700, 2100])
+@pytest.mark.parametrize("length", [2, 100, 700, 2100])
 @pytest.mark.parametrize("factor", [0.1, 1, 20])
-def test_long_sequences_round_as_little_as_torchs_kernel(monkeypatch, length, factor):
-    """With small, usual and very large scores, in several blocks of keys and of heads. 1%: two to three roundings of
-    bf16 to 0.2% to 0.4% each, summed. Scores up to 300, rounded to bf16, would be off by 1."""
+def test_output_and_gradients_round_as_little_as_torchs_kernel(monkeypatch, length, factor):
+    """With small, usual and very large scores, in several blocks of keys and of heads. An error of 1% is that of two or
+    three roundings to bf16. Scores of 300 that are rounded to bf16 would be off by 1."""
     monkeypatch.setattr(bf16_attention, "CACHED_SCORES", 4 * 256 * length)
     output, *gradients = errors(products, factor, length)
     of_kernel, *of_gradients = errors(kernel, factor, length)
@@ -50,12 +50,8 @@ def test_long_sequences_round_as_little_as_torchs_kernel(monkeypatch, length, fa
     assert all(ours < max(0.01, 1.5 * peer) for ours, peer in zip(gradients, of_gradients, strict=True))
 
 
-def test_short_sequences_are_rounded_a_few_times():
-    assert all(error < 0.01 for error in errors(products, 1, 100))
-
-
 def test_all_sizes_of_blocks_give_the_same_gradients(monkeypatch):
-    """The blocks of heads depend on the number of threads, so results must not depend on them."""
+    """The number of heads of a block depends on the number of threads, and gradients must not."""
     *leaves, grad = attention_inputs(2, 600, 3, 16, seed=0, dtype=torch.bfloat16, heads=3)
     at_once = with_gradients(products, leaves, grad)
     monkeypatch.setattr(bf16_attention, "CACHED_SCORES", 0)

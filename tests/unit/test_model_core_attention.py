@@ -141,7 +141,7 @@ def test_the_reference_computes_its_softmax_in_fp32():
 @pytest.mark.parametrize("attend", [sdpa_attention, tiled_attention])
 @pytest.mark.parametrize(("dtype", "roundings"), [(torch.bfloat16, 3), (torch.float16, 3), (torch.float32, 32)])
 def test_every_dtype_and_length_gives_the_exact_result_rounded(attend, dtype, roundings, length):
-    """bf16 has separate code for up to 512 tokens. 16-bit kernels round scores, probabilities and results but sum
+    """bf16 has separate code on some CPUs. 16-bit kernels round scores, probabilities and results but sum
     in fp32. In fp32, sums of up to 513 values round by about the square root of their number."""
     query, key, value = (torch.randn(2, 4, length, 8, generator=torch.manual_seed(i)).to(dtype) for i in range(3))
     leaves, exact = ([x.to(kind).requires_grad_() for x in (query, key, value)] for kind in (dtype, torch.float64))

@@ -33,7 +33,7 @@ def measured(call):
 
 @pytest.mark.skipif(sys.platform != "linux", reason="glibc is Linux's")
 def test_blocks_of_less_than_32_mib_are_reused_and_larger_ones_go_back():
-    """A process that was not told maps new pages in every step, whose zeroing costs time."""
+    """Without the call, each step maps new pages. The system zeroes them, which takes time."""
     faults, _ = measured("")
     assert faults > 70
     faults, growth = measured("keep_freed_memory()")
