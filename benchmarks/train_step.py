@@ -5,7 +5,7 @@ turns, so the machine's noise is the same for all. Ratios are of medians. In bf1
 with fp32 weights, as their users train. The pure bf16 rows have bf16 weights without fp32 masters, which is less work
 and gives another result; `--pure` adds them. `--tensor` adds rows with two processes. The share of the limit is that of
 the model's FLOPs in the rate of a large matrix product, which is measured before each cell. `--kernels` profiles
-megatron_lite alone and prints the share of products and attention, which are torch's kernels in all contestants.
+megatron_lite alone and prints the share of products and attention. All contestants use torch's products.
 
     python benchmarks/train_step.py [--rounds 8] [--only REGEX] [--models gpt-30m,...] [--lengths 256,...]
         [--tensor] [--pure] [--kernels] [--small]
