@@ -11,6 +11,7 @@ from megatron_lite.config.schema import ModelConfig
 from megatron_lite.model.embedding import Embedding, check_positions
 from megatron_lite.model.masks import Mask
 from megatron_lite.model.options import LayerOptions
+from megatron_lite.parallel.kept_memory import KeptMemory
 from megatron_lite.parallel.linear import ColumnParallelLinear, column_parallel_linear
 from megatron_lite.parallel.loss import vocab_parallel_cross_entropy
 from megatron_lite.parallel.recompute import recompute
@@ -85,11 +86,13 @@ class TransformerModel(nn.Module):
         if self.config.logit_scale != 1:
             x = x * self.config.logit_scale
         layer, options = self.output_layer, self.options
+        assert self.embedding is not None or layer is not None
+        weight = self.embedding.word_embeddings.weight if layer is None else layer.weight  # type: ignore[union-attr]
+        if x.device.type == "cpu" and not hasattr(weight, "output_memory"):
+            weight.output_memory = KeptMemory()  # type: ignore[attr-defined]
         if layer is not None and calls_hooks:
             logits = layer(x)[0]
         else:
-            assert self.embedding is not None or layer is not None
-            weight = self.embedding.word_embeddings.weight if layer is None else layer.weight  # type: ignore[union-attr]
             bias = None if layer is None else layer.bias
             logits = column_parallel_linear(x, weight, bias, options.tp, options.sequence_parallel)
         cap = self.config.logit_softcap

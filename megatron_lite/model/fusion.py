@@ -9,12 +9,13 @@ import os
 from collections.abc import Callable
 from functools import cache, partial
 from importlib.util import find_spec
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
+
+from megatron_lite.model.functions import Gated
 
 
 def quick_gelu(x: Tensor) -> Tensor:
@@ -26,32 +27,11 @@ gelu_tanh = partial(F.gelu, approximate="tanh")  # GPT-2's
 gelu_tanh_backward = partial(torch.ops.aten.gelu_backward, approximate="tanh")
 
 
-class _Gated(torch.autograd.Function):
-    """activation(gate) * up. Backward needs only the input, because it computes the activation again."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, activation: Callable[..., Tensor], derivative: Callable[..., Tensor]) -> Tensor:
-        ctx.save_for_backward(x)
-        ctx.activation, ctx.derivative = activation, derivative
-        gate, up = x.chunk(2, dim=-1)
-        return activation(gate).mul_(up)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
-        (x,) = ctx.saved_tensors
-        grad_x = torch.empty_like(x)
-        (gate, up), (grad_gate, grad_up) = x.chunk(2, dim=-1), grad_x.chunk(2, dim=-1)
-        torch.mul(grad, ctx.activation(gate), out=grad_up)
-        grad_gate.copy_(ctx.derivative(grad * up, gate))
-        return grad_x, None, None
-
-
 def _gated(x: Tensor, activation: Callable[..., Tensor], derivative: Callable[..., Tensor]) -> Tensor:
     if torch.compiler.is_compiling():  # the compiler chooses itself what to compute again
         gate, up = x.chunk(2, dim=-1)
         return activation(gate) * up
-    return _Gated.apply(x, activation, derivative)  # type: ignore[return-value]
+    return Gated.apply(x, activation, derivative)  # type: ignore[return-value]
 
 
 def swiglu(x: Tensor) -> Tensor:

@@ -7,14 +7,14 @@ arXiv 2010.04245.
 """
 
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from megatron_lite.config.schema import ModelConfig
+from megatron_lite.model.functions import RMSNorm
 from megatron_lite.model.fused import NormSpec, add_norm
 from megatron_lite.model.options import LayerOptions
 from megatron_lite.parallel.collectives import (
@@ -22,29 +22,6 @@ from megatron_lite.parallel.collectives import (
     reduce_from_tensor_model_parallel_region,
 )
 from megatron_lite.parallel.shard import ParamMeta, Shard, allocate
-
-
-class _RMSNorm(torch.autograd.Function):
-    """x / rms(x) * weight in at least fp32, rounded once. Backward needs x and one value per token. The backward of
-    torch's CPU kernels needs two fp32 tensors of the size of x."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        rstd = torch.linalg.vector_norm(wide, dim=-1, keepdim=True).square_().div_(x.shape[-1]).add_(eps).rsqrt_()
-        ctx.save_for_backward(x, weight, rstd)
-        return (wide * rstd).mul_(weight).to(x.dtype)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:  # type: ignore[override]
-        x, weight, rstd = ctx.saved_tensors
-        normed = x * rstd
-        products = grad * normed
-        of_weight = products.reshape(-1, x.shape[-1]).sum(0).to(weight.dtype)
-        mean = products.mul_(weight).mean(-1, keepdim=True)
-        grad_x = (grad * weight.to(rstd.dtype)).sub_(normed.mul_(mean)).mul_(rstd)
-        return grad_x.to(x.dtype), of_weight, None
 
 
 class Norm(nn.Module):
@@ -71,7 +48,7 @@ class Norm(nn.Module):
             return self.after_add(x, None, None, 0.0, x.dtype)[1]
         weight, bias, wide = cast(x, self.weight, self.bias, zero_centered=self.zero_centered)
         if self.is_rms and x.device.type == "cpu":
-            return _RMSNorm.apply(x, weight, self.eps).to(self.weight.dtype)  # type: ignore[union-attr]
+            return RMSNorm.apply(x, weight, self.eps).to(self.weight.dtype)  # type: ignore[union-attr]
         if self.is_rms:
             return F.rms_norm(wide, self.shape, weight, self.eps).to(self.weight.dtype)
         return F.layer_norm(wide, self.shape, weight, bias, self.eps).to(self.weight.dtype)

@@ -26,6 +26,7 @@ from megatron_lite.parallel.collectives import (
     scatter_to_tensor_model_parallel_region,
 )
 from megatron_lite.parallel.context import Group, solo
+from megatron_lite.parallel.kept_memory import KeptMemory
 from megatron_lite.parallel.shard import ParamMeta, Shard, allocate
 from megatron_lite.parallel.weight_grads import backward_is_split, defer, product_into, weight_gradient
 
@@ -48,7 +49,7 @@ class _ColumnLinear(torch.autograd.Function):
         ctx.save_for_backward(x, weight)
         ctx.add_grad, ctx.is_tied = getattr(weight, "add_grad", None), is_tied
         ctx.tp, ctx.sequence = tp, tp if sequence_parallel else solo()
-        return F.linear(all_gather(x, ctx.sequence, dim=0), weight, bias)
+        return _product(all_gather(x, ctx.sequence, dim=0), weight, bias)
 
     @staticmethod
     def backward(ctx, grad: Tensor):  # type: ignore[override]
@@ -71,6 +72,17 @@ class _ColumnLinear(torch.autograd.Function):
             grad_bias = by_token.sum(0)
         wait_for_sum()
         return grad_x, grad_weight, grad_bias, None, None, None
+
+
+def _product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """F.linear, in the memory that the weight keeps for it, if any."""
+    memory: KeptMemory | None = getattr(weight, "output_memory", None)
+    if memory is None or x.device.type != "cpu":
+        return F.linear(x, weight, bias)
+    y, flat = memory.empty((*x.shape[:-1], len(weight)), like=x), x.reshape(-1, x.shape[-1])
+    product = torch.mm if bias is None else partial(torch.addmm, bias)
+    product(flat, weight.t(), out=y.view(len(flat), -1))
+    return y
 
 
 class _SplitLinear(torch.autograd.Function):
@@ -117,7 +129,7 @@ def column_parallel_linear(
 def _column_linear(
     x: Tensor, weight: Tensor, bias: Tensor | None, tp: Group, sequence_parallel: bool, *, is_tied: bool
 ) -> Tensor:
-    if tp.size == 1 and not hasattr(weight, "add_grad"):
+    if tp.size == 1 and not hasattr(weight, "add_grad") and not hasattr(weight, "output_memory"):
         return F.linear(x, weight, bias)
     return _ColumnLinear.apply(x, weight, bias, tp, sequence_parallel, is_tied)  # type: ignore[return-value]
 
