@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-# Bytes of page faults in three steps of 4 blocks of 24 MiB, and the growth of memory by a freed block of 64 MiB.
+# Bytes of page faults in 12 steps of 4 blocks of 24 MiB, and the growth of memory by a freed block of 64 MiB.
 PROGRAM = """
 import os, resource, torch
 from pathlib import Path
@@ -17,7 +17,7 @@ def resident():
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 write(4, 24)
 before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-for _ in range(3):
+for _ in range(12):
     write(4, 24)
 print((resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before) * os.sysconf("SC_PAGE_SIZE"))
 before = resident()
@@ -33,8 +33,8 @@ def measured(call):
 
 @pytest.mark.skipif(sys.platform != "linux", reason="glibc is Linux's")
 def test_blocks_of_less_than_32_mib_are_reused_and_larger_ones_go_back():
-    """Without the call, each step maps new pages. The system zeroes them, which takes time."""
+    """Without the call, steps map new pages, up to 1,152 MiB here. The system zeroes them, which takes time."""
     faults, _ = measured("")
-    assert faults > 70
-    faults, growth = measured("keep_freed_memory()")
-    assert faults < 48 and growth < 12
+    assert faults > 100
+    faults, growth = measured("keep_freed_memory()")  # a small object between blocks costs a new block at most twice
+    assert faults < 80 and growth < 12
