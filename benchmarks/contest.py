@@ -23,7 +23,7 @@ def _resident_mb() -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 
-def _serve(make: Callable[[], Callable[[], float]], rank: int, ranks: int, port: int, pipe: Any) -> None:
+def _serve(make: Callable[[], Callable[[], float | None]], rank: int, ranks: int, port: int, pipe: Any) -> None:
     """One rank of a contestant. On each True from the pipe, it takes a step and sends the loss.
 
     On False it sends its peak memory and ends.
@@ -41,9 +41,9 @@ def _serve(make: Callable[[], Callable[[], float]], rank: int, ranks: int, port:
 
 
 class Contestant:
-    """Processes that take training steps on request. Each of them calls `make` for its step, which returns a loss."""
+    """Processes that take steps on request. Each of them calls `make` for its step, which may return a loss."""
 
-    def __init__(self, make: Callable[[], Callable[[], float]], ranks: int, port: int) -> None:
+    def __init__(self, make: Callable[[], Callable[[], float | None]], ranks: int, port: int) -> None:
         ctx = multiprocessing.get_context("spawn")
         self.pipes, self.processes = [], []
         for rank in range(ranks):
@@ -55,8 +55,8 @@ class Contestant:
             self.processes.append(process)
         self.seconds: list[float] = []
 
-    def step(self) -> float:
-        """Take one step and record its seconds; return the first rank's loss."""
+    def step(self) -> float | None:
+        """Take one step and record its seconds; return the first rank's loss, if it has one."""
         start = time.perf_counter()
         loss, *_ = self.answers(True)
         self.seconds.append(time.perf_counter() - start)
@@ -69,7 +69,7 @@ class Contestant:
             process.join()
         return peak
 
-    def answers(self, take_step: bool) -> list[float]:
+    def answers(self, take_step: bool) -> list[Any]:
         """Of all ranks: the result of a step, or the peak memory at the end."""
         for pipe in self.pipes:
             pipe.send(take_step)
@@ -101,6 +101,7 @@ def take_turns(contestants: dict[str, Contestant], rounds: int) -> None:
                 continue
             if round_number < 2:
                 contestant.seconds.clear()
+            if round_number < 2 and loss is not None:
                 print(f"{name}: loss {loss:.5f} in step {round_number + 1}", flush=True)
 
 

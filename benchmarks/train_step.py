@@ -3,8 +3,8 @@
 All contestants of a cell train the same model on the same tokens, with gradient clipping and fused AdamW. They take
 turns, so the machine's noise is the same for all. Ratios are of medians. In bf16 the peers run under torch.autocast
 with fp32 weights, as their users train. The pure bf16 rows have bf16 weights without fp32 masters, which is less work
-and gives another result; `--pure` adds them. `--tensor` adds rows with two processes. The share of the limit is that of
-the model's FLOPs in the rate of a large matrix product, which is measured before each cell. `--kernels` profiles
+and gives another result; `--pure` adds them. `--tensor` adds rows with two processes. The limit is the rate of a large
+matrix product, which takes its turn too; the share of the limit is that of the model's FLOPs. `--kernels` profiles
 megatron_lite alone and prints the share of products and attention. All contestants use torch's products.
 
     python benchmarks/train_step.py [--rounds 8] [--only REGEX] [--models gpt-30m,...] [--lengths 256,...]
@@ -24,7 +24,6 @@ import torch
 from contest import THREADS, Contestant, arguments, gpt_config, take_turns
 
 from megatron_lite.config.flops import flops_per_token
-from megatron_lite.training.throughput import measured_peak_tflops
 
 Shape = dict[str, Any]
 MODELS: dict[str, Shape] = {
@@ -35,6 +34,7 @@ MODELS: dict[str, Shape] = {
     "small llama": {"kind": "llama", "layers": 2, "hidden": 64, "heads": 4, "vocab": 512, "ffn": 128},
 }
 TOKENS = 2048  # of a step, or one sequence if it is longer
+PRODUCT_SIZE, PRODUCTS = 2048, 10  # rows and columns of the products that give the limit, and their number in a turn
 
 
 def batch(shape: Shape) -> tuple[torch.Tensor, torch.Tensor]:
@@ -181,19 +181,32 @@ def megatron_core_gpt(shape: Shape, autocast: bool, dtype: torch.dtype) -> Calla
     return peer_step(model, loss, autocast, backward_too=autocast)
 
 
-CONTESTANTS: dict[str, tuple[Callable[..., Callable[[], float]], dict[str, Any]]] = {
+def matrix_products(_: Shape, dtype: torch.dtype) -> Callable[[], None]:
+    """Large matrix products, whose rate is the limit."""
+    a, b, out = torch.ones(3, PRODUCT_SIZE, PRODUCT_SIZE, dtype=dtype)
+
+    def step() -> None:
+        for _ in range(PRODUCTS):
+            torch.mm(a, b, out=out)
+
+    return step
+
+
+CONTESTANTS: dict[str, tuple[Callable[..., Callable[[], float | None]], dict[str, Any]]] = {
     "fp32: megatron_lite": (ours, {"precision": "fp32"}),
     "fp32: megatron_lite, 2 tensor-parallel processes": (ours, {"precision": "fp32", "tensor": 2}),
     "fp32: transformers": (transformers_model, {"autocast": False, "dtype": torch.float32}),
     "fp32: megatron-core": (megatron_core_gpt, {"autocast": False, "dtype": torch.float32}),
+    "fp32: matrix products": (matrix_products, {"dtype": torch.float32}),
     "bf16: megatron_lite": (ours, {"precision": "bf16"}),
     "bf16: megatron_lite, 2 tensor-parallel processes": (ours, {"precision": "bf16", "tensor": 2}),
     "bf16: transformers, autocast": (transformers_model, {"autocast": True, "dtype": torch.float32}),
     "bf16: megatron-core, autocast": (megatron_core_gpt, {"autocast": True, "dtype": torch.float32}),
+    "bf16: matrix products": (matrix_products, {"dtype": torch.bfloat16}),
     "bf16: transformers, pure": (transformers_model, {"autocast": False, "dtype": torch.bfloat16}),
     "bf16: megatron-core, pure": (megatron_core_gpt, {"autocast": False, "dtype": torch.bfloat16}),
 }
-PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16}
+PRECISIONS = ("fp32", "bf16")
 KERNELS = {"::(add)?mm$": "products", "::(badd)?bmm$|flash_attention": "attention"}
 
 
@@ -201,7 +214,6 @@ def cell(name: str, length: int, names: list[str], rounds: int) -> dict[str, flo
     """Measure one model at one length, and print its table. Returns the speed of megatron_lite over the fastest peer's,
     by precision."""
     shape = MODELS[name] | {"sequence": length, "batch": max(1, TOKENS // length)}
-    limits = {precision: measured_peak_tflops(dtype) * 1e12 for precision, dtype in PRECISIONS.items()}
     contestants: dict[str, Contestant] = {}
     peak_mb: dict[str, float] = {}
     for precision in PRECISIONS:  # one after the other, because all together may need too much memory
@@ -219,6 +231,7 @@ def cell(name: str, length: int, names: list[str], rounds: int) -> dict[str, flo
         f"\n{name}, {shape['batch']} x {length} tokens, torch {torch.__version__}, {THREADS} threads, {rounds} rounds"
     )
     print(f"{'':52}{'median ms':>10}{'min ms':>9}{'of the limit':>14}{'peak MB':>9}{'ours / this':>13}")
+    limits = {p: PRODUCTS * 2 * PRODUCT_SIZE**3 / median.pop(f"{p}: matrix products") for p in PRECISIONS}
     for contestant, value in median.items():
         precision = contestant[:4]
         ratio = value / median.get(f"{precision}: megatron_lite", float("nan"))
@@ -268,7 +281,8 @@ def main() -> None:
             print_kernel_share(model, length)
         return
     left_out = [word for word, wanted in (("tensor-parallel", args.tensor), ("pure", args.pure)) if not wanted]
-    names = [name for name in CONTESTANTS if re.search(args.only, name) and not any(word in name for word in left_out)]
+    wanted = re.compile(f"{args.only}|: matrix products")
+    names = [name for name in CONTESTANTS if wanted.search(name) and not any(word in name for word in left_out)]
     found = [cell(model, length, names, args.rounds) for model in models for length in lengths]
     for precision in PRECISIONS:
         if ratios := [ratio[precision] for ratio in found if precision in ratio]:

@@ -38,7 +38,8 @@ class RMSNorm(torch.autograd.Function):
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
         rstd = torch.linalg.vector_norm(wide, dim=-1, keepdim=True).square_().div_(x.shape[-1]).add_(eps).rsqrt_()
         ctx.save_for_backward(x, weight, rstd)
-        return (wide * rstd).mul_(weight).to(x.dtype)
+        normed = torch.mul(wide, rstd, out=None if wide is x else wide)
+        return normed.mul_(weight).to(x.dtype)
 
     @staticmethod
     @once_differentiable
@@ -50,3 +51,28 @@ class RMSNorm(torch.autograd.Function):
         mean = products.mul_(weight).mean(-1, keepdim=True)
         grad_x = (grad * weight.to(rstd.dtype)).sub_(normed.mul_(mean)).mul_(rstd)
         return grad_x.to(x.dtype), of_weight, None
+
+
+class Rotated(torch.autograd.Function):
+    """Elements i and i + r/2 of x `[..., r]` rotated by the angles of `cos` and `sin`. Works in one tensor of the
+    table's dtype. Backward rotates by the opposite angles."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        return _rotated(x, cos, sin)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+        cos, sin = ctx.saved_tensors
+        return _rotated(grad, cos, -sin), None, None
+
+
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    wide = x.to(cos.dtype, copy=True)
+    first, second = wide.chunk(2, dim=-1)
+    to_second = first * sin
+    first.mul_(cos).sub_(second * sin)
+    second.mul_(cos).add_(to_second)
+    return wide.to(x.dtype)

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from megatron_lite.config.schema import ModelConfig
+from megatron_lite.model.functions import Rotated
 
 RAMPS = {"yarn": (1.0, 32.0), "llama3": (1.0, 4.0)}
 
@@ -114,6 +115,5 @@ def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """x `[s, b, n, d]` with its first r elements rotated by the angles of its positions, computed in the table's dtype,
     returned in x's; cos and sin are `[s, 1 or b, 1, r/2]`."""
     size = 2 * cos.shape[-1]
-    first, second = x[..., :size].chunk(2, dim=-1)
-    rotated = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
-    return rotated if size == x.shape[-1] else torch.cat((rotated, x[..., size:]), dim=-1)
+    rotated = Rotated.apply(x[..., :size], cos, sin)
+    return rotated if size == x.shape[-1] else torch.cat((rotated, x[..., size:]), dim=-1)  # type: ignore[return-value]

@@ -31,6 +31,15 @@ def test_pairs_are_rotated_by_position_times_frequency():
     assert_close(got, want, rtol=0, atol=1e-13)  # fp64 rounding
 
 
+def test_gradients_equal_finite_differences():
+    """The rotation is in place in a copy, so it must not change x."""
+    x = torch.randn(5, 2, 3, 8, dtype=torch.float64, requires_grad=True)
+    tables = table_of(8, 100.0, rotary_percent=0.5)(5, device=CPU, dtype=torch.float64)
+    kept = x.detach().clone()
+    assert torch.autograd.gradcheck(lambda x: apply_rotary(x, *tables), x)
+    assert torch.equal(x, kept)
+
+
 def test_scores_depend_on_the_distance_only():
     d, table = 16, table_of(16, 10000.0)
     query, key = torch.randn(1, 1, 1, d, dtype=torch.float64), torch.randn(1, 1, 1, d, dtype=torch.float64)
