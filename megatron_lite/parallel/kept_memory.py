@@ -27,7 +27,8 @@ class KeptMemory:
             self._bytes = np.empty(size + ALIGNMENT, np.uint8)
         start = -self._bytes.ctypes.data % ALIGNMENT
         storage = torch.from_numpy(self._bytes[start : start + size]).untyped_storage()
-        return like.new_empty(0).set_(storage, 0, shape)  # not a view: autograd restricts those
+        # Not a view, which autograd restricts.
+        return like.new_empty(0).set_(storage, 0, shape)  # type: ignore[call-overload]
 
     def _references(self) -> int:
         return sys.getrefcount(self._bytes)
