@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from megatron_lite.parallel import fp32_products
 from megatron_lite.parallel.collectives import (
     all_gather,
     all_gather_async,
@@ -61,7 +62,7 @@ class _ColumnLinear(torch.autograd.Function):
         if need_weight:
             x, wait_for_x = all_gather_async(x, ctx.sequence)
         if need_x:
-            grad_x, wait_for_sum = _start_sum((by_token @ weight).view(*grad.shape[:-1], x.shape[-1]), ctx)
+            grad_x, wait_for_sum = _start_sum(_product(by_token, weight.t()).view(*grad.shape[:-1], x.shape[-1]), ctx)
         if need_weight:
             wait_for_x()
             if ctx.is_tied and ctx.add_grad is not None:  # the lookup, later in this backward, calls the hooks
@@ -74,11 +75,11 @@ class _ColumnLinear(torch.autograd.Function):
         return grad_x, grad_weight, grad_bias, None, None, None
 
 
-def _product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """F.linear, in the memory that the weight keeps for it, if any."""
+def _product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """F.linear without a graph, in the memory that the weight keeps for it, if any."""
     memory: KeptMemory | None = getattr(weight, "output_memory", None)
     if memory is None or x.device.type != "cpu":
-        return F.linear(x, weight, bias)
+        return (fp32_products.linear if fp32_products.can_compute(x, weight) else F.linear)(x, weight, bias)
     y, flat = memory.empty((*x.shape[:-1], len(weight)), like=x), x.reshape(-1, x.shape[-1])
     product = torch.mm if bias is None else partial(torch.addmm, bias)
     product(flat, weight.t(), out=y.view(len(flat), -1))
@@ -101,7 +102,7 @@ class _SplitLinear(torch.autograd.Function):
     def backward(ctx, grad: Tensor):  # type: ignore[override]
         x, weight = ctx.saved_tensors
         by_token = grad.reshape(-1, grad.shape[-1])
-        grad_x, wait_for_sum = _start_sum((by_token @ weight).view(*grad.shape[:-1], x.shape[-1]), ctx)
+        grad_x, wait_for_sum = _start_sum(_product(by_token, weight.t()).view(*grad.shape[:-1], x.shape[-1]), ctx)
         defer(ctx.leaf, by_token, x, ctx.sequence)
         grad_bias = by_token.sum(0) if ctx.needs_input_grad[2] else None
         wait_for_sum()

@@ -61,6 +61,7 @@ MEMBERS = [
     Member("model/bf16_attention.py", "torch.cpu", "_is_avx512_bf16_supported"),
     Member("model/bf16_attention.py", "torch:ops.aten", "_scaled_dot_product_flash_attention_for_cpu"),
     Member("model/bf16_attention.py", "torch:ops.aten", "_softmax_backward_data"),
+    Member("parallel/fp32_products.py", "torch:ops.mkldnn", "_linear_pointwise"),
     Member("parallel/recompute.py", "torch.storage:UntypedStorage", "_cdata"),
     Member("training/flight_recorder.py", "torch", "_C"),
     Member("training/flight_recorder.py", "torch._C", "_distributed_c10d"),
