@@ -62,7 +62,7 @@ class _ColumnLinear(torch.autograd.Function):
         if need_weight:
             x, wait_for_x = all_gather_async(x, ctx.sequence)
         if need_x:
-            grad_x, wait_for_sum = _start_sum(_product(by_token, weight.t()).view(*grad.shape[:-1], x.shape[-1]), ctx)
+            grad_x, wait_for_sum = _start_sum(_product(by_token, weight.mT).view(*grad.shape[:-1], x.shape[-1]), ctx)
         if need_weight:
             wait_for_x()
             if ctx.is_tied and ctx.add_grad is not None:  # the lookup, later in this backward, calls the hooks
@@ -102,7 +102,7 @@ class _SplitLinear(torch.autograd.Function):
     def backward(ctx, grad: Tensor):  # type: ignore[override]
         x, weight = ctx.saved_tensors
         by_token = grad.reshape(-1, grad.shape[-1])
-        grad_x, wait_for_sum = _start_sum(_product(by_token, weight.t()).view(*grad.shape[:-1], x.shape[-1]), ctx)
+        grad_x, wait_for_sum = _start_sum(_product(by_token, weight.mT).view(*grad.shape[:-1], x.shape[-1]), ctx)
         defer(ctx.leaf, by_token, x, ctx.sequence)
         grad_bias = by_token.sum(0) if ctx.needs_input_grad[2] else None
         wait_for_sum()
