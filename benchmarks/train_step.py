@@ -207,7 +207,7 @@ CONTESTANTS: dict[str, tuple[Callable[..., Callable[[], float | None]], dict[str
     "bf16: megatron-core, pure": (megatron_core_gpt, {"autocast": False, "dtype": torch.bfloat16}),
 }
 PRECISIONS = ("fp32", "bf16")
-KERNELS = {"::(add)?mm$": "products", "::(badd)?bmm$|flash_attention": "attention"}
+KERNELS = {"::((add)?mm|_linear_pointwise)$": "products", "::(badd)?bmm$|flash_attention": "attention"}
 
 
 def cell(name: str, length: int, names: list[str], rounds: int) -> dict[str, float]:
