@@ -101,8 +101,8 @@ def take_turns(contestants: dict[str, Contestant], rounds: int) -> None:
                 continue
             if round_number < 2:
                 contestant.seconds.clear()
-            if round_number < 2 and loss is not None:
-                print(f"{name}: loss {loss:.5f} in step {round_number + 1}", flush=True)
+                if loss is not None:
+                    print(f"{name}: loss {loss:.5f} in step {round_number + 1}", flush=True)
 
 
 def timed_in_turns(contestants: dict[str, Callable[[], object]], rounds: int) -> dict[str, list[float]]:

@@ -5,7 +5,8 @@ turns, so the machine's noise is the same for all. Ratios are of medians. In bf1
 with fp32 weights, as their users train. The pure bf16 rows have bf16 weights without fp32 masters, which is less work
 and gives another result; `--pure` adds them. `--tensor` adds rows with two processes. The limit is the rate of a large
 matrix product, which takes its turn too; the share of the limit is that of the model's FLOPs. `--kernels` profiles
-megatron_lite alone and prints the share of products and attention. All contestants use torch's products.
+megatron_lite alone and prints the share of products and attention. All contestants multiply by MKL and oneDNN, which
+are parts of torch.
 
     python benchmarks/train_step.py [--rounds 8] [--only REGEX] [--models gpt-30m,...] [--lengths 256,...]
         [--tensor] [--pure] [--kernels] [--small]

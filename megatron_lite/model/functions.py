@@ -1,4 +1,4 @@
-"""Functions with a backward of their own, which keep less for it than autograd does."""
+"""Functions with a backward of their own, which need less memory than autograd's."""
 
 from collections.abc import Callable
 from typing import Any

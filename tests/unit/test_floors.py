@@ -41,8 +41,10 @@ BUDGET = 13_000
 # These files explain an algorithm of the papers; training does not need them to be read.
 TEACHING = {"model/flash_tiled.py", "model/flash_triton.py"}
 # Kernels: the same arithmetic as eager functions of the core, which a reader can skip.
-KERNELS = {"model/fused_triton.py", "parallel/loss_triton.py", "model/bf16_attention.py", "model/functions.py"}
-KERNELS |= {"parallel/fp32_products.py"}
+KERNELS = {
+    *("model/fused_triton.py", "model/bf16_attention.py", "model/functions.py"),
+    *("parallel/loss_triton.py", "parallel/fp32_products.py"),
+}
 
 TESTS = Path(__file__).resolve().parents[1]
 FILES = sorted(PACKAGE.rglob("*.py"))

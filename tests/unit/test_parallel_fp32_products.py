@@ -1,5 +1,7 @@
 """Products by oneDNN, where this machine's torch has it."""
 
+from pathlib import Path
+
 import pytest
 import torch
 from torch.testing import assert_close
@@ -23,6 +25,24 @@ def calls(monkeypatch):
     monkeypatch.setattr(fp32_products, "linear", counted)
     monkeypatch.setattr(fp32_products, "onednn_is_faster", lambda: True)
     return found
+
+
+@pytest.mark.parametrize(
+    ("vendor", "capability", "wanted"),
+    [("AuthenticAMD", "AVX512", True), ("AuthenticAMD", "AVX2", False), ("GenuineIntel", "AVX512", False)],
+)
+def test_onednn_is_for_amd_with_avx512(monkeypatch, vendor, capability, wanted):
+    """On other CPUs MKL may be faster."""
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
+    monkeypatch.setattr(Path, "exists", lambda _: True)
+    monkeypatch.setattr(Path, "read_text", lambda _: f"vendor_id\t: {vendor}\n")
+    assert fp32_products.onednn_is_faster.__wrapped__() is wanted
+
+
+def test_without_a_list_of_cpus_torch_multiplies(monkeypatch):
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
+    monkeypatch.setattr(Path, "exists", lambda _: False)
+    assert not fp32_products.onednn_is_faster.__wrapped__()
 
 
 def layer_and_input(tokens):

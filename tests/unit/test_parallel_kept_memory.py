@@ -35,7 +35,7 @@ def test_memory_that_a_view_or_a_graph_uses_is_left_alone():
 
 
 def test_the_logits_of_all_micro_batches_are_in_one_place():
-    """New pages for them would cost a twentieth of a step. Logits that a caller keeps are not overwritten."""
+    """New pages for each would take time. Logits that a caller keeps are not overwritten."""
     config = tiny()
     ctx = ParallelContext.create(Grid(), torch.device("cpu"), timeout_seconds=60)
     (model,) = get_model(config, ctx, seed_everything(5, ctx), dtype=torch.float32)
