@@ -1,9 +1,9 @@
 """Time and memory of head and loss for a large vocabulary: all logits at once, and in chunks (`train.head_chunk`).
 
 A step is forward and backward of the head and the loss of megatron_lite's model, or of a linear layer and torch's cross
-entropy, which transformers uses. The gradients of the weights are allocated before the step. Memory is the peak of a
-step above what exists before it, so neither weights nor their gradients count. Freed memory goes back to the system
-before each step, so times contain page faults.
+entropy, which transformers uses. Memory is the peak of a step above what exists after a step of one position. So the
+weights and their gradients do not count, but memory that the loss keeps for the next step does. Freed memory goes back
+to the system after each step, so times contain page faults.
 
     python benchmarks/head.py [--rounds 8] [--only REGEX] [--small] [--vocab 151936] [--chunks 512,256,128]
 """
@@ -32,32 +32,40 @@ def inputs(shape: Shape) -> tuple[torch.Tensor, torch.Tensor]:
     return hidden, torch.randint(shape["vocab"], (shape["batch"], shape["sequence"]), generator=generator)
 
 
-def ours(shape: Shape, chunk: int) -> Callable[[], float]:
+class Step:
+    """Forward and backward of `losses`, a function of hidden states [s, b, h] and labels [b, s]."""
+
+    def __init__(self, losses: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], shape: Shape) -> None:
+        self.losses = losses
+        self.hidden, self.labels = inputs(shape)
+        self._run(positions=1)  # writes the gradients of all weights, whose pages exist from then on
+        self.before = resident_bytes("VmRSS")
+
+    def __call__(self) -> float:
+        """Take a step; return its peak memory above that of a step of one position, in MB."""
+        Path("/proc/self/clear_refs").write_text("5")  # the peak starts at the current size
+        self._run(self.labels.shape[1])
+        return (resident_bytes("VmHWM") - self.before) / 1e6
+
+    def _run(self, positions: int) -> None:
+        x = self.hidden[:positions].clone().requires_grad_()
+        self.losses(x, self.labels[:, :positions]).mean().backward()
+        ctypes.CDLL(None).malloc_trim(0)  # returns freed tensors to the system
+
+
+def ours(shape: Shape, chunk: int) -> Step:
     from megatron_lite.training.initialize import initialize_megatron
     from megatron_lite.training.setup import setup_model_and_optimizer
 
     config = gpt_config(shape, f"train.head_chunk={chunk}")
     run = setup_model_and_optimizer(config, *initialize_megatron(config))
-    hidden, labels = inputs(shape)
-    return partial(peak_mb, lambda x: run.model[0]._losses_of(x, labels), hidden)  # type: ignore[operator]
+    # The lambda keeps `run`, whose parts hold weak references to each other.
+    return Step(lambda x, labels: run.model[0]._losses_of(x, labels), shape)  # type: ignore[operator]
 
 
-def plain(shape: Shape) -> Callable[[], float]:
+def plain(shape: Shape) -> Step:
     weight = torch.randn(shape["vocab"], shape["hidden"], requires_grad=True)
-    weight.grad = torch.zeros_like(weight)
-    hidden, labels = inputs(shape)
-    target = labels.t().flatten()
-    return partial(peak_mb, lambda x: F.cross_entropy(F.linear(x, weight).flatten(0, 1), target), hidden)
-
-
-def peak_mb(losses: Callable[[torch.Tensor], torch.Tensor], hidden: torch.Tensor) -> float:
-    """One forward and backward; its peak above what exists before it, in MB."""
-    x = hidden.clone().requires_grad_()
-    ctypes.CDLL(None).malloc_trim(0)  # returns freed tensors to the system
-    Path("/proc/self/clear_refs").write_text("5")  # the peak starts at the current size
-    before = resident_bytes("VmRSS")
-    losses(x).mean().backward()
-    return (resident_bytes("VmHWM") - before) / 1e6
+    return Step(lambda x, labels: F.cross_entropy(F.linear(x, weight).flatten(0, 1), labels.t().flatten()), shape)
 
 
 def main() -> None:
@@ -67,7 +75,7 @@ def main() -> None:
     args = parser.parse_args()
     shape = SMALL | {"vocab": 4096} if args.small else SHAPE | {"vocab": args.vocab}
     chunks = [16] if args.small else [int(chunk) for chunk in args.chunks.split(",")]
-    makers: dict[str, Callable[[], Callable[[], float]]] = {"megatron_lite, all logits": partial(ours, shape, 0)}
+    makers: dict[str, Callable[[], Step]] = {"megatron_lite, all logits": partial(ours, shape, 0)}
     makers |= {f"megatron_lite, {chunk} positions": partial(ours, shape, chunk) for chunk in chunks}
     makers["torch: linear, cross_entropy"] = partial(plain, shape)
     names = [name for name in makers if re.search(args.only, name)]
