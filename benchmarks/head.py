@@ -1,9 +1,9 @@
 """Time and memory of head and loss for a large vocabulary: all logits at once, and in chunks (`train.head_chunk`).
 
 A step is forward and backward of the head and the loss of megatron_lite's model, or of a linear layer and torch's cross
-entropy, which transformers uses. Memory is the peak of a step above what exists after a step of one position. So the
-weights and their gradients do not count, but memory that the loss keeps for the next step does. Freed memory goes back
-to the system after each step, so times contain page faults.
+entropy, which transformers uses. Memory is the peak of a step above what remains after a step of one position. So
+weights and their gradients do not count, but memory that the loss keeps for the next step does. All other memory goes
+back to the system after each step, so times include page faults.
 
     python benchmarks/head.py [--rounds 8] [--only REGEX] [--small] [--vocab 151936] [--chunks 512,256,128]
 """
@@ -42,7 +42,7 @@ class Step:
         self.before = resident_bytes("VmRSS")
 
     def __call__(self) -> float:
-        """Take a step; return its peak memory above that of a step of one position, in MB."""
+        """Take a step; return its peak memory above what remains after a step of one position, in MB."""
         Path("/proc/self/clear_refs").write_text("5")  # the peak starts at the current size
         self._run(self.labels.shape[1])
         return (resident_bytes("VmHWM") - self.before) / 1e6

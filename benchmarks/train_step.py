@@ -1,12 +1,12 @@
 """Time and memory of a training step on the CPU, compared with transformers and megatron-core, for several models.
 
-All contestants of a cell train the same model on the same tokens, with gradient clipping and fused AdamW. They take
-turns, so the machine's noise is the same for all. Ratios are of medians. In bf16 the peers run under torch.autocast
-with fp32 weights, as their users train. The pure bf16 rows have bf16 weights without fp32 masters, which is less work
-and gives another result; `--pure` adds them. `--tensor` adds rows with two processes. The limit is the rate of a large
-matrix product, which takes its turn too; the share of the limit is that of the model's FLOPs. `--kernels` profiles
-megatron_lite alone and prints the share of products and attention. All contestants multiply by MKL and oneDNN, which
-are parts of torch.
+All contestants of a table train the same model on the same tokens, with gradient clipping and fused AdamW. Those of one
+precision take turns, so the machine's noise is the same for them. Ratios are of medians. In bf16 megatron_lite has bf16
+weights with fp32 masters, and the peers run under torch.autocast with fp32 weights, as their users train. The peers'
+pure bf16 rows have no fp32 masters, which is less work and gives another result; `--pure` adds them. `--tensor` adds
+rows with two processes. The limit is the rate of a large matrix product, which takes its turn too. The share of the
+limit is the model's FLOPs per second, divided by that rate. `--kernels` profiles megatron_lite alone and prints the
+share of products and attention. All contestants use MKL and oneDNN for products; both are parts of torch.
 
     python benchmarks/train_step.py [--rounds 8] [--only REGEX] [--models gpt-30m,...] [--lengths 256,...]
         [--tensor] [--pure] [--kernels] [--small]
@@ -231,7 +231,7 @@ def cell(name: str, length: int, names: list[str], rounds: int) -> dict[str, flo
     print(
         f"\n{name}, {shape['batch']} x {length} tokens, torch {torch.__version__}, {THREADS} threads, {rounds} rounds"
     )
-    print(f"{'':52}{'median ms':>10}{'min ms':>9}{'of the limit':>14}{'peak MB':>9}{'ours / this':>13}")
+    print(f"{'':52}{'median ms':>10}{'min ms':>9}{'of the limit':>14}{'peak MB':>9}{'time / ours':>13}")
     limits = {p: PRODUCTS * 2 * PRODUCT_SIZE**3 / median.pop(f"{p}: matrix products") for p in PRECISIONS}
     for contestant, value in median.items():
         precision = contestant[:4]
