@@ -66,7 +66,7 @@ def test_both_hosts_exit_on_a_broken_network_and_resume_when_it_works(ranks, tmp
             out, err = process.communicate(timeout=PATIENCE)
             assert process.returncode == 1
             assert re.search(
-                r"^iteration \d+.*: rank \d got no answer in .* over (dp_cp|world) \(ranks 0 and 1\): .*Timed out.* "
+                r"^iteration \d+.*: rank \d got no answer in .* over (dp|dp_cp|world) \(ranks 0 and 1\): .*Timed out.* "
                 r"Look at the output of those ranks first",
                 err,
                 re.MULTILINE,
