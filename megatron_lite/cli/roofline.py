@@ -17,7 +17,7 @@ def roofline(
     overrides: Overrides = None,
     device: Annotated[
         str,
-        typer.Option("--device", metavar="NAME", help="h100, h200, b200, a100, l40s, 4090, v100, or cpu: this one."),
+        typer.Option("--device", metavar="NAME", help="h100, h200, b200, mi300x, a100, l40s, 4090, v100, or cpu: this one."),
     ] = "h100",
     attention: Annotated[
         str, typer.Option("--attention", metavar="KERNEL", help="The attention kernel's rate: cudnn or flash2.")

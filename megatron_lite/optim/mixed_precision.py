@@ -213,7 +213,7 @@ def count_bytes(tensors: dict[str, list[Tensor]]) -> dict[str, int]:
     counts = dict.fromkeys(tensors, 0)
     for key, listed in tensors.items():
         for storage in (tensor.untyped_storage() for tensor in listed):
-            if storage.data_ptr() not in seen:
-                seen.add(storage.data_ptr())
+            if storage._cdata not in seen:  # on the meta device all addresses are 0
+                seen.add(storage._cdata)
                 counts[key] += storage.nbytes()
     return counts

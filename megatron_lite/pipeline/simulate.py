@@ -48,8 +48,8 @@ def is_forward_only(schedule: Schedule) -> bool:
     return all(action.op == "F" for order in schedule for action in order)
 
 
-def timeline(schedule: Schedule, cost: Cost) -> list[Span]:
-    """Every action with its start and end, if each takes its `cost` and sends take no time.
+def timeline(schedule: Schedule, cost: Cost, delay: float = 0.0) -> list[Span]:
+    """Every action with its start and end, if each takes its `cost` and messages between stages take `delay`.
 
     Raises ConfigError with the missing input of every rank when no rank can continue.
     """
@@ -67,7 +67,7 @@ def timeline(schedule: Schedule, cost: Cost) -> list[Span]:
                 inputs = _inputs(action, stage, stages)
                 if not all(result in ends for result in inputs):
                     break
-                start = max([clock[rank], *(ends[result] for result in inputs)])
+                start = max([clock[rank], *(ends[each] + delay * (each.stage != stage) for each in inputs)])
                 clock[rank] = start + cost(action, rank)
                 ends[_Result(_MAKES[action.op], stage, action.microbatch)] = clock[rank]
                 spans.append(Span(rank, action, start, clock[rank]))

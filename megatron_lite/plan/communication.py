@@ -27,10 +27,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_lite.config.schema import Config
 from megatron_lite.optim.param_groups import AdamW
+from megatron_lite.parallel.waiting import communicating
 from megatron_lite.pipeline import p2p
 from megatron_lite.plan.fake_world import META, empty_batch, fake_rank
+from megatron_lite.plan.kernels import Recorder, on_gpu
 from megatron_lite.plan.source_lines import package_line
-from megatron_lite.training.step import train_step
+from megatron_lite.training.run import Run
+from megatron_lite.training.step import local_batches, train_step
 
 PROCESS_GROUP = "__torch__.torch.classes.c10d.ProcessGroup"
 NAMES = {
@@ -66,20 +69,36 @@ class Operation(NamedTuple):
     peer: int = -1  # the other rank of a message
     is_contiguous: bool = True
     line: str = ""  # that starts it
+    group: str = ""  # the name of its `Group`; empty in torch's own engines, which have none
 
     def __str__(self) -> str:
         tensors = ", ".join(f"{dtype} {list(shape)}" for shape, dtype in self.tensors)
         return f"{self.name} of {tensors or 'nothing'} at {self.line}"
 
 
-class CommunicationRecorder(TorchDispatchMode):
-    """Records the operations of this process while it is active."""
+class Wait(NamedTuple):
+    """This rank needs the results of the first `count` operations of a communicator, of those started so far."""
 
-    def __init__(self) -> None:
+    communicator: Communicator
+    count: int
+    started: int
+
+
+class CommunicationRecorder(TorchDispatchMode):
+    """Records the operations of this process, and its waits for them, in `events` while it is active."""
+
+    def __init__(self, events: list[Any] | None = None) -> None:
         super().__init__()
-        self.operations: list[Operation] = []
-        self._numbers: dict[str, Communicator] = {}
+        self.events: list[Any] = [] if events is None else events
+        self._communicators: dict[str, Communicator] = {}
         self._created: Counter[tuple[int, ...]] = Counter()
+        self._started: Counter[Communicator] = Counter()
+        self._awaited: Counter[Communicator] = Counter()
+        self._nameless: dict[Communicator, list[int]] = defaultdict(list)  # places in `events`
+
+    @property
+    def operations(self) -> list[Operation]:
+        return [event for event in self.events if isinstance(event, Operation)]
 
     @contextmanager
     def recording(self) -> Iterator[None]:
@@ -91,11 +110,46 @@ class CommunicationRecorder(TorchDispatchMode):
             if isinstance(group, dist.ProcessGroup):
                 members = tuple(dist.get_process_group_ranks(group))
                 self._created[members] += 1
-                self._numbers[group.group_name] = Communicator(members, self._created[members])
+                self._communicators[group.group_name] = Communicator(members, self._created[members])
             return group
 
-        with patch.object(dist, "new_group", recorded), self:
+        enter, leave = communicating.__enter__, communicating.__exit__
+
+        def entered(wait: communicating) -> None:
+            wait.started = self._started_in(wait)  # type: ignore[attr-defined]
+            enter(wait)
+
+        def left(wait: communicating, *error: Any) -> None:
+            leave(wait, *error)
+            self._wait(wait)
+
+        waits = patch.multiple(communicating, __enter__=entered, __exit__=left)
+        with patch.object(dist, "new_group", recorded), waits, self:
             yield
+
+    def _started_in(self, wait: communicating) -> int:
+        return self._started[self._of(wait.group.pg)] if wait.group.pg is not None else 0
+
+    def _wait(self, wait: communicating) -> None:
+        """An operation that was started within a wait is its last one; else the wait is for the oldest in flight.
+
+        The wait also names the group of these operations.
+        """
+        if wait.group.pg is None:
+            return
+        communicator, started = self._of(wait.group.pg), self._started_in(wait)
+        has_started = started > wait.started  # type: ignore[attr-defined]
+        self._awaited[communicator] = started if has_started else min(self._awaited[communicator] + 1, started)
+        places = self._nameless[communicator]
+        while places and len(places) > started - self._awaited[communicator]:
+            place = places.pop(0)
+            self.events[place] = self.events[place]._replace(group=wait.group.name)
+        self.events.append(Wait(communicator, self._awaited[communicator], started))
+
+    def _of(self, group: "dist.ProcessGroup") -> Communicator:
+        if group.group_name in self._communicators:
+            return self._communicators[group.group_name]
+        return Communicator(tuple(dist.get_process_group_ranks(group)), 0)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         schema = func._schema
@@ -112,16 +166,17 @@ class CommunicationRecorder(TorchDispatchMode):
     def _record(self, op: str, parameters: Any, args: Any) -> None:
         given = {each.name: (str(each.type), value) for each, value in zip(parameters, args, strict=False)}
         group = next(dist.ProcessGroup.unbox(value) for kind, value in given.values() if kind == PROCESS_GROUP)
-        members = tuple(dist.get_process_group_ranks(group))
-        communicator = self._numbers.get(group.group_name, Communicator(members, 0))
+        communicator = self._of(group)
+        self._started[communicator] += 1
         tensors = [tensor for _, value in given.values() for tensor in _tensors(value)]
         peer = next((value for name, (_, value) in given.items() if name in ("dst", "src")), -1)
-        self.operations.append(
+        self._nameless[communicator].append(len(self.events))
+        self.events.append(
             Operation(
                 NAMES.get(op, op),
                 communicator,
                 tuple((tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")) for tensor in tensors),
-                members[peer] if op in ("send", "recv_") else -1,
+                communicator.ranks[peer] if op in ("send", "recv_") else -1,
                 all(tensor.is_contiguous() for tensor in tensors),
                 package_line(sys._getframe(2), ("parallel/collectives.py", "parallel/waiting.py")),
             )
@@ -139,14 +194,32 @@ def record_rank(
     config: Config, rank: int, world_size: int, *, num_microbatches: int, steps: int = 2, device: torch.device = META
 ) -> list[Operation]:
     """What a rank starts in its setup and in some steps."""
-    recorder = CommunicationRecorder()
-    adam = nullcontext() if device != META else patch.object(AdamW, "step", lambda adam: None)  # it divides by zero
-    as_on_a_gpu = patch.object(p2p, "may_open_ahead", lambda device: False)
-    with recorder.recording(), adam, as_on_a_gpu, fake_rank(config, rank, world_size, device) as run:
+    with _recorded_rank(config, rank, world_size, device) as (recorder, run):
         for _ in range(steps):
             train_step(run, [empty_batch(config, device)] * num_microbatches)
         run.ddp.wait_for_params()
     return recorder.operations
+
+
+def record_step(config: Config, rank: int, world_size: int, *, num_microbatches: int) -> list[Operation]:
+    """What a rank starts in one step."""
+    with on_gpu(Recorder(), lines=False), _recorded_rank(config, rank, world_size, META) as (recorder, run):
+        first = len(recorder.events)
+        train_step(run, local_batches([empty_batch(config)] * num_microbatches, run.ctx.cp))
+        run.ddp.wait_for_params()
+        return [event for event in recorder.events[first:] if isinstance(event, Operation)]
+
+
+@contextmanager
+def _recorded_rank(
+    config: Config, rank: int, world_size: int, device: torch.device
+) -> Iterator[tuple[CommunicationRecorder, Run]]:
+    """The recorded run of a rank, whose pipes are those of a GPU."""
+    recorder = CommunicationRecorder()
+    adam = nullcontext() if device != META else patch.object(AdamW, "step", lambda adam: None)  # it reads values
+    as_on_a_gpu = patch.object(p2p, "may_open_ahead", lambda device: False)
+    with recorder.recording(), adam, as_on_a_gpu, fake_rank(config, rank, world_size, device) as run:
+        yield recorder, run
 
 
 Ranks = Mapping[int, Sequence[Operation]]

@@ -32,19 +32,28 @@ class Device:
     attention_backward: float
     memory: float
     memory_bytes: float  # its size
+    link: float  # to each direction, between devices of a machine
+    network: float  # to each direction, between machines, for each device
     kernel_seconds: float = 3e-6
+    link_latency: float = 5e-6
+    network_latency: float = 1e-5
+    reserved_bytes: float = 1e9  # of the CUDA context, NCCL's buffers and cuBLAS's workspace
 
 
-# Dense TFLOP/s in bf16 (fp16 for the V100) and in fp32 without TF32, memory in TB/s and GB; from NVIDIA's data sheets.
+# Dense TFLOP/s in bf16 (fp16 for the V100) and in fp32 without TF32, memory in TB/s and GB, links of a machine in GB/s
+# for each direction; from NVIDIA's and AMD's data sheets. The last number is the network in GB/s for each device, of a
+# usual machine: 400 Gb/s (H100, H200, B200, MI300X), 200 (A100), 50 (V100 in a DGX-2), 100 (L40S), 10 (4090).
 DATA_SHEETS = {
-    "h100": (989, 67, 3.35, 80),
-    "h200": (989, 67, 4.8, 141),
-    "b200": (2250, 80, 8.0, 180),
-    "a100": (312, 19.5, 2.04, 80),
-    "l40s": (362, 91.6, 0.864, 48),
-    "4090": (165, 82.6, 1.008, 24),
-    "v100": (125, 15.7, 0.9, 32),
+    "h100": (989, 67, 3.35, 80, 450, 50),
+    "h200": (989, 67, 4.8, 141, 450, 50),
+    "b200": (2250, 80, 8.0, 180, 900, 50),
+    "mi300x": (1307, 163, 5.3, 192, 448, 50),
+    "a100": (312, 19.5, 2.04, 80, 300, 25),
+    "l40s": (362, 91.6, 0.864, 48, 32, 12.5),
+    "4090": (165, 82.6, 1.008, 24, 32, 1.25),
+    "v100": (125, 15.7, 0.9, 32, 150, 6.25),
 }
+LINK_SHARE = 0.8  # of the data sheet, that NCCL reaches with large tensors
 NAMES = (*DATA_SHEETS, "cpu")
 
 
@@ -63,12 +72,14 @@ def device_of(name: str, *, attention: str = "cudnn", dtype: torch.dtype = torch
         raise ConfigError(
             f"--device {name} has no profile for train.precision fp64; use bf16, fp16, fp32 or --device cpu"
         )
-    sixteen_bit, fp32, terabytes, gigabytes = DATA_SHEETS[name]
+    sixteen_bit, fp32, terabytes, gigabytes, link, network = DATA_SHEETS[name]
     forward, backward = ATTENTION_SHARES[attention]
     peak = (fp32 if dtype == torch.float32 else sixteen_bit) * 1e12
     of_attention = {"attention_forward": peak * forward, "attention_backward": peak * backward}
     memory = terabytes * 1e12 * MEMORY_SHARE
-    return Device(name, peak, peak * PRODUCT_SHARE, **of_attention, memory=memory, memory_bytes=gigabytes * 1e9)
+    links = {"link": link * 1e9 * LINK_SHARE, "network": network * 1e9 * LINK_SHARE}
+    size = {"memory": memory, "memory_bytes": gigabytes * 1e9}
+    return Device(name, peak, peak * PRODUCT_SHARE, **of_attention, **size, **links)
 
 
 def measured_cpu(dtype: torch.dtype) -> Device:
@@ -82,4 +93,6 @@ def measured_cpu(dtype: torch.dtype) -> Device:
         fastest = min(fastest, time.perf_counter() - start)
     pages = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     memory = 3 * a.numel() * a.element_size() / fastest
-    return Device("cpu", product, product, product / 2, product / 2, memory, pages, kernel_seconds=5e-6)
+    links = {"link": 1e9, "network": 1e8}  # Gloo over loopback, and an Ethernet of 1 Gb/s
+    rates = (product, product, product / 2, product / 2, memory, pages)
+    return Device("cpu", *rates, **links, kernel_seconds=5e-6, reserved_bytes=0)

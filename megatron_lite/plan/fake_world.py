@@ -6,8 +6,10 @@ training reads a value on the host, it gets 0.
 
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from importlib import import_module
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -42,11 +44,33 @@ def fake_rank(config: Config, rank: int, world_size: int, device: torch.device =
         config = config.model_copy(update={"data": config.data.model_copy(update={"tokenizer": ""})})
     dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
     try:
-        with ReadsZeros():
+        with ReadsZeros(), _engines_on_meta(config.parallel.ddp):
             ctx = ParallelContext.create(grid_of(config, world_size), device, config.train.comm_timeout)
             yield build_run(config, ctx, seed_everything(config.run.seed, ctx))
     finally:
         dist.destroy_process_group()
+
+
+@contextmanager
+def _engines_on_meta(ddp: str) -> Iterator[None]:
+    """Let torch run on the meta device: engines look for its streams, and pairs of messages for its backend."""
+
+    def one_by_one(operations: list[dist.P2POp]) -> list[Any]:
+        return [each.op(each.tensor, each.peer, each.group, each.tag) for each in operations]
+
+    replaced = [patch.object(dist, "batch_isend_irecv", one_by_one)]
+    if ddp == "fsdp":
+        fsdp = "torch.distributed.fsdp._fully_shard."
+        group, find_device = import_module(fsdp + "_fsdp_param_group"), import_module(fsdp + "_fully_shard")
+        replaced += [
+            patch.object(torch, "meta", torch.cpu, create=True),
+            patch.object(group.FSDPParamGroup, "_validate_no_meta_params", lambda group: None),
+            patch.object(find_device, "_get_device_from_mesh", lambda mesh: torch.device(mesh.device_type)),
+        ]
+    with ExitStack() as stack:
+        for each in replaced:
+            stack.enter_context(each)
+        yield
 
 
 def empty_batch(config: Config, device: torch.device = META) -> Batch:

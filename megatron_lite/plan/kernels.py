@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_lite.errors import ConfigError
-from megatron_lite.model import fused
+from megatron_lite.model import attention_parts, fused
 from megatron_lite.model.core_attention import IMPLEMENTATIONS
 from megatron_lite.model.masks import Mask
 from megatron_lite.optim.param_groups import AdamW
@@ -44,16 +44,21 @@ class Kernel(NamedTuple):
     bytes: int
     flops: int
     line: str  # file:line in the package; in backward that of the operation's forward
+    shape: tuple[int, ...] = ()  # of a product: number of products, rows, columns and summed elements
 
 
 class Recorder(TorchDispatchMode):
-    """Records every kernel while it is active. `progress` replaces that of a run, and names the phases."""
+    """Records every kernel in `events` while it is active. `progress` replaces that of a run, and names the phases."""
 
-    def __init__(self) -> None:
+    def __init__(self, events: list[Any] | None = None) -> None:
         super().__init__()
-        self.kernels: list[Kernel] = []
+        self.events: list[Any] = [] if events is None else events
         self.progress = _Phases()
         self._pauses = 0
+
+    @property
+    def kernels(self) -> list[Kernel]:
+        return [event for event in self.events if isinstance(event, Kernel)]
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -64,13 +69,24 @@ class Recorder(TorchDispatchMode):
         finally:
             self._pauses -= 1
 
-    def add(self, op: str, *, bytes: int, flops: int = 0, kind: str = "memory", launches: int = 1) -> None:
+    def add(
+        self,
+        op: str,
+        *,
+        bytes: int,
+        flops: int = 0,
+        kind: str = "memory",
+        launches: int = 1,
+        shape: tuple[int, ...] = (),
+    ) -> None:
         """Record an operation of the current phase."""
         node = torch._C._current_autograd_node()
         frame = sys._getframe(1)
         where = "" if node is None or is_recomputed(frame) else _line_of_forward(node)
         where = where or package_line(frame)
-        self.kernels.append(Kernel(self.progress.phase, node is not None, op, kind, launches, bytes, flops, where))
+        self.events.append(
+            Kernel(self.progress.phase, node is not None, op, kind, launches, bytes, flops, where, shape)
+        )
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
@@ -131,7 +147,8 @@ def _work(op: str, args: Any) -> dict[str, Any]:
     """FLOPs and kind of an operation."""
     if op in ("mm", "addmm", "addmm_", "bmm", "baddbmm"):
         *_, a, b = _tensors(args)
-        return {"kind": "product", "flops": 2 * a.numel() * b.shape[-1]}
+        shape = (*([a.shape[0]] if a.dim() == 3 else [1]), a.shape[-2], b.shape[-1], a.shape[-1])
+        return {"kind": "product", "flops": 2 * a.numel() * b.shape[-1], "shape": shape}
     return {}
 
 
@@ -161,19 +178,34 @@ def _line_of_forward(node: Any) -> str:
 
 
 @contextmanager
-def on_gpu(recorder: Recorder) -> Iterator[None]:
-    """Record as on a GPU: attention by a fused kernel, unless `model.attention` is math."""
+def on_gpu(recorder: Recorder, *, lines: bool = True) -> Iterator[None]:
+    """Record as on a GPU: attention by a fused kernel, unless `model.attention` is math.
+
+    Without the `lines` of forwards, kernels of backward have the line that calls backward, and recording is faster.
+    """
 
     def attention(query: Tensor, key: Tensor, value: Tensor, *, mask: Mask, **options: Any) -> tuple[Tensor, None]:
-        if options.get("bias") is not None:
-            raise ConfigError("model.position is relative: the roofline has no kernel for biases of scores")
-        return _FusedAttention.apply(recorder, mask, query, key, value), None  # type: ignore[return-value]
+        out = _FusedAttention.apply(recorder, mask, query, key, value, options.get("bias"))
+        return out, None  # type: ignore[return-value]
+
+    def part(query: Tensor, key: Tensor, value: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+        return _attention_forward(recorder, Mask(causal=causal), query, key, value)
+
+    def part_backward(tensors: list[Tensor], causal: bool, scale: float) -> tuple[Tensor, ...]:
+        grad, query, out, _, key, value = tensors
+        return _attention_backward(recorder, Mask(causal=causal), grad, query, key, value, out)
+
+    def rectangles(mask: Mask, num_queries: int, num_keys: int, device: torch.device) -> Any:
+        with recorder.paused():  # they depend on values, which the meta device has not
+            return find_rectangles(mask, num_queries, num_keys, torch.device("cpu"))
+
+    find_rectangles = Mask._rectangles
 
     def rms_norm(x: Tensor, shape: Any, weight: Tensor, eps: float) -> Tensor:
         return _FusedRMSNorm.apply(recorder, x, weight)  # type: ignore[return-value]
 
     implementations = dict.fromkeys(set(IMPLEMENTATIONS) - {"math"}, attention)
-    graph = torch.autograd.set_detect_anomaly(True, check_nan=False)  # nodes know their forward's lines
+    graph = torch.autograd.set_detect_anomaly(lines, check_nan=False)  # nodes know their forward's lines
 
     def launch(kernel: str, grid: Any, reads: Any, writes: Any, *numbers: Any, **constants: Any) -> None:
         recorder.add(kernel, bytes=sum(map(touched_bytes, _tensors([reads, writes]))))
@@ -182,6 +214,8 @@ def on_gpu(recorder: Recorder) -> Iterator[None]:
         patch.object(fused, "launch", launch),
         patch.object(loss, "launch", launch),
         patch.dict(IMPLEMENTATIONS, implementations),  # type: ignore[arg-type]
+        patch.multiple(attention_parts, _kernel=part, _kernel_backward=part_backward),
+        patch.object(Mask, "_rectangles", rectangles),
         patch.object(F, "rms_norm", rms_norm),
         patch.object(AdamW, "step", lambda adam: _adamw_step(recorder, adam)),
     )
@@ -223,27 +257,55 @@ class _FusedRMSNorm(torch.autograd.Function):
 
 
 class _FusedAttention(torch.autograd.Function):
-    """A kernel in forward, and in backward three: the row sums of out * grad, the gradients, and a cast of query's."""
+    """The kernels of attention; `bias` [1, n/tp, s, s] is read with the scores, and its gradient is written."""
 
     @staticmethod
-    def forward(ctx: Any, recorder: Recorder, mask: Mask, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        with recorder.paused():
-            out = torch.empty_like(query)  # as the kernel: strides in the order of the query's
-            lse = query.new_empty(query.shape[:3], dtype=torch.float32)
-        ctx.save_for_backward(query, key, value, out, lse)
-        ctx.recorder, ctx.products = recorder, 2 * query.numel() * _mean_keys(mask, key.shape[2])
-        moved = sum(map(touched_bytes, (query, key, value, out)))
-        recorder.add("attention", kind="attention forward", bytes=moved, flops=2 * ctx.products)
+    def forward(
+        ctx: Any, recorder: Recorder, mask: Mask, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None
+    ) -> Tensor:
+        out, lse = _attention_forward(recorder, mask, query, key, value, bias)
+        ctx.save_for_backward(query, key, value, out, lse, bias)
+        ctx.recorder, ctx.mask = recorder, mask
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        query, key, value, out, _ = ctx.saved_tensors
-        with ctx.recorder.paused():
-            grads = [torch.empty_like(tensor) for tensor in (query, key, value)]
-        moved = sum(map(touched_bytes, (query, key, value, out, grad, *grads)))
-        ctx.recorder.add("attention", kind="attention backward", bytes=moved, flops=5 * ctx.products, launches=3)
-        return None, None, *grads
+        query, key, value, out, _, bias = ctx.saved_tensors
+        grads = _attention_backward(ctx.recorder, ctx.mask, grad, query, key, value, out, bias)
+        return None, None, *grads, *([None] if bias is None else [])
+
+
+def _attention_forward(
+    recorder: Recorder, mask: Mask, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """One kernel. Returns output and log-sum-exp."""
+    with recorder.paused():
+        out = torch.empty_like(query)  # as the kernel: strides in the order of the query's
+        lse = query.new_empty(query.shape[:3], dtype=torch.float32)
+    read = [query, key, value] if bias is None else [query, key, value, bias]
+    moved, products = sum(map(touched_bytes, [*read, out])), 2 * query.numel() * _mean_keys(mask, key.shape[2])
+    recorder.add("attention", kind="attention forward", bytes=moved, flops=2 * products)
+    return out, lse
+
+
+def _attention_backward(
+    recorder: Recorder,
+    mask: Mask,
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    bias: Tensor | None = None,
+) -> tuple[Tensor, ...]:
+    """Three kernels: the row sums of out * grad, the gradients, and a cast of the query's."""
+    inputs = [query, key, value] if bias is None else [query, key, value, bias]
+    with recorder.paused():
+        grads = [torch.empty_like(tensor) for tensor in inputs]
+    moved, products = sum(map(touched_bytes, (*inputs, out, grad, *grads))), 2 * query.numel()
+    products *= _mean_keys(mask, key.shape[2])
+    recorder.add("attention", kind="attention backward", bytes=moved, flops=5 * products, launches=3)
+    return tuple(grads)
 
 
 def _mean_keys(mask: Mask, num_keys: int) -> int:

@@ -12,19 +12,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import torch
-from torch import Tensor
-from torch.autograd.graph import saved_tensors_hooks
-
 from megatron_lite.config.flops import flops_per_token
 from megatron_lite.config.schema import Config
-from megatron_lite.errors import ConfigError
 from megatron_lite.parallel.dtypes import PRECISIONS
 from megatron_lite.plan.devices import Device
-from megatron_lite.plan.fake_world import META, empty_batch, fake_rank
-from megatron_lite.plan.kernels import Kernel, Recorder, on_gpu
-from megatron_lite.training.run import Run
-from megatron_lite.training.step import message_of, train_step
+from megatron_lite.plan.kernels import Kernel
+from megatron_lite.plan.stage import kernels, trace_rank
 
 
 class Trace(NamedTuple):
@@ -32,71 +25,27 @@ class Trace(NamedTuple):
 
     forward: list[Kernel]  # of one micro-batch, after the first
     backward: list[Kernel]
-    optimizer: list[Kernel]  # and everything else that a step does once
-    kept_bytes: int  # by the forward of one micro-batch, for its backward
+    optimizer: list[Kernel]  # and everything else that a step does after its last backward
+    kept_bytes: int  # by the forwards of one micro-batch, for their backwards
     parameters: int  # on this rank
 
 
 def trace_step(config: Config, *, rank: int = 0, world_size: int | None = None) -> Trace:
-    """The kernels of one rank of a layout, on a GPU. `world_size`: that of one model, if None.
-
-    Raises ConfigError for DeepSpeed, and for ring attention, which the meta device cannot run.
-    """
-    parallel = config.parallel
-    if parallel.ddp == "deepspeed":
-        raise ConfigError("parallel.ddp is deepspeed, which cannot be traced; use local with optim.distributed=true")
-    if parallel.context > 1 and parallel.context_mode == "ring":
-        raise ConfigError("parallel.context_mode is ring, which cannot be traced; use all_gather or ulysses")
-    if config.model.fusion == "auto":
-        config = config.model_copy(update={"model": config.model.model_copy(update={"fusion": "on"})})
-    recorder, count = Recorder(), 2 * parallel.pipeline
-    with on_gpu(recorder), fake_rank(config, rank, world_size or size_of_model(config)) as run:
-        recorder.kernels.clear()
-        run.progress = recorder.progress
-        train_step(run, [empty_batch(config)] * count)
-        kernels, kept = list(recorder.kernels), kept_bytes(run, config)
-        parameters = sum(parameter.numel() for parameter in run.params.values())
-    last = {phase for phase in map(_phase, kernels) if phase[1:2] == (count - 1,)}
-    by_phase = [(kernel, _phase(kernel)) for kernel in kernels]
+    """The kernels of one rank of a layout, on a GPU. `world_size`: that of one model, if None."""
+    found = trace_rank(config, rank, world_size or size_of_model(config), lines=True)
+    passes = [(op, each) for chunk in found.chunks for op, each in chunk.passes.items()]
     return Trace(
-        forward=[kernel for kernel, phase in by_phase if phase in last and phase[0] == "F"],
-        backward=[kernel for kernel, phase in by_phase if phase in last and phase[0] in "BIW"],
-        optimizer=[kernel for kernel, phase in by_phase if len(phase) == 1],
-        kept_bytes=kept,
-        parameters=parameters,
+        forward=[kernel for op, each in passes if op == "F" for kernel in kernels(each.events)],
+        backward=[kernel for op, each in passes if op != "F" for kernel in kernels(each.events)],
+        optimizer=kernels(found.end.events),
+        kept_bytes=sum(chunk.kept_bytes for chunk in found.chunks),
+        parameters=found.parameters,
     )
-
-
-def kept_bytes(run: Run, config: Config) -> int:
-    """The bytes of the activations that the forward of the last chunk keeps, each storage once."""
-    own = {parameter.untyped_storage()._cdata for parameter in run.params.values()}
-    kept: dict[int, int] = {}
-
-    def pack(x: Tensor) -> Tensor:
-        storage = x.untyped_storage()
-        if storage._cdata not in own:
-            kept[storage._cdata] = storage.nbytes()
-            alive.append(x)  # a freed storage would give its number to another one
-        return x
-
-    alive: list[Tensor] = []
-    message, batch = message_of(config, empty_batch(config), META), empty_batch(config)
-    is_first = len(run.model) == run.ctx.pp.size == 1
-    hidden = () if is_first else (torch.empty(message.shape, dtype=message.dtype, device=META, requires_grad=True),)
-    with saved_tensors_hooks(pack, lambda x: x):
-        alive.append(run.ddp.module(len(run.model) - 1)(batch.tokens, batch.labels, *hidden))
-    return sum(kept.values())
 
 
 def size_of_model(config: Config) -> int:
     """The number of ranks that hold one model."""
     return config.parallel.tensor * config.parallel.context * config.parallel.pipeline
-
-
-def _phase(kernel: Kernel) -> tuple[str, int] | tuple[str]:
-    """Operation and micro-batch of a kernel's action, or the name of another phase."""
-    op, number = kernel.phase[:1], kernel.phase[1:].partition(".")[0]
-    return (op, int(number)) if op in {*"FBIW"} and number.isdigit() else (kernel.phase,)
 
 
 def seconds(kernel: Kernel, device: Device) -> float:

@@ -214,16 +214,8 @@ def test_every_device_has_a_profile(name):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--device", "h800"], "--device h800 is unknown; use h100, h200, b200, a100, l40s, 4090, v100 or cpu"),
+        (["--device", "h800"], "--device h800 is unknown; use h100, h200, b200, mi300x, a100, l40s, 4090, v100 or cpu"),
         (["--attention", "fast"], "--attention fast is unknown; use flash2 or cudnn"),
-        (
-            ["parallel.ddp=deepspeed"],
-            "parallel.ddp is deepspeed, which cannot be traced; use local with optim.distributed",
-        ),
-        (
-            ["parallel.context=2", "model.attention_dropout=0"],
-            "parallel.context_mode is ring, which cannot be traced; use all_gather or ulysses",
-        ),
         (["train.precision=fp64"], "--device h100 has no profile for train.precision fp64; use bf16, fp16, fp32"),
         (["--rank", "2"], "--rank 2: one model of this layout has ranks 0 to 0; choose one of them"),
         (["--out", "x.jpg"], "x.jpg: unknown picture format; use a name that ends in .png or .svg"),
@@ -244,10 +236,25 @@ def test_an_encoder_with_both_losses_can_be_traced():
     assert trace_step(config).kept_bytes > 0
 
 
-def test_relative_positions_have_no_kernel():
+@pytest.mark.parametrize("mode", ["ring", "all_gather", "ulysses"])
+def test_context_parallel_attention_is_traced_in_every_mode(mode):
+    """The parts of a sequence together do the work of the full one."""
+    full = case("gpt-125m", num_layers=1)
+    halved = full.model_copy(update={"parallel": full.parallel.model_copy(update={"context": 2, "context_mode": mode})})
+    flops = [
+        sum(kernel.flops for kernel in trace_step(config).forward if kernel.kind == "attention forward")
+        for config in (full, halved)
+    ]
+    assert flops[1] == pytest.approx(flops[0] / 2)
+
+
+def test_relative_positions_add_a_bias_to_the_scores():
     config = case("gpt-125m", num_layers=1, position="relative", architecture="encoder_decoder")
-    with pytest.raises(ConfigError, match=r"model\.position is relative: the roofline has no kernel for biases"):
-        trace_step(config)
+    with_bias, without = (
+        sum(kernel.bytes for kernel in trace_step(each).forward if kernel.kind == "attention forward")
+        for each in (config, case("gpt-125m", num_layers=1, architecture="encoder_decoder"))
+    )
+    assert with_bias > without
 
 
 def test_the_command_prints_times_lines_and_draws_a_picture(tmp_path):
