@@ -77,10 +77,10 @@ class Operation(NamedTuple):
 
 
 class Wait(NamedTuple):
-    """This rank needs the results of the first `count` operations of a communicator, of those started so far."""
+    """This rank needs the results of the first operations of a communicator: `awaited` of the `started` ones."""
 
     communicator: Communicator
-    count: int
+    awaited: int
     started: int
 
 

@@ -1,8 +1,8 @@
 """The plan of a job: memory, communication and time of a step, counted from the real code of a few of its ranks.
 
-Ranks of one pipeline stage do the same work, and so do stages with the same layers, so a job of thousands of ranks needs
-the traces of two or three. Counts are exact. Times are predictions: each pass as `timing.py` plays it, passes in the
-order of the schedule, and after a rank's last backward what is left of its sums, the optimizer and the gathering of
+Ranks of one pipeline stage do the same work, and so do stages with the same layers, so a job of thousands of ranks
+needs the traces of two or three. Counts are exact. Times are predictions: each pass as `timing.py` plays it, passes in
+the order of the schedule, and after a rank's last backward what is left of its sums, the optimizer and the gathering of
 weights, as far as the next forward waits for it.
 """
 
@@ -106,16 +106,9 @@ class Plan:
     @cached_property
     def hardware_flops(self) -> float:
         """The FLOPs of the kernels of a step on all ranks."""
-        of_rank = [
-            sum(
-                event.flops
-                for chunk in trace.chunks
-                for each in chunk.passes.values()
-                for event in kernels(each.events)
-            )
-            for trace in self.traces
-        ]
-        return sum(of_rank) * self.num_microbatches * self.grid.tp * self.grid.cp * self.grid.dp
+        passes = [each for trace in self.traces for chunk in trace.chunks for each in chunk.passes.values()]
+        of_ranks = sum(kernel.flops for each in passes for kernel in kernels(each.events))
+        return of_ranks * self.num_microbatches * self.grid.tp * self.grid.cp * self.grid.dp
 
     @cached_property
     def traffic(self) -> list[list[Traffic]]:
@@ -209,9 +202,8 @@ def make_plan(config: Config, world_size: int, machines: Machines) -> Plan:
     """The plan of a job on so many ranks. Raises ConfigError for a config that cannot run on them."""
     validate(config, world_size)
     grid = grid_of(config, world_size)
-    return Plan(
-        config, grid, machines, traces_of(config, grid, fusion="off" if machines.device.name == "cpu" else "on")
-    )
+    fusion = "off" if machines.device.name == "cpu" else "on"
+    return Plan(config, grid, machines, traces_of(config, grid, fusion=fusion))
 
 
 def traces_of(config: Config, grid: Grid, *, fusion: str) -> list[RankTrace]:
@@ -231,14 +223,12 @@ def _work_of(config: Config, pp: int, rank: int) -> object:
     """What makes the work of pipeline ranks differ: the kinds of their layers, and the ends of the model."""
     model, layers = config.model, stage_layers(config.model, config.parallel)
     last = len(layers) - 1
-    return tuple(
-        (
-            stage == 0,
-            stage == last,
-            *((layer < model.encoder_layers, model.window_of(layer)) for layer in layers[stage]),
-        )
-        for stage in range(rank, len(layers), pp)
-    )
+
+    def kind(layer: int) -> tuple[bool, int]:
+        return layer < model.encoder_layers, model.window_of(layer)
+
+    stages = range(rank, len(layers), pp)
+    return tuple((stage == 0, stage == last, tuple(map(kind, layers[stage]))) for stage in stages)
 
 
 def traffic_of(trace: RankTrace, order: list[Action], *, rank: int, pp: int) -> list[Traffic]:

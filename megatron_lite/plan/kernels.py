@@ -17,7 +17,6 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_lite.errors import ConfigError
 from megatron_lite.model import attention_parts, fused
 from megatron_lite.model.core_attention import IMPLEMENTATIONS
 from megatron_lite.model.masks import Mask
@@ -84,9 +83,8 @@ class Recorder(TorchDispatchMode):
         frame = sys._getframe(1)
         where = "" if node is None or is_recomputed(frame) else _line_of_forward(node)
         where = where or package_line(frame)
-        self.events.append(
-            Kernel(self.progress.phase, node is not None, op, kind, launches, bytes, flops, where, shape)
-        )
+        phase, is_backward = self.progress.phase, node is not None
+        self.events.append(Kernel(phase, is_backward, op, kind, launches, bytes, flops, where, shape))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))

@@ -2,16 +2,17 @@
 
 The rank's real run is built over the fake process group on the meta device (`fake_world.py`). Each chunk then runs its
 passes, as the pipeline engine would run them, once as a micro-batch between others and once as the last one, which
-starts the sums over dp. After them the step ends: sums, gradient norm, optimizer. Dispatch modes record the kernels, the
-communication, and the memory. All micro-batches of a step are alike, so a schedule of any length follows from these.
+starts the sums over dp. After them the step ends: sums, gradient norm, optimizer. Dispatch modes record kernels,
+communication and memory. All micro-batches of a step are alike, so a schedule of any length follows from these.
 """
 
 from contextlib import nullcontext
+from functools import partial
 from math import prod
 from typing import NamedTuple
 
 import torch
-from torch.autograd.graph import get_gradient_edge
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from megatron_lite.config.schema import Config
 from megatron_lite.config.sizes import state_bytes
@@ -84,9 +85,9 @@ def trace_rank(config: Config, rank: int, world_size: int, *, fusion: str = "on"
 
 
 def _traceable(config: Config) -> Config:
-    """The config with an engine that runs on the meta device and sends the same bytes: torch's DDP and DeepSpeed do not.
+    """The config with an engine that runs on the meta device, and sends the same bytes as torch's DDP and DeepSpeed.
 
-    Of these two, the training state is that of `config.sizes`.
+    These two do not run there. Their training state is that of `config.sizes`.
     """
     parallel, stage = config.parallel, config.deepspeed.zero_stage
     if parallel.ddp not in ("torch", "deepspeed"):
@@ -129,9 +130,7 @@ class _Tracer:
             parameters=sum(parameter.numel() for parameter in run.params.values()),
             model_parameters=sum(prod(meta.shape) for meta in run.table.values() if not meta.tied_to),
             state_bytes=state,
-            chunks=[
-                Chunk(passes, last[chunk], *bytes) for chunk, (passes, *bytes) in zip(chunks, between, strict=True)
-            ],
+            chunks=[Chunk(passes, last[at], kept, deferred) for at, (passes, kept, deferred) in enumerate(between)],
             end=end,
             next_forward=following,
             message_bytes=message if run.engine.last_stage else 0,
@@ -145,8 +144,7 @@ class _Tracer:
         return Pass(self.events[start:], peak[0])
 
     def _start_forward(self, chunk: int):
-        """The input of a chunk and the edge of its output in the graph, as the engine keeps them; and the output's shape
-        and dtype."""
+        """A chunk's forward: its input and the edge of its output, as the engine keeps them; the output's shape, dtype."""
         hidden = None
         if chunk or self.run.ctx.pp.rank:
             hidden = torch.empty(self.message.shape, dtype=self.message.dtype, device=META, requires_grad=True)
@@ -161,16 +159,16 @@ class _Tracer:
         state: list = []
         passes["F"] = self._recorded(lambda: state.append(self._start_forward(chunk)))
         (hidden, edge, shape, dtype), kept = state.pop(), live.live - before
-        jobs = {}
+        jobs: dict[torch.Tensor, weight_grads.Job] = {}
 
-        def backward() -> None:
-            nonlocal jobs
+        def backward(edge: GradientEdge) -> None:
             grad = torch.empty(shape, dtype=dtype, device=META)
-            with weight_grads.deferred() if self.splits else nullcontext({}) as jobs:
+            with weight_grads.deferred() if self.splits else nullcontext({}) as found:
                 torch.autograd.backward(edge, grad)  # type: ignore[arg-type]
+            jobs.update(found)
 
         run.ddp.begin_backward(chunk, is_last=is_last and not self.splits)
-        passes["I" if self.splits else "B"] = self._recorded(backward)
+        passes["I" if self.splits else "B"] = self._recorded(partial(backward, edge))
         del hidden, edge
         if not self.splits:
             return passes, kept, 0

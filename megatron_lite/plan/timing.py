@@ -48,8 +48,8 @@ def play(events: Iterable[Event], machines: Machines) -> Played:
 
 
 def _wait(wait: Wait, ends: list[float], played: Played, group: str) -> None:
-    """Operations before these events have ended; `wait.count` counts them too, so it is taken from the end."""
-    place = len(ends) - 1 - (wait.started - wait.count)
-    if 0 <= place and ends[place] > played.seconds:
+    """Let the wait's last operation end. It is counted from the newest one: older ones may not be in `ends`."""
+    place = len(ends) - 1 - (wait.started - wait.awaited)
+    if place >= 0 and ends[place] > played.seconds:
         played.exposed[group] += ends[place] - played.seconds
         played.seconds = ends[place]

@@ -11,7 +11,6 @@ import torch
 
 from megatron_lite.config.flops import flops_per_token
 from megatron_lite.config.schema import Config
-from megatron_lite.errors import ConfigError
 from megatron_lite.plan.devices import NAMES, device_of
 from megatron_lite.plan.fake_world import ReadsZeros, empty_batch, fake_rank
 from megatron_lite.plan.kernels import Kernel, Recorder, _adamw_step, on_gpu
