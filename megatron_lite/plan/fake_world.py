@@ -42,6 +42,7 @@ def fake_rank(config: Config, rank: int, world_size: int, device: torch.device =
     assert not dist.is_initialized(), "a process has one process group"
     if config.model.vocab_size:  # the tokenizer's files may be elsewhere
         config = config.model_copy(update={"data": config.data.model_copy(update={"tokenizer": ""})})
+    hook = sys.excepthook  # torch adds the rank to every error of the process
     dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
     try:
         with ReadsZeros(), _engines_on_meta(config.parallel.ddp):
@@ -49,6 +50,7 @@ def fake_rank(config: Config, rank: int, world_size: int, device: torch.device =
             yield build_run(config, ctx, seed_everything(config.run.seed, ctx))
     finally:
         dist.destroy_process_group()
+        sys.excepthook = hook
 
 
 @contextmanager
