@@ -15,6 +15,7 @@ from megatron_lite.cli.evaluate import evaluate
 from megatron_lite.cli.generate import generate
 from megatron_lite.cli.index import index
 from megatron_lite.cli.inspect import inspect
+from megatron_lite.cli.plan import plan
 from megatron_lite.cli.plot import plot
 from megatron_lite.cli.preprocess import preprocess
 from megatron_lite.cli.presets import presets
@@ -48,6 +49,7 @@ COMMANDS = (
     plot,
     compare,
     schedule,
+    plan,
     roofline,
     presets,
     config,

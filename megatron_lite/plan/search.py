@@ -1,12 +1,12 @@
 """The fastest layout of a job that fits into memory, by estimates of all legal ones.
 
-A layout's time and memory follow from the costs of its stages (`costs.py`) and from the closed form of its schedule; the
-best ones are then simulated. The estimates are those of `estimate.py`, but for the last micro-batch and the end of a
-step, where here the bytes of gradients and weights count instead of each bucket.
+A layout's time and memory follow from the costs of its stages (`costs.py`) and from the closed form of its schedule.
+The best ones are then simulated. The estimates are those of `estimate.py`, but for the last micro-batch and the end of
+a step, where here the bytes of gradients and weights count instead of each bucket.
 Source of the closed forms: Narayanan et al., arXiv 2104.04473, sections 2 and 3; zb-h1: arXiv 2401.10241, section 2.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import product
@@ -131,6 +131,7 @@ class Search:
     world_size: int
     machines: Machines
     table: CostTable = field(init=False)
+    num_estimates: int = 0
 
     def __post_init__(self) -> None:
         self.table = CostTable(self.config, self.machines)
@@ -196,6 +197,7 @@ class Search:
 
     def estimate(self, layout: Layout) -> Estimate:
         """Time and memory by closed forms."""
+        self.num_estimates += 1
         return _Estimator(self, layout).estimate()
 
     def simulated(self, estimate: Estimate) -> Estimate:
@@ -282,7 +284,7 @@ class _Estimator:
         layout, pp = self.layout, self.layout.pipeline
         if pp == 1:
             return 0.0
-        by_rank = {rank: costs for rank, costs in self.ranks}
+        by_rank = dict(self.ranks)
         middle = self.ranks[len(self.ranks) // 2][1]
 
         def cost(action: Action, rank: int) -> float:
@@ -406,8 +408,3 @@ def reason(loser: Estimate, best: Estimate) -> str:
 def changes(before: Layout, after: Layout) -> list[str]:
     """The overrides by which two layouts differ."""
     return [new for old, new in zip(before.overrides(), after.overrides(), strict=True) if old != new]
-
-
-def neighbours(layouts: Iterable[Layout], layout: Layout, most: int) -> list[Layout]:
-    """The layouts that differ in at most so many fields."""
-    return [each for each in layouts if 0 < len(changes(layout, each)) <= most]

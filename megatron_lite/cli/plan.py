@@ -1,0 +1,238 @@
+"""`megatron-lite plan`: memory, communication, time and the best layout of a job, before a GPU is booked."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from megatron_lite.cli.options import ConfigFile, Overrides
+from megatron_lite.errors import ConfigError
+
+if TYPE_CHECKING:
+    from megatron_lite.config.schema import Config
+    from megatron_lite.plan.estimate import Plan
+    from megatron_lite.plan.links import Machines
+    from megatron_lite.plan.report import Budget
+
+
+def plan(
+    config: ConfigFile = None,
+    overrides: Overrides = None,
+    nnodes: Annotated[int, typer.Option("--nnodes", min=1, metavar="N", help="Number of machines.")] = 1,
+    nproc_per_node: Annotated[
+        int, typer.Option("--nproc-per-node", min=1, metavar="N", help="Number of ranks on each machine.")
+    ] = 8,
+    device: Annotated[
+        str,
+        typer.Option(
+            "--device",
+            metavar="NAME|FILE",
+            help="h100, h200, b200, mi300x, a100, l40s, 4090, v100, cpu (this machine), or a profile of --calibrate.",
+        ),
+    ] = "h100",
+    tokens: Annotated[
+        str,
+        typer.Option("--tokens", metavar="T", help="Tokens of the training: 300B; default: of train.iterations."),
+    ] = "",
+    price: Annotated[
+        float | None, typer.Option("--price", min=0, metavar="DOLLARS", help="Dollars for one GPU and hour.")
+    ] = None,
+    max_memory: Annotated[
+        str,
+        typer.Option("--max-memory", metavar="SIZE", help="Memory of a device: 80GB; default: the device's."),
+    ] = "",
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")] = False,
+    html: Annotated[Path | None, typer.Option("--html", metavar="FILE", help="Also write the plan as a page.")] = None,
+    rank: Annotated[
+        int | None,
+        typer.Option("--rank", min=0, metavar="N", help="List the communication of one step of this rank, in order."),
+    ] = None,
+    search: Annotated[
+        bool, typer.Option("--search", help="Find the fastest layout that fits, for this model and global batch.")
+    ] = False,
+    out: Annotated[
+        Path | None, typer.Option("--out", metavar="FILE", help="With --search: write the best config as YAML.")
+    ] = None,
+) -> None:
+    """Predict memory, communication, step time and cost of a training job, without its GPUs.
+
+    The real code of one rank of each pipeline stage runs on tensors without memory. Bytes and FLOPs are counted; times
+    are predicted from the rates of the device. With --search, the fastest of all legal layouts is found.
+    """
+    from megatron_lite.config.load import load_config
+    from megatron_lite.plan.report import Budget
+
+    settings = with_vocabulary(load_config(config, overrides or []))
+    machines = machines_of(device, settings, nproc_per_node)
+    world_size = nnodes * nproc_per_node
+    limit = size_of(max_memory) if max_memory else machines.device.memory_bytes
+    if search:
+        return _search(settings, world_size, machines, limit, out, as_json=as_json)
+    if out is not None:
+        raise ConfigError("--out is for --search; use --json or --html for a plan")
+    from megatron_lite.plan.estimate import make_plan
+
+    found = make_plan(settings, world_size, machines)
+    if rank is not None:
+        return _one_rank(found, rank, as_json=as_json)
+    total = float(settings.train.iterations * found.tokens) if not tokens else number_of(tokens, "--tokens")
+    budget = Budget(total, price, limit)
+    _print_plan(found, budget, as_json=as_json)
+    if html is not None:
+        _write_page(found, html, str(config or "defaults"))
+
+
+def with_vocabulary(config: "Config") -> "Config":
+    """The config with the size of its vocabulary, from the tokenizer where it is not given."""
+    from megatron_lite.config.validate import missing_vocabulary, raise_any, with_vocab_size
+
+    raise_any(missing_vocabulary(config))
+    if config.model.vocab_size:
+        return config
+    from megatron_lite.data.tokenizer import build_tokenizer
+
+    return with_vocab_size(config, build_tokenizer(config.data.tokenizer).vocab_size)
+
+
+def machines_of(device: str, config: "Config", nproc_per_node: int) -> "Machines":
+    """The machines of a device by its name."""
+    from megatron_lite.parallel.dtypes import PRECISIONS
+    from megatron_lite.plan.devices import device_of
+    from megatron_lite.plan.links import Machines
+
+    return Machines(device_of(device, dtype=PRECISIONS[config.train.precision]), nproc_per_node)
+
+
+UNITS = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
+
+
+def number_of(text: str, option: str) -> float:
+    """A number such as 3e11 or 300B."""
+    digits = text.rstrip("kKmMbBtT")
+    try:
+        value = float(digits) * UNITS[text[len(digits) :].lower()]
+    except (ValueError, KeyError):
+        value = -1.0
+    if not 0 < value < float("inf"):
+        raise ConfigError(f"{option} {text} is not a number above 0; use for example 3e11 or 300B")
+    return value
+
+
+def size_of(text: str) -> float:
+    """Bytes, from a size such as 80GB or 80GiB; a number alone is in GB."""
+    units = {"": 1e9, "gb": 1e9, "gib": 2.0**30, "mb": 1e6, "mib": 2.0**20, "tb": 1e12}
+    digits = text.rstrip("bBiIgGmMtT ")
+    try:
+        value = float(digits) * units[text[len(digits) :].strip().lower()]
+    except (ValueError, KeyError):
+        value = -1.0
+    if not 0 < value < float("inf"):
+        raise ConfigError(f"--max-memory {text} is not a size; use for example 80GB")
+    return value
+
+
+def _print_plan(found: "Plan", budget: "Budget", *, as_json: bool) -> None:
+    import json
+
+    from megatron_lite.cli.inspect import aligned
+    from megatron_lite.plan.report import as_dict, communication_table, memory_table, ranks_of, summary
+
+    if as_json:
+        typer.echo(json.dumps(as_dict(found, budget), indent=1))
+        return
+    typer.echo("\n".join([*summary(found, budget), "", *aligned(memory_table(found)), ""]))
+    typer.echo(f"communication of {ranks_of(found, found.fullest)} in a step:")
+    typer.echo("\n".join(aligned(communication_table(found.traffic[found.fullest]))))
+    if found.peak_memory > budget.memory:
+        typer.echo("\n".join(["", *_changes_that_fit(found, budget)]))
+
+
+def _changes_that_fit(found: "Plan", budget: "Budget") -> list[str]:
+    """Lines with the smallest changes of the layout that fit, the fastest first."""
+    from megatron_lite.cli.inspect import aligned
+    from megatron_lite.plan.fitting import changes_that_fit
+
+    options = changes_that_fit(found, budget.memory)
+    if not options:
+        return ["no layout that differs in up to three fields fits; use more GPUs, or a shorter sequence"]
+    rows = [("change", "GB", "step")]
+    for option in options:
+        rows.append((" ".join(option.changes), f"{option.memory / 1e9:.1f}", f"{option.slowdown:+.1%}"))
+    return ["smallest changes that fit, with the change of the step's time:", *aligned(rows)]
+
+
+def _write_page(found: "Plan", path: Path, title: str) -> None:
+    from megatron_lite.files import atomic_write
+    from megatron_lite.plan.page import page
+
+    atomic_write(path, page(found, title))
+    typer.echo(f"page in {path}")
+
+
+def _one_rank(found: "Plan", rank: int, *, as_json: bool) -> None:
+    """Print the communication of a recorded step of one rank, and compare it with the table."""
+    import json
+
+    from megatron_lite.cli.inspect import aligned
+    from megatron_lite.plan.communication import record_step
+    from megatron_lite.plan.links import tensor_bytes
+    from megatron_lite.plan.report import rank_table, totals
+
+    world = found.grid.world_size
+    if rank >= world:
+        raise ConfigError(f"--rank {rank}: this job has ranks 0 to {world - 1}; choose one of them")
+    place = found.grid.coordinates(rank)
+    operations = record_step(found.config, rank, world, num_microbatches=found.num_microbatches)
+    recorded = totals((each.name, 1, tensor_bytes(each)) for each in operations)
+    planned = totals((row.operation, row.count, row.tensor_bytes) for row in found.traffic[place["pp"]])
+    rows = rank_table(operations)
+    if as_json:
+        keys = rows[0]
+        listed: list[dict[str, Any]] = [dict(zip(keys, row, strict=True)) for row in rows[1:]]
+        typer.echo(json.dumps({"rank": rank, "place": place, "operations": listed, "totals": recorded}, indent=1))
+    else:
+        where = ", ".join(f"{axis} {at}" for axis, at in place.items())
+        typer.echo("\n".join([f"one step of rank {rank} ({where}), in order:", *aligned(rows)]))
+        for name, (count, size) in recorded.items():
+            typer.echo(f"{name}: {count:,}, {size:,} bytes of tensors")
+    if recorded != planned:
+        raise AssertionError(f"the table of the plan has {planned}, and the recorded step {recorded}")
+    if not as_json:
+        typer.echo("equal to the plan's table")
+
+
+def _search(
+    config: "Config", world_size: int, machines: "Machines", limit: float, out: Path | None, *, as_json: bool
+) -> None:
+    """Print the ten fastest layouts that fit, and write the config of the first."""
+    import json
+
+    from megatron_lite.cli.inspect import aligned
+    from megatron_lite.config.load import dump_config
+    from megatron_lite.files import atomic_write
+    from megatron_lite.plan.search import Search, changes, find, layout_of, reason
+
+    search = Search(config, world_size, machines)
+    best = find(search, limit)
+    if not best:
+        raise ConfigError(
+            f"no layout of {world_size} ranks fits into {limit / 1e9:,.1f} GB; use more ranks (--nnodes), or "
+            "train.recompute with a smaller train.micro_batch_size"
+        )
+    rows = [("step", "GB", "layout", "slower by", "because of")]
+    for each in best:
+        behind = each.seconds / best[0].seconds - 1
+        why = reason(each, best[0]) if each is not best[0] else ""
+        text = " ".join(field.partition(".")[2] for field in each.layout.overrides())
+        rows.append((f"{each.seconds:.4g} s", f"{each.memory / 1e9:.1f}", text, f"{behind:.1%}", why))
+    settings = best[0].layout.applied(config)
+    if as_json:
+        found = [{"step_seconds": each.seconds, "memory_bytes": each.memory, **vars(each.layout)} for each in best]
+        typer.echo(json.dumps({"layouts": search.num_estimates, "best": found}, indent=1))
+    else:
+        typer.echo(f"{search.num_estimates:,} layouts; the fastest that fit into {limit / 1e9:,.1f} GB:")
+        typer.echo("\n".join(aligned(rows)))
+        typer.echo("use: " + " ".join(changes(layout_of(config), best[0].layout)))
+    if out is not None:
+        atomic_write(out, dump_config(settings))
+        typer.echo(f"config in {out}", err=as_json)
