@@ -2,7 +2,7 @@
 
 A stage costs what its layers, the embedding and the head cost, and every layer of a model costs the same. So four
 stages give them all: the first with one layer, one in the middle with one layer and one with two, the last with one.
-Kernels and tensors grow linearly with the micro-batch, so traces with two and four sequences give every larger size.
+Kernels and tensors grow linearly with the micro-batch, so traces with two and four sequences give every size.
 """
 
 from collections.abc import Iterable
@@ -17,7 +17,7 @@ from megatron_lite.plan.links import Machines
 from megatron_lite.plan.stage import Chunk, Event, trace_passes
 from megatron_lite.plan.timing import play
 
-BASES = (2, 4)  # sizes of a micro-batch; with one sequence some kernels are missing, such as sums over the batch
+BASES = (2, 4)  # sequences of a micro-batch; with one, some kernels are missing, such as sums over the batch
 
 
 class Cost(NamedTuple):
@@ -44,13 +44,15 @@ class Parts(NamedTuple):
     layer: Cost
     first: Cost
     last: Cost
+    tied: float  # parameters that first and last share, if they are one stage
 
     def stage(self, layers: int, *, is_first: bool, is_last: bool) -> Cost:
         """The cost of a stage. Its forward's peak is at its end, when it keeps everything."""
         cost = Cost().plus(self.layer, layers)
         for part, present in ((self.first, is_first), (self.last, is_last)):
             cost = cost.plus(part) if present else cost
-        return cost._replace(forward_peak=max(cost.forward_peak, cost.kept))
+        shared = self.tied if is_first and is_last else 0.0
+        return cost._replace(forward_peak=max(cost.forward_peak, cost.kept), parameters=cost.parameters - shared)
 
 
 @dataclass(frozen=True)
@@ -62,7 +64,8 @@ class Work:
     context_mode: str
     sequence: bool
     recompute: str
-    splits: bool
+    splits: bool  # backwards in two halves
+    shards: bool = False  # FSDP, which copies what it gathers
 
 
 @dataclass
@@ -77,12 +80,13 @@ class CostTable:
 
     def parts(self, work: Work, micro_batch: int) -> Parts:
         if (work, micro_batch) not in self._parts:
-            sizes = (micro_batch, micro_batch) if micro_batch in (1, *BASES) else BASES
-            low, high = (self._traced(work, size) for size in sizes)
+            low, high = (self._traced(work, size) for size in BASES)
             costs = [self._cost(a, b, micro_batch) for a, b in zip(low, high, strict=True)]
             first, middle, two_layers, last = costs
             layer = two_layers.plus(middle, -1.0)
-            self._parts[work, micro_batch] = Parts(layer, _beside(first, layer), _beside(last, layer))
+            model = self.config.model
+            tied = model.padded_vocab * model.hidden_size / work.tensor if model.tie_embeddings else 0.0
+            self._parts[work, micro_batch] = Parts(layer, _beside(first, layer), _beside(last, layer), tied)
         return self._parts[work, micro_batch]
 
     @cached_property
@@ -92,7 +96,7 @@ class CostTable:
     def _traced(self, work: Work, micro_batch: int) -> list[tuple[Chunk, int]]:
         """The four stages, in order of the model."""
         if (work, micro_batch) not in self._chunks:
-            config, size = self._small(work, micro_batch), work.tensor * work.context
+            config, size = self._small(work, micro_batch), work.tensor * work.context * (8 if work.shards else 1)
             pp = config.parallel.pipeline
             ranks = [trace_passes(config, rank * size, pp * size, fusion=self.fusion) for rank in range(pp)]
             self._chunks[work, micro_batch] = [ranks[stage % pp][stage // pp] for stage in range(4)]
@@ -110,7 +114,7 @@ class CostTable:
             "virtual_pipeline": 1 if work.splits else 2,
             "schedule": "zb-h1" if work.splits else "interleaved",
             "pipeline_layout": (1, 1, 2, 1),
-            "ddp": "local",
+            "ddp": "fsdp" if work.shards else "local",
         }
         train = {"micro_batch_size": micro_batch, "recompute": work.recompute}
         config = self.config
@@ -129,7 +133,9 @@ class CostTable:
         seconds, waits, peaks = {}, 0.0, {}
         for op, of_low in a.passes.items():
             of_high = b.passes[op]
-            played = play(at_batch(of_low.events, of_high.events, micro_batch), self.machines)
+            events = at_batch(of_low.events, of_high.events, micro_batch)
+            within = [event for event in events if not isinstance(event, Operation) or event.group]  # not FSDP's
+            played = play(within, self.machines)
             seconds[op], waits = played.seconds, waits + sum(played.exposed.values())
             peaks[op] = _line(of_low.peak_bytes, of_high.peak_bytes, micro_batch)
         others = [op for op in seconds if op != "F"]
@@ -153,7 +159,7 @@ def _beside(stage: Cost, layer: Cost) -> Cost:
 
 
 def _line(low: float, high: float, micro_batch: int) -> float:
-    """The value at a micro-batch size, on the line through those at the base sizes; `low` where they are equal."""
+    """The value at a micro-batch size, on the line through those at the base sizes."""
     return low + (micro_batch - BASES[0]) * (high - low) / (BASES[1] - BASES[0])
 
 

@@ -6,6 +6,7 @@ a step, where here the bytes of gradients and weights count instead of each buck
 Source of the closed forms: Narayanan et al., arXiv 2104.04473, sections 2 and 3; zb-h1: arXiv 2401.10241, section 2.
 """
 
+from bisect import insort
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -20,16 +21,16 @@ from megatron_lite.parallel.dtypes import PRECISIONS
 from megatron_lite.pipeline.actions import Action
 from megatron_lite.pipeline.schedules import build_schedule
 from megatron_lite.pipeline.simulate import timeline
-from megatron_lite.plan.costs import Cost, CostTable, Work
+from megatron_lite.plan.costs import Cost, CostTable, Parts, Work
 from megatron_lite.plan.links import Machines
 
+IDEAL_BATCH = 8  # sequences; larger products are hardly faster
 SHORTEST = 1024  # tokens of a context-parallel rank; shorter ones would compute less than they send
 ENGINES = {
     "local": {"ddp": "local", "distributed": False},
     "zero1": {"ddp": "local", "distributed": True},
     "fsdp": {"ddp": "fsdp", "distributed": False},
 }
-OPTIMIZER_BYTES = 28  # of a parameter: AdamW reads and writes master and moments, and reads the gradient
 
 
 @dataclass(frozen=True)
@@ -132,6 +133,7 @@ class Search:
     machines: Machines
     table: CostTable = field(init=False)
     num_estimates: int = 0
+    _state: dict[tuple[str, int], float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.table = CostTable(self.config, self.machines)
@@ -195,6 +197,31 @@ class Search:
         """By the rules of `validate`."""
         return not failures(layout.applied(self.config), self.world_size)
 
+    @cached_property
+    def _ideal(self) -> Parts:
+        """The costs without any parallelism, of a large micro-batch."""
+        mode = self.config.parallel.context_mode
+        return self.table.parts(Work(1, 1, mode, sequence=False, recompute="none", splits=False), IDEAL_BATCH)
+
+    def bound(self, layout: Layout) -> float:
+        """A time that no schedule of this layout falls short of: kernels as fast as without parallelism, and bubble."""
+        layers, ideal = self.config.model.num_layers, self._ideal
+        full = ideal.stage(layers, is_first=True, is_last=True)
+        forwards = 2 if layout.recompute == "full" else 1
+        kernels = (full.forward * forwards + full.backward) / IDEAL_BATCH * self.global_batch / self.world_size
+        count = self.global_batch * layout.tensor * layout.context * layout.pipeline / self.world_size
+        shortened = 3 if layout.schedule == "zb-h1" else layout.virtual
+        return kernels * (1 + (layout.pipeline - 1) * layout.micro_batch / count / shortened)
+
+    def least_memory(self, layout: Layout) -> float:
+        """The training state alone, if the parameters were divided evenly; bytes."""
+        full = self._ideal.stage(self.config.model.num_layers, is_first=True, is_last=True)
+        shards = self.world_size // (layout.tensor * layout.pipeline)
+        key = layout.engine, shards
+        if key not in self._state:
+            self._state[key] = sum(state_bytes(layout.applied(self.config), shards).values())
+        return self._state[key] * full.parameters / (layout.tensor * layout.pipeline)
+
     def estimate(self, layout: Layout) -> Estimate:
         """Time and memory by closed forms."""
         self.num_estimates += 1
@@ -220,11 +247,12 @@ class _Estimator:
         self.count = search.global_batch // (self.dp * layout.micro_batch)
         self.ranks = self._ranks()
 
-    def _parts(self, recompute: str):
+    def _parts(self, recompute: str) -> Parts:
         layout = self.layout
         mode = self.search.config.parallel.context_mode
         splits = layout.schedule == "zb-h1"
-        work = Work(layout.tensor, layout.context, mode, layout.sequence, recompute, splits)
+        shards = layout.engine == "fsdp"
+        work = Work(layout.tensor, layout.context, mode, layout.sequence, recompute, splits, shards)
         return self.search.table.parts(work, layout.micro_batch)
 
     def _ranks(self) -> list[tuple[int, list[Cost]]]:
@@ -257,7 +285,7 @@ class _Estimator:
             kernels=count * (times[slowest] - waits),
             waits=count * (waits + gathers),
             bubble=self._bubble(times),
-            end=max(self._end(costs) for _, costs in self.ranks),
+            end=max(self._end(rank, costs) for rank, costs in self.ranks),
         )
 
     def _bubble(self, times: list[float]) -> float:
@@ -332,21 +360,38 @@ class _Estimator:
         scatter = self._ring_seconds(cost.parameters * search.gradient_bytes)
         return max(0.0, gather - cost.forward) + max(0.0, gather + scatter - cost.backward)
 
-    def _end(self, costs: list[Cost]) -> float:
+    def _end(self, rank: int, costs: list[Cost]) -> float:
         """The seconds after the last backward."""
-        search, parameters = self.search, sum(each.parameters for each in costs)
+        search, layout, parameters = self.search, self.layout, sum(each.parameters for each in costs)
         memory = search.machines.device.memory
-        sharded = self.layout.engine != "local"
+        sharded = layout.engine != "local"
         owned = parameters / self._shards if sharded else parameters
-        optimizer = owned * (OPTIMIZER_BYTES + search.gradient_bytes) / memory
-        if self.layout.engine == "fsdp":
+        optimizer = owned * self._optimizer_bytes() / memory + self._tied_seconds(rank)
+        if layout.engine == "fsdp":
             return optimizer
         scatter = self._ring_seconds(parameters * search.gradient_bytes)
         gather = self._ring_seconds(parameters * (search.weight_bytes if sharded else search.gradient_bytes))
-        backward, forward = (sum(each.backward for each in costs), costs[0].forward)
-        if sharded:
-            return optimizer + max(0.0, scatter - backward) + max(0.0, gather - forward)
-        return optimizer + max(0.0, scatter + gather - backward)
+        # The embedding's gradient is complete last, and its weights are needed first.
+        late = self._parts(layout.recompute).first.parameters / parameters if rank == 0 else 0.0
+        backward, forward = sum(each.backward for each in costs), costs[0].forward
+        if not sharded:
+            return optimizer + max(late * (scatter + gather), scatter + gather - backward)
+        return optimizer + max(late * scatter, scatter - backward) + max(late * gather, gather - forward)
+
+    def _optimizer_bytes(self) -> int:
+        """What the end of a step moves for a parameter: the norm reads its gradient; AdamW reads and writes gradient,
+        master and two moments; 16-bit weights are copies of masters."""
+        wide, weight = self.search.gradient_bytes, self.search.weight_bytes
+        return 9 * wide + (wide + weight if weight < wide else 0)
+
+    def _tied_seconds(self, rank: int) -> float:
+        """The sum of the tied embedding's gradient over the first and the last stage."""
+        layout, search, pp = self.layout, self.search, self.layout.pipeline
+        if pp == 1 or rank not in (0, pp - 1):
+            return 0.0
+        size = self._parts(layout.recompute).tied * search.gradient_bytes
+        owned = size / self._shards if layout.engine == "zero1" else size
+        return search.machines.message_seconds(int(owned), (0, search.world_size - search.world_size // pp))
 
     def _memory(self, rank: int, costs: list[Cost]) -> float:
         """The bytes of a pipeline rank at the highest point of a step."""
@@ -354,9 +399,6 @@ class _Estimator:
         of_parameter = sum(state_bytes(layout.applied(search.config), self._shards).values())
         parameters = sum(each.parameters for each in costs)
         total = of_parameter * parameters + search.machines.device.reserved_bytes
-        if layout.engine == "fsdp":  # three units are gathered at a time, and one has full gradients
-            unit = self._parts(layout.recompute).layer.parameters
-            total += unit * (3 * search.weight_bytes + search.gradient_bytes)
         return total + self._activations(rank, costs)
 
     def _activations(self, rank: int, costs: list[Cost]) -> float:
@@ -375,22 +417,23 @@ class _Estimator:
 
 
 def find(search: Search, limit: float, *, most: int = 10) -> list[Estimate]:
-    """The fastest legal layouts whose fullest rank needs at most `limit` bytes; the best of them simulated."""
-    fitting = sorted(_fitting(search, limit), key=lambda each: each.seconds)
-    best: list[Estimate] = []
-    for each in fitting:
-        if len(best) == 3 * most:
+    """The fastest legal layouts whose fullest rank needs at most `limit` bytes; the best of them simulated.
+
+    Layouts come in the order of a lower bound of their time, which needs no trace. The search ends where the bound
+    exceeds the times that it has found. A layout with recomputation is left out where it fits without.
+    """
+    found: list[Estimate] = []
+    fitting: set[Layout] = set()
+    for bound, layout in sorted(((search.bound(each), each) for each in search.layouts()), key=lambda pair: pair[0]):
+        if len(found) >= 2 * most and bound >= found[2 * most - 1].seconds:
             break
-        if search.is_legal(each.layout):
-            best.append(each)
-    return sorted((search.simulated(each) for each in best), key=lambda each: each.seconds)[:most]
-
-
-def _fitting(search: Search, limit: float) -> Iterator[Estimate]:
-    for layout in search.layouts():
-        found = search.estimate(layout)
-        if found.memory <= limit:
-            yield found
+        if replace(layout, recompute="none") in fitting or search.least_memory(layout) > limit:
+            continue
+        estimate = search.estimate(layout)
+        if estimate.memory <= limit and search.is_legal(layout):
+            fitting.add(layout)
+            insort(found, estimate, key=lambda each: each.seconds)
+    return sorted((search.simulated(each) for each in found[: 2 * most]), key=lambda each: each.seconds)[:most]
 
 
 def reason(loser: Estimate, best: Estimate) -> str:

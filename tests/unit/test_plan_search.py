@@ -1,0 +1,150 @@
+"""The search of layouts: its estimates are those of the plan, and its winner is really the fastest that fits."""
+
+from dataclasses import replace
+from functools import cache
+
+import pytest
+
+from megatron_lite.config.schema import Config
+from megatron_lite.errors import ConfigError
+from megatron_lite.plan.costs import CostTable, Work
+from megatron_lite.plan.devices import device_of
+from megatron_lite.plan.estimate import Plan, make_plan
+from megatron_lite.plan.fitting import changes_that_fit
+from megatron_lite.plan.links import Machines
+from megatron_lite.plan.search import Layout, Search, changes, find, layout_of, reason
+
+MODEL = {"num_layers": 12, "hidden_size": 2048, "num_heads": 4, "vocab_size": 51200, "max_position_embeddings": 1024}
+A100 = Machines(device_of("a100"), 8)
+PLAIN = Layout(1, 1, 1, 1, "1f1b", "even", 1, "none", False, "local")
+
+
+def config(layout: Layout, global_batch: int = 64) -> Config:
+    train = {"precision": "bf16", "global_batch_size": global_batch}
+    plain = Config.model_validate({"model": MODEL, "train": train, "data": {"seq_length": 1024}})
+    return layout.applied(plain)
+
+
+@cache
+def small_search() -> Search:
+    """A job of 16 GPUs."""
+    return Search(config(PLAIN), 16, A100)
+
+
+@cache
+def best():
+    return find(small_search(), 80e9)
+
+
+@pytest.mark.parametrize("micro_batch", [1, 2, 3, 8])
+@pytest.mark.parametrize("recompute", ["none", "activation", "full"])
+def test_the_costs_of_small_stages_add_up_to_those_of_large_ones(micro_batch, recompute):
+    """Otherwise the search would rank other models than the one that it plans."""
+    layout = Layout(2, 1, 4, 1, "1f1b", "even", micro_batch, recompute, True, "local")
+    plan = make_plan(config(layout, 48), 8, A100)
+    parts = CostTable(config(layout), A100).parts(Work(2, 1, "ring", True, recompute, False), micro_batch)
+    for stage, trace in enumerate(plan.traces):
+        cost = parts.stage(3, is_first=stage == 0, is_last=stage == 3)
+        (chunk,), durations = trace.chunks, plan.durations[stage]
+        assert cost.forward == pytest.approx(durations["F", 0].seconds, rel=5e-3)  # waits overlap otherwise
+        assert cost.backward == pytest.approx(durations["B", 0].seconds, rel=5e-3)
+        assert cost.kept == pytest.approx(chunk.kept_bytes, rel=1e-3)
+        assert cost.parameters == trace.parameters
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        PLAIN,
+        Layout(1, 1, 1, 1, "1f1b", "even", 4, "full", False, "zero1"),
+        Layout(1, 1, 1, 1, "1f1b", "even", 2, "none", False, "fsdp"),
+        Layout(4, 1, 1, 1, "1f1b", "even", 2, "activation", True, "zero1"),
+        Layout(2, 1, 4, 1, "1f1b", "even", 1, "none", False, "zero1"),
+        Layout(2, 1, 4, 1, "gpipe", "even", 1, "none", True, "local"),
+        Layout(1, 1, 4, 1, "zb-h1", "even", 1, "none", False, "zero1"),
+        Layout(2, 1, 2, 3, "interleaved", "even", 1, "none", True, "zero1"),
+        Layout(1, 1, 4, 1, "1f1b", "balanced", 1, "none", False, "zero1"),
+    ],
+    ids=str,
+)
+def test_an_estimate_is_close_to_the_plan(layout):
+    """The plan has the buckets and the order of everything, which the estimate replaces by sums."""
+    search = small_search()
+    estimate, plan = search.simulated(search.estimate(layout)), make_plan(config(layout), 16, A100)
+    assert estimate.seconds == pytest.approx(plan.step_seconds, rel=0.08)
+    assert estimate.memory == pytest.approx(plan.peak_memory, rel=0.08)
+
+
+def test_no_sampled_layout_is_faster_than_the_winner():
+    search = small_search()
+    layouts = [each for each in list(search.layouts())[::97] if search.is_legal(each)]
+    assert len(layouts) > 10
+    estimates = [search.simulated(search.estimate(layout)) for layout in layouts]
+    fitting = [each.seconds for each in estimates if each.memory <= 80e9]
+    assert best()[0].seconds <= min(fitting)
+
+
+def test_the_ten_best_are_legal_and_in_order():
+    assert len(best()) == 10
+    assert all(small_search().is_legal(each.layout) for each in best())
+    assert [each.seconds for each in best()] == sorted(each.seconds for each in best())
+    assert best()[0].seconds < small_search().estimate(PLAIN).seconds
+
+
+def test_less_memory_gives_other_layouts():
+    limit = 0.6 * best()[0].memory
+    found = find(small_search(), limit, most=3)
+    assert all(each.memory <= limit for each in found)
+    assert found[0].seconds >= best()[0].seconds
+    assert find(small_search(), 1e9) == []
+
+
+def test_a_loser_is_explained_by_the_part_that_grows_the_most():
+    search = small_search()
+    quick = search.estimate(PLAIN)
+    slow = search.estimate(Layout(1, 1, 1, 1, "1f1b", "even", 1, "full", False, "local"))
+    assert reason(slow, quick).startswith("kernels +")
+    piped = search.estimate(Layout(1, 1, 4, 1, "1f1b", "even", 4, "none", False, "local"))
+    assert reason(piped, quick).startswith("bubble +")
+
+
+def test_the_layout_of_a_config_comes_back():
+    layout = Layout(2, 1, 4, 3, "interleaved", "balanced", 2, "full:1", True, "zero1")
+    assert layout_of(config(layout)) == layout
+    assert changes(PLAIN, layout_of(config(PLAIN))) == []
+    plain = config(PLAIN)
+    deepspeed = plain.model_copy(update={"parallel": plain.parallel.model_copy(update={"ddp": "deepspeed"})})
+    assert layout_of(deepspeed).engine == "zero1"  # the default stage
+
+
+def test_changes_that_fit_really_fit():
+    """Each is planned again, with its real passes."""
+    plan = make_plan(config(Layout(1, 1, 1, 1, "1f1b", "even", 4, "none", False, "local")), 16, A100)
+    limit = 0.6 * plan.peak_memory
+    options = changes_that_fit(plan, limit)
+    assert options
+    for option in options[:3]:
+        assert _changed(plan, option.changes).peak_memory <= 1.02 * limit
+    assert [option.slowdown for option in options] == sorted(option.slowdown for option in options)
+    assert changes_that_fit(plan, 1e9) == []
+
+
+def _changed(plan: Plan, overrides: list[str]) -> Plan:
+    """The plan after overrides of a command line."""
+    fields = {override.partition("=")[0].rpartition(".")[2]: override.partition("=")[2] for override in overrides}
+    names = {"tensor": int, "pipeline": int, "micro_batch_size": int, "context": int, "recompute": str}
+    layout = layout_of(plan.config)
+    for name, value in fields.items():
+        if name == "ddp":
+            layout = replace(layout, engine=value)
+        elif name in ("distributed", "sequence"):
+            layout = replace(layout, **({"engine": "zero1"} if name == "distributed" else {"sequence": True}))
+        else:
+            layout = replace(layout, **{name.removesuffix("_size"): names[name](value)})
+    return make_plan(layout.applied(plan.config), 16, A100)
+
+
+def test_a_search_needs_the_global_batch():
+    without = config(PLAIN, 0)
+    with pytest.raises(ConfigError, match=r"train\.global_batch_size is 0, so it would change with the layout"):
+        find(Search(without, 16, A100), 80e9)
