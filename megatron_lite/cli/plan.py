@@ -50,18 +50,25 @@ def plan(
     search: Annotated[
         bool, typer.Option("--search", help="Find the fastest layout that fits, for this model and global batch.")
     ] = False,
+    calibrate: Annotated[
+        bool, typer.Option("--calibrate", help="Measure this machine's CPUs and write their profile; takes a minute.")
+    ] = False,
     out: Annotated[
-        Path | None, typer.Option("--out", metavar="FILE", help="With --search: write the best config as YAML.")
+        Path | None,
+        typer.Option("--out", metavar="FILE", help="File of the best config (--search) or the profile (--calibrate)."),
     ] = None,
 ) -> None:
     """Predict memory, communication, step time and cost of a training job, without its GPUs.
 
     The real code of one rank of each pipeline stage runs on tensors without memory. Bytes and FLOPs are counted; times
     are predicted from the rates of the device. With --search, the fastest of all legal layouts is found.
+    --calibrate measures this machine, for --device cpu.
     """
     from megatron_lite.config.load import load_config
     from megatron_lite.plan.report import Budget
 
+    if calibrate:
+        return _calibrate(out)
     settings = with_vocabulary(load_config(config, overrides or []))
     machines = machines_of(device, settings, nproc_per_node)
     world_size = nnodes * nproc_per_node
@@ -69,7 +76,7 @@ def plan(
     if search:
         return _search(settings, world_size, machines, limit, out, as_json=as_json)
     if out is not None:
-        raise ConfigError("--out is for --search; use --json or --html for a plan")
+        raise ConfigError("--out is for --search and --calibrate; use --json or --html for a plan")
     from megatron_lite.plan.estimate import make_plan
 
     found = make_plan(settings, world_size, machines)
@@ -95,12 +102,48 @@ def with_vocabulary(config: "Config") -> "Config":
 
 
 def machines_of(device: str, config: "Config", nproc_per_node: int) -> "Machines":
-    """The machines of a device by its name."""
+    """The machines of a device, by its name or by a profile of `--calibrate`."""
     from megatron_lite.parallel.dtypes import PRECISIONS
     from megatron_lite.plan.devices import device_of
     from megatron_lite.plan.links import Machines
+    from megatron_lite.plan.measured import default_profile, read_profile
 
-    return Machines(device_of(device, dtype=PRECISIONS[config.train.precision]), nproc_per_node)
+    precision, profile = config.train.precision, default_profile()
+    if device.endswith(".json"):
+        found = read_profile(Path(device), precision, nproc_per_node)
+    elif device == "cpu" and profile.exists():
+        found = read_profile(profile, precision, nproc_per_node)
+    else:
+        found = device_of(device, dtype=PRECISIONS[precision])
+    return Machines(found, nproc_per_node)
+
+
+def _calibrate(out: Path | None) -> None:
+    """Measure the CPUs with 1, 2, 4 ... ranks at once, and write the profile."""
+    import json
+    import os
+
+    from megatron_lite.files import atomic_write
+    from megatron_lite.launch.pool import Ranks
+    from megatron_lite.plan.calibrate import measure_rank, new_profile, profile_of
+    from megatron_lite.plan.measured import default_profile
+
+    path, entries = out or default_profile(), {}
+    pool = Ranks(timeout_seconds=600)
+    try:
+        for precision in ("fp32", "bf16"):
+            for ranks in (1 << power for power in range(1 + (os.cpu_count() or 1).bit_length())):
+                entry = profile_of(pool(ranks, measure_rank, precision), precision)
+                entries[f"{precision} of {ranks}"] = entry
+                best, memory = max(entry["products"].values()) / 1e9, entry["memory"] / 1e9
+                link = f", {entry['link'] / 1e9:.2f} GB/s in sums" if "link" in entry else ""
+                what = "rank alone" if ranks == 1 else "ranks at once, each"
+                typer.echo(f"{precision}, {ranks} {what}: {best:.0f} GFLOP/s in products, {memory:.1f} GB/s{link}")
+    finally:
+        pool.close()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    atomic_write(path, json.dumps(new_profile(entries), indent=1) + "\n")
+    typer.echo(f"profile in {path}; megatron-lite plan --device {'cpu' if out is None else path} reads it")
 
 
 UNITS = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}

@@ -34,9 +34,11 @@ def changes_that_fit(plan: Plan, limit: float, *, most: int = 5) -> list[Option]
             break
         fastest = min((option.slowdown for option in options), default=inf)
         for layout in _changed(search, given, count):
+            if search.least_memory(layout) > limit or search.bound(layout) / now.seconds - 1 >= fastest:
+                continue
             estimate = search.estimate(layout)
             slowdown = estimate.seconds / now.seconds - 1
-            if estimate.memory * scale <= limit and slowdown < fastest:
+            if estimate.memory * scale <= limit and slowdown < fastest and search.is_legal(layout):
                 options.append(Option(changes(given, layout), estimate.memory * scale, slowdown))
     return sorted(options, key=lambda option: option.slowdown)[:most]
 
@@ -49,14 +51,16 @@ def _with_batch(plan: Plan) -> Config:
 
 
 def _changed(search: Search, given: Layout, count: int) -> list[Layout]:
-    """The legal layouts with `count` single changes of the given one."""
+    """The layouts with `count` single changes of the given one, some of which may not be legal."""
     found: dict[Layout, None] = {}
     for chosen in combinations(_single_changes(search, given), count):
         fields = {name for change in chosen for name in change}
         if len(fields) == sum(map(len, chosen)):
             layout = replace(given, **{name: value for change in chosen for name, value in change.items()})
             found[layout] = None
-    return [layout for layout in found if search.is_legal(layout)]
+    return [
+        layout for layout in found if layout.tensor <= search.machines.ranks_per_machine and search.may_be_legal(layout)
+    ]
 
 
 def _single_changes(search: Search, given: Layout) -> list[Change]:

@@ -193,6 +193,14 @@ class Search:
                 if self.config.model.num_layers % (pipeline * virtual) == 0:
                     yield "interleaved", virtual
 
+    def may_be_legal(self, layout: Layout) -> bool:
+        """Whether sizes divide, so that an estimate is possible; `is_legal` has all rules."""
+        size = layout.tensor * layout.context * layout.pipeline
+        if self.world_size % size or self.config.model.num_heads % layout.tensor:
+            return False
+        portion = self.world_size // size * layout.micro_batch
+        return layout.pipeline * layout.virtual <= self.config.model.num_layers and self.global_batch % portion == 0
+
     def is_legal(self, layout: Layout) -> bool:
         """By the rules of `validate`."""
         return not failures(layout.applied(self.config), self.world_size)

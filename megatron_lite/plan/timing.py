@@ -2,7 +2,8 @@
 
 A kernel takes as long as its products, its memory traffic or its launch (`roofline.py`). An operation of communication
 starts when it is called, after earlier ones of its communicator; the kernels behind a wait begin when it has ended. So
-communication that the real code overlaps with computing costs nothing here, until it is longer.
+communication that the real code overlaps with computing costs nothing here, until it is longer. On a measured CPU
+nothing overlaps: Gloo needs the cores.
 """
 
 from collections import defaultdict
@@ -12,6 +13,7 @@ from dataclasses import dataclass, field
 from megatron_lite.plan.communication import Communicator, Operation, Wait
 from megatron_lite.plan.kernels import Kernel
 from megatron_lite.plan.links import Machines
+from megatron_lite.plan.measured import MeasuredDevice
 from megatron_lite.plan.roofline import seconds
 from megatron_lite.plan.stage import Event
 
@@ -28,12 +30,13 @@ class Played:
 
 def play(events: Iterable[Event], machines: Machines) -> Played:
     """The time of these events on one rank, if its peers are always ready."""
+    device = machines.device
     played = Played()
     ends: dict[Communicator, list[float]] = defaultdict(list)
     groups: dict[Communicator, str] = {}
     for event in events:
         if isinstance(event, Kernel):
-            needed = seconds(event, machines.device)
+            needed = device.kernel_time(event) if isinstance(device, MeasuredDevice) else seconds(event, device)
             played.seconds += needed
             played.compute += needed
         elif isinstance(event, Operation):
@@ -42,6 +45,8 @@ def play(events: Iterable[Event], machines: Machines) -> Played:
             ends[event.communicator].append(end)
             played.in_flight = max(played.in_flight, end)
             groups[event.communicator] = event.group
+            if isinstance(device, MeasuredDevice):
+                _wait(Wait(event.communicator, 0, 0), ends[event.communicator], played, event.group)
         else:
             _wait(event, ends[event.communicator], played, groups.get(event.communicator, ""))
     return played

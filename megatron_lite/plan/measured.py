@@ -1,0 +1,100 @@
+"""A CPU as `calibrate.py` has measured it.
+
+A kernel takes the time of its products or of its memory traffic at the measured rates, times a factor for its kind, and
+the time in which Python and torch start it.
+"""
+
+import json
+import os
+from dataclasses import dataclass
+from math import log, log2
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megatron_lite.errors import ConfigError
+from megatron_lite.plan.devices import Device
+from megatron_lite.plan.kernels import Kernel
+
+KINDS = ("product", "attention", "memory", "start")
+CACHED = 2**20  # bytes of a kernel whose tensors a cache holds
+
+
+@dataclass(frozen=True)
+class Measured:
+    """The rates of a rank and the factors of its kernels."""
+
+    products: dict[str, float]  # FLOP/s by the side of a square product
+    attention: list[float]  # FLOP/s, forward and backward
+    memory: float  # bytes/s
+    cache: float
+    factors: dict[str, float]  # by KINDS; that of starts is in seconds
+
+    def base(self, kernel: Kernel) -> tuple[str, float]:
+        """The kind of a kernel, and its time without a factor."""
+        if kernel.kind == "product":
+            return "product", kernel.flops / self._product_rate(kernel)
+        if kernel.kind.startswith("attention"):
+            return "attention", kernel.flops / self.attention[kernel.kind.endswith("backward")]
+        return "memory", kernel.bytes / (self.cache if kernel.bytes < CACHED else self.memory)
+
+    def seconds(self, kernel: Kernel) -> float:
+        kind, base = self.base(kernel)
+        return self.factors[kind] * base + self.factors["start"] * kernel.launches
+
+    def _product_rate(self, kernel: Kernel) -> float:
+        """The rate of a square product of as many FLOPs, between the measured ones."""
+        count = kernel.shape[0] if kernel.shape else 1
+        side = (kernel.flops / 2 / count) ** (1 / 3)
+        sides = sorted((int(size), rate) for size, rate in self.products.items())
+        return float(
+            np.interp(np.log(max(side, 1.0)), [np.log(size) for size, _ in sides], [rate for _, rate in sides])
+        )
+
+
+@dataclass(frozen=True)
+class MeasuredDevice(Device):
+    """A measured CPU. Its collectives run on the cores that compute, so nothing overlaps them."""
+
+    measured: Measured | None = None
+
+    def kernel_time(self, kernel: Kernel) -> float:
+        assert self.measured is not None
+        return self.measured.seconds(kernel)
+
+
+def default_profile() -> Path:
+    """The profile of this machine that `--calibrate` writes and `--device cpu` reads."""
+    cache = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+    return Path(cache) / "megatron-lite" / "machine.json"
+
+
+def read_profile(path: Path, precision: str, ranks: int) -> MeasuredDevice:
+    """The device of a profile, as ranks of a precision see it when so many share the machine.
+
+    Of the numbers of ranks that were measured, the nearest one counts. Raises ConfigError for other files.
+    """
+    remedy = "write one with: megatron-lite plan --calibrate"
+    try:
+        profile = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path}: not a profile of a machine ({error}); {remedy}") from None
+    if not isinstance(profile, dict) or profile.get("format") != 1:
+        raise ConfigError(f"{path}: not a profile of a machine (its format is not 1); {remedy}")
+    counts = [int(key.rpartition(" ")[2]) for key in profile if key.startswith(f"{precision} of ")]
+    if not counts:
+        raise ConfigError(f"{path} has no rates for train.precision {precision}; {remedy}")
+    nearest = min(counts, key=lambda count: (abs(log(count / ranks)), -count))
+    return _device_of(profile[f"{precision} of {nearest}"], nearest)
+
+
+def _device_of(entry: dict[str, Any], ranks: int) -> MeasuredDevice:
+    names = ("products", "attention", "memory", "cache", "factors")
+    measured = Measured(**{name: entry[name] for name in names})
+    best = max(measured.products.values())
+    size = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    latency = entry.get("latency", 1e-4) / (1 + log2(max(ranks, 2)))  # of a whole operation; see Machines.latency
+    links = {"link": entry.get("link", 1e9), "network": 1e8, "link_latency": latency}
+    rates = (best, best, *measured.attention, measured.memory, float(size))
+    return MeasuredDevice("cpu", *rates, **links, reserved_bytes=0, measured=measured)
