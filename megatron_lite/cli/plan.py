@@ -1,5 +1,6 @@
 """`megatron-lite plan`: memory, communication, time and the best layout of a job, before a GPU is booked."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -71,19 +72,20 @@ def plan(
         return _calibrate(out)
     settings = with_vocabulary(load_config(config, overrides or []))
     machines = machines_of(device, settings, nproc_per_node)
-    world_size = nnodes * nproc_per_node
-    limit = size_of(max_memory) if max_memory else machines.device.memory_bytes
+    if max_memory:
+        machines = replace(machines, device=replace(machines.device, memory_bytes=size_of(max_memory)))
+    world_size, limit = nnodes * nproc_per_node, machines.device.memory_bytes
     if search:
         return _search(settings, world_size, machines, limit, out, as_json=as_json)
     if out is not None:
         raise ConfigError("--out is for --search and --calibrate; use --json or --html for a plan")
     from megatron_lite.plan.estimate import make_plan
 
-    found = make_plan(settings, world_size, machines)
+    found = make_plan(settings, world_size, machines, lines=html is not None)
     if rank is not None:
         return _one_rank(found, rank, as_json=as_json)
     total = float(settings.train.iterations * found.tokens) if not tokens else number_of(tokens, "--tokens")
-    budget = Budget(total, price, limit)
+    budget = Budget(total, price)
     _print_plan(found, budget, as_json=as_json)
     if html is not None:
         _write_page(found, html, str(config or "defaults"))
@@ -186,16 +188,16 @@ def _print_plan(found: "Plan", budget: "Budget", *, as_json: bool) -> None:
     typer.echo("\n".join([*summary(found, budget), "", *aligned(memory_table(found)), ""]))
     typer.echo(f"communication of {ranks_of(found, found.fullest)} in a step:")
     typer.echo("\n".join(aligned(communication_table(found.traffic[found.fullest]))))
-    if found.peak_memory > budget.memory:
-        typer.echo("\n".join(["", *_changes_that_fit(found, budget)]))
+    if found.peak_memory > found.device.memory_bytes:
+        typer.echo("\n".join(["", *_changes_that_fit(found)]))
 
 
-def _changes_that_fit(found: "Plan", budget: "Budget") -> list[str]:
+def _changes_that_fit(found: "Plan") -> list[str]:
     """Lines with the smallest changes of the layout that fit, the fastest first."""
     from megatron_lite.cli.inspect import aligned
     from megatron_lite.plan.fitting import changes_that_fit
 
-    options = changes_that_fit(found, budget.memory)
+    options = changes_that_fit(found, found.device.memory_bytes)
     if not options:
         return ["no layout that differs in up to three fields fits; use more GPUs, or a shorter sequence"]
     rows = [("change", "GB", "step")]
@@ -253,7 +255,8 @@ def _search(
     from megatron_lite.cli.inspect import aligned
     from megatron_lite.config.load import dump_config
     from megatron_lite.files import atomic_write
-    from megatron_lite.plan.search import Search, changes, find, layout_of, reason
+    from megatron_lite.plan.layouts import changes, layout_of
+    from megatron_lite.plan.search import Search, find, reason
 
     search = Search(config, world_size, machines)
     best = find(search, limit)

@@ -133,7 +133,7 @@ class Plan:
         """The time of events; FSDP waits for its gathers in torch, so there they must end with the pass."""
         played = play(events, self.machines)
         if self.config.parallel.ddp == "fsdp" and played.in_flight > played.seconds:
-            played.exposed["dp"] += played.in_flight - played.seconds
+            played.exposed["dp_cp"] += played.in_flight - played.seconds
             played.seconds = played.in_flight
         return played
 
@@ -198,15 +198,18 @@ class Plan:
         return self.hardware_flops / (self.step_seconds * self.grid.world_size * self.device.peak)
 
 
-def make_plan(config: Config, world_size: int, machines: Machines) -> Plan:
-    """The plan of a job on so many ranks. Raises ConfigError for a config that cannot run on them."""
+def make_plan(config: Config, world_size: int, machines: Machines, *, lines: bool = False) -> Plan:
+    """The plan of a job on so many ranks. Raises ConfigError for a config that cannot run on them.
+
+    `lines`: kernels of backward have the lines of their forwards; tracing takes longer.
+    """
     validate(config, world_size)
     grid = grid_of(config, world_size)
     fusion = "off" if machines.device.name == "cpu" else "on"
-    return Plan(config, grid, machines, traces_of(config, grid, fusion=fusion))
+    return Plan(config, grid, machines, traces_of(config, grid, fusion=fusion, lines=lines))
 
 
-def traces_of(config: Config, grid: Grid, *, fusion: str) -> list[RankTrace]:
+def traces_of(config: Config, grid: Grid, *, fusion: str, lines: bool) -> list[RankTrace]:
     """The trace of the first rank of each pipeline rank; those with the same layers are traced once."""
     alike: dict[object, RankTrace] = {}
     found = []
@@ -214,7 +217,7 @@ def traces_of(config: Config, grid: Grid, *, fusion: str) -> list[RankTrace]:
         key = _work_of(config, grid.pp, stage)
         rank = grid.rank(pp=stage)
         if key not in alike:
-            alike[key] = trace_rank(config, rank, grid.world_size, fusion=fusion)
+            alike[key] = trace_rank(config, rank, grid.world_size, fusion=fusion, lines=lines)
         found.append(alike[key]._replace(rank=rank))
     return found
 

@@ -7,7 +7,8 @@ from typing import Any
 
 from megatron_lite.config.schema import Config
 from megatron_lite.plan.estimate import Plan
-from megatron_lite.plan.search import Layout, Search, changes, layout_of
+from megatron_lite.plan.layouts import Layout, changes, layout_of
+from megatron_lite.plan.search import Search
 
 MOST_CHANGES = 3
 Change = dict[str, Any]  # fields of a layout that change together

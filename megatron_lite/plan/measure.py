@@ -15,7 +15,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 SIDES = (64, 256, 512, 1024)  # of square products
-REPEATS = 5
+REPEATS, REPEAT_SECONDS = 5, 0.03
 LARGE, SMALL = 2**24, 2**14  # elements of an addition: beyond all caches, and within them
 MESSAGES = (2**12, 2**23)  # bytes of collectives
 
@@ -28,16 +28,25 @@ def measured_rates(dtype_name: str) -> dict[str, Any]:
         "attention": _attention_rates(dtype),
         "memory": _addition_rate(LARGE, dtype),
         "cache": _addition_rate(SMALL, dtype),
-        "operation_seconds": _fastest(_tiny_addition(), 200),
     }
     if dist.is_initialized() and dist.get_world_size() > 1:
         rates["collectives"] = {str(size): _all_reduce_seconds(size) for size in MESSAGES}
     return rates
 
 
-def _fastest(work: Callable[[], object], times: int = 1) -> float:
-    """The median time of a call, of some repeats that begin together on all ranks."""
+def _seconds(work: Callable[[], object]) -> float:
+    """The median time of a call, of some repeats that begin together on all ranks.
+
+    A repeat is longer than the time slices of the system: more ranks than cores take turns.
+    """
     work()
+    start = time.perf_counter()
+    work()
+    times = max(1, round(REPEAT_SECONDS / (time.perf_counter() - start)))
+    if dist.is_initialized():  # a collective needs as many calls on every rank
+        agreed = torch.tensor(times)
+        dist.broadcast(agreed, src=0)
+        times = int(agreed)
     found = []
     for _ in range(REPEATS):
         if dist.is_initialized():
@@ -51,18 +60,12 @@ def _fastest(work: Callable[[], object], times: int = 1) -> float:
 
 def _product_rate(side: int, dtype: torch.dtype) -> float:
     a = torch.randn(side, side).to(dtype)
-    times = max(1, int(2e8 / side**3))
-    return 2 * side**3 / _fastest(lambda: a @ a, times)
+    return 2 * side**3 / _seconds(lambda: a @ a)
 
 
 def _addition_rate(numel: int, dtype: torch.dtype) -> float:
     a, b = (torch.ones(numel, dtype=dtype) for _ in range(2))
-    return 3 * numel * dtype.itemsize / _fastest(lambda: torch.add(a, b, out=a), max(1, LARGE // numel // 4))
-
-
-def _tiny_addition() -> Callable[[], object]:
-    a = torch.ones(4)
-    return lambda: a + a
+    return 3 * numel * dtype.itemsize / _seconds(lambda: torch.add(a, b, out=a))
 
 
 def _attention_rates(dtype: torch.dtype) -> list[float]:
@@ -77,10 +80,10 @@ def _attention_rates(dtype: torch.dtype) -> list[float]:
     def both() -> None:
         forward().sum().backward()
 
-    one, two = _fastest(forward, 4), _fastest(both, 4)
+    one, two = _seconds(forward), _seconds(both)
     return [2 * products / one, 5 * products / max(two - one, 1e-9)]
 
 
 def _all_reduce_seconds(size: int) -> float:
     x = torch.zeros(size // 4)
-    return _fastest(lambda: dist.all_reduce(x), 4)
+    return _seconds(lambda: dist.all_reduce(x))

@@ -96,5 +96,7 @@ def _device_of(entry: dict[str, Any], ranks: int) -> MeasuredDevice:
     size = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     latency = entry.get("latency", 1e-4) / (1 + log2(max(ranks, 2)))  # of a whole operation; see Machines.latency
     links = {"link": entry.get("link", 1e9), "network": 1e8, "link_latency": latency}
-    rates = (best, best, *measured.attention, measured.memory, float(size))
-    return MeasuredDevice("cpu", *rates, **links, reserved_bytes=0, measured=measured)
+    forward, backward = measured.attention
+    attention = {"attention_forward": forward, "attention_backward": backward}
+    memory = {"memory": measured.memory, "memory_bytes": float(size), "reserved_bytes": 0}
+    return MeasuredDevice("cpu", peak=best, product=best, **attention, **memory, **links, measured=measured)

@@ -16,11 +16,10 @@ SMALL = 10**4  # bytes; operations that together send fewer are not printed
 
 @dataclass(frozen=True)
 class Budget:
-    """What a run is given, and what its memory may be."""
+    """The length of a training, and the price of a GPU."""
 
     tokens: float
-    price: float | None  # dollars for a GPU and hour
-    memory: float  # bytes of a device
+    price: float | None = None  # dollars for a GPU and hour
 
     def days(self, plan: Plan) -> float:
         return self.tokens / plan.tokens_per_second / 86400
@@ -35,7 +34,7 @@ def summary(plan: Plan, budget: Budget) -> list[str]:
     return [
         f"layout        {layout_line(plan)}",
         f"model         {plan.parameters:,} parameters with padding; {per_rank(plan)}",
-        f"memory        {memory_line(plan, budget)}",
+        f"memory        {memory_line(plan)}",
         f"step          {step_line(plan)}",
         f"speed         {speed:,.0f} tokens/s, {speed / ranks:,.0f} on each {unit(plan)}; MFU {plan.mfu:.3f}, with "
         f"recomputed FLOPs {plan.hfu:.3f}",
@@ -79,8 +78,8 @@ def ranks_of(plan: Plan, stage: int) -> str:
     return f"rank {first}" if count == 1 else f"ranks {first} to {first + count - 1}"
 
 
-def memory_line(plan: Plan, budget: Budget) -> str:
-    needed, most = plan.peak_memory, budget.memory
+def memory_line(plan: Plan) -> str:
+    needed, most = plan.peak_memory, plan.device.memory_bytes
     verdict = f"fits in {most / 1e9:,.1f} GB" if needed <= most else f"does not fit in {most / 1e9:,.1f} GB"
     beyond = "" if needed <= most else f", {(needed - most) / 1e9:,.1f} GB too much"
     return f"{verdict}: {needed / 1e9:,.1f} GB on the fullest ({ranks_of(plan, plan.fullest)}){beyond}"
@@ -171,8 +170,8 @@ def as_dict(plan: Plan, budget: Budget) -> dict[str, Any]:
         "parameters_by_rank": [trace.parameters for trace in plan.traces for _ in range(stage_size)],
         "memory_bytes": {**fullest, "total": sum(fullest.values()), "rank": plan.traces[plan.fullest].rank},
         "memory_bytes_by_rank": [total for total in totals for _ in range(stage_size)],
-        "memory_limit_bytes": budget.memory,
-        "fits": plan.peak_memory <= budget.memory,
+        "memory_limit_bytes": plan.device.memory_bytes,
+        "fits": plan.peak_memory <= plan.device.memory_bytes,
         "checkpoint_bytes": plan.checkpoint_bytes,
         "flops": {"model": plan.model_flops, "hardware": plan.hardware_flops},
         "communication_bytes": sent_by_group(plan),

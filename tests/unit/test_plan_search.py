@@ -11,8 +11,9 @@ from megatron_lite.plan.costs import CostTable, Work
 from megatron_lite.plan.devices import device_of
 from megatron_lite.plan.estimate import Plan, make_plan
 from megatron_lite.plan.fitting import changes_that_fit
+from megatron_lite.plan.layouts import Layout, changes, layout_of
 from megatron_lite.plan.links import Machines
-from megatron_lite.plan.search import Layout, Search, changes, find, layout_of, reason
+from megatron_lite.plan.search import Search, find, reason
 
 MODEL = {"num_layers": 12, "hidden_size": 2048, "num_heads": 4, "vocab_size": 51200, "max_position_embeddings": 1024}
 A100 = Machines(device_of("a100"), 8)
