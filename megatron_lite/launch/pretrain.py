@@ -10,13 +10,14 @@ from megatron_lite.launch.streams import survive_lost_output
 from megatron_lite.model.build import get_model
 from megatron_lite.optim import lr
 from megatron_lite.plan.data_lines import data_lines
+from megatron_lite.plan.forecast import Forecast
 from megatron_lite.plan.layout_lines import layout_lines
 from megatron_lite.plan.trace import traced_step
 from megatron_lite.training import pretrain as core
 from megatron_lite.training.forward_step import ForwardStep, next_token_loss
 from megatron_lite.training.provider import ModelProvider
-from megatron_lite.training.run import AfterStep, Hooks, LearningRate
-from megatron_lite.training.state import TrainState
+from megatron_lite.training.run import AfterStep, Hooks, LearningRate, Run
+from megatron_lite.training.state import StepReport, TrainState
 
 
 def pretrain(
@@ -48,6 +49,9 @@ def pretrain(
     set_environment(config)
     survive_lost_output(Path(config.run.dir))
     check_tasks(config)
+    forecast = Forecast(config) if model_provider is get_model else None
+    if forecast is not None and (forecast.plan or forecast.problem):
+        after_step = _both(forecast.after_step, after_step)
     hooks = Hooks(
         forward_step=forward_step,
         valid_forward_step=valid_forward_step or forward_step,
@@ -55,11 +59,22 @@ def pretrain(
         after_step=after_step,
         convert_weights=_convert_weights,
         tasks=task_results,
-        layout_lines=layout_lines,
+        layout_lines=lambda run: [*layout_lines(run), *(forecast.lines() if forecast else ())],
         data_lines=data_lines,
         traced_step=traced_step,
     )
     return core.pretrain(config, model_provider, datasets_provider, hooks=hooks, hint=hint)
+
+
+def _both(first: AfterStep, second: AfterStep | None) -> AfterStep:
+    """A function that calls both."""
+
+    def after_step(run: Run, report: StepReport) -> None:
+        first(run, report)
+        if second is not None:
+            second(run, report)
+
+    return after_step
 
 
 def _convert_weights(config: Config) -> str:

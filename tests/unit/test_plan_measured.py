@@ -1,0 +1,115 @@
+"""The profile of a measured CPU, and the forecast of a run."""
+
+import json
+import math
+
+import numpy as np
+import pytest
+
+from megatron_lite.errors import ConfigError
+from megatron_lite.plan.calibrate import KINDS, REFERENCES, _nonnegative, measure_rank, new_profile, profile_of
+from megatron_lite.plan.estimate import make_plan
+from megatron_lite.plan.forecast import Forecast
+from megatron_lite.plan.kernels import Kernel
+from megatron_lite.plan.links import Machines
+from megatron_lite.plan.measured import Measured, read_profile
+from tests.helpers.tiny import tiny_config
+
+ENTRY = {
+    "products": {"64": 5e10, "512": 1e11},
+    "attention": [4e10, 3e10],
+    "memory": 2e10,
+    "cache": 8e10,
+    "factors": {"product": 1.0, "attention": 2.0, "memory": 1.5, "start": 1e-5},
+    "link": 1e9,
+    "latency": 2e-4,
+}
+
+
+def kernel(kind: str, *, flops: int = 0, size: int = 0, shape: tuple[int, ...] = ()) -> Kernel:
+    return Kernel("", False, "op", kind, 1, size, flops, "", shape)
+
+
+def written(tmp_path, **entries):
+    path = tmp_path / "machine.json"
+    path.write_text(json.dumps({"format": 1, **entries}))
+    return path
+
+
+def test_a_kernel_takes_its_base_times_the_factor_and_its_start():
+    measured = Measured(**{name: ENTRY[name] for name in ("products", "attention", "memory", "cache", "factors")})
+    product = kernel("product", flops=2 * 512**3, shape=(1, 512, 512, 512))
+    assert measured.seconds(product) == pytest.approx(2 * 512**3 / 1e11 + 1e-5)
+    middle = 2 * round(math.sqrt(64 * 512)) ** 3
+    assert measured.seconds(kernel("product", flops=middle)) == pytest.approx(middle / 7.5e10 + 1e-5, rel=1e-2)
+    assert measured.seconds(kernel("attention backward", flops=3 * 10**9)) == pytest.approx(0.2 + 1e-5)
+    assert measured.seconds(kernel("memory", size=2 * 10**9)) == pytest.approx(0.15 + 1e-5)
+    assert measured.seconds(kernel("memory", size=8000)) == pytest.approx(1.5e-7 + 1e-5)  # from the cache
+
+
+def test_the_fitted_factors_give_the_measured_times():
+    """Four steps decide four factors but for the weak pull to the usual ones, which is below 3% of a time."""
+    rows = np.array([[1.0, 0.1, 0.5, 2e4], [0.1, 0.2, 0.1, 9e4], [3.0, 1.0, 1.0, 3e4], [0.2, 0.5, 2.0, 1e4]])
+    steps = rows @ np.array([1.2, 0.8, 1.6, 2e-5])
+    assert rows @ _nonnegative(rows, steps) == pytest.approx(steps, rel=0.03)
+
+
+def test_no_factor_is_negative():
+    rows = np.array([[1.0, 0.0, 1.0, 0.0], [1.0, 0.0, 2.0, 0.0], [1.0, 0.0, 3.0, 0.0]])
+    found = _nonnegative(rows, np.array([3.0, 2.0, 1.0]))
+    assert min(found) >= 0
+
+
+def test_the_nearest_number_of_ranks_counts(tmp_path):
+    slow = {**ENTRY, "memory": 1e9}
+    path = written(tmp_path, **{"fp32 of 1": ENTRY, "fp32 of 4": slow})
+    assert read_profile(path, "fp32", 1).memory == 2e10
+    assert read_profile(path, "fp32", 3).memory == 1e9
+    assert read_profile(path, "fp32", 64).memory == 1e9
+
+
+def test_a_missing_precision_is_explained(tmp_path):
+    with pytest.raises(ConfigError, match=r"machine\.json has no rates for train\.precision bf16; write one with"):
+        read_profile(written(tmp_path, **{"fp32 of 1": ENTRY}), "bf16", 1)
+
+
+def test_communication_on_a_cpu_overlaps_nothing(tmp_path):
+    """Gloo computes on the cores that the model needs."""
+    device = read_profile(written(tmp_path, **{"fp32 of 2": ENTRY}), "fp32", 2)
+    plan = make_plan(tiny_config("gpt", parallel__tensor=2), 2, Machines(device, 2))
+    sums = [row for row in plan.traffic[0] if row.group == "tp"]
+    waits = sum(played.exposed["tp"] for played in plan.durations[0].values()) * plan.num_microbatches
+    number = sum(row.count for row in sums)
+    assert waits > 0.9 * number * ENTRY["latency"]
+
+
+def test_a_profile_follows_from_measurements():
+    """One rank here; the command measures more."""
+    answer = measure_rank("fp32")
+    assert len(answer["steps"]) == len(REFERENCES)
+    entry = profile_of([answer, answer], "fp32")
+    assert set(entry["factors"]) == set(KINDS)
+    assert all(rate > 1e6 for rate in [*entry["products"].values(), entry["memory"], *entry["attention"]])
+    assert new_profile({"fp32 of 1": entry})["format"] == 1
+
+
+def test_a_short_run_has_no_forecast():
+    assert Forecast(tiny_config("gpt", train__iterations=5)).lines() == []
+
+
+def test_a_forecast_reports_the_memory_and_needs_rates_for_the_time(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    (line,) = Forecast(tiny_config("gpt", train__iterations=50)).lines()
+    assert line.startswith("plan: ")
+    assert "GB on the fullest rank (rank 0); no time, because the rates of this device are unknown" in line
+    (tmp_path / "megatron-lite").mkdir()
+    written(tmp_path / "megatron-lite", **{"fp32 of 1": ENTRY})
+    (line,) = Forecast(tiny_config("gpt", train__iterations=50)).lines()
+    assert line.endswith("for a step")
+
+
+def test_a_failing_plan_is_reported_and_stops_nothing(monkeypatch):
+    monkeypatch.setattr("megatron_lite.plan.forecast.make_plan", lambda *_: 1 / 0)
+    assert Forecast(tiny_config("gpt", train__iterations=50)).lines() == [
+        "plan: none (ZeroDivisionError: division by zero)"
+    ]
