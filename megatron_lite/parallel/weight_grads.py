@@ -144,6 +144,6 @@ def defer(weight: Tensor, grad: Tensor, x: Tensor, sequence: Group) -> None:
     Communicates: one all-gather of x over `sequence`, when the gradient is computed.
     """
     job = Job(weight, sequence) if _jobs is None else _jobs.setdefault(weight, Job(weight, sequence))
-    job.products += [grad, x.detach()]  # with its graph, x would keep all previous layers alive
+    job.products += [grad.detach(), x.detach()]  # graphs would keep layers alive; grad may be a view of the logits
     if _jobs is None:
         job()

@@ -4,9 +4,11 @@ On the meta device tensors have a size and no memory, so the peak of any rank ca
 """
 
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
 
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -24,16 +26,28 @@ class LiveBytes(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.live = self.peak = 0
-        self._seen: set[int] = set()
+        self._sizes: dict[int, int] = {}  # by storage
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         self._add(leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor))
         return out
 
-    def ignore(self, tensors: Iterable[Tensor]) -> None:
-        """Leave out the memory of tensors that already exist."""
-        self._seen.update(tensor.untyped_storage()._cdata for tensor in tensors)
+    @contextmanager
+    def following_fsdp(self) -> Iterator[None]:
+        """A context in which FSDP's gathered weights count: it frees and allocates the memory of one tensor again."""
+        module = import_module("torch.distributed.fsdp._fully_shard._fsdp_param")
+        with ExitStack() as stack:
+            for name in ("alloc_storage", "free_storage"):
+                stack.enter_context(patch.object(module, name, self._resizing(getattr(module, name))))
+            yield
+
+    def _resizing(self, resize: Callable[[Tensor], None]) -> Callable[[Tensor], None]:
+        def resized(tensor: Tensor) -> None:
+            resize(tensor)
+            self._measure(tensor)
+
+        return resized
 
     @contextmanager
     def peak_of(self) -> Iterator[list[int]]:
@@ -47,22 +61,27 @@ class LiveBytes(TorchDispatchMode):
         for tensor in tensors:
             storage = tensor.untyped_storage()
             key = storage._cdata
-            if key not in self._seen and tensor.is_meta:
-                self._seen.add(key)
-                weakref.finalize(storage, self._freed, key, storage.nbytes())
-                self.live += storage.nbytes()
-                self.peak = max(self.peak, self.live)
+            if key not in self._sizes and tensor.is_meta:
+                self._sizes[key] = 0
+                weakref.finalize(storage, self._freed, key)
+                self._measure(tensor)
 
-    def _freed(self, key: int, size: int) -> None:
-        self._seen.discard(key)
-        self.live -= size
+    def _measure(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        if storage._cdata in self._sizes:
+            self.live += storage.nbytes() - self._sizes[storage._cdata]
+            self._sizes[storage._cdata] = storage.nbytes()
+            self.peak = max(self.peak, self.live)
+
+    def _freed(self, key: int) -> None:
+        self.live -= self._sizes.pop(key)
 
 
 def peak_bytes(trace: "RankTrace", order: Sequence[Action]) -> dict[str, int]:
     """The bytes of a rank at the highest point of a step, by kind, in the order of actions of its schedule.
 
     activations: kept by the micro-batches in flight; temporary: the rest of what the pass at that point allocates;
-    messages: a hidden state and a gradient that neighbours have not received yet.
+    messages: a hidden state and a gradient that neighbours have not received yet, with several chunks two of both.
     """
     kept, highest = 0, (trace.end.peak_bytes, 0, trace.end.peak_bytes)
     for action in order:
@@ -81,5 +100,5 @@ def peak_bytes(trace: "RankTrace", order: Sequence[Action]) -> dict[str, int]:
         **{kind: size for kind, size in trace.state_bytes.items() if size or kind != "buckets"},
         "activations": activations,
         "temporary": temporary,
-        "messages": 2 * trace.message_bytes,
+        "messages": (2 if len(trace.chunks) == 1 else 4) * trace.message_bytes,
     }

@@ -150,7 +150,7 @@ def by_line(kernels: Iterable[Kernel], device: Device) -> list[Row]:
         moved, flops = sum(kernel.bytes for kernel in group), sum(kernel.flops for kernel in group)
         shares = {"memory": moved / device.memory, "launches": launches * device.kernel_seconds}
         bound = max(shares, key=lambda name: shares[name])
-        rows.append(
-            Row(total, op, line, kind, launches, moved, flops, bound if shares[bound] > 0.99 * total else "products")
-        )
+        if flops and shares[bound] <= 0.99 * total:
+            bound = "products"
+        rows.append(Row(total, op, line, kind, launches, moved, flops, bound))
     return sorted(rows, key=lambda row: -row.seconds)

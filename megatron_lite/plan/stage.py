@@ -94,14 +94,20 @@ def _traced(config: Config, rank: int, world_size: int, *, fusion: str, lines: b
     events: list[Event] = []
     recorder, live = Recorder(events), LiveBytes()
     communication = CommunicationRecorder(events)
-    with on_gpu(recorder, lines=lines), communication.recording(), fake_rank(config, rank, world_size) as run, live:
+    with (
+        on_gpu(recorder, lines=lines),
+        communication.recording(),
+        fake_rank(config, rank, world_size) as run,
+        live.following_fsdp() if config.parallel.ddp == "fsdp" else nullcontext(),
+        live,
+    ):
         yield _Tracer(run, events, live, recorder)
 
 
 def _traceable(config: Config) -> Config:
-    """The config with an engine that runs on the meta device, and sends the same bytes as torch's DDP and DeepSpeed.
+    """The config with an engine that runs on the meta device, in place of torch's DDP and DeepSpeed, which do not.
 
-    These two do not run there. Their training state is that of `config.sizes`.
+    The state of these two is that of `config.sizes`. torch's DDP sends the same bytes; DeepSpeed may send more.
     """
     parallel, stage = config.parallel, config.deepspeed.zero_stage
     if parallel.ddp not in ("torch", "deepspeed"):

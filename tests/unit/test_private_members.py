@@ -25,7 +25,7 @@ AGENT = "torch.distributed.elastic.agent.server.local_elastic_agent:LocalElastic
 BACKEND = "torch.distributed.elastic.rendezvous.c10d_rendezvous_backend:C10dRendezvousBackend"
 RENDEZVOUS = "torch.distributed.elastic.rendezvous.dynamic_rendezvous"
 # Private by name only: Python documents them.
-DOCUMENTED = {"_asdict", "_exit"}
+DOCUMENTED = {"_asdict", "_exit", "_make"}
 
 
 class Member(NamedTuple):
@@ -68,7 +68,18 @@ MEMBERS = [
     Member("plan/communication.py", "torch._ops:OpOverload", "_schema"),
     Member("plan/communication.py", "sys", "_getframe"),
     Member("plan/fake_world.py", "sys", "_getframe"),
-    Member("plan/roofline.py", "torch.storage:UntypedStorage", "_cdata"),
+    Member("plan/memory.py", "torch.storage:UntypedStorage", "_cdata"),
+    Member("optim/mixed_precision.py", "torch.storage:UntypedStorage", "_cdata"),
+    Member("plan/memory.py", "torch.distributed.fsdp", "_fully_shard"),
+    Member("plan/memory.py", "torch.distributed.fsdp._fully_shard._fsdp_param", "alloc_storage", "tensor"),
+    Member("plan/memory.py", "torch.distributed.fsdp._fully_shard._fsdp_param", "free_storage", "tensor"),
+    Member(
+        "plan/fake_world.py",
+        "torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPParamGroup",
+        "_validate_no_meta_params",
+        "self",
+    ),
+    Member("plan/fake_world.py", "torch.distributed.fsdp._fully_shard._fully_shard", "_get_device_from_mesh", "mesh"),
     Member("plan/kernels.py", "torch", "_C"),
     Member("plan/kernels.py", "torch._C", "_current_autograd_node"),
     Member("plan/kernels.py", "torch._ops:OpOverload", "_schema"),
