@@ -17,10 +17,13 @@ def roofline(
     overrides: Overrides = None,
     device: Annotated[
         str,
-        typer.Option("--device", metavar="NAME", help="h100, h200, b200, mi300x, a100, l40s, 4090, v100, or cpu: this one."),
+        typer.Option("--device", metavar="NAME", help="h100, h200, b200, mi300x, a100, l40s, 4090, v100 or cpu."),
     ] = "h100",
     attention: Annotated[
-        str, typer.Option("--attention", metavar="KERNEL", help="The attention kernel's rate: cudnn or flash2.")
+        str,
+        typer.Option(
+            "--attention", metavar="KERNEL", help="The attention kernel's rate: cudnn, flash2, or stored scores."
+        ),
     ] = "cudnn",
     rank: Annotated[
         int, typer.Option("--rank", min=0, metavar="N", help="The rank of one model's tp x cp x pp ranks to trace.")

@@ -9,7 +9,7 @@ shares of their data sheets, so their predictions are rougher. The CPU is measur
 
 import os
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -19,6 +19,10 @@ from megatron_lite.training.throughput import measured_peak_tflops
 # Of the dense peak in bf16 and of the memory bandwidth in data sheets.
 PRODUCT_SHARE, MEMORY_SHARE = 640 / 989, 2.7 / 3.35
 ATTENTION_SHARES = {"flash2": (300 / 989, 230 / 989), "cudnn": (520 / 989, 400 / 989)}
+# Attention that stores its scores, as before FlashAttention: bytes of 16-bit kernels for each score, forward and
+# backward. The products write or read it, softmax with scale and mask is one kernel, and dropout another with its mask.
+STORED_SCORES = (2 + 4 + 5 + 2, 2 + 5 + 6 + 4 + 2)
+ATTENTIONS = (*ATTENTION_SHARES, "stored")
 
 
 @dataclass(frozen=True)
@@ -38,6 +42,8 @@ class Device:
     link_latency: float = 5e-6
     network_latency: float = 1e-5
     reserved_bytes: float = 1e9  # of the CUDA context, NCCL's buffers and cuBLAS's workspace
+    # Of attention that stores its scores, forward and backward; (0, 0): a fused kernel.
+    score_bytes: tuple[int, int] = field(default=(0, 0), kw_only=True)
 
 
 # Dense TFLOP/s in bf16 (fp16 for the V100) and in fp32 without TF32, memory in TB/s and GB, links of a machine in GB/s
@@ -58,14 +64,14 @@ NAMES = (*DATA_SHEETS, "cpu")
 
 
 def device_of(name: str, *, attention: str = "cudnn", dtype: torch.dtype = torch.bfloat16) -> Device:
-    """The profile of a device in a dtype. `attention` is a key of ATTENTION_SHARES.
+    """The profile of a device in a dtype. `attention` is one of ATTENTIONS.
 
     Raises ConfigError for unknown names, and for fp64 on a GPU.
     """
     if name not in NAMES:
         raise ConfigError(f"--device {name} is unknown; use {', '.join(NAMES[:-1])} or cpu")
-    if attention not in ATTENTION_SHARES:
-        raise ConfigError(f"--attention {attention} is unknown; use {' or '.join(ATTENTION_SHARES)}")
+    if attention not in ATTENTIONS:
+        raise ConfigError(f"--attention {attention} is unknown; use {', '.join(ATTENTION_SHARES)} or stored")
     if name == "cpu":
         return measured_cpu(dtype)
     if dtype == torch.float64:
@@ -73,13 +79,14 @@ def device_of(name: str, *, attention: str = "cudnn", dtype: torch.dtype = torch
             f"--device {name} has no profile for train.precision fp64; use bf16, fp16, fp32 or --device cpu"
         )
     sixteen_bit, fp32, terabytes, gigabytes, link, network = DATA_SHEETS[name]
-    forward, backward = ATTENTION_SHARES[attention]
+    forward, backward = ATTENTION_SHARES.get(attention, (PRODUCT_SHARE, PRODUCT_SHARE))
     peak = (fp32 if dtype == torch.float32 else sixteen_bit) * 1e12
     of_attention = {"attention_forward": peak * forward, "attention_backward": peak * backward}
     memory = terabytes * 1e12 * MEMORY_SHARE
-    links = {"link": link * 1e9 * LINK_SHARE, "network": network * 1e9 * LINK_SHARE}
+    links: dict[str, float] = {"link": link * 1e9 * LINK_SHARE, "network": network * 1e9 * LINK_SHARE}
     size = {"memory": memory, "memory_bytes": gigabytes * 1e9}
-    return Device(name, peak, peak * PRODUCT_SHARE, **of_attention, **size, **links)
+    found = Device(name, peak, peak * PRODUCT_SHARE, **of_attention, **size, **links)
+    return replace(found, score_bytes=STORED_SCORES) if attention == "stored" else found
 
 
 def measured_cpu(dtype: torch.dtype) -> Device:

@@ -43,7 +43,8 @@ class Kernel(NamedTuple):
     bytes: int
     flops: int
     line: str  # file:line in the package; in backward that of the operation's forward
-    shape: tuple[int, ...] = ()  # of a product: number of products, rows, columns and summed elements
+    # Of a product its number, rows, columns and summed elements; of attention those of its scores.
+    shape: tuple[int, ...] = ()
 
 
 class Recorder(TorchDispatchMode):
@@ -282,7 +283,8 @@ def _attention_forward(
         lse = query.new_empty(query.shape[:3], dtype=torch.float32)
     read = [query, key, value] if bias is None else [query, key, value, bias]
     moved, products = sum(map(touched_bytes, [*read, out])), 2 * query.numel() * _mean_keys(mask, key.shape[2])
-    recorder.add("attention", kind="attention forward", bytes=moved, flops=2 * products)
+    shape = (query.shape[0] * query.shape[1], query.shape[2], key.shape[2], query.shape[3])
+    recorder.add("attention", kind="attention forward", bytes=moved, flops=2 * products, shape=shape)
     return out, lse
 
 
@@ -302,7 +304,9 @@ def _attention_backward(
         grads = [torch.empty_like(tensor) for tensor in inputs]
     moved, products = sum(map(touched_bytes, (*inputs, out, grad, *grads))), 2 * query.numel()
     products *= _mean_keys(mask, key.shape[2])
-    recorder.add("attention", kind="attention backward", bytes=moved, flops=5 * products, launches=3)
+    shape = (query.shape[0] * query.shape[1], query.shape[2], key.shape[2], query.shape[3])
+    work = {"kind": "attention backward", "flops": 5 * products, "launches": 3, "shape": shape}
+    recorder.add("attention", bytes=moved, **work)
     return tuple(grads)
 
 

@@ -1,7 +1,7 @@
 """How long communication takes: the bytes that each rank sends, over the speed of the links between its group's ranks.
 
-Ranks are placed on machines in order, so many to a machine. A group within one machine uses its links (NVLink); a larger
-one is as slow as the network, of which each rank has a share. Sums are counted as rings, which send the fewest bytes.
+Ranks are placed on machines in order, so many to a machine. A group within one machine uses its links (NVLink); a
+larger one is as slow as the network, of which each rank has a share. Sums are rings, which send the fewest bytes.
 Source: Patarasuk and Yuan, Bandwidth optimal all-reduce algorithms, J. Parallel Distrib. Comput. 69(2), 2009.
 """
 

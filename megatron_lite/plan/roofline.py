@@ -50,12 +50,23 @@ def size_of_model(config: Config) -> int:
 
 def seconds(kernel: Kernel, device: Device) -> float:
     """The time of a kernel on a device."""
+    is_backward = kernel.kind == "attention backward"
+    if kernel.kind.startswith("attention") and any(device.score_bytes):
+        return _stored_attention(kernel, device, is_backward=is_backward)
     rate = {
         "product": device.product,
         "attention forward": device.attention_forward,
         "attention backward": device.attention_backward,
     }.get(kernel.kind, device.product)
     return max(kernel.flops / rate, kernel.bytes / device.memory, device.kernel_seconds * kernel.launches)
+
+
+def _stored_attention(kernel: Kernel, device: Device, *, is_backward: bool) -> float:
+    """Two products over the full square in forward and four in backward, and the traffic of the scores between them."""
+    count, queries, keys, head = kernel.shape
+    scores = count * queries * keys
+    flops = (8 if is_backward else 4) * scores * head
+    return flops / device.product + device.score_bytes[is_backward] * scores / device.memory
 
 
 @dataclass(frozen=True)

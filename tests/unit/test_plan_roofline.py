@@ -214,7 +214,7 @@ def test_every_device_has_a_profile(name):
     ("arguments", "message"),
     [
         (["--device", "h800"], "--device h800 is unknown; use h100, h200, b200, mi300x, a100, l40s, 4090, v100 or cpu"),
-        (["--attention", "fast"], "--attention fast is unknown; use flash2 or cudnn"),
+        (["--attention", "fast"], "--attention fast is unknown; use flash2, cudnn or stored"),
         (["train.precision=fp64"], "--device h100 has no profile for train.precision fp64; use bf16, fp16, fp32"),
         (["--rank", "2"], "--rank 2: one model of this layout has ranks 0 to 0; choose one of them"),
         (["--out", "x.jpg"], "x.jpg: unknown picture format; use a name that ends in .png or .svg"),

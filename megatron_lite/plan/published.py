@@ -1,0 +1,362 @@
+"""Published tables of large training runs, with the plan's prediction for each row.
+
+The runs are those of other code on other software of their time. The plan counts our kernels and our communication, at
+rates of today's data sheets times one set of shares for each device (`devices.py`).
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, NamedTuple
+
+from megatron_lite.config.schema import Config
+from megatron_lite.plan.devices import device_of
+from megatron_lite.plan.estimate import Plan, make_plan
+from megatron_lite.plan.links import Machines
+from megatron_lite.plan.report import step_parts
+
+VOCABULARY = 51200
+
+
+def gpt(
+    *, heads: int, hidden: int, layers: int, length: int = 2048, vocabulary: int = VOCABULARY, **fields: Any
+) -> dict[str, Any]:
+    """The fields of the papers' GPT: learned positions, tied embeddings, dropout."""
+    sizes = {"num_heads": heads, "hidden_size": hidden, "num_layers": layers, "max_position_embeddings": length}
+    return {**sizes, "vocab_size": vocabulary, "padded_vocab_size": vocabulary, **fields}
+
+
+def planned(
+    sections: dict[str, dict[str, Any]], gpus: int, device: str, *, attention: str = "stored", per_machine: int = 8
+) -> Plan:
+    """The plan of a config, given as its sections. Before 2022, attention stored its scores."""
+    machines = Machines(device_of(device, attention=attention), per_machine)
+    return make_plan(Config.model_validate(sections), gpus, machines)
+
+
+# Narayanan et al., arXiv 2104.04473, Table 1: A100, sequences of 2,048 tokens, fp16, full recomputation. Micro-batches
+# and stages are those of Megatron-LM's examples/academic_paper_scripts/sc21/run_table_1.sh.
+class Narayanan(NamedTuple):
+    """A row of the table."""
+
+    billions: str
+    heads: int
+    hidden: int
+    layers: int
+    tp: int
+    pp: int
+    gpus: int
+    batch: int
+    micro_batch: int
+    chunk_layers: int  # of a virtual stage; 0: stages are not divided
+    tflops: float  # for each GPU
+
+    @property
+    def config(self) -> dict[str, dict[str, Any]]:
+        virtual = self.layers // self.pp // self.chunk_layers if self.chunk_layers else 1
+        return {
+            "model": gpt(heads=self.heads, hidden=self.hidden, layers=self.layers),
+            "parallel": {
+                "tensor": self.tp,
+                "pipeline": self.pp,
+                "virtual_pipeline": virtual,
+                "schedule": "interleaved" if virtual > 1 else "1f1b",
+            },
+            "train": {
+                "precision": "fp16",
+                "micro_batch_size": self.micro_batch,
+                "global_batch_size": self.batch,
+                "recompute": "full",
+            },
+            "data": {"seq_length": 2048},
+        }
+
+    @property
+    def flops(self) -> float:
+        """Of an iteration, by the paper's formula: with recomputation."""
+        tokens, hidden, layers = self.batch * 2048, self.hidden, self.layers
+        return 96 * tokens * layers * hidden**2 * (1 + 2048 / (6 * hidden) + VOCABULARY / (16 * layers * hidden))
+
+    @property
+    def seconds(self) -> float:
+        """The published time of an iteration."""
+        return self.flops / self.gpus / self.tflops / 1e12
+
+    def constant_seconds(self, tflops: float = 148.0) -> float:
+        """The time with one rate for every row."""
+        return self.flops / self.gpus / tflops / 1e12
+
+    @property
+    def plan(self) -> Plan:
+        return _narayanan_plan(self)
+
+
+NARAYANAN = (
+    Narayanan("1.7", 24, 2304, 24, 1, 1, 32, 512, 16, 0, 137),
+    Narayanan("3.6", 32, 3072, 30, 2, 1, 64, 512, 16, 0, 138),
+    Narayanan("7.5", 32, 4096, 36, 4, 1, 128, 512, 16, 0, 142),
+    Narayanan("18.4", 48, 6144, 40, 8, 1, 256, 1024, 8, 0, 135),
+    Narayanan("39.1", 64, 8192, 48, 8, 2, 512, 1536, 4, 0, 138),
+    Narayanan("76.1", 80, 10240, 60, 8, 4, 1024, 1792, 2, 5, 140),
+    Narayanan("145.6", 96, 12288, 80, 8, 8, 1536, 2304, 2, 5, 148),
+    Narayanan("310.1", 128, 16384, 96, 8, 16, 1920, 2160, 1, 3, 155),
+    Narayanan("529.6", 128, 20480, 105, 8, 35, 2520, 2520, 1, 1, 163),
+    Narayanan("1008.0", 160, 25600, 128, 8, 64, 3072, 3072, 1, 1, 163),
+)
+
+
+@cache
+def _narayanan_plan(row: Narayanan) -> Plan:
+    return planned(row.config, row.gpus, "a100")
+
+
+# Korthikanti et al., arXiv 2205.05198, Tables 2, 3 and 5: A100, sequences of 2,048 tokens.
+class Korthikanti(NamedTuple):
+    """A model of the paper."""
+
+    name: str
+    heads: int
+    hidden: int
+    layers: int
+    pp: int
+    virtual: int
+    gpus: int
+    batch: int
+    micro_batch: int
+    seconds: float  # of an iteration with sequence parallelism and selective recomputation
+    mfu: float
+
+    def config(self, *, sequence: bool, recompute: str, attention: str) -> dict[str, dict[str, Any]]:
+        return {
+            "model": gpt(heads=self.heads, hidden=self.hidden, layers=self.layers, attention=attention),
+            "parallel": {
+                "tensor": 8,
+                "pipeline": self.pp,
+                "virtual_pipeline": self.virtual,
+                "schedule": "interleaved" if self.virtual > 1 else "1f1b",
+                "sequence": sequence,
+            },
+            "train": {
+                "precision": "fp16",
+                "micro_batch_size": self.micro_batch,
+                "global_batch_size": self.batch,
+                "recompute": recompute,
+            },
+            "data": {"seq_length": 2048},
+        }
+
+    def plan(self, *, sequence: bool, recompute: str, attention: str) -> Plan:
+        """`attention` is math for what is kept, and sdpa with the rates of stored scores for the time."""
+        return _korthikanti_plan(self, sequence, recompute, attention)
+
+    def formula(self, *, sequence: bool, recompute: str) -> float:
+        """The paper's bytes on the first stage: its layers (Table 2), and the ends of the model (section 4.3)."""
+        unit, tp = 2048 * self.micro_batch * self.hidden, 8
+        scores = 5 * self.heads * 2048 / self.hidden / tp if recompute == "none" else 0.0
+        layer = {"full": 2.0}.get(recompute, (34 / tp if sequence else 10 + 24 / tp) + scores)
+        in_flight = 1 + (self.pp - 1) / (self.pp * self.virtual) if self.virtual > 1 else 1.0
+        share = tp if sequence else 1
+        ends = self.pp * unit / share + (4 * unit / share + 4 * unit * VOCABULARY / self.hidden / tp) * (self.pp == 1)
+        return layer * unit * self.layers * in_flight + ends
+
+
+KORTHIKANTI = (
+    Korthikanti("22B", 64, 6144, 48, 1, 1, 8, 4, 4, 1.10, 0.415),
+    Korthikanti("175B", 96, 12288, 96, 8, 3, 64, 64, 1, 13.75, 0.514),
+    Korthikanti("530B", 128, 20480, 105, 35, 3, 280, 280, 1, 37.83, 0.560),
+    Korthikanti("1T", 160, 25600, 128, 64, 1, 512, 512, 1, 71.49, 0.563),
+)
+COLUMNS = {  # Table 2 of the paper, in its order: sequence parallelism, recomputation
+    "tensor": (False, "none"),
+    "tensor, sequence": (True, "none"),
+    "tensor, selective": (False, "selective"),
+    "tensor, sequence, selective": (True, "selective"),
+    "full recomputation": (False, "full"),
+}
+
+
+@cache
+def _korthikanti_plan(row: Korthikanti, sequence: bool, recompute: str, attention: str) -> Plan:
+    return planned(row.config(sequence=sequence, recompute=recompute, attention=attention), row.gpus, "a100")
+
+
+# Megatron-LM's README for core r0.8.0: H100, sequences of 4,096 tokens, 48 data-parallel ranks, vocabulary 131,072.
+class Readme(NamedTuple):
+    """A row of the table."""
+
+    name: str
+    heads: int
+    hidden: int
+    layers: int
+    tp: int
+    pp: int
+    batch: int
+    tflops: float  # for each GPU
+
+    @property
+    def mfu(self) -> float:
+        return self.tflops / 989
+
+    @property
+    def plan(self) -> Plan:
+        return _readme_plan(self)
+
+    @property
+    def overlapped_mfu(self) -> float:
+        """The planned utilisation, if nothing waited for tensor parallelism: `--tp-comm-overlap` of Megatron-LM."""
+        parts = step_parts(self.plan)
+        waits = sum(seconds for name, seconds in parts.items() if name.startswith("waits"))
+        return self.plan.mfu * self.plan.step_seconds / (self.plan.step_seconds - waits)
+
+
+README = (
+    Readme("1.7B", 16, 2048, 24, 1, 1, 192, 408.8),
+    Readme("7.1B", 32, 4096, 30, 2, 1, 192, 465.9),
+    Readme("16B", 48, 6144, 32, 4, 1, 192, 489.1),
+    Readme("32B", 56, 7168, 48, 8, 1, 192, 459.6),
+    Readme("70B", 64, 8192, 84, 8, 2, 384, 419.7),
+    Readme("119B", 80, 10240, 92, 8, 4, 768, 420.5),
+    Readme("177B", 96, 12288, 96, 8, 6, 1152, 432.8),
+    Readme("314B", 128, 16384, 96, 8, 8, 1536, 474.4),
+    Readme("462B", 144, 18432, 112, 8, 16, 3072, 459.9),
+)
+
+
+@cache
+def _readme_plan(row: Readme) -> Plan:
+    model = gpt(heads=row.heads, hidden=row.hidden, layers=row.layers, length=4096, vocabulary=131072)
+    sections = {
+        "model": {**model, "hidden_dropout": 0.0, "attention_dropout": 0.0},
+        "parallel": {"tensor": row.tp, "pipeline": row.pp, "sequence": row.tp > 1},
+        # The README has no micro-batches; of 1, 2 and 4 sequences these are planned to be the fastest.
+        "train": {"precision": "bf16", "micro_batch_size": 4 if row.pp == 1 else 1, "global_batch_size": row.batch},
+        "optim": {"distributed": True},
+        "data": {"seq_length": 4096},
+    }
+    return planned(sections, 48 * row.tp * row.pp, "h100", attention="cudnn")
+
+
+# Shoeybi et al., arXiv 1909.08053, Table 1 and figure 5: V100 in DGX-2 machines, sequences of 1,024 tokens.
+class Shoeybi(NamedTuple):
+    """A row of weak scaling; the shares are of the first row's speed."""
+
+    hidden: int
+    heads: int
+    layers: int
+    tp: int
+    published: float  # tensor parallelism alone, 8 sequences
+    published_dp: float  # with 64 data-parallel ranks, 512 sequences
+
+    def plan(self, dp: int) -> Plan:
+        return _shoeybi_plan(self, dp)
+
+
+SHOEYBI = (
+    Shoeybi(1536, 16, 40, 1, 1.00, 0.96),
+    Shoeybi(1920, 20, 54, 2, 0.95, 0.83),
+    Shoeybi(2304, 24, 64, 4, 0.82, 0.79),
+    Shoeybi(3072, 32, 72, 8, 0.77, 0.74),
+)
+
+
+@cache
+def _shoeybi_plan(row: Shoeybi, dp: int) -> Plan:
+    sections = {
+        "model": gpt(heads=row.heads, hidden=row.hidden, layers=row.layers, length=1024),
+        "parallel": {"tensor": row.tp},
+        "train": {"precision": "fp16", "micro_batch_size": 8, "global_batch_size": 8 * dp, "recompute": "full"},
+        "data": {"seq_length": 1024},
+    }
+    return planned(sections, row.tp * dp, "v100", per_machine=16)
+
+
+def rate(plan: Plan) -> float:
+    """Model FLOP/s of each GPU."""
+    return plan.model_flops / plan.step_seconds / plan.grid.world_size
+
+
+@dataclass(frozen=True)
+class Volumes:
+    """Elements that tensor and data parallelism send, in rings over many ranks, as multiples of the papers' units."""
+
+    layer: float  # of b s h, for a layer and micro-batch
+    sums: float  # all-reduces of a layer
+    weight: float  # of h h, for a weight of that size
+
+
+@cache
+def volumes(tp: int = 2, dp: int = 2) -> Volumes:
+    """Counted as the difference of plans with three layers and with two."""
+    batch, length, hidden, size = 2, 512, 1024, 2
+    few, more = (
+        planned(
+            {
+                "model": gpt(heads=16, hidden=hidden, layers=layers, length=length),
+                "parallel": {"tensor": tp},
+                "train": {"precision": "bf16", "micro_batch_size": batch, "global_batch_size": batch * dp},
+                "data": {"seq_length": length},
+            },
+            tp * dp,
+            "a100",
+        )
+        for layers in (2, 3)
+    )
+
+    def total(plan: Plan, group: str) -> tuple[int, int]:
+        rows = [row for row in plan.traffic[0] if row.group == group]
+        return sum(row.count for row in rows), sum(row.tensor_bytes for row in rows)
+
+    sums, moved = (b - a for a, b in zip(total(few, "tp"), total(more, "tp"), strict=True))
+    gradients = total(more, "dp_cp")[1] - total(few, "dp_cp")[1]
+    parameters = more.traces[0].parameters - few.traces[0].parameters
+    return Volumes(2 * moved / size / (batch * length * hidden), sums, 2 * gradients / 4 / parameters)
+
+
+def zero_bytes(parameters: float, ranks: int) -> dict[str, float]:
+    """The bytes of ZeRO's stages. Source: Rajbhandari et al., arXiv 1910.02054, figure 1: 2 + 2 + 12 a parameter."""
+    return {
+        "none": 16 * parameters,
+        "stage 1": (4 + 12 / ranks) * parameters,
+        "stage 2": (2 + 14 / ranks) * parameters,
+        "stage 3": 16 * parameters / ranks,
+    }
+
+
+class Bound(NamedTuple):
+    """The product of [n, d] and [d, n] in 16 bits on an A100 of 40 GB, as the roofline has it."""
+
+    n: int
+    d: int
+    intensity: float  # FLOP/B
+    compute_seconds: float
+    load_seconds: float
+
+    @property
+    def name(self) -> str:
+        return "products" if self.compute_seconds > self.load_seconds else "memory"
+
+
+A100_PEAK, A100_MEMORY = 312e12, 1.555e12
+
+
+def bounds() -> Iterator[Bound]:
+    """The table of Williams et al.'s roofline for attention's products, N tokens and d elements of a head."""
+    for n in (256, 512, 1024, 2048, 4096):
+        for d in (64, 128, 256):
+            flops, moved = 2 * n * n * d, 2 * (2 * n * d + n * n)
+            yield Bound(n, d, flops / moved, flops / A100_PEAK, moved / A100_MEMORY)
+
+
+def spearman(a: list[float], b: list[float]) -> float:
+    """The rank correlation of two lists without equal values."""
+    places = [[sorted(values).index(value) for value in values] for values in (a, b)]
+    count = len(a)
+    squares = sum((x - y) ** 2 for x, y in zip(*places, strict=True))
+    return 1 - 6 * squares / (count * (count**2 - 1))
+
+
+def paper_mfu(row: Korthikanti, plan: Plan) -> float:
+    """The utilisation as the paper counts FLOPs: without the causal mask."""
+    layers, hidden, tokens = row.layers, row.hidden, row.batch * 2048
+    flops = 72 * tokens * layers * hidden**2 * (1 + 2048 / (6 * hidden) + VOCABULARY / (12 * hidden * layers))
+    return flops / (plan.step_seconds * row.gpus * plan.device.peak)
