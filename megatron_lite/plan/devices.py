@@ -10,6 +10,7 @@ shares of their data sheets, so their predictions are rougher. The CPU is measur
 import os
 import time
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 
@@ -81,10 +82,10 @@ def device_of(name: str, *, attention: str = "cudnn", dtype: torch.dtype = torch
     sixteen_bit, fp32, terabytes, gigabytes, link, network = DATA_SHEETS[name]
     forward, backward = ATTENTION_SHARES.get(attention, (PRODUCT_SHARE, PRODUCT_SHARE))
     peak = (fp32 if dtype == torch.float32 else sixteen_bit) * 1e12
-    of_attention = {"attention_forward": peak * forward, "attention_backward": peak * backward}
+    of_attention: dict[str, Any] = {"attention_forward": peak * forward, "attention_backward": peak * backward}
     memory = terabytes * 1e12 * MEMORY_SHARE
-    links: dict[str, float] = {"link": link * 1e9 * LINK_SHARE, "network": network * 1e9 * LINK_SHARE}
-    size = {"memory": memory, "memory_bytes": gigabytes * 1e9}
+    links: dict[str, Any] = {"link": link * 1e9 * LINK_SHARE, "network": network * 1e9 * LINK_SHARE}
+    size: dict[str, Any] = {"memory": memory, "memory_bytes": gigabytes * 1e9}
     found = Device(name, peak, peak * PRODUCT_SHARE, **of_attention, **size, **links)
     return replace(found, score_bytes=STORED_SCORES) if attention == "stored" else found
 
@@ -100,6 +101,6 @@ def measured_cpu(dtype: torch.dtype) -> Device:
         fastest = min(fastest, time.perf_counter() - start)
     pages = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     memory = 3 * a.numel() * a.element_size() / fastest
-    links = {"link": 1e9, "network": 1e8}  # Gloo over loopback, and an Ethernet of 1 Gb/s
+    links: dict[str, Any] = {"link": 1e9, "network": 1e8}  # Gloo over loopback, and an Ethernet of 1 Gb/s
     rates = (product, product, product / 2, product / 2, memory, pages)
     return Device("cpu", *rates, **links, kernel_seconds=5e-6, reserved_bytes=0)

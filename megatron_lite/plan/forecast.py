@@ -7,6 +7,7 @@ import os
 import time
 from dataclasses import replace
 from statistics import median
+from typing import Any
 
 import torch
 from tqdm import tqdm
@@ -103,5 +104,11 @@ def device_here(config: Config, local_ranks: int) -> tuple[Device, bool]:
         return read_profile(default_profile(), precision, local_ranks), True
     except ConfigError:
         size = float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
-        rates = {"peak": 1.0, "product": 1.0, "attention_forward": 1.0, "attention_backward": 1.0, "memory": 1.0}
+        rates: dict[str, Any] = {
+            "peak": 1.0,
+            "product": 1.0,
+            "attention_forward": 1.0,
+            "attention_backward": 1.0,
+            "memory": 1.0,
+        }
         return Device("cpu", **rates, memory_bytes=size, link=1.0, network=1.0, reserved_bytes=0), False
