@@ -37,9 +37,11 @@ def changes_that_fit(plan: Plan, limit: float, *, most: int = 5) -> list[Option]
         for layout in _changed(search, given, count):
             if search.least_memory(layout) > limit or search.bound(layout) / now.seconds - 1 >= fastest:
                 continue
+            if not search.is_legal(layout):
+                continue
             estimate = search.estimate(layout)
             slowdown = estimate.seconds / now.seconds - 1
-            if estimate.memory * scale <= limit and slowdown < fastest and search.is_legal(layout):
+            if estimate.memory * scale <= limit and slowdown < fastest:
                 options.append(Option(changes(given, layout), estimate.memory * scale, slowdown))
     return sorted(options, key=lambda option: option.slowdown)[:most]
 

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import product
+from math import inf
 
 from megatron_lite.config.schema import Config
 from megatron_lite.config.sizes import state_bytes
@@ -26,6 +27,7 @@ from megatron_lite.plan.layouts import Layout
 from megatron_lite.plan.links import Machines
 
 IDEAL_BATCH = 8  # sequences; larger products are hardly faster
+SIMULATED = 2  # micro-batches for each stage
 SHORTEST = 1024  # tokens of a context-parallel rank; shorter ones would compute less than they send
 
 
@@ -237,7 +239,10 @@ class _Estimator:
         return self.search.machines.message_seconds(int(size), (0, stride))
 
     def simulated_bubble(self) -> float:
-        """The idle time of the slowest rank by simulation, with the costs of its kind for each rank."""
+        """The idle time of the slowest rank by simulation, with the costs of its kind for each rank.
+
+        Beyond a few micro-batches for each stage, more of them add only busy time.
+        """
         layout, pp = self.layout, self.layout.pipeline
         if pp == 1:
             return 0.0
@@ -253,10 +258,11 @@ class _Estimator:
                 "W": of_stage.weights,
             }[action.op]
 
-        schedule = build_schedule(layout.schedule, pp, self.count, layout.virtual)
+        count = min(self.count, SIMULATED * pp)
+        schedule = build_schedule(layout.schedule, pp, count, layout.virtual)
         length = max(span.end for span in timeline(schedule, cost, self._message_seconds()))
         busiest = max(sum(each.forward + each.backward for each in costs) for costs in by_rank.values())
-        return length - self.count * busiest
+        return length - count * busiest
 
     def _dp_ranks(self) -> tuple[int, ...]:
         stride = self.layout.tensor * self.layout.context
@@ -354,15 +360,24 @@ def find(search: Search, limit: float, *, most: int = 10) -> list[Estimate]:
     found: list[Estimate] = []
     fitting: set[Layout] = set()
     for bound, layout in sorted(((search.bound(each), each) for each in search.layouts()), key=lambda pair: pair[0]):
-        if len(found) >= 2 * most and bound >= found[2 * most - 1].seconds:
+        tenth = found[most - 1].seconds if len(found) >= most else inf
+        if bound >= tenth:
             break
         if replace(layout, recompute="none") in fitting or search.least_memory(layout) > limit:
+            continue
+        if layout.schedule == "zb-h1" and not _may_help(search, layout, limit, tenth):
             continue
         estimate = search.estimate(layout)
         if estimate.memory <= limit and search.is_legal(layout):
             fitting.add(layout)
             insort(found, estimate, key=lambda each: each.seconds)
-    return sorted((search.simulated(each) for each in found[: 2 * most]), key=lambda each: each.seconds)[:most]
+    return sorted((search.simulated(each) for each in found[:most]), key=lambda each: each.seconds)
+
+
+def _may_help(search: Search, layout: Layout, limit: float, slowest: float) -> bool:
+    """Whether a split backward, which has traces of its own, can be among the best: 1F1B with a third of its bubble."""
+    plain = search.estimate(replace(layout, schedule="1f1b"))
+    return plain.memory <= limit and plain.seconds - plain.bubble * 2 / 3 < slowest
 
 
 def reason(loser: Estimate, best: Estimate) -> str:

@@ -174,7 +174,7 @@ def test_where_nothing_fits_more_gpus_are_named(folder):
 def test_a_page_is_written_beside_the_tables(folder):
     lines = printed(folder, *TWO, "--html", "plan.html").splitlines()
     assert lines[0].startswith("layout ") and lines[-1] == "page in plan.html"
-    assert (folder / "plan.html").read_text(encoding="utf-8").startswith("<!doctype html>")
+    assert (folder / "plan.html").read_text(encoding="utf-8").startswith("<!DOCTYPE html>")
 
 
 def test_the_operations_of_a_rank_are_listed_in_order(folder):
@@ -213,7 +213,7 @@ def test_a_search_prints_ten_layouts_and_writes_the_best(folder):
     """The written config is what a user starts."""
     lines = printed(folder, *TWO, "--search", "--out", "best.yaml").splitlines()
     assert re.fullmatch(r"\d+ layouts; the fastest that fit into 80\.0 GB:", lines[0])
-    assert re.split("  +", lines[1]) == ["step", "GB", "layout", "slower by", "because of"]
+    assert re.fullmatch("step +GB +layout.*  slower by  because of", lines[1])
     rows = [re.split("  +", line) for line in lines[2:12]]
     assert rows[0][3:] in (["0.0%"], ["0.0%", ""]) and len(rows) == 10
     assert all(re.match(r"(kernels|waits for tp and cp|bubble|sums and optimizer) [+-]", row[4]) for row in rows[1:])
@@ -224,10 +224,8 @@ def test_a_search_prints_ten_layouts_and_writes_the_best(folder):
     validate(best, 2)
     assert best.optim.distributed and best.train.micro_batch_size == 2
     assert (best.model.hidden_size, best.train.global_batch_size) == (32, 4)  # nothing else has changed
-    step = re.search(r"step +(\S+ m?s):", run_here("plan", "--config", "best.yaml", *TWO, cwd=folder).stdout)
-    assert step is not None
-    seconds = float(step[1].split()[0]) * (1e-3 if step[1].endswith("ms") else 1)
-    assert seconds == pytest.approx(float(rows[0][0].split()[0]), rel=0.3)  # both predict it, the search roughly
+    again = run_here("plan", "--config", "best.yaml", *TWO, cwd=folder).stdout
+    assert "ddp local with a distributed optimizer; 1 micro-batch of 2 x 32 tokens; recomputation none" in again
 
 
 def test_a_search_as_json_prints_nothing_else_on_stdout(folder):
@@ -274,9 +272,15 @@ class FakeRanks:
         self.closed = True
 
 
-def test_calibrate_writes_a_profile_that_device_cpu_reads(folder, monkeypatch):
+@pytest.fixture
+def fake_ranks(monkeypatch) -> None:
+    """One core, whose ranks answer at once; traces of the small models, which take seconds, are left out."""
     monkeypatch.setattr("megatron_lite.launch.pool.Ranks", FakeRanks)
+    monkeypatch.setattr("megatron_lite.plan.calibrate.fitted", lambda *given: ENTRY["factors"])
     monkeypatch.setattr("os.cpu_count", lambda: 1)
+
+
+def test_calibrate_writes_a_profile_that_device_cpu_reads(folder, fake_ranks, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
     path = folder / "cache" / "megatron-lite" / "machine.json"
     lines = printed(folder, "--calibrate").splitlines()
@@ -288,13 +292,11 @@ def test_calibrate_writes_a_profile_that_device_cpu_reads(folder, monkeypatch):
     assert list(profile)[:3] == ["format", "machine", "torch"]
     assert list(profile)[3:] == [f"{precision} of {ranks}" for precision in ("fp32", "bf16") for ranks in (1, 2)]
     assert "link" not in profile["fp32 of 1"] and profile["fp32 of 2"]["link"] == pytest.approx(1e9)
-    path.write_text(json.dumps({"format": 1, "fp32 of 1": {**ENTRY, "memory": 1.0}}))
+    path.write_text(json.dumps({"format": 1, "fp32 of 1": {**ENTRY, "memory": 1.0, "cache": 1.0}}))
     assert loaded(folder, "--nproc-per-node", "1", "--device", "cpu")["step_seconds"] > 1e5
 
 
-def test_calibrate_writes_where_out_says(folder, monkeypatch):
-    monkeypatch.setattr("megatron_lite.launch.pool.Ranks", FakeRanks)
-    monkeypatch.setattr("megatron_lite.plan.calibrate.fitted", lambda *given: ENTRY["factors"])
+def test_calibrate_writes_the_file_of_out(folder, fake_ranks):
     out = printed(folder, "--calibrate", "--out", "profiles/mine.json")
     assert out.endswith("profile in profiles/mine.json; megatron-lite plan --device profiles/mine.json reads it\n")
     assert loaded(folder, *TWO, "train.precision=bf16", "--device", "profiles/mine.json")["device"] == "cpu"
@@ -315,7 +317,7 @@ REMEDY = "write one with: megatron-lite plan --calibrate"
             f"machine.json has no rates for train.precision bf16; {REMEDY}",
         ),
         (["train.precision=fp64"], "--device h100 has no profile for train.precision fp64; use bf16, fp16, fp32 or .*"),
-        (["parallel.pipeline=2", "model.num_layers=1"], "model.num_layers is 1, .*"),
+        (["parallel.tensor=3"], "parallel.tensor * parallel.pipeline * parallel.context is 3 .*"),
         (["train.micro_batch_size=3"], "train.global_batch_size is 4, not a multiple of train.micro_batch_size .*"),
         (["--tokens", "x"], "--tokens x is not a number above 0; use for example 3e11 or 300B"),
         (["--tokens", "-3B"], "--tokens -3B is not a number above 0; use for example 3e11 or 300B"),
@@ -330,7 +332,7 @@ REMEDY = "write one with: megatron-lite plan --calibrate"
             "train.global_batch_size is 0, so it would change with the layout; give the sequences of a step",
         ),
     ],
-    ids=" ".join,
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
 def test_a_mistake_is_explained(folder, arguments, message):
     words = [re.escape(part) for part in message.split(".*")]
