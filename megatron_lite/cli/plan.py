@@ -81,14 +81,16 @@ def plan(
         raise ConfigError("--out is for --search and --calibrate; use --json or --html for a plan")
     from megatron_lite.plan.estimate import make_plan
 
+    if rank is not None and rank >= world_size:
+        raise ConfigError(f"--rank {rank}: this job has ranks 0 to {world_size - 1}; choose one of them")
+    given = number_of(tokens, "--tokens") if tokens else 0.0
     found = make_plan(settings, world_size, machines, lines=html is not None)
     if rank is not None:
         return _one_rank(found, rank, as_json=as_json)
-    total = float(settings.train.iterations * found.tokens) if not tokens else number_of(tokens, "--tokens")
-    budget = Budget(total, price)
+    budget = Budget(given or float(settings.train.iterations * found.tokens), price)
     _print_plan(found, budget, as_json=as_json)
     if html is not None:
-        _write_page(found, html, str(config or "defaults"))
+        _write_page(found, html, str(config or "defaults"), as_json=as_json)
 
 
 def with_vocabulary(config: "Config") -> "Config":
@@ -131,6 +133,10 @@ def _calibrate(out: Path | None) -> None:
     from megatron_lite.plan.measured import default_profile
 
     path, entries = out or default_profile(), {}
+    if path.suffix != ".json":
+        raise ConfigError(
+            f"--out {path}: --device reads profiles whose names end in .json; use one, such as {path}.json"
+        )
     pool = Ranks(timeout_seconds=600)
     try:
         for precision in ("fp32", "bf16"):
@@ -186,8 +192,12 @@ def _print_plan(found: "Plan", budget: "Budget", *, as_json: bool) -> None:
         typer.echo(json.dumps(as_dict(found, budget), indent=1))
         return
     typer.echo("\n".join([*summary(found, budget), "", *aligned(memory_table(found)), ""]))
-    typer.echo(f"communication of {ranks_of(found, found.fullest)} in a step:")
-    typer.echo("\n".join(aligned(communication_table(found.traffic[found.fullest]))))
+    table = communication_table(found.traffic[found.fullest])
+    if len(table) > 1:
+        typer.echo(f"communication of {ranks_of(found, found.fullest)} in a step:")
+        typer.echo("\n".join(aligned(table)))
+    else:
+        typer.echo(f"{ranks_of(found, found.fullest)}: no communication of more than a few values")
     if found.peak_memory > found.device.memory_bytes:
         typer.echo("\n".join(["", *_changes_that_fit(found)]))
 
@@ -206,12 +216,13 @@ def _changes_that_fit(found: "Plan") -> list[str]:
     return ["smallest changes that fit, with the change of the step's time:", *aligned(rows)]
 
 
-def _write_page(found: "Plan", path: Path, title: str) -> None:
+def _write_page(found: "Plan", path: Path, title: str, *, as_json: bool) -> None:
     from megatron_lite.files import atomic_write
     from megatron_lite.plan.page import page
 
+    path.parent.mkdir(parents=True, exist_ok=True)
     atomic_write(path, page(found, title))
-    typer.echo(f"page in {path}")
+    typer.echo(f"page in {path}", err=as_json)
 
 
 def _one_rank(found: "Plan", rank: int, *, as_json: bool) -> None:
@@ -222,12 +233,10 @@ def _one_rank(found: "Plan", rank: int, *, as_json: bool) -> None:
     from megatron_lite.plan.communication import record_step
     from megatron_lite.plan.links import tensor_bytes
     from megatron_lite.plan.report import rank_table, totals
+    from megatron_lite.plan.stage import traceable
 
-    world = found.grid.world_size
-    if rank >= world:
-        raise ConfigError(f"--rank {rank}: this job has ranks 0 to {world - 1}; choose one of them")
-    place = found.grid.coordinates(rank)
-    operations = record_step(found.config, rank, world, num_microbatches=found.num_microbatches)
+    world, place = found.grid.world_size, found.grid.coordinates(rank)
+    operations = record_step(traceable(found.config), rank, world, num_microbatches=found.num_microbatches)
     recorded = totals((each.name, 1, tensor_bytes(each)) for each in operations)
     planned = totals((row.operation, row.count, row.tensor_bytes) for row in found.traffic[place["pp"]])
     rows = rank_table(operations)
@@ -265,11 +274,13 @@ def _search(
             f"no layout of {world_size} ranks fits into {limit / 1e9:,.1f} GB; use more ranks (--nnodes), or "
             "train.recompute with a smaller train.micro_batch_size"
         )
-    rows = [("step", "GB", "layout", "slower by", "because of")]
+    fields = [each.layout.overrides() for each in best]
+    varied = [place for place, texts in enumerate(zip(*fields, strict=True)) if len(set(texts)) > 1]
+    rows = [("step", "GB", "layout (fields that differ)", "slower by", "because of")]
     for each in best:
         behind = each.seconds / best[0].seconds - 1
         why = reason(each, best[0]) if each is not best[0] else ""
-        text = " ".join(field.partition(".")[2] for field in each.layout.overrides())
+        text = " ".join(each.layout.overrides()[place].partition(".")[2] for place in varied)
         rows.append((f"{each.seconds:.4g} s", f"{each.memory / 1e9:.1f}", text, f"{behind:.1%}", why))
     settings = best[0].layout.applied(config)
     if as_json:
@@ -278,7 +289,9 @@ def _search(
     else:
         typer.echo(f"{search.num_estimates:,} layouts; the fastest that fit into {limit / 1e9:,.1f} GB:")
         typer.echo("\n".join(aligned(rows)))
-        typer.echo("use: " + " ".join(changes(layout_of(config), best[0].layout)))
+        differing = " ".join(changes(layout_of(config), best[0].layout))
+        typer.echo(f"use: {differing}" if differing else "the config has the fastest layout")
     if out is not None:
+        out.parent.mkdir(parents=True, exist_ok=True)
         atomic_write(out, dump_config(settings))
         typer.echo(f"config in {out}", err=as_json)

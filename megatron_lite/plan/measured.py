@@ -86,7 +86,12 @@ def read_profile(path: Path, precision: str, ranks: int) -> MeasuredDevice:
     if not counts:
         raise ConfigError(f"{path} has no rates for train.precision {precision}; {remedy}")
     nearest = min(counts, key=lambda count: (abs(log(count / ranks)), -count))
-    return _device_of(profile[f"{precision} of {nearest}"], nearest)
+    try:
+        return _device_of(profile[f"{precision} of {nearest}"], nearest)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise ConfigError(
+            f"{path}: the rates of {precision} of {nearest} are incomplete ({error!r}); {remedy}"
+        ) from None
 
 
 def _device_of(entry: dict[str, Any], ranks: int) -> MeasuredDevice:

@@ -27,6 +27,7 @@ from megatron_lite.plan.layouts import Layout
 from megatron_lite.plan.links import Machines
 
 IDEAL_BATCH = 8  # sequences; larger products are hardly faster
+POWERS = tuple(1 << power for power in range(7))
 SIMULATED = 2  # micro-batches for each stage
 SHORTEST = 1024  # tokens of a context-parallel rank; shorter ones would compute less than they send
 
@@ -81,7 +82,7 @@ class Search:
         """All layouts that may be legal; `is_legal` decides."""
         config, machine = self.config, self.machines.ranks_per_machine
         tensors = [size for size in divisors(config.model.num_heads) if size <= machine]
-        contexts = [size for size in _powers(64) if size == 1 or config.data.seq_length / size >= SHORTEST]
+        contexts = [size for size in POWERS if size == 1 or config.data.seq_length / size >= SHORTEST]
         recomputes = ["none", "activation", "full"]
         if config.model.attention == "math":
             recomputes.append("selective")
@@ -93,14 +94,23 @@ class Search:
             dp = self.world_size // size
             if self.global_batch % dp:
                 continue
-            micro_batches = [each for each in _powers(64) if self.global_batch // dp % each == 0]
+            micro_batches = [each for each in POWERS if self.global_batch // dp % each == 0]
             for schedule, virtual in self._schedules(pipeline):
-                names = ("even", "balanced") if pipeline > 1 else ("even",)
+                names = self._stage_names(pipeline, virtual)
                 engines = ["local"] if dp * context == 1 else ["local", "zero1"] + ["fsdp"] * (pipeline == 1)
                 if schedule == "zb-h1":
                     engines = [name for name in engines if name != "fsdp"]
                 for rest in product(names, micro_batches, recomputes, {False, tensor > 1}, engines):
                     yield Layout(tensor, context, pipeline, virtual, schedule, *rest)
+
+    def _stage_names(self, pipeline: int, virtual: int) -> list[str]:
+        """The names of `parallel.pipeline_layout` with different layers in some stage."""
+        found: dict[tuple[int, ...], str] = {}
+        for name in ("even", "balanced"):
+            update = {"pipeline": pipeline, "virtual_pipeline": virtual, "pipeline_layout": name}
+            counts = layer_counts(self.config.model, self.config.parallel.model_copy(update=update))
+            found.setdefault(tuple(counts), name)
+        return list(found.values())
 
     def _can_split(self, tensor: int, context: int) -> bool:
         """Whether the model itself can be split so, by the rules of `validate`."""
@@ -145,13 +155,14 @@ class Search:
         return kernels * (1 + (layout.pipeline - 1) * layout.micro_batch / count / shortened)
 
     def least_memory(self, layout: Layout) -> float:
-        """The training state alone, if the parameters were divided evenly; bytes."""
+        """What the device reserves, and the training state, if the parameters were divided evenly; bytes."""
         full = self._ideal.stage(self.config.model.num_layers, is_first=True, is_last=True)
         shards = self.world_size // (layout.tensor * layout.pipeline)
         key = layout.engine, shards
         if key not in self._state:
             self._state[key] = sum(state_bytes(layout.applied(self.config), shards).values())
-        return self._state[key] * full.parameters / (layout.tensor * layout.pipeline)
+        state = self._state[key] * full.parameters / (layout.tensor * layout.pipeline)
+        return state + self.machines.device.reserved_bytes
 
     def estimate(self, layout: Layout) -> Estimate:
         """Time and memory by closed forms."""
@@ -162,10 +173,6 @@ class Search:
         """The estimate with the bubble of the simulated schedule."""
         estimator = _Estimator(self, estimate.layout)
         return replace(estimate, bubble=estimator.simulated_bubble())
-
-
-def _powers(most: int) -> list[int]:
-    return [1 << power for power in range(most.bit_length()) if 1 << power <= most]
 
 
 class _Estimator:

@@ -25,6 +25,6 @@ def package_line(frame: FrameType | None, shared: tuple[str, ...] = SHARED) -> s
 def first_shown(lines: list[tuple[str, int]], shared: tuple[str, ...]) -> str:
     """The innermost line of the package outside of the shared files, else the innermost one."""
     inside = [(file.rpartition("megatron_lite/")[2], number) for file, number in lines if "megatron_lite/" in file]
-    inside = [(file, number) for file, number in inside if not file.startswith("plan/")]
+    inside = [(file, number) for file, number in inside if not file.startswith(("plan/", "cli/"))]
     chosen = next((entry for entry in inside if entry[0] not in shared), inside[0] if inside else ("", 0))
     return f"{chosen[0]}:{chosen[1]}" if chosen[0] else ""

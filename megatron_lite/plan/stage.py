@@ -88,7 +88,7 @@ def trace_passes(config: Config, rank: int, world_size: int, *, fusion: str = "o
 
 @contextmanager
 def _traced(config: Config, rank: int, world_size: int, *, fusion: str, lines: bool) -> Iterator["_Tracer"]:
-    config = _traceable(config)
+    config = traceable(config)
     if config.model.fusion == "auto":
         config = config.model_copy(update={"model": config.model.model_copy(update={"fusion": fusion})})
     events: list[Event] = []
@@ -104,7 +104,7 @@ def _traced(config: Config, rank: int, world_size: int, *, fusion: str, lines: b
         yield _Tracer(run, events, live, recorder)
 
 
-def _traceable(config: Config) -> Config:
+def traceable(config: Config) -> Config:
     """The config with an engine that runs on the meta device, in place of torch's DDP and DeepSpeed, which do not.
 
     The state of these two is that of `config.sizes`. torch's DDP sends the same bytes; DeepSpeed may send more.

@@ -2,7 +2,6 @@
 
 import json
 import re
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -351,9 +350,40 @@ def test_a_job_has_ranks(folder, option):
     assert "greater than or equal to 1" in error_of(folder, *TINY, option, "0")
 
 
-@pytest.mark.parametrize("option", ["--search", "--html", "--calibrate", "--max-memory"])
-def test_the_help_names_an_option_and_loads_nothing_heavy(option, folder):
-    before = set(sys.modules)
-    done = run_here("plan", "--help", cwd=folder)
-    assert done.returncode == 0 and option in done.stdout
-    assert set(sys.modules) == before or not {"torch"} & (set(sys.modules) - before)
+def test_a_model_with_dropout_gets_changes_that_fit(folder):
+    """Context parallelism with dropout is not legal. Its attention raises an error, so it must not be traced."""
+    fields = ["model.num_heads=1", "model.attention_dropout=0.1", "train.recompute=full", "--device", "machine.json"]
+    needed = [
+        loaded(folder, *TWO, *fields, f"train.micro_batch_size={size}")["memory_bytes"]["total"] for size in (1, 2)
+    ]
+    limit = ["--max-memory", f"{sum(needed) / 2e6:.3f}MB"]
+    lines = printed(folder, *TWO, *fields, "train.micro_batch_size=2", *limit).splitlines()
+    assert "smallest changes that fit, with the change of the step's time:" in lines
+
+
+def test_json_beside_a_page_is_all_of_stdout(folder):
+    done = run_here("plan", *TINY, *TWO, "--json", "--html", "pages/plan.html", cwd=folder)
+    assert json.loads(done.stdout)["fits"] and done.stderr == "page in pages/plan.html\n"
+    assert (folder / "pages" / "plan.html").exists()
+
+
+@pytest.mark.parametrize("engine", [["parallel.ddp=torch"], ["parallel.ddp=deepspeed", "deepspeed.zero_stage=3"]])
+def test_a_rank_of_an_engine_that_cannot_be_traced_has_the_operations_of_the_plan(folder, engine):
+    """Torch's DDP and DeepSpeed do not run on tensors without memory."""
+    assert printed(folder, *TWO, *engine, "--rank", "1").endswith("equal to the plan's table\n")
+
+
+def test_a_config_with_the_fastest_layout_needs_no_change(folder):
+    lines = printed(folder, "--nproc-per-node", "1", "--search", "train.micro_batch_size=4").splitlines()
+    assert lines[-1] == "the config has the fastest layout"
+
+
+def test_an_incomplete_profile_is_explained(folder):
+    (folder / "part.json").write_text(json.dumps({"format": 1, "fp32 of 2": {"memory": 1e9}}))
+    message = error_of(folder, *TINY, *TWO, "--device", "part.json")
+    assert message == f"part.json: the rates of fp32 of 2 are incomplete (KeyError('products')); {REMEDY}\n"
+
+
+def test_a_profile_of_calibrate_has_a_name_that_device_reads(folder, fake_ranks):
+    message = error_of(folder, "--calibrate", "--out", "mine.profile")
+    assert message.startswith("--out mine.profile: --device reads profiles whose names end in .json; use one, ")
