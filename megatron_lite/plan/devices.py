@@ -3,8 +3,9 @@
 The rates are sustained ones, not those of data sheets. For the H100 they are a bf16 product of large matrices on a
 power-limited SXM card (640 of 989 TFLOP/s), memory at 2.7 of 3.35 TB/s, and FlashAttention 2 with a causal mask.
 cuDNN's and FlashAttention 3's kernels are about 1.7 times as fast there (forward alone 631 and 329 TFLOP/s in
-https://github.com/pytorch/pytorch/issues/142132). Other GPUs are assumed to reach the same
-shares of their data sheets, so their predictions are rougher. The CPU is measured.
+https://github.com/pytorch/pytorch/issues/142132). Other GPUs are assumed to reach the same shares of their data
+sheets, so their predictions are rougher. On the A100 these shares give the ten iteration times of Narayanan et al.
+within 4% (`published.py`), so no rate is fitted to it. The CPU is measured.
 """
 
 import os
@@ -20,8 +21,10 @@ from megatron_lite.training.throughput import measured_peak_tflops
 # Of the dense peak in bf16 and of the memory bandwidth in data sheets.
 PRODUCT_SHARE, MEMORY_SHARE = 640 / 989, 2.7 / 3.35
 ATTENTION_SHARES = {"flash2": (300 / 989, 230 / 989), "cudnn": (520 / 989, 400 / 989)}
-# Attention that stores its scores, as before FlashAttention: bytes of 16-bit kernels for each score, forward and
-# backward. The products write or read it, softmax with scale and mask is one kernel, and dropout another with its mask.
+# Attention that stores its scores, as before FlashAttention: bytes of 16-bit kernels for each score. Forward: a product
+# writes it, softmax (with scale and mask) and dropout read and write it, dropout with a mask of a byte, and a product
+# reads it. Backward: a product writes the gradient, dropout and softmax read and write it, softmax with its result, two
+# products read it, and one reads the result of dropout.
 STORED_SCORES = (2 + 4 + 5 + 2, 2 + 5 + 6 + 4 + 2)
 ATTENTIONS = (*ATTENTION_SHARES, "stored")
 

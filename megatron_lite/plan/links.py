@@ -19,6 +19,7 @@ class Machines:
 
     device: Device
     ranks_per_machine: int
+    hidden: tuple[str, ...] = ()  # groups whose communication other code overlaps with products: it takes no time
 
     def rate(self, ranks: tuple[int, ...]) -> float:
         """The bytes that each of these ranks can send in a second, and receive at the same time.
@@ -39,6 +40,8 @@ class Machines:
 
     def seconds(self, operation: Operation) -> float:
         """The time of an operation in which nothing else is in flight."""
+        if operation.group in self.hidden:
+            return 0.0
         ranks = operation.communicator.ranks
         return self.latency(ranks) + sent_bytes(operation) / self.rate(ranks)
 

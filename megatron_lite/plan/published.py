@@ -5,15 +5,19 @@ rates of today's data sheets times one set of shares for each device (`devices.p
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import replace
 from functools import cache
 from typing import Any, NamedTuple
 
+import torch
+
 from megatron_lite.config.schema import Config
+from megatron_lite.plan.communication import CommunicationRecorder
 from megatron_lite.plan.devices import device_of
 from megatron_lite.plan.estimate import Plan, make_plan
-from megatron_lite.plan.links import Machines
-from megatron_lite.plan.report import step_parts
+from megatron_lite.plan.fake_world import META, fake_rank
+from megatron_lite.plan.kernels import Recorder, on_gpu
+from megatron_lite.plan.links import Machines, tensor_bytes
 
 VOCABULARY = 51200
 
@@ -24,6 +28,11 @@ def gpt(
     """The fields of the papers' GPT: learned positions, tied embeddings, dropout."""
     sizes = {"num_heads": heads, "hidden_size": hidden, "num_layers": layers, "max_position_embeddings": length}
     return {**sizes, "vocab_size": vocabulary, "padded_vocab_size": vocabulary, **fields}
+
+
+def stages(chunks: int) -> dict[str, Any]:
+    """The schedule of so many virtual stages on a pipeline rank."""
+    return {"virtual_pipeline": chunks, "schedule": "interleaved" if chunks > 1 else "1f1b"}
 
 
 def planned(
@@ -56,12 +65,7 @@ class Narayanan(NamedTuple):
         virtual = self.layers // self.pp // self.chunk_layers if self.chunk_layers else 1
         return {
             "model": gpt(heads=self.heads, hidden=self.hidden, layers=self.layers),
-            "parallel": {
-                "tensor": self.tp,
-                "pipeline": self.pp,
-                "virtual_pipeline": virtual,
-                "schedule": "interleaved" if virtual > 1 else "1f1b",
-            },
+            "parallel": {"tensor": self.tp, "pipeline": self.pp, **stages(virtual)},
             "train": {
                 "precision": "fp16",
                 "micro_batch_size": self.micro_batch,
@@ -110,6 +114,10 @@ def _narayanan_plan(row: Narayanan) -> Plan:
     return planned(row.config, row.gpus, "a100")
 
 
+# Bytes of eager dropout's noise for an element on the meta device, in 16 bits. torch's kernel on a GPU keeps a byte.
+NOISE = 2
+
+
 # Korthikanti et al., arXiv 2205.05198, Tables 2, 3 and 5: A100, sequences of 2,048 tokens.
 class Korthikanti(NamedTuple):
     """A model of the paper."""
@@ -129,13 +137,7 @@ class Korthikanti(NamedTuple):
     def config(self, *, sequence: bool, recompute: str, attention: str) -> dict[str, dict[str, Any]]:
         return {
             "model": gpt(heads=self.heads, hidden=self.hidden, layers=self.layers, attention=attention),
-            "parallel": {
-                "tensor": 8,
-                "pipeline": self.pp,
-                "virtual_pipeline": self.virtual,
-                "schedule": "interleaved" if self.virtual > 1 else "1f1b",
-                "sequence": sequence,
-            },
+            "parallel": {"tensor": 8, "pipeline": self.pp, "sequence": sequence, **stages(self.virtual)},
             "train": {
                 "precision": "fp16",
                 "micro_batch_size": self.micro_batch,
@@ -149,6 +151,12 @@ class Korthikanti(NamedTuple):
         """`attention` is math for what is kept, and sdpa with the rates of stored scores for the time."""
         return _korthikanti_plan(self, sequence, recompute, attention)
 
+    def mfu_of(self, plan: Plan) -> float:
+        """The utilisation as the paper counts FLOPs: without the causal mask."""
+        layers, hidden, tokens = self.layers, self.hidden, self.batch * 2048
+        flops = 72 * tokens * layers * hidden**2 * (1 + 2048 / (6 * hidden) + VOCABULARY / (12 * hidden * layers))
+        return flops / (plan.step_seconds * self.gpus * plan.device.peak)
+
     def formula(self, *, sequence: bool, recompute: str) -> float:
         """The paper's bytes on the first stage: its layers (Table 2), and the ends of the model (section 4.3)."""
         unit, tp = 2048 * self.micro_batch * self.hidden, 8
@@ -158,6 +166,23 @@ class Korthikanti(NamedTuple):
         share = tp if sequence else 1
         ends = self.pp * unit / share + (4 * unit / share + 4 * unit * VOCABULARY / self.hidden / tp) * (self.pp == 1)
         return layer * unit * self.layers * in_flight + ends
+
+    def own_formula(self, *, sequence: bool, recompute: str) -> float:
+        """The bytes that our code keeps on the first stage, with `model.attention: math`.
+
+        A layer: dropout after a branch keeps its seed, so 32 bytes for an element where the paper has 34. A score: the
+        probability in fp32, the result of dropout in 16 bits, and its noise; and a byte for each pair of tokens, the
+        mask. The ends: the noise of the embedding's dropout for each micro-batch in flight in the first chunk;
+        without a pipeline also input and output of the last norm, and the logits in 16 bits.
+        """
+        unit, tp = 2048 * self.micro_batch * self.hidden, 8
+        share = tp if sequence else 1
+        scores = (6 + NOISE) * self.heads * 2048 / self.hidden / tp + 2048 / (self.micro_batch * self.hidden)
+        layer = 2.0 if recompute == "full" else 8 / share + 24 / tp + scores * (recompute == "none")
+        in_flight = 1 + (self.pp - 1) / (self.pp * self.virtual) if self.virtual > 1 else 1.0
+        first_chunk = 2 * self.pp - 1 if self.virtual > 1 else self.pp
+        ends = NOISE * first_chunk / share + (4 / share + 2 * VOCABULARY / self.hidden / tp) * (self.pp == 1)
+        return (layer * self.layers * in_flight + ends) * unit
 
 
 KORTHIKANTI = (
@@ -204,9 +229,13 @@ class Readme(NamedTuple):
     @property
     def overlapped_mfu(self) -> float:
         """The planned utilisation, if nothing waited for tensor parallelism: `--tp-comm-overlap` of Megatron-LM."""
-        parts = step_parts(self.plan)
-        waits = sum(seconds for name, seconds in parts.items() if name.startswith("waits"))
-        return self.plan.mfu * self.plan.step_seconds / (self.plan.step_seconds - waits)
+        return replace(self.plan, machines=replace(self.plan.machines, hidden=("tp",))).mfu
+
+    @property
+    def chunks(self) -> int:
+        """Virtual stages of two layers, or of one where a stage has an odd number of them."""
+        layers = self.layers // self.pp
+        return 1 if self.pp == 1 else layers if layers % 2 else layers // 2
 
 
 README = (
@@ -227,8 +256,9 @@ def _readme_plan(row: Readme) -> Plan:
     model = gpt(heads=row.heads, hidden=row.hidden, layers=row.layers, length=4096, vocabulary=131072)
     sections = {
         "model": {**model, "hidden_dropout": 0.0, "attention_dropout": 0.0},
-        "parallel": {"tensor": row.tp, "pipeline": row.pp, "sequence": row.tp > 1},
-        # The README has no micro-batches; of 1, 2 and 4 sequences these are planned to be the fastest.
+        "parallel": {"tensor": row.tp, "pipeline": row.pp, "sequence": row.tp > 1, **stages(row.chunks)},
+        # The README has no micro-batches. Without a pipeline four sequences are planned to be the fastest of 1, 2, 4;
+        # with one, small micro-batches have the smallest bubble.
         "train": {"precision": "bf16", "micro_batch_size": 4 if row.pp == 1 else 1, "global_batch_size": row.batch},
         "optim": {"distributed": True},
         "data": {"seq_length": 4096},
@@ -275,41 +305,48 @@ def rate(plan: Plan) -> float:
     return plan.model_flops / plan.step_seconds / plan.grid.world_size
 
 
-@dataclass(frozen=True)
-class Volumes:
+class Volumes(NamedTuple):
     """Elements that tensor and data parallelism send, in rings over many ranks, as multiples of the papers' units."""
 
     layer: float  # of b s h, for a layer and micro-batch
-    sums: float  # all-reduces of a layer
+    attention: float  # of b s h, for the attention of a layer alone
+    mlp: float
     weight: float  # of h h, for a weight of that size
 
 
 @cache
 def volumes(tp: int = 2, dp: int = 2) -> Volumes:
-    """Counted as the difference of plans with three layers and with two."""
-    batch, length, hidden, size = 2, 512, 1024, 2
-    few, more = (
-        planned(
-            {
-                "model": gpt(heads=16, hidden=hidden, layers=layers, length=length),
-                "parallel": {"tensor": tp},
-                "train": {"precision": "bf16", "micro_batch_size": batch, "global_batch_size": batch * dp},
-                "data": {"seq_length": length},
-            },
-            tp * dp,
-            "a100",
-        )
-        for layers in (2, 3)
-    )
+    """A layer and its weights as the difference of plans with three layers and with two; its parts run alone."""
+    batch, length, hidden = 2, 512, 1024
 
-    def total(plan: Plan, group: str) -> tuple[int, int]:
-        rows = [row for row in plan.traffic[0] if row.group == group]
-        return sum(row.count for row in rows), sum(row.tensor_bytes for row in rows)
+    def sections(layers: int) -> dict[str, dict[str, Any]]:
+        return {
+            "model": gpt(heads=16, hidden=hidden, layers=layers, length=length),
+            "parallel": {"tensor": tp},
+            "train": {"precision": "bf16", "micro_batch_size": batch, "global_batch_size": batch * dp},
+            "data": {"seq_length": length},
+        }
 
-    sums, moved = (b - a for a, b in zip(total(few, "tp"), total(more, "tp"), strict=True))
-    gradients = total(more, "dp_cp")[1] - total(few, "dp_cp")[1]
-    parameters = more.traces[0].parameters - few.traces[0].parameters
-    return Volumes(2 * moved / size / (batch * length * hidden), sums, 2 * gradients / 4 / parameters)
+    few, more = (planned(sections(layers), tp * dp, "a100") for layers in (2, 3))
+
+    def added(group: str) -> int:
+        """The bytes of all-reduces of one more layer."""
+        sizes = [sum(row.tensor_bytes for row in plan.traffic[0] if row.group == group) for plan in (few, more)]
+        return sizes[1] - sizes[0]
+
+    parts, recorder = [], CommunicationRecorder()
+    with on_gpu(Recorder(), lines=False), recorder.recording(), fake_rank(few.config, 0, tp * dp) as run:
+        run.ddp.zero_grad()
+        for name in ("self_attention", "mlp"):
+            part = next(each for path, each in run.model[0].named_modules() if path.endswith(name))
+            before = len(recorder.operations)
+            out = part(torch.empty(length, batch, hidden, dtype=torch.bfloat16, device=META, requires_grad=True))[0]
+            out.backward(torch.empty_like(out))
+            sums = [each for each in recorder.operations[before:] if each.group == "tp" and each.name == "all_reduce"]
+            parts.append(sum(map(tensor_bytes, sums)))
+    unit, parameters = batch * length * hidden, more.traces[0].parameters - few.traces[0].parameters
+    layer, attention, mlp = (2 * size / 2 / unit for size in (added("tp"), *parts))  # sent twice; 2 bytes an element
+    return Volumes(layer, attention, mlp, 2 * added("dp_cp") / 4 / parameters)
 
 
 def zero_bytes(parameters: float, ranks: int) -> dict[str, float]:
@@ -353,10 +390,3 @@ def spearman(a: list[float], b: list[float]) -> float:
     count = len(a)
     squares = sum((x - y) ** 2 for x, y in zip(*places, strict=True))
     return 1 - 6 * squares / (count * (count**2 - 1))
-
-
-def paper_mfu(row: Korthikanti, plan: Plan) -> float:
-    """The utilisation as the paper counts FLOPs: without the causal mask."""
-    layers, hidden, tokens = row.layers, row.hidden, row.batch * 2048
-    flops = 72 * tokens * layers * hidden**2 * (1 + 2048 / (6 * hidden) + VOCABULARY / (12 * hidden * layers))
-    return flops / (plan.step_seconds * row.gpus * plan.device.peak)

@@ -1,5 +1,8 @@
 """Published tables: what the plan counts is what the papers print, and its times are close to theirs."""
 
+import runpy
+from dataclasses import replace
+from pathlib import Path
 from statistics import fmean
 
 import pytest
@@ -9,6 +12,7 @@ from megatron_lite.plan.devices import device_of
 from megatron_lite.plan.layouts import layout_of
 from megatron_lite.plan.links import Machines
 from megatron_lite.plan.published import (
+    COLUMNS,
     KORTHIKANTI,
     NARAYANAN,
     README,
@@ -16,15 +20,25 @@ from megatron_lite.plan.published import (
     Korthikanti,
     Narayanan,
     bounds,
-    paper_mfu,
     rate,
     spearman,
     volumes,
     zero_bytes,
 )
+from megatron_lite.plan.report import step_parts
 from megatron_lite.plan.search import Search, find
 
 A100 = Machines(device_of("a100", attention="stored"), 8)
+ROOT = Path(__file__).resolve().parents[2]
+SCALING = runpy.run_path(str(ROOT / "benchmarks" / "scaling.py"))
+# Of the layers of Korthikanti's models on the first stage, by its formula, in the order of COLUMNS.
+GIB = (
+    (59.3, 39.6, 29.3, 9.56, 4.5),
+    (66.8, 41.4, 37.8, 12.35, 5.8),
+    (114.0, 66.5, 70.6, 23.1, 10.9),
+    (131.3, 76.6, 81.3, 26.6, 12.5),
+)
+PAGE = (ROOT / "docs" / "scaling.md").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("row", NARAYANAN, ids=lambda row: row.billions)
@@ -40,11 +54,13 @@ def test_narayanans_iterations_are_planned_within_12_percent(row: Narayanan):
 
 
 def test_the_plan_is_closer_than_a_constant_rate():
+    """On average, and in its worst row."""
     planned, constant = (
-        fmean(abs(seconds(row) / row.seconds - 1) for row in NARAYANAN)
+        [abs(seconds(row) / row.seconds - 1) for row in NARAYANAN]
         for seconds in (lambda row: row.plan.step_seconds, lambda row: row.constant_seconds())
     )
-    assert planned < constant / 2
+    assert fmean(planned) < fmean(constant) / 2
+    assert max(planned) < max(constant) / 2
 
 
 def faster_than_published(row: Narayanan) -> None:
@@ -65,40 +81,60 @@ def test_every_search_is_at_least_as_fast_as_the_published_layout(row: Narayanan
     faster_than_published(row)
 
 
-@pytest.mark.parametrize("row", KORTHIKANTI[:1], ids=lambda row: row.name)
-def test_korthikantis_utilisation_is_planned_within_15_percent(row: Korthikanti):
+def check_utilisation(row: Korthikanti) -> None:
     plan = row.plan(sequence=True, recompute="selective", attention="sdpa")
-    assert paper_mfu(row, plan) == pytest.approx(row.mfu, rel=0.15)
+    assert row.mfu_of(plan) == pytest.approx(row.mfu, rel=0.15)
+
+
+def test_korthikantis_utilisation_is_planned_within_15_percent():
+    check_utilisation(KORTHIKANTI[2])
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("row", KORTHIKANTI[1:], ids=lambda row: row.name)
+@pytest.mark.parametrize("row", KORTHIKANTI, ids=lambda row: row.name)
 def test_every_utilisation_of_korthikanti_is_planned_within_15_percent(row: Korthikanti):
-    plan = row.plan(sequence=True, recompute="selective", attention="sdpa")
-    assert paper_mfu(row, plan) == pytest.approx(row.mfu, rel=0.15)
+    check_utilisation(row)
 
 
-def test_korthikantis_formula_gives_the_papers_sizes():
-    """GiB of the layers and the ends, for 22B; the paper's 59.3, 39.6, 29.3, 9.56 and 4.5 are of the layers alone."""
-    row = KORTHIKANTI[0]
-    sizes = [
-        row.formula(sequence=sequence, recompute=recompute) / 2**30
-        for sequence, recompute in ((False, "none"), (True, "none"), (False, "selective"), (True, "selective"))
-    ]
-    assert sizes == pytest.approx([59.3, 39.6, 29.3, 9.56], rel=0.03)
+@pytest.mark.parametrize(("row", "sizes"), zip(KORTHIKANTI, GIB, strict=True), ids=[row.name for row in KORTHIKANTI])
+def test_korthikantis_formula_gives_the_papers_sizes(row: Korthikanti, sizes: tuple[float, ...]):
+    """GiB of the layers alone, for each column of Table 2."""
+    ends = row._replace(layers=0)
+    for (sequence, recompute), size in zip(COLUMNS.values(), sizes, strict=True):
+        choice = {"sequence": sequence, "recompute": recompute}
+        assert (row.formula(**choice) - ends.formula(**choice)) / 2**30 == pytest.approx(size, rel=0.01)
 
 
-def test_counted_activations_follow_the_formula_with_sequence_parallelism():
-    """Without scores. Our kernels keep a little less."""
-    row = KORTHIKANTI[0]
+def check_activations(row: Korthikanti, sequence: bool, recompute: str) -> None:
+    """The formula with our bytes for each tensor gives what is counted: no difference from the paper is unexplained."""
+    counted = row.plan(sequence=sequence, recompute=recompute, attention="math").memory[0]["activations"]
+    assert row.own_formula(sequence=sequence, recompute=recompute) == pytest.approx(counted, rel=0.02)
+
+
+@pytest.mark.parametrize("column", COLUMNS)
+@pytest.mark.parametrize("row", [KORTHIKANTI[0]._replace(layers=2), KORTHIKANTI[2]], ids=lambda row: row.name)
+def test_counted_activations_are_those_of_the_formula_with_our_bytes(row: Korthikanti, column: str):
+    check_activations(row, *COLUMNS[column])
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("column", COLUMNS)
+@pytest.mark.parametrize("row", KORTHIKANTI, ids=lambda row: row.name)
+def test_all_counted_activations_are_those_of_the_formula_with_our_bytes(row: Korthikanti, column: str):
+    check_activations(row, *COLUMNS[column])
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("row", KORTHIKANTI, ids=lambda row: row.name)
+def test_activations_with_sequence_parallelism_and_selective_recomputation_are_the_papers(row: Korthikanti):
+    """Our layer keeps 32 bytes of an element for 34, so up to 7% less."""
     counted = row.plan(sequence=True, recompute="selective", attention="math").memory[0]["activations"]
-    assert 0.9 < counted / row.formula(sequence=True, recompute="selective") < 1.0
+    assert 0.93 < counted / row.formula(sequence=True, recompute="selective") < 1.0
 
 
-def test_tensor_parallelism_sends_the_papers_volumes():
-    """Four sums of b s h in a layer, each sent twice by a ring; two elements for each of a weight's."""
-    found = volumes()
-    assert (found.layer, found.sums, found.weight) == (8, 4, 2)
+def test_tensor_and_data_parallelism_send_the_papers_volumes():
+    """Attention and MLP have two sums of b s h each, which a ring sends twice; data parallelism one of each weight."""
+    assert volumes() == (8, 4, 4, 2)
 
 
 def test_zero_needs_the_published_gigabytes():
@@ -115,9 +151,23 @@ def test_short_sequences_and_small_heads_are_bound_by_memory():
 
 
 @pytest.mark.soak
-def test_the_readmes_largest_and_smallest_models_are_planned_within_a_third():
-    for row in README:
-        assert row.overlapped_mfu == pytest.approx(row.mfu, rel=0.34)
+def test_the_readmes_models_are_planned_in_its_order():
+    """With the communication of tensor parallelism overlapped, as in the published runs."""
+    planned = [row.overlapped_mfu for row in README]
+    assert spearman([row.tflops for row in README], planned) >= 0.6
+    assert planned == pytest.approx([row.mfu for row in README], rel=0.3)
+
+
+def test_only_overlapped_communication_takes_no_time():
+    """Otherwise the planned utilisation of the README's runs would leave out too much."""
+    plan = NARAYANAN[1].plan
+    hidden = replace(plan, machines=replace(plan.machines, hidden=("tp",)))
+    assert step_parts(plan)["waits for tp"] > 0
+    assert step_parts(plan)["kernels"] == step_parts(hidden)["kernels"]
+    assert "waits for tp" not in step_parts(hidden)
+    assert hidden.step_seconds < plan.step_seconds
+    everything = replace(plan, machines=replace(plan.machines, hidden=("dp", "pp", "cp")))
+    assert everything.durations == plan.durations
 
 
 @pytest.mark.soak
@@ -131,3 +181,19 @@ def test_weak_scaling_falls_with_tensor_parallelism():
 def test_spearman_is_one_for_equal_orders():
     assert spearman([1.0, 2.0, 3.0], [10.0, 20.0, 40.0]) == 1
     assert spearman([1.0, 2.0, 3.0], [3.0, 2.0, 1.0]) == -1
+
+
+@pytest.mark.parametrize("name", ["narayanan", "zero", "a100"])
+def test_the_page_has_what_its_command_prints(name):
+    assert SCALING["section"](name) in PAGE
+
+
+@pytest.mark.soak
+def test_the_page_is_the_one_that_the_command_writes():
+    assert SCALING["document"]() == PAGE
+
+
+def test_cells_of_the_page_have_at_most_15_words():
+    cells = [cell for line in PAGE.splitlines() if line.startswith("|") for cell in line.split("|")]
+    assert len(cells) > 100
+    assert max(len(cell.split()) for cell in cells) <= 15
