@@ -27,6 +27,7 @@ from megatron_lite.plan.estimate import make_plan
 from megatron_lite.plan.fake_world import empty_batch, grid_of
 from megatron_lite.plan.links import Machines
 from megatron_lite.plan.measured import read_profile
+from megatron_lite.plan.published import spearman
 from megatron_lite.training.setup import build_run
 from megatron_lite.training.step import local_batches, train_step
 
@@ -94,11 +95,6 @@ def calibrated(pool: Ranks, counts: list[int], path: Path) -> None:
         for count in counts:
             entries[f"{precision} of {count}"] = profile_of(pool(count, measure_rank, precision), precision)
     path.write_text(json.dumps(new_profile(entries)), encoding="utf-8")
-
-
-def spearman(a: list[float], b: list[float]) -> float:
-    ranks = torch.stack([torch.tensor(each).argsort().argsort().double() for each in (a, b)])
-    return float(torch.corrcoef(ranks)[0, 1])
 
 
 def measured(pool: Ranks, layouts: list[tuple[int, str]], rounds: int, steps: int) -> Iterator[list[float]]:

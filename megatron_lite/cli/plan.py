@@ -76,11 +76,14 @@ def plan(
         machines = replace(machines, device=replace(machines.device, memory_bytes=size_of(max_memory)))
     world_size, limit = nnodes * nproc_per_node, machines.device.memory_bytes
     if search:
+        _check_unused("--search", {"--html": html, "--rank": rank, "--tokens": tokens or None, "--price": price})
         return _search(settings, world_size, machines, limit, out, as_json=as_json)
     if out is not None:
         raise ConfigError("--out is for --search and --calibrate; use --json or --html for a plan")
     from megatron_lite.plan.estimate import make_plan
 
+    if rank is not None:
+        _check_unused("--rank", {"--html": html, "--tokens": tokens or None, "--price": price})
     if rank is not None and rank >= world_size:
         raise ConfigError(f"--rank {rank}: this job has ranks 0 to {world_size - 1}; choose one of them")
     given = number_of(tokens, "--tokens") if tokens else 0.0
@@ -91,6 +94,12 @@ def plan(
     _print_plan(found, budget, as_json=as_json)
     if html is not None:
         _write_page(found, html, str(config or "defaults"), as_json=as_json)
+
+
+def _check_unused(option: str, others: dict[str, object]) -> None:
+    """Raise ConfigError for options that another one leaves without effect; None: not given."""
+    if given := [name for name, value in others.items() if value is not None]:
+        raise ConfigError(f"{' and '.join(given)} has no effect with {option}; leave it out")
 
 
 def with_vocabulary(config: "Config") -> "Config":
@@ -271,8 +280,8 @@ def _search(
     best = find(search, limit)
     if not best:
         raise ConfigError(
-            f"no layout of {world_size} ranks fits into {limit / 1e9:,.1f} GB; use more ranks (--nnodes), or "
-            "train.recompute with a smaller train.micro_batch_size"
+            f"no layout of {world_size} ranks needs at most {limit / 1e9:,.1f} GB; use more ranks (--nnodes) or "
+            "devices with more memory"
         )
     fields = [each.layout.overrides() for each in best]
     varied = [place for place, texts in enumerate(zip(*fields, strict=True)) if len(set(texts)) > 1]
@@ -285,9 +294,9 @@ def _search(
     settings = best[0].layout.applied(config)
     if as_json:
         found = [{"step_seconds": each.seconds, "memory_bytes": each.memory, **vars(each.layout)} for each in best]
-        typer.echo(json.dumps({"layouts": search.num_estimates, "best": found}, indent=1))
+        typer.echo(json.dumps({"layouts": search.num_layouts, "best": found}, indent=1))
     else:
-        typer.echo(f"{search.num_estimates:,} layouts; the fastest that fit into {limit / 1e9:,.1f} GB:")
+        typer.echo(f"{search.num_layouts:,} layouts; the fastest that fit into {limit / 1e9:,.1f} GB:")
         typer.echo("\n".join(aligned(rows)))
         differing = " ".join(changes(layout_of(config), best[0].layout))
         typer.echo(f"use: {differing}" if differing else "the config has the fastest layout")

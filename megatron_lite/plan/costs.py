@@ -79,6 +79,7 @@ class CostTable:
     _parts: dict[tuple[Work, int], Parts] = field(default_factory=dict)
 
     def parts(self, work: Work, micro_batch: int) -> Parts:
+        """The costs of a layer and of the model's ends, for micro-batches of this many sequences."""
         if (work, micro_batch) not in self._parts:
             low, high = (self._traced(work, size) for size in BASES)
             costs = [self._cost(a, b, micro_batch) for a, b in zip(low, high, strict=True)]

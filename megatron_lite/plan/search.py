@@ -56,7 +56,7 @@ class Search:
     world_size: int
     machines: Machines
     table: CostTable = field(init=False)
-    num_estimates: int = 0
+    num_layouts: int = 0  # that `find` has compared, by their estimate or by a bound
     _state: dict[tuple[str, int], float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -166,7 +166,6 @@ class Search:
 
     def estimate(self, layout: Layout) -> Estimate:
         """Time and memory by closed forms."""
-        self.num_estimates += 1
         return _Estimator(self, layout).estimate()
 
     def simulated(self, estimate: Estimate) -> Estimate:
@@ -366,7 +365,9 @@ def find(search: Search, limit: float, *, most: int = 10) -> list[Estimate]:
     """
     found: list[Estimate] = []
     fitting: set[Layout] = set()
-    for bound, layout in sorted(((search.bound(each), each) for each in search.layouts()), key=lambda pair: pair[0]):
+    bounded = sorted(((search.bound(each), each) for each in search.layouts()), key=lambda pair: pair[0])
+    search.num_layouts = len(bounded)
+    for bound, layout in bounded:
         tenth = found[most - 1].seconds if len(found) >= most else inf
         if bound >= tenth:
             break

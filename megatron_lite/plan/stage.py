@@ -143,6 +143,7 @@ class _Tracer:
         return [self._passes(chunk, is_last=False) for chunk in chunks]
 
     def trace(self) -> RankTrace:
+        """The passes of all chunks, the end of a step, and the forward after it."""
         run, chunks = self.run, range(len(self.run.model))
         between = self.passes_between()
         last = {chunk: self._passes(chunk, is_last=True)[0] for chunk in reversed(chunks)}

@@ -241,7 +241,7 @@ def test_a_search_as_json_prints_nothing_else_on_stdout(folder):
 
 def test_a_search_without_a_layout_that_fits_is_an_error(folder):
     message = error_of(folder, *TINY, *TWO, "--device", "machine.json", "--search", "--max-memory", "0.001MB")
-    assert message.startswith("no layout of 2 ranks fits into 0.0 GB; use more ranks (--nnodes), or train.recompute")
+    assert message.startswith("no layout of 2 ranks needs at most 0.0 GB; use more ranks (--nnodes) or devices")
 
 
 def test_a_profile_gives_the_rates_of_a_cpu(folder):
@@ -318,6 +318,8 @@ REMEDY = "write one with: megatron-lite plan --calibrate"
         (["train.precision=fp64"], "--device h100 has no profile for train.precision fp64; use bf16, fp16, fp32 or .*"),
         (["parallel.tensor=3"], "parallel.tensor * parallel.pipeline * parallel.context is 3 .*"),
         (["train.micro_batch_size=3"], "train.global_batch_size is 4, not a multiple of train.micro_batch_size .*"),
+        (["--search", "--html", "x.html"], "--html has no effect with --search; leave it out"),
+        (["--rank", "0", "--price", "2"], "--price has no effect with --rank; leave it out"),
         (["--tokens", "x"], "--tokens x is not a number above 0; use for example 3e11 or 300B"),
         (["--tokens", "-3B"], "--tokens -3B is not a number above 0; use for example 3e11 or 300B"),
         (["--tokens", "nan"], "--tokens nan is not a number above 0; use for example 3e11 or 300B"),
