@@ -222,14 +222,14 @@ class Readme(NamedTuple):
     def mfu(self) -> float:
         return self.tflops / 989
 
-    @property
-    def plan(self) -> Plan:
-        return _readme_plan(self)
+    def plan(self, without_pipeline: int = 4) -> Plan:
+        """`without_pipeline`: sequences of a micro-batch where there is one stage; the README does not print them."""
+        return _readme_plan(self, without_pipeline if self.pp == 1 else 1)
 
-    @property
-    def overlapped_mfu(self) -> float:
+    def overlapped_mfu(self, without_pipeline: int = 4) -> float:
         """The planned utilisation, if nothing waited for tensor parallelism: `--tp-comm-overlap` of Megatron-LM."""
-        return replace(self.plan, machines=replace(self.plan.machines, hidden=("tp",))).mfu
+        plan = self.plan(without_pipeline)
+        return replace(plan, machines=replace(plan.machines, hidden=("tp",))).mfu
 
     @property
     def chunks(self) -> int:
@@ -252,14 +252,12 @@ README = (
 
 
 @cache
-def _readme_plan(row: Readme) -> Plan:
+def _readme_plan(row: Readme, micro_batch: int) -> Plan:
     model = gpt(heads=row.heads, hidden=row.hidden, layers=row.layers, length=4096, vocabulary=131072)
     sections = {
         "model": {**model, "hidden_dropout": 0.0, "attention_dropout": 0.0},
         "parallel": {"tensor": row.tp, "pipeline": row.pp, "sequence": row.tp > 1, **stages(row.chunks)},
-        # The README has no micro-batches. Without a pipeline four sequences are planned to be the fastest of 1, 2, 4;
-        # with one, small micro-batches have the smallest bubble.
-        "train": {"precision": "bf16", "micro_batch_size": 4 if row.pp == 1 else 1, "global_batch_size": row.batch},
+        "train": {"precision": "bf16", "micro_batch_size": micro_batch, "global_batch_size": row.batch},
         "optim": {"distributed": True},
         "data": {"seq_length": 4096},
     }
