@@ -8,7 +8,7 @@ put in its place (`on_gpu`).
 import sys
 import warnings
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
@@ -223,6 +223,18 @@ def on_gpu(recorder: Recorder, *, lines: bool = True) -> Iterator[None]:
             stack.enter_context(context)
         warnings.filterwarnings("ignore", "Anomaly Detection")
         yield
+
+
+def dropout_on_gpu() -> AbstractContextManager[object]:
+    """A context in which dropout keeps a mask of one byte for each element, as torch's kernel on a GPU does.
+
+    On the CPU and on the meta device it would keep noise in the dtype of the input.
+    """
+
+    def dropout(x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+        return torch.native_dropout(x, p, training)[0] if p and training else x
+
+    return patch.object(F, "dropout", dropout)
 
 
 def _adamw_step(recorder: Recorder, adam: AdamW) -> None:

@@ -1,8 +1,10 @@
 """A layout as a value: the fields of a config that a search varies."""
 
 from dataclasses import dataclass
+from typing import Any
 
 from megatron_lite.config.schema import Config
+from megatron_lite.config.yaml_file import show_value
 
 ENGINES = {
     "local": {"ddp": "local", "distributed": False},
@@ -26,46 +28,36 @@ class Layout:
     sequence: bool
     engine: str
 
-    def overrides(self) -> list[str]:
-        """The fields of a config, as on a command line."""
+    def fields(self) -> dict[str, dict[str, Any]]:
+        """The fields of a config by section."""
         engine = ENGINES[self.engine]
-        stages = self.stages if isinstance(self.stages, str) else f"[{','.join(map(str, self.stages))}]"
-        values = {
-            "parallel.tensor": self.tensor,
-            "parallel.sequence": str(self.sequence).lower(),
-            "parallel.context": self.context,
-            "parallel.pipeline": self.pipeline,
-            "parallel.virtual_pipeline": self.virtual,
-            "parallel.schedule": self.schedule,
-            "parallel.pipeline_layout": stages,
-            "parallel.ddp": engine["ddp"],
-            "optim.distributed": str(engine["distributed"]).lower(),
-            "train.micro_batch_size": self.micro_batch,
-            "train.recompute": self.recompute,
+        return {
+            "parallel": {
+                "tensor": self.tensor,
+                "sequence": self.sequence,
+                "context": self.context,
+                "pipeline": self.pipeline,
+                "virtual_pipeline": self.virtual,
+                "schedule": self.schedule,
+                "pipeline_layout": self.stages,
+                "ddp": engine["ddp"],
+            },
+            "optim": {"distributed": engine["distributed"]},
+            "train": {"micro_batch_size": self.micro_batch, "recompute": self.recompute},
         }
-        return [f"{name}={value}" for name, value in values.items()]
+
+    def overrides(self) -> list[str]:
+        """The fields as on a command line."""
+        return [
+            f"{section}.{name}={value if isinstance(value, str) else show_value(value).replace(' ', '')}"
+            for section, fields in self.fields().items()
+            for name, value in fields.items()
+        ]
 
     def applied(self, config: Config) -> Config:
         """The config with this layout."""
-        engine = ENGINES[self.engine]
-        parallel = {
-            "tensor": self.tensor,
-            "sequence": self.sequence,
-            "context": self.context,
-            "pipeline": self.pipeline,
-            "virtual_pipeline": self.virtual,
-            "schedule": self.schedule,
-            "pipeline_layout": self.stages,
-            "ddp": engine["ddp"],
-        }
-        train = {"micro_batch_size": self.micro_batch, "recompute": self.recompute}
-        return config.model_copy(
-            update={
-                "parallel": config.parallel.model_copy(update=parallel),
-                "train": config.train.model_copy(update=train),
-                "optim": config.optim.model_copy(update={"distributed": engine["distributed"]}),
-            }
-        )
+        sections = {name: getattr(config, name).model_copy(update=fields) for name, fields in self.fields().items()}
+        return config.model_copy(update=sections)
 
 
 def layout_of(config: Config) -> Layout:

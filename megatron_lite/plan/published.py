@@ -114,10 +114,6 @@ def _narayanan_plan(row: Narayanan) -> Plan:
     return planned(row.config, row.gpus, "a100")
 
 
-# Bytes of eager dropout's noise for an element on the meta device, in 16 bits. torch's kernel on a GPU keeps a byte.
-NOISE = 2
-
-
 # Korthikanti et al., arXiv 2205.05198, Tables 2, 3 and 5: A100, sequences of 2,048 tokens.
 class Korthikanti(NamedTuple):
     """A model of the paper."""
@@ -171,17 +167,17 @@ class Korthikanti(NamedTuple):
         """The bytes that our code keeps on the first stage, with `model.attention: math`.
 
         A layer: dropout after a branch keeps its seed, so 32 bytes for an element where the paper has 34. A score: the
-        probability in fp32, the result of dropout in 16 bits, and its noise; and a byte for each pair of tokens, the
-        mask. The ends: the noise of the embedding's dropout for each micro-batch in flight in the first chunk;
-        without a pipeline also input and output of the last norm, and the logits in 16 bits.
+        probability in fp32, the result of dropout in 16 bits, and dropout's mask; and a byte for each pair of tokens,
+        the causal mask. The ends: the mask of the embedding's dropout for each micro-batch in flight in the first
+        chunk; without a pipeline also input and output of the last norm, and the logits in 16 bits.
         """
         unit, tp = 2048 * self.micro_batch * self.hidden, 8
         share = tp if sequence else 1
-        scores = (6 + NOISE) * self.heads * 2048 / self.hidden / tp + 2048 / (self.micro_batch * self.hidden)
+        scores = 7 * self.heads * 2048 / self.hidden / tp + 2048 / (self.micro_batch * self.hidden)
         layer = 2.0 if recompute == "full" else 8 / share + 24 / tp + scores * (recompute == "none")
         in_flight = 1 + (self.pp - 1) / (self.pp * self.virtual) if self.virtual > 1 else 1.0
         first_chunk = 2 * self.pp - 1 if self.virtual > 1 else self.pp
-        ends = NOISE * first_chunk / share + (4 / share + 2 * VOCABULARY / self.hidden / tp) * (self.pp == 1)
+        ends = first_chunk / share + (4 / share + 2 * VOCABULARY / self.hidden / tp) * (self.pp == 1)
         return (layer * self.layers * in_flight + ends) * unit
 
 

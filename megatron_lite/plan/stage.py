@@ -22,7 +22,7 @@ from megatron_lite.parallel import weight_grads
 from megatron_lite.pipeline.p2p import Message
 from megatron_lite.plan.communication import CommunicationRecorder, Operation, Wait
 from megatron_lite.plan.fake_world import META, empty_batch, fake_rank
-from megatron_lite.plan.kernels import Kernel, Recorder, on_gpu
+from megatron_lite.plan.kernels import Kernel, Recorder, dropout_on_gpu, on_gpu
 from megatron_lite.plan.memory import LiveBytes
 from megatron_lite.training.forward_step import Sums, forward_of, sum_over_pipeline
 from megatron_lite.training.run import Run
@@ -96,6 +96,7 @@ def _traced(config: Config, rank: int, world_size: int, *, fusion: str, lines: b
     communication = CommunicationRecorder(events)
     with (
         on_gpu(recorder, lines=lines),
+        dropout_on_gpu() if fusion == "on" else nullcontext(),
         communication.recording(),
         fake_rank(config, rank, world_size) as run,
         live.following_fsdp() if config.parallel.ddp == "fsdp" else nullcontext(),

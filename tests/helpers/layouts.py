@@ -157,3 +157,15 @@ GROUPS = [
 
 def name_of(layout: dict[str, Any]) -> str:
     return " ".join(f"{key.rpartition('__')[2]}={value}" for key, value in layout["changes"].items())
+
+
+MODELS = ("gpt", "codegeex", "llama")
+_PLAIN = [*FLAT, *SEQUENCE, *PIPELINES, *SEQUENCE_PIPELINES, *CONTEXT, *CONTEXT_PIPELINES]
+_PACKED = [{**each, "changes": each["changes"] | PACKING} for each in PACKED + CONTEXT_PACKED]
+# The layouts of the parity matrix on several ranks, by name: each with one model, in turn.
+OF_SEVERAL_RANKS = {
+    " ".join((model, name_of(each), f"ranks={each['ranks']}")): (model, each)
+    for number, each in enumerate([*_PLAIN, *_PACKED, *GROUPS])
+    for model in [MODELS[number % 3] if each not in GROUPS else "llama"]
+    if each["ranks"] > 1
+}

@@ -24,31 +24,9 @@ from megatron_lite.plan.communication import (
     record_rank,
 )
 from tests.helpers.command import ROOT
-from tests.helpers.layouts import (
-    BATCH,
-    CONTEXT,
-    CONTEXT_PACKED,
-    CONTEXT_PIPELINES,
-    FLAT,
-    GROUPS,
-    PACKED,
-    PACKING,
-    PIPELINES,
-    SEQUENCE,
-    SEQUENCE_PIPELINES,
-    name_of,
-)
+from tests.helpers.layouts import BATCH
+from tests.helpers.layouts import OF_SEVERAL_RANKS as LAYOUTS
 from tests.helpers.tiny import tiny_config
-
-MODELS = ("gpt", "codegeex", "llama")
-PACKED_LAYOUTS = [{**each, "changes": each["changes"] | PACKING} for each in PACKED + CONTEXT_PACKED]
-PLAIN = [*FLAT, *SEQUENCE, *PIPELINES, *SEQUENCE_PIPELINES, *CONTEXT, *CONTEXT_PIPELINES]
-LAYOUTS = {
-    " ".join((model, name_of(each), f"ranks={each['ranks']}")): (model, each)
-    for number, each in enumerate([*PLAIN, *PACKED_LAYOUTS, *GROUPS])
-    for model in [MODELS[number % 3] if each not in GROUPS else "llama"]
-    if each["ranks"] > 1
-}
 
 
 def record(config: Config, world_size: int) -> dict[int, list[Operation]]:

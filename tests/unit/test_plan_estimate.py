@@ -19,33 +19,14 @@ from megatron_lite.plan.memory import LiveBytes, peak_bytes
 from megatron_lite.plan.stage import Chunk, Pass, RankTrace
 from megatron_lite.training.step import local_batches, train_step
 from tests.helpers.kept import planned_traffic, recorded_traffic, wide_config
-from tests.helpers.layouts import (
-    BATCH,
-    CONTEXT,
-    CONTEXT_PACKED,
-    CONTEXT_PIPELINES,
-    FLAT,
-    GROUPS,
-    PACKED,
-    PACKING,
-    PIPELINES,
-    SEQUENCE,
-    SEQUENCE_PIPELINES,
-    context,
-    layout,
-    name_of,
-)
+from tests.helpers.layouts import BATCH, MODELS, OF_SEVERAL_RANKS, context, layout
 from tests.helpers.tiny import tiny_config
 
-MODELS = ("gpt", "codegeex", "llama")
-PACKED_LAYOUTS = [{**each, "changes": each["changes"] | PACKING} for each in PACKED + CONTEXT_PACKED]
-PLAIN = [*FLAT, *SEQUENCE, *PIPELINES, *SEQUENCE_PIPELINES, *CONTEXT, *CONTEXT_PIPELINES]
-# All layouts of the parity matrix whose engine runs on the meta device: torch's DDP does not.
+# All layouts whose engine runs on the meta device: torch's DDP does not.
 LAYOUTS = [
-    pytest.param(model, each, id=" ".join((model, name_of(each), f"ranks={each['ranks']}")))
-    for number, each in enumerate([*PLAIN, *PACKED_LAYOUTS, *GROUPS])
-    for model in [MODELS[number % 3] if each not in GROUPS else "llama"]
-    if each["ranks"] > 1 and each["changes"].get("parallel__ddp") != "torch"
+    pytest.param(model, each, id=name)
+    for name, (model, each) in OF_SEVERAL_RANKS.items()
+    if each["changes"].get("parallel__ddp") != "torch"
 ]
 IN_EVERY_TEST = 7  # one of so many layouts, because the list takes two minutes
 H100 = Machines(device_of("h100"), 8)
