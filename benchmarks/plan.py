@@ -25,9 +25,9 @@ from megatron_lite.parallel.random import seed_everything
 from megatron_lite.plan.calibrate import measure_rank, new_profile, profile_of
 from megatron_lite.plan.estimate import make_plan
 from megatron_lite.plan.fake_world import empty_batch, grid_of
+from megatron_lite.plan.formulas import spearman
 from megatron_lite.plan.links import Machines
 from megatron_lite.plan.measured import read_profile
-from megatron_lite.plan.published import spearman
 from megatron_lite.training.setup import build_run
 from megatron_lite.training.step import local_batches, train_step
 

@@ -8,7 +8,8 @@ from statistics import fmean
 from megatron_lite.config.schema import Config
 from megatron_lite.config.sizes import state_bytes
 from megatron_lite.plan import published
-from megatron_lite.plan.published import COLUMNS, KORTHIKANTI, NARAYANAN, README, SHOEYBI, rate, spearman
+from megatron_lite.plan.formulas import bounds, spearman, zero_bytes
+from megatron_lite.plan.published import COLUMNS, KORTHIKANTI, NARAYANAN, README, SHOEYBI, rate
 
 COMMAND = "python benchmarks/scaling.py --write docs/scaling.md"
 INTRODUCTION = f"""# Published tables
@@ -109,36 +110,35 @@ def readme() -> Iterator[str]:
     rows = [
         (
             row.name,
-            f"{row.tp}, {row.pp}, {48 * row.tp * row.pp}",
-            f"{row.chunks}",
+            f"{row.tp}, {row.pp}, {row.gpus}",
+            f"{row.layout.micro_batch}, {row.layout.virtual}",
             f"{row.mfu:.3f}",
-            f"{row.plan().mfu:.3f}",
-            f"{row.overlapped_mfu():.3f}",
+            f"{row.overlapped_mfu:.3f}",
+            f"{row.overlapped_mfu / row.mfu - 1:+.0%}",
+            f"{row.plan.mfu:.3f}",
         )
         for row in README
     ]
+    columns = "model", "tp, pp, GPUs", "micro-batch, chunks", "MFU", "planned", "error", "without overlap"
+    order = [row.mfu for row in README]
+    overlapped = spearman(order, [row.overlapped_mfu for row in README])
+    waiting = spearman(order, [row.plan.mfu for row in README])
+    errors = [row.overlapped_mfu / row.mfu - 1 for row in README]
     yield heading("Utilisation on H100 (Megatron-LM's README, core r0.8.0)", "readme")
-    yield table(("model", "tp, pp, GPUs", "chunks", "MFU", "planned", "planned, tp overlapped"), rows)
-    above = [row.overlapped_mfu() / row.mfu - 1 for row in README]
+    yield table(columns, rows)
     yield (
-        "\nThe published runs overlap the communication of tensor parallelism with products (`--tp-comm-overlap`). Our "
-        "code waits for most of it: the column `planned`. In the last column the same kernels do not wait. It is "
-        f"{min(above):.0%} to {max(above):.0%} above the published MFU.\n"
+        f"\nRank correlation (Spearman) of published and planned MFU: {overlapped:.2f}; without overlap {waiting:.2f}. "
+        "The published runs overlap the communication of tensor parallelism with products (`--tp-comm-overlap`). So "
+        "the column `planned` has no waits for it. Our code waits for most of it: the last column.\n"
     )
     yield (
-        "Assumed: distributed optimizer, sequence parallelism, the rate of cuDNN's attention, no dropout, no "
-        "recomputation; with a pipeline one sequence in a micro-batch, and chunks of two layers (one where a stage has "
-        "an odd number). The README prints neither chunks nor micro-batches, and the order of the models depends on "
-        "them:\n"
+        "The README prints neither micro-batches nor chunks. Each row has those of 1, 2 and 4 sequences, and of all "
+        "numbers of chunks, that fit into 80 GB and that the search estimates to be the fastest. Also assumed: "
+        "distributed optimizer, sequence parallelism, the rate of cuDNN's attention, no dropout, no recomputation.\n"
     )
-    published_rates, correlations = [row.tflops for row in README], []
-    for count in (1, 2, 4):
-        values = [row.plan(count).mfu for row in README], [row.overlapped_mfu(count) for row in README]
-        correlations.append((f"{count}", *(f"{spearman(published_rates, each):.2f}" for each in values)))
-    yield table(("sequences without a pipeline", "rank correlation (Spearman)", "tp overlapped"), correlations)
     yield (
-        "\nThe table above has 4, which is planned to be the fastest. The smallest model is planned too fast: products "
-        "have one rate for all sizes, and our code computes the loss of 131,072 columns in one pass each way.\n"
+        f"Rows are planned {min(errors):.0%} to {max(errors):.0%} too fast. The plan has one rate for products of all "
+        "sizes, no cost of overlapping, and a loss of 131,072 columns that is computed in one pass each way.\n"
     )
 
 
@@ -176,19 +176,21 @@ def zero() -> Iterator[str]:
         "none": {},
         "stage 1": {"optim": {"distributed": True}},
         "stage 2": {"parallel": {"ddp": "deepspeed"}, "deepspeed": {"zero_stage": 2}},
-        "stage 3": {"parallel": {"ddp": "fsdp"}},
+        "stage 3": {"parallel": {"ddp": "deepspeed"}, "deepspeed": {"zero_stage": 3}},
     }
     rows = []
-    for stage, size in published.zero_bytes(parameters, ranks).items():
+    for stage, size in zero_bytes(parameters, ranks).items():
         config = Config.model_validate({"train": {"precision": "bf16"}, **changes[stage]})
-        own = sum(state_bytes(config, ranks).values()) * parameters
-        rows.append((stage, f"{size / 1e9:.1f}", f"{own / 1e9:.1f}", config.engine))
+        own = state_bytes(config, ranks)
+        low = {**own, "gradients": 2 / (ranks if stage in ("stage 2", "stage 3") else 1)}
+        gigabytes = [f"{each * parameters / 1e9:.1f}" for each in (sum(low.values()), sum(own.values()))]
+        rows.append((stage, f"{size / 1e9:.1f}", *gigabytes, config.engine))
     yield heading("Training state (Rajbhandari et al., ZeRO, figure 1)", "zero")
-    yield table(("ZeRO", "published GB", "ours", "engine"), rows)
+    yield table(("ZeRO", "published GB", "with gradients of 16 bits", "ours", "engine"), rows)
     yield (
         "\n7.5 billion parameters on 64 ranks. The paper sums gradients in 16 bits; ours are fp32, 2 bytes more for "
-        "each parameter. DeepSpeed's gradients of stage 2 exist during backward only, and are not in our column. "
-        "Source: arXiv 1910.02054, figure 1.\n"
+        "each parameter. DeepSpeed's gradients of stage 2 exist during backward only, and are not in the column "
+        "`ours`. Source: arXiv 1910.02054, figure 1.\n"
     )
 
 
@@ -203,7 +205,7 @@ def a100() -> Iterator[str]:
             f"{each.load_seconds * 1e6:.2f}",
             each.name,
         )
-        for each in published.bounds()
+        for each in bounds()
     ]
     yield table(("N", "d", "FLOP/B", "us to compute", "us to load", "bound by"), rows)
     yield (

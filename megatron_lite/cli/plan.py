@@ -69,6 +69,8 @@ def plan(
     from megatron_lite.plan.report import Budget
 
     if calibrate:
+        unused = {"--config": config, "section.field=value": overrides, "--search": search, "--rank": rank}
+        _check_unused("--calibrate", unused | {"--html": html, "--tokens": tokens, "--price": price, "--json": as_json})
         return _calibrate(out)
     settings = with_vocabulary(load_config(config, overrides or []))
     machines = machines_of(device, settings, nproc_per_node)
@@ -76,14 +78,14 @@ def plan(
         machines = replace(machines, device=replace(machines.device, memory_bytes=size_of(max_memory)))
     world_size, limit = nnodes * nproc_per_node, machines.device.memory_bytes
     if search:
-        _check_unused("--search", {"--html": html, "--rank": rank, "--tokens": tokens or None, "--price": price})
+        _check_unused("--search", {"--html": html, "--rank": rank, "--tokens": tokens, "--price": price})
         return _search(settings, world_size, machines, limit, out, as_json=as_json)
     if out is not None:
         raise ConfigError("--out is for --search and --calibrate; use --json or --html for a plan")
     from megatron_lite.plan.estimate import make_plan
 
     if rank is not None:
-        _check_unused("--rank", {"--html": html, "--tokens": tokens or None, "--price": price})
+        _check_unused("--rank", {"--html": html, "--tokens": tokens, "--price": price})
     if rank is not None and rank >= world_size:
         raise ConfigError(f"--rank {rank}: this job has ranks 0 to {world_size - 1}; choose one of them")
     given = number_of(tokens, "--tokens") if tokens else 0.0
@@ -97,8 +99,8 @@ def plan(
 
 
 def _check_unused(option: str, others: dict[str, object]) -> None:
-    """Raise ConfigError for options that another one leaves without effect; None: not given."""
-    if given := [name for name, value in others.items() if value is not None]:
+    """Raise ConfigError for options that another one leaves without effect; None, False and empty: not given."""
+    if given := [name for name, value in others.items() if value or type(value) in (int, float)]:
         raise ConfigError(f"{' and '.join(given)} has no effect with {option}; leave it out")
 
 

@@ -9,6 +9,7 @@ weights, as far as the next forward waits for it.
 from collections import Counter, defaultdict
 from dataclasses import dataclass
 from functools import cached_property
+from inspect import getsourcelines
 
 from megatron_lite.config.flops import flops_per_token
 from megatron_lite.config.schema import Config
@@ -164,16 +165,23 @@ class Plan:
 
     @cached_property
     def tails(self) -> list[float]:
-        """The seconds between each pipeline rank's last backward and its next forward, at equal speed of both."""
+        """The seconds between each pipeline rank's last backward and its next forward, at equal speed of both.
+
+        The sums of a chunk begin in its last backward, and go on during those of the chunks before it.
+        """
         found: dict[int, float] = {}
-        for trace, durations in zip(self.traces, self.durations, strict=True):
+        for trace, durations, order in zip(self.traces, self.durations, self.schedule, strict=True):
             if id(trace.chunks) in found:
                 continue
             op = "W" if "W" in trace.chunks[0].passes else "B"
-            numbers = range(len(trace.chunks))
-            row = [event for number in reversed(numbers) for event in trace.chunks[number].last[op].events]
+            lasts = {action.chunk: place for place, action in enumerate(order) if action.op == op}
+            row, alone = [], durations["F", 0].seconds
+            for place, action in enumerate(order[min(lasts.values()) :], min(lasts.values())):
+                chunk = trace.chunks[action.chunk]
+                passes = chunk.last if place == lasts[action.chunk] else chunk.passes
+                row += passes[action.op].events
+                alone += durations[action.op, action.chunk].seconds
             played = self.played([*row, *trace.end.events, *trace.next_forward.events])
-            alone = sum(durations[op, number].seconds for number in numbers) + durations["F", 0].seconds
             found[id(trace.chunks)] = max(0.0, played.seconds - alone)
         return [found[id(trace.chunks)] for trace in self.traces]
 
@@ -274,6 +282,8 @@ def _messages(trace: RankTrace, order: list[Action], *, rank: int, pp: int) -> l
     rows = []
     for name, function, count in (("send", Pipe.send, sent), ("recv", Pipe._open, received)):
         if count:
-            line, size = f"pipeline/p2p.py:{function.__code__.co_firstlineno}", count * trace.message_bytes
+            source, first = getsourcelines(function)
+            number = next(number for number, line in enumerate(source, first) if f"dist.i{name}(" in line)
+            line, size = f"pipeline/p2p.py:{number}", count * trace.message_bytes
             rows.append(Traffic("pp", name, line, 2, count, size, size if name == "send" else 0.0))
     return rows

@@ -4,20 +4,23 @@ The runs are those of other code on other software of their time. The plan count
 rates of today's data sheets times one set of shares for each device (`devices.py`).
 """
 
-from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
+from itertools import product
 from typing import Any, NamedTuple
 
 import torch
 
 from megatron_lite.config.schema import Config
+from megatron_lite.config.validate import divisors
 from megatron_lite.plan.communication import CommunicationRecorder
 from megatron_lite.plan.devices import device_of
 from megatron_lite.plan.estimate import Plan, make_plan
 from megatron_lite.plan.fake_world import META, fake_rank
 from megatron_lite.plan.kernels import Recorder, on_gpu
+from megatron_lite.plan.layouts import Layout, layout_of
 from megatron_lite.plan.links import Machines, tensor_bytes
+from megatron_lite.plan.search import Search
 
 VOCABULARY = 51200
 
@@ -201,7 +204,8 @@ def _korthikanti_plan(row: Korthikanti, sequence: bool, recompute: str, attentio
     return planned(row.config(sequence=sequence, recompute=recompute, attention=attention), row.gpus, "a100")
 
 
-# Megatron-LM's README for core r0.8.0: H100, sequences of 4,096 tokens, 48 data-parallel ranks, vocabulary 131,072.
+# Megatron-LM's README for core r0.8.0: H100, sequences of 4,096 tokens, 48 data-parallel ranks, vocabulary 131,072. It
+# names --tp-comm-overlap, but neither micro-batches nor virtual stages.
 class Readme(NamedTuple):
     """A row of the table."""
 
@@ -218,20 +222,35 @@ class Readme(NamedTuple):
     def mfu(self) -> float:
         return self.tflops / 989
 
-    def plan(self, without_pipeline: int = 4) -> Plan:
-        """`without_pipeline`: sequences of a micro-batch where there is one stage; the README does not print them."""
-        return _readme_plan(self, without_pipeline if self.pp == 1 else 1)
-
-    def overlapped_mfu(self, without_pipeline: int = 4) -> float:
-        """The planned utilisation, if nothing waited for tensor parallelism: `--tp-comm-overlap` of Megatron-LM."""
-        plan = self.plan(without_pipeline)
-        return replace(plan, machines=replace(plan.machines, hidden=("tp",))).mfu
+    @property
+    def gpus(self) -> int:
+        return 48 * self.tp * self.pp
 
     @property
-    def chunks(self) -> int:
-        """Virtual stages of two layers, or of one where a stage has an odd number of them."""
-        layers = self.layers // self.pp
-        return 1 if self.pp == 1 else layers if layers % 2 else layers // 2
+    def config(self) -> dict[str, dict[str, Any]]:
+        """With one sequence in a micro-batch, and without virtual stages."""
+        model = gpt(heads=self.heads, hidden=self.hidden, layers=self.layers, length=4096, vocabulary=131072)
+        return {
+            "model": {**model, "hidden_dropout": 0.0, "attention_dropout": 0.0},
+            "parallel": {"tensor": self.tp, "pipeline": self.pp, "sequence": self.tp > 1},
+            "train": {"precision": "bf16", "micro_batch_size": 1, "global_batch_size": self.batch},
+            "optim": {"distributed": True},
+            "data": {"seq_length": 4096},
+        }
+
+    @property
+    def layout(self) -> Layout:
+        """The micro-batch and virtual stages that fit and that `Search` finds the fastest, with tp overlapped."""
+        return _readme_layout(self)
+
+    @property
+    def plan(self) -> Plan:
+        return _readme_plan(self)
+
+    @property
+    def overlapped_mfu(self) -> float:
+        """The planned utilisation, if nothing waited for tensor parallelism: `--tp-comm-overlap` of Megatron-LM."""
+        return replace(self.plan, machines=OVERLAPPED).mfu
 
 
 README = (
@@ -247,17 +266,27 @@ README = (
 )
 
 
+H100 = Machines(device_of("h100", attention="cudnn"), 8)
+OVERLAPPED = replace(H100, hidden=("tp",))
+
+
 @cache
-def _readme_plan(row: Readme, micro_batch: int) -> Plan:
-    model = gpt(heads=row.heads, hidden=row.hidden, layers=row.layers, length=4096, vocabulary=131072)
-    sections = {
-        "model": {**model, "hidden_dropout": 0.0, "attention_dropout": 0.0},
-        "parallel": {"tensor": row.tp, "pipeline": row.pp, "sequence": row.tp > 1, **stages(row.chunks)},
-        "train": {"precision": "bf16", "micro_batch_size": micro_batch, "global_batch_size": row.batch},
-        "optim": {"distributed": True},
-        "data": {"seq_length": 4096},
-    }
-    return planned(sections, 48 * row.tp * row.pp, "h100", attention="cudnn")
+def _readme_layout(row: Readme) -> Layout:
+    search = Search(Config.model_validate(row.config), row.gpus, OVERLAPPED)
+    plain, fitting = layout_of(search.config), []
+    for virtual, micro_batch in product(divisors(row.layers // row.pp if row.pp > 1 else 1), (1, 2, 4)):
+        schedule = "interleaved" if virtual > 1 else "1f1b"
+        layout = replace(plain, micro_batch=micro_batch, virtual=virtual, schedule=schedule)
+        if search.is_legal(layout):
+            estimate = search.estimate(layout)
+            if estimate.memory <= H100.device.memory_bytes:
+                fitting.append(search.simulated(estimate))
+    return min(fitting, key=lambda each: each.seconds).layout
+
+
+@cache
+def _readme_plan(row: Readme) -> Plan:
+    return make_plan(row.layout.applied(Config.model_validate(row.config)), row.gpus, H100)
 
 
 # Shoeybi et al., arXiv 1909.08053, Table 1 and figure 5: V100 in DGX-2 machines, sequences of 1,024 tokens.
@@ -341,46 +370,3 @@ def volumes(tp: int = 2, dp: int = 2) -> Volumes:
     unit, parameters = batch * length * hidden, more.traces[0].parameters - few.traces[0].parameters
     layer, attention, mlp = (2 * size / 2 / unit for size in (added("tp"), *parts))  # sent twice; 2 bytes an element
     return Volumes(layer, attention, mlp, 2 * added("dp_cp") / 4 / parameters)
-
-
-def zero_bytes(parameters: float, ranks: int) -> dict[str, float]:
-    """The bytes of ZeRO's stages. Source: Rajbhandari et al., arXiv 1910.02054, figure 1: 2 + 2 + 12 a parameter."""
-    return {
-        "none": 16 * parameters,
-        "stage 1": (4 + 12 / ranks) * parameters,
-        "stage 2": (2 + 14 / ranks) * parameters,
-        "stage 3": 16 * parameters / ranks,
-    }
-
-
-class Bound(NamedTuple):
-    """The product of [n, d] and [d, n] in 16 bits on an A100 of 40 GB, as the roofline has it."""
-
-    n: int
-    d: int
-    intensity: float  # FLOP/B
-    compute_seconds: float
-    load_seconds: float
-
-    @property
-    def name(self) -> str:
-        return "products" if self.compute_seconds > self.load_seconds else "memory"
-
-
-A100_PEAK, A100_MEMORY = 312e12, 1.555e12
-
-
-def bounds() -> Iterator[Bound]:
-    """The table of Williams et al.'s roofline for attention's products, N tokens and d elements of a head."""
-    for n in (256, 512, 1024, 2048, 4096):
-        for d in (64, 128, 256):
-            flops, moved = 2 * n * n * d, 2 * (2 * n * d + n * n)
-            yield Bound(n, d, flops / moved, flops / A100_PEAK, moved / A100_MEMORY)
-
-
-def spearman(a: list[float], b: list[float]) -> float:
-    """The rank correlation of two lists without equal values."""
-    places = [[sorted(values).index(value) for value in values] for values in (a, b)]
-    count = len(a)
-    squares = sum((x - y) ** 2 for x, y in zip(*places, strict=True))
-    return 1 - 6 * squares / (count * (count**2 - 1))

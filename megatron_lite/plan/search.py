@@ -195,11 +195,7 @@ class _Estimator:
     def _ranks(self) -> list[tuple[int, list[Cost]]]:
         """The first, a middle and the last pipeline rank, with the costs of their stages."""
         layout = self.layout
-        parallel = {
-            "pipeline": layout.pipeline,
-            "virtual_pipeline": layout.virtual,
-            "pipeline_layout": layout.stages,
-        }
+        parallel = {"pipeline": layout.pipeline, "virtual_pipeline": layout.virtual, "pipeline_layout": layout.stages}
         config = self.search.config
         counts = layer_counts(config.model, config.parallel.model_copy(update=parallel))
         parts, last = self._parts(layout.recompute), len(counts) - 1
@@ -314,10 +310,11 @@ class _Estimator:
         gather = self._ring_seconds(parameters * (search.weight_bytes if sharded else search.gradient_bytes))
         # The embedding's gradient is complete last, and its weights are needed first.
         late = self._parts(layout.recompute).first.parameters / parameters if rank == 0 else 0.0
-        backward, forward = sum(each.backward for each in costs), costs[0].forward
+        # After the last chunk's last backward, each other chunk has one for each stage.
+        backward = costs[-1].backward + layout.pipeline * sum(each.backward for each in costs[:-1])
         if not sharded:
             return optimizer + max(late * (scatter + gather), scatter + gather - backward)
-        return optimizer + max(late * scatter, scatter - backward) + max(late * gather, gather - forward)
+        return optimizer + max(late * scatter, scatter - backward) + max(late * gather, gather - costs[0].forward)
 
     def _optimizer_bytes(self) -> int:
         """What the end of a step moves for a parameter: the norm reads its gradient; AdamW reads and writes gradient,

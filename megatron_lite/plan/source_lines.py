@@ -1,5 +1,6 @@
 """The line of the package that starts an operation."""
 
+from itertools import takewhile
 from types import FrameType
 
 # Layers that many lines call; the caller tells more.
@@ -23,8 +24,12 @@ def package_line(frame: FrameType | None, shared: tuple[str, ...] = SHARED) -> s
 
 
 def first_shown(lines: list[tuple[str, int]], shared: tuple[str, ...]) -> str:
-    """The innermost line of the package outside of the shared files, else the innermost one."""
+    """The innermost line of the package outside of the shared files, else the innermost one.
+
+    Lines outside of the engine's call are left out: for a backward they name only the loop that runs all of them.
+    """
     inside = [(file.rpartition("megatron_lite/")[2], number) for file, number in lines if "megatron_lite/" in file]
     inside = [(file, number) for file, number in inside if not file.startswith(("plan/", "cli/"))]
-    chosen = next((entry for entry in inside if entry[0] not in shared), inside[0] if inside else ("", 0))
+    of_pass = list(takewhile(lambda entry: entry[0] != "pipeline/engine.py", inside)) or inside
+    chosen = next((entry for entry in of_pass if entry[0] not in shared), of_pass[0] if of_pass else ("", 0))
     return f"{chosen[0]}:{chosen[1]}" if chosen[0] else ""

@@ -279,10 +279,16 @@ def fake_ranks(monkeypatch) -> None:
     monkeypatch.setattr("os.cpu_count", lambda: 1)
 
 
+def calibrated(folder: Path, *arguments: str) -> str:
+    done = run_here("plan", "--calibrate", *arguments, cwd=folder)
+    assert (done.returncode, done.stderr) == (0, "")
+    return done.stdout
+
+
 def test_calibrate_writes_a_profile_that_device_cpu_reads(folder, fake_ranks, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
     path = folder / "cache" / "megatron-lite" / "machine.json"
-    lines = printed(folder, "--calibrate").splitlines()
+    lines = calibrated(folder).splitlines()
     assert lines[0] == "fp32, 1 rank alone: 100 GFLOP/s in products, 20.0 GB/s"
     assert lines[1] == "fp32, 2 ranks at once, each: 100 GFLOP/s in products, 20.0 GB/s, 1.00 GB/s in sums"
     assert [line.partition(":")[0] for line in lines[2:4]] == ["bf16, 1 rank alone", "bf16, 2 ranks at once, each"]
@@ -296,7 +302,7 @@ def test_calibrate_writes_a_profile_that_device_cpu_reads(folder, fake_ranks, mo
 
 
 def test_calibrate_writes_the_file_of_out(folder, fake_ranks):
-    out = printed(folder, "--calibrate", "--out", "profiles/mine.json")
+    out = calibrated(folder, "--out", "profiles/mine.json")
     assert out.endswith("profile in profiles/mine.json; megatron-lite plan --device profiles/mine.json reads it\n")
     assert loaded(folder, *TWO, "train.precision=bf16", "--device", "profiles/mine.json")["device"] == "cpu"
 
@@ -319,6 +325,7 @@ REMEDY = "write one with: megatron-lite plan --calibrate"
         (["parallel.tensor=3"], "parallel.tensor * parallel.pipeline * parallel.context is 3 .*"),
         (["train.micro_batch_size=3"], "train.global_batch_size is 4, not a multiple of train.micro_batch_size .*"),
         (["--search", "--html", "x.html"], "--html has no effect with --search; leave it out"),
+        (["--calibrate", "--rank", "0"], "section.field=value and --rank has no effect with --calibrate; leave it out"),
         (["--rank", "0", "--price", "2"], "--price has no effect with --rank; leave it out"),
         (["--tokens", "x"], "--tokens x is not a number above 0; use for example 3e11 or 300B"),
         (["--tokens", "-3B"], "--tokens -3B is not a number above 0; use for example 3e11 or 300B"),

@@ -16,7 +16,7 @@ from megatron_lite.plan.fake_world import empty_batch, fake_rank
 from megatron_lite.plan.kernels import Recorder, on_gpu
 from megatron_lite.plan.links import Machines, sent_bytes, tensor_bytes
 from megatron_lite.plan.memory import LiveBytes, peak_bytes
-from megatron_lite.plan.stage import Chunk, Pass, RankTrace
+from megatron_lite.plan.stage import Chunk, Event, Pass, RankTrace, kernels
 from megatron_lite.training.step import local_batches, train_step
 from tests.helpers.kept import planned_traffic, recorded_traffic, wide_config
 from tests.helpers.layouts import BATCH, MODELS, OF_SEVERAL_RANKS, context, layout
@@ -41,6 +41,9 @@ def check_traffic(model: str, each: dict[str, Any]) -> None:
     for pp_rank, trace in enumerate(plan.traces):
         step = record_step(config, trace.rank, each["ranks"], num_microbatches=plan.num_microbatches)
         assert planned_traffic(plan, pp_rank) == recorded_traffic(step), f"rank {trace.rank}"
+        if config.parallel.ddp != "fsdp":  # torch starts its collectives, and no line of ours does
+            planned_lines = {(row.operation, row.line) for row in plan.traffic[pp_rank]}
+            assert planned_lines == {(operation.name, operation.line) for operation in step}
 
 
 @pytest.mark.parametrize(("model", "each"), LAYOUTS[::IN_EVERY_TEST])
@@ -164,6 +167,25 @@ def test_the_peak_follows_from_the_order_of_passes(text, passes, kept, deferred,
     trace = trace_of(passes, kept=kept, deferred=deferred, end=end)
     found = peak_bytes(trace, order(text))
     assert found == {"parameters": 7, "activations": activations, "temporary": temporary, "messages": 22}
+
+
+@pytest.mark.parametrize("chunks", [1, 2])
+def test_sums_go_on_during_the_last_backwards_of_other_chunks(monkeypatch, chunks):
+    """After the last backward of the upper chunk, the lower one has one for each stage."""
+    schedule = {"virtual_pipeline": chunks, "schedule": "interleaved"} if chunks > 1 else {}
+    plan = plan_of(layout(pipeline=4, micro=1, **schedule), num_microbatches=8, model__num_layers=8)
+    played: list[list[Event]] = []
+    times, original = plan.durations, Plan.played
+    monkeypatch.setattr(Plan, "played", lambda self, events: played.append(events) or original(self, events))
+    assert len(plan.tails) == len(times) == 4
+
+    def flops(events: list[Event]) -> int:
+        return sum(kernel.flops for kernel in kernels(events))
+
+    for trace, row in zip((plan.traces[rank] for rank in (0, 1, 3)), played, strict=True):
+        lower, *upper = (flops(chunk.passes["B"].events) for chunk in trace.chunks)
+        others = flops(trace.end.events) + flops(trace.next_forward.events)
+        assert flops(row) == others + (sum(upper) + 4 * lower if upper else lower)
 
 
 def test_ranks_alike_are_traced_once(monkeypatch):
