@@ -275,7 +275,7 @@ def _search(
     from megatron_lite.cli.inspect import aligned
     from megatron_lite.config.load import dump_config
     from megatron_lite.files import atomic_write
-    from megatron_lite.plan.layouts import changes, layout_of
+    from megatron_lite.plan.layouts import changes
     from megatron_lite.plan.search import Search, find, reason
 
     search = Search(config, world_size, machines)
@@ -300,7 +300,7 @@ def _search(
     else:
         typer.echo(f"{search.num_layouts:,} layouts; the fastest that fit into {limit / 1e9:,.1f} GB:")
         typer.echo("\n".join(aligned(rows)))
-        differing = " ".join(changes(layout_of(config), best[0].layout))
+        differing = " ".join(changes(config, best[0].layout))
         typer.echo(f"use: {differing}" if differing else "the config has the fastest layout")
     if out is not None:
         out.parent.mkdir(parents=True, exist_ok=True)

@@ -11,24 +11,13 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from megatron_lite.pipeline.simulate import Span
+from megatron_lite.plan.units import scaled
 
 MAX_SPANS = 4200  # of a timeline; more are drawn as their first and last KEPT_SPANS
 KEPT_SPANS = 2000
 WIDTH, MAX_WIDTH = 980, 16000  # of a timeline in pixels: on a wide screen, and enlarged
 GAP = 3.0  # percent between the two windows of a shortened timeline
 AXIS = 24  # height of a time axis in pixels
-PREFIXES = {1e15: "P", 1e12: "T", 1e9: "G", 1e6: "M", 1e3: "k"}
-
-
-def prefix_of(value: float) -> tuple[float, str]:
-    """The largest prefix of units that is below a value, as number and letter."""
-    return next(((size, letter) for size, letter in PREFIXES.items() if abs(value) >= size), (1.0, ""))
-
-
-def scaled(value: float, unit: str) -> str:
-    """A value with up to four digits and its unit: 25.77 GB."""
-    size, letter = prefix_of(value)
-    return f"{value / size:.4g} {letter}{unit}".strip()
 
 
 def time_text(seconds: float) -> str:

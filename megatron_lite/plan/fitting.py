@@ -42,7 +42,7 @@ def changes_that_fit(plan: Plan, limit: float, *, most: int = 5) -> list[Option]
             estimate = search.estimate(layout)
             slowdown = estimate.seconds / now.seconds - 1
             if estimate.memory * scale <= limit and slowdown < fastest:
-                options.append(Option(changes(given, layout), estimate.memory * scale, slowdown))
+                options.append(Option(changes(plan.config, layout), estimate.memory * scale, slowdown))
     return sorted(options, key=lambda option: option.slowdown)[:most]
 
 

@@ -21,7 +21,8 @@ from megatron_lite.plan.devices import DATA_SHEETS, Device, device_of
 from megatron_lite.plan.estimate import Plan, make_plan
 from megatron_lite.plan.links import Machines
 from megatron_lite.plan.measured import default_profile, read_profile
-from megatron_lite.plan.report import duration, ranks_of
+from megatron_lite.plan.report import ranks_of
+from megatron_lite.plan.units import duration, size_text
 from megatron_lite.training.run import Run
 from megatron_lite.training.state import StepReport
 from megatron_lite.training.throughput import known_gpu, peak_memory_gb
@@ -58,7 +59,7 @@ class Forecast:
         if self.plan is None:
             return [f"plan: none ({self.problem})"] if self.problem else []
         plan = self.plan
-        needed = f"{plan.peak_memory / 1e9:,.3g} GB on the fullest rank ({ranks_of(plan, plan.fullest)})"
+        needed = f"{size_text(plan.peak_memory)} on the fullest rank ({ranks_of(plan, plan.fullest)})"
         if not self._has_rates:
             return [f"plan: {needed}; no time, because the rates of this device are unknown (plan --calibrate)"]
         return [f"plan: {needed}, {duration(plan.step_seconds)} for a step"]

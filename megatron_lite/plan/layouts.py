@@ -78,6 +78,8 @@ def layout_of(config: Config) -> Layout:
     )
 
 
-def changes(before: Layout, after: Layout) -> list[str]:
-    """The overrides by which two layouts differ."""
-    return [new for old, new in zip(before.overrides(), after.overrides(), strict=True) if old != new]
+def changes(config: Config, layout: Layout) -> list[str]:
+    """The overrides that give a config this layout."""
+    given = [getattr(getattr(config, section), name) for section, fields in layout.fields().items() for name in fields]
+    values = [value for fields in layout.fields().values() for value in fields.values()]
+    return [text for text, old, new in zip(layout.overrides(), given, values, strict=True) if old != new]

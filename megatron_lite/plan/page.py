@@ -13,18 +13,17 @@ from megatron_lite.plan.drawing import (
     Part,
     Roof,
     bar,
-    prefix_of,
     scale_of_bars,
-    scaled,
     time_text,
     timeline,
     under_roof,
 )
 from megatron_lite.plan.estimate import Plan, Traffic
 from megatron_lite.plan.page_style import style_sheet
-from megatron_lite.plan.report import duration, layout_line, per_rank, ranks_of, step_parts, unit
+from megatron_lite.plan.report import layout_line, per_rank, ranks_of, step_parts, unit
 from megatron_lite.plan.roofline import Row, by_line
 from megatron_lite.plan.stage import kernels
+from megatron_lite.plan.units import duration, prefix_of, scaled, size_text
 from megatron_lite.text import counted, named_ranks
 
 MANY_ROWS = 16  # more bars are thinner, and equal ones are one
@@ -70,11 +69,6 @@ def _data(value: float, text: str) -> str:
     return f'<data value="{value:.12g}">{escape(text)}</data>'
 
 
-def _size(size: float) -> str:
-    """Bytes in GB; small ones in a smaller unit."""
-    return f"{size / 1e9:,.2f} GB" if size >= 1e8 or not size else scaled(size, "B")
-
-
 def _cell(value: float, unit: str) -> str:
     """A table cell with value and unit, each aligned in its column."""
     size, letter = prefix_of(value)
@@ -112,7 +106,7 @@ def _headline(plan: Plan, title: str) -> str:
     speed = plan.tokens_per_second
     bubble = f"{plan.bubble:.3f} of the pipeline is idle" if plan.grid.pp > 1 else f"{plan.tokens:,} tokens"
     cards = [
-        ("peak memory", _data(needed, _size(needed)), where),
+        ("peak memory", _data(needed, size_text(needed)), where),
         ("step", _data(plan.step_seconds, duration(plan.step_seconds)), bubble),
         ("tokens/s", _data(speed, f"{speed:,.0f}"), f"{speed / plan.grid.world_size:,.0f} on each {unit(plan)}"),
         ("MFU", _data(plan.mfu, f"{plan.mfu:.3f}"), f"{plan.hfu:.3f} with recomputed FLOPs"),
@@ -149,11 +143,11 @@ def _memory(plan: Plan) -> str:
     axis = scale_of_bars(scale, mark=limit, mark_label=label, unit="B")
     bars, numbers = [f"<th>pp rank</th><td>{axis}</td><td></td>"], []
     for stages, memory in rows:
-        parts = [Part(kind, f"{kind}: {_size(size)}", size) for kind, size in memory.items() if size]
+        parts = [Part(kind, f"{kind}: {size_text(size)}", size) for kind, size in memory.items() if size]
         drawn = bar(parts, scale=scale, mark=limit, height=16 if len(rows) > MANY_ROWS else 30)
         style = "fullest" if plan.fullest in stages else "other"
         name, total = named_ranks(stages).partition(" ")[2], sum(memory.values())
-        cell = f'<td class="n {style}">{_data(total, _size(total))}</td>'
+        cell = f'<td class="n {style}">{_data(total, size_text(total))}</td>'
         bars.append(f'<th scope="row" class="{style}">{name}</th><td>{drawn}</td>{cell}')
         where = ranks_of(plan, stages[0]) if len(stages) == 1 else counted(len(stages), "pipeline rank")
         cells = "".join(

@@ -8,6 +8,7 @@ from typing import Any
 from megatron_lite.plan.communication import Operation
 from megatron_lite.plan.estimate import Plan, Traffic
 from megatron_lite.plan.links import tensor_bytes
+from megatron_lite.plan.units import duration, gigabytes, size_text
 from megatron_lite.text import counted
 
 CHINCHILLA = 20  # tokens of training for each parameter; Hoffmann et al., arXiv 2203.15556, table 3
@@ -39,7 +40,7 @@ def summary(plan: Plan, budget: Budget) -> list[str]:
         f"speed         {speed:,.0f} tokens/s, {speed / ranks:,.0f} on each {unit(plan)}; MFU {plan.mfu:.3f}, with "
         f"recomputed FLOPs {plan.hfu:.3f}",
         f"training      {training_line(plan, budget)}",
-        f"checkpoint    {plan.checkpoint_bytes / 1e9:,.1f} GB with the optimizer",
+        f"checkpoint    {size_text(plan.checkpoint_bytes)} with the optimizer",
     ]
 
 
@@ -109,10 +110,6 @@ def step_line(plan: Plan) -> str:
     return f"{duration(plan.step_seconds)}: {parts}{bubble}"
 
 
-def duration(seconds: float) -> str:
-    return f"{seconds:,.2f} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
-
-
 def training_line(plan: Plan, budget: Budget) -> str:
     dollars = budget.dollars(plan)
     cost = "" if dollars is None else f", {dollars:,.0f} dollars"
@@ -129,8 +126,8 @@ def memory_table(plan: Plan) -> list[tuple[str, ...]]:
     kinds = list(dict.fromkeys(kind for stage in shown for kind in plan.memory[stage]))
     kinds = [kind for kind in kinds if any(plan.memory[stage].get(kind) for stage in shown)]
     rows: list[tuple[str, ...]] = [("GB", *(ranks_of(plan, stage) for stage in shown))]
-    rows += [(kind, *(f"{plan.memory[stage].get(kind, 0) / 1e9:.2f}" for stage in shown)) for kind in kinds]
-    rows.append(("together", *(f"{sum(plan.memory[stage].values()) / 1e9:.2f}" for stage in shown)))
+    rows += [(kind, *(gigabytes(plan.memory[stage].get(kind, 0)) for stage in shown)) for kind in kinds]
+    rows.append(("together", *(gigabytes(sum(plan.memory[stage].values())) for stage in shown)))
     return rows
 
 

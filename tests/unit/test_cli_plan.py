@@ -84,7 +84,7 @@ def test_a_plan_prints_layout_memory_time_and_communication(folder):
     )
     assert re.match(r"speed +[\d,]+ tokens/s, [\d,]+ on each GPU; MFU 0\.000, with recomputed FLOPs 0\.000", lines[4])
     assert re.match(r"training +1e\+09 tokens take \S+ days, \d+ dollars; [\d.e+]+ tokens for each parameter", lines[5])
-    assert lines[6] == "checkpoint    0.0 GB with the optimizer"
+    assert lines[6] == "checkpoint    367.1 kB with the optimizer"
     assert lines[8].split() == ["GB", "ranks", "0", "to", "1", "ranks", "2", "to", "3"]
     kinds = ["parameters", "gradients", "optimizer", "activations", "temporary", "messages", "reserved", "together"]
     assert [line.split()[0] for line in lines[9:17]] == kinds

@@ -101,7 +101,7 @@ def test_a_forecast_reports_the_memory_and_needs_rates_for_the_time(tmp_path, mo
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     (line,) = Forecast(tiny_config("gpt", train__iterations=50)).lines()
     assert line.startswith("plan: ")
-    assert "GB on the fullest rank (rank 0); no time, because the rates of this device are unknown" in line
+    assert "kB on the fullest rank (rank 0); no time, because the rates of this device are unknown" in line
     (tmp_path / "megatron-lite").mkdir()
     written(tmp_path / "megatron-lite", **{"fp32 of 1": ENTRY})
     (line,) = Forecast(tiny_config("gpt", train__iterations=50)).lines()

@@ -112,10 +112,13 @@ def test_a_loser_is_explained_by_the_part_that_grows_the_most():
 def test_the_layout_of_a_config_comes_back():
     layout = Layout(2, 1, 4, 3, "interleaved", "balanced", 2, "full:1", True, "zero1")
     assert layout_of(config(layout)) == layout
-    assert changes(PLAIN, layout_of(config(PLAIN))) == []
+    assert changes(config(PLAIN), PLAIN) == []
     plain = config(PLAIN)
     deepspeed = plain.model_copy(update={"parallel": plain.parallel.model_copy(update={"ddp": "deepspeed"})})
     assert layout_of(deepspeed).engine == "zero1"  # the default stage
+    zero1 = replace(layout_of(deepspeed), micro_batch=2)
+    assert changes(deepspeed, zero1) == ["parallel.ddp=local", "optim.distributed=true", "train.micro_batch_size=2"]
+    assert layout_of(zero1.applied(deepspeed)) == zero1
 
 
 def test_changes_that_fit_really_fit():
