@@ -36,7 +36,7 @@ def plan(
         typer.Option("--tokens", metavar="T", help="Tokens of the training: 300B; default: of train.iterations."),
     ] = "",
     price: Annotated[
-        float | None, typer.Option("--price", min=0, metavar="DOLLARS", help="Dollars for one GPU and hour.")
+        float | None, typer.Option("--price", min=0, max=1e9, metavar="DOLLARS", help="Dollars for one GPU and hour.")
     ] = None,
     max_memory: Annotated[
         str,
@@ -62,20 +62,19 @@ def plan(
     """Predict memory, communication, step time and cost of a training job, without its GPUs.
 
     The real code of one rank of each pipeline stage runs on tensors without memory. Bytes and FLOPs are counted; times
-    are predicted from the rates of the device. With --search, the fastest of all legal layouts is found.
+    are predicted from the rates of the device. --search estimates all layouts and finds the fastest that fits.
     --calibrate measures this machine, for --device cpu.
     """
     from megatron_lite.config.load import load_config
     from megatron_lite.plan.report import Budget
 
+    _check_files({"--html": html, "--out": out})
     if calibrate:
         unused = {"--config": config, "section.field=value": overrides, "--search": search, "--rank": rank}
         _check_unused("--calibrate", unused | {"--html": html, "--tokens": tokens, "--price": price, "--json": as_json})
         return _calibrate(out)
     settings = with_vocabulary(load_config(config, overrides or []))
-    machines = machines_of(device, settings, nproc_per_node)
-    if max_memory:
-        machines = replace(machines, device=replace(machines.device, memory_bytes=size_of(max_memory)))
+    machines = machines_of(device, settings, nproc_per_node, max_memory)
     world_size, limit = nnodes * nproc_per_node, machines.device.memory_bytes
     if search:
         _check_unused("--search", {"--html": html, "--rank": rank, "--tokens": tokens, "--price": price})
@@ -104,6 +103,21 @@ def _check_unused(option: str, others: dict[str, object]) -> None:
         raise ConfigError(f"{' and '.join(given)} has no effect with {option}; leave it out")
 
 
+def _check_files(paths: dict[str, Path | None]) -> None:
+    """Raise ConfigError for files that cannot be written, before the work for them begins."""
+    for option, path in paths.items():
+        if path is None:
+            continue
+        if path.is_dir():
+            raise ConfigError(f"{option} {path} is a folder; give the name of a file")
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(
+                f"{option} {path}: its folder cannot be created ({error.strerror}); choose another one"
+            ) from None
+
+
 def with_vocabulary(config: "Config") -> "Config":
     """The config with the size of its vocabulary, from the tokenizer where it is not given."""
     from megatron_lite.config.validate import missing_vocabulary, raise_any, with_vocab_size
@@ -116,10 +130,10 @@ def with_vocabulary(config: "Config") -> "Config":
     return with_vocab_size(config, build_tokenizer(config.data.tokenizer).vocab_size)
 
 
-def machines_of(device: str, config: "Config", nproc_per_node: int) -> "Machines":
-    """The machines of a device, by its name or by a profile of `--calibrate`."""
+def machines_of(device: str, config: "Config", nproc_per_node: int, max_memory: str = "") -> "Machines":
+    """The machines of a device, by its name or by a profile of `--calibrate`; `max_memory` replaces its own."""
     from megatron_lite.parallel.dtypes import PRECISIONS
-    from megatron_lite.plan.devices import device_of
+    from megatron_lite.plan.devices import device_of, shared
     from megatron_lite.plan.links import Machines
     from megatron_lite.plan.measured import default_profile, read_profile
 
@@ -130,6 +144,9 @@ def machines_of(device: str, config: "Config", nproc_per_node: int) -> "Machines
         found = read_profile(profile, precision, nproc_per_node)
     else:
         found = device_of(device, dtype=PRECISIONS[precision])
+        found = shared(found, nproc_per_node) if device == "cpu" else found
+    if max_memory:
+        found = replace(found, memory_bytes=size_of(max_memory))
     return Machines(found, nproc_per_node)
 
 
@@ -231,7 +248,6 @@ def _write_page(found: "Plan", path: Path, title: str, *, as_json: bool) -> None
     from megatron_lite.files import atomic_write
     from megatron_lite.plan.page import page
 
-    path.parent.mkdir(parents=True, exist_ok=True)
     atomic_write(path, page(found, title))
     typer.echo(f"page in {path}", err=as_json)
 
@@ -278,6 +294,8 @@ def _search(
     from megatron_lite.plan.layouts import changes
     from megatron_lite.plan.search import Search, find, reason
 
+    if config.sync.mode != "every_step":
+        raise ConfigError(f"--search compares layouts of sync.mode: every_step, not of {config.sync.mode}; change it")
     search = Search(config, world_size, machines)
     best = find(search, limit)
     if not best:
@@ -303,6 +321,5 @@ def _search(
         differing = " ".join(changes(config, best[0].layout))
         typer.echo(f"use: {differing}" if differing else "the config has the fastest layout")
     if out is not None:
-        out.parent.mkdir(parents=True, exist_ok=True)
         atomic_write(out, dump_config(settings))
         typer.echo(f"config in {out}", err=as_json)

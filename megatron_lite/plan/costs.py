@@ -82,7 +82,10 @@ class CostTable:
         """The costs of a layer and of the model's ends, for micro-batches of this many sequences."""
         if (work, micro_batch) not in self._parts:
             low, high = (self._traced(work, size) for size in BASES)
-            costs = [self._cost(a, b, micro_batch) for a, b in zip(low, high, strict=True)]
+            if all(map(_are_alike, low, high)):
+                costs = [self._cost(a, b, micro_batch) for a, b in zip(low, high, strict=True)]
+            else:  # the number of slices of the logits depends on the micro-batch
+                costs = [self._cost(each, each, BASES[0]) for each in self._traced(work, micro_batch)]
             first, middle, two_layers, last = costs
             layer = two_layers.plus(middle, -1.0)
             model = self.config.model
@@ -151,6 +154,15 @@ class CostTable:
             forward_peak=peaks["F"],
             backward_peak=max(peaks[op] for op in others),
         )
+
+
+def _are_alike(low: tuple[Chunk, int], high: tuple[Chunk, int]) -> bool:
+    """Whether the passes of two sizes have the same events."""
+
+    def names(events: list[Event]) -> list[str]:
+        return [event.op if isinstance(event, Kernel) else type(event).__name__ for event in events]
+
+    return all(names(low[0].passes[op].events) == names(high[0].passes[op].events) for op in low[0].passes)
 
 
 def _beside(stage: Cost, layer: Cost) -> Cost:

@@ -5,7 +5,7 @@ power-limited SXM card (640 of 989 TFLOP/s), memory at 2.7 of 3.35 TB/s, and Fla
 cuDNN's and FlashAttention 3's kernels are about 1.7 times as fast there (forward alone 631 and 329 TFLOP/s in
 https://github.com/pytorch/pytorch/issues/142132). Other GPUs are assumed to reach the same shares of their data
 sheets, so their predictions are rougher. On the A100 these shares give the ten iteration times of Narayanan et al.
-within 4% (`published.py`), so no rate is fitted to it. The CPU is measured.
+within 6% (`published.py`), so no rate is fitted to it. The CPU is measured.
 """
 
 import os
@@ -63,7 +63,7 @@ DATA_SHEETS = {
     "4090": (165, 82.6, 1.008, 24, 32, 1.25),
     "v100": (125, 15.7, 0.9, 32, 150, 6.25),
 }
-LINK_SHARE = 0.8  # of the data sheet, that NCCL reaches with large tensors
+LINK_SHARE = 0.8  # of the data sheet, that NCCL is assumed to reach with large tensors
 NAMES = (*DATA_SHEETS, "cpu")
 
 
@@ -91,6 +91,14 @@ def device_of(name: str, *, attention: str = "cudnn", dtype: torch.dtype = torch
     size: dict[str, Any] = {"memory": memory, "memory_bytes": gigabytes * 1e9}
     found = Device(name, peak, peak * PRODUCT_SHARE, **of_attention, **size, **links)
     return replace(found, score_bytes=STORED_SCORES) if attention == "stored" else found
+
+
+def shared(device: Device, ranks: int) -> Device:
+    """The share of a CPU that each of so many ranks has; its rates are those of one process with all its threads."""
+    crowd = max(1.0, ranks * torch.get_num_threads() / (os.cpu_count() or 1))
+    names = "peak", "product", "attention_forward", "attention_backward", "memory"
+    rates = {name: getattr(device, name) / crowd for name in names}
+    return replace(device, **rates, memory_bytes=device.memory_bytes / ranks)
 
 
 def measured_cpu(dtype: torch.dtype) -> Device:

@@ -25,7 +25,7 @@ from megatron_lite.plan.devices import Device
 from megatron_lite.plan.fake_world import grid_of
 from megatron_lite.plan.links import Machines, sent_bytes, tensor_bytes
 from megatron_lite.plan.memory import peak_bytes
-from megatron_lite.plan.stage import Event, RankTrace, kernels, trace_rank
+from megatron_lite.plan.stage import Event, RankTrace, kernels, trace_rank, traceable
 from megatron_lite.plan.timing import Played, play
 
 
@@ -133,7 +133,7 @@ class Plan:
     def played(self, events: list[Event]) -> Played:
         """The time of events; FSDP waits for its gathers in torch, so there they must end with the pass."""
         played = play(events, self.machines)
-        if self.config.parallel.ddp == "fsdp" and played.in_flight > played.seconds:
+        if traceable(self.config).parallel.ddp == "fsdp" and played.in_flight > played.seconds:
             played.exposed["dp_cp"] += played.in_flight - played.seconds
             played.seconds = played.in_flight
         return played
@@ -190,7 +190,16 @@ class Plan:
         ends = [0.0] * self.grid.pp
         for span in self.spans:
             ends[span.rank] = max(ends[span.rank], span.end)
-        return max(end + tail for end, tail in zip(ends, self.tails, strict=True))
+        longest = max(end + tail for end, tail in zip(ends, self.tails, strict=True))
+        if self.config.sync.mode != "delayed":
+            return longest
+        return max(longest, *map(self._sum_seconds, self.traces))  # a sum in a step, however long it may take
+
+    def _sum_seconds(self, trace: RankTrace) -> float:
+        """The time of the sums over data-parallel ranks in a step, one after another."""
+        lasts = [each.events for chunk in trace.chunks for each in chunk.last.values()]
+        started = [event for events in (*lasts, trace.end.events) for event in events if isinstance(event, Operation)]
+        return sum(self.machines.seconds(each) for each in started if each.group in ("", "dp", "dp_cp"))
 
     @property
     def tokens_per_second(self) -> float:

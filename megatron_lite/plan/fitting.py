@@ -7,7 +7,7 @@ from typing import Any
 
 from megatron_lite.config.schema import Config
 from megatron_lite.plan.estimate import Plan
-from megatron_lite.plan.layouts import Layout, changes, layout_of
+from megatron_lite.plan.layouts import Layout, changes, layout_of, sharding
 from megatron_lite.plan.search import Search
 
 MOST_CHANGES = 3
@@ -69,9 +69,10 @@ def _changed(search: Search, given: Layout, count: int) -> list[Layout]:
 def _single_changes(search: Search, given: Layout) -> list[Change]:
     """Changes that save memory, each of fields that belong together."""
     found: list[Change] = []
-    if given.engine == "local":
+    shards = sharding(search.config, given.engine, 2)
+    if shards == "local":
         found += [{"engine": "zero1"}, {"engine": "fsdp"}]
-    elif given.engine == "zero1":
+    elif shards == "zero1":
         found.append({"engine": "fsdp"})
     weaker = ["none", "activation", "selective", "full"]
     place = weaker.index(given.recompute) if given.recompute in weaker else len(weaker)

@@ -61,7 +61,8 @@ class Forecast:
         plan = self.plan
         needed = f"{size_text(plan.peak_memory)} on the fullest rank ({ranks_of(plan, plan.fullest)})"
         if not self._has_rates:
-            return [f"plan: {needed}; no time, because the rates of this device are unknown (plan --calibrate)"]
+            hint = " (plan --calibrate)" if plan.device.name == "cpu" else ""
+            return [f"plan: {needed}; no time, because the rates of this device are unknown{hint}"]
         return [f"plan: {needed}, {duration(plan.step_seconds)} for a step"]
 
     def after_step(self, run: Run, report: StepReport) -> None:
@@ -77,10 +78,10 @@ class Forecast:
         assert plan is not None
         times = [end - start for start, end in zip(self._ends[FIRST:], self._ends[FIRST + 1 :], strict=False)]
         used = peak_memory_gb(device) - (self._resident if device.type == "cpu" else 0.0)
-        here = sum(plan.memory[0].values()) / 1e9
+        here = (sum(plan.memory[0].values()) - plan.device.reserved_bytes) / 1e9
         what = "resident memory since its start" if device.type == "cpu" else "allocated"
         memory = f"memory of rank 0: {used:,.3g} GB {what}, {here:,.3g} planned"
-        if not self._has_rates:
+        if not self._has_rates or run.config.train.ramp_up:  # the first steps of a ramp are smaller than planned
             return memory
         measured = median(times)
         ratio = plan.step_seconds / measured
@@ -104,7 +105,7 @@ def device_here(config: Config, local_ranks: int) -> tuple[Device, bool]:
     try:
         return read_profile(default_profile(), precision, local_ranks), True
     except ConfigError:
-        size = float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+        size = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / local_ranks
         rates: dict[str, Any] = {
             "peak": 1.0,
             "product": 1.0,

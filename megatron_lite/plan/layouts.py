@@ -10,6 +10,8 @@ ENGINES = {
     "local": {"ddp": "local", "distributed": False},
     "zero1": {"ddp": "local", "distributed": True},
     "fsdp": {"ddp": "fsdp", "distributed": False},
+    "torch": {"ddp": "torch", "distributed": False},
+    "deepspeed": {"ddp": "deepspeed", "distributed": False},
 }
 
 
@@ -60,10 +62,18 @@ class Layout:
         return config.model_copy(update=sections)
 
 
+def sharding(config: Config, engine: str, ranks: int) -> str:
+    """What an engine shards over so many ranks: what `local`, `zero1` or `fsdp` does."""
+    if engine == "fsdp" and ranks == 1:
+        return "local"
+    if engine == "deepspeed":
+        return ("local", "zero1", "zero1", "fsdp")[config.deepspeed.zero_stage]
+    return "local" if engine == "torch" else engine
+
+
 def layout_of(config: Config) -> Layout:
-    """The layout of a config; DeepSpeed counts as the engine that shards the same state."""
-    parallel, stage = config.parallel, config.deepspeed.zero_stage
-    engine = {"fsdp": "fsdp", "deepspeed": ("local", "zero1", "zero1", "fsdp")[stage]}.get(parallel.ddp, "local")
+    """The layout of a config."""
+    parallel = config.parallel
     return Layout(
         tensor=parallel.tensor,
         context=parallel.context,
@@ -74,7 +84,7 @@ def layout_of(config: Config) -> Layout:
         micro_batch=config.train.micro_batch_size,
         recompute=config.train.recompute,
         sequence=parallel.sequence,
-        engine="zero1" if engine == "local" and config.optim.distributed else engine,
+        engine="zero1" if parallel.ddp == "local" and config.optim.distributed else parallel.ddp,
     )
 
 

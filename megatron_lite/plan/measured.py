@@ -6,7 +6,7 @@ the time in which Python and torch start it.
 
 import json
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import log, log2
 from pathlib import Path
 from typing import Any
@@ -73,7 +73,8 @@ def default_profile() -> Path:
 def read_profile(path: Path, precision: str, ranks: int) -> MeasuredDevice:
     """The device of a profile, as ranks of a precision see it when so many share the machine.
 
-    Of the numbers of ranks that were measured, the nearest one counts. Raises ConfigError for other files.
+    Of the numbers of ranks that were measured, the nearest one counts. Memory is a rank's share. Raises ConfigError for
+    other files.
     """
     remedy = "write one with: megatron-lite plan --calibrate"
     try:
@@ -87,7 +88,8 @@ def read_profile(path: Path, precision: str, ranks: int) -> MeasuredDevice:
         raise ConfigError(f"{path} has no rates for train.precision {precision}; {remedy}")
     nearest = min(counts, key=lambda count: (abs(log(count / ranks)), -count))
     try:
-        return _device_of(profile[f"{precision} of {nearest}"], nearest)
+        found = _device_of(profile[f"{precision} of {nearest}"], nearest)
+        return replace(found, memory_bytes=found.memory_bytes / ranks)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise ConfigError(
             f"{path}: the rates of {precision} of {nearest} are incomplete ({error!r}); {remedy}"

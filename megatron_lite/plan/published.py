@@ -46,6 +46,17 @@ def planned(
     return make_plan(Config.model_validate(sections), gpus, machines)
 
 
+def published_flops(
+    tokens: int, *, layers: int, hidden: int, length: int = 2048, vocabulary: int = VOCABULARY, passes: int = 3
+) -> float:
+    """Of an iteration, as the papers count them: scores without the causal mask. `passes`: 4 with recomputation.
+
+    Source: Narayanan et al., arXiv 2104.04473, appendix; Megatron-LM's `num_floating_point_operations`.
+    """
+    of_layers = 24 * passes * tokens * layers * hidden**2 * (1 + length / (6 * hidden))
+    return of_layers + 6 * tokens * hidden * vocabulary
+
+
 # Narayanan et al., arXiv 2104.04473, Table 1: A100, sequences of 2,048 tokens, fp16, full recomputation. Micro-batches
 # and stages are those of Megatron-LM's examples/academic_paper_scripts/sc21/run_table_1.sh.
 class Narayanan(NamedTuple):
@@ -81,8 +92,7 @@ class Narayanan(NamedTuple):
     @property
     def flops(self) -> float:
         """Of an iteration, by the paper's formula: with recomputation."""
-        tokens, hidden, layers = self.batch * 2048, self.hidden, self.layers
-        return 96 * tokens * layers * hidden**2 * (1 + 2048 / (6 * hidden) + VOCABULARY / (16 * layers * hidden))
+        return published_flops(self.batch * 2048, layers=self.layers, hidden=self.hidden, passes=4)
 
     @property
     def seconds(self) -> float:
@@ -152,8 +162,7 @@ class Korthikanti(NamedTuple):
 
     def mfu_of(self, plan: Plan) -> float:
         """The utilisation as the paper counts FLOPs: without the causal mask."""
-        layers, hidden, tokens = self.layers, self.hidden, self.batch * 2048
-        flops = 72 * tokens * layers * hidden**2 * (1 + 2048 / (6 * hidden) + VOCABULARY / (12 * hidden * layers))
+        flops = published_flops(self.batch * 2048, layers=self.layers, hidden=self.hidden)
         return flops / (plan.step_seconds * self.gpus * plan.device.peak)
 
     def formula(self, *, sequence: bool, recompute: str) -> float:
@@ -205,7 +214,8 @@ def _korthikanti_plan(row: Korthikanti, sequence: bool, recompute: str, attentio
 
 
 # Megatron-LM's README for core r0.8.0: H100, sequences of 4,096 tokens, 48 data-parallel ranks, vocabulary 131,072. It
-# names --tp-comm-overlap, but neither micro-batches nor virtual stages.
+# names --tp-comm-overlap, but neither micro-batches nor virtual stages. Its loss and most pointwise operations are not
+# fused (--cross-entropy-loss-fusion is off by default), so each of ours counts as a kernel.
 class Readme(NamedTuple):
     """A row of the table."""
 
@@ -231,7 +241,7 @@ class Readme(NamedTuple):
         """With one sequence in a micro-batch, and without virtual stages."""
         model = gpt(heads=self.heads, hidden=self.hidden, layers=self.layers, length=4096, vocabulary=131072)
         return {
-            "model": {**model, "hidden_dropout": 0.0, "attention_dropout": 0.0},
+            "model": {**model, "hidden_dropout": 0.0, "attention_dropout": 0.0, "fusion": "off"},
             "parallel": {"tensor": self.tp, "pipeline": self.pp, "sequence": self.tp > 1},
             "train": {"precision": "bf16", "micro_batch_size": 1, "global_batch_size": self.batch},
             "optim": {"distributed": True},
@@ -247,10 +257,20 @@ class Readme(NamedTuple):
     def plan(self) -> Plan:
         return _readme_plan(self)
 
+    def mfu_of(self, plan: Plan) -> float:
+        """The utilisation as Megatron-LM counts FLOPs: without the causal mask."""
+        size = {"layers": self.layers, "hidden": self.hidden, "length": 4096, "vocabulary": 131072}
+        return published_flops(self.batch * 4096, **size) / (plan.step_seconds * self.gpus * plan.device.peak)
+
     @property
     def overlapped_mfu(self) -> float:
         """The planned utilisation, if nothing waited for tensor parallelism: `--tp-comm-overlap` of Megatron-LM."""
-        return replace(self.plan, machines=OVERLAPPED).mfu
+        return self.mfu_of(replace(self.plan, machines=OVERLAPPED))
+
+    @property
+    def waiting_mfu(self) -> float:
+        """The planned utilisation with the waits of our code."""
+        return self.mfu_of(self.plan)
 
 
 README = (

@@ -3,6 +3,7 @@
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 from megatron_lite.plan.communication import Operation
@@ -206,7 +207,7 @@ def rank_table(operations: Sequence[Operation]) -> list[tuple[str, ...]]:
     """The operations of a rank's step in their order."""
     rows: list[tuple[str, ...]] = [("group", "ranks", "operation", "number", "tensor", "MB of tensors", "line")]
     for count, each in operations_in_order(operations):
-        shape, dtype = max(each.tensors, key=lambda tensor: tensor_bytes(each), default=((), "no tensor"))
+        shape, dtype = max(each.tensors, key=lambda tensor: prod(tensor[0]), default=((), "no tensor"))
         size = f"{count * tensor_bytes(each) / 1e6:,.4g}"
         tensor = f"{dtype} {list(shape)}"
         group = each.group or ("pp" if each.peer >= 0 else "dp_cp")

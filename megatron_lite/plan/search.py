@@ -1,9 +1,6 @@
-"""The fastest layout of a job that fits into memory, by estimates of all legal ones.
+"""The fastest layout of a job that fits into memory, by estimates of all legal ones (`closed_form.py`).
 
-A layout's time and memory follow from the costs of its stages (`costs.py`) and from the closed form of its schedule.
-The best ones are then simulated. The estimates are those of `estimate.py`, but for the last micro-batch and the end of
-a step, where here the bytes of gradients and weights count instead of each bucket.
-Source of the closed forms: Narayanan et al., arXiv 2104.04473, sections 2 and 3; zb-h1: arXiv 2401.10241, section 2.
+The best ones are then simulated.
 """
 
 from bisect import insort
@@ -19,33 +16,14 @@ from megatron_lite.config.stages import layer_counts
 from megatron_lite.config.validate import divisors, failures
 from megatron_lite.errors import ConfigError
 from megatron_lite.parallel.dtypes import PRECISIONS
-from megatron_lite.pipeline.actions import Action
-from megatron_lite.pipeline.schedules import build_schedule
-from megatron_lite.pipeline.simulate import timeline
-from megatron_lite.plan.costs import Cost, CostTable, Parts, Work
-from megatron_lite.plan.layouts import Layout
+from megatron_lite.plan.closed_form import Estimate, Estimator
+from megatron_lite.plan.costs import CostTable, Parts, Work
+from megatron_lite.plan.layouts import Layout, layout_of, sharding
 from megatron_lite.plan.links import Machines
 
-IDEAL_BATCH = 8  # sequences; larger products are hardly faster
+IDEAL_BATCH = 64  # sequences; the largest micro-batch of a search
 POWERS = tuple(1 << power for power in range(7))
-SIMULATED = 2  # micro-batches for each stage
 SHORTEST = 1024  # tokens of a context-parallel rank; shorter ones would compute less than they send
-
-
-@dataclass(frozen=True)
-class Estimate:
-    """The time and memory of a layout; `seconds` is the sum of the parts below it."""
-
-    layout: Layout
-    memory: float  # bytes of the fullest rank
-    kernels: float  # seconds
-    waits: float  # for communication within stages: tp and cp, and FSDP's gathers
-    bubble: float
-    end: float  # what is left of the sums over dp, the optimizer, the gathers
-
-    @property
-    def seconds(self) -> float:
-        return self.kernels + self.waits + self.bubble + self.end
 
 
 @dataclass
@@ -81,6 +59,7 @@ class Search:
     def layouts(self) -> Iterator[Layout]:
         """All layouts that may be legal; `is_legal` decides."""
         config, machine = self.config, self.machines.ranks_per_machine
+        own = layout_of(config).engine
         tensors = [size for size in divisors(config.model.num_heads) if size <= machine]
         contexts = [size for size in POWERS if size == 1 or config.data.seq_length / size >= SHORTEST]
         recomputes = ["none", "activation", "full"]
@@ -98,8 +77,10 @@ class Search:
             for schedule, virtual in self._schedules(pipeline):
                 names = self._stage_names(pipeline, virtual)
                 engines = ["local"] if dp * context == 1 else ["local", "zero1"] + ["fsdp"] * (pipeline == 1)
+                if own not in engines and dp * context > 1:
+                    engines.append(own)
                 if schedule == "zb-h1":
-                    engines = [name for name in engines if name != "fsdp"]
+                    engines = [name for name in engines if sharding(config, name, dp * context) != "fsdp"]
                 for rest in product(names, micro_batches, recomputes, {False, tensor > 1}, engines):
                     yield Layout(tensor, context, pipeline, virtual, schedule, *rest)
 
@@ -148,8 +129,8 @@ class Search:
         """A time that no schedule of this layout falls short of: kernels as fast as without parallelism, and bubble."""
         layers, ideal = self.config.model.num_layers, self._ideal
         full = ideal.stage(layers, is_first=True, is_last=True)
-        forwards = 2 if layout.recompute == "full" else 1
-        kernels = (full.forward * forwards + full.backward) / IDEAL_BATCH * self.global_batch / self.world_size
+        again = layers * ideal.layer.forward if layout.recompute == "full" else 0.0
+        kernels = (full.forward + again + full.backward) / IDEAL_BATCH * self.global_batch / self.world_size
         count = self.global_batch * layout.tensor * layout.context * layout.pipeline / self.world_size
         shortened = 3 if layout.schedule == "zb-h1" else layout.virtual
         return kernels * (1 + (layout.pipeline - 1) * layout.micro_batch / count / shortened)
@@ -166,192 +147,12 @@ class Search:
 
     def estimate(self, layout: Layout) -> Estimate:
         """Time and memory by closed forms."""
-        return _Estimator(self, layout).estimate()
+        return Estimator(self, layout).estimate()
 
     def simulated(self, estimate: Estimate) -> Estimate:
         """The estimate with the bubble of the simulated schedule."""
-        estimator = _Estimator(self, estimate.layout)
+        estimator = Estimator(self, estimate.layout)
         return replace(estimate, bubble=estimator.simulated_bubble())
-
-
-class _Estimator:
-    """The estimate of one layout."""
-
-    def __init__(self, search: Search, layout: Layout):
-        self.search, self.layout = search, layout
-        size = layout.tensor * layout.context * layout.pipeline
-        self.dp = search.world_size // size
-        self.count = search.global_batch // (self.dp * layout.micro_batch)
-        self.ranks = self._ranks()
-
-    def _parts(self, recompute: str) -> Parts:
-        layout = self.layout
-        mode = self.search.config.parallel.context_mode
-        splits = layout.schedule == "zb-h1"
-        shards = layout.engine == "fsdp"
-        work = Work(layout.tensor, layout.context, mode, layout.sequence, recompute, splits, shards)
-        return self.search.table.parts(work, layout.micro_batch)
-
-    def _ranks(self) -> list[tuple[int, list[Cost]]]:
-        """The first, a middle and the last pipeline rank, with the costs of their stages."""
-        layout = self.layout
-        parallel = {"pipeline": layout.pipeline, "virtual_pipeline": layout.virtual, "pipeline_layout": layout.stages}
-        config = self.search.config
-        counts = layer_counts(config.model, config.parallel.model_copy(update=parallel))
-        parts, last = self._parts(layout.recompute), len(counts) - 1
-
-        def cost(stage: int) -> Cost:
-            return parts.stage(counts[stage], is_first=stage == 0, is_last=stage == last)
-
-        ranks = sorted({0, min(1, layout.pipeline - 1), layout.pipeline - 1})
-        return [(rank, [cost(stage) for stage in range(rank, len(counts), layout.pipeline)]) for rank in ranks]
-
-    def estimate(self) -> Estimate:
-        layout, count = self.layout, self.count
-        times = [sum(each.forward + each.backward for each in costs) for _, costs in self.ranks]
-        slowest = times.index(max(times))
-        waits = sum(each.waits for each in self.ranks[slowest][1])
-        gathers = self._gathers(self.ranks[slowest][1])
-        return Estimate(
-            layout,
-            memory=max(self._memory(rank, costs) for rank, costs in self.ranks),
-            kernels=count * (times[slowest] - waits),
-            waits=count * (waits + gathers),
-            bubble=self._bubble(times),
-            end=max(self._end(rank, costs) for rank, costs in self.ranks),
-        )
-
-    def _bubble(self, times: list[float]) -> float:
-        """The idle time of the slowest rank."""
-        layout, pp = self.layout, self.layout.pipeline
-        if pp == 1:
-            return 0.0
-        others = sum(times) - max(times) + (pp - len(times)) * times[len(times) // 2]
-        if layout.schedule == "zb-h1":
-            middle = self.ranks[len(self.ranks) // 2][1][0]
-            others = (pp - 1) * max(middle.forward + middle.backward - 2 * middle.weights, middle.forward)
-        return others / layout.virtual + 2 * (pp - 1) * self._message_seconds()
-
-    def _message_seconds(self) -> float:
-        """The time of a hidden state from one stage to the next."""
-        layout, config = self.layout, self.search.config
-        tokens = config.data.seq_length * layout.micro_batch / layout.context
-        size = tokens * config.model.hidden_size * self.search.weight_bytes / (layout.tensor if layout.sequence else 1)
-        stride = self.search.world_size // layout.pipeline
-        return self.search.machines.message_seconds(int(size), (0, stride))
-
-    def simulated_bubble(self) -> float:
-        """The idle time of the slowest rank by simulation, with the costs of its kind for each rank.
-
-        Beyond a few micro-batches for each stage, more of them add only busy time.
-        """
-        layout, pp = self.layout, self.layout.pipeline
-        if pp == 1:
-            return 0.0
-        by_rank = dict(self.ranks)
-        middle = self.ranks[len(self.ranks) // 2][1]
-
-        def cost(action: Action, rank: int) -> float:
-            of_stage = by_rank.get(rank, middle)[action.chunk]
-            return {
-                "F": of_stage.forward,
-                "B": of_stage.backward,
-                "I": of_stage.backward - of_stage.weights,
-                "W": of_stage.weights,
-            }[action.op]
-
-        count = min(self.count, SIMULATED * pp)
-        schedule = build_schedule(layout.schedule, pp, count, layout.virtual)
-        length = max(span.end for span in timeline(schedule, cost, self._message_seconds()))
-        busiest = max(sum(each.forward + each.backward for each in costs) for costs in by_rank.values())
-        return length - count * busiest
-
-    def _dp_ranks(self) -> tuple[int, ...]:
-        stride = self.layout.tensor * self.layout.context
-        if self.layout.context == 1:
-            return tuple(range(0, stride * self.dp, stride))
-        return tuple(
-            self.layout.tensor * (place + self.layout.context * row)
-            for row in range(self.dp)
-            for place in range(self.layout.context)
-        )
-
-    @cached_property
-    def _dp_rate(self) -> float:
-        return self.search.machines.rate(self._dp_ranks())
-
-    @property
-    def _shards(self) -> int:
-        return self.dp * self.layout.context
-
-    def _ring_seconds(self, size: float) -> float:
-        """The time to gather, or to reduce and scatter, so many bytes over dp."""
-        return size * (self._shards - 1) / self._shards / self._dp_rate if self._shards > 1 else 0.0
-
-    def _gathers(self, costs: list[Cost]) -> float:
-        """What FSDP's gathers and sums take beyond the passes that they overlap, for one micro-batch."""
-        if self.layout.engine != "fsdp":
-            return 0.0
-        cost, search = costs[0], self.search
-        gather = self._ring_seconds(cost.parameters * search.weight_bytes)
-        scatter = self._ring_seconds(cost.parameters * search.gradient_bytes)
-        return max(0.0, gather - cost.forward) + max(0.0, gather + scatter - cost.backward)
-
-    def _end(self, rank: int, costs: list[Cost]) -> float:
-        """The seconds after the last backward."""
-        search, layout, parameters = self.search, self.layout, sum(each.parameters for each in costs)
-        memory = search.machines.device.memory
-        sharded = layout.engine != "local"
-        owned = parameters / self._shards if sharded else parameters
-        optimizer = owned * self._optimizer_bytes() / memory + self._tied_seconds(rank)
-        if layout.engine == "fsdp":
-            return optimizer
-        scatter = self._ring_seconds(parameters * search.gradient_bytes)
-        gather = self._ring_seconds(parameters * (search.weight_bytes if sharded else search.gradient_bytes))
-        # The embedding's gradient is complete last, and its weights are needed first.
-        late = self._parts(layout.recompute).first.parameters / parameters if rank == 0 else 0.0
-        # After the last chunk's last backward, each other chunk has one for each stage.
-        backward = costs[-1].backward + layout.pipeline * sum(each.backward for each in costs[:-1])
-        if not sharded:
-            return optimizer + max(late * (scatter + gather), scatter + gather - backward)
-        return optimizer + max(late * scatter, scatter - backward) + max(late * gather, gather - costs[0].forward)
-
-    def _optimizer_bytes(self) -> int:
-        """What the end of a step moves for a parameter: the norm reads its gradient; AdamW reads and writes gradient,
-        master and two moments; 16-bit weights are copies of masters."""
-        wide, weight = self.search.gradient_bytes, self.search.weight_bytes
-        return 9 * wide + (wide + weight if weight < wide else 0)
-
-    def _tied_seconds(self, rank: int) -> float:
-        """The sum of the tied embedding's gradient over the first and the last stage."""
-        layout, search, pp = self.layout, self.search, self.layout.pipeline
-        if pp == 1 or rank not in (0, pp - 1):
-            return 0.0
-        size = self._parts(layout.recompute).tied * search.gradient_bytes
-        owned = size / self._shards if layout.engine == "zero1" else size
-        return search.machines.message_seconds(int(owned), (0, search.world_size - search.world_size // pp))
-
-    def _memory(self, rank: int, costs: list[Cost]) -> float:
-        """The bytes of a pipeline rank at the highest point of a step."""
-        layout, search = self.layout, self.search
-        of_parameter = sum(state_bytes(layout.applied(search.config), self._shards).values())
-        parameters = sum(each.parameters for each in costs)
-        total = of_parameter * parameters + search.machines.device.reserved_bytes
-        return total + self._activations(rank, costs)
-
-    def _activations(self, rank: int, costs: list[Cost]) -> float:
-        layout, count, pp = self.layout, self.count, self.layout.pipeline
-        peak = max(max(each.forward_peak - each.kept, each.backward_peak) for each in costs)
-        if layout.schedule == "zb-h1":  # W is deferred by as many micro-batches as the rank's place
-            late = min(rank, count)
-            return (min(pp, count) - late) * costs[0].kept + late * costs[0].deferred + peak
-        if layout.virtual > 1:
-            in_flight = min(2 * (pp - 1 - rank) + (layout.virtual - 1) * pp + 1, count * layout.virtual)
-            kept = sorted((each.kept for each in costs), reverse=True)
-            each, rest = divmod(in_flight, layout.virtual)
-            return each * sum(kept) + sum(kept[:rest]) + peak
-        in_flight = count if layout.schedule == "gpipe" else min(count, pp - rank)
-        return in_flight * costs[0].kept + peak
 
 
 def find(search: Search, limit: float, *, most: int = 10) -> list[Estimate]:

@@ -29,7 +29,7 @@ def first_shown(lines: list[tuple[str, int]], shared: tuple[str, ...]) -> str:
     Lines outside of the engine's call are left out: for a backward they name only the loop that runs all of them.
     """
     inside = [(file.rpartition("megatron_lite/")[2], number) for file, number in lines if "megatron_lite/" in file]
-    inside = [(file, number) for file, number in inside if not file.startswith(("plan/", "cli/"))]
+    inside = [(file, number) for file, number in inside if not file.startswith(("plan/", "cli/", "__main__"))]
     of_pass = list(takewhile(lambda entry: entry[0] != "pipeline/engine.py", inside)) or inside
     chosen = next((entry for entry in of_pass if entry[0] not in shared), of_pass[0] if of_pass else ("", 0))
     return f"{chosen[0]}:{chosen[1]}" if chosen[0] else ""

@@ -18,6 +18,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from megatron_lite.config.schema import Config
 from megatron_lite.config.sizes import state_bytes
 from megatron_lite.ddp.finalize import finalize_grads
+from megatron_lite.optim.mixed_precision import count_bytes
 from megatron_lite.parallel import weight_grads
 from megatron_lite.pipeline.p2p import Message
 from megatron_lite.plan.communication import CommunicationRecorder, Operation, Wait
@@ -148,10 +149,15 @@ class _Tracer:
         run, chunks = self.run, range(len(self.run.model))
         between = self.passes_between()
         last = {chunk: self._passes(chunk, is_last=True)[0] for chunk in reversed(chunks)}
+        for _ in range(run.config.sync.delay if run.config.sync.mode == "delayed" else 0):
+            self._end()  # applies nothing yet
+            run.ddp.zero_grad()
+            last = {chunk: self._passes(chunk, is_last=True)[0] for chunk in reversed(chunks)}
         end = self._recorded(self._end)
-        state = run.optimizer.bytes_held()
+        gradients = count_bytes({"gradients": run.ddp.grad_memory()})
         run.ddp.zero_grad()
         following = self._recorded(lambda: self._start_forward(0))
+        state = run.optimizer.bytes_held() | gradients  # waits for gathers, so the forward must do so first
         message = prod(self.message.shape) * self.message.dtype.itemsize
         return RankTrace(
             rank=run.ctx.rank,

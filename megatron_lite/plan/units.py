@@ -20,8 +20,8 @@ def size_text(size: float) -> str:
 
 
 def gigabytes(size: float) -> str:
-    """Bytes as a cell of a column in GB; small ones with their unit."""
-    return size_text(size).removesuffix(" GB")
+    """Bytes as a cell of a column in GB; sizes that would be 0.00 have a unit of their own."""
+    return f"{size / 1e9:,.2f}" if size >= 5e6 or not size else scaled(size, "B")
 
 
 def duration(seconds: float) -> str:

@@ -1,15 +1,18 @@
 """The output, the files and the exit codes of `megatron-lite plan`."""
 
 import json
+import os
 import re
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from megatron_lite.config.load import load_config
 from megatron_lite.config.validate import validate
 from megatron_lite.plan.calibrate import REFERENCES
+from megatron_lite.plan.devices import device_of, shared
 from megatron_lite.plan.measure import MESSAGES
 from tests.helpers.command import ROOT, run_here
 
@@ -255,6 +258,40 @@ def test_a_profile_gives_the_rates_of_a_cpu(folder):
     assert " on each process; MFU " in printed(folder, *alone, "--device", "machine.json")
 
 
+def test_the_listed_tensor_of_a_sum_is_the_whole_one(folder):
+    """A reduce-scatter also has a small tensor, its result."""
+    rows = loaded(folder, *TWO, "--rank", "0", "optim.distributed=true")["operations"]
+    (row,) = (row for row in rows if row["operation"] == "reduce_scatter")
+    assert row["tensor"] == f"float32 [{PARAMETERS}]"
+
+
+def test_lines_of_the_command_itself_are_not_listed(folder):
+    """torch's FSDP starts its collectives, so no line of a model does."""
+    rows = loaded(folder, *TWO, "parallel.ddp=fsdp")["communication"]
+    files = {row["line"].partition(":")[0] for row in rows}
+    assert "" in files
+    assert not any(file.startswith(("__main__", "cli/", "plan/")) for file in files)
+
+
+def test_ranks_share_the_memory_of_a_cpu(folder):
+    alone, four = (
+        loaded(folder, "--device", "machine.json", "--nproc-per-node", ranks, "train.global_batch_size=4")
+        for ranks in ("1", "4")
+    )
+    assert four["memory_limit_bytes"] == alone["memory_limit_bytes"] / 4
+
+
+def test_ranks_share_the_cores_of_a_cpu_without_a_profile():
+    device = shared(device_of("h100"), 16)
+    crowd = 16 * torch.get_num_threads() / (os.cpu_count() or 1)
+    assert device.product == pytest.approx(device_of("h100").product / max(1, crowd))
+    assert device.memory_bytes == 5e9
+
+
+def test_a_price_is_finite(folder):
+    assert "--price" in error_of(folder, *TINY, "--price", "inf")
+
+
 class FakeRanks:
     """Ranks that answer with rates and times of steps at once."""
 
@@ -330,6 +367,9 @@ REMEDY = "write one with: megatron-lite plan --calibrate"
         (["--tokens", "x"], "--tokens x is not a number above 0; use for example 3e11 or 300B"),
         (["--tokens", "-3B"], "--tokens -3B is not a number above 0; use for example 3e11 or 300B"),
         (["--tokens", "nan"], "--tokens nan is not a number above 0; use for example 3e11 or 300B"),
+        (["--html", "."], "--html . is a folder; give the name of a file"),
+        (["--search", "--out", "words.json/best.yaml"], "--out words.json/best.yaml: its folder cannot be created .*"),
+        (["--search", "sync.mode=diloco"], "--search compares layouts of sync.mode: every_step, not of diloco; .*"),
         (["--max-memory", "x"], "--max-memory x is not a size; use for example 80GB"),
         (["--max-memory", "0"], "--max-memory 0 is not a size; use for example 80GB"),
         (["--max-memory", "80PB"], "--max-memory 80PB is not a size; use for example 80GB"),

@@ -9,7 +9,7 @@ from megatron_lite.config.schema import Config
 from megatron_lite.pipeline import p2p
 from megatron_lite.pipeline.actions import Action
 from megatron_lite.plan import estimate
-from megatron_lite.plan.communication import Communicator, Operation, record_step
+from megatron_lite.plan.communication import Communicator, Operation, Wait, record_step
 from megatron_lite.plan.devices import device_of
 from megatron_lite.plan.estimate import Plan, make_plan
 from megatron_lite.plan.fake_world import empty_batch, fake_rank
@@ -186,6 +186,41 @@ def test_sums_go_on_during_the_last_backwards_of_other_chunks(monkeypatch, chunk
         lower, *upper = (flops(chunk.passes["B"].events) for chunk in trace.chunks)
         others = flops(trace.end.events) + flops(trace.next_forward.events)
         assert flops(row) == others + (sum(upper) + 4 * lower if upper else lower)
+
+
+def test_the_next_forward_waits_for_the_gathers_of_weights():
+    """Of the distributed optimizer. On a slow network, sums and gathers take longer than the passes beside them."""
+    slow = Machines(device_of("4090"), 1)
+    changes = {"train__micro_batch_size": 1, "train__global_batch_size": 2, "optim__distributed": True}
+    plan = make_plan(wide_config("gpt", **changes), 2, slow)
+    gathers = [each for each in plan.traces[0].end.events if isinstance(each, Operation) and each.name == "all_gather"]
+    waits = [each for each in plan.traces[0].next_forward.events if isinstance(each, Wait)]
+    assert len(waits) == len(gathers) >= 1
+    sent = sum(row.sent_bytes for row in plan.traffic[0] if row.operation in ("reduce_scatter", "all_gather"))
+    assert plan.step_seconds > sent / slow.device.network
+
+
+def test_a_delayed_step_has_its_optimizer_and_no_step_is_shorter_than_its_sums():
+    slow = Machines(device_of("4090"), 1)
+    changes = {"train__micro_batch_size": 1, "train__global_batch_size": 2}
+    plain, delayed = (
+        make_plan(wide_config("gpt", **changes, **sync), 2, slow)
+        for sync in ({}, {"sync__mode": "delayed", "sync__delay": 2})
+    )
+    steps = [sum(kernel.bytes for kernel in kernels(plan.traces[0].end.events)) for plan in (plain, delayed)]
+    assert steps[1] == steps[0]
+    sums = sum(row.sent_bytes for row in plain.traffic[0] if row.operation == "all_reduce") / slow.device.network
+    assert sums < delayed.step_seconds < plain.step_seconds
+
+
+def test_stage_3_of_deepspeed_waits_for_its_gathers_like_fsdp():
+    slow = Machines(device_of("4090"), 1)
+    changes = {"train__micro_batch_size": 1, "train__global_batch_size": 2}
+    fsdp, deepspeed = (
+        make_plan(wide_config("gpt", **changes, **engine), 2, slow)
+        for engine in ({"parallel__ddp": "fsdp"}, {"parallel__ddp": "deepspeed", "deepspeed__zero_stage": 3})
+    )
+    assert deepspeed.step_seconds == fsdp.step_seconds
 
 
 def test_ranks_alike_are_traced_once(monkeypatch):

@@ -2,12 +2,14 @@
 
 import json
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from megatron_lite.errors import ConfigError
 from megatron_lite.plan.calibrate import KINDS, REFERENCES, _nonnegative, measure_rank, new_profile, profile_of
+from megatron_lite.plan.devices import device_of
 from megatron_lite.plan.estimate import make_plan
 from megatron_lite.plan.forecast import Forecast
 from megatron_lite.plan.kernels import Kernel
@@ -106,6 +108,15 @@ def test_a_forecast_reports_the_memory_and_needs_rates_for_the_time(tmp_path, mo
     written(tmp_path / "megatron-lite", **{"fp32 of 1": ENTRY})
     (line,) = Forecast(tiny_config("gpt", train__iterations=50)).lines()
     assert line.endswith("for a step")
+
+
+def test_an_unknown_gpu_gets_no_hint_to_measure_cpus(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    unknown = Forecast(tiny_config("gpt", train__iterations=50))
+    assert unknown.plan is not None
+    monkeypatch.setattr(unknown, "plan", replace(unknown.plan, machines=Machines(device_of("h100"), 1)))
+    (line,) = unknown.lines()
+    assert line.endswith("because the rates of this device are unknown")
 
 
 def test_a_failing_plan_is_reported_and_stops_nothing(monkeypatch):

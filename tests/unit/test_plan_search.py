@@ -2,10 +2,15 @@
 
 from dataclasses import replace
 from functools import cache
+from itertools import product
+from typing import Any
 
 import pytest
+import yaml
 
+from megatron_lite.config.load import dump_config
 from megatron_lite.config.schema import Config
+from megatron_lite.config.validate import failures
 from megatron_lite.errors import ConfigError
 from megatron_lite.plan.costs import CostTable, Work
 from megatron_lite.plan.devices import device_of
@@ -76,6 +81,53 @@ def test_an_estimate_is_close_to_the_plan(layout):
     assert estimate.memory == pytest.approx(plan.peak_memory, rel=0.08)
 
 
+@pytest.mark.parametrize("ranks_per_machine", [4, 8])
+@pytest.mark.parametrize("global_batch", [64, 512])
+@pytest.mark.parametrize(
+    "layout",
+    [
+        PLAIN,
+        Layout(1, 1, 1, 1, "1f1b", "even", 1, "none", False, "zero1"),
+        Layout(1, 1, 4, 1, "1f1b", "even", 1, "none", False, "zero1"),
+        Layout(1, 1, 4, 3, "interleaved", "even", 1, "none", False, "zero1"),
+        Layout(1, 1, 4, 1, "zb-h1", "even", 1, "none", False, "local"),
+    ],
+    ids=lambda layout: f"{layout.schedule} {layout.pipeline} {layout.engine}",
+)
+def test_an_estimate_is_close_to_the_plan_with_slow_links(layout, global_batch, ranks_per_machine):
+    """Each micro-batch may wait for messages, also between machines that hold several stages."""
+    machines = Machines(device_of("4090"), ranks_per_machine)
+    search = Search(config(layout, global_batch), 16, machines)
+    estimate, plan = search.estimate(layout), make_plan(search.config, 16, machines)
+    assert search.simulated(estimate).seconds == pytest.approx(plan.step_seconds, rel=0.08)
+    assert estimate.seconds == pytest.approx(plan.step_seconds, rel=0.15)  # orders what is simulated
+    assert estimate.memory == pytest.approx(plan.peak_memory, rel=0.08)
+
+
+@pytest.mark.parametrize("micro_batch", [1, 4])
+def test_slices_of_the_logits_may_depend_on_the_micro_batch(micro_batch):
+    """Then the traces of two sizes cannot give the others."""
+    plain = config(replace(PLAIN, micro_batch=micro_batch))
+    model = plain.model.model_copy(update={"fusion": "off", "vocab_size": 131072, "num_layers": 2})
+    search = Search(plain.model_copy(update={"model": model}), 16, A100)
+    estimate, plan = search.estimate(layout_of(search.config)), make_plan(search.config, 16, A100)
+    assert estimate.seconds == pytest.approx(plan.step_seconds, rel=0.08)
+    assert search.table.num_traces == {1: 6, 4: 4}[micro_batch]  # two for each size
+    assert estimate.memory == pytest.approx(plan.peak_memory, rel=0.08)
+
+
+def test_no_kernel_is_faster_than_the_bound():
+    """Otherwise the search would end before it has seen the fastest layout; short sequences need large batches."""
+    model = {"num_layers": 6, "hidden_size": 256, "num_heads": 8, "vocab_size": 8000, "max_position_embeddings": 128}
+    train = {"precision": "bf16", "global_batch_size": 4096}
+    search = Search(Config.model_validate({"model": model, "train": train, "data": {"seq_length": 128}}), 8, A100)
+    for micro_batch, recompute in product((1, 8, 64), ("none", "full")):
+        layout = replace(PLAIN, micro_batch=micro_batch, recompute=recompute)
+        assert search.bound(layout) <= search.estimate(layout).seconds
+    best = find(search, 80e9)[0]
+    assert best.seconds <= min(search.estimate(replace(PLAIN, micro_batch=size)).seconds for size in (1, 8, 16, 32, 64))
+
+
 def test_no_sampled_layout_is_faster_than_the_winner():
     search = small_search()
     layouts = [each for each in list(search.layouts())[::97] if search.is_legal(each)]
@@ -115,10 +167,29 @@ def test_the_layout_of_a_config_comes_back():
     assert changes(config(PLAIN), PLAIN) == []
     plain = config(PLAIN)
     deepspeed = plain.model_copy(update={"parallel": plain.parallel.model_copy(update={"ddp": "deepspeed"})})
-    assert layout_of(deepspeed).engine == "zero1"  # the default stage
-    zero1 = replace(layout_of(deepspeed), micro_batch=2)
+    assert layout_of(deepspeed).engine == "deepspeed"
+    assert changes(deepspeed, replace(PLAIN, engine="deepspeed")) == []
+    zero1 = replace(layout_of(deepspeed), engine="zero1", micro_batch=2)
     assert changes(deepspeed, zero1) == ["parallel.ddp=local", "optim.distributed=true", "train.micro_batch_size=2"]
     assert layout_of(zero1.applied(deepspeed)) == zero1
+
+
+@pytest.mark.parametrize("fields", [{"ddp": "torch"}, {"ddp": "deepspeed"}], ids=str)
+def test_changes_of_other_engines_are_legal(fields):
+    """They are given to a user, who applies them to the config."""
+    plain = config(replace(PLAIN, micro_batch=4))
+    given = plain.model_copy(update={"parallel": plain.parallel.model_copy(update=fields)})
+    plan = make_plan(given, 16, A100)
+    options = changes_that_fit(plan, 0.6 * plan.peak_memory)
+    assert options
+    for option in options:
+        sections: dict[str, dict[str, Any]] = yaml.safe_load(dump_config(given))
+        for override in option.changes:
+            section, name = override.partition("=")[0].split(".")
+            sections[section][name] = yaml.safe_load(override.partition("=")[2])
+        changed = Config.model_validate(sections)
+        assert failures(changed, 16) == []
+        assert make_plan(changed, 16, A100).peak_memory <= 1.02 * 0.6 * plan.peak_memory
 
 
 def test_changes_that_fit_really_fit():
