@@ -102,6 +102,7 @@ def step_parts(plan: Plan) -> dict[str, float]:
             parts[name] = parts.get(name, 0.0) + plan.num_microbatches * seconds
     parts["bubble"] = ends[last] - sum(parts.values())
     parts["end of the step"] = plan.tails[last]
+    parts["waits for delayed sums"] = plan.step_seconds - max(totals)
     return {name: seconds for name, seconds in parts.items() if seconds > 1e-9}
 
 

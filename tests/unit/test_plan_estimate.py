@@ -16,6 +16,7 @@ from megatron_lite.plan.fake_world import empty_batch, fake_rank
 from megatron_lite.plan.kernels import Recorder, on_gpu
 from megatron_lite.plan.links import Machines, sent_bytes, tensor_bytes
 from megatron_lite.plan.memory import LiveBytes, peak_bytes
+from megatron_lite.plan.report import step_parts
 from megatron_lite.plan.stage import Chunk, Event, Pass, RankTrace, kernels
 from megatron_lite.training.step import local_batches, train_step
 from tests.helpers.kept import planned_traffic, recorded_traffic, wide_config
@@ -211,6 +212,9 @@ def test_a_delayed_step_has_its_optimizer_and_no_step_is_shorter_than_its_sums()
     assert steps[1] == steps[0]
     sums = sum(row.sent_bytes for row in plain.traffic[0] if row.operation == "all_reduce") / slow.device.network
     assert sums < delayed.step_seconds < plain.step_seconds
+    assert sum(step_parts(delayed).values()) == pytest.approx(delayed.step_seconds)
+    assert "waits for delayed sums" in step_parts(delayed)
+    assert "waits for delayed sums" not in step_parts(plain)
 
 
 def test_stage_3_of_deepspeed_waits_for_its_gathers_like_fsdp():
