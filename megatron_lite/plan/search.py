@@ -126,14 +126,37 @@ class Search:
         return self.table.parts(Work(1, 1, mode, sequence=False, recompute="none", splits=False), IDEAL_BATCH)
 
     def bound(self, layout: Layout) -> float:
-        """A time that no schedule of this layout falls short of: kernels as fast as without parallelism, and bubble."""
+        """A time that this layout does not fall short of: kernels as without parallelism, sums of forwards, bubble."""
         layers, ideal = self.config.model.num_layers, self._ideal
         full = ideal.stage(layers, is_first=True, is_last=True)
-        again = layers * ideal.layer.forward if layout.recompute == "full" else 0.0
+        forwards = 2 if layout.recompute == "full" else 1
+        again = layers * ideal.layer.forward * (forwards - 1)
         kernels = (full.forward + again + full.backward) / IDEAL_BATCH * self.global_batch / self.world_size
         count = self.global_batch * layout.tensor * layout.context * layout.pipeline / self.world_size
         shortened = 3 if layout.schedule == "zb-h1" else layout.virtual
-        return kernels * (1 + (layout.pipeline - 1) * layout.micro_batch / count / shortened)
+        waits = self._forward_waits(layout) * forwards
+        passes = (kernels + waits) * (1 + (layout.pipeline - 1) * layout.micro_batch / count / shortened)
+        if layout.engine != "fsdp":
+            return passes
+        return max(passes, count / layout.micro_batch * self._fsdp_seconds(layout, full.parameters / layout.tensor))
+
+    def _fsdp_seconds(self, layout: Layout, parameters: float) -> float:
+        """The seconds of FSDP's gathers and sums for a micro-batch: weights twice, gradients once."""
+        machines, shards = self.machines, self.world_size // layout.tensor
+        members = max(1, machines.ranks_per_machine // layout.tensor)  # of the group, on a machine
+        rate = (
+            machines.device.link if shards <= members else min(machines.device.link, members * machines.device.network)
+        )
+        return parameters * (2 * self.weight_bytes + self.gradient_bytes) * (shards - 1) / shards / rate
+
+    def _forward_waits(self, layout: Layout) -> float:
+        """The seconds of tensor parallelism's sums in all forwards: two of each layer, for which nothing else runs."""
+        tp, config = layout.tensor, self.config
+        if tp == 1 or "tp" in self.machines.hidden:
+            return 0.0
+        tokens = self.global_batch * config.data.seq_length * tp * layout.pipeline / self.world_size
+        sent = 4 * (tp - 1) / tp * tokens * config.model.hidden_size * self.weight_bytes
+        return sent * config.model.num_layers / layout.pipeline / self.machines.device.link
 
     def least_memory(self, layout: Layout) -> float:
         """What the device reserves, and the training state, if the parameters were divided evenly; bytes."""
