@@ -8,6 +8,7 @@ import typer
 
 from megatron_lite.cli.options import ConfigFile, Overrides
 from megatron_lite.errors import ConfigError
+from megatron_lite.text import listed
 
 if TYPE_CHECKING:
     from megatron_lite.config.schema import Config
@@ -100,7 +101,8 @@ def plan(
 def _check_unused(option: str, others: dict[str, object]) -> None:
     """Raise ConfigError for options that another one leaves without effect; None, False and empty: not given."""
     if given := [name for name, value in others.items() if value or type(value) in (int, float)]:
-        raise ConfigError(f"{' and '.join(given)} has no effect with {option}; leave it out")
+        verb, them = ("has", "it") if len(given) == 1 else ("have", "them")
+        raise ConfigError(f"{listed(given)} {verb} no effect with {option}; leave {them} out")
 
 
 def _check_files(paths: dict[str, Path | None]) -> None:

@@ -50,12 +50,12 @@ class Estimator:
         self.sharding = sharding(search.config, layout.engine, self.dp * layout.context)
         self.ranks = self._ranks()
 
-    def _parts(self, recompute: str) -> Parts:
+    def _parts(self) -> Parts:
         layout = self.layout
         mode = self.search.config.parallel.context_mode
         splits = layout.schedule == "zb-h1"
         shards = self.sharding == "fsdp"
-        work = Work(layout.tensor, layout.context, mode, layout.sequence, recompute, splits, shards)
+        work = Work(layout.tensor, layout.context, mode, layout.sequence, layout.recompute, splits, shards)
         return self.search.table.parts(work, layout.micro_batch)
 
     def _ranks(self) -> list[tuple[int, list[Cost]]]:
@@ -64,7 +64,7 @@ class Estimator:
         parallel = {"pipeline": layout.pipeline, "virtual_pipeline": layout.virtual, "pipeline_layout": layout.stages}
         config = self.search.config
         counts = layer_counts(config.model, config.parallel.model_copy(update=parallel))
-        parts, last = self._parts(layout.recompute), len(counts) - 1
+        parts, last = self._parts(), len(counts) - 1
 
         def cost(stage: int) -> Cost:
             return parts.stage(counts[stage], is_first=stage == 0, is_last=stage == last)
@@ -73,6 +73,7 @@ class Estimator:
         return [(rank, [cost(stage) for stage in range(rank, len(counts), layout.pipeline)]) for rank in ranks]
 
     def estimate(self) -> Estimate:
+        """Time and memory; the slowest and the fullest of three ranks count."""
         layout, count = self.layout, self.count
         times = [sum(each.forward + each.backward for each in costs) for _, costs in self.ranks]
         slowest = times.index(max(times))
@@ -193,7 +194,7 @@ class Estimator:
         scatter = self._ring_seconds(parameters * search.gradient_bytes)
         gather = self._ring_seconds(parameters * (search.weight_bytes if sharded else search.gradient_bytes))
         # The embedding's gradient is complete last, and its weights are needed first.
-        late = self._parts(layout.recompute).first.parameters / parameters if rank == 0 else 0.0
+        late = self._parts().first.parameters / parameters if rank == 0 else 0.0
         # After the last chunk's last backward, each other chunk has one for each stage.
         backward = costs[-1].backward + layout.pipeline * sum(each.backward for each in costs[:-1])
         if not sharded:
@@ -208,10 +209,10 @@ class Estimator:
 
     def _tied_seconds(self, rank: int) -> float:
         """The sum of the tied embedding's gradient over the first and the last stage."""
-        layout, search, pp = self.layout, self.search, self.layout.pipeline
+        search, pp = self.search, self.layout.pipeline
         if pp == 1 or rank not in (0, pp - 1):
             return 0.0
-        size = self._parts(layout.recompute).tied * search.gradient_bytes
+        size = self._parts().tied * search.gradient_bytes
         owned = size / self._shards if self.sharding == "zero1" else size
         return search.machines.message_seconds(int(owned), (0, search.world_size - search.world_size // pp))
 

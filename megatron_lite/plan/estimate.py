@@ -187,6 +187,7 @@ class Plan:
 
     @cached_property
     def step_seconds(self) -> float:
+        """Seconds until the last pipeline rank ends, and at least those of the sums of delayed gradients."""
         ends = [0.0] * self.grid.pp
         for span in self.spans:
             ends[span.rank] = max(ends[span.rank], span.end)

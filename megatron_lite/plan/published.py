@@ -76,6 +76,7 @@ class Narayanan(NamedTuple):
 
     @property
     def config(self) -> dict[str, dict[str, Any]]:
+        """The sections of the published run, with full recomputation."""
         virtual = self.layers // self.pp // self.chunk_layers if self.chunk_layers else 1
         return {
             "model": gpt(heads=self.heads, hidden=self.hidden, layers=self.layers),
@@ -144,6 +145,7 @@ class Korthikanti(NamedTuple):
     mfu: float
 
     def config(self, *, sequence: bool, recompute: str, attention: str) -> dict[str, dict[str, Any]]:
+        """The sections of the published run with one of its ways to save memory."""
         return {
             "model": gpt(heads=self.heads, hidden=self.hidden, layers=self.layers, attention=attention),
             "parallel": {"tensor": 8, "pipeline": self.pp, "sequence": sequence, **stages(self.virtual)},

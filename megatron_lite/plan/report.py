@@ -50,6 +50,7 @@ def unit(plan: Plan) -> str:
 
 
 def layout_line(plan: Plan) -> str:
+    """Sizes of the groups, schedule, engine, micro-batches, recomputation and machines."""
     grid, parallel, train = plan.grid, plan.config.parallel, plan.config.train
     machines = -(-grid.world_size // plan.machines.ranks_per_machine)
     sizes = [f"{axis} {size}" for axis, size in (("tp", grid.tp), ("cp", grid.cp), ("pp", grid.pp), ("dp", grid.dp))]
@@ -113,6 +114,7 @@ def step_line(plan: Plan) -> str:
 
 
 def training_line(plan: Plan, budget: Budget) -> str:
+    """Tokens, days and price of the training."""
     dollars = budget.dollars(plan)
     cost = "" if dollars is None else f", {dollars:,.0f} dollars"
     ratio = budget.tokens / plan.parameters

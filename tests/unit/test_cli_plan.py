@@ -362,7 +362,10 @@ REMEDY = "write one with: megatron-lite plan --calibrate"
         (["parallel.tensor=3"], "parallel.tensor * parallel.pipeline * parallel.context is 3 .*"),
         (["train.micro_batch_size=3"], "train.global_batch_size is 4, not a multiple of train.micro_batch_size .*"),
         (["--search", "--html", "x.html"], "--html has no effect with --search; leave it out"),
-        (["--calibrate", "--rank", "0"], "section.field=value and --rank has no effect with --calibrate; leave it out"),
+        (
+            ["--calibrate", "--rank", "0"],
+            "section.field=value and --rank have no effect with --calibrate; leave them out",
+        ),
         (["--rank", "0", "--price", "2"], "--price has no effect with --rank; leave it out"),
         (["--tokens", "x"], "--tokens x is not a number above 0; use for example 3e11 or 300B"),
         (["--tokens", "-3B"], "--tokens -3B is not a number above 0; use for example 3e11 or 300B"),
