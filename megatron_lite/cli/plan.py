@@ -63,7 +63,7 @@ def plan(
     """Predict memory, communication, step time and cost of a training job, without its GPUs.
 
     The real code of one rank of each pipeline stage runs on tensors without memory. Bytes and FLOPs are counted; times
-    are predicted from the rates of the device. --search estimates all layouts and finds the fastest that fits.
+    are predicted from the rates of the device. --search compares all layouts and finds the fastest that fits.
     --calibrate measures this machine, for --device cpu.
     """
     from megatron_lite.config.load import load_config

@@ -61,9 +61,9 @@ class RotaryTable:
             self._extent = extent
         table = self._tables.get((device, dtype))
         if table is None or table[0].shape[0] < length:
-            positions = torch.arange(length, dtype=torch.float64)
-            angles = torch.outer(positions, self.frequencies(extent))[:, None, None, :]
-            factor = self.attention_factor
+            place = device if device.type == "meta" else torch.device("cpu")  # on meta nothing is computed
+            positions, factor = torch.arange(length, dtype=torch.float64, device=place), self.attention_factor
+            angles = torch.outer(positions, self.frequencies(extent).to(place))[:, None, None, :]
             table = ((angles.cos() * factor).to(device, dtype), (angles.sin() * factor).to(device, dtype))
             self._tables[device, dtype] = table
         return table[0][:length], table[1][:length]

@@ -40,23 +40,19 @@ class Estimate:
 
 
 class Estimator:
-    """The estimate of one layout."""
+    """The estimate of one layout, from the costs of its work, or of a smaller context-parallel group's."""
 
-    def __init__(self, search: "Search", layout: Layout):
+    def __init__(self, search: "Search", layout: Layout, work: Work | None = None):
         self.search, self.layout = search, layout
         size = layout.tensor * layout.context * layout.pipeline
         self.dp = search.world_size // size
         self.count = search.global_batch // (self.dp * layout.micro_batch)
         self.sharding = sharding(search.config, layout.engine, self.dp * layout.context)
+        self.work = work or search.work(layout)
         self.ranks = self._ranks()
 
     def _parts(self) -> Parts:
-        layout = self.layout
-        mode = self.search.config.parallel.context_mode
-        splits = layout.schedule == "zb-h1"
-        shards = self.sharding == "fsdp"
-        work = Work(layout.tensor, layout.context, mode, layout.sequence, layout.recompute, splits, shards)
-        return self.search.table.parts(work, layout.micro_batch)
+        return self.search.table.parts(self.work, self.layout.micro_batch)
 
     def _ranks(self) -> list[tuple[int, list[Cost]]]:
         """The first, a middle and the last pipeline rank, with the costs of their stages."""
@@ -67,7 +63,8 @@ class Estimator:
         parts, last = self._parts(), len(counts) - 1
 
         def cost(stage: int) -> Cost:
-            return parts.stage(counts[stage], is_first=stage == 0, is_last=stage == last)
+            full = parts.stage(counts[stage], is_first=stage == 0, is_last=stage == last)
+            return full.shortened(layout.context // self.work.context)
 
         ranks = sorted({0, min(1, layout.pipeline - 1), layout.pipeline - 1})
         return [(rank, [cost(stage) for stage in range(rank, len(counts), layout.pipeline)]) for rank in ranks]
@@ -151,19 +148,10 @@ class Estimator:
         busiest = max(sum(each.forward + each.backward for each in costs) for costs in by_rank.values())
         return length - count * busiest
 
-    def _dp_ranks(self) -> tuple[int, ...]:
-        stride = self.layout.tensor * self.layout.context
-        if self.layout.context == 1:
-            return tuple(range(0, stride * self.dp, stride))
-        return tuple(
-            self.layout.tensor * (place + self.layout.context * row)
-            for row in range(self.dp)
-            for place in range(self.layout.context)
-        )
-
     @cached_property
     def _dp_rate(self) -> float:
-        return self.search.machines.rate(self._dp_ranks())
+        stride = self.layout.tensor
+        return self.search.machines.rate(tuple(range(0, stride * self._shards, stride)))
 
     @property
     def _shards(self) -> int:

@@ -23,12 +23,12 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_lite.config.schema import Config
 from megatron_lite.optim.param_groups import AdamW
 from megatron_lite.parallel.waiting import communicating
 from megatron_lite.pipeline import p2p
+from megatron_lite.plan.dispatch import EagerMode
 from megatron_lite.plan.fake_world import META, empty_batch, fake_rank
 from megatron_lite.plan.kernels import Recorder, on_gpu
 from megatron_lite.plan.source_lines import package_line
@@ -84,7 +84,7 @@ class Wait(NamedTuple):
     started: int
 
 
-class CommunicationRecorder(TorchDispatchMode):
+class CommunicationRecorder(EagerMode):
     """Records the operations of this process, and its waits for them, in `events` while it is active."""
 
     def __init__(self, events: list[Any] | None = None) -> None:
@@ -152,11 +152,10 @@ class CommunicationRecorder(TorchDispatchMode):
         return Communicator(tuple(dist.get_process_group_ranks(group)), 0)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        schema = func._schema
-        if not schema.name.startswith("c10d::"):
+        if func.namespace != "c10d":
             return func(*args, **(kwargs or {}))
-        op = schema.name.removeprefix("c10d::")
-        self._record(op, schema.arguments, args)
+        op = func._schema.name.removeprefix("c10d::")
+        self._record(op, func._schema.arguments, args)
         result = func(*args, **(kwargs or {}))
         if op in RECEIVING:  # the fake process group leaves the memory as it was
             for tensor in _tensors(args[0]):

@@ -37,6 +37,10 @@ class Cost(NamedTuple):
         peaks = max(self.forward_peak, other.forward_peak), max(self.backward_peak, other.backward_peak)
         return Cost._make([*(a + times * b for a, b in zip(self[:7], other[:7], strict=True)), *peaks])
 
+    def shortened(self, times: int) -> "Cost":
+        """The cost for sequences that are so many times shorter."""
+        return Cost._make([each / times for each in self])._replace(parameters=self.parameters)
+
 
 class Parts(NamedTuple):
     """The costs of a layer, and of what the first and the last stage have beside their layers."""
@@ -100,14 +104,16 @@ class CostTable:
     def _traced(self, work: Work, micro_batch: int) -> list[tuple[Chunk, int]]:
         """The four stages, in order of the model."""
         if (work, micro_batch) not in self._chunks:
-            config, size = self._small(work, micro_batch), work.tensor * work.context * (8 if work.shards else 1)
+            sizes = BASES if micro_batch in BASES else (micro_batch,)
+            config, size = self._small(work), work.tensor * work.context * (8 if work.shards else 1)
             pp = config.parallel.pipeline
-            ranks = [trace_passes(config, rank * size, pp * size, fusion=self.fusion) for rank in range(pp)]
-            self._chunks[work, micro_batch] = [ranks[stage % pp][stage // pp] for stage in range(4)]
+            ranks = [trace_passes(config, rank * size, pp * size, sizes, fusion=self.fusion) for rank in range(pp)]
+            for at, each in enumerate(sizes):
+                self._chunks[work, each] = [ranks[stage % pp][at][stage // pp] for stage in range(4)]
             self.num_traces += pp
         return self._chunks[work, micro_batch]
 
-    def _small(self, work: Work, micro_batch: int) -> Config:
+    def _small(self, work: Work) -> Config:
         """The model with five layers on four stages; a split backward allows one stage on a rank, others two."""
         parallel = {
             "tensor": work.tensor,
@@ -120,13 +126,12 @@ class CostTable:
             "pipeline_layout": (1, 1, 2, 1),
             "ddp": "fsdp" if work.shards else "local",
         }
-        train = {"micro_batch_size": micro_batch, "recompute": work.recompute}
         config = self.config
         return config.model_copy(
             update={
                 "model": config.model.model_copy(update={"num_layers": 5}),
                 "parallel": config.parallel.model_copy(update=parallel),
-                "train": config.train.model_copy(update=train),
+                "train": config.train.model_copy(update={"recompute": work.recompute}),
                 "optim": config.optim.model_copy(update={"distributed": False}),
             }
         )

@@ -5,7 +5,7 @@ training reads a value on the host, it gets 0.
 """
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from importlib import import_module
 from typing import Any
@@ -14,7 +14,6 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
 from megatron_lite.config.schema import Config
 from megatron_lite.data.loader import Batch
@@ -45,7 +44,7 @@ def fake_rank(config: Config, rank: int, world_size: int, device: torch.device =
     hook = sys.excepthook  # torch adds the rank to every error of the process
     dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
     try:
-        with ReadsZeros(), _engines_on_meta(config.parallel.ddp):
+        with reads_zeros(), _engines_on_meta(config.parallel.ddp):
             ctx = ParallelContext.create(grid_of(config, world_size), device, config.train.comm_timeout)
             yield build_run(config, ctx, seed_everything(config.run.seed, ctx))
     finally:
@@ -87,16 +86,22 @@ def empty_batch(config: Config, device: torch.device = META) -> Batch:
     return Batch(tokens, labels, torch.ones(labels.shape, device=device), decoder_tokens=labels)
 
 
-class ReadsZeros(TorchFunctionMode):
-    """A read of a meta tensor on the host returns 0 for each element, and is noted with its line of the package."""
+@contextmanager
+def reads_zeros(lines: list[str] | None = None) -> Iterator[None]:
+    """A context in which a read of a meta tensor on the host returns 0 for each element.
 
-    def __init__(self, lines: list[str] | None = None) -> None:
-        super().__init__()
-        self.lines = [] if lines is None else lines
+    The line of the package that reads is noted in `lines`.
+    """
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in (Tensor.item, Tensor.tolist) and args[0].is_meta:
-            self.lines.append(package_line(sys._getframe(1), ("parallel/waiting.py",)))
-            zeros = torch.zeros(args[0].shape, dtype=args[0].dtype)
-            return zeros.item() if func is Tensor.item else zeros.tolist()
-        return func(*args, **(kwargs or {}))
+    def reading(read: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
+        def replaced(tensor: Tensor) -> Any:
+            if not tensor.is_meta:
+                return read(tensor)
+            if lines is not None:
+                lines.append(package_line(sys._getframe(1), ("parallel/waiting.py",)))
+            return read(torch.zeros(tensor.shape, dtype=tensor.dtype))
+
+        return replaced
+
+    with patch.multiple(Tensor, item=reading(Tensor.item), tolist=reading(Tensor.tolist)):
+        yield

@@ -9,26 +9,31 @@ import sys
 import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import cache
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_lite.model import attention_parts, fused
 from megatron_lite.model.core_attention import IMPLEMENTATIONS
 from megatron_lite.model.masks import Mask
 from megatron_lite.optim.param_groups import AdamW
 from megatron_lite.parallel import loss
+from megatron_lite.plan.dispatch import EagerMode
 from megatron_lite.plan.source_lines import SHARED, first_shown, is_recomputed, package_line
 from megatron_lite.training.progress import Progress
 
 VIEWS = {"view", "_unsafe_view", "_reshape_alias", "permute", "transpose", "t", "slice", "select", "split", "expand"}
 VIEWS |= {"split_with_sizes", "unsqueeze", "squeeze", "detach", "alias", "as_strided", "unbind", "lift_fresh"}
 ALLOCATIONS = {"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "_local_scalar_dense"}
+UNRECORDED = VIEWS | ALLOCATIONS
 OVERWRITING = {"copy_", "fill_", "zero_"}
+# Functions that are slow on the meta device, a millisecond for some; all create one tensor.
+SLOW = {torch.ops.aten.logaddexp.default, torch.ops.aten.empty_like.default, torch.ops.aten.clamp.default}
+SLOW |= {torch.ops.aten.sub.Tensor, torch.ops.aten.mul.Tensor, torch.ops.aten.exp.default}
 BACKWARD_KERNELS = {"native_layer_norm_backward": 2}
 
 
@@ -47,7 +52,7 @@ class Kernel(NamedTuple):
     shape: tuple[int, ...] = ()
 
 
-class Recorder(TorchDispatchMode):
+class Recorder(EagerMode):
     """Records every kernel in `events` while it is active. `progress` replaces that of a run, and names the phases."""
 
     def __init__(self, events: list[Any] | None = None) -> None:
@@ -82,17 +87,16 @@ class Recorder(TorchDispatchMode):
         """Record an operation of the current phase."""
         node = torch._C._current_autograd_node()
         frame = sys._getframe(1)
-        where = "" if node is None or is_recomputed(frame) else _line_of_forward(node)
-        where = where or package_line(frame)
+        where = "" if node is None else _line_of_forward(node)
+        if not where or is_recomputed(frame):
+            where = package_line(frame)
         phase, is_backward = self.progress.phase, node is not None
         self.events.append(Kernel(phase, is_backward, op, kind, launches, bytes, flops, where, shape))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        if self._pauses:
-            return out
-        op = func._schema.name.split("::")[1]
-        if op in VIEWS | ALLOCATIONS or func._schema.name.startswith(("c10d::", "prim::")):
+        out = _created(func, args, kwargs or {}) if func in SLOW else func(*args, **(kwargs or {}))
+        op = "" if self._pauses else _kernel_of(func)
+        if not op:
             return out
         inputs, outputs = list(_tensors(args)), list(_tensors(out))
         if not inputs and not outputs:
@@ -105,6 +109,33 @@ class Recorder(TorchDispatchMode):
         moved = sum(map(touched_bytes, read)) + sum(map(touched_bytes, written))
         self.add(op, bytes=_corrected(op, moved, args, outputs), **_work(op, args), launches=_launches(op, args))
         return out
+
+
+@cache
+def _kernel_of(func: Any) -> str:
+    """The name of a function's kernel; "" for views, allocations and communication."""
+    space, op = func._schema.name.split("::")
+    return "" if op in UNRECORDED or space in ("c10d", "prim") else op
+
+
+_forms: dict[Any, tuple[Any, ...]] = {}  # of what slow functions create, by those of their arguments
+
+
+def _created(func: Any, args: Any, kwargs: Any) -> Tensor:
+    """What a slow function creates: on the meta device it has only a form, which is that of the first time."""
+    key = func, tuple(map(_form, args)), tuple(kwargs.items())
+    if key not in _forms or _forms[key][3].type != "meta":
+        out = func(*args, **kwargs)
+        _forms[key] = _form(out)
+        return out
+    shape, stride, dtype, device = _forms[key]
+    return torch.empty_strided(shape, stride, dtype=dtype, device=device)
+
+
+def _form(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.shape, value.stride(), value.dtype, value.device
+    return value
 
 
 class _Phases(Progress):

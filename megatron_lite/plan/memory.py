@@ -11,16 +11,16 @@ from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from megatron_lite.pipeline.actions import Action
+from megatron_lite.plan.dispatch import EagerMode
 
 if TYPE_CHECKING:
     from megatron_lite.plan.stage import RankTrace
 
 
-class LiveBytes(TorchDispatchMode):
+class LiveBytes(EagerMode):
     """Counts the bytes of the tensors that operations create while it is active, until they are freed."""
 
     def __init__(self) -> None:
@@ -30,7 +30,9 @@ class LiveBytes(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        self._add(leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor))
+        self._add(
+            (out,) if isinstance(out, Tensor) else (each for each in tree_leaves(out) if isinstance(each, Tensor))
+        )
         return out
 
     @contextmanager

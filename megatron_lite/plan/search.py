@@ -3,12 +3,12 @@
 The best ones are then simulated.
 """
 
-from bisect import insort
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from heapq import heapify, heappop, heappush
 from itertools import product
-from math import inf
+from typing import NamedTuple
 
 from megatron_lite.config.schema import Config
 from megatron_lite.config.sizes import state_bytes
@@ -17,13 +17,23 @@ from megatron_lite.config.validate import divisors, failures
 from megatron_lite.errors import ConfigError
 from megatron_lite.parallel.dtypes import PRECISIONS
 from megatron_lite.plan.closed_form import Estimate, Estimator
-from megatron_lite.plan.costs import CostTable, Parts, Work
+from megatron_lite.plan.costs import Cost, CostTable, Work
 from megatron_lite.plan.layouts import Layout, layout_of, sharding
 from megatron_lite.plan.links import Machines
 
 IDEAL_BATCH = 64  # sequences; the largest micro-batch of a search
 POWERS = tuple(1 << power for power in range(7))
+SLACK = 0.95  # of a step's memory, because the next one may need a little less: in 600 sampled layouts 0 to 3.6%
 SHORTEST = 1024  # tokens of a context-parallel rank; shorter ones would compute less than they send
+
+
+class Candidate(NamedTuple):
+    """A layout that waits in a search; the one with the least time is next."""
+
+    seconds: float  # that it does not fall short of
+    number: int
+    layout: Layout
+    num_steps: int = 0  # that it has made
 
 
 @dataclass
@@ -120,17 +130,18 @@ class Search:
         return not failures(layout.applied(self.config), self.world_size)
 
     @cached_property
-    def _ideal(self) -> Parts:
-        """The costs without any parallelism, of a large micro-batch."""
+    def _ideal(self) -> tuple[Cost, Cost]:
+        """The costs of the model, and of one of its layers, without any parallelism, for a large micro-batch."""
         mode = self.config.parallel.context_mode
-        return self.table.parts(Work(1, 1, mode, sequence=False, recompute="none", splits=False), IDEAL_BATCH)
+        work = Work(1, 1, mode, sequence=False, recompute="none", splits=False)
+        parts = self.table.parts(work, IDEAL_BATCH)
+        return parts.stage(self.config.model.num_layers, is_first=True, is_last=True), parts.layer
 
     def bound(self, layout: Layout) -> float:
         """A time that this layout does not fall short of: kernels as without parallelism, sums of forwards, bubble."""
-        layers, ideal = self.config.model.num_layers, self._ideal
-        full = ideal.stage(layers, is_first=True, is_last=True)
+        full, layer = self._ideal
         forwards = 2 if layout.recompute == "full" else 1
-        again = layers * ideal.layer.forward * (forwards - 1)
+        again = self.config.model.num_layers * layer.forward * (forwards - 1)
         kernels = (full.forward + again + full.backward) / IDEAL_BATCH * self.global_batch / self.world_size
         count = self.global_batch * layout.tensor * layout.context * layout.pipeline / self.world_size
         shortened = 3 if layout.schedule == "zb-h1" else layout.virtual
@@ -139,6 +150,24 @@ class Search:
         if layout.engine != "fsdp":
             return passes
         return max(passes, count / layout.micro_batch * self._fsdp_seconds(layout, full.parameters / layout.tensor))
+
+    def steps(self, layout: Layout) -> list[tuple[Layout, Work]]:
+        """What the layout is estimated as in turn, at last with its own work.
+
+        Work of smaller context-parallel groups comes first, for the layout's part of a sequence, and for zb-h1 that of
+        1F1B. It is traced in less time, and takes less time and memory (see `SLACK`) than the next one.
+        """
+        work = self.work(layout)
+        unsplit = replace(layout, schedule="1f1b") if work.splits else layout
+        steps = [(unsplit, replace(work, splits=False, context=size)) for size in divisors(work.context)]
+        return [*steps, (layout, work)] if work.splits else steps
+
+    def work(self, layout: Layout) -> Work:
+        """What decides the kernels of this layout."""
+        mode, splits = self.config.parallel.context_mode, layout.schedule == "zb-h1"
+        dp_cp = self.world_size // (layout.tensor * layout.pipeline)
+        shards = sharding(self.config, layout.engine, dp_cp) == "fsdp"
+        return Work(layout.tensor, layout.context, mode, layout.sequence, layout.recompute, splits, shards)
 
     def _fsdp_seconds(self, layout: Layout, parameters: float) -> float:
         """The seconds of FSDP's gathers and sums for a micro-batch: weights twice, gradients once."""
@@ -160,17 +189,16 @@ class Search:
 
     def least_memory(self, layout: Layout) -> float:
         """What the device reserves, and the training state, if the parameters were divided evenly; bytes."""
-        full = self._ideal.stage(self.config.model.num_layers, is_first=True, is_last=True)
         shards = self.world_size // (layout.tensor * layout.pipeline)
         key = layout.engine, shards
         if key not in self._state:
             self._state[key] = sum(state_bytes(layout.applied(self.config), shards).values())
-        state = self._state[key] * full.parameters / (layout.tensor * layout.pipeline)
+        state = self._state[key] * self._ideal[0].parameters / (layout.tensor * layout.pipeline)
         return state + self.machines.device.reserved_bytes
 
-    def estimate(self, layout: Layout) -> Estimate:
-        """Time and memory by closed forms."""
-        return Estimator(self, layout).estimate()
+    def estimate(self, layout: Layout, work: Work | None = None) -> Estimate:
+        """Time and memory by closed forms, from its own work or that of a step."""
+        return Estimator(self, layout, work).estimate()
 
     def simulated(self, estimate: Estimate) -> Estimate:
         """The estimate with the bubble of the simulated schedule."""
@@ -179,34 +207,35 @@ class Search:
 
 
 def find(search: Search, limit: float, *, most: int = 10) -> list[Estimate]:
-    """The fastest legal layouts whose fullest rank needs at most `limit` bytes; the best of them simulated.
+    """The fastest legal layouts whose fullest rank needs at most `limit` bytes; their bubbles are simulated.
 
-    Layouts come in the order of a lower bound of their time, which needs no trace. The search ends where the bound
-    exceeds the times that it has found. A layout with recomputation is left out where it fits without.
+    A layout waits with a time that it does not fall short of: first a bound that needs no trace, then the estimate of
+    its last step. The layout with the least time makes its next step. So those that first have made all are the
+    fastest. A layout with recomputation is left out where it fits without.
     """
     found: list[Estimate] = []
     fitting: set[Layout] = set()
-    bounded = sorted(((search.bound(each), each) for each in search.layouts()), key=lambda pair: pair[0])
-    search.num_layouts = len(bounded)
-    for bound, layout in bounded:
-        tenth = found[most - 1].seconds if len(found) >= most else inf
-        if bound >= tenth:
-            break
-        if replace(layout, recompute="none") in fitting or search.least_memory(layout) > limit:
+    waiting = [Candidate(search.bound(each), at, each) for at, each in enumerate(search.layouts())]
+    search.num_layouts = len(waiting)
+    heapify(waiting)
+    while waiting and len(found) < most:
+        candidate = heappop(waiting)
+        layout, num_steps = candidate.layout, candidate.num_steps
+        if replace(layout, recompute="none") in fitting or (num_steps == 0 and search.least_memory(layout) > limit):
             continue
-        if layout.schedule == "zb-h1" and not _may_help(search, layout, limit, tenth):
+        steps = search.steps(layout)
+        if num_steps == len(steps):
+            if search.is_legal(layout):
+                fitting.add(layout)
+                found.append(search.estimate(layout))
             continue
-        estimate = search.estimate(layout)
-        if estimate.memory <= limit and search.is_legal(layout):
-            fitting.add(layout)
-            insort(found, estimate, key=lambda each: each.seconds)
-    return sorted((search.simulated(each) for each in found[:most]), key=lambda each: each.seconds)
-
-
-def _may_help(search: Search, layout: Layout, limit: float, slowest: float) -> bool:
-    """Whether a split backward, which has traces of its own, can be among the best: 1F1B with a third of its bubble."""
-    plain = search.estimate(replace(layout, schedule="1f1b"))
-    return plain.memory <= limit and plain.seconds - plain.bubble * 2 / 3 < slowest
+        estimate, is_last = search.estimate(*steps[num_steps]), num_steps == len(steps) - 1
+        if estimate.memory * (1 if is_last else SLACK) <= limit:
+            bubble = estimate.bubble if estimate.layout == layout else estimate.bubble / 3  # of 1F1B for zb-h1
+            seconds = max(candidate.seconds, estimate.seconds - estimate.bubble + bubble)
+            # Rounded, so that of two with the same time the one without recomputation comes first.
+            heappush(waiting, candidate._replace(seconds=round(seconds, 9), num_steps=num_steps + 1))
+    return sorted((search.simulated(each) for each in found), key=lambda each: each.seconds)
 
 
 def reason(loser: Estimate, best: Estimate) -> str:

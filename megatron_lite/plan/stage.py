@@ -6,7 +6,7 @@ starts the sums over dp. After them the step ends: sums, gradient norm, optimize
 communication and memory. All micro-batches of a step are alike, so a schedule of any length follows from these.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from math import prod
@@ -21,6 +21,7 @@ from megatron_lite.ddp.finalize import finalize_grads
 from megatron_lite.optim.mixed_precision import count_bytes
 from megatron_lite.parallel import weight_grads
 from megatron_lite.pipeline.p2p import Message
+from megatron_lite.plan import source_lines
 from megatron_lite.plan.communication import CommunicationRecorder, Operation, Wait
 from megatron_lite.plan.fake_world import META, empty_batch, fake_rank
 from megatron_lite.plan.kernels import Kernel, Recorder, dropout_on_gpu, on_gpu
@@ -79,16 +80,26 @@ def trace_rank(config: Config, rank: int, world_size: int, *, fusion: str = "on"
     return trace._replace(state_bytes={kind: int(size * trace.parameters) for kind, size in of_parameter.items()})
 
 
-def trace_passes(config: Config, rank: int, world_size: int, *, fusion: str = "on") -> list[tuple[Chunk, int]]:
-    """The passes of each chunk of a rank, without a last micro-batch, and its parameters; in half the time."""
-    with _traced(config, rank, world_size, fusion=fusion, lines=False) as tracer:
+def trace_passes(
+    config: Config, rank: int, world_size: int, micro_batches: Sequence[int], *, fusion: str = "on"
+) -> list[list[tuple[Chunk, int]]]:
+    """For each micro-batch size the passes of a rank's chunks, and their parameters.
+
+    They have no last micro-batch and no lines.
+    """
+    traced = []
+    with _traced(config, rank, world_size, fusion=fusion, lines=None) as tracer:
         sizes = [sum(parameter.numel() for parameter in chunk.parameters()) for chunk in tracer.run.model]
-        passes = tracer.passes_between()
-    return [(Chunk(each, {}, *kept), size) for (each, *kept), size in zip(passes, sizes, strict=True)]
+        for micro_batch in micro_batches:
+            tracer.use_batches_of(micro_batch)
+            passes = tracer.passes_between()
+            traced.append([(Chunk(each, {}, *kept), size) for (each, *kept), size in zip(passes, sizes, strict=True)])
+    return traced
 
 
 @contextmanager
-def _traced(config: Config, rank: int, world_size: int, *, fusion: str, lines: bool) -> Iterator["_Tracer"]:
+def _traced(config: Config, rank: int, world_size: int, *, fusion: str, lines: bool | None) -> Iterator["_Tracer"]:
+    """A tracer of a rank. `lines` is that of `trace_rank`; None: no kernel has a line."""
     config = traceable(config)
     if config.model.fusion == "auto":
         config = config.model_copy(update={"model": config.model.model_copy(update={"fusion": fusion})})
@@ -96,7 +107,8 @@ def _traced(config: Config, rank: int, world_size: int, *, fusion: str, lines: b
     recorder, live = Recorder(events), LiveBytes()
     communication = CommunicationRecorder(events)
     with (
-        on_gpu(recorder, lines=lines),
+        on_gpu(recorder, lines=bool(lines)),
+        source_lines.left_out() if lines is None else nullcontext(),
         dropout_on_gpu() if fusion == "on" else nullcontext(),
         communication.recording(),
         fake_rank(config, rank, world_size) as run,
@@ -129,19 +141,27 @@ class _Tracer:
     def __init__(self, run: Run, events: list[Event], live: LiveBytes, recorder: Recorder):
         self.run, self.events, self.live, self.recorder = run, events, live, recorder
         self.splits = run.config.parallel.schedule == "zb-h1"
-        batches = local_batches([empty_batch(run.config)], run.ctx.cp)
-        step = run.hooks.forward_step
-        self.sums = Sums(run.scalar_names.get(step), META)
-        self.forward = forward_of(run, batches, run.ddp.module, step, self.sums)
+        self.sums = Sums(run.scalar_names.get(run.hooks.forward_step), META)
+        self.has_gradients = False
+        self.use_batches_of(run.config.train.micro_batch_size)
+
+    def use_batches_of(self, micro_batch: int) -> None:
+        """Let the next passes have micro-batches of this size."""
+        run = self.run
+        train = run.config.train.model_copy(update={"micro_batch_size": micro_batch})
+        batches = local_batches([empty_batch(run.config.model_copy(update={"train": train}))], run.ctx.cp)
+        self.forward = forward_of(run, batches, run.ddp.module, run.hooks.forward_step, self.sums)
         self.message: Message = message_of(run.config, batches[0], META)
 
     def passes_between(self) -> list[tuple[dict[str, Pass], int, int]]:
         """The passes of each chunk for a micro-batch between others: the first one writes gradients, this one adds."""
         chunks = range(len(self.run.model))
-        self.run.ddp.zero_grad()
-        with self.recorder.paused():
-            for chunk in chunks:
-                self._passes(chunk, is_last=False)
+        if not self.has_gradients:
+            self.run.ddp.zero_grad()
+            with self.recorder.paused():
+                for chunk in chunks:
+                    self._passes(chunk, is_last=False)
+            self.has_gradients = True
         return [self._passes(chunk, is_last=False) for chunk in chunks]
 
     def trace(self) -> RankTrace:

@@ -12,7 +12,7 @@ import torch
 from megatron_lite.config.flops import flops_per_token
 from megatron_lite.config.schema import Config
 from megatron_lite.plan.devices import NAMES, device_of
-from megatron_lite.plan.fake_world import ReadsZeros, empty_batch, fake_rank
+from megatron_lite.plan.fake_world import empty_batch, fake_rank, reads_zeros
 from megatron_lite.plan.kernels import Kernel, Recorder, _adamw_step, on_gpu
 from megatron_lite.plan.roofline import by_line, per_layer, predict, seconds, trace_step
 from megatron_lite.training.signals import StopRequest
@@ -189,7 +189,7 @@ def test_a_step_reads_values_from_the_gpu_in_two_places(layout, world_size):
     config = case("gpt-125m", num_layers=2)
     config = Config.model_validate({**config.model_dump(exclude_defaults=True), "parallel": layout})
     lines: list[str] = []
-    with on_gpu(Recorder()), fake_rank(config, world_size - 1, world_size) as run, ReadsZeros(lines):
+    with on_gpu(Recorder()), fake_rank(config, world_size - 1, world_size) as run, reads_zeros(lines):
         train_step(run, [empty_batch(config)] * 4)
         assert StopRequest().agreed(run.ctx) == ""
     assert [line.split(":")[0] for line in lines] == ["training/step.py", "optim/clip.py"]

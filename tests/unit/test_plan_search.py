@@ -4,6 +4,7 @@ from dataclasses import replace
 from functools import cache
 from itertools import product
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import yaml
@@ -12,13 +13,16 @@ from megatron_lite.config.load import dump_config
 from megatron_lite.config.schema import Config
 from megatron_lite.config.validate import failures
 from megatron_lite.errors import ConfigError
+from megatron_lite.plan import kernels
+from megatron_lite.plan.communication import Wait
 from megatron_lite.plan.costs import CostTable, Work
 from megatron_lite.plan.devices import device_of
 from megatron_lite.plan.estimate import Plan, make_plan
 from megatron_lite.plan.fitting import changes_that_fit
 from megatron_lite.plan.layouts import Layout, changes, layout_of
 from megatron_lite.plan.links import Machines
-from megatron_lite.plan.search import Search, find, reason
+from megatron_lite.plan.search import SLACK, Search, find, reason
+from megatron_lite.plan.stage import Event, trace_passes, trace_rank
 
 MODEL = {"num_layers": 12, "hidden_size": 2048, "num_heads": 4, "vocab_size": 51200, "max_position_embeddings": 1024}
 A100 = Machines(device_of("a100"), 8)
@@ -104,6 +108,30 @@ def test_an_estimate_is_close_to_the_plan_with_slow_links(layout, global_batch, 
     assert estimate.memory == pytest.approx(plan.peak_memory, rel=0.08)
 
 
+def plain(event: Event) -> object:
+    """An event without its line and its place in the run."""
+    if isinstance(event, Wait):
+        return event.communicator, event.started - event.awaited
+    return event._replace(line="")
+
+
+@pytest.mark.parametrize("engine", ["local", "fsdp"])
+def test_a_trace_of_several_sizes_is_that_of_each(engine):
+    """It has one run for all of them, leaves out lines and remembers what slow functions create."""
+    layout = Layout(1, 2, 1, 1, "1f1b", "even", 3, "activation", False, engine)
+    job = search_of_long_sequences(6, A100).config
+    traces = trace_passes(layout.applied(job), 1, 4, (2, 3))
+    with patch.object(kernels, "SLOW", set()):
+        alone = trace_rank(layout.applied(job), 1, 4)
+    ((found, parameters),) = traces[1]
+    assert parameters == alone.parameters
+    assert found.kept_bytes == alone.chunks[0].kept_bytes
+    for op, of_pass in alone.chunks[0].passes.items():
+        assert found.passes[op].peak_bytes == of_pass.peak_bytes
+        assert all(isinstance(event, Wait) or event.line == "" for event in found.passes[op].events)
+        assert list(map(plain, found.passes[op].events)) == list(map(plain, of_pass.events))
+
+
 @pytest.mark.parametrize("micro_batch", [1, 4])
 def test_slices_of_the_logits_may_depend_on_the_micro_batch(micro_batch):
     """Then the traces of two sizes cannot give the others."""
@@ -112,7 +140,7 @@ def test_slices_of_the_logits_may_depend_on_the_micro_batch(micro_batch):
     search = Search(plain.model_copy(update={"model": model}), 16, A100)
     estimate, plan = search.estimate(layout_of(search.config)), make_plan(search.config, 16, A100)
     assert estimate.seconds == pytest.approx(plan.step_seconds, rel=0.08)
-    assert search.table.num_traces == {1: 6, 4: 4}[micro_batch]  # two for each size
+    assert search.table.num_traces == {1: 4, 4: 2}[micro_batch]  # two for the base sizes, two for others
     assert estimate.memory == pytest.approx(plan.peak_memory, rel=0.08)
 
 
@@ -142,6 +170,49 @@ def test_the_ten_best_are_legal_and_in_order():
     assert all(small_search().is_legal(each.layout) for each in best())
     assert [each.seconds for each in best()] == sorted(each.seconds for each in best())
     assert best()[0].seconds < small_search().estimate(PLAIN).seconds
+
+
+def search_of_long_sequences(world_size: int, machines: Machines) -> Search:
+    """A job whose sequences are long enough for context parallelism."""
+    model = MODEL | {"num_layers": 4, "max_position_embeddings": 4096, "attention_dropout": 0.0}
+    train = {"precision": "bf16", "global_batch_size": 2 * world_size}
+    job = Config.model_validate({"model": model, "train": train, "data": {"seq_length": 4096}})
+    return Search(job, world_size, machines)
+
+
+@pytest.mark.parametrize(
+    ("machines", "engines"),
+    [
+        (Machines(device_of("4090"), 2), {"local", "zero1"}),
+        pytest.param(Machines(device_of("a100"), 4), {"local", "zero1", "fsdp"}, marks=pytest.mark.soak),
+    ],
+    ids=["slow links", "fast links"],
+)
+def test_no_layout_is_missing_from_the_ten_best(machines, engines):
+    """All layouts of a small job are estimated one by one."""
+    search, found = search_of_long_sequences(4, machines), set()
+    estimates = [search.estimate(each) for each in search.layouts() if search.is_legal(each)]
+    for limit in (24e9, 5e9, 4e9):
+        fitting = {each.layout: round(each.seconds, 9) for each in estimates if each.memory <= limit}
+        needed = [one for one in fitting if one.recompute == "none" or replace(one, recompute="none") not in fitting]
+        best = {each.layout for each in find(search, limit)}
+        assert best == set(sorted(needed, key=lambda each: fitting[each])[:10])
+        found |= best
+    assert {each.engine for each in found} == engines
+    assert {each.recompute for each in found} == {"none", "full"}
+
+
+def test_each_step_of_a_layout_takes_more_time_and_memory():
+    """Otherwise the search would give up a layout too early."""
+    search = search_of_long_sequences(16, A100)
+    layouts = [each for each in search.layouts() if each.tensor == 2 and len(search.steps(each)) > 1]
+    assert {each.context for each in layouts} == {1, 2, 4}
+    for layout in layouts[:: len(layouts) // 25]:
+        final = search.estimate(layout)
+        for step in search.steps(layout)[:-1]:
+            estimate = search.estimate(*step)
+            assert estimate.seconds - estimate.bubble <= final.seconds - final.bubble
+            assert SLACK * estimate.memory <= final.memory
 
 
 def test_less_memory_gives_other_layouts():
