@@ -194,6 +194,7 @@ def test_the_operations_of_a_rank_are_listed_in_order(folder):
 
 def test_the_operations_of_a_rank_as_json(folder):
     found = loaded(folder, *FOUR, "parallel.pipeline=2", "--rank", "3")
+    assert set(found) == {"rank", "place", "operations", "totals"}  # as docs/planning.md says
     assert (found["rank"], found["place"]) == (3, {"tp": 0, "cp": 0, "dp": 1, "pp": 1})
     assert found["totals"]["recv"] == [2, 8192]
     assert sum(int(each["number"]) for each in found["operations"]) == sum(
@@ -236,6 +237,7 @@ def test_a_search_as_json_prints_nothing_else_on_stdout(folder):
     done = run_here("plan", *TINY, *fields, *TWO, "--search", "--json", "--out", "best.yaml", cwd=folder)
     assert (done.returncode, done.stderr) == (0, "config in best.yaml\n")
     found = json.loads(done.stdout)
+    assert set(found) == {"layouts", "best"}  # as docs/planning.md says
     assert len(found["best"]) == 10 <= found["layouts"]
     best = found["best"][0]
     assert (best["tensor"], best["recompute"], best["engine"], best["micro_batch"]) == (1, "none", "zero1", 2)

@@ -3,15 +3,17 @@
 import json
 import math
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 
 from megatron_lite.errors import ConfigError
 from megatron_lite.plan.calibrate import KINDS, REFERENCES, _nonnegative, measure_rank, new_profile, profile_of
 from megatron_lite.plan.devices import device_of
 from megatron_lite.plan.estimate import make_plan
-from megatron_lite.plan.forecast import Forecast
+from megatron_lite.plan.forecast import LAST, Forecast
 from megatron_lite.plan.kernels import Kernel
 from megatron_lite.plan.links import Machines
 from megatron_lite.plan.measured import Measured, read_profile
@@ -108,6 +110,22 @@ def test_a_forecast_reports_the_memory_and_needs_rates_for_the_time(tmp_path, mo
     written(tmp_path / "megatron-lite", **{"fp32 of 1": ENTRY})
     (line,) = Forecast(tiny_config("gpt", train__iterations=50)).lines()
     assert line.endswith("for a step")
+
+
+@pytest.mark.parametrize(("ramp_up", "has_time"), [("null", True), ([2, 2, 8], False)], ids=["constant", "ramp"])
+def test_the_comparison_has_no_time_during_a_ramp(tmp_path, monkeypatch, capsys, ramp_up, has_time):
+    """The first steps of a ramp are smaller than the planned one."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    (tmp_path / "megatron-lite").mkdir()
+    written(tmp_path / "megatron-lite", **{"fp32 of 1": ENTRY})
+    config = tiny_config("gpt", train__iterations=50, train__global_batch_size=8, train__ramp_up=ramp_up)
+    forecast = Forecast(config)
+    run = SimpleNamespace(config=config, ctx=SimpleNamespace(device=torch.device("cpu")))
+    for _ in range(LAST + 3):
+        forecast.after_step(run, None)  # type: ignore[arg-type]
+    (line,) = capsys.readouterr().out.splitlines()
+    assert line.startswith(" > memory of rank 0: ") and " planned" in line
+    assert ("; iteration " in line) == has_time
 
 
 def test_an_unknown_gpu_gets_no_hint_to_measure_cpus(tmp_path, monkeypatch):
