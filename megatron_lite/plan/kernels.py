@@ -135,7 +135,7 @@ def _created(func: Any, args: Any, kwargs: Any) -> Tensor:
 def _form(value: Any) -> Any:
     if isinstance(value, Tensor):
         return value.shape, value.stride(), value.dtype, value.device
-    return value
+    return type(value), value  # 1 and 1.0 give different dtypes
 
 
 class _Phases(Progress):

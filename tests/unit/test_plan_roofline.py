@@ -182,6 +182,13 @@ def test_an_operation_counts_the_bytes_that_it_touches():
     ]
 
 
+def test_what_a_function_creates_depends_on_the_types_of_numbers():
+    """The recorder remembers the forms of what slow functions create; 1 and 1.0 have the same hash."""
+    whole = torch.ones(3, dtype=torch.int64, device="meta")
+    with Recorder():
+        assert [(whole * factor).dtype for factor in (1, 1.0, 1)] == [torch.int64, torch.float32, torch.int64]
+
+
 @pytest.mark.parametrize(("layout", "world_size"), [({}, 1), ({"tensor": 2, "pipeline": 2}, 8)])
 def test_a_step_reads_values_from_the_gpu_in_two_places(layout, world_size):
     """Each read waits for the GPU: that of the loss, and that of the gradients' norm. Target tokens are counted by the
