@@ -23,12 +23,12 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_lite.config.schema import Config
 from megatron_lite.optim.param_groups import AdamW
 from megatron_lite.parallel.waiting import communicating
 from megatron_lite.pipeline import p2p
-from megatron_lite.plan.dispatch import EagerMode
 from megatron_lite.plan.fake_world import META, empty_batch, fake_rank
 from megatron_lite.plan.kernels import Recorder, on_gpu
 from megatron_lite.plan.source_lines import package_line
@@ -84,7 +84,7 @@ class Wait(NamedTuple):
     started: int
 
 
-class CommunicationRecorder(EagerMode):
+class CommunicationRecorder(TorchDispatchMode):
     """Records the operations of this process, and its waits for them, in `events` while it is active."""
 
     def __init__(self, events: list[Any] | None = None) -> None:

@@ -16,13 +16,13 @@ from unittest.mock import patch
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_lite.model import attention_parts, fused
 from megatron_lite.model.core_attention import IMPLEMENTATIONS
 from megatron_lite.model.masks import Mask
 from megatron_lite.optim.param_groups import AdamW
 from megatron_lite.parallel import loss
-from megatron_lite.plan.dispatch import EagerMode
 from megatron_lite.plan.source_lines import SHARED, first_shown, is_recomputed, package_line
 from megatron_lite.training.progress import Progress
 
@@ -34,6 +34,7 @@ OVERWRITING = {"copy_", "fill_", "zero_"}
 # Functions that are slow on the meta device, a millisecond for some; all create one tensor.
 SLOW = {torch.ops.aten.logaddexp.default, torch.ops.aten.empty_like.default, torch.ops.aten.clamp.default}
 SLOW |= {torch.ops.aten.sub.Tensor, torch.ops.aten.mul.Tensor, torch.ops.aten.exp.default}
+SLOW |= {torch.ops.aten.zeros_like.default}
 BACKWARD_KERNELS = {"native_layer_norm_backward": 2}
 
 
@@ -52,7 +53,7 @@ class Kernel(NamedTuple):
     shape: tuple[int, ...] = ()
 
 
-class Recorder(EagerMode):
+class Recorder(TorchDispatchMode):
     """Records every kernel in `events` while it is active. `progress` replaces that of a run, and names the phases."""
 
     def __init__(self, events: list[Any] | None = None) -> None:

@@ -11,16 +11,16 @@ from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from megatron_lite.pipeline.actions import Action
-from megatron_lite.plan.dispatch import EagerMode
 
 if TYPE_CHECKING:
     from megatron_lite.plan.stage import RankTrace
 
 
-class LiveBytes(EagerMode):
+class LiveBytes(TorchDispatchMode):
     """Counts the bytes of the tensors that operations create while it is active, until they are freed."""
 
     def __init__(self) -> None:
