@@ -40,7 +40,7 @@ class Estimate:
 
 
 class Estimator:
-    """The estimate of one layout, from the costs of its work, or of a smaller context-parallel group's."""
+    """The estimate of one layout, from the costs of its own work or of a step's (`Search.steps`)."""
 
     def __init__(self, search: "Search", layout: Layout, work: Work | None = None):
         self.search, self.layout = search, layout

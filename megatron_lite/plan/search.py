@@ -23,14 +23,14 @@ from megatron_lite.plan.links import Machines
 
 IDEAL_BATCH = 64  # sequences; the largest micro-batch of a search
 POWERS = tuple(1 << power for power in range(7))
-SLACK = 0.95  # of a step's memory, because the next one may need a little less: in 600 sampled layouts 0 to 3.6%
+SLACK = 0.95  # of a step's memory, because the next step may need a little less
 SHORTEST = 1024  # tokens of a context-parallel rank; shorter ones would compute less than they send
 
 
 class Candidate(NamedTuple):
-    """A layout that waits in a search; the one with the least time is next."""
+    """A layout in a search; the one with the smallest bound is next."""
 
-    seconds: float  # that it does not fall short of
+    seconds: float  # lower bound of its time
     number: int
     layout: Layout
     num_steps: int = 0  # that it has made
@@ -154,8 +154,8 @@ class Search:
     def steps(self, layout: Layout) -> list[tuple[Layout, Work]]:
         """What the layout is estimated as in turn, at last with its own work.
 
-        Work of smaller context-parallel groups comes first, for the layout's part of a sequence, and for zb-h1 that of
-        1F1B. It is traced in less time, and takes less time and memory (see `SLACK`) than the next one.
+        Smaller context-parallel groups come first, with a rank's part of a sequence, and for zb-h1 those of 1F1B. A
+        step is traced in less time than the next one. Its time is a lower bound, and so is its memory, but for `SLACK`.
         """
         work = self.work(layout)
         unsplit = replace(layout, schedule="1f1b") if work.splits else layout
@@ -209,8 +209,8 @@ class Search:
 def find(search: Search, limit: float, *, most: int = 10) -> list[Estimate]:
     """The fastest legal layouts whose fullest rank needs at most `limit` bytes; their bubbles are simulated.
 
-    A layout waits with a time that it does not fall short of: first a bound that needs no trace, then the estimate of
-    its last step. The layout with the least time makes its next step. So those that first have made all are the
+    A best-first search. Each layout has a lower bound of its time: first one that needs no trace, then the estimate of
+    its last step. The layout with the smallest bound makes its next step. The first layouts with no step left are the
     fastest. A layout with recomputation is left out where it fits without.
     """
     found: list[Estimate] = []

@@ -209,9 +209,11 @@ def test_each_step_of_a_layout_takes_more_time_and_memory():
     assert {each.context for each in layouts} == {1, 2, 4}
     for layout in layouts[:: len(layouts) // 25]:
         final = search.estimate(layout)
+        assert search.bound(layout) <= final.seconds
         for step in search.steps(layout)[:-1]:
             estimate = search.estimate(*step)
-            assert estimate.seconds - estimate.bubble <= final.seconds - final.bubble
+            bubble = estimate.bubble if step[0] == layout else estimate.bubble / 3  # of 1F1B for zb-h1
+            assert estimate.seconds - estimate.bubble + bubble <= final.seconds
             assert SLACK * estimate.memory <= final.memory
 
 
