@@ -25,9 +25,9 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field, NonNegativeInt, ValidationError, model_validator
-from zlib_ng import zlib_ng
 
 from megatron_lite.config.schema import Config
+from megatron_lite.crc32 import crc32
 from megatron_lite.errors import CheckpointError, DamagedCheckpoint
 from megatron_lite.parallel.dtypes import SAFETENSORS_DTYPES
 from megatron_lite.parallel.grid import Grid
@@ -46,8 +46,8 @@ Checksum = Annotated[str, Field(pattern=r"^[0-9a-f]{8}$")]
 
 
 def checksum(data: Any) -> str:
-    """CRC-32 in hexadecimal, equal to that of Python's zlib, which is slower than a fast disk."""
-    return f"{zlib_ng.crc32(data):08x}"
+    """CRC-32 in hexadecimal."""
+    return f"{crc32(data):08x}"
 
 
 class _Entry(BaseModel):

@@ -12,8 +12,8 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 
 import numpy as np
-from zlib_ng import zlib_ng
 
+from megatron_lite.crc32 import crc32
 from megatron_lite.errors import ConfigError, DataError
 
 
@@ -41,7 +41,7 @@ def checksum(*parts: np.ndarray | bytes | memoryview) -> str:
     """The CRC-32 of the joined parts, in hexadecimal."""
     value = 0
     for part in parts:
-        value = zlib_ng.crc32(part, value)
+        value = crc32(part, value)
     return f"{value:08x}"
 
 

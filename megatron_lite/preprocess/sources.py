@@ -16,8 +16,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import BinaryIO, Literal, NamedTuple
 
-import zstandard
-
 from megatron_lite.errors import DataError
 from megatron_lite.preprocess.languages import LANGUAGE_TAGS, TEXT_SUFFIXES, language_tag
 
@@ -143,7 +141,7 @@ def _line_chunks(path: Path, split_on: SplitOn) -> Iterator[Chunk]:
                 rest.append(block[end:])
             if lines := b"".join(rest):
                 yield Chunk((str(path),), lines, line, raw.tell() - position, split_on)
-    except (OSError, EOFError, zlib.error, zstandard.ZstdError) as error:
+    except (OSError, EOFError, zlib.error) as error:
         raise DataError(f"{path}: cannot be read after line {line - 1:,}: {error}") from error
 
 
@@ -178,12 +176,20 @@ def _unpacked_blocks(path: Path, raw: BinaryIO) -> Iterator[bytes]:
 
 
 def _zstd_blocks(raw: BinaryIO) -> Iterator[bytes]:
+    try:
+        import zstandard
+    except ImportError as error:
+        raise DataError(f"{raw.name}: reading .zst needs a package: pip install zstandard") from error
     # The library's file-like reader does not detect a truncated archive.
     frame = None
     while packed := raw.read(CHUNK_BYTES // 8):
         while packed:
             frame = frame or zstandard.ZstdDecompressor().decompressobj()
-            yield frame.decompress(packed)
+            try:
+                block = frame.decompress(packed)
+            except zstandard.ZstdError as error:
+                raise OSError(str(error)) from error
+            yield block
             packed = frame.unused_data
             if frame.eof:
                 frame = None

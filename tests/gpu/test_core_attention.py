@@ -51,8 +51,8 @@ def test_an_implementation_gives_the_dense_result_and_gradients(name, mask, dtyp
 
 
 def test_a_fall_back_to_stored_scores_is_an_error():
-    """Head size 520 has no fused kernel; torch would store 2,048 x 2,048 scores of each head."""
-    x = torch.zeros(1, 2, 2048, 520, device="cuda", dtype=torch.bfloat16)
+    """Head size 516, no multiple of 8, has no fused kernel; torch would store 2,048 x 2,048 scores of each head."""
+    x = torch.zeros(1, 2, 2048, 516, device="cuda", dtype=torch.bfloat16)
     with pytest.raises(ConfigError, match="torch has no fused kernel for it, so it would store all scores"):
         sdpa_attention(x, x, x, mask=Mask(), scale=1.0, dropout=0.0, softcap=0.0)
 

@@ -151,7 +151,7 @@ def next_microbatches(run: Run) -> list[Batch]:
             continue
         tokens = torch.stack([tokens for tokens, _ in pairs])
         batches.append(Batch(tokens[:, :-1], tokens[:, 1:], torch.stack([mask for _, mask in pairs])))
-    return local_batches(batches, run.ctx.cp)
+    return [batch.map(lambda x: x.to(run.ctx.device)) for batch in local_batches(batches, run.ctx.cp)]
 
 
 def gather_weights(run: Run) -> dict[str, torch.Tensor]:
@@ -195,7 +195,7 @@ def fill_with_random_biases(parameter: torch.Tensor, meta: ParamMeta, *, seed: i
     if meta.init != "normal":
         generator = torch.Generator().manual_seed(sum(name.encode()))
         full = 0.3 * torch.randn(meta.shape, generator=generator)
-        parameter.data += meta.shard.split(full, tp.rank, tp.size).to(parameter.dtype)
+        parameter.data += meta.shard.split(full, tp.rank, tp.size).to(parameter)
 
 
 @wraps(get_model)  # with the same name: the model computes the same function
