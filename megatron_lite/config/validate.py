@@ -131,8 +131,8 @@ def _model_failures(model: ModelConfig) -> Iterator[str]:
         for name in ("post_norm", "top_query_layer"):
             if getattr(model, name):
                 yield f"model.{name} needs model.norm_placement: pre; it is {model.norm_placement}"
-    if model.norm_placement == "post" and model.fp32_residual:
-        yield "model.fp32_residual has no effect with model.norm_placement: post, whose stream is the output of norms"
+    if model.norm_placement in ("post", "output") and model.fp32_residual:
+        yield f"model.fp32_residual needs model.norm_placement: pre or sandwich; it is {model.norm_placement}"
     if model.residual != "sequential":
         for name, wanted in (("norm_placement", "pre"), ("post_norm", False)):
             if getattr(model, name) != wanted:

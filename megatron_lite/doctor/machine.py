@@ -10,6 +10,7 @@ from contextlib import suppress
 from ctypes.util import find_library
 from dataclasses import dataclass
 from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -29,6 +30,11 @@ from megatron_lite.text import counted, listed
 from megatron_lite.training.initialize import choose_device
 
 MUST_BE_EQUAL = ("torch", "megatron_lite", "deepspeed", "NCCL")  # different versions may not communicate
+OPTIONAL = {  # packages that training does without, and what it does then
+    "zlib_ng": "zlib computes checksums, slower",
+    "tensorboard": "no TensorBoard files",
+    "zstandard": "no .zst input",
+}
 TILE = 256  # 16-bit dtypes have every integer up to 256, so with entries -1, 0 and 1 every partial sum is exact
 REPEATS = {"cpu": 1, "cuda": 16}  # of the tile along both sides of the product, to use all units of a GPU
 CLOCK_ROUNDS, LARGEST_SKEW_SECONDS = 3, 1.0
@@ -67,6 +73,9 @@ def installed() -> dict[str, str]:
         with suppress(metadata.PackageNotFoundError):  # not installed
             versions[name] = metadata.version(name)
     versions["megatron_lite"] = f"{versions.get('megatron_lite', '')} (sources {sources.hexdigest()[:8]})".strip()
+    for name, use in OPTIONAL.items():
+        if find_spec(name) is None:
+            versions[name] = f"missing ({use})"
     if torch.cuda.is_available():
         versions["CUDA"] = str(torch.version.cuda)
         versions["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[arg-type]

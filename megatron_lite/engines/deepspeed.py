@@ -39,7 +39,7 @@ from megatron_lite.ddp.wrap import check_every_parameter_is_trained, start_equal
 from megatron_lite.engines.deepspeed_settings import check_support, settings
 from megatron_lite.errors import ConfigError
 from megatron_lite.model.build import named_params, param_table
-from megatron_lite.optim.clip import clip_coefficient, global_grad_norm
+from megatron_lite.optim.clip import clip_coefficient, grad_sums, norm_of
 from megatron_lite.optim.engine import Engine
 from megatron_lite.optim.mixed_precision import Optimizer, StepOutcome, count_bytes
 from megatron_lite.optim.param_groups import MOMENTS, allocate_moments, build_adam
@@ -256,8 +256,8 @@ class DeepSpeedOptimizer(DataParallel, Optimizer):
         check_gradients("deepspeed", missing, len(self._params))
         return losses
 
-    def step(self, lr: float) -> StepOutcome:
-        """One AdamW step at this rate, with clipping. Collective over the world."""
+    def step(self, lr: float, measured: Sequence[float] | None = None) -> StepOutcome:
+        """One AdamW step at this rate, with clipping; DeepSpeed measures. Collective over the world."""
         for group in self._adam.param_groups:
             group["lr"] = lr
         if self._stage == 0:
@@ -275,7 +275,7 @@ class DeepSpeedOptimizer(DataParallel, Optimizer):
 
     def _step_unsharded(self) -> StepOutcome:
         grads: dict[str, Tensor] = {name: parameter.grad for name, parameter in self._params.items()}  # type: ignore[misc]
-        grad_norm = global_grad_norm(grads, self._table, self._ctx)
+        grad_norm = norm_of(grad_sums(grads, self._table, self._ctx).tolist())
         if math.isfinite(grad_norm):
             factor = clip_coefficient(grad_norm, self._clip_grad)
             torch._foreach_mul_(list(grads.values()), factor)  # pyright: ignore[reportPrivateImportUsage]

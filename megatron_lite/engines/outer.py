@@ -14,7 +14,7 @@ Sources: Stich, Local SGD, arXiv 1805.09767; Douillard et al., DiLoCo, arXiv 231
 """
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -92,13 +92,16 @@ class OuterOptimizer(Optimizer):
         self._iteration = 0
         self._pending: PendingDrift | None = None
 
-    def step(self, lr: float) -> StepOutcome:
+    def measure(self) -> Tensor:
+        return self._inner.measure()
+
+    def step(self, lr: float, measured: Sequence[float] | None = None) -> StepOutcome:
         """An inner step, then the outer step of a fragment that is due. The norm is of this rank's gradient: each rank
         of dp has a different one, and clips by it.
 
         Communicates: as the inner step; at the start of an outer step a fragment over dp.
         """
-        outcome = self._inner.step(lr)
+        outcome = self._inner.step(lr, measured)
         self._iteration += 1
         if fragment := self._due(self._iteration + self._sync.delay):
             self._start_sum(fragment)

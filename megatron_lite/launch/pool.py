@@ -48,12 +48,15 @@ def _serve(pipe: connection.Connection, stack_file: Path) -> None:
             rank, size, store, seconds, job = pickle.loads(pipe.recv_bytes())
             try:
                 torch.manual_seed(0)
-                timeout = timedelta(seconds=seconds)
+                timeout, backend = timedelta(seconds=seconds), "gloo"
+                os.environ.pop("LOCAL_RANK", None)
+                if size <= torch.cuda.device_count():
+                    os.environ["LOCAL_RANK"], backend = str(rank), "cpu:gloo,cuda:nccl"
                 dist.init_process_group(
-                    "gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=timeout
+                    backend, init_method=f"file://{store}", rank=rank, world_size=size, timeout=timeout
                 )
-                # Without it, a rank that fails at once closes its sockets while others connect to them.
-                dist.barrier()
+                # A barrier on the CPU. Without it, a rank that fails at once closes its sockets while others connect.
+                dist.all_reduce(torch.zeros(1))
                 function, args, kwargs = pickle.loads(job)
                 answer = pickle.dumps((True, function(*args, **kwargs)))
             except BaseException:
@@ -84,8 +87,8 @@ class _Rank:
 class Ranks:
     """`ranks(size, function, *args, **kwargs)` calls the function in each rank and returns the results by rank.
 
-    The function must be defined at the top of a module. torch.distributed uses gloo; torch has one thread and the same
-    seed in each rank. Results are pickled, so tensors are copies.
+    The function must be defined at the top of a module. torch.distributed uses Gloo, and NCCL for GPUs if each rank has
+    one. torch has one thread and the same seed in each rank. Results are pickled, so tensors are copies.
     """
 
     def __init__(self, timeout_seconds: float = 120.0):

@@ -8,7 +8,7 @@ has no other kernel. `config/attention.py` has the table of what each one comput
 import warnings
 from collections.abc import Callable
 from contextlib import suppress
-from functools import cache
+from functools import cache, partial
 from importlib import import_module
 from itertools import pairwise
 from typing import Any, Protocol
@@ -20,7 +20,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from megatron_lite.config.attention import SHORT, Request, check, flash_version
 from megatron_lite.errors import ConfigError
-from megatron_lite.model import bf16_attention
+from megatron_lite.model import bf16_attention, cudnn_attention
 from megatron_lite.model.masks import Mask, Rectangle
 from megatron_lite.parallel.dtypes import PRECISION_NAMES
 
@@ -127,7 +127,7 @@ def _sdpa_by_document(query: Tensor, key: Tensor, value: Tensor, *, mask: Mask, 
     def part(row: slice, area: Rectangle) -> Tensor:
         q, k, v = query[row, :, area.q0 : area.q1], key[row, :, area.k0 : area.k1], value[row, :, area.k0 : area.k1]
         if area.k1 > area.k0:
-            return call(q, k, v, is_causal=area.causal)
+            return call(q, k, v, is_causal=area.causal, shape_varies=True)
         # No keys: zeros, which depend on all three tensors with a gradient of zero.
         return F.pad(q[..., :0], (0, q.shape[-1])) + k[..., :0].sum() + v[..., :0].sum()
 
@@ -146,28 +146,31 @@ def _sdpa(
     dropout: float,
     is_causal: bool = False,
     attn_mask: Tensor | None = None,
+    shape_varies: bool = False,
     backends: list[SDPBackend] | None = None,
 ) -> Tensor:
+    """`shape_varies`: the next call has another length, for which cuDNN would take 0.1 s to make a plan."""
     grouped, on_cpu = key.shape[1] != query.shape[1], query.device.type == "cpu"
     if is_causal and bf16_attention.can_compute(query, dropout):
         return bf16_attention.attention(query, *repeated(query, key, value), scale, dropout)
 
-    def call() -> Tensor:
+    def call(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         return F.scaled_dot_product_attention(
             query, key, value, attn_mask, dropout, is_causal, scale=scale, enable_gqa=grouped
         )
 
-    return call() if on_cpu else with_fused_kernel(call, backends or gpu_backends(query.dtype, key.shape[2]))
+    def of_torch(*inputs: Tensor) -> Tensor:
+        return with_fused_kernel(partial(call, *inputs), backends or gpu_backends(query.dtype, key.shape[2]))
+
+    if on_cpu or attn_mask is not None or backends or shape_varies:
+        return (call if on_cpu else of_torch)(query, key, value)
+    options = {"dropout": dropout, "causal": is_causal, "scale": scale}
+    return cudnn_attention.attention(query, key, value, **options, otherwise=of_torch)
 
 
 def gpu_backends(dtype: torch.dtype, length: int) -> list[SDPBackend]:
-    """The backends of torch on a GPU, in a fixed order, so that speed and last bits do not change with its version.
-
-    The s x s path is excluded above 1,024 tokens except in fp64, and cuDNN where only deterministic kernels may run.
-    """
-    fused = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]
-    if torch.are_deterministic_algorithms_enabled():
-        fused.remove(SDPBackend.CUDNN_ATTENTION)
+    """torch's backends besides cuDNN, in a fixed order; above 1,024 tokens only fp64 has the one that stores scores."""
+    fused = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]
     long = length > SHORT and dtype != torch.float64
     return fused if long else [*fused, SDPBackend.MATH]
 

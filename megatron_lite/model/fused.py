@@ -5,7 +5,8 @@ round once, so their results are those of the eager functions, or are rounded le
 adds up the gradient of a vector, which is a bias or a norm's weight. The kernels are in `fused_triton.py`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import cache
 from importlib import import_module
 from typing import Any, NamedTuple
 
@@ -21,7 +22,12 @@ def launch(
     kernel: str, grid: tuple[int, ...], reads: Sequence[Some], writes: Sequence[Some], *numbers: Any, **constants: Any
 ) -> None:
     """Start a kernel; None stands for a tensor that it does not use. The roofline replaces this function."""
-    import_module("megatron_lite.model.fused_triton").launch(kernel, grid, [*reads, *writes], *numbers, **constants)
+    _triton_launch()(kernel, grid, [*reads, *writes], *numbers, **constants)
+
+
+@cache
+def _triton_launch() -> Callable[..., None]:
+    return import_module("megatron_lite.model.fused_triton").launch
 
 
 class Sums:

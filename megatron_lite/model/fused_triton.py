@@ -273,5 +273,8 @@ def join_heads(
 def launch(name: str, grid: tuple[int, ...], tensors: Sequence[Tensor | None], *numbers: Any, **constants: Any) -> None:
     """Start the kernel of this name. None is a tensor that the kernel does not use."""
     kernel, some = globals()[name], next(tensor for tensor in tensors if tensor is not None)
-    with torch.cuda.device(some.device) if some.is_cuda else nullcontext():
-        kernel[grid](*(some if tensor is None else tensor for tensor in tensors), *numbers, **constants)
+    given = [some if tensor is None else tensor for tensor in tensors]
+    # A step of a small model waits for its launches, and the context takes longer than the question.
+    is_current = not some.is_cuda or some.device.index == torch.cuda.current_device()
+    with nullcontext() if is_current else torch.cuda.device(some.device):
+        kernel[grid](*given, *numbers, **constants)

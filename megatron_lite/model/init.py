@@ -90,7 +90,9 @@ def fill(
             tile = torch.randn(size, generator=generator, dtype=torch.float32)
             inside = tile[row.start - top : row.stop - top, column.start - left : column.stop - left]
             with torch.no_grad():  # which is a setting of each thread
-                table[local] = (inside * meta.std).to(dtype).to(parameter.dtype)
+                values = (inside * meta.std).to(dtype).to(parameter.dtype)
+                # From pinned memory a GPU copies while this thread draws the next tile.
+                table[local].copy_(values.pin_memory() if table.is_cuda else values, non_blocking=True)
 
         with ThreadPoolExecutor(torch.get_num_threads()) as pool:
             list(pool.map(draw, _tiles(meta, tp, rows, tile_size)))

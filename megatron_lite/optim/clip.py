@@ -6,7 +6,7 @@ Source: Pascanu et al., arXiv 1211.5063; Megatron-LM's clip_grads.py.
 """
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -14,7 +14,6 @@ from torch import Tensor
 from megatron_lite.parallel.collectives import all_reduce
 from megatron_lite.parallel.context import ParallelContext
 from megatron_lite.parallel.shard import ParamMeta, ParamTable
-from megatron_lite.parallel.waiting import read
 
 # Squares are summed in fp64, so that the layout changes only bits that the rounding of the clip coefficient drops. (In
 # fp32 the CPU kernel lost 6e-4 of the norm over the 19 million elements of GPT-2's embedding.) Slices of this many
@@ -27,19 +26,25 @@ def counts_here(meta: ParamMeta, ctx: ParallelContext) -> bool:
     return not meta.tied_to and (meta.shard.is_split or ctx.tp.is_first)
 
 
-def global_grad_norm(
+def norm_of(sums: Sequence[float]) -> float:
+    """The norm from the values of `grad_sums`; not finite if any rank has inf or nan."""
+    total, broken = sums
+    return math.nan if broken and math.isfinite(total) else math.sqrt(total)
+
+
+def grad_sums(
     grads: dict[str, Tensor],
     table: ParamTable,
     ctx: ParallelContext,
     *,
     starts: Mapping[str, int] | None = None,
     is_sharded: bool = False,
-) -> float:
-    """Norm of the gradient of the full model; not finite if any rank has inf or nan.
+) -> Tensor:
+    """[2] in fp64 on the device: the squared norm of the gradient of the full model, and 1 if any rank has inf or nan,
+    equal on every rank of the world, so that all take the same decision.
 
     `grads` are summed over dp_cp. With `is_sharded` each rank of it has different ranges of them, which begin
-    at `starts` in the flattened shards; 0 where absent. The norm is finite on every rank of the world or on none, so
-    that all take the same decision.
+    at `starts` in the flattened shards; 0 where absent.
     Communicates: two values over mp, or the world with `is_sharded`, and one over the world.
     """
     parts = [
@@ -54,8 +59,7 @@ def global_grad_norm(
     sums = all_reduce(sums, ctx.world if is_sharded else ctx.mp)
     # The only inf can be in a copy that does not count. Ranks of dp_cp have equal sums, except after a hardware fault.
     broken = all_reduce((~sums.isfinite().all()).double(), ctx.world, "max")
-    total, broken = read(torch.stack([sums[0], broken]), "the gradient norm", ctx.world)
-    return math.nan if broken and math.isfinite(total) else math.sqrt(total)
+    return torch.stack([sums[0], broken])
 
 
 def clip_coefficient(grad_norm: float, clip_grad: float) -> float:

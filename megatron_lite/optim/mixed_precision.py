@@ -7,6 +7,7 @@ Source: Micikevicius et al., Mixed Precision Training, arXiv 1710.03740, section
 """
 
 import math
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -17,11 +18,12 @@ from torch import Tensor
 from megatron_lite.config.schema import OptimConfig
 from megatron_lite.ddp.data_parallel import DataParallel
 from megatron_lite.ddp.local_shard import Shards, State
-from megatron_lite.optim.clip import clip_coefficient, global_grad_norm
+from megatron_lite.optim.clip import clip_coefficient, grad_sums, norm_of
 from megatron_lite.optim.param_groups import MOMENTS, allocate_moments, build_adam
 from megatron_lite.optim.scaler import LossScaler
 from megatron_lite.parallel.context import ParallelContext
 from megatron_lite.parallel.shard import ParamTable
+from megatron_lite.parallel.waiting import read
 
 
 @dataclass(frozen=True)
@@ -53,12 +55,17 @@ class Optimizer(Protocol):
         """A context in which the parameters are those of a checkpoint; under local SGD each rank's own ones differ."""
         return nullcontext()
 
-    def step(self, lr: float) -> StepOutcome:
-        """One step at this rate on the gradients of the global batch. Collective over the world."""
+    def measure(self) -> Tensor:
+        """Values of the gradients for `step`, in fp64 on the device; none where the engine measures. Collective."""
+        return torch.empty(0, dtype=torch.float64)
+
+    def step(self, lr: float, measured: Sequence[float] | None = None) -> StepOutcome:
+        """One step at this rate on the gradients of the global batch, with the values of `measure` if the caller has
+        read them. Collective over the world."""
         ...
 
-    def skip(self) -> StepOutcome:
-        """The outcome, with the norm of the gradients, of a step that changes nothing. Collective over the world."""
+    def skip(self, measured: Sequence[float] | None = None) -> StepOutcome:
+        """The outcome, with the norm of the gradients, of a step that changes nothing. Arguments as of `step`."""
         raise AssertionError(f"{type(self).__name__} cannot skip a step; the config forbids faults.spike_factor")
 
     def weights(self) -> Shards:
@@ -106,16 +113,23 @@ class MixedPrecisionOptimizer(Optimizer):
         self._adam = build_adam(self.masters, table, optim)
         allocate_moments(self._adam, self.masters.values())
 
-    def step(self, lr: float) -> StepOutcome:
+    def measure(self) -> Tensor:
+        """The values of `grad_sums`; none before the first gradients. Collective over the world."""
+        if not self._ddp.has_grads:
+            return torch.empty(0, dtype=torch.float64, device=self._ctx.device)
+        options = {"starts": {name: shard.start for name, shard in self._ddp.owned.items()}}
+        return grad_sums(self._ddp.main_grads, self._table, self._ctx, is_sharded=self._ddp.is_sharded, **options)
+
+    def step(self, lr: float, measured: Sequence[float] | None = None) -> StepOutcome:
         """One AdamW step at this rate on `ddp.main_grads`, which hold scaled sums and are modified.
 
         The first steps of delayed gradients have none and change nothing.
-        Collective over the world: see `global_grad_norm`.
+        Collective over the world: see `grad_sums`.
         """
         if not self._ddp.has_grads:
             return StepOutcome(0.0, skipped=True)
         scale = self.scaler.scale
-        grad_norm = self._grad_norm()
+        grad_norm = self._grad_norm(measured)
         overflow = not math.isfinite(grad_norm)
         skipped = overflow and self.scaler.can_shrink
         self.scaler.update(overflow)
@@ -123,14 +137,13 @@ class MixedPrecisionOptimizer(Optimizer):
             self._apply(self._ddp.main_grads, lr, clip_coefficient(grad_norm, self._clip_grad) / scale)
         return StepOutcome(grad_norm, skipped)
 
-    def skip(self) -> StepOutcome:
-        return StepOutcome(self._grad_norm(), skipped=True)
+    def skip(self, measured: Sequence[float] | None = None) -> StepOutcome:
+        return StepOutcome(self._grad_norm(measured), skipped=True)
 
-    def _grad_norm(self) -> float:
+    def _grad_norm(self, measured: Sequence[float] | None) -> float:
         """The norm of the gradients without their loss scale."""
-        grads, owned = self._ddp.main_grads, self._ddp.owned
-        options = {"starts": {name: owned[name].start for name in grads}, "is_sharded": self._ddp.is_sharded}
-        return global_grad_norm(grads, self._table, self._ctx, **options) / self.scaler.scale
+        sums = read(self.measure(), "the gradient norm", self._ctx.world) if measured is None else measured
+        return norm_of(sums) / self.scaler.scale
 
     @torch.no_grad()
     def _apply(self, grads: dict[str, Tensor], lr: float, factor: float) -> None:

@@ -50,8 +50,9 @@ def _rows_into(total: Tensor, *, ids: Tensor, rows: Tensor, overwrite: bool) -> 
     number = (ordered != ordered.roll(1)).index_fill_(0, ids.new_zeros(1), True).cumsum(0) - 1  # of each id
     place = number[torch.searchsorted(ordered, ids)]
     rows = torch.ops.aten.embedding_dense_backward(rows, place, len(ids), -1, False)
-    # After the last id zeros, and rows of zeros.
-    total.index_add_(0, torch.zeros_like(ids).scatter_(0, number, ordered), rows.to(total.dtype))
+    # After the last id come rows of zeros, spread over the table: in one row they would wait for each other.
+    place = torch.arange(len(ids), device=ids.device).remainder_(len(total)).scatter_(0, number, ordered)
+    total.index_add_(0, place, rows.to(total.dtype))
 
 
 class VocabParallelEmbedding(nn.Module):

@@ -11,7 +11,7 @@ thread-locals and context variables are missing.
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
+from functools import cache, partial
 from typing import Any, Protocol
 
 import torch
@@ -120,9 +120,20 @@ def weight_gradient(weight: Tensor, add_grad: AddGrad | None, pairs: list[tuple[
 
 def has_product_into(total_dtype: torch.dtype, weight: Tensor) -> bool:
     """Whether torch can add a product in the weight's dtype to a total in another one; on the CPU it cannot."""
-    if total_dtype == weight.dtype:
+    if total_dtype == weight.dtype or weight.is_meta:
         return True
-    return weight.device.type != "cpu" and hasattr(torch.ops.aten.addmm, "dtype_out")
+    return weight.device.type != "cpu" and _adds_products(total_dtype, weight.dtype, weight.device)
+
+
+@cache
+def _adds_products(total_dtype: torch.dtype, dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether a small product succeeds: before torch 2.10 the total had to have the product's dtype."""
+    total, ones = torch.zeros(16, 16, dtype=total_dtype, device=device), torch.ones(16, 16, dtype=dtype, device=device)
+    try:
+        product_into(total, a=ones, b=ones, overwrite=False)
+    except (RuntimeError, TypeError):
+        return False
+    return True
 
 
 def product_into(total: Tensor, *, a: Tensor, b: Tensor, overwrite: bool) -> None:

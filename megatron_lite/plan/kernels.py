@@ -22,7 +22,7 @@ from megatron_lite.model import attention_parts, fused
 from megatron_lite.model.core_attention import IMPLEMENTATIONS
 from megatron_lite.model.masks import Mask
 from megatron_lite.optim.param_groups import AdamW
-from megatron_lite.parallel import loss
+from megatron_lite.parallel import linear, loss, weight_grads
 from megatron_lite.plan.source_lines import SHARED, first_shown, is_recomputed, package_line
 from megatron_lite.training.progress import Progress
 
@@ -241,7 +241,14 @@ def on_gpu(recorder: Recorder, *, lines: bool = True) -> Iterator[None]:
     def launch(kernel: str, grid: Any, reads: Any, writes: Any, *numbers: Any, **constants: Any) -> None:
         recorder.add(kernel, bytes=sum(map(touched_bytes, _tensors([reads, writes]))))
 
+    def product_into(total: Tensor, *, a: Tensor, b: Tensor, overwrite: bool) -> None:
+        # With a total in another dtype, torch 2.11's product has no form for the meta device.
+        read, op = ([a, b], "mm") if overwrite else ([total, a, b], "addmm")
+        recorder.add(op, bytes=sum(map(touched_bytes, [*read, total])), **_work(op, (a, b)))
+
     replaced = (
+        patch.object(weight_grads, "product_into", product_into),
+        patch.object(linear, "product_into", product_into),
         patch.object(fused, "launch", launch),
         patch.object(loss, "launch", launch),
         patch.dict(IMPLEMENTATIONS, implementations),  # type: ignore[arg-type]

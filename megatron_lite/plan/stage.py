@@ -28,7 +28,7 @@ from megatron_lite.plan.kernels import Kernel, Recorder, dropout_on_gpu, on_gpu
 from megatron_lite.plan.memory import LiveBytes
 from megatron_lite.training.forward_step import Sums, forward_of, sum_over_pipeline
 from megatron_lite.training.run import Run
-from megatron_lite.training.step import count_target_tokens, local_batches, mean_over_ranks, message_of
+from megatron_lite.training.step import count_target_tokens, local_batches, means_and_measures, message_of
 
 Event = Kernel | Operation | Wait
 
@@ -235,8 +235,8 @@ class _Tracer:
     def _end(self) -> None:
         """The rest of `train_step`, in its order but for the count of target tokens, which it begins with."""
         run, step = self.run, self.run.hooks.forward_step
-        count_target_tokens([empty_batch(run.config)], run.ctx)
+        target_tokens = count_target_tokens([empty_batch(run.config)], run.ctx)
         total = sum_over_pipeline(run, step, self.sums)
         finalize_grads(run.ddp, run.table, run.ctx)
-        mean_over_ranks(run, total, step)
-        run.optimizer.step(1e-4)
+        _, measured = means_and_measures(run, total, target_tokens)
+        run.optimizer.step(1e-4, measured)

@@ -9,6 +9,7 @@ Skip and rollback automate the manual answer to loss spikes of Chowdhery et al.,
 """
 
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -33,7 +34,7 @@ class Verdict(NamedTuple):
     bad: str  # see StepReport
 
 
-def step_unless_bad(run: Run, loss: float, lr: float) -> Verdict:
+def step_unless_bad(run: Run, loss: float, lr: float, measured: Sequence[float]) -> Verdict:
     """Run the optimizer step, without effect where loss or gradients are bad. Collective over the world.
 
     An overflow that a smaller loss scale can mend is skipped and is not bad.
@@ -43,7 +44,7 @@ def step_unless_bad(run: Run, loss: float, lr: float) -> Verdict:
     is_spike = run.state.is_spike(loss, run.config.faults)
     # Gradients can be finite although the loss is not. With on_nan=stop that does not matter: training ends.
     has_bad_loss = not math.isfinite(loss) and not can_mend and on_nan != "stop" and run.ddp.can_skip
-    outcome = optimizer.skip() if is_spike or has_bad_loss else optimizer.step(lr)
+    outcome = optimizer.skip(measured) if is_spike or has_bad_loss else optimizer.step(lr, measured)
     is_finite = math.isfinite(loss) and math.isfinite(outcome.grad_norm)
     is_mended = outcome.skipped and can_mend
     bad = "spike" if is_spike else "" if is_finite or is_mended else "nan"

@@ -12,6 +12,7 @@ import threading
 from collections import defaultdict
 from collections.abc import Mapping
 from datetime import datetime
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +59,9 @@ class RunLog:
         )
 
     def _open_board(self, state: TrainState) -> Board | None:
+        if self.config.log.tensorboard and find_spec("tensorboard") is None:
+            self.say(" > no TensorBoard files: Python cannot import tensorboard (pip install tensorboard)")
+            return None
         return Board(self.folder / "tensorboard", self.config, state) if self.config.log.tensorboard else None
 
     def say(self, text: str) -> None:

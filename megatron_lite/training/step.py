@@ -23,7 +23,7 @@ from megatron_lite.parallel.zigzag import local_tokens, positions
 from megatron_lite.pipeline.p2p import Message
 from megatron_lite.pipeline.schedules import build_schedule
 from megatron_lite.training.faults import ranks_with_bad_loss, step_unless_bad
-from megatron_lite.training.forward_step import ForwardStep, Means, Sums, forward_of, means_of, sum_over_pipeline
+from megatron_lite.training.forward_step import Means, Sums, forward_of, means_of, sum_over_pipeline
 from megatron_lite.training.replicas import check_copies_if_debug, check_replicas_if_due
 from megatron_lite.training.run import Run
 from megatron_lite.training.state import StepReport
@@ -40,15 +40,13 @@ def train_step(run: Run, microbatches: list[Batch]) -> StepReport:
     sums = forward_backward(run, microbatches, loss_scale / target_tokens)
     with run.progress.during("finalize_grads"):
         finalize_grads(run.ddp, run.table, run.ctx)
-    with run.progress.during("loss over all ranks"):
-        means = mean_over_ranks(run, sums, run.hooks.forward_step)
-    rescale_grads(run, target_tokens, means.targets)
+    means, measured = means_and_measures(run, sums, target_tokens)
     check_replicas_if_due(run)
     if run.saver.is_copying:
         with run.progress.during("saving a checkpoint"):
             run.saver.wait_for_copy()  # the optimizer overwrites what a background save copies
     with run.progress.during("optimizer"):
-        verdict = step_unless_bad(run, means.loss, lr)
+        verdict = step_unless_bad(run, means.loss, lr, measured)
     check_copies_if_debug(run)
     advance(run, microbatches, means.loss, skipped=verdict.skipped)
     bad_ranks = ranks_with_bad_loss(sums[:1], run.ctx.world) if verdict.bad == "nan" else ""
@@ -56,24 +54,34 @@ def train_step(run: Run, microbatches: list[Batch]) -> StepReport:
     return StepReport(means.loss, verdict.grad_norm, lr, loss_scale, verdict.skipped, verdict.bad, bad_ranks, losses)
 
 
-def mean_over_ranks(run: Run, total: Tensor, step: ForwardStep) -> Means:
-    """The means of the global batch, bitwise equal on all ranks.
+def means_and_measures(run: Run, total: Tensor, target_tokens: float) -> tuple[Means, list[float]]:
+    """The means of the global batch, and the values of `Optimizer.measure`; both bitwise equal on all ranks.
+
+    The host waits for the device once, and a second time for the norm of rescaled gradients (see `rescale_grads`).
 
     total  [2 + 2 * scalars]  the sums of this rank's tokens, equal on all ranks of mp
-    Communicates: these values over the world.
+    Communicates: these values over the world, and as `Optimizer.measure`.
     """
-    world = run.ctx.world
-    values = read(all_reduce(total.clone(), world) / run.ctx.mp.size, "the loss", world)
-    return means_of(values, run.scalar_names[step])
+    step, world = run.hooks.forward_step, run.ctx.world
+    with run.progress.during("loss over all ranks"):
+        total = all_reduce(total.clone(), world) / run.ctx.mp.size
+    with run.progress.during("optimizer"):
+        measures = run.optimizer.measure().to(total.device)
+    with run.progress.during("loss over all ranks"):
+        values = read(torch.cat([total, measures]), "the loss and the gradient norm", world)
+    means, measured = means_of(values[: len(total)], run.scalar_names[step]), values[len(total) :]
+    if rescale_grads(run, target_tokens, means.targets):
+        measured = read(run.optimizer.measure(), "the gradient norm", world)
+    return means, measured
 
 
-def rescale_grads(run: Run, target_tokens: float, targets: float) -> None:
+def rescale_grads(run: Run, target_tokens: float, targets: float) -> bool:
     """Divide the gradients by the targets that the forward step has counted, where they are not the target tokens.
 
-    Raises TrainingError where the engine cannot.
+    Returns whether they differ. Raises TrainingError where the engine cannot.
     """
     if targets in (target_tokens, 0.0) or math.isnan(targets):
-        return
+        return False
     if not run.ddp.can_rescale:
         raise TrainingError(
             f"the forward step returned {targets:g} targets, and the loss mask of the batch has {target_tokens:g}; "
@@ -83,6 +91,7 @@ def rescale_grads(run: Run, target_tokens: float, targets: float) -> None:
     if run.ddp.main_grads:
         grads = list(run.ddp.main_grads.values())
         torch._foreach_mul_(grads, target_tokens / targets)  # pyright: ignore[reportPrivateImportUsage]
+    return True
 
 
 def forward_backward(run: Run, microbatches: list[Batch], loss_grad: float) -> Tensor:

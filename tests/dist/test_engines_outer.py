@@ -285,7 +285,7 @@ def staleness_by_iteration(**changes: Any) -> list[int]:
     for iteration in range(1, 25):
         found.append(iteration - min(known.values()))
 
-        def step(lr: float, iteration: int = iteration) -> StepOutcome:
+        def step(lr: float, measured: object = None, iteration: int = iteration) -> StepOutcome:
             for master in inner.masters.values():
                 master.detach().fill_(iteration if first else 0.0)
             return StepOutcome(1.0, skipped=False)

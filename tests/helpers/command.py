@@ -19,7 +19,8 @@ def environment() -> dict[str, str]:
     """The caller's environment with one thread per process, without the variables that a launcher sets."""
     unwanted = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
     base = {name: value for name, value in os.environ.items() if name not in unwanted}
-    return base | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    paths = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    return base | {"OMP_NUM_THREADS": "1", "PYTHONPATH": paths}
 
 
 def start(*arguments: str, cwd: Path, **options) -> subprocess.Popen[str]:

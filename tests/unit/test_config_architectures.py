@@ -89,7 +89,12 @@ RULES = [
     (
         1,
         ["model.norm_placement=post", "model.fp32_residual=true", "train.precision=bf16"],
-        "model.fp32_residual has no effect with model.norm_placement: post, whose stream is the output of norms",
+        "model.fp32_residual needs model.norm_placement: pre or sandwich; it is post",
+    ),
+    (
+        1,
+        ["model.norm_placement=output", "model.fp32_residual=true", "train.precision=bf16"],
+        "model.fp32_residual needs model.norm_placement: pre or sandwich; it is output",
     ),
     (
         1,

@@ -3,7 +3,6 @@
 import sys
 from dataclasses import replace
 from importlib import import_module
-from importlib.metadata import version
 from importlib.util import find_spec
 
 import pytest
@@ -13,7 +12,7 @@ from torch.testing import assert_close
 from megatron_lite.errors import ConfigError
 from megatron_lite.model.core_attention import math_attention
 from megatron_lite.model.flash_tiled import tiled_attention
-from tests.helpers.triton_cases import Case, compiled, interpreted, with_gradients
+from tests.helpers.triton_cases import Case, compiled, interpreted, skip_where_the_interpreter_fails, with_gradients
 
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
 
@@ -71,9 +70,7 @@ OTHERS = {
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
     """The results of all cases by name."""
-    triton, numpy = (tuple(map(int, version(name).split(".")[:2])) for name in ("triton", "numpy"))
-    if triton < (3, 7) and numpy >= (2, 4):
-        pytest.skip("before 3.7, the interpreter of triton needs numpy before 2.4 for loops with computed bounds")
+    skip_where_the_interpreter_fails()
     return interpreted(FP32 | FP16 | OTHERS, tmp_path_factory.mktemp("triton"))
 
 

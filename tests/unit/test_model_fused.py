@@ -12,12 +12,14 @@ from megatron_lite.errors import ConfigError
 from megatron_lite.model import fused
 from megatron_lite.model.fusion import ACTIVATIONS
 from tests.helpers.fused_cases import MODELS, in_a_new_process
+from tests.helpers.triton_cases import skip_where_the_interpreter_fails
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="triton is installed on Linux only")
 
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
+    skip_where_the_interpreter_fails()
     return in_a_new_process("interpret", tmp_path_factory.mktemp("interpret"))
 
 

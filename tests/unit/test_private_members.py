@@ -61,6 +61,8 @@ MEMBERS = [
     Member("model/bf16_attention.py", "torch.cpu", "_is_avx512_bf16_supported"),
     Member("model/bf16_attention.py", "torch:ops.aten", "_scaled_dot_product_flash_attention_for_cpu"),
     Member("model/bf16_attention.py", "torch:ops.aten", "_softmax_backward_data"),
+    Member("model/cudnn_attention.py", "torch:ops.aten", "_scaled_dot_product_cudnn_attention"),
+    Member("model/cudnn_attention.py", "torch:ops.aten", "_scaled_dot_product_cudnn_attention_backward"),
     Member("parallel/fp32_products.py", "torch:ops.mkldnn", "_linear_pointwise"),
     Member("parallel/recompute.py", "torch.storage:UntypedStorage", "_cdata"),
     Member("training/flight_recorder.py", "torch", "_C"),
