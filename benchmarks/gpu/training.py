@@ -153,6 +153,13 @@ def transformers(config: Config, *, compiled: bool, sixteen: bool = False) -> It
     yield step
 
 
+@contextlib.contextmanager
+def in_one_thread(config: Config) -> Iterator[Step]:
+    """Backward in the calling thread, in place of autograd's own for the device."""
+    with torch.autograd.set_multithreading_enabled(False), ours(config) as step:
+        yield step
+
+
 def peers(*, compiled: bool, sixteen: bool = False) -> Callable[[Config], Any]:
     return lambda config: transformers(config, compiled=compiled, sixteen=sixteen)
 
@@ -170,6 +177,8 @@ def tasks() -> list[Task]:
         Task(gpt, "fusion off", 6, ours, ("model.fusion=off",)),
         Task(llama, "fusion off", 5, ours, ("model.fusion=off",)),
         Task(small, "fusion off", 5, ours, ("model.fusion=off",)),
+        Task(small, "backward in the calling thread", 5, in_one_thread),
+        Task(small, "fusion by torch.compile", 12, compiled_fusion),
         Task(gpt, "flash without cuDNN", 6, without_cudnn),
         Task(llama, "flash without cuDNN", 5, without_cudnn),
         Task(gpt, "Triton attention", 8, ours, ("model.attention=triton",)),

@@ -270,11 +270,27 @@ def join_heads(
         tl.store(sums + program.to(tl.int64) * width + head * d + column, total, mask=column < d)
 
 
+# Compiled kernels by all that Triton may specialize them for.
+_compiled: dict[tuple[Any, ...], Any] = {}
+MOST_COMPILED = 1000  # then the table starts again, because a kernel has an entry for each length of a sequence
+
+
 def launch(name: str, grid: tuple[int, ...], tensors: Sequence[Tensor | None], *numbers: Any, **constants: Any) -> None:
-    """Start the kernel of this name. None is a tensor that the kernel does not use."""
+    """Start the kernel of this name. None is a tensor that the kernel does not use.
+
+    Triton's own search for the compiled kernel takes the host as long as a kernel of a small model takes the GPU. So a
+    kernel that was started with the same dtypes, alignments, numbers and constants is started at once.
+    """
     kernel, some = globals()[name], next(tensor for tensor in tensors if tensor is not None)
     given = [some if tensor is None else tensor for tensor in tensors]
-    # A step of a small model waits for its launches, and the context takes longer than the question.
+    forms = [(tensor.dtype, tensor.data_ptr() % 16) for tensor in given]
+    key = (name, some.device, numbers, *constants.items(), *forms)
     is_current = not some.is_cuda or some.device.index == torch.cuda.current_device()
     with nullcontext() if is_current else torch.cuda.device(some.device):
-        kernel[grid](*given, *numbers, **constants)
+        if (found := _compiled.get(key)) is not None:
+            others = [constants[parameter] for parameter in kernel.arg_names[len(given) + len(numbers) :]]
+            found[(*grid, 1, 1)[:3]](*given, *numbers, *others)
+            return
+        if len(_compiled) >= MOST_COMPILED:
+            _compiled.clear()
+        _compiled[key] = kernel[grid](*given, *numbers, **constants)  # None in the interpreter

@@ -82,6 +82,45 @@ def test_all_kernels_compile_for_an_h100(tmp_path):
         assert "ld.global.v4" in ptx and ".local" not in ptx, name
 
 
+def test_a_kernel_is_started_at_once_in_the_form_in_which_it_was_compiled(monkeypatch):
+    """A kernel compiled for another dtype, alignment or number would read other memory. The arguments of a compiled
+    kernel are those of its signature, in order, with constants and without options of the compiler."""
+    pytest.importorskip("triton")
+    from megatron_lite.model import fused_triton
+
+    calls = []
+
+    class Compiled:
+        def __getitem__(self, grid):
+            return lambda *arguments: calls.append(("compiled", grid, *arguments[2:]))
+
+    class Kernel:
+        arg_names = ("x", "out", "num_rows", "size", "ROWS", "COLUMNS")
+
+        def __getitem__(self, grid):
+            return lambda *arguments, **constants: calls.append(("searched", grid)) or Compiled()
+
+    monkeypatch.setattr(fused_triton, "total_of_rows", Kernel())
+    monkeypatch.setattr(fused_triton, "_compiled", {})
+
+    def start(x, rows=8, columns=4):
+        constants = {"COLUMNS": columns, "ROWS": 16, "num_warps": 4}
+        fused_triton.launch("total_of_rows", (3, 2), [x, None], rows, 5, **constants)
+        return calls.pop()
+
+    x, searched = torch.zeros(64), ("searched", (3, 2))
+    assert start(x) == searched
+    assert start(torch.zeros(64)) == ("compiled", (3, 2, 1), 8, 5, 16, 4)
+    assert start(x.bfloat16()) == searched
+    assert start(x[1:]) == searched  # not aligned to 16 bytes
+    assert start(x, rows=1) == searched  # Triton makes 1 a constant
+    assert start(x, columns=8) == searched
+    assert start(x, columns=8) == ("compiled", (3, 2, 1), 8, 5, 16, 8)
+    monkeypatch.setattr(fused_triton, "MOST_COMPILED", 2)
+    assert start(x, rows=7) == searched
+    assert len(fused_triton._compiled) == 1
+
+
 def test_a_missing_triton_is_an_error_of_the_config(monkeypatch):
     monkeypatch.setitem(sys.modules, "triton", None)
     monkeypatch.delitem(sys.modules, "megatron_lite.model.fused_triton", raising=False)
