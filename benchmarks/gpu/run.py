@@ -1,11 +1,11 @@
-"""A check on one or more GPUs within a time budget: tests, rates, training steps, in the order of their value.
+"""A check on GPUs within a time budget: tests, rates, training steps, their kernels; the most valuable come first.
 
 Each step is a process with its own limit, and one that fails or takes too long does not stop the others. Results are
 in FOLDER/gpu_report.md and FOLDER/gpu_results.jsonl, which have every row as soon as it is measured. Nothing is
 downloaded: packages that are missing cost their rows alone. Without a GPU, tiny models run on the CPU, to test the
 check itself.
 
-    python benchmarks/gpu/run.py [--seconds 500] [--folder runs] [--only tests,rates,training]
+    python benchmarks/gpu/run.py [--seconds 500] [--folder runs] [--only tests,rates,training,kernels]
 """
 
 import argparse
@@ -34,7 +34,8 @@ class Step(NamedTuple):
 STEPS = [
     Step("tests", [sys.executable, str(HERE / "tests.py")], 0.35),
     Step("rates", [sys.executable, str(HERE / "rates.py")], 0.2),
-    Step("training", [sys.executable, str(HERE / "training.py")], 0.97),
+    Step("training", [sys.executable, str(HERE / "training.py")], 0.75),
+    Step("kernels", [sys.executable, str(HERE / "training.py"), "--profile"], 0.97),
 ]
 
 

@@ -1,9 +1,10 @@
-"""Training steps on one GPU: milliseconds, tokens per second, MFU, peak memory, idle share and kernels.
+"""Training steps on one GPU: milliseconds, tokens per second, MFU and peak memory; with `--profile` their kernels.
 
 All contestants have bf16 arithmetic, the same tokens, clipping and fused AdamW. transformers has fp32 weights under
 autocast, as its users train, or 16-bit weights; compiled means each block and the loss, as in torchtitan. MFU is
 against the dense peak of the data sheet. The tasks run in the order of their value. A task that is in the results is
-not run again, so a new process can go on after an error that costs the process its GPU.
+not run again, so a new process can go on after an error that costs the process its GPU. Kernels are profiled in a
+process of their own: once the profiler was used, every later launch takes longer.
 
 Weights are drawn on the device: it takes no time, and any values would do.
 """
@@ -51,7 +52,6 @@ class Task(NamedTuple):
     make: Callable[[Config], contextlib.AbstractContextManager[Step]]
     fields: tuple[str, ...] = ()
     batches: int = 1  # micro-batches in a step
-    is_profiled: bool = False
 
     @property
     def name(self) -> str:
@@ -167,8 +167,8 @@ def peers(*, compiled: bool, sixteen: bool = False) -> Callable[[Config], Any]:
 def tasks() -> list[Task]:
     """All tasks, the most valuable first."""
     gpt, llama, small = MODELS
-    found = [Task(model, "megatron_lite", 6, ours, is_profiled=True) for model in MODELS]
-    found += [Task(model, "transformers, compiled", 10, peers(compiled=True), is_profiled=True) for model in MODELS]
+    found = [Task(model, "megatron_lite", 6, ours) for model in MODELS]
+    found += [Task(model, "transformers, compiled", 10, peers(compiled=True)) for model in MODELS]
     found += [
         Task(gpt, "4 micro-batches", 8, ours, batches=4),
         Task(llama, "4 micro-batches", 8, ours, batches=4),
@@ -203,11 +203,14 @@ def tasks() -> list[Task]:
     )
 
 
+def config_for(task: Task) -> Config:
+    size = task.batches * config_of(MODELS[task.model], *task.fields).train.micro_batch_size
+    return config_of(MODELS[task.model], *task.fields, f"train.global_batch_size={size}")
+
+
 def measure(task: Task) -> None:
-    """Add the rows of a task."""
-    config = config_of(MODELS[task.model], *task.fields)
-    size = task.batches * config.train.micro_batch_size
-    config = config_of(MODELS[task.model], *task.fields, f"train.global_batch_size={size}")
+    """Add the row of a task."""
+    config = config_for(task)
     with task.make(config) as step:
         for _ in range(WARM_UP):
             step()
@@ -220,23 +223,23 @@ def measure(task: Task) -> None:
             step()
             synchronize()
             times.append(time.perf_counter() - start)
-        median, tokens = statistics.median(times), size * config.data.seq_length
+        median, tokens = statistics.median(times), config.train.global_batch_size * config.data.seq_length
         peak = peak_tflops(DEVICE, torch.bfloat16) * 1e12
         found = {"ms": 1e3 * median, "min_ms": 1e3 * min(times), "tokens_per_second": tokens / median}
         found["mfu"] = flops_per_token(config.model, config.data.seq_length) * tokens / median / peak if peak else 0.0
         found["peak_gb"] = torch.cuda.max_memory_allocated() / 1e9 if IS_GPU else 0.0
-        profiled = profile_of(step) if task.is_profiled else {}
-        shown = {key: profiled[key] for key in ("idle", "kernels") if key in profiled}
-        add("speed", task.name, **{key: round(value, 4) for key, value in found.items()}, **shown)
-        if profiled:
-            add("kernels", task.name, span_ms=profiled["span_ms"], longest=profiled["longest"])
+        add("speed", task.name, **{key: round(value, 4) for key, value in found.items()})
 
 
-def profile_of(step: Step) -> dict[str, Any]:
-    """Of a step: the share of time in which the device runs no kernel, the number of kernels and the longest ones."""
-    with profile(activities=[ProfilerActivity.CUDA if IS_GPU else ProfilerActivity.CPU]) as profiled:
-        step()
+def add_kernels(task: Task) -> None:
+    """Add the row of a step's kernels: the time in which the device runs any, their number and the longest ones."""
+    with task.make(config_for(task)) as step:
+        for _ in range(WARM_UP):
+            step()
         synchronize()
+        with profile(activities=[ProfilerActivity.CUDA if IS_GPU else ProfilerActivity.CPU]) as profiled:
+            step()
+            synchronize()
     events = [event for event in profiled.events() if not IS_GPU or str(event.device_type).endswith("CUDA")]
     by_name: dict[str, list[float]] = {}
     busy, reach = 0.0, 0.0
@@ -244,10 +247,9 @@ def profile_of(step: Step) -> dict[str, Any]:
         start, end = event.time_range.start, event.time_range.end
         by_name.setdefault(event.name, []).append(end - start)
         busy, reach = busy + max(0.0, end - max(start, reach)), max(reach, end)
-    span = reach - min(event.time_range.start for event in events)
     ordered = sorted(by_name.items(), key=lambda item: -sum(item[1]))[:15]
     longest = [(round(sum(times) / 1e3, 3), len(times), name[:100]) for name, times in ordered]
-    return {"span_ms": span / 1e3, "idle": 1 - busy / span, "kernels": len(events), "longest": longest}
+    add("kernels", task.name, busy_ms=busy / 1e3, count=len(events), longest=longest)
 
 
 def measured_device(device: Device, model: str) -> Device:
@@ -290,25 +292,23 @@ def has_lost_gpu(error: BaseException) -> bool:
 def main() -> None:
     warnings.simplefilter("ignore")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    is_first = True
-    for task in tasks():
-        if task.name in {row["name"] for row in rows("speed")} or left() < task.seconds:
+    kind, do, todo = ("kernels", add_kernels, tasks()[:6]) if "--profile" in sys.argv else ("speed", measure, tasks())
+    for number, task in enumerate(todo):
+        if kind == "speed" and number == len(MODELS):  # after our own steps
+            try_predictions()
+        if task.name in {row["name"] for row in rows(kind)} or left() < task.seconds:
             continue
         try:
-            measure(task)
+            do(task)
         except torch.OutOfMemoryError:
-            add("speed", task.name, error="out of memory")
+            add(kind, task.name, error="out of memory")
         except Exception as error:
-            add("speed", task.name, error=described(error))
+            add(kind, task.name, error=described(error))
             if has_lost_gpu(error):
                 sys.exit(LOST_GPU)
         gc.collect()
         if IS_GPU:
             torch.cuda.empty_cache()
-        if is_first and task.contestant != "megatron_lite":  # after our own steps
-            is_first = False
-            try_predictions()
-    try_predictions()
 
 
 def try_predictions() -> None:

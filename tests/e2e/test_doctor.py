@@ -161,6 +161,16 @@ def test_missing_deepspeed_is_a_failure_only_if_the_config_uses_it(doctor):
     assert "deepspeed" not in "".join(lines) and lines[-1] == "7 checks passed"
 
 
+def without_optional_packages():
+    """An environment without the packages that training can do without."""
+    return patched((doctor_machine, "find_spec", lambda name: None))
+
+
+def test_doctor_says_what_training_does_without_a_package(doctor):
+    missing = "zlib_ng missing (zlib computes checksums, slower), tensorboard missing (no TensorBoard files)"
+    assert any(missing in line for line in doctor(fault=without_optional_packages, faulty_ranks=(0, 1)))
+
+
 def one_gpu():
     """The second rank of a host with one GPU."""
     installed = doctor_machine.installed()

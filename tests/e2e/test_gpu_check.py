@@ -39,7 +39,7 @@ def test_a_step_that_fails_or_hangs_does_not_stop_the_others(tmp_path):
     assert results["| raises"] == "exit code 1 |"
     assert results["| hangs"] == "stopped at its limit |"
     assert results["| loses its GPU"] == "done |"
-    assert "| model: contestant | 1.0 | 2 | 0.100 | 3.0 |" in report
+    assert "| model: contestant | 1.0 | 2 | 0.100 | 3.0 |  |  |" in report
     assert ("No GPU was there" in report) == ("No GPU was there" in done.stdout)
 
 

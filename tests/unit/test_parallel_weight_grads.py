@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from megatron_lite.parallel import weight_grads
 from megatron_lite.parallel.context import solo
 from megatron_lite.parallel.linear import column_parallel_linear
 from megatron_lite.parallel.weight_grads import backward_is_split, deferred, split_backward
@@ -252,3 +253,20 @@ def test_an_error_inside_leaves_both_contexts():
         raise KeyError
     assert not backward_is_split()
     test_outside_deferred_a_split_graph_gives_all_gradients_at_once("column")
+
+
+@pytest.mark.parametrize("error", [RuntimeError("self and mat2 must have the same dtype"), TypeError("out_dtype")])
+def test_a_torch_that_cannot_add_products_to_wider_totals_is_found_before_training(monkeypatch, error):
+    """torch 2.8 and 2.9 have the function, but only for totals in the dtype of the factors."""
+    probe = weight_grads._adds_products.__wrapped__
+    factors = torch.float32, torch.bfloat16, torch.device("cpu")
+    calls = []
+    monkeypatch.setattr(weight_grads, "product_into", lambda total, **factors: calls.append(total.dtype))
+    assert probe(*factors)
+
+    def fail(total, **factors):
+        raise error
+
+    monkeypatch.setattr(weight_grads, "product_into", fail)
+    assert not probe(*factors)
+    assert calls == [torch.float32]

@@ -202,6 +202,23 @@ def test_a_step_reads_values_from_the_gpu_once(layout, world_size):
     assert [line.split(":")[0] for line in lines] == ["training/step.py"]
 
 
+def test_products_into_fp32_are_recorded_without_torchs_function(monkeypatch):
+    """torch 2.11's has no form for the meta device, and `plan` and `roofline` ended with its TypeError. With two
+    micro-batches the second product of each weight adds."""
+    monkeypatch.setattr(torch, "addmm", None)
+    config = case("gpt-125m", num_layers=1)
+    recorder = Recorder()
+    with on_gpu(recorder), fake_rank(config, 0, 1) as run:
+        train_step(run, [empty_batch(config)] * 2)
+    ops = Counter(kernel.op for kernel in recorder.kernels if kernel.kind == "product" and kernel.is_backward)
+    hidden, ffn, rows = 768, 3072, 8 * 1024
+    added = [kernel for kernel in recorder.kernels if kernel.op == "addmm" and kernel.is_backward]
+    assert len(added) == ops["addmm"] == 5  # qkv, projection, both of the MLP, and the head
+    up = next(kernel for kernel in added if kernel.shape == (1, ffn, hidden, rows))
+    assert up.flops == 2 * rows * hidden * ffn
+    assert up.bytes == 2 * (rows * ffn + rows * hidden) + 2 * 4 * ffn * hidden  # the total is read and written
+
+
 def test_a_step_on_the_meta_device_needs_no_memory_and_reads_zeros():
     config = case("llama-7b")
     with on_gpu(Recorder()), fake_rank(config, 0, 1) as run:

@@ -3,6 +3,7 @@
 import gzip
 import json
 import os
+import sys
 
 import pytest
 import zstandard
@@ -171,6 +172,15 @@ def test_the_error_of_a_broken_archive_names_it(tmp_path, suffix, kept):
     path = tmp_path / f"c.jsonl.{suffix}"
     path.write_bytes(packed[:kept] + b"no archive" * (kept >= 0))
     with pytest.raises(DataError, match=f"c.jsonl.{suffix}: cannot be read after line "):
+        texts_of([path])
+
+
+def test_an_archive_without_its_package_is_an_error_with_advice(tmp_path, monkeypatch):
+    """Only .zst needs zstandard, so a machine without it trains."""
+    monkeypatch.setitem(sys.modules, "zstandard", None)
+    path = tmp_path / "c.jsonl.zst"
+    path.write_bytes(b"packed")
+    with pytest.raises(DataError, match=r"c\.jsonl\.zst: reading \.zst needs a package: pip install zstandard"):
         texts_of([path])
 
 
