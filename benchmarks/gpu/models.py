@@ -1,11 +1,16 @@
 """The models that a check on a GPU trains, and its device."""
 
+import os
+import sys
+
 import torch
 
 from megatron_lite.config.load import load_config
 from megatron_lite.config.schema import Config
 
 IS_GPU = torch.cuda.is_available()
+if os.environ.get("GPU_CHECK_DEVICE", "") == "cuda" and not IS_GPU:
+    sys.exit("the GPU is gone since the start of the check")  # and tiny models would take the names of its rows
 DEVICE = torch.device("cuda", 0) if IS_GPU else torch.device("cpu")
 QUIET = ["model.hidden_dropout=0", "model.attention_dropout=0"]
 GPT = [*QUIET, "model.activation=gelu_tanh", "model.vocab_size=50257"]

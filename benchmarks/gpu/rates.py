@@ -4,6 +4,7 @@ Products and attention have the shapes of the models in `models.py`. Each group 
 """
 
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from functools import partial
@@ -12,7 +13,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from models import DEVICE, IS_GPU, MODELS, config_of, synchronize
-from rows import add, described, left, rows
+from rows import LOST_GPU, add, described, has_lost_gpu, left, rows
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -213,6 +214,8 @@ def main() -> None:
             add("rate", name, values={key: round(value, 5) for key, value in measure().items()})
         except Exception as error:
             add("rate", name, error=described(error))
+            if has_lost_gpu(error):
+                sys.exit(LOST_GPU)
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 A row is on the disk, in both files, when `add` returns. So a check that is killed keeps all finished rows.
 """
 
+import contextlib
 import fcntl
 import json
 import os
@@ -18,6 +19,8 @@ RESULTS, REPORT = "gpu_results.jsonl", "gpu_report.md"
 FOLDER = Path(os.environ.get("GPU_CHECK_FOLDER", "runs"))
 DEADLINE = float(os.environ.get("GPU_CHECK_DEADLINE", time.time() + 3600))  # of this step, in seconds of time.time()
 
+LOST_GPU = 75  # the exit code of a step whose process lost its GPU: a new process does the rest
+
 Row = dict[str, Any]
 
 
@@ -32,7 +35,7 @@ def add(kind: str, name: str, **fields: Any) -> None:
     row = {"kind": kind, "name": name, **fields}
     with open(FOLDER / RESULTS, "a", encoding="utf-8") as file:
         fcntl.flock(file, fcntl.LOCK_EX)  # a killed step may still write its last row
-        file.write(json.dumps(row) + "\n")
+        file.write("\n" + json.dumps(row) + "\n")  # on a line of its own, also after one that was cut off
         file.flush()
         os.fsync(file.fileno())
         atomic_write(FOLDER / REPORT, report(rows()))
@@ -42,8 +45,17 @@ def add(kind: str, name: str, **fields: Any) -> None:
 def rows(kind: str = "") -> list[Row]:
     """All rows so far, or those of a kind."""
     path = FOLDER / RESULTS
-    found = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    found = []
+    for line in path.read_text().splitlines() if path.exists() else []:
+        with contextlib.suppress(json.JSONDecodeError):  # a full disk cuts a line off
+            found += [json.loads(line)] if line else []
     return [row for row in found if kind in ("", row["kind"])]
+
+
+def has_lost_gpu(error: BaseException) -> bool:
+    """Whether the process cannot use its GPU any more."""
+    signs = ("AcceleratorError", "illegal memory", "device-side assert", "unspecified launch", "misaligned")
+    return any(sign in f"{type(error).__name__} {error}" for sign in signs)
 
 
 def described(error: BaseException) -> str:
@@ -53,7 +65,7 @@ def described(error: BaseException) -> str:
         for frame in traceback.extract_tb(error.__traceback__)
         if "megatron_lite" in frame.filename or "benchmarks" in frame.filename
     ]
-    return f"{type(error).__name__}: {str(error)[:200]} [{' > '.join(places[-3:])}]"
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:200]} [{' > '.join(places[-3:])}]"
 
 
 def report(rows: list[Row]) -> str:
@@ -117,6 +129,7 @@ def _predictions(of_kind: dict[str, list[Row]]) -> list[str]:
         share = f"{row['ms'] / measured[-1]:.2f}" if measured else ""
         kinds = ", ".join(f"{kind} {ms:.1f}" for kind, ms in row["by_kind"].items())
         lines.append(f"| {row['name']} | {row['rates']} | {row['ms']:.1f} | {share} | {row['kernels']} | {kinds} |")
+    lines += [f"| {row['name']} | {row['error']} | | | | |" for row in of_kind.get("prediction_error", [])]
     head = ["| model | rates | ms | of measured | kernels | ms by kind |", "|---|---|--:|--:|--:|---|"]
     return ["## The roofline's predictions", "", *head, *lines, ""] if lines else []
 

@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 HERE, ROOT = Path(__file__).resolve().parent, Path(__file__).resolve().parents[2]
-LOST_GPU = 75  # the exit code of a step whose process lost its GPU: a new process does the rest
 
 
 class Step(NamedTuple):
@@ -41,7 +40,7 @@ STEPS = [
 
 def run(step: Step, folder: Path, deadline: float) -> None:
     """Run a step until its share of the time left, and add its row."""
-    from rows import add
+    from rows import LOST_GPU, add
 
     start, rest = time.time(), deadline - time.time()
     end = start + step.share * rest
@@ -68,7 +67,8 @@ def run(step: Step, folder: Path, deadline: float) -> None:
 
 
 def stop(process: subprocess.Popen) -> None:
-    """End the processes of a step: ask, then kill."""
+    """End the processes of a step: ask, then kill. A second Ctrl-C does not end this early."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     for number, patience in ((signal.SIGINT, 3), (signal.SIGKILL, 3)):
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, number)
@@ -77,6 +77,7 @@ def stop(process: subprocess.Popen) -> None:
     # Others of its group may have ignored the first signal although it ended.
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def describe_machine(seconds: float) -> bool:
@@ -112,7 +113,10 @@ def main() -> None:
 
     for name in (rows.RESULTS, rows.REPORT):
         (folder / name).unlink(missing_ok=True)
+    for number in (signal.SIGTERM, signal.SIGHUP):  # a step would outlive this process and keep its GPU
+        signal.signal(number, lambda number, _: sys.exit(128 + number))
     is_gpu = describe_machine(given.seconds)
+    os.environ["GPU_CHECK_DEVICE"] = "cuda" if is_gpu else "cpu"
     for step in STEPS:
         if not given.only or step.name in given.only.split(","):
             run(step, folder, deadline)

@@ -3,8 +3,8 @@
 import importlib.util
 import os
 import sys
+from typing import Any
 
-import pytest
 from rows import add, left
 
 # The GPU tests that say most, first. Kernels of the last file compile for tens of seconds.
@@ -15,7 +15,7 @@ PROCESSES = max(1, min(8, (os.cpu_count() or 2) // 2))
 class Rows:
     """A pytest plugin that adds a row when a test is done."""
 
-    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+    def pytest_runtest_logreport(self, report: Any) -> None:
         if report.when != "call" and report.passed:
             return
         message = ""
@@ -27,6 +27,12 @@ class Rows:
 
 
 def main() -> int:
+    for package in ("pytest", "hypothesis"):
+        if importlib.util.find_spec(package) is None:
+            add("test", "tests/gpu", outcome="skipped", message=f"Python cannot import {package}", seconds=0.0)
+            return 0
+    import pytest
+
     os.environ["OMP_NUM_THREADS"] = "1"  # the references run on the CPU, in all processes at once
     options = [f"tests/gpu/{name}" for name in FILES] + ["-q", "-p", "no:cacheprovider", "--tb", "short"]
     if importlib.util.find_spec("xdist") is not None and PROCESSES > 1:

@@ -23,8 +23,7 @@ from unittest.mock import patch
 
 import torch
 from models import DEVICE, IS_GPU, MODELS, config_of, synchronize
-from rows import add, described, left, rows
-from run import LOST_GPU
+from rows import LOST_GPU, add, described, has_lost_gpu, left, rows
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
@@ -281,12 +280,6 @@ def add_predictions() -> None:
             kinds["optimizer"] = round(1e3 * found.optimizer, 2)
             total = 1e3 * (found.micro_batch + found.optimizer)
             add("prediction", model, rates=rates, ms=total, kernels=found.kernels, by_kind=kinds)
-
-
-def has_lost_gpu(error: BaseException) -> bool:
-    """Whether the process cannot use its GPU any more."""
-    signs = ("AcceleratorError", "illegal memory", "device-side assert", "unspecified launch", "misaligned")
-    return any(sign in f"{type(error).__name__} {error}" for sign in signs)
 
 
 def main() -> None:

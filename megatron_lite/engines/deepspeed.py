@@ -48,6 +48,7 @@ from megatron_lite.parallel.collectives import broadcast
 from megatron_lite.parallel.context import ParallelContext
 from megatron_lite.parallel.interfaces import use_loopback
 from megatron_lite.parallel.shard import ParamTable
+from megatron_lite.parallel.waiting import read
 from megatron_lite.pipeline.actions import Action, Schedule
 from megatron_lite.pipeline.engine import Forward, PipelineEngine
 from megatron_lite.pipeline.p2p import Message
@@ -99,8 +100,7 @@ class DeepSpeed:
     def while_building(self) -> Iterator[None]:
         """A context in which stage 3 shards each parameter over dp as soon as it has its name and values.
 
-        Communicates, at stage 3: each parameter over dp, and over tp where it is replicated, so that replicas start
-        equal.
+        Communicates, at stage 3: each parameter over dp, and replicated ones over tp, so that replicas start equal.
         """
         if self.config.deepspeed.zero_stage < 3:
             yield
@@ -275,7 +275,7 @@ class DeepSpeedOptimizer(DataParallel, Optimizer):
 
     def _step_unsharded(self) -> StepOutcome:
         grads: dict[str, Tensor] = {name: parameter.grad for name, parameter in self._params.items()}  # type: ignore[misc]
-        grad_norm = norm_of(grad_sums(grads, self._table, self._ctx).tolist())
+        grad_norm = norm_of(read(grad_sums(grads, self._table, self._ctx), "the gradient norm", self._ctx.world))
         if math.isfinite(grad_norm):
             factor = clip_coefficient(grad_norm, self._clip_grad)
             torch._foreach_mul_(list(grads.values()), factor)  # pyright: ignore[reportPrivateImportUsage]

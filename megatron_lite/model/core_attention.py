@@ -160,12 +160,12 @@ def _sdpa(
         )
 
     def of_torch(*inputs: Tensor) -> Tensor:
-        return with_fused_kernel(partial(call, *inputs), backends or gpu_backends(query.dtype, key.shape[2]))
+        return with_fused_kernel(partial(call, *inputs), kernels)
 
-    if on_cpu or attn_mask is not None or backends or shape_varies:
+    kernels = backends or gpu_backends(query.dtype, key.shape[2])
+    if not query.is_cuda or attn_mask is not None or dropout or backends or shape_varies:
         return (call if on_cpu else of_torch)(query, key, value)
-    options = {"dropout": dropout, "causal": is_causal, "scale": scale}
-    return cudnn_attention.attention(query, key, value, **options, otherwise=of_torch)
+    return cudnn_attention.attention(query, key, value, causal=is_causal, scale=scale, otherwise=of_torch)
 
 
 def gpu_backends(dtype: torch.dtype, length: int) -> list[SDPBackend]:

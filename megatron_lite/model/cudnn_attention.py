@@ -12,20 +12,18 @@ import torch
 from torch import Tensor
 from torch.backends.cuda import SDPAParams, can_use_cudnn_attention
 
-from megatron_lite.errors import TrainingError
-
 ops = torch.ops.aten
 _has_failed = False
 
 
-def can_compute(query: Tensor, key: Tensor, value: Tensor, *, dropout: float, causal: bool) -> bool:
-    """Whether to call cuDNN: torch's rules allow it, nothing asks for determinism, and it has not failed."""
-    if _has_failed or query.dtype not in (torch.float16, torch.bfloat16):
+def can_compute(query: Tensor, key: Tensor, value: Tensor, *, causal: bool) -> bool:
+    """Whether torch's rules allow cuDNN, in 16 bits, and nothing asks for determinism. Asks the driver of the GPU."""
+    if query.dtype not in (torch.float16, torch.bfloat16):
         return False
     if torch.are_deterministic_algorithms_enabled():  # its backward adds in any order
         return False
     grouped = key.shape[1] != query.shape[1]
-    return can_use_cudnn_attention(SDPAParams(query, key, value, None, dropout, causal, grouped))
+    return can_use_cudnn_attention(SDPAParams(query, key, value, None, 0.0, causal, grouped))
 
 
 def attention(
@@ -33,58 +31,64 @@ def attention(
     key: Tensor,
     value: Tensor,
     *,
-    dropout: float,
     causal: bool,
     scale: float,
     otherwise: Callable[[Tensor, Tensor, Tensor], Tensor],
 ) -> Tensor:
-    """Attention as of `core_attention.Attention`, without a mask besides the causal one.
+    """Attention as of `core_attention.Attention`, without dropout and without a mask besides the causal one.
 
-    otherwise  computes the same from query, key and value; called where cuDNN cannot or fails
+    otherwise  computes the same from query, key and value; called where cuDNN cannot or fails. It lives as long as the
+               graph, so it must refer to no activation.
     """
-    if not can_compute(query, key, value, dropout=dropout, causal=causal):
+    if not can_compute(query, key, value, causal=causal):
         return otherwise(query, key, value)
-    try:
-        return _Attention.apply(query, key, value, dropout, causal, scale, otherwise)  # type: ignore[return-value]
-    except RuntimeError as error:
-        _give_up(error, "forward")
-    return otherwise(query, key, value)
+    return _Attention.apply(query, key, value, causal, scale, otherwise)  # type: ignore[return-value]
 
 
 class _Attention(torch.autograd.Function):
-    """The two operations that torch's own scaled_dot_product_attention would call."""
+    """The two operations that torch's own scaled_dot_product_attention would call.
+
+    Whether cuDNN fails or not, the same tensors are saved: a layer that is recomputed after a failure of another one
+    must save those of its forward.
+    """
 
     @staticmethod
     def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, dropout: float, causal: bool, scale: float, otherwise: Any
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, causal: bool, scale: float, otherwise: Any
     ) -> Tensor:
-        with_lse = any(ctx.needs_input_grad)
-        options = (None, with_lse, dropout, causal, False)
-        found = ops._scaled_dot_product_cudnn_attention(query, key, value, *options, scale=scale)
-        out, lse, *ends, seed, offset, _ = found
-        ctx.save_for_backward(query, key, value, out, lse, seed, offset)
-        ctx.ends, ctx.options, ctx.otherwise = ends, (dropout, causal, scale), otherwise
+        trains = any(ctx.needs_input_grad)
+        out = lse = ctx.found = None
+        if not _has_failed:
+            try:
+                options = (None, trains, 0.0, causal, False)
+                found = ops._scaled_dot_product_cudnn_attention(query, key, value, *options, scale=scale)
+                out, lse, *ends, seed, offset, _ = found
+                ctx.found = lse.shape, seed, offset, ends
+            except RuntimeError as error:
+                _give_up(error, "forward")
+        if out is None:
+            out, lse = otherwise(query, key, value), query.new_empty(query.shape[:3], dtype=torch.float32)
+        if trains:
+            ctx.save_for_backward(query, key, value, out, lse.reshape(query.shape[:3]))
+            ctx.options = causal, scale, otherwise
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        query, key, value, out, lse, seed, offset = ctx.saved_tensors
-        dropout, causal, scale = ctx.options
-        tensors = (grad, query, key, value, out, lse, seed, offset, None)
-        try:
-            backward = ops._scaled_dot_product_cudnn_attention_backward
-            grads = backward(*tensors, *ctx.ends, dropout, causal, scale=scale)
-        except RuntimeError as error:
-            _give_up(error, "backward")
-            if dropout:
-                raise TrainingError(
-                    f"cuDNN's attention failed in backward ({error}), and no other kernel can repeat its dropout; set "
-                    "model.attention_dropout: 0, or train.deterministic: true, which leaves cuDNN out"
-                ) from error
-            leaves = [x.detach().requires_grad_() for x in (query, key, value)]
-            with torch.enable_grad():
-                grads = torch.autograd.grad(ctx.otherwise(*leaves), leaves, grad)
-        return *grads, None, None, None, None
+        query, key, value, out, lse = ctx.saved_tensors
+        causal, scale, otherwise = ctx.options
+        if ctx.found is not None and not _has_failed:
+            shape, seed, offset, ends = ctx.found
+            tensors = (grad, query, key, value, out, lse.reshape(shape), seed, offset, None)
+            try:
+                backward = ops._scaled_dot_product_cudnn_attention_backward
+                return *backward(*tensors, *ends, 0.0, causal, scale=scale), None, None, None
+            except RuntimeError as error:
+                _give_up(error, "backward")
+        leaves = [x.detach().requires_grad_() for x in (query, key, value)]
+        with torch.enable_grad():
+            grads = torch.autograd.grad(otherwise(*leaves), leaves, grad)
+        return *grads, None, None, None
 
 
 def _give_up(error: RuntimeError, where: str) -> None:
@@ -94,8 +98,6 @@ def _give_up(error: RuntimeError, where: str) -> None:
         raise error
     if not _has_failed:
         reason = str(error).splitlines()[0]
-        print(
-            f" > attention: cuDNN failed in {where} ({reason}); torch's other kernels compute it from now on",
-            flush=True,
-        )
+        line = f" > attention: cuDNN failed in {where} ({reason}); torch's other kernels compute it from now on"
+        print(line, flush=True)
     _has_failed = True

@@ -56,7 +56,7 @@ class Optimizer(Protocol):
         return nullcontext()
 
     def measure(self) -> Tensor:
-        """Values of the gradients for `step`, in fp64 on the device; none where the engine measures. Collective."""
+        """Values for `step` in fp64 on the device, the gradients' squared norm first; none where `step` measures."""
         return torch.empty(0, dtype=torch.float64)
 
     def step(self, lr: float, measured: Sequence[float] | None = None) -> StepOutcome:
@@ -143,7 +143,7 @@ class MixedPrecisionOptimizer(Optimizer):
     def _grad_norm(self, measured: Sequence[float] | None) -> float:
         """The norm of the gradients without their loss scale."""
         sums = read(self.measure(), "the gradient norm", self._ctx.world) if measured is None else measured
-        return norm_of(sums) / self.scaler.scale
+        return norm_of(sums) / self.scaler.scale if sums else 0.0
 
     @torch.no_grad()
     def _apply(self, grads: dict[str, Tensor], lr: float, factor: float) -> None:

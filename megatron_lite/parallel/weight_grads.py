@@ -138,6 +138,8 @@ def _adds_products(total_dtype: torch.dtype, dtype: torch.dtype, device: torch.d
 
 def product_into(total: Tensor, *, a: Tensor, b: Tensor, overwrite: bool) -> None:
     """total [o, i] = a b, or total += a b; accumulated in the dtype of `total`."""
+    if total.is_meta:  # for another dtype of the total, torch 2.11 has no form on the meta device
+        return
     options: dict[str, Any] = {} if total.dtype == a.dtype else {"out_dtype": total.dtype}
     if overwrite:
         torch.mm(a, b, out=total, **options)

@@ -242,7 +242,6 @@ def on_gpu(recorder: Recorder, *, lines: bool = True) -> Iterator[None]:
         recorder.add(kernel, bytes=sum(map(touched_bytes, _tensors([reads, writes]))))
 
     def product_into(total: Tensor, *, a: Tensor, b: Tensor, overwrite: bool) -> None:
-        # With a total in another dtype, torch 2.11's product has no form for the meta device.
         read, op = ([a, b], "mm") if overwrite else ([total, a, b], "addmm")
         recorder.add(op, bytes=sum(map(touched_bytes, [*read, total])), **_work(op, (a, b)))
 

@@ -55,9 +55,7 @@ def train_step(run: Run, microbatches: list[Batch]) -> StepReport:
 
 
 def means_and_measures(run: Run, total: Tensor, target_tokens: float) -> tuple[Means, list[float]]:
-    """The means of the global batch, and the values of `Optimizer.measure`; both bitwise equal on all ranks.
-
-    The host waits for the device once, and a second time for the norm of rescaled gradients (see `rescale_grads`).
+    """The means of the global batch, and the values of `Optimizer.measure`: one wait of the host for the device.
 
     total  [2 + 2 * scalars]  the sums of this rank's tokens, equal on all ranks of mp
     Communicates: these values over the world, and as `Optimizer.measure`.
@@ -70,28 +68,27 @@ def means_and_measures(run: Run, total: Tensor, target_tokens: float) -> tuple[M
     with run.progress.during("loss over all ranks"):
         values = read(torch.cat([total, measures]), "the loss and the gradient norm", world)
     means, measured = means_of(values[: len(total)], run.scalar_names[step]), values[len(total) :]
-    if rescale_grads(run, target_tokens, means.targets):
-        measured = read(run.optimizer.measure(), "the gradient norm", world)
-    return means, measured
+    factor = rescale_grads(run, target_tokens, means.targets)
+    return means, [square * factor**2 for square in measured[:1]] + measured[1:]
 
 
-def rescale_grads(run: Run, target_tokens: float, targets: float) -> bool:
+def rescale_grads(run: Run, target_tokens: float, targets: float) -> float:
     """Divide the gradients by the targets that the forward step has counted, where they are not the target tokens.
 
-    Returns whether they differ. Raises TrainingError where the engine cannot.
+    Returns the factor of the gradients. Raises TrainingError where the engine cannot.
     """
     if targets in (target_tokens, 0.0) or math.isnan(targets):
-        return False
+        return 1.0
     if not run.ddp.can_rescale:
         raise TrainingError(
             f"the forward step returned {targets:g} targets, and the loss mask of the batch has {target_tokens:g}; "
             f"{run.config.engine} with sync.mode {run.config.sync.mode} needs them equal; use parallel.ddp: local or "
             "fsdp, with sync.mode: every_step"
         )
+    factor = target_tokens / targets
     if run.ddp.main_grads:
-        grads = list(run.ddp.main_grads.values())
-        torch._foreach_mul_(grads, target_tokens / targets)  # pyright: ignore[reportPrivateImportUsage]
-    return True
+        torch._foreach_mul_(list(run.ddp.main_grads.values()), factor)  # pyright: ignore[reportPrivateImportUsage]
+    return factor
 
 
 def forward_backward(run: Run, microbatches: list[Batch], loss_grad: float) -> Tensor:

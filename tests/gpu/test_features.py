@@ -49,8 +49,10 @@ def test_micro_batches_add_up_as_on_the_cpu(model, precision, tolerance):
     ids=str,
 )
 def test_a_feature_of_llama_trains_as_on_the_cpu(changes):
-    losses_differ_by_at_most(2e-5, "llama", **changes)
-    torch.use_deterministic_algorithms(False)
+    try:
+        losses_differ_by_at_most(2e-5, "llama", **changes)
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 @pytest.mark.parametrize("model", ["bert", "t5"])
@@ -96,6 +98,8 @@ def test_a_resumed_run_has_the_same_bits(tmp_path, async_save):
 )
 def test_two_ranks_on_one_gpu_train_as_one_process(ranks, changes):
     """Over Gloo, because NCCL takes one rank for each GPU; pipelines and rings send, which Gloo does on the host."""
+    if torch.cuda.device_count() > 1:
+        pytest.skip("there is a GPU for each rank, and test_training.py has these layouts under NCCL")
     common = {**STEPS, "train__precision": "fp32", "run__device": "cuda", "run__backend": "gloo"}
     exact = train_tiny("llama", **STEPS, train__precision="fp32", run__device="cpu")["loss"]
     got = ranks(2, train_tiny, "llama", **common, **changes)[0]["loss"]

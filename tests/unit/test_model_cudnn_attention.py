@@ -3,6 +3,7 @@
 torch has no cuDNN on a CPU. Here torch's kernel of the CPU takes the place of the two operations.
 """
 
+import weakref
 from types import SimpleNamespace
 
 import pytest
@@ -10,18 +11,23 @@ import torch
 import torch.nn.functional as F
 from torch.testing import assert_close
 
-from megatron_lite.errors import TrainingError
-from megatron_lite.model import cudnn_attention
-from megatron_lite.model.core_attention import sdpa_attention
-from megatron_lite.model.masks import CAUSAL, Mask
+from megatron_lite.model import core_attention, cudnn_attention
+from megatron_lite.parallel.random import RngTracker
+from megatron_lite.parallel.recompute import recompute
 from tests.helpers.masks import attention_inputs
 
 NO_PLAN = "cuDNN Frontend error: No valid execution plans built.\nmore"
-OPTIONS = {"scale": 0.25, "dropout": 0.0, "softcap": 0.0}
 
 
 def of_torch(query, key, value):
     return F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=0.25)
+
+
+class OnGpu(torch.Tensor):
+    """A tensor of the CPU that claims to be on a GPU."""
+
+    is_cuda = property(lambda self: True)
+    device = property(lambda self: torch.device("cuda", 0))
 
 
 @pytest.fixture
@@ -55,11 +61,10 @@ def cudnn(monkeypatch):
     return state
 
 
-def attend(dropout=0.0):
-    """Output and gradients, and those of torch's own call; here torch's call computes no dropout."""
+def attend():
+    """Output and gradients, and those of torch's own call."""
     *leaves, grad = attention_inputs(2, 24, 4, 16, seed=0, dtype=torch.bfloat16)
-    options = {"dropout": dropout, "causal": True, "scale": 0.25}
-    out = cudnn_attention.attention(*leaves, **options, otherwise=of_torch)
+    out = cudnn_attention.attention(*leaves, causal=True, scale=0.25, otherwise=of_torch)
     got = out, *torch.autograd.grad(out, leaves, grad)
     want = of_torch(*leaves)
     return got, (want, *torch.autograd.grad(want, leaves, grad))
@@ -80,8 +85,7 @@ def test_another_kernel_takes_over_where_cudnn_fails_and_the_run_says_so_once(cu
         assert_close(got, want, rtol=0, atol=0)
     line = f" > attention: cuDNN failed in {where} (cuDNN Frontend error: No valid execution plans built.);"
     assert capsys.readouterr().out == f"{line} torch's other kernels compute it from now on\n"
-    query = torch.zeros(1, 1, 8, 16, dtype=torch.bfloat16)
-    assert not cudnn_attention.can_compute(query, query, query, dropout=0.0, causal=True)
+    assert cudnn[where] == 1  # it is not asked again
 
 
 @pytest.mark.parametrize("where", ["forward", "backward"])
@@ -93,17 +97,43 @@ def test_other_errors_are_not_hidden(cudnn, where, error):
     assert not cudnn_attention._has_failed
 
 
-def test_a_failed_backward_with_dropout_is_an_error_with_advice(cudnn):
-    """Another kernel would drop other scores, so its gradient would not be that of the loss."""
-    cudnn["backward_error"] = RuntimeError(NO_PLAN)
-    with pytest.raises(TrainingError, match=r"no other kernel can repeat its dropout; set model\.attention_dropout: 0"):
-        attend(dropout=0.1)
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_layers_recompute_although_cudnn_has_failed_since_their_forward(cudnn, where):
+    """A checkpoint compares the tensors that a layer saves with those of its first forward."""
+
+    def layer(x):
+        query, key, value = x.split(16, dim=-1)
+        out = cudnn_attention.attention(query, key, value, causal=True, scale=0.25, otherwise=of_torch)
+        return torch.cat([out, key, value], dim=-1)
+
+    *inputs, _ = attention_inputs(2, 24, 4, 16, seed=0, dtype=torch.bfloat16)
+    x, rng = (
+        torch.cat(inputs, dim=-1).detach().requires_grad_(),
+        RngTracker(torch.device("cpu"), default_seed=1, tensor_parallel_seed=2),
+    )
+    y = layer(layer(layer(x)))
+    want = torch.autograd.grad(y.sum(), x)
+    y = recompute(layer, recompute(layer, x, rng=rng), rng=rng)
+    cudnn[f"{where}_error"] = RuntimeError(NO_PLAN)  # in forward: of the third layer
+    y = recompute(layer, y, rng=rng)
+    assert_close(torch.autograd.grad(y.sum(), x), want, rtol=0, atol=0)
+
+
+def test_the_graph_of_attention_does_not_keep_inputs_that_are_recomputed(monkeypatch):
+    """With recomputation their memory would be kept, three hidden states of a layer, although nothing saves them."""
+    kept = []
+    monkeypatch.setattr(cudnn_attention, "attention", lambda *_, otherwise, **__: kept.append(otherwise))
+    query = torch.zeros(2, 2, 8, 16).as_subclass(OnGpu)
+    core_attention._sdpa(query, query, query, scale=0.25, dropout=0.0, is_causal=True)
+    alive = weakref.ref(query)
+    del query
+    assert kept and alive() is None
 
 
 def test_cudnn_is_asked_for_16_bits_without_determinism_alone(cudnn):
     def asked(dtype):
         query = torch.zeros(1, 1, 8, 16, dtype=dtype)
-        return cudnn_attention.can_compute(query, query, query, dropout=0.0, causal=True)
+        return cudnn_attention.can_compute(query, query, query, causal=True)
 
     assert asked(torch.bfloat16) and asked(torch.float16) and not asked(torch.float32)
     torch.use_deterministic_algorithms(True)
@@ -113,12 +143,22 @@ def test_cudnn_is_asked_for_16_bits_without_determinism_alone(cudnn):
         torch.use_deterministic_algorithms(False)
 
 
-@pytest.mark.parametrize(("mask", "calls"), [(CAUSAL, 1), (Mask(causal=False, lengths=torch.tensor([3, 5])), 0)])
-def test_sdpa_calls_cudnn_without_a_mask_of_its_own(cudnn, monkeypatch, mask, calls):
-    """cuDNN makes a plan for each new shape, which takes 0.1 s; documents of all lengths would never end that."""
+@pytest.mark.parametrize(
+    ("on", "changes", "calls"),
+    [
+        (OnGpu, {}, 1),
+        (OnGpu, {"shape_varies": True}, 0),  # cuDNN makes a plan for each new shape, in 0.1 s
+        (OnGpu, {"attn_mask": torch.ones(8, 8, dtype=torch.bool), "is_causal": False}, 0),
+        (OnGpu, {"dropout": 0.1}, 0),  # no other kernel could repeat it in backward
+        (torch.Tensor, {}, 0),
+    ],
+    ids=str,
+)
+def test_sdpa_asks_cudnn_for_attention_without_a_mask_on_a_gpu_alone(cudnn, monkeypatch, on, changes, calls):
+    """torch's rules would ask the driver, which a plan for a GPU on another machine has not."""
     asked = []
     monkeypatch.setattr(cudnn_attention, "can_compute", lambda *_, **__: bool(asked.append(1)))
-    query = torch.zeros(2, 2, 8, 16, dtype=torch.float32, device="meta" if mask is CAUSAL else "cpu")
-    monkeypatch.setattr("megatron_lite.model.core_attention.with_fused_kernel", lambda call, backends: call())
-    sdpa_attention(query, query, query, mask=mask, **OPTIONS)
+    monkeypatch.setattr(core_attention, "with_fused_kernel", lambda call, backends: call())
+    query = torch.zeros(2, 2, 8, 16, device="cpu" if on is OnGpu else "meta").as_subclass(on)
+    core_attention._sdpa(query, query, query, **{"scale": 0.25, "dropout": 0.0, "is_causal": True, **changes})
     assert len(asked) == calls

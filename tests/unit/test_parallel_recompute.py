@@ -105,7 +105,7 @@ def test_only_the_arguments_are_saved_for_backward():
     rng, x = tracker(), torch.ones(40, requires_grad=True)
     with saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
         recompute(dropped, x, rng, rng=rng)
-    assert [t.data_ptr() for t in kept] == [x.data_ptr()]
+    assert [t.data_ptr() for t in kept if t.numel()] == [x.data_ptr()]  # torch 2.11 saves an empty tensor too
 
 
 def test_recompute_without_gradients_reads_no_random_state():
