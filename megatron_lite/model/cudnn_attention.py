@@ -57,7 +57,8 @@ class _Attention(torch.autograd.Function):
         ctx: Any, query: Tensor, key: Tensor, value: Tensor, causal: bool, scale: float, otherwise: Any
     ) -> Tensor:
         trains = any(ctx.needs_input_grad)
-        out = lse = ctx.found = None
+        out = lse = query.new_empty(0)
+        ctx.found = None
         if not _has_failed:
             try:
                 options = (None, trains, 0.0, causal, False)
@@ -66,7 +67,7 @@ class _Attention(torch.autograd.Function):
                 ctx.found = lse.shape, seed, offset, ends
             except RuntimeError as error:
                 _give_up(error, "forward")
-        if out is None:
+        if ctx.found is None:
             out, lse = otherwise(query, key, value), query.new_empty(query.shape[:3], dtype=torch.float32)
         if trains:
             ctx.save_for_backward(query, key, value, out, lse.reshape(query.shape[:3]))
