@@ -244,6 +244,7 @@ def on_gpu(recorder: Recorder, *, lines: bool = True) -> Iterator[None]:
     def product_into(total: Tensor, *, a: Tensor, b: Tensor, overwrite: bool) -> None:
         read, op = ([a, b], "mm") if overwrite else ([total, a, b], "addmm")
         recorder.add(op, bytes=sum(map(touched_bytes, [*read, total])), **_work(op, (a, b)))
+        total.detach()  # an operation by which `LiveBytes` sees the memory of the total
 
     replaced = (
         patch.object(weight_grads, "product_into", product_into),
