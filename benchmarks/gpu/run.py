@@ -105,6 +105,9 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=Path("runs"), help="for the report and the results")
     parser.add_argument("--only", default="", help="names of steps, with commas")
     given = parser.parse_args()
+    wanted = given.only.split(",") if given.only else [step.name for step in STEPS]
+    if unknown := set(wanted) - {step.name for step in STEPS}:
+        parser.error(f"--only {', '.join(sorted(unknown))}: use {', '.join(step.name for step in STEPS)}")
     deadline = time.time() + given.seconds
     folder = given.folder.resolve()
     os.environ["GPU_CHECK_FOLDER"] = str(folder)
@@ -118,7 +121,7 @@ def main() -> None:
     is_gpu = describe_machine(given.seconds)
     os.environ["GPU_CHECK_DEVICE"] = "cuda" if is_gpu else "cpu"
     for step in STEPS:
-        if not given.only or step.name in given.only.split(","):
+        if step.name in wanted:
             run(step, folder, deadline)
     print((folder / rows.REPORT).read_text())
     if not is_gpu:

@@ -43,6 +43,15 @@ def test_a_step_that_fails_or_hangs_does_not_stop_the_others(tmp_path):
     assert ("No GPU was there" in report) == ("No GPU was there" in done.stdout)
 
 
+def test_an_unknown_step_is_an_error_with_the_known_ones(tmp_path):
+    """It would measure nothing, and replace the report of the last check."""
+    command = [sys.executable, str(HERE / "run.py"), "--only", "tests,speed", "--folder", str(tmp_path)]
+    done = subprocess.run(command, env=environment(), cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE)
+    assert done.returncode == 2
+    assert "--only speed: use tests, rates, training, kernels" in done.stderr
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_killed_check_has_every_finished_row(tmp_path):
     """A machine with a GPU may be taken away at any moment."""
     code = f"import sys; sys.path.insert(0, {str(HERE)!r}); import rows\nfor n in range(10**6):\n"
