@@ -5,21 +5,28 @@ PYTHON ?= python3
 JOBS ?= 3
 DEVICE ?= cpu
 GPU_SECONDS ?= 500
+MUTANTS ?= 0
+SEED ?= 1
 GPU_PATH := $(PYTHONPATH)
 VENV := .venv
 BASE := $(VENV)/.installed-base
 DEV := $(VENV)/.installed-dev
 BIN := $(VENV)/bin
+# A process that is free gets the next file; files are in the order of tests/durations.json.
+TESTS = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 unexport PYTHONPATH
+unexport PYTHONDONTWRITEBYTECODE  # pytest would rewrite all assertions in each process, for seconds
 
-.PHONY: help quickstart test lint format docs docs-serve bench gpu soak docker clean
+.PHONY: help quickstart test soak durations mutants lint format docs docs-serve bench gpu docker clean
 
 help:
 	@echo "make quickstart  train a small CodeGeeX on this machine's Python sources and let it write code"
-	@echo "make test        the tests without the long ones, in three processes (JOBS=2: in two)"
-	@echo "make soak        the long tests: many kills, faults and moves"
-	@echo "make lint        formatting, lint, types, shell scripts and the Dockerfile"
+	@echo "make test        every behaviour once, in three processes (JOBS=2: in two)"
+	@echo "make soak        the full matrices and long lists, for hours; resumes after an interruption"
+	@echo "make durations   the tests, whose seconds go to tests/durations.json and steer their order"
+	@echo "make mutants     small planted bugs: which of them do the tests find? (MUTANTS=200: and random ones)"
+	@echo "make lint        formatting, lint, types, shell scripts, the Dockerfile and the rules in tests/lint"
 	@echo "make format      let ruff rewrite the sources"
 	@echo "make docs        build the site of docs/ into site/; docs-serve shows it and follows changes"
 	@echo "make bench       speed and memory compared with other implementations"
@@ -31,10 +38,16 @@ quickstart: $(BASE)
 	$(BIN)/python tools/quickstart.py
 
 test: $(DEV)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not soak" -n $(JOBS) --dist worksteal
+	$(TESTS) -m "not soak and not lint"
 
 soak: $(DEV)
-	$(BIN)/python -m pytest -m soak
+	$(TESTS) -m "soak and not lint" --resume-soak
+
+durations: $(DEV)
+	$(TESTS) -m "not soak and not lint" --record-durations
+
+mutants: $(DEV)
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.mutants.run --random $(MUTANTS) --seed $(SEED)
 
 lint: $(DEV)
 	$(BIN)/ruff format --check .
@@ -42,6 +55,7 @@ lint: $(DEV)
 	$(BIN)/pyright
 	$(BIN)/hadolint Dockerfile
 	$(BIN)/shellcheck launch.sh megatron_lite/launch/launch.sh megatron_lite/launch/pretrain.sbatch .ci/run
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/lint
 
 format: $(DEV)
 	$(BIN)/ruff format .

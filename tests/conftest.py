@@ -1,59 +1,58 @@
-"""Fixtures for all tests. Test folders are packages, so that ranks can import the functions of a test module."""
+"""Fixtures of all tests, their tiers and order. Test folders are packages: ranks import the functions of tests."""
 
-import os
+import gc
+from pathlib import Path
 
 import pytest
 from hypothesis import settings
 
-from megatron_lite.launch.pool import Ranks
+from tests.helpers import covered, session, warm
 
 # The same examples on every run, and no deadline, because a busy machine is not a failure.
-settings.register_profile("megatron_lite", deadline=None, derandomize=True)
+settings.register_profile("megatron_lite", deadline=None, derandomize=True, database=None)
 settings.load_profile("megatron_lite")
 
-# The files with the longest tests, in the order in which processes of pytest-xdist get them, each the next one.
-LONGEST = (
-    "test_slurm.py",
-    "test_command_line.py",
-    "test_docs.py",
-    "test_faults.py",
-    "test_quickstart.py",
-    "test_training_watchdog.py",
-    "test_two_hosts.py",
-    "test_kill.py",
-    "test_extending.py",
-    "test_wheel.py",
-    "test_launch.py",
-    "test_convert.py",
-    "test_launch_nodes.py",
-    "test_ports.py",
-    "test_doctor.py",
-)
+# Imports and collection make many objects that stay; the collector would walk them again and again, for seconds.
+gc.disable()
+
+LINT = Path(__file__).parent / "lint"
 
 
-@pytest.hookimpl(trylast=True)  # after tests were deselected
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Let each process start with some of the longest tests.
+def pytest_addoption(parser: pytest.Parser) -> None:
+    session.add_options(parser)
+    parser.addoption("--record-lines", metavar="FOLDER", help="record into FOLDER which test runs which line")
 
-    `--dist worksteal` first gives each process an equal number of tests, in order. A long test at the end of such a
-    part would leave the other processes idle.
+
+def pytest_configure(config: pytest.Config) -> None:
+    session.follow(config)
+    if folder := config.getoption("--record-lines"):
+        covered.record_into(config, folder)
+
+
+@pytest.hookimpl(tryfirst=True)  # before tests are selected by their markers
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Mark the checks of the repository, and put the files that take longest first.
+
+    With `--dist loadfile`, a process that is free gets the next file. So those that run last are short.
     """
-    num_workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
-    longest = [[item for item in items if item.path.name == name] for name in LONGEST]
-    others = [item for item in items if item.path.name not in LONGEST]
-    ordered: list[pytest.Item] = []
-    for worker in range(num_workers):
-        size = (len(items) - len(ordered)) // (num_workers - worker)
-        first = [item for tests in longest[worker::num_workers] for item in tests]
-        num_others = max(0, size - len(first))
-        ordered += first + others[:num_others]
-        del others[:num_others]
-    items[:] = ordered + others
+    for item in items:
+        if LINT in item.path.parents:
+            item.add_marker("lint")
+    seconds = {path: session.recorded_seconds(path) for path in {item.path for item in items}}
+    items[:] = sorted(session.without_passed(config, items), key=lambda item: -seconds[item.path])
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(scope="session")
-def ranks():
+def ranks(pytestconfig: pytest.Config):
     """`ranks(2, function, *args)`: the results of function on two ranks; see `megatron_lite/launch/pool.py`."""
+    from megatron_lite.launch.pool import Ranks
+
+    warm.start_server()
     pool = Ranks()
-    yield pool
+    yield covered.RecordedRanks(pool) if pytestconfig.getoption("--record-lines") else pool
     pool.close()

@@ -1,6 +1,5 @@
 """The layers of articles about Megatron-LM, written on `mpu`, compute what ours compute, on any number of ranks."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,50 +23,6 @@ from tests.helpers.runs import counting_splits, rows
 from tests.helpers.tiny import tiny_config
 
 DOUBLE, XAVIER = torch.float64, nn.init.xavier_normal_
-ROOT = Path(__file__).resolve().parents[2]
-# The names of the documents that the project follows, and those that a port of their code needs.
-NAMES = (
-    "initialize_model_parallel",
-    "destroy_model_parallel",
-    "model_parallel_is_initialized",
-    "model_parallel_cuda_manual_seed",
-    "get_virtual_pipeline_model_parallel_rank",
-    "set_virtual_pipeline_model_parallel_rank",
-    "get_virtual_pipeline_model_parallel_world_size",
-    "is_pipeline_first_stage",
-    "is_pipeline_last_stage",
-    "ColumnParallelLinear",
-    "RowParallelLinear",
-    "VocabParallelEmbedding",
-    "copy_to_tensor_model_parallel_region",
-    "reduce_from_tensor_model_parallel_region",
-    "scatter_to_tensor_model_parallel_region",
-    "gather_from_tensor_model_parallel_region",
-    "reduce_scatter_to_sequence_parallel_region",
-    "divide",
-    "ensure_divisibility",
-    "split_tensor_along_last_dim",
-    "VocabUtility",
-    "get_cuda_rng_tracker",
-    "vocab_parallel_cross_entropy",
-    "parallel_lm_logits",
-    "broadcast",
-    "scatter",
-    "gather",
-    "reduce",
-    "all_reduce",
-    "all_gather",
-    "reduce_scatter",
-    "all_to_all",
-    "barrier",
-    "send",
-    "recv",
-    "get_tensor_model_parallel_rank",
-    "get_tensor_model_parallel_world_size",
-    "get_data_parallel_group",
-    "get_embedding_group",
-    "get_pipeline_model_parallel_world_size",
-)
 
 
 def inputs(*shape: int) -> Tensor:
@@ -266,15 +221,3 @@ def test_two_stages_with_one_parameter_name_are_an_error(ranks, tmp_path):
     message = "stages 0 and 1 both have a parameter layer.weight, and a checkpoint would keep one of them; number"
     with pytest.raises(RanksFailed, match=message):
         ranks(2, train_same_names, str(tmp_path))
-
-
-def test_every_name_of_the_documents_exists_is_documented_and_is_used_here():
-    page = (ROOT / "docs" / "from-megatron.md").read_text(encoding="utf-8")
-    tests = "".join(
-        (ROOT / "tests" / name).read_text(encoding="utf-8")
-        for name in ("helpers/article_layers.py", "dist/test_mpu_layers.py", "dist/test_mpu.py", "unit/test_mpu.py")
-    )
-    for name in NAMES:
-        assert hasattr(mpu, name), name
-        assert f"`{name}" in page, f"{name} is not described in docs/from-megatron.md"
-        assert f"mpu.{name}" in tests, f"no test of the articles' layers uses {name}"

@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 import torch
 
+from tests.helpers import parity
+from tests.helpers.cover import cover, pairs
 from tests.helpers.tiny import ENCODERS, train_tiny
 
 BATCH = 12  # sequences in one optimizer step
@@ -85,6 +87,11 @@ def one_process(model: str, precision: str, fields: tuple[tuple[str, Any], ...])
     return train_tiny(model, train__precision=precision, **changes | dict(fields))
 
 
+@cache
+def two_steps(model: str, fields: tuple[tuple[str, Any], ...]) -> dict[str, Any]:
+    return parity.train(model, "fp64", 4, train__micro_batch_size=BATCH, **dict(fields))
+
+
 def relative(a: torch.Tensor, b: torch.Tensor) -> float:
     return float(((a - b).abs() / b.abs()).max())
 
@@ -122,6 +129,26 @@ CASES = [
 ]
 
 
+def parts(case: tuple[str, dict[str, Any], dict[str, Any]]) -> set:
+    """A layout's pairs of features with its model, and each value of a field."""
+    model, layout, fields = case
+    return pairs({*parity.features(layout), model}) | {(model, f"{name}={value}") for name, value in fields.items()}
+
+
+SHORT = [CASES[at] for at in cover(CASES, parts, cost=lambda case: case[1]["ranks"])]
+
+
+@pytest.mark.parametrize(
+    ("model", "layout", "fields"), SHORT, ids=[f"{m} {name_of(la)} {list(f.values())}" for m, la, f in SHORT]
+)
+def test_two_fp64_steps_equal_those_of_one_process(ranks, model, layout, fields):
+    """Only the order of sums differs, so a difference above 1e-10 of a loss, norm or weight is a mistake."""
+    truth = two_steps(model, tuple(fields.items()))
+    for got in ranks(layout["ranks"], parity.train, model, "fp64", **{"num_layers": 4} | layout["changes"] | fields):
+        assert {name: value for name, value in parity.differences(got, truth).items() if value > 1e-10} == {}
+
+
+@pytest.mark.soak
 @pytest.mark.parametrize(
     ("model", "layout", "fields"), CASES, ids=[f"{m} {name_of(la)} {list(f.values())}" for m, la, f in CASES]
 )

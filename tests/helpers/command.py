@@ -4,12 +4,14 @@ import io
 import os
 import subprocess
 import sys
+from collections.abc import Mapping
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from unittest import mock
 
 from megatron_lite.cli import main
 from megatron_lite.preprocess.corpus import preprocess
+from tests.helpers import warm
 from tests.helpers.limits import PATIENCE
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -23,22 +25,12 @@ def environment() -> dict[str, str]:
     return base | {"OMP_NUM_THREADS": "1", "PYTHONPATH": paths}
 
 
-def start(*arguments: str, cwd: Path, **options) -> subprocess.Popen[str]:
+def start(*arguments: str, cwd: Path, env: Mapping[str, str] | None = None) -> warm.Command:
     """Start `megatron-lite ARGUMENTS` in a new session: a signal reaches only its processes."""
-    return subprocess.Popen(
-        [sys.executable, "-m", "megatron_lite", *arguments],
-        cwd=cwd,
-        env=environment() | options.pop("env", {}),
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-        **options,
-    )
+    return warm.Command(warm.LITE, list(arguments), cwd=cwd, env=environment() | dict(env or {}))
 
 
-def wait_for(words: str, process: subprocess.Popen[str]) -> None:
+def wait_for(words: str, process: "warm.Command | subprocess.Popen[str]") -> None:
     """Read the output of `process` up to a line that contains `words`, or to its end."""
     assert process.stdout is not None
     for line in process.stdout:
@@ -46,11 +38,18 @@ def wait_for(words: str, process: subprocess.Popen[str]) -> None:
             return
 
 
-def run(*arguments: str, cwd: Path, timeout: float = PATIENCE, **options) -> subprocess.CompletedProcess[str]:
+def run(
+    *arguments: str, cwd: Path, env: Mapping[str, str] | None = None, timeout: float = PATIENCE
+) -> subprocess.CompletedProcess[str]:
     """Run `megatron-lite ARGUMENTS` in a new process until it exits."""
-    process = start(*arguments, cwd=cwd, **options)
-    out, err = process.communicate(timeout=timeout)
-    return subprocess.CompletedProcess(arguments, process.returncode, out, err)
+    return warm.run(warm.LITE, *arguments, cwd=cwd, env=environment() | dict(env or {}), timeout=timeout)
+
+
+def run_python(
+    *words: str, cwd: Path, env: Mapping[str, str] | None = None, timeout: float = PATIENCE
+) -> subprocess.CompletedProcess[str]:
+    """Run `python FILE ARGUMENTS` or `python -m MODULE ARGUMENTS` in a new process until it exits."""
+    return warm.run(warm.PYTHON, *words, cwd=cwd, env=environment() | dict(env or {}), timeout=timeout)
 
 
 def run_listing_modules(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:

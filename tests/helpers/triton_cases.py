@@ -30,7 +30,7 @@ class Case:
     """A call of `triton_attention` and its backward."""
 
     kinds: tuple[str, ...] = ("causal",)
-    length: int = 100
+    length: int = 70
     num_keys: int = 0  # 0: as many as queries
     batch: int = 1
     heads: int = 1

@@ -16,6 +16,7 @@ from megatron_lite.launch import launcher
 from megatron_lite.launch.launcher import launched_world_size
 from megatron_lite.launch.nodes import Nodes
 from megatron_lite.launch.reports import resolve
+from tests.helpers.cases import all_cases
 from tests.helpers.command import ROOT, make_corpus, run_here, run_listing_modules, tiny_yaml
 
 
@@ -194,12 +195,15 @@ def test_presets_are_listed_with_their_sizes(tmp_path):
     assert rows["codegeex-mini"][-4:] == ["+", "256", "per", "token"]
 
 
-@pytest.mark.parametrize("name", PRESETS)
-def test_the_fields_of_a_preset_are_a_config(name, tmp_path):
-    done = run_here("presets", name, cwd=tmp_path)
-    (tmp_path / "a.yaml").write_text(done.stdout)
-    config, preset = load_config(tmp_path / "a.yaml"), load_config(None, [f"model.preset={name}"])
-    assert config.model.model_copy(update={"preset": name}) == preset.model
+def test_the_fields_of_every_preset_are_a_config(tmp_path):
+    """A user who changes a printed preset would train another model."""
+    with all_cases() as case:
+        for name in PRESETS:
+            with case(name):
+                done = run_here("presets", name, cwd=tmp_path)
+                (tmp_path / "a.yaml").write_text(done.stdout)
+                config, preset = load_config(tmp_path / "a.yaml"), load_config(None, [f"model.preset={name}"])
+                assert config.model.model_copy(update={"preset": name}) == preset.model
 
 
 def test_an_unknown_preset_lists_all_presets(tmp_path):

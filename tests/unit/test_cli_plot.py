@@ -4,8 +4,8 @@ import json
 import math
 import os
 import warnings
+from typing import Any
 
-import matplotlib.figure
 import numpy as np
 import pytest
 from hypothesis import given
@@ -17,6 +17,7 @@ from megatron_lite.cli.picture import LINE_COLOURS
 from megatron_lite.cli.plot import ASCII_BLOCKS, BLOCKS, blocks_for, loss_lines, sparkline
 from megatron_lite.cli.runs import X_AXES, distinct_names, read_runs
 from megatron_lite.errors import ConfigError, MegatronLiteError
+from tests.helpers.cases import all_cases
 from tests.helpers.command import run_here, run_listing_modules
 from tests.helpers.metrics_files import write_run
 
@@ -68,13 +69,13 @@ def test_an_evaluation_before_all_iterations_has_no_position(tmp_path):
     assert read(tmp_path).validation("samples") == ([], [])
 
 
-@pytest.mark.parametrize("rest", ['{"iteration": 3, "lo', "{", "\0\0\0", '{"iteration": 3, "loss": 2.0'])
-def test_an_unfinished_last_line_is_left_out(tmp_path, rest):
+def test_an_unfinished_last_line_is_left_out(tmp_path):
     """A run that is training writes a row at this moment, and a crash can leave part of one."""
     path = write_run(tmp_path, [5.0, 4.0]) / "metrics.jsonl"
-    with path.open("a") as file:
-        file.write(rest)
-    assert read(tmp_path).num_iterations == 2
+    complete = path.read_text()
+    for rest in ('{"iteration": 3, "lo', "{", "\0\0\0", '{"iteration": 3, "loss": 2.0'):
+        path.write_text(complete + rest)
+        assert read(tmp_path).num_iterations == 2, rest
 
 
 def test_a_complete_last_line_without_a_newline_counts(tmp_path):
@@ -83,9 +84,9 @@ def test_a_complete_last_line_without_a_newline_counts(tmp_path):
     assert read(tmp_path).num_iterations == 2
 
 
-@pytest.mark.parametrize(
-    "line, problem",
-    [
+def test_the_error_of_a_damaged_line_names_file_and_line(tmp_path):
+    """A curve without the row would look complete."""
+    damaged = [
         (b'{"iteration": 2, "lo', r"""damaged line '\{"iteration": 2, "lo'; each line must be a JSON object"""),
         (b"", r"damaged line ''; each line must be a JSON object"),
         (b"[1]", r"damaged line '\[1\]'; each line must be a JSON object"),
@@ -93,15 +94,15 @@ def test_a_complete_last_line_without_a_newline_counts(tmp_path):
         (b'{"loss": 1.0, "iteration": 2}', r"damaged line: consumed_samples is missing; it must be a number"),
         (b'{"loss": null, "iteration": 2, "consumed_samples": 1}', r"damaged line: loss is None; it must be a number"),
         (b'{"validation_loss": 1, "iteration": "2"}', r"damaged line: iteration is '2'; it must be a number"),
-    ],
-)
-def test_the_error_of_a_damaged_line_names_file_and_line(tmp_path, line, problem):
-    """A curve without the row would look complete."""
+    ]
     path = write_run(tmp_path, [5.0, 4.0, 3.0]) / "metrics.jsonl"
     first, _, third = path.read_bytes().splitlines()
-    path.write_bytes(b"\n".join([first, line, third, b""]))
-    with pytest.raises(MegatronLiteError, match=rf"/metrics\.jsonl:2: {problem}; remove this line$"):
-        read(tmp_path)
+    with all_cases() as case:
+        for line, problem in damaged:
+            path.write_bytes(b"\n".join([first, line, third, b""]))
+            message = rf"/metrics\.jsonl:2: {problem}; remove this line$"
+            with case(line), pytest.raises(MegatronLiteError, match=message):
+                read(tmp_path)
 
 
 def test_the_error_of_a_folder_that_is_not_a_run_says_what_to_give(tmp_path):
@@ -153,13 +154,15 @@ def test_only_tokens_need_a_config(tmp_path):
         read(tmp_path).x_values("tokens")
 
 
-@pytest.mark.parametrize(
-    "text, got", [("", "None"), ("data: {seq_length: x}", "x"), ("data: {seq_length: 0}", "0"), ("data: 3", "None")]
-)
-def test_a_config_without_a_seq_length_is_an_error_for_tokens(tmp_path, text, got):
-    (write_run(tmp_path, [5.0]) / "config.yaml").write_text(text)
-    with pytest.raises(ConfigError, match=rf"/config\.yaml: data\.seq_length is {got}; .* needs an integer above 0"):
-        read(tmp_path).x_values("tokens")
+def test_a_config_without_a_seq_length_is_an_error_for_tokens(tmp_path):
+    texts = {"": "None", "data: {seq_length: x}": "x", "data: {seq_length: 0}": "0", "data: 3": "None"}
+    path = write_run(tmp_path, [5.0]) / "config.yaml"
+    with all_cases() as case:
+        for text, got in texts.items():
+            path.write_text(text)
+            message = rf"/config\.yaml: data\.seq_length is {got}; .* needs an integer above 0"
+            with case(text), pytest.raises(ConfigError, match=message):
+                read(tmp_path).x_values("tokens")
 
 
 def test_a_config_that_is_not_yaml_is_an_error_with_its_line(tmp_path):
@@ -168,9 +171,9 @@ def test_a_config_that_is_not_yaml_is_an_error_with_its_line(tmp_path):
         read(tmp_path).x_values("tokens")
 
 
-@pytest.mark.parametrize(
-    "folders, names",
-    [
+def test_a_name_is_the_part_of_a_path_that_distinguishes_it():
+    """A legend of full paths would not fit, and one of last parts would repeat itself."""
+    names_of: list[tuple[Any, list[str]]] = [
         (["runs/quickstart"], ["quickstart"]),
         (["runs/a", "runs/b/"], ["a", "b"]),
         (["sweep/lr_1/run", "sweep/lr_2/run"], ["lr_1", "lr_2"]),
@@ -179,10 +182,8 @@ def test_a_config_that_is_not_yaml_is_an_error_with_its_line(tmp_path):
         (["runs/a", "./runs/../runs/b"], ["a", "b"]),
         (["runs/ab", "runs/ac"], ["ab", "ac"]),
         (["x/a/x", "x"], ["x/a/x", "x"]),
-    ],
-)
-def test_a_name_is_the_part_of_a_path_that_distinguishes_it(folders, names):
-    assert distinct_names(folders) == names
+    ]
+    assert [(folders, distinct_names(folders)) for folders, _ in names_of] == names_of
 
 
 @given(st.lists(st.text("ab/", min_size=1), min_size=1, max_size=4))
@@ -201,18 +202,13 @@ def test_a_sparkline_goes_from_the_highest_block_to_the_lowest():
     assert sparkline([1, 1, 1, 1, 9, 9], 3) == "▁▁█"  # each block is the mean of two
 
 
-@pytest.mark.parametrize(
-    "values, wanted",
-    [
-        ([3.0], "▁"),
-        ([2.0, 2.0], "▁▁"),
-        ([NAN, NAN], "xx"),
-        ([4.0, NAN, math.inf, 2.0], "█xx▁"),
-        ([1e308, -1e308, 1e308], "█▁█"),
-    ],
-)
-def test_a_sparkline_of_few_or_infinite_values_can_be_drawn(values, wanted):
-    assert sparkline(values, 10) == wanted
+def test_a_sparkline_of_few_or_infinite_values_can_be_drawn():
+    """The first lines of a run, and those of a run that diverges, would be an error."""
+    assert sparkline([3.0], 10) == "▁"
+    assert sparkline([2.0, 2.0], 10) == "▁▁"
+    assert sparkline([NAN, NAN], 10) == "xx"
+    assert sparkline([4.0, NAN, math.inf, 2.0], 10) == "█xx▁"
+    assert sparkline([1e308, -1e308, 1e308], 10) == "█▁█"
 
 
 @given(
@@ -311,8 +307,10 @@ def test_wrong_arguments_exit_with_2(tmp_path):
 @pytest.fixture
 def drawn(monkeypatch):
     """A function that draws runs and returns the axes by title, and the labels of the legend."""
+    from matplotlib.figure import Figure  # takes half a second
+
     figures = []
-    write = matplotlib.figure.Figure.savefig
+    write = Figure.savefig
 
     def keep(figure, path):
         figures.append(figure)
@@ -320,7 +318,7 @@ def drawn(monkeypatch):
             warnings.simplefilter("error")
             write(figure, path)
 
-    monkeypatch.setattr(matplotlib.figure.Figure, "savefig", keep)
+    monkeypatch.setattr(Figure, "savefig", keep)
 
     def draw(tmp_path, folders, axis="steps"):
         save_curves(tmp_path / "curves.png", read_runs(folders), axis)
@@ -397,11 +395,19 @@ def test_smoothing_a_very_long_run_takes_few_points():
     assert 2000 <= len(x) <= 4000 and (values == 1.0).all()
 
 
+FEW = ([3.0], [NAN], [NAN, NAN], [2.0, 2.0])
+BAD = ([3.0, math.inf, 2.0], [3.0, NAN, 2.0], [0.0, -1.0], [1e30] + [2.0] * 99)
+
+
+# A picture takes half a second: `make test` draws each of these runs on one of the axes.
 @pytest.mark.parametrize(
-    "losses",
-    [[3.0], [NAN], [NAN, NAN], [3.0, math.inf, 2.0], [3.0, NAN, 2.0], [2.0, 2.0], [0.0, -1.0], [1e30] + [2.0] * 99],
+    "losses, axis",
+    [
+        pytest.param(losses, axis, marks=[] if place == number % len(X_AXES) else pytest.mark.soak)
+        for number, losses in enumerate(FEW + BAD)
+        for place, axis in enumerate(X_AXES)
+    ],
 )
-@pytest.mark.parametrize("axis", X_AXES)
 def test_a_run_with_few_or_bad_losses_can_be_drawn(tmp_path, drawn, losses, axis):
     """Runs that diverge are those that one looks at. No warning of matplotlib or numpy appears."""
     panels, _ = drawn(tmp_path, [write_run(tmp_path / "a", losses, validation={1: losses[0]})], axis)
@@ -423,12 +429,9 @@ def test_an_axis_with_a_spike_is_logarithmic(tmp_path, drawn):
     assert {axes.get_yscale() for axes in calm.values()} == {"linear"}
 
 
-@pytest.mark.parametrize(
-    "value, label",
-    [(0, "0"), (0.002, "0.002"), (40, "40"), (1500, "1.5k"), (-2e7, "-20M"), (3e9, "3B"), (1e13, "10T")],
-)
-def test_tick_labels_are_short(value, label):
-    assert short(value) == label
+def test_tick_labels_are_short():
+    labels = {0: "0", 0.002: "0.002", 40: "40", 1500: "1.5k", -2e7: "-20M", 3e9: "3B", 1e13: "10T"}
+    assert {value: short(value) for value in labels} == labels
 
 
 def test_pictures_are_written_as_png_and_svg_of_a_readable_size(tmp_path):

@@ -1,9 +1,8 @@
 """Rules for data-parallel engines, sync modes and memory settings: their messages, and allowed settings."""
 
-import pytest
-
 from megatron_lite.config.load import load_config
 from megatron_lite.config.validate import failures
+from tests.helpers.cases import all_cases
 
 DEEPSPEED = ["parallel.ddp=deepspeed"]
 DILOCO = ["sync.mode=diloco", "sync.interval=8", "train.iterations=16"]
@@ -200,17 +199,19 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_incompatible_settings_are_an_error_with_a_remedy(case):
-    overrides, start, remedy = CASES[case]
-    (message,) = failing(*overrides)
-    assert message.startswith(start)
-    assert message.endswith(remedy)
+def test_incompatible_settings_are_an_error_with_a_remedy():
+    """The run would train another model, or stop with an error of the engine."""
+    with all_cases() as case:
+        for name, (overrides, start, remedy) in CASES.items():
+            with case(name):
+                (message,) = failing(*overrides)
+                assert message.startswith(start)
+                assert message.endswith(remedy)
 
 
-@pytest.mark.parametrize(
-    "overrides",
-    [
+def test_compatible_settings_are_accepted():
+    """A rule that is too strict would forbid a run that works."""
+    compatible = [
         [
             "optim.distributed=true",
             "parallel.pipeline=2",
@@ -229,8 +230,8 @@ def test_incompatible_settings_are_an_error_with_a_remedy(case):
         ["train.recompute=full:12"],
         ["train.recompute=full:7", "parallel.pipeline=2", "model.top_query_layer=true"],
         ["train.recompute=full:3", "train.offload_activations=true"],
-    ],
-    ids=" ".join,
-)
-def test_compatible_settings_are_accepted(overrides):
-    assert failing(*overrides, "train.global_batch_size=16") == []
+    ]
+    with all_cases() as case:
+        for overrides in compatible:
+            with case(*overrides):
+                assert failing(*overrides, "train.global_batch_size=16") == []

@@ -2,22 +2,25 @@
 
 from pathlib import Path
 
-import pytest
-
 from megatron_lite.config.load import load_config
 from megatron_lite.config.sizes import state_bytes
 from megatron_lite.config.validate import validate
 from megatron_lite.plan.sizes import activation_bytes, largest_rank_parameters
+from tests.helpers.cases import all_cases
 
 CONFIGS = sorted((Path(__file__).resolve().parents[2] / "configs").glob("*.yaml"))
 
 
-@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.name)
-def test_config_is_valid_on_its_smallest_number_of_processes(path):
-    config = load_config(path)
-    validate(config, config.parallel.model_size)
-    assert config.data.paths and config.data.tokenizer
-    assert config.run.dir == f"runs/{path.stem}", "two configs must not share a run directory"
+def test_every_config_is_valid_on_its_smallest_number_of_processes():
+    """Two configs must not share a run directory."""
+    assert len(CONFIGS) > 15
+    with all_cases() as case:
+        for path in CONFIGS:
+            with case(path.name):
+                config = load_config(path)
+                validate(config, config.parallel.model_size)
+                assert config.data.paths and config.data.tokenizer
+                assert config.run.dir == f"runs/{path.stem}"
 
 
 def test_codegeex_13b_has_the_published_hyperparameters():
@@ -45,11 +48,13 @@ ON_EIGHT_GPUS = (
 )
 
 
-@pytest.mark.parametrize("name", ON_EIGHT_GPUS)
-def test_a_family_fits_eight_gpus_of_80_gb(name):
+def test_every_family_fits_eight_gpus_of_80_gb():
     """State and activations take at most 72 GB of a GPU's 80, by arithmetic; the rest is for kernels and buckets."""
-    config = load_config(CONFIGS[0].parent / f"{name}.yaml")
-    validate(config, 8)
-    dp = config.parallel.data(8)
-    state = sum(state_bytes(config, dp).values()) * largest_rank_parameters(config)
-    assert state + activation_bytes(config, dp) < 72e9
+    with all_cases() as case:
+        for name in ON_EIGHT_GPUS:
+            with case(name):
+                config = load_config(CONFIGS[0].parent / f"{name}.yaml")
+                validate(config, 8)
+                dp = config.parallel.data(8)
+                state = sum(state_bytes(config, dp).values()) * largest_rank_parameters(config)
+                assert state + activation_bytes(config, dp) < 72e9

@@ -1,6 +1,7 @@
 """Configs from files and the command line: accepted forms, and the message of each mistake."""
 
 import json
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 from megatron_lite.config.load import dump_config, load_config
 from megatron_lite.config.schema import Config, DataConfig, LogConfig, ModelConfig, OptimConfig, RunConfig, TrainConfig
 from megatron_lite.errors import ConfigError
+from tests.helpers.cases import all_cases
 
 
 def write(folder: Path, text: str) -> Path:
@@ -240,13 +242,13 @@ def test_a_dumped_config_is_read_back_exactly(tmp_path_factory, directory, paths
     assert load_config(path) == config
 
 
-@pytest.mark.parametrize("character", ["\0", "\n", "\x1b", "\x7f", "\x85"])
-@pytest.mark.parametrize(
-    "field", ["run.dir", "data.cache_dir", "data.tokenizer", "data.paths", "checkpoint.load", "checkpoint.load_weights"]
-)
-def test_a_path_with_a_control_character_is_an_error(tmp_path, field, character):
+def test_a_path_with_a_control_character_is_an_error(tmp_path):
     """NUL would cause a traceback in the file system hours later; a newline would end a line of a job script."""
-    section, name = field.split(".")
-    (tmp_path / "a.yaml").write_text(yaml.safe_dump({section: {name: f"runs/a{character}b"}}))
-    with pytest.raises(ConfigError, match=rf"a.yaml:2: {field} is .*; it must be .* without control characters"):
-        load_config(tmp_path / "a.yaml")
+    fields = ("run.dir", "data.cache_dir", "data.tokenizer", "data.paths", "checkpoint.load", "checkpoint.load_weights")
+    with all_cases() as case:
+        for field, character in product(fields, ("\0", "\n", "\x1b", "\x7f", "\x85")):
+            section, name = field.split(".")
+            (tmp_path / "a.yaml").write_text(yaml.safe_dump({section: {name: f"runs/a{character}b"}}))
+            message = rf"a.yaml:2: {field} is .*; it must be .* without control characters"
+            with case(field, repr(character)), pytest.raises(ConfigError, match=message):
+                load_config(tmp_path / "a.yaml")

@@ -20,6 +20,7 @@ import torch
 from megatron_lite.convert import codegeex, safe_pickle
 from megatron_lite.convert.torch_file import TorchFile, flatten
 from megatron_lite.errors import CheckpointError
+from tests.helpers.cases import all_cases
 from tests.helpers.torch_files import FORMATS, storage_of, tensor_of
 
 HERE = __name__
@@ -188,31 +189,26 @@ def extension():
     copyreg._extension_cache.pop(0xF1, None)  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize("form", FORMATS)
-@pytest.mark.parametrize(
-    "name",
-    [
-        *ACTIVE,
-        *(
-            "name with dots",
-            "storage with dots",
-            "module that is imported",
-            "state of a function",
-            "state of a class",
-            "state of a dict class",
-            "state of a tensor",
-            "state of a storage type",
-            "source of a module",
-        ),
-    ],
-)
-def test_no_code_of_a_file_runs(tmp_path, monkeypatch, extension, name, form):
+def test_no_code_of_a_file_runs(tmp_path, monkeypatch, extension):
     """A checkpoint from the internet could take over the computer of its reader."""
     marker = tmp_path / "marker"
     (tmp_path / "hostile_module.py").write_text(f"import pathlib; pathlib.Path({str(marker)!r}).touch()")
     monkeypatch.syspath_prepend(str(tmp_path))
-    data = hostile_pickles(str(marker))[name]
-    path = with_pickle(tmp_path / "a.pt", data, form)
+    documented = (argparse.Namespace, OrderedDict, safe_pickle.Namespace, safe_pickle.Dict, safe_pickle._tensor)
+    with all_cases() as case:
+        for number, (name, data) in enumerate(hostile_pickles(str(marker)).items()):
+            for form in FORMATS:
+                path = with_pickle(tmp_path / f"{number}-{form}.pt", data, form)
+                with case(name, form):
+                    read_without_effect(path)
+                    assert not marker.exists() and "hostile_module" not in sys.modules
+                    assert "changed" not in [each.__doc__ for each in documented]
+                marker.unlink(missing_ok=True)
+                sys.modules.pop("hostile_module", None)
+
+
+def read_without_effect(path):
+    """A file without tensors or with an error, and no checkpoint of CodeGeeX."""
     try:
         content = TorchFile(path).content
         assert not flatten(content, path)
@@ -221,23 +217,19 @@ def test_no_code_of_a_file_runs(tmp_path, monkeypatch, extension, name, form):
     with pytest.raises(CheckpointError):
         codegeex.read(path, {})
     assert not codegeex.recognise(path)
-    assert not marker.exists() and "hostile_module" not in sys.modules
-    documented = (argparse.Namespace, OrderedDict, safe_pickle.Namespace, safe_pickle.Dict, safe_pickle._tensor)
-    assert "changed" not in [each.__doc__ for each in documented]
 
 
-def test_the_list_of_hostile_pickles_is_complete(tmp_path):
-    (names,) = [mark.args[1] for mark in test_no_code_of_a_file_runs.pytestmark if mark.args[0] == "name"]
-    assert set(names) == set(hostile_pickles(str(tmp_path / "marker")))
-
-
-@pytest.mark.parametrize("name", ACTIVE)
-def test_a_hostile_pickle_runs_code_in_pickle_itself(tmp_path, extension, name):
+def test_a_hostile_pickle_runs_code_in_pickle_itself(tmp_path, extension):
     """Harmless pickles would make the test above meaningless."""
     marker = tmp_path / "marker"
-    with suppress(TypeError):  # the result of the call is not a key, or not an item
-        pickle.loads(hostile_pickles(str(marker))[name])
-    assert marker.exists()
+    hostile = hostile_pickles(str(marker))
+    with all_cases() as case:
+        for name in ACTIVE:
+            with case(name):
+                with suppress(TypeError):  # the result of the call is not a key, or not an item
+                    pickle.loads(hostile[name])
+                assert marker.exists()
+            marker.unlink(missing_ok=True)
 
 
 def test_methods_of_tensors_cannot_be_called(tmp_path):
@@ -340,9 +332,9 @@ def test_no_random_pickle_runs_code(tmp_path, extension, first, last):
     assert "changed" not in str(safe_pickle.Dict.__doc__)
 
 
-@pytest.mark.parametrize(
-    "data, message",
-    [
+def test_an_invalid_pickle_is_a_damaged_file(tmp_path):
+    """Any other error would be a traceback without the name of the file."""
+    invalid = [
         (b"\x80\x02cos\nsystem\n)R)R.", "'Inert' object is not callable"),
         (b"ctorch._utils\n_rebuild_tensor_v2\n}S'a'\nI1\nsb.", "it would change a function"),
         (b"\x80\x05\x96\xff\xff\xff\xff\xff\x00\x00\x00.", "KeyError: 150"),  # allocates a terabyte
@@ -352,15 +344,15 @@ def test_no_random_pickle_runs_code(tmp_path, extension, first, last):
         (b"(S'storage'\nctorch\nFloatStorage\nS'0'\nS'cpu'\nI-1\ntQ.", "is not a plain storage"),
         (b"Pname\n.", "KeyError: 80"),
         (b"", "EOFError"),
-    ],
-)
-@pytest.mark.parametrize("form", FORMATS)
-def test_an_invalid_pickle_is_a_damaged_file(tmp_path, data, message, form):
-    path = with_pickle(tmp_path / "a.pt", data, form)
-    if form == "legacy" and not data:
-        path.write_bytes(path.read_bytes().removesuffix(pickle.dumps([], 2)))
-    with pytest.raises(CheckpointError, match=message):
-        TorchFile(path)
+    ]
+    with all_cases() as case:
+        for number, (data, message) in enumerate(invalid):
+            for form in FORMATS:
+                path = with_pickle(tmp_path / f"{number}-{form}.pt", data, form)
+                if form == "legacy" and not data:
+                    path.write_bytes(path.read_bytes().removesuffix(pickle.dumps([], 2)))
+                with case(data, form), pytest.raises(CheckpointError, match=message):
+                    TorchFile(path)
 
 
 def doubled(times: int, container: type) -> Any:
@@ -371,34 +363,37 @@ def doubled(times: int, container: type) -> Any:
     return found
 
 
-@pytest.mark.parametrize("form", FORMATS)
-@pytest.mark.parametrize(
-    "make, message",
-    [
-        (lambda: {doubled(16, tuple): 1}, "a key of a dict is a tuple of tuples"),
-        (lambda: {"args": {((1, 2), 3): 1}}, "a key of a dict is a tuple of tuples"),
-        (lambda: Calls(OrderedDict, [(doubled(16, tuple), 1)]), "a key of a dict is a tuple of tuples"),
-        (lambda: Calls(argparse.Namespace, state={doubled(16, tuple): 1}), "a key of a dict is a tuple of tuples"),
-        (lambda: {"iteration": doubled(16, tuple)}, "its containers nest more than 100 deep, or repeat each other"),
-        (lambda: {"args": {"x": doubled(16, list)}}, "its containers nest more than 100 deep, or repeat each other"),
-        (lambda: doubled(101, lambda pair=(): list(pair[:1])), "its containers nest more than 100 deep"),
-    ],
-)
-def test_a_small_file_that_would_take_unlimited_time_is_an_error(tmp_path, monkeypatch, make, message, form):
+def test_a_small_file_that_would_take_unlimited_time_is_an_error(tmp_path, monkeypatch):
     """A hash of nested tuples, or a message with nested lists in it, would keep the command busy for days."""
     monkeypatch.setattr(safe_pickle, "MAX_ITEMS", 1 << 15)
-    path = with_pickle(tmp_path / "a.pt", pickle.dumps(make(), protocol=2), form)
-    with pytest.raises(CheckpointError, match=message):
-        TorchFile(path)
+    key = "a key of a dict is a tuple of tuples"
+    nested = "its containers nest more than 100 deep"
+    repeated = f"{nested}, or repeat each other"
+    small = {
+        "key": (lambda: {doubled(16, tuple): 1}, key),
+        "small key": (lambda: {"args": {((1, 2), 3): 1}}, key),
+        "key of an OrderedDict": (lambda: Calls(OrderedDict, [(doubled(16, tuple), 1)]), key),
+        "key of a state": (lambda: Calls(argparse.Namespace, state={doubled(16, tuple): 1}), key),
+        "repeated tuples": (lambda: {"iteration": doubled(16, tuple)}, repeated),
+        "repeated lists": (lambda: {"args": {"x": doubled(16, list)}}, repeated),
+        "nested lists": (lambda: doubled(101, lambda pair=(): list(pair[:1])), nested),
+    }
+    with all_cases() as case:
+        for name, (make, message) in small.items():
+            for form in FORMATS:
+                path = with_pickle(tmp_path / f"{name}-{form}.pt", pickle.dumps(make(), protocol=2), form)
+                with case(name, form), pytest.raises(CheckpointError, match=message):
+                    TorchFile(path)
 
 
-@pytest.mark.parametrize("protocol", [0, 2, 4])
-def test_keys_and_sets_of_torch_files_are_read(tmp_path, protocol):
+def test_keys_and_sets_of_torch_files_are_read(tmp_path):
     """Megatron-LM's distributed optimizer has tuples of dtypes as keys; newer protocols have instructions for sets."""
     content = {None: 1, 2: "a", ("x", 3): {True: 0.5}, "sets": [{1, 2}, frozenset({(1, (2, 3))})]}
-    found = TorchFile(with_pickle(tmp_path / "a.pt", pickle.dumps(content, protocol), "zip")).content
-    assert len(found.pop("sets")) == 2
-    assert found == {None: 1, 2: "a", ("x", 3): {True: 0.5}}
+    for protocol in (0, 2, 4):
+        path = with_pickle(tmp_path / f"{protocol}.pt", pickle.dumps(content, protocol), "zip")
+        found = TorchFile(path).content
+        assert len(found.pop("sets")) == 2, protocol
+        assert found == {None: 1, 2: "a", ("x", 3): {True: 0.5}}, protocol
 
 
 def test_the_key_of_a_storage_must_be_a_string(tmp_path):

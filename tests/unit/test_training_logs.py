@@ -6,7 +6,6 @@ import shutil
 from pathlib import Path
 
 import pytest
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from megatron_lite.checkpoint.lock import Lock, locked
 from megatron_lite.config.load import load_config
@@ -19,6 +18,7 @@ from megatron_lite.training.metrics import keep_rows, write_errors
 from megatron_lite.training.state import StepReport, TrainState
 from megatron_lite.training.timers import PhaseTime
 from tests.helpers.locks import other_run
+from tests.helpers.tensorboard_files import tensorboard_events
 
 
 @pytest.fixture
@@ -114,7 +114,7 @@ def test_the_megatron_line_has_the_fields_of_megatron_in_order(make_log, capsys)
 
 def points(folder: Path) -> dict[str, list[int]]:
     """The steps of every scalar in TensorBoard's files."""
-    events = EventAccumulator(str(folder), size_guidance={"scalars": 0}).Reload()
+    events = tensorboard_events(folder, size_guidance={"scalars": 0})
     return {tag: [event.step for event in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
 
 
@@ -139,7 +139,7 @@ def test_a_resume_keeps_all_points_of_every_curve(make_log, tmp_path):
 
 def test_tensorboard_has_the_config_as_text(make_log, tmp_path):
     make_log(0, "log.tensorboard=true", "optim.lr=0.125").close()
-    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    events = tensorboard_events(tmp_path / "tensorboard")
     (event,) = events.Tensors("config/text_summary")
     assert b"lr: 0.125" in event.tensor_proto.string_val[0]
 

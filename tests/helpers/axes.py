@@ -1,0 +1,51 @@
+"""What is special about a layout of `layouts.py`: the features by which covers of long lists are chosen."""
+
+from collections.abc import Hashable
+from typing import Any
+
+from tests.helpers.cover import pairs
+from tests.helpers.layouts import PACKING
+
+SIZES = ("tensor", "context", "pipeline")
+
+
+def sizes(layout: dict[str, Any]) -> dict[str, int]:
+    """The number of ranks along each axis of the grid."""
+    found = {name: layout["changes"].get(f"parallel__{name}", 1) for name in SIZES}
+    return found | {"data": layout["ranks"] // (found["tensor"] * found["context"] * found["pipeline"])}
+
+
+def engine(layout: dict[str, Any]) -> str:
+    """The data-parallel engine, in the words of `plan/layouts.py`."""
+    changes = layout["changes"]
+    return changes.get("parallel__ddp", "zero1" if changes.get("optim__distributed") else "local")
+
+
+def axes(layout: dict[str, Any]) -> set[str]:
+    """The kinds of parallelism that a layout combines. Two of them may be right alone and wrong together."""
+    changes = layout["changes"]
+    found = {name for name, size in sizes(layout).items() if size > 1} | {engine(layout)} - {"local"}
+    if "pipeline" in found:
+        found |= {changes.get("parallel__schedule", "1f1b")}
+    return found | ({"sequence"} if changes.get("parallel__sequence") else set())
+
+
+def settings(layout: dict[str, Any]) -> set[str]:
+    """All settings of a layout but for the micro-batch size; those of packed documents are one."""
+    changes = {name: value for name, value in layout["changes"].items() if name not in PACKING}
+    packed = {"packed"} if layout["changes"].items() >= PACKING.items() else set()
+    return {f"{name}={value}" for name, value in changes.items() if name != "train__micro_batch_size"} | packed
+
+
+def num_layers(layout: dict[str, Any]) -> int:
+    """The fewest layers that a layout needs: one for each stage, but two for `uniform:2`, and two without stages."""
+    changes = layout["changes"]
+    if "parallel__pipeline_layout" in changes:
+        return 6
+    stages = changes.get("parallel__pipeline", 1) * changes.get("parallel__virtual_pipeline", 1)
+    return max(2, stages * (2 if changes.get("train__recompute") == "uniform:2" else 1))
+
+
+def parts(model: str, layout: dict[str, Any]) -> set[Hashable]:
+    """Every setting, and every pair of kinds of parallelism."""
+    return {model, *settings(layout), *pairs(axes(layout))}

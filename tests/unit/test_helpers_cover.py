@@ -1,0 +1,26 @@
+"""The cover that `make test` runs has each pair of features of the whole list."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.helpers.cover import cover, in_tiers, pairs
+
+CASES = st.lists(st.frozensets(st.sampled_from("abcdefgh"), min_size=1), min_size=1, max_size=30)
+
+
+@given(CASES)
+def test_the_cover_has_every_pair_and_no_case_without_a_new_one(cases):
+    """A pair that no chosen case has would be tested by nothing but `make soak`."""
+    chosen = [cases[position] for position in cover(cases, pairs)]
+    assert set().union(*map(pairs, chosen)) == set().union(*map(pairs, cases))
+    assert len(chosen) <= len(set().union(*map(pairs, cases)))
+
+
+def test_cheap_cases_come_first():
+    assert cover(["ab", "ba", "c"], pairs, cost={"ab": 4.0, "ba": 1.0, "c": 1.0}.__getitem__) == [1, 2]
+
+
+def test_a_new_feature_adds_its_pairs_by_itself():
+    cases = [("a", "b"), ("a", "b", "c"), ("b", "c")]
+    assert [bool(case.marks) for case in in_tiers(cases, pairs)] == [True, False, True]
+    assert [bool(case.marks) for case in in_tiers([*cases, ("a", "d")], pairs)] == [True, False, True, False]
