@@ -13,8 +13,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.helpers.command import environment, make_corpus, run, run_here, start, tiny_yaml, wait_for
+from tests.helpers.command import environment, make_corpus, run, run_here, run_python, start, tiny_yaml, wait_for
 from tests.helpers.limits import PATIENCE
+from tests.helpers.rank_commands import run_on
 from tests.helpers.runs import rows
 
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone")
@@ -96,41 +97,39 @@ def test_a_second_start_of_a_finished_run_changes_nothing(one_process):
 
 
 def test_the_launcher_torchrun_and_one_plain_process_give_the_same_losses(tmp_path, corpus):
-    """All three must use one code path."""
+    """All three must use one code path. Launchers and ranks are new processes of Python here, as a user starts them."""
+    launched = ["-m", "megatron_lite", "pretrain", "--config", "tiny.yaml"]
+    commands = {
+        "launcher": [sys.executable, *launched, "--nproc-per-node", "2"],
+        "torchrun": [*TORCHRUN, "--nproc-per-node", "2", *launched],
+    }
     losses = {}
-    for way in ("launcher", "torchrun", "plain"):
+    for way in (*commands, "plain"):
         folder = tmp_path / way
         folder.mkdir()
         tensor = 1 if way == "plain" else 2
         dropout = {"hidden_dropout": 0.0, "attention_dropout": 0.0}  # random streams depend on the layout
-        config = tiny_yaml(folder, corpus, parallel={"tensor": tensor}, train={"iterations": 3}, model=dropout)
-        arguments = ["pretrain", "--config", str(config)]
-        if way == "torchrun":
-            done = subprocess.run(
-                [*TORCHRUN, "--nproc-per-node", "2", "-m", "megatron_lite", *arguments],
-                cwd=folder,
-                env=environment(),
-                capture_output=True,
-                text=True,
-                timeout=PATIENCE,
-            )
+        train = {"iterations": 3, "eval_iterations": 0}
+        config = tiny_yaml(folder, corpus, parallel={"tensor": tensor}, train=train, model=dropout)
+        if way == "plain":
+            done = run_here("pretrain", "--config", str(config), cwd=folder)
         else:
-            extra = ["--nproc-per-node", "2"] if way == "launcher" else []
-            done = run(*arguments, *extra, cwd=folder)
+            options = {"cwd": folder, "env": environment(), "capture_output": True, "text": True}
+            done = subprocess.run(commands[way], timeout=PATIENCE, check=False, **options)
         assert done.returncode == 0, done.stderr
-        losses[way] = [row["loss"] for row in rows(folder / "run")[:3]]
-    assert losses["launcher"] == losses["torchrun"]
+        losses[way] = [row["loss"] for row in rows(folder / "run")]
+    assert losses["launcher"] == losses["torchrun"] and len(losses["plain"]) == 3
     assert losses["plain"] == pytest.approx(losses["launcher"], rel=1e-5)  # fp32, another order of sums
 
 
-def test_generate_writes_the_same_text_on_one_process_and_on_two(finished):
+def test_generate_writes_the_same_text_on_one_process_and_on_two(ranks, finished):
     """A user who trained on many processes can look at the model on one."""
     folder, _ = finished
     command = ("generate", "--load", str(folder / "run"), "--prompt", "def ", "--max-new-tokens", "8")
     one = run_here(*command, "--seed", "3", cwd=folder)
     assert one.returncode == 0, one.stderr
     assert one.stdout.startswith("def ") and len(one.stdout) > len("def \n")
-    assert run(*command, "--seed", "3", "--nproc-per-node", "2", cwd=folder).stdout == one.stdout
+    assert run_on(ranks, 2, *command, "--seed", "3", cwd=folder).stdout == one.stdout
     three = run_here(*command, "--nproc-per-node", "3", cwd=folder)
     assert three.returncode == 2 and "parallel.tensor is 3" in three.stderr
 
@@ -142,23 +141,21 @@ def test_the_error_of_generate_without_a_checkpoint_names_the_folder(tmp_path):
 
 
 @pytest.mark.parametrize("ranks_wanted", [1, 2])
-def test_a_run_saves_and_exits_75_on_sigterm_and_the_next_start_resumes(tmp_path, corpus, ranks_wanted):
-    settings = {"parallel": {"tensor": ranks_wanted}, "train": {"iterations": 60, "eval_iterations": 0}}
+def test_a_run_saves_and_exits_75_on_sigterm_and_the_next_start_resumes(ranks, tmp_path, corpus, ranks_wanted):
+    settings = {"parallel": {"tensor": ranks_wanted}, "train": {"iterations": 400, "eval_iterations": 0}}
     config = tiny_yaml(tmp_path, corpus, **settings, checkpoint={"interval": 0})
     command = ["pretrain", "--config", str(config)]
-    command += ["--nproc-per-node", "2"] if ranks_wanted == 2 else []
-    process = start(*command, cwd=tmp_path)
+    process = start(*command, *(["--nproc-per-node", "2"] if ranks_wanted == 2 else []), cwd=tmp_path)
     wait_for("| lm loss: ", process)
     process.send_signal(signal.SIGTERM)
     _, err = process.communicate(timeout=PATIENCE)
     assert process.returncode == 75, err
     assert "exiting program after receiving SIGTERM" in err
     done = int((tmp_path / "run/checkpoints/latest_checkpointed_iteration.txt").read_text())
-    assert 0 < done < 60
-    last, overrides = (60, []) if ranks_wanted == 1 else (done + 2, [f"train.iterations={done + 2}"])
-    finished = run(*command, *overrides, cwd=tmp_path)
+    assert 0 < done < 400
+    finished = run_on(ranks, ranks_wanted, *command, f"train.iterations={done + 2}", cwd=tmp_path)
     assert finished.returncode == 0, finished.stderr
-    assert [row["iteration"] for row in rows(tmp_path / "run")] == list(range(1, last + 1))
+    assert [row["iteration"] for row in rows(tmp_path / "run")] == list(range(1, done + 3))
 
 
 def test_more_iterations_are_an_error_if_the_sample_order_would_change(tmp_path, corpus):
@@ -231,13 +228,13 @@ def test_the_error_of_a_missing_checkpoint_names_the_key_and_the_folder(tmp_path
     assert "checkpoint.load: nowhere: is not a folder. Give a run.dir" in done.stderr
 
 
-def test_the_error_of_a_damaged_checkpoint_names_the_file(finished, tmp_path):
+def test_the_error_of_a_damaged_checkpoint_names_the_file(ranks, finished, tmp_path):
     folder, _ = finished
     shutil.copytree(folder / "run", tmp_path / "run")
     (file,) = (tmp_path / "run/checkpoints/iter_0000008/mp_rank_01").glob("model.safetensors")
     file.unlink()
-    arguments = ("--nproc-per-node", "2", f"run.dir={tmp_path / 'run'}", "checkpoint.fallback=false")
-    done = run("pretrain", "--config", str(folder / "tiny.yaml"), *arguments, cwd=tmp_path)
+    arguments = (f"run.dir={tmp_path / 'run'}", "checkpoint.fallback=false")
+    done = run_on(ranks, 2, "pretrain", "--config", str(folder / "tiny.yaml"), *arguments, cwd=tmp_path)
     assert done.returncode == 1
     assert "mp_rank_01/model.safetensors: is listed in layout.json but missing" in done.stderr
 
@@ -271,7 +268,7 @@ def test_a_full_disk_is_an_error_and_the_previous_checkpoint_stays_valid(tmp_pat
         assert str(disk) in done.stderr
         saved = disk / "run" / "checkpoints"
         newest = int((saved / "latest_checkpointed_iteration.txt").read_text())
-        inspected = run("inspect", str(saved / f"iter_{newest:07d}"), "--verify", cwd=tmp_path)
+        inspected = run_here("inspect", str(saved / f"iter_{newest:07d}"), "--verify", cwd=tmp_path)
         assert inspected.returncode == 0, inspected.stderr
 
 
@@ -329,8 +326,7 @@ def test_a_script_trains_a_custom_model(tmp_path, corpus):
         "state = pretrain(load_config(sys.argv[1], ['train.iterations=2']), provider)\n"
         "print('iterations', state.iteration)\n"
     )
-    command = [sys.executable, str(script), str(tiny_yaml(tmp_path, corpus))]
-    done = subprocess.run(command, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=PATIENCE)
+    done = run_python(str(script), str(tiny_yaml(tmp_path, corpus)), cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "custom provider" in done.stdout
     assert "iterations 2" in done.stdout

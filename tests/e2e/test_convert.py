@@ -25,11 +25,10 @@ from megatron_lite.parallel.context import ParallelContext
 from megatron_lite.parallel.grid import Grid
 from megatron_lite.parallel.random import seed_everything
 from tests.helpers.checkpoints import newest_tensor_files
-from tests.helpers.command import make_corpus, run, run_here
+from tests.helpers.command import make_corpus, run_here
 from tests.helpers.huggingface import VOCAB, gpt2, llama, logits, tokens
+from tests.helpers.rank_commands import run_on
 from tests.helpers.tiny import resume_and_save
-
-TP2_PP2 = {"parallel__tensor": 2, "parallel__pipeline": 2}
 
 
 def quiet(line: str) -> None:
@@ -37,25 +36,26 @@ def quiet(line: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "model, precision, before",
+    "model, precision, before, tensor, pipeline",
     [
-        ("codegeex", "bf16", (2, {"parallel__tensor": 2})),
-        ("gpt", "fp32", (2, {"optim__distributed": "true"})),
-        ("llama", "fp32", (2, {"parallel__ddp": "fsdp"})),
+        ("codegeex", "bf16", {"parallel__tensor": 2}, 2, 2),
+        ("gpt", "fp32", {"optim__distributed": "true"}, 1, 2),
+        ("llama", "fp32", {"parallel__ddp": "fsdp"}, 2, 1),
     ],
 )
-def test_a_converted_run_resumes_like_one_that_is_resharded_on_load(ranks, tmp_path, model, precision, before):
+def test_a_converted_run_resumes_like_one_that_is_resharded_on_load(
+    ranks, tmp_path, model, precision, before, tensor, pipeline
+):
     """Both must join sharded weights and optimizer state to the same bits, and so give the same losses."""
-    size, changes = before
-    changes = {**changes, "train__precision": precision}
-    ranks(size, resume_and_save, model, str(tmp_path / "run"), "", 2, changes)
+    size, precisions = tensor * pipeline, {"train__precision": precision}
+    ranks(2, resume_and_save, model, str(tmp_path / "run"), "", 2, before | precisions)
     local = ["parallel.ddp=local", "optim.distributed=false"]
-    convert(Request(tmp_path / "run", tmp_path / "disk", tensor=2, pipeline=2, overrides=local), quiet)
-    after = {**TP2_PP2, "train__precision": precision}
-    ranks(4, resume_and_save, model, str(tmp_path / "a"), str(tmp_path / "run"), 0, after)
+    convert(Request(tmp_path / "run", tmp_path / "disk", tensor=tensor, pipeline=pipeline, overrides=local), quiet)
+    after = {"parallel__tensor": tensor, "parallel__pipeline": pipeline, **precisions}
+    ranks(size, resume_and_save, model, str(tmp_path / "a"), str(tmp_path / "run"), 0, after)
     assert newest_tensor_files(tmp_path / "disk") == newest_tensor_files(tmp_path / "a")
-    on_load = ranks(4, resume_and_save, model, str(tmp_path / "b"), str(tmp_path / "run"), 2, after)
-    assert ranks(4, resume_and_save, model, str(tmp_path / "c"), str(tmp_path / "disk"), 2, after) == on_load
+    on_load = ranks(size, resume_and_save, model, str(tmp_path / "b"), str(tmp_path / "run"), 2, after)
+    assert ranks(size, resume_and_save, model, str(tmp_path / "c"), str(tmp_path / "disk"), 2, after) == on_load
 
 
 def test_differing_local_sgd_replicas_convert_only_with_weights_only(ranks, tmp_path):
@@ -119,8 +119,8 @@ def saved_ones(model: ModelConfig, folder: Path, *, tensor: int) -> Path:
 
 def test_conversion_has_one_tensor_at_a_time_in_memory(tmp_path):
     """Otherwise a large model could not be converted on a small machine. Pages of mapped files count as memory."""
-    model = ModelConfig(num_layers=1, hidden_size=1024, num_heads=8, vocab_size=32768, max_position_embeddings=8)
-    largest = 32768 * 1024 * 4
+    model = ModelConfig(num_layers=1, hidden_size=512, num_heads=8, vocab_size=16384, max_position_embeddings=8)
+    largest = 16384 * 512 * 4
     start = saved_ones(model, tmp_path / "start", tensor=2)
     requests = {
         "wide": Request(start, tmp_path / "wide", tensor=4, pipeline=2),
@@ -138,8 +138,8 @@ def test_conversion_has_one_tensor_at_a_time_in_memory(tmp_path):
 
 def test_torch_files_are_read_in_parts_and_old_ones_once(tmp_path):
     """Files from before torch 1.6 are read in full: the peak is twice the file at most."""
-    model = ModelConfig(num_layers=1, hidden_size=1024, num_heads=8, vocab_size=32768, max_position_embeddings=8)
-    largest = 32768 * 1024 * 4
+    model = ModelConfig(num_layers=1, hidden_size=512, num_heads=8, vocab_size=16384, max_position_embeddings=8)
+    largest = 16384 * 512 * 4
     start = saved_ones(model, tmp_path / "start", tensor=1)
     convert(Request(start, tmp_path / "hf", target_format="huggingface"), quiet)
     weights = load_file(tmp_path / "hf" / "model.safetensors")
@@ -183,12 +183,12 @@ def test_families_with_another_order_of_rows_have_one_tensor_at_a_time_in_memory
     assert peak_of(Request(tmp_path / "hf", tmp_path / "back")) < 2 * largest + SMALL
 
 
-def test_the_commands_take_a_transformers_model_to_training_and_back(tmp_path):
+def test_the_commands_take_a_transformers_model_to_training_and_back(ranks, tmp_path):
     """A user converts a published model, generates, trains, exports, and resumes on more GPUs."""
     gpt2(vocab_size=257, n_positions=32).save_pretrained(tmp_path / "hf")
 
-    def command(*arguments: str) -> str:
-        done = (run if "--nproc-per-node" in arguments else run_here)(*arguments, cwd=tmp_path)
+    def command(*arguments: str, size: int = 1) -> str:
+        done = run_here(*arguments, cwd=tmp_path) if size == 1 else run_on(ranks, size, *arguments, cwd=tmp_path)
         assert done.returncode == 0, done.stderr
         return done.stdout
 
@@ -207,5 +207,5 @@ def test_the_commands_take_a_transformers_model_to_training_and_back(tmp_path):
     trained = tmp_path / "runs" / "ours_trained"
     convert(Request(trained, tmp_path / "exported", target_format="huggingface", verify=True), quiet)
     convert(Request(trained, tmp_path / "wider", tensor=2), quiet)
-    out = command("pretrain", "--config", "wider/config.yaml", "train.iterations=3", "--nproc-per-node", "2")
+    out = command("pretrain", "--config", "wider/config.yaml", "train.iterations=3", size=2)
     assert "loading checkpoint from" in out and "saved checkpoint from iteration       3" in out

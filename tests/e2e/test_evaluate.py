@@ -2,9 +2,14 @@
 
 import json
 import math
+import os
 import shutil
+from collections.abc import Callable
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -19,6 +24,7 @@ from megatron_lite.evaluation.tasks import encode_pair
 from megatron_lite.training.initialize import finalize_megatron
 from tests.helpers.command import ROOT, make_corpus, run, run_here, tiny_yaml
 from tests.helpers.huggingface import gpt2, llama
+from tests.helpers.rank_commands import command_on_rank, run_on
 
 QUESTIONS = ROOT / "configs" / "tasks" / "python.jsonl"
 FAMILIES = {"gpt2": lambda: gpt2(vocab_size=257), "llama": lambda: llama(vocab_size=257)}
@@ -47,12 +53,30 @@ def finished(tmp_path_factory) -> Path:
     return folder
 
 
-def evaluate(folder: Path, *options: str, ranks: int = 1, load: str = "run") -> dict[str, Any]:
-    """The object that `evaluate --json` prints."""
-    command = ("evaluate", "--load", load, "--json", *options)
-    done = run_here(*command, cwd=folder) if ranks == 1 else run(*command, "--nproc-per-node", str(ranks), cwd=folder)
+@pytest.fixture(scope="module")
+def small(finished) -> str:
+    """A corpus of 36 windows of 32 tokens, and a shorter one."""
+    for number in range(3):
+        (finished / f"{number}.txt").write_text(f"def f{number}(x):\n    return x + {number}\n" * 14)
+    inputs = [str(finished / f"{number}.txt") for number in range(3)]
+    options = ("--output-prefix", "small", "--tokenizer", "bytes", "--append-eod")
+    done = run_here("preprocess", "--input", *inputs, *options, cwd=finished)
     assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+    return str(finished / "small_text_document")
+
+
+def parsed(done: Any) -> dict[str, Any]:
+    """The object that `evaluate --json` printed."""
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def evaluate(folder: Path, *options: str, load: str = "run") -> dict[str, Any]:
+    return parsed(run_here("evaluate", "--load", load, "--json", *options, cwd=folder))
+
+
+def evaluate_on(ranks, size: int, folder: Path, *options: str, **others: Any) -> dict[str, Any]:
+    return parsed(run_on(ranks, size, "evaluate", "--load", "run", "--json", *options, cwd=folder, **others))
 
 
 LAYOUTS = {  # dp 3 does not divide the global batch
@@ -64,32 +88,43 @@ LAYOUTS = {  # dp 3 does not divide the global batch
 }
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_losses_are_those_that_the_run_has_logged(finished, layout):
-    """Other samples, another mask or a lost token would give another loss."""
-    count, overrides = LAYOUTS[layout]
+def check_logged_losses(finished: Path, found: dict[str, Any]) -> None:
     rows = [json.loads(line) for line in (finished / "run" / "metrics.jsonl").read_text().splitlines()]
-    found = evaluate(finished, *overrides, ranks=count)
     for name in ("validation", "test"):
         (logged,) = (row[f"{name}_loss"] for row in rows if f"{name}_loss" in row)
         assert found["corpora"][name]["loss"] == pytest.approx(logged, abs=1e-6)
     assert found["iteration"] == 4 and found["corpora"]["validation"]["targets"] == 2 * 8 * 32
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_losses_are_those_that_the_run_has_logged(ranks, finished, layout):
+    """Other samples, another mask or a lost token would give another loss."""
+    count, overrides = LAYOUTS[layout]
+    check_logged_losses(finished, evaluate_on(ranks, count, finished, *overrides))
+
+
+def test_the_command_starts_its_ranks(finished):
+    done = run("evaluate", "--load", "run", "--json", "--nproc-per-node", "2", cwd=finished)
+    check_logged_losses(finished, parsed(done))
+
+
 @pytest.mark.parametrize("layout", ["one rank", "pp 2", "dp 3"])
-def test_the_loss_of_a_corpus_counts_every_token_once(finished, layout):
+def test_the_loss_of_a_corpus_counts_every_token_once(ranks, finished, small, layout):
     """The last window is shorter than the others, and dp 3 needs windows of padding."""
     count, overrides = LAYOUTS[layout]
-    prefix = str(next(finished.glob("*.idx")).with_suffix(""))
-    found = evaluate(finished, *overrides, "--data", prefix, ranks=count)["corpora"][prefix]
-    tokens = (finished / f"{prefix}.bin").stat().st_size // 2
+    found = evaluate_on(ranks, count, finished, *overrides, "--data", small)["corpora"][small]
+    tokens = Path(f"{small}.bin").stat().st_size // 2
     assert found["targets"] == tokens - 1
-    limited = evaluate(finished, "--data", prefix, "--samples", "8")["corpora"][prefix]
-    assert limited["targets"] == 8 * 32
-    twice = evaluate(finished, "--data", prefix, prefix)["corpora"][prefix]
+    assert (tokens - 1) % 32 and math.ceil((tokens - 1) / 32) % 3
+    twice = evaluate(finished, "--data", small, small)["corpora"][small]
     assert found["loss"] == pytest.approx(twice["loss"], abs=1e-6)
     # With the tokenizer `bytes`, all tokens but the ends of documents are bytes.
     assert found["bits_per_byte"] == pytest.approx(found["loss"] / math.log(2), rel=0.01)
+
+
+def test_samples_limit_a_corpus(finished, small):
+    limited = evaluate(finished, "--data", small, "--samples", "8")["corpora"][small]
+    assert limited["targets"] == 8 * 32
 
 
 @pytest.fixture(scope="module")
@@ -125,12 +160,23 @@ def transformers_score(model: Any, ids: list[int], start: int) -> Score:
     return Score(chosen.sum().item(), log_probs[start - 1 :].argmax(-1).tolist() == ids[start:])
 
 
-@pytest.mark.parametrize("layout", [*LAYOUTS, "tp 2 pp 2"])
-@pytest.mark.parametrize("family", FAMILIES)
+ALL_LAYOUTS = LAYOUTS | {"tp 2 pp 2": (4, ("parallel.tensor=2", "parallel.pipeline=2"))}
+
+
+@pytest.mark.parametrize(
+    ("family", "layout"),
+    [
+        *(("gpt2", layout) for layout in ALL_LAYOUTS),
+        *(
+            pytest.param("llama", layout, marks=() if layout[:2] == "tp" else pytest.mark.soak)
+            for layout in ALL_LAYOUTS
+        ),
+    ],
+)
 def test_log_likelihoods_equal_those_of_transformers(ranks, converted, family, layout):
     """Rows of several lengths in a batch; some continuations are the likeliest text, so `is_greedy` is tested too."""
     folder, model = converted[family]
-    count, overrides = LAYOUTS.get(layout, (4, ("parallel.tensor=2", "parallel.pipeline=2")))
+    count, overrides = ALL_LAYOUTS[layout]
     tokenizer = build_tokenizer("bytes")
     rows = [
         encode_pair(tokenizer, context, text) for context, text in (("if x ", "is"), ("", "a"), ("while", " True:"))
@@ -146,13 +192,13 @@ def test_log_likelihoods_equal_those_of_transformers(ranks, converted, family, l
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_results_of_tasks_do_not_depend_on_the_layout(converted, family):
+def test_results_of_tasks_do_not_depend_on_the_layout(ranks, converted, family):
     """Generated answers equal transformers' greedy text."""
     folder, model = converted[family]
     one = evaluate(folder, "--tasks", "short.jsonl")["tasks"]["short"]
     for count, overrides in ((2, ("parallel.tensor=2",)), (2, ("parallel.pipeline=2", "parallel.tensor=1")),
                              (2, ("parallel.context=2", "parallel.tensor=1"))):  # fmt: skip
-        found = evaluate(folder, "--tasks", "short.jsonl", *overrides, ranks=count)["tasks"]["short"]
+        found = evaluate_on(ranks, count, folder, "--tasks", "short.jsonl", *overrides)["tasks"]["short"]
         assert found == pytest.approx(one, rel=1e-5)
     ids = torch.tensor([list(b"return")])
     text = model.generate(ids, do_sample=False, max_new_tokens=6, eos_token_id=256, pad_token_id=256)[0, 6:]
@@ -172,8 +218,9 @@ def test_results_of_tasks_do_not_depend_on_the_layout(converted, family):
 
 def test_tasks_in_training_change_nothing_and_equal_those_of_the_checkpoint(finished, tmp_path):
     """They are logged at their interval, also in TensorBoard's tags; a resumed run does not repeat them."""
+    corpus = str(finished / "corpus_text_document")
     for name in ("plain", "tasks"):
-        config = tiny_yaml(tmp_path, make_corpus(tmp_path), train={"iterations": 4, "eval_iterations": 0},
+        config = tiny_yaml(tmp_path, corpus, train={"iterations": 4, "eval_iterations": 0},
                            model={"hidden_dropout": 0.1, "max_position_embeddings": 128})  # fmt: skip
         options = (f"train.tasks=[{QUESTIONS}]", "train.tasks_interval=2") if name == "tasks" else ()
         command = ("pretrain", "--config", str(config), f"run.dir={name}", *options)
@@ -197,11 +244,31 @@ def test_tasks_in_training_change_nothing_and_equal_those_of_the_checkpoint(fini
     assert len(again) == len(rows["tasks"])
 
 
-def test_a_local_task_of_lm_eval_has_our_accuracy(converted, tmp_path, monkeypatch):
+@contextmanager
+def few_tasks(home: str):
+    """The harness without its thousands of tasks, which it takes ten seconds to list; its files are in `home`."""
+    from lm_eval.tasks import TaskManager
+
+    with (
+        mock.patch.dict(os.environ, {"HF_DATASETS_OFFLINE": "1", "HF_HOME": home}),
+        mock.patch("lm_eval.tasks.TaskManager", partial(TaskManager, include_defaults=False)),
+    ):
+        yield
+
+
+def command_with_few_tasks(home: str, arguments: tuple[str, ...], folder: str) -> tuple[int, str, str]:
+    with few_tasks(home):
+        return command_on_rank(arguments, folder)
+
+
+@pytest.fixture(scope="module")
+def with_few_tasks(tmp_path_factory) -> Callable[..., Any]:
+    return partial(command_with_few_tasks, str(tmp_path_factory.mktemp("hf")))
+
+
+def test_a_local_task_of_lm_eval_has_our_accuracy(ranks, converted, tmp_path, with_few_tasks):
     """The same questions through the harness, on two ranks: its own metrics, our log-likelihoods."""
     folder, _ = converted["gpt2"]
-    monkeypatch.setenv("HF_DATASETS_OFFLINE", "1")
-    monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
     questions = [
         {"question": f"{word} ", "choices": ["is", "= 3", ":"], "answer": number % 3}
         for number, word in enumerate(("if x", "y", "def", "else", "a b", "for", "in"))
@@ -212,23 +279,30 @@ def test_a_local_task_of_lm_eval_has_our_accuracy(converted, tmp_path, monkeypat
         "test_split: test\noutput_type: multiple_choice\ndoc_to_text: '{{question}}'\ntarget_delimiter: ''\n"
         "doc_to_choice: '{{choices}}'\ndoc_to_target: answer\nmetric_list:\n  - metric: acc\n"
     )
+    options = ("--lm-eval", "local", "--lm-eval-include", str(tmp_path), "--tasks", str(tmp_path / "ours.jsonl"))
     for count in (1, 2):
-        options = ("--lm-eval", "local", "--lm-eval-include", str(tmp_path), "--tasks", str(tmp_path / "ours.jsonl"))
-        command = ("evaluate", "--load", "run", "--json", *options, "--nproc-per-node", str(count), "parallel.tensor=1")
-        done = run(*command, cwd=folder)
-        assert done.returncode == 0, done.stderr
-        found = json.loads(done.stdout.splitlines()[-1])
+        found = evaluate_on(ranks, count, folder, *options, "parallel.tensor=1", command=with_few_tasks)
         assert found["lm_eval"]["local"]["acc"] == pytest.approx(found["tasks"]["ours"]["accuracy"])
-    unknown = run("evaluate", "--load", "run", "--lm-eval", "no_such_task", cwd=folder)
-    assert unknown.returncode == 2
-    assert "--lm-eval: no task no_such_task in lm-eval; `lm-eval ls tasks` lists its tasks" in unknown.stderr
 
 
-def test_generation_and_perplexity_of_lm_eval_are_ours(converted, tmp_path, monkeypatch):
+def check_unknown_task(done: Any) -> None:
+    assert done.returncode == 2
+    assert "--lm-eval: no task no_such_task in lm-eval; `lm-eval ls tasks` lists its tasks" in done.stderr
+
+
+def test_a_task_that_lm_eval_lacks_is_an_error_on_every_rank(ranks, converted, with_few_tasks):
+    command = ("evaluate", "--load", "run", "--lm-eval", "no_such_task", "parallel.tensor=1")
+    check_unknown_task(run_on(ranks, 2, *command, cwd=converted["gpt2"][0], command=with_few_tasks))
+
+
+@pytest.mark.soak
+def test_a_task_is_looked_up_among_all_tasks_of_lm_eval(converted):
+    check_unknown_task(run_here("evaluate", "--load", "run", "--lm-eval", "no_such_task", cwd=converted["gpt2"][0]))
+
+
+def test_generation_and_perplexity_of_lm_eval_are_ours(ranks, converted, tmp_path, with_few_tasks):
     """Its two other kinds of request: greedy text, and the likelihood of a text that is longer than the context."""
     folder, model = converted["gpt2"]
-    monkeypatch.setenv("HF_DATASETS_OFFLINE", "1")
-    monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
     ids = model.generate(torch.tensor([[*b"return"]]), do_sample=False, max_new_tokens=6, eos_token_id=None)[0, 6:]
     answer = bytes(int(i) for i in ids if i < 256).decode(errors="replace")
     texts = ["def f(x):\n    return x + 1\n", "while True: pass"]  # the first is longer than the 24 positions
@@ -245,11 +319,7 @@ def test_generation_and_perplexity_of_lm_eval_are_ours(converted, tmp_path, monk
         "doc_to_target: '{{t}}'\nmetric_list:\n  - metric: bits_per_byte\n"
     )
     options = ("--lm-eval", "written,rolling", "--lm-eval-include", str(tmp_path), "parallel.pipeline=2")
-    done = run(
-        "evaluate", "--load", "run", "--json", *options, "parallel.tensor=1", "--nproc-per-node", "2", cwd=folder
-    )
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout.splitlines()[-1])["lm_eval"]
+    found = evaluate_on(ranks, 2, folder, *options, "parallel.tensor=1", command=with_few_tasks)["lm_eval"]
     assert found["written"]["exact_match"] == 0.5
     windows = [[256, *text.encode()][at : at + 25] for text in texts for at in range(0, len(text), 24)]
     total = sum(transformers_score(model, window, 1).log_likelihood for window in windows if len(window) > 1)
@@ -288,7 +358,7 @@ def test_wrong_tokens_of_a_corpus_are_explained(finished, tmp_path):
     """A loss over one token does not exist, and a token outside of the vocabulary would read another rank's row."""
     config = load_config(None, ["model.vocab_size=100", "data.seq_length=16"])
     with pytest.raises(DataError, match=r"contains token id \d+, but the vocabulary has 100 ids; run preprocess with"):
-        list(map(Windows(str(next(finished.glob("*.idx")).with_suffix("")), config, "", 0).__getitem__, range(20)))
+        list(map(Windows(str(finished / "corpus_text_document"), config, "", 0).__getitem__, range(20)))
     (tmp_path / "one.txt").write_text("x")
     run_here("preprocess", "--input", "one.txt", "--output-prefix", "one", "--tokenizer", "bytes", cwd=tmp_path)
     with pytest.raises(DataError, match="the corpus has one token, and a loss needs two; give another corpus"):
@@ -306,7 +376,7 @@ def test_documents_without_an_end_are_explained(finished, tmp_path):
 
 def test_a_corpus_of_another_tokenizer_is_explained(finished, tmp_path):
     """The ids of another tokenizer would give a loss without meaning."""
-    prefix = next(finished.glob("*.idx")).with_suffix("")
+    prefix = finished / "corpus_text_document"
     for file in finished.glob(f"{prefix.name}.*"):
         shutil.copy(file, tmp_path / file.name)
     info = next(tmp_path.glob("*.json"))

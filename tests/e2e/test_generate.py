@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from megatron_lite.checkpoint.layout import content_checksum
-from tests.helpers.command import make_corpus, run, run_here, tiny_yaml
+from tests.helpers.command import make_corpus, run_here, tiny_yaml
 from tests.helpers.huggingface import assert_same_tensors, gpt2, llama
+from tests.helpers.rank_commands import run_on
 
 
 @pytest.fixture(scope="module")
@@ -58,15 +59,15 @@ def test_generate_stops_with_a_message_at_the_context_length(finished):
 SPEED = r"generated (\d+) tokens(, [\d,.]+ tokens/s \(prompts\))?(, [\d,.]+ tokens/s \(new tokens\))?"
 
 
-def texts(folder: Path, *options: str, ranks: int = 1) -> list[dict]:
-    """The objects that `generate --json` prints."""
+def texts(folder: Path, *options: str, ranks=None) -> list[dict]:
+    """The objects that `generate --json` prints in this process, or on two ranks."""
     command = ("generate", "--load", str(folder / "run"), "--json", *options)
-    done = run_here(*command, cwd=folder) if ranks == 1 else run(*command, "--nproc-per-node", str(ranks), cwd=folder)
+    done = run_on(ranks, 2, *command, cwd=folder) if ranks else run_here(*command, cwd=folder)
     assert done.returncode == 0, done.stderr
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
-def test_prompts_come_from_options_and_files_in_any_batches(finished, tmp_path, monkeypatch):
+def test_prompts_come_from_options_and_files_in_any_batches(ranks, finished, tmp_path, monkeypatch):
     """A text must not depend on the texts that are computed with it, nor on the number of ranks."""
     prompts = ["def ", "x", "return a + b"]
     (tmp_path / "lines.txt").write_text("\n".join(prompts) + "\n")
@@ -80,7 +81,7 @@ def test_prompts_come_from_options_and_files_in_any_batches(finished, tmp_path, 
     monkeypatch.setattr(sys, "stdin", io.StringIO("\n".join(prompts)))
     assert texts(finished, "--prompt-file", "-", *options, "--batch-size", "1") == want
     assert texts(finished, "--prompt-file", str(tmp_path / "lines.txt"), *options, "--no-cache") == want
-    assert texts(finished, "--prompt-file", str(tmp_path / "lines.txt"), *options, ranks=2) == want
+    assert texts(finished, "--prompt-file", str(tmp_path / "lines.txt"), *options, ranks=ranks) == want
 
 
 def test_one_text_is_printed_bare_and_several_with_headers(finished):
@@ -187,8 +188,10 @@ FAMILIES = {
 }
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_greedy_text_equals_that_of_transformers_on_converted_weights(tmp_path, family):
+@pytest.mark.parametrize(
+    "family", ["gpt2", "llama, one key/value group", pytest.param("llama", marks=pytest.mark.soak)]
+)
+def test_greedy_text_equals_that_of_transformers_on_converted_weights(ranks, tmp_path, family):
     """Prompts of unequal length in one batch, with the cache, on two tensor-parallel ranks."""
     model = FAMILIES[family]()
     model.save_pretrained(tmp_path / "hf")
@@ -199,7 +202,7 @@ def test_greedy_text_equals_that_of_transformers_on_converted_weights(tmp_path, 
     assert_same_tensors(tmp_path / "back", tmp_path / "hf")
     prompts = ["def f(x):", "a", "for i in"]
     found = texts(tmp_path, *(word for prompt in prompts for word in ("--prompt", prompt)), "--temperature", "0",
-                  "--max-new-tokens", "24", ranks=2)  # fmt: skip
+                  "--max-new-tokens", "24", ranks=ranks)  # fmt: skip
     for text in found:
         ids = torch.tensor([list(text["prompt"].encode())])
         want = model.generate(ids, do_sample=False, max_new_tokens=24, eos_token_id=256, pad_token_id=256)[0]

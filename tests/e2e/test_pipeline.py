@@ -1,10 +1,10 @@
 """Runs on pipelines: tied embeddings, evaluation, generation, broken schedules, and stages that fail."""
 
+import json
 import os
 import signal
-import subprocess
-import sys
 import time
+from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ from megatron_lite.training.pretrain import pretrain
 from megatron_lite.training.run import Run
 from megatron_lite.training.setup import setup_model_and_optimizer
 from megatron_lite.training.step import train_step
-from tests.helpers.command import environment, make_corpus, start, tiny_yaml, wait_for
+from tests.helpers.command import ROOT, make_corpus, run_python, start, tiny_yaml, wait_for
 from tests.helpers.limits import PATIENCE
 from tests.helpers.runs import CountingDataset, counting_splits
 from tests.helpers.texts import all_texts
@@ -43,7 +43,7 @@ def set_up(model: str, **changes: Any) -> Run:
     return setup_model_and_optimizer(config, ctx, rng, model_with_biases)
 
 
-STEPS, POISONED = 20, 15
+STEPS, POISONED = 9, 7
 
 
 def poison(run: Run, name: str) -> None:
@@ -86,8 +86,8 @@ TIED = {
     "interleaved torch": VIRTUAL | {"parallel__ddp": "torch"},
     "zb-h1": {"parallel__pipeline": 2, "parallel__schedule": "zb-h1"},
 }
-# precision -> tolerance and config changes; the initial loss scale of fp16 is so large that the first steps overflow
-PRECISIONS = {"fp32": (1e-5, {}), "bf16": (1e-2, {}), "fp16": (1e-2, {"optim__initial_loss_scale": 2.0**24})}
+# precision -> tolerance and config changes; the initial loss scale of fp16 is so large that an early step overflows
+PRECISIONS = {"fp32": (1e-5, {}), "bf16": (1e-2, {}), "fp16": (1e-2, {"optim__initial_loss_scale": 2.0**20})}
 
 
 @cache
@@ -95,8 +95,24 @@ def one_process(precision: str) -> dict[str, Any]:
     return train_tied(train__precision=precision, **PRECISIONS[precision][1], **FOUR_LAYERS)
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("case", TIED)
+# Each schedule and each precision once with the local engine, and torch's engine with and without chunks.
+FAST = [
+    ("1f1b", "fp16"),
+    ("1f1b torch", "bf16"),
+    ("interleaved", "bf16"),
+    ("interleaved torch", "fp16"),
+    ("zb-h1", "fp32"),
+]
+
+
+@pytest.mark.parametrize(
+    ("case", "precision"),
+    [
+        pytest.param(case, precision, marks=() if (case, precision) in FAST else pytest.mark.soak)
+        for precision in PRECISIONS
+        for case in TIED
+    ],
+)
 def test_both_copies_of_a_tied_embedding_stay_equal(ranks, case, precision):
     """Copies that differ would train two models. All stages must skip a step that overflows on one of them.
 
@@ -213,11 +229,23 @@ EVALUATED = {
 }
 
 
-@pytest.mark.parametrize("case", EVALUATED)
+@cache
+def evaluated_by_one_process() -> list[float]:
+    return train_and_evaluate(model__num_layers=4, train__micro_batch_size=12)
+
+
+def params(cases: Iterable[str], soak: set[str]) -> list[Any]:
+    """Parameters of a test, those in `soak` only for `make soak`."""
+    assert soak <= set(cases)
+    return [pytest.param(case, marks=pytest.mark.soak if case in soak else ()) for case in cases]
+
+
+# Each of these is a part of the case with both `v 2` and `dp 2`, or, with four stages, in `WRITING` too.
+@pytest.mark.parametrize("case", params(EVALUATED, {"pp 2 x v 2", "pp 2 x dp 2", "pp 4 x v 1"}))
 def test_evaluation_equals_that_of_one_process_and_does_not_change_training(ranks, case):
     """In fp64, only the order of sums differs."""
     size, changes = EVALUATED[case]
-    truth = train_and_evaluate(model__num_layers=4, train__micro_batch_size=12)
+    truth = evaluated_by_one_process()
     assert len(set(truth)) == 4
     for found in ranks(size, train_and_evaluate, model__num_layers=4, **changes):
         assert found == pytest.approx(truth, rel=1e-12)
@@ -234,21 +262,29 @@ WRITING = {
 }
 
 
-@pytest.mark.parametrize("case", WRITING)
+@cache
+def written_by_one_process(model: str, window: int) -> dict[str, Any]:
+    return all_texts(model, 12, model__window_size=window)
+
+
+@pytest.mark.parametrize("case", params(WRITING, {"tp 2", "pp 2"}))  # `tp 2 x pp 2` has both
 def test_any_layout_generates_the_texts_of_one_process_with_and_without_a_cache(ranks, case):
     model, size, changes = WRITING[case]
-    truth = all_texts(model, 12, **{name: value for name, value in changes.items() if "window" in name})
+    truth = written_by_one_process(model, changes.get("model__window_size", 0))
     assert truth["greedy, cache"] == truth["greedy, no cache"] != truth["sampled, no cache"]
     for found in ranks(size, all_texts, model, 12, **changes):
         assert found == truth
+
+
+HANG_SECONDS = 5.0
 
 
 def hanging_stage(folder: str) -> None:
     """Train on two stages; the second one hangs in its third iteration."""
     config = tiny_config("gpt", run__dir=folder, parallel__pipeline=2, train__micro_batch_size=2)
     engine = setup.PipelineEngine
-    # A short timeout only for the engine: the start of the ranks can differ by more than 8 s.
-    setup.PipelineEngine = lambda *args, **options: engine(*args, **{**options, "timeout_seconds": 8.0})
+    # A short timeout only for the engine: the start of the ranks can differ by more.
+    setup.PipelineEngine = lambda *args, **options: engine(*args, **{**options, "timeout_seconds": HANG_SECONDS})
     forwards = []
 
     def hang(module: torch.nn.Module, inputs: tuple) -> None:
@@ -266,7 +302,7 @@ def hanging_stage(folder: str) -> None:
     pretrain(config, provider, counting_splits)
 
 
-LAUNCH = """
+LAUNCH = """\
 import sys
 from megatron_lite.launch.launcher import launch
 from megatron_lite.launch.nodes import Nodes
@@ -275,22 +311,23 @@ sys.exit(launch("tests.e2e.test_pipeline:hanging_stage", (sys.argv[1],), Nodes(2
 
 
 def test_the_error_of_a_hanging_stage_names_the_waiting_rank_and_action(tmp_path):
-    command = [sys.executable, "-c", LAUNCH, str(tmp_path / "run")]
-    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=PATIENCE)
+    (tmp_path / "launch.py").write_text(LAUNCH)
+    done = run_python(str(tmp_path / "launch.py"), str(tmp_path / "run"), cwd=ROOT)
     assert done.returncode == 1
     assert done.stderr.startswith(
         "rank 0, pipeline stage 0 of 0..1, in B1.0 waited for the gradient of micro-batch 1 from rank 1, and timed "
-        "out after 8 s; look at the output of that rank first, or raise train.comm_timeout if a stage computes for "
-        "that long\n"
+        f"out after {HANG_SECONDS:g} s; look at the output of that rank first, or raise train.comm_timeout if a stage "
+        "computes for that long\n"
     )
     assert "Traceback" not in done.stderr
 
 
-def ranks_of(launcher: int) -> list[int]:
-    """Process ids of a launcher's ranks, in order."""
-    children = Path(f"/proc/{launcher}/task").glob("*/children")
-    pids = sorted(int(pid) for file in children for pid in file.read_text().split())
-    return [pid for pid in pids if "spawn_main" in Path(f"/proc/{pid}/cmdline").read_text()]
+def pid_of_rank(folder: Path, rank: int) -> int:
+    """The process of a rank, when it has sent its first heartbeat."""
+    beat, until = folder / "heartbeat" / f"rank_{rank:05d}.json", time.monotonic() + PATIENCE
+    while not beat.exists() and time.monotonic() < until:
+        time.sleep(0.05)
+    return json.loads(beat.read_text())["pid"]
 
 
 def test_a_run_exits_at_once_when_one_stage_is_killed(tmp_path):
@@ -299,8 +336,7 @@ def test_a_run_exits_at_once_when_one_stage_is_killed(tmp_path):
     process = start("pretrain", "--config", str(config), "--nproc-per-node", "2", cwd=tmp_path)
     try:
         wait_for("training from iteration", process)
-        time.sleep(0.5)
-        first, second = ranks_of(process.pid)
+        first, second = (pid_of_rank(tmp_path / "run", rank) for rank in (0, 1))
         os.kill(second, signal.SIGKILL)
         _, err = process.communicate(timeout=PATIENCE)
     finally:

@@ -77,6 +77,7 @@ def test_sources_are_code_in_order_without_tests_and_installed_packages(quicksta
     assert quickstart.python_sources(tmp_path) == [str(tmp_path / name) for name in ("ast.py", "json/tool.py")]
 
 
+@pytest.mark.soak
 def test_a_short_quickstart_trains_writes_code_and_draws_its_curves(tmp_path):
     """SIGINT stops the run after a save, with exit code 75. The same command resumes it."""
     for name in ("configs", "tools"):

@@ -5,7 +5,6 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -20,6 +19,7 @@ from megatron_lite.parallel.context import ParallelContext
 from megatron_lite.parallel.grid import Grid
 from megatron_lite.training.signals import StopRequest
 from megatron_lite.training.step import train_step
+from tests.helpers import warm
 from tests.helpers.command import ROOT, environment, make_corpus, run_here, tiny_yaml
 from tests.helpers.limits import PATIENCE
 from tests.helpers.runs import rows, train_to_end
@@ -62,6 +62,18 @@ def test_exit_duration_counts_from_the_launch_and_not_from_a_restart(tmp_path, c
         assert run_here("pretrain", "--config", str(config), cwd=tmp_path).returncode == code
 
 
+EVALUATED = {"iterations": 4, "eval_interval": 2, "eval_iterations": 3, "global_batch_size": 4}
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory, corpus) -> Path:
+    """The folder of a finished run with evaluations. Tests only read it."""
+    folder = tmp_path_factory.mktemp("uninterrupted")
+    config = tiny_yaml(folder, corpus, train=EVALUATED)
+    assert run_here("pretrain", "--config", str(config), cwd=folder).returncode == 0
+    return folder
+
+
 def evaluations(folder: Path) -> list[dict]:
     lines = (folder / "run" / "metrics.jsonl").read_text().splitlines()
     return [row for row in map(json.loads, lines) if "loss" not in row]
@@ -76,14 +88,10 @@ DONE = (
 # Each evaluation has three batches. Evaluations come after iteration 2, and at the end on validation and test data.
 @pytest.mark.parametrize("signal_at_call, words, done_before", [(3, STOPPED, 0), (8, DONE, 1), (11, DONE, 2)])
 def test_an_evaluation_interrupted_by_a_signal_runs_at_the_next_start(
-    tmp_path, corpus, signal_at_call, words, done_before
+    tmp_path, corpus, uninterrupted, signal_at_call, words, done_before
 ):
     """An evaluation can take longer than a batch system waits after a signal."""
-    train = {"iterations": 4, "eval_interval": 2, "eval_iterations": 3, "global_batch_size": 4}
-    (tmp_path / "uninterrupted").mkdir()
-    config = tiny_yaml(tmp_path / "uninterrupted", corpus, train=train)
-    assert run_here("pretrain", "--config", str(config), cwd=tmp_path / "uninterrupted").returncode == 0
-    config = tiny_yaml(tmp_path, corpus, train=train)
+    config = tiny_yaml(tmp_path, corpus, train=EVALUATED)
     calls = []
     agreed = StopRequest.agreed
 
@@ -97,10 +105,10 @@ def test_an_evaluation_interrupted_by_a_signal_runs_at_the_next_start(
         done = run_here("pretrain", "--config", str(config), cwd=tmp_path)
     assert done.returncode == 75
     assert done.stderr.endswith(f"exiting program after receiving SIGTERM: {words}\n")
-    assert evaluations(tmp_path) == evaluations(tmp_path / "uninterrupted")[:done_before]
+    assert evaluations(tmp_path) == evaluations(uninterrupted)[:done_before]
     assert run_here("pretrain", "--config", str(config), cwd=tmp_path).returncode == 0
-    assert evaluations(tmp_path) == evaluations(tmp_path / "uninterrupted")
-    assert rows(tmp_path / "run") == rows(tmp_path / "uninterrupted" / "run")
+    assert evaluations(tmp_path) == evaluations(uninterrupted)
+    assert rows(tmp_path / "run") == rows(uninterrupted / "run")
 
 
 def train_for(folder: str, duration: float) -> str:
@@ -140,17 +148,11 @@ train_to_end(Path(sys.argv[1]), "gpt", checkpoint__interval=2, train__iterations
 """
 
 
-def start_slow_save(folder: Path, patience: float) -> subprocess.Popen[str]:
+def start_slow_save(folder: Path, patience: float) -> warm.Command:
     """Start a run and return when its last save hangs; `patience` replaces PATIENCE_SECONDS of signals.py."""
-    process = subprocess.Popen(
-        [sys.executable, "-c", SLOW_SAVE, str(folder), str(patience)],
-        env=environment(),
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    assert process.stdout is not None
+    script = folder / "slow_save.py"
+    script.write_text(SLOW_SAVE)
+    process = warm.Command(warm.PYTHON, [str(script), str(folder), str(patience)], cwd=ROOT, env=environment())
     for line in process.stdout:
         if line == "saving\n":
             return process

@@ -4,13 +4,12 @@ import json
 from pathlib import Path
 from typing import Any
 
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
 from megatron_lite.data.blended import Splits
 from megatron_lite.launch.pretrain import pretrain
 from megatron_lite.training.run import Run
 from tests.helpers.command import make_corpus, run_here, tiny_yaml
 from tests.helpers.runs import CountingDataset, counting_splits
+from tests.helpers.tensorboard_files import tensorboard_events
 from tests.helpers.tiny import tiny_config
 
 STEP = {"batch-generator", "forward-compute", "backward-compute", "all-grads-sync", "loss-sync", "optimizer"}
@@ -40,7 +39,7 @@ def test_the_phases_of_a_pipeline_are_in_metrics_and_tensorboard(ranks, tmp_path
     assert set(four) == STEP | {"pipeline-wait", "save-checkpoint", "evaluation"}
     for time in four.values():
         assert 0 <= time["min_seconds"] <= time["max_seconds"] and time["slowest_rank"] in (0, 1)
-    tags = EventAccumulator(str(tmp_path / "tensorboard")).Reload().Tags()["scalars"]
+    tags = tensorboard_events(tmp_path / "tensorboard").Tags()["scalars"]
     assert {f"{name}-time" for name in four} <= set(tags)
     ranks(2, train, str(tmp_path), parallel__pipeline=2, train__iterations=6)
     resumed = timers_of(tmp_path)[len([one, two, at_2, three, four, at_4]) :]

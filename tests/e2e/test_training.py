@@ -3,9 +3,11 @@
 import gc
 import math
 import os
+import shutil
 import signal
 import weakref
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -179,8 +181,15 @@ def test_a_skipped_step_consumes_data_but_is_not_an_optimizer_step(ranks):
     assert found == [(True, 2.0**40, 0.0), (True, 2.0**39, 0.0), (True, 2.0**38, 0.0)]
 
 
-@pytest.mark.parametrize("engine", ["local", "torch"])
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize(
+    ("precision", "engine"),
+    [
+        ("bf16", "local"),
+        ("fp16", "torch"),
+        pytest.param("fp16", "local", marks=pytest.mark.soak),
+        pytest.param("bf16", "torch", marks=pytest.mark.soak),
+    ],
+)
 def test_losses_in_bf16_and_fp16_follow_fp32(ranks, precision, engine):
     """These dtypes have about three digits, so losses must agree to 1 %."""
     exact = ranks(1, train_tiny, "codegeex", train__micro_batch_size=8)[0]["loss"]
@@ -190,16 +199,16 @@ def test_losses_in_bf16_and_fp16_follow_fp32(ranks, precision, engine):
         assert ((got["loss"] - exact).abs() / exact).max() < 0.01
 
 
-def no_vocabulary() -> None:
-    config = tiny_config("gpt", model__vocab_size=0)
+def no_vocabulary(folder: str) -> None:
+    config = tiny_config("gpt", run__dir=folder, model__vocab_size=0)
     pretrain(config, datasets_provider=counting_splits)
 
 
-def no_training_split() -> None:
+def no_training_split(folder: str) -> None:
     def provider(run):
         return counting_splits(run)._replace(train=None)
 
-    pretrain(tiny_config("gpt"), datasets_provider=provider)
+    pretrain(tiny_config("gpt", run__dir=folder), datasets_provider=provider)
 
 
 @pytest.mark.parametrize(
@@ -209,9 +218,9 @@ def no_training_split() -> None:
         (no_training_split, "data.split.0. is 0, so there is no training data"),
     ],
 )
-def test_the_error_of_a_run_without_vocabulary_or_data_names_the_key(ranks, tmp_path, monkeypatch, mistake, words):
+def test_the_error_of_a_run_without_vocabulary_or_data_names_the_key(ranks, tmp_path, mistake, words):
     with pytest.raises(AssertionError, match=words):
-        ranks(1, mistake)
+        ranks(1, mistake, str(tmp_path / "run"))
 
 
 def test_device_cuda_without_a_gpu_is_an_error(monkeypatch):
@@ -350,6 +359,14 @@ def test_a_run_resumes_under_another_data_parallel_size_with_the_same_losses(ran
     assert found == pytest.approx(expected, rel=1e-5)
 
 
+@pytest.fixture(scope="module")
+def two_iterations(ranks, tmp_path_factory) -> Path:
+    """The folder of a finished run. Tests only read it."""
+    folder = tmp_path_factory.mktemp("two_iterations")
+    ranks(1, train_in, str(folder), train__iterations=2)
+    return folder
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [
@@ -362,10 +379,10 @@ def test_a_run_resumes_under_another_data_parallel_size_with_the_same_losses(ran
         ({"data__paths": "[elsewhere/b]"}, r"data\.paths \(checkpoint: \[\], config: \['b'\]\)"),
     ],
 )
-def test_a_config_change_that_reorders_the_samples_is_an_error(ranks, tmp_path, change, words):
-    ranks(1, train_in, str(tmp_path), train__iterations=2)
+def test_a_config_change_that_reorders_the_samples_is_an_error(ranks, tmp_path, two_iterations, change, words):
+    shutil.copytree(two_iterations, tmp_path / "run")
     with pytest.raises(AssertionError, match=rf"{words}: the samples or their order would change"):
-        ranks(1, train_in, str(tmp_path), train__iterations=3, **change)
+        ranks(1, train_in, str(tmp_path / "run"), train__iterations=3, **change)
 
 
 def test_a_killed_evaluation_runs_at_the_next_start(ranks, tmp_path):
