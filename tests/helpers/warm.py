@@ -5,6 +5,7 @@ The server is Python's fork server of this process. Commands, launchers' ranks a
 
 import atexit
 import concurrent.futures.thread
+import gc
 import os
 import runpy
 import signal
@@ -99,6 +100,7 @@ def become(name: str, words: list[str], folder: str, variables: Mapping[str, str
 
 def _in_new_session(name: str, words: list[str], folder: str, variables: dict[str, str], pipes: list) -> None:
     os.setsid()
+    gc.freeze()  # what the server has loaded stays
     become(name, words, folder, variables, [os.open(os.devnull, os.O_RDONLY), *(pipe.fileno() for pipe in pipes)])
 
 
