@@ -25,16 +25,20 @@ def axes(layout: dict[str, Any]) -> set[str]:
     """The kinds of parallelism that a layout combines. Two of them may be right alone and wrong together."""
     changes = layout["changes"]
     found = {name for name, size in sizes(layout).items() if size > 1} | {engine(layout)} - {"local"}
-    if "pipeline" in found:
-        found |= {changes.get("parallel__schedule", "1f1b")}
+    schedule = changes.get("parallel__schedule", "1f1b")
+    if "pipeline" in found or schedule != "1f1b":  # zb-h1 splits the backwards of one stage too
+        found.add(schedule)
     return found | ({"sequence"} if changes.get("parallel__sequence") else set())
 
 
 def settings(layout: dict[str, Any]) -> set[str]:
-    """All settings of a layout but for the micro-batch size; those of packed documents are one."""
-    changes = {name: value for name, value in layout["changes"].items() if name not in PACKING}
+    """Everything else that a layout sets, and which axes have more than two ranks. Of numbers only the names count."""
+    others = {*PACKING, "parallel__schedule", "train__micro_batch_size", *(f"parallel__{name}" for name in SIZES)}
+    changes = {name: value for name, value in layout["changes"].items() if name not in others}
     packed = {"packed"} if layout["changes"].items() >= PACKING.items() else set()
-    return {f"{name}={value}" for name, value in changes.items() if name != "train__micro_batch_size"} | packed
+    large = {f"more than two: {name}" for name, size in sizes(layout).items() if size > 2}
+    texts = {f"{name}={value}" for name, value in changes.items() if isinstance(value, str)}
+    return {*changes, *texts} | packed | large
 
 
 def num_layers(layout: dict[str, Any]) -> int:

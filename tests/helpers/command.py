@@ -19,7 +19,8 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def environment() -> dict[str, str]:
     """The caller's environment with one thread per process, without the variables that a launcher sets."""
-    unwanted = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+    unwanted = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"}
+    unwanted |= {"GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"}
     base = {name: value for name, value in os.environ.items() if name not in unwanted}
     paths = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
     return base | {"OMP_NUM_THREADS": "1", "PYTHONPATH": paths}

@@ -41,7 +41,10 @@ def examine_rank(
     os.chdir(folder_of[rank])
     with ExitStack() as stack:
         stack.callback(os.chdir, before)
-        stack.enter_context(mock.patch.dict(os.environ, {"LOCAL_RANK": "0"}))
+        # DeepSpeed in an earlier test of this process has chosen the loopback.
+        chosen = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+        variables = {name: value for name, value in os.environ.items() if name not in chosen}
+        stack.enter_context(mock.patch.dict(os.environ, variables | {"LOCAL_RANK": "0"}, clear=True))
         stack.enter_context(mock.patch.object(socket, "gethostname", lambda: f"host-{'ab'[rank]}"))
         stack.enter_context(mock.patch.dict(doctor_network.LARGE, {"cpu": 4096}))
         stack.enter_context(mock.patch.object(doctor_storage, "SHOWN_SECONDS", 0.2))
