@@ -15,7 +15,7 @@ them start in order. Real data does not flow, so a step that depends on values m
 
 import sys
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 from unittest.mock import patch
@@ -95,14 +95,15 @@ class CommunicationRecorder(TorchDispatchMode):
         self._started: Counter[Communicator] = Counter()
         self._awaited: Counter[Communicator] = Counter()
         self._nameless: dict[Communicator, list[int]] = defaultdict(list)  # places in `events`
+        self._kernels: Recorder | None = None  # that this one has joined
 
     @property
     def operations(self) -> list[Operation]:
         return [event for event in self.events if isinstance(event, Operation)]
 
     @contextmanager
-    def recording(self) -> Iterator[None]:
-        """A context that also follows the creation of groups."""
+    def recording(self, kernels: Recorder | None = None) -> Iterator[None]:
+        """A context that also follows the creation of groups. A recorder of kernels that is active is joined."""
         new_group = dist.new_group
 
         def recorded(ranks: Any = None, *args: Any, **kwargs: Any) -> Any:
@@ -124,7 +125,8 @@ class CommunicationRecorder(TorchDispatchMode):
             self._wait(wait)
 
         waits = patch.multiple(communicating, __enter__=entered, __exit__=left)
-        with patch.object(dist, "new_group", recorded), waits, self:
+        self._kernels, active = kernels, self if kernels is None else kernels.joined(self)
+        with patch.object(dist, "new_group", recorded), waits, active:
             yield
 
     def _started_in(self, wait: communicating) -> int:
@@ -152,15 +154,25 @@ class CommunicationRecorder(TorchDispatchMode):
         return Communicator(tuple(dist.get_process_group_ranks(group)), 0)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return self.observe(func, lambda args, kwargs: func(*args, **kwargs), args, kwargs or {})
+
+    def observe(self, func: Any, run: Callable[[Any, Any], Any], args: Any, kwargs: Any) -> Any:
+        """Run an operation, and record it if it communicates."""
         if func.namespace != "c10d":
-            return func(*args, **(kwargs or {}))
+            return run(args, kwargs)
         op = func._schema.name.removeprefix("c10d::")
         self._record(op, func._schema.arguments, args)
-        result = func(*args, **(kwargs or {}))
+        result = run(args, kwargs)
         if op in RECEIVING:  # the fake process group leaves the memory as it was
             for tensor in _tensors(args[0]):
-                tensor.detach().zero_()
+                self._zero(tensor.detach())
         return result
+
+    def _zero(self, tensor: Tensor) -> None:
+        if self._kernels is None:
+            tensor.zero_()
+        else:
+            self._kernels.run(torch.ops.aten.zero_.default, (tensor,), {})
 
     def _record(self, op: str, parameters: Any, args: Any) -> None:
         given = {each.name: (str(each.type), value) for each, value in zip(parameters, args, strict=False)}
@@ -193,16 +205,18 @@ def record_rank(
     config: Config, rank: int, world_size: int, *, num_microbatches: int, steps: int = 2, device: torch.device = META
 ) -> list[Operation]:
     """What a rank starts in its setup and in some steps."""
-    with _recorded_rank(config, rank, world_size, device) as (recorder, run):
+    with _recorded_rank(config, rank, world_size, device, None) as (recorder, run):
+        batches = local_batches([empty_batch(config, device)] * num_microbatches, run.ctx.cp)
         for _ in range(steps):
-            train_step(run, [empty_batch(config, device)] * num_microbatches)
+            train_step(run, batches)
         run.ddp.wait_for_params()
     return recorder.operations
 
 
 def record_step(config: Config, rank: int, world_size: int, *, num_microbatches: int) -> list[Operation]:
     """What a rank starts in one step."""
-    with on_gpu(Recorder(), lines=False), _recorded_rank(config, rank, world_size, META) as (recorder, run):
+    kernels = Recorder()
+    with on_gpu(kernels, lines=False), _recorded_rank(config, rank, world_size, META, kernels) as (recorder, run):
         first = len(recorder.events)
         train_step(run, local_batches([empty_batch(config)] * num_microbatches, run.ctx.cp))
         run.ddp.wait_for_params()
@@ -211,13 +225,13 @@ def record_step(config: Config, rank: int, world_size: int, *, num_microbatches:
 
 @contextmanager
 def _recorded_rank(
-    config: Config, rank: int, world_size: int, device: torch.device
+    config: Config, rank: int, world_size: int, device: torch.device, kernels: Recorder | None
 ) -> Iterator[tuple[CommunicationRecorder, Run]]:
     """The recorded run of a rank, whose pipes are those of a GPU."""
     recorder = CommunicationRecorder()
     adam = nullcontext() if device != META else patch.object(AdamW, "step", lambda adam: None)  # it reads values
     as_on_a_gpu = patch.object(p2p, "may_open_ahead", lambda device: False)
-    with recorder.recording(), adam, as_on_a_gpu, fake_rank(config, rank, world_size, device) as run:
+    with recorder.recording(kernels), adam, as_on_a_gpu, fake_rank(config, rank, world_size, device) as run:
         yield recorder, run
 
 

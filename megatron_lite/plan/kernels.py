@@ -7,15 +7,16 @@ put in its place (`on_gpu`).
 
 import sys
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from functools import cache
-from typing import Any, NamedTuple
+from functools import cache, partial
+from typing import Any, NamedTuple, Protocol
 from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.fx import traceback as fx_traceback
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_lite.model import attention_parts, fused
@@ -23,7 +24,7 @@ from megatron_lite.model.core_attention import IMPLEMENTATIONS
 from megatron_lite.model.masks import Mask
 from megatron_lite.optim.param_groups import AdamW
 from megatron_lite.parallel import linear, loss, weight_grads
-from megatron_lite.plan.source_lines import SHARED, first_shown, is_recomputed, package_line
+from megatron_lite.plan.source_lines import is_recomputed, package_line
 from megatron_lite.training.progress import Progress
 
 VIEWS = {"view", "_unsafe_view", "_reshape_alias", "permute", "transpose", "t", "slice", "select", "split", "expand"}
@@ -34,7 +35,8 @@ OVERWRITING = {"copy_", "fill_", "zero_"}
 # Functions that are slow on the meta device, a millisecond for some; all create one tensor.
 SLOW = {torch.ops.aten.logaddexp.default, torch.ops.aten.empty_like.default, torch.ops.aten.clamp.default}
 SLOW |= {torch.ops.aten.sub.Tensor, torch.ops.aten.mul.Tensor, torch.ops.aten.exp.default}
-SLOW |= {torch.ops.aten.zeros_like.default}
+SLOW |= {torch.ops.aten.zeros_like.default, torch.ops.aten.new_empty.default, torch.ops.aten.addmm.default}
+SLOW |= {torch.ops.aten.mm.default}
 BACKWARD_KERNELS = {"native_layer_norm_backward": 2}
 
 
@@ -53,14 +55,36 @@ class Kernel(NamedTuple):
     shape: tuple[int, ...] = ()
 
 
+Run = Callable[[Any, Any], Any]  # an operation with its arguments and keywords
+
+
+class Observer(Protocol):
+    """What sees each operation, and runs it."""
+
+    def observe(self, func: Any, run: Run, args: Any, kwargs: Any) -> Any: ...
+
+
 class Recorder(TorchDispatchMode):
-    """Records every kernel in `events` while it is active. `progress` replaces that of a run, and names the phases."""
+    """Records every kernel in `events` while it is active. `progress` replaces that of a run, and names the phases.
+
+    Other observers may join it. As modes of their own, each would cost a call from C++ for every operation.
+    """
 
     def __init__(self, events: list[Any] | None = None) -> None:
         super().__init__()
         self.events: list[Any] = [] if events is None else events
         self.progress = _Phases()
         self._pauses = 0
+        self._observers: list[Observer] = []
+
+    @contextmanager
+    def joined(self, observer: Observer) -> Iterator[None]:
+        """A context in which an observer sees operations before the recorder and those that have joined before."""
+        self._observers.append(observer)
+        try:
+            yield
+        finally:
+            self._observers.remove(observer)
 
     @property
     def kernels(self) -> list[Kernel]:
@@ -95,14 +119,21 @@ class Recorder(TorchDispatchMode):
         self.events.append(Kernel(phase, is_backward, op, kind, launches, bytes, flops, where, shape))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = _created(func, args, kwargs or {}) if func in SLOW else func(*args, **(kwargs or {}))
+        run = partial(self.run, func)
+        for observer in self._observers:
+            run = partial(observer.observe, func, run)
+        return run(args, kwargs or {})
+
+    def run(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Run an operation and record its kernel."""
+        out = _created(func, args, kwargs) if func in SLOW else func(*args, **kwargs)
         op = "" if self._pauses else _kernel_of(func)
         if not op:
             return out
         inputs, outputs = list(_tensors(args)), list(_tensors(out))
         if not inputs and not outputs:
             return out
-        is_in_place = func._schema.is_mutable and "out" not in (kwargs or {})
+        is_in_place = func._schema.is_mutable and "out" not in kwargs
         written = list(_tensors(args[0])) if is_in_place else outputs
         read = [] if op in OVERWRITING else list({id(tensor): tensor for tensor in inputs}.values())
         if op in ("copy_", "_foreach_copy_"):
@@ -136,6 +167,8 @@ def _created(func: Any, args: Any, kwargs: Any) -> Tensor:
 def _form(value: Any) -> Any:
     if isinstance(value, Tensor):
         return value.shape, value.stride(), value.dtype, value.device
+    if isinstance(value, list):
+        return tuple(map(_form, value))
     return type(value), value  # 1 and 1.0 give different dtypes
 
 
@@ -199,13 +232,8 @@ def _corrected(op: str, moved: int, args: Any, outputs: list[Tensor]) -> int:
 
 
 def _line_of_forward(node: Any) -> str:
-    """The line that created a node of the graph, from the traceback of anomaly detection."""
-    lines = []
-    for text in reversed("".join(node.metadata.get("traceback_", [])).splitlines()):
-        if text.startswith('  File "'):
-            file, number, *_ = text.removeprefix('  File "').split(", ")
-            lines.append((file.rstrip('"'), int(number.removeprefix("line "))))
-    return first_shown(lines, SHARED)
+    """The line that created a node of the graph, as `on_gpu` lets anomaly detection note it."""
+    return "".join(node.metadata.get("traceback_", []))
 
 
 @contextmanager
@@ -235,6 +263,9 @@ def on_gpu(recorder: Recorder, *, lines: bool = True) -> Iterator[None]:
     def rms_norm(x: Tensor, shape: Any, weight: Tensor, eps: float) -> Tensor:
         return _FusedRMSNorm.apply(recorder, x, weight)  # type: ignore[return-value]
 
+    def line_for_node() -> list[str]:
+        return [package_line(sys._getframe(1))]  # torch's text of all frames takes a millisecond for each node
+
     implementations = dict.fromkeys(set(IMPLEMENTATIONS) - {"math"}, attention)
     graph = torch.autograd.set_detect_anomaly(lines, check_nan=False)  # nodes know their forward's lines
 
@@ -247,6 +278,7 @@ def on_gpu(recorder: Recorder, *, lines: bool = True) -> Iterator[None]:
         total.detach()  # an operation by which `LiveBytes` sees the memory of the total
 
     replaced = (
+        patch.object(fx_traceback, "format_stack", line_for_node),
         patch.object(weight_grads, "product_into", product_into),
         patch.object(linear, "product_into", product_into),
         patch.object(fused, "launch", launch),

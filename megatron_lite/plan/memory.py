@@ -29,7 +29,11 @@ class LiveBytes(TorchDispatchMode):
         self._sizes: dict[int, int] = {}  # by storage
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
+        return self.observe(func, lambda args, kwargs: func(*args, **kwargs), args, kwargs or {})
+
+    def observe(self, func: Any, run: Callable[[Any, Any], Any], args: Any, kwargs: Any) -> Any:
+        """Run an operation and count what it creates."""
+        out = run(args, kwargs)
         self._add(
             (out,) if isinstance(out, Tensor) else (each for each in tree_leaves(out) if isinstance(each, Tensor))
         )

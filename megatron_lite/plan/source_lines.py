@@ -2,11 +2,13 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from itertools import takewhile
+from functools import cache
+from pathlib import Path
 from types import FrameType
 
 # Layers that many lines call; the caller tells more.
 SHARED = ("parallel/linear.py", "parallel/collectives.py", "model/fused.py", "model/fusion.py", "model/norms.py")
+PACKAGE = f"{Path(__file__).parents[1]}/"  # in full: a checkout of the same name may also have torch in it
 
 _is_left_out = False
 
@@ -30,23 +32,27 @@ def is_recomputed(frame: FrameType | None) -> bool:
 
 
 def package_line(frame: FrameType | None, shared: tuple[str, ...] = SHARED) -> str:
-    """The innermost line of the package that a frame is in, or was called from, outside of the `shared` files."""
-    if _is_left_out:
-        return ""
-    lines = []
-    while frame is not None:
-        lines.append((frame.f_code.co_filename, frame.f_lineno))
-        frame = frame.f_back
-    return first_shown(lines, shared)
+    """The innermost line of the package that a frame is in, or was called from, outside of the `shared` files.
 
-
-def first_shown(lines: list[tuple[str, int]], shared: tuple[str, ...]) -> str:
-    """The innermost line of the package outside of the shared files, else the innermost one.
-
-    Lines outside of the engine's call are left out: for a backward they name only the loop that runs all of them.
+    If there is none, the innermost line. Lines outside of the engine's call are left out: for a backward they name only
+    the loop that runs all of them.
     """
-    inside = [(file.rpartition("megatron_lite/")[2], number) for file, number in lines if "megatron_lite/" in file]
-    inside = [(file, number) for file, number in inside if not file.startswith(("plan/", "cli/", "__main__"))]
-    of_pass = list(takewhile(lambda entry: entry[0] != "pipeline/engine.py", inside)) or inside
-    chosen = next((entry for entry in of_pass if entry[0] not in shared), of_pass[0] if of_pass else ("", 0))
-    return f"{chosen[0]}:{chosen[1]}" if chosen[0] else ""
+    innermost = ""
+    while frame is not None and not _is_left_out:
+        name = _name_in_package(frame.f_code.co_filename)
+        if name == "pipeline/engine.py" and innermost:
+            break
+        if name:
+            line = f"{name}:{frame.f_lineno}"
+            if name not in shared:
+                return line
+            innermost = innermost or line
+        frame = frame.f_back
+    return innermost
+
+
+@cache
+def _name_in_package(file: str) -> str:
+    """The name of a file that may be shown; empty outside of the package, and for files of plans and of commands."""
+    name = file.removeprefix(PACKAGE)
+    return "" if name == file or name.startswith(("plan/", "cli/", "__main__")) else name

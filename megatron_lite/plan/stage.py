@@ -110,10 +110,10 @@ def _traced(config: Config, rank: int, world_size: int, *, fusion: str, lines: b
         on_gpu(recorder, lines=bool(lines)),
         source_lines.left_out() if lines is None else nullcontext(),
         dropout_on_gpu() if fusion == "on" else nullcontext(),
-        communication.recording(),
+        communication.recording(recorder),
         fake_rank(config, rank, world_size) as run,
         live.following_fsdp() if config.parallel.ddp == "fsdp" else nullcontext(),
-        live,
+        recorder.joined(live),
     ):
         yield _Tracer(run, events, live, recorder)
 

@@ -42,7 +42,11 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+# Other layouts have each of their features.
+IN_SOAK = ("dp 2", "pp 2, dp 2, tied, bf16")
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.soak] * (name in IN_SOAK)) for name in LAYOUTS])
 def test_ten_steps_equal_those_of_the_replicated_optimizer_bitwise(ranks, name):
     """A wrong shard border, decay group or clip coefficient would change a weight. Sizes do not divide by dp, and some
     biases have fewer elements than ranks. Exact: gloo sums in the same order either way, and shards end where vector

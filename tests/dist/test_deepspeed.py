@@ -13,29 +13,37 @@ from megatron_lite.training.step import train_step
 from tests.helpers.engines import FOUR_STEPS, OFFLOAD_ALL, OFFLOAD_OPTIMIZER, SMALL_BUCKETS, deepspeed
 from tests.helpers.tiny import ENCODERS, model_with_biases, next_microbatches, tiny_config, train_tiny
 
+# Of a case that repeats the features of another one, with other ranks or another model.
+SOAK = {"marks": pytest.mark.soak}
 
-def case(ranks: int, tensor: int, precision: str, stage: int, model: str = "codegeex", **changes: Any):
+
+def case(ranks: int, tensor: int, precision: str, stage: int, model: str = "codegeex", marks: Any = (), **changes: Any):
     layout = {"parallel__tensor": tensor, "train__precision": precision, **FOUR_STEPS}
     name = " ".join([f"tp={tensor} dp={ranks // tensor} {precision} stage={stage} {model}", *changes])
-    return pytest.param(ranks, model, layout, deepspeed(stage, **changes), id=name)
+    return pytest.param(ranks, model, layout, deepspeed(stage, **changes), id=name, marks=marks)
 
 
 CASES = [
     *(case(2, 1, "fp32", stage) for stage in range(4)),
-    *(case(4, 2, "fp32", stage) for stage in range(3)),
+    *(case(4, 2, "fp32", stage, **SOAK) for stage in (0, 1)),
+    case(4, 2, "fp32", 2),
     case(4, 2, "fp32", 3, **SMALL_BUCKETS),
-    *(case(2, 1, "fp32", stage, parallel__context=2) for stage in range(4)),
-    case(4, 2, "fp32", 2, parallel__context=2, parallel__context_mode="ulysses"),
+    *(case(2, 1, "fp32", stage, **SOAK, parallel__context=2) for stage in (0, 2)),
+    *(case(2, 1, "fp32", stage, parallel__context=2) for stage in (1, 3)),
+    case(4, 2, "fp32", 2, **SOAK, parallel__context=2, parallel__context_mode="ulysses"),
     *(case(2, 1, "bf16", stage) for stage in (1, 2, 3)),
-    *(case(4, 2, "bf16", stage, model="gpt") for stage in (1, 2)),
-    case(4, 2, "bf16", 3, model="llama", train__recompute="full"),
+    *(case(4, 2, "bf16", stage, model="gpt", **SOAK) for stage in (1, 2)),
+    case(4, 2, "bf16", 3, model="llama", **SOAK, train__recompute="full"),
     case(2, 1, "bf16", 1, **OFFLOAD_OPTIMIZER),
     case(2, 1, "bf16", 2, **OFFLOAD_OPTIMIZER, parallel__bucket_mb=0.01),
     case(2, 1, "bf16", 3, **OFFLOAD_ALL, **SMALL_BUCKETS),
     case(2, 1, "fp32", 3, model="llama", **OFFLOAD_ALL),
-    *(case(2, 1, "fp32", stage, model=model) for model in ENCODERS for stage in (1, 3)),
-    *(case(4, 2, "fp32", 1, model=model) for model in ENCODERS),
-    case(4, 2, "fp32", 3, model="t5", **SMALL_BUCKETS),
+    case(2, 1, "fp32", 1, model="bert"),
+    case(2, 1, "fp32", 3, model="bert", **SOAK),
+    case(2, 1, "fp32", 1, model="t5", **SOAK),
+    case(2, 1, "fp32", 3, model="t5"),
+    *(case(4, 2, "fp32", 1, model=model, **SOAK) for model in ENCODERS),
+    case(4, 2, "fp32", 3, model="t5", **SOAK, **SMALL_BUCKETS),
 ]
 
 

@@ -49,7 +49,7 @@ def with_both_engines(ranks, world_size: int, model: str, precision: str, **chan
     [
         ("gpt", "fp32", {}),
         ("codegeex", "bf16", {"model__fp32_residual": "true", "train__recompute": "full:1"}),
-        ("llama", "bf16", {}),
+        pytest.param("llama", "bf16", {}, marks=pytest.mark.soak),
     ],
 )
 def test_fsdp_on_two_ranks_with_one_micro_batch_equals_local_ddp_bitwise(ranks, model, precision, changes):
@@ -75,11 +75,11 @@ ALL_FORWARDS_FIRST = {
 @pytest.mark.parametrize(
     ("model", "precision", "world_size", "changes"),
     [
-        ("gpt", "fp32", 4, ON_TWO_BY_TWO),
+        pytest.param("gpt", "fp32", 4, ON_TWO_BY_TWO, marks=pytest.mark.soak),
         ("gpt", "fp64", 4, ON_TWO_BY_TWO),
         ("codegeex", "fp64", 4, ALL_FORWARDS_FIRST),
         ("llama", "fp32", 4, {"train__micro_batch_size": 1, "train__recompute": "selective"}),
-        ("codegeex", "fp64", 2, {"train__micro_batch_size": 2}),
+        pytest.param("codegeex", "fp64", 2, {"train__micro_batch_size": 2}, marks=pytest.mark.soak),
     ],
 )
 def test_fsdp_equals_local_ddp_under_every_layout(ranks, model, world_size, changes, precision):

@@ -184,8 +184,11 @@ def simulate_delayed(**changes: Any) -> dict[str, Any]:
 
 LAYOUTS = [(2, {}), (4, {}), (4, {"parallel__pipeline": 2}), (4, {"parallel__tensor": 2})]
 PLAIN_SGD_CASES = [
-    *((*layout, "fp64", 1e-12) for layout in LAYOUTS),
-    *((*layout, "fp32", 1e-6) for layout in LAYOUTS[::2]),
+    (*LAYOUTS[0], "fp64", 1e-12),
+    pytest.param(*LAYOUTS[1], "fp64", 1e-12, marks=pytest.mark.soak),
+    *((*layout, "fp64", 1e-12) for layout in LAYOUTS[2:]),
+    pytest.param(*LAYOUTS[0], "fp32", 1e-6, marks=pytest.mark.soak),
+    (*LAYOUTS[2], "fp32", 1e-6),
 ]
 
 
@@ -224,8 +227,15 @@ def test_local_steps_of_all_ranks_equal_the_simulation_in_one_process(ranks, siz
     assert_same_training(found, expected, 1e-12)
 
 
-@pytest.mark.parametrize("layout", [{"parallel__pipeline": 2}, SEQUENCE])
-@pytest.mark.parametrize("delay", [1, 2])
+@pytest.mark.parametrize(
+    ("delay", "layout"),
+    [
+        pytest.param(1, {"parallel__pipeline": 2}, id="1-layout0"),
+        pytest.param(1, SEQUENCE, id="1-layout1", marks=pytest.mark.soak),
+        pytest.param(2, {"parallel__pipeline": 2}, id="2-layout0", marks=pytest.mark.soak),
+        pytest.param(2, SEQUENCE, id="2-layout1"),
+    ],
+)
 def test_a_delayed_step_applies_the_gradient_of_an_earlier_step(ranks, layout, delay):
     """Gradients of embedding and norms must be summed over stages and sequence shards once, when they are applied."""
     changes = PRECISE | {"sync__mode": "delayed", "sync__delay": delay, "train__iterations": 6}
@@ -395,6 +405,9 @@ class UnseenSamples(CountingDataset):
 
 EASY = {
     "train__iterations": 160,
+    "train__micro_batch_size": 4,
+    "train__debug": False,
+    "model__num_layers": 1,
     "train__eval_iterations": 10,
     "model__vocab_size": 16,
     "optim__lr": 4e-3,

@@ -4,6 +4,7 @@ A plan is traced on one process without values. Here the same layouts train over
 holds, keeps for backward and communicates in a step.
 """
 
+from collections.abc import Hashable
 from contextlib import ExitStack
 from itertools import product
 from typing import Any, NamedTuple
@@ -19,6 +20,8 @@ from megatron_lite.plan.fake_world import empty_batch
 from megatron_lite.training.initialize import finalize_megatron, initialize_megatron
 from megatron_lite.training.setup import setup_model_and_optimizer
 from megatron_lite.training.step import local_batches, train_step
+from tests.helpers.axes import axes, settings
+from tests.helpers.cover import in_tiers
 from tests.helpers.kept import CPU, Counts, KeptBytes, planned_traffic, recorded_traffic, wide_config
 from tests.helpers.layouts import context, layout, name_of
 
@@ -144,23 +147,34 @@ def planned_state(plan: Plan, got: Measured, real: list[Measured]) -> dict[str, 
     return {**trace.state_bytes, "optimizer": optimizer}
 
 
-def id_of(value: Any) -> str:
-    return value if isinstance(value, str) else name_of(value)
+Case = tuple[str, dict[str, Any]]
 
 
-@pytest.mark.parametrize(("model", "each"), CASES, ids=id_of)
+def features(case: Case) -> set[Hashable]:
+    """Two ranks along an axis are enough: more of them hold, keep and send by the same arithmetic."""
+    model, each = case
+    return {model, *axes(each), *(name for name in settings(each) if not name.startswith("more than two"))}
+
+
+def features_of_recomputed(case: Case) -> set[Hashable]:
+    return features(case) if case[1]["changes"]["train__recompute"] != "none" else set()
+
+
+def ranks_of(case: Case) -> float:
+    return case[1]["ranks"]
+
+
+def name(case: Case) -> str:
+    return f"{case[0]}-{name_of(case[1])}"
+
+
+@pytest.mark.parametrize(("model", "each"), in_tiers(CASES, features, ranks_of, name=name))
 def test_real_ranks_hold_keep_and_send_what_the_plan_has(ranks, model, each):
     """Otherwise a job that fits by its plan would run out of memory, or would be slower than planned."""
     check(ranks, model, each)
 
 
-@pytest.mark.parametrize(("model", "each"), RECOMPUTED[::13], ids=id_of)
+@pytest.mark.parametrize(("model", "each"), in_tiers(RECOMPUTED, features_of_recomputed, ranks_of, name=name))
 def test_recomputation_keeps_what_the_plan_has(ranks, model, each):
-    """The plan would recommend a recomputation that does not save its memory. Each kind and model is in this part."""
-    check(ranks, model, each)
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize(("model", "each"), RECOMPUTED, ids=id_of)
-def test_every_recomputation_of_every_model_keeps_what_the_plan_has(ranks, model, each):
+    """The plan would recommend a recomputation that does not save its memory."""
     check(ranks, model, each)

@@ -13,6 +13,8 @@ from tests.helpers.wire import Wire
 RESHARD_EVERYTHING = {"deepspeed__stage3_max_live_parameters": 0, "deepspeed__stage3_max_reuse_distance": 0}
 LAYERS, HIDDEN, LENGTH, BATCH = LARGE_MODEL["num_layers"], LARGE_MODEL["hidden_size"], 16, 4
 
+SIZES = pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.soak)])
+
 
 def measure_step(**changes) -> tuple[dict[str, float], dict[str, int], int]:
     """Bytes and calls of the third step by kind of collective, and the number of this rank's parameters.
@@ -33,7 +35,7 @@ def measure_step(**changes) -> tuple[dict[str, float], dict[str, int], int]:
     return dict(wire.sent), dict(wire.calls), count
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@SIZES
 def test_the_distributed_optimizer_sends_no_more_bytes_than_an_all_reduce(ranks, size):
     """A second reduction of the same gradients would double the communication.
 
@@ -52,7 +54,7 @@ def test_the_distributed_optimizer_sends_no_more_bytes_than_an_all_reduce(ranks,
             }
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@SIZES
 def test_sharded_weights_send_one_and_a_half_times_the_bytes(ranks, size):
     """Weights are gathered for forward and again for backward, gradients are reduce-scattered: 3 (n-1)/n of 4 bytes per
     parameter with one micro-batch. FSDP gathers its root unit (embeddings, final norm) once."""
@@ -68,7 +70,7 @@ def test_sharded_weights_send_one_and_a_half_times_the_bytes(ranks, size):
         assert sum(sent.values()) == pytest.approx(3 * each * count, rel=0.02)
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@SIZES
 def test_context_parallelism_sends_the_bytes_of_each_modes_formula(ranks, size):
     """The formulas are in model/context_attention.py. Keys that went around the ring once more would double them.
 
@@ -92,7 +94,7 @@ def test_context_parallelism_sends_the_bytes_of_each_modes_formula(ranks, size):
                 assert sent == of_mode, mode
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@SIZES
 def test_tensor_parallelism_sends_four_all_reduces_per_layer(ranks, size):
     """One more collective per layer would be the largest cost of tensor parallelism.
 

@@ -4,7 +4,6 @@ import json
 import os
 import random
 import re
-import subprocess
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -14,12 +13,12 @@ import pytest
 
 from megatron_lite.errors import StoppedEarly
 from megatron_lite.training.loop import train_step
-from tests.helpers.command import ROOT, environment
+from tests.helpers.command import ROOT, run_python
 from tests.helpers.faults import Fault
 from tests.helpers.limits import PATIENCE
 from tests.helpers.runs import rows, tensor_files, train_to_end
 
-HANG_SECONDS = 6.0
+HANG_SECONDS = 4.0
 # The line of the error output that names the fault and its rank.
 CAUSES = {
     "kill": r"^rank {rank} was killed by SIGKILL",
@@ -35,28 +34,20 @@ LAUNCH = """
 import sys
 from megatron_lite.launch.launcher import launch
 from megatron_lite.launch.nodes import Nodes
-from tests.helpers.forked_ranks import forked_ranks
-if __name__ == "__main__":
-    with forked_ranks("tests.helpers.faults"):
-        nodes = Nodes(int(sys.argv[1]), max_restarts=1000)
-        sys.exit(launch("tests.helpers.faults:train_with_faults", tuple(sys.argv[2:]), nodes))
+nodes = Nodes(int(sys.argv[1]), max_restarts=1000)
+sys.exit(launch("tests.helpers.faults:train_with_faults", tuple(sys.argv[2:]), nodes))
 """
 
 
 def run_with(folder: Path, faults: list[Fault], size: int, changes: dict) -> str:
     """Train to the end, with a new launch after each exit code 75; returns the error output of all launches."""
     folder.mkdir()
+    script = folder / "launch.py"
+    script.write_text(LAUNCH)
     arguments = [str(folder), json.dumps([asdict(fault) for fault in faults]), json.dumps(changes)]
     errors = ""
     for _ in range(1 + len(faults)):
-        done = subprocess.run(
-            [sys.executable, "-c", LAUNCH, str(size), *arguments],
-            env=environment(),
-            cwd=ROOT,
-            capture_output=True,
-            text=True,
-            timeout=PATIENCE * (1 + len(faults)),
-        )
+        done = run_python(str(script), str(size), *arguments, cwd=ROOT, timeout=PATIENCE * (1 + len(faults)))
         errors += done.stderr
         if done.returncode != StoppedEarly.exit_code:
             break
@@ -101,18 +92,12 @@ def test_a_run_under_torchrun_survives_a_restart(tmp_path):
     """After a restart, torchrun's store still has the addresses of the previous ranks."""
     changes = {"train__iterations": 6, "checkpoint__interval": 2, "train__micro_batch_size": 2, "parallel__tensor": 2}
     (tmp_path / "train.py").write_text(TRAIN)
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4", "--max-restarts=1"]
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=1"]
     fault = Fault("kill", iteration=4, rank=1, delay=0.0)
     folder = tmp_path / "run"
     folder.mkdir()
-    done = subprocess.run(
-        [*torchrun, str(tmp_path / "train.py"), str(folder), json.dumps([asdict(fault)]), json.dumps(changes)],
-        env=environment(),
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE,
-    )
+    words = [str(tmp_path / "train.py"), str(folder), json.dumps([asdict(fault)]), json.dumps(changes)]
+    done = run_python(*torchrun, *words, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     assert (folder / "fault_0").exists()
     assert [row["iteration"] for row in rows(folder)] == [1, 2, 3, 4, 5, 6]

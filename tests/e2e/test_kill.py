@@ -17,6 +17,7 @@ from megatron_lite.checkpoint.layout import read_layout
 from megatron_lite.checkpoint.store import verify
 from megatron_lite.config.load import load_config
 from megatron_lite.training.pretrain import pretrain
+from tests.helpers import warm
 from tests.helpers.command import make_corpus, run, start, tiny_yaml, wait_for
 from tests.helpers.limits import PATIENCE
 from tests.helpers.runs import rows, tensor_files, train_to_end
@@ -48,7 +49,7 @@ def train(rank: int, folder: Path, store: Path, changes: dict) -> None:
 
 def start_ranks(folder: Path, changes: dict) -> list[BaseProcess]:
     mp = get_context("forkserver")
-    mp.set_forkserver_preload(["tests.helpers.runs"])
+    warm.start_server()
     store = folder.with_name(f"store-{time.monotonic_ns()}")
     processes = [mp.Process(target=train, args=(rank, folder, store, changes), daemon=True) for rank in range(SIZE)]
     for process in processes:
@@ -99,7 +100,10 @@ def check_kills(folder: Path, kills: int, seed: int, changes: dict) -> None:
     assert tensor_files(folder / "killed" / newest) == tensor_files(folder / "expected" / newest)
 
 
-@pytest.mark.parametrize(("layout", "kills"), [("tp 2", 1), ("dp 2 distributed, in the background", 2)])
+@pytest.mark.parametrize(
+    ("layout", "kills"),
+    [pytest.param("tp 2", 1, marks=pytest.mark.soak), ("dp 2 distributed, in the background", 2)],
+)
 def test_ranks_killed_at_random_resume_bit_for_bit(tmp_path, layout, kills):
     """Otherwise a crash at the wrong moment could end the run, or change it silently."""
     check_kills(tmp_path, kills, seed=5, changes=LAYOUTS[layout])

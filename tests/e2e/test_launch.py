@@ -14,6 +14,7 @@ import pytest
 from megatron_lite.errors import STOP_SIGNALS, ConfigError, StoppedEarly
 from megatron_lite.launch.launcher import _SignalsToRanks, run_ranks
 from megatron_lite.launch.reports import rank_main
+from tests.helpers import warm
 from tests.helpers.command import ROOT, environment
 from tests.helpers.limits import PATIENCE
 
@@ -40,7 +41,7 @@ def save_after_signal(folder: str) -> None:
     (Path(folder) / f"ready_{os.environ['RANK']}").touch()
     while not received:
         time.sleep(0.02)
-    time.sleep(1.0)  # a save
+    time.sleep(0.5)  # a save
     (Path(folder) / f"saved_{os.environ['RANK']}").write_text(signal.Signals(received[0]).name)
 
 
@@ -49,7 +50,9 @@ def stop_after_signal(folder: str) -> None:
     received: list[int] = []
     for number in STOP_SIGNALS:
         signal.signal(number, lambda number, frame: received.append(number))
-    (Path(folder) / f"ready_{os.environ['RANK']}").write_text(f"{os.getpid()}\n")
+    new = Path(folder) / f"new_{os.environ['RANK']}"
+    new.write_text(f"{os.getpid()}\n")
+    new.rename(Path(folder) / f"ready_{os.environ['RANK']}")  # with its content
     while not received:
         time.sleep(0.02)
     time.sleep(0.5)  # a save
@@ -62,14 +65,26 @@ def sleep(folder: str) -> None:
     time.sleep(PATIENCE)
 
 
-def start(target: str, *arguments: str) -> subprocess.Popen[str]:
+LAUNCH = """
+import sys
+from megatron_lite.launch.launcher import launch
+from megatron_lite.launch.nodes import Nodes
+if __name__ == "__main__":
+    sys.exit(launch(sys.argv[1], tuple(sys.argv[2:]), Nodes(2)))
+"""
+
+
+def start(target: str, folder: Path) -> warm.Command:
     """A process that launches two ranks of a function of this file and exits with their exit code."""
-    code = (
-        "import sys\nfrom megatron_lite.launch.launcher import launch\nfrom megatron_lite.launch.nodes import Nodes\n"
-        f"if __name__ == '__main__':\n    sys.exit(launch('{HERE}:{target}', {arguments!r}, Nodes(2)))\n"
-    )
+    (folder / "launch.py").write_text(LAUNCH)
+    words = [str(folder / "launch.py"), f"{HERE}:{target}", str(folder)]
+    return warm.Command(warm.PYTHON, words, cwd=ROOT, env=environment())
+
+
+def start_new_interpreters(target: str, folder: Path) -> subprocess.Popen[str]:
+    """The same for a launcher that has a resource tracker. Its ranks have Python's handlers of signals, not its own."""
     return subprocess.Popen(
-        [sys.executable, "-c", code],
+        [sys.executable, "-c", LAUNCH, f"{HERE}:{target}", str(folder)],
         cwd=ROOT,
         env=environment(),
         stdout=subprocess.PIPE,
@@ -87,7 +102,7 @@ def is_running(pid: int) -> bool:
         return False
 
 
-def end(process: subprocess.Popen[str]) -> tuple[int, str]:
+def end(process: "warm.Command | subprocess.Popen[str]") -> tuple[int, str]:
     """The exit code and standard error."""
     return process.wait(timeout=PATIENCE), process.communicate()[1]
 
@@ -100,7 +115,7 @@ def wait_for(folder: Path, *names: str) -> None:
 
 
 def test_all_ranks_run_with_their_environment_variables(tmp_path):
-    code, err = end(start("write_rank_variables", str(tmp_path)))
+    code, err = end(start("write_rank_variables", tmp_path))
     assert (code, err) == (0, "")
     for rank in "01":
         assert f"('LOCAL_RANK', '{rank}'), " in (tmp_path / rank).read_text()
@@ -109,7 +124,7 @@ def test_all_ranks_run_with_their_environment_variables(tmp_path):
 
 def test_a_signal_reaches_the_ranks_and_they_have_time_to_save(tmp_path):
     """Killed before it saves, a run loses its progress since the last checkpoint."""
-    process = start("save_after_signal", str(tmp_path))
+    process = start("save_after_signal", tmp_path)
     wait_for(tmp_path, "ready_0", "ready_1")
     os.kill(process.pid, signal.SIGTERM)
     assert end(process) == (0, "")
@@ -118,7 +133,7 @@ def test_a_signal_reaches_the_ranks_and_they_have_time_to_save(tmp_path):
 
 def test_ranks_that_cannot_save_yet_exit_with_1(tmp_path):
     """A run that was stopped during its start must not look finished."""
-    process = start("sleep", str(tmp_path))
+    process = start_new_interpreters("sleep", tmp_path)
     wait_for(tmp_path, "ready_0", "ready_1")
     os.kill(process.pid, signal.SIGINT)
     assert end(process) == (1, "stopped by SIGINT before a checkpoint could be saved\n")
@@ -135,7 +150,7 @@ def test_one_rank_runs_in_this_process(tmp_path, monkeypatch):
 
 def test_a_signal_to_all_processes_gives_exit_code_75_and_one_message(tmp_path):
     """A batch system signals all processes: ranks get the signal twice, and Python's resource tracker too."""
-    process = start("stop_after_signal", str(tmp_path))
+    process = start_new_interpreters("stop_after_signal", tmp_path)
     wait_for(tmp_path, "ready_0", "ready_1")
     os.killpg(process.pid, signal.SIGUSR1)
     assert end(process) == (75, "stopped by SIGUSR1, saved\n")
@@ -143,7 +158,7 @@ def test_a_signal_to_all_processes_gives_exit_code_75_and_one_message(tmp_path):
 
 def test_ranks_of_a_killed_launcher_save_and_exit(tmp_path):
     """Otherwise they would wait for the dead launcher and keep the GPUs."""
-    process = start("stop_after_signal", str(tmp_path))
+    process = start("stop_after_signal", tmp_path)
     wait_for(tmp_path, "ready_0", "ready_1")
     pids = [int((tmp_path / f"ready_{rank}").read_text()) for rank in (0, 1)]
     process.kill()

@@ -36,7 +36,8 @@ from megatron_lite.launch.agent import ENDED_BY_OTHERS, Agent, _rendezvous_error
 from megatron_lite.launch.launcher import launch
 from megatron_lite.launch.nodes import Nodes
 from megatron_lite.launch.reports import write_report
-from tests.helpers.command import ROOT, environment, start
+from tests.helpers import warm
+from tests.helpers.command import ROOT, environment
 from tests.helpers.forked_ranks import forked_ranks
 from tests.helpers.limits import PATIENCE
 
@@ -133,14 +134,21 @@ def test_a_spare_node_reports_that_the_others_ended_the_run(tmp_path, monkeypatc
 
 
 def test_a_command_without_other_nodes_prints_one_message(tmp_path):
-    """Torch prints a page of stack frames for each attempt."""
+    """Torch prints a page of stack frames for each attempt, unless a variable is set before it is imported."""
     port = free_port()
     place = ["--nnodes", "2", "--node-rank", "1", "--master-addr", "127.0.0.1", "--master-port", str(port)]
     config = ["data.paths=corpus", "data.tokenizer=bytes", f"run.dir={tmp_path}"]
-    process = start("pretrain", "--nproc-per-node", "1", *place, "--join-timeout", "1", *config, cwd=tmp_path)
-    out, err = process.communicate(timeout=PATIENCE)
-    assert (process.returncode, out) == (1, "GLOO_SOCKET_IFNAME=lo\n")
-    (message,) = err.splitlines()
+    command = [sys.executable, "-m", "megatron_lite", "pretrain", "--nproc-per-node", "1", *place]
+    done = subprocess.run(
+        [*command, "--join-timeout", "1", *config],
+        cwd=tmp_path,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+    )
+    assert (done.returncode, done.stdout) == (1, "GLOO_SOCKET_IFNAME=lo\n")
+    (message,) = done.stderr.splitlines()
     assert message.startswith(
         f"node 1 could not join the other nodes at 127.0.0.1:{port}: the first node does not answer ("
     )
@@ -161,23 +169,14 @@ def has_handler(pid: int, number: int) -> bool:
     return bool(int(line.split()[1], 16) >> (number - 1) & 1)
 
 
-def test_a_node_that_waits_for_others_exits_on_a_stop_signal():
+def test_a_node_that_waits_for_others_exits_on_a_stop_signal(tmp_path):
     """Torch's wait cannot be interrupted: the machine would be blocked for up to --join-timeout."""
-    waiting = [
-        subprocess.Popen(
-            [
-                sys.executable,
-                "-c",
-                WAITING.format(here=HERE, nodes=node(0, free_port(), is_elastic=is_elastic, join_timeout=900.0)),
-            ],
-            cwd=ROOT,
-            env=environment(),
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for is_elastic in (False, True)
-    ]
+    waiting = []
+    for is_elastic in (False, True):
+        script = tmp_path / f"elastic_{is_elastic}.py"
+        nodes = node(0, free_port(), is_elastic=is_elastic, join_timeout=900.0)
+        script.write_text(WAITING.format(here=HERE, nodes=nodes))
+        waiting.append(warm.Command(warm.PYTHON, [str(script)], cwd=ROOT, env=environment()))
     for process in waiting:
         deadline = time.monotonic() + PATIENCE
         while not has_handler(process.pid, signal.SIGTERM):
@@ -320,8 +319,8 @@ def attack(port: int, path: Path) -> None:
 
 def test_an_elastic_run_continues_without_a_lost_node_and_with_it_again(tmp_path):
     """Otherwise machines would be idle until the user restarts the run."""
+    warm.start_server()
     ctx = get_context("forkserver")
-    ctx.set_forkserver_preload(["megatron_lite.training.pretrain", "torch._dynamo"])
     port = free_port()
     seen: set[str] = set()
     launchers: list[BaseProcess] = []

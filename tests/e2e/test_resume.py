@@ -4,6 +4,7 @@ import json
 import math
 import re
 import shutil
+from collections.abc import Hashable
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,6 +23,7 @@ from megatron_lite.training.initialize import finalize_megatron, initialize_mega
 from megatron_lite.training.setup import setup_model_and_optimizer
 from megatron_lite.training.step import train_step
 from tests.helpers.checkpoints import newest_tensor_files
+from tests.helpers.cover import in_tiers
 from tests.helpers.runs import rows, tensor_files, train_to_end
 from tests.helpers.tiny import next_microbatches, tiny_config
 
@@ -95,7 +97,12 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+def features(case: str) -> set[Hashable]:
+    """The words of its name: each precision, engine, schedule, kind of parallelism and mode of synchronization."""
+    return {case.partition(" deepspeed ")[2], *case.replace(",", "").split()}
+
+
+@pytest.mark.parametrize("case", in_tiers(list(CASES), features, cost=lambda case: CASES[case][0]))
 def test_ten_and_ten_resumed_iterations_equal_twenty(ranks, tmp_path, case):
     """A resume must restore weights, masters, moments, scaler, random streams, learning rate and data position."""
     size, changes = CASES[case]

@@ -45,6 +45,7 @@ def train_from(config: str) -> None:
     pretrain(load_config(Path(config)))
 
 
+@pytest.mark.soak  # gloo notices a broken connection only after comm_timeout
 def test_both_hosts_exit_on_a_broken_network_and_resume_when_it_works(ranks, tmp_path):
     """A host that does not exit is idle, and paid for, until a user notices."""
     prefix = make_corpus(tmp_path)

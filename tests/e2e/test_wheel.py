@@ -82,20 +82,47 @@ def test_the_wheel_has_every_file_of_the_package_and_no_tests(wheel):
     assert {name for name in names if not name.startswith(info)} == files
 
 
+def test_a_model_can_be_trained_without_a_checkout(commands, tmp_path):
+    """A user of the wheel has only the wheel. `make soak` runs the other commands too."""
+    check_the_place(commands, tmp_path)
+    preprocess(commands, tmp_path)
+    out = run(commands, tmp_path, "megatron-lite", "pretrain", "--config", "tiny.yaml", "parallel.tensor=1")
+    assert "successfully saved checkpoint from iteration       2 to run/checkpoints" in out
+    check_the_job_script(commands, tmp_path)
+
+
+def check_the_place(commands: Path, folder: Path) -> None:
+    """Assert that Python has the package of the wheel, and no path to the checkout."""
+    code = "import megatron_lite, sys; print(megatron_lite.__file__, *sys.path, sep='\\n')"
+    place, *path = run(commands, folder, "python", "-c", code).splitlines()
+    assert place.startswith(str(commands.parent)) and str(ROOT) not in path
+    assert run(commands, folder, "megatron-lite", "--version") == f"megatron-lite {megatron_lite.__version__}\n"
+
+
+def preprocess(commands: Path, folder: Path) -> None:
+    """Make the corpus of CONFIG."""
+    (folder / "words.txt").write_text("a small text, which is repeated\n\n" * 200)
+    (folder / "tiny.yaml").write_text(CONFIG)
+    split = ("--split-on", "blank-line", "--append-eod", "--workers", "1")
+    out = run(commands, folder, "megatron-lite", "preprocess", "--input", "words.txt", "--output-prefix", "words",
+              "--tokenizer", "bytes", *split)  # fmt: skip
+    assert "words_text_document: 200 documents" in out
+
+
+def check_the_job_script(commands: Path, folder: Path) -> None:
+    """Assert that a SLURM job would use the Python of the wheel."""
+    words = ("submit", "--config", "tiny.yaml", "--nproc-per-node", "2", "--dry-run")
+    script = run(commands, folder, "megatron-lite", *words)
+    assert f"\nPYTHON={commands}/python\n" in script
+    assert str(ROOT) not in script
+
+
+@pytest.mark.soak
 def test_every_command_works_without_a_checkout(commands, tmp_path):
     """A user of the wheel has only the wheel."""
     lite = "megatron-lite"
-    code = "import megatron_lite, sys; print(megatron_lite.__file__, *sys.path, sep='\\n')"
-    place, *path = run(commands, tmp_path, "python", "-c", code).splitlines()
-    assert place.startswith(str(commands.parent)) and str(ROOT) not in path
-    assert run(commands, tmp_path, lite, "--version") == f"megatron-lite {megatron_lite.__version__}\n"
-
-    (tmp_path / "words.txt").write_text("a small text, which is repeated\n\n" * 200)
-    (tmp_path / "tiny.yaml").write_text(CONFIG)
-    split = ("--split-on", "blank-line", "--append-eod", "--workers", "1")
-    out = run(commands, tmp_path, lite, "preprocess", "--input", "words.txt", "--output-prefix", "words",
-              "--tokenizer", "bytes", *split)  # fmt: skip
-    assert "words_text_document: 200 documents" in out
+    check_the_place(commands, tmp_path)
+    preprocess(commands, tmp_path)
     out = run(commands, tmp_path, lite, "pretrain", "--config", "tiny.yaml", "--nproc-per-node", "2")
     assert "successfully saved checkpoint from iteration       2 to run/checkpoints" in out
     assert "parameters  " in run(commands, tmp_path, lite, "inspect", "run")
@@ -110,8 +137,6 @@ def test_every_command_works_without_a_checkout(commands, tmp_path):
     assert (tmp_path / "zb.png").read_bytes().startswith(b"\x89PNG")
     assert "<svg" in (tmp_path / "curves.svg").read_text()
 
-    script = run(commands, tmp_path, lite, "submit", "--config", "tiny.yaml", "--nproc-per-node", "2", "--dry-run")
-    assert f"\nPYTHON={commands}/python\n" in script
-    assert str(ROOT) not in script
+    check_the_job_script(commands, tmp_path)
     out = run(commands, tmp_path, "python", "-m", "megatron_lite.launch", "--dry-run", "--nproc-per-node", "2", "x")
     assert out.endswith(f"{commands}/python -m megatron_lite pretrain --nproc-per-node 2 x\n")

@@ -15,6 +15,7 @@ from megatron_lite.plan.calibrate import REFERENCES
 from megatron_lite.plan.devices import device_of, shared
 from megatron_lite.plan.measure import MESSAGES
 from tests.helpers.command import ROOT, run_here
+from tests.helpers.traces import shared_traces  # noqa: F401
 
 PAGE = ROOT / "docs" / "planning.md"
 SIZES = {

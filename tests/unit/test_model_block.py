@@ -49,8 +49,14 @@ def test_block_equals_its_formula(post_norm, norm, activation):
     assert_close(block(x), want, rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("placement", ["pre", "post", "output", "sandwich"])
-@pytest.mark.parametrize("fusion", ["off", "compiled"])
+@pytest.mark.parametrize(
+    ("fusion", "placement"),
+    [
+        *(("off", placement) for placement in ("pre", "post", "output", "sandwich")),
+        *(pytest.param("compiled", placement, marks=pytest.mark.soak) for placement in ("pre", "post", "output")),
+        ("compiled", "sandwich"),
+    ],
+)
 def test_the_norms_of_each_placement_are_where_its_formula_has_them(placement, fusion):
     """Of all three branches of a decoder beside an encoder. 1e-6: a compiled chain adds biases later."""
     config = tiny(norm_placement=placement, attention="math")

@@ -85,7 +85,12 @@ def test_an_implementation_equals_the_reference(name, dtype, sizes, softcap):
 
 @pytest.mark.parametrize(
     ("kinds", "softcap"),
-    [(("causal",), 0.0), (("causal", "window", "documents"), 2.0), (("documents", "lengths"), 0.0), ((), 0.0)],
+    [
+        pytest.param(("causal",), 0.0, marks=pytest.mark.soak),  # each mask is compiled anew
+        (("causal", "window", "documents"), 2.0),
+        (("documents", "lengths"), 0.0),
+        pytest.param((), 0.0, marks=pytest.mark.soak),
+    ],
 )
 def test_flex_attention_equals_the_reference(kinds, softcap):
     """On the CPU torch compiles its forward only. 150 tokens are two blocks of 128, one of them ragged."""

@@ -19,23 +19,23 @@ pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="triton is n
 # Tiles are small where a case needs several of all kinds: full ones, and ones on the left and on the right.
 MASKS = {
     "full": Case(()),
-    "causal": Case(("causal",), length=130),
-    "window": Case(("window",), length=130, window=50),
-    "causal window": Case(("causal", "window"), length=130, window=80, tiles=(16, 32)),
+    "causal": Case(("causal",), length=100),
+    "window": Case(("window",), length=100, window=40),
+    "causal window": Case(("causal", "window"), length=100, window=60, tiles=(16, 32)),
     "narrow window": Case(("causal", "window"), window=3),
-    "lengths": Case(("lengths",), batch=3, lengths=(100, 41, 0)),
-    "causal lengths": Case(("causal", "lengths"), batch=2, lengths=(77, 1)),
-    "window lengths": Case(("causal", "window", "lengths"), batch=2, window=9, lengths=(30, 90)),
+    "lengths": Case(("lengths",), batch=3, lengths=(70, 41, 0)),
+    "causal lengths": Case(("causal", "lengths"), batch=2, lengths=(50, 1)),
+    "window lengths": Case(("causal", "window", "lengths"), batch=2, window=9, lengths=(20, 60)),
     "documents": Case(("documents",), batch=2),
     "causal documents": Case(("causal", "documents"), batch=2),
-    "all conditions": Case(("causal", "window", "lengths", "documents"), batch=2, heads=2, window=5, lengths=(60, 100)),
+    "all conditions": Case(("causal", "window", "lengths", "documents"), batch=2, heads=2, window=5, lengths=(40, 70)),
 }
 SHAPES = {
     "2 groups of 2 heads": Case(heads=4, groups=2),
     "as many groups as heads": Case(heads=3, groups=3),
     "1 query": Case((), length=1, num_keys=50),
-    "fewer queries": Case((), length=37, num_keys=150, heads=2),
-    "more queries": Case(("lengths",), length=150, num_keys=37, batch=2, lengths=(20, 37)),
+    "fewer queries": Case((), length=37, num_keys=100, heads=2),
+    "more queries": Case(("lengths",), length=100, num_keys=37, batch=2, lengths=(20, 37)),
     "tokens fill the tiles": Case(length=96),
     "head size 40": Case(head_size=40),
     "head size 64, tiles of the table": Case(length=130, head_size=64, tiles=None),
@@ -44,7 +44,7 @@ SHAPES = {
     "head size 256": Case(length=150, head_size=256, tiles=(64, 64)),
     "512 tokens": Case(("causal", "documents"), length=512, head_size=64, tiles=(128, 64)),
 }
-LAYOUTS = {layout: Case(length=70, batch=2, heads=2, layout=layout) for layout in ("fused", "transposed", "expanded")}
+LAYOUTS = {layout: Case(length=40, batch=2, heads=2, layout=layout) for layout in ("fused", "transposed", "expanded")}
 SOFTCAPS = {
     "softcap": Case(softcap=1.5),
     "large softcap": Case(softcap=50.0),
@@ -65,13 +65,36 @@ OTHERS = {
     "large scores": Case(scale=300.0),
     "bf16": Case(dtype=torch.bfloat16),
 }
+CASES = FP32 | FP16 | OTHERS
+# Another case has the same masks, layout or dtype with other sizes.
+IN_SOAK = {
+    *("narrow window", "documents", "as many groups as heads", "head size 40", "head size 128", "large softcap"),
+    *("all conditions fp16", "2 groups of 2 heads fp16", "head size 80 fp16", "2 groups of 2 heads again"),
+}
+
+
+def named(names) -> list:
+    """Parameters with these names, some of them for `make soak` only."""
+    return [pytest.param(name, marks=[pytest.mark.soak] * (name in IN_SOAK)) for name in names]
+
+
+class Results:
+    """The results by name. One process computes those of `make test`, another one those of `make soak` only."""
+
+    def __init__(self, new_folder):
+        self._new_folder, self._by_name = new_folder, {}
+
+    def __getitem__(self, name):
+        if name not in self._by_name:
+            together = {other: CASES[other] for other in CASES if (other in IN_SOAK) == (name in IN_SOAK)}
+            self._by_name |= interpreted(together, self._new_folder("triton"))
+        return self._by_name[name]
 
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
-    """The results of all cases by name."""
     skip_where_the_interpreter_fails()
-    return interpreted(FP32 | FP16 | OTHERS, tmp_path_factory.mktemp("triton"))
+    return Results(tmp_path_factory.mktemp)
 
 
 def reference(case):
@@ -81,7 +104,7 @@ def reference(case):
     return with_gradients(math_attention, exact, grad.double(), dropout=0.0, **case.options())
 
 
-@pytest.mark.parametrize("name", FP32)
+@pytest.mark.parametrize("name", named(FP32))
 def test_the_kernels_give_the_dense_result(results, name):
     """Output, log-sum-exp and gradients. Sums of up to 150 or 512 terms of order 1 round by 2e-6 in fp32."""
     got, want = results[name], reference(FP32[name])
@@ -89,7 +112,7 @@ def test_the_kernels_give_the_dense_result(results, name):
     assert_close([x.double() for x in got], want, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", FP16)
+@pytest.mark.parametrize("name", named(FP16))
 def test_fp16_results_are_the_exact_ones_rounded(results, name):
     """Kernels round P or dS, O, which enters D, and the results, each by half an eps of its size. With sums in fp16,
     errors would grow with the number of tiles. The log-sum-exp has no rounding to fp16."""
@@ -121,7 +144,7 @@ def test_a_query_without_keys_has_zeros_and_no_nan(results, name):
         assert (x[empty[:, None].expand(x.shape[:3])] == 0).all() and x.isfinite().all()
 
 
-@pytest.mark.parametrize("name", ["causal", "2 groups of 2 heads"])
+@pytest.mark.parametrize("name", ["causal", pytest.param("2 groups of 2 heads", marks=pytest.mark.soak)])
 def test_two_runs_give_the_same_bits(results, name):
     """Atomic additions would sum in another order each time."""
     assert all(torch.equal(x, y) for x, y in zip(results[name], results[f"{name} again"], strict=True))

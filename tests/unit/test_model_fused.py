@@ -11,7 +11,7 @@ import torch
 from megatron_lite.errors import ConfigError
 from megatron_lite.model import fused
 from megatron_lite.model.fusion import ACTIVATIONS
-from tests.helpers.fused_cases import MODELS, in_a_new_process
+from tests.helpers.fused_cases import IN_SOAK, MODELS, in_a_new_process
 from tests.helpers.triton_cases import skip_where_the_interpreter_fails
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="triton is installed on Linux only")
@@ -20,13 +20,20 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="triton is insta
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
     skip_where_the_interpreter_fails()
-    return in_a_new_process("interpret", tmp_path_factory.mktemp("interpret"))
+    names = {*MODELS, "dropout", "summed loss", "trained"}.difference(IN_SOAK)
+    return in_a_new_process("interpret", tmp_path_factory.mktemp("interpret"), names)
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_loss_logits_and_gradients_equal_those_of_eager_operations(results, name):
+@pytest.fixture(scope="module")
+def results_in_soak(tmp_path_factory):
+    skip_where_the_interpreter_fails()
+    return in_a_new_process("interpret", tmp_path_factory.mktemp("interpret"), IN_SOAK)
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.soak] * (name in IN_SOAK)) for name in MODELS])
+def test_loss_logits_and_gradients_equal_those_of_eager_operations(request, name):
     """1e-5 of a tensor's largest value: exp, tanh and sums of fp32 differ in their last bits."""
-    eager, kernels = results[name]
+    eager, kernels = request.getfixturevalue("results_in_soak" if name in IN_SOAK else "results")[name]
     assert len(eager) == len(kernels) > 10
     for want, got in zip(eager, kernels, strict=True):
         assert (got - want).abs().max() <= 1e-5 * want.abs().max()

@@ -1,7 +1,9 @@
 """Recomputation changes the kept activations and no bit of the results, with full and split backward."""
 
 import re
+from collections.abc import Hashable
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
@@ -13,29 +15,38 @@ from megatron_lite.model.build import get_model
 from megatron_lite.parallel.context import ParallelContext
 from megatron_lite.parallel.grid import Grid
 from megatron_lite.parallel.random import seed_everything
+from tests.helpers.cover import in_tiers, pairs
 from tests.helpers.model_runs import context, random_tokens, tiny
 from tests.helpers.plain_codegeex import CODEGEEX
 from tests.helpers.recomputed_models import DROPOUT, HEADS, KINDS, B, H, S, assert_same_bits, saved_bytes, train
 
+DTYPES = {"dtype0": torch.float32, "dtype1": torch.bfloat16}
+ATTENTIONS = ("sdpa", "math", "tiled")
+RECOMPUTES = ("none", "activation", "selective", "full", "uniform:2", "stage")
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("attention", ["sdpa", "math", "tiled"])
-@pytest.mark.parametrize("kind", KINDS)
+
+def features(case: tuple[str, ...]) -> set[Hashable]:
+    return pairs(case)
+
+
+@pytest.mark.parametrize(
+    ("kind", "attention", "dtype"), in_tiers([*product(KINDS, ATTENTIONS, DTYPES)], features, name="-".join)
+)
 def test_recomputation_changes_no_bit(kind, attention, dtype):
     """Other dropout masks in backward would give gradients of another network."""
     fields = KINDS[kind] | {"attention": attention}
-    want = train(fields, recompute="none", dtype=dtype)
+    want = train(fields, recompute="none", dtype=DTYPES[dtype])
     for recompute in ("activation", "selective", "full", "full:1", "uniform:2", "stage"):
-        assert_same_bits(train(fields, recompute=recompute, dtype=dtype), want)
+        assert_same_bits(train(fields, recompute=recompute, dtype=DTYPES[dtype]), want)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("recompute", ["none", "activation", "selective", "full", "uniform:2", "stage"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("kind", "recompute", "dtype"), in_tiers([*product(KINDS, RECOMPUTES, DTYPES)], features, name="-".join)
+)
 def test_split_backward_changes_no_bit_and_defers_a_job_for_every_linear_layer(kind, recompute, dtype):
     """A split graph defers every weight gradient except those of the embeddings and of a tied head."""
-    want = train(KINDS[kind], recompute="none", dtype=dtype)
-    got = train(KINDS[kind], recompute=recompute, dtype=dtype, halves=True)
+    want = train(KINDS[kind], recompute="none", dtype=DTYPES[dtype])
+    got = train(KINDS[kind], recompute=recompute, dtype=DTYPES[dtype], halves=True)
     assert_same_bits(got, want)
     matrices = [name for name in got.grads if re.search(r"(linear_\w+|output_layer)\.weight$", name)]
     assert got.num_jobs == 2 * len(matrices) and want.num_jobs == 0

@@ -2,8 +2,10 @@
 
 import multiprocessing
 import re
+from collections.abc import Hashable
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -23,32 +25,50 @@ from megatron_lite.plan.communication import (
     progress_problems,
     record_rank,
 )
+from tests.helpers.axes import engine, num_layers, parts, sizes
 from tests.helpers.command import ROOT
+from tests.helpers.cover import in_tiers
 from tests.helpers.layouts import BATCH
 from tests.helpers.layouts import OF_SEVERAL_RANKS as LAYOUTS
 from tests.helpers.tiny import tiny_config
 
 
-def record(config: Config, world_size: int) -> dict[int, list[Operation]]:
-    """One or two steps of every rank, on the meta device where torch supports it."""
+def steps(each: dict[str, Any]) -> int:
+    """Two where a step leaves something to the next one: weights that are gathered, or torch's new buckets."""
+    return 1 if engine(each) == "local" else 2
+
+
+def record(config: Config, world_size: int, *, steps: int = 2) -> dict[int, list[Operation]]:
+    """The operations of every rank. The models are so small that computing is faster than the meta device."""
     validate(config, world_size)
-    parallel = config.parallel
-    device = "cpu" if parallel.context > 1 or parallel.ddp in ("fsdp", "torch") else "meta"
     count = BATCH // (config.train.micro_batch_size * config.parallel.data(world_size))
-    steps = 1 if count > 4 else 2
-    return {
-        rank: record_rank(config, rank, world_size, num_microbatches=count, steps=steps, device=torch.device(device))
-        for rank in range(world_size)
-    }
+    sizes = {"num_microbatches": count, "steps": steps, "device": torch.device("cpu")}
+    return {rank: record_rank(config, rank, world_size, **sizes) for rank in range(world_size)}
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+def microbatches(each: dict[str, Any]) -> int:
+    return BATCH // (each["changes"]["train__micro_batch_size"] * sizes(each)["data"])
+
+
+def parts_of(name: str) -> set[Hashable]:
+    """Also whether there are fewer micro-batches than stages, as many, or more."""
+    model, each = LAYOUTS[name]
+    stages = sizes(each)["pipeline"]
+    amount = ("as many", "more", "fewer")[(microbatches(each) > stages) - (microbatches(each) < stages)]
+    return parts(model, each) | ({amount} if stages > 1 else set())
+
+
+def cost_of(name: str) -> float:
+    _, each = LAYOUTS[name]
+    return each["ranks"] * (1 + microbatches(each)) * steps(each)
+
+
+@pytest.mark.parametrize("name", in_tiers(list(LAYOUTS), parts_of, cost_of, name=str))
 def test_a_layout_communicates_as_nccl_needs_it(name):
     """Its members agree, its tensors are contiguous, and it ends even with one queue on each rank."""
     model, each = LAYOUTS[name]
-    layers = 6 if each["changes"].get("parallel__pipeline", 1) > 1 else 2
-    changes = each["changes"] | {"train__global_batch_size": BATCH, "model__num_layers": layers}
-    ranks = record(tiny_config(model, train__precision="bf16", **changes), each["ranks"])
+    changes = each["changes"] | {"train__global_batch_size": BATCH, "model__num_layers": num_layers(each)}
+    ranks = record(tiny_config(model, train__precision="bf16", **changes), each["ranks"], steps=steps(each))
     assert all(ranks.values())
     assert problems(ranks) == []
 

@@ -1,5 +1,6 @@
 """The plan of a job against steps on the meta device, and the arithmetic of its memory and links."""
 
+from collections.abc import Hashable
 from typing import Any
 from unittest.mock import patch
 
@@ -19,24 +20,34 @@ from megatron_lite.plan.memory import LiveBytes, peak_bytes
 from megatron_lite.plan.report import step_parts
 from megatron_lite.plan.stage import Chunk, Event, Pass, RankTrace, kernels
 from megatron_lite.training.step import local_batches, train_step
+from tests.helpers.axes import axes, engine, num_layers, settings, sizes
+from tests.helpers.cover import in_tiers
 from tests.helpers.kept import planned_traffic, recorded_traffic, wide_config
 from tests.helpers.layouts import BATCH, MODELS, OF_SEVERAL_RANKS, context, layout
 from tests.helpers.tiny import tiny_config
+from tests.helpers.traces import shared_traces  # noqa: F401
 
 # All layouts whose engine runs on the meta device: torch's DDP does not.
-LAYOUTS = [
-    pytest.param(model, each, id=name)
-    for name, (model, each) in OF_SEVERAL_RANKS.items()
-    if each["changes"].get("parallel__ddp") != "torch"
-]
-IN_EVERY_TEST = 7  # one of so many layouts, because the list takes two minutes
+LAYOUTS = [name for name, (_, each) in OF_SEVERAL_RANKS.items() if engine(each) != "torch"]
 H100 = Machines(device_of("h100"), 8)
 
 
-def check_traffic(model: str, each: dict[str, Any]) -> None:
-    """Compare a plan with the operations of a full step on each pipeline rank."""
-    layers = 6 if each["changes"].get("parallel__pipeline", 1) > 1 else 2
-    changes = each["changes"] | {"train__global_batch_size": BATCH, "model__num_layers": layers}
+def features(name: str) -> set[Hashable]:
+    model, each = OF_SEVERAL_RANKS[name]
+    return {model, *settings(each), *axes(each)}
+
+
+def cost(name: str) -> float:
+    _, each = OF_SEVERAL_RANKS[name]
+    return num_layers(each) * (3 + BATCH / (each["changes"]["train__micro_batch_size"] * sizes(each)["data"]))
+
+
+@pytest.mark.parametrize("name", in_tiers(LAYOUTS, features, cost, name=str))
+def test_a_plan_has_the_operations_of_a_step(name):
+    """The plan multiplies the passes of two micro-batches. A pass that another micro-batch does differently, or a part
+    of the step that was left out, would be missing here."""
+    model, each = OF_SEVERAL_RANKS[name]
+    changes = each["changes"] | {"train__global_batch_size": BATCH, "model__num_layers": num_layers(each)}
     config = tiny_config(model, train__precision="bf16", **changes)
     plan = make_plan(config, each["ranks"], H100)
     for pp_rank, trace in enumerate(plan.traces):
@@ -45,19 +56,6 @@ def check_traffic(model: str, each: dict[str, Any]) -> None:
         if config.parallel.ddp != "fsdp":  # torch starts its collectives, and no line of ours does
             planned_lines = {(row.operation, row.line) for row in plan.traffic[pp_rank]}
             assert planned_lines == {(operation.name, operation.line) for operation in step}
-
-
-@pytest.mark.parametrize(("model", "each"), LAYOUTS[::IN_EVERY_TEST])
-def test_a_plan_has_the_operations_of_a_step(model, each):
-    """The plan multiplies the passes of two micro-batches. A pass that another micro-batch does differently, or a part
-    of the step that was left out, would be missing here."""
-    check_traffic(model, each)
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize(("model", "each"), [each for number, each in enumerate(LAYOUTS) if number % IN_EVERY_TEST])
-def test_the_other_plans_have_the_operations_of_a_step(model, each):
-    check_traffic(model, each)
 
 
 def plan_of(each: dict[str, Any], *, model: str = "gpt", num_microbatches: int = 4, **changes: Any) -> Plan:
@@ -93,7 +91,9 @@ STEPS = [
 ]
 
 
-@pytest.mark.parametrize("number", range(len(STEPS)))
+@pytest.mark.parametrize(
+    "number", in_tiers(range(len(STEPS)), lambda number: {*settings(STEPS[number]), *axes(STEPS[number])})
+)
 def test_the_peak_from_passes_is_that_of_a_full_step(number):
     """The schedule is played with the peaks of single passes, so a tensor that one leaves for another would be missing.
 

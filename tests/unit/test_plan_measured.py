@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from megatron_lite.errors import ConfigError
+from megatron_lite.plan import calibrate, measure
 from megatron_lite.plan.calibrate import KINDS, REFERENCES, _nonnegative, measure_rank, new_profile, profile_of
 from megatron_lite.plan.devices import device_of
 from megatron_lite.plan.estimate import make_plan
@@ -18,6 +19,7 @@ from megatron_lite.plan.kernels import Kernel
 from megatron_lite.plan.links import Machines
 from megatron_lite.plan.measured import Measured, read_profile
 from tests.helpers.tiny import tiny_config
+from tests.helpers.traces import shared_traces  # noqa: F401
 
 ENTRY = {
     "products": {"64": 5e10, "512": 1e11},
@@ -87,10 +89,16 @@ def test_communication_on_a_cpu_overlaps_nothing(tmp_path):
     assert waits > 0.9 * number * ENTRY["latency"]
 
 
-def test_a_profile_follows_from_measurements():
-    """One rank here; the command measures more."""
+def test_a_profile_follows_from_measurements(monkeypatch):
+    """One rank here; the command measures more, and larger models, which would take seconds."""
+    for module, fields in (
+        (calibrate, {"REFERENCES": REFERENCES[:2]}),
+        (measure, {"SIDES": (64, 256), "LARGE": 2**20}),
+    ):
+        for name, value in fields.items():
+            monkeypatch.setattr(module, name, value)
     answer = measure_rank("fp32")
-    assert len(answer["steps"]) == len(REFERENCES)
+    assert len(answer["steps"]) == 2
     entry = profile_of([answer, answer], "fp32")
     assert set(entry["factors"]) == set(KINDS)
     assert all(rate > 1e6 for rate in [*entry["products"].values(), entry["memory"], *entry["attention"]])

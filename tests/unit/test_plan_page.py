@@ -13,6 +13,7 @@ from megatron_lite.plan.estimate import Plan, make_plan
 from megatron_lite.plan.links import Machines
 from megatron_lite.plan.page import SLOWEST, SMALL, busiest, kernel_rows, page
 from tests.helpers.tiny import tiny_config
+from tests.helpers.traces import shared_traces  # noqa: F401
 
 SCHEDULES = {
     "1f1b": {},

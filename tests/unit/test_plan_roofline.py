@@ -18,6 +18,7 @@ from megatron_lite.plan.roofline import by_line, per_layer, predict, seconds, tr
 from megatron_lite.training.signals import StopRequest
 from megatron_lite.training.step import train_step
 from tests.helpers.command import run_here
+from tests.helpers.traces import shared_traces  # noqa: F401
 
 QUIET = {"hidden_dropout": 0.0, "attention_dropout": 0.0, "vocab_size": 50257, "activation": "gelu_tanh"}
 GPT = {"num_layers": 24, "hidden_size": 2048, "num_heads": 16, "max_position_embeddings": 2048, **QUIET}

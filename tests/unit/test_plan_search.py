@@ -14,6 +14,7 @@ from megatron_lite.config.schema import Config
 from megatron_lite.config.validate import failures
 from megatron_lite.errors import ConfigError
 from megatron_lite.plan import kernels
+from megatron_lite.plan.closed_form import Estimate
 from megatron_lite.plan.communication import Wait
 from megatron_lite.plan.costs import CostTable, Work
 from megatron_lite.plan.devices import device_of
@@ -23,10 +24,17 @@ from megatron_lite.plan.layouts import Layout, changes, layout_of
 from megatron_lite.plan.links import Machines
 from megatron_lite.plan.search import SLACK, Search, find, reason
 from megatron_lite.plan.stage import Event, trace_passes, trace_rank
+from tests.helpers.cover import in_tiers, pairs
+from tests.helpers.traces import shared_traces  # noqa: F401
 
 MODEL = {"num_layers": 12, "hidden_size": 2048, "num_heads": 4, "vocab_size": 51200, "max_position_embeddings": 1024}
 A100 = Machines(device_of("a100"), 8)
 PLAIN = Layout(1, 1, 1, 1, "1f1b", "even", 1, "none", False, "local")
+
+
+def dashed(case: tuple[Any, ...]) -> str:
+    """The values of a case, as pytest names it."""
+    return "-".join(map(str, case))
 
 
 def config(layout: Layout, global_batch: int = 64) -> Config:
@@ -36,19 +44,21 @@ def config(layout: Layout, global_batch: int = 64) -> Config:
 
 
 @cache
-def small_search() -> Search:
-    """A job of 16 GPUs."""
-    return Search(config(PLAIN), 16, A100)
+def small_search(ranks_per_machine: int = 1) -> Search:
+    """A job of 16 GPUs. With one on a machine no layout is tensor-parallel, so there are few to trace."""
+    return Search(config(PLAIN), 16, Machines(A100.device, ranks_per_machine))
 
 
 @cache
-def best():
-    return find(small_search(), 80e9)
+def best(ranks_per_machine: int = 1) -> list[Estimate]:
+    return find(small_search(ranks_per_machine), 80e9)
 
 
-@pytest.mark.parametrize("micro_batch", [1, 2, 3, 8])
-@pytest.mark.parametrize("recompute", ["none", "activation", "full"])
-def test_the_costs_of_small_stages_add_up_to_those_of_large_ones(micro_batch, recompute):
+@pytest.mark.parametrize(
+    ("recompute", "micro_batch"),
+    in_tiers(list(product(("none", "activation", "full"), (1, 2, 3, 8))), set, name=dashed),
+)
+def test_the_costs_of_small_stages_add_up_to_those_of_large_ones(recompute, micro_batch):
     """Otherwise the search would rank other models than the one that it plans."""
     layout = Layout(2, 1, 4, 1, "1f1b", "even", micro_batch, recompute, True, "local")
     plan = make_plan(config(layout, 48), 8, A100)
@@ -62,47 +72,46 @@ def test_the_costs_of_small_stages_add_up_to_those_of_large_ones(micro_batch, re
         assert cost.parameters == trace.parameters
 
 
-@pytest.mark.parametrize(
-    "layout",
-    [
-        PLAIN,
-        Layout(1, 1, 1, 1, "1f1b", "even", 4, "full", False, "zero1"),
-        Layout(1, 1, 1, 1, "1f1b", "even", 2, "none", False, "fsdp"),
-        Layout(4, 1, 1, 1, "1f1b", "even", 2, "activation", True, "zero1"),
-        Layout(2, 1, 4, 1, "1f1b", "even", 1, "none", False, "zero1"),
-        Layout(2, 1, 4, 1, "gpipe", "even", 1, "none", True, "local"),
-        Layout(1, 1, 4, 1, "zb-h1", "even", 1, "none", False, "zero1"),
-        Layout(2, 1, 2, 3, "interleaved", "even", 1, "none", True, "zero1"),
-        Layout(1, 1, 4, 1, "1f1b", "balanced", 1, "none", False, "zero1"),
-    ],
-    ids=str,
-)
+LAYOUTS = [
+    PLAIN,
+    Layout(1, 1, 1, 1, "1f1b", "even", 4, "full", False, "zero1"),
+    Layout(1, 1, 1, 1, "1f1b", "even", 2, "none", False, "fsdp"),
+    Layout(4, 1, 1, 1, "1f1b", "even", 2, "activation", True, "zero1"),
+    Layout(2, 1, 4, 1, "1f1b", "even", 1, "none", False, "zero1"),
+    Layout(2, 1, 4, 1, "gpipe", "even", 1, "none", True, "local"),
+    Layout(1, 1, 4, 1, "zb-h1", "even", 1, "none", False, "zero1"),
+    Layout(2, 1, 2, 3, "interleaved", "even", 1, "none", True, "zero1"),
+    Layout(1, 1, 4, 1, "1f1b", "balanced", 1, "none", False, "zero1"),
+]
+
+
+@pytest.mark.parametrize("layout", in_tiers(LAYOUTS, lambda layout: set(layout.overrides()), name=str))
 def test_an_estimate_is_close_to_the_plan(layout):
     """The plan has the buckets and the order of everything, which the estimate replaces by sums."""
-    search = small_search()
+    search = small_search(8)
     estimate, plan = search.simulated(search.estimate(layout)), make_plan(config(layout), 16, A100)
     assert estimate.seconds == pytest.approx(plan.step_seconds, rel=0.08)
     assert estimate.memory == pytest.approx(plan.peak_memory, rel=0.08)
 
 
-@pytest.mark.parametrize("ranks_per_machine", [4, 8])
-@pytest.mark.parametrize("global_batch", [64, 512])
+WITH_SLOW_LINKS = {
+    "1f1b 1 local": PLAIN,
+    "1f1b 1 zero1": Layout(1, 1, 1, 1, "1f1b", "even", 1, "none", False, "zero1"),
+    "1f1b 4 zero1": Layout(1, 1, 4, 1, "1f1b", "even", 1, "none", False, "zero1"),
+    "interleaved 4 zero1": Layout(1, 1, 4, 3, "interleaved", "even", 1, "none", False, "zero1"),
+    "zb-h1 4 local": Layout(1, 1, 4, 1, "zb-h1", "even", 1, "none", False, "local"),
+}
+
+
 @pytest.mark.parametrize(
-    "layout",
-    [
-        PLAIN,
-        Layout(1, 1, 1, 1, "1f1b", "even", 1, "none", False, "zero1"),
-        Layout(1, 1, 4, 1, "1f1b", "even", 1, "none", False, "zero1"),
-        Layout(1, 1, 4, 3, "interleaved", "even", 1, "none", False, "zero1"),
-        Layout(1, 1, 4, 1, "zb-h1", "even", 1, "none", False, "local"),
-    ],
-    ids=lambda layout: f"{layout.schedule} {layout.pipeline} {layout.engine}",
+    ("layout", "global_batch", "ranks_per_machine"),
+    in_tiers(list(product(WITH_SLOW_LINKS, (64, 512), (4, 8))), lambda case: pairs(map(str, case)), name=dashed),
 )
 def test_an_estimate_is_close_to_the_plan_with_slow_links(layout, global_batch, ranks_per_machine):
     """Each micro-batch may wait for messages, also between machines that hold several stages."""
     machines = Machines(device_of("4090"), ranks_per_machine)
-    search = Search(config(layout, global_batch), 16, machines)
-    estimate, plan = search.estimate(layout), make_plan(search.config, 16, machines)
+    search = Search(config(WITH_SLOW_LINKS[layout], global_batch), 16, machines)
+    estimate, plan = search.estimate(WITH_SLOW_LINKS[layout]), make_plan(search.config, 16, machines)
     assert search.simulated(estimate).seconds == pytest.approx(plan.step_seconds, rel=0.08)
     assert estimate.seconds == pytest.approx(plan.step_seconds, rel=0.15)  # orders what is simulated
     assert estimate.memory == pytest.approx(plan.peak_memory, rel=0.08)
@@ -119,7 +128,7 @@ def plain(event: Event) -> object:
 def test_a_trace_of_several_sizes_is_that_of_each(engine):
     """It has one run for all of them, leaves out lines and remembers what slow functions create."""
     layout = Layout(1, 2, 1, 1, "1f1b", "even", 3, "activation", False, engine)
-    job = search_of_long_sequences(6, A100).config
+    job = search_of_long_sequences(6, A100, num_layers=2).config
     traces = trace_passes(layout.applied(job), 1, 4, (2, 3))
     with patch.object(kernels, "SLOW", set()):
         alone = trace_rank(layout.applied(job), 1, 4)
@@ -148,7 +157,7 @@ def test_no_kernel_is_faster_than_the_bound():
     """Otherwise the search would end before it has seen the fastest layout; short sequences need large batches."""
     model = {"num_layers": 6, "hidden_size": 256, "num_heads": 8, "vocab_size": 8000, "max_position_embeddings": 128}
     train = {"precision": "bf16", "global_batch_size": 4096}
-    search = Search(Config.model_validate({"model": model, "train": train, "data": {"seq_length": 128}}), 8, A100)
+    search = Search(Config.model_validate({"model": model, "train": train, "data": {"seq_length": 128}}), 1, A100)
     for micro_batch, recompute in product((1, 8, 64), ("none", "full")):
         layout = replace(PLAIN, micro_batch=micro_batch, recompute=recompute)
         assert search.bound(layout) <= search.estimate(layout).seconds
@@ -156,13 +165,14 @@ def test_no_kernel_is_faster_than_the_bound():
     assert best.seconds <= min(search.estimate(replace(PLAIN, micro_batch=size)).seconds for size in (1, 8, 16, 32, 64))
 
 
+@pytest.mark.soak
 def test_no_sampled_layout_is_faster_than_the_winner():
-    search = small_search()
+    search = small_search(8)
     layouts = [each for each in list(search.layouts())[::97] if search.is_legal(each)]
     assert len(layouts) > 10
     estimates = [search.simulated(search.estimate(layout)) for layout in layouts]
     fitting = [each.seconds for each in estimates if each.memory <= 80e9]
-    assert best()[0].seconds <= min(fitting)
+    assert best(8)[0].seconds <= min(fitting)
 
 
 def test_the_ten_best_are_legal_and_in_order():
@@ -172,25 +182,25 @@ def test_the_ten_best_are_legal_and_in_order():
     assert best()[0].seconds < small_search().estimate(PLAIN).seconds
 
 
-def search_of_long_sequences(world_size: int, machines: Machines) -> Search:
+def search_of_long_sequences(world_size: int, machines: Machines, *, num_layers: int = 4) -> Search:
     """A job whose sequences are long enough for context parallelism."""
-    model = MODEL | {"num_layers": 4, "max_position_embeddings": 4096, "attention_dropout": 0.0}
+    model = MODEL | {"num_layers": num_layers, "max_position_embeddings": 4096, "attention_dropout": 0.0}
     train = {"precision": "bf16", "global_batch_size": 2 * world_size}
     job = Config.model_validate({"model": model, "train": train, "data": {"seq_length": 4096}})
     return Search(job, world_size, machines)
 
 
 @pytest.mark.parametrize(
-    ("machines", "engines"),
+    ("world_size", "machines", "engines"),
     [
-        (Machines(device_of("4090"), 2), {"local", "zero1"}),
-        pytest.param(Machines(device_of("a100"), 4), {"local", "zero1", "fsdp"}, marks=pytest.mark.soak),
+        pytest.param(2, Machines(device_of("4090"), 2), {"local", "zero1", "fsdp"}, id="two ranks"),
+        pytest.param(4, Machines(device_of("4090"), 2), {"local", "zero1"}, id="slow links", marks=pytest.mark.soak),
+        pytest.param(4, A100, {"local", "zero1", "fsdp"}, id="fast links", marks=pytest.mark.soak),
     ],
-    ids=["slow links", "fast links"],
 )
-def test_no_layout_is_missing_from_the_ten_best(machines, engines):
+def test_no_layout_is_missing_from_the_ten_best(world_size, machines, engines):
     """All layouts of a small job are estimated one by one."""
-    search, found = search_of_long_sequences(4, machines), set()
+    search, found = search_of_long_sequences(world_size, machines), set()
     estimates = [search.estimate(each) for each in search.layouts() if search.is_legal(each)]
     for limit in (24e9, 5e9, 4e9):
         fitting = {each.layout: round(each.seconds, 9) for each in estimates if each.memory <= limit}
@@ -202,12 +212,20 @@ def test_no_layout_is_missing_from_the_ten_best(machines, engines):
     assert {each.recompute for each in found} == {"none", "full"}
 
 
-def test_each_step_of_a_layout_takes_more_time_and_memory():
+@pytest.mark.parametrize(
+    ("world_size", "recomputes", "sequences"),
+    [
+        pytest.param(8, {"none"}, {True}, id="some"),
+        pytest.param(16, {"none", "activation", "full"}, {False, True}, id="all", marks=pytest.mark.soak),
+    ],
+)
+def test_each_step_of_a_layout_takes_more_time_and_memory(world_size, recomputes, sequences):
     """Otherwise the search would give up a layout too early."""
-    search = search_of_long_sequences(16, A100)
-    layouts = [each for each in search.layouts() if each.tensor == 2 and len(search.steps(each)) > 1]
+    search = search_of_long_sequences(world_size, A100)
+    layouts = [each for each in search.layouts() if each.tensor == 2 and each.recompute in recomputes]
+    layouts = [each for each in layouts if each.sequence in sequences and len(search.steps(each)) > 1]
     assert {each.context for each in layouts} == {1, 2, 4}
-    for layout in layouts[:: len(layouts) // 25]:
+    for layout in layouts[:: max(1, len(layouts) // 25)]:
         final = search.estimate(layout)
         assert search.bound(layout) <= final.seconds
         for step in search.steps(layout)[:-1]:
@@ -218,7 +236,7 @@ def test_each_step_of_a_layout_takes_more_time_and_memory():
 
 
 def test_less_memory_gives_other_layouts():
-    limit = 0.6 * best()[0].memory
+    limit = 0.9 * best()[0].memory
     found = find(small_search(), limit, most=3)
     assert all(each.memory <= limit for each in found)
     assert found[0].seconds >= best()[0].seconds
@@ -251,8 +269,9 @@ def test_the_layout_of_a_config_comes_back():
 def test_changes_of_other_engines_are_legal(fields):
     """They are given to a user, who applies them to the config."""
     plain = config(replace(PLAIN, micro_batch=4))
-    given = plain.model_copy(update={"parallel": plain.parallel.model_copy(update=fields)})
-    plan = make_plan(given, 16, A100)
+    few = {"model": plain.model.model_copy(update={"num_layers": 4})}
+    given = plain.model_copy(update=few | {"parallel": plain.parallel.model_copy(update=fields)})
+    plan = make_plan(given, 16, small_search().machines)
     options = changes_that_fit(plan, 0.6 * plan.peak_memory)
     assert options
     for option in options:
@@ -262,12 +281,12 @@ def test_changes_of_other_engines_are_legal(fields):
             sections[section][name] = yaml.safe_load(override.partition("=")[2])
         changed = Config.model_validate(sections)
         assert failures(changed, 16) == []
-        assert make_plan(changed, 16, A100).peak_memory <= 1.02 * 0.6 * plan.peak_memory
+        assert make_plan(changed, 16, plan.machines).peak_memory <= 1.02 * 0.6 * plan.peak_memory
 
 
 def test_changes_that_fit_really_fit():
     """Each is planned again, with its real passes."""
-    plan = make_plan(config(Layout(1, 1, 1, 1, "1f1b", "even", 4, "none", False, "local")), 16, A100)
+    plan = make_plan(config(Layout(1, 1, 1, 1, "1f1b", "even", 4, "none", False, "local")), 16, small_search().machines)
     limit = 0.6 * plan.peak_memory
     options = changes_that_fit(plan, limit)
     assert options
@@ -289,7 +308,7 @@ def _changed(plan: Plan, overrides: list[str]) -> Plan:
             layout = replace(layout, **({"engine": "zero1"} if name == "distributed" else {"sequence": True}))
         else:
             layout = replace(layout, **{name.removesuffix("_size"): names[name](value)})
-    return make_plan(layout.applied(plan.config), 16, A100)
+    return make_plan(layout.applied(plan.config), 16, plan.machines)
 
 
 def test_a_search_needs_the_global_batch():

@@ -4,8 +4,6 @@ import json
 import os
 import re
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -16,8 +14,11 @@ from megatron_lite.parallel.waiting import communicating
 from megatron_lite.pipeline.actions import Action
 from megatron_lite.training.progress import Progress
 from megatron_lite.training.watchdog import Watchdog
+from tests.helpers import warm
 from tests.helpers.command import ROOT, environment
 from tests.helpers.limits import PATIENCE
+
+HANG_TIMEOUT = 1.5  # seconds; a rank makes progress every 0.1
 
 # One rank of two. It makes progress for a while, and then hangs in the way that the argument names.
 RANK = """
@@ -53,27 +54,22 @@ with Watchdog(progress, folder, rank=rank, world_size=2, hang_timeout=hang_timeo
     elif what == "hold":  # the GIL, in one call
         ctypes.PyDLL(None).sleep(600)
     elif what == "train":
-        for iteration in range(8, 60):
+        for iteration in range(8, 30):
             progress.begin(Action("F", 2, 0))
             time.sleep(0.1)
     elif what == "slow disk":
         beat = Watchdog._beat
-        Watchdog._beat = lambda *given: (time.sleep(0.5), beat(*given))
+        Watchdog._beat = lambda *given: (time.sleep(0.25), beat(*given))
         time.sleep(600)
 print("ended")
 """
 
 
-def start(folder: Path, rank: int, what: str, hang_timeout: float = 3.0, alone: bool = False) -> subprocess.Popen[str]:
+def start(folder: Path, rank: int, what: str, hang_timeout: float = HANG_TIMEOUT, alone: bool = False) -> warm.Command:
     """Start rank 0 or 1. Unless it is alone, it waits until the other rank has started too."""
-    return subprocess.Popen(
-        [sys.executable, "-c", RANK, str(folder), str(rank), str(hang_timeout), what, "1" if alone else "2"],
-        env=environment(),
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    (folder / f"rank_{rank}.py").write_text(RANK)
+    words = [str(folder / f"rank_{rank}.py"), str(folder), str(rank), str(hang_timeout), what, "1" if alone else "2"]
+    return warm.Command(warm.PYTHON, words, cwd=ROOT, env=environment())
 
 
 def test_hanging_ranks_exit_and_report_the_rank_that_is_in_no_collective(tmp_path):
@@ -89,15 +85,15 @@ def test_hanging_ranks_exit_and_report_the_rank_that_is_in_no_collective(tmp_pat
     assert "s: iteration 7, optimizer, in no known collective; Python stacks in" in errors[1]
     assert f"(process {processes[1].pid}) is in no known collective, and in iteration 7, optimizer for " in joined
     assert f"(process {processes[0].pid})" not in joined
-    assert joined.count("training hangs: no progress for train.hang_timeout (3 s);") == 1
+    assert joined.count(f"training hangs: no progress for train.hang_timeout ({HANG_TIMEOUT:g} s);") == 1
     for rank in (0, 1):
-        assert 'File "<string>", line' in (tmp_path / "heartbeat" / f"stacks_0000{rank}.txt").read_text()
+        assert f'rank_{rank}.py", line' in (tmp_path / "heartbeat" / f"stacks_0000{rank}.txt").read_text()
 
 
 def test_a_stopped_rank_is_reported_by_the_others(tmp_path):
     """A stopped process cannot report anything itself."""
     stopped, waiting = start(tmp_path, 1, "wait"), start(tmp_path, 0, "wait")
-    assert stopped.stdout is not None and stopped.stdout.readline() == "hangs\n"
+    assert stopped.stdout.readline() == "hangs\n"
     os.kill(stopped.pid, signal.SIGSTOP)
     try:
         _, err = waiting.communicate(timeout=PATIENCE)
@@ -117,7 +113,7 @@ def test_a_rank_that_never_releases_the_gil_is_reported_and_writes_its_stacks(tm
         assert waiting.returncode == 1
         assert f"(process {holding.pid}) has sent no heartbeat for" in err
         stacks, until = tmp_path / "heartbeat" / "stacks_00001.txt", time.monotonic() + PATIENCE
-        while 'File "<string>", line' not in stacks.read_text():
+        while 'rank_1.py", line' not in stacks.read_text():
             assert time.monotonic() < until
             time.sleep(0.05)
     finally:
@@ -128,9 +124,9 @@ def test_a_rank_that_never_releases_the_gil_is_reported_and_writes_its_stacks(tm
 def test_a_process_that_is_stopped_and_continued_is_not_a_hang(tmp_path):
     """Ctrl-Z, a paused container or a batch system that suspends a job must not end the run."""
     process = start(tmp_path, 0, "train", alone=True)
-    assert process.stdout is not None and process.stdout.readline() == "hangs\n"
+    assert process.stdout.readline() == "hangs\n"
     os.kill(process.pid, signal.SIGSTOP)
-    time.sleep(5)
+    time.sleep(1.5 * HANG_TIMEOUT)
     os.kill(process.pid, signal.SIGCONT)
     assert (process.communicate(timeout=PATIENCE), process.returncode) == (("ended\n", ""), 0)
 
@@ -142,7 +138,7 @@ def test_a_slow_write_of_the_heartbeat_does_not_hide_a_hang(tmp_path):
 
 
 def test_a_rank_exits_with_the_others_before_its_own_hang_timeout(tmp_path):
-    process, patient = start(tmp_path, 0, "wait"), start(tmp_path, 1, "work", hang_timeout=12.0)
+    process, patient = start(tmp_path, 0, "wait"), start(tmp_path, 1, "work", hang_timeout=4 * HANG_TIMEOUT)
     assert process.wait(timeout=PATIENCE) == 1
     _, err = patient.communicate(timeout=PATIENCE)
     assert patient.returncode == 1
@@ -163,21 +159,21 @@ def test_a_collective_that_returns_is_progress_and_the_heartbeat_shows_it(tmp_pa
     """An evaluation or a save completes no action of the schedule, and must not be taken for a hang."""
     progress, began = Progress(), time.time()
     path = tmp_path / "heartbeat" / "rank_00003.json"
-    with Watchdog(progress, tmp_path, rank=3, world_size=4, hang_timeout=3.0):
+    with Watchdog(progress, tmp_path, rank=3, world_size=4, hang_timeout=HANG_TIMEOUT):
         progress.iteration = 5
-        until = time.monotonic() + 3.5
+        until = time.monotonic() + 1.2 * HANG_TIMEOUT
         while time.monotonic() < until:
             with communicating("barrier", Group("world", (0, 3), 1)):
                 time.sleep(0.05)
         with progress.during("saving a checkpoint"), communicating("broadcast", Group("world", (0, 3), 1)):
-            time.sleep(0.6)  # two heartbeats
+            time.sleep(0.2 * HANG_TIMEOUT)  # two heartbeats
             beat = json.loads(path.read_text())
-            while beat["where"] != "iteration 5, saving a checkpoint":
+            while beat["where"] != "iteration 5, saving a checkpoint" or not beat["seconds"]:
                 time.sleep(0.05)
                 beat = json.loads(path.read_text())
     assert beat["waits_in"] == "broadcast over world (ranks 0 and 3)"
     assert (beat["rank"], beat["pid"], beat["status"], beat["iteration"]) == (3, os.getpid(), "training", 5)
-    assert 0 < beat["seconds"] < 3.0
+    assert 0 < beat["seconds"] < HANG_TIMEOUT
     assert began < beat["time"] < time.time()
     assert json.loads(path.read_text())["status"] == "ended"
     assert sorted(file.name for file in path.parent.iterdir()) == [path.name]
@@ -214,4 +210,4 @@ def test_a_hanging_rank_exits_although_no_file_can_be_written(tmp_path):
     _, err = process.communicate(timeout=PATIENCE)
     assert process.returncode == 1
     assert "waiting in all_reduce over dp" in err
-    assert 'File "<string>", line' in err
+    assert 'rank_0.py", line' in err
