@@ -38,7 +38,6 @@ from megatron_lite.launch.nodes import Nodes
 from megatron_lite.launch.reports import write_report
 from tests.helpers import warm
 from tests.helpers.command import ROOT, environment
-from tests.helpers.forked_ranks import forked_ranks
 from tests.helpers.limits import PATIENCE
 
 HERE = "tests.e2e.test_launch_nodes"
@@ -287,8 +286,8 @@ def run_node(folder: str, name: str, node_rank: int, port: int) -> None:
     rendezvous_module.RendezvousParameters = partial(RendezvousParameters, **short_timeouts)  # type: ignore[misc]
     place = {"node_rank": node_rank, "master_addr": "127.0.0.1", "master_port": port}
     nodes = Nodes(1, 1, 2, True, **place, max_restarts=3, join_timeout=PATIENCE)
-    with forked_ranks("megatron_lite.training.pretrain"):
-        sys.exit(launch(f"{HERE}:ring", (folder, name), nodes))
+    warm.fork_ranks()
+    sys.exit(launch(f"{HERE}:ring", (folder, name), nodes))
 
 
 class Touch:
