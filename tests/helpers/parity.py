@@ -28,7 +28,7 @@ def features(layout: dict[str, Any]) -> set[str]:
     if sizes["context"] == 1:
         changes.pop("parallel__context_mode", None)
     changes.pop("train__micro_batch_size")
-    return {f"{name}={value}" for name, value in changes.items() if value not in (1, False)}
+    return {f"{name}={value}" for name, value in changes.items() if value is True or value not in (1, False)}
 
 
 def train(model: str, precision: str, num_layers: int, **changes: Any) -> dict[str, Any]:

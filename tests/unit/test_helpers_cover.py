@@ -4,6 +4,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.helpers.cover import cover, in_tiers, pairs
+from tests.helpers.layouts import PACKING
+from tests.helpers.parity import features
 
 CASES = st.lists(st.frozensets(st.sampled_from("abcdefgh"), min_size=1), min_size=1, max_size=30)
 
@@ -24,3 +26,10 @@ def test_a_new_feature_adds_its_pairs_by_itself():
     cases = [("a", "b"), ("a", "b", "c"), ("b", "c")]
     assert [bool(case.marks) for case in in_tiers(cases, pairs)] == [True, False, True]
     assert [bool(case.marks) for case in in_tiers([*cases, ("a", "d")], pairs)] == [True, False, True, False]
+
+
+def test_a_layout_has_its_sizes_and_its_switches_as_features():
+    """True equals 1 in Python, and a size of 1 is no feature: the pairs of sequence parallelism would be lost."""
+    switched = {"changes": {"parallel__tensor": 2, "parallel__sequence": True} | PACKING, "ranks": 2}
+    switched["changes"] |= {"train__micro_batch_size": 1}
+    assert features(switched) == {"tensor=2", "parallel__sequence=True", "packed=True"}
