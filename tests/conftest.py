@@ -38,8 +38,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if LINT in item.path.parents:
             item.add_marker("lint")
-    seconds = {path: session.recorded_seconds(path) for path in {item.path for item in items}}
-    items[:] = sorted(session.without_passed(config, items), key=lambda item: -seconds[item.path])
+    items[:] = session.chosen(config, items)
 
 
 def pytest_collection_finish() -> None:

@@ -133,7 +133,7 @@ def test_a_signal_reaches_the_ranks_and_they_have_time_to_save(tmp_path):
 
 def test_ranks_that_cannot_save_yet_exit_with_1(tmp_path):
     """A run that was stopped during its start must not look finished."""
-    process = start_new_interpreters("sleep", tmp_path)
+    process = start("sleep", tmp_path)
     wait_for(tmp_path, "ready_0", "ready_1")
     os.kill(process.pid, signal.SIGINT)
     assert end(process) == (1, "stopped by SIGINT before a checkpoint could be saved\n")

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from tests.helpers import parity
+from tests.helpers.axes import is_packed
 from tests.helpers.cover import cover, pairs
 from tests.helpers.layouts import (
     BATCH,
@@ -59,7 +60,7 @@ def on_layout(ranks, layout: dict[str, Any], model: str, precision: str, num_lay
 
 def reference(layout: dict[str, Any], model: str, precision: str, num_layers: int) -> dict:
     groups = layout["changes"].get("model__num_query_groups", 0)
-    return one_process(model, precision, num_layers, parity.is_packed(layout), groups)
+    return one_process(model, precision, num_layers, is_packed(layout), groups)
 
 
 def relative(a: torch.Tensor, b: torch.Tensor) -> float:
@@ -98,7 +99,7 @@ def two_steps(model: str, precision: str, num_layers: int, packed: bool, groups:
 
 def check_two_steps(ranks, layout: dict[str, Any], num_layers: int, model: str, precision: str, limit: float) -> None:
     groups = layout["changes"].get("model__num_query_groups", 0)
-    truth = two_steps(model, precision, num_layers, parity.is_packed(layout), groups)
+    truth = two_steps(model, precision, num_layers, is_packed(layout), groups)
     for got in ranks(layout["ranks"], parity.train, model, precision, num_layers, **layout["changes"]):
         assert {name: value for name, value in parity.differences(got, truth).items() if value > limit} == {}
 

@@ -17,7 +17,7 @@ from megatron_lite.errors import STOP_SIGNALS, ConfigError, StoppedEarly, Traini
 from megatron_lite.launch.launcher import launch
 from megatron_lite.launch.nodes import Nodes
 from megatron_lite.launch.reports import Failure, explain, write_report
-from tests.helpers.forked_ranks import forked_ranks
+from tests.helpers import warm
 from tests.helpers.limits import PATIENCE
 
 HERE = "tests.e2e.test_restarts"
@@ -123,7 +123,7 @@ def ranks_here(capsys):
         code = launch(f"{HERE}:{target.__name__}", arguments, Nodes(count, **nodes))
         return code, capsys.readouterr().err
 
-    with mock.patch.dict(os.environ), forked_ranks("megatron_lite.training.pretrain"):
+    with mock.patch.dict(os.environ), warm.ranks_from_server():
         yield launch_here
 
 

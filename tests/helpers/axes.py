@@ -15,6 +15,10 @@ def sizes(layout: dict[str, Any]) -> dict[str, int]:
     return found | {"data": layout["ranks"] // (found["tensor"] * found["context"] * found["pipeline"])}
 
 
+def is_packed(layout: dict[str, Any]) -> bool:
+    return layout["changes"].items() >= PACKING.items()
+
+
 def engine(layout: dict[str, Any]) -> str:
     """The data-parallel engine, in the words of `plan/layouts.py`."""
     changes = layout["changes"]
@@ -35,7 +39,7 @@ def settings(layout: dict[str, Any]) -> set[str]:
     """Everything else that a layout sets, and which axes have more than two ranks. Of numbers only the names count."""
     others = {*PACKING, "parallel__schedule", "train__micro_batch_size", *(f"parallel__{name}" for name in SIZES)}
     changes = {name: value for name, value in layout["changes"].items() if name not in others}
-    packed = {"packed"} if layout["changes"].items() >= PACKING.items() else set()
+    packed = {"packed"} if is_packed(layout) else set()
     large = {f"more than two: {name}" for name, size in sizes(layout).items() if size > 2}
     texts = {f"{name}={value}" for name, value in changes.items() if isinstance(value, str)}
     return {*changes, *texts} | packed | large

@@ -115,8 +115,8 @@ def record_into(config: pytest.Config, folder: str) -> None:
     config.pluginmanager.register(Recorder(), "recorder of lines")
 
 
-def lines_of(folder: Path) -> dict[str, dict[int, set[str]]]:
-    """The tests that run each line: by file relative to the checkout, by line. The empty name is an import."""
+def lines_of(folder: Path, root: Path) -> dict[str, dict[int, set[str]]]:
+    """The tests that run each line: by file relative to the checkout at `root`, by line. The empty name is an import."""
     import coverage
 
     found: dict[str, dict[int, set[str]]] = defaultdict(lambda: defaultdict(set))
@@ -124,7 +124,7 @@ def lines_of(folder: Path) -> dict[str, dict[int, set[str]]]:
         data = coverage.CoverageData(str(path))
         data.read()
         for name in data.measured_files():
-            lines = found[str(Path(name).relative_to(ROOT))]
+            lines = found[str(Path(name).relative_to(root))]
             for line, tests in data.contexts_by_lineno(name).items():
                 lines[line].update(tests)
     return found

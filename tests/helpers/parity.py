@@ -9,32 +9,25 @@ from typing import Any
 
 from torch import Tensor
 
+from tests.helpers.axes import SIZES, is_packed, sizes
 from tests.helpers.layouts import BATCH, PACKING
 from tests.helpers.tiny import train_tiny
 
 SHARP = {"train__iterations": 2, "optim__eps": 1.0, "optim__lr": 1.0, "optim__warmup_iterations": 0}
 
 
-def is_packed(layout: dict[str, Any]) -> bool:
-    return layout["changes"].items() >= PACKING.items()
-
-
 def features(layout: dict[str, Any]) -> set[str]:
     """The parallel sizes above one and the other settings of a layout, without its micro-batch size."""
-    changes = {name: value for name, value in layout["changes"].items() if name not in PACKING}
-    sizes = {name: changes.pop(f"parallel__{name}", 1) for name in ("tensor", "pipeline", "context")}
-    sizes["data"] = layout["ranks"] // (sizes["tensor"] * sizes["pipeline"] * sizes["context"])
-    changes |= {name: size for name, size in sizes.items() if size > 1} | {"packed": is_packed(layout)}
-    if sizes["context"] == 1:
-        changes.pop("parallel__context_mode", None)
-    changes.pop("train__micro_batch_size")
-    return {f"{name}={value}" for name, value in changes.items() if value is True or value not in (1, False)}
+    others = {*PACKING, "train__micro_batch_size", *(f"parallel__{name}" for name in SIZES)}
+    changes = {name: value for name, value in layout["changes"].items() if name not in others and value is not False}
+    changes |= {name: size for name, size in sizes(layout).items() if size > 1}
+    return {f"{name}={value}" for name, value in changes.items()} | ({"packed"} if is_packed(layout) else set())
 
 
 def train(model: str, precision: str, num_layers: int, **changes: Any) -> dict[str, Any]:
     """The results of `SHARP` steps."""
-    sizes = {"train__global_batch_size": BATCH, "model__num_layers": num_layers, "train__precision": precision}
-    return train_tiny(model, **{**SHARP, **sizes, **changes})
+    common = {"train__global_batch_size": BATCH, "model__num_layers": num_layers, "train__precision": precision}
+    return train_tiny(model, **{**SHARP, **common, **changes})
 
 
 def differences(got: dict[str, Any], truth: dict[str, Any]) -> dict[str, float]:

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 import subprocess
 import time
 from collections import Counter, defaultdict
@@ -13,11 +14,16 @@ import pytest
 TESTS = Path(__file__).parents[1]
 # Seconds of each file whose tests take one or more, from the last `make durations`.
 DURATIONS = TESTS / "durations.json"
+# A test has the last one of these that its setup, call or teardown has; nothing has come before its setup.
+OUTCOMES = ("", "passed", "skipped", "failed")
 # Of Python and of tools, not of tests.
 CACHES = ("__pycache__/", ".hypothesis/", ".pytest_cache/", ".ruff_cache/", ".egg-info/")
 
 
 def add_options(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--only", metavar="FILE", help="run the tests whose node ids are the lines of FILE, in their order"
+    )
     parser.addoption("--record-durations", action="store_true", help=f"write {DURATIONS.relative_to(TESTS.parent)}")
     parser.addoption("--resume-soak", action="store_true", help="skip what passed in an interrupted run of this commit")
 
@@ -48,8 +54,13 @@ def passed_file(config: pytest.Config) -> Path:
     return config.cache.mkdir("soak") / hashlib.sha256(version).hexdigest()[:16]
 
 
-def without_passed(config: pytest.Config, items: list[pytest.Item]) -> list[pytest.Item]:
-    """The items that `make soak` has not yet run; all of them for other commands."""
+def chosen(config: pytest.Config, items: list[pytest.Item]) -> list[pytest.Item]:
+    """The items to run: those of `--only`, or all that `make soak` has not yet run, the longest file first."""
+    if only := config.getoption("--only"):
+        by_name = {item.nodeid: item for item in items}
+        return [by_name[name] for name in Path(only).read_text().splitlines() if name in by_name]
+    seconds = {path: recorded_seconds(path) for path in {item.path for item in items}}
+    items = sorted(items, key=lambda item: -seconds[item.path])
     if not config.getoption("--resume-soak"):
         return items
     file = passed_file(config)
@@ -71,13 +82,17 @@ class Session:
     def __init__(self, config: pytest.Config):
         self.config, self.seconds = config, defaultdict[str, float](float)
         self.before = files_outside_of_git(config.rootpath)
-        self.resumes, self.outcomes, self.start = config.getoption("--resume-soak"), Counter[str](), time.monotonic()
+        self.resumes, self.start = config.getoption("--resume-soak"), time.monotonic()
+        self.outcomes = Counter[str]()  # of the tests that have ended
+        self.worst = dict[str, str]()  # outcome so far, by test
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         self.seconds[report.nodeid.partition("::")[0]] += report.duration
-        if self.resumes and report.when == ("setup" if report.skipped else "call"):
-            self.outcomes[report.outcome] += 1
-            if not report.failed:
+        self.worst[report.nodeid] = max(self.worst.get(report.nodeid, ""), report.outcome, key=OUTCOMES.index)
+        if report.when == "teardown" and self.resumes:
+            outcome = self.worst.pop(report.nodeid)
+            self.outcomes[outcome] += 1
+            if outcome != "failed":
                 with passed_file(self.config).open("a") as file:
                     file.write(f"{report.nodeid}\n")
 
@@ -98,6 +113,5 @@ class Session:
         done = len(file.read_text().splitlines()) if file.exists() else 0
         counts = ", ".join(f"{count:,} {outcome}" for outcome, count in sorted(self.outcomes.items()))
         earlier = done - self.outcomes["passed"] - self.outcomes["skipped"]
-        print(
-            f"\nsoak: {counts or 'nothing left to run'}; {earlier:,} before; {hours:.2f} h; examples are derandomized"
-        )
+        seed = os.environ.get("MEGATRON_LITE_SOAK_SEED", "1")
+        print(f"\nsoak: {counts or 'nothing left to run'}; {earlier:,} before; {hours:.2f} h; seed {seed}")

@@ -14,12 +14,18 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from functools import partialmethod
 from multiprocessing import forkserver, get_context
+from multiprocessing.connection import Connection
+from multiprocessing.popen_forkserver import Popen as forkserver_process
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import IO
+from unittest import mock
 
+from megatron_lite.errors import STOP_SIGNALS
 from tests.helpers import covered
 
 CONTEXT = get_context("forkserver")
@@ -65,12 +71,19 @@ def run_words(name: str, words: list[str]) -> int:
     return 0
 
 
+def _default_signals() -> None:
+    """The handlers of a new interpreter, in place of the launcher's."""
+    for number in STOP_SIGNALS:
+        signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+
+
 def fork_ranks() -> None:
     """Let launchers of this process fork their ranks. For a process without threads, which exits soon."""
     from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 
     # The agent forks ranks from a pool's thread. A rank would join that thread, which is itself, when it exits.
     os.register_at_fork(after_in_child=concurrent.futures.thread._threads_queues.clear)  # type: ignore[attr-defined]
+    os.register_at_fork(after_in_child=_default_signals)
     LocalElasticAgent.__init__ = partialmethod(LocalElasticAgent.__init__, start_method="fork")  # type: ignore[method-assign]
 
 
@@ -83,8 +96,7 @@ def become(name: str, words: list[str], folder: str, variables: Mapping[str, str
     os.chdir(folder)
     os.environ.clear()
     os.environ.update(variables)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+    _default_signals()
     fork_ranks()
     if covered.FOLDER in variables:
         covered.start(covered.current_test())
@@ -98,27 +110,37 @@ def become(name: str, words: list[str], folder: str, variables: Mapping[str, str
         os._exit(code)
 
 
-def _in_new_session(name: str, words: list[str], folder: str, variables: dict[str, str], pipes: list) -> None:
+def _in_new_session(
+    name: str, words: list[str], folder: str, variables: dict[str, str], streams: list[Connection]
+) -> None:
     os.setsid()
     gc.freeze()  # what the server has loaded stays
-    become(name, words, folder, variables, [os.open(os.devnull, os.O_RDONLY), *(pipe.fileno() for pipe in pipes)])
+    become(name, words, folder, variables, [stream.fileno() for stream in streams])
+
+
+def start(
+    name: str, words: list[str], folder: str, variables: Mapping[str, str], streams: list[Connection]
+) -> BaseProcess:
+    """Start a command in a session of its own, with `streams` as its standard input, output and error."""
+    start_server()
+    process = CONTEXT.Process(target=_in_new_session, args=(name, words, folder, dict(variables), streams))
+    process.start()
+    return process
 
 
 class Command:
     """A command in a session of its own. It has those members of `subprocess.Popen[str]` that tests use."""
 
     def __init__(self, name: str, words: list[str], *, cwd: Path | str, env: Mapping[str, str]):
-        start_server()
         out, write_out = CONTEXT.Pipe(duplex=False)
         err, write_err = CONTEXT.Pipe(duplex=False)
+        nothing = Connection(os.open(os.devnull, os.O_RDWR))
         self.args = [name, *words]
-        job = (name, [str(word) for word in words], str(cwd), dict(env), [write_out, write_err])
-        self._process = CONTEXT.Process(target=_in_new_session, args=job)
-        self._process.start()
+        self._process = start(name, list(map(str, words)), str(cwd), env, [nothing, write_out, write_err])
         self.pid = self._process.pid or 0
         self.stdout: IO[str] = os.fdopen(os.dup(out.fileno()))
         self.stderr: IO[str] = os.fdopen(os.dup(err.fileno()))
-        for pipe in (out, write_out, err, write_err):
+        for pipe in (nothing, out, write_out, err, write_err):
             pipe.close()
 
     @property
@@ -176,3 +198,24 @@ def run(
         os.killpg(process.pid, signal.SIGKILL)
         raise
     return subprocess.CompletedProcess(words, process.wait(), out, err)
+
+
+_poll, _lock = forkserver_process.poll, threading.Lock()
+
+
+def _poll_with_lock(self: forkserver_process, *arguments: int) -> int | None:
+    """Poll under a lock: a launcher polls in two threads, and without the lock one may read 255 as the exit code."""
+    with _lock:
+        return _poll(self, *arguments)
+
+
+@contextmanager
+def ranks_from_server() -> Iterator[None]:
+    """Let launchers of this process, which has threads, start their ranks from the server."""
+    from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+
+    start_server()
+    quick = partialmethod(LocalElasticAgent.__init__, start_method="forkserver")
+    polls = mock.patch.object(forkserver_process, "poll", _poll_with_lock)
+    with mock.patch.object(LocalElasticAgent, "__init__", quick), polls:
+        yield

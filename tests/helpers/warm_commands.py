@@ -76,8 +76,7 @@ def _answer(connection: socket.socket, pids: set[int]) -> None:
             request += connection.recv(remaining - len(request))
         (name, *words), folder, variables = json.loads(request)
         streams = [Connection(descriptor) for descriptor in descriptors]
-        process = warm.CONTEXT.Process(target=_become, args=(name, words, folder, variables, streams))
-        process.start()
+        process = warm.start(name, words, folder, variables, streams)
         for stream in streams:
             stream.close()
         pids.add(process.pid or 0)
@@ -85,8 +84,3 @@ def _answer(connection: socket.socket, pids: set[int]) -> None:
         pids.discard(process.pid or 0)
         code = process.exitcode or 0
         connection.sendall(bytes([code if code >= 0 else 128 - code]))
-
-
-def _become(name: str, words: list[str], folder: str, variables: dict[str, str], streams: list[Connection]) -> None:
-    os.setsid()
-    warm.become(name, words, folder, variables, [stream.fileno() for stream in streams])

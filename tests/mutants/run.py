@@ -17,7 +17,6 @@ import tempfile
 import time
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
-from functools import cache
 from pathlib import Path
 
 from tests.helpers.covered import ROOT, lines_of
@@ -25,10 +24,9 @@ from tests.helpers.mutants import Mutant, apply, planted
 from tests.helpers.mutation import random_mutants
 
 IN_TEST = "not soak and not lint"
-# Seconds for the tests of one mutant, which is found if they take longer: without a bug they take a tenth.
-LIMIT = 1800
-Selected = dict[str, dict[str, list[str]]]
-"""Test files by source file and line, with the tests there that run the line, or none for all tests of the file."""
+USAGE, NO_TESTS = 4, 5  # exit codes of pytest
+# Seconds for the tests of one mutant, which is found if they take longer. All of `make test` takes less in one process.
+LIMIT = 3600
 
 
 def sources_hash() -> str:
@@ -41,23 +39,33 @@ def sources_hash() -> str:
     return digest.hexdigest()[:16]
 
 
-def recorded(folder: Path, jobs: int) -> dict[str, dict[str, list[str]]]:
-    """The tests that run each line, by source file and line, from a run of `make test` that records them."""
+def copy_checkout(root: Path) -> None:
+    """Copy the files that git knows to `root`, as they are here."""
+    names = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    for name in names.splitlines():
+        if (ROOT / name).is_file():
+            (root / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / name, root / name)
+
+
+def recorded(folder: Path, jobs: int) -> tuple[dict[str, dict[str, list[str]]], dict[str, float]]:
+    """The tests that run each line, by source file and line, and the seconds of each test, from a run of all tests."""
     result = folder / f"tests-of-lines-{sources_hash()}.json"
     if not result.exists():
         print("recording which test runs which line ...", flush=True)
-        data = folder / "data"
-        shutil.rmtree(data, ignore_errors=True)
-        command = ["-n", str(jobs), "--dist", "loadfile", "--no-loadscope-reorder", "--record-lines", str(data)]
-        times = folder / "times.xml"
-        done = pytest([*command, f"--junitxml={times}", "-m", IN_TEST], ROOT)
-        if done.returncode:
-            sys.exit(f"{done.stdout[-3000:]}\nthe tests fail without a mutant")
+        with tempfile.TemporaryDirectory(prefix="recorded-") as place:
+            root, data = Path(place) / "checkout", Path(place) / "data"
+            copy_checkout(root)  # as for a mutant: a test that fails in a copy would find every mutant
+            words = ["-n", str(jobs), "--dist", "loadfile", "--no-loadscope-reorder", "--record-lines", str(data)]
+            done = pytest([*words, f"--junitxml={result.with_suffix('.xml')}", "-m", IN_TEST], root)
+            if done.returncode:
+                sys.exit(f"{done.stdout[-3000:]}\nthe tests fail without a mutant")
+            lines_by_file = lines_of(data, root)
         tests = {
-            file: {str(line): sorted(names) for line, names in lines.items()} for file, lines in lines_of(data).items()
+            file: {str(line): sorted(names) for line, names in lines.items()} for file, lines in lines_by_file.items()
         }
         result.write_text(json.dumps(tests))
-    return json.loads(result.read_text())
+    return json.loads(result.read_text()), seconds_of(result.with_suffix(".xml"))
 
 
 def pytest(words: Iterable[str], root: Path, limit: float | None = None) -> "subprocess.CompletedProcess[str]":
@@ -84,7 +92,7 @@ def pytest(words: Iterable[str], root: Path, limit: float | None = None) -> "sub
     return subprocess.CompletedProcess(process.args, code, out, "")
 
 
-def tests_of(mutant: Mutant, line: int, tests: dict[str, dict[str, list[str]]]) -> list[str]:
+def tests_of(mutant: Mutant, line: int, tests: dict[str, dict[str, list[str]]], seconds: Iterable[str]) -> list[str]:
     """The tests that run a line, or any of its file if the line runs at import; whole files for shared fixtures."""
     lines = tests.get(mutant.file, {})
     found: set[str] = set()
@@ -92,12 +100,11 @@ def tests_of(mutant: Mutant, line: int, tests: dict[str, dict[str, list[str]]]) 
         found.update(name for name in lines.get(str(near), []) if name)
     if not found:
         found.update(name for names in lines.values() for name in names if name)
-    files = {name.partition("::")[0] for name in found if name.endswith(" (setup)") and "::" in name}
+    shared = {name.partition("::")[0] for name in found if name.endswith(" (setup)")}
     calls = {name.removesuffix(" (call)") for name in found if name.endswith(" (call)")}
-    return sorted(files) + sorted(name for name in calls if name.partition("::")[0] not in files)
+    return sorted(calls | {name for name in seconds if name.partition("::")[0] in shared})
 
 
-@cache
 def seconds_of(times: Path) -> dict[str, float]:
     """The recorded seconds of each test."""
     from xml.etree import ElementTree
@@ -109,9 +116,8 @@ def seconds_of(times: Path) -> dict[str, float]:
     return found
 
 
-def in_steps(tests: list[str], times: Path) -> list[list[str]]:
+def in_steps(tests: list[str], seconds: dict[str, float]) -> list[list[str]]:
     """The tests in runs that grow: first a few short ones of each file, then the others."""
-    seconds = seconds_of(times)
     by_file: dict[str, list[str]] = {}
     for name in sorted(tests, key=lambda name: seconds.get(name, 60.0)):
         by_file.setdefault(name.partition("::")[0], []).append(name)
@@ -120,15 +126,13 @@ def in_steps(tests: list[str], times: Path) -> list[list[str]]:
     return [step for step in (first, others) if step]
 
 
-def try_mutant(mutant: Mutant, line: int | None, tests: dict[str, dict[str, list[str]]], folder: Path) -> str:
+def try_mutant(
+    mutant: Mutant, line: int | None, tests: dict[str, dict[str, list[str]]], seconds: dict[str, float]
+) -> str:
     """Plant the bug and run its tests; how it was found, or `missed`."""
     with tempfile.TemporaryDirectory(prefix="mutant-") as place:
         root = Path(place) / "checkout"
-        names = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
-        for name in names.splitlines():
-            if (ROOT / name).is_file():
-                (root / name).parent.mkdir(parents=True, exist_ok=True)
-                shutil.copy2(ROOT / name, root / name)
+        copy_checkout(root)
         if line is None:
             line = apply(mutant, root)
         else:
@@ -136,20 +140,23 @@ def try_mutant(mutant: Mutant, line: int | None, tests: dict[str, dict[str, list
             assert lines[line - 1] == mutant.old
             lines[line - 1] = mutant.new
             (root / mutant.file).write_text("\n".join(lines), encoding="utf-8")
-        selected = tests_of(mutant, line, tests)
+        selected = tests_of(mutant, line, tests, seconds)
         if not selected:
             return "missed: no test runs the line"
         start = time.monotonic()
-        for step in in_steps(selected, folder / "times.xml"):
+        for step in in_steps(selected, seconds):
             file = Path(place) / "tests"
             file.write_text("\n".join(step))
-            done = pytest(["-x", "-p", "no:cacheprovider", "-m", IN_TEST, f"@{file}"], root, LIMIT)
+            paths = sorted({name.partition("::")[0] for name in step})
+            done = pytest(["-x", "-p", "no:cacheprovider", "-m", IN_TEST, "--only", str(file), *paths], root, LIMIT)
             if done.returncode == 124:
                 return f"found: the tests take more than {LIMIT} s"
-            if done.returncode in (1, 2, 3, 4):
+            if done.returncode in (USAGE, NO_TESTS):  # not an answer about the mutant
+                sys.exit(f"{mutant.name}: pytest ran no test\n{done.stdout[-2000:]}")
+            if done.returncode:
                 failed = [row for row in done.stdout.splitlines() if row.startswith(("FAILED", "ERROR"))]
                 return f"found by {failed[0].split(' - ')[0] if failed else done.stdout[-200:].strip()}"
-        return f"missed by {len(selected)} tests and files in {time.monotonic() - start:.0f} s"
+        return f"missed by {len(selected)} tests in {time.monotonic() - start:.0f} s"
 
 
 def main() -> None:
@@ -161,13 +168,13 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=ROOT / ".pytest_cache" / "mutants", help="what is recorded")
     options = parser.parse_args()
     options.folder.mkdir(parents=True, exist_ok=True)
-    tests = recorded(options.folder, 3)
+    tests, seconds = recorded(options.folder, 3)
     mutants: list[tuple[Mutant, int | None]] = [(mutant, None) for mutant in planted()]
     mutants += random_mutants(ROOT, options.random, options.seed) if options.random else []
     mutants = [each for each in mutants if options.only in each[0].name]
     missed = []
     with ThreadPoolExecutor(options.jobs) as pool:
-        results = pool.map(lambda each: try_mutant(*each, tests, options.folder), mutants)
+        results = pool.map(lambda each: try_mutant(*each, tests, seconds), mutants)
         for (mutant, _), result in zip(mutants, results, strict=True):
             print(f"{mutant.name}: {mutant.breaks}\n    {result}", flush=True)
             if result.startswith("missed"):

@@ -29,7 +29,7 @@ def test_a_new_feature_adds_its_pairs_by_itself():
 
 
 def test_a_layout_has_its_sizes_and_its_switches_as_features():
-    """True equals 1 in Python, and a size of 1 is no feature: the pairs of sequence parallelism would be lost."""
+    """A cover without sequence parallelism would miss its mistakes. True equals 1, and a size of 1 is not a feature."""
     switched = {"changes": {"parallel__tensor": 2, "parallel__sequence": True} | PACKING, "ranks": 2}
     switched["changes"] |= {"train__micro_batch_size": 1}
-    assert features(switched) == {"tensor=2", "parallel__sequence=True", "packed=True"}
+    assert features(switched) == {"tensor=2", "parallel__sequence=True", "packed"}
