@@ -116,7 +116,7 @@ def record_into(config: pytest.Config, folder: str) -> None:
 
 
 def lines_of(folder: Path, root: Path) -> dict[str, dict[int, set[str]]]:
-    """The tests that run each line: by file relative to the checkout at `root`, by line. The empty name is an import."""
+    """The tests that run each line, by file relative to `root` and by line. The empty name is an import."""
     import coverage
 
     found: dict[str, dict[int, set[str]]] = defaultdict(lambda: defaultdict(set))
