@@ -11,7 +11,8 @@ from safetensors.torch import load_file
 
 from megatron_lite.checkpoint import directory, store
 from megatron_lite.checkpoint.layout import read_layout
-from megatron_lite.errors import CheckpointError, TrainingError
+from megatron_lite.errors import CheckpointError, DamagedCheckpoint, TrainingError
+from megatron_lite.launch.pool import RanksFailed
 from megatron_lite.parallel.agreement import gather_objects, on_all, on_first
 from megatron_lite.parallel.context import ParallelContext
 from megatron_lite.parallel.grid import Grid
@@ -174,6 +175,21 @@ def test_an_unexpected_exception_on_one_rank_is_raised_by_all_ranks(ranks, tmp_p
     results = ranks(2, save_with_a_bug, tmp_path)
     assert results[0][0] == results[1][0] and results[0][0].startswith("rank 1: AssertionError: ")
     assert results[1][1] is AssertionError
+
+
+def damage_on_rank_0_and_a_full_disk_on_rank_1() -> None:
+    world = context(2, 1).world
+
+    def work() -> None:
+        raise CheckpointError("no space is left") if world.rank else DamagedCheckpoint("a file is damaged")
+
+    on_all(work, world)
+
+
+def test_damage_does_not_hide_another_error(ranks):
+    """Damage alone lets a run load an older checkpoint, which would lose iterations here and help nothing."""
+    with pytest.raises(RanksFailed, match=r"errors\.CheckpointError: rank 1: no space is left \(1 more rank failed\)"):
+        ranks(2, damage_on_rank_0_and_a_full_disk_on_rank_1)
 
 
 def agreed_results() -> tuple:

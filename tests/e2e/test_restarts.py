@@ -14,6 +14,7 @@ import pytest
 
 from megatron_lite.cli.run import run_script
 from megatron_lite.errors import STOP_SIGNALS, ConfigError, StoppedEarly, TrainingError
+from megatron_lite.launch import reports
 from megatron_lite.launch.launcher import launch
 from megatron_lite.launch.nodes import Nodes
 from megatron_lite.launch.reports import Failure, explain, write_report
@@ -247,6 +248,18 @@ def test_output_of_all_ranks_but_the_first_goes_to_files(ranks_here, tmp_path):
     assert ranks_here(2, talk, log_dir=tmp_path) == (0, "")
     assert [path.name for path in tmp_path.iterdir()] == ["rank_00001.log"]
     assert (tmp_path / "rank_00001.log").read_text() == "before\nrank 1 prints\nand C++ complains\n"
+
+
+def test_a_file_of_output_has_the_number_of_its_rank_among_all(tmp_path, monkeypatch):
+    """Machines share the folder. By their numbers on each machine, several ranks would write into one file."""
+    files: list[Path] = []
+    for name in ("survive_lost_output", "_ignore_stop_signals"):  # both change this process
+        monkeypatch.setattr(reports, name, lambda *arguments: None)
+    monkeypatch.setattr(reports, "_redirect_output", files.append)
+    monkeypatch.setenv("RANK", "5")
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    assert reports._exit_code("os:getpid", (), "", tmp_path) == reports.FINISHED
+    assert files == [tmp_path / "rank_00005.log"]
 
 
 def test_an_output_folder_that_cannot_be_created_is_a_config_error(ranks_here, tmp_path):

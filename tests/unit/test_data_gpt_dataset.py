@@ -159,6 +159,18 @@ def test_a_corpus_rewritten_under_its_name_gets_a_new_index(tmp_path):
     )
 
 
+def test_another_seed_has_an_index_of_its_own(tmp_path):
+    """A second run of a study would read the samples in the order of the first."""
+    indexed = IndexedDataset(write_corpus(tmp_path / "corpus", [5, 3, 7, 4, 6]))
+
+    def order(seed: int, cache: str) -> list[int]:
+        common = {"num_samples": 11, "seq_length": 4, "split_name": "train", "vocab_size": None}
+        data = GPTDataset(indexed, np.arange(5), seed=seed, cache_dir=tmp_path / cache, **common)
+        return data.index.shuffle.tolist()
+
+    assert order(1, "shared") != order(2, "shared") == order(2, "fresh")
+
+
 @pytest.mark.parametrize("token", [100, 2**31 - 1, -1])
 def test_a_token_beyond_the_vocabulary_is_an_error(tmp_path, token):
     """An embedding would read another rank's row or a zero, or crash the device without naming the cause."""
