@@ -57,7 +57,7 @@ def recorded(folder: Path, jobs: int) -> tuple[dict[str, dict[str, list[str]]], 
         with tempfile.TemporaryDirectory(prefix="recorded-") as place:
             root, data = Path(place) / "checkout", Path(place) / "data"
             copy_checkout(root)  # as for a mutant: a test that fails in a copy would find every mutant
-            words = ["-n", str(jobs), "--dist", "loadfile", "--no-loadscope-reorder", "--record-lines", str(data)]
+            words = ["-n", str(jobs), "--dist", "loadfile", "--no-loadscope-reorder", f"--record-lines={data}"]
             done = pytest([*words, f"--junitxml={result.with_suffix('.xml')}", "-m", IN_TEST], root)
             if done.returncode:
                 sys.exit(f"{done.stdout[-3000:]}\nthe tests fail without a mutant")
@@ -155,7 +155,7 @@ def try_mutant(
             file = Path(place) / "tests"
             file.write_text("\n".join(step))
             paths = sorted({name.partition("::")[0] for name in step})
-            done = pytest(["-x", "-p", "no:cacheprovider", "-m", IN_TEST, "--only", str(file), *paths], root, limit)
+            done = pytest(["-x", "-p", "no:cacheprovider", "-m", IN_TEST, f"--only={file}", *paths], root, limit)
             if done.returncode == 124:
                 return f"found: the tests take more than {limit:.0f} s"
             if done.returncode in (USAGE, NO_TESTS):  # not an answer about the mutant
