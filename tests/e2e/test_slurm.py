@@ -46,6 +46,7 @@ def changes(folder: Path, corpus: str, **more: object) -> list[str]:
         "optim.warmup_iterations": 4,
         "log.tensorboard": "false",
         "log.interval": 1,
+        "log.peak_tflops": 0.1,
     }
     return [f"{name}={value}" for name, value in (values | more).items()]
 

@@ -96,6 +96,7 @@ TRAIN = {
     "optim.weight_decay": 0.1,
     "optim.clip_grad": 0.5,
     "log.tensorboard": "false",
+    "log.peak_tflops": 0.1,  # not measured at each start
 }
 
 
