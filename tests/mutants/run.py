@@ -25,9 +25,6 @@ from tests.helpers.mutation import random_mutants
 
 IN_TEST = "not soak and not lint"
 USAGE, NO_TESTS = 4, 5  # exit codes of pytest
-# Seconds of recorded time for the tests of one mutant: a mutant that they miss counts as missed, though longer ones are
-# left. Without a limit, a harmless change of a line that all tests run would take half an hour.
-BUDGET = 900
 
 
 def sources_hash() -> str:
@@ -117,13 +114,16 @@ def seconds_of(times: Path) -> dict[str, float]:
     return found
 
 
-def in_steps(tests: list[str], seconds: dict[str, float]) -> list[list[str]]:
-    """The tests within BUDGET, in runs that grow: first a few short ones of each file, then the others."""
+def in_steps(tests: list[str], seconds: dict[str, float], budget: float) -> list[list[str]]:
+    """The shortest tests within a budget of seconds, in runs that grow: first a few of each file, then the others.
+
+    Without a budget, a harmless change of a line that all tests run would take half an hour.
+    """
     by_file: dict[str, list[str]] = {}
     total = 0.0
     for name in sorted(tests, key=lambda name: seconds.get(name, 60.0)):
         total += seconds.get(name, 60.0)
-        if by_file and total > BUDGET:
+        if by_file and total > budget:
             break
         by_file.setdefault(name.partition("::")[0], []).append(name)
     first = [name for names in by_file.values() for name in names[:3] if seconds.get(name, 60.0) < 3]
@@ -132,7 +132,11 @@ def in_steps(tests: list[str], seconds: dict[str, float]) -> list[list[str]]:
 
 
 def try_mutant(
-    mutant: Mutant, line: int | None, tests: dict[str, dict[str, list[str]]], seconds: dict[str, float]
+    mutant: Mutant,
+    line: int | None,
+    tests: dict[str, dict[str, list[str]]],
+    seconds: dict[str, float],
+    budget: float,
 ) -> str:
     """Plant the bug and run its tests; how it was found, or `missed`."""
     with tempfile.TemporaryDirectory(prefix="mutant-") as place:
@@ -149,7 +153,7 @@ def try_mutant(
         if not selected:
             return "missed: no test runs the line"
         start, tried = time.monotonic(), 0
-        for step in in_steps(selected, seconds):
+        for step in in_steps(selected, seconds, budget):
             tried += len(step)
             limit = 120 + 8 * sum(seconds.get(name, 60.0) for name in step)  # a hang
             file = Path(place) / "tests"
@@ -171,6 +175,7 @@ def main() -> None:
     parser.add_argument("--random", type=int, default=0, help="number of mechanical mutants")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--jobs", type=int, default=2, help="mutants at a time")
+    parser.add_argument("--budget", type=float, default=900, help="recorded seconds of the tests of a mutant at most")
     parser.add_argument("--only", default="", help="mutants whose name contains this text")
     parser.add_argument("--folder", type=Path, default=ROOT / ".pytest_cache" / "mutants", help="what is recorded")
     options = parser.parse_args()
@@ -181,7 +186,7 @@ def main() -> None:
     mutants = [each for each in mutants if options.only in each[0].name]
     missed = []
     with ThreadPoolExecutor(options.jobs) as pool:
-        results = pool.map(lambda each: try_mutant(*each, tests, seconds), mutants)
+        results = pool.map(lambda each: try_mutant(*each, tests, seconds, options.budget), mutants)
         for (mutant, _), result in zip(mutants, results, strict=True):
             print(f"{mutant.name}: {mutant.breaks}\n    {result}", flush=True)
             if result.startswith("missed"):
