@@ -31,6 +31,7 @@ def start(test: str) -> None:
         _recorder = coverage.Coverage(
             data_file=f"{folder}/lines", data_suffix=True, source=[str(ROOT / "megatron_lite")], config_file=False
         )
+        _recorder.set_option("run:disable_warnings", ["no-data-collected"])  # tests compare the error output
         _recorder.start()
         atexit.register(save)
         util.register_after_fork(_recorder, _in_fork)
@@ -62,7 +63,7 @@ class _Recorded:
 
     def __init__(self, function: Callable[..., Any], folder: str, test: str):
         self.function, self.folder, self.test = function, folder, test
-        self.__name__ = function.__name__
+        self.__name__ = getattr(function, "__name__", "partial")
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         os.environ[FOLDER] = self.folder
