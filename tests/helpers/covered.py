@@ -8,6 +8,7 @@ import atexit
 import os
 from collections import defaultdict
 from collections.abc import Callable
+from contextlib import suppress
 from multiprocessing import util
 from pathlib import Path
 from typing import Any
@@ -123,9 +124,10 @@ def lines_of(folder: Path, root: Path) -> dict[str, dict[int, set[str]]]:
     found: dict[str, dict[int, set[str]]] = defaultdict(lambda: defaultdict(set))
     for path in folder.glob("lines.*"):
         data = coverage.CoverageData(str(path))
-        data.read()
-        for name in data.measured_files():
-            lines = found[str(Path(name).relative_to(root))]
-            for line, tests in data.contexts_by_lineno(name).items():
-                lines[line].update(tests)
+        with suppress(coverage.exceptions.DataError):  # its process was killed while it wrote
+            data.read()
+            for name in data.measured_files():
+                lines = found[str(Path(name).relative_to(root))]
+                for line, tests in data.contexts_by_lineno(name).items():
+                    lines[line].update(tests)
     return found

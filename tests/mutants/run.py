@@ -52,7 +52,8 @@ def recorded(folder: Path, jobs: int) -> tuple[dict[str, dict[str, list[str]]], 
     if not result.exists():
         print("recording which test runs which line ...", flush=True)
         with tempfile.TemporaryDirectory(prefix="recorded-") as place:
-            root, data = Path(place) / "checkout", Path(place) / "data"
+            root, data = Path(place) / "checkout", folder / "lines"
+            shutil.rmtree(data, ignore_errors=True)
             copy_checkout(root)  # as for a mutant: a test that fails in a copy would find every mutant
             words = ["-n", str(jobs), "--dist", "loadfile", "--no-loadscope-reorder", f"--record-lines={data}"]
             done = pytest([*words, f"--junitxml={result.with_suffix('.xml')}", "-m", IN_TEST], root)
