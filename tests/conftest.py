@@ -1,6 +1,8 @@
 """Fixtures of all tests, their tiers and order. Test folders are packages: ranks import the functions of tests."""
 
 import gc
+import random
+import sys
 from pathlib import Path
 
 import pytest
@@ -39,6 +41,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if LINT in item.path.parents:
             item.add_marker("lint")
     items[:] = session.chosen(config, items)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
+    """Seed all random numbers: those of a test must not depend on the tests before it."""
+    random.seed(0)
+    if "torch" in sys.modules:
+        sys.modules["numpy"].random.seed(0)
+        sys.modules["torch"].manual_seed(0)
 
 
 def pytest_collection_finish() -> None:

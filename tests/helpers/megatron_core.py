@@ -162,6 +162,8 @@ def save_distributed(model, folder, args, tensor):
         # Its writer starts a process, which a daemon, such as a rank of a test, may not.
         with mock.patch.dict(multiprocessing.current_process()._config, daemon=False):
             dist_checkpointing.save({"model": state, **common}, f"{folder}/dist/iter_0000007")
+        for writer in multiprocessing.active_children():  # it would outlive a rank that is killed
+            writer.kill()
         content = {**common, "model": core.state_dict_for_save_checkpoint()}
         torch.save(content, f"{folder}/ranks/iter_0000007/mp_rank_{rank:02d}/model_optim_rng.pt")
     for kind in ("dist", "ranks"):

@@ -1,7 +1,8 @@
 """`make mutants`: plant each bug in a copy of the checkout; do the tests of `make test` that run its line fail?
 
 The first step records which test runs which line, once for each state of the sources. A mutant then gets the tests that
-run its line, the shortest first, until one fails. A hang is a failure too. `--random N` adds mechanical mutants.
+run its line, first those that run few other lines, until one fails. A hang is a failure too. `--random N` adds
+mechanical mutants.
 """
 
 import argparse
@@ -15,16 +16,27 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import NamedTuple
 
 from tests.helpers.covered import ROOT, lines_of
 from tests.helpers.mutants import Mutant, apply, planted
 from tests.helpers.mutation import random_mutants
 
 IN_TEST = "not soak and not lint"
+FIRST = 40  # tests in the first run for a mutant
 FAILED, USAGE, NO_TESTS = 1, 4, 5  # exit codes of pytest
+
+
+class Recorded(NamedTuple):
+    """A run of all tests."""
+
+    tests: dict[str, dict[str, list[str]]]  # the tests that run each line, by source file and line
+    seconds: dict[str, float]  # of each test that passed
+    num_lines: Counter[str]  # lines that each test runs
 
 
 def sources_hash() -> str:
@@ -46,8 +58,8 @@ def copy_checkout(root: Path) -> None:
             shutil.copy2(ROOT / name, root / name)
 
 
-def recorded(folder: Path, jobs: int) -> tuple[dict[str, dict[str, list[str]]], dict[str, float]]:
-    """The tests that run each line, by source file and line, and the seconds of each test, from a run of all tests."""
+def record(folder: Path, jobs: int) -> Recorded:
+    """Record a run of all tests, or read it from the folder."""
     result = folder / f"tests-of-lines-{sources_hash()}.json"
     if not result.exists():
         print("recording which test runs which line ...", flush=True)
@@ -64,7 +76,11 @@ def recorded(folder: Path, jobs: int) -> tuple[dict[str, dict[str, list[str]]], 
             file: {str(line): sorted(names) for line, names in lines.items()} for file, lines in lines_by_file.items()
         }
         result.write_text(json.dumps(tests))
-    return json.loads(result.read_text()), seconds_of(result.with_suffix(".xml"))
+    tests, num_lines = json.loads(result.read_text()), Counter[str]()
+    for lines in tests.values():
+        for names in lines.values():
+            num_lines.update({name.rpartition(" (")[0] for name in names})
+    return Recorded(tests, seconds_of(result.with_suffix(".xml")), num_lines)
 
 
 def pytest(words: Iterable[str], root: Path, limit: float | None = None) -> "subprocess.CompletedProcess[str]":
@@ -91,9 +107,9 @@ def pytest(words: Iterable[str], root: Path, limit: float | None = None) -> "sub
     return subprocess.CompletedProcess(process.args, code, out, "")
 
 
-def tests_of(mutant: Mutant, line: int, tests: dict[str, dict[str, list[str]]], seconds: Iterable[str]) -> list[str]:
+def tests_of(mutant: Mutant, line: int, recorded: Recorded) -> list[str]:
     """The tests that run a line, or any of its file if the line runs at import; whole files for shared fixtures."""
-    lines = tests.get(mutant.file, {})
+    lines = recorded.tests.get(mutant.file, {})
     found: set[str] = set()
     for near in range(line, line + mutant.old.count("\n") + 1):
         found.update(name for name in lines.get(str(near), []) if name)
@@ -101,7 +117,7 @@ def tests_of(mutant: Mutant, line: int, tests: dict[str, dict[str, list[str]]], 
         found.update(name for names in lines.values() for name in names if name)
     shared = {name.partition("::")[0] for name in found if name.endswith(" (setup)")}
     calls = {name.removesuffix(" (call)") for name in found if name.endswith(" (call)")}
-    return sorted(name for name in seconds if name in calls or name.partition("::")[0] in shared)
+    return sorted(name for name in recorded.seconds if name in calls or name.partition("::")[0] in shared)
 
 
 def seconds_of(times: Path) -> dict[str, float]:
@@ -117,30 +133,23 @@ def seconds_of(times: Path) -> dict[str, float]:
     return found
 
 
-def in_steps(tests: list[str], seconds: dict[str, float], budget: float) -> list[list[str]]:
-    """The shortest tests within a budget of seconds, in runs that grow: first a few of each file, then the others.
+def in_steps(tests: list[str], recorded: Recorded, budget: float) -> list[list[str]]:
+    """The tests in two runs: first those about few lines, then the shortest of the others within a budget of seconds.
 
     Without a budget, a harmless change of a line that all tests run would take half an hour.
     """
-    by_file: dict[str, list[str]] = {}
-    total = 0.0
-    for name in sorted(tests, key=lambda name: seconds[name]):
-        total += seconds[name]
-        if by_file and total > budget:
+    seconds = recorded.seconds
+    about_few = sorted(tests, key=lambda name: recorded.num_lines[name] * (1 + seconds[name]))[:FIRST]
+    others, left = [], budget
+    for name in sorted(set(tests) - set(about_few), key=seconds.__getitem__):
+        left -= seconds[name]
+        if left < 0:
             break
-        by_file.setdefault(name.partition("::")[0], []).append(name)
-    first = [name for names in by_file.values() for name in names[:3] if seconds[name] < 3]
-    others = [name for names in by_file.values() for name in names if name not in first]
-    return [step for step in (first, others) if step]
+        others.append(name)
+    return [step for step in (about_few, others) if step]
 
 
-def try_mutant(
-    mutant: Mutant,
-    line: int | None,
-    tests: dict[str, dict[str, list[str]]],
-    seconds: dict[str, float],
-    budget: float,
-) -> str:
+def try_mutant(mutant: Mutant, line: int | None, recorded: Recorded, budget: float) -> str:
     """Plant the bug and run its tests; how it was found, or `missed`."""
     with tempfile.TemporaryDirectory(prefix="mutant-") as place:
         root = Path(place) / "checkout"
@@ -152,13 +161,13 @@ def try_mutant(
             assert lines[line - 1] == mutant.old
             lines[line - 1] = mutant.new
             (root / mutant.file).write_text("\n".join(lines), encoding="utf-8")
-        selected = tests_of(mutant, line, tests, seconds)
+        selected = tests_of(mutant, line, recorded)
         if not selected:
             return "missed: no test runs the line"
         start, tried = time.monotonic(), 0
-        for step in in_steps(selected, seconds, budget):
+        for step in in_steps(selected, recorded, budget):
             tried += len(step)
-            limit = 120 + 8 * sum(seconds[name] for name in step)  # a hang
+            limit = 120 + 8 * sum(recorded.seconds[name] for name in step)  # a hang
             file = Path(place) / "tests"
             file.write_text("\n".join(step))
             paths = sorted({name.partition("::")[0] for name in step})
@@ -183,14 +192,14 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=ROOT / ".pytest_cache" / "mutants", help="what is recorded")
     options = parser.parse_args()
     options.folder.mkdir(parents=True, exist_ok=True)
-    tests, seconds = recorded(options.folder, 3)
-    print(f"{len(seconds):,} tests passed without a mutant, and may find one", flush=True)
+    recorded = record(options.folder, 3)
+    print(f"{len(recorded.seconds):,} tests passed without a mutant, and may find one", flush=True)
     mutants: list[tuple[Mutant, int | None]] = [(mutant, None) for mutant in planted()]
     mutants += random_mutants(ROOT, options.random, options.seed) if options.random else []
     mutants = [each for each in mutants if options.only in each[0].name]
     missed = []
     with ThreadPoolExecutor(options.jobs) as pool:
-        results = pool.map(lambda each: try_mutant(each[0], each[1], tests, seconds, options.budget), mutants)
+        results = pool.map(lambda each: try_mutant(each[0], each[1], recorded, options.budget), mutants)
         for (mutant, _), result in zip(mutants, results, strict=True):
             print(f"{mutant.name}: {mutant.breaks}\n    {result}", flush=True)
             if result.startswith("missed"):
