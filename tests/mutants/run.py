@@ -107,7 +107,16 @@ def pytest(words: Iterable[str], root: Path, limit: float | None = None) -> "sub
 
 
 def tests_of(mutant: Mutant, line: int, recorded: Recorded) -> list[str]:
-    """The tests that run a line, or any of its file if the line runs at import; whole files for shared fixtures."""
+    """The tests that run a line, or any of its file if the line runs at import; whole files for shared fixtures.
+
+    The lines of a shell script are not recorded; its tests are those of the files that name it.
+    """
+    if not mutant.file.endswith(".py"):
+        name = Path(mutant.file).name
+        files = {
+            str(path.relative_to(ROOT)) for path in (ROOT / "tests").rglob("test_*.py") if name in path.read_text()
+        }
+        return sorted(test for test in recorded.seconds if test.partition("::")[0] in files)
     lines = recorded.tests.get(mutant.file, {})
     found: set[str] = set()
     for near in range(line, line + mutant.old.count("\n") + 1):
