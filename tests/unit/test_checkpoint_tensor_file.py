@@ -53,14 +53,21 @@ def test_a_file_larger_than_its_flushes_is_complete(tmp_path, monkeypatch):
     """Chunks and background flushes must not lose or reorder bytes."""
     monkeypatch.setattr(tensor_file, "CHUNK_BYTES", 1000)
     monkeypatch.setattr(tensor_file, "FLUSH_BYTES", 3000)
-    synced = []
+    synced, sizes = [], []
     real = os.fsync
-    monkeypatch.setattr(os, "fsync", lambda fd: (synced.append(threading.current_thread()), real(fd)))
+
+    def fsync(descriptor):
+        synced.append(threading.current_thread())
+        sizes.append(os.fstat(descriptor).st_size)
+        real(descriptor)
+
+    monkeypatch.setattr(os, "fsync", fsync)
     tensors = {str(n): torch.randn(n * 1001) for n in range(1, 12)}
     path = tmp_path / "a.safetensors"
     info = write_tensors(path, tensors)
     assert all(same_bits(TensorFile(path, info).get(name), tensor) for name, tensor in tensors.items())
     assert threading.main_thread() in synced and len(set(synced)) == 2
+    assert sizes[-1] == info.bytes  # the disk has what is still in the file's buffer too
 
 
 def test_an_error_of_a_background_flush_is_raised(tmp_path, monkeypatch):

@@ -15,6 +15,7 @@ def test_sixteen_ranks_are_grouped_as_megatron_lists_them():
     grid = Grid(tp=2, dp=2, pp=4)
     assert grid.groups("tp") == [(i, i + 1) for i in range(0, 16, 2)]
     assert grid.groups("dp") == [(0, 2), (1, 3), (4, 6), (5, 7), (8, 10), (9, 11), (12, 14), (13, 15)]
+    assert (grid.rank(tp=1), grid.rank(dp=1), grid.rank(pp=1)) == (1, 2, 4)
     assert grid.groups("pp") == [(0, 4, 8, 12), (1, 5, 9, 13), (2, 6, 10, 14), (3, 7, 11, 15)]
     assert grid.groups("tp", "cp", "pp") == [(0, 1, 4, 5, 8, 9, 12, 13), (2, 3, 6, 7, 10, 11, 14, 15)]
     assert grid.embedding_groups() == [(0, 12), (1, 13), (2, 14), (3, 15)]
