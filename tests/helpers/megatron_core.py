@@ -148,6 +148,7 @@ def save_distributed(model, folder, args, tensor):
     from pathlib import Path
 
     from megatron.core import dist_checkpointing
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
 
     rank, args = torch.distributed.get_rank(), Namespace(**args, tensor_model_parallel_size=tensor)
     with core_model(model, tensor) as core, torch.no_grad():
@@ -162,8 +163,9 @@ def save_distributed(model, folder, args, tensor):
         # Its writer starts a process, which a daemon, such as a rank of a test, may not.
         with mock.patch.dict(multiprocessing.current_process()._config, daemon=False):
             dist_checkpointing.save({"model": state, **common}, f"{folder}/dist/iter_0000007")
-        for writer in multiprocessing.active_children():  # it would outlive a rank that is killed
-            writer.kill()
+        filesystem_async._results_queue = None  # its process would outlive a rank that is killed
+        for process in multiprocessing.active_children():
+            process.kill()
         content = {**common, "model": core.state_dict_for_save_checkpoint()}
         torch.save(content, f"{folder}/ranks/iter_0000007/mp_rank_{rank:02d}/model_optim_rng.pt")
     for kind in ("dist", "ranks"):
