@@ -22,6 +22,7 @@ LINT = Path(__file__).parent / "lint"
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     session.add_options(parser)
+    parser.addoption("--ranks-timeout", type=float, default=120.0, help="seconds until ranks of a test count as hung")
     parser.addoption("--record-lines", metavar="FOLDER", help="record into FOLDER which test runs which line")
 
 
@@ -63,6 +64,6 @@ def ranks(pytestconfig: pytest.Config):
     from megatron_lite.launch.pool import Ranks
 
     warm.start_server()
-    pool = Ranks()
+    pool = Ranks(pytestconfig.getoption("--ranks-timeout"))
     yield covered.RecordedRanks(pool) if pytestconfig.getoption("--record-lines") else pool
     pool.close()

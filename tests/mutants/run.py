@@ -151,7 +151,7 @@ def in_steps(tests: list[str], recorded: Recorded, budget: float) -> list[list[s
     of_files: dict[str, list[str]] = {}
     for name in sorted(tests, key=lambda name: recorded.num_lines[name] * (1 + seconds[name])):
         of_files.setdefault(name.partition("::")[0], []).append(name)
-    first = [name for names in of_files.values() for name in names[:2]]
+    first = [name for names in of_files.values() for name in names[:2] if seconds[name] < 5]
     others, left = [], budget
     for name in sorted(set(tests) - set(first), key=seconds.__getitem__):
         left -= seconds[name]
@@ -183,7 +183,8 @@ def try_mutant(mutant: Mutant, line: int | None, recorded: Recorded, budget: flo
             file = Path(place) / "tests"
             file.write_text("\n".join(step))
             paths = sorted({name.partition("::")[0] for name in step})
-            done = pytest(["-x", "-p", "no:cacheprovider", "-m", IN_TEST, f"--only={file}", *paths], root, limit)
+            words = ["-x", "-p", "no:cacheprovider", "-m", IN_TEST, f"--only={file}", "--ranks-timeout=40"]
+            done = pytest([*words, *paths], root, limit)
             if done.returncode == 124:
                 return f"found: the tests take more than {limit:.0f} s"
             if done.returncode in (USAGE, NO_TESTS):  # not an answer about the mutant
