@@ -8,12 +8,14 @@ import numpy as np
 import pytest
 import torch
 
+from megatron_lite import finalize_megatron, initialize_megatron, setup_model_and_optimizer, train_step
 from megatron_lite.convert import native
 from megatron_lite.data.indexed import bin_path, idx_path
 from megatron_lite.preprocess.builder import IndexedDatasetBuilder
 from tests.helpers.command import ROOT, run_here
 from tests.helpers.rank_commands import run_on
 from tests.helpers.runs import rows
+from tests.helpers.tiny import ENCODERS, next_microbatches, tiny_config
 
 SIZES = [
     *("model.num_layers=2", "model.hidden_size=32", "model.num_heads=4", "model.max_position_embeddings=64"),
@@ -179,3 +181,28 @@ def test_fine_tuning_adds_token_types_to_a_model_without_them(tmp_path, corpus):
     )
     assert done.returncode == 1
     assert "missing in the checkpoint: embedding.tokentype_embeddings.weight" in done.stderr
+
+
+def losses_with_other_padding(model: str) -> list[float]:
+    """The loss of the first step with the batch's padding, and with other tokens in its place."""
+    losses = []
+    for padding in (None, 7):
+        config = tiny_config(model, train__micro_batch_size=8, train__precision="fp64")
+        ctx, rng = initialize_megatron(config)
+        run = setup_model_and_optimizer(config, ctx, rng)
+        (batch,) = next_microbatches(run)
+        assert batch.lengths is not None
+        is_padding = torch.arange(batch.tokens.shape[1]) >= batch.lengths[:, None]
+        assert is_padding.any()
+        if padding is not None:
+            batch = batch._replace(tokens=batch.tokens.masked_fill(is_padding, padding))
+        losses.append(train_step(run, [batch]).loss)
+        finalize_megatron()
+    return losses
+
+
+@pytest.mark.parametrize("model", ENCODERS)
+def test_no_token_sees_the_padding_of_an_encoder(ranks, model):
+    """The loss of a text would depend on the length of the longest one in its batch."""
+    ((padded, other),) = ranks(1, losses_with_other_padding, model)
+    assert padded == other

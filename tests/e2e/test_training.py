@@ -38,7 +38,7 @@ from megatron_lite.training.faults import answer_bad_values
 from megatron_lite.training.initialize import choose_device, set_determinism
 from megatron_lite.training.signals import StopRequest
 from tests.helpers.runs import CountingDataset, counting_splits, rows
-from tests.helpers.tiny import ENCODERS, MODELS, next_microbatches, tiny_config, train_tiny
+from tests.helpers.tiny import MODELS, next_microbatches, tiny_config, train_tiny
 
 
 def set_up(model: str, **changes):
@@ -387,31 +387,6 @@ def test_growing_batches_read_every_sample_once(ranks, tmp_path):
     consumed = rows(tmp_path)[-1]["consumed_samples"]
     assert consumed > 4 * 2  # the batch has grown
     assert list(dict.fromkeys(numbers))[:consumed] == list(range(consumed))
-
-
-def losses_with_other_padding(model: str) -> list[float]:
-    """The loss of the first step with the batch's padding, and with other tokens in its place."""
-    losses = []
-    for padding in (None, 7):
-        config = tiny_config(model, train__micro_batch_size=8, train__precision="fp64")
-        ctx, rng = initialize_megatron(config)
-        run = setup_model_and_optimizer(config, ctx, rng)
-        (batch,) = next_microbatches(run)
-        assert batch.lengths is not None
-        is_padding = torch.arange(batch.tokens.shape[1]) >= batch.lengths[:, None]
-        assert is_padding.any()
-        if padding is not None:
-            batch = batch._replace(tokens=batch.tokens.masked_fill(is_padding, padding))
-        losses.append(train_step(run, [batch]).loss)
-        finalize_megatron()
-    return losses
-
-
-@pytest.mark.parametrize("model", ENCODERS)
-def test_no_token_sees_the_padding_of_an_encoder(ranks, model):
-    """The loss of a text would depend on the length of the longest one in its batch."""
-    ((padded, other),) = ranks(1, losses_with_other_padding, model)
-    assert padded == other
 
 
 @pytest.fixture(scope="module")

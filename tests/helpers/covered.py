@@ -8,7 +8,6 @@ import atexit
 import os
 from collections import defaultdict
 from collections.abc import Callable
-from contextlib import suppress
 from multiprocessing import util
 from pathlib import Path
 from typing import Any
@@ -117,17 +116,23 @@ def record_into(config: pytest.Config, folder: str) -> None:
     config.pluginmanager.register(Recorder(), "recorder of lines")
 
 
-def lines_of(folder: Path, root: Path) -> dict[str, dict[int, set[str]]]:
-    """The tests that run each line, by file relative to `root` and by line. The empty name is an import."""
+def lines_of(folder: Path, root: Path) -> tuple[dict[str, dict[int, set[str]]], int]:
+    """The tests that run each line, by file relative to `root` and by line; and the number of damaged data files.
+
+    The empty name of a test is an import.
+    """
     import coverage
 
     found: dict[str, dict[int, set[str]]] = defaultdict(lambda: defaultdict(set))
+    num_damaged = 0
     for path in folder.glob("lines.*"):
         data = coverage.CoverageData(str(path))
-        with suppress(coverage.exceptions.DataError):  # its process was killed while it wrote
+        try:
             data.read()
             for name in data.measured_files():
                 lines = found[str(Path(name).relative_to(root))]
                 for line, tests in data.contexts_by_lineno(name).items():
                     lines[line].update(tests)
-    return found
+        except coverage.exceptions.DataError:  # its process was killed while it wrote
+            num_damaged += 1
+    return found, num_damaged
