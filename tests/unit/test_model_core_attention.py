@@ -8,11 +8,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import SDPBackend
 from torch.nn.attention.flex_attention import flex_attention as eager_flex
 from torch.testing import assert_close
 
 from megatron_lite.errors import ConfigError
+from megatron_lite.model import core_attention
 from megatron_lite.model.core_attention import (
     IMPLEMENTATIONS,
     _activate_flash,
@@ -239,6 +241,17 @@ def test_the_package_does_not_import_triton_for_other_implementations():
     """It is optional."""
     code = "import sys, megatron_lite.model.core_attention; assert 'triton' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize(("dtype", "groups"), [(torch.float32, 4), (torch.bfloat16, 2)])
+def test_keys_of_groups_are_repeated_on_a_gpu_where_no_fused_kernel_takes_groups(monkeypatch, dtype, groups):
+    """Otherwise torch would store all scores, or 16-bit keys would take more memory than needed."""
+    shapes = []
+    monkeypatch.setattr(core_attention, "_sdpa", lambda query, key, value, **_: shapes.append((key.shape, value.shape)))
+    with FakeTensorMode():
+        query, key = (torch.empty(1, heads, 8, 16, dtype=dtype, device="cuda") for heads in (4, 2))
+        sdpa_attention(query, key, key, mask=CAUSAL, scale=1.0, **QUIET)
+    assert shapes == [((1, groups, 8, 16),) * 2]
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
