@@ -168,6 +168,29 @@ def test_a_damaged_checkpoint_is_renamed_and_the_tracker_names_the_one_before(tm
     assert (root / "damaged-iter_0000020").exists()
 
 
+@pytest.mark.parametrize(
+    "rename", [lambda root: set_aside(root, 20, 10), lambda root: prune(root, 30, 1, 0)], ids=["set aside", "prune"]
+)
+def test_the_new_name_of_a_checkpoint_survives_a_power_failure(tmp_path, monkeypatch, rename):
+    """With its old name a damaged checkpoint would be found again, or one that is half deleted would be loaded."""
+    root = create(tmp_path, "iter_0000010", "iter_0000020", "iter_0000030", tracker="30")
+    changes = []
+    for name, path_of in {
+        "fsync": lambda descriptor: os.readlink(f"/proc/self/fd/{descriptor}"),
+        "rename": lambda old, new: str(new),
+        "rmdir": lambda path, **_: str(path),
+    }.items():
+        call = getattr(os, name)
+        monkeypatch.setattr(
+            os,
+            name,
+            lambda *a, name=name, path_of=path_of, call=call, **k: (changes.append((name, path_of(*a))), call(*a, **k)),
+        )
+    rename(root)
+    renamed = [index for index, (name, _) in enumerate(changes) if name == "rename"]
+    assert renamed and all(changes[index + 1] == ("fsync", str(root)) for index in renamed)
+
+
 def test_a_checkpoint_that_cannot_be_deleted_is_renamed_with_a_warning(tmp_path, monkeypatch):
     """The new checkpoint is complete, so the run continues."""
     root = create(tmp_path, "iter_0000001", "iter_0000002")
