@@ -150,7 +150,7 @@ def in_steps(tests: list[str], recorded: Recorded, budget: float) -> list[list[s
 
     Tests that run few other lines are the likeliest to find a mutant, and come first. The likeliest have a run of their
     own because pytest collects all files of a run, for seconds. Without a budget, a harmless change of a line that all
-    tests run would take half an hour.
+    tests run would take half an hour; one test is tried whatever it takes.
     """
     seconds = recorded.seconds
     of_files: dict[str, list[str]] = {}

@@ -175,20 +175,21 @@ def test_the_new_name_of_a_checkpoint_survives_a_power_failure(tmp_path, monkeyp
     """With its old name a damaged checkpoint would be found again, or one that is half deleted would be loaded."""
     root = create(tmp_path, "iter_0000010", "iter_0000020", "iter_0000030", tracker="30")
     changes = []
-    for name, path_of in {
-        "fsync": lambda descriptor: os.readlink(f"/proc/self/fd/{descriptor}"),
-        "rename": lambda old, new: str(new),
-        "rmdir": lambda path, **_: str(path),
-    }.items():
-        call = getattr(os, name)
-        monkeypatch.setattr(
-            os,
-            name,
-            lambda *a, name=name, path_of=path_of, call=call, **k: (changes.append((name, path_of(*a))), call(*a, **k)),
-        )
+
+    def fsync(descriptor, call=os.fsync):
+        changes.append(("fsync", os.readlink(f"/proc/self/fd/{descriptor}")))
+        call(descriptor)
+
+    def move(old, new, call=os.rename):
+        changes.append(("rename", str(new)))
+        call(old, new)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    monkeypatch.setattr(os, "rename", move)
     rename(root)
-    renamed = [index for index, (name, _) in enumerate(changes) if name == "rename"]
-    assert renamed and all(changes[index + 1] == ("fsync", str(root)) for index in renamed)
+    renames = [index for index, (name, _) in enumerate(changes) if name == "rename"]
+    assert renames
+    assert [changes[index + 1 : index + 2] for index in renames] == [[("fsync", str(root))]] * len(renames)
 
 
 def test_a_checkpoint_that_cannot_be_deleted_is_renamed_with_a_warning(tmp_path, monkeypatch):

@@ -71,7 +71,7 @@ def test_values_follow_seed_and_name():
 
 
 def test_a_seed_has_the_values_of_earlier_versions():
-    """Also beyond the first tile: tiles of another size would silently start every run of a large model anew."""
+    """Values depend on the size of a tile: with another one, large models would have other initial weights."""
     values = first_values((1030, 1500), Shard(), 1, 0, std=1.0)
     of_tiles = torch.stack([values[0, 0], values[1023, 1023], values[1024, 0], values[1029, 1499]])
     torch.testing.assert_close(of_tiles, torch.tensor([0.3241, -1.2697, -0.274, 1.35]), rtol=0, atol=1e-4)
