@@ -22,7 +22,7 @@ from tests.helpers.triton_cases import compile_kernels, start
 # Each kernel in each form, in models whose sizes are not powers of two.
 MODELS: dict[str, dict[str, Any]] = {
     "gpt": {"activation": "gelu_tanh"},
-    "gpt with exact gelu": {"activation": "gelu", "post_norm": True},
+    "gpt with exact gelu": {"activation": "gelu", "post_norm": True, "zero_centered_norm": True},
     "codegeex": {"activation": "quick_gelu", "top_query_layer": True},
     "llama": {"norm": "rmsnorm", "activation": "swiglu", "position": "rotary", "bias": False, "tie_embeddings": False},
     "grouped queries": {"norm": "rmsnorm", "activation": "geglu", "position": "rotary", "num_query_groups": 2},
