@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -77,6 +78,26 @@ def drop() -> list[Tensor]:
     options = {"spec": None, "dropout": 0.25, "dtype": torch.float32}
     stream, _ = add_norm(torch.zeros(8, 4, 64, requires_grad=True), branch, bias, None, None, **options)
     return [stream.detach(), branch.detach(), *torch.autograd.grad(stream.sum(), [branch, bias])]
+
+
+def many_rows() -> list[list[Tensor]]:
+    """Gradients of 40 rows by one program for each row or tile of 16 rows, and by two programs for all."""
+    from megatron_lite.model import fused
+    from megatron_lite.model.norms import NormSpec
+
+    x, branch, bias = torch.randn(20, 2, 12), torch.randn(20, 2, 12), torch.randn(12)
+    weights, spec, angles = torch.randn(2, 12), NormSpec(1e-5, False, False, torch.float32), torch.rand(20, 1, 1, 1)
+    found = []
+    for programs in (40, 2):
+        with patch.object(fused, "PARTIAL_SUMS", programs):
+            leaves = [value.clone().requires_grad_() for value in (x, branch, bias, *weights)]
+            stream, normed = fused.add_norm(*leaves, spec=spec, dropout=0.0, dtype=torch.float32)
+            mixed = fused.bias_activation(stream * normed, leaves[2], "gelu").clone()
+            rotary = angles.cos(), angles.sin()
+            heads = fused.split_heads(mixed, leaves[2], rotary, heads=2, groups=2, head_size=2)
+            torch.cat(heads, dim=2).square().sum().backward()
+        found.append([leaf.grad for leaf in leaves])
+    return found
 
 
 # What may come between a block and the next one, which adds the last branch of the first.
@@ -159,7 +180,7 @@ if __name__ == "__main__":
         work: Any = compile_for_h100()
     else:
         cases: dict[str, Callable[[], Any]] = {name: partial(run_both, fields) for name, fields in MODELS.items()}
-        cases |= {"dropout": drop, "summed loss": summed_loss}
+        cases |= {"dropout": drop, "summed loss": summed_loss, "many rows": many_rows}
         cases |= {"trained": lambda: {name: train(changes) for name, changes in TRAINED.items()}}
         work = {name: cases[name]() for name in json.loads((Path(sys.argv[2]) / "names.json").read_text())}
     (Path(sys.argv[2]) / "results.pickle").write_bytes(pickle.dumps(work))

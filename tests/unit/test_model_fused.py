@@ -20,7 +20,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="triton is insta
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
     skip_where_the_interpreter_fails()
-    names = {*MODELS, "dropout", "summed loss", "trained"}.difference(IN_SOAK)
+    names = {*MODELS, "dropout", "summed loss", "many rows", "trained"}.difference(IN_SOAK)
     return in_a_new_process("interpret", tmp_path_factory.mktemp("interpret"), names)
 
 
@@ -52,6 +52,11 @@ def test_the_loss_takes_the_gradient_of_a_sum(results):
     """Its gradient is one value that is expanded, and a kernel that took it for a full tensor would read beyond it."""
     eager, kernels = results["summed loss"]
     torch.testing.assert_close(kernels, eager, rtol=1e-5, atol=1e-6)
+
+
+def test_a_program_takes_as_many_rows_as_there_are_for_it(results):
+    for want, got in zip(*results["many rows"], strict=True):
+        assert (got - want).abs().max() <= 1e-5 * want.abs().max()
 
 
 @pytest.mark.parametrize(
