@@ -14,7 +14,7 @@ import pytest
 
 from megatron_lite.cli.run import run_script
 from megatron_lite.errors import STOP_SIGNALS, ConfigError, StoppedEarly, TrainingError
-from megatron_lite.launch import reports
+from megatron_lite.launch import agent, reports
 from megatron_lite.launch.launcher import launch
 from megatron_lite.launch.nodes import Nodes
 from megatron_lite.launch.reports import Failure, explain, write_report
@@ -49,6 +49,20 @@ def be_killed() -> None:
     if os.environ["RANK"] == "1":
         os.kill(os.getpid(), signal.SIGKILL)
     time.sleep(60)
+
+
+def lose_a_dying_rank(folder: str, number: str) -> None:
+    """Rank 1 fails while rank 0 has no exit code yet; the signal `number` ends rank 0, or nothing does."""
+    ready = Path(folder) / "ready"
+    if os.environ["RANK"] == "0":
+        signal.signal(signal.SIGTERM, lambda *_: os.kill(os.getpid(), int(number)))
+        ready.touch()
+    while not ready.exists():
+        time.sleep(0.01)
+    if os.environ["RANK"] == "1":
+        raise TrainingError("no answer")
+    while True:
+        time.sleep(1)
 
 
 def record_start(folder: str) -> int:
@@ -165,6 +179,21 @@ def test_a_bug_exits_with_1_and_one_traceback(ranks_here):
 def test_a_killed_rank_exits_with_1_and_its_signal(ranks_here):
     killed = "rank 1 was killed by SIGKILL; the machine may be out of memory\n"
     assert ranks_here(2, be_killed) == (1, killed)
+
+
+@pytest.mark.parametrize(
+    "number, grace, message",
+    [
+        (signal.SIGKILL, 60, "rank 0 was killed by SIGKILL; the machine may be out of memory"),
+        (signal.SIGABRT, 60, "no answer"),  # as a rank may end whose communication is cut
+        (0, 0.5, "no answer"),  # then the agent kills the rank
+    ],
+)
+def test_a_killed_rank_is_the_cause_though_another_one_exited_first(
+    ranks_here, tmp_path, monkeypatch, number, grace, message
+):
+    monkeypatch.setattr(agent, "FAILED_GRACE_SECONDS", grace)
+    assert ranks_here(2, lose_a_dying_rank, str(tmp_path), str(int(number))) == (1, f"{message}\n")
 
 
 def test_failed_ranks_are_restarted_and_each_reason_is_printed(ranks_here):

@@ -20,8 +20,10 @@ def violations(mutant: Mutant) -> Iterator[str]:
         yield f"{mutant.file} is not a file of the package"
         return
     text = (ROOT / mutant.file).read_text(encoding="utf-8")
-    if (count := text.count(mutant.old)) != 1 or f"\n{mutant.old}\n" not in text:
-        yield f"its old text occurs {count} times as full lines of {mutant.file}, not once"
+    if (count := text.count(mutant.old)) != 1:
+        yield f"its old text occurs {count} times in {mutant.file}, not once"
+    elif f"\n{mutant.old}\n" not in text:
+        yield f"its old text is not full lines of {mutant.file}"
     for name, part in (("old", mutant.old), ("new", mutant.new)):
         if (lines := part.count("\n") + 1) > MOST_LINES:
             yield f"`{name}` has {lines} lines, more than {MOST_LINES}"
