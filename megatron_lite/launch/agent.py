@@ -25,7 +25,6 @@ from megatron_lite.launch.reports import GOOD_EXIT_CODES, Failure, delete_report
 
 FAILED_GRACE_SECONDS = 10  # ranks that wait in a collective for a failed rank cannot save
 JOINED_GRACE_SECONDS = 600  # ranks that stop because a node has joined save first
-DEADLY = (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS)  # from the kernel, so they are a cause, not a consequence
 ENDED_BY_OTHERS = "the other nodes ended this run; their output has the reason"
 
 
@@ -77,10 +76,11 @@ class Agent(LocalElasticAgent):
         if failed:
             start = time.monotonic()
             self._pcontext.close(signal.SIGTERM, FAILED_GRACE_SECONDS)
-            if time.monotonic() - start < FAILED_GRACE_SECONDS / 2:  # else the agent has killed ranks itself
+            if time.monotonic() - start < FAILED_GRACE_SECONDS / 2:  # `close` sends SIGKILL after all of them
                 # A killed rank loses its connections before it has an exit code. Another rank may fail in between.
+                # A crash can also be a consequence, and would hide the reason of the other rank.
                 ended = zip(ranks, (process.exitcode for process in processes), strict=True)
-                failed |= {rank: code for rank, code in ended if code is not None and -code in DEADLY}
+                failed |= {rank: code for rank, code in ended if code == -signal.SIGKILL}
             self._report_failure(failed)
             return RunResult(WorkerState.FAILED)
         return RunResult(WorkerState.HEALTHY)

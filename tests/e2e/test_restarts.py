@@ -51,8 +51,8 @@ def be_killed() -> None:
     time.sleep(60)
 
 
-def lose_a_dying_rank(folder: str, number: str) -> None:
-    """Rank 1 fails while rank 0 has no exit code yet; the signal `number` ends rank 0, or nothing does."""
+def fail_before_the_other_rank_ends(folder: str, number: str) -> None:
+    """Rank 1 fails; then the agent stops rank 0, which sends itself the signal `number`; 0: none."""
     ready = Path(folder) / "ready"
     if os.environ["RANK"] == "0":
         signal.signal(signal.SIGTERM, lambda *_: os.kill(os.getpid(), int(number)))
@@ -185,15 +185,15 @@ def test_a_killed_rank_exits_with_1_and_its_signal(ranks_here):
     "number, grace, message",
     [
         (signal.SIGKILL, 60, "rank 0 was killed by SIGKILL; the machine may be out of memory"),
-        (signal.SIGABRT, 60, "no answer"),  # as a rank may end whose communication is cut
-        (0, 0.5, "no answer"),  # then the agent kills the rank
+        (signal.SIGSEGV, 60, "no answer"),  # a crash of a rank that is stopped
+        (0, 0.5, "no answer"),  # the rank does not stop, and the agent kills it
     ],
 )
-def test_a_killed_rank_is_the_cause_though_another_one_exited_first(
+def test_a_killed_rank_is_the_cause_even_if_another_one_exited_first(
     ranks_here, tmp_path, monkeypatch, number, grace, message
 ):
     monkeypatch.setattr(agent, "FAILED_GRACE_SECONDS", grace)
-    assert ranks_here(2, lose_a_dying_rank, str(tmp_path), str(int(number))) == (1, f"{message}\n")
+    assert ranks_here(2, fail_before_the_other_rank_ends, str(tmp_path), str(int(number))) == (1, f"{message}\n")
 
 
 def test_failed_ranks_are_restarted_and_each_reason_is_printed(ranks_here):

@@ -80,8 +80,8 @@ def drop() -> list[Tensor]:
     return [stream.detach(), branch.detach(), *torch.autograd.grad(stream.sum(), [branch, bias])]
 
 
-def many_rows() -> list[list[Tensor]]:
-    """Gradients of 40 rows by one program for each row or tile of 16 rows, and by two programs for all."""
+def two_numbers_of_programs() -> list[list[Tensor]]:
+    """Gradients of 40 rows, with a program for each row or tile of 16 rows, and with two programs."""
     from megatron_lite.model import fused
     from megatron_lite.model.norms import NormSpec
 
@@ -180,7 +180,7 @@ if __name__ == "__main__":
         work: Any = compile_for_h100()
     else:
         cases: dict[str, Callable[[], Any]] = {name: partial(run_both, fields) for name, fields in MODELS.items()}
-        cases |= {"dropout": drop, "summed loss": summed_loss, "many rows": many_rows}
+        cases |= {"dropout": drop, "summed loss": summed_loss, "two numbers of programs": two_numbers_of_programs}
         cases |= {"trained": lambda: {name: train(changes) for name, changes in TRAINED.items()}}
         work = {name: cases[name]() for name in json.loads((Path(sys.argv[2]) / "names.json").read_text())}
     (Path(sys.argv[2]) / "results.pickle").write_bytes(pickle.dumps(work))

@@ -26,6 +26,7 @@ from tests.helpers.covered import ROOT, lines_of
 from tests.helpers.mutants import Mutant, apply, planted
 from tests.helpers.mutation import random_mutants
 
+NUM_LIKELIEST = 6  # tests of the first run of a mutant
 IN_TEST = "not soak and not lint"
 FAILED, USAGE, NO_TESTS = 1, 4, 5  # exit codes of pytest
 
@@ -70,9 +71,8 @@ def record(folder: Path, jobs: int) -> Recorded:
             done = pytest([*words, f"--junitxml={result.with_suffix('.xml')}", "-m", IN_TEST], root)
             if done.returncode not in (0, FAILED):
                 sys.exit(f"{done.stdout[-3000:]}\nthe tests do not run")
-            for row in done.stdout.splitlines():  # these tests try no mutant
-                if row.startswith(("FAILED", "ERROR")):
-                    print(row)
+            for row in failures_in(done.stdout):
+                print(f"tries no mutant: {row}")
             lines_by_file, num_damaged = lines_of(data, root)
             print(f"{num_damaged} data files of killed processes are not complete, and are left out")
         tests = {
@@ -108,6 +108,11 @@ def pytest(words: Iterable[str], root: Path, limit: float | None = None) -> "sub
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
     return subprocess.CompletedProcess(process.args, code, out, "")
+
+
+def failures_in(output: str) -> list[str]:
+    """The rows of pytest's summary that name a failed test."""
+    return [row for row in output.splitlines() if row.startswith(("FAILED", "ERROR"))]
 
 
 def tests_of(mutant: Mutant, line: int, recorded: Recorded) -> list[str]:
@@ -157,7 +162,7 @@ def in_steps(tests: list[str], recorded: Recorded, budget: float) -> list[list[s
     for name in sorted(tests, key=lambda name: recorded.num_lines[name] * (1 + seconds[name])):
         of_files.setdefault(name.partition("::")[0], []).append(name)
     first = [name for names in of_files.values() for name in names[:2] if seconds[name] < 5]
-    likeliest, first = first[:6], first[6:]
+    likeliest, first = first[:NUM_LIKELIEST], first[NUM_LIKELIEST:]
     others, left = [], budget
     for name in sorted(set(tests) - set(likeliest) - set(first), key=seconds.__getitem__):
         left -= seconds[name]
@@ -196,7 +201,7 @@ def try_mutant(mutant: Mutant, line: int | None, recorded: Recorded, budget: flo
             if done.returncode in (USAGE, NO_TESTS):  # not an answer about the mutant
                 sys.exit(f"{mutant.name}: pytest ran no test\n{done.stdout[-2000:]}")
             if done.returncode:
-                failed = [row for row in done.stdout.splitlines() if row.startswith(("FAILED", "ERROR"))]
+                failed = failures_in(done.stdout)
                 return f"found by {failed[0].split(' - ')[0] if failed else done.stdout[-200:].strip()}"
         return f"missed by {tried} of {len(selected)} tests in {time.monotonic() - start:.0f} s"
 

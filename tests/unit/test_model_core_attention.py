@@ -206,7 +206,7 @@ def test_a_call_that_an_implementation_cannot_compute_names_the_others(monkeypat
 
 
 def test_flex_attention_refuses_a_backward_on_the_cpu():
-    """Without this check torch raises a NotImplementedError in backward, after the forward pass."""
+    """The message of torch, a NotImplementedError, names no other implementation."""
     *leaves, _ = attention_inputs(1, 8, 1, 8, seed=0, dtype=torch.float32)
     with pytest.raises(ConfigError, match="on a CPU flex_attention has no backward; use math or tiled"):
         flex_attention(*leaves, mask=CAUSAL, scale=1.0, **QUIET)
