@@ -74,7 +74,7 @@ def record(folder: Path, jobs: int) -> Recorded:
             for row in failures_in(done.stdout):
                 print(f"tries no mutant: {row}")
             lines_by_file, num_damaged = lines_of(data, root)
-            print(f"{num_damaged} data files of killed processes are not complete, and are left out")
+            print(f"incomplete data files of killed processes, which are left out: {num_damaged}")
         tests = {
             file: {str(line): sorted(names) for line, names in lines.items()} for file, lines in lines_by_file.items()
         }
