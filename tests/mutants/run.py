@@ -6,10 +6,12 @@ mechanical mutants.
 """
 
 import argparse
+import ast
 import contextlib
 import hashlib
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -116,9 +118,10 @@ def failures_in(output: str) -> list[str]:
 
 
 def tests_of(mutant: Mutant, line: int, recorded: Recorded) -> list[str]:
-    """The tests that run a line, or any of its file if the line runs at import; whole files for shared fixtures.
+    """The tests that run a line, or any of its file if none does; whole files for shared fixtures.
 
-    The lines of a shell script are not recorded; its tests are those of the files that name it.
+    A line that runs at import is recorded only for tests that start a new interpreter. So the tests that use the names
+    that it binds are added. Lines of a shell script are not recorded; its tests are those of the files that name it.
     """
     if not mutant.file.endswith(".py"):
         name = Path(mutant.file).name
@@ -129,12 +132,41 @@ def tests_of(mutant: Mutant, line: int, recorded: Recorded) -> list[str]:
     lines = recorded.tests.get(mutant.file, {})
     found: set[str] = set()
     for near in range(line, line + mutant.old.count("\n") + 1):
-        found.update(name for name in lines.get(str(near), []) if name)
+        found.update(lines.get(str(near), ()))
+    if names := bound_at_import((ROOT / mutant.file).read_text(encoding="utf-8"), line):
+        found.update(tests_of_names(names, recorded))
+    found.discard("")  # an import outside tests
     if not found:
-        found.update(name for names in lines.values() for name in names if name)
+        found.update(name for names in lines.values() for name in names)
     shared = {name.partition("::")[0] for name in found if name.endswith(" (setup)")}
     calls = {name.removesuffix(" (call)") for name in found if name.endswith(" (call)")}
     return sorted(name for name in recorded.seconds if name in calls or name.partition("::")[0] in shared)
+
+
+def bound_at_import(source: str, line: int) -> set[str]:
+    """The names that the statement at a line defines or assigns if it runs at import; else none."""
+    statements = [
+        node
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.stmt) and node.lineno <= line <= (node.end_lineno or node.lineno)
+    ]
+    functions = [node for node in statements if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))]
+    if not statements or any(node.body[0].lineno <= line for node in functions):
+        return set()
+    statement = max(statements, key=lambda node: node.lineno)
+    if isinstance(statement, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+        return {statement.name}
+    return {node.id for node in ast.walk(statement) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+
+
+def tests_of_names(names: set[str], recorded: Recorded) -> set[str]:
+    """The tests that run a line of the package with one of the names."""
+    pattern, found = re.compile(rf"\b({'|'.join(map(re.escape, names))})\b"), set[str]()
+    for file, lines in recorded.tests.items():
+        for number, text in enumerate((ROOT / file).read_text(encoding="utf-8").splitlines(), 1):
+            if pattern.search(text):
+                found.update(lines.get(str(number), ()))
+    return found
 
 
 def seconds_of(times: Path) -> dict[str, float]:
