@@ -63,6 +63,14 @@ class Blend(NamedTuple):
         weights = None if self.weights is None else self.weights[list(members)] / self.weights[list(members)].sum()
         return Blend([self.prefixes[member] for member in members], weights)
 
+    def index(self, num_samples: int) -> BlendIndex:
+        """The first `num_samples` of the endless blend of `weights`.
+
+        megatron-core normalises weights that are normalised already; the last bits of the quotients decide ties.
+        """
+        assert self.weights is not None
+        return weighted_blend(self.weights / self.weights.sum(), num_samples)
+
 
 class BlendedDataset:
     """Sample i is sample `index.sample[i]` of `members[index.dataset[i]]`."""
@@ -198,13 +206,14 @@ def _cached_blend_index(
             f"data.paths has no weights, so the {name} split is one epoch of each corpus, {sizes.sum():,} samples; "
             f"{wanted:,} are needed; put a weight before each prefix, or lower train.iterations"
         )
-    parts = {"weights": weights.tolist()} if weights is not None else {"sizes": sizes.tolist()}
+    # The name of this key tells the index files of one normalisation, which earlier versions wrote.
+    parts = {"normalised_twice": weights.tolist()} if weights is not None else {"sizes": sizes.tolist()}
     with memory_for(f"the blend of {', '.join(blend.prefixes)}: {name} split", num_samples=wanted, num_entries=wanted):
         arrays = cached_arrays(
             cache_dir,
             f"blend-{name}",
             {**parts, "num_samples": wanted},
-            lambda: (exhaustive_blend(sizes, wanted) if weights is None else weighted_blend(weights, wanted))._asdict(),
+            lambda: (exhaustive_blend(sizes, wanted) if weights is None else blend.index(wanted))._asdict(),
         )
     return BlendIndex(**arrays)
 
@@ -230,7 +239,7 @@ def check_order_is_kept(
         return  # one epoch of each for every number of samples
 
     def has_read_from(member: int) -> bool:
-        return blend.weights is None or member in weighted_blend(blend.weights, consumed).dataset
+        return blend.weights is None or member in blend.index(consumed).dataset
 
     for member, prefix in enumerate(blend.prefixes):
         corpus = IndexedDataset(prefix)

@@ -49,6 +49,27 @@ def sample_of(dataset, number):
     return np.append(sample["tokens"].numpy(), sample["labels"][-1].item())
 
 
+def blend_order(paths, num_samples):
+    """(dataset, sample) of the first samples of megatron-core's blend `--data-path paths`, of corpora without end."""
+    helpers()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # transformer_engine and apex are not installed
+        from megatron.core.datasets.blended_dataset import BlendedDataset
+        from megatron.core.datasets.utils import get_blend_from_list, normalize
+    prefixes, weights = get_blend_from_list(list(paths))
+
+    class Endless:
+        index_split, unique_identifiers = SimpleNamespace(name="train"), ()
+
+        def __len__(self):
+            return num_samples
+
+    config = SimpleNamespace(defer_npy_index_mmap=False, path_to_cache=None)
+    # Its builder normalises the weights before the dataset does.
+    blend: Any = BlendedDataset([Endless() for _ in prefixes], normalize(weights), num_samples, config)
+    return blend.dataset_index, blend.dataset_sample_index
+
+
 def _on_cpu(queries, keys, window):
     """megatron-core's mask of a window, which it makes on a GPU."""
     from megatron.core.transformer.utils import get_sliding_window_causal_mask

@@ -51,6 +51,24 @@ def test_splits_and_blends_equal_megatron_cores(tmp_path, corpora, form, num_sam
             np.testing.assert_array_equal(our_split[k], megatron_core.sample_of(their_split, k))
 
 
+@pytest.mark.parametrize("first, last", [(0, 50), pytest.param(50, 2000, marks=pytest.mark.soak)])
+def test_the_orders_of_random_blends_equal_megatron_cores(first, last):
+    """Weights whose quotients are rounded: one division more or less moves a tie between two corpora."""
+    random = np.random.default_rng(first)
+    for _ in range(first, last):
+        size = random.integers(1, 13)
+        draws = (
+            random.choice([0.1, 0.2, 0.3, 0.7, 1 / 3], size),
+            random.integers(1, 11, size),
+            (random.random(size) + 0.01).round(2),
+            10.0 ** random.uniform(-3, 3, size),
+        )
+        weights = draws[random.integers(len(draws))].tolist()
+        paths = [text for number, weight in enumerate(weights) for text in (repr(weight), f"corpus{number}")]
+        ours, (dataset, sample) = parse_paths(paths).index(1000), megatron_core.blend_order(paths, 1000)
+        assert (ours.dataset.tolist(), ours.sample.tolist()) == (dataset.tolist(), sample.tolist()), paths
+
+
 def test_unweighted_corpora_give_every_target_once(tmp_path, corpora):
     sizes = [len(build(tmp_path, [prefix], (1, 0, 0), (1, 0, 0)).train) for prefix in corpora]
     train = build(tmp_path, corpora, (1, 0, 0), (sum(sizes), 0, 0)).train
