@@ -1,9 +1,9 @@
 """Raw text: the files of a corpus, chunks of them as units of work, and the documents in each chunk.
 
-A `.jsonl` file (also `.json`, `.ndjson`, and compressed as `.gz` or `.zst`) has one document per line. Any other file
-is plain text: one document, or several that lines or blank lines separate. Folders are searched for both in sorted
-order, without hidden folders and folders of installed packages. Chunks are about a megabyte and keep the order of the
-inputs, so the order of documents does not depend on the number of processes.
+A `.jsonl` file (also `.json` and `.ndjson`) has one document per line. Any other file is plain text: one document, or
+several that lines or blank lines separate. Both may be compressed as `.gz` or `.zst`. Folders are searched for both in
+sorted order, without hidden folders and folders of installed packages. Chunks are about a megabyte and keep the order
+of the inputs, so the order of documents does not depend on the number of processes.
 """
 
 import gzip
@@ -24,6 +24,26 @@ BLANK_LINE = re.compile(rb"(?m)^[ \t\r\f\v]*\n")
 CHUNK_BYTES = 1 << 20  # large relative to the cost of sending it to a process, small relative to a corpus
 COMPRESSED = (".gz", ".zst")
 JSON_LINES = (".jsonl", ".ndjson", ".json")
+BYTE_ORDER_MARK = b"\xef\xbb\xbf"  # of UTF-8, which some editors write at the start of a file
+# How files of other formats begin, their names, and what to do with them.
+_UNPACK, _EXPORT = "unpack it first", "write its text as .jsonl first, such as with datasets.Dataset.to_json"
+OTHER_FORMATS = {
+    rb"\x1f\x8b": ("gzip", "give it a name that ends in .gz"),
+    rb"\x28\xb5\x2f\xfd": ("Zstandard", "give it a name that ends in .zst"),
+    rb"BZh[1-9]1AY&SY": ("bzip2", _UNPACK),
+    rb"\xfd7zXZ\x00": ("xz", _UNPACK),
+    rb"\x04\x22\x4d\x18": ("LZ4", _UNPACK),
+    rb"7z\xbc\xaf\x27\x1c": ("7z", _UNPACK),
+    rb"PK\x03\x04": ("a zip archive", _UNPACK),
+    rb"(?s).{257}ustar[\x00 ]": ("a tar archive", _UNPACK),
+    rb"PAR1[\x00-\x1f]": ("Parquet", _EXPORT),
+    rb"ARROW1\x00|\xff\xff\xff\xff": ("Arrow", _EXPORT),
+    rb"Obj\x01": ("Avro", _EXPORT),
+    rb"\x89HDF": ("HDF5", _EXPORT),
+    rb"SQLite format 3\x00": ("an SQLite database", _EXPORT),
+    rb"%PDF-\d": ("PDF", "extract its text first"),
+    rb"\xff\xfe|\xfe\xff": ("UTF-16", "convert it to UTF-8, such as with iconv"),
+}
 SKIPPED_FOLDERS = ("site-packages", "dist-packages", "node_modules", "__pycache__")  # of installed or generated files
 
 
@@ -57,17 +77,20 @@ def find_files(inputs: Sequence[str | os.PathLike[str]]) -> Found:
     files: list[Path] = []
     unknown: Counter[str] = Counter()
     empty_folders = []
+    named: list[Path] = []  # other files of a folder that are not text are counted as not UTF-8
     for path in map(Path, inputs):
         if path.is_dir():
             names = (Path(folder, name) for folder, names in _walk(path) for name in names if not name.startswith("."))
             present = [name for name in names if name.is_file()]  # without dead links
             known = [name for name in present if _is_known(name)]
+            named += filter(_is_json_lines, known)
             unknown.update(name.suffix or "none" for name in present if not _is_known(name))
             files += known
             if not known:
                 empty_folders.append(path)
         elif path.exists():
             files.append(path)
+            named.append(path)
         else:
             raise DataError(f"{path}: no such file or folder; give a .jsonl file, a source file or a folder of them")
     if not files:
@@ -75,6 +98,8 @@ def find_files(inputs: Sequence[str | os.PathLike[str]]) -> Found:
             f"{', '.join(map(str, inputs)) or 'the input'}: no file with a known suffix; "
             f"looked for {', '.join(JSON_LINES)} (also {', '.join(COMPRESSED)}) and source files such as .py, .c, .md"
         )
+    for path in named:
+        _check_is_text(path)
     return Found(files, unknown, empty_folders)
 
 
@@ -86,15 +111,17 @@ def _walk(folder: Path) -> Iterator[tuple[str, list[str]]]:
 
 def _is_known(path: Path) -> bool:
     # In a folder of sources a .json file is a document about the project, not a corpus.
-    return path.suffix in (*LANGUAGE_TAGS, *TEXT_SUFFIXES) or _without_compression(path).suffix == ".jsonl"
+    plain = _without_compression(path)
+    return plain.suffix in (*LANGUAGE_TAGS, *TEXT_SUFFIXES) or plain.suffix.lower() == ".jsonl"
 
 
 def _without_compression(path: Path) -> Path:
-    return path.with_suffix("") if path.suffix in COMPRESSED else path
+    return path.with_suffix("") if path.suffix.lower() in COMPRESSED else path
 
 
 def _is_json_lines(path: Path) -> bool:
-    return path.suffix in COMPRESSED or path.suffix in JSON_LINES
+    plain = _without_compression(path)
+    return plain.suffix.lower() in JSON_LINES or (plain != path and not plain.suffix)  # corpus.gz
 
 
 def file_bytes(path: Path) -> int:
@@ -103,6 +130,20 @@ def file_bytes(path: Path) -> int:
         return path.stat().st_size
     except OSError as error:
         raise DataError(f"{path}: cannot be read: {error.strerror}") from error
+
+
+def _check_is_text(path: Path) -> None:
+    """Raise DataError with advice for a file whose content, unpacked, has another format, whatever its name."""
+    if not path.is_file():
+        return  # a pipe can be read only once
+    try:
+        with open(path, "rb") as raw:
+            start = next(_unpacked_blocks(path, raw), b"")
+    except (OSError, EOFError, zlib.error):
+        return  # reading it raises the error with the line
+    for pattern, (name, advice) in OTHER_FORMATS.items():
+        if re.match(pattern, start):
+            raise DataError(f"{path}: is {name}, which is not supported as input; {advice}")
 
 
 def split_into_chunks(files: Sequence[Path], split_on: SplitOn) -> Iterator[Chunk]:
@@ -130,7 +171,7 @@ def _line_chunks(path: Path, split_on: SplitOn) -> Iterator[Chunk]:
     can_end = _last_blank_line if split_on == "blank-line" and not _is_json_lines(path) else _last_line
     try:
         with open(path, "rb") as raw:
-            for block in _complete_lines(_unpacked_blocks(path, raw)):
+            for block in _complete_lines(_text_blocks(path, raw)):
                 end = can_end(block)
                 rest.append(block[:end])
                 if end:
@@ -166,11 +207,19 @@ def _last_blank_line(lines: bytes) -> int:
     return max((match.end() for match in BLANK_LINE.finditer(lines)), default=0)
 
 
+def _text_blocks(path: Path, raw: BinaryIO) -> Iterator[bytes]:
+    """The unpacked bytes of a file without its byte order mark."""
+    blocks = _unpacked_blocks(path, raw)
+    yield next(blocks, b"").removeprefix(BYTE_ORDER_MARK)
+    yield from blocks
+
+
 def _unpacked_blocks(path: Path, raw: BinaryIO) -> Iterator[bytes]:
-    if path.suffix == ".zst":
+    suffix = path.suffix.lower()
+    if suffix == ".zst":
         yield from _zstd_blocks(raw)
         return
-    stream = gzip.GzipFile(fileobj=raw) if path.suffix == ".gz" else raw
+    stream = gzip.GzipFile(fileobj=raw) if suffix == ".gz" else raw
     while block := stream.read(CHUNK_BYTES):
         yield block
 
@@ -204,7 +253,7 @@ def read_documents(chunk: Chunk, *, json_key: str, with_language_tag: bool) -> D
     texts: list[str] = []
     num_undecodable = 0
     for path in chunk.files:
-        tag = language_tag(Path(path).suffix) if with_language_tag else ""
+        tag = language_tag(_without_compression(Path(path)).suffix) if with_language_tag else ""
         for document in _split(chunk.lines or _content(path), chunk.split_on):
             try:
                 texts.append((tag if document else "") + document.decode())
@@ -215,9 +264,10 @@ def read_documents(chunk: Chunk, *, json_key: str, with_language_tag: bool) -> D
 
 def _content(path: str) -> bytes:
     try:
-        return Path(path).read_bytes()
-    except OSError as error:
-        raise DataError(f"{path}: cannot be read: {error.strerror}") from error
+        with open(path, "rb") as raw:
+            return b"".join(_text_blocks(Path(path), raw))
+    except (OSError, EOFError, zlib.error) as error:
+        raise DataError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}") from error
 
 
 def _split(text: bytes, split_on: SplitOn) -> list[bytes]:

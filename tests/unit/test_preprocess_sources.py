@@ -1,9 +1,17 @@
 """The input files of a corpus, their chunks and their documents."""
 
+import bz2
+import contextlib
 import gzip
 import json
+import lzma
 import os
+import re
+import sqlite3
 import sys
+import tarfile
+import zipfile
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import zstandard
@@ -60,15 +68,107 @@ def test_a_file_given_by_name_can_have_any_suffix(tmp_path):
     assert texts_of([tmp_path / "notes.xyz"]) == ["some text"]
 
 
-@pytest.mark.parametrize("suffix", [".jsonl", ".json", ".jsonl.gz", ".jsonl.zst", ".gz"])
+@pytest.mark.parametrize("suffix", [".jsonl", ".JSONL", ".json", ".jsonl.gz", ".jsonl.zst", ".Jsonl.GZ", ".gz"])
 def test_json_lines_are_read_from_every_compression(tmp_path, suffix):
     texts = ["one", "two\nlines", "drei ü", ""]
     content = write_lines(tmp_path / "plain", [{"id": 1, "text": text} for text in texts]).read_bytes()
     path = tmp_path / f"corpus{suffix}"
     if suffix.endswith("zst"):
         content = b"".join(map(zstandard.ZstdCompressor().compress, (content[:20], content[20:])))  # two frames
-    path.write_bytes(gzip.compress(content) if suffix.endswith("gz") else content)
+    path.write_bytes(gzip.compress(content) if suffix.lower().endswith("gz") else content)
     assert texts_of([path]) == texts
+
+
+@pytest.mark.parametrize("split_on", ["file", "line"])
+@pytest.mark.parametrize("chunk_bytes", [20, 1000])
+def test_compressed_text_is_text_in_the_language_of_its_inner_suffix(tmp_path, monkeypatch, split_on, chunk_bytes):
+    monkeypatch.setattr(sources, "CHUNK_BYTES", chunk_bytes)
+    code = "a = 1\nb = 22222222222222222222222222\n"
+    (tmp_path / "a.py.gz").write_bytes(gzip.compress(code.encode()))
+    (tmp_path / "b.txt.zst").write_bytes(zstandard.ZstdCompressor().compress(code.encode()))
+    (tmp_path / "c.json.gz").write_bytes(b"in a folder of sources a document about the project")
+    documents = [code] if split_on == "file" else code.splitlines()
+    assert texts_of([tmp_path], split_on=split_on) == documents * 2
+    tag = "# language: Python\n"
+    tagged = [tag + document for document in documents]
+    assert texts_of([tmp_path / "a.py.gz"], split_on=split_on, tag=True) == tagged
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a.jsonl", "a.txt.gz", "a.jsonl.gz"])
+@pytest.mark.parametrize("split_on", ["file", "line"])
+def test_a_byte_order_mark_is_not_text(tmp_path, name, split_on):
+    """A second one in the file is a character, a space without a width."""
+    text = "one \ufeff"
+    content = ("\ufeff" + (json.dumps({"text": text}) if "json" in name else text)).encode()
+    (tmp_path / name).write_bytes(gzip.compress(content) if name.endswith("gz") else content)
+    assert texts_of([tmp_path / name], split_on=split_on) == [text]
+
+
+def packed_by(function):
+    return lambda content, path: path.write_bytes(function(content))
+
+
+def write_zip(content, path):
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("a.txt", content)
+
+
+def write_tar(content, path):
+    (path.parent / "member").write_bytes(content)
+    with tarfile.open(path, "w:gz" if path.suffix == ".gz" else "w") as archive:
+        archive.add(path.parent / "member")
+
+
+def write_database(content, path):
+    with contextlib.closing(sqlite3.connect(path)) as database:
+        database.execute("create table texts (text)")
+        database.commit()
+
+
+@pytest.mark.parametrize(
+    "name, write, message",
+    [
+        ("c.jsonl", packed_by(gzip.compress), "is gzip, which is not supported as input; give it a name that ends in"),
+        (
+            "c.jsonl",
+            packed_by(zstandard.ZstdCompressor().compress),
+            "is Zstandard, .*; give it a name that ends in .zst",
+        ),
+        ("c.jsonl.bz2", packed_by(bz2.compress), "is bzip2, .*; unpack it first"),
+        ("c.jsonl", packed_by(lzma.compress), "is xz, .*; unpack it first"),
+        ("c.zip", write_zip, "is a zip archive, .*; unpack it first"),
+        ("c.tar", write_tar, "is a tar archive, .*; unpack it first"),
+        ("c.tar.gz", write_tar, "is a tar archive, .*; unpack it first"),
+        (
+            "c.parquet",
+            packed_by(lambda content: b"PAR1\x15\x04" + content),
+            r"is Parquet, .*; write its text as \.jsonl first",
+        ),
+        ("c.db", write_database, "is an SQLite database, .*; write its text"),
+        ("c.txt", packed_by(lambda content: content.decode().encode("utf-16")), "is UTF-16, .*; convert it to UTF-8"),
+    ],
+)
+def test_the_error_of_a_file_that_is_not_text_names_its_format(tmp_path, name, write, message):
+    """Read as text it would give few documents, or the message that they are not in UTF-8."""
+    write(b'{"text": "one"}\n', tmp_path / name)
+    with pytest.raises(DataError, match=f"{re.escape(name)}: {message}"):
+        find_files([tmp_path / name])
+    if name == "c.jsonl":  # of a folder, json lines are a corpus; another file that is not text is counted
+        with pytest.raises(DataError, match=message):
+            find_files([tmp_path])
+
+
+def test_text_that_begins_like_another_format_is_read(tmp_path):
+    for number, text in enumerate(("BZh is a name", "PAR1 is a gene", "PK", "Object", "%PDF")):
+        (tmp_path / f"{number}.txt").write_text(text)
+        assert texts_of([tmp_path / f"{number}.txt"]) == [text]
+
+
+def test_a_pipe_is_read_once(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    with ThreadPoolExecutor(1) as writer:
+        writer.submit((tmp_path / "pipe").write_text, "text")
+        assert texts_of([tmp_path / "pipe"]) == ["text"]
 
 
 @settings(max_examples=60, deadline=None)
