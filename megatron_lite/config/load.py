@@ -38,6 +38,29 @@ def fields_of(config_type: type[Config]) -> dict[str, FieldInfo]:
     return {f"{name}.{key}": info for name, section in sections.items() for key, info in section.model_fields.items()}
 
 
+# The names that other frameworks and users give to fields; a similar name of ours may mean something else.
+OTHER_NAMES = {
+    other: name
+    for name, others in {
+        "checkpoint.interval": "save_interval save_steps save_every",
+        "data.seq_length": "seq_len block_size max_length max_seq_len max_seq_length context_length",
+        "model.hidden_dropout": "dropout",
+        "model.hidden_size": "d_model dim n_embd",
+        "model.num_heads": "n_head n_heads num_attention_heads",
+        "model.num_layers": "n_layer n_layers num_hidden_layers",
+        "optim.decay_iterations": "lr_decay_iters decay_steps",
+        "optim.lr": "learning_rate max_lr",
+        "optim.warmup_iterations": "warmup warmup_steps warmup_iters lr_warmup_iters",
+        "parallel.context": "cp context_parallel context_parallel_size",
+        "parallel.pipeline": "pp pipeline_parallel pipeline_model_parallel_size",
+        "parallel.tensor": "tp tensor_parallel tensor_model_parallel_size",
+        "run.dir": "out out_dir output_dir",
+        "train.global_batch_size": "batch_size grad_accum gradient_accumulation_steps",
+        "train.iterations": "epochs num_epochs num_train_epochs steps max_steps max_iters train_iters",
+        "train.precision": "dtype torch_dtype fp16 bf16 fp32",
+    }.items()
+    for other in others.split()
+}
 SECTIONS, FIELDS = sections_of(Config), fields_of(Config)
 
 
@@ -236,10 +259,12 @@ def unknown_name(name: str, config_type: type[Config] = Config) -> str:
     if not dot and name in sections:
         example = next(iter(sections[name].model_fields))
         return f"{name} is a section; name one of its fields, such as {name}.{example}"
+    if field in OTHER_NAMES or (not dot and name in OTHER_NAMES):
+        return f"unknown field {name}{_question(OTHER_NAMES[field or name])}"
     if not dot:
         near = _question(every.get(name) or _nearest(name, sections))
         return f"unknown section {name}{near}; sections are {', '.join(sections)}"
-    elsewhere = every.get(_nearest(field, every), "")
+    elsewhere = every.get(_nearest(field, every, cutoff=0.8), "")
     if section not in sections:
         return f"unknown section {section} in {name}{_question(elsewhere or _nearest(section, sections))}"
     own = sections[section].model_fields
@@ -252,6 +277,6 @@ def _question(name: str) -> str:
     return f"; did you mean {name}?" if name else ""
 
 
-def _nearest(word: str, words: Iterable[str]) -> str:
+def _nearest(word: str, words: Iterable[str], cutoff: float = 0.6) -> str:
     """The most similar of `words`; empty when none is similar."""
-    return next(iter(get_close_matches(word, list(words), n=1, cutoff=0.6)), "")
+    return next(iter(get_close_matches(word, list(words), n=1, cutoff=cutoff)), "")

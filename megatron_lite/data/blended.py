@@ -202,9 +202,10 @@ def _cached_blend_index(
     sizes = np.array([len(member) for member in members], dtype=np.int64)
     weights = blend.weights
     if weights is None and wanted > sizes.sum():
+        field = "train.iterations" if name == "train" else "train.eval_iterations"
         raise DataError(
             f"data.paths has no weights, so the {name} split is one epoch of each corpus, {sizes.sum():,} samples; "
-            f"{wanted:,} are needed; put a weight before each prefix, or lower train.iterations"
+            f"{wanted:,} are needed; put a weight before each prefix, or lower {field}"
         )
     # The name of this key tells the index files of one normalisation, which earlier versions wrote.
     parts = {"normalised_twice": weights.tolist()} if weights is not None else {"sizes": sizes.tolist()}

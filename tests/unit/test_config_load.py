@@ -9,7 +9,7 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_lite.config.load import dump_config, load_config
+from megatron_lite.config.load import FIELDS, OTHER_NAMES, dump_config, load_config
 from megatron_lite.config.schema import Config, DataConfig, LogConfig, ModelConfig, OptimConfig, RunConfig, TrainConfig
 from megatron_lite.errors import ConfigError
 from tests.helpers.cases import all_cases
@@ -103,6 +103,11 @@ def test_every_mistake_is_reported_at_once_with_its_line(tmp_path):
     ]
 
 
+def test_every_suggestion_for_a_foreign_name_is_a_field():
+    """A field that is renamed would be suggested under its old name."""
+    assert set(OTHER_NAMES.values()) <= set(FIELDS) and not set(OTHER_NAMES) & set(FIELDS)
+
+
 @pytest.mark.parametrize(
     "override, message",
     [
@@ -110,6 +115,11 @@ def test_every_mistake_is_reported_at_once_with_its_line(tmp_path):
         ("hidden_size=5", "unknown section hidden_size; did you mean model.hidden_size?; sections are run,"),
         ("optim=5", "optim is a section; name one of its fields, such as optim.lr"),
         ("modl.hidden_size=5", "unknown section modl in modl.hidden_size; did you mean model.hidden_size?"),
+        ("train.epochs=3", "unknown field train.epochs; did you mean train.iterations?"),
+        ("learning_rate=3", "unknown field learning_rate; did you mean optim.lr?"),
+        ("trian.max_steps=3", "unknown field trian.max_steps; did you mean train.iterations?"),
+        ("optim.eta=3", "unknown field optim.eta; did you mean optim.beta2?"),
+        ("data.shuffle=3", "unknown field data.shuffle; data has paths, split,"),
         ("model.zzz=5", "unknown field model.zzz; model has preset, architecture, num_layers,"),
         ("parallel.tensor=[", "parallel.tensor=[: not valid YAML:"),
         ("parallel.tensor=", "parallel.tensor is empty; it must be an integer above 0"),

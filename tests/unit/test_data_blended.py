@@ -76,9 +76,11 @@ def test_unweighted_corpora_give_every_target_once(tmp_path, corpora):
     assert len(set(targets.tolist())) == len(targets) == 16 * sum(sizes)
 
 
-def test_more_samples_than_unweighted_corpora_have_are_an_error(tmp_path, corpora):
-    with pytest.raises(DataError, match=r"one epoch of each corpus, \d+ samples; 100,000 are needed; put a weight"):
-        build(tmp_path, corpora, num_samples=(100_000, 1, 1))
+@pytest.mark.parametrize("field, num_samples", [("iterations", (9999, 1, 1)), ("eval_iterations", (1, 9999, 1))])
+def test_more_samples_than_unweighted_corpora_have_are_an_error(tmp_path, corpora, field, num_samples):
+    message = rf"one epoch of each corpus, \d+ samples; 9,999 are needed; put a weight .*, or lower train\.{field}$"
+    with pytest.raises(DataError, match=message):
+        build(tmp_path, corpora, num_samples=num_samples)
 
 
 @settings(max_examples=60, deadline=None)
