@@ -25,7 +25,7 @@ RUN apt-get update \
 WORKDIR /megatron_lite
 # Only the files that make and pip need, so a change to the sources does not repeat the installation. pip also needs a
 # package and a README; empty files are enough.
-COPY Makefile pyproject.toml constraints.txt LICENSE ./
+COPY Makefile pyproject.toml constraints.txt LICENSE NOTICE ./
 ARG DEVICE=cpu
 # constraints.txt pins torch without +cpu or +cu130, so both builds satisfy it, and pip prefers them to PyPI's build. If
 # the index cannot be reached, pip only warns, so the installed version is checked.

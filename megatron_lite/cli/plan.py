@@ -13,6 +13,7 @@ from megatron_lite.text import listed
 if TYPE_CHECKING:
     from megatron_lite.config.schema import Config
     from megatron_lite.plan.estimate import Plan
+    from megatron_lite.plan.fitting import Option
     from megatron_lite.plan.links import Machines
     from megatron_lite.plan.report import Budget
 
@@ -93,9 +94,15 @@ def plan(
     if rank is not None:
         return _one_rank(found, rank, as_json=as_json)
     budget = Budget(given or float(settings.train.iterations * found.tokens), price)
-    _print_plan(found, budget, as_json=as_json)
+    fitting = _fitting(found) if found.peak_memory > limit and (html is not None or not as_json) else []
+    _print_plan(found, budget, fitting, as_json=as_json)
     if html is not None:
-        _write_page(found, html, str(config or "defaults"), as_json=as_json)
+        from megatron_lite.files import atomic_write
+        from megatron_lite.plan.page import page
+
+        title = settings.model.preset or str(config or "defaults")
+        atomic_write(html, page(found, title, budget, fitting))
+        typer.echo(f"page in {html}", err=as_json)
 
 
 def _check_unused(option: str, others: dict[str, object]) -> None:
@@ -212,7 +219,7 @@ def size_of(text: str) -> float:
     return value
 
 
-def _print_plan(found: "Plan", budget: "Budget", *, as_json: bool) -> None:
+def _print_plan(found: "Plan", budget: "Budget", fitting: "list[Option]", *, as_json: bool) -> None:
     import json
 
     from megatron_lite.cli.inspect import aligned
@@ -229,29 +236,26 @@ def _print_plan(found: "Plan", budget: "Budget", *, as_json: bool) -> None:
     else:
         typer.echo(f"{ranks_of(found, found.fullest)}: no communication of more than a few values")
     if found.peak_memory > found.device.memory_bytes:
-        typer.echo("\n".join(["", *_changes_that_fit(found)]))
+        typer.echo("\n".join(["", *_changes_that_fit(fitting)]))
 
 
-def _changes_that_fit(found: "Plan") -> list[str]:
-    """Lines with the smallest changes of the layout that fit, the fastest first."""
-    from megatron_lite.cli.inspect import aligned
+def _fitting(found: "Plan") -> "list[Option]":
     from megatron_lite.plan.fitting import changes_that_fit
 
-    options = changes_that_fit(found, found.device.memory_bytes)
+    return changes_that_fit(found, found.device.memory_bytes)
+
+
+def _changes_that_fit(options: "list[Option]") -> list[str]:
+    """Lines with the smallest changes of the layout that fit, the fastest first."""
+    from megatron_lite.cli.inspect import aligned
+    from megatron_lite.plan.fitting import NOTHING_FITS
+
     if not options:
-        return ["no layout that differs in up to three fields fits; use more GPUs, or a shorter sequence"]
+        return [NOTHING_FITS]
     rows = [("change", "GB", "step")]
     for option in options:
         rows.append((" ".join(option.changes), f"{option.memory / 1e9:.1f}", f"{option.slowdown:+.1%}"))
     return ["smallest changes that fit, with the change of the step's time:", *aligned(rows)]
-
-
-def _write_page(found: "Plan", path: Path, title: str, *, as_json: bool) -> None:
-    from megatron_lite.files import atomic_write
-    from megatron_lite.plan.page import page
-
-    atomic_write(path, page(found, title))
-    typer.echo(f"page in {path}", err=as_json)
 
 
 def _one_rank(found: "Plan", rank: int, *, as_json: bool) -> None:

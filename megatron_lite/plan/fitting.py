@@ -11,6 +11,7 @@ from megatron_lite.plan.layouts import Layout, changes, layout_of, sharding
 from megatron_lite.plan.search import Search
 
 MOST_CHANGES = 3
+NOTHING_FITS = "no layout that differs in up to three fields fits; use more GPUs, or a shorter sequence"
 Change = dict[str, Any]  # fields of a layout that change together
 
 

@@ -19,8 +19,9 @@ from megatron_lite.plan.drawing import (
     under_roof,
 )
 from megatron_lite.plan.estimate import Plan, Traffic
+from megatron_lite.plan.fitting import NOTHING_FITS, Option
 from megatron_lite.plan.page_style import style_sheet
-from megatron_lite.plan.report import layout_line, per_rank, ranks_of, step_parts, unit
+from megatron_lite.plan.report import Budget, days_text, layout_line, per_rank, ranks_of, step_parts, unit
 from megatron_lite.plan.roofline import Row, by_line
 from megatron_lite.plan.stage import kernels
 from megatron_lite.plan.units import duration, prefix_of, scaled, size_text
@@ -47,10 +48,11 @@ STYLES = {
 PARTS = {"kernels": "kernels", "bubble": "idle", "end of the step": "E"}  # other parts of a step are waits
 
 
-def page(plan: Plan, title: str) -> str:
-    """The page. `title` is its heading."""
+def page(plan: Plan, title: str, budget: Budget, fitting: Sequence[Option] = ()) -> str:
+    """The page. `title` is its heading; `fitting` are changes with which a plan fits that does not."""
     sections = [
-        _headline(plan, title),
+        _headline(plan, title, budget),
+        *([_fitting(fitting)] if plan.peak_memory > plan.device.memory_bytes else []),
         _memory(plan),
         _pipeline(plan),
         _communication(plan),
@@ -97,19 +99,22 @@ def _section(heading: str, *contents: str) -> str:
     return f"<section><h2>{escape(heading)}</h2>{''.join(contents)}</section>"
 
 
-def _headline(plan: Plan, title: str) -> str:
+def _headline(plan: Plan, title: str, budget: Budget) -> str:
     device, needed = plan.device, plan.peak_memory
     room = device.memory_bytes - needed
     style, verdict = ("fits", "Fits") if room >= 0 else ("exceeds", "Does not fit")
     difference = f"{abs(room) / 1e9:,.2f} GB {'free' if room >= 0 else 'too much'}"
     where = f"of {device.memory_bytes / 1e9:,.4g} GB, on {ranks_of(plan, plan.fullest)}"
     speed = plan.tokens_per_second
+    days, dollars = budget.days(plan), budget.dollars(plan)
+    price = [f"{budget.tokens:,.4g} tokens", *([] if dollars is None else [f"{dollars:,.0f} dollars"])]
     bubble = f"{plan.bubble:.3f} of the pipeline is idle" if plan.grid.pp > 1 else f"{plan.tokens:,} tokens"
     cards = [
         ("peak memory", _data(needed, size_text(needed)), where),
         ("step", _data(plan.step_seconds, duration(plan.step_seconds)), bubble),
         ("tokens/s", _data(speed, f"{speed:,.0f}"), f"{speed / plan.grid.world_size:,.0f} on each {unit(plan)}"),
         ("MFU", _data(plan.mfu, f"{plan.mfu:.3f}"), f"{plan.hfu:.3f} with recomputed FLOPs"),
+        ("training", _data(days, days_text(days)), ", ".join(price)),
     ]
     shown = "".join(
         f'<div class="card"><div class="name">{name}</div><div class="value">{value}</div>'
@@ -122,6 +127,17 @@ def _headline(plan: Plan, title: str) -> str:
         f'<div class="cards">{shown}</div><p class="layout">{escape(layout_line(plan))}</p>'
         f'<p class="layout">{parameters} parameters with padding; {escape(per_rank(plan))}</p></header>'
     )
+
+
+def _fitting(fitting: Sequence[Option]) -> str:
+    if not fitting:
+        return _section("Changes that fit", f"<p>{escape(NOTHING_FITS)}</p>")
+    rows = (
+        f"<td>{escape(' '.join(each.changes))}</td>{_cell(each.memory, 'B')}"
+        f'<td class="n">{_data(each.slowdown, f"{each.slowdown:+.1%}")}</td>'
+        for each in fitting
+    )
+    return _section("Changes that fit", _table(("smallest changes", ">>memory", ">step"), rows))
 
 
 def _memory_rows(plan: Plan) -> list[tuple[list[int], dict[str, int]]]:

@@ -113,14 +113,18 @@ def step_line(plan: Plan) -> str:
     return f"{duration(plan.step_seconds)}: {parts}{bubble}"
 
 
+def days_text(days: float) -> str:
+    return f"{days:,.0f} days" if days >= 100 else f"{days:.3g} days"
+
+
 def training_line(plan: Plan, budget: Budget) -> str:
     """Tokens, days and price of the training."""
     dollars = budget.dollars(plan)
     cost = "" if dollars is None else f", {dollars:,.0f} dollars"
     ratio = budget.tokens / plan.parameters
     return (
-        f"{budget.tokens:,.4g} tokens take {budget.days(plan):,.3g} days{cost}; {ratio:,.3g} tokens for each parameter "
-        f"(Chinchilla: {CHINCHILLA})"
+        f"{budget.tokens:,.4g} tokens take {days_text(budget.days(plan))}{cost}; {ratio:,.3g} tokens for each "
+        f"parameter (Chinchilla: {CHINCHILLA})"
     )
 
 

@@ -32,10 +32,13 @@ def memory_line(run: Run) -> str:
     most = all_reduce(
         torch.tensor(float(total + buckets), dtype=torch.float64, device=run.ctx.device), run.ctx.world, "max"
     )
-    expected = state_bytes(run.config, run.ctx.dp_cp.size)
+    place = run.config.deepspeed.offload_optimizer if run.config.parallel.ddp == "deepspeed" else "none"
+    bytes_each = sum(state_bytes(run.config, run.ctx.dp_cp.size).values())
+    # DeepSpeed keeps more copies of offloaded gradients and weights than the formula has.
+    expected = f", {bytes_each:.2f} expected" if place == "none" else ""
     parts = ", ".join(f"{what} {size / 1e6:,.1f} MB" for what, size in counts.items() if size)
     beside = f", and buckets {buckets / 1e6:,.1f} MB" if buckets else ""
     return (
         f"memory of rank {run.ctx.rank}: {parts}; {total / count:.2f} bytes for each of its {count:,} "
-        f"parameters, {sum(expected.values()):.2f} expected{beside}; at most {most.item() / 1e6:,.1f} MB on a rank"
+        f"parameters{expected}{beside}; at most {most.item() / 1e6:,.1f} MB on a rank"
     )

@@ -99,3 +99,11 @@ def test_the_memory_line_shows_measured_and_expected_bytes(ranks):
         rf"most {sum(got['state'].values()) / 1e6:,.1f} MB on a rank",
         got["line"],
     )
+
+
+@pytest.mark.parametrize("changes", [{}, {"deepspeed__offload_param": "cpu"}])
+def test_an_offloaded_state_has_no_expected_bytes(ranks, changes):
+    """The formula is that of a state on the device; DeepSpeed offloads with more copies of gradients."""
+    offload = {**ENGINES["deepspeed 3"], "deepspeed__offload_optimizer": "cpu", "train__precision": "bf16", **changes}
+    line = ranks(2, measure, **offload)[0]["line"]
+    assert re.search(r"optimizer \(in host memory\) [\d.]+ MB, .* bytes for each of its [\d,]+ parameters, and", line)

@@ -27,7 +27,7 @@ log: {interval: 1, tensorboard: false}
 def wheel(tmp_path_factory) -> Path:
     """A wheel, built without a network from a copy of the sources, because setuptools writes beside them."""
     source, out = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel")
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
+    for name in ("pyproject.toml", "README.md", "LICENSE", "NOTICE"):
         shutil.copy(ROOT / name, source)
     for name in ("megatron_lite", "tests", "tools", "benchmarks"):
         shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))

@@ -137,6 +137,7 @@ def test_no_source_is_copied_before_the_dependencies_are_installed():
         "./pyproject.toml",
         "./constraints.txt",
         "./LICENSE",
+        "./NOTICE",
     }
 
 
