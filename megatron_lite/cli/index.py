@@ -18,7 +18,7 @@ def index(
         int | None, typer.Option("--nnodes", min=1, metavar="N", help="Number of nodes in the run.")
     ] = None,
 ) -> None:
-    """Write the data index files of a run, so that its ranks do not wait for them.
+    """Write the data index files of a run, so that its ranks do not wait for them. A run that resumes reads others.
 
     Without train.global_batch_size, the number of samples depends on the number of processes.
     """
@@ -30,7 +30,8 @@ def index(
     from megatron_lite.errors import ConfigError
     from megatron_lite.plan.data_lines import data_lines
     from megatron_lite.text import counted
-    from megatron_lite.training.corpora import open_splits, wanted_samples
+    from megatron_lite.training.corpora import open_splits, planned_samples, wanted_samples
+    from megatron_lite.training.start import start_state
 
     settings = load_config(config, overrides or [])
     needed = settings.parallel.model_size
@@ -47,8 +48,10 @@ def index(
         settings = with_vocab_size(settings, tokenizer.vocab_size)
     folder = cache_folder(settings.data.paths, settings.data.cache_dir)
     before = _files(folder)
-    wanted = wanted_samples(settings.train, settings.parallel.data(world_size))
-    splits = open_splits(settings, wanted, tokenizer, tokenizer_hash(spec) if spec else "")
+    state = start_state(settings)
+    wanted = wanted_samples(settings.train, settings.parallel.data(world_size), state)
+    planned = planned_samples(state, wanted)
+    splits = open_splits(settings, wanted, tokenizer, tokenizer_hash(spec) if spec else "", planned=planned)
     new_files = sorted(_files(folder) - before)
     for path in new_files:
         typer.echo(f"wrote {path}")

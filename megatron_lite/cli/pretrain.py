@@ -143,6 +143,7 @@ def description(config: "Config", world_size: int) -> str:
     from megatron_lite.config.sizes import state_bytes
     from megatron_lite.plan.sizes import largest_rank_parameters, num_parameters
     from megatron_lite.text import counted
+    from megatron_lite.training.start import start_state
     from megatron_lite.training.state import samples_for
 
     config, dp = resolved(config, world_size), config.parallel.data(world_size)
@@ -155,10 +156,18 @@ def description(config: "Config", world_size: int) -> str:
             f"{state / 1e9:,.3g} GB on the largest of {counted(world_size, 'rank')}"
         ]
     ramp = " after the ramp" if train.ramp_up else ""
+    state = start_state(config)
+    total = samples_for(train, dp, state)
     lines.append(
         f"{train.global_batch_size * length:,} tokens per step{ramp}, "
-        f"{train.iterations:,} steps, {samples_for(train, dp) * length:,} tokens"
+        f"{train.iterations:,} steps, {total * length:,} tokens"
     )
+    if state.iteration:
+        left = max(0, train.iterations - state.iteration)
+        lines.append(
+            f"continues at iteration {state.iteration:,}: {counted(left, 'step')} and "
+            f"{counted((total - state.consumed_samples) * length, 'token')} remain"
+        )
     return "".join(f"# {line}\n" for line in lines) + dump_config(config)
 
 
