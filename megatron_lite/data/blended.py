@@ -163,7 +163,7 @@ def build_datasets(
         common: dict[str, Any] = {"seed": seed, "cache_dir": cache_dir, "split_name": name, "vocab_size": vocab_size}
         members: list[Dataset] = []
         for member, (d, pair) in enumerate(ranges.items()):
-            needed, planned = (_member_samples(part, member, count) for count in (wanted, plan[which] or wanted))
+            needed, planned = (_member_samples(part, member, count) for count in (wanted, plan[which]))
             if make_sample is not None:
                 members.append(TextDataset(corpora[d], pair, num_samples=needed, make_sample=make_sample, **common))
             else:

@@ -14,7 +14,7 @@ from megatron_lite.data.statistics import bytes_per_token
 from megatron_lite.data.text_dataset import Sample, SampleMaker, TextDataset, num_documents
 from megatron_lite.errors import ConfigError, DataError
 from megatron_lite.parallel.agreement import on_all
-from megatron_lite.training.corpora import check_corpora_end, check_documents_end, open_splits, planned_samples
+from megatron_lite.training.corpora import check_corpora_end, check_documents_end, open_splits
 from megatron_lite.training.evaluate import mean_results
 from megatron_lite.training.forward_step import next_token_loss
 from megatron_lite.training.pretrain import NO_TOKEN
@@ -90,8 +90,7 @@ def losses_of_run(run: Run, trained_batch: int) -> Losses:
             f"{config.run.dir}: the run has no evaluation data ({why}); give --data PREFIX or --tasks FILE"
         )
     wanted = (0, samples, samples)
-    planned = planned_samples(run.state, wanted)
-    splits = on_all(lambda: open_splits(config, wanted, run.tokenizer, _hash(run), planned=planned), run.ctx.world)
+    splits = on_all(lambda: open_splits(config, wanted, run.tokenizer, _hash(run), run.state), run.ctx.world)
     named = {"validation": splits.valid, "test": splits.test}
     found = {name: split for name, split in named.items() if split is not None}
     if not found:

@@ -250,12 +250,13 @@ def changes_line(saved: Config, now: Config) -> str:
 
 
 def new_order_line(saved: Config, run: Run) -> str:
-    """The start of a branch in other data than that of its checkpoint; empty without changes."""
+    """The start of a branch in other samples than those of its checkpoint; empty without changes."""
     if not changed_order(saved.model_dump(mode="json"), run.config):
         return ""
+    steps, samples = run.state.optimizer_steps, run.state.consumed_samples
     return (
-        f"other data than in that checkpoint: training reads it from its first sample; learning rate, batch-size ramp "
-        f"and consumed samples continue at {run.state.optimizer_steps} steps and {run.state.consumed_samples} samples"
+        "other samples, or another order, than in that checkpoint: training reads from the first one; learning rate, "
+        f"batch-size ramp and consumed samples continue at {steps} steps and {samples} samples"
     )
 
 

@@ -32,33 +32,23 @@ def wanted_samples(train: TrainConfig, data_parallel_size: int, state: TrainStat
     return samples_for(train, data_parallel_size, state) - state.order_start, evaluation, evaluation
 
 
-def planned_samples(state: TrainState, wanted: tuple[int, int, int]) -> tuple[int, int, int]:
-    """The planned lengths of the sample orders: those of `state`, which are set to `wanted` where it has none."""
-    state.train_samples = state.train_samples or wanted[0]
-    state.eval_samples = state.eval_samples or wanted[1]
-    return state.train_samples, state.eval_samples, state.eval_samples
-
-
 def open_splits(
-    config: Config,
-    wanted: tuple[int, int, int],
-    tokenizer: Tokenizer | None,
-    tokenizer_hash: str,
-    *,
-    planned: tuple[int, int, int],
+    config: Config, wanted: tuple[int, int, int], tokenizer: Tokenizer | None, tokenizer_hash: str, state: TrainState
 ) -> Splits:
-    """The datasets of `data.paths` in their planned order.
+    """The datasets of `data.paths` in the order that `state` has planned; `wanted` is its plan if it has none.
 
     Missing index files are written. An empty hash stands for no tokenizer.
     Raises ConfigError for a tokenizer without the special tokens that the samples of the architecture need.
     """
     data = config.data
+    state.train_samples = state.train_samples or wanted[0]
+    state.eval_samples = state.eval_samples or wanted[1]
     return build_datasets(
         list(data.paths),
         data.split,
         seq_length=data.seq_length,
         num_samples=wanted,
-        planned_samples=planned,
+        planned_samples=(state.train_samples, state.eval_samples, state.eval_samples),
         seed=config.run.seed,
         cache_dir=data.cache_dir or None,
         vocab_size=config.model.vocab_size or None,
@@ -67,15 +57,16 @@ def open_splits(
     )
 
 
-def check_lengths(splits: Splits, wanted: tuple[int, int, int], train: TrainConfig, global_batch: int) -> None:
+def check_lengths(splits: Splits, train: TrainConfig, data_parallel_size: int, state: TrainState) -> None:
     """Raise DataError for a dataset with fewer samples than the run reads; a custom one can have any number."""
+    wanted, batch = wanted_samples(train, data_parallel_size, state), train.global_batch(data_parallel_size)
     for name, split, count in zip(SPLIT_NAMES, splits, wanted, strict=True):
-        if split is not None and len(split) < count:
-            key = "iterations" if name == "train" else "eval_iterations"
+        key = "iterations" if name == "train" else "eval_iterations"
+        is_read = name != "train" or state.iteration < train.iterations
+        if split is not None and is_read and len(split) < count:
             raise DataError(
                 f"the {name} dataset has {len(split):,} samples, and the run reads {count:,}: train.{key} is "
-                f"{getattr(train, key):,}, and the global batch is {global_batch:,}; lower these, or return a longer "
-                "dataset"
+                f"{getattr(train, key):,}, and the global batch is {batch:,}; lower these, or return a longer dataset"
             )
 
 

@@ -23,13 +23,7 @@ from megatron_lite.errors import ConfigError, NoCheckpoint
 from megatron_lite.model.build import get_model
 from megatron_lite.parallel.agreement import on_all, on_first
 from megatron_lite.training.announce import announce, announce_data, announce_end, announce_start
-from megatron_lite.training.corpora import (
-    check_documents_end,
-    check_lengths,
-    open_splits,
-    planned_samples,
-    wanted_samples,
-)
+from megatron_lite.training.corpora import check_documents_end, check_lengths, open_splits, wanted_samples
 from megatron_lite.training.evaluate import Evaluation
 from megatron_lite.training.initialize import finalize_megatron, initialize_megatron
 from megatron_lite.training.logs import RunLog, write_config
@@ -119,10 +113,9 @@ def build_splits(run: Run) -> Splits:
     config, state = run.config, run.state
     raise_any(missing_corpora_paths(config))
     wanted = wanted_samples(config.train, run.ctx.dp.size, state)
-    planned = planned_samples(state, wanted)
 
     def build() -> Splits:
-        return open_splits(config, wanted, run.tokenizer, run.origin.get("tokenizer", ""), planned=planned)
+        return open_splits(config, wanted, run.tokenizer, run.origin.get("tokenizer", ""), state)
 
     is_builder = os.environ.get("LOCAL_RANK", "0") == "0"
     splits = on_all(lambda: build() if is_builder else None, run.ctx.world)
@@ -135,11 +128,7 @@ def train_and_evaluate(run: Run, datasets: Splits, log: RunLog, started: float) 
     eod = run.tokenizer.eod if run.tokenizer is not None else NO_TOKEN
     state.evaluated_at = on_first(log.evaluated_at, run.ctx.world)
     evaluation = Evaluation(run, datasets, eod, log)
-    dp = run.ctx.dp.size
-    wanted, batch = wanted_samples(train_config, dp, state), train_config.global_batch(dp)
-    if state.iteration >= train_config.iterations:
-        wanted = (0, *wanted[1:])
-    on_all(lambda: check_lengths(datasets, wanted, train_config, batch), run.ctx.world)
+    on_all(lambda: check_lengths(datasets, train_config, run.ctx.dp.size, state), run.ctx.world)
     if state.iteration >= train_config.iterations:
         evaluation.evaluate_finished_model()  # an earlier start may have ended before its evaluation
         announce_end(run, log)

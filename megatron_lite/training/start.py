@@ -106,8 +106,10 @@ def resumed_state(counters: dict[str, Any], saved: Config, config: Config, root:
 
 def start_state(config: Config) -> TrainState:
     """The counters with which a run would start now: new ones, or those of the checkpoint of `find_start`."""
+    if config.checkpoint.load_weights and read_latest(checkpoints_of(config.run.dir)) is None:
+        return TrainState()  # the weights may be in a format that training converts
     start = find_start(config)
-    if start is None or start.key == "checkpoint.load_weights":
+    if start is None:
         return TrainState()
     folder = locate(start.root, start.iteration)
     layout = read_layout(folder)

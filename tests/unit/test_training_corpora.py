@@ -17,7 +17,7 @@ def lines_of(paths, tmp_path, split="80,10,10", **changes):
     words = [f"data.paths=[{','.join(paths)}]", f"data.split={split}", "data.seq_length=16"]
     config = load_config(None, [*words, *(f"{key}={value}" for key, value in given.items())])
     wanted = wanted_samples(config.train, 1, TrainState())
-    return list(data_lines(config, open_splits(config, wanted, None, "", planned=wanted), wanted))
+    return list(data_lines(config, open_splits(config, wanted, None, "", TrainState()), wanted))
 
 
 def test_the_line_of_a_corpus_has_its_tokens_and_epochs(tmp_path):

@@ -16,7 +16,7 @@ from megatron_lite.data.samples import sample_maker
 from megatron_lite.data.text_dataset import permuted
 from megatron_lite.data.tokenizer import BytesTokenizer
 from megatron_lite.errors import DataError
-from megatron_lite.training.corpora import check_lengths, open_splits, planned_samples, wanted_samples
+from megatron_lite.training.corpora import check_lengths, open_splits, wanted_samples
 from megatron_lite.training.state import TrainState, global_batch_size, num_microbatches
 from tests.helpers.corpora import write_corpus
 
@@ -70,7 +70,7 @@ def decoder_order(name, planned):
     size = sum(map(len, documents))
     epochs = next(n for n in count(1) if planned is None or (n * size - 1) // LENGTH >= planned)
     before = ((epochs - 1) * size - 1) // LENGTH
-    separate = epochs > 1 and planned - before < int(0.8 * ((size - 1) // LENGTH))
+    separate = epochs > 1 and (planned or 0) - before < int(0.8 * ((size - 1) // LENGTH))
     yield from stream(documents, epochs, separate, SEED)
     enough = next(n for n in count(1) if n * size > LENGTH)
     for number in count() if planned is not None else ():
@@ -125,8 +125,9 @@ def started(folder, config, dp, state, stop):
     """The samples that a start reads until iteration `stop`, in the order of training."""
     train = config.train
     wanted = wanted_samples(train, dp, state)
-    splits = open_splits(config, wanted, BytesTokenizer(), "", planned=planned_samples(state, wanted))
-    check_lengths(splits, wanted, train, train.global_batch(dp))  # they suffice to the last iteration
+    splits = open_splits(config, wanted, BytesTokenizer(), "", state)
+    check_lengths(splits, train, dp, state)  # they suffice to the last iteration
+    assert splits.train is not None
     loaders = [
         PrefetchingLoader(
             splits.train,
@@ -221,9 +222,10 @@ def test_a_dataset_that_is_too_short_is_an_error_that_names_length_batch_and_ite
     """Training would end in the middle, after hours."""
     train = load_config(None, ["train.iterations=25", "train.eval_iterations=3", "train.global_batch_size=4"]).train
     for_train, for_valid = (np.zeros(99), np.zeros(12), None), (np.zeros(100), np.zeros(11), None)
-    wanted = wanted_samples(train, 1, TrainState())
-    check_lengths(Splits(np.zeros(100), np.zeros(12), None), wanted, train, 4)  # type: ignore[arg-type]
+    finished = TrainState(iteration=25, consumed_samples=100)  # it is evaluated
+    check_lengths(Splits(np.zeros(100), np.zeros(12), None), train, 1, TrainState())  # type: ignore[arg-type]
+    check_lengths(Splits(*for_train), train, 1, finished)  # type: ignore[arg-type]
     with pytest.raises(DataError, match=r"the train dataset has 99 .* 100: train.iterations is 25, .* batch is 4;"):
-        check_lengths(Splits(*for_train), wanted, train, 4)  # type: ignore[arg-type]
+        check_lengths(Splits(*for_train), train, 1, TrainState())  # type: ignore[arg-type]
     with pytest.raises(DataError, match=r"the valid dataset has 11 .* 12: train.eval_iterations is 3, .* batch is 4;"):
-        check_lengths(Splits(*for_valid), wanted, train, 4)  # type: ignore[arg-type]
+        check_lengths(Splits(*for_valid), train, 1, finished)  # type: ignore[arg-type]
