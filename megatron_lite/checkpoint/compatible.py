@@ -41,13 +41,24 @@ STATE = ("train.precision", "sync.mode", "sync.delay", "sync.outer_momentum")
 OTHER_SUMS = "the sums that sync.delay has in flight need the old values; restore them, or"
 
 
+def changed_order(before: Fields, now: Config) -> list[str]:
+    """A message for each setting that differs and determines the samples or their order."""
+    return differing(before, now.model_dump(mode="json"), ORDER)
+
+
+def check_order(before: Fields, now: Config) -> None:
+    """Raise ConfigError if the samples or their order would change within the run `now.run.dir`."""
+    order = (
+        "the samples or their order would change in the middle of a run; restore these values, or branch off, to the "
+        f"first sample of the new data: run.dir=ANOTHER checkpoint.load={now.run.dir}"
+    )
+    _raise_where(changed_order(before, now), order)
+
+
 def check_resumable(before: Fields, now: Config) -> None:
-    """Raise ConfigError if resuming with `now` would change the sample order or invalidate pending sums."""
-    after = now.model_dump(mode="json")
-    order = "the samples or their order would change; restore these values, or start a new run in another run.dir"
-    _raise_where(differing(before, after, ORDER), order)
+    """Raise ConfigError if resuming with `now` would invalidate pending sums."""
     sums = f"{OTHER_SUMS} load the weights alone with checkpoint.load_weights"
-    _raise_where(differing(before, after, _pending(now)), sums)
+    _raise_where(differing(before, now.model_dump(mode="json"), _pending(now)), sums)
 
 
 def check_same_run(source: Config, target: Config) -> None:

@@ -18,11 +18,11 @@ def index(
         int | None, typer.Option("--nnodes", min=1, metavar="N", help="Number of nodes in the run.")
     ] = None,
 ) -> None:
-    """Write the data index files of a run, so that its ranks do not wait for them.
+    """Write the data index files of a run, so that its ranks do not wait for them. A run that resumes reads others.
 
     Without train.global_batch_size, the number of samples depends on the number of processes.
     """
-    from megatron_lite.cli.pretrain import check
+    from megatron_lite.cli.pretrain import check, start_of
     from megatron_lite.config.load import load_config
     from megatron_lite.config.validate import with_vocab_size
     from megatron_lite.data.blended import cache_folder
@@ -47,8 +47,9 @@ def index(
         settings = with_vocab_size(settings, tokenizer.vocab_size)
     folder = cache_folder(settings.data.paths, settings.data.cache_dir)
     before = _files(folder)
-    wanted = wanted_samples(settings.train, settings.parallel.data(world_size))
-    splits = open_splits(settings, wanted, tokenizer, tokenizer_hash(spec) if spec else "")
+    state = start_of(settings)
+    wanted = wanted_samples(settings.train, settings.parallel.data(world_size), state)
+    splits = open_splits(settings, wanted, tokenizer, tokenizer_hash(spec) if spec else "", state)
     new_files = sorted(_files(folder) - before)
     for path in new_files:
         typer.echo(f"wrote {path}")

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from megatron_lite.config.schema import Config
     from megatron_lite.errors import StoppedEarly
     from megatron_lite.training.provider import NamedFunction
+    from megatron_lite.training.state import TrainState
 
 
 @takes_nodes()
@@ -137,6 +138,17 @@ def with_data(config: "Config", *, has_data: bool) -> tuple["Config", list[str]]
     return config, missing
 
 
+def start_of(config: "Config") -> "TrainState":
+    """The counters with which a run would start now. A checkpoint, and only that, is read by code that loads torch."""
+    from megatron_lite.training.state import TrainState
+
+    if not config.checkpoint.load and not (Path(config.run.dir) / "checkpoints").exists():
+        return TrainState()
+    from megatron_lite.training.start import start_state
+
+    return start_state(config)
+
+
 def description(config: "Config", world_size: int) -> str:
     """The resolved config as YAML, after comments with its number of parameters, memory and tokens."""
     from megatron_lite.config.load import dump_config, resolved
@@ -155,10 +167,18 @@ def description(config: "Config", world_size: int) -> str:
             f"{state / 1e9:,.3g} GB on the largest of {counted(world_size, 'rank')}"
         ]
     ramp = " after the ramp" if train.ramp_up else ""
+    state = start_of(config)
+    total = samples_for(train, dp, state)
     lines.append(
         f"{train.global_batch_size * length:,} tokens per step{ramp}, "
-        f"{train.iterations:,} steps, {samples_for(train, dp) * length:,} tokens"
+        f"{train.iterations:,} steps, {total * length:,} tokens"
     )
+    if state.iteration:
+        left = max(0, train.iterations - state.iteration)
+        lines.append(
+            f"continues at iteration {state.iteration:,}: {counted(left, 'step')} and "
+            f"{counted((total - state.consumed_samples) * length, 'token')} remain"
+        )
     return "".join(f"# {line}\n" for line in lines) + dump_config(config)
 
 

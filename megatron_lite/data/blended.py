@@ -16,12 +16,11 @@ import numpy as np
 
 from megatron_lite.data.blend_index import BlendIndex, exhaustive_blend, weighted_blend
 from megatron_lite.data.corpus_info import check_tokenizers
-from megatron_lite.data.gpt_dataset import Epochs, GPTDataset, epochs_needed
+from megatron_lite.data.gpt_dataset import GPTDataset
 from megatron_lite.data.index_cache import cached_arrays, memory_for
 from megatron_lite.data.indexed import IndexedDataset, check_exists
 from megatron_lite.data.text_dataset import Sample, SampleMaker, TextDataset, num_documents
 from megatron_lite.errors import ConfigError, DataError
-from megatron_lite.text import counted
 
 SPLIT_NAMES = ("train", "valid", "test")
 
@@ -139,6 +138,7 @@ def build_datasets(
     *,
     seq_length: int,
     num_samples: tuple[int, int, int],
+    planned_samples: tuple[int, int, int] | None = None,
     seed: int,
     cache_dir: str | os.PathLike[str] | None,
     vocab_size: int | None,
@@ -148,11 +148,12 @@ def build_datasets(
     """The three datasets of a run, each with at least its `num_samples`; their samples are ranges of a token stream, or
     those of `make_sample`.
 
+    `planned_samples` fix the orders (None: `num_samples`): a longer run appends epochs, a shorter one reads less.
     A validation or test set omits corpora without documents for it. `cache_dir` is for the index arrays; empty or None
     is `cache/` beside the first corpus. `vocab_size` bounds the token ids; None disables the check. `tokenizer_hash` is
     the tokenizer of all corpora; empty allows any single one, None several.
     """
-    blend = parse_paths(paths)
+    blend, plan = parse_paths(paths), planned_samples or num_samples
     cache_dir = cache_folder(paths, cache_dir)
     corpora = [IndexedDataset(prefix) for prefix in blend.prefixes]
     if tokenizer_hash is not None:
@@ -170,12 +171,12 @@ def build_datasets(
         common: dict[str, Any] = {"seed": seed, "cache_dir": cache_dir, "split_name": name, "vocab_size": vocab_size}
         members: list[Dataset] = []
         for member, (d, pair) in enumerate(ranges.items()):
-            common["num_samples"] = _member_samples(part, member, wanted)
+            needed, planned = (_member_samples(part, member, count) for count in (wanted, plan[which]))
             if make_sample is not None:
-                members.append(TextDataset(corpora[d], pair, make_sample=make_sample, **common))
+                members.append(TextDataset(corpora[d], pair, num_samples=needed, make_sample=make_sample, **common))
             else:
-                document_ids = np.arange(*pair, dtype=np.int32)
-                members.append(GPTDataset(corpora[d], document_ids, seq_length=seq_length, **common))
+                lengths = {"num_samples": needed or 0, "planned_samples": planned, "seq_length": seq_length}
+                members.append(GPTDataset(corpora[d], np.arange(*pair, dtype=np.int32), **lengths, **common))
         if len(members) == 1 and part.weights is None:
             datasets.append(members[0])
         else:
@@ -202,10 +203,11 @@ def _cached_blend_index(
     sizes = np.array([len(member) for member in members], dtype=np.int64)
     weights = blend.weights
     if weights is None and wanted > sizes.sum():
-        field = "train.iterations" if name == "train" else "train.eval_iterations"
+        key = "train.iterations" if name == "train" else "train.eval_iterations"
         raise DataError(
             f"data.paths has no weights, so the {name} split is one epoch of each corpus, {sizes.sum():,} samples; "
-            f"{wanted:,} are needed; put a weight before each prefix, or lower {field}"
+            f"{wanted:,} are needed; lower {key}, or put a weight before each prefix: in a new run.dir, with "
+            "checkpoint.load if a run has begun"
         )
     # The name of this key tells the index files of one normalisation, which earlier versions wrote.
     parts = {"normalised_twice": weights.tolist()} if weights is not None else {"sizes": sizes.tolist()}
@@ -217,48 +219,3 @@ def _cached_blend_index(
             lambda: (exhaustive_blend(sizes, wanted) if weights is None else blend.index(wanted))._asdict(),
         )
     return BlendIndex(**arrays)
-
-
-def check_order_is_kept(
-    paths: Sequence[str],
-    split: Sequence[float],
-    *,
-    seq_length: int,
-    old_num_samples: int,
-    new_num_samples: int,
-    consumed: int,
-) -> None:
-    """Raise ConfigError unless the first `consumed` training samples are the same for both numbers of samples.
-
-    The number of epochs and the separate shuffle of the last one fix an order. A blend's choice of corpus does not
-    depend on the length, so only the corpora that it has read from count.
-    """
-    if consumed == 0 or old_num_samples == new_num_samples:
-        return
-    blend = parse_paths(paths)
-    if blend.weights is None and len(blend.prefixes) > 1:
-        return  # one epoch of each for every number of samples
-
-    def has_read_from(member: int) -> bool:
-        return blend.weights is None or member in blend.index(consumed).dataset
-
-    for member, prefix in enumerate(blend.prefixes):
-        corpus = IndexedDataset(prefix)
-        bounds = split_bounds(split, len(corpus))[0]
-        if bounds is None:
-            continue
-        tokens = int(corpus.sequence_lengths[slice(*bounds)].sum(dtype=np.int64))
-        old, new = (
-            epochs_needed(tokens, _member_samples(blend, member, wanted), seq_length)
-            for wanted in (old_num_samples, new_num_samples)
-        )
-        if old != new and has_read_from(member):
-            raise ConfigError(
-                f"{prefix}: {old_num_samples:,} training samples are {_describe(old)}, {new_num_samples:,} are "
-                f"{_describe(new)}, in another order, which repeats and omits some of the {consumed:,} consumed "
-                "samples; start a new run with another run.dir, or restore train.iterations"
-            )
-
-
-def _describe(epochs: Epochs) -> str:
-    return f"{counted(epochs.number, 'epoch')}{', the last shuffled separately' if epochs.last_separate else ''}"

@@ -3,6 +3,8 @@
 The documents of a split, repeated for enough epochs and shuffled, form one stream. A sample starts every `s` tokens and
 has `s + 1`: its last label is the first input of the next. Then the samples are shuffled. The order is Megatron's for
 the same seed, also in its rule for the last epoch: it is shuffled separately if less than 80 % of it is needed.
+The planned number of samples fixes these epochs. A run that reads more appends further ones, each a stream with a
+shuffle that depends on the seed and its number alone. So an order never changes, whatever is appended and when.
 Source: Megatron-LM, megatron/core/datasets/gpt_dataset.py and helpers.cpp, here without a compiler.
 """
 
@@ -25,12 +27,14 @@ class Epochs(NamedTuple):
 
     number: int
     last_separate: bool  # the last epoch is shuffled separately
+    appended: int = 0  # streams after these epochs, each of one epoch, or of as many as give a sample
 
 
 class GPTIndex(NamedTuple):
     """document int32 [epochs * documents]; sample int32 or int64 [N + 1, 2]; shuffle uint32 or int64 [N].
 
-    Row k of `sample` is where sample k starts: a position in `document` and a token offset in that document.
+    Row k of `sample` is where sample k starts: a position in `document` and a token offset in that document. Each
+    appended stream has one more row, its end.
     """
 
     document: np.ndarray
@@ -50,8 +54,39 @@ def epochs_needed(tokens_per_epoch: int, num_samples: int | None, seq_length: in
     return Epochs(count, from_last < int(SHARE_OF_LAST_EPOCH * per_epoch))
 
 
+def with_appended(planned: Epochs, tokens_per_epoch: int, num_samples: int, seq_length: int) -> Epochs:
+    """The planned epochs, and as many streams after them as give `num_samples` samples."""
+    stream = epochs_needed(tokens_per_epoch, 1, seq_length)
+    in_plan, in_stream = ((epochs.number * tokens_per_epoch - 1) // seq_length for epochs in (planned, stream))
+    return planned._replace(appended=max(0, -(-(num_samples - in_plan) // in_stream)))
+
+
 def build_index(lengths: np.ndarray, document_ids: np.ndarray, epochs: Epochs, seq_length: int, seed: int) -> GPTIndex:
     """The three arrays for documents of these `lengths` [all documents], of which `document_ids` are read."""
+    index = _build_stream(lengths, document_ids, epochs, seq_length, seed)
+    if not epochs.appended:
+        return index
+    tokens_per_epoch = int(lengths[document_ids].sum(dtype=np.int64))
+    stream = epochs_needed(tokens_per_epoch, 1, seq_length)
+    size = (stream.number * tokens_per_epoch - 1) // seq_length
+    document = np.empty((epochs.appended, stream.number * len(document_ids)), np.int32)
+    sample = np.empty((epochs.appended, size + 1, 2), np.int64)
+    shuffle = np.empty((epochs.appended, size), np.int64)
+    for number in range(epochs.appended):
+        more = _build_stream(lengths, document_ids, stream, seq_length, [seed, number])
+        document[number] = more.document
+        sample[number] = more.sample + np.array([len(index.document) + number * document.shape[1], 0])
+        shuffle[number] = more.shuffle.astype(np.int64) + len(index.sample) + number * (size + 1)
+    return GPTIndex(
+        np.concatenate((index.document, document.reshape(-1))),
+        np.concatenate((index.sample, sample.reshape(-1, 2))),
+        np.concatenate((index.shuffle, shuffle.reshape(-1))),
+    )
+
+
+def _build_stream(
+    lengths: np.ndarray, document_ids: np.ndarray, epochs: Epochs, seq_length: int, seed: int | list[int]
+) -> GPTIndex:
     random = np.random.RandomState(seed)  # its three draws must come in this order
     document = _document_index(document_ids, epochs, random)
     sample = build_sample_index(lengths, document, seq_length)
@@ -113,8 +148,9 @@ def build_sample_index(lengths: np.ndarray, document: np.ndarray, seq_length: in
 class GPTDataset:
     """Samples of `seq_length + 1` token ids from the documents `document_ids` of one corpus.
 
-    There are at least `num_samples` (None: one epoch), in Megatron's order for `seed`. Every read compares the ids with
-    `vocab_size` (None: no check), which takes a thousandth of a training step.
+    There are at least `num_samples`, in Megatron's order of `planned_samples` (None: one epoch) for `seed`, after which
+    epochs are appended. Every read compares the ids with `vocab_size` (None: no check), which takes a thousandth of a
+    training step.
     """
 
     def __init__(
@@ -122,7 +158,8 @@ class GPTDataset:
         indexed: IndexedDataset,
         document_ids: np.ndarray,
         *,
-        num_samples: int | None,
+        num_samples: int,
+        planned_samples: int | None,
         seq_length: int,
         seed: int,
         cache_dir: str | os.PathLike[str],
@@ -134,13 +171,14 @@ class GPTDataset:
         self.split_name = split_name
         self.vocab_size = vocab_size
         self.tokens_per_epoch = int(indexed.sequence_lengths[document_ids].sum(dtype=np.int64))
-        wanted_tokens = seq_length + 1 if num_samples is None else 1
+        wanted_tokens = seq_length + 1 if planned_samples is None else 1
         if self.tokens_per_epoch < wanted_tokens:
             raise DataError(
                 f"{indexed.prefix}: the {split_name} split has {len(document_ids):,} of {len(indexed):,} documents, "
                 f"{self.tokens_per_epoch:,} tokens, and needs {wanted_tokens:,}; give it a larger part of data.split"
             )
-        self.epochs = epochs_needed(self.tokens_per_epoch, num_samples, seq_length)
+        planned = epochs_needed(self.tokens_per_epoch, planned_samples, seq_length)
+        self.epochs = with_appended(planned, self.tokens_per_epoch, num_samples, seq_length)
         index_file = idx_path(indexed.prefix).stat()
         description = {
             "corpus": os.path.abspath(indexed.prefix),
@@ -151,8 +189,8 @@ class GPTDataset:
             "seq_length": seq_length,
             "seed": seed,
         }
-        asked = self.tokens_per_epoch // seq_length if num_samples is None else num_samples
-        entries = self.epochs.number * len(document_ids) + asked
+        asked = max(num_samples, planned_samples or self.tokens_per_epoch // seq_length)
+        entries = (self.epochs.number + self.epochs.appended) * len(document_ids) + asked
         with memory_for(f"{indexed.prefix}: {split_name} split", num_samples=asked, num_entries=entries):
             arrays = cached_arrays(
                 cache_dir,

@@ -105,9 +105,9 @@ def _read(dataset: Dataset, rows: Sequence[int], data: DataConfig, eod: int, *, 
 class PrefetchingLoader:
     """Micro-batches of data-parallel rank `dp_rank`; a thread reads the next step while the caller computes.
 
-    `eod` is the end-of-document token for the settings of `data`. The thread expects as many micro-batches in the next
-    step. It reads and pins; the caller's stream copies to the device. `get` raises an error of the thread for the step
-    that it concerns.
+    `eod` is the end-of-document token for the settings of `data`. Sample 0 of the dataset follows `first`
+    consumed ones. The thread expects as many micro-batches in the next step. It reads and pins; the caller's stream
+    copies to the device. `get` raises an error of the thread for the step that it concerns.
     """
 
     def __init__(
@@ -120,8 +120,9 @@ class PrefetchingLoader:
         data: DataConfig,
         eod: int,
         device: torch.device,
+        first: int = 0,
     ) -> None:
-        self.dataset = dataset
+        self.dataset, self.first = dataset, first
         self.micro_batch_size = micro_batch_size
         self.dp_rank, self.dp_size = dp_rank, dp_size
         self.data, self.eod = data, eod
@@ -157,7 +158,7 @@ class PrefetchingLoader:
     def _read_step(self, step: tuple[int, int]) -> list[Batch]:
         consumed_samples, num_microbatches = step
         indices = microbatch_indices(
-            consumed_samples, num_microbatches, self.micro_batch_size, self.dp_rank, self.dp_size
+            consumed_samples - self.first, num_microbatches, self.micro_batch_size, self.dp_rank, self.dp_size
         )
         pin = self.device.type == "cuda"
         return [_read(self.dataset, rows, self.data, self.eod, pin=pin) for rows in indices]

@@ -89,7 +89,8 @@ def losses_of_run(run: Run, trained_batch: int) -> Losses:
         raise ConfigError(
             f"{config.run.dir}: the run has no evaluation data ({why}); give --data PREFIX or --tasks FILE"
         )
-    splits = on_all(lambda: open_splits(config, (0, samples, samples), run.tokenizer, _hash(run)), run.ctx.world)
+    wanted = (0, samples, samples)
+    splits = on_all(lambda: open_splits(config, wanted, run.tokenizer, _hash(run), run.state), run.ctx.world)
     named = {"validation": splits.valid, "test": splits.test}
     found = {name: split for name, split in named.items() if split is not None}
     if not found:

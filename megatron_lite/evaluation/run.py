@@ -32,6 +32,7 @@ from megatron_lite.training.forward_step import built_in_step
 from megatron_lite.training.initialize import finalize_megatron, initialize_megatron
 from megatron_lite.training.provider import NamedFunction
 from megatron_lite.training.run import Hooks, Run
+from megatron_lite.training.state import TrainState
 
 KEPT = ("tensor", "context", "context_mode", "pipeline", "virtual_pipeline", "pipeline_layout", "schedule", "sequence")
 BATCH_SIZE = 8  # texts in a forward, while a model is in training
@@ -140,6 +141,7 @@ def run_of(folder: Path, config: Config, request: Request) -> Run:
     engine = PipelineEngine(ctx, num_chunks=len(chunks), timeout_seconds=config.train.comm_timeout)
     built_in = built_in_step(config.model)
     step = NamedFunction(request.forward_step, "--forward-step") if request.forward_step else built_in
+    layout = read_layout(folder)
     return Run(
         config,
         ctx,
@@ -151,7 +153,8 @@ def run_of(folder: Path, config: Config, request: Request) -> Run:
         cast(Any, SimpleNamespace(common_model=nullcontext)),  # it is not trained
         engine,
         saver=cast(Any, None),
-        origin=read_layout(folder).origin,
+        origin=layout.origin,
+        state=TrainState.from_dict(layout.state.get("train", {})),
         tokenizer=build_tokenizer(config.data.tokenizer) if config.data.tokenizer else None,
         hooks=Hooks(valid_forward_step=step),
     )

@@ -31,7 +31,7 @@ def announce(run: Run, log: RunLog, seconds: float, *, builds_splits: bool) -> N
     attention, why = select(model.attention, request_of(config, run.ctx.device.type, trains=True))
     log.say(f" > attention: {attention}, {DESCRIPTIONS[attention]} ({why})")
     log.say(f"time to initialize megatron (seconds): {seconds:.1f}")
-    samples = wanted_samples(config.train, grid.dp)[0]
+    samples = wanted_samples(config.train, grid.dp, run.state)[0]
     if samples > MANY_SAMPLES and builds_splits:
         log.say(f" > building or reading the order of {samples:,} training samples, which can take minutes")
 
@@ -44,7 +44,8 @@ def announce_data(run: Run, datasets: Splits, log: RunLog) -> None:
         f"{counted(data.seq_length, 'token')}, together {samples * data.seq_length:,}"
     )
     if log.active:
-        for line in run.hooks.data_lines(run.config, datasets, wanted_samples(run.config.train, run.ctx.dp.size)):
+        wanted = wanted_samples(run.config.train, run.ctx.dp.size, run.state)
+        for line in run.hooks.data_lines(run.config, datasets, wanted):
             log.say(f" > {line}")
 
 

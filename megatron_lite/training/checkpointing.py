@@ -7,12 +7,11 @@ from pathlib import Path
 import torch
 
 from megatron_lite.checkpoint import store
-from megatron_lite.checkpoint.compatible import check_resumable
+from megatron_lite.checkpoint.compatible import changed_order, check_resumable
 from megatron_lite.checkpoint.contents import Contents
 from megatron_lite.checkpoint.directory import iterations, locate, read_latest, set_aside
-from megatron_lite.checkpoint.layout import parse_config, read_layout
+from megatron_lite.checkpoint.layout import read_layout
 from megatron_lite.checkpoint.match import ADDED_AT_FINE_TUNING, MODEL_PROVIDER, MODEL_TYPE
-from megatron_lite.config.load import fields_of
 from megatron_lite.config.schema import Config
 from megatron_lite.errors import CheckpointError, ConfigError, DamagedCheckpoint, TrainingError
 from megatron_lite.parallel.agreement import on_first
@@ -21,8 +20,7 @@ from megatron_lite.parallel.grid import Grid
 from megatron_lite.parallel.random import seed_everything
 from megatron_lite.training.replicas import check_replicas_equal
 from megatron_lite.training.run import Run
-from megatron_lite.training.start import checkpoints_of, find_start, local_root
-from megatron_lite.training.state import TrainState
+from megatron_lite.training.start import checkpoints_of, find_start, local_root, resumed_state, stored_config
 
 FORWARD_STEP = "forward_step"  # key of `origin`: the name of a custom one
 # Fields of `optim` that shape the learning rate.
@@ -166,9 +164,9 @@ def load_run(run: Run, root: Path, iteration: int) -> None:
     saved = saved_config(loaded, locate(root, iteration), run)
     check_resumable(saved.model_dump(mode="json"), run.config)
     state = loaded.layout.state
-    run.state = TrainState.from_dict(state["train"])
-    _report(run, changes_line(saved, run.config), moved_line(loaded, saved, run), learning_rate_line(saved, run))
-    _report(run, forward_step_line(loaded, run))
+    run.state = resumed_state(state["train"], saved, run.config, root)
+    _report(run, changes_line(saved, run.config), new_order_line(saved, run), moved_line(loaded, saved, run))
+    _report(run, learning_rate_line(saved, run), forward_step_line(loaded, run))
     run.optimizer.load(contents.weights, contents.optimizer_state, state["adam_steps"], run.state.iteration)
     run.optimizer.scaler.load_state_dict(state["loss_scaler"])
     rng = loaded.rng
@@ -236,14 +234,7 @@ def saved_config(loaded: store.Loaded, folder: Path, run: Run) -> Config:
         and all(isinstance(state["loss_scaler"].get(key), int | float) for key in scaler)
     ):
         raise CheckpointError(f"{folder}: its state {str(state)[:80]} is not that of a run. Load another checkpoint")
-    config_type = type(run.config)  # with the sections of a script
-    known = fields_of(config_type)
-    fields = {
-        section: {key: value for key, value in values.items() if f"{section}.{key}" in known}
-        for section, values in loaded.layout.config.items()
-        if section in config_type.model_fields
-    }
-    return parse_config(fields, folder, config_type)
+    return stored_config(loaded.layout.config, folder, type(run.config))
 
 
 def changes_line(saved: Config, now: Config) -> str:
@@ -256,6 +247,17 @@ def changes_line(saved: Config, now: Config) -> str:
         if (section, key) != ("run", "dir") and before[section][key] != value
     ]
     return f"changed since that checkpoint: {', '.join(changes)}" if changes else ""
+
+
+def new_order_line(saved: Config, run: Run) -> str:
+    """The start of a branch in other samples than those of its checkpoint; empty without changes."""
+    if not changed_order(saved.model_dump(mode="json"), run.config):
+        return ""
+    steps, samples = run.state.optimizer_steps, run.state.consumed_samples
+    return (
+        "other samples, or another order, than in that checkpoint: training reads from the first one; learning rate, "
+        f"batch-size ramp and consumed samples continue at {steps} steps and {samples} samples"
+    )
 
 
 def moved_line(loaded: store.Loaded, saved: Config, run: Run) -> str:

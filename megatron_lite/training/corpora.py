@@ -8,14 +8,14 @@ from collections.abc import Sequence
 import numpy as np
 
 from megatron_lite.config.schema import Config, TrainConfig
-from megatron_lite.data.blended import BlendedDataset, Dataset, Splits, build_datasets
+from megatron_lite.data.blended import SPLIT_NAMES, BlendedDataset, Dataset, Splits, build_datasets
 from megatron_lite.data.gpt_dataset import GPTDataset
 from megatron_lite.data.indexed import IndexedDataset
 from megatron_lite.data.samples import sample_maker
 from megatron_lite.data.text_dataset import TextDataset
 from megatron_lite.data.tokenizer import Tokenizer
 from megatron_lite.errors import DataError
-from megatron_lite.training.state import samples_for
+from megatron_lite.training.state import TrainState, samples_for
 
 CorpusDataset = GPTDataset | TextDataset
 ENOUGH_CHOICES = 1_000_000  # of a blend; every range of it has the same shares
@@ -26,31 +26,48 @@ def samples_of_evaluation(train: TrainConfig, data_parallel_size: int) -> int:
     return train.eval_iterations * train.global_batch(data_parallel_size)
 
 
-def wanted_samples(train: TrainConfig, data_parallel_size: int) -> tuple[int, int, int]:
-    """The samples of a run from the training, validation and test data."""
+def wanted_samples(train: TrainConfig, data_parallel_size: int, state: TrainState) -> tuple[int, int, int]:
+    """The samples of training, validation and test data that a run reads, if it continues from `state`."""
     evaluation = samples_of_evaluation(train, data_parallel_size)
-    return samples_for(train, data_parallel_size), evaluation, evaluation
+    return samples_for(train, data_parallel_size, state) - state.order_start, evaluation, evaluation
 
 
 def open_splits(
-    config: Config, wanted: tuple[int, int, int], tokenizer: Tokenizer | None, tokenizer_hash: str
+    config: Config, wanted: tuple[int, int, int], tokenizer: Tokenizer | None, tokenizer_hash: str, state: TrainState
 ) -> Splits:
-    """The datasets of `data.paths`; missing index files are written. An empty hash stands for no tokenizer.
+    """The datasets of `data.paths` in the order that `state` has planned; `wanted` is its plan if it has none.
 
+    Missing index files are written. An empty hash stands for no tokenizer.
     Raises ConfigError for a tokenizer without the special tokens that the samples of the architecture need.
     """
     data = config.data
+    state.train_samples = state.train_samples or wanted[0]
+    state.eval_samples = state.eval_samples or wanted[1]
     return build_datasets(
         list(data.paths),
         data.split,
         seq_length=data.seq_length,
         num_samples=wanted,
+        planned_samples=(state.train_samples, state.eval_samples, state.eval_samples),
         seed=config.run.seed,
         cache_dir=data.cache_dir or None,
         vocab_size=config.model.vocab_size or None,
         tokenizer_hash=tokenizer_hash if data.tokenizer_check else None,
         make_sample=sample_maker(config, tokenizer),
     )
+
+
+def check_lengths(splits: Splits, train: TrainConfig, data_parallel_size: int, state: TrainState) -> None:
+    """Raise DataError for a dataset with fewer samples than the run reads; a custom one can have any number."""
+    wanted, batch = wanted_samples(train, data_parallel_size, state), train.global_batch(data_parallel_size)
+    for name, split, count in zip(SPLIT_NAMES, splits, wanted, strict=True):
+        key = "iterations" if name == "train" else "eval_iterations"
+        is_read = name != "train" or state.iteration < train.iterations
+        if split is not None and is_read and len(split) < count:
+            raise DataError(
+                f"the {name} dataset has {len(split):,} samples, and the run reads {count:,}: train.{key} is "
+                f"{getattr(train, key):,}, and the global batch is {batch:,}; lower these, or return a longer dataset"
+            )
 
 
 def check_documents_end(config: Config, split: Dataset | None, eod: int) -> None:

@@ -30,10 +30,14 @@ def evaluation_samples(run: Run) -> int:
 
 
 def build_loader(run: Run, dataset: Dataset, eod: int) -> PrefetchingLoader:
-    """A loader that prefetches this rank's micro-batches of `dataset`, one step ahead.
+    """A loader that prefetches this rank's micro-batches of the training data `dataset`, one step ahead.
 
     Raises DataError for token ids where the built-in loss needs masked tokens or spans.
     """
+    return _loader(run, dataset, eod, first=run.state.order_start)
+
+
+def _loader(run: Run, dataset: Dataset, eod: int, *, first: int) -> PrefetchingLoader:
     architecture = run.config.model.architecture
     if architecture != "decoder" and run.hooks.forward_step in BUILT_IN_STEPS and isinstance(dataset[0], np.ndarray):
         raise DataError(
@@ -48,6 +52,7 @@ def build_loader(run: Run, dataset: Dataset, eod: int) -> PrefetchingLoader:
         data=run.config.data,
         eod=eod,
         device=run.ctx.device,
+        first=first,
     )
 
 
@@ -79,7 +84,7 @@ def mean_results(
     schedule = build_schedule("forward-only", run.ctx.pp.size, count, len(run.model))
     for chunk in run.model:
         chunk.eval()
-    with torch.no_grad(), run.optimizer.common_model(), build_loader(run, dataset, eod) as batches:
+    with torch.no_grad(), run.optimizer.common_model(), _loader(run, dataset, eod, first=0) as batches:
         for consumed in range(0, evaluation_samples(run) if num_samples is None else num_samples, batch_size):
             if stop is not None and stop.agreed(run.ctx):
                 sums = None

@@ -131,4 +131,5 @@ def roll_back(run: Run, report: StepReport, what: str, say: Say) -> None:
     state.rolled_back_to, state.rollbacks = state.iteration, rollbacks
     state.iteration, state.consumed_samples = bad.iteration, bad.consumed_samples
     state.train_samples, state.bad_in_a_row = bad.train_samples, bad.bad_in_a_row
+    state.eval_samples, state.order_start = bad.eval_samples, bad.order_start
     state.evaluated_at = bad.evaluated_at

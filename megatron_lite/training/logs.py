@@ -27,7 +27,7 @@ from megatron_lite.parallel.context import ParallelContext
 from megatron_lite.parallel.dtypes import PRECISIONS
 from megatron_lite.training.board import Board
 from megatron_lite.training.metrics import MetricsFile, write_errors
-from megatron_lite.training.state import StepReport, TrainState
+from megatron_lite.training.state import StepReport, TrainState, samples_for
 from megatron_lite.training.throughput import peak_memory_gb, peak_tflops
 from megatron_lite.training.timers import PhaseTime, timers_line
 
@@ -200,7 +200,9 @@ class RunLog:
             *[f" number of nan iterations: {recent['nan']:3.0f}"] * (everything or recent["nan"] > 0),
         ]
         if not everything and state.iteration > 1:  # the first one also compiles and allocates
-            fields.append(f" remaining time: {tqdm.format_interval(seconds * (total - state.iteration))}")
+            samples = samples_for(self.config.train, self.ctx.dp.size, state) - state.consumed_samples  # a ramp grows
+            left = recent["seconds"] / recent["tokens"] * samples * self.config.data.seq_length
+            fields.append(f" remaining time: {tqdm.format_interval(left)}")
         return " |".join(fields) + " |"
 
     def evaluation(self, state: TrainState, losses: dict[str, float], where: str, split: str = "validation") -> None:

@@ -18,12 +18,12 @@ from pathlib import Path
 from megatron_lite.checkpoint.lock import locked
 from megatron_lite.config.schema import Config
 from megatron_lite.config.validate import missing_corpora_paths, raise_any
-from megatron_lite.data.blended import Splits, check_order_is_kept
+from megatron_lite.data.blended import Splits
 from megatron_lite.errors import ConfigError, NoCheckpoint
 from megatron_lite.model.build import get_model
 from megatron_lite.parallel.agreement import on_all, on_first
 from megatron_lite.training.announce import announce, announce_data, announce_end, announce_start
-from megatron_lite.training.corpora import check_documents_end, open_splits, wanted_samples
+from megatron_lite.training.corpora import check_documents_end, check_lengths, open_splits, wanted_samples
 from megatron_lite.training.evaluate import Evaluation
 from megatron_lite.training.initialize import finalize_megatron, initialize_megatron
 from megatron_lite.training.logs import RunLog, write_config
@@ -106,27 +106,17 @@ def launch_time() -> float:
 
 
 def build_splits(run: Run) -> Splits:
-    """Training, validation and test data of `data.paths`, with as many samples as the run needs.
+    """Training, validation and test data of `data.paths`, with as many samples as the run needs, in its planned order.
 
     The first rank of each machine writes missing index files; then all ranks map them. Collective over the world.
     """
     config, state = run.config, run.state
     raise_any(missing_corpora_paths(config))
-    wanted = wanted_samples(config.train, run.ctx.dp.size)
+    wanted = wanted_samples(config.train, run.ctx.dp.size, state)
 
     def build() -> Splits:
-        return open_splits(config, wanted, run.tokenizer, run.origin.get("tokenizer", ""))
+        return open_splits(config, wanted, run.tokenizer, run.origin.get("tokenizer", ""), state)
 
-    if state.consumed_samples and config.model.architecture == "decoder":
-        check_order_is_kept(
-            list(config.data.paths),
-            config.data.split,
-            seq_length=config.data.seq_length,
-            old_num_samples=state.train_samples,
-            new_num_samples=wanted[0],
-            consumed=state.consumed_samples,
-        )
-    state.train_samples = wanted[0]
     is_builder = os.environ.get("LOCAL_RANK", "0") == "0"
     splits = on_all(lambda: build() if is_builder else None, run.ctx.world)
     return on_all(lambda: splits or build(), run.ctx.world)
@@ -138,6 +128,7 @@ def train_and_evaluate(run: Run, datasets: Splits, log: RunLog, started: float) 
     eod = run.tokenizer.eod if run.tokenizer is not None else NO_TOKEN
     state.evaluated_at = on_first(log.evaluated_at, run.ctx.world)
     evaluation = Evaluation(run, datasets, eod, log)
+    on_all(lambda: check_lengths(datasets, train_config, run.ctx.dp.size, state), run.ctx.world)
     if state.iteration >= train_config.iterations:
         evaluation.evaluate_finished_model()  # an earlier start may have ended before its evaluation
         announce_end(run, log)

@@ -1,19 +1,25 @@
-"""The checkpoint that a run starts from: its own newest one, or one that the config names."""
+"""The checkpoint that a run starts from: its own newest one, or one that the config names; and its counters."""
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+from megatron_lite.checkpoint.compatible import changed_order, check_order
 from megatron_lite.checkpoint.directory import (
     TRACKER_FILE,
     is_checkpoint,
     iterations,
+    locate,
     place_of,
     read_latest,
     resolve,
     root_of,
 )
+from megatron_lite.checkpoint.layout import parse_config, read_layout
+from megatron_lite.config.load import fields_of
 from megatron_lite.config.schema import Config
 from megatron_lite.errors import CheckpointError, NoCheckpoint
+from megatron_lite.training.state import TrainState
 
 
 def checkpoints_of(run_dir: str) -> Path:
@@ -72,6 +78,43 @@ def find_start(config: Config) -> Start | None:
 def is_resumed(config: Config) -> bool:
     """Whether a checkpoint fills all weights of the run. A folder of weights may lack some."""
     return not config.checkpoint.load_weights and find_start(config) is not None
+
+
+def stored_config(stored: Mapping[str, Mapping[str, Any]], folder: Path, config_type: type[Config]) -> Config:
+    """The config of layout.json, with the fields of this version and the sections of a script."""
+    known = fields_of(config_type)
+    fields = {
+        section: {key: value for key, value in values.items() if f"{section}.{key}" in known}
+        for section, values in stored.items()
+        if section in config_type.model_fields
+    }
+    return parse_config(fields, folder, config_type)
+
+
+def resumed_state(counters: dict[str, Any], saved: Config, config: Config, root: Path) -> TrainState:
+    """The counters of a run that continues with `config` from a checkpoint in `root`.
+
+    Another run with other data starts at the first sample. Raise ConfigError for other data within a run.
+    """
+    state, before = TrainState.from_dict(counters), saved.model_dump(mode="json")
+    if root == checkpoints_of(config.run.dir):
+        check_order(before, config)
+    elif changed_order(before, config):
+        state.start_order()
+    return state
+
+
+def start_state(config: Config) -> TrainState:
+    """The counters with which a run would start now: new ones, or those of the checkpoint of `find_start`."""
+    if config.checkpoint.load_weights and read_latest(checkpoints_of(config.run.dir)) is None:
+        return TrainState()  # the weights may be in a format that training converts
+    start = find_start(config)
+    if start is None:
+        return TrainState()
+    folder = locate(start.root, start.iteration)
+    layout = read_layout(folder)
+    saved = stored_config(layout.config, folder, type(config))
+    return resumed_state(layout.state.get("train", {}), saved, config, local_root(config, start))
 
 
 def _older_than_newest(root: Path, iteration: int) -> str:

@@ -1,7 +1,8 @@
 """The counters that change while training, and the number of samples in an iteration.
 
-The global batch may ramp up with the number of consumed samples, so everything here is a function of
-`consumed_samples` alone: a resumed run, also with another data-parallel size, needs no other position.
+The global batch may ramp up with the number of consumed samples, so a resumed run, also with another batch, ramp or
+data-parallel size, needs no other position. What remains of a run follows from its counters and the current settings;
+what it has consumed stays as it was.
 Source of the ramp: Megatron-LM's --rampup-batch-size, "start increment samples".
 """
 
@@ -38,7 +39,9 @@ class TrainState:
     consumed_samples: int = 0  # samples of the training split, those of skipped iterations included
     optimizer_steps: int = 0  # optimizer steps taken; the learning rate depends on these
     skipped: int = 0  # iterations that changed no weight: overflow, bad loss, or no delayed gradient yet
-    train_samples: int = 0  # length of the sample order of the training split
+    train_samples: int = 0  # planned length of the sample order, which fixes it; a longer run appends epochs
+    eval_samples: int = 0  # the same, of the validation and test splits
+    order_start: int = 0  # consumed samples before the first one of this order: those of a run with other data
     loss_mean: float = 0.0  # mean of recent losses of iterations that were not skipped
     losses: int = 0  # number of losses in that mean, at most RECENT_LOSSES
     bad_in_a_row: int = 0  # bad iterations since the last one that changed weights
@@ -48,6 +51,10 @@ class TrainState:
 
     def to_dict(self) -> dict[str, Any]:
         return {key: value for key, value in asdict(self).items() if key != "evaluated_at"}
+
+    def start_order(self) -> None:
+        """Continue with the first sample of other data."""
+        self.order_start, self.train_samples, self.eval_samples = self.consumed_samples, 0, 0
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "TrainState":
@@ -98,10 +105,10 @@ def num_microbatches(train: TrainConfig, data_parallel_size: int, consumed_sampl
     )
 
 
-def samples_for(train: TrainConfig, data_parallel_size: int) -> int:
-    """Samples that `train.iterations` iterations consume from the start."""
+def samples_for(train: TrainConfig, data_parallel_size: int, state: TrainState) -> int:
+    """Samples that a run has consumed after `train.iterations` iterations, if it continues from `state`."""
     full = train.global_batch(data_parallel_size)
-    consumed, left = 0, train.iterations
+    consumed, left = state.consumed_samples, max(0, train.iterations - state.iteration)
     while (size := global_batch_size(train, data_parallel_size, consumed)) < full and left:
         # A bisection for each batch size of the ramp: a loop over iterations could take hours.
         count = 1 + bisect_left(

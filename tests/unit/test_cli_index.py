@@ -33,7 +33,8 @@ def test_training_writes_no_index_file_after_the_command(indexed):
 def test_the_number_of_samples_needs_a_batch_size_or_processes(indexed, tmp_path):
     """Training would not read index files of another number of samples."""
     folder, config = indexed
-    words = ("index", "--config", config, "train.global_batch_size=0", f"data.cache_dir={tmp_path}/cache")
+    fresh = (f"data.cache_dir={tmp_path}/cache", f"run.dir={tmp_path}/run")
+    words = ("index", "--config", config, "train.global_batch_size=0", *fresh)
     done = run_here(*words, cwd=folder)
     assert done.returncode == 2 and "train.global_batch_size is not given, so the number of samples" in done.stderr
     done = run_here(*words, "--nproc-per-node", "2", "--nnodes", "3", cwd=folder)
@@ -42,13 +43,29 @@ def test_the_number_of_samples_needs_a_batch_size_or_processes(indexed, tmp_path
     assert done.returncode == 2 and "does not divide the number of processes (3)" in done.stderr
 
 
-def test_another_tokenizer_or_missing_data_is_an_error(indexed):
+def test_a_resumed_run_has_the_index_files_of_its_planned_order_and_appended_epochs(indexed):
+    """The plan of the first start is in the checkpoint. Without it, index files of another order would be written."""
     folder, config = indexed
-    done = run_here("index", "--config", config, f"data.paths=[{folder}/none]", cwd=folder)
+    longer = ("--config", config, "train.iterations=600", "train.global_batch_size=2")
+    done = run_here("index", *longer, cwd=folder)
+    assert done.stdout.endswith("; 1,204 training samples\n"), done.stdout + done.stderr
+    present = files(folder)
+    assert run_here("pretrain", *longer, "train.exit_iteration=3", cwd=folder).returncode == 75
+    assert files(folder) == present
+    dry = run_here("pretrain", *longer, "--dry-run", cwd=folder).stdout
+    assert "continues at iteration 3: 597 steps and 38,208 tokens remain" in dry
+    done = run_here("pretrain", *longer, "--dry-run", "data.split=1,0,0", cwd=folder)
+    assert done.returncode == 2 and "run.dir=ANOTHER checkpoint.load=" in done.stderr
+
+
+def test_another_tokenizer_or_missing_data_is_an_error(indexed, tmp_path):
+    folder, config = indexed
+    fresh = f"run.dir={tmp_path}/run"
+    done = run_here("index", "--config", config, f"data.paths=[{folder}/none]", fresh, cwd=folder)
     assert done.returncode == 1 and "none.idx: no such file" in done.stderr
     info = folder / "corpus_text_document.info.json"
     good = info.read_text()
     info.write_text(good.replace('"tokenizer_hash": "', '"tokenizer_hash": "0'))
-    done = run_here("index", "--config", config, cwd=folder)
+    done = run_here("index", "--config", config, fresh, cwd=folder)
     info.write_text(good)
     assert done.returncode == 2 and "was written with the tokenizer bytes" in done.stderr

@@ -92,7 +92,8 @@ def dataset_of(tmp_path, lengths, num_samples, seq_length, seed=1234, first=0, l
     return GPTDataset(
         indexed,
         np.arange(first, len(lengths) if last is None else last),
-        num_samples=num_samples,
+        num_samples=num_samples or 0,
+        planned_samples=num_samples,
         seq_length=seq_length,
         seed=seed,
         cache_dir=tmp_path / "cache",
@@ -164,7 +165,7 @@ def test_another_seed_has_an_index_of_its_own(tmp_path):
     indexed = IndexedDataset(write_corpus(tmp_path / "corpus", [5, 3, 7, 4, 6]))
 
     def order(seed: int, cache: str) -> list[int]:
-        common = {"num_samples": 11, "seq_length": 4, "split_name": "train", "vocab_size": None}
+        common = {"num_samples": 11, "planned_samples": 11, "seq_length": 4, "split_name": "train", "vocab_size": None}
         data = GPTDataset(indexed, np.arange(5), seed=seed, cache_dir=tmp_path / cache, **common)
         return data.index.shuffle.tolist()
 
@@ -181,7 +182,8 @@ def test_a_token_beyond_the_vocabulary_is_an_error(tmp_path, token):
     dataset = GPTDataset(
         IndexedDataset(prefix),
         np.arange(3),
-        num_samples=None,
+        num_samples=0,
+        planned_samples=None,
         seq_length=29,
         seed=1,
         cache_dir=tmp_path,

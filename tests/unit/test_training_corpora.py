@@ -8,6 +8,7 @@ from megatron_lite.data.blended import Splits
 from megatron_lite.plan.data_lines import data_lines
 from megatron_lite.preprocess.corpus import preprocess
 from megatron_lite.training.corpora import open_splits, wanted_samples
+from megatron_lite.training.state import TrainState
 from tests.helpers.corpora import write_corpus
 
 
@@ -15,8 +16,8 @@ def lines_of(paths, tmp_path, split="80,10,10", **changes):
     given = {"train.iterations": 10, "train.global_batch_size": 4, "train.eval_iterations": 1, **changes}
     words = [f"data.paths=[{','.join(paths)}]", f"data.split={split}", "data.seq_length=16"]
     config = load_config(None, [*words, *(f"{key}={value}" for key, value in given.items())])
-    wanted = wanted_samples(config.train, 1)
-    return list(data_lines(config, open_splits(config, wanted, None, ""), wanted))
+    wanted = wanted_samples(config.train, 1, TrainState())
+    return list(data_lines(config, open_splits(config, wanted, None, "", TrainState()), wanted))
 
 
 def test_the_line_of_a_corpus_has_its_tokens_and_epochs(tmp_path):

@@ -75,7 +75,7 @@ def fields_of(line: str) -> dict[str, str]:
 
 def test_a_line_has_no_field_without_information(make_log, capsys):
     """Constant zeros and ones would distract from the fields that change."""
-    log = make_log()
+    log = make_log(0, "train.global_batch_size=8")
     log.iteration(TrainState(iteration=990, consumed_samples=8), report(2.0), 8, 0.5)
     log.close()
     fields = fields_of(capsys.readouterr().out)
@@ -86,6 +86,14 @@ def test_a_line_has_no_field_without_information(make_log, capsys):
     assert fields["tokens per second"] == "16384"
     assert fields["remaining time"] == "00:05"  # ten iterations of half a second
     assert float(fields["throughput per rank (GFLOP/s)"]) > 100
+
+
+def test_the_remaining_time_of_a_ramp_counts_samples(make_log, capsys):
+    """The later iterations of a ramp are longer: here 40 of 4 samples, of which 4 took half a second, then 50 of 8."""
+    log = make_log(0, "train.global_batch_size=8", "train.ramp_up=[4,4,199]", "train.iterations=100")
+    log.iteration(TrainState(iteration=10, consumed_samples=40), report(2.0), 4, 0.5)
+    log.close()
+    assert fields_of(capsys.readouterr().out)["remaining time"] == "01:10"
 
 
 def test_the_loss_scale_of_fp16_and_skipped_iterations_are_printed(make_log, capsys):

@@ -7,7 +7,8 @@ import pytest
 from megatron_lite.config.load import load_config
 from megatron_lite.config.validate import validate
 from megatron_lite.errors import CheckpointError, ConfigError
-from megatron_lite.training.start import Start, find_start, local_root
+from megatron_lite.training.start import Start, find_start, local_root, start_state
+from megatron_lite.training.state import TrainState
 
 
 @pytest.fixture
@@ -116,3 +117,9 @@ def test_each_machine_uses_its_local_path_to_the_checkpoints(make):
         start_of_rank_0 = Start("checkpoint.load", Path("/first/old/checkpoints"), 50)
         assert local_root(config, start_of_rank_0) == Path("mounted/checkpoints")
         assert local_root(config, Start("run.dir", Path("/first/new"), 1)) == Path("mounted_new/checkpoints")
+
+
+def test_weights_of_another_format_start_at_iteration_0(tmp_path):
+    """`index` and `--dry-run` do not convert them, and must not ask for a checkpoint."""
+    config = load_config(None, [f"run.dir={tmp_path}/new", f"checkpoint.load_weights={tmp_path}"])
+    assert start_state(config) == TrainState()

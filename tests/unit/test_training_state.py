@@ -45,13 +45,13 @@ def test_samples_for_a_run_equal_the_samples_of_its_iterations(start, steps, sam
         size = global_batch_size(train, 2, consumed)
         assert num_microbatches(train, 2, consumed) * train.micro_batch_size * 2 == size
         consumed += size
-    assert samples_for(train, 2) == consumed
+    assert samples_for(train, 2, TrainState()) == consumed
 
 
 def test_samples_for_a_very_long_ramp_are_computed_without_a_loop():
     """A loop over the iterations would take hours, and no watchdog runs yet."""
     train = TrainConfig(global_batch_size=4, ramp_up=(2, 2, 10**15), iterations=10**14)
-    assert samples_for(train, 1) == 2 * 10**14
+    assert samples_for(train, 1, TrainState()) == 2 * 10**14
 
 
 def test_a_train_state_equals_its_copy_through_a_dictionary():
