@@ -12,6 +12,7 @@ from typing import Any, BinaryIO
 
 from megatron_lite.data.corpus_info import checksum
 from megatron_lite.data.indexed import HEADER, bin_path, idx_path, read_header
+from megatron_lite.errors import DataError
 
 FULL_BYTES = 16 << 20
 NUM_BLOCKS, BLOCK_BYTES = 32, 1 << 17
@@ -34,19 +35,23 @@ def identity(prefix: str | os.PathLike[str], of_start: Identity | None = None) -
         ends = _blocks(index, HEADER.size + 12 * num_sequences, 8 * sizes["ends"])
         return {
             **{name: sizes[name] for name in ("sequences", "ends", "bytes")},
-            "dtype": dtype.str,
+            "dtype": dtype.name,
             "idx": checksum(*lengths, *ends),
             "bin": checksum(*_blocks(tokens, 0, sizes["bytes"])),
         }
 
 
-def identities(prefixes: Sequence[str]) -> list[Identity] | None:
-    """The identity of each corpus; None where files are missing."""
-    try:
-        with ThreadPoolExecutor(READERS) as pool:
-            return list(pool.map(identity, prefixes))
-    except FileNotFoundError:
-        return None
+def identities(prefixes: Sequence[str]) -> list[Identity | str]:
+    """For each corpus its identity, or the reason why it cannot be read."""
+
+    def read(prefix: str) -> Identity | str:
+        try:
+            return identity(prefix)
+        except (OSError, DataError) as error:
+            return getattr(error, "strerror", None) or str(error)
+
+    with ThreadPoolExecutor(READERS) as pool:
+        return list(pool.map(read, prefixes))
 
 
 def _blocks(file: BinaryIO, start: int, size: int) -> list[bytes]:

@@ -8,7 +8,6 @@ import ctypes
 import gc
 import os
 import random
-import socket
 import sys
 from datetime import timedelta
 
@@ -23,26 +22,22 @@ from megatron_lite.config.validate import validate
 from megatron_lite.errors import ConfigError, TrainingError
 from megatron_lite.mpu import groups as mpu
 from megatron_lite.optim.engine import release_engines
-from megatron_lite.parallel.agreement import all_gather_objects
 from megatron_lite.parallel.context import Group, ParallelContext
 from megatron_lite.parallel.grid import Grid
 from megatron_lite.parallel.random import RngTracker, seed_everything
 from megatron_lite.text import counted
+from megatron_lite.training.alike import check_same_config, check_same_files
 from megatron_lite.training.provider import check_not_loading
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
-# Paths, which may differ between machines.
-PLACES = (
-    *("run.dir", "data.paths", "data.tokenizer", "data.cache_dir", "train.tasks"),
-    *("checkpoint.load", "checkpoint.load_weights", "deepspeed.nvme_path"),
-)
 
 
 def initialize_megatron(config: Config) -> tuple[ParallelContext, RngTracker]:
     """Join the process group, build every group of the layout, and seed the random streams.
 
-    Collective over the world. Raise ConfigError where the config does not fit the number of processes or differs
-    between them, and TrainingError where they cannot connect. The context is also registered for `megatron_lite.mpu`.
+    Collective over the world. Raise ConfigError where the config does not fit the number of processes, or where it, the
+    corpora, the tokenizer or this package differ between them, and TrainingError where they cannot connect. The context
+    is also registered for `megatron_lite.mpu`.
     """
     check_not_loading()
     world_size = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
@@ -55,7 +50,8 @@ def initialize_megatron(config: Config) -> tuple[ParallelContext, RngTracker]:
     if world_size > 1 and not dist.is_initialized():
         join_process_group(device, config.train.comm_timeout, backend)
     if world_size > 1:
-        check_same_config(config, Group("world", tuple(range(world_size)), dist.get_rank(), dist.group.WORLD))
+        world = Group("world", tuple(range(world_size)), dist.get_rank(), dist.group.WORLD)
+        check_same_files(config, check_same_config(config, world), world)
     parallel = config.parallel
     grid = Grid(tp=parallel.tensor, cp=parallel.context, dp=parallel.data(world_size), pp=parallel.pipeline)
     ctx = ParallelContext.create(grid, device, config.train.comm_timeout)
@@ -118,24 +114,6 @@ def join_process_group(device: torch.device, timeout_seconds: float, backend: st
             f"rank {os.environ.get('RANK', '?')} of {os.environ.get('WORLD_SIZE', '?')} cannot connect to the others "
             f"at {where}: {reason}; {advice}"
         ) from error
-
-
-def check_same_config(config: Config, world: Group) -> None:
-    """Raise ConfigError on every rank where configs differ. Communicates: the config over the world."""
-    of_ranks = all_gather_objects((socket.gethostname(), config.model_dump(mode="json")), world)
-    first_host, first = of_ranks[0]
-    for rank, (host, other) in enumerate(of_ranks):
-        different = [
-            f"{section}.{field}: {fields[field]} and {other[section][field]}"
-            for section, fields in first.items()
-            for field in fields
-            if f"{section}.{field}" not in PLACES and fields[field] != other[section][field]
-        ]
-        if different:
-            raise ConfigError(
-                f"rank 0 on {first_host} and rank {rank} on {host} have different configs ("
-                f"{', '.join(different)}); give every machine the same file and the same overrides"
-            )
 
 
 def store_under_torchrun(timeout_seconds: float) -> Store | None:
