@@ -24,6 +24,7 @@ from megatron_lite.mpu import groups as mpu
 from megatron_lite.optim.engine import release_engines
 from megatron_lite.parallel.context import Group, ParallelContext
 from megatron_lite.parallel.grid import Grid
+from megatron_lite.parallel.interfaces import separate_tasks
 from megatron_lite.parallel.random import RngTracker, seed_everything
 from megatron_lite.text import counted
 from megatron_lite.training.alike import check_same_config, check_same_files
@@ -41,6 +42,8 @@ def initialize_megatron(config: Config) -> tuple[ParallelContext, RngTracker]:
     """
     check_not_loading()
     world_size = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
+    if (notice := separate_tasks()) and (world_size == 1 or os.environ.get("RANK") == "0"):
+        print(f" WARNING: {notice}", flush=True)
     validate(config, world_size)
     device = choose_device(config.run.device, int(os.environ.get("LOCAL_RANK", "0")))
     set_determinism(config.train.deterministic)
