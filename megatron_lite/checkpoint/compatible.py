@@ -7,7 +7,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from megatron_lite.config.schema import Config, ModelConfig
+from megatron_lite.data.blended import parse_paths
+from megatron_lite.data.identity import Identity, identity
 from megatron_lite.errors import ConfigError
 from megatron_lite.text import listed
 
@@ -31,9 +35,10 @@ NOT_OF_WEIGHTS = {
     "fusion",
 }
 
-# Fields that determine the samples and their order. Of data.paths only file names count, so a corpus may move.
+CORPORA = "corpora"  # key in a checkpoint's origin: the identities of the corpora, in the order of data.paths
+# Fields that determine the samples and their order, beside the corpora.
 ORDER = (
-    *("run.seed", "data.seq_length", "data.split", "data.paths"),
+    *("run.seed", "data.seq_length", "data.split"),
     *("data.mask_prob", "data.mean_span", "data.decoder_seq_length", "data.vocab_extra_ids"),
 )
 # Fields that determine which optimizer tensors exist, and their dtypes.
@@ -41,20 +46,26 @@ STATE = ("train.precision", "sync.mode", "sync.delay", "sync.outer_momentum")
 OTHER_SUMS = "the sums that sync.delay has in flight need the old values; restore them, or"
 
 
-def check_resumable(before: Fields, now: Config) -> None:
-    """Raise ConfigError if resuming with `now` would change the sample order or invalidate pending sums."""
+def check_resumable(before: Fields, now: Config, corpora: list[str]) -> None:
+    """Raise ConfigError if resuming with `now` would change the sample order or invalidate pending sums.
+
+    `corpora` are the messages of `changed_corpora`.
+    """
     after = now.model_dump(mode="json")
-    order = "the samples or their order would change; restore these values, or start a new run in another run.dir"
-    _raise_where(differing(before, after, ORDER), order)
+    order = "the samples or their order would change; restore them, or start a new run in another run.dir"
+    _raise_where(differing(before, after, ORDER) + corpora, order)
     sums = f"{OTHER_SUMS} load the weights alone with checkpoint.load_weights"
     _raise_where(differing(before, after, _pending(now)), sums)
 
 
-def check_same_run(source: Config, target: Config) -> None:
-    """Raise ConfigError if the optimizer state of a run `source` would be invalid after a conversion to `target`."""
+def check_same_run(source: Config, target: Config, corpora: list[str]) -> None:
+    """Raise ConfigError if the optimizer state of a run `source` would be invalid after a conversion to `target`.
+
+    `corpora` are the messages of `changed_corpora`.
+    """
     before, after = source.model_dump(mode="json"), target.model_dump(mode="json")
     sync = [f"sync.{name}" for name in before["sync"]]
-    changed = changed_model(before, after) + differing(before, after, [*ORDER, "train.precision", *sync])
+    changed = changed_model(before, after) + differing(before, after, [*ORDER, "train.precision", *sync]) + corpora
     _raise_where(changed, "the optimizer state needs the old values; restore them, or convert with --weights-only")
     _raise_where(differing(before, after, _pending(source)), f"{OTHER_SUMS} convert with --weights-only")
 
@@ -86,11 +97,54 @@ def differing(before: Fields, now: Fields, fields: Sequence[str]) -> list[str]:
         saved, wanted = before.get(section, {}), now.get(section, {})
         if key in saved and key in wanted:
             old, new = saved[key], wanted[key]
-            if field == "data.paths":
-                old, new = ([Path(path).name for path in paths] for paths in (old, new))
+            if field == "data.split":  # its proportions count
+                old, new = ([part / sum(split) for part in split] for split in (old, new))
             if old != new:
-                changed.append(f"{field} (checkpoint: {old}, config: {new})")
+                changed.append(f"{field} (checkpoint: {saved[key]}, config: {wanted[key]})")
     return changed
+
+
+def changed_corpora(
+    before: Sequence[str], now: Sequence[str], recorded: Sequence[Identity], found: Sequence[Identity]
+) -> list[str]:
+    """A message for each corpus of `data.paths` whose content differs from that of the checkpoint, under any name.
+
+    Of weights the proportions count. Without both identities file names are compared: an earlier version wrote the
+    checkpoint, or the data are no corpora.
+    """
+    by_name = not (recorded and found and set(recorded[0]) == set(found[0]))
+    if by_name and before == now:
+        return []
+    other_paths = [f"data.paths (checkpoint: {list(before)}, config: {list(now)})"]
+    if not (before and now):
+        return other_paths
+    old, new = parse_paths(before), parse_paths(now)
+    weights = [np.zeros(len(blend.prefixes)) if blend.weights is None else blend.weights for blend in (old, new)]
+    if len(old.prefixes) != len(new.prefixes) or not np.allclose(*weights, rtol=1e-9, atol=0):
+        return other_paths
+    if by_name:
+        names = [[Path(prefix).name for prefix in blend.prefixes] for blend in (old, new)]
+        return [] if names[0] == names[1] else other_paths
+    pairs = zip(old.prefixes, new.prefixes, recorded, found, strict=True)
+    return [_how_changed(path, other_path, was, now) for path, other_path, was, now in pairs if was != now]
+
+
+def _how_changed(old: str, new: str, recorded: Identity, found: Identity) -> str:
+    """The difference between a corpus of a checkpoint and that of a config."""
+    if identity(new, recorded) == recorded:
+        return (
+            f"{new} has grown from {recorded['sequences']:,} to {found['sequences']:,} sequences since the checkpoint"
+        )
+    if old == new:
+        return f"{new} was written again since the checkpoint, with other contents"
+    return f"{new} has other contents than {old} had at the checkpoint"
+
+
+def with_weights_of(before: Sequence[str], now: Sequence[str]) -> tuple[str, ...]:
+    """The corpora of `now` with the weights of `before`: rounded proportions could change the order of a blend."""
+    if parse_paths(now).weights is None:
+        return tuple(now)
+    return tuple(word for pair in zip(before[::2], now[1::2], strict=True) for word in pair)
 
 
 def _pending(config: Config) -> list[str]:

@@ -10,9 +10,10 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, BinaryIO
 
+from megatron_lite.data.blended import parse_paths
 from megatron_lite.data.corpus_info import checksum
 from megatron_lite.data.indexed import HEADER, bin_path, idx_path, read_header
-from megatron_lite.errors import DataError
+from megatron_lite.errors import ConfigError, DataError
 
 FULL_BYTES = 16 << 20
 NUM_BLOCKS, BLOCK_BYTES = 32, 1 << 17
@@ -52,6 +53,16 @@ def identities(prefixes: Sequence[str]) -> list[Identity | str]:
 
     with ThreadPoolExecutor(READERS) as pool:
         return list(pool.map(read, prefixes))
+
+
+def identities_of(paths: Sequence[str]) -> list[Identity]:
+    """The identities of the corpora of `data.paths`; none where it names other data, as for a custom dataset."""
+    try:
+        found = identities(parse_paths(paths).prefixes)
+    except ConfigError:
+        return []
+    read = [one for one in found if not isinstance(one, str)]
+    return read if len(read) == len(found) else []
 
 
 def _blocks(file: BinaryIO, start: int, size: int) -> list[bytes]:

@@ -46,7 +46,7 @@ def separate_tasks() -> str:
             reason = "" if "RANK" in os.environ else ", because RANK is not set"
             return (
                 f"Each of the {count} tasks of {starter} ({name}) is a run of its own{reason}. For one run of all "
-                "tasks start `python -m megatron_lite.launch` once on each machine (srun --ntasks-per-node=1), or set RANK, "
-                "WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT in each task"
+                "tasks start `python -m megatron_lite.launch` once on each machine (srun --ntasks-per-node=1), or set "
+                "RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT in each task"
             )
     return ""

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from megatron_lite.checkpoint import store
-from megatron_lite.checkpoint.compatible import check_resumable
+from megatron_lite.checkpoint.compatible import CORPORA, changed_corpora, check_resumable, with_weights_of
 from megatron_lite.checkpoint.contents import Contents
 from megatron_lite.checkpoint.directory import iterations, locate, read_latest, set_aside
 from megatron_lite.checkpoint.layout import parse_config, read_layout
@@ -164,7 +164,7 @@ def load_run(run: Run, root: Path, iteration: int) -> None:
     contents = Contents(run.optimizer.weights(), run.optimizer.state())
     loaded = _load(run, root, iteration, contents)
     saved = saved_config(loaded, locate(root, iteration), run)
-    check_resumable(saved.model_dump(mode="json"), run.config)
+    keep_order(saved, loaded, run)
     state = loaded.layout.state
     run.state = TrainState.from_dict(state["train"])
     _report(run, changes_line(saved, run.config), moved_line(loaded, saved, run), learning_rate_line(saved, run))
@@ -176,6 +176,20 @@ def load_run(run: Run, root: Path, iteration: int) -> None:
         rng = seed_everything(run.config.run.seed + run.state.iteration, run.ctx).state_dict()
     assert rng is not None
     run.rng.load_state_dict(rng)
+
+
+def keep_order(saved: Config, loaded: store.Loaded, run: Run) -> None:
+    """Raise ConfigError on every rank where the order of samples would change; the first rank compares corpora.
+
+    The weights of a blend become those of the checkpoint, in the same proportions.
+    """
+    before, now = saved.data.paths, run.config.data.paths
+    recorded, found = loaded.layout.origin.get(CORPORA, []), run.origin.get(CORPORA, [])
+    changed = on_first(lambda: changed_corpora(before, now, recorded, found), run.ctx.world)
+    check_resumable(saved.model_dump(mode="json"), run.config, changed)
+    if found:
+        data = run.config.data.model_copy(update={"paths": with_weights_of(before, now)})
+        run.config = run.config.model_copy(update={"data": data})
 
 
 def restarts_streams(loaded: store.Loaded, run: Run) -> bool:
