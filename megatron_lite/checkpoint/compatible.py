@@ -47,10 +47,8 @@ OTHER_SUMS = "the sums that sync.delay has in flight need the old values; restor
 
 
 def check_resumable(before: Fields, now: Config, corpora: list[str]) -> None:
-    """Raise ConfigError if resuming with `now` would change the sample order or invalidate pending sums.
-
-    `corpora` are the messages of `changed_corpora`.
-    """
+    """Raise ConfigError if resuming with `now` would change the sample order, as the messages `corpora` of
+    `changed_corpora` do, or invalidate pending sums."""
     after = now.model_dump(mode="json")
     order = "the samples or their order would change; restore them, or start a new run in another run.dir"
     _raise_where(differing(before, after, ORDER) + corpora, order)
@@ -59,10 +57,8 @@ def check_resumable(before: Fields, now: Config, corpora: list[str]) -> None:
 
 
 def check_same_run(source: Config, target: Config, corpora: list[str]) -> None:
-    """Raise ConfigError if the optimizer state of a run `source` would be invalid after a conversion to `target`.
-
-    `corpora` are the messages of `changed_corpora`.
-    """
+    """Raise ConfigError if the optimizer state of a run `source` would be invalid after a conversion to `target`, or the
+    corpora have changed: messages of `changed_corpora`."""
     before, after = source.model_dump(mode="json"), target.model_dump(mode="json")
     sync = [f"sync.{name}" for name in before["sync"]]
     changed = changed_model(before, after) + differing(before, after, [*ORDER, "train.precision", *sync]) + corpora
@@ -97,54 +93,35 @@ def differing(before: Fields, now: Fields, fields: Sequence[str]) -> list[str]:
         saved, wanted = before.get(section, {}), now.get(section, {})
         if key in saved and key in wanted:
             old, new = saved[key], wanted[key]
+            if field == "data.paths":
+                old, new = ([Path(path).name for path in paths] for paths in (old, new))
             if field == "data.split":  # its proportions count
                 old, new = ([part / sum(split) for part in split] for split in (old, new))
             if old != new:
-                changed.append(f"{field} (checkpoint: {saved[key]}, config: {wanted[key]})")
+                changed.append(f"{field} (checkpoint: {old}, config: {new})")
     return changed
 
 
-def changed_corpora(
-    before: Sequence[str], now: Sequence[str], recorded: Sequence[Identity], found: Sequence[Identity]
-) -> list[str]:
-    """A message for each corpus of `data.paths` whose content differs from that of the checkpoint, under any name.
-
-    Of weights the proportions count. Without both identities file names are compared: an earlier version wrote the
-    checkpoint, or the data are no corpora.
-    """
-    by_name = not (recorded and found and set(recorded[0]) == set(found[0]))
-    if by_name and before == now:
-        return []
-    other_paths = [f"data.paths (checkpoint: {list(before)}, config: {list(now)})"]
-    if not (before and now):
+def changed_corpora(before: Fields, now: Fields, recorded: Sequence[Identity], found: Sequence[Identity]) -> list[str]:
+    """A message for each corpus whose content differs from that of the checkpoint, under any name; of weights the
+    proportions count. Names are compared where the checkpoint is of an earlier version, or the data are no corpora."""
+    other_paths = differing(before, now, ["data.paths"])
+    if not (recorded and found):
         return other_paths
-    old, new = parse_paths(before), parse_paths(now)
-    weights = [np.zeros(len(blend.prefixes)) if blend.weights is None else blend.weights for blend in (old, new)]
+    old, new = (parse_paths(fields["data"]["paths"]) for fields in (before, now))
+    weights = (0.0 if blend.weights is None else blend.weights for blend in (old, new))
     if len(old.prefixes) != len(new.prefixes) or not np.allclose(*weights, rtol=1e-9, atol=0):
         return other_paths
-    if by_name:
-        names = [[Path(prefix).name for prefix in blend.prefixes] for blend in (old, new)]
-        return [] if names[0] == names[1] else other_paths
-    pairs = zip(old.prefixes, new.prefixes, recorded, found, strict=True)
-    return [_how_changed(path, other_path, was, now) for path, other_path, was, now in pairs if was != now]
-
-
-def _how_changed(old: str, new: str, recorded: Identity, found: Identity) -> str:
-    """The difference between a corpus of a checkpoint and that of a config."""
-    if identity(new, recorded) == recorded:
-        return (
-            f"{new} has grown from {recorded['sequences']:,} to {found['sequences']:,} sequences since the checkpoint"
-        )
-    if old == new:
-        return f"{new} was written again since the checkpoint, with other contents"
-    return f"{new} has other contents than {old} had at the checkpoint"
-
-
-def with_weights_of(before: Sequence[str], now: Sequence[str]) -> tuple[str, ...]:
-    """The corpora of `now` with the weights of `before`: rounded proportions could change the order of a blend."""
-    if parse_paths(now).weights is None:
-        return tuple(now)
-    return tuple(word for pair in zip(before[::2], now[1::2], strict=True) for word in pair)
+    messages = []
+    for name, path, was, is_now in zip(old.prefixes, new.prefixes, recorded, found, strict=True):
+        if was == is_now:
+            continue
+        how = "was written again since the checkpoint" if name == path else f"is not {name} of the checkpoint"
+        if identity(path, was) == was:
+            sequences = [one["idx"]["sequences"] for one in (was, is_now)]
+            how = f"has grown from {sequences[0]:,} to {sequences[1]:,} sequences since the checkpoint"
+        messages.append(f"{path} {how}")
+    return messages
 
 
 def _pending(config: Config) -> list[str]:

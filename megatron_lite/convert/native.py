@@ -24,7 +24,7 @@ from megatron_lite.config.validate import failures, raise_any
 from megatron_lite.convert import tokenizer_files
 from megatron_lite.convert.grid_files import Progress, Values, write_grid
 from megatron_lite.convert.recipe import Checkpoint, full_table, stage_tables
-from megatron_lite.data.identity import identities_of
+from megatron_lite.data.identity import recorded_identities
 from megatron_lite.data.tokenizer import tokenizer_hash
 from megatron_lite.errors import CheckpointError
 from megatron_lite.parallel.dtypes import PRECISION_NAMES, SAFETENSORS_DTYPES
@@ -197,8 +197,9 @@ def copy(
     tables = stage_tables(config.model, stored.custom_table(config.model), tensor=tensor, pipeline=pipeline)
     layout = stored.layout
     state, origin = layout.state, layout.origin
-    recorded, paths = origin.get(CORPORA, []), config.data.paths
-    check_same_run(before, config, changed_corpora(before.data.paths, paths, recorded, identities_of(paths)))
+    corpora = (origin.get(CORPORA, []), recorded_identities(config.data.paths))
+    changed = changed_corpora(before.model_dump(mode="json"), config.model_dump(mode="json"), *corpora)
+    check_same_run(before, config, changed)
     _write_run(path, layout.iteration, stored, tables, config, state=state, origin=origin, progress=progress)
 
 

@@ -1,24 +1,22 @@
 """What must be equal on every host of a run: the config, the content of the files that it names, and this package.
 
-Hosts often have copies of their own. A stale copy stops no run: its ranks would train on other samples, or compute
-something else, and no loss shows it. So the ranks compare contents before they build anything.
+A stale copy on one host stops no run: its ranks would train on other samples, or compute something else, and no loss
+shows it. So the ranks compare contents before they build anything.
 """
 
 import os
 import socket
-from collections.abc import Iterator
 from itertools import zip_longest
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from megatron_lite import __version__
 from megatron_lite.config.schema import Config
-from megatron_lite.data.blended import Blend, parse_paths
+from megatron_lite.data.blended import parse_paths
 from megatron_lite.data.corpus_info import checksum
 from megatron_lite.data.identity import identities
-from megatron_lite.data.indexed import bin_path, idx_path
 from megatron_lite.data.tokenizer import tokenizer_hash
 from megatron_lite.errors import ConfigError, MegatronLiteError
 from megatron_lite.parallel.agreement import all_gather_objects
@@ -34,36 +32,29 @@ PLACES = (
 
 
 class Place(NamedTuple):
-    """Ranks with equal places read the same files."""
+    """Ranks of equal places read the same files."""
 
     host: str
     first_rank: int  # of the ranks that one launcher has started: two hosts may have one name
+    torch: str
     folder: str
     package: str
     data: tuple[str, ...]
 
 
-class Content(NamedTuple):
-    """What must be equal, by its name or path on a host."""
-
-    name: str
-    value: str
-
-    def __str__(self) -> str:
-        return f"{self.name} ({self.value})"
-
-
 def check_same_config(config: Config, world: Group) -> list[Place]:
-    """The place of each rank; raise ConfigError on every rank where configs differ.
+    """The place of each rank; raise ConfigError on every rank where configs differ. Another torch is a warning.
 
     Communicates: the config over the world.
     """
     first_rank = world.ranks[world.rank] - int(os.environ.get("LOCAL_RANK", "0"))
+    build = f"{torch.__version__} for {torch.version.cuda or torch.version.hip or 'CPUs'}"
     data = (config.data.tokenizer, *config.data.paths)
-    place = Place(socket.gethostname(), first_rank, os.getcwd(), str(PACKAGE), data)
+    place = Place(socket.gethostname(), first_rank, build, os.getcwd(), str(PACKAGE), data)
     of_ranks = all_gather_objects((place, config.model_dump(mode="json")), world)
-    first_place, first = of_ranks[0]
-    for rank, (of_rank, other) in enumerate(of_ranks):
+    places = [place for place, _ in of_ranks]
+    first = of_ranks[0][1]
+    for rank, (place, other) in enumerate(of_ranks):
         different = [
             f"{section}.{field}: {fields[field]} and {other[section][field]}"
             for section, fields in first.items()
@@ -72,36 +63,30 @@ def check_same_config(config: Config, world: Group) -> list[Place]:
         ]
         if different:
             raise ConfigError(
-                f"rank 0 on {first_place.host} and rank {rank} on {of_rank.host} have different configs ("
+                f"rank 0 on {places[0].host} and rank {rank} on {place.host} have different configs ("
                 f"{', '.join(different)}); give every machine the same file and the same overrides"
             )
-    return [of_rank for of_rank, _ in of_ranks]
+    hosts = {place.torch: place.host for place in reversed(places)}
+    if len(hosts) > 1 and world.is_first:
+        builds = listed([f"{build} on {host}" for build, host in hosts.items()])
+        print(f" WARNING: the builds of torch differ: {builds}; sums may be rounded differently", flush=True)
+    return places
 
 
 def check_same_files(config: Config, places: list[Place], world: Group) -> None:
-    """Raise ConfigError on every rank where corpora, tokenizer or this package differ. Another torch is a warning.
+    """Raise ConfigError on every rank where corpora, tokenizer or this package differ; one rank of each place reads.
 
-    One rank of each place reads. Communicates: checksums over the world.
+    Communicates: checksums over the world.
     """
     is_reader = places.index(places[world.rank]) == world.rank
     of_ranks = all_gather_objects(_contents(config) if is_reader else [], world)
-    where = [f"rank {rank} on {place.host}" for rank, place in enumerate(places)]
-    torch_build, *first = of_ranks[0]
-    other_builds = []
-    for rank, (other_build, *others) in ((rank, found) for rank, found in enumerate(of_ranks) if found):
-        pairs = zip_longest(first, others, fillvalue=Content("data.paths", "no more corpora"))
-        if different := [f"{other} instead of {mine}" for mine, other in pairs if mine.value != other.value]:
+    for rank, contents in enumerate(of_ranks):
+        pairs = zip_longest(of_ranks[0], contents, fillvalue=("data.paths", "no more")) if contents else ()
+        if different := [f"{b} ({y}) instead of {a} ({x})" for (a, x), (b, y) in pairs if x != y]:
             raise ConfigError(
-                f"{where[rank]} has other contents than {where[0]}: {listed(different, 2)}; copy the files of one host "
-                "to the other, or read them from a shared disk"
+                f"rank {rank} on {places[rank].host} reads other contents than rank 0 on {places[0].host}: "
+                f"{listed(different, 2)}; copy the files of one host to the other, or read them from a shared disk"
             )
-        if other_build != torch_build:
-            other_builds.append(f"{where[rank]} has {other_build.value}")
-    if other_builds and world.is_first:
-        print(
-            f" WARNING: {where[0]} has {torch_build.value}, {listed(other_builds)}: sums may round differently",
-            flush=True,
-        )
 
 
 def sources_checksum() -> str:
@@ -109,27 +94,17 @@ def sources_checksum() -> str:
     return checksum(*(file.read_bytes() for file in sorted(PACKAGE.rglob("*.py"))))
 
 
-def _contents(config: Config) -> list[Content]:
-    """The build of torch, and all contents that must be equal. An error is a content too, so no other rank waits."""
-    contents = [Content("torch", f"torch {torch.__version__} for {torch.version.cuda or torch.version.hip or 'CPUs'}")]
+def _contents(config: Config) -> list[tuple[str, Any]]:
+    """All contents that must be equal, by names for messages. An error is a content too, so no other rank waits."""
+    contents: list[tuple[str, Any]] = [(str(PACKAGE), f"megatron_lite {__version__}, sources {sources_checksum()}")]
+    spec, paths = config.data.tokenizer, config.data.paths
     try:
-        contents.append(Content(str(PACKAGE), f"megatron_lite {__version__}, sources {sources_checksum()}"))
-        if spec := config.data.tokenizer:
-            contents.append(Content(spec, f"hash {tokenizer_hash(spec)[:12]}"))
-        contents += _corpora(parse_paths(config.data.paths)) if config.data.paths else []
+        contents += [(spec, f"hash {tokenizer_hash(spec)[:12]}")] if spec else []
+        blend = parse_paths(paths) if paths else None
+        if blend and blend.weights is not None:
+            contents.append(("data.paths", f"weights {blend.weights.tolist()}"))
+        for prefix, found in zip(blend.prefixes, identities(paths), strict=True) if blend else ():
+            contents += [(f"{prefix}.{part}", found[part]) for part in ("idx", "bin")]
     except (MegatronLiteError, OSError) as error:
-        contents.append(Content("config", str(error)))
+        contents.append(("data", str(error)))
     return contents
-
-
-def _corpora(blend: Blend) -> Iterator[Content]:
-    if blend.weights is not None:
-        yield Content("data.paths", f"weights {blend.weights.tolist()}")
-    for prefix, found in zip(blend.prefixes, identities(blend.prefixes), strict=True):
-        if isinstance(found, str):
-            index = tokens = found
-        else:
-            index = f"{found['sequences']:,} sequences of {found['dtype']}, checksum {found['idx']}"
-            tokens = f"{found['bytes']:,} bytes, checksum {found['bin']}"
-        yield Content(str(idx_path(prefix)), index)
-        yield Content(str(bin_path(prefix)), tokens)

@@ -7,13 +7,14 @@ from pathlib import Path
 import torch
 
 from megatron_lite.checkpoint import store
-from megatron_lite.checkpoint.compatible import CORPORA, changed_corpora, check_resumable, with_weights_of
+from megatron_lite.checkpoint.compatible import CORPORA, changed_corpora, check_resumable
 from megatron_lite.checkpoint.contents import Contents
 from megatron_lite.checkpoint.directory import iterations, locate, read_latest, set_aside
 from megatron_lite.checkpoint.layout import parse_config, read_layout
 from megatron_lite.checkpoint.match import ADDED_AT_FINE_TUNING, MODEL_PROVIDER, MODEL_TYPE
 from megatron_lite.config.load import fields_of
 from megatron_lite.config.schema import Config
+from megatron_lite.data.blended import parse_paths
 from megatron_lite.errors import CheckpointError, ConfigError, DamagedCheckpoint, TrainingError
 from megatron_lite.parallel.agreement import on_first
 from megatron_lite.parallel.collectives import all_reduce
@@ -181,14 +182,15 @@ def load_run(run: Run, root: Path, iteration: int) -> None:
 def keep_order(saved: Config, loaded: store.Loaded, run: Run) -> None:
     """Raise ConfigError on every rank where the order of samples would change; the first rank compares corpora.
 
-    The weights of a blend become those of the checkpoint, in the same proportions.
+    The weights of a blend become the checkpoint's: other values of the same proportions may be rounded differently.
     """
-    before, now = saved.data.paths, run.config.data.paths
-    recorded, found = loaded.layout.origin.get(CORPORA, []), run.origin.get(CORPORA, [])
-    changed = on_first(lambda: changed_corpora(before, now, recorded, found), run.ctx.world)
-    check_resumable(saved.model_dump(mode="json"), run.config, changed)
-    if found:
-        data = run.config.data.model_copy(update={"paths": with_weights_of(before, now)})
+    before, now = saved.model_dump(mode="json"), run.config.model_dump(mode="json")
+    corpora = [origin.get(CORPORA, []) for origin in (loaded.layout.origin, run.origin)]
+    changed = on_first(lambda: changed_corpora(before, now, *corpora), run.ctx.world)
+    check_resumable(before, run.config, changed)
+    if all(corpora) and parse_paths(run.config.data.paths).weights is not None:
+        pairs = zip(saved.data.paths[::2], run.config.data.paths[1::2], strict=True)
+        data = run.config.data.model_copy(update={"paths": tuple(word for pair in pairs for word in pair)})
         run.config = run.config.model_copy(update={"data": data})
 
 
