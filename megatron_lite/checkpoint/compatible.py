@@ -46,22 +46,21 @@ STATE = ("train.precision", "sync.mode", "sync.delay", "sync.outer_momentum")
 OTHER_SUMS = "the sums that sync.delay has in flight need the old values; restore them, or"
 
 
-def check_resumable(before: Fields, now: Config, corpora: list[str]) -> None:
-    """Raise ConfigError if resuming with `now` would change the sample order, as the messages `corpora` of
-    `changed_corpora` do, or invalidate pending sums."""
+def check_resumable(before: Fields, now: Config, changed_corpora: list[str]) -> None:
+    """Raise ConfigError if resuming with `now` would change the sample order or invalidate pending sums."""
     after = now.model_dump(mode="json")
     order = "the samples or their order would change; restore them, or start a new run in another run.dir"
-    _raise_where(differing(before, after, ORDER) + corpora, order)
+    _raise_where(differing(before, after, ORDER) + changed_corpora, order)
     sums = f"{OTHER_SUMS} load the weights alone with checkpoint.load_weights"
     _raise_where(differing(before, after, _pending(now)), sums)
 
 
-def check_same_run(source: Config, target: Config, corpora: list[str]) -> None:
-    """Raise ConfigError if the optimizer state of a run `source` would be invalid after a conversion to `target`, or the
-    corpora have changed: messages of `changed_corpora`."""
+def check_same_run(source: Config, target: Config, changed_corpora: list[str]) -> None:
+    """Raise ConfigError if the optimizer state of a run `source` would be invalid after a conversion to `target`."""
     before, after = source.model_dump(mode="json"), target.model_dump(mode="json")
     sync = [f"sync.{name}" for name in before["sync"]]
-    changed = changed_model(before, after) + differing(before, after, [*ORDER, "train.precision", *sync]) + corpora
+    changed = changed_model(before, after) + differing(before, after, [*ORDER, "train.precision", *sync])
+    changed += changed_corpora
     _raise_where(changed, "the optimizer state needs the old values; restore them, or convert with --weights-only")
     _raise_where(differing(before, after, _pending(source)), f"{OTHER_SUMS} convert with --weights-only")
 
@@ -96,7 +95,7 @@ def differing(before: Fields, now: Fields, fields: Sequence[str]) -> list[str]:
             if field == "data.paths":
                 old, new = ([Path(path).name for path in paths] for paths in (old, new))
             if field == "data.split":  # its proportions count
-                old, new = ([part / sum(split) for part in split] for split in (old, new))
+                old, new = ((np.array(split) / np.sum(split)).tolist() for split in (old, new))
             if old != new:
                 changed.append(f"{field} (checkpoint: {old}, config: {new})")
     return changed
@@ -105,22 +104,18 @@ def differing(before: Fields, now: Fields, fields: Sequence[str]) -> list[str]:
 def changed_corpora(before: Fields, now: Fields, recorded: Sequence[Identity], found: Sequence[Identity]) -> list[str]:
     """A message for each corpus whose content differs from that of the checkpoint, under any name; of weights the
     proportions count. Names are compared where the checkpoint is of an earlier version, or the data are no corpora."""
-    other_paths = differing(before, now, ["data.paths"])
     if not (recorded and found):
-        return other_paths
+        return differing(before, now, ["data.paths"])
     old, new = (parse_paths(fields["data"]["paths"]) for fields in (before, now))
     weights = (0.0 if blend.weights is None else blend.weights for blend in (old, new))
     if len(old.prefixes) != len(new.prefixes) or not np.allclose(*weights, rtol=1e-9, atol=0):
-        return other_paths
+        return differing(before, now, ["data.paths"])
     messages = []
     for name, path, was, is_now in zip(old.prefixes, new.prefixes, recorded, found, strict=True):
-        if was == is_now:
-            continue
-        how = "was written again since the checkpoint" if name == path else f"is not {name} of the checkpoint"
-        if identity(path, was) == was:
-            sequences = [one["idx"]["sequences"] for one in (was, is_now)]
-            how = f"has grown from {sequences[0]:,} to {sequences[1]:,} sequences since the checkpoint"
-        messages.append(f"{path} {how}")
+        if was != is_now:
+            how = "has other contents than at" if name == path else f"is not {name} of"
+            how = "has grown since" if identity(path, was) == was else how
+            messages.append(f"{path} {how} the checkpoint ({was} then, {is_now} now)")
     return messages
 
 

@@ -12,7 +12,7 @@ from typing import Any
 from megatron_lite.data.blended import parse_paths
 from megatron_lite.data.corpus_info import checksum
 from megatron_lite.data.indexed import HEADER, bin_path, idx_path, read_header
-from megatron_lite.errors import ConfigError, DataError
+from megatron_lite.errors import DataError
 
 FULL_BYTES = 16 << 20
 NUM_BLOCKS, BLOCK_BYTES = 32, 1 << 17
@@ -41,18 +41,15 @@ def identity(prefix: str, of_start: Identity | None = None) -> Identity:
         return {"idx": reason, "bin": reason}
 
 
-def identities(paths: Sequence[str]) -> list[Identity]:
-    """The identities of the corpora of `data.paths`."""
+def identities(prefixes: Sequence[str]) -> list[Identity]:
+    """The identity of each corpus."""
     with ThreadPoolExecutor(READERS) as pool:
-        return list(pool.map(identity, parse_paths(paths).prefixes))
+        return list(pool.map(identity, prefixes))
 
 
 def recorded_identities(paths: Sequence[str]) -> list[Identity]:
-    """The identities for a checkpoint; none where `data.paths` names other data, for a custom dataset."""
-    try:
-        found = identities(paths)
-    except ConfigError:
-        return []
+    """Those of the corpora in `data.paths`, for a checkpoint; none where one is missing, as for a custom dataset."""
+    found = identities(parse_paths(paths).prefixes) if paths else []
     return found if all(isinstance(one["idx"], dict) for one in found) else []
 
 
