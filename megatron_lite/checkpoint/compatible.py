@@ -115,7 +115,8 @@ def changed_corpora(before: Fields, now: Fields, recorded: Sequence[Identity], f
         if was != is_now:
             how = "has other contents than at" if name == path else f"is not {name} of"
             how = "has grown since" if identity(path, was) == was else how
-            messages.append(f"{path} {how} the checkpoint ({was} then, {is_now} now)")
+            sizes = [f"{one['idx']['sequences']:,} sequences" for one in (was, is_now)]
+            messages.append(f"{path} {how} the checkpoint ({sizes[0]} then, {sizes[1]} now)")
     return messages
 
 

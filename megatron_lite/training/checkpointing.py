@@ -165,7 +165,15 @@ def load_run(run: Run, root: Path, iteration: int) -> None:
     contents = Contents(run.optimizer.weights(), run.optimizer.state())
     loaded = _load(run, root, iteration, contents)
     saved = saved_config(loaded, locate(root, iteration), run)
-    keep_order(saved, loaded, run)
+    before, data = saved.model_dump(mode="json"), run.config.data
+    corpora = [origin.get(CORPORA, []) for origin in (loaded.layout.origin, run.origin)]
+    now = run.config.model_dump(mode="json")
+    check_resumable(before, run.config, on_first(lambda: changed_corpora(before, now, *corpora), run.ctx.world))
+    if all(corpora) and parse_paths(data.paths).weights is not None:
+        # Other weights of the same proportions may be rounded to another order.
+        pairs = zip(saved.data.paths[::2], data.paths[1::2], strict=True)
+        data = data.model_copy(update={"paths": tuple(word for pair in pairs for word in pair)})
+        run.config = run.config.model_copy(update={"data": data})
     state = loaded.layout.state
     run.state = TrainState.from_dict(state["train"])
     _report(run, changes_line(saved, run.config), moved_line(loaded, saved, run), learning_rate_line(saved, run))
@@ -177,21 +185,6 @@ def load_run(run: Run, root: Path, iteration: int) -> None:
         rng = seed_everything(run.config.run.seed + run.state.iteration, run.ctx).state_dict()
     assert rng is not None
     run.rng.load_state_dict(rng)
-
-
-def keep_order(saved: Config, loaded: store.Loaded, run: Run) -> None:
-    """Raise ConfigError on every rank where the order of samples would change; the first rank compares corpora.
-
-    The weights of a blend become the checkpoint's: other values of the same proportions may be rounded differently.
-    """
-    before, now = saved.model_dump(mode="json"), run.config.model_dump(mode="json")
-    corpora = [origin.get(CORPORA, []) for origin in (loaded.layout.origin, run.origin)]
-    changed = on_first(lambda: changed_corpora(before, now, *corpora), run.ctx.world)
-    check_resumable(before, run.config, changed)
-    if all(corpora) and parse_paths(run.config.data.paths).weights is not None:
-        pairs = zip(saved.data.paths[::2], run.config.data.paths[1::2], strict=True)
-        data = run.config.data.model_copy(update={"paths": tuple(word for pair in pairs for word in pair)})
-        run.config = run.config.model_copy(update={"data": data})
 
 
 def restarts_streams(loaded: store.Loaded, run: Run) -> bool:
