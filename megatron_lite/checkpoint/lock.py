@@ -13,6 +13,7 @@ from megatron_lite.checkpoint.tensor_file import save_errors
 from megatron_lite.errors import CheckpointError
 from megatron_lite.parallel.agreement import on_first
 from megatron_lite.parallel.context import Group
+from megatron_lite.parallel.interfaces import separate_tasks
 
 LOCK_FILE = ".lock"
 
@@ -65,7 +66,8 @@ def _acquire(folder: Path) -> int:
             return descriptor
         holder = os.pread(descriptor, 200, 0).decode(errors="replace").strip() or "another run"
         os.close(descriptor)
-        raise CheckpointError(f"run.dir {folder} is in use by {holder}; wait for it, or choose another one") from None
+        advice = ". ".join(filter(None, ("wait for it, or choose another one", separate_tasks())))
+        raise CheckpointError(f"run.dir {folder} is in use by {holder}; {advice}") from None
     os.ftruncate(descriptor, 0)
     since = datetime.now(timezone.utc).isoformat(timespec="seconds")
     os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()} since {since}\n".encode(), 0)

@@ -92,6 +92,7 @@ def check(config: "Config", world_sizes: list[int], command: str, *, has_data: b
     This runs before any rank starts.
     """
     from megatron_lite.config.validate import failures, missing_corpora_paths, missing_vocabulary, raise_any
+    from megatron_lite.parallel.interfaces import separate_tasks
 
     needed = config.parallel.model_size
     missing = [*([] if has_data else missing_corpora_paths(config)), *missing_vocabulary(config)]
@@ -100,9 +101,8 @@ def check(config: "Config", world_sizes: list[int], command: str, *, has_data: b
             "train.global_batch_size is not given, so it would change with the number of machines (--nnodes); give it"
         )
     if world_sizes == [1] and needed > 1:
-        start = (
-            f"this layout needs {needed} processes, or a multiple of {needed}; got 1. Start {needed} with: "
-            f"{command} --nproc-per-node {needed}"
+        start = f"this layout needs {needed} processes, or a multiple of {needed}; got 1. " + (
+            separate_tasks() or f"Start {needed} with: {command} --nproc-per-node {needed}"
         )
         raise_any([start, *failures(config, needed), *missing])
     with_most = failures(config, world_sizes[0])

@@ -62,7 +62,7 @@ class Blend(NamedTuple):
         weights = None if self.weights is None else self.weights[list(members)] / self.weights[list(members)].sum()
         return Blend([self.prefixes[member] for member in members], weights)
 
-    def index(self, num_samples: int) -> BlendIndex:
+    def choices(self, num_samples: int) -> BlendIndex:
         """The first `num_samples` of the endless blend of `weights`.
 
         megatron-core normalises weights that are normalised already; the last bits of the quotients decide ties.
@@ -216,6 +216,6 @@ def _cached_blend_index(
             cache_dir,
             f"blend-{name}",
             {**parts, "num_samples": wanted},
-            lambda: (exhaustive_blend(sizes, wanted) if weights is None else blend.index(wanted))._asdict(),
+            lambda: (exhaustive_blend(sizes, wanted) if weights is None else blend.choices(wanted))._asdict(),
         )
     return BlendIndex(**arrays)

@@ -45,8 +45,8 @@ def checksum(*parts: np.ndarray | bytes | memoryview) -> str:
     return f"{value:08x}"
 
 
-def read_info(prefix: str | os.PathLike[str], index: np.ndarray) -> CorpusInfo | None:
-    """The record of the corpus, or None if it has no record. `index` is the content of its `.idx`.
+def read_info(prefix: str | os.PathLike[str], index_crc32: str) -> CorpusInfo | None:
+    """The record of the corpus, or None if it has no record. `index_crc32` is the checksum of its `.idx`.
 
     Raise DataError if the record cannot be read or describes another `.idx`.
     """
@@ -61,7 +61,7 @@ def read_info(prefix: str | os.PathLike[str], index: np.ndarray) -> CorpusInfo |
         return None
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise DataError(f"{path}: cannot be read ({error!r}); {advice}") from error
-    if values["idx_crc32"] != checksum(index):
+    if values["idx_crc32"] != index_crc32:
         raise DataError(f"{path}: does not belong to this .idx (checksums differ); {advice}")
     return CorpusInfo(**values)
 

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from megatron_lite.data.index_cache import cached_arrays, memory_for
-from megatron_lite.data.indexed import IndexedDataset, bin_path, idx_path
+from megatron_lite.data.indexed import IndexedDataset, bin_path
 from megatron_lite.errors import DataError
 
 BLOCK = 2**15  # documents
@@ -179,11 +179,8 @@ class GPTDataset:
             )
         planned = epochs_needed(self.tokens_per_epoch, planned_samples, seq_length)
         self.epochs = with_appended(planned, self.tokens_per_epoch, num_samples, seq_length)
-        index_file = idx_path(indexed.prefix).stat()
         description = {
-            "corpus": os.path.abspath(indexed.prefix),
-            "idx_bytes": index_file.st_size,
-            "idx_mtime_ns": index_file.st_mtime_ns,  # the corpus may be replaced
+            "index": [len(indexed), indexed.index_crc32],  # the content, under any name and of any time
             "documents": [len(document_ids), zlib.crc32(np.ascontiguousarray(document_ids).data)],
             "epochs": self.epochs,
             "seq_length": seq_length,

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron_lite.data.corpus_info import read_info
+from megatron_lite.data.corpus_info import checksum, read_info
 from megatron_lite.errors import DataError
 
 MAGIC = b"MMIDIDX\x00\x00"
@@ -44,14 +44,15 @@ class IndexedDataset:
     """The sequences of `prefix.bin`, read in place.
 
     `sequence_lengths` int32 [S], `sequence_pointers` int64 [S] in bytes, `document_indices` int64 [D + 1].
-    A returned sequence is a read-only view of the file. `info` is the record of `preprocess`, or None.
+    A returned sequence is a read-only view of the file. `info` is the record of `preprocess`, or None; `index_crc32` is
+    the checksum of the full `.idx`.
     """
 
     def __init__(self, prefix: str | os.PathLike[str]) -> None:
         self.prefix = os.fspath(prefix)
         index = idx_path(prefix)
         check_exists(prefix)
-        self.dtype, num_sequences, num_ends = _read_header(index)
+        self.dtype, num_sequences, num_ends = read_header(index)
         expected_bytes = HEADER.size + 12 * num_sequences + 8 * num_ends
         found_bytes = index.stat().st_size
         if found_bytes != expected_bytes:
@@ -62,7 +63,8 @@ class IndexedDataset:
         if num_sequences == 0:
             raise DataError(f"{index}: the corpus is empty; run preprocess on files that contain text")
         raw = np.memmap(index, mode="r", dtype=np.uint8)
-        self.info = read_info(prefix, raw)
+        self.index_crc32 = checksum(raw)
+        self.info = read_info(prefix, self.index_crc32)
         at = HEADER.size
         self.sequence_lengths: np.ndarray = np.frombuffer(raw, "<i4", num_sequences, at)
         self.sequence_pointers: np.ndarray = np.frombuffer(raw, "<i8", num_sequences, at + 4 * num_sequences)
@@ -151,7 +153,7 @@ def _check_document_ends(index: Path, ends: np.ndarray, num_sequences: int) -> N
         raise _damaged(f"{index}: {problem}")
 
 
-def _read_header(path: Path) -> tuple[np.dtype, int, int]:
+def read_header(path: Path) -> tuple[np.dtype, int, int]:
     with open(path, "rb") as file:
         head = file.read(HEADER.size)
     if head[: len(MAGIC)] != MAGIC:

@@ -16,7 +16,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from megatron_lite.data.index_cache import cached_arrays, memory_for
-from megatron_lite.data.indexed import IndexedDataset, bin_path, idx_path
+from megatron_lite.data.indexed import IndexedDataset, bin_path
 from megatron_lite.errors import DataError
 
 MIN_TOKENS = 3  # of a text: two and an end-of-document token
@@ -65,11 +65,8 @@ class TextDataset:
         self.indexed, self.make_sample, self.seed = indexed, make_sample, seed
         self.split_name, self.vocab_size = split_name, vocab_size
         self._first, last = documents
-        index_file = idx_path(indexed.prefix).stat()
         description = {
-            "corpus": os.path.abspath(indexed.prefix),
-            "idx_bytes": index_file.st_size,
-            "idx_mtime_ns": index_file.st_mtime_ns,  # the corpus may be replaced
+            "index": [len(indexed), indexed.index_crc32],  # the content, under any name and of any time
             "documents": [self._first, last],
             "text_length": make_sample.text_length,
         }

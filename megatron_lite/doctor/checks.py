@@ -21,6 +21,7 @@ from megatron_lite.doctor.network import network
 from megatron_lite.errors import TrainingError
 from megatron_lite.parallel.context import Group
 from megatron_lite.parallel.grid import Grid
+from megatron_lite.parallel.interfaces import separate_tasks
 from megatron_lite.parallel.waiting import LostRanks
 from megatron_lite.text import counted, listed
 from megatron_lite.training.initialize import (
@@ -90,6 +91,8 @@ def _hint_of_name() -> str:
 
 def checks(config: Config, world: Group, timeout_seconds: float) -> Iterator[Finding]:
     """Every finding, in order, the same on every rank. Collective over the world."""
+    if notice := separate_tasks():
+        yield Finding("warn", "rendezvous", notice)
     if world.size > 1:
         yield from guarded("rendezvous", lambda: connected(world))
     yield from guarded("versions", lambda: machine.versions(world))

@@ -1,6 +1,5 @@
 """Checks of the machines of a run: versions, devices, arithmetic, limits, memory and clocks."""
 
-import hashlib
 import platform
 import resource
 import shutil
@@ -27,7 +26,7 @@ from megatron_lite.parallel.context import Group
 from megatron_lite.parallel.dtypes import PRECISIONS
 from megatron_lite.plan.sizes import activation_bytes, largest_rank_parameters
 from megatron_lite.text import counted, listed
-from megatron_lite.training.initialize import choose_device
+from megatron_lite.training.initialize import choose_device, sources_checksum
 
 MUST_BE_EQUAL = ("torch", "megatron_lite", "deepspeed", "NCCL")  # different versions may not communicate
 OPTIONAL = {  # packages that training does without, and what it does then
@@ -42,7 +41,6 @@ CLOCK_ROUNDS, LARGEST_SKEW_SECONDS = 3, 1.0
 FILES_OF_A_RUN, FILES_OF_A_PEER = 1024, 8
 SHM_OF_A_RANK_BYTES = 128 << 20  # for NCCL within a host; Docker gives all ranks together 64 MiB
 LESS_MEMORY = "use more ranks with parallel.tensor, parallel.pipeline, optim.distributed or parallel.ddp: fsdp"
-PACKAGE = Path(__file__).resolve().parents[1]
 
 
 def versions(world: Group) -> list[Finding]:
@@ -66,13 +64,10 @@ def versions(world: Group) -> list[Finding]:
 def installed() -> dict[str, str]:
     """Versions by name, and a checksum of this package's sources."""
     versions = {"python": platform.python_version(), "torch": str(torch.__version__)}
-    sources = hashlib.md5(usedforsecurity=False)
-    for file in sorted(PACKAGE.rglob("*.py")):
-        sources.update(file.read_bytes())
     for name in ("megatron_lite", "deepspeed"):
         with suppress(metadata.PackageNotFoundError):  # not installed
             versions[name] = metadata.version(name)
-    versions["megatron_lite"] = f"{versions.get('megatron_lite', '')} (sources {sources.hexdigest()[:8]})".strip()
+    versions["megatron_lite"] = f"{versions.get('megatron_lite', '')} (sources {sources_checksum()})".strip()
     for name, use in OPTIONAL.items():
         if find_spec(name) is None:
             versions[name] = f"missing ({use})"

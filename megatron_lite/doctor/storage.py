@@ -10,7 +10,6 @@ import os
 import secrets
 import shutil
 import time
-import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
@@ -23,6 +22,7 @@ from megatron_lite.config.sizes import state_bytes
 from megatron_lite.config.validate import with_vocab_size
 from megatron_lite.data.blended import parse_paths
 from megatron_lite.data.corpus_info import check_tokenizers
+from megatron_lite.data.identity import identity
 from megatron_lite.data.indexed import IndexedDataset, bin_path, idx_path
 from megatron_lite.data.tokenizer import build_tokenizer, tokenizer_hash
 from megatron_lite.doctor.findings import Finding, ask, hosts_of, local_rank, problems, readable, where
@@ -38,7 +38,6 @@ from megatron_lite.training.start import checkpoints_of, find_start, start_state
 
 # A network file system may take this long to show a new file to other hosts.
 SHOWN_SECONDS = 5.0
-END_BYTES = 1 << 16  # at both ends of a file, to compare files
 SAMPLE = "def f(x):\n    return 'Ünïcode 你好', x + 1\n"
 
 
@@ -69,10 +68,10 @@ def tokenizer(config: Config, world: Group) -> tuple[list[Finding], Config]:
 
 @dataclass(frozen=True)
 class Stamp:
-    """A file's size and checksum of its ends, to compare files without reading all of them."""
+    """The size and the identity of a file of a corpus."""
 
     size: int
-    ends: int  # checksum of the first and the last bytes
+    content: str
 
 
 @dataclass(frozen=True)
@@ -121,12 +120,9 @@ def read_corpora(config: Config) -> Corpora:
             corpus = IndexedDataset(prefix)
             num_tokens += corpus.num_tokens
             infos.append((prefix, corpus.info))
-        for path in (idx_path(prefix), bin_path(prefix)):
-            with open(path, "rb") as file:
-                size = os.fstat(file.fileno()).st_size
-                ends = file.read(END_BYTES)
-                file.seek(max(0, size - END_BYTES))
-                files[str(path)] = Stamp(size, zlib.crc32(ends + file.read(END_BYTES)))
+        found = identity(prefix)
+        for path, part in ((idx_path(prefix), found["idx"]), (bin_path(prefix), found["bin"])):
+            files[str(path)] = Stamp(path.stat().st_size, str(part))
     if config.data.tokenizer_check:
         wanted = ""
         with suppress(DataError, ConfigError):  # reported by the check of the tokenizer

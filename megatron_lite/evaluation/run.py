@@ -121,6 +121,9 @@ def check_tasks(config: Config) -> None:
 def evaluate_checkpoint(folder: Path, request: Request, overrides: tuple[str, ...]) -> None:
     """Evaluate the model of a checkpoint; rank 0 prints the results. Collective over the world."""
     config = config_of(folder, int(os.environ.get("WORLD_SIZE", "1")), overrides, request.model)
+    if request.corpora or request.tasks or request.lm_eval:  # the start compares over the hosts what is read
+        data = config.data.model_copy(update={"paths": request.corpora})
+        config = config.model_copy(update={"data": data})
     if request.tasks or request.lm_eval:
         check_decoder(config)
     try:

@@ -74,7 +74,7 @@ def config_of(folder: Path, world_size: int, model: str = "") -> Config:
         "model": trained.model.model_dump() | {"attention": "auto", "attention_dropout": 0.0},
         "parallel": parallel,
         # The longest prompt determines the attention. The interleaved schedule needs a batch of `pipeline` at least.
-        "data": trained.data.model_dump() | {"seq_length": trained.model.max_position_embeddings},
+        "data": trained.data.model_dump() | {"seq_length": trained.model.max_position_embeddings, "paths": ()},
         "train": train | {"global_batch_size": parallel.get("pipeline", 1)},
     }
     config = Config.model_validate(fields)

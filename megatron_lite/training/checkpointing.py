@@ -7,12 +7,13 @@ from pathlib import Path
 import torch
 
 from megatron_lite.checkpoint import store
-from megatron_lite.checkpoint.compatible import changed_order, check_resumable
+from megatron_lite.checkpoint.compatible import CORPORA, changed_order, check_resumable
 from megatron_lite.checkpoint.contents import Contents
 from megatron_lite.checkpoint.directory import iterations, locate, read_latest, set_aside
 from megatron_lite.checkpoint.layout import read_layout
 from megatron_lite.checkpoint.match import ADDED_AT_FINE_TUNING, MODEL_PROVIDER, MODEL_TYPE
 from megatron_lite.config.schema import Config
+from megatron_lite.data.blended import parse_paths
 from megatron_lite.errors import CheckpointError, ConfigError, DamagedCheckpoint, TrainingError
 from megatron_lite.parallel.agreement import on_first
 from megatron_lite.parallel.collectives import all_reduce
@@ -162,10 +163,18 @@ def load_run(run: Run, root: Path, iteration: int) -> None:
     contents = Contents(run.optimizer.weights(), run.optimizer.state())
     loaded = _load(run, root, iteration, contents)
     saved = saved_config(loaded, locate(root, iteration), run)
-    check_resumable(saved.model_dump(mode="json"), run.config)
+    before, data = saved.model_dump(mode="json"), run.config.data
+    check_resumable(before, run.config)
+    corpora = [origin.get(CORPORA, []) for origin in (loaded.layout.origin, run.origin)]
+    changed = on_first(lambda: changed_order(before, run.config, *corpora), run.ctx.world)
+    if all(corpora) and not changed and parse_paths(data.paths).weights is not None:
+        # Other weights of the same proportions may be rounded to another order.
+        pairs = zip(saved.data.paths[::2], data.paths[1::2], strict=True)
+        data = data.model_copy(update={"paths": tuple(word for pair in pairs for word in pair)})
+        run.config = run.config.model_copy(update={"data": data})
     state = loaded.layout.state
-    run.state = resumed_state(state["train"], saved, run.config, root)
-    _report(run, changes_line(saved, run.config), new_order_line(saved, run), moved_line(loaded, saved, run))
+    run.state = resumed_state(state["train"], changed, run.config, root)
+    _report(run, changes_line(saved, run.config), new_order_line(changed, run), moved_line(loaded, saved, run))
     _report(run, learning_rate_line(saved, run), forward_step_line(loaded, run))
     run.optimizer.load(contents.weights, contents.optimizer_state, state["adam_steps"], run.state.iteration)
     run.optimizer.scaler.load_state_dict(state["loss_scaler"])
@@ -249,9 +258,9 @@ def changes_line(saved: Config, now: Config) -> str:
     return f"changed since that checkpoint: {', '.join(changes)}" if changes else ""
 
 
-def new_order_line(saved: Config, run: Run) -> str:
+def new_order_line(changed: list[str], run: Run) -> str:
     """The start of a branch in other samples than those of its checkpoint; empty without changes."""
-    if not changed_order(saved.model_dump(mode="json"), run.config):
+    if not changed:
         return ""
     steps, samples = run.state.optimizer_steps, run.state.consumed_samples
     return (

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megatron_lite.checkpoint.compatible import changed_order, check_order
+from megatron_lite.checkpoint.compatible import CORPORA, changed_order, check_order
 from megatron_lite.checkpoint.directory import (
     TRACKER_FILE,
     is_checkpoint,
@@ -18,6 +18,7 @@ from megatron_lite.checkpoint.directory import (
 from megatron_lite.checkpoint.layout import parse_config, read_layout
 from megatron_lite.config.load import fields_of
 from megatron_lite.config.schema import Config
+from megatron_lite.data.identity import recorded_identities
 from megatron_lite.errors import CheckpointError, NoCheckpoint
 from megatron_lite.training.state import TrainState
 
@@ -91,15 +92,16 @@ def stored_config(stored: Mapping[str, Mapping[str, Any]], folder: Path, config_
     return parse_config(fields, folder, config_type)
 
 
-def resumed_state(counters: dict[str, Any], saved: Config, config: Config, root: Path) -> TrainState:
+def resumed_state(counters: dict[str, Any], changed: list[str], config: Config, root: Path) -> TrainState:
     """The counters of a run that continues with `config` from a checkpoint in `root`.
 
-    Another run with other data starts at the first sample. Raise ConfigError for other data within a run.
+    `changed` are those of `changed_order`: another run with other data starts at its first sample. Raise ConfigError
+    for other data within a run.
     """
-    state, before = TrainState.from_dict(counters), saved.model_dump(mode="json")
+    state = TrainState.from_dict(counters)
     if root == checkpoints_of(config.run.dir):
-        check_order(before, config)
-    elif changed_order(before, config):
+        check_order(changed, config)
+    elif changed:
         state.start_order()
     return state
 
@@ -114,7 +116,9 @@ def start_state(config: Config) -> TrainState:
     folder = locate(start.root, start.iteration)
     layout = read_layout(folder)
     saved = stored_config(layout.config, folder, type(config))
-    return resumed_state(layout.state.get("train", {}), saved, config, local_root(config, start))
+    corpora = layout.origin.get(CORPORA, []), recorded_identities(config.data.paths)
+    changed = changed_order(saved.model_dump(mode="json"), config, *corpora)
+    return resumed_state(layout.state.get("train", {}), changed, config, local_root(config, start))
 
 
 def _older_than_newest(root: Path, iteration: int) -> str:
