@@ -141,7 +141,7 @@ def _declare_parameters(chunk: nn.Module, ctx: ParallelContext, *, has_sequence_
             shape[dim] *= ctx.tp.size
             shard = Shard(dim, (shape[dim] // stride,) * stride if stride > 1 else ())
         # Its values are those of the provider; nothing draws them again.
-        is_partial = has_sequence_parallelism and getattr(parameter, "sequence_parallel", False)
+        is_partial = has_sequence_parallelism and bool(getattr(parameter, "sequence_parallel", False))
         meta = ParamMeta(tuple(shape), shard, "normal", decay=parameter.dim() > 1, sequence_parallel=is_partial)
         declare(parameter, meta)
 
