@@ -45,7 +45,7 @@ def check_model(
 
     Models with another number of heads, activation or norm can have equal shapes, so the configs are compared too.
     """
-    missing, differing_shapes, untied = [], [], []
+    missing, differing_shapes, untied, is_custom = [], [], [], MODEL_PROVIDER in layout.origin
     for name, meta in table.items():
         saved = layout.tensors.get(stored_name(name, table, layout))
         if saved is None:
@@ -53,9 +53,7 @@ def check_model(
         elif (saved.shape, saved.shard) != (tuple(meta.shape), meta.shard):
             here, there = _described(meta.shape, meta.shard), _described(saved.shape, saved.shard)
             differing_shapes.append(f"{name} is {there} in the checkpoint and {here} in this model")
-        elif (
-            meta.tied_to not in ("", name, saved.copy_of) and name in layout.tensors and MODEL_PROVIDER in layout.origin
-        ):
+        elif is_custom and meta.tied_to not in ("", name, saved.copy_of) and name in layout.tensors:
             untied.append(f"{name}, in this model a copy of {meta.tied_to}, was trained apart from it")
     extra = [name for name, saved in layout.tensors.items() if name not in names and not saved.copy_of]
     changed = changed_model(layout.config, config)

@@ -46,12 +46,12 @@ def tie_stages(chunks: Sequence[nn.Module], ctx: ParallelContext) -> None:
     Communicates: names and shapes over pp.
     """
     pp, count = ctx.pp, len(chunks) * ctx.pp.size
-    ends = (0, count - 1)
+    ends = (0, count - 1) if count > 1 else ()
     of_ranks = all_gather_objects(
         [_weights(chunk, number, is_end=number * pp.size + pp.rank in ends) for number, chunk in enumerate(chunks)], pp
     )
     stages = [of_ranks[stage % pp.size][stage // pp.size] for stage in range(count)]
-    pairs = _pairs(stages) if len(stages) > 1 else []
+    pairs = _pairs(stages) if count > 1 else []
     _check_names(stages, {copy.name for original, copy in pairs if original.name == copy.name})
     for original, copy in pairs:
         if pp.is_first:
@@ -75,7 +75,7 @@ def _embedding(chunk: nn.Module, number: int) -> object:
     """The weight that Megatron's method returns on an end of the pipeline; None for a model that shares none."""
     for module in chunk.modules():
         for method, flag in METHODS.items():
-            if hasattr(module, method) and getattr(module, flag, True):
+            if callable(getattr(module, method, None)) and getattr(module, flag, True):
                 if number:  # the method may ask for the stage
                     set_virtual_pipeline_model_parallel_rank(number)
                 try:

@@ -155,6 +155,7 @@ CANNOT = "which cannot be tied: a weight of the first stage needs one partner on
             r"of the last stage, \[512, 16\] sharded along dim 0, cannot be tied to embedding.weight of",
         ),
     ],
+    ids=["no partner", "no method", "middle", "shape"],
 )
 def test_a_shared_weight_that_cannot_be_tied_is_an_error(ranks, tmp_path, kind, stages, message):
     """Its stage would train it alone. Every rank raises, so none waits for the others."""
