@@ -61,10 +61,12 @@ def tie_stages(chunks: Sequence[nn.Module], ctx: ParallelContext) -> None:
 
 
 def _weights(chunk: nn.Module, number: int, *, is_end: bool) -> list[_Weight]:
-    """The parameters of a chunk; one without a description, which is an error later, as if it were replicated."""
+    """The parameters of a chunk that have a description; for others `param_table` raises an error later."""
     embedding, found = _embedding(chunk, number) if is_end else None, []
     for name, parameter in chunk.named_parameters():
-        meta = getattr(parameter, "meta", ParamMeta(tuple(parameter.shape), Shard(), "normal"))
+        meta: ParamMeta | None = getattr(parameter, "meta", None)
+        if meta is None:
+            continue
         is_marked = meta.tied or getattr(parameter, "shared", False) or getattr(parameter, "shared_embedding", False)
         described = (tuple(meta.shape), meta.shard, meta.decay, meta.tied_to)
         found.append(_Weight(name, *described, bool(is_marked), is_embedding=parameter is embedding))
