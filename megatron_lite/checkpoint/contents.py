@@ -74,7 +74,8 @@ def describe(ctx: ParallelContext, table: ParamTable, shards: Mapping[str, Mappi
             ranks = {"tp": ctx.tp.rank, "pp": ctx.pp.rank, "dp": dp}
             stored = StoredSlice(file=file, key=key, start=shard.start, end=shard.end, **ranks)
             values[kind] = Value(dtype=SAFETENSORS_NAMES[shard.values.dtype], slices=(stored,))
-        described.tensors[name] = TensorLayout(shape=meta.shape, shard=meta.shard, values=values, copy_of=meta.tied_to)
+        copy_of = meta.tied_to if meta.tied_to != name else ""  # both stages may store slices of one tensor
+        described.tensors[name] = TensorLayout(shape=meta.shape, shard=meta.shard, values=values, copy_of=copy_of)
     return described
 
 

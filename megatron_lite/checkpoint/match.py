@@ -45,7 +45,7 @@ def check_model(
 
     Models with another number of heads, activation or norm can have equal shapes, so the configs are compared too.
     """
-    missing, differing_shapes = [], []
+    missing, differing_shapes, untied, is_custom = [], [], [], MODEL_PROVIDER in layout.origin
     for name, meta in table.items():
         saved = layout.tensors.get(stored_name(name, table, layout))
         if saved is None:
@@ -53,12 +53,14 @@ def check_model(
         elif (saved.shape, saved.shard) != (tuple(meta.shape), meta.shard):
             here, there = _described(meta.shape, meta.shard), _described(saved.shape, saved.shard)
             differing_shapes.append(f"{name} is {there} in the checkpoint and {here} in this model")
+        elif is_custom and meta.tied_to not in ("", name, saved.copy_of) and name in layout.tensors:
+            untied.append(f"{name}, in this model a copy of {meta.tied_to}, was trained apart from it")
     extra = [name for name, saved in layout.tensors.items() if name not in names and not saved.copy_of]
     changed = changed_model(layout.config, config)
     for name, change in ADDED_AT_FINE_TUNING.items() if only_weights else ():
         missing = [other for other in missing if other != name]
         changed = [message for message in changed if not message.startswith(change)]
-    found = {"": differing_shapes, "missing in the checkpoint: ": missing, "only in the checkpoint: ": extra}
+    found = {"": differing_shapes + untied, "missing in the checkpoint: ": missing, "only in the checkpoint: ": extra}
     problems = [label + listed(wrong) for label, wrong in found.items() if wrong]
     if missing and any(name.endswith(f".{missing[0]}") for name in extra):
         problems.append("its names have a prefix, as those of a custom model may; load it with --model FILE.py:NAME")

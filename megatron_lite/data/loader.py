@@ -90,14 +90,17 @@ def stacked(samples: Sequence[Sample]) -> Batch:
     return batch
 
 
+def batch_of(samples: Sequence[np.ndarray | Sample], data: DataConfig, eod: int) -> Batch:
+    """The batch of samples of either kind, with the loss mask that training and evaluations have."""
+    if isinstance(samples[0], np.ndarray):
+        return make_batch(torch.from_numpy(np.stack(cast(list[np.ndarray], samples))), data, eod)
+    return stacked(cast(list[Sample], samples))
+
+
 def _read(dataset: Dataset, rows: Sequence[int], data: DataConfig, eod: int, *, pin: bool) -> Batch:
     if rows[-1] >= len(dataset):
         raise DataError(f"the dataset has {len(dataset):,} samples, not sample {rows[-1]:,}; build it for the full run")
-    samples = [dataset[row] for row in rows]
-    if isinstance(samples[0], np.ndarray):
-        batch = make_batch(torch.from_numpy(np.stack(cast(list[np.ndarray], samples))), data, eod)
-    else:
-        batch = stacked(cast(list[Sample], samples))
+    batch = batch_of([dataset[row] for row in rows], data, eod)
     batch = batch._replace(num_targets=batch.loss_mask.sum(dtype=torch.float64).item())  # a read from a GPU would wait
     return batch.map(torch.Tensor.pin_memory) if pin else batch
 

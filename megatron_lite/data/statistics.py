@@ -1,42 +1,59 @@
-"""Statistics of a dataset for comparison with a validation loss."""
+"""Statistics of the targets of a dataset, for comparison with a validation loss: the tokens that the loss counts."""
+
+import math
+from collections.abc import Iterator
 
 import numpy as np
 
-from megatron_lite.data.blended import PADDING, Dataset
-from megatron_lite.data.tokenizer import Tokenizer
+from megatron_lite.config.schema import DataConfig
+from megatron_lite.data.blended import Dataset
+from megatron_lite.data.loader import batch_of
+from megatron_lite.data.tokenizer import BytesTokenizer, Tokenizer
 
 
-def unigram_entropy(dataset: Dataset, num_samples: int) -> float:
-    """Entropy in nats per token of the target tokens of samples 0 to `num_samples - 1`.
+def unigram_entropy(dataset: Dataset, num_samples: int, data: DataConfig, eod: int) -> float:
+    """Entropy in nats per token of the targets of samples 0 to `num_samples - 1`; 0 without any.
 
-    With p(t) the share of id t among all labels (`sample[1:]`): - sum over t of p(t) ln p(t). It is the lowest loss of
-    a model that predicts only from the frequency of tokens. No label is masked.
+    With p(t) the share of id t among the targets: - sum over t of p(t) ln p(t). It is the lowest loss of a model that
+    predicts only from the frequency of tokens.
     """
     counts = np.zeros(0, dtype=np.int64)
-    for sample in range(num_samples):
-        found = np.bincount(_targets(dataset, sample), minlength=len(counts))
+    for _, labels, is_target in _rows(dataset, num_samples, data, eod):
+        found = np.bincount(labels[is_target], minlength=len(counts))
         found[: len(counts)] += counts
         counts = found
-    shares = counts[counts > 0] / counts.sum()
+    shares = counts[counts > 0] / max(1, counts.sum())
     return float(-(shares * np.log(shares)).sum())
 
 
-def bytes_per_token(dataset: Dataset, num_samples: int, tokenizer: Tokenizer) -> float:
-    """Bytes of UTF-8 source text per target token of samples 0 to `num_samples - 1`.
+def bits_per_byte(loss: float, dataset: Dataset, num_samples: int, data: DataConfig, tokenizer: Tokenizer) -> float:
+    """A loss in nats per target of samples 0 to `num_samples - 1`, as bits per byte of their UTF-8 source text; nan
+    without text.
 
-    The target tokens are all labels with a loss; ends of documents count as tokens without bytes. A character on the
-    border of a sample decodes to replacement characters, an error of a few bytes per sample.
+    Ends of documents count as tokens without bytes. A character of which only some tokens are targets decodes to
+    replacement characters, an error of a few bytes per sample; bytes as tokens are counted exactly.
     """
-    num_tokens = num_bytes = 0
+    num_targets = num_bytes = 0
+    for tokens, labels, is_target in _rows(dataset, num_samples, data, tokenizer.eod):
+        num_targets += int(is_target.sum())
+        is_text = is_target & (labels != tokenizer.eod)
+        borders = np.flatnonzero(np.diff(is_text, prepend=False, append=False))
+        for start, end in borders.reshape(-1, 2).tolist():
+            # Text is decoded after the token before it: at the start of a text, decoders drop a space.
+            before = [token for token in tokens[start : start + 1].tolist() if token != tokenizer.eod]
+            both = [*before, *labels[start:end].tolist()]
+            num_bytes += _num_bytes(tokenizer, both) - _num_bytes(tokenizer, before)
+    return loss / math.log(2) * num_targets / num_bytes if num_bytes else math.nan
+
+
+def _num_bytes(tokenizer: Tokenizer, ids: list[int]) -> int:
+    return len(ids) if isinstance(tokenizer, BytesTokenizer) else len(tokenizer.decode(ids).encode())
+
+
+def _rows(
+    dataset: Dataset, num_samples: int, data: DataConfig, eod: int
+) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+    """The input tokens of each sample, its labels, and which labels are targets."""
     for sample in range(num_samples):
-        labels = _targets(dataset, sample)
-        num_tokens += len(labels)
-        num_bytes += len(tokenizer.decode(labels[labels != tokenizer.eod].tolist()).encode())
-    return num_bytes / num_tokens
-
-
-def _targets(dataset: Dataset, sample: int) -> np.ndarray:
-    found = dataset[sample]
-    if not isinstance(found, np.ndarray):
-        return found["labels"][found["loss_mask"] > 0]
-    return found[1:][found[1:] != PADDING]
+        batch = batch_of([dataset[sample]], data, eod)
+        yield batch.tokens[0].numpy(), batch.labels[0].numpy(), batch.loss_mask[0].numpy() > 0

@@ -18,7 +18,7 @@ from torch import Tensor
 from megatron_lite.ddp.data_parallel import DataParallel
 from megatron_lite.parallel.collectives import all_reduce
 from megatron_lite.parallel.context import ParallelContext
-from megatron_lite.parallel.shard import ParamTable
+from megatron_lite.parallel.shard import ParamTable, tied_names
 
 
 def finalize_grads(ddp: DataParallel, table: ParamTable, ctx: ParallelContext) -> None:
@@ -37,8 +37,8 @@ def finalize_grads(ddp: DataParallel, table: ParamTable, ctx: ParallelContext) -
         total = all_reduce(torch.cat([each.slots.flatten() for each in partial]), ctx.tp)
         for each, summed in zip(partial, total.split([each.slots.numel() for each in partial]), strict=True):
             each.grad.copy_(summed.view_as(each.slots)[each.slot].view_as(each.grad))
-    for name, grad in ddp.main_grads.items():
-        if table[name].tied:
+    for name in tied_names(table):
+        if (grad := ddp.main_grads.get(name)) is not None:
             grad.copy_(all_reduce(grad, ctx.embd))
 
 

@@ -13,7 +13,7 @@ from megatron_lite.ddp.sharded import ShardedDDP
 from megatron_lite.errors import TrainingError
 from megatron_lite.parallel.collectives import broadcast
 from megatron_lite.parallel.context import ParallelContext, duplicate_group, solo
-from megatron_lite.parallel.shard import ParamTable
+from megatron_lite.parallel.shard import ParamTable, tied_names
 
 
 def wrap_ddp(
@@ -75,5 +75,5 @@ def start_equal(params: Params, table: ParamTable, ctx: ParallelContext) -> None
         if not table[name].shard.is_split:
             parameter.copy_(broadcast(parameter.clone(), ctx.tp, src=0))
         parameter.copy_(broadcast(parameter.clone(), ctx.dp_cp, src=0))
-        if table[name].tied:
-            parameter.copy_(broadcast(parameter.clone(), ctx.embd, src=0))
+    for name in tied_names(table):
+        params[name].copy_(broadcast(params[name].clone(), ctx.embd, src=0))

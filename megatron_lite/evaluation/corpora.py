@@ -10,7 +10,7 @@ from megatron_lite.data.blended import PADDING, Dataset, cache_folder
 from megatron_lite.data.corpus_info import check_tokenizers
 from megatron_lite.data.indexed import IndexedDataset, bin_path
 from megatron_lite.data.samples import sample_maker
-from megatron_lite.data.statistics import bytes_per_token
+from megatron_lite.data.statistics import bits_per_byte
 from megatron_lite.data.text_dataset import Sample, SampleMaker, TextDataset, num_documents
 from megatron_lite.errors import ConfigError, DataError
 from megatron_lite.parallel.agreement import on_all
@@ -156,5 +156,5 @@ def _losses(run: Run, dataset: Dataset, samples: int) -> dict[str, float]:
     result = {"loss": means.loss, "perplexity": math.exp(min(means.loss, 20.0)), "targets": means.targets}
     if run.tokenizer is not None and run.config.model.architecture == "decoder":
         # Every rank reads the text, so that none waits for rank 0.
-        result["bits_per_byte"] = means.loss / math.log(2) / bytes_per_token(dataset, samples, run.tokenizer)
+        result["bits_per_byte"] = bits_per_byte(means.loss, dataset, samples, run.config.data, run.tokenizer)
     return result

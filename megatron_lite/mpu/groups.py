@@ -258,8 +258,9 @@ def get_embedding_group() -> dist.ProcessGroup:
     return _process_group(context().embd)
 
 
-def is_rank_in_embedding_group() -> bool:
-    return context().embd.rank >= 0
+def is_rank_in_embedding_group(ignore_virtual: bool = False) -> bool:
+    """True on the first and last stage; with `ignore_virtual` on all stages of the first and last rank."""
+    return is_pipeline_first_stage(ignore_virtual) or is_pipeline_last_stage(ignore_virtual)
 
 
 def get_position_embedding_group() -> dist.ProcessGroup:

@@ -125,6 +125,11 @@ class ParamMeta:
 ParamTable = dict[str, ParamMeta]
 
 
+def tied_names(table: ParamTable) -> list[str]:
+    """The tied parameters, in the order of collectives over embd on both stages: that of the originals' names."""
+    return sorted((name for name, meta in table.items() if meta.tied), key=lambda name: table[name].tied_to or name)
+
+
 def declare(parameter: torch.nn.Parameter, meta: ParamMeta) -> torch.nn.Parameter:
     """The parameter with its description, for `get_model` to collect."""
     parameter.meta = meta  # type: ignore[attr-defined]

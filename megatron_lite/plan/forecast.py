@@ -4,7 +4,6 @@ The first rank makes the plan before it joins the process group: a process has o
 """
 
 import os
-import time
 from dataclasses import replace
 from statistics import median
 from typing import Any
@@ -37,7 +36,7 @@ class Forecast:
     def __init__(self, config: Config) -> None:
         self.plan: Plan | None = None
         self.problem = ""
-        self._ends: list[float] = []
+        self._times: list[float] = []  # of iterations, without evaluations and checkpoints between them
         self._has_rates = False
         if (
             os.environ.get("RANK", "0") != "0"
@@ -67,23 +66,22 @@ class Forecast:
 
     def after_step(self, run: Run, report: StepReport) -> None:
         """Note the time of an iteration, and print the comparison after some of them."""
-        if self.plan is None or len(self._ends) > LAST:
+        if self.plan is None or len(self._times) > LAST:
             return
-        self._ends.append(time.perf_counter())
-        if len(self._ends) > LAST:
+        self._times.append(report.seconds)
+        if len(self._times) > LAST:
             tqdm.write(f" > {self._comparison(run)}")
 
     def _comparison(self, run: Run) -> str:
         plan, device = self.plan, run.ctx.device
         assert plan is not None
-        times = [end - start for start, end in zip(self._ends[FIRST:], self._ends[FIRST + 1 :], strict=False)]
         used = peak_memory_gb(device) - (self._resident if device.type == "cpu" else 0.0)
         here = (sum(plan.memory[0].values()) - plan.device.reserved_bytes) / 1e9
         what = "resident memory since its start" if device.type == "cpu" else "allocated"
         memory = f"memory of rank 0: {used:,.3g} GB {what}, {here:,.3g} planned"
         if not self._has_rates or run.config.train.ramp_up:  # the first steps of a ramp are smaller than planned
             return memory
-        measured = median(times)
+        measured = median(self._times[FIRST + 1 :])
         ratio = plan.step_seconds / measured
         return f"{memory}; iteration {duration(measured)}, {duration(plan.step_seconds)} planned ({ratio:.2f} of it)"
 

@@ -4,19 +4,25 @@ Every evaluation reads the same samples, the first ones of the split. So all los
 needs no position in the data.
 """
 
-import math
-
 import numpy as np
 import torch
 
 from megatron_lite.data.blended import Dataset, Splits
 from megatron_lite.data.loader import PrefetchingLoader
-from megatron_lite.data.statistics import bytes_per_token, unigram_entropy
+from megatron_lite.data.statistics import bits_per_byte, unigram_entropy
 from megatron_lite.errors import DataError, StoppedEarly
 from megatron_lite.parallel.collectives import all_reduce
 from megatron_lite.pipeline.schedules import build_schedule
 from megatron_lite.training.corpora import samples_of_evaluation
-from megatron_lite.training.forward_step import BUILT_IN_STEPS, Means, Sums, forward_of, means_of, sum_over_pipeline
+from megatron_lite.training.forward_step import (
+    BUILT_IN_STEPS,
+    Means,
+    Sums,
+    forward_of,
+    means_of,
+    next_token_loss,
+    sum_over_pipeline,
+)
 from megatron_lite.training.logs import RunLog
 from megatron_lite.training.run import Run
 from megatron_lite.training.signals import StopRequest
@@ -131,9 +137,9 @@ class Evaluation:
                     f"exiting program {reason}: training is done at iteration {run.state.iteration}, and saved, but "
                     "not its final evaluation; run the same command again to evaluate"
                 )
-            is_decoder = run.config.model.architecture == "decoder"
-            if name == "validation" and log.active and "lm loss" in losses and is_decoder:
-                log.say(comparison_line(run, losses["lm loss"], self._splits[name]))
+            is_cross_entropy = run.hooks.valid_forward_step is next_token_loss  # over the targets of the loss mask
+            if name == "validation" and log.active and is_cross_entropy and run.config.model.architecture == "decoder":
+                log.say(comparison_line(run, losses["lm loss"], self._splits[name], self._eod))
         self._answer_tasks(f"the end of training, iteration {run.state.iteration}")
 
     def _is_missing(self, name: str) -> bool:
@@ -166,12 +172,13 @@ class Evaluation:
         return losses
 
 
-def comparison_line(run: Run, loss: float, split: Dataset) -> str:
-    """A line with the validation loss, the unigram entropy, and the loss in bits per byte of source text."""
-    samples = evaluation_samples(run)
-    entropy = unigram_entropy(split, samples)
+def comparison_line(run: Run, loss: float, split: Dataset, eod: int) -> str:
+    """A line with the validation loss, the unigram entropy of its targets, and the loss in bits per byte of source
+    text."""
+    samples, data = evaluation_samples(run), run.config.data
+    entropy = unigram_entropy(split, samples, data, eod)
     text = f"validation loss {loss:.3f} nats/token, unigram entropy {entropy:.3f} nats/token"
     if run.tokenizer is not None:
-        bits = loss / math.log(2) / bytes_per_token(split, samples, run.tokenizer)
+        bits = bits_per_byte(loss, split, samples, data, run.tokenizer)
         text += f", {bits:.3f} bits per byte of source text"
     return text

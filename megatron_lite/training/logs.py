@@ -85,7 +85,7 @@ class RunLog:
         """Record a finished iteration; print the first one and every `log.interval`-th, then `times`."""
         if not self.active:
             return
-        tokens = global_batch * self.config.data.seq_length
+        tokens = report.tokens
         tflops = tokens * self.flops_per_token / seconds / self.ctx.grid.world_size / 1e12
         row: dict[str, Any] = {
             "iteration": state.iteration,

@@ -5,6 +5,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 
 from megatron_lite.data.blended import Dataset
@@ -105,7 +106,9 @@ class Iterations:
         else:
             with self._stragglers.measured() if is_compared else nullcontext():
                 report = train_step(run, portion)
-        log.iteration(state, report, samples, time.perf_counter() - started, self._times(number))
+        tokens = sum(batch.tokens.numel() for batch in portion) * dp * run.ctx.cp.size
+        report = replace(report, tokens=tokens, seconds=time.perf_counter() - started)
+        log.iteration(state, report, samples, report.seconds, self._times(number))
         if number == self._first:  # all long-lived memory is allocated by now
             log.say(f" > {memory_line(run)}")
         if is_compared and (line := self._stragglers.line()):

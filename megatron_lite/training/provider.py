@@ -20,8 +20,9 @@ from torch import nn
 
 from megatron_lite.checkpoint.match import BUILT_IN
 from megatron_lite.config.schema import Config
-from megatron_lite.errors import ConfigError
+from megatron_lite.errors import ConfigError, TrainingError
 from megatron_lite.mpu import groups as mpu
+from megatron_lite.mpu.tied import tie_stages
 from megatron_lite.parallel.context import ParallelContext
 from megatron_lite.parallel.random import RngTracker
 from megatron_lite.parallel.shard import ParamMeta, Shard, declare
@@ -101,21 +102,36 @@ def build_chunks(
     """
     function = provider.load() if isinstance(provider, NamedFunction) else provider
     if not {"pre_process", "post_process"} <= set(inspect.signature(function).parameters):
-        return function(config, ctx, rng, dtype=dtype)
+        chunks = function(config, ctx, rng, dtype=dtype)
+        check_num_chunks(chunks, config)
+        if function_name(provider):
+            tie_stages(chunks, ctx)
+        return chunks
     function = cast(Callable[..., nn.Module], function)
     chunks = []
     for chunk in range(config.parallel.virtual_pipeline):
         mpu.set_virtual_pipeline_model_parallel_rank(chunk)
         first, last = mpu.is_pipeline_first_stage(), mpu.is_pipeline_last_stage()
         chunks.append(function(pre_process=first, post_process=last).to(dtype))
-        _declare_parameters(chunks[-1], ctx)
+        _declare_parameters(chunks[-1], ctx, has_sequence_parallelism=config.parallel.sequence)
     mpu.set_virtual_pipeline_model_parallel_rank(0)
+    tie_stages(chunks, ctx)
     return chunks
 
 
-def _declare_parameters(chunk: nn.Module, ctx: ParallelContext) -> None:
+def check_num_chunks(model: Sequence[nn.Module], config: Config) -> None:
+    """Raise TrainingError for a model with more or fewer chunks than the config has."""
+    if len(model) != config.parallel.virtual_pipeline:
+        raise TrainingError(
+            f"the model provider returned {len(model)} chunks, and parallel.virtual_pipeline is "
+            f"{config.parallel.virtual_pipeline}; return that many, for stages pp.rank, pp.rank + pp.size, and so on"
+        )
+
+
+def _declare_parameters(chunk: nn.Module, ctx: ParallelContext, *, has_sequence_parallelism: bool) -> None:
     """Describe the parameters that have no description: by Megatron's attributes `tensor_model_parallel`,
-    `partition_dim` and `partition_stride`, without them as replicated over tp. Weight decay applies to matrices."""
+    `partition_dim`, `partition_stride` and `sequence_parallel`, without them as replicated over tp. Weight decay
+    applies to matrices."""
     for parameter in chunk.parameters():
         if hasattr(parameter, "meta"):
             continue
@@ -125,7 +141,9 @@ def _declare_parameters(chunk: nn.Module, ctx: ParallelContext) -> None:
             shape[dim] *= ctx.tp.size
             shard = Shard(dim, (shape[dim] // stride,) * stride if stride > 1 else ())
         # Its values are those of the provider; nothing draws them again.
-        declare(parameter, ParamMeta(tuple(shape), shard, "normal", decay=parameter.dim() > 1))
+        is_partial = has_sequence_parallelism and bool(getattr(parameter, "sequence_parallel", False))
+        meta = ParamMeta(tuple(shape), shard, "normal", decay=parameter.dim() > 1, sequence_parallel=is_partial)
+        declare(parameter, meta)
 
 
 def function_name(provider: Callable[..., Any]) -> str:

@@ -7,6 +7,7 @@ import torch
 from megatron_lite.errors import TrainingError
 from megatron_lite.parallel.agreement import all_gather_objects
 from megatron_lite.parallel.collectives import all_gather, all_reduce
+from megatron_lite.parallel.shard import tied_names
 from megatron_lite.training.run import Run
 from megatron_lite.training.state import due
 
@@ -21,10 +22,9 @@ def check_copies_if_debug(run: Run) -> None:
         return
     run.ddp.wait_for_params()
     num_different = 0
-    for name, parameter in run.params.items():
-        if run.table[name].tied:
-            first, last = all_gather(parameter.detach()[None], run.ctx.embd, dim=0)
-            num_different += not torch.equal(first, last)
+    for name in tied_names(run.table):
+        first, *others = all_gather(run.params[name].detach()[None], run.ctx.embd, dim=0)
+        num_different += any(not torch.equal(first, other) for other in others)
     if all_reduce(torch.tensor(float(num_different), device=run.ctx.device), run.ctx.world, "max").item():
         raise TrainingError(
             "train.debug: the word embedding of the first pipeline stage and its copy on the last stage differ; a "

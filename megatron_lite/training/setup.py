@@ -18,8 +18,8 @@ from megatron_lite.errors import TrainingError
 from megatron_lite.model.build import get_model
 from megatron_lite.model.init import starting
 from megatron_lite.optim.engine import build_data_parallel
-from megatron_lite.parallel.agreement import all_gather_objects, on_first
-from megatron_lite.parallel.context import Group, ParallelContext
+from megatron_lite.parallel.agreement import on_first
+from megatron_lite.parallel.context import ParallelContext
 from megatron_lite.parallel.dtypes import PRECISIONS
 from megatron_lite.parallel.random import RngTracker
 from megatron_lite.pipeline.engine import PipelineEngine
@@ -76,9 +76,6 @@ def build_run(
     def make_model() -> Sequence[nn.Module]:
         with starting("meta") if on_meta else nullcontext():
             model = build_chunks(model_provider, config, ctx, rng, dtype)
-        check_num_chunks(model, config)
-        if function_name(model_provider):
-            check_names_differ(model, ctx.pp)
         check_buffers(model)
         check_takes_documents(model, config)
         return model
@@ -106,34 +103,6 @@ def settle_vocabulary(config: Config, tokenizer: Tokenizer | None) -> Config:
     """The config with a vocabulary size. Raise ConfigError where neither config nor tokenizer has one."""
     raise_any(missing_vocabulary(config))
     return config if tokenizer is None else with_vocab_size(config, tokenizer.vocab_size)
-
-
-def check_num_chunks(model: Sequence[nn.Module], config: Config) -> None:
-    """Raise TrainingError for a model with more or fewer chunks than the config has."""
-    if len(model) != config.parallel.virtual_pipeline:
-        raise TrainingError(
-            f"the model provider returned {len(model)} chunks, and parallel.virtual_pipeline is "
-            f"{config.parallel.virtual_pipeline}; return that many, for stages pp.rank, pp.rank + pp.size, and so on"
-        )
-
-
-def check_names_differ(model: Sequence[nn.Module], pp: Group) -> None:
-    """Raise TrainingError where two stages have a parameter of one name, which would be one tensor in a checkpoint.
-
-    Communicates: the names over pp.
-    """
-    own = [[name for name, _ in chunk.named_parameters()] for chunk in model]
-    stages: dict[str, list[int]] = {}
-    for rank, chunks in enumerate(all_gather_objects(own, pp)):
-        for chunk, names in enumerate(chunks):
-            for name in names:
-                stages.setdefault(name, []).append(chunk * pp.size + rank)
-    for name, places in stages.items():
-        if len(places) > 1:
-            raise TrainingError(
-                f"stages {places[0]} and {places[1]} both have a parameter {name}, and a checkpoint would keep "
-                "one of them; number layers over the full model"
-            )
 
 
 def check_takes_documents(model: Sequence[nn.Module], config: Config) -> None:

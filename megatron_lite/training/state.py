@@ -29,6 +29,8 @@ class StepReport:
     bad: str = ""  # nan: not finite, and a smaller loss scale cannot help; spike: a loss that is too high
     bad_ranks: str = ""  # the ranks whose own loss is not finite, for a message
     losses: dict[str, float] = field(default_factory=dict)  # the loss by its name in logs, and a forward step's scalars
+    tokens: int = 0  # that the model has read, padding included; of the encoder in an encoder_decoder
+    seconds: float = 0.0  # of the iteration, without evaluations and checkpoints after it
 
 
 @dataclass

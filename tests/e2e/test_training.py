@@ -1,6 +1,7 @@
 """Properties of training runs other than parity and resume."""
 
 import gc
+import json
 import math
 import os
 import shutil
@@ -9,6 +10,7 @@ import weakref
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -34,8 +36,10 @@ from megatron_lite.parallel.embedding import VocabParallelEmbedding
 from megatron_lite.parallel.linear import column_parallel_linear
 from megatron_lite.parallel.loss import vocab_parallel_cross_entropy
 from megatron_lite.training import loop
+from megatron_lite.training.evaluate import comparison_line
 from megatron_lite.training.faults import answer_bad_values
 from megatron_lite.training.initialize import choose_device, set_determinism
+from megatron_lite.training.run import Run
 from megatron_lite.training.signals import StopRequest
 from tests.helpers.runs import CountingDataset, counting_splits, rows
 from tests.helpers.tiny import MODELS, next_microbatches, tiny_config, train_tiny
@@ -454,18 +458,44 @@ def test_a_signal_to_one_rank_stops_all_ranks(ranks):
     assert ranks(2, signal_rank_1) == ["after receiving SIGTERM"] * 2
 
 
-def evaluate_with_eod(masked: bool) -> float:
-    """The validation loss of data with many end-of-document tokens; `masked` sets data.eod_mask_loss."""
+def evaluate_with_eod(masked: bool) -> tuple[float, str]:
+    """The validation loss of data with many end-of-document tokens, and the line that compares it; `masked` sets
+    data.eod_mask_loss."""
     run = set_up("gpt", train__eval_iterations=1, train__micro_batch_size=4, data__eod_mask_loss=str(masked).lower(),
                  model__vocab_size=257, data__tokenizer="bytes")  # fmt: skip
     data = CountingDataset(20, run.config.data.seq_length, 8)  # ids below 8, so that id 3 is frequent
     loss = evaluate(run, data, 3)
+    line = comparison_line(run, loss, data, 3)
     finalize_megatron()
-    return loss
+    return loss, line
 
 
-def test_evaluation_respects_eod_mask_loss(ranks):
-    assert ranks(1, evaluate_with_eod, True) != ranks(1, evaluate_with_eod, False)
+def test_evaluation_and_the_entropy_beside_it_respect_eod_mask_loss(ranks):
+    """The entropy of other tokens than those of the loss would make a model look better or worse than it is."""
+    ((loss, line),), ((other_loss, other_line),) = (ranks(1, evaluate_with_eod, masked) for masked in (True, False))
+    assert loss != other_loss
+    data = CountingDataset(20, 16, 8)
+    samples = [data[number] for number in range(8)]  # a global batch
+    for text, targets in (
+        (line, np.concatenate([sample[1:][sample[:-1] != 3] for sample in samples])),
+        (other_line, np.concatenate([sample[1:] for sample in samples])),
+    ):
+        shares = np.bincount(targets) / len(targets)
+        entropy = -sum(share * math.log(share) for share in shares if share)
+        assert f"unigram entropy {entropy:.3f} nats/token, " in text
+
+
+def short_splits(run: Run) -> Splits:
+    return Splits(CountingDataset(1_000, run.config.data.seq_length // 2, run.config.model.vocab_size), None, None)
+
+
+def test_tokens_per_second_counts_the_tokens_that_the_model_reads(tmp_path):
+    """Custom samples can be shorter than data.seq_length; tokens that no sample has would make a run look faster."""
+    config = tiny_config("gpt", run__dir=str(tmp_path), train__iterations=2)
+    pretrain(config, datasets_provider=short_splits)
+    for line in (tmp_path / "metrics.jsonl").read_text().splitlines():
+        row = json.loads(line)
+        assert row["tokens_per_second"] * row["seconds"] == pytest.approx(config.train.global_batch(1) * 8)
 
 
 def test_garbage_is_collected_at_fixed_iterations_only(tmp_path, monkeypatch):

@@ -22,9 +22,14 @@ def write_run(
     write_config(config)
     for iteration, loss in enumerate(losses, start=1):
         state = TrainState(iteration=iteration, consumed_samples=BATCH * iteration)
-        report = StepReport(
-            loss=loss, grad_norm=2.0, lr=1e-3 / iteration, loss_scale=1.0, skipped=False, losses={"lm loss": loss}
-        )
+        values = {
+            "loss": loss,
+            "grad_norm": 2.0,
+            "lr": 1e-3 / iteration,
+            "loss_scale": 1.0,
+            "losses": {"lm loss": loss},
+        }
+        report = StepReport(skipped=False, tokens=BATCH * config.data.seq_length, **values)
         log.iteration(state, report, BATCH, seconds)
         if validation and iteration in validation:
             log.evaluation(state, {"lm loss": validation[iteration]}, f"iteration {iteration}")

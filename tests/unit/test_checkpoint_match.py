@@ -52,6 +52,19 @@ def test_other_fused_parts_are_another_model(root):
     )
 
 
+def test_a_weight_that_was_trained_apart_from_its_original_is_another_model(tmp_path):
+    """Earlier versions trained both halves of a custom model's embedding: resumed as copies, they would stay apart.
+
+    Of the built-in model, a checkpoint without `copy_of` has equal copies.
+    """
+    table = {**TABLE, FC2: replace(TABLE[FC2], tied=True, tied_to=QKV)}
+    save(tmp_path, 1, one_process(), origin={"model_provider": "mine.py:build"})
+    message = message_of_load(tmp_path, table, provider="mine.py:build")
+    assert f"{FC2}, in this model a copy of {QKV}, was trained apart from it. Look at" in message
+    save(tmp_path, 2, one_process())
+    load(tmp_path, 2, one_process(), table=table)
+
+
 def test_the_error_of_missing_tensors_names_them(root):
     table = {**TABLE, **{f"decoder.layers.{n}.bias": ParamMeta((4,), Shard(), "zeros") for n in range(1, 6)}}
     message = message_of_load(root, table, config={"model": {**CONFIG["model"], "num_layers": 6}})

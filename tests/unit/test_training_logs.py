@@ -33,7 +33,10 @@ def make_log(tmp_path):
 
 
 def report(loss: float, skipped: bool = False) -> StepReport:
-    return StepReport(loss=loss, grad_norm=2.0, lr=1e-3, loss_scale=1.0, skipped=skipped, losses={"lm loss": loss})
+    losses = {"lm loss": loss}
+    return StepReport(
+        loss=loss, grad_norm=2.0, lr=1e-3, loss_scale=1.0, skipped=skipped, losses=losses, tokens=8 * 1024
+    )
 
 
 def test_a_nan_loss_is_printed(make_log, capsys):

@@ -104,13 +104,15 @@ class MarkedLayer(nn.Module):
         by_row = {"tensor_model_parallel": True, "partition_dim": 1}
         fused = {"tensor_model_parallel": True, "partition_dim": 0, "partition_stride": 3}
         self.qkv, self.dense, self.norm = marked((6, 4), **fused), marked((4, 2), **by_row), marked((4,))
+        self.partial = marked((4,), sequence_parallel=True)
 
 
 def test_parameters_with_megatrons_attributes_get_their_shards():
-    """A shard that counts as replicated would be counted twice in the gradient norm, and saved as the full tensor."""
+    """A shard that counts as replicated would be counted twice in the gradient norm, and saved as the full tensor. A
+    norm with the gradient of its rank's part of the sequence would become another one on each rank."""
     ctx = ParallelContext.at(Grid(tp=2), 0)
     groups.register(ctx)
-    config = tiny_config("gpt")
+    config = tiny_config("gpt", parallel__sequence="true", parallel__tensor=2)
 
     def provider(pre_process: bool, post_process: bool) -> nn.Module:
         assert pre_process and post_process
@@ -122,4 +124,5 @@ def test_parameters_with_megatrons_attributes_get_their_shards():
     assert (table["qkv"].shape, table["qkv"].shard, table["qkv"].decay) == ((12, 4), Shard(0, (4, 4, 4)), True)
     assert (table["dense"].shape, table["dense"].shard) == ((4, 4), Shard(1))
     assert (table["norm"].shape, table["norm"].shard, table["norm"].decay) == ((4,), Shard(), False)
+    assert [table[name].sequence_parallel for name in ("norm", "partial")] == [False, True]
     assert chunk.qkv.dtype == torch.float64
