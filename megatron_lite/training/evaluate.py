@@ -165,7 +165,7 @@ def comparison_line(run: Run, loss: float, split: Dataset) -> str:
     """A line with the validation loss, the unigram entropy, and the loss in bits per byte of source text."""
     samples = evaluation_samples(run)
     entropy = unigram_entropy(split, samples)
-    text = f"validation loss {loss:.3f} nats/token, unigram entropy {entropy:.3f} nats/token"
+    text = f"validation loss {loss:.3f} nats/token, unigram entropy {entropy:.3f}"
     if run.tokenizer is not None:
         bits = loss / math.log(2) / bytes_per_token(split, samples, run.tokenizer)
         text += f", {bits:.3f} bits per byte of source text"

@@ -62,9 +62,7 @@ def train(run: Run, train_set: Dataset, eod: int, log: RunLog, evaluation: Evalu
                     f"exiting program {reason}: stopped at iteration {run.state.iteration} of "
                     f"{config.train.iterations}, and saved a checkpoint; run the same command again to continue"
                 )
-        log.date("after training is done")
         evaluation.evaluate_finished_model(stop)
-        log.date("after the final evaluation")
     if run.progress.timers is not None:
         log.times(run.state, run.progress.timers.compared(run.ctx.world))
 
@@ -106,8 +104,8 @@ class Iterations:
             with self._stragglers.measured() if is_compared else nullcontext():
                 report = train_step(run, portion)
         log.iteration(state, report, samples, time.perf_counter() - started, self._times(number))
-        if number == self._first:  # all long-lived memory is allocated by now
-            log.say(f" > {memory_line(run)}")
+        if number == self._first and config.log.megatron_line:  # all long-lived memory is allocated by now
+            log.say(memory_line(run))
         if is_compared and (line := self._stragglers.line()):
             log.say(line)
         answer_bad_values(run, report, log.say)
