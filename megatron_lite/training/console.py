@@ -18,7 +18,7 @@ from megatron_lite.config.schema import LogConfig
 WIDTH = 100
 BAR: Any = {"bar_format": "{n_fmt}/{total_fmt} |{bar}| {percentage:.0f}%, {remaining} left{postfix}", "leave": False}
 COLOURS = {  # by the text that has it
-    r"^ *[A-Z]{3,}\b.*": "1;31",  # bad news
+    r"^[A-Z]{3,}\b.*": "1;31",  # bad news
     r"\b(loss|grad norm) (nan|-?inf)|\b\d+ (skipped|not finite)|\bloss scale .*?(?=  )": "1;31",
     r"^(validation|test|task) .*": "32",
     r"^saved .*": "34",
@@ -29,8 +29,7 @@ COLOURS = {  # by the text that has it
 def say(text: str, log: LogConfig) -> None:
     """Print a text on standard output. With `log.megatron_line` it stays as it is, for parsers."""
     if not log.megatron_line:
-        indent = " " * (len(text) - len(text.lstrip()) + 4)
-        text = textwrap.fill(text, WIDTH, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+        text = textwrap.fill(text, WIDTH, subsequent_indent="    ", break_long_words=False, break_on_hyphens=False)
         # https://no-color.org
         if sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM", "dumb") != "dumb":
             text = _painted(text)

@@ -166,7 +166,7 @@ class RunLog:
             self._board = self._open_board(state)
         if was_deleted:
             self.say(
-                f" DELETED: {self.folder} was deleted during iteration {state.iteration}; it is created again with all "
+                f"DELETED: {self.folder} was deleted during iteration {state.iteration}; it is created again with all "
                 "rows of metrics.jsonl, but earlier checkpoints and TensorBoard points are lost"
             )
 
