@@ -15,10 +15,7 @@ import tempfile
 import time
 from pathlib import Path
 from statistics import mean
-from typing import TYPE_CHECKING, NamedTuple
-
-if TYPE_CHECKING:
-    from megatron_lite import Config
+from typing import NamedTuple
 
 CONFIG = "configs/quickstart.yaml"
 RUN = Path("runs/quickstart")
@@ -59,9 +56,9 @@ def main() -> None:
     started = time.monotonic()
     DATA.mkdir(parents=True, exist_ok=True)
     prepare_data(options.sources)
-    saved = RUN / "config.yaml"
-    if saved.exists():
-        config, ranks, overrides = str(saved), saved_config().parallel.tensor, []
+    saved = [path for path in (RUN / "settings.yaml", RUN / "config.yaml") if path.exists()]  # new and old name
+    if saved:
+        config, ranks, overrides = str(saved[0]), tensor_parallel_size(saved[0]), []
         print("3/5 resuming the run with its config", flush=True)
     else:
         config, ranks = CONFIG, num_ranks()
@@ -107,11 +104,13 @@ def prepare_data(folder: Path) -> None:
     if not tokenizer.exists():
         print(f"1/5 training a BPE tokenizer of 4,096 tokens on {folder}", flush=True)
         prefix = str(DATA / "tokenizer")
-        megatron_lite("train-tokenizer", "--output-prefix", prefix, "--vocab-size", "4096", "--input", *sources)
+        words = ["--output-prefix", prefix, "--vocab-size", "4096", "--input", *sources]
+        megatron_lite("train-tokenizer", *words, stdout=subprocess.DEVNULL)  # it prints what to type next
     if not (DATA / "stdlib_text_document.idx").exists():
         print("2/5 tokenizing the sources", flush=True)
         words = ["--output-prefix", str(DATA / "stdlib"), "--tokenizer", f"sentencepiece:{tokenizer}", "--workers", "2"]
-        megatron_lite("preprocess", *words, "--append-eod", "--language-tag", "--input", *sources)
+        words += ["--append-eod", "--language-tag", "--input", *sources]
+        megatron_lite("preprocess", *words, stdout=subprocess.DEVNULL)
 
 
 def python_sources(folder: Path) -> list[str]:
@@ -145,8 +144,8 @@ def choose(ranks: int, deadline: float) -> list[str]:
         plan = Plan(choice, precision, iterations, step_seconds)
     iterations = iterations_until(deadline, plan.step_seconds)  # measurements take time too
     print(
-        f"3/5 training on {ranks} process(es) in {precision}, hidden size {plan.choice.hidden_size}: a step takes "
-        f"{plan.step_seconds:.2f} s, {iterations} steps about {iterations * plan.step_seconds / 60:.1f} minutes",
+        f"3/5 training on {ranks} process(es) in {precision}: a step takes {plan.step_seconds:.2f} s, {iterations} "
+        f"steps about {iterations * plan.step_seconds / 60:.1f} minutes",
         flush=True,
     )
     return [*overrides_of(plan.choice, precision), *lengths(iterations), f"parallel.tensor={ranks}"]
@@ -189,10 +188,10 @@ def measured_step(choice: Choice, precision: str, ranks: int) -> float:
     return mean(row["seconds"] for row in rows[WARM_UP:])
 
 
-def saved_config() -> "Config":
+def tensor_parallel_size(config: Path) -> int:
     from megatron_lite import load_config
 
-    return load_config(RUN / "config.yaml")
+    return load_config(config).parallel.tensor
 
 
 def closing_words(ranks: int, seconds: float) -> str:

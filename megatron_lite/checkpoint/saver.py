@@ -91,9 +91,8 @@ class Saver:
         """
         self.wait(say)
         failed = self._in_background and any(all_gather_objects(self._failed, self._ctx.world))
-        say(f" saving checkpoint at iteration {iteration:7d} to {root}")
         started = time.perf_counter()
-        self._label = f"checkpoint from iteration {iteration:7d} to {root}"
+        self._label = f"checkpoint from iteration {iteration} to {root}"
         if must_be_done or failed or not self._in_background:
             store.save(root, iteration, ctx=self._ctx, contents=contents, **rest)
             if failed:
@@ -126,7 +125,7 @@ class Saver:
 
         self._in_flight = self._thread.submit(write)
         self._is_copied = is_copied
-        say("  it is copied and written while training continues")
+        say(f"copying and writing the {self._label} while training continues")
         if copy_at_once:
             is_copied.wait()
         self._waited_seconds = time.perf_counter() - started
@@ -159,7 +158,7 @@ class Saver:
             self._report_success(say, seconds, f", of which training waited {waited:.2f} s")
         except Exception as error:  # of any kind: training itself can continue
             self._failed = True
-            say(f"  FAILED to save {self._label}: {error}. Training continues, and stops if the next save fails too")
+            say(f"FAILED to save {self._label}: {error}. Training continues, and stops if the next save fails too")
 
     def close(self, say: Say) -> None:
         """Wait for the save in flight, and stop the thread."""
@@ -170,7 +169,7 @@ class Saver:
             self._pinned = PinnedMemory()
 
     def _report_success(self, say: Say, seconds: float, more: str = "") -> None:
-        say(f"  successfully saved {self._label} ({seconds:.1f} s{more})")
+        say(f"saved {self._label} ({seconds:.1f} s{more})")
 
     def _copied(self, contents: Contents, ready: torch.cuda.Event | None) -> Contents:
         """Copies in host memory of the values at the event `ready`; a GPU computes meanwhile."""

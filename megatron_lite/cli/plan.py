@@ -295,7 +295,8 @@ def _search(
     import json
 
     from megatron_lite.cli.inspect import aligned
-    from megatron_lite.config.load import dump_config
+    from megatron_lite.config.load import dump_settings
+    from megatron_lite.config.schema import Config
     from megatron_lite.files import atomic_write
     from megatron_lite.plan.layouts import changes
     from megatron_lite.plan.search import Search, find, reason
@@ -327,5 +328,5 @@ def _search(
         differing = " ".join(changes(config, best[0].layout))
         typer.echo(f"use: {differing}" if differing else "the config has the fastest layout")
     if out is not None:
-        atomic_write(out, dump_config(settings))
+        atomic_write(out, dump_settings(Config.model_validate(settings.model_dump())))  # without given defaults
         typer.echo(f"config in {out}", err=as_json)

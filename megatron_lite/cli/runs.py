@@ -1,4 +1,4 @@
-"""Reads training runs for `plot` and `compare`: metrics.jsonl and config.yaml of a run.dir.
+"""Reads training runs for `plot` and `compare`: metrics.jsonl and resolved.yaml of a run.dir.
 
 A run that is still training can be read. An incomplete last line is a row that is being written, and is left out.
 """
@@ -36,16 +36,24 @@ class TrainedRun:
 
     @cached_property
     def config(self) -> dict[str, Any]:
-        """The values of config.yaml by section.field. Fields of other versions of megatron_lite stay as they are."""
-        return _read_config(self.folder / "config.yaml")
+        """All settings by section.field. Fields of other versions of megatron_lite stay as they are."""
+        return _read_config(self._config_file)
+
+    @property
+    def _config_file(self) -> Path:
+        """resolved.yaml; in a run.dir of an older version config.yaml."""
+        from megatron_lite.config.load import OLD_RESOLVED, RESOLVED
+
+        new, old = self.folder / RESOLVED, self.folder / OLD_RESOLVED
+        return old if old.exists() and not new.exists() else new
 
     @property
     def seq_length(self) -> int:
-        """Tokens in a sequence. Raises ConfigError if config.yaml has no such number."""
+        """Tokens in a sequence. Raises ConfigError if resolved.yaml has no such number."""
         value = self.config.get("data.seq_length")
         if not isinstance(value, int) or value < 1:
             raise ConfigError(
-                f"{self.folder / 'config.yaml'}: data.seq_length is {value}; the number of tokens needs an integer "
+                f"{self._config_file}: data.seq_length is {value}; the number of tokens needs an integer "
                 "above 0, as pretrain wrote it"
             )
         return value

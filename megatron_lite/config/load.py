@@ -17,12 +17,16 @@ from annotated_types import Ge, Gt, Lt
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
+from megatron_lite.config.presets import PRESETS
 from megatron_lite.config.schema import Config, Section
 from megatron_lite.config.types import Accepts
 from megatron_lite.config.validate import raise_any
 from megatron_lite.config.yaml_file import compose, line_of, show_value, value_of
 from megatron_lite.errors import ConfigError
 
+SETTINGS, RESOLVED = "settings.yaml", "resolved.yaml"  # of a run.dir: the given fields, and all fields
+OLD_RESOLVED = "config.yaml"  # the name of RESOLVED in older run.dirs
+WRITTEN = "# Written by megatron-lite, again at each start of the run: copy this file to change it.\n"
 AnyConfig = TypeVar("AnyConfig", bound=Config)
 
 
@@ -98,6 +102,27 @@ def load_config(path: str | Path | None, overrides: Sequence[str] = (), config_t
 def dump_config(config: Config) -> str:
     """YAML with every field, which `load_config` reads back as the same config."""
     return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True, width=120)
+
+
+def dump_settings(config: Config) -> str:
+    """YAML with the given fields alone, which `load_config` reads back as the same config.
+
+    Given is what differs from the default or the preset, and what a file or a script names, unless it names all fields.
+    """
+    settings = {}
+    for name, values in config.model_dump(mode="json").items():
+        section: Section = getattr(config, name)
+        fields, preset = type(section).model_fields, PRESETS.get(getattr(section, "preset", ""), {})
+        given = section.model_fields_set - preset.keys()
+        given = given if given < fields.keys() - preset.keys() else set()
+        default = {key: info.get_default(call_default_factory=True) for key, info in fields.items()}
+        kept = {
+            key: value
+            for key, value in values.items()
+            if key in given or (value != preset[key] if key in preset else getattr(section, key) != default[key])
+        }
+        settings |= {name: kept} if kept else {}
+    return yaml.safe_dump(settings, sort_keys=False, allow_unicode=True, width=120)
 
 
 def resolved(config: Config, world_size: int) -> Config:

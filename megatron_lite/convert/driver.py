@@ -19,7 +19,7 @@ from tqdm import tqdm
 
 from megatron_lite.checkpoint.match import MODEL_PROVIDER
 from megatron_lite.checkpoint.tensor_file import Spec, save_errors
-from megatron_lite.config.load import load_config
+from megatron_lite.config.load import SETTINGS, load_config
 from megatron_lite.config.schema import Config
 from megatron_lite.convert import codegeex, gguf_file, huggingface, megatron, native, torch_dist, verify
 from megatron_lite.convert.grid_files import Values
@@ -107,8 +107,9 @@ def _reader(request: Request, source_format: str) -> Callable[[Path, Mapping[str
 
 def _next_step(request: Request, target: Path, provider: str) -> str:
     """The command that trains from the target's weights, or resumes its run."""
-    config = load_config(request.target / "config.yaml")
-    words = ["megatron-lite", "pretrain", "--config", str(request.target / "config.yaml")]
+    settings = request.target / SETTINGS
+    config = load_config(settings)
+    words = ["megatron-lite", "pretrain", "--config", str(settings)]
     words += ["--model", provider] if provider else []
     if (ranks := config.parallel.model_size) > 1:
         words += ["--nproc-per-node", str(ranks)]

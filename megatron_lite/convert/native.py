@@ -18,7 +18,7 @@ from megatron_lite.checkpoint.match import MODEL_PROVIDER
 from megatron_lite.checkpoint.reshard import moves, rectangles
 from megatron_lite.checkpoint.store import Opened
 from megatron_lite.checkpoint.tensor_file import Spec
-from megatron_lite.config.load import dump_config
+from megatron_lite.config.load import SETTINGS, WRITTEN, dump_settings
 from megatron_lite.config.schema import Config, DataConfig, ModelConfig, TrainConfig
 from megatron_lite.config.validate import failures, raise_any
 from megatron_lite.convert import tokenizer_files
@@ -226,4 +226,4 @@ def _write_run(
 ) -> None:
     root = path / "checkpoints"
     write_grid(root, iteration, values, tables=tables, config=config, state=state, origin=origin, progress=progress)
-    directory.write_durably(path / "config.yaml", dump_config(config).encode())
+    directory.write_durably(path / SETTINGS, (WRITTEN + dump_settings(config)).encode())

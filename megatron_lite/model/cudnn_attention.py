@@ -99,6 +99,6 @@ def _give_up(error: RuntimeError, where: str) -> None:
         raise error
     if not _has_failed:
         reason = str(error).splitlines()[0]
-        line = f" > attention: cuDNN failed in {where} ({reason}); torch's other kernels compute it from now on"
+        line = f"attention: cuDNN failed in {where} ({reason}); torch's other kernels compute it from now on"
         print(line, flush=True)
     _has_failed = True

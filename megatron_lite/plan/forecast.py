@@ -9,7 +9,6 @@ from statistics import median
 from typing import Any
 
 import torch
-from tqdm import tqdm
 
 from megatron_lite.config.schema import Config
 from megatron_lite.config.validate import with_vocab_size
@@ -22,6 +21,7 @@ from megatron_lite.plan.links import Machines
 from megatron_lite.plan.measured import default_profile, read_profile
 from megatron_lite.plan.report import ranks_of
 from megatron_lite.plan.units import duration, size_text
+from megatron_lite.training.console import say
 from megatron_lite.training.run import Run
 from megatron_lite.training.state import StepReport
 from megatron_lite.training.throughput import known_gpu, peak_memory_gb
@@ -70,7 +70,7 @@ class Forecast:
             return
         self._times.append(report.seconds)
         if len(self._times) > LAST:
-            tqdm.write(f" > {self._comparison(run)}")
+            say(self._comparison(run), run.config.log)
 
     def _comparison(self, run: Run) -> str:
         plan, device = self.plan, run.ctx.device

@@ -53,7 +53,7 @@ def traced_step(run: Run, microbatches: list[Batch], say: Callable[[str], None])
             atomic_write(path, json.dumps(chrome_trace(timelines, run.ctx)))
         found = bubbles(run, timelines, len(microbatches))
         say(
-            f" pipeline of iteration {run.state.iteration}, {run.config.parallel.schedule}, {len(microbatches)} "
+            f"pipeline of iteration {run.state.iteration}, {run.config.parallel.schedule}, {len(microbatches)} "
             f"micro-batches: bubble {found.measured:.3f} measured, {found.predicted:.3f} predicted from the mean time "
             f"of each stage's actions, {found.equal:.3f} with equal stages; timeline in {path}"
         )

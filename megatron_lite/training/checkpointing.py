@@ -19,6 +19,7 @@ from megatron_lite.parallel.agreement import on_first
 from megatron_lite.parallel.collectives import all_reduce
 from megatron_lite.parallel.grid import Grid
 from megatron_lite.parallel.random import seed_everything
+from megatron_lite.training.console import say
 from megatron_lite.training.replicas import check_replicas_equal
 from megatron_lite.training.run import Run
 from megatron_lite.training.start import checkpoints_of, find_start, local_root, resumed_state, stored_config
@@ -194,7 +195,7 @@ def _report(run: Run, *lines: str) -> None:
     """Print the lines that are not empty, on rank 0."""
     for line in lines:
         if line and run.ctx.rank == 0:
-            print(f" {line}", flush=True)
+            say(line, run.config.log)
 
 
 def _load(run: Run, root: Path, iteration: int, contents: Contents) -> store.Loaded:

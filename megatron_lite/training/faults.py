@@ -76,7 +76,7 @@ def answer_bad_values(run: Run, report: StepReport, say: Say) -> None:
             f"training stops. {advice(run, report)}"
         )
     if answer == "skip":
-        say(f" SKIPPED {what}: no weight changes")
+        say(f"SKIPPED {what}: no weight changes")
     else:
         roll_back(run, report, what, say)
 
@@ -119,13 +119,13 @@ def roll_back(run: Run, report: StepReport, what: str, say: Say) -> None:
             f"{what}; {bad.rollbacks} rollbacks to iteration {newest} reach faults.patience; training stops. "
             f"{advice(run, report)}"
         )
-    say(f" ROLLING BACK from {what}")
+    say(f"ROLLING BACK from {what}")
     with run.progress.during("rolling back"):
         load_or_fall_back(run, load_run, root, newest)
     state = run.state
     state.skipped += bad.iteration - state.iteration
     say(
-        f" weights and optimizer are those of iteration {state.iteration}; the data of iterations "
+        f"weights and optimizer are those of iteration {state.iteration}; the data of iterations "
         f"{state.iteration + 1} to {bad.iteration} is skipped, and training continues at iteration {bad.iteration + 1}"
     )
     state.rolled_back_to, state.rollbacks = state.iteration, rollbacks

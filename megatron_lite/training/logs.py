@@ -1,13 +1,11 @@
 """The outputs of a run, on rank 0 alone: printed lines, metrics.jsonl and TensorBoard.
 
-The iteration line has Megatron-LM's fields in its order, without uninformative ones, and tokens per second and the
-remaining time. `log.megatron_line` prints exactly Megatron-LM's fields, for its parsers. Unlike Megatron-LM, the line
-shows a loss that is not finite, as `nan`.
+A printed line is short, for a person. `log.megatron_line` prints Megatron-LM's lines in its words, for its parsers, and
+the timers. Unlike Megatron-LM, both show a loss that is not finite, as `nan`.
 """
 
 import contextlib
 import math
-import sys
 import threading
 from collections import defaultdict
 from collections.abc import Mapping
@@ -20,12 +18,15 @@ from tqdm import tqdm
 
 from megatron_lite.checkpoint.lock import Lock
 from megatron_lite.config.flops import flops_per_token
-from megatron_lite.config.load import dump_config
+from megatron_lite.config.load import RESOLVED, SETTINGS, WRITTEN, dump_config, dump_settings
 from megatron_lite.config.schema import Config, LogConfig
+from megatron_lite.errors import TrainingError
 from megatron_lite.files import atomic_write
 from megatron_lite.parallel.context import ParallelContext
 from megatron_lite.parallel.dtypes import PRECISIONS
+from megatron_lite.training import console
 from megatron_lite.training.board import Board
+from megatron_lite.training.console import brief
 from megatron_lite.training.metrics import MetricsFile, write_errors
 from megatron_lite.training.state import StepReport, TrainState, samples_for
 from megatron_lite.training.throughput import peak_memory_gb, peak_tflops
@@ -44,6 +45,7 @@ class RunLog:
         self.active = ctx.rank == 0
         self._recent: dict[str, float] = defaultdict(float)
         self._losses: dict[str, float] = defaultdict(float)  # sums over recent iterations that were not skipped
+        self._printed_scale = 0.0
         if not self.active:
             return
         self.peak = config.log.peak_tflops or peak_tflops(ctx.device, PRECISIONS[config.train.precision])
@@ -55,24 +57,23 @@ class RunLog:
             self._metrics = MetricsFile(self.folder / "metrics.jsonl", state.iteration)
             self._board = self._open_board(state)
         self._bar = tqdm(
-            total=config.train.iterations, initial=state.iteration, unit="it", disable=None, dynamic_ncols=True
+            total=config.train.iterations, initial=state.iteration, disable=None, dynamic_ncols=True, **console.BAR
         )
 
     def _open_board(self, state: TrainState) -> Board | None:
         if self.config.log.tensorboard and find_spec("tensorboard") is None:
-            self.say(" > no TensorBoard files: Python cannot import tensorboard (pip install tensorboard)")
+            self.say("no TensorBoard files: Python cannot import tensorboard (pip install tensorboard)")
             return None
         return Board(self.folder / "tensorboard", self.config, state) if self.config.log.tensorboard else None
 
     def say(self, text: str) -> None:
         """Print on rank 0, above the progress bar."""
-        if self.active:
-            tqdm.write(text, file=sys.stdout)
-            sys.stdout.flush()
+        if self.active and text:
+            console.say(text, self.config.log)
 
-    def date(self, place: str, at: datetime | None = None) -> None:
-        """Print the date at a place between two phases of the run, as Megatron-LM does; `at`: an earlier one."""
-        self.say(f"[{place}] datetime: {at or datetime.now():%Y-%m-%d %H:%M:%S}")
+    def say_either(self, text: str, in_megatron_words: str) -> None:
+        """Print the first text or, with `log.megatron_line`, the second one."""
+        self.say(in_megatron_words if self.config.log.megatron_line else text)
 
     def iteration(
         self,
@@ -117,13 +118,18 @@ class RunLog:
             "skipped-iterations": state.skipped,
         }
         self._record(row, scalars | speed | times_for_board(times or {}), state)
-        self._bar.set_postfix_str(f"loss {report.loss:.3f}, {row['tokens_per_second']:,.0f} tokens/s", refresh=False)
+        rate = f"{tqdm.format_sizeof(row['tokens_per_second'])} tokens/s"
+        postfix = f"loss {brief(report.loss)}, lr {report.lr:.2e}, {rate}"
+        self._bar.set_postfix_str(postfix, refresh=False)
         self._bar.update(state.iteration - self._bar.n)
-        self._collect(report, tokens, seconds, tflops)
+        self._collect(report, global_batch, seconds, tflops)
         if is_printed(state.iteration, self.config.log):
-            self.say(self._line(state, report, global_batch))
+            count = self._recent["losses"]
+            means = {name: self._losses[name] / count if count else value for name, value in report.losses.items()}
+            self.say_either(self._line(state, report, means), self._megatron_line(state, report, means, global_batch))
             if times:
-                self.say(timers_line(times, self.ctx.world.size))
+                self.say_either("", timers_line(times, self.ctx.world.size))
+            self._printed_scale = report.loss_scale
             self._recent.clear()
             self._losses.clear()
 
@@ -132,7 +138,7 @@ class RunLog:
         if self.active and times:
             if self._board is not None:
                 self._board.add(times_for_board(times), state)
-            self.say(timers_line(times, self.ctx.world.size))
+            self.say_either("", timers_line(times, self.ctx.world.size))
 
     @property
     def _on_gpu(self) -> bool:
@@ -160,15 +166,16 @@ class RunLog:
             self._board = self._open_board(state)
         if was_deleted:
             self.say(
-                f" DELETED: {self.folder} was deleted during iteration {state.iteration}; it is created again with all "
+                f"DELETED: {self.folder} was deleted during iteration {state.iteration}; it is created again with all "
                 "rows of metrics.jsonl, but earlier checkpoints and TensorBoard points are lost"
             )
 
-    def _collect(self, report: StepReport, tokens: int, seconds: float, tflops: float) -> None:
+    def _collect(self, report: StepReport, samples: int, seconds: float, tflops: float) -> None:
         recent = self._recent
         recent["iterations"] += 1
         recent["seconds"] += seconds
-        recent["tokens"] += tokens
+        recent["samples"] += samples
+        recent["tokens"] += report.tokens
         recent["tflop_seconds"] += tflops * seconds
         recent["skipped"] += report.skipped
         recent["nan"] += not math.isfinite(report.loss)
@@ -177,32 +184,41 @@ class RunLog:
             for name, value in report.losses.items():
                 self._losses[name] += value
 
-    def _line(self, state: TrainState, report: StepReport, global_batch: int) -> str:
+    def _line(self, state: TrainState, report: StepReport, means: dict[str, float]) -> str:
+        recent, total, others = self._recent, self.config.train.iterations, dict(means)
+        loss = others.pop(total_name(means), report.loss)
+        samples = samples_for(self.config.train, self.ctx.dp.size, state) - state.consumed_samples  # a ramp grows
+        left = tqdm.format_interval(recent["seconds"] / recent["samples"] * samples)
+        is_new_scale = self.config.train.precision == "fp16" and report.loss_scale != self._printed_scale
+        fields = {  # and whether they are shown
+            f"iteration {state.iteration:{len(str(total))}}/{total}": True,
+            f"loss {brief(loss)}": True,
+            f"{recent['nan']:.0f} not finite": recent["nan"] > 0,
+            f"{recent['skipped']:.0f} skipped": recent["skipped"] > 0,
+            f"loss scale {report.loss_scale:g}": is_new_scale,
+            **dict.fromkeys(named(others), True),
+            f"lr {report.lr:.2e}": True,
+            f"{tqdm.format_sizeof(recent['tokens'] / recent['seconds'])} tokens/s": True,
+            f"{left} left": 1 < state.iteration < total,  # the first one also compiles and allocates
+            f"grad norm {brief(report.grad_norm)}": True,
+        }
+        return console.one_line([text for text, is_shown in fields.items() if is_shown])
+
+    def _megatron_line(self, state: TrainState, report: StepReport, means: dict[str, float], global_batch: int) -> str:
         recent, total = self._recent, self.config.train.iterations
-        count = recent["losses"]
-        losses = {name: self._losses[name] / count if count else value for name, value in report.losses.items()}
-        seconds, tflops = recent["seconds"] / recent["iterations"], recent["tflop_seconds"] / recent["seconds"]
-        now = f"{datetime.now():%Y-%m-%d %H:%M:%S.%f}"
-        everything, is_fp16 = self.config.log.megatron_line, self.config.train.precision == "fp16"
-        per_gpu = f" throughput per GPU (TFLOP/s/GPU): {tflops:.1f}"
         fields = [
-            f" [{now}] iteration {state.iteration:8d}/{total:8d}",
+            f" [{datetime.now():%Y-%m-%d %H:%M:%S.%f}] iteration {state.iteration:8d}/{total:8d}",
             f" consumed samples: {state.consumed_samples:12d}",
-            f" elapsed time per iteration (ms): {1000 * seconds:.1f}",
-            per_gpu if everything or self._on_gpu else f" throughput per rank (GFLOP/s): {1000 * tflops:.1f}",
-            *[f" tokens per second: {recent['tokens'] / recent['seconds']:.0f}"] * (not everything),
+            f" elapsed time per iteration (ms): {1000 * recent['seconds'] / recent['iterations']:.1f}",
+            f" throughput per GPU (TFLOP/s/GPU): {recent['tflop_seconds'] / recent['seconds']:.1f}",
             f" learning rate: {report.lr:.6E}",
             f" global batch size: {global_batch:5d}",
-            *[f" {name}: {scientific(value)}" for name, value in losses.items()],
-            *[f" loss scale: {report.loss_scale:.1f}"] * (everything or is_fp16),
+            *[f" {name}: {scientific(value)}" for name, value in means.items()],
+            f" loss scale: {report.loss_scale:.1f}",
             f" grad norm: {report.grad_norm:.3f}",
-            *[f" number of skipped iterations: {recent['skipped']:3.0f}"] * (everything or recent["skipped"] > 0),
-            *[f" number of nan iterations: {recent['nan']:3.0f}"] * (everything or recent["nan"] > 0),
+            f" number of skipped iterations: {recent['skipped']:3.0f}",
+            f" number of nan iterations: {recent['nan']:3.0f}",
         ]
-        if not everything and state.iteration > 1:  # the first one also compiles and allocates
-            samples = samples_for(self.config.train, self.ctx.dp.size, state) - state.consumed_samples  # a ramp grows
-            left = recent["seconds"] / recent["tokens"] * samples * self.config.data.seq_length
-            fields.append(f" remaining time: {tqdm.format_interval(left)}")
         return " |".join(fields) + " |"
 
     def evaluation(self, state: TrainState, losses: dict[str, float], where: str, split: str = "validation") -> None:
@@ -210,18 +226,18 @@ class RunLog:
         if not self.active:
             return
         row: dict[str, float] = {"iteration": state.iteration}
-        scalars, text = {}, ""
+        scalars, text, total = {}, "", total_name(losses)
+        short = named({"loss" if name == total else name: value for name, value in losses.items()})
         for name, value in losses.items():
-            row[f"{split}_loss" if name == total_name(losses) else f"{split}_{name}"] = scalars[f"{name} {split}"] = (
-                value
-            )
+            row[f"{split}_loss" if name == total else f"{split}_{name}"] = scalars[f"{name} {split}"] = value
             text += f" {name} value: {scientific(value)} |"
             if name == "lm loss":
                 perplexity = math.exp(min(value, 20.0))  # in this order min keeps a nan
                 row[f"{split}_ppl"] = scalars[f"{name} {split} ppl"] = perplexity
                 text += f" {name} PPL: {scientific(perplexity)} |"
+                short.append(f"perplexity {brief(perplexity)}")
         self._record(row, scalars, state)
-        self.say(f"{BAR}\n {split} loss at {where} |{text} \n{BAR}")
+        self.say_either(f"{split} at {where}:  {'  '.join(short)}", f"{BAR}\n {split} loss at {where} |{text} \n{BAR}")
 
     def tasks(self, state: TrainState, results: Mapping[str, Mapping[str, float]], where: str) -> None:
         """Record and print the results of tasks."""
@@ -230,8 +246,7 @@ class RunLog:
         scalars = {f"{task} {name}": value for task, values in results.items() for name, value in values.items()}
         self._record({"iteration": state.iteration, "tasks": results}, scalars, state)
         for task, values in results.items():
-            text = " |".join(f" {name.replace('_', ' ')}: {value:.6g}" for name, value in values.items())
-            self.say(f" task {task} at {where} |{text} |")
+            self.say(f"task {task} at {where}:  {'  '.join(named(values))}")
 
     def evaluated_at(self) -> dict[str, int]:
         """The iteration of the last evaluation in metrics.jsonl, by split."""
@@ -252,10 +267,17 @@ class RunLog:
 
 
 def write_config(config: Config) -> None:
-    """Write `config.yaml`, the resolved config, into run.dir. A start that fails leaves the old file."""
-    path = Path(config.run.dir) / "config.yaml"
-    with write_errors(path.parent):
-        atomic_write(path, dump_config(config))
+    """Write the given settings and all fields into run.dir. A start that fails leaves the old files.
+
+    Raise TrainingError for a file of one of these names that a user has written.
+    """
+    folder = Path(config.run.dir)
+    for name, text in ((SETTINGS, dump_settings(config)), (RESOLVED, dump_config(config))):
+        with write_errors(folder):
+            path = folder / name
+            if path.exists() and not path.read_bytes().startswith(WRITTEN.encode()):
+                raise TrainingError(f"{path}: was not written by megatron-lite, and the run needs this name; rename it")
+            atomic_write(path, WRITTEN + text)
 
 
 def is_printed(iteration: int, log: LogConfig) -> bool:
@@ -271,6 +293,11 @@ def times_for_board(times: Mapping[str, PhaseTime]) -> dict[str, float]:
 def total_name(losses: dict[str, float]) -> str:
     """The name of the loss that training minimizes."""
     return "loss" if "loss" in losses else "lm loss"
+
+
+def named(values: Mapping[str, float]) -> list[str]:
+    """`lm 5.369` for a `lm loss`: what follows the total loss in a line."""
+    return [f"{name.replace('_', ' ').removesuffix(' loss')} {brief(value)}" for name, value in values.items()]
 
 
 def scientific(value: float) -> str:

@@ -63,9 +63,7 @@ def train(run: Run, train_set: Dataset, eod: int, log: RunLog, evaluation: Evalu
                     f"exiting program {reason}: stopped at iteration {run.state.iteration} of "
                     f"{config.train.iterations}, and saved a checkpoint; run the same command again to continue"
                 )
-        log.date("after training is done")
         evaluation.evaluate_finished_model(stop)
-        log.date("after the final evaluation")
     if run.progress.timers is not None:
         log.times(run.state, run.progress.timers.compared(run.ctx.world))
 
@@ -109,8 +107,8 @@ class Iterations:
         tokens = sum(batch.tokens.numel() for batch in portion) * dp * run.ctx.cp.size
         report = replace(report, tokens=tokens, seconds=time.perf_counter() - started)
         log.iteration(state, report, samples, report.seconds, self._times(number))
-        if number == self._first:  # all long-lived memory is allocated by now
-            log.say(f" > {memory_line(run)}")
+        if number == self._first and config.log.megatron_line:  # all long-lived memory is allocated by now
+            log.say(memory_line(run))
         if is_compared and (line := self._stragglers.line()):
             log.say(line)
         answer_bad_values(run, report, log.say)

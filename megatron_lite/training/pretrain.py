@@ -12,7 +12,6 @@ import time
 import traceback
 from collections.abc import Callable
 from contextlib import ExitStack
-from datetime import datetime
 from pathlib import Path
 
 from megatron_lite.checkpoint.lock import locked
@@ -75,9 +74,8 @@ def run_to_end(
     hooks: Hooks,
 ) -> TrainState:
     """The run, from joining the process group to its end."""
-    began, started = time.monotonic(), launch_time()
+    started = launch_time()
     ctx, rng = initialize_megatron(config)
-    initialized = datetime.now()
     with ExitStack() as at_the_end:
         lock = at_the_end.enter_context(locked(Path(config.run.dir), world=ctx.world))
         if ctx.world.is_first:
@@ -88,12 +86,9 @@ def run_to_end(
         log = RunLog(run.config, ctx, run.state, lock)
         at_the_end.callback(log.close)
         at_the_end.callback(run.saver.close, log.say)
-        log.date("after megatron is initialized", initialized)
-        log.date("after model, optimizer, and learning rate scheduler are built")
-        announce(run, log, time.monotonic() - began, builds_splits=datasets_provider is None)
+        announce(run, log, builds_splits=datasets_provider is None)
         datasets = (datasets_provider or build_splits)(run)
         announce_data(run, datasets, log)
-        log.date("after dataloaders are built")
         if log.active:
             write_config(run.config)
         return train_and_evaluate(run, datasets, log, started)

@@ -59,7 +59,7 @@ class Stragglers:
                         f"other ranks of its stage is {usual:.2f} s"
                     )
         self._late = late
-        return f" STRAGGLER: {'; '.join(lines)}" if lines else ""
+        return f"STRAGGLER: {'; '.join(lines)}" if lines else ""
 
 
 def _total(timeline: Timeline) -> float:

@@ -44,5 +44,5 @@ def test_only_a_rank_that_is_slow_three_times_in_a_row_is_named(ranks, steps, pp
         if rank is None:
             assert line == ""
         else:
-            assert line.startswith(f" STRAGGLER: rank {rank} on ")
+            assert line.startswith(f"STRAGGLER: rank {rank} on ")
             assert " needs 0.3" in line and "s of computation per iteration; the median of the other ranks" in line

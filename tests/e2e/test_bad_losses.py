@@ -24,6 +24,7 @@ from megatron_lite.training.start import checkpoints_of
 from megatron_lite.training.state import ENOUGH_LOSSES, StepReport, TrainState
 from megatron_lite.training.step import advance, train_step
 from tests.helpers.checkpoints import flip_a_bit
+from tests.helpers.printed import unwrapped
 from tests.helpers.runs import rows, tensor_files, train_to_end
 from tests.helpers.tiny import gather_weights, model_with_biases, next_microbatches, tiny_config
 
@@ -247,7 +248,7 @@ def infinite_loss_at(iteration: int):
 def test_a_bad_loss_with_finite_gradients_changes_no_weight(tmp_path, capsys):
     with infinite_loss_at(3):
         train_to_end(tmp_path, "gpt", train__iterations=3, checkpoint__interval=1, faults__on_nan="skip")
-    assert " SKIPPED iteration 3: the loss is inf and the gradient norm " in capsys.readouterr().out
+    assert "SKIPPED iteration 3: the loss is inf and the gradient norm " in capsys.readouterr().out
     before, after = (tensor_files(tmp_path / f"checkpoints/iter_000000{iteration}") for iteration in (2, 3))
     assert before == after
     assert read_layout(tmp_path / "checkpoints/iter_0000003").state["train"]["optimizer_steps"] == 2
@@ -305,7 +306,7 @@ def test_a_rollback_waits_for_the_checkpoint_that_is_being_saved(tmp_path, capsy
     changes = {"faults__on_nan": "rollback", "checkpoint__async_save": "true", "checkpoint__interval": 3}
     with mock.patch.object(store, "save", slow_save):
         train_with_bad_data(str(tmp_path), 7, "nan", changes)
-    assert " weights and optimizer are those of iteration 6; the data of iterations 7 to 7" in capsys.readouterr().out
+    assert "weights and optimizer are those of iteration 6; the data of iterations 7 to 7" in capsys.readouterr().out
 
 
 def test_a_rollback_renames_a_damaged_checkpoint(tmp_path, capsys):
@@ -321,7 +322,7 @@ def test_a_rollback_renames_a_damaged_checkpoint(tmp_path, capsys):
     with mock.patch("megatron_lite.training.loop.train_step", step):
         train_to_end(tmp_path, "gpt", train__iterations=8, **changes)
     out = capsys.readouterr().out
-    assert "DAMAGED checkpoint" in out and " weights and optimizer are those of iteration 3; the data of" in out
+    assert "DAMAGED checkpoint" in out and "weights and optimizer are those of iteration 3; the data of" in out
     assert not (tmp_path / "checkpoints/iter_0000006").exists()
 
 
@@ -338,10 +339,10 @@ def test_rollbacks_and_skipped_steps_are_printed(tmp_path, capsys):
     changes = {"faults__on_nan": "rollback", "faults__spike_factor": 1.01, "train__iterations": ENOUGH_LOSSES + 6}
     train_with_bad_data(str(tmp_path / "nan"), 7, "nan", changes)
     train_with_bad_data(str(tmp_path / "spike"), ENOUGH_LOSSES + 3, "spike", changes | {"optim__lr": 2e-2})
-    out = capsys.readouterr().out
-    assert " ROLLING BACK from iteration 7: the loss is nan and the gradient norm nan\n" in out
+    out = unwrapped(capsys.readouterr().out)
+    assert "ROLLING BACK from iteration 7: the loss is nan and the gradient norm nan\n" in out
     assert "the data of iterations 5 to 7 is skipped, and training continues at iteration 8\n" in out
-    assert " SKIPPED iteration 13: the loss is " in out
+    assert "SKIPPED iteration 13: the loss is " in out
     assert "times the mean of recent ones (" in out and "): no weight changes\n" in out
 
 

@@ -202,10 +202,10 @@ def test_the_commands_take_a_transformers_model_to_training_and_back(ranks, tmp_
         "train.eval_iterations=0",
         "optim.warmup_iterations=1",
     ]
-    out = command("pretrain", "--config", "ours/config.yaml", *data, "parallel.tensor=1", "log.tensorboard=false")
+    out = command("pretrain", "--config", "ours/settings.yaml", *data, "parallel.tensor=1", "log.tensorboard=false")
     assert "loading weights from" in out
     trained = tmp_path / "runs" / "ours_trained"
     convert(Request(trained, tmp_path / "exported", target_format="huggingface", verify=True), quiet)
     convert(Request(trained, tmp_path / "wider", tensor=2), quiet)
-    out = command("pretrain", "--config", "wider/config.yaml", "train.iterations=3", size=2)
-    assert "loading checkpoint from" in out and "saved checkpoint from iteration       3" in out
+    out = command("pretrain", "--config", "wider/settings.yaml", "train.iterations=3", size=2)
+    assert "loading checkpoint from" in out and "saved checkpoint from iteration 3" in out

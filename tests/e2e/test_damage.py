@@ -13,6 +13,7 @@ from megatron_lite.checkpoint.tensor_file import TensorFile
 from megatron_lite.errors import CheckpointError, DamagedCheckpoint
 from megatron_lite.launch.pool import RanksFailed
 from tests.helpers.checkpoints import flip_a_bit
+from tests.helpers.printed import unwrapped
 from tests.helpers.runs import rows, tensor_files, train_to_end
 
 COMMON = {"checkpoint__interval": 2, "checkpoint__keep": 0, "train__micro_batch_size": 2}
@@ -52,10 +53,10 @@ def test_a_damaged_checkpoint_is_renamed_and_the_previous_one_resumed(finished, 
     inflict, words = DAMAGES[damage]
     inflict(root / "iter_0000006")
     train_to_end(folder, "codegeex", **COMMON, train__iterations=6)
-    out = capsys.readouterr().out
-    (line,) = [line for line in out.splitlines() if line.startswith(" DAMAGED checkpoint: ")]
+    out = unwrapped(capsys.readouterr().out)
+    (line,) = [line for line in out.splitlines() if line.startswith("DAMAGED checkpoint: ")]
     assert words in line and line.endswith("; it is now damaged-iter_0000006. Falling back to iteration 4")
-    assert f" loading checkpoint from {root} at iteration 4\n" in out
+    assert f"loading checkpoint from {root} at iteration 4\n" in out
     assert sorted(path.name for path in root.glob("*iter_*")) == [
         "damaged-iter_0000006",
         *(f"iter_000000{n}" for n in (2, 4, 6)),
@@ -71,7 +72,7 @@ def test_the_newest_valid_checkpoint_is_resumed_after_several_damaged_ones(finis
     for iteration in (4, 6):
         truncate(folder / f"checkpoints/iter_{iteration:07d}")
     train_to_end(folder, "codegeex", **COMMON, train__iterations=6)
-    assert capsys.readouterr().out.count(" DAMAGED checkpoint: ") == 2
+    assert capsys.readouterr().out.count("DAMAGED checkpoint: ") == 2
     assert rows(folder) == rows(finished)
 
 
@@ -97,7 +98,7 @@ def test_a_fallback_does_not_change_the_folder_of_another_run(finished, tmp_path
     truncate(other / "checkpoints/iter_0000006")
     before = sorted(str(path) for path in other.rglob("*"))
     train_to_end(tmp_path / "run", "codegeex", **COMMON, train__iterations=6, checkpoint__load=other)
-    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith(" DAMAGED")]
+    (line,) = [line for line in unwrapped(capsys.readouterr().out).splitlines() if line.startswith("DAMAGED")]
     assert line.endswith("latest_checkpointed_iteration.txt. Falling back to iteration 4")
     assert sorted(str(path) for path in other.rglob("*")) == before
 

@@ -42,7 +42,7 @@ DRAWING = "rank 0 |"
 # Output of a page in which a number is the point, and which the comparison with its text blocks would not notice.
 EXACT_OUTPUT = {
     "docs/quickstart.md": (
-        "using world size: 2, data-parallel size: 1, context-parallel size: 1, tensor-model-parallel size: 2",
+        "layout: 2 ranks on cpu (tensor 2, pipeline 1, context 1, data 1), precision fp32",
         "tp=1 cp=1 dp=1 pp=2",
     ),
     "docs/converting.md": (
@@ -51,8 +51,8 @@ EXACT_OUTPUT = {
     ),
     "docs/checkpoints.md": (
         "verified: all 6 files",
-        " loading checkpoint from runs/tour/checkpoints at iteration 20\n",
-        "saved checkpoint from iteration      22 to runs/branch/checkpoints",
+        "loading checkpoint from runs/tour/checkpoints at iteration 20\n",
+        "saved checkpoint from iteration 22 to runs/branch/checkpoints",
         "81 values of 27 tensors: 81 identical, 0 not",
     ),
 }

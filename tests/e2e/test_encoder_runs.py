@@ -13,6 +13,7 @@ from megatron_lite.convert import native
 from megatron_lite.data.indexed import bin_path, idx_path
 from megatron_lite.preprocess.builder import IndexedDatasetBuilder
 from tests.helpers.command import ROOT, run_here
+from tests.helpers.printed import unwrapped
 from tests.helpers.rank_commands import run_on
 from tests.helpers.runs import rows
 from tests.helpers.tiny import ENCODERS, next_microbatches, tiny_config
@@ -170,7 +171,9 @@ def test_fine_tuning_adds_token_types_to_a_model_without_them(tmp_path, corpus):
     given = [*words, f"checkpoint.load_weights={tmp_path / 'plain'}", f"run.dir={tmp_path / 'b'}"]
     done = run_here("pretrain", *given, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    assert "the checkpoint has no embedding.tokentype_embeddings.weight, which starts from its initial" in done.stdout
+    assert "the checkpoint has no embedding.tokentype_embeddings.weight, which starts from its initial" in unwrapped(
+        done.stdout
+    )
     before, after = (native.read(tmp_path / name, {}) for name in ("plain", "b"))
     assert after.tensors.keys() - before.tensors.keys() == {"embedding.tokentype_embeddings.weight"}
     assert after.read("embedding.tokentype_embeddings.weight").std() == pytest.approx(0.02, rel=0.5)

@@ -56,8 +56,8 @@ def test_preprocess_training_and_a_resume_need_few_packages(tmp_path):
         timeout=PATIENCE,
     )
     assert done.returncode == 0, done.stderr + done.stdout
-    missing = " > no TensorBoard files: Python cannot import tensorboard (pip install tensorboard)\n"
+    missing = "no TensorBoard files: Python cannot import tensorboard (pip install tensorboard)\n"
     assert done.stdout.count(missing) == 2
     assert done.stdout.count("has exited") == 3
-    assert "iteration        4/       4" in done.stdout
-    assert "iteration        1/       4" not in done.stdout  # the second run resumed
+    assert "iteration 4/4" in done.stdout
+    assert "iteration 1/4" not in done.stdout  # the second run resumed

@@ -147,11 +147,11 @@ def test_the_options_of_the_command_line_train_with_a_scripts_functions(tmp_path
     command = ("pretrain", "--config", str(config), "--data", "mine.py:counting")
     done = run_here(*command, "--forward-step", "mine.py:scaled", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    line = next(line for line in done.stdout.splitlines() if " iteration        2/" in line)
-    assert "| loss: " in line and "| half: " in line and "lm loss" not in line
+    line = next(line for line in done.stdout.splitlines() if line.startswith("iteration 2/2 "))
+    assert "  loss " in line and "  half " in line and " lm " not in line
     resumed = run_here(*command, "train.iterations=3", cwd=tmp_path)
     assert resumed.returncode == 0, resumed.stderr
-    assert " forward step: the built-in one; the checkpoint was trained with mine.py:scaled" in resumed.stdout
+    assert "forward step: the built-in one; the checkpoint was trained with mine.py:scaled" in resumed.stdout
     wrong = run_here(*command, "run.dir=other", "--forward-step", "mine.py:wrong", cwd=tmp_path)
     assert wrong.returncode == 1
     assert "the forward step returned a tensor of shape [] and torch.float32; it must return (sum of" in wrong.stderr

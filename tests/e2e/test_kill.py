@@ -137,7 +137,7 @@ def test_a_killed_command_resumes_bit_for_bit(ranks, tmp_path):
     config = tiny_yaml(tmp_path, prefix, **settings, run={"dir": str(tmp_path / "killed")})
     command = ("pretrain", "--config", str(config), "--nproc-per-node", "2")
     process = start(*command, cwd=tmp_path)
-    wait_for("saving checkpoint at iteration       5", process)
+    wait_for("saved checkpoint from iteration 4", process)
     os.killpg(process.pid, signal.SIGKILL)
     process.communicate()
     finished = run(*command, cwd=tmp_path)

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.command import make_corpus, run_here, tiny_yaml
+from tests.helpers.printed import unwrapped
 from tests.helpers.rank_commands import run_on
 
 QUIET = {"hidden_dropout": 0.0, "attention_dropout": 0.0}  # ranks of tp drop other units
@@ -43,9 +44,8 @@ def test_training_starts_from_a_folder_of_another_format(ranks, tmp_path, corpus
     direct = ("run.dir=direct", "checkpoint.load_weights=theirs", "parallel.tensor=2")
     done = run_on(ranks, 2, *pretrain, *direct, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    assert (
-        f"converted theirs to {tmp_path}/direct/.converted_weights, which is removed once it is loaded" in done.stdout
-    )
+    message = f"converted theirs to {tmp_path}/direct/.converted_weights, which is removed once it is loaded"
+    assert message in unwrapped(done.stdout)
     assert not (tmp_path / "direct" / ".converted_weights").exists()
     losses = [first_loss(tmp_path / name) for name in ("by_hand", "direct")]
     assert losses[1] == pytest.approx(losses[0], rel=1e-6)

@@ -36,7 +36,7 @@ def test_packing_changes_neither_the_order_nor_the_number_of_samples(tmp_path, m
     corpus = make_corpus(tmp_path / "corpus")
     plain_rows, plain, _ = trained(tmp_path / "plain", corpus, monkeypatch)
     packed_rows, packed, out = trained(tmp_path / "packed", corpus, monkeypatch, **PACKED)
-    assert " > attention: sdpa, torch's scaled_dot_product_attention (auto on a CPU, mask: causal, documents)" in out
+    assert "attention: sdpa, torch's scaled_dot_product_attention (auto on a CPU, mask: causal, documents)" in out
     assert len(plain) == len(packed) > 0
     for before, after in zip(plain, packed, strict=True):
         assert torch.equal(before.tokens, after.tokens) and torch.equal(before.labels, after.labels)

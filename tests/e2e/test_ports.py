@@ -1,7 +1,6 @@
 """A run on one machine opens no port that the network can reach."""
 
 import os
-import re
 import shutil
 import signal
 import socket
@@ -68,7 +67,7 @@ def test_a_run_on_one_machine_listens_only_on_the_loopback(tmp_path, corpus):
     process = start("pretrain", "--config", str(config), "--nproc-per-node", "2", cwd=tmp_path)
     assert process.stdout is not None
     try:
-        assert any(re.match(r" \[.*\] iteration ", line) for line in process.stdout)
+        assert any(line.startswith("iteration ") for line in process.stdout)
         of_ranks = [listening(child) for child in children(process.pid)]
         assert listening(process.pid) | set().union(*of_ranks) == {LOOPBACK}
         assert sum(map(bool, of_ranks)) == 2
@@ -119,7 +118,7 @@ def test_deepspeed_in_one_process_listens_only_on_the_loopback(tmp_path, corpus)
     )
     assert process.stdout is not None
     try:
-        assert any(re.match(r" \[.*\] iteration ", line) for line in process.stdout)
+        assert any(line.startswith("iteration ") for line in process.stdout)
         assert listening(process.pid) == {LOOPBACK}
     finally:
         process.send_signal(signal.SIGTERM)

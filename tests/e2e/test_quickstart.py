@@ -91,7 +91,7 @@ def test_a_short_quickstart_trains_writes_code_and_draws_its_curves(tmp_path):
     options = {"cwd": tmp_path, "env": environment(), "text": True}
     first = subprocess.Popen(command, stdout=subprocess.PIPE, start_new_session=True, **options)
     for line in first.stdout:
-        if " iteration        1/" in line:
+        if "iteration  1/" in line:
             os.killpg(first.pid, signal.SIGINT)  # as a terminal does
             break
     assert first.wait(PATIENCE) == 75

@@ -24,6 +24,7 @@ from megatron_lite.training.setup import setup_model_and_optimizer
 from megatron_lite.training.step import train_step
 from tests.helpers.checkpoints import newest_tensor_files
 from tests.helpers.cover import in_tiers
+from tests.helpers.printed import unwrapped
 from tests.helpers.runs import rows, tensor_files, train_to_end
 from tests.helpers.tiny import next_microbatches, tiny_config
 
@@ -166,7 +167,9 @@ def test_a_warm_start_prints_the_loaded_checkpoint(tmp_path, capsys):
     train_to_end(tmp_path / "source", "gpt", train__iterations=2)
     train_to_end(tmp_path / "run", "gpt", train__iterations=2, checkpoint__load_weights=tmp_path / "source")
     root = tmp_path / "source" / "checkpoints"
-    assert f" loading weights from {root} at iteration 2; training starts at iteration 0\n" in capsys.readouterr().out
+    assert f"loading weights from {root} at iteration 2; training starts at iteration 0\n" in unwrapped(
+        capsys.readouterr().out
+    )
 
 
 def test_a_run_cannot_resume_from_weights_alone(ranks, tmp_path):
@@ -197,12 +200,12 @@ def test_a_run_branches_off_an_older_iteration_of_another(tmp_path, capsys):
     branch = {"checkpoint__load": tmp_path / "source", "checkpoint__load_iteration": 1, "train__iterations": 3}
     train_to_end(tmp_path / "branch", "gpt", **branch)
     root = tmp_path / "source" / "checkpoints"
-    assert f" loading checkpoint from {root} at iteration 1\n" in capsys.readouterr().out
+    assert f"loading checkpoint from {root} at iteration 1\n" in unwrapped(capsys.readouterr().out)
     assert [row["iteration"] for row in rows(tmp_path / "branch")] == [2, 3]
     assert newest_tensor_files(tmp_path / "branch") == before
     train_to_end(tmp_path / "branch", "gpt", **branch)
-    out = capsys.readouterr().out
-    assert " checkpoint.load is not used: run.dir has checkpoints\n" in out and "at iteration 3\n" in out
+    out = unwrapped(capsys.readouterr().out)
+    assert "checkpoint.load is not used: run.dir has checkpoints\n" in out and "at iteration 3\n" in out
 
 
 def test_there_is_no_fallback_from_damage_in_a_chosen_iteration(tmp_path):

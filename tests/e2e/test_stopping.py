@@ -254,4 +254,4 @@ def test_a_run_prints_a_line_before_the_slow_order_of_many_samples(tmp_path, cor
     config = tiny_yaml(tmp_path, corpus, train={"iterations": 1})
     with mock.patch("megatron_lite.training.announce.MANY_SAMPLES", 3):
         out = run_here("pretrain", "--config", str(config), cwd=tmp_path).stdout
-    assert " > building or reading the order of 4 training samples, which can take minutes\n" in out
+    assert "building or reading the order of 4 training samples, which can take minutes\n" in out

@@ -10,6 +10,7 @@ from megatron_lite.data.tokenizer import tokenizer_hash
 from megatron_lite.preprocess.corpus import preprocess
 from megatron_lite.preprocess.train_tokenizer import train_sentencepiece
 from tests.helpers.command import run_here, tiny_yaml
+from tests.helpers.printed import unwrapped
 
 GPT2 = {"num_layers": 1, "activation": "gelu_tanh", "top_query_layer": False, "mlp_dropout": True}
 SMALL = {"model": GPT2, "train": {"iterations": 2, "eval_iterations": 0}}
@@ -79,8 +80,8 @@ def test_a_checkpoint_without_a_hash_and_data_without_info_json_are_read(finishe
     (resolve(tmp_path / "run") / LAYOUT_FILE).write_text(old)
     done = pretrain(finished, tmp_path, f"data.paths=[{tmp_path}/a_text_document]", "train.iterations=3")
     assert done.returncode == 0, done.stderr
-    line = f" > the tokenizer of {tmp_path}/a_text_document cannot be checked without a_text_document.info.json\n"
-    assert line in done.stdout
+    line = f"the tokenizer of {tmp_path}/a_text_document cannot be checked without a_text_document.info.json\n"
+    assert line in unwrapped(done.stdout)
     assert read_layout(resolve(tmp_path / "run")).origin == layout.origin
 
 

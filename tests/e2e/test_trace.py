@@ -20,6 +20,7 @@ from megatron_lite.training.pretrain import pretrain
 from megatron_lite.training.run import Hooks
 from megatron_lite.training.setup import setup_model_and_optimizer
 from megatron_lite.training.step import train_step
+from tests.helpers.printed import unwrapped
 from tests.helpers.runs import counting_splits
 from tests.helpers.tiny import next_microbatches, tiny_config
 
@@ -40,13 +41,13 @@ def test_a_pipelined_run_prints_its_schedule_and_traces_one_iteration(ranks, tmp
     text, text_of_rank_1 = ranks(2, printed, tmp_path, train__iterations=4)
     assert text_of_rank_1 == ""
     assert (
-        " > pipeline schedule 1f1b with 4 micro-batches, layers of each stage: 2 1; bubble 0.200 if stages were equal"
+        "pipeline schedule 1f1b with 4 micro-batches, layers of each stage: 2 1; bubble 0.200 if stages were equal"
         in text
     )
     found = re.search(
         r"pipeline of iteration 3, 1f1b, 4 micro-batches: bubble (0\.\d{3}) measured, (0\.\d{3}) predicted from the "
         r"mean time of each stage's actions, 0\.200 with equal stages; timeline in (\S+)",
-        text,
+        unwrapped(text),
     )
     assert found and text.count("pipeline of iteration") == 1
     trace = json.loads(Path(found[3]).read_text())

@@ -15,7 +15,7 @@ BATCH = 8
 def write_run(
     folder: Path, losses: list[float], *overrides: str, validation: dict[int, float] | None = None, seconds: float = 1.0
 ) -> Path:
-    """Write metrics.jsonl and config.yaml of a run with these losses and validation losses by iteration."""
+    """Write metrics.jsonl and both config files of a run with these losses and validation losses by iteration."""
     fields = [f"run.dir={folder}", "model.vocab_size=64", "log.peak_tflops=1", "log.tensorboard=false"]
     config = load_config(None, [*fields, "data.seq_length=100", *overrides])
     log = RunLog(config, ParallelContext.create(Grid(), choose_device("cpu", 0), 60), TrainState())

@@ -77,7 +77,7 @@ def test_a_field_of_another_version_is_absent_and_no_error(tmp_path):
     """Otherwise old runs could not be compared with new ones."""
     for name in "ab":
         write_run(tmp_path / name, [1.0])
-    path = tmp_path / "a" / "config.yaml"
+    path = tmp_path / "a" / "resolved.yaml"
     path.write_text(path.read_text().replace("clip_grad:", "clip_norm:").replace("ramp_up: null", "ramp_up: [1, 2, 3]"))
     table = table_of(tmp_path, "a", "b")
     assert table["optim.clip_norm"] == ["1.0", "absent"]
@@ -85,11 +85,20 @@ def test_a_field_of_another_version_is_absent_and_no_error(tmp_path):
     assert table["train.ramp_up"] == ["[1, 2, 3]", "null"]
 
 
+def test_runs_of_older_versions_have_their_settings_in_config_yaml(tmp_path):
+    """Where both files exist, the newer start has written resolved.yaml."""
+    for name, rate in (("a", "0.1"), ("b", "0.2")):
+        write_run(tmp_path / name, [1.0], f"optim.lr={rate}")
+    (tmp_path / "a" / "resolved.yaml").rename(tmp_path / "a" / "config.yaml")
+    (tmp_path / "b" / "config.yaml").write_text("optim: {lr: 3}")
+    assert table_of(tmp_path, "a", "b")["optim.lr"] == ["0.1", "0.2"]
+
+
 def test_values_that_are_spelt_differently_are_equal(tmp_path):
     """YAML has several spellings of one number."""
     for name in "ab":
         write_run(tmp_path / name, [1.0])
-    path = tmp_path / "a" / "config.yaml"
+    path = tmp_path / "a" / "resolved.yaml"
     path.write_text(path.read_text().replace("lr: 0.0003", "lr: 3e-4"))
     assert "optim.lr" not in table_of(tmp_path, "a", "b")
 
@@ -101,13 +110,13 @@ def test_values_that_are_spelt_differently_are_equal(tmp_path):
         (["a", "gone"], "gone: no such folder; give the run.dir of a run, a folder with metrics.jsonl\n"),
         (
             ["a", "b"],
-            "b/config.yaml: no such file; pretrain writes it beside metrics.jsonl, so copy both files of a run\n",
+            "b/resolved.yaml: no such file; pretrain writes it beside metrics.jsonl, so copy both files of a run\n",
         ),
     ],
 )
 def test_wrong_runs_exit_with_2_and_a_message(tmp_path, arguments, message):
     for name in "ab":
         write_run(tmp_path / name, [1.0])
-    (tmp_path / "b" / "config.yaml").unlink()
+    (tmp_path / "b" / "resolved.yaml").unlink()
     done = run_here("compare", *arguments, cwd=tmp_path)
     assert (done.returncode, done.stdout, done.stderr) == (2, "", message)

@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 
 from megatron_lite.config.load import load_config
+from megatron_lite.config.schema import Config
 from megatron_lite.config.validate import validate
 from megatron_lite.plan.calibrate import REFERENCES
 from megatron_lite.plan.devices import device_of, shared
@@ -226,6 +228,9 @@ def test_a_search_prints_ten_layouts_and_writes_the_best(folder):
     assert lines[12:] == ["use: optim.distributed=true train.micro_batch_size=2", "config in best.yaml"]
     best = load_config(folder / "best.yaml")
     validate(best, 2)
+    written = yaml.safe_load((folder / "best.yaml").read_text()).items()
+    default = Config().model_dump(mode="json")
+    assert all(default[section][key] != value for section, fields in written for key, value in fields.items())
     assert best.optim.distributed and best.train.micro_batch_size == 2
     assert (best.model.hidden_size, best.train.global_batch_size) == (32, 4)  # nothing else has changed
     again = run_here("plan", "--config", "best.yaml", *TWO, cwd=folder).stdout

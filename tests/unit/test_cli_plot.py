@@ -146,28 +146,28 @@ def test_a_metrics_file_that_cannot_be_read_is_an_error(tmp_path):
 
 
 def test_only_tokens_need_a_config(tmp_path):
-    """Curves by step of a run whose config.yaml was lost can be drawn."""
+    """Curves by step of a run whose resolved.yaml was lost can be drawn."""
     write_run(tmp_path, [5.0, 4.0])
-    (tmp_path / "config.yaml").unlink()
+    (tmp_path / "resolved.yaml").unlink()
     assert read(tmp_path).x_values("hours")
-    with pytest.raises(ConfigError, match=r"/config\.yaml: no such file; pretrain writes it .* copy both files"):
+    with pytest.raises(ConfigError, match=r"/resolved\.yaml: no such file; pretrain writes it .* copy both files"):
         read(tmp_path).x_values("tokens")
 
 
 def test_a_config_without_a_seq_length_is_an_error_for_tokens(tmp_path):
     texts = {"": "None", "data: {seq_length: x}": "x", "data: {seq_length: 0}": "0", "data: 3": "None"}
-    path = write_run(tmp_path, [5.0]) / "config.yaml"
+    path = write_run(tmp_path, [5.0]) / "resolved.yaml"
     with all_cases() as case:
         for text, got in texts.items():
             path.write_text(text)
-            message = rf"/config\.yaml: data\.seq_length is {got}; .* needs an integer above 0"
+            message = rf"/resolved\.yaml: data\.seq_length is {got}; .* needs an integer above 0"
             with case(text), pytest.raises(ConfigError, match=message):
                 read(tmp_path).x_values("tokens")
 
 
 def test_a_config_that_is_not_yaml_is_an_error_with_its_line(tmp_path):
-    (write_run(tmp_path, [5.0]) / "config.yaml").write_text("data:\n  {seq_length: 1")
-    with pytest.raises(ConfigError, match=r"/config\.yaml:2: not valid YAML"):
+    (write_run(tmp_path, [5.0]) / "resolved.yaml").write_text("data:\n  {seq_length: 1")
+    with pytest.raises(ConfigError, match=r"/resolved\.yaml:2: not valid YAML"):
         read(tmp_path).x_values("tokens")
 
 

@@ -3,13 +3,15 @@
 import json
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_lite.config.load import FIELDS, OTHER_NAMES, dump_config, load_config
+from megatron_lite.config.load import FIELDS, OTHER_NAMES, dump_config, dump_settings, load_config
+from megatron_lite.config.presets import PRESETS
 from megatron_lite.config.schema import Config, DataConfig, LogConfig, ModelConfig, OptimConfig, RunConfig, TrainConfig
 from megatron_lite.errors import ConfigError
 from tests.helpers.cases import all_cases
@@ -239,7 +241,7 @@ numbers = st.floats(min_value=0, max_value=1e300, exclude_min=True)
     preset=st.sampled_from(["", "llama-7b"]),
 )
 def test_a_dumped_config_is_read_back_exactly(tmp_path_factory, directory, paths, lr, scale, preset):
-    """A user repeats a run with its `config.yaml`."""
+    """A user repeats a run with its `resolved.yaml`."""
     config = Config(
         run=RunConfig(dir=directory),
         model=ModelConfig(preset=preset),
@@ -248,8 +250,38 @@ def test_a_dumped_config_is_read_back_exactly(tmp_path_factory, directory, paths
         optim=OptimConfig(lr=lr, initial_loss_scale=scale),
         log=LogConfig(tensorboard=False),
     )
-    path = write(tmp_path_factory.mktemp("dump"), dump_config(config))
-    assert load_config(path) == config
+    for dump in (dump_config, dump_settings):
+        path = write(tmp_path_factory.mktemp("dump"), dump(config))
+        assert load_config(path) == config
+
+
+def settings_of(*overrides: str) -> dict[str, Any]:
+    return yaml.safe_load(dump_settings(load_config(None, overrides)))
+
+
+def test_settings_are_the_fields_that_a_user_gave(tmp_path):
+    """Also those that equal a default: another version may have another one. A preset stays a name."""
+    assert settings_of() == {}
+    assert settings_of("optim.schedule=cosine", "optim.lr=0.1") == {"optim": {"lr": 0.1, "schedule": "cosine"}}
+    fields = ["model.preset=llama-7b", "model.num_layers=2", "model.hidden_dropout=0.1", "train.ramp_up=[2,2,8]"]
+    expected = {"preset": "llama-7b", "num_layers": 2, "hidden_dropout": 0.1}  # the default, which the preset changes
+    assert settings_of(*fields) == {"model": expected, "train": {"ramp_up": [2, 2, 8]}}
+
+
+def test_settings_of_a_full_config_are_those_that_differ_from_the_defaults(tmp_path):
+    """A run that starts from the resolved.yaml of another one would otherwise have no short settings."""
+    config = load_config(None, ["model.preset=llama-7b", "optim.lr=0.1", "optim.schedule=cosine", "run.dir=a"])
+    full = load_config(write(tmp_path, dump_config(config)))
+    short = {"run": {"dir": "a"}, "model": {"preset": "llama-7b"}, "optim": {"lr": 0.1}}
+    assert full == config and yaml.safe_load(dump_settings(full)) == short
+    assert yaml.safe_load(dump_settings(Config.model_validate(config.model_dump()))) == short
+    changed = config.model_copy(update={"optim": config.optim.model_copy(update={"eps": 1e-6})})
+    assert yaml.safe_load(dump_settings(changed))["optim"] == {"lr": 0.1, "schedule": "cosine", "eps": 1e-6}
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_the_settings_of_a_preset_are_its_name(preset):
+    assert settings_of(f"model.preset={preset}") == {"model": {"preset": preset}}
 
 
 def test_a_path_with_a_control_character_is_an_error(tmp_path):

@@ -49,7 +49,7 @@ def test_the_summary_names_source_target_and_the_next_command(source, tmp_path):
         f"{source} (huggingface) -> {tmp_path}/out (megatron-lite, tp=2 pp=1): 40 tensors, {parameters:,} parameters, "
         f"{4 * parameters:,} bytes; the vocabulary of 251 is padded with 5 rows of zeros"
     )
-    command = f"megatron-lite pretrain --config {tmp_path}/out/config.yaml --nproc-per-node 2 data.paths=[PREFIX]"
+    command = f"megatron-lite pretrain --config {tmp_path}/out/settings.yaml --nproc-per-node 2 data.paths=[PREFIX]"
     assert next_step == f"train from it: {command}"
     (summary,) = lines_of(Request(tmp_path / "out", tmp_path / "back", "megatron-lite", "huggingface"))
     assert "(megatron-lite) -> " in summary and "(huggingface, " in summary
@@ -71,7 +71,7 @@ def test_conversion_leaves_the_target_and_no_temporary_folder(source, tmp_path, 
         (tmp_path / ".new-out" / "junk").write_text("")
     lines_of(Request(source, target))
     assert sorted(path.name for path in target.parent.iterdir()) == ["out"]
-    assert sorted(path.name for path in target.iterdir()) == ["checkpoints", "config.yaml"]
+    assert sorted(path.name for path in target.iterdir()) == ["checkpoints", "settings.yaml"]
 
 
 @pytest.mark.parametrize("error", [OSError(28, "No space left on device"), KeyboardInterrupt(), RuntimeError("?")])
@@ -262,7 +262,7 @@ def test_the_files_of_a_gpt2_tokenizer_are_copied(source, tmp_path):
     (folder / "vocab.json").write_text(json.dumps({"<|endoftext|>": 0, "a": 1, "b": 2, "ab": 3}))
     (folder / "merges.txt").write_text("#version: 0.2\na b\n")
     lines_of(Request(folder, tmp_path / "ours"))
-    spec = load_config(tmp_path / "ours" / "config.yaml").data.tokenizer
+    spec = load_config(tmp_path / "ours" / "settings.yaml").data.tokenizer
     home = tmp_path / "ours" / "tokenizer"
     assert spec == f"gpt2:{home}/vocab.json,{home}/merges.txt"
     assert read_layout(resolve(tmp_path / "ours")).config["data"]["tokenizer"] == spec
@@ -288,9 +288,9 @@ def test_a_start_from_weights_has_a_warm_up(source, tmp_path):
     """The first moments of a new optimizer are noise, which would damage trained weights."""
     for out, overrides, expected in (("a", [], 100), ("b", ["train.iterations=40"], 4)):
         lines_of(Request(source, tmp_path / out, overrides=overrides))
-        assert load_config(tmp_path / out / "config.yaml").optim.warmup_iterations == expected
+        assert load_config(tmp_path / out / "settings.yaml").optim.warmup_iterations == expected
     lines_of(Request(source, tmp_path / "c", overrides=["optim.warmup_iterations=7"]))
-    assert load_config(tmp_path / "c" / "config.yaml").optim.warmup_iterations == 7
+    assert load_config(tmp_path / "c" / "settings.yaml").optim.warmup_iterations == 7
 
 
 def test_the_files_of_a_hugging_face_tokenizer_are_copied(source, tmp_path):
@@ -301,7 +301,7 @@ def test_the_files_of_a_hugging_face_tokenizer_are_copied(source, tmp_path):
     model.save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "[END]"}))
     lines_of(Request(folder, tmp_path / "ours"))
-    spec = load_config(tmp_path / "ours" / "config.yaml").data.tokenizer
+    spec = load_config(tmp_path / "ours" / "settings.yaml").data.tokenizer
     assert spec == f"hf:{tmp_path}/ours/tokenizer/tokenizer.json" and build_tokenizer(spec).eod == 2
     lines_of(Request(tmp_path / "ours", tmp_path / "back", target_format="huggingface"))
     names = {path.name for path in (tmp_path / "back").iterdir()}
@@ -321,7 +321,7 @@ def test_the_config_names_a_copied_tokenizer_only_if_it_fits_the_model(source, t
     lines = lines_of(Request(folder, tmp_path / "ours"))
     assert lines[-2].endswith("; the tokenizer is copied, but megatron_lite cannot read it for 251 tokens")
     assert (tmp_path / "ours" / "tokenizer" / "tokenizer.model").exists()
-    assert load_config(tmp_path / "ours" / "config.yaml").data.tokenizer == ""
+    assert load_config(tmp_path / "ours" / "settings.yaml").data.tokenizer == ""
     for name in ("vocab.json", "merges.txt", "added_tokens.json"):
         (folder / name).write_text("{}")
     assert tokenizer_files.spec_in(folder) == f"codegeex:{folder}"
@@ -345,6 +345,6 @@ def test_fields_that_the_source_lacks_can_be_given(source, tmp_path):
         "model.hidden_dropout=0.25",
     ]
     lines_of(Request(source, tmp_path / "out", overrides=overrides))
-    config = load_config(tmp_path / "out" / "config.yaml")
+    config = load_config(tmp_path / "out" / "settings.yaml")
     assert (config.data.tokenizer, config.data.seq_length, config.model.hidden_dropout) == ("bytes", 8, 0.25)
     assert native.read(tmp_path / "out", {}).read("embedding.word_embeddings.weight").shape == (384, 32)

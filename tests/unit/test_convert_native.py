@@ -93,10 +93,11 @@ def test_files_are_those_that_ranks_of_the_layout_would_write(run, tmp_path):
 
 
 def test_the_config_is_the_runs_in_the_new_layout(small, tmp_path):
-    """What config.yaml says is what layout.json says, and pretrain takes it."""
+    """What settings.yaml says is what layout.json says, and pretrain takes it."""
     convert(Request(small, tmp_path / "out", tensor=2, pipeline=2), quiet)
-    config = load_config(tmp_path / "out" / "config.yaml")
+    config = load_config(tmp_path / "out" / "settings.yaml")
     assert config.model_dump(mode="json") == config_of(tmp_path / "out")
+    assert "beta1" not in (tmp_path / "out" / "settings.yaml").read_text()  # the default
     before = Config.model_validate(config_of(small), strict=False)
     assert (config.parallel.tensor, config.parallel.pipeline, config.run.dir) == (2, 2, str(tmp_path / "out"))
     assert (config.model, config.optim, config.data) == (before.model, before.optim, before.data)
@@ -193,13 +194,13 @@ def test_a_run_that_starts_from_weights_has_a_folder_of_its_own(small, tmp_path,
     """README's place for both is runs/: in the folder of the weights, training would find what it cannot go on from."""
     monkeypatch.chdir(tmp_path)
     convert(Request(small, Path("runs") / name, weights_only=True), quiet)
-    assert Path(load_config(Path("runs") / name / "config.yaml").run.dir).resolve() != (tmp_path / "runs" / name)
+    assert Path(load_config(Path("runs") / name / "settings.yaml").run.dir).resolve() != (tmp_path / "runs" / name)
 
 
 def test_weights_alone_are_a_start_for_another_run(small, tmp_path):
     """Without --weights-only an optimizer's state would not fit the new precision."""
     convert(Request(small, tmp_path / "out", weights_only=True, dtype="fp32", tensor=2), quiet)
-    layout, config = read_layout(resolve(tmp_path / "out")), load_config(tmp_path / "out" / "config.yaml")
+    layout, config = read_layout(resolve(tmp_path / "out")), load_config(tmp_path / "out" / "settings.yaml")
     assert layout.state == {} and {kind for tensor in layout.tensors.values() for kind in tensor.values} == {"weight"}
     assert config.train.precision == "fp32" and config.checkpoint.load_weights == str(tmp_path / "out")
     assert config.run.dir != str(tmp_path / "out")
@@ -313,7 +314,7 @@ def test_a_custom_model_keeps_its_tensors_and_its_name(small, tmp_path, prefix, 
     convert(request, lines.append)
     assert lines[1].startswith("verified: all ") and lines[1].endswith(" tensors are equal to the bit")
     kind = "train from" if weights_only else "resume"
-    command = f"megatron-lite pretrain --config {tmp_path}/wide/config.yaml --model mine.py:build --nproc-per-node 2"
+    command = f"megatron-lite pretrain --config {tmp_path}/wide/settings.yaml --model mine.py:build --nproc-per-node 2"
     assert lines[-1] == f"{kind} it: {command} data.paths=[PREFIX]"
     convert(Request(tmp_path / "wide", tmp_path / "back"), quiet)
     before, after = newest_tensor_files(folder), newest_tensor_files(tmp_path / "back")
@@ -349,6 +350,6 @@ def test_a_run_in_another_layout_is_resumed(small, tmp_path):
     convert(Request(small, tmp_path / "again", overrides=["checkpoint.load_weights=elsewhere"]), lines.append)
     commands = [line for line in lines if "megatron-lite pretrain" in line]
     assert commands == [
-        f"train from it: megatron-lite pretrain --config {tmp_path}/out/config.yaml --nproc-per-node 2",
-        f"resume it: megatron-lite pretrain --config {tmp_path}/again/config.yaml data.paths=[PREFIX]",
+        f"train from it: megatron-lite pretrain --config {tmp_path}/out/settings.yaml --nproc-per-node 2",
+        f"resume it: megatron-lite pretrain --config {tmp_path}/again/settings.yaml data.paths=[PREFIX]",
     ]

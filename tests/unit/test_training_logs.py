@@ -2,7 +2,9 @@
 
 import json
 import math
+import re
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,12 +14,14 @@ from megatron_lite.config.load import load_config
 from megatron_lite.errors import CheckpointError, TrainingError
 from megatron_lite.parallel.context import ParallelContext, solo
 from megatron_lite.parallel.grid import Grid
+from megatron_lite.training.console import WIDTH
 from megatron_lite.training.initialize import choose_device
-from megatron_lite.training.logs import RunLog
+from megatron_lite.training.logs import RunLog, write_config
 from megatron_lite.training.metrics import keep_rows, write_errors
 from megatron_lite.training.state import StepReport, TrainState
 from megatron_lite.training.timers import PhaseTime
 from tests.helpers.locks import other_run
+from tests.helpers.printed import unwrapped
 from tests.helpers.tensorboard_files import tensorboard_events
 
 
@@ -39,56 +43,53 @@ def report(loss: float, skipped: bool = False) -> StepReport:
     )
 
 
+def printed_line(log: RunLog, capsys, *reports: StepReport, last: int = 1000) -> str:
+    """The line of iteration `last` after these reports, each of 8 sequences in half a second."""
+    for number, each in enumerate(reports, start=last - len(reports) + 1):
+        log.iteration(TrainState(iteration=number), each, 8, 0.5)
+    log.close()
+    (line,) = capsys.readouterr().out.splitlines()
+    return line
+
+
 def test_a_nan_loss_is_printed(make_log, capsys):
     """Megatron-LM omits the field, which can hide a broken run."""
     log = make_log()
     log.iteration(TrainState(iteration=1, consumed_samples=8), report(math.nan), 8, 0.5)
     log.evaluation(TrainState(iteration=1), {"lm loss": math.nan}, "iteration 1")
     log.close()
-    printed = capsys.readouterr().out
-    assert "| lm loss: nan |" in printed
-    assert "number of nan iterations:   1 |" in printed
-    assert "lm loss PPL: nan" in printed
+    first, evaluation = capsys.readouterr().out.splitlines()
+    assert first.startswith("iteration    1/1000  loss nan  1 not finite  lr ")
+    assert evaluation == "validation at iteration 1:  loss nan  perplexity nan"
 
 
 def test_a_line_averages_the_iterations_since_the_previous_line(make_log, capsys):
-    log = make_log(0, "log.interval=4")
+    log = make_log(0, "log.interval=4", "train.global_batch_size=8")
     for number, (loss, skipped) in enumerate([(9.0, False), (4.0, False), (100.0, True), (2.0, False)], start=1):
         log.iteration(TrainState(iteration=number), report(loss, skipped), 8, number / 10)
     log.close()
-    first, second = [line for line in capsys.readouterr().out.splitlines() if " iteration " in line]
-    assert " lm loss: 9.000000E+00 |" in first
-    assert " lm loss: 3.000000E+00 |" in second  # without the skipped iteration
-    assert " number of skipped iterations:   1 |" in second
-    assert " elapsed time per iteration (ms): 300.0 |" in second
-
-
-FIELDS_OF_MEGATRON = [
-    *("consumed samples", "elapsed time per iteration (ms)", "throughput per GPU (TFLOP/s/GPU)", "learning rate"),
-    *("global batch size", "lm loss", "loss scale", "grad norm"),
-    *("number of skipped iterations", "number of nan iterations"),
-]
-
-
-def fields_of(line: str) -> dict[str, str]:
-    """Values of an iteration line by name, without the iteration itself."""
-    pairs = [field.partition(":") for field in line.split(" |")[1:-1]]
-    return {name.strip(): value.strip() for name, _, value in pairs}
+    first, second = capsys.readouterr().out.splitlines()
+    assert "  loss 9.000  lr 1.00e-03  " in first
+    # Without the skipped iteration; 24 sequences of 1,024 tokens in 0.9 seconds; 996 iterations of 0.3 seconds.
+    rest = "lr 1.00e-03  27.3k tokens/s  04:58 left  grad norm 2.000"
+    assert second == f"iteration    4/1000  loss 3.000  1 skipped  {rest}"
 
 
 def test_a_line_has_no_field_without_information(make_log, capsys):
     """Constant zeros and ones would distract from the fields that change."""
-    log = make_log(0, "train.global_batch_size=8")
-    log.iteration(TrainState(iteration=990, consumed_samples=8), report(2.0), 8, 0.5)
+    line = printed_line(make_log(0, "train.global_batch_size=8"), capsys, report(2.0), last=990)
+    assert line == "iteration  990/1000  loss 2.000  lr 1.00e-03  16.4k tokens/s  00:05 left  grad norm 2.000"
+
+
+def test_the_loss_scale_of_fp16_is_printed_when_it_changes_and_so_are_skipped_iterations(make_log, capsys):
+    log = make_log(0, "train.precision=fp16", "log.interval=1")
+    for number, scale in enumerate([65536.0, 65536.0, 32768.0], start=1):
+        step = replace(report(2.0, skipped=number == 3), loss_scale=scale)
+        log.iteration(TrainState(iteration=number), step, 8, 0.5)
     log.close()
-    fields = fields_of(capsys.readouterr().out)
-    assert list(fields) == [
-        *("consumed samples", "elapsed time per iteration (ms)", "throughput per rank (GFLOP/s)"),
-        *("tokens per second", "learning rate", "global batch size", "lm loss", "grad norm", "remaining time"),
-    ]
-    assert fields["tokens per second"] == "16384"
-    assert fields["remaining time"] == "00:05"  # ten iterations of half a second
-    assert float(fields["throughput per rank (GFLOP/s)"]) > 100
+    first, second, third = capsys.readouterr().out.splitlines()
+    assert "  loss scale 65536  " in first and "loss scale" not in second
+    assert "  loss 2.000  1 skipped  loss scale 32768  " in third
 
 
 def test_the_remaining_time_of_a_ramp_counts_samples(make_log, capsys):
@@ -96,31 +97,81 @@ def test_the_remaining_time_of_a_ramp_counts_samples(make_log, capsys):
     log = make_log(0, "train.global_batch_size=8", "train.ramp_up=[4,4,199]", "train.iterations=100")
     log.iteration(TrainState(iteration=10, consumed_samples=40), report(2.0), 4, 0.5)
     log.close()
-    assert fields_of(capsys.readouterr().out)["remaining time"] == "01:10"
+    assert "  01:10 left  " in capsys.readouterr().out
 
 
-def test_the_loss_scale_of_fp16_and_skipped_iterations_are_printed(make_log, capsys):
-    log = make_log(0, "train.precision=fp16")
-    log.iteration(TrainState(iteration=10), report(2.0, skipped=True), 8, 0.5)
-    log.close()
-    fields = fields_of(capsys.readouterr().out)
-    assert (fields["loss scale"], fields["number of skipped iterations"]) == ("1.0", "1")
-    assert "number of nan iterations" not in fields
-
-
-def test_the_first_line_has_no_remaining_time(make_log, capsys):
+def test_the_first_and_the_last_line_have_no_remaining_time(make_log, capsys):
     """The first iteration includes compilation, so an estimate from it would be far too long."""
     log = make_log()
-    log.iteration(TrainState(iteration=1), report(2.0), 8, 30.0)
+    for number in (1, 1000):
+        log.iteration(TrainState(iteration=number), report(2.0), 8, 30.0)
     log.close()
-    assert "remaining time" not in capsys.readouterr().out
+    assert " left" not in capsys.readouterr().out
 
 
-def test_the_megatron_line_has_the_fields_of_megatron_in_order(make_log, capsys):
+def test_a_line_has_the_losses_and_scalars_of_a_forward_step(make_log, capsys):
+    """The total is called loss, and comes first: training minimizes it."""
+    losses = {"lm loss": 5.0, "sop loss": 1.0, "loss": 6.0, "accuracy of even": 0.25}
+    line = printed_line(make_log(), capsys, replace(report(6.0), losses=losses), last=500)
+    shown = "loss 6.000  lm 5.000  sop 1.000  accuracy of even 0.2500  lr 1.00e-03"
+    assert line == f"iteration  500/1000  {shown}  ..."
+
+
+@pytest.mark.parametrize("names", [1, 3, 20])
+@pytest.mark.parametrize("length", [1, 40, 200])
+def test_a_line_has_100_columns_whatever_the_scalars_are_called(make_log, capsys, names, length):
+    """What is wrong comes before the scalars; only the end of a line may be missing, and the line shows that it is."""
+    losses = {"loss": math.nan} | {f"{'x' * length}{number}": 1e-9 for number in range(names)}
+    bad = replace(report(math.nan, skipped=True), losses=losses, loss_scale=0.5, grad_norm=math.inf)
+    line = printed_line(make_log(0, "train.precision=fp16", "train.iterations=1000000"), capsys, bad, last=123450)
+    assert len(line) <= WIDTH
+    assert line.startswith("iteration  123450/1000000  loss nan  1 not finite  1 skipped  loss scale 0.5  ")
+    assert line.endswith("  ...")
+
+
+def test_a_long_message_continues_on_indented_lines(make_log, capsys):
+    """A path stays whole, so that it can be copied. With `log.megatron_line` a parser gets one line."""
+    path, words = "/" + 120 * "p", "a sentence of words " * 10
+    make_log().say(f"DAMAGED: {words}{path}")
+    first, *others, last = capsys.readouterr().out.splitlines()
+    assert first.startswith("DAMAGED: a sentence") and last == f"    {path}"
+    assert all(line.startswith("    ") for line in others) and max(map(len, [first, *others])) <= WIDTH
+    make_log(0, "log.megatron_line=true").say(words)
+    assert capsys.readouterr().out == f"{words}\n"
+
+
+def test_the_megatron_line_is_the_line_of_megatron(make_log, capsys):
+    """Its parsers split it at bars and colons."""
     log = make_log(0, "log.megatron_line=true")
-    log.iteration(TrainState(iteration=10), report(2.0), 8, 0.5)
+    log.iteration(TrainState(iteration=10, consumed_samples=80), report(2.0), 8, 0.5)
+    log.evaluation(TrainState(iteration=10), {"lm loss": 2.0}, "iteration 10")
     log.close()
-    assert list(fields_of(capsys.readouterr().out)) == FIELDS_OF_MEGATRON
+    line, above, evaluation, below = capsys.readouterr().out.splitlines()
+    assert re.fullmatch(r" \[\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d{6}\]", line[:29])
+    throughput = f"{log.flops_per_token * 8 * 1024 / 0.5 / 1e12:.1f}"
+    assert line[29:] == (
+        " iteration       10/    1000 | consumed samples:           80 | elapsed time per iteration (ms): 500.0 | "
+        f"throughput per GPU (TFLOP/s/GPU): {throughput} | learning rate: 1.000000E-03 | global batch size:     8 | "
+        "lm loss: 2.000000E+00 | loss scale: 1.0 | grad norm: 2.000 | number of skipped iterations:   0 | number of "
+        "nan iterations:   0 |"
+    )
+    assert above == below == "-" * 100
+    assert evaluation == " validation loss at iteration 10 | lm loss value: 2.000000E+00 | lm loss PPL: 7.389056E+00 | "
+
+
+def test_a_file_of_the_user_in_run_dir_is_never_overwritten(tmp_path):
+    """settings.yaml is a name that a user may give; config.yaml is the user's."""
+    config = load_config(None, [f"run.dir={tmp_path}"])
+    (tmp_path / "config.yaml").write_text("mine")
+    for _ in range(2):
+        write_config(config)
+    assert (tmp_path / "config.yaml").read_text() == "mine"
+    for name in ("settings.yaml", "resolved.yaml"):
+        (tmp_path / name).write_text("optim: {lr: 1}")
+        with pytest.raises(TrainingError, match=rf"{name}: was not written by megatron-lite.*; rename it"):
+            write_config(config)
+        assert (tmp_path / name).read_text() == "optim: {lr: 1}"
+        (tmp_path / name).unlink()
 
 
 def points(folder: Path) -> dict[str, list[int]]:
@@ -173,8 +224,13 @@ def test_a_run_whose_folder_is_deleted_reports_it_once_and_loses_no_row(make_log
         log.close()
         assert rows(tmp_path) == [1, 2, 3, 4, 5]
         assert points(tmp_path / "tensorboard")["lm loss"] == [4, 5]
-        assert (tmp_path / "config.yaml").exists()
-        assert capsys.readouterr().out.count(f"DELETED: {tmp_path} was deleted during iteration 4; it is created") == 1
+        assert (tmp_path / "settings.yaml").exists() and (tmp_path / "resolved.yaml").exists()
+        assert (
+            unwrapped(capsys.readouterr().out).count(
+                f"DELETED: {tmp_path} was deleted during iteration 4; it is created"
+            )
+            == 1
+        )
         _, problem = other_run(tmp_path).communicate()
         assert "is in use by process" in problem
 
@@ -221,17 +277,21 @@ def test_a_row_has_unrounded_values(make_log, tmp_path):
     assert row["mfu"] == pytest.approx(8 * 1024 * log.flops_per_token / 0.5 / 1e12)
 
 
-def test_timers_follow_the_line_of_their_iteration_and_are_in_its_row(make_log, capsys, tmp_path):
+def test_timers_follow_the_megatron_line_and_are_in_the_row_of_their_iteration(make_log, capsys, tmp_path):
     """Times after the last line, such as those of the last save, are printed: rows belong to iterations."""
-    log = make_log()
-    times = {"forward-compute": PhaseTime(0.01, 0.02, 3)}
-    log.iteration(TrainState(iteration=1), report(2.0), 8, 0.5, times)
-    log.times(TrainState(iteration=1), {"save-checkpoint": PhaseTime(1.0, 1.0, 0)})
-    log.times(TrainState(iteration=1), {})
-    log.close()
-    lines = capsys.readouterr().out.splitlines()
-    at = lines.index(" timers (ms per iteration): forward-compute 20.0")
-    assert "| lm loss: " in lines[at - 1]
-    assert lines[at + 1] == " outside of iterations (ms in all): save-checkpoint 1000.0"
-    (first,) = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    assert first["timers"] == {"forward-compute": {"min_seconds": 0.01, "max_seconds": 0.02, "slowest_rank": 3}}
+    for overrides in ([], ["log.megatron_line=true"]):
+        log = make_log(0, *overrides)
+        times = {"forward-compute": PhaseTime(0.01, 0.02, 3)}
+        log.iteration(TrainState(iteration=1), report(2.0), 8, 0.5, times)
+        log.times(TrainState(iteration=1), {"save-checkpoint": PhaseTime(1.0, 1.0, 0)})
+        log.times(TrainState(iteration=1), {})
+        log.close()
+        (first,) = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+        assert first["timers"] == {"forward-compute": {"min_seconds": 0.01, "max_seconds": 0.02, "slowest_rank": 3}}
+        lines = capsys.readouterr().out.splitlines()
+        if not overrides:
+            assert len(lines) == 1
+            continue
+        at = lines.index(" timers (ms per iteration): forward-compute 20.0")
+        assert "| lm loss: " in lines[at - 1]
+        assert lines[at + 1] == " outside of iterations (ms in all): save-checkpoint 1000.0"
