@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 
 from megatron_lite.checkpoint.directory import write_durably
-from megatron_lite.checkpoint.match import MODEL_TYPE
+from megatron_lite.checkpoint.match import MODEL_TYPE, PAD_TOKEN
 from megatron_lite.checkpoint.tensor_file import Spec, TensorWriter
 from megatron_lite.config.schema import ModelConfig
 from megatron_lite.convert import tokenizer_files
-from megatron_lite.convert.huggingface_config import from_model, to_model
+from megatron_lite.convert.huggingface_config import defaults_of, from_model, to_model
 from megatron_lite.convert.huggingface_families import FAMILIES
 from megatron_lite.convert.huggingface_files import (
     INDEX,
@@ -45,6 +45,9 @@ BUFFERS = re.compile(
     r"embeddings\.position_ids|"
     r"EncDecAttention\.relative_attention_bias\.weight)"
 )
+# Modules around the model or a part of it when it was saved: of torch.compile, of data parallelism, of checkpointing.
+_WRAPPER = r"(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\."
+WRAPPERS = re.compile(rf"^(module\.|{_WRAPPER})+|(?<=\.){_WRAPPER}")
 # The names of a norm's parameters in the first models.
 OLD_NAMES = {"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm.bias"}
 
@@ -157,13 +160,15 @@ def read(path: Path, overrides: Mapping[str, Any], ignored: Collection[str] = ()
     if num_parameters(model) > 2 * stored:
         raise CheckpointError(
             f"{path}: {CONFIG_FILE} describes {num_parameters(model):,} parameters, the files hold {stored:,}"
+            + defaults_of(content)
         )
     table = full_table(model)
     ours = recipes(model_type, model, table)
     shapes = {name: tuple(files.specs[theirs].shape) for name, theirs in found.items()}
     copies = dict(family.copies) | ({family.head: family.embedding} if model.tie_embeddings else {})
     copies = {copy: name for copy, name in copies.items() if copy in shapes and shapes[copy] == shapes.get(name)}
-    check_names(path, ours, table, {name: shape for name, shape in shapes.items() if name not in copies})
+    shapes = {name: shape for name, shape in shapes.items() if name not in copies}
+    check_names(path, ours, table, shapes, stored=found, reason=defaults_of(content))
     for copy, original in copies.items():
         _check_equal(path, files, found[copy], found[original])
 
@@ -186,7 +191,9 @@ def read(path: Path, overrides: Mapping[str, Any], ignored: Collection[str] = ()
     tokenizer = tokenizer_files.files_in(path)
     if tokenizer and not tokenizer_files.readable(tokenizer_files.spec_in(path), model.vocab_size):
         notes.append(f"the tokenizer is copied, but megatron_lite cannot read it for {model.vocab_size:,} tokens")
-    origin = {MODEL_TYPE: model_type}
+    origin: dict[str, Any] = {MODEL_TYPE: model_type}
+    if type(pad := content.get(PAD_TOKEN)) is int and 0 <= pad < model.vocab_size:
+        origin[PAD_TOKEN] = pad
     return Checkpoint(model, tensors, read_tensor, tokenizer=tokenizer, notes=notes, origin=origin)
 
 
@@ -230,6 +237,7 @@ def write(
     ends = {"bos_token_id": None, "eos_token_id": tokenizer.eod if tokenizer else None, "pad_token_id": None}
     if checkpoint.model.encoder_layers:  # the decoder starts with this token
         ends["pad_token_id"] = ends["decoder_start_token_id"] = start_of(tokenizer) if tokenizer else 0
+    ends["pad_token_id"] = checkpoint.origin.get(PAD_TOKEN, ends["pad_token_id"])
     if not (path / GENERATION_FILE).exists():  # else copied from the source
         _write_json(path / GENERATION_FILE, ends)
     type_name = str(checkpoint.tensors[WORD_EMBEDDINGS].dtype).removeprefix("torch.")
@@ -265,7 +273,11 @@ def _write_json(path: Path, content: Mapping[str, Any]) -> None:
 
 
 def _full_name(model_type: str, name: str) -> str:
-    """The name of a tensor in the model with a head; a model without one saves names without the prefix."""
+    """The name of a tensor in the model with a head; a model without one saves names without the prefix.
+
+    The names of modules around the model are left out.
+    """
+    name = WRAPPERS.sub("", name)
     for old, new in OLD_NAMES.items():
         name = name.replace(old, new)
     family = FAMILIES[model_type]

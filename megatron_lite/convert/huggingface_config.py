@@ -4,6 +4,7 @@ A model is written as the first family that computes it. That is known by readin
 and every field of ours must come back.
 """
 
+import json
 import math
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
@@ -14,8 +15,9 @@ from pydantic import ValidationError
 from megatron_lite.checkpoint.compatible import DERIVED, NOT_OF_WEIGHTS
 from megatron_lite.config.schema import Config, DataConfig, ModelConfig
 from megatron_lite.config.validate import failures
+from megatron_lite.convert.huggingface_defaults import DEFAULTS, REQUIRED
 from megatron_lite.convert.huggingface_families import FAMILIES
-from megatron_lite.convert.huggingface_family import Family, read_model, write_model
+from megatron_lite.convert.huggingface_family import read_model, write_model
 from megatron_lite.convert.huggingface_fields import Fields
 from megatron_lite.errors import CheckpointError, ConfigError
 from megatron_lite.model.rotary import RAMPS
@@ -29,12 +31,13 @@ def to_model(
     path: Path, content: Mapping[str, Any], overrides: Mapping[str, Any], ignored: Collection[str] = ()
 ) -> tuple[str, ModelConfig]:
     """The model type and our model section of a config.json; `path` is for messages, `ignored` fields are not read."""
-    if missing := [name for name in ignored if name not in content]:
-        raise ConfigError(f"{path}: has no {', '.join(missing)}, which --ignore-field names; leave it out")
-    fields = Fields(path, content, ignored)
     model_type = content.get("model_type")
     if not isinstance(model_type, str) or model_type not in FAMILIES:
         raise CheckpointError(f"{path}: model_type is {model_type!r}; expected one of {', '.join(FAMILIES)}")
+    # A missing field has a default, which can be one that ours does not compute.
+    if missing := [name for name in ignored if name not in {**content, **DEFAULTS[model_type]}]:
+        raise ConfigError(f"{path}: has no {', '.join(missing)}, which --ignore-field names; leave it out")
+    fields = Fields(path, content, DEFAULTS[model_type], ignored)
     ours = read_model(FAMILIES[model_type], fields)
     fields.finish()
     try:
@@ -49,10 +52,25 @@ def to_model(
         raise ConfigError(f"{path}: {listed(other)} of this file; leave out fields of another model")
     config = Config(model=model, data=DataConfig(seq_length=min(1024, model.max_position_embeddings)))
     if problems := failures(config, 1):
-        raise CheckpointError(f"{path}: does not describe a model that megatron_lite has: {problems[0]}")
-    if obstacles := _obstacles(FAMILIES[model_type], model):  # of fields that were given
+        raise CheckpointError(
+            f"{path}: does not describe a model that megatron_lite has: {problems[0]}{defaults_of(content)}"
+        )
+    if obstacles := _obstacles(model_type, model):  # of fields that were given
         raise _no_family(model_type, obstacles)
     return model_type, model
+
+
+def defaults_of(content: Mapping[str, Any]) -> str:
+    """A part of a message: the fields that a config.json lacks, with the defaults of its family."""
+    defaults = DEFAULTS[content["model_type"]]
+    lacking = [
+        f"{name} {json.dumps(value)}"
+        for name, value in defaults.items()
+        if name not in content and value is not REQUIRED
+    ]
+    return (
+        f" (fields that it lacks have the defaults of {content['model_type']}: {', '.join(lacking)})" if lacking else ""
+    )
 
 
 def from_model(model: ModelConfig, preferred: str = "") -> dict[str, Any]:
@@ -61,8 +79,12 @@ def from_model(model: ModelConfig, preferred: str = "") -> dict[str, Any]:
     Of several families it is the `preferred` one, or the first of the table.
     """
     candidates = [name for name, family in FAMILIES.items() if family.architecture == model.architecture]
-    obstacles = {name: _obstacles(FAMILIES[name], model) for name in candidates}
-    nearest = min(obstacles, key=lambda name: (len(obstacles[name]), name != preferred))
+    obstacles: dict[str, list[str]] = {}
+    for name in sorted(candidates, key=lambda name: name != preferred):
+        obstacles[name] = _obstacles(name, model)
+        if not obstacles[name]:
+            break
+    nearest = min(obstacles, key=lambda name: len(obstacles[name]))
     if obstacles[nearest]:
         raise _no_family(nearest, obstacles[nearest])
     family = FAMILIES[nearest]
@@ -77,10 +99,11 @@ def _no_family(nearest: str, obstacles: Sequence[str]) -> CheckpointError:
     )
 
 
-def _obstacles(family: Family, model: ModelConfig) -> list[str]:
+def _obstacles(model_type: str, model: ModelConfig) -> list[str]:
     """The fields of a model that this family cannot compute."""
+    family = FAMILIES[model_type]
     try:
-        ours = read_model(family, Fields(Path("config.json"), write_model(family, model)))
+        ours = read_model(family, Fields(Path("config.json"), write_model(family, model), DEFAULTS[model_type]))
         wanted, found = _compared(model), _compared(ModelConfig(**{**ours, **_not_in_files(model)}))
     except (CheckpointError, ValidationError) as error:
         return [str(error)]
@@ -97,7 +120,7 @@ def _not_in_files(model: ModelConfig) -> dict[str, Any]:
 def _compared(model: ModelConfig) -> dict[str, Any]:
     """The fields that the function of the weights depends on, with the values that defaults stand for."""
     fields = {name: getattr(model, DERIVED.get(name, name)) for name in ModelConfig.model_fields}
-    if math.isclose(model.attention_scale, model.head_size**-0.5):
+    if model.head_size and math.isclose(model.attention_scale, model.head_size**-0.5):
         fields["attention_scale"] = 0.0
     unused = set(_NOT_COMPARED)
     if model.norm == "rmsnorm":

@@ -27,7 +27,6 @@ class Family:
     copies: Mapping[str, str] = field(default_factory=dict)  # equal tensors that some files have -> the original
     orders: Mapping[str, Order] = field(default_factory=dict)  # ours -> the order of rows
     transposed: Sequence[str] = ()  # ours, whose weights are [in, out]
-    tied: bool = False  # the default of tie_word_embeddings
     architecture: str = "decoder"
 
     def theirs(self, ours: str, number: str, model: ModelConfig) -> list[str]:
@@ -44,7 +43,7 @@ def read_model(family: Family, fields: Fields) -> dict[str, Any]:
     for part in family.parts:
         ours |= part.read(fields, ours)
     if "tie_embeddings" not in ours:
-        ours["tie_embeddings"] = fields.take("tie_word_embeddings", family.tied)
+        ours["tie_embeddings"] = fields.take("tie_word_embeddings")
     return ours
 
 

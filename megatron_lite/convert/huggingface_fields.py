@@ -8,6 +8,7 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
+from megatron_lite.convert.huggingface_defaults import REQUIRED
 from megatron_lite.errors import CheckpointError
 from megatron_lite.text import listed
 
@@ -42,8 +43,15 @@ HARMLESS = {
     *("suppress_tokens", "exponential_decay_length_penalty", "forced_bos_token_id", "forced_eos_token_id"),
     *("remove_invalid_values", "_from_model_config"),
     *("hidden_dropout_prob", "attention_probs_dropout_prob", "model_max_length"),
-    *("auto_map", "unsloth_fixed", "cache_implementation"),
-    *("_num_labels", "output_past", "is_llama_config", "transformers.js_config", "classifier_dropout"),
+    *("initializer_factor", "auto_map", "unsloth_fixed", "cache_implementation"),
+    *(
+        "_num_labels",
+        "_sliding_window_pattern",
+        "output_past",
+        "is_llama_config",
+        "transformers.js_config",
+        "classifier_dropout",
+    ),
 }
 # Field -> values that our model computes; the first is the default.
 EXPECTED: dict[str, tuple[Any, ...]] = {
@@ -60,33 +68,46 @@ EXPECTED: dict[str, tuple[Any, ...]] = {
     "use_sliding_window": (False,),
     "quantization_config": (None,),
 }
-REQUIRED = object()
 LIMIT = 1 << 48  # far above any size, and exact as a float
-NAMES = {int: "an integer", list: "a list", dict: "an object"}
+NAMES = {int: "an integer", bool: "true or false", list: "a list", dict: "an object"}
 
 
 class Fields:
     """The fields of a config.json, which are taken one by one."""
 
-    def __init__(self, path: Path, content: Mapping[str, Any], ignored: Collection[str] = ()):
+    def __init__(
+        self, path: Path, content: Mapping[str, Any], defaults: Mapping[str, Any], ignored: Collection[str] = ()
+    ):
+        """`defaults` are those of the family, for fields that the file does not have; `ignored` fields are missing."""
         self._path = path
         self._left = {name: value for name, value in content.items() if name not in ignored}
+        self.defaults = defaults
+        self.ignored = ignored
 
     def __contains__(self, name: str) -> bool:
         return name in self._left
 
-    def take(self, name: str, default: Any = REQUIRED) -> Any:
-        """The value of a field; null stands for a missing field."""
-        value = self._left.pop(name, None)
-        if value is None and default is REQUIRED:
-            raise CheckpointError(f"{self._path}: has no {name}; give the config of these weights")
+    def get(self, name: str, default: Any = None) -> Any:
+        """The value that the file has in a field, which is not taken."""
+        return self._left.get(name, default)
+
+    def take(self, name: str, default: Any = REQUIRED, *, null: Any = REQUIRED) -> Any:
+        """The value of a field; `null` is what a null stands for. `default` is for a field that the family lacks."""
+        is_null = name in self and self._left[name] is None
+        value = self._left.pop(name, self.defaults.get(name, default))
+        if value is REQUIRED:
+            also = ", and rope_parameters has none" if "rope" in name else ""
+            raise CheckpointError(f"{self._path}: has no {name}{also}; give the config of these weights")
         if isinstance(value, int) and abs(value) >= LIMIT:
             raise self.error(name, value, "no size is so large")
-        return default if value is None else value
+        if value is not None or null is not REQUIRED:
+            return null if value is None else value
+        assert is_null, f"{name} needs a meaning of null, which is its default"
+        raise CheckpointError(f"{self._path}: {name} is null, which has no meaning there; remove it, or give a value")
 
-    def take_as(self, name: str, kind: type, default: Any) -> Any:
+    def take_as(self, name: str, kind: type, default: Any = REQUIRED, *, null: Any = REQUIRED) -> Any:
         """The value of a field, which must be of this type."""
-        value = self.take(name, default)
+        value = self.take(name, default, null=null)
         if type(value) is not kind:
             raise self.error(name, value, f"expected {NAMES[kind]}")
         return value

@@ -30,6 +30,9 @@ INDEX = ".index.json"
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 SAFETENSORS, TORCH = "model.safetensors", "pytorch_model.bin"
 
+# Keys under which training programs save the tensors, beside what is not of the model.
+_INNER = {"state_dict", "model", "module", "model_state_dict"}
+
 Reader = Callable[[slice], Tensor]
 """A function that returns some rows of a tensor."""
 
@@ -118,14 +121,24 @@ def _opened(path: Path) -> Iterator[Any]:
 def _torch_file(path: Path) -> dict[str, tuple[Spec, Reader]]:
     """The tensors of a file of torch.save by name."""
     file = TorchFile(path)
-    if not isinstance(file.content, Mapping):
-        raise CheckpointError(f"{path}: holds {type(file.content).__name__}, expected tensors by name")
+    content = file.content
+    for _ in range(3):  # a crafted dict can hold itself
+        inner = sorted(_INNER & content.keys()) if isinstance(content, Mapping) else []
+        if len(inner) > 1:
+            raise CheckpointError(f"{path}: has {listed(inner)}, expected one of them; save the tensors alone")
+        content = content[inner[0]] if inner else content
+    if not isinstance(content, Mapping):
+        raise CheckpointError(f"{path}: holds {type(content).__name__}, expected tensors by name")
 
     def read(tensor: Tensor, rows: slice) -> Tensor:
         file.check_size()
         return tensor[rows]
 
-    tensors = {str(name): value.tensor for name, value in file.content.items() if isinstance(value, StoredTensor)}
+    tensors = {str(name): value.tensor for name, value in content.items() if isinstance(value, StoredTensor)}
+    if not tensors and content:
+        raise CheckpointError(
+            f"{path}: has no tensors, but {listed([str(name) for name in content])}; save the tensors"
+        )
     return {
         name: (Spec(_dtype(path, name, tensor.dtype, str(tensor.dtype)), tensor.shape), partial(read, tensor))
         for name, tensor in tensors.items()

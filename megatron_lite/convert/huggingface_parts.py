@@ -12,7 +12,8 @@ from typing import Any
 
 from megatron_lite.checkpoint.compatible import DERIVED
 from megatron_lite.config.schema import ModelConfig
-from megatron_lite.convert.huggingface_fields import REQUIRED, Fields
+from megatron_lite.convert.huggingface_defaults import REQUIRED
+from megatron_lite.convert.huggingface_fields import Fields
 
 Ours = dict[str, Any]
 SLIDING, FULL = "sliding_attention", "full_attention"
@@ -43,50 +44,51 @@ def fixed(**ours: Any) -> Part:
 
 
 def expected(**theirs: Any) -> Part:
-    """Fields that must have one value; null stands for a missing field."""
+    """Fields that must have one value; null stands for false, or for none."""
 
     def read(fields: Fields, so_far: Ours) -> Ours:
         for name, value in theirs.items():
-            fields.expect(name, fields.take(name, value), value)
+            fields.expect(name, fields.take(name, value, null=REQUIRED if value else value), value)
         return {}
 
     return Part(read, lambda model: theirs)
 
 
-def same(ours: str, theirs: str, default: Any = REQUIRED) -> Part:
-    """A field with the value of ours; a default that is the name of a field of ours has its value."""
+def same(ours: str, theirs: str, *, null: Any = REQUIRED) -> Part:
+    """A field with the value of ours; a `null` that is the name of a field of ours has its value."""
 
     def read(fields: Fields, so_far: Ours) -> Ours:
-        return {ours: fields.take(theirs, so_far.get(default, default) if isinstance(default, str) else default)}
+        return {ours: fields.take(theirs, null=so_far.get(null, null) if isinstance(null, str) else null)}
 
     return Part(read, lambda model: {theirs: getattr(model, DERIVED.get(ours, ours))})
 
 
 def sizes(**theirs: str) -> tuple[Part, ...]:
-    """Fields of ours with the same value in a required field of theirs."""
+    """Fields of ours with the same value in a field of theirs."""
     return tuple(same(ours, name) for ours, name in theirs.items())
 
 
-def mapped(ours: str, theirs: str, names: Mapping[str, str], default: str) -> Part:
+def mapped(ours: str, theirs: str, names: Mapping[str, str]) -> Part:
     """A field whose names are others."""
 
     def read(fields: Fields, so_far: Ours) -> Ours:
-        value = fields.take(theirs, default)
+        value = fields.take(theirs)
         if not isinstance(value, str) or value not in names:
             raise fields.error(theirs, value, f"ours are {', '.join(names)}")
         return {ours: names[value]}
 
     def write(model: ModelConfig) -> Ours:
-        return {theirs: next((name for name, value in names.items() if value == getattr(model, ours)), default)}
+        value = getattr(model, ours)
+        return {theirs: next((name for name, of_ours in names.items() if of_ours == value), next(iter(names)))}
 
     return Part(read, write)
 
 
-def scaled(ours: str, theirs: str, default: float, power: float) -> Part:
+def scaled(ours: str, theirs: str, power: float) -> Part:
     """A field with a number whose power is ours: with `power` -0.5, ours is 1 / sqrt(theirs)."""
 
     def read(fields: Fields, so_far: Ours) -> Ours:
-        value = fields.take(theirs, default)
+        value = fields.take(theirs)
         if not isinstance(value, (int, float)) or isinstance(value, bool) or value <= 0:
             raise fields.error(theirs, value, "expected a number above 0")
         return {ours: value**power}
@@ -99,23 +101,23 @@ def scaled(ours: str, theirs: str, default: float, power: float) -> Part:
     return Part(read, write)
 
 
-def optional(ours: str, theirs: str, default: float | None) -> Part:
-    """A field in which null stands for ours 0. A missing one has the default."""
-
-    def read(fields: Fields, so_far: Ours) -> Ours:
-        return {ours: (fields.take(theirs, 0.0) if theirs in fields else default) or 0.0}
-
-    return Part(read, lambda model: {theirs: getattr(model, ours) or None})
+def optional(ours: str, theirs: str) -> Part:
+    """A field in which null stands for ours 0."""
+    return Part(
+        lambda fields, so_far: {ours: fields.take(theirs, null=0.0)},
+        lambda model: {theirs: getattr(model, ours) or None},
+    )
 
 
 def dropouts(hidden: str, embedding: str, attention: str) -> Part:
     """Dropout of residual branches and of the embedding, which is one in ours, and of attention."""
 
     def read(fields: Fields, so_far: Ours) -> Ours:
-        residual = fields.take(hidden, 0.0)
-        if embedding and (other := fields.take(embedding, residual)) != residual:
+        residual = fields.take(hidden)
+        other = fields.take(embedding) if embedding and embedding not in fields.ignored else residual
+        if other != residual:
             raise fields.error(embedding, other, f"{hidden} is {residual!r}, and ours has one hidden_dropout")
-        return {"hidden_dropout": residual, "attention_dropout": fields.take(attention, 0.0)}
+        return {"hidden_dropout": residual, "attention_dropout": fields.take(attention)}
 
     def write(model: ModelConfig) -> Ours:
         others = {embedding: model.hidden_dropout} if embedding else {}
@@ -124,12 +126,12 @@ def dropouts(hidden: str, embedding: str, attention: str) -> Part:
     return Part(read, write)
 
 
-def biases(attention: str, mlp: str | bool, *, default: bool = False) -> Part:
+def biases(attention: str, mlp: str | bool) -> Part:
     """Biases of attention, and of the MLP: a field, or always or never."""
 
     def read(fields: Fields, so_far: Ours) -> Ours:
-        of_attention = fields.take(attention, default)
-        of_mlp = fields.take(mlp, default) if isinstance(mlp, str) else mlp
+        of_attention = fields.take(attention)
+        of_mlp = fields.take(mlp) if isinstance(mlp, str) else mlp
         for name, value in ((attention, of_attention), (mlp, of_mlp)):
             fields.expect(str(name), value, True, False)
         both = {(True, True): True, (False, False): False, (True, False): "attention", (False, True): "mlp"}
@@ -142,28 +144,36 @@ def biases(attention: str, mlp: str | bool, *, default: bool = False) -> Part:
     return Part(read, write)
 
 
-def window(pattern: int | None = None, *, flag: bool = False) -> Part:
-    """A sliding window: of all layers, or with `pattern` of those in `layer_types`, by default all but every n-th one.
+def window(every: int | None = None, *, named: bool = False, flag: bool = False, no_rope: bool = False) -> Part:
+    """A sliding window: of all layers, or with `every` of those in `layer_types`, by default all but each such one.
 
-    With `flag` there is a window only if `use_sliding_window` is set, in the layers from `max_window_layers` on.
+    With `named`, `sliding_window_pattern` of version 4 has another number than `every`. With `flag` there is a window
+    only if `use_sliding_window` is set, by default in the layers from `max_window_layers` on, or with `no_rope` in
+    those without positions.
     """
 
     def read(fields: Fields, so_far: Ours) -> Ours:
-        size, layers = fields.take("sliding_window", 0), so_far["num_layers"]
-        if flag:
-            size = size if fields.take("use_sliding_window", False) else 0
-        every = fields.take_as("sliding_window_pattern", int, pattern) if pattern else 0
+        size, layers = fields.take("sliding_window", null=0), so_far["num_layers"]
+        is_used = not flag or fields.take_as("use_sliding_window", bool)
         first = fields.take_as("max_window_layers", int, 0) if flag else 0
-        fields.take("_sliding_window_pattern", 0)
+        number = fields.take_as("sliding_window_pattern", int, every) if every else 0
+        if not named:
+            fields.expect("sliding_window_pattern", number, every or 0)
         if not isinstance(layers, int) or layers > 10_000:  # an error of another check
             return {"window_size": 0, "window_attn_skip_freq": 0}
         numbers = range(layers)
-        types = [SLIDING if at >= first and not (every and (at + 1) % every == 0) else FULL for at in numbers]
-        types = fields.take_as("layer_types", list, types) if pattern is not None else types
+        if no_rope:
+            found = [bool(so_far["no_rope_freq"]) and (at + 1) % so_far["no_rope_freq"] == 0 for at in numbers]
+        else:
+            found = [at >= first and not (number and (at + 1) % number == 0) for at in numbers]
+        types = [SLIDING if is_used and has_window else FULL for has_window in found]
+        types = fields.take_as("layer_types", list, null=types) if every is not None else types
         if other := [kind for kind in types if kind not in (SLIDING, FULL)]:
             raise fields.error("layer_types", other[0], f"ours are {SLIDING} and {FULL}")
         if not size or SLIDING not in types:
             return {"window_size": 0, "window_attn_skip_freq": 0}
+        if not is_used:
+            raise fields.error("layer_types", SLIDING, "use_sliding_window is false")
         skipped = 1 + types.index(FULL) if FULL in types else 0
         regular = [FULL if skipped and (at + 1) % skipped == 0 else SLIDING for at in numbers]
         if types != regular:
@@ -172,8 +182,9 @@ def window(pattern: int | None = None, *, flag: bool = False) -> Part:
         return {"window_size": size, "window_attn_skip_freq": skipped}
 
     def write(model: ModelConfig) -> Ours:
-        theirs: Ours = {"sliding_window": model.window_size or None}
-        if pattern is not None:
+        # With a pattern, transformers needs a size even if no layer has a window.
+        theirs: Ours = {"sliding_window": model.window_size or (model.max_position_embeddings if every else None)}
+        if every is not None:
             numbers = range(min(model.num_layers, 10_000))
             theirs["layer_types"] = [SLIDING if model.window_of(layer) else FULL for layer in numbers]
         if flag:
@@ -185,13 +196,13 @@ def window(pattern: int | None = None, *, flag: bool = False) -> Part:
 
 
 def _read_no_rope(fields: Fields, so_far: Ours) -> Ours:
-    every, layers = fields.take_as("no_rope_layer_interval", int, 4), so_far["num_layers"]
+    every, layers = fields.take_as("no_rope_layer_interval", int), so_far["num_layers"]
     if every < 1:
         raise fields.error("no_rope_layer_interval", every, "expected at least 1")
     if not isinstance(layers, int) or layers > 10_000:
         return {"no_rope_freq": 0}
     regular = [int((at + 1) % every != 0) for at in range(layers)]
-    given = fields.take_as("no_rope_layers", list, regular)
+    given = fields.take_as("no_rope_layers", list, null=regular)
     skipped = 1 + given.index(0) if 0 in given else 0
     if given != [int(not skipped or (at + 1) % skipped != 0) for at in range(layers)]:
         raise fields.error("no_rope_layers", given, "ours has no positions in every n-th layer")
@@ -210,16 +221,11 @@ NO_ROPE = Part(
 )
 
 
-def copied(ours: str, field: str) -> Part:
-    """A field of ours with the value of another one: in Cohere 2 the layers without a window have no positions."""
-    return Part(lambda fields, so_far: {ours: so_far[field]}, lambda model: {})
-
-
-def flag(ours: str, theirs: str, values: Sequence[Any], default: bool) -> Part:
+def flag(ours: str, theirs: str, values: Sequence[Any]) -> Part:
     """A boolean of theirs; `values` are ours for false and true."""
 
     def read(fields: Fields, so_far: Ours) -> Ours:
-        value = fields.take(theirs, default)
+        value = fields.take(theirs)
         fields.expect(theirs, value, True, False)
         return {ours: values[value]}
 

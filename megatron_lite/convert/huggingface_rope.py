@@ -5,12 +5,14 @@ Gemma 3 and OLMo 3 once for each kind of layer.
 Source: transformers, modeling_rope_utils.py.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 from megatron_lite.config.schema import ModelConfig
 from megatron_lite.convert.huggingface_fields import Fields
 from megatron_lite.convert.huggingface_parts import FULL, SLIDING, Ours, Part
 from megatron_lite.model.rotary import RAMPS
+from megatron_lite.text import listed
 
 # The parameters of each type: theirs -> ours.
 _FACTOR = {"factor": "rotary_scaling_factor"}
@@ -34,15 +36,24 @@ OLD_TYPES = {"su": "longrope"}
 
 
 def rope(
-    *, partial: bool = False, percent: float = 1.0, local: bool = False, old: tuple[str, str] = ("rope_theta", "")
+    *,
+    partial: bool = False,
+    local: str = "",
+    old: tuple[str, str] = ("rope_theta", "partial_rotary_factor"),
+    types: Sequence[str] = tuple(TYPES),
 ) -> Part:
-    """The part of a family. `partial`: it can rotate a part of each head, by default `percent`. `local`: layers with a
-    window have other parameters. `old` are the names of version 4 for base and percent."""
+    """The part of a family.
+
+    `partial`: it can rotate a part of each head. `local`: layers with a window have other parameters, whose base
+    version 4 has in this field. `old` are the names of version 4 for base and percent. `types` are the scalings.
+    """
 
     def read(fields: Fields, so_far: Ours) -> Ours:
-        found = _read(fields, so_far, percent, local, old)
+        found = _read(fields, so_far, partial, local, old)
         if not partial and found["rotary_percent"] != 1:
             raise fields.error("partial_rotary_factor", found["rotary_percent"], "transformers ignores it here")
+        if (kind := found.get("rotary_scaling")) and kind not in types:
+            raise fields.error("rope_parameters", {"rope_type": kind}, f"this family has {listed(types)} only")
         return {"position": "rotary", **found}
 
     def write(model: ModelConfig) -> Ours:
@@ -51,32 +62,31 @@ def rope(
     return Part(read, write)
 
 
-def _read(fields: Fields, so_far: Ours, percent: float, local: bool, old: tuple[str, str]) -> Ours:
-    # GPT-NeoX has names of its own, and in some versions the common ones too.
-    base = fields.take(old[0], fields.take("rope_theta", 1e6 if local else 10000.0))
-    given_percent = fields.take(old[1] or "partial_rotary_factor", fields.take("partial_rotary_factor", percent))
-    scaling, parameters = (fields.take_as(name, dict, {}) for name in ("rope_scaling", "rope_parameters"))
+def _read(fields: Fields, so_far: Ours, partial: bool, local: str, old: tuple[str, str]) -> Ours:
+    scaling, parameters = (fields.take_as(name, dict, {}, null={}) for name in ("rope_scaling", "rope_parameters"))
     found: Ours = {}
     if local:
-        found["local_rotary_base"] = fields.take("rope_local_base_freq", 10000.0)
-        if SLIDING in parameters or FULL in parameters:
-            of_window, parameters = parameters.get(SLIDING) or {}, parameters.get(FULL) or {}
-            if not isinstance(of_window, dict) or not isinstance(parameters, dict):
-                raise fields.error("rope_parameters", [of_window, parameters], "expected objects")
-            if of_window.get("rope_type", "default") != "default":
-                raise fields.error("rope_parameters", of_window, "ours has no scaling in layers with a window")
-            found["local_rotary_base"] = of_window.get("rope_theta", found["local_rotary_base"])
-        if not so_far.get("window_size"):
-            found["local_rotary_base"] = 0.0
-    left = {**parameters, **scaling}  # with both, transformers takes the first one
-    kind = left.pop("rope_type", left.pop("type", "default"))
-    left.pop("type", None)
+        full, of_window = _of_layers(fields, parameters)
+        left = {**full, **scaling}
+        base = _local_base(fields, of_window, local)
+        found["local_rotary_base"] = base if so_far.get("window_size") else 0.0
+    else:
+        left = {**(scaling or parameters)}  # with both, transformers takes the first one
+    kind = _pop_type(left)
     kind = OLD_TYPES.get(kind, kind) if isinstance(kind, str) else kind
-    found["rotary_base"] = left.pop("rope_theta", base)
-    found["rotary_percent"] = left.pop("partial_rotary_factor", given_percent)
-    # Some configs have the original length beside the parameters, also without a scaling.
-    original = fields.take("original_max_position_embeddings", 0)
+    percent = {} if partial else {"default": 1.0, "null": 1.0}
+    for ours, name, key, options in (
+        ("rotary_base", old[0], "rope_theta", {}),
+        ("rotary_percent", old[1], "partial_rotary_factor", percent),
+    ):
+        stated = fields.take(name, **options) if name in fields or key not in left else None
+        found[ours] = left.pop(key, stated)
+        # Version 5 does not read the common name of a field that the family calls otherwise.
+        if name != key and (other := fields.take(key, found[ours])) != found[ours]:
+            raise fields.error(key, other, f"{name} is {found[ours]!r}")
     name = "rope_scaling" if scaling else "rope_parameters"
+    # Some configs have the original length beside the parameters, also without a scaling.
+    original = _original(fields, so_far, left, kind)
     if kind == "default":
         left.pop("original_max_position_embeddings", None)
         if left:
@@ -84,7 +94,49 @@ def _read(fields: Fields, so_far: Ours, percent: float, local: bool, old: tuple[
         return found
     if not isinstance(kind, str) or kind not in TYPES:
         raise fields.error(name, {"rope_type": kind}, f"ours are default, {', '.join(TYPES)}")
-    return {**found, **_scaling(fields, name, kind, left, original or 0, so_far)}
+    return {**found, **_scaling(fields, name, kind, left, original, so_far)}
+
+
+def _pop_type(parameters: Ours) -> Any:
+    """The type of parameters, which can have two names, and is removed."""
+    old = parameters.pop("type", "default")
+    return parameters.pop("rope_type", old)
+
+
+def _of_layers(fields: Fields, parameters: Ours) -> tuple[Ours, Ours]:
+    """The parameters of layers without a window, and the others of layers with one."""
+    full, of_window = ({} if parameters.get(name) is None else parameters[name] for name in (FULL, SLIDING))
+    if parameters.keys() - {FULL, SLIDING} or not isinstance(full, dict) or not isinstance(of_window, dict):
+        raise fields.error("rope_parameters", parameters, f"expected objects {FULL} and {SLIDING}")
+    of_window = {**of_window}
+    kind = _pop_type(of_window)
+    if kind != "default" or of_window.keys() - {"rope_theta"}:
+        raise fields.error("rope_parameters", parameters[SLIDING], "ours has no scaling in layers with a window")
+    return full, of_window
+
+
+def _local_base(fields: Fields, of_window: Ours, local: str) -> Any:
+    """The base in layers with a window, where `of_window` are the parameters of version 5."""
+    name = "rope_local_base_freq"
+    is_stated, stated = name in fields, fields.take(name)
+    base = of_window.get("rope_theta", stated if local == name else fields.defaults[name])
+    if is_stated and stated != base:
+        raise fields.error(name, stated, f"version 5 of transformers computes with {base!r}")
+    if "rope_theta" not in of_window and local != name and fields.get(local, base) != base:
+        raise fields.error(local, fields.get(local), f"version 5 of transformers has {base!r} in layers with a window")
+    return base
+
+
+def _original(fields: Fields, so_far: Ours, left: Ours, kind: Any) -> Any:
+    """The number of positions of the first training."""
+    name = "original_max_position_embeddings"
+    if name in fields.defaults:  # of the model, and before that of the parameters
+        return fields.take(name)
+    original = left.get(name) or so_far["max_position_embeddings"]
+    stated = fields.take(name, original, null=original)
+    if stated != original and kind != "default":
+        raise fields.error(name, stated, f"version 5 of transformers computes with {original!r}")
+    return original
 
 
 def _scaling(fields: Fields, name: str, kind: str, left: Ours, original: Any, so_far: Ours) -> Ours:
@@ -98,7 +150,7 @@ def _scaling(fields: Fields, name: str, kind: str, left: Ours, original: Any, so
         raise fields.error(name, {key: left[key] for key in sorted(unknown)}, f"ours has no such parameters of {kind}")
     found: Ours = {"rotary_scaling": kind}
     if "original_max_position_embeddings" in TYPES[kind]:
-        left["original_max_position_embeddings"] = original or left.get("original_max_position_embeddings") or positions
+        left["original_max_position_embeddings"] = original
     elif kind == "dynamic":
         found["rotary_original_positions"] = positions
     if kind == "longrope" and left.get("factor") is None:
@@ -119,7 +171,7 @@ def _scaling(fields: Fields, name: str, kind: str, left: Ours, original: Any, so
     return found
 
 
-def _write(model: ModelConfig, local: bool, old: tuple[str, str]) -> Ours:
+def _write(model: ModelConfig, local: str, old: tuple[str, str]) -> Ours:
     kind = model.rotary_scaling
     original = model.rotary_original_positions or model.max_position_embeddings
     parameters: Ours = {}

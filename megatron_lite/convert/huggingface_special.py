@@ -7,7 +7,7 @@ from torch import Tensor
 
 from megatron_lite.config.schema import ModelConfig
 from megatron_lite.convert.huggingface_fields import Fields
-from megatron_lite.convert.huggingface_parts import Ours
+from megatron_lite.convert.huggingface_parts import GATED, Ours
 
 
 def grouped(model: ModelConfig) -> Sequence[Tensor | None]:
@@ -39,19 +39,45 @@ def read_gemma_scale(fields: Fields, so_far: Ours) -> Ours:
     return {"embedding_scale": hidden**0.5 if isinstance(hidden, int) and hidden > 0 else 1.0}
 
 
+def read_gemma_activation(fields: Fields, so_far: Ours) -> Ours:
+    """Gemma 1: version 4 of transformers takes `hidden_activation`, version 5 `hidden_act`, and both must agree.
+
+    The published configs have `gelu` in `hidden_act`, and the weights are for its tanh approximation.
+    """
+    names = {**GATED, "gelu": "geglu"}
+    stated, other = fields.take("hidden_act"), fields.take("hidden_activation", null=None)
+    if not isinstance(stated, str) or stated not in names:
+        raise fields.error("hidden_act", stated, f"ours are {', '.join(names)}")
+    if other is not None and (not isinstance(other, str) or GATED.get(other) != names[stated]):
+        raise fields.error("hidden_activation", other, f"hidden_act is {stated!r}")
+    return {"activation": names[stated]}
+
+
+def write_gemma_activation(model: ModelConfig) -> Ours:
+    name = "gelu_pytorch_tanh" if model.activation == "geglu" else "silu"
+    return {"hidden_act": name, "hidden_activation": name}
+
+
+def read_cohere2_positions(fields: Fields, so_far: Ours) -> Ours:
+    """Layers without a window have no positions."""
+    return {"no_rope_freq": so_far["window_attn_skip_freq"] if so_far["window_size"] else 1}
+
+
 def read_neox_parallel(fields: Fields, so_far: Ours) -> Ours:
-    value = fields.take("use_parallel_residual", True)
-    fields.expect("use_parallel_residual", value, True, False)
+    value = fields.take_as("use_parallel_residual", bool)
     return {"residual": "parallel" if value else "sequential"}
 
 
 def read_falcon(fields: Fields, so_far: Ours) -> Ours:
     """Falcon 7B has one key/value head and one norm; `new_decoder_architecture`, of 40B, any number of each."""
-    fields.expect("alibi", fields.take("alibi", False), False)
-    fields.expect("parallel_attn", fields.take("parallel_attn", True), True)
-    new, multi_query = fields.take("new_decoder_architecture", False), fields.take("multi_query", True)
-    groups, norms = fields.take("num_kv_heads", so_far["num_heads"]), fields.take("num_ln_in_parallel_attn", 2)
-    hidden, ffn = so_far["hidden_size"], fields.take("ffn_hidden_size", 0)
+    fields.expect("alibi", fields.take("alibi"), False)
+    fields.expect("parallel_attn", fields.take("parallel_attn"), True)
+    new, multi_query = (fields.take_as(name, bool) for name in ("new_decoder_architecture", "multi_query"))
+    groups, norms = (
+        fields.take("num_kv_heads", null=so_far["num_heads"]),
+        fields.take("num_ln_in_parallel_attn", null=2),
+    )
+    hidden, ffn = so_far["hidden_size"], fields.take("ffn_hidden_size", null=0)
     fields.expect("num_ln_in_parallel_attn", norms, 1, 2)
     old_groups = 1 if multi_query else so_far["num_heads"]
     return {
@@ -75,29 +101,36 @@ def write_falcon(model: ModelConfig) -> Ours:
 
 
 def read_rotary_dim(fields: Fields, so_far: Ours) -> Ours:
-    rotated, hidden, heads = fields.take("rotary_dim", 64), so_far["hidden_size"], so_far["num_heads"]
+    rotated, hidden, heads = fields.take("rotary_dim"), so_far["hidden_size"], so_far["num_heads"]
     try:
-        return {"position": "rotary", "rotary_percent": rotated * heads / hidden}
+        percent = rotated * heads / hidden
     except (TypeError, ZeroDivisionError):
-        raise fields.error("rotary_dim", rotated, "expected a part of the head size") from None
+        percent = 0
+    if not 0 < percent <= 1:
+        raise fields.error("rotary_dim", rotated, "expected a part of the head size")
+    return {"position": "rotary", "rotary_percent": percent}
 
 
 def read_t5(fields: Fields, so_far: Ours) -> Ours:
     """The scale of T5's logits, and its one dropout."""
-    kind, hidden, tied = so_far["activation"], so_far["hidden_size"], fields.take("tie_word_embeddings", True)
+    kind, hidden, tied = so_far["activation"], so_far["hidden_size"], fields.take("tie_word_embeddings")
     inner = {"relu": "relu", "geglu": "gelu_new"}[kind]
     fields.expect("dense_act_fn", fields.take("dense_act_fn", inner), inner)
     fields.expect("is_gated_act", fields.take("is_gated_act", kind != "relu"), kind != "relu")
     # Version 5 has a field for what `tie_word_embeddings` meant before.
     is_scaled = fields.take("scale_decoder_outputs", tied)
-    dropout = fields.take("dropout_rate", 0.1)
-    fields.take("initializer_factor", 1.0)
+    dropout = fields.take("dropout_rate")
     return {
         "tie_embeddings": tied,
         "logit_scale": hidden**-0.5 if is_scaled and isinstance(hidden, int) and hidden > 0 else 1.0,
         "hidden_dropout": dropout,
         "attention_dropout": dropout,
     }
+
+
+def write_original_positions(model: ModelConfig) -> Ours:
+    """The field of Phi 3 that its scaling reads; without a scaling it has no effect."""
+    return {"original_max_position_embeddings": model.rotary_original_positions or model.max_position_embeddings}
 
 
 def read_positions(fields: Fields, so_far: Ours) -> Ours:
@@ -109,13 +142,13 @@ def read_positions(fields: Fields, so_far: Ours) -> Ours:
 def read_projection(fields: Fields, so_far: Ours) -> Ours:
     """OPT 350M has word embeddings of another width than the residual stream."""
     hidden = so_far["hidden_size"]
-    fields.expect("word_embed_proj_dim", fields.take("word_embed_proj_dim", hidden), hidden)
+    fields.expect("word_embed_proj_dim", fields.take("word_embed_proj_dim", null=hidden), hidden)
     return {}
 
 
 def read_tokentypes(fields: Fields, so_far: Ours) -> Ours:
     """BERT always has token types."""
-    types = fields.take("type_vocab_size", 2)
+    types = fields.take("type_vocab_size")
     if types == 0:
         raise fields.error("type_vocab_size", types, "expected at least 1")
     return {"num_tokentypes": types}

@@ -177,12 +177,21 @@ def stage_tables(model: ModelConfig, custom: ParamTable | None, *, tensor: int, 
 
 
 def check_names(
-    where: Path, recipes: Mapping[str, Recipe], table: ParamTable, found: Mapping[str, tuple[int, ...]]
+    where: Path,
+    recipes: Mapping[str, Recipe],
+    table: ParamTable,
+    found: Mapping[str, tuple[int, ...]],
+    *,
+    stored: Mapping[str, str] | None = None,
+    reason: str = "",
 ) -> None:
     """Raise CheckpointError unless the foreign tensors are those of the recipes, in the shapes of the model.
 
-    found   foreign name -> shape of the full tensor
+    found    foreign name -> shape of the full tensor
+    stored   foreign name -> the name in the file, if it can be another one
+    reason   what the message adds
     """
+    stored = stored or {}
     expected: dict[str, tuple[int, ...]] = {}
     for name, recipe in recipes.items():
         expected |= dict(zip(recipe.names, recipe.foreign_shapes(table[name].shape), strict=True))
@@ -190,13 +199,15 @@ def check_names(
     if missing := [name for name in expected if name not in found]:
         problems.append("missing: " + listed(missing))
     if unknown := [name for name in found if name not in expected]:
-        problems.append("unknown: " + listed(unknown))
+        problems.append("unknown: " + listed([stored.get(name, name) for name in unknown]))
     differing = [
-        f"{name} is {list(found[name])}, expected {list(shape)}"
+        f"{stored.get(name, name)} is {list(found[name])}, expected {list(shape)}"
         for name, shape in expected.items()
         if name in found and tuple(found[name]) != shape
     ]
     if differing:
         problems.append(listed(differing))
     if problems:
-        raise CheckpointError(f"{where}: its tensors are not those of the model it describes; {'; '.join(problems)}")
+        raise CheckpointError(
+            f"{where}: its tensors are not those of the model it describes; {'; '.join(problems)}{reason}"
+        )

@@ -185,21 +185,26 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def of_family(name: str) -> Any:
-    """A tiny model of one of FAMILIES."""
+def config_of_family(name: str) -> Any:
+    """The config of a tiny model of one of FAMILIES."""
     import transformers
 
     prefix, fields = FAMILIES[name]
     config = getattr(transformers, f"{prefix}Config")
     sizes = {} if prefix in ("GPT2", "GPTJ") else LLAMA_SIZES
     known = set(config().to_dict())
-    name = "GPT2LMHeadModel" if prefix == "GPT2" else f"{prefix.removesuffix('Text')}ForCausalLM"
-    cls = getattr(transformers, name)
     given = {key: value for key, value in {**sizes, **NO_IDS}.items() if key in known} | fields
     given = {key: value for key, value in given.items() if key in known or key == "head_dim"}
+    return config(**given, attn_implementation="eager")
+
+
+def of_family(name: str) -> Any:
+    """A tiny model of one of FAMILIES."""
+    from transformers import AutoModelForCausalLM
+
     # Logits stay below 6. Gemma adds 1 to the weights of norms.
-    norms = 0.0 if prefix.startswith("Gemma") else 1.0
-    return randomized(cls(config(**given, attn_implementation="eager")), std=0.15, norms=norms)
+    norms = 0.0 if name.startswith("gemma") else 1.0
+    return randomized(AutoModelForCausalLM.from_config(config_of_family(name)), std=0.15, norms=norms)
 
 
 def randomized(model: Any, std: float = 0.2, norms: float = 1.0) -> Any:
@@ -264,3 +269,53 @@ def transformers_without_warnings(folder: Path) -> Any:
         theirs.remove_handler(handler)
     assert messages == []
     return loaded.eval()
+
+
+# Values that no family has by default, by field; a sequence has several values. Flags are inverted.
+_DROPOUTS = (
+    *("attention_dropout", "resid_pdrop", "embd_pdrop", "attn_pdrop", "hidden_dropout", "residual_dropout"),
+    *("embedding_dropout", "dropout", "dropout_rate", "layerdrop", "hidden_dropout_prob", "classifier_dropout"),
+    *("attention_probs_dropout_prob", "summary_first_dropout"),
+)
+_ROTARY = {"rope_type": "default", "rope_theta": 77.0}
+OTHER_VALUES: dict[str, Any] = {
+    **dict.fromkeys(_DROPOUTS, 0.25),
+    **dict.fromkeys(("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_epsilon"), 3e-2),
+    **dict.fromkeys(("initializer_range", "init_std", "initializer_factor"), 0.05),
+    **dict.fromkeys(("embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling"), 0.7),
+    **dict.fromkeys(("hidden_act", "activation_function", "activation"), ("silu", "relu", "gelu", "gelu_new")),
+    **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), 7),
+    **dict.fromkeys(("n_inner", "ffn_hidden_size", "max_position_embeddings", "n_positions"), 40),
+    "hidden_activation": ["silu", "gelu"],
+    "feed_forward_proj": ["gated-gelu", "gated-silu"],
+    "attn_logit_softcapping": [0.5, None],
+    "final_logit_softcapping": [2.0, None],
+    "logit_scale": 0.6,
+    "query_pre_attn_scalar": 3,
+    "rope_parameters": [_ROTARY, {**_ROTARY, "rope_type": "linear", "factor": 2.0}],
+    "sliding_window": [3, None],
+    "max_window_layers": [0, 1, 2],
+    "layer_types": [["sliding_attention"] * 3, ["full_attention"] * 3, ["sliding_attention", "full_attention"] * 2],
+    "no_rope_layers": [[1, 1, 1], [1, 0, 1], [0, 1, 1]],
+    "no_rope_layer_interval": [1, 3],
+    **dict.fromkeys(("num_key_value_heads", "num_kv_heads"), (1, 2, 4)),
+    "num_ln_in_parallel_attn": [1, 2],
+    "head_dim": [12, 16],
+    "rotary_dim": 4,
+    "original_max_position_embeddings": 12,
+    "num_decoder_layers": [1, 4],
+    "relative_attention_num_buckets": 6,
+    "relative_attention_max_distance": 20,
+    "type_vocab_size": 3,
+    "word_embed_proj_dim": 16,
+    "pretraining_tp": 2,
+    "summary_type": "last",
+    "summary_activation": "tanh",
+    "use_bidirectional_attention": True,
+}
+
+
+def other_values(name: str, default: Any) -> list[Any]:
+    """Values of a field that are not its default."""
+    values = [not default] if isinstance(default, bool) else OTHER_VALUES[name]
+    return [value for value in (values if isinstance(values, (list, tuple)) else [values]) if value != default]

@@ -233,6 +233,17 @@ def test_the_error_of_a_model_that_neither_format_can_represent_names_the_field(
         from_model(ModelConfig(vocab_size=VOCAB, **changes))
 
 
+def test_the_padding_token_of_a_config_is_exported(saved, tmp_path):
+    """Programs that pad a batch would find none, or take another token. An id outside of the vocabulary is left out."""
+    for given, wanted in ((0, 0), (7, 7), (VOCAB, None), (-1, None), (None, None)):
+        folder = copy(saved / "llama", tmp_path / f"src{given}")
+        edit_config(folder, pad_token_id=given)
+        ours, back = tmp_path / f"ours{given}", tmp_path / f"back{given}"
+        convert(Request(folder, ours), print_nothing)
+        convert(Request(ours, back, target_format="huggingface"), print_nothing)
+        assert json.loads((back / "config.json").read_text())["pad_token_id"] == wanted
+
+
 def test_every_preset_but_codegeex_can_be_represented():
     for name, fields in PRESETS.items():
         if not name.startswith("codegeex"):

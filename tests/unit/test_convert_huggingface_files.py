@@ -73,6 +73,74 @@ def test_torch_files_are_read(saved, tmp_path, legacy, sharded):
     assert all(torch.equal(got.read(name), want.read(name)) for name in want.tensors)
 
 
+@pytest.mark.parametrize("wrapper", ["_orig_mod.", "module.", "module._orig_mod.", "_orig_mod.module."])
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+def test_names_of_a_wrapped_model_are_read(saved, tmp_path, kind, wrapper):
+    """torch.compile and data parallelism put their names before those of the model."""
+    folder = copy(saved / kind, tmp_path / "src")
+    save_file({wrapper + name: tensor for name, tensor in tensors_of(folder).items()}, folder / "model.safetensors")
+    got, want = read(folder, {}), read(saved / kind, {})
+    assert got.tensors == want.tensors
+    assert all(torch.equal(got.read(name), want.read(name)) for name in want.tensors)
+
+
+def test_names_of_wrapped_layers_are_read(saved, tmp_path):
+    """Layers that are compiled, sharded or recomputed one by one."""
+    folder = copy(saved / "llama", tmp_path / "src")
+    parts = [
+        ("layers.0.", "_orig_mod."),
+        ("layers.1.", "_checkpoint_wrapped_module."),
+        ("mlp.", "_fsdp_wrapped_module."),
+    ]
+    tensors = tensors_of(folder)
+    for part, wrapper in parts:
+        tensors = {name.replace(part, part + wrapper): tensor for name, tensor in tensors.items()}
+    save_file(tensors, folder / "model.safetensors")
+    assert read(folder, {}).tensors == read(saved / "llama", {}).tensors
+
+
+def test_the_error_of_an_unknown_tensor_has_its_name_in_the_file(saved, tmp_path):
+    """A name with the prefix of the family would not be found there."""
+    folder = copy(saved / "llama", tmp_path / "src")
+    tensors = {f"student.{name}": tensor for name, tensor in tensors_of(folder).items()}
+    save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"missing: .*; unknown: student\.lm_head\.weight, student\.model\.embed"):
+        read(folder, {})
+    tensors = tensors_of(saved / "llama")
+    wrong = {"_orig_mod.model.norm.weight": torch.ones(5), "model.norm.weight": None}
+    save_file({name: x for name, x in {**tensors, **wrong}.items() if x is not None}, folder / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r" _orig_mod\.model\.norm\.weight is \[5\], expected \[32\]"):
+        read(folder, {})
+
+
+@pytest.mark.parametrize("keys", [["state_dict"], ["model"], ["module"], ["model_state_dict"], ["model", "state_dict"]])
+def test_tensors_under_a_key_of_a_training_program_are_read(saved, tmp_path, keys):
+    """Beside the tensors are an optimizer and counters, some of them tensors."""
+    folder = copy(saved / "gpt2", tmp_path / "src")
+    content = tensors_of(folder)
+    for key in reversed(keys):
+        content = {"epoch": 3, "step": torch.tensor(7), "optimizer": {"state": {0: torch.ones(2)}}, key: content}
+    (folder / "model.safetensors").unlink()
+    torch.save(content, folder / "pytorch_model.bin")
+    got, want = read(folder, {}), read(saved / "gpt2", {})
+    assert got.tensors == want.tensors
+    assert all(torch.equal(got.read(name), want.read(name)) for name in want.tensors)
+
+
+def test_a_torch_file_with_tensors_under_another_key_is_an_error_that_has_its_keys(saved, tmp_path):
+    folder = copy(saved / "gpt2", tmp_path / "src")
+    tensors = tensors_of(folder)
+    (folder / "model.safetensors").unlink()
+    torch.save({"net": tensors, "epoch": 3}, folder / "pytorch_model.bin")
+    with pytest.raises(
+        CheckpointError, match=r"pytorch_model.bin: has no tensors, but net and epoch; save the tensors"
+    ):
+        read(folder, {})
+    torch.save({"model": tensors, "state_dict": tensors}, folder / "pytorch_model.bin")
+    with pytest.raises(CheckpointError, match=r"pytorch_model.bin: has model and state_dict, expected one of them"):
+        read(folder, {})
+
+
 def damage(folder: Path, name: str) -> None:
     """Damage a folder in the named way."""
     weights, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
