@@ -17,14 +17,13 @@ import torch
 from torch import Tensor
 
 from megatron_lite.checkpoint.tensor_file import save_errors
-from megatron_lite.convert.gguf_models import ARCHITECTURES, add_sizes, architecture_of
+from megatron_lite.convert.gguf_models import ARCHITECTURES, add_sizes, architecture_of, frequency_divisors
 from megatron_lite.convert.gguf_tokens import add_tokenizer
 from megatron_lite.convert.huggingface import ViewRecipe, recipes
 from megatron_lite.convert.huggingface_families import FAMILIES
 from megatron_lite.convert.recipe import Checkpoint, Progress, full_table
 from megatron_lite.errors import CheckpointError, ConfigError
 from megatron_lite.model.ends import WORD_EMBEDDINGS
-from megatron_lite.model.rotary import RotaryTable
 
 FILE = "model.gguf"
 FILE_TYPES = {torch.float32: "ALL_F32", torch.float16: "MOSTLY_F16", torch.bfloat16: "MOSTLY_BF16"}
@@ -90,10 +89,8 @@ def _tensors(gguf: Any, name: str, checkpoint: Checkpoint) -> Tensors:
     model, table, architecture = checkpoint.model, full_table(checkpoint.model), ARCHITECTURES[name]
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[name.upper()], model.num_layers)
     found, family = Tensors(), FAMILIES[architecture.family]
-    if model.rotary_scaling == "llama3":
-        plain = RotaryTable(model.model_copy(update={"rotary_scaling": "none"})).frequencies(0)
-        factors = (plain / RotaryTable(model).frequencies(0)).float()
-        found["rope_freqs.weight"] = tuple(factors.shape), torch.float32, lambda: factors
+    if (divisors := frequency_divisors(model)) is not None:
+        found["rope_freqs.weight"] = tuple(divisors.shape), torch.float32, lambda: divisors
     for ours, recipe in recipes(architecture.family, model, table).items():
         is_transposed = any(module in ours for module in family.transposed) and ours.endswith("weight")
         shapes = recipe.foreign_shapes(table[ours].shape)

@@ -10,17 +10,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from torch import Tensor
+
 from megatron_lite.checkpoint.compatible import DERIVED, NOT_OF_WEIGHTS
 from megatron_lite.config.schema import ModelConfig
 from megatron_lite.errors import CheckpointError
-from megatron_lite.model.rotary import RAMPS
+from megatron_lite.model.rotary import RAMPS, RotaryTable
 
-ANY = None
-"""In a row: every value of the field is in the file."""
+ANY = None  # in a row: each value of the field is in the file
 # Fields that are in the file for each architecture: as a key, or in the shapes and values of tensors.
 WRITTEN = {
     *("num_layers", "hidden_size", "num_heads", "num_query_groups", "ffn_hidden_size", "max_position_embeddings"),
-    *("vocab_size", "norm_eps", "rotary_base", "rotary_scaling_factor", "rotary_original_positions", "rotary_ramp"),
+    *("vocab_size", "norm_eps", "rotary_base", "rotary_scaling_factor", "rotary_original_positions"),
     "rotary_attention_factor",
 }
 _NOT_COMPUTED = NOT_OF_WEIGHTS | {"padded_vocab_size", "fp32_residual"}
@@ -53,7 +54,7 @@ ARCHITECTURES = {
     "starcoder2": Architecture("starcoder2", {**_GPT, **_ROTARY}),
     "llama": Architecture(
         "llama",
-        {**_LLAMA, "bias": ANY, "head_dim": ANY, "rotary_scaling": (*_SCALINGS, "llama3")},
+        {**_LLAMA, "bias": ANY, "head_dim": ANY, "rotary_scaling": (*_SCALINGS, "llama3"), "rotary_ramp": ANY},
         interleaved=True,
     ),
 }
@@ -77,7 +78,7 @@ def _obstacles(row: Architecture, fields: Mapping[str, Any]) -> list[str]:
     found = []
     for name, value in fields.items():
         allowed = row.values.get(name, (ModelConfig.model_fields[name].default,))
-        if name not in WRITTEN and allowed is not ANY and value not in allowed:
+        if name not in WRITTEN and allowed is not None and value not in allowed:
             found.append(f"model.{name} is {value}, llama.cpp has {' or '.join(map(str, allowed))}")
     return found
 
@@ -88,6 +89,8 @@ def _compared(model: ModelConfig) -> dict[str, Any]:
     unused = set(_NOT_COMPUTED)
     if model.head_size * model.num_heads == model.hidden_size:
         fields["head_dim"] = 0
+    if not _has_ramp(model):
+        fields["rotary_ramp"] = ()
     if math.isclose(model.attention_scale, model.head_size**-0.5):
         fields["attention_scale"] = 0.0
     if model.norm == "rmsnorm":
@@ -122,15 +125,28 @@ def add_sizes(gguf: Any, writer: Any, model: ModelConfig) -> None:
     writer.add_value_length(model.head_size)
     writer.add_rope_dimension_count(model.rotary_size)
     writer.add_rope_freq_base(model.rotary_base)
-    if model.rotary_scaling in ("linear", "yarn"):
+    of_kernel = 1.0  # llama.cpp multiplies this factor of YaRN's paper by that of the file
+    if model.rotary_scaling == "linear" or (model.rotary_scaling == "yarn" and not _has_ramp(model)):
         writer.add_rope_scaling_type(gguf.RopeScalingType[model.rotary_scaling.upper()])
         writer.add_rope_scaling_factor(model.rotary_scaling_factor)
-    if model.rotary_scaling == "yarn":
-        slow, fast = model.rotary_ramp or RAMPS["yarn"]
-        writer.add_rope_scaling_orig_ctx_len(model.rotary_original_positions or model.max_position_embeddings)
-        writer.add_rope_scaling_yarn_beta_fast(fast)
-        writer.add_rope_scaling_yarn_beta_slow(slow)
-        # llama.cpp multiplies this by the paper's factor.
-        of_paper = 0.1 * math.log(max(1.0, model.rotary_scaling_factor)) + 1
-        if model.rotary_attention_factor:
-            writer.add_rope_scaling_attn_factors(model.rotary_attention_factor / of_paper)
+        if model.rotary_scaling == "yarn":
+            writer.add_rope_scaling_orig_ctx_len(model.rotary_original_positions or model.max_position_embeddings)
+            of_kernel = 0.1 * math.log(max(1.0, model.rotary_scaling_factor)) + 1
+    if (factor := RotaryTable(model).attention_factor / of_kernel) != 1:
+        writer.add_rope_scaling_attn_factors(factor)
+
+
+def frequency_divisors(model: ModelConfig) -> Tensor | None:
+    """The divisor of each frequency, `[r/2]`, for scalings that llama.cpp computes from a tensor; else None.
+
+    It reads the keys of YaRN's ramp for other architectures only.
+    """
+    if model.rotary_scaling != "llama3" and not _has_ramp(model):
+        return None
+    plain = RotaryTable(model.model_copy(update={"rotary_scaling": "none"})).frequencies(0)
+    return (plain / RotaryTable(model).frequencies(0)).float()
+
+
+def _has_ramp(model: ModelConfig) -> bool:
+    """Whether the ramp of a scaling is another than its default."""
+    return bool(model.rotary_ramp) and model.rotary_ramp != RAMPS.get(model.rotary_scaling, model.rotary_ramp)

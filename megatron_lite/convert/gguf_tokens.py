@@ -1,9 +1,9 @@
-"""A tokenizer in GGUF, for llama.cpp's own implementations of three kinds.
+"""A tokenizer in GGUF, for llama.cpp's own implementations of two kinds.
 
     gpt2     byte-level BPE by merges; words are split by a rule that llama.cpp knows by name
     llama    sentencepiece's BPE by scores, with bytes for unknown characters, without a normalizer
-    t5       sentencepiece's unigram, with its normalizer, without bytes for unknown characters
 
+Its third kind, sentencepiece's unigram, takes another one of equally likely segmentations, such as f ff for fff.
 llama.cpp has a default for each key that is missing, such as token 2 as the end of a text. So all special tokens and
 flags are written, and a tokenizer that would give other ids there is an error.
 Source: llama.cpp, src/llama-vocab.cpp; sentencepiece, src/sentencepiece_model.proto.
@@ -69,8 +69,6 @@ class Vocabulary:
     adds_bos: bool = False
     adds_eos: bool = False
     adds_space: bool = False
-    removes_spaces: bool = False
-    normalizer: bytes = b""  # sentencepiece's compiled one
     chat_template: Any = None
 
 
@@ -131,9 +129,6 @@ def _write(writer: Any, vocabulary: Vocabulary, size: int) -> None:
     writer.add_add_bos_token(vocabulary.adds_bos)
     writer.add_add_eos_token(vocabulary.adds_eos)
     writer.add_add_space_prefix(vocabulary.adds_space)
-    writer.add_remove_extra_whitespaces(vocabulary.removes_spaces)
-    if vocabulary.normalizer:
-        writer.add_precompiled_charsmap(vocabulary.normalizer)
     if vocabulary.chat_template is not None:
         writer.add_chat_template(vocabulary.chat_template)
 
@@ -172,8 +167,8 @@ def _add_ends(vocabulary: Vocabulary, given: Any) -> None:
     others = [number for number in ids if number not in known]
     if len(others) > 2:
         raise CheckpointError(
-            f"generation_config.json has the further end tokens {listed(list(map(str, others)))}; llama.cpp has keys for "
-            f"two, and knows the others by their names only; {ELSEWHERE}"
+            f"generation_config.json has the further end tokens {listed(list(map(str, others)))}; llama.cpp has keys "
+            f"for two, and knows others by their names only; {ELSEWHERE}"
         )
     vocabulary.special |= dict(zip(("eot", "eom"), others, strict=False))
     # Without a BOS token, llama.cpp would take token 1 or 11 for it.
@@ -189,12 +184,11 @@ def _add_named(vocabulary: Vocabulary, settings: Mapping[str, Any], tokenizer: t
     for name in ("bos", "eos", "unk", "pad", "sep", "mask"):
         if (number := ids.get(_text_of(settings.get(f"{name}_token")))) is not None:
             vocabulary.special[name] = number
-    flags = {name: settings.get(f"add_{name}_token") for name in ("bos", "eos")}
-    if any(isinstance(flag, bool) for flag in flags.values()):  # transformers takes them before tokenizer.json
-        vocabulary.adds_bos = flags["bos"] is True and "bos" in vocabulary.special
-        vocabulary.adds_eos = flags["eos"] is True and "eos" in vocabulary.special
-    elif tokenizer is not None:
+    if tokenizer is not None:  # transformers does not read the flags then
         _add_frame(vocabulary, tokenizer)
+        return
+    vocabulary.adds_bos = settings.get("add_bos_token") is True and "bos" in vocabulary.special
+    vocabulary.adds_eos = settings.get("add_eos_token") is True and "eos" in vocabulary.special
 
 
 def _added(settings: Mapping[str, Any], tokenizer: tokenizers.Tokenizer | None) -> dict[int, tuple[bytes, float, int]]:
@@ -328,12 +322,7 @@ def _sentencepiece(folder: Path, settings: Mapping[str, Any]) -> Vocabulary:
         piece = _message(data)
         tokens[number] = (piece[1][0], model.get_score(number), piece.get(3, [NORMAL])[0])
     trainer, normalizer = (_message(content.get(number, [b""])[0]) for number in (2, 3))
-    is_unigram = trainer.get(3, [1])[0] == 1
-    if not is_unigram and trainer[3][0] != 2:
-        raise CheckpointError(f"the sentencepiece model is neither BPE nor unigram; {ELSEWHERE}")
-    vocabulary = Vocabulary("t5" if is_unigram else "llama", "default", tokens)
-    vocabulary.normalizer = normalizer.get(2, [b""])[0]
-    vocabulary.adds_space, vocabulary.removes_spaces = (bool(normalizer.get(number, [1])[0]) for number in (3, 4))
+    vocabulary = Vocabulary("llama", "default", tokens, adds_space=bool(normalizer.get(3, [1])[0]))
     _check_pieces(vocabulary, trainer, normalizer)
     for name in ("bos", "eos", "unk", "pad"):
         if (number := getattr(model, f"{name}_id")()) >= 0:
@@ -353,24 +342,23 @@ def _sentencepiece(folder: Path, settings: Mapping[str, Any]) -> Vocabulary:
 def _check_pieces(vocabulary: Vocabulary, trainer: "Message", normalizer: "Message") -> None:
     """Raise CheckpointError for a sentencepiece model of which llama.cpp would give other ids."""
     kinds = {kind for _, _, kind in vocabulary.tokens.values()}
-    has_bytes, is_unigram = bool(trainer.get(35, [0])[0]), vocabulary.model == "t5"
     problems = {
-        "byte_fallback, which llama.cpp does not have for unigram": is_unigram and has_bytes,
-        "no byte_fallback, without which llama.cpp fails at an unknown character": not is_unigram and not has_bytes,
-        "a normalizer, which llama.cpp has for unigram only": not is_unigram and bool(vocabulary.normalizer),
-        "remove_extra_whitespaces, which llama.cpp has for unigram only": not is_unigram and vocabulary.removes_spaces,
+        "a model that is not BPE": trainer.get(3, [1])[0] != 2,
+        "no byte_fallback, without which llama.cpp fails at an unknown character": not trainer.get(35, [0])[0],
+        "a normalizer, which llama.cpp does not apply": bool(normalizer.get(2, [b""])[0]),
+        "remove_extra_whitespaces, which llama.cpp does not do": bool(normalizer.get(4, [1])[0]),
+        "treat_whitespace_as_suffix, which llama.cpp does not do": bool(trainer.get(24, [0])[0]),
+        "escape_whitespaces off, but llama.cpp escapes them": not normalizer.get(5, [1])[0],
         "unused pieces, which llama.cpp would use": UNUSED in kinds,
-        "treat_whitespace_as_suffix, which has no key": bool(trainer.get(24, [0])[0]),
-        "escape_whitespaces off, which has no key": not normalizer.get(5, [1])[0],
-        "user-defined symbols and add_dummy_prefix: llama.cpp adds a space after each of them": (
+        "user-defined symbols and add_dummy_prefix, but llama.cpp adds a space after each of them": (
             USER_DEFINED in kinds and vocabulary.adds_space
-        ),
-        "user-defined symbols and a normalizer, which llama.cpp applies to parts of them": (
-            USER_DEFINED in kinds and bool(vocabulary.normalizer)
         ),
     }
     if found := [reason for reason, applies in problems.items() if applies]:
-        raise CheckpointError(f"the sentencepiece model has {'; '.join(found)}; {ELSEWHERE}")
+        raise CheckpointError(
+            f"llama.cpp would get other tokens: the sentencepiece model has {'; '.join(found)}; train one with "
+            f"`megatron-lite train-tokenizer`, or {ELSEWHERE}"
+        )
 
 
 def _check_equal(vocabulary: Vocabulary, model: Any, tokenizer: tokenizers.Tokenizer) -> None:
