@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 
@@ -48,15 +49,11 @@ class Served:
 
         return gguf.GGUFReader(folder / "model.gguf").fields["general.architecture"].contents()
 
-    def properties(self) -> dict[str, Any]:
-        return self._ask("/props")
-
 
 @contextmanager
 def served(folder: Path, *, context: int = 256) -> Iterator[Served]:
     """llama.cpp with the model of a folder, without its approximations for speed: cache in fp32, one thread."""
-    import xllamacpp
-
+    xllamacpp = pytest.importorskip("xllamacpp", reason="llama.cpp, the package xllamacpp, is not installed")
     params = xllamacpp.CommonParams()
     params.model.path = str(folder / "model.gguf")
     params.n_ctx = context

@@ -27,8 +27,6 @@ from megatron_lite.preprocess.train_tokenizer import train_sentencepiece
 from tests.helpers.huggingface import LLAMA3, LLAMA_SIZES, NO_IDS, logits, randomized
 from tests.helpers.llama_cpp import served
 
-pytest.importorskip("xllamacpp", reason="llama.cpp, the package xllamacpp, is not installed")
-
 VOCAB, POSITIONS = 300, 128
 TOLERANCES = {"gpt2": 0.01, "starcoder2": 0.01}  # with a table of GELU in fp16; others: 1e-4
 SIZES = LLAMA_SIZES | {"vocab_size": VOCAB, "max_position_embeddings": POSITIONS, "num_hidden_layers": 2} | NO_IDS
@@ -207,7 +205,7 @@ def trained(folder: Path, special: list[str], added: list[str], **changes: Any) 
     return Tokenizer.from_file(str(folder / "tokenizer.json"))
 
 
-def written(folder: Path, out: Path, spec: str = "", **changes: Any) -> Path:
+def written(folder: Path, out: Path, spec: str = "") -> Path:
     """A model of zeros in a GGUF file, with the tokenizer of a folder or of a SPEC."""
     sizes = {"num_layers": 1, "hidden_size": 32, "num_heads": 2, "vocab_size": 600, "max_position_embeddings": 512}
     model = ModelConfig(**{**sizes, "norm": "rmsnorm", "activation": "swiglu", "position": "rotary", "bias": False})
@@ -372,7 +370,7 @@ CHANGES: dict[str, tuple[Any, dict[str, Any]]] = {
     "rotary_percent": (0.5, {}),
     "rotary_scaling": ("linear", {"rotary_scaling_factor": 2.0}),
     "rotary_scaling_factor": (2.0, SCALED),
-    "rotary_original_positions": (64, SCALED),
+    "rotary_original_positions": (32, SCALED),
     "rotary_ramp": ((0.1, 4.0), SCALED),
     "rotary_attention_factor": (1.6, SCALED),
     "rotary_short_factors": ((1.0, 2.0, 3.0, 4.0), {"rotary_scaling": "longrope"}),
@@ -454,31 +452,37 @@ def test_each_field_is_in_the_file_or_refused_by_name():
 
 @pytest.mark.soak
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-@pytest.mark.parametrize("field", CHANGES)
-def test_llama_cpp_computes_each_field_in_the_file(tmp_path, architecture, field):
+def test_llama_cpp_computes_each_field_in_the_file(tmp_path, architecture):
     """The other value changes our model's output, and that of llama.cpp in the same way."""
-    if (how := outcome(architecture, field)) in ("no", "unused"):
-        pytest.skip(how)
-    found = []
-    for number, model in enumerate(changed(architecture, field)):
-        generator = torch.Generator().manual_seed(3)
-        checkpoint = checkpoint_of(model, partial(random_weight, generator), tokenizer_spec="bytes")
-        tensors = {name: checkpoint.read(name) for name in checkpoint.tensors}
-        checkpoint = replace(checkpoint, read=tensors.__getitem__)
-        try:
-            architecture_of(model)
-        except CheckpointError:  # the value before, beside the other fields
+    for field in CHANGES:
+        if outcome(architecture, field) in ("no", "unused"):
             continue
-        (tmp_path / str(number)).mkdir()
-        gguf_file.write(tmp_path / str(number), checkpoint, tensor=1, pipeline=1, progress=lambda count: None)
-        tokens = random_tokens(100)
-        with torch.no_grad():
-            own = torch.log_softmax(verify.ours(checkpoint)(tokens)[0, -1, : model.vocab_size], -1)
-        with served(tmp_path / str(number)) as llama_cpp:
-            got = llama_cpp.log_probabilities(tokens[0].tolist(), model.vocab_size)
-        assert (got - own).abs().max() < TOLERANCES.get(architecture, 1e-4)
-        found.append(own[:VOCAB])
-    assert len(found) == 1 or field == "max_position_embeddings" or (found[0] - found[1]).abs().max() > 0.01
+        own = [
+            compared(tmp_path / f"{field}{number}", model) for number, model in enumerate(changed(architecture, field))
+        ]
+        if field != "max_position_embeddings" and own[0] is not None:
+            assert (own[0] - own[1]).abs().max() > 0.01, field
+
+
+def compared(folder: Path, model: ModelConfig) -> torch.Tensor | None:
+    """Our log-probabilities, which those of llama.cpp equal; None if it does not compute the model."""
+    try:
+        architecture = architecture_of(model)
+    except CheckpointError:  # the default value beside the other fields
+        return None
+    generator = torch.Generator().manual_seed(3)
+    checkpoint = checkpoint_of(model, partial(random_weight, generator), tokenizer_spec="bytes")
+    tensors = {name: checkpoint.read(name) for name in checkpoint.tensors}
+    checkpoint = replace(checkpoint, read=tensors.__getitem__)
+    folder.mkdir()
+    gguf_file.write(folder, checkpoint, tensor=1, pipeline=1, progress=lambda count: None)
+    tokens = random_tokens(100)
+    with torch.no_grad():
+        own = torch.log_softmax(verify.ours(checkpoint)(tokens)[0, -1, : model.vocab_size], -1)
+    with served(folder) as llama_cpp:
+        got = llama_cpp.log_probabilities(tokens[0].tolist(), model.vocab_size)
+    assert (got - own).abs().max() < TOLERANCES.get(architecture, 1e-4), model
+    return own[:VOCAB]
 
 
 def random_weight(generator: torch.Generator, shape: tuple[int, ...]) -> torch.Tensor:
