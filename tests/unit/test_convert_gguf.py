@@ -11,7 +11,7 @@ import tokenizers
 import torch
 from safetensors.torch import save_file
 
-from megatron_lite.convert import gguf_tokens
+from megatron_lite.convert import gguf_bpe, gguf_tokens
 from megatron_lite.convert.driver import Request, convert
 from megatron_lite.convert.tokenizer_files import files_in
 from megatron_lite.errors import CheckpointError, ConfigError
@@ -117,18 +117,18 @@ def test_tokens_merges_special_tokens_and_chat_template_are_in_the_file(tmp_path
     assert field(reader, "tokenizer.ggml.pre") == "gpt-2"
 
 
-@pytest.mark.parametrize("name", gguf_tokens.SPLITTING)
+@pytest.mark.parametrize("name", gguf_bpe.SPLITTING)
 def test_the_rule_that_splits_a_text_has_the_name_of_llama_cpp(name):
     """It depends on the tokenizer, not on the model: a Llama can have any of them."""
-    rule, ignores_merges = gguf_tokens.SPLITTING[name]
+    rule, ignores_merges = gguf_bpe.SPLITTING[name]
     content = {"model": {"type": "BPE", "ignore_merges": ignores_merges}, "pre_tokenizer": rule}
-    assert gguf_tokens._splitting(content, {}) == name
+    assert gguf_bpe._splitting(content, {}) == name
     alone = {"type": "Sequence", "pretokenizers": [{**rule, "trim_offsets": True}]}
-    assert gguf_tokens._splitting({**content, "pre_tokenizer": alone}, {}) == name
+    assert gguf_bpe._splitting({**content, "pre_tokenizer": alone}, {}) == name
 
 
 BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": True}
-SPLIT = gguf_tokens.SPLITTING["qwen2"][0]["pretokenizers"][0]
+SPLIT = gguf_bpe.SPLITTING["qwen2"][0]["pretokenizers"][0]
 OTHER_RULES = {
     "no rule": None,
     "another pattern": {"type": "Sequence", "pretokenizers": [{**SPLIT, "pattern": {"Regex": "[a-z]+"}}, BYTE_LEVEL]},
@@ -146,7 +146,7 @@ def test_a_rule_without_a_known_name_is_an_error(name):
     with pytest.raises(
         CheckpointError, match=r"splits a text is not known here \(.*; use --to huggingface, then llama"
     ):
-        gguf_tokens._splitting(content, {})
+        gguf_bpe._splitting(content, {})
 
 
 UNLIKE_LLAMA_CPP = {
@@ -160,9 +160,8 @@ UNLIKE_LLAMA_CPP = {
     "added_tokens.single_word": (True, "the token '<|end|>' has single_word"),
     "post_processor": ("twice", r"adds the tokens \[7, 7\] and \[\] to a text"),
     "generation_config.eos_token_id": ([0, 1, 2, 3, 4], "the further end tokens 1, 2, 3"),
-    "overlapping": ("", "the added tokens 'ab#' and '#ba' can overlap in a text"),
     "vocab_size": (5, r"the tokenizer has the token 7, but model.vocab_size is 5"),
-    "eos_token": ("", "has none of <|endoftext|>, </s>.* to end a text with"),
+    "eos_token": (None, "has none of <|endoftext|>, </s>.* to end a text with"),
 }
 
 
@@ -171,7 +170,8 @@ def test_a_tokenizer_that_llama_cpp_would_read_otherwise_is_refused_by_name(tmp_
     """Other tokens, or ends that are not found, make a model look broken in llama.cpp only."""
     value, message = UNLIKE_LLAMA_CPP[field]
     tokenizer = byte_level({"<|end|>"} if field != "eos_token" else set())
-    content, settings, size = json.loads(tokenizer.to_str()), {"eos_token": "<|end|>"}, VOCAB
+    content, size = json.loads(tokenizer.to_str()), VOCAB
+    settings = {"eos_token": "<|end|>"} if field != "eos_token" else {}
     section, _, name = field.rpartition(".")
     if section == "model" or field == "unk_token":
         content["model"][name] = value
@@ -185,9 +185,6 @@ def test_a_tokenizer_that_llama_cpp_would_read_otherwise_is_refused_by_name(tmp_
         special = {"<|end|>": {"id": "<|end|>", "ids": [7], "tokens": ["<|end|>"]}}
         content["post_processor"] = {"type": "TemplateProcessing", "single": parts, "pair": parts}
         content["post_processor"]["special_tokens"] = special
-    elif field == "overlapping":
-        tokenizer.add_tokens(["ab#", "#ba"])
-        content = json.loads(tokenizer.to_str())
     elif field == "vocab_size":
         size = value
     elif section == "generation_config":
@@ -225,6 +222,28 @@ def test_nfc_is_not_applied_by_llama_cpp_and_a_warning_says_so(tmp_path):
         assert keys_of(tmp_path)["add_eos_token_id"] == 7
 
 
+def test_tokens_that_can_be_found_in_another_order_are_named_in_a_warning(tmp_path):
+    """OLMo 2 has such tokens; their overlap is rare."""
+    tokenizer = byte_level({"<|end|>"})
+    tokenizer.add_tokens(["||a||", "||b||", "  ", "    "])
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|end|>"}))
+    with pytest.warns(UserWarning, match=r"where the tokens '..[ab]..' and '..[ab]..' overlap"):
+        keys_of(tmp_path)
+
+
+def test_end_tokens_that_do_not_exist_are_errors(tmp_path):
+    """llama.cpp would not stop."""
+    byte_level({"<|end|>"}).save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<end>"}))
+    with pytest.raises(CheckpointError, match="has the eos_token '<end>', which is not in the vocabulary; correct it"):
+        keys_of(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": {"content": "<|end|>"}}))
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 99]}))
+    with pytest.raises(CheckpointError, match="has the end token 99, which is not in the tokenizer; correct it"):
+        keys_of(tmp_path)
+
+
 def test_padding_has_names_of_its_own(tmp_path):
     """llama.cpp does not load two tokens with one text."""
     (tmp_path / "tokenizer.json").write_text(byte_level({"<|end|>", "[PAD20]"}).to_str())
@@ -260,6 +279,13 @@ def test_a_sentencepiece_model_that_llama_cpp_would_read_otherwise_is_refused(tm
     with pytest.raises(
         CheckpointError, match=rf"sentencepiece model has .*{message}.*train-tokenizer`, or use --to hug"
     ):
+        keys_of(tmp_path, 300)
+
+
+def test_a_control_token_that_pieces_of_a_text_form_is_named_in_a_warning(tmp_path):
+    """llama.cpp looks up each pair of pieces, also among the control tokens."""
+    sentencepiece_in(tmp_path, control_symbols=["th"])
+    with pytest.warns(UserWarning, match="reads the pieces 't' and 'h' in a text as the token 'th'"):
         keys_of(tmp_path, 300)
 
 
@@ -367,4 +393,4 @@ def test_the_patterns_are_those_of_transformers():
     from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX
 
     llama3 = signature(TikTokenConverter.__init__).parameters["pattern"].default
-    assert (llama3, PRETOKENIZE_REGEX) == (gguf_tokens.LLAMA3, gguf_tokens.QWEN2)
+    assert (llama3, PRETOKENIZE_REGEX) == (gguf_bpe.LLAMA3, gguf_bpe.QWEN2)

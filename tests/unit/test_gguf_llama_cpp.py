@@ -17,7 +17,7 @@ import torch
 from megatron_lite.checkpoint.compatible import NOT_OF_WEIGHTS
 from megatron_lite.checkpoint.tensor_file import Spec
 from megatron_lite.config.model import ModelConfig
-from megatron_lite.convert import gguf_file, gguf_tokens, huggingface, tokenizer_files, verify
+from megatron_lite.convert import gguf_bpe, gguf_file, huggingface, tokenizer_files, verify
 from megatron_lite.convert.driver import Request, convert
 from megatron_lite.convert.gguf_models import ARCHITECTURES, architecture_of
 from megatron_lite.convert.recipe import Checkpoint, full_table
@@ -244,7 +244,7 @@ def bos_of(token: str, number: int) -> dict[str, Any]:
 
 
 def huggingface_tokenizer(folder: Path, name: str) -> tuple[Any, list[str]]:
-    rule, ignores_merges = gguf_tokens.SPLITTING[name]
+    rule, ignores_merges = gguf_bpe.SPLITTING[name]
     special, added = ["<|endoftext|>", "<|im_start|>"], ["<think>", "</think>", "  ", "   "]
     changes = {"pre_tokenizer": rule, "ignore_merges": ignores_merges}
     if name == "llama-bpe":
