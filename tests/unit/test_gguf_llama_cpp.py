@@ -255,6 +255,24 @@ def huggingface_tokenizer(folder: Path, name: str) -> tuple[Any, list[str]]:
     return tokenizer, [*special, *added]
 
 
+def llama_2(folder: Path) -> Any:
+    """The tokenizer.json of a sentencepiece model in `folder`, which adds a space before each part of a text."""
+    from tokenizers import AddedToken, Tokenizer, models, normalizers, processors
+
+    model = sentencepiece_model(folder)
+    vocab = {model.id_to_piece(number): number for number in range(model.vocab_size())}
+    halves = [(piece[:end], piece[end:]) for piece in vocab for end in range(1, len(piece))]
+    merges = sorted((pair for pair in halves if {*pair} <= {*vocab}), key=lambda pair: vocab["".join(pair)])
+    tokenizer = Tokenizer(models.BPE(vocab, merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True))
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")])
+    special = [AddedToken(text, special=True, normalized=False) for text in ("<unk>", "<s>", "</s>", "<|im_start|>")]
+    tokenizer.add_special_tokens(special)
+    tokenizer.add_tokens([AddedToken("<tool>", normalized=False)])
+    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return tokenizer
+
+
 def tokenizer_of_kind(kind: str, folder: Path) -> tuple[Any, list[str], str]:
     """The function from a text to ids that a file must have, the special tokens, and the SPEC if there is one."""
     if kind == "bytes":
@@ -268,6 +286,9 @@ def tokenizer_of_kind(kind: str, folder: Path) -> tuple[Any, list[str], str]:
         model = sentencepiece_model(folder)
         (folder / "tokenizer_config.json").write_text(json.dumps({"add_bos_token": True, "bos_token": "<s>"}))
         return lambda text: [1, *model.encode(text)], [], ""
+    if kind == "Llama 2's files":
+        tokenizer = llama_2(folder)
+        return lambda text: tokenizer.encode(text).ids, ["</s>", "<|im_start|>", "<tool>"], ""
     if kind == "GPT-2's files":
         tokenizer = trained(folder, [], [])
         vocab, _ = tokenizer.model.save(str(folder))
@@ -279,7 +300,18 @@ def tokenizer_of_kind(kind: str, folder: Path) -> tuple[Any, list[str], str]:
     return lambda text: tokenizer.encode(text).ids, special, ""
 
 
-KINDS = ["ours", "llama-bpe", "GPT-2's files", "like Llama 2", "bytes", "qwen2", "dbrx", "starcoder", "gpt-2"]
+KINDS = [
+    "ours",
+    "llama-bpe",
+    "GPT-2's files",
+    "Llama 2's files",
+    "like Llama 2",
+    "bytes",
+    "qwen2",
+    "dbrx",
+    "starcoder",
+    "gpt-2",
+]
 
 
 def check_tokens(tmp_path: Path, kind: str, count: int) -> None:
@@ -300,6 +332,20 @@ def test_llama_cpp_reads_the_same_tokens(tmp_path, kind):
 @pytest.mark.parametrize("kind", KINDS)
 def test_llama_cpp_reads_the_same_tokens_of_all_kinds(tmp_path, kind):
     check_tokens(tmp_path, kind, 300)
+
+
+def test_a_space_after_special_tokens_that_only_llama_cpp_adds_is_refused(tmp_path):
+    """Later versions of transformers add it at the start of a text only."""
+    from tokenizers import pre_tokenizers
+
+    tokenizer = llama_2(tmp_path)
+    tokenizer.normalizer = None  # type: ignore[assignment]
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    with pytest.raises(
+        CheckpointError, match=r"tokenizer.json reads 'a<s>b' as .*, llama.cpp as .*from tokenizer.model"
+    ):
+        written(tmp_path, tmp_path / "out")
 
 
 def test_llama_cpp_stops_at_the_end_tokens_and_not_at_a_newline(tmp_path):
