@@ -145,7 +145,7 @@ LINES = [
     "    if self.size > 1024 and not other:  # twelve",
     "it's what we'll do, isn't it? They've said I'd",
     "1,234,567.89 + 3.14159 = 2^10 (0x7fff)",
-    "caf\u00e9 na\u00efve \u00fcber stra\u00dfe \u0416\u0438\u0437\u043d\u044c \u4f60\u597d \u4e16\u754c",
+    "\u00e9t\u00e9 na\u00efve \u00fcber stra\u00dfe \u0416\u0438\u0437\u043d\u044c \u4f60\u597d \u4e16\u754c",
     "\u0928\u092e\u0938\u094d\u0924\u0947 \u05e9\u05dc\u05d5\u05dd",
     "def f(x):\n\treturn x**2\n\n\nclass A:\r\n    pass",
 ]
