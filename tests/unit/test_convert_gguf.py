@@ -11,8 +11,9 @@ import tokenizers
 import torch
 from safetensors.torch import save_file
 
-from megatron_lite.convert import gguf_file
+from megatron_lite.convert import gguf_bpe, gguf_tokens
 from megatron_lite.convert.driver import Request, convert
+from megatron_lite.convert.tokenizer_files import files_in
 from megatron_lite.errors import CheckpointError, ConfigError
 from tests.helpers.huggingface import FAMILIES, MODELS, VOCAB, edit_config, of_family, tensors_of
 
@@ -32,8 +33,15 @@ def print_nothing(line: str) -> None:
     """Print nothing."""
 
 
+VARIANTS = {
+    "starcoder2 without biases": ("Starcoder2", {"use_bias": False, "sliding_window": None}),
+    "qwen3 with biases": ("Qwen3", {"attention_bias": True}),
+}
+
+
 def made(name, folder):
-    (of_family(name) if name in FAMILIES else MODELS[name]()).save_pretrained(folder)
+    with mock.patch.dict(FAMILIES, VARIANTS):
+        (of_family(name) if name in FAMILIES else MODELS[name]()).save_pretrained(folder)
     if name == "starcoder2":
         edit_config(folder, sliding_window=None)
     return folder
@@ -109,52 +117,224 @@ def test_tokens_merges_special_tokens_and_chat_template_are_in_the_file(tmp_path
     assert field(reader, "tokenizer.ggml.pre") == "gpt-2"
 
 
-def split_by(pattern: str) -> dict:
-    by_pattern = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
-    return {"type": "Sequence", "pretokenizers": [by_pattern, {"type": "ByteLevel", "use_regex": False}]}
+@pytest.mark.parametrize("name", gguf_bpe.SPLITTING)
+def test_the_rule_that_splits_a_text_has_the_name_of_llama_cpp(name):
+    """It depends on the tokenizer, not on the model: a Llama can have any of them."""
+    rule, ignores_merges = gguf_bpe.SPLITTING[name]
+    content = {"model": {"type": "BPE", "ignore_merges": ignores_merges}, "pre_tokenizer": rule}
+    assert gguf_bpe._splitting(content, {}) == name
+    alone = {"type": "Sequence", "pretokenizers": [{**rule, "trim_offsets": True}]}
+    assert gguf_bpe._splitting({**content, "pre_tokenizer": alone}, {}) == name
 
 
-DIGITS = {"type": "Sequence", "pretokenizers": [{"type": "Digits", "individual_digits": True}, {"type": "ByteLevel"}]}
-SPLITTING = {
-    "gpt-2": {"type": "ByteLevel", "use_regex": True},
-    "starcoder": DIGITS,
-    **{name: split_by(pattern) for pattern, name in gguf_file.PATTERNS.items()},
+BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": True}
+SPLIT = gguf_bpe.SPLITTING["qwen2"][0]["pretokenizers"][0]
+OTHER_RULES = {
+    "no rule": None,
+    "another pattern": {"type": "Sequence", "pretokenizers": [{**SPLIT, "pattern": {"Regex": "[a-z]+"}}, BYTE_LEVEL]},
+    "removed matches": {"type": "Sequence", "pretokenizers": [{**SPLIT, "behavior": "Removed"}, BYTE_LEVEL]},
+    "all but the matches": {"type": "Sequence", "pretokenizers": [{**SPLIT, "invert": True}, BYTE_LEVEL]},
+    "a space before each text": {**BYTE_LEVEL, "add_prefix_space": True},
+    "no words": {**BYTE_LEVEL, "use_regex": False},
 }
 
 
-@pytest.mark.parametrize("name", SPLITTING)
-def test_the_rule_that_splits_a_text_has_the_name_of_llama_cpp(name):
-    """It depends on the tokenizer, not on the model: a Llama can have any of them."""
-    assert gguf_file._splitting({"model": {"type": "BPE"}, "pre_tokenizer": SPLITTING[name]}) == name
-
-
-@pytest.mark.parametrize(
-    "content",
-    [
-        {"model": {"type": "Unigram"}, "pre_tokenizer": SPLITTING["gpt-2"]},
-        {"model": {"type": "BPE"}, "pre_tokenizer": None},
-        {"model": {"type": "BPE"}, "pre_tokenizer": split_by("[a-z]+")},
-    ],
-)
-def test_a_rule_without_a_known_name_is_an_error(content):
+@pytest.mark.parametrize("name", OTHER_RULES)
+def test_a_rule_without_a_known_name_is_an_error(name):
     """With another rule llama.cpp would read a text as other tokens."""
-    with pytest.raises(CheckpointError, match=r"splits a text is not known here; use --to huggingface, then llama.cpp"):
-        gguf_file._splitting(content)
+    content = {"model": {"type": "BPE"}, "pre_tokenizer": OTHER_RULES[name]}
+    with pytest.raises(
+        CheckpointError, match=r"splits a text is not known here \(.*; use --to huggingface, then llama"
+    ):
+        gguf_bpe._splitting(content, {})
 
 
-def test_a_sentencepiece_model_comes_before_its_tokenizer_json(tmp_path):
-    """Llama 2 has both, and llama.cpp reads the first."""
-    source = made("llama", tmp_path / "hf")
-    text = tmp_path / "text"
+UNLIKE_LLAMA_CPP = {
+    "model.dropout": (0.1, "dropout 0.1"),
+    "model.byte_fallback": (True, "byte_fallback True"),
+    "model.end_of_word_suffix": ("</w>", "end_of_word_suffix '</w>'"),
+    "model.ignore_merges": (True, "splits a text is not known here .*ignore_merges True"),
+    "normalizer": ({"type": "Lowercase"}, "the normalizer Lowercase"),
+    "unk_token": ("a", "no tokens for 250 of 256 bytes, and unk_token 'a'"),
+    "added_tokens.lstrip": (True, "the token '<|end|>' has lstrip"),
+    "added_tokens.single_word": (True, "the token '<|end|>' has single_word"),
+    "post_processor": ("twice", r"adds the tokens \[7, 7\] and \[\] to a text"),
+    "generation_config.eos_token_id": ([0, 1, 2, 3, 4], "the further end tokens 1, 2, 3"),
+    "vocab_size": (5, r"the tokenizer has the token 7, but model.vocab_size is 5"),
+    "eos_token": (None, "has none of <|endoftext|>, </s>.* to end a text with"),
+}
+
+
+@pytest.mark.parametrize("field", UNLIKE_LLAMA_CPP)
+def test_a_tokenizer_that_llama_cpp_would_read_otherwise_is_refused_by_name(tmp_path, field):
+    """Other tokens, or ends that are not found, make a model look broken in llama.cpp only."""
+    value, message = UNLIKE_LLAMA_CPP[field]
+    tokenizer = byte_level({"<|end|>"} if field != "eos_token" else set())
+    content, size = json.loads(tokenizer.to_str()), VOCAB
+    settings = {"eos_token": "<|end|>"} if field != "eos_token" else {}
+    section, _, name = field.rpartition(".")
+    if section == "model" or field == "unk_token":
+        content["model"][name] = value
+    elif section == "added_tokens":
+        content["added_tokens"][0][name] = value
+    elif field == "normalizer":
+        content["normalizer"] = value
+    elif field == "post_processor":
+        token = {"SpecialToken": {"id": "<|end|>", "type_id": 0}}
+        parts = [token, token, {"Sequence": {"id": "A", "type_id": 0}}]
+        special = {"<|end|>": {"id": "<|end|>", "ids": [7], "tokens": ["<|end|>"]}}
+        content["post_processor"] = {"type": "TemplateProcessing", "single": parts, "pair": parts}
+        content["post_processor"]["special_tokens"] = special
+    elif field == "vocab_size":
+        size = value
+    elif section == "generation_config":
+        (tmp_path / "generation_config.json").write_text(json.dumps({name: value}))
+        settings = {}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    with pytest.raises(CheckpointError, match=f"{message}.*use --to huggingface"):
+        keys_of(tmp_path, size)
+
+
+def byte_level(special: set[str]) -> tokenizers.Tokenizer:
+    vocab = {letter: number for number, letter in enumerate("abcdef")} | {"ab": 6}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocab, [("a", "b")]))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.add_special_tokens(sorted(special))
+    return tokenizer
+
+
+def keys_of(folder, size=VOCAB) -> dict:
+    """The calls of the writer for the tokenizer of a folder, and their arguments."""
+    writer = mock.MagicMock()
+    checkpoint = mock.Mock(tokenizer=files_in(folder), tokenizer_spec="")
+    checkpoint.model.vocab_size = size
+    gguf_tokens.add_tokenizer(gguf, writer, checkpoint)
+    return {call[0]: call[1][0] for call in writer.method_calls}
+
+
+def test_nfc_is_not_applied_by_llama_cpp_and_a_warning_says_so(tmp_path):
+    """Qwen has it. Nearly all texts are in this form."""
+    content = json.loads(byte_level({"<|end|>"}).to_str()) | {"normalizer": {"type": "NFC"}}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|end|>"}))
+    with pytest.warns(UserWarning, match="tokenizer.json normalizes texts to NFC, and llama.cpp does not"):
+        assert keys_of(tmp_path)["add_eos_token_id"] == 7
+
+
+def test_tokens_that_can_be_found_in_another_order_are_named_in_a_warning(tmp_path):
+    """OLMo 2 has such tokens; their overlap is rare."""
+    tokenizer = byte_level({"<|end|>"})
+    tokenizer.add_tokens(["||a||", "||b||", "  ", "    "])
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|end|>"}))
+    with pytest.warns(UserWarning, match=r"where the tokens '..[ab]..' and '..[ab]..' overlap"):
+        keys_of(tmp_path)
+
+
+def test_end_tokens_that_do_not_exist_are_errors(tmp_path):
+    """llama.cpp would not stop."""
+    byte_level({"<|end|>"}).save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<end>"}))
+    with pytest.raises(CheckpointError, match="has the eos_token '<end>', which is not in the vocabulary; correct it"):
+        keys_of(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": {"content": "<|end|>"}}))
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 99]}))
+    with pytest.raises(CheckpointError, match="has the end token 99, which is not in the tokenizer; correct it"):
+        keys_of(tmp_path)
+
+
+def test_padding_has_names_of_its_own(tmp_path):
+    """llama.cpp does not load two tokens with one text."""
+    (tmp_path / "tokenizer.json").write_text(byte_level({"<|end|>", "[PAD20]"}).to_str())
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|end|>", "pad_token": "[PAD20]"}))
+    keys = keys_of(tmp_path)
+    assert len(set(keys["add_token_list"])) == VOCAB
+    assert keys["add_pad_token_id"] == 8 and keys["add_bos_token_id"] == keys["add_eos_token_id"] == 7
+
+
+IDENTITY = {"model_type": "bpe", "byte_fallback": True, "normalization_rule_name": "identity", "vocab_size": 290}
+IDENTITY |= {"remove_extra_whitespaces": False, "add_dummy_prefix": False}
+SENTENCEPIECE = {
+    "unigram": ({"model_type": "unigram"}, "a model that is not BPE"),
+    "unknown characters": ({"byte_fallback": False, "vocab_size": 20}, "no byte_fallback"),
+    "a normalizer": ({"normalization_rule_name": "nmt_nfkc"}, "a normalizer"),
+    "spaces removed": ({"remove_extra_whitespaces": True}, "remove_extra_whitespaces"),
+    "spaces as suffixes": ({"treat_whitespace_as_suffix": True}, "treat_whitespace_as_suffix"),
+    "a space after symbols": ({"add_dummy_prefix": True, "user_defined_symbols": ["\n"]}, "user-defined symbols and"),
+}
+
+
+def sentencepiece_in(folder, **changes):
+    text = folder / "text"
     text.write_text("to be or not to be, that is the question\n" * 20)
-    options = {"vocab_size": 20, "model_prefix": str(source / "tokenizer"), "minloglevel": 2}
-    sentencepiece.SentencePieceTrainer.train(input=str(text), **options)
-    (source / "tokenizer.json").write_text("{}")
-    convert(Request(source, tmp_path / "out", target_format="gguf"), print_nothing)
-    reader = gguf.GGUFReader(tmp_path / "out" / "model.gguf")
-    assert field(reader, "tokenizer.ggml.model") == "llama"
-    assert len(field(reader, "tokenizer.ggml.scores")) == len(field(reader, "tokenizer.ggml.tokens")) == VOCAB
-    assert field(reader, "tokenizer.ggml.token_type")[0] == gguf.TokenType.UNKNOWN
+    options = {**IDENTITY, "hard_vocab_limit": False, "minloglevel": 2, **changes}
+    sentencepiece.SentencePieceTrainer.train(input=str(text), model_prefix=str(folder / "tokenizer"), **options)
+
+
+@pytest.mark.parametrize("name", SENTENCEPIECE)
+def test_a_sentencepiece_model_that_llama_cpp_would_read_otherwise_is_refused(tmp_path, name):
+    changes, message = SENTENCEPIECE[name]
+    sentencepiece_in(tmp_path, **changes)
+    with pytest.raises(
+        CheckpointError, match=rf"sentencepiece model has .*{message}.*train-tokenizer`, or use --to hug"
+    ):
+        keys_of(tmp_path, 300)
+
+
+def test_a_control_token_that_pieces_of_a_text_form_is_named_in_a_warning(tmp_path):
+    """llama.cpp looks up each pair of pieces, also among the control tokens."""
+    sentencepiece_in(tmp_path, control_symbols=["th"])
+    with pytest.warns(UserWarning, match="reads the pieces 't' and 'h' in a text as the token 'th'"):
+        keys_of(tmp_path, 300)
+
+
+def test_tokens_beside_a_sentencepiece_model_have_their_kinds(tmp_path):
+    """User-defined tokens are found in each text, control tokens where a caller wants them."""
+    sentencepiece_in(tmp_path, user_defined_symbols=["\n"], pad_id=3)
+    size = sentencepiece.SentencePieceProcessor(model_file=str(tmp_path / "tokenizer.model")).vocab_size()
+    (tmp_path / "added_tokens.json").write_text(json.dumps({"<tool>": size}))
+    added = {str(size + 1): {"content": "<|im_end|>", "special": True}}
+    settings = {"added_tokens_decoder": added, "eos_token": "<|im_end|>", "add_bos_token": True}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    keys = keys_of(tmp_path, size + 3)
+    unknown, normal, control, user, unused, byte = (
+        int(gguf.TokenType[name]) for name in ("UNKNOWN", "NORMAL", "CONTROL", "USER_DEFINED", "UNUSED", "BYTE")
+    )
+    kinds = dict(zip(keys["add_token_list"], keys["add_token_types"], strict=True))
+    assert kinds[b"<unk>"] == unknown and kinds[b"<0x0A>"] == byte and kinds["\u2581be".encode()] == normal
+    assert kinds[b"<s>"] == kinds[b"<|im_end|>"] == control and kinds[b"\n"] == kinds[b"<tool>"] == user
+    assert keys["add_token_types"][size + 2] == unused
+    ids = [keys[f"add_{name}_token_id"] for name in ("unk", "bos", "eos", "pad")]
+    assert ids == [0, 1, size + 1, 3]
+    assert (keys["add_add_bos_token"], keys["add_add_eos_token"], keys["add_add_space_prefix"]) == (True, False, False)
+
+
+def test_a_tokenizer_json_that_differs_from_its_sentencepiece_model_is_an_error(tmp_path):
+    """transformers reads the first, and llama.cpp gets the second."""
+    sentencepiece_in(tmp_path)
+    (tmp_path / "tokenizer.json").write_text(byte_level({"<|end|>"}).to_str())
+    with pytest.raises(
+        CheckpointError, match=r"tokenizer.json reads 'a' as \[0\], llama.cpp as .*from tokenizer.model"
+    ):
+        keys_of(tmp_path, 300)
+
+
+def test_a_model_without_a_tokenizer_has_the_bytes_or_none():
+    """llama.cpp does not load a file without the key."""
+    assert written_for("")["tokenizer.ggml.model"] == "no_vocab"
+    keys = written_for("bytes")
+    assert keys["tokenizer.ggml.model"] == "gpt2" and keys["tokenizer.ggml.eos_token_id"] == 256
+    texts = [text.decode() for text in keys["tokenizer.ggml.tokens"][:300:64]]
+    assert texts == ["\u0100", "@", "\u0122", "\u00c0", "<|endoftext|>"]
+
+
+def written_for(spec: str) -> dict:
+    writer = gguf.GGUFWriter(None, "llama")
+    checkpoint = mock.Mock(tokenizer={}, tokenizer_spec=spec)
+    checkpoint.model.vocab_size = 300
+    gguf_tokens.add_tokenizer(gguf, writer, checkpoint)
+    return {name: value.value for name, value in writer.kv_data[0].items()}
 
 
 def test_a_tokenizer_that_cannot_be_read_is_an_error(tmp_path):
@@ -170,9 +350,12 @@ def test_a_tokenizer_that_cannot_be_read_is_an_error(tmp_path):
 def test_models_that_llama_cpp_does_not_have_are_refused(tmp_path):
     """A file that it would compute in another way is worse than none."""
     for name, message in (
-        ("mistral", "model.window_size is 7; use --to huggingface"),
-        ("gemma2", "gemma2 is not one of gpt2, llama"),
-        ("llama dynamic", "model.rotary_scaling is dynamic; use --to huggingface"),
+        ("mistral", "model.window_size is 7, llama.cpp has 0 .nearest architecture of llama.cpp: llama.; use --to hug"),
+        ("gemma2", "model.zero_centered_norm is True, llama.cpp has False"),
+        ("llama dynamic", "model.rotary_scaling is dynamic, llama.cpp has none or linear or yarn"),
+        ("gpt2 relu", "model.activation is relu, llama.cpp has gelu_tanh"),
+        ("starcoder2 without biases", "model.bias is False, llama.cpp has True"),
+        ("qwen3 with biases", "model.bias is attention, llama.cpp has False"),
     ):
         source = made(name, tmp_path / name)
         with pytest.raises(CheckpointError, match=message):
@@ -184,7 +367,7 @@ def test_fp64_weights_need_a_dtype(tmp_path):
     source = made("llama", tmp_path / "hf")
     tensors = {name: tensor.double() for name, tensor in tensors_of(source).items()}
     save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(CheckpointError, match=r"its weights are torch.float64 \(--dtype fp32\)"):
+    with pytest.raises(CheckpointError, match=r"not written for weights in torch.float64; give --dtype fp32"):
         convert(Request(source, tmp_path / "out", target_format="gguf"), print_nothing)
     convert(Request(source, tmp_path / "out", target_format="gguf", dtype="fp32"), print_nothing)
 
@@ -210,4 +393,4 @@ def test_the_patterns_are_those_of_transformers():
     from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX
 
     llama3 = signature(TikTokenConverter.__init__).parameters["pattern"].default
-    assert {llama3: "llama-bpe", PRETOKENIZE_REGEX: "qwen2"} == gguf_file.PATTERNS
+    assert (llama3, PRETOKENIZE_REGEX) == (gguf_bpe.LLAMA3, gguf_bpe.QWEN2)
