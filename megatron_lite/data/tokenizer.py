@@ -6,20 +6,24 @@
     hf:FILE                   a tokenizer.json of Hugging Face, or its folder
     codegeex:FOLDER           GPT-2's BPE, with runs of spaces as single tokens
 
-Document text is only text: characters that spell a special token are encoded as characters.
+Document text is only text: characters that spell a special token are encoded as characters, and nothing is added to
+them or cut off, whatever a tokenizer.json asks for. In a prompt they are the token (`generate/prompts.py`).
 """
 
 import hashlib
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Protocol
 
 from megatron_lite.errors import ConfigError, DataError
 
 END_OF_TEXT = "<|endoftext|>"
 END_TOKENS = (END_OF_TEXT, "</s>", "<|end_of_text|>", "<eos>", "<|im_end|>", "[SEP]")  # in the order they are tried
+NAMED_TOKENS = [f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")]
 
 
 class Tokenizer(Protocol):
@@ -28,8 +32,13 @@ class Tokenizer(Protocol):
     spec: str
     vocab_size: int
     eod: int
+    bos: int | None  # starts texts; not every tokenizer has one, and not every model wants it
 
     def encode(self, text: str) -> list[int]: ...
+
+    def encode_prompt(self, text: str) -> list[int]:
+        """The same, with a special token where the text spells one."""
+        ...
 
     def decode(self, ids: Sequence[int]) -> str: ...
 
@@ -67,7 +76,7 @@ def tokenizer_hash(spec: str) -> str:
             content = json.dumps(_read_object(file), sort_keys=True).encode()
         digest.update(hashlib.sha256(content).digest())
     if kind == "hf":
-        digest.update("".join(_end_token_of_config(_hf_file(place))).encode())
+        digest.update(_named_tokens(_hf_file(place)).get("eos_token", "").encode())
     return digest.hexdigest()
 
 
@@ -88,9 +97,12 @@ class BytesTokenizer:
     spec = "bytes"
     vocab_size = 257
     eod = 256
+    bos: int | None = None
 
     def encode(self, text: str) -> list[int]:
         return list(text.encode())
+
+    encode_prompt = encode
 
     def decode(self, ids: Sequence[int]) -> str:
         return bytes(i for i in ids if i < 256).decode(errors="replace")
@@ -119,6 +131,7 @@ class SentencePieceTokenizer:
         self.spec = spec
         self.vocab_size: int = self._model.vocab_size()
         self.eod: int = self._model.eos_id()
+        self.bos: int | None = self._model.bos_id() if self._model.bos_id() >= 0 else None
         if self.eod < 0:
             raise DataError(f"{file}: the model has no </s> to end documents with; train it with an eos_id")
         mark_bytes = [self._model.piece_to_id(f"<0x{byte:02X}>") for byte in self.MARK.encode()]
@@ -132,6 +145,8 @@ class SentencePieceTokenizer:
         first, *others = map(self._model.encode, text.split(self.MARK))
         return sum(([*self._mark_ids, *part] for part in others), first)
 
+    encode_prompt = encode
+
     def decode(self, ids: Sequence[int]) -> str:
         return self._model.decode(list(ids))
 
@@ -143,20 +158,44 @@ class SentencePieceTokenizer:
 class BPETokenizer:
     """A model of the `tokenizers` library with an end-of-document id."""
 
-    def __init__(self, spec: str, model: Any, eod: int) -> None:
-        self.spec = spec
-        self._model = model
-        self.eod = eod
+    def __init__(self, spec: str, model: Any, end: str, named: Mapping[str, str] = MappingProxyType({})) -> None:
+        """`end` is the end-of-document token; `named` are other special tokens, some of which the model may lack."""
+        self.spec, self.model = spec, model
+        model.no_truncation()
+        model.no_padding()
+        present = {name: token for name, token in named.items() if model.token_to_id(token) is not None}
+        special = {token.content for token in model.get_added_tokens_decoder().values() if token.special}
+        model.add_special_tokens([token for token in (end, *present.values()) if token not in special])
+        self.special: dict[int, str] = {
+            token: added.content for token, added in model.get_added_tokens_decoder().items() if added.special
+        }
+        self.eod: int = model.token_to_id(end)
+        self.bos: int | None = model.token_to_id(present["bos_token"]) if "bos_token" in present else None
         self.vocab_size: int = max(model.get_vocab(with_added_tokens=True).values()) + 1
 
     def encode(self, text: str) -> list[int]:
-        return self._model.encode(text, add_special_tokens=False).ids
+        self.model.encode_special_tokens = True  # as characters
+        found = self.model.encode(text, add_special_tokens=False)
+        if self.special.keys().isdisjoint(found.ids):
+            return found.ids
+        # A model without merges may have the spelling in its vocabulary, but not two halves of it.
+        matched = [
+            end
+            for token, (start, end) in zip(found.ids, found.offsets, strict=True)
+            if end - start > 1 and text[start:end].strip() == self.special.get(token)
+        ]
+        parts = [text[start:end] for start, end in pairwise([0, *(end - 1 for end in matched), len(text)])]
+        return [token for part in parts for token in self.encode(part)] if matched else found.ids
+
+    def encode_prompt(self, text: str) -> list[int]:
+        self.model.encode_special_tokens = False
+        return self.model.encode(text, add_special_tokens=False).ids
 
     def decode(self, ids: Sequence[int]) -> str:
-        return self._model.decode(list(ids), skip_special_tokens=False)
+        return self.model.decode(list(ids), skip_special_tokens=False)
 
     def token_id(self, token: str) -> int | None:
-        return self._model.token_to_id(token)
+        return self.model.token_to_id(token)
 
 
 def _require_file(file: str | os.PathLike[str]) -> None:
@@ -207,7 +246,7 @@ def _gpt2(spec: str, place: str) -> Tokenizer:
     if not merges_file:
         raise ConfigError(f"tokenizer {spec!r} names one file; write gpt2:VOCAB,MERGES")
     vocab, merges = _read_bpe_files(vocab_file, merges_file)
-    return BPETokenizer(spec, _byte_level(place, vocab, merges), vocab[END_OF_TEXT])
+    return BPETokenizer(spec, _byte_level(place, vocab, merges), END_OF_TEXT)
 
 
 def _codegeex(spec: str, place: str) -> Tokenizer:
@@ -234,7 +273,7 @@ def _codegeex(spec: str, place: str) -> Tokenizer:
     spaces_ids = {spaces: extra.pop(name) for spaces, name in names.items()}
     model = _byte_level(place, {**vocab, **extra, **spaces_ids}, merges)
     model.add_tokens([AddedToken(text, normalized=False) for text in spaces_ids])
-    return BPETokenizer(spec, model, vocab[END_OF_TEXT])
+    return BPETokenizer(spec, model, END_OF_TEXT)
 
 
 def _huggingface(spec: str, place: str) -> Tokenizer:
@@ -246,23 +285,26 @@ def _huggingface(spec: str, place: str) -> Tokenizer:
         model = Model.from_file(place)
     except Exception as error:  # the library raises plain Exception
         raise DataError(f"{place}: not a tokenizer.json ({error})") from error
-    candidates = [*_end_token_of_config(Path(place)), *END_TOKENS]
-    found = [token for token in map(model.token_to_id, candidates) if token is not None]
+    named = _named_tokens(Path(place))
+    candidates = [*filter(None, [named.get("eos_token")]), *END_TOKENS]
+    found = [token for token in candidates if model.token_to_id(token) is not None]
     if not found:
         raise DataError(f"{place}: has none of {', '.join(candidates)} to end documents with")
-    return BPETokenizer(spec, model, found[0])
+    return BPETokenizer(spec, model, found[0], named)
 
 
 def _hf_file(place: str) -> Path:
     return Path(place) / "tokenizer.json" if Path(place).is_dir() else Path(place)
 
 
-def _end_token_of_config(tokenizer_file: Path) -> list[str]:
+def _named_tokens(tokenizer_file: Path) -> dict[str, str]:
+    """The tokens that the tokenizer_config.json beside a file names, by key, such as `eos_token`."""
     config_file = tokenizer_file.with_name("tokenizer_config.json")
-    if not config_file.is_file():
-        return []
-    token = _read_object(config_file).get("eos_token")
-    token = token.get("content") if isinstance(token, dict) else token
-    if not isinstance(token, str | None):
-        raise DataError(f"{config_file}: eos_token is {token!r}, expected the text of a token")
-    return [token] if token else []
+    content = _read_object(config_file) if config_file.is_file() else {}
+    found = {}
+    for key, value in ((key, content.get(key)) for key in NAMED_TOKENS):
+        token = value.get("content") if isinstance(value, dict) else value
+        if not isinstance(token, str | None):
+            raise DataError(f"{config_file}: {key} is {token!r}, expected the text of a token")
+        found |= {key: token} if token else {}
+    return found
