@@ -69,18 +69,20 @@ def tokenizer_hash(spec: str) -> str:
     """SHA-256 of the tokenizer's kind, the content of its files and its end token; independent of their paths."""
     kind, _, place = spec.partition(":")
     digest = hashlib.sha256(kind.encode())
-    for file in _files_of(kind, place):
+    for file in files_of(spec):
         _require_file(file)
         content = Path(file).read_bytes()
         if file.suffix == ".json":  # independent of white space
-            content = json.dumps(_read_object(file), sort_keys=True).encode()
+            content = json.dumps(read_object(file), sort_keys=True).encode()
         digest.update(hashlib.sha256(content).digest())
     if kind == "hf":
         digest.update(_named_tokens(_hf_file(place)).get("eos_token", "").encode())
     return digest.hexdigest()
 
 
-def _files_of(kind: str, place: str) -> list[Path]:
+def files_of(spec: str) -> list[Path]:
+    """The files that a tokenizer is read from."""
+    kind, _, place = spec.partition(":")
     if kind == "bytes":
         return []
     if kind == "hf":
@@ -125,34 +127,34 @@ class SentencePieceTokenizer:
 
         _require_file(file)
         try:
-            self._model = sentencepiece.SentencePieceProcessor(model_file=file)
+            self.model = sentencepiece.SentencePieceProcessor(model_file=file)
         except (RuntimeError, OSError) as error:
             raise DataError(f"{file}: not a sentencepiece model ({error})") from error
         self.spec = spec
-        self.vocab_size: int = self._model.vocab_size()
-        self.eod: int = self._model.eos_id()
-        self.bos: int | None = self._model.bos_id() if self._model.bos_id() >= 0 else None
+        self.vocab_size: int = self.model.vocab_size()
+        self.eod: int = self.model.eos_id()
+        self.bos: int | None = self.model.bos_id() if self.model.bos_id() >= 0 else None
         if self.eod < 0:
             raise DataError(f"{file}: the model has no </s> to end documents with; train it with an eos_id")
-        mark_bytes = [self._model.piece_to_id(f"<0x{byte:02X}>") for byte in self.MARK.encode()]
-        adds_a_space = self._model.encode_as_pieces("a")[0] != "a"
-        escapes_mark = all(map(self._model.is_byte, mark_bytes)) and not adds_a_space
+        mark_bytes = [self.model.piece_to_id(f"<0x{byte:02X}>") for byte in self.MARK.encode()]
+        adds_a_space = self.model.encode_as_pieces("a")[0] != "a"
+        escapes_mark = all(map(self.model.is_byte, mark_bytes)) and not adds_a_space
         self._mark_ids = mark_bytes if escapes_mark else None
 
     def encode(self, text: str) -> list[int]:
         if self._mark_ids is None or self.MARK not in text:
-            return self._model.encode(text)
-        first, *others = map(self._model.encode, text.split(self.MARK))
+            return self.model.encode(text)
+        first, *others = map(self.model.encode, text.split(self.MARK))
         return sum(([*self._mark_ids, *part] for part in others), first)
 
     encode_prompt = encode
 
     def decode(self, ids: Sequence[int]) -> str:
-        return self._model.decode(list(ids))
+        return self.model.decode(list(ids))
 
     def token_id(self, token: str) -> int | None:
-        found = self._model.piece_to_id(token)
-        return None if found == self._model.unk_id() else found
+        found = self.model.piece_to_id(token)
+        return None if found == self.model.unk_id() else found
 
 
 class BPETokenizer:
@@ -203,7 +205,7 @@ def _require_file(file: str | os.PathLike[str]) -> None:
         raise DataError(f"{file}: no such tokenizer file")
 
 
-def _read_object(file: Path) -> dict[str, Any]:
+def read_object(file: Path) -> dict[str, Any]:
     """The JSON object in a file."""
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
@@ -264,7 +266,7 @@ def _codegeex(spec: str, place: str) -> Tokenizer:
     extra = {f"<|extratoken_{k}|>": len(vocab) + k - 1 for k in range(1, 144)}
     added_file = folder / "added_tokens.json"
     if added_file.is_file():
-        extra = _read_object(added_file)
+        extra = read_object(added_file)
         if not all(type(token) is int and 0 <= token < 1 << 31 for token in extra.values()):
             raise DataError(f"{added_file}: each added token needs an id from 0 to 2**31 - 1")
     names = {" " * spaces: f"<|extratoken_{8 + spaces}|>" for spaces in range(2, 11)}
@@ -300,7 +302,7 @@ def _hf_file(place: str) -> Path:
 def _named_tokens(tokenizer_file: Path) -> dict[str, str]:
     """The tokens that the tokenizer_config.json beside a file names, by key, such as `eos_token`."""
     config_file = tokenizer_file.with_name("tokenizer_config.json")
-    content = _read_object(config_file) if config_file.is_file() else {}
+    content = read_object(config_file) if config_file.is_file() else {}
     found = {}
     for key, value in ((key, content.get(key)) for key in NAMED_TOKENS):
         token = value.get("content") if isinstance(value, dict) else value
