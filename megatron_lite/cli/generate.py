@@ -139,12 +139,12 @@ def read_prompts(given: list[str], file: str) -> "list[Prompt]":
 
 def _lines_of(file: str) -> list[str]:
     try:
-        text = sys.stdin.read() if file == "-" else Path(file).read_text(encoding="utf-8")
+        text = sys.stdin.read() if file == "-" else Path(file).read_bytes().decode()
     except UnicodeDecodeError as error:
         raise ConfigError(f"{file}: byte {error.start:,} is not UTF-8; convert the file to UTF-8") from None
     except OSError as error:
         raise ConfigError(f"{file}: cannot be read: {error.strerror}; give a text file") from None
-    return text.removesuffix("\n").split("\n") if text else []
+    return [line.removesuffix("\r") for line in text.removesuffix("\n").split("\n")] if text else []
 
 
 def _prompt_of_object(line: str, where: str) -> str:

@@ -58,7 +58,7 @@ Results = dict[str, dict[str, float]]  # by task, values by name
 def read_task_file(path: Path) -> str:
     """The text of a task file. Raises ConfigError for a file that cannot be read."""
     try:
-        return path.read_text(encoding="utf-8")
+        return path.read_bytes().decode()  # text mode would end lines at a carriage return too
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path}: byte {error.start:,} is not UTF-8; convert the file to UTF-8") from None
     except OSError as error:
@@ -68,7 +68,7 @@ def read_task_file(path: Path) -> str:
 def parse_questions(text: str, path: str) -> list[Question]:
     """The questions of a task file. Raises ConfigError for a line that is none."""
     lines, task = text.split("\n"), Path(path).stem  # a text may contain other separators of lines
-    questions = [_question(line, f"{path}:{at}", task) for at, line in enumerate(lines, start=1) if line.strip()]
+    questions = [_question(line, f"{path}:{at}", task) for at, line in enumerate(lines, start=1) if line.strip(" \t\r")]
     if not questions:
         raise ConfigError(f"{path}: the file has no question; write {WANTED} on each line")
     return questions
