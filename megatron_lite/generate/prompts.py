@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from itertools import takewhile
 from typing import Any
 
-from megatron_lite.checkpoint.match import MODEL_TYPE, STARTS_TEXTS
+from megatron_lite.checkpoint.match import MODEL_TYPE, STARTS_TEXTS, TOKEN_IDS
 from megatron_lite.data.tokenizer import BPETokenizer, SentencePieceTokenizer, Tokenizer, files_of, read_object
 from megatron_lite.errors import ConfigError, DataError
 
@@ -49,15 +49,15 @@ class Prompts:
         Raises ConfigError if `bos` asks for a token that the tokenizer does not have.
         """
         start = self.before[0] if self.before else self.tokenizer.bos
+        ends = self.ends.union(_end_tokens(origin.get(TOKEN_IDS, {}), "the checkpoint"))
         if bos is None and MODEL_TYPE in origin:
-            return self
+            return replace(self, ends=ends)
         if not (STARTS_TEXTS in origin and start is not None if bos is None else bos):
-            return replace(self, before=(), after=())
+            return replace(self, before=(), after=(), ends=ends)
         if start is None:
-            raise ConfigError(
-                f"--bos: the tokenizer {self.tokenizer.spec} has no token that starts texts; leave it out"
-            )
-        return replace(self, before=self.before or (start,))
+            spec = self.tokenizer.spec
+            raise ConfigError(f"--bos: the tokenizer {spec} has no token that starts texts; leave --bos out")
+        return replace(self, before=self.before or (start,), ends=ends)
 
 
 def prompts_of(tokenizer: Tokenizer | Prompts) -> Prompts:
@@ -68,7 +68,8 @@ def prompts_of(tokenizer: Tokenizer | Prompts) -> Prompts:
         before, after = _around(tokenizer)
     else:
         before, after = _around_by_config(tokenizer)
-    ends = (tokenizer.eod, *_end_tokens(tokenizer.spec))
+    file = "generation_config.json"
+    ends = (tokenizer.eod, *_end_tokens(_beside(tokenizer.spec, file), f"{file} beside {tokenizer.spec}"))
     return Prompts(tokenizer, before, after, frozenset(ends), frozenset(_special(tokenizer)))
 
 
@@ -100,14 +101,12 @@ def _around_by_config(tokenizer: Tokenizer) -> tuple[tuple[int, ...], tuple[int,
     return before, (tokenizer.eod,) if config.get("add_eos_token") is True else ()
 
 
-def _end_tokens(spec: str) -> list[int]:
-    """The end tokens of the generation_config.json beside a tokenizer's files."""
-    found = _beside(spec, "generation_config.json").get("eos_token_id")
+def _end_tokens(fields: Mapping[str, Any], place: str) -> list[int]:
+    """The end tokens among the fields of a config of Hugging Face."""
+    found = fields.get("eos_token_id")
     ids = found if isinstance(found, list) else [] if found is None else [found]
     if not all(type(token) is int for token in ids):
-        raise DataError(
-            f"{spec}: eos_token_id of the generation_config.json beside it is {found!r}, expected an id or several"
-        )
+        raise DataError(f"{place}: eos_token_id is {found!r}, expected the id of a token or a list of ids")
     return ids
 
 

@@ -119,6 +119,6 @@ def test_conversion_keeps_the_tokenizer_hash(finished, tmp_path):
         assert done.returncode == 0, done.stderr
     origin = read_layout(resolve(finished / "run")).origin
     for target in ("full", "weights", "back"):
-        # A model from Hugging Face also has its family, with which it is written again.
-        family = {"model_type": "gpt2"} if target == "back" else {}
+        # A model from Hugging Face also has its family and its end token, with which it is written again.
+        family = {"model_type": "gpt2", "token_ids": {"eos_token_id": 1}} if target == "back" else {}
         assert read_layout(resolve(tmp_path / target)).origin == origin | family

@@ -71,7 +71,7 @@ def test_conversion_leaves_the_target_and_no_temporary_folder(source, tmp_path, 
         (tmp_path / ".new-out" / "junk").write_text("")
     lines_of(Request(source, target))
     assert sorted(path.name for path in target.parent.iterdir()) == ["out"]
-    assert sorted(path.name for path in target.iterdir()) == ["checkpoints", "config.yaml"]
+    assert sorted(path.name for path in target.iterdir()) == ["checkpoints", "config.yaml", "tokenizer"]
 
 
 @pytest.mark.parametrize("error", [OSError(28, "No space left on device"), KeyboardInterrupt(), RuntimeError("?")])
@@ -261,6 +261,7 @@ def test_the_files_of_a_gpt2_tokenizer_are_copied(source, tmp_path):
     shutil.copytree(source, folder)
     (folder / "vocab.json").write_text(json.dumps({"<|endoftext|>": 0, "a": 1, "b": 2, "ab": 3}))
     (folder / "merges.txt").write_text("#version: 0.2\na b\n")
+    (folder / "generation_config.json").unlink()
     lines_of(Request(folder, tmp_path / "ours"))
     spec = load_config(tmp_path / "ours" / "config.yaml").data.tokenizer
     home = tmp_path / "ours" / "tokenizer"
@@ -331,8 +332,12 @@ def test_the_config_names_a_copied_tokenizer_only_if_it_fits_the_model(source, t
     have = tokenizer_files.files_in(folder)
     assert tokenizer_files.files_of(f"hf:{folder}") == have == tokenizer_files.files_of(f"codegeex:{folder}")
     assert tokenizer_files.files_of(f"hf:{folder}/tokenizer.json") == have
-    only_model = {"tokenizer.model": folder / "tokenizer.model"}
-    assert tokenizer_files.files_of(f"sentencepiece:{folder}/tokenizer.model") == only_model
+    settings = {"tokenizer.model", "added_tokens.json", "generation_config.json"}
+    assert set(tokenizer_files.files_of(f"sentencepiece:{folder}/tokenizer.model")) == settings
+    (folder / "tokenizer.model").rename(folder / "other.model")
+    only_model = {"tokenizer.model": folder / "other.model"}
+    assert tokenizer_files.files_of(f"sentencepiece:{folder}/other.model") == only_model
+    assert not tokenizer_files.files_of("bytes") and not tokenizer_files.files_of("")
     assert tokenizer_files.files_of("bytes") == {} == tokenizer_files.files_of("")
 
 
