@@ -31,7 +31,7 @@ def bytes_per_token(dataset: Dataset, num_samples: int, tokenizer: Tokenizer) ->
     for sample in range(num_samples):
         labels = _targets(dataset, sample)
         num_tokens += len(labels)
-        num_bytes += len(tokenizer.decode(labels[labels != tokenizer.eod].tolist()).encode())
+        num_bytes += len(tokenizer.decode(labels[~np.isin(labels, [tokenizer.eod, tokenizer.bos or tokenizer.eod])].tolist()).encode())
     return num_bytes / num_tokens
 
 
