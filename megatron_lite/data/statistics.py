@@ -24,14 +24,15 @@ def unigram_entropy(dataset: Dataset, num_samples: int) -> float:
 def bytes_per_token(dataset: Dataset, num_samples: int, tokenizer: Tokenizer) -> float:
     """Bytes of UTF-8 source text per target token of samples 0 to `num_samples - 1`.
 
-    The target tokens are all labels with a loss; ends of documents count as tokens without bytes. A character on the
+    The target tokens are all labels with a loss; tokens that start and end documents have no bytes. A character on the
     border of a sample decodes to replacement characters, an error of a few bytes per sample.
     """
     num_tokens = num_bytes = 0
+    around = [tokenizer.eod, tokenizer.eod if tokenizer.bos is None else tokenizer.bos]
     for sample in range(num_samples):
         labels = _targets(dataset, sample)
         num_tokens += len(labels)
-        num_bytes += len(tokenizer.decode(labels[~np.isin(labels, [tokenizer.eod, tokenizer.bos or tokenizer.eod])].tolist()).encode())
+        num_bytes += len(tokenizer.decode(labels[~np.isin(labels, around)].tolist()).encode())
     return num_bytes / num_tokens
 
 

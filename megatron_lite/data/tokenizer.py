@@ -13,6 +13,7 @@ them or cut off, whatever a tokenizer.json asks for. In a prompt they are the to
 import hashlib
 import json
 import os
+import re
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -136,6 +137,8 @@ class SentencePieceTokenizer:
         self.bos: int | None = self.model.bos_id() if self.model.bos_id() >= 0 else None
         if self.eod < 0:
             raise DataError(f"{file}: the model has no </s> to end documents with; train it with an eos_id")
+        control = filter(self.model.is_control, range(self.vocab_size))
+        self.control: dict[str, int] = {self.model.id_to_piece(token): token for token in control}
         mark_bytes = [self.model.piece_to_id(f"<0x{byte:02X}>") for byte in self.MARK.encode()]
         adds_a_space = self.model.encode_as_pieces("a")[0] != "a"
         escapes_mark = all(map(self.model.is_byte, mark_bytes)) and not adds_a_space
@@ -147,7 +150,9 @@ class SentencePieceTokenizer:
         first, *others = map(self.model.encode, text.split(self.MARK))
         return sum(([*self._mark_ids, *part] for part in others), first)
 
-    encode_prompt = encode
+    def encode_prompt(self, text: str) -> list[int]:
+        parts = re.split(f"({'|'.join(map(re.escape, self.control))})", text)
+        return [n for part in parts for n in ([self.control[part]] if part in self.control else self.encode(part))]
 
     def decode(self, ids: Sequence[int]) -> str:
         return self.model.decode(list(ids))

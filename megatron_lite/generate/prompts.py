@@ -77,8 +77,7 @@ def _special(tokenizer: Tokenizer) -> Iterable[int]:
     if isinstance(tokenizer, BPETokenizer):
         return tokenizer.special
     if isinstance(tokenizer, SentencePieceTokenizer):
-        model = tokenizer.model
-        return (token for token in range(tokenizer.vocab_size) if model.is_control(token) or model.is_unknown(token))
+        return (*tokenizer.control.values(), tokenizer.model.unk_id())
     return (tokenizer.eod,)
 
 
