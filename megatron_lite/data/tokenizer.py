@@ -17,7 +17,6 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, Protocol
 
 from megatron_lite.errors import ConfigError, DataError
@@ -37,9 +36,7 @@ class Tokenizer(Protocol):
 
     def encode(self, text: str) -> list[int]: ...
 
-    def encode_prompt(self, text: str) -> list[int]:
-        """The same, with a special token where the text spells one."""
-        ...
+    def encode_prompt(self, text: str) -> list[int]: ...  # with a special token where the text spells one
 
     def decode(self, ids: Sequence[int]) -> str: ...
 
@@ -137,8 +134,7 @@ class SentencePieceTokenizer:
         self.bos: int | None = self.model.bos_id() if self.model.bos_id() >= 0 else None
         if self.eod < 0:
             raise DataError(f"{file}: the model has no </s> to end documents with; train it with an eos_id")
-        control = filter(self.model.is_control, range(self.vocab_size))
-        self.control: dict[str, int] = {self.model.id_to_piece(token): token for token in control}
+        self.control = {self.model.id_to_piece(n): n for n in range(self.vocab_size) if self.model.is_control(n)}
         mark_bytes = [self.model.piece_to_id(f"<0x{byte:02X}>") for byte in self.MARK.encode()]
         adds_a_space = self.model.encode_as_pieces("a")[0] != "a"
         escapes_mark = all(map(self.model.is_byte, mark_bytes)) and not adds_a_space
@@ -165,7 +161,7 @@ class SentencePieceTokenizer:
 class BPETokenizer:
     """A model of the `tokenizers` library with an end-of-document id."""
 
-    def __init__(self, spec: str, model: Any, end: str, named: Mapping[str, str] = MappingProxyType({})) -> None:
+    def __init__(self, spec: str, model: Any, end: str, named: Mapping[str, str]) -> None:
         """`end` is the end-of-document token; `named` are other special tokens, some of which the model may lack."""
         self.spec, self.model = spec, model
         model.no_truncation()
@@ -173,9 +169,8 @@ class BPETokenizer:
         present = {name: token for name, token in named.items() if model.token_to_id(token) is not None}
         special = {token.content for token in model.get_added_tokens_decoder().values() if token.special}
         model.add_special_tokens([token for token in (end, *present.values()) if token not in special])
-        self.special: dict[int, str] = {
-            token: added.content for token, added in model.get_added_tokens_decoder().items() if added.special
-        }
+        added = model.get_added_tokens_decoder()
+        self.special: dict[int, str] = {n: token.content for n, token in added.items() if token.special}
         self.eod: int = model.token_to_id(end)
         self.bos: int | None = model.token_to_id(present["bos_token"]) if "bos_token" in present else None
         self.vocab_size: int = max(model.get_vocab(with_added_tokens=True).values()) + 1
@@ -186,11 +181,8 @@ class BPETokenizer:
         if self.special.keys().isdisjoint(found.ids):
             return found.ids
         # A model without merges may have the spelling in its vocabulary, but not two halves of it.
-        matched = [
-            end
-            for token, (start, end) in zip(found.ids, found.offsets, strict=True)
-            if end - start > 1 and text[start:end].strip() == self.special.get(token)
-        ]
+        spans = ((self.special.get(token), *span) for token, span in zip(found.ids, found.offsets, strict=True))
+        matched = [end for name, start, end in spans if end - start > 1 and text[start:end].strip() == name]
         parts = [text[start:end] for start, end in pairwise([0, *(end - 1 for end in matched), len(text)])]
         return [token for part in parts for token in self.encode(part)] if matched else found.ids
 
@@ -253,7 +245,7 @@ def _gpt2(spec: str, place: str) -> Tokenizer:
     if not merges_file:
         raise ConfigError(f"tokenizer {spec!r} names one file; write gpt2:VOCAB,MERGES")
     vocab, merges = _read_bpe_files(vocab_file, merges_file)
-    return BPETokenizer(spec, _byte_level(place, vocab, merges), END_OF_TEXT)
+    return BPETokenizer(spec, _byte_level(place, vocab, merges), END_OF_TEXT, {})
 
 
 def _codegeex(spec: str, place: str) -> Tokenizer:
@@ -280,7 +272,7 @@ def _codegeex(spec: str, place: str) -> Tokenizer:
     spaces_ids = {spaces: extra.pop(name) for spaces, name in names.items()}
     model = _byte_level(place, {**vocab, **extra, **spaces_ids}, merges)
     model.add_tokens([AddedToken(text, normalized=False) for text in spaces_ids])
-    return BPETokenizer(spec, model, END_OF_TEXT)
+    return BPETokenizer(spec, model, END_OF_TEXT, {})
 
 
 def _huggingface(spec: str, place: str) -> Tokenizer:

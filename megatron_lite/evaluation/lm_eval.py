@@ -159,7 +159,7 @@ def _harness_model(requests: Requests, together: Callable[[str, Any], Any]) -> A
 
         def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
             """For each (prompt, options): the greedy continuation."""
-            continued, end = [], prompts.tokenizer.decode([prompts.tokenizer.eod])
+            continued, end = [], prompts.special.get(prompts.tokenizer.eod, "")
             for request in requests:
                 prompt, options = request.args
                 stop = options.get("until", [])

@@ -23,7 +23,7 @@ class Prompts:
     before: tuple[int, ...]  # tokens that start each prompt
     after: tuple[int, ...]  # tokens that end each prompt
     ends: frozenset[int]  # tokens that end a generated text, with that of documents
-    special: frozenset[int]  # tokens that are not text
+    special: Mapping[int, str]  # tokens that are not text, and how a prompt spells them
 
     @property
     def prefix(self) -> int:
@@ -36,7 +36,7 @@ class Prompts:
 
     def encode_once(self, text: str) -> list[int]:
         """The same, but a text that spells the first token itself gets no second one, as in lm-evaluation-harness."""
-        spelled = self.tokenizer.decode([self.prefix])
+        spelled = self.special.get(self.prefix)
         return self.bare(text) if spelled and text.startswith(spelled) else self.encode(text)
 
     def bare(self, text: str) -> list[int]:
@@ -70,15 +70,15 @@ def prompts_of(tokenizer: Tokenizer | Prompts) -> Prompts:
         before, after = _around_by_config(tokenizer)
     file = "generation_config.json"
     ends = (tokenizer.eod, *_end_tokens(_beside(tokenizer.spec, file), f"{file} beside {tokenizer.spec}"))
-    return Prompts(tokenizer, before, after, frozenset(ends), frozenset(_special(tokenizer)))
+    return Prompts(tokenizer, before, after, frozenset(ends), _special(tokenizer))
 
 
-def _special(tokenizer: Tokenizer) -> Iterable[int]:
+def _special(tokenizer: Tokenizer) -> Mapping[int, str]:
     if isinstance(tokenizer, BPETokenizer):
         return tokenizer.special
     if isinstance(tokenizer, SentencePieceTokenizer):
-        return (*tokenizer.control.values(), tokenizer.model.unk_id())
-    return (tokenizer.eod,)
+        return {tokenizer.model.unk_id(): ""} | {token: text for text, token in tokenizer.control.items()}
+    return {tokenizer.eod: ""}
 
 
 def _around(tokenizer: BPETokenizer) -> tuple[tuple[int, ...], tuple[int, ...]]:

@@ -60,8 +60,8 @@ def save_sentencepiece(folder: Path, *, bos: bool, with_token: bool) -> None:
         model_writer=written,
         model_type="bpe",
         vocab_size=300,
-        byte_fallback=True,
         hard_vocab_limit=False,
+        byte_fallback=True,
         normalization_rule_name="identity",
         remove_extra_whitespaces=False,
         add_dummy_prefix=False,  # of a text that starts with a space, transformers makes other tokens
@@ -103,6 +103,9 @@ def saved(folder: Path, architecture: str, save: Any, *, bos: bool, with_token: 
     model = build(architecture, len(tokenizer)).eval()
     for parameter in model.parameters():
         parameter.data.normal_(0, 0.15)
+    # Single bytes of characters do not come: transformers and sentencepiece decode invalid ones in two ways.
+    single_bytes = [token for text, token in tokenizer.get_vocab().items() if text.startswith("<0x")]
+    model.get_output_embeddings().weight.data[single_bytes] = 0
     model.config.bos_token_id, model.config.eos_token_id = tokenizer.bos_token_id, tokenizer.eos_token_id
     model.generation_config = transformers.GenerationConfig(
         bos_token_id=tokenizer.bos_token_id, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.eos_token_id
@@ -168,7 +171,7 @@ CASES = [
     for case in product(("gpt2", "llama"), (save_byte_level, save_sentencepiece), (True, False), (True, False), (1, 2))
     if case[2:4] != (True, False)  # <s> before each text, and no name for it
 ]
-QUICK = [("llama", save_byte_level, True, True, 2), ("gpt2", save_sentencepiece, False, True, 1)]
+QUICK = [("llama", save_byte_level, True, True, 2), ("gpt2", save_sentencepiece, True, True, 1)]
 
 
 @pytest.mark.parametrize(
