@@ -61,7 +61,7 @@ Bos = Annotated[
     typer.Option(
         "--bos/--no-bos",
         show_default="as the model was trained",
-        help="Start each prompt with the token for it, such as <s>, or leave that token out.",
+        help="Start each prompt with the token of the tokenizer for that, or leave it out.",
     ),
 ]
 NoTokenizerCheck = Annotated[

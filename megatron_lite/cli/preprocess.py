@@ -43,7 +43,7 @@ def preprocess(
         bool, typer.Option("--append-eod", help="Add the end-of-document token to each document.")
     ] = False,
     prepend_bos: Annotated[
-        bool, typer.Option("--prepend-bos", help="Start each document with the tokenizer's token for it, such as <s>.")
+        bool, typer.Option("--prepend-bos", help="Start each document with the tokenizer's token for that.")
     ] = False,
     language_tag: Annotated[
         bool,

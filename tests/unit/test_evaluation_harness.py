@@ -136,7 +136,7 @@ def requests(arguments: list[Any]) -> list[Any]:
     return [types.SimpleNamespace(args=each) for each in arguments]
 
 
-def instances(kind: str, arguments: list[Any]) -> list[Any]:
+def instances(kind: Any, arguments: list[Any]) -> list[Any]:
     from lm_eval.api.instance import Instance
 
     return [Instance(kind, {}, each, index) for index, each in enumerate(arguments)]
