@@ -184,7 +184,7 @@ def measured_step(choice: Choice, precision: str, ranks: int) -> float:
         files = [f"run.dir={folder}", "checkpoint.interval=0", "log.tensorboard=false", "train.eval_iterations=0"]
         words = ["pretrain", "--config", CONFIG, "--nproc-per-node", str(ranks), *overrides, *files]
         megatron_lite(*words, stdout=subprocess.DEVNULL)
-        rows = [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
+        rows = [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().split("\n") if line]
     return mean(row["seconds"] for row in rows[WARM_UP:])
 
 

@@ -46,7 +46,7 @@ def rows(kind: str = "") -> list[Row]:
     """All rows so far, or those of a kind."""
     path = FOLDER / RESULTS
     found = []
-    for line in path.read_text().splitlines() if path.exists() else []:
+    for line in path.read_text().split("\n") if path.exists() else []:
         with contextlib.suppress(json.JSONDecodeError):  # a full disk cuts a line off
             found += [json.loads(line)] if line else []
     return [row for row in found if kind in ("", row["kind"])]

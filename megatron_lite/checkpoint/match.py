@@ -15,7 +15,8 @@ from megatron_lite.parallel.shard import ParamTable, Shard
 from megatron_lite.text import listed
 
 MODEL_TYPE = "model_type"  # key in a checkpoint's origin: the model_type that its config.json had
-PAD_TOKEN = "pad_token_id"  # key in a checkpoint's origin: the padding token that its config.json had
+TOKEN_IDS = "token_ids"  # key in a checkpoint's origin: the fields *_token_id that its config.json had
+STARTS_TEXTS = "starts_texts"  # key in a checkpoint's origin of a model whose documents start with the tokenizer's BOS
 MODEL_PROVIDER = "model_provider"  # key in a checkpoint's origin; absent for the built-in model
 BUILT_IN = "megatron_lite.model.build:get_model"  # name of the built-in provider
 

@@ -4,7 +4,7 @@ from typing import Annotated
 
 import typer
 
-from megatron_lite.cli.options import ForwardStep, Iteration, Load, Model, NoTokenizerCheck, NumProcesses
+from megatron_lite.cli.options import Bos, ForwardStep, Iteration, Load, Model, NoTokenizerCheck, NumProcesses
 from megatron_lite.errors import ConfigError
 
 Words = Annotated[
@@ -45,6 +45,7 @@ def evaluate(
     lm_eval_include: LmEvalInclude = "",
     batch_size: BatchSize = 8,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    bos: Bos = None,
     no_tokenizer_check: NoTokenizerCheck = False,
     model: Model = "",
     forward_step: ForwardStep = "",
@@ -83,6 +84,7 @@ def evaluate(
         samples=samples,
         batch_size=batch_size,
         json=as_json,
+        bos=bos,
         model=model,
         forward_step=forward_step,
         trained_batch=trained_batch(folder),

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from megatron_lite.cli.options import Iteration, Load, Model, NoTokenizerCheck, NumProcesses
+from megatron_lite.cli.options import Bos, Iteration, Load, Model, NoTokenizerCheck, NumProcesses
 from megatron_lite.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -71,6 +71,7 @@ def generate(
     no_cache: Annotated[
         bool, typer.Option("--no-cache", help="Compute the full text for each token, for comparison.")
     ] = False,
+    bos: Bos = None,
     no_tokenizer_check: NoTokenizerCheck = False,
     model: Model = "",
     nproc_per_node: NumProcesses = None,
@@ -108,6 +109,7 @@ def generate(
         seed=seed,
         cache=not no_cache,
         json=as_json,
+        bos=bos,
     )
     raise typer.Exit(run_ranks("megatron_lite.generate.run:generate_texts", (folder, request, model), nodes))
 
@@ -137,12 +139,12 @@ def read_prompts(given: list[str], file: str) -> "list[Prompt]":
 
 def _lines_of(file: str) -> list[str]:
     try:
-        text = sys.stdin.read() if file == "-" else Path(file).read_text(encoding="utf-8")
+        text = sys.stdin.read() if file == "-" else Path(file).read_bytes().decode()
     except UnicodeDecodeError as error:
         raise ConfigError(f"{file}: byte {error.start:,} is not UTF-8; convert the file to UTF-8") from None
     except OSError as error:
         raise ConfigError(f"{file}: cannot be read: {error.strerror}; give a text file") from None
-    return text.removesuffix("\n").split("\n") if text else []
+    return [line.removesuffix("\r") for line in text.removesuffix("\n").split("\n")] if text else []
 
 
 def _prompt_of_object(line: str, where: str) -> str:

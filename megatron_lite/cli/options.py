@@ -56,6 +56,14 @@ Iteration = Annotated[
     int | None,
     typer.Option("--iteration", min=0, metavar="N", help="Iteration of the checkpoint; default: the newest."),
 ]
+Bos = Annotated[
+    bool | None,
+    typer.Option(
+        "--bos/--no-bos",
+        show_default="as the model was trained",
+        help="Start each prompt with the token of the tokenizer for that, or leave it out.",
+    ),
+]
 NoTokenizerCheck = Annotated[
     bool, typer.Option("--no-tokenizer-check", help="Accept a tokenizer whose files changed since training.")
 ]

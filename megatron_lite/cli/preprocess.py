@@ -42,6 +42,9 @@ def preprocess(
     append_eod: Annotated[
         bool, typer.Option("--append-eod", help="Add the end-of-document token to each document.")
     ] = False,
+    prepend_bos: Annotated[
+        bool, typer.Option("--prepend-bos", help="Start each document with the tokenizer's token for that.")
+    ] = False,
     language_tag: Annotated[
         bool,
         typer.Option("--language-tag", help="Start code with a comment that names its language, as CodeGeeX does."),
@@ -61,6 +64,7 @@ def preprocess(
         workers=workers,
         json_key=json_key,
         append_eod=append_eod,
+        prepend_bos=prepend_bos,
         language_tag=language_tag,
         split_on=split_on,
     )

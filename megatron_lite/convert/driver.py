@@ -212,6 +212,7 @@ def _write(
         return progress.written
     if source_format == NATIVE:
         stored = native.Stored(request.source)
+        settings = native.with_copied_tokenizer(stored, settings, folder, home)
         if stored.layout.state and not request.weights_only:
             if request.dtype:
                 raise ConfigError(

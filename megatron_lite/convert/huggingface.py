@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from megatron_lite.checkpoint.directory import write_durably
-from megatron_lite.checkpoint.match import MODEL_TYPE, PAD_TOKEN
+from megatron_lite.checkpoint.match import MODEL_TYPE, TOKEN_IDS
 from megatron_lite.checkpoint.tensor_file import Spec, TensorWriter
 from megatron_lite.config.schema import ModelConfig
 from megatron_lite.convert import tokenizer_files
@@ -189,11 +189,12 @@ def read(path: Path, overrides: Mapping[str, Any], ignored: Collection[str] = ()
     if rows := model.padded_vocab - model.vocab_size:
         notes.append(f"the vocabulary of {model.vocab_size:,} is padded with {rows:,} rows of zeros")
     tokenizer = tokenizer_files.files_in(path)
-    if tokenizer and not tokenizer_files.readable(tokenizer_files.spec_in(path), model.vocab_size):
+    is_readable = tokenizer_files.readable(tokenizer_files.spec_in(path), model.vocab_size)
+    if tokenizer_files.has_tokenizer(tokenizer) and not is_readable:
         notes.append(f"the tokenizer is copied, but megatron_lite cannot read it for {model.vocab_size:,} tokens")
     origin: dict[str, Any] = {MODEL_TYPE: model_type}
-    if type(pad := content.get(PAD_TOKEN)) is int and 0 <= pad < model.vocab_size:
-        origin[PAD_TOKEN] = pad
+    if ids := _token_ids(content, model.vocab_size):
+        origin[TOKEN_IDS] = ids
     return Checkpoint(model, tensors, read_tensor, tokenizer=tokenizer, notes=notes, origin=origin)
 
 
@@ -234,10 +235,12 @@ def write(
     tokenizer_files.carry(checkpoint.tokenizer, path)
     spec = tokenizer_files.spec_in(path) or checkpoint.tokenizer_spec
     tokenizer = tokenizer_files.readable(spec, checkpoint.model.vocab_size)
-    ends = {"bos_token_id": None, "eos_token_id": tokenizer.eod if tokenizer else None, "pad_token_id": None}
+    ends: dict[str, Any] = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+    if tokenizer:
+        ends |= {"bos_token_id": tokenizer.bos, "eos_token_id": tokenizer.eod}
     if checkpoint.model.encoder_layers:  # the decoder starts with this token
         ends["pad_token_id"] = ends["decoder_start_token_id"] = start_of(tokenizer) if tokenizer else 0
-    ends["pad_token_id"] = checkpoint.origin.get(PAD_TOKEN, ends["pad_token_id"])
+    ends |= checkpoint.origin.get(TOKEN_IDS, {})
     if not (path / GENERATION_FILE).exists():  # else copied from the source
         _write_json(path / GENERATION_FILE, ends)
     type_name = str(checkpoint.tensors[WORD_EMBEDDINGS].dtype).removeprefix("torch.")
@@ -266,6 +269,14 @@ def _write_file(
             writer.add(parts.pop(theirs))
             progress(specs[theirs].dtype.itemsize * prod(specs[theirs].shape))
         writer.close()
+
+
+def _token_ids(content: Mapping[str, Any], vocab_size: int) -> dict[str, Any]:
+    """The ids of special tokens in a config.json, by field, without those that the model does not have."""
+    fields = {name: value for name, value in content.items() if name.endswith("_token_id")}
+    listed_ids = {name: value if isinstance(value, list) else [value] for name, value in fields.items()}
+    known = [name for name, ids in listed_ids.items() if all(type(n) is int and 0 <= n < vocab_size for n in ids)]
+    return {name: fields[name] for name in known if listed_ids[name]}
 
 
 def _write_json(path: Path, content: Mapping[str, Any]) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 from megatron_lite.checkpoint import directory
 from megatron_lite.checkpoint.compatible import CORPORA, changed_corpora, check_same_run
 from megatron_lite.checkpoint.layout import LAYOUT_FILE, WEIGHT, parse_config, read_layout
-from megatron_lite.checkpoint.match import MODEL_PROVIDER
+from megatron_lite.checkpoint.match import MODEL_PROVIDER, MODEL_TYPE, STARTS_TEXTS
 from megatron_lite.checkpoint.reshard import moves, rectangles
 from megatron_lite.checkpoint.store import Opened
 from megatron_lite.checkpoint.tensor_file import Spec
@@ -100,6 +100,11 @@ class Stored:
         return local
 
 
+def root_of(folder: Path) -> Path:
+    """The run's folder of an iter_... folder; the latter itself where it is alone."""
+    return folder.parent.parent if folder.parent.name == "checkpoints" else folder
+
+
 class WeightsOf:
     """The weights of a model in any format."""
 
@@ -125,14 +130,23 @@ def read(path: Path, overrides: Mapping[str, Any]) -> Checkpoint:
     config = stored.config({"model": overrides})
     custom = stored.custom_table(config.model)
     table = full_table(config.model) if custom is None else custom
+    spec, origin = config.data.tokenizer, stored.layout.origin
+    files = tokenizer_files.files_of_run(root_of(stored.folder), spec)
+    notes = []
+    if not files and tokenizer_files.files_of(spec):
+        notes.append(f"data.tokenizer of its config, {spec}, cannot be read as a tokenizer and is not copied")
+    tokenizer = tokenizer_files.readable(spec, config.model.vocab_size)
+    if tokenizer and tokenizer.bos not in (None, tokenizer.eod) and not {MODEL_TYPE, STARTS_TEXTS} & origin.keys():
+        notes.append(f"its documents start without token {tokenizer.bos}, which other programs may add to prompts")
     return Checkpoint(
         model=config.model,
         tensors={name: Spec(stored.kinds(name)[WEIGHT], meta.shape) for name, meta in table.items()},
         read=lambda name: stored.shard_of(name, WEIGHT, table[name].shard, 0, 1),
         iteration=stored.layout.iteration,
-        tokenizer=tokenizer_files.files_of(config.data.tokenizer),
-        tokenizer_spec=config.data.tokenizer,
-        origin=stored.layout.origin,
+        tokenizer=files,
+        tokenizer_spec=spec,
+        notes=notes,
+        origin=origin,
         custom=custom,
     )
 
@@ -165,14 +179,24 @@ def write(
         "checkpoint": {"load_weights": str(home)},
     }
     if checkpoint.tokenizer:
-        tokenizer_files.carry(checkpoint.tokenizer, path / "tokenizer")
-        spec = tokenizer_files.spec_in(path / "tokenizer")
+        tokenizer_files.carry(checkpoint.tokenizer, path / tokenizer_files.FOLDER)
+        spec = tokenizer_files.spec_in(path / tokenizer_files.FOLDER)
         if tokenizer_files.readable(spec, checkpoint.model.vocab_size):
             fields["data"]["tokenizer"] = spec.replace(str(path), str(home))
             origin["tokenizer"] = tokenizer_hash(spec)
     config = _config(fields, settings, tensor, pipeline)
     tables = stage_tables(config.model, checkpoint.custom, tensor=tensor, pipeline=pipeline)
     _write_run(path, checkpoint.iteration, weights, tables, config, state={}, origin=origin, progress=progress)
+
+
+def with_copied_tokenizer(stored: Stored, settings: Settings, path: Path, home: Path) -> Settings:
+    """The settings of another layout of a run, with the files of its folder `tokenizer` beside it."""
+    before = (root_of(stored.folder) / tokenizer_files.FOLDER).resolve()
+    if not (files := tokenizer_files.files_in(before)):
+        return settings
+    tokenizer_files.carry(files, path / tokenizer_files.FOLDER)
+    spec = stored.config({}).data.tokenizer.replace(f"{before}/", f"{home / tokenizer_files.FOLDER}/")
+    return {**settings, "data": {"tokenizer": spec, **settings.get("data", {})}}
 
 
 def copy(

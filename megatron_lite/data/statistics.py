@@ -30,17 +30,18 @@ def bits_per_byte(loss: float, dataset: Dataset, num_samples: int, data: DataCon
     """A loss in nats per target of samples 0 to `num_samples - 1`, as bits per byte of their UTF-8 source text; nan
     without text.
 
-    Ends of documents count as tokens without bytes. A character of which only some tokens are targets decodes to
+    Tokens that start and end documents have no bytes. A character of which only some tokens are targets decodes to
     replacement characters, an error of a few bytes per sample; bytes as tokens are counted exactly.
     """
     num_targets = num_bytes = 0
+    around = [tokenizer.eod, tokenizer.eod if tokenizer.bos is None else tokenizer.bos]
     for tokens, labels, is_target in _rows(dataset, num_samples, data, tokenizer.eod):
         num_targets += int(is_target.sum())
-        is_text = is_target & (labels != tokenizer.eod)
+        is_text = is_target & ~np.isin(labels, around)
         borders = np.flatnonzero(np.diff(is_text, prepend=False, append=False))
         for start, end in borders.reshape(-1, 2).tolist():
             # Text is decoded after the token before it: at the start of a text, decoders drop a space.
-            before = [token for token in tokens[start : start + 1].tolist() if token != tokenizer.eod]
+            before = [token for token in tokens[start : start + 1].tolist() if token not in around]
             both = [*before, *labels[start:end].tolist()]
             num_bytes += _num_bytes(tokenizer, both) - _num_bytes(tokenizer, before)
     return loss / math.log(2) * num_targets / num_bytes if num_bytes else math.nan

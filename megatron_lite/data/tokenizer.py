@@ -6,13 +6,16 @@
     hf:FILE                   a tokenizer.json of Hugging Face, or its folder
     codegeex:FOLDER           GPT-2's BPE, with runs of spaces as single tokens
 
-Document text is only text: characters that spell a special token are encoded as characters.
+Document text is only text: characters that spell a special token are encoded as characters, and nothing is added to
+them or cut off, whatever a tokenizer.json asks for. In a prompt they are the token (`generate/prompts.py`).
 """
 
 import hashlib
 import json
 import os
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -20,6 +23,7 @@ from megatron_lite.errors import ConfigError, DataError
 
 END_OF_TEXT = "<|endoftext|>"
 END_TOKENS = (END_OF_TEXT, "</s>", "<|end_of_text|>", "<eos>", "<|im_end|>", "[SEP]")  # in the order they are tried
+NAMED_TOKENS = [f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")]
 
 
 class Tokenizer(Protocol):
@@ -28,8 +32,11 @@ class Tokenizer(Protocol):
     spec: str
     vocab_size: int
     eod: int
+    bos: int | None  # starts texts; not every tokenizer has one, and not every model wants it
 
     def encode(self, text: str) -> list[int]: ...
+
+    def encode_prompt(self, text: str) -> list[int]: ...  # with a special token where the text spells one
 
     def decode(self, ids: Sequence[int]) -> str: ...
 
@@ -60,18 +67,20 @@ def tokenizer_hash(spec: str) -> str:
     """SHA-256 of the tokenizer's kind, the content of its files and its end token; independent of their paths."""
     kind, _, place = spec.partition(":")
     digest = hashlib.sha256(kind.encode())
-    for file in _files_of(kind, place):
+    for file in files_of(spec):
         _require_file(file)
         content = Path(file).read_bytes()
         if file.suffix == ".json":  # independent of white space
-            content = json.dumps(_read_object(file), sort_keys=True).encode()
+            content = json.dumps(read_object(file), sort_keys=True).encode()
         digest.update(hashlib.sha256(content).digest())
     if kind == "hf":
-        digest.update("".join(_end_token_of_config(_hf_file(place))).encode())
+        digest.update(_named_tokens(_hf_file(place)).get("eos_token", "").encode())
     return digest.hexdigest()
 
 
-def _files_of(kind: str, place: str) -> list[Path]:
+def files_of(spec: str) -> list[Path]:
+    """The files that a tokenizer is read from."""
+    kind, _, place = spec.partition(":")
     if kind == "bytes":
         return []
     if kind == "hf":
@@ -88,9 +97,12 @@ class BytesTokenizer:
     spec = "bytes"
     vocab_size = 257
     eod = 256
+    bos: int | None = None
 
     def encode(self, text: str) -> list[int]:
         return list(text.encode())
+
+    encode_prompt = encode
 
     def decode(self, ids: Sequence[int]) -> str:
         return bytes(i for i in ids if i < 256).decode(errors="replace")
@@ -113,50 +125,76 @@ class SentencePieceTokenizer:
 
         _require_file(file)
         try:
-            self._model = sentencepiece.SentencePieceProcessor(model_file=file)
+            self.model = sentencepiece.SentencePieceProcessor(model_file=file)
         except (RuntimeError, OSError) as error:
             raise DataError(f"{file}: not a sentencepiece model ({error})") from error
         self.spec = spec
-        self.vocab_size: int = self._model.vocab_size()
-        self.eod: int = self._model.eos_id()
+        self.vocab_size: int = self.model.vocab_size()
+        self.eod: int = self.model.eos_id()
+        self.bos: int | None = self.model.bos_id() if self.model.bos_id() >= 0 else None
         if self.eod < 0:
             raise DataError(f"{file}: the model has no </s> to end documents with; train it with an eos_id")
-        mark_bytes = [self._model.piece_to_id(f"<0x{byte:02X}>") for byte in self.MARK.encode()]
-        adds_a_space = self._model.encode_as_pieces("a")[0] != "a"
-        escapes_mark = all(map(self._model.is_byte, mark_bytes)) and not adds_a_space
+        self.control = {self.model.id_to_piece(n): n for n in range(self.vocab_size) if self.model.is_control(n)}
+        mark_bytes = [self.model.piece_to_id(f"<0x{byte:02X}>") for byte in self.MARK.encode()]
+        adds_a_space = self.model.encode_as_pieces("a")[0] != "a"
+        escapes_mark = all(map(self.model.is_byte, mark_bytes)) and not adds_a_space
         self._mark_ids = mark_bytes if escapes_mark else None
 
     def encode(self, text: str) -> list[int]:
         if self._mark_ids is None or self.MARK not in text:
-            return self._model.encode(text)
-        first, *others = map(self._model.encode, text.split(self.MARK))
+            return self.model.encode(text)
+        first, *others = map(self.model.encode, text.split(self.MARK))
         return sum(([*self._mark_ids, *part] for part in others), first)
 
+    def encode_prompt(self, text: str) -> list[int]:
+        parts = re.split(f"({'|'.join(map(re.escape, self.control))})", text)
+        return [n for part in parts for n in ([self.control[part]] if part in self.control else self.encode(part))]
+
     def decode(self, ids: Sequence[int]) -> str:
-        return self._model.decode(list(ids))
+        return self.model.decode(list(ids))
 
     def token_id(self, token: str) -> int | None:
-        found = self._model.piece_to_id(token)
-        return None if found == self._model.unk_id() else found
+        found = self.model.piece_to_id(token)
+        return None if found == self.model.unk_id() else found
 
 
 class BPETokenizer:
     """A model of the `tokenizers` library with an end-of-document id."""
 
-    def __init__(self, spec: str, model: Any, eod: int) -> None:
-        self.spec = spec
-        self._model = model
-        self.eod = eod
+    def __init__(self, spec: str, model: Any, end: str, named: Mapping[str, str]) -> None:
+        """`end` is the end-of-document token; `named` are other special tokens, some of which the model may lack."""
+        self.spec, self.model = spec, model
+        model.no_truncation()
+        model.no_padding()
+        present = {name: token for name, token in named.items() if model.token_to_id(token) is not None}
+        special = {token.content for token in model.get_added_tokens_decoder().values() if token.special}
+        model.add_special_tokens([token for token in (end, *present.values()) if token not in special])
+        added = model.get_added_tokens_decoder()
+        self.special: dict[int, str] = {n: token.content for n, token in added.items() if token.special}
+        self.eod: int = model.token_to_id(end)
+        self.bos: int | None = model.token_to_id(present["bos_token"]) if "bos_token" in present else None
         self.vocab_size: int = max(model.get_vocab(with_added_tokens=True).values()) + 1
 
     def encode(self, text: str) -> list[int]:
-        return self._model.encode(text, add_special_tokens=False).ids
+        self.model.encode_special_tokens = True  # as characters
+        found = self.model.encode(text, add_special_tokens=False)
+        if self.special.keys().isdisjoint(found.ids):
+            return found.ids
+        # A model without merges may have the spelling in its vocabulary, but not two halves of it.
+        spans = ((self.special.get(token), *span) for token, span in zip(found.ids, found.offsets, strict=True))
+        matched = [end for name, start, end in spans if end - start > 1 and text[start:end].strip() == name]
+        parts = [text[start:end] for start, end in pairwise([0, *(end - 1 for end in matched), len(text)])]
+        return [token for part in parts for token in self.encode(part)] if matched else found.ids
+
+    def encode_prompt(self, text: str) -> list[int]:
+        self.model.encode_special_tokens = False
+        return self.model.encode(text, add_special_tokens=False).ids
 
     def decode(self, ids: Sequence[int]) -> str:
-        return self._model.decode(list(ids), skip_special_tokens=False)
+        return self.model.decode(list(ids), skip_special_tokens=False)
 
     def token_id(self, token: str) -> int | None:
-        return self._model.token_to_id(token)
+        return self.model.token_to_id(token)
 
 
 def _require_file(file: str | os.PathLike[str]) -> None:
@@ -164,7 +202,7 @@ def _require_file(file: str | os.PathLike[str]) -> None:
         raise DataError(f"{file}: no such tokenizer file")
 
 
-def _read_object(file: Path) -> dict[str, Any]:
+def read_object(file: Path) -> dict[str, Any]:
     """The JSON object in a file."""
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
@@ -207,7 +245,7 @@ def _gpt2(spec: str, place: str) -> Tokenizer:
     if not merges_file:
         raise ConfigError(f"tokenizer {spec!r} names one file; write gpt2:VOCAB,MERGES")
     vocab, merges = _read_bpe_files(vocab_file, merges_file)
-    return BPETokenizer(spec, _byte_level(place, vocab, merges), vocab[END_OF_TEXT])
+    return BPETokenizer(spec, _byte_level(place, vocab, merges), END_OF_TEXT, {})
 
 
 def _codegeex(spec: str, place: str) -> Tokenizer:
@@ -225,7 +263,7 @@ def _codegeex(spec: str, place: str) -> Tokenizer:
     extra = {f"<|extratoken_{k}|>": len(vocab) + k - 1 for k in range(1, 144)}
     added_file = folder / "added_tokens.json"
     if added_file.is_file():
-        extra = _read_object(added_file)
+        extra = read_object(added_file)
         if not all(type(token) is int and 0 <= token < 1 << 31 for token in extra.values()):
             raise DataError(f"{added_file}: each added token needs an id from 0 to 2**31 - 1")
     names = {" " * spaces: f"<|extratoken_{8 + spaces}|>" for spaces in range(2, 11)}
@@ -234,7 +272,7 @@ def _codegeex(spec: str, place: str) -> Tokenizer:
     spaces_ids = {spaces: extra.pop(name) for spaces, name in names.items()}
     model = _byte_level(place, {**vocab, **extra, **spaces_ids}, merges)
     model.add_tokens([AddedToken(text, normalized=False) for text in spaces_ids])
-    return BPETokenizer(spec, model, vocab[END_OF_TEXT])
+    return BPETokenizer(spec, model, END_OF_TEXT, {})
 
 
 def _huggingface(spec: str, place: str) -> Tokenizer:
@@ -246,23 +284,26 @@ def _huggingface(spec: str, place: str) -> Tokenizer:
         model = Model.from_file(place)
     except Exception as error:  # the library raises plain Exception
         raise DataError(f"{place}: not a tokenizer.json ({error})") from error
-    candidates = [*_end_token_of_config(Path(place)), *END_TOKENS]
-    found = [token for token in map(model.token_to_id, candidates) if token is not None]
+    named = _named_tokens(Path(place))
+    candidates = [*filter(None, [named.get("eos_token")]), *END_TOKENS]
+    found = [token for token in candidates if model.token_to_id(token) is not None]
     if not found:
         raise DataError(f"{place}: has none of {', '.join(candidates)} to end documents with")
-    return BPETokenizer(spec, model, found[0])
+    return BPETokenizer(spec, model, found[0], named)
 
 
 def _hf_file(place: str) -> Path:
     return Path(place) / "tokenizer.json" if Path(place).is_dir() else Path(place)
 
 
-def _end_token_of_config(tokenizer_file: Path) -> list[str]:
+def _named_tokens(tokenizer_file: Path) -> dict[str, str]:
+    """The tokens that the tokenizer_config.json beside a file names, by key, such as `eos_token`."""
     config_file = tokenizer_file.with_name("tokenizer_config.json")
-    if not config_file.is_file():
-        return []
-    token = _read_object(config_file).get("eos_token")
-    token = token.get("content") if isinstance(token, dict) else token
-    if not isinstance(token, str | None):
-        raise DataError(f"{config_file}: eos_token is {token!r}, expected the text of a token")
-    return [token] if token else []
+    content = read_object(config_file) if config_file.is_file() else {}
+    found = {}
+    for key, value in ((key, content.get(key)) for key in NAMED_TOKENS):
+        token = value.get("content") if isinstance(value, dict) else value
+        if not isinstance(token, str | None):
+            raise DataError(f"{config_file}: {key} is {token!r}, expected the text of a token")
+        found |= {key: token} if token else {}
+    return found

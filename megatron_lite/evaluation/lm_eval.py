@@ -16,19 +16,21 @@ from megatron_lite.errors import ConfigError
 from megatron_lite.evaluation.scores import Row, score
 from megatron_lite.evaluation.tasks import encode_pair
 from megatron_lite.generate.model import LanguageModel, Speed, continue_texts
+from megatron_lite.generate.prompts import Prompts, prompts_of
 from megatron_lite.generate.sampling import Sampling
 from megatron_lite.generate.texts import Text
 from megatron_lite.parallel.agreement import on_first
 
-MAX_NEW_TOKENS = 256  # the harness's default, `max_gen_toks`
+MAX_NEW_TOKENS = 256  # the harness's default
+MAX_NEW_TOKENS_NAMES = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")  # the first one counts
 Results = dict[str, dict[str, float]]
 
 
 class Requests:
     """The two kinds of work that all ranks do together."""
 
-    def __init__(self, model: LanguageModel, tokenizer: Tokenizer, batch_size: int):
-        self.model, self.tokenizer, self.batch_size = model, tokenizer, batch_size
+    def __init__(self, model: LanguageModel, tokenizer: Tokenizer | Prompts, batch_size: int):
+        self.model, self.prompts, self.batch_size = model, prompts_of(tokenizer), batch_size
 
     def scores(self, pairs: Sequence[tuple[list[int], int]]) -> list[tuple[float, bool]]:
         """The log-likelihood of the tokens from a start on, and whether they are the likeliest ones."""
@@ -37,19 +39,26 @@ class Requests:
 
     def texts(self, prompts: Sequence[tuple[str, tuple[str, ...], int]]) -> list[str]:
         """The greedy continuations of prompts, each with its stop texts and its largest number of tokens."""
-        results = []
+        results, limit, own = [], self.model.limit, self.prompts
         for start in range(0, len(prompts), self.batch_size):
             texts = []
             for prompt, stop, count in prompts[start : start + self.batch_size]:
-                ids = self.tokenizer.encode(prompt) or [self.tokenizer.eod]
-                ids = ids[-max(1, self.model.limit - count) :]  # the harness keeps the end of a long prompt
-                texts.append(Text(self.tokenizer, prompt, ids, torch.Generator(), count, self.model.limit, stop))
+                ids = own.encode_once(prompt) or [own.prefix]
+                ids = ids[-max(1, limit - count) :]  # the harness keeps the end of a long prompt
+                text = Text(own.tokenizer, prompt, ids, torch.Generator(), count, limit, stop, ends=own.ends)
+                texts.append(text)
             continue_texts(self.model, texts, Sampling(temperature=0.0), cache=self.model.has_cache, speed=Speed())
-            results += [text.new for text in texts]
+            results += map(self._answer, texts)
         return results
 
+    def _answer(self, text: Text) -> str:
+        """A continuation as the harness has it: decoded alone, without special tokens, with an end that is none."""
+        new = [*text.ids[text.num_prompt_tokens :], *text.end]
+        found = self.prompts.tokenizer.decode([token for token in new if token not in self.prompts.special])
+        return min((found.partition(stop)[0] for stop in text.stop), key=len, default=found)
 
-def results(model: LanguageModel, tokenizer: Tokenizer, tasks: Sequence[str], include: str, batch_size: int) -> Results:
+
+def results(model: LanguageModel, tokenizer: Prompts, tasks: Sequence[str], include: str, batch_size: int) -> Results:
     """The metrics of each task, equal on every rank. Raises ConfigError for an unknown task. Collective over the world.
 
     include  a folder with more tasks, as the harness's `--include_path`; empty for none
@@ -121,25 +130,27 @@ def _harness_model(requests: Requests, together: Callable[[str, Any], Any]) -> A
     """The model as the harness calls it; its base class exists only where the harness is installed."""
     from lm_eval.api.model import LM
 
-    tokenizer, limit = requests.tokenizer, requests.model.limit
+    prompts, limit = requests.prompts, requests.model.limit
 
     class HarnessModel(LM):
         def loglikelihood(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
             """For each (context, continuation): its log-likelihood, and whether it is the likeliest text."""
             pairs = []
             for request in requests:
-                ids, start = encode_pair(tokenizer, *request.args)
+                ids, start = encode_pair(prompts, *request.args)
                 dropped = max(0, len(ids) - 1 - limit)  # the harness keeps the end of a long context
                 pairs.append((ids[dropped:], max(1, start - dropped)))
             return together("scores", pairs)
 
         def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
-            """For each text: its log-likelihood from its start, in windows that do not overlap."""
+            """For each text: its log-likelihood from its start. The last window has as much context as fits."""
             windows, owners = [], []
             for number, request in enumerate(requests):
-                ids = [tokenizer.eod, *tokenizer.encode(request.args[0])]
-                for start in range(0, len(ids) - 1, limit):
-                    windows.append((ids[start : start + limit + 1], 1))
+                ids = [prompts.prefix, *prompts.encode_once(request.args[0])]
+                for start in range(1, len(ids), limit):
+                    end = min(start + limit, len(ids))
+                    first = max(0, end - limit - 1)
+                    windows.append((ids[first:end], start - first))
                     owners.append(number)
             totals = [0.0] * len(requests)
             for owner, (value, _) in zip(owners, together("scores", windows), strict=True):
@@ -148,12 +159,13 @@ def _harness_model(requests: Requests, together: Callable[[str, Any], Any]) -> A
 
         def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
             """For each (prompt, options): the greedy continuation."""
-            prompts = []
+            continued, end = [], prompts.special.get(prompts.tokenizer.eod, "")
             for request in requests:
                 prompt, options = request.args
                 stop = options.get("until", [])
-                stop = (stop,) if isinstance(stop, str) else tuple(filter(None, stop))
-                prompts.append((prompt, stop, int(options.get("max_gen_toks", MAX_NEW_TOKENS))))
-            return together("texts", prompts)
+                stop = (stop,) if isinstance(stop, str) else tuple(stop)
+                count = next((options[name] for name in MAX_NEW_TOKENS_NAMES if options.get(name)), MAX_NEW_TOKENS)
+                continued.append((prompt, tuple(filter(None, (*stop, end))), int(count)))
+            return together("texts", continued)
 
     return HarnessModel()

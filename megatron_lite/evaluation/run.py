@@ -24,6 +24,7 @@ from megatron_lite.evaluation import lm_eval
 from megatron_lite.evaluation.corpora import losses_of_corpora, losses_of_run
 from megatron_lite.evaluation.tasks import answer_questions, check_lengths, parse_questions, read_task_file
 from megatron_lite.generate.model import LanguageModel, check_decoder
+from megatron_lite.generate.prompts import Prompts, prompts_of
 from megatron_lite.generate.run import load_model
 from megatron_lite.model.build import get_model, named_params, param_table
 from megatron_lite.parallel.agreement import on_first
@@ -49,6 +50,7 @@ class Request:
     samples: int = 0  # of each corpus; 0: all
     batch_size: int = 8
     json: bool = False
+    bos: bool | None = None  # whether texts of tasks start with the token for it; None: as the model was trained
     model: str = ""
     forward_step: str = ""
     trained_batch: int = 1  # sequences in a global batch of training
@@ -113,9 +115,10 @@ def check_files(request: Request) -> None:
 def check_tasks(config: Config) -> None:
     """Raise ConfigError for wrong questions in `train.tasks`, before a run starts."""
     if config.train.tasks and config.data.tokenizer:
-        tokenizer, limit = build_tokenizer(config.data.tokenizer), config.model.max_position_embeddings
+        prompts = prompts_of(build_tokenizer(config.data.tokenizer))
         for path in config.train.tasks:
-            check_lengths(parse_questions(read_task_file(Path(path)), path), tokenizer, limit)
+            questions = parse_questions(read_task_file(Path(path)), path)
+            check_lengths(questions, prompts, config.model.max_position_embeddings)
 
 
 def evaluate_checkpoint(folder: Path, request: Request, overrides: tuple[str, ...]) -> None:
@@ -171,20 +174,20 @@ def evaluated(run: Run, request: Request) -> dict[str, Any]:
     if request.tasks:
         results["tasks"] = {}
         for path in request.tasks:
-            results["tasks"] |= task_results(run, path, request.batch_size)
+            results["tasks"] |= task_results(run, path, request.batch_size, request.bos)
     if request.lm_eval:
         with evaluating(run) as model:
-            tokenizer = tokenizer_of(run)
+            prompts = prompts_of_run(run, request.bos)
             results["lm_eval"] = lm_eval.results(
-                model, tokenizer, request.lm_eval, request.lm_eval_include, request.batch_size
+                model, prompts, request.lm_eval, request.lm_eval_include, request.batch_size
             )
     return results or {"corpora": losses_of_run(run, request.trained_batch)}
 
 
-def tokenizer_of(run: Run) -> Any:
+def prompts_of_run(run: Run, bos: bool | None) -> Prompts:
     if run.tokenizer is None:
         raise ConfigError(f"{run.config.run.dir}: the run has no data.tokenizer, which the texts of tasks need")
-    return run.tokenizer
+    return prompts_of(run.tokenizer).of_run(run.origin, bos)
 
 
 @contextmanager
@@ -203,11 +206,13 @@ def evaluating(run: Run) -> Iterator[LanguageModel]:
         chunk.train(mode)
 
 
-def task_results(run: Run, path: str, batch_size: int = BATCH_SIZE) -> dict[str, dict[str, float]]:
+def task_results(
+    run: Run, path: str, batch_size: int = BATCH_SIZE, bos: bool | None = None
+) -> dict[str, dict[str, float]]:
     """The results of each task of a file, equal on every rank, for a run in training too. Collective over the world."""
     questions = parse_questions(on_first(lambda: read_task_file(Path(path)), run.ctx.world), path)
     with evaluating(run) as model:
-        return answer_questions(model, tokenizer_of(run), questions, batch_size)
+        return answer_questions(model, prompts_of_run(run, bos), questions, batch_size)
 
 
 def table(results: dict[str, Any]) -> list[str]:

@@ -22,6 +22,7 @@ from megatron_lite.data.tokenizer import Tokenizer
 from megatron_lite.errors import ConfigError
 from megatron_lite.evaluation.scores import Row, Score, score
 from megatron_lite.generate.model import LanguageModel, Speed, continue_texts
+from megatron_lite.generate.prompts import Prompts, prompts_of
 from megatron_lite.generate.sampling import Sampling
 from megatron_lite.generate.texts import Text
 
@@ -57,7 +58,7 @@ Results = dict[str, dict[str, float]]  # by task, values by name
 def read_task_file(path: Path) -> str:
     """The text of a task file. Raises ConfigError for a file that cannot be read."""
     try:
-        return path.read_text(encoding="utf-8")
+        return path.read_bytes().decode()  # text mode would end lines at a carriage return too
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path}: byte {error.start:,} is not UTF-8; convert the file to UTF-8") from None
     except OSError as error:
@@ -66,8 +67,8 @@ def read_task_file(path: Path) -> str:
 
 def parse_questions(text: str, path: str) -> list[Question]:
     """The questions of a task file. Raises ConfigError for a line that is none."""
-    lines, task = text.splitlines(), Path(path).stem
-    questions = [_question(line, f"{path}:{at}", task) for at, line in enumerate(lines, start=1) if line.strip()]
+    lines, task = text.split("\n"), Path(path).stem  # a text may contain other separators of lines
+    questions = [_question(line, f"{path}:{at}", task) for at, line in enumerate(lines, start=1) if line.strip(" \t\r")]
     if not questions:
         raise ConfigError(f"{path}: the file has no question; write {WANTED} on each line")
     return questions
@@ -112,32 +113,36 @@ def _checked_choices(found: dict[str, Any], origin: str) -> dict[str, Any]:
     return {"prompt": found["question"], "texts": tuple(choices), "answer": answer}
 
 
-def encode_pair(tokenizer: Tokenizer, context: str, continuation: str) -> tuple[list[int], int]:
+def encode_pair(tokenizer: Tokenizer | Prompts, context: str, continuation: str) -> tuple[list[int], int]:
     """The token ids of both texts, and where the continuation starts.
 
-    Spaces at the end of the context belong to the continuation, as most tokenizers join a space with the next word. An
-    empty context is the end of a document. Source: lm-evaluation-harness, lm_eval/api/model.py, `_encode_pair`.
+    Spaces at the end of the context belong to the continuation, as most tokenizers join a space with the next word. In
+    place of an empty context is the token that starts texts, or else that of the end of a document, unless the
+    continuation has it. Source: lm-evaluation-harness, lm_eval/api/model.py, `loglikelihood` and `_encode_pair`.
     """
-    kept = context.rstrip()
-    continuation = context[len(kept) :] + continuation
-    if not kept:
-        ids = tokenizer.encode(continuation)
-        return [tokenizer.eod, *ids], 1
-    start = len(tokenizer.encode(kept))
-    ids = tokenizer.encode(kept + continuation)
-    return ids, min(start, len(ids) - 1)
+    prompts = prompts_of(tokenizer)
+    if not context:
+        ids = prompts.bare(continuation)
+        return (ids if ids[0] == prompts.prefix and len(ids) > 1 else [prompts.prefix, *ids]), 1
+    before, both = prompts.encode_once(context.rstrip()), prompts.encode_once(context + continuation)
+    if rest := both[len(before) :]:
+        before = before or [prompts.prefix]
+        return [*before, *rest], len(before)
+    # The end of the context and the continuation are one token.
+    return (both, len(both) - 1) if len(both) > 1 else ([prompts.prefix, *both], 1)
 
 
 def answer_questions(
-    model: LanguageModel, tokenizer: Tokenizer, questions: Sequence[Question], batch_size: int
+    model: LanguageModel, tokenizer: Tokenizer | Prompts, questions: Sequence[Question], batch_size: int
 ) -> Results:
     """The results of each task, equal on every rank. Collective over the world.
 
     Raises ConfigError for a question that is longer than the context.
     """
-    check_lengths(questions, tokenizer, model.limit)
+    prompts = prompts_of(tokenizer)
+    check_lengths(questions, prompts, model.limit)
     scored = [question for question in questions if question.kind != "exact"]
-    rows = [row for question in scored for row in _rows(question, tokenizer)]
+    rows = [row for question in scored for row in _rows(question, prompts)]
     scores = iter(score(model, rows, batch_size))
     values: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     lengths = iter(len(row.ids) - row.start for row in rows)
@@ -149,18 +154,18 @@ def answer_questions(
     exact = [question for question in questions if question.kind == "exact"]
     for start in range(0, len(exact), batch_size):
         batch = exact[start : start + batch_size]
-        for question, text in zip(batch, generated(model, tokenizer, batch), strict=True):
+        for question, text in zip(batch, generated(model, prompts, batch), strict=True):
             values[question.task]["exact_match"].append(float(text.strip() == question.texts[0].strip()))
     return {task: _summary(of_task) for task, of_task in sorted(values.items())}
 
 
-def check_lengths(questions: Sequence[Question], tokenizer: Tokenizer, limit: int) -> None:
+def check_lengths(questions: Sequence[Question], prompts: Prompts, limit: int) -> None:
     """Raise ConfigError for a question with more than `limit` tokens."""
     for question in questions:
         if question.kind == "exact":
-            count = len(tokenizer.encode(question.prompt))
+            count = len(prompts.encode_once(question.prompt))
         else:
-            count = max(len(row.ids) for row in _rows(question, tokenizer)) - 1  # the last token is predicted
+            count = max(len(row.ids) for row in _rows(question, prompts)) - 1  # the last token is predicted
         if count > limit:
             raise ConfigError(
                 f"{question.origin}: it has {count:,} tokens, and the context has {limit:,} "
@@ -168,8 +173,8 @@ def check_lengths(questions: Sequence[Question], tokenizer: Tokenizer, limit: in
             )
 
 
-def _rows(question: Question, tokenizer: Tokenizer) -> list[Row]:
-    return [Row(*encode_pair(tokenizer, question.prompt, text)) for text in question.texts]
+def _rows(question: Question, prompts: Prompts) -> list[Row]:
+    return [Row(*encode_pair(prompts, question.prompt, text)) for text in question.texts]
 
 
 def _values(question: Question, scores: Sequence[Score], lengths: Sequence[int]) -> dict[str, float]:
@@ -202,12 +207,20 @@ def _summary(values: dict[str, list[float]]) -> dict[str, float]:
     return result | {"questions": float(sum(len(values.get(name, [])) for name in counted))}
 
 
-def generated(model: LanguageModel, tokenizer: Tokenizer, questions: Sequence[Question]) -> list[str]:
+def generated(model: LanguageModel, prompts: Prompts, questions: Sequence[Question]) -> list[str]:
     """The greedily generated text of each question. Every data-parallel rank generates all of them."""
-    texts = []
-    for question in questions:
-        ids = tokenizer.encode(question.prompt) or [tokenizer.eod]
-        count, generator = question.max_new_tokens, torch.Generator()
-        texts.append(Text(tokenizer, question.prompt, ids, generator, count, model.limit, question.stop))
+    texts = [
+        Text(
+            prompts.tokenizer,
+            question.prompt,
+            prompts.encode_once(question.prompt) or [prompts.prefix],
+            torch.Generator(),
+            question.max_new_tokens,
+            model.limit,
+            question.stop,
+            ends=prompts.ends,
+        )
+        for question in questions
+    ]
     continue_texts(model, texts, Sampling(temperature=0.0), cache=model.has_cache, speed=Speed())
     return [text.new for text in texts]

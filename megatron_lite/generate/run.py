@@ -21,6 +21,7 @@ from megatron_lite.data.tokenizer import Tokenizer, build_tokenizer, tokenizer_h
 from megatron_lite.ddp.local_shard import LocalShard
 from megatron_lite.errors import ConfigError
 from megatron_lite.generate.model import LanguageModel, Speed, check_decoder, continue_texts
+from megatron_lite.generate.prompts import Prompts, prompts_of
 from megatron_lite.generate.sampling import Sampling
 from megatron_lite.generate.texts import Text, write
 from megatron_lite.model.build import get_model, named_params, param_table
@@ -52,6 +53,7 @@ class Request:
     seed: int = 1234
     cache: bool = True
     json: bool = False
+    bos: bool | None = None  # whether prompts start with the token that starts texts; None: as the model was trained
 
 
 def config_of(folder: Path, world_size: int, model: str = "") -> Config:
@@ -101,8 +103,8 @@ def generate_texts(folder: Path, request: Request, model: str) -> None:
     config = config_of(folder, int(os.environ.get("WORLD_SIZE", "1")), model)
     if not config.data.tokenizer:
         raise ConfigError(f"{folder}: trained without data.tokenizer, which the prompt needs")
-    tokenizer = build_tokenizer(config.data.tokenizer)
-    texts = texts_of(request, tokenizer, config.model.max_position_embeddings)
+    prompts = prompts_of(build_tokenizer(config.data.tokenizer)).of_run(read_layout(folder).origin, request.bos)
+    texts = texts_of(request, prompts, config.model.max_position_embeddings)
     provider = NamedFunction(model) if model else get_model
     try:
         ctx, rng = initialize_megatron(config)
@@ -116,14 +118,14 @@ def generate_texts(folder: Path, request: Request, model: str) -> None:
         finalize_megatron()
 
 
-def texts_of(request: Request, tokenizer: Tokenizer, limit: int) -> list[Text]:
+def texts_of(request: Request, tokenizer: Tokenizer | Prompts, limit: int) -> list[Text]:
     """A text for each sample of each prompt. Raise ConfigError for a prompt of more than `limit` tokens.
 
     The random numbers of a text depend on the seed and its own place alone.
     """
-    texts = []
+    texts, prompts = [], prompts_of(tokenizer)
     for number, prompt in enumerate(request.prompts, start=1):
-        ids = tokenizer.encode(prompt.text)
+        ids = prompts.encode(prompt.text) or [prompts.prefix]
         if len(ids) > limit:
             raise ConfigError(
                 f"{prompt.origin} has {len(ids):,} tokens, more than model.max_position_embeddings ({limit:,}); "
@@ -133,7 +135,9 @@ def texts_of(request: Request, tokenizer: Tokenizer, limit: int) -> list[Text]:
             place = {"prompt_number": number, "sample": sample}
             generator = torch.Generator().manual_seed(stream_seed(request.seed, "text", **place))
             count = request.max_new_tokens
-            texts.append(Text(tokenizer, prompt.text, list(ids), generator, count, limit, request.stop, place))
+            text = Text(prompts.tokenizer, prompt.text, list(ids), generator, count, limit, request.stop, place)
+            text.ends = prompts.ends
+            texts.append(text)
     return texts
 
 

@@ -2,7 +2,7 @@
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,13 +27,14 @@ class Text:
     limit: int  # positions of the model
     stop: Sequence[str] = ()
     place: dict[str, int] = field(default_factory=dict)  # numbers of its prompt and sample
+    ends: Collection[int] = ()  # tokens that end it, besides that of documents
     new: str = ""  # decoded so far
     finish: str = ""  # eod, stop, length or context, once it has ended
 
     def __post_init__(self) -> None:
         self.num_prompt_tokens = self._decoded = len(self.ids)
         self._first = max(0, self._decoded - 8)  # decoding starts here
-        self._printed = 0
+        self._printed, self.end = 0, list[int]()  # the token that ended it, which is not in `ids`
         self.finish = "" if self.max_new_tokens else "length"
 
     @property
@@ -42,8 +43,8 @@ class Text:
 
     def add(self, token: int) -> None:
         """Append the next token; it can end the text."""
-        if token == self.tokenizer.eod:
-            self.finish = "eod"
+        if token == self.tokenizer.eod or token in self.ends:
+            self.finish, self.end = "eod", [token]
         else:
             self.ids.append(token)
             if self.num_new_tokens == self.max_new_tokens:

@@ -61,6 +61,7 @@ class _Work(NamedTuple):
     tokenizer_spec: str
     json_key: str
     append_eod: bool
+    prepend_bos: bool
     with_language_tag: bool
     split_on: SplitOn
 
@@ -73,6 +74,7 @@ def preprocess(
     workers: int,
     json_key: str = "text",
     append_eod: bool = False,
+    prepend_bos: bool = False,
     language_tag: bool = False,
     split_on: SplitOn = "file",
     progress: bool = True,
@@ -80,14 +82,17 @@ def preprocess(
     """Write `{output_prefix}_{json_key}_document.bin` and `.idx`, and their record `.info.json`.
 
     Empty documents and those that are not UTF-8 are skipped and counted. With `language_tag`, the first line of code is
-    CodeGeeX's comment with its language. `split_on` splits plain text into documents. `progress` shows a bar on a
+    CodeGeeX's comment with its language. `prepend_bos` and `append_eod` put the tokenizer's tokens around a document,
+    which has no others. `split_on` splits plain text into documents. `progress` shows a bar on a
     terminal.
     """
     if workers < 1:
         raise ConfigError(f"--workers is {workers}; tokenizing needs at least 1 process")
     found = find_files(inputs)
-    work = _Work(tokenizer_spec, json_key, append_eod, language_tag, split_on)
+    work = _Work(tokenizer_spec, json_key, append_eod, prepend_bos, language_tag, split_on)
     tokenizer = build_tokenizer(tokenizer_spec)  # a wrong spec is an error before any process starts
+    if prepend_bos and tokenizer.bos is None:
+        raise ConfigError(f"--prepend-bos: the tokenizer {tokenizer_spec} has no token that starts texts; leave it out")
     prefix = Path(f"{os.fspath(output_prefix)}_{json_key}_document")
     mark = f".{os.getpid()}.tmp"
     temporary_bin, temporary_idx = Path(f"{bin_path(prefix)}{mark}"), Path(f"{idx_path(prefix)}{mark}")
@@ -197,6 +202,8 @@ def _tokenize(chunk: Chunk, work: _Work, tokenizer: Tokenizer) -> _Tokens:
     for text in documents.texts:
         document = tokenizer.encode(text)
         if document:
+            if work.prepend_bos and tokenizer.bos is not None:
+                document.insert(0, tokenizer.bos)
             if work.append_eod:
                 document.append(tokenizer.eod)
             ids.append(np.array(document, dtype=dtype))

@@ -11,7 +11,7 @@ from megatron_lite.checkpoint.compatible import CORPORA, changed_order, check_re
 from megatron_lite.checkpoint.contents import Contents
 from megatron_lite.checkpoint.directory import iterations, locate, read_latest, set_aside
 from megatron_lite.checkpoint.layout import read_layout
-from megatron_lite.checkpoint.match import ADDED_AT_FINE_TUNING, MODEL_PROVIDER, MODEL_TYPE, PAD_TOKEN
+from megatron_lite.checkpoint.match import ADDED_AT_FINE_TUNING, MODEL_PROVIDER, MODEL_TYPE, STARTS_TEXTS, TOKEN_IDS
 from megatron_lite.config.schema import Config
 from megatron_lite.data.blended import parse_paths
 from megatron_lite.errors import CheckpointError, ConfigError, DamagedCheckpoint, TrainingError
@@ -209,8 +209,8 @@ def _load(run: Run, root: Path, iteration: int, contents: Contents) -> store.Loa
         provider=run.origin.get(MODEL_PROVIDER, ""),
     )
     check_tokenizer(locate(root, iteration), loaded, run)
-    for name in {MODEL_TYPE, PAD_TOKEN} & loaded.layout.origin.keys():
-        run.origin.setdefault(name, loaded.layout.origin[name])
+    for key in {MODEL_TYPE, TOKEN_IDS, STARTS_TEXTS} & loaded.layout.origin.keys():
+        run.origin.setdefault(key, loaded.layout.origin[key])
     return loaded
 
 

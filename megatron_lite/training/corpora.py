@@ -89,6 +89,13 @@ def check_corpora_end(config: Config, corpora: Sequence[IndexedDataset], eod: in
             )
 
 
+def documents_start(split: Dataset | None, token: int | None) -> bool:
+    """Whether the first documents of each corpus start with the token."""
+    corpora = [dataset.indexed for dataset, _ in members(split, 1)]
+    starts = [each[number][:1].tolist() for each in corpora for number in range(min(len(each), 100))]
+    return bool(starts) and all(start == [token] for start in starts)
+
+
 def members(split: Dataset | None, num_samples: int) -> Sequence[tuple[CorpusDataset, float]]:
     """The corpora of a split, each with the number of samples from it."""
     if isinstance(split, CorpusDataset):

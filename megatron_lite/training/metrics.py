@@ -47,7 +47,7 @@ class MetricsFile:
         self._file.write(json.dumps(row) + "\n")
 
     def rows(self) -> list[dict[str, Any]]:
-        return [json.loads(line) for line in self.path.read_text(encoding="utf-8").splitlines()]
+        return [json.loads(line) for line in self.path.read_text(encoding="utf-8").split("\n") if line]
 
     def close(self) -> None:
         self._file.close()
@@ -63,7 +63,7 @@ def keep_rows(path: Path, iteration: int) -> None:
     if not path.exists():
         return
     kept = []
-    for line in path.read_text(encoding="utf-8").splitlines():
+    for line in path.read_text(encoding="utf-8").split("\n"):
         try:
             row = json.loads(line)
         except json.JSONDecodeError:

@@ -15,6 +15,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from megatron_lite.checkpoint.lock import locked
+from megatron_lite.checkpoint.match import STARTS_TEXTS
 from megatron_lite.config.schema import Config
 from megatron_lite.config.validate import missing_corpora_paths, raise_any
 from megatron_lite.data.blended import Splits
@@ -22,7 +23,13 @@ from megatron_lite.errors import ConfigError, NoCheckpoint
 from megatron_lite.model.build import get_model
 from megatron_lite.parallel.agreement import on_all, on_first
 from megatron_lite.training.announce import announce, announce_data, announce_end, announce_start
-from megatron_lite.training.corpora import check_documents_end, check_lengths, open_splits, wanted_samples
+from megatron_lite.training.corpora import (
+    check_documents_end,
+    check_lengths,
+    documents_start,
+    open_splits,
+    wanted_samples,
+)
 from megatron_lite.training.evaluate import Evaluation
 from megatron_lite.training.initialize import finalize_megatron, initialize_megatron
 from megatron_lite.training.logs import RunLog, write_config
@@ -131,6 +138,8 @@ def train_and_evaluate(run: Run, datasets: Splits, log: RunLog, started: float) 
     if datasets.train is None:
         raise ConfigError("data.split[0] is 0, so there is no training data; make it larger than 0")
     check_documents_end(run.config, datasets.train, eod)
+    if run.tokenizer is not None and documents_start(datasets.train, run.tokenizer.bos):
+        run.origin[STARTS_TEXTS] = True
     announce_start(run, log)
     with StopRequest(started + (train_config.exit_duration or math.inf)) as stop:
         train(run, datasets.train, eod, log, evaluation, stop)

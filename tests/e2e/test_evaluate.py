@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Callable
 from contextlib import contextmanager
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -301,7 +302,12 @@ def test_a_task_is_looked_up_among_all_tasks_of_lm_eval(converted):
 
 
 def test_generation_and_perplexity_of_lm_eval_are_ours(ranks, converted, tmp_path, with_few_tasks):
-    """Its two other kinds of request: greedy text, and the likelihood of a text that is longer than the context."""
+    """Its two other kinds of request: greedy text, and the likelihood of a text that is longer than the context.
+
+    The harness gives the last window of a text as much context as fits.
+    """
+    from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+
     folder, model = converted["gpt2"]
     ids = model.generate(torch.tensor([[*b"return"]]), do_sample=False, max_new_tokens=6, eos_token_id=None)[0, 6:]
     answer = bytes(int(i) for i in ids if i < 256).decode(errors="replace")
@@ -321,8 +327,11 @@ def test_generation_and_perplexity_of_lm_eval_are_ours(ranks, converted, tmp_pat
     options = ("--lm-eval", "written,rolling", "--lm-eval-include", str(tmp_path), "parallel.pipeline=2")
     found = evaluate_on(ranks, 2, folder, *options, "parallel.tensor=1", command=with_few_tasks)["lm_eval"]
     assert found["written"]["exact_match"] == 0.5
-    windows = [[256, *text.encode()][at : at + 25] for text in texts for at in range(0, len(text), 24)]
-    total = sum(transformers_score(model, window, 1).log_likelihood for window in windows if len(window) > 1)
+    windows = [map(make_disjoint_window, get_rolling_token_windows([*text.encode()], 256, 24, 1)) for text in texts]
+    total = sum(
+        transformers_score(model, [*context, *predicted], len(context)).log_likelihood
+        for context, predicted in chain.from_iterable(windows)
+    )
     assert found["rolling"]["bits_per_byte"] == pytest.approx(-total / math.log(2) / len("".join(texts)), rel=1e-5)
 
 

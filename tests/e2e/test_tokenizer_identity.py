@@ -3,10 +3,13 @@
 import shutil
 
 import pytest
+import sentencepiece
 
 from megatron_lite.checkpoint.directory import resolve
 from megatron_lite.checkpoint.layout import LAYOUT_FILE, dump_layout, read_layout
-from megatron_lite.data.tokenizer import tokenizer_hash
+from megatron_lite.data.indexed import IndexedDataset
+from megatron_lite.data.tokenizer import build_tokenizer, tokenizer_hash
+from megatron_lite.generate.prompts import prompts_of
 from megatron_lite.preprocess.corpus import preprocess
 from megatron_lite.preprocess.train_tokenizer import train_sentencepiece
 from tests.helpers.command import run_here, tiny_yaml
@@ -120,7 +123,46 @@ def test_conversion_keeps_the_tokenizer_hash(finished, tmp_path):
         assert done.returncode == 0, done.stderr
     origin = read_layout(resolve(finished / "run")).origin
     for target in ("full", "weights", "back"):
-        # A model from Hugging Face also has its family, with which it is written again. Weights alone start a new run.
-        family = {"model_type": "gpt2"} if target == "back" else {}
+        # A model from Hugging Face also has its family and its end token, with which it is written again. Weights alone
+        # start a new run.
+        family = {"model_type": "gpt2", "token_ids": {"eos_token_id": 1}} if target == "back" else {}
         corpora = {"corpora": origin["corpora"]} if target == "full" else {}
         assert read_layout(resolve(tmp_path / target)).origin == {"tokenizer": origin["tokenizer"]} | corpora | family
+
+
+def test_a_run_whose_documents_start_with_a_token_starts_its_prompts_with_it(finished, tmp_path):
+    """The checkpoint must know, because its tokenizer serves runs of both kinds. A start from its weights keeps it."""
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(["alpha beta"] * 9), model_prefix=str(tmp_path / "s"), vocab_size=280, minloglevel=2,
+        byte_fallback=True, hard_vocab_limit=False,
+    )  # fmt: skip
+    spec, model = f"sentencepiece:{tmp_path}/s.model", str(tmp_path / "run")
+    for name, options in (("with", ["--prepend-bos"]), ("without", [])):
+        done = run_here("preprocess", "--input", str(finished / "a.txt"), "--output-prefix", name, "--tokenizer", spec,
+                        "--workers", "1", "--split-on", "line", "--append-eod", *options, cwd=tmp_path)  # fmt: skip
+        assert done.returncode == 0, done.stderr
+    assert (IndexedDataset(tmp_path / "with_text_document")[0][:1] == [1]).all()
+    tokenizer = f"data.tokenizer={spec}"
+    for corpus, folder, options, starts in (
+        ("with", "run", (), True),
+        ("without", "tuned", (f"checkpoint.load_weights={model}",), True),
+        ("without", "other", (), False),
+    ):
+        paths = f"data.paths=[{tmp_path}/{corpus}_text_document]"
+        done = pretrain(finished, tmp_path, paths, tokenizer, f"run.dir={tmp_path}/{folder}", *options)
+        assert done.returncode == 0, done.stderr
+        origin = read_layout(resolve(tmp_path / folder)).origin
+        assert (prompts_of(build_tokenizer(spec)).of_run(origin).before == (1,)) == starts, folder
+    done = run_here("preprocess", "--input", str(finished / "a.txt"), "--output-prefix", "x", "--tokenizer", "bytes",
+                    "--prepend-bos", cwd=tmp_path)  # fmt: skip
+    assert done.returncode == 2 and "--prepend-bos: the tokenizer bytes has no token that starts texts" in done.stderr
+    done = run_here("evaluate", "--load", model, "--tasks", "no.jsonl", "--no-bos", cwd=tmp_path)
+    assert done.returncode == 2 and "no.jsonl: cannot be read" in done.stderr
+    counts = []
+    for options in ((), ("--no-bos",), ("--bos",)):
+        done = run_here(
+            "generate", "--load", model, "--prompt", "beta", "--max-new-tokens", "1", *options, cwd=tmp_path
+        )
+        assert done.returncode == 0, done.stderr
+        counts.append(done.stdout)
+    assert counts[0] == counts[2]

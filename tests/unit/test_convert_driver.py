@@ -14,7 +14,8 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models
 
 from megatron_lite.checkpoint.directory import resolve
-from megatron_lite.checkpoint.layout import read_layout
+from megatron_lite.checkpoint.layout import LAYOUT_FILE, dump_layout, read_layout
+from megatron_lite.checkpoint.match import MODEL_TYPE, STARTS_TEXTS
 from megatron_lite.checkpoint.tensor_file import Spec
 from megatron_lite.config.load import load_config
 from megatron_lite.config.schema import ModelConfig
@@ -71,7 +72,7 @@ def test_conversion_leaves_the_target_and_no_temporary_folder(source, tmp_path, 
         (tmp_path / ".new-out" / "junk").write_text("")
     lines_of(Request(source, target))
     assert sorted(path.name for path in target.parent.iterdir()) == ["out"]
-    assert sorted(path.name for path in target.iterdir()) == ["checkpoints", "settings.yaml"]
+    assert sorted(path.name for path in target.iterdir()) == ["checkpoints", "settings.yaml", "tokenizer"]
 
 
 @pytest.mark.parametrize("error", [OSError(28, "No space left on device"), KeyboardInterrupt(), RuntimeError("?")])
@@ -261,6 +262,7 @@ def test_the_files_of_a_gpt2_tokenizer_are_copied(source, tmp_path):
     shutil.copytree(source, folder)
     (folder / "vocab.json").write_text(json.dumps({"<|endoftext|>": 0, "a": 1, "b": 2, "ab": 3}))
     (folder / "merges.txt").write_text("#version: 0.2\na b\n")
+    (folder / "generation_config.json").unlink()
     lines_of(Request(folder, tmp_path / "ours"))
     spec = load_config(tmp_path / "ours" / "settings.yaml").data.tokenizer
     home = tmp_path / "ours" / "tokenizer"
@@ -331,8 +333,12 @@ def test_the_config_names_a_copied_tokenizer_only_if_it_fits_the_model(source, t
     have = tokenizer_files.files_in(folder)
     assert tokenizer_files.files_of(f"hf:{folder}") == have == tokenizer_files.files_of(f"codegeex:{folder}")
     assert tokenizer_files.files_of(f"hf:{folder}/tokenizer.json") == have
-    only_model = {"tokenizer.model": folder / "tokenizer.model"}
-    assert tokenizer_files.files_of(f"sentencepiece:{folder}/tokenizer.model") == only_model
+    settings = {"tokenizer.model", "added_tokens.json", "generation_config.json"}
+    assert set(tokenizer_files.files_of(f"sentencepiece:{folder}/tokenizer.model")) == settings
+    (folder / "tokenizer.model").rename(folder / "other.model")
+    only_model = {"tokenizer.model": folder / "other.model"}
+    assert tokenizer_files.files_of(f"sentencepiece:{folder}/other.model") == only_model
+    assert not tokenizer_files.files_of("bytes") and not tokenizer_files.files_of("")
     assert tokenizer_files.files_of("bytes") == {} == tokenizer_files.files_of("")
 
 
@@ -348,3 +354,62 @@ def test_fields_that_the_source_lacks_can_be_given(source, tmp_path):
     config = load_config(tmp_path / "out" / "settings.yaml")
     assert (config.data.tokenizer, config.data.seq_length, config.model.hidden_dropout) == ("bytes", 8, 0.25)
     assert native.read(tmp_path / "out", {}).read("embedding.word_embeddings.weight").shape == (384, 32)
+
+
+@pytest.mark.parametrize("layouts", [1, 2])
+def test_every_file_of_a_tokenizer_and_the_ids_of_special_tokens_come_back(source, tmp_path, layouts):
+    """The way to our format and back must lose neither a tokenizer that we cannot read nor a chat template."""
+    folder = tmp_path / "hf"
+    shutil.copytree(source, folder)
+    config = json.loads((folder / "config.json").read_text())
+    ids = {"bos_token_id": 1, "eos_token_id": [2, 7], "pad_token_id": 0}
+    (folder / "config.json").write_text(json.dumps(config | ids))
+    (folder / "additional_chat_templates").mkdir()
+    names = {"tekken.json", "special_tokens_map.json", "chat_template.jinja", "additional_chat_templates/tool.jinja"}
+    for name in {*names, "generation_config.json", "vocab.txt", "tokenizer_config.json"}:
+        (folder / name).write_text(json.dumps({"content of": name}))
+    (folder / "README.md").write_text("not a file of the tokenizer")
+    lines_of(Request(folder, tmp_path / "ours 1"))
+    for number in range(1, layouts):
+        lines_of(Request(tmp_path / f"ours {number}", tmp_path / f"ours {number + 1}", tensor=2))
+        shutil.rmtree(tmp_path / f"ours {number}")
+    lines_of(Request(tmp_path / f"ours {layouts}", tmp_path / "back", target_format="huggingface"))
+    back = {str(path.relative_to(tmp_path / "back")) for path in (tmp_path / "back").rglob("*") if path.is_file()}
+    there = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
+    assert there - back == {"README.md"}
+    for name in back - {"config.json", "model.safetensors"}:
+        assert (tmp_path / "back" / name).read_bytes() == (folder / name).read_bytes(), name
+    written = json.loads((tmp_path / "back" / "config.json").read_text())
+    assert {name: written[name] for name in ids} == ids
+
+
+def test_a_tokenizer_beside_a_run_moves_with_another_layout(source, tmp_path):
+    """Else the run would need the folder that it was converted from."""
+    folder = tmp_path / "hf"
+    shutil.copytree(source, folder)
+    model = Tokenizer(models.BPE(vocab={"x": 0, "a": 1, "</s>": 2}, merges=[]))
+    model.save(str(folder / "tokenizer.json"))
+    lines_of(Request(folder, tmp_path / "one"))
+    lines_of(Request(tmp_path / "one", tmp_path / "two", tensor=2))
+    assert (
+        load_config(tmp_path / "two" / "settings.yaml").data.tokenizer == f"hf:{tmp_path}/two/tokenizer/tokenizer.json"
+    )
+    shutil.rmtree(tmp_path / "one")
+    lines_of(Request(tmp_path / "two", tmp_path / "back", target_format="huggingface"))
+    assert (tmp_path / "back" / "tokenizer.json").exists()
+
+
+def test_the_note_of_an_export_names_a_token_that_its_documents_lack(source, tmp_path):
+    """transformers would add <s> to each prompt of a model that never saw it."""
+    folder = tmp_path / "tokenizer"
+    folder.mkdir()
+    Tokenizer(models.BPE(vocab={"x": 0, "<s>": 1, "</s>": 2}, merges=[])).save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text('{"bos_token": "<s>"}')
+    lines_of(Request(source, tmp_path / "ours", overrides=[f"data.tokenizer=hf:{folder}"]))
+    note = "; its documents start without token 1, which other programs may add to prompts"
+    newest = resolve(tmp_path / "ours")
+    layout = read_layout(newest)
+    for number, origin in enumerate(({}, {STARTS_TEXTS: True}, {MODEL_TYPE: "gpt2"})):
+        (newest / LAYOUT_FILE).write_text(dump_layout(layout.model_copy(update={"origin": origin})))
+        lines = lines_of(Request(tmp_path / "ours", tmp_path / f"hf {number}", target_format="huggingface"))
+        assert lines[-1].endswith(note) == (number == 0)

@@ -283,15 +283,18 @@ def test_a_config_with_unknown_fields_is_an_error(small, tmp_path):
 
 
 def test_the_tokenizer_of_a_run_is_found(small, tmp_path):
-    """It goes along to Hugging Face."""
-    for name in ("vocab.json", "merges.txt"):
-        (tmp_path / name).write_text(json.dumps({}))
+    """It goes along to Hugging Face. A file that is not a tokenizer stays: anybody may have written the config."""
+    (tmp_path / "vocab.json").write_text(json.dumps({"<|endoftext|>": 0}))
+    (tmp_path / "merges.txt").write_text("#version: 0.2\n")
     spec = f"gpt2:{tmp_path}/vocab.json,{tmp_path}/merges.txt"
     folder = copied(small, tmp_path)
     fields = config_of(folder)
     fields["data"]["tokenizer"] = spec
     edited(folder, config=fields)
     assert native.read(folder, {}).tokenizer == {name: tmp_path / name for name in ("vocab.json", "merges.txt")}
+    (tmp_path / "vocab.json").write_text(json.dumps({"password": "secret"}))
+    read = native.read(folder, {})
+    assert not read.tokenizer and read.notes[0].endswith("cannot be read as a tokenizer and is not copied")
 
 
 CUSTOM = {"model_provider": "mine.py:build"}

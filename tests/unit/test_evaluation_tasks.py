@@ -42,6 +42,16 @@ def test_a_wrong_line_is_named(line, message):
         parse_questions(line if isinstance(line, str) else json.dumps(line), "f.jsonl")
 
 
+@pytest.mark.parametrize("separator", ["\u2028", "\u2029", "\x85"])
+def test_a_text_with_another_separator_of_lines_is_one_text(tmp_path, separator):
+    """JSON needs no escape for them. A carriage return outside of a text is white space of JSON."""
+    question = {"prompt": f"a{separator}b", "completion": "c"}
+    text = json.dumps(question, ensure_ascii=False)
+    (tmp_path / "f.jsonl").write_bytes(text.replace(", ", ",\r").encode() + b"\r\n")
+    (found,) = parse_questions(read_task_file(tmp_path / "f.jsonl"), "f.jsonl")
+    assert found.prompt == question["prompt"]
+
+
 def test_a_file_without_questions_or_of_another_encoding_is_named(tmp_path):
     with pytest.raises(ConfigError, match=r"f.jsonl: the file has no question; write "):
         parse_questions("\n\n", "f.jsonl")
