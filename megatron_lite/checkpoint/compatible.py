@@ -7,7 +7,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from megatron_lite.config.schema import Config, ModelConfig
+from megatron_lite.data.blended import parse_paths
+from megatron_lite.data.identity import Identity, identity
 from megatron_lite.errors import ConfigError
 from megatron_lite.text import listed
 
@@ -31,9 +35,10 @@ NOT_OF_WEIGHTS = {
     "fusion",
 }
 
-# Fields that determine the samples and their order. Of data.paths only file names count, so a corpus may move.
+CORPORA = "corpora"  # key in a checkpoint's origin: the identities of the corpora, in the order of data.paths
+# Fields that determine the samples and their order, beside the corpora.
 ORDER = (
-    *("run.seed", "data.seq_length", "data.split", "data.paths"),
+    *("run.seed", "data.seq_length", "data.split"),
     *("data.mask_prob", "data.mean_span", "data.decoder_seq_length", "data.vocab_extra_ids"),
 )
 # Fields that determine which optimizer tensors exist, and their dtypes.
@@ -41,20 +46,21 @@ STATE = ("train.precision", "sync.mode", "sync.delay", "sync.outer_momentum")
 OTHER_SUMS = "the sums that sync.delay has in flight need the old values; restore them, or"
 
 
-def check_resumable(before: Fields, now: Config) -> None:
+def check_resumable(before: Fields, now: Config, changed_corpora: list[str]) -> None:
     """Raise ConfigError if resuming with `now` would change the sample order or invalidate pending sums."""
     after = now.model_dump(mode="json")
-    order = "the samples or their order would change; restore these values, or start a new run in another run.dir"
-    _raise_where(differing(before, after, ORDER), order)
+    order = "the samples or their order would change; restore them, or start a new run in another run.dir"
+    _raise_where(differing(before, after, ORDER) + changed_corpora, order)
     sums = f"{OTHER_SUMS} load the weights alone with checkpoint.load_weights"
     _raise_where(differing(before, after, _pending(now)), sums)
 
 
-def check_same_run(source: Config, target: Config) -> None:
+def check_same_run(source: Config, target: Config, changed_corpora: list[str]) -> None:
     """Raise ConfigError if the optimizer state of a run `source` would be invalid after a conversion to `target`."""
     before, after = source.model_dump(mode="json"), target.model_dump(mode="json")
     sync = [f"sync.{name}" for name in before["sync"]]
     changed = changed_model(before, after) + differing(before, after, [*ORDER, "train.precision", *sync])
+    changed += changed_corpora
     _raise_where(changed, "the optimizer state needs the old values; restore them, or convert with --weights-only")
     _raise_where(differing(before, after, _pending(source)), f"{OTHER_SUMS} convert with --weights-only")
 
@@ -88,9 +94,30 @@ def differing(before: Fields, now: Fields, fields: Sequence[str]) -> list[str]:
             old, new = saved[key], wanted[key]
             if field == "data.paths":
                 old, new = ([Path(path).name for path in paths] for paths in (old, new))
+            if field == "data.split":  # its proportions count
+                old, new = ((np.array(split) / np.sum(split)).tolist() for split in (old, new))
             if old != new:
                 changed.append(f"{field} (checkpoint: {old}, config: {new})")
     return changed
+
+
+def changed_corpora(before: Fields, now: Fields, recorded: Sequence[Identity], found: Sequence[Identity]) -> list[str]:
+    """A message for each corpus whose content differs from that of the checkpoint, under any name; of weights the
+    proportions count. Names are compared where the checkpoint is of an earlier version, or the data are no corpora."""
+    if not (recorded and found):
+        return differing(before, now, ["data.paths"])
+    old, new = (parse_paths(fields["data"]["paths"]) for fields in (before, now))
+    weights = (0.0 if blend.weights is None else blend.weights for blend in (old, new))
+    if len(old.prefixes) != len(new.prefixes) or not np.allclose(*weights, rtol=1e-9, atol=0):
+        return differing(before, now, ["data.paths"])
+    messages = []
+    for name, path, was, is_now in zip(old.prefixes, new.prefixes, recorded, found, strict=True):
+        if was != is_now:
+            how = "has other contents than at" if name == path else f"is not {name} of"
+            how = "has grown since" if identity(path, was) == was else how
+            sizes = [f"{one['idx']['sequences']:,} sequences" for one in (was, is_now)]
+            messages.append(f"{path} {how} the checkpoint ({sizes[0]} then, {sizes[1]} now)")
+    return messages
 
 
 def _pending(config: Config) -> list[str]:

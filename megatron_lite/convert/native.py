@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from megatron_lite.checkpoint import directory
-from megatron_lite.checkpoint.compatible import check_same_run
+from megatron_lite.checkpoint.compatible import CORPORA, changed_corpora, check_same_run
 from megatron_lite.checkpoint.layout import LAYOUT_FILE, WEIGHT, parse_config, read_layout
 from megatron_lite.checkpoint.match import MODEL_PROVIDER
 from megatron_lite.checkpoint.reshard import moves, rectangles
@@ -24,6 +24,7 @@ from megatron_lite.config.validate import failures, raise_any
 from megatron_lite.convert import tokenizer_files
 from megatron_lite.convert.grid_files import Progress, Values, write_grid
 from megatron_lite.convert.recipe import Checkpoint, full_table, stage_tables
+from megatron_lite.data.identity import recorded_identities
 from megatron_lite.data.tokenizer import tokenizer_hash
 from megatron_lite.errors import CheckpointError
 from megatron_lite.parallel.dtypes import PRECISION_NAMES, SAFETENSORS_DTYPES
@@ -150,7 +151,8 @@ def write(
 
     `home` is the final path of the folder; `settings` are for its config.
     """
-    weights, origin = WeightsOf(checkpoint), dict(checkpoint.origin)
+    weights = WeightsOf(checkpoint)
+    origin = {key: value for key, value in checkpoint.origin.items() if key != CORPORA}  # a new run, on any data
     precision = PRECISION_NAMES[next(iter(checkpoint.tensors.values())).dtype]
     iterations = settings.get("train", {}).get("iterations", TrainConfig().iterations)
     seq_length = min(DataConfig().seq_length, checkpoint.model.max_position_embeddings)
@@ -193,9 +195,11 @@ def copy(
         del fields["deepspeed"]
     config = _config(fields, settings, tensor, pipeline)
     tables = stage_tables(config.model, stored.custom_table(config.model), tensor=tensor, pipeline=pipeline)
-    check_same_run(before, config)
     layout = stored.layout
     state, origin = layout.state, layout.origin
+    corpora = (origin.get(CORPORA, []), recorded_identities(config.data.paths))
+    changed = changed_corpora(before.model_dump(mode="json"), config.model_dump(mode="json"), *corpora)
+    check_same_run(before, config, changed)
     _write_run(path, layout.iteration, stored, tables, config, state=state, origin=origin, progress=progress)
 
 

@@ -24,8 +24,8 @@ from megatron_lite.parallel.grid import Grid
 from megatron_lite.parallel.interfaces import separate_tasks
 from megatron_lite.parallel.waiting import LostRanks
 from megatron_lite.text import counted, listed
-from megatron_lite.training.alike import check_same_config
 from megatron_lite.training.initialize import (
+    check_same_config,
     choose_device,
     finalize_megatron,
     join_process_group,

@@ -26,8 +26,7 @@ from megatron_lite.parallel.context import Group
 from megatron_lite.parallel.dtypes import PRECISIONS
 from megatron_lite.plan.sizes import activation_bytes, largest_rank_parameters
 from megatron_lite.text import counted, listed
-from megatron_lite.training.alike import sources_checksum
-from megatron_lite.training.initialize import choose_device
+from megatron_lite.training.initialize import choose_device, sources_checksum
 
 MUST_BE_EQUAL = ("torch", "megatron_lite", "deepspeed", "NCCL")  # different versions may not communicate
 OPTIONAL = {  # packages that training does without, and what it does then

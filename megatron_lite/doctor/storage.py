@@ -67,10 +67,10 @@ def tokenizer(config: Config, world: Group) -> tuple[list[Finding], Config]:
 
 @dataclass(frozen=True)
 class Stamp:
-    """A file's size and checksum, to compare files."""
+    """The size and the identity of a file of a corpus."""
 
     size: int
-    checksum: str  # of all of it, or of blocks of a large one
+    content: str
 
 
 @dataclass(frozen=True)
@@ -119,8 +119,8 @@ def read_corpora(config: Config) -> Corpora:
             num_tokens += corpus.num_tokens
             infos.append((prefix, corpus.info))
         found = identity(prefix)
-        for path, checksum in ((idx_path(prefix), found["idx"]), (bin_path(prefix), found["bin"])):
-            files[str(path)] = Stamp(path.stat().st_size, checksum)
+        for path, part in ((idx_path(prefix), found["idx"]), (bin_path(prefix), found["bin"])):
+            files[str(path)] = Stamp(path.stat().st_size, str(part))
     if config.data.tokenizer_check:
         wanted = ""
         with suppress(DataError, ConfigError):  # reported by the check of the tokenizer

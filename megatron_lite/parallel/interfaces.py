@@ -35,18 +35,15 @@ def use_loopback() -> None:
 
 
 def separate_tasks() -> str:
-    """A notice where this process belongs to one of several tasks, and its run has no ranks of the others; else empty.
+    """A notice where this run has no ranks of the other tasks that one command has started with this one, else empty.
 
     A batch job without srun has one process, and its variables do not count.
     """
-    if os.environ.get("GROUP_WORLD_SIZE", os.environ.get("WORLD_SIZE", "1")) != "1":
-        return ""
-    for name, starter in STARTERS.items():
-        if (count := os.environ.get(name, "1")) != "1":
-            reason = "" if "RANK" in os.environ else ", because RANK is not set"
-            return (
-                f"Each of the {count} tasks of {starter} ({name}) is a run of its own{reason}. For one run of all "
-                "tasks start `python -m megatron_lite.launch` once on each machine (srun --ntasks-per-node=1), or set RANK, "
-                "WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT in each task"
-            )
-    return ""
+    is_alone = os.environ.get("GROUP_WORLD_SIZE", os.environ.get("WORLD_SIZE", "1")) == "1"
+    name = next((name for name in STARTERS if is_alone and os.environ.get(name, "1") != "1"), "")
+    reason = "" if "RANK" in os.environ else ", because RANK is not set"
+    return name and (
+        f"Each of the {os.environ[name]} tasks of {STARTERS[name]} ({name}) is a run of its own{reason}. For one run of "
+        "all tasks start `python -m megatron_lite.launch` once on each machine (srun --ntasks-per-node=1), or set RANK, "
+        "WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT in each task"
+    )

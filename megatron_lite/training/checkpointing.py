@@ -7,13 +7,14 @@ from pathlib import Path
 import torch
 
 from megatron_lite.checkpoint import store
-from megatron_lite.checkpoint.compatible import check_resumable
+from megatron_lite.checkpoint.compatible import CORPORA, changed_corpora, check_resumable
 from megatron_lite.checkpoint.contents import Contents
 from megatron_lite.checkpoint.directory import iterations, locate, read_latest, set_aside
 from megatron_lite.checkpoint.layout import parse_config, read_layout
 from megatron_lite.checkpoint.match import ADDED_AT_FINE_TUNING, MODEL_PROVIDER, MODEL_TYPE
 from megatron_lite.config.load import fields_of
 from megatron_lite.config.schema import Config
+from megatron_lite.data.blended import parse_paths
 from megatron_lite.errors import CheckpointError, ConfigError, DamagedCheckpoint, TrainingError
 from megatron_lite.parallel.agreement import on_first
 from megatron_lite.parallel.collectives import all_reduce
@@ -164,7 +165,15 @@ def load_run(run: Run, root: Path, iteration: int) -> None:
     contents = Contents(run.optimizer.weights(), run.optimizer.state())
     loaded = _load(run, root, iteration, contents)
     saved = saved_config(loaded, locate(root, iteration), run)
-    check_resumable(saved.model_dump(mode="json"), run.config)
+    before, data = saved.model_dump(mode="json"), run.config.data
+    corpora = [origin.get(CORPORA, []) for origin in (loaded.layout.origin, run.origin)]
+    now = run.config.model_dump(mode="json")
+    check_resumable(before, run.config, on_first(lambda: changed_corpora(before, now, *corpora), run.ctx.world))
+    if all(corpora) and parse_paths(data.paths).weights is not None:
+        # Other weights of the same proportions may be rounded to another order.
+        pairs = zip(saved.data.paths[::2], data.paths[1::2], strict=True)
+        data = data.model_copy(update={"paths": tuple(word for pair in pairs for word in pair)})
+        run.config = run.config.model_copy(update={"data": data})
     state = loaded.layout.state
     run.state = TrainState.from_dict(state["train"])
     _report(run, changes_line(saved, run.config), moved_line(loaded, saved, run), learning_rate_line(saved, run))

@@ -1,4 +1,7 @@
-"""The start of a rank: device, process groups and random streams.
+"""The start of a rank: device, process groups, random streams, and what must be equal on every host.
+
+A stale copy of a file on one host stops no run: its ranks would train on other samples, or compute something else, and
+no loss shows it. So the ranks compare contents before they build anything.
 
 The launcher (`megatron-lite --nproc-per-node`, torchrun or a cluster) sets RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR
 and MASTER_PORT; without them the run has one process.
@@ -8,8 +11,12 @@ import ctypes
 import gc
 import os
 import random
+import socket
 import sys
 from datetime import timedelta
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -17,20 +24,40 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
+from megatron_lite import __version__
 from megatron_lite.config.schema import Config
 from megatron_lite.config.validate import validate
-from megatron_lite.errors import ConfigError, TrainingError
+from megatron_lite.data.blended import Blend, parse_paths
+from megatron_lite.data.corpus_info import checksum
+from megatron_lite.data.identity import identities
+from megatron_lite.data.tokenizer import tokenizer_hash
+from megatron_lite.errors import ConfigError, MegatronLiteError, TrainingError
 from megatron_lite.mpu import groups as mpu
 from megatron_lite.optim.engine import release_engines
+from megatron_lite.parallel.agreement import all_gather_objects
 from megatron_lite.parallel.context import Group, ParallelContext
 from megatron_lite.parallel.grid import Grid
 from megatron_lite.parallel.interfaces import separate_tasks
 from megatron_lite.parallel.random import RngTracker, seed_everything
-from megatron_lite.text import counted
-from megatron_lite.training.alike import check_same_config, check_same_files
+from megatron_lite.text import counted, listed
 from megatron_lite.training.provider import check_not_loading
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
+PACKAGE = Path(__file__).resolve().parents[1]
+# Paths, which may differ between machines.
+PLACES = (
+    *("run.dir", "data.paths", "data.tokenizer", "data.cache_dir", "train.tasks"),
+    *("checkpoint.load", "checkpoint.load_weights", "deepspeed.nvme_path"),
+)
+
+
+class Place(NamedTuple):
+    """A rank's view of the files; ranks of equal places read the same ones."""
+
+    host: str
+    first_rank: int  # of the ranks that one launcher has started: two hosts may have one name
+    torch: str
+    paths: tuple[str, ...]
 
 
 def initialize_megatron(config: Config) -> tuple[ParallelContext, RngTracker]:
@@ -117,6 +144,71 @@ def join_process_group(device: torch.device, timeout_seconds: float, backend: st
             f"rank {os.environ.get('RANK', '?')} of {os.environ.get('WORLD_SIZE', '?')} cannot connect to the others "
             f"at {where}: {reason}; {advice}"
         ) from error
+
+
+def check_same_config(config: Config, world: Group) -> list[Place]:
+    """The place of each rank; raise ConfigError on every rank where configs differ. Another torch is a warning.
+
+    Communicates: the config over the world.
+    """
+    first_rank = world.ranks[world.rank] - int(os.environ.get("LOCAL_RANK", "0"))
+    build = f"{torch.__version__} for {torch.version.cuda or torch.version.hip or 'CPUs'}"
+    paths = (str(PACKAGE), os.getcwd(), config.data.tokenizer, *config.data.paths)
+    place = Place(socket.gethostname(), first_rank, build, paths)
+    places, configs = zip(*all_gather_objects((place, config.model_dump(mode="json")), world), strict=True)
+    for rank, other in enumerate(configs):
+        different = [
+            f"{section}.{field}: {value} and {other[section][field]}"
+            for section, fields in configs[0].items()
+            for field, value in fields.items()
+            if f"{section}.{field}" not in PLACES and value != other[section][field]
+        ]
+        if different:
+            raise ConfigError(
+                f"rank 0 on {places[0].host} and rank {rank} on {places[rank].host} have different configs ("
+                f"{', '.join(different)}); give every machine the same file and the same overrides"
+            )
+    hosts = {place.torch: place.host for place in reversed(places)}
+    if len(hosts) > 1 and world.is_first:
+        builds = listed([f"{build} on {host}" for build, host in hosts.items()])
+        print(f" WARNING: the builds of torch differ: {builds}; sums may be rounded differently", flush=True)
+    return list(places)
+
+
+def check_same_files(config: Config, places: list[Place], world: Group) -> None:
+    """Raise ConfigError on every rank where corpora, tokenizer or this package differ; one rank of each place reads.
+
+    Communicates: checksums over the world.
+    """
+    is_reader = places.index(places[world.rank]) == world.rank
+    of_ranks = all_gather_objects(_contents(config) if is_reader else [], world)
+    for rank, contents in enumerate(of_ranks):
+        pairs = zip_longest(of_ranks[0], contents, fillvalue=("data.paths", "no more")) if contents else ()
+        if different := [f"{b} {y} instead of {a} {x}" for (a, x), (b, y) in pairs if x != y]:
+            raise ConfigError(
+                f"rank {rank} on {places[rank].host} reads other contents than rank 0 on {places[0].host}: "
+                f"{listed(different, 2)}; copy the files of one host to the other, or read them from a shared disk"
+            )
+
+
+def sources_checksum() -> str:
+    """A checksum of this package's sources; two checkouts may have one version."""
+    return checksum(*(file.read_bytes() for file in sorted(PACKAGE.rglob("*.py"))))
+
+
+def _contents(config: Config) -> list[tuple[str, Any]]:
+    """All contents that must be equal, by names for messages. An error is a content too, so no other rank waits."""
+    contents: list[tuple[str, Any]] = [(str(PACKAGE), f"megatron_lite {__version__}, sources {sources_checksum()}")]
+    spec, paths = config.data.tokenizer, config.data.paths
+    try:
+        contents += [(spec, f"hash {tokenizer_hash(spec)[:12]}")] if spec else []
+        blend = parse_paths(paths) if paths else Blend([], None)
+        contents.append(("data.paths", f"weights {None if blend.weights is None else blend.weights.tolist()}"))
+        for prefix, found in zip(blend.prefixes, identities(blend.prefixes), strict=True):
+            contents += [(f"{prefix}.{part}", found[part]) for part in ("idx", "bin")]
+    except (MegatronLiteError, OSError) as error:
+        contents.append(("data", str(error)))
+    return contents
 
 
 def store_under_torchrun(timeout_seconds: float) -> Store | None:

@@ -6,11 +6,13 @@ from contextlib import nullcontext
 
 from torch import nn
 
+from megatron_lite.checkpoint.compatible import CORPORA
 from megatron_lite.checkpoint.match import MODEL_PROVIDER
 from megatron_lite.checkpoint.saver import Saver
 from megatron_lite.config.attention import request_of, select
 from megatron_lite.config.schema import Config
 from megatron_lite.config.validate import missing_vocabulary, raise_any, with_vocab_size
+from megatron_lite.data.identity import recorded_identities
 from megatron_lite.data.tokenizer import Tokenizer, build_tokenizer, tokenizer_hash
 from megatron_lite.errors import TrainingError
 from megatron_lite.model.build import get_model
@@ -39,6 +41,8 @@ def setup_model_and_optimizer(
     """A new run, or one resumed from its newest checkpoint; arguments as of `build_run`. Collective over the world."""
     with starting("empty" if on_first(lambda: is_resumed(config), ctx.world) else "drawn"):
         run = build_run(config, ctx, rng, model_provider, hooks)
+    if found := on_first(lambda: recorded_identities(config.data.paths), ctx.world):
+        run.origin[CORPORA] = found
     load_newest(run)
     return run
 
