@@ -94,8 +94,8 @@ def differing(before: Fields, now: Fields, fields: Sequence[str]) -> list[str]:
             old, new = saved[key], wanted[key]
             if field == "data.paths":
                 old, new = ([Path(path).name for path in paths] for paths in (old, new))
-            if field == "data.split":  # its proportions count
-                old, new = ((np.array(split) / np.sum(split)).tolist() for split in (old, new))
+            if field == "data.split" and np.array_equal(*(np.array(split) / np.sum(split) for split in (old, new))):
+                continue
             if old != new:
                 changed.append(f"{field} (checkpoint: {old}, config: {new})")
     return changed

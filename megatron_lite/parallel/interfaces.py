@@ -43,7 +43,7 @@ def separate_tasks() -> str:
     name = next((name for name in STARTERS if is_alone and os.environ.get(name, "1") != "1"), "")
     reason = "" if "RANK" in os.environ else ", because RANK is not set"
     return name and (
-        f"Each of the {os.environ[name]} tasks of {STARTERS[name]} ({name}) is a run of its own{reason}. For one run of "
-        "all tasks start `python -m megatron_lite.launch` once on each machine (srun --ntasks-per-node=1), or set RANK, "
-        "WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT in each task"
+        f"Each of the {os.environ[name]} tasks of {STARTERS[name]} ({name}) is a run of its own{reason}. For one run "
+        "of all tasks start `python -m megatron_lite.launch` once on each machine (srun --ntasks-per-node=1), or set "
+        "RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT in each task"
     )

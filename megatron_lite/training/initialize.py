@@ -170,7 +170,7 @@ def check_same_config(config: Config, world: Group) -> list[Place]:
             )
     hosts = {place.torch: place.host for place in reversed(places)}
     if len(hosts) > 1 and world.is_first:
-        builds = listed([f"{build} on {host}" for build, host in hosts.items()])
+        builds = listed([f"{build} on {host}" for build, host in reversed(hosts.items())])
         print(f" WARNING: the builds of torch differ: {builds}; sums may be rounded differently", flush=True)
     return list(places)
 

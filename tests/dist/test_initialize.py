@@ -1,14 +1,25 @@
 """Ranks compare their configs before they create the first process group of the layout."""
 
+import io
+import os
 import socket
+from contextlib import ExitStack, redirect_stdout
+from functools import partial
+from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from megatron_lite.data import identity
 from megatron_lite.errors import ConfigError
+from megatron_lite.training import initialize
 from megatron_lite.training.initialize import finalize_megatron, initialize_megatron, join_process_group
+from tests.helpers.corpora import write_corpus
 from tests.helpers.tiny import tiny_config
+
+INITIALIZE = "megatron_lite.training.initialize"
 
 
 def initialized(changes_of_last: dict) -> str:
@@ -42,6 +53,120 @@ def test_nccl_without_a_gpu_is_an_error_on_one_rank_too():
 def test_paths_in_the_config_may_differ_between_machines(ranks, place):
     """Machines may mount run, cache and checkpoint folders in different places."""
     assert ranks(2, initialized, {place: "/elsewhere"}) == 2 * ["initialized"]
+
+
+def compared(folders: list[Path], overrides: dict, patches: dict[str, object]) -> tuple[str, str]:
+    """The output and the config error of this rank in its folder; overrides and patches are for the last rank."""
+    rank, out, before = dist.get_rank(), io.StringIO(), os.getcwd()
+    is_last = rank == dist.get_world_size() - 1
+    config = {"data__paths": "[corpus]", "data__tokenizer": "sentencepiece:model", **(overrides if is_last else {})}
+    os.chdir(folders[rank])
+    with ExitStack() as stack:
+        for target, value in patches.items() if is_last else ():
+            stack.enter_context(mock.patch(target, value))
+        stack.enter_context(redirect_stdout(out))
+        try:
+            initialize_megatron(tiny_config("gpt", **config))
+        except ConfigError as error:
+            return out.getvalue(), str(error)
+        finally:
+            os.chdir(before)
+            finalize_megatron()
+    return out.getvalue(), ""
+
+
+@pytest.fixture
+def folders(tmp_path):
+    """Two folders with equal copies of a corpus and a tokenizer."""
+    for name in "ab":
+        (tmp_path / name).mkdir()
+        write_corpus(tmp_path / name / "corpus", [5, 3, 8])
+        (tmp_path / name / "model").write_text("a tokenizer")
+    return [tmp_path / "a", tmp_path / "b"]
+
+
+def has_error(ranks, *arguments) -> str:
+    """The error, equal on both ranks."""
+    (first, error), (second, same) = ranks(2, compared, *arguments)
+    assert error == same and not first and not second
+    return error
+
+
+def test_equal_copies_of_the_data_may_have_any_path(ranks, folders):
+    """Hosts with disks of their own mount them where they like, and copy at different times."""
+    for file in ("corpus.bin", "corpus.idx"):
+        os.utime(folders[1] / file, (0, 0))
+        (folders[1] / file).rename(folders[1] / f"moved.{file[-3:]}")
+    (folders[1] / "model").rename(folders[1] / "renamed")
+    moved = {"data__paths": f"[{folders[1]}/moved]", "data__tokenizer": "sentencepiece:renamed"}
+    assert has_error(ranks, folders, moved, {}) == ""
+
+
+def test_another_corpus_on_one_rank_is_an_error_that_names_host_and_file(ranks, folders):
+    """Each rank opens its own data.paths: the stages of a pipeline would train on labels of other samples."""
+    here = socket.gethostname()
+    write_corpus(folders[1] / "corpus", [5, 3, 8], first_token=1)  # equal lengths, so an equal .idx
+    error = has_error(ranks, folders, {}, {})
+    assert error.startswith(
+        f"rank 1 on {here} reads other contents than rank 0 on {here}: corpus.bin {{'bytes': 64, 'crc32': '"
+    )
+    assert "corpus.idx" not in error
+    assert error.endswith("; copy the files of one host to the other, or read them from a shared disk")
+    write_corpus(folders[1] / "corpus", [5, 8, 3])  # equal tokens, other documents
+    error = has_error(ranks, folders, {}, {})
+    assert ": corpus.idx {'sequences': 3, " in error and "corpus.bin" not in error
+    (folders[1] / "corpus.bin").unlink()
+    error = has_error(ranks, folders, {}, {})
+    assert ": corpus.idx No such file or directory instead of corpus.idx {'sequences': 3, " in error
+
+
+def test_other_weights_or_corpora_of_a_blend_on_one_rank_are_an_error(ranks, folders):
+    error = has_error(ranks, folders, {"data__paths": "[corpus, corpus]"}, {})
+    assert "corpus.idx {'sequences': 3, " in error and "instead of data.paths no more" in error
+    error = has_error(ranks, folders, {"data__paths": "[2, corpus, 1, corpus]"}, {})
+    assert ": data.paths weights [0.66" in error and "instead of data.paths weights None" in error
+
+
+def test_another_tokenizer_or_version_on_one_rank_is_an_error(ranks, folders):
+    """Their loss would look as usual; the version alone is equal in two checkouts."""
+    (folders[1] / "model").write_text("b tokenizer")
+    assert ": sentencepiece:model hash " in has_error(ranks, folders, {}, {})
+    (folders[1] / "model").unlink()
+    assert "model: no such tokenizer file instead of sentencepiece:model hash " in has_error(ranks, folders, {}, {})
+    (folders[1] / "model").write_text("a tokenizer")
+    error = has_error(ranks, folders, {}, {f"{INITIALIZE}.__version__": "0.0.1"})
+    assert f": {initialize.PACKAGE} megatron_lite 0.0.1, sources " in error
+    error = has_error(ranks, folders, {}, {f"{INITIALIZE}.sources_checksum": partial(str, "0badc0de")})
+    assert f", sources 0badc0de instead of {initialize.PACKAGE} megatron_lite " in error
+
+
+def test_another_build_of_torch_is_a_warning(ranks, folders):
+    (out, error), (second, _) = ranks(2, compared, folders, {}, {"torch.version.cuda": "99.9"})
+    assert (error, second) == ("", "") and out.startswith(" WARNING: the builds of torch differ: ")
+    assert f"{torch.__version__} for 99.9 on {socket.gethostname()}; sums may be rounded differently" in out
+
+
+def test_one_rank_of_each_place_reads_the_files(ranks, folders):
+    """Eight ranks of a host would read a corpus eight times."""
+    assert ranks(2, files_read, folders[:1] * 2) == [3, 0]
+    assert ranks(2, files_read, folders) == [3, 3]
+
+
+def files_read(folders: list[Path]) -> int:
+    """The files whose content this rank reads as the rank of a launcher."""
+    calls = []
+    checked = initialize.checksum
+
+    def counting(*parts):
+        calls.append(parts)
+        return checked(*parts)
+
+    with ExitStack() as stack:
+        for module in (identity, initialize):
+            stack.enter_context(mock.patch.object(module, "checksum", counting))
+        stack.enter_context(mock.patch.dict(os.environ, {"LOCAL_RANK": str(dist.get_rank())}))
+        assert compared(folders, {}, {}) == ("", "")
+    return len(calls)
 
 
 def test_restarts_by_torchrun_on_several_machines_raise_an_error(monkeypatch):

@@ -1,5 +1,6 @@
 """Samples in Megatron's order, read through an index that numpy builds."""
 
+import os
 from unittest.mock import patch
 
 import numpy as np
@@ -150,10 +151,15 @@ def test_a_split_reads_only_its_own_documents(tmp_path):
 
 
 def test_a_corpus_rewritten_under_its_name_gets_a_new_index(tmp_path):
-    """Megatron's cache key is the path: it would read the new tokens in the order of the old documents."""
+    """By path, size and time, as archives keep them, the new tokens would be read in the order of the old documents."""
     dataset_of(tmp_path, [10, 20, 30], None, 4)
+    before = (tmp_path / "corpus.idx").stat()
     lengths = [25, 5, 30]
-    again = dataset_of(tmp_path, lengths, None, 4)
+    write_corpus(tmp_path / "corpus", lengths)
+    os.utime(tmp_path / "corpus.idx", ns=(before.st_atime_ns, before.st_mtime_ns))
+    indexed = IndexedDataset(tmp_path / "corpus")
+    common = {"num_samples": None, "seq_length": 4, "seed": 1, "split_name": "train", "vocab_size": None}
+    again = GPTDataset(indexed, np.arange(3), cache_dir=tmp_path / "cache", **common)
     np.testing.assert_array_equal(
         again.index.sample, build_sample_index(np.array(lengths), np.array(again.index.document), 4)
     )
