@@ -15,7 +15,7 @@ from megatron_lite.data.indexed import HEADER, bin_path, idx_path, read_header
 from megatron_lite.errors import DataError
 
 FULL_BYTES = 16 << 20
-NUM_BLOCKS, BLOCK_BYTES = 32, 1 << 17
+NUM_BLOCKS, BLOCK_BYTES = 32, 1 << 15
 READERS = 16  # threads, which wait for a network file system
 
 Identity = Mapping[str, Any]

@@ -146,6 +146,21 @@ def test_another_build_of_torch_is_a_warning(ranks, folders):
     assert f"{torch.__version__} for 99.9 on {socket.gethostname()}; sums may be rounded differently" in out
 
 
+def test_a_task_of_srun_without_a_rank_warns_at_its_start(ranks, folders):
+    """With a run.dir for each task no lock stops the second run."""
+    [(out, error)] = ranks(1, as_a_task, folders)
+    assert error == "" and out.startswith(
+        " WARNING: Each of the 2 tasks of srun (SLURM_STEP_NUM_TASKS) is a run of its"
+    )
+
+
+def as_a_task(folders: list[Path]) -> tuple[str, str]:
+    names = ("RANK", "WORLD_SIZE", "GROUP_WORLD_SIZE")
+    variables = {name: value for name, value in os.environ.items() if name not in names}
+    with mock.patch.dict(os.environ, variables | {"SLURM_STEP_NUM_TASKS": "2"}, clear=True):
+        return compared(folders, {}, {})
+
+
 def test_one_rank_of_each_place_reads_the_files(ranks, folders):
     """Eight ranks of a host would read a corpus eight times."""
     assert ranks(2, files_read, folders[:1] * 2) == [3, 0]

@@ -1,6 +1,7 @@
 """Training on two hosts whose network connection breaks."""
 
 import re
+import shutil
 import subprocess
 import sys
 import time
@@ -81,3 +82,32 @@ def test_both_hosts_exit_on_a_broken_network_and_resume_when_it_works(ranks, tmp
     assert rows(tmp_path / "run") == rows(tmp_path / "expected")
     newest = "checkpoints/iter_0000150"
     assert tensor_files(tmp_path / "run" / newest) == tensor_files(tmp_path / "expected" / newest)
+
+
+@pytest.mark.soak
+def test_two_hosts_with_other_corpora_stop_before_the_first_step(tmp_path):
+    """A stale copy on one host would train to the end, with a loss that is wrong by some percent."""
+    (tmp_path / "a").mkdir()
+    make_corpus(tmp_path / "a")
+    shutil.copytree(tmp_path / "a", tmp_path / "b")
+    (tmp_path / "b/corpus_text_document.bin").open("r+b").write(b"\1\1")
+    config = tiny_yaml(tmp_path, "corpus_text_document")
+    variables = {"WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "10.78.0.1", "MASTER_PORT": "29511"}
+    command = [sys.executable, "-m", "megatron_lite", "pretrain", "--config", str(config)]
+    with TwoHosts() as hosts:
+        started = [
+            hosts.popen(
+                host,
+                command,
+                cwd=tmp_path / host,
+                env=environment() | variables | {"RANK": str(rank), "GLOO_SOCKET_IFNAME": "eth0"},
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+            )
+            for rank, host in enumerate("ab")
+        ]
+        for process in started:
+            out, err = process.communicate(timeout=PATIENCE)
+            assert process.returncode == 2 and "iteration" not in out
+            words = "rank 1 on host-b reads other contents than rank 0 on host-a: corpus_text_document.bin {'bytes': "
+            assert err.count(words) == 1 and err.count("\n") == 1

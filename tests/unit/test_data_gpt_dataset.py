@@ -163,7 +163,7 @@ def test_a_corpus_rewritten_under_its_name_gets_a_new_index(tmp_path):
         "num_samples": 0,
         "planned_samples": None,
         "seq_length": 4,
-        "seed": 1,
+        "seed": 1234,
         "split_name": "train",
         "vocab_size": None,
     }

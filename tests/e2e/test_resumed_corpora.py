@@ -1,0 +1,69 @@
+"""A run resumes with the corpora of its checkpoint, known by their content."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from megatron_lite.checkpoint.directory import resolve
+from megatron_lite.checkpoint.layout import LAYOUT_FILE, dump_layout, read_layout
+from megatron_lite.config.load import load_config
+from megatron_lite.errors import ConfigError
+from megatron_lite.training.pretrain import pretrain
+from tests.helpers.command import tiny_yaml
+from tests.helpers.corpora import write_corpus
+
+LENGTHS = [900, 1500, 600]
+SMALL = {"train": {"iterations": 2, "eval_iterations": 0}, "checkpoint": {"interval": 2}}
+
+
+def trained(folder: Path, *overrides: str) -> str:
+    """The config error of a run, or empty."""
+    try:
+        pretrain(load_config(folder / "tiny.yaml", [f"run.dir={folder}/run", *overrides]))
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+@pytest.fixture
+def finished(ranks, tmp_path):
+    """A run of two iterations on a blend of two corpora in the proportions 0.6 and 0.3 and 0.1."""
+    for name, lengths in (("a", LENGTHS), ("b", [2000]), ("c", [1200, 800])):
+        write_corpus(tmp_path / name, lengths)
+    paths = f"data.paths=[0.6,{tmp_path}/a,0.3,{tmp_path}/b,0.1,{tmp_path}/c]"
+    data = {"tokenizer": "", "split": [1, 0, 0]}
+    tiny_yaml(tmp_path, str(tmp_path / "a"), data=data, **SMALL)
+    assert ranks(1, trained, tmp_path, paths, "model.vocab_size=10000") == [""]
+    return tmp_path
+
+
+def resumed(ranks, folder, paths) -> str:
+    return ranks(1, trained, folder, f"data.paths=[{paths}]", "model.vocab_size=10000", "train.iterations=4")[0]
+
+
+def test_a_replaced_corpus_is_an_error_and_a_moved_one_is_not(ranks, finished):
+    """By name, another corpus under the old path would continue in silence, and the same one elsewhere be refused."""
+    for suffix in ("bin", "idx"):
+        shutil.copy(finished / f"a.{suffix}", finished / f"moved.{suffix}")
+    write_corpus(finished / "a", LENGTHS, first_token=1)
+    blend = "6,{folder}/{a},3,{folder}/b,1,{folder}/c"
+    assert f"{finished}/a has other contents than at the checkpoint (3 sequences then, 3 sequences now): " in resumed(
+        ranks, finished, blend.format(folder=finished, a="a")
+    )
+    assert resumed(ranks, finished, blend.format(folder=finished, a="moved")) == ""
+    # The blend keeps the values of the checkpoint, which are rounded differently.
+    assert read_layout(resolve(finished / "run")).config["data"]["paths"][::2] == ["0.6", "0.3", "0.1"]
+
+
+def test_a_checkpoint_without_a_record_is_compared_by_names(ranks, finished):
+    """Checkpoints of earlier versions resume, with another corpus of the same name too; the next one has a record."""
+    layout = read_layout(resolve(finished / "run"))
+    assert len(layout.origin["corpora"]) == 3
+    old = dump_layout(layout.model_copy(update={"origin": {}}))
+    (resolve(finished / "run") / LAYOUT_FILE).write_text(old)
+    write_corpus(finished / "a", LENGTHS, first_token=1)
+    paths = ",".join(layout.config["data"]["paths"])
+    assert "config: ['0.6', 'x', " in resumed(ranks, finished, paths.replace("/a,", "/x,"))
+    assert resumed(ranks, finished, paths) == ""
+    assert len(read_layout(resolve(finished / "run")).origin["corpora"]) == 3
