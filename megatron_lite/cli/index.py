@@ -18,7 +18,7 @@ def index(
         int | None, typer.Option("--nnodes", min=1, metavar="N", help="Number of nodes in the run.")
     ] = None,
 ) -> None:
-    """Write the data index files of a run, so that its ranks do not wait for them. A run that resumes reads others.
+    """Write the data index files of a run, new or resumed from its checkpoint, so that its ranks do not wait for them.
 
     Without train.global_batch_size, the number of samples depends on the number of processes.
     """
