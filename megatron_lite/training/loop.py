@@ -104,7 +104,7 @@ class Iterations:
             with self._stragglers.measured() if is_compared else nullcontext():
                 report = train_step(run, portion)
         log.iteration(state, report, samples, time.perf_counter() - started, self._times(number))
-        if number == self._first and config.log.megatron_line:  # all long-lived memory is allocated by now
+        if number == self._first:  # all long-lived memory is allocated by now
             log.say(memory_line(run))
         if is_compared and (line := self._stragglers.line()):
             log.say(line)
