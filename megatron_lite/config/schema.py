@@ -33,7 +33,7 @@ class RunConfig(Section):
     """The folder of a run, its random seed and its device."""
 
     dir: Folder = "runs/default"
-    """Folder of the run. It holds `metrics.jsonl`, `config.yaml`, `tensorboard/` and `checkpoints/`."""
+    """Folder of the run. It holds `metrics.jsonl`, `settings.yaml`, `tensorboard/` and `checkpoints/`."""
     seed: Seed = 1234
     """Seed of initial weights, of the order of the data and of dropout."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -339,9 +339,9 @@ class LogConfig(Section):
     interval: PositiveInt = 10
     """Iterations between printed lines; `metrics.jsonl` has every iteration."""
     megatron_line: bool = False
-    """Print exactly Megatron-LM's fields, for its parsers."""
+    """Print exactly Megatron-LM's lines, for its parsers, and the timers; else short lines for a person."""
     timers: bool = True
-    """At each interval, log the seconds of each phase on the fastest and the slowest rank."""
+    """At each interval, record the seconds of each phase on the fastest and the slowest rank."""
     tensorboard: bool = True
     """Write `tensorboard/` in `run.dir`."""
     trace: bool = False

@@ -107,7 +107,7 @@ class Iterations:
         tokens = sum(batch.tokens.numel() for batch in portion) * dp * run.ctx.cp.size
         report = replace(report, tokens=tokens, seconds=time.perf_counter() - started)
         log.iteration(state, report, samples, report.seconds, self._times(number))
-        if number == self._first and config.log.megatron_line:  # all long-lived memory is allocated by now
+        if number == self._first:  # all long-lived memory is allocated by now
             log.say(memory_line(run))
         if is_compared and (line := self._stragglers.line()):
             log.say(line)

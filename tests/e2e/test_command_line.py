@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import shutil
 import signal
 import socket
@@ -48,7 +49,7 @@ def test_a_run_writes_all_its_files_into_its_folder(finished):
     folder, process = finished
     assert process.returncode == 0, process.stderr
     produced = {path.name for path in (folder / "run").iterdir()}
-    assert produced == {"metrics.jsonl", "settings.yaml", "resolved.yaml", "tensorboard", "checkpoints", ".lock"}
+    assert {"metrics.jsonl", "settings.yaml", "resolved.yaml", "tensorboard", "checkpoints"} <= produced
     assert list((folder / "run" / "tensorboard").glob("events*"))
     resolved = yaml.safe_load((folder / "run" / "resolved.yaml").read_text())
     assert resolved["model"]["vocab_size"] == 257  # the size of the byte tokenizer
@@ -70,21 +71,10 @@ def test_metrics_have_a_row_for_every_iteration_and_evaluation(finished):
     assert validation["validation_ppl"] == pytest.approx(math.exp(validation["validation_loss"]))
 
 
-def test_the_iteration_line_has_the_fields_of_megatron_in_its_order(finished):
+def test_a_run_prints_a_line_of_its_values_and_the_loss_beside_that_of_guessing(finished):
     _, process = finished
-    (line,) = [line for line in process.stdout.splitlines() if " iteration        8/       8 |" in line]
-    fields = [field.split(":")[0].strip() for field in line.split(" |")[1:-1]]
-    assert fields == [
-        "consumed samples",
-        "elapsed time per iteration (ms)",
-        "throughput per rank (GFLOP/s)",
-        "tokens per second",
-        "learning rate",
-        "global batch size",
-        "lm loss",
-        "grad norm",
-        "remaining time",
-    ]
+    (line,) = [line for line in process.stdout.splitlines() if line.startswith("iteration 7/8  ")]
+    assert re.fullmatch(r"iteration 7/8  loss \S+  lr \S+  \S+ tokens/s  00:\d\d left  grad norm \S+", line)
     assert "unigram entropy" in process.stdout
     assert "bits per byte of source text" in process.stdout
 
