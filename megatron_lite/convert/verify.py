@@ -119,9 +119,15 @@ def of_transformers(folder: Path, dtype: torch.dtype | None, model_config: Model
     disable_progress_bar()  # the converter has one
     try:
         auto = getattr(transformers, _AUTO_CLASSES[model_config.architecture, model_config.binary_head])
-        model = auto.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        options = {"local_files_only": True, "trust_remote_code": False, "output_loading_info": True}
+        model, loaded = auto.from_pretrained(folder, **options)
     except Exception as error:  # transformers raises many classes
         raise CheckpointError(f"{folder}: transformers cannot load it: {type(error).__name__}: {error}") from error
+    if missing := sorted(loaded["missing_keys"]):  # random values
+        raise CheckpointError(
+            f"{folder}: transformers does not find {listed(missing)} in its files, so there is nothing to compare "
+            "with; leave out --verify"
+        )
     if dtype:
         for parameter in model.parameters():  # buffers, such as angles, are computed and not stored
             parameter.data = parameter.data.to(dtype)

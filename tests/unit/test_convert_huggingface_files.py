@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from megatron_lite.convert import huggingface, huggingface_files
+from megatron_lite.convert.driver import Request, convert
 from megatron_lite.convert.huggingface import read, recognise
 from megatron_lite.errors import CheckpointError, MegatronLiteError
 from tests.helpers.huggingface import (
@@ -82,6 +83,14 @@ def test_names_of_a_wrapped_model_are_read(saved, tmp_path, kind, wrapper):
     got, want = read(folder, {}), read(saved / kind, {})
     assert got.tensors == want.tensors
     assert all(torch.equal(got.read(name), want.read(name)) for name in want.tensors)
+
+
+def test_verification_does_not_compare_with_random_weights(saved, tmp_path):
+    """transformers does not read the names of a wrapped model, and fills it with random values."""
+    folder = copy(saved / "llama", tmp_path / "src")
+    save_file({f"_orig_mod.{name}": x for name, x in tensors_of(folder).items()}, folder / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"transformers does not find lm_head\.weight.*; leave out --verify"):
+        convert(Request(folder, tmp_path / "out", verify=True), lambda line: None)
 
 
 def test_names_of_wrapped_layers_are_read(saved, tmp_path):
