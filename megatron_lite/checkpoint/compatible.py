@@ -58,26 +58,16 @@ def check_order(changed: list[str], now: Config) -> None:
         "the samples or their order would change in the middle of a run; restore them, or branch off, to the first "
         f"sample of the new data: run.dir=ANOTHER checkpoint.load={now.run.dir}"
     )
-    _raise_where(changed, order)
+    raise_where(changed, order)
 
 
 def check_resumable(before: Fields, now: Config) -> None:
     """Raise ConfigError if resuming with `now` would invalidate pending sums."""
     sums = f"{OTHER_SUMS} load the weights alone with checkpoint.load_weights"
-    _raise_where(differing(before, now.model_dump(mode="json"), _pending(now)), sums)
+    raise_where(differing(before, now.model_dump(mode="json"), pending(now)), sums)
 
 
-def check_same_run(source: Config, target: Config, changed_corpora: list[str]) -> None:
-    """Raise ConfigError if the optimizer state of a run `source` would be invalid after a conversion to `target`."""
-    before, after = source.model_dump(mode="json"), target.model_dump(mode="json")
-    sync = [f"sync.{name}" for name in before["sync"]]
-    changed = changed_model(before, after) + differing(before, after, [*ORDER, "train.precision", *sync])
-    changed += changed_corpora
-    _raise_where(changed, "the optimizer state needs the old values; restore them, or convert with --weights-only")
-    _raise_where(differing(before, after, _pending(source)), f"{OTHER_SUMS} convert with --weights-only")
-
-
-def _raise_where(changed: list[str], reason: str) -> None:
+def raise_where(changed: list[str], reason: str) -> None:
     if changed:
         raise ConfigError(f"{listed(changed)}: {reason}")
 
@@ -132,7 +122,7 @@ def changed_corpora(before: Fields, now: Fields, recorded: Sequence[Identity], f
     return messages
 
 
-def _pending(config: Config) -> list[str]:
+def pending(config: Config) -> list[str]:
     """The fields that must keep their values while sums of `sync.delay` are pending."""
     if not config.sync.delay:
         return []

@@ -85,8 +85,7 @@ def plan(
         raise ConfigError("--out is for --search and --calibrate; use --json or --html for a plan")
     from megatron_lite.plan.estimate import make_plan
 
-    if rank is not None:
-        _check_unused("--rank", {"--html": html, "--tokens": tokens, "--price": price})
+    _check_unused("--rank", {"--html": html, "--tokens": tokens, "--price": price} if rank is not None else {})
     if rank is not None and rank >= world_size:
         raise ConfigError(f"--rank {rank}: this job has ranks 0 to {world_size - 1}; choose one of them")
     given = number_of(tokens, "--tokens") if tokens else 0.0
@@ -97,11 +96,7 @@ def plan(
     fitting = _fitting(found) if found.peak_memory > limit and (html is not None or not as_json) else []
     _print_plan(found, budget, fitting, as_json=as_json)
     if html is not None:
-        from megatron_lite.files import atomic_write
-        from megatron_lite.plan.page import page
-
-        title = settings.model.preset or str(config or "defaults")
-        atomic_write(html, page(found, title, budget, fitting))
+        _write_page(found, html, settings.model.preset or str(config or "defaults"), budget, fitting)
         typer.echo(f"page in {html}", err=as_json)
 
 
@@ -237,6 +232,13 @@ def _print_plan(found: "Plan", budget: "Budget", fitting: "list[Option]", *, as_
         typer.echo(f"{ranks_of(found, found.fullest)}: no communication of more than a few values")
     if found.peak_memory > found.device.memory_bytes:
         typer.echo("\n".join(["", *_changes_that_fit(fitting)]))
+
+
+def _write_page(found: "Plan", path: Path, title: str, budget: "Budget", fitting: "list[Option]") -> None:
+    from megatron_lite.files import atomic_write
+    from megatron_lite.plan.page import page
+
+    atomic_write(path, page(found, title, budget, fitting))
 
 
 def _fitting(found: "Plan") -> "list[Option]":

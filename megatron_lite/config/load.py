@@ -42,29 +42,6 @@ def fields_of(config_type: type[Config]) -> dict[str, FieldInfo]:
     return {f"{name}.{key}": info for name, section in sections.items() for key, info in section.model_fields.items()}
 
 
-# The names that other frameworks and users give to fields; a similar name of ours may mean something else.
-OTHER_NAMES = {
-    other: name
-    for name, others in {
-        "checkpoint.interval": "save_interval save_steps save_every",
-        "data.seq_length": "seq_len block_size max_length max_seq_len max_seq_length context_length",
-        "model.hidden_dropout": "dropout",
-        "model.hidden_size": "d_model dim n_embd",
-        "model.num_heads": "n_head n_heads num_attention_heads",
-        "model.num_layers": "n_layer n_layers num_hidden_layers",
-        "optim.decay_iterations": "lr_decay_iters decay_steps",
-        "optim.lr": "learning_rate max_lr",
-        "optim.warmup_iterations": "warmup warmup_steps warmup_iters lr_warmup_iters",
-        "parallel.context": "cp context_parallel context_parallel_size",
-        "parallel.pipeline": "pp pipeline_parallel pipeline_model_parallel_size",
-        "parallel.tensor": "tp tensor_parallel tensor_model_parallel_size",
-        "run.dir": "out out_dir output_dir",
-        "train.global_batch_size": "batch_size grad_accum gradient_accumulation_steps",
-        "train.iterations": "epochs num_epochs num_train_epochs steps max_steps max_iters train_iters",
-        "train.precision": "dtype torch_dtype fp16 bf16 fp32",
-    }.items()
-    for other in others.split()
-}
 SECTIONS, FIELDS = sections_of(Config), fields_of(Config)
 
 
@@ -284,8 +261,8 @@ def unknown_name(name: str, config_type: type[Config] = Config) -> str:
     if not dot and name in sections:
         example = next(iter(sections[name].model_fields))
         return f"{name} is a section; name one of its fields, such as {name}.{example}"
-    if field in OTHER_NAMES or (not dot and name in OTHER_NAMES):
-        return f"unknown field {name}{_question(OTHER_NAMES[field or name])}"
+    if other := other_names().get(field or name):
+        return f"unknown field {name}{_question(other)}"
     if not dot:
         near = _question(every.get(name) or _nearest(name, sections))
         return f"unknown section {name}{near}; sections are {', '.join(sections)}"
@@ -296,6 +273,13 @@ def unknown_name(name: str, config_type: type[Config] = Config) -> str:
     here = "" if field in every else _nearest(field, own)
     near = _question(f"{section}.{here}" if here else elsewhere)
     return f"unknown field {name}{near}" if near else f"unknown field {name}; {section} has {', '.join(own)}"
+
+
+@cache
+def other_names() -> dict[str, str]:
+    """The fields of ours by the names that other frameworks give them; a similar name may mean something else."""
+    table = yaml.safe_load((Path(__file__).parent / "other_names.yaml").read_text(encoding="utf-8"))
+    return {other: name for name, others in table.items() for other in others.split()}
 
 
 def _question(name: str) -> str:

@@ -12,7 +12,16 @@ import torch
 from torch import Tensor
 
 from megatron_lite.checkpoint import directory
-from megatron_lite.checkpoint.compatible import CORPORA, changed_corpora, check_same_run
+from megatron_lite.checkpoint.compatible import (
+    CORPORA,
+    ORDER,
+    OTHER_SUMS,
+    changed_corpora,
+    changed_model,
+    differing,
+    pending,
+    raise_where,
+)
 from megatron_lite.checkpoint.layout import LAYOUT_FILE, WEIGHT, parse_config, read_layout
 from megatron_lite.checkpoint.match import MODEL_PROVIDER, MODEL_TYPE, STARTS_TEXTS
 from megatron_lite.checkpoint.reshard import moves, rectangles
@@ -225,6 +234,16 @@ def copy(
     changed = changed_corpora(before.model_dump(mode="json"), config.model_dump(mode="json"), *corpora)
     check_same_run(before, config, changed)
     _write_run(path, layout.iteration, stored, tables, config, state=state, origin=origin, progress=progress)
+
+
+def check_same_run(source: Config, target: Config, changed_corpora: list[str]) -> None:
+    """Raise ConfigError if the optimizer state of a run `source` would be invalid after a conversion to `target`."""
+    before, after = source.model_dump(mode="json"), target.model_dump(mode="json")
+    sync = [f"sync.{name}" for name in before["sync"]]
+    changed = changed_model(before, after) + differing(before, after, [*ORDER, "train.precision", *sync])
+    changed += changed_corpora
+    raise_where(changed, "the optimizer state needs the old values; restore them, or convert with --weights-only")
+    raise_where(differing(before, after, pending(source)), f"{OTHER_SUMS} convert with --weights-only")
 
 
 def _config(fields: dict[str, dict[str, Any]], settings: Settings, tensor: int, pipeline: int) -> Config:

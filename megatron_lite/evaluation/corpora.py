@@ -10,9 +10,9 @@ from megatron_lite.data.blended import PADDING, Dataset, cache_folder
 from megatron_lite.data.corpus_info import check_tokenizers
 from megatron_lite.data.indexed import IndexedDataset, bin_path
 from megatron_lite.data.samples import sample_maker
-from megatron_lite.data.statistics import bits_per_byte
 from megatron_lite.data.text_dataset import Sample, SampleMaker, TextDataset, num_documents
 from megatron_lite.errors import ConfigError, DataError
+from megatron_lite.evaluation.statistics import bits_per_byte
 from megatron_lite.parallel.agreement import on_all
 from megatron_lite.training.corpora import check_corpora_end, check_documents_end, open_splits
 from megatron_lite.training.evaluate import mean_results

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from megatron_lite.config.schema import Config
 from megatron_lite.evaluation.run import check_tasks, task_results
+from megatron_lite.evaluation.statistics import comparison_lines
 from megatron_lite.launch.environment import set_environment
 from megatron_lite.launch.streams import survive_lost_output
 from megatron_lite.model.build import get_model
@@ -12,6 +13,8 @@ from megatron_lite.optim import lr
 from megatron_lite.plan.data_lines import data_lines
 from megatron_lite.plan.forecast import Forecast
 from megatron_lite.plan.layout_lines import layout_lines
+from megatron_lite.plan.memory_line import memory_line
+from megatron_lite.plan.resume_lines import resume_lines
 from megatron_lite.plan.trace import traced_step
 from megatron_lite.training import pretrain as core
 from megatron_lite.training.forward_step import ForwardStep, next_token_loss
@@ -61,6 +64,9 @@ def pretrain(
         tasks=task_results,
         layout_lines=lambda run: [*layout_lines(run), *(forecast.lines() if forecast else ())],
         data_lines=data_lines,
+        resume_lines=resume_lines,
+        memory_line=memory_line,
+        loss_lines=comparison_lines,
         traced_step=traced_step,
     )
     return core.pretrain(config, model_provider, datasets_provider, hooks=hooks, hint=hint)

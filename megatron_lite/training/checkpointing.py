@@ -17,7 +17,6 @@ from megatron_lite.data.blended import parse_paths
 from megatron_lite.errors import CheckpointError, ConfigError, DamagedCheckpoint, TrainingError
 from megatron_lite.parallel.agreement import on_first
 from megatron_lite.parallel.collectives import all_reduce
-from megatron_lite.parallel.grid import Grid
 from megatron_lite.parallel.random import seed_everything
 from megatron_lite.training.console import say
 from megatron_lite.training.replicas import check_replicas_equal
@@ -25,8 +24,6 @@ from megatron_lite.training.run import Run
 from megatron_lite.training.start import checkpoints_of, find_start, local_root, resumed_state, stored_config
 
 FORWARD_STEP = "forward_step"  # key of `origin`: the name of a custom one
-# Fields of `optim` that shape the learning rate.
-CURVE = ("lr", "min_lr", "schedule", "warmup_iterations", "decay_iterations", "wsd_decay_iterations")
 
 
 def save_run(run: Run, say: Callable[[str], None], *, must_be_done: bool = True) -> None:
@@ -175,8 +172,7 @@ def load_run(run: Run, root: Path, iteration: int) -> None:
         run.config = run.config.model_copy(update={"data": data})
     state = loaded.layout.state
     run.state = resumed_state(state["train"], changed, run.config, root)
-    _report(run, changes_line(saved, run.config), new_order_line(changed, run), moved_line(loaded, saved, run))
-    _report(run, learning_rate_line(saved, run), forward_step_line(loaded, run))
+    _report(run, *run.hooks.resume_lines(run, loaded, saved, changed))
     run.optimizer.load(contents.weights, contents.optimizer_state, state["adam_steps"], run.state.iteration)
     run.optimizer.scaler.load_state_dict(state["loss_scaler"])
     rng = loaded.rng
@@ -245,69 +241,3 @@ def saved_config(loaded: store.Loaded, folder: Path, run: Run) -> Config:
     ):
         raise CheckpointError(f"{folder}: its state {str(state)[:80]} is not that of a run. Load another checkpoint")
     return stored_config(loaded.layout.config, folder, type(run.config))
-
-
-def changes_line(saved: Config, now: Config) -> str:
-    """`section.field old -> new` for every setting that differs, except run.dir; empty without changes."""
-    before, after = saved.model_dump(mode="json"), now.model_dump(mode="json")
-    changes = [
-        f"{section}.{key} {before[section][key]} -> {value}"
-        for section, fields in after.items()
-        for key, value in fields.items()
-        if (section, key) != ("run", "dir") and before[section][key] != value
-    ]
-    return f"changed since that checkpoint: {', '.join(changes)}" if changes else ""
-
-
-def new_order_line(changed: list[str], run: Run) -> str:
-    """The start of a branch in other samples than those of its checkpoint; empty without changes."""
-    if not changed:
-        return ""
-    steps, samples = run.state.optimizer_steps, run.state.consumed_samples
-    return (
-        "other samples, or another order, than in that checkpoint: training reads from the first one; learning rate, "
-        f"batch-size ramp and consumed samples continue at {steps} steps and {samples} samples"
-    )
-
-
-def moved_line(loaded: store.Loaded, saved: Config, run: Run) -> str:
-    """The old and the new layout of a resharded run, and whether its random streams restart; empty without changes."""
-
-    def described(grid: Grid, config: Config) -> str:
-        chunks = config.parallel.virtual_pipeline
-        virtual = f" x {chunks} chunks" if chunks > 1 else ""
-        return f"tp={grid.tp} cp={grid.cp} dp={grid.dp} pp={grid.pp}{virtual}, {config.engine}"
-
-    before, after = described(loaded.layout.grid, saved), described(run.ctx.grid, run.config)
-    lines = []
-    if before != after:
-        lines.append(f"moved from {before} to {after}: rank 0 has read {loaded.bytes_read / 1e6:,.1f} MB")
-    if restarts_streams(loaded, run):
-        lines.append("random streams restart from run.seed, iteration and rank")
-    return "; ".join(lines)
-
-
-def forward_step_line(loaded: store.Loaded, run: Run) -> str:
-    """The forward steps of the checkpoint and of this run; empty where they have the same name."""
-    before, now = (origin.get(FORWARD_STEP) or "the built-in one" for origin in (loaded.layout.origin, run.origin))
-    return f"forward step: {now}; the checkpoint was trained with {before}" if before != now else ""
-
-
-def learning_rate_line(saved: Config, run: Run) -> str:
-    """The next learning rate under the saved and the new config, and settings that keep the saved curve.
-
-    Empty where both rates are nearly equal.
-    """
-    before, after = (
-        c.optim.model_copy(update={"decay_iterations": c.optim.decay_iterations or c.train.iterations})
-        for c in (saved, run.config)
-    )
-    rate, steps = run.hooks.learning_rate, run.state.optimizer_steps
-    old, new = (rate(optim, steps, optim.decay_iterations) for optim in (before, after))
-    if abs(new - old) <= max(0.01 * max(old, new), 1e-3 * before.lr):
-        return ""
-    settings = [f"optim.{key}={getattr(before, key)}" for key in CURVE if getattr(before, key) != getattr(after, key)]
-    return (
-        f"learning rate at iteration {run.state.iteration + 1}: {old:.1e} -> {new:.1e}; {' '.join(settings)} "
-        f"{'keeps' if len(settings) == 1 else 'keep'} the saved curve"
-    )

@@ -89,7 +89,7 @@ def check_corpora_end(config: Config, corpora: Sequence[IndexedDataset], eod: in
             )
 
 
-def documents_start(split: Dataset | None, token: int | None) -> bool:
+def starts_with(split: Dataset | None, token: int | None) -> bool:
     """Whether the first documents of each corpus start with the token."""
     corpora = [dataset.indexed for dataset, _ in members(split, 1)]
     starts = [each[number][:1].tolist() for each in corpora for number in range(min(len(each), 100))]

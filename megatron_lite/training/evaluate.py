@@ -9,7 +9,6 @@ import torch
 
 from megatron_lite.data.blended import Dataset, Splits
 from megatron_lite.data.loader import PrefetchingLoader
-from megatron_lite.data.statistics import bits_per_byte, unigram_entropy
 from megatron_lite.errors import DataError, StoppedEarly
 from megatron_lite.parallel.collectives import all_reduce
 from megatron_lite.pipeline.schedules import build_schedule
@@ -20,7 +19,6 @@ from megatron_lite.training.forward_step import (
     Sums,
     forward_of,
     means_of,
-    next_token_loss,
     sum_over_pipeline,
 )
 from megatron_lite.training.logs import RunLog
@@ -137,9 +135,9 @@ class Evaluation:
                     f"exiting program {reason}: training is done at iteration {run.state.iteration}, and saved, but "
                     "not its final evaluation; run the same command again to evaluate"
                 )
-            is_cross_entropy = run.hooks.valid_forward_step is next_token_loss  # over the targets of the loss mask
-            if name == "validation" and log.active and is_cross_entropy and run.config.model.architecture == "decoder":
-                log.say(comparison_line(run, losses["lm loss"], self._splits[name], self._eod))
+            if name == "validation" and log.active:
+                for line in run.hooks.loss_lines(run, losses, self._splits[name], self._eod):
+                    log.say(line)
         self._answer_tasks(f"the end of training, iteration {run.state.iteration}")
 
     def _is_missing(self, name: str) -> bool:
@@ -170,15 +168,3 @@ class Evaluation:
         self._log.evaluation(self._run.state, losses, where, name)
         self._run.state.evaluated_at[name] = self._run.state.iteration
         return losses
-
-
-def comparison_line(run: Run, loss: float, split: Dataset, eod: int) -> str:
-    """A line with the validation loss, the unigram entropy of its targets, and the loss in bits per byte of source
-    text."""
-    samples, data = evaluation_samples(run), run.config.data
-    entropy = unigram_entropy(split, samples, data, eod)
-    text = f"validation loss {loss:.3f} nats/token, unigram entropy {entropy:.3f} nats/token"
-    if run.tokenizer is not None:
-        bits = bits_per_byte(loss, split, samples, data, run.tokenizer)
-        text += f", {bits:.3f} bits per byte of source text"
-    return text

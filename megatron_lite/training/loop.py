@@ -16,7 +16,6 @@ from megatron_lite.training.checkpointing import save_run
 from megatron_lite.training.evaluate import Evaluation, build_loader
 from megatron_lite.training.faults import answer_bad_values
 from megatron_lite.training.logs import RunLog, is_printed
-from megatron_lite.training.memory import memory_line
 from megatron_lite.training.run import Run
 from megatron_lite.training.signals import StopRequest
 from megatron_lite.training.state import due, global_batch_size, num_microbatches
@@ -107,8 +106,8 @@ class Iterations:
         tokens = sum(batch.tokens.numel() for batch in portion) * dp * run.ctx.cp.size
         report = replace(report, tokens=tokens, seconds=time.perf_counter() - started)
         log.iteration(state, report, samples, report.seconds, self._times(number))
-        if number == self._first:  # all long-lived memory is allocated by now
-            log.say(memory_line(run))
+        if number == self._first and (line := run.hooks.memory_line(run)):  # all long-lived memory is allocated by now
+            log.say(line)
         if is_compared and (line := self._stragglers.line()):
             log.say(line)
         answer_bad_values(run, report, log.say)

@@ -23,13 +23,7 @@ from megatron_lite.errors import ConfigError, NoCheckpoint
 from megatron_lite.model.build import get_model
 from megatron_lite.parallel.agreement import on_all, on_first
 from megatron_lite.training.announce import announce, announce_data, announce_end, announce_start
-from megatron_lite.training.corpora import (
-    check_documents_end,
-    check_lengths,
-    documents_start,
-    open_splits,
-    wanted_samples,
-)
+from megatron_lite.training.corpora import check_documents_end, check_lengths, open_splits, starts_with, wanted_samples
 from megatron_lite.training.evaluate import Evaluation
 from megatron_lite.training.initialize import finalize_megatron, initialize_megatron
 from megatron_lite.training.logs import RunLog, write_config
@@ -138,7 +132,7 @@ def train_and_evaluate(run: Run, datasets: Splits, log: RunLog, started: float) 
     if datasets.train is None:
         raise ConfigError("data.split[0] is 0, so there is no training data; make it larger than 0")
     check_documents_end(run.config, datasets.train, eod)
-    if run.tokenizer is not None and documents_start(datasets.train, run.tokenizer.bos):
+    if run.tokenizer is not None and starts_with(datasets.train, run.tokenizer.bos):
         run.origin[STARTS_TEXTS] = True
     announce_start(run, log)
     with StopRequest(started + (train_config.exit_duration or math.inf)) as stop:

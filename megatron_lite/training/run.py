@@ -7,8 +7,9 @@ from typing import Any
 from torch import nn
 
 from megatron_lite.checkpoint.saver import Saver
+from megatron_lite.checkpoint.store import Loaded
 from megatron_lite.config.schema import Config, OptimConfig
-from megatron_lite.data.blended import Splits
+from megatron_lite.data.blended import Dataset, Splits
 from megatron_lite.data.loader import Batch
 from megatron_lite.data.tokenizer import Tokenizer
 from megatron_lite.ddp.data_parallel import DataParallel
@@ -60,6 +61,9 @@ class Hooks:
     tasks: "Tasks | None" = None  # for `train.tasks`
     layout_lines: "LayoutLines" = lambda run: ()
     data_lines: "DataLines" = lambda config, splits, wanted: ()
+    resume_lines: "ResumeLines" = lambda run, loaded, saved, changed: ()
+    memory_line: "MemoryLine" = lambda run: ""
+    loss_lines: "LossLines" = lambda run, losses, split, eod: ()
     traced_step: "TracedStep | None" = None  # called instead of `train_step` in one iteration if `log.trace` is set
 
     def with_built_in(self, step: ForwardStep) -> "Hooks":
@@ -82,4 +86,10 @@ LayoutLines = Callable[[Run], Iterable[str]]
 """Lines about the layout, which the first rank prints at the start; called on every rank."""
 DataLines = Callable[[Config, Splits, tuple[int, int, int]], Iterable[str]]
 """Lines about the corpora, from the numbers of samples that the splits need."""
+ResumeLines = Callable[[Run, Loaded, Config, list[str]], Iterable[str]]
+"""Lines about a resumed run, from its checkpoint, the config in it, and the changes of the sample order."""
+MemoryLine = Callable[[Run], str]
+"""A line about the memory of the training state, after the first iteration; called on every rank."""
+LossLines = Callable[[Run, dict[str, float], Dataset, int], Iterable[str]]
+"""Lines about the final validation losses by name, from their split and the end-of-document token."""
 TracedStep = Callable[[Run, list[Batch], Callable[[str], None]], StepReport]

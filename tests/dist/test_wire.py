@@ -2,8 +2,8 @@
 
 import pytest
 
+from megatron_lite.plan.memory_line import num_local_parameters
 from megatron_lite.training.initialize import finalize_megatron, initialize_megatron
-from megatron_lite.training.memory import num_local_parameters
 from megatron_lite.training.setup import setup_model_and_optimizer
 from megatron_lite.training.step import train_step
 from tests.helpers.engines import ENGINES, LARGE_MODEL

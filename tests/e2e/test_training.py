@@ -31,12 +31,12 @@ from megatron_lite import (
     train_step,
 )
 from megatron_lite.errors import TrainingError
+from megatron_lite.evaluation.statistics import comparison_line
 from megatron_lite.launch.pool import RanksFailed
 from megatron_lite.parallel.embedding import VocabParallelEmbedding
 from megatron_lite.parallel.linear import column_parallel_linear
 from megatron_lite.parallel.loss import vocab_parallel_cross_entropy
 from megatron_lite.training import loop
-from megatron_lite.training.evaluate import comparison_line
 from megatron_lite.training.faults import answer_bad_values
 from megatron_lite.training.initialize import choose_device, set_determinism
 from megatron_lite.training.run import Run

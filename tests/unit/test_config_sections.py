@@ -8,7 +8,7 @@ from pydantic import NonNegativeFloat
 from megatron_lite.config.load import dump_config, dump_settings, load_config
 from megatron_lite.config.schema import Config, Section
 from megatron_lite.errors import ConfigError
-from megatron_lite.training.checkpointing import changes_line
+from megatron_lite.plan.resume_lines import changes_line
 
 
 class Penalty(Section):

@@ -8,7 +8,8 @@ import torch
 from megatron_lite.config.load import load_config
 from megatron_lite.optim.lr import learning_rate
 from megatron_lite.parallel.random import RngTracker
-from megatron_lite.training.checkpointing import learning_rate_line, restarts_streams
+from megatron_lite.plan.resume_lines import learning_rate_line
+from megatron_lite.training.checkpointing import restarts_streams
 from megatron_lite.training.run import Hooks
 from megatron_lite.training.state import TrainState
 

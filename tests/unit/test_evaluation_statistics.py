@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from megatron_lite.config.schema import DataConfig
-from megatron_lite.data.statistics import bits_per_byte, unigram_entropy
 from megatron_lite.data.tokenizer import BytesTokenizer
+from megatron_lite.evaluation.statistics import bits_per_byte, unigram_entropy
 
 EOD = BytesTokenizer.eod
 ALL, MASKED = DataConfig(), DataConfig(eod_mask_loss=True)

@@ -9,6 +9,27 @@ from megatron_lite.config.schema import DataConfig
 from megatron_lite.data.blended import Dataset
 from megatron_lite.data.loader import batch_of
 from megatron_lite.data.tokenizer import BytesTokenizer, Tokenizer
+from megatron_lite.training.evaluate import evaluation_samples
+from megatron_lite.training.forward_step import next_token_loss
+from megatron_lite.training.run import Run
+
+
+def comparison_lines(run: Run, losses: dict[str, float], split: Dataset, eod: int) -> list[str]:
+    """The line, where the loss is the mean cross entropy of the targets of the loss mask."""
+    is_cross_entropy = run.hooks.valid_forward_step is next_token_loss and run.config.model.architecture == "decoder"
+    return [comparison_line(run, losses["lm loss"], split, eod)] if is_cross_entropy else []
+
+
+def comparison_line(run: Run, loss: float, split: Dataset, eod: int) -> str:
+    """A line with the validation loss, the unigram entropy of its targets, and the loss in bits per byte of source
+    text."""
+    samples, data = evaluation_samples(run), run.config.data
+    entropy = unigram_entropy(split, samples, data, eod)
+    text = f"validation loss {loss:.3f} nats/token, unigram entropy {entropy:.3f} nats/token"
+    if run.tokenizer is not None:
+        bits = bits_per_byte(loss, split, samples, data, run.tokenizer)
+        text += f", {bits:.3f} bits per byte of source text"
+    return text
 
 
 def unigram_entropy(dataset: Dataset, num_samples: int, data: DataConfig, eod: int) -> float:
