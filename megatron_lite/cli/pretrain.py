@@ -45,6 +45,7 @@ def pretrain(
         settings, missing = with_data(settings, has_data=bool(data))
         typer.echo(description(settings, sizes[0]), nl=False)
         raise_any(missing)
+        raise_any(later_problems(settings, sizes[0], has_data=bool(data)))
         return
     # On several machines, one that exits here would leave the others waiting for it.
     if "RANK" not in os.environ and not (nodes and nodes.several):
@@ -147,6 +148,22 @@ def start_of(config: "Config") -> "TrainState":
     from megatron_lite.training.start import start_state
 
     return start_state(config)
+
+
+def later_problems(config: "Config", world_size: int, *, has_data: bool) -> list[str]:
+    """The mistakes that the ranks of a run would report, without starting them."""
+    from megatron_lite.cli.dry_run import problems_of_checkpoint, problems_of_data
+
+    problems = []
+    if config.data.paths and not has_data:
+        problems += problems_of_data(config, start_of(config), config.parallel.data(world_size))
+    if config.checkpoint.load or config.checkpoint.load_weights or (Path(config.run.dir) / "checkpoints").exists():
+        problems += problems_of_checkpoint(config)
+    if config.train.tasks and config.data.tokenizer:
+        from megatron_lite.evaluation.run import check_tasks  # loads torch
+
+        check_tasks(config)
+    return problems
 
 
 def description(config: "Config", world_size: int) -> str:
