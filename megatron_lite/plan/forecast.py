@@ -61,7 +61,7 @@ class Forecast:
         needed = f"{size_text(plan.peak_memory)} on the fullest rank ({ranks_of(plan, plan.fullest)})"
         if not self._has_rates:
             hint = " (plan --calibrate)" if plan.device.name == "cpu" else ""
-            return [f"plan: {needed}; no time, because the rates of this device are unknown{hint}"]
+            return [f"plan: {needed}; no time: its rates are unknown{hint}"]
         return [f"plan: {needed}, {duration(plan.step_seconds)} for a step"]
 
     def after_step(self, run: Run, report: StepReport) -> None:

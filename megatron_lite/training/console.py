@@ -32,15 +32,10 @@ def say(text: str, log: LogConfig) -> None:
         text = textwrap.fill(text, WIDTH, subsequent_indent="    ", break_long_words=False, break_on_hyphens=False)
         # https://no-color.org
         if sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM", "dumb") != "dumb":
-            text = _painted(text)
+            for words, colour in COLOURS.items():
+                text = re.sub(words, f"\x1b[{colour}m\\g<0>\x1b[0m", text, flags=re.DOTALL)
     tqdm.write(text, file=sys.stdout)
     sys.stdout.flush()
-
-
-def _painted(text: str) -> str:
-    for words, colour in COLOURS.items():
-        text = re.sub(words, f"\x1b[{colour}m\\g<0>\x1b[0m", text, flags=re.DOTALL)
-    return text
 
 
 def one_line(fields: Sequence[str]) -> str:

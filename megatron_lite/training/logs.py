@@ -104,7 +104,7 @@ class RunLog:
         }
         if times:
             row["timers"] = {name: time._asdict() for name, time in times.items()}
-        speed = {"mfu": row["mfu"]} if self._on_gpu else {"gflops-per-second": 1000 * tflops}
+        speed = {"mfu": row["mfu"]} if self.ctx.device.type == "cuda" else {"gflops-per-second": 1000 * tflops}
         scalars = {
             **report.losses,
             "learning-rate": report.lr,
@@ -139,10 +139,6 @@ class RunLog:
             if self._board is not None:
                 self._board.add(times_for_board(times), state)
             self.say_either("", timers_line(times, self.ctx.world.size))
-
-    @property
-    def _on_gpu(self) -> bool:
-        return self.ctx.device.type == "cuda"
 
     def _record(self, row: dict[str, Any], scalars: dict[str, float], state: TrainState) -> None:
         with write_errors(self.folder):

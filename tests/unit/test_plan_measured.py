@@ -115,7 +115,7 @@ def test_a_forecast_reports_the_memory_and_needs_rates_for_the_time(tmp_path, mo
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     (line,) = Forecast(tiny_config("gpt", train__iterations=50)).lines()
     assert line.startswith("plan: ")
-    assert "kB on the fullest rank (rank 0); no time, because the rates of this device are unknown" in line
+    assert "kB on the fullest rank (rank 0); no time: its rates are unknown" in line
     (tmp_path / "megatron-lite").mkdir()
     written(tmp_path / "megatron-lite", **{"fp32 of 1": ENTRY})
     (line,) = Forecast(tiny_config("gpt", train__iterations=50)).lines()
@@ -144,7 +144,7 @@ def test_an_unknown_gpu_gets_no_hint_to_measure_cpus(tmp_path, monkeypatch):
     assert unknown.plan is not None
     monkeypatch.setattr(unknown, "plan", replace(unknown.plan, machines=Machines(device_of("h100"), 1)))
     (line,) = unknown.lines()
-    assert line.endswith("because the rates of this device are unknown")
+    assert line.endswith("no time: its rates are unknown")
 
 
 def test_a_failing_plan_is_reported_and_stops_nothing(monkeypatch):
