@@ -25,7 +25,7 @@ def comparison_line(run: Run, loss: float, split: Dataset, eod: int) -> str:
     text."""
     samples, data = evaluation_samples(run), run.config.data
     entropy = unigram_entropy(split, samples, data, eod)
-    text = f"validation loss {loss:.3f} nats/token, unigram entropy {entropy:.3f} nats/token"
+    text = f"validation loss {loss:.3f} nats/token, unigram entropy {entropy:.3f}"
     if run.tokenizer is not None:
         bits = bits_per_byte(loss, split, samples, data, run.tokenizer)
         text += f", {bits:.3f} bits per byte of source text"

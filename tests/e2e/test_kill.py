@@ -23,7 +23,7 @@ from tests.helpers.limits import PATIENCE
 from tests.helpers.runs import rows, tensor_files, train_to_end
 
 SIZE = 2
-FOREVER = 1_000_000
+FOREVER = 100_000
 # A checkpoint after every iteration, so that most kills interrupt a save.
 COMMON = {
     "checkpoint__interval": 1,

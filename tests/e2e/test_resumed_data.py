@@ -10,12 +10,14 @@ from megatron_lite.config.load import load_config
 from megatron_lite.data.blended import Splits
 from megatron_lite.errors import ConfigError, DataError, StoppedEarly
 from megatron_lite.plan.data_lines import data_lines
+from megatron_lite.plan.resume_lines import resume_lines
 from megatron_lite.training.corpora import open_splits
 from megatron_lite.training.forward_step import next_token_loss
 from megatron_lite.training.pretrain import pretrain
 from megatron_lite.training.run import Hooks
 from megatron_lite.training.state import TrainState
 from tests.helpers.corpora import write_corpus
+from tests.helpers.printed import unwrapped
 from tests.helpers.runs import rows
 from tests.helpers.tiny import tiny_config
 
@@ -42,7 +44,12 @@ def seen(folder, paths, evaluated=None, **changes):
 
     fields = {"run__dir": folder, "data__paths": paths, "data__split": "[1,0,0]", "train__eval_iterations": 0}
     config = tiny_config("gpt", **{**fields, "train__global_batch_size": 1, **changes})
-    hooks = Hooks(recording(trained), recording([] if evaluated is None else evaluated), data_lines=data_lines)
+    hooks = Hooks(
+        recording(trained),
+        recording([] if evaluated is None else evaluated),
+        data_lines=data_lines,
+        resume_lines=resume_lines,
+    )
     try:
         pretrain(config, hooks=hooks)
     except StoppedEarly:
@@ -68,7 +75,10 @@ def test_a_run_that_resumes_with_a_smaller_batch_and_then_beyond_its_plan_finish
     assert len(found) == rows(tmp_path)[-1]["consumed_samples"] == 48 + 16 + 120
     assert found == order(both, 184, planned=80) != order(both, 184, planned=184)
     # A sample has 16 new tokens, 70 % of the samples are from a, and an epoch of a has 192 tokens.
-    epochs = [float(words) for words in re.findall(r"a: 16 .*this run reads ([\d.]+) epochs", capsys.readouterr().out)]
+    epochs = [
+        float(words)
+        for words in re.findall(r"a: 16 .*this run reads ([\d.]+) epochs", unwrapped(capsys.readouterr().out))
+    ]
     assert epochs == pytest.approx([n * 0.7 * 16 / 192 for n in (80, 64, 184)], abs=0.3)
 
 
@@ -82,9 +92,9 @@ def test_a_branch_with_other_data_starts_at_its_first_sample(tmp_path, paths, ca
     found = seen(tmp_path / "new", paths["both"], train__exit_iteration=13, **branch)
     consumed = old[-1]["consumed_samples"]
     assert (
-        " other samples, or another order, than in that checkpoint: training reads from the first one; learning rate, "
+        "other samples, or another order, than in that checkpoint: training reads from the first one; learning rate, "
         f"batch-size ramp and consumed samples continue at 8 steps and {consumed} samples\n"
-    ) in capsys.readouterr().out
+    ) in unwrapped(capsys.readouterr().out)
     found += seen(tmp_path / "new", paths["both"], **branch)
     assert "other samples" not in capsys.readouterr().out
     assert found == order(paths["both"], 12 * 4, planned=12 * 4)

@@ -27,9 +27,10 @@ from megatron_lite.parallel.collectives import all_gather
 from megatron_lite.parallel.context import Group, ParallelContext
 from megatron_lite.parallel.random import RngTracker
 from megatron_lite.parallel.shard import ParamMeta
+from megatron_lite.plan.resume_lines import resume_lines
 from megatron_lite.training.checkpointing import save_run
 from megatron_lite.training.initialize import finalize_megatron, initialize_megatron
-from megatron_lite.training.run import Run
+from megatron_lite.training.run import Hooks, Run
 from megatron_lite.training.setup import setup_model_and_optimizer
 from megatron_lite.training.state import num_microbatches
 from megatron_lite.training.step import local_batches, train_step
@@ -214,7 +215,7 @@ def resume_and_save(
     sizes = {"train__global_batch_size": 12, "model__num_layers": 4, "train__iterations": 100}
     config = tiny_config(model, run__dir=folder, checkpoint__load=source, **sizes, **changes)
     ctx, rng = initialize_megatron(config)
-    run = setup_model_and_optimizer(config, ctx, rng, model_with_biases)
+    run = setup_model_and_optimizer(config, ctx, rng, model_with_biases, Hooks(resume_lines=resume_lines))
     reports = [train_step(run, next_microbatches(run)) for _ in range(steps)]
     run.ddp.wait_for_params()
     save_run(run, lambda line: None)

@@ -24,7 +24,7 @@ def bytes_per_token(samples, data: DataConfig = ALL, tokenizer=None) -> float:
 class Spaced:
     """A word for each id, with a space before it; like sentencepiece, `decode` drops the first space of a text."""
 
-    eod = 9
+    eod, bos = 9, None
 
     def decode(self, ids) -> str:
         return "".join(f" {'abcdefgh'[id] * (id + 1)}" for id in ids).removeprefix(" ")
