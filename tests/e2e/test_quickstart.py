@@ -99,7 +99,7 @@ def test_a_short_quickstart_trains_writes_code_and_draws_its_curves(tmp_path):
     assert second.returncode == 0, second.stderr
     for words in (
         "3/5 resuming the run with its config",
-        "validation loss at the end of training",
+        "validation at the end of training",
         "unigram entropy",
         "class Reader:",
         "picture in runs/quickstart/curves.png",
