@@ -40,10 +40,12 @@ ALWAYS_ENDS = {
 
 def add_tokenizer(gguf: Any, writer: Any, checkpoint: Checkpoint) -> None:
     """Write the tokenizer; without one llama.cpp reads and writes ids only."""
-    files = checkpoint.tokenizer or tokenizer_files.files_of(checkpoint.tokenizer_spec)
+    spec, files = checkpoint.tokenizer_spec, checkpoint.tokenizer
+    if not files and tokenizer_files.readable(spec, checkpoint.model.vocab_size):  # a config may name any other file
+        files = tokenizer_files.files_of(spec)
     if {"tokenizer.model", "tokenizer.json", "vocab.json"} & files.keys():
         vocabulary = _of_files(gguf, files)
-    elif checkpoint.tokenizer_spec == "bytes":
+    elif spec == "bytes":
         vocabulary = of_bytes()
     else:
         writer.add_tokenizer_model("no_vocab")
