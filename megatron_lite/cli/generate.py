@@ -1,6 +1,7 @@
 """`megatron-lite generate`: text from a checkpoint."""
 
 import json
+import re
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -125,21 +126,25 @@ def read_prompts(given: list[str], file: str) -> "list[Prompt]":
     prompts = [Prompt(sys.stdin.read() if text == "-" else text) for text in given]
     if file:
         lines = _lines_of(file)
-        parse = _prompt_of_object if file.endswith(".jsonl") else lambda line, _: line
+        parse = _prompt_of_object if file.lower().endswith(".jsonl") else lambda line, _: line
         prompts += [Prompt(parse(line, f"{file}:{at}"), f"{file}:{at}") for at, line in enumerate(lines, start=1)]
     for prompt in prompts:
         if not prompt.text:
             raise ConfigError(f"{prompt.origin}: the prompt is empty; give at least one character")
     if not prompts:
         raise ConfigError(f"{file}: the file is empty; write a prompt on each line")
-    # From a shell, an argument can have any bytes.
-    return [Prompt(prompt.text.encode("utf-8", "surrogateescape").decode("utf-8", "replace"), prompt.origin)
-            for prompt in prompts]  # fmt: skip
+    return [Prompt(_as_text(prompt.text), prompt.origin) for prompt in prompts]
+
+
+def _as_text(given: str) -> str:
+    """From a shell, an argument can have any bytes; JSON can have half a surrogate pair."""
+    halves = re.sub("[\ud800-\udc7f\udd00-\udfff]", "?", given)
+    return halves.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
 
 
 def _lines_of(file: str) -> list[str]:
     try:
-        text = sys.stdin.read() if file == "-" else Path(file).read_bytes().decode()
+        text = sys.stdin.read() if file == "-" else Path(file).read_bytes().decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise ConfigError(f"{file}: byte {error.start:,} is not UTF-8; convert the file to UTF-8") from None
     except OSError as error:

@@ -12,7 +12,7 @@ from typing import Any
 from megatron_lite.data.blended import parse_paths
 from megatron_lite.data.corpus_info import checksum
 from megatron_lite.data.indexed import HEADER, bin_path, idx_path, read_header
-from megatron_lite.errors import DataError
+from megatron_lite.errors import ConfigError, DataError
 
 FULL_BYTES = 16 << 20
 NUM_BLOCKS, BLOCK_BYTES = 32, 1 << 15
@@ -49,7 +49,10 @@ def identities(prefixes: Sequence[str]) -> list[Identity]:
 
 def recorded_identities(paths: Sequence[str]) -> list[Identity]:
     """Those of the corpora in `data.paths`, for a checkpoint; none where one is missing, as for a custom dataset."""
-    found = identities(parse_paths(paths).prefixes) if paths else []
+    try:
+        found = identities(parse_paths(paths).prefixes) if paths else []
+    except ConfigError:  # a custom dataset may have any words
+        return []
     return found if all(isinstance(one["idx"], dict) for one in found) else []
 
 

@@ -58,7 +58,7 @@ Results = dict[str, dict[str, float]]  # by task, values by name
 def read_task_file(path: Path) -> str:
     """The text of a task file. Raises ConfigError for a file that cannot be read."""
     try:
-        return path.read_bytes().decode()  # text mode would end lines at a carriage return too
+        return path.read_bytes().decode("utf-8-sig")  # text mode would end lines at a carriage return too
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path}: byte {error.start:,} is not UTF-8; convert the file to UTF-8") from None
     except OSError as error:
@@ -77,6 +77,9 @@ def parse_questions(text: str, path: str) -> list[Question]:
 def _question(line: str, origin: str, task: str) -> Question:
     try:
         found: Any = json.loads(line)
+        json.dumps(found, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        raise ConfigError(f"{origin}: half a surrogate pair ({error.reason}); write whole characters") from None
     except ValueError as error:
         raise ConfigError(f"{origin}: not JSON ({error}); write {WANTED}") from None
     if not isinstance(found, dict):

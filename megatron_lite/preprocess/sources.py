@@ -42,7 +42,8 @@ OTHER_FORMATS = {
     rb"\x89HDF": ("HDF5", _EXPORT),
     rb"SQLite format 3\x00": ("an SQLite database", _EXPORT),
     rb"%PDF-\d": ("PDF", "extract its text first"),
-    rb"\xff\xfe|\xfe\xff": ("UTF-16", "convert it to UTF-8, such as with iconv"),
+    rb"\xff\xfe|\xfe\xff|\x00\x00\xfe\xff": ("UTF-16 or UTF-32", "convert it to UTF-8, such as with iconv"),
+    rb"(?s)[^\x00]{0,300}\x00": ("not text, because it has zero bytes", "convert it to UTF-8 text"),
 }
 SKIPPED_FOLDERS = ("site-packages", "dist-packages", "node_modules", "__pycache__")  # of installed or generated files
 
@@ -141,9 +142,10 @@ def _check_is_text(path: Path) -> None:
             start = next(_unpacked_blocks(path, raw), b"")
     except (OSError, EOFError, zlib.error):
         return  # reading it raises the error with the line
+    within = " within this compressed file" if path.suffix.lower() in COMPRESSED else ""
     for pattern, (name, advice) in OTHER_FORMATS.items():
         if re.match(pattern, start):
-            raise DataError(f"{path}: is {name}, which is not supported as input; {advice}")
+            raise DataError(f"{path}: is {name}, which is not supported as input{within}; {advice}")
 
 
 def split_into_chunks(files: Sequence[Path], split_on: SplitOn) -> Iterator[Chunk]:

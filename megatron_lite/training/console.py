@@ -29,7 +29,8 @@ COLOURS = {  # by the text that has it
 def say(text: str, log: LogConfig) -> None:
     """Print a text on standard output. With `log.megatron_line` it stays as it is, for parsers."""
     if not log.megatron_line:
-        text = textwrap.fill(text, WIDTH, subsequent_indent="    ", break_long_words=False, break_on_hyphens=False)
+        wrap = {"subsequent_indent": "    ", "break_long_words": False, "break_on_hyphens": False}
+        text = "\n".join(textwrap.fill(line, WIDTH, **wrap) for line in text.split("\n"))
         # https://no-color.org
         if sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM", "dumb") != "dumb":
             for words, colour in COLOURS.items():

@@ -62,6 +62,15 @@ def test_a_file_without_questions_or_of_another_encoding_is_named(tmp_path):
         read_task_file(tmp_path / "none")
 
 
+def test_a_byte_order_mark_is_no_part_of_a_question_and_half_a_character_is_an_error(tmp_path):
+    """Editors write the mark; half a surrogate pair is JSON, but no text, and would end in a traceback later."""
+    line = '{"question": "a", "choices": ["b", "c"], "answer": 0}'
+    (tmp_path / "f.jsonl").write_bytes(b"\xef\xbb\xbf" + line.encode())
+    assert parse_questions(read_task_file(tmp_path / "f.jsonl"), "f.jsonl")[0].prompt == "a"
+    with pytest.raises(ConfigError, match=r"f\.jsonl:1: half a surrogate pair"):
+        parse_questions(line.replace('"a"', '"\\ud800"'), "f.jsonl")
+
+
 def test_the_file_in_the_repository_has_twenty_questions_of_three_kinds():
     path = ROOT / "configs" / "tasks" / "python.jsonl"
     questions = parse_questions(read_task_file(path), str(path))

@@ -128,7 +128,7 @@ def write_database(content, path):
 @pytest.mark.parametrize(
     "name, write, message",
     [
-        ("c.jsonl", packed_by(gzip.compress), "is gzip, which is not supported as input; give it a name that ends in"),
+        ("c.jsonl", packed_by(gzip.compress), "is gzip, which is not supported as input; give it a name"),
         (
             "c.jsonl",
             packed_by(zstandard.ZstdCompressor().compress),
@@ -145,7 +145,8 @@ def write_database(content, path):
             r"is Parquet, .*; write its text as \.jsonl first",
         ),
         ("c.db", write_database, "is an SQLite database, .*; write its text"),
-        ("c.txt", packed_by(lambda content: content.decode().encode("utf-16")), "is UTF-16, .*; convert it to UTF-8"),
+        ("c.txt", packed_by(lambda content: content.decode().encode("utf-16")), "is UTF-16 or UTF-32, .*; convert it"),
+        ("c.txt", packed_by(lambda content: content.decode().encode("utf-16-le")), "is not text, because it has zero"),
     ],
 )
 def test_the_error_of_a_file_that_is_not_text_names_its_format(tmp_path, name, write, message):

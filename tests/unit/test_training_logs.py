@@ -140,6 +140,11 @@ def test_a_long_message_continues_on_indented_lines(make_log, capsys):
     assert capsys.readouterr().out == f"{words}\n"
 
 
+def test_a_message_of_several_lines_keeps_them(make_log, capsys):
+    make_log().say("FAILED:\n  first  " + "word " * 30 + "\n  second")
+    assert [line for line in capsys.readouterr().out.splitlines() if line.startswith("  second")] == ["  second"]
+
+
 def test_the_megatron_line_is_the_line_of_megatron(make_log, capsys):
     """Its parsers split it at bars and colons."""
     log = make_log(0, "log.megatron_line=true")
