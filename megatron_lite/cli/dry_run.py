@@ -38,18 +38,25 @@ def problems_of_data(config: Config, state: TrainState, data_parallel_size: int)
         bounds = [split_bounds(data.split, len(c) if is_decoder else num_documents(c))[which] for c in corpora]
         if not wanted[which] or not any(bounds):
             continue
-        ranges = [slice(*pair) if pair else slice(0) for pair in bounds]
-        tokens = [int(c.sequence_lengths[each].sum()) for c, each in zip(corpora, ranges, strict=True)]
-        if name == "train" and not all(tokens):
-            empty = corpora[tokens.index(0)].prefix
-            problems.append(f"{empty}: its part of the train split has no tokens; give it a larger part of data.split")
-        elif is_decoder and blend.weights is None and len(corpora) > 1:
-            samples = sum(max(0, count - 1) // data.seq_length for count in tokens)
-            if wanted[which] > samples:
+        if not is_decoder:
+            continue  # the numbers are of documents, whose tokens the run counts
+        is_one_epoch = blend.weights is None and len(corpora) > 1
+        needed, tokens = data.seq_length + 1 if is_one_epoch else 1, []
+        for corpus, pair in zip(corpora, bounds, strict=True):
+            count = int(corpus.sequence_lengths[slice(*pair)].sum()) if pair else 0
+            tokens.append(count)
+            is_read = pair is not None and (name == "train" or pair[0] < pair[1])
+            if is_read and count < needed:
                 problems.append(
-                    f"data.paths has no weights, so the {name} split is one epoch of each corpus, {samples:,} samples; "
-                    f"{wanted[which]:,} are needed; lower {key}, or put a weight before each prefix"
+                    f"{corpus.prefix}: its part of the {name} split has {count:,} tokens, and needs {needed:,}; give it "
+                    "a larger part of data.split"
                 )
+        samples = sum(max(0, count - 1) // data.seq_length for count in tokens)
+        if is_one_epoch and wanted[which] > samples:
+            problems.append(
+                f"data.paths has no weights, so the {name} split is one epoch of each corpus, {samples:,} samples; "
+                f"{wanted[which]:,} are needed; lower {key}, or put a weight before each prefix"
+            )
     return problems
 
 

@@ -14,6 +14,7 @@ def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("dry")
     prefix = write_corpus(folder / "a", [900, 1500, 600])
     write_corpus(folder / "b", [90, 150, 60])
+    write_corpus(folder / "c", [5, 5, 5])
     train = {"iterations": 2, "eval_iterations": 0}
     sections = {"train": train, "model": {"vocab_size": 4096}, "log": {"tensorboard": False}}
     tiny_yaml(folder, prefix, **sections)
@@ -32,6 +33,7 @@ def folder(tmp_path_factory):
         (["run.dir=new", "data.paths=[a,b]", "train.iterations=5000"], "data.paths has no weights, .*20,000"),
         (["run.dir=new", "data.split=[0,1,0]"], r"data.split\[0\] is 0"),
         (["run.dir=new", "data.paths=[b]", "data.split=[1e-9,1,0]"], "b: .*train split has"),
+        (["run.dir=new", "data.paths=[a,c]"], "c: .*train split has"),
         (["run.dir=new", "data.paths=[b]", "data.reset_position_ids=true"], "b: its first document ends with"),
         (["run.dir=new", "checkpoint.load_weights=nothing"], "checkpoint.load_weights: nothing: "),
         (["run.dir=new", "checkpoint.load=nothing"], "checkpoint.load: nothing: is not a folder"),
