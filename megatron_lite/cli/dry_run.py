@@ -48,8 +48,8 @@ def problems_of_data(config: Config, state: TrainState, data_parallel_size: int)
             is_read = pair is not None and (name == "train" or pair[0] < pair[1])
             if is_read and count < needed:
                 problems.append(
-                    f"{corpus.prefix}: its part of the {name} split has {count:,} tokens, and needs {needed:,}; give it "
-                    "a larger part of data.split"
+                    f"{corpus.prefix}: its part of the {name} split has {count:,} tokens, and needs {needed:,}; "
+                    "give it a larger part of data.split"
                 )
         samples = sum(max(0, count - 1) // data.seq_length for count in tokens)
         if is_one_epoch and wanted[which] > samples:
