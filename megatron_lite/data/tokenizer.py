@@ -181,8 +181,15 @@ class BPETokenizer:
         if self.special.keys().isdisjoint(found.ids):
             return found.ids
         # A model without merges may have the spelling in its vocabulary, but not two halves of it.
+        normalized = self.model.normalizer.normalize_str if self.model.normalizer else str  # may be what spells it
         spans = ((self.special.get(token), *span) for token, span in zip(found.ids, found.offsets, strict=True))
-        matched = [end for name, start, end in spans if end - start > 1 and text[start:end].strip() == name]
+        matched = [
+            end
+            for name, start, end in spans
+            if name
+            and end - start > 1
+            and name in (text[start:end].strip(), normalized(text[start:end]).strip(" \u2581"))
+        ]
         parts = [text[start:end] for start, end in pairwise([0, *(end - 1 for end in matched), len(text)])]
         return [token for part in parts for token in self.encode(part)] if matched else found.ids
 

@@ -59,22 +59,24 @@ def test_documents_have_neither_special_tokens_nor_padding_and_are_not_cut(tmp_p
     assert len(tokenizer.encode("<think>")) == 1 and len(tokenizer.encode("</s>")) == 3
 
 
-@pytest.mark.parametrize("kind", ["unigram", "words"])
+@pytest.mark.parametrize("kind", ["unigram", "words", "unigram with NFKC"])
 def test_a_special_token_in_the_vocabulary_of_a_model_without_merges_is_not_found_in_documents(tmp_path, kind):
     """Such a model takes its longest word, which may be the end token, whether or not special tokens are matched."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
+    from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
 
     words = ["<unk>", "</s>", "a", "b", "<", "/s>", "▁", "▁</s>"]
-    if kind == "unigram":
+    if kind != "words":
         model = Tokenizer(models.Unigram([(word, 0.0 if word == "</s>" else -2.0) for word in words], 0, False))
     else:
         model = Tokenizer(models.WordLevel({word: n for n, word in enumerate(words)}, unk_token="<unk>"))
         model.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    if kind == "unigram with NFKC":
+        model.normalizer = normalizers.NFKC()
     model.add_special_tokens(["<unk>", "</s>"])
     model.save(str(tmp_path / "tokenizer.json"))
     tokenizer = build_tokenizer(f"hf:{tmp_path}")
     assert tokenizer.encode_prompt("a </s> b").count(1) == 1
-    for text in ("a</s>b", "a </s> b", "</s></s>", "</s>", "x </s> <unk>"):
+    for text in ("a</s>b", "a </s> b", "</s></s>", "</s>", "x </s> <unk>", "a\uff1c/s\uff1eb"):
         assert 1 not in tokenizer.encode(text), text
     assert 0 in tokenizer.encode("x"), "an unknown word lost its token"
 
