@@ -90,8 +90,7 @@ def run_to_end(
         announce(run, log, builds_splits=datasets_provider is None)
         datasets = (datasets_provider or build_splits)(run)
         announce_data(run, datasets, log)
-        if log.active:
-            write_config(run.config)
+        on_first(lambda: write_config(run.config), run.ctx.world)
         return train_and_evaluate(run, datasets, log, started)
 
 
