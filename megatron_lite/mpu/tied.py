@@ -3,14 +3,16 @@
 Each stage has a copy. Both start equal and get the sum of both gradients over embd, so they stay equal; norms and
 checkpoints count them once. That needs a description of both, which this file makes from what Megatron's models have:
 the method of `MegatronModule` that returns the embedding, or a mark on the weights. A shared weight without a partner
-is an error: its stage would train it alone, and the stages would drift apart.
+is an error: its stage would train it alone, and the stages would drift apart. A method that only the first stage can
+answer is a warning, because Megatron's module has it in models that share nothing too.
 Source: Megatron-LM, megatron/legacy/model/module.py and megatron/core/models/common/language_module.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
-from torch import nn
+from torch import Tensor, nn
 
 from megatron_lite.errors import TrainingError
 from megatron_lite.mpu.groups import set_virtual_pipeline_model_parallel_rank
@@ -38,21 +40,32 @@ class _Weight:
     is_embedding: bool  # the weight that METHODS return
 
 
+class _Stage(NamedTuple):
+    """What other stages need to know of one."""
+
+    weights: list[_Weight]
+    missing: str  # why METHODS return no weight on this end; "" where one does, and for a model without them
+    is_view: bool  # they return a tensor that is none of its parameters
+
+
 def tie_stages(chunks: Sequence[nn.Module], ctx: ParallelContext) -> None:
     """Describe the weights that the first and the last stage share as copies of one.
 
     Raises TrainingError for a shared weight that cannot be tied, and where two stages have other parameters of one
-    name, which would be one tensor in a checkpoint.
+    name, which would be one tensor in a checkpoint. Rank 0 prints a warning where the head may be untied by mistake.
     Communicates: names and shapes over pp.
     """
     pp, count = ctx.pp, len(chunks) * ctx.pp.size
     ends = (0, count - 1) if count > 1 else ()
     of_ranks = all_gather_objects(
-        [_weights(chunk, number, is_end=number * pp.size + pp.rank in ends) for number, chunk in enumerate(chunks)], pp
+        [_stage(chunk, number, is_end=number * pp.size + pp.rank in ends) for number, chunk in enumerate(chunks)], pp
     )
-    stages = [of_ranks[stage % pp.size][stage // pp.size] for stage in range(count)]
+    of_stages = [of_ranks[stage % pp.size][stage // pp.size] for stage in range(count)]
+    stages = [stage.weights for stage in of_stages]
     pairs = _pairs(stages) if count > 1 else []
     _check_names(stages, {copy.name for original, copy in pairs if original.name == copy.name})
+    if count > 1 and (note := _untied(of_stages[0], of_stages[-1], pairs)) and ctx.world.is_first:
+        print(f" WARNING: {note}", flush=True)
     for original, copy in pairs:
         if pp.is_first:
             _declare_tied(chunks[0], original.name, tied_to="")
@@ -60,8 +73,8 @@ def tie_stages(chunks: Sequence[nn.Module], ctx: ParallelContext) -> None:
             _declare_tied(chunks[-1], copy.name, tied_to=original.name)
 
 
-def _weights(chunk: nn.Module, number: int, *, is_end: bool) -> list[_Weight]:
-    """The parameters of a chunk that have a description; for others `param_table` raises an error later."""
+def _stage(chunk: nn.Module, number: int, *, is_end: bool) -> _Stage:
+    """A chunk's parameters with a description; for others `param_table` raises an error later."""
     embedding, found = _embedding(chunk, number) if is_end else None, []
     for name, parameter in chunk.named_parameters():
         meta: ParamMeta | None = getattr(parameter, "meta", None)
@@ -70,23 +83,28 @@ def _weights(chunk: nn.Module, number: int, *, is_end: bool) -> list[_Weight]:
         is_marked = meta.tied or getattr(parameter, "shared", False) or getattr(parameter, "shared_embedding", False)
         described = (tuple(meta.shape), meta.shard, meta.decay, meta.tied_to)
         found.append(_Weight(name, *described, bool(is_marked), is_embedding=parameter is embedding))
-    return found
+    is_view = isinstance(embedding, Tensor) and not any(parameter is embedding for parameter in chunk.parameters())
+    return _Stage(found, embedding if isinstance(embedding, str) else "", is_view)
 
 
-def _embedding(chunk: nn.Module, number: int) -> object:
-    """The weight that Megatron's method returns on an end of the pipeline; None for a model that shares none."""
+def _embedding(chunk: nn.Module, number: int) -> Tensor | str | None:
+    """The weight that Megatron's method returns on an end of the pipeline, or why it returns none.
+
+    None for a model without that method, or with its flag turned off.
+    """
     for module in chunk.modules():
         for method, flag in METHODS.items():
             if callable(getattr(module, method, None)) and getattr(module, flag, True):
                 if number:  # the method may ask for the stage
                     set_virtual_pipeline_model_parallel_rank(number)
                 try:
-                    return getattr(module, method)()
-                except AttributeError:  # Megatron's module shares by default, and has no copy of a weight before
-                    return None  # initialize_word_embeddings
+                    weight = getattr(module, method)()
+                except AttributeError as error:  # Megatron's module shares by default, and has no copy of a weight
+                    return f"{method}() raises AttributeError: {error}"  # before initialize_word_embeddings
                 finally:
                     if number:
                         set_virtual_pipeline_model_parallel_rank(0)
+                return weight if isinstance(weight, Tensor) else f"{method}() returns {type(weight).__name__}"
     return None
 
 
@@ -113,6 +131,29 @@ def _pairs(stages: Sequence[Sequence[_Weight]]) -> list[tuple[_Weight, _Weight]]
                 f"one, {_described(original)}; give both one shape, shard and weight decay"
             )
     return pairs
+
+
+def _untied(first: _Stage, last: _Stage, pairs: Sequence[tuple[_Weight, _Weight]]) -> str:
+    """A warning where an embedding that METHODS are to return stays untied, or "".
+
+    Raises TrainingError where the last stage returns one that the first does not, and for a view of a weight.
+    """
+    if any(weight.is_embedding for pair in pairs for weight in pair):
+        return ""
+    remedy = f"return the weight on both, or set {' or '.join(METHODS.values())} to false for a head of its own"
+    for name in (weight.name for weight in last.weights if weight.is_embedding):
+        reason = first.missing or "no method does, or its flag is false"
+        raise TrainingError(f"the last stage returns the shared weight {name}, but on the first one {reason}; {remedy}")
+    ends = (("first", first), ("last", last))
+    for end in (end for end, stage in ends if stage.is_view):
+        raise TrainingError(
+            f"{' or '.join(METHODS)} of the {end} stage returns a tensor that is none of its parameters, so the stages "
+            f"would train their copies alone; {remedy}"
+        )
+    reasons = [f"on the {end} stage {stage.missing}" for end, stage in ends if stage.missing]
+    return (
+        f"the head is not tied to the word embedding: {', '.join(reasons)}; {remedy}" if reasons and not pairs else ""
+    )
 
 
 def _described(weight: _Weight) -> str:

@@ -1,7 +1,8 @@
 """A custom model with Megatron's tied word embedding trains equally on any number of stages, or is an error."""
 
-from contextlib import suppress
+from contextlib import redirect_stdout, suppress
 from functools import partial
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -134,6 +135,14 @@ class Wrong(TiedModel):
             next(layer for name, layer in self.layers.items() if name.startswith("up")).weight.shared = True
         elif kind == "shape" and is_copy:
             self.word_embeddings = mpu.VocabParallelEmbedding(2 * VOCABULARY, HIDDEN, drawn("embedding"))
+        elif kind == "last alone":
+            if is_copy:
+                self.word_embeddings.weight.shared = False
+            else:
+                self.word_embeddings_weight = lambda: self.word_embedding.weight
+        elif kind == "view" and is_copy:
+            self.word_embeddings.weight.shared = False
+            self.word_embeddings_weight = lambda: self.word_embeddings.weight[:]
 
 
 def train_wrong(folder: str, kind: str, stages: int) -> None:
@@ -154,10 +163,47 @@ CANNOT = "which cannot be tied: a weight of the first stage needs one partner on
             2,
             r"of the last stage, \[512, 16\] sharded along dim 0, cannot be tied to embedding.weight of",
         ),
+        (
+            "last alone",
+            2,
+            r"the last stage returns the shared weight word_embeddings.weight, but on the first one "
+            r"word_embeddings_weight\(\) raises AttributeError: 'Wrong' object has no attribute 'word_embedding'; ",
+        ),
+        ("view", 2, "of the last stage returns a tensor that is none of its parameters"),
     ],
-    ids=["no partner", "no method", "middle", "shape"],
+    ids=["no partner", "no method", "middle", "shape", "last alone", "view"],
 )
 def test_a_shared_weight_that_cannot_be_tied_is_an_error(ranks, tmp_path, kind, stages, message):
     """Its stage would train it alone. Every rank raises, so none waits for the others."""
     with pytest.raises(RanksFailed, match=message):
         ranks(stages, train_wrong, str(tmp_path), kind, stages)
+
+
+class OwnHead(TiedModel):
+    """A head of its own in a module that shares by default, as Megatron's does."""
+
+    def initialize_word_embeddings(self, init_method) -> None:
+        if self.post_process:
+            self.head = mpu.VocabParallelEmbedding(VOCABULARY, HIDDEN, drawn("head"))
+
+    def head_weight(self) -> Tensor:
+        return self.head.weight
+
+
+def output_of(folder: str, shares: bool) -> str:
+    def own_head(pre_process: bool, post_process: bool) -> TiedModel:
+        model = OwnHead(pre_process, post_process)
+        model.share_word_embeddings = shares
+        return model
+
+    with redirect_stdout(StringIO()) as output:
+        train(folder, {"pipeline": 2}, 1, own_head)
+    return output.getvalue()
+
+
+def test_a_head_that_the_last_stage_does_not_return_is_a_warning_unless_the_flag_is_off(ranks, tmp_path):
+    """The method may fail by a mistake in it, and then the model that should be tied trains untied."""
+    warning = "WARNING: the head is not tied to the word embedding: on the last stage word_embeddings_weight() raises"
+    shared, _ = ranks(2, output_of, str(tmp_path / "shared"), True)
+    own, _ = ranks(2, output_of, str(tmp_path / "own"), False)
+    assert shared.count(warning) == 1 and "not tied" not in own

@@ -63,6 +63,9 @@ class TiedModel(MegatronModule):
             self.layers[f"down{number}"] = mpu.RowParallelLinear(32, HIDDEN, input_is_parallel=True, init_method=down)
         self.initialize_word_embeddings(drawn("embedding"))
 
+    def head_weight(self) -> Tensor:
+        return self.word_embeddings_weight()
+
     def forward(self, tokens: Tensor, labels: Tensor | None = None, hidden: Tensor | None = None) -> Tensor:
         x = self.embedding(tokens.t()) if self.pre_process else hidden
         for name, layer in self.layers.items():
@@ -71,7 +74,7 @@ class TiedModel(MegatronModule):
                 x = x + self.layers[f"down{number}"](F.gelu(self.layers[f"up{number}"](layer(x))[0]))[0]
         if not self.post_process:
             return x
-        logits = mpu.parallel_lm_logits(x, self.word_embeddings_weight(), parallel_output=True)
+        logits = mpu.parallel_lm_logits(x, self.head_weight(), parallel_output=True)
         return logits if labels is None else mpu.vocab_parallel_cross_entropy(logits, labels.t())
 
 
