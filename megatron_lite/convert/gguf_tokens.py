@@ -10,10 +10,11 @@ Source: llama.cpp, src/llama-vocab.cpp; sentencepiece, src/sentencepiece_model.p
 """
 
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from megatron_lite.checkpoint.match import TOKEN_IDS
 from megatron_lite.convert import tokenizer_files
 from megatron_lite.convert.gguf_bpe import byte_level_bpe, of_bytes
 from megatron_lite.convert.gguf_sentencepiece import of_sentencepiece
@@ -27,8 +28,9 @@ from megatron_lite.convert.gguf_vocabulary import (
     read_object,
 )
 from megatron_lite.convert.recipe import Checkpoint
-from megatron_lite.data.tokenizer import END_TOKENS
-from megatron_lite.errors import CheckpointError
+from megatron_lite.convert.tokenizer_files import GENERATION_FILE
+from megatron_lite.data.tokenizer import END_TOKENS, end_tokens
+from megatron_lite.errors import CheckpointError, MegatronLiteError
 from megatron_lite.text import listed
 
 # llama.cpp ends a text at these tokens, if the vocabulary has them, without a key.
@@ -44,7 +46,7 @@ def add_tokenizer(gguf: Any, writer: Any, checkpoint: Checkpoint) -> None:
     if not files and tokenizer_files.readable(spec, checkpoint.model.vocab_size):  # a config may name any other file
         files = tokenizer_files.files_of(spec)
     if {"tokenizer.model", "tokenizer.json", "vocab.json"} & files.keys():
-        vocabulary = _of_files(gguf, files)
+        vocabulary = _of_files(gguf, files, end_tokens(checkpoint.origin.get(TOKEN_IDS, {}), "config.json"))
     elif spec == "bytes":
         vocabulary = of_bytes()
     else:
@@ -53,17 +55,22 @@ def add_tokenizer(gguf: Any, writer: Any, checkpoint: Checkpoint) -> None:
     _write(writer, vocabulary, checkpoint.model.vocab_size)
 
 
-def _of_files(gguf: Any, files: Mapping[str, Path]) -> Vocabulary:
+def _of_files(gguf: Any, files: Mapping[str, Path], ends: Sequence[int]) -> Vocabulary:
+    """The vocabulary of a tokenizer's files; `ends` end a text where no generation_config.json says so."""
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         tokenizer_files.carry(files, folder)
         try:
-            settings = read_object(folder / "special_tokens_map.json") | read_object(folder / "tokenizer_config.json")
+            named = read_object(folder / "special_tokens_map.json")
+            settings = read_object(folder / "tokenizer_config.json") | {k: v for k, v in named.items() if v}
             read = of_sentencepiece if "tokenizer.model" in files else byte_level_bpe
             vocabulary = read(folder, settings)
-            _add_ends(vocabulary, read_object(folder / "generation_config.json").get("eos_token_id"))
+            if of_file := end_tokens(read_object(folder / GENERATION_FILE), GENERATION_FILE):
+                _add_ends(vocabulary, of_file, GENERATION_FILE)
+            else:
+                _add_ends(vocabulary, ends, "config.json")
             vocabulary.chat_template = gguf.SpecialVocab(folder, special_token_types=()).chat_template
-        except CheckpointError:
+        except MegatronLiteError:
             raise
         except Exception as error:  # the packages raise many classes for a damaged file
             reason = str(error)[:200]
@@ -101,22 +108,19 @@ def _write(writer: Any, vocabulary: Vocabulary, size: int) -> None:
         writer.add_chat_template(vocabulary.chat_template)
 
 
-def _add_ends(vocabulary: Vocabulary, given: Any) -> None:
-    """Add the other tokens that end a text, of generation_config.json."""
-    ids = given if isinstance(given, list) else [given] if isinstance(given, int) else []
+def _add_ends(vocabulary: Vocabulary, ids: Sequence[int], file: str) -> None:
+    """Add the other tokens that end a text, which `file` names."""
     vocabulary.special.setdefault("eos", ids[0] if ids else -1)
     if vocabulary.special["eos"] < 0:
         raise CheckpointError(f"the tokenizer has none of {', '.join(END_TOKENS)} to end a text with; {ELSEWHERE}")
     if unknown := [number for number in ids if number not in vocabulary.tokens]:
-        raise CheckpointError(
-            f"generation_config.json has the end token {unknown[0]}, which is not in the tokenizer; correct it"
-        )
+        raise CheckpointError(f"{file} has the end token {unknown[0]}, which is not in the tokenizer; correct it")
     known = {vocabulary.special["eos"]}
     known |= {number for number, (text, _, _) in vocabulary.tokens.items() if text.decode() in ALWAYS_ENDS}
     others = [number for number in ids if number not in known]
     if len(others) > 2:
         raise CheckpointError(
-            f"generation_config.json has the further end tokens {listed(list(map(str, others)))}; llama.cpp has keys "
+            f"{file} has the further end tokens {listed(list(map(str, others)))}; llama.cpp has keys "
             f"for two, and knows others by their names only; {ELSEWHERE}"
         )
     vocabulary.special |= dict(zip(("eot", "eom"), others, strict=False))

@@ -31,6 +31,7 @@ from megatron_lite.convert.huggingface_files import (
 )
 from megatron_lite.convert.recipe import BLOCK, VOCABULARY_TABLES, Checkpoint, Progress, Recipe, check_names, full_table
 from megatron_lite.data.special_tokens import start_of
+from megatron_lite.data.tokenizer import end_tokens
 from megatron_lite.errors import CheckpointError, ConfigError, DamagedCheckpoint
 from megatron_lite.model.ends import WORD_EMBEDDINGS
 from megatron_lite.parallel.shard import ParamTable
@@ -193,6 +194,7 @@ def read(path: Path, overrides: Mapping[str, Any], ignored: Collection[str] = ()
     if tokenizer_files.has_tokenizer(tokenizer) and not is_readable:
         notes.append(f"the tokenizer is copied, but megatron_lite cannot read it for {model.vocab_size:,} tokens")
     origin: dict[str, Any] = {MODEL_TYPE: model_type}
+    end_tokens(content, path / CONFIG_FILE)
     if ids := _token_ids(content, model.vocab_size):
         origin[TOKEN_IDS] = ids
     return Checkpoint(model, tensors, read_tensor, tokenizer=tokenizer, notes=notes, origin=origin)

@@ -163,6 +163,8 @@ def _scaling(fields: Fields, name: str, kind: str, left: Ours, original: Any, so
             left.pop(theirs, None)
             if theirs not in ("attention_factor", "beta_fast", "beta_slow"):
                 raise fields.error(name, kind, f"it needs {theirs}")
+        elif theirs in _ATTENTION and left[theirs] == 0:  # in our config 0 is the default factor
+            raise fields.error(name, {theirs: left[theirs]}, "expected a number above 0")
         elif ours:
             found[ours] = tuple(left[theirs]) if isinstance(left[theirs], list) else left[theirs]
     if kind in RAMP_NAMES and left.keys() & set(RAMP_NAMES[kind]):

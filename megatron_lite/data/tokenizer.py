@@ -304,13 +304,22 @@ def _hf_file(place: str) -> Path:
 
 
 def _named_tokens(tokenizer_file: Path) -> dict[str, str]:
-    """The tokens that the tokenizer_config.json beside a file names, by key, such as `eos_token`."""
-    config_file = tokenizer_file.with_name("tokenizer_config.json")
-    content = read_object(config_file) if config_file.is_file() else {}
+    """The tokens that the JSON files beside a file name, by key, such as `eos_token`. The later file counts."""
     found = {}
-    for key, value in ((key, content.get(key)) for key in NAMED_TOKENS):
-        token = value.get("content") if isinstance(value, dict) else value
-        if not isinstance(token, str | None):
-            raise DataError(f"{config_file}: {key} is {token!r}, expected the text of a token")
-        found |= {key: token} if token else {}
+    for file in (tokenizer_file.with_name(name) for name in ("tokenizer_config.json", "special_tokens_map.json")):
+        content = read_object(file) if file.is_file() else {}
+        for key, value in ((key, content.get(key)) for key in NAMED_TOKENS):
+            token = value.get("content") if isinstance(value, dict) else value
+            if not isinstance(token, str | None):
+                raise DataError(f"{file}: {key} is {token!r}, expected the text of a token")
+            found |= {key: token} if token else {}
     return found
+
+
+def end_tokens(fields: Mapping[str, Any], place: str | Path) -> list[int]:
+    """The tokens that end a text, by `eos_token_id` of a config of Hugging Face in `place`."""
+    found = fields.get("eos_token_id")
+    ids = found if isinstance(found, list) else [] if found is None else [found]
+    if not all(type(token) is int for token in ids):
+        raise DataError(f"{place}: eos_token_id is {found!r}, expected the id of a token or a list of ids")
+    return ids

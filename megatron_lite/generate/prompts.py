@@ -11,8 +11,15 @@ from itertools import takewhile
 from typing import Any
 
 from megatron_lite.checkpoint.match import MODEL_TYPE, STARTS_TEXTS, TOKEN_IDS
-from megatron_lite.data.tokenizer import BPETokenizer, SentencePieceTokenizer, Tokenizer, files_of, read_object
-from megatron_lite.errors import ConfigError, DataError
+from megatron_lite.data.tokenizer import (
+    BPETokenizer,
+    SentencePieceTokenizer,
+    Tokenizer,
+    end_tokens,
+    files_of,
+    read_object,
+)
+from megatron_lite.errors import ConfigError
 
 
 @dataclass(frozen=True)
@@ -49,7 +56,7 @@ class Prompts:
         Raises ConfigError if `bos` asks for a token that the tokenizer does not have.
         """
         start = self.before[0] if self.before else self.tokenizer.bos
-        ends = self.ends.union(_end_tokens(origin.get(TOKEN_IDS, {}), "the checkpoint"))
+        ends = self.ends.union(end_tokens(origin.get(TOKEN_IDS, {}), "the checkpoint"))
         if bos is None and MODEL_TYPE in origin:
             return replace(self, ends=ends)
         if not (STARTS_TEXTS in origin and start is not None if bos is None else bos):
@@ -69,7 +76,7 @@ def prompts_of(tokenizer: Tokenizer | Prompts) -> Prompts:
     else:
         before, after = _around_by_config(tokenizer)
     file = "generation_config.json"
-    ends = (tokenizer.eod, *_end_tokens(_beside(tokenizer.spec, file), f"{file} beside {tokenizer.spec}"))
+    ends = (tokenizer.eod, *end_tokens(_beside(tokenizer.spec, file), f"{file} beside {tokenizer.spec}"))
     return Prompts(tokenizer, before, after, frozenset(ends), _special(tokenizer))
 
 
@@ -98,15 +105,6 @@ def _around_by_config(tokenizer: Tokenizer) -> tuple[tuple[int, ...], tuple[int,
     start = tokenizer.eod if tokenizer.bos is None and isinstance(tokenizer, BPETokenizer) else tokenizer.bos
     before = (start,) if config.get("add_bos_token") is True and start is not None else ()
     return before, (tokenizer.eod,) if config.get("add_eos_token") is True else ()
-
-
-def _end_tokens(fields: Mapping[str, Any], place: str) -> list[int]:
-    """The end tokens among the fields of a config of Hugging Face."""
-    found = fields.get("eos_token_id")
-    ids = found if isinstance(found, list) else [] if found is None else [found]
-    if not all(type(token) is int for token in ids):
-        raise DataError(f"{place}: eos_token_id is {found!r}, expected the id of a token or a list of ids")
-    return ids
 
 
 def _beside(spec: str, name: str) -> dict[str, Any]:

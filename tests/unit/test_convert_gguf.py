@@ -11,10 +11,11 @@ import tokenizers
 import torch
 from safetensors.torch import save_file
 
+from megatron_lite.checkpoint.match import TOKEN_IDS
 from megatron_lite.convert import gguf_bpe, gguf_tokens
 from megatron_lite.convert.driver import Request, convert
 from megatron_lite.convert.tokenizer_files import files_in
-from megatron_lite.errors import CheckpointError, ConfigError
+from megatron_lite.errors import CheckpointError, ConfigError, DataError
 from tests.helpers.huggingface import FAMILIES, MODELS, VOCAB, edit_config, of_family, tensors_of
 
 CASES = {
@@ -204,10 +205,10 @@ def byte_level(special: set[str]) -> tokenizers.Tokenizer:
     return tokenizer
 
 
-def keys_of(folder, size=VOCAB) -> dict:
+def keys_of(folder, size=VOCAB, origin=None) -> dict:
     """The calls of the writer for the tokenizer of a folder, and their arguments."""
     writer = mock.MagicMock()
-    checkpoint = mock.Mock(tokenizer=files_in(folder), tokenizer_spec="")
+    checkpoint = mock.Mock(tokenizer=files_in(folder), tokenizer_spec="", origin=origin or {})
     checkpoint.model.vocab_size = size
     gguf_tokens.add_tokenizer(gguf, writer, checkpoint)
     return {call[0]: call[1][0] for call in writer.method_calls}
@@ -241,6 +242,19 @@ def test_end_tokens_that_do_not_exist_are_errors(tmp_path):
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": {"content": "<|end|>"}}))
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 99]}))
     with pytest.raises(CheckpointError, match="has the end token 99, which is not in the tokenizer; correct it"):
+        keys_of(tmp_path)
+
+
+def test_the_end_tokens_of_config_json_count_where_generation_config_has_none(tmp_path):
+    """transformers takes them too. A model without them does not stop in llama.cpp."""
+    byte_level({"<|end|>"}).save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|end|>"}))
+    origin = {TOKEN_IDS: {"eos_token_id": [7, 3]}}
+    assert keys_of(tmp_path, origin=origin)["add_eot_token_id"] == 3
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": 2}))
+    assert keys_of(tmp_path, origin=origin)["add_eot_token_id"] == 2
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": True}))
+    with pytest.raises(DataError, match=r"generation_config.json: eos_token_id is True, expected the id of a token"):
         keys_of(tmp_path)
 
 

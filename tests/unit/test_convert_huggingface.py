@@ -133,6 +133,11 @@ REFUSED = [
         {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1.0}},
         "rope_parameters is 'yarn'; it needs factor",
     ),
+    (
+        "llama",
+        {"rope_scaling": {"rope_type": "yarn", "factor": 2.0, "attention_factor": 0}},
+        "rope_scaling is {'attention_factor': 0}; expected a number above 0",
+    ),
     ("llama", {"rope_scaling": "linear"}, "rope_scaling is 'linear'; expected an object"),
     ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5; transformers ignores it here"),
     ("llama", {"sliding_window": 4096}, "sliding_window is 4096; ours computes with None"),

@@ -146,6 +146,9 @@ def test_the_end_token_of_tokenizer_config_is_preferred(specs, tmp_path):
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": {"content": "a"}}))
     chosen = build_tokenizer(f"hf:{tmp_path}")
     assert plain.decode([plain.eod]) == "</s>" and chosen.decode([chosen.eod]) == "a"
+    (tmp_path / "special_tokens_map.json").write_text(json.dumps({"eos_token": "b", "unk_token": None}))
+    chosen = build_tokenizer(f"hf:{tmp_path}")
+    assert chosen.decode([chosen.eod]) == "b"  # this file counts in transformers where both name a token
 
 
 def test_an_external_sentencepiece_model_keeps_its_options(tmp_path):
