@@ -34,7 +34,7 @@ from megatron_lite.parallel.context import Group
 from megatron_lite.plan.sizes import num_parameters
 from megatron_lite.text import listed
 from megatron_lite.training.corpora import wanted_samples
-from megatron_lite.training.start import checkpoints_of, find_start, start_state
+from megatron_lite.training.start import checkpoints_of, find_start, start_of_run
 
 # A network file system may take this long to show a new file to other hosts.
 SHOWN_SECONDS = 5.0
@@ -101,7 +101,7 @@ def data(config: Config, world: Group) -> list[Finding]:
     corpora = len(first.files) // 2
     size = sum(stamp.size for stamp in first.files.values())
     train = config.train
-    state = on_first(lambda: start_state(config), world)
+    state = on_first(lambda: start_of_run(config)[1], world)
     wanted = wanted_samples(train, config.parallel.data(world.size), state)[0] * config.data.seq_length
     share = config.data.split[0] / sum(config.data.split)
     epochs = f" ({wanted / first.num_tokens / share:.2g} epochs)" if first.num_tokens and share else ""

@@ -18,6 +18,7 @@ from megatron_lite.errors import DataError
 from megatron_lite.training.state import TrainState, samples_for
 
 CorpusDataset = GPTDataset | TextDataset
+NO_TRAINING_DATA = "data.split[0] is 0, so there is no training data; make it larger than 0"
 ENOUGH_CHOICES = 1_000_000  # of a blend; every range of it has the same shares
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from megatron_lite.checkpoint.lock import Lock, locked
 from megatron_lite.config.load import load_config
-from megatron_lite.errors import CheckpointError, TrainingError
+from megatron_lite.errors import CheckpointError, ConfigError, TrainingError
 from megatron_lite.parallel.context import ParallelContext, solo
 from megatron_lite.parallel.grid import Grid
 from megatron_lite.training.console import WIDTH
@@ -173,7 +173,7 @@ def test_a_file_of_the_user_in_run_dir_is_never_overwritten(tmp_path):
     assert (tmp_path / "config.yaml").read_text() == "mine"
     for name in ("settings.yaml", "resolved.yaml"):
         (tmp_path / name).write_text("optim: {lr: 1}")
-        with pytest.raises(TrainingError, match=rf"{name}: was not written by megatron-lite.*; rename it"):
+        with pytest.raises(ConfigError, match=rf"{name}: was not written by megatron-lite.*; rename it"):
             write_config(config)
         assert (tmp_path / name).read_text() == "optim: {lr: 1}"
         (tmp_path / name).unlink()
