@@ -168,8 +168,7 @@ def check_later(config: "Config", world_size: int, state: "TrainState", *, has_d
 def description(config: "Config", world_size: int, state: "TrainState") -> str:
     """The resolved config as YAML, after comments with its parameters, memory, and tokens of a run from `state`."""
     from megatron_lite.config.load import dump_config, resolved
-    from megatron_lite.config.sizes import state_bytes
-    from megatron_lite.plan.sizes import largest_rank_parameters, num_parameters
+    from megatron_lite.plan.sizes import largest_rank_parameters, num_parameters, state_bytes
     from megatron_lite.text import counted
     from megatron_lite.training.state import samples_for
 

@@ -18,7 +18,6 @@ from pathlib import Path
 from megatron_lite.checkpoint.directory import iterations
 from megatron_lite.checkpoint.lock import LOCK_FILE
 from megatron_lite.config.schema import Config
-from megatron_lite.config.sizes import state_bytes
 from megatron_lite.config.validate import with_vocab_size
 from megatron_lite.data.blended import parse_paths
 from megatron_lite.data.corpus_info import check_tokenizers
@@ -31,7 +30,7 @@ from megatron_lite.files import ADVICE, sync_folder
 from megatron_lite.parallel.agreement import on_first
 from megatron_lite.parallel.collectives import barrier
 from megatron_lite.parallel.context import Group
-from megatron_lite.plan.sizes import num_parameters
+from megatron_lite.plan.sizes import num_parameters, state_bytes
 from megatron_lite.text import listed
 from megatron_lite.training.corpora import wanted_samples
 from megatron_lite.training.start import checkpoints_of, find_start, start_of_run

@@ -67,15 +67,10 @@ def check_run_dir(config: Config) -> None:
     """Raise ConfigError for a file in run.dir that the run would change, and that no run has written."""
     for name, content in OURS.items():
         path = Path(config.run.dir) / name
-        if not path.exists():
-            continue
-        with write_errors(path), path.open("rb") as file:
-            start = file.read(len(WRITTEN))
+        with write_errors(path):
+            start = path.read_bytes()[: len(WRITTEN)] if path.exists() else b""
         if start and not re.match(content, start, re.DOTALL):
-            raise ConfigError(
-                f"{path}: was not written by megatron-lite, and the run needs this name; rename it, or choose another "
-                "run.dir"
-            )
+            raise ConfigError(f"{path}: was not written by megatron-lite, and the run needs this name; rename it")
 
 
 def write_errors(path: Path) -> AbstractContextManager[None]:

@@ -22,14 +22,7 @@ from megatron_lite.errors import ConfigError, NoCheckpoint
 from megatron_lite.model.build import get_model
 from megatron_lite.parallel.agreement import on_all, on_first
 from megatron_lite.training.announce import announce, announce_data, announce_end, announce_start
-from megatron_lite.training.corpora import (
-    NO_TRAINING_DATA,
-    check_documents_end,
-    check_lengths,
-    open_splits,
-    starts_with,
-    wanted_samples,
-)
+from megatron_lite.training.corpora import check_documents_end, check_lengths, open_splits, starts_with, wanted_samples
 from megatron_lite.training.evaluate import Evaluation
 from megatron_lite.training.initialize import finalize_megatron, initialize_megatron
 from megatron_lite.training.logs import RunLog, write_config
@@ -137,8 +130,7 @@ def train_and_evaluate(run: Run, datasets: Splits, log: RunLog, started: float) 
         evaluation.evaluate_finished_model()  # an earlier start may have ended before its evaluation
         announce_end(run, log)
         return state
-    if datasets.train is None:
-        raise ConfigError(NO_TRAINING_DATA)
+    assert datasets.train is not None, "check_lengths checks it"
     check_documents_end(run.config, datasets.train, eod)
     if run.tokenizer is not None and starts_with(datasets.train, run.tokenizer.bos):
         run.origin[STARTS_TEXTS] = True

@@ -4,17 +4,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from megatron_lite.checkpoint import directory
 from megatron_lite.checkpoint.compatible import CORPORA, changed_order, check_order, check_resumable
-from megatron_lite.checkpoint.directory import (
-    TRACKER_FILE,
-    is_checkpoint,
-    iterations,
-    locate,
-    place_of,
-    read_latest,
-    resolve,
-    root_of,
-)
 from megatron_lite.checkpoint.layout import Layout, parse_config, read_layout
 from megatron_lite.config.load import fields_of
 from megatron_lite.config.schema import Config
@@ -47,7 +38,7 @@ def local_root(config: Config, start: Start) -> Path:
     if start.key == "run.dir":
         return checkpoints_of(config.run.dir)
     key = start.key.removeprefix("checkpoint.")
-    return root_of(Path(getattr(config.checkpoint, key)))
+    return directory.root_of(Path(getattr(config.checkpoint, key)))
 
 
 def find_start(config: Config) -> Start | None:
@@ -59,14 +50,14 @@ def find_start(config: Config) -> Start | None:
     own, wanted = checkpoints_of(config.run.dir), config.checkpoint.load_iteration or None
     given = {"checkpoint.load": config.checkpoint.load, "checkpoint.load_weights": config.checkpoint.load_weights}
     key, folder = next(((key, folder) for key, folder in given.items() if folder), ("", ""))
-    is_chosen = bool(key) and (wanted is not None or is_checkpoint(Path(folder)))
-    newest = read_latest(own)
+    is_chosen = bool(key) and (wanted is not None or directory.is_checkpoint(Path(folder)))
+    newest = directory.read_latest(own)
     if newest is not None:
         path = Path(folder).resolve()
         if is_chosen and own.resolve() in (path / "checkpoints", path, path.parent):
             raise CheckpointError(
                 f"{key} chooses an iteration of {config.run.dir}, which is run.dir: it resumes from its newest. Give "
-                f"another run.dir to branch off, or write the iteration into {own / TRACKER_FILE} to go back"
+                f"another run.dir to branch off, or write the iteration into {own / directory.TRACKER_FILE} to go back"
             )
         unused = f"{key} is not used: run.dir has checkpoints" if key else ""
         notice = "; ".join(filter(None, (unused, _older_than_newest(own, newest))))
@@ -74,7 +65,7 @@ def find_start(config: Config) -> Start | None:
     if not key:
         return None
     try:
-        root, iteration = place_of(resolve(Path(folder), wanted))
+        root, iteration = directory.place_of(directory.resolve(Path(folder), wanted))
     except CheckpointError as error:
         raise NoCheckpoint(f"{key}: {error}") from error
     return Start(key, root, iteration, is_chosen, "" if is_chosen else _older_than_newest(root, iteration))
@@ -138,19 +129,19 @@ def resumed(config: Config, layout: Layout, folder: Path, found: Sequence[Identi
 
 def start_of_run(config: Config) -> tuple[Config, TrainState]:
     """The config and the counters with which a run would start now: of a new run, or resumed from `find_start`."""
-    if config.checkpoint.load_weights and read_latest(checkpoints_of(config.run.dir)) is None:
+    if config.checkpoint.load_weights and directory.read_latest(checkpoints_of(config.run.dir)) is None:
         return config, TrainState()  # the weights may be in a format that training converts
     start = find_start(config)
     if start is None:
         return config, TrainState()
-    folder = locate(local_root(config, start), start.iteration)
+    folder = directory.locate(local_root(config, start), start.iteration)
     return resumed(config, read_layout(folder), folder, recorded_identities(config.data.paths), solo())[:2]
 
 
 def _older_than_newest(root: Path, iteration: int) -> str:
     """A notice where the tracker does not name the newest iteration: a user has reset it, or a digit is damaged."""
-    newest = max(iterations(root), default=iteration)
+    newest = max(directory.iterations(root), default=iteration)
     if newest <= iteration:
         return ""
-    tracker = root / TRACKER_FILE
+    tracker = root / directory.TRACKER_FILE
     return f"{tracker} names iteration {iteration}; the newest is {newest}. Write {newest} into it to load that"

@@ -10,6 +10,7 @@ from megatron_lite.checkpoint.directory import resolve
 from megatron_lite.checkpoint.layout import LAYOUT_FILE, dump_layout, read_layout
 from tests.helpers.command import run_here, tiny_yaml
 from tests.helpers.corpora import write_corpus
+from tests.helpers.rank_commands import run_on
 
 GPT = {"vocab_size": 4096, "activation": "gelu", "top_query_layer": False, "mlp_dropout": True}
 LATE = ["sync.mode=diloco", "sync.interval=2", "sync.delay=1"]
@@ -82,3 +83,10 @@ def test_a_dry_run_fails_where_the_start_of_the_run_would(folder, overrides, mes
     if message:
         real = run_here(*command, cwd=folder)
         assert (real.returncode, real.stderr.splitlines()[-1]) == (dry.returncode, dry.stderr.splitlines()[-1])
+
+
+def test_a_file_of_the_user_in_run_dir_ends_every_rank_before_the_model_is_built(ranks, folder):
+    """A large model is built in minutes, on all ranks."""
+    done = run_on(ranks, 2, "pretrain", "--config", "tiny.yaml", "run.dir=users", cwd=folder)
+    assert done.returncode == 2 and done.stderr.count("settings.yaml: was not written by megatron-lite") == 2
+    assert "model:" not in done.stdout and not (folder / "users" / ".lock").exists()
