@@ -6,10 +6,10 @@ from pathlib import Path
 from statistics import fmean
 
 from megatron_lite.config.schema import Config
-from megatron_lite.config.sizes import state_bytes
 from megatron_lite.plan import published
 from megatron_lite.plan.formulas import bounds, spearman, zero_bytes
 from megatron_lite.plan.published import COLUMNS, KORTHIKANTI, NARAYANAN, README, SHOEYBI, rate
+from megatron_lite.plan.sizes import state_bytes
 
 COMMAND = "python benchmarks/scaling.py --write docs/scaling.md"
 INTRODUCTION = f"""# Published tables

@@ -95,12 +95,22 @@ def differing(before: Fields, now: Fields, fields: Sequence[str]) -> list[str]:
         if key in saved and key in wanted:
             old, new = saved[key], wanted[key]
             if field == "data.paths":
-                old, new = ([Path(path).name for path in paths] for paths in (old, new))
+                old, new = named_blend(old), named_blend(new)
             if field == "data.split" and np.array_equal(*(np.array(split) / np.sum(split) for split in (old, new))):
                 continue
             if old != new:
                 changed.append(f"{field} (checkpoint: {old}, config: {new})")
     return changed
+
+
+def named_blend(paths: Sequence[str]) -> list[str]:
+    """The file names of corpora, each after its share of a blend; of other data the last parts of their names."""
+    try:
+        prefixes, weights = parse_paths(paths)
+    except ConfigError:  # a custom dataset may have any words
+        prefixes, weights = paths, None
+    shares = [[]] * len(prefixes) if weights is None else [[f"{weight:.12g}"] for weight in weights]
+    return [word for share, prefix in zip(shares, prefixes, strict=True) for word in (*share, Path(prefix).name)]
 
 
 def changed_corpora(before: Fields, now: Fields, recorded: Sequence[Identity], found: Sequence[Identity]) -> list[str]:

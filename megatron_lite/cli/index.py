@@ -22,7 +22,8 @@ def index(
 
     Without train.global_batch_size, the number of samples depends on the number of processes.
     """
-    from megatron_lite.cli.pretrain import check, start_of
+    from megatron_lite.cli.dry_run import may_have_checkpoint
+    from megatron_lite.cli.pretrain import check
     from megatron_lite.config.load import load_config
     from megatron_lite.config.validate import with_vocab_size
     from megatron_lite.data.blended import cache_folder
@@ -31,6 +32,7 @@ def index(
     from megatron_lite.plan.data_lines import data_lines
     from megatron_lite.text import counted
     from megatron_lite.training.corpora import open_splits, wanted_samples
+    from megatron_lite.training.state import TrainState
 
     settings = load_config(config, overrides or [])
     needed = settings.parallel.model_size
@@ -47,7 +49,11 @@ def index(
         settings = with_vocab_size(settings, tokenizer.vocab_size)
     folder = cache_folder(settings.data.paths, settings.data.cache_dir)
     before = _files(folder)
-    state = start_of(settings)
+    state = TrainState()
+    if may_have_checkpoint(settings):
+        from megatron_lite.training.start import start_of_run  # loads torch
+
+        settings, state = start_of_run(settings)
     wanted = wanted_samples(settings.train, settings.parallel.data(world_size), state)
     splits = open_splits(settings, wanted, tokenizer, tokenizer_hash(spec) if spec else "", state)
     new_files = sorted(_files(folder) - before)

@@ -30,6 +30,7 @@ def pretrain(
     ] = False,
 ) -> None:
     """Train a model. A run resumes from the newest checkpoint in run.dir."""
+    from megatron_lite.cli.dry_run import start_of
     from megatron_lite.config.load import load_config
     from megatron_lite.config.validate import raise_any
     from megatron_lite.errors import StoppedEarly
@@ -43,9 +44,13 @@ def pretrain(
     check(settings, sizes, has_data=bool(data), command=command_line("pretrain", config, overrides or [], **names))
     if dry_run:
         settings, missing = with_data(settings, has_data=bool(data))
-        typer.echo(description(settings, sizes[0]), nl=False)
+        start = start_of(settings, sizes[0], model)
+        typer.echo("".join(f"# {notice}\n" for notice in start.notices), nl=False)
+        typer.echo(description(start.config, sizes[0], start.state), nl=False)
         raise_any(missing)
-        raise_any(later_problems(settings, sizes[0], has_data=bool(data)))
+        if start.error is not None:
+            raise start.error
+        check_later(start.config, sizes[0], start.state, has_data=bool(data))
         return
     # On several machines, one that exits here would leave the others waiting for it.
     if "RANK" not in os.environ and not (nodes and nodes.several):
@@ -139,38 +144,31 @@ def with_data(config: "Config", *, has_data: bool) -> tuple["Config", list[str]]
     return config, missing
 
 
-def start_of(config: "Config") -> "TrainState":
-    """The counters with which a run would start now. A checkpoint, and only that, is read by code that loads torch."""
-    from megatron_lite.training.state import TrainState
-
-    if not config.checkpoint.load and not (Path(config.run.dir) / "checkpoints").exists():
-        return TrainState()
-    from megatron_lite.training.start import start_state
-
-    return start_state(config)
-
-
-def later_problems(config: "Config", world_size: int, *, has_data: bool) -> list[str]:
-    """The mistakes that the ranks of a run would report, without starting them."""
-    from megatron_lite.cli.dry_run import problems_of_checkpoint, problems_of_data
+def check_later(config: "Config", world_size: int, state: "TrainState", *, has_data: bool) -> None:
+    """Raise the mistakes in data and tasks that the ranks of a run from `state` would, without starting them."""
+    from megatron_lite.cli.dry_run import problems_of_data
+    from megatron_lite.config.validate import raise_any
+    from megatron_lite.errors import ConfigError
 
     problems = []
     if config.data.paths and not has_data:
-        problems += problems_of_data(config, start_of(config), config.parallel.data(world_size))
-    if config.checkpoint.load or config.checkpoint.load_weights or (Path(config.run.dir) / "checkpoints").exists():
-        problems += problems_of_checkpoint(config)
+        problems += problems_of_data(config, state, config.parallel.data(world_size))
     if config.train.tasks and config.data.tokenizer:
         from megatron_lite.evaluation.run import check_tasks  # loads torch
 
-        check_tasks(config)
-    return problems
+        try:
+            check_tasks(config)
+        except ConfigError as error:
+            problems.append(error)
+    if len(problems) == 1:
+        raise problems[0]
+    raise_any([str(problem) for problem in problems])
 
 
-def description(config: "Config", world_size: int) -> str:
-    """The resolved config as YAML, after comments with its number of parameters, memory and tokens."""
+def description(config: "Config", world_size: int, state: "TrainState") -> str:
+    """The resolved config as YAML, after comments with its parameters, memory, and tokens of a run from `state`."""
     from megatron_lite.config.load import dump_config, resolved
-    from megatron_lite.config.sizes import state_bytes
-    from megatron_lite.plan.sizes import largest_rank_parameters, num_parameters
+    from megatron_lite.plan.sizes import largest_rank_parameters, num_parameters, state_bytes
     from megatron_lite.text import counted
     from megatron_lite.training.state import samples_for
 
@@ -178,13 +176,12 @@ def description(config: "Config", world_size: int) -> str:
     train, length = config.train, config.data.seq_length
     lines = ["the number of parameters depends on the tokenizer"]
     if config.model.vocab_size:
-        state = sum(state_bytes(config, dp * config.parallel.context).values()) * largest_rank_parameters(config)
+        size = sum(state_bytes(config, dp * config.parallel.context).values()) * largest_rank_parameters(config)
         lines = [
             f"{num_parameters(config.model):,} parameters, padding included; the training state takes "
-            f"{state / 1e9:,.3g} GB on the largest of {counted(world_size, 'rank')}"
+            f"{size / 1e9:,.3g} GB on the largest of {counted(world_size, 'rank')}"
         ]
     ramp = " after the ramp" if train.ramp_up else ""
-    state = start_of(config)
     total = samples_for(train, dp, state)
     lines.append(
         f"{train.global_batch_size * length:,} tokens per step{ramp}, "

@@ -132,20 +132,26 @@ def convert_hint(config: Config) -> str:
     return ""
 
 
-def convert_weights(config: Config) -> str:
-    """Convert the folder that `checkpoint.load_weights` names into a folder of `run.dir`, and return that path; empty
-    where it is a checkpoint of ours, or none. Fields that the config gives must fit the model in the folder."""
+def foreign_weights(config: Config) -> Checkpoint | None:
+    """The model in the folder that `checkpoint.load_weights` names; None where it is a checkpoint of ours, or none.
+
+    Fields that the config gives must fit the model in the folder.
+    """
     source = Path(config.checkpoint.load_weights)
-    name = recognised(source)
-    if name not in FOREIGN:
+    given = {field: getattr(config.model, field) for field in config.model.model_fields_set - {"preset"}}
+    return FORMATS[name].read(source, given) if (name := recognised(source)) in FOREIGN else None
+
+
+def convert_weights(config: Config) -> str:
+    """Convert the folder of `foreign_weights` into a folder of `run.dir`, and return that path; empty without one."""
+    checkpoint = foreign_weights(config)
+    if checkpoint is None:
         return ""
     target = (Path(config.run.dir) / ".converted_weights").resolve()  # no user's folder has this name
     shutil.rmtree(target, ignore_errors=True)  # of a start that was killed
-    given = {field: getattr(config.model, field) for field in config.model.model_fields_set - {"preset"}}
-    with _appearing(target) as folder:
-        checkpoint = FORMATS[name].read(source, given)
-        with _Progress(_total_bytes(WeightsOf(checkpoint), checkpoint.tensors)) as progress:
-            native.write(folder, checkpoint, tensor=1, pipeline=1, progress=progress, home=target, settings={})
+    size = _total_bytes(WeightsOf(checkpoint), checkpoint.tensors)
+    with _appearing(target) as folder, _Progress(size) as progress:
+        native.write(folder, checkpoint, tensor=1, pipeline=1, progress=progress, home=target, settings={})
     return str(target)
 
 

@@ -197,18 +197,24 @@ def _member_samples(blend: Blend, member: int, wanted: int) -> int | None:
     return math.ceil(math.ceil(wanted * float(blend.weights[member])) * (1 + SURPLUS))
 
 
+def check_one_epoch(name: str, size: int, wanted: int) -> None:
+    """Raise DataError where a blend without weights has fewer samples than wanted."""
+    if wanted > size:
+        key = "train.iterations" if name == "train" else "train.eval_iterations"
+        raise DataError(
+            f"data.paths has no weights, so the {name} split is one epoch of each corpus, {size:,} samples; "
+            f"{wanted:,} are needed; lower {key}, or put a weight before each prefix: in a new run.dir, with "
+            "checkpoint.load if a run has begun"
+        )
+
+
 def _cached_blend_index(
     blend: Blend, members: Sequence[Dataset], wanted: int, name: str, cache_dir: str | os.PathLike[str]
 ) -> BlendIndex:
     sizes = np.array([len(member) for member in members], dtype=np.int64)
     weights = blend.weights
-    if weights is None and wanted > sizes.sum():
-        key = "train.iterations" if name == "train" else "train.eval_iterations"
-        raise DataError(
-            f"data.paths has no weights, so the {name} split is one epoch of each corpus, {sizes.sum():,} samples; "
-            f"{wanted:,} are needed; lower {key}, or put a weight before each prefix: in a new run.dir, with "
-            "checkpoint.load if a run has begun"
-        )
+    if weights is None:
+        check_one_epoch(name, int(sizes.sum()), wanted)
     # The name of this key tells the index files of one normalisation, which earlier versions wrote.
     parts = {"normalised_twice": weights.tolist()} if weights is not None else {"sizes": sizes.tolist()}
     with memory_for(f"the blend of {', '.join(blend.prefixes)}: {name} split", num_samples=wanted, num_entries=wanted):

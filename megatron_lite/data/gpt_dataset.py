@@ -145,6 +145,17 @@ def build_sample_index(lengths: np.ndarray, document: np.ndarray, seq_length: in
     return np.concatenate(parts)
 
 
+def count_tokens(indexed: IndexedDataset, document_ids: np.ndarray, split_name: str, least: int) -> int:
+    """The tokens of a split of a corpus; raise DataError for fewer than `least`."""
+    count = int(indexed.sequence_lengths[document_ids].sum(dtype=np.int64))
+    if count < least:
+        raise DataError(
+            f"{indexed.prefix}: the {split_name} split has {len(document_ids):,} of {len(indexed):,} documents, "
+            f"{count:,} tokens, and needs {least:,}; give it a larger part of data.split"
+        )
+    return count
+
+
 class GPTDataset:
     """Samples of `seq_length + 1` token ids from the documents `document_ids` of one corpus.
 
@@ -170,13 +181,8 @@ class GPTDataset:
         self.seq_length = seq_length
         self.split_name = split_name
         self.vocab_size = vocab_size
-        self.tokens_per_epoch = int(indexed.sequence_lengths[document_ids].sum(dtype=np.int64))
-        wanted_tokens = seq_length + 1 if planned_samples is None else 1
-        if self.tokens_per_epoch < wanted_tokens:
-            raise DataError(
-                f"{indexed.prefix}: the {split_name} split has {len(document_ids):,} of {len(indexed):,} documents, "
-                f"{self.tokens_per_epoch:,} tokens, and needs {wanted_tokens:,}; give it a larger part of data.split"
-            )
+        least = seq_length + 1 if planned_samples is None else 1
+        self.tokens_per_epoch = count_tokens(indexed, document_ids, split_name, least)
         planned = epochs_needed(self.tokens_per_epoch, planned_samples, seq_length)
         self.epochs = with_appended(planned, self.tokens_per_epoch, num_samples, seq_length)
         description = {

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from megatron_lite.config.schema import Config
-from megatron_lite.config.sizes import state_bytes
 from megatron_lite.doctor.findings import Answer, Finding, ask, hosts_of, local_rank, problems, readable, where
 from megatron_lite.errors import TrainingError
 from megatron_lite.launch.available import available_cores, available_memory
@@ -24,7 +23,7 @@ from megatron_lite.optim.engine import check_engine
 from megatron_lite.parallel.collectives import barrier
 from megatron_lite.parallel.context import Group
 from megatron_lite.parallel.dtypes import PRECISIONS
-from megatron_lite.plan.sizes import activation_bytes, largest_rank_parameters
+from megatron_lite.plan.sizes import activation_bytes, largest_rank_parameters, state_bytes
 from megatron_lite.text import counted, listed
 from megatron_lite.training.initialize import choose_device, sources_checksum
 

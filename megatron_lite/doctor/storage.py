@@ -18,7 +18,6 @@ from pathlib import Path
 from megatron_lite.checkpoint.directory import iterations
 from megatron_lite.checkpoint.lock import LOCK_FILE
 from megatron_lite.config.schema import Config
-from megatron_lite.config.sizes import state_bytes
 from megatron_lite.config.validate import with_vocab_size
 from megatron_lite.data.blended import parse_paths
 from megatron_lite.data.corpus_info import check_tokenizers
@@ -31,10 +30,10 @@ from megatron_lite.files import ADVICE, sync_folder
 from megatron_lite.parallel.agreement import on_first
 from megatron_lite.parallel.collectives import barrier
 from megatron_lite.parallel.context import Group
-from megatron_lite.plan.sizes import num_parameters
+from megatron_lite.plan.sizes import num_parameters, state_bytes
 from megatron_lite.text import listed
 from megatron_lite.training.corpora import wanted_samples
-from megatron_lite.training.start import checkpoints_of, find_start, start_state
+from megatron_lite.training.start import checkpoints_of, find_start, start_of_run
 
 # A network file system may take this long to show a new file to other hosts.
 SHOWN_SECONDS = 5.0
@@ -101,7 +100,7 @@ def data(config: Config, world: Group) -> list[Finding]:
     corpora = len(first.files) // 2
     size = sum(stamp.size for stamp in first.files.values())
     train = config.train
-    state = on_first(lambda: start_state(config), world)
+    state = on_first(lambda: start_of_run(config)[1], world)
     wanted = wanted_samples(train, config.parallel.data(world.size), state)[0] * config.data.seq_length
     share = config.data.split[0] / sum(config.data.split)
     epochs = f" ({wanted / first.num_tokens / share:.2g} epochs)" if first.num_tokens and share else ""

@@ -9,13 +9,13 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from megatron_lite.config.sizes import state_bytes
 from megatron_lite.config.stages import layer_counts
 from megatron_lite.pipeline.actions import Action
 from megatron_lite.pipeline.schedules import build_schedule
 from megatron_lite.pipeline.simulate import timeline
 from megatron_lite.plan.costs import Cost, Parts, Work
 from megatron_lite.plan.layouts import Layout, sharding
+from megatron_lite.plan.sizes import state_bytes
 
 if TYPE_CHECKING:
     from megatron_lite.plan.search import Search

@@ -4,8 +4,8 @@ from math import prod
 
 import torch
 
-from megatron_lite.config.sizes import state_bytes
 from megatron_lite.parallel.collectives import all_reduce
+from megatron_lite.plan.sizes import state_bytes
 from megatron_lite.training.run import Run
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+from megatron_lite.checkpoint.compatible import CORPORA
 from megatron_lite.checkpoint.store import Loaded
 from megatron_lite.config.schema import Config
 from megatron_lite.parallel.grid import Grid
@@ -15,6 +16,7 @@ CURVE = ("lr", "min_lr", "schedule", "warmup_iterations", "decay_iterations", "w
 def resume_lines(run: Run, loaded: Loaded, saved: Config, changed: list[str]) -> Iterator[str]:
     """The lines, some of which may be empty. `changed` are the changes of the samples or their order."""
     yield changes_line(saved, run.config)
+    yield compared_line(loaded, run)
     yield new_order_line(changed, run)
     yield moved_line(loaded, saved, run)
     yield learning_rate_line(saved, run)
@@ -31,6 +33,13 @@ def changes_line(saved: Config, now: Config) -> str:
         if (section, key) != ("run", "dir") and before[section][key] != value
     ]
     return f"changed since that checkpoint: {', '.join(changes)}" if changes else ""
+
+
+def compared_line(loaded: Loaded, run: Run) -> str:
+    """A note where a checkpoint of an earlier version has no checksums of its corpora; otherwise empty."""
+    if CORPORA in loaded.layout.origin or CORPORA not in run.origin:
+        return ""
+    return "corpora: only their names and weights were compared, for that checkpoint has no checksums of them"
 
 
 def new_order_line(changed: list[str], run: Run) -> str:

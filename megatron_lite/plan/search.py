@@ -11,7 +11,6 @@ from itertools import product
 from typing import NamedTuple
 
 from megatron_lite.config.schema import Config
-from megatron_lite.config.sizes import state_bytes
 from megatron_lite.config.stages import layer_counts
 from megatron_lite.config.validate import divisors, failures
 from megatron_lite.errors import ConfigError
@@ -20,6 +19,7 @@ from megatron_lite.plan.closed_form import Estimate, Estimator
 from megatron_lite.plan.costs import Cost, CostTable, Work
 from megatron_lite.plan.layouts import Layout, layout_of, sharding
 from megatron_lite.plan.links import Machines
+from megatron_lite.plan.sizes import state_bytes
 
 IDEAL_BATCH = 64  # sequences; the largest micro-batch of a search
 POWERS = tuple(1 << power for power in range(7))

@@ -16,7 +16,6 @@ import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from megatron_lite.config.schema import Config
-from megatron_lite.config.sizes import state_bytes
 from megatron_lite.ddp.finalize import finalize_grads
 from megatron_lite.optim.mixed_precision import count_bytes
 from megatron_lite.parallel import weight_grads
@@ -26,6 +25,7 @@ from megatron_lite.plan.communication import CommunicationRecorder, Operation, W
 from megatron_lite.plan.fake_world import META, empty_batch, fake_rank
 from megatron_lite.plan.kernels import Kernel, Recorder, dropout_on_gpu, on_gpu
 from megatron_lite.plan.memory import LiveBytes
+from megatron_lite.plan.sizes import state_bytes
 from megatron_lite.training.forward_step import Sums, forward_of, sum_over_pipeline
 from megatron_lite.training.run import Run
 from megatron_lite.training.step import count_target_tokens, local_batches, means_and_measures, message_of
@@ -121,7 +121,7 @@ def _traced(config: Config, rank: int, world_size: int, *, fusion: str, lines: b
 def traceable(config: Config) -> Config:
     """The config with an engine that runs on the meta device, in place of torch's DDP and DeepSpeed, which do not.
 
-    The state of these two is that of `config.sizes`. torch's DDP sends the same bytes; DeepSpeed may send more.
+    The state of these two is that of `plan.sizes`. torch's DDP sends the same bytes; DeepSpeed may send more.
     """
     parallel, stage = config.parallel, config.deepspeed.zero_stage
     if parallel.ddp not in ("torch", "deepspeed"):

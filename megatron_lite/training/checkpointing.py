@@ -3,25 +3,26 @@
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from megatron_lite.checkpoint import store
-from megatron_lite.checkpoint.compatible import CORPORA, changed_order, check_resumable
+from megatron_lite.checkpoint.compatible import CORPORA
 from megatron_lite.checkpoint.contents import Contents
 from megatron_lite.checkpoint.directory import iterations, locate, read_latest, set_aside
-from megatron_lite.checkpoint.layout import read_layout
+from megatron_lite.checkpoint.layout import Layout, read_layout
 from megatron_lite.checkpoint.match import ADDED_AT_FINE_TUNING, MODEL_PROVIDER, MODEL_TYPE, STARTS_TEXTS, TOKEN_IDS
 from megatron_lite.config.schema import Config
-from megatron_lite.data.blended import parse_paths
 from megatron_lite.errors import CheckpointError, ConfigError, DamagedCheckpoint, TrainingError
 from megatron_lite.parallel.agreement import on_first
 from megatron_lite.parallel.collectives import all_reduce
+from megatron_lite.parallel.context import Group
 from megatron_lite.parallel.random import seed_everything
 from megatron_lite.training.console import say
 from megatron_lite.training.replicas import check_replicas_equal
 from megatron_lite.training.run import Run
-from megatron_lite.training.start import checkpoints_of, find_start, local_root, resumed_state, stored_config
+from megatron_lite.training.start import checkpoints_of, find_start, local_root, resumed
 
 FORWARD_STEP = "forward_step"  # key of `origin`: the name of a custom one
 
@@ -111,11 +112,7 @@ def load_or_fall_back(run: Run, load: Callable[[Run, Path, int], None], root: Pa
         load(run, root, iteration)
         return
     except DamagedCheckpoint as damage:
-        before = on_first(lambda: max((n for n in iterations(root) if n < iteration), default=None), run.ctx.world)
-        if before is None:
-            raise DamagedCheckpoint(f"{damage}. There is no checkpoint before it in {root}") from damage
-        if not run.config.checkpoint.fallback:
-            raise DamagedCheckpoint(f"{damage}. checkpoint.fallback would use iteration {before}") from damage
+        before = iteration_before(damage, root, iteration, run.config, run.ctx.world)
         if problem := on_first(lambda: _unconfirmed(root, iteration), run.ctx.world):
             raise CheckpointError(f"{damage}. But {problem}") from damage
         where = ""
@@ -123,6 +120,16 @@ def load_or_fall_back(run: Run, load: Callable[[Run, Path, int], None], root: Pa
             where = f"; it is now {on_first(lambda: set_aside(root, iteration, before), run.ctx.world).name}"
         _report(run, f"DAMAGED checkpoint: {damage}{where}. Falling back to iteration {before}")
     load_or_fall_back(run, load, root, before)
+
+
+def iteration_before(damage: DamagedCheckpoint, root: Path, iteration: int, config: Config, world: Group) -> int:
+    """The checkpoint in place of a damaged one; raise DamagedCheckpoint where none may be used. Collective."""
+    before = on_first(lambda: max((n for n in iterations(root) if n < iteration), default=None), world)
+    if before is None:
+        raise DamagedCheckpoint(f"{damage}. There is no checkpoint before it in {root}") from damage
+    if not config.checkpoint.fallback:
+        raise DamagedCheckpoint(f"{damage}. checkpoint.fallback would use iteration {before}") from damage
+    return before
 
 
 def _unconfirmed(root: Path, iteration: int) -> str:
@@ -160,18 +167,8 @@ def load_run(run: Run, root: Path, iteration: int) -> None:
     _report(run, f"loading checkpoint from {root} at iteration {iteration}")
     contents = Contents(run.optimizer.weights(), run.optimizer.state())
     loaded = _load(run, root, iteration, contents)
-    saved = saved_config(loaded, locate(root, iteration), run)
-    before, data = saved.model_dump(mode="json"), run.config.data
-    check_resumable(before, run.config)
-    corpora = [origin.get(CORPORA, []) for origin in (loaded.layout.origin, run.origin)]
-    changed = on_first(lambda: changed_order(before, run.config, *corpora), run.ctx.world)
-    if all(corpora) and not changed and parse_paths(data.paths).weights is not None:
-        # Other weights of the same proportions may be rounded to another order.
-        pairs = zip(saved.data.paths[::2], data.paths[1::2], strict=True)
-        data = data.model_copy(update={"paths": tuple(word for pair in pairs for word in pair)})
-        run.config = run.config.model_copy(update={"data": data})
-    state = loaded.layout.state
-    run.state = resumed_state(state["train"], changed, run.config, root)
+    found, folder, state = run.origin.get(CORPORA, []), locate(root, iteration), loaded.layout.state
+    run.config, run.state, saved, changed = resumed(run.config, loaded.layout, folder, found, run.ctx.world)
     _report(run, *run.hooks.resume_lines(run, loaded, saved, changed))
     run.optimizer.load(contents.weights, contents.optimizer_state, state["adam_steps"], run.state.iteration)
     run.optimizer.scaler.load_state_dict(state["loss_scaler"])
@@ -204,40 +201,24 @@ def _load(run: Run, root: Path, iteration: int, contents: Contents) -> store.Loa
         config=run.config.model_dump(mode="json"),
         provider=run.origin.get(MODEL_PROVIDER, ""),
     )
-    check_tokenizer(locate(root, iteration), loaded, run)
+    check_tokenizer(locate(root, iteration), loaded.layout, run.config, run.origin)
     for key in {MODEL_TYPE, TOKEN_IDS, STARTS_TEXTS} & loaded.layout.origin.keys():
         run.origin.setdefault(key, loaded.layout.origin[key])
     return loaded
 
 
-def check_tokenizer(folder: Path, loaded: store.Loaded, run: Run) -> None:
-    """Raise ConfigError where the run's tokenizer differs from the one that the checkpoint was trained with.
+def check_tokenizer(folder: Path, layout: Layout, config: Config, origin: dict[str, Any]) -> None:
+    """Raise ConfigError where the run's tokenizer, in `origin`, is not the one that the checkpoint was trained with.
 
     A run without a tokenizer takes over the checkpoint's record; a checkpoint may have none.
     """
-    trained = loaded.layout.origin.get("tokenizer")
+    trained = layout.origin.get("tokenizer")
     if trained is None:
         return
-    wanted = run.origin.setdefault("tokenizer", trained)
-    if run.config.data.tokenizer_check and trained != wanted:
+    wanted = origin.setdefault("tokenizer", trained)
+    if config.data.tokenizer_check and trained != wanted:
         raise ConfigError(
             f"{folder}: was trained with another tokenizer (hash {trained[:12]}) than data.tokenizer, "
-            f"{run.config.data.tokenizer} (hash {wanted[:12]}); use the tokenizer of the checkpoint, or set "
+            f"{config.data.tokenizer} (hash {wanted[:12]}); use the tokenizer of the checkpoint, or set "
             "data.tokenizer_check=false if both give the same ids"
         )
-
-
-def saved_config(loaded: store.Loaded, folder: Path, run: Run) -> Config:
-    """The checkpoint's config, with the fields of this version.
-
-    Raise CheckpointError where state or config are not those of a run, for example after an edit by hand.
-    """
-    state, scaler = loaded.layout.state, run.optimizer.scaler.state_dict()
-    if not (
-        isinstance(state.get("train"), dict)
-        and isinstance(state.get("adam_steps"), int)
-        and isinstance(state.get("loss_scaler"), dict)
-        and all(isinstance(state["loss_scaler"].get(key), int | float) for key in scaler)
-    ):
-        raise CheckpointError(f"{folder}: its state {str(state)[:80]} is not that of a run. Load another checkpoint")
-    return stored_config(loaded.layout.config, folder, type(run.config))

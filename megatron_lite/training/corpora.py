@@ -14,10 +14,11 @@ from megatron_lite.data.indexed import IndexedDataset
 from megatron_lite.data.samples import sample_maker
 from megatron_lite.data.text_dataset import TextDataset
 from megatron_lite.data.tokenizer import Tokenizer
-from megatron_lite.errors import DataError
+from megatron_lite.errors import ConfigError, DataError
 from megatron_lite.training.state import TrainState, samples_for
 
 CorpusDataset = GPTDataset | TextDataset
+NO_TRAINING_DATA = "data.split[0] is 0, so there is no training data; make it larger than 0"
 ENOUGH_CHOICES = 1_000_000  # of a blend; every range of it has the same shares
 
 
@@ -58,11 +59,14 @@ def open_splits(
 
 
 def check_lengths(splits: Splits, train: TrainConfig, data_parallel_size: int, state: TrainState) -> None:
-    """Raise DataError for a dataset with fewer samples than the run reads; a custom one can have any number."""
+    """Raise DataError for a dataset with fewer samples than the run reads; a custom one can have any number. Raise
+    ConfigError where no data is for training."""
     wanted, batch = wanted_samples(train, data_parallel_size, state), train.global_batch(data_parallel_size)
     for name, split, count in zip(SPLIT_NAMES, splits, wanted, strict=True):
         key = "iterations" if name == "train" else "eval_iterations"
         is_read = name != "train" or state.iteration < train.iterations
+        if split is None and name == "train" and is_read:
+            raise ConfigError(NO_TRAINING_DATA)
         if split is not None and is_read and len(split) < count:
             raise DataError(
                 f"the {name} dataset has {len(split):,} samples, and the run reads {count:,}: train.{key} is "

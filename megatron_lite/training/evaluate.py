@@ -13,14 +13,7 @@ from megatron_lite.errors import DataError, StoppedEarly
 from megatron_lite.parallel.collectives import all_reduce
 from megatron_lite.pipeline.schedules import build_schedule
 from megatron_lite.training.corpora import samples_of_evaluation
-from megatron_lite.training.forward_step import (
-    BUILT_IN_STEPS,
-    Means,
-    Sums,
-    forward_of,
-    means_of,
-    sum_over_pipeline,
-)
+from megatron_lite.training.forward_step import BUILT_IN_STEPS, Means, Sums, forward_of, means_of, sum_over_pipeline
 from megatron_lite.training.logs import RunLog
 from megatron_lite.training.run import Run
 from megatron_lite.training.signals import StopRequest

@@ -20,14 +20,13 @@ from megatron_lite.checkpoint.lock import Lock
 from megatron_lite.config.flops import flops_per_token
 from megatron_lite.config.load import RESOLVED, SETTINGS, WRITTEN, dump_config, dump_settings
 from megatron_lite.config.schema import Config, LogConfig
-from megatron_lite.errors import TrainingError
 from megatron_lite.files import atomic_write
 from megatron_lite.parallel.context import ParallelContext
 from megatron_lite.parallel.dtypes import PRECISIONS
 from megatron_lite.training import console
 from megatron_lite.training.board import Board
 from megatron_lite.training.console import brief
-from megatron_lite.training.metrics import MetricsFile, write_errors
+from megatron_lite.training.metrics import MetricsFile, check_run_dir, write_errors
 from megatron_lite.training.state import StepReport, TrainState, samples_for
 from megatron_lite.training.throughput import peak_memory_gb, peak_tflops
 from megatron_lite.training.timers import PhaseTime, timers_line
@@ -263,16 +262,11 @@ class RunLog:
 
 
 def write_config(config: Config) -> None:
-    """Write the given settings and all fields into run.dir. A start that fails leaves the old files.
-
-    Raise TrainingError for a file of one of these names that a user has written.
-    """
-    folder = Path(config.run.dir)
+    """Write the given settings and all fields into run.dir. A start that fails leaves the old files."""
+    check_run_dir(config)
     for name, text in ((SETTINGS, dump_settings(config)), (RESOLVED, dump_config(config))):
-        with write_errors(folder):
-            path = folder / name
-            if path.exists() and not path.read_bytes().startswith(WRITTEN.encode()):
-                raise TrainingError(f"{path}: was not written by megatron-lite, and the run needs this name; rename it")
+        path = Path(config.run.dir) / name
+        with write_errors(path.parent):
             atomic_write(path, WRITTEN + text)
 
 

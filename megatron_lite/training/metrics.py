@@ -1,15 +1,18 @@
-"""metrics.jsonl: a JSON object for every iteration and evaluation.
+"""metrics.jsonl: a JSON object for every iteration and evaluation; and a check that run.dir has no files of a user.
 
 An open file keeps its rows after it was deleted, so they can be written again.
 """
 
 import json
 import os
+import re
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
-from megatron_lite.errors import TrainingError
+from megatron_lite.config.load import RESOLVED, SETTINGS, WRITTEN
+from megatron_lite.config.schema import Config
+from megatron_lite.errors import ConfigError, TrainingError
 from megatron_lite.files import atomic_write, disk_errors
 
 RESERVED = {
@@ -18,6 +21,13 @@ RESERVED = {
     *("learning-rate", "grad-norm", "loss-scale", "batch-size", "iteration-time", "throughput", "tokens-per-second"),
     *("memory-gb", "skipped-iterations", "gflops-per-second"),
 }  # names of values in the logs, which no scalar of a custom forward step may have
+
+# The files of run.dir that a start replaces or deletes, and the first bytes of those that a run has written.
+OURS = {
+    **dict.fromkeys((SETTINGS, RESOLVED), re.escape(WRITTEN).encode()),
+    "metrics.jsonl": rb'\{"iteration|.{,10}$',  # a killed run may leave a part of a row
+    "exit_code": rb"\d+\n$",
+}
 
 
 class MetricsFile:
@@ -51,6 +61,16 @@ class MetricsFile:
 
     def close(self) -> None:
         self._file.close()
+
+
+def check_run_dir(config: Config) -> None:
+    """Raise ConfigError for a file in run.dir that the run would change, and that no run has written."""
+    for name, content in OURS.items():
+        path = Path(config.run.dir) / name
+        with write_errors(path):
+            start = path.read_bytes()[: len(WRITTEN)] if path.exists() else b""
+        if start and not re.match(content, start, re.DOTALL):
+            raise ConfigError(f"{path}: was not written by megatron-lite, and the run needs this name; rename it")
 
 
 def write_errors(path: Path) -> AbstractContextManager[None]:

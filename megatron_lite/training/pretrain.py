@@ -7,7 +7,6 @@ A custom script can call the same functions in the same order, with its own mode
 
 import math
 import os
-import shutil
 import time
 import traceback
 from collections.abc import Callable
@@ -28,6 +27,7 @@ from megatron_lite.training.evaluate import Evaluation
 from megatron_lite.training.initialize import finalize_megatron, initialize_megatron
 from megatron_lite.training.logs import RunLog, write_config
 from megatron_lite.training.loop import train
+from megatron_lite.training.metrics import check_run_dir
 from megatron_lite.training.provider import ModelProvider
 from megatron_lite.training.run import Hooks, Run
 from megatron_lite.training.setup import setup_model_and_optimizer
@@ -78,11 +78,13 @@ def run_to_end(
     started = launch_time()
     ctx, rng = initialize_megatron(config)
     with ExitStack() as at_the_end:
+        on_first(lambda: check_run_dir(config), ctx.world)
         lock = at_the_end.enter_context(locked(Path(config.run.dir), world=ctx.world))
         if ctx.world.is_first:
             Path(config.run.exit_code_file).unlink(missing_ok=True)  # of an earlier start
         if os.environ.get("LOCAL_RANK", "0") == "0":  # machines may not share the folder
-            shutil.rmtree(Path(config.run.dir) / "heartbeat", ignore_errors=True)
+            for heartbeat in (Path(config.run.dir) / "heartbeat").glob("rank_*.json"):
+                heartbeat.unlink(missing_ok=True)
         run = setup_model_and_optimizer(config, ctx, rng, model_provider, hooks)
         log = RunLog(run.config, ctx, run.state, lock)
         at_the_end.callback(log.close)
@@ -128,8 +130,7 @@ def train_and_evaluate(run: Run, datasets: Splits, log: RunLog, started: float) 
         evaluation.evaluate_finished_model()  # an earlier start may have ended before its evaluation
         announce_end(run, log)
         return state
-    if datasets.train is None:
-        raise ConfigError("data.split[0] is 0, so there is no training data; make it larger than 0")
+    assert datasets.train is not None, "check_lengths checks it"
     check_documents_end(run.config, datasets.train, eod)
     if run.tokenizer is not None and starts_with(datasets.train, run.tokenizer.bos):
         run.origin[STARTS_TEXTS] = True

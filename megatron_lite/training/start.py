@@ -1,25 +1,20 @@
 """The checkpoint that a run starts from: its own newest one, or one that the config names; and its counters."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megatron_lite.checkpoint.compatible import CORPORA, changed_order, check_order
-from megatron_lite.checkpoint.directory import (
-    TRACKER_FILE,
-    is_checkpoint,
-    iterations,
-    locate,
-    place_of,
-    read_latest,
-    resolve,
-    root_of,
-)
-from megatron_lite.checkpoint.layout import parse_config, read_layout
+from megatron_lite.checkpoint import directory
+from megatron_lite.checkpoint.compatible import CORPORA, changed_order, check_order, check_resumable
+from megatron_lite.checkpoint.layout import Layout, parse_config, read_layout
 from megatron_lite.config.load import fields_of
 from megatron_lite.config.schema import Config
-from megatron_lite.data.identity import recorded_identities
+from megatron_lite.data.blended import parse_paths
+from megatron_lite.data.identity import Identity, recorded_identities
 from megatron_lite.errors import CheckpointError, NoCheckpoint
+from megatron_lite.optim.scaler import build_scaler
+from megatron_lite.parallel.agreement import on_first
+from megatron_lite.parallel.context import Group, solo
 from megatron_lite.training.state import TrainState
 
 
@@ -43,7 +38,7 @@ def local_root(config: Config, start: Start) -> Path:
     if start.key == "run.dir":
         return checkpoints_of(config.run.dir)
     key = start.key.removeprefix("checkpoint.")
-    return root_of(Path(getattr(config.checkpoint, key)))
+    return directory.root_of(Path(getattr(config.checkpoint, key)))
 
 
 def find_start(config: Config) -> Start | None:
@@ -55,14 +50,14 @@ def find_start(config: Config) -> Start | None:
     own, wanted = checkpoints_of(config.run.dir), config.checkpoint.load_iteration or None
     given = {"checkpoint.load": config.checkpoint.load, "checkpoint.load_weights": config.checkpoint.load_weights}
     key, folder = next(((key, folder) for key, folder in given.items() if folder), ("", ""))
-    is_chosen = bool(key) and (wanted is not None or is_checkpoint(Path(folder)))
-    newest = read_latest(own)
+    is_chosen = bool(key) and (wanted is not None or directory.is_checkpoint(Path(folder)))
+    newest = directory.read_latest(own)
     if newest is not None:
         path = Path(folder).resolve()
         if is_chosen and own.resolve() in (path / "checkpoints", path, path.parent):
             raise CheckpointError(
                 f"{key} chooses an iteration of {config.run.dir}, which is run.dir: it resumes from its newest. Give "
-                f"another run.dir to branch off, or write the iteration into {own / TRACKER_FILE} to go back"
+                f"another run.dir to branch off, or write the iteration into {own / directory.TRACKER_FILE} to go back"
             )
         unused = f"{key} is not used: run.dir has checkpoints" if key else ""
         notice = "; ".join(filter(None, (unused, _older_than_newest(own, newest))))
@@ -70,7 +65,7 @@ def find_start(config: Config) -> Start | None:
     if not key:
         return None
     try:
-        root, iteration = place_of(resolve(Path(folder), wanted))
+        root, iteration = directory.place_of(directory.resolve(Path(folder), wanted))
     except CheckpointError as error:
         raise NoCheckpoint(f"{key}: {error}") from error
     return Start(key, root, iteration, is_chosen, "" if is_chosen else _older_than_newest(root, iteration))
@@ -92,39 +87,61 @@ def stored_config(stored: Mapping[str, Mapping[str, Any]], folder: Path, config_
     return parse_config(fields, folder, config_type)
 
 
-def resumed_state(counters: dict[str, Any], changed: list[str], config: Config, root: Path) -> TrainState:
-    """The counters of a run that continues with `config` from a checkpoint in `root`.
+class Resumed(NamedTuple):
+    """The parts of a run that its checkpoint decides, without tensors."""
 
-    `changed` are those of `changed_order`: another run with other data starts at its first sample. Raise ConfigError
-    for other data within a run.
+    config: Config  # with the weights of a blend as the checkpoint writes them
+    state: TrainState
+    saved: Config  # of the checkpoint
+    changed: list[str]  # of `changed_order`: another run with other data starts at its first sample
+
+
+def resumed(config: Config, layout: Layout, folder: Path, found: Sequence[Identity], world: Group) -> Resumed:
+    """The parts of a run that continues with `config` and the corpora `found` from the checkpoint in `folder`.
+
+    Raise ConfigError for settings that pending sums need and for other data within a run, and CheckpointError where
+    state or config are not those of a run, for example after an edit by hand. Collective over the world.
     """
-    state = TrainState.from_dict(counters)
-    if root == checkpoints_of(config.run.dir):
+    state, scaler = layout.state, build_scaler(config.optim, config.train.precision).state_dict()
+    if not (
+        isinstance(state.get("train"), dict)
+        and isinstance(state.get("adam_steps"), int)
+        and isinstance(state.get("loss_scaler"), dict)
+        and all(isinstance(state["loss_scaler"].get(key), int | float) for key in scaler)
+    ):
+        raise CheckpointError(f"{folder}: its state {str(state)[:80]} is not that of a run. Load another checkpoint")
+    saved = stored_config(layout.config, folder, type(config))
+    before, paths = saved.model_dump(mode="json"), config.data.paths
+    check_resumable(before, config)
+    changed = on_first(lambda: changed_order(before, config, layout.origin.get(CORPORA, []), found), world)
+    counters = TrainState.from_dict(state["train"])
+    if folder.parent == checkpoints_of(config.run.dir):
         check_order(changed, config)
     elif changed:
-        state.start_order()
-    return state
+        counters.start_order()
+    if found and not changed and parse_paths(paths).weights is not None:
+        # Other weights of the same proportions may be rounded to another order.
+        pairs = zip(saved.data.paths[::2], paths[1::2], strict=True)
+        data = config.data.model_copy(update={"paths": tuple(word for pair in pairs for word in pair)})
+        config = config.model_copy(update={"data": data})
+    return Resumed(config, counters, saved, changed)
 
 
-def start_state(config: Config) -> TrainState:
-    """The counters with which a run would start now: new ones, or those of the checkpoint of `find_start`."""
-    if config.checkpoint.load_weights and read_latest(checkpoints_of(config.run.dir)) is None:
-        return TrainState()  # the weights may be in a format that training converts
+def start_of_run(config: Config) -> tuple[Config, TrainState]:
+    """The config and the counters with which a run would start now: of a new run, or resumed from `find_start`."""
+    if config.checkpoint.load_weights and directory.read_latest(checkpoints_of(config.run.dir)) is None:
+        return config, TrainState()  # the weights may be in a format that training converts
     start = find_start(config)
     if start is None:
-        return TrainState()
-    folder = locate(start.root, start.iteration)
-    layout = read_layout(folder)
-    saved = stored_config(layout.config, folder, type(config))
-    corpora = layout.origin.get(CORPORA, []), recorded_identities(config.data.paths)
-    changed = changed_order(saved.model_dump(mode="json"), config, *corpora)
-    return resumed_state(layout.state.get("train", {}), changed, config, local_root(config, start))
+        return config, TrainState()
+    folder = directory.locate(local_root(config, start), start.iteration)
+    return resumed(config, read_layout(folder), folder, recorded_identities(config.data.paths), solo())[:2]
 
 
 def _older_than_newest(root: Path, iteration: int) -> str:
     """A notice where the tracker does not name the newest iteration: a user has reset it, or a digit is damaged."""
-    newest = max(iterations(root), default=iteration)
+    newest = max(directory.iterations(root), default=iteration)
     if newest <= iteration:
         return ""
-    tracker = root / TRACKER_FILE
+    tracker = root / directory.TRACKER_FILE
     return f"{tracker} names iteration {iteration}; the newest is {newest}. Write {newest} into it to load that"

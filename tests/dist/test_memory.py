@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
-from megatron_lite.config.sizes import state_bytes
 from megatron_lite.plan.memory_line import memory_line, num_local_parameters
+from megatron_lite.plan.sizes import state_bytes
 from megatron_lite.training.initialize import finalize_megatron, initialize_megatron
 from megatron_lite.training.setup import setup_model_and_optimizer
 from megatron_lite.training.step import train_step

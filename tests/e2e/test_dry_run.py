@@ -1,11 +1,19 @@
 """`pretrain --dry-run` fails where the start of the run would, although it starts no rank and builds no index."""
 
+import os
 import re
+import shutil
 
 import pytest
 
+from megatron_lite.checkpoint.directory import resolve
+from megatron_lite.checkpoint.layout import LAYOUT_FILE, dump_layout, read_layout
 from tests.helpers.command import run_here, tiny_yaml
 from tests.helpers.corpora import write_corpus
+from tests.helpers.rank_commands import run_on
+
+GPT = {"vocab_size": 4096, "activation": "gelu", "top_query_layer": False, "mlp_dropout": True}
+LATE = ["sync.mode=diloco", "sync.interval=2", "sync.delay=1"]
 
 
 @pytest.fixture(scope="module")
@@ -16,10 +24,22 @@ def folder(tmp_path_factory):
     write_corpus(folder / "b", [90, 150, 60])
     write_corpus(folder / "c", [5, 5, 5])
     train = {"iterations": 2, "eval_iterations": 0}
-    sections = {"train": train, "model": {"vocab_size": 4096}, "log": {"tensorboard": False}}
+    sections = {"train": train, "model": GPT, "log": {"tensorboard": False}}
     tiny_yaml(folder, prefix, **sections)
-    done = run_here("pretrain", "--config", "tiny.yaml", cwd=folder)
+    for overrides in ([], ["run.dir=late", *LATE]):
+        done = run_here("pretrain", "--config", "tiny.yaml", *overrides, cwd=folder)
+        assert done.returncode == 0, done.stderr
+    done = run_here("convert", "run", "foreign", "--to", "megatron", "--weights-only", cwd=folder)
     assert done.returncode == 0, done.stderr
+    for name in ("cut", "bpe"):
+        shutil.copytree(folder / "run" / "checkpoints", folder / name / "checkpoints")
+    os.truncate(next((folder / "cut").rglob("model.safetensors")), 9)
+    at = resolve(folder / "bpe")
+    layout = read_layout(at)
+    layout = layout.model_copy(update={"origin": layout.origin | {"tokenizer": "0" * 64}})
+    (at / LAYOUT_FILE).write_text(dump_layout(layout))
+    (folder / "users").mkdir()
+    (folder / "users" / "settings.yaml").write_text("optim: {lr: 1}")
     return folder
 
 
@@ -35,8 +55,20 @@ def folder(tmp_path_factory):
         (["run.dir=new", "data.paths=[b]", "data.split=[1e-9,1,0]"], "b: .*train split has"),
         (["run.dir=new", "data.paths=[a,c]"], "c: .*train split has"),
         (["run.dir=new", "data.paths=[b]", "data.reset_position_ids=true"], "b: its first document ends with"),
-        (["run.dir=new", "checkpoint.load_weights=nothing"], "checkpoint.load_weights: nothing: "),
+        (["run.dir=new", "checkpoint.load_weights=nothing"], "checkpoint.load_weights: nothing: is not a folder"),
+        (["checkpoint.load_weights=nothing", "train.iterations=4"], ""),
+        (["run.dir=new", "checkpoint.load_weights=run"], ""),
+        (["run.dir=new", "checkpoint.load_weights=run", "model.num_layers=3"], "layers.2.*model.num_layers"),
+        (["run.dir=new", "checkpoint.load_weights=foreign", "model.num_layers=3"], "model.num_layers is 3"),
+        (
+            ["run.dir=new", "checkpoint.load=foreign"],
+            "foreign/iter_0000002: has no layout.json; .*megatron-lite convert",
+        ),
         (["run.dir=new", "checkpoint.load=nothing"], "checkpoint.load: nothing: is not a folder"),
+        (["run.dir=cut", "train.iterations=4"], "model.safetensors: has 9 bytes"),
+        (["run.dir=users", "train.iterations=4"], "settings.yaml: was not written by megatron-lite"),
+        (["run.dir=bpe", "train.iterations=4"], "was trained with another tokenizer"),
+        (["run.dir=late", *LATE, "sync.interval=3", "train.iterations=6"], "sync.interval .*sums .* in flight"),
         (["run.dir=new", "train.tasks=[none.jsonl]"], "none.jsonl: cannot be read"),
     ],
 )
@@ -50,4 +82,11 @@ def test_a_dry_run_fails_where_the_start_of_the_run_would(folder, overrides, mes
     assert sorted(folder.rglob("*")) == before
     if message:
         real = run_here(*command, cwd=folder)
-        assert real.returncode != 0 and re.search(message.split(".*")[0], real.stderr)
+        assert (real.returncode, real.stderr.splitlines()[-1]) == (dry.returncode, dry.stderr.splitlines()[-1])
+
+
+def test_a_file_of_the_user_in_run_dir_ends_every_rank_before_the_model_is_built(ranks, folder):
+    """A large model is built in minutes, on all ranks."""
+    done = run_on(ranks, 2, "pretrain", "--config", "tiny.yaml", "run.dir=users", cwd=folder)
+    assert done.returncode == 2 and done.stderr.count("settings.yaml: was not written by megatron-lite") == 2
+    assert "model:" not in done.stdout and not (folder / "users" / ".lock").exists()

@@ -10,8 +10,9 @@ from megatron_lite.checkpoint.layout import LAYOUT_FILE, dump_layout, read_layou
 from megatron_lite.config.load import load_config
 from megatron_lite.errors import ConfigError
 from megatron_lite.training.pretrain import pretrain
-from tests.helpers.command import tiny_yaml
+from tests.helpers.command import run_here, tiny_yaml
 from tests.helpers.corpora import write_corpus
+from tests.helpers.printed import unwrapped
 
 LENGTHS = [900, 1500, 600]
 SMALL = {"train": {"iterations": 2, "eval_iterations": 0}, "checkpoint": {"interval": 2}}
@@ -65,5 +66,22 @@ def test_a_checkpoint_without_a_record_is_compared_by_names(ranks, finished):
     write_corpus(finished / "a", LENGTHS, first_token=1)
     paths = ",".join(layout.config["data"]["paths"])
     assert "config: ['0.6', 'x', " in resumed(ranks, finished, paths.replace("/a,", "/x,"))
-    assert resumed(ranks, finished, paths) == ""
+    paths = paths.replace("0.6,", "6,").replace("0.3,", "3.0,").replace("0.1,", "1,")
+    changes = (f"run.dir={finished}/run", f"data.paths=[{paths}]", "model.vocab_size=10000", "train.iterations=4")
+    done = run_here("pretrain", "--config", "tiny.yaml", *changes, cwd=finished)
+    assert done.returncode == 0, done.stderr
+    assert "corpora: only their names and weights were compared" in unwrapped(done.stdout)
     assert len(read_layout(resolve(finished / "run")).origin["corpora"]) == 3
+
+
+def test_index_builds_the_files_of_the_resumed_run(ranks, finished):
+    """Weights of the same proportions may be rounded to another order: the run would wait for an index of its own."""
+    paths = f"6,{finished}/a,3,{finished}/b,1,{finished}/c"
+    changes = (f"run.dir={finished}/run", f"data.paths=[{paths}]", "model.vocab_size=10000", "train.iterations=40")
+    before = set((finished / "cache").iterdir())
+    done = run_here("index", "--config", "tiny.yaml", *changes, cwd=finished)
+    assert done.returncode == 0, done.stderr
+    built = set((finished / "cache").iterdir())
+    assert len(built) > len(before)
+    assert ranks(1, trained, finished, *changes[1:]) == [""]
+    assert set((finished / "cache").iterdir()) == built

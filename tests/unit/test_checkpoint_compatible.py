@@ -67,6 +67,9 @@ def test_without_a_record_names_are_compared(corpora):
     """Checkpoints of earlier versions have none."""
     assert changed(["elsewhere/a"], [corpora[0]], []) == []
     assert changed(["elsewhere/x"], [corpora[0]], []) == ["data.paths (checkpoint: ['x'], config: ['a'])"]
+    a, b, _ = corpora
+    assert changed(["1", a, "2", b], ["1.0", a, "2e0", b], []) == changed(["7", a, "3", b], [0.7, a, 0.3, b], []) == []
+    assert changed(["7", a, "3", b], ["7", a, "2", b], []) and changed(["1", a, "1", b], [a, b], [])
 
 
 def test_the_proportions_of_a_split_count():

@@ -3,9 +3,8 @@
 from pathlib import Path
 
 from megatron_lite.config.load import load_config
-from megatron_lite.config.sizes import state_bytes
 from megatron_lite.config.validate import validate
-from megatron_lite.plan.sizes import activation_bytes, largest_rank_parameters
+from megatron_lite.plan.sizes import activation_bytes, largest_rank_parameters, state_bytes
 from tests.helpers.cases import all_cases
 
 CONFIGS = sorted((Path(__file__).resolve().parents[2] / "configs").glob("*.yaml"))

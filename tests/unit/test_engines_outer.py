@@ -6,7 +6,6 @@ from torch import Tensor
 
 from megatron_lite.config.load import load_config
 from megatron_lite.config.schema import OptimConfig, SyncConfig
-from megatron_lite.config.sizes import state_bytes
 from megatron_lite.ddp.local import LocalDDP
 from megatron_lite.engines.outer import OuterOptimizer, fragment_of
 from megatron_lite.optim.mixed_precision import MixedPrecisionOptimizer
@@ -14,6 +13,7 @@ from megatron_lite.optim.scaler import DynamicLossScaler, LossScaler
 from megatron_lite.parallel.context import ParallelContext
 from megatron_lite.parallel.grid import Grid
 from megatron_lite.plan.layout_lines import sync_line
+from megatron_lite.plan.sizes import state_bytes
 from tests.helpers.toy import TABLE, ToyModel
 
 CTX = ParallelContext.create(Grid(), torch.device("cpu"), timeout_seconds=10)

@@ -11,7 +11,7 @@ import pytest
 
 from megatron_lite.checkpoint.lock import Lock, locked
 from megatron_lite.config.load import load_config
-from megatron_lite.errors import CheckpointError, TrainingError
+from megatron_lite.errors import CheckpointError, ConfigError, TrainingError
 from megatron_lite.parallel.context import ParallelContext, solo
 from megatron_lite.parallel.grid import Grid
 from megatron_lite.training.console import WIDTH
@@ -165,18 +165,23 @@ def test_the_megatron_line_is_the_line_of_megatron(make_log, capsys):
 
 
 def test_a_file_of_the_user_in_run_dir_is_never_overwritten(tmp_path):
-    """settings.yaml is a name that a user may give; config.yaml is the user's."""
+    """settings.yaml is a name that a user may give; config.yaml is the user's. A killed run leaves a part of a row."""
     config = load_config(None, [f"run.dir={tmp_path}"])
     (tmp_path / "config.yaml").write_text("mine")
     for _ in range(2):
         write_config(config)
     assert (tmp_path / "config.yaml").read_text() == "mine"
-    for name in ("settings.yaml", "resolved.yaml"):
+    for name in ("settings.yaml", "resolved.yaml", "metrics.jsonl", "exit_code"):
+        if (tmp_path / name).exists():
+            (tmp_path / name).unlink()
         (tmp_path / name).write_text("optim: {lr: 1}")
-        with pytest.raises(TrainingError, match=rf"{name}: was not written by megatron-lite.*; rename it"):
+        with pytest.raises(ConfigError, match=rf"{name}: was not written by megatron-lite.*; rename it"):
             write_config(config)
         assert (tmp_path / name).read_text() == "optim: {lr: 1}"
         (tmp_path / name).unlink()
+    for name, text in (("metrics.jsonl", '{"iter'), ("metrics.jsonl", '{"iteration": 1}\n'), ("exit_code", "75\n")):
+        (tmp_path / name).write_text(text)
+        write_config(config)
 
 
 def points(folder: Path) -> dict[str, list[int]]:

@@ -7,7 +7,7 @@ import pytest
 from megatron_lite.config.load import load_config
 from megatron_lite.config.validate import validate
 from megatron_lite.errors import CheckpointError, ConfigError
-from megatron_lite.training.start import Start, find_start, local_root, start_state
+from megatron_lite.training.start import Start, find_start, local_root, start_of_run
 from megatron_lite.training.state import TrainState
 
 
@@ -122,4 +122,4 @@ def test_each_machine_uses_its_local_path_to_the_checkpoints(make):
 def test_weights_of_another_format_start_at_iteration_0(tmp_path):
     """`index` and `--dry-run` do not convert them, and must not ask for a checkpoint."""
     config = load_config(None, [f"run.dir={tmp_path}/new", f"checkpoint.load_weights={tmp_path}"])
-    assert start_state(config) == TrainState()
+    assert start_of_run(config) == (config, TrainState())
