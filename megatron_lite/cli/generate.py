@@ -10,6 +10,7 @@ import typer
 
 from megatron_lite.cli.options import Bos, Iteration, Load, Model, NoTokenizerCheck, NumProcesses
 from megatron_lite.errors import ConfigError
+from megatron_lite.preprocess.formats import read_text
 
 if TYPE_CHECKING:
     from megatron_lite.generate.run import Prompt
@@ -143,12 +144,7 @@ def _as_text(given: str) -> str:
 
 
 def _lines_of(file: str) -> list[str]:
-    try:
-        text = sys.stdin.read() if file == "-" else Path(file).read_bytes().decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{file}: byte {error.start:,} is not UTF-8; convert the file to UTF-8") from None
-    except OSError as error:
-        raise ConfigError(f"{file}: cannot be read: {error.strerror}; give a text file") from None
+    text = sys.stdin.read() if file == "-" else read_text(Path(file), "a text file")
     return [line.removesuffix("\r") for line in text.removesuffix("\n").split("\n")] if text else []
 
 

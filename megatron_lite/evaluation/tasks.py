@@ -25,6 +25,7 @@ from megatron_lite.generate.model import LanguageModel, Speed, continue_texts
 from megatron_lite.generate.prompts import Prompts, prompts_of
 from megatron_lite.generate.sampling import Sampling
 from megatron_lite.generate.texts import Text
+from megatron_lite.preprocess.formats import read_text
 
 MAX_NEW_TOKENS = 64
 KEYS = {  # of each kind: those that it needs, and those that it may have
@@ -57,12 +58,7 @@ Results = dict[str, dict[str, float]]  # by task, values by name
 
 def read_task_file(path: Path) -> str:
     """The text of a task file. Raises ConfigError for a file that cannot be read."""
-    try:
-        return path.read_bytes().decode("utf-8-sig")  # text mode would end lines at a carriage return too
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{path}: byte {error.start:,} is not UTF-8; convert the file to UTF-8") from None
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be read: {error.strerror}; give a file of questions in JSON lines") from None
+    return read_text(path, "a file of questions in JSON lines")
 
 
 def parse_questions(text: str, path: str) -> list[Question]:

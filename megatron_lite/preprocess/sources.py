@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import BinaryIO, Literal, NamedTuple
 
 from megatron_lite.errors import DataError
+from megatron_lite.preprocess.formats import GZIP, ZSTANDARD, other_format
 from megatron_lite.preprocess.languages import LANGUAGE_TAGS, TEXT_SUFFIXES, language_tag
 
 SplitOn = Literal["file", "blank-line", "line"]
@@ -25,26 +26,6 @@ CHUNK_BYTES = 1 << 20  # large relative to the cost of sending it to a process, 
 COMPRESSED = (".gz", ".zst")
 JSON_LINES = (".jsonl", ".ndjson", ".json")
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"  # of UTF-8, which some editors write at the start of a file
-# How files of other formats begin, their names, and what to do with them.
-_UNPACK, _EXPORT = "unpack it first", "write its text as .jsonl first, such as with datasets.Dataset.to_json"
-OTHER_FORMATS = {
-    rb"\x1f\x8b": ("gzip", "give it a name that ends in .gz"),
-    rb"\x28\xb5\x2f\xfd": ("Zstandard", "give it a name that ends in .zst"),
-    rb"BZh[1-9]1AY&SY": ("bzip2", _UNPACK),
-    rb"\xfd7zXZ\x00": ("xz", _UNPACK),
-    rb"\x04\x22\x4d\x18": ("LZ4", _UNPACK),
-    rb"7z\xbc\xaf\x27\x1c": ("7z", _UNPACK),
-    rb"PK\x03\x04": ("a zip archive", _UNPACK),
-    rb"(?s).{257}ustar[\x00 ]": ("a tar archive", _UNPACK),
-    rb"PAR1[\x00-\x1f]": ("Parquet", _EXPORT),
-    rb"ARROW1\x00|\xff\xff\xff\xff": ("Arrow", _EXPORT),
-    rb"Obj\x01": ("Avro", _EXPORT),
-    rb"\x89HDF": ("HDF5", _EXPORT),
-    rb"SQLite format 3\x00": ("an SQLite database", _EXPORT),
-    rb"%PDF-\d": ("PDF", "extract its text first"),
-    rb"\xff\xfe|\xfe\xff|\x00\x00\xfe\xff": ("UTF-16 or UTF-32", "convert it to UTF-8, such as with iconv"),
-    rb"(?s)[^\x00]{0,300}\x00": ("not text, because it has zero bytes", "convert it to UTF-8 text"),
-}
 SKIPPED_FOLDERS = ("site-packages", "dist-packages", "node_modules", "__pycache__")  # of installed or generated files
 
 
@@ -142,10 +123,12 @@ def _check_is_text(path: Path) -> None:
             start = next(_unpacked_blocks(path, raw), b"")
     except (OSError, EOFError, zlib.error):
         return  # reading it raises the error with the line
-    within = " within this compressed file" if path.suffix.lower() in COMPRESSED else ""
-    for pattern, (name, advice) in OTHER_FORMATS.items():
-        if re.match(pattern, start):
-            raise DataError(f"{path}: is {name}, which is not supported as input{within}; {advice}")
+    if found := other_format(start):
+        suffix = path.suffix.lower()
+        within = " within this compressed file" if suffix in COMPRESSED else ""
+        ending = {GZIP: ".gz", ZSTANDARD: ".zst"}.get(found, "") if not within and suffix != ".tgz" else ""
+        advice = f"give it a name that ends in {ending}" if ending else found.advice
+        raise DataError(f"{path}: is {found.name}, which is not supported as input{within}; {advice}")
 
 
 def split_into_chunks(files: Sequence[Path], split_on: SplitOn) -> Iterator[Chunk]:

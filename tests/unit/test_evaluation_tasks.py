@@ -1,5 +1,6 @@
 """Task files: what a line may be, and how its texts become tokens."""
 
+import gzip
 import json
 import sys
 
@@ -58,6 +59,9 @@ def test_a_file_without_questions_or_of_another_encoding_is_named(tmp_path):
     (tmp_path / "latin").write_bytes("é".encode("latin-1"))
     with pytest.raises(ConfigError, match=r"latin: byte 0 is not UTF-8; convert the file to UTF-8"):
         read_task_file(tmp_path / "latin")
+    (tmp_path / "packed").write_bytes(gzip.compress(b"{}"))
+    with pytest.raises(ConfigError, match=r"packed: is gzip; unpack it first"):
+        read_task_file(tmp_path / "packed")
     with pytest.raises(ConfigError, match=r"none: cannot be read: No such file or directory; give a file of questions"):
         read_task_file(tmp_path / "none")
 

@@ -139,6 +139,9 @@ def write_database(content, path):
         ("c.zip", write_zip, "is a zip archive, .*; unpack it first"),
         ("c.tar", write_tar, "is a tar archive, .*; unpack it first"),
         ("c.tar.gz", write_tar, "is a tar archive, .*; unpack it first"),
+        ("c.tgz", packed_by(gzip.compress), "is gzip, .*; unpack it first"),
+        ("c.gz", packed_by(lambda content: gzip.compress(gzip.compress(content))), "is gzip, .* file; unpack it first"),
+        ("c.rar", packed_by(lambda content: b"Rar!\x1a\x07\x01" + content), "is a RAR archive, .*; unpack it first"),
         (
             "c.parquet",
             packed_by(lambda content: b"PAR1\x15\x04" + content),
