@@ -113,8 +113,16 @@ def test_a_line_has_the_losses_and_scalars_of_a_forward_step(make_log, capsys):
     """The total is called loss, and comes first: training minimizes it."""
     losses = {"lm loss": 5.0, "sop loss": 1.0, "loss": 6.0, "accuracy of even": 0.25}
     line = printed_line(make_log(), capsys, replace(report(6.0), losses=losses), last=500)
-    shown = "loss 6.000  lm 5.000  sop 1.000  accuracy of even 0.2500  lr 1.00e-03"
-    assert line == f"iteration  500/1000  {shown}  ..."
+    shown = "loss 6.000  lm 5.000  sop 1.000  lr 1.00e-03  16.4k tokens/s"
+    assert line.startswith(f"iteration  500/1000  {shown}  ") and line.endswith(" left  ...")
+
+
+def test_a_long_name_hides_no_other_field(make_log, capsys):
+    """A person needs speed and remaining time in each line."""
+    losses = {"loss": 6.0, "load balancing of the experts in all layers together": 1.0}
+    line = printed_line(make_log(), capsys, replace(report(6.0), losses=losses), last=500)
+    shown = "load balancing of... 1.000  16.4k tokens/s  00:31 left"
+    assert line == f"iteration  500/1000  loss 6.000  {shown}  ..."
 
 
 @pytest.mark.parametrize("names", [1, 3, 20])
