@@ -16,7 +16,7 @@ from tqdm import tqdm
 from megatron_lite.config.schema import LogConfig
 
 WIDTH, LONG = 100, 20
-BAR: Any = {"bar_format": "{n_fmt}/{total_fmt} |{bar}| {percentage:.0f}%, {remaining} left{postfix}", "leave": False}
+BAR: Any = {"bar_format": "{n_fmt}/{total_fmt} |{bar}| {percentage:.0f}%{postfix}", "leave": False}
 COLOURS = {  # by the text that has it
     r"^[A-Z]{3,}\b.*": "1;31",  # bad news
     r"\b(loss|grad norm) (nan|-?inf)|\b\d+ (skipped|not finite)|\bloss scale .*?(?=  )": "1;31",

@@ -6,6 +6,8 @@ import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -14,6 +16,7 @@ from megatron_lite.config.load import load_config
 from megatron_lite.errors import CheckpointError, ConfigError, TrainingError
 from megatron_lite.parallel.context import ParallelContext, solo
 from megatron_lite.parallel.grid import Grid
+from megatron_lite.training.announce import announce_start
 from megatron_lite.training.console import WIDTH
 from megatron_lite.training.initialize import choose_device
 from megatron_lite.training.logs import RunLog, write_config
@@ -98,6 +101,20 @@ def test_the_remaining_time_of_a_ramp_counts_samples(make_log, capsys):
     log.iteration(TrainState(iteration=10, consumed_samples=40), report(2.0), 4, 0.5)
     log.close()
     assert "  01:10 left  " in capsys.readouterr().out
+    assert log._bar.postfix.startswith("01:10 left, loss 2.000, ")
+
+
+@pytest.mark.parametrize(("consumed", "batch"), [(0, "8 sequences of 1024 tokens each (4 at first, "), (200, "8 ")])
+def test_the_start_has_the_batch_of_the_first_iteration(make_log, capsys, consumed, batch):
+    """A user who sees the full batch takes the first speed of a ramp for that of the job."""
+    config = load_config(None, ["train.global_batch_size=8", "train.ramp_up=[4,4,199]", "train.iterations=100"])
+    dp, state = SimpleNamespace(size=1), TrainState(iteration=10, consumed_samples=consumed)
+    run: Any = SimpleNamespace(config=config, ctx=SimpleNamespace(dp=dp), state=state)
+    announce_start(run, make_log())
+    printed = unwrapped(capsys.readouterr().out)
+    assert printed.startswith(f"training from iteration 10 to 100, {batch}") and ("ramps up" in printed) == (
+        not consumed
+    )
 
 
 def test_the_first_and_the_last_line_have_no_remaining_time(make_log, capsys):
