@@ -192,7 +192,7 @@ def test_a_folder_that_cannot_be_written_is_a_config_error(tmp_path):
 
 
 def test_a_script_of_the_user_is_not_replaced(tmp_path):
-    """A user who copied the template may have edited it there."""
+    """It may be the only copy of a script that the user wrote."""
     script = tmp_path / "runs" / "mine" / "pretrain.sbatch"
     script.parent.mkdir(parents=True)
     script.write_text("#!/bin/sh\nmine\n")
