@@ -128,7 +128,7 @@ def num_ranks() -> int:
 
 def choose(ranks: int, deadline: float) -> list[str]:
     """The overrides with which training ends about at `deadline`, a time of `time.monotonic`; prints the estimate."""
-    from megatron_lite.training.throughput import faster_precision
+    from megatron_lite.plan.devices import faster_precision
 
     print("3/5 timing some steps", flush=True)
     precisions = dict.fromkeys(["fp32", faster_precision()])  # in small models bf16 can be slower all the same

@@ -22,6 +22,7 @@ from megatron_lite.checkpoint.layout import (
     Layout,
     StoredSlice,
     TensorLayout,
+    checksum,
     dump_layout,
     iteration_folder,
     read_layout,
@@ -117,8 +118,8 @@ def load(
 
     Everything read is checked against its checksum. All checks of the layout come before any tensor is changed; after
     an error about damage the contents are undefined.
-    Collective over the world; an error on any rank is raised on all of them.
-    Communicates: names over pp, and the success of each rank; no tensors.
+    Collective over the world; an error on any rank is raised on all of them, as are other layouts on some ranks.
+    Communicates: names over pp, and the success and a checksum of each rank; no tensors.
     """
     names = set().union(*all_gather_objects(list(table), ctx.pp))
 
@@ -138,7 +139,12 @@ def load(
                 rng = {key: tensor.clone() for key, tensor in opened.file(rng_file(ctx)).get_all().items()}
         return Loaded(layout, rng, bytes_read=sum(shard.values.nbytes for shard, _ in plan))
 
-    return on_all(read, ctx.world)
+    loaded = on_all(read, ctx.world)
+    found = all_gather_objects(checksum((directory.locate(root, iteration) / LAYOUT_FILE).read_bytes()), ctx.world)
+    if others := [rank for rank, each in enumerate(found) if each != found[0]]:
+        problem = f"{root}: rank {others[0]} reads another checkpoint of iteration {iteration} than rank 0"
+        raise CheckpointError(f"{problem}; copy that of one host to the others, or read it from a shared disk")
+    return loaded
 
 
 def verify(folder: Path, layout: Layout) -> list[CheckpointError]:

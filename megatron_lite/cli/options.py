@@ -113,6 +113,8 @@ def takes_nodes(*, without: tuple[str, ...] = ()) -> Callable[[Callable[..., Non
     options = [option for name, option in inspect.signature(_launch_options).parameters.items() if name not in without]
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        """The command with the options."""
+
         @wraps(command)
         def command_with_options(**given: Any) -> None:
             launch = {option.name: given.pop(option.name) for option in options}

@@ -92,12 +92,20 @@ def plan(
     found = make_plan(settings, world_size, machines, lines=html is not None)
     if rank is not None:
         return _one_rank(found, rank, as_json=as_json)
-    budget = Budget(given or float(settings.train.iterations * found.tokens), price)
+    budget = Budget(given or _planned_tokens(found), price)
     fitting = _fitting(found) if found.peak_memory > limit and (html is not None or not as_json) else []
     _print_plan(found, budget, fitting, as_json=as_json)
     if html is not None:
         _write_page(found, html, settings.model.preset or str(config or "defaults"), budget, fitting)
         typer.echo(f"page in {html}", err=as_json)
+
+
+def _planned_tokens(found: "Plan") -> float:
+    """The tokens of all iterations; the batch may ramp up."""
+    from megatron_lite.training.state import TrainState, samples_for
+
+    config = found.config
+    return float(samples_for(config.train, found.grid.dp, TrainState()) * config.data.seq_length)
 
 
 def _check_unused(option: str, others: dict[str, object]) -> None:

@@ -93,7 +93,10 @@ def submit(
 
 
 def _write(path: Path, script: str, run_dir: str) -> None:
+    """Write the script. Raise ConfigError where that fails, or would replace a file of the user."""
     try:
+        if path.exists() and path.read_bytes()[:100] != script.encode()[:100]:
+            raise ConfigError(f"{path}: was not written by megatron-lite submit; rename it, or choose another run.dir")
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(script, encoding="utf-8")
     except OSError as error:

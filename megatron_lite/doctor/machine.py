@@ -27,7 +27,7 @@ from megatron_lite.plan.sizes import activation_bytes, largest_rank_parameters, 
 from megatron_lite.text import counted, listed
 from megatron_lite.training.initialize import choose_device, sources_checksum
 
-MUST_BE_EQUAL = ("torch", "megatron_lite", "deepspeed", "NCCL")  # different versions may not communicate
+MUST_BE_EQUAL = ("megatron_lite", "deepspeed", "NCCL")  # a run stops, or different versions may not communicate
 OPTIONAL = {  # packages that training does without, and what it does then
     "zlib_ng": "zlib computes checksums, slower",
     "tensorboard": "no TensorBoard files",

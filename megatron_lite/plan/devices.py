@@ -115,3 +115,10 @@ def measured_cpu(dtype: torch.dtype) -> Device:
     links: dict[str, Any] = {"link": 1e9, "network": 1e8}  # Gloo over loopback, and an Ethernet of 1 Gb/s
     rates = (product, product, product / 2, product / 2, memory, pages)
     return Device("cpu", *rates, **links, kernel_seconds=5e-6, reserved_bytes=0)
+
+
+def faster_precision() -> str:
+    """bf16 where this machine computes faster in it than in fp32, else fp32."""
+    if torch.cuda.is_available():
+        return "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp32"
+    return "bf16" if measured_peak_tflops(torch.bfloat16) > measured_peak_tflops(torch.float32) else "fp32"

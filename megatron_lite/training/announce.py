@@ -7,6 +7,7 @@ from megatron_lite.training.corpora import wanted_samples
 from megatron_lite.training.logs import RunLog
 from megatron_lite.training.memory import num_parameters_of_model
 from megatron_lite.training.run import Run
+from megatron_lite.training.state import global_batch_size
 
 MANY_SAMPLES = 20_000_000  # building an order of this length takes seconds
 
@@ -40,11 +41,13 @@ def announce_data(run: Run, datasets: Splits, log: RunLog) -> None:
 
 
 def announce_start(run: Run, log: RunLog) -> None:
-    train, length = run.config.train, run.config.data.seq_length
-    batch = train.global_batch(run.ctx.dp.size)
+    """Print the iterations, and the batch of the first one and after a ramp."""
+    train, length, dp = run.config.train, run.config.data.seq_length, run.ctx.dp.size
+    full, batch = train.global_batch(dp), global_batch_size(train, dp, run.state.consumed_samples)
+    ramp = f" ({batch} at first, for the batch ramps up)" if batch < full else ""
     log.say(
-        f"training from iteration {run.state.iteration} to {train.iterations}, {batch} sequences of {length} tokens "
-        f"each; all files are in {run.config.run.dir}"
+        f"training from iteration {run.state.iteration} to {train.iterations}, {full} sequences of {length} tokens "
+        f"each{ramp}; all files are in {run.config.run.dir}"
     )
 
 

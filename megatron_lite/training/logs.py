@@ -118,10 +118,10 @@ class RunLog:
         }
         self._record(row, scalars | speed | times_for_board(times or {}), state)
         rate = f"{tqdm.format_sizeof(row['tokens_per_second'])} tokens/s"
-        postfix = f"loss {brief(report.loss)}, lr {report.lr:.2e}, {rate}"
+        self._collect(report, global_batch, seconds, tflops)
+        postfix = f"{self._left(state)} left, loss {brief(report.loss)}, lr {report.lr:.2e}, {rate}"
         self._bar.set_postfix_str(postfix, refresh=False)
         self._bar.update(state.iteration - self._bar.n)
-        self._collect(report, global_batch, seconds, tflops)
         if is_printed(state.iteration, self.config.log):
             count = self._recent["losses"]
             means = {name: self._losses[name] / count if count else value for name, value in report.losses.items()}
@@ -179,25 +179,28 @@ class RunLog:
             for name, value in report.losses.items():
                 self._losses[name] += value
 
+    def _left(self, state: TrainState) -> str:
+        """The remaining time at the speed since the last printed line."""
+        samples = samples_for(self.config.train, self.ctx.dp.size, state) - state.consumed_samples  # a ramp grows
+        return tqdm.format_interval(self._recent["seconds"] / self._recent["samples"] * samples)
+
     def _line(self, state: TrainState, report: StepReport, means: dict[str, float]) -> str:
         recent, total, others = self._recent, self.config.train.iterations, dict(means)
         loss = others.pop(total_name(means), report.loss)
-        samples = samples_for(self.config.train, self.ctx.dp.size, state) - state.consumed_samples  # a ramp grows
-        left = tqdm.format_interval(recent["seconds"] / recent["samples"] * samples)
         is_new_scale = self.config.train.precision == "fp16" and report.loss_scale != self._printed_scale
-        fields = {  # and whether they are shown
-            f"iteration {state.iteration:{len(str(total))}}/{total}": True,
-            f"loss {brief(loss)}": True,
-            f"{recent['nan']:.0f} not finite": recent["nan"] > 0,
-            f"{recent['skipped']:.0f} skipped": recent["skipped"] > 0,
-            f"loss scale {report.loss_scale:g}": is_new_scale,
-            **dict.fromkeys(named(others), True),
-            f"lr {report.lr:.2e}": True,
-            f"{tqdm.format_sizeof(recent['tokens'] / recent['seconds'])} tokens/s": True,
-            f"{left} left": 1 < state.iteration < total,  # the first one also compiles and allocates
-            f"grad norm {brief(report.grad_norm)}": True,
+        fields = {  # the smaller the number, the longer a narrow line shows it; 0: not shown
+            f"iteration {state.iteration:{len(str(total))}}/{total}": 1,
+            f"loss {brief(loss)}": 1,
+            f"{recent['nan']:.0f} not finite": int(recent["nan"] > 0),
+            f"{recent['skipped']:.0f} skipped": int(recent["skipped"] > 0),
+            f"loss scale {report.loss_scale:g}": int(is_new_scale),
+            **dict.fromkeys(named(others), 3),
+            f"lr {report.lr:.2e}": 4,
+            f"{tqdm.format_sizeof(recent['tokens'] / recent['seconds'])} tokens/s": 2,
+            f"{self._left(state)} left": 2 * (1 < state.iteration < total),  # the first one also compiles and allocates
+            f"grad norm {brief(report.grad_norm)}": 5,
         }
-        return console.one_line([text for text, is_shown in fields.items() if is_shown])
+        return console.one_line({text: number for text, number in fields.items() if number})
 
     def _megatron_line(self, state: TrainState, report: StepReport, means: dict[str, float], global_batch: int) -> str:
         recent, total = self._recent, self.config.train.iterations

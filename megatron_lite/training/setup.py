@@ -27,7 +27,7 @@ from megatron_lite.training.checkpointing import FORWARD_STEP, load_newest
 from megatron_lite.training.forward_step import BUILT_IN_STEPS, built_in_step
 from megatron_lite.training.provider import ModelProvider, build_chunks, function_name
 from megatron_lite.training.run import Hooks, Run
-from megatron_lite.training.start import is_resumed
+from megatron_lite.training.start import find_start
 from megatron_lite.training.timers import Timers
 
 
@@ -39,7 +39,9 @@ def setup_model_and_optimizer(
     hooks: Hooks | None = None,
 ) -> Run:
     """A new run, or one resumed from its newest checkpoint; arguments as of `build_run`. Collective over the world."""
-    with starting("empty" if on_first(lambda: is_resumed(config), ctx.world) else "drawn"):
+    # A checkpoint fills all weights. A folder of weights may lack some.
+    is_filled = on_first(lambda: not config.checkpoint.load_weights and find_start(config) is not None, ctx.world)
+    with starting("empty" if is_filled else "drawn"):
         run = build_run(config, ctx, rng, model_provider, hooks)
     if found := on_first(lambda: recorded_identities(config.data.paths), ctx.world):
         run.origin[CORPORA] = found

@@ -71,11 +71,6 @@ def find_start(config: Config) -> Start | None:
     return Start(key, root, iteration, is_chosen, "" if is_chosen else _older_than_newest(root, iteration))
 
 
-def is_resumed(config: Config) -> bool:
-    """Whether a checkpoint fills all weights of the run. A folder of weights may lack some."""
-    return not config.checkpoint.load_weights and find_start(config) is not None
-
-
 def stored_config(stored: Mapping[str, Mapping[str, Any]], folder: Path, config_type: type[Config]) -> Config:
     """The config of layout.json, with the fields of this version and the sections of a script."""
     known = fields_of(config_type)
@@ -87,17 +82,12 @@ def stored_config(stored: Mapping[str, Mapping[str, Any]], folder: Path, config_
     return parse_config(fields, folder, config_type)
 
 
-class Resumed(NamedTuple):
-    """The parts of a run that its checkpoint decides, without tensors."""
-
-    config: Config  # with the weights of a blend as the checkpoint writes them
-    state: TrainState
-    saved: Config  # of the checkpoint
-    changed: list[str]  # of `changed_order`: another run with other data starts at its first sample
+Resumed = tuple[Config, TrainState, Config, list[str]]
 
 
 def resumed(config: Config, layout: Layout, folder: Path, found: Sequence[Identity], world: Group) -> Resumed:
-    """The parts of a run that continues with `config` and the corpora `found` from the checkpoint in `folder`.
+    """The parts of a run that continues with `config` and the corpora `found` from the checkpoint in `folder`: config,
+    with the checkpoint's weights of a blend; counters; the checkpoint's config; changes of the data.
 
     Raise ConfigError for settings that pending sums need and for other data within a run, and CheckpointError where
     state or config are not those of a run, for example after an edit by hand. Collective over the world.
@@ -124,7 +114,7 @@ def resumed(config: Config, layout: Layout, folder: Path, found: Sequence[Identi
         pairs = zip(saved.data.paths[::2], paths[1::2], strict=True)
         data = config.data.model_copy(update={"paths": tuple(word for pair in pairs for word in pair)})
         config = config.model_copy(update={"data": data})
-    return Resumed(config, counters, saved, changed)
+    return config, counters, saved, changed
 
 
 def start_of_run(config: Config) -> tuple[Config, TrainState]:

@@ -63,13 +63,6 @@ def measured_peak_tflops(dtype: torch.dtype, size: int = 1024) -> float:
     return 2 * size**3 / best / 1e12
 
 
-def faster_precision() -> str:
-    """bf16 where this machine computes faster in it than in fp32, else fp32."""
-    if torch.cuda.is_available():
-        return "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp32"
-    return "bf16" if measured_peak_tflops(torch.bfloat16) > measured_peak_tflops(torch.float32) else "fp32"
-
-
 def peak_memory_gb(device: torch.device) -> float:
     """The peak memory of this rank, GB: allocated on the GPU, or resident on the CPU."""
     if device.type == "cuda":

@@ -106,6 +106,13 @@ def test_no_line_exceeds_100_columns_and_a_pipe_has_neither_bar_nor_colours(pipe
     assert changed in pipe.replace("\n    ", " ")
 
 
+def test_a_narrow_terminal_has_no_longer_line(tmp_path):
+    """The terminal would break a line of 100 columns within a word."""
+    lines = [line.rpartition("\r")[2] for line in COLOUR.sub("", on_terminal(tmp_path, COLUMNS="60")).split("\n")]
+    assert max(map(len, lines)) <= 60 and max(map(len, lines)) > 50
+    assert [line for line in lines if line.startswith("iteration 2/3  loss ") and " tokens/s" in line]
+
+
 @pytest.mark.parametrize("variables", [{"NO_COLOR": "1"}, {"TERM": "dumb"}], ids=str)
 def test_a_terminal_without_colours_has_the_bar_alone(tmp_path, variables):
     text = on_terminal(tmp_path, **variables)

@@ -112,7 +112,7 @@ def test_all_differences_of_a_machine_are_reported(doctor):
         doctor.not_ok(fault=another_machine),
         [
             rf" warn  versions: python is {python_here} on {A} and 3.9 on {B}; install the same everywhere",
-            rf" FAIL  versions: torch is {torch_here} on {A} and 2.0 on {B}; install the same everywhere",
+            rf" warn  versions: torch is {torch_here} on {A} and 2.0 on {B}; install the same everywhere",
             r" warn  limits: host-b: a process may open 256 files; start it after ulimit -n 4096",
             r" warn  limits: host-b: 4 threads of 1 rank on 1 core wait for each other; set OMP_NUM_THREADS=1",
             rf" FAIL  arithmetic: {B}: 1 of 65,536 values of a matrix product on cpu are wrong; take that host out of "
@@ -121,7 +121,7 @@ def test_all_differences_of_a_machine_are_reported(doctor):
             rf" FAIL  all-reduce over dp, world: {B}: 1,024 of 5,120 sums over ranks 0 and 1 are wrong; "
             + re.escape(ADVICE),
             r" skip  .*",
-            failed(3, 9),
+            failed(2, 9),
         ],
     )
 

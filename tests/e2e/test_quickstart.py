@@ -50,11 +50,11 @@ def test_a_slow_machine_gets_a_narrow_model_and_a_fast_one_the_widest(quickstart
 
 def test_the_faster_of_two_precisions_is_chosen(quickstart, monkeypatch):
     """In small models bf16 can be slower although its matrix products are faster."""
-    monkeypatch.setattr("megatron_lite.training.throughput.faster_precision", lambda: "bf16")
+    monkeypatch.setattr("megatron_lite.plan.devices.faster_precision", lambda: "bf16")
     for seconds in ({"fp32": 1.0, "bf16": 2.0}, {"fp32": 2.0, "bf16": 1.0}):
         config = chosen(quickstart, monkeypatch, 200.0, lambda width, precision, seconds=seconds: seconds[precision])
         assert seconds[config.train.precision] == 1.0
-    monkeypatch.setattr("megatron_lite.training.throughput.faster_precision", lambda: "fp32")
+    monkeypatch.setattr("megatron_lite.plan.devices.faster_precision", lambda: "fp32")
     assert chosen(quickstart, monkeypatch, 200.0, lambda width, precision: 1.0).train.precision == "fp32"
 
 

@@ -4,11 +4,12 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
 from megatron_lite.checkpoint.directory import resolve
 from megatron_lite.checkpoint.layout import LAYOUT_FILE, dump_layout, read_layout
 from megatron_lite.config.load import load_config
-from megatron_lite.errors import ConfigError
+from megatron_lite.errors import CheckpointError, ConfigError
 from megatron_lite.training.pretrain import pretrain
 from tests.helpers.command import run_here, tiny_yaml
 from tests.helpers.corpora import write_corpus
@@ -72,6 +73,30 @@ def test_a_checkpoint_without_a_record_is_compared_by_names(ranks, finished):
     assert done.returncode == 0, done.stderr
     assert "corpora: only their names and weights were compared" in unwrapped(done.stdout)
     assert len(read_layout(resolve(finished / "run")).origin["corpora"]) == 3
+
+
+def branched(folder: Path) -> str:
+    """The error of a branch for which each rank has another folder, as two hosts may under one path."""
+    try:
+        changes = [f"run.dir={folder}/branch", f"checkpoint.load={folder}/run{dist.get_rank()}", "train.iterations=4"]
+        pretrain(load_config(folder / "tiny.yaml", [*changes, "model.vocab_size=10000", "checkpoint.load_iteration=2"]))
+    except CheckpointError as error:
+        return str(error)
+    return ""
+
+
+def test_ranks_with_other_checkpoints_of_one_iteration_do_not_train(ranks, finished):
+    """Each rank would continue with a part of another model, and no loss shows it."""
+    for rank in (0, 1):
+        shutil.copytree(finished / "run", finished / f"run{rank}")
+    at = resolve(finished / "run1")
+    layout = read_layout(at)
+    (at / LAYOUT_FILE).write_text(dump_layout(layout.model_copy(update={"saved_at": "earlier"})))
+    for error in ranks(2, branched, finished):
+        assert "rank 1 reads another checkpoint of iteration 2 than rank 0; copy" in error
+    shutil.rmtree(finished / "run1")
+    shutil.copytree(finished / "run", finished / "run1")
+    assert ranks(2, branched, finished) == ["", ""]
 
 
 def test_index_builds_the_files_of_the_resumed_run(ranks, finished):

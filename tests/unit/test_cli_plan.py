@@ -138,6 +138,8 @@ def test_without_tokens_the_iterations_count_and_without_a_price_there_are_no_do
     plan = loaded(folder, *TWO, "train.iterations=7")
     assert plan["training_tokens"] == 7 * 128
     assert plan["training_dollars"] is None
+    ramp = loaded(folder, *TWO, "train.iterations=7", "train.micro_batch_size=1", "train.ramp_up=[2,2,4]")
+    assert ramp["training_tokens"] == (2 + 2 + 5 * 4) * 32
 
 
 def test_several_machines_share_a_network(folder):

@@ -191,6 +191,16 @@ def test_a_folder_that_cannot_be_written_is_a_config_error(tmp_path):
     )
 
 
+def test_a_script_of_the_user_is_not_replaced(tmp_path):
+    """It may be the only copy of a script that the user wrote."""
+    script = tmp_path / "runs" / "mine" / "pretrain.sbatch"
+    script.parent.mkdir(parents=True)
+    script.write_text("#!/bin/sh\nmine\n")
+    done = submit("--nproc-per-node", "2", *GOOD, cwd=tmp_path)
+    assert done.returncode == 2 and "pretrain.sbatch: was not written by megatron-lite submit; rename it" in done.stderr
+    assert script.read_text() == "#!/bin/sh\nmine\n"
+
+
 def test_the_script_is_submitted_and_stays_beside_the_run(tmp_path, commands):
     records = commands(sbatch='printf "%s\\n" "$@" > "$RECORDS/sbatch"; echo "12;cluster"')
     done = submit("--nproc-per-node", "2", *GOOD, cwd=tmp_path)

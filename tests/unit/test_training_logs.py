@@ -6,6 +6,8 @@ import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -14,6 +16,7 @@ from megatron_lite.config.load import load_config
 from megatron_lite.errors import CheckpointError, ConfigError, TrainingError
 from megatron_lite.parallel.context import ParallelContext, solo
 from megatron_lite.parallel.grid import Grid
+from megatron_lite.training.announce import announce_start
 from megatron_lite.training.console import WIDTH
 from megatron_lite.training.initialize import choose_device
 from megatron_lite.training.logs import RunLog, write_config
@@ -98,6 +101,20 @@ def test_the_remaining_time_of_a_ramp_counts_samples(make_log, capsys):
     log.iteration(TrainState(iteration=10, consumed_samples=40), report(2.0), 4, 0.5)
     log.close()
     assert "  01:10 left  " in capsys.readouterr().out
+    assert log._bar.postfix.startswith("01:10 left, loss 2.000, ")
+
+
+@pytest.mark.parametrize(("consumed", "batch"), [(0, "8 sequences of 1024 tokens each (4 at first, "), (200, "8 ")])
+def test_the_start_has_the_batch_of_the_first_iteration(make_log, capsys, consumed, batch):
+    """A user who sees the full batch takes the first speed of a ramp for that of the job."""
+    config = load_config(None, ["train.global_batch_size=8", "train.ramp_up=[4,4,199]", "train.iterations=100"])
+    dp, state = SimpleNamespace(size=1), TrainState(iteration=10, consumed_samples=consumed)
+    run: Any = SimpleNamespace(config=config, ctx=SimpleNamespace(dp=dp), state=state)
+    announce_start(run, make_log())
+    printed = unwrapped(capsys.readouterr().out)
+    assert printed.startswith(f"training from iteration 10 to 100, {batch}") and ("ramps up" in printed) == (
+        not consumed
+    )
 
 
 def test_the_first_and_the_last_line_have_no_remaining_time(make_log, capsys):
@@ -113,8 +130,16 @@ def test_a_line_has_the_losses_and_scalars_of_a_forward_step(make_log, capsys):
     """The total is called loss, and comes first: training minimizes it."""
     losses = {"lm loss": 5.0, "sop loss": 1.0, "loss": 6.0, "accuracy of even": 0.25}
     line = printed_line(make_log(), capsys, replace(report(6.0), losses=losses), last=500)
-    shown = "loss 6.000  lm 5.000  sop 1.000  accuracy of even 0.2500  lr 1.00e-03"
-    assert line == f"iteration  500/1000  {shown}  ..."
+    shown = "loss 6.000  lm 5.000  sop 1.000  lr 1.00e-03  16.4k tokens/s"
+    assert line.startswith(f"iteration  500/1000  {shown}  ") and line.endswith(" left  ...")
+
+
+def test_a_long_name_hides_no_other_field(make_log, capsys):
+    """A person needs speed and remaining time in each line."""
+    losses = {"loss": 6.0, "load balancing of the experts in all layers together": 1.0}
+    line = printed_line(make_log(), capsys, replace(report(6.0), losses=losses), last=500)
+    shown = "load balancing of... 1.000  16.4k tokens/s  00:31 left"
+    assert line == f"iteration  500/1000  loss 6.000  {shown}  ..."
 
 
 @pytest.mark.parametrize("names", [1, 3, 20])
