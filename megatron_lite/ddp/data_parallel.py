@@ -139,12 +139,3 @@ def names_by_chunk(chunks: Chunks, params: Params) -> list[list[str]]:
     """The names in `params` of each chunk's parameters, in order of registration."""
     names = {parameter: name for name, parameter in params.items()}
     return [[names[parameter] for parameter in chunk.parameters()] for chunk in chunks]
-
-
-def check_gradients(ddp: str, missing: Sequence[str], num_params: int) -> None:
-    """Raise TrainingError where the engine `parallel.ddp=<ddp>` got no gradient for the `missing` parameters."""
-    if missing:
-        raise TrainingError(
-            f"parallel.ddp={ddp}: {len(missing)} of {num_params} parameters got no gradient in the last micro-batch, "
-            f"such as {missing[0]}; use every parameter in every micro-batch, or parallel.ddp=local"
-        )

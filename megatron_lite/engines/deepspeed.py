@@ -6,7 +6,6 @@ stay with this framework, and every setting of DeepSpeed is derived from the con
 Stages 1 and 2 put the weights of each weight-decay group into one flat tensor and give every rank an equal range of it;
 stage 3 gives every rank an equal range of each parameter. Master and moments have the same range, so checkpoints are
 those of any other engine. At stage 0 DeepSpeed only reduces, after the last backward; the norm and clipping are here.
-
 Stage 3 must shard each parameter as soon as it has values, or every rank would hold the full model. A hook at the
 registration of parameters does this.
 
@@ -33,10 +32,11 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from megatron_lite.config.schema import Config
-from megatron_lite.ddp.data_parallel import DataParallel, Params, check_gradients
+from megatron_lite.ddp.data_parallel import DataParallel, Params
 from megatron_lite.ddp.local_shard import LocalShard, Shards, State
 from megatron_lite.ddp.wrap import check_every_parameter_is_trained, start_equal
 from megatron_lite.engines.deepspeed_settings import check_support, settings
+from megatron_lite.engines.gradients import check_gradients
 from megatron_lite.errors import ConfigError
 from megatron_lite.model.build import named_params, param_table
 from megatron_lite.optim.clip import clip_coefficient, grad_sums, norm_of

@@ -25,8 +25,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from megatron_lite.ddp.data_parallel import Chunks, DataParallel, Params, ToWrap, check_gradients, only_dtype
+from megatron_lite.ddp.data_parallel import Chunks, DataParallel, Params, ToWrap, only_dtype
 from megatron_lite.ddp.local_shard import LocalShard
+from megatron_lite.engines.gradients import check_gradients
 from megatron_lite.errors import TrainingError
 from megatron_lite.model.init import fill, start
 from megatron_lite.parallel.context import Group

@@ -22,9 +22,10 @@ from torch import Tensor
 from torch.distributed import GradBucket  # pyright: ignore[reportPrivateImportUsage]
 from torch.nn.parallel import DistributedDataParallel
 
-from megatron_lite.ddp.data_parallel import Chunks, DataParallel, Params, ToWrap, check_gradients, names_by_chunk
+from megatron_lite.ddp.data_parallel import Chunks, DataParallel, Params, ToWrap, names_by_chunk
 from megatron_lite.ddp.local_shard import LocalShard
 from megatron_lite.ddp.wrap import bucket_mb
+from megatron_lite.engines.gradients import check_gradients
 from megatron_lite.parallel.context import Group
 
 
