@@ -20,7 +20,7 @@ from tests.helpers.limits import PATIENCE
 COLUMNS = 100
 COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 BAR = re.compile(r"\d/\d \|[^|]+\| \d+%, \S+ left")
-TERMINAL = {"TERM": "xterm", "NO_COLOR": ""}  # an empty NO_COLOR means nothing
+TERMINAL = {"TERM": "xterm", "COLUMNS": "100", "NO_COLOR": ""}  # an empty NO_COLOR means nothing
 # Starts of one run, which shows validation and test losses, checkpoints, and the lines of a resumed run.
 STARTS = (
     ("train.iterations=3", "train.eval_interval=2"),
