@@ -13,7 +13,9 @@ BASE := $(VENV)/.installed-base
 DEV := $(VENV)/.installed-dev
 BIN := $(VENV)/bin
 # A process that is free gets the next file; files are in the order of tests/durations.json.
-TESTS = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
+# A process that dies ends the run: pytest-xdist would start another one, and then wait forever near the end.
+TESTS = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder \
+	--max-worker-restart 0
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 unexport PYTHONPATH
 unexport PYTHONDONTWRITEBYTECODE  # pytest would rewrite all assertions in each process, for seconds

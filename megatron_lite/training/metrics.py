@@ -27,6 +27,7 @@ OURS = {
     **dict.fromkeys((SETTINGS, RESOLVED), re.escape(WRITTEN).encode()),
     "metrics.jsonl": rb'\{"iteration|.{,10}$',  # a killed run may leave a part of a row
     "exit_code": rb"\d+\n$",
+    "heartbeat/hang": rb"$",  # the watchdog's is empty
 }
 
 

@@ -83,8 +83,9 @@ def run_to_end(
         if ctx.world.is_first:
             Path(config.run.exit_code_file).unlink(missing_ok=True)  # of an earlier start
         if os.environ.get("LOCAL_RANK", "0") == "0":  # machines may not share the folder
-            for heartbeat in (Path(config.run.dir) / "heartbeat").glob("rank_*.json"):
-                heartbeat.unlink(missing_ok=True)
+            folder = Path(config.run.dir) / "heartbeat"
+            for stale in (*folder.glob("rank_*.json"), folder / "hang"):  # an old alarm would end this run
+                stale.unlink(missing_ok=True)
         run = setup_model_and_optimizer(config, ctx, rng, model_provider, hooks)
         log = RunLog(run.config, ctx, run.state, lock)
         at_the_end.callback(log.close)

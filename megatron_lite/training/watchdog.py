@@ -151,6 +151,5 @@ class Watchdog:
         silent = time.time() - beat["time"]
         if silent > MISSED_HEARTBEATS * self._period and beat["status"] == "training":
             return f"{who} has sent no heartbeat for {silent:.1f} s, since {beat['where']}: it is stopped or gone"
-        if not beat["waits_in"]:
-            return f"{who} is in no known collective, and in {beat['where']} for {beat['seconds']:.1f} s"
-        return ""
+        outside = f"{who} is in no known collective, and in {beat['where']} for {beat['seconds']:.1f} s"
+        return "" if beat["waits_in"] else outside

@@ -241,10 +241,11 @@ def test_a_signal_in_the_last_iteration_without_evaluation_has_no_effect(tmp_pat
 
 def test_files_of_an_earlier_run_do_not_stop_a_run(tmp_path):
     """A hang file of its watchdog would stop the new run, and another program would read the old exit code."""
+    # Without a limit, because an old alarm that stays would end this process.
     (tmp_path / "heartbeat").mkdir()
     (tmp_path / "heartbeat" / "hang").touch()
     (tmp_path / "exit_code").write_text("75\n")
-    train_to_end(tmp_path, "gpt", train__iterations=2)
+    train_to_end(tmp_path, "gpt", train__iterations=2, train__hang_timeout=0)
     assert sorted(path.name for path in (tmp_path / "heartbeat").iterdir()) == ["rank_00000.json"]
     assert not (tmp_path / "exit_code").exists()
 

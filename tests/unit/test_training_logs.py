@@ -196,7 +196,8 @@ def test_a_file_of_the_user_in_run_dir_is_never_overwritten(tmp_path):
     for _ in range(2):
         write_config(config)
     assert (tmp_path / "config.yaml").read_text() == "mine"
-    for name in ("settings.yaml", "resolved.yaml", "metrics.jsonl", "exit_code"):
+    (tmp_path / "heartbeat").mkdir()
+    for name in ("settings.yaml", "resolved.yaml", "metrics.jsonl", "exit_code", "heartbeat/hang"):
         if (tmp_path / name).exists():
             (tmp_path / name).unlink()
         (tmp_path / name).write_text("optim: {lr: 1}")
