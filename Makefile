@@ -13,7 +13,7 @@ BASE := $(VENV)/.installed-base
 DEV := $(VENV)/.installed-dev
 BIN := $(VENV)/bin
 # A process that is free gets the next file; files are in the order of tests/durations.json.
-# A process that dies ends the run: pytest-xdist would start another one, and then wait forever near the end.
+# After a process has died, pytest-xdist would start another one, and could then wait forever.
 TESTS = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder \
 	--max-worker-restart 0
 export PATH := $(CURDIR)/$(BIN):$(PATH)
