@@ -55,3 +55,12 @@ def atomic_write(path: Path, data: bytes | str, *, durable: bool = True) -> None
     os.replace(temporary, path)
     if durable:
         sync_folder(path.parent)
+
+
+def is_inside(path: Path, folder: Path) -> bool:
+    """Whether a file of somebody's folder lies in it, where its links lead.
+
+    In a cache of Hugging Face, the files of a snapshot lie in the folder `blobs` beside all snapshots.
+    """
+    real, home = path.resolve(), folder.resolve()
+    return real.is_relative_to(home) or (home.parent.name == "snapshots" and real.parent == home.parents[1] / "blobs")

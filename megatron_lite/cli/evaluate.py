@@ -73,9 +73,10 @@ def evaluate(
     nodes = nodes_from(nproc_per_node)
     world_size = launched_world_size(nodes)
     folder = resolve(load, iteration)
-    validate(config_of(folder, world_size, overrides, model), world_size)
+    config = config_of(folder, world_size, overrides, model)
+    validate(config, world_size)
     if not no_tokenizer_check:
-        check_tokenizer_of(folder)
+        check_tokenizer_of(folder, config.data.tokenizer)
     request = Request(
         corpora=(*(data or ()), *more),
         tasks=tuple(tasks or ()),

@@ -15,6 +15,10 @@ from megatron_lite.preprocess.formats import read_text
 if TYPE_CHECKING:
     from megatron_lite.generate.run import Prompt
 
+Words = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="data.tokenizer=SPEC", help="The tokenizer of a checkpoint that does not hold its own."),
+]
 Prompts = Annotated[
     list[str] | None,
     typer.Option("--prompt", metavar="TEXT", help="Start of a text; - reads it from stdin. Repeat it for several."),
@@ -51,6 +55,7 @@ Temperature = Annotated[
 
 def generate(
     load: Load,
+    words: Words = None,
     prompt: Prompts = None,
     prompt_file: PromptFile = "",
     iteration: Iteration = None,
@@ -98,9 +103,11 @@ def generate(
     nodes = nodes_from(nproc_per_node)
     world_size = launched_world_size(nodes)
     folder = resolve(load, iteration)
-    validate(config_of(folder, world_size, model), world_size)
+    tokenizer = _tokenizer(words or [])
+    config = config_of(folder, world_size, model, tokenizer)
+    validate(config, world_size)
     if not no_tokenizer_check:
-        check_tokenizer_of(folder)
+        check_tokenizer_of(folder, config.data.tokenizer)
     request = Request(
         tuple(read_prompts(prompt or [], prompt_file)),
         Sampling(temperature, top_k, top_p, repetition_penalty),
@@ -112,8 +119,18 @@ def generate(
         cache=not no_cache,
         json=as_json,
         bos=bos,
+        tokenizer=tokenizer,
     )
     raise typer.Exit(run_ranks("megatron_lite.generate.run:generate_texts", (folder, request, model), nodes))
+
+
+def _tokenizer(words: list[str]) -> str:
+    """The value of `data.tokenizer=SPEC`; empty without it."""
+    from megatron_lite.config.load import load_config
+
+    if others := [word for word in words if not word.startswith("data.tokenizer=")]:
+        raise ConfigError(f"{others[0]} cannot be given; use data.tokenizer=SPEC alone, and --prompt for a text")
+    return load_config(None, words).data.tokenizer
 
 
 def read_prompts(given: list[str], file: str) -> "list[Prompt]":

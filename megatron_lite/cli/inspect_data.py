@@ -32,12 +32,14 @@ def inspect_data(path: Path, tokenizer_spec: str) -> None:
 def _tokenizer(data: "IndexedDataset", given: str) -> "Tokenizer | None":
     """Print and return the given tokenizer or that of the corpus; None if the latter cannot be read."""
     from megatron_lite.data.tokenizer import build_tokenizer, tokenizer_hash
+    from megatron_lite.data.tokenizer_files import own_spec
     from megatron_lite.errors import MegatronLiteError
 
     info = data.info
-    spec = given or (info.tokenizer if info else "")
+    spec = given or (own_spec(info.tokenizer, Path(data.prefix).parent) if info else "")
     if not spec:
-        typer.echo("  tokenizer   unknown (no .info.json); --tokenizer SPEC shows text")
+        found = f"{info.tokenizer}, not in the corpus' folder" if info else "unknown (no .info.json)"
+        typer.echo(f"  tokenizer   {found}; --tokenizer SPEC shows text")
         return None
     try:
         tokenizer, spec_hash = build_tokenizer(spec), tokenizer_hash(spec)

@@ -21,10 +21,20 @@ from megatron_lite.checkpoint.match import MODEL_PROVIDER
 from megatron_lite.checkpoint.tensor_file import Spec, save_errors
 from megatron_lite.config.load import SETTINGS, load_config
 from megatron_lite.config.schema import Config
-from megatron_lite.convert import codegeex, gguf_file, huggingface, megatron, native, torch_dist, verify
+from megatron_lite.convert import (
+    codegeex,
+    gguf_file,
+    huggingface,
+    megatron,
+    native,
+    tokenizer_files,
+    torch_dist,
+    verify,
+)
 from megatron_lite.convert.grid_files import Values
 from megatron_lite.convert.native import Settings, WeightsOf
 from megatron_lite.convert.recipe import Checkpoint, Format, Readable, check_fields, in_dtype
+from megatron_lite.data.tokenizer_files import files_of
 from megatron_lite.errors import CheckpointError, ConfigError
 from megatron_lite.files import sync_folder
 from megatron_lite.parallel.dtypes import PRECISIONS
@@ -40,6 +50,8 @@ FOREIGN: dict[str, Format] = {
 # In the order in which they are tried.
 FORMATS: dict[str, Readable] = {NATIVE: native, **FOREIGN}
 DTYPES = {name: PRECISIONS[name] for name in ("fp32", "bf16", "fp16")}
+TOKENIZER = "data.tokenizer"  # a field that the user can give for a checkpoint in any format
+WITH_TOKENIZER = (NATIVE, "huggingface", "gguf")  # formats that hold a tokenizer
 LAYOUT_FIELDS = ("tensor", "pipeline", "virtual_pipeline", "pipeline_layout")
 
 
@@ -84,6 +96,8 @@ def convert(request: Request, report: Callable[[str], None]) -> None:
             )
         if request.dtype:
             checkpoint = in_dtype(checkpoint, DTYPES[request.dtype])
+        if spec := settings.get("data", {}).get("tokenizer", ""):
+            checkpoint = replace(checkpoint, tokenizer=files_of(spec), tokenizer_spec=spec)
         written = _write(request, source_format, checkpoint, settings, folder, target)
         if request.verify:
             report(_verify(request, source_format, checkpoint, folder))
@@ -92,7 +106,8 @@ def convert(request: Request, report: Callable[[str], None]) -> None:
         f"{request.source} ({source_format}) -> {target} ({request.target_format}, tp={request.tensor} "
         f"pp={request.pipeline}): {len(checkpoint.tensors):,} tensors, {parameters:,} parameters, {written:,} bytes"
     )
-    report("; ".join([summary, *checkpoint.notes]))
+    copied = tokenizer_files.copied(checkpoint.tokenizer) if request.target_format in WITH_TOKENIZER else []
+    report("; ".join([summary, *checkpoint.notes, *copied]))
     if request.target_format == NATIVE:
         report(_next_step(request, target, provider))
 
@@ -180,9 +195,11 @@ def _settings(request: Request) -> dict[str, dict[str, Any]]:
     }
     if taken := [field for field in LAYOUT_FIELDS if field in settings.get("parallel", {})]:
         raise ConfigError(f"parallel.{taken[0]} cannot be given; use --tensor and --pipeline (equal stages)")
-    if request.target_format != NATIVE and (others := sorted(settings.keys() - {"model"})):
+    others = sorted(f"{name}.{field}" for name in settings.keys() - {"model"} for field in settings[name])
+    if request.target_format != NATIVE and (others := [name for name in others if name != TOKENIZER]):
         raise ConfigError(
-            f"{others[0]}.* cannot be given: {request.target_format} has no such config; give model.* only"
+            f"{others[0]} cannot be given: {request.target_format} has no such config; give model.* and {TOKENIZER} "
+            "only"
         )
     return settings
 

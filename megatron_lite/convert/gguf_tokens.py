@@ -28,8 +28,8 @@ from megatron_lite.convert.gguf_vocabulary import (
     read_object,
 )
 from megatron_lite.convert.recipe import Checkpoint
-from megatron_lite.convert.tokenizer_files import GENERATION_FILE
 from megatron_lite.data.tokenizer import END_TOKENS, end_tokens
+from megatron_lite.data.tokenizer_files import GENERATION_FILE
 from megatron_lite.errors import CheckpointError, MegatronLiteError
 from megatron_lite.text import listed
 
@@ -43,8 +43,6 @@ ALWAYS_ENDS = {
 def add_tokenizer(gguf: Any, writer: Any, checkpoint: Checkpoint) -> None:
     """Write the tokenizer; without one llama.cpp reads and writes ids only."""
     spec, files = checkpoint.tokenizer_spec, checkpoint.tokenizer
-    if not files and tokenizer_files.readable(spec, checkpoint.model.vocab_size):  # a config may name any other file
-        files = tokenizer_files.files_of(spec)
     if {"tokenizer.model", "tokenizer.json", "vocab.json"} & files.keys():
         vocabulary = _of_files(gguf, files, end_tokens(checkpoint.origin.get(TOKEN_IDS, {}), "config.json"))
     elif spec == "bytes":

@@ -189,7 +189,7 @@ def read(path: Path, overrides: Mapping[str, Any], ignored: Collection[str] = ()
     notes = []
     if rows := model.padded_vocab - model.vocab_size:
         notes.append(f"the vocabulary of {model.vocab_size:,} is padded with {rows:,} rows of zeros")
-    tokenizer = tokenizer_files.files_in(path)
+    tokenizer = tokenizer_files.own_files_in(path)
     is_readable = tokenizer_files.readable(tokenizer_files.spec_in(path), model.vocab_size)
     if tokenizer_files.has_tokenizer(tokenizer) and not is_readable:
         notes.append(f"the tokenizer is copied, but megatron_lite cannot read it for {model.vocab_size:,} tokens")

@@ -24,6 +24,7 @@ from megatron_lite.checkpoint.compatible import (
 )
 from megatron_lite.checkpoint.layout import LAYOUT_FILE, WEIGHT, parse_config, read_layout
 from megatron_lite.checkpoint.match import MODEL_PROVIDER, MODEL_TYPE, STARTS_TEXTS
+from megatron_lite.checkpoint.own_data import run_folder
 from megatron_lite.checkpoint.reshard import moves, rectangles
 from megatron_lite.checkpoint.store import Opened
 from megatron_lite.checkpoint.tensor_file import Spec
@@ -35,6 +36,7 @@ from megatron_lite.convert.grid_files import Progress, Values, write_grid
 from megatron_lite.convert.recipe import Checkpoint, full_table, stage_tables
 from megatron_lite.data.identity import recorded_identities
 from megatron_lite.data.tokenizer import tokenizer_hash
+from megatron_lite.data.tokenizer_files import FOLDER, files_of, own_spec, spec_of_copies
 from megatron_lite.errors import CheckpointError
 from megatron_lite.parallel.dtypes import PRECISION_NAMES, SAFETENSORS_DTYPES
 from megatron_lite.parallel.shard import ParamMeta, ParamTable, Shard
@@ -66,6 +68,11 @@ class Stored:
         for section, values in settings.items():
             fields[section] = {**fields.get(section, {}), **values}
         return parse_config(fields, self.folder)
+
+    def tokenizer(self) -> tuple[str, dict[str, Path]]:
+        """The SPEC and the files of its tokenizer in the run's folder; both empty where it is elsewhere."""
+        home, spec = run_folder(self.folder), own_spec(self.config({}).data.tokenizer, run_folder(self.folder))
+        return spec, files_of(spec) or tokenizer_files.own_files_in(home / FOLDER)
 
     def custom_table(self, model: ModelConfig) -> ParamTable | None:
         """Every parameter of a custom model; None if names, shapes and shards are those of the built-in model."""
@@ -109,11 +116,6 @@ class Stored:
         return local
 
 
-def root_of(folder: Path) -> Path:
-    """The run's folder of an iter_... folder; the latter itself where it is alone."""
-    return folder.parent.parent if folder.parent.name == "checkpoints" else folder
-
-
 class WeightsOf:
     """The weights of a model in any format."""
 
@@ -139,11 +141,12 @@ def read(path: Path, overrides: Mapping[str, Any]) -> Checkpoint:
     config = stored.config({"model": overrides})
     custom = stored.custom_table(config.model)
     table = full_table(config.model) if custom is None else custom
-    spec, origin = config.data.tokenizer, stored.layout.origin
-    files = tokenizer_files.files_of_run(root_of(stored.folder), spec)
-    notes = []
-    if not files and tokenizer_files.files_of(spec):
-        notes.append(f"data.tokenizer of its config, {spec}, cannot be read as a tokenizer and is not copied")
+    (spec, files), origin, notes = stored.tokenizer(), stored.layout.origin, []
+    if config.data.tokenizer and not spec:
+        notes.append(
+            f"data.tokenizer of its config, {config.data.tokenizer}, is not in {run_folder(stored.folder)} and is not "
+            "copied; give data.tokenizer=SPEC to copy it"
+        )
     tokenizer = tokenizer_files.readable(spec, config.model.vocab_size)
     if tokenizer and tokenizer.bos not in (None, tokenizer.eod) and not {MODEL_TYPE, STARTS_TEXTS} & origin.keys():
         notes.append(f"its documents start without token {tokenizer.bos}, which other programs may add to prompts")
@@ -188,8 +191,8 @@ def write(
         "checkpoint": {"load_weights": str(home)},
     }
     if checkpoint.tokenizer:
-        tokenizer_files.carry(checkpoint.tokenizer, path / tokenizer_files.FOLDER)
-        spec = tokenizer_files.spec_in(path / tokenizer_files.FOLDER)
+        tokenizer_files.carry(checkpoint.tokenizer, path / FOLDER)
+        spec = tokenizer_files.spec_in(path / FOLDER)
         if tokenizer_files.readable(spec, checkpoint.model.vocab_size):
             fields["data"]["tokenizer"] = spec.replace(str(path), str(home))
             origin["tokenizer"] = tokenizer_hash(spec)
@@ -199,12 +202,11 @@ def write(
 
 
 def with_copied_tokenizer(stored: Stored, settings: Settings, path: Path, home: Path) -> Settings:
-    """The settings of another layout of a run, with the files of its folder `tokenizer` beside it."""
-    before = (root_of(stored.folder) / tokenizer_files.FOLDER).resolve()
-    if not (files := tokenizer_files.files_in(before)):
-        return settings
-    tokenizer_files.carry(files, path / tokenizer_files.FOLDER)
-    spec = stored.config({}).data.tokenizer.replace(f"{before}/", f"{home / tokenizer_files.FOLDER}/")
+    """The settings of another layout of a run, with the files of its tokenizer beside it."""
+    spec, files = stored.tokenizer()
+    if files:
+        tokenizer_files.carry(files, path / FOLDER)
+        spec = spec_of_copies(spec, str(home / FOLDER)) if spec else ""
     return {**settings, "data": {"tokenizer": spec, **settings.get("data", {})}}
 
 
@@ -230,7 +232,8 @@ def copy(
     tables = stage_tables(config.model, stored.custom_table(config.model), tensor=tensor, pipeline=pipeline)
     layout = stored.layout
     state, origin = layout.state, layout.origin
-    corpora = (origin.get(CORPORA, []), recorded_identities(config.data.paths))
+    given = settings.get("data", {}).get("paths")  # others of the stored config are not looked at
+    corpora = (origin.get(CORPORA, []), recorded_identities(given) if given else origin.get(CORPORA, []))
     changed = changed_corpora(before.model_dump(mode="json"), config.model_dump(mode="json"), *corpora)
     check_same_run(before, config, changed)
     _write_run(path, layout.iteration, stored, tables, config, state=state, origin=origin, progress=progress)

@@ -85,9 +85,10 @@ def losses_of_run(run: Run, trained_batch: int) -> Losses:
     config = run.config
     samples = config.train.eval_iterations * trained_batch
     if not (samples and config.data.paths):
-        why = "train.eval_iterations is 0" if config.data.paths else "data.paths is empty"
+        why = "train.eval_iterations is 0" if config.data.paths else "it has no data.paths in the run's folder"
         raise ConfigError(
-            f"{config.run.dir}: the run has no evaluation data ({why}); give --data PREFIX or --tasks FILE"
+            f"{config.run.dir}: the run has no evaluation data ({why}); give data.paths=[PREFIX] on the command line, "
+            "--data PREFIX or --tasks FILE"
         )
     wanted = (0, samples, samples)
     splits = on_all(lambda: open_splits(config, wanted, run.tokenizer, _hash(run), run.state), run.ctx.world)

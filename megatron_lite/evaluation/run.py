@@ -13,6 +13,7 @@ from typing import Any, cast
 from megatron_lite.checkpoint.directory import place_of
 from megatron_lite.checkpoint.layout import parse_config, read_layout
 from megatron_lite.checkpoint.match import check_provider
+from megatron_lite.checkpoint.own_data import own_data
 from megatron_lite.config.load import dump_config, load_config
 from megatron_lite.config.schema import Config
 from megatron_lite.config.validate import raise_any
@@ -73,7 +74,7 @@ def config_of(folder: Path, world_size: int, overrides: Sequence[str] = (), mode
         # This device may lack the implementation of training, and there is no dropout.
         "model": trained.model.model_dump() | {"attention": "auto", "attention_dropout": 0.0, "hidden_dropout": 0.0},
         "parallel": parallel,
-        "data": trained.data.model_dump(),
+        "data": own_data(trained.data, folder, load_config(None, overrides).data.tokenizer).model_dump(),
         "train": trained.train.model_dump(include=kept) | {"global_batch_size": trained_batch(folder)},
     }
     config = _overridden(Config.model_validate(fields), overrides)

@@ -16,6 +16,7 @@ from megatron_lite.checkpoint.contents import Contents
 from megatron_lite.checkpoint.directory import place_of
 from megatron_lite.checkpoint.layout import parse_config, read_layout
 from megatron_lite.checkpoint.match import check_provider
+from megatron_lite.checkpoint.own_data import own_data
 from megatron_lite.config.schema import Config
 from megatron_lite.data.tokenizer import Tokenizer, build_tokenizer, tokenizer_hash
 from megatron_lite.ddp.local_shard import LocalShard
@@ -54,13 +55,15 @@ class Request:
     cache: bool = True
     json: bool = False
     bos: bool | None = None  # whether prompts start with the token that starts texts; None: as the model was trained
+    tokenizer: str = ""  # a SPEC in place of that of the checkpoint
 
 
-def config_of(folder: Path, world_size: int, model: str = "") -> Config:
+def config_of(folder: Path, world_size: int, model: str = "", tokenizer: str = "") -> Config:
     """The config to run the model of a checkpoint forward, with one data-parallel rank.
 
     The layout is that of training where `world_size` allows it, else tensor parallelism over all ranks. `model` names
-    the provider of a custom model; empty for the built-in one.
+    the provider of a custom model; empty for the built-in one. `tokenizer` is the SPEC that the user gives in place of
+    that of the checkpoint.
     """
     layout = read_layout(folder)
     check_provider(layout, folder, model)
@@ -70,13 +73,14 @@ def config_of(folder: Path, world_size: int, model: str = "") -> Config:
         kept = {"tensor", "pipeline", "virtual_pipeline", "pipeline_layout", "schedule"}
         parallel = trained.parallel.model_dump(include=kept)
     train = trained.train.model_dump(include={"precision", "comm_timeout", "deterministic"})
+    data = own_data(trained.data, folder, tokenizer)
     fields = {
         "run": {"dir": str(folder), "seed": trained.run.seed},
         # This device may lack the implementation of training, and there is no dropout.
         "model": trained.model.model_dump() | {"attention": "auto", "attention_dropout": 0.0},
         "parallel": parallel,
         # The longest prompt determines the attention. The interleaved schedule needs a batch of `pipeline` at least.
-        "data": trained.data.model_dump() | {"seq_length": trained.model.max_position_embeddings, "paths": ()},
+        "data": data.model_dump() | {"seq_length": trained.model.max_position_embeddings, "paths": ()},
         "train": train | {"global_batch_size": parallel.get("pipeline", 1)},
     }
     config = Config.model_validate(fields)
@@ -84,10 +88,9 @@ def config_of(folder: Path, world_size: int, model: str = "") -> Config:
     return config
 
 
-def check_tokenizer_of(folder: Path) -> None:
-    """Raise ConfigError where the tokenizer's files have changed since the checkpoint was trained."""
-    layout = read_layout(folder)
-    spec, trained = layout.config["data"]["tokenizer"], layout.origin.get("tokenizer")
+def check_tokenizer_of(folder: Path, spec: str) -> None:
+    """Raise ConfigError where the tokenizer is another one than that of the checkpoint."""
+    trained = read_layout(folder).origin.get("tokenizer")
     if spec and trained and (found := tokenizer_hash(spec)) != trained:
         raise ConfigError(
             f"{folder}: its tokenizer {spec} has changed since training (hash {trained[:12]} then, {found[:12]} now); "
@@ -100,7 +103,7 @@ def generate_texts(folder: Path, request: Request, model: str) -> None:
 
     Collective over the world, in the layout of `config_of`.
     """
-    config = config_of(folder, int(os.environ.get("WORLD_SIZE", "1")), model)
+    config = config_of(folder, int(os.environ.get("WORLD_SIZE", "1")), model, request.tokenizer)
     if not config.data.tokenizer:
         raise ConfigError(f"{folder}: trained without data.tokenizer, which the prompt needs")
     prompts = prompts_of(build_tokenizer(config.data.tokenizer)).of_run(read_layout(folder).origin, request.bos)

@@ -14,6 +14,7 @@ from megatron_lite.checkpoint.directory import iterations, locate, read_latest, 
 from megatron_lite.checkpoint.layout import Layout, read_layout
 from megatron_lite.checkpoint.match import ADDED_AT_FINE_TUNING, MODEL_PROVIDER, MODEL_TYPE, STARTS_TEXTS, TOKEN_IDS
 from megatron_lite.config.schema import Config
+from megatron_lite.data.tokenizer_files import keep
 from megatron_lite.errors import CheckpointError, ConfigError, DamagedCheckpoint, TrainingError
 from megatron_lite.parallel.agreement import on_first
 from megatron_lite.parallel.collectives import all_reduce
@@ -36,7 +37,9 @@ def save_run(run: Run, say: Callable[[str], None], *, must_be_done: bool = True)
     check_pending_grads(run)
     if run.config.faults.check_replicas:
         check_replicas_equal(run)
-    settings = run.config.checkpoint
+    settings, home, spec = run.config.checkpoint, Path(run.config.run.dir), run.config.data.tokenizer
+    config = run.config.model_dump(mode="json")
+    config["data"]["tokenizer"] = on_first(lambda: keep(spec, home), run.ctx.world)
     run.saver.save(
         checkpoints_of(run.config.run.dir),
         run.state.iteration,
@@ -50,7 +53,7 @@ def save_run(run: Run, say: Callable[[str], None], *, must_be_done: bool = True)
             "loss_scaler": run.optimizer.scaler.state_dict(),
             "adam_steps": run.optimizer.step_count,
         },
-        config=run.config.model_dump(mode="json"),
+        config=config,
         origin=run.origin,
         keep=settings.keep,
         keep_every=settings.keep_every,

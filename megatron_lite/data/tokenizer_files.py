@@ -1,0 +1,90 @@
+"""The files of a tokenizer and the settings beside them: which they are, their copies in a run, and whose they may be.
+
+A checkpoint may come from somebody else, and its config may name any file of this machine. So a save copies the
+tokenizer into the run's folder and names the copy, and a path in a checkpoint counts only inside of that folder.
+"""
+
+import hashlib
+import os
+from pathlib import Path
+
+from megatron_lite.errors import DataError
+from megatron_lite.files import atomic_write, disk_errors, is_inside
+
+# All names of Hugging Face; weights, configs and programs are not copied.
+VOCABULARIES = (
+    *("tokenizer.json", "vocab.json", "merges.txt", "vocab.txt", "vocab.bpe", "encoder.json", "dict.txt", "bpe.codes"),
+    *("tokenizer.model", "tokenizer.model.v3", "spiece.model", "spm.model", "sentencepiece.bpe.model", "bpe.model"),
+    *("tekken.json", "tiktoken.model", "qwen.tiktoken"),
+)
+SETTINGS = (
+    *("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
+    *("chat_template.jinja", "chat_template.json", "additional_chat_templates/*.jinja"),
+)
+# Not a file of a tokenizer, but with its end tokens.
+GENERATION_FILE = "generation_config.json"
+FOLDER = "tokenizer"  # of a run that was converted; that of a save has a checksum of its content after a hyphen
+NAMES = {"gpt2": ("vocab.json", "merges.txt"), "sentencepiece": ("tokenizer.model",), "hf": ("tokenizer.json",)}
+
+
+def files_in(folder: Path) -> dict[str, Path]:
+    """The tokenizer's files in a folder of Hugging Face's layout, and the file of end tokens."""
+    names = (*VOCABULARIES, *SETTINGS, GENERATION_FILE)
+    found = (path for name in names for path in sorted(folder.glob(name)) if path.is_file())
+    return {str(path.relative_to(folder)): path for path in found}
+
+
+def files_of(spec: str) -> dict[str, Path]:
+    """The files of a SPEC that exist, by name, and the settings beside those with the usual names."""
+    kind, _, place = spec.partition(":")
+    if not place:
+        return {}
+    paths = [Path(part) for part in (place.split(",", 1) if kind == "gpt2" else [place])]
+    if paths[0].is_dir():
+        return files_in(paths[0])
+    named = dict(zip(NAMES.get(kind, ()), paths, strict=False))
+    found = files_in(paths[0].parent) if kind == "hf" or all(path.name == name for name, path in named.items()) else {}
+    others = () if kind == "hf" else VOCABULARIES
+    found = {name: path for name, path in found.items() if name not in others} | named
+    return {name: path for name, path in found.items() if path.is_file()}
+
+
+def own_spec(spec: str, folder: Path) -> str:
+    """The SPEC with absolute paths; empty unless its files and the settings beside them lie in the folder.
+
+    Its paths are relative to the folder, or to the working directory.
+    """
+    kind, _, place = spec.partition(":")
+    if not place:
+        return spec
+    for base in (folder, Path()):
+        found = f"{kind}:{','.join(os.path.abspath(base / part) for part in place.split(',', kind == 'gpt2'))}"
+        if (files := files_of(found)) and all(is_inside(path, folder) for path in files.values()):
+            return found
+    return ""
+
+
+def spec_of_copies(spec: str, folder: str) -> str:
+    """The SPEC of the files that `files_of(spec)` finds, after they were copied into a folder."""
+    kind = spec.partition(":")[0]
+    return f"{kind}:{','.join(f'{folder}/{name}' for name in NAMES.get(kind, ())) or folder}"
+
+
+def keep(spec: str, run_dir: Path) -> str:
+    """Copy the tokenizer into the run's folder, and return the SPEC of the copies, relative to that folder.
+
+    The name of their folder has a checksum of their content, so another tokenizer never replaces that of a checkpoint.
+    """
+    files = files_of(spec)
+    if not files:
+        return spec
+    with disk_errors("copying the tokenizer", run_dir, DataError):
+        contents = {name: path.read_bytes() for name, path in sorted(files.items())}
+        checksums = [f"{name} {hashlib.sha256(content).hexdigest()}" for name, content in contents.items()]
+        folder = f"{FOLDER}-{hashlib.sha256(' '.join(checksums).encode()).hexdigest()[:12]}"
+        for name, content in contents.items():
+            path = run_dir / folder / name
+            if not (path.is_file() and path.read_bytes() == content):
+                path.parent.mkdir(parents=True, exist_ok=True)
+                atomic_write(path, content)
+    return spec_of_copies(spec, folder)
