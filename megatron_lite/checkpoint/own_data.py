@@ -1,10 +1,14 @@
-"""Paths in the config of a checkpoint count only inside its run's folder: somebody else may have written them."""
+"""Paths in the config of a checkpoint, which somebody else may have written: none is believed by its name."""
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
+from megatron_lite.checkpoint.compatible import CORPORA
 from megatron_lite.config.schema import DataConfig
 from megatron_lite.data.blended import parse_paths
+from megatron_lite.data.identity import recorded_identities
 from megatron_lite.data.tokenizer_files import own_spec
 from megatron_lite.errors import ConfigError
 from megatron_lite.files import is_inside
@@ -16,10 +20,11 @@ def run_folder(folder: Path) -> Path:
     return folder.parents[1] if folder.parent.name == "checkpoints" else folder
 
 
-def own_data(data: DataConfig, folder: Path, tokenizer: str = "") -> DataConfig:
-    """The data section of the checkpoint in `folder`, without corpora and caches outside of its run's folder.
+def own_data(data: DataConfig, folder: Path, origin: Mapping[str, Any], tokenizer: str = "") -> DataConfig:
+    """The data section of the checkpoint in `folder`, for other uses than the run itself.
 
-    Raises ConfigError for a tokenizer outside of it, unless the user gives one, `tokenizer`.
+    Its tokenizer lies in the run's folder, else ConfigError is raised, or the user gives `tokenizer`. Corpora lie there
+    too, or have the contents that `origin` records; else there are none. Index files are beside them.
     """
     home = run_folder(folder)
     tokenizer = tokenizer or own_spec(data.tokenizer, home)
@@ -29,5 +34,6 @@ def own_data(data: DataConfig, folder: Path, tokenizer: str = "") -> DataConfig:
             "checkpoint counts only inside of its run's folder; give data.tokenizer=SPEC on the command line"
         )
     prefixes = parse_paths(data.paths).prefixes if data.paths else ()
-    are_own = all(is_inside(Path(f"{prefix}.{end}"), home) for prefix in prefixes for end in ("idx", "bin"))
+    are_inside = all(is_inside(Path(f"{prefix}.{end}"), home) for prefix in prefixes for end in ("idx", "bin"))
+    are_own = are_inside or (bool(origin.get(CORPORA)) and recorded_identities(data.paths) == origin[CORPORA])
     return data.model_copy(update={"tokenizer": tokenizer, "cache_dir": "", "paths": data.paths if are_own else ()})

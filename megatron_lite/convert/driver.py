@@ -106,8 +106,9 @@ def convert(request: Request, report: Callable[[str], None]) -> None:
         f"{request.source} ({source_format}) -> {target} ({request.target_format}, tp={request.tensor} "
         f"pp={request.pipeline}): {len(checkpoint.tensors):,} tensors, {parameters:,} parameters, {written:,} bytes"
     )
-    copied = tokenizer_files.copied(checkpoint.tokenizer) if request.target_format in WITH_TOKENIZER else []
-    report("; ".join([summary, *checkpoint.notes, *copied]))
+    if checkpoint.tokenizer and request.target_format in WITH_TOKENIZER:
+        report(tokenizer_files.copied(checkpoint.tokenizer))
+    report("; ".join([summary, *checkpoint.notes]))
     if request.target_format == NATIVE:
         report(_next_step(request, target, provider))
 
@@ -246,7 +247,6 @@ def _write(
                 native.copy(folder, stored, **layout, progress=progress, home=home, settings=settings)
             return progress.written
         checkpoint = replace(checkpoint, tokenizer={})  # its files are not copied
-        settings = {**settings, "data": {"tokenizer": stored.config({}).data.tokenizer, **settings.get("data", {})}}
     with _Progress(_total_bytes(WeightsOf(checkpoint), tensors)) as progress:
         native.write(folder, checkpoint, **layout, progress=progress, home=home, settings=settings)
     return progress.written

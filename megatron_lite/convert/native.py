@@ -192,9 +192,11 @@ def write(
     }
     if checkpoint.tokenizer:
         tokenizer_files.carry(checkpoint.tokenizer, path / FOLDER)
-        spec = tokenizer_files.spec_in(path / FOLDER)
-        if tokenizer_files.readable(spec, checkpoint.model.vocab_size):
-            fields["data"]["tokenizer"] = spec.replace(str(path), str(home))
+        given, copies = checkpoint.tokenizer_spec, path / FOLDER
+        spec = spec_of_copies(given, str(copies)) if given else tokenizer_files.spec_in(copies)
+        if given or tokenizer_files.readable(spec, checkpoint.model.vocab_size):
+            own = {"tokenizer": spec.replace(str(path), str(home))}
+            settings = {**settings, "data": {**settings.get("data", {}), **own}}
             origin["tokenizer"] = tokenizer_hash(spec)
     config = _config(fields, settings, tensor, pipeline)
     tables = stage_tables(config.model, checkpoint.custom, tensor=tensor, pipeline=pipeline)
@@ -202,12 +204,13 @@ def write(
 
 
 def with_copied_tokenizer(stored: Stored, settings: Settings, path: Path, home: Path) -> Settings:
-    """The settings of another layout of a run, with the files of its tokenizer beside it."""
-    spec, files = stored.tokenizer()
+    """The settings of another layout of a run, with copies of its tokenizer's files or of those that the user gave."""
+    given = settings.get("data", {}).get("tokenizer", "")
+    spec, files = (given, files_of(given)) if given else stored.tokenizer()
     if files:
         tokenizer_files.carry(files, path / FOLDER)
         spec = spec_of_copies(spec, str(home / FOLDER)) if spec else ""
-    return {**settings, "data": {"tokenizer": spec, **settings.get("data", {})}}
+    return {**settings, "data": {**settings.get("data", {}), "tokenizer": spec}}
 
 
 def copy(

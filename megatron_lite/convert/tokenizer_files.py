@@ -22,9 +22,10 @@ def has_tokenizer(files: Mapping[str, Path]) -> bool:
     return bool(files.keys() - {GENERATION_FILE})
 
 
-def copied(files: Mapping[str, Path]) -> list[str]:
-    """A note about the files that a conversion copies; empty without any."""
-    return [f"copied {listed(sorted(map(str, files.values())), len(files))}"] if files else []
+def copied(files: Mapping[str, Path]) -> str:
+    """A line about the files that a conversion copies."""
+    folders = sorted({str(path.parent) for path in files.values()})
+    return f"copied {listed(sorted(files), len(files))} of {listed(folders, len(folders))}"
 
 
 def carry(files: Mapping[str, Path], folder: Path) -> None:

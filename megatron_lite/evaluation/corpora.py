@@ -2,9 +2,11 @@
 
 import math
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 
+from megatron_lite.checkpoint.layout import read_layout
 from megatron_lite.config.schema import Config
 from megatron_lite.data.blended import PADDING, Dataset, cache_folder
 from megatron_lite.data.corpus_info import check_tokenizers
@@ -14,6 +16,7 @@ from megatron_lite.data.text_dataset import Sample, SampleMaker, TextDataset, nu
 from megatron_lite.errors import ConfigError, DataError
 from megatron_lite.evaluation.statistics import bits_per_byte
 from megatron_lite.parallel.agreement import on_all
+from megatron_lite.text import listed
 from megatron_lite.training.corpora import check_corpora_end, check_documents_end, open_splits
 from megatron_lite.training.evaluate import mean_results
 from megatron_lite.training.forward_step import next_token_loss
@@ -84,12 +87,16 @@ def losses_of_run(run: Run, trained_batch: int) -> Losses:
     """
     config = run.config
     samples = config.train.eval_iterations * trained_batch
-    if not (samples and config.data.paths):
-        why = "train.eval_iterations is 0" if config.data.paths else "it has no data.paths in the run's folder"
+    folder = Path(config.run.dir)
+    stored = () if config.data.paths else read_layout(folder).config.get("data", {}).get("paths")
+    if stored:
         raise ConfigError(
-            f"{config.run.dir}: the run has no evaluation data ({why}); give data.paths=[PREFIX] on the command line, "
-            "--data PREFIX or --tasks FILE"
+            f"{folder}: its data.paths, {listed([str(path) for path in stored])}, are outside of the run's folder and "
+            "not as they were at training; give data.paths=[PREFIX] on the command line, or --data PREFIX"
         )
+    if not (samples and config.data.paths):
+        why = "train.eval_iterations is 0" if config.data.paths else "data.paths is empty"
+        raise ConfigError(f"{folder}: the run has no evaluation data ({why}); give --data PREFIX or --tasks FILE")
     wanted = (0, samples, samples)
     splits = on_all(lambda: open_splits(config, wanted, run.tokenizer, _hash(run), run.state), run.ctx.world)
     named = {"validation": splits.valid, "test": splits.test}

@@ -68,13 +68,14 @@ def config_of(folder: Path, world_size: int, overrides: Sequence[str] = (), mode
     trained = parse_config(layout.config, folder)
     fits = world_size % trained.parallel.model_size == 0
     parallel = trained.parallel.model_dump(include=set(KEPT)) if fits else {"tensor": world_size}
+    given = load_config(None, overrides).data
     kept = {"precision", "comm_timeout", "deterministic", "eval_iterations", "micro_batch_size"}
     fields = {
         "run": {"dir": str(folder), "seed": trained.run.seed},
         # This device may lack the implementation of training, and there is no dropout.
         "model": trained.model.model_dump() | {"attention": "auto", "attention_dropout": 0.0, "hidden_dropout": 0.0},
         "parallel": parallel,
-        "data": own_data(trained.data, folder, load_config(None, overrides).data.tokenizer).model_dump(),
+        "data": own_data(trained.data, folder, layout.origin, given.tokenizer).model_dump(),
         "train": trained.train.model_dump(include=kept) | {"global_batch_size": trained_batch(folder)},
     }
     config = _overridden(Config.model_validate(fields), overrides)

@@ -73,7 +73,7 @@ def config_of(folder: Path, world_size: int, model: str = "", tokenizer: str = "
         kept = {"tensor", "pipeline", "virtual_pipeline", "pipeline_layout", "schedule"}
         parallel = trained.parallel.model_dump(include=kept)
     train = trained.train.model_dump(include={"precision", "comm_timeout", "deterministic"})
-    data = own_data(trained.data, folder, tokenizer)
+    data = own_data(trained.data, folder, {}, tokenizer)
     fields = {
         "run": {"dir": str(folder), "seed": trained.run.seed},
         # This device may lack the implementation of training, and there is no dropout.

@@ -99,12 +99,13 @@ def test_generation_with_a_changed_tokenizer_is_an_error(finished, tmp_path):
     shutil.copytree(finished, tmp_path / "copy")
     layout = resolve(tmp_path / "copy" / "run") / LAYOUT_FILE
     found = read_layout(layout.parent)
-    spec = f"sentencepiece:{tmp_path}/copy/a.model"
+    spec = f"sentencepiece:{tmp_path}/copy/run/a.model"
+    shutil.copy(finished / "a.model", tmp_path / "copy" / "run")
     data = found.config["data"] | {"tokenizer": spec}
     layout.write_text(dump_layout(found.model_copy(update={"config": found.config | {"data": data}})))
     words = ("generate", "--load", str(tmp_path / "copy" / "run"), "--prompt", "a", "--max-new-tokens", "2")
     assert run_here(*words, cwd=tmp_path).returncode == 0
-    shutil.copy(finished / "b.model", tmp_path / "copy" / "a.model")
+    shutil.copy(finished / "b.model", tmp_path / "copy" / "run" / "a.model")
     done = run_here(*words, cwd=tmp_path)
     assert done.returncode == 2
     assert f"its tokenizer {spec} has changed since training (hash" in done.stderr

@@ -74,7 +74,7 @@ def test_a_tokenizer_other_than_that_of_the_corpus_is_marked(tmp_path, prefix):
     preprocess([tmp_path / "t.txt"], tmp_path / "t", f"sentencepiece:{model}", workers=1)
     shutil.move(model, tmp_path / "away.model")
     line = inspected(str(tmp_path / "t_text_document")).splitlines()[1]
-    assert "t.model: " in line and "no such tokenizer file" in line and line.endswith("--tokenizer SPEC shows text")
+    assert "t.model, not in the corpus' folder" in line and line.endswith("--tokenizer SPEC shows text")
     assert "no such tokenizer file" in inspected(prefix, "--tokenizer", f"sentencepiece:{model}", code=1)
 
 

@@ -283,18 +283,19 @@ def test_a_config_with_unknown_fields_is_an_error(small, tmp_path):
 
 
 def test_the_tokenizer_of_a_run_is_found(small, tmp_path):
-    """It goes along to Hugging Face. A file that is not a tokenizer stays: anybody may have written the config."""
-    (tmp_path / "vocab.json").write_text(json.dumps({"<|endoftext|>": 0}))
-    (tmp_path / "merges.txt").write_text("#version: 0.2\n")
-    spec = f"gpt2:{tmp_path}/vocab.json,{tmp_path}/merges.txt"
+    """It goes along to Hugging Face, from the run's folder alone: anybody may have written the config."""
     folder = copied(small, tmp_path)
-    fields = config_of(folder)
-    fields["data"]["tokenizer"] = spec
-    edited(folder, config=fields)
-    assert native.read(folder, {}).tokenizer == {name: tmp_path / name for name in ("vocab.json", "merges.txt")}
-    (tmp_path / "vocab.json").write_text(json.dumps({"password": "secret"}))
-    read = native.read(folder, {})
-    assert not read.tokenizer and read.notes[0].endswith("cannot be read as a tokenizer and is not copied")
+    for place, prefix in ((folder / "own", "own"), (tmp_path, str(tmp_path))):
+        place.mkdir(exist_ok=True)
+        (place / "vocab.json").write_text(json.dumps({"<|endoftext|>": 0}))
+        (place / "merges.txt").write_text("#version: 0.2\n")
+        fields = config_of(folder)
+        fields["data"]["tokenizer"] = f"gpt2:{prefix}/vocab.json,{prefix}/merges.txt"
+        edited(folder, config=fields)
+        read = native.read(folder, {})
+        if place == folder / "own":
+            assert read.tokenizer == {name: place / name for name in ("vocab.json", "merges.txt")} and not read.notes
+    assert not read.tokenizer and f"is not in {folder} and is not copied; give data.tokenizer=SPEC" in read.notes[0]
 
 
 CUSTOM = {"model_provider": "mine.py:build"}
