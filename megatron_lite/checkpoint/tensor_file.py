@@ -42,6 +42,22 @@ def save_errors(action: str, path: Path) -> AbstractContextManager[None]:
     return disk_errors(action, path, CheckpointError, "; checkpoints saved before are untouched")
 
 
+def regular_file(folder: Path, name: str) -> Path:
+    """The path of a file with tensors in a folder. CheckpointError for one that lies elsewhere once links are resolved,
+    except in the hub's cache, where a snapshot has links to `blobs`, and for one that is not a regular file.
+    """
+    path, root = folder / name, folder.resolve()
+    try:
+        found, homes = path.resolve(), [root, *([root.parents[1] / "blobs"] if root.parent.name == "snapshots" else [])]
+        if not any(found.is_relative_to(home) for home in homes):
+            raise CheckpointError(f"{path}: is a link to a file outside of {folder}; copy the file itself")
+        if found.exists() and not found.is_file():
+            raise CheckpointError(f"{path}: is not a regular file")
+    except (ValueError, RuntimeError, OSError) as error:  # a null byte, a circle of links
+        raise CheckpointError(f"{path}: cannot be read ({error})") from None
+    return path
+
+
 class TensorWriter:
     """A writer of one safetensors file, tensor by tensor. A context manager.
 

@@ -22,9 +22,9 @@ from megatron_lite.checkpoint.compatible import (
     pending,
     raise_where,
 )
-from megatron_lite.checkpoint.layout import LAYOUT_FILE, WEIGHT, parse_config, read_layout
+from megatron_lite.checkpoint.layout import LAYOUT_FILE, USE_ANOTHER, WEIGHT, parse_config, read_layout
 from megatron_lite.checkpoint.match import MODEL_PROVIDER, MODEL_TYPE, STARTS_TEXTS
-from megatron_lite.checkpoint.reshard import moves, rectangles
+from megatron_lite.checkpoint.reshard import moves, rectangles, tile
 from megatron_lite.checkpoint.store import Opened
 from megatron_lite.checkpoint.tensor_file import Spec
 from megatron_lite.config.load import SETTINGS, WRITTEN, dump_settings
@@ -100,10 +100,16 @@ class Stored:
                 f"{self.folder}: {kind} differs on {self.layout.grid.dp} data-parallel ranks (sync.mode); convert the "
                 "common weights alone, with --weights-only"
             )
-        moved = moves(tensor, value.slices_for(shard, rank, 0, 0, tp), tp, rectangles(tensor.shape, shard, rank, size))
+        wanted = rectangles(tensor.shape, shard, rank, size)
+        moved = moves(tensor, value.slices_for(shard, rank, 0, 0, tp), tp, wanted)
+        full, count = sum(each.numel for each in wanted), sum(move.target.numel for move in moved)
+        if count != full:
+            raise CheckpointError(f"{self.folder}: {kind} of {name} has {count:,} of its {full:,} elements")
+        if not tile((move.target.box for move in moved), (each.box for each in wanted)):
+            raise CheckpointError(f"{self.folder}: slices of {kind} of {name} overlap; {USE_ANOTHER}")
+        for move in moved:
+            self._opened.file(move.stored.file)  # raises where a file is smaller than the memory for it would be
         local = torch.empty(shard.local_shape(tensor.shape, size), dtype=SAFETENSORS_DTYPES[value.dtype])
-        if (count := sum(move.target.numel for move in moved)) != local.numel():
-            raise CheckpointError(f"{self.folder}: {kind} of {name} has {count:,} of its {local.numel():,} elements")
         for move in moved:
             self._opened.fill([(local.view(-1), [move])])
         return local
