@@ -35,7 +35,7 @@ from megatron_lite.data.tokenizer import end_tokens
 from megatron_lite.errors import CheckpointError, ConfigError, DamagedCheckpoint
 from megatron_lite.model.ends import WORD_EMBEDDINGS
 from megatron_lite.parallel.shard import ParamTable
-from megatron_lite.plan.sizes import num_parameters
+from megatron_lite.plan.sizes import check_fits
 from megatron_lite.text import listed
 
 CONFIG_FILE, GENERATION_FILE = "config.json", "generation_config.json"
@@ -157,12 +157,7 @@ def read(path: Path, overrides: Mapping[str, Any], ignored: Collection[str] = ()
         other = found[_full_name(model_type, twice[0])]
         raise CheckpointError(f"{path}: has both {twice[0]} and {other}; remove one of them")
     stored = sum(prod(files.specs[name].shape) for name in found.values())
-    # A model of wrong sizes could be too large to build, even without memory.
-    if num_parameters(model) > 2 * stored:
-        raise CheckpointError(
-            f"{path}: {CONFIG_FILE} describes {num_parameters(model):,} parameters, the files hold {stored:,}"
-            + defaults_of(content)
-        )
+    check_fits(path / CONFIG_FILE, model, elements=stored, tensors=len(found), reason=defaults_of(content))
     table = full_table(model)
     ours = recipes(model_type, model, table)
     shapes = {name: tuple(files.specs[theirs].shape) for name, theirs in found.items()}

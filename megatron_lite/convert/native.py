@@ -38,6 +38,7 @@ from megatron_lite.data.tokenizer import tokenizer_hash
 from megatron_lite.errors import CheckpointError
 from megatron_lite.parallel.dtypes import PRECISION_NAMES, SAFETENSORS_DTYPES
 from megatron_lite.parallel.shard import ParamMeta, ParamTable, Shard
+from megatron_lite.plan.sizes import check_layout
 from megatron_lite.text import listed
 
 Settings = Mapping[str, Mapping[str, Any]]
@@ -70,7 +71,14 @@ class Stored:
     def custom_table(self, model: ModelConfig) -> ParamTable | None:
         """Every parameter of a custom model; None if names, shapes and shards are those of the built-in model."""
         saved = {name: tensor for name, tensor in self.layout.tensors.items() if not tensor.copy_of}
-        table = full_table(model)
+        is_custom = MODEL_PROVIDER in self.layout.origin
+        try:
+            check_layout(self.folder, self.layout, model)
+            table = full_table(model)
+        except CheckpointError:
+            if not is_custom:
+                raise
+            table = {}
         differing = [
             name
             for name in {**saved, **table}
@@ -78,7 +86,7 @@ class Stored:
             or name not in saved
             or (saved[name].shape, saved[name].shard) != (tuple(table[name].shape), table[name].shard)
         ]
-        if differing and MODEL_PROVIDER in self.layout.origin:
+        if differing and is_custom:
             return {n: ParamMeta(tensor.shape, tensor.shard, "normal", name=n) for n, tensor in saved.items()}
         if differing:
             raise CheckpointError(
