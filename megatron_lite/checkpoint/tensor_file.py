@@ -51,8 +51,8 @@ def regular_file(folder: Path, name: str) -> Path:
         found, homes = path.resolve(), [root, *([root.parents[1] / "blobs"] if root.parent.name == "snapshots" else [])]
         if not any(found.is_relative_to(home) for home in homes):
             raise CheckpointError(f"{path}: is a link to a file outside of {folder}; copy the file itself")
-        if found.exists() and not found.is_file():
-            raise CheckpointError(f"{path}: is not a regular file")
+        if found.exists() and not (found.is_file() or found.is_dir()):  # a pipe would be waited for
+            raise CheckpointError(f"{path}: is neither a file nor a folder")
     except (ValueError, RuntimeError, OSError) as error:  # a null byte, a circle of links
         raise CheckpointError(f"{path}: cannot be read ({error})") from None
     return path
@@ -148,6 +148,7 @@ class TensorFile:
 
     def __init__(self, path: Path, info: FileInfo):
         self.path, self._info = path, info
+        regular_file(path.parents[1], f"{path.parent.name}/{path.name}")
         with self._open() as file:
             size = os.fstat(file.fileno()).st_size
             length = file.read(8)
@@ -231,12 +232,15 @@ class _Entry(NamedTuple):
 
 def _entries(header: bytes, info: FileInfo) -> Iterator[tuple[str, _Entry]]:
     """The header's entries of the tensors in layout.json, each inside of the file and with a checksum per chunk."""
-    described = json.loads(header[8:])
+    described, end = json.loads(header[8:]), 0
+    for first, last in sorted(described[key]["data_offsets"] for key in info.crc32):
+        assert first == end <= last, "tensors overlap, or leave a gap"
+        end = last
+    assert len(header) + end == info.bytes, "tensors do not fill the file"
     for key, expected in info.crc32.items():
         start, end = (len(header) + offset for offset in described[key]["data_offsets"])
         entry = _Entry(SAFETENSORS_DTYPES[described[key]["dtype"]], tuple(described[key]["shape"]), start)
         assert all(type(n) is int and n >= 0 for n in (start, *entry.shape)), "not a size"
-        assert len(header) <= start <= end <= info.bytes, "outside of the file"
         assert entry.numel * entry.dtype.itemsize == end - start, "size and shape differ"
         assert len(expected) == -(-(end - start) // CHUNK_BYTES), "number of checksums"
         yield key, entry

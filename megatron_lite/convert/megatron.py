@@ -27,12 +27,21 @@ from torch import Tensor
 
 from megatron_lite.checkpoint.directory import TRACKER_FILE, write_durably
 from megatron_lite.checkpoint.layout import iteration_folder
-from megatron_lite.checkpoint.tensor_file import Spec, save_errors
+from megatron_lite.checkpoint.tensor_file import Spec, regular_file, save_errors
 from megatron_lite.config.schema import ModelConfig
 from megatron_lite.convert.megatron_args import args_for, check_model, padded_rows
 from megatron_lite.convert.megatron_model import LAYER, model_from
 from megatron_lite.convert.rank_files import ShardedTensor, sharded_tensors, write_shards
-from megatron_lite.convert.recipe import HEAD, VOCABULARY_TABLES, Checkpoint, Progress, Recipe, check_names, full_table
+from megatron_lite.convert.recipe import (
+    HEAD,
+    VOCABULARY_TABLES,
+    Checkpoint,
+    Progress,
+    Recipe,
+    check_names,
+    full_table,
+    stored_iteration,
+)
 from megatron_lite.convert.torch_file import TorchFile, TorchWriter
 from megatron_lite.errors import CheckpointError
 from megatron_lite.model.ends import WORD_EMBEDDINGS
@@ -112,7 +121,7 @@ def read(path: Path, overrides: Mapping[str, Any]) -> Checkpoint:
         model=model,
         tensors={name: Spec(tensors[name].dtype, table[name].shape) for name in table},
         read=read_tensor,
-        iteration=iteration if type(iteration) is int and iteration > 0 and folder.name != "release" else 0,
+        iteration=0 if folder.name == "release" else stored_iteration(iteration),
         notes=notes + (["its optimizer state is left out"] if content.get("optimizer") else []),
     )
 
@@ -209,7 +218,8 @@ def _rank_files(folder: Path) -> list[list[Path]]:
         match = re.fullmatch(r"mp_rank_(\d{2,})(?:_(\d{3}))?(_\d{3})?", place.name)
         if match is None or match[3]:
             raise CheckpointError(f"{place}: is not named mp_rank_XX or mp_rank_XX_YYY; experts are not supported")
-        found[int(match[2] or 0), int(match[1])] = place / (files or ["model_optim_rng.pt"])[0]
+        name = f"{place.name}/{(files or ['model_optim_rng.pt'])[0]}"
+        found[int(match[2] or 0), int(match[1])] = regular_file(folder, name)
     if not found:
         raise CheckpointError(f"{folder}: has no mp_rank_XX folders; only --ckpt-format torch is supported")
     stages, ranks = (1 + max(ranks) for ranks in zip(*found, strict=True))
