@@ -180,9 +180,7 @@ class DistributedFiles:
             if place.start + place.size > sizes[place.file]:
                 raise DamagedCheckpoint(f"{self.folder / place.file}: ends before a chunk that {METADATA} places in it")
             if place.file == last.file and place.start < last.start + last.size:
-                raise DamagedCheckpoint(
-                    f"{self.folder / METADATA}: places two chunks in the same bytes; fetch it again"
-                )
+                raise DamagedCheckpoint(f"{self.folder / METADATA}: has two chunks in the same bytes; fetch it again")
             last = place
 
     def _add(self, name: Any, stored: Record, places: Mapping[_Key, _Place]) -> None:
