@@ -22,6 +22,7 @@ from megatron_lite.convert.distributed_files import METADATA, DistributedFiles
 from megatron_lite.convert.driver import Request, convert
 from megatron_lite.convert.safe_pickle import decode
 from megatron_lite.errors import CheckpointError, DamagedCheckpoint, MegatronLiteError
+from megatron_lite.evaluation.run import config_of as evaluated
 from megatron_lite.generate.run import config_of, load_model
 from megatron_lite.model.build import get_model
 from megatron_lite.training.initialize import finalize_megatron, initialize_megatron
@@ -272,7 +273,8 @@ def test_a_pickle_takes_time_and_memory_by_its_bytes(tmp_path, monkeypatch):
     with all_cases() as case:
         for name, data in PICKLES.items():
             (tmp_path / METADATA).write_bytes(data)
-            with case(name), pytest.raises(DamagedCheckpoint, match=r"\.metadata: is damaged"):
+            problem = {"arguments": "more arguments", "long keys": "or a long one"}.get(name, "")
+            with case(name), pytest.raises(DamagedCheckpoint, match=rf"\.metadata: is damaged .*{problem}"):
                 DistributedFiles(tmp_path)
 
 
@@ -346,6 +348,17 @@ def test_no_stored_size_is_larger_than_the_files(saved, tmp_path):
                     (folder / "config.json").write_text(json.dumps(config | {name: number}))
                     with case("huggingface", name, f"10**{len(str(number)) - 1}"):
                         outcome(lambda: huggingface.read(folder, {}))
+
+
+@pytest.mark.parametrize("name", ["num_layers", "hidden_size", "ffn_hidden_size", "padded_vocab_size"])
+def test_a_model_that_the_files_cannot_hold_is_not_built_for_texts(saved, tmp_path, name):
+    """Its memory would be taken before the first tensor is compared."""
+    folder = tmp_path / "src"
+    shutil.copytree(saved / "native", folder)
+    edit_layout(folder, lambda content: content["config"]["model"].update({name: 10**12}))
+    for reads in (config_of, evaluated):
+        with pytest.raises(CheckpointError, match=r"iter_\d+: describes [\d,]+ parameters, the files hold"):
+            reads(resolve(folder), 1)
 
 
 def outcome(read) -> None:
