@@ -48,7 +48,7 @@ def regular_file(folder: Path, name: str) -> Path:
     """
     path, root = folder / name, folder.resolve()
     try:
-        found, homes = path.resolve(), [root, *([root.parents[1] / "blobs"] if root.parent.name == "snapshots" else [])]
+        found, homes = path.resolve(), [root, *(p.parent / "blobs" for p in root.parents if p.name == "snapshots")]
         if not any(found.is_relative_to(home) for home in homes):
             raise CheckpointError(f"{path}: is a link to a file outside of {folder}; copy the file itself")
         if found.exists() and not (found.is_file() or found.is_dir()):  # a pipe would be waited for

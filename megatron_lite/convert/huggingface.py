@@ -17,7 +17,7 @@ from torch import Tensor
 
 from megatron_lite.checkpoint.directory import write_durably
 from megatron_lite.checkpoint.match import MODEL_TYPE, TOKEN_IDS
-from megatron_lite.checkpoint.tensor_file import Spec, TensorWriter
+from megatron_lite.checkpoint.tensor_file import Spec, TensorWriter, regular_file
 from megatron_lite.config.schema import ModelConfig
 from megatron_lite.convert import tokenizer_files
 from megatron_lite.convert.huggingface_config import defaults_of, from_model, to_model
@@ -80,7 +80,7 @@ def snapshot(path: Path) -> Path:
     if not path.name.startswith("models--") or not (path / "snapshots").is_dir():
         return path
     try:
-        commit = (path / "refs" / "main").read_text().strip()
+        commit = (path / "refs" / "main").read_text(errors="replace").strip()
     except OSError:
         commits = sorted(folder.name for folder in (path / "snapshots").iterdir())
         if len(commits) != 1:
@@ -88,7 +88,7 @@ def snapshot(path: Path) -> Path:
                 f"{path}: has no refs/main and {len(commits)} snapshots ({listed(commits)}); give the folder of one"
             ) from None
         (commit,) = commits
-    if Path(commit).name != commit:
+    if not re.fullmatch(r"[\w-]+", commit):
         raise DamagedCheckpoint(f"{path}: its refs/main is {commit[:80]!r}, not a commit; fetch it again")
     return path / "snapshots" / commit
 
@@ -142,7 +142,7 @@ def read(path: Path, overrides: Mapping[str, Any], ignored: Collection[str] = ()
     path = snapshot(path)
     if not path.is_dir():
         raise CheckpointError(f"{path}: is not a folder; give the one of {CONFIG_FILE} and the weights")
-    content, files = read_json(path / CONFIG_FILE), HuggingFaceFiles(path)
+    content, files = read_json(regular_file(path, CONFIG_FILE)), HuggingFaceFiles(path)
     if content.get("model_type") == "bert":  # its config does not have this field
         overrides = {"binary_head": "cls.seq_relationship.weight" in files.specs, **overrides}
     model_type, model = to_model(path / CONFIG_FILE, content, overrides, ignored)

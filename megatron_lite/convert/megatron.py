@@ -18,6 +18,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -179,7 +180,7 @@ def tracked_folder(path: Path) -> Path:
         raise CheckpointError(
             f"{path}: has neither {TRACKER_FILE} nor mp_rank_XX folders; give the folder that Megatron-LM saved to"
         ) from None
-    if text != "release" and not (text.isascii() and text.isdigit()):
+    if not re.fullmatch("release|[0-9]{1,15}", text):
         raise CheckpointError(f"{path / TRACKER_FILE}: has {text[:40]!r}; expected an iteration or release")
     return path / (text if text == "release" else iteration_folder(int(text)))
 
@@ -223,11 +224,12 @@ def _rank_files(folder: Path) -> list[list[Path]]:
     if not found:
         raise CheckpointError(f"{folder}: has no mp_rank_XX folders; only --ckpt-format torch is supported")
     stages, ranks = (1 + max(ranks) for ranks in zip(*found, strict=True))
-    if missing := [
-        f"mp_rank_{tp:02d}_{pp:03d}" for pp in range(stages) for tp in range(ranks) if (pp, tp) not in found
-    ]:
+    if count := stages * ranks - len(found):  # a folder can have any number, and so many are not listed
+        places = ((pp, tp) for pp in range(stages) for tp in range(ranks))
+        first = [*islice((f"mp_rank_{tp:02d}_{pp:03d}" for pp, tp in places if (pp, tp) not in found), 4)]
+        missing = listed(first) if count == len(first) else f"{', '.join(first)} and {count - len(first):,} more"
         raise CheckpointError(
-            f"{folder}: lacks {listed(missing)} of {ranks} tensor-parallel x {stages} pipeline ranks; all are needed"
+            f"{folder}: lacks {missing} of {ranks} tensor-parallel x {stages} pipeline ranks; all are needed"
         )
     return [[found[pp, tp] for tp in range(ranks)] for pp in range(stages)]
 

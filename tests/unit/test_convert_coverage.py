@@ -155,6 +155,11 @@ NOT_COVERED = {
     "index, two files": ("huggingface", in_two_files, "which the index lists in another file"),
     "index, two entries": ("huggingface", listed_twice, "is in an object twice"),
     "megatron rank": ("megatron", lambda f: shutil.rmtree(next(f.rglob("mp_rank_00"))), "lacks mp_rank_00"),
+    "megatron numbers": (
+        "megatron",
+        lambda f: next(f.rglob("mp_rank_01")).rename(next(f.rglob("mp_rank_01")).with_name(f"mp_rank_{10**18}")),
+        "lacks mp_rank_01_000",
+    ),
     "codegeex rank": ("codegeex", lambda f: next(f.glob("mp_rank_00*")).unlink(), "rank 00 is missing"),
 }
 
