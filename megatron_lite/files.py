@@ -58,9 +58,10 @@ def atomic_write(path: Path, data: bytes | str, *, durable: bool = True) -> None
 
 
 def is_inside(path: Path, folder: Path) -> bool:
-    """Whether a file of somebody's folder lies in it, where its links lead.
+    """Whether a file of somebody's folder lies in it once links are resolved.
 
-    In a cache of Hugging Face, the files of a snapshot lie in the folder `blobs` beside all snapshots.
+    In the hub's cache, a snapshot has links to the folder `blobs` beside all snapshots.
     """
     real, home = path.resolve(), folder.resolve()
-    return real.is_relative_to(home) or (home.parent.name == "snapshots" and real.parent == home.parents[1] / "blobs")
+    homes = [home, *(parent.parent / "blobs" for parent in home.parents if parent.name == "snapshots")]
+    return any(real.is_relative_to(each) for each in homes)

@@ -5,8 +5,8 @@ from pathlib import Path
 
 from megatron_lite.checkpoint.compatible import STATE, Fields, changed_model, differing
 from megatron_lite.checkpoint.contents import Contents, replica_of
-from megatron_lite.checkpoint.layout import WEIGHT, Layout
-from megatron_lite.checkpoint.reshard import Move, moves, rectangles
+from megatron_lite.checkpoint.layout import USE_ANOTHER, WEIGHT, Layout
+from megatron_lite.checkpoint.reshard import Move, moves, rectangles, tile
 from megatron_lite.ddp.local_shard import LocalShard
 from megatron_lite.errors import CheckpointError
 from megatron_lite.parallel.context import ParallelContext
@@ -117,6 +117,8 @@ def plan(
                 raise CheckpointError(
                     f"{folder}: {kind} of {name} has {count:,} of the {shard.values.numel():,} elements of this rank"
                 )
+            if not tile((move.target.box for move in planned), (rectangle.box for rectangle in wanted)):
+                raise CheckpointError(f"{folder}: slices of {kind} of {name} overlap; {USE_ANOTHER}")
             found.append((shard, planned))
     return found
 

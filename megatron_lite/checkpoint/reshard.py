@@ -6,8 +6,10 @@ shard, which one data-parallel rank owns, is at most three rectangles: the rest 
 a last row. So every local shard and every stored slice is a few rectangles of the same matrix.
 """
 
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from math import prod
 
 from torch import Tensor
@@ -16,6 +18,22 @@ from megatron_lite.checkpoint.layout import StoredSlice, TensorLayout
 from megatron_lite.parallel.shard import Shard
 
 BLOCK = 2 << 20  # elements that are read at a time
+
+
+Box = Sequence[tuple[int, int]]
+"""A half-open range for each dimension."""
+
+
+def tile(boxes: Iterable[Box], whole: Iterable[Box]) -> bool:
+    """Whether `boxes` have each element of the boxes `whole` once and no other element, at a cost that is linear in
+    their number: so it is where signed corners, whose running sums count the boxes at an element, cancel.
+    """
+    corners: dict[tuple[int, ...], int] = defaultdict(int)
+    for sign, part in ((1, boxes), (-1, whole)):
+        for box in part:
+            for corner in product(*(((start, 1), (end, -1)) for start, end in box)):
+                corners[tuple(at for at, _ in corner)] += sign * prod(each for _, each in corner)
+    return not any(corners.values())
 
 
 @dataclass(frozen=True)
@@ -46,6 +64,11 @@ class Rectangle:
             return replace(self, bottom=self.top, right=self.left)
         offset = self.offset + (top - self.top) * self.stride + left - self.left
         return Rectangle(top, bottom, left, right, offset, self.stride)
+
+    @property
+    def box(self) -> Box:
+        """Its ranges of rows and columns."""
+        return (self.top, self.bottom), (self.left, self.right)
 
     def of(self, flat: Tensor) -> Tensor:
         """A view `[rows, columns]` of its elements in the flat memory."""

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from megatron_lite.checkpoint.layout import CHUNK_BYTES, USE_ANOTHER, FileInfo, checksum
 from megatron_lite.errors import CheckpointError, DamagedCheckpoint
-from megatron_lite.files import disk_errors
+from megatron_lite.files import disk_errors, is_inside
 from megatron_lite.parallel.dtypes import SAFETENSORS_DTYPES, SAFETENSORS_NAMES
 from megatron_lite.parallel.waiting import note_progress
 
@@ -40,6 +40,20 @@ class Spec(NamedTuple):
 def save_errors(action: str, path: Path) -> AbstractContextManager[None]:
     """`files.disk_errors` as CheckpointError, for saves."""
     return disk_errors(action, path, CheckpointError, "; checkpoints saved before are untouched")
+
+
+def regular_file(folder: Path, name: str) -> Path:
+    """The path of a file with tensors in a folder. CheckpointError unless it is a regular file that lies in it."""
+    path = folder / name
+    try:
+        found = path.resolve()
+        if not is_inside(path, folder):
+            raise CheckpointError(f"{path}: is a link to a file outside of {folder}; copy the file itself")
+        if found.exists() and not (found.is_file() or found.is_dir()):  # a pipe would be waited for
+            raise CheckpointError(f"{path}: is neither a file nor a folder")
+    except (ValueError, RuntimeError, OSError) as error:  # a null byte, a circle of links
+        raise CheckpointError(f"{path}: cannot be read ({error})") from None
+    return path
 
 
 class TensorWriter:
@@ -132,6 +146,7 @@ class TensorFile:
 
     def __init__(self, path: Path, info: FileInfo):
         self.path, self._info = path, info
+        regular_file(path.parents[1], f"{path.parent.name}/{path.name}")
         with self._open() as file:
             size = os.fstat(file.fileno()).st_size
             length = file.read(8)
@@ -215,12 +230,15 @@ class _Entry(NamedTuple):
 
 def _entries(header: bytes, info: FileInfo) -> Iterator[tuple[str, _Entry]]:
     """The header's entries of the tensors in layout.json, each inside of the file and with a checksum per chunk."""
-    described = json.loads(header[8:])
+    described, end = json.loads(header[8:]), 0
+    for first, last in sorted(described[key]["data_offsets"] for key in info.crc32):
+        assert first == end <= last, "tensors overlap, or leave a gap"
+        end = last
+    assert len(header) + end == info.bytes, "tensors do not fill the file"
     for key, expected in info.crc32.items():
         start, end = (len(header) + offset for offset in described[key]["data_offsets"])
         entry = _Entry(SAFETENSORS_DTYPES[described[key]["dtype"]], tuple(described[key]["shape"]), start)
         assert all(type(n) is int and n >= 0 for n in (start, *entry.shape)), "not a size"
-        assert len(header) <= start <= end <= info.bytes, "outside of the file"
         assert entry.numel * entry.dtype.itemsize == end - start, "size and shape differ"
         assert len(expected) == -(-(end - start) // CHUNK_BYTES), "number of checksums"
         yield key, entry

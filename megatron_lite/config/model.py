@@ -7,14 +7,12 @@ from pydantic import (
     ConfigDict,
     Field,
     NonNegativeFloat,
-    NonNegativeInt,
     PositiveFloat,
-    PositiveInt,
     model_validator,
 )
 
 from megatron_lite.config.presets import PRESETS
-from megatron_lite.config.types import Bias, Numbers, Preset, Probability
+from megatron_lite.config.types import Bias, NonNegativeInt, Numbers, PositiveInt, Preset, Probability
 
 # Logits are computed for a padded vocabulary whose size does not depend on the layout.
 VOCAB_PADDING = 128

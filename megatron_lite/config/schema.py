@@ -11,15 +11,17 @@ The text under a field is its only description: `megatron-lite config`, `configs
 import math
 from typing import Annotated, Literal
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import Field, NonNegativeFloat, PositiveFloat
 
 from megatron_lite.config.model import ModelConfig, Section
 from megatron_lite.config.spans import lengths_of, longest_text
 from megatron_lite.config.types import (
     Folder,
+    NonNegativeInt,
     Offload,
     OptionalPath,
     Paths,
+    PositiveInt,
     Probability,
     RampUp,
     Recompute,

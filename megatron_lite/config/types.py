@@ -5,7 +5,7 @@
 
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
-from pydantic import BeforeValidator, Field, NonNegativeFloat, NonNegativeInt, PositiveInt
+from pydantic import BeforeValidator, Field, NonNegativeFloat
 
 from megatron_lite.config.presets import PRESETS
 
@@ -14,6 +14,12 @@ class Accepts(NamedTuple):
     """The accepted values of a type in words, for the error message."""
 
     words: str
+
+
+# Arithmetic with floats is exact up to this integer, and cannot overflow.
+LARGEST = 1 << 53
+PositiveInt = Annotated[int, Field(gt=0, le=LARGEST)]
+NonNegativeInt = Annotated[int, Field(ge=0, le=LARGEST)]
 
 
 def _paths(value: Any) -> Any:

@@ -19,6 +19,8 @@ def validate(config: Config, world_size: int) -> None:
 
 def failures(config: Config, world_size: int) -> list[str]:
     """A message for each broken rule."""
+    if too_many := list(_stage_failures(config)):  # other rules visit each stage
+        return too_many
     return [
         *_layout_failures(config, world_size),
         *_pipeline_failures(config),
@@ -94,6 +96,14 @@ def _layout_failures(config: Config, world_size: int) -> Iterator[str]:
             f"({parallel.tensor} * {parallel.pipeline} * {parallel.context}), which does not divide the number of "
             f"processes ({world_size}); start a multiple of {size} with --nproc-per-node (scripts: megatron-lite run)"
         )
+
+
+def _stage_failures(config: Config) -> Iterator[str]:
+    layers, layout = config.model.total_layers, config.parallel.pipeline_layout
+    stages = config.parallel.pipeline * config.parallel.virtual_pipeline
+    if isinstance(layout, str) and stages > layers + 2:
+        given = f"parallel.pipeline_layout is {layout}, and {layers} layers, embedding and head"
+        yield f"{given} do not fill {stages} stages; use fewer stages or another layout"
 
 
 def _pipeline_failures(config: Config) -> Iterator[str]:

@@ -18,10 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_lite.checkpoint.tensor_file import Spec
+from megatron_lite.checkpoint.tensor_file import Spec, regular_file
 from megatron_lite.config.schema import ModelConfig
 from megatron_lite.convert.rank_files import ShardedTensor, model_of, sharded_tensors, write_shards
-from megatron_lite.convert.recipe import Checkpoint, Progress, Recipe, check_names, full_table
+from megatron_lite.convert.recipe import Checkpoint, Progress, Recipe, check_names, full_table, stored_iteration
 from megatron_lite.convert.torch_file import TorchFile, TorchWriter
 from megatron_lite.errors import CheckpointError, ConfigError
 from megatron_lite.parallel.shard import ParamTable, Shard
@@ -92,7 +92,7 @@ def read(path: Path, overrides: Mapping[str, Any]) -> Checkpoint:
         model=model,
         tensors={name: Spec(dtype_of(recipe), table[name].shape) for name, recipe in recipes.items()},
         read=read_tensor,
-        iteration=iteration if type(iteration) is int else 0,
+        iteration=stored_iteration(iteration),
         notes=["optimizer state is left out"] if files[0].content.get("optimizer") else [],
     )
 
@@ -141,7 +141,7 @@ def _files(path: Path) -> list[Path]:
             f"{path}: has no mp_rank_XX_model_states.pt, and not one .pt file; give the file, or the folder of the "
             "ranks' files"
         )
-    return files
+    return [regular_file(path, file.name) for file in files]
 
 
 def _language_model(file: TorchFile) -> Mapping[str, Any]:

@@ -1,77 +1,144 @@
 """Folders of torch.distributed.checkpoint: parts of tensors read one at a time, and written tensor by tensor.
 
-`.metadata` is a pickle with the shape of each tensor and the place of each of its chunks in the files `__*.distcp`.
-torch's own reader and writer do the rest, in this process and without a process group. The pickle is not trusted: only
-torch's classes for it are created.
+`.metadata` is a pickle with the shape of each tensor and the place of each of its chunks in the files `__*.distcp`. A
+chunk is what torch.save writes. The pickle is not trusted: it is decoded as plain data, chunks must have each element
+once, and each chunk has its own bytes in a file of the folder. torch's own writer writes.
 Source: torch/distributed/checkpoint/metadata.py and filesystem.py.
 """
 
-import importlib
 import io
-import pickle
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
-from torch.distributed.checkpoint.planner import (
-    LoadItemType,
-    LoadPlan,
-    ReadItem,
-    SavePlan,
-    TensorWriteData,
-    WriteItem,
-    WriteItemType,
-)
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from megatron_lite.checkpoint.tensor_file import Spec, save_errors
-from megatron_lite.convert.safe_pickle import Inert
+from megatron_lite.checkpoint.reshard import tile
+from megatron_lite.checkpoint.tensor_file import Spec, regular_file, save_errors
+from megatron_lite.convert.safe_pickle import Dict, Record, StoredTensor, decode
+from megatron_lite.convert.torch_file import load_tensor
 from megatron_lite.errors import CheckpointError, DamagedCheckpoint
 from megatron_lite.text import listed
 
 METADATA = ".metadata"
-_DTYPES = {name for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
-# The module of the pickle -> its names that are created; every other one is `Inert`.
-_ALLOWED = {
-    "collections": {"OrderedDict"},
-    "torch": {"Size", "strided", *_DTYPES},
-    "torch.serialization": {"_get_layout"},
-    "torch.distributed.checkpoint.metadata": {
-        *("Metadata", "MetadataIndex", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata"),
-        *("TensorProperties", "StorageMeta", "_MEM_FORMAT_ENCODING"),
+MAX_DIMS = 8  # the check of chunks visits 2 ** dims corners of each
+_DTYPES = {("torch", name): value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
+
+
+class _Metadata(Record):
+    """The description of a checkpoint."""
+
+
+class _Tensor(Record):
+    """The description of a tensor."""
+
+
+class _Properties(Record):
+    """The properties of a tensor; its state is a tuple that begins with the dtype."""
+
+
+class _Chunk(Record):
+    """The description of a chunk of a tensor."""
+
+
+class _Index(Record):
+    """The name of a tensor and the first element of a chunk."""
+
+
+class _Storage(Record):
+    """The place of a chunk."""
+
+
+_RECORDS: dict[tuple[str, str], Any] = {
+    **_DTYPES,
+    **{
+        ("torch.distributed.checkpoint.metadata", name): record
+        for name, record in (
+            ("Metadata", _Metadata),
+            ("TensorStorageMetadata", _Tensor),
+            ("TensorProperties", _Properties),
+            ("ChunkStorageMetadata", _Chunk),
+            ("MetadataIndex", _Index),
+        )
     },
-    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): _Storage,
 }
 
 
-class _Unpickler(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Any:
-        allowed = name in _ALLOWED.get(module, ())
-        return getattr(importlib.import_module(module), name) if allowed else Inert
+_Key = tuple[str, tuple[int, ...] | None]
+"""The name of a tensor and the first element of a chunk of it, or the name of an object."""
 
 
-def _spec(stored: TensorStorageMetadata) -> Spec:
-    """The dtype and shape of a tensor, whose chunks have as many dimensions."""
-    dtype, shape = stored.properties.dtype, tuple(stored.size)
-    if not isinstance(dtype, torch.dtype) or any(type(size) is not int or size < 0 for size in shape):
-        raise TypeError("a tensor has no dtype, or no shape")
-    if any(not len(chunk.offsets) == len(chunk.sizes) == len(shape) for chunk in stored.chunks):
-        raise ValueError("a chunk has not the dimensions of its tensor")
-    return Spec(dtype, shape)
+class _Place(NamedTuple):
+    """The bytes of a chunk."""
+
+    file: str
+    start: int
+    size: int
+
+
+class _StoredChunk(NamedTuple):
+    """A part of a tensor, and its place."""
+
+    start: tuple[int, ...]
+    shape: tuple[int, ...]
+    place: _Place
+
+
+def _record(value: Any, kind: type[Record]) -> Record:
+    if type(value) is not kind:
+        raise TypeError(
+            "it does not describe a checkpoint" if kind is _Metadata else f"a value is not a {kind.__name__[1:]}"
+        )
+    return value
+
+
+def _sizes(value: Any) -> tuple[int, ...]:
+    natural = type(value) is tuple and all(type(size) is int and 0 <= size < 1 << 63 for size in value)
+    if not natural or len(value) > MAX_DIMS:
+        raise TypeError(f"a tensor or a chunk has no shape of at most {MAX_DIMS} natural numbers")
+    return value
+
+
+def _spec(stored: Record) -> Spec:
+    """The dtype and shape of a tensor."""
+    state, shape = (
+        _record(stored.field("properties", _Properties), _Properties).state,
+        _sizes(stored.field("size", tuple)),
+    )
+    if type(state) is not tuple or not state or not isinstance(state[0], torch.dtype):
+        raise TypeError("a tensor has no dtype")
+    return Spec(state[0], shape)
+
+
+def _places(metadata: Record) -> dict[_Key, _Place]:
+    """The place of each chunk and of each object."""
+    found: dict[_Key, _Place] = {}
+    for index, info in metadata.field("storage_data", Dict).items():
+        offset = _record(index, _Index).field("offset", tuple, type(None))
+        name = index.field("fqn", str)
+        path, start, size = (
+            _record(info, _Storage).field(field, kind)
+            for field, kind in (("relative_path", str), ("offset", int), ("length", int))
+        )
+        if info.state.get("transform_descriptors"):
+            raise TypeError(f"{name} is compressed; save it without extensions")
+        if start < 0 or size < 0:
+            raise TypeError(f"{name} has a negative place")
+        key = name, None if offset is None else _sizes(offset)
+        if key in found:
+            raise TypeError(f"{name} has two places for one chunk")
+        found[key] = _Place(path, start, size)
+    return found
 
 
 class DistributedFiles:
@@ -79,74 +146,99 @@ class DistributedFiles:
 
     def __init__(self, folder: Path):
         self.folder = folder
+        self.specs: dict[str, Spec] = {}
+        self._chunks: dict[str, list[_StoredChunk]] = {}
+        self._seen: set[int] = set()  # lists of chunks
         try:
-            with (folder / METADATA).open("rb") as file:
-                metadata = _Unpickler(file).load()
-            if not isinstance(metadata, Metadata):
-                raise TypeError("it does not describe a checkpoint")
-            stored = metadata.state_dict_metadata.items()
-            self._stored = {str(name): item for name, item in stored if isinstance(item, TensorStorageMetadata)}
-            self.specs = {name: _spec(item) for name, item in self._stored.items()}
-            self._files = {str(info.relative_path) for info in (metadata.storage_data or {}).values()}
+            metadata = _record(decode(regular_file(folder, METADATA).read_bytes(), _RECORDS), _Metadata)
+            places = _places(metadata)
+            self._check_files(sorted({place.file for place in places.values()}))
+            for name, stored in metadata.field("state_dict_metadata", Dict).items():
+                if type(stored) is _Tensor:
+                    self._add(name, stored, places)
+        except CheckpointError:
+            raise
         except OSError as error:
             raise CheckpointError(f"{folder / METADATA}: cannot be read: {error.strerror or error}") from None
         except Exception as error:  # any bytes can be in a file, and fail in any way
             reason = f"{type(error).__name__}: {str(error)[:200]}"
             raise DamagedCheckpoint(f"{folder / METADATA}: is damaged ({reason}); fetch it again") from None
-        self._check_files()
-        self._reader = FileSystemReader(folder)
-        self._reader.set_up_storage_reader(metadata, is_coordinator=True)
+        self._check_places([chunk.place for chunks in self._chunks.values() for chunk in chunks])
 
-    def _check_files(self) -> None:
-        """Raise DamagedCheckpoint unless all files are in this folder."""
-        names = sorted(self._files)
+    def _check_files(self, names: Sequence[str]) -> None:
+        """Raise an error unless all files are in this folder."""
         if outside := [name for name in names if Path(name).name != name or "\0" in name]:
             raise CheckpointError(f"{self.folder / METADATA}: names {outside[0]!r}, which is not a file of this folder")
-        if missing := [name for name in names if not (self.folder / name).is_file()]:
+        if missing := [name for name in names if not regular_file(self.folder, name).is_file()]:
             raise DamagedCheckpoint(f"{self.folder}: lacks {listed(missing)}, which {METADATA} names; fetch it again")
+
+    def _check_places(self, places: list[_Place]) -> None:
+        """Raise DamagedCheckpoint unless each chunk has bytes of its own, so that tensors are not larger than files."""
+        sizes = {file: (self.folder / file).stat().st_size for file in {place.file for place in places}}
+        last = _Place("", 0, 0)
+        for place in sorted(places):
+            if place.start + place.size > sizes[place.file]:
+                raise DamagedCheckpoint(f"{self.folder / place.file}: ends before a chunk that {METADATA} places in it")
+            if place.file == last.file and place.start < last.start + last.size:
+                raise DamagedCheckpoint(f"{self.folder / METADATA}: has two chunks in the same bytes; fetch it again")
+            last = place
+
+    def _add(self, name: Any, stored: Record, places: Mapping[_Key, _Place]) -> None:
+        if type(name) is not str:
+            raise TypeError("a tensor has no name")
+        spec, chunks, listed_chunks = _spec(stored), [], stored.field("chunks", list)
+        if id(listed_chunks) in self._seen:  # a short pickle can give one list to many tensors
+            raise TypeError(f"{name} shares its list of chunks")
+        self._seen.add(id(listed_chunks))
+        for chunk in listed_chunks:
+            start, shape = (_sizes(_record(chunk, _Chunk).field(field, tuple)) for field in ("offsets", "sizes"))
+            if not len(start) == len(shape) == len(spec.shape):
+                raise TypeError("a chunk has not the dimensions of its tensor")
+            if prod(shape) * spec.dtype.itemsize > places[name, start].size:
+                raise TypeError(f"a chunk of {name} is larger than its bytes")
+            if prod(shape):
+                chunks.append(_StoredChunk(start, shape, places[name, start]))
+        boxes = ([(a, a + n) for a, n in zip(chunk.start, chunk.shape, strict=True)] for chunk in chunks)
+        if not tile(boxes, [[(0, n) for n in spec.shape]] if prod(spec.shape) else []):
+            has = f"{sum(prod(chunk.shape) for chunk in chunks):,} values in chunks for {prod(spec.shape):,}"
+            raise DamagedCheckpoint(f"{self.folder}: {name} has {has}, which overlap or leave a gap; fetch it again")
+        self.specs[name], self._chunks[name] = spec, chunks
 
     def read(self, name: str, start: tuple[int, ...], shape: tuple[int, ...]) -> Tensor:
         """A part of a tensor from `start` on, read from the chunks that overlap it."""
+        wanted = [(a, a + n) for a, n in zip(start, shape, strict=True)]
+        shared = []
+        for chunk in self._chunks[name]:
+            ends = zip(wanted, chunk.start, chunk.shape, strict=True)
+            box = [(max(a, at), min(b, at + n)) for (a, b), at, n in ends]
+            if all(a < b for a, b in box):
+                shared.append((chunk, box))
+        if not tile((box for _, box in shared), [wanted] if prod(shape) else []):
+            found = sum(prod(b - a for a, b in box) for _, box in shared)
+            raise DamagedCheckpoint(f"{self.folder}: has {found:,} of the {prod(shape):,} values of a part of {name}")
         part = torch.empty(shape, dtype=self.specs[name].dtype)
-        items, found = [], 0
-        for number, chunk in enumerate(self._stored[name].chunks):
-            first = [max(a, b) for a, b in zip(start, chunk.offsets, strict=True)]
-            ends = ((a + n, b + m) for a, n, b, m in zip(start, shape, chunk.offsets, chunk.sizes, strict=True))
-            sizes = [min(end) - begin for begin, end in zip(first, ends, strict=True)]
-            if any(size <= 0 for size in sizes):
-                continue
-            index = MetadataIndex(name, chunk.offsets, number)
-            into = torch.Size(a - b for a, b in zip(first, start, strict=True))
-            of_chunk = torch.Size(a - b for a, b in zip(first, chunk.offsets, strict=True))
-            items.append(ReadItem(LoadItemType.TENSOR, index, into, index, of_chunk, torch.Size(sizes)))
-            found += prod(sizes)
-        if found != part.numel():
-            raise DamagedCheckpoint(f"{self.folder}: has {found:,} of the {part.numel():,} values of a part of {name}")
+        for chunk, box in shared:
+            source, target = self._load(name, chunk), part
+            for dim, (a, b) in enumerate(box):
+                source = source.narrow(dim, a - chunk.start[dim], b - a)
+                target = target.narrow(dim, a - start[dim], b - a)
+            target.copy_(source)
+        return part
+
+    def _load(self, name: str, chunk: _StoredChunk) -> Tensor:
+        """The values of a chunk."""
+        path, dtype = regular_file(self.folder, chunk.place.file), self.specs[name].dtype
         try:
-            self._reader.read_data(LoadPlan(items), _Into(part)).wait()
+            with path.open("rb") as file:
+                content = load_tensor(file, chunk.place.start, chunk.place.size)
+            tensor = content.tensor if isinstance(content, StoredTensor) else torch.empty(0)
+            if (tensor.dtype, tuple(tensor.shape)) != (dtype, chunk.shape):
+                raise TypeError(f"it is {tensor.dtype} {list(tensor.shape)}, not {dtype} {list(chunk.shape)}")
         except Exception as error:
             raise DamagedCheckpoint(
                 f"{self.folder}: {name} cannot be read ({type(error).__name__}: {str(error)[:200]}); fetch it again"
             ) from None
-        return part
-
-
-class _Into(DefaultLoadPlanner):
-    """Where torch's reader puts what it reads: all items are of one tensor."""
-
-    def __init__(self, part: Tensor):
-        super().__init__()
-        self._part = part
-
-    def resolve_tensor(self, read_item: ReadItem) -> Tensor:
-        """The memory of an item."""
-        part = self._part
-        for dim, (start, length) in enumerate(zip(read_item.dest_offsets, read_item.lengths, strict=True)):
-            part = part.narrow(dim, start, length)
-        return part
-
-    def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
-        """The tensor is the memory of `resolve_tensor` itself."""
+        return tensor
 
 
 @dataclass(frozen=True)

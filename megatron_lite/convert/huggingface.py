@@ -17,7 +17,7 @@ from torch import Tensor
 
 from megatron_lite.checkpoint.directory import write_durably
 from megatron_lite.checkpoint.match import MODEL_TYPE, TOKEN_IDS
-from megatron_lite.checkpoint.tensor_file import Spec, TensorWriter
+from megatron_lite.checkpoint.tensor_file import Spec, TensorWriter, regular_file
 from megatron_lite.config.schema import ModelConfig
 from megatron_lite.convert import tokenizer_files
 from megatron_lite.convert.huggingface_config import defaults_of, from_model, to_model
@@ -35,7 +35,7 @@ from megatron_lite.data.tokenizer import end_tokens
 from megatron_lite.errors import CheckpointError, ConfigError, DamagedCheckpoint
 from megatron_lite.model.ends import WORD_EMBEDDINGS
 from megatron_lite.parallel.shard import ParamTable
-from megatron_lite.plan.sizes import num_parameters
+from megatron_lite.plan.sizes import check_fits
 from megatron_lite.text import listed
 
 CONFIG_FILE, GENERATION_FILE = "config.json", "generation_config.json"
@@ -80,7 +80,7 @@ def snapshot(path: Path) -> Path:
     if not path.name.startswith("models--") or not (path / "snapshots").is_dir():
         return path
     try:
-        commit = (path / "refs" / "main").read_text().strip()
+        commit = (path / "refs" / "main").read_text(errors="replace").strip()
     except OSError:
         commits = sorted(folder.name for folder in (path / "snapshots").iterdir())
         if len(commits) != 1:
@@ -88,7 +88,7 @@ def snapshot(path: Path) -> Path:
                 f"{path}: has no refs/main and {len(commits)} snapshots ({listed(commits)}); give the folder of one"
             ) from None
         (commit,) = commits
-    if Path(commit).name != commit:
+    if not re.fullmatch(r"[\w-]+", commit):
         raise DamagedCheckpoint(f"{path}: its refs/main is {commit[:80]!r}, not a commit; fetch it again")
     return path / "snapshots" / commit
 
@@ -142,7 +142,7 @@ def read(path: Path, overrides: Mapping[str, Any], ignored: Collection[str] = ()
     path = snapshot(path)
     if not path.is_dir():
         raise CheckpointError(f"{path}: is not a folder; give the one of {CONFIG_FILE} and the weights")
-    content, files = read_json(path / CONFIG_FILE), HuggingFaceFiles(path)
+    content, files = read_json(regular_file(path, CONFIG_FILE)), HuggingFaceFiles(path)
     if content.get("model_type") == "bert":  # its config does not have this field
         overrides = {"binary_head": "cls.seq_relationship.weight" in files.specs, **overrides}
     model_type, model = to_model(path / CONFIG_FILE, content, overrides, ignored)
@@ -157,12 +157,7 @@ def read(path: Path, overrides: Mapping[str, Any], ignored: Collection[str] = ()
         other = found[_full_name(model_type, twice[0])]
         raise CheckpointError(f"{path}: has both {twice[0]} and {other}; remove one of them")
     stored = sum(prod(files.specs[name].shape) for name in found.values())
-    # A model of wrong sizes could be too large to build, even without memory.
-    if num_parameters(model) > 2 * stored:
-        raise CheckpointError(
-            f"{path}: {CONFIG_FILE} describes {num_parameters(model):,} parameters, the files hold {stored:,}"
-            + defaults_of(content)
-        )
+    check_fits(path / CONFIG_FILE, model, elements=stored, tensors=len(found), reason=defaults_of(content))
     table = full_table(model)
     ours = recipes(model_type, model, table)
     shapes = {name: tuple(files.specs[theirs].shape) for name, theirs in found.items()}

@@ -17,7 +17,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from megatron_lite.checkpoint.tensor_file import Spec
+from megatron_lite.checkpoint.tensor_file import Spec, regular_file
 from megatron_lite.convert.distributed_files import METADATA, DistributedFiles
 from megatron_lite.convert.safe_pickle import StoredTensor
 from megatron_lite.convert.torch_file import TorchFile
@@ -48,14 +48,20 @@ class HuggingFaceFiles:
             self.specs = dict(stored.specs)
             self._readers = {name: partial(_part, stored, name) for name in stored.specs}
             return
-        for file, names in _files(folder).items():
-            path = folder / file
+        files = _files(folder)
+        indexed = {name for names in files.values() for name in names or ()}
+        for file, names in files.items():
+            path = regular_file(folder, file)
             if not path.is_file():
                 raise DamagedCheckpoint(f"{path}: is missing, but the index lists tensors in it; fetch it again")
             found = _safetensors_file(path) if file.endswith(".safetensors") else _torch_file(path)
             if missing := [name for name in names or [] if name not in found]:
                 raise DamagedCheckpoint(
                     f"{path}: has no {listed(missing)}, which the index lists in it; fetch it again"
+                )
+            if others := sorted((found.keys() & indexed).difference(names or ())):
+                raise DamagedCheckpoint(
+                    f"{path}: has {listed(others)}, which the index lists in another file; fetch it again"
                 )
             for name in names or found:
                 self.specs[name], self._readers[name] = found[name]
@@ -172,7 +178,7 @@ def plan_shards(groups: list[dict[str, Spec]], max_bytes: int) -> Shards:
 def read_json(path: Path) -> dict[str, Any]:
     """The JSON object in a file."""
     try:
-        content = json.loads(path.read_bytes())
+        content = json.loads(path.read_bytes(), object_pairs_hook=_object)
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read: {error.strerror or error}") from None
     except (ValueError, RecursionError) as error:
@@ -180,6 +186,15 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise DamagedCheckpoint(f"{path}: holds a {type(content).__name__}, expected a JSON object; fetch it again")
     return content
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object. One of two values of a key would be left out without a word."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        twice = next(key for key in found if sum(key == other for other, _ in pairs) > 1)
+        raise ValueError(f"{twice[:80]!r} is in an object twice")
+    return found
 
 
 def _files(folder: Path) -> dict[str, list[str] | None]:
@@ -196,7 +211,7 @@ def _files(folder: Path) -> dict[str, list[str] | None]:
 
 def _indexed(index: Path, suffix: str) -> dict[str, list[str]]:
     """file -> names, from an index of name -> file."""
-    weight_map = read_json(index).get("weight_map")
+    weight_map = read_json(regular_file(index.parent, index.name)).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise DamagedCheckpoint(f"{index}: has no weight_map from tensors to files; fetch it again")
     files: dict[str, list[str]] = {}

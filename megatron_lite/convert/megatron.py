@@ -18,6 +18,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -27,12 +28,21 @@ from torch import Tensor
 
 from megatron_lite.checkpoint.directory import TRACKER_FILE, write_durably
 from megatron_lite.checkpoint.layout import iteration_folder
-from megatron_lite.checkpoint.tensor_file import Spec, save_errors
+from megatron_lite.checkpoint.tensor_file import Spec, regular_file, save_errors
 from megatron_lite.config.schema import ModelConfig
 from megatron_lite.convert.megatron_args import args_for, check_model, padded_rows
 from megatron_lite.convert.megatron_model import LAYER, model_from
 from megatron_lite.convert.rank_files import ShardedTensor, sharded_tensors, write_shards
-from megatron_lite.convert.recipe import HEAD, VOCABULARY_TABLES, Checkpoint, Progress, Recipe, check_names, full_table
+from megatron_lite.convert.recipe import (
+    HEAD,
+    VOCABULARY_TABLES,
+    Checkpoint,
+    Progress,
+    Recipe,
+    check_names,
+    full_table,
+    stored_iteration,
+)
 from megatron_lite.convert.torch_file import TorchFile, TorchWriter
 from megatron_lite.errors import CheckpointError
 from megatron_lite.model.ends import WORD_EMBEDDINGS
@@ -112,7 +122,7 @@ def read(path: Path, overrides: Mapping[str, Any]) -> Checkpoint:
         model=model,
         tensors={name: Spec(tensors[name].dtype, table[name].shape) for name in table},
         read=read_tensor,
-        iteration=iteration if type(iteration) is int and iteration > 0 and folder.name != "release" else 0,
+        iteration=0 if folder.name == "release" else stored_iteration(iteration),
         notes=notes + (["its optimizer state is left out"] if content.get("optimizer") else []),
     )
 
@@ -170,7 +180,7 @@ def tracked_folder(path: Path) -> Path:
         raise CheckpointError(
             f"{path}: has neither {TRACKER_FILE} nor mp_rank_XX folders; give the folder that Megatron-LM saved to"
         ) from None
-    if text != "release" and not (text.isascii() and text.isdigit()):
+    if not re.fullmatch("release|[0-9]{1,15}", text):
         raise CheckpointError(f"{path / TRACKER_FILE}: has {text[:40]!r}; expected an iteration or release")
     return path / (text if text == "release" else iteration_folder(int(text)))
 
@@ -209,15 +219,17 @@ def _rank_files(folder: Path) -> list[list[Path]]:
         match = re.fullmatch(r"mp_rank_(\d{2,})(?:_(\d{3}))?(_\d{3})?", place.name)
         if match is None or match[3]:
             raise CheckpointError(f"{place}: is not named mp_rank_XX or mp_rank_XX_YYY; experts are not supported")
-        found[int(match[2] or 0), int(match[1])] = place / (files or ["model_optim_rng.pt"])[0]
+        name = f"{place.name}/{(files or ['model_optim_rng.pt'])[0]}"
+        found[int(match[2] or 0), int(match[1])] = regular_file(folder, name)
     if not found:
         raise CheckpointError(f"{folder}: has no mp_rank_XX folders; only --ckpt-format torch is supported")
     stages, ranks = (1 + max(ranks) for ranks in zip(*found, strict=True))
-    if missing := [
-        f"mp_rank_{tp:02d}_{pp:03d}" for pp in range(stages) for tp in range(ranks) if (pp, tp) not in found
-    ]:
+    if count := stages * ranks - len(found):  # a folder can have any number, and so many are not listed
+        places = ((pp, tp) for pp in range(stages) for tp in range(ranks))
+        first = [*islice((f"mp_rank_{tp:02d}_{pp:03d}" for pp, tp in places if (pp, tp) not in found), 4)]
+        missing = listed(first) if count == len(first) else f"{', '.join(first)} and {count - len(first):,} more"
         raise CheckpointError(
-            f"{folder}: lacks {listed(missing)} of {ranks} tensor-parallel x {stages} pipeline ranks; all are needed"
+            f"{folder}: lacks {missing} of {ranks} tensor-parallel x {stages} pipeline ranks; all are needed"
         )
     return [[found[pp, tp] for tp in range(ranks)] for pp in range(stages)]
 

@@ -22,10 +22,10 @@ from megatron_lite.checkpoint.compatible import (
     pending,
     raise_where,
 )
-from megatron_lite.checkpoint.layout import LAYOUT_FILE, WEIGHT, parse_config, read_layout
+from megatron_lite.checkpoint.layout import LAYOUT_FILE, USE_ANOTHER, WEIGHT, parse_config, read_layout
 from megatron_lite.checkpoint.match import MODEL_PROVIDER, MODEL_TYPE, STARTS_TEXTS
 from megatron_lite.checkpoint.own_data import run_folder
-from megatron_lite.checkpoint.reshard import moves, rectangles
+from megatron_lite.checkpoint.reshard import moves, rectangles, tile
 from megatron_lite.checkpoint.store import Opened
 from megatron_lite.checkpoint.tensor_file import Spec
 from megatron_lite.config.load import SETTINGS, WRITTEN, dump_settings
@@ -40,6 +40,7 @@ from megatron_lite.data.tokenizer_files import FOLDER, files_of, own_spec, spec_
 from megatron_lite.errors import CheckpointError
 from megatron_lite.parallel.dtypes import PRECISION_NAMES, SAFETENSORS_DTYPES
 from megatron_lite.parallel.shard import ParamMeta, ParamTable, Shard
+from megatron_lite.plan.sizes import check_layout
 from megatron_lite.text import listed
 
 Settings = Mapping[str, Mapping[str, Any]]
@@ -77,7 +78,14 @@ class Stored:
     def custom_table(self, model: ModelConfig) -> ParamTable | None:
         """Every parameter of a custom model; None if names, shapes and shards are those of the built-in model."""
         saved = {name: tensor for name, tensor in self.layout.tensors.items() if not tensor.copy_of}
-        table = full_table(model)
+        is_custom = MODEL_PROVIDER in self.layout.origin
+        try:
+            check_layout(self.folder, self.layout, model)
+            table = full_table(model)
+        except CheckpointError:
+            if not is_custom:
+                raise
+            table = {}
         differing = [
             name
             for name in {**saved, **table}
@@ -85,7 +93,7 @@ class Stored:
             or name not in saved
             or (saved[name].shape, saved[name].shard) != (tuple(table[name].shape), table[name].shard)
         ]
-        if differing and MODEL_PROVIDER in self.layout.origin:
+        if differing and is_custom:
             return {n: ParamMeta(tensor.shape, tensor.shard, "normal", name=n) for n, tensor in saved.items()}
         if differing:
             raise CheckpointError(
@@ -107,10 +115,16 @@ class Stored:
                 f"{self.folder}: {kind} differs on {self.layout.grid.dp} data-parallel ranks (sync.mode); convert the "
                 "common weights alone, with --weights-only"
             )
-        moved = moves(tensor, value.slices_for(shard, rank, 0, 0, tp), tp, rectangles(tensor.shape, shard, rank, size))
+        wanted = rectangles(tensor.shape, shard, rank, size)
+        moved = moves(tensor, value.slices_for(shard, rank, 0, 0, tp), tp, wanted)
+        full, count = sum(each.numel for each in wanted), sum(move.target.numel for move in moved)
+        if count != full:
+            raise CheckpointError(f"{self.folder}: {kind} of {name} has {count:,} of its {full:,} elements")
+        if not tile((move.target.box for move in moved), (each.box for each in wanted)):
+            raise CheckpointError(f"{self.folder}: slices of {kind} of {name} overlap; {USE_ANOTHER}")
+        for move in moved:
+            self._opened.file(move.stored.file)  # raises where a file is smaller than the memory for it would be
         local = torch.empty(shard.local_shape(tensor.shape, size), dtype=SAFETENSORS_DTYPES[value.dtype])
-        if (count := sum(move.target.numel for move in moved)) != local.numel():
-            raise CheckpointError(f"{self.folder}: {kind} of {name} has {count:,} of its {local.numel():,} elements")
         for move in moved:
             self._opened.fill([(local.view(-1), [move])])
         return local

@@ -63,6 +63,11 @@ class Checkpoint:
     custom: ParamTable | None = None  # the parameters of a custom model, which can differ from those of `model`
 
 
+def stored_iteration(value: Any) -> int:
+    """The iteration that a file of others has, or 0; folders are named by it, so it has at most 15 digits."""
+    return value if type(value) is int and 0 < value < 10**15 else 0
+
+
 class Readable(Protocol):
     """A format, as a module, whose checkpoints can be read."""
 

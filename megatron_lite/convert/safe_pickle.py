@@ -1,10 +1,12 @@
-"""A stand-in for the module `pickle` that lets torch.load read a file without running code that the file names.
+"""Pickles of others, decoded as plain data: no code that they name runs, and a stand-in for `pickle` in torch.load.
 
 A pickle can name any function of any module and call it. Here no name is imported: tensors and plain containers have
-counterparts in `ALLOWED`, and every other name is `Inert`, a class whose objects accept any operation and ignore it.
+counterparts in `ALLOWED`, a reader can add `Record`s, and every other name is `Inert`, a class whose objects accept any
+operation and ignore it. Time and memory are bounded by the bytes of the pickle.
 Source: https://docs.python.org/3/library/pickle.html, "Restricting Globals"; torch/serialization.py for the names.
 """
 
+import io
 import pickle
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -18,6 +20,7 @@ from megatron_lite.parallel.dtypes import SAFETENSORS_NAMES
 
 # The optimizer state of a large model has tens of thousands of items, ten deep.
 MAX_ITEMS, MAX_DEPTH = 1 << 22, 100
+MAX_KEY = 64  # parts of a key: the hash of a tuple is computed again wherever it is a key
 
 # Python's implementation, because the one in C reserves memory for any number of objects that a damaged byte asks for.
 PythonUnpickler: Any = pickle._Unpickler  # type: ignore[attr-defined]
@@ -65,13 +68,29 @@ class Dict(dict):
 
     def __setitem__(self, key: Any, value: Any) -> None:
         # Megatron-LM has tuples of dtypes as keys. Hashing nested pairs of one tuple takes 2 ** depth steps.
-        if isinstance(key, tuple) and any(isinstance(part, tuple) for part in key):
-            raise pickle.UnpicklingError("a key of a dict is a tuple of tuples")
+        if isinstance(key, tuple) and (len(key) > MAX_KEY or any(isinstance(part, tuple) for part in key)):
+            raise pickle.UnpicklingError("a key of a dict is a tuple of tuples, or a long one")
         super().__setitem__(key, value)
 
 
 class Namespace(Dict):
     """The counterpart of argparse.Namespace: its values by name."""
+
+
+class Record:
+    """The counterpart of an object of a class that a reader knows. Its state is plain data and is not interpreted."""
+
+    state: Any = None
+
+    def __new__(cls) -> "Record":
+        return super().__new__(cls)
+
+    def field(self, name: str, *types: type) -> Any:
+        """A value of the state, of one of these types and not of a subclass."""
+        value = self.state.get(name) if isinstance(self.state, Dict) else None
+        if type(value) not in types:
+            raise TypeError(f"{name} of {type(self).__name__} is a {type(value).__name__}")
+        return value
 
 
 def _tensor(stored: StoredStorage, offset: int, shape: tuple, stride: tuple, *_: Any) -> StoredTensor:
@@ -87,26 +106,27 @@ def _tensor(stored: StoredStorage, offset: int, shape: tuple, stride: tuple, *_:
     return StoredTensor(stored.key, tensor)
 
 
-def _first(value: Any, *_: Any) -> Any:
+def first(value: Any, *_: Any) -> Any:
+    """The counterpart of a function that wraps its first argument."""
     return value
 
 
-ALLOWED = {
+ALLOWED: dict[tuple[str, str], Any] = {
     ("collections", "OrderedDict"): Dict,
     ("argparse", "Namespace"): Namespace,
-    ("torch", "Size"): _first,
+    ("torch", "Size"): first,
     ("torch._utils", "_rebuild_tensor"): _tensor,
     ("torch._utils", "_rebuild_tensor_v2"): _tensor,
-    ("torch._utils", "_rebuild_parameter"): _first,
+    ("torch._utils", "_rebuild_parameter"): first,
 }
 
 
-def check_nesting(content: Any) -> None:
+def check_nesting(content: Any, max_items: int) -> None:
     """Raise UnpicklingError for nested containers that would take forever to walk or to print.
 
     A list of twice the same list of twice the same list and so on is a short pickle, and 2 ** depth items.
     """
-    left = MAX_ITEMS
+    left = max_items
     waiting = [iter((content,))]
     while waiting:
         for item in waiting[-1]:
@@ -127,19 +147,35 @@ class _Unpickler(PythonUnpickler):
     dispatch: ClassVar[dict[int, Callable]] = {**PythonUnpickler.dispatch}
     # No torch file has these: BYTEARRAY8 reserves memory before it reads, LONG4 makes integers too long to print,
     # extensions are objects that the process has imported, and PERSID is text.
-    for opcode in (pickle.BYTEARRAY8, pickle.LONG4, pickle.EXT1, pickle.EXT2, pickle.EXT4, pickle.PERSID):
+    unused = (pickle.BYTEARRAY8, pickle.LONG4, pickle.EXT1, pickle.EXT2, pickle.EXT4, pickle.PERSID)
+    for opcode in (*unused, pickle.NEWOBJ_EX, pickle.INST, pickle.OBJ):
         del dispatch[opcode[0]]
 
     def __init__(self, file: IO[bytes], **_: Any):
         super().__init__(file, encoding="utf-8", errors="replace")
+        self._left = self.module.max_items
 
     def load(self) -> Any:
         content = super().load()
-        check_nesting(content)
+        check_nesting(content, self.module.max_items)
         return content
 
     def find_class(self, module: str, name: str) -> Any:
-        return ALLOWED.get((module, name), Inert)
+        return self.module.allowed.get((module, name), Inert)
+
+    def _count(self, items: Any) -> None:
+        # Passing one tuple of a million arguments a million times is a short pickle.
+        self._left -= 1 + len(items)
+        if self._left < 0:
+            raise pickle.UnpicklingError("its objects have more arguments and values than it can hold")
+
+    def load_reduce(self) -> None:
+        self._count(self.stack[-1])
+        super().load_reduce()
+
+    def load_newobj(self) -> None:
+        self._count(self.stack[-1])
+        super().load_newobj()
 
     def load_dict(self) -> None:
         items = self.pop_mark()
@@ -152,7 +188,10 @@ class _Unpickler(PythonUnpickler):
     def load_build(self) -> None:
         # Python's own would set attributes of any object, of functions and classes too.
         state, target = self.stack.pop(), self.stack[-1]
-        if isinstance(target, Namespace):
+        if isinstance(target, Record):
+            target.state = state
+        elif isinstance(target, Namespace):
+            self._count(state)
             target.update(Dict(state.items()))
         elif not isinstance(target, Inert | Dict):
             raise pickle.UnpicklingError(f"it would change a {type(target).__name__}")
@@ -167,6 +206,8 @@ class _Unpickler(PythonUnpickler):
         pickle.EMPTY_SET[0]: lambda self: self.append(Inert()),
         pickle.FROZENSET[0]: load_frozenset,
         pickle.BUILD[0]: load_build,
+        pickle.REDUCE[0]: load_reduce,
+        pickle.NEWOBJ[0]: load_newobj,
         pickle.BINPERSID[0]: load_storage,
     }
 
@@ -179,8 +220,15 @@ class SafePickle:
 
     __name__ = "safe_pickle"  # torch.load reads it
 
-    def __init__(self, file_bytes: int, records: Mapping[str, int] | None):
+    def __init__(
+        self,
+        file_bytes: int,
+        records: Mapping[str, int] | None,
+        allowed: Mapping[tuple[str, str], Any] = ALLOWED,
+        pickle_bytes: int = 0,
+    ):
         self.Unpickler = type("Unpickler", (_Unpickler,), {"module": self})
+        self.allowed, self.max_items = allowed, max(MAX_ITEMS, pickle_bytes)
         self._storages: dict[str, StoredStorage] = {}
         self._bytes_left, self._records = file_bytes, records
 
@@ -211,3 +259,10 @@ class SafePickle:
                 raise pickle.UnpicklingError(f"storage {key} has {size:,} bytes, the file has {limit:,} for it")
             self._storages[key] = StoredStorage(key, numel, persistent_load(pid))
         return self._storages[key]
+
+
+def decode(data: bytes, records: Mapping[tuple[str, str], Any]) -> Any:
+    """The content of a pickle that has no tensors, with a `Record` for each object of a class in `records`."""
+    allowed = {("collections", "OrderedDict"): Dict, ("torch", "Size"): first, **records}
+    # In memory: a file would reserve as many bytes as a damaged length asks for.
+    return SafePickle(0, None, allowed, len(data)).Unpickler(io.BytesIO(data)).load()

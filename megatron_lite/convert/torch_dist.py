@@ -27,12 +27,19 @@ from torch import Tensor
 
 from megatron_lite.checkpoint.directory import TRACKER_FILE, write_durably
 from megatron_lite.checkpoint.layout import iteration_folder
-from megatron_lite.checkpoint.tensor_file import Spec, save_errors
+from megatron_lite.checkpoint.tensor_file import Spec, regular_file, save_errors
 from megatron_lite.convert.distributed_files import METADATA, Chunk, DistributedFiles, write_chunks
 from megatron_lite.convert.megatron import WRITTEN_VERSION, core_name, recipe, tracked_folder
 from megatron_lite.convert.megatron_args import args_for, check_model, padded_rows
 from megatron_lite.convert.megatron_model import LAYER, model_from
-from megatron_lite.convert.recipe import VOCABULARY_TABLES, Checkpoint, Progress, check_names, full_table
+from megatron_lite.convert.recipe import (
+    VOCABULARY_TABLES,
+    Checkpoint,
+    Progress,
+    check_names,
+    full_table,
+    stored_iteration,
+)
 from megatron_lite.convert.torch_file import TorchFile
 from megatron_lite.errors import CheckpointError, ConfigError
 from megatron_lite.model.ends import WORD_EMBEDDINGS
@@ -82,7 +89,7 @@ def read(path: Path, overrides: Mapping[str, Any]) -> Checkpoint:
     """The model of a checkpoint of any layout."""
     folder = _folder(path)
     files = DistributedFiles(folder)
-    common = TorchFile(folder / COMMON).content if (folder / COMMON).exists() else {}
+    common = TorchFile(regular_file(folder, COMMON)).content if (folder / COMMON).exists() else {}
     args = common.get("args") if isinstance(common, dict) else None
     args = args if isinstance(args, dict) else {}
     parts = _parts(folder, files, args)
@@ -110,7 +117,7 @@ def read(path: Path, overrides: Mapping[str, Any]) -> Checkpoint:
         model=model,
         tensors={name: Spec(files.specs[parts[name].stored].dtype, table[name].shape) for name in table},
         read=read_tensor,
-        iteration=iteration if type(iteration) is int and iteration > 0 and folder.name != "release" else 0,
+        iteration=0 if folder.name == "release" else stored_iteration(iteration),
         notes=notes + (["its optimizer state is left out"] if has_state else []),
     )
 

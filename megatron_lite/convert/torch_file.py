@@ -6,6 +6,7 @@ For writing, torch lays out a file without the values, which are then written in
 Source: torch/serialization.py; https://docs.pytorch.org/docs/stable/notes/serialization.html
 """
 
+import io
 import mmap
 import os
 import struct
@@ -73,6 +74,47 @@ class TorchFile:
             raise CheckpointError(
                 f"{self.path}: had {self._size:,} bytes and has {size:,} now; convert again when it no longer changes"
             )
+
+
+class _Part(io.RawIOBase):
+    """`size` bytes of a file from `start` on, as a file."""
+
+    def __init__(self, file: IO[bytes], start: int, size: int):
+        super().__init__()
+        self._file, self._start, self._size, self._at = file, start, size, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET, /) -> int:
+        self._at = max(0, {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._size}[whence] + offset)
+        return self._at
+
+    def tell(self) -> int:
+        return self._at
+
+    def readinto(self, buffer: Any, /) -> int:
+        target = memoryview(buffer)[: max(0, self._size - self._at)]
+        self._file.seek(self._start + self._at)
+        count = cast(io.BufferedReader, self._file).readinto(target)
+        self._at += count
+        return count
+
+    def read(self, size: int = -1, /) -> bytes:
+        # Python's own would reserve as many bytes as a damaged length asks for.
+        left = max(0, self._size - self._at)
+        return super().read(left if size < 0 else min(size, left)) or b""
+
+
+def load_tensor(file: IO[bytes], start: int, size: int) -> Any:
+    """The object that torch.save wrote into `size` bytes of a file from `start` on, with copies of its tensors."""
+    part = cast(Any, _Part(file, start, size))
+    safe = SafePickle(size, {name: record.size for name, record in _records(part).items()})
+    part.seek(0)
+    return torch.load(part, _keep, cast(Any, safe), weights_only=False)
 
 
 def _keep(storage: Any, location: str) -> Any:

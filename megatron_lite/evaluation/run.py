@@ -30,6 +30,7 @@ from megatron_lite.generate.run import load_model
 from megatron_lite.model.build import get_model, named_params, param_table
 from megatron_lite.parallel.agreement import on_first
 from megatron_lite.pipeline.engine import PipelineEngine
+from megatron_lite.plan.sizes import check_layout
 from megatron_lite.training.forward_step import built_in_step
 from megatron_lite.training.initialize import finalize_megatron, initialize_megatron
 from megatron_lite.training.provider import NamedFunction
@@ -66,6 +67,8 @@ def config_of(folder: Path, world_size: int, overrides: Sequence[str] = (), mode
     layout = read_layout(folder)
     check_provider(layout, folder, model)
     trained = parse_config(layout.config, folder)
+    if not model:
+        check_layout(folder, layout, trained.model)
     fits = world_size % trained.parallel.model_size == 0
     parallel = trained.parallel.model_dump(include=set(KEPT)) if fits else {"tensor": world_size}
     given = load_config(None, overrides).data

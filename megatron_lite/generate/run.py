@@ -29,6 +29,7 @@ from megatron_lite.model.build import get_model, named_params, param_table
 from megatron_lite.parallel.context import ParallelContext
 from megatron_lite.parallel.dtypes import PRECISIONS
 from megatron_lite.parallel.random import RngTracker, stream_seed
+from megatron_lite.plan.sizes import check_layout
 from megatron_lite.training.initialize import finalize_megatron, initialize_megatron
 from megatron_lite.training.provider import ModelProvider, NamedFunction, build_chunks, function_name
 
@@ -68,6 +69,8 @@ def config_of(folder: Path, world_size: int, model: str = "", tokenizer: str = "
     layout = read_layout(folder)
     check_provider(layout, folder, model)
     trained = parse_config(layout.config, folder)
+    if not model:
+        check_layout(folder, layout, trained.model)
     parallel: dict[str, Any] = {"tensor": world_size}
     if trained.parallel.tensor * trained.parallel.pipeline == world_size:
         kept = {"tensor", "pipeline", "virtual_pipeline", "pipeline_layout", "schedule"}

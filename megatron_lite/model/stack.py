@@ -13,6 +13,8 @@ from megatron_lite.model.options import LayerOptions
 from megatron_lite.model.rotary import RotaryTable
 from megatron_lite.parallel.recompute import recompute
 
+# Angles of more positions are computed up to the largest one in use, which a GPU has to be asked for.
+MAX_TABLE = 1 << 20
 Rotation = tuple[Tensor, Tensor]
 """Cosine and sine."""
 
@@ -88,9 +90,11 @@ class TransformerStack(nn.Module):
         memory = {"device": x.device, "dtype": x.dtype}
         if position_ids is None:
             return {kind: table(length, **memory) for kind, table in self.rotary.items()}
-        found = {}
+        found, end = {}, self.max_positions
+        if end > MAX_TABLE and x.device.type != "meta":
+            end = 1 << int(position_ids.max()).bit_length()
         for kind, table in self.rotary.items():
-            cos, sin = table(self.max_positions, extent=length * self.options.context.size, **memory)
+            cos, sin = table(end, extent=length * self.options.context.size, **memory)
             found[kind] = cos[position_ids.t()].squeeze(2), sin[position_ids.t()].squeeze(2)
         return found
 

@@ -1,7 +1,11 @@
 """How many parameters a model has, and how many bytes these and its activations take, by arithmetic on the config."""
 
+from pathlib import Path
+
+from megatron_lite.checkpoint.layout import Layout
 from megatron_lite.config.schema import Config, ModelConfig
 from megatron_lite.config.stages import encoder_stages, layer_counts
+from megatron_lite.errors import CheckpointError
 
 
 def num_parameters(model: ModelConfig) -> int:
@@ -21,6 +25,25 @@ def num_parameters(model: ModelConfig) -> int:
     stacks = 2 if model.encoder_layers else 1
     final_norms = 0 if model.norm_placement == "post" else stacks * norm
     return rows * model.hidden_size + _other_embeddings(model) + blocks + final_norms + head
+
+
+def check_fits(where: Path, model: ModelConfig, *, elements: int, tensors: int, reason: str = "") -> None:
+    """Raise CheckpointError for a model that files with so many elements and tensors cannot hold.
+
+    A model of wrong sizes could be too large to build, even without memory: call this before its parameters are listed.
+    """
+    if num_parameters(model) > 2 * elements:
+        raise CheckpointError(
+            f"{where}: describes {num_parameters(model):,} parameters, the files hold {elements:,}{reason}"
+        )
+    if model.total_layers > tensors:
+        raise CheckpointError(f"{where}: describes {model.total_layers:,} layers, the files hold {tensors:,} tensors")
+
+
+def check_layout(folder: Path, layout: Layout, model: ModelConfig) -> None:
+    """`check_fits` for our checkpoint in `folder`, whose files have at least a byte for each element."""
+    elements = sum(path.stat().st_size for name in layout.files if (path := folder / name).is_file())
+    check_fits(folder, model, elements=elements, tensors=len(layout.tensors))
 
 
 def _other_embeddings(model: ModelConfig) -> int:

@@ -219,7 +219,7 @@ def test_a_layout_that_cannot_run_is_bad_usage(small, tmp_path):
     """The message is the one that pretrain would give."""
     with pytest.raises(ConfigError, match=r"parallel.tensor is 3, which does not divide model.num_heads \(4\)"):
         convert(Request(small, tmp_path / "out", tensor=3), quiet)
-    with pytest.raises(ConfigError, match=r"parallel\.pipeline_layout is even: .* every middle stage needs one"):
+    with pytest.raises(ConfigError, match=r"parallel\.pipeline_layout is even, and 4 layers, .* do not fill 8 stages"):
         convert(Request(small, tmp_path / "out", pipeline=8), quiet)
 
 
