@@ -7,6 +7,7 @@ Source: torch/distributed/checkpoint/metadata.py and filesystem.py.
 """
 
 import io
+import mmap
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -149,6 +150,7 @@ class DistributedFiles:
         self.specs: dict[str, Spec] = {}
         self._chunks: dict[str, list[_StoredChunk]] = {}
         self._seen: set[int] = set()  # lists of chunks
+        self._maps: dict[str, mmap.mmap] = {}
         try:
             metadata = _record(decode(regular_file(folder, METADATA).read_bytes(), _RECORDS), _Metadata)
             places = _places(metadata)
@@ -227,10 +229,15 @@ class DistributedFiles:
 
     def _load(self, name: str, chunk: _StoredChunk) -> Tensor:
         """The values of a chunk."""
-        path, dtype = regular_file(self.folder, chunk.place.file), self.specs[name].dtype
+        file, start, size = chunk.place
+        path, dtype = self.folder / file, self.specs[name].dtype
         try:
-            with path.open("rb") as file:
-                content = load_tensor(file, chunk.place.start, chunk.place.size)
+            if file not in self._maps:
+                with regular_file(self.folder, file).open("rb") as opened:
+                    self._maps[file] = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_COPY)
+            if path.stat().st_size != len(self._maps[file]):  # reading a map past the end kills the process
+                raise ValueError(f"{path.name} has changed its size")
+            content = load_tensor(memoryview(self._maps[file])[start : start + size])
             tensor = content.tensor if isinstance(content, StoredTensor) else torch.empty(0)
             if (tensor.dtype, tuple(tensor.shape)) != (dtype, chunk.shape):
                 raise TypeError(f"it is {tensor.dtype} {list(tensor.shape)}, not {dtype} {list(chunk.shape)}")

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from megatron_lite.checkpoint.tensor_file import save_errors
-from megatron_lite.convert.safe_pickle import SafePickle, StoredTensor
+from megatron_lite.convert.safe_pickle import ALLOWED, SafePickle, StoredTensor
 from megatron_lite.errors import CheckpointError, DamagedCheckpoint
 from megatron_lite.files import sync_folder
 
@@ -77,11 +77,11 @@ class TorchFile:
 
 
 class _Part(io.RawIOBase):
-    """`size` bytes of a file from `start` on, as a file."""
+    """Some bytes of a mapped file, as a file."""
 
-    def __init__(self, file: IO[bytes], start: int, size: int):
+    def __init__(self, content: memoryview):
         super().__init__()
-        self._file, self._start, self._size, self._at = file, start, size, 0
+        self._content, self._at = content, 0
 
     def readable(self) -> bool:
         return True
@@ -90,31 +90,45 @@ class _Part(io.RawIOBase):
         return True
 
     def seek(self, offset: int, whence: int = os.SEEK_SET, /) -> int:
-        self._at = max(0, {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._size}[whence] + offset)
+        self._at = max(0, {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: len(self._content)}[whence] + offset)
         return self._at
 
     def tell(self) -> int:
         return self._at
 
-    def readinto(self, buffer: Any, /) -> int:
-        target = memoryview(buffer)[: max(0, self._size - self._at)]
-        self._file.seek(self._start + self._at)
-        count = cast(io.BufferedReader, self._file).readinto(target)
-        self._at += count
-        return count
-
     def read(self, size: int = -1, /) -> bytes:
-        # Python's own would reserve as many bytes as a damaged length asks for.
-        left = max(0, self._size - self._at)
-        return super().read(left if size < 0 else min(size, left)) or b""
+        found = bytes(self._content[self._at : None if size < 0 else self._at + size])
+        self._at += len(found)
+        return found
 
 
-def load_tensor(file: IO[bytes], start: int, size: int) -> Any:
-    """The object that torch.save wrote into `size` bytes of a file from `start` on, with copies of its tensors."""
-    part = cast(Any, _Part(file, start, size))
-    safe = SafePickle(size, {name: record.size for name, record in _records(part).items()})
-    part.seek(0)
-    return torch.load(part, _keep, cast(Any, safe), weights_only=False)
+# What torch.load has for the types of storages.
+_STORAGES = {
+    ("torch", f"{name}Storage"): torch.serialization.StorageType(f"{name}Storage")
+    for name in ("Double", "Float", "Half", "BFloat16", "Long", "Int", "Short", "Char", "Byte", "Bool")
+}
+
+
+def load_tensor(content: memoryview) -> Any:
+    """The object that torch.save wrote into these bytes of a mapped file; its tensors are views of them.
+
+    torch.load would copy all of them, where a reader needs a part.
+    """
+    records = _records(cast(Any, _Part(content)))
+    values = {name: content[record.start : record.start + record.size] for name, record in records.items()}
+    if bytes(values.get("byteorder", b"little")) != b"little":
+        raise ValueError("it is of a computer with another order of bytes")
+
+    def storage(pid: tuple) -> Any:
+        _, kind, key, _, numel = pid[:5]
+        size = numel * kind.dtype.itemsize
+        found = torch.frombuffer(values[f"data/{key}"][:size] if size else bytearray(1), dtype=torch.uint8)
+        return torch.storage.TypedStorage(wrap_storage=found.untyped_storage(), dtype=kind.dtype, _internal=True)
+
+    sizes = {name: record.size for name, record in records.items()}
+    unpickler = SafePickle(len(content), sizes, {**ALLOWED, **_STORAGES}).Unpickler(io.BytesIO(values["data.pkl"]))
+    unpickler.persistent_load = storage
+    return unpickler.load()
 
 
 def _keep(storage: Any, location: str) -> Any:
