@@ -4,6 +4,8 @@ Mutation i of a reader has the seed S + i. Without a READER, all are read. `--se
 """
 
 import argparse
+import functools
+import importlib
 import json
 import os
 import shutil
@@ -22,15 +24,16 @@ def main() -> int:
     parser.add_argument("--serve", action="store_true")
     given = parser.parse_args()
     os.environ |= {"OMP_NUM_THREADS": "1", "COLUMNS": "100"}
-    import importlib
-
     import torch
+    import typer.main
 
     from tests.helpers.warm import PRELOADED
 
     torch.set_num_threads(1)
     for name in (*PRELOADED, "megatron_lite.evaluation.run", "megatron_lite.preprocess.corpus", "tokenizers", "sentencepiece"):
         importlib.import_module(name)
+    torch.manual_seed(0)  # its first call imports
+    typer.main.get_command = functools.cache(typer.main.get_command)  # a fork takes the commands as they are
     from tests.hostile.judge import Judge, table
 
     folder = Path(tempfile.mkdtemp(prefix="hostile-"))
@@ -42,6 +45,8 @@ def main() -> int:
                 found = [judge.judge(name, int(seed) + i) for i in range(int(count))]
                 print(json.dumps([asdict(verdict) for verdict in found]), flush=True)
             return 0
+        for name in given.readers or judge.readers:  # before hours of mutations
+            judge.moved(name)
         verdicts = []
         for name in given.readers or judge.readers:
             start = time.monotonic()

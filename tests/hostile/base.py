@@ -3,8 +3,11 @@
 import gzip
 import json
 import os
+import re
 import shutil
+import zlib
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -27,6 +30,8 @@ GEEX = GEEX.replace("position: rotary, bias: false, tie_embeddings: false", "max
 TEXT = "The quick brown fox jumps over the lazy dog, and 3 more: naïve café.\n"
 PRIVATE = 123456.789  # each weight of the private file in the folder beside
 MARKER = b"CANARY-6d1f"
+# Tensors that each tensor-parallel rank has in full.
+REPLICATED = re.compile(r"norm|dense\.bias|dense_4h_to_h\.bias|position_embeddings")
 TASKS = (
     {"question": "2+2=", "choices": [" 4", " 5"], "answer": 0, "task": "sums"},
     {"prompt": "ab", "completion": "c"},
@@ -50,14 +55,16 @@ def _numbered(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return found
 
 
-def _fill(node: object, start: int) -> int:
-    """Number the tensors in nested dicts in place; the next number."""
-    for value in node.values() if isinstance(node, dict) else ():
+def _fill(node: dict[str, Any], start: int, path: str = "") -> int:
+    """Number the tensors in nested dicts in place; the next number. Replicated ones do not depend on `start`."""
+    for key, value in node.items():
+        name = f"{path}.{key}"
         if isinstance(value, torch.Tensor):
-            value.copy_(torch.arange(start, start + value.numel(), dtype=torch.float32).reshape(value.shape))
+            first = zlib.crc32(name.encode()) % 2**20 + 2**22 if REPLICATED.search(name) else start
+            value.copy_(torch.arange(first, first + value.numel(), dtype=torch.float32).reshape(value.shape))
             start += value.numel()
-        else:
-            start = _fill(value, start)
+        elif isinstance(value, dict):
+            start = _fill(value, start, name)
     return start
 
 

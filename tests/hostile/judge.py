@@ -1,10 +1,14 @@
 """One mutation: files, the command in a fork, and what is wrong with how it ended."""
 
+import contextlib
 import functools
+import gc
+import importlib
 import os
 import pickle
 import re
 import shutil
+import sys
 import tempfile
 from collections import Counter
 from dataclasses import dataclass
@@ -78,8 +82,22 @@ class Judge:
         """Where the sound conversion puts each element; checks that the sound files are accepted."""
         reader = self.readers[name]
         work = self._fresh(reader)
-        ended = in_fork(lambda: run_words(LITE, list(reader.command)), work)
+        modules = self.box / "modules"
+
+        def run() -> int:
+            code = run_words(LITE, list(reader.command))
+            modules.write_text("\n".join(sys.modules))
+            return code
+
+        ended = in_fork(run, work)
         assert ended.code == 0, f"{name}: the sound files are refused: {ended.err.decode()[-2000:]}"
+        # Later forks have these modules already.
+        for module in modules.read_text().splitlines():
+            if module not in sys.modules and not module.startswith("__"):
+                with contextlib.suppress(Exception):
+                    importlib.import_module(module)
+        gc.collect()
+        gc.freeze()
         return Moved(reader.source(work), reader.target(work)) if reader.source and reader.target else ""
 
     def judge(self, name: str, seed: int) -> Verdict:
@@ -87,7 +105,7 @@ class Judge:
         reader = self.readers[name]
         moved = self.moved(name)
         work = self._fresh(reader)
-        mutation = reader.mutate(seed, work)
+        mutation = reader.mutate(f"{name} {seed}", work)
         canaries = self._others(reader, work)
         ended = in_fork(lambda: run_words(LITE, list(reader.command)), work)
         column, detail = self._column(reader, work, ended, canaries)

@@ -8,6 +8,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -31,8 +32,12 @@ def _status_bytes(field: str) -> int:
         return next(int(line.split()[1]) for line in status if line.startswith(field)) << 10
 
 
-def _resident() -> int:
-    """Bytes in memory of a fork that does nothing: it lacks pages of files that this process has."""
+@cache
+def _resident(own: int) -> int:
+    """Bytes in memory of a fork that does nothing: it lacks pages of files that this process has.
+
+    `own` is the size of this process in units of 64 MiB; when it has grown, the answer is found anew.
+    """
     child = os.fork()
     if not child:
         os._exit(0)
@@ -42,7 +47,7 @@ def _resident() -> int:
 def in_fork(function: Callable[[], int], cwd: Path) -> Ended:
     """Call the function in a fork; its result is the exit code. All that it starts is killed at its end."""
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
-        before = _resident()
+        before = _resident(_status_bytes("VmRSS") >> 26)
         start = time.monotonic()
         child = os.fork()
         if not child:

@@ -28,7 +28,7 @@ class Reader:
     settings: bool = False  # the mutated file has sizes, so the same elements may have another order
     more: dict[str, str] = field(default_factory=dict)
 
-    def mutate(self, seed: int, folder: Path) -> str:
+    def mutate(self, seed: str, folder: Path) -> str:
         rng = random.Random(seed)
         # The last mutation is of what a path is, and such mutations are few.
         return (rng.choice(self.mutations[:-1]) if rng.random() < 0.85 else self.mutations[-1])(rng, folder)
@@ -105,7 +105,7 @@ def _encode(spec: str, files: tuple[str, ...], *mutations: Mutation, text: str =
 
 
 SHARD = f"{ITERATION}/mp_rank_00/model.safetensors"
-DIST, MEGA = "dist/iter_0000000", "mega/iter_0000000/mp_rank_00/model_optim_rng.pt"
+DIST, MEGA = "dist/release", "mega/release/mp_rank_00/model_optim_rng.pt"
 INDEX, PART = "split/model.safetensors.index.json", "split/model-00001-of-00002.safetensors"
 RANKS = ("geex_two/mp_rank_00_model_states.pt", "geex_two/mp_rank_01_model_states.pt")
 CORPUS = ("c_text_document.bin", "c_text_document.idx", "c_text_document.info.json")
