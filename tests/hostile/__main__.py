@@ -30,7 +30,13 @@ def main() -> int:
     from tests.helpers.warm import PRELOADED
 
     torch.set_num_threads(1)
-    for name in (*PRELOADED, "megatron_lite.evaluation.run", "megatron_lite.preprocess.corpus", "tokenizers", "sentencepiece"):
+    for name in (
+        *PRELOADED,
+        "megatron_lite.evaluation.run",
+        "megatron_lite.preprocess.corpus",
+        "tokenizers",
+        "sentencepiece",
+    ):
         importlib.import_module(name)
     torch.manual_seed(0)  # its first call imports
     typer.main.get_command = functools.cache(typer.main.get_command)  # a fork takes the commands as they are

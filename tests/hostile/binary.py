@@ -6,6 +6,7 @@ import pickle
 import pickletools
 import random
 import struct
+import warnings
 import zipfile
 from pathlib import Path
 
@@ -62,7 +63,9 @@ def scrambled_pickle(content: bytes, rng: random.Random) -> tuple[bytes, str]:
         "globals": [i for i, (op, _, _) in enumerate(marks) if op.name == "GLOBAL"],
         "memo": [i for i, (op, _, _) in enumerate(marks) if op.name in ("BINGET", "LONG_BINGET")],
     }
-    kind = rng.choice(("integers", "integers", "strings", "strings", "globals", "memo", "remove", "repeat", "swap", "bomb", "type"))
+    kind = rng.choice(
+        ("integers", "integers", "strings", "strings", "globals", "memo", "remove", "repeat", "swap", "bomb", "type")
+    )
     places = kinds.get(kind) or range(1, len(pieces) - 1)
     at, other = rng.choice(places), rng.choice(places)
     match kind:
@@ -90,7 +93,9 @@ def scrambled_pickle(content: bytes, rng: random.Random) -> tuple[bytes, str]:
         case "bomb":
             pieces.insert(at, rng.choice(BOMBS))
         case _:
-            pieces[at] = rng.choice((_integer(rng), _string(rng), b"N", b"]", b"}", b")", b"\x88", b"G" + b"\x7f\xf8" + bytes(6)))
+            pieces[at] = rng.choice(
+                (_integer(rng), _string(rng), b"N", b"]", b"}", b")", b"\x88", b"G" + b"\x7f\xf8" + bytes(6))
+            )
     return b"".join(pieces), f"pickle: {kind} at {at} of {len(marks)}"
 
 
@@ -146,7 +151,8 @@ def of_archive(name: str) -> Mutation:
                 packing, members[i] = zipfile.ZIP_DEFLATED, (member, bytes(1 << 24))
             what = f"member {member!r}: {what}"
         buffer = io.BytesIO()
-        with zipfile.ZipFile(buffer, "w", packing, compresslevel=1) as archive:
+        with warnings.catch_warnings(), zipfile.ZipFile(buffer, "w", packing, compresslevel=1) as archive:
+            warnings.simplefilter("ignore")  # two members of one name
             for member, content in members:
                 archive.writestr(zipfile.ZipInfo(member), content, packing)
         content = buffer.getvalue()
@@ -172,7 +178,10 @@ def of_safetensors(name: str) -> Mutation:
             case 0 | 1:
                 header, what = edited(header, rng)
             case 2:
-                header[a]["data_offsets"], header[b]["data_offsets"] = header[b]["data_offsets"], header[a]["data_offsets"]
+                header[a]["data_offsets"], header[b]["data_offsets"] = (
+                    header[b]["data_offsets"],
+                    header[a]["data_offsets"],
+                )
                 what = f"ranges of {a} and {b} are exchanged"
             case 3:
                 header[a], header[b] = header[b], header[a]
@@ -181,7 +190,9 @@ def of_safetensors(name: str) -> Mutation:
                 header[a]["dtype"] = rng.choice(("F16", "BF16", "I32", "F64", "U8", "BOOL", "F8_E4M3", "C64", "x"))
                 what = f"{a} has another dtype"
             case 5:
-                header[a]["shape"] = rng.choice((header[a]["shape"][::-1], [], [-1], [2**62, 4], header[a]["shape"] + [1]))
+                header[a]["shape"] = rng.choice(
+                    (header[a]["shape"][::-1], [], [-1], [2**62, 4], header[a]["shape"] + [1])
+                )
                 what = f"{a} has shape {header[a]['shape']}"
             case 6:
                 length, what = rng.choice(NUMBERS) % 2**64, "another length of the header"
@@ -234,7 +245,8 @@ def _fields(content: bytes) -> list[tuple[int, int, bytes]]:
 
 def _message(fields: list[tuple[int, int, bytes]]) -> bytes:
     return b"".join(
-        _varint(number << 3 | wire) + (_varint(len(value)) if wire == 2 else b"") + value for number, wire, value in fields
+        _varint(number << 3 | wire) + (_varint(len(value)) if wire == 2 else b"") + value
+        for number, wire, value in fields
     )
 
 
@@ -258,7 +270,11 @@ def scrambled_message(content: bytes, rng: random.Random, depth: int = 2) -> tup
         case 5:
             fields[at] = (rng.choice((number + 1, other + 1, 2**28)), wire, value)
         case _:
-            extra = {0: _varint(rng.choice(NUMBERS) % 2**64), 5: rng.choice((b"\0\0\xc0\x7f", b"\0\0\x80\x7f")), 1: bytes(8)}
+            extra = {
+                0: _varint(rng.choice(NUMBERS) % 2**64),
+                5: rng.choice((b"\0\0\xc0\x7f", b"\0\0\x80\x7f")),
+                1: bytes(8),
+            }
             text = rng.choice(STRINGS).encode("utf-8", "surrogatepass")
             fields[at] = (number, wire, extra.get(wire, text))
     return _message(fields), f"field {number} of wire type {wire} changed"

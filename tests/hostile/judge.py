@@ -8,6 +8,7 @@ import os
 import pickle
 import re
 import shutil
+import struct
 import sys
 import tempfile
 from collections import Counter
@@ -23,7 +24,7 @@ from tests.hostile.truth import Moved, joined
 
 COLUMNS = ("equal", "refused", "traceback", "hang", "memory", "canary", "escape", "silent", "wrong")
 CONTROLS = re.compile(rb"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]|\xc2[\x80-\x9f]")
-PRIVATE = (base.MARKER, (int.from_bytes(__import__("struct").pack("<f", base.PRIVATE), "little")).to_bytes(4, "little") * 8)
+PRIVATE = (base.MARKER, struct.pack("<f", base.PRIVATE) * 8)
 
 
 @dataclass(frozen=True)
@@ -144,7 +145,11 @@ class Judge:
             return "memory", f"{ended.grown >> 20} MiB; {last}"
         if ended.code == 0:
             return "equal", last
-        return ("refused", last) if err.strip() or ended.code == 1 and ended.out.strip() else ("silent", f"rc {ended.code}, no message")
+        return (
+            ("refused", last)
+            if err.strip() or (ended.code == 1 and ended.out.strip())
+            else ("silent", f"rc {ended.code}, no message")
+        )
 
     def _leaked(self, reader: Reader, work: Path, secret: bytes) -> bool:
         files = [file for file in (work / TARGET).rglob("*") if file.is_file() and not file.is_symlink()]
@@ -161,12 +166,20 @@ class Judge:
                     source = reader.source(work)
                 except BaseException as error:
                     # The other program refuses: only the sound result is right.
-                    same = (joined(target).shape == moved.constants.shape) and bool((joined(target) == moved.constants).all())
+                    same = (joined(target).shape == moved.constants.shape) and bool(
+                        (joined(target) == moved.constants).all()
+                    )
                     said = f"{type(error).__name__}: {str(error)[:200]}"
-                    answer = ("equal", "") if same else ("wrong", f"another program refuses ({said}), other values were taken")
+                    answer = (
+                        ("equal", "")
+                        if same
+                        else ("wrong", f"another program refuses ({said}), other values were taken")
+                    )
                 else:
                     if reader.settings:
-                        same = sorted(filter(None, joined(source).tolist())) == sorted(filter(None, joined(target).tolist()))
+                        same = sorted(filter(None, joined(source).tolist())) == sorted(
+                            filter(None, joined(target).tolist())
+                        )
                         answer = ("equal", "") if same else ("wrong", "other elements")
                     else:
                         difference = moved.wrong(source, target)
@@ -181,7 +194,10 @@ class Judge:
 
 def table(verdicts: list[Verdict]) -> str:
     """A line for each reader, and their sum."""
-    rows = {name: Counter(v.column for v in verdicts if v.reader == name) for name in dict.fromkeys(v.reader for v in verdicts)}
+    rows = {
+        name: Counter(v.column for v in verdicts if v.reader == name)
+        for name in dict.fromkeys(v.reader for v in verdicts)
+    }
     rows["all"] = Counter(verdict.column for verdict in verdicts)
     width = max(map(len, rows))
     lines = [" ".join(["reader".ljust(width), "mutations", *COLUMNS])]

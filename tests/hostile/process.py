@@ -1,5 +1,6 @@
 """A function in a forked process with limits: what it printed, how it ended, and how much memory and time it took."""
 
+import contextlib
 import faulthandler
 import os
 import resource
@@ -11,6 +12,8 @@ from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
+
+from tests.helpers import covered
 
 SECONDS = 10
 BYTES = 1 << 30
@@ -54,10 +57,8 @@ def in_fork(function: Callable[[], int], cwd: Path) -> Ended:
             _child(function, cwd, out.fileno(), err.fileno())
         _, status, usage = os.wait4(child, 0)
         seconds = time.monotonic() - start
-        try:
+        with contextlib.suppress(ProcessLookupError):
             os.killpg(child, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
         texts = []
         for file in (out, err):
             file.seek(0)
@@ -87,12 +88,15 @@ def _child(function: Callable[[], int], cwd: Path, out: int, err: int) -> None:
         faulthandler.dump_traceback_later(SECONDS - 0.5, file=sys.stderr)
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
         signal.alarm(SECONDS)
+        if covered.FOLDER in os.environ:
+            covered.start(covered.current_test())
         code = function()
     except BaseException:
         import traceback
 
         traceback.print_exc()
     finally:
+        covered.save()
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)

@@ -8,11 +8,21 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-from tests.hostile.values import NUMBERS, STRINGS, as_json, edited, evil
+from tests.hostile.values import NUMBERS, SECRET_PATHS, as_json, edited, evil
 
 Mutation = Callable[[random.Random, Path], str]
 """A function that changes files in a folder and returns what it did."""
-INSERTED = (b"\0", b"\xff\xfe", b"\xed\xa0\x80", b"\x1b[2J", b"\r", b"\xe2\x80\xa8", b"\xc2\x85", b"\xef\xbb\xbf", b"\x1a")
+INSERTED = (
+    b"\0",
+    b"\xff\xfe",
+    b"\xed\xa0\x80",
+    b"\x1b[2J",
+    b"\r",
+    b"\xe2\x80\xa8",
+    b"\xc2\x85",
+    b"\xef\xbb\xbf",
+    b"\x1a",
+)
 
 
 def replaced(path: Path, content: bytes) -> None:
@@ -77,7 +87,9 @@ def of_lines(name: str, packed: bool = False) -> Mutation:
                 lines[at], lines[other] = lines[other], lines[at]
                 what = f"lines {at} and {other} are exchanged"
             case 2:
-                lines.insert(at, rng.choice((b"", b" ", b"\t", b"{", b"[" * 100_000, b"null", b"9" * 5000, b"x" * 10**6)))
+                lines.insert(
+                    at, rng.choice((b"", b" ", b"\t", b"{", b"[" * 100_000, b"null", b"9" * 5000, b"x" * 10**6))
+                )
                 what = f"a line is added at {at}"
             case 3:
                 lines.insert(at, lines[other])
@@ -148,9 +160,13 @@ def of_paths(*names: str, extra: str = ".") -> Mutation:
         name = rng.choice(names)
         path = folder / name
         up = "../" * (len(Path(name).parts))
-        what = rng.choice(("link", "link", "folder", "pipe", "huge", "empty", "missing", "loop", "parent", "odd", "private"))
+        what = rng.choice(
+            ("link", "link", "folder", "pipe", "huge", "empty", "missing", "loop", "parent", "odd", "private")
+        )
         if what == "odd":
-            odd = rng.choice(("\x1b[31mred", "a\nb", "iter_" + "9" * 30, "mp_rank_99", "x" * 250, "-rf", "iter_0000009"))
+            odd = rng.choice(
+                ("\x1b[31mred", "a\nb", "iter_" + "9" * 30, "mp_rank_99", "x" * 250, "-rf", "iter_0000009")
+            )
             place = folder / extra / odd
             place.mkdir() if rng.random() < 0.5 else place.write_bytes(b"")
             return f"{odd!r:.30} is added"
@@ -165,7 +181,7 @@ def of_paths(*names: str, extra: str = ".") -> Mutation:
             return f"the folder of {name} is a link"
         private = {".json": "tokenizer.json", ".safetensors": "private.safetensors"}.get(path.suffix, "secret.txt")
         target = {
-            "link": rng.choice(STRINGS[:4] + ("/dev/zero", "/dev/urandom", "/dev/null", "/nowhere", "/etc/passwd")),
+            "link": rng.choice((*SECRET_PATHS, "/dev/zero", "/dev/urandom", "/dev/null", "/nowhere", "/etc/passwd")),
             "private": f"../beside/{private}",
             "loop": path.name,
         }

@@ -15,7 +15,25 @@ STRINGS = (
     *("\x1b]0;title\x07", "\ud800", "\u2028", "\u202e", "é" * 300, "x" * 100_000, "%s%n", "{0}", "nan", "-1", "1e999"),
     *("hf:../beside/tokenizer.json", "sentencepiece:../beside/secret.txt", "bytes", "<script>alert(1)</script>"),
 )
-NUMBERS = (0, 1, -1, 2, 3, 7, 255, 2**31 - 1, 2**31, 2**32, 2**53 + 1, 2**63 - 1, 2**63, -(2**63), 10**12, 10**18, 10**30)
+NUMBERS = (
+    0,
+    1,
+    -1,
+    2,
+    3,
+    7,
+    255,
+    2**31 - 1,
+    2**31,
+    2**32,
+    2**53 + 1,
+    2**63 - 1,
+    2**63,
+    -(2**63),
+    10**12,
+    10**18,
+    10**30,
+)
 FLOATS = (0.0, -0.0, 0.5, 1e-320, 1e308, -1e308, float("nan"), float("inf"), float("-inf"))
 
 
@@ -38,7 +56,7 @@ def evil(rng: random.Random) -> Any:
 
 def _places(tree: Any) -> list[tuple[Any, Any]]:
     """Each (container, key) of a tree; a long container gives some of its keys."""
-    found, stack = [], [tree]
+    found, stack = [], [tree] if isinstance(tree, dict | list) else []
     while stack:
         node = stack.pop()
         keys: list[Any] = list(node) if isinstance(node, dict) else list(range(len(node)))
