@@ -8,6 +8,7 @@ import os
 import pickle
 import re
 import shutil
+import signal
 import struct
 import sys
 import tempfile
@@ -22,7 +23,7 @@ from tests.hostile.process import BYTES, SECONDS, Ended, in_fork
 from tests.hostile.readers import TARGET, Reader, with_base
 from tests.hostile.truth import Moved, joined
 
-COLUMNS = ("equal", "refused", "traceback", "hang", "memory", "canary", "escape", "silent", "wrong")
+COLUMNS = ("equal", "refused", "traceback", "hang", "crash", "memory", "canary", "escape", "silent", "wrong")
 CONTROLS = re.compile(rb"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]|\xc2[\x80-\x9f]")
 PRIVATE = (base.MARKER, struct.pack("<f", base.PRIVATE) * 8)
 
@@ -126,7 +127,8 @@ class Judge:
         last = err.strip().splitlines()[-1][:300] if err.strip() else ""
         if ended.signal:
             places = re.findall(r'File "[^"]*/(megatron_lite/[^"]*)", line (\d+) in (\w+)', err)
-            return "hang", f"signal {ended.signal}, {ended.seconds:.1f} s, in {places[:3]}"
+            column = "hang" if ended.signal in (signal.SIGALRM, signal.SIGXCPU) else "crash"
+            return column, f"signal {ended.signal}, {ended.seconds:.1f} s, in {places[:3]}: {last}"
         if b"Traceback (most" in ended.err or ended.code not in (0, 1, 2, 75):
             places = re.findall(r'File "[^"]*/(megatron_lite/[^"]*)", line (\d+), in (\w+)', err)
             at = ":".join(places[-1][:2]) if places else ""
@@ -136,9 +138,9 @@ class Judge:
             return "canary", f"changed: {[os.path.relpath(path, self.box) for path in changed[:4]]}"
         if found := [secret for secret in PRIVATE if self._leaked(reader, work, secret)]:
             return "canary", f"{found[0]!r} is in the target"
-        if controls := CONTROLS.findall(ended.out + ended.err):
-            text = (ended.out + ended.err)[max(0, CONTROLS.search(ended.out + ended.err).start() - 60) :][:90]  # type: ignore[union-attr]
-            return "escape", f"{controls[:3]} in {text!r}"
+        shown = ended.err if reader.prints_texts else ended.out + ended.err
+        if control := CONTROLS.search(shown):
+            return "escape", f"{control[0]!r} in {shown[max(0, control.start() - 60) : control.end() + 30]!r}"
         if ended.seconds > SECONDS:
             return "hang", f"{ended.seconds:.1f} s"
         if ended.grown > BYTES:

@@ -4,7 +4,7 @@ import json
 import os
 import random
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_lite.checkpoint.layout import content_checksum
@@ -26,7 +26,11 @@ class Reader:
     target: Callable[[Path], Tensors] | None = None
     writes: tuple[str, ...] = (TARGET,)  # names that the command may change
     settings: bool = False  # the mutated file has sizes, so the same elements may have another order
-    more: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def prints_texts(self) -> bool:
+        """Whether the output is the text of prompts as it is, also with control characters."""
+        return self.command[0] == "generate"
 
     def mutate(self, seed: str, folder: Path) -> str:
         rng = random.Random(seed)
@@ -79,7 +83,7 @@ def _checked_again(name: str) -> Mutation:
 
 
 ITERATION = "native/checkpoints/iter_0000000"
-HF = of_hf = truth.of_safetensors(f"{TARGET}/*.safetensors")
+HF = truth.of_safetensors(f"{TARGET}/*.safetensors")
 NATIVE = truth.of_safetensors(f"{TARGET}/checkpoints/iter_*/mp_rank_*/model.safetensors")
 TO_HF = ("--to", "huggingface")
 
@@ -233,29 +237,29 @@ READERS: dict[str, Reader] = {
     "bin": _run(texts.of_bytes(CORPUS[0]), texts.of_paths(CORPUS[0]), words=INSPECT, files=CORPUS),
     "info_json": _run(texts.of_json(CORPUS[2]), texts.of_paths(CORPUS[2]), words=INSPECT, files=CORPUS),
     "sentencepiece": _encode(
-        "sentencepiece:spm.model", ("spm.model",), binary.of_message("spm.model"), texts.of_paths("spm.model")
+        "sentencepiece:spm.model", ("spm.model",), binary.of_message("spm.model"), texts.of_named("spm.model")
     ),
     "hf_tokenizer": _encode(
-        "hf:tokenizer.json", ("tokenizer.json",), texts.of_json("tokenizer.json"), texts.of_paths("tokenizer.json")
+        "hf:tokenizer.json", ("tokenizer.json",), texts.of_json("tokenizer.json"), texts.of_named("tokenizer.json")
     ),
     "vocab": _encode(
         "gpt2:vocab.json,merges.txt",
         ("vocab.json", "merges.txt"),
         texts.of_json("vocab.json"),
-        texts.of_paths("vocab.json"),
+        texts.of_named("vocab.json"),
     ),
     "merges": _encode(
         "gpt2:vocab.json,merges.txt",
         ("vocab.json", "merges.txt"),
         texts.of_lines("merges.txt"),
-        texts.of_paths("merges.txt"),
+        texts.of_named("merges.txt"),
     ),
     "jsonl": _encode(
         "bytes",
         (),
         texts.of_json_lines("docs.jsonl"),
         texts.of_lines("docs.jsonl"),
-        texts.of_paths("docs.jsonl"),
+        texts.of_named("docs.jsonl"),
         text="docs.jsonl",
     ),
     "jsonl_gz": _encode(
@@ -263,29 +267,29 @@ READERS: dict[str, Reader] = {
         (),
         texts.of_lines("docs.jsonl.gz", packed=True),
         texts.of_bytes("docs.jsonl.gz"),
-        texts.of_paths("docs.jsonl.gz"),
+        texts.of_named("docs.jsonl.gz"),
         text="docs.jsonl.gz",
     ),
-    "text": _encode("bytes", (), texts.of_lines("text.txt"), texts.of_paths("text.txt")),
+    "text": _encode("bytes", (), texts.of_lines("text.txt"), texts.of_named("text.txt")),
     "tasks": Reader(
         ("run", "tasks.jsonl"),
         ("evaluate", "--load", "run", "--tasks", "tasks.jsonl"),
-        (texts.of_json_lines("tasks.jsonl"), texts.of_lines("tasks.jsonl"), texts.of_paths("tasks.jsonl")),
+        (texts.of_json_lines("tasks.jsonl"), texts.of_lines("tasks.jsonl"), texts.of_named("tasks.jsonl")),
     ),
     "prompts": Reader(
         ("run", "prompts.txt"),
         (*GENERATE, "prompts.txt"),
-        (texts.of_lines("prompts.txt"), texts.of_paths("prompts.txt")),
+        (texts.of_lines("prompts.txt"), texts.of_named("prompts.txt")),
     ),
     "prompts_jsonl": Reader(
         ("run", "prompts.jsonl"),
         (*GENERATE, "prompts.jsonl"),
-        (texts.of_json_lines("prompts.jsonl"), texts.of_lines("prompts.jsonl"), texts.of_paths("prompts.jsonl")),
+        (texts.of_json_lines("prompts.jsonl"), texts.of_lines("prompts.jsonl"), texts.of_named("prompts.jsonl")),
     ),
     "yaml": Reader(
         TRAINING,
         ("pretrain", "--config", "tiny.yaml", "--dry-run"),
-        (texts.of_lines("tiny.yaml"), texts.of_bytes("tiny.yaml"), texts.of_paths("tiny.yaml")),
+        (texts.of_lines("tiny.yaml"), texts.of_bytes("tiny.yaml"), texts.of_named("tiny.yaml")),
         writes=("cache",),
     ),
     "metrics_plot": _run(

@@ -12,6 +12,7 @@ from tests.hostile.values import NUMBERS, SECRET_PATHS, as_json, edited, evil
 
 Mutation = Callable[[random.Random, Path], str]
 """A function that changes files in a folder and returns what it did."""
+KINDS = ("link", "link", "folder", "pipe", "huge", "empty", "missing", "loop", "parent", "odd", "private")
 INSERTED = (
     b"\0",
     b"\xff\xfe",
@@ -153,16 +154,19 @@ def of_json_lines(name: str) -> Mutation:
     return mutate
 
 
-def of_paths(*names: str, extra: str = ".") -> Mutation:
+def of_named(name: str) -> Mutation:
+    """As `of_paths`, for a file that the command line names. A user may name a pipe, and the command waits for it."""
+    return of_paths(name, kinds=tuple(kind for kind in KINDS if kind != "pipe"))
+
+
+def of_paths(*names: str, extra: str = ".", kinds: tuple[str, ...] = KINDS) -> Mutation:
     """A path that is a link, a folder, a pipe, a device, huge, empty or missing; or a file of an odd name beside it."""
 
     def mutate(rng: random.Random, folder: Path) -> str:
         name = rng.choice(names)
         path = folder / name
         up = "../" * (len(Path(name).parts))
-        what = rng.choice(
-            ("link", "link", "folder", "pipe", "huge", "empty", "missing", "loop", "parent", "odd", "private")
-        )
+        what = rng.choice(kinds)
         if what == "odd":
             odd = rng.choice(
                 ("\x1b[31mred", "a\nb", "iter_" + "9" * 30, "mp_rank_99", "x" * 250, "-rf", "iter_0000009")
