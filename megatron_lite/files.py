@@ -24,6 +24,7 @@ ADVICE = {
     errno.ENOENT: "Every rank must see the same run.dir; put it on a file system that all machines share",
     errno.EEXIST: "There is a file of that name; remove it, or write elsewhere (run.dir)",
     errno.ELOOP: "No file is written through a symbolic link; remove the link, or write elsewhere (run.dir)",
+    errno.EISDIR: "A folder has this name; rename it, or write elsewhere (run.dir)",
     errno.EBUSY: "Keep its result, or write to another name",
     errno.EROFS: "The file system is read-only; write elsewhere (run.dir)",
 }
@@ -62,6 +63,8 @@ def identity(path: Path) -> tuple[int, ...] | None:
         return None
     if stat.S_ISLNK(found.st_mode):
         raise OSError(errno.ELOOP, "it is a symbolic link", str(path))
+    if stat.S_ISDIR(found.st_mode):
+        raise IsADirectoryError(errno.EISDIR, "Is a directory", str(path))
     if not stat.S_ISREG(found.st_mode):
         raise FileExistsError(errno.EEXIST, "it is not a regular file", str(path))
     return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns

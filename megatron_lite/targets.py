@@ -1,4 +1,4 @@
-"""Files and folders of the user that one process writes: two that write the same one end with one result and one message.
+"""Files and folders that a command writes for the user: of two that write the same one, the second gets a message.
 
 A process writes under a private name. At the end it compares the target with what it was at the start, and renames. The
 name of a new folder is claimed before its first byte, so a second process ends before it does its work.
@@ -11,7 +11,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from megatron_lite.files import MARKER, identity, make_own, private_name, remove_own, sync_folder
+from megatron_lite.errors import MegatronLiteError
+from megatron_lite.files import MARKER, identity, make_own, private_name, remove_own
 
 CHANGED = "another process has written it meanwhile"
 
@@ -19,8 +20,9 @@ CHANGED = "another process has written it meanwhile"
 class Targets:
     """Files that this process will replace together. OSError: one of them is a link or a folder."""
 
-    def __init__(self, *paths: Path):
+    def __init__(self, *paths: Path, kind: type[MegatronLiteError] = MegatronLiteError):
         self._before = {path: identity(path) for path in paths}
+        self.path, self._kind = paths[0], kind
 
     @contextmanager
     def replaced(self) -> Iterator[list[Path]]:
@@ -45,11 +47,26 @@ class Targets:
                     name.unlink()
 
     def write(self, data: bytes | str) -> None:
-        """Replace the one file."""
-        with self.replaced() as (name,), name.open("xb") as file:
+        """Replace the only file."""
+        with target_errors(self.path, self._kind), self.replaced() as (name,), name.open("xb") as file:
             file.write(data.encode() if isinstance(data, str) else data)
             file.flush()
             os.fsync(file.fileno())
+
+
+@contextmanager
+def target_errors(path: Path, kind: type[MegatronLiteError] = MegatronLiteError) -> Iterator[None]:
+    """Raise an OSError as a `kind` that names the path."""
+    try:
+        yield
+    except OSError as error:
+        raise kind(f"{path}: cannot be written: {error.strerror or error}") from error
+
+
+def target_of(path: Path, kind: type[MegatronLiteError] = MegatronLiteError) -> Targets:
+    """The file that a command writes at its end; call it at the start."""
+    with target_errors(path, kind):
+        return Targets(path, kind=kind)
 
 
 def claim(target: Path) -> tuple[Path, int]:

@@ -10,7 +10,7 @@ A name that starts with "iter_" is always a complete checkpoint. Unfinished work
 The tracker names the checkpoint to resume from. It is replaced only when that checkpoint is on the disk, so a process
 can be killed at any time and a loadable checkpoint remains. The next save removes leftovers.
 
-Only folders with a layout.json, or with the marker of a folder that is being written, are renamed or deleted; no link is.
+Only folders with a layout.json, or with the marker of a save, are renamed or deleted; links never are.
 """
 
 import os
