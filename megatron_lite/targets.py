@@ -84,7 +84,7 @@ def claim(target: Path) -> tuple[Path, int]:
         try:
             os.rename(made, folder)
         except OSError as error:
-            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
                 raise
             _remove_leftover(folder)
             os.rename(made, folder)

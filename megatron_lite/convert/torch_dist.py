@@ -33,6 +33,7 @@ from megatron_lite.convert.megatron import WRITTEN_VERSION, core_name, recipe, t
 from megatron_lite.convert.megatron_args import args_for, check_model, padded_rows
 from megatron_lite.convert.megatron_model import LAYER, model_from
 from megatron_lite.convert.recipe import VOCABULARY_TABLES, Checkpoint, Progress, check_names, full_table
+from megatron_lite.convert.torch_errors import torch_errors
 from megatron_lite.convert.torch_file import TorchFile
 from megatron_lite.errors import CheckpointError, ConfigError
 from megatron_lite.model.ends import WORD_EMBEDDINGS
@@ -136,7 +137,7 @@ def write(path: Path, checkpoint: Checkpoint, *, tensor: int, pipeline: int, pro
         "iteration": checkpoint.iteration,
     }
     common["args"].ckpt_format = "torch_dist"
-    with save_errors("writing", folder / COMMON):
+    with torch_errors(folder / COMMON):
         torch.save(common, folder / COMMON)
     backends = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
     backends |= {"common_backend": "torch", "common_backend_version": 1}

@@ -129,8 +129,9 @@ def _disk_errors(prefix: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
+        is_target = str(error.filename).startswith(f"{prefix}.")
         raise DataError(
-            f"{prefix}: cannot be written: {error.strerror or error}; nothing was kept. "
+            f"{error.filename if is_target else prefix}: cannot be written: {error.strerror or error}; nothing was kept. "
             "Free some space or choose an --output-prefix you can write to"
         ) from error
 
