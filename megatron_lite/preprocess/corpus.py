@@ -5,6 +5,7 @@ files do not depend on the number of workers. Only complete files get their fina
 """
 
 import contextlib
+import errno
 import os
 from collections.abc import Callable, Generator, Iterator, Sequence
 from functools import partial
@@ -129,9 +130,9 @@ def _disk_errors(prefix: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        is_target = str(error.filename).startswith(f"{prefix}.")
+        where = error.filename if error.errno in (errno.ELOOP, errno.EISDIR, errno.EBUSY) else prefix
         raise DataError(
-            f"{error.filename if is_target else prefix}: cannot be written: {error.strerror or error}; nothing was kept. "
+            f"{where}: cannot be written: {error.strerror or error}; nothing was kept. "
             "Free some space or choose an --output-prefix you can write to"
         ) from error
 
