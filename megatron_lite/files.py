@@ -1,12 +1,20 @@
-"""Writes that a crash cannot split, and advice about errors of the file system."""
+"""Writes that a crash cannot split, proofs that a file may be replaced or deleted, and advice about errors.
+
+A name proves nothing: a user may have a folder `heartbeat`, and a link of that name leads anywhere. So no write goes
+through a link, and a folder is deleted only if it has the file MARKER, which was made with it.
+"""
 
 import errno
 import os
+import shutil
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from megatron_lite.errors import MegatronLiteError
+
+MARKER = ".made-by-megatron-lite"
 
 ADVICE = {
     errno.ENOSPC: "Free some space, lower checkpoint.keep, or write to another disk (run.dir)",
@@ -15,6 +23,9 @@ ADVICE = {
     errno.EPERM: "Give this user write permission there, or write elsewhere (run.dir)",
     errno.ENOENT: "Every rank must see the same run.dir; put it on a file system that all machines share",
     errno.EEXIST: "There is a file of that name; remove it, or write elsewhere (run.dir)",
+    errno.ELOOP: "No file is written through a symbolic link; remove the link, or write elsewhere (run.dir)",
+    errno.EISDIR: "A folder has this name; rename it, or write elsewhere (run.dir)",
+    errno.EBUSY: "Keep its result, or write to another name",
     errno.EROFS: "The file system is read-only; write elsewhere (run.dir)",
 }
 
@@ -41,18 +52,51 @@ def sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
+def identity(path: Path) -> tuple[int, ...] | None:
+    """The file that has this name now, as comparable numbers; None: there is none.
+
+    OSError: the name is that of a link, a folder or a device, which no file may replace.
+    """
+    try:
+        found = os.lstat(path)
+    except FileNotFoundError:
+        return None
+    if stat.S_ISLNK(found.st_mode):
+        raise OSError(errno.ELOOP, "it is a symbolic link", str(path))
+    if stat.S_ISDIR(found.st_mode):
+        raise IsADirectoryError(errno.EISDIR, "Is a directory", str(path))
+    if not stat.S_ISREG(found.st_mode):
+        raise FileExistsError(errno.EEXIST, "it is not a regular file", str(path))
+    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
+
+
+def private_name(path: Path) -> Path:
+    """A name beside the path that no other process has."""
+    return path.with_name(f".new-{path.name}.{os.urandom(8).hex()}")
+
+
+def not_through_links(path: str, flags: int) -> int:
+    """An opener for `open` that raises OSError at a symbolic link."""
+    return os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+
+
 def atomic_write(path: Path, data: bytes | str, *, durable: bool = True) -> None:
     """Replace the file's content: a reader, or a restart after a crash, finds the old content or the new one.
 
     A `durable` write is on the disk at return; any other may be lost with the machine, but does not wait.
     """
-    temporary = path.with_name(f".new-{path.name}")
-    with temporary.open("wb") as file:
-        file.write(data.encode() if isinstance(data, str) else data)
-        if durable:
-            file.flush()
-            os.fsync(file.fileno())
-    os.replace(temporary, path)
+    identity(path)
+    temporary = private_name(path)
+    try:
+        with temporary.open("xb") as file:
+            file.write(data.encode() if isinstance(data, str) else data)
+            if durable:
+                file.flush()
+                os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
     if durable:
         sync_folder(path.parent)
 
@@ -65,3 +109,26 @@ def is_inside(path: Path, folder: Path) -> bool:
     real, home = path.resolve(), folder.resolve()
     homes = [home, *(parent.parent / "blobs" for parent in home.parents if parent.name == "snapshots")]
     return any(real.is_relative_to(each) for each in homes)
+
+
+def make_own(folder: Path) -> None:
+    """Create a folder that `remove_own` may delete."""
+    folder.mkdir()
+    (folder / MARKER).touch(exist_ok=False)
+
+
+def check_own(folder: Path, *markers: str) -> None:
+    """OSError: the folder is a link, or has files and none of the markers."""
+    if folder.is_symlink() or (os.listdir(folder) and not any(os.path.isfile(folder / name) for name in markers)):
+        raise FileExistsError(errno.EEXIST, "it is a link, or was not made by megatron-lite", str(folder))
+
+
+def remove_own(folder: Path, *markers: str) -> None:
+    """Delete a folder with one of these marker files, which go last: the rest of an interruption still has one."""
+    check_own(folder, *markers)
+    for path in sorted(folder.iterdir(), key=lambda path: path.name in markers):
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
+    folder.rmdir()

@@ -9,20 +9,23 @@ A name that starts with "iter_" is always a complete checkpoint. Unfinished work
 
 The tracker names the checkpoint to resume from. It is replaced only when that checkpoint is on the disk, so a process
 can be killed at any time and a loadable checkpoint remains. The next save removes leftovers.
+
+Only folders with a layout.json, or with the marker of a save, are renamed or deleted; links never are.
 """
 
 import os
-import shutil
 import warnings
+from contextlib import suppress
 from itertools import count
 from pathlib import Path
 
 from megatron_lite.checkpoint.layout import LAYOUT_FILE, iteration_folder, iteration_of
 from megatron_lite.checkpoint.tensor_file import save_errors
 from megatron_lite.errors import CheckpointError
-from megatron_lite.files import atomic_write, sync_folder
+from megatron_lite.files import MARKER, atomic_write, check_own, make_own, remove_own, sync_folder
 
 TRACKER_FILE = "latest_checkpointed_iteration.txt"
+MARKERS = (LAYOUT_FILE, MARKER)  # of a complete checkpoint, and of one that is being written
 
 
 def read_latest(root: Path) -> int | None:
@@ -108,14 +111,14 @@ def prepare(root: Path, iteration: int) -> Path:
     """Create an empty folder to write the checkpoint into, and remove leftovers of killed saves."""
     with save_errors("creating the folder", root):
         root.mkdir(parents=True, exist_ok=True)
-        for path in _iteration_folders(root, ".new-", ".deleted-", ".old-"):
+        for path in filter(is_own, _iteration_folders(root, ".new-", ".deleted-", ".old-")):
             final = root / path.name[path.name.index("iter_") :]
             if path.name.startswith(".old-") and not final.exists():
                 os.rename(path, final)
             else:
                 remove(path)
         folder = _unfinished(root, "new", iteration)
-        folder.mkdir()
+        make_own(folder)
     return folder
 
 
@@ -124,6 +127,7 @@ def publish(folder: Path, root: Path, iteration: int) -> Path:
     final, old = root / iteration_folder(iteration), _unfinished(root, "old", iteration)
     with save_errors("putting the checkpoint in place", final):
         if final.exists():
+            check_own(final, *MARKERS)
             os.rename(final, old)
             sync_folder(root)
         try:
@@ -134,6 +138,7 @@ def publish(folder: Path, root: Path, iteration: int) -> Path:
             raise
         sync_folder(root)
         write_durably(root / TRACKER_FILE, str(iteration).encode())
+        (final / MARKER).unlink(missing_ok=True)
     if old.exists():
         remove(old)
     return final
@@ -164,6 +169,7 @@ def set_aside(root: Path, iteration: int, before: int) -> Path:
         damaged = damaged.with_suffix(f".{next(numbers)}")
     write_durably(root / TRACKER_FILE, str(before).encode())
     with save_errors("setting the damaged checkpoint aside", folder):
+        check_own(folder, *MARKERS)
         os.rename(folder, damaged)
         sync_folder(root)
     return damaged
@@ -176,14 +182,23 @@ def remove(folder: Path) -> None:
     """
     deleted = folder.parent / f".deleted-{folder.name[folder.name.index('iter_') :]}"
     try:
+        check_own(folder, *MARKERS)
         if deleted != folder:
             if deleted.exists():
-                shutil.rmtree(deleted)
+                remove_own(deleted, *MARKERS)
             os.rename(folder, deleted)
             sync_folder(folder.parent)
-        shutil.rmtree(deleted)
+        remove_own(deleted, *MARKERS)
     except OSError as error:
         warnings.warn(f"{folder}: cannot be deleted: {error}; delete it by hand to free its space", stacklevel=2)
+
+
+def is_own(folder: Path) -> bool:
+    """Whether the folder is a checkpoint, or was made for one. A link is not."""
+    with suppress(OSError):
+        check_own(folder, *MARKERS)
+        return True
+    return False
 
 
 def _unfinished(root: Path, state: str, iteration: int) -> Path:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from megatron_lite.checkpoint.tensor_file import save_errors
 from megatron_lite.errors import CheckpointError
+from megatron_lite.files import identity
 from megatron_lite.parallel.agreement import on_first
 from megatron_lite.parallel.context import Group
 from megatron_lite.parallel.interfaces import separate_tasks
@@ -57,7 +58,8 @@ def _acquire(folder: Path) -> int:
     except OSError as error:
         raise CheckpointError(f"run.dir {folder}: cannot be created: {error.strerror}; choose another one") from error
     with save_errors("locking", path):
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+        identity(path)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
     try:
         fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
@@ -68,6 +70,10 @@ def _acquire(folder: Path) -> int:
         os.close(descriptor)
         advice = ". ".join(filter(None, ("wait for it, or choose another one", separate_tasks())))
         raise CheckpointError(f"run.dir {folder} is in use by {holder}; {advice}") from None
+    # Another descriptor of this process would release the lock when it is closed.
+    if os.pread(descriptor, 8, 0) not in (b"", b"process "):
+        os.close(descriptor)
+        raise CheckpointError(f"{path}: was not written by megatron-lite, and the run needs this name; rename it")
     os.ftruncate(descriptor, 0)
     since = datetime.now(timezone.utc).isoformat(timespec="seconds")
     os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()} since {since}\n".encode(), 0)

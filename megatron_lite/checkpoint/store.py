@@ -4,7 +4,6 @@ Each rank writes into a folder with a temporary name and waits for the disk. The
 renames the folder and replaces the tracker, so the tracker names a complete checkpoint at any time.
 """
 
-import shutil
 from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
@@ -96,8 +95,8 @@ def save(
 
         return on_first(finish, ctx.world)
     except MegatronLiteError:
-        if ctx.world.is_first:  # no rank writes any more, and a full disk needs the space
-            shutil.rmtree(folder, ignore_errors=True)
+        if ctx.world.is_first and directory.is_own(folder):  # no rank writes any more, and a full disk needs the space
+            directory.remove(folder)
         raise
 
 

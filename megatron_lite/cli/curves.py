@@ -1,11 +1,11 @@
 """The picture of training runs: a colour per run, and a panel each for losses, learning rate, gradients and speed."""
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_lite.cli.picture import LINE_COLOURS, check_format, write_picture
+from megatron_lite.cli.picture import LINE_COLOURS, write_picture
 from megatron_lite.cli.runs import TrainedRun, finite
+from megatron_lite.targets import Targets
 
 if TYPE_CHECKING:
     import numpy as np
@@ -29,9 +29,8 @@ _STEPS = [1, 2, 5, 10]  # of tick labels
 _GREY = "#555555"
 
 
-def save_curves(path: Path, runs: Sequence[TrainedRun], axis: str) -> None:
+def save_curves(target: Targets, runs: Sequence[TrainedRun], axis: str) -> None:
     """Write the curves of runs with at least one iteration as .png or .svg."""
-    check_format(path)
     from matplotlib.figure import Figure
     from matplotlib.layout_engine import ConstrainedLayoutEngine
 
@@ -53,7 +52,7 @@ def save_curves(path: Path, runs: Sequence[TrainedRun], axis: str) -> None:
     _add_loss_legend(panels["loss"], runs)
     lines, names = panels["lr"].get_legend_handles_labels()
     figure.legend(lines, names, loc="outside lower center", ncols=columns, frameon=False, fontsize=10.5)
-    write_picture(figure, path)
+    write_picture(figure, target)
 
 
 def _add_curve(axes: "Axes", run: TrainedRun, name: str, axis: str, style: dict[str, Any]) -> None:

@@ -7,9 +7,10 @@ from math import floor
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron_lite.errors import ConfigError, MegatronLiteError
+from megatron_lite.errors import ConfigError
 from megatron_lite.pipeline.actions import Action, Schedule
 from megatron_lite.pipeline.simulate import Cost, Span, timeline
+from megatron_lite.targets import Targets, target_errors, target_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -54,9 +55,8 @@ def draw(schedule: Schedule, cost: Cost) -> str:
     return "\n".join([*lines, "; ".join([example, *other_ops, "blank idle"])])
 
 
-def save_picture(path: Path, spans: list[Span], *, num_ranks: int, title: str) -> None:
+def save_picture(target: Targets, spans: list[Span], *, num_ranks: int, title: str) -> None:
     """Write a timeline as .png or .svg: a row per rank, a colour per op, a shade per model chunk."""
-    check_format(path)
     from matplotlib.figure import Figure
 
     begin, end = min(span.start for span in spans), max(span.end for span in spans)
@@ -77,22 +77,20 @@ def save_picture(path: Path, spans: list[Span], *, num_ranks: int, title: str) -
     axes.spines[:].set_visible(False)
     columns = _num_chunks(spans) if _num_chunks(spans) > 1 else len(_ops(spans))
     figure.legend(loc="outside lower center", ncols=columns, frameon=False, fontsize=letters)
-    write_picture(figure, path)
+    write_picture(figure, target)
 
 
-def check_format(path: Path) -> None:
-    """Raise ConfigError for a path that does not end in .png or .svg."""
+def picture_at(path: Path) -> Targets:
+    """The file of a picture, when its command starts; raises ConfigError for one that does not end in .png or .svg."""
     if path.suffix not in _SUFFIXES:
         raise ConfigError(f"{path}: unknown picture format; use a name that ends in {' or '.join(_SUFFIXES)}")
+    return target_of(path)
 
 
-def write_picture(figure: "Figure", path: Path) -> None:
-    """Write a figure in the format of the path's suffix, and create its folder."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path)
-    except OSError as error:
-        raise MegatronLiteError(f"{path}: cannot be written: {error.strerror}") from error
+def write_picture(figure: "Figure", target: Targets) -> None:
+    """Write a figure in the format of the file's suffix, and create its folder."""
+    with target_errors(target.path), target.replaced() as (name,):
+        figure.savefig(name, format=target.path.suffix[1:])
 
 
 def _add_boxes(axes: "Axes", spans: list[Span]) -> None:

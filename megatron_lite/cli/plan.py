@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from megatron_lite.plan.fitting import Option
     from megatron_lite.plan.links import Machines
     from megatron_lite.plan.report import Budget
+    from megatron_lite.targets import Targets
 
 
 def plan(
@@ -70,17 +71,17 @@ def plan(
     from megatron_lite.config.load import load_config
     from megatron_lite.plan.report import Budget
 
-    _check_files({"--html": html, "--out": out})
+    page, best = _file(html, "--html"), _file(out, "--out")
     if calibrate:
         unused = {"--config": config, "section.field=value": overrides, "--search": search, "--rank": rank}
         _check_unused("--calibrate", unused | {"--html": html, "--tokens": tokens, "--price": price, "--json": as_json})
-        return _calibrate(out)
+        return _calibrate(best)
     settings = with_vocabulary(load_config(config, overrides or []))
     machines = machines_of(device, settings, nproc_per_node, max_memory)
     world_size, limit = nnodes * nproc_per_node, machines.device.memory_bytes
     if search:
         _check_unused("--search", {"--html": html, "--rank": rank, "--tokens": tokens, "--price": price})
-        return _search(settings, world_size, machines, limit, out, as_json=as_json)
+        return _search(settings, world_size, machines, limit, best, as_json=as_json)
     if out is not None:
         raise ConfigError("--out is for --search and --calibrate; use --json or --html for a plan")
     from megatron_lite.plan.estimate import make_plan
@@ -95,8 +96,8 @@ def plan(
     budget = Budget(given or _planned_tokens(found), price)
     fitting = _fitting(found) if found.peak_memory > limit and (html is not None or not as_json) else []
     _print_plan(found, budget, fitting, as_json=as_json)
-    if html is not None:
-        _write_page(found, html, settings.model.preset or str(config or "defaults"), budget, fitting)
+    if page is not None:
+        _write_page(found, page, settings.model.preset or str(config or "defaults"), budget, fitting)
         typer.echo(f"page in {html}", err=as_json)
 
 
@@ -115,19 +116,21 @@ def _check_unused(option: str, others: dict[str, object]) -> None:
         raise ConfigError(f"{listed(given)} {verb} no effect with {option}; leave {them} out")
 
 
-def _check_files(paths: dict[str, Path | None]) -> None:
-    """Raise ConfigError for files that cannot be written, before the work for them begins."""
-    for option, path in paths.items():
-        if path is None:
-            continue
-        if path.is_dir():
-            raise ConfigError(f"{option} {path} is a folder; give the name of a file")
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise ConfigError(
-                f"{option} {path}: its folder cannot be created ({error.strerror}); choose another one"
-            ) from None
+def _file(path: Path | None, option: str) -> "Targets | None":
+    """The file of an option; ConfigError if it cannot be written, before the work for it begins."""
+    if path is None:
+        return None
+    from megatron_lite.targets import target_of
+
+    if path.is_dir():
+        raise ConfigError(f"{option} {path} is a folder; give the name of a file")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"{option} {path}: its folder cannot be created ({error.strerror}); choose another one"
+        ) from None
+    return target_of(path, ConfigError)
 
 
 def with_vocabulary(config: "Config") -> "Config":
@@ -162,17 +165,18 @@ def machines_of(device: str, config: "Config", nproc_per_node: int, max_memory: 
     return Machines(found, nproc_per_node)
 
 
-def _calibrate(out: Path | None) -> None:
+def _calibrate(out: "Targets | None") -> None:
     """Measure the CPUs with 1, 2, 4 ... ranks at once, and write the profile."""
     import json
     import os
 
-    from megatron_lite.files import atomic_write
     from megatron_lite.launch.pool import Ranks
     from megatron_lite.plan.calibrate import measure_rank, new_profile, profile_of
     from megatron_lite.plan.measured import default_profile
+    from megatron_lite.targets import target_of
 
-    path, entries = out or default_profile(), {}
+    target: Targets = out or target_of(default_profile())
+    path, entries = target.path, {}
     if path.suffix != ".json":
         raise ConfigError(
             f"--out {path}: --device reads profiles whose names end in .json; use one, such as {path}.json"
@@ -189,8 +193,7 @@ def _calibrate(out: Path | None) -> None:
                 typer.echo(f"{precision}, {ranks} {what}: {best:.0f} GFLOP/s in products, {memory:.1f} GB/s{link}")
     finally:
         pool.close()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    atomic_write(path, json.dumps(new_profile(entries), indent=1) + "\n")
+    target.write(json.dumps(new_profile(entries), indent=1) + "\n")
     typer.echo(f"profile in {path}; megatron-lite plan --device {'cpu' if out is None else path} reads it")
 
 
@@ -242,11 +245,10 @@ def _print_plan(found: "Plan", budget: "Budget", fitting: "list[Option]", *, as_
         typer.echo("\n".join(["", *_changes_that_fit(fitting)]))
 
 
-def _write_page(found: "Plan", path: Path, title: str, budget: "Budget", fitting: "list[Option]") -> None:
-    from megatron_lite.files import atomic_write
+def _write_page(found: "Plan", target: "Targets", title: str, budget: "Budget", fitting: "list[Option]") -> None:
     from megatron_lite.plan.page import page
 
-    atomic_write(path, page(found, title, budget, fitting))
+    target.write(page(found, title, budget, fitting))
 
 
 def _fitting(found: "Plan") -> "list[Option]":
@@ -299,7 +301,7 @@ def _one_rank(found: "Plan", rank: int, *, as_json: bool) -> None:
 
 
 def _search(
-    config: "Config", world_size: int, machines: "Machines", limit: float, out: Path | None, *, as_json: bool
+    config: "Config", world_size: int, machines: "Machines", limit: float, out: "Targets | None", *, as_json: bool
 ) -> None:
     """Print the ten fastest layouts that fit, and write the config of the first."""
     import json
@@ -307,7 +309,6 @@ def _search(
     from megatron_lite.cli.inspect import aligned
     from megatron_lite.config.load import dump_settings
     from megatron_lite.config.schema import Config
-    from megatron_lite.files import atomic_write
     from megatron_lite.plan.layouts import changes
     from megatron_lite.plan.search import Search, find, reason
 
@@ -338,5 +339,5 @@ def _search(
         differing = " ".join(changes(config, best[0].layout))
         typer.echo(f"use: {differing}" if differing else "the config has the fastest layout")
     if out is not None:
-        atomic_write(out, dump_settings(Config.model_validate(settings.model_dump())))  # without given defaults
-        typer.echo(f"config in {out}", err=as_json)
+        out.write(dump_settings(Config.model_validate(settings.model_dump())))  # without given defaults
+        typer.echo(f"config in {out.path}", err=as_json)

@@ -46,20 +46,19 @@ def plot(
     The picture has training and validation loss, learning rate, gradient norm and tokens per second. Each line of
     blocks has its own scale from its lowest to its highest loss; an x marks losses that are not finite.
     """
-    from megatron_lite.cli.picture import check_format
+    from megatron_lite.cli.picture import picture_at
     from megatron_lite.cli.runs import read_runs
     from megatron_lite.errors import MegatronLiteError
 
-    if out is not None:
-        check_format(out)
+    picture = picture_at(out) if out is not None else None
     trained = read_runs(runs)
     if not any(run.num_iterations for run in trained):
         advice = "metrics.jsonl has no iteration yet; plot the run after its first iteration"
         raise MegatronLiteError("\n".join(f"{run.folder}: {advice}" for run in trained))
-    if out is not None:
+    if picture is not None:
         from megatron_lite.cli.curves import save_curves
 
-        save_curves(out, [run for run in trained if run.num_iterations], x.value)
+        save_curves(picture, [run for run in trained if run.num_iterations], x.value)
     encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
     typer.echo("\n".join(loss_lines(trained, blocks_for(encoding))))
     if out is not None:

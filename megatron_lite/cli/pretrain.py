@@ -201,6 +201,11 @@ def _write_exit_code(config: "Config", stop: "StoppedEarly") -> None:
 
     torchrun reports only 0 or not 0, and may restart ranks that exit with another code than 0.
     """
+    from megatron_lite.errors import TrainingError
+    from megatron_lite.files import atomic_write, disk_errors
+
     if os.environ["RANK"] == "0":
-        Path(config.run.exit_code_file).write_text(f"{stop.exit_code}\n", encoding="utf-8")
+        path = Path(config.run.exit_code_file)
+        with disk_errors("writing", path, TrainingError):
+            atomic_write(path, f"{stop.exit_code}\n")
         print(stop, file=sys.stderr)

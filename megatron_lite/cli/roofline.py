@@ -39,7 +39,7 @@ def roofline(
     time are left out, so a measured step is slower.
     """
     from megatron_lite.cli.inspect import aligned
-    from megatron_lite.cli.picture import check_format
+    from megatron_lite.cli.picture import picture_at
     from megatron_lite.config.load import load_config
     from megatron_lite.config.validate import validate
     from megatron_lite.errors import ConfigError
@@ -47,8 +47,7 @@ def roofline(
     from megatron_lite.plan.devices import device_of
     from megatron_lite.plan.roofline import predict, size_of_model, trace_step
 
-    if out is not None:
-        check_format(out)
+    picture = picture_at(out) if out is not None else None
     loaded = load_config(config, overrides or [])
     size = size_of_model(loaded)
     validate(loaded, size)
@@ -60,11 +59,11 @@ def roofline(
     trace = trace_step(loaded, rank=rank)
     prediction = predict(loaded, trace, profile)
     typer.echo("\n".join([*summary(trace, prediction, profile), "", *aligned(table(trace, profile, lines))]))
-    if out is not None:
+    if picture is not None:
         from megatron_lite.cli.roofline_picture import save_roofline
 
         title = f"{config or 'defaults'} on {profile.name}: one micro-batch {prediction.micro_batch * 1e3:.3g} ms"
-        save_roofline(out, [*trace.forward, *trace.backward], profile, title=title)
+        save_roofline(picture, [*trace.forward, *trace.backward], profile, title=title)
         typer.echo(f"picture in {out}")
 
 

@@ -2,13 +2,13 @@
 
 from collections.abc import Sequence
 from itertools import count
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_lite.cli.picture import LINE_COLOURS, write_picture
 from megatron_lite.plan.devices import Device
 from megatron_lite.plan.kernels import Kernel
 from megatron_lite.plan.roofline import Row, by_line
+from megatron_lite.targets import Targets
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -20,7 +20,7 @@ NUM_BARS = 20
 LEFT, STEP = 1.0, 1.35
 
 
-def save_roofline(path: Path, kernels: Sequence[Kernel], device: Device, *, title: str) -> None:
+def save_roofline(target: Targets, kernels: Sequence[Kernel], device: Device, *, title: str) -> None:
     """Write the picture."""
     from matplotlib.figure import Figure
 
@@ -30,7 +30,7 @@ def save_roofline(path: Path, kernels: Sequence[Kernel], device: Device, *, titl
     figure.suptitle(title)
     _draw_bars(bars, rows)
     _draw_roof(roof, rows, device)
-    write_picture(figure, path)
+    write_picture(figure, target)
 
 
 def _draw_bars(axes: "Axes", rows: list[Row]) -> None:

@@ -42,11 +42,12 @@ def schedule(
     ] = None,
 ) -> None:
     """Draw a pipeline schedule and print its bubble, its length and the peak activations of each rank."""
-    from megatron_lite.cli.picture import draw, save_picture
+    from megatron_lite.cli.picture import draw, picture_at, save_picture
     from megatron_lite.pipeline.schedules import build_schedule
     from megatron_lite.pipeline.simulate import idle_share, peak_live, timeline
 
     durations = parse_cost(COSTS) | parse_cost(cost)
+    picture = picture_at(out) if out is not None else None
 
     def duration(action: "Action", rank: int) -> float:
         return durations[action.op]
@@ -65,10 +66,10 @@ def schedule(
             f"--cost {cost}: the length of {name} is {length:g}; give durations with a finite sum above 0"
         )
     idle = idle_share(spans, num_ranks=pp)
-    if out is not None:
+    if picture is not None:
         of_chunks = f", {num_chunks} chunks" if num_chunks > 1 else ""
         title = f"{name}: {pp} ranks{of_chunks}, {microbatches} micro-batches; bubble {idle:.3f}"
-        save_picture(out, spans, num_ranks=pp, title=title)
+        save_picture(picture, spans, num_ranks=pp, title=title)
 
     used = sorted({action.op for rank in order for action in rank}, key="FBIW".index)
     unit = "micro-batches" if num_chunks == 1 else "micro-batch chunks"

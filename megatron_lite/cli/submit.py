@@ -8,6 +8,7 @@ import typer
 
 from megatron_lite.cli.options import ConfigFile, Data, ForwardStep, Model, Overrides, function_words
 from megatron_lite.errors import ConfigError
+from megatron_lite.targets import Targets, target_of
 
 
 def submit(
@@ -63,14 +64,15 @@ def submit(
     words += function_words(model=model, forward_step=forward_step, data=data)
     settings = load_config(config, task_overrides(array, overrides or []))
     command = shlex.join(["megatron-lite", "submit", *words, *(overrides or [])])
-    check(settings, [nodes * ranks], command, has_data=bool(data))
     run_dir = settings.run.dir
+    folder = Path(run_dir.replace("%a", "array") if array else run_dir).absolute()
+    target = target_of(folder / "pretrain.sbatch", ConfigError)
+    check(settings, [nodes * ranks], command, has_data=bool(data))
     if array and not any(override.startswith("run.dir=") and "%a" in override for override in overrides or []):
         raise ConfigError(
             f"--array {array} starts several runs, all in {run_dir}; give each its run.dir on the command line: "
             "run.dir=runs/sweep_%a"
         )
-    folder = Path(run_dir.replace("%a", "array") if array else run_dir).absolute()
     options = {
         "job-name": name or folder.name,
         "nodes": nodes,
@@ -87,17 +89,17 @@ def submit(
     if dry_run:
         typer.echo(script, nl=False)
         return
-    path = folder / "pretrain.sbatch"
-    _write(path, script, run_dir)
-    typer.echo(f"job {submit_job(path)}: {path}, output in {folder}")
+    _write(target, script, run_dir)
+    typer.echo(f"job {submit_job(target.path)}: {target.path}, output in {folder}")
 
 
-def _write(path: Path, script: str, run_dir: str) -> None:
+def _write(target: Targets, script: str, run_dir: str) -> None:
     """Write the script. Raise ConfigError where that fails, or would replace a file of the user."""
+    path = target.path
     try:
         if path.exists() and path.read_bytes()[:100] != script.encode()[:100]:
             raise ConfigError(f"{path}: was not written by megatron-lite submit; rename it, or choose another run.dir")
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(script, encoding="utf-8")
+        with target.replaced() as (name,):
+            name.write_text(script, encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"run.dir is {run_dir}; cannot write {path}: {error.strerror}") from error

@@ -24,8 +24,9 @@ from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, Writ
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from megatron_lite.checkpoint.reshard import tile
-from megatron_lite.checkpoint.tensor_file import Spec, regular_file, save_errors
+from megatron_lite.checkpoint.tensor_file import Spec, regular_file
 from megatron_lite.convert.safe_pickle import Dict, Record, StoredTensor, decode
+from megatron_lite.convert.torch_errors import torch_errors
 from megatron_lite.convert.torch_file import load_tensor
 from megatron_lite.errors import CheckpointError, DamagedCheckpoint
 from megatron_lite.text import listed
@@ -264,7 +265,7 @@ def write_chunks(folder: Path, chunks: Iterable[Chunk], empty: Iterable[str] = (
     """Write a folder with these chunks of tensors; one of them is in memory at a time. `empty` are the names of objects
     that are None."""
     planner = _Planner({MetadataIndex(chunk.name, torch.Size(chunk.start)): chunk for chunk in chunks}, list(empty))
-    with save_errors("writing", folder), warnings.catch_warnings():
+    with torch_errors(folder), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")
         save({}, storage_writer=FileSystemWriter(folder), planner=planner, no_dist=True)
 

@@ -5,7 +5,6 @@ The target appears at once: it is written under another name beside it, verified
 
 import os
 import shlex
-import shutil
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -36,8 +35,9 @@ from megatron_lite.convert.native import Settings, WeightsOf
 from megatron_lite.convert.recipe import Checkpoint, Format, Readable, check_fields, in_dtype
 from megatron_lite.data.tokenizer_files import files_of
 from megatron_lite.errors import CheckpointError, ConfigError
-from megatron_lite.files import sync_folder
+from megatron_lite.files import MARKER, make_own, remove_own, sync_folder
 from megatron_lite.parallel.dtypes import PRECISIONS
+from megatron_lite.targets import claim
 
 NATIVE = "megatron-lite"
 FOREIGN: dict[str, Format] = {
@@ -163,11 +163,18 @@ def convert_weights(config: Config) -> str:
     checkpoint = foreign_weights(config)
     if checkpoint is None:
         return ""
-    target = (Path(config.run.dir) / ".converted_weights").resolve()  # no user's folder has this name
-    shutil.rmtree(target, ignore_errors=True)  # of a start that was killed
+    target = Path(config.run.dir).absolute() / ".converted_weights"
+    with save_errors("creating the folder", target):
+        if os.path.lexists(target):  # of a start that was killed
+            remove_own(target, MARKER)
+        make_own(target)
     size = _total_bytes(WeightsOf(checkpoint), checkpoint.tensors)
-    with _appearing(target) as folder, _Progress(size) as progress:
-        native.write(folder, checkpoint, tensor=1, pipeline=1, progress=progress, home=target, settings={})
+    try:
+        with _Progress(size) as progress:
+            native.write(target, checkpoint, tensor=1, pipeline=1, progress=progress, home=target, settings={})
+    except BaseException:
+        remove_own(target, MARKER)
+        raise
     return str(target)
 
 
@@ -283,6 +290,8 @@ def _verify(request: Request, source_format: str, checkpoint: Checkpoint, folder
 
 def _free(target: Path) -> Path:
     """The absolute path of the target; raises ConfigError if it exists and is not an empty folder."""
+    if target.is_symlink():
+        raise ConfigError(f"{target}: is a symbolic link; give the folder that it leads to, or a new one")
     target = target.resolve()
     if target.exists() and not (target.is_dir() and not any(target.iterdir())):
         raise ConfigError(f"{target}: exists already; give a new folder, or an empty one")
@@ -292,15 +301,17 @@ def _free(target: Path) -> Path:
 @contextmanager
 def _appearing(target: Path) -> Iterator[Path]:
     """A new folder beside the target that is renamed to it at the end, or removed after an error."""
-    folder = target.with_name(f".new-{target.name}")
-    with save_errors("creating the folder", folder):
-        shutil.rmtree(folder, ignore_errors=True)  # of a conversion that was killed
-        folder.mkdir(parents=True)
+    with save_errors("creating the folder", target):
+        folder, lock = claim(target)
     try:
         yield folder
         with save_errors("putting the target in place", target):
-            os.replace(folder, target)
+            os.rename(folder, target)
+            (target / MARKER).unlink()
             sync_folder(target.parent)
     except BaseException:
-        shutil.rmtree(folder, ignore_errors=True)
+        if folder.exists():
+            remove_own(folder, MARKER)
         raise
+    finally:
+        os.close(lock)

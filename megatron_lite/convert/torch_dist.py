@@ -40,6 +40,7 @@ from megatron_lite.convert.recipe import (
     full_table,
     stored_iteration,
 )
+from megatron_lite.convert.torch_errors import torch_errors
 from megatron_lite.convert.torch_file import TorchFile
 from megatron_lite.errors import CheckpointError, ConfigError
 from megatron_lite.model.ends import WORD_EMBEDDINGS
@@ -143,7 +144,7 @@ def write(path: Path, checkpoint: Checkpoint, *, tensor: int, pipeline: int, pro
         "iteration": checkpoint.iteration,
     }
     common["args"].ckpt_format = "torch_dist"
-    with save_errors("writing", folder / COMMON):
+    with torch_errors(folder / COMMON):
         torch.save(common, folder / COMMON)
     backends = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
     backends |= {"common_backend": "torch", "common_backend_version": 1}

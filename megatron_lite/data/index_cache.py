@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from megatron_lite.errors import DataError
+from megatron_lite.files import identity, not_through_links, private_name
 
 MAX_ENTRIES = 1 << 58  # for more entries, NumPy's count of bytes overflows
 
@@ -38,7 +39,7 @@ def cached_arrays(
         return arrays
     try:
         stem.parent.mkdir(parents=True, exist_ok=True)
-        with open(f"{stem}.lock", "w") as lock:
+        with open(f"{stem}.lock", "a", opener=not_through_links) as lock:
             # Some network file systems have no locks; then several processes build the same bytes.
             with contextlib.suppress(OSError):
                 fcntl.flock(lock, fcntl.LOCK_EX)
@@ -79,9 +80,10 @@ def _save(stem: Path, description: str, arrays: Mapping[str, np.ndarray]) -> Non
 
 
 def _replace(path: Path, write: Callable[[Any], Any]) -> None:
-    temporary = Path(f"{path}.{os.uname().nodename}.{os.getpid()}.tmp")
+    identity(path)
+    temporary = private_name(path)
     try:
-        with open(temporary, "wb") as file:
+        with open(temporary, "xb") as file:
             write(file)
         os.replace(temporary, path)
     finally:

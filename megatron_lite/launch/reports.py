@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_lite.errors import STOP_SIGNALS, ConfigError, MegatronLiteError, StoppedEarly
-from megatron_lite.files import atomic_write
+from megatron_lite.files import atomic_write, not_through_links
 from megatron_lite.launch.streams import survive_lost_output
 
 FINISHED = 100  # exit code of a finished rank; 0 can also come from sys.exit() anywhere in the script
@@ -68,7 +68,7 @@ def _redirect_output(path: Path) -> None:
     """Append all output of this process to a file, including output of C libraries."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("a", encoding="utf-8") as file:
+        with open(path, "a", encoding="utf-8", opener=not_through_links) as file:
             for stream in (sys.stdout, sys.stderr):
                 os.dup2(file.fileno(), stream.fileno())
     except OSError as error:

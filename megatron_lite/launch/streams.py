@@ -103,9 +103,11 @@ class _Run:
             getattr(sys, other).write(text)
             self._is_forwarding = False
         elif self.folder is not None:
+            from megatron_lite.files import not_through_links
+
             with suppress(OSError):
                 self.folder.mkdir(parents=True, exist_ok=True)
-                with (self.folder / "lost_output.txt").open("a", encoding="utf-8") as file:
+                with open(self.folder / "lost_output.txt", "a", encoding="utf-8", opener=not_through_links) as file:
                     file.write(text)
 
 

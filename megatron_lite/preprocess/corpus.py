@@ -5,6 +5,7 @@ files do not depend on the number of workers. Only complete files get their fina
 """
 
 import contextlib
+import errno
 import os
 from collections.abc import Callable, Generator, Iterator, Sequence
 from functools import partial
@@ -30,6 +31,7 @@ from megatron_lite.preprocess.sources import (
     split_into_chunks,
 )
 from megatron_lite.preprocess.workers import map_in_order
+from megatron_lite.targets import Targets
 from megatron_lite.text import counted
 
 
@@ -94,11 +96,7 @@ def preprocess(
     if prepend_bos and tokenizer.bos is None:
         raise ConfigError(f"--prepend-bos: the tokenizer {tokenizer_spec} has no token that starts texts; leave it out")
     prefix = Path(f"{os.fspath(output_prefix)}_{json_key}_document")
-    mark = f".{os.getpid()}.tmp"
-    temporary_bin, temporary_idx = Path(f"{bin_path(prefix)}{mark}"), Path(f"{idx_path(prefix)}{mark}")
-    temporary_info = info_path(temporary_idx)
-    try:
-        prefix.parent.mkdir(parents=True, exist_ok=True)
+    with _disk_errors(prefix), _targets(prefix).replaced() as (temporary_bin, temporary_info, temporary_idx):
         builder = IndexedDatasetBuilder(temporary_bin, optimal_dtype(tokenizer.vocab_size))
         try:
             # Closed at once after an error too, whose traceback would keep the workers alive.
@@ -115,24 +113,28 @@ def preprocess(
                 f"{', '.join(map(str, inputs))}: nothing to write: {counted(report.num_empty, 'empty document')}, "
                 f"{counted(report.num_undecodable, 'document')} not in UTF-8"
             )
-        builder.finalize(temporary_idx, _info(report, work, tokenizer))
-        # Even after an interruption, no old index or record may be beside a new .bin.
-        for old in (idx_path(prefix), info_path(prefix)):
-            old.unlink(missing_ok=True)
-        os.replace(temporary_bin, bin_path(prefix))
-        os.replace(temporary_info, info_path(prefix))
-        os.replace(temporary_idx, idx_path(prefix))
+        try:
+            builder.finalize(temporary_idx, _info(report, work, tokenizer))
+            os.rename(info_path(temporary_idx), temporary_info)
+        finally:
+            info_path(temporary_idx).unlink(missing_ok=True)
+    return report
+
+
+def _targets(prefix: Path) -> Targets:
+    return Targets(bin_path(prefix), info_path(prefix), idx_path(prefix))
+
+
+@contextlib.contextmanager
+def _disk_errors(prefix: Path) -> Iterator[None]:
+    try:
+        yield
     except OSError as error:
+        where = error.filename if error.errno in (errno.ELOOP, errno.EISDIR, errno.EBUSY) else prefix
         raise DataError(
-            f"{prefix}: cannot be written: {error.strerror or error}; nothing was kept. "
+            f"{where}: cannot be written: {error.strerror or error}; nothing was kept. "
             "Free some space or choose an --output-prefix you can write to"
         ) from error
-    finally:
-        for temporary in (temporary_bin, temporary_idx, temporary_info):
-            # In a folder without write permission deleting fails too; the error above has reported it.
-            with contextlib.suppress(OSError):
-                temporary.unlink()
-    return report
 
 
 def _info(report: PreprocessReport, work: _Work, tokenizer: Tokenizer) -> CorpusInfo:

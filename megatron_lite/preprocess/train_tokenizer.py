@@ -5,7 +5,6 @@ pieces, and a character without a piece becomes its bytes. Decoding restores eve
 Source: Sennrich et al., arXiv 1508.07909 (BPE); Kudo and Richardson, arXiv 1808.06226 (sentencepiece).
 """
 
-import contextlib
 import io
 import os
 import re
@@ -14,6 +13,7 @@ from pathlib import Path
 
 from megatron_lite.errors import DataError
 from megatron_lite.preprocess.sources import file_bytes, find_files, read_documents, split_into_chunks
+from megatron_lite.targets import target_of
 
 LONGEST_LINE = 4096  # characters; longer ones are data (base64, tables), not language
 
@@ -33,6 +33,7 @@ def train_sentencepiece(
     import sentencepiece
 
     files = find_files(inputs).files
+    target = target_of(Path(f"{os.fspath(output_prefix)}.model"), DataError)
     share = min(1.0, max_bytes / max(1, sum(map(file_bytes, files))))
     model = io.BytesIO()
     try:
@@ -59,17 +60,8 @@ def train_sentencepiece(
         )
     except RuntimeError as error:
         raise DataError(f"{', '.join(map(str, inputs))}: {_reason(str(error), vocab_size)}") from error
-    target = Path(f"{os.fspath(output_prefix)}.model")
-    temporary = target.with_name(f"{target.name}.{os.getpid()}.tmp")
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        temporary.write_bytes(model.getvalue())
-        os.replace(temporary, target)
-    except OSError as error:
-        with contextlib.suppress(OSError):
-            temporary.unlink()
-        raise DataError(f"{target}: cannot be written: {error.strerror}") from error
-    return target
+    target.write(model.getvalue())
+    return target.path
 
 
 def _reason(text: str, vocab_size: int) -> str:

@@ -1,6 +1,5 @@
 """The parts of a run that a checkpoint saves, and how a run resumes from one."""
 
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from megatron_lite.checkpoint.match import ADDED_AT_FINE_TUNING, MODEL_PROVIDER,
 from megatron_lite.config.schema import Config
 from megatron_lite.data.tokenizer_files import keep
 from megatron_lite.errors import CheckpointError, ConfigError, DamagedCheckpoint, TrainingError
+from megatron_lite.files import MARKER, remove_own
 from megatron_lite.parallel.agreement import on_first
 from megatron_lite.parallel.collectives import all_reduce
 from megatron_lite.parallel.context import Group
@@ -96,7 +96,7 @@ def load_newest(run: Run) -> None:
         else:
             load_or_fall_back(run, load, root, start.iteration)
     if converted:
-        on_first(lambda: shutil.rmtree(converted), run.ctx.world)
+        on_first(lambda: remove_own(Path(converted), MARKER), run.ctx.world)
 
 
 def _converted(run: Run) -> str:

@@ -13,7 +13,7 @@ from typing import Any
 from megatron_lite.config.load import RESOLVED, SETTINGS, WRITTEN
 from megatron_lite.config.schema import Config
 from megatron_lite.errors import ConfigError, TrainingError
-from megatron_lite.files import atomic_write, disk_errors
+from megatron_lite.files import atomic_write, disk_errors, identity, not_through_links
 
 RESERVED = {
     *("iteration", "consumed_samples", "loss", "lr", "grad_norm", "loss_scale", "skipped", "tokens_per_second", "mfu"),
@@ -27,7 +27,13 @@ OURS = {
     **dict.fromkeys((SETTINGS, RESOLVED), re.escape(WRITTEN).encode()),
     "metrics.jsonl": rb'\{"iteration|.{,10}$',  # a killed run may leave a part of a row
     "exit_code": rb"\d+\n$",
+    "trace.json": rb'\{"traceEvents": \[\{"ph": "M", "name": "process_name", "pid": 0, "args": \{"name": "rank 0 ',
     "heartbeat/hang": rb"$",  # the watchdog's is empty
+}
+HEARTBEATS = "heartbeat/rank_[0-9][0-9][0-9][0-9][0-9].json"
+PATTERNS = {
+    HEARTBEATS: rb'\{"rank": \d',
+    "heartbeat/stacks_[0-9][0-9][0-9][0-9][0-9].txt": rb"Timeout |Thread |Current thread ",
 }
 
 
@@ -37,7 +43,7 @@ class MetricsFile:
     def __init__(self, path: Path, iteration: int) -> None:
         self.path = path
         keep_rows(path, iteration)
-        self._file = path.open("a+", encoding="utf-8", buffering=1)
+        self._file = open(path, "a+", encoding="utf-8", buffering=1, opener=not_through_links)  # noqa: SIM115
 
     def is_replaced(self) -> bool:
         """True where the path was deleted or names another file."""
@@ -51,7 +57,7 @@ class MetricsFile:
         self._file.seek(0)
         rows = "" if self.path.exists() else self._file.read()
         self._file.close()
-        self._file = self.path.open("a+", encoding="utf-8", buffering=1)
+        self._file = open(self.path, "a+", encoding="utf-8", buffering=1, opener=not_through_links)  # noqa: SIM115
         self._file.write(rows)
 
     def add(self, row: dict[str, Any]) -> None:
@@ -65,13 +71,17 @@ class MetricsFile:
 
 
 def check_run_dir(config: Config) -> None:
-    """Raise ConfigError for a file in run.dir that the run would change, and that no run has written."""
-    for name, content in OURS.items():
-        path = Path(config.run.dir) / name
-        with write_errors(path):
-            start = path.read_bytes()[: len(WRITTEN)] if path.exists() else b""
-        if start and not re.match(content, start, re.DOTALL):
-            raise ConfigError(f"{path}: was not written by megatron-lite, and the run needs this name; rename it")
+    """Raise ConfigError for a file, a folder or a link in run.dir that the run would change and no run has written."""
+    folder = Path(config.run.dir)
+    with disk_errors("writing", folder, ConfigError):
+        if (beats := folder / "heartbeat").is_symlink() or (beats.exists() and not beats.is_dir()):
+            raise ConfigError(f"{beats}: is not a folder of a run, and the run needs this name; rename it")
+        named = {folder / name: content for name, content in OURS.items()}
+        found = {path: content for pattern, content in PATTERNS.items() for path in folder.glob(pattern)}
+        for path, content in (named | found).items():
+            start = path.read_bytes()[: len(WRITTEN)] if identity(path) else b""
+            if start and not re.match(content, start, re.DOTALL):
+                raise ConfigError(f"{path}: was not written by megatron-lite, and the run needs this name; rename it")
 
 
 def write_errors(path: Path) -> AbstractContextManager[None]:

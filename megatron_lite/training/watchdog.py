@@ -20,7 +20,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
-from megatron_lite.files import atomic_write
+from megatron_lite.files import atomic_write, not_through_links
 from megatron_lite.parallel.waiting import current_wait
 from megatron_lite.training.flight_recorder import last_operations, ranks_behind
 from megatron_lite.training.progress import Progress
@@ -79,7 +79,7 @@ class Watchdog:
     def _stack_file(self) -> IO[str]:
         """The file for stacks; the error stream where the disk is full."""
         try:
-            return self._stacks.open("w", encoding="utf-8")
+            return open(self._stacks, "w", encoding="utf-8", opener=not_through_links)
         except OSError:
             return os.fdopen(os.dup(STDERR), "w", encoding="utf-8")
 

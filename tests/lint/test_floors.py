@@ -22,7 +22,7 @@ CORE = [
 ]
 # The folders with features for users. They import the core; the core reaches them through hooks that `cli` passes.
 RING = [
-    {"mpu"},
+    {"mpu", "targets"},
     {"engines"},
     {"plan"},
     {"convert", "preprocess", "generate"},

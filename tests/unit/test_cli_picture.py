@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
-from megatron_lite.cli.picture import draw, save_picture
+from megatron_lite.cli.picture import draw, picture_at, save_picture
 from megatron_lite.errors import ConfigError, MegatronLiteError
 from megatron_lite.pipeline.schedules import Action, build_schedule
 from megatron_lite.pipeline.simulate import Span, bubble, timeline
@@ -85,7 +85,7 @@ def test_equal_actions_are_equally_wide_in_a_long_drawing():
 def test_the_idle_fraction_of_a_picture_equals_the_bubble(tmp_path, name, pp, microbatches, chunks):
     """Boxes with wrong positions or widths would change the grey fraction of the rows."""
     schedule, path = build_schedule(name, pp, microbatches, chunks), tmp_path / "new folder" / "picture.png"
-    save_picture(path, timeline(schedule, cost), num_ranks=pp, title=name)
+    save_picture(picture_at(path), timeline(schedule, cost), num_ranks=pp, title=name)
     idle, coloured = grey_and_coloured(path)
     assert idle / (idle + coloured) == pytest.approx(bubble(schedule, cost), abs=0.01)  # a box has a white edge
 
@@ -96,7 +96,7 @@ def test_a_measured_timeline_can_start_at_any_time_and_lack_a_rank(tmp_path):
         Span(0, Action("F", 0), 1000.0, 1010.0),
         Span(0, Action("B", 0), 1020.0, 1040.0),
     ]
-    save_picture(tmp_path / "measured.png", spans, num_ranks=2, title="measured")
+    save_picture(picture_at(tmp_path / "measured.png"), spans, num_ranks=2, title="measured")
     idle, coloured = grey_and_coloured(tmp_path / "measured.png")
     assert idle / (idle + coloured) == pytest.approx(50 / 80, abs=0.01)
 
@@ -113,21 +113,23 @@ def grey_and_coloured(path):
 
 
 def test_a_picture_can_be_written_as_svg(tmp_path):
-    save_picture(tmp_path / "a.svg", timeline(build_schedule("1f1b", 2, 2, 1), cost), num_ranks=2, title="1f1b")
+    save_picture(
+        picture_at(tmp_path / "a.svg"), timeline(build_schedule("1f1b", 2, 2, 1), cost), num_ranks=2, title="1f1b"
+    )
     assert "<svg" in (tmp_path / "a.svg").read_text()
 
 
 @pytest.mark.parametrize("name", ["a.pdf", "a", "png"])
 def test_another_picture_format_is_an_error(tmp_path, name):
     with pytest.raises(ConfigError, match=rf"/{name}: unknown picture format; use a name that ends in \.png or \.svg"):
-        save_picture(tmp_path / name, [], num_ranks=1, title="")
+        save_picture(picture_at(tmp_path / name), [], num_ranks=1, title="")
 
 
 def test_the_error_of_an_unwritable_path_names_it(tmp_path):
     (tmp_path / "file").touch()
     spans = timeline(build_schedule("1f1b", 1, 1, 1), cost)
     with pytest.raises(MegatronLiteError, match=r"/file/a\.png: cannot be written: (File exists|Not a directory)$"):
-        save_picture(tmp_path / "file" / "a.png", spans, num_ranks=1, title="")
+        save_picture(picture_at(tmp_path / "file" / "a.png"), spans, num_ranks=1, title="")
     (tmp_path / "folder.png").mkdir()
     with pytest.raises(MegatronLiteError, match=r"/folder\.png: cannot be written: Is a directory$"):
-        save_picture(tmp_path / "folder.png", spans, num_ranks=1, title="")
+        save_picture(picture_at(tmp_path / "folder.png"), spans, num_ranks=1, title="")

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from megatron_lite.cli.curves import save_curves, short, smoothed
-from megatron_lite.cli.picture import LINE_COLOURS
+from megatron_lite.cli.picture import LINE_COLOURS, picture_at
 from megatron_lite.cli.plot import ASCII_BLOCKS, BLOCKS, blocks_for, loss_lines, sparkline
 from megatron_lite.cli.runs import X_AXES, distinct_names, read_runs
 from megatron_lite.errors import ConfigError, MegatronLiteError
@@ -312,16 +312,16 @@ def drawn(monkeypatch):
     figures = []
     write = Figure.savefig
 
-    def keep(figure, path):
+    def keep(figure, path, **options):
         figures.append(figure)
         with warnings.catch_warnings():
             warnings.simplefilter("error")
-            write(figure, path)
+            write(figure, path, **options)
 
     monkeypatch.setattr(Figure, "savefig", keep)
 
     def draw(tmp_path, folders, axis="steps"):
-        save_curves(tmp_path / "curves.png", read_runs(folders), axis)
+        save_curves(picture_at(tmp_path / "curves.png"), read_runs(folders), axis)
         figure = figures[-1]
         return {axes.get_title(loc="left"): axes for axes in figure.axes}, figure.legends[0]
 

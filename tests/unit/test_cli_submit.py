@@ -186,9 +186,7 @@ def test_a_folder_that_cannot_be_written_is_a_config_error(tmp_path):
     (tmp_path / "runs").write_text("a file")
     done = submit("--nproc-per-node", "2", *GOOD, cwd=tmp_path)
     assert done.returncode == 2
-    assert done.stderr == (
-        f"run.dir is runs/mine; cannot write {tmp_path}/runs/mine/pretrain.sbatch: Not a directory\n"
-    )
+    assert done.stderr == f"{tmp_path}/runs/mine/pretrain.sbatch: cannot be written: Not a directory\n"
 
 
 def test_a_script_of_the_user_is_not_replaced(tmp_path):

@@ -25,6 +25,7 @@ from megatron_lite.convert.recipe import Checkpoint, full_table
 from megatron_lite.data.tokenizer import build_tokenizer
 from megatron_lite.data.tokenizer_files import files_in, files_of
 from megatron_lite.errors import CheckpointError, ConfigError
+from megatron_lite.files import MARKER
 from megatron_lite.preprocess.train_tokenizer import train_sentencepiece
 from tests.helpers.huggingface import VOCAB, gpt2, llama
 
@@ -72,6 +73,7 @@ def test_conversion_leaves_the_target_and_no_temporary_folder(source, tmp_path, 
     if there == "a killed conversion":
         (tmp_path / ".new-out" / "checkpoints").mkdir(parents=True)
         (tmp_path / ".new-out" / "junk").write_text("")
+        (tmp_path / ".new-out" / MARKER).write_text("")
     lines_of(Request(source, target))
     assert sorted(path.name for path in target.parent.iterdir()) == ["out"]
     assert sorted(path.name for path in target.iterdir()) == ["checkpoints", "settings.yaml", "tokenizer"]
@@ -87,7 +89,7 @@ def test_a_failed_conversion_leaves_no_target(source, tmp_path, error):
 
 def test_an_unwritable_target_is_an_error(source, tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(CheckpointError, match=r"file/.new-out: creating the folder failed: Not a directory"):
+    with pytest.raises(CheckpointError, match=r"/file: creating the folder failed: File exists"):
         lines_of(Request(source, tmp_path / "file" / "out"))
 
 

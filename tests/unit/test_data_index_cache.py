@@ -92,7 +92,7 @@ def test_processes_that_start_at_once_build_the_arrays_once(tmp_path):
     processes = [subprocess.Popen([sys.executable, "-c", RACE, str(tmp_path)]) for _ in range(4)]
     assert [process.wait(timeout=PATIENCE) for process in processes] == [0] * 4
     assert (tmp_path / "builds").read_text() == "x"
-    assert not list(tmp_path.glob("*.tmp"))
+    assert not list(tmp_path.glob(".new-*"))
 
 
 def test_without_file_locks_the_entry_is_still_correct(tmp_path, monkeypatch):

@@ -204,7 +204,7 @@ def test_progress_names_an_action_as_the_schedule_does(what, words):
 def test_a_hanging_rank_exits_although_no_file_can_be_written(tmp_path):
     """A broken disk can be the cause of the hang."""
     (tmp_path / "heartbeat").mkdir()
-    for name in ("stacks_00000.txt", ".new-rank_00000.json", "hang"):
+    for name in ("stacks_00000.txt", "rank_00000.json", "hang"):
         (tmp_path / "heartbeat" / name).symlink_to("/proc/nowhere/file")  # even root cannot write it
     process = start(tmp_path, 0, "wait", alone=True)
     _, err = process.communicate(timeout=PATIENCE)
