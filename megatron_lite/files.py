@@ -19,6 +19,12 @@ ADVICE = {
 }
 
 
+def describe(error: OSError) -> str:
+    """The message for an error with the name of a file, where no reader or writer has a better one."""
+    advice = "Give a regular file or folder that this user may use"
+    return f"{error.filename}: {error.strerror or error}. {advice}"
+
+
 @contextmanager
 def disk_errors(action: str, path: Path, kind: type[MegatronLiteError], note: str = "") -> Iterator[None]:
     """Raise an OSError as a `kind` that names the path, the reason and the remedy; `note` ends its message."""

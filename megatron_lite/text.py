@@ -1,8 +1,60 @@
-"""Words and lists for messages."""
+"""Words and lists for messages, and text of others: JSON that is read, names that are shown."""
 
+import json
+import re
 from collections.abc import Sequence
+from typing import Any
 
 MOST_NAMES, MOST_RANKS = 4, 8  # that a message lists
+MOST_LEVELS = 64  # of brackets in a file
+# Control characters, line separators, directions of writing, and halves of surrogate pairs.
+_HIDDEN = re.compile("[\0-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+
+
+def visible(text: object) -> str:
+    """The text with escapes such as `\\x1b` for characters that rewrite a terminal. Its lines and tabs stay."""
+    return _HIDDEN.sub(lambda found: ascii(found[0])[1:-1], str(text))
+
+
+def one_line(name: object) -> str:
+    """`visible` for a name within a message or a table, which must not look like a line of its own."""
+    return visible(name).replace("\n", "\\n").replace("\t", "\\t")
+
+
+def parse_json(text: str, **options: Any) -> Any:
+    """The value of a JSON text of others. Every text that has none raises ValueError."""
+    try:
+        return json.loads(text, **options)
+    except RecursionError:
+        raise ValueError("brackets are nested too deeply") from None
+
+
+def parse_strictly(content: bytes) -> Any:
+    """`parse_json` for a file in UTF-8 with few levels, distinct keys, finite numbers and whole characters."""
+
+    def distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(pairs)
+        if len(found) < len(pairs):
+            raise ValueError("an object has the same key twice")
+        return found
+
+    def no_number(name: str) -> None:
+        raise ValueError(f"{name} is not a JSON number")
+
+    text = content.decode("utf-8-sig")
+    value = parse_json(text, object_pairs_hook=distinct, parse_constant=no_number)
+    _check_levels(value, MOST_LEVELS)
+    if re.search(r"\\u[dD][89a-fA-F]", text):
+        json.dumps(value, ensure_ascii=False).encode()
+    return value
+
+
+def _check_levels(value: Any, most: int) -> None:
+    for inner in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+        if type(inner) is dict or type(inner) is list:
+            if not most:
+                raise ValueError("brackets are nested too deeply")
+            _check_levels(inner, most - 1)
 
 
 def counted(count: int, noun: str, plural: str = "") -> str:
@@ -14,6 +66,7 @@ def listed(words: Sequence[str], most: int = MOST_NAMES) -> str:
     """`a, b and c`; of more than `most` words `a, b, c and 3 more`."""
     if len(words) > most:
         words = [*words[: most - 1], f"{len(words) - most + 1} more"]
+    words = [one_line(word) for word in words]
     return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"
 
 

@@ -14,6 +14,7 @@ from megatron_lite.errors import CheckpointError
 from megatron_lite.parallel.agreement import on_first
 from megatron_lite.parallel.context import Group
 from megatron_lite.parallel.interfaces import separate_tasks
+from megatron_lite.text import visible
 
 LOCK_FILE = ".lock"
 
@@ -62,7 +63,8 @@ def _acquire(folder: Path) -> int:
         fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
         if error.errno not in (errno.EACCES, errno.EAGAIN):
-            print(f" cannot lock {folder} ({error.strerror}): make sure that no other run trains there", flush=True)
+            notice = f" cannot lock {folder} ({error.strerror}): make sure that no other run trains there"
+            print(visible(notice), flush=True)
             return descriptor
         holder = os.pread(descriptor, 200, 0).decode(errors="replace").strip() or "another run"
         os.close(descriptor)

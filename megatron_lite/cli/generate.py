@@ -88,7 +88,9 @@ def generate(
     from megatron_lite.generate.sampling import Sampling
     from megatron_lite.launch.launcher import launched_world_size, run_ranks
     from megatron_lite.launch.nodes import nodes_from
+    from megatron_lite.launch.streams import show_as_it_is
 
+    show_as_it_is()  # a pipe gets the characters of the model
     if not 0 < top_p <= 1:
         raise ConfigError(f"--top-p is {top_p:g}; use a probability above 0, such as 0.9, or 1 for all tokens")
     if repetition_penalty <= 0:

@@ -29,6 +29,7 @@ from megatron_lite.generate.run import load_model
 from megatron_lite.model.build import get_model, named_params, param_table
 from megatron_lite.parallel.agreement import on_first
 from megatron_lite.pipeline.engine import PipelineEngine
+from megatron_lite.text import visible
 from megatron_lite.training.forward_step import built_in_step
 from megatron_lite.training.initialize import finalize_megatron, initialize_megatron
 from megatron_lite.training.provider import NamedFunction
@@ -134,7 +135,7 @@ def evaluate_checkpoint(folder: Path, request: Request, overrides: tuple[str, ..
         results = {"checkpoint": str(folder), "iteration": place_of(folder)[1]}
         results |= evaluated(run, request)
         if run.ctx.rank == 0:
-            print(json.dumps(results) if request.json else "\n".join(table(results)), flush=True)
+            print(json.dumps(results) if request.json else visible("\n".join(table(results))), flush=True)
     finally:
         finalize_megatron()
 

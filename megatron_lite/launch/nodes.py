@@ -8,6 +8,7 @@ from pathlib import Path
 
 from megatron_lite.errors import ConfigError
 from megatron_lite.parallel.interfaces import interface_of, use_loopback
+from megatron_lite.text import visible
 
 DEFAULT_PORT = 29500
 REMOTE = "192.0.2.1"  # reserved by RFC 5737: no machine has it
@@ -154,7 +155,7 @@ def set_network_variables(nodes: Nodes) -> str:
         use_loopback()
     elif "GLOO_SOCKET_IFNAME" not in os.environ and (interface := interface_of(address)):
         os.environ["GLOO_SOCKET_IFNAME"] = interface
-        print(f"GLOO_SOCKET_IFNAME={interface}", flush=True)
+        print(visible(f"GLOO_SOCKET_IFNAME={interface}"), flush=True)
     return address
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_lite.errors import STOP_SIGNALS, ConfigError, MegatronLiteError, StoppedEarly
-from megatron_lite.files import atomic_write
+from megatron_lite.files import atomic_write, describe
 from megatron_lite.launch.streams import survive_lost_output
 
 FINISHED = 100  # exit code of a finished rank; 0 can also come from sys.exit() anywhere in the script
@@ -53,6 +53,11 @@ def _exit_code(target: str, args: tuple[Any, ...], reports: str, log_dir: Path |
     except MegatronLiteError as error:
         write_report(reports, str(error), error.exit_code, error.restart_may_help)
         return error.exit_code
+    except OSError as error:
+        if error.filename is None:
+            raise
+        write_report(reports, describe(error), 1, restart_may_help=True)
+        return 1
     except Exception:
         write_report(reports, f"rank {os.environ['RANK']} failed:\n{traceback.format_exc()}", 1, restart_may_help=True)
         return 1
