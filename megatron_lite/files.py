@@ -5,6 +5,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from traceback import walk_tb
 
 from megatron_lite.errors import MegatronLiteError
 
@@ -19,10 +20,17 @@ ADVICE = {
 }
 
 
-def describe(error: OSError) -> str:
-    """The message for an error with the name of a file, where no reader or writer has a better one."""
-    advice = "Give a regular file or folder that this user may use"
-    return f"{error.filename}: {error.strerror or error}. {advice}"
+@contextmanager
+def named_files() -> Iterator[None]:
+    """Raise an OSError that names a file, and for which no reader or writer had a message, as MegatronLiteError."""
+    try:
+        yield
+    except OSError as error:
+        frames = walk_tb(error.__traceback__)
+        if error.filename is None or any(frame.f_globals["__name__"] == "__main__" for frame, _ in frames):
+            raise  # an author needs the lines of a script
+        advice = "give a file or a folder that this user may use"
+        raise MegatronLiteError(f"{error.filename}: {error.strerror or error}; {advice}") from error
 
 
 @contextmanager

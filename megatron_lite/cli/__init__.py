@@ -27,7 +27,7 @@ from megatron_lite.cli.submit import submit
 from megatron_lite.cli.train_tokenizer import train_tokenizer
 from megatron_lite.cli.usage import Command, Commands
 from megatron_lite.errors import MegatronLiteError
-from megatron_lite.files import describe
+from megatron_lite.files import named_files
 from megatron_lite.launch.streams import exit_on_lost_output
 from megatron_lite.text import visible
 
@@ -86,14 +86,12 @@ def main() -> None:
     """
     exit_on_lost_output()
     try:
-        app()
-    except (MegatronLiteError, OSError) as error:
-        if isinstance(error, OSError) and error.filename is None:
-            raise
-        message = describe(error) if isinstance(error, OSError) else str(error)
+        with named_files():
+            app()
+    except MegatronLiteError as error:
         rank = os.environ.get("RANK", "0")
-        print(visible(f"[rank {rank}] {message}" if rank != "0" else message), file=sys.stderr)
-        sys.exit(getattr(error, "exit_code", 1))
+        print(visible(f"[rank {rank}] {error}" if rank != "0" else error), file=sys.stderr)
+        sys.exit(error.exit_code)
     finally:
         if sys.stdout is not None:
             sys.stdout.flush()

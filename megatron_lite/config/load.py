@@ -203,7 +203,8 @@ class _Reader:
         lines: dict[str, int] = {}
         for key_node, value_node in node.value:
             line = line_of(key_node)
-            name = f"{section}.{key_node.value}" if section else str(key_node.value)
+            key = str(key_node.value).replace("\n", "\\n")  # within a message
+            name = f"{section}.{key}" if section else key
             place = _Place(line, f"{path}:{line}")
             if name in lines:
                 self.mistakes.append((place, f"{name} is given twice, on line {lines[name]} already; keep one"))

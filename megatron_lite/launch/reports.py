@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_lite.errors import STOP_SIGNALS, ConfigError, MegatronLiteError, StoppedEarly
-from megatron_lite.files import atomic_write, describe
+from megatron_lite.files import atomic_write, named_files
 from megatron_lite.launch.streams import survive_lost_output
 
 FINISHED = 100  # exit code of a finished rank; 0 can also come from sys.exit() anywhere in the script
@@ -41,7 +41,8 @@ def _exit_code(target: str, args: tuple[Any, ...], reports: str, log_dir: Path |
     try:
         if log_dir is not None and os.environ["RANK"] != "0":
             _redirect_output(log_dir / f"rank_{int(os.environ['RANK']):05d}.log")
-        resolve(target)(*args)
+        with named_files():
+            resolve(target)(*args)
         _ignore_stop_signals()
         return FINISHED
     except KeyboardInterrupt:
@@ -53,11 +54,6 @@ def _exit_code(target: str, args: tuple[Any, ...], reports: str, log_dir: Path |
     except MegatronLiteError as error:
         write_report(reports, str(error), error.exit_code, error.restart_may_help)
         return error.exit_code
-    except OSError as error:
-        if error.filename is None:
-            raise
-        write_report(reports, describe(error), 1, restart_may_help=True)
-        return 1
     except Exception:
         write_report(reports, f"rank {os.environ['RANK']} failed:\n{traceback.format_exc()}", 1, restart_may_help=True)
         return 1
