@@ -21,7 +21,7 @@ def one_line(name: object) -> str:
     return visible(name).replace("\n", "\\n").replace("\t", "\\t")
 
 
-def parse_json(text: str, **options: Any) -> Any:
+def parse_json(text: str | bytes, **options: Any) -> Any:
     """The value of a JSON text of others. Every text that has none raises ValueError."""
     try:
         return json.loads(text, **options)

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_lite.errors import ConfigError, MegatronLiteError
+from megatron_lite.files import read_file
 from megatron_lite.text import listed, visible
 from megatron_lite.training.rows import read_rows
 
@@ -160,7 +161,7 @@ def _read_config(path: Path) -> dict[str, Any]:
     if not path.exists():
         raise ConfigError(f"{path}: no such file; pretrain writes it beside metrics.jsonl, so copy both files of a run")
     with _reading(path):
-        content = path.read_bytes()
+        content = read_file(path)
     root = compose(content.decode(errors="replace"), str(path))
     sections = root.value if isinstance(root, yaml.MappingNode) else []
     return {

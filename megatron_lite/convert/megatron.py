@@ -170,7 +170,7 @@ def tracked_folder(path: Path) -> Path:
         raise CheckpointError(
             f"{path}: has neither {TRACKER_FILE} nor mp_rank_XX folders; give the folder that Megatron-LM saved to"
         ) from None
-    if text != "release" and not (text.isascii() and text.isdigit()):
+    if text != "release" and not (text.isascii() and text.isdigit() and len(text) < 19):
         raise CheckpointError(f"{path / TRACKER_FILE}: has {text[:40]!r}; expected an iteration or release")
     return path / (text if text == "release" else iteration_folder(int(text)))
 

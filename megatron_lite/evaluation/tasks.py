@@ -8,7 +8,6 @@ Each line may name its "task", under which results are grouped; the default is t
 joined as they are, so a choice or completion begins with its space.
 """
 
-import json
 import math
 from collections import defaultdict
 from collections.abc import Sequence
@@ -26,6 +25,7 @@ from megatron_lite.generate.prompts import Prompts, prompts_of
 from megatron_lite.generate.sampling import Sampling
 from megatron_lite.generate.texts import Text
 from megatron_lite.preprocess.formats import read_text
+from megatron_lite.text import parse_strictly
 
 MAX_NEW_TOKENS = 64
 KEYS = {  # of each kind: those that it needs, and those that it may have
@@ -72,8 +72,7 @@ def parse_questions(text: str, path: str) -> list[Question]:
 
 def _question(line: str, origin: str, task: str) -> Question:
     try:
-        found: Any = json.loads(line)
-        json.dumps(found, ensure_ascii=False).encode()
+        found: Any = parse_strictly(line.encode())
     except UnicodeEncodeError as error:
         raise ConfigError(f"{origin}: half a surrogate pair ({error.reason}); write whole characters") from None
     except ValueError as error:

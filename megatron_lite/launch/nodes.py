@@ -75,7 +75,9 @@ def nodes_from(
             return None
         return Nodes(nproc_per_node or 1, max_restarts=max_restarts, log_dir=log_dir)
     low, colon, high = nnodes.partition(":")
-    if not (low.isdecimal() and int(low) > 0 and (not colon or (high.isdecimal() and int(high) >= int(low)))):
+    if len(nnodes) > 20 or not (
+        low.isdecimal() and int(low) > 0 and (not colon or (high.isdecimal() and int(high) >= int(low)))
+    ):
         raise ConfigError(f"--nnodes is {nnodes}; give a number of machines, such as 2, or a range, such as 1:4")
     smallest, largest = int(low), int(high or low)
     if largest > 1 and not master_addr:

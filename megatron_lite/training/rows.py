@@ -4,6 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from megatron_lite.files import read_file
 from megatron_lite.text import counted, parse_json
 
 
@@ -13,7 +14,7 @@ def read_rows(path: Path, accepts: Callable[[dict], bool] = bool) -> tuple[list[
     An incomplete last line is skipped without a notice: a run is writing it, or was killed.
     """
     rows, damaged = [], []
-    *lines, last = path.read_bytes().split(b"\n")
+    *lines, last = read_file(path).split(b"\n")
     for number, line in enumerate([*lines, last], start=1):
         try:
             row = parse_json(line.decode())
