@@ -6,7 +6,6 @@ import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from traceback import walk_tb
 
 from megatron_lite.errors import MegatronLiteError
 
@@ -19,19 +18,6 @@ ADVICE = {
     errno.EEXIST: "There is a file of that name; remove it, or write elsewhere (run.dir)",
     errno.EROFS: "The file system is read-only; write elsewhere (run.dir)",
 }
-
-
-@contextmanager
-def named_files() -> Iterator[None]:
-    """Raise an OSError that names a file, and for which no reader or writer had a message, as MegatronLiteError."""
-    try:
-        yield
-    except OSError as error:
-        frames = walk_tb(error.__traceback__)
-        if error.filename is None or any(frame.f_globals["__name__"] == "__main__" for frame, _ in frames):
-            raise  # an author needs the lines of a script
-        advice = "give a file or a folder that this user may use"
-        raise MegatronLiteError(f"{error.filename}: {error.strerror or error}; {advice}") from error
 
 
 @contextmanager

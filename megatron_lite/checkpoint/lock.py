@@ -63,8 +63,7 @@ def _acquire(folder: Path) -> int:
         fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
         if error.errno not in (errno.EACCES, errno.EAGAIN):
-            notice = f" cannot lock {folder} ({error.strerror}): make sure that no other run trains there"
-            print(visible(notice), flush=True)
+            print(visible(f" cannot lock {folder} ({error.strerror}): let no other run train there"), flush=True)
             return descriptor
         holder = os.pread(descriptor, 200, 0).decode(errors="replace").strip() or "another run"
         os.close(descriptor)

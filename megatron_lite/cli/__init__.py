@@ -27,7 +27,7 @@ from megatron_lite.cli.submit import submit
 from megatron_lite.cli.train_tokenizer import train_tokenizer
 from megatron_lite.cli.usage import Command, Commands
 from megatron_lite.errors import MegatronLiteError
-from megatron_lite.files import named_files
+from megatron_lite.launch.file_errors import named_files
 from megatron_lite.launch.streams import exit_on_lost_output
 from megatron_lite.text import visible
 

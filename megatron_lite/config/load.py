@@ -21,7 +21,7 @@ from megatron_lite.config.presets import PRESETS
 from megatron_lite.config.schema import Config, Section
 from megatron_lite.config.types import Accepts
 from megatron_lite.config.validate import raise_any
-from megatron_lite.config.yaml_file import compose, is_text, line_of, show_value, value_of
+from megatron_lite.config.yaml_file import compose, line_of, show_value, value_of
 from megatron_lite.errors import ConfigError
 from megatron_lite.files import read_file
 from megatron_lite.text import one_line
@@ -217,10 +217,7 @@ class _Reader:
     def _record(self, name: str, node: yaml.Node, place: _Place) -> None:
         """Adds a field's value; an unknown field becomes a mistake."""
         if name in self.fields:
-            value = value_of(node, text=_wants_text(self.fields[name].annotation))
-            self.given[name] = (value, place)
-            if any(not is_text(part) for part in (value if isinstance(value, tuple) else [value])):
-                self.mistakes.append((place, f"{name} has a zero byte or half a character; write the full characters"))
+            self.given[name] = (value_of(node, text=_wants_text(self.fields[name].annotation)), place)
         else:
             self._unknown(name, place)
 

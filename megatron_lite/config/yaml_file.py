@@ -60,11 +60,6 @@ def _scalar(node: yaml.ScalarNode, text: bool) -> Any:
     return float(written) if _NUMBER.fullmatch(written) else written
 
 
-def is_text(value: Any) -> bool:
-    """False for zero bytes and halves of surrogate pairs, except those that stand for the bytes of a file name."""
-    return not (isinstance(value, str) and re.search("[\0\ud800-\udc7f\udd00-\udfff]", value))
-
-
 def show_value(value: Any) -> str:
     """A value in YAML."""
     if isinstance(value, dict):

@@ -215,9 +215,7 @@ def read_object(file: Path) -> dict[str, Any]:
     """The JSON object in a file."""
     try:
         content = parse_strictly(read_file(file))
-    except OSError as error:
-        raise DataError(f"{file}: cannot be read: {error.strerror}; give a file that this user may read") from error
-    except ValueError as error:
+    except (OSError, ValueError) as error:
         raise DataError(f"{file}: cannot be read as JSON ({error})") from error
     if not isinstance(content, dict):
         raise DataError(f"{file}: contains a {type(content).__name__}, expected a JSON object")

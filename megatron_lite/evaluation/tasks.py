@@ -25,7 +25,7 @@ from megatron_lite.generate.prompts import Prompts, prompts_of
 from megatron_lite.generate.sampling import Sampling
 from megatron_lite.generate.texts import Text
 from megatron_lite.preprocess.formats import read_text
-from megatron_lite.text import parse_strictly
+from megatron_lite.text import one_line, parse_strictly
 
 MAX_NEW_TOKENS = 64
 KEYS = {  # of each kind: those that it needs, and those that it may have
@@ -89,7 +89,7 @@ def _question(line: str, origin: str, task: str) -> Question:
             raise ConfigError(f"{origin}: unknown key {key!r}; a {kind} question may have {', '.join(types)}")
         if not isinstance(value, types[key]) or isinstance(value, bool):
             raise ConfigError(f"{origin}: {key} is {value!r}; it must be a {types[key].__name__}")
-    given = {"kind": kind, "task": found.get("task", task), "origin": origin}
+    given = {"kind": kind, "task": one_line(found.get("task", task)), "origin": origin}
     if kind == "choice":
         return Question(**given, **_checked_choices(found, origin))
     text = found["completion" if kind == "cloze" else "answer"]

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron_lite.errors import STOP_SIGNALS, ConfigError, MegatronLiteError, StoppedEarly
-from megatron_lite.files import atomic_write, named_files
+from megatron_lite.files import atomic_write
+from megatron_lite.launch.file_errors import named_files
 from megatron_lite.launch.streams import survive_lost_output
 
 FINISHED = 100  # exit code of a finished rank; 0 can also come from sys.exit() anywhere in the script

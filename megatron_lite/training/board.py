@@ -4,7 +4,6 @@ A resumed run removes the points that it writes again. TensorBoard removes all t
 consumed samples have another folder, `samples`, which TensorBoard shows as another run.
 """
 
-import textwrap
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -31,7 +30,7 @@ class Board:
 
         self._by_iteration = writer(folder, state.iteration)
         self._by_samples = writer(folder / "samples", state.consumed_samples)
-        self._by_iteration.add_text("config", textwrap.indent(dump_config(config), "    "), state.iteration)
+        self._by_iteration.add_text("config", "    " + dump_config(config).replace("\n", "\n    "), state.iteration)
 
     def add(self, scalars: dict[str, float], state: TrainState) -> None:
         for tag, value in scalars.items():

@@ -23,7 +23,6 @@ from megatron_lite.config.schema import Config, LogConfig
 from megatron_lite.files import atomic_write
 from megatron_lite.parallel.context import ParallelContext
 from megatron_lite.parallel.dtypes import PRECISIONS
-from megatron_lite.text import one_line
 from megatron_lite.training import console
 from megatron_lite.training.board import Board
 from megatron_lite.training.console import brief
@@ -246,7 +245,7 @@ class RunLog:
         scalars = {f"{task} {name}": value for task, values in results.items() for name, value in values.items()}
         self._record({"iteration": state.iteration, "tasks": results}, scalars, state)
         for task, values in results.items():
-            self.say(f"task {one_line(task)} at {where}:  {'  '.join(named(values))}")
+            self.say(f"task {task} at {where}:  {'  '.join(named(values))}")
 
     def evaluated_at(self) -> dict[str, int]:
         """The iteration of the last evaluation in metrics.jsonl, by split."""

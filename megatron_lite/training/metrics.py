@@ -38,10 +38,7 @@ class MetricsFile:
     def __init__(self, path: Path, iteration: int) -> None:
         self.path = path
         self.notice = keep_rows(path, iteration)
-        self._open()
-
-    def _open(self) -> None:
-        self._file = self.path.open("a+", encoding="utf-8", errors="surrogateescape", buffering=1)
+        self._file = path.open("a+", encoding="utf-8", errors="surrogateescape", buffering=1)
 
     def is_replaced(self) -> bool:
         """True where the path was deleted or names another file."""
@@ -55,7 +52,7 @@ class MetricsFile:
         self._file.seek(0)
         rows = "" if self.path.exists() else self._file.read()
         self._file.close()
-        self._open()
+        self._file = self.path.open("a+", encoding="utf-8", errors="surrogateescape", buffering=1)
         self._file.write(rows)
 
     def add(self, row: dict[str, Any]) -> None:

@@ -14,8 +14,8 @@ def read_rows(path: Path, accepts: Callable[[dict], bool] = bool) -> tuple[list[
     An incomplete last line is skipped without a notice: a run is writing it, or was killed.
     """
     rows, damaged = [], []
-    *lines, last = read_file(path).split(b"\n")
-    for number, line in enumerate([*lines, last], start=1):
+    lines = read_file(path).split(b"\n")
+    for number, line in enumerate(lines, start=1):
         try:
             row = parse_json(line.decode())
             is_good = type(row["iteration"]) is int and 0 <= row["iteration"] < 2**63 and accepts(row)
@@ -23,6 +23,6 @@ def read_rows(path: Path, accepts: Callable[[dict], bool] = bool) -> tuple[list[
             is_good = False
         if is_good:
             rows.append((line, row))
-        elif number <= len(lines):
+        elif number < len(lines):
             damaged.append(number)
     return rows, f"{path}: skipped {counted(len(damaged), 'damaged row')}, first line {damaged[0]}" if damaged else ""

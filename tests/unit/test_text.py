@@ -113,8 +113,7 @@ def test_lines_and_results_of_a_run_are_visible(capsys):
 
 DEEP = "[" * 100_000 + "]" * 100_000
 NOT_JSON = ["", "{", "\x00", DEEP, '{"a": 1' + "0" * 5000 + "}", "[1,]"]
-NOT_STRICT = [*NOT_JSON, '{"a": NaN}', "[Infinity]", '{"a": 1, "a": 2}', r'["\ud800"]', r'{"\uDFFF": 1}']
-NOT_STRICT.append("[" * 70 + "]" * 70)
+NOT_STRICT = [*NOT_JSON, '{"a": NaN}', "[Infinity]", r'["\ud800"]', r'{"\uDFFF": 1}']
 
 
 def test_json_of_others_is_a_value_or_a_value_error():
