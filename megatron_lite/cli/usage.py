@@ -2,7 +2,7 @@
 
 import math
 from itertools import pairwise
-from typing import Any
+from typing import Any, cast
 
 import typer
 from typer.core import TyperCommand, TyperGroup
@@ -51,7 +51,7 @@ class Command(TyperCommand):
         given = list(args)
         try:
             rest = super().parse_args(ctx, args)
-            for parameter in self.params:
+            for parameter in cast(Any, self.params):
                 value = ctx.params.get(parameter.name)
                 if isinstance(value, float) and not math.isfinite(value):
                     raise typer.BadParameter(f"{value} is not a finite number.", ctx=ctx, param=parameter)

@@ -89,7 +89,7 @@ def _question(line: str, origin: str, task: str) -> Question:
             raise ConfigError(f"{origin}: unknown key {key!r}; a {kind} question may have {', '.join(types)}")
         if not isinstance(value, types[key]) or isinstance(value, bool):
             raise ConfigError(f"{origin}: {key} is {value!r}; it must be a {types[key].__name__}")
-    given = {"kind": kind, "task": one_line(found.get("task", task)), "origin": origin}
+    given: dict[str, Any] = {"kind": kind, "task": one_line(found.get("task", task)), "origin": origin}
     if kind == "choice":
         return Question(**given, **_checked_choices(found, origin))
     text = found["completion" if kind == "cloze" else "answer"]

@@ -1,6 +1,7 @@
 """Reads metrics.jsonl. It is a log: a damaged row is skipped with a notice, and never ends a run or a command."""
 
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +17,12 @@ def read_rows(path: Path, accepts: Callable[[dict], bool] = bool) -> tuple[list[
     rows, damaged = [], []
     lines = read_file(path).split(b"\n")
     for number, line in enumerate(lines, start=1):
-        try:
-            row = parse_json(line.decode())
-            is_good = type(row["iteration"]) is int and 0 <= row["iteration"] < 2**63 and accepts(row)
-        except (ValueError, LookupError, TypeError):
-            is_good = False
-        if is_good:
+        row: Any = None
+        with suppress(ValueError, LookupError, TypeError):
+            found = parse_json(line.decode())
+            is_good = type(found["iteration"]) is int and 0 <= found["iteration"] < 2**63 and accepts(found)
+            row = found if is_good else None
+        if row:
             rows.append((line, row))
         elif number < len(lines):
             damaged.append(number)
