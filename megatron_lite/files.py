@@ -40,6 +40,15 @@ def disk_errors(action: str, path: Path, kind: type[MegatronLiteError], note: st
         raise kind(f"{error.filename or path}: {action} failed: {error.strerror or error}. {advice}{note}") from error
 
 
+def read_file(path: str | os.PathLike[str]) -> bytes:
+    """The bytes of a file. A device is an OSError; a pipe to which no process writes is empty. Both might never end."""
+    with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
+        if stat.S_IFMT(os.fstat(file.fileno()).st_mode) not in (stat.S_IFREG, stat.S_IFIFO):
+            raise OSError(errno.EINVAL, "not a regular file", os.fspath(path))
+        os.set_blocking(file.fileno(), True)
+        return file.read()
+
+
 def sync_folder(folder: Path) -> None:
     """Return when names created, renamed or removed in the folder are on the disk."""
     descriptor = os.open(folder, os.O_RDONLY)

@@ -44,7 +44,7 @@ def read_latest(root: Path) -> int | None:
             raise CheckpointError(f"{root}: {foreign[0]} has no {LAYOUT_FILE}. Choose another run.dir, or move it away")
         return newest
     remedy = f"{describe_iterations(root)}. Write one of them into the file, or delete the file to use the newest"
-    if not (text.isascii() and text.isdigit()):
+    if not (text.isascii() and text.isdigit() and len(text) < 19):
         raise CheckpointError(f"{tracker}: {text[:40]!r} is not an iteration. {remedy}")
     if not locate(root, int(text)).exists():
         raise CheckpointError(f"{tracker}: names iteration {text}, which is missing. {remedy}")

@@ -15,6 +15,7 @@ from megatron_lite.files import identity
 from megatron_lite.parallel.agreement import on_first
 from megatron_lite.parallel.context import Group
 from megatron_lite.parallel.interfaces import separate_tasks
+from megatron_lite.text import visible
 
 LOCK_FILE = ".lock"
 
@@ -64,7 +65,7 @@ def _acquire(folder: Path) -> int:
         fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
         if error.errno not in (errno.EACCES, errno.EAGAIN):
-            print(f" cannot lock {folder} ({error.strerror}): make sure that no other run trains there", flush=True)
+            print(visible(f" cannot lock {folder} ({error.strerror}): let no other run train there"), flush=True)
             return descriptor
         holder = os.pread(descriptor, 200, 0).decode(errors="replace").strip() or "another run"
         os.close(descriptor)

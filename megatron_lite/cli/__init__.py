@@ -27,7 +27,9 @@ from megatron_lite.cli.submit import submit
 from megatron_lite.cli.train_tokenizer import train_tokenizer
 from megatron_lite.cli.usage import Command, Commands
 from megatron_lite.errors import MegatronLiteError
+from megatron_lite.launch.file_errors import named_files
 from megatron_lite.launch.streams import exit_on_lost_output
+from megatron_lite.text import visible
 
 app = typer.Typer(
     name="megatron-lite",
@@ -84,10 +86,11 @@ def main() -> None:
     """
     exit_on_lost_output()
     try:
-        app()
+        with named_files():
+            app()
     except MegatronLiteError as error:
         rank = os.environ.get("RANK", "0")
-        print(f"[rank {rank}] {error}" if rank != "0" else error, file=sys.stderr)
+        print(visible(f"[rank {rank}] {error}" if rank != "0" else error), file=sys.stderr)
         sys.exit(error.exit_code)
     finally:
         if sys.stdout is not None:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 from megatron_lite.cli.picture import LINE_COLOURS, write_picture
 from megatron_lite.cli.runs import TrainedRun, finite
 from megatron_lite.targets import Targets
+from megatron_lite.text import one_line
 
 if TYPE_CHECKING:
     import numpy as np
@@ -66,7 +67,7 @@ def _add_curve(axes: "Axes", run: TrainedRun, name: str, axis: str, style: dict[
     if name in _NOISY and window > 1:
         axes.plot(x, values, color=style["color"], linewidth=0.7, alpha=0.3)
         x, values = smoothed(x, values, window)
-    axes.plot(x, values, linewidth=1.6, marker=marker, label=run.name, **style)
+    axes.plot(x, values, linewidth=1.6, marker=marker, label=one_line(run.name).replace("$", r"\$"), **style)
     if name == "loss":
         points = run.validation(axis)
         edge = {"markeredgecolor": "white", "markeredgewidth": 0.8}

@@ -1,6 +1,5 @@
 """`megatron-lite generate`: text from a checkpoint."""
 
-import json
 import re
 import sys
 from pathlib import Path
@@ -11,6 +10,7 @@ import typer
 from megatron_lite.cli.options import Bos, Iteration, Load, Model, NoTokenizerCheck, NumProcesses
 from megatron_lite.errors import ConfigError
 from megatron_lite.preprocess.formats import read_text
+from megatron_lite.text import parse_json
 
 if TYPE_CHECKING:
     from megatron_lite.generate.run import Prompt
@@ -93,11 +93,13 @@ def generate(
     from megatron_lite.generate.sampling import Sampling
     from megatron_lite.launch.launcher import launched_world_size, run_ranks
     from megatron_lite.launch.nodes import nodes_from
+    from megatron_lite.launch.streams import show_as_it_is
 
+    show_as_it_is()  # a pipe gets the characters of the model
     if not 0 < top_p <= 1:
         raise ConfigError(f"--top-p is {top_p:g}; use a probability above 0, such as 0.9, or 1 for all tokens")
-    if repetition_penalty <= 0:
-        raise ConfigError(f"--repetition-penalty is {repetition_penalty:g}; use a number above 0, or 1 for none")
+    if not 1e-3 <= repetition_penalty <= 1e3:  # beyond them, logits overflow
+        raise ConfigError(f"--repetition-penalty is {repetition_penalty:g}; use 0.001 to 1000, or 1 for none")
     if "" in (stop or []):
         raise ConfigError("--stop is empty, so every text would end at once; give a text, or leave it out")
     nodes = nodes_from(nproc_per_node)
@@ -167,7 +169,7 @@ def _lines_of(file: str) -> list[str]:
 
 def _prompt_of_object(line: str, where: str) -> str:
     try:
-        found = json.loads(line)
+        found = parse_json(line)
     except ValueError as error:
         raise ConfigError(f'{where}: not JSON ({error}); write {{"prompt": "..."}} on each line') from None
     if not isinstance(found, dict) or not isinstance(found.get("prompt"), str):

@@ -133,7 +133,10 @@ def tensor_table(layout: "Layout", opened: "Opened | None", problems: list[str])
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Rows of text with columns of equal width."""
+    """Rows of text with columns of equal width. A name keeps to its row."""
+    from megatron_lite.text import one_line
+
+    rows = [[one_line(text) for text in row] for row in rows]
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     return ["  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip() for row in rows]
 

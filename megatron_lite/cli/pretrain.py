@@ -9,6 +9,7 @@ import typer
 
 from megatron_lite.cli.options import ConfigFile, Data, ForwardStep, Model, Overrides, command_line, takes_nodes
 from megatron_lite.launch.nodes import Nodes
+from megatron_lite.text import visible
 
 if TYPE_CHECKING:
     from megatron_lite.config.schema import Config
@@ -208,4 +209,4 @@ def _write_exit_code(config: "Config", stop: "StoppedEarly") -> None:
         path = Path(config.run.exit_code_file)
         with disk_errors("writing", path, TrainingError):
             atomic_write(path, f"{stop.exit_code}\n")
-        print(stop, file=sys.stderr)
+        print(visible(stop), file=sys.stderr)

@@ -33,7 +33,9 @@ def run_script(script: str, arguments: list[str]) -> None:
     Exit codes of a run become the matching errors, so that the launcher treats scripts and runs alike.
     """
     from megatron_lite.errors import ConfigError, MegatronLiteError, StoppedEarly
+    from megatron_lite.launch.streams import show_as_it_is
 
+    show_as_it_is()
     sys.argv = [script, *arguments]
     sys.path.insert(0, str(Path(script).resolve().parent))
     try:

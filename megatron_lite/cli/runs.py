@@ -1,13 +1,15 @@
 """Reads training runs for `plot` and `compare`: metrics.jsonl and resolved.yaml of a run.dir.
 
 A run that is still training can be read. An incomplete last line is a row that is being written, and is left out.
+Damaged rows are left out with a notice.
 """
 
-import json
 import math
 import os
+import sys
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, takewhile
@@ -15,9 +17,13 @@ from pathlib import Path
 from typing import Any
 
 from megatron_lite.errors import ConfigError, MegatronLiteError
-from megatron_lite.text import listed
+from megatron_lite.files import read_file
+from megatron_lite.text import listed, visible
+from megatron_lite.training.rows import read_rows
 
-COLUMNS = ("iteration", "consumed_samples", "loss", "lr", "grad_norm", "tokens_per_second", "seconds")
+COUNTERS = ("iteration", "consumed_samples", "lr", "tokens_per_second", "seconds")  # never negative nor infinite
+COLUMNS = (*COUNTERS, "loss", "grad_norm")
+LARGEST = 1e39  # above the largest fp32 number
 X_AXES = ("steps", "samples", "tokens", "hours")
 
 
@@ -113,50 +119,38 @@ def _read_run(folder: Path, name: str) -> TrainedRun:
         runs = sorted(str(child.parent) for child in folder.glob("*/metrics.jsonl"))
         advice = f"; give one of its runs: {listed(runs)}" if runs else "; give the run.dir of a run that trained"
         raise ConfigError(f"{folder}: the folder has no metrics.jsonl{advice}")
-    lines = _read(path).split(b"\n")
-    columns: dict[str, list[float]] = {name: [] for name in COLUMNS}
-    evaluations = []
-    for number, line in enumerate(lines, start=1):
-        row = _row(line, f"{path}:{number}", is_complete=number < len(lines))
-        if "loss" in row:
-            for column, value in _numbers(row, COLUMNS, f"{path}:{number}").items():
-                columns[column].append(value)
-        elif "validation_loss" in row:
-            values = _numbers(row, ("iteration", "validation_loss"), f"{path}:{number}")
-            evaluations.append((values["iteration"], values["validation_loss"]))
+    with _reading(path):
+        lines, notice = read_rows(path, _is_complete)
+    if notice:
+        print(visible(notice), file=sys.stderr)
+    rows = [row for _, row in lines]
+    columns = {name: [float(row[name]) for row in rows if "loss" in row] for name in COLUMNS}
+    evaluated = [row for row in rows if "validation_loss" in row and "loss" not in row]
+    evaluations = [(float(row["iteration"]), float(row["validation_loss"])) for row in evaluated]
     return TrainedRun(folder, name, columns, evaluations)
 
 
-def _read(path: Path) -> bytes:
+@contextmanager
+def _reading(path: Path) -> Iterator[None]:
     try:
-        return path.read_bytes()
+        yield
     except OSError as error:
         raise MegatronLiteError(
             f"{path}: cannot be read: {error.strerror}; make it a file that this user may read"
         ) from error
 
 
-def _row(line: bytes, place: str, *, is_complete: bool) -> dict[str, Any]:
-    """The JSON object of a line; {} for a line that is not complete."""
-    try:
-        row = json.loads(line)
-    except (ValueError, RecursionError):
-        row = None
-    if isinstance(row, dict):
-        return row
-    if not is_complete:
-        return {}
-    excerpt = line[:40].decode(errors="replace")
-    raise MegatronLiteError(f"{place}: damaged line {excerpt!r}; each line must be a JSON object; remove this line")
+def _is_complete(row: dict[str, Any]) -> bool:
+    """True for a row with numbers in all its columns."""
+    names = COLUMNS if "loss" in row else ("iteration", "validation_loss") if "validation_loss" in row else ()
+    return all(isinstance(row[name], int | float) and _fits(row[name], name) for name in names)
 
 
-def _numbers(row: dict[str, Any], names: Sequence[str], place: str) -> dict[str, float]:
-    """The values of these names in a row, which can be nan."""
-    for name in names:
-        if not isinstance(row.get(name), (int, float)):
-            got = f"{name} is {row[name]!r}" if name in row else f"{name} is missing"
-            raise MegatronLiteError(f"{place}: damaged line: {got}; it must be a number; remove this line")
-    return {name: float(row[name]) for name in names}
+def _fits(value: float, name: str) -> bool:
+    """True for a value that training can have: a loss may be NaN or infinite, a counter may not."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return name not in COUNTERS
+    return (0 if name in COUNTERS else -LARGEST) <= value < LARGEST
 
 
 def _read_config(path: Path) -> dict[str, Any]:
@@ -166,7 +160,9 @@ def _read_config(path: Path) -> dict[str, Any]:
 
     if not path.exists():
         raise ConfigError(f"{path}: no such file; pretrain writes it beside metrics.jsonl, so copy both files of a run")
-    root = compose(_read(path).decode(errors="replace"), str(path))
+    with _reading(path):
+        content = read_file(path)
+    root = compose(content.decode(errors="replace"), str(path))
     sections = root.value if isinstance(root, yaml.MappingNode) else []
     return {
         f"{section.value}.{field.value}": value_of(node, text=False)

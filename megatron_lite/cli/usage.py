@@ -1,7 +1,8 @@
 """Hints for wrong usage, and --help without Python types, in addition to Typer."""
 
+import math
 from itertools import pairwise
-from typing import Any
+from typing import Any, cast
 
 import typer
 from typer.core import TyperCommand, TyperGroup
@@ -49,7 +50,12 @@ class Command(TyperCommand):
         """The arguments that are left; the error for an unknown option suggests the config field of its name."""
         given = list(args)
         try:
-            return super().parse_args(ctx, args)
+            rest = super().parse_args(ctx, args)
+            for parameter in cast(Any, self.params):
+                value = ctx.params.get(parameter.name)
+                if isinstance(value, float) and not math.isfinite(value):
+                    raise typer.BadParameter(f"{value} is not a finite number.", ctx=ctx, param=parameter)
+            return rest
         except UsageError as error:
             if self.takes_fields() and (fields := fields_for(getattr(error, "option_name", ""), given)):
                 error.possibilities = None

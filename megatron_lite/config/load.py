@@ -23,6 +23,8 @@ from megatron_lite.config.types import Accepts
 from megatron_lite.config.validate import raise_any
 from megatron_lite.config.yaml_file import compose, line_of, show_value, value_of
 from megatron_lite.errors import ConfigError
+from megatron_lite.files import read_file
+from megatron_lite.text import one_line
 
 SETTINGS, RESOLVED = "settings.yaml", "resolved.yaml"  # of a run.dir: the given fields, and all fields
 OLD_RESOLVED = "config.yaml"  # the name of RESOLVED in older run.dirs
@@ -135,7 +137,7 @@ class _Reader:
     def read_file(self, path: Path) -> None:
         """Every known `section.field` of a file; unknown and repeated ones become mistakes."""
         try:
-            text = path.read_text(encoding="utf-8")
+            text = read_file(path).decode()
         except FileNotFoundError:
             raise ConfigError(f"{path}: no such file in {Path.cwd()}; --config needs a YAML file") from None
         except (OSError, UnicodeDecodeError) as error:
@@ -203,7 +205,8 @@ class _Reader:
         lines: dict[str, int] = {}
         for key_node, value_node in node.value:
             line = line_of(key_node)
-            name = f"{section}.{key_node.value}" if section else str(key_node.value)
+            key = one_line(key_node.value)
+            name = f"{section}.{key}" if section else key
             place = _Place(line, f"{path}:{line}")
             if name in lines:
                 self.mistakes.append((place, f"{name} is given twice, on line {lines[name]} already; keep one"))

@@ -33,6 +33,8 @@ def recognise(path: Path) -> bool:
     """Whether `path` is a GGUF file, or a folder with ours."""
     try:
         file = path / FILE if path.is_dir() else path
+        if not file.is_file():
+            return False  # a pipe would never end
         with file.open("rb") as opened:
             return opened.read(4) == b"GGUF"
     except OSError:

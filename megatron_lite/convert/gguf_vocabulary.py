@@ -1,6 +1,5 @@
 """What the tokenizers of GGUF share: the vocabulary in llama.cpp's terms, and the tokens that files add to it."""
 
-import json
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -9,6 +8,7 @@ from typing import Any
 
 import tokenizers
 
+from megatron_lite.data.tokenizer import read_object as _read_object
 from megatron_lite.errors import CheckpointError
 
 # Kinds of tokens. llama.cpp looks in a text for user-defined tokens, and for control tokens where a caller wants them.
@@ -34,7 +34,7 @@ class Vocabulary:
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    return _read_object(path) if path.exists() else {}
 
 
 def _text_of(token: Any) -> Any:

@@ -33,10 +33,11 @@ from megatron_lite.convert.recipe import BLOCK, VOCABULARY_TABLES, Checkpoint, P
 from megatron_lite.data.special_tokens import start_of
 from megatron_lite.data.tokenizer import end_tokens
 from megatron_lite.errors import CheckpointError, ConfigError, DamagedCheckpoint
+from megatron_lite.files import read_file
 from megatron_lite.model.ends import WORD_EMBEDDINGS
 from megatron_lite.parallel.shard import ParamTable
 from megatron_lite.plan.sizes import check_fits
-from megatron_lite.text import listed
+from megatron_lite.text import listed, parse_json
 
 CONFIG_FILE, GENERATION_FILE = "config.json", "generation_config.json"
 SHARD_BYTES = 5_000_000_000  # the largest size of a file
@@ -56,8 +57,8 @@ OLD_NAMES = {"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm
 def recognise(path: Path) -> bool:
     """Whether `path` is a folder with a config.json of Hugging Face."""
     try:
-        content = json.loads((snapshot(path) / CONFIG_FILE).read_bytes())
-    except (OSError, ValueError, RecursionError):
+        content = parse_json(read_file(snapshot(path) / CONFIG_FILE))
+    except (OSError, ValueError):
         return False
     return isinstance(content, dict) and ("model_type" in content or "architectures" in content)
 

@@ -5,7 +5,7 @@ error that names the file.
 Source: https://huggingface.co/docs/transformers/big_models, "Sharded checkpoints".
 """
 
-import json
+import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -22,8 +22,9 @@ from megatron_lite.convert.distributed_files import METADATA, DistributedFiles
 from megatron_lite.convert.safe_pickle import StoredTensor
 from megatron_lite.convert.torch_file import TorchFile
 from megatron_lite.errors import CheckpointError, DamagedCheckpoint
+from megatron_lite.files import read_file
 from megatron_lite.parallel.dtypes import SAFETENSORS_DTYPES
-from megatron_lite.text import listed
+from megatron_lite.text import listed, parse_strictly
 
 BLOCK_BYTES = 32 << 20  # of a mapped file that are in memory at a time
 INDEX = ".index.json"
@@ -118,8 +119,11 @@ def _safetensors_file(path: Path) -> dict[str, tuple[Spec, Reader]]:
 @contextmanager
 def _opened(path: Path) -> Iterator[Any]:
     try:
+        os.close(os.open(path, os.O_RDONLY | os.O_NONBLOCK))  # the library reports no other error than a missing file
         with safe_open(path, framework="pt") as file:
             yield file
+    except PermissionError as error:
+        raise CheckpointError(f"{path}: cannot be read: {error.strerror}; let this user read it") from None
     except (SafetensorError, OSError, ValueError, TypeError, OverflowError, RuntimeError) as error:
         raise DamagedCheckpoint(f"{path}: is damaged, or not a safetensors file ({error}); fetch it again") from None
 
@@ -178,10 +182,10 @@ def plan_shards(groups: list[dict[str, Spec]], max_bytes: int) -> Shards:
 def read_json(path: Path) -> dict[str, Any]:
     """The JSON object in a file."""
     try:
-        content = json.loads(path.read_bytes(), object_pairs_hook=_object)
+        content = parse_strictly(read_file(path), object_pairs_hook=_object)
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read: {error.strerror or error}") from None
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise DamagedCheckpoint(f"{path}: cannot be read as JSON ({error}); fetch it again") from None
     if not isinstance(content, dict):
         raise DamagedCheckpoint(f"{path}: holds a {type(content).__name__}, expected a JSON object; fetch it again")

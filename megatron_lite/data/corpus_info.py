@@ -5,7 +5,6 @@ it. A checksum of the `.idx` detects the record of another corpus. Corpora writt
 are accepted without a check.
 """
 
-import json
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
@@ -15,6 +14,8 @@ import numpy as np
 
 from megatron_lite.crc32 import crc32
 from megatron_lite.errors import ConfigError, DataError
+from megatron_lite.files import read_file
+from megatron_lite.text import parse_strictly
 
 
 @dataclass(frozen=True)
@@ -53,13 +54,13 @@ def read_info(prefix: str | os.PathLike[str], index_crc32: str) -> CorpusInfo | 
     path = info_path(prefix)
     advice = "run preprocess again, or delete this file to disable the tokenizer check"
     try:
-        content = json.loads(path.read_bytes())
+        content = parse_strictly(read_file(path))
         values = {field.name: content[field.name] for field in fields(CorpusInfo)}
         if wrong := [field.name for field in fields(CorpusInfo) if type(values[field.name]) is not field.type]:
             raise TypeError(f"{wrong[0]} is {values[wrong[0]]!r}")
     except FileNotFoundError:
         return None
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+    except (OSError, ValueError, KeyError, TypeError) as error:
         raise DataError(f"{path}: cannot be read ({error!r}); {advice}") from error
     if values["idx_crc32"] != index_crc32:
         raise DataError(f"{path}: does not belong to this .idx (checksums differ); {advice}")

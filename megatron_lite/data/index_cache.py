@@ -18,7 +18,8 @@ from typing import Any
 import numpy as np
 
 from megatron_lite.errors import DataError
-from megatron_lite.files import identity, not_through_links, private_name
+from megatron_lite.files import identity, not_through_links, private_name, read_file
+from megatron_lite.text import parse_strictly
 
 MAX_ENTRIES = 1 << 58  # for more entries, NumPy's count of bytes overflows
 
@@ -93,7 +94,7 @@ def _replace(path: Path, write: Callable[[Any], Any]) -> None:
 def _load(stem: Path) -> dict[str, np.ndarray] | None:
     """The arrays, or None if one of them is missing or damaged."""
     try:
-        checksums = json.loads(Path(f"{stem}.json").read_text())["crc32"]
+        checksums = parse_strictly(read_file(f"{stem}.json"))["crc32"]
         arrays = {name: np.load(f"{stem}-{name}.npy", mmap_mode="r", allow_pickle=False) for name in checksums}
     except (OSError, ValueError, KeyError, TypeError, EOFError):
         return None

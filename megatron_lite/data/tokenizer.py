@@ -20,6 +20,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from megatron_lite.errors import ConfigError, DataError
+from megatron_lite.files import read_file
+from megatron_lite.text import parse_strictly
 
 END_OF_TEXT = "<|endoftext|>"
 END_TOKENS = (END_OF_TEXT, "</s>", "<|end_of_text|>", "<eos>", "<|im_end|>", "[SEP]")  # in the order they are tried
@@ -69,7 +71,7 @@ def tokenizer_hash(spec: str) -> str:
     digest = hashlib.sha256(kind.encode())
     for file in files_of(spec):
         _require_file(file)
-        content = Path(file).read_bytes()
+        content = read_file(file)
         if file.suffix == ".json":  # independent of white space
             content = json.dumps(read_object(file), sort_keys=True).encode()
         digest.update(hashlib.sha256(content).digest())
@@ -212,8 +214,8 @@ def _require_file(file: str | os.PathLike[str]) -> None:
 def read_object(file: Path) -> dict[str, Any]:
     """The JSON object in a file."""
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
+        content = parse_strictly(read_file(file))
+    except (OSError, ValueError) as error:
         raise DataError(f"{file}: cannot be read as JSON ({error})") from error
     if not isinstance(content, dict):
         raise DataError(f"{file}: contains a {type(content).__name__}, expected a JSON object")

@@ -1,6 +1,7 @@
 """`megatron-lite evaluate` on one rank: load a checkpoint under any layout, evaluate it, print the results."""
 
 import json
+import math
 import os
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -31,6 +32,7 @@ from megatron_lite.model.build import get_model, named_params, param_table
 from megatron_lite.parallel.agreement import on_first
 from megatron_lite.pipeline.engine import PipelineEngine
 from megatron_lite.plan.sizes import check_layout
+from megatron_lite.text import one_line, visible
 from megatron_lite.training.forward_step import built_in_step
 from megatron_lite.training.initialize import finalize_megatron, initialize_megatron
 from megatron_lite.training.provider import NamedFunction
@@ -139,7 +141,7 @@ def evaluate_checkpoint(folder: Path, request: Request, overrides: tuple[str, ..
         results = {"checkpoint": str(folder), "iteration": place_of(folder)[1]}
         results |= evaluated(run, request)
         if run.ctx.rank == 0:
-            print(json.dumps(results) if request.json else "\n".join(table(results)), flush=True)
+            print(json.dumps(results) if request.json else visible("\n".join(table(results))), flush=True)
     finally:
         finalize_megatron()
 
@@ -226,14 +228,15 @@ def table(results: dict[str, Any]) -> list[str]:
     for kind, title in (("corpora", "corpus"), ("tasks", "task"), ("lm_eval", "lm-eval task")):
         if kind not in results:
             continue
-        width = max(len(title), *map(len, results[kind]))
+        width = max(len(title), *(len(one_line(name)) for name in results[kind]))
         lines += ["", f"{title:{width}}  {'value':24}{'':>12}"]
         for name, values in results[kind].items():
             for label, value in values.items():
-                lines.append(f"{name:{width}}  {label.replace('_', ' '):24}{_shown(value):>12}")
+                lines.append(f"{one_line(name):{width}}  {one_line(label).replace('_', ' '):24}{_shown(value):>12}")
                 name = ""
     return lines
 
 
 def _shown(value: float) -> str:
-    return f"{value:,.0f}" if value == int(value) and abs(value) > 1 else f"{value:.6f}"
+    is_count = math.isfinite(value) and value == int(value) and abs(value) > 1
+    return f"{value:,.0f}" if is_count else f"{value:.6f}"

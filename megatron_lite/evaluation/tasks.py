@@ -8,7 +8,6 @@ Each line may name its "task", under which results are grouped; the default is t
 joined as they are, so a choice or completion begins with its space.
 """
 
-import json
 import math
 from collections import defaultdict
 from collections.abc import Sequence
@@ -26,6 +25,7 @@ from megatron_lite.generate.prompts import Prompts, prompts_of
 from megatron_lite.generate.sampling import Sampling
 from megatron_lite.generate.texts import Text
 from megatron_lite.preprocess.formats import read_text
+from megatron_lite.text import one_line, parse_strictly
 
 MAX_NEW_TOKENS = 64
 KEYS = {  # of each kind: those that it needs, and those that it may have
@@ -72,8 +72,7 @@ def parse_questions(text: str, path: str) -> list[Question]:
 
 def _question(line: str, origin: str, task: str) -> Question:
     try:
-        found: Any = json.loads(line)
-        json.dumps(found, ensure_ascii=False).encode()
+        found: Any = parse_strictly(line.encode())
     except UnicodeEncodeError as error:
         raise ConfigError(f"{origin}: half a surrogate pair ({error.reason}); write whole characters") from None
     except ValueError as error:
@@ -90,7 +89,7 @@ def _question(line: str, origin: str, task: str) -> Question:
             raise ConfigError(f"{origin}: unknown key {key!r}; a {kind} question may have {', '.join(types)}")
         if not isinstance(value, types[key]) or isinstance(value, bool):
             raise ConfigError(f"{origin}: {key} is {value!r}; it must be a {types[key].__name__}")
-    given = {"kind": kind, "task": found.get("task", task), "origin": origin}
+    given: dict[str, Any] = {"kind": kind, "task": one_line(found.get("task", task)), "origin": origin}
     if kind == "choice":
         return Question(**given, **_checked_choices(found, origin))
     text = found["completion" if kind == "cloze" else "answer"]

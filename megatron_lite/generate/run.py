@@ -30,6 +30,7 @@ from megatron_lite.parallel.context import ParallelContext
 from megatron_lite.parallel.dtypes import PRECISIONS
 from megatron_lite.parallel.random import RngTracker, stream_seed
 from megatron_lite.plan.sizes import check_layout
+from megatron_lite.text import visible
 from megatron_lite.training.initialize import finalize_megatron, initialize_megatron
 from megatron_lite.training.provider import ModelProvider, NamedFunction, build_chunks, function_name
 
@@ -119,7 +120,7 @@ def generate_texts(folder: Path, request: Request, model: str) -> None:
         for start in range(0, len(texts), request.batch_size):
             write_batch(loaded, texts[start : start + request.batch_size], request, speed, is_only=len(texts) == 1)
         if ctx.rank == 0:
-            print("\n".join(report(texts, request, loaded, speed)), file=sys.stderr, flush=True)
+            print(visible("\n".join(report(texts, request, loaded, speed))), file=sys.stderr, flush=True)
     finally:
         finalize_megatron()
 

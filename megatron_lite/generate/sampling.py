@@ -6,6 +6,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from megatron_lite.errors import CheckpointError
+
 
 @dataclass(frozen=True)
 class Sampling:
@@ -34,7 +36,10 @@ def pick(logits: Tensor, ids: Sequence[int], sampling: Sampling, generator: torc
         logits = logits.scatter(0, present, torch.where(values > 0, values / penalty, values * penalty))
     if sampling.temperature == 0:
         return int(logits.argmax())
-    distance = (logits - logits.max()).double() / sampling.temperature  # from 0 down, so that nothing overflows
+    top = logits.max()
+    if not top.isfinite():
+        raise CheckpointError(f"the model's largest logit is {top}: its weights diverged; load an earlier checkpoint")
+    distance = (logits - top).double() / sampling.temperature  # from 0 down, so that nothing overflows
     if 0 < sampling.top_k < len(distance):
         distance[distance < distance.topk(sampling.top_k).values[-1]] = -torch.inf
     probabilities = distance.softmax(-1)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from megatron_lite.data.tokenizer import Tokenizer
+from megatron_lite.text import visible
 
 
 @dataclass
@@ -84,9 +85,12 @@ class Text:
 
 
 def write(text: str) -> None:
-    """Print to stdout without a new line. Once its reader has gone, as with `| head`, texts go nowhere."""
+    """Print to stdout without a new line. Once its reader has gone, as with `| head`, texts go nowhere.
+
+    A terminal shows the control characters of a text as escapes; a file or a pipe gets each character of the model.
+    """
     try:
-        sys.stdout.write(text)
+        sys.stdout.write(visible(text) if sys.stdout.isatty() else text)
         sys.stdout.flush()
     except BrokenPipeError:
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - until the process ends

@@ -22,6 +22,7 @@ from megatron_lite.errors import TrainingError
 from megatron_lite.launch.nodes import Nodes
 from megatron_lite.launch.rendezvous import build_handler
 from megatron_lite.launch.reports import GOOD_EXIT_CODES, Failure, delete_reports, explain, rank_main
+from megatron_lite.text import visible
 
 FAILED_GRACE_SECONDS = 10  # ranks that wait in a collective for a failed rank cannot save
 JOINED_GRACE_SECONDS = 600  # ranks that stop because a node has joined save first
@@ -97,7 +98,7 @@ class Agent(LocalElasticAgent):
             lines.append("the same failure as before the restart; another restart would not help")
         elif self._remaining_restarts:
             lines.append(f"restarting from the newest checkpoint ({total - self._remaining_restarts + 1} of {total})")
-        print(*lines, sep="\n", file=sys.stderr, flush=True)
+        print(visible("\n".join(lines)), file=sys.stderr, flush=True)
         self.exit_code, self._last_failure = failure.exit_code, failure
 
     # Some versions of torch pass `is_restart`.

@@ -21,6 +21,7 @@ from megatron_lite.errors import STOP_SIGNALS, ConfigError, StoppedEarly
 from megatron_lite.launch.available import available_cores
 from megatron_lite.launch.nodes import Nodes, is_reachable, set_network_variables
 from megatron_lite.launch.reports import resolve, stopped_early
+from megatron_lite.text import visible
 
 # Both count from the exit of the last rank. On a busy machine the agent needs seconds.
 UNREACHABLE_SECONDS = 20.0  # then a launcher exits if the first node does not answer
@@ -75,7 +76,7 @@ def launch(target: str, args: tuple[Any, ...], nodes: Nodes) -> int:
         message = stopped_early(reports)
         if exit_code or not message:
             return exit_code
-        print(message, file=sys.stderr)
+        print(visible(message), file=sys.stderr)
         return StoppedEarly.exit_code
     finally:
         shutil.rmtree(reports, ignore_errors=True)
@@ -105,7 +106,7 @@ def _watch(running: "Future[int]", nodes: Nodes, signals: "_SignalsToRanks", rep
         else:
             continue
         saved = stopped_early(reports)
-        print(saved or reason, file=sys.stderr, flush=True)
+        print(visible(saved or reason), file=sys.stderr, flush=True)
         shutil.rmtree(reports, ignore_errors=True)
         os._exit(StoppedEarly.exit_code if saved else 1)  # the agent's thread cannot be interrupted
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from megatron_lite.errors import ConfigError
 from megatron_lite.parallel.interfaces import interface_of, use_loopback
+from megatron_lite.text import visible
 
 DEFAULT_PORT = 29500
 REMOTE = "192.0.2.1"  # reserved by RFC 5737: no machine has it
@@ -74,7 +75,9 @@ def nodes_from(
             return None
         return Nodes(nproc_per_node or 1, max_restarts=max_restarts, log_dir=log_dir)
     low, colon, high = nnodes.partition(":")
-    if not (low.isdecimal() and int(low) > 0 and (not colon or (high.isdecimal() and int(high) >= int(low)))):
+    if len(nnodes) > 20 or not (
+        low.isdecimal() and int(low) > 0 and (not colon or (high.isdecimal() and int(high) >= int(low)))
+    ):
         raise ConfigError(f"--nnodes is {nnodes}; give a number of machines, such as 2, or a range, such as 1:4")
     smallest, largest = int(low), int(high or low)
     if largest > 1 and not master_addr:
@@ -154,7 +157,7 @@ def set_network_variables(nodes: Nodes) -> str:
         use_loopback()
     elif "GLOO_SOCKET_IFNAME" not in os.environ and (interface := interface_of(address)):
         os.environ["GLOO_SOCKET_IFNAME"] = interface
-        print(f"GLOO_SOCKET_IFNAME={interface}", flush=True)
+        print(visible(f"GLOO_SOCKET_IFNAME={interface}"), flush=True)
     return address
 
 

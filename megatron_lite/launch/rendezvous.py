@@ -25,6 +25,7 @@ from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCP
 from megatron_lite.errors import ConfigError
 from megatron_lite.launch.nodes import Nodes
 from megatron_lite.parallel.interfaces import LOOPBACK
+from megatron_lite.text import visible
 
 RUN_ID = "megatron_lite"
 
@@ -206,10 +207,6 @@ class JsonBackend(C10dRendezvousBackend):
 
     def _report(self) -> None:
         if not self._has_reported:
-            print(
-                f"another program writes into the store of this run at {self._endpoint}; its data was overwritten. "
-                "Let only the machines of this run reach that port",
-                file=sys.stderr,
-                flush=True,
-            )
+            notice = f"another program writes into the store of this run at {self._endpoint}; its data was overwritten"
+            print(visible(f"{notice}. Let only the machines of this run reach that port"), file=sys.stderr, flush=True)
         self._has_reported = True

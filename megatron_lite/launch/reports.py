@@ -14,6 +14,7 @@ from typing import Any
 
 from megatron_lite.errors import STOP_SIGNALS, ConfigError, MegatronLiteError, StoppedEarly
 from megatron_lite.files import atomic_write, not_through_links
+from megatron_lite.launch.file_errors import named_files
 from megatron_lite.launch.streams import survive_lost_output
 
 FINISHED = 100  # exit code of a finished rank; 0 can also come from sys.exit() anywhere in the script
@@ -41,7 +42,8 @@ def _exit_code(target: str, args: tuple[Any, ...], reports: str, log_dir: Path |
     try:
         if log_dir is not None and os.environ["RANK"] != "0":
             _redirect_output(log_dir / f"rank_{int(os.environ['RANK']):05d}.log")
-        resolve(target)(*args)
+        with named_files():
+            resolve(target)(*args)
         _ignore_stop_signals()
         return FINISHED
     except KeyboardInterrupt:

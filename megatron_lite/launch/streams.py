@@ -12,12 +12,18 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol, TextIO
 
+from megatron_lite.text import visible
+
 BROKEN_PIPE_EXIT_CODE = 128 + signal.SIGPIPE
 DESCRIPTORS = {"stdout": 1, "stderr": 2}
 
 
 class Owner(Protocol):
-    """Handles failures of an `Output`."""
+    """Decides about the text of an `Output`, and handles its failures."""
+
+    def shown(self, name: str, text: str) -> str:
+        """The text as stream `name` shows it."""
+        ...
 
     def on_failure(self, name: str, error: Exception, text: str) -> None:
         """Handle the failure of stream `name`, which did not write `text`."""
@@ -37,9 +43,10 @@ class Output:
         return getattr(self.stream, name)
 
     def write(self, text: str) -> int:
-        self._unwritten += text
+        shown = self.owner.shown(self.name, text)
+        self._unwritten += shown
         try:
-            self.stream.write(text)
+            self.stream.write(shown)
         except (OSError, ValueError) as error:  # ValueError: closed, or a character outside the encoding
             self._fail(error)
         if "\n" in text:
@@ -67,9 +74,15 @@ class Output:
 
 
 class _Command:
-    """Exits, because a command without output is useless."""
+    """Shows escape sequences of names and texts of files as text. Exits without standard output, as it is useless."""
+
+    def shown(self, name: str, text: str) -> str:
+        bar = text[: len(text) - len(text.lstrip("\r"))] if name == "stderr" else ""  # of tqdm, which starts so
+        return bar + visible(text.removeprefix(bar))
 
     def on_failure(self, name: str, error: Exception, text: str) -> None:
+        if name == "stderr":
+            return sys.stderr.discard()  # type: ignore[attr-defined]
         sys.stdout.discard()  # type: ignore[attr-defined]
         if isinstance(error, BrokenPipeError):
             raise SystemExit(BROKEN_PIPE_EXIT_CODE)
@@ -78,13 +91,19 @@ class _Command:
 
 
 class _Run:
-    """Continues. Error messages go to the other stream or to a file in run.dir."""
+    """Continues. Error messages go to the other stream or to a file in run.dir.
+
+    Text stays as it is: a script may print colours. The lines of the program are made `visible` where it prints them.
+    """
 
     def __init__(self) -> None:
         self.folder: Path | None = None
         self.closed = {name for name in DESCRIPTORS if getattr(sys, name) is None}
         self._failed: set[str] = set()
         self._is_forwarding = False  # True while the other stream writes a message
+
+    def shown(self, name: str, text: str) -> str:
+        return text
 
     def on_failure(self, name: str, error: Exception, text: str) -> None:
         if name == "stdout" and not self._is_forwarding:
@@ -112,9 +131,21 @@ class _Run:
 
 
 def exit_on_lost_output() -> None:
-    """Make this process exit without a traceback when standard output fails. Text for a closed one is lost."""
-    if sys.stdout is not None:
-        Output("stdout", _Command())
+    """Make this process exit without a traceback when standard output fails, and print text of others visibly.
+
+    Text for a closed stream is lost.
+    """
+    owner = _Command()
+    for name in DESCRIPTORS:
+        if getattr(sys, name) is not None:
+            Output(name, owner)
+
+
+def show_as_it_is() -> None:
+    """Let a script of the user, which this process runs from now on, print any characters."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(owner := getattr(stream, "owner", None), _Command):
+            vars(owner)["shown"] = lambda name, text: text
 
 
 def survive_lost_output(folder: Path | None) -> None:

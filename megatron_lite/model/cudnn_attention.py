@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 from torch.backends.cuda import SDPAParams, can_use_cudnn_attention
 
+from megatron_lite.text import visible
+
 ops = torch.ops.aten
 _has_failed = False
 
@@ -100,5 +102,5 @@ def _give_up(error: RuntimeError, where: str) -> None:
     if not _has_failed:
         reason = str(error).splitlines()[0]
         line = f"attention: cuDNN failed in {where} ({reason}); torch's other kernels compute it from now on"
-        print(line, flush=True)
+        print(visible(line), flush=True)
     _has_failed = True

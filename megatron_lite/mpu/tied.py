@@ -19,6 +19,7 @@ from megatron_lite.mpu.groups import set_virtual_pipeline_model_parallel_rank
 from megatron_lite.parallel.agreement import all_gather_objects
 from megatron_lite.parallel.context import ParallelContext
 from megatron_lite.parallel.shard import ParamMeta, Shard, declare
+from megatron_lite.text import visible
 
 # Megatron's names, until 2023 and since: of a module's method that returns the weight, and of its flag.
 METHODS = {
@@ -65,7 +66,7 @@ def tie_stages(chunks: Sequence[nn.Module], ctx: ParallelContext) -> None:
     pairs = _pairs(stages) if count > 1 else []
     _check_names(stages, {copy.name for original, copy in pairs if original.name == copy.name})
     if count > 1 and (note := _untied(of_stages[0], of_stages[-1], pairs)) and ctx.world.is_first:
-        print(f" WARNING: {note}", flush=True)
+        print(visible(f" WARNING: {note}"), flush=True)
     for original, copy in pairs:
         if pp.is_first:
             _declare_tied(chunks[0], original.name, tied_to="")

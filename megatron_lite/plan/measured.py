@@ -4,7 +4,6 @@ A kernel takes the time of its products or of its memory traffic at the measured
 the time in which Python and torch start it.
 """
 
-import json
 import os
 from dataclasses import dataclass, replace
 from math import log, log2
@@ -14,8 +13,10 @@ from typing import Any
 import numpy as np
 
 from megatron_lite.errors import ConfigError
+from megatron_lite.files import read_file
 from megatron_lite.plan.devices import Device
 from megatron_lite.plan.kernels import Kernel
+from megatron_lite.text import parse_strictly
 
 KINDS = ("product", "attention", "memory", "start")
 CACHED = 2**20  # bytes of a kernel whose tensors a cache holds
@@ -78,7 +79,7 @@ def read_profile(path: Path, precision: str, ranks: int) -> MeasuredDevice:
     """
     remedy = "write one with: megatron-lite plan --calibrate"
     try:
-        profile = json.loads(path.read_text(encoding="utf-8"))
+        profile = parse_strictly(read_file(path))
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path}: not a profile of a machine ({error}); {remedy}") from None
     if not isinstance(profile, dict) or profile.get("format") != 1:

@@ -25,7 +25,7 @@ from megatron_lite.plan.report import Budget, days_text, layout_line, per_rank, 
 from megatron_lite.plan.roofline import Row, by_line
 from megatron_lite.plan.stage import kernels
 from megatron_lite.plan.units import duration, prefix_of, scaled, size_text
-from megatron_lite.text import counted, named_ranks
+from megatron_lite.text import counted, named_ranks, visible
 
 MANY_ROWS = 16  # more bars are thinner, and equal ones are one
 SMALL = 1000  # bytes; operations with fewer in a step are one row of their group
@@ -62,8 +62,8 @@ def page(plan: Plan, title: str, budget: Budget, fitting: Sequence[Option] = ())
     return (
         f'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"/>'
         f'<meta name="viewport" content="width=device-width, initial-scale=1"/>'
-        f"<title>{escape(title)}</title><style>{style_sheet()}</style></head>\n"
-        f"<body><main>{''.join(sections)}</main></body></html>\n"
+        f"<title>{escape(visible(title))}</title><style>{style_sheet()}</style></head>\n"
+        f"<body><main>{visible(''.join(sections))}</main></body></html>\n"
     )
 
 

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from megatron_lite.errors import ConfigError
+from megatron_lite.files import read_file
 
 
 class Format(NamedTuple):
@@ -52,7 +53,7 @@ def read_text(path: Path, wanted: str) -> str:
     """
     content = b""
     try:
-        content = path.read_bytes()
+        content = read_file(path)
         return content.decode("utf-8-sig")  # text mode would end lines at a carriage return too
     except UnicodeDecodeError as error:
         if found := other_format(content):

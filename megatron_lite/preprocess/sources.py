@@ -7,7 +7,6 @@ of the inputs, so the order of documents does not depend on the number of proces
 """
 
 import gzip
-import json
 import os
 import re
 import zlib
@@ -19,6 +18,7 @@ from typing import BinaryIO, Literal, NamedTuple
 from megatron_lite.errors import DataError
 from megatron_lite.preprocess.formats import GZIP, ZSTANDARD, other_format
 from megatron_lite.preprocess.languages import LANGUAGE_TAGS, TEXT_SUFFIXES, language_tag
+from megatron_lite.text import parse_json
 
 SplitOn = Literal["file", "blank-line", "line"]
 BLANK_LINE = re.compile(rb"(?m)^[ \t\r\f\v]*\n")
@@ -270,11 +270,9 @@ def _read_lines(chunk: Chunk, json_key: str, with_language_tag: bool) -> Iterato
             continue
         where = f"{chunk.files[0]}:{number}"
         try:
-            record = json.loads(line)
+            record = parse_json(line)
         except ValueError as error:
             raise DataError(f"{where}: not valid JSON ({error}); each line must be one JSON object") from error
-        except RecursionError:
-            raise DataError(f"{where}: brackets are nested too deeply; each line must be one JSON object") from None
         if not isinstance(record, dict) or json_key not in record:
             found = ", ".join(map(repr, record)) if isinstance(record, dict) else f"a {type(record).__name__}"
             raise DataError(f"{where}: no key {json_key!r}, the line has {found}; name the text's key with --json-key")

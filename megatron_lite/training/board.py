@@ -30,7 +30,7 @@ class Board:
 
         self._by_iteration = writer(folder, state.iteration)
         self._by_samples = writer(folder / "samples", state.consumed_samples)
-        self._by_iteration.add_text("config", f"```yaml\n{dump_config(config)}```", state.iteration)
+        self._by_iteration.add_text("config", "    " + dump_config(config).replace("\n", "\n    "), state.iteration)
 
     def add(self, scalars: dict[str, float], state: TrainState) -> None:
         for tag, value in scalars.items():

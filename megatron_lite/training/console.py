@@ -14,6 +14,7 @@ from typing import Any
 from tqdm import tqdm
 
 from megatron_lite.config.schema import LogConfig
+from megatron_lite.text import visible
 
 WIDTH, LONG = 100, 20
 BAR: Any = {"bar_format": "{n_fmt}/{total_fmt} |{bar}| {percentage:.0f}%{postfix}", "leave": False}
@@ -27,7 +28,8 @@ COLOURS = {  # by the text that has it
 
 
 def say(text: str, log: LogConfig) -> None:
-    """Print a text on standard output. With `log.megatron_line` it stays as it is, for parsers."""
+    """Print a text on standard output. With `log.megatron_line` its lines stay as they are, for parsers."""
+    text = visible(text)
     if not log.megatron_line:
         wrap = {"subsequent_indent": "    ", "break_long_words": False, "break_on_hyphens": False}
         text = "\n".join(textwrap.fill(line, width(), **wrap) for line in text.split("\n"))

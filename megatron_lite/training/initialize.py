@@ -39,7 +39,7 @@ from megatron_lite.parallel.context import Group, ParallelContext
 from megatron_lite.parallel.grid import Grid
 from megatron_lite.parallel.interfaces import separate_tasks
 from megatron_lite.parallel.random import RngTracker, seed_everything
-from megatron_lite.text import counted, listed
+from megatron_lite.text import counted, listed, visible
 from megatron_lite.training.provider import check_not_loading
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
@@ -70,7 +70,7 @@ def initialize_megatron(config: Config) -> tuple[ParallelContext, RngTracker]:
     check_not_loading()
     world_size = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
     if (notice := separate_tasks()) and (world_size == 1 or os.environ.get("RANK") == "0"):
-        print(f" WARNING: {notice}", flush=True)
+        print(visible(f" WARNING: {notice}"), flush=True)
     validate(config, world_size)
     device = choose_device(config.run.device, int(os.environ.get("LOCAL_RANK", "0")))
     set_determinism(config.train.deterministic)
@@ -171,7 +171,7 @@ def check_same_config(config: Config, world: Group) -> list[Place]:
     hosts = {place.torch: place.host for place in reversed(places)}
     if len(hosts) > 1 and world.is_first:
         builds = listed([f"{build} on {host}" for build, host in reversed(hosts.items())])
-        print(f" WARNING: the builds of torch differ: {builds}; sums may be rounded differently", flush=True)
+        print(visible(f" WARNING: the builds of torch differ: {builds}; sums may be rounded differently"), flush=True)
     return list(places)
 
 

@@ -55,6 +55,7 @@ class RunLog:
             self.folder.mkdir(parents=True, exist_ok=True)
             self._metrics = MetricsFile(self.folder / "metrics.jsonl", state.iteration)
             self._board = self._open_board(state)
+        self.say(self._metrics.notice)
         self._bar = tqdm(
             total=config.train.iterations, initial=state.iteration, disable=None, dynamic_ncols=True, **console.BAR
         )

@@ -14,6 +14,7 @@ from megatron_lite.config.load import RESOLVED, SETTINGS, WRITTEN
 from megatron_lite.config.schema import Config
 from megatron_lite.errors import ConfigError, TrainingError
 from megatron_lite.files import atomic_write, disk_errors, identity, not_through_links
+from megatron_lite.training.rows import read_rows
 
 RESERVED = {
     *("iteration", "consumed_samples", "loss", "lr", "grad_norm", "loss_scale", "skipped", "tokens_per_second", "mfu"),
@@ -42,8 +43,10 @@ class MetricsFile:
 
     def __init__(self, path: Path, iteration: int) -> None:
         self.path = path
-        keep_rows(path, iteration)
-        self._file = open(path, "a+", encoding="utf-8", buffering=1, opener=not_through_links)  # noqa: SIM115
+        self.notice = keep_rows(path, iteration)
+        self._file = open(  # noqa: SIM115
+            path, "a+", encoding="utf-8", errors="surrogateescape", buffering=1, opener=not_through_links
+        )
 
     def is_replaced(self) -> bool:
         """True where the path was deleted or names another file."""
@@ -57,14 +60,16 @@ class MetricsFile:
         self._file.seek(0)
         rows = "" if self.path.exists() else self._file.read()
         self._file.close()
-        self._file = open(self.path, "a+", encoding="utf-8", buffering=1, opener=not_through_links)  # noqa: SIM115
+        self._file = open(  # noqa: SIM115
+            self.path, "a+", encoding="utf-8", errors="surrogateescape", buffering=1, opener=not_through_links
+        )
         self._file.write(rows)
 
     def add(self, row: dict[str, Any]) -> None:
         self._file.write(json.dumps(row) + "\n")
 
     def rows(self) -> list[dict[str, Any]]:
-        return [json.loads(line) for line in self.path.read_text(encoding="utf-8").split("\n") if line]
+        return [row for _, row in read_rows(self.path)[0]]
 
     def close(self) -> None:
         self._file.close()
@@ -89,16 +94,10 @@ def write_errors(path: Path) -> AbstractContextManager[None]:
     return disk_errors("writing", path, TrainingError)
 
 
-def keep_rows(path: Path, iteration: int) -> None:
-    """Remove the rows after `iteration`, and an incomplete last row."""
+def keep_rows(path: Path, iteration: int) -> str:
+    """Remove the rows after `iteration` and damaged ones; return a notice about those, or an empty text."""
     if not path.exists():
-        return
-    kept = []
-    for line in path.read_text(encoding="utf-8").split("\n"):
-        try:
-            row = json.loads(line)
-        except json.JSONDecodeError:
-            continue
-        if isinstance(row, dict) and row.get("iteration", 0) <= iteration:
-            kept.append(line + "\n")
-    atomic_write(path, "".join(kept))
+        return ""
+    rows, notice = read_rows(path)
+    atomic_write(path, b"".join(line + b"\n" for line, row in rows if row["iteration"] <= iteration))
+    return notice

@@ -150,7 +150,7 @@ BAD = {
     "top-p 1.5": (["--prompt", "a", "--top-p", "1.5"], "--top-p is 1.5; use a probability above 0"),
     "a penalty of 0": (
         ["--prompt", "a", "--repetition-penalty", "0"],
-        "--repetition-penalty is 0; use a number above 0, or 1 for none",
+        "--repetition-penalty is 0; use 0.001 to 1000, or 1 for none",
     ),
     "an empty stop text": (
         ["--prompt", "a", "--stop", ""],

@@ -78,9 +78,7 @@ def test_file_systems_without_locks_do_not_stop_a_run(tmp_path, monkeypatch, cap
     monkeypatch.setattr(fcntl, "lockf", raise_no_locks)
     with locked(tmp_path, world=solo()):
         pass
-    assert capsys.readouterr().out == (
-        f" cannot lock {tmp_path} (No locks available): make sure that no other run trains there\n"
-    )
+    assert capsys.readouterr().out == (f" cannot lock {tmp_path} (No locks available): let no other run train there\n")
 
 
 def test_a_directory_that_cannot_be_created_is_named_with_the_reason(tmp_path):

@@ -84,27 +84,6 @@ def test_a_complete_last_line_without_a_newline_counts(tmp_path):
     assert read(tmp_path).num_iterations == 2
 
 
-def test_the_error_of_a_damaged_line_names_file_and_line(tmp_path):
-    """A curve without the row would look complete."""
-    damaged = [
-        (b'{"iteration": 2, "lo', r"""damaged line '\{"iteration": 2, "lo'; each line must be a JSON object"""),
-        (b"", r"damaged line ''; each line must be a JSON object"),
-        (b"[1]", r"damaged line '\[1\]'; each line must be a JSON object"),
-        (b"\xff\x00", r"damaged line '.*x00'; each line must be a JSON object"),
-        (b'{"loss": 1.0, "iteration": 2}', r"damaged line: consumed_samples is missing; it must be a number"),
-        (b'{"loss": null, "iteration": 2, "consumed_samples": 1}', r"damaged line: loss is None; it must be a number"),
-        (b'{"validation_loss": 1, "iteration": "2"}', r"damaged line: iteration is '2'; it must be a number"),
-    ]
-    path = write_run(tmp_path, [5.0, 4.0, 3.0]) / "metrics.jsonl"
-    first, _, third = path.read_bytes().splitlines()
-    with all_cases() as case:
-        for line, problem in damaged:
-            path.write_bytes(b"\n".join([first, line, third, b""]))
-            message = rf"/metrics\.jsonl:2: {problem}; remove this line$"
-            with case(line), pytest.raises(MegatronLiteError, match=message):
-                read(tmp_path)
-
-
 def test_the_error_of_a_folder_that_is_not_a_run_says_what_to_give(tmp_path):
     wanted = r"give the run\.dir of a run, a folder with metrics\.jsonl$"
     with pytest.raises(ConfigError, match=rf"/gone: no such folder; {wanted}"):

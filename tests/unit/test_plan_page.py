@@ -14,6 +14,7 @@ from megatron_lite.plan.fitting import NOTHING_FITS, Option
 from megatron_lite.plan.links import Machines
 from megatron_lite.plan.page import SLOWEST, SMALL, busiest, kernel_rows, page
 from megatron_lite.plan.report import Budget
+from megatron_lite.text import visible
 from tests.helpers.tiny import tiny_config
 from tests.helpers.traces import shared_traces  # noqa: F401
 
@@ -49,6 +50,12 @@ def values(element: ET.Element) -> list[float]:
 
 def percent(element: ET.Element, name: str) -> float:
     return float(element.attrib[name].rstrip("%"))
+
+
+def test_a_name_adds_no_tag_and_no_control_character():
+    """A config from another person could run a script in the browser."""
+    found = page(plan_of(ranks=4), "<script>x</script>\x1b[2J\u202e", MONTH)
+    assert "<script>" not in found and visible(found) == found
 
 
 def test_the_headline_has_the_values_of_the_plan():
