@@ -24,11 +24,10 @@ if _typing.TYPE_CHECKING:
     from megatron_lite.data.indexed import IndexedDataset
     from megatron_lite.data.tokenizer import build_tokenizer
     from megatron_lite.errors import ConfigError, MegatronLiteError, StoppedEarly
-    from megatron_lite.launch.pretrain import pretrain
+    from megatron_lite.launch.pretrain import pretrain, save_run
     from megatron_lite.model.build import get_model, initialize_parameters
     from megatron_lite.model.masks import Mask
     from megatron_lite.parallel.shard import ParamMeta, Shard, declare
-    from megatron_lite.training.checkpointing import save_run
     from megatron_lite.training.evaluate import build_loader, evaluate
     from megatron_lite.training.initialize import finalize_megatron, initialize_megatron
     from megatron_lite.training.pretrain import build_splits
@@ -75,11 +74,10 @@ _NAMES = {
     "data.indexed": "IndexedDataset",
     "data.tokenizer": "build_tokenizer",
     "errors": "ConfigError MegatronLiteError StoppedEarly",
-    "launch.pretrain": "pretrain",
+    "launch.pretrain": "pretrain save_run",
     "model.build": "get_model initialize_parameters",
     "model.masks": "Mask",
     "parallel.shard": "ParamMeta Shard declare",
-    "training.checkpointing": "save_run",
     "training.evaluate": "build_loader evaluate",
     "training.initialize": "finalize_megatron initialize_megatron",
     "training.pretrain": "build_splits",

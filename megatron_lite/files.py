@@ -70,12 +70,9 @@ def identity(path: Path) -> tuple[int, ...] | None:
         found = os.lstat(path)
     except FileNotFoundError:
         return None
-    if stat.S_ISLNK(found.st_mode):
-        raise OSError(errno.ELOOP, "it is a symbolic link", str(path))
-    if stat.S_ISDIR(found.st_mode):
-        raise IsADirectoryError(errno.EISDIR, "Is a directory", str(path))
+    kinds = {stat.S_IFLNK: (errno.ELOOP, "it is a symbolic link"), stat.S_IFDIR: (errno.EISDIR, "Is a directory")}
     if not stat.S_ISREG(found.st_mode):
-        raise FileExistsError(errno.EEXIST, "it is not a regular file", str(path))
+        raise OSError(*kinds.get(stat.S_IFMT(found.st_mode), (errno.EEXIST, "it is not a regular file")), str(path))
     return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
 
 
@@ -111,13 +108,9 @@ def atomic_write(path: Path, data: bytes | str, *, durable: bool = True) -> None
 
 
 def is_inside(path: Path, folder: Path) -> bool:
-    """Whether a file of somebody's folder lies in it once links are resolved.
-
-    In the hub's cache, a snapshot has links to the folder `blobs` beside all snapshots.
-    """
-    real, home = path.resolve(), folder.resolve()
-    homes = [home, *(parent.parent / "blobs" for parent in home.parents if parent.name == "snapshots")]
-    return any(real.is_relative_to(each) for each in homes)
+    """Whether a file lies in a folder once links are resolved. In the hub's cache, snapshots have links to `blobs`."""
+    homes = [home := folder.resolve(), *(each.parent / "blobs" for each in home.parents if each.name == "snapshots")]
+    return any(path.resolve().is_relative_to(each) for each in homes)
 
 
 def make_own(folder: Path) -> None:
@@ -126,9 +119,15 @@ def make_own(folder: Path) -> None:
     (folder / MARKER).touch(exist_ok=False)
 
 
+def is_own(folder: Path, *markers: str) -> bool:
+    """Whether a folder, which is no link, has one of the markers or no file at all."""
+    own = any(os.path.isfile(folder / name) for name in markers)
+    return not folder.is_symlink() and folder.is_dir() and (own or not os.listdir(folder))
+
+
 def check_own(folder: Path, *markers: str) -> None:
-    """OSError: the folder is a link, or has files and none of the markers."""
-    if folder.is_symlink() or (os.listdir(folder) and not any(os.path.isfile(folder / name) for name in markers)):
+    """OSError: `is_own` is false."""
+    if not is_own(folder, *markers):
         raise FileExistsError(errno.EEXIST, "it is a link, or was not made by megatron-lite", str(folder))
 
 

@@ -15,14 +15,13 @@ Only folders with a layout.json, or with the marker of a save, are renamed or de
 
 import os
 import warnings
-from contextlib import suppress
 from itertools import count
 from pathlib import Path
 
 from megatron_lite.checkpoint.layout import LAYOUT_FILE, iteration_folder, iteration_of
 from megatron_lite.checkpoint.tensor_file import save_errors
 from megatron_lite.errors import CheckpointError
-from megatron_lite.files import MARKER, atomic_write, check_own, make_own, remove_own, sync_folder
+from megatron_lite.files import MARKER, atomic_write, check_own, is_own, make_own, remove_own, sync_folder
 
 TRACKER_FILE = "latest_checkpointed_iteration.txt"
 MARKERS = (LAYOUT_FILE, MARKER)  # of a complete checkpoint, and of one that is being written
@@ -111,7 +110,9 @@ def prepare(root: Path, iteration: int) -> Path:
     """Create an empty folder to write the checkpoint into, and remove leftovers of killed saves."""
     with save_errors("creating the folder", root):
         root.mkdir(parents=True, exist_ok=True)
-        for path in filter(is_own, _iteration_folders(root, ".new-", ".deleted-", ".old-")):
+        for path in _iteration_folders(root, ".new-", ".deleted-", ".old-"):
+            if not is_own(path, *MARKERS):
+                continue
             final = root / path.name[path.name.index("iter_") :]
             if path.name.startswith(".old-") and not final.exists():
                 os.rename(path, final)
@@ -191,14 +192,6 @@ def remove(folder: Path) -> None:
         remove_own(deleted, *MARKERS)
     except OSError as error:
         warnings.warn(f"{folder}: cannot be deleted: {error}; delete it by hand to free its space", stacklevel=2)
-
-
-def is_own(folder: Path) -> bool:
-    """Whether the folder is a checkpoint, or was made for one. A link is not."""
-    with suppress(OSError):
-        check_own(folder, *MARKERS)
-        return True
-    return False
 
 
 def _unfinished(root: Path, state: str, iteration: int) -> Path:

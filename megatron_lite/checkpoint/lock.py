@@ -14,7 +14,7 @@ from megatron_lite.errors import CheckpointError
 from megatron_lite.files import identity
 from megatron_lite.parallel.agreement import on_first
 from megatron_lite.parallel.context import Group
-from megatron_lite.parallel.interfaces import separate_tasks
+from megatron_lite.parallel.tasks import separate_tasks
 from megatron_lite.text import visible
 
 LOCK_FILE = ".lock"

@@ -20,14 +20,11 @@ from megatron_lite.parallel.shard import Shard
 BLOCK = 2 << 20  # elements that are read at a time
 
 
-Box = Sequence[tuple[int, int]]
-"""A half-open range for each dimension."""
+Box = Sequence[tuple[int, int]]  # a half-open range for each dimension
 
 
 def tile(boxes: Iterable[Box], whole: Iterable[Box]) -> bool:
-    """Whether `boxes` have each element of the boxes `whole` once and no other element, at a cost that is linear in
-    their number: so it is where signed corners, whose running sums count the boxes at an element, cancel.
-    """
+    """Whether `boxes` have each element of the boxes `whole` once and no other: then their signed corners cancel."""
     corners: dict[tuple[int, ...], int] = defaultdict(int)
     for sign, part in ((1, boxes), (-1, whole)):
         for box in part:

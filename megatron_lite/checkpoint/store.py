@@ -29,7 +29,7 @@ from megatron_lite.checkpoint.layout import (
 from megatron_lite.checkpoint.reshard import Move, Rectangle
 from megatron_lite.checkpoint.tensor_file import Memory, TensorFile, save_errors, write_tensors
 from megatron_lite.errors import CheckpointError, MegatronLiteError
-from megatron_lite.files import sync_folder
+from megatron_lite.files import is_own, sync_folder
 from megatron_lite.parallel.agreement import all_gather_objects, gather_objects, on_all, on_first
 from megatron_lite.parallel.context import ParallelContext
 from megatron_lite.parallel.shard import ParamTable
@@ -95,7 +95,8 @@ def save(
 
         return on_first(finish, ctx.world)
     except MegatronLiteError:
-        if ctx.world.is_first and directory.is_own(folder):  # no rank writes any more, and a full disk needs the space
+        # No rank writes any more, and a full disk needs the space.
+        if ctx.world.is_first and is_own(folder, *directory.MARKERS):
             directory.remove(folder)
         raise
 

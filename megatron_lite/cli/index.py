@@ -51,7 +51,7 @@ def index(
     before = _files(folder)
     state = TrainState()
     if may_have_checkpoint(settings):
-        from megatron_lite.training.start import start_of_run  # loads torch
+        from megatron_lite.doctor.storage import start_of_run  # loads torch
 
         settings, state = start_of_run(settings)
     wanted = wanted_samples(settings.train, settings.parallel.data(world_size), state)

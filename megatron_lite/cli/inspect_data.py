@@ -32,8 +32,8 @@ def inspect_data(path: Path, tokenizer_spec: str) -> None:
 def _tokenizer(data: "IndexedDataset", given: str) -> "Tokenizer | None":
     """Print and return the given tokenizer or that of the corpus; None if the latter cannot be read."""
     from megatron_lite.data.tokenizer import build_tokenizer, tokenizer_hash
-    from megatron_lite.data.tokenizer_files import own_spec
     from megatron_lite.errors import MegatronLiteError
+    from megatron_lite.tokenizer_files import own_spec
 
     info = data.info
     spec = given or (own_spec(info.tokenizer, Path(data.prefix).parent) if info else "")

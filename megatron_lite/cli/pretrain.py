@@ -99,7 +99,7 @@ def check(config: "Config", world_sizes: list[int], command: str, *, has_data: b
     This runs before any rank starts.
     """
     from megatron_lite.config.validate import failures, missing_corpora_paths, missing_vocabulary, raise_any
-    from megatron_lite.parallel.interfaces import separate_tasks
+    from megatron_lite.parallel.tasks import separate_tasks
 
     needed = config.parallel.model_size
     missing = [*([] if has_data else missing_corpora_paths(config)), *missing_vocabulary(config)]
@@ -128,10 +128,10 @@ def with_data(config: "Config", *, has_data: bool) -> tuple["Config", list[str]]
     Raises ConfigError for a tokenizer that lacks special tokens of the samples.
     """
     from megatron_lite.config.validate import with_vocab_size
-    from megatron_lite.data.blended import missing_corpora
     from megatron_lite.data.samples import sample_maker
     from megatron_lite.data.tokenizer import build_tokenizer
     from megatron_lite.errors import DataError
+    from megatron_lite.evaluation.run import missing_corpora
 
     missing = [] if has_data else [f"data.paths: {message}" for message in missing_corpora(config.data.paths)]
     if config.data.tokenizer:

@@ -33,11 +33,11 @@ from megatron_lite.convert import (
 from megatron_lite.convert.grid_files import Values
 from megatron_lite.convert.native import Settings, WeightsOf
 from megatron_lite.convert.recipe import Checkpoint, Format, Readable, check_fields, in_dtype
-from megatron_lite.data.tokenizer_files import files_of
 from megatron_lite.errors import CheckpointError, ConfigError
 from megatron_lite.files import MARKER, make_own, remove_own, sync_folder
 from megatron_lite.parallel.dtypes import PRECISIONS
 from megatron_lite.targets import claim
+from megatron_lite.tokenizer_files import files_of
 
 NATIVE = "megatron-lite"
 FOREIGN: dict[str, Format] = {

@@ -28,10 +28,10 @@ from megatron_lite.convert.gguf_vocabulary import (
     read_object,
 )
 from megatron_lite.convert.recipe import Checkpoint
-from megatron_lite.data.tokenizer import END_TOKENS, end_tokens
-from megatron_lite.data.tokenizer_files import GENERATION_FILE
+from megatron_lite.data.tokenizer import END_TOKENS
 from megatron_lite.errors import CheckpointError, MegatronLiteError
 from megatron_lite.text import listed
+from megatron_lite.tokenizer_files import GENERATION_FILE, end_tokens
 
 # llama.cpp ends a text at these tokens, if the vocabulary has them, without a key.
 ALWAYS_ENDS = {

@@ -30,14 +30,15 @@ from megatron_lite.convert.huggingface_files import (
     read_json,
 )
 from megatron_lite.convert.recipe import BLOCK, VOCABULARY_TABLES, Checkpoint, Progress, Recipe, check_names, full_table
-from megatron_lite.data.special_tokens import start_of
-from megatron_lite.data.tokenizer import end_tokens
+from megatron_lite.data.special_tokens import PAD
+from megatron_lite.data.tokenizer import Tokenizer
 from megatron_lite.errors import CheckpointError, ConfigError, DamagedCheckpoint
 from megatron_lite.files import read_file
 from megatron_lite.model.ends import WORD_EMBEDDINGS
 from megatron_lite.parallel.shard import ParamTable
 from megatron_lite.plan.sizes import check_fits
 from megatron_lite.text import listed, parse_json
+from megatron_lite.tokenizer_files import end_tokens
 
 CONFIG_FILE, GENERATION_FILE = "config.json", "generation_config.json"
 SHARD_BYTES = 5_000_000_000  # the largest size of a file
@@ -306,3 +307,8 @@ def _check_equal(path: Path, files: HuggingFaceFiles, copy: str, original: str) 
             f"{path}: {copy} differs from {original}, which our model has as one tensor"
             + (f" ({hint})" if is_head else "; fetch it again")
         )
+
+
+def start_of(tokenizer: Tokenizer) -> int:
+    """The first token of a decoder beside an encoder: padding, or the end-of-document token."""
+    return next((found for name in PAD if (found := tokenizer.token_id(name)) is not None), tokenizer.eod)

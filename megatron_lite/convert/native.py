@@ -24,7 +24,6 @@ from megatron_lite.checkpoint.compatible import (
 )
 from megatron_lite.checkpoint.layout import LAYOUT_FILE, USE_ANOTHER, WEIGHT, parse_config, read_layout
 from megatron_lite.checkpoint.match import MODEL_PROVIDER, MODEL_TYPE, STARTS_TEXTS
-from megatron_lite.checkpoint.own_data import run_folder
 from megatron_lite.checkpoint.reshard import moves, rectangles, tile
 from megatron_lite.checkpoint.store import Opened
 from megatron_lite.checkpoint.tensor_file import Spec
@@ -36,12 +35,13 @@ from megatron_lite.convert.grid_files import Progress, Values, write_grid
 from megatron_lite.convert.recipe import Checkpoint, full_table, stage_tables
 from megatron_lite.data.identity import recorded_identities
 from megatron_lite.data.tokenizer import tokenizer_hash
-from megatron_lite.data.tokenizer_files import FOLDER, files_of, own_spec, spec_of_copies
 from megatron_lite.errors import CheckpointError
 from megatron_lite.parallel.dtypes import PRECISION_NAMES, SAFETENSORS_DTYPES
 from megatron_lite.parallel.shard import ParamMeta, ParamTable, Shard
 from megatron_lite.plan.sizes import check_layout
+from megatron_lite.stored_data import run_folder
 from megatron_lite.text import listed
+from megatron_lite.tokenizer_files import FOLDER, files_of, own_spec, spec_of_copies
 
 Settings = Mapping[str, Mapping[str, Any]]
 """Section -> field -> value, as the user gave them."""

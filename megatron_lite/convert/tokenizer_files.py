@@ -6,10 +6,10 @@ from pathlib import Path
 
 from megatron_lite.checkpoint.tensor_file import save_errors
 from megatron_lite.data.tokenizer import Tokenizer, build_tokenizer
-from megatron_lite.data.tokenizer_files import GENERATION_FILE, files_in
 from megatron_lite.errors import MegatronLiteError
 from megatron_lite.files import is_inside
 from megatron_lite.text import listed
+from megatron_lite.tokenizer_files import GENERATION_FILE, files_in
 
 
 def own_files_in(folder: Path) -> dict[str, Path]:

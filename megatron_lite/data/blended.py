@@ -18,7 +18,7 @@ from megatron_lite.data.blend_index import BlendIndex, exhaustive_blend, weighte
 from megatron_lite.data.corpus_info import check_tokenizers
 from megatron_lite.data.gpt_dataset import GPTDataset
 from megatron_lite.data.index_cache import cached_arrays, memory_for
-from megatron_lite.data.indexed import IndexedDataset, check_exists
+from megatron_lite.data.indexed import IndexedDataset
 from megatron_lite.data.text_dataset import Sample, SampleMaker, TextDataset, num_documents
 from megatron_lite.errors import ConfigError, DataError
 
@@ -99,17 +99,6 @@ def parse_paths(paths: Sequence[str]) -> Blend:
     if not (np.isfinite(values).all() and (values > 0).all()):
         raise ConfigError(f"data.paths has the weights {values.tolist()}; each must be a number above 0")
     return Blend([text.strip() for text in paths[1::2]], values / values.sum())
-
-
-def missing_corpora(paths: Sequence[str]) -> list[str]:
-    """A message for each corpus of `paths` without both of its files."""
-    missing = []
-    for prefix in parse_paths(paths).prefixes:
-        try:
-            check_exists(prefix)
-        except DataError as error:
-            missing.append(str(error))
-    return missing
 
 
 def _as_weight(text: str) -> float | None:

@@ -206,10 +206,6 @@ class GPTDataset:
     def __len__(self) -> int:
         return len(self.index.shuffle)
 
-    def epochs_of(self, num_samples: float) -> float:
-        """The epochs that this many samples are."""
-        return num_samples * self.seq_length / self.tokens_per_epoch
-
     def __getitem__(self, sample: int) -> np.ndarray:
         """int64 [s + 1]: inputs are all but the last id, labels all but the first."""
         row = int(self.index.shuffle[sample])

@@ -15,11 +15,6 @@ from megatron_lite.errors import ConfigError
 MASK, CLS, SEP, PAD = ("[MASK]", "<mask>"), ("[CLS]", "<s>"), ("[SEP]", "</s>"), ("[PAD]", "<pad>")
 
 
-def start_of(tokenizer: Tokenizer) -> int:
-    """The first token of a decoder beside an encoder: padding, or the end-of-document token."""
-    return next((found for name in PAD if (found := tokenizer.token_id(name)) is not None), tokenizer.eod)
-
-
 class SpecialTokens:
     """The ids of special tokens."""
 

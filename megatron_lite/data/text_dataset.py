@@ -93,10 +93,6 @@ class TextDataset:
     def __len__(self) -> int:
         return self._size
 
-    def epochs_of(self, num_samples: float) -> float:
-        """The epochs that this many samples are."""
-        return num_samples / self.samples_per_epoch
-
     def text(self, sample: int) -> Text:
         """The text of a sample."""
         epoch, place = divmod(sample, self.samples_per_epoch)

@@ -316,12 +316,3 @@ def _named_tokens(tokenizer_file: Path) -> dict[str, str]:
                 raise DataError(f"{file}: {key} is {token!r}, expected the text of a token")
             found |= {key: token} if token else {}
     return found
-
-
-def end_tokens(fields: Mapping[str, Any], place: str | Path) -> list[int]:
-    """The tokens that end a text, by `eos_token_id` of a config of Hugging Face in `place`."""
-    found = fields.get("eos_token_id")
-    ids = found if isinstance(found, list) else [] if found is None else [found]
-    if not all(type(token) is int for token in ids):
-        raise DataError(f"{place}: eos_token_id is {found!r}, expected the id of a token or a list of ids")
-    return ids

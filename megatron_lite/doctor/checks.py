@@ -21,7 +21,7 @@ from megatron_lite.doctor.network import network
 from megatron_lite.errors import TrainingError
 from megatron_lite.parallel.context import Group
 from megatron_lite.parallel.grid import Grid
-from megatron_lite.parallel.interfaces import separate_tasks
+from megatron_lite.parallel.tasks import separate_tasks
 from megatron_lite.parallel.waiting import LostRanks
 from megatron_lite.text import counted, listed
 from megatron_lite.training.initialize import (

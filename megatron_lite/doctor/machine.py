@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from ctypes.util import find_library
 from dataclasses import dataclass
-from importlib import metadata
+from importlib import import_module, metadata
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -19,7 +19,7 @@ from megatron_lite.config.schema import Config
 from megatron_lite.doctor.findings import Answer, Finding, ask, hosts_of, local_rank, problems, readable, where
 from megatron_lite.errors import TrainingError
 from megatron_lite.launch.available import available_cores, available_memory
-from megatron_lite.optim.engine import check_engine
+from megatron_lite.optim.engine import ENGINES
 from megatron_lite.parallel.collectives import barrier
 from megatron_lite.parallel.context import Group
 from megatron_lite.parallel.dtypes import PRECISIONS
@@ -292,3 +292,9 @@ def clocks(world: Group) -> list[Finding]:
         return [Finding("warn", "clocks", text)]
     most = max(map(abs, skews.values()))
     return [Finding("ok", "clocks", f"{len(skews)} hosts agree to {max(most, 0.001):.3f} s")]
+
+
+def check_engine(config: Config, device: torch.device) -> None:
+    """Raises ConfigError where the library of the engine is missing, untested or cannot run on this device."""
+    if config.parallel.ddp == "deepspeed":
+        import_module(ENGINES["deepspeed"]).check_support(config, device)

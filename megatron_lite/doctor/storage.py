@@ -15,13 +15,14 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_lite.checkpoint.directory import iterations
+from megatron_lite.checkpoint.directory import iterations, locate, read_latest
+from megatron_lite.checkpoint.layout import read_layout
 from megatron_lite.checkpoint.lock import LOCK_FILE
 from megatron_lite.config.schema import Config
 from megatron_lite.config.validate import with_vocab_size
 from megatron_lite.data.blended import parse_paths
 from megatron_lite.data.corpus_info import check_tokenizers
-from megatron_lite.data.identity import identity
+from megatron_lite.data.identity import identity, recorded_identities
 from megatron_lite.data.indexed import IndexedDataset, bin_path, idx_path
 from megatron_lite.data.tokenizer import build_tokenizer, tokenizer_hash
 from megatron_lite.doctor.findings import Finding, ask, hosts_of, local_rank, problems, readable, where
@@ -29,11 +30,12 @@ from megatron_lite.errors import CheckpointError, ConfigError, DataError
 from megatron_lite.files import ADVICE, sync_folder
 from megatron_lite.parallel.agreement import on_first
 from megatron_lite.parallel.collectives import barrier
-from megatron_lite.parallel.context import Group
+from megatron_lite.parallel.context import Group, solo
 from megatron_lite.plan.sizes import num_parameters, state_bytes
 from megatron_lite.text import listed
 from megatron_lite.training.corpora import wanted_samples
-from megatron_lite.training.start import checkpoints_of, find_start, start_of_run
+from megatron_lite.training.start import checkpoints_of, find_start, local_root, resumed
+from megatron_lite.training.state import TrainState
 
 # A network file system may take this long to show a new file to other hosts.
 SHOWN_SECONDS = 5.0
@@ -325,3 +327,14 @@ def appears(path: Path, seconds: float) -> bool:
 
 def _new_name() -> str:
     return f".doctor-{secrets.token_hex(4)}"
+
+
+def start_of_run(config: Config) -> tuple[Config, TrainState]:
+    """The config and the counters with which a run would start now: of a new run, or resumed from `find_start`."""
+    if config.checkpoint.load_weights and read_latest(checkpoints_of(config.run.dir)) is None:
+        return config, TrainState()  # the weights may be in a format that training converts
+    start = find_start(config)
+    if start is None:
+        return config, TrainState()
+    folder = locate(local_root(config, start), start.iteration)
+    return resumed(config, read_layout(folder), folder, recorded_identities(config.data.paths), solo())[:2]

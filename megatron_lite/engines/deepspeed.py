@@ -37,6 +37,7 @@ from megatron_lite.ddp.local_shard import LocalShard, Shards, State
 from megatron_lite.ddp.wrap import check_every_parameter_is_trained, start_equal
 from megatron_lite.engines.deepspeed_settings import check_support, settings
 from megatron_lite.engines.gradients import check_gradients
+from megatron_lite.engines.interfaces import use_loopback
 from megatron_lite.errors import ConfigError
 from megatron_lite.model.build import named_params, param_table
 from megatron_lite.optim.clip import clip_coefficient, grad_sums, norm_of
@@ -46,7 +47,6 @@ from megatron_lite.optim.param_groups import MOMENTS, allocate_moments, build_ad
 from megatron_lite.optim.scaler import build_scaler
 from megatron_lite.parallel.collectives import broadcast
 from megatron_lite.parallel.context import ParallelContext
-from megatron_lite.parallel.interfaces import use_loopback
 from megatron_lite.parallel.shard import ParamTable
 from megatron_lite.parallel.waiting import read
 from megatron_lite.pipeline.actions import Action, Schedule

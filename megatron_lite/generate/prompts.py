@@ -15,11 +15,11 @@ from megatron_lite.data.tokenizer import (
     BPETokenizer,
     SentencePieceTokenizer,
     Tokenizer,
-    end_tokens,
     files_of,
     read_object,
 )
 from megatron_lite.errors import ConfigError
+from megatron_lite.tokenizer_files import end_tokens
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,6 @@ from megatron_lite.checkpoint.contents import Contents
 from megatron_lite.checkpoint.directory import place_of
 from megatron_lite.checkpoint.layout import parse_config, read_layout
 from megatron_lite.checkpoint.match import check_provider
-from megatron_lite.checkpoint.own_data import own_data
 from megatron_lite.config.schema import Config
 from megatron_lite.data.tokenizer import Tokenizer, build_tokenizer, tokenizer_hash
 from megatron_lite.ddp.local_shard import LocalShard
@@ -30,6 +29,7 @@ from megatron_lite.parallel.context import ParallelContext
 from megatron_lite.parallel.dtypes import PRECISIONS
 from megatron_lite.parallel.random import RngTracker, stream_seed
 from megatron_lite.plan.sizes import check_layout
+from megatron_lite.stored_data import own_data
 from megatron_lite.text import visible
 from megatron_lite.training.initialize import finalize_megatron, initialize_megatron
 from megatron_lite.training.provider import ModelProvider, NamedFunction, build_chunks, function_name

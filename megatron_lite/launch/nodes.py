@@ -6,8 +6,8 @@ import socket
 from dataclasses import dataclass
 from pathlib import Path
 
+from megatron_lite.engines.interfaces import interface_of, use_loopback
 from megatron_lite.errors import ConfigError
-from megatron_lite.parallel.interfaces import interface_of, use_loopback
 from megatron_lite.text import visible
 
 DEFAULT_PORT = 29500

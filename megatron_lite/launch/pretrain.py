@@ -1,6 +1,7 @@
 """`pretrain` as scripts and the command line call it: with traces, and training continues when its output is lost."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 from megatron_lite.config.schema import Config
@@ -16,6 +17,8 @@ from megatron_lite.plan.layout_lines import layout_lines
 from megatron_lite.plan.memory_line import memory_line
 from megatron_lite.plan.resume_lines import resume_lines
 from megatron_lite.plan.trace import traced_step
+from megatron_lite.tokenizer_files import keep
+from megatron_lite.training import checkpointing
 from megatron_lite.training import pretrain as core
 from megatron_lite.training.forward_step import ForwardStep, next_token_loss
 from megatron_lite.training.provider import ModelProvider
@@ -61,6 +64,7 @@ def pretrain(
         learning_rate=learning_rate,
         after_step=after_step,
         convert_weights=_convert_weights,
+        keep_tokenizer=keep,
         tasks=task_results,
         layout_lines=lambda run: [*layout_lines(run), *(forecast.lines() if forecast else ())],
         data_lines=data_lines,
@@ -70,6 +74,16 @@ def pretrain(
         traced_step=traced_step,
     )
     return core.pretrain(config, model_provider, datasets_provider, hooks=hooks, hint=hint)
+
+
+def save_run(run: Run, say: Callable[[str], None], *, must_be_done: bool = True) -> None:
+    """Write a checkpoint from which the run resumes exactly, and copy its tokenizer into `run.dir` once.
+
+    With `checkpoint.async_save` it is written in the background, unless it must be done at return: `train_step` waits
+    for the copy before it changes saved tensors. Collective over the world.
+    """
+    run.hooks = replace(run.hooks, keep_tokenizer=keep)
+    checkpointing.save_run(run, say, must_be_done=must_be_done)
 
 
 def _both(first: AfterStep, second: AfterStep | None) -> AfterStep:

@@ -22,9 +22,9 @@ from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRen
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import _NodeDesc, _RendezvousState, create_handler
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
+from megatron_lite.engines.interfaces import LOOPBACK
 from megatron_lite.errors import ConfigError
 from megatron_lite.launch.nodes import Nodes
-from megatron_lite.parallel.interfaces import LOOPBACK
 from megatron_lite.text import visible
 
 RUN_ID = "megatron_lite"

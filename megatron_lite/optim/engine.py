@@ -56,12 +56,6 @@ def build_data_parallel(
     return Engine(model, params, table, ddp, optimizer)
 
 
-def check_engine(config: Config, device: torch.device) -> None:
-    """Raises ConfigError where the library of the engine is missing, untested or cannot run on this device."""
-    if config.parallel.ddp == "deepspeed":
-        import_module(ENGINES["deepspeed"]).check_support(config, device)
-
-
 def release_engines() -> None:
     """Free the state that an engine's library keeps in a process."""
     if module := sys.modules.get(ENGINES["deepspeed"]):

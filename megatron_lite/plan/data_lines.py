@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from megatron_lite.config.schema import Config
 from megatron_lite.data.blended import SPLIT_NAMES, Splits, split_bounds
 from megatron_lite.data.corpus_info import info_path
+from megatron_lite.data.text_dataset import TextDataset
 from megatron_lite.text import counted
 from megatron_lite.training.corpora import CorpusDataset, members
 
@@ -16,7 +17,7 @@ def data_lines(config: Config, splits: Splits, wanted: tuple[int, int, int]) -> 
     parts: dict[str, dict[str, tuple[CorpusDataset, float]]] = {}
     for name, split, count in zip(SPLIT_NAMES, splits, wanted, strict=True):
         for dataset, num_samples in members(split, count):
-            parts.setdefault(dataset.indexed.prefix, {})[name] = (dataset, dataset.epochs_of(num_samples))
+            parts.setdefault(dataset.indexed.prefix, {})[name] = (dataset, epochs_of(dataset, num_samples))
     for prefix, of_split in parts.items():
         corpus = next(iter(of_split.values()))[0].indexed
         texts = [f"{counted(len(corpus), 'document')}, {counted(corpus.num_tokens, 'token')}"]
@@ -36,3 +37,10 @@ def data_lines(config: Config, splits: Splits, wanted: tuple[int, int, int]) -> 
     if unknown := [prefix for prefix, of_split in parts.items() if not next(iter(of_split.values()))[0].indexed.info]:
         others = f" and {counted(len(unknown) - 1, 'other')}" if len(unknown) > 1 else ""
         yield f"the tokenizer of {unknown[0]}{others} cannot be checked without {info_path(unknown[0]).name}"
+
+
+def epochs_of(dataset: CorpusDataset, num_samples: float) -> float:
+    """The epochs that this many samples are."""
+    if isinstance(dataset, TextDataset):
+        return num_samples / dataset.samples_per_epoch
+    return num_samples * dataset.seq_length / dataset.tokens_per_epoch

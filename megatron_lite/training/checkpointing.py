@@ -13,7 +13,6 @@ from megatron_lite.checkpoint.directory import iterations, locate, read_latest, 
 from megatron_lite.checkpoint.layout import Layout, read_layout
 from megatron_lite.checkpoint.match import ADDED_AT_FINE_TUNING, MODEL_PROVIDER, MODEL_TYPE, STARTS_TEXTS, TOKEN_IDS
 from megatron_lite.config.schema import Config
-from megatron_lite.data.tokenizer_files import keep
 from megatron_lite.errors import CheckpointError, ConfigError, DamagedCheckpoint, TrainingError
 from megatron_lite.files import MARKER, remove_own
 from megatron_lite.parallel.agreement import on_first
@@ -37,9 +36,9 @@ def save_run(run: Run, say: Callable[[str], None], *, must_be_done: bool = True)
     check_pending_grads(run)
     if run.config.faults.check_replicas:
         check_replicas_equal(run)
-    settings, home, spec = run.config.checkpoint, Path(run.config.run.dir), run.config.data.tokenizer
-    config = run.config.model_dump(mode="json")
-    config["data"]["tokenizer"] = on_first(lambda: keep(spec, home), run.ctx.world)
+    settings, config, home = run.config.checkpoint, run.config.model_dump(mode="json"), run.config.run.dir
+    spec = config["data"]["tokenizer"]
+    config["data"]["tokenizer"] = on_first(lambda: run.hooks.keep_tokenizer(spec, home), run.ctx.world)
     run.saver.save(
         checkpoints_of(run.config.run.dir),
         run.state.iteration,

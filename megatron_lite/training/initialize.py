@@ -37,8 +37,8 @@ from megatron_lite.optim.engine import release_engines
 from megatron_lite.parallel.agreement import all_gather_objects
 from megatron_lite.parallel.context import Group, ParallelContext
 from megatron_lite.parallel.grid import Grid
-from megatron_lite.parallel.interfaces import separate_tasks
 from megatron_lite.parallel.random import RngTracker, seed_everything
+from megatron_lite.parallel.tasks import separate_tasks
 from megatron_lite.text import counted, listed, visible
 from megatron_lite.training.provider import check_not_loading
 

@@ -8,7 +8,7 @@ import os
 import re
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from megatron_lite.config.load import RESOLVED, SETTINGS, WRITTEN
 from megatron_lite.config.schema import Config
@@ -44,9 +44,7 @@ class MetricsFile:
     def __init__(self, path: Path, iteration: int) -> None:
         self.path = path
         self.notice = keep_rows(path, iteration)
-        self._file = open(  # noqa: SIM115
-            path, "a+", encoding="utf-8", errors="surrogateescape", buffering=1, opener=not_through_links
-        )
+        self._file = _opened(path)
 
     def is_replaced(self) -> bool:
         """True where the path was deleted or names another file."""
@@ -60,9 +58,7 @@ class MetricsFile:
         self._file.seek(0)
         rows = "" if self.path.exists() else self._file.read()
         self._file.close()
-        self._file = open(  # noqa: SIM115
-            self.path, "a+", encoding="utf-8", errors="surrogateescape", buffering=1, opener=not_through_links
-        )
+        self._file = _opened(self.path)
         self._file.write(rows)
 
     def add(self, row: dict[str, Any]) -> None:
@@ -73,6 +69,10 @@ class MetricsFile:
 
     def close(self) -> None:
         self._file.close()
+
+
+def _opened(path: Path) -> TextIO:
+    return open(path, "a+", encoding="utf-8", errors="surrogateescape", buffering=1, opener=not_through_links)
 
 
 def check_run_dir(config: Config) -> None:

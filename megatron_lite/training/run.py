@@ -58,6 +58,7 @@ class Hooks:
     learning_rate: "LearningRate" = learning_rate
     after_step: "AfterStep | None" = None
     convert_weights: "ConvertWeights | None" = None
+    keep_tokenizer: "KeepTokenizer" = lambda spec, run_dir: spec
     tasks: "Tasks | None" = None  # for `train.tasks`
     layout_lines: "LayoutLines" = lambda run: ()
     data_lines: "DataLines" = lambda config, splits, wanted: ()
@@ -80,6 +81,8 @@ AfterStep = Callable[[Run, StepReport], None]
 """Called on every rank after each iteration."""
 ConvertWeights = Callable[[Config], str]
 """Converts a folder of another format that `checkpoint.load_weights` names; returns the new folder, empty for ours."""
+KeepTokenizer = Callable[[str, str], str]
+"""(data.tokenizer, run.dir) -> the SPEC in the run's checkpoints, after its files were copied; on the first rank."""
 Tasks = Callable[[Run, str], dict[str, dict[str, float]]]
 """(run, task file) -> by task the values by name, equal on every rank."""
 LayoutLines = Callable[[Run], Iterable[str]]

@@ -6,15 +6,15 @@ from typing import Any, NamedTuple
 
 from megatron_lite.checkpoint import directory
 from megatron_lite.checkpoint.compatible import CORPORA, changed_order, check_order, check_resumable
-from megatron_lite.checkpoint.layout import Layout, parse_config, read_layout
+from megatron_lite.checkpoint.layout import Layout, parse_config
 from megatron_lite.config.load import fields_of
 from megatron_lite.config.schema import Config
 from megatron_lite.data.blended import parse_paths
-from megatron_lite.data.identity import Identity, recorded_identities
+from megatron_lite.data.identity import Identity
 from megatron_lite.errors import CheckpointError, NoCheckpoint
 from megatron_lite.optim.scaler import build_scaler
 from megatron_lite.parallel.agreement import on_first
-from megatron_lite.parallel.context import Group, solo
+from megatron_lite.parallel.context import Group
 from megatron_lite.training.state import TrainState
 
 
@@ -115,17 +115,6 @@ def resumed(config: Config, layout: Layout, folder: Path, found: Sequence[Identi
         data = config.data.model_copy(update={"paths": tuple(word for pair in pairs for word in pair)})
         config = config.model_copy(update={"data": data})
     return config, counters, saved, changed
-
-
-def start_of_run(config: Config) -> tuple[Config, TrainState]:
-    """The config and the counters with which a run would start now: of a new run, or resumed from `find_start`."""
-    if config.checkpoint.load_weights and directory.read_latest(checkpoints_of(config.run.dir)) is None:
-        return config, TrainState()  # the weights may be in a format that training converts
-    start = find_start(config)
-    if start is None:
-        return config, TrainState()
-    folder = directory.locate(local_root(config, start), start.iteration)
-    return resumed(config, read_layout(folder), folder, recorded_identities(config.data.paths), solo())[:2]
 
 
 def _older_than_newest(root: Path, iteration: int) -> str:

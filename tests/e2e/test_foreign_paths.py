@@ -12,9 +12,9 @@ import pytest
 from megatron_lite.checkpoint.directory import resolve
 from megatron_lite.checkpoint.layout import LAYOUT_FILE, dump_layout, read_layout
 from megatron_lite.data.tokenizer import build_tokenizer
-from megatron_lite.data.tokenizer_files import own_spec
 from megatron_lite.preprocess.corpus import preprocess
 from megatron_lite.preprocess.train_tokenizer import train_sentencepiece
+from megatron_lite.tokenizer_files import own_spec
 from tests.helpers.command import run_here, tiny_yaml
 
 GPT2 = {"num_layers": 1, "activation": "gelu_tanh", "top_query_layer": False, "mlp_dropout": True}

@@ -23,8 +23,8 @@ CORE = [
 ]
 # The folders with features for users. They import the core; the core reaches them through hooks that `cli` passes.
 RING = [
-    {"mpu", "targets"},
-    {"engines"},
+    {"mpu", "targets", "tokenizer_files"},
+    {"engines", "stored_data"},
     {"plan"},
     {"convert", "preprocess", "generate"},
     {"evaluation"},

@@ -9,7 +9,7 @@ import pytest
 from megatron_lite.checkpoint.lock import locked
 from megatron_lite.errors import CheckpointError
 from megatron_lite.parallel.context import solo
-from megatron_lite.parallel.interfaces import STARTERS, separate_tasks
+from megatron_lite.parallel.tasks import STARTERS, separate_tasks
 from tests.helpers.locks import other_run
 
 

@@ -23,10 +23,10 @@ from megatron_lite.convert import huggingface, native, tokenizer_files, verify
 from megatron_lite.convert.driver import FORMATS, Request, convert, recognised
 from megatron_lite.convert.recipe import Checkpoint, full_table
 from megatron_lite.data.tokenizer import build_tokenizer
-from megatron_lite.data.tokenizer_files import files_in, files_of
 from megatron_lite.errors import CheckpointError, ConfigError
 from megatron_lite.files import MARKER
 from megatron_lite.preprocess.train_tokenizer import train_sentencepiece
+from megatron_lite.tokenizer_files import files_in, files_of
 from tests.helpers.huggingface import VOCAB, gpt2, llama
 
 

@@ -12,6 +12,7 @@ from megatron_lite.data.indexed import IndexedDataset, bin_path, idx_path
 from megatron_lite.data.loader import PrefetchingLoader, stacked
 from megatron_lite.data.text_dataset import TextDataset, num_documents, permuted
 from megatron_lite.errors import DataError
+from megatron_lite.plan.data_lines import epochs_of
 from megatron_lite.preprocess.builder import IndexedDatasetBuilder
 from tests.helpers.corpora import write_corpus
 
@@ -95,7 +96,7 @@ def test_every_epoch_has_another_order_and_other_random_numbers(tmp_path, corpus
     assert epochs[0] != epochs[1] and sorted(epochs[0]) == sorted(epochs[1])
     numbers = [found[sample]["labels"][0] for sample in range(2 * size)]
     assert len(set(numbers[:size])) > size / 3 and numbers[:size] != numbers[size:]
-    assert found.epochs_of(3 * size) == 3
+    assert epochs_of(found, 3 * size) == 3
 
 
 def test_a_sample_is_a_function_of_seed_and_number(tmp_path, corpus):

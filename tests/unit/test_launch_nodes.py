@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from megatron_lite.engines import interfaces as interfaces_module
+from megatron_lite.engines.interfaces import interface_of
 from megatron_lite.errors import ConfigError
 from megatron_lite.launch import nodes as nodes_module
 from megatron_lite.launch.nodes import (
@@ -17,8 +19,6 @@ from megatron_lite.launch.nodes import (
     nodes_from,
     set_network_variables,
 )
-from megatron_lite.parallel import interfaces as interfaces_module
-from megatron_lite.parallel.interfaces import interface_of
 
 THERE = {"master_addr": "10.0.0.1"}
 

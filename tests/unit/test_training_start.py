@@ -6,8 +6,9 @@ import pytest
 
 from megatron_lite.config.load import load_config
 from megatron_lite.config.validate import validate
+from megatron_lite.doctor.storage import start_of_run
 from megatron_lite.errors import CheckpointError, ConfigError
-from megatron_lite.training.start import Start, find_start, local_root, start_of_run
+from megatron_lite.training.start import Start, find_start, local_root
 from megatron_lite.training.state import TrainState
 
 

@@ -9,9 +9,9 @@ from megatron_lite.checkpoint.compatible import CORPORA
 from megatron_lite.config.schema import DataConfig
 from megatron_lite.data.blended import parse_paths
 from megatron_lite.data.identity import recorded_identities
-from megatron_lite.data.tokenizer_files import own_spec
 from megatron_lite.errors import ConfigError
 from megatron_lite.files import is_inside
+from megatron_lite.tokenizer_files import own_spec
 
 
 def run_folder(folder: Path) -> Path:

@@ -6,7 +6,9 @@ tokenizer into the run's folder and names the copy, and a path in a checkpoint c
 
 import hashlib
 import os
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from megatron_lite.errors import DataError
 from megatron_lite.files import atomic_write, disk_errors, is_inside
@@ -70,7 +72,7 @@ def spec_of_copies(spec: str, folder: str) -> str:
     return f"{kind}:{','.join(f'{folder}/{name}' for name in NAMES.get(kind, ())) or folder}"
 
 
-def keep(spec: str, run_dir: Path) -> str:
+def keep(spec: str, run_dir: str) -> str:
     """Copy the tokenizer into the run's folder, and return the SPEC of the copies, relative to that folder.
 
     The name of their folder has a checksum of their content, so another tokenizer never replaces that of a checkpoint.
@@ -78,13 +80,22 @@ def keep(spec: str, run_dir: Path) -> str:
     files = files_of(spec)
     if not files:
         return spec
-    with disk_errors("copying the tokenizer", run_dir, DataError):
+    with disk_errors("copying the tokenizer", Path(run_dir), DataError):
         contents = {name: path.read_bytes() for name, path in sorted(files.items())}
         checksums = [f"{name} {hashlib.sha256(content).hexdigest()}" for name, content in contents.items()]
         folder = f"{FOLDER}-{hashlib.sha256(' '.join(checksums).encode()).hexdigest()[:12]}"
         for name, content in contents.items():
-            path = run_dir / folder / name
+            path = Path(run_dir) / folder / name
             if not (path.is_file() and path.read_bytes() == content):
                 path.parent.mkdir(parents=True, exist_ok=True)
                 atomic_write(path, content)
     return spec_of_copies(spec, folder)
+
+
+def end_tokens(fields: Mapping[str, Any], place: str | Path) -> list[int]:
+    """The tokens that end a text, by `eos_token_id` of a config of Hugging Face in `place`."""
+    found = fields.get("eos_token_id")
+    ids = found if isinstance(found, list) else [] if found is None else [found]
+    if not all(type(token) is int for token in ids):
+        raise DataError(f"{place}: eos_token_id is {found!r}, expected the id of a token or a list of ids")
+    return ids
