@@ -11,16 +11,17 @@ import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any, BinaryIO
 
 from megatron_lite.errors import MegatronLiteError
 
 MARKER = ".made-by-megatron-lite"
+MOST_BYTES = 256 << 20  # of a file that is read at once; layout.json of a model on 4,096 ranks has a tenth of it
 
 ADVICE = {
     errno.ENOSPC: "Free some space, lower checkpoint.keep, or write to another disk (run.dir)",
     errno.EDQUOT: "Free some of your quota, lower checkpoint.keep, or write to another disk (run.dir)",
-    errno.EACCES: "Give this user write permission there, or write elsewhere (run.dir)",
-    errno.EPERM: "Give this user write permission there, or write elsewhere (run.dir)",
+    **dict.fromkeys((errno.EACCES, errno.EPERM), "Give this user write permission there, or write elsewhere (run.dir)"),
     errno.ENOENT: "Every rank must see the same run.dir; put it on a file system that all machines share",
     errno.EEXIST: "There is a file of that name; remove it, or write elsewhere (run.dir)",
     errno.ELOOP: "No file is written through a symbolic link; remove the link, or write elsewhere (run.dir)",
@@ -40,12 +41,21 @@ def disk_errors(action: str, path: Path, kind: type[MegatronLiteError], note: st
         raise kind(f"{error.filename or path}: {action} failed: {error.strerror or error}. {advice}{note}") from error
 
 
+def open_file(path: str | os.PathLike[str], buffering: int = -1) -> BinaryIO:
+    """A file to read. A device is an OSError; a pipe to which no process writes is empty. Both might never end."""
+    file: Any = open(path, "rb", buffering, opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))  # noqa: SIM115
+    if stat.S_IFMT(os.fstat(file.fileno()).st_mode) not in (stat.S_IFREG, stat.S_IFIFO):
+        file.close()
+        raise OSError(errno.EINVAL, "not a regular file", os.fspath(path))
+    os.set_blocking(file.fileno(), True)
+    return file
+
+
 def read_file(path: str | os.PathLike[str]) -> bytes:
-    """The bytes of a file. A device is an OSError; a pipe to which no process writes is empty. Both might never end."""
-    with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
-        if stat.S_IFMT(os.fstat(file.fileno()).st_mode) not in (stat.S_IFREG, stat.S_IFIFO):
-            raise OSError(errno.EINVAL, "not a regular file", os.fspath(path))
-        os.set_blocking(file.fileno(), True)
+    """The bytes of a file that `open_file` opens. OSError: they are more than any file of text has."""
+    with open_file(path) as file:
+        if os.fstat(file.fileno()).st_size > MOST_BYTES:
+            raise OSError(errno.EFBIG, f"it has more than {MOST_BYTES:,} bytes", os.fspath(path))
         return file.read()
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_lite.errors import DataError
-from megatron_lite.files import atomic_write, disk_errors, is_inside
+from megatron_lite.files import atomic_write, disk_errors, is_inside, read_file
 
 # All names of Hugging Face; weights, configs and programs are not copied.
 VOCABULARIES = (
@@ -81,7 +81,7 @@ def keep(spec: str, run_dir: str) -> str:
     if not files:
         return spec
     with disk_errors("copying the tokenizer", Path(run_dir), DataError):
-        contents = {name: path.read_bytes() for name, path in sorted(files.items())}
+        contents = {name: read_file(path) for name, path in sorted(files.items())}
         checksums = [f"{name} {hashlib.sha256(content).hexdigest()}" for name, content in contents.items()]
         folder = f"{FOLDER}-{hashlib.sha256(' '.join(checksums).encode()).hexdigest()[:12]}"
         for name, content in contents.items():

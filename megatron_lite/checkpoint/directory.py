@@ -21,7 +21,7 @@ from pathlib import Path
 from megatron_lite.checkpoint.layout import LAYOUT_FILE, iteration_folder, iteration_of
 from megatron_lite.checkpoint.tensor_file import save_errors
 from megatron_lite.errors import CheckpointError
-from megatron_lite.files import MARKER, atomic_write, check_own, is_own, make_own, remove_own, sync_folder
+from megatron_lite.files import MARKER, atomic_write, check_own, is_own, make_own, read_file, remove_own, sync_folder
 
 TRACKER_FILE = "latest_checkpointed_iteration.txt"
 MARKERS = (LAYOUT_FILE, MARKER)  # of a complete checkpoint, and of one that is being written
@@ -32,7 +32,7 @@ def read_latest(root: Path) -> int | None:
     tracker = root / TRACKER_FILE
     try:
         newest = max(iterations(root), default=None)
-        text = tracker.read_text(encoding="utf-8", errors="replace").strip() if tracker.exists() else None
+        text = read_file(tracker).decode(errors="replace").strip() if tracker.exists() else None
     except OSError as error:
         raise CheckpointError(
             f"{error.filename or root}: cannot be read: {error.strerror}. Give permission, or choose another run.dir"
@@ -110,9 +110,9 @@ def prepare(root: Path, iteration: int) -> Path:
     """Create an empty folder to write the checkpoint into, and remove leftovers of killed saves."""
     with save_errors("creating the folder", root):
         root.mkdir(parents=True, exist_ok=True)
-        for path in _iteration_folders(root, ".new-", ".deleted-", ".old-"):
-            if not is_own(path, *MARKERS):
-                continue
+        for path in [
+            each for each in _iteration_folders(root, ".new-", ".deleted-", ".old-") if is_own(each, *MARKERS)
+        ]:
             final = root / path.name[path.name.index("iter_") :]
             if path.name.startswith(".old-") and not final.exists():
                 os.rename(path, final)

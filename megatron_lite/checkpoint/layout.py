@@ -29,6 +29,7 @@ from pydantic import AliasChoices, BaseModel, ConfigDict, Field, NonNegativeInt,
 from megatron_lite.config.schema import Config
 from megatron_lite.crc32 import crc32
 from megatron_lite.errors import CheckpointError, DamagedCheckpoint
+from megatron_lite.files import read_file
 from megatron_lite.parallel.dtypes import SAFETENSORS_DTYPES
 from megatron_lite.parallel.grid import Grid
 from megatron_lite.parallel.shard import Shard
@@ -183,7 +184,7 @@ def read_layout(folder: Path) -> Layout:
     """The layout of the checkpoint in `folder`, an iter_... directory."""
     path = folder / LAYOUT_FILE
     try:
-        text = path.read_bytes()
+        text = read_file(path)
     except FileNotFoundError:
         if any(folder.glob("mp_rank_*/*.safetensors")):
             raise DamagedCheckpoint(f"{folder}: has tensors but no {LAYOUT_FILE}. {USE_ANOTHER}") from None

@@ -29,7 +29,7 @@ from megatron_lite.checkpoint.layout import (
 from megatron_lite.checkpoint.reshard import Move, Rectangle
 from megatron_lite.checkpoint.tensor_file import Memory, TensorFile, save_errors, write_tensors
 from megatron_lite.errors import CheckpointError, MegatronLiteError
-from megatron_lite.files import is_own, sync_folder
+from megatron_lite.files import is_own, read_file, sync_folder
 from megatron_lite.parallel.agreement import all_gather_objects, gather_objects, on_all, on_first
 from megatron_lite.parallel.context import ParallelContext
 from megatron_lite.parallel.shard import ParamTable
@@ -140,7 +140,7 @@ def load(
         return Loaded(layout, rng, bytes_read=sum(shard.values.nbytes for shard, _ in plan))
 
     loaded = on_all(read, ctx.world)
-    found = all_gather_objects(checksum((directory.locate(root, iteration) / LAYOUT_FILE).read_bytes()), ctx.world)
+    found = all_gather_objects(checksum(read_file(directory.locate(root, iteration) / LAYOUT_FILE)), ctx.world)
     if others := [rank for rank, each in enumerate(found) if each != found[0]]:
         problem = f"{root}: rank {others[0]} reads another checkpoint of iteration {iteration} than rank 0"
         raise CheckpointError(f"{problem}; copy that of one host to the others, or read it from a shared disk")

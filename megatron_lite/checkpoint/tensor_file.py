@@ -22,7 +22,7 @@ from torch import Tensor
 
 from megatron_lite.checkpoint.layout import CHUNK_BYTES, USE_ANOTHER, FileInfo, checksum
 from megatron_lite.errors import CheckpointError, DamagedCheckpoint
-from megatron_lite.files import disk_errors, is_inside
+from megatron_lite.files import disk_errors, is_inside, open_file
 from megatron_lite.parallel.dtypes import SAFETENSORS_DTYPES, SAFETENSORS_NAMES
 from megatron_lite.parallel.waiting import note_progress
 
@@ -165,7 +165,7 @@ class TensorFile:
     def _open(self) -> Iterator[Any]:
         """The opened file. A missing file or a bad block is damage; other errors of the system are not."""
         try:
-            with self.path.open("rb", buffering=0) as file:
+            with open_file(self.path, buffering=0) as file:
                 yield file
         except FileNotFoundError:
             folder = self.path.parents[1]

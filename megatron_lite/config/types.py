@@ -16,8 +16,7 @@ class Accepts(NamedTuple):
     words: str
 
 
-# Arithmetic with floats is exact up to this integer, and cannot overflow.
-LARGEST = 1 << 53
+LARGEST = 1 << 53  # arithmetic with floats is exact up to it, and cannot overflow
 PositiveInt = Annotated[int, Field(gt=0, le=LARGEST)]
 NonNegativeInt = Annotated[int, Field(ge=0, le=LARGEST)]
 

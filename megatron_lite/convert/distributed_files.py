@@ -29,6 +29,7 @@ from megatron_lite.convert.safe_pickle import Dict, Record, StoredTensor, decode
 from megatron_lite.convert.torch_errors import torch_errors
 from megatron_lite.convert.torch_file import load_tensor
 from megatron_lite.errors import CheckpointError, DamagedCheckpoint
+from megatron_lite.files import open_file, read_file
 from megatron_lite.text import listed
 
 METADATA = ".metadata"
@@ -153,7 +154,7 @@ class DistributedFiles:
         self._seen: set[int] = set()  # lists of chunks
         self._maps: dict[str, mmap.mmap] = {}
         try:
-            metadata = _record(decode(regular_file(folder, METADATA).read_bytes(), _RECORDS), _Metadata)
+            metadata = _record(decode(read_file(regular_file(folder, METADATA)), _RECORDS), _Metadata)
             places = _places(metadata)
             self._check_files(sorted({place.file for place in places.values()}))
             for name, stored in metadata.field("state_dict_metadata", Dict).items():
@@ -234,7 +235,7 @@ class DistributedFiles:
         path, dtype = self.folder / file, self.specs[name].dtype
         try:
             if file not in self._maps:
-                with regular_file(self.folder, file).open("rb") as opened:
+                with open_file(regular_file(self.folder, file)) as opened:
                     self._maps[file] = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_COPY)
             if path.stat().st_size != len(self._maps[file]):  # reading a map past the end kills the process
                 raise ValueError(f"{path.name} has changed its size")

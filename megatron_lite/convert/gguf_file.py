@@ -23,6 +23,7 @@ from megatron_lite.convert.huggingface import ViewRecipe, recipes
 from megatron_lite.convert.huggingface_families import FAMILIES
 from megatron_lite.convert.recipe import Checkpoint, Progress, full_table
 from megatron_lite.errors import CheckpointError, ConfigError
+from megatron_lite.files import open_file
 from megatron_lite.model.ends import WORD_EMBEDDINGS
 
 FILE = "model.gguf"
@@ -33,9 +34,7 @@ def recognise(path: Path) -> bool:
     """Whether `path` is a GGUF file, or a folder with ours."""
     try:
         file = path / FILE if path.is_dir() else path
-        if not file.is_file():
-            return False  # a pipe would never end
-        with file.open("rb") as opened:
+        with open_file(file) as opened:
             return opened.read(4) == b"GGUF"
     except OSError:
         return False

@@ -82,7 +82,7 @@ def snapshot(path: Path) -> Path:
     if not path.name.startswith("models--") or not (path / "snapshots").is_dir():
         return path
     try:
-        commit = (path / "refs" / "main").read_text(errors="replace").strip()
+        commit = read_file(path / "refs" / "main").decode(errors="replace").strip()
     except OSError:
         commits = sorted(folder.name for folder in (path / "snapshots").iterdir())
         if len(commits) != 1:

@@ -5,7 +5,6 @@ error that names the file.
 Source: https://huggingface.co/docs/transformers/big_models, "Sharded checkpoints".
 """
 
-import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -22,7 +21,7 @@ from megatron_lite.convert.distributed_files import METADATA, DistributedFiles
 from megatron_lite.convert.safe_pickle import StoredTensor
 from megatron_lite.convert.torch_file import TorchFile
 from megatron_lite.errors import CheckpointError, DamagedCheckpoint
-from megatron_lite.files import read_file
+from megatron_lite.files import open_file, read_file
 from megatron_lite.parallel.dtypes import SAFETENSORS_DTYPES
 from megatron_lite.text import listed, parse_strictly
 
@@ -119,7 +118,7 @@ def _safetensors_file(path: Path) -> dict[str, tuple[Spec, Reader]]:
 @contextmanager
 def _opened(path: Path) -> Iterator[Any]:
     try:
-        os.close(os.open(path, os.O_RDONLY | os.O_NONBLOCK))  # the library reports no other error than a missing file
+        open_file(path).close()  # the library reports no other error than a missing file, and waits for a pipe
         with safe_open(path, framework="pt") as file:
             yield file
     except PermissionError as error:

@@ -45,6 +45,7 @@ from megatron_lite.convert.recipe import (
 )
 from megatron_lite.convert.torch_file import TorchFile, TorchWriter
 from megatron_lite.errors import CheckpointError
+from megatron_lite.files import read_file
 from megatron_lite.model.ends import WORD_EMBEDDINGS
 from megatron_lite.parallel.grid import Grid
 from megatron_lite.parallel.shard import ParamTable, Shard
@@ -175,7 +176,7 @@ def write(path: Path, checkpoint: Checkpoint, *, tensor: int, pipeline: int, pro
 def tracked_folder(path: Path) -> Path:
     """The folder that the tracker file of a run names."""
     try:
-        text = (path / TRACKER_FILE).read_text(encoding="utf-8", errors="replace").strip()
+        text = read_file(path / TRACKER_FILE).decode(errors="replace").strip()
     except OSError:
         raise CheckpointError(
             f"{path}: has neither {TRACKER_FILE} nor mp_rank_XX folders; give the folder that Megatron-LM saved to"

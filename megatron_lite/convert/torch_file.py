@@ -21,7 +21,7 @@ from torch import Tensor
 from megatron_lite.checkpoint.tensor_file import save_errors
 from megatron_lite.convert.safe_pickle import ALLOWED, SafePickle, StoredTensor
 from megatron_lite.errors import CheckpointError, DamagedCheckpoint
-from megatron_lite.files import sync_folder
+from megatron_lite.files import open_file, sync_folder
 
 CHUNK_BYTES = 8 << 20  # written at a time
 
@@ -40,7 +40,7 @@ class TorchFile:
         self.path = path
         self.records: Mapping[str, Record] = {}
         try:
-            with path.open("rb") as file:
+            with open_file(path) as file:
                 self._size = os.fstat(file.fileno()).st_size
                 is_zip = file.read(4) == b"PK\x03\x04"
                 if is_zip:

@@ -13,6 +13,7 @@ from megatron_lite.data.blended import parse_paths
 from megatron_lite.data.corpus_info import checksum
 from megatron_lite.data.indexed import HEADER, bin_path, idx_path, read_header
 from megatron_lite.errors import ConfigError, DataError
+from megatron_lite.files import open_file
 
 FULL_BYTES = 16 << 20
 NUM_BLOCKS, BLOCK_BYTES = 32, 1 << 15
@@ -61,5 +62,5 @@ def _blocks(path: os.PathLike[str], start: int, size: int) -> list[bytes]:
     places, length = [0], size
     if size > FULL_BYTES:
         places, length = [n * (size - BLOCK_BYTES) // (NUM_BLOCKS - 1) for n in range(NUM_BLOCKS)], BLOCK_BYTES
-    with open(path, "rb") as file:
+    with open_file(path) as file:
         return [os.pread(file.fileno(), length, start + place) for place in places]

@@ -14,6 +14,7 @@ import numpy as np
 
 from megatron_lite.data.corpus_info import checksum, read_info
 from megatron_lite.errors import DataError
+from megatron_lite.files import open_file
 
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
@@ -154,7 +155,7 @@ def _check_document_ends(index: Path, ends: np.ndarray, num_sequences: int) -> N
 
 
 def read_header(path: Path) -> tuple[np.dtype, int, int]:
-    with open(path, "rb") as file:
+    with open_file(path) as file:
         head = file.read(HEADER.size)
     if head[: len(MAGIC)] != MAGIC:
         raise DataError(f"{path}: starts with {head[: len(MAGIC)]!r}, not {MAGIC!r}; write the corpus with preprocess")

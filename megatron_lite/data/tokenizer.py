@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from megatron_lite.errors import ConfigError, DataError
-from megatron_lite.files import read_file
+from megatron_lite.files import MOST_BYTES, read_file
 from megatron_lite.text import parse_strictly
 
 END_OF_TEXT = "<|endoftext|>"
@@ -128,7 +128,7 @@ class SentencePieceTokenizer:
         _require_file(file)
         try:
             self.model = sentencepiece.SentencePieceProcessor(model_file=file)
-        except (RuntimeError, OSError) as error:
+        except (RuntimeError, OSError, UnicodeError) as error:
             raise DataError(f"{file}: not a sentencepiece model ({error})") from error
         self.spec = spec
         self.vocab_size: int = self.model.vocab_size()
@@ -207,8 +207,9 @@ class BPETokenizer:
 
 
 def _require_file(file: str | os.PathLike[str]) -> None:
-    if not Path(file).is_file():
-        raise DataError(f"{file}: no such tokenizer file")
+    size = Path(file).stat().st_size if Path(file).is_file() else -1
+    if not 0 <= size <= MOST_BYTES:  # of a larger one the libraries end the process
+        raise DataError(f"{file}: {'no such tokenizer file' if size < 0 else f'{size:,} bytes are no tokenizer'}")
 
 
 def read_object(file: Path) -> dict[str, Any]:

@@ -13,8 +13,7 @@ from megatron_lite.model.options import LayerOptions
 from megatron_lite.model.rotary import RotaryTable
 from megatron_lite.parallel.recompute import recompute
 
-# Angles of more positions are computed up to the largest one in use, which a GPU has to be asked for.
-MAX_TABLE = 1 << 20
+MAX_TABLE = 1 << 20  # angles of more positions are computed up to the largest one in use, which a GPU is asked for
 Rotation = tuple[Tensor, Tensor]
 """Cosine and sine."""
 

@@ -6,6 +6,7 @@ sorted order, without hidden folders and folders of installed packages. Chunks a
 of the inputs, so the order of documents does not depend on the number of processes.
 """
 
+import errno
 import gzip
 import os
 import re
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import BinaryIO, Literal, NamedTuple
 
 from megatron_lite.errors import DataError
+from megatron_lite.files import MOST_BYTES
 from megatron_lite.preprocess.formats import GZIP, ZSTANDARD, other_format
 from megatron_lite.preprocess.languages import LANGUAGE_TAGS, TEXT_SUFFIXES, language_tag
 from megatron_lite.text import parse_json
@@ -117,6 +119,8 @@ def file_bytes(path: Path) -> int:
 def _check_is_text(path: Path) -> None:
     """Raise DataError with advice for a file whose content, unpacked, has another format, whatever its name."""
     if not path.is_file():
+        if path.exists() and not path.is_fifo():
+            raise DataError(f"{path}: is a device, which may never end; give a file, a folder or a pipe")
         return  # a pipe can be read only once
     try:
         with open(path, "rb") as raw:
@@ -180,6 +184,8 @@ def _complete_lines(blocks: Iterable[bytes]) -> Iterator[bytes]:
             yield b"".join((*rest, head, newline))
             rest = []
         rest.append(tail)
+        if sum(map(len, rest)) > MOST_BYTES:
+            raise OSError(errno.EFBIG, f"a line has more than {MOST_BYTES:,} bytes")
     yield b"".join(rest)
 
 

@@ -20,8 +20,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
-from megatron_lite.files import atomic_write, not_through_links
+from megatron_lite.files import atomic_write, not_through_links, read_file
 from megatron_lite.parallel.waiting import current_wait
+from megatron_lite.text import parse_json
 from megatron_lite.training.flight_recorder import last_operations, ranks_behind
 from megatron_lite.training.progress import Progress
 
@@ -116,10 +117,11 @@ class Watchdog:
         ]
         if is_first:
             time.sleep(MISSED_HEARTBEATS * self._period)  # until the other ranks have dumped their stacks
-            beats = self._beats()
-            lines += ranks_behind({beat["rank"]: beat["operations"] for beat in beats})
-            least_first = sorted(beats, key=lambda beat: (beat["iteration"], beat["begun"]))
-            lines += [suspect for beat in least_first if (suspect := self._suspicion(beat))]
+            with suppress(LookupError, TypeError, ValueError, AttributeError):  # of another program's heartbeat
+                beats = self._beats()
+                lines += ranks_behind({beat["rank"]: beat["operations"] for beat in beats})
+                least_first = sorted(beats, key=lambda beat: (beat["iteration"], beat["begun"]))
+                lines += [suspect for beat in least_first if (suspect := self._suspicion(beat))]
             lines.append(
                 f"training hangs: no progress for train.hang_timeout ({self._hang_timeout:g} s); look at the ranks "
                 "above, the least advanced one first, or raise train.hang_timeout if a step or a save takes that long"
@@ -141,8 +143,8 @@ class Watchdog:
     def _beats(self) -> list[dict[str, Any]]:
         found = []
         for rank in range(self._world_size):
-            with suppress(OSError, json.JSONDecodeError):
-                found.append(json.loads((self._folder / f"rank_{rank:05d}.json").read_text(encoding="utf-8")))
+            with suppress(OSError, ValueError):
+                found.append(parse_json(read_file(self._folder / f"rank_{rank:05d}.json")))
         return found
 
     def _suspicion(self, beat: dict[str, Any]) -> str:
