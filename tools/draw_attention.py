@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from megatron_lite.cli.picture import check_format, write_picture
+from megatron_lite.cli.picture import picture_at, write_picture
 from megatron_lite.model.flash_tiled import TileGrid
 from megatron_lite.model.masks import CAUSAL, Mask
 
@@ -31,8 +31,7 @@ LABELS = {"full": "all pairs are visible", "partial": "some pairs are visible", 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--out", type=Path, required=True, help="the picture, .png or .svg")
-    path = parser.parse_args().out
-    check_format(path)
+    picture = picture_at(parser.parse_args().out)
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
@@ -47,7 +46,7 @@ def main() -> None:
     draw_order(axes[1, 2], "version 2: outer loop over queries", grid, by_queries)
     boxes = [Patch(color=COLOURS[kind], label=label) for kind, label in LABELS.items()]
     figure.legend(handles=boxes, loc="outside lower center", ncols=3, frameon=False, fontsize=12)
-    write_picture(figure, path)
+    write_picture(figure, picture)
 
 
 def tiles(mask: Mask, length: int) -> TileGrid:
