@@ -170,7 +170,6 @@ def set_aside(root: Path, iteration: int, before: int) -> Path:
         damaged = damaged.with_suffix(f".{next(numbers)}")
     write_durably(root / TRACKER_FILE, str(before).encode())
     with save_errors("setting the damaged checkpoint aside", folder):
-        check_own(folder, *MARKERS)
         os.rename(folder, damaged)
         sync_folder(root)
     return damaged

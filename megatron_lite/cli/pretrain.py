@@ -131,7 +131,7 @@ def with_data(config: "Config", *, has_data: bool) -> tuple["Config", list[str]]
     from megatron_lite.data.samples import sample_maker
     from megatron_lite.data.tokenizer import build_tokenizer
     from megatron_lite.errors import DataError
-    from megatron_lite.evaluation.run import missing_corpora
+    from megatron_lite.plan.data_lines import missing_corpora
 
     missing = [] if has_data else [f"data.paths: {message}" for message in missing_corpora(config.data.paths)]
     if config.data.tokenizer:

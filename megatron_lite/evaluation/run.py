@@ -17,11 +17,9 @@ from megatron_lite.checkpoint.match import check_provider
 from megatron_lite.config.load import dump_config, load_config
 from megatron_lite.config.schema import Config
 from megatron_lite.config.validate import raise_any
-from megatron_lite.data.blended import parse_paths
-from megatron_lite.data.indexed import check_exists
 from megatron_lite.data.tokenizer import build_tokenizer
 from megatron_lite.ddp.data_parallel import DataParallel
-from megatron_lite.errors import ConfigError, DataError
+from megatron_lite.errors import ConfigError
 from megatron_lite.evaluation import lm_eval
 from megatron_lite.evaluation.corpora import losses_of_corpora, losses_of_run
 from megatron_lite.evaluation.tasks import answer_questions, check_lengths, parse_questions, read_task_file
@@ -31,6 +29,7 @@ from megatron_lite.generate.run import load_model
 from megatron_lite.model.build import get_model, named_params, param_table
 from megatron_lite.parallel.agreement import on_first
 from megatron_lite.pipeline.engine import PipelineEngine
+from megatron_lite.plan.data_lines import missing_corpora
 from megatron_lite.plan.sizes import check_layout
 from megatron_lite.stored_data import own_data
 from megatron_lite.text import one_line, visible
@@ -241,14 +240,3 @@ def table(results: dict[str, Any]) -> list[str]:
 def _shown(value: float) -> str:
     is_count = math.isfinite(value) and value == int(value) and abs(value) > 1
     return f"{value:,.0f}" if is_count else f"{value:.6f}"
-
-
-def missing_corpora(paths: Sequence[str]) -> list[str]:
-    """A message for each corpus of `paths` without both of its files."""
-    missing = []
-    for prefix in parse_paths(paths).prefixes:
-        try:
-            check_exists(prefix)
-        except DataError as error:
-            missing.append(str(error))
-    return missing

@@ -1,11 +1,13 @@
 """Lines about the data of a run: its corpora, and how often a run reads them. It needs neither model nor torch."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from megatron_lite.config.schema import Config
-from megatron_lite.data.blended import SPLIT_NAMES, Splits, split_bounds
+from megatron_lite.data.blended import SPLIT_NAMES, Splits, parse_paths, split_bounds
 from megatron_lite.data.corpus_info import info_path
+from megatron_lite.data.indexed import check_exists
 from megatron_lite.data.text_dataset import TextDataset
+from megatron_lite.errors import DataError
 from megatron_lite.text import counted
 from megatron_lite.training.corpora import CorpusDataset, members
 
@@ -44,3 +46,14 @@ def epochs_of(dataset: CorpusDataset, num_samples: float) -> float:
     if isinstance(dataset, TextDataset):
         return num_samples / dataset.samples_per_epoch
     return num_samples * dataset.seq_length / dataset.tokens_per_epoch
+
+
+def missing_corpora(paths: Sequence[str]) -> list[str]:
+    """A message for each corpus of `paths` without both of its files."""
+    missing = []
+    for prefix in parse_paths(paths).prefixes:
+        try:
+            check_exists(prefix)
+        except DataError as error:
+            missing.append(str(error))
+    return missing

@@ -79,7 +79,8 @@ def check_run_dir(config: Config) -> None:
     with disk_errors("writing", folder, ConfigError):
         if (beats := folder / "heartbeat").is_symlink() or (beats.exists() and not beats.is_dir()):
             raise ConfigError(f"{beats}: is not a folder of a run, and the run needs this name; rename it")
-        found = [(path, how) for name, how in OURS.items() for path in (folder / name, *folder.glob(name))]
+        ours = OURS.items() if folder.is_dir() else ()  # the lock reports a file
+        found = [(path, how) for name, how in ours for path in (folder / name, *folder.glob(name))]
         for path, content in found:
             start = path.open("rb").read(1 << 16) if identity(path) else b""
             if start and not re.match(content, start, re.DOTALL):

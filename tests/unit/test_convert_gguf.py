@@ -14,8 +14,8 @@ from safetensors.torch import save_file
 from megatron_lite.checkpoint.match import TOKEN_IDS
 from megatron_lite.convert import gguf_bpe, gguf_tokens
 from megatron_lite.convert.driver import Request, convert
-from megatron_lite.convert.tokenizer_files import files_in
 from megatron_lite.errors import CheckpointError, ConfigError, DataError
+from megatron_lite.tokenizer_files import files_in
 from tests.helpers.huggingface import FAMILIES, MODELS, VOCAB, edit_config, of_family, tensors_of
 
 CASES = {

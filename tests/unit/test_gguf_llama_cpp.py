@@ -17,13 +17,14 @@ import torch
 from megatron_lite.checkpoint.compatible import NOT_OF_WEIGHTS
 from megatron_lite.checkpoint.tensor_file import Spec
 from megatron_lite.config.model import ModelConfig
-from megatron_lite.convert import gguf_bpe, gguf_file, huggingface, tokenizer_files, verify
+from megatron_lite.convert import gguf_bpe, gguf_file, huggingface, verify
 from megatron_lite.convert.driver import Request, convert
 from megatron_lite.convert.gguf_models import ARCHITECTURES, architecture_of
 from megatron_lite.convert.recipe import Checkpoint, full_table
 from megatron_lite.data.tokenizer import build_tokenizer
 from megatron_lite.errors import CheckpointError
 from megatron_lite.preprocess.train_tokenizer import train_sentencepiece
+from megatron_lite.tokenizer_files import files_in, files_of
 from tests.helpers.huggingface import LLAMA3, LLAMA_SIZES, NO_IDS, logits, randomized
 from tests.helpers.llama_cpp import served
 
@@ -209,7 +210,7 @@ def written(folder: Path, out: Path, spec: str = "") -> Path:
     """A model of zeros in a GGUF file, with the tokenizer of a folder or of a SPEC."""
     sizes = {"num_layers": 1, "hidden_size": 32, "num_heads": 2, "vocab_size": 600, "max_position_embeddings": 512}
     model = ModelConfig(**{**sizes, "norm": "rmsnorm", "activation": "swiglu", "position": "rotary", "bias": False})
-    files = {} if spec else tokenizer_files.files_in(folder)
+    files = files_of(spec) if spec else files_in(folder)
     checkpoint = checkpoint_of(model, lambda shape: torch.zeros(shape), tokenizer=files, tokenizer_spec=spec)
     out.mkdir()
     gguf_file.write(out, checkpoint, tensor=1, pipeline=1, progress=lambda count: None)
