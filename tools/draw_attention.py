@@ -31,11 +31,7 @@ LABELS = {"full": "all pairs are visible", "partial": "some pairs are visible", 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--out", type=Path, required=True, help="the picture, .png or .svg")
-<<<<<<< HEAD
-    target = picture_at(parser.parse_args().out)
-=======
     picture = picture_at(parser.parse_args().out)
->>>>>>> 8e71aa89e0b7d8e5fcfaf20a96263efe3eeabece
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
@@ -50,11 +46,7 @@ def main() -> None:
     draw_order(axes[1, 2], "version 2: outer loop over queries", grid, by_queries)
     boxes = [Patch(color=COLOURS[kind], label=label) for kind, label in LABELS.items()]
     figure.legend(handles=boxes, loc="outside lower center", ncols=3, frameon=False, fontsize=12)
-<<<<<<< HEAD
-    write_picture(figure, target)
-=======
     write_picture(figure, picture)
->>>>>>> 8e71aa89e0b7d8e5fcfaf20a96263efe3eeabece
 
 
 def tiles(mask: Mask, length: int) -> TileGrid:
