@@ -1,11 +1,14 @@
 """How many parameters a model has, and how many bytes these and its activations take, by arithmetic on the config."""
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from megatron_lite.checkpoint.layout import Layout
 from megatron_lite.config.schema import Config, ModelConfig
 from megatron_lite.config.stages import encoder_stages, layer_counts
 from megatron_lite.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from megatron_lite.checkpoint.layout import Layout  # loads torch
 
 
 def num_parameters(model: ModelConfig) -> int:
@@ -40,7 +43,7 @@ def check_fits(where: Path, model: ModelConfig, *, elements: int, tensors: int, 
         raise CheckpointError(f"{where}: describes {model.total_layers:,} layers, the files hold {tensors:,} tensors")
 
 
-def check_layout(folder: Path, layout: Layout, model: ModelConfig) -> None:
+def check_layout(folder: Path, layout: "Layout", model: ModelConfig) -> None:
     """`check_fits` for our checkpoint in `folder`, whose files have at least a byte for each element."""
     elements = sum(path.stat().st_size for name in layout.files if (path := folder / name).is_file())
     check_fits(folder, model, elements=elements, tensors=len(layout.tensors))
