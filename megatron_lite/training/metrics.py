@@ -22,6 +22,7 @@ RESERVED = {
     *("memory-gb", "skipped-iterations", "gflops-per-second"),
 }  # names of values in the logs, which no scalar of a custom forward step may have
 
+HEARTBEATS = "heartbeat/rank_[0-9][0-9][0-9][0-9][0-9].json"
 # The files of run.dir that a start replaces or deletes, and the first bytes of those that a run has written.
 OURS = {
     **dict.fromkeys((SETTINGS, RESOLVED), re.escape(WRITTEN).encode()),
@@ -29,9 +30,6 @@ OURS = {
     "exit_code": rb"\d+\n$",
     "trace.json": rb'\{"traceEvents": \[\{"ph": "M", "name": "process_name", "pid": 0, "args": \{"name": "rank 0 ',
     "heartbeat/hang": rb"$",  # the watchdog's is empty
-}
-HEARTBEATS = "heartbeat/rank_[0-9][0-9][0-9][0-9][0-9].json"
-PATTERNS = {
     HEARTBEATS: rb'\{"rank": \d',
     "heartbeat/stacks_[0-9][0-9][0-9][0-9][0-9].txt": rb"Timeout |Thread |Current thread ",
 }
@@ -76,9 +74,8 @@ def check_run_dir(config: Config) -> None:
     with disk_errors("writing", folder, ConfigError):
         if (beats := folder / "heartbeat").is_symlink() or (beats.exists() and not beats.is_dir()):
             raise ConfigError(f"{beats}: is not a folder of a run, and the run needs this name; rename it")
-        named = {folder / name: content for name, content in OURS.items()}
-        found = {path: content for pattern, content in PATTERNS.items() for path in folder.glob(pattern)}
-        for path, content in (named | found).items():
+        files = [(path, OURS[name]) for name in OURS for path in (folder / name, *folder.glob(name))]
+        for path, content in files:
             start = path.read_bytes()[: len(WRITTEN)] if identity(path) else b""
             if start and not re.match(content, start, re.DOTALL):
                 raise ConfigError(f"{path}: was not written by megatron-lite, and the run needs this name; rename it")
