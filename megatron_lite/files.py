@@ -1,7 +1,6 @@
 """Writes that a crash cannot split, proofs that a file may be replaced or deleted, and advice about errors.
 
-A name proves nothing: a user may have a folder `heartbeat`, and a link of that name leads anywhere. So no write goes
-through a link, and a folder is deleted only if it has the file MARKER, which was made with it.
+A name proves nothing, so no write goes through a link, and a folder is deleted only with a file that was made with it.
 """
 
 import errno

@@ -171,6 +171,8 @@ def test_what_a_user_has_put_in_the_place_of_a_file_stays(tmp_path, write, name,
         write(tmp_path / "target")
     except MegatronLiteError as error:
         assert path.name in str(error)
+    else:
+        assert write is not start_run, "a later write would replace it"
     assert (content(path), content(tmp_path / "precious")) == before
 
 

@@ -104,6 +104,7 @@ def test_the_second_of_two_conversions_gets_a_message_at_once(tmp_path, monkeypa
     write, messages = driver._write, []
 
     def beside_another(*arguments):
+        monkeypatch.setattr(driver, "_write", write)
         with pytest.raises(MegatronLiteError) as raised:
             convert(request, print)
         messages.append(str(raised.value))
