@@ -6,12 +6,15 @@ tokenizer into the run's folder and names the copy, and a path in a checkpoint c
 
 import hashlib
 import os
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron_lite.errors import DataError
+from megatron_lite.data.tokenizer import Tokenizer, build_tokenizer
+from megatron_lite.errors import CheckpointError, DataError, MegatronLiteError
 from megatron_lite.files import atomic_write, disk_errors, is_inside, read_file
+from megatron_lite.text import listed
 
 # All names of Hugging Face; weights, configs and programs are not copied.
 VOCABULARIES = (
@@ -99,3 +102,48 @@ def end_tokens(fields: Mapping[str, Any], place: str | Path) -> list[int]:
     if not all(type(token) is int for token in ids):
         raise DataError(f"{place}: eos_token_id is {found!r}, expected the id of a token or a list of ids")
     return ids
+
+
+def own_files_in(folder: Path) -> dict[str, Path]:
+    """The tokenizer's files in somebody's folder, without links that lead out of it."""
+    return {name: path for name, path in files_in(folder).items() if is_inside(path, folder)}
+
+
+def has_tokenizer(files: Mapping[str, Path]) -> bool:
+    """Whether the files are more than the end tokens."""
+    return bool(files.keys() - {GENERATION_FILE})
+
+
+def copied(files: Mapping[str, Path]) -> str:
+    """A line about the files that a conversion copies."""
+    folders = sorted({str(path.parent) for path in files.values()})
+    return f"copied {listed(sorted(files), len(files))} of {listed(folders, len(folders))}"
+
+
+def carry(files: Mapping[str, Path], folder: Path) -> None:
+    """Copy the files into the folder."""
+    with disk_errors("copying the tokenizer", folder, CheckpointError):
+        for name, path in files.items():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(path, folder / name)
+
+
+def spec_in(folder: Path) -> str:
+    """The SPEC of the tokenizer in the folder; empty if we have none for its files."""
+    have = own_files_in(folder)
+    if "tokenizer.json" in have:
+        return f"hf:{have['tokenizer.json']}"
+    if "vocab.json" in have and "merges.txt" in have:
+        if "added_tokens.json" in have:
+            return f"codegeex:{folder}"
+        return f"gpt2:{have['vocab.json']},{have['merges.txt']}"
+    return f"sentencepiece:{have['tokenizer.model']}" if "tokenizer.model" in have else ""
+
+
+def readable(spec: str, vocab_size: int) -> Tokenizer | None:
+    """The tokenizer; None if we cannot read it or the model has too few rows for its tokens."""
+    try:
+        tokenizer = build_tokenizer(spec) if spec else None
+    except MegatronLiteError:
+        return None
+    return tokenizer if tokenizer and tokenizer.vocab_size <= vocab_size else None

@@ -124,8 +124,8 @@ def _start(config: Config, world_size: int, model: str, notices: list[str]) -> t
 
 def _has_foreign_weights(config: Config, world_size: int, model: str) -> bool:
     """Whether `checkpoint.load_weights` names a folder that the run converts; raise where its model does not fit."""
+    from megatron_lite import tokenizer_files
     from megatron_lite.checkpoint.layout import WEIGHT, Layout, TensorLayout, Value
-    from megatron_lite.convert import tokenizer_files
     from megatron_lite.convert.driver import foreign_weights
     from megatron_lite.convert.recipe import full_table
     from megatron_lite.data.tokenizer import tokenizer_hash

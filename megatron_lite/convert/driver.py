@@ -16,6 +16,7 @@ from typing import Any
 
 from tqdm import tqdm
 
+from megatron_lite import tokenizer_files
 from megatron_lite.checkpoint.match import MODEL_PROVIDER
 from megatron_lite.checkpoint.tensor_file import Spec, save_errors
 from megatron_lite.config.load import SETTINGS, load_config
@@ -26,7 +27,6 @@ from megatron_lite.convert import (
     huggingface,
     megatron,
     native,
-    tokenizer_files,
     torch_dist,
     verify,
 )

@@ -14,8 +14,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from megatron_lite import tokenizer_files
 from megatron_lite.checkpoint.match import TOKEN_IDS
-from megatron_lite.convert import tokenizer_files
 from megatron_lite.convert.gguf_bpe import byte_level_bpe, of_bytes
 from megatron_lite.convert.gguf_sentencepiece import of_sentencepiece
 from megatron_lite.convert.gguf_vocabulary import (

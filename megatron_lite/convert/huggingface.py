@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_lite import tokenizer_files
 from megatron_lite.checkpoint.directory import write_durably
 from megatron_lite.checkpoint.match import MODEL_TYPE, TOKEN_IDS
 from megatron_lite.checkpoint.tensor_file import Spec, TensorWriter, regular_file
 from megatron_lite.config.schema import ModelConfig
-from megatron_lite.convert import tokenizer_files
 from megatron_lite.convert.huggingface_config import defaults_of, from_model, to_model
 from megatron_lite.convert.huggingface_families import FAMILIES
 from megatron_lite.convert.huggingface_files import (

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_lite import tokenizer_files
 from megatron_lite.checkpoint import directory
 from megatron_lite.checkpoint.compatible import (
     CORPORA,
@@ -30,7 +31,6 @@ from megatron_lite.checkpoint.tensor_file import Spec
 from megatron_lite.config.load import SETTINGS, WRITTEN, dump_settings
 from megatron_lite.config.schema import Config, DataConfig, ModelConfig, TrainConfig
 from megatron_lite.config.validate import failures, raise_any
-from megatron_lite.convert import tokenizer_files
 from megatron_lite.convert.grid_files import Progress, Values, write_grid
 from megatron_lite.convert.recipe import Checkpoint, full_table, stage_tables
 from megatron_lite.data.identity import recorded_identities

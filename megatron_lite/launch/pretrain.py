@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 from megatron_lite.config.schema import Config
@@ -64,7 +65,7 @@ def pretrain(
         learning_rate=learning_rate,
         after_step=after_step,
         convert_weights=_convert_weights,
-        keep_tokenizer=keep,
+        keep_tokenizer=cache(keep),  # the files are read and compared once
         tasks=task_results,
         layout_lines=lambda run: [*layout_lines(run), *(forecast.lines() if forecast else ())],
         data_lines=data_lines,
@@ -82,7 +83,8 @@ def save_run(run: Run, say: Callable[[str], None], *, must_be_done: bool = True)
     With `checkpoint.async_save` it is written in the background, unless it must be done at return: `train_step` waits
     for the copy before it changes saved tensors. Collective over the world.
     """
-    run.hooks = replace(run.hooks, keep_tokenizer=keep)
+    if run.hooks.keep_tokenizer is Hooks.keep_tokenizer:
+        run.hooks = replace(run.hooks, keep_tokenizer=cache(keep))
     checkpointing.save_run(run, say, must_be_done=must_be_done)
 
 

@@ -13,13 +13,14 @@ import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models
 
+from megatron_lite import tokenizer_files
 from megatron_lite.checkpoint.directory import resolve
 from megatron_lite.checkpoint.layout import LAYOUT_FILE, dump_layout, read_layout
 from megatron_lite.checkpoint.match import MODEL_TYPE, STARTS_TEXTS
 from megatron_lite.checkpoint.tensor_file import Spec
 from megatron_lite.config.load import load_config
 from megatron_lite.config.schema import ModelConfig
-from megatron_lite.convert import huggingface, native, tokenizer_files, verify
+from megatron_lite.convert import huggingface, native, verify
 from megatron_lite.convert.driver import FORMATS, Request, convert, recognised
 from megatron_lite.convert.recipe import Checkpoint, full_table
 from megatron_lite.data.tokenizer import build_tokenizer
