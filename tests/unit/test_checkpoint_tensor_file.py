@@ -92,7 +92,7 @@ def test_a_read_error_of_the_disk_is_damage_and_a_lost_connection_is_not(tmp_pat
         def fail(*arguments, number=number, **options):
             raise OSError(number, os.strerror(number))
 
-        monkeypatch.setattr(type(path), "open", fail)
+        monkeypatch.setattr(tensor_file, "open_file", fail)
         with pytest.raises(CheckpointError, match=f"a.safetensors: cannot be read: {os.strerror(number)}") as caught:
             file.get("a")
         assert type(caught.value) is kind
