@@ -7,7 +7,7 @@ import errno
 import os
 import shutil
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -91,20 +91,21 @@ def private_name(path: Path) -> Path:
 
 
 def not_through_links(path: str, flags: int) -> int:
-    """An opener for `open` that raises OSError at a symbolic link."""
-    return os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+    """An opener for `open` that raises OSError at a symbolic link, and at a pipe which no process reads."""
+    return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
 
 
-def atomic_write(path: Path, data: bytes | str, *, durable: bool = True) -> None:
+def atomic_write(path: Path, data: bytes | str | Callable[[BinaryIO], Any], *, durable: bool = True) -> None:
     """Replace the file's content: a reader, or a restart after a crash, finds the old content or the new one.
 
+    `data` may be a function that writes.
     A `durable` write is on the disk at return; any other may be lost with the machine, but does not wait.
     """
     identity(path)
     temporary = private_name(path)
     try:
         with temporary.open("xb") as file:
-            file.write(data.encode() if isinstance(data, str) else data)
+            data(file) if callable(data) else file.write(data.encode() if isinstance(data, str) else data)
             if durable:
                 file.flush()
                 os.fsync(file.fileno())

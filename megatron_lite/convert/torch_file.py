@@ -141,6 +141,9 @@ def _records(file: IO[bytes]) -> dict[str, Record]:
     records = {}
     archive = zipfile.ZipFile(file)
     _check_directory(file, archive.start_dir)
+    names = [name.lower().partition("/") for name in archive.namelist()]  # torch.load ignores the case
+    if len({folder for folder, *_ in names}) != 1 or len({name for *_, name in names}) != len(names):
+        raise ValueError("it has a record twice, or outside of its folder")
     for entry in archive.infolist():
         archive.open(entry).close()  # compares the record's header with the directory
         file.seek(entry.header_offset + 26)

@@ -17,7 +17,7 @@ import numpy as np
 from megatron_lite.data.blend_index import BlendIndex, exhaustive_blend, weighted_blend
 from megatron_lite.data.corpus_info import check_tokenizers
 from megatron_lite.data.gpt_dataset import GPTDataset
-from megatron_lite.data.index_cache import cached_arrays, memory_for
+from megatron_lite.data.index_cache import cached_arrays, index_errors, memory_for
 from megatron_lite.data.indexed import IndexedDataset
 from megatron_lite.data.text_dataset import Sample, SampleMaker, TextDataset, num_documents
 from megatron_lite.errors import ConfigError, DataError
@@ -82,7 +82,12 @@ class BlendedDataset:
         return len(self.index.dataset)
 
     def __getitem__(self, sample: int) -> np.ndarray | Sample:
-        return self.members[self.index.dataset[sample]][int(self.index.sample[sample])]
+        with index_errors("a blend"):
+            member, place = int(self.index.dataset[sample]), int(self.index.sample[sample])
+            if min(member, place) < 0:
+                raise ValueError
+            chosen = self.members[member]
+        return chosen[place]
 
 
 def parse_paths(paths: Sequence[str]) -> Blend:
@@ -211,6 +216,7 @@ def _cached_blend_index(
             cache_dir,
             f"blend-{name}",
             {**parts, "num_samples": wanted},
+            {"dataset": 1, "sample": 1},
             lambda: (exhaustive_blend(sizes, wanted) if weights is None else blend.choices(wanted))._asdict(),
         )
     return BlendIndex(**arrays)

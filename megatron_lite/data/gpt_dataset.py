@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from megatron_lite.data.index_cache import cached_arrays, memory_for
+from megatron_lite.data.index_cache import cached_arrays, index_errors, memory_for
 from megatron_lite.data.indexed import IndexedDataset, bin_path
 from megatron_lite.errors import DataError
 
@@ -199,6 +199,7 @@ class GPTDataset:
                 cache_dir,
                 f"gpt-{split_name}",
                 description,
+                {"document": 1, "sample": 2, "shuffle": 1},
                 lambda: build_index(indexed.sequence_lengths, document_ids, self.epochs, seq_length, seed)._asdict(),
             )
         self.index = GPTIndex(**arrays)
@@ -208,14 +209,17 @@ class GPTDataset:
 
     def __getitem__(self, sample: int) -> np.ndarray:
         """int64 [s + 1]: inputs are all but the last id, labels all but the first."""
-        row = int(self.index.shuffle[sample])
-        (first, first_offset), (last, last_offset) = self.index.sample[row : row + 2].tolist()
-        documents = self.index.document[first : last + 1].tolist()
-        begins = [first_offset] + [0] * (last - first)
-        parts = [
-            self.indexed.get(document, begin, last_offset + 1 - begin if at == last - first else None)
-            for at, (document, begin) in enumerate(zip(documents, begins, strict=True))
-        ]
+        with index_errors(f"{self.indexed.prefix}: the {self.split_name} split"):
+            row = int(self.index.shuffle[sample])
+            (first, first_offset), (last, last_offset) = self.index.sample[row : row + 2].tolist()
+            documents = self.index.document[first : last + 1].tolist()
+            begins = [first_offset] + [0] * (last - first)
+            parts = [
+                self.indexed.get(document, begin, last_offset + 1 - begin if at == last - first else None)
+                for at, (document, begin) in enumerate(zip(documents, begins, strict=True))
+            ]
+            if min(row, first, *begins, *documents) < 0 or sum(map(len, parts)) != self.seq_length + 1:
+                raise ValueError
         tokens = np.concatenate(parts, dtype=np.int64)
         # Read as unsigned, a negative id is a huge one: one comparison finds both.
         if self.vocab_size is not None and int(tokens.view(np.uint64).max()) >= self.vocab_size:

@@ -12,13 +12,14 @@ import json
 import os
 import zlib
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from megatron_lite.errors import DataError
-from megatron_lite.files import identity, not_through_links, private_name, read_file
+from megatron_lite.files import atomic_write, not_through_links, read_file
 from megatron_lite.text import parse_strictly
 
 MAX_ENTRIES = 1 << 58  # for more entries, NumPy's count of bytes overflows
@@ -28,15 +29,17 @@ def cached_arrays(
     cache_dir: str | os.PathLike[str],
     name: str,
     description: Mapping[str, Any],
+    dims: Mapping[str, int],
     build: Callable[[], Mapping[str, np.ndarray]],
 ) -> dict[str, np.ndarray]:
     """The arrays of `build()`, memory-mapped from `cache_dir`; built only if they are missing or damaged.
 
-    `description` contains everything that the arrays depend on; its hash is in the file names.
+    `description` contains everything that the arrays depend on; its hash is in the file names. `dims` has the number of
+    dimensions of each array of integers. `index_errors` is for reads: others may have written the values.
     """
     text = json.dumps(description, sort_keys=True, indent=1)
     stem = Path(cache_dir) / f"{hashlib.md5(text.encode(), usedforsecurity=False).hexdigest()}-{name}"
-    if (arrays := _load(stem)) is not None:
+    if (arrays := _load(stem, dims)) is not None:
         return arrays
     try:
         stem.parent.mkdir(parents=True, exist_ok=True)
@@ -45,9 +48,9 @@ def cached_arrays(
             with contextlib.suppress(OSError):
                 fcntl.flock(lock, fcntl.LOCK_EX)
             # Another process may have built the index while this one waited for the lock.
-            if (arrays := _load(stem)) is None:
+            if (arrays := _load(stem, dims)) is None:
                 _save(stem, text, build())
-                arrays = _load(stem)
+                arrays = _load(stem, dims)
     except OSError as error:
         raise DataError(
             f"{stem.parent}: index cannot be written ({error.strerror or error}); set data.cache_dir to another folder"
@@ -70,33 +73,40 @@ def memory_for(owner: str, *, num_samples: int, num_entries: int) -> Iterator[No
         ) from error
 
 
+@contextlib.contextmanager
+def index_errors(owner: str) -> Iterator[None]:
+    """A context that reads an index; a place out of range becomes a DataError."""
+    try:
+        yield
+    except (IndexError, ValueError) as error:
+        raise DataError(
+            f"{owner}'s index in cache/ or data.cache_dir names places that are not there; delete it"
+        ) from error
+
+
 def _save(stem: Path, description: str, arrays: Mapping[str, np.ndarray]) -> None:
     checksums = {}
     for name, values in arrays.items():
         values = np.ascontiguousarray(values)
-        _replace(Path(f"{stem}-{name}.npy"), lambda file, values=values: np.save(file, values, allow_pickle=False))
+        save = partial(np.save, arr=values, allow_pickle=False)
+        atomic_write(Path(f"{stem}-{name}.npy"), save, durable=False)
         checksums[name] = zlib.crc32(values.data)
     content = json.dumps({"description": json.loads(description), "crc32": checksums}, indent=1)
-    _replace(Path(f"{stem}.json"), lambda file: file.write(content.encode()))
+    atomic_write(Path(f"{stem}.json"), content, durable=False)
 
 
-def _replace(path: Path, write: Callable[[Any], Any]) -> None:
-    identity(path)
-    temporary = private_name(path)
-    try:
-        with open(temporary, "xb") as file:
-            write(file)
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
-
-
-def _load(stem: Path) -> dict[str, np.ndarray] | None:
+def _load(stem: Path, dims: Mapping[str, int]) -> dict[str, np.ndarray] | None:
     """The arrays, or None if one of them is missing or damaged."""
     try:
         checksums = parse_strictly(read_file(f"{stem}.json"))["crc32"]
-        arrays = {name: np.load(f"{stem}-{name}.npy", mmap_mode="r", allow_pickle=False) for name in checksums}
+        paths = {name: Path(f"{stem}-{name}.npy") for name in dims}
+        if not all(path.is_file() for path in paths.values()):  # NumPy would wait for a pipe
+            return None
+        arrays = {name: np.load(path, mmap_mode="r", allow_pickle=False) for name, path in paths.items()}
+        right = all(values.ndim == dims[name] and values.dtype.kind in "iu" for name, values in arrays.items())
+        intact = right and all(
+            zlib.crc32(np.ascontiguousarray(values).data) == checksums[name] for name, values in arrays.items()
+        )
     except (OSError, ValueError, KeyError, TypeError, EOFError):
         return None
-    intact = all(zlib.crc32(np.ascontiguousarray(arrays[name]).data) == crc for name, crc in checksums.items())
     return arrays if intact else None

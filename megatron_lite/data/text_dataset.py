@@ -15,7 +15,7 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from megatron_lite.data.index_cache import cached_arrays, memory_for
+from megatron_lite.data.index_cache import cached_arrays, index_errors, memory_for
 from megatron_lite.data.indexed import IndexedDataset, bin_path
 from megatron_lite.errors import DataError
 
@@ -72,7 +72,8 @@ class TextDataset:
         }
         count = last - self._first
         with memory_for(f"{indexed.prefix}: {split_name} split", num_samples=num_samples or count, num_entries=count):
-            arrays = cached_arrays(cache_dir, f"texts-{split_name}", description, lambda: {"ends": self._count(last)})
+            build = lambda: {"ends": self._count(last)}
+            arrays = cached_arrays(cache_dir, f"texts-{split_name}", description, {"ends": 1}, build)
         self._ends = arrays["ends"]  # int64, the number of texts up to the end of each document
         self.samples_per_epoch = int(self._ends[-1]) if count else 0
         if not self.samples_per_epoch:
@@ -97,11 +98,14 @@ class TextDataset:
         """The text of a sample."""
         epoch, place = divmod(sample, self.samples_per_epoch)
         number = permuted(place, self.samples_per_epoch, key=f"{self.seed}/{epoch}")
-        index = int(np.searchsorted(self._ends, number, side="right"))
-        before = int(self._ends[index - 1]) if index else 0
-        which, count = number - before, int(self._ends[index]) - before
-        start, stop = document_starts(self.indexed, self._first + index, self._first + index + 1).tolist()
-        length = stop - start
+        with index_errors(f"{self.indexed.prefix}: the {self.split_name} split"):
+            index = int(np.searchsorted(self._ends, number, side="right"))
+            before = int(self._ends[index - 1]) if index else 0
+            which, count = number - before, int(self._ends[index]) - before
+            start, stop = document_starts(self.indexed, self._first + index, self._first + index + 1).tolist()
+            length = stop - start
+            if not 0 <= which < count <= length:
+                raise ValueError
         return Text(self._first + index, start + which * length // count, start + (which + 1) * length // count)
 
     def __getitem__(self, sample: int) -> Sample:

@@ -7,6 +7,7 @@ Sources: Dao, FlashAttention-2, arXiv 2307.08691, section 3.1; Liu et al., Ring 
 """
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -45,23 +46,9 @@ class Sum:
         old_lse.copy_(total)
 
 
-def _math_forward(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
-    return math_attention(query, key, value, dropout=0.0, **options)
-
-
-def _math_backward(
-    grad: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    *,
-    mask: Mask,
-    scale: float,
-    softcap: float,
-) -> tuple[Tensor, Tensor, Tensor]:
+def _math_backward(*tensors: Tensor, mask: Mask, scale: float, softcap: float) -> tuple[Tensor, Tensor, Tensor]:
     """FlashAttention-2, algorithm 2, in one tile."""
+    grad, query, key, value, out, lse = tensors
     groups, work = key.shape[1], lse.dtype
     grad, query, out = (x.to(work) for x in (grad, query, out))
     keys, values = (x.to(work) for x in repeated(query, key, value))
@@ -78,18 +65,10 @@ def _math_backward(
     return scale * grad_scores @ keys, grad_key, grad_value
 
 
-def _tiled_forward(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
-    return tiled_attention(query, key, value, dropout=0.0, **options)
-
-
 def _tiled_backward(*tensors: Tensor, **options: Any) -> tuple[Tensor, Tensor, Tensor]:
     from megatron_lite.model.flash_tiled import backward_of_part
 
     return backward_of_part(*tensors, **options)
-
-
-def _triton_forward(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
-    return triton_attention(query, key, value, dropout=0.0, **options)
 
 
 def _triton_backward(*tensors: Tensor, **options: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -111,23 +90,13 @@ def _sdpa_forward(
     return total.out, total.lse
 
 
-def _sdpa_backward(
-    grad: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    *,
-    mask: Mask,
-    scale: float,
-    softcap: float,
-) -> tuple[Tensor, Tensor, Tensor]:
+def _sdpa_backward(*tensors: Tensor, mask: Mask, scale: float, softcap: float) -> tuple[Tensor, Tensor, Tensor]:
+    grad, query, key, value, out, lse = tensors
     grads = tuple(torch.zeros_like(x, dtype=lse.dtype) for x in (query, key, value))
     for rows, queries, keys, causal in _areas(mask, query, key):
-        tensors = [x[rows, :, queries] for x in (grad, query, out, lse)]
-        tensors += [x[rows, :, keys] for x in (key, value)]
-        found = _kernel_backward(tensors, causal, scale)
+        of_area = [x[rows, :, queries] for x in (grad, query, out, lse)]
+        of_area += [x[rows, :, keys] for x in (key, value)]
+        found = _kernel_backward(of_area, causal, scale)
         for total, place, part in zip(grads, (queries, keys, keys), found, strict=True):
             total[rows, :, place] += part
     return grads  # type: ignore[return-value]
@@ -165,8 +134,8 @@ def _kernel_backward(tensors: list[Tensor], causal: bool, scale: float) -> tuple
 
 
 PARTS: dict[str, Part] = {
-    "math": Part(_math_forward, _math_backward),
-    "tiled": Part(_tiled_forward, _tiled_backward),
-    "triton": Part(_triton_forward, _triton_backward),
+    "math": Part(partial(math_attention, dropout=0.0), _math_backward),
+    "tiled": Part(partial(tiled_attention, dropout=0.0), _tiled_backward),
+    "triton": Part(partial(triton_attention, dropout=0.0), _triton_backward),
     "sdpa": Part(_sdpa_forward, _sdpa_backward),
 }

@@ -24,7 +24,7 @@ AGENT = "torch.distributed.elastic.agent.server.local_elastic_agent:LocalElastic
 BACKEND = "torch.distributed.elastic.rendezvous.c10d_rendezvous_backend:C10dRendezvousBackend"
 RENDEZVOUS = "torch.distributed.elastic.rendezvous.dynamic_rendezvous"
 # Private by name only: Python documents them.
-DOCUMENTED = {"_asdict", "_exit", "_make"}
+DOCUMENTED = {"_asdict", "_replace", "_exit", "_make"}
 
 
 class Member(NamedTuple):

@@ -1,6 +1,8 @@
 """Samples in Megatron's order, read through an index that numpy builds."""
 
+import json
 import os
+import zlib
 from unittest.mock import patch
 
 import numpy as np
@@ -241,3 +243,39 @@ def test_more_samples_than_memory_can_index_are_an_error(tmp_path, num_samples):
         match=f"corpus: train split: no memory for the index of {num_samples:,} samples .*; lower train.iterations",
     ):
         dataset_of(tmp_path, [5, 3, 7], num_samples, 4)
+
+
+def forge(cache, name: str, change) -> None:
+    """Write another array into an entry of the index cache, with the right checksum."""
+    (path,) = cache.glob(f"*-{name}.npy")
+    (index,) = cache.glob("*.json")
+    content, values = json.loads(index.read_text()), np.load(path)
+    values = np.array(change(values), values.dtype if values.min() >= 0 else np.int64)
+    content["crc32"][name] = zlib.crc32(values.data)
+    index.write_text(json.dumps(content))
+    np.save(path, values)
+
+
+FORGED = {
+    "shuffle above": ("shuffle", lambda values: np.full_like(values, 2**31)),
+    "shuffle below": ("shuffle", lambda values: np.full(len(values), -5)),
+    "sample above": ("sample", lambda values: values + 10**6),
+    "sample below": ("sample", lambda values: values - 10**6),
+    "offset above": ("sample", lambda values: values + [0, 10**6]),
+    "offset below": ("sample", lambda values: values - [0, 10]),
+    "samples backwards": ("sample", lambda values: values[::-1]),
+    "samples apart": ("sample", lambda values: values * [2, 1]),
+    "document above": ("document", lambda values: values + 10**6),
+    "document below": ("document", lambda values: values - 10),
+}
+
+
+@pytest.mark.parametrize("case", FORGED)
+def test_an_index_whose_places_are_not_in_the_corpus_is_refused(tmp_path, case):
+    """Others may have written the cache/ beside their corpus."""
+    lengths = [10] * 80 + [1]
+    dataset_of(tmp_path, lengths, 100, 8)
+    forge(tmp_path / "cache", *FORGED[case])
+    data = dataset_of(tmp_path, lengths, 100, 8)
+    with pytest.raises(DataError, match=r"corpus: the train split's index in cache/ .* delete"):
+        [data[sample] for sample in range(len(data))]

@@ -2,9 +2,11 @@
 
 import errno
 import fcntl
+import json
 import os
 import subprocess
 import sys
+import zlib
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +16,9 @@ from megatron_lite.data.index_cache import cached_arrays
 from megatron_lite.errors import DataError
 from tests.helpers.limits import PATIENCE
 from tests.helpers.unprivileged import open_folder, run_unprivileged
+
+
+DIMS = {"a": 1, "b": 2}
 
 
 class Builder:
@@ -30,7 +35,7 @@ class Builder:
 def test_arrays_are_built_once_and_then_mapped(tmp_path):
     build = Builder()
     for _ in range(2):
-        arrays = cached_arrays(tmp_path / "new" / "folder", "x", {"seed": 1}, build)
+        arrays = cached_arrays(tmp_path / "new" / "folder", "x", {"seed": 1}, DIMS, build)
     assert build.calls == 1
     assert isinstance(arrays["a"], np.memmap)
     for name, values in build().items():
@@ -41,8 +46,8 @@ def test_arrays_are_built_once_and_then_mapped(tmp_path):
 def test_another_description_is_another_entry(tmp_path):
     """If seed 2 got the file of seed 1, the seed would do nothing."""
     build = Builder()
-    cached_arrays(tmp_path, "x", {"seed": 1}, build)
-    cached_arrays(tmp_path, "x", {"seed": 2}, build)
+    cached_arrays(tmp_path, "x", {"seed": 1}, DIMS, build)
+    cached_arrays(tmp_path, "x", {"seed": 2}, DIMS, build)
     assert build.calls == 2
 
 
@@ -65,14 +70,72 @@ def empty(path: Path):
 def test_a_damaged_entry_is_rebuilt(tmp_path, suffix, harm):
     """A power failure can cause each of these. Training on them would raise no error."""
     build = Builder()
-    cached_arrays(tmp_path, "x", {}, build)
+    cached_arrays(tmp_path, "x", {}, DIMS, build)
     (path,) = tmp_path.glob(f"*{suffix}")
     if suffix == ".json" and harm is flip_a_byte:
         harm = empty  # a flipped byte breaks the syntax or a checksum, as the other cases do
     harm(path)
-    arrays = cached_arrays(tmp_path, "x", {}, build)
+    arrays = cached_arrays(tmp_path, "x", {}, DIMS, build)
     assert build.calls == 2
     np.testing.assert_array_equal(arrays["a"], np.arange(1000))
+
+
+def no_arrays(path: Path):
+    path.write_text('{"crc32": {}}')
+
+
+def no_checksums(path: Path):
+    path.write_text('{"crc32": 5}')
+
+
+def other_array(path: Path, values: np.ndarray):
+    """With the right checksum."""
+    (index,) = path.parent.glob("*.json")
+    content = json.loads(index.read_text())
+    content["crc32"]["a"] = zlib.crc32(np.ascontiguousarray(values).data)
+    index.write_text(json.dumps(content))
+    np.save(path, values, allow_pickle=False)
+
+
+def pipe(path: Path):
+    path.unlink()
+    os.mkfifo(path)
+
+
+FORGED = {
+    "no arrays": (".json", no_arrays),
+    "no checksums": (".json", no_checksums),
+    "a scalar": ("-a.npy", lambda path: other_array(path, np.array(5))),
+    "a matrix": ("-a.npy", lambda path: other_array(path, np.zeros((3, 2), dtype=np.int64))),
+    "floats": ("-a.npy", lambda path: other_array(path, np.ones(1000))),
+    "strings": ("-a.npy", lambda path: other_array(path, np.array(["a"] * 1000))),
+    "bytes": ("-a.npy", lambda path: other_array(path, np.zeros(1000, dtype="V3"))),
+    "a pipe": ("-a.npy", pipe),
+    "a pipe as index": (".json", pipe),
+}
+
+
+@pytest.mark.parametrize("case", FORGED)
+def test_an_entry_that_others_forged_is_rebuilt(tmp_path, case):
+    """A corpus of others comes with the cache/ beside it; its checksums prove nothing."""
+    suffix, forge = FORGED[case]
+    build = Builder()
+    cached_arrays(tmp_path, "x", {}, DIMS, build)
+    (path,) = tmp_path.glob(f"*{suffix}")
+    forge(path)
+    if path.is_fifo():
+        with pytest.raises(DataError, match=r"cannot be written .*data\.cache_dir"):
+            cached_arrays(tmp_path, "x", {}, DIMS, build)
+        path.unlink()
+    np.testing.assert_array_equal(cached_arrays(tmp_path, "x", {}, DIMS, build)["a"], np.arange(1000))
+
+
+def test_a_pipe_in_place_of_the_lock_is_not_waited_for(tmp_path):
+    cached_arrays(tmp_path, "x", {}, DIMS, Builder())
+    for path in tmp_path.iterdir():
+        pipe(path) if path.suffix == ".lock" else path.unlink()
+    with pytest.raises(DataError, match=r"cannot be written .*data\.cache_dir"):
+        cached_arrays(tmp_path, "x", {}, DIMS, Builder())
 
 
 RACE = """
@@ -83,7 +146,7 @@ def build():
         file.write("x")
     time.sleep(0.3)
     return {"a": np.arange(100000)}
-assert cached_arrays(sys.argv[1], "x", {}, build)["a"].sum() == 4999950000
+assert cached_arrays(sys.argv[1], "x", {}, {"a": 1}, build)["a"].sum() == 4999950000
 """
 
 
@@ -102,13 +165,13 @@ def test_without_file_locks_the_entry_is_still_correct(tmp_path, monkeypatch):
         raise OSError(errno.ENOLCK, "No locks available")
 
     monkeypatch.setattr(fcntl, "flock", raise_no_locks)
-    np.testing.assert_array_equal(cached_arrays(tmp_path, "x", {}, Builder())["a"], np.arange(1000))
+    np.testing.assert_array_equal(cached_arrays(tmp_path, "x", {}, DIMS, Builder())["a"], np.arange(1000))
 
 
 def test_the_error_of_a_path_below_a_file_names_the_folder(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(DataError, match=r"file/cache: index cannot be written .*set data.cache_dir"):
-        cached_arrays(tmp_path / "file" / "cache", "x", {}, Builder())
+        cached_arrays(tmp_path / "file" / "cache", "x", {}, DIMS, Builder())
 
 
 @pytest.mark.parametrize("mode", [0o555, 0o000])
@@ -118,7 +181,7 @@ def test_the_error_of_a_folder_without_write_permission_names_it(mode):
         (folder / "closed").mkdir(mode=mode)
         done = run_unprivileged(
             "import numpy\nfrom megatron_lite.data.index_cache import cached_arrays",
-            f"cached_arrays('{folder}/closed/cache', 'x', {{}}, lambda: {{'a': numpy.arange(9)}})",
+            f"cached_arrays('{folder}/closed/cache', 'x', {{}}, {{'a': 1}}, lambda: {{'a': numpy.arange(9)}})",
         )
     assert done.stdout == (
         f"DataError: {folder}/closed/cache: index cannot be written (Permission denied); set "
@@ -132,5 +195,5 @@ def test_a_full_disk_leaves_no_entry_behind(tmp_path, monkeypatch):
 
     monkeypatch.setattr(os, "replace", full)
     with pytest.raises(DataError, match="No space left on device"):
-        cached_arrays(tmp_path, "x", {}, Builder())
+        cached_arrays(tmp_path, "x", {}, DIMS, Builder())
     assert [path.suffix for path in tmp_path.iterdir()] == [".lock"]
