@@ -20,7 +20,7 @@ from torch import Tensor
 
 from megatron_lite.checkpoint.tensor_file import Spec, regular_file
 from megatron_lite.config.schema import ModelConfig
-from megatron_lite.convert.rank_files import ShardedTensor, model_of, sharded_tensors, write_shards
+from megatron_lite.convert.rank_files import ShardedTensor, check_one_save, model_of, sharded_tensors, write_shards
 from megatron_lite.convert.recipe import Checkpoint, Progress, Recipe, check_names, full_table, stored_iteration
 from megatron_lite.convert.torch_file import TorchFile, TorchWriter
 from megatron_lite.errors import CheckpointError, ConfigError
@@ -71,6 +71,7 @@ def read(path: Path, overrides: Mapping[str, Any]) -> Checkpoint:
     """The model in a file, or in a folder of mp_rank_XX_model_states.pt."""
     files = [TorchFile(file) for file in _files(path)]
     tensors = sharded_tensors(files, [{"language_model": _language_model(file)} for file in files])
+    check_one_save(files, lambda file: {name: file.content.get(name) for name in ("iteration", "global_steps")})
     model = model_of(path, _fields(path, tensors, overrides))
     table = full_table(model)
     recipes = recipes_for(table, tensors)

@@ -35,7 +35,7 @@ from megatron_lite.convert.native import Settings, WeightsOf
 from megatron_lite.convert.recipe import Checkpoint, Format, Readable, check_fields, in_dtype
 from megatron_lite.errors import CheckpointError, ConfigError
 from megatron_lite.files import MARKER, make_own, remove_own, sync_folder
-from megatron_lite.parallel.dtypes import PRECISIONS
+from megatron_lite.parallel.dtypes import PRECISION_NAMES, PRECISIONS
 from megatron_lite.targets import claim
 from megatron_lite.tokenizer_files import files_of
 
@@ -87,7 +87,8 @@ def convert(request: Request, report: Callable[[str], None]) -> None:
     if not request.source_format:
         report(f"{request.source} is a checkpoint of {source_format}")
     with _appearing(target) as folder:
-        checkpoint = _reader(request, source_format)(request.source, settings.get("model", {}))
+        read = _reader(request, source_format)
+        checkpoint = _of_floats(request.source, read(request.source, settings.get("model", {})))
         provider = checkpoint.origin.get(MODEL_PROVIDER, "")
         if provider and request.target_format != NATIVE:
             raise CheckpointError(
@@ -155,7 +156,18 @@ def foreign_weights(config: Config) -> Checkpoint | None:
     """
     source = Path(config.checkpoint.load_weights)
     given = {field: getattr(config.model, field) for field in config.model.model_fields_set - {"preset"}}
-    return FORMATS[name].read(source, given) if (name := recognised(source)) in FOREIGN else None
+    name = recognised(source)
+    return _of_floats(source, FORMATS[name].read(source, given)) if name in FOREIGN else None
+
+
+def _of_floats(source: Path, checkpoint: Checkpoint) -> Checkpoint:
+    """The checkpoint. CheckpointError: a weight is of integers, whose scale is elsewhere, or of a rare dtype."""
+    for name, spec in checkpoint.tensors.items():
+        if spec.dtype not in PRECISION_NAMES:
+            raise CheckpointError(
+                f"{source}: {name} is {spec.dtype}, which is not a dtype of weights; save it as float32"
+            )
+    return checkpoint
 
 
 def convert_weights(config: Config) -> str:

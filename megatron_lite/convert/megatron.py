@@ -30,9 +30,9 @@ from megatron_lite.checkpoint.directory import TRACKER_FILE, write_durably
 from megatron_lite.checkpoint.layout import iteration_folder
 from megatron_lite.checkpoint.tensor_file import Spec, regular_file, save_errors
 from megatron_lite.config.schema import ModelConfig
-from megatron_lite.convert.megatron_args import args_for, check_model, padded_rows
+from megatron_lite.convert.megatron_args import args_for, check_model, fields_of, padded_rows
 from megatron_lite.convert.megatron_model import LAYER, model_from
-from megatron_lite.convert.rank_files import ShardedTensor, sharded_tensors, write_shards
+from megatron_lite.convert.rank_files import ShardedTensor, check_one_save, sharded_tensors, write_shards
 from megatron_lite.convert.recipe import (
     HEAD,
     VOCABULARY_TABLES,
@@ -53,6 +53,7 @@ from megatron_lite.text import listed
 
 VERSIONS = (0, 1.0, 2.0, 3.0)
 WRITTEN_VERSION = 3.0
+CHUNK = re.compile(r"model\d*")
 
 # Patterns of old names -> megatron-core's names, which are ours.
 SPELLINGS = [
@@ -103,6 +104,7 @@ def read(path: Path, overrides: Mapping[str, Any]) -> Checkpoint:
     pipelined = len(stages) > 1 or "model" not in content
     args = _args(folder, content, tensor=len(stages[0]), pipeline=len(stages))
     model, notes = model_from(folder, tensors, args, overrides, pipelined=pipelined)
+    check_one_save([file for files in stages for file in files], _facts)
     if model.tie_embeddings and pipelined and (copy := tensors.pop(HEAD, None)):
         _check_copy(copy, tensors[WORD_EMBEDDINGS])
     table = full_table(model)
@@ -118,14 +120,32 @@ def read(path: Path, overrides: Mapping[str, Any]) -> Checkpoint:
             return tensors[name].join(Shard(0), rows=model.padded_vocab)
         return recipes[name].join([tensors[name].join(shards[name])])
 
-    iteration = content.get("iteration", content.get("total_iters"))
+    iteration = 0 if folder.name == "release" else stored_iteration(_iteration(content))
+    notes = notes + (["its optimizer state is left out"] if content.get("optimizer") else [])
+    if re.fullmatch("iter_[0-9]+", folder.name) and iteration not in (0, int(folder.name[5:])):
+        notes = [*notes, f"{folder.name} has files of iteration {iteration}, which the target is named by"]
     return Checkpoint(
         model=model,
         tensors={name: Spec(tensors[name].dtype, table[name].shape) for name in table},
         read=read_tensor,
-        iteration=0 if folder.name == "release" else stored_iteration(iteration),
-        notes=notes + (["its optimizer state is left out"] if content.get("optimizer") else []),
+        iteration=iteration,
+        notes=notes,
     )
+
+
+def _iteration(content: Mapping[str, Any]) -> Any:
+    return content.get("iteration", content.get("total_iters"))
+
+
+def _facts(file: TorchFile) -> dict[str, Any]:
+    """What all files of a save have in common."""
+    args = file.content.get("args")
+    return {
+        "iteration": _iteration(file.content),
+        "checkpoint_version": file.content.get("checkpoint_version", 0),
+        "the models": ", ".join(sorted(str(key) for key in file.content if CHUNK.fullmatch(str(key)))),
+        **(fields_of(args, file.path) if isinstance(args, dict) else {}),
+    }
 
 
 def write(path: Path, checkpoint: Checkpoint, *, tensor: int, pipeline: int, progress: Progress) -> None:
@@ -279,7 +299,7 @@ def _check_copy(head: ShardedTensor, embedding: ShardedTensor) -> None:
 
 def _chunks(folder: Path, stages: Sequence[Sequence[TorchFile]]) -> Iterator[tuple[Sequence[TorchFile], str]]:
     """The chunks of the model in order, each as the files of a stage and its key in them."""
-    keys = [key for key in stages[0][0].content if re.fullmatch(r"model\d*", str(key))]
+    keys = [key for key in stages[0][0].content if CHUNK.fullmatch(str(key))]
     numbered = [f"model{number}" for number in range(len(keys))]
     keys = ["model"] if keys == ["model"] else numbered
     for key in keys:

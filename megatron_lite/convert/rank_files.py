@@ -1,6 +1,6 @@
 """A model in a torch file for each tensor-parallel rank: full tensors from their shards, and back."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -13,6 +13,7 @@ from megatron_lite.config.schema import ModelConfig
 from megatron_lite.convert.recipe import Progress
 from megatron_lite.convert.torch_file import TorchFile, TorchWriter, flatten
 from megatron_lite.errors import CheckpointError
+from megatron_lite.parallel.dtypes import PRECISION_NAMES
 from megatron_lite.parallel.shard import Shard
 from megatron_lite.text import listed
 
@@ -38,8 +39,11 @@ class ShardedTensor:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of every shard."""
-        return self.shards[0].dtype
+        """The dtype of every shard. CheckpointError: it is not one of weights."""
+        found = self.shards[0].dtype
+        if found not in PRECISION_NAMES:
+            raise CheckpointError(f"{self.files[0].path}: {self.name} is {found}; save its weights as float32")
+        return found
 
     def shape(self, shard: Shard) -> tuple[int, ...]:
         """The shape of the full tensor if `shard` describes its shards."""
@@ -80,6 +84,19 @@ def sharded_tensors(files: Sequence[TorchFile], contents: Sequence[Any]) -> dict
                 "checkpoint"
             )
     return {name: ShardedTensor(name, files, [tensors[name].tensor for tensors in ranks]) for name in ranks[0]}
+
+
+def check_one_save(files: Sequence[TorchFile], facts_of: Callable[[TorchFile], Mapping[str, Any]]) -> None:
+    """Raise CheckpointError unless all files have the same facts about the save that wrote them."""
+    first = facts_of(files[0])
+    for file in files[1:]:
+        facts = facts_of(file)
+        for name in {**first, **facts}:
+            if facts.get(name) != first.get(name):
+                raise CheckpointError(
+                    f"{file.path}: has {name} {str(facts.get(name))[:80]}, but {files[0].path} has "
+                    f"{str(first.get(name))[:80]}; the files are not of one checkpoint, copy all of them again"
+                )
 
 
 def model_of(where: Path, fields: Mapping[str, Any]) -> ModelConfig:

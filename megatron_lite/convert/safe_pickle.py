@@ -93,7 +93,17 @@ class Record:
         return value
 
 
-def _tensor(stored: StoredStorage, offset: int, shape: tuple, stride: tuple, *_: Any) -> StoredTensor:
+def _tensor(
+    stored: StoredStorage,
+    offset: int,
+    shape: tuple,
+    stride: tuple,
+    _grad: Any = None,
+    _hooks: Any = None,
+    bits: Any = None,
+) -> StoredTensor:
+    if bits:  # torch.load negates or conjugates the values
+        raise pickle.UnpicklingError(f"a tensor is a view with {bits}; save its clone()")
     if not isinstance(stored, StoredStorage) or not len(shape) == len(stride) <= 64:
         raise pickle.UnpicklingError("a tensor has no storage, or no shape")
     if not all(type(number) is int and number >= 0 for number in (offset, *shape, *stride)):

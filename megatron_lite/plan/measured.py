@@ -5,12 +5,15 @@ the time in which Python and torch start it.
 """
 
 import os
+import re
 from dataclasses import dataclass, replace
 from math import log, log2
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
+from pydantic import Field, TypeAdapter, ValidationError
+from pydantic.dataclasses import dataclass as validated
 
 from megatron_lite.errors import ConfigError
 from megatron_lite.files import read_file
@@ -22,15 +25,22 @@ KINDS = ("product", "attention", "memory", "start")
 CACHED = 2**20  # bytes of a kernel whose tensors a cache holds
 
 
-@dataclass(frozen=True)
-class Measured:
-    """The rates of a rank and the factors of its kernels."""
+Rate = Annotated[float, Field(strict=True, gt=1e-9, lt=1e18)]
+Factor = Annotated[float, Field(strict=True, ge=0, lt=1e9)]
 
-    products: dict[str, float]  # FLOP/s by the side of a square product
-    attention: list[float]  # FLOP/s, forward and backward
-    memory: float  # bytes/s
-    cache: float
-    factors: dict[str, float]  # by KINDS; that of starts is in seconds
+
+@validated(frozen=True)
+class Measured:
+    """The rates of a rank and the factors of its kernels. ValidationError, a ValueError: a number is not possible."""
+
+    # FLOP/s by the side of a square product
+    products: Annotated[dict[Annotated[str, Field(pattern=r"^[1-9][0-9]{0,8}$")], Rate], Field(min_length=1)]
+    attention: Annotated[list[Rate], Field(min_length=2, max_length=2)]  # FLOP/s, forward and backward
+    memory: Rate  # bytes/s
+    cache: Rate
+    factors: Annotated[
+        dict[Annotated[str, Field(pattern=f"^({'|'.join(KINDS)})$")], Factor], Field(min_length=len(KINDS))
+    ]  # that of starts is in seconds
 
     def base(self, kernel: Kernel) -> tuple[str, float]:
         """The kind of a kernel, and its time without a factor."""
@@ -84,26 +94,30 @@ def read_profile(path: Path, precision: str, ranks: int) -> MeasuredDevice:
         raise ConfigError(f"{path}: not a profile of a machine ({error}); {remedy}") from None
     if not isinstance(profile, dict) or profile.get("format") != 1:
         raise ConfigError(f"{path}: not a profile of a machine (its format is not 1); {remedy}")
-    counts = [int(key.rpartition(" ")[2]) for key in profile if key.startswith(f"{precision} of ")]
+    keys = (re.fullmatch(f"{precision} of ([1-9][0-9]{{0,8}})", key) for key in profile)
+    counts = [int(match[1]) for match in keys if match]
     if not counts:
         raise ConfigError(f"{path} has no rates for train.precision {precision}; {remedy}")
     nearest = min(counts, key=lambda count: (abs(log(count / ranks)), -count))
     try:
         found = _device_of(profile[f"{precision} of {nearest}"], nearest)
         return replace(found, memory_bytes=found.memory_bytes / ranks)
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise ConfigError(
-            f"{path}: the rates of {precision} of {nearest} are incomplete ({error!r}); {remedy}"
-        ) from None
+    except ValidationError as error:
+        first = error.errors()[0]
+        problem = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
+        raise ConfigError(f"{path}: the rates of {precision} of {nearest} are wrong ({problem}); {remedy}") from None
+
+
+def _rate(entry: dict[str, Any], name: str, default: float) -> float:
+    return TypeAdapter(dict[str, Rate]).validate_python({name: entry.get(name, default)})[name]
 
 
 def _device_of(entry: dict[str, Any], ranks: int) -> MeasuredDevice:
-    names = ("products", "attention", "memory", "cache", "factors")
-    measured = Measured(**{name: entry[name] for name in names})
+    measured = TypeAdapter(Measured).validate_python(entry)
     best = max(measured.products.values())
     size = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    latency = entry.get("latency", 1e-4) / (1 + log2(max(ranks, 2)))  # of a whole operation; see Machines.latency
-    links = {"link": entry.get("link", 1e9), "network": 1e8, "link_latency": latency}
+    latency = _rate(entry, "latency", 1e-4) / (1 + log2(max(ranks, 2)))  # of a whole operation; see Machines.latency
+    links: dict[str, Any] = {"link": _rate(entry, "link", 1e9), "network": 1e8, "link_latency": latency}
     forward, backward = measured.attention
     attention = {"attention_forward": forward, "attention_backward": backward}
     memory = {"memory": measured.memory, "memory_bytes": float(size), "reserved_bytes": 0}

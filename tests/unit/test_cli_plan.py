@@ -443,7 +443,7 @@ def test_a_config_with_the_fastest_layout_needs_no_change(folder):
 def test_an_incomplete_profile_is_explained(folder):
     (folder / "part.json").write_text(json.dumps({"format": 1, "fp32 of 2": {"memory": 1e9}}))
     message = error_of(folder, *TINY, *TWO, "--device", "part.json")
-    assert message == f"part.json: the rates of fp32 of 2 are incomplete (KeyError('products')); {REMEDY}\n"
+    assert message == f"part.json: the rates of fp32 of 2 are wrong (products: Field required); {REMEDY}\n"
 
 
 def test_a_profile_of_calibrate_has_a_name_that_device_reads(folder, fake_ranks):

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
 from megatron_lite.checkpoint.directory import resolve
@@ -147,6 +148,19 @@ def edit_header(folder: Path) -> None:
     edit_layout(folder, change)
 
 
+def edit_rank(change, pattern: str = "mp_rank_01*"):
+    """A damage: another content in the file of the second rank."""
+
+    def damage(folder: Path) -> None:
+        found = next(folder.rglob(pattern))
+        file = found / "model_optim_rng.pt" if found.is_dir() else found
+        content = torch.load(file, weights_only=False)
+        change(content)
+        torch.save(content, file)
+
+    return damage
+
+
 def record_twice(folder: Path) -> None:
     """torch.load takes DATA/0 and data/0 for one record."""
     with zipfile.ZipFile(next(folder.glob("mp_rank_00*")), "a") as archive:
@@ -168,6 +182,27 @@ NOT_COVERED = {
         lambda f: next(f.rglob("mp_rank_01")).rename(next(f.rglob("mp_rank_01")).with_name(f"mp_rank_{10**18}")),
         "lacks mp_rank_01_000",
     ),
+    "megatron iteration": (
+        "megatron",
+        edit_rank(lambda content: content.update(iteration=2)),
+        r"mp_rank_01\S+: has iteration 2, but .* has 0; the files are not of one checkpoint",
+    ),
+    "megatron version": ("megatron", edit_rank(lambda c: c.update(checkpoint_version=0)), "checkpoint_version 0, but"),
+    "megatron model": (
+        "megatron",
+        edit_rank(lambda content: setattr(content["args"], "swiglu", False)),
+        "has activation gelu, but .* has swiglu",
+    ),
+    "megatron chunks": (
+        "megatron",
+        edit_rank(lambda content: content.update(model0=content["model"])),
+        "has the models model, model0, but",
+    ),
+    "codegeex iteration": (
+        "codegeex",
+        edit_rank(lambda content: content.update(iteration=2)),
+        "has iteration 2, but .* has None",
+    ),
     "codegeex record": ("codegeex", record_twice, "is damaged, or not a file of torch.save"),
     "codegeex rank": ("codegeex", lambda f: next(f.glob("mp_rank_00*")).unlink(), "rank 00 is missing"),
 }
@@ -183,6 +218,40 @@ def test_each_element_is_read_once(saved, tmp_path, case):
     damage(folder)
     with pytest.raises(CheckpointError, match=message):
         read_all(name, folder)
+
+
+QKV = "decoder.layers.0.self_attention.linear_qkv.weight"
+NOT_READ = {
+    "negated": (lambda tensor: torch._neg_view(tensor), "is damaged, or not a file of torch.save"),
+    "integers": (lambda tensor: (tensor * 100).to(torch.int8), f"{QKV} is torch.int8; save its weights as float32"),
+}
+
+
+@pytest.mark.parametrize("case", NOT_READ)
+def test_values_that_are_not_the_bytes_are_refused(saved, tmp_path, case):
+    """torch.load negates a view; integers have their scale elsewhere. The bytes alone would be other weights."""
+    change, message = NOT_READ[case]
+    folder = tmp_path / "src"
+    shutil.copytree(saved / "megatron", folder)
+    for rank in ("00", "01"):
+        edit_rank(lambda c: c["model"].update({QKV: change(c["model"][QKV])}), f"mp_rank_{rank}*")(folder)
+    with pytest.raises(CheckpointError, match=message):
+        read_all("megatron", folder)
+
+
+def test_the_integers_of_every_format_are_refused(saved, tmp_path):
+    """In one place, for formats that no reader above knows."""
+    folder = tmp_path / "src"
+    shutil.copytree(saved / "torch_dist", folder)
+    place = next(folder.rglob(METADATA)).parent
+    entries = pickle.loads((place / METADATA).read_bytes()).state_dict_metadata
+    state = {name: torch.empty(entry.size) for name, entry in entries.items() if hasattr(entry, "size")}
+    dcp.load(state, checkpoint_id=place, no_dist=True)
+    state = {name: (100 * value).to(torch.int8) if "linear_qkv" in name else value for name, value in state.items()}
+    dcp.save(state, checkpoint_id=place, no_dist=True)
+    with pytest.raises(CheckpointError, match=r"layernorm\.weight is torch\.int8, which is not a dtype of weights"):
+        convert(Request(folder, tmp_path / "new"), quiet)
+    assert not (tmp_path / "new").exists()
 
 
 def test_overlapping_slices_are_not_loaded_by_a_run(saved, tmp_path):

@@ -261,10 +261,10 @@ FORGED = {
     "shuffle below": ("shuffle", lambda values: np.full(len(values), -5)),
     "sample above": ("sample", lambda values: values + 10**6),
     "sample below": ("sample", lambda values: values - 10**6),
-    "offset above": ("sample", lambda values: values + [0, 10**6]),
-    "offset below": ("sample", lambda values: values - [0, 10]),
+    "offset above": ("sample", lambda values: values + np.array([0, 10**6])),
+    "offset below": ("sample", lambda values: values - np.array([0, 10])),
     "samples backwards": ("sample", lambda values: values[::-1]),
-    "samples apart": ("sample", lambda values: values * [2, 1]),
+    "samples apart": ("sample", lambda values: values * np.array([2, 1])),
     "document above": ("document", lambda values: values + 10**6),
     "document below": ("document", lambda values: values - 10),
 }

@@ -17,7 +17,6 @@ from megatron_lite.errors import DataError
 from tests.helpers.limits import PATIENCE
 from tests.helpers.unprivileged import open_folder, run_unprivileged
 
-
 DIMS = {"a": 1, "b": 2}
 
 

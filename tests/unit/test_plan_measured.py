@@ -81,6 +81,33 @@ def test_a_missing_precision_is_explained(tmp_path):
         read_profile(written(tmp_path, **{"fp32 of 1": ENTRY}), "bf16", 1)
 
 
+WRONG = {
+    "products": (0, None, {}, {"64": 0}, {"64": True}, {"x": 1.0}, {"0": 1.0}, {"9" * 5000: 1.0}),
+    "attention": (None, [], [1.0], [0.0, 0.0], [1.0, 1e300]),
+    "memory": (None, "1", [], 0, -1, 1e-320, 10**400, math.nan),
+    "factors": (None, {}, {"product": 1.0}, {**ENTRY["factors"], "start": -1.0}, {**ENTRY["factors"], "other": 1.0}),
+    "link": (None, 0, "a", math.inf),
+    "latency": (0, [1], -1.0, 10**400),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_number_that_no_machine_has_is_explained(tmp_path, name):
+    """A profile may come from others, and a traceback would not say which number to correct."""
+    for value in WRONG[name]:
+        path = written(tmp_path, **{"fp32 of 1": {**ENTRY, name: value}})
+        with pytest.raises(
+            ConfigError, match=rf"machine\.json: (the rates of fp32 of 1 are wrong \({name}|not a prof)"
+        ):
+            read_profile(path, "fp32", 1)
+
+
+@pytest.mark.parametrize("ranks", ["x", "0", "-4", "\u00b2", "9" * 5000])
+def test_a_number_of_ranks_that_cannot_be_is_no_entry(tmp_path, ranks):
+    with pytest.raises(ConfigError, match="has no rates for"):
+        read_profile(written(tmp_path, **{f"fp32 of {ranks}": ENTRY}), "fp32", 1)
+
+
 def test_communication_on_a_cpu_overlaps_nothing(tmp_path):
     """Gloo computes on the cores that the model needs."""
     device = read_profile(written(tmp_path, **{"fp32 of 2": ENTRY}), "fp32", 2)
