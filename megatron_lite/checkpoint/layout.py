@@ -104,6 +104,43 @@ class TensorLayout(_Entry):
     copy_of: str = ""  # name of the tensor that always has equal values
 
 
+Count = Annotated[int, Field(ge=0, le=1 << 53)]
+
+
+class _State(BaseModel, strict=True):
+    train: dict[str, int | float] = {}
+    adam_steps: Count = 0
+    loss_scaler: dict[str, int | float] = {}
+
+
+class _Index(BaseModel, strict=True):
+    sequences: Count
+    document_ends: Count
+
+
+class _Bin(BaseModel, strict=True):
+    bytes: Count
+
+
+class _Corpus(BaseModel, strict=True):
+    idx: _Index
+    bin: _Bin
+
+
+class _Origin(BaseModel, strict=True):
+    tokenizer: str = ""
+    model_provider: str = ""
+    forward_step: str = ""
+    model_type: str = ""
+    token_ids: dict[str, int | list[int] | None] = {}
+    corpora: list[_Corpus] = []
+
+
+class _Facts(BaseModel):
+    state: _State = _State()
+    origin: _Origin = _Origin()
+
+
 class Layout(_Entry):
     """The content of layout.json without its checksum."""
 
@@ -170,6 +207,7 @@ def parse_layout(text: bytes, path: Path) -> Layout:
         wants = f"wants {FORMAT!r}, version {VERSION}; use the megatron_lite that wrote it, or a newer one"
         raise CheckpointError(f"{path}: {found}; {wants}")
     try:
+        _Facts.model_validate(content)
         return Layout.model_validate(content)
     except ValidationError as error:
         raise CheckpointError(f"{path}: {_first_error(error)}; not of this version. {USE_ANOTHER}") from None

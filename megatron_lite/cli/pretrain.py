@@ -14,7 +14,7 @@ from megatron_lite.text import visible
 if TYPE_CHECKING:
     from megatron_lite.config.schema import Config
     from megatron_lite.errors import StoppedEarly
-    from megatron_lite.training.provider import NamedFunction
+    from megatron_lite.named_functions import NamedFunction
     from megatron_lite.training.state import TrainState
 
 
@@ -88,7 +88,7 @@ def _functions(names: dict[str, str]) -> "dict[str, NamedFunction]":
     """The functions of a script, by option, without those that are not given."""
     if not any(names.values()):
         return {}
-    from megatron_lite.training.provider import NamedFunction  # loads torch
+    from megatron_lite.named_functions import NamedFunction  # loads torch
 
     return {key: NamedFunction(name, f"--{key.replace('_', '-')}") for key, name in names.items() if name}
 

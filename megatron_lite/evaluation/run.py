@@ -27,6 +27,7 @@ from megatron_lite.generate.model import LanguageModel, check_decoder
 from megatron_lite.generate.prompts import Prompts, prompts_of
 from megatron_lite.generate.run import load_model
 from megatron_lite.model.build import get_model, named_params, param_table
+from megatron_lite.named_functions import NamedFunction
 from megatron_lite.parallel.agreement import on_first
 from megatron_lite.pipeline.engine import PipelineEngine
 from megatron_lite.plan.data_lines import missing_corpora
@@ -35,7 +36,6 @@ from megatron_lite.stored_data import own_data
 from megatron_lite.text import one_line, visible
 from megatron_lite.training.forward_step import built_in_step
 from megatron_lite.training.initialize import finalize_megatron, initialize_megatron
-from megatron_lite.training.provider import NamedFunction
 from megatron_lite.training.run import Hooks, Run
 from megatron_lite.training.state import TrainState
 

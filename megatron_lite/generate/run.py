@@ -25,6 +25,7 @@ from megatron_lite.generate.prompts import Prompts, prompts_of
 from megatron_lite.generate.sampling import Sampling
 from megatron_lite.generate.texts import Text, write
 from megatron_lite.model.build import get_model, named_params, param_table
+from megatron_lite.named_functions import NamedFunction
 from megatron_lite.parallel.context import ParallelContext
 from megatron_lite.parallel.dtypes import PRECISIONS
 from megatron_lite.parallel.random import RngTracker, stream_seed
@@ -32,7 +33,7 @@ from megatron_lite.plan.sizes import check_layout
 from megatron_lite.stored_data import own_data
 from megatron_lite.text import visible
 from megatron_lite.training.initialize import finalize_megatron, initialize_megatron
-from megatron_lite.training.provider import ModelProvider, NamedFunction, build_chunks, function_name
+from megatron_lite.training.provider import ModelProvider, build_chunks, function_name
 
 
 @dataclass(frozen=True)

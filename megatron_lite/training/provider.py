@@ -1,18 +1,13 @@
-"""A script's functions, named as the command line accepts them, FILE.py:NAME or module:NAME; and its model.
+"""The model of a script, and its name as the command line accepts it, FILE.py:NAME or module:NAME.
 
 A custom model may use tensors of the same names for another computation. So a checkpoint records its provider, and the
 built-in model does not load a custom model's checkpoint. Custom providers are not compared with each other.
 """
 
-import importlib.util
 import inspect
-import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
-from importlib import import_module
 from pathlib import Path
-from types import ModuleType
 from typing import Any, cast
 
 import torch
@@ -28,68 +23,7 @@ from megatron_lite.parallel.random import RngTracker
 from megatron_lite.parallel.shard import ParamMeta, Shard, declare
 
 ModelProvider = Callable[..., Sequence[nn.Module]]
-WANTED = {  # by option
-    "--model": "a function like get_model",
-    "--forward-step": "a function of a micro-batch and the model",
-    "--data": "a function of the run, which returns Splits",
-}
-_loading: list[str] = []  # options and names of the functions whose modules are being imported
-
-
-@dataclass(frozen=True)
-class NamedFunction:
-    """A function known by its name, so it can be pickled; its module is imported at the first call."""
-
-    name: str
-    option: str = "--model"
-
-    def __post_init__(self) -> None:
-        place, _, attribute = self.name.rpartition(":")
-        if not (place and attribute):
-            raise ConfigError(f"{self.option} is {self.name!r}; give FILE.py:NAME or module:NAME")
-        if place.endswith(".py") and not Path(place).is_file():
-            raise ConfigError(f"{self.option} is {self.name}, but {place} does not exist")
-
-    def __call__(self, *args: Any, **options: Any) -> Any:
-        return self.load()(*args, **options)
-
-    def load(self) -> Callable[..., Any]:
-        """Import the function. Raise ConfigError if a module or attribute is missing; other errors propagate."""
-        place, _, attribute = self.name.rpartition(":")
-        _loading.append(f"{self.option} is {self.name}")
-        try:
-            found: Any = _module_of(place)
-            for part in attribute.split("."):
-                found = getattr(found, part)
-        except (AttributeError, ModuleNotFoundError) as error:
-            raise ConfigError(f"{self.option} is {self.name}: {error}") from error
-        finally:
-            _loading.pop()
-        if not callable(found):
-            kind = type(found).__name__
-            raise ConfigError(f"{self.option} is {self.name}, of type {kind}; give {WANTED[self.option]}")
-        return found
-
-
-def _module_of(place: str) -> ModuleType:
-    """Import a file or a dotted module name. Its folder is put on sys.path, so it can import modules next to it."""
-    is_file = place.endswith(".py")
-    folder = str(Path(place).resolve().parent) if is_file else str(Path.cwd())
-    if folder not in sys.path:
-        sys.path.insert(0, folder)
-    if not is_file:
-        return import_module(place)
-    name = str(Path(place).resolve())
-    if name not in sys.modules:
-        spec = importlib.util.spec_from_file_location(name, place)
-        assert spec is not None and spec.loader is not None, place
-        sys.modules[name] = importlib.util.module_from_spec(spec)
-        try:
-            spec.loader.exec_module(sys.modules[name])
-        except BaseException:
-            del sys.modules[name]
-            raise
-    return sys.modules[name]
+LOADING: list[str] = []  # options and names of the functions whose modules are being imported
 
 
 def build_chunks(
@@ -100,7 +34,7 @@ def build_chunks(
     Megatron's is known by the names of its parameters, `pre_process` and `post_process`. It is called once for each
     chunk, with mpu's virtual rank set, and its parameters are converted to `dtype`. They keep their values.
     """
-    function = provider.load() if isinstance(provider, NamedFunction) else provider
+    function = cast(Any, provider).load() if hasattr(provider, "name_of_script") else provider
     if not {"pre_process", "post_process"} <= set(inspect.signature(function).parameters):
         chunks = function(config, ctx, rng, dtype=dtype)
         check_num_chunks(chunks, config)
@@ -148,8 +82,8 @@ def _declare_parameters(chunk: nn.Module, ctx: ParallelContext, *, has_sequence_
 
 def function_name(provider: Callable[..., Any]) -> str:
     """The name of a function, of a top-level one as the command line accepts it; empty for the built-in `get_model`."""
-    if isinstance(provider, NamedFunction):
-        return provider.name
+    if name := getattr(provider, "name_of_script", ""):
+        return name
     while isinstance(provider, partial):
         provider = provider.func
     named: Any = provider if hasattr(provider, "__qualname__") else type(provider)
@@ -163,7 +97,7 @@ def function_name(provider: Callable[..., Any]) -> str:
 
 def check_not_loading() -> None:
     """Raise ConfigError while a provider's module is imported: its top-level code would start a run."""
-    if _loading:
+    if LOADING:
         raise ConfigError(
-            f'{_loading[-1]}: its file starts a run while it is imported; put that under if __name__ == "__main__":'
+            f'{LOADING[-1]}: its file starts a run while it is imported; put that under if __name__ == "__main__":'
         )

@@ -93,12 +93,8 @@ def resumed(config: Config, layout: Layout, folder: Path, found: Sequence[Identi
     state or config are not those of a run, for example after an edit by hand. Collective over the world.
     """
     state, scaler = layout.state, build_scaler(config.optim, config.train.precision).state_dict()
-    if not (
-        isinstance(state.get("train"), dict)
-        and isinstance(state.get("adam_steps"), int)
-        and isinstance(state.get("loss_scaler"), dict)
-        and all(isinstance(state["loss_scaler"].get(key), int | float) for key in scaler)
-    ):
+    has_all = {"train", "adam_steps", "loss_scaler"} <= state.keys() and scaler.keys() <= state["loss_scaler"].keys()
+    if not has_all or state["train"].get("iteration") != layout.iteration:
         raise CheckpointError(f"{folder}: its state {str(state)[:80]} is not that of a run. Load another checkpoint")
     saved = stored_config(layout.config, folder, type(config))
     before, paths = saved.model_dump(mode="json"), config.data.paths

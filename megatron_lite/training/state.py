@@ -60,7 +60,7 @@ class TrainState:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "TrainState":
-        """Raise CheckpointError for unknown counters."""
+        """Raise CheckpointError for unknown counters and impossible numbers."""
         counters = {counter.name: counter for counter in fields(cls) if counter.name != "evaluated_at"}
         if unknown := sorted(set(values) - set(counters)):
             raise CheckpointError(
@@ -68,8 +68,11 @@ class TrainState:
             )
         for name, counter in counters.items():
             value = values.get(name, counter.default)
-            if not isinstance(value, int | float if counter.type is float else int):
+            is_count = isinstance(value, int) and 0 <= value <= 1 << 53
+            if not (is_count or (counter.type is float and isinstance(value, float))):
                 raise CheckpointError(f"the checkpoint's counter {name} is {value!r}; load another checkpoint")
+        if values.get("order_start", 0) > values.get("consumed_samples", 0):
+            raise CheckpointError("the checkpoint's order_start is above consumed_samples; load another checkpoint")
         return cls(**values)
 
     def remember(self, loss: float) -> None:

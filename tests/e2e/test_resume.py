@@ -226,9 +226,10 @@ def test_a_layout_with_invalid_edits_is_an_error_that_names_it(tmp_path):
     train = layout.state["train"]
     for state, config, message in (
         ({}, {}, f"{folder}: its state {{}} is not that of a run. Load another checkpoint"),
-        ({**layout.state, "adam_steps": "2"}, {}, "is not that of a run"),
-        ({**layout.state, "loss_scaler": 1}, {}, "is not that of a run"),
-        ({**layout.state, "train": {**train, "iteration": "2"}}, {}, "counter iteration is '2'; load another checkpo"),
+        ({**layout.state, "adam_steps": "2"}, {}, "state.adam_steps: Input should be a valid integer"),
+        ({**layout.state, "loss_scaler": 1}, {}, "state.loss_scaler: Input should be a valid dict"),
+        ({**layout.state, "train": {**train, "iteration": "2"}}, {}, "state.train.iteration.int: "),
+        ({**layout.state, "train": {**train, "iteration": 1}}, {}, "is not that of a run"),
         (
             layout.state,
             {"parallel": {"ddp": 5}},

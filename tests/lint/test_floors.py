@@ -23,7 +23,7 @@ CORE = [
 ]
 # The folders with features for users. They import the core; the core reaches them through hooks that `cli` passes.
 RING = [
-    {"mpu", "targets", "tokenizer_files"},
+    {"mpu", "named_functions", "targets", "tokenizer_files"},
     {"engines", "stored_data"},
     {"plan"},
     {"convert", "preprocess", "generate"},

@@ -109,6 +109,14 @@ def tensor(**changes) -> dict:
         ({"tensors": {"a": tensor(end=33)}}, "a has elements 0 to 33, its shard has 32"),
         ({"tensors": {"a": tensor(copy_of="b")}}, "is a copy of b, which is not described"),
         ({"surprise": 1}, "surprise: Extra inputs are not permitted"),
+        ({"origin": {"tokenizer": 7}}, "origin.tokenizer: Input should be a valid string"),
+        ({"origin": {"model_provider": ["a"]}}, "origin.model_provider: Input should be a valid string"),
+        ({"origin": {"token_ids": {"eos_token_id": "x"}}}, "origin.token_ids.eos_token_id"),
+        ({"origin": {"corpora": "x"}}, "origin.corpora: Input should be a valid list"),
+        ({"origin": {"corpora": [{"idx": {}, "bin": {"bytes": 1}}]}}, "origin.corpora.0.idx.sequences: Field required"),
+        ({"state": {"train": [1]}}, "state.train: Input should be a valid dictionary"),
+        ({"state": {"adam_steps": -1}}, "state.adam_steps: Input should be greater than or equal to 0"),
+        ({"state": {"loss_scaler": {"scale": "x"}}}, "state.loss_scaler.scale"),
     ],
 )
 def test_an_invalid_description_is_an_error(folder, changes, message):

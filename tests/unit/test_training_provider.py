@@ -12,10 +12,11 @@ from torch import nn
 from megatron_lite.errors import ConfigError
 from megatron_lite.model.build import get_model, param_table
 from megatron_lite.mpu import groups
+from megatron_lite.named_functions import NamedFunction
 from megatron_lite.parallel.context import ParallelContext
 from megatron_lite.parallel.grid import Grid
 from megatron_lite.parallel.shard import Shard
-from megatron_lite.training.provider import NamedFunction, build_chunks, function_name
+from megatron_lite.training.provider import build_chunks, function_name
 from tests.helpers.tiny import tiny_config
 
 

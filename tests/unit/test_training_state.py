@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from megatron_lite.config.flops import flops_per_token
 from megatron_lite.config.schema import ModelConfig, TrainConfig
+from megatron_lite.errors import CheckpointError
 from megatron_lite.training.state import TrainState, global_batch_size, num_microbatches, samples_for
 from megatron_lite.training.throughput import known_gpu, measured_peak_tflops, peak_memory_gb
 
@@ -57,6 +58,17 @@ def test_samples_for_a_very_long_ramp_are_computed_without_a_loop():
 def test_a_train_state_equals_its_copy_through_a_dictionary():
     state = TrainState(iteration=3, consumed_samples=24, optimizer_steps=2, skipped=1, train_samples=80)
     assert TrainState.from_dict(state.to_dict()) == state
+
+
+IMPOSSIBLE = [{"iteration": -1}, {"losses": -1}, {"order_start": 10**30}, {"order_start": 25}, {"skipped": 1.0}]
+
+
+@pytest.mark.parametrize("wrong", IMPOSSIBLE)
+def test_counters_that_no_run_has_are_an_error(wrong):
+    """Others may have written them; a sample order that starts after the run would be read from its end."""
+    values = TrainState(iteration=3, consumed_samples=24).to_dict()
+    with pytest.raises(CheckpointError, match=f"the checkpoint's {'counter ' * (wrong != {'order_start': 25})}"):
+        TrainState.from_dict({**values, **wrong})
 
 
 def test_flops_per_token_equal_those_of_the_paper():
