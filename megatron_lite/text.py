@@ -30,7 +30,7 @@ def parse_json(text: str | bytes, **options: Any) -> Any:
 
 def parse_strictly(content: bytes, **options: Any) -> Any:
     """`parse_json` for a file in UTF-8 with finite numbers and full characters."""
-    value = parse_json(content.decode("utf-8-sig"), parse_constant=int, **options)  # int("NaN") raises ValueError
+    value = parse_json(content.decode("utf-8-sig"), **{"parse_constant": int, **options})  # int("NaN") raises
     if rb"\ud" in content.lower():
         json.dumps(value, ensure_ascii=False).encode()  # raises it for half a surrogate pair
     return value

@@ -33,6 +33,7 @@ from megatron_lite.files import read_file
 from megatron_lite.parallel.dtypes import SAFETENSORS_DTYPES
 from megatron_lite.parallel.grid import Grid
 from megatron_lite.parallel.shard import Shard
+from megatron_lite.text import parse_strictly
 
 FORMAT = "megatron_lite checkpoint"
 VERSION = 2
@@ -194,8 +195,8 @@ def _lines(value: Any) -> str:
 def parse_layout(text: bytes, path: Path) -> Layout:
     """The layout in the text of layout.json; `path` is for messages."""
     try:
-        content = json.loads(text)
-    except (ValueError, RecursionError) as error:
+        content = parse_strictly(text, parse_constant=float)  # a mean loss may be NaN
+    except ValueError as error:
         raise DamagedCheckpoint(f"{path}: damaged, it cannot be read as JSON ({error}). {USE_ANOTHER}") from None
     if not isinstance(content, dict) or "crc32" not in content:
         raise DamagedCheckpoint(f"{path}: does not describe a megatron_lite checkpoint, or damaged. {USE_ANOTHER}")
