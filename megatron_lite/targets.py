@@ -7,7 +7,7 @@ name of a new folder is claimed before its first byte, so a second process ends 
 import errno
 import fcntl
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -25,8 +25,11 @@ class Targets:
         self.path, self._kind = paths[0], kind
 
     @contextmanager
-    def replaced(self) -> Iterator[list[Path]]:
-        """Names to write to, which replace the files at the end. Raises an error if another process has changed one."""
+    def replaced(self, then: Callable[[], None] = lambda: None) -> Iterator[list[Path]]:
+        """Names to write to, which replace the files at the end. Raises an error if another process has changed one.
+
+        `then` is called before another process can replace them.
+        """
         paths = list(self._before)
         for path in paths:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -41,6 +44,7 @@ class Targets:
                     path.unlink(missing_ok=True)
                 for name, path in zip(names, paths, strict=True):
                     os.replace(name, path)
+                then()
         finally:
             for name in names:
                 with suppress(OSError):  # in a folder without write permission, which the error above reports

@@ -88,11 +88,11 @@ def test_the_second_of_two_writers_of_a_file_gets_a_message(tmp_path, monkeypatc
     inputs = {path.name for path in tmp_path.iterdir()} | {"text.txt"}
     replaced, results = Targets.replaced, []
 
-    def after_another(targets: Targets):
+    def after_another(targets: Targets, *then: Callable[[], None]):
         monkeypatch.setattr(Targets, "replaced", replaced)
         WRITERS[name](tmp_path)
         results.append({path.name: path.read_bytes() for path in tmp_path.iterdir() if path.name not in inputs})
-        return replaced(targets)
+        return replaced(targets, *then)
 
     monkeypatch.setattr(Targets, "replaced", after_another)
     with pytest.raises(MegatronLiteError, match=f"(out|pretrain).*{CHANGED}") as raised:
