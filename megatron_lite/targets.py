@@ -7,12 +7,12 @@ name of a new folder is claimed before its first byte, so a second process ends 
 import errno
 import fcntl
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from megatron_lite.errors import MegatronLiteError
-from megatron_lite.files import MARKER, identity, make_own, private_name, remove_own
+from megatron_lite.files import ADVICE, MARKER, identity, make_own, private_name, remove_own
 
 CHANGED = "another process has written it meanwhile"
 
@@ -25,22 +25,26 @@ class Targets:
         self.path, self._kind = paths[0], kind
 
     @contextmanager
-    def replaced(self) -> Iterator[list[Path]]:
-        """Names to write to, which replace the files at the end. OSError: another process has changed one meanwhile."""
+    def replaced(self, then: Callable[[], None] = lambda: None) -> Iterator[list[Path]]:
+        """Names to write to, which replace the files at the end. Raises an error if another process has changed one.
+
+        `then` is called before another process can replace them.
+        """
         paths = list(self._before)
         for path in paths:
             path.parent.mkdir(parents=True, exist_ok=True)
         names = [private_name(path) for path in paths]
         try:
             yield names
-            with _locked(paths[0].parent):
+            with locked(paths[0].parent):
                 for path, before in self._before.items():
                     if identity(path) != before:
-                        raise OSError(errno.EBUSY, CHANGED, str(path))
+                        raise MegatronLiteError(f"{path}: {CHANGED}. {ADVICE[errno.EBUSY]}")
                 for path in paths[1:]:  # even after an interruption, old files are not beside a new one
                     path.unlink(missing_ok=True)
                 for name, path in zip(names, paths, strict=True):
                     os.replace(name, path)
+                then()
         finally:
             for name in names:
                 with suppress(OSError):  # in a folder without write permission, which the error above reports
@@ -113,9 +117,9 @@ def _remove_leftover(folder: Path) -> None:
 
 
 @contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """A context in which no other process replaces targets in the folder, where the file system has locks."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
+def locked(path: Path) -> Iterator[None]:
+    """A context that one process at a time is in for a file or folder, where the file system has locks; others wait."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
         with suppress(OSError):
             fcntl.flock(descriptor, fcntl.LOCK_EX)

@@ -1,5 +1,6 @@
 """`megatron-lite index`: index files of a run's data, written before the run."""
 
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Annotated
 
@@ -26,10 +27,12 @@ def index(
     from megatron_lite.cli.pretrain import check
     from megatron_lite.config.load import load_config
     from megatron_lite.config.validate import with_vocab_size
-    from megatron_lite.data.blended import cache_folder
+    from megatron_lite.data.blended import cache_folder, parse_paths
+    from megatron_lite.data.indexed import idx_path
     from megatron_lite.data.tokenizer import build_tokenizer, tokenizer_hash
     from megatron_lite.errors import ConfigError
     from megatron_lite.plan.data_lines import data_lines
+    from megatron_lite.targets import locked
     from megatron_lite.text import counted
     from megatron_lite.training.corpora import open_splits, wanted_samples
     from megatron_lite.training.state import TrainState
@@ -48,15 +51,18 @@ def index(
     if tokenizer is not None:
         settings = with_vocab_size(settings, tokenizer.vocab_size)
     folder = cache_folder(settings.data.paths, settings.data.cache_dir)
-    before = _files(folder)
     state = TrainState()
     if may_have_checkpoint(settings):
         from megatron_lite.doctor.storage import start_of_run  # loads torch
 
         settings, state = start_of_run(settings)
     wanted = wanted_samples(settings.train, settings.parallel.data(world_size), state)
-    splits = open_splits(settings, wanted, tokenizer, tokenizer_hash(spec) if spec else "", state)
-    new_files = sorted(_files(folder) - before)
+    with ExitStack() as until_written:
+        with suppress(OSError):  # `open_splits` raises the error of a corpus that cannot be read
+            until_written.enter_context(locked(idx_path(parse_paths(settings.data.paths).prefixes[0])))
+        before = _files(folder)  # a second process has waited, and does not report the first one's files as its own
+        splits = open_splits(settings, wanted, tokenizer, tokenizer_hash(spec) if spec else "", state)
+        new_files = sorted(_files(folder) - before)
     for path in new_files:
         typer.echo(f"wrote {path}")
     for line in data_lines(settings, splits, wanted):

@@ -55,7 +55,7 @@ def submit(
     """Write a SLURM job script to run.dir and submit it. The job requeues itself until training is done."""
     from megatron_lite.cli.pretrain import check
     from megatron_lite.config.load import load_config
-    from megatron_lite.launch.submit import job_script, submit_job, task_overrides
+    from megatron_lite.launch.submit import job_script, task_overrides
 
     if (gpus_per_node is None) == (nproc_per_node is None):
         raise ConfigError("give --gpus-per-node, or --nproc-per-node for training on CPUs; not both")
@@ -89,17 +89,22 @@ def submit(
     if dry_run:
         typer.echo(script, nl=False)
         return
-    _write(target, script, run_dir)
-    typer.echo(f"job {submit_job(target.path)}: {target.path}, output in {folder}")
+    typer.echo(f"job {_submit(target, script, run_dir)}: {target.path}, output in {folder}")
 
 
-def _write(target: Targets, script: str, run_dir: str) -> None:
-    """Write the script. Raise ConfigError where that fails, or would replace a file of the user."""
-    path = target.path
+def _submit(target: Targets, script: str, run_dir: str) -> str:
+    """Write the script and submit it before another process can replace it; the number of its job.
+
+    Raises ConfigError where the write fails, or would replace a file of the user.
+    """
+    from megatron_lite.launch.submit import submit_job
+
+    path, jobs = target.path, list[str]()
     try:
         if path.exists() and path.read_bytes()[:100] != script.encode()[:100]:
             raise ConfigError(f"{path}: was not written by megatron-lite submit; rename it, or choose another run.dir")
-        with target.replaced() as (name,):
+        with target.replaced(lambda: jobs.append(submit_job(path))) as (name,):
             name.write_text(script, encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"run.dir is {run_dir}; cannot write {path}: {error.strerror}") from error
+    return jobs[0]

@@ -130,7 +130,7 @@ def _disk_errors(prefix: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        where = error.filename if error.errno in (errno.ELOOP, errno.EISDIR, errno.EBUSY) else prefix
+        where = error.filename if error.errno in (errno.ELOOP, errno.EISDIR) else prefix
         raise DataError(
             f"{where}: cannot be written: {error.strerror or error}; nothing was kept. "
             "Free some space or choose an --output-prefix you can write to"

@@ -1,5 +1,7 @@
 """`megatron-lite index` writes every index file that training reads."""
 
+import fcntl
+
 import pytest
 
 from tests.helpers.command import make_corpus, run_here, tiny_yaml
@@ -28,6 +30,24 @@ def test_training_writes_no_index_file_after_the_command(indexed):
     assert files(folder) == present
     again = run_here("index", "--config", config, cwd=folder).stdout
     assert again.splitlines()[-1] == f"{folder}/cache: 0 new index files; 8 training samples"
+
+
+def test_a_second_process_waits_and_reports_no_file_of_the_first_one(indexed, tmp_path, monkeypatch):
+    """Both would report that they wrote the same files."""
+    folder, config = indexed
+    words = ("index", "--config", config, f"data.cache_dir={tmp_path}/cache", f"run.dir={tmp_path}/run")
+    flock, first = fcntl.flock, []
+
+    def after_another(*arguments):
+        monkeypatch.setattr(fcntl, "flock", flock)
+        first.append(run_here(*words, cwd=folder).stdout.splitlines())
+        return flock(*arguments)
+
+    monkeypatch.setattr(fcntl, "flock", after_another)
+    done = run_here(*words, cwd=folder)
+    (lines,) = first
+    assert lines[-1] == f"{tmp_path}/cache: 12 new index files; 8 training samples"
+    assert done.returncode == 0 and done.stdout.splitlines()[-1] == lines[-1].replace(" 12 ", " 0 ")
 
 
 def test_the_number_of_samples_needs_a_batch_size_or_processes(indexed, tmp_path):

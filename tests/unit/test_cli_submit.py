@@ -209,6 +209,13 @@ def test_the_script_is_submitted_and_stays_beside_the_run(tmp_path, commands):
     assert path.read_text() == submit("--nproc-per-node", "2", "--dry-run", *GOOD, cwd=tmp_path).stdout
 
 
+def test_no_other_process_replaces_the_script_before_sbatch_has_read_it(tmp_path, commands):
+    """The job would run the script of the other process."""
+    records = commands(sbatch='flock --nonblock "${2%/*}" true; echo "$?" > "$RECORDS/other"; echo 12')
+    assert submit("--nproc-per-node", "2", *GOOD, cwd=tmp_path).returncode == 0
+    assert (records / "other").read_text() == "1\n"
+
+
 def test_a_warning_of_sbatch_is_shown(tmp_path, commands):
     commands(sbatch="echo 'sbatch: Warning: late' >&2; echo 12")
     done = submit("--nproc-per-node", "2", *GOOD, cwd=tmp_path)

@@ -1,13 +1,14 @@
 """Of two processes that write the same file or folder for a user, one gets a result and the other a message."""
 
 import fcntl
+import json
 import os
 import shutil
-import subprocess
-import sys
 import threading
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 from matplotlib.figure import Figure
@@ -21,10 +22,12 @@ from megatron_lite.files import MARKER, atomic_write
 from megatron_lite.preprocess.corpus import preprocess
 from megatron_lite.preprocess.train_tokenizer import train_sentencepiece
 from megatron_lite.targets import CHANGED, Targets, claim, target_of
-from tests.helpers.command import environment, run_here
+from tests.helpers import overlapping, warm
+from tests.helpers.command import environment, make_corpus, run_here, tiny_yaml
 from tests.helpers.huggingface import gpt2
 from tests.helpers.limits import PATIENCE, files_of_at_most
 from tests.helpers.metrics_files import write_run
+from tests.helpers.runs import rows
 
 
 @pytest.fixture(scope="module")
@@ -40,6 +43,7 @@ def command(*words: str) -> Callable[[Path], None]:
     def call(folder: Path) -> None:
         done = run_here(*words, cwd=folder)
         if done.returncode:
+            assert done.returncode == MegatronLiteError.exit_code
             raise MegatronLiteError(done.stderr)
 
     return call
@@ -84,15 +88,16 @@ def test_the_second_of_two_writers_of_a_file_gets_a_message(tmp_path, monkeypatc
     inputs = {path.name for path in tmp_path.iterdir()} | {"text.txt"}
     replaced, results = Targets.replaced, []
 
-    def after_another(targets: Targets):
+    def after_another(targets: Targets, *then: Callable[[], None]):
         monkeypatch.setattr(Targets, "replaced", replaced)
         WRITERS[name](tmp_path)
         results.append({path.name: path.read_bytes() for path in tmp_path.iterdir() if path.name not in inputs})
-        return replaced(targets)
+        return replaced(targets, *then)
 
     monkeypatch.setattr(Targets, "replaced", after_another)
-    with pytest.raises(MegatronLiteError, match=f"(out|pretrain).*{CHANGED}"):
+    with pytest.raises(MegatronLiteError, match=f"(out|pretrain).*{CHANGED}") as raised:
         WRITERS[name](tmp_path)
+    assert raised.value.exit_code == MegatronLiteError.exit_code
     (result,) = results
     assert len(result) == FILES.get(name, 1) and all(result.values())
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir() if path.name not in inputs} == result
@@ -194,47 +199,126 @@ def test_a_name_that_is_no_file_is_an_error_before_the_work(tmp_path):
 
 
 PAIRS = 30
+PRIVATE = (".new-", ".old-", ".deleted-")
+
+
+class Pair(NamedTuple):
+    """Two writers of one target in the current folder, and how one of them ends."""
+
+    # Of writer "a" or "b". Their inputs in the given folder differ, except those of `index`: its files have names that
+    # are hashes of the inputs, so only equal inputs have the same files.
+    words: Callable[[str, Path], list[str]]
+    message: str
+    code: int = MegatronLiteError.exit_code
+
+
+PAIRS_OF = {
+    "convert": Pair(
+        lambda each, inputs: ["convert", f"{inputs}/model-{each}", "out", "--to", "huggingface"],
+        "another process is writing it",
+    ),
+    "preprocess": Pair(
+        lambda each, inputs: [
+            *("preprocess", "--input", f"{inputs}/{each}.txt", "--output-prefix", "out", "--tokenizer", "bytes"),
+        ],
+        CHANGED,
+    ),
+    "train-tokenizer": Pair(
+        lambda each, inputs: [
+            *("train-tokenizer", "--input", f"{inputs}/{each}.txt", "--output-prefix", "out", "--vocab-size", "290"),
+        ],
+        CHANGED,
+    ),
+    "index": Pair(
+        lambda each, inputs: ["index", "--config", f"{inputs}/tiny.yaml", "data.cache_dir=cache", "run.dir=run"],
+        "0 new index files",
+        code=0,  # the first one's files are complete when the second one ends
+    ),
+    "plan --html": Pair(
+        lambda each, inputs: ["plan", *TINY, f"model.num_layers={'xab'.index(each)}", "--html", "out.html"], CHANGED
+    ),
+    "plot": Pair(lambda each, inputs: ["plot", f"{inputs}/run-{each}", "--out", "out.png"], CHANGED),
+    "submit": Pair(lambda each, inputs: [*SUBMIT, "--job-name", each], CHANGED),
+    "checkpoints": Pair(
+        lambda each, inputs: ["pretrain", "--config", f"{inputs}/tiny.yaml", "run.dir=run", f"run.seed={ord(each)}"],
+        "run.dir run is in use by ",
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory):
+    """A folder with the inputs of the writers "a" and "b", and a `bin` whose sbatch keeps the script of each job."""
+    folder = tmp_path_factory.mktemp("inputs")
+    corpus = make_corpus(folder)
+    for seed, each in enumerate("ab", start=1):
+        gpt2(n_layer=seed).save_pretrained(folder / f"model-{each}")
+        (folder / f"{each}.txt").write_text(f"the text of writer {each}\n" * 300 * seed)
+        write_run(folder / f"run-{each}", [2.0 * seed, 1.0])
+    tiny_yaml(folder, corpus, train={"iterations": 2, "eval_iterations": 1}, checkpoint={"interval": 1})
+    (folder / "bin").mkdir()
+    (folder / "bin" / "sbatch").write_text('#!/bin/sh\ncp "$2" "$JOBS/$$" && echo 1\n')
+    (folder / "bin" / "sbatch").chmod(0o755)
+    return folder
+
+
+def results(folder: Path) -> dict[str, bytes]:
+    """The bytes of every file below the folder; of a run, those of checkpoints and metrics, without times."""
+    run = folder / "run"
+    root = run / "checkpoints" if (run / "checkpoints").is_dir() else folder
+    found = {str(path.relative_to(root)): path.read_bytes() for path in root.rglob("*") if path.is_file()}
+    for name in [name for name in found if name.endswith("layout.json")]:
+        tree = json.loads(found[name])
+        del tree["crc32"], tree["saved_at"]
+        found[name] = json.dumps(tree).encode()
+    return found if root == folder else found | {"metrics.jsonl": json.dumps(rows(run)).encode()}
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("name", ["convert", "preprocess", "train-tokenizer", "plan --html", "plot"])
-def test_thirty_pairs_of_real_processes_leave_one_result_each(tmp_path, model, name):
-    """Each pair starts at once. A process that succeeds has written the result, and the other one has said why not."""
-    write_run(tmp_path / "run", [2.0, 1.0])
-    path = text(tmp_path)[0]
-    words = {
-        "convert": ["convert", str(model), "out", "--to", "huggingface"],
-        "preprocess": ["preprocess", "--input", str(path), "--output-prefix", "out", "--tokenizer", "bytes"],
-        "train-tokenizer": ["train-tokenizer", "--input", str(path), "--output-prefix", "out", "--vocab-size", "290"],
-        "plan --html": ["plan", *TINY, "--html", "out.html"],
-        "plot": ["plot", "../run", "--out", "out.png"],
-    }[name]
+@pytest.mark.parametrize("name", PAIRS_OF)
+def test_thirty_pairs_of_overlapping_writers_leave_one_result_and_one_message_each(tmp_path, inputs, name):
+    """Both have started before there is a result. A mixture would differ from what each of them writes alone."""
+    pair, folder = PAIRS_OF[name], tmp_path / "folder"
+    variables = environment() | {"PATH": f"{inputs}/bin:{os.environ['PATH']}", "JOBS": str(tmp_path / "jobs")}
 
-    def start(folder: Path) -> subprocess.Popen:
-        line = [sys.executable, "-m", "megatron_lite", *words]
-        return subprocess.Popen(
-            line, cwd=folder, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-        )
+    def start(each: str, *, alone: bool) -> warm.Command:
+        words = pair.words(each, inputs)
+        together = [overlapping.__file__, str(tmp_path / "barrier"), str(inputs.parent), *words]
+        program, arguments = (warm.LITE, words) if alone else (warm.PYTHON, together)
+        return warm.Command(program, arguments, cwd=folder, env=variables)
 
-    def contents(folder: Path) -> dict[str, int]:
-        return {str(file.relative_to(folder)): file.stat().st_size for file in folder.rglob("*") if file.is_file()}
+    def in_a_new_folder(*letters: str) -> dict[str, tuple[int, str, str]]:
+        """The exit code, output and errors of these writers, which run at once."""
+        for path in (folder, tmp_path / "barrier", tmp_path / "jobs"):
+            shutil.rmtree(path, ignore_errors=True)
+            path.mkdir()
+        running = {each: start(each, alone=len(letters) == 1) for each in letters}
+        texts = {each: process.communicate(PATIENCE) for each, process in running.items()}
+        return {each: (process.wait(), *texts[each]) for each, process in running.items()}
 
-    (tmp_path / "alone").mkdir()
-    assert start(tmp_path / "alone").wait(PATIENCE) == 0
-    for number in range(PAIRS):
-        folder = tmp_path / str(number)
-        folder.mkdir()
-        pair = [start(folder), start(folder)]
-        ends = [(process.communicate(timeout=PATIENCE), process.returncode) for process in pair]
-        codes = [code for _, code in ends]
-        assert sorted(codes)[0] == 0, ends
-        for (_, problem), code in ends:
-            assert code == 0 or "another process" in problem or "exists already" in problem
-            assert "Traceback" not in problem
-        # Without an overlap in time the later one of two replaces the file; a folder is never replaced.
-        assert name != "convert" or codes.count(0) == 1
-        assert contents(folder) == contents(tmp_path / "alone")
-        shutil.rmtree(folder)
+    alone = {}
+    for each in "ab":
+        ends = in_a_new_folder(each)
+        assert ends[each][0] == 0, ends
+        alone[each] = results(folder)
+    assert alone["a"].keys() == alone["b"].keys() and (alone["a"] == alone["b"]) == (name == "index")
+
+    counts: Counter[str] = Counter()
+    for _ in range(PAIRS):
+        ends = in_a_new_folder("a", "b")
+        assert len(list((tmp_path / "barrier").glob(f"{overlapping.ARRIVED}-*"))) == 2, ends
+        losers = [each for each, (_, *texts) in ends.items() if pair.message in "".join(texts)]
+        assert len(losers) == 1, ends
+        (winner,) = ends.keys() - losers
+        code, _, problem = ends[losers[0]]
+        assert ends[winner][0] == 0 and code == pair.code, ends
+        assert problem.count("\n") == (pair.code > 0) and "Traceback" not in str(ends), ends
+        assert results(folder) == alone[winner], ends
+        assert [str(path) for path in folder.rglob("*") if path.name.startswith(PRIVATE)] == []
+        jobs = [path.read_bytes() for path in (tmp_path / "jobs").iterdir()]
+        assert jobs == ([(folder / "pretrain.sbatch").read_bytes()] if name == "submit" else [])
+        counts.update([f"results of {winner}", f"messages with exit code {code}"])
+    print(f"\n{name}: {PAIRS} pairs, {dict(sorted(counts.items()))}")
 
 
 def test_checkpoints_of_two_saves_do_not_mix(tmp_path):
