@@ -30,7 +30,7 @@ from megatron_lite.config.schema import Config
 from megatron_lite.crc32 import crc32
 from megatron_lite.errors import CheckpointError, DamagedCheckpoint
 from megatron_lite.files import read_file
-from megatron_lite.parallel.dtypes import SAFETENSORS_DTYPES
+from megatron_lite.parallel.dtypes import PRECISION_NAMES, SAFETENSORS_DTYPES
 from megatron_lite.parallel.grid import Grid
 from megatron_lite.parallel.shard import Shard
 from megatron_lite.text import parse_strictly
@@ -166,10 +166,12 @@ class Layout(_Entry):
             if tensor.copy_of and tensor.copy_of not in self.tensors:
                 raise ValueError(f"{name} is a copy of {tensor.copy_of}, which is not described")
             numel = prod(tensor.shard.local_shape(tensor.shape, self.grid.tp))
-            for value in tensor.values.values():
-                if value.dtype not in SAFETENSORS_DTYPES:
-                    raise ValueError(f"{name} has the unknown dtype {value.dtype}")
+            for kind, value in tensor.values.items():
+                if SAFETENSORS_DTYPES.get(value.dtype) not in PRECISION_NAMES:
+                    raise ValueError(f"{kind} of {name} has the dtype {value.dtype}")
                 for stored in value.slices:
+                    if stored.key not in (name, f"{kind}/{name}"):
+                        raise ValueError(f"{kind} of {name} has the key {stored.key}")
                     if stored.tp >= self.grid.tp or stored.pp >= self.grid.pp:
                         raise ValueError(f"{name} has a slice of tp {stored.tp}, pp {stored.pp}, outside of the grid")
                     if not stored.start <= stored.end <= numel:

@@ -17,6 +17,8 @@ from megatron_lite.checkpoint import directory, match
 from megatron_lite.checkpoint.contents import Contents, describe, join, rng_file
 from megatron_lite.checkpoint.layout import (
     LAYOUT_FILE,
+    USE_ANOTHER,
+    WEIGHT,
     FileInfo,
     Layout,
     StoredSlice,
@@ -28,10 +30,11 @@ from megatron_lite.checkpoint.layout import (
 )
 from megatron_lite.checkpoint.reshard import Move, Rectangle
 from megatron_lite.checkpoint.tensor_file import Memory, TensorFile, save_errors, write_tensors
-from megatron_lite.errors import CheckpointError, MegatronLiteError
+from megatron_lite.errors import CheckpointError, DamagedCheckpoint, MegatronLiteError
 from megatron_lite.files import is_own, read_file, sync_folder
 from megatron_lite.parallel.agreement import all_gather_objects, gather_objects, on_all, on_first
 from megatron_lite.parallel.context import ParallelContext
+from megatron_lite.parallel.dtypes import SAFETENSORS_DTYPES
 from megatron_lite.parallel.shard import ParamTable
 from megatron_lite.parallel.waiting import note_progress
 
@@ -192,8 +195,16 @@ class Opened:
         self._files.clear()
 
     def file(self, name: str) -> TensorFile:
+        """A file of the checkpoint. DamagedCheckpoint: it has a tensor of another dtype than layout.json."""
         if name not in self._files:
-            self._files[name] = TensorFile(self._folder / name, self.layout.files[name])
+            found = TensorFile(self._folder / name, self.layout.files[name])
+            for key, dtype in found.dtypes.items():
+                kind, _, tensor = key.rpartition("/")
+                described = self.layout.tensors[tensor].values if tensor in self.layout.tensors else {}
+                if (value := described.get(kind or WEIGHT)) and SAFETENSORS_DTYPES[value.dtype] != dtype:
+                    problem = f"{key} is {dtype}, layout.json lists {value.dtype}"
+                    raise DamagedCheckpoint(f"{found.path}: {problem}. {USE_ANOTHER}")
+            self._files[name] = found
         return self._files[name]
 
     def view(self, stored: StoredSlice, rectangle: Rectangle, memory: Memory | None = None) -> Tensor:

@@ -199,6 +199,11 @@ class TensorFile:
                 raise DamagedCheckpoint(f"{where} has {problem}. {USE_ANOTHER}")
         return buffer[start * size - offset : end * size - offset].view(entry.dtype)
 
+    @property
+    def dtypes(self) -> dict[str, torch.dtype]:
+        """The dtype of each tensor, by key."""
+        return {key: entry.dtype for key, entry in self._entries.items()}
+
     def get(self, key: str) -> Tensor:
         """The full tensor."""
         entry = self._entries[key]

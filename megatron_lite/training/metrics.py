@@ -7,6 +7,7 @@ import json
 import os
 import re
 from contextlib import AbstractContextManager
+from itertools import count
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -27,8 +28,9 @@ HEARTBEATS = "heartbeat/rank_[0-9][0-9][0-9][0-9][0-9].json"
 # The files of run.dir that a start replaces or deletes, and the first bytes of those that a run has written.
 OURS = {
     **dict.fromkeys((SETTINGS, RESOLVED), re.escape(WRITTEN).encode()),
-    "metrics.jsonl": rb'(.*\n)?\{"iteration|.{,10}$',  # rows may be damaged, or a part after a killed run
-    "exit_code": rb"\d+\n$",
+    # A row may be damaged, and the only one may end early: the run was killed.
+    "metrics.jsonl": rb'(.*\n)?\{"iteration": \d+(, "(consumed_samples|validation_|test_|tasks)|\}?$)|\{.{,9}$',
+    "exit_code": rb"75\n$",
     "trace.json": rb'\{"traceEvents": \[\{"ph": "M", "name": "process_name", "pid": 0, "args": \{"name": "rank 0 ',
     "heartbeat/hang": rb"$",  # the watchdog's is empty
     HEARTBEATS: rb'\{"rank": \d',
@@ -93,9 +95,17 @@ def write_errors(path: Path) -> AbstractContextManager[None]:
 
 
 def keep_rows(path: Path, iteration: int) -> str:
-    """Remove the rows after `iteration` and damaged ones; return a notice about those, or an empty text."""
+    """Remove the rows after `iteration` and damaged ones; return a notice about those, or an empty text.
+
+    Before the first iteration no row is removed: the file is renamed to metrics.jsonl.1, or another free number.
+    """
     if not path.exists():
         return ""
     rows, notice = read_rows(path)
+    if rows and not iteration:
+        names = (path.with_name(f"{path.name}.{number}") for number in count(1))
+        free = next(name for name in names if not os.path.lexists(name))
+        path.rename(free)
+        return f"{free}: has the rows of an earlier start. {notice}".strip()
     atomic_write(path, b"".join(line + b"\n" for line, row in rows if row["iteration"] <= iteration))
     return notice

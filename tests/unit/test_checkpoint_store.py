@@ -396,12 +396,13 @@ def test_a_tensor_in_slices_of_several_files_is_joined(tmp_path):
     layout = json.loads(dump_layout(read_layout(folder)))
     slices = layout["tensors"][NAME]["values"]["exp_avg"]["pieces"]
     first, second = dict(slices[0]), dict(slices[0])
-    for slice_, key, start, end in ((first, "a", 0, 20), (second, "b", 20, 48)):
-        slice_.update(file="mp_rank_00/optimizer_dp_001.safetensors", key=key, start=start, end=end)
+    for slice_, replica, start, end in ((first, 1, 0, 20), (second, 2, 20, 48)):
+        slice_.update(file=f"mp_rank_00/optimizer_dp_{replica:03d}.safetensors", start=start, end=end)
     flat = contents(ctx, 1)["optimizer_state"][NAME]["exp_avg"].view(-1)
-    info = write_tensors(folder / first["file"], {"b": flat[20:], "a": flat[:20]})
+    for stored in (first, second):
+        info = write_tensors(folder / stored["file"], {stored["key"]: flat[stored["start"] : stored["end"]]})
+        layout["files"][stored["file"]] = info.model_dump()
     layout["tensors"][NAME]["values"]["exp_avg"]["pieces"] = [second, first]
-    layout["files"][first["file"]] = info.model_dump()
     layout.pop("crc32")
     (folder / "layout.json").write_text(dump_layout(Layout.model_validate(layout)))
     assert assert_complete(tmp_path, ctx, 1) == 1

@@ -72,7 +72,7 @@ def prune(folder: Path) -> None:
 
 def write_index(folder: Path) -> None:
     description = {"x": 1}
-    cached_arrays(folder, "x", description, lambda: {"a": np.arange(3)})
+    cached_arrays(folder, "x", description, {"a": 1}, lambda: {"a": np.arange(3)})
 
 
 def names_of_index(tmp_path: Path) -> list[str]:
@@ -206,7 +206,7 @@ def test_no_index_is_written_through_a_link(tmp_path, kind):
 def test_the_files_of_a_run_are_known_as_its_own(tmp_path):
     """A run could otherwise not resume in its folder."""
     files = {
-        "metrics.jsonl": '{"iteration": 1, "loss": 2.0}\n',
+        "metrics.jsonl": '{"iteration": 1, "consumed_samples": 8}\n',
         "exit_code": "75\n",
         "heartbeat/hang": "",
         "heartbeat/rank_00000.json": '{"rank": 0, "host": "a"}\n',

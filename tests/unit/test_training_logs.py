@@ -205,6 +205,12 @@ def test_a_file_of_the_user_in_run_dir_is_never_overwritten(tmp_path):
             write_config(config)
         assert (tmp_path / name).read_text() == "optim: {lr: 1}"
         (tmp_path / name).unlink()
+    others = '{"iteration": 1, "my_tool": "export"}\n'
+    for name, text in (("metrics.jsonl", others), ("metrics.jsonl", "notes\n"), ("exit_code", "7\n")):
+        (tmp_path / name).write_text(text)
+        with pytest.raises(ConfigError, match=rf"{name}: was not written by megatron-lite"):
+            write_config(config)
+        (tmp_path / name).unlink()
     for name, text in (("metrics.jsonl", '{"iter'), ("metrics.jsonl", '{"iteration": 1}\n'), ("exit_code", "75\n")):
         (tmp_path / name).write_text(text)
         write_config(config)
@@ -295,6 +301,15 @@ def test_rows_after_the_loaded_iteration_are_dropped(make_log, tmp_path):
 def test_keep_rows_creates_no_file(tmp_path):
     keep_rows(tmp_path / "metrics.jsonl", 0)
     assert not (tmp_path / "metrics.jsonl").exists()
+
+
+def test_rows_of_an_earlier_start_are_kept_beside_those_of_a_new_one(tmp_path):
+    """Its checkpoints may have been moved away; the rows are all that is left."""
+    path = tmp_path / "metrics.jsonl"
+    for number in (1, 2):
+        path.write_text(f'{{"iteration": 5, "consumed_samples": {number}}}\n')
+        assert keep_rows(path, 0) == f"{path}.{number}: has the rows of an earlier start."
+        assert not path.exists() and f"{number}}}" in path.with_name(f"metrics.jsonl.{number}").read_text()
 
 
 def test_the_error_of_a_failed_write_names_the_file(tmp_path):
