@@ -81,7 +81,7 @@ def test_an_unknown_field_with_a_correct_checksum_is_not_damage(folder):
 
 def tensor(**changes) -> dict:
     """The description of a tensor in the checkpoint, with changes."""
-    slice_ = {"file": "mp_rank_00/model.safetensors", "key": "embedding.word_embeddings.weight"}
+    slice_ = {"file": "mp_rank_00/model.safetensors", "key": "a"}
     slice_ |= {"tp": 0, "pp": 0, "start": 0, "end": 32} | {
         key: changes.pop(key) for key in ("tp", "end") if key in changes
     }
@@ -100,7 +100,7 @@ def tensor(**changes) -> dict:
         ({"tensors": {"a": {"shape": [1], "shard": {}, "values": {}}}}, "a has no weight"),
         (
             {"tensors": {"a": {"shape": [1], "shard": {}, "values": {"weight": {"dtype": "F8", "pieces": []}}}}},
-            "a has the unknown dtype F8",
+            "weight of a has the dtype F8",
         ),
         ({"tensors": {"a": tensor(shape=[-1])}}, "tensors.a.shape.0: Input should be greater than or equal to 0"),
         ({"tensors": {"a": tensor(shard={"dim": 7, "parts": [], "units": []})}}, "there is no dim 7 in"),
@@ -110,6 +110,7 @@ def tensor(**changes) -> dict:
         ({"tensors": {"a": tensor(tp=5)}}, "a has a slice of tp 5, pp 0, outside of the grid"),
         ({"tensors": {"a": tensor(end=33)}}, "a has elements 0 to 33, its shard has 32"),
         ({"tensors": {"a": tensor(copy_of="b")}}, "is a copy of b, which is not described"),
+        ({"tensors": {"b": tensor()}}, "weight of b has the key a"),
         ({"surprise": 1}, "surprise: Extra inputs are not permitted"),
         ({"origin": {"tokenizer": 7}}, "origin.tokenizer: Input should be a valid string"),
         ({"origin": {"model_provider": ["a"]}}, "origin.model_provider: Input should be a valid string"),

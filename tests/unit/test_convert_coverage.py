@@ -84,6 +84,15 @@ def edit_metadata(folder: Path, change) -> None:
     file.write_bytes(pickle.dumps(content))
 
 
+def other_dtype(folder: Path) -> None:
+    """The values would be rounded."""
+
+    def change(content: dict) -> None:
+        content["tensors"][WORDS]["values"]["weight"]["dtype"] = "BF16"
+
+    edit_layout(folder, change)
+
+
 def overlap(folder: Path) -> None:
     """Both slices of a tensor become those of the first rank; the number of elements stays."""
 
@@ -170,6 +179,7 @@ def record_twice(folder: Path) -> None:
 
 NOT_COVERED = {
     "native slices": ("native", overlap, "slices of weight of embedding.word_embeddings.weight overlap"),
+    "native dtype": ("native", other_dtype, r"weight is torch.float32, layout.json lists BF16"),
     "native header": ("native", edit_header, "tensors overlap, or leave a gap"),
     "native rank": ("native", lambda folder: next(folder.rglob("mp_rank_01")).rename(folder / "x"), "missing"),
     "torch_dist chunks": ("torch_dist", lambda f: edit_metadata(f, half_twice), "which overlap or leave a gap"),
