@@ -79,6 +79,7 @@ def keep(spec: str, run_dir: str) -> str:
     """Copy the tokenizer into the run's folder, and return the SPEC of the copies, relative to that folder.
 
     The name of their folder has a checksum of their content, so another tokenizer never replaces that of a checkpoint.
+    DataError: it is a link, or has other content: a file of the user.
     """
     files = files_of(spec)
     if not files:
@@ -88,8 +89,11 @@ def keep(spec: str, run_dir: str) -> str:
         checksums = [f"{name} {hashlib.sha256(content).hexdigest()}" for name, content in contents.items()]
         folder = f"{FOLDER}-{hashlib.sha256(' '.join(checksums).encode()).hexdigest()[:12]}"
         for name, content in contents.items():
-            path = Path(run_dir) / folder / name
-            if not (path.is_file() and path.read_bytes() == content):
+            path, place = Path(run_dir) / folder / name, Path(run_dir) / folder
+            is_link = any(each.is_symlink() for each in (place, path.parent, path))
+            if is_link or (path.exists() and read_file(path) != content):
+                raise DataError(f"{path}: was not written by megatron-lite, and the run needs this name; rename it")
+            if not path.exists():
                 path.parent.mkdir(parents=True, exist_ok=True)
                 atomic_write(path, content)
     return spec_of_copies(spec, folder)

@@ -4,7 +4,9 @@ A resumed run removes the points that it writes again. TensorBoard removes all t
 consumed samples have another folder, `samples`, which TensorBoard shows as another run.
 """
 
+import threading
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +20,20 @@ FOR_SAMPLES = (
 )
 
 
+def _without_traceback(hook: Any, args: threading.ExceptHookArgs) -> None:
+    """Report an error of a thread, except one of TensorBoard's for the disk, which `Board.add` raises too."""
+    if not (isinstance(args.exc_value, OSError) and type(args.thread).__module__.startswith("tensorboard.")):
+        hook(args)
+
+
 class Board:
     """Scalars by iteration, some of them by consumed samples too, and the config as text."""
 
     def __init__(self, folder: Path, config: Config, state: TrainState) -> None:
         # This import takes half a second.
         from torch.utils.tensorboard import SummaryWriter
+
+        threading.excepthook = partial(_without_traceback, threading.excepthook)
 
         def writer(place: Path, done: int) -> Any:
             return SummaryWriter(str(place), purge_step=done + 1 if done else None)

@@ -21,6 +21,7 @@ from megatron_lite.launch.reports import _redirect_output
 from megatron_lite.parallel.context import solo
 from megatron_lite.preprocess.corpus import preprocess
 from megatron_lite.preprocess.train_tokenizer import train_sentencepiece
+from megatron_lite.tokenizer_files import keep
 from megatron_lite.training.metrics import MetricsFile, check_run_dir, write_errors
 from megatron_lite.training.progress import Progress
 from megatron_lite.training.watchdog import Watchdog
@@ -201,6 +202,28 @@ def test_no_index_is_written_through_a_link(tmp_path, kind):
         with pytest.raises(MegatronLiteError, match="index cannot be written"):
             write_index(folder / "cache")
         assert (content(folder / "cache" / name), content(folder / "precious")) == before
+
+
+@pytest.mark.parametrize("kind", ["folder", "link", "inner link"])
+def test_a_copied_tokenizer_replaces_no_file_of_the_user(tmp_path, kind):
+    """The name of its folder follows from its content, so others can know it."""
+    (tmp_path / "mine" / "additional_chat_templates").mkdir(parents=True)
+    source = {"tokenizer.json": "{}", "additional_chat_templates/a.jinja": "a"}
+    for name, text in source.items():
+        (tmp_path / "mine" / name).write_text(text)
+    spec = f"hf:{tmp_path}/mine/tokenizer.json"
+    copied = Path(tmp_path / "run", keep(spec, f"{tmp_path}/run").removeprefix("hf:")).parent
+    assert keep(spec, f"{tmp_path}/run") and {name: (copied / name).read_text() for name in source} == source
+    victim = tmp_path / "victim"
+    place = copied / "additional_chat_templates" if kind == "inner link" else copied
+    place.rename(victim)
+    for path in victim.rglob("*.j*"):
+        path.write_text("of the user")
+    before = content(victim)
+    victim.rename(place) if kind == "folder" else place.symlink_to(victim)
+    with pytest.raises(MegatronLiteError, match=r"was not written by megatron-lite.*; rename"):
+        keep(spec, f"{tmp_path}/run")
+    assert content(place if kind == "folder" else victim) == before
 
 
 def test_the_files_of_a_run_are_known_as_its_own(tmp_path):

@@ -4,6 +4,7 @@ import json
 import math
 import re
 import shutil
+import threading
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,6 +24,7 @@ from megatron_lite.training.logs import RunLog, write_config
 from megatron_lite.training.metrics import keep_rows, write_errors
 from megatron_lite.training.state import StepReport, TrainState
 from megatron_lite.training.timers import PhaseTime
+from tests.helpers.limits import files_of_at_most
 from tests.helpers.locks import other_run
 from tests.helpers.printed import unwrapped
 from tests.helpers.tensorboard_files import tensorboard_events
@@ -301,6 +303,18 @@ def test_rows_after_the_loaded_iteration_are_dropped(make_log, tmp_path):
 def test_keep_rows_creates_no_file(tmp_path):
     keep_rows(tmp_path / "metrics.jsonl", 0)
     assert not (tmp_path / "metrics.jsonl").exists()
+
+
+def test_a_full_disk_of_the_board_is_one_error_without_the_traceback_of_its_thread(make_log, tmp_path, monkeypatch):
+    printed = []
+    monkeypatch.setattr(threading, "excepthook", printed.append)
+    log = make_log(0, "log.tensorboard=true")
+    with pytest.raises(TrainingError, match="writing failed: File too large"), files_of_at_most(8192):
+        for number in range(1, 10_000):
+            log.iteration(TrainState(iteration=number, consumed_samples=8 * number), report(2.0), 8, 0.5)
+            (tmp_path / "metrics.jsonl").write_text("")
+    log.close()
+    assert printed == []
 
 
 def test_rows_of_an_earlier_start_are_kept_beside_those_of_a_new_one(tmp_path):
