@@ -6,12 +6,22 @@ from pathlib import Path
 from typing import Any
 
 from megatron_lite.checkpoint.compatible import CORPORA
-from megatron_lite.config.schema import DataConfig
+from megatron_lite.config.schema import Config, DataConfig
 from megatron_lite.data.blended import parse_paths
 from megatron_lite.data.identity import recorded_identities
 from megatron_lite.errors import ConfigError
 from megatron_lite.files import is_inside
 from megatron_lite.tokenizer_files import own_spec
+
+# Fields of a config with paths, beside run.dir and data.tokenizer.
+PATHS = (
+    "data.paths",
+    "data.cache_dir",
+    "train.tasks",
+    "deepspeed.nvme_path",
+    "checkpoint.load",
+    "checkpoint.load_weights",
+)
 
 
 def run_folder(folder: Path) -> Path:
@@ -37,3 +47,20 @@ def own_data(data: DataConfig, folder: Path, origin: Mapping[str, Any], tokenize
     are_inside = all(is_inside(Path(f"{prefix}.{end}"), home) for prefix in prefixes for end in ("idx", "bin"))
     are_own = are_inside or (bool(origin.get(CORPORA)) and recorded_identities(data.paths) == origin[CORPORA])
     return data.model_copy(update={"tokenizer": tokenizer, "cache_dir": "", "paths": data.paths if are_own else ()})
+
+
+def own_config(
+    config: Config, folder: Path, origin: Mapping[str, Any], given: Mapping[str, Any]
+) -> tuple[Config, list[str]]:
+    """The config of the checkpoint in `folder` without paths that its run's folder or the user did not give; the fields
+    that are left out. `given` has the user's fields by section. Corpora of the recorded contents stay.
+    """
+    fields, left = config.model_dump(), []
+    data = own_data(config.data, folder, origin, config.data.tokenizer)
+    for name in PATHS:
+        section, _, field = name.partition(".")
+        if field in given.get(section, {}) or not fields[section][field] or (field == "paths" and data.paths):
+            continue
+        fields[section][field] = type(config)().model_dump()[section][field]
+        left.append(name)
+    return type(config).model_validate(fields), left

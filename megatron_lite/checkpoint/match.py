@@ -1,5 +1,6 @@
 """Checks that a checkpoint belongs to this model, and a plan of which stored slices fill a rank's local shards."""
 
+import shlex
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
@@ -33,7 +34,8 @@ def check_provider(layout: Layout, folder: Path, provider: str) -> None:
     """
     built_by = layout.origin.get(MODEL_PROVIDER, BUILT_IN)
     if built_by != BUILT_IN and not provider:
-        raise CheckpointError(f"{folder}: a custom model, {built_by}, wrote it; load it with --model {built_by}")
+        script = shlex.quote(built_by)
+        raise CheckpointError(f"{folder}: a custom model, {script}, wrote it; load it with --model {script}")
 
 
 def check_model(

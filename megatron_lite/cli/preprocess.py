@@ -84,6 +84,8 @@ def skipped(report: "PreprocessReport") -> Iterator[str]:
     if unknown := report.found.unknown:
         suffixes = ", ".join(f"{suffix} {count:,}" for suffix, count in unknown.most_common())
         yield f"{counted(unknown.total(), 'file')} with an unknown suffix ({suffixes})"
+    if links := report.found.num_links:
+        yield f"{counted(links, 'link')} to files outside of the input folder; give such files themselves"
     for folder in report.found.empty_folders:
         yield f"{folder}, a folder without a file of a known suffix"
     if report.num_undecodable:

@@ -37,6 +37,7 @@ from megatron_lite.errors import CheckpointError, ConfigError
 from megatron_lite.files import MARKER, make_own, remove_own, sync_folder
 from megatron_lite.parallel.dtypes import PRECISION_NAMES, PRECISIONS
 from megatron_lite.targets import claim
+from megatron_lite.text import listed
 from megatron_lite.tokenizer_files import files_of
 
 NATIVE = "megatron-lite"
@@ -99,7 +100,7 @@ def convert(request: Request, report: Callable[[str], None]) -> None:
             checkpoint = in_dtype(checkpoint, DTYPES[request.dtype])
         if spec := settings.get("data", {}).get("tokenizer", ""):
             checkpoint = replace(checkpoint, tokenizer=files_of(spec), tokenizer_spec=spec)
-        written = _write(request, source_format, checkpoint, settings, folder, target)
+        written = _write(request, source_format, checkpoint, settings, folder, target, report)
         if request.verify:
             report(_verify(request, source_format, checkpoint, folder))
     parameters = sum(prod(spec.shape) for spec in checkpoint.tensors.values())
@@ -243,7 +244,13 @@ class _Progress:
 
 
 def _write(
-    request: Request, source_format: str, checkpoint: Checkpoint, settings: Settings, folder: Path, home: Path
+    request: Request,
+    source_format: str,
+    checkpoint: Checkpoint,
+    settings: Settings,
+    folder: Path,
+    home: Path,
+    report: Callable[[str], None],
 ) -> int:
     """Write the target into the folder; return the bytes of its tensors."""
     layout = {"tensor": request.tensor, "pipeline": request.pipeline}
@@ -263,7 +270,9 @@ def _write(
                     "--weights-only, or leave out --dtype"
                 )
             with _Progress(_total_bytes(stored, tensors)) as progress:
-                native.copy(folder, stored, **layout, progress=progress, home=home, settings=settings)
+                left = native.copy(folder, stored, **layout, progress=progress, home=home, settings=settings)
+            if left:
+                report(f"{SETTINGS} has no {listed(left)}: give your own on the command line")
             return progress.written
         checkpoint = replace(checkpoint, tokenizer={})  # its files are not copied
     with _Progress(_total_bytes(WeightsOf(checkpoint), tensors)) as progress:

@@ -39,7 +39,7 @@ from megatron_lite.errors import CheckpointError
 from megatron_lite.parallel.dtypes import PRECISION_NAMES, SAFETENSORS_DTYPES
 from megatron_lite.parallel.shard import ParamMeta, ParamTable, Shard
 from megatron_lite.plan.sizes import check_layout
-from megatron_lite.stored_data import run_folder
+from megatron_lite.stored_data import own_config, run_folder
 from megatron_lite.text import listed
 from megatron_lite.tokenizer_files import FOLDER, files_of, own_spec, spec_of_copies
 
@@ -229,10 +229,11 @@ def with_copied_tokenizer(stored: Stored, settings: Settings, path: Path, home: 
 
 def copy(
     path: Path, stored: Stored, *, tensor: int, pipeline: int, progress: Progress, home: Path, settings: Settings
-) -> None:
+) -> list[str]:
     """Write a run's folder in another layout that resumes like the stored checkpoint.
 
-    Optimizer state, counters and config are kept. Parameters are those of `write`.
+    Optimizer state, counters and config are kept. Parameters are those of `write`. Returns the fields with paths that
+    settings.yaml does not have, because they may be somebody else's.
     """
     before = stored.config({})
     fields = before.model_dump()
@@ -254,6 +255,9 @@ def copy(
     changed = changed_corpora(before.model_dump(mode="json"), config.model_dump(mode="json"), *corpora)
     check_same_run(before, config, changed)
     _write_run(path, layout.iteration, stored, tables, config, state=state, origin=origin, progress=progress)
+    own, left = own_config(config, stored.folder, origin, settings)
+    directory.write_durably(path / SETTINGS, (WRITTEN + dump_settings(own)).encode())
+    return left
 
 
 def check_same_run(source: Config, target: Config, changed_corpora: list[str]) -> None:

@@ -56,8 +56,10 @@ def read_info(prefix: str | os.PathLike[str], index_crc32: str) -> CorpusInfo | 
     try:
         content = parse_strictly(read_file(path))
         values = {field.name: content[field.name] for field in fields(CorpusInfo)}
-        if wrong := [field.name for field in fields(CorpusInfo) if type(values[field.name]) is not field.type]:
-            raise TypeError(f"{wrong[0]} is {values[wrong[0]]!r}")
+        for field in fields(CorpusInfo):
+            value = values[field.name]
+            if type(value) is not field.type or (field.type is int and not -1 <= value <= 1 << 53):
+                raise TypeError(f"{field.name} is {value!r}"[:200])
     except FileNotFoundError:
         return None
     except (OSError, ValueError, KeyError, TypeError) as error:

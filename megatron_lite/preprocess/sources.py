@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import BinaryIO, Literal, NamedTuple
 
 from megatron_lite.errors import DataError
-from megatron_lite.files import MOST_BYTES
+from megatron_lite.files import MOST_BYTES, is_inside
 from megatron_lite.preprocess.formats import GZIP, ZSTANDARD, other_format
 from megatron_lite.preprocess.languages import LANGUAGE_TAGS, TEXT_SUFFIXES, language_tag
 from megatron_lite.text import parse_json
@@ -25,6 +25,7 @@ from megatron_lite.text import parse_json
 SplitOn = Literal["file", "blank-line", "line"]
 BLANK_LINE = re.compile(rb"(?m)^[ \t\r\f\v]*\n")
 CHUNK_BYTES = 1 << 20  # large relative to the cost of sending it to a process, small relative to a corpus
+ZSTD_BYTES = 1 << 12  # compressed at a time; they can become 32,768 times as many
 COMPRESSED = (".gz", ".zst")
 JSON_LINES = (".jsonl", ".ndjson", ".json")
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"  # of UTF-8, which some editors write at the start of a file
@@ -37,6 +38,7 @@ class Found(NamedTuple):
     files: list[Path]
     unknown: Counter[str]  # skipped files in folders, by suffix
     empty_folders: list[Path]  # without a file of a known suffix
+    num_links: int  # in folders, to files outside of them
 
 
 class Chunk(NamedTuple):
@@ -60,12 +62,14 @@ def find_files(inputs: Sequence[str | os.PathLike[str]]) -> Found:
     """The input files, and every file with a known suffix in the input folders."""
     files: list[Path] = []
     unknown: Counter[str] = Counter()
-    empty_folders = []
+    empty_folders, num_links = [], 0
     named: list[Path] = []  # other files of a folder that are not text are counted as not UTF-8
     for path in map(Path, inputs):
         if path.is_dir():
             names = (Path(folder, name) for folder, names in _walk(path) for name in names if not name.startswith("."))
-            present = [name for name in names if name.is_file()]  # without dead links
+            files_or_links = [name for name in names if name.is_file()]  # without dead links
+            present = [name for name in files_or_links if not name.is_symlink() or is_inside(name, path)]
+            num_links += len(files_or_links) - len(present)
             known = [name for name in present if _is_known(name)]
             named += filter(_is_json_lines, known)
             unknown.update(name.suffix or "none" for name in present if not _is_known(name))
@@ -84,7 +88,7 @@ def find_files(inputs: Sequence[str | os.PathLike[str]]) -> Found:
         )
     for path in named:
         _check_is_text(path)
-    return Found(files, unknown, empty_folders)
+    return Found(files, unknown, empty_folders, num_links)
 
 
 def _walk(folder: Path) -> Iterator[tuple[str, list[str]]]:
@@ -169,10 +173,17 @@ def _line_chunks(path: Path, split_on: SplitOn) -> Iterator[Chunk]:
                     line += lines.count(b"\n")
                     position = raw.tell()
                 rest.append(block[end:])
+                _check_size("a document", sum(map(len, rest)))
             if lines := b"".join(rest):
                 yield Chunk((str(path),), lines, line, raw.tell() - position, split_on)
     except (OSError, EOFError, zlib.error) as error:
         raise DataError(f"{path}: cannot be read after line {line - 1:,}: {error}") from error
+
+
+def _check_size(what: str, size: int) -> None:
+    """Raise OSError for bytes that would fill the memory: a compressed or sparse file of a few bytes has any number."""
+    if size > MOST_BYTES:
+        raise OSError(errno.EFBIG, f"{what} has more than {MOST_BYTES:,} bytes; give --split-on line or smaller files")
 
 
 def _complete_lines(blocks: Iterable[bytes]) -> Iterator[bytes]:
@@ -184,8 +195,7 @@ def _complete_lines(blocks: Iterable[bytes]) -> Iterator[bytes]:
             yield b"".join((*rest, head, newline))
             rest = []
         rest.append(tail)
-        if sum(map(len, rest)) > MOST_BYTES:
-            raise OSError(errno.EFBIG, f"a line has more than {MOST_BYTES:,} bytes")
+        _check_size("a line", sum(map(len, rest)))
     yield b"".join(rest)
 
 
@@ -222,7 +232,7 @@ def _zstd_blocks(raw: BinaryIO) -> Iterator[bytes]:
         raise DataError(f"{raw.name}: reading .zst needs a package: pip install zstandard") from error
     # The library's file-like reader does not detect a truncated archive.
     frame = None
-    while packed := raw.read(CHUNK_BYTES // 8):
+    while packed := raw.read(ZSTD_BYTES):
         while packed:
             frame = frame or zstandard.ZstdDecompressor().decompressobj()
             try:
@@ -255,8 +265,13 @@ def read_documents(chunk: Chunk, *, json_key: str, with_language_tag: bool) -> D
 
 def _content(path: str) -> bytes:
     try:
+        blocks, size = [], 0
         with open(path, "rb") as raw:
-            return b"".join(_text_blocks(Path(path), raw))
+            for block in _text_blocks(Path(path), raw):
+                blocks.append(block)
+                size += len(block)
+                _check_size("a document", size)
+        return b"".join(blocks)
     except (OSError, EOFError, zlib.error) as error:
         raise DataError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}") from error
 

@@ -9,8 +9,9 @@ import torch
 from safetensors.torch import load_file
 
 from megatron_lite.checkpoint.directory import resolve
-from megatron_lite.checkpoint.layout import LAYOUT_FILE, dump_layout, read_layout
+from megatron_lite.checkpoint.layout import LAYOUT_FILE, Layout, dump_layout, read_layout
 from megatron_lite.checkpoint.store import verify
+from megatron_lite.checkpoint.tensor_file import write_tensors
 from megatron_lite.config.load import load_config
 from megatron_lite.config.schema import Config
 from megatron_lite.convert import native
@@ -304,8 +305,24 @@ CUSTOM = {"model_provider": "mine.py:build"}
 def custom(small: Path, tmp_path: Path, prefix: str) -> Path:
     """The checkpoint of a custom model, whose tensors have these names with a prefix."""
     folder = copied(small, tmp_path)
-    tensors = read_layout(resolve(folder)).tensors
-    edited(folder, origin=CUSTOM, tensors={prefix + name: tensor for name, tensor in tensors.items()})
+    newest = resolve(folder)
+    content = json.loads(dump_layout(read_layout(newest)))
+
+    def renamed(key: str) -> str:
+        kind, slash, name = key.rpartition("/")
+        return f"{kind}{slash}{prefix}{name}"
+
+    for name in [name for name in content["files"] if prefix and "rng" not in name]:
+        tensors = {
+            renamed(key): tensor.clone() for key, tensor in load_file(newest / name).items()
+        }  # not the mapped file
+        content["files"][name] = write_tensors(newest / name, tensors).model_dump()
+    for value in (value for tensor in content["tensors"].values() for value in tensor["values"].values()):
+        for piece in value["pieces"]:
+            piece["key"] = renamed(piece["key"])
+    del content["crc32"]
+    content |= {"origin": CUSTOM, "tensors": {prefix + name: found for name, found in content["tensors"].items()}}
+    (newest / LAYOUT_FILE).write_text(dump_layout(Layout.model_validate(content)))
     return folder
 
 
@@ -346,6 +363,23 @@ def test_a_custom_model_is_not_converted_to_what_it_is_not(small, tmp_path):
     edited(folder, config={**config, "model": config["model"] | {"padded_vocab_size": 258}})
     with pytest.raises(ConfigError, match=r"--tensor is 3, but inner.* cannot be split"):
         convert(Request(folder, tmp_path / "out", tensor=3), quiet)
+
+
+def test_the_paths_of_a_checkpoint_do_not_become_the_config_of_its_user(small, tmp_path):
+    """The command that resumes the run would write to a folder, and train on a corpus, that somebody else names."""
+    folder = tmp_path / "source"
+    shutil.copytree(small, folder)
+    config, names = config_of(folder), ["data.paths", "data.cache_dir", "checkpoint.load"]
+    for name in names:
+        section, field = name.split(".")
+        config[section][field] = [f"{tmp_path}/x"] if field == "paths" else f"{tmp_path}/x"
+    edited(folder, config=config)
+    lines: list[str] = []
+    convert(Request(folder, tmp_path / "out", pipeline=2, overrides=["data.cache_dir=mine"]), lines.append)
+    told = "settings.yaml has no data.paths and checkpoint.load: give your own on the command line"
+    assert told in lines
+    found = load_config(tmp_path / "out" / "settings.yaml")
+    assert (found.data.paths, found.data.cache_dir, found.checkpoint.load) == ((), "mine", "")
 
 
 def test_a_run_in_another_layout_is_resumed(small, tmp_path):

@@ -180,7 +180,8 @@ def test_a_broken_link_in_a_folder_is_skipped(tmp_path):
 def test_the_error_of_a_deleted_input_file_names_that_file(tmp_path, monkeypatch):
     path = write_lines(tmp_path / "c.jsonl", ["x"])
     monkeypatch.setattr(
-        "megatron_lite.preprocess.corpus.find_files", lambda inputs: Found([path, tmp_path / "gone.py"], Counter(), [])
+        "megatron_lite.preprocess.corpus.find_files",
+        lambda inputs: Found([path, tmp_path / "gone.py"], Counter(), [], 0),
     )
     with pytest.raises(DataError, match=r"gone.py: cannot be read: No such file or directory"):
         run([path], tmp_path / "out")

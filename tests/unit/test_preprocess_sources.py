@@ -360,3 +360,36 @@ def test_in_a_split_text_only_documents_that_are_not_utf8_are_dropped(tmp_path):
     (chunk,) = split_into_chunks([tmp_path / "a.txt"], "line")
     documents = read_documents(chunk, json_key="text", with_language_tag=False)
     assert documents.texts == ["one", "three"] and documents.num_undecodable == 1
+
+
+def test_a_link_out_of_a_folder_is_not_followed(tmp_path):
+    """A repository of others could name a private key, and the model would learn it."""
+    (tmp_path / "repo").mkdir()
+    (tmp_path / "key.md").write_text("private")
+    (tmp_path / "repo" / "a.md").write_text("a")
+    (tmp_path / "repo" / "inside.md").symlink_to("a.md")
+    (tmp_path / "repo" / "outside.md").symlink_to("../key.md")
+    found = find_files([tmp_path / "repo"])
+    assert [path.name for path in found.files] == ["a.md", "inside.md"] and found.num_links == 1
+    assert find_files([tmp_path / "repo" / "outside.md"]).files  # the user's own word
+
+
+@pytest.mark.parametrize("suffix", ["", ".gz", ".zst"])
+@pytest.mark.parametrize("split_on", ["file", "blank-line", "line"])
+def test_a_document_is_bounded(tmp_path, monkeypatch, suffix, split_on):
+    """A few kilobytes of a compressed or sparse file could fill the memory."""
+    monkeypatch.setattr(sources, "MOST_BYTES", 1 << 20)
+    text = b"a" * (1 << 22) if split_on == "line" else b"a b\n" * (1 << 20)
+    path = tmp_path / f"bomb.txt{suffix}"
+    path.write_bytes({"": bytes, ".gz": gzip.compress, ".zst": zstandard.compress}[suffix](text))
+    monkeypatch.setattr(sources, "CHUNK_BYTES", 1 << 8)  # a small file is split too
+    with pytest.raises(DataError, match=rf"bomb\.txt{suffix}: cannot be read.* more than 1,048,576"):
+        texts_of([path], split_on=split_on)
+
+
+def test_little_of_a_zstd_file_is_unpacked_at_a_time(tmp_path):
+    """Its blocks can be 32,768 times as large in memory."""
+    path = tmp_path / "a.zst"
+    path.write_bytes(zstandard.compress(b"a" * (1 << 30)))
+    with path.open("rb") as raw:
+        assert max(map(len, sources._zstd_blocks(raw))) <= 1 << 28
