@@ -153,11 +153,12 @@ def load(
 def verify(folder: Path, layout: Layout) -> list[CheckpointError]:
     """An error for each file of the checkpoint that differs from layout.json."""
     problems = []
-    for name, info in layout.files.items():
-        try:
-            TensorFile(folder / name, info).check()
-        except CheckpointError as error:
-            problems.append(error)
+    with Opened(folder, layout) as opened:
+        for name in layout.files:
+            try:
+                opened.file(name).check()
+            except CheckpointError as error:
+                problems.append(error)
     return problems
 
 

@@ -44,7 +44,8 @@ def schedule(
     """Draw a pipeline schedule and print its bubble, its length and the peak activations of each rank."""
     from megatron_lite.cli.picture import draw, picture_at, save_picture
     from megatron_lite.pipeline.schedules import build_schedule
-    from megatron_lite.pipeline.simulate import idle_share, peak_live, timeline
+    from megatron_lite.pipeline.simulate import timeline
+    from megatron_lite.plan.bubbles import idle_share, peak_live
 
     durations = parse_cost(COSTS) | parse_cost(cost)
     picture = picture_at(out) if out is not None else None

@@ -1,4 +1,4 @@
-"""Simulation of a schedule: its correctness, its duration and the number of activations that it keeps.
+"""Simulation of a schedule: its correctness and its duration.
 
 The rules, with stage = chunk * pp + rank: F needs F of the previous stage; B and I need F of their stage and the B or I
 of the next stage; W needs I of its stage. A rank executes its list in order; a send never waits.
@@ -9,7 +9,7 @@ also connect the last rank with the first. All chunks share a pipe, which delive
 
 from collections import Counter
 from collections.abc import Callable, Iterator
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from typing import NamedTuple
 
 from megatron_lite.errors import ConfigError
@@ -75,29 +75,6 @@ def timeline(schedule: Schedule, cost: Cost, delay: float = 0.0) -> list[Span]:
         if len(spans) == num_done:
             raise ConfigError("the schedule deadlocks: " + "; ".join(_stuck(left, ends, stages)))
     return spans
-
-
-def bubble(schedule: Schedule, cost: Cost) -> float:
-    """The idle share of all ranks' time between the first start and the last end, 0..1."""
-    return idle_share(timeline(schedule, cost), num_ranks=len(schedule))
-
-
-def idle_share(spans: list[Span], *, num_ranks: int) -> float:
-    """The idle share of the time of `num_ranks` ranks between the first start and the last end, 0..1."""
-    length = max(span.end for span in spans) - min(span.start for span in spans)
-    busy = sum(span.end - span.start for span in spans)
-    return 1 - busy / (length * num_ranks) if length else 0.0
-
-
-def peak_live(schedule: Schedule) -> list[int]:
-    """For each rank, the most forwards (of any micro-batch and chunk) whose activations exist at once.
-
-    Activations exist from F until B, or until W of a split backward; in evaluation, only during F.
-    """
-    if is_forward_only(schedule):
-        return [1 for _ in schedule]
-    change = {"F": 1, "B": -1, "I": 0, "W": -1}
-    return [max(accumulate(change[action.op] for action in order)) for order in schedule]
 
 
 class _Result(NamedTuple):

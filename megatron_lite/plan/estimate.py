@@ -19,7 +19,8 @@ from megatron_lite.parallel.grid import Grid
 from megatron_lite.pipeline.actions import Action, Schedule
 from megatron_lite.pipeline.p2p import Pipe
 from megatron_lite.pipeline.schedules import build_schedule
-from megatron_lite.pipeline.simulate import Span, idle_share, timeline
+from megatron_lite.pipeline.simulate import Span, timeline
+from megatron_lite.plan.bubbles import idle_share
 from megatron_lite.plan.communication import Operation
 from megatron_lite.plan.devices import Device
 from megatron_lite.plan.fake_world import grid_of

@@ -9,7 +9,7 @@ from megatron_lite.config.schema import Config
 from megatron_lite.config.stages import layer_counts
 from megatron_lite.parallel.agreement import all_gather_objects
 from megatron_lite.pipeline.schedules import build_schedule
-from megatron_lite.pipeline.simulate import bubble
+from megatron_lite.plan.bubbles import bubble
 from megatron_lite.plan.memory_line import num_local_parameters
 from megatron_lite.text import counted, listed, named_ranks
 from megatron_lite.training.run import Run

@@ -22,7 +22,8 @@ from megatron_lite.parallel.collectives import barrier
 from megatron_lite.parallel.context import Group, ParallelContext
 from megatron_lite.pipeline.actions import Action
 from megatron_lite.pipeline.schedules import build_schedule
-from megatron_lite.pipeline.simulate import Span, bubble, idle_share
+from megatron_lite.pipeline.simulate import Span
+from megatron_lite.plan.bubbles import bubble, idle_share
 from megatron_lite.plan.layout_lines import EQUAL_STAGES
 from megatron_lite.training.metrics import write_errors
 from megatron_lite.training.run import Run

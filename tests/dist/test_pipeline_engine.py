@@ -18,7 +18,7 @@ from megatron_lite.pipeline import p2p
 from megatron_lite.pipeline.actions import Action
 from megatron_lite.pipeline.engine import Forward, PipelineEngine
 from megatron_lite.pipeline.schedules import build_schedule
-from megatron_lite.pipeline.simulate import peak_live
+from megatron_lite.plan.bubbles import peak_live
 from tests.helpers.small_pipelines import (
     CPU,
     LAYERS,

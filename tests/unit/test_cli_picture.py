@@ -11,7 +11,8 @@ from PIL import Image
 from megatron_lite.cli.picture import draw, picture_at, save_picture
 from megatron_lite.errors import ConfigError, MegatronLiteError
 from megatron_lite.pipeline.schedules import Action, build_schedule
-from megatron_lite.pipeline.simulate import Span, bubble, timeline
+from megatron_lite.pipeline.simulate import Span, timeline
+from megatron_lite.plan.bubbles import bubble
 
 COSTS = {"F": 1, "B": 2, "I": 1, "W": 1}
 IDLE = (0xE9, 0xE9, 0xE9)

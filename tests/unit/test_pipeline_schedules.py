@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from megatron_lite.config.schema import ParallelConfig
 from megatron_lite.errors import ConfigError
 from megatron_lite.pipeline.schedules import SCHEDULES, Action, build_schedule
-from megatron_lite.pipeline.simulate import bubble, check, peak_live, timeline
+from megatron_lite.pipeline.simulate import check, timeline
+from megatron_lite.plan.bubbles import bubble, peak_live
 
 ranks = st.integers(1, 8)
 counts = st.integers(1, 32)

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from megatron_lite.errors import ConfigError
 from megatron_lite.pipeline.schedules import Action, build_schedule
-from megatron_lite.pipeline.simulate import bubble, check, idle_share, timeline
+from megatron_lite.pipeline.simulate import check, timeline
+from megatron_lite.plan.bubbles import bubble, idle_share
 
 
 class Wrong(Exception):
