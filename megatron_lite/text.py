@@ -45,7 +45,7 @@ def listed(words: Sequence[str], most: int = MOST_NAMES) -> str:
     """`a, b and c`; of more than `most` words `a, b, c and 3 more`."""
     if len(words) > most:
         words = [*words[: most - 1], f"{len(words) - most + 1} more"]
-    words = [one_line(word) for word in words]
+    words = [one_line(word) for word in words] or ["none"]
     return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"
 
 

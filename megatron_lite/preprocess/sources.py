@@ -7,14 +7,14 @@ of the inputs, so the order of documents does not depend on the number of proces
 """
 
 import errno
-import gzip
 import os
 import re
 import zlib
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
-from typing import BinaryIO, Literal, NamedTuple
+from typing import Any, BinaryIO, Literal, NamedTuple
 
 from megatron_lite.errors import DataError
 from megatron_lite.files import MOST_BYTES, is_inside
@@ -25,7 +25,7 @@ from megatron_lite.text import parse_json
 SplitOn = Literal["file", "blank-line", "line"]
 BLANK_LINE = re.compile(rb"(?m)^[ \t\r\f\v]*\n")
 CHUNK_BYTES = 1 << 20  # large relative to the cost of sending it to a process, small relative to a corpus
-ZSTD_BYTES = 1 << 12  # compressed at a time; they can become 32,768 times as many
+PACKED_BYTES = 1 << 12  # compressed at a time; they can become 32,768 times as many
 COMPRESSED = (".gz", ".zst")
 JSON_LINES = (".jsonl", ".ndjson", ".json")
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"  # of UTF-8, which some editors write at the start of a file
@@ -217,32 +217,41 @@ def _text_blocks(path: Path, raw: BinaryIO) -> Iterator[bytes]:
 
 def _unpacked_blocks(path: Path, raw: BinaryIO) -> Iterator[bytes]:
     suffix = path.suffix.lower()
-    if suffix == ".zst":
-        yield from _zstd_blocks(raw)
-        return
-    stream = gzip.GzipFile(fileobj=raw) if suffix == ".gz" else raw
-    while block := stream.read(CHUNK_BYTES):
-        yield block
+    if suffix == ".gz":
+        yield from _unpacked(raw, partial(zlib.decompressobj, 31), zlib.error)
+    elif suffix == ".zst":
+        try:
+            import zstandard
+        except ImportError as error:
+            raise DataError(f"{raw.name}: reading .zst needs a package: pip install zstandard") from error
+        yield from _unpacked(raw, lambda: zstandard.ZstdDecompressor().decompressobj(), zstandard.ZstdError)
+    else:
+        while block := raw.read(CHUNK_BYTES):
+            yield block
 
 
-def _zstd_blocks(raw: BinaryIO) -> Iterator[bytes]:
-    try:
-        import zstandard
-    except ImportError as error:
-        raise DataError(f"{raw.name}: reading .zst needs a package: pip install zstandard") from error
-    # The library's file-like reader does not detect a truncated archive.
-    frame = None
-    while packed := raw.read(ZSTD_BYTES):
+def _unpacked(raw: BinaryIO, new_frame: Callable[[], Any], problem: type[Exception]) -> Iterator[bytes]:
+    """The unpacked bytes of frames, one after another; zeros may fill the last block of a tape.
+
+    The libraries' file-like readers do not detect a truncated archive, or read zeros one by one.
+    """
+    frame, zeros = None, 0
+    while packed := raw.read(PACKED_BYTES):
         while packed:
-            frame = frame or zstandard.ZstdDecompressor().decompressobj()
+            if frame is None and not packed.strip(b"\0"):
+                zeros += len(packed)
+                if zeros > CHUNK_BYTES:
+                    raise OSError(errno.EFBIG, f"more than {CHUNK_BYTES:,} zero bytes follow the compressed data")
+                break
+            frame = frame or new_frame()
             try:
                 block = frame.decompress(packed)
-            except zstandard.ZstdError as error:
+            except problem as error:
                 raise OSError(str(error)) from error
             yield block
             packed = frame.unused_data
             if frame.eof:
-                frame = None
+                frame, packed = None, packed.lstrip(b"\0")
     if frame is not None:
         raise EOFError("the compressed data is truncated")
 

@@ -392,4 +392,14 @@ def test_little_of_a_zstd_file_is_unpacked_at_a_time(tmp_path):
     path = tmp_path / "a.zst"
     path.write_bytes(zstandard.compress(b"a" * (1 << 30)))
     with path.open("rb") as raw:
-        assert max(map(len, sources._zstd_blocks(raw))) <= 1 << 28
+        assert max(map(len, sources._unpacked_blocks(path, raw))) <= 1 << 28
+
+
+def test_zeros_after_a_compressed_file_are_not_read_for_ever(tmp_path):
+    """Some tools fill the last block of a tape. A sparse file has any number of zeros."""
+    path = tmp_path / "a.jsonl.gz"
+    path.write_bytes(gzip.compress(b'{"text": "a"}\n') + bytes(512) + gzip.compress(b'{"text": "b"}\n') + bytes(512))
+    assert texts_of([path]) == ["a", "b"]
+    os.truncate(path, 1 << 40)
+    with pytest.raises(DataError, match="more than 1,048,576 zero bytes follow the compressed data"):
+        texts_of([path])
