@@ -32,7 +32,7 @@ def index(
     from megatron_lite.data.tokenizer import build_tokenizer, tokenizer_hash
     from megatron_lite.errors import ConfigError
     from megatron_lite.plan.data_lines import data_lines
-    from megatron_lite.targets import locked
+    from megatron_lite.targets import in_turn
     from megatron_lite.text import counted
     from megatron_lite.training.corpora import open_splits, wanted_samples
     from megatron_lite.training.state import TrainState
@@ -57,9 +57,15 @@ def index(
 
         settings, state = start_of_run(settings)
     wanted = wanted_samples(settings.train, settings.parallel.data(world_size), state)
+
+    def notice() -> None:
+        typer.echo(f"{folder}: waiting for another process that writes index files")
+
     with ExitStack() as until_written:
-        with suppress(OSError):  # `open_splits` raises the error of a corpus that cannot be read
-            until_written.enter_context(locked(idx_path(parse_paths(settings.data.paths).prefixes[0])))
+        with suppress(OSError):  # `open_splits` raises the errors of the corpus and the folder
+            idx_path(parse_paths(settings.data.paths).prefixes[0]).stat()
+            folder.mkdir(parents=True, exist_ok=True)
+            until_written.enter_context(in_turn(folder / "index.lock", notice))
         before = _files(folder)  # a second process has waited, and does not report the first one's files as its own
         splits = open_splits(settings, wanted, tokenizer, tokenizer_hash(spec) if spec else "", state)
         new_files = sorted(_files(folder) - before)

@@ -97,12 +97,11 @@ def _submit(target: Targets, script: str, run_dir: str) -> str:
 
     Raises ConfigError where the write fails, or would replace a file of the user.
     """
-    from megatron_lite.launch.submit import submit_job
+    from megatron_lite.launch.submit import check_unchanged, submit_job
 
     path, jobs = target.path, list[str]()
     try:
-        if path.exists() and path.read_bytes()[:100] != script.encode()[:100]:
-            raise ConfigError(f"{path}: was not written by megatron-lite submit; rename it, or choose another run.dir")
+        check_unchanged(path)
         with target.replaced(lambda: jobs.append(submit_job(path))) as (name,):
             name.write_text(script, encoding="utf-8")
     except OSError as error:

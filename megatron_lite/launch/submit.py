@@ -6,12 +6,15 @@ import shlex
 import shutil
 import subprocess
 import sys
+import zlib
 from pathlib import Path
 
 from megatron_lite.config.types import PRINTABLE
 from megatron_lite.errors import ConfigError, TrainingError
+from megatron_lite.files import read_file
 
 SCRIPT = Path(__file__).with_name("pretrain.sbatch")
+LAST_LINE = "# written by megatron-lite submit; checksum of the lines above: "
 
 
 def task_overrides(array: str | None, overrides: list[str]) -> list[str]:
@@ -27,7 +30,10 @@ def sets_run_dir(override: str) -> bool:
 
 
 def job_script(options: list[str], arguments: list[str]) -> str:
-    """`pretrain.sbatch` with these arguments, and these options last: sbatch takes the last of two."""
+    """`pretrain.sbatch` with these arguments, and these options last: sbatch takes the last of two.
+
+    Its last line is a checksum, by which `check_unchanged` knows the script.
+    """
     first, *rest = SCRIPT.read_text(encoding="utf-8").splitlines(keepends=True)
     end = next(number for number, line in enumerate(rest) if line.startswith("set -u"))
     header = [f"#SBATCH {quoted('an option of sbatch', option)}\n" for option in options]
@@ -36,7 +42,30 @@ def job_script(options: list[str], arguments: list[str]) -> str:
         f"cd {quoted('the current folder', os.getcwd())} || exit 2\n",
         f"set -- {' '.join(quoted('an argument', argument) for argument in arguments)}\n",
     ]
-    return "".join([first, *rest[:end], *header, *fixed, *rest[end:]])
+    return with_checksum("".join([first, *rest[:end], *header, *fixed, *rest[end:]]).encode()).decode()
+
+
+def with_checksum(lines: bytes) -> bytes:
+    return lines + f"{LAST_LINE}{zlib.crc32(lines):08x}\n".encode()
+
+
+def check_unchanged(path: Path) -> None:
+    """Raise ConfigError unless the file is absent or as `submit` wrote it: a change of the user would be lost."""
+    try:
+        script = read_file(path)
+    except FileNotFoundError:
+        return
+    lines, last_line, _ = script.rpartition(LAST_LINE.encode())
+    if not last_line:
+        raise ConfigError(
+            f"{path}: was not written by megatron-lite submit, or by a version whose scripts have no checksum; delete "
+            "it, rename it, or choose another run.dir"
+        )
+    if script != with_checksum(lines):
+        raise ConfigError(
+            f"{path}: was changed after megatron-lite submit wrote it; submit it yourself with `sbatch {path}`, rename "
+            "it, or choose another run.dir"
+        )
 
 
 def quoted(what: str, text: str) -> str:

@@ -96,7 +96,7 @@ def preprocess(
     if prepend_bos and tokenizer.bos is None:
         raise ConfigError(f"--prepend-bos: the tokenizer {tokenizer_spec} has no token that starts texts; leave it out")
     prefix = Path(f"{os.fspath(output_prefix)}_{json_key}_document")
-    with _disk_errors(prefix), _targets(prefix).replaced() as (temporary_bin, temporary_info, temporary_idx):
+    with _disk_errors(prefix), _targets(prefix).replaced() as (temporary_bin, _, temporary_idx):
         builder = IndexedDatasetBuilder(temporary_bin, optimal_dtype(tokenizer.vocab_size))
         try:
             # Closed at once after an error too, whose traceback would keep the workers alive.
@@ -113,11 +113,7 @@ def preprocess(
                 f"{', '.join(map(str, inputs))}: nothing to write: {counted(report.num_empty, 'empty document')}, "
                 f"{counted(report.num_undecodable, 'document')} not in UTF-8"
             )
-        try:
-            builder.finalize(temporary_idx, _info(report, work, tokenizer))
-            os.rename(info_path(temporary_idx), temporary_info)
-        finally:
-            info_path(temporary_idx).unlink(missing_ok=True)
+        builder.finalize(temporary_idx, _info(report, work, tokenizer))  # and the record beside it
     return report
 
 

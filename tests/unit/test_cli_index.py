@@ -1,10 +1,12 @@
 """`megatron-lite index` writes every index file that training reads."""
 
 import fcntl
+import threading
 
 import pytest
 
 from tests.helpers.command import make_corpus, run_here, tiny_yaml
+from tests.helpers.limits import PATIENCE
 
 
 @pytest.fixture(scope="module")
@@ -48,6 +50,22 @@ def test_a_second_process_waits_and_reports_no_file_of_the_first_one(indexed, tm
     (lines,) = first
     assert lines[-1] == f"{tmp_path}/cache: 12 new index files; 8 training samples"
     assert done.returncode == 0 and done.stdout.splitlines()[-1] == lines[-1].replace(" 12 ", " 0 ")
+
+
+def test_a_lock_of_another_program_on_the_corpus_does_not_stop_the_command(indexed, tmp_path):
+    """Every user who can read a corpus can lock its files, for as long as he likes."""
+    folder, config = indexed
+    fresh = (f"data.cache_dir={tmp_path}/cache", f"run.dir={tmp_path}/run")
+    done = []
+    command = threading.Thread(
+        target=lambda: done.append(run_here("index", "--config", config, *fresh, cwd=folder)), daemon=True
+    )
+    with (folder / "corpus_text_document.idx").open() as corpus:
+        fcntl.flock(corpus, fcntl.LOCK_EX)
+        command.start()
+        command.join(PATIENCE)
+        assert done and done[0].returncode == 0
+    assert (tmp_path / "cache" / "index.lock").stat().st_mode & 0o777 == 0o600
 
 
 def test_the_number_of_samples_needs_a_batch_size_or_processes(indexed, tmp_path):

@@ -189,14 +189,39 @@ def test_a_folder_that_cannot_be_written_is_a_config_error(tmp_path):
     assert done.stderr == f"{tmp_path}/runs/mine/pretrain.sbatch: cannot be written: Not a directory\n"
 
 
-def test_a_script_of_the_user_is_not_replaced(tmp_path):
-    """It may be the only copy of a script that the user wrote."""
+@pytest.mark.parametrize(
+    "edit, message",
+    [
+        (lambda script: "#!/bin/sh\nmine\n", "was not written by megatron-lite submit, or by a version"),
+        (lambda script: TEMPLATE.read_text(), "was not written by megatron-lite submit, or by a version"),
+        (lambda script: script.rpartition("#")[0], "was not written by megatron-lite submit, or by a version"),
+        (lambda script: f"{script}\n# my own change\nexport X=1\n", "was changed after megatron-lite submit wrote it"),
+        (lambda script: script.replace("--nodes=1", "--nodes=2"), "was changed after megatron-lite submit wrote it"),
+        (lambda script: "# mine\n" + script, "was changed after megatron-lite submit wrote it"),
+    ],
+)
+def test_a_script_that_the_user_wrote_or_edited_is_not_replaced(tmp_path, commands, edit, message):
+    """It may be the only copy of a change."""
+    records = commands(sbatch='echo "$*" >> "$RECORDS/sbatch"; echo 12')
     script = tmp_path / "runs" / "mine" / "pretrain.sbatch"
-    script.parent.mkdir(parents=True)
-    script.write_text("#!/bin/sh\nmine\n")
+    assert submit("--nproc-per-node", "2", *GOOD, cwd=tmp_path).returncode == 0
+    edited = edit(script.read_text())
+    assert edited != script.read_text()
+    script.write_text(edited)
     done = submit("--nproc-per-node", "2", *GOOD, cwd=tmp_path)
-    assert done.returncode == 2 and "pretrain.sbatch: was not written by megatron-lite submit; rename it" in done.stderr
-    assert script.read_text() == "#!/bin/sh\nmine\n"
+    assert done.returncode == 2 and done.stderr.startswith(f"{script}: {message}")
+    assert "rename it, or choose another run.dir" in done.stderr
+    assert script.read_text() == edited and (records / "sbatch").read_text().count("\n") == 1
+
+
+def test_an_unchanged_script_is_replaced_by_that_of_another_command(tmp_path, commands):
+    """A second submission would otherwise need a new run.dir."""
+    commands(sbatch="echo 12")
+    script = tmp_path / "runs" / "mine" / "pretrain.sbatch"
+    for nodes in ("1", "2"):
+        done = submit("--nproc-per-node", "2", "--nodes", nodes, "data.paths=dé", *GOOD[1:], cwd=tmp_path)
+        assert (done.returncode, done.stderr) == (0, "")
+        assert f"#SBATCH --nodes={nodes}\n" in script.read_text(encoding="utf-8")
 
 
 def test_the_script_is_submitted_and_stays_beside_the_run(tmp_path, commands):

@@ -248,7 +248,7 @@ def test_an_interrupt_stops_all_workers_without_traceback_or_files(tmp_path):
         words, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
     )
     deadline = time.monotonic() + PATIENCE
-    while time.monotonic() < deadline and not any(bin.stat().st_size for bin in tmp_path.glob(".new-out*.bin.*")):
+    while time.monotonic() < deadline and not any(bin.stat().st_size for bin in tmp_path.glob(".new-out*/*.bin")):
         time.sleep(0.02)
     os.killpg(process.pid, signal.SIGINT)
     out, err = process.communicate(timeout=PATIENCE)

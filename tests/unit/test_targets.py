@@ -4,6 +4,8 @@ import fcntl
 import json
 import os
 import shutil
+import subprocess
+import sys
 import threading
 from collections import Counter
 from collections.abc import Callable
@@ -13,6 +15,7 @@ from typing import NamedTuple
 import pytest
 from matplotlib.figure import Figure
 
+from megatron_lite import targets
 from megatron_lite.checkpoint import directory
 from megatron_lite.cli.picture import picture_at, write_picture
 from megatron_lite.convert import driver
@@ -21,7 +24,7 @@ from megatron_lite.errors import ConfigError, MegatronLiteError
 from megatron_lite.files import MARKER, atomic_write
 from megatron_lite.preprocess.corpus import preprocess
 from megatron_lite.preprocess.train_tokenizer import train_sentencepiece
-from megatron_lite.targets import CHANGED, Targets, claim, target_of
+from megatron_lite.targets import CHANGED, Targets, claim, in_turn, target_of
 from tests.helpers import overlapping, warm
 from tests.helpers.command import environment, make_corpus, run_here, tiny_yaml
 from tests.helpers.huggingface import gpt2
@@ -88,11 +91,11 @@ def test_the_second_of_two_writers_of_a_file_gets_a_message(tmp_path, monkeypatc
     inputs = {path.name for path in tmp_path.iterdir()} | {"text.txt"}
     replaced, results = Targets.replaced, []
 
-    def after_another(targets: Targets, *then: Callable[[], None]):
+    def after_another(files: Targets, *then: Callable[[], None]):
         monkeypatch.setattr(Targets, "replaced", replaced)
         WRITERS[name](tmp_path)
         results.append({path.name: path.read_bytes() for path in tmp_path.iterdir() if path.name not in inputs})
-        return replaced(targets, *then)
+        return replaced(files, *then)
 
     monkeypatch.setattr(Targets, "replaced", after_another)
     with pytest.raises(MegatronLiteError, match=f"(out|pretrain).*{CHANGED}") as raised:
@@ -150,6 +153,133 @@ def test_without_locks_no_folder_of_another_process_is_deleted(tmp_path, monkeyp
     target = target_of(tmp_path / "file")
     target.write("text")
     assert (tmp_path / "file").read_text() == "text"
+
+
+def in_time(work: Callable[[], None]) -> None:
+    """Call the function; fail where it waits for ever."""
+    problems: list[BaseException] = []
+
+    def call() -> None:
+        try:
+            work()
+        except BaseException as error:
+            problems.append(error)
+
+    thread = threading.Thread(target=call, daemon=True)
+    thread.start()
+    thread.join(PATIENCE)
+    assert not thread.is_alive(), "it waits for a lock"
+    if problems:
+        raise problems[0]
+
+
+def test_a_lock_of_another_program_on_the_folder_delays_a_writer_only(tmp_path, monkeypatch):
+    """Every user who can read a folder can lock it, for as long as he likes."""
+    monkeypatch.setattr(targets, "LONGEST_WAIT_SECONDS", 0.1)
+    descriptor = os.open(tmp_path, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        late = target_of(tmp_path / "file")
+        in_time(lambda: target_of(tmp_path / "file").write("text"))
+        with pytest.raises(MegatronLiteError, match=CHANGED):
+            in_time(lambda: late.write("late"))
+    finally:
+        os.close(descriptor)
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {"file": "text"}
+
+
+def test_in_turn_waits_for_a_process_of_this_user_only(tmp_path):
+    """A second `index` would report the first one's files; another user's lock would stop it for ever."""
+    path, notices, first, order = tmp_path / "index.lock", [], threading.Event(), list[str]()
+
+    def second() -> None:
+        with in_turn(path, first.set):
+            order.append("second")
+
+    with in_turn(path, lambda: notices.append("first")):
+        thread = threading.Thread(target=second, daemon=True)
+        thread.start()
+        assert first.wait(PATIENCE)
+        order.append("first")
+    thread.join(PATIENCE)
+    assert (order, notices) == (["first", "second"], [])
+
+    path.chmod(0o644)  # as if another user had made it, who can open and lock it
+    with path.open() as theirs:
+        fcntl.flock(theirs, fcntl.LOCK_EX)
+        in_time(second)
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from megatron_lite.targets import Targets
+with Targets(Path(sys.argv[1])).replaced() as (name,):
+    name.write_text("a terabyte")
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def killed_writer(path: Path) -> Path:
+    """The private folder that a killed writer of the path leaves."""
+    before = set(path.parent.iterdir())
+    subprocess.run([sys.executable, "-c", KILLED, str(path)], env=environment())
+    (folder,) = set(path.parent.iterdir()) - before
+    assert (folder / path.name).read_text() == "a terabyte"
+    return folder
+
+
+@pytest.mark.parametrize("write", [lambda path: target_of(path).write("new"), lambda path: os.close(claim(path)[1])])
+def test_the_next_writer_deletes_what_a_killed_one_left(tmp_path, write):
+    """Each killed attempt would leave a hidden copy of the corpus until the disk is full."""
+    folder = killed_writer(tmp_path / "out")
+    write(tmp_path / "out")
+    assert not folder.exists() and len(list(tmp_path.iterdir())) == 1
+
+
+def test_the_next_writer_deletes_nothing_else(tmp_path, monkeypatch):
+    """A living process would lose its work, and a user a folder that has such a name by chance."""
+    digits = "0123456789abcdef"
+    other, elsewhere = killed_writer(tmp_path / "out.idx"), killed_writer(tmp_path / "x")
+    elsewhere = elsewhere.rename(tmp_path / "elsewhere")
+    (tmp_path / f".new-out.{digits}").symlink_to(elsewhere)
+    (tmp_path / f".new-out.{digits[::-1]}").mkdir()
+    (tmp_path / f".new-out.{digits[::-1]}" / "mine").touch()
+    (tmp_path / f".new-out.{'0' * 16}").write_text("mine")
+    killed_writer(tmp_path / "out").rename(tmp_path / ".new-out.0123")
+    before = sorted(tmp_path.rglob("*"))
+    with target_of(tmp_path / "out").replaced() as (name,):
+        name.write_text("living")
+        with pytest.raises(FileNotFoundError), target_of(tmp_path / "out").replaced():
+            pass  # an error, so that the other one succeeds
+    assert (tmp_path / "out").read_text() == "living"
+    (tmp_path / "out").unlink()
+    assert sorted(tmp_path.rglob("*")) == before and other.exists()
+
+    monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
+    theirs = killed_writer(tmp_path / "out")
+    target_of(tmp_path / "out").write("new")
+    assert theirs.exists()
+
+
+def test_without_locks_the_next_writer_deletes_nothing(tmp_path, monkeypatch):
+    def raise_no_locks(descriptor, operation):
+        raise OSError(38, "Function not implemented")
+
+    folder = killed_writer(tmp_path / "out")
+    monkeypatch.setattr(fcntl, "flock", raise_no_locks)
+    target_of(tmp_path / "out").write("new")
+    assert sorted(path.name for path in tmp_path.iterdir()) == [folder.name, "out"]
+
+
+def test_old_files_stay_where_a_new_one_is_missing(tmp_path):
+    """Of a corpus, the index would otherwise be lost."""
+    paths = [tmp_path / "a", tmp_path / "b"]
+    for path in paths:
+        path.write_text("old")
+    with pytest.raises(FileNotFoundError), Targets(*paths).replaced() as (name, _):
+        name.write_text("new")
+    assert [path.read_text() for path in paths] == ["old", "old"]
 
 
 def test_threads_that_replace_a_file_all_the_time_leave_one_of_their_contents(tmp_path):
