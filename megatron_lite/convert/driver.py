@@ -20,7 +20,7 @@ from megatron_lite import tokenizer_files
 from megatron_lite.checkpoint.match import MODEL_PROVIDER
 from megatron_lite.checkpoint.tensor_file import Spec, save_errors
 from megatron_lite.config.load import SETTINGS, load_config
-from megatron_lite.config.schema import Config
+from megatron_lite.config.schema import Config, RunConfig
 from megatron_lite.convert import (
     codegeex,
     gguf_file,
@@ -316,6 +316,12 @@ def _free(target: Path) -> Path:
     target = target.resolve()
     if target.exists() and not (target.is_dir() and not any(target.iterdir())):
         raise ConfigError(f"{target}: exists already; give a new folder, or an empty one")
+    try:
+        RunConfig(dir=str(target))
+    except ValueError:
+        raise ConfigError(
+            f"{ascii(str(target))}: a run.dir cannot have this name; give text without control characters"
+        )
     return target
 
 

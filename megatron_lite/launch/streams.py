@@ -5,6 +5,7 @@ or, if both streams failed, to a file in run.dir. Other commands exit; on a clos
 """
 
 import atexit
+import io
 import os
 import signal
 import sys
@@ -37,9 +38,13 @@ class Output:
         self.name, self.owner = name, owner
         self.stream: TextIO = stream.stream if isinstance(stream, Output) else stream or _open(name)
         self._unwritten = ""
+        if isinstance(owner, _Command) and isinstance(self.stream, io.TextIOWrapper):
+            self.stream.reconfigure(errors="backslashreplace")  # a name may have characters outside the encoding
         setattr(sys, name, self)
 
     def __getattr__(self, name: str) -> Any:
+        if name == "buffer" and isinstance(self.owner, _Command):  # click would write past `write`
+            raise AttributeError(name)
         return getattr(self.stream, name)
 
     def write(self, text: str) -> int:

@@ -382,6 +382,12 @@ def test_the_paths_of_a_checkpoint_do_not_become_the_config_of_its_user(small, t
     assert (found.data.paths, found.data.cache_dir, found.checkpoint.load) == ((), "mine", "")
 
 
+@pytest.mark.parametrize("name", ["o\n1", "o\x1b[31m", "o\udcff"])
+def test_a_target_that_cannot_be_a_run_dir_is_an_error_before_the_work(small, tmp_path, name):
+    with pytest.raises(ConfigError, match="a run.dir cannot have this name"):
+        convert(Request(small, tmp_path / name), quiet)
+
+
 def test_a_run_in_another_layout_is_resumed(small, tmp_path):
     lines: list[str] = []
     convert(Request(small, tmp_path / "out", pipeline=2, overrides=["data.paths=[x]"], weights_only=True), lines.append)

@@ -4,6 +4,7 @@ import io
 import os
 import sys
 
+import click
 import pytest
 
 import megatron_lite
@@ -137,3 +138,12 @@ def test_a_closed_descriptor_is_not_given_to_another_file(monkeypatch, tmp_path)
     finally:
         os.dup2(kept, 2)
         os.close(kept)
+
+
+def test_a_stream_in_ascii_shows_escapes_and_other_characters_as_text(monkeypatch):
+    """click writes bytes where a stream is in ASCII, which would go past the check of the text."""
+    written = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, encoding="ascii"))
+    exit_on_lost_output()
+    click.echo("\x1b[31m é", color=True)
+    assert written.getvalue() == rb"\x1b[31m \xe9" + b"\n"
