@@ -319,9 +319,8 @@ def _free(target: Path) -> Path:
     try:
         RunConfig(dir=str(target))
     except ValueError:
-        raise ConfigError(
-            f"{ascii(str(target))}: a run.dir cannot have this name; give text without control characters"
-        )
+        problem = f"{str(target)!a}: a run.dir cannot have this name; give text without control characters"
+        raise ConfigError(problem) from None
     return target
 
 

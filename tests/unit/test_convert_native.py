@@ -384,7 +384,7 @@ def test_the_paths_of_a_checkpoint_do_not_become_the_config_of_its_user(small, t
 
 @pytest.mark.parametrize("name", ["o\n1", "o\x1b[31m", "o\udcff"])
 def test_a_target_that_cannot_be_a_run_dir_is_an_error_before_the_work(small, tmp_path, name):
-    with pytest.raises(ConfigError, match="a run.dir cannot have this name"):
+    with pytest.raises(ConfigError, match=r"a run\.dir cannot have this name"):
         convert(Request(small, tmp_path / name), quiet)
 
 
