@@ -83,10 +83,7 @@ if TYPE_CHECKING:
     Preset = str
 else:  # a type checker cannot read the names from a table
     Preset = Literal[("", *PRESETS)]
-Bias = Annotated[
-    bool | Literal["qkv", "attention", "mlp"],
-    Accepts("true, false, qkv, attention or mlp"),
-]
+Bias = Annotated[bool | Literal["qkv", "attention", "mlp"], Accepts("true, false, qkv, attention or mlp")]
 Numbers = Annotated[
     tuple[Annotated[float, Field(gt=0)], ...], BeforeValidator(_tuple), Accepts("a list of numbers above 0")
 ]
