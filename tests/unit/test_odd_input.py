@@ -2,13 +2,14 @@
 
 import errno
 import os
+import shutil
 import stat
 
 import pytest
 import torch
 
 from megatron_lite.cli.generate import read_prompts
-from megatron_lite.errors import CheckpointError, ConfigError
+from megatron_lite.errors import CheckpointError, ConfigError, MegatronLiteError
 from megatron_lite.evaluation.tasks import parse_questions, read_task_file
 from megatron_lite.files import read_file
 from megatron_lite.generate.sampling import Sampling, pick
@@ -125,6 +126,43 @@ def test_a_file_without_read_permission_is_not_called_damaged():
         imports = "from pathlib import Path\nfrom megatron_lite.convert.huggingface_files import _opened"
         done = run_unprivileged(imports, f"_opened(Path({str(path)!r})).__enter__()")
         assert done.stdout == f"CheckpointError: {path}: cannot be read: Permission denied; let this user read it\n"
+
+
+@pytest.mark.parametrize("name", ["", "config.json", "checkpoints", "checkpoints/iter_0000001", "link"])
+def test_a_checkpoint_without_read_permission_is_not_called_unknown(name):
+    """A user would look for another folder, or another format."""
+    with open_folder() as folder:
+        source = folder / "source"
+        (source / "checkpoints" / "iter_0000001").mkdir(parents=True)
+        (source / "checkpoints" / "iter_0000001" / "layout.json").write_text("{}")
+        (source / "config.json").write_text('{"model_type": "llama"}')
+        if name == "link":
+            source = folder / "models--a"
+            (source / "snapshots" / "1").mkdir(parents=True)
+            (source / "snapshots" / "1" / "config.json").symlink_to(folder / "source" / "config.json")
+            (folder / "source").chmod(0)
+        else:
+            if name.startswith("checkpoints"):
+                (source / "config.json").unlink()
+            elif name:
+                shutil.rmtree(source / "checkpoints")
+            (source / name).chmod(0)
+        denied = source / "snapshots" / "1" / "config.json" if name == "link" else source / name
+        imports = "from pathlib import Path\nfrom megatron_lite.convert.driver import Request, convert"
+        done = run_unprivileged(imports, f"convert(Request(Path({str(source)!r}), Path({str(folder / 'o')!r})), print)")
+        assert done.stdout == (
+            f"CheckpointError: {source}: its format is unknown, because {denied} cannot be read: Permission denied; "
+            "let this user read it\n"
+        )
+
+
+def test_a_deleted_working_folder_is_a_message(tmp_path, monkeypatch):
+    """os.getcwd raises an OSError without the name of a file."""
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    with pytest.raises(MegatronLiteError, match=r"^the working folder was deleted; change to"), named_files():
+        os.getcwd()
 
 
 def test_a_metrics_file_and_a_damaged_tracker_are_messages(tmp_path):
