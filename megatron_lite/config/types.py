@@ -18,6 +18,7 @@ class Accepts(NamedTuple):
 
 LARGEST = 1 << 53  # arithmetic with floats is exact up to it, and cannot overflow
 PositiveInt = Annotated[int, Field(gt=0, le=LARGEST)]
+MOST_SECONDS = Field(le=1e8)  # three years; clocks overflow at less than 1e10
 NonNegativeInt = Annotated[int, Field(ge=0, le=LARGEST)]
 
 

@@ -20,6 +20,7 @@ from tests.helpers.metrics_files import write_run
 from tests.helpers.unprivileged import open_folder, run_unprivileged
 
 DEEP, DIGITS, LONG = "[" * 100_000 + "]" * 100_000, "9" * 5000, "x" * 5000
+HUGE = f"1{'0' * 20}"
 NOT_NUMBERS = ("nan", "inf", "-inf", "1e400", "-1", DIGITS)
 TEXTS = {
     "half a surrogate pair": r'{"prompt": "\ud800", "completion": "b"}',
@@ -33,6 +34,14 @@ OPTIONS = {
     "generate": ["--repetition-penalty", "--top-p", "--temperature"],
     "pretrain": ["--join-timeout"],
     "plan": ["--price"],
+}
+COUNTS = {  # options whose largest number would take forever, or overflow
+    "generate --load x --prompt a": "--num-samples",
+    "preprocess --input a --output-prefix o --tokenizer bytes": "--workers",
+    "train-tokenizer --input a --output-prefix o": "--vocab-size",
+    "pretrain --dry-run": "--max-restarts",
+    "convert a o": "--tensor",
+    "roofline": "--lines",
 }
 FILES = {  # options whose value is a path
     "config": ["pretrain", "--dry-run", "--config"],
@@ -65,6 +74,13 @@ def test_numbers_of_the_command_line_are_finite_or_a_usage_error(tmp_path):
             for value in (*NOT_NUMBERS[:4], "x", '"\\ud800"'):
                 with case(override, value):
                     assert override in message_of("pretrain", "--dry-run", f"{override}={value}", folder=tmp_path)
+        for override in ("train.comm_timeout", "train.hang_timeout"):  # clocks count nanoseconds in 64 bits
+            with case(override):
+                message = message_of("pretrain", "--dry-run", f"{override}=1e9", folder=tmp_path)
+                assert override in message and " and at most 100000000\n" in message
+        for command, option in COUNTS.items():
+            with case(option):
+                assert option in message_of(*command.split(), option, HUGE, folder=tmp_path)
         with case("--nnodes"):
             assert "--nnodes is 9" in message_of("pretrain", "--nnodes", DIGITS, folder=tmp_path)
 
