@@ -63,7 +63,7 @@ def generate(
         int, typer.Option("--max-new-tokens", min=0, metavar="N", help="Most tokens to add.")
     ] = 64,
     num_samples: Annotated[
-        int, typer.Option("--num-samples", min=1, metavar="N", help="Number of texts for each prompt.")
+        int, typer.Option("--num-samples", min=1, max=100_000, metavar="N", help="Number of texts for each prompt.")
     ] = 1,
     temperature: Temperature = 1.0,
     top_k: TopK = 0,

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from megatron_lite.plan.report import Budget
     from megatron_lite.targets import Targets
 
+MAX_RANKS = 1 << 20  # takes minutes: each group lists its ranks
+
 
 def plan(
     config: ConfigFile = None,
@@ -78,7 +80,7 @@ def plan(
         return _calibrate(best)
     settings = with_vocabulary(load_config(config, overrides or []))
     machines = machines_of(device, settings, nproc_per_node, max_memory)
-    world_size, limit = nnodes * nproc_per_node, machines.device.memory_bytes
+    world_size, limit = _ranks(nnodes, nproc_per_node), machines.device.memory_bytes
     if search:
         _check_unused("--search", {"--html": html, "--rank": rank, "--tokens": tokens, "--price": price})
         return _search(settings, world_size, machines, limit, best, as_json=as_json)
@@ -99,6 +101,15 @@ def plan(
     if page is not None:
         _write_page(found, page, settings.model.preset or str(config or "defaults"), budget, fitting)
         typer.echo(f"page in {html}", err=as_json)
+
+
+def _ranks(nnodes: int, nproc_per_node: int) -> int:
+    """The number of ranks; ConfigError if they are too many."""
+    if (ranks := nnodes * nproc_per_node) > MAX_RANKS:
+        raise ConfigError(
+            f"--nnodes {nnodes} --nproc-per-node {nproc_per_node}: {ranks:,} ranks; use at most {MAX_RANKS:,}"
+        )
+    return ranks
 
 
 def _planned_tokens(found: "Plan") -> float:

@@ -27,6 +27,7 @@ def preprocess(
         typer.Option(
             "--workers",
             min=1,
+            max=4096,
             metavar="N",
             default_factory=available_cores,
             show_default="one per core",

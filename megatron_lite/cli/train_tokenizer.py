@@ -12,7 +12,10 @@ def train_tokenizer(
     input: TextInput,
     output_prefix: Annotated[Path, typer.Option("--output-prefix", metavar="P", help="Prefix of the file P.model.")],
     vocab_size: Annotated[
-        int, typer.Option("--vocab-size", min=1, metavar="N", help="Number of tokens; 256 of them are single bytes.")
+        int,
+        typer.Option(
+            "--vocab-size", min=1, max=1 << 24, metavar="N", help="Number of tokens; 256 of them are single bytes."
+        ),
     ],
     more_input: MoreInput = None,
     json_key: JsonKey = "text",

@@ -9,6 +9,7 @@ from typer.core import TyperCommand, TyperGroup
 
 from megatron_lite.cli.config import first_line
 
+LARGEST = (1 << 31) - 1  # of an option without its own bound; torch counts ranks in 32 bits
 UsageError: Any = typer.BadParameter.__base__  # of click, which some versions of Typer include
 
 
@@ -55,6 +56,9 @@ class Command(TyperCommand):
                 value = ctx.params.get(parameter.name)
                 if isinstance(value, float) and not math.isfinite(value):
                     raise typer.BadParameter(f"{value} is not a finite number.", ctx=ctx, param=parameter)
+                bound = getattr(getattr(parameter, "type", parameter), "max", None)  # older versions: of the type
+                if isinstance(value, int) and bound is None and value > LARGEST:
+                    raise typer.BadParameter(f"{value} is above {LARGEST:,}.", ctx=ctx, param=parameter)
             return rest
         except UsageError as error:
             if self.takes_fields() and (fields := fields_for(getattr(error, "option_name", ""), given)):

@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, TypeVar, get_args, get_origin, overload
 
 import yaml
-from annotated_types import Ge, Gt, Lt
+from annotated_types import Ge, Gt, Le, Lt
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
 from megatron_lite.config.presets import PRESETS
 from megatron_lite.config.schema import Config, Section
-from megatron_lite.config.types import Accepts
+from megatron_lite.config.types import LARGEST, Accepts
 from megatron_lite.config.validate import raise_any
 from megatron_lite.config.yaml_file import compose, line_of, show_value, value_of
 from megatron_lite.errors import ConfigError
@@ -247,6 +247,7 @@ def accepted_values(info: FieldInfo) -> str:
     bounds = [f"above {bound.gt}" for bound in info.metadata if isinstance(bound, Gt)]
     bounds += [f"of at least {bound.ge:.12g}" for bound in info.metadata if isinstance(bound, Ge)]  # type: ignore[str-bytes-safe]
     bounds += [f"below {bound.lt:.12g}" for bound in info.metadata if isinstance(bound, Lt)]  # type: ignore[str-bytes-safe]
+    bounds += [f"at most {bound.le:.12g}" for bound in info.metadata if isinstance(bound, Le) and bound.le != LARGEST]  # type: ignore[str-bytes-safe]
     return " ".join([words, " and ".join(bounds)]).strip()
 
 

@@ -2,14 +2,7 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    Field,
-    NonNegativeFloat,
-    PositiveFloat,
-    model_validator,
-)
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, PositiveFloat, model_validator
 
 from megatron_lite.config.presets import PRESETS
 from megatron_lite.config.types import Bias, NonNegativeInt, Numbers, PositiveInt, Preset, Probability

@@ -16,6 +16,7 @@ from pydantic import Field, NonNegativeFloat, PositiveFloat
 from megatron_lite.config.model import ModelConfig, Section
 from megatron_lite.config.spans import lengths_of, longest_text
 from megatron_lite.config.types import (
+    MOST_SECONDS,
     Folder,
     NonNegativeInt,
     Offload,
@@ -173,9 +174,9 @@ class TrainConfig(Section):
     """Use only deterministic kernels, so that every run gives the same bits."""
     debug: bool = False
     """Check after every step that the copies of the tied embedding are equal to the bit."""
-    comm_timeout: PositiveFloat = 600.0
+    comm_timeout: Annotated[PositiveFloat, MOST_SECONDS] = 600.0
     """Seconds that a collective or a message between stages may take."""
-    hang_timeout: NonNegativeFloat = 300.0
+    hang_timeout: Annotated[NonNegativeFloat, MOST_SECONDS] = 300.0
     """Seconds without progress after which all ranks report their stacks and exit; 0: no limit. It must be longer than
     the first step, which compiles, and than a save.
     """

@@ -18,6 +18,7 @@ class Accepts(NamedTuple):
 
 LARGEST = 1 << 53  # arithmetic with floats is exact up to it, and cannot overflow
 PositiveInt = Annotated[int, Field(gt=0, le=LARGEST)]
+MOST_SECONDS = Field(le=1e8)  # three years; clocks overflow at less than 1e10
 NonNegativeInt = Annotated[int, Field(ge=0, le=LARGEST)]
 
 
@@ -83,10 +84,7 @@ if TYPE_CHECKING:
     Preset = str
 else:  # a type checker cannot read the names from a table
     Preset = Literal[("", *PRESETS)]
-Bias = Annotated[
-    bool | Literal["qkv", "attention", "mlp"],
-    Accepts("true, false, qkv, attention or mlp"),
-]
+Bias = Annotated[bool | Literal["qkv", "attention", "mlp"], Accepts("true, false, qkv, attention or mlp")]
 Numbers = Annotated[
     tuple[Annotated[float, Field(gt=0)], ...], BeforeValidator(_tuple), Accepts("a list of numbers above 0")
 ]

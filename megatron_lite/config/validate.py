@@ -11,6 +11,8 @@ from megatron_lite.config.stages import layer_counts
 from megatron_lite.config.yaml_file import show_value
 from megatron_lite.errors import ConfigError
 
+MOST_MICROBATCHES = 1_000_000  # of a step; each is in the list of a schedule
+
 
 def validate(config: Config, world_size: int) -> None:
     """Raise one ConfigError that lists all broken rules for this number of processes."""
@@ -257,6 +259,8 @@ def _batch_failures(config: Config, world_size: int) -> Iterator[str]:
     if full % portion:
         smallest = -(-full // portion) * portion
         yield f"train.global_batch_size is {full}, not a multiple of {factors}; use for example {smallest}"
+    if (count := full // portion) > MOST_MICROBATCHES:
+        yield f"train.global_batch_size is {full}, {count:,} times {factors}; use at most {MOST_MICROBATCHES:,} times"
     group = portion * config.parallel.pipeline
     needs = f"parallel.schedule: interleaved needs multiples of {factors} * parallel.pipeline = {group}"
     interleaved = config.parallel.schedule == "interleaved"

@@ -62,7 +62,7 @@ STACKED = {
 def recognise(path: Path) -> bool:
     """Whether `path` is a file, or a folder of files, with position queries."""
     try:
-        return "topQueryEmbedding" in _language_model(TorchFile(_files(path)[0]))
+        return any("topQueryEmbedding" in found for found in _language_models(TorchFile(_files(path)[0])))
     except (CheckpointError, OSError):
         return False
 
@@ -145,13 +145,20 @@ def _files(path: Path) -> list[Path]:
     return [regular_file(path, file.name) for file in files]
 
 
+def _language_models(file: TorchFile) -> list[Mapping[str, Any]]:
+    """The tensors at the top and in `module`, where they are."""
+    root = file.content if isinstance(file.content, dict) else {}
+    places = [place.get("language_model") for place in (root, root.get("module")) if isinstance(place, dict)]
+    return [place for place in places if isinstance(place, dict)]
+
+
 def _language_model(file: TorchFile) -> Mapping[str, Any]:
-    root = file.content
-    module = root.get("module", root) if isinstance(root, dict) else None
-    language_model = module.get("language_model") if isinstance(module, dict) else None
-    if not isinstance(language_model, dict):
+    found = _language_models(file)
+    if not found:
         raise CheckpointError(f"{file.path}: has no language_model at its top or in module; give a file of CodeGeeX")
-    return language_model
+    if len(found) > 1:
+        raise CheckpointError(f"{file.path}: has language_model at its top and in module; save one of them alone")
+    return found[0]
 
 
 def _fields(path: Path, tensors: Mapping[str, ShardedTensor], overrides: Mapping[str, Any]) -> dict[str, Any]:

@@ -5,6 +5,7 @@ The target appears at once: it is written under another name beside it, verified
 
 import os
 import shlex
+import stat
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -198,11 +199,31 @@ def _source_format(request: Request) -> str:
     if not request.source.exists():
         raise CheckpointError(f"{request.source}: does not exist; give the folder or the file of a checkpoint")
     if not (given or looks_like):
+        _check_readable(request.source)
         raise CheckpointError(
             f"{request.source}: is not a checkpoint of {', '.join(FORMATS)}; give the folder of its config and "
             "tensors, or --from for the missing parts"
         )
     return given or looks_like
+
+
+def _check_readable(source: Path) -> None:
+    """Raise CheckpointError if this user may not read a file or a folder by which a format is recognised."""
+    for pattern in ("", "*", "*/*", "snapshots/*/*"):
+        if denied := next(filter(_is_denied, source.glob(pattern) if pattern else [source]), None):
+            raise CheckpointError(
+                f"{source}: its format is unknown, because {denied} cannot be read: Permission denied; let this user "
+                "read it"
+            )
+
+
+def _is_denied(path: Path) -> bool:
+    # Without opening: that of a device has effects.
+    try:
+        is_folder = stat.S_ISDIR(os.stat(path).st_mode)
+    except OSError as error:
+        return isinstance(error, PermissionError)
+    return not os.access(path, os.R_OK | os.X_OK if is_folder else os.R_OK, effective_ids=True)
 
 
 def _settings(request: Request) -> dict[str, dict[str, Any]]:

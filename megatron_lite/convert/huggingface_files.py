@@ -135,6 +135,8 @@ def _torch_file(path: Path) -> dict[str, tuple[Spec, Reader]]:
         inner = sorted(_INNER & content.keys()) if isinstance(content, Mapping) else []
         if len(inner) > 1:
             raise CheckpointError(f"{path}: has {listed(inner)}, expected one of them; save the tensors alone")
+        if inner and (beside := [str(name) for name, value in content.items() if _is_weight(value)]):
+            raise CheckpointError(f"{path}: has {listed(beside)} beside {inner[0]}; save one of the models alone")
         content = content[inner[0]] if inner else content
     if not isinstance(content, Mapping):
         raise CheckpointError(f"{path}: holds {type(content).__name__}, expected tensors by name")
@@ -152,6 +154,11 @@ def _torch_file(path: Path) -> dict[str, tuple[Spec, Reader]]:
         name: (Spec(_dtype(path, name, tensor.dtype, str(tensor.dtype)), tensor.shape), partial(read, tensor))
         for name, tensor in tensors.items()
     }
+
+
+def _is_weight(value: Any) -> bool:
+    """True for a tensor of a model; a loss has no dimension, a state of random numbers is of integers."""
+    return isinstance(value, StoredTensor) and value.tensor.is_floating_point() and value.tensor.dim() > 0
 
 
 class Shards(NamedTuple):

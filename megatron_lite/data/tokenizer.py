@@ -14,7 +14,8 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Protocol
@@ -25,6 +26,7 @@ from megatron_lite.text import parse_strictly
 
 END_OF_TEXT = "<|endoftext|>"
 END_TOKENS = (END_OF_TEXT, "</s>", "<|end_of_text|>", "<eos>", "<|im_end|>", "[SEP]")  # in the order they are tried
+LARGEST_VOCABULARY = 1 << 24  # a model has a row for each id; the largest of published models have 2**18
 NAMED_TOKENS = [f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")]
 
 
@@ -176,10 +178,13 @@ class BPETokenizer:
         self.eod: int = model.token_to_id(end)
         self.bos: int | None = model.token_to_id(present["bos_token"]) if "bos_token" in present else None
         self.vocab_size: int = max(model.get_vocab(with_added_tokens=True).values()) + 1
+        if self.vocab_size > LARGEST_VOCABULARY:
+            raise DataError(f"{spec}: has the id {self.vocab_size - 1:,}; ids are at most {LARGEST_VOCABULARY - 1:,}")
 
     def encode(self, text: str) -> list[int]:
         self.model.encode_special_tokens = True  # as characters
-        found = self.model.encode(text, add_special_tokens=False)
+        with library_errors(f"{self.spec}: cannot encode a text of {len(text):,} characters"):
+            found = self.model.encode(text, add_special_tokens=False)
         if self.special.keys().isdisjoint(found.ids):
             return found.ids
         # A model without merges may have the spelling in its vocabulary, but not two halves of it.
@@ -197,13 +202,26 @@ class BPETokenizer:
 
     def encode_prompt(self, text: str) -> list[int]:
         self.model.encode_special_tokens = False
-        return self.model.encode(text, add_special_tokens=False).ids
+        with library_errors(f"{self.spec}: cannot encode a prompt of {len(text):,} characters"):
+            return self.model.encode(text, add_special_tokens=False).ids
 
     def decode(self, ids: Sequence[int]) -> str:
-        return self.model.decode(list(ids), skip_special_tokens=False)
+        with library_errors(f"{self.spec}: cannot decode {len(ids):,} tokens"):
+            return self.model.decode(list(ids), skip_special_tokens=False)
 
     def token_id(self, token: str) -> int | None:
         return self.model.token_to_id(token)
+
+
+@contextmanager
+def library_errors(message: str) -> Iterator[None]:
+    """Raise an error of the tokenizers library, a plain Exception or a panic in Rust, as a DataError."""
+    try:
+        yield
+    except BaseException as error:
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        raise DataError(f"{message} ({error})") from error
 
 
 def _require_file(file: str | os.PathLike[str]) -> None:
@@ -227,10 +245,8 @@ def _byte_level(where: str, vocab: dict[str, int], merges: list[tuple[str, str]]
     from tokenizers import Tokenizer as Model
     from tokenizers import decoders, models, pre_tokenizers
 
-    try:
+    with library_errors(f"{where}: the merges do not match the vocabulary"):
         model = Model(models.BPE(vocab=vocab, merges=merges))
-    except Exception as error:  # the library raises plain Exception
-        raise DataError(f"{where}: the merges do not match the vocabulary ({error})") from error
     model.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     model.decoder = decoders.ByteLevel()
     return model
@@ -241,10 +257,8 @@ def _read_bpe_files(vocab_file: str, merges_file: str) -> tuple[dict[str, int], 
 
     _require_file(vocab_file)
     _require_file(merges_file)
-    try:
+    with library_errors(f"{vocab_file}, {merges_file}: not a BPE vocabulary and its merges"):
         vocab, merges = models.BPE.read_file(vocab_file, merges_file)
-    except Exception as error:  # the library raises plain Exception
-        raise DataError(f"{vocab_file}, {merges_file}: not a BPE vocabulary and its merges ({error})") from error
     if END_OF_TEXT not in vocab:
         raise DataError(f"{vocab_file}: has no {END_OF_TEXT} to end documents with; use the vocab.json of GPT-2")
     return vocab, merges
@@ -290,10 +304,8 @@ def _huggingface(spec: str, place: str) -> Tokenizer:
 
     place = str(_hf_file(place))
     _require_file(place)
-    try:
+    with library_errors(f"{place}: not a tokenizer.json"):
         model = Model.from_file(place)
-    except Exception as error:  # the library raises plain Exception
-        raise DataError(f"{place}: not a tokenizer.json ({error})") from error
     named = _named_tokens(Path(place))
     candidates = [*filter(None, [named.get("eos_token")]), *END_TOKENS]
     found = [token for token in candidates if model.token_to_id(token) is not None]

@@ -119,6 +119,11 @@ def encode_pair(tokenizer: Tokenizer | Prompts, context: str, continuation: str)
     continuation has it. Source: lm-evaluation-harness, lm_eval/api/model.py, `loglikelihood` and `_encode_pair`.
     """
     prompts = prompts_of(tokenizer)
+    if not prompts.bare(context + continuation):
+        raise ConfigError(
+            f"{prompts.tokenizer.spec}: gives no token for the text {(context + continuation)[:80]!r}; give another "
+            "text, or a tokenizer that encodes it"
+        )
     if not context:
         ids = prompts.bare(continuation)
         return (ids if ids[0] == prompts.prefix and len(ids) > 1 else [prompts.prefix, *ids]), 1

@@ -16,6 +16,7 @@ from megatron_lite.data.tokenizer import (
     SentencePieceTokenizer,
     Tokenizer,
     files_of,
+    library_errors,
     read_object,
 )
 from megatron_lite.errors import ConfigError
@@ -90,7 +91,8 @@ def _special(tokenizer: Tokenizer) -> Mapping[int, str]:
 
 def _around(tokenizer: BPETokenizer) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """The tokens that the post-processor of a tokenizer.json adds before and after a text."""
-    found = tokenizer.model.encode("a b", add_special_tokens=True)
+    with library_errors(f"{tokenizer.spec}: cannot encode a prompt"):
+        found = tokenizer.model.encode("a b", add_special_tokens=True)
     added = list(zip(found.ids, found.special_tokens_mask, strict=True))
 
     def leading(pairs: Iterable[tuple[int, int]]) -> tuple[int, ...]:

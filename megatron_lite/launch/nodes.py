@@ -11,6 +11,7 @@ from megatron_lite.errors import ConfigError
 from megatron_lite.text import visible
 
 DEFAULT_PORT = 29500
+MOST_NODES = 100_000  # their numbers of ranks are listed
 REMOTE = "192.0.2.1"  # reserved by RFC 5737: no machine has it
 
 
@@ -80,6 +81,8 @@ def nodes_from(
     ):
         raise ConfigError(f"--nnodes is {nnodes}; give a number of machines, such as 2, or a range, such as 1:4")
     smallest, largest = int(low), int(high or low)
+    if largest > MOST_NODES:
+        raise ConfigError(f"--nnodes is {nnodes}; use at most {MOST_NODES:,} machines")
     if largest > 1 and not master_addr:
         raise ConfigError("--nnodes needs --master-addr, the address of the first machine")
     if not colon and largest > 1 and node_rank is None:

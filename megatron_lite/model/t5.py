@@ -61,12 +61,7 @@ class T5Model(TransformerModel):
             self.encoder = TransformerStack(config, of_encoder, options, final_norm=ends)
         if of_decoder or post_process:
             self.decoder = TransformerStack(
-                config,
-                of_decoder,
-                options,
-                final_norm=post_process,
-                first_place=len(of_encoder),
-                cross_attention=True,
+                config, of_decoder, options, final_norm=post_process, first_place=len(of_encoder), cross_attention=True
             )
         self.encoder_relative_bias = self.decoder_relative_bias = None
         if pre_process and config.position == "relative":

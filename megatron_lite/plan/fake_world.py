@@ -17,6 +17,7 @@ from torch import Tensor
 
 from megatron_lite.config.schema import Config
 from megatron_lite.data.loader import Batch
+from megatron_lite.errors import ConfigError
 from megatron_lite.parallel.context import ParallelContext
 from megatron_lite.parallel.grid import Grid
 from megatron_lite.parallel.random import seed_everything
@@ -41,12 +42,17 @@ def fake_rank(config: Config, rank: int, world_size: int, device: torch.device =
     assert not dist.is_initialized(), "a process has one process group"
     if config.model.vocab_size:  # the tokenizer's files may be elsewhere
         config = config.model_copy(update={"data": config.data.model_copy(update={"tokenizer": ""})})
+    remedy = "use smaller sizes of model, data.seq_length or train.micro_batch_size"
     hook = sys.excepthook  # torch adds the rank to every error of the process
     dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
     try:
         with reads_zeros(), _engines_on_meta(config.parallel.ddp):
             ctx = ParallelContext.create(grid_of(config, world_size), device, config.train.comm_timeout)
             yield build_run(config, ctx, seed_everything(config.run.seed, ctx))
+    except RuntimeError as error:
+        if "overflow" not in str(error):
+            raise
+        raise ConfigError(f"a tensor has more values or bytes than torch can count ({error}); {remedy}") from error
     finally:
         dist.destroy_process_group()
         sys.excepthook = hook

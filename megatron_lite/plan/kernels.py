@@ -292,7 +292,7 @@ def on_gpu(recorder: Recorder, *, lines: bool = True) -> Iterator[None]:
     with ExitStack() as stack:
         for context in (*replaced, warnings.catch_warnings(), graph, recorder):
             stack.enter_context(context)
-        warnings.filterwarnings("ignore", "Anomaly Detection")
+        warnings.filterwarnings("ignore", "Anomaly Detection|Error detected in")
         yield
 
 

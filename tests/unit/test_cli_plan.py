@@ -387,6 +387,8 @@ REMEDY = "write one with: megatron-lite plan --calibrate"
         (["--max-memory", "0"], "--max-memory 0 is not a size; use for example 80GB"),
         (["--max-memory", "80PB"], "--max-memory 80PB is not a size; use for example 80GB"),
         (["--out", "x.yaml"], "--out is for --search and --calibrate; use --json or --html for a plan"),
+        (["--nnodes", "1000000"], "--nnodes 1000000 --nproc-per-node 2: 2,000,000 ranks; use at most 1,048,576"),
+        (["model.hidden_size=4000000000"], "a tensor has more values or bytes than torch can count (Storage size .*"),
         (["--rank", "2"], "--rank 2: this job has ranks 0 to 1; choose one of them"),
         (
             ["--search", "train.global_batch_size=0"],

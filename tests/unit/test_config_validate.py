@@ -168,6 +168,12 @@ BROKEN = [
         "use for example 24",
     ),
     (
+        2,
+        ["train.global_batch_size=2000000000000000"],
+        "train.global_batch_size is 2000000000000000, 1,000,000,000,000,000 times train.micro_batch_size * data-",
+        "use at most 1,000,000 times",
+    ),
+    (
         1,
         ["train.global_batch_size=16", "train.ramp_up=[4,5,100]"],
         "train.ramp_up has start 4 and increment 5",

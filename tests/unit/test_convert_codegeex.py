@@ -253,6 +253,16 @@ def test_the_error_of_tensors_that_do_not_fit_names_them(tmp_path, spoil, messag
         codegeex.read(tmp_path, GIVEN)
 
 
+def test_a_model_at_the_top_and_another_in_module_are_an_error(tmp_path):
+    """One of the two would be left out without a message."""
+    exported(tmp_path)
+    state = torch.load(tmp_path / "codegeex.pt", weights_only=True)
+    torch.save({**state, **state["module"]}, tmp_path / "codegeex.pt")
+    assert codegeex.recognise(tmp_path)
+    with pytest.raises(CheckpointError, match=r"codegeex.pt: has language_model at its top and in module; save one"):
+        codegeex.read(tmp_path, GIVEN)
+
+
 def test_an_unknown_hidden_size_without_num_heads_is_an_error(tmp_path):
     exported(tmp_path)
     with pytest.raises(CheckpointError, match=r"hidden size 32 .*; give model.num_heads"):

@@ -128,7 +128,8 @@ def test_tensors_under_a_key_of_a_training_program_are_read(saved, tmp_path, key
     folder = copy(saved / "gpt2", tmp_path / "src")
     content = tensors_of(folder)
     for key in reversed(keys):
-        content = {"epoch": 3, "step": torch.tensor(7), "optimizer": {"state": {0: torch.ones(2)}}, key: content}
+        counters = {"epoch": 3, "step": torch.tensor(7), "loss": torch.tensor(0.5), "rng": torch.get_rng_state()}
+        content = {**counters, "optimizer": {"state": {0: torch.ones(2)}}, key: content}
     (folder / "model.safetensors").unlink()
     torch.save(content, folder / "pytorch_model.bin")
     got, want = read(folder, {}), read(saved / "gpt2", {})
@@ -148,6 +149,19 @@ def test_a_torch_file_with_tensors_under_another_key_is_an_error_that_has_its_ke
     torch.save({"model": tensors, "state_dict": tensors}, folder / "pytorch_model.bin")
     with pytest.raises(CheckpointError, match=r"pytorch_model.bin: has model and state_dict, expected one of them"):
         read(folder, {})
+
+
+@pytest.mark.parametrize("key", ["state_dict", "model", "module", "model_state_dict"])
+def test_tensors_beside_a_key_of_a_training_program_are_an_error(saved, tmp_path, key):
+    """transformers reads the tensors at the top, so those under the key would be another model."""
+    folder = copy(saved / "gpt2", tmp_path / "src")
+    tensors = tensors_of(folder)
+    (folder / "model.safetensors").unlink()
+    others = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
+    for content in ({key: others, **tensors}, {"epoch": 3, key: {key: others, "x": torch.ones(1)}}):
+        torch.save(content, folder / "pytorch_model.bin")
+        with pytest.raises(CheckpointError, match=rf"pytorch_model.bin: has .* beside {key}; save one of"):
+            read(folder, {})
 
 
 def damage(folder: Path, name: str) -> None:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from megatron_lite.data.tokenizer import build_tokenizer, tokenizer_hash
+from megatron_lite.data.tokenizer import LARGEST_VOCABULARY, build_tokenizer, library_errors, tokenizer_hash
 from megatron_lite.errors import ConfigError, DataError
 from megatron_lite.preprocess.train_tokenizer import train_sentencepiece
 
@@ -276,6 +276,51 @@ def test_merges_of_another_vocabulary_are_an_error(tmp_path):
     (tmp_path / "merges.txt").write_text("#version: 0.2\na b\n")
     with pytest.raises(DataError, match=r"vocab.json,.*merges.txt: the merges do not match the vocabulary"):
         build_tokenizer(f"gpt2:{tmp_path}/vocab.json,{tmp_path}/merges.txt")
+
+
+def written(folder, **parts):
+    """The spec of a tokenizer.json with these parts."""
+    names = ("truncation", "padding", "normalizer", "pre_tokenizer", "post_processor", "decoder")
+    content = {"version": "1.0", "added_tokens": [], **dict.fromkeys(names), **parts}
+    (folder / "tokenizer.json").write_text(json.dumps(content))
+    return f"hf:{folder / 'tokenizer.json'}"
+
+
+WORDS = {"type": "WordLevel", "vocab": {"a": 0, "</s>": 1}, "unk_token": "a"}
+BACKTRACKING = {"type": "Split", "pattern": {"Regex": "(x+x+)+y"}, "behavior": "Isolated", "invert": False}
+
+
+@pytest.mark.parametrize(
+    ("parts", "message"),
+    [
+        ({"model": {**WORDS, "unk_token": "z"}}, r"\(WordLevel error: Missing"),
+        ({"model": {"type": "Unigram", "unk_id": None, "vocab": [["</s>", -1.0]]}}, "`unk_id` is missing"),
+        ({"model": WORDS, "pre_tokenizer": BACKTRACKING}, "Regex search error"),  # a panic, not an Exception
+    ],
+)
+def test_an_error_of_the_tokenizers_library_names_the_tokenizer(tmp_path, parts, message):
+    """A long corpus would end in a traceback of a library in Rust."""
+    tokenizer = build_tokenizer(written(tmp_path, **parts))
+    for encode in (tokenizer.encode, tokenizer.encode_prompt):
+        with pytest.raises(DataError, match=rf"^hf:.*/tokenizer.json: cannot encode a .* of 40 characters .*{message}"):
+            encode("x" * 40)
+    with pytest.raises(DataError, match=r"^hf:.*/tokenizer.json: cannot decode 1 tokens"):
+        tokenizer.decode([1 << 40])
+
+
+def test_an_interruption_in_the_tokenizers_library_is_not_an_error_of_the_tokenizer():
+    with pytest.raises(KeyboardInterrupt), library_errors("tokenizer.json"):
+        raise KeyboardInterrupt
+
+
+def test_ids_of_a_tokenizer_are_bounded(tmp_path):
+    """A model has a row for each id: a file of 100 bytes would need 500 GB of memory."""
+    largest = LARGEST_VOCABULARY - 1
+    spec = written(tmp_path, model={**WORDS, "vocab": {"a": largest, "</s>": 1}})
+    assert build_tokenizer(spec).vocab_size == LARGEST_VOCABULARY
+    written(tmp_path, model={**WORDS, "vocab": {"a": largest + 1, "</s>": 1}})
+    with pytest.raises(DataError, match=r"tokenizer.json: has the id 16,777,216; ids are at most 16,777,215"):
+        build_tokenizer(spec)
 
 
 def copy_files(spec, folder):

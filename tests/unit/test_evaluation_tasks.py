@@ -92,6 +92,16 @@ def test_spaces_before_a_continuation_belong_to_it():
     assert encode_pair(tokenizer, "ab", "cd") == ([*b"abcd"], 2)
 
 
+def test_a_text_without_tokens_is_an_error_that_names_the_tokenizer():
+    """A tokenizer.json can drop all text, and a model has no likelihood of nothing."""
+    tokenizer = build_tokenizer("bytes")
+    tokenizer.encode_prompt = lambda text: [1] * len(text.strip())
+    assert encode_pair(tokenizer, "a", " ") == ([tokenizer.eod, 1], 1)
+    for context, continuation in (("", " "), (" ", " ")):
+        with pytest.raises(ConfigError, match=r"^bytes: gives no token for the text ' +'; give another text"):
+            encode_pair(tokenizer, context, continuation)
+
+
 def test_questions_of_a_run_are_checked_before_it_starts(tmp_path):
     """Otherwise a run would stop at its first evaluation, hours later."""
     (tmp_path / "long.jsonl").write_text(json.dumps({"prompt": "x" * 40, "completion": "y"}) + "\n")

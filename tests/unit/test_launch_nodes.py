@@ -93,6 +93,7 @@ def test_an_elastic_node_is_the_first_one_if_the_address_is_local(address, node_
             {"node_rank": 0, "master_addr": "a", "master_port": 1},
             "--node-rank, --master-addr, --master-port needs --nnodes",
         ),
+        ("1:100001", THERE, "--nnodes is 1:100001; use at most 100,000 machines"),
         ("2", {"node_rank": 0}, "--nnodes needs --master-addr, the address of the first machine"),
         ("1:2", {}, "--nnodes needs --master-addr"),
         ("2", THERE, "--nnodes 2 needs --node-rank: 0 on the machine of --master-addr, then 1, 2"),

@@ -2,13 +2,14 @@
 
 import errno
 import os
+import shutil
 import stat
 
 import pytest
 import torch
 
 from megatron_lite.cli.generate import read_prompts
-from megatron_lite.errors import CheckpointError, ConfigError
+from megatron_lite.errors import CheckpointError, ConfigError, MegatronLiteError
 from megatron_lite.evaluation.tasks import parse_questions, read_task_file
 from megatron_lite.files import read_file
 from megatron_lite.generate.sampling import Sampling, pick
@@ -19,6 +20,7 @@ from tests.helpers.metrics_files import write_run
 from tests.helpers.unprivileged import open_folder, run_unprivileged
 
 DEEP, DIGITS, LONG = "[" * 100_000 + "]" * 100_000, "9" * 5000, "x" * 5000
+HUGE = f"1{'0' * 20}"
 NOT_NUMBERS = ("nan", "inf", "-inf", "1e400", "-1", DIGITS)
 TEXTS = {
     "half a surrogate pair": r'{"prompt": "\ud800", "completion": "b"}',
@@ -32,6 +34,14 @@ OPTIONS = {
     "generate": ["--repetition-penalty", "--top-p", "--temperature"],
     "pretrain": ["--join-timeout"],
     "plan": ["--price"],
+}
+COUNTS = {  # options whose largest number would take forever, or overflow
+    "generate --load x --prompt a": "--num-samples",
+    "preprocess --input a --output-prefix o --tokenizer bytes": "--workers",
+    "train-tokenizer --input a --output-prefix o": "--vocab-size",
+    "pretrain --dry-run": "--max-restarts",
+    "convert a o": "--tensor",
+    "roofline": "--lines",
 }
 FILES = {  # options whose value is a path
     "config": ["pretrain", "--dry-run", "--config"],
@@ -64,6 +74,13 @@ def test_numbers_of_the_command_line_are_finite_or_a_usage_error(tmp_path):
             for value in (*NOT_NUMBERS[:4], "x", '"\\ud800"'):
                 with case(override, value):
                     assert override in message_of("pretrain", "--dry-run", f"{override}={value}", folder=tmp_path)
+        for override in ("train.comm_timeout", "train.hang_timeout"):  # clocks count nanoseconds in 64 bits
+            with case(override):
+                message = message_of("pretrain", "--dry-run", f"{override}=1e9", folder=tmp_path)
+                assert override in message and " and at most 100000000\n" in message
+        for command, option in COUNTS.items():
+            with case(option):
+                assert option in message_of(*command.split(), option, HUGE, folder=tmp_path)
         with case("--nnodes"):
             assert "--nnodes is 9" in message_of("pretrain", "--nnodes", DIGITS, folder=tmp_path)
 
@@ -125,6 +142,43 @@ def test_a_file_without_read_permission_is_not_called_damaged():
         imports = "from pathlib import Path\nfrom megatron_lite.convert.huggingface_files import _opened"
         done = run_unprivileged(imports, f"_opened(Path({str(path)!r})).__enter__()")
         assert done.stdout == f"CheckpointError: {path}: cannot be read: Permission denied; let this user read it\n"
+
+
+@pytest.mark.parametrize("name", ["", "config.json", "checkpoints", "checkpoints/iter_0000001", "link"])
+def test_a_checkpoint_without_read_permission_is_not_called_unknown(name):
+    """A user would look for another folder, or another format."""
+    with open_folder() as folder:
+        source = folder / "source"
+        (source / "checkpoints" / "iter_0000001").mkdir(parents=True)
+        (source / "checkpoints" / "iter_0000001" / "layout.json").write_text("{}")
+        (source / "config.json").write_text('{"model_type": "llama"}')
+        if name == "link":
+            source = folder / "models--a"
+            (source / "snapshots" / "1").mkdir(parents=True)
+            (source / "snapshots" / "1" / "config.json").symlink_to(folder / "source" / "config.json")
+            (folder / "source").chmod(0)
+        else:
+            if name.startswith("checkpoints"):
+                (source / "config.json").unlink()
+            elif name:
+                shutil.rmtree(source / "checkpoints")
+            (source / name).chmod(0)
+        denied = source / "snapshots" / "1" / "config.json" if name == "link" else source / name
+        imports = "from pathlib import Path\nfrom megatron_lite.convert.driver import Request, convert"
+        done = run_unprivileged(imports, f"convert(Request(Path({str(source)!r}), Path({str(folder / 'o')!r})), print)")
+        assert done.stdout == (
+            f"CheckpointError: {source}: its format is unknown, because {denied} cannot be read: Permission denied; "
+            "let this user read it\n"
+        )
+
+
+def test_a_deleted_working_folder_is_a_message(tmp_path, monkeypatch):
+    """os.getcwd raises an OSError without the name of a file."""
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    with pytest.raises(MegatronLiteError, match=r"^the working folder was deleted; change to"), named_files():
+        os.getcwd()
 
 
 def test_a_metrics_file_and_a_damaged_tracker_are_messages(tmp_path):
