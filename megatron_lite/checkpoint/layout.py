@@ -108,10 +108,16 @@ class TensorLayout(_Entry):
 Count = Annotated[int, Field(ge=0, le=1 << 53)]
 
 
+class _Scaler(BaseModel, strict=True):
+    scale: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1.0
+    clean_steps: Count = 0
+    overflows_left: Annotated[int, Field(ge=-(1 << 31), le=1 << 31)] = 0
+
+
 class _State(BaseModel, strict=True):
     train: dict[str, int | float] = {}
     adam_steps: Count = 0
-    loss_scaler: dict[str, int | float] = {}
+    loss_scaler: _Scaler = _Scaler()
 
 
 class _Index(BaseModel, strict=True):

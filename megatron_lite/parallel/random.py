@@ -16,6 +16,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from megatron_lite.errors import CheckpointError
 from megatron_lite.parallel.context import ParallelContext
 
 
@@ -56,12 +57,19 @@ class RngTracker:
         return {f"default.{kind}": default, f"tensor_parallel.{kind}": tensor_parallel, **host}
 
     def load_state_dict(self, states: dict[str, Tensor]) -> None:
-        """Continue both streams from the `state_dict` of the same kind of device, inside or outside of a fork."""
+        """Continue both streams from the `state_dict` of the same kind of device, inside or outside of a fork.
+
+        CheckpointError: a state is not one of a generator.
+        """
         default, tensor_parallel, *host = (states[name] for name in self.state_dict())
         live, self._resting = (tensor_parallel, default) if self._in_fork else (default, tensor_parallel)
-        self._write(live)
-        for state in host:
-            torch.set_rng_state(state)
+        try:
+            for state in (self._resting, live):  # the first one only for its error
+                self._write(state)
+            for state in host:
+                torch.set_rng_state(state)
+        except (RuntimeError, TypeError) as error:
+            raise CheckpointError(f"the checkpoint's random states are damaged: {error}; load another one") from None
 
     def _swap(self) -> None:
         live = self._read()

@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
+from megatron_lite.errors import CheckpointError
 from megatron_lite.parallel.context import ParallelContext
 from megatron_lite.parallel.grid import Grid
 from megatron_lite.parallel.random import RngTracker, seed_everything, stream_seed
@@ -150,3 +151,12 @@ def test_gradients_of_replicated_weights_under_dropout_are_equal_over_tp(ranks):
     """These gradients are not communicated; different masks would let the replicas drift apart."""
     one, two = ranks(2, replicated_gradient)
     assert torch.equal(one, two)
+
+
+@pytest.mark.parametrize("state", [torch.zeros(3), torch.zeros(6000, dtype=torch.uint8), torch.zeros(())])
+@pytest.mark.parametrize("name", ["default.cpu", "tensor_parallel.cpu"])
+def test_states_that_no_generator_has_are_an_error(name, state):
+    """Others may have written the checkpoint, and a resting stream is first used in a later dropout."""
+    rng = tracker()
+    with pytest.raises(CheckpointError, match="random states are damaged"):
+        rng.load_state_dict({**rng.state_dict(), name: state})

@@ -1,6 +1,7 @@
 """layout.json: its content is read back exactly, and any damage is an error."""
 
 import json
+import math
 import zlib
 
 import pytest
@@ -120,6 +121,8 @@ def tensor(**changes) -> dict:
         ({"state": {"train": [1]}}, "state.train: Input should be a valid dictionary"),
         ({"state": {"adam_steps": -1}}, "state.adam_steps: Input should be greater than or equal to 0"),
         ({"state": {"loss_scaler": {"scale": "x"}}}, "state.loss_scaler.scale"),
+        ({"state": {"loss_scaler": {"scale": 0}}}, "state.loss_scaler.scale: Input should be greater than 0"),
+        ({"state": {"loss_scaler": {"clean_steps": math.nan}}}, "state.loss_scaler.clean_steps"),
     ],
 )
 def test_an_invalid_description_is_an_error(folder, changes, message):
