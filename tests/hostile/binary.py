@@ -8,6 +8,7 @@ import random
 import struct
 import warnings
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 
 from tests.hostile.texts import Mutation, replaced, scrambled
@@ -99,17 +100,22 @@ def scrambled_pickle(content: bytes, rng: random.Random) -> tuple[bytes, str]:
     return b"".join(pieces), f"pickle: {kind} at {at} of {len(marks)}"
 
 
-def of_pickle(name: str) -> Mutation:
-    """A file that is one pickle."""
+def _of_file(name: str, change: Callable[[bytes, random.Random], tuple[bytes, str]], bytewise: float) -> Mutation:
+    """Mutations of the structure of one file, and a share that are `bytewise`."""
 
     def mutate(rng: random.Random, folder: Path) -> str:
         content, what = (folder / name).read_bytes(), ""
         for _ in range(rng.choice((1, 1, 2))):
-            content, what = (scrambled if rng.random() < 0.05 else scrambled_pickle)(content, rng)
+            content, what = (scrambled if rng.random() < bytewise else change)(content, rng)
         replaced(folder / name, content)
         return f"{name}: {what}"
 
     return mutate
+
+
+def of_pickle(name: str) -> Mutation:
+    """A file that is one pickle."""
+    return _of_file(name, scrambled_pickle, 0.05)
 
 
 def _content(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> bytes:
@@ -282,12 +288,4 @@ def scrambled_message(content: bytes, rng: random.Random, depth: int = 2) -> tup
 
 def of_message(name: str) -> Mutation:
     """A file that is one protobuf message."""
-
-    def mutate(rng: random.Random, folder: Path) -> str:
-        content, what = (folder / name).read_bytes(), ""
-        for _ in range(rng.choice((1, 1, 2))):
-            content, what = (scrambled if rng.random() < 0.1 else scrambled_message)(content, rng)
-        replaced(folder / name, content)
-        return f"{name}: {what}"
-
-    return mutate
+    return _of_file(name, scrambled_message, 0.1)
