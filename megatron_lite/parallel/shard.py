@@ -100,9 +100,7 @@ class Shard:
         assert self.dim is not None
         if not 0 <= self.dim < len(full):
             raise ValueError(f"there is no dim {self.dim} in {full}")
-        if self.units and self.dim:
-            raise ValueError(f"there are units of dim {self.dim}, which only dim 0 has")
-        are_sizes = min(self.parts, default=0) >= 0 and min(self.units, default=1) >= 1
+        are_sizes = min(self.parts, default=0) >= 0 and (not self.units or (self.dim == 0 and min(self.units) >= 1))
         if not are_sizes or (self.parts and sum(self.parts) != full[self.dim]):
             raise ValueError(f"parts {self.parts} of dim {self.dim} do not add up to its size in {full}")
         for part, ways in self._ways(full[self.dim], size):
