@@ -6,10 +6,11 @@ from pathlib import Path
 from typing import Any
 
 from megatron_lite.checkpoint.compatible import CORPORA
+from megatron_lite.checkpoint.layout import USE_ANOTHER, Layout
 from megatron_lite.config.schema import Config, DataConfig
 from megatron_lite.data.blended import parse_paths
 from megatron_lite.data.identity import recorded_identities
-from megatron_lite.errors import ConfigError
+from megatron_lite.errors import CheckpointError, ConfigError
 from megatron_lite.files import is_inside
 from megatron_lite.tokenizer_files import own_spec
 
@@ -64,3 +65,27 @@ def own_config(
         fields[section][field] = type(config)().model_dump()[section][field]
         left.append(name)
     return type(config).model_validate(fields), left
+
+
+def check_copies(folder: Path, layout: Layout) -> None:
+    """Raise CheckpointError with `differing_copies`."""
+    if found := differing_copies(layout):
+        raise CheckpointError(f"{folder}: {found}; each layout would be another model. {USE_ANOTHER}")
+
+
+def differing_copies(layout: Layout) -> str:
+    """Two files whose copies of a value differ: of a tensor that ranks of tp replicate, or of a tied embedding.
+
+    Their checksums are compared, so no tensor is read. Empty where all copies are equal.
+    """
+    for name, tensor in layout.tensors.items():
+        original = layout.tensors[tensor.copy_of].values if tensor.copy_of else {}
+        for kind, value in tensor.values.items():
+            first: dict[tuple, tuple[str, str]] = {}
+            others = original[kind].slices if kind in original else ()
+            for stored in (*others, *value.slices):
+                of_rank = (stored.start, stored.end, stored.dp, stored.tp if tensor.shard.is_split else None)
+                file, key = first.setdefault(of_rank, (stored.file, stored.key))
+                if layout.files[stored.file].crc32[stored.key] != layout.files[file].crc32[key]:
+                    return f"{kind} of {name} differs in {file} and {stored.file}, which have copies of it"
+    return ""

@@ -45,6 +45,7 @@ def inspect(
     from megatron_lite.checkpoint.store import Opened
     from megatron_lite.checkpoint.store import verify as verify_files
     from megatron_lite.errors import CheckpointError, ConfigError
+    from megatron_lite.stored_data import differing_copies
 
     if tokenizer:
         raise ConfigError("--tokenizer is for a corpus; leave it out for a checkpoint")
@@ -61,7 +62,8 @@ def inspect(
     with Opened(folder, layout) as opened:
         typer.echo("\n".join(tensor_table(layout, None if quick else opened, problems)))
     if verify:
-        problems = [str(problem) for problem in verify_files(folder, layout)]
+        copies = differing_copies(layout)
+        problems = [str(problem) for problem in verify_files(folder, layout)] + [f"{folder}: {copies}"] * bool(copies)
         if not problems:
             typer.echo(f"\nverified: all {len(layout.files)} files have the checksums in layout.json")
     if problems:

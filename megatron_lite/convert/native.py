@@ -39,7 +39,7 @@ from megatron_lite.errors import CheckpointError
 from megatron_lite.parallel.dtypes import PRECISION_NAMES, SAFETENSORS_DTYPES
 from megatron_lite.parallel.shard import ParamMeta, ParamTable, Shard
 from megatron_lite.plan.sizes import check_layout
-from megatron_lite.stored_data import own_config, run_folder
+from megatron_lite.stored_data import check_copies, own_config, run_folder
 from megatron_lite.text import listed
 from megatron_lite.tokenizer_files import FOLDER, files_of, own_spec, spec_of_copies
 
@@ -61,6 +61,7 @@ class Stored:
     def __init__(self, path: Path):
         self.folder = directory.resolve(path)
         self.layout = read_layout(self.folder)
+        check_copies(self.folder, self.layout)
         self._opened = Opened(self.folder, self.layout)
 
     def config(self, settings: Settings) -> Config:

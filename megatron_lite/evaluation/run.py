@@ -32,7 +32,7 @@ from megatron_lite.parallel.agreement import on_first
 from megatron_lite.pipeline.engine import PipelineEngine
 from megatron_lite.plan.data_lines import missing_corpora
 from megatron_lite.plan.sizes import check_layout
-from megatron_lite.stored_data import own_data
+from megatron_lite.stored_data import check_copies, own_data
 from megatron_lite.text import one_line, visible
 from megatron_lite.training.forward_step import built_in_step
 from megatron_lite.training.initialize import finalize_megatron, initialize_megatron
@@ -68,6 +68,7 @@ def config_of(folder: Path, world_size: int, overrides: Sequence[str] = (), mode
     """
     layout = read_layout(folder)
     check_provider(layout, folder, model)
+    check_copies(folder, layout)
     trained = parse_config(layout.config, folder)
     if not model:
         check_layout(folder, layout, trained.model)

@@ -30,7 +30,7 @@ from megatron_lite.parallel.context import ParallelContext
 from megatron_lite.parallel.dtypes import PRECISIONS
 from megatron_lite.parallel.random import RngTracker, stream_seed
 from megatron_lite.plan.sizes import check_layout
-from megatron_lite.stored_data import own_data
+from megatron_lite.stored_data import check_copies, own_data
 from megatron_lite.text import visible
 from megatron_lite.training.initialize import finalize_megatron, initialize_megatron
 from megatron_lite.training.provider import ModelProvider, build_chunks, function_name
@@ -70,6 +70,7 @@ def config_of(folder: Path, world_size: int, model: str = "", tokenizer: str = "
     """
     layout = read_layout(folder)
     check_provider(layout, folder, model)
+    check_copies(folder, layout)
     trained = parse_config(layout.config, folder)
     if not model:
         check_layout(folder, layout, trained.model)

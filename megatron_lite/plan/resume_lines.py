@@ -6,6 +6,7 @@ from megatron_lite.checkpoint.compatible import CORPORA
 from megatron_lite.checkpoint.store import Loaded
 from megatron_lite.config.schema import Config
 from megatron_lite.parallel.grid import Grid
+from megatron_lite.stored_data import differing_copies
 from megatron_lite.training.checkpointing import FORWARD_STEP, restarts_streams
 from megatron_lite.training.run import Run
 
@@ -15,6 +16,7 @@ CURVE = ("lr", "min_lr", "schedule", "warmup_iterations", "decay_iterations", "w
 
 def resume_lines(run: Run, loaded: Loaded, saved: Config, changed: list[str]) -> Iterator[str]:
     """The lines, some of which may be empty. `changed` are the changes of the samples or their order."""
+    yield f"WARNING: {copies}" if (copies := differing_copies(loaded.layout)) else ""
     yield changes_line(saved, run.config)
     yield compared_line(loaded, run)
     yield new_order_line(changed, run)

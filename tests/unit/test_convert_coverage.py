@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 from megatron_lite.checkpoint.directory import resolve
 from megatron_lite.checkpoint.layout import LAYOUT_FILE, checksum, dump_layout, read_layout
 from megatron_lite.checkpoint.reshard import tile
+from megatron_lite.checkpoint.tensor_file import write_tensors
 from megatron_lite.config.schema import ModelConfig
 from megatron_lite.convert import codegeex, huggingface, megatron, native, safe_pickle, torch_dist
 from megatron_lite.convert.distributed_files import METADATA, DistributedFiles
@@ -93,12 +94,24 @@ def other_dtype(folder: Path) -> None:
     edit_layout(folder, change)
 
 
+def other_copy(folder: Path) -> None:
+    """Of two tensor-parallel ranks, the second one has another norm; all checksums are right."""
+
+    def change(content: dict) -> None:
+        tensors = {key: tensor.clone() for key, tensor in load_file(file).items()}
+        tensors["decoder.final_layernorm.weight"] *= -1
+        content["files"][f"{file.parent.name}/{file.name}"] = write_tensors(file, tensors).model_dump()
+
+    (file,) = folder.rglob("mp_rank_01/model.safetensors")
+    edit_layout(folder, change)
+
+
 def overlap(folder: Path) -> None:
     """Both slices of a tensor become those of the first rank; the number of elements stays."""
 
     def change(content: dict) -> None:
-        for stored in content["tensors"][WORDS]["values"]["weight"]["pieces"]:
-            stored["tp"] = 0
+        pieces = content["tensors"][WORDS]["values"]["weight"]["pieces"]
+        pieces[1] = pieces[0]
 
     edit_layout(folder, change)
 
@@ -180,6 +193,7 @@ def record_twice(folder: Path) -> None:
 NOT_COVERED = {
     "native slices": ("native", overlap, "slices of weight of embedding.word_embeddings.weight overlap"),
     "native dtype": ("native", other_dtype, r"weight is torch.float32, layout.json lists BF16"),
+    "native copies": ("native", other_copy, r"weight of decoder\.final_layernorm\.weight differs in .* have copies"),
     "native header": ("native", edit_header, "tensors overlap, or leave a gap"),
     "native rank": ("native", lambda folder: next(folder.rglob("mp_rank_01")).rename(folder / "x"), "missing"),
     "torch_dist chunks": ("torch_dist", lambda f: edit_metadata(f, half_twice), "which overlap or leave a gap"),
@@ -262,6 +276,15 @@ def test_the_integers_of_every_format_are_refused(saved, tmp_path):
     with pytest.raises(CheckpointError, match=r"layernorm\.weight is torch\.int8, which is not a dtype of weights"):
         convert(Request(folder, tmp_path / "new"), quiet)
     assert not (tmp_path / "new").exists()
+
+
+def test_different_copies_are_no_model(saved, tmp_path):
+    """Each layout would take another one of them."""
+    shutil.copytree(saved / "native", tmp_path / "src")
+    other_copy(tmp_path / "src")
+    for read in (config_of, evaluated):
+        with pytest.raises(CheckpointError, match="have copies of it; each layout would be another model"):
+            read(resolve(tmp_path / "src"), 1)
 
 
 def test_overlapping_slices_are_not_loaded_by_a_run(saved, tmp_path):
