@@ -19,6 +19,7 @@ from pathlib import Path
 from megatron_lite.errors import MegatronLiteError
 from megatron_lite.files import ADVICE, MARKER, check_own, identity, private_name, remove_own
 
+COMPLETE = "complete"  # a file in a private folder, once all its files may be renamed
 CHANGED = "another process has written it meanwhile"
 LONGEST_WAIT_SECONDS = 5.0  # for the lock on a user's folder; our own processes hold it for milliseconds
 
@@ -47,6 +48,7 @@ class Targets:
                         raise MegatronLiteError(f"{path}: {CHANGED}. {ADVICE[errno.EBUSY]}")
                 for name in names:
                     os.lstat(name)  # OSError: there is no new file, so the old ones stay
+                (folder / COMPLETE).touch()
                 for path in paths[1:]:  # even after an interruption, old files are not beside a new one
                     path.unlink(missing_ok=True)
                 for name, path in zip(names, paths, strict=True):
@@ -135,7 +137,21 @@ def _remove_leftovers(target: Path) -> None:
             with suppress(OSError):
                 found = os.lstat(folder)
                 if stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid():
+                    _check_incomplete(folder, target)
                     _remove_leftover(folder, private_name(target))
+
+
+def _check_incomplete(folder: Path, target: Path) -> None:
+    """Raise MegatronLiteError for the only copy of a result: its process was killed while it renamed the files."""
+    marker = os.open(folder / MARKER, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        if _takes_lock(marker) and (folder / COMPLETE).exists():
+            raise MegatronLiteError(
+                f"{folder}: has complete files of a command that was killed while it replaced {target}; give them "
+                "their names, or delete the folder"
+            )
+    finally:
+        os.close(marker)
 
 
 def _remove_leftover(folder: Path, renamed: Path) -> None:

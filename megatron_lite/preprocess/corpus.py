@@ -118,7 +118,10 @@ def preprocess(
 
 
 def _targets(prefix: Path) -> Targets:
-    return Targets(bin_path(prefix), info_path(prefix), idx_path(prefix))
+    paths = bin_path(prefix), info_path(prefix), idx_path(prefix)
+    if paths[2].exists() and not paths[1].exists():
+        raise DataError(f"{paths[2]}: was not written by megatron-lite; rename it, or choose another --output-prefix")
+    return Targets(*paths)
 
 
 @contextlib.contextmanager

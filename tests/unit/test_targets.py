@@ -459,3 +459,21 @@ def test_checkpoints_of_two_saves_do_not_mix(tmp_path):
     directory.publish(first, tmp_path, 1)
     with pytest.raises(MegatronLiteError, match="putting the checkpoint in place failed"):
         directory.publish(first, tmp_path, 1)
+
+
+def test_the_complete_files_of_a_killed_writer_are_kept(tmp_path):
+    """It was killed between the removal of the old files and the renames: its folder has the only copy of the work."""
+    folder = killed_writer(tmp_path / "out_text_document.bin")
+    (folder / "complete").touch()
+    with pytest.raises(MegatronLiteError, match="complete files of a command that was killed"):
+        WRITERS["preprocess"](tmp_path)
+    assert (folder / "complete").exists()
+
+
+def test_a_corpus_of_another_program_is_not_replaced(tmp_path):
+    """Megatron-LM's corpora have the names that preprocess derives from a prefix."""
+    for end in ("bin", "idx"):
+        (tmp_path / f"out_text_document.{end}").write_text("precious")
+    with pytest.raises(MegatronLiteError, match=r"out_text_document\.idx: was not written by megatron-lite"):
+        WRITERS["preprocess"](tmp_path)
+    assert (tmp_path / "out_text_document.bin").read_text() == "precious"
