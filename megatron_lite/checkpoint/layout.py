@@ -164,7 +164,7 @@ class Layout(_Entry):
 
     @model_validator(mode="after")
     def _check_slices(self) -> "Layout":
-        if self.grid.world_size < 1 or min(self.grid.tp, self.grid.cp, self.grid.dp) < 1:
+        if not 1 <= self.grid.world_size <= 1 << 40 or min(self.grid.tp, self.grid.cp, self.grid.dp) < 1:
             raise ValueError(f"{self.grid} has no ranks")
         for name, tensor in self.tensors.items():
             if WEIGHT not in tensor.values:

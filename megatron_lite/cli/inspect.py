@@ -56,7 +56,11 @@ def inspect(
             raise ConfigError("--verify and --quick take one checkpoint; leave them out to compare two")
         other_folder = resolve(other)
         with Opened(folder, layout) as a, Opened(other_folder, read_layout(other_folder)) as b:
-            raise typer.Exit(compare(a, b, folder, other_folder))
+            code = compare(a, b, folder, other_folder)
+            for opened, place in ((a, folder), (b, other_folder)):
+                if copies := differing_copies(opened.layout):
+                    raise CheckpointError(f"{place}: {copies}; only one of them was compared")
+            raise typer.Exit(code)
     typer.echo("\n".join([str(folder), *summary(layout), ""]))
     problems: list[str] = []
     with Opened(folder, layout) as opened:

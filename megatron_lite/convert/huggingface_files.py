@@ -94,7 +94,8 @@ def _has_weights(folder: Path) -> bool:
 
 def _part(stored: DistributedFiles, name: str, rows: slice) -> Tensor:
     """Some rows of a tensor in files of torch.distributed.checkpoint."""
-    shape = stored.specs[name].shape
+    dtype, shape = stored.specs[name]
+    _dtype(stored.folder / METADATA, name, dtype, str(dtype))  # only what is read: beside weights are counters
     start, end, _ = rows.indices(shape[0])
     return stored.read(name, (start, *(0 for _ in shape[1:])), (end - start, *shape[1:]))
 

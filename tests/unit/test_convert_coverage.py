@@ -30,7 +30,9 @@ from megatron_lite.generate.run import config_of, load_model
 from megatron_lite.model.build import get_model
 from megatron_lite.training.initialize import finalize_megatron, initialize_megatron
 from tests.helpers.cases import all_cases
+from tests.helpers.command import run_here
 from tests.helpers.huggingface import llama
+from tests.helpers.printed import unwrapped
 
 WORDS = "embedding.word_embeddings.weight"
 CODEGEEX = {"num_heads": 4}
@@ -282,9 +284,24 @@ def test_different_copies_are_no_model(saved, tmp_path):
     """Each layout would take another one of them."""
     shutil.copytree(saved / "native", tmp_path / "src")
     other_copy(tmp_path / "src")
+    for words in (["--verify"], [str(saved / "native")]):
+        done = run_here("inspect", "src", *words, cwd=tmp_path)
+        assert done.returncode == 1 and "have copies of it" in unwrapped(done.stderr)
     for read in (config_of, evaluated):
         with pytest.raises(CheckpointError, match="have copies of it; each layout would be another model"):
             read(resolve(tmp_path / "src"), 1)
+
+
+def test_integers_beside_a_config_json_are_refused(saved, tmp_path):
+    """A folder of torch.distributed.checkpoint may have names of Hugging Face."""
+    shutil.copytree(saved / "huggingface", tmp_path / "src", ignore=shutil.ignore_patterns("*.safetensors*"))
+    tensors = {
+        key: value for file in (saved / "huggingface").glob("*.safetensors") for key, value in load_file(file).items()
+    }
+    name = "model.layers.0.self_attn.q_proj.weight"
+    dcp.save({**tensors, name: tensors[name].to(torch.int8)}, checkpoint_id=tmp_path / "src", no_dist=True)
+    with pytest.raises(CheckpointError, match=rf"{name} has the unsupported dtype torch\.int8; save it as float32"):
+        convert(Request(tmp_path / "src", tmp_path / "new"), quiet)
 
 
 def test_overlapping_slices_are_not_loaded_by_a_run(saved, tmp_path):
