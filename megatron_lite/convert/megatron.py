@@ -43,7 +43,7 @@ from megatron_lite.convert.recipe import (
     full_table,
     stored_iteration,
 )
-from megatron_lite.convert.torch_file import TorchFile, TorchWriter
+from megatron_lite.convert.torch_file import TorchFile, TorchWriter, flatten
 from megatron_lite.errors import CheckpointError
 from megatron_lite.files import read_file
 from megatron_lite.model.ends import WORD_EMBEDDINGS
@@ -53,6 +53,7 @@ from megatron_lite.text import listed
 
 VERSIONS = (0, 1.0, 2.0, 3.0)
 WRITTEN_VERSION = 3.0
+OLD_QKV = (".query_key_value.weight", ".query_key_value.bias")
 CHUNK = re.compile(r"model\d*")
 
 # Patterns of old names -> megatron-core's names, which are ours.
@@ -100,6 +101,8 @@ def read(path: Path, overrides: Mapping[str, Any]) -> Checkpoint:
     version = content.get("checkpoint_version", 0)
     if version not in VERSIONS:
         raise CheckpointError(f"{folder}: checkpoint_version is {version!r}; expected one of {VERSIONS}")
+    if not any(name.endswith(OLD_QKV) for name in flatten(content.get("model", content.get("model0")), folder)):
+        version = WRITTEN_VERSION  # like Megatron-LM: only tensors of the old names have the old orders of rows
     tensors = _all_tensors(folder, stages)
     pipelined = len(stages) > 1 or "model" not in content
     args = _args(folder, content, tensor=len(stages[0]), pipeline=len(stages))

@@ -156,8 +156,8 @@ class _Unpickler(PythonUnpickler):
     module: ClassVar["SafePickle"]
     dispatch: ClassVar[dict[int, Callable]] = {**PythonUnpickler.dispatch}
     # No torch file has these: BYTEARRAY8 reserves memory before it reads, LONG4 makes integers too long to print,
-    # extensions are objects that the process has imported, and PERSID is text.
-    unused = (pickle.BYTEARRAY8, pickle.LONG4, pickle.EXT1, pickle.EXT2, pickle.EXT4, pickle.PERSID)
+    # extensions are objects that the process has imported, and PERSID is text. torch.load refuses DUP.
+    unused = (pickle.BYTEARRAY8, pickle.LONG4, pickle.EXT1, pickle.EXT2, pickle.EXT4, pickle.PERSID, pickle.DUP)
     for opcode in (*unused, pickle.NEWOBJ_EX, pickle.INST, pickle.OBJ):
         del dispatch[opcode[0]]
 

@@ -246,6 +246,14 @@ def test_each_element_is_read_once(saved, tmp_path, case):
         read_all(name, folder)
 
 
+def test_an_instruction_that_torch_load_refuses_is_refused():
+    """DUP would let a file have other tensors here than there."""
+    twice = b"\x80\x02K\x01" + pickle.DUP + b"\x86."
+    assert pickle.loads(twice) == (1, 1)
+    with pytest.raises((KeyError, pickle.UnpicklingError)):
+        decode(twice, {})
+
+
 QKV = "decoder.layers.0.self_attention.linear_qkv.weight"
 NOT_READ = {
     "negated": (lambda tensor: torch._neg_view(tensor), "is damaged, or not a file of torch.save"),
