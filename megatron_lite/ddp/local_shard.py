@@ -17,6 +17,11 @@ class LocalShard:
     values: Tensor  # the tensor-parallel shard, or a range of the flattened shard
     start: int = 0  # first element of the range in the flattened shard
     across_dp: Literal["replicated", "sharded", "local"] = "replicated"
+    # Of a sharded value: rank i of the ranks that shard it has elements i * chunk - shift to (i + 1) * chunk - shift of
+    # the flattened shard, as far as it has these.
+    chunk: int = 0
+    shift: int = 0
+    copy: int = 0  # number of this copy of the range; ranks with copy 0 save it
 
     @property
     def end(self) -> int:

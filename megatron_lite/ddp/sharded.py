@@ -44,7 +44,7 @@ class ShardedDDP(LocalDDP):
         dtype = only_dtype(params, "optim.distributed")
         self._flat = [_flatten(bucket, params, dtype) for bucket in buckets]
         self.owned = {
-            name: LocalShard(flat[place], start, "sharded")
+            name: LocalShard(flat[place], start, "sharded", flat.numel() // dp.size, bucket.ranges[name].start)
             for bucket, flat in zip(buckets, self._flat, strict=True)
             for name, place, start in bucket.slices(self._shard(bucket))
         }

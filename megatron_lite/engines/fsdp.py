@@ -106,8 +106,8 @@ class FullyShardedDDP(DataParallel):
             local = parameter.to_local().detach()
             if local.numel():
                 rows = parameter.shape[0]
-                row_start = dp.rank * -(-rows // dp.size)
-                self.owned[name] = LocalShard(local, row_start * parameter.numel() // rows, "sharded")
+                chunk = -(-rows // dp.size) * (parameter.numel() // rows)
+                self.owned[name] = LocalShard(local, dp.rank * chunk, "sharded", chunk)
         self.zero_grad()
 
     def zero_grad(self) -> None:

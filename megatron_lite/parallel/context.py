@@ -41,17 +41,25 @@ def solo(name: str = "solo") -> Group:
     return Group(name, (0,), 0)
 
 
+def new_group(
+    ranks: tuple[int, ...], timeout_seconds: float, *, name: str = "", backend: str | None = None
+) -> "dist.ProcessGroup | None":
+    """Connect these ranks, which alone call this function; every other rank of the world connects some group too.
+
+    Torch names the group by its ranks and by the number of groups that a rank has connected, so all ranks must have
+    connected the same number. A rank without a part in a group connects one of its own.
+    """
+    timeout = timedelta(seconds=timeout_seconds)
+    return dist.new_group(list(ranks), timeout, backend, use_local_synchronization=True, group_desc=name)
+
+
 def duplicate_group(group: Group, timeout_seconds: float, backend: str | None = None) -> Group:
     """Another communicator over the same ranks. NCCL runs the collectives of one communicator in order, so those of the
-    new one do not wait for those in `group`. The default backend is the world's. Collective over the group."""
+    new one do not wait for those in `group`. The default backend is the world's. Collective over the world, in groups
+    of one size."""
     if group.size == 1:
         return group
-    timeout = timedelta(seconds=timeout_seconds)
-    ranks = list(group.ranks)
-    # With local synchronization torch names the new group by the number of groups of each rank. It is equal within a
-    # pipeline stage, but not over the world, because only some stages have an embedding group.
-    local = len(ranks) < dist.get_world_size()
-    return replace(group, pg=dist.new_group(ranks, timeout, backend, use_local_synchronization=local))
+    return replace(group, pg=new_group(group.ranks, timeout_seconds, backend=backend))
 
 
 @dataclass(frozen=True)
@@ -69,50 +77,52 @@ class ParallelContext:
     mp: Group  # tp x pp: the ranks that together hold one model
     embd: Group  # first and last stage
     pos_embd: Group  # first stage
+    host: Group  # the ranks of one machine; a group of one where their number is not known
     world: Group
 
     @classmethod
     def at(cls, grid: Grid, rank: int) -> "ParallelContext":
         """The view of any rank, on the meta device, without torch.distributed."""
-        return cls._build(grid, rank, torch.device("meta"), lambda name, ranks: None)
+        return cls._build(grid, rank, torch.device("meta"), (rank,), lambda name, ranks: None)
 
     @classmethod
-    def create(cls, grid: Grid, device: torch.device, timeout_seconds: float) -> "ParallelContext":
+    def create(
+        cls, grid: Grid, device: torch.device, timeout_seconds: float, ranks_per_host: int = 1
+    ) -> "ParallelContext":
         """The view of this process. Collective over the world, with the same grid on every rank.
 
+        Each rank connects its own groups alone, without a barrier over the world. `ranks_per_host` adjacent ranks are
+        on each machine; 1 where their number is not known.
         A grid of several ranks needs an initialized torch.distributed.
         """
         rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         if world_size != grid.world_size:
             raise ValueError(f"{grid} needs {grid.world_size} ranks, torch.distributed has {world_size}")
-        timeout = timedelta(seconds=timeout_seconds)
-        created: dict[tuple[int, ...], Any] = {}  # torch returns an int to ranks outside of the group
+        created: dict[tuple[int, ...], Any] = {tuple(range(world_size)): dist.group.WORLD if world_size > 1 else None}
 
-        def new_group(name: str, ranks: tuple[int, ...]) -> "dist.ProcessGroup | None":
-            if len(ranks) == 1:
-                return None
+        def connect(name: str, ranks: tuple[int, ...]) -> "dist.ProcessGroup | None":
             if ranks not in created:
-                is_world = len(ranks) == grid.world_size
-                created[ranks] = dist.group.WORLD if is_world else dist.new_group(list(ranks), timeout, group_desc=name)
+                created[ranks] = new_group(ranks, timeout_seconds, name=name)
             return created[ranks]
 
-        return cls._build(grid, rank, device, new_group)
+        first = rank - rank % ranks_per_host
+        return cls._build(grid, rank, device, tuple(range(first, first + ranks_per_host)), connect)
 
     @classmethod
-    def _build(cls, grid: Grid, rank: int, device: torch.device, new_group) -> "ParallelContext":
-        ranks_of = {axis: grid.groups(axis) for axis in AXES} | {
-            "dp_cp": grid.groups("cp", "dp"),
-            "mp": grid.groups("tp", "pp"),
-            "embd": grid.embedding_groups(),
-            "pos_embd": grid.position_embedding_groups(),
-            "world": [tuple(range(grid.world_size))],
+    def _build(cls, grid: Grid, rank: int, device: torch.device, host: tuple[int, ...], connect) -> "ParallelContext":
+        pipeline = grid.group(rank, "pp")
+        ranks_of = {axis: grid.group(rank, axis) for axis in AXES} | {
+            "dp_cp": grid.group(rank, "cp", "dp"),
+            "mp": grid.group(rank, "tp", "pp"),
+            "embd": tuple(dict.fromkeys((pipeline[0], pipeline[-1]))),
+            "pos_embd": pipeline[:1],
+            "host": host,
+            "world": tuple(range(grid.world_size)),
         }
         local = {}
-        for name, groups in ranks_of.items():
-            for ranks in groups:  # new_group is collective: every rank creates every group, in one order
-                pg = new_group(name, ranks)
-                if rank in ranks:
-                    local[name] = Group(name, ranks, ranks.index(rank), pg)
-            if name not in local:  # a middle stage has no embedding group
-                local[name] = Group(name, (rank,), -1)
+        for name, ranks in ranks_of.items():
+            # A middle stage has no embedding group. It connects one of its own: see `new_group`.
+            own = ranks if rank in ranks else (rank,)
+            pg = connect(name, own) if len(ranks) > 1 else None
+            local[name] = Group(name, own, ranks.index(rank) if own is ranks else -1, pg if len(own) > 1 else None)
         return cls(grid=grid, rank=rank, device=device, **local)

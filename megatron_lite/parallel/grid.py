@@ -37,6 +37,14 @@ class Grid:
         """The rank at these coordinates."""
         return tp + self.tp * (cp + self.cp * (dp + self.dp * pp))
 
+    def group(self, rank: int, *along: str) -> tuple[int, ...]:
+        """The ranks that differ from this one only along these axes, in ascending order."""
+        strides = {"tp": 1, "cp": self.tp, "dp": self.tp * self.cp, "pp": self.tp * self.cp * self.dp}
+        ranks = [rank - sum(self.coordinates(rank)[axis] * strides[axis] for axis in along)]
+        for axis in reversed([axis for axis in AXES if axis in along]):
+            ranks = [first + strides[axis] * index for first in ranks for index in range(getattr(self, axis))]
+        return tuple(ranks)
+
     def groups(self, *along: str) -> list[tuple[int, ...]]:
         """All groups of ranks that differ only along these axes. Each rank is in one group; ranks of a group ascend."""
         groups: dict[tuple[int, ...], list[int]] = defaultdict(list)

@@ -1,7 +1,8 @@
 """Messages between neighbouring pipeline ranks, through pipes that deliver in order.
 
-A pipe leads from one rank to a neighbour and has its own process group. NCCL runs the operations of a group in order,
-so with one group for both directions two neighbours that both send first would deadlock. Gloo does not show that.
+A pipe leads from one rank to a neighbour. Over NCCL it has its own process group: NCCL runs the operations of a group
+in order, so with one group for both directions two neighbours that both send first would deadlock. Over Gloo all pipes
+of a pipeline share one group, and each has its tag.
 
 An open receive occupies a GPU until its message comes. If it were opened before the work on which the message depends,
 an operation that synchronizes the device (kernel tuning, freeing memory) would deadlock. So on a GPU a receive is
@@ -10,18 +11,14 @@ stream. On the CPU one receive is opened ahead.
 """
 
 from collections import deque
-from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
-from datetime import timedelta
-from functools import partial
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_lite.parallel.context import ParallelContext
+from megatron_lite.parallel.context import ParallelContext, new_group
 
 
 @dataclass(frozen=True)
@@ -36,9 +33,9 @@ class Message:
 class Pipe:
     """One end of a one-way channel to or from the global rank `peer`."""
 
-    def __init__(self, peer: int, pg: dist.ProcessGroup):
+    def __init__(self, peer: int, pg: dist.ProcessGroup, tag: int = 0):
         self.peer = peer
-        self._pg = pg
+        self._pg, self._tag = pg, tag
         self._stream: torch.cuda.Stream | None = None
         self._opened: tuple[dist.Work, Tensor] | None = None
         self._sending: deque[tuple[dist.Work, Tensor]] = deque()
@@ -49,7 +46,7 @@ class Pipe:
         while self._sending and self._sending[0][0].is_completed():
             self.release(self._num_released + 1)
         tensor = tensor.contiguous()
-        work = dist.isend(tensor, self.peer, group=self._pg)
+        work = dist.isend(tensor, self.peer, group=self._pg, tag=self._tag)
         self._sending.append((work, tensor))  # type: ignore[arg-type]
 
     def release(self, count: int) -> None:
@@ -95,7 +92,7 @@ class Pipe:
         # allocated in that stream, because memory of another stream could still be in use by queued work.
         with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
             tensor = torch.empty(message.shape, dtype=message.dtype, device=message.device)
-            work = dist.irecv(tensor, self.peer, group=self._pg)
+            work = dist.irecv(tensor, self.peer, group=self._pg, tag=self._tag)
         return work, tensor  # type: ignore[return-value]
 
 
@@ -117,27 +114,37 @@ class Pipes:
 def connect(ctx: ParallelContext, *, wraps: bool, timeout_seconds: float) -> Pipes:
     """This rank's pipes; with `wraps`, for several model chunks, also from the last rank to the first.
 
-    Collective over the world: every rank creates every group, in one order. Communicates: one element in each pipe.
+    Collective over the world. Communicates: one element in each pipe.
     """
-    pipes = Pipes()
-    pp = ctx.grid.pp
-    greetings: list[Callable[[Tensor], object]] = []
-    for ranks in ctx.grid.groups("pp") if pp > 1 else ():
-        for upper in range(pp if wraps else pp - 1):
-            above, below = ranks[upper], ranks[(upper + 1) % pp]
-            for src, dst, out_end, in_end in (
-                (above, below, "forward_out", "forward_in"),
-                (below, above, "backward_out", "backward_in"),
-            ):
-                pg: Any = dist.new_group([src, dst], timeout=timedelta(seconds=timeout_seconds))
-                if ctx.rank == src:
-                    setattr(pipes, out_end, Pipe(dst, pg))
-                    greetings.append(partial(dist.send, dst=dst, group=pg))
-                elif ctx.rank == dst:
-                    setattr(pipes, in_end, Pipe(src, pg))
-                    greetings.append(partial(dist.recv, src=src, group=pg))
-    # NCCL connects two ranks at their first message, and each waits for the other. In a run, with another order on each
-    # rank, that could deadlock; here all ranks have the pipes in one order.
-    for greet in greetings:
-        greet(torch.zeros(1, device=ctx.device))
+    pipes, pp = Pipes(), ctx.pp
+    if pp.size == 1:
+        return pipes
+    shared = None if ctx.device.type != "cpu" else new_group(pp.ranks, timeout_seconds)
+    # Two hops share a rank, which connects one after the other. In rounds of hops without a common rank no rank waits
+    # for a chain of others. The last hop of an odd ring has a round of its own.
+    rounds: list[list[int]] = [[], [], []]
+    for hop in range(pp.size if wraps else pp.size - 1):
+        rounds[2 if hop == pp.size - 1 and pp.size % 2 else hop % 2].append(hop)
+    for hops in filter(None, rounds):
+        hop = next((hop for hop in hops if pp.rank in (hop, (hop + 1) % pp.size)), None)
+        for number, (out_end, in_end) in enumerate((("forward_out", "forward_in"), ("backward_out", "backward_in"))):
+            src, dst = (0, 0) if hop is None else (pp.ranks[hop], pp.ranks[(hop + 1) % pp.size])[:: 1 - 2 * number]
+            tag, pg = 0, shared
+            if shared is None:
+                pg = new_group((ctx.rank,) if hop is None else tuple(sorted((src, dst))), timeout_seconds)
+            elif hop is not None:
+                tag = 2 * hop + number
+            if hop is None:
+                continue
+            assert pg is not None
+            is_source = ctx.rank == src
+            pipe = Pipe(dst if is_source else src, pg, tag)
+            setattr(pipes, out_end if is_source else in_end, pipe)
+            # NCCL connects two ranks at their first message, and each waits for the other. In a run, with another order
+            # on each rank, that could deadlock; here all ranks have the pipes in one order.
+            element = torch.zeros(1, device=ctx.device)
+            if is_source:
+                dist.send(element, dst, group=pg, tag=tag)
+            else:
+                dist.recv(element, src, group=pg, tag=tag)
     return pipes

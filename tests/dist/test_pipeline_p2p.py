@@ -44,8 +44,8 @@ def peers_of_pipes(layouts: list[tuple[dict[str, int], bool]]) -> list[dict[str,
         pipes = connect(context(**sizes), wraps=wraps, timeout_seconds=60)
         ends = {end: getattr(pipes, end) for end in ENDS}
         found.append({end: pipe and pipe.peer for end, pipe in ends.items()})
-        groups = [pipe._pg for pipe in ends.values() if pipe is not None]
-        assert len(set(groups)) == len(groups)  # in a common group, two directions would wait for each other on NCCL
+        ways = [(pipe._pg, pipe._tag) for pipe in ends.values() if pipe is not None]
+        assert len(set(ways)) == len(ways)  # messages of two pipes would be mixed
     return found
 
 
@@ -164,7 +164,7 @@ def test_a_completed_message_is_freed_when_the_next_one_is_sent():
     returned = iter(works)
     pipe = Pipe(1, mock.Mock())
     references = []
-    with mock.patch.object(dist, "isend", lambda tensor, peer, group: next(returned)):
+    with mock.patch.object(dist, "isend", lambda tensor, peer, group, tag: next(returned)):
         for _ in range(3):
             message = make_message(0).contiguous()
             references.append(StorageWeakRef(message.untyped_storage()))
