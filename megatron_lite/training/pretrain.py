@@ -27,7 +27,7 @@ from megatron_lite.training.evaluate import Evaluation
 from megatron_lite.training.initialize import finalize_megatron, initialize_megatron
 from megatron_lite.training.logs import RunLog, write_config
 from megatron_lite.training.loop import train
-from megatron_lite.training.metrics import HEARTBEATS, check_run_dir
+from megatron_lite.training.metrics import ANY_RANK, HEARTBEATS, check_run_dir
 from megatron_lite.training.provider import ModelProvider
 from megatron_lite.training.run import Hooks, Run
 from megatron_lite.training.setup import setup_model_and_optimizer
@@ -78,15 +78,16 @@ def run_to_end(
     started = launch_time()
     ctx, rng = initialize_megatron(config)
     with ExitStack() as at_the_end:
-        is_first_here = os.environ.get("LOCAL_RANK", "0") == "0"  # machines may not share the folder
-        on_all(lambda: check_run_dir(config) if is_first_here else None, ctx.world)
+        # Machines may not share the folder, so the first rank of each one looks after the files of its ranks.
+        ranks = [ANY_RANK] if ctx.world.is_first else [f"{rank:05d}" for rank in ctx.host.ranks]
+        on_all(lambda: check_run_dir(config, ranks) if ctx.host.is_first else None, ctx.world)
         lock = at_the_end.enter_context(locked(Path(config.run.dir), world=ctx.world))
         if ctx.world.is_first:
             Path(config.run.exit_code_file).unlink(missing_ok=True)  # of an earlier start
-        if is_first_here:
+        if ctx.host.is_first:
             folder = Path(config.run.dir)
-            for stale in (*folder.glob(HEARTBEATS), folder / "heartbeat" / "hang"):  # an old alarm would end this run
-                stale.unlink(missing_ok=True)
+            for stale in (*folder.glob(HEARTBEATS.format(rank=ranks[0])), folder / "heartbeat" / "hang"):
+                stale.unlink(missing_ok=True)  # an old alarm would end this run
         run = setup_model_and_optimizer(config, ctx, rng, model_provider, hooks)
         log = RunLog(run.config, ctx, run.state, lock)
         at_the_end.callback(log.close)
