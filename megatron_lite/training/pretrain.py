@@ -18,9 +18,10 @@ from megatron_lite.checkpoint.match import STARTS_TEXTS
 from megatron_lite.config.schema import Config
 from megatron_lite.config.validate import missing_corpora_paths, raise_any
 from megatron_lite.data.blended import Splits
+from megatron_lite.data.index_cache import Check, compare_checksums, trust_checksums
 from megatron_lite.errors import ConfigError, NoCheckpoint
 from megatron_lite.model.build import get_model
-from megatron_lite.parallel.agreement import on_all, on_first
+from megatron_lite.parallel.agreement import on_all, on_first, same
 from megatron_lite.training.announce import announce, announce_data, announce_end, announce_start
 from megatron_lite.training.corpora import check_documents_end, check_lengths, open_splits, starts_with, wanted_samples
 from megatron_lite.training.evaluate import Evaluation
@@ -108,18 +109,21 @@ def launch_time() -> float:
 def build_splits(run: Run) -> Splits:
     """Training, validation and test data of `data.paths`, with as many samples as the run needs, in its planned order.
 
-    The first rank of each machine writes missing index files; then all ranks map them. Collective over the world.
+    The first rank of each machine writes missing index files and compares the checksums; then all ranks map them. Only
+    ranks of an unknown machine, or with other paths than its first rank, also compare. Collective over the world.
     """
     config, state = run.config, run.state
     raise_any(missing_corpora_paths(config))
     wanted = wanted_samples(config.train, run.ctx.dp.size, state)
 
-    def build() -> Splits:
-        return open_splits(config, wanted, run.tokenizer, run.origin.get("tokenizer", ""), state)
+    def build(check: Check) -> Splits:
+        return open_splits(config, wanted, run.tokenizer, run.origin.get("tokenizer", ""), state, check)
 
     is_builder = os.environ.get("LOCAL_RANK", "0") == "0"
-    splits = on_all(lambda: build() if is_builder else None, run.ctx.world)
-    return on_all(lambda: splits or build(), run.ctx.world)
+    splits = on_all(lambda: build(compare_checksums) if is_builder else None, run.ctx.world)
+    one_cache = same((os.getcwd(), config.data.paths, config.data.cache_dir), run.ctx.host)
+    check = trust_checksums if one_cache and not run.ctx.host.is_first else compare_checksums
+    return on_all(lambda: splits or build(check), run.ctx.world)
 
 
 def train_and_evaluate(run: Run, datasets: Splits, log: RunLog, started: float) -> TrainState:

@@ -7,7 +7,7 @@ import torch
 
 from megatron_lite.config.load import load_config
 from megatron_lite.errors import ConfigError
-from megatron_lite.parallel.context import ParallelContext
+from megatron_lite.parallel.context import Group, ParallelContext
 from megatron_lite.parallel.grid import Grid
 from megatron_lite.plan import layout_lines
 from megatron_lite.training.initialize import backend_of
@@ -15,8 +15,15 @@ from megatron_lite.training.state import TrainState
 
 
 def lines(monkeypatch, grid: Grid, hosts: list[str], *overrides: str) -> list[str]:
-    """The lines of a run on these hosts, one for each rank."""
-    monkeypatch.setattr(layout_lines, "all_gather_objects", lambda own, group: hosts)
+    """The lines on the first rank of a run on these hosts, one for each rank."""
+    in_tp = [len({hosts[rank] for rank in ranks}) == 1 for ranks in grid.groups("tp")]
+
+    def same(own: object, group: Group) -> bool:
+        return in_tp[0] if group.name == "tp" else len(set(in_tp)) == 1
+
+    monkeypatch.setattr(layout_lines, "same", same)
+    # Thousands of ranks must not send their names where no group spans machines.
+    monkeypatch.setattr(layout_lines, "gather_objects", None if all(in_tp) else lambda own, group: hosts)
     config = load_config(None, list(overrides))
     run = SimpleNamespace(config=config, ctx=ParallelContext.at(grid, 0), state=TrainState())
     return list(layout_lines.slow_layout_lines(run))  # type: ignore[arg-type]

@@ -3,8 +3,10 @@
 import json
 import os
 import re
+import shutil
 import signal
 import time
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -217,3 +219,90 @@ def test_a_hanging_rank_exits_although_no_file_can_be_written(tmp_path):
     assert process.returncode == 1
     assert "waiting in all_reduce over dp" in err
     assert 'rank_0.py", line' in err
+
+
+class Counted:
+    """The functions of `os` that change or look up names, with the calls of each."""
+
+    NAMES = ("open", "mkdir", "rename", "replace", "unlink", "link", "symlink", "stat", "lstat", "scandir")
+
+    def __init__(self, monkeypatch):
+        self.calls = Counter()
+        for name in self.NAMES:
+            monkeypatch.setattr(os, name, self._counting(name, getattr(os, name)))
+
+    def _counting(self, name, function):
+        def count(path, *arguments, **options):
+            if "heartbeat" in str(path):
+                self.calls[name] += 1
+            return function(path, *arguments, **options)
+
+        return count
+
+
+def beating(folder: Path, rank: int, ranks_per_host: int) -> Watchdog:
+    return Watchdog(Progress(), folder, rank=rank, world_size=8, hang_timeout=0.0, ranks_per_host=ranks_per_host)
+
+
+def test_heartbeats_after_the_first_neither_open_nor_create_files(tmp_path, monkeypatch):
+    """Thousands of ranks would change names in one folder every few seconds."""
+    watchdogs = [beating(tmp_path, rank, 4) for rank in (4, 5, 7)]
+    for watchdog in watchdogs:
+        watchdog._beat("training", 0.0)
+    counted = Counted(monkeypatch)
+    for watchdog in watchdogs:
+        watchdog._beat("training", 1.0)
+        assert not watchdog._is_alarmed()
+    assert counted.calls == {"stat": 1}  # the first one looks for the alarm
+    monkeypatch.undo()
+    (file,) = (tmp_path / "heartbeat").iterdir()
+    lines = file.read_bytes().splitlines(keepends=True)
+    assert [json.loads(line)["rank"] for line in lines if line.strip(b"\0\n")] == [4, 5, 7]
+
+
+def test_a_heartbeat_is_not_read_where_it_is_torn_or_of_another_rank(tmp_path):
+    """A hang report would end with a traceback, or accuse a rank of what another one does."""
+    for rank in (0, 1, 2, 3):
+        beating(tmp_path, rank, 4)._beat("training", 1.0)
+    with (tmp_path / "heartbeat" / "host_00000").open("r+b") as file:
+        file.seek(20)  # in the middle of rank 0's
+        file.write(b"\0" * 20)
+        file.seek(2 * LINE_BYTES)
+        file.write(b'{"rank": 3, "time": 1.0, "status": "training"}\n{"rank": 2')
+    (tmp_path / "heartbeat" / "host_00004").write_text("[]\n")
+    assert [beat["rank"] for beat in beating(tmp_path, 7, 4)._beats()] == [1, 3]
+
+
+def test_a_long_heartbeat_stays_within_its_line(tmp_path, monkeypatch):
+    """It would overwrite that of the next rank, which then seems to be gone."""
+    first, second = beating(tmp_path, 0, 4), beating(tmp_path, 1, 4)
+    second._beat("training", 1.0)
+    operations = {f"group {number}": [7, "all_reduce", "[[1]]", "started"] for number in range(500)}
+    monkeypatch.setattr("megatron_lite.training.watchdog.last_operations", lambda: operations)
+    first._beat("hangs", 1.0)
+    assert [(beat["rank"], beat["operations"]) for beat in first._beats()] == [(0, {}), (1, {})]
+
+
+def test_heartbeats_come_again_after_run_dir_was_deleted(tmp_path):
+    """A hang after that would name every rank as gone."""
+    watchdogs = [beating(tmp_path / "run", rank, 4) for rank in (0, 1)]
+    for _ in range(2):
+        for watchdog in watchdogs:
+            watchdog._beat("training", 1.0)
+        assert [beat["rank"] for beat in watchdogs[0]._beats()] == [0, 1]
+        shutil.rmtree(tmp_path / "run")
+
+
+def test_ranks_see_an_alarm_through_the_first_one_of_their_machine_or_without_it(tmp_path):
+    """Only one rank of a machine looks for the alarm's file. Where it is stopped, the others must still exit."""
+    first, second = beating(tmp_path, 4, 4), beating(tmp_path, 5, 4)
+    first._beat("training", 0.0)
+    second._beat("training", 0.0)
+    assert not first._is_alarmed() and not second._is_alarmed()
+    first._alarm.touch()
+    assert first._is_alarmed() and not second._is_alarmed()
+    first._beat("hangs", 0.0)
+    assert second._is_alarmed()
+    first._beat("training", 0.0)
+    second._period = 0.0  # the first rank has been silent for longer
+    assert second._is_alarmed()
