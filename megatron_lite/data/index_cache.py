@@ -24,8 +24,7 @@ from megatron_lite.text import parse_strictly
 
 MAX_ENTRIES = 1 << 58  # for more entries, NumPy's count of bytes overflows
 
-Check = Callable[[Mapping[str, np.ndarray], Mapping[str, int]], bool]
-"""Whether arrays have these checksums."""
+Check = Callable[[Mapping[str, np.ndarray], Mapping[str, int]], bool]  # of arrays and their checksums
 
 
 def compare_checksums(arrays: Mapping[str, np.ndarray], checksums: Mapping[str, int]) -> bool:

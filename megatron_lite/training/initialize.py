@@ -146,19 +146,18 @@ def join_process_group(device: torch.device, timeout_seconds: float, backend: st
 def check_same_config(config: Config, world: Group) -> None:
     """Raise ConfigError on every rank where configs differ. Another torch is a warning.
 
-    Communicates: hashes over the world; where they differ, the config of the first rank and messages.
+    Communicates: hashes over the world; the first rank's config and messages where they differ.
     """
     sections, host = config.model_dump(mode="json").items(), socket.gethostname()
     values = {f"{section}.{name}": value for section, fields in sections for name, value in fields.items()}
     values = {name: value for name, value in values.items() if name not in PLACES}
     if not same(values, world):
-        their_host, theirs = on_first(lambda: (host, values), world)
-        pairs = [(name, theirs.get(name), values.get(name)) for name in {**theirs, **values}]
-        different = ", ".join(f"{name}: {a} and {b}" for name, a, b in pairs if a != b)
+        first_host, first = on_first(lambda: (host, values), world)
+        different = [f"{n}: {first.get(n)} and {v}" for n, v in (first | values).items() if v != first.get(n)]
         _raise_first(
-            f"rank 0 on {their_host} and rank {world.rank} on {host} have different configs ({different}); give every "
-            "machine the same file and the same overrides",
-            bool(different),
+            different
+            and f"rank 0 on {first_host} and rank {world.rank} on {host} have different configs ("
+            f"{', '.join(different)}); give every machine the same file and the same overrides",
             world,
         )
     build = f"{torch.__version__} for {torch.version.cuda or torch.version.hip or 'CPUs'}"
@@ -168,7 +167,7 @@ def check_same_config(config: Config, world: Group) -> None:
 
 
 def ranks_per_host(world: Group) -> int:
-    """The number of ranks on each machine, if all have equally many, which are adjacent; else 1. Equal on every rank.
+    """The number of ranks on each machine, if all have equally many, which are adjacent; else 1.
 
     Communicates: a hash over the world.
     """
@@ -180,35 +179,29 @@ def ranks_per_host(world: Group) -> int:
 def check_same_files(config: Config, world: Group, per_host: int) -> None:
     """Raise ConfigError on every rank where corpora, tokenizer or this package differ.
 
-    One rank of each machine reads them, and each rank of it that has other paths. Waits for a slow disk.
-    Communicates: hashes over the world. The first rank gets the paths if they differ or machines are not known, and
-    messages where contents differ.
+    One rank of each machine reads them; all do where paths differ. Communicates: hashes over the world; the contents of
+    the first rank and messages where they differ.
     """
-    host, is_reader = socket.gethostname(), world.rank % per_host == 0
-    paths = (str(PACKAGE), os.getcwd(), config.data.tokenizer, *config.data.paths)
-    if not same(paths, world) or per_host == 1:
-        places = gather_objects((host, world.rank - _local_rank(), paths), world)  # two hosts may have one name
-        first_ranks = {place: rank for rank, place in reversed([*enumerate(places)])}
-        is_reader = world.rank in on_first(lambda: [*first_ranks.values()], world)
-    contents = on_all(lambda: _contents(config) if is_reader else [], world)
+    host, paths = socket.gethostname(), (str(PACKAGE), os.getcwd(), config.data.tokenizer, *config.data.paths)
+    is_reader = not same(paths, world) or world.rank % per_host == 0
+    contents = on_all(lambda: _contents(config) if is_reader else [], world)  # without a deadline
     own = hashlib.sha256(repr(contents).encode()).hexdigest()
-    first = on_first(lambda: own, world)
-    if same(own if is_reader else first, world):
-        return
-    their_host, theirs = on_first(lambda: (host, contents), world)
-    pairs = zip_longest(theirs, contents, fillvalue=("data.paths", "no more")) if is_reader else ()
-    different = [f"{b} {y} instead of {a} {x}" for (a, x), (b, y) in pairs if x != y]
-    _raise_first(
-        f"rank {world.rank} on {host} reads other contents than rank 0 on {their_host}: {listed(different, 2)}; copy "
-        "the files of one host to the other, or read them from a shared disk",
-        bool(different),
-        world,
-    )
+    of_first = on_first(lambda: own, world)
+    if not same(own if is_reader else of_first, world):
+        first_host, first = on_first(lambda: (host, contents), world)
+        pairs = zip_longest(first, contents, fillvalue=("data.paths", "no more")) if is_reader else ()
+        different = [f"{b} {y} instead of {a} {x}" for (a, x), (b, y) in pairs if x != y]
+        _raise_first(
+            different
+            and f"rank {world.rank} on {host} reads other contents than rank 0 on {first_host}: {listed(different, 2)}"
+            "; copy the files of one host to the other, or read them from a shared disk",
+            world,
+        )
 
 
-def _raise_first(message: str, applies: bool, world: Group) -> None:
-    """Raise ConfigError on every rank with the message of the lowest rank where it applies."""
-    found = gather_objects(message if applies else "", world)
+def _raise_first(message: str | list[str], world: Group) -> None:
+    """Raise ConfigError on every rank with the message of the lowest rank that has one."""
+    found = gather_objects(message, world)
     if problem := on_first(lambda: next(filter(None, found), ""), world):
         raise ConfigError(problem)
 

@@ -41,7 +41,7 @@ def train(run: Run, train_set: Dataset, eod: int, log: RunLog, evaluation: Evalu
         rank=run.ctx.rank,
         world_size=run.ctx.grid.world_size,
         hang_timeout=config.train.hang_timeout,
-        ranks_per_host=run.ctx.host.size,
+        per_host=run.ctx.host.size,
     )
     with watchdog, build_loader(run, train_set, eod) as batches, errors_with_place(run), garbage_collected_by_hand():
         evaluation.evaluate_if_due(stop)  # an evaluation that a stop request interrupted

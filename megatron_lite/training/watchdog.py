@@ -1,11 +1,11 @@
 """A thread of each rank that reports a hang and ends the run.
 
-The ranks of a machine share a file of heartbeats, `run.dir/heartbeat/host_00000` with the number of the first one. It
-has a line of fixed length for each rank, which overwrites it every few seconds: many ranks cannot all create, rename or
-look for files on a shared disk. If a rank makes no progress for `train.hang_timeout`, its thread writes the Python
-stacks of all threads and raises an alarm: the file `hang`. On every rank the alarm has the same effect. The rank that
-raised it names the ranks that may block the others, the least advanced one first. Then each process ends with exit code
-1. Only the first rank of a machine looks for the alarm; the others read its line.
+The thread overwrites its line in `run.dir/heartbeat/host_00000`, a file of this machine with the number of its first
+rank, every few seconds: thousands of ranks cannot create, rename or look for files on a shared disk. If a rank makes no
+progress for `train.hang_timeout`, the thread writes the Python stacks of all threads and raises an alarm: the file
+`hang`. The first rank of a machine looks for it, the others read that rank's line. On every rank the alarm has the same
+effect. The rank that raised it names the ranks that may block the others, the least advanced one first. Then each
+process ends with exit code 1.
 
 The first rank also compares the operations that all ranks have started (`flight_recorder.py`). Without a recorder,
 collectives of torch's and DeepSpeed's own, and kernels on a GPU, are not visible, so a rank outside of every known
@@ -36,23 +36,14 @@ STACKS_BYTES = 1 << 20  # of a rank, after the lines; faulthandler writes at mos
 
 
 class Watchdog:
-    """A context in which `progress` is watched; with a `hang_timeout` of 0 there is only the heartbeat.
-
-    `ranks_per_host` adjacent ranks are on each machine; 1 where their number is not known.
-    """
+    """A context in which `progress` is watched; with a `hang_timeout` of 0 there is only the heartbeat. A machine has
+    `per_host` adjacent ranks; 1 where that is not known."""
 
     def __init__(
-        self,
-        progress: Progress,
-        run_dir: Path,
-        *,
-        rank: int,
-        world_size: int,
-        hang_timeout: float,
-        ranks_per_host: int = 1,
+        self, progress: Progress, run_dir: Path, *, rank: int, world_size: int, hang_timeout: float, per_host: int = 1
     ):
-        self._progress, self._rank, self._world_size, self._per_host = progress, rank, world_size, ranks_per_host
-        self._place = rank % ranks_per_host
+        self._progress, self._rank, self._world_size = progress, rank, world_size
+        self._per_host, self._place = per_host, rank % per_host
         self._hang_timeout = hang_timeout
         self._period = min(hang_timeout / 10, SLOWEST_HEARTBEAT) if hang_timeout else SLOWEST_HEARTBEAT
         self._folder = run_dir / "heartbeat"
@@ -80,10 +71,9 @@ class Watchdog:
             if self._hang_timeout:
                 if now - since > self._hang_timeout or self._is_alarmed():
                     self._end(now - since)
-                # A thread that never releases the interpreter's lock blocks this one too, but not this timer, which
-                # cannot open a file. It only dumps stacks, because it also fires in a process that was suspended.
-                file = STDERR if self._file < 0 else self._file
-                faulthandler.dump_traceback_later(2 * self._hang_timeout, file=file)
+                # A thread that never releases the interpreter's lock blocks this one too, but not this timer. It only
+                # dumps stacks, because it also fires in a process that was suspended; it cannot open a file.
+                faulthandler.dump_traceback_later(2 * self._hang_timeout, file=max(self._file, STDERR))
             now = time.monotonic()
             if self._ended.wait(self._period):
                 break
@@ -92,7 +82,7 @@ class Watchdog:
                 since += slept
         faulthandler.cancel_dump_traceback_later()
         self._beat("ended", 0.0)
-        if self._file >= 0:
+        with suppress(OSError):  # never opened
             os.close(self._file)
 
     def _stack_file(self) -> IO[str]:
@@ -130,16 +120,9 @@ class Watchdog:
             if os.fstat(self._file).st_nlink:
                 return
         self._folder.mkdir(parents=True, exist_ok=True)
-        faulthandler.cancel_dump_traceback_later()  # it would write to another file that gets the number
-        if self._file >= 0:
-            os.close(self._file)
-        self._file = -1
-        self._file = not_through_links(str(self._path(self._rank)), os.O_RDWR | os.O_CREAT)
+        # The timer may have the deleted file, which stays open: its number would be that of another file.
+        self._file = not_through_links(f"{self._folder}/host_{self._rank - self._place:05d}", os.O_RDWR | os.O_CREAT)
         os.lseek(self._file, self._per_host * LINE_BYTES + self._place * STACKS_BYTES, os.SEEK_SET)  # of the timer
-
-    def _path(self, rank: int) -> Path:
-        """The heartbeats of the machine with this rank."""
-        return self._folder / f"host_{rank - rank % self._per_host:05d}"
 
     def _is_alarmed(self) -> bool:
         first = _heartbeat(self._file, self._rank - self._place, 0) if self._place else None
@@ -187,7 +170,7 @@ class Watchdog:
     def _beats(self) -> list[dict[str, Any]]:
         found = []
         for first in range(0, self._world_size, self._per_host):
-            with suppress(OSError), open_file(self._path(first)) as file:
+            with suppress(OSError), open_file(self._folder / f"host_{first:05d}") as file:
                 found += [_heartbeat(file.fileno(), first + place, place) for place in range(self._per_host)]
         return [beat for beat in found if beat]
 

@@ -3,7 +3,7 @@
 import io
 import os
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import ExitStack, redirect_stdout
 from functools import partial
 from pathlib import Path
@@ -168,20 +168,16 @@ def as_a_task(folders: list[Path]) -> tuple[str, str]:
         return compared(folders, {}, {})
 
 
-def test_one_rank_of_each_place_reads_the_files(ranks, folders):
-    """Eight ranks of a host would read a corpus eight times."""
-    assert ranks(2, files_read, folders[:1] * 2) == [3, 0]
-    assert ranks(2, files_read, folders) == [3, 3]
+def test_one_rank_of_each_machine_reads_the_files_unless_paths_differ(ranks, folders):
+    """Eight ranks of a host would read a corpus eight times, and thousands would send each other their paths."""
+    machine, unknown = {"LOCAL_WORLD_SIZE": "2"}, {}
+    assert ranks(2, files_read, folders[:1] * 2, machine) == [3, 0]
+    assert ranks(2, files_read, folders[:1] * 2, unknown) == [3, 3]
+    assert ranks(2, files_read, folders, machine) == [3, 3]
 
 
-def test_on_known_machines_with_equal_paths_only_hashes_are_compared(ranks, folders):
-    """Thousands of ranks would send their paths and configs to each other, or to one of them."""
-    with_size = {"LOCAL_WORLD_SIZE": "2"}
-    assert ranks(2, files_read, folders[:1] * 2, with_size, ["gather_objects"]) == [3, 0]
-
-
-def files_read(folders: list[Path], variables: Mapping[str, str] | None = None, forbidden: Sequence[str] = ()) -> int:
-    """The files whose content this rank reads as the rank of a launcher, without calls of `forbidden` functions."""
+def files_read(folders: list[Path], variables: Mapping[str, str]) -> int:
+    """The files whose content this rank reads as the rank of a launcher; no rank gathers anything."""
     calls = []
     checked = initialize.checksum
 
@@ -190,11 +186,10 @@ def files_read(folders: list[Path], variables: Mapping[str, str] | None = None, 
         return checked(*parts)
 
     with ExitStack() as stack:
-        for name in forbidden:
-            stack.enter_context(mock.patch.object(initialize, name, None))
+        stack.enter_context(mock.patch.object(initialize, "gather_objects", None))
         for module in (identity, initialize):
             stack.enter_context(mock.patch.object(module, "checksum", counting))
-        stack.enter_context(mock.patch.dict(os.environ, {"LOCAL_RANK": str(dist.get_rank()), **(variables or {})}))
+        stack.enter_context(mock.patch.dict(os.environ, {"LOCAL_RANK": str(dist.get_rank()), **variables}))
         assert compared(folders, {}, {}) == ("", "")
     return len(calls)
 
