@@ -26,10 +26,11 @@ class Contents:
         return kinds | {name: kinds.get(name, {}) | state for name, state in self.optimizer_state.items()}
 
     def saved_by(self, ctx: ParallelContext) -> "Contents":
-        """The shards that this rank writes. The first data-parallel rank alone writes replicated ones."""
+        """The shards that this rank writes. The first data-parallel rank alone writes replicated ones, and those that
+        have the first copy of the others write these."""
 
         def own(shards: Shards) -> Shards:
-            return {key: shard for key, shard in shards.items() if shard.across_dp != "replicated"}
+            return {key: shard for key, shard in shards.items() if shard.across_dp != "replicated" and not shard.copy}
 
         if replica_of(ctx) == 0:
             return self

@@ -25,6 +25,7 @@ def failures(config: Config, world_size: int) -> list[str]:
         return too_many
     return [
         *_layout_failures(config, world_size),
+        *_shard_failures(config, world_size),
         *_pipeline_failures(config),
         *_model_failures(config.model),
         *architecture_failures(config),
@@ -98,6 +99,23 @@ def _layout_failures(config: Config, world_size: int) -> Iterator[str]:
             f"({parallel.tensor} * {parallel.pipeline} * {parallel.context}), which does not divide the number of "
             f"processes ({world_size}); start a multiple of {size} with --nproc-per-node (scripts: megatron-lite run)"
         )
+
+
+def _shard_failures(config: Config, world_size: int) -> Iterator[str]:
+    """Messages about copies of the training state that the engine does not shard, or that do not fill the ranks."""
+    parallel, optim = config.parallel, config.optim
+    for name, size, uses, engine in (
+        ("parallel.fsdp_shard", parallel.fsdp_shard, parallel.ddp == "fsdp", "parallel.ddp: fsdp"),
+        ("optim.distributed_shard", optim.distributed_shard, optim.distributed, "optim.distributed: true"),
+    ):
+        if size and not uses:
+            yield f"{name} is {size}, which needs {engine}; set it, or use 0"
+        elif size == 1:
+            yield f"{name} is 1, which shards nothing; use 0 to shard over all ranks, or no {engine}"
+        elif size and world_size % parallel.model_size == 0:
+            ranks = world_size // (parallel.tensor * parallel.pipeline)
+            remedy = f"0, or one of {divisors(ranks)[1:]}"
+            yield from _division(name, size, "the data-parallel and context-parallel ranks", ranks, remedy)
 
 
 def _stage_failures(config: Config) -> Iterator[str]:

@@ -56,6 +56,9 @@ class DataParallel:
     is_sharded = False
     """True where the ranks of dp own different ranges of the parameters."""
 
+    num_copies = 1
+    """The ranks of dp that own the same range, where `is_sharded`."""
+
     can_skip = True
     """False where the gradients of a step cannot be dropped once they are computed."""
 

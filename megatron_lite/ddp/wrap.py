@@ -12,7 +12,7 @@ from megatron_lite.ddp.local import LocalDDP
 from megatron_lite.ddp.sharded import ShardedDDP
 from megatron_lite.errors import TrainingError
 from megatron_lite.parallel.collectives import broadcast
-from megatron_lite.parallel.context import ParallelContext, duplicate_group, solo
+from megatron_lite.parallel.context import ParallelContext, duplicate_group, solo, split_group
 from megatron_lite.parallel.shard import ParamTable, tied_names
 
 
@@ -34,7 +34,9 @@ def wrap_ddp(
     if kind != "local":
         return import_module(ENGINES[kind]).wrap(ToWrap(config, chunks, params, table, ctx, dp, grad_dtype))
     if config.optim.distributed and dp.size > 1:
-        return ShardedDDP(chunks, params, table, dp, gather=duplicate_group(dp, config.train.comm_timeout), **common)
+        timeout = config.train.comm_timeout
+        dp, copies = split_group(dp, config.shard_size, timeout)
+        return ShardedDDP(chunks, params, table, dp, copies=copies, gather=duplicate_group(dp, timeout), **common)
     return LocalDDP(chunks, params, table, dp, **common)
 
 

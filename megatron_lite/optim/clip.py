@@ -39,12 +39,13 @@ def grad_sums(
     *,
     starts: Mapping[str, int] | None = None,
     is_sharded: bool = False,
+    num_copies: int = 1,
 ) -> Tensor:
     """[2] in fp64 on the device: the squared norm of the gradient of the full model, and 1 if any rank has inf or nan,
     equal on every rank of the world, so that all take the same decision.
 
     `grads` are summed over dp_cp. With `is_sharded` each rank of it has different ranges of them, which begin
-    at `starts` in the flattened shards; 0 where absent.
+    at `starts` in the flattened shards; 0 where absent. `num_copies` ranks have the same ranges.
     Communicates: two values over mp, or the world with `is_sharded`, and one over the world.
     """
     parts = [
@@ -59,7 +60,7 @@ def grad_sums(
     sums = all_reduce(sums, ctx.world if is_sharded else ctx.mp)
     # The only inf can be in a copy that does not count. Ranks of dp_cp have equal sums, except after a hardware fault.
     broken = all_reduce((~sums.isfinite().all()).double(), ctx.world, "max")
-    return torch.stack([sums[0], broken])
+    return torch.stack([sums[0] / num_copies, broken])
 
 
 def clip_coefficient(grad_norm: float, clip_grad: float) -> float:

@@ -62,6 +62,22 @@ def duplicate_group(group: Group, timeout_seconds: float, backend: str | None = 
     return replace(group, pg=new_group(group.ranks, timeout_seconds, backend=backend))
 
 
+def split_group(group: Group, size: int, timeout_seconds: float) -> tuple[Group, Group]:
+    """The part of the group with this rank, of `size` adjacent ranks, and the ranks that have its place in their parts.
+
+    With size 0 the group is its only part. Collective over the world, in groups of one size.
+    """
+    if size in (0, group.size):
+        return group, solo(group.name)
+    first, own = group.rank - group.rank % size, group.ranks[group.rank]
+    parts = (group.ranks[first : first + size], group.ranks[group.rank % size :: size])
+    part, across = (
+        replace(group, ranks=ranks, rank=ranks.index(own), pg=new_group(ranks, timeout_seconds, name=group.name))
+        for ranks in parts
+    )
+    return part, across
+
+
 @dataclass(frozen=True)
 class ParallelContext:
     """A rank's place in the grid, its device and its groups."""
