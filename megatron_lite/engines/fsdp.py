@@ -10,8 +10,8 @@ forward to the end of its backward, so that a head may read the embedding's weig
 Each micro-batch gathers every unit twice, for forward and for backward, and reduce-scatters its gradients at once. A
 single reduction after the last micro-batch, as in LocalDDP, would need full gradients in between.
 
-With `parallel.fsdp_shard`, the d ranks are those of a machine. Weights are gathered within it, and the gradients of a
-shard are then all-reduced over its copies on other machines (hybrid sharding).
+With `parallel.fsdp_shard`, the d ranks are those of a machine, which gather weights and reduce-scatter gradients. After
+the last micro-batch, gradients of a shard are also all-reduced over its copies on other machines (hybrid sharding).
 
 Gradients are summed where FSDP would average, 16-bit gradients in fp32. Every parameter must be used in every
 micro-batch, on every rank. A model of `get_model` is sharded on the meta device; then each rank allocates and draws its
@@ -120,6 +120,12 @@ class FullyShardedDDP(DataParallel):
         for parameter in self._params.values():
             parameter.grad = None
         self.main_grads: dict[str, Tensor] = {}
+
+    def begin_backward(self, chunk: int, *, is_last: bool) -> None:
+        if self.num_copies > 1:
+            module = self._chunks[chunk]
+            assert isinstance(module, FSDPModule)
+            module.set_requires_all_reduce(is_last)  # until then, torch adds up the sums over dp
 
     def finish_grad_sync(self) -> None:
         missing = [name for name, parameter in self._params.items() if parameter.grad is None]
