@@ -102,20 +102,18 @@ def _layout_failures(config: Config, world_size: int) -> Iterator[str]:
 
 
 def _shard_failures(config: Config, world_size: int) -> Iterator[str]:
-    """Messages about copies of the training state that the engine does not shard, or that do not fill the ranks."""
+    """Messages about `parallel.fsdp_shard` and `optim.distributed_shard`."""
     parallel, optim = config.parallel, config.optim
+    ranks = world_size // (parallel.tensor * parallel.pipeline)
     for name, size, uses, engine in (
         ("parallel.fsdp_shard", parallel.fsdp_shard, parallel.ddp == "fsdp", "parallel.ddp: fsdp"),
         ("optim.distributed_shard", optim.distributed_shard, optim.distributed, "optim.distributed: true"),
     ):
         if size and not uses:
-            yield f"{name} is {size}, which needs {engine}; set it, or use 0"
-        elif size == 1:
-            yield f"{name} is 1, which shards nothing; use 0 to shard over all ranks, or no {engine}"
-        elif size and world_size % parallel.model_size == 0:
-            ranks = world_size // (parallel.tensor * parallel.pipeline)
-            remedy = f"0, or one of {divisors(ranks)[1:]}"
-            yield from _division(name, size, "the data-parallel and context-parallel ranks", ranks, remedy)
+            yield f"{name} is {size} without {engine}, which it is for; add this, or use 0"
+        elif size == 1 or (size and ranks % size):
+            sizes = [0, *divisors(ranks)[1:]]
+            yield f"{name} is {size}, with {ranks} data-parallel and context-parallel ranks; use one of {sizes}"
 
 
 def _stage_failures(config: Config) -> Iterator[str]:

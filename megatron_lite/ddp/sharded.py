@@ -36,26 +36,22 @@ class ShardedDDP(LocalDDP):
     """LocalDDP on more than one rank of `dp`, where `owned` and `main_grads` are this rank's ranges of the parameters.
 
     `gather` has the same ranks and its own connection, so that no other collective waits for weights in flight.
-    `copies` has the ranks that own the same ranges. A parameter's `main_grad` holds the sum over dp and copies in this
-    rank's range only.
+    The ranks of `copies` own the same ranges. A parameter's `main_grad` holds the sum in this rank's range only.
     """
-
-    is_sharded = True
 
     def __init__(
         self, chunks: Chunks, params: Params, table: ParamTable, dp: Group, *, gather: Group, copies: Group, **settings
     ):
         super().__init__(chunks, params, table, dp, **settings)
         self._copies, self.num_copies = copies, copies.size
+        self._sum_copies: Callable[[], object] = lambda: None  # of the newest bucket: starts it, once
         buckets = self._current.buckets
         dtype = only_dtype(params, "optim.distributed")
         self._flat = [_flatten(bucket, params, dtype) for bucket in buckets]
         self.owned = {
-            name: LocalShard(
-                flat[place], start, "sharded", flat.numel() // dp.size, bucket.ranges[name].start, copies.rank
-            )
-            for bucket, flat in zip(buckets, self._flat, strict=True)
-            for name, place, start in bucket.slices(self._shard(bucket))
+            name: LocalShard(flat[at], start, "sharded", flat.numel() // dp.size, each.ranges[name].start, copies.rank)
+            for each, flat in zip(buckets, self._flat, strict=True)
+            for name, at, start in each.slices(self._shard(each))
         }
         self._gather = gather
         self._gathers: dict[int, Callable[[], object]] = {}  # in flight, by number of the bucket
@@ -63,10 +59,6 @@ class ShardedDDP(LocalDDP):
         for chunk in chunks:
             for module in chunk.modules():
                 module._parameters = _Awaited(module._parameters, lambda read: self._wait_for([number_of[read]]))
-
-    def zero_grad(self) -> None:
-        super().zero_grad()
-        self._sum_copies: Callable[[], object] = lambda: None  # starts that of the newest bucket
 
     def gather_params(self) -> None:
         self.wait_for_params()
@@ -101,14 +93,13 @@ class ShardedDDP(LocalDDP):
         work = reduce_scatter_single(shard, bucket.flat, group=self._dp.pg, async_op=True)
         if self._copies.size == 1:
             return partial(finished, work, "reduce_scatter", self._dp)
+        self._sum_copies()  # of the bucket before, which most likely is summed over dp by now
 
         @cache
         def sum_copies() -> Callable[[], object]:
             finished(work, "reduce_scatter", self._dp)
             return all_reduce_async(shard, self._copies)[1]
 
-        # A shard can be sent on once it has been summed here, most likely before the next bucket is full.
-        self._sum_copies()
         self._sum_copies = sum_copies
         return lambda: sum_copies()()
 

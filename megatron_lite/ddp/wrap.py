@@ -24,17 +24,16 @@ def wrap_ddp(
     One data-parallel rank needs LocalDDP only. `fsdp` gives the chunks new parameters. Collective over dp_cp.
     """
     check_every_parameter_is_trained(chunks, params, table)
-    parallel, sync = config.parallel, config.sync
+    parallel, sync, timeout = config.parallel, config.sync, config.train.comm_timeout
     dp = solo("dp") if sync.is_local else ctx.dp_cp  # every rank trains alone between outer steps
     common = {"bucket_mb": bucket_mb(parallel.bucket_mb, dp.size), "grad_dtype": grad_dtype}
     if sync.mode == "delayed":
-        dp, kind = duplicate_group(dp, config.train.comm_timeout), "delayed"
+        dp, kind = duplicate_group(dp, timeout), "delayed"
     else:
         kind = parallel.ddp if dp.size > 1 else "local"
     if kind != "local":
         return import_module(ENGINES[kind]).wrap(ToWrap(config, chunks, params, table, ctx, dp, grad_dtype))
     if config.optim.distributed and dp.size > 1:
-        timeout = config.train.comm_timeout
         dp, copies = split_group(dp, config.shard_size, timeout)
         return ShardedDDP(chunks, params, table, dp, copies=copies, gather=duplicate_group(dp, timeout), **common)
     return LocalDDP(chunks, params, table, dp, **common)

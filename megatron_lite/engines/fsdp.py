@@ -65,8 +65,6 @@ class FullyShardedDDP(DataParallel):
     Collective over dp.
     """
 
-    is_sharded = True
-
     def __init__(
         self,
         chunks: Chunks,

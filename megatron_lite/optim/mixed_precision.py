@@ -117,10 +117,8 @@ class MixedPrecisionOptimizer(Optimizer):
         """The values of `grad_sums`; none before the first gradients. Collective over the world."""
         if not self._ddp.has_grads:
             return torch.empty(0, dtype=torch.float64, device=self._ctx.device)
-        ddp = self._ddp
-        starts = {name: shard.start for name, shard in ddp.owned.items()}
-        options = {"is_sharded": ddp.is_sharded, "num_copies": ddp.num_copies}
-        return grad_sums(ddp.main_grads, self._table, self._ctx, starts=starts, **options)
+        options = {"starts": {name: shard.start for name, shard in self._ddp.owned.items()}}
+        return grad_sums(self._ddp.main_grads, self._table, self._ctx, num_copies=self._ddp.num_copies, **options)
 
     def step(self, lr: float, measured: Sequence[float] | None = None) -> StepOutcome:
         """One AdamW step at this rate on `ddp.main_grads`, which hold scaled sums and are modified.

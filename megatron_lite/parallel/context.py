@@ -63,19 +63,14 @@ def duplicate_group(group: Group, timeout_seconds: float, backend: str | None = 
 
 
 def split_group(group: Group, size: int, timeout_seconds: float) -> tuple[Group, Group]:
-    """The part of the group with this rank, of `size` adjacent ranks, and the ranks that have its place in their parts.
-
-    With size 0 the group is its only part. Collective over the world, in groups of one size.
-    """
+    """This rank's part of the group, `size` adjacent ranks (0: all), and the ranks with its place in their parts.
+    Collective over the world, in groups of one size."""
     if size in (0, group.size):
         return group, solo(group.name)
-    first, own = group.rank - group.rank % size, group.ranks[group.rank]
-    parts = (group.ranks[first : first + size], group.ranks[group.rank % size :: size])
-    part, across = (
-        replace(group, ranks=ranks, rank=ranks.index(own), pg=new_group(ranks, timeout_seconds, name=group.name))
-        for ranks in parts
-    )
-    return part, across
+    number, rank = divmod(group.rank, size)
+    part = Group(group.name, group.ranks[number * size : (number + 1) * size], rank)
+    across = Group(group.name, group.ranks[rank::size], number)
+    return duplicate_group(part, timeout_seconds), duplicate_group(across, timeout_seconds)
 
 
 @dataclass(frozen=True)

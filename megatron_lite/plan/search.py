@@ -94,7 +94,8 @@ class Search:
                     engines = [name for name in engines if sharding(config, name, dp * context) != "fsdp"]
                 shards = self.shards(tensor, dp * context)
                 sharded = [(name, size) for name in engines for size in (shards if name in HYBRID else shards[:1])]
-                for *rest, engine in product(names, micro_batches, recomputes, {False, tensor > 1}, sharded):
+                rests = product(names, micro_batches, recomputes, {False, tensor > 1})
+                for rest, engine in product(rests, sharded):
                     yield Layout(tensor, context, pipeline, virtual, schedule, *rest, *engine)
 
     def shards(self, tensor: int, ranks: int) -> list[int]:
