@@ -83,7 +83,9 @@ class ParallelConfig(Section):
     ddp: Literal["local", "torch", "fsdp", "deepspeed"] = "local"
     """Engine that sums gradients over data-parallel ranks."""
     fsdp_shard: NonNegativeInt = 0
-    """Adjacent data-parallel ranks, such as those of a machine, that share a copy of everything with `fsdp`; 0: all."""
+    """Adjacent data-parallel ranks that share a copy of everything with `fsdp`; 0: all. Those of a machine gather weights
+    without the network.
+    """
     bucket_mb: NonNegativeFloat = 0.0
     """MiB of gradients that are reduced in one call. 0 is 25, or 4 for each data-parallel rank if that is more."""
 
@@ -231,7 +233,7 @@ class OptimConfig(Section):
     distributed: bool = False
     """Distributed optimizer (ZeRO-1): each data-parallel rank holds and updates a shard of masters and moments."""
     distributed_shard: NonNegativeInt = 0
-    """Like `parallel.fsdp_shard`, for `distributed`. 0: all data-parallel ranks."""
+    """Adjacent data-parallel ranks that share a copy with `distributed`, as in `parallel.fsdp_shard`; 0: all."""
     # 2**16 is just above fp16's largest number (65504): a first step or two may be skipped, each skip halves the
     # scale, and a lower start would take thousands of steps to grow back.
     initial_loss_scale: PositiveFloat = 65536.0
