@@ -83,9 +83,7 @@ class ParallelConfig(Section):
     ddp: Literal["local", "torch", "fsdp", "deepspeed"] = "local"
     """Engine that sums gradients over data-parallel ranks."""
     fsdp_shard: NonNegativeInt = 0
-    """Adjacent data-parallel ranks that share a copy of everything with `fsdp`; 0: all. Those of a machine gather weights
-    without the network.
-    """
+    """Adjacent data-parallel ranks, such as those of a machine, that share a copy of everything with `fsdp`; 0: all."""
     bucket_mb: NonNegativeFloat = 0.0
     """MiB of gradients that are reduced in one call. 0 is 25, or 4 for each data-parallel rank if that is more."""
 
