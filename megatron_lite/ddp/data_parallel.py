@@ -76,7 +76,13 @@ class DataParallel:
         """Start a step."""
 
     def forward_backward(
-        self, engine: PipelineEngine, schedule: Schedule, forward: Forward, message: Message, loss_grad: float, progress
+        self,
+        engine: PipelineEngine,
+        schedule: Schedule,
+        forward: Forward,
+        message: Message,
+        loss_grad: Tensor | float,
+        progress,
     ) -> list[Tensor]:
         """Run the micro-batches of a step and return the last stage's losses.
 

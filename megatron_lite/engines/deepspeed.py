@@ -234,7 +234,13 @@ class DeepSpeedOptimizer(DataParallel, Optimizer):
         self._engine.empty_partition_cache()
 
     def forward_backward(
-        self, engine: PipelineEngine, schedule: Schedule, forward: Forward, message: Message, loss_grad: float, progress
+        self,
+        engine: PipelineEngine,
+        schedule: Schedule,
+        forward: Forward,
+        message: Message,
+        loss_grad: Tensor | float,
+        progress,
     ) -> list[Tensor]:
         """The base class's, with DeepSpeed's backward. Communicates: gradients over dp, at stage 3 also weights."""
         factor = loss_grad / self.scaler.scale  # DeepSpeed multiplies by the scale
@@ -249,7 +255,7 @@ class DeepSpeedOptimizer(DataParallel, Optimizer):
             loss = forward(0, number, None)
             progress.end(Action("F", 0, number))
             progress.begin(Action("B", 0, number))
-            self._engine.backward(loss * factor)
+            self._engine.backward(loss * torch.empty_like(loss).fill_(factor))
             progress.end(Action("B", 0, number))
             losses.append(loss.detach())
         missing = [name for name in self._params if name not in self._arrived]
