@@ -42,7 +42,8 @@ class RunConfig(Section):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """`auto` takes GPUs if torch sees any, else CPUs."""
     backend: Literal["auto", "gloo", "nccl"] = "auto"
-    """Library of the collectives; `auto` takes NCCL for tensors on GPUs and Gloo for others."""
+    """Library of the collectives; `auto` takes NCCL for tensors on GPUs and Gloo for others, which more than 64 ranks on
+    GPUs do not have."""
 
     @property
     def exit_code_file(self) -> str:
