@@ -20,6 +20,7 @@ from megatron_lite.parallel.context import Group, ParallelContext
 from megatron_lite.parallel.dtypes import PRECISIONS
 from megatron_lite.parallel.waiting import read
 from megatron_lite.parallel.zigzag import local_tokens, positions
+from megatron_lite.pipeline.engine import Value
 from megatron_lite.pipeline.p2p import Message
 from megatron_lite.pipeline.schedules import build_schedule
 from megatron_lite.training.faults import ranks_with_bad_loss, step_unless_bad
@@ -97,7 +98,7 @@ def rescale_grads(run: Run, target_tokens: float, targets: float) -> float:
     return factor
 
 
-def forward_backward(run: Run, microbatches: list[Batch], loss_grad: Tensor | float) -> Tensor:
+def forward_backward(run: Run, microbatches: list[Batch], loss_grad: Value) -> Tensor:
     """The sums of the forward step over `microbatches`, as `Sums.total` has them, on every rank of pp; leaves gradients
     in `run.ddp`.
 
