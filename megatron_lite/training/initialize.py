@@ -114,10 +114,8 @@ def choose_device(wanted: str, local_rank: int) -> torch.device:
 
 def backend_of(wanted: str, device: torch.device, world_size: int) -> str:
     """The backend for torch. Raise ConfigError for NCCL without a GPU."""
-    if wanted == "auto" and device.type == "cuda":
-        return "cpu:gloo,cuda:nccl" if world_size <= MOST_GLOO_RANKS else "nccl"
     if wanted == "auto":
-        return "gloo"
+        return "gloo" if device.type != "cuda" else "nccl" if world_size > MOST_GLOO_RANKS else "cpu:gloo,cuda:nccl"
     if wanted == "nccl" and device.type != "cuda":
         raise ConfigError(
             f"run.backend is nccl, which needs GPUs, and this rank is on the {device.type}; use auto or gloo"

@@ -67,10 +67,8 @@ def train(run: Run, train_set: Dataset, eod: int, log: RunLog, evaluation: Evalu
 
 
 def reason_to_stop(run: Run) -> str:
-    """The reason to stop after this iteration, equal on every rank; empty without one.
-
-    Several ranks have decided in `train_step` or in an evaluation. One rank decides now, as it waits for no other.
-    """
+    """The reason to stop after this iteration, equal on every rank; empty without one. Several ranks have decided in
+    `train_step` or in an evaluation; one rank decides now."""
     reason = run.stop.reason if run.ctx.world.size > 1 else run.stop.agreed(run.ctx)
     if not reason and run.state.iteration == run.config.train.exit_iteration:
         return "because train.exit_iteration is reached"

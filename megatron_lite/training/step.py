@@ -157,9 +157,8 @@ def message_of(config: Config, like: Batch, device: torch.device) -> Message:
 
 def count_target_tokens(microbatches: list[Batch], ctx: ParallelContext) -> Tensor:
     """[] in fp64: the number of target tokens in the global batch, at least 1: an empty batch has a loss of 0, not nan.
-    The host does not wait for it.
 
-    Communicates: one value over dp if the loader has counted; else over dp_cp.
+    Communicates: one value over dp if the loader has counted, else over dp_cp; the host does not wait for it.
     """
     counted = [batch.num_targets for batch in microbatches]
     if None in counted:
