@@ -44,6 +44,7 @@ from megatron_lite.parallel.tasks import separate_tasks
 from megatron_lite.text import counted, listed, visible
 from megatron_lite.training.provider import check_not_loading
 
+MOST_GLOO_RANKS = 64  # Gloo connects each of them with every other one
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
 PACKAGE = Path(__file__).resolve().parents[1]
 # Paths, which may differ between machines.
@@ -70,7 +71,7 @@ def initialize_megatron(config: Config) -> tuple[ParallelContext, RngTracker]:
     if device.type == "cpu":
         keep_freed_memory()
     limits.silence, limits.hang = config.train.comm_timeout, config.train.hang_timeout
-    backend = backend_of(config.run.backend, device)
+    backend = backend_of(config.run.backend, device, world_size)
     if world_size > 1 and not dist.is_initialized():
         join_process_group(device, config.train.comm_timeout, backend)
     per_host = 1
@@ -106,10 +107,10 @@ def choose_device(wanted: str, local_rank: int) -> torch.device:
     return device
 
 
-def backend_of(wanted: str, device: torch.device) -> str:
+def backend_of(wanted: str, device: torch.device, world_size: int) -> str:
     """The backend for torch. Raise ConfigError for NCCL without a GPU."""
     if wanted == "auto":
-        return "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+        return "gloo" if device.type != "cuda" else "nccl" if world_size > MOST_GLOO_RANKS else "cpu:gloo,cuda:nccl"
     if wanted == "nccl" and device.type != "cuda":
         raise ConfigError(
             f"run.backend is nccl, which needs GPUs, and this rank is on the {device.type}; use auto or gloo"
@@ -120,6 +121,9 @@ def backend_of(wanted: str, device: torch.device) -> str:
 def join_process_group(device: torch.device, timeout_seconds: float, backend: str) -> None:
     """Join the other ranks. Raise TrainingError where they cannot connect."""
     where = f"{os.environ.get('MASTER_ADDR', '(unset)')}:{os.environ.get('MASTER_PORT', '(unset)')}"
+    if int(os.environ.get("WORLD_SIZE", "1")) > MOST_GLOO_RANKS:
+        # Connections at their first use. Gloo then waits for a lost rank up to five times as long as the timeout.
+        os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
     try:
         store = store_under_torchrun(timeout_seconds)
         dist.init_process_group(

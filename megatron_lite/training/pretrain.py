@@ -142,6 +142,6 @@ def train_and_evaluate(run: Run, datasets: Splits, log: RunLog, started: float) 
     if run.tokenizer is not None and starts_with(datasets.train, run.tokenizer.bos):
         run.origin[STARTS_TEXTS] = True
     announce_start(run, log)
-    with StopRequest(started + (train_config.exit_duration or math.inf)) as stop:
-        train(run, datasets.train, eod, log, evaluation, stop)
+    with StopRequest(started + (train_config.exit_duration or math.inf)) as run.stop:
+        train(run, datasets.train, eod, log, evaluation)
     return run.state
