@@ -1,8 +1,8 @@
 """Initial weights: a function of the run's seed and the weight's name, independent of the layout.
 
 The full tensor is a matrix of normal values in tiles of 2^20 values, up to 1,024 columns wide. Each tile is drawn on
-the CPU from a generator whose state is a hash of (seed, name, tile). A rank draws the tiles of its shard alone, so every
-layout starts with the same model, and the work is divided over ranks of tp, and of dp under FSDP.
+the CPU from a generator whose state is a hash of (seed, name, tile). A rank draws the tiles of its shard alone, so
+every layout starts with the same model, and the work is divided over ranks of tp, and of dp under FSDP.
 """
 
 import hashlib
@@ -21,6 +21,7 @@ from megatron_lite.parallel.shard import ParamMeta
 
 TILE_NUMEL, TILE_COLUMNS = 2**20, 1024
 INIT_VERSION = 2  # raised where a seed gives other values; 1 had generators with 32-bit seeds, so some tiles were equal
+INIT = "init_version"  # key in a checkpoint's origin: the version with which the run drew its weights
 
 Start = Literal["drawn", "empty", "meta"]
 _start: Start = "drawn"
