@@ -39,7 +39,7 @@ class Run:
     optimizer: Optimizer
     engine: PipelineEngine
     saver: Saver
-    origin: dict[str, Any]  # saved beside the config: the model provider and the tokenizer's hash
+    origin: dict[str, Any]  # saved beside the config: provider, tokenizer's hash, version of the initial values
     tokenizer: Tokenizer | None = None  # built from data.tokenizer; None if that is empty
     state: TrainState = field(default_factory=TrainState)
     progress: Progress = field(default_factory=Progress)
