@@ -64,7 +64,7 @@ def save(
         "ctx": ctx,
         "table": TABLE,
         **contents(ctx, version),
-        "rng": {"cpu": torch.full((5,), 10 * version + ctx.rank, dtype=torch.uint8)},
+        "rng": {f"{ctx.rank}/cpu": torch.full((5,), 10 * version + ctx.rank, dtype=torch.uint8)},
         "state": {"iteration": iteration, "version": version, "loss_scale": 0.1},
         "config": CONFIG,
         "origin": {},
