@@ -1,8 +1,8 @@
 """Saves in the background: a thread of every rank copies the tensors into host memory and writes the copy.
 
 The next forward and backward run while it copies, because they change no saved tensor; the optimizer's step waits (as
-in CheckFreq, https://www.usenix.org/conference/fast21/presentation/mohan). The threads communicate over a separate
-group, in the same steps as `store.save`. The memory of the copies is kept for the next save: allocating it takes longer
+in CheckFreq, https://www.usenix.org/conference/fast21/presentation/mohan). The threads communicate over the store, in
+the same steps as `store.save`. The memory of the copies is kept for the next save: allocating it takes longer
 than copying.
 """
 
@@ -18,11 +18,12 @@ import torch
 from torch import Tensor
 
 from megatron_lite.checkpoint import store
-from megatron_lite.checkpoint.contents import Contents
+from megatron_lite.checkpoint.contents import Contents, rng_of_host
 from megatron_lite.ddp.local_shard import LocalShard
 from megatron_lite.errors import CheckpointError
-from megatron_lite.parallel.agreement import all_gather_objects, on_all
-from megatron_lite.parallel.context import ParallelContext, duplicate_group
+from megatron_lite.parallel.agreement import gather_objects, on_all
+from megatron_lite.parallel.collectives import reduce_on_host
+from megatron_lite.parallel.context import ParallelContext
 from megatron_lite.parallel.waiting import ignore_this_thread
 
 Say = Callable[[str], None]
@@ -52,7 +53,7 @@ class PinnedMemory:
 class Saver:
     """The saves of a run, one after another. All methods and the constructor are collective over the world."""
 
-    def __init__(self, ctx: ParallelContext, *, in_background: bool, timeout_seconds: float):
+    def __init__(self, ctx: ParallelContext, *, in_background: bool):
         self._ctx = ctx
         self._in_background = in_background
         self._in_flight: Future[tuple[float, float]] | None = None
@@ -60,7 +61,7 @@ class Saver:
         self._is_copied = threading.Event()
         self._is_copied.set()
         self._waited_seconds = 0.0  # by training, for the save in flight
-        self._timeout_seconds = timeout_seconds
+        self._connections = 0
         self._stream: torch.cuda.Stream | None = None
         if in_background:
             self._connect()
@@ -69,7 +70,8 @@ class Saver:
             self._pinned = PinnedMemory()
 
     def _connect(self) -> None:
-        world = duplicate_group(self._ctx.world, self._timeout_seconds, backend="gloo")
+        self._connections += 1
+        world = replace(self._ctx.world, name=f"saves {self._connections}")  # exchanges have an order in each name
         self._background = replace(self._ctx, world=world)
         self._failed = False
 
@@ -90,13 +92,14 @@ class Saver:
         in the background the next save is waited for: training stops if that one fails too.
         """
         self.wait(say)
-        failed = self._in_background and any(all_gather_objects(self._failed, self._ctx.world))
+        contents = replace(contents, rng=rng_of_host(contents.rng, self._ctx))
+        failed = self._in_background and self._any_failed()
         started = time.perf_counter()
         self._label = f"checkpoint from iteration {iteration} to {root}"
         if must_be_done or failed or not self._in_background:
             store.save(root, iteration, ctx=self._ctx, contents=contents, **rest)
             if failed:
-                self._connect()  # a group that has timed out cannot be used again
+                self._connect()  # the ranks may have left the order of exchanges at different places
             self._report_success(say, time.perf_counter() - started)
             return
         original: Contents | None = contents.saved_by(self._ctx)
@@ -120,8 +123,8 @@ class Saver:
         def write() -> tuple[float, float]:
             copies = on_all(copy, self._background.world)
             store.save(root, iteration, ctx=self._background, contents=copies, **rest)
-            waited = max(all_gather_objects(self._waited_seconds, self._background.world))
-            return time.perf_counter() - started, waited
+            waited = gather_objects(self._waited_seconds, self._background.world)  # the first rank prints it
+            return time.perf_counter() - started, max(waited, default=0.0)
 
         self._in_flight = self._thread.submit(write)
         self._is_copied = is_copied
@@ -129,6 +132,11 @@ class Saver:
         if copy_at_once:
             is_copied.wait()
         self._waited_seconds = time.perf_counter() - started
+
+    def _any_failed(self) -> bool:
+        """Whether the last save in the background failed on any rank. Communicates: a number over the world."""
+        failed, world = float(self._failed), self._ctx.world
+        return reduce_on_host(failed, world, "the success of the last save", device=self._ctx.device, op="max") > 0
 
     @property
     def is_copying(self) -> bool:

@@ -4,14 +4,14 @@ Each rank writes into a folder with a temporary name and waits for the disk. The
 renames the folder and replaces the tracker, so the tracker names a complete checkpoint at any time.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from megatron_lite.checkpoint import directory, match
@@ -129,12 +129,14 @@ def load(
     Everything read is checked against its checksum. All checks of the layout come before any tensor is changed; after
     an error about damage the contents are undefined.
     Collective over the world; an error on any rank is raised on all of them, as are other layouts on some ranks.
-    Communicates: names over pp, layout.json within a machine, a checksum and the success of each rank; then replicated
-    values over dp_cp.
+    Communicates: names over pp in one pipeline, layout.json within a machine, a checksum and the success of each rank;
+    then replicated values over dp_cp.
     """
-    names = set().union(*all_gather_objects(list(table), ctx.pp))
+    # One pipeline finds tensors that the model lacks.
+    compares = ctx.tp.rank == ctx.dp_cp.rank == 0
+    names = set().union(*all_gather_objects(list(table), ctx.pp)) if compares else None
     folder = directory.locate(root, iteration)
-    text = on_all(lambda: _layout_text(root, iteration, ctx), ctx.world)
+    text = on_all(lambda: on_first(lambda: _layout_text(root, iteration), ctx.host), ctx.world)
     if not same(checksum(text), ctx.world):
         found = all_gather_objects(checksum(text), ctx.world)
         other = next(rank for rank, each in enumerate(found) if each != found[0])
@@ -145,7 +147,8 @@ def load(
         layout = layout_in(text, folder)
         match.check_provider(layout, folder, provider)
         only_weights = not contents.optimizer_state
-        match.check_model(layout, folder, table=table, names=names, config=config, only_weights=only_weights)
+        known = layout.tensors if names is None else names
+        match.check_model(layout, folder, table=table, names=known, config=config, only_weights=only_weights)
         plan = match.plan(layout, folder, ctx=ctx, table=table, contents=contents, config=config)
         readers, rng = match.readers([shard for shard, _ in plan], ctx), None
         flats = [shard.values.detach().view(-1) for shard, _ in plan]
@@ -166,32 +169,18 @@ def load(
     return loaded
 
 
-def _layout_text(root: Path, iteration: int, ctx: ParallelContext) -> bytes:
-    """The text of layout.json, which the first rank of each machine reads. Communicates: the text within ctx.host."""
-
-    def read() -> bytes:
-        folder = directory.locate(root, iteration)
-        if not folder.is_dir():
-            raise CheckpointError(f"{folder}: does not exist on this rank. {directory.describe_iterations(root)}")
-        return read_text(folder)
-
-    text = b""
-
-    def first() -> int:
-        nonlocal text
-        text = read()
-        return len(text)
-
-    size = on_first(first, ctx.host)
-    packed = torch.frombuffer(bytearray(text or bytes(size)), dtype=torch.uint8).to(ctx.device)
-    return broadcast(packed, ctx.host, src=0).cpu().numpy().tobytes()
+def _layout_text(root: Path, iteration: int) -> bytes:
+    folder = directory.locate(root, iteration)
+    if not folder.is_dir():
+        raise CheckpointError(f"{folder}: does not exist on this rank. {directory.describe_iterations(root)}")
+    return read_text(folder)
 
 
-def verify(folder: Path, layout: Layout) -> list[CheckpointError]:
-    """An error for each file of the checkpoint that differs from layout.json."""
+def verify(folder: Path, layout: Layout, names: Iterable[str] | None = None) -> list[CheckpointError]:
+    """An error for each of these files of the checkpoint, or of all, that differs from layout.json."""
     problems = []
     with Opened(folder, layout) as opened:
-        for name in layout.files:
+        for name in layout.files if names is None else names:
             try:
                 opened.file(name).check()
             except CheckpointError as error:
@@ -241,15 +230,19 @@ class Opened:
         if name not in self.layout.files:
             raise DamagedCheckpoint(f"{self._folder}: layout.json has no size and checksum of {name}. {USE_ANOTHER}")
         if name not in self._files:
-            found = TensorFile(self._folder / name, self.layout.files[name])
-            for key, dtype in found.dtypes.items():
-                kind, _, tensor = key.rpartition("/")
-                described = self.layout.tensors[tensor].values if tensor in self.layout.tensors else {}
-                if (value := described.get(kind or WEIGHT)) and SAFETENSORS_DTYPES[value.dtype] != dtype:
-                    problem = f"{key} is {dtype}, layout.json lists {value.dtype}"
-                    raise DamagedCheckpoint(f"{found.path}: {problem}. {USE_ANOTHER}")
-            self._files[name] = found
+            with names_file(name):
+                self._files[name] = self._opened(name)
         return self._files[name]
+
+    def _opened(self, name: str) -> TensorFile:
+        found = TensorFile(self._folder / name, self.layout.files[name])
+        for key, dtype in found.dtypes.items():
+            kind, _, tensor = key.rpartition("/")
+            described = self.layout.tensors[tensor].values if tensor in self.layout.tensors else {}
+            if (value := described.get(kind or WEIGHT)) and SAFETENSORS_DTYPES[value.dtype] != dtype:
+                problem = f"{key} is {dtype}, layout.json lists {value.dtype}"
+                raise DamagedCheckpoint(f"{found.path}: {problem}. {USE_ANOTHER}")
+        return found
 
     def checksums(self, stored: StoredSlice) -> tuple[str, ...]:
         """The checksums of a slice's chunks; no tensor is read, and version 2 needs no file either."""
@@ -284,4 +277,15 @@ class Opened:
 
     def _copy(self, flat: Tensor, block: Move) -> None:
         """Fill a block, in a reader thread."""
-        block.target.of(flat).copy_(self.view(block.stored, block.source, self._memory))
+        with names_file(block.stored.file):
+            block.target.of(flat).copy_(self.view(block.stored, block.source, self._memory))
+
+
+@contextmanager
+def names_file(name: str) -> Iterator[None]:
+    """A context that reads a file of a checkpoint; an error about damage gets its name."""
+    try:
+        yield
+    except DamagedCheckpoint as damage:
+        damage.file = name
+        raise

@@ -16,6 +16,11 @@ from megatron_lite.text import named_ranks
 What = TypeVar("What", contravariant=True)
 
 
+LOOK_THERE = (
+    "Look at the output of those ranks first; if one of them really computes for so long, raise train.comm_timeout"
+)
+
+
 class LostRanks(TrainingError):
     """A collective failed: a rank is gone, or the timeout passed."""
 
@@ -69,8 +74,7 @@ class communicating(waiting):
         if isinstance(error, RuntimeError) and not isinstance(error, torch.OutOfMemoryError):
             rank, reason = self.group.ranks[self.group.rank], str(error).splitlines()[0]
             raise LostRanks(
-                f"rank {rank} got no answer in {describe(self.op, self.group)}: {reason}. Look at the output of those "
-                "ranks first; if one of them really computes for so long, raise train.comm_timeout"
+                f"rank {rank} got no answer in {describe(self.op, self.group)}: {reason}. {LOOK_THERE}"
             ) from error
 
 
@@ -85,10 +89,15 @@ def current_wait() -> tuple[str, int]:
     return describe(wait.op, wait.group) if wait else "", _training.count
 
 
-def note_progress() -> None:
-    """Count progress, in long work without collectives."""
-    if _this_thread.is_training:
+def note_progress(*, of_training: bool = False) -> None:
+    """Count progress, in long work without collectives; `of_training`: also where another thread reports it."""
+    if of_training or _this_thread.is_training:
         _training.count += 1
+
+
+def trains_here() -> bool:
+    """Whether this thread trains: False after `ignore_this_thread`."""
+    return _this_thread.is_training
 
 
 def record_waits(recorder: Recorder[str] | None) -> None:

@@ -5,7 +5,6 @@ from collections.abc import Iterator
 from megatron_lite.checkpoint.compatible import CORPORA
 from megatron_lite.checkpoint.store import Loaded
 from megatron_lite.config.schema import Config
-from megatron_lite.errors import CheckpointError
 from megatron_lite.parallel.grid import Grid
 from megatron_lite.stored_data import differing_copies
 from megatron_lite.training.checkpointing import FORWARD_STEP, restarts_streams
@@ -17,23 +16,14 @@ CURVE = ("lr", "min_lr", "schedule", "warmup_iterations", "decay_iterations", "w
 
 def resume_lines(run: Run, loaded: Loaded, saved: Config, changed: list[str]) -> Iterator[str]:
     """The lines, some of which may be empty. `changed` are the changes of the samples or their order."""
-    if run.ctx.rank == 0:  # the other ranks print no lines
-        yield copies_line(loaded)
+    if copies := differing_copies(loaded.folder, loaded.layout, end=1):  # this rank reads the headers of few files
+        yield f"WARNING: {copies}"
     yield changes_line(saved, run.config)
     yield compared_line(loaded, run)
     yield new_order_line(changed, run)
     yield moved_line(loaded, saved, run)
     yield learning_rate_line(saved, run)
     yield forward_step_line(loaded, run)
-
-
-def copies_line(loaded: Loaded) -> str:
-    """A warning where copies of a value differ in the checkpoint, by the first element of each; otherwise empty."""
-    try:
-        copies = differing_copies(loaded.folder, loaded.layout, end=1)
-    except CheckpointError as error:  # this rank alone reads these files: an error would leave the others waiting
-        copies = f"copies of values were not compared: {error}"
-    return copies and f"WARNING: {copies}"
 
 
 def changes_line(saved: Config, now: Config) -> str:
