@@ -177,10 +177,8 @@ class TensorFile:
         try:
             self._entries = dict(_entries(header, info))
         except (ValueError, TypeError, LookupError, AttributeError, AssertionError, RecursionError) as error:
-            problem = f"{type(error).__name__}: {error}"
-            raise DamagedCheckpoint(
-                f"{path}: its header does not describe its tensors ({problem}). {USE_ANOTHER}"
-            ) from None
+            problem = f"header and layout.json differ ({type(error).__name__}: {error})"
+            raise DamagedCheckpoint(f"{path}: {problem}. {USE_ANOTHER}") from None
 
     @contextmanager
     def _open(self) -> Iterator[Any]:
@@ -268,8 +266,8 @@ class _Entry(NamedTuple):
 def _entries(header: bytes, info: FileInfo) -> Iterator[tuple[str, _Entry]]:
     """The header's entries, each inside of the file and with a checksum per chunk; those of version 2 are in `info`."""
     described, end = json.loads(header[8:]), 0
-    metadata = described.pop(METADATA, {})
-    keys = list(described if info.crc32 is None else info.crc32)
+    metadata = described.get(METADATA, {})
+    keys = [key for key in (described if info.crc32 is None else info.crc32) if key != METADATA]
     for first, last in sorted(described[key]["data_offsets"] for key in keys):
         assert first == end <= last, "tensors overlap, or leave a gap"
         end = last
