@@ -38,16 +38,12 @@ class Contents:
         return kinds | {name: kinds.get(name, {}) | state for name, state in self.optimizer_state.items()}
 
     def saved_by(self, ctx: ParallelContext) -> "Contents":
-        """The shards that this rank writes. The first data-parallel rank alone writes replicated ones, and ranks of the
-        first copy the shards of which there are several copies."""
+        """The shards that this rank writes: replicated ones on the first data-parallel rank, first copies of others."""
+        is_first = ctx.dp_cp.rank == 0
 
         def own(shards: Shards) -> Shards:
-            is_first = ctx.dp_cp.rank == 0
-            return {
-                key: shard
-                for key, shard in shards.items()
-                if shard.copy == 0 and (is_first or shard.across_dp != "replicated")
-            }
+            written = {key: shard for key, shard in shards.items() if not shard.copy}
+            return {key: shard for key, shard in written.items() if is_first or shard.across_dp != "replicated"}
 
         state = {name: own(kinds) for name, kinds in self.optimizer_state.items()}
         return Contents(own(self.weights), {name: kinds for name, kinds in state.items() if kinds}, self.rng)
