@@ -138,10 +138,16 @@ class _Range(NamedTuple):
     offset: int
     start: int  # in the flattened parameter
     numel: int
+    chunk: int  # and shift: see LocalShard
+    shift: int
 
     def of(self, flat: Tensor) -> LocalShard:
         """The same range of a tensor laid out like `flat`; shares its memory."""
-        return LocalShard(flat.detach().narrow(0, self.offset, self.numel), self.start, "sharded")
+        return self.holds(flat.detach().narrow(0, self.offset, self.numel))
+
+    def holds(self, values: Tensor) -> LocalShard:
+        """The range with these values."""
+        return LocalShard(values, self.start, "sharded", self.chunk, self.shift)
 
 
 class DeepSpeedOptimizer(DataParallel, Optimizer):
@@ -201,13 +207,15 @@ class DeepSpeedOptimizer(DataParallel, Optimizer):
         for name, parameter in self._params.items():
             if self._stage in (1, 2) and (mapping := parameter._hp_mapping) is not None:  # type: ignore[attr-defined]
                 low, high = mapping.lp_fragment_address, mapping.hp_fragment_address
-                yield name, _Range(self._flat[mapping.param_group_index], high.start, low.start, low.numel)
+                flat = self._flat[mapping.param_group_index]  # the equal partition of this rank
+                shift = self._ctx.dp_cp.rank * flat.numel() + high.start - low.start
+                yield name, _Range(flat, high.start, low.start, low.numel, flat.numel(), shift)
             elif self._stage == 3:
                 group, offset, share = zero.grad_position[zero.get_param_id(parameter)]
                 start = share * self._ctx.dp_cp.rank
                 numel = min(share, parameter.ds_numel - start)  # type: ignore[attr-defined]
                 if numel > 0:  # otherwise all padding
-                    yield name, _Range(self._flat[group], offset, start, numel)
+                    yield name, _Range(self._flat[group], offset, start, numel, share, 0)
 
     @contextmanager
     def _in_memory(self, flat: Tensor) -> Iterator[None]:
@@ -294,7 +302,7 @@ class DeepSpeedOptimizer(DataParallel, Optimizer):
         if self._stage < 3:
             return {name: LocalShard(parameter.detach()) for name, parameter in self._params.items()}
         return {
-            name: LocalShard(self._params[name].ds_tensor.data[: part.numel], part.start, "sharded")  # type: ignore[attr-defined]
+            name: part.holds(self._params[name].ds_tensor.data[: part.numel])  # type: ignore[attr-defined]
             for name, part in self._ranges.items()
         }
 
