@@ -93,7 +93,9 @@ class Saver:
         """
         self.wait(say)
         contents = replace(contents, rng=rng_of_host(contents.rng, self._ctx))
-        failed = self._in_background and self._any_failed()
+        what, device = "the success of the last save", self._ctx.device
+        last, world = float(self._in_background and self._failed), self._ctx.world
+        failed = self._in_background and reduce_on_host(last, world, what, device=device, op="max") > 0
         started = time.perf_counter()
         self._label = f"checkpoint from iteration {iteration} to {root}"
         if must_be_done or failed or not self._in_background:
@@ -132,11 +134,6 @@ class Saver:
         if copy_at_once:
             is_copied.wait()
         self._waited_seconds = time.perf_counter() - started
-
-    def _any_failed(self) -> bool:
-        """Whether the last save in the background failed on any rank. Communicates: a number over the world."""
-        failed, world = float(self._failed), self._ctx.world
-        return reduce_on_host(failed, world, "the success of the last save", device=self._ctx.device, op="max") > 0
 
     @property
     def is_copying(self) -> bool:

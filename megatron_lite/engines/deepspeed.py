@@ -138,16 +138,11 @@ class _Range(NamedTuple):
     offset: int
     start: int  # in the flattened parameter
     numel: int
-    chunk: int  # and shift: see LocalShard
-    shift: int
+    rule: tuple[int, int]  # chunk and shift of LocalShard
 
     def of(self, flat: Tensor) -> LocalShard:
         """The same range of a tensor laid out like `flat`; shares its memory."""
-        return self.holds(flat.detach().narrow(0, self.offset, self.numel))
-
-    def holds(self, values: Tensor) -> LocalShard:
-        """The range with these values."""
-        return LocalShard(values, self.start, "sharded", self.chunk, self.shift)
+        return LocalShard(flat.detach().narrow(0, self.offset, self.numel), self.start, "sharded", *self.rule)
 
 
 class DeepSpeedOptimizer(DataParallel, Optimizer):
@@ -207,15 +202,14 @@ class DeepSpeedOptimizer(DataParallel, Optimizer):
         for name, parameter in self._params.items():
             if self._stage in (1, 2) and (mapping := parameter._hp_mapping) is not None:  # type: ignore[attr-defined]
                 low, high = mapping.lp_fragment_address, mapping.hp_fragment_address
-                flat = self._flat[mapping.param_group_index]  # the equal partition of this rank
-                shift = self._ctx.dp_cp.rank * flat.numel() + high.start - low.start
-                yield name, _Range(flat, high.start, low.start, low.numel, flat.numel(), shift)
+                flat = self._flat[mapping.param_group_index]  # all ranks have equal partitions
+                rule = flat.numel(), self._ctx.dp_cp.rank * flat.numel() + high.start - low.start
+                yield name, _Range(flat, high.start, low.start, low.numel, rule)
             elif self._stage == 3:
                 group, offset, share = zero.grad_position[zero.get_param_id(parameter)]
                 start = share * self._ctx.dp_cp.rank
-                numel = min(share, parameter.ds_numel - start)  # type: ignore[attr-defined]
-                if numel > 0:  # otherwise all padding
-                    yield name, _Range(self._flat[group], offset, start, numel, share, 0)
+                if (numel := min(share, parameter.ds_numel - start)) > 0:  # type: ignore[attr-defined] # else padding
+                    yield name, _Range(self._flat[group], offset, start, numel, (share, 0))
 
     @contextmanager
     def _in_memory(self, flat: Tensor) -> Iterator[None]:
@@ -248,8 +242,7 @@ class DeepSpeedOptimizer(DataParallel, Optimizer):
         factor = loss_grad / self.scaler.scale  # DeepSpeed multiplies by the scale
         if self._stage == 3 or self._precision == "fp16":
             self._engine.optimizer.override_loss_scale(self.scaler.scale)
-        losses = []
-        num_microbatches = max(action.microbatch for action in schedule[0]) + 1
+        losses, num_microbatches = [], max(action.microbatch for action in schedule[0]) + 1
         for number in range(num_microbatches):
             self._arrived.clear()
             self._engine.set_gradient_accumulation_boundary(number == num_microbatches - 1)
@@ -302,7 +295,7 @@ class DeepSpeedOptimizer(DataParallel, Optimizer):
         if self._stage < 3:
             return {name: LocalShard(parameter.detach()) for name, parameter in self._params.items()}
         return {
-            name: part.holds(self._params[name].ds_tensor.data[: part.numel])  # type: ignore[attr-defined]
+            name: part._replace(offset=0).of(self._params[name].ds_tensor.data)  # type: ignore[attr-defined]
             for name, part in self._ranges.items()
         }
 
@@ -328,11 +321,10 @@ class DeepSpeedOptimizer(DataParallel, Optimizer):
         """Continue from `weights()` and `state()`, filled by a load. Without masters, those follow from the weights."""
         if self._flat and not any("master" in kinds for kinds in state.values()):
             self._refresh_masters()
-        if self._on_disk:
-            for name, part in self._ranges_in_memory():
-                for kind, shard in self._live(part).items():
-                    if kind in state.get(name, {}):
-                        shard.values.copy_(state[name][kind].values)
+        for name, part in self._ranges_in_memory() if self._on_disk else ():
+            for kind, shard in self._live(part).items():
+                if kind in state.get(name, {}):
+                    shard.values.copy_(state[name][kind].values)
         for values in self._adam.state.values():
             values["step"].fill_(steps)
         self.release_params()  # stage 3 gathers the small parameters again, which it keeps full
