@@ -163,6 +163,7 @@ class _Origin(BaseModel, strict=True):
     forward_step: str = ""
     model_type: str = ""
     token_ids: dict[str, int | list[int] | None] = {}
+    init_version: Count = 1
     corpora: list[_Corpus] = []
 
 

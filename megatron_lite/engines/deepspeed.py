@@ -50,7 +50,7 @@ from megatron_lite.parallel.context import ParallelContext
 from megatron_lite.parallel.shard import ParamTable
 from megatron_lite.parallel.waiting import read
 from megatron_lite.pipeline.actions import Action, Schedule
-from megatron_lite.pipeline.engine import Forward, PipelineEngine
+from megatron_lite.pipeline.engine import Forward, PipelineEngine, Value
 from megatron_lite.pipeline.p2p import Message
 
 # By `deepspeed.offload_optimizer`, for the memory report.
@@ -236,7 +236,7 @@ class DeepSpeedOptimizer(DataParallel, Optimizer):
         self._engine.empty_partition_cache()
 
     def forward_backward(
-        self, engine: PipelineEngine, schedule: Schedule, forward: Forward, message: Message, loss_grad: float, progress
+        self, engine: PipelineEngine, schedule: Schedule, forward: Forward, message: Message, loss_grad: Value, progress
     ) -> list[Tensor]:
         """The base class's, with DeepSpeed's backward. Communicates: gradients over dp, at stage 3 also weights."""
         factor = loss_grad / self.scaler.scale  # DeepSpeed multiplies by the scale
@@ -250,7 +250,7 @@ class DeepSpeedOptimizer(DataParallel, Optimizer):
             loss = forward(0, number, None)
             progress.end(Action("F", 0, number))
             progress.begin(Action("B", 0, number))
-            self._engine.backward(loss * factor)
+            self._engine.backward(loss * torch.empty_like(loss).fill_(factor))
             progress.end(Action("B", 0, number))
             losses.append(loss.detach())
         missing = [name for name in self._params if name not in self._arrived]

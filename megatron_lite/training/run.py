@@ -1,6 +1,7 @@
 """The parts of a training run on one rank."""
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -21,6 +22,7 @@ from megatron_lite.parallel.shard import ParamTable
 from megatron_lite.pipeline.engine import PipelineEngine
 from megatron_lite.training.forward_step import BUILT_IN_STEPS, ForwardStep, next_token_loss
 from megatron_lite.training.progress import Progress
+from megatron_lite.training.signals import StopRequest
 from megatron_lite.training.state import StepReport, TrainState
 
 
@@ -38,12 +40,31 @@ class Run:
     optimizer: Optimizer
     engine: PipelineEngine
     saver: Saver
-    origin: dict[str, Any]  # saved beside the config: the model provider and the tokenizer's hash
+    origin: dict[str, Any]  # saved beside the config: provider, tokenizer's hash, version of the initial values
     tokenizer: Tokenizer | None = None  # built from data.tokenizer; None if that is empty
     state: TrainState = field(default_factory=TrainState)
     progress: Progress = field(default_factory=Progress)
+    stop: StopRequest = field(default_factory=StopRequest)
     hooks: "Hooks" = field(default_factory=lambda: Hooks())
     scalar_names: dict[ForwardStep, tuple[str, ...]] = field(default_factory=lambda: dict(BUILT_IN_STEPS))
+
+
+class Observer:
+    """A context around the training of a run, which it watches. The defaults do nothing."""
+
+    def __enter__(self) -> "Observer":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        pass
+
+    def during_step(self, number: int) -> AbstractContextManager[object]:
+        """A context around the step of an iteration, except the traced one."""
+        return nullcontext()
+
+    def after_step(self) -> str:
+        """A line to print after an iteration, mostly empty. Collective over the world."""
+        return ""
 
 
 @dataclass(frozen=True)
@@ -57,6 +78,7 @@ class Hooks:
     valid_forward_step: ForwardStep = next_token_loss  # of evaluations
     learning_rate: "LearningRate" = learning_rate
     after_step: "AfterStep | None" = None
+    observers: tuple[Callable[[Run], Observer], ...] = ()
     convert_weights: "ConvertWeights | None" = None
     keep_tokenizer: "KeepTokenizer" = lambda spec, run_dir: spec
     tasks: "Tasks | None" = None  # for `train.tasks`

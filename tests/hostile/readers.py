@@ -324,14 +324,14 @@ READERS: dict[str, Reader] = {
         TRAINING,
         RESUME,
         (
-            texts.of_json("run/heartbeat/rank_00000.json"),
+            texts.of_json("run/heartbeat/host_00000"),
             texts.of_lines("run/.lock"),
             texts.of_lines(f"{SAVED}/latest_checkpointed_iteration.txt"),
             texts.of_lines("run/resolved.yaml"),
             texts.of_lines("run/settings.yaml"),
             texts.of_paths(
                 "run/heartbeat",
-                "run/heartbeat/rank_00000.json",
+                "run/heartbeat/host_00000",
                 "run/.lock",
                 "run/exit_code",
                 "run/settings.yaml",

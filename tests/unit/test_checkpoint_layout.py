@@ -117,6 +117,7 @@ def tensor(**changes) -> dict:
         ({"origin": {"tokenizer": 7}}, "origin.tokenizer: Input should be a valid string"),
         ({"origin": {"model_provider": ["a"]}}, "origin.model_provider: Input should be a valid string"),
         ({"origin": {"token_ids": {"eos_token_id": "x"}}}, "origin.token_ids.eos_token_id"),
+        ({"origin": {"init_version": "x"}}, "origin.init_version: Input should be a valid integer"),
         ({"origin": {"corpora": "x"}}, "origin.corpora: Input should be a valid list"),
         ({"origin": {"corpora": [{"idx": {}, "bin": {"bytes": 1}}]}}, "origin.corpora.0.idx.sequences: Field required"),
         ({"state": {"train": [1]}}, "state.train: Input should be a valid dictionary"),
