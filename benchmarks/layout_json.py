@@ -9,6 +9,7 @@ ranks, and 10 MB at 4,096. Version 2 listed each slice and the checksum of each 
 
 import argparse
 import time
+from math import prod
 from pathlib import Path
 
 import torch
@@ -31,8 +32,8 @@ def layout_of_70b(dp: int) -> Layout:
     for rank in range(dp):
         ctx, shards = ParallelContext.at(Grid(dp=dp), rank), {}
         for name, meta in table.items():
-            row = meta.shape[1] if len(meta.shape) > 1 else 1
-            rows = -(-meta.shape[0] // dp)
+            row = prod(meta.shape[1:])
+            rows = -(-meta.shape[0] // dp)  # of a rank
             count = min(rows, meta.shape[0] - rank * rows) * row
             if count > 0 and rank < 2:  # later ranks describe nothing and have the files of rank 1
                 shards[name] = {

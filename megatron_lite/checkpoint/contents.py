@@ -7,16 +7,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from megatron_lite.checkpoint.layout import (
-    WEIGHT,
-    Rule,
-    StoredSlice,
-    TensorLayout,
-    Value,
-    key_of,
-    mp_rank_folder,
-    tensor_file_name,
-)
+from megatron_lite.checkpoint.layout import WEIGHT, Rule, StoredSlice, TensorLayout, Value, key_of, mp_rank_folder
 from megatron_lite.ddp.local_shard import LocalShard, Shards, State
 from megatron_lite.parallel.collectives import all_gather
 from megatron_lite.parallel.context import ParallelContext
@@ -79,27 +70,22 @@ def describe(ctx: ParallelContext, table: ParamTable, shards: Mapping[str, Mappi
         local_shape = meta.shard.local_shape(meta.shape, ctx.tp.size)
         for kind, shard in kinds.items():
             assert shard.across_dp == "sharded" or tuple(shard.values.shape) == local_shape, (name, kind, local_shape)
-            number, key, dtype = _number(shard, ctx), key_of(name, kind), SAFETENSORS_NAMES[shard.values.dtype]
-            file = tensor_file_name(kind, ctx.tp.rank, ctx.pp.rank, number, ctx.grid)
+            is_listed = shard.across_dp == "sharded" and not shard.chunk
+            dp = (0, ctx.dp_cp.size) if is_listed or shard.across_dp == "local" else None
+            rule = Rule(pp=ctx.pp.rank, tp=(0, ctx.tp.size), dp=dp, chunk=shard.chunk, shift=shard.shift)
+            number = (shard.start + shard.shift) // shard.chunk if shard.chunk else ctx.dp_cp.rank
+            file, key = rule.file(kind, ctx.tp.rank, number, ctx.grid), key_of(name, kind)
             described.files.setdefault(file, {})[key] = (name, kind)
-            if shard.across_dp == "sharded" and not shard.chunk:
-                place = {"tp": ctx.tp.rank, "pp": ctx.pp.rank, "start": shard.start, "end": shard.end}
-                values[kind] = Value(dtype=dtype, slices=(StoredSlice(file=file, key=key, **place),))
-            elif ctx.tp.rank == shard.start == 0 and (shard.across_dp != "local" or number == 0):
-                dp = (0, ctx.dp_cp.size) if shard.across_dp == "local" else None
-                rule = Rule(pp=ctx.pp.rank, tp=(0, ctx.tp.size), dp=dp, chunk=shard.chunk, shift=shard.shift)
+            dtype, place = SAFETENSORS_NAMES[shard.values.dtype], {"tp": ctx.tp.rank, "pp": ctx.pp.rank}
+            if is_listed:
+                stored = StoredSlice(file=file, key=key, start=shard.start, end=shard.end, **place)
+                values[kind] = Value(dtype=dtype, slices=(stored,))
+            elif ctx.tp.rank == shard.start == 0 and (number == 0 or shard.across_dp != "local"):
                 values[kind] = Value(dtype=dtype, rules=(rule,))
         if values:
             copy_of = meta.tied_to if meta.tied_to != name else ""  # both stages may store slices of one tensor
             described.tensors[name] = TensorLayout(shape=meta.shape, shard=meta.shard, values=values, copy_of=copy_of)
     return described
-
-
-def _number(shard: LocalShard, ctx: ParallelContext) -> int | None:
-    """The number of the data-parallel rank in the name of the shard's file; None where all ranks have equal values."""
-    if shard.across_dp == "replicated":
-        return None
-    return (shard.start + shard.shift) // shard.chunk if shard.chunk else ctx.dp_cp.rank
 
 
 def join(tensors_of_ranks: Iterable[dict[str, TensorLayout]]) -> dict[str, TensorLayout]:
@@ -123,16 +109,10 @@ def rng_of_host(rng: Mapping[str, Tensor], ctx: ParallelContext) -> dict[str, Te
     """
     if not rng:
         return {}
-    states = torch.cat([state.cpu() for state in rng.values()]).to(ctx.device)
-    sizes = [state.numel() for state in rng.values()]
-    every = all_gather(states[None], ctx.host, dim=0).cpu() if ctx.host.size > 1 else states[None].cpu()
-    if not ctx.host.is_first:
-        return {}
-    return {
-        f"{rank}/{name}": state.clone()
-        for rank, row in zip(ctx.host.ranks, every, strict=True)
-        for name, state in zip(rng, row.split(sizes), strict=True)
-    }
+    states, sizes = torch.cat(list(rng.values())).to(ctx.device), [state.numel() for state in rng.values()]
+    every = all_gather(states, ctx.host, dim=0).cpu().split(sizes * ctx.host.size)
+    names = [f"{rank}/{name}" for rank in ctx.host.ranks for name in rng]
+    return {name: own.clone() for name, own in zip(names, every, strict=True)} if ctx.host.is_first else {}
 
 
 def rng_file(ctx: ParallelContext) -> str:

@@ -28,16 +28,7 @@ from math import prod
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import (
-    AliasChoices,
-    BaseModel,
-    ConfigDict,
-    Field,
-    NonNegativeInt,
-    ValidationError,
-    model_serializer,
-    model_validator,
-)
+from pydantic import AliasChoices, BaseModel, ConfigDict, Field, NonNegativeInt, ValidationError, model_validator
 
 from megatron_lite.config.schema import Config
 from megatron_lite.crc32 import crc32
@@ -50,7 +41,6 @@ from megatron_lite.text import parse_strictly
 
 FORMAT = "megatron_lite checkpoint"
 VERSION = 3
-READABLE = (2, 3)  # versions that are read
 LAYOUT_FILE = "layout.json"
 WEIGHT = "weight"  # the kind of a parameter itself, beside the optimizer's kinds
 CHUNK_BYTES = 1 << 20  # bytes of a tensor for each checksum
@@ -70,15 +60,7 @@ class _Entry(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", arbitrary_types_allowed=True)
 
 
-class _Short(_Entry):
-    """An entry that is written without its empty fields."""
-
-    @model_serializer(mode="wrap")
-    def _without_empty_fields(self, dump: Callable[[Any], dict[str, Any]]) -> dict[str, Any]:
-        return {key: value for key, value in dump(self).items() if value not in (None, ())}
-
-
-class FileInfo(_Short):
+class FileInfo(_Entry):
     """A tensor file: its size, and the checksum of its header."""
 
     bytes: NonNegativeInt
@@ -122,10 +104,12 @@ class Rule(_Entry):
 
     def file(self, kind: str, tp: int, number: int, grid: Grid) -> str:
         """The file of tensor-parallel rank `tp` and data-parallel rank `number`."""
-        return tensor_file_name(kind, tp, self.pp, number if self.chunk or self.dp else None, grid)
+        own = f"_dp_{number:03d}" if self.chunk or self.dp else ""
+        stem = f"model{own}" if kind == WEIGHT else f"optimizer{own or '_dp_000'}"
+        return f"{mp_rank_folder(tp, self.pp, grid)}/{stem}.safetensors"
 
 
-class Value(_Short):
+class Value(_Entry):
     """One value of a parameter: the weight, its fp32 master or a moment."""
 
     dtype: str
@@ -237,10 +221,9 @@ class Layout(_Entry):
         if not number <= end <= self.grid.dp * self.grid.cp or (rule.dp and rule.chunk):
             raise ValueError(f"{name} has slices of dp {number} to {end}, outside of the grid")
         ends = [rule.file(kind, *place, self.grid) for place in ((tp, number), (tp_end - 1, end - 1)) if number < end]
-        if missing := [file for file in ends if file not in self.files]:
-            raise ValueError(f"{name} is in {missing[0]}, which is not described")
-        if (tp_end - tp) * (end - number) > len(self.files):
-            raise ValueError(f"{name} is in more files than are described")
+        missing = [file for file in ends if file not in self.files]
+        if missing or (tp_end - tp) * (end - number) > len(self.files):
+            raise ValueError(f"{name} is in {missing[0] if missing else 'more files'}, which is not described")
 
     def shard_numel(self, name: str) -> int:
         """The number of elements of one tensor-parallel rank's shard of a tensor."""
@@ -250,24 +233,22 @@ class Layout(_Entry):
     def slices(
         self, name: str, kind: str, wanted: Callable[[int], Range] | None = None, dp: int | None = None
     ) -> Iterator[StoredSlice]:
-        """The slices of a value, of each rank that has saved it. Those of the rules are made here, one by one.
+        """The slices of a value, of each rank that has saved it.
 
-        `wanted` gives the range of elements that a reader wants of a tensor-parallel rank's shard: other slices of the
-        rules are left out. `dp` selects the data-parallel rank where values differ between these.
+        `wanted` gives the range of elements that a reader wants of a tensor-parallel rank's shard: no other slices of a
+        rule are made. `dp` selects the data-parallel rank where values differ between these.
         """
         value, numel = self.tensors[name].values[kind], self.shard_numel(name)
         yield from (stored for stored in value.slices if dp is None or stored.dp in (None, dp))
         for rule in value.rules:
             for tp in range(*rule.tp):
-                start, end = (0, numel) if wanted is None else wanted(tp)
-                if start == end and numel:
-                    continue
-                for number in range(*rule.numbers(start, end)):
-                    if rule.dp is None or dp in (None, number):
-                        first = max(0, number * rule.chunk - rule.shift)
-                        last = min(numel, (number + 1) * rule.chunk - rule.shift) if rule.chunk else numel
-                        file, own = rule.file(kind, tp, number, self.grid), number if rule.dp else None
-                        place = {"tp": tp, "pp": rule.pp, "start": first, "end": last, "dp": own}
+                start, end = wanted(tp) if wanted else (0, numel)
+                for number in range(*rule.numbers(start, end)) if start < end or not numel else ():
+                    own, file = number if rule.dp else None, rule.file(kind, tp, number, self.grid)
+                    ends = [number * rule.chunk - rule.shift, (number + 1) * rule.chunk - rule.shift]
+                    first, last = (max(0, ends[0]), min(numel, ends[1])) if rule.chunk else (0, numel)
+                    place = {"tp": tp, "pp": rule.pp, "start": first, "end": last, "dp": own}
+                    if own is None or dp in (None, own):
                         yield StoredSlice(file=file, key=key_of(name, kind), **place)
 
     def slices_for(
@@ -287,6 +268,8 @@ class Layout(_Entry):
 def dump_layout(layout: Layout) -> str:
     """The text of layout.json, with one line for each setting, tensor and file, for people and for grep."""
     content = layout.model_dump(by_alias=True)
+    files = content["files"].items()
+    content["files"] = {name: {key: value for key, value in info.items() if value is not None} for name, info in files}
     content = {"crc32": content_checksum(content), **content}
     return "{\n" + ",\n".join(f"{json.dumps(key)}: {_lines(value)}" for key, value in content.items()) + "\n}\n"
 
@@ -308,7 +291,7 @@ def parse_layout(text: bytes, path: Path) -> Layout:
     expected = content.pop("crc32")
     if expected != content_checksum(content):
         raise DamagedCheckpoint(f"{path}: damaged or edited, its checksum is not {expected!r}. {USE_ANOTHER}")
-    if content.get("format") != FORMAT or content.get("version") not in READABLE:
+    if content.get("format") != FORMAT or content.get("version") not in (2, VERSION):
         found = f"has format {content.get('format')!r}, version {content.get('version')!r}"
         wants = f"wants {FORMAT!r}, version {VERSION} or 2; use the megatron_lite that wrote it, or a newer one"
         raise CheckpointError(f"{path}: {found}; {wants}")
@@ -324,9 +307,12 @@ def _first_error(error: ValidationError) -> str:
     return f"{'.'.join(map(str, first['loc'])) or 'content'}: {first['msg']}"
 
 
-def read_layout(folder: Path) -> Layout:
-    """The layout of the checkpoint in `folder`, an iter_... directory."""
-    return layout_in(read_text(folder), folder)
+def read_layout(folder: Path, text: bytes | None = None) -> Layout:
+    """The layout of the checkpoint in `folder`, an iter_... directory; `text` is that of its layout.json, if known."""
+    layout = parse_layout(read_text(folder) if text is None else text, folder / LAYOUT_FILE)
+    if iteration_of(folder.name.removeprefix(".old-")) not in (None, layout.iteration):
+        raise CheckpointError(f"{folder}: is of another iteration. Rename it to {iteration_folder(layout.iteration)}")
+    return layout
 
 
 def read_text(folder: Path) -> bytes:
@@ -340,14 +326,6 @@ def read_text(folder: Path) -> bytes:
         raise CheckpointError(f"{folder}: has no {LAYOUT_FILE}; import it with `megatron-lite convert`") from None
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from error
-
-
-def layout_in(text: bytes, folder: Path) -> Layout:
-    """The layout in the text of layout.json of the checkpoint in `folder`."""
-    layout = parse_layout(text, folder / LAYOUT_FILE)
-    if iteration_of(folder.name.removeprefix(".old-")) not in (None, layout.iteration):
-        raise CheckpointError(f"{folder}: is of another iteration. Rename it to {iteration_folder(layout.iteration)}")
-    return layout
 
 
 def parse_config(fields: dict[str, Any], folder: Path, config_type: type[Config] = Config) -> Config:
@@ -364,12 +342,6 @@ def parse_config(fields: dict[str, Any], folder: Path, config_type: type[Config]
 def mp_rank_folder(tp: int, pp: int, grid: Grid) -> str:
     """Megatron-LM's name of the folder of one model-parallel rank."""
     return f"mp_rank_{tp:02d}_{pp:03d}" if grid.pp > 1 else f"mp_rank_{tp:02d}"
-
-
-def tensor_file_name(kind: str, tp: int, pp: int, number: int | None, grid: Grid) -> str:
-    """The file of a value of this kind; `number` is that of a data-parallel rank with a shard of its own."""
-    own = f"model_dp_{number or 0:03d}" if kind == WEIGHT else f"optimizer_dp_{number or 0:03d}"
-    return f"{mp_rank_folder(tp, pp, grid)}/{'model' if kind == WEIGHT and number is None else own}.safetensors"
 
 
 def key_of(name: str, kind: str) -> str:

@@ -10,11 +10,12 @@ from megatron_lite.checkpoint.layout import USE_ANOTHER, WEIGHT, Layout
 from megatron_lite.checkpoint.reshard import Move, find_moves, rectangles, tile
 from megatron_lite.ddp.local_shard import LocalShard
 from megatron_lite.errors import CheckpointError
-from megatron_lite.parallel.context import ParallelContext
+from megatron_lite.parallel.context import Group, ParallelContext
 from megatron_lite.parallel.dtypes import SAFETENSORS_NAMES
 from megatron_lite.parallel.shard import ParamTable, Shard
 from megatron_lite.text import listed
 
+Names = Collection[str] | None
 MODEL_TYPE = "model_type"  # key in a checkpoint's origin: the model_type that its config.json had
 TOKEN_IDS = "token_ids"  # key in a checkpoint's origin: the fields *_token_id that its config.json had
 STARTS_TEXTS = "starts_texts"  # key in a checkpoint's origin of a model whose documents start with the tokenizer's BOS
@@ -39,12 +40,18 @@ def check_provider(layout: Layout, folder: Path, provider: str) -> None:
 
 
 def check_model(
-    layout: Layout, folder: Path, *, table: ParamTable, names: Collection[str], config: Fields, only_weights: bool
+    layout: Layout,
+    folder: Path,
+    *,
+    table: ParamTable,
+    names: Collection[str] | None,
+    config: Fields,
+    only_weights: bool,
 ) -> None:
     """Raise CheckpointError if the checkpoint belongs to another model.
 
         table    this rank's parameters; the checkpoint must have each, with the same global shape and shard
-        names    every parameter of the model; except for tied copies, the checkpoint must have no others
+        names    every parameter of the model; except for tied copies, the checkpoint must have no others. None: any
         only_weights   those of ADDED_AT_FINE_TUNING may be missing
 
     Models with another number of heads, activation or norm can have equal shapes, so the configs are compared too.
@@ -59,7 +66,8 @@ def check_model(
             differing_shapes.append(f"{name} is {there} in the checkpoint and {here} in this model")
         elif is_custom and meta.tied_to not in ("", name, saved.copy_of) and name in layout.tensors:
             untied.append(f"{name}, in this model a copy of {meta.tied_to}, was trained apart from it")
-    extra = [name for name, saved in layout.tensors.items() if name not in names and not saved.copy_of]
+    known = layout.tensors if names is None else names
+    extra = [name for name, saved in layout.tensors.items() if name not in known and not saved.copy_of]
     changed = changed_model(layout.config, config)
     for name, change in ADDED_AT_FINE_TUNING.items() if only_weights else ():
         missing = [other for other in missing if other != name]
@@ -126,17 +134,16 @@ def plan(
     return found
 
 
-def readers(shards: Sequence[LocalShard], ctx: ParallelContext) -> list[int | None]:
+def readers(shards: Sequence[LocalShard], group: Group) -> list[int | None]:
     """The rank of dp_cp that reads each value for all of them; None where every rank reads its own.
 
     Replicated values are read by one rank each, and every rank reads about as many bytes.
     """
-    group, found, before = ctx.dp_cp, [], 0
-    is_replicated = [shard.across_dp == "replicated" and group.pg is not None for shard in shards]
-    total = sum(shard.values.nbytes for shard, is_one in zip(shards, is_replicated, strict=True) if is_one)
-    for shard, is_one in zip(shards, is_replicated, strict=True):
-        found.append(min(before * group.size // max(1, total), group.size - 1) if is_one else None)
-        before += shard.values.nbytes * is_one
+    total, before, found = sum(shard.values.nbytes for shard in shards if shard.across_dp == "replicated"), 0, []
+    for shard in shards:
+        is_shared = shard.across_dp == "replicated" and group.pg is not None
+        found.append(min(before * group.size // max(1, total), group.size - 1) if is_shared else None)
+        before += shard.values.nbytes * is_shared
     return found
 
 

@@ -92,7 +92,7 @@ class Saver:
         """
         self.wait(say)
         contents = replace(contents, rng=rng_of_host(contents.rng, self._ctx))
-        failed = self._in_background and self._any_failed()
+        failed = self._in_background and (not same(self._failed, self._ctx.world) or self._failed)
         started = time.perf_counter()
         self._label = f"checkpoint from iteration {iteration} to {root}"
         if must_be_done or failed or not self._in_background:
@@ -131,10 +131,6 @@ class Saver:
         if copy_at_once:
             is_copied.wait()
         self._waited_seconds = time.perf_counter() - started
-
-    def _any_failed(self) -> bool:
-        """Whether the last save in the background failed on any rank. Communicates: a hash over the world."""
-        return not same(self._failed, self._ctx.world) or self._failed
 
     @property
     def is_copying(self) -> bool:

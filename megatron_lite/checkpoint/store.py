@@ -4,7 +4,7 @@ Each rank writes into a folder with a temporary name and waits for the disk. The
 renames the folder and replaces the tracker, so the tracker names a complete checkpoint at any time.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -27,7 +27,7 @@ from megatron_lite.checkpoint.layout import (
     checksum,
     dump_layout,
     iteration_folder,
-    layout_in,
+    read_layout,
     read_text,
 )
 from megatron_lite.checkpoint.reshard import Move, Rectangle
@@ -132,11 +132,11 @@ def load(
     Communicates: names over pp in one pipeline, layout.json within a machine, a checksum and the success of each rank;
     then replicated values over dp_cp.
     """
-    # One pipeline finds tensors that the model lacks.
-    compares = ctx.tp.rank == ctx.dp_cp.rank == 0
-    names = set().union(*all_gather_objects(list(table), ctx.pp)) if compares else None
+    # One pipeline looks for tensors that the model lacks.
+    names = set().union(*all_gather_objects(list(table), ctx.pp)) if ctx.tp.rank == ctx.dp_cp.rank == 0 else None
     folder = directory.locate(root, iteration)
-    text = on_all(lambda: on_first(lambda: _layout_text(root, iteration), ctx.host), ctx.world)
+    own_text = on_all(lambda: _layout_text(root, iteration) if ctx.host.is_first else b"", ctx.world)
+    text = on_first(lambda: own_text, ctx.host)
     if not same(checksum(text), ctx.world):
         found = all_gather_objects(checksum(text), ctx.world)
         other = next(rank for rank, each in enumerate(found) if each != found[0])
@@ -144,13 +144,12 @@ def load(
         raise CheckpointError(f"{problem}; copy that of one host to the others, or read it from a shared disk")
 
     def read() -> tuple[Loaded, list[tuple[Tensor, int]]]:
-        layout = layout_in(text, folder)
+        layout = read_layout(folder, text)
         match.check_provider(layout, folder, provider)
         only_weights = not contents.optimizer_state
-        known = layout.tensors if names is None else names
-        match.check_model(layout, folder, table=table, names=known, config=config, only_weights=only_weights)
+        match.check_model(layout, folder, table=table, names=names, config=config, only_weights=only_weights)
         plan = match.plan(layout, folder, ctx=ctx, table=table, contents=contents, config=config)
-        readers, rng = match.readers([shard for shard, _ in plan], ctx), None
+        readers, rng = match.readers([shard for shard, _ in plan], ctx.dp_cp), None
         flats = [shard.values.detach().view(-1) for shard, _ in plan]
         own = [at for at, reader in enumerate(readers) if reader in (None, ctx.dp_cp.rank)]
         with Opened(folder, layout) as opened:
@@ -194,18 +193,14 @@ def _write(
     """Write this rank's files. The tensors that it describes, and the name, size and header's checksum of each file."""
     shards = contents.saved_by(ctx).by_kind()
     described = describe(ctx, table, shards)
-    to_write: dict[str, Mapping[str, Tensor]] = {rng_file(ctx): contents.rng} if contents.rng else {}
-    for file, entries in described.files.items():
-        to_write[file] = {key: shards[name][kind].values for key, (name, kind) in entries.items()}
-    files = []
     with save_errors("writing", folder / described.folder):
-        for file, tensors in to_write.items():
-            (folder / file).parent.mkdir(exist_ok=True)
-            info = write_tensors(folder / file, tensors)
-            files.append((file, info.bytes, info.header_crc32))
-        for parent in {(folder / file).parent for file in to_write}:
-            sync_folder(parent)
-    return described.tensors, files
+        (folder / described.folder).mkdir(exist_ok=True)
+        infos = {rng_file(ctx): write_tensors(folder / rng_file(ctx), contents.rng)} if contents.rng else {}
+        for file, entries in described.files.items():
+            tensors = {key: shards[name][kind].values for key, (name, kind) in entries.items()}
+            infos[file] = write_tensors(folder / file, tensors)
+        sync_folder(folder / described.folder)
+    return described.tensors, [(file, info.bytes, info.header_crc32) for file, info in infos.items()]
 
 
 class Opened:
@@ -243,11 +238,6 @@ class Opened:
                 problem = f"{key} is {dtype}, layout.json lists {value.dtype}"
                 raise DamagedCheckpoint(f"{found.path}: {problem}. {USE_ANOTHER}")
         return found
-
-    def checksums(self, stored: StoredSlice) -> tuple[str, ...]:
-        """The checksums of a slice's chunks; no tensor is read, and version 2 needs no file either."""
-        in_layout = self.layout.files[stored.file].crc32 if stored.file in self.layout.files else None
-        return in_layout[stored.key] if in_layout is not None else self.file(stored.file).checksums(stored.key)
 
     def view(self, stored: StoredSlice, rectangle: Rectangle, memory: Memory | None = None) -> Tensor:
         """A rectangle `[rows, columns]` of a stored slice, in new memory or in `memory`."""

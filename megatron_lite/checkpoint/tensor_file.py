@@ -204,10 +204,6 @@ class TensorFile:
             raise DamagedCheckpoint(f"{where} has {found.numel:,} elements, layout.json lists {numel:,}. {USE_ANOTHER}")
         return found
 
-    def checksums(self, key: str) -> tuple[str, ...]:
-        """The checksums of a tensor's chunks; none of one that is missing."""
-        return self._entries[key].checksums if key in self._entries else ()
-
     def read(self, key: str, numel: int, start: int, end: int, memory: Memory | None = None) -> Tensor:
         """Elements `start` to `end` of a flattened tensor of `numel` elements, in new memory or in `memory`."""
         entry = self.entry(key, numel)

@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -62,7 +63,7 @@ def difference(a: Opened, b: Opened, name: str, kind: str) -> Difference | str:
     if replicas[0] != replicas[1]:
         return "not of the same data-parallel ranks in A and B"
     for dp in replicas[0]:
-        place = {"tp": 0, "pp": 0, "dp": dp or 0}
+        place: dict[str, Any] = {"tp": 0, "pp": 0, "dp": dp or 0}
         pairs = [
             (stored, move)
             for stored in a.layout.slices_for(name, kind, **place)

@@ -215,8 +215,7 @@ class DeepSpeedOptimizer(DataParallel, Optimizer):
         factor = loss_grad / self.scaler.scale  # DeepSpeed multiplies by the scale
         if self._stage == 3 or self._precision == "fp16":
             self._engine.optimizer.override_loss_scale(self.scaler.scale)
-        losses = []
-        num_microbatches = max(action.microbatch for action in schedule[0]) + 1
+        losses, num_microbatches = [], max(action.microbatch for action in schedule[0]) + 1
         for number in range(num_microbatches):
             self._arrived.clear()
             self._engine.set_gradient_accumulation_boundary(number == num_microbatches - 1)
@@ -269,7 +268,7 @@ class DeepSpeedOptimizer(DataParallel, Optimizer):
         if self._stage < 3:
             return {name: LocalShard(parameter.detach()) for name, parameter in self._params.items()}
         return {
-            name: part.holds(self._params[name].ds_tensor.data[: part.numel])  # type: ignore[attr-defined]
+            name: part._replace(offset=0).of(self._params[name].ds_tensor.data)  # type: ignore[attr-defined]
             for name, part in self._ranges.items()
         }
 
@@ -295,11 +294,10 @@ class DeepSpeedOptimizer(DataParallel, Optimizer):
         """Continue from `weights()` and `state()`, filled by a load. Without masters, those follow from the weights."""
         if self._flat and not any("master" in kinds for kinds in state.values()):
             self._refresh_masters()
-        if self._on_disk:
-            for name, part in self._ranges_in_memory():
-                for kind, shard in self._live(part).items():
-                    if kind in state.get(name, {}):
-                        shard.values.copy_(state[name][kind].values)
+        for name, part in self._ranges_in_memory() if self._on_disk else ():
+            for kind, shard in self._live(part).items():
+                if kind in state.get(name, {}):
+                    shard.values.copy_(state[name][kind].values)
         for values in self._adam.state.values():
             values["step"].fill_(steps)
         self.release_params()  # stage 3 gathers the small parameters again, which it keeps full

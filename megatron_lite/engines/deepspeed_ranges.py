@@ -24,10 +24,7 @@ class Range(NamedTuple):
 
     def of(self, flat: Tensor) -> LocalShard:
         """The same range of a tensor laid out like `flat`; shares its memory."""
-        return self.holds(flat.detach().narrow(0, self.offset, self.numel))
-
-    def holds(self, values: Tensor) -> LocalShard:
-        """The range with these values."""
+        values = flat.detach().narrow(0, self.offset, self.numel)
         return LocalShard(values, self.start, "sharded", self.chunk, self.shift)
 
 

@@ -173,9 +173,11 @@ def test_only_the_first_copy_of_a_shard_is_saved(ranks, tmp_path, name):
     """A checkpoint would grow with the number of machines, although every load would still be right."""
     folder, _ = Mover(ranks, tmp_path, "codegeex")(name, "", 1)
     (layout_file,) = (folder / "checkpoints").glob("iter_*/layout.json")
-    for name, tensor in read_layout(layout_file.parent).tensors.items():
-        for value in tensor.values.values():
-            assert sum(each.end - each.start for each in value.slices) == math.prod(tensor.shape), name
+    layout = read_layout(layout_file.parent)
+    for name, tensor in layout.tensors.items():
+        for kind in tensor.values:
+            stored = sum(each.end - each.start for each in layout.slices(name, kind))
+            assert stored == math.prod(tensor.shape), name
 
 
 def test_the_start_in_another_layout_prints_the_change(ranks, tmp_path, capsys):

@@ -138,7 +138,7 @@ def weights_of(folder: Path) -> dict[str, torch.Tensor]:
     """The full weights in the newest checkpoint, by name."""
     layout = read_layout(newest := next((folder / "checkpoints").glob("iter_*")))
     return {
-        name: tensor.shard.join([load_file(newest / p.file)[p.key] for p in tensor.values["weight"].slices])
+        name: tensor.shard.join([load_file(newest / each.file)[each.key] for each in layout.slices(name, "weight")])
         for name, tensor in layout.tensors.items()
     }
 

@@ -169,8 +169,8 @@ def as_version_2(folder: Path) -> None:
             files[own] = write_tensors(folder / own, states)
     for name, info in files.items():
         opened = TensorFile(folder / name, info)
-        checksums = {key: opened.checksums(key) for key in opened.dtypes}
         tensors = {key: opened.get(key) for key in opened.dtypes}
+        checksums = {key: opened.entry(key, tensor.numel()).checksums for key, tensor in tensors.items()}
         save_file(tensors, folder / name)  # without checksums, in the order of the safetensors library
         header = (folder / name).read_bytes()[: (folder / name).stat().st_size - total_bytes(tensors)]
         size = (folder / name).stat().st_size

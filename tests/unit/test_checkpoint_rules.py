@@ -72,7 +72,7 @@ def test_a_rule_has_at_most_as_many_slices_as_there_are_files():
     layout = layout_with({"pp": 0, "tp": (0, 1), "chunk": 9}, (90,), dp=1 << 39)
     rule = Rule(pp=0, tp=(0, 1), chunk=1)
     tensor = TensorLayout(shape=(10**9 + 1,), shard=Shard(), values={"weight": Value(dtype="F32", rules=(rule,))})
-    with pytest.raises(ValueError, match="a is in more files than are described"):
+    with pytest.raises(ValueError, match="a is in more files, which is not described"):
         Layout.model_validate(dict(layout) | {"tensors": {"a": tensor}, "files": ends})
 
 

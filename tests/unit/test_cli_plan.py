@@ -178,6 +178,11 @@ def test_where_nothing_fits_more_gpus_are_named(folder):
     assert lines[-1] == "no layout that differs in up to three fields fits; use more GPUs, or a shorter sequence"
 
 
+def test_saves_in_the_background_do_not_change_a_plan(folder):
+    """They need no process group of their own, which one process could not connect."""
+    assert printed(folder, "checkpoint.async_save=true") == printed(folder)
+
+
 def test_a_page_is_written_beside_the_tables(folder):
     lines = printed(folder, *TWO, "--html", "plan.html").splitlines()
     assert lines[0].startswith("layout ") and lines[-1] == "page in plan.html"
