@@ -21,7 +21,6 @@ from megatron_lite.parallel.shard import ParamMeta
 
 TILE_NUMEL, TILE_COLUMNS = 2**20, 1024
 INIT_VERSION = 2  # raised where a seed gives other values; 1 had generators with 32-bit seeds, so some tiles were equal
-INIT = "init_version"  # key in a checkpoint's origin: the version with which the run drew its weights
 
 Start = Literal["drawn", "empty", "meta"]
 _start: Start = "drawn"
@@ -92,8 +91,7 @@ def fill(
             i, j = row.start // tile_size[0], column.start // tile_size[1]
             top, left = i * tile_size[0], j * tile_size[1]
             size = min(tile_size[0], height - top), min(tile_size[1], width - left)
-            generator = torch.Generator("cpu")
-            generator.set_state(_state_of(seed, name, i * -(-width // columns) + j))
+            generator = torch.Generator("cpu").set_state(_state_of(seed, name, i * -(-width // columns) + j))
             tile = torch.randn(size, generator=generator, dtype=torch.float32)
             inside = tile[row.start - top : row.stop - top, column.start - left : column.stop - left]
             with torch.no_grad():  # which is a setting of each thread

@@ -10,7 +10,7 @@ from megatron_lite.checkpoint.layout import LAYOUT_FILE, dump_layout, read_layou
 from megatron_lite.data.indexed import IndexedDataset
 from megatron_lite.data.tokenizer import build_tokenizer, tokenizer_hash
 from megatron_lite.generate.prompts import prompts_of
-from megatron_lite.model.init import INIT, INIT_VERSION
+from megatron_lite.model.init import INIT_VERSION
 from megatron_lite.preprocess.corpus import preprocess
 from megatron_lite.preprocess.train_tokenizer import train_sentencepiece
 from tests.helpers.command import run_here, tiny_yaml
@@ -81,7 +81,7 @@ def test_a_checkpoint_without_a_hash_and_data_without_info_json_are_read(finishe
         shutil.copy(finished / f"a_text_document.{suffix}", tmp_path)
     layout = read_layout(resolve(finished / "run"))
     assert layout.origin["tokenizer"] == tokenizer_hash(f"sentencepiece:{finished}/a.model")
-    assert layout.origin[INIT] == INIT_VERSION > 1
+    assert layout.origin["init_version"] == INIT_VERSION > 1
     shutil.copytree(finished / "run", tmp_path / "run")
     old = dump_layout(layout.model_copy(update={"origin": {}}))
     (resolve(tmp_path / "run") / LAYOUT_FILE).write_text(old)
@@ -89,7 +89,7 @@ def test_a_checkpoint_without_a_hash_and_data_without_info_json_are_read(finishe
     assert done.returncode == 0, done.stderr
     line = f"the tokenizer of {tmp_path}/a_text_document cannot be checked without a_text_document.info.json\n"
     assert line in unwrapped(done.stdout)
-    assert read_layout(resolve(tmp_path / "run")).origin == layout.origin | {INIT: 1}
+    assert read_layout(resolve(tmp_path / "run")).origin == layout.origin | {"init_version": 1}
 
 
 def test_a_run_without_a_tokenizer_keeps_the_hash_of_its_checkpoint(finished, tmp_path):
@@ -132,7 +132,7 @@ def test_conversion_keeps_the_tokenizer_hash(finished, tmp_path):
         # start a new run.
         family = {"model_type": "gpt2", "token_ids": {"eos_token_id": 1}} if target == "back" else {}
         corpora = {"corpora": origin["corpora"]} if target == "full" else {}
-        start = {INIT: origin[INIT]} if target != "back" else {}
+        start = {"init_version": origin["init_version"]} if target != "back" else {}
         expected = {"tokenizer": origin["tokenizer"]} | corpora | start | family
         assert read_layout(resolve(tmp_path / target)).origin == expected
 

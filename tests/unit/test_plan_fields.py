@@ -62,6 +62,7 @@ VALUES: dict[str, Sequence[str]] = {
     "model.window_size": ["4"],
     "model.window_attn_skip_freq": ["2"],
     "parallel.pipeline_layout": ["balanced", "[1, 1]"],
+    "parallel.fsdp_shard": ["2"],
     "data.paths": ["corpus"],
     "data.split": ["8,1,1"],
     "data.tokenizer": ["bytes"],
@@ -77,6 +78,7 @@ VALUES: dict[str, Sequence[str]] = {
     "checkpoint.load": ["runs/other"],
     "checkpoint.load_weights": ["runs/other"],
     "optim.min_lr": ["1e-5"],
+    "optim.distributed_shard": ["2"],
     "faults.spike_factor": ["3.0"],
 }
 ROTARY = {"model.position": "rotary"}
@@ -140,6 +142,7 @@ COMPANIONS: dict[str, Settings] = {
     "parallel.context_mode": CONTEXT,
     "parallel.ddp=fsdp": {"parallel.pipeline": "1"},
     "parallel.ddp=deepspeed": DEEPSPEED,
+    "parallel.fsdp_shard": {"parallel.ddp": "fsdp", "parallel.pipeline": "1"},
     "data.tokenizer": BYTES,
     "data.eod_mask_loss": BYTES,
     "data.reset_position_ids": BYTES,
@@ -150,6 +153,7 @@ COMPANIONS: dict[str, Settings] = {
     "data.vocab_extra_ids": BYTES,
     "train.tasks": BYTES,
     "train.tasks_interval": BYTES | {"train.tasks": "tasks.jsonl"},
+    "optim.distributed_shard": {"optim.distributed": "true", "parallel.pipeline": "1"},
     "optim.wsd_decay_iterations": {"optim.schedule": "wsd"},
     "deepspeed.zero_stage": DEEPSPEED,
     "deepspeed.offload_optimizer": DEEPSPEED,
