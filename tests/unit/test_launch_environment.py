@@ -1,6 +1,7 @@
 """The variables of CUDA, NCCL and torch follow from the config, and never replace those of the user."""
 
 import os
+import resource
 
 import pytest
 
@@ -47,3 +48,15 @@ def test_a_run_on_the_cpu_gets_the_flight_recorder_only(monkeypatch):
     monkeypatch.setattr(os, "environ", {})
     set_environment(load_config(None, ["parallel.tensor=2", "run.device=cpu"]))
     assert all(name.startswith("TORCH_") for name in os.environ)
+
+
+def test_a_rank_may_open_as_many_files_as_its_hard_limit(monkeypatch):
+    """A login shell gives 1024 files, fewer than the first rank of a large run has connections."""
+    monkeypatch.setattr(os, "environ", {})
+    limit, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
+        set_environment(load_config(None, []))
+        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (hard, hard)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
