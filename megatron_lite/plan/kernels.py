@@ -113,7 +113,7 @@ class Recorder(TorchDispatchMode):
         """Record an operation of the current phase."""
         node = torch._C._current_autograd_node()
         frame = sys._getframe(1)
-        where = "" if node is None else "".join(node.metadata.get("traceback_", []))  # see `on_gpu`
+        where = "" if node is None else "".join(node.metadata.get("traceback_", []))  # type: ignore[attr-defined] # see `on_gpu`
         if not where or is_recomputed(frame):
             where = package_line(frame)
         phase, is_backward = self.progress.phase, node is not None
