@@ -89,8 +89,8 @@ class RngTracker:
 def stream_seed(seed: int, stream: str, **place: int) -> int:
     """The seed of a stream at this place in the grid: reproducible, and unrelated between places."""
     text = f"{seed} {stream} {sorted(place.items())}"
-    # torch's CPU generator reads only the low 32 bits of a seed.
-    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "little")
+    # torch's CPU generator reads only the low 32 bits of a seed; one of a GPU reads all.
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little")
 
 
 def seed_everything(seed: int, ctx: ParallelContext) -> RngTracker:
