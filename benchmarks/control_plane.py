@@ -1,0 +1,120 @@
+"""The cost of a start, a step, a log line, a save and a resume, by the number of ranks: `docs/scale.md`.
+
+`one_rank.py` counts what one rank does in worlds of 8 to 16,384 ranks; here it becomes the cost of the job. `--real`
+starts real processes on this machine, forked from one that has loaded torch and the package.
+
+    python benchmarks/control_plane.py                                  this tree, up to 512 ranks
+    python benchmarks/control_plane.py --all --before ../before --write docs/scale.md
+    python benchmarks/control_plane.py --real 32 64 --before ../before
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+SIZES = (8, 64, 512, 4096, 16384)
+LARGEST_DRIVEN = 512  # of larger worlds only rank 0 is driven: the others ask for what they ask for here
+RANKS_PER_HOST = 8
+
+
+def classes(world_size: int) -> dict[str, tuple[int, int]]:
+    """Ranks that behave alike: a rank of each kind, and their number.
+
+    Kinds are the first rank; first ranks of other machines that store weights, and those that do not; and other ranks.
+    """
+    if world_size == 8:
+        return {"first": (0, 1), "storing": (1, 3), "other": (2, 4)}
+    tp = pp = 8
+    dp, hosts = world_size // (tp * pp), world_size // RANKS_PER_HOST
+    found = {"first": (0, 1), "storing host": (tp * dp, pp - 1), "storing": (1, pp * (tp - 1))}
+    if dp > 1:
+        found |= {"host": (tp, hosts - pp), "other": (tp + 1, world_size - hosts - pp * (tp - 1))}
+    assert sum(count for _, count in found.values()) == world_size
+    return found
+
+
+def count(world_size: int) -> dict[str, Any]:
+    """The counts of each kind of rank by phase, with the size of layout.json; of the tree that Python imports."""
+    import one_rank
+    from one_rank import LOGGED, SAVED, STEP, drive
+
+    one_rank.install()
+    driven = dict(classes(world_size)) if world_size <= LARGEST_DRIVEN else {"first": (0, 1)}
+    found: dict[str, Any] = {"world": world_size, "kinds": {kind: {} for kind in driven}}
+    with scratch() as old, scratch() as new:
+        for folder in (old, new):
+            one_rank.write_corpus(folder)
+        drive(old, 0, 1, [], {}, **{"train.exit_iteration": 1})  # a checkpoint that every layout can load
+        single = old / "run" / "checkpoints" / "iter_0000001" / "layout.json"
+        found["layout bytes of one process"] = single.stat().st_size
+        tapes: dict[Path, tuple[list[Any], dict[str, bytes]]] = {old: ([], {}), new: ([], {})}
+        for kind, (rank, _) in driven.items():
+            parts = found["kinds"][kind]
+            for folder, iterations in ((new, SAVED), (old, 1)):
+                tape, kept = tapes[folder]
+                counts = drive(folder, rank, world_size, tape, kept if rank == 0 else dict(kept), iterations=iterations).of
+                if folder == old:
+                    parts["resume"] = dict(counts["start"])
+                    continue
+                for name, phase in (("step", STEP), ("log", LOGGED)):
+                    parts[name] = dict(counts[f"iteration {phase}"])
+                parts |= {"start": dict(counts["start"]), "save": dict(counts[f"save {SAVED}"])}
+                if rank == 0:
+                    found |= layout_sizes(new / "run" / "checkpoints")
+                shutil.rmtree(new / "run" / "checkpoints")
+    return found
+
+
+def layout_sizes(root: Path) -> dict[str, int]:
+    """The bytes of layout.json, and of its entries for the files of rank 0; those of other ranks are not in it."""
+    (path,) = root.glob("iter_*/layout.json")
+    content = json.loads(path.read_bytes())
+    return {"layout bytes": path.stat().st_size, "file entries bytes": len(json.dumps(content.get("files", {})))}
+
+
+@contextlib.contextmanager
+def scratch() -> Iterator[Path]:
+    folder = Path(tempfile.mkdtemp(prefix="control-plane-"))
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def counted_in(tree: Path, world_size: int) -> dict[str, Any]:
+    """`count` in a process that imports the package of a tree."""
+    return in_tree(tree, "--count", str(world_size))
+
+
+def in_tree(tree: Path, *words: str) -> Any:
+    environment = os.environ | {"PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+    with scratch() as folder:
+        out = folder / "out.json"
+        command = [sys.executable, __file__, *words, "--out", str(out)]
+        done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+        if done.returncode:
+            raise SystemExit(f"{' '.join(command)} failed in {tree}:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}")
+        return json.loads(out.read_text())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--count", type=int, metavar="RANKS", help="count in this process, for --out")
+    parser.add_argument("--out", type=Path, help="file for the JSON of --count")
+    options = parser.parse_args()
+    if options.count:
+        options.out.write_text(json.dumps(count(options.count)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,422 @@
+"""The real code of one rank of a large job in one process, with a count of what it asks of the others and of the disk.
+
+torch's fake process group stands for the other ranks, so `pretrain` runs as it is: it starts, trains, logs, saves and
+resumes. Three recorders count: a dispatch mode sees each collective, a store in memory sees each request, and an audit
+hook of Python sees each file. Answers of rank 0 are kept on a tape, from which other ranks read them.
+"""
+
+import json
+import os
+import sys
+import threading
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+RANKS_PER_HOST = 8
+LAYERS = 16  # two for each of the 8 stages, so that interleaved schedules have a layer in each chunk
+FIELDS = {
+    "model.num_layers": LAYERS,
+    "model.hidden_size": 32,
+    "model.num_heads": 8,
+    "model.vocab_size": 250,
+    "model.max_position_embeddings": 16,
+    "model.hidden_dropout": 0.0,
+    "model.attention_dropout": 0.0,
+    "data.seq_length": 16,
+    "data.split": "100,0,0",
+    "train.iterations": 6,
+    "train.eval_iterations": 0,
+    "train.eval_interval": 0,
+    "optim.distributed": "true",
+    "checkpoint.interval": 5,
+    "log.interval": 3,
+    "log.tensorboard": "false",
+    "log.peak_tflops": 0.1,
+    "run.device": "cpu",
+}
+STEP, LOGGED, SAVED = 2, 3, 5  # iterations: an ordinary one, one that prints a line, one that saves
+PROCESS_GROUP = "__torch__.torch.classes.c10d.ProcessGroup"
+METADATA = {
+    *("open", "os.listdir", "os.scandir", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.link", "os.truncate"),
+    *("os.stat", "os.lstat", "os.fsync"),
+}
+
+
+class Counts:
+    """Counters by phase of the run, and the largest objects."""
+
+    def __init__(self) -> None:
+        self._phase = "start"
+        self.of: dict[str, Counter[str]] = defaultdict(Counter)
+        self._read = _bytes_read()
+
+    @property
+    def phase(self) -> str:
+        return self._phase
+
+    @phase.setter
+    def phase(self, name: str) -> None:
+        now = _bytes_read()
+        self.add("bytes read", now - self._read)
+        self._phase, self._read = name, now
+
+    def add(self, name: str, count: int = 1) -> None:
+        self.of[self.phase][name] += count
+
+
+def _bytes_read() -> int:
+    """The bytes that this process has read from files; maps of memory do not count."""
+    return int(Path("/proc/self/io").read_text().split()[1])
+
+
+class CountingStore(dist.Store):
+    """A store in memory that counts requests. Keys of rank 0 stay for the ranks that run after it."""
+
+    def __init__(self, counts: Counts, kept: dict[str, bytes], world_size: int) -> None:
+        super().__init__()
+        self._counts, self._kept, self._world_size = counts, kept, world_size
+
+    def _count(self, name: str, keys: list[str], size: int = 0) -> None:
+        if threading.current_thread().name == "watchdog":
+            return
+        self._counts.add("store requests")
+        self._counts.add("bytes to the store", size)
+
+    def set(self, key: str, value: Any) -> None:
+        data = value.encode() if isinstance(value, str) else bytes(value)
+        self._count("set", [key], len(data))
+        self._kept[key] = data
+
+    def get(self, key: str) -> bytes:
+        self._count("get", [key])
+        if key not in self._kept:
+            raise KeyError(f"rank {os.environ['RANK']} reads {key}, which no rank has set")
+        return self._kept[key]
+
+    def add(self, key: str, amount: int) -> int:
+        self._count("add", [key])
+        number = int(self._kept.get(key, b"0")) + amount
+        self._kept[key] = str(number).encode()
+        return number
+
+    def compare_set(self, key: str, expected: Any, desired: Any) -> bytes:
+        self._count("compare_set", [key], len(desired))
+        if self._kept.get(key, b"") == (expected.encode() if isinstance(expected, str) else bytes(expected)):
+            self._kept[key] = desired.encode() if isinstance(desired, str) else bytes(desired)
+        return self._kept[key]
+
+    def append(self, key: str, value: Any) -> None:
+        self._count("append", [key], len(value))
+        self._kept[key] = self._kept.get(key, b"") + (value.encode() if isinstance(value, str) else bytes(value))
+
+    def wait(self, keys: list[str], timeout: Any = None) -> None:
+        self._count("wait", keys)
+
+    def check(self, keys: list[str]) -> bool:
+        self._count("check", keys)
+        return all(key in self._kept for key in keys)
+
+    def multi_get(self, keys: list[str]) -> list[bytes]:
+        self._count("multi_get", keys)
+        return [self._kept[key] for key in keys]
+
+    def multi_set(self, keys: list[str], values: list[Any]) -> None:
+        self._count("multi_set", keys, sum(map(len, values)))
+        self._kept.update(zip(keys, (bytes(value) for value in values), strict=True))
+
+    def delete_key(self, key: str) -> bool:
+        self._count("delete_key", [key])
+        return self._kept.pop(key, None) is not None
+
+    def num_keys(self) -> int:
+        return len(self._kept)
+
+    def set_timeout(self, timeout: Any) -> None:
+        pass
+
+    def has_extended_api(self) -> bool:
+        return True
+
+
+class Collectives(TorchDispatchMode):
+    """Counts each collective and message. Broadcasts of rank 0 over the world are kept, or read from `tape`."""
+
+    def __init__(self, counts: Counts, rank: int, tape: list[Tensor]) -> None:
+        super().__init__()
+        self._counts, self._rank, self._tape, self._place = counts, rank, tape, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace != "c10d":
+            return func(*args, **(kwargs or {}))
+        op = func._schema.name.removeprefix("c10d::")
+        pairs = zip(func._schema.arguments, args, strict=False)
+        group = next(dist.ProcessGroup.unbox(value) for each, value in pairs if str(each.type) == PROCESS_GROUP)
+        size, is_world = group.size(), group.size() == dist.get_world_size()
+        tensors = [each for each in _tensors(args[0])]
+        self._counts.add("messages" if op in ("send", "recv_") else "collectives")
+        if is_world:
+            self._counts.add("collectives over the world")
+        if is_world and op in ("_allgather_base_", "gather_"):
+            self._counts.add("bytes to rank 0", (size - 1) * sum(map(_bytes, _tensors(args[1]))))
+        result = func(*args, **(kwargs or {}))
+        if op == "broadcast_" and is_world:
+            self._broadcast(tensors[0])
+        if op == "recv_":  # the fake process group leaves the memory as it was
+            for tensor in tensors:
+                tensor.detach().zero_()
+        return result
+
+    def _broadcast(self, x: Tensor) -> None:
+        if self._rank == 0:
+            self._tape.append(x.clone())
+        else:
+            x.copy_(self._tape[self._place])
+            self._place += 1
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, list | tuple):
+        for each in value:
+            yield from _tensors(each)
+
+
+def _bytes(x: Tensor) -> int:
+    return x.numel() * x.element_size()
+
+
+class Files:
+    """Counts each operation on a file of the run or of the package. There is one in a process: a hook is for ever."""
+
+    counts: Counts | None = None
+    folders: tuple[str, ...] = ()
+    package = ""
+    opened = ""  # Python reports a file that an opener opens twice
+
+    @classmethod
+    def hook(cls, event: str, arguments: tuple[Any, ...]) -> None:
+        if cls.counts is None or event not in METADATA or threading.current_thread().name == "watchdog":
+            return
+        path = arguments[0] if arguments else ""
+        if isinstance(path, int):
+            cls.counts.add("metadata operations") if event == "os.fsync" else None
+            return
+        path = os.path.abspath(os.fsdecode(path)) if isinstance(path, str | bytes | os.PathLike) else ""
+        if event == "open":
+            is_second, cls.opened = arguments[1] is None and path == cls.opened, path if arguments[1] else ""
+            if is_second:
+                return
+        if path.startswith(cls.package):
+            if event == "open":
+                cls.counts.add("files of the package opened")
+            return
+        if not path.startswith(cls.folders):
+            return
+        cls.counts.add("metadata operations")
+        if event == "open":
+            is_new = "w" in str(arguments[1] or "") or bool((arguments[2] or 0) & os.O_CREAT)
+            cls.counts.add("files written" if is_new else "files read")
+            if not is_new and path.endswith("layout.json"):
+                cls.counts.add("reads of layout.json")
+
+
+def _watch_stats() -> None:
+    """Let `os.stat`, `os.lstat` and `os.fsync` call the hook: Python has no audit events for them."""
+    for name in ("stat", "lstat", "fsync"):
+        original = getattr(os, name)
+
+        def watched(path: Any, *args: Any, _original: Any = original, _name: str = name, **kwargs: Any) -> Any:
+            Files.hook(f"os.{_name}", (path,))
+            return _original(path, *args, **kwargs)
+
+        setattr(os, name, watched)
+
+
+def grid_fields(world_size: int) -> dict[str, Any]:
+    """The layout of a job: tp 8 and pp 8 with two chunks; on 8 ranks tp 2 and pp 2."""
+    size = 8 if world_size >= 64 else 2
+    chunks = {"parallel.schedule": "interleaved", "parallel.virtual_pipeline": 2, "parallel.sequence": "true"}
+    return {"parallel.tensor": size, "parallel.pipeline": size, **chunks}
+
+
+def config_of(folder: Path, world_size: int, **changes: Any) -> Any:
+    from megatron_lite.config.load import load_config
+
+    layout = grid_fields(world_size) if world_size > 1 else {}
+    fields = FIELDS | layout | {"run.dir": folder / "run", "data.paths": f"[{folder / 'corpus'}]"} | changes
+    if world_size > 1:  # an interleaved schedule has a multiple of pp micro-batches
+        fields["train.global_batch_size"] = layout["parallel.pipeline"] * max(1, world_size // layout["parallel.pipeline"] // layout["parallel.tensor"])
+    return load_config(None, [f"{key}={value}" for key, value in fields.items()])
+
+
+def write_corpus(folder: Path) -> None:
+    from megatron_lite.data.indexed import bin_path, idx_path
+    from megatron_lite.preprocess.builder import IndexedDatasetBuilder
+
+    builder = IndexedDatasetBuilder(bin_path(folder / "corpus"), np.int32)
+    builder.add_documents(np.arange(20_000) % 250, np.full(200, 100, dtype=np.int32))
+    builder.finalize(idx_path(folder / "corpus"))
+
+
+@contextmanager
+def placed(rank: int, world_size: int) -> Iterator[None]:
+    """The environment of a rank under a launcher with `RANKS_PER_HOST` ranks on each machine."""
+    local, hosts = min(RANKS_PER_HOST, world_size), max(1, world_size // RANKS_PER_HOST)
+    variables = {
+        "RANK": rank,
+        "WORLD_SIZE": world_size,
+        "LOCAL_RANK": rank % local,
+        "LOCAL_WORLD_SIZE": local,
+        "GROUP_RANK": rank // local,
+        "GROUP_WORLD_SIZE": hosts,
+    }
+    with mock.patch.dict(os.environ, {key: str(value) for key, value in variables.items()}):
+        yield
+
+
+@contextmanager
+def fake_world(counts: Counts, rank: int, world_size: int, tape: list[Tensor], kept: dict[str, bytes]) -> Iterator[None]:
+    """This process is a rank of a fake world whose groups, collectives and store requests are counted."""
+    import torch.testing._internal.distributed.fake_pg  # noqa: F401  registers the backend
+
+    new_group, one_by_one = dist.new_group, _one_by_one
+
+    def counted(ranks: Any = None, *args: Any, **kwargs: Any) -> Any:
+        counts.add("calls of new_group")
+        kwargs["backend"] = None  # the world's
+        group = new_group(ranks, *args[:1], **kwargs)
+        if isinstance(group, dist.ProcessGroup) and group.size() >= 1:
+            size = dist.get_world_size() if ranks is None else len(ranks)
+            if ranks is None or rank in ranks:
+                counts.add("groups joined")
+                counts.add("members of joined groups", size)
+        return group
+
+    hook = sys.excepthook
+    store = CountingStore(counts, kept, world_size)
+    with placed(rank, world_size), ExitStack() as stack:
+        dist.init_process_group("fake", rank=rank, world_size=world_size, store=store)
+        stack.callback(lambda: setattr(sys, "excepthook", hook))
+        stack.callback(lambda: dist.destroy_process_group() if dist.is_initialized() else None)
+        counts.add("groups joined")
+        counts.add("calls of new_group")
+        counts.add("members of joined groups", world_size)
+        stack.enter_context(mock.patch.object(dist, "new_group", counted))
+        stack.enter_context(mock.patch.object(dist, "batch_isend_irecv", one_by_one))
+        stack.enter_context(Collectives(counts, rank, tape))
+        yield
+
+
+def _one_by_one(operations: list[dist.P2POp]) -> list[Any]:
+    return [each.op(each.tensor, each.peer, each.group, each.tag) for each in operations]
+
+
+class Enough(Exception):
+    """Raised in place of an iteration that is not counted."""
+
+
+@contextmanager
+def phases(counts: Counts, rank: int, iterations: int) -> Iterator[None]:
+    """Divide the counts of `pretrain` by phase: the start, each iteration, a save. It ends after `iterations`."""
+    from megatron_lite.training import loop
+
+    train_step, save_run = loop.train_step, loop.save_run
+
+    def stepped(run: Any, *args: Any) -> Any:
+        if run.state.iteration >= iterations:
+            counts.phase = "end"
+            raise Enough
+        counts.phase = f"iteration {run.state.iteration + 1}"
+        return train_step(run, *args)
+
+    def saved(run: Any, *args: Any, **kwargs: Any) -> None:
+        before, counts.phase = counts.phase, f"save {run.state.iteration}"
+        if rank:  # what the first rank creates, which writes before it in a real job
+            watched, Files.counts = Files.counts, None
+            (Path(run.config.run.dir) / "checkpoints" / f".new-iter_{run.state.iteration:07d}").mkdir(parents=True, exist_ok=True)
+            Files.counts = watched
+        save_run(run, *args, **kwargs)
+        counts.phase = before
+
+    with mock.patch.multiple(loop, train_step=stepped, save_run=saved):
+        yield
+
+
+def _other_hosts(rank: int, world_size: int) -> ExitStack:
+    """Gathered objects that must differ by rank: the fake world returns this rank's for all."""
+    from megatron_lite.checkpoint import store
+    from megatron_lite.training import initialize
+
+    stack = ExitStack()
+    gather = initialize.all_gather_objects
+
+    def placed_objects(value: Any, group: Any) -> list[Any]:
+        found = gather(value, group)
+        if isinstance(value, tuple) and hasattr(value[0], "first_rank"):
+            hosts = [other - other % RANKS_PER_HOST for other in range(world_size)]
+            found = [(place._replace(first_rank=host), rest) for (place, rest), host in zip(found, hosts, strict=True)]
+        return found
+
+    stack.enter_context(mock.patch.object(initialize, "all_gather_objects", placed_objects))
+    if hasattr(store, "all_gather_objects"):
+        gather_names = store.all_gather_objects
+
+        def all_names(value: Any, group: Any) -> list[Any]:
+            found = gather_names(value, group)
+            return [*found, _names_on_disk()] if isinstance(value, list) else found
+
+        stack.enter_context(mock.patch.object(store, "all_gather_objects", all_names))
+    return stack
+
+
+def _names_on_disk() -> list[str]:
+    watched, Files.counts = Files.counts, None
+    (path,) = Path(Files.folders[0]).glob("run/checkpoints/iter_*/layout.json")
+    names = list(json.loads(path.read_bytes())["tensors"])
+    Files.counts = watched
+    return names
+
+
+def drive(
+    folder: Path,
+    rank: int,
+    world_size: int,
+    tape: list[Tensor],
+    kept: dict[str, bytes],
+    *,
+    iterations: int = SAVED,
+    **changes: Any,
+) -> Counts:
+    """The counts of a run of this rank, by phase; without checkpoints in the folder it is a start, else a resume."""
+    import megatron_lite
+    from megatron_lite.errors import StoppedEarly
+    from megatron_lite.launch.pretrain import pretrain
+
+    counts = Counts()
+    Files.folders, Files.package = (str(folder),), os.path.dirname(megatron_lite.__file__)
+    config = config_of(folder, world_size, **changes)
+    with phases(counts, rank, iterations), suppress(StoppedEarly, Enough), ExitStack() as stack:
+        if world_size > 1:
+            stack.enter_context(fake_world(counts, rank, world_size, tape, kept))
+            stack.enter_context(_other_hosts(rank, world_size))
+            Files.counts = counts
+            stack.callback(lambda: setattr(Files, "counts", None))
+        pretrain(config)
+    return counts
+
+
+def install() -> None:
+    """Start the hook of this process; it cannot be removed."""
+    sys.addaudithook(Files.hook)
+    _watch_stats()
