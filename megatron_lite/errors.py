@@ -35,7 +35,11 @@ class NoCheckpoint(CheckpointError):
 
 
 class DamagedCheckpoint(CheckpointError):
-    """Files of a checkpoint are truncated, changed or missing."""
+    """Files of a checkpoint are truncated, changed or missing; `file` is the first one, relative to the checkpoint."""
+
+    def __init__(self, message: str, file: str = "") -> None:
+        super().__init__(message)
+        self.file = file
 
 
 class TrainingError(MegatronLiteError):

@@ -1,8 +1,8 @@
 """Saves in the background: a thread of every rank copies the tensors into host memory and writes the copy.
 
 The next forward and backward run while it copies, because they change no saved tensor; the optimizer's step waits (as
-in CheckFreq, https://www.usenix.org/conference/fast21/presentation/mohan). The threads communicate over a separate
-group, in the same steps as `store.save`. The memory of the copies is kept for the next save: allocating it takes longer
+in CheckFreq, https://www.usenix.org/conference/fast21/presentation/mohan). The threads communicate over the store, in
+the same steps as `store.save`. The memory of the copies is kept for the next save: allocating it takes longer
 than copying.
 """
 
@@ -22,7 +22,7 @@ from megatron_lite.checkpoint.contents import Contents
 from megatron_lite.ddp.local_shard import LocalShard
 from megatron_lite.errors import CheckpointError
 from megatron_lite.parallel.agreement import all_gather_objects, on_all
-from megatron_lite.parallel.context import ParallelContext, duplicate_group
+from megatron_lite.parallel.context import ParallelContext
 from megatron_lite.parallel.waiting import ignore_this_thread
 
 Say = Callable[[str], None]
@@ -52,7 +52,7 @@ class PinnedMemory:
 class Saver:
     """The saves of a run, one after another. All methods and the constructor are collective over the world."""
 
-    def __init__(self, ctx: ParallelContext, *, in_background: bool, timeout_seconds: float):
+    def __init__(self, ctx: ParallelContext, *, in_background: bool):
         self._ctx = ctx
         self._in_background = in_background
         self._in_flight: Future[tuple[float, float]] | None = None
@@ -60,7 +60,7 @@ class Saver:
         self._is_copied = threading.Event()
         self._is_copied.set()
         self._waited_seconds = 0.0  # by training, for the save in flight
-        self._timeout_seconds = timeout_seconds
+        self._connections = 0
         self._stream: torch.cuda.Stream | None = None
         if in_background:
             self._connect()
@@ -69,7 +69,8 @@ class Saver:
             self._pinned = PinnedMemory()
 
     def _connect(self) -> None:
-        world = duplicate_group(self._ctx.world, self._timeout_seconds, backend="gloo")
+        self._connections += 1
+        world = replace(self._ctx.world, name=f"saves {self._connections}")  # exchanges have an order in each name
         self._background = replace(self._ctx, world=world)
         self._failed = False
 
@@ -96,7 +97,7 @@ class Saver:
         if must_be_done or failed or not self._in_background:
             store.save(root, iteration, ctx=self._ctx, contents=contents, **rest)
             if failed:
-                self._connect()  # a group that has timed out cannot be used again
+                self._connect()  # the ranks may have left the order of exchanges at different places
             self._report_success(say, time.perf_counter() - started)
             return
         original: Contents | None = contents.saved_by(self._ctx)

@@ -1,10 +1,12 @@
 """All ranks continue, or all raise the same error, so that no rank waits for one that failed.
 
-Objects travel as pickles. Bytes from a network are not trusted: only plain data and data classes of this package are
-unpickled, unlike in torch's collectives of objects.
+Objects travel as pickles, through the store of the process group (`messages.py`). Bytes from a network are not trusted:
+only plain data and data classes of this package are unpickled, unlike in torch's collectives of objects.
 """
 
+import hashlib
 import io
+import json
 import pickle
 import sys
 from collections.abc import Callable
@@ -17,80 +19,110 @@ from pydantic import BaseModel
 from torch import Tensor
 
 from megatron_lite.errors import DamagedCheckpoint, MegatronLiteError, TrainingError
-from megatron_lite.parallel.collectives import all_gather, broadcast
+from megatron_lite.parallel.collectives import all_reduce, broadcast
 from megatron_lite.parallel.context import Group
-from megatron_lite.parallel.waiting import communicating
+from megatron_lite.parallel.messages import Exchange
+from megatron_lite.parallel.waiting import trains_here
 from megatron_lite.text import counted
 
 T = TypeVar("T")
+LARGE_BYTES = 1 << 16  # of a result: more goes around the store, which one process serves
 
 
 def on_first(work: Callable[[], T], group: Group) -> T:
     """The result or error of `work`, which only the group's first rank calls, on every rank.
 
-    Communicates: one broadcast of a small object.
+    The others wait without a deadline while its heartbeat comes. Callable in a background thread.
+    Communicates: the result through the store; a large one in a broadcast over the group.
     """
     if group.size == 1:
         return work()
-    result, problem, cause = _attempt(work, group) if group.is_first else (None, None, None)
-    packed = pack((result, problem), group)
-    size = broadcast(torch.tensor(packed.numel(), device=packed.device), group, src=0)
-    received = broadcast(packed if group.is_first else packed.new_empty(int(size)), group, src=0)
-    if not group.is_first:
-        result, problem = unpack(received)
+    exchange, cause = Exchange(group, "on_first"), None
+    if group.is_first:
+        with exchange.working():
+            result, problem, cause = _attempt(work, group)
+        content = pickle.dumps((result, problem))
+        is_large = len(content) > LARGE_BYTES and trains_here()
+        exchange.publish(b"%d" % len(content) if is_large else b"=" + content)
+        if is_large:
+            broadcast(_on_device(content, group), group, src=0)
+    else:
+        content = exchange.published()
+        if not content.startswith(b"="):
+            content = broadcast(_on_device(bytes(int(content)), group), group, src=0).cpu().numpy().tobytes()
+            content = b"=" + content
+        result, problem = unpack(content[1:])
     if problem is not None:
-        kind, text = problem
-        raise kind(text) from cause
+        raise _error(problem) from cause
     return result  # type: ignore[return-value]
 
 
 def on_all(work: Callable[[], T], group: Group) -> T:
     """This rank's result of `work`, which every rank calls; returns when all ranks have finished.
 
-    If it fails anywhere, every rank raises the error of the lowest failed rank; damage comes last.
-    Communicates: one all-gather of a small object.
+    Ranks that have finished wait without a deadline while the heartbeat of another one comes. If the work fails
+    anywhere, every rank raises the error of the lowest failed rank; damage comes last. Callable in a background thread.
+    Communicates: the number of failed ranks through the store, and errors if there are any.
     """
     if group.size == 1:
         return work()
-    result, problem, cause = _attempt(work, group)
-    gathered = all_gather_objects(problem, group)
-    # Another checkpoint helps against damage only, so other errors come first.
-    problems = sorted(filter(None, gathered), key=lambda problem: problem[0] is DamagedCheckpoint)
-    if problems:
-        (kind, text), *others = problems
+    exchange = Exchange(group, "on_all")
+    with exchange.working():
+        result, problem, cause = _attempt(work, group)
+    exchange.leave(pickle.dumps(problem) if problem else b"", is_problem=problem is not None)
+    if exchange.all_left():
+        # Another checkpoint helps against damage only, so other errors come first.
+        problems = [unpack(each) for each in exchange.messages() if each]
+        (kind, text, attributes), *others = sorted(problems, key=lambda problem: problem[0] is DamagedCheckpoint)
         more = f" ({counted(len(others), 'more rank')} failed)" if others else ""
-        raise kind(text + more) from cause
+        raise _error((kind, text + more, attributes)) from cause
     return result  # type: ignore[return-value]
 
 
+def same(value: Any, group: Group) -> bool:
+    """Whether the values of all ranks are equal, on every rank. `value` has a JSON form.
+
+    Communicates: two integers, the smallest and the largest hash.
+    """
+    if group.size == 1:
+        return True
+    text = json.dumps(value, sort_keys=True, default=str).encode()
+    hashed = int.from_bytes(hashlib.blake2b(text, digest_size=7).digest(), "little")
+    device = _on_device(b"", group).device
+    largest, smallest = all_reduce(torch.tensor([hashed, -hashed], device=device), group, "max").tolist()
+    return largest == -smallest
+
+
 def all_gather_objects(value: T, group: Group) -> list[T]:
-    """Every rank's value in rank order, on every rank."""
+    """Every rank's value in rank order, on every rank: for small groups, or values of ranks that differ."""
     if group.size == 1 or group.pg is None:
         return [value]
-    local, sizes = _padded(value, group)
-    return [unpack(row[:size]) for row, size in zip(all_gather(local[None], group, dim=0), sizes, strict=True)]
+    exchange = Exchange(group, "all_gather_objects")
+    exchange.leave(pickle.dumps(value))
+    return [unpack(each) for each in exchange.messages()]
 
 
 def gather_objects(value: T, group: Group) -> list[T]:
-    """Every rank's value in rank order on the group's first rank, an empty list on the others."""
+    """Every rank's value in rank order on the group's first rank, an empty list on the others.
+
+    The first rank gets the bytes of all pickles, without padding.
+    """
     if group.size == 1:
         return [value]
-    local, sizes = _padded(value, group)
-    rows = [torch.empty_like(local) for _ in sizes] if group.is_first else None
-    with communicating("gather", group):
-        dist.gather(local, rows, dst=group.ranks[0], group=group.pg)
-    return [unpack(row[:size]) for row, size in zip(rows, sizes, strict=True)] if rows else []
+    exchange = Exchange(group, "gather_objects")
+    exchange.leave(pickle.dumps(value))
+    return [unpack(each) for each in exchange.messages()] if group.is_first else []
 
 
-def pack(value: Any, group: Group) -> Tensor:
-    """The bytes of an object, on the device that the group's collectives need."""
+def _on_device(content: bytes, group: Group) -> Tensor:
+    """Bytes on the device that the group's collectives need."""
     device = "cpu" if "cpu:" in dist.get_backend_config(group.pg) else "cuda"
-    return torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8).to(device)
+    return torch.tensor(bytearray(content), dtype=torch.uint8, device=device)
 
 
-def unpack(packed: Tensor) -> Any:
-    """The inverse of `pack`; raises UnpicklingError for a class that ranks do not send."""
-    return _Unpickler(io.BytesIO(packed.cpu().numpy().tobytes())).load()
+def unpack(pickled: bytes) -> Any:
+    """The object that another rank has pickled; raises UnpicklingError for a class that ranks do not send."""
+    return _Unpickler(io.BytesIO(pickled)).load()
 
 
 class _Unpickler(pickle.Unpickler):
@@ -105,20 +137,24 @@ class _Unpickler(pickle.Unpickler):
         raise pickle.UnpicklingError(f"{module}.{name} is not a class that ranks send each other")
 
 
-def _padded(value: Any, group: Group) -> tuple[Tensor, list[int]]:
-    """This rank's bytes, padded to the longest in the group, and every rank's number of bytes."""
-    packed = pack(value, group)
-    sizes = all_gather(torch.tensor([packed.numel()], device=packed.device), group, dim=0).tolist()
-    return torch.nn.functional.pad(packed, (0, max(sizes) - packed.numel())), sizes
+Problem = tuple[type, str, dict[str, Any]]
+"""Class, text and attributes of an error."""
 
 
-def _attempt(work: Callable[[], T], group: Group) -> tuple[T | None, tuple[type, str] | None, Exception | None]:
-    """Result, class and text of the error, and the error. One that escaped would leave the other ranks waiting, so
-    errors of other libraries become TrainingErrors."""
+def _attempt(work: Callable[[], T], group: Group) -> tuple[T | None, Problem | None, Exception | None]:
+    """Result, problem and error. An error that escaped would leave the other ranks waiting, so errors of other
+    libraries become TrainingErrors."""
     rank = group.ranks[group.rank]
     try:
         return work(), None, None
     except MegatronLiteError as error:
-        return None, (type(error), f"rank {rank}: {error}"), error
+        return None, (type(error), f"rank {rank}: {error}", vars(error)), error
     except Exception as error:
-        return None, (TrainingError, f"rank {rank}: {type(error).__name__}: {error}"), error
+        return None, (TrainingError, f"rank {rank}: {type(error).__name__}: {error}", {}), error
+
+
+def _error(problem: Problem) -> MegatronLiteError:
+    kind, text, attributes = problem
+    error = kind(text)
+    vars(error).update(attributes)
+    return error

@@ -50,7 +50,8 @@ def new_group(
     connected the same number. A rank without a part in a group connects one of its own.
     """
     timeout = timedelta(seconds=timeout_seconds)
-    return dist.new_group(list(ranks), timeout, backend, use_local_synchronization=True, group_desc=name)
+    options: Any = {"use_local_synchronization": True, "group_desc": name}
+    return dist.new_group(list(ranks), timeout, backend, **options)  # type: ignore[return-value]
 
 
 def duplicate_group(group: Group, timeout_seconds: float, backend: str | None = None) -> Group:

@@ -85,10 +85,15 @@ def current_wait() -> tuple[str, int]:
     return describe(wait.op, wait.group) if wait else "", _training.count
 
 
-def note_progress() -> None:
-    """Count progress, in long work without collectives."""
-    if _this_thread.is_training:
+def note_progress(*, of_training: bool = False) -> None:
+    """Count progress, in long work without collectives; `of_training`: also where another thread reports it."""
+    if of_training or _this_thread.is_training:
         _training.count += 1
+
+
+def trains_here() -> bool:
+    """Whether this thread trains: False after `ignore_this_thread`."""
+    return _this_thread.is_training
 
 
 def record_waits(recorder: Recorder[str] | None) -> None:

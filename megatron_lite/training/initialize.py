@@ -37,6 +37,7 @@ from megatron_lite.optim.engine import release_engines
 from megatron_lite.parallel.agreement import all_gather_objects
 from megatron_lite.parallel.context import Group, ParallelContext
 from megatron_lite.parallel.grid import Grid
+from megatron_lite.parallel.messages import limits
 from megatron_lite.parallel.random import RngTracker, seed_everything
 from megatron_lite.parallel.tasks import separate_tasks
 from megatron_lite.text import counted, listed, visible
@@ -76,6 +77,7 @@ def initialize_megatron(config: Config) -> tuple[ParallelContext, RngTracker]:
     set_determinism(config.train.deterministic)
     if device.type == "cpu":
         keep_freed_memory()
+    limits.silence, limits.hang = config.train.comm_timeout, config.train.hang_timeout
     backend = backend_of(config.run.backend, device)
     if world_size > 1 and not dist.is_initialized():
         join_process_group(device, config.train.comm_timeout, backend)

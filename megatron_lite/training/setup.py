@@ -84,7 +84,7 @@ def build_run(
 
     parts = build_data_parallel(config, ctx, make_model, dtype)
     pipeline = PipelineEngine(ctx, num_chunks=len(parts.model), timeout_seconds=config.train.comm_timeout)
-    saver = Saver(ctx, in_background=config.checkpoint.async_save, timeout_seconds=config.train.comm_timeout)
+    saver = Saver(ctx, in_background=config.checkpoint.async_save)
     run = Run(
         config, ctx, rng, parts.model, parts.params, parts.table, parts.ddp, parts.optimizer, pipeline, saver, origin={}
     )

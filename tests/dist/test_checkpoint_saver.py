@@ -6,14 +6,12 @@ import re
 import threading
 import time
 import weakref
-from datetime import timedelta
 from itertools import pairwise
 from pathlib import Path
 from unittest import mock
 
 import pytest
 import torch
-from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from megatron_lite.checkpoint import store
 from megatron_lite.checkpoint.directory import iterations, read_latest
@@ -21,6 +19,7 @@ from megatron_lite.checkpoint.saver import PinnedMemory, Saver
 from megatron_lite.errors import CheckpointError
 from megatron_lite.parallel.context import ParallelContext
 from megatron_lite.parallel.grid import Grid
+from megatron_lite.parallel.messages import limits
 from tests.helpers.checkpoints import CONFIG, TABLE, assert_complete, contents, join_contents
 
 FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -31,7 +30,7 @@ class Training:
 
     def __init__(self, root: Path, tp: int, dp: int):
         self.ctx = ParallelContext.create(Grid(tp=tp, dp=dp), torch.device("cpu"), 60)
-        self.saver = Saver(self.ctx, in_background=True, timeout_seconds=60)
+        self.saver = Saver(self.ctx, in_background=True)
         self.root, self.lines = root, []
         self.live = contents(self.ctx, 0)
 
@@ -257,19 +256,17 @@ def test_waiting_after_a_save_that_could_not_start_returns(ranks, tmp_path):
 
 def save_with_timeout(root: Path) -> list[str]:
     training = Training(root, 2, 1)
-    _set_pg_timeout(timedelta(seconds=1), training.saver._background.world.pg)  # of this group, not of its replacement
-    write_tensors, timed_out = store.write_tensors, root / "rank 0 has timed out"
+    write_tensors = store.write_tensors
 
     def write(path, tensors):
-        while training.ctx.rank == 1 and not timed_out.exists():
-            time.sleep(0.01)
+        if training.ctx.rank == 1:
+            time.sleep(2)
         return write_tensors(path, tensors)
 
-    with mock.patch.object(store, "write_tensors", write):
+    with mock.patch.object(store, "write_tensors", write), mock.patch.multiple(limits, silence=0.5, hang=0.1):
         training.save(1)
         if training.ctx.rank == 0:
             training.saver.wait(training.lines.append)
-            timed_out.touch()
         training.saver.wait(training.lines.append)
     for version in (2, 3, 4):
         training.save(version)
@@ -279,7 +276,7 @@ def save_with_timeout(root: Path) -> list[str]:
 
 
 def test_after_a_timeout_saves_continue_in_the_background(ranks, tmp_path):
-    """A group that has timed out stays broken. Were it not replaced, every second save of the run would fail."""
+    """The ranks have left the save at different places. In one order of exchanges later saves would fail."""
     for lines in ranks(2, save_with_timeout, tmp_path):
         assert sum("FAILED" in line for line in lines) == 1
         assert sum(line.endswith(" while training continues") for line in lines) == 3
