@@ -51,9 +51,10 @@ def count(world_size: int) -> dict[str, Any]:
     one_rank.install()
     driven = dict(classes(world_size)) if world_size <= LARGEST_DRIVEN else {"first": (0, 1)}
     found: dict[str, Any] = {"world": world_size, "kinds": {kind: {} for kind in driven}}
-    with scratch() as old, scratch() as new:
-        for folder in (old, new):
+    with scratch() as old, scratch() as new, scratch() as first:
+        for folder in (old, new, first):
             one_rank.write_corpus(folder)
+        drive(first, 0, 8, [], {})  # Python imports what a start needs
         drive(old, 0, 1, [], {}, **{"train.exit_iteration": 1})  # a checkpoint that every layout can load
         single = old / "run" / "checkpoints" / "iter_0000001" / "layout.json"
         found["layout bytes of one process"] = single.stat().st_size

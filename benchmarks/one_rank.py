@@ -46,6 +46,7 @@ FIELDS = {
 }
 STEP, LOGGED, SAVED = 2, 3, 5  # iterations: an ordinary one, one that prints a line, one that saves
 PROCESS_GROUP = "__torch__.torch.classes.c10d.ProcessGroup"
+BACKGROUND = {"watchdog", "heartbeat"}  # threads whose work depends on time
 METADATA = {
     *("open", "os.listdir", "os.scandir", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.link", "os.truncate"),
     *("os.stat", "os.lstat", "os.fsync"),
@@ -80,72 +81,66 @@ def _bytes_read() -> int:
 
 
 class CountingStore(dist.Store):
-    """A store in memory that counts requests. Keys of rank 0 stay for the ranks that run after it."""
+    """A store in memory that counts requests, in a world whose other ranks have answered already.
 
-    def __init__(self, counts: Counts, kept: dict[str, bytes], world_size: int) -> None:
+    `kept` has the keys that rank 0 has set, for ranks that run after it. A key that another rank would set has this
+    rank's value. Requests of a rank while it waits depend on time, so there are none.
+    """
+
+    def __init__(self, counts: Counts, kept: dict[str, bytes]) -> None:
         super().__init__()
-        self._counts, self._kept, self._world_size = counts, kept, world_size
+        self._counts, self._kept = counts, kept
 
-    def _count(self, name: str, keys: list[str], size: int = 0) -> None:
-        if threading.current_thread().name == "watchdog":
-            return
-        self._counts.add("store requests")
-        self._counts.add("bytes to the store", size)
+    def _count(self, sent: int = 0, received: int = 0) -> None:
+        if threading.current_thread().name not in BACKGROUND:
+            self._counts.add("store requests")
+            self._counts.add("bytes to the store", sent)
+            self._counts.add("bytes from the store", received)
 
     def set(self, key: str, value: Any) -> None:
-        data = value.encode() if isinstance(value, str) else bytes(value)
-        self._count("set", [key], len(data))
-        self._kept[key] = data
+        self._kept[key] = _encoded(value)
+        self._count(sent=len(value))
 
     def get(self, key: str) -> bytes:
-        self._count("get", [key])
-        if key not in self._kept:
-            raise KeyError(f"rank {os.environ['RANK']} reads {key}, which no rank has set")
+        self._count(received=len(self._kept[key]))
         return self._kept[key]
 
     def add(self, key: str, amount: int) -> int:
-        self._count("add", [key])
+        self._count()
+        if key.endswith(" arrived"):  # the last rank to arrive sets this key
+            self._kept[key.removesuffix("arrived") + "done"] = b""
         number = int(self._kept.get(key, b"0")) + amount
         self._kept[key] = str(number).encode()
         return number
 
-    def compare_set(self, key: str, expected: Any, desired: Any) -> bytes:
-        self._count("compare_set", [key], len(desired))
-        if self._kept.get(key, b"") == (expected.encode() if isinstance(expected, str) else bytes(expected)):
-            self._kept[key] = desired.encode() if isinstance(desired, str) else bytes(desired)
-        return self._kept[key]
-
-    def append(self, key: str, value: Any) -> None:
-        self._count("append", [key], len(value))
-        self._kept[key] = self._kept.get(key, b"") + (value.encode() if isinstance(value, str) else bytes(value))
-
     def wait(self, keys: list[str], timeout: Any = None) -> None:
-        self._count("wait", keys)
+        self._count()
 
     def check(self, keys: list[str]) -> bool:
-        self._count("check", keys)
+        self._count()
         return all(key in self._kept for key in keys)
 
     def multi_get(self, keys: list[str]) -> list[bytes]:
-        self._count("multi_get", keys)
-        return [self._kept[key] for key in keys]
-
-    def multi_set(self, keys: list[str], values: list[Any]) -> None:
-        self._count("multi_set", keys, sum(map(len, values)))
-        self._kept.update(zip(keys, (bytes(value) for value in values), strict=True))
+        own = next(self._kept[key] for key in keys if key in self._kept)
+        found = [self._kept.get(key, own) for key in keys]
+        self._count(received=sum(map(len, found)))
+        return found
 
     def delete_key(self, key: str) -> bool:
-        self._count("delete_key", [key])
-        return self._kept.pop(key, None) is not None
+        self._count()
+        return key in self._kept  # it stays for ranks that run later
 
-    def num_keys(self) -> int:
-        return len(self._kept)
+    deleteKey = delete_key  # the name by which torch calls it  # noqa: N815
 
     def set_timeout(self, timeout: Any) -> None:
         pass
 
     def has_extended_api(self) -> bool:
         return True
+
+
+def _encoded(value: Any) -> bytes:
+    return value.encode() if isinstance(value, str) else bytes(value)
 
 
 class Collectives(TorchDispatchMode):
@@ -206,7 +201,7 @@ class Files:
 
     @classmethod
     def hook(cls, event: str, arguments: tuple[Any, ...]) -> None:
-        if cls.counts is None or event not in METADATA or threading.current_thread().name == "watchdog":
+        if cls.counts is None or event not in METADATA or threading.current_thread().name in BACKGROUND:
             return
         path = arguments[0] if arguments else ""
         if isinstance(path, int):
@@ -304,7 +299,7 @@ def fake_world(counts: Counts, rank: int, world_size: int, tape: list[Tensor], k
         return group
 
     hook = sys.excepthook
-    store = CountingStore(counts, kept, world_size)
+    store = CountingStore(counts, kept)
     with placed(rank, world_size), ExitStack() as stack:
         dist.init_process_group("fake", rank=rank, world_size=world_size, store=store)
         stack.callback(lambda: setattr(sys, "excepthook", hook))
