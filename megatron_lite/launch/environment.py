@@ -19,14 +19,11 @@ def environment(config: Config) -> dict[str, str]:
     NCCL_ALGO, NCCL_PROTO         fixed with `train.deterministic`
     TORCH_FR_BUFFER_SIZE          the operations that the flight recorder keeps, to explain a hang; before torch 2.9
                                   TORCH_NCCL_TRACE_BUFFER_SIZE
-    TORCH_GLOO_LAZY_INIT          Gloo connects two ranks at their first message; otherwise each new group connects all
-                                  pairs of its ranks, which costs the world's group a descriptor for each other rank
     PYTORCH_ALLOC_CONF            expandable segments, against fragmentation
     """
     parallel = config.parallel
     is_recent = _version() >= (2, 9)
     variables = {"TORCH_FR_BUFFER_SIZE" if is_recent else "TORCH_NCCL_TRACE_BUFFER_SIZE": "2000"}
-    variables["TORCH_GLOO_LAZY_INIT"] = "1"
     if parallel.ddp in ("fsdp", "deepspeed"):
         variables["CUDA_DEVICE_MAX_CONNECTIONS"] = "32"
     elif parallel.tensor > 1 and parallel.pipeline == 1:
