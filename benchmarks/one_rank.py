@@ -42,6 +42,7 @@ FIELDS = {
     "log.interval": 3,
     "log.tensorboard": "false",
     "log.peak_tflops": 0.1,
+    "train.hang_timeout": 0,  # rank 0 of a large world may work for minutes here
     "run.device": "cpu",
 }
 STEP, LOGGED, SAVED = 2, 3, 5  # iterations: an ordinary one, one that prints a line, one that saves

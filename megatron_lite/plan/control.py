@@ -1,0 +1,113 @@
+"""The start, the save and the resume of a job in seconds: counts of the control plane with measured unit costs.
+
+A step is arithmetic and links, which `timing.py` plays. These events are processes, connections, requests to the store
+of rank 0, and bytes of the storage. `benchmarks/control_plane.py` counts them for one rank of 8 to 16,384, and a test
+compares the counts here. The slowest rank, or rank 0 and the storage, which serve all ranks, give the time.
+"""
+
+from dataclasses import dataclass
+from math import ceil, log2
+
+from megatron_lite.parallel.context import ParallelContext
+from megatron_lite.parallel.grid import Grid
+from megatron_lite.plan.estimate import Plan
+from megatron_lite.plan.units import duration, size_text
+
+# Measured by `benchmarks/control_plane.py --units` on two cores at 2.5 GHz, over loopback.
+PROCESS_SECONDS = 4.0  # Python, torch and this package from a warm page cache
+REQUEST_SECONDS = 1e-4  # of one rank, to the store and back: 3e-5, and a network's round trip
+SERVED_PER_SECOND = 30_000  # requests, by the store in the process of rank 0
+CONNECTION_SECONDS = 3e-4  # of a pair of ranks in Gloo
+# Assumed: a parallel file system that serves 25 GB/s to all machines together, and a machine with 2.5 GB/s.
+STORAGE = 25e9
+STORAGE_OF_A_MACHINE = 2.5e9
+
+# Requests of a rank to the store, which do not depend on the number of ranks.
+REQUESTS_OF_A_GROUP = 1  # its address; the others are read when two ranks connect
+REQUESTS_OF_A_START = 60
+REQUESTS_OF_A_SAVE = 15
+REQUESTS_OF_A_RESUME = 20  # beside those of a start
+
+
+@dataclass(frozen=True)
+class Event:
+    """The seconds of an event by what takes them, and the bytes that it moves to or from the storage."""
+
+    parts: dict[str, float]
+    bytes: float = 0.0
+
+    @property
+    def seconds(self) -> float:
+        return sum(self.parts.values())
+
+
+def requests_seconds(count: int, world_size: int) -> float:
+    """The time of so many requests of each rank: their own, or that of the store which serves all."""
+    return max(count * REQUEST_SECONDS, count * world_size / SERVED_PER_SECOND) if world_size > 1 else 0.0
+
+
+def groups_of(grid: Grid, rank: int = 0) -> list[tuple[int, ...]]:
+    """The groups of several ranks that a rank joins, each once; one more for the pipes of a pipeline."""
+    ctx = ParallelContext.at(grid, rank)
+    groups = (value for value in vars(ctx).values() if hasattr(value, "ranks"))
+    found = list(dict.fromkeys(group.ranks for group in groups if len(group.ranks) > 1))
+    return [*found, ctx.pp.ranks] if grid.pp > 1 else found
+
+
+def start(grid: Grid) -> Event:
+    """Processes until the first step; without the data's index files, which an earlier start has written."""
+    groups = groups_of(grid)
+    # A ring has two neighbours; a tree as many as its depth.
+    connections = sum(2 + ceil(log2(len(ranks))) for ranks in groups)
+    requests = REQUESTS_OF_A_START + len(groups) * REQUESTS_OF_A_GROUP + 2 * connections
+    return Event(
+        {
+            "processes": PROCESS_SECONDS,
+            "connections": connections * CONNECTION_SECONDS,
+            "store": requests_seconds(requests, grid.world_size),
+        }
+    )
+
+
+def storage_seconds(size: float, machines: int) -> float:
+    """The time to read or write so many bytes, each once."""
+    return size / min(STORAGE, machines * STORAGE_OF_A_MACHINE)
+
+
+def save(grid: Grid, size: float, machines: int) -> Event:
+    """A checkpoint of so many bytes; each rank writes its shard."""
+    requests = requests_seconds(REQUESTS_OF_A_SAVE, grid.world_size)
+    return Event({"storage": storage_seconds(size, machines), "store": requests}, size)
+
+
+def resume(grid: Grid, size: float, machines: int, link: float) -> Event:
+    """A start from a checkpoint of so many bytes. One rank reads each of them; the others with equal values get them
+    over a link of so many bytes/s."""
+    parts = dict(start(grid).parts)
+    parts["store"] += requests_seconds(REQUESTS_OF_A_RESUME, grid.world_size)
+    parts["storage"] = storage_seconds(size, machines)
+    if grid.dp * grid.cp > 1:
+        parts["broadcast"] = size / (grid.tp * grid.pp) / link
+    return Event(parts, size)
+
+
+def events(plan: Plan) -> dict[str, Event]:
+    """The start, the save and the resume of a plan."""
+    grid, size = plan.grid, plan.checkpoint_bytes
+    machines = ceil(grid.world_size / plan.machines.ranks_per_machine)
+    link = plan.machines.rate(grid.group(0, "cp", "dp"))
+    return {
+        "start": start(grid),
+        "save": save(grid, size, machines),
+        "resume": resume(grid, size, machines, link),
+    }
+
+
+def lines(plan: Plan) -> list[str]:
+    """A line for each event, with its bytes."""
+    found = []
+    for name, event in events(plan).items():
+        size = f"; {size_text(event.bytes)}" if event.bytes else ""
+        parts = ", ".join(f"{part} {duration(seconds)}" for part, seconds in event.parts.items() if seconds >= 1e-3)
+        found.append(f"{name:14}{duration(event.seconds)}{size}: {parts or 'storage'}")
+    return found
